@@ -23,14 +23,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .arrays import Array, as_number, describe, is_number
 from .keywords import explains_keywords
 
-__all__ = ["attention", "attention_vjp"]
+__all__ = ["attention", "attention_hvp", "attention_jvp", "attention_vjp"]
 
 
 def __dir__() -> list[str]:
@@ -198,6 +198,230 @@ def attention_vjp(
     logit = np.atleast_1d(widened(sink))
     terms = np.where(np.isneginf(logit)[..., None], 0, np.exp(logit[..., None] - lse) * (0 - d[..., 0]))
     return *gradients, sum_to(terms.sum(axis=-1), logit.shape).reshape(np.shape(sink))
+
+
+@np.errstate(invalid="ignore")
+@explains_keywords
+def attention_jvp(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_dot: Array | None = None,
+    k_dot: Array | None = None,
+    v_dot: Array | None = None,
+    mask: Array | None = None,
+    scale: float | None = None,
+    sink: Array | None = None,
+    *,
+    sink_dot: Array | None = None,
+    score: Callable[[Array], Array] | None = None,
+    score_tangent: Callable[[Array, Array], Array] | None = None,
+    weight_factors: Array | None = None,
+) -> tuple[Array, Array]:
+    """Compute the tangents of o and lse.
+
+    Parameters
+    ----------
+    q, k, v : arrays
+        As in `attention`.
+    q_dot, k_dot, v_dot, sink_dot : arrays, optional
+        Tangents of q, k, v and the sink, of their shapes; zero by default.
+    mask, scale, sink, score : optional
+        As in `attention`.
+    score_tangent : callable, optional
+        The tangents of final scores, from scale q k^T and its tangents.
+    weight_factors : array, optional
+        As in `attention`.
+
+    Returns
+    -------
+    o_dot : array
+        Shaped as o; 0 in rows with no key.
+    lse_dot : array
+        Shaped as lse; in rows with no key the tangent of the sink, or 0.
+
+    Notes
+    -----
+    ::
+
+        S_dot = scale (Q_dot K^T + Q K_dot^T)     mu = rowsum(P S_dot) + P_sink sink_dot
+        O_dot = (P * (S_dot - mu)) V + P V_dot    L_dot = mu
+
+    with the tangents of final scores in place of S_dot where a score function makes these. Factors of weights multiply
+    P where it multiplies v or V_dot.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, k, v = np.zeros((1, 1)), np.array([[1.0], [3.0]]), np.array([[0.0], [8.0]])
+    >>> o_dot, lse_dot = attention_jvp(q, k, v, q_dot=np.ones((1, 1)))
+    >>> o_dot.tolist(), lse_dot.tolist()
+    ([[4.0]], [2.0])
+    """
+    dots, sinks, functions = (q_dot, k_dot, v_dot), (sink, sink_dot), (score, score_tangent)
+    pushed = _Pushed.of(q, k, v, dots, mask, scale, sinks, functions, weight_factors)
+    return (pushed.o_dot, pushed.lse_dot) if np.ndim(q) > 2 else (pushed.o_dot[0], pushed.lse_dot[0])
+
+
+@np.errstate(invalid="ignore")
+@explains_keywords
+def attention_hvp(
+    q: Array,
+    k: Array,
+    v: Array,
+    do: Array,
+    q_dot: Array | None = None,
+    k_dot: Array | None = None,
+    v_dot: Array | None = None,
+    do_dot: Array | None = None,
+    dlse: Array | None = None,
+    dlse_dot: Array | None = None,
+    mask: Array | None = None,
+    scale: float | None = None,
+    sink: Array | None = None,
+    *,
+    sink_dot: Array | None = None,
+    score: Callable[[Array], Array] | None = None,
+    score_tangent: Callable[[Array, Array], Array] | None = None,
+    score_slope: Callable[[Array], Array] | None = None,
+    score_slope_tangent: Callable[[Array, Array], Array] | None = None,
+    weight_factors: Array | None = None,
+) -> tuple[Array, ...]:
+    """Compute the tangents of what `attention_vjp` returns.
+
+    Parameters
+    ----------
+    q, k, v, do, dlse : arrays
+        As in `attention_vjp`.
+    q_dot, k_dot, v_dot, sink_dot, do_dot, dlse_dot : arrays, optional
+        Tangents of q, k, v, the sink, do and dlse, of their shapes; zero by default.
+    mask, scale, sink, score, score_slope, weight_factors : optional
+        As in `attention_vjp`.
+    score_tangent : callable, optional
+        As in `attention_jvp`.
+    score_slope_tangent : callable, optional
+        The tangents of the slopes, from scale q k^T and its tangents.
+
+    Returns
+    -------
+    dq_dot, dk_dot, dv_dot : array
+        The tangents of the gradients of q, k and v, of their shapes.
+    dsink_dot : array
+        The tangent of the sink's gradient, shaped as sink; only if there is a sink.
+
+    Notes
+    -----
+    With dots for tangents, D = rowsum(dO * O) - dlse, and the notation of `attention_jvp` and `attention_vjp`::
+
+        P_dot = P * (S_dot - L_dot)               D_dot = rowsum(dO_dot * O + dO * O_dot) - dlse_dot
+        dP_dot = dO_dot V^T + dO V_dot^T          dS_dot = P_dot * (dP - D) + P * (dP_dot - D_dot)
+        dQ_dot = scale (dS_dot K + dS K_dot)      dK_dot = scale (dS_dot^T Q + dS^T Q_dot)
+        dV_dot = P_dot^T dO + P^T dO_dot
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, k, v = np.zeros((1, 1)), np.array([[1.0], [3.0]]), np.array([[0.0], [8.0]])
+    >>> dq, dk, dv = attention_hvp(q, k, v, np.ones((1, 1)), q_dot=np.ones((1, 1)))
+    >>> dq.tolist(), dk.tolist(), dv.tolist()
+    ([[0.0]], [[-2.0], [2.0]], [[-0.5], [0.5]])
+    """
+    dots, sinks, functions = (q_dot, k_dot, v_dot), (sink, sink_dot), (score, score_tangent)
+    pushed = _Pushed.of(q, k, v, dots, mask, scale, sinks, functions, weight_factors)
+    probability, lse, allowed = pushed.probability, pushed.lse, pushed.allowed
+    q_and_dot, k_and_dot, v_and_dot = pushed.q_and_dot, pushed.k_and_dot, pushed.v_and_dot
+
+    has_key, has_lse = allowed.any(axis=-1, keepdims=True), ~np.isneginf(lse[..., None])
+    do, do_dot = (np.where(has_key, x, 0) for x in _with_dot(do, do_dot, pushed.o.shape[-3]))
+    dlse, dlse_dot = (
+        0 if x is None else np.where(has_lse, widened(x).reshape(has_lse.shape), 0) for x in (dlse, dlse_dot)
+    )
+    d = np.sum(do * pushed.o, axis=-1, keepdims=True) - dlse
+    d_dot = np.sum(do_dot * pushed.o + do * pushed.o_dot, axis=-1, keepdims=True) - dlse_dot
+    values, values_dot = (np.swapaxes(x, -1, -2) for x in v_and_dot)
+    gap = np.where(allowed, _times(do @ values, weight_factors) - d, 0)
+    gap_dot = np.where(allowed, _times(do_dot @ values + do @ values_dot, weight_factors) - d_dot, 0)
+    ds, ds_dot = probability * gap, pushed.probability_dot * gap + probability * gap_dot
+    if score_slope is not None:
+        slope = score_slope(pushed.raw)
+        slope_dot = 0 if score_slope_tangent is None else score_slope_tangent(pushed.raw, pushed.raw_dot)
+        ds, ds_dot = (np.where(probability == 0, 0, x) for x in (slope * ds, slope * ds_dot + slope_dot * ds))
+
+    softmax_scale, turned, turned_dot = default_scale(q, scale), np.swapaxes(ds, -1, -2), np.swapaxes(ds_dot, -1, -2)
+    dq = softmax_scale * (ds_dot @ k_and_dot[0] + ds @ k_and_dot[1])
+    dk = softmax_scale * (turned_dot @ q_and_dot[0] + turned @ q_and_dot[1])
+    weights, weights_dot = (
+        np.swapaxes(_times(x, weight_factors), -1, -2) for x in (probability, pushed.probability_dot)
+    )
+    dv = weights_dot @ do + weights @ do_dot
+    gradients = sum_to(dq, np.shape(q)), sum_heads_to(dk, np.shape(k)), sum_heads_to(dv, np.shape(v))
+    if sink is None:
+        return gradients
+    p_sink = _sink_weight(sink, lse)
+    move = 0 if sink_dot is None else np.atleast_1d(widened(sink_dot))[..., None]
+    terms = -np.where(p_sink == 0, 0, p_sink * ((move - pushed.lse_dot) * d[..., 0] + d_dot[..., 0]))
+    return *gradients, sum_to(terms.sum(axis=-1), np.atleast_1d(sink).shape).reshape(np.shape(sink))
+
+
+class _Pushed(NamedTuple):
+    """Attention and its tangents on full matrices; operands come with their tangents, and k and v for each head."""
+
+    q_and_dot: tuple[Array, Array]
+    k_and_dot: tuple[Array, Array]
+    v_and_dot: tuple[Array, Array]
+    raw: Array
+    raw_dot: Array
+    allowed: Array
+    probability: Array
+    probability_dot: Array
+    lse: Array
+    lse_dot: Array
+    o: Array
+    o_dot: Array
+
+    @classmethod
+    def of(
+        cls, q: Array, k: Array, v: Array, dots: Sequence[Array | None], mask: Array | None, scale: float | None,
+        sinks: Sequence[Array | None], functions: Sequence[Callable[..., Array] | None], factors: Array | None,
+    ) -> _Pushed:  # fmt: skip
+        (sink, sink_dot), (score, score_tangent) = sinks, functions
+        raw = scores(q, k, v, scale)
+        probability, lse, allowed = _softmax(raw, mask, sink, score)
+        num_heads = probability.shape[-3]
+        q_and_dot, k_and_dot, v_and_dot = (_with_dot(x, dot, num_heads) for x, dot in zip((q, k, v), dots))
+        raw_dot = default_scale(q, scale) * (
+            q_and_dot[1] @ np.swapaxes(k_and_dot[0], -1, -2) + q_and_dot[0] @ np.swapaxes(k_and_dot[1], -1, -2)
+        )
+        raw_dot = np.broadcast_to(raw_dot, raw.shape)
+        moved = raw_dot if score_tangent is None else np.broadcast_to(score_tangent(raw, raw_dot), raw.shape)
+        moved = np.where(allowed, moved, 0)
+        if score is not None:  # where P is 0 nothing moves, whatever the tangent is
+            moved = np.where(probability == 0, 0, moved)
+        lse_dot = np.sum(probability * moved, axis=-1)
+        if sink is not None and sink_dot is not None:
+            p_sink = _sink_weight(sink, lse)
+            lse_dot = lse_dot + np.where(p_sink == 0, 0, p_sink * np.atleast_1d(widened(sink_dot))[..., None])
+        lse_dot = np.where(np.isneginf(lse), 0, np.where(np.isnan(lse), np.nan, lse_dot))
+        probability_dot = np.where(allowed, probability * (moved - lse_dot[..., None]), 0)
+        weights, weights_dot = (_times(x, factors) for x in (probability, probability_dot))
+        o = weights @ v_and_dot[0]
+        o_dot = weights_dot @ v_and_dot[0] + weights @ v_and_dot[1]
+        o_dot = np.where(np.isnan(lse[..., None]), np.nan, np.where(np.isneginf(lse[..., None]), 0, o_dot))
+        sides, softmax = (q_and_dot, k_and_dot, v_and_dot), (allowed, probability, probability_dot)
+        return cls(*sides, raw, raw_dot, *softmax, lse, lse_dot, o, o_dot)
+
+
+def _with_dot(x: Array, dot: Array | None, num_heads: int) -> tuple[Array, Array]:
+    """An array for each of some heads, and its tangent, of zeros by default."""
+    dot = np.zeros(np.shape(x)) if dot is None else dot
+    return expand_heads(widened(x), num_heads), expand_heads(widened(dot), num_heads)
+
+
+def _sink_weight(sink: Array, lse: Array) -> Array:
+    """P of the sink in each row; 0 where the sink is -inf."""
+    logit = np.atleast_1d(widened(sink))[..., None]
+    is_none = np.isneginf(logit) | np.isneginf(lse)
+    return np.where(is_none, 0, np.exp(np.where(is_none, 0, logit - np.where(np.isneginf(lse), 0, lse))))
 
 
 def _times(x: Array, factors: Array | None) -> Array:

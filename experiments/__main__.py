@@ -28,18 +28,18 @@ SUBJECTS = {
 
 def scripts(folder: Path) -> dict[str, Path]:
     """Return the files of a folder that can be run, by name; files without a ``__main__`` block are imported."""
-    found = {path.stem: path for path in sorted(folder.glob("*.py"))}
-    return {name: path for name, path in found.items() if 'if __name__ == "__main__":' in path.read_text("utf-8")}
+    paths = {path.stem: path for path in sorted(folder.glob("*.py"))}
+    return {name: path for name, path in paths.items() if 'if __name__ == "__main__":' in path.read_text("utf-8")}
 
 
 def summary(path: Path) -> dict[str, str]:
     """Return a script's question, and what its docstring says in the paragraphs Found and Cost."""
     text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
-    found = {"question": text.split("\n")[0]}
+    parts = {"question": text.split("\n")[0]}
     for name in ("Found", "Cost"):
         part = re.search(rf"^{name}: (.*?)(?=^\w+:|^$|\Z)", text, re.MULTILINE | re.DOTALL)
-        found[name.lower()] = " ".join(part[1].split()) if part else ""
-    return found
+        parts[name.lower()] = " ".join(part[1].split()) if part else ""
+    return parts
 
 
 def listing() -> str:
@@ -48,9 +48,9 @@ def listing() -> str:
     for folder, subject in SUBJECTS.items():
         lines.append(f"\n{subject}")
         for name, path in scripts(FOLDER / folder).items():
-            told = summary(path)
-            lines.append(f"  {name:22} {told['question']}")
-            said = {"found": re.split(r"(?<=[.]) (?=[A-Z])", told["found"])[0], "cost": told["cost"]}
+            paragraphs = summary(path)
+            lines.append(f"  {name:22} {paragraphs['question']}")
+            said = {"found": re.split(r"(?<=[.]) (?=[A-Z])", paragraphs["found"])[0], "cost": paragraphs["cost"]}
             wrapped = (textwrap.wrap(f"{key}: {text}", 92) for key, text in said.items() if text)
             lines += [f"{'':25}{line}" for part in wrapped for line in part]
     return "\n".join(lines)[1:]
@@ -99,20 +99,20 @@ def main(arguments: list[str]) -> int:
         print(listing(), "\n\nRun one: python -m experiments NAME [--help]", sep="")
         return 0
     name, *flags = arguments
-    found = {stem: path for folder in SUBJECTS for stem, path in scripts(FOLDER / folder).items()}
-    if name not in found:
-        print(f"no experiment is named {name!r}; there are {', '.join(sorted(found))}", file=sys.stderr)
+    known = {stem: path for folder in SUBJECTS for stem, path in scripts(FOLDER / folder).items()}
+    if name not in known:
+        print(f"no experiment is named {name!r}; there are {', '.join(sorted(known))}", file=sys.stderr)
         return 2
     sys.path[:0] = [str(FOLDER / folder) for folder in SUBJECTS]
-    sys.argv = [str(found[name]), *flags]
+    sys.argv = [str(known[name]), *flags]
     try:
-        runpy.run_path(str(found[name]), run_name="__main__")
+        runpy.run_path(str(known[name]), run_name="__main__")
     except (ImportError, OSError) as error:
         if (line := complaint(error)) is None:
             raise
         if {"-h", "--help"} & {*flags}:
-            text = ast.get_docstring(ast.parse(found[name].read_text("utf-8"))) or ""
-            print("\n".join([text, "", *flags_of(found[name])]).rstrip(), f"\n\nTo run it: {line}")
+            text = ast.get_docstring(ast.parse(known[name].read_text("utf-8"))) or ""
+            print("\n".join([text, "", *flags_of(known[name])]).rstrip(), f"\n\nTo run it: {line}")
             return 0
         print(f"{name}: {line}", file=sys.stderr)
         return 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -12,10 +14,13 @@ from ..planning.staged_array import gradient_in_parts
 from ..scores import Score
 from ..scores.program import Program
 from ..scores._primitives import Arithmetic
-from ..scores.roundoff import LoadErrors, ScoreErrors, score_errors
+from ..scores.roundoff import LoadErrors, PushedErrors, ScoreErrors, pushed_errors, score_errors
 from ..scores.values import Operands
 from .host import host_arrays
 from .rounding import SECOND_ORDER, Rounding, limits, nan_to_inf, roundoff, underflow
+
+
+_Terms: TypeAlias = tuple[LoadErrors, Array, Array]  # derivatives by a load, and what they multiply, with its error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,23 +53,53 @@ class Captured:
         f, e_f, slope, e_slope = (np.where(allowed, x, 0) for x in found[:4])
         return ScoreErrors(f, e_f, slope, e_slope, tuple(loads))
 
+    def pushed(
+        self, s: Array, e_s: Array, s_dot: Array, e_s_dot: Array, tangents: Mapping[str, Array], allowed: Array,
+        model: Rounding,
+    ) -> PushedErrors:  # fmt: skip
+        """The tangents of final scores and derivatives, with errors; all of it is 0 where a key is hidden."""
+        names = [array.name for array in self.program.arrays if array.name in tangents]
+        arrays = (*self.operands.arrays, *(np.asarray(tangents[name]) for name in names))
+        operands = self.operands._replace(arrays=[model.as_read(array)[0] for array in arrays])
+        arithmetic = Arithmetic(model.ua, model.wa, model.largest_sum)
+        found = pushed_errors(self.program, operands, names, self.wrt, s, e_s, s_dot, e_s_dot, arithmetic)
+        loads, loads_dot = (
+            tuple(
+                load._replace(value=np.where(allowed, load.value, 0), error=np.where(allowed, load.error, 0))
+                for load in each
+            )
+            for each in (found.loads, found.loads_dot)
+        )
+        return PushedErrors._make((*(np.where(allowed, x, 0) for x in found[:6]), loads, loads_dot))
+
     def tolerances(self, final: ScoreErrors, df: Array, e_df: Array, model: Rounding) -> dict[str, Array]:
         """The bounds on gradients of captured arrays by name, from those of final scores."""
+        return self._bounds_on_sums([(load, df, e_df) for load in final.loads], model)
+
+    def second_tolerances(
+        self, pushed: PushedErrors, finals: tuple[Array, ...], model: Rounding
+    ) -> dict[str, Array]:
+        """The bounds on the tangents of gradients of captured arrays; `finals` are dF, its error, dF_dot, its error."""
+        df, e_df, df_dot, e_df_dot = finals
+        terms = [(load, df_dot, e_df_dot) for load in pushed.loads]
+        return self._bounds_on_sums([*terms, *((load, df, e_df) for load in pushed.loads_dot)], model)
+
+    def _bounds_on_sums(self, terms: list[_Terms], model: Rounding) -> dict[str, Array]:
         found = {}
         for number, array in enumerate(self.program.arrays):
             if array.name in self.wrt:
-                loads = [load for load in final.loads if load.array == number]
+                own = [each for each in terms if each[0].array == number]
                 rounding = (model.up, model.wp) if array.name == self.in_parts else (0.0, 0.0)
-                found[array.name] = _gradient_tolerance(self.operands.arrays[number], loads, df, e_df, model, rounding)
+                found[array.name] = _gradient_tolerance(self.operands.arrays[number], own, model, rounding)
         return found
 
 
 def _gradient_tolerance(
-    array: Array, loads: list[LoadErrors], df: Array, e_df: Array, model: Rounding, rounding: tuple[float, float]
+    array: Array, own: list[_Terms], model: Rounding, rounding: tuple[float, float]
 ) -> Array:
     """The bound on a captured array's gradient; `rounding` is a roundoff and an underflow of each of its terms."""
     exact, tolerance, masses, counts = np.zeros((4, array.size))
-    for load in loads:
+    for load, df, e_df in own:
         flat = np.ravel_multi_index(np.broadcast_arrays(*load.place), array.shape) if load.place else 0
         flat = np.broadcast_to(flat, df.shape).ravel()
         larger = np.abs(df) + e_df

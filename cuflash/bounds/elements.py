@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..arrays import DTYPES, E4M3, Array, as_dtype, describe, flag_reasons, to_host
+from ..arrays import E4M3, Array, as_dtype, describe, flag_reasons, to_host
 from ..calls._call import Call, composed_score
 from ..dropout import Dropout
 from ..errors import UnsupportedProblem, collecting, refuse
@@ -20,12 +20,13 @@ from ..planning.options import MaskLike, Options, ScoreLike
 from ..planning.staged_array import gradient_in_parts
 from ..plans import Plan
 from ..reference import allowed_of, expand_heads, with_heads
-from ..scores.values import Operands
+from ..scores.values import Operands as ProgramOperands
 from .captured import Captured
 from .forward import Weights, forward_tolerances
 from .gradients import gradient_tolerances, sink_tolerance
-from .host import host_arrays
+from .host import cotangent_reasons, host_arrays, host_tangents
 from .rounding import SECOND_ORDER, Rounding, limits, nan_to_inf, rounded_up
+from .tangents import Operands, moved, published, push_tolerances, second_bounds
 
 
 @explains_keywords
@@ -43,6 +44,10 @@ class Bounds:
         Shaped as sink; None where no `do` or no sink was given.
     others : dict of arrays by name
         Of the gradients of a score function's arrays that `wrt` names, where `do` was given.
+    o_dot, lse_dot : array or None
+        Of the tangents, where `tangents` were given.
+    dq_dot, dk_dot, dv_dot, dsink_dot, others_dot : array or None
+        Of the tangents of gradients, where both `do` and `tangents` were given.
 
     Examples
     --------
@@ -60,6 +65,13 @@ class Bounds:
     dv: Array = None
     dsink: Array = None
     others: Mapping[str, Array] = field(default_factory=dict)
+    o_dot: Array = None
+    lse_dot: Array = None
+    dq_dot: Array = None
+    dk_dot: Array = None
+    dv_dot: Array = None
+    dsink_dot: Array = None
+    others_dot: Mapping[str, Array] = field(default_factory=dict)
 
 
 @explains_keywords
@@ -84,6 +96,7 @@ def error_bound(
     product_dtype: DTypeLike | None = None,
     probable: bool = False,
     plan: Plan | None = None,
+    tangents: Mapping[str, Array] | None = None,
 ) -> Bounds:
     """Bound the error of every element of attention and its gradients, against exact arithmetic on the same inputs.
 
@@ -113,8 +126,11 @@ def error_bound(
         Mary, A new approach to probabilistic rounding error analysis (SIAM J. Sci. Comput. 41, 2019).
     plan : Plan, optional
         The plan whose results are bounded, as `cuflash.plan` returns it: its mask, scale, score function, dropout and
-        precision count, and what its kernels round P and dS to. Of the options, only `sink` and `probable` may stand
-        beside it.
+        precision count, and what its kernels round P and dS to. Of the options, only `sink`, `probable` and `tangents`
+        may stand beside it.
+    tangents : dict of arrays by name, optional
+        Tangents of arrays of the call, of "q", "k", "v", "sink", and "do" and "dlse" among them. With them the results
+        of `attention_jvp` are bounded too, and with `do` those of `attention_hvp`.
 
     Returns
     -------
@@ -158,7 +174,7 @@ def error_bound(
             mask=mask, causal=causal, window=window, scale=scale, score=score, softcap=softcap, bias=bias, wrt=wrt,
             dropout=dropout, precision=precision,
         )  # fmt: skip
-        return _bounds_of_plan(plan, (q, k, v), do, dlse, sink, options, product_dtype, probable)
+        return _bounds_of_plan(plan, (q, k, v), do, dlse, sink, options, product_dtype, probable, tangents)
     reasons, storage, quantized = flag_reasons("probable", probable), None, (q, k, v)
     if fp8.are_quantized(q, k, v):
         reasons += fp8.bound_reasons(q, k, v, do, precision)
@@ -175,8 +191,9 @@ def error_bound(
     with collecting(reasons):
         call = Call.of(q, k, v, options)
     if call is not None:
-        reasons += _cotangent_reasons("do", do, call.problem.o_shape())
-        reasons += _cotangent_reasons("dlse", dlse, call.problem.lse_shape())
+        reasons += cotangent_reasons("do", do, call.problem.o_shape())
+        reasons += cotangent_reasons("dlse", dlse, call.problem.lse_shape())
+        tangents = host_tangents(reasons, tangents, call.problem)
     if reasons or call is None:
         raise UnsupportedProblem(reasons)
     problem, composed = call.problem, composed_score(options, q)
@@ -188,7 +205,8 @@ def error_bound(
         model = model.of_quantized(are_products_cut=cuts is not None)
     captured = None if composed is None else Captured.of(composed, problem)
     weights = Weights.of(dropout, problem)
-    return _dense_bounds(q, k, v, do, dlse, sink, allowed, problem.softmax_scale, model, captured, weights, cuts)
+    given_arrays = q, k, v, do, dlse, sink, tangents or {}
+    return _dense_bounds(*given_arrays, allowed, problem.softmax_scale, model, captured, weights, cuts)
 
 
 def _bounds_of_plan(
@@ -200,6 +218,7 @@ def _bounds_of_plan(
     options: Options,
     product_dtype: DTypeLike | None,
     probable: bool,
+    tangents: Mapping[str, Array] | None,
 ) -> Bounds:
     """`error_bound` of a plan, beside which `options` and `product_dtype` must be left out."""
     if not isinstance(plan, Plan):
@@ -218,21 +237,23 @@ def _bounds_of_plan(
     q, k, v, do, dlse, sink = host_arrays(plan._as_planned(arrays))
     problem = plan.plan.problem
     reasons += _planned_reasons(plan, {"q": q, "k": k, "v": v, "sink": sink})
-    reasons += _cotangent_reasons("do", do, problem.o_shape())
-    reasons += _cotangent_reasons("dlse", dlse, problem.lse_shape())
+    reasons += cotangent_reasons("do", do, problem.o_shape())
+    reasons += cotangent_reasons("dlse", dlse, problem.lse_shape())
+    tangents = host_tangents(reasons, tangents, problem)
     refuse(reasons)
     allowed = plan.plan.mask.to(to_host).toarray(**problem.mask_shape._asdict())
     model = Rounding.of(problem.dtype, problem.precision, plan.plan.product_dtype, probable)
     captured = dropout = None
     if problem.score is not None:
         held = [to_host(plan.captured[array.name]) for array in problem.score.arrays]
-        operands = Operands(problem.numbers, held, problem.batch)
+        operands = ProgramOperands(problem.numbers, held, problem.batch)
         captured = Captured(problem.score, operands, problem.wrt, gradient_in_parts(problem))
     if problem.dropout is not None:
         seed, offset = plan.numbers
         dropout = Dropout(1 - 1 / problem.dropout.factor, plan.captured.get(SEED, seed), offset)
     weights = Weights.of(dropout, problem)
-    return _dense_bounds(q, k, v, do, dlse, sink, allowed, problem.softmax_scale, model, captured, weights, None)
+    given_arrays = q, k, v, do, dlse, sink, tangents
+    return _dense_bounds(*given_arrays, allowed, problem.softmax_scale, model, captured, weights, None)
 
 
 def _planned_reasons(plan: Plan, given: Mapping[str, Array | None]) -> list[str]:
@@ -254,14 +275,6 @@ def _planned_reasons(plan: Plan, given: Mapping[str, Array | None]) -> list[str]
     ]
 
 
-def _cotangent_reasons(name: str, array: Array | None, shape: tuple[int, ...]) -> list[str]:
-    if array is None or array.shape == shape and (array.dtype in DTYPES or array.dtype.kind in "iuf"):
-        return []
-    result = name.removeprefix("d")
-    rule = f"{name} must have {result}'s shape for these q, k and v, {shape}, and hold real numbers"
-    return [f"{rule}; got {describe(array)}"]
-
-
 def _product_dtype(given: DTypeLike | None) -> np.dtype:
     dtype = as_dtype("product_dtype", given)
     try:
@@ -281,6 +294,7 @@ def _dense_bounds(
     do: Array | None,
     dlse: Array | None,
     sink: Array | None,
+    tangents: Mapping[str, Array],
     mask: Array | None,
     scale: float,
     model: Rounding,
@@ -308,16 +322,26 @@ def _dense_bounds(
     tol_o = rounded_up(forward.tol_o, forward.o, model)
     tol_lse = nan_to_inf(SECOND_ORDER * forward.tol_lse[..., 0])
     headed = np.ndim(q) > 2
-    o_bound, lse_bound = (tol_o, tol_lse) if headed else (tol_o[0], tol_lse[0])
+    found = dict(zip(("o", "lse"), (tol_o, tol_lse) if headed else (tol_o[0], tol_lse[0])))
+    push = operands = None
+    if tangents:
+        operands = Operands.of((queries, keys, values), tangents, is_row, is_seen, scale)
+        push = push_tolerances(operands, forward, tangents, logit, e_logit, model, captured)
+        found |= published(push, model, headed)
     if do is None:
-        return Bounds(o=o_bound, lse=lse_bound)
+        return Bounds(**found)
 
     do = np.where(is_row, with_heads(np.asarray(do).astype(np.float64)), 0)
     counts = is_row | ~np.isneginf(logit)
     dlse = 0.0 if dlse is None else np.where(counts, np.asarray(dlse).astype(np.float64).reshape(is_row.shape), 0)
     shapes = np.shape(q), np.shape(k), np.shape(v)
     df, e_df, tolerances = gradient_tolerances(queries, keys, values, do, dlse, scale, model, forward, shapes)
-    dq, dk, dv = tolerances
-    dsink = None if sink is None else sink_tolerance(values, do, dlse, logit, e_logit, model, forward, sink)
-    others = {} if captured is None or forward.final is None else captured.tolerances(forward.final, df, e_df, model)
-    return Bounds(o=o_bound, lse=lse_bound, dq=dq, dk=dk, dv=dv, dsink=dsink, others=others)
+    found |= zip(("dq", "dk", "dv"), tolerances)
+    if sink is not None:
+        found["dsink"] = sink_tolerance(values, do, dlse, logit, e_logit, model, forward, sink)
+    if captured is not None and forward.final is not None:
+        found["others"] = captured.tolerances(forward.final, df, e_df, model)
+    if push is not None and operands is not None:
+        moving = moved(do, dlse, tangents, is_row, counts)
+        found |= second_bounds(operands, forward, push, moving, model, captured, shapes, sink, (logit, e_logit))
+    return Bounds(**found)

@@ -49,6 +49,7 @@ class Forward:
     tol_lse: Array  # [..., rows, 1]
     tol_o: Array
     final: ScoreErrors | None
+    raw: tuple[Array, Array] | None  # scores before a score function, and their error
     log_p_sink: Array  # [..., rows, 1], -inf without a sink
     weights: Weights
 
@@ -68,7 +69,7 @@ def forward_tolerances(
 ) -> Forward:
     seqlen_kv, ua, k_n = keys.shape[-2], model.ua, model.k(keys.shape[-2])
     has_sink = ~np.isneginf(logit)
-    score, e_score, allowed, final = _scores(queries, keys, allowed, scale, model, captured, cuts)
+    score, e_score, allowed, final, raw = _scores(queries, keys, allowed, scale, model, captured, cuts)
     is_row = allowed.any(axis=-1, keepdims=True)
     row_max = np.max(score, axis=-1, keepdims=True, initial=-np.inf, where=allowed)
     row_max = np.where(is_row, row_max, 0)
@@ -112,6 +113,7 @@ def forward_tolerances(
         tol_lse=np.where(is_row, tol_lse, e_logit),
         tol_o=np.where(is_row, tol_o, 0),
         final=final,
+        raw=raw,
         log_p_sink=log_p_sink,
         weights=weights,
     )
@@ -125,19 +127,21 @@ def _scores(
     model: Rounding,
     captured: Captured | None,
     cuts: Cuts | None,
-) -> tuple[Array, Array, Array, ScoreErrors | None]:
-    """Final scores and their error, the keys that have one, and what a score function makes of them."""
+) -> tuple[Array, Array, Array, ScoreErrors | None, tuple[Array, Array] | None]:
+    """Final scores and their error, the keys that have one, what a score function makes of them, and what it is given.
+    """
     head_dim, transposed = keys.shape[-1], np.swapaxes(keys, -1, -2)
     score = np.where(allowed, scale * (queries @ transposed), 0)
     mass = np.where(allowed, abs(scale) * (np.abs(queries) @ np.abs(transposed)), 0)
     e_score = ((model.k(head_dim) + 4) * model.ua + model.t) * mass
     e_score = e_score if cuts is None else e_score + cuts.of_scores(allowed, scale)
     if captured is None:
-        return score, e_score, allowed, None
-    final = captured.final(score, e_score + head_dim * model.wa * abs(scale), allowed, model)
+        return score, e_score, allowed, None, None
+    raw = score, e_score + head_dim * model.wa * abs(scale)
+    final = captured.final(*raw, allowed, model)
     allowed = allowed & ~(np.isneginf(final.f) & (final.e_f == 0))  # the function hides them
     score, e_score = (np.where(allowed, x, 0) for x in final[:2])
-    return score, e_score, allowed, final
+    return score, e_score, allowed, final, raw
 
 
 def excess_of(log_p: Array, p: Array, eta: Array) -> Array:

@@ -27,28 +27,16 @@ def gradient_tolerances(
 ) -> tuple[Array, Array, list[Array]]:
     """The gradient of final scores and its error; then the bounds on dq, dk and dv, in the shapes of q, k and v."""
     ua, wa = model.ua, model.wa
-    p, o = forward.p, forward.o
-    seqlen_q, seqlen_kv, value_dim = queries.shape[-2], keys.shape[-2], values.shape[-1]
+    p, seqlen_q, seqlen_kv = forward.p, queries.shape[-2], keys.shape[-2]
     size = math.prod(p.shape[:-2])
     # Numbers of rows that add up to one row of each gradient.
     terms_q, terms_k, terms_v = (
         rows * (size // max(1, math.prod(shape[:-2]))) for rows, shape in zip((seqlen_kv, seqlen_q, seqlen_q), shapes)
     )
 
-    eta = forward.eta + forward.tol_lse + 4 * ua * (np.abs(forward.score) + np.abs(forward.lse))
-    p_excess = excess_of(forward.log_p, p, eta)
-    p_larger = p + p_excess
-
-    abs_do = np.abs(do)
+    p_excess, g, e_g = gap_of(values, do, dlse, model, forward)
+    p_larger, abs_do = p + p_excess, np.abs(do)
     z, z_rounding = forward.weights.factors, forward.weights.roundoffs * ua
-    dp = z * (do @ np.swapaxes(values, -1, -2))
-    d = np.sum(do * o, axis=-1, keepdims=True)
-    k_dv = model.k(value_dim) + 2
-    e_dp = (k_dv * ua + model.t + z_rounding) * (abs_do @ np.swapaxes(np.abs(values), -1, -2)) + value_dim * wa
-    e_dp = z * e_dp
-    e_d = np.sum(abs_do * (forward.tol_o + k_dv * ua * (np.abs(o) + forward.tol_o)), axis=-1, keepdims=True)
-    g = dp - d + dlse
-    e_g = e_dp + e_d + value_dim * wa + 2 * ua * (np.abs(dp) + np.abs(d) + np.abs(dlse))
 
     ds = p * g
     is_allowed = ~np.isneginf(forward.log_p)
@@ -81,6 +69,27 @@ def gradient_tolerances(
     ]
 
 
+def gap_of(
+    values: Array, do: Array, dlse: Array | float, model: Rounding, forward: Forward
+) -> tuple[Array, Array, Array]:
+    """The error of P that is computed again from lse; and dP - D + dlse with its error."""
+    ua, wa, p, o, value_dim = model.ua, model.wa, forward.p, forward.o, values.shape[-1]
+    eta = forward.eta + forward.tol_lse + 4 * ua * (np.abs(forward.score) + np.abs(forward.lse))
+    p_excess = excess_of(forward.log_p, p, eta)
+
+    abs_do = np.abs(do)
+    z, z_rounding = forward.weights.factors, forward.weights.roundoffs * ua
+    dp = z * (do @ np.swapaxes(values, -1, -2))
+    d = np.sum(do * o, axis=-1, keepdims=True)
+    k_dv = model.k(value_dim) + 2
+    e_dp = (k_dv * ua + model.t + z_rounding) * (abs_do @ np.swapaxes(np.abs(values), -1, -2)) + value_dim * wa
+    e_dp = z * e_dp
+    e_d = np.sum(abs_do * (forward.tol_o + k_dv * ua * (np.abs(o) + forward.tol_o)), axis=-1, keepdims=True)
+    g = dp - d + dlse
+    e_g = e_dp + e_d + value_dim * wa + 2 * ua * (np.abs(dp) + np.abs(d) + np.abs(dlse))
+    return p_excess, g, e_g
+
+
 def _through_slope(final: ScoreErrors, df: Array, e_df: Array, model: Rounding) -> tuple[Array, Array]:
     """dS and its error from the gradient of final scores; 0 where that is 0 without error, whatever the slope is."""
     larger, slope = np.abs(df) + e_df, np.abs(final.slope)
@@ -89,18 +98,27 @@ def _through_slope(final: ScoreErrors, df: Array, e_df: Array, model: Rounding) 
     return np.where(is_none, 0, df * final.slope), np.where(is_none, 0, e_ds)
 
 
+def delta_of(
+    values: Array, do: Array, dlse: Array | float, model: Rounding, forward: Forward
+) -> tuple[Array, Array]:
+    """delta = D - dlse and its error, [..., rows, 1]."""
+    ua, wa, value_dim = model.ua, model.wa, values.shape[-1]
+    k_dv = model.k(value_dim) + 2
+    d = np.sum(do * forward.o, axis=-1, keepdims=True)
+    abs_o, abs_do = np.abs(forward.o), np.abs(do)
+    e_d = np.sum(abs_do * (forward.tol_o + k_dv * ua * (abs_o + forward.tol_o)), axis=-1, keepdims=True)
+    delta, e_delta = d - dlse, e_d + 2 * ua * (np.abs(d) + np.abs(dlse)) + value_dim * wa
+    return delta, e_delta
+
+
 def sink_tolerance(
     values: Array, do: Array, dlse: Array | float, logit: Array, e_logit: Array, model: Rounding, forward: Forward,
     sink: Array,
 ) -> Array:  # fmt: skip
     """The bound on dsink, in the shape of the sink, whose logits err by `e_logit`."""
-    ua, wa, value_dim = model.ua, model.wa, values.shape[-1]
-    k_dv = model.k(value_dim) + 2
+    ua, wa = model.ua, model.wa
     p_sink = np.exp(forward.log_p_sink)
-    d = np.sum(do * forward.o, axis=-1, keepdims=True)
-    abs_o, abs_do = np.abs(forward.o), np.abs(do)
-    e_d = np.sum(abs_do * (forward.tol_o + k_dv * ua * (abs_o + forward.tol_o)), axis=-1, keepdims=True)
-    delta, e_delta = d - dlse, e_d + 2 * ua * (np.abs(d) + np.abs(dlse)) + value_dim * wa
+    delta, e_delta = delta_of(values, do, dlse, model, forward)
     larger = np.abs(delta) + e_delta
 
     abs_sink = np.abs(np.where(np.isneginf(logit), 0, logit))

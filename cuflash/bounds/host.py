@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, is_array, no_array
+from ..arrays import DTYPES, Array, describe, is_array, no_array
 from ..errors import refuse
 from ..layouts import kind_of
+from ..planning.options import Directions
+from ..planning.problem import Problem
+from ..planning.tangents import shown, tangent_reasons
 from ..plans import as_arrays
 
 
@@ -24,3 +29,28 @@ def host_arrays(given: dict[str, Array]) -> list[Array]:
     ]
     refuse(reasons)
     return list(arrays.values())
+
+
+def host_tangents(reasons: list[str], tangents: Any, problem: Problem) -> dict[str, Array]:
+    """Tangents of a call's arrays by name; appends why there are none."""
+    if not tangents or not isinstance(tangents, Mapping):
+        told = f"tangents must be a dict of arrays by name, or None; got {describe(tangents)}"
+        reasons += [] if tangents is None else [f"{told}: write tangents={{'q': q_dot}}"]
+        return {}
+    names = [*tangents]
+    found = dict(zip(names, host_arrays({shown(name): tangents[name] for name in names})))
+    of_results = {"do": problem.o_shape(), "dlse": problem.lse_shape()}
+    for name, shape in of_results.items():
+        reasons += cotangent_reasons(shown(name), found.get(name), shape)
+    others = {name: array for name, array in found.items() if name not in of_results}
+    if others:
+        reasons += tangent_reasons(Directions("error_bound", others), problem, "cpu")
+    return found
+
+
+def cotangent_reasons(name: str, array: Array | None, shape: tuple[int, ...]) -> list[str]:
+    if array is None or array.shape == shape and (array.dtype in DTYPES or array.dtype.kind in "iuf"):
+        return []
+    result = name.removeprefix("d")
+    rule = f"{name} must have {result}'s shape for these q, k and v, {shape}, and hold real numbers"
+    return [f"{rule}; got {describe(array)}"]

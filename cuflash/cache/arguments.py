@@ -234,15 +234,13 @@ def growth_reasons(kept: list[int], lengths: list[int]) -> list[str]:
     ]
 
 
-def require_appended(num_rows: int, news: Any, lengths: list[int], *, has_counts: bool) -> None:
+def require_appended(news: Any, lengths: list[int], *, has_counts: bool) -> None:
     """Refuse queries whose keys were not appended: a sequence has fewer tokens than queries.
 
     Parameters
     ----------
-    num_rows : int
-        Rows of q.
     news : list of int, or array on a device
-        How many of them belong to each sequence.
+        How many rows of q belong to each sequence.
     lengths : list of int
         Tokens of each sequence.
     has_counts : bool
@@ -253,8 +251,6 @@ def require_appended(num_rows: int, news: Any, lengths: list[int], *, has_counts
     UnsupportedProblem
         There are such queries.
     """
-    if num_rows <= min(lengths):
-        return
     given = news if isinstance(news, list) else to_host(news).tolist()
     short = [sequence for sequence, (new, length) in enumerate(zip(given, lengths)) if new > length]
     if not short:

@@ -370,7 +370,8 @@ def _family_reasons(call: _Arguments) -> list[str]:
 
 
 def _tangent_reasons(call: _Arguments) -> list[str]:
-    return tangent_reasons(call.options.tangents, call.problem, call.executor)
+    tangents = call.options.tangents
+    return [] if tangents == () else tangent_reasons(tangents, call.problem, call.executor)
 
 
 def _mask_device_reasons(call: _Arguments) -> list[str]:

@@ -21,9 +21,9 @@ from ..planning.list_kernels import AT_CALL, WorkAtCall
 from ..planning.lookup import lookup
 from ..planning.options import Directions, Options
 from ..planning.scales import RowsPerScale
-from ..planning.tangents import shown
 from ..plans import Plan, as_arrays, as_mask_of_arrays, named_outputs, outputs_as_arrays, with_numbers
 from ..scores import Score
+from .directions import known_directions
 from ._call import Call, composed_score, planned
 
 
@@ -88,12 +88,12 @@ def run(
         facts = (v.source_dtype, q.shape, k.shape, v.shape, rows)
     arrays |= operands
     outs = {} if out is None else named_outputs(out)
-    dots = options.tangents.arrays() if type(options.tangents) is Directions else {}
-    layout = layout_key(*arrays.values(), *outs.values(), *dots.values())
+    dots = options.tangents.arrays().values() if options.tangents else ()
+    layout = layout_key(*arrays.values(), *outs.values(), *dots)
     if layout is None or options.mask is not None and is_foreign(options.mask):
         arrays, outs, options = with_known_arrays(arrays, outs, options)
-        dots = options.tangents.arrays() if type(options.tangents) is Directions else {}
-        layout = layout_key(*arrays.values(), *outs.values(), *dots.values())
+        dots = options.tangents.arrays().values() if options.tangents else ()
+        layout = layout_key(*arrays.values(), *outs.values(), *dots)
     looked_up = lookup(options, layout_key)
     contents, key = looked_up.contents, None
     wants_lse = has_gradient or return_lse
@@ -169,9 +169,9 @@ def with_known_arrays(
     arrays: dict[str, Any], outs: dict[str, Any], options: Options
 ) -> tuple[dict[str, Any], dict[str, Any], Options]:
     """Return a call with arrays of other libraries as `as_arrays` takes them; the plan refuses what cannot be taken."""
-    if type(options.tangents) is Directions:
-        options = options._replace(tangents=_known_directions(options.tangents, arrays))
     arrays = as_arrays(arrays)
+    if type(options.tangents) is Directions:
+        options = options._replace(tangents=known_directions(options.tangents, arrays))
     if outs:
         with suppress(UnsupportedProblem):
             outs = outputs_as_arrays(outs)
@@ -180,19 +180,6 @@ def with_known_arrays(
             executor = "gpu" if namespace(arrays["q"]).__name__ == "cupy" else "cpu"
             options = options._replace(mask=as_mask_of_arrays(options.mask, executor, arrays["q"]))
     return arrays, outs, options
-
-
-def _known_directions(directions: Directions, arrays: dict[str, Any]) -> Directions:
-    """Return tangents and cotangents as `as_arrays` takes them; a list has the dtype of the array beside it."""
-    named = {shown(name): tangent for name, tangent in directions.tangents.items()}
-    primals = [arrays.get(name) for name in directions.tangents]
-    dtypes = {told: array.dtype for told, array in zip(named, primals) if hasattr(array, "dtype")}
-    known = list(as_arrays({**arrays, **directions.cotangents, **named}, dtypes).values())
-    first, middle = len(arrays), len(arrays) + len(directions.cotangents)
-    return directions._replace(
-        cotangents=dict(zip(directions.cotangents, known[first:middle])),
-        tangents=dict(zip(directions.tangents, known[middle:])),
-    )
 
 
 _FIRST_OPERAND, _END_OF_OPERANDS = (Options._fields.index(name) for name in ("score", "wrt"))

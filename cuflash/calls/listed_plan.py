@@ -18,8 +18,7 @@ from ..executors._layout_key import layout_key
 from ..masks.one_array import at_each_call
 from ..planning._call_cache import CALLS
 from ..planning.dropout_launches import numbers_of
-from ..planning.interval_kernels import IntervalsAtCall
-from ..planning.list_kernels import AT_CALL, WorkAtCall
+from ..planning.list_kernels import AT_CALL, ListedAtCall, WorkAtCall
 from ..planning.lookup import lookup
 from ..planning.options import Options
 from ..planning.plan import KernelPlan
@@ -63,8 +62,8 @@ def _with_lists(shared: Plan, lists: Array, captured: dict[str, Array], numbers:
     kernel_plan: KernelPlan = shared.plan
     work = kernel_plan.work
     assert isinstance(work, WorkAtCall)
-    if isinstance(work, IntervalsAtCall):
-        listed = replace(kernel_plan, work=work.with_intervals(lists))
+    if not isinstance(work, ListedAtCall):
+        listed = replace(kernel_plan, work=work.with_results(lists))
     else:
         results = work.source.views(lists, _OF_INDEX.values())
         index: BlockIndex = replace(work.index, **{name: results[of_list] for name, of_list in _OF_INDEX.items()})

@@ -1,6 +1,6 @@
-"""The records that launches hand to kernels by value mirror headers of `kernels_cu`, as static assertions check.
+"""Static assertions that the NumPy dtypes of kernel arguments have the layouts of the records in `kernels_cu` headers.
 
-`assertions` turns the offsets of their fields into `static_assert`s, which are part of the text of every kernel.
+`assertions` turns the offsets and sizes of their fields into `static_assert`s, which are part of every kernel's text.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from ..planning._result_kernels import COMPARISON, MERGE
 from ..planning.appending import APPEND
 from ..planning.captured_sums import CAPTURED_SUMS
 from ..planning.block_mass import MASS_GRID
+from ..planning.chosen_lists import CHOSEN_LISTS, CHOSEN_PARAMS
 from ..planning.decoding import CACHE_PAGES, CACHE_SCALES, DECODE
 from ..planning.dropout_launches import DROPOUT
+from ..planning.families._passes import QUERY_STATE
 from ..planning.families.fa1 import RUNNING
 from ..planning.families.naive import SCORE_MATRICES
 from ..planning.families.sm80 import PARTS
@@ -27,10 +29,11 @@ from ..planning.selection_kernels import (
 )  # fmt: skip
 from ..planning.sinks import SINK
 
-# Records by the header that declares them, whose folder is their namespace.
+# The records that each header declares. The namespace of a record is the folder of its header.
 _RECORDS = {
     "lists/params.cuh": {"Params": LIST_PARAMS},
     "lists/interval_params.cuh": {"IntervalParams": INTERVAL_PARAMS},
+    "lists/chosen.cuh": {"ChosenParams": CHOSEN_PARAMS},
     "lists/selection.cuh": {
         "Choice": CHOICE, "Choices": CHOICES, "PooledRows": POOLED_ROWS, "Pooling": POOLING, "Draw": DRAW,
         "KeyScores": KEY_SCORES, "Crossings": CROSSINGS, "SlashSums": SLASH_SUMS, "Spread": SPREAD,
@@ -40,6 +43,7 @@ _RECORDS = {
     "attention/params.cuh": {
         "Matrices": MATRICES, "Shape": SHAPE, "WorkList": WORK, "Params": PARAMS,
     },
+    "attention/chosen_lists.cuh": {"ChosenLists": CHOSEN_LISTS},
     "attention/sink.cuh": {"Sink": SINK},
     "attention/dropout.cuh": {"Dropout": DROPOUT},
     "attention/scales.cuh": {"Scales": SCALES},
@@ -53,16 +57,17 @@ _RECORDS = {
     "fa1/running.cuh": {"Running": RUNNING},
     "naive/score_matrices.cuh": {"ScoreMatrices": SCORE_MATRICES},
     "sm80/parts.cuh": {"Parts": PARTS},
+    "sm90/query_state.cuh": {"QueryState": QUERY_STATE},
     "sm90/tensor_maps.cuh": {"TensorMapParam": TENSOR_MAP_PARAM, "TensorMaps": TENSOR_MAPS},
 }  # fmt: skip
 
 
 def assertions(headers: Collection[str], *, host: bool = False) -> str:
-    """Return C++ that stops a compiler where a record of a header is not laid out as its NumPy twin.
+    """Return C++ that does not compile if the layout of a record in these headers differs from that of its NumPy dtype.
 
-    `host` is true for the host's compiler, and false for NVRTC.
+    `host` is true for the compiler of the host, and false for NVRTC.
     """
-    # NVRTC has no offsetof without headers, but the operator that its front end's own offsetof is made of.
+    # Without headers NVRTC has no offsetof, but it has the built-in operator that offsetof expands to.
     offset_of = "__builtin_offsetof({0}, {1})" if host else "__INTADDR__(&(({0}*)0)->{1})"
     lines = []
     for header in sorted(_RECORDS.keys() & set(headers)):

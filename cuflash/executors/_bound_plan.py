@@ -10,10 +10,11 @@ from ..arrays import Array, ShapeDtype, namespace, summed_to, times_power_of_two
 from ..layouts import reach
 from ..planning.options import DOT
 from ..planning.plan import KernelPlan
-from . import checks, cpu, gpu, sim, without_keys
+from . import _host_tangents, checks, cpu, gpu, sim, without_keys
 
 EXECUTORS: dict[str, Any] = {"cpu": cpu, "gpu": gpu, "sim": sim}
 
+_OF_TANGENTS: dict[str, Any] = {"cpu": _host_tangents}  # executors of the passes "jvp" and "backward_jvp"
 
 _OF_EARLIER = ("o", "lse", f"o{DOT}", f"lse{DOT}")  # what an earlier pass made
 _SCALED = "for a scale so far from 1 q and k are copied to memory that a graph would outlive"
@@ -55,14 +56,16 @@ class BoundPlan:
         self._is_checked, self._name = checks.is_on(), name
         self._machine = (machine or gpu.current_target()) if executor == "gpu" else None
         of_scale = ("q", "k") if problem.rows_per_scale is None else ("q_scale", "k_scale")
-        exponents = dict(zip(of_scale, problem.scaling[1:])) if any(problem.scaling[1:]) else {}
-        exponents = {name: exponent for name, exponent in exponents.items() if exponent}
-        self._exponents = exponents | {f"{name}{DOT}": exponent for name, exponent in exponents.items()}
+        self._exponents: dict[str, int] = {}
+        for each, exponent in zip(of_scale, problem.scaling[1:]):
+            if exponent:
+                self._exponents[each] = self._exponents[each + DOT] = exponent
         self._sums = {} if wanted == results else wanted
         self._copies = _SCALED if self._exponents else _SUMMED if self._sums else ""
         read = {each: self._scaled(each, array) for each, array in arrays.items()}
         options = {"machine": self._machine} if machine is not None else {}
-        executes = without_keys if plan.is_empty else EXECUTORS[executor]
+        executors = _OF_TANGENTS if name.endswith("jvp") else EXECUTORS
+        executes = without_keys if plan.is_empty else executors[executor]
         self._call = executes.bind(
             plan, name, {**problem.keyed(read), **outs}, new, unwanted=unwanted, axes=axes, pins=pins, **options
         )

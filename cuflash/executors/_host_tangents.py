@@ -19,18 +19,52 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays import Array, ShapeDtype
+from ..planning.host import BACKWARD_JVP_TILES, JVP_TILES
 from ..planning.options import DOT
-from ._host_tiles import Step, Tile, steps_side_by_side
+from ..planning.plan import KernelPlan
+from . import cpu
+from ._host_tiles import Tile, steps_side_by_side
+from .cpu import _added, _HostCall
+from .host_threads import run
+from .launch import BoundCall
 from .tile_scores import coordinates
 from .tile_tangents import ScoreTangents
 
-if TYPE_CHECKING:
-    from .cpu import _HostCall
+
+def bind(
+    plan: KernelPlan, name: str, given: Mapping[str, Array], results: Mapping[str, ShapeDtype], **options: Any
+) -> BoundCall:
+    """Return the function that runs the pass "jvp" or "backward_jvp" on arrays named as in `given`, as `cpu.bind` does.
+    """
+    return cpu.bind(plan, name, given, results, passes=_PASSES, **options)
+
+
+def _jvp(call: _HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
+    """Write the tangents of o and lse, shaped as these."""
+    run(call.tiling, (HostTangents.of(call, read).jvp_rows, call.tiles.of_rows()), num_tiles=JVP_TILES)
+
+
+def _backward_jvp(call: _HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
+    """Write the tangents of the gradients, under their names and in the shapes of the backward pass."""
+    tangents, shift = HostTangents.of(call, read), call.arrays["shift"]
+    call.arrays["delta"], call.arrays["delta.dot"] = np.empty_like(shift), np.empty_like(shift)
+    rows = tangents.backward_rows, call.tiles.of_rows()
+    columns = tangents.backward_columns, call.tiles.of_columns()
+    if call.score is not None and call.score.adds_gradients:  # in an order of their own, as in the backward pass
+        run(call.tiling, rows, in_order=True, num_tiles=BACKWARD_JVP_TILES)
+        run(call.tiling, columns, num_tiles=BACKWARD_JVP_TILES)
+    else:
+        run(call.tiling, rows, columns, num_tiles=BACKWARD_JVP_TILES)
+    if "dsink" in results:
+        results["dsink"][...] = tangents.sink_gradient()
+
+
+_PASSES = {"jvp": _jvp, "backward_jvp": _backward_jvp}
 
 
 class _Centers:
@@ -156,7 +190,7 @@ class HostTangents:
             if name in call.arrays:
                 each -= np.where(is_empty, 0, call.read(name, rows))
         call.write("delta", rows, delta)
-        call.write("delta_dot", rows, delta_dot)
+        call.write("delta.dot", rows, delta_dot)
         statistics = shift, call.read("lse.dot", rows), delta, delta_dot
         q = self._queries(rows)
         dq: Array | None = None
@@ -187,7 +221,7 @@ class HostTangents:
                 q, do, at = self._queries(rows), self._gradients(rows), tuple[Array, ...]()
                 if self._reads_places:
                     at = coordinates(batch_heads, [step.rows for step in steps], [tile.rows for tile in tiles])
-                statistics = tuple(call.read(name, rows) for name in ("shift", "lse.dot", "delta", "delta_dot"))
+                statistics = tuple(call.read(name, rows) for name in ("shift", "lse.dot", "delta", "delta.dot"))
                 p, p_dot, ds, ds_dot = self._tile(k, v, q, do, statistics, at, scratch)
                 call._mask_queries(tiles, batch_heads, steps, p, p_dot, ds, ds_dot)
                 if call.dropout is not None:
@@ -197,7 +231,7 @@ class HostTangents:
                 dk, dv = _added(dk, ds_dot @ q.x), _added(dv, p_dot @ do.x)
                 dk = dk if q.dot is None else _added(dk, ds @ q.dot)
                 dv = dv if do.dot is None else _added(dv, p @ do.dot)
-        # q carries scale log2(e) / score_factor, or with a score function scale / score_factor, as in the backward pass.
+        # q carries scale log2(e) / score_factor, or with a score function scale / score_factor, as in `_HostCall`.
         call.write("dk", keys, 0 if dk is None else dk * call.wide(call.natural * call.score_factor))
         of_kept = 1.0 if call.dropout is None else call.dropout.draws.factor
         call.write("dv", keys, 0 if dv is None else dv if of_kept == 1 else dv * call.wide(of_kept))
@@ -208,7 +242,7 @@ class HostTangents:
         with np.errstate(all="ignore"):
             sink = arrays["sink"].astype(wide)[..., None]
             sink_dot = arrays["sink.dot"].astype(wide)[..., None] if "sink.dot" in arrays else wide(0)
-            lse, delta, delta_dot = arrays["lse"], arrays["delta"], arrays["delta_dot"]
+            lse, delta, delta_dot = arrays["lse"], arrays["delta"], arrays["delta.dot"]
             # In a row without a key o is 0 and lse is the sink: what do holds counts for nothing.
             is_alone = (lse == sink) & ~arrays["o"].any(axis=-1) & (np.isnan(delta) | np.isnan(delta_dot))
             delta, delta_dot = (
@@ -315,7 +349,3 @@ def _sum_of_products(
             product = np.matmul(keys, queries.swapaxes(-1, -2), out=memory)
             total = product if total is None else np.add(total, product, out=total)
     return total
-
-
-def _added(total: Array | None, term: Array) -> Array:
-    return term if total is None else np.add(total, term, out=total)

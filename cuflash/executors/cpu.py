@@ -19,9 +19,8 @@ import numpy as np
 from ..arrays import Array, ShapeDtype
 from ..blocks._chosen_work import ChosenWork
 from ..planning.dropout_launches import SEED
-from ..planning.host import BACKWARD_JVP_TILES, JVP_TILES, HostTiling
+from ..planning.host import HostTiling
 from ..planning.plan import KernelPlan
-from ._host_tangents import HostTangents
 from ._host_tiles import BatchHead, KeptTiles, Step, Tile, masked_elements, row_numbers, steps_side_by_side
 from .checks import Check
 from .host_threads import run
@@ -29,7 +28,8 @@ from .launch import BoundCall
 from .tile_dropout import TileDropout
 from .tile_scores import TileScores, coordinates
 
-_Tiles: TypeAlias = Callable[[list[Tile], Array], None]  # computes a batch of tiles
+# A pass of a call; it gets the results by name, and the arrays that it reads.
+_Pass: TypeAlias = Callable[["_HostCall", Mapping[str, Array], Mapping[str, Array]], None]
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -42,13 +42,15 @@ def bind(
     results: Mapping[str, ShapeDtype],
     *,
     unwanted: Mapping[str, ShapeDtype] = MappingProxyType({}),
+    passes: Mapping[str, _Pass] | None = None,
     **options: Any,
 ) -> BoundCall:
     """Return the function that runs a pass on arrays named as in `given`.
 
-    Of `given` the names alone are read, and of the options of `gpu.bind` none but `unwanted`.
+    Of `given` the names alone are read, and of the options of `gpu.bind` none but `unwanted`. `passes` has the passes
+    by name: those without tangents by default.
     """
-    names, run_pass, bound, kept = tuple(given), _PASSES[name], plan, KeptTiles(plan)
+    names, run_pass, bound, kept = tuple(given), (passes or _PASSES)[name], plan, KeptTiles(plan)
 
     def call(
         *arrays: Array, numbers: Sequence[int] = (), check: Check | None = None, plan: KernelPlan = bound
@@ -57,7 +59,17 @@ def bind(
         empty = _empty if check is None else check.empty
         new = {name: empty(name, each.shape, each.dtype) for name, each in (*results.items(), *unwanted.items())}
         read = dict(zip(names, arrays))
-        run_pass(_HostCall.of(plan, tiles, numbers, **read, **new), new, read)
+        host_call = _HostCall.of(plan, tiles, numbers, **read, **new)
+        if name != "forward":
+            lse, accumulator = host_call.arrays["lse"], plan.problem.accumulator
+            empty = lse == -np.inf
+            # Scores of an empty row are -inf and nothing else; +inf in place of its lse keeps them there.
+            with np.errstate(all="ignore"):
+                in_unit = lse * LOG2_E if host_call.score is None else lse
+                host_call.arrays["shift"] = np.where(empty, np.inf, in_unit).astype(accumulator, copy=False)
+            if empty.any():
+                host_call.arrays["empty"] = empty
+        run_pass(host_call, new, read)
         if check is not None:
             check.after("the cpu executor", new)
         return [new[name] for name in results]
@@ -77,60 +89,22 @@ def _forward(call: _HostCall, results: Mapping[str, Array], read: Mapping[str, A
 def _backward(call: _HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
     """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...] over the broadcast leading axes, and dsink
     [*batch, heads] and gradients of a score function's arrays if they are among the arrays."""
-    _add_shift(call)
     call.arrays["delta"] = np.empty_like(call.arrays["shift"])
-    _run_both(call, call.backward_rows, call.backward_columns)
+    rows, columns = (call.backward_rows, call.tiles.of_rows()), (call.backward_columns, call.tiles.of_columns())
+    if call.score is not None and call.score.adds_gradients:
+        run(call.tiling, rows, in_order=True)  # sums of many tiles in one array must not depend on which is done first
+        run(call.tiling, columns)
+    else:
+        run(call.tiling, rows, columns)
     if "dsink" in results:
         results["dsink"][...] = call.sink_gradient()
 
 
-def _jvp(call: _HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
-    """Write o_dot and lse_dot, shaped as o and lse."""
-    _add_shift(call)
-    tangents = HostTangents.of(call, read)
-    run(call.tiling, (tangents.jvp_rows, call.tiles.of_rows()), num_tiles=JVP_TILES)
-
-
-def _backward_jvp(call: _HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
-    """Write the tangents of what `_backward` writes, under the same names."""
-    _add_shift(call)
-    call.arrays["delta"], call.arrays["delta_dot"] = (np.empty_like(call.arrays["shift"]) for _ in range(2))
-    tangents = HostTangents.of(call, read)
-    _run_both(call, tangents.backward_rows, tangents.backward_columns, num_tiles=BACKWARD_JVP_TILES)
-    if "dsink" in results:
-        results["dsink"][...] = tangents.sink_gradient()
-
-
-def _add_shift(call: _HostCall) -> None:
-    """Put "shift", what is subtracted from scores before their power is P, among the arrays, and "empty" rows if any.
-
-    Scores of an empty row are -inf and nothing else; +inf in place of its lse keeps them there.
-    """
-    lse, accumulator = call.arrays["lse"], call.plan.problem.accumulator
-    empty = lse == -np.inf
-    with np.errstate(all="ignore"):
-        in_unit = lse * LOG2_E if call.score is None else lse
-        call.arrays["shift"] = np.where(empty, np.inf, in_unit).astype(accumulator, copy=False)
-    if empty.any():
-        call.arrays["empty"] = empty
-
-
-def _run_both(call: _HostCall, rows: _Tiles, columns: _Tiles, num_tiles: int = 2) -> None:
-    """Run a step over all tiles of queries, and then one over all tiles of keys."""
-    of_rows, of_columns = (rows, call.tiles.of_rows()), (columns, call.tiles.of_columns())
-    if call.score is not None and call.score.adds_gradients:
-        # Sums of many tiles in one array must not depend on which is done first.
-        run(call.tiling, of_rows, in_order=True, num_tiles=num_tiles)
-        run(call.tiling, of_columns, num_tiles=num_tiles)
-    else:
-        run(call.tiling, of_rows, of_columns, num_tiles=num_tiles)
-
-
-_PASSES = {"forward": _forward, "backward": _backward, "jvp": _jvp, "backward_jvp": _backward_jvp}
+_PASSES = {"forward": _forward, "backward": _backward}
 
 
 _OF_HEADS = ("sink", "dsink", "sink.dot")  # arrays of one number a head
-_OF_ROWS = ("lse", "shift", "dlse", "delta", "empty", "lse.dot", "dlse.dot", "delta_dot")  # of one number a query
+_OF_ROWS = ("lse", "shift", "dlse", "delta", "empty", "lse.dot", "dlse.dot", "delta.dot")  # of one number a query
 _OF_SCORE = ("score.", "dscore.")  # names of a score function's arrays, tangents and gradients start so
 _RowIndex: TypeAlias = tuple[Any, ...]  # an index that takes rows [tiles, rows, ...] of several matrices
 

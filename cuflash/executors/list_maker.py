@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array
+from ..planning.chosen_lists import UnionSource
 from ..planning.interval_kernels import IntervalSource
 from ..planning.list_kernels import AT_CALL, ListSource
 from .launch import BoundPass, LaunchTarget
 
 
 class ListMaker:
-    """Kernels that list the blocks, or find the row intervals, of masks of one layout.
+    """Kernels that list the blocks, join the lists, or find the row intervals, of masks of one layout.
 
     Attributes
     ----------
@@ -25,12 +26,12 @@ class ListMaker:
 
     Parameters
     ----------
-    source : ListSource or IntervalSource
+    source : ListSource, IntervalSource or UnionSource
     target : LaunchTarget
         What runs the kernels; they are compiled now.
     """
 
-    def __init__(self, source: ListSource | IntervalSource, target: LaunchTarget) -> None:
+    def __init__(self, source: ListSource | IntervalSource | UnionSource, target: LaunchTarget) -> None:
         self.launches = BoundPass.of(source.kernels, {}, (*source.array_names, AT_CALL), target, source.rows)
         self.allocate = target.maker((source.nbytes,), np.dtype(np.uint8))
         self._address = target.address

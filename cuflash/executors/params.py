@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..blocks.work_list import IntervalWork, WorkList
-from ..planning._params import HEAD_VECTORS, LISTS, OF_RECORDS_WITHIN, PARAMS, ROW_VECTORS, TENSOR_MAPS, UNLIMITED
+from ..planning._params import HEAD_VECTORS, OF_RECORDS_WITHIN, PARAMS, ROW_VECTORS, TABLES, TENSOR_MAPS, UNLIMITED
 from ..planning.interval_kernels import leading_strides
 from ..planning.launches import BATCH_AXES, MATRICES, DqSemaphoreOrder, Feature, Pass, Workspace
 from ..planning.list_kernels import AT_CALL, WorkAtCall
@@ -47,8 +47,9 @@ def attention_record(
         role: replace(launch, features=("params", *["maps"] * bool(launch.boxes), *launch.features))
         for role, launch in kernels.launches.items()
     }
-    names, num_batch = [view.name for view in views], plan.problem.mask_shape.num_batch // len(templates)
-    return LaunchRecord.of(replace(kernels, launches=launches), templates, names, workspaces, lists, num_batch)
+    named, num_batch = {view.name: view for view in views}, plan.problem.mask_shape.num_batch // len(templates)
+    kernels = replace(kernels, launches=launches)
+    return LaunchRecord.of(kernels, templates, list(named), named, workspaces, lists, num_batch)
 
 
 def templates_of(
@@ -105,10 +106,10 @@ def _params(plan: KernelPlan) -> Feature:
     }  # fmt: skip
     values = {"shape": shape, "work": _work(plan.work)}
     if not isinstance(plan.work, WorkAtCall):
-        return Feature("params", PARAMS, values, ("lo", "hi", *LISTS), names=OF_RECORDS_WITHIN)
+        return Feature("params", PARAMS, values, TABLES, names=OF_RECORDS_WITHIN)
     starts = {f"work.{name}": start for name, start in plan.work.offsets.items()}
     names = OF_RECORDS_WITHIN | dict.fromkeys(starts, AT_CALL)
-    return Feature("params", PARAMS, values, ("lo", "hi", *LISTS, AT_CALL), names=names, starts=starts)
+    return Feature("params", PARAMS, values, (*TABLES, AT_CALL), names=names, starts=starts)
 
 
 def _put_dq_numbers(shape: Any, plan: KernelPlan, num_kv_heads: int) -> None:

@@ -16,7 +16,7 @@ from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
 from .base import Mask
 from .block_set import BlockGrid, BlockSet
-from .content import held_arrays, held_masks
+from .content import DeviceForm, held_arrays, held_masks
 from .coordinates import UNBOUNDED, Intervals, LeadingArray, leading_reasons, widened
 from .fields import take_arrays
 from .shape import MAX_SEQLEN, MaskShape, broadcasts_to
@@ -108,6 +108,11 @@ class ChosenBlocks(Mask):
     @property
     def own_lengths(self) -> tuple[int | None, int | None]:
         return int(self.blocks.shape[-2]), None
+
+    @property
+    def device_form(self) -> DeviceForm:
+        counts = () if self.counts is None else (self.counts,)
+        return DeviceForm((self.blocks, *counts), (self.block, len(counts)))
 
     @property
     def num_lists(self) -> int:

@@ -43,18 +43,20 @@ WORK = np.dtype(
     ],
     align=True,
 )
-ARRAYS = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "dlse", "delta", "dq_sum", "tile_counter")
+ARRAYS = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "dlse", "delta", "dq_sum")
 PARAMS = np.dtype(
     [
         *((name, MATRICES) for name in ARRAYS),
+        ("tile_counter", _POINTER),
         ("shape", SHAPE),
         ("work", WORK),
     ],
     align=True,
 )
+TABLES = ("tile_counter", "lo", "hi", *LISTS)  # arrays of PARAMS that have no strides there
 OF_RECORDS_WITHIN = {path: path.rpartition(".")[2] for path in leaves(PARAMS) if "." in path}  # names of arrays
 TENSOR_MAP_ARRAYS = ("q", "k", "v", "do", "o")
 # beside PARAMS, to kernels of the sm90 family
 TENSOR_MAPS = np.dtype([(name, TENSOR_MAP_PARAM) for name in TENSOR_MAP_ARRAYS])
-ROW_VECTORS = ("lse", "dlse", "delta", "lse_parts", "tile_counter", *SCALE_ARRAYS)  # one number a row
+ROW_VECTORS = ("lse", "dlse", "delta", "query_stats", "lse_parts", *SCALE_ARRAYS)  # one number a row
 HEAD_VECTORS = ("sink", "dsink")  # one number a head

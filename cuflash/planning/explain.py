@@ -10,6 +10,7 @@ from ..blocks.work_list import ListedWork, WorkList
 from ..dropout import LEVELS, Draws
 from ..masks.base import Band
 from ..scores.program import Program, curvature, depends
+from .chosen_lists import UnionWork
 from .families.fa1 import traffic
 from .launches import Launch
 from .plan import KernelPlan
@@ -117,6 +118,11 @@ def _described_work(work: WorkList) -> str:
         told = f"listed: {full} full and {partial} partial blocks of {index.block}, {len(index.bits)} bit tiles"
         is_chosen = isinstance(work, ChosenWork)
         return f"{told}; {work.block_q} neighbouring queries visit the union of theirs" if is_chosen else told
+    if isinstance(work, UnionWork):
+        tiling = work.tiling
+        told = f"up to {tiling.num_chosen} blocks of {tiling.block} keys for each query"
+        heads = f", with {tiling.heads_per_tile} heads each," if tiling.heads_per_tile > 1 else ""
+        return f"{told}; {tiling.queries_per_tile} neighbouring queries{heads} visit the union of theirs"
     if work.band is not None:
         return f"computed on the fly: query i attends {_described_band(work.band)}; no block list is stored"
     return "computed on the fly: each query attends one interval of keys; no block list is stored"

@@ -337,7 +337,7 @@ class IntervalsAtCall(IntervalWork):
             lo=empty, hi=empty, is_ordered=is_ordered, mean_length=source.mean_length, source=source,
         )  # fmt: skip
 
-    def with_intervals(self, found: Array) -> IntervalsAtCall:
+    def with_results(self, found: Array) -> IntervalsAtCall:
         """Return this work with row intervals that lie in an array of bytes, which a call has made."""
         views = self.source.views(found)
         return replace(self, lo=views["lo"], hi=views["hi"])

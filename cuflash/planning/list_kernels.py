@@ -24,6 +24,7 @@ from ..masks.block_set import BlockGrid
 from ..masks.one_array import without_at_each_call
 from ..masks.shape import MaskShape
 from ._params import LISTS
+from .chosen_lists import UnionsAtCall
 from .interval_kernels import AT_CALL as AT_CALL
 from .interval_kernels import (
     IntervalsAtCall, IntervalSource, SourceOfResults, are_served, kept_and_closed, list_launch,
@@ -294,7 +295,8 @@ class ListedAtCall(ListedWork):
         return {name: start for name, start in self.source.offsets.items() if name not in _OF_LISTS_ALONE}
 
 
-WorkAtCall = ListedAtCall | IntervalsAtCall  # whose arrays a call makes, and hands to its kernels as `AT_CALL`
+# Work whose arrays a call makes, and hands to its kernels as `AT_CALL`.
+WorkAtCall = ListedAtCall | IntervalsAtCall | UnionsAtCall
 
 
 def _has_no_intervals(mask: Mask) -> bool:

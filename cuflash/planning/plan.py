@@ -14,8 +14,10 @@ from ..arrays import ShapeDtype
 from ..blocks._chosen_work import chosen_work
 from ..blocks.work_list import IntervalWork, WorkList, work_list
 from ..errors import refuse
+from ..masks._chosen import chosen_masks
 from ..masks.base import Band, Mask
 from ..masks.content import without_memos
+from .chosen_lists import NOT_JOINED, UnionsAtCall, UnionWork
 from .device import DeviceSpec
 from .dropout_launches import with_dropout
 from .families.family import Family
@@ -24,9 +26,9 @@ from .launches import Kernels, Pass
 from .list_kernels import work_of_kernels
 from .options import DOT
 from .problem import Problem
-from .routing import named, rerouted, routed
+from .routing import FAMILIES, named, rerouted, routed, unions
 from .score_launches import stored_gradient, with_score
-from .spec import KernelSpec
+from .spec import SM80, KernelSpec
 
 _OF_ARGUMENTS = ("dq", "dk", "dv")
 _AXES_OF_A_LAUNCH = 2  # axes of a batch that one launch surely holds, tensor maps too
@@ -95,6 +97,8 @@ class KernelPlan:
     @property
     def list_bytes(self) -> int:
         """Memory of the work list where the kernels read it."""
+        if isinstance(self.work, UnionsAtCall):
+            return self.work.nbytes + self.work.source.nbytes
         if self.kernels is None or isinstance(self.work, IntervalWork):
             return self.work.nbytes
         index = self.work.index
@@ -232,12 +236,7 @@ def gpu_plan(
     UnsupportedProblem
         No tile of the family fits the device's shared memory, or there are more tiles than kernels can number.
     """
-    family, why = routed(problem, device) if kernel == "auto" else (named(kernel, problem), "")
-    work = _work(problem, mask, device, family)
-    other = rerouted(family, work) if kernel == "auto" else None
-    if other is not None:
-        family, why = other
-        work = _work(problem, mask, device, family)
+    family, why, work = _routed_work(problem, mask, device, kernel)
     kernels = family.launches(problem, device, work, deterministic=deterministic)
     reasons = _tile_reasons(kernels, problem.mask_shape.num_batch)
     if problem.score is not None:
@@ -246,10 +245,25 @@ def gpu_plan(
         kernels = with_dropout(kernels, problem.dropout)
     refuse(reasons)
     rule = f"{family.name}, by kernel='auto': {why}" if kernel == "auto" else f"{family.name}, chosen by name"
+    if not isinstance(work, UnionWork) and next(chosen_masks(mask), None) is not None:
+        rule += NOT_JOINED
     return KernelPlan(
         problem=problem, mask=mask, device=device, work=work, family=family, rule=rule,
         kernels=kernels,
     )  # fmt: skip
+
+
+def _routed_work(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str) -> tuple[Family, str, WorkList]:
+    """The family that `kernel` stands for, why it is taken, and its work."""
+    found = unions(problem, mask, device, kernel)
+    if found is not None:
+        return FAMILIES[SM80], "neighbouring queries, each with blocks of its own, walk the union of these", found
+    family, why = routed(problem, device) if kernel == "auto" else (named(kernel, problem), "")
+    work = _work(problem, mask, device, family)
+    other = rerouted(family, work) if kernel == "auto" else None
+    if other is None:
+        return family, why, work
+    return *other, _work(problem, mask, device, other[0])
 
 
 def _work(problem: Problem, mask: Mask, device: DeviceSpec, family: Family) -> WorkList:

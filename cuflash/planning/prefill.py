@@ -123,7 +123,7 @@ def prefill_pass(
     of_pages = {f"pages.{name}": name for name in TABLES}
     features = (
         Feature("intervals", QUERY_INTERVALS, numbers, (*TABLES, *workspaces), names=of_pages),
-        Feature("params", PARAMS, _params(problem, spec), ("lo", "hi"), names=OF_RECORDS_WITHIN),
+        Feature("params", PARAMS, _params(problem, spec), ("tile_counter", "lo", "hi"), names=OF_RECORDS_WITHIN),
         *[Feature("maps", TENSOR_MAPS, boxes=boxes)] * bool(boxes), Feature("pages", PAGES, pages, TABLES),
     )  # fmt: skip
     kernels = Pass({"intervals": intervals, "forward": launch}, workspaces, features)

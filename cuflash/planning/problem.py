@@ -200,8 +200,9 @@ class Problem:
 
     def keyed(self, given: Mapping[str, Array]) -> dict[str, Array]:
         """Arrays of a call, and their tangents, under the names that executors have for them."""
-        keys = {operand.name: operand.key for operand in self.operands}
-        keys |= {f"{name}{DOT}": f"{key}{DOT}" for name, key in keys.items()}
+        keys = {}
+        for operand in self.operands:
+            keys[operand.name], keys[operand.name + DOT] = operand.key, operand.key + DOT
         return {keys.get(name, name): array for name, array in given.items()}
 
     def is_of_forward(self, name: str) -> bool:

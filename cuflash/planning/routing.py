@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from ..blocks.work_list import ListedWork, WorkList
+from ..errors import UnsupportedProblem
+from ..masks.base import Mask
+from .chosen_lists import UnionWork, union_work
 from .device import DeviceSpec
 from .families.fa1 import FlashAttention1
 from .families.family import Family
@@ -72,6 +75,27 @@ def mass_kernel(problem: Problem, device: DeviceSpec, block_kv: int, *, is_liste
     """
     specs = (FAMILIES[name].mass_spec(problem, device, block_kv, is_listed=is_listed) for name in _MASS_FAMILIES)
     return next(spec for spec in specs if spec is not None)
+
+
+def unions(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str) -> UnionWork | None:
+    """The work of a mask whose queries each choose their blocks, for kernels that walk unions; None for other kernels.
+
+    The sm80 family has such kernels. They take no score function and no dropout.
+    """
+    if kernel not in ("auto", SM80) or problem.score is not None or problem.dropout is not None:
+        return None
+    family = FAMILIES[SM80]
+    assert isinstance(family, Sm80)
+    if problem.dtype not in family.dtypes or family.reasons(problem, device):
+        return None
+    work = union_work(mask, problem)
+    if work is None:
+        return None
+    try:
+        family.union_specs(problem, device, work.tiling.block)
+    except UnsupportedProblem:  # no tile fits
+        return None
+    return work
 
 
 def rerouted(family: Family, work: WorkList) -> tuple[Family, str] | None:

@@ -40,8 +40,9 @@ def sink_forward(made: Pass, problem: Problem, *roles: str) -> Pass:
 
 
 def sink_backward(
-    made: Pass, problem: Problem, like: KernelSpec | None = None, reads: tuple[str, ...] = ("delta",)
-) -> Pass:
+    made: Pass, problem: Problem, like: KernelSpec | None = None, reads: tuple[str, ...] = ("delta",),
+    features: tuple[str, ...] = (),
+) -> Pass:  # fmt: skip
     """A backward pass with the kernel that makes the sink's gradient, if the problem asks for it.
 
     Parameters
@@ -50,13 +51,15 @@ def sink_backward(
         One of the family, if it has a kernel of its own; else delta is a vector, which the simt family's kernel reads.
     reads : tuple of str
         Arrays that delta comes from; o and dlse of rows without a key are read besides.
+    features : tuple of str
+        Features of the pass whose parameters that kernel takes.
     """
     if "sink" not in problem.wrt:
         return made
     gradient = gradient_spec(problem.dtype, like)
     launch = Launch(
         spec=gradient, tiles=problem.num_heads, reads=("sink", "lse", "o", "dlse", *reads), writes=("dsink",),
-        features=("sink",),
+        features=(*features, "sink"),
     )  # fmt: skip
     launches: Mapping[str, Launch] = {**made.launches, "sink_gradient": launch}
     return replace(made, launches=launches, features=(*made.features, _feature(problem)))

@@ -49,8 +49,8 @@ class Entry:
         The kernel makes weights, or gradients of scores from them, and drops weights under dropout.
     can_finish_dq : bool
         Thread blocks that add to dQ can count what has arrived at a tile of queries, and write its dQ.
-    delta_words : callable, optional
-        Counts the words that the kernel writes for a tile of queries; otherwise it writes delta, one for each query.
+    query_stats_words : callable, optional
+        Counts the words of the statistics that the kernel writes for a tile of queries; other kernels write delta.
     has_exponentials : bool
         The kernel computes a power of two for each score.
     products : (int, int)
@@ -70,7 +70,7 @@ class Entry:
     adds_gradients: bool = False
     draws_dropout: bool = False
     can_finish_dq: bool = False
-    delta_words: Callable[[KernelSpec], int] | None = None
+    query_stats_words: Callable[[KernelSpec], int] | None = None
     has_exponentials: bool = False
     products: tuple[int, int] = (0, 0)
 
@@ -110,17 +110,20 @@ class KernelSpec:
         Tiles that are copied ahead and at hand.
     dq_atomic_width : 0, 1 or 4
         Sums of dQ that one instruction adds to; 0 where dQ has a kernel of its own.
-    fuses_dq_epilogue : bool
-        Blocks that add to dQ may finish it: of some batch entries and heads, or, where they count arrivals, all of it.
-    counts_dq_arrivals : bool
-        Without a list too, blocks count the tiles of keys that have come to a tile of queries: the first stores its
-        part of dQ, and with `fuses_dq_epilogue` the last finishes it.
+    finishes_dq_in_order : bool
+        Tiles of keys share dQ of some batch entries and heads in an order: the last one stores its part, and the first
+        one finishes dQ.
+    last_finishes_dq : bool
+        Tiles of keys count their arrivals at a tile of queries: the first to arrive stores its part of dQ, and the last
+        finishes dQ.
     adds_dq_in_order : bool
-        Tiles of keys add to dQ in their order, so that it repeats bit for bit; the count is of those that are done.
+        Tiles of keys add to dQ in their order, so that it repeats bit for bit.
     is_split : bool
         Blocks share a tile's keys, and leave their parts to be merged by another kernel.
     pack_gqa : bool
         A tile holds the queries of all heads that share a key/value head.
+    packs_queries : bool
+        A tile holds neighbouring queries with all heads that share their lists of blocks, and walks the union of these.
     mma_rows : 0, 8 or 16
         Rows of the tensor cores' instruction that makes the products; 0 where multiply-adds make them.
     has_watchdog : bool
@@ -170,11 +173,12 @@ class KernelSpec:
     cuts_sequences: bool = False
     num_stages: int = 1
     dq_atomic_width: int = 0
-    fuses_dq_epilogue: bool = False
-    counts_dq_arrivals: bool = False
+    finishes_dq_in_order: bool = False
+    last_finishes_dq: bool = False
     adds_dq_in_order: bool = False
     is_split: bool = False
     pack_gqa: bool = False
+    packs_queries: bool = False
     mma_rows: int = 0
     has_watchdog: bool = False
     precision: str = "ieee"
@@ -211,6 +215,11 @@ class KernelSpec:
     def boxes(self) -> Boxes:
         """Boxes that the kernel copies by tensor maps, by array; empty if it takes no maps."""
         return {} if self.entry.boxes is None else self.entry.boxes(self)
+
+    @property
+    def finishes_dq(self) -> bool:
+        """True if thread blocks that add to dQ also scale and round it."""
+        return self.finishes_dq_in_order or self.last_finishes_dq
 
     @property
     def accumulator(self) -> np.dtype[Any]:

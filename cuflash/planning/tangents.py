@@ -32,8 +32,8 @@ def gathered(tangents: Any, **parameters: Any) -> dict[str, Any]:
         `tangents` is no mapping, or names an array whose tangent is a parameter of its own; all reasons at once.
     """
     if tangents is not None and not isinstance(tangents, Mapping):
-        fix = "write tangents={'bias': bias_dot}"
-        raise UnsupportedProblem([f"tangents must be a dict of arrays by name, or None; got {describe(tangents)}: {fix}"])
+        told = f"tangents must be a dict of arrays by name, or None; got {describe(tangents)}"
+        raise UnsupportedProblem([f"{told}: write tangents={{'bias': bias_dot}}"])
     given = {name: tangent for name, tangent in parameters.items() if tangent is not None}
     others = {name: tangent for name, tangent in (tangents or {}).items() if tangent is not None}
     twice = [name for name in others if name in _OF_PARAMETERS]
@@ -44,7 +44,8 @@ def gathered(tangents: Any, **parameters: Any) -> dict[str, Any]:
 
 def names_of_tangents(tangents: Any, problem: Problem) -> tuple[str, ...]:
     """The names of the arrays of a problem that have tangents, in its order, from tangents that are not refused."""
-    names = tangents.tangents if isinstance(tangents, Directions) else (tangents,) if isinstance(tangents, str) else tangents
+    names = tangents.tangents if isinstance(tangents, Directions) else tangents
+    names = (names,) if isinstance(names, str) else names
     return tuple(name for name in arrays_with_tangents(problem) if name in names)
 
 
@@ -54,14 +55,12 @@ def tangent_reasons(tangents: Any, problem: Problem | None, executor: str) -> li
     Parameters
     ----------
     tangents : Directions, or names
-        Arrays of a call, or what `tangents=` of a plan was given; () for a call without.
+        Arrays of a call, or what `tangents=` of a plan was given.
     problem : Problem, optional
         Without one, as for a call that is refused already, names and arrays are not compared with it.
     executor : str
         "auto" is resolved.
     """
-    if type(tangents) is tuple and not tangents:
-        return []
     reasons = []
     if isinstance(tangents, Directions):
         names = [*tangents.tangents]
@@ -152,4 +151,5 @@ def _array_reasons(name: str, told: str, array: Any, shape: tuple[int, ...], dty
         fixes.append(f"np.broadcast_to({told}, {shape}) repeats it along further axes")
     if array.dtype != dtype:
         fixes.append(f"cast it with {told}.astype({dtype.name!r})")
-    return [f"{told} must have {like} shape {shape} and dtype {dtype}; got {came} and {array.dtype}: {', '.join(fixes)}"]
+    rule = f"{told} must have {like} shape {shape} and dtype {dtype}"
+    return [f"{rule}; got {came} and {array.dtype}: {', '.join(fixes)}"]

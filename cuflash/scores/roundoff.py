@@ -17,7 +17,7 @@ import numpy as np
 
 from ..arrays import Array
 from ._primitives import PRIMITIVES, Approximation, Arithmetic, error_of_integers
-from .program import FOLDED_NUMBERS, Instruction, Program, derived, gradient_loads
+from .program import FOLDED_NUMBERS, Instruction, Program, derived, gradient_loads, pushed
 from .values import Operands, run
 
 
@@ -40,28 +40,78 @@ class ScoreErrors(NamedTuple):
     loads: tuple[LoadErrors, ...]
 
 
+class PushedErrors(NamedTuple):
+    """Tangents of final scores and of the derivative by the scores, that derivative, and all errors.
+
+    The loads are the derivatives by loads of arrays that have gradients, and their tangents.
+    """
+
+    f_dot: Array
+    e_f_dot: Array
+    slope: Array
+    e_slope: Array
+    slope_dot: Array
+    e_slope_dot: Array
+    loads: tuple[LoadErrors, ...]
+    loads_dot: tuple[LoadErrors, ...]
+
+
 def score_errors(
     program: Program, operands: Operands, wrt: Sequence[str], s: Array, e_s: Array, model: Arithmetic
 ) -> ScoreErrors:
     """Evaluate a program on all scores [*batch, num_heads, seqlen_q, seqlen_kv] and their errors."""
+    at = _places(s)
+    slopes = derived(program, wrt)
+    (f, e_f), (slope, e_slope), *by_loads = values_and_errors(slopes, operands, s, e_s, *at, model)
+    found = run(slopes, operands, s, *at)
+    loads = _load_errors(slopes, operands, wrt, at[0], found, by_loads)
+    f, e_f, slope, e_slope = (np.broadcast_to(x, s.shape) for x in (f, e_f, slope, e_slope))
+    return ScoreErrors(f, e_f, slope, e_slope, loads)
+
+
+def pushed_errors(
+    program: Program, operands: Operands, tangents: Sequence[str], wrt: Sequence[str], s: Array, e_s: Array,
+    s_dot: Array, e_s_dot: Array, model: Arithmetic,
+) -> PushedErrors:
+    """Evaluate a program and its tangents on all scores, their tangents and the errors of both.
+
+    The operands end with the tangents of the arrays that `tangents` names.
+    """
+    at, slopes = _places(s), pushed(derived(program, wrt), tangents)
+    results = values_and_errors(slopes, operands, s, e_s, *at, model, s_dot, e_s_dot)
+    found = run(slopes, operands, s, *at, s_dot)
+    half = len(results) // 2
+    (_, slope, *by_loads), (f_dot, slope_dot, *by_loads_dot) = results[:half], results[half:]
+    finals = (np.broadcast_to(x, s.shape) for x in (*f_dot, *slope, *slope_dot))
+    loads, loads_dot = (
+        _load_errors(slopes, operands, wrt, at[0], found, each) for each in (by_loads, by_loads_dot)
+    )
+    return PushedErrors._make((*finals, loads, loads_dot))
+
+
+def _places(s: Array) -> tuple[Array, Array, Array, Array]:
+    """b, h, i and j of all scores [*batch, num_heads, seqlen_q, seqlen_kv]."""
     *batch, num_heads, seqlen_q, seqlen_kv = s.shape
     h, i, j = np.ogrid[:num_heads, :seqlen_q, :seqlen_kv]
-    b = np.arange(math.prod(batch)).reshape(*batch, 1, 1, 1)
-    slopes = derived(program, wrt)
-    (f, e_f), (slope, e_slope), *by_loads = values_and_errors(slopes, operands, s, e_s, b, h, i, j, model)
-    found = run(slopes, operands, s, b, h, i, j)
+    return np.arange(math.prod(batch)).reshape(*batch, 1, 1, 1), h, i, j
+
+
+def _load_errors(
+    program: Program, operands: Operands, wrt: Sequence[str], b: Array, found: Sequence[Array],
+    by_loads: Sequence[tuple[Array, Array]],
+) -> tuple[LoadErrors, ...]:
+    """Name the elements that each load reads, beside the derivative by it; `found` are all values of the program."""
     loads = []
-    for n, (value, error) in zip(gradient_loads(slopes, wrt), by_loads, strict=True):
-        load = slopes.instructions[n]
-        place = operands.place(slopes, load, b, [found[a] for a in load.args])
+    for n, (value, error) in zip(gradient_loads(program, wrt), by_loads, strict=True):
+        load = program.instructions[n]
+        place = operands.place(program, load, b, [found[a] for a in load.args])
         loads.append(LoadErrors(load.value, place, value, error))
-    f, e_f, slope, e_slope = (np.broadcast_to(x, s.shape) for x in (f, e_f, slope, e_slope))
-    return ScoreErrors(f, e_f, slope, e_slope, tuple(loads))
+    return tuple(loads)
 
 
 def values_and_errors(
     program: Program, operands: Operands, s: Array, e_s: Array, b: Array, h: Array, i: Array, j: Array,
-    model: Arithmetic,
+    model: Arithmetic, s_dot: Array = None, e_s_dot: Array = None,
 ) -> list[tuple[Array, Array]]:
     """(value, error) of each result, float64; they broadcast against s.
 
@@ -71,14 +121,17 @@ def values_and_errors(
         Exact scores, and how far a kernel's may be from them.
     b, h, i, j : int arrays
         As in `values`.
+    s_dot, e_s_dot : float64 arrays, optional
+        Exact tangents of the scores, and how far a kernel's may be from them, for a program that reads them.
     """
-    values = run(program, operands, s, b, h, i, j)
+    values, given = run(program, operands, s, b, h, i, j, s_dot), {"s": e_s, "s_dot": e_s_dot}
     approximations: list[Approximation] = []
     with np.errstate(all="ignore"):
         for instruction, x in zip(program.instructions, values):
             args = [approximations[a] for a in instruction.args]
-            error: Array = e_s if instruction.op == "s" else _error(program, instruction, x, args, model)
-            if instruction.kind == "real" and instruction.op != "s":
+            is_given = instruction.op in given
+            error: Array = given[instruction.op] if is_given else _error(program, instruction, x, args, model)
+            if instruction.kind == "real" and not is_given:
                 error = np.where(np.isfinite(x) & (np.abs(x) + error > model.largest), np.inf, error)
                 error = np.where(np.isnan(error), np.inf, error)
             is_nonnegative = _is_nonnegative(instruction, [arg.is_nonnegative for arg in args], operands)

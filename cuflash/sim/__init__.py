@@ -1,4 +1,4 @@
-"""CUDA kernels on the host: the same text, compiled by g++, run on a simulated thread block, checked and repeatable."""
+"""The simulator: runs the same CUDA source, compiled by g++, on simulated thread blocks, checked and reproducible."""
 
 from .compiler import BuildError, Sanitizer, build, preload_environment
 from .launch import Kernel, Schedule, SimulationError

@@ -6,7 +6,7 @@
 Trains the model of `train_language_model` with exact attention for longer, on the source of Python's standard
 library, and writes language_activations.npz: q, k and v of one layer on text that no step saw, float16, before
 scaling. k and v are repeated for the query heads that read them, so that all three have as many heads. The archive
-goes to build/results, or with --publish to experiments/data. A training that was interrupted goes on from its
+goes to build/results, or with --publish to experiments/data. A training that was interrupted continues from its
 checkpoint in build/checkpoints.
 
 Found:  results of the training are in the archive's provenance and in data/README.md.

@@ -1,4 +1,4 @@
-"""A language model of characters, trained and asked for text with a KV cache and without one.
+"""A language model of characters, trained, then run with and without a KV cache.
 
     python -m experiments model
 
@@ -48,7 +48,7 @@ class Config:
 
 
 def shapes_of(config: Config) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters: weights [inputs, outputs], then gains."""
+    """Return the shapes of the parameters: weights are [inputs, outputs]; gains follow."""
     width = config.width
     shapes: dict[str, tuple[int, ...]] = {
         "characters": (config.vocabulary, width), "positions": (config.context, width)
@@ -68,7 +68,7 @@ def shapes_of(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def parameters(config: Config, seed: int = 0, dtype: Any = np.float32) -> Parameters:
-    """Random weights, and gains of 1."""
+    """Return random weights, and gains of 1."""
     rng = np.random.default_rng(seed)
 
     def drawn(name: str, shape: tuple[int, ...]) -> Any:
@@ -124,7 +124,7 @@ def join_heads(x: Any) -> Any:
 
 
 def exact(q: Any, k: Any, v: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Causal attention of every earlier token."""
+    """Compute causal attention over all earlier tokens."""
     return cuflash.attention_vjp(q, k, v, causal=True)
 
 
@@ -134,19 +134,19 @@ def attention(
 ) -> tuple[Any, Pull | None]:  # fmt: skip
     """Compute the attention of a layer; with a cache, x has the new tokens alone, and there is no gradient."""
     heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
-    made, pulls = {}, {}
+    projections, pulls = {}, {}
     for name, num_heads in heads.items():
         projected, pulls[name] = linear(x, weights, f"{layer}.{name}", gradients)
-        made[name] = split_heads(projected, num_heads)
+        projections[name] = split_heads(projected, num_heads)
     if cache is not None:
-        cache.append(made["k"], made["v"])
-        return linear(join_heads(cache.attention(made["q"])), weights, f"{layer}.o", gradients)[0], None
-    o, vjp = attend(**made)
+        cache.append(projections["k"], projections["v"])
+        return linear(join_heads(cache.attention(projections["q"])), weights, f"{layer}.o", gradients)[0], None
+    o, vjp = attend(**projections)
     y, pull_o = linear(join_heads(o), weights, f"{layer}.o", gradients)
 
     def pull(dy: Any) -> Any:
-        given = vjp(split_heads(pull_o(dy), config.num_heads))
-        return sum(pulls[name](join_heads(gradient)) for name, gradient in zip(heads, given))
+        head_gradients = vjp(split_heads(pull_o(dy), config.num_heads))
+        return sum(pulls[name](join_heads(gradient)) for name, gradient in zip(heads, head_gradients))
 
     return y, pull
 
@@ -205,9 +205,9 @@ def xp_of(array: Any) -> Any:
 def loss_and_gradients(
     weights: Parameters, tokens: Any, config: Config, attend: Attend = exact, loss_scale: float = 1
 ) -> tuple[float, Parameters]:
-    """Mean cross-entropy, in nats, of each token after those before it, and the gradients of `loss_scale` times it.
+    """Return the mean cross-entropy per token in nats, and the gradients of `loss_scale` times it.
 
-    Weights of 16 bits make logits of 16 bits, whose softmax is of float32.
+    16-bit weights give 16-bit logits; their softmax is computed in float32.
     """
     logits, gradients_of = forward(weights, tokens[:, :-1], config, attend=attend)
     xp, dtype = xp_of(logits), logits.dtype
@@ -288,23 +288,24 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=6)
     parser.add_argument("--count", type=int, default=72, help="characters to write")
     parser.add_argument("--xp", choices=("numpy", "cupy"), default="numpy")
-    given = parser.parse_args()
-    if min(given.steps, given.batch, given.count) < 1 or given.count >= Config.context:
+    options = parser.parse_args()
+    if min(options.steps, options.batch, options.count) < 1 or options.count >= Config.context:
         parser.error(f"steps, batch and count must be positive, and count below {Config.context}")
-    xp = importlib.import_module(given.xp)
+    xp = importlib.import_module(options.xp)
     numbers, alphabet = read_text()
     config, text = Config(vocabulary=len(alphabet)), xp.asarray(numbers)
     weights = {name: xp.asarray(array) for name, array in parameters(config).items()}
     start = time.perf_counter()
-    losses = train(weights, text, config, steps=given.steps, batch=given.batch)
-    print(f"trained {given.steps} steps in {time.perf_counter() - start:.1f} s: "
+    losses = train(weights, text, config, steps=options.steps, batch=options.batch)
+    print(f"trained {options.steps} steps in {time.perf_counter() - start:.1f} s: "
           f"loss {losses[0]:.2f} -> {losses[-1]:.2f} nats a character")  # fmt: skip
-    prompt = text[: config.context - given.count]
-    runs = {way: write(weights, prompt, given.count, config, is_cached=way == "cached") for way in ("anew", "cached")}
+    prompt = text[: config.context - options.count]
+    ways = {"recomputed": False, "cached": True}
+    runs = {way: write(weights, prompt, options.count, config, is_cached=cached) for way, cached in ways.items()}
     for way, run in runs.items():
-        print(f"{way:<7} {given.count / run.seconds:7.0f} characters/s, {run.cache_bytes} bytes of cache")
+        print(f"{way:<10} {options.count / run.seconds:7.0f} characters/s, {run.cache_bytes} bytes of cache")
     shown = "".join(alphabet[token] for token in runs["cached"].tokens)
-    print(f"equal texts: {runs['anew'].tokens == runs['cached'].tokens}\n{shown!r}")
+    print(f"equal texts: {runs['recomputed'].tokens == runs['cached'].tokens}\n{shown!r}")
     formula = cuflash.study.kv_cache_bytes(
         num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
         tokens=config.context, dtype=np.float32,

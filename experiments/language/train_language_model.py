@@ -10,17 +10,17 @@ weights; `exact`, cuflash's; `sink_local` and `butterfly`, block-sparse patterns
 which every sixteenth key is that of the token before it. Over the first `compared_steps` steps each loss may differ
 from naive's by sqrt(eps) of it, so that half of the digits survive. `wrong_key` ends at the first step that breaks
 this, which shows that the bound sees such a fault. Tokens per second are of the median step; on the host BLAS has one
-thread. Peak memory is what the gradients of one step take beside the weights: the most bytes of NumPy's arrays, or the
-bytes that CuPy's pool took from the device. The longest context is the largest power of two whose gradients, of one
-sequence, fit in `budget_mib`. The held-out loss is of pieces that no step saw, in nats a character.
+thread. Peak memory is what the gradients of one step take in addition to the weights: the most bytes of NumPy's arrays,
+or the bytes that CuPy's pool took from the device. The longest context is the largest power of two whose gradients, of
+one sequence, fit in `budget_mib`. The held-out loss is of pieces that no step saw, in nats a character.
 
 `--long` times whole steps, gradients and Adam, of 12 layers of width 768 with 12 heads of 64 in float16, with a
 vocabulary of characters. FlashAttention's paper (arXiv 2205.14135, table 2) trains GPT-2 small on 8 A100 at 1k tokens
 3.5 times as fast as Huggingface's implementation and 1.7 times as fast as Megatron's, and at 4k tokens (table 4) 1.3
 times as fast as Megatron's at 1k; the speed-up of this model, over naive attention of CuPy's array operations, stands
-beside the first of these.
+next to the first of these.
 
-A run that was interrupted goes on from its checkpoints in build/checkpoints; one that ended leaves none.
+A run that was interrupted continues from its checkpoints in build/checkpoints; one that ended leaves none.
 
 Found:  over 200 steps on the host losses with exact attention differ from naive ones by at most 0.012 % of them, a
 third of what the bound allows, and the wrong key is seen at the second step. Patterns with 29 % and 32 % of the
@@ -117,7 +117,7 @@ class Config:
 
 
 def peak_bytes(xp: Any, call: Callable[[], object], limit: int = 0) -> int | None:
-    """The bytes that a call takes at its peak; None where that is more than a limit other than 0."""
+    """Return the peak memory of a call in bytes, or None if it exceeds a nonzero limit."""
     if xp is np:
         tracemalloc.start()
         call()
@@ -131,13 +131,13 @@ def peak_bytes(xp: Any, call: Callable[[], object], limit: int = 0) -> int | Non
 
 
 def gradients_of(recipe: Recipe, text: Any, weights: model.Parameters, attend: model.Attend) -> Callable[[], object]:
-    """The gradients of a recipe's first step, ready to call."""
+    """Return a function that computes the gradients of a recipe's first step."""
     tokens = pieces(text, recipe, 1)
     return partial(model.loss_and_gradients, weights, tokens, recipe.model, attend, recipe.loss_scale)
 
 
 def longest_context(xp: Any, recipe: Recipe, name: str, text: Any, budget: int) -> int:
-    """The largest power of two whose gradients, of one sequence, take no more than the budget; 0 if none does."""
+    """Return the largest power of two whose gradients, for one sequence, fit the budget; 0 if none does."""
     fitting, context = 0, 2 * recipe.block
     while context < len(text) // 20:
         longer = resized(recipe, context, batch=1)
@@ -150,7 +150,7 @@ def longest_context(xp: Any, recipe: Recipe, name: str, text: Any, budget: int) 
 
 
 def resized(recipe: Recipe, context: int, **changes: Any) -> Recipe:
-    """The recipe with another context."""
+    """Return the recipe with another context length."""
     return replace(recipe, model=replace(recipe.model, context=context), **changes)
 
 
@@ -260,7 +260,7 @@ def run(config: Config) -> Iterator[Record]:
 
 def table(records: list[Record]) -> Group:
     """Return a line for each attention; for a long run a line for each attention and context."""
-    made = []
+    panels = []
     runs = [row for row in records if row["part"] == "run"]
     if runs:
         shown = Table(title=f"{runs[0]['context']} tokens, losses in nats a character; gap is to naive's losses")
@@ -270,7 +270,7 @@ def table(records: list[Record]) -> Group:
         for row in runs:
             cells = (f"{row[name]:.4g}" if name in row else "" for name in names)
             shown.add_row(row["attention"], *cells, str(row.get("longest_context", "")))
-        made.append(shown)
+        panels.append(shown)
     long = [row for row in records if row["part"] == "long"]
     if long:
         shown = Table(title="whole steps of 12 layers of width 768, float16")
@@ -280,8 +280,8 @@ def table(records: list[Record]) -> Group:
         for row in long:
             cells = (f"{row[name]:.4g}" if row.get(name) is not None else "" for name in names)
             shown.add_row(str(row["context"]), str(row["batch"]), row["attention"], *cells, row["note"])
-        made.append(shown)
-    return Group(*made)
+        panels.append(shown)
+    return Group(*panels)
 
 
 def plot(records: list[Record]) -> Any:

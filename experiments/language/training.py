@@ -1,6 +1,6 @@
 """Training of the language model on source text, in steps that an interruption loses at most a few of.
 
-A run is its configuration, its state and its attention. `Training.continued` goes on from the newest checkpoint of an
+A run is its configuration, its state and its attention. `Training.continued` continues from the newest checkpoint of an
 equal configuration. Which tokens a step sees depends on the seed and the step's number alone, so that an interrupted
 run ends with the same weights, bit for bit, as one that was not.
 """
@@ -30,7 +30,7 @@ HELD_OUT = 0.1  # share of the text, at its end, that no step sees
 
 
 def library_text(most: int) -> np.ndarray:
-    """The first characters of the modules of Python's standard library, by name, as numbers of `ALPHABET`."""
+    """Return the first characters of Python's standard library, modules sorted by name, as indices into `ALPHABET`."""
     parts, length = [], 0
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         if length >= most:
@@ -46,7 +46,7 @@ def library_text(most: int) -> np.ndarray:
 
 
 def naive(q: Any, k: Any, v: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Causal attention by array formulas, which keeps the matrix of weights for the backward pass."""
+    """Compute causal attention by array formulas; the weight matrix is stored for the backward pass."""
     xp, scale = model.xp_of(q), q.dtype.type(q.shape[-1] ** -0.5)
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat(group, axis=1) for x in (k, v))
@@ -73,32 +73,32 @@ def naive(q: Any, k: Any, v: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 
 def block_indices(seqlen: int, block: int) -> dict[str, cuflash.BlockIndex]:
-    """The block-sparse patterns of one length by name, each causal."""
-    found = {
+    """Return the causal block-sparse patterns of one length by name."""
+    masks_by_name = {
         "sink_local": patterns.sink_local(1, (1, 0)).on_blocks(block),
         "butterfly": patterns.butterfly(seqlen, block=block),
     }
     return {
         name: cuflash.BlockIndex.from_mask(masks.Causal() & mask, seqlen, seqlen, block)
-        for name, mask in found.items()
+        for name, mask in masks_by_name.items()
     }
 
 
 def density(index: cuflash.BlockIndex) -> float:
-    """The share of causal attention's elements that an index keeps."""
+    """Return the fraction of causal attention's elements that an index keeps."""
     seqlen = index.seqlen_q
     return index.report().element_density * seqlen**2 / (seqlen * (seqlen + 1) / 2)
 
 
 def wrong_key(q: Any, k: Any, v: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Exact attention with a planted fault: every sixteenth key is that of the token before it."""
+    """Compute exact attention with a planted fault: every sixteenth key is replaced by its predecessor."""
     k = k.copy()
     k[:, :, 16::16] = k[:, :, 15:-1:16]
     return model.exact(q, k, v)
 
 
 def attentions(indices: dict[str, cuflash.BlockIndex]) -> dict[str, model.Attend]:
-    """Attentions by name; the blocks of an index are listed once."""
+    """Return attention functions by name; the block list of each index is built once."""
     return {
         "naive": naive,
         "exact": model.exact,
@@ -112,7 +112,7 @@ def attentions(indices: dict[str, cuflash.BlockIndex]) -> dict[str, model.Attend
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All that decides a run beside the text: equal recipes give equal losses on one machine."""
+    """Everything except the text that determines a run: equal recipes give equal losses on one machine."""
 
     attention: str
     model: model.Config
@@ -137,7 +137,7 @@ class Recipe:
 
 @functools.lru_cache(maxsize=1)
 def drawn(config: model.Config, seed: int) -> np.ndarray:
-    """The weights of a run at its beginning; runs of one seed that differ in attention share them."""
+    """Return the initial weights of a run; runs with equal seeds share them, whatever their attention."""
     return np.concatenate([x.ravel() for x in model.parameters(config, seed).values()])
 
 
@@ -154,13 +154,13 @@ class Training:
 
     @classmethod
     def new(cls, recipe: Recipe, xp: Any) -> Training:
-        """A run at its beginning, on NumPy's or CuPy's arrays."""
+        """Return a new run on NumPy or CuPy arrays."""
         flat = xp.array(drawn(recipe.model, recipe.seed))
         return cls(recipe, flat, xp.zeros_like(flat), xp.zeros_like(flat))
 
     @classmethod
     def continued(cls, recipe: Recipe, xp: Any, folder: Path) -> Training:
-        """A run from its checkpoint, or a new one where there is none."""
+        """Return the run stored in a checkpoint, or a new run if there is no checkpoint."""
         path = folder / f"{recipe.key}.npz"
         if not path.exists():
             return cls.new(recipe, xp)
@@ -176,7 +176,7 @@ class Training:
             np.savez(file, losses=np.array(self.losses), seconds=np.array(self.seconds), **arrays)
 
     def forget(self, folder: Path) -> None:
-        """Remove the checkpoint of a run that has ended, so that the next call trains anew."""
+        """Remove the checkpoint of a run that has ended, so that the next call starts from the beginning."""
         (folder / f"{self.recipe.key}.npz").unlink(missing_ok=True)
 
     @property
@@ -207,7 +207,7 @@ class Training:
             yield loss
 
     def held_out_loss(self, text: Any, attend: model.Attend, count: int = 8) -> float:
-        """Mean loss on pieces of the text that no step saw."""
+        """Return the mean loss on pieces of the text that no step has seen."""
         xp, length = model.xp_of(text), self.recipe.model.context + 1
         first = trained_on(text)
         starts = np.linspace(first, len(text) - length, count).astype(int)
@@ -221,12 +221,12 @@ class Training:
 
 
 def trained_on(text: Any) -> int:
-    """The number of characters, from the start of the text, that steps draw from."""
+    """Return the number of characters, counted from the start of the text, from which steps draw."""
     return int(len(text) * (1 - HELD_OUT))
 
 
 def pieces(text: Any, recipe: Recipe, step: int) -> Any:
-    """The tokens of a step, [batch, context + 1]."""
+    """Return the tokens of a step, [batch, context + 1]."""
     xp, length = model.xp_of(text), recipe.model.context + 1
     starts = np.random.default_rng((recipe.seed, step)).integers(0, trained_on(text) - length, recipe.batch)
     return text[xp.asarray(starts[:, None] + np.arange(length))]

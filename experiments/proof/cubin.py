@@ -1,4 +1,4 @@
-"""Reads from a cubin what decides how its functions run: instructions, constants, registers, memory; without names.
+"""Contents of a cubin that decide how its functions run: instructions, constants, registers, memory; without names.
 
 A cubin is a 64-bit ELF file. Of a function `f` it holds `.text.f` (instructions of 16 bytes), `.nv.constant<bank>.f`,
 `.nv.shared.f` and `.nv.info.f`, a list of attributes; `.nv.info` has the attributes of all functions. Debug sections,
@@ -40,47 +40,47 @@ class _Symbol(NamedTuple):
 
 
 def functions(elf: bytes) -> dict[str, Function]:
-    """The kernels of a cubin: "kernel" if it has one, else "kernel 1" and so on. What they call is part of them."""
+    """Return the kernels of a cubin with the functions they call: "kernel" if there is one, else "kernel 1", ..."""
     sections = _sections(elf)
     symbols = _symbols(sections)
-    found = []
+    every = []
     for number, section in enumerate(sections):
         if section.name.startswith(".text."):
             inside = {index for index, each in enumerate(symbols) if (each.kind, each.section) == (_FUNCTION, number)}
-            found.append(_function(section, inside, sections, symbols))
-    found.sort(key=lambda function: function["instructions"])
-    return {f"kernel {number}" if len(found) > 1 else "kernel": function for number, function in enumerate(found, 1)}
+            every.append(_function(section, inside, sections, symbols))
+    every.sort(key=lambda function: function["instructions"])
+    return {f"kernel {number}" if len(every) > 1 else "kernel": function for number, function in enumerate(every, 1)}
 
 
 def _function(text: _Section, inside: set[int], sections: list[_Section], symbols: list[_Symbol]) -> Function:
     """Read the function of a section .text.<name>; `inside` numbers the symbols of it and of what it calls there."""
     name = text.name.removeprefix(".text.")
-    found: Function = {"instructions": text.data, "registers": 0, "stack bytes": 0, "shared bytes": 0, "barriers": 0}
+    function: Function = {"instructions": text.data, "registers": 0, "stack bytes": 0, "shared bytes": 0, "barriers": 0}
     for attribute, value in _attributes(_data(sections, ".nv.info")):
         number, count = int.from_bytes(value[:4], "little"), int.from_bytes(value[4:], "little")
         field = {_REGISTERS: "registers", _FRAME: "stack bytes"}.get(attribute, f"attribute {attribute:#x}")
         if number in inside:
-            found[field] = max(found.get(field, 0), count)
+            function[field] = max(function.get(field, 0), count)
     for attribute, value in _attributes(_data(sections, f".nv.info.{name}")):
         field = f"attribute {attribute:#x}"
         if attribute == _BARRIERS:
-            found["barriers"] = value[0]
+            function["barriers"] = value[0]
         elif attribute == _EXTERNS:
-            found[field] = " ".join(symbols[number].name for (number,) in struct.iter_unpack("<I", value))
+            function[field] = " ".join(symbols[number].name for (number,) in struct.iter_unpack("<I", value))
         else:
             shown = value[4:] if attribute == _PARAMETERS else value
-            found[field] = f"{found.get(field, '')} {shown.hex()}".strip()
-    found["relocations"] = _relocations(text.name, sections, symbols)
+            function[field] = f"{function.get(field, '')} {shown.hex()}".strip()
+    function["relocations"] = _relocations(text.name, sections, symbols)
     for section in sections:
         bank, _, of = section.name.removeprefix(".nv.constant").partition(".")
         if section.name == f".nv.shared.{name}":
-            found["shared bytes"] = section.size
+            function["shared bytes"] = section.size
         elif section.name.startswith(".nv.constant") and of in ("", name):
             # Addresses of variables that are never read stand in an order that depends on names.
             if bank != str(_ADDRESSES) or _reads_addresses(text.data):
-                found[f"constant bank {bank}"] = section.data
-                found[f"relocations of constant bank {bank}"] = _relocations(section.name, sections, symbols)
-    return found
+                function[f"constant bank {bank}"] = section.data
+                function[f"relocations of constant bank {bank}"] = _relocations(section.name, sections, symbols)
+    return function
 
 
 def _sections(elf: bytes) -> list[_Section]:

@@ -229,7 +229,7 @@ def cached(seed: int) -> Callable[[str], Arrays]:
             batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, capacity=160,
             dtype="float8_e4m3fn" if is_fp8 else dtype, **pages,
         )  # fmt: skip
-        found = {}
+        results = {}
         for step, count in enumerate((int(rng.integers(1, 90)), 1, 1, int(rng.integers(2, 20)))):
             q, k, v = _operands(
                 rng, (batch, num_heads, count, head_dim), *[(batch, num_kv_heads, count, head_dim)] * 2, dtype=dtype
@@ -237,8 +237,8 @@ def cached(seed: int) -> Callable[[str], Arrays]:
             cache.append(k, v)
             window = (30, 0) if seed % 4 == 3 else None
             o, lse = cache.attention(q, window=window, return_lse=True, **where)
-            found |= {f"o{step}": o, f"lse{step}": lse}
-        return found
+            results |= {f"o{step}": o, f"lse{step}": lse}
+        return results
 
     return partial(_attempt, call, seed // 3)
 
@@ -279,18 +279,18 @@ def masses(seed: int) -> Callable[[str], Arrays]:
     mask = masks.Causal() & masks.SlidingWindow(20, 0)
 
     def call(executor: str) -> Arrays:
-        found = {"mass": cuflash.study.block_mass(q, k, block=(16, 32), causal=bool(seed % 2), executor=executor)}
+        results = {"mass": cuflash.study.block_mass(q, k, block=(16, 32), causal=bool(seed % 2), executor=executor)}
         halves = [
             cuflash.attention(q, k[..., part, :], v[..., part, :], return_lse=True, executor=executor)
             for part in (slice(half), slice(half, None))
         ]
-        found |= dict(zip(("o", "lse"), cuflash.merge(*map(list, zip(*halves)))))
+        results |= dict(zip(("o", "lse"), cuflash.merge(*map(list, zip(*halves)))))
         if executor == "cpu":
-            found |= {"kept": cuflash.study.recall(q, k, v, mask=mask, causal=True).mass}
+            results |= {"kept": cuflash.study.recall(q, k, v, mask=mask, causal=True).mass}
             bounds = cuflash.error_bound(q, k, v, do, mask=mask)
-            found |= {f"bound of {name}": getattr(bounds, name) for name in ("o", "lse", "dq", "dk", "dv")}
-            found |= {"exact": reference.attention(q, k, v, mask=mask.toarray(tokens, tokens))[0]}
-        return found
+            results |= {f"bound of {name}": getattr(bounds, name) for name in ("o", "lse", "dq", "dk", "dv")}
+            results |= {"exact": reference.attention(q, k, v, mask=mask.toarray(tokens, tokens))[0]}
+        return results
 
     return call
 

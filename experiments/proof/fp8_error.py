@@ -1,4 +1,4 @@
-"""What do 8 bits cost, and how much of it do blocks and rotations give back?
+"""How much accuracy does FP8 cost, and how much of it do block scales and rotations recover?
 
     python -m experiments fp8_error                                    # minutes
     python -m experiments fp8_error --seqlens 512
@@ -64,7 +64,7 @@ class Config:
 
 
 def draw(rng: np.random.Generator, shape: tuple[int, ...], distribution: str) -> Any:
-    """Operands of a distribution, in float16."""
+    """Draw float16 operands from a distribution."""
     x = rng.standard_normal(shape)
     if distribution == "outliers":
         x += 10 * rng.standard_normal(shape) * (rng.random(shape) < 0.001)
@@ -76,28 +76,28 @@ def rms(x: Any) -> float:
 
 
 def on_host(x: Any) -> Any:
-    """A result in float64, from where it was computed."""
+    """Return a result as a NumPy array of float64."""
     return (x if isinstance(x, np.ndarray) else x.get()).astype(np.float64)
 
 
 def quantized(x: tuple[Any, ...], per: str, rotation: cuflash.Rotation | None) -> list[cuflash.Quantized]:
-    """q, k and v in 8 bits, where they are."""
+    """Quantize q, k and v to FP8 on the device that holds them."""
     return [cuflash.quantize(each, per=per, rotate=by) for each, by in zip(x, (rotation, rotation, None))]
 
 
 def share_of_bound(x: tuple[Any, ...], per: str, rotation: Any, send: Any, exact: Any, config: Config) -> float:
-    """The largest error of the first head's first queries over its bound."""
+    """Return the largest error over its bound, for the first queries of the first head."""
     few = x[0][:1, : config.bounded], x[1][:1], x[2][:1]
     few8 = quantized(few, per, rotation)
     product_dtype = None if config.executor == "cpu" else ml_dtypes.float8_e4m3fn
     bound = cuflash.study.quantization_bound(*few, *few8).o + cuflash.error_bound(*few8, product_dtype=product_dtype).o
-    there = quantized(tuple(map(send, few)), per, rotation)
-    found = on_host(cuflash.attention(*there, executor=config.executor))
-    return float((np.abs(found - exact[:1, : config.bounded]) / bound).max())
+    operands = quantized(tuple(map(send, few)), per, rotation)
+    o = on_host(cuflash.attention(*operands, executor=config.executor))
+    return float((np.abs(o - exact[:1, : config.bounded]) / bound).max())
 
 
 def run(config: Config) -> Iterator[Record]:
-    """One record for each distribution, head_dim, length and method."""
+    """Yield one record per distribution, head_dim, length and method."""
     send: Any = np.asarray
     if config.gpu:
         if reason := why_no_gpu():
@@ -113,27 +113,27 @@ def run(config: Config) -> Iterator[Record]:
         exact = reference.attention(*(x.astype(np.float64) for x in (q, k, v)))[0]
         row = {"distribution": distribution, "head_dim": head_dim, "seqlen": seqlen, "heads": config.heads}
         row |= {"executor": config.executor, "queries": q.shape[1], **(gpu_versions() if config.gpu else {})}
-        there = send(q), send(k), send(v)
-        plain = rms(on_host(cuflash.attention(*there, executor=config.executor)) - exact)
+        operands = send(q), send(k), send(v)
+        plain = rms(on_host(cuflash.attention(*operands, executor=config.executor)) - exact)
         yield row | {"per": "", "rotated": "", "rmse": plain, "ratio": None, "share": None}
         worst = None
         for per, rotates in itertools.product(PARTS, (False, True)):
             rotation = cuflash.Rotation(head_dim) if rotates else None
-            o = on_host(cuflash.attention(*quantized(there, per, rotation), executor=config.executor))
+            o = on_host(cuflash.attention(*quantized(operands, per, rotation), executor=config.executor))
             error = rms(o - exact)
             worst = error if worst is None else worst
             share = share_of_bound((q, k, v), per, rotation, send, exact, config)
-            found = {"per": per, "rotated": rotates, "rmse": error, "ratio": worst / error, "share": share}
-            yield row | found
+            measurements = {"per": per, "rotated": rotates, "rmse": error, "ratio": worst / error, "share": share}
+            yield row | measurements
 
 
 def table(records: list[Record]) -> Table:
-    """The errors, a column for each distribution, head_dim and length."""
-    made = Table(title="root mean square error of o; ratio to one scale for a tensor without a rotation")
-    made.add_column("method")
+    """Tabulate the errors, one column per distribution, head_dim and length."""
+    result = Table(title="root mean square error of o; ratio to one scale for a tensor without a rotation")
+    result.add_column("method")
     columns = list(dict.fromkeys((row["distribution"], row["head_dim"], row["seqlen"]) for row in records))
     for distribution, head_dim, seqlen in columns:
-        made.add_column(f"{distribution}, {head_dim} columns, {seqlen} rows", justify="right")
+        result.add_column(f"{distribution}, {head_dim} columns, {seqlen} rows", justify="right")
     for per, rotated in dict.fromkeys((row["per"], row["rotated"]) for row in records):
         cells = []
         for column in columns:
@@ -146,8 +146,8 @@ def table(records: list[Record]) -> Table:
             ratio = "" if row["ratio"] is None else f"  {row['ratio']:.2f}"
             cells.append(f"{row['rmse']:.2e}{ratio}")
         name = f"a scale for each {per}" + ", rotated" * bool(rotated) if per else "float16"
-        made.add_row(name, *cells)
-    return made
+        result.add_row(name, *cells)
+    return result
 
 
 # Columns that distinguish the rows of a GPU.

@@ -2,7 +2,7 @@
 
     python -m experiments gpu_proof                                                # needs CuPy and a GPU
     python -m experiments gpu_proof --sections repeats
-    python -m experiments gpu_proof --sections sanitizers --jobs 16                # so many processes at a time
+    python -m experiments gpu_proof --sections sanitizers --jobs 16                # 16 processes at a time
     python -m experiments gpu_proof --sections sanitizers --tools racecheck --families sm90
 
 `repeats`: for each family on tensor cores, dtype, head_dim and mask, `forwards` forward calls at a size of several
@@ -13,9 +13,9 @@ Backward calls whose kernels are another family's are left to that one.
 `sanitizers`: `cases`, which with calls on KV caches launch every kernel that the GPU can be given, in a child process
 for each tool of compute-sanitizer and each family, `jobs` of them at a time. CuPy's memory pool is off, so that each
 array is an allocation of its own. No kernel is left out, CuPy's neither: what initcheck does not see written counts as
-unwritten. And it must find what is: in its control, one case of each family, k is left unwritten; but for sm90, whose k
-the tensor memory accelerator reads: that it misses. It misses what the accelerator writes too, so sm90 writes o over
-zeros, and sums of dQ. racecheck is shown sm90's watched kernels: it knows no order that goes from one lane through
+unwritten. And it must find what is: in its control, one case of each family, k is left unwritten; except for sm90,
+whose k the tensor memory accelerator reads: that it misses. It misses what the accelerator writes too, so sm90 writes o
+over zeros, and sums of dQ. racecheck is shown sm90's watched kernels: it knows no order that goes from one lane through
 __syncwarp to what another one does, and in these every lane arrives at a barrier where in others one does for its warp.
 
 Rows of the result that a run does not measure stay as they are; it ends with an error if a row is not as it should be.
@@ -62,6 +62,7 @@ from cuflash.planning.captured_sums import sums_spec
 from cuflash.planning.decoding import decode_reasons, decode_spec
 from cuflash.planning.prefill import intervals_spec, prefill_reasons, prefill_spec
 from cuflash.planning.launches import Launch
+from cuflash.planning.chosen_lists import COLUMN_SPECS, UNIONS
 from cuflash.planning.interval_kernels import INTERVAL_SPECS
 from cuflash.planning.list_kernels import LIST_SPECS
 from cuflash.planning.selection_kernels import every_selection_spec
@@ -159,7 +160,7 @@ def repeated_calls(config: Config, device: DeviceSpec) -> Iterator[BoundCall]:
 
 
 def walks(plan: KernelPlan) -> list[Launch]:
-    """The launches of the backward pass whose kernels multiply."""
+    """Return the launches of the backward pass whose kernels multiply matrices."""
     launches = plan.kernels.backward.launches
     return [launches[role] for role in launches if role not in ("backward_statistics", "convert_dq")]
 
@@ -180,7 +181,7 @@ def differing(call: Callable[[], Sequence[Any]], calls: int) -> int:
 
 
 def run_repeats(config: Config, device: DeviceSpec) -> Iterator[Record]:
-    """A record for each kind of call, once all its kernels are compiled."""
+    """Yield one record per kind of call, after all its kernels are compiled."""
     import cupy
 
     every = list(repeated_calls(config, device))
@@ -224,7 +225,7 @@ class Case(NamedTuple):
     is_large: bool = False  # as if the GPU had few multiprocessors: its blocks finish dQ, as of calls of many heads
 
     def device(self, device: DeviceSpec) -> DeviceSpec:
-        """The device that it is planned for."""
+        """Return the device for which the case is planned."""
         return replace(device, num_processors=3) if self.is_large else device
 
     @property
@@ -233,12 +234,14 @@ class Case(NamedTuple):
 
     @property
     def makes_lists(self) -> bool:
-        """Return whether kernels list the blocks of the mask at each call."""
-        return self.is_device_mask and isinstance(self.structure.mask, (masks.Dense, masks.BlockPattern))
+        """True if kernels build the mask's block list at each call."""
+        return self.is_device_mask and isinstance(
+            self.structure.mask, (masks.Dense, masks.BlockPattern, masks.ChosenBlocks)
+        )
 
     @property
     def mask(self) -> masks.Mask | BlockIndex | None:
-        """Return the plan's mask: its arrays go to the device with q, or a list of blocks replaces them."""
+        """The mask of the plan: its arrays are moved to q's device, or a block list replaces them."""
         mask, frame = self.structure.mask, self.structure.mask_shape
         if mask is None or isinstance(mask, masks.Causal) or self.is_device_mask:
             return mask
@@ -282,9 +285,12 @@ def kinds_of_mask(rows: int, keys: int) -> dict[str, masks.Mask | None]:
 
 
 def cases(config: Config) -> Iterator[tuple[str, Case]]:
-    """(kind of mask, case): each mask with each kernel; dims, groups, strides and promises take turns. Then a sink;
-    dropout; wide dims; many heads, whose blocks go on from tile to tile, those that finish dQ, and a list of too many
-    blocks for that; and few queries, whose blocks share keys, and whose heads share tiles."""
+    """Yield the kind of mask and the case.
+
+    Each mask is combined with each kernel; dims, GQA groups, strides and determinism alternate. Special cases follow: a
+    sink; dropout; wide heads; many heads, for persistent blocks, the fused dQ epilogue and its fallback for long block
+    lists; queries that each choose their blocks; and few queries, for split-KV and pack-GQA.
+    """
     rows, keys = config.seqlen_q, config.seqlen_kv
     kinds = kinds_of_mask(rows, keys)
     for turn, (kernel, dtype, precision) in enumerate(KERNELS):
@@ -293,14 +299,14 @@ def cases(config: Config) -> Iterator[tuple[str, Case]]:
 
         def case(number: int, mask: masks.Mask | None = None, **others: Any) -> Case:
             head_dim, value_dim = DIMS[number % len(DIMS)]
-            given: dict[str, Any] = {
+            sizes: dict[str, Any] = {
                 "q_batch": (2,), "k_batch": (2,), "v_batch": (2,), "num_heads": 4,
                 "num_kv_heads": 4 // GROUPS[number // 2 % len(GROUPS)], "seqlen_q": rows, "seqlen_kv": keys,
                 "head_dim": head_dim, "value_dim": value_dim, "dtype": dtype, "mask": mask,
                 "layouts": (LAYOUTS[number % len(LAYOUTS)],) * 4 + ("contiguous",), "seed": number,
                 "has_dlse": number // 2 % 2 == 0,
             }  # fmt: skip
-            return Case(kernel, precision, number % 2 == 1, number // 3 % 2 == 1, Structure(**given | others))
+            return Case(kernel, precision, number % 2 == 1, number // 3 % 2 == 1, Structure(**sizes | others))
 
         for number, (kind, mask) in enumerate(kinds.items(), turn):
             yield kind, case(number, mask)
@@ -310,7 +316,7 @@ def cases(config: Config) -> Iterator[tuple[str, Case]]:
         if kernel in ("sm80", "sm90"):
             for number in (0, 1):
                 yield "dense", case(number, head_dim=256, value_dim=256)
-        if kernel == "sm90":  # more tiles than blocks, which go on to further ones
+        if kernel == "sm90":  # more tiles than blocks, so that blocks continue with further ones
             many = {"num_heads": 80, "num_kv_heads": 80, "seqlen_q": 70, "seqlen_kv": 100}
             yield "dense", case(0, **many, head_dim=64, value_dim=64)
             more = {"num_heads": 6, "num_kv_heads": 6, "seqlen_q": 140, "seqlen_kv": 140}
@@ -319,6 +325,10 @@ def cases(config: Config) -> Iterator[tuple[str, Case]]:
             yield "causal", case(0, causal, **more, head_dim=64, value_dim=64)._replace(is_large=True)
             long, blocks = {"seqlen_q": 140, "seqlen_kv": 1200}, np.arange(20).reshape(2, 10) > 0
             yield "blocks of 128", case(0, masks.BlockPattern(blocks, 128), **long, head_dim=64, value_dim=64)
+        if kernel == "sm80" and precision == "ieee":
+            lists = np.random.default_rng(turn).integers(-1, -(-keys // 16), (1, rows, 3))
+            for number in (0, 3):  # lists of a block index, and lists on the device
+                yield "chosen blocks", case(number, masks.ChosenBlocks(lists, 16))
         if kernel == "sm80":
             for group_size in (1, 4):
                 few = {"seqlen_q": 3, "seqlen_kv": 1100, "num_kv_heads": 4 // group_size}
@@ -363,7 +373,7 @@ def run_case(case: Case, *, leaves_k_unwritten: bool = False) -> None:
     cupy.cuda.get_current_stream().synchronize()
 
 
-# Calls on caches: dtype, query heads, new rows, page size or None, and whether rows are kept in 8 bits. Two key/value
+# Calls on caches: dtype, query heads, new rows, page size or None, and whether rows are stored in FP8. Two key/value
 # heads of 64 dims, 300 positions.
 CACHES = (
     ("float16", 2, 1, None, False), ("float16", 8, 5, 16, False), ("bfloat16", 4, 20, 64, False),
@@ -375,7 +385,7 @@ _CACHE = {"num_kv_heads": 2, "head_dim": 64, "capacity": 300}
 
 
 def specs_of_caches(device: DeviceSpec) -> set[KernelSpec]:
-    """The kernels of caches that these calls launch."""
+    """Return the KV-cache kernels that these calls launch."""
     specs = set()
     for dtype, heads, rows, _, has_8_bits in CACHES:
         specs.add(append_spec(as_dtype("dtype", dtype), is_quantized=has_8_bits))
@@ -396,12 +406,12 @@ def run_caches() -> int:
 
     for dtype, heads, rows, page_size, has_8_bits in CACHES:
         pages = {} if page_size is None else {"page_size": page_size, "num_pages": 60}
-        made = as_dtype("dtype", dtype)
-        kept = as_dtype("dtype", "float8_e4m3fn") if has_8_bits else made
-        cache = cuflash.KVCache(batch=3, dtype=kept, xp=cupy, **_CACHE, **pages)
-        k, q = (cupy.full((3, *shape, 64), 1, made) for shape in ((2, 200), (heads, rows)))
+        q_dtype = as_dtype("dtype", dtype)
+        cache_dtype = as_dtype("dtype", "float8_e4m3fn") if has_8_bits else q_dtype
+        cache = cuflash.KVCache(batch=3, dtype=cache_dtype, xp=cupy, **_CACHE, **pages)
+        k, q = (cupy.full((3, *shape, 64), 1, q_dtype) for shape in ((2, 200), (heads, rows)))
         cache.append(k, k, counts=[200, 0, 130])
-        if made.itemsize == 2:
+        if q_dtype.itemsize == 2:
             cache.attention(q)
             cache.reserve([290, 90, 290])
             counts = cupy.asarray(np.array([90, 90, 5], np.int32))
@@ -412,7 +422,7 @@ def run_caches() -> int:
 
 
 def specs_of_masses(device: DeviceSpec) -> set[KernelSpec]:
-    """The kernels of block masses that these calls launch."""
+    """Return the block-mass kernels that these calls launch."""
     arrays = (cuflash.ShapeDtype((2, 90, 64), dtype) for dtype in MASS_DTYPES)
     return {mass_kernel(Problem.of(x, x, x), device, 24, is_listed=False) for x in arrays}
 
@@ -428,7 +438,7 @@ def run_masses() -> int:
 
 
 def specs_of_selectors() -> set[KernelSpec]:
-    """The kernels of selectors, for the dtypes of these calls."""
+    """Return the selector kernels for the dtypes of these calls."""
     return every_selection_spec(tuple(as_dtype("dtype", dtype) for dtype in MASS_DTYPES))
 
 
@@ -450,7 +460,7 @@ def run_selectors() -> int:
 
 
 def specs_of_results() -> set[KernelSpec]:
-    """The kernels that merge and compare results, for the dtypes of these calls."""
+    """Return the kernels that merge and compare results, for the dtypes of these calls."""
     return every_result_spec(tuple(as_dtype("dtype", dtype) for dtype in MASS_DTYPES))
 
 
@@ -466,7 +476,7 @@ def run_results() -> int:
     return 2 * len(MASS_DTYPES)
 
 
-# Calls on operands of 8 bits: columns, rows that share a scale, and what else the call has.
+# Calls on FP8 operands: head_dim, rows that share a scale, and further options.
 QUANTIZED: tuple[tuple[int, int, dict[str, Any]], ...] = (
     (64, 128, {"causal": True}), (128, 128, {"window": (70, 3)}),
     (64, 64, {"mask": masks.Documents(np.arange(300) // 90)}),
@@ -474,7 +484,7 @@ QUANTIZED: tuple[tuple[int, int, dict[str, Any]], ...] = (
 
 
 def specs_of_quantized(device: DeviceSpec) -> set[KernelSpec]:
-    """The kernels that these calls launch, but for those of lists."""
+    """Return the kernels that these calls launch, except those that build lists."""
     specs = set()
     for columns, block, _ in QUANTIZED:
         x = cuflash.ShapeDtype((2, 300, columns), "bfloat16")
@@ -485,7 +495,7 @@ def specs_of_quantized(device: DeviceSpec) -> set[KernelSpec]:
 
 
 def run_quantized() -> int:
-    """Quantise operands and attend to them; return the number of calls."""
+    """Quantize operands and attend to them; return the number of calls."""
     import cupy
 
     for columns, block, options in QUANTIZED:
@@ -496,7 +506,7 @@ def run_quantized() -> int:
 
 
 def specs_of_captured_sums() -> set[KernelSpec]:
-    """The kernels that these calls launch besides those of every backward pass."""
+    """Return the kernels that these calls launch in addition to those of every backward pass."""
     return {sums_spec(np.dtype(np.float32))}
 
 
@@ -519,13 +529,13 @@ def zeros_for_sums(plan: KernelPlan) -> Iterator[None]:
     empty = cupy.empty
     sums = plan.kernels.backward.workspaces.get("dq_sum")
 
-    def made(shape: Any, dtype: Any) -> Any:
+    def zeroed(shape: Any, dtype: Any) -> Any:
         array = empty(shape, dtype)
         if sums is not None and (shape, dtype) == (sums.shape, sums.dtype):
             array.fill(0)
         return array
 
-    with patch.object(cupy, "empty", made):
+    with patch.object(cupy, "empty", zeroed):
         yield
 
 
@@ -536,23 +546,23 @@ def child(argument: str) -> None:
     """Run the requested cases, given as JSON, under a sanitizer."""
     import cupy
 
-    asked = json.loads(argument)
+    request = json.loads(argument)
     cupy.cuda.set_allocator(None)
     cupy.cuda.set_pinned_memory_allocator(None)
     done = 0
-    if asked["control"]:
-        run_case(control(asked["control"]), leaves_k_unwritten=True)
+    if request["control"]:
+        run_case(control(request["control"]), leaves_k_unwritten=True)
         done += 1
     else:
-        lengths = {name: asked[name] for name in ("seqlen_q", "seqlen_kv")}
-        for _, case in cases(Config(families=tuple(asked["families"]), **lengths)):
+        lengths = {name: request[name] for name in ("seqlen_q", "seqlen_kv")}
+        for _, case in cases(Config(families=tuple(request["families"]), **lengths)):
             run_case(case)
             done += 1
-        if "sm80" in asked["families"]:
+        if "sm80" in request["families"]:
             done += run_caches()
-        if "simt" in asked["families"]:
+        if "simt" in request["families"]:
             done += run_masses() + run_selectors() + run_results() + run_captured_sums()
-        if "sm90" in asked["families"]:
+        if "sm90" in request["families"]:
             done += run_quantized()
     print(DONE, done, flush=True)
 
@@ -565,26 +575,26 @@ def sanitizer() -> str:
     named = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     homes = [*map(Path, named), Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]
     places = [home / within for home in homes for within in ("bin", "compute-sanitizer")]
-    found = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), *map(str, places)]))
-    if found is None:
+    path = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), *map(str, places)]))
+    if path is None:
         sys.exit(
             "gpu_proof --sections sanitizers needs compute-sanitizer, which is neither on PATH nor in CUDA's folder: "
             "install CUDA's package cuda-sanitizer, or name the folder in CUDA_HOME"
         )
-    return found
+    return path
 
 
 def errors_in(output: str) -> int | None:
     """Return the counts in the last lines of a tool, of each process; None if the tool itself failed."""
-    found = re.findall(r"ERROR SUMMARY: (\d+) errors?$|RACECHECK SUMMARY: (\d+) hazard", output, re.MULTILINE)
-    return sum(int(errors or hazards) for errors, hazards in found) if found else None
+    matches = re.findall(r"ERROR SUMMARY: (\d+) errors?$|RACECHECK SUMMARY: (\d+) hazard", output, re.MULTILINE)
+    return sum(int(errors or hazards) for errors, hazards in matches) if matches else None
 
 
-def under(tool: str, name: str, asked: dict[str, Any], timeout_s: int) -> Record:
+def under(tool: str, name: str, request: dict[str, Any], timeout_s: int) -> Record:
     """Run a child process under a tool; return cases, errors, seconds, and what else went wrong."""
     paths = [*FOLDERS, str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     code = "import sys, gpu_proof; gpu_proof.child(sys.argv[1])"
-    command = [tool, "--tool", name, *OPTIONS.get(name, ()), sys.executable, "-c", code, json.dumps(asked)]
+    command = [tool, "--tool", name, *OPTIONS.get(name, ()), sys.executable, "-c", code, json.dumps(request)]
     begin, note = time.perf_counter(), ""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CUFLASH_CHECK": str(int(name in WATCHED))}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
@@ -603,8 +613,8 @@ def under(tool: str, name: str, asked: dict[str, Any], timeout_s: int) -> Record
         own = [line for line in output.splitlines() if line and not line.startswith("=========")]
         note = f"the process failed: {own[-1] if own else 'without a word'}"
     if errors or note:
-        told = [line for line in output.splitlines() if "Host Frame" not in line and line != "========= "]
-        print("\n".join([*told[:60], "...", *told[-30:]]), file=sys.stderr)
+        lines = [line for line in output.splitlines() if "Host Frame" not in line and line != "========= "]
+        print("\n".join([*lines[:60], "...", *lines[-30:]]), file=sys.stderr)
     return {
         "calls": int(done[1]) if done else 0, "errors": errors, "seconds": time.perf_counter() - begin, "note": note,
     }  # fmt: skip
@@ -613,13 +623,13 @@ def under(tool: str, name: str, asked: dict[str, Any], timeout_s: int) -> Record
 def run_sanitizers(config: Config, device: DeviceSpec) -> Iterator[Record]:
     """Yield a record for each tool and family, and one of initcheck's control for each family."""
     tool, runs = sanitizer(), families(config, device)
-    told = subprocess.run([tool, "--version"], capture_output=True, text=True, check=False).stdout
-    version = re.search(r"[Vv]ersion (\S+)", told)
+    version_text = subprocess.run([tool, "--version"], capture_output=True, text=True, check=False).stdout
+    version = re.search(r"[Vv]ersion (\S+)", version_text)
     constants = {"section": "sanitizers", "sanitizer": version[1] if version else "unknown"}
     lengths = {"seqlen_q": config.seqlen_q, "seqlen_kv": config.seqlen_kv}
     every = [case for _, case in cases(Config(families=tuple(runs)))] + [control(family) for family in runs]
     specs = {spec for case in every for spec in case.plan(device).specs.values()}
-    specs |= {*LIST_SPECS.values(), *INTERVAL_SPECS.values()}
+    specs |= {*LIST_SPECS.values(), *INTERVAL_SPECS.values(), UNIONS, *COLUMN_SPECS.values()}
     specs |= specs_of_caches(device) if "sm80" in runs else set()
     if "simt" in runs:
         specs |= specs_of_masses(device) | specs_of_selectors() | specs_of_results() | specs_of_captured_sums()
@@ -633,8 +643,8 @@ def run_sanitizers(config: Config, device: DeviceSpec) -> Iterator[Record]:
 
     def record(job: tuple[str, str]) -> Record:
         check, family = job
-        asked = {"control": family if check == CONTROL else "", "families": [family], **lengths}
-        return {"check": check, "family": family} | under(tool, check.partition(",")[0], asked, config.timeout_s)
+        request = {"control": family if check == CONTROL else "", "families": [family], **lengths}
+        return {"check": check, "family": family} | under(tool, check.partition(",")[0], request, config.timeout_s)
 
     with ThreadPoolExecutor(config.jobs) as pool:
         for future in track([pool.submit(record, job) for job in jobs], "sanitizers"):

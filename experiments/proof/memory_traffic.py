@@ -1,7 +1,7 @@
 """Do kernels move as many bytes of a GPU's memory as the papers' model of input and output says?
 
     python -m experiments memory_traffic           # the model's bytes, from plans: no GPU, a second
-    python -m experiments memory_traffic --gpu     # beside the counters of NVIDIA's profiler, which ncu reads
+    python -m experiments memory_traffic --gpu     # compared with NVIDIA's profiler counters, by ncu
 
 FlashAttention's argument (arXiv 2205.14135, theorem 2) counts what moves between a GPU's memory and its chip. Standard
 attention moves its matrices of scores, Theta(N d + N^2) elements. FlashAttention-1 keeps M bytes of K and V on the chip
@@ -69,7 +69,7 @@ class Config:
 
 
 def plan_of(shape: tuple[int, ...], kernel: str, device: cuflash.DeviceSpec) -> Any:
-    """A plan on a GPU, from its numbers."""
+    """Return a GPU plan for these sizes."""
     x = cuflash.ShapeDtype(shape, np.dtype(np.float16))
     return cuflash.plan(x, x, x, kernel=kernel, device=device)
 
@@ -89,7 +89,7 @@ def call(calls: Sequence[tuple[tuple[int, ...], Sequence[str]]]) -> None:
 
 
 def counted(calls: Sequence[tuple[tuple[int, ...], Sequence[str]]]) -> list[dict[str, int]]:
-    """Bytes of each kernel by its name, from the profiler's counters, of one call of each family, by shape.
+    """Return the bytes that each kernel moves, by name and shape, from the profiler's counters for one call per family.
 
     Raises
     ------
@@ -110,7 +110,7 @@ def counted(calls: Sequence[tuple[tuple[int, ...], Sequence[str]]]) -> list[dict
 
 
 def parsed(printed: str) -> list[tuple[str, int]]:
-    """Names of kernels in the order of their launches, and bytes that each read and wrote.
+    """Parse the names of kernels in launch order, and the bytes that each read and wrote.
 
     ncu prints messages, and then a table of comma-separated values.
 
@@ -121,39 +121,39 @@ def parsed(printed: str) -> list[tuple[str, int]]:
     """
     lines = printed.splitlines()
     start = next((at for at, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
-    found: dict[int, tuple[str, int]] = {}
+    kernel_bytes: dict[int, tuple[str, int]] = {}
     for row in csv.DictReader(lines[start:]):
         value, name = row["Metric Value"].replace(",", ""), row["Kernel Name"]
         if row["Metric Name"] not in METRICS:
             continue
         if not value.replace(".", "", 1).isdigit():
             raise RuntimeError(f"ncu has no number for {row['Metric Name']} of {name}: {value}")
-        found[int(row["ID"])] = name, found.get(int(row["ID"]), (name, 0))[1] + round(float(value))
-    if not found:
+        kernel_bytes[int(row["ID"])] = name, kernel_bytes.get(int(row["ID"]), (name, 0))[1] + round(float(value))
+    if not kernel_bytes:
         raise RuntimeError(f"ncu saw no kernel: {printed[-300:]}")
-    return [found[number] for number in sorted(found)]
+    return [kernel_bytes[number] for number in sorted(kernel_bytes)]
 
 
 def by_shape(launches: list[tuple[str, int]], count: int) -> list[dict[str, int]]:
-    """Bytes of each kernel by its name, for each shape, at which the first kernel of all is launched once.
+    """Return the bytes of each kernel by name, for each shape. The first kernel is launched once per shape.
 
     Raises
     ------
     RuntimeError
         That kernel was not launched as often.
     """
-    made: list[dict[str, int]] = []
+    shapes: list[dict[str, int]] = []
     for name, moved in launches:
         if name == launches[0][0]:
-            made.append({})
-        made[-1][name] = made[-1].get(name, 0) + moved
-    if len(made) != count:
-        raise RuntimeError(f"ncu saw {launches[0][0]} {len(made)} times at {count} shapes")
-    return made
+            shapes.append({})
+        shapes[-1][name] = shapes[-1].get(name, 0) + moved
+    if len(shapes) != count:
+        raise RuntimeError(f"ncu saw {launches[0][0]} {len(shapes)} times at {count} shapes")
+    return shapes
 
 
 def run(config: Config) -> Iterator[Record]:
-    """A record a length, kernel and pass; on a GPU those that fit its memory."""
+    """Yield one record per length, kernel and pass; on a GPU for the lengths that fit its memory."""
     device, free = cuflash.DeviceSpec.gpu(config.device), float("inf")
     if config.gpu:
         if reason := why_no_gpu():
@@ -173,16 +173,16 @@ def run(config: Config) -> Iterator[Record]:
         counters = counted(calls) if config.gpu else [{} for _ in calls]
     except RuntimeError as error:
         sys.exit(f"memory_traffic: {error}")
-    for (seqlen, fitting), found in zip(plans.items(), counters, strict=True):
+    for (seqlen, fitting), measured in zip(plans.items(), counters, strict=True):
         for kernel, ready in fitting.items():
-            for row in rows_of(config, kernel, seqlen, modelled(ready), found):
+            for row in rows_of(config, kernel, seqlen, modelled(ready), measured):
                 yield row | (gpu_versions() if config.gpu else {})
 
 
 def rows_of(
     config: Config, kernel: str, seqlen: int, moved: dict[tuple[str, str], int], counters: dict[str, int]
 ) -> Iterator[Record]:
-    """A record a pass, from the bytes of its kernels by the model and by the counters, where these were read."""
+    """Yield one record per pass: modelled bytes, and measured bytes if counters were read."""
     batch, num_heads, _, head_dim = config.shape(seqlen)
     for way in WAYS:
         names = [name for each, name in moved if each == way]
@@ -197,18 +197,18 @@ def rows_of(
 
 
 def table(records: list[Record]) -> Table:
-    made = Table(title="MB of device memory that a pass reads and writes")
+    result = Table(title="MB of device memory that a pass reads and writes")
     for column in ("pass", "kernel", "tokens", "model", "counters", "counters / model"):
-        made.add_column(column, justify="left" if column in ("pass", "kernel") else "right")
+        result.add_column(column, justify="left" if column in ("pass", "kernel") else "right")
     for row in sorted(records, key=lambda row: (row["pass"], row["kernel"], row["seqlen"])):
         measures = (row[name] for name in ("model_mb", "measured_mb", "measured_over_model"))
         numbers = ("" if x is None else f"{x:.4g}" for x in measures)
-        made.add_row(row["pass"], row["kernel"], str(row["seqlen"]), *numbers)
-    return made
+        result.add_row(row["pass"], row["kernel"], str(row["seqlen"]), *numbers)
+    return result
 
 
 def plot(records: list[Record]) -> Any:
-    """Bytes over the length: the model as lines, the counters as circles."""
+    """Plot bytes over length: lines for the model, circles for the counters."""
     figure, axes = plt.subplots(1, 2, figsize=(8, 3.6), sharey=True)
     for ax, way in zip(axes, WAYS):
         for number, kernel in enumerate(dict.fromkeys(row["kernel"] for row in records)):

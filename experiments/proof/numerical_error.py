@@ -7,7 +7,7 @@
 Both get the same rounded q, k and v. "plain" is standard attention that keeps S and P in the dtype of its arguments, as
 a few lines of NumPy or PyTorch do: products are summed in float32 and rounded where they are stored. "tiled" is
 cuflash's cpu executor, which keeps scores and sums in float32 (float64 for float64), or with --gpu the kernels that
-`kernel="auto"` chooses, beside the same few lines in CuPy. The exact result is that of the same inputs in float64.
+`kernel="auto"` chooses, next to the same few lines in CuPy. The exact result is that of the same inputs in float64.
 Errors are the root of the mean square over that of the exact result.
 
 Logits are scaled so that their standard deviation is `logit_std`. `outliers` is the share of elements of q and k that
@@ -65,7 +65,7 @@ class Config:
 
 
 def draw(config: Config, seqlen: int, outliers: float) -> list[Any]:
-    """q, k, v in float64 [num_heads, seqlen, head_dim]."""
+    """Draw q, k and v in float64, [num_heads, seqlen, head_dim]."""
     rng = np.random.default_rng(config.seed)
     q, k, v = rng.standard_normal((3, config.num_heads, seqlen, config.head_dim))
     for x in (q, k):
@@ -74,7 +74,7 @@ def draw(config: Config, seqlen: int, outliers: float) -> list[Any]:
 
 
 def plain(q: Any, k: Any, v: Any, scale: float) -> Any:
-    """Standard attention, each matrix rounded to the dtype of the arguments, a head at a time."""
+    """Compute standard attention head by head, each matrix rounded to the dtype of the arguments."""
     dtype, wide = q.dtype, np.float64 if q.dtype == np.float64 else np.float32
     xp = importlib.import_module(type(q).__module__.partition(".")[0])
     out = xp.empty(q.shape, dtype)
@@ -87,7 +87,7 @@ def plain(q: Any, k: Any, v: Any, scale: float) -> Any:
 
 
 def relative_error(x: Any, exact: Any) -> float:
-    """Root mean square of the error over that of the exact result."""
+    """Return the RMS error relative to the RMS of the exact result."""
     return float((((x.astype(np.float64) - exact) ** 2).mean() / (exact**2).mean()) ** 0.5)
 
 
@@ -114,20 +114,20 @@ def run(config: Config) -> Iterator[Record]:
 
 
 def table(records: list[Record]) -> Table:
-    made = Table(title="relative error of o")
+    result = Table(title="relative error of o")
     for column in ("dtype", "tokens", "logits' std", "outliers", "rounding alone", "tiled", "plain", "plain / tiled"):
-        made.add_column(column, justify="left" if column == "dtype" else "right")
+        result.add_column(column, justify="left" if column == "dtype" else "right")
     for row in records:
         errors = (f"{row[name]:.2e}" for name in ("rounding", "tiled", "plain"))
         ratio = f"{row['plain'] / row['tiled']:.1f}" if row["tiled"] else "-"
-        made.add_row(
+        result.add_row(
             row["dtype"], str(row["seqlen"]), f"{row['logit_std']:g}", f"{row['outliers']:g}", *errors, ratio
         )
-    return made
+    return result
 
 
 def plot(records: list[Record]) -> Any:
-    """Errors over the length, an axis for each size of logits and share of outliers."""
+    """Plot errors over length, with one panel per size of logits and share of outliers."""
     cases = sorted({(row["logit_std"], row["outliers"]) for row in records})
     figure, axes = plt.subplots(1, len(cases), figsize=(3.2 * len(cases), 3.2), sharey=True, squeeze=False)
     for ax, case in zip(axes[0], cases):

@@ -68,13 +68,13 @@ def refusals(_: Path) -> list[Row]:
         tests = [f"tests/{name}" for name in FOLDERS_OF_TESTS]
         command = [sys.executable, "-m", "pytest", "-q", "-p", "expected_refusals", f"--numprocesses={cores()}", *tests]
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
-        kept = {tuple(row) for path in Path(folder).iterdir() for row in json.loads(path.read_text("utf-8"))}
-    return [("class", "text"), *sorted(kept)]
+        messages = {tuple(row) for path in Path(folder).iterdir() for row in json.loads(path.read_text("utf-8"))}
+    return [("class", "text"), *sorted(messages)]
 
 
-def results(kept: Path) -> list[Row]:
+def results(records: Path) -> list[Row]:
     """Repeat the kept calls, or draw new ones if none are kept, and return the digests of their results."""
-    path = kept / "results.csv"
+    path = records / "results.csv"
     calls = [row[0] for row in _rows(path)[1:]] if path.exists() else drawn_calls.drawn_calls(NUM_CALLS)
     executors = ("cpu", "sim")
     with ProcessPoolExecutor(cores()) as pool:
@@ -85,9 +85,9 @@ def results(kept: Path) -> list[Row]:
     return [("call", *executors), *zip(calls, *columns)]
 
 
-def kernels(kept: Path) -> list[Row]:
+def kernels(records: Path) -> list[Row]:
     """Return digests of the texts and the machine code of all kernels; code of equal texts is that of the record."""
-    path = kept / "kernels.csv"
+    path = records / "kernels.csv"
     before = {row[:4]: row[4] for row in _rows(path)[1:]} if path.exists() else {}
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(cores()) as pool:
         every = same_machine_code.kernels_of(ROOT, Path(folder))
@@ -159,12 +159,12 @@ def _risen(before: Sequence[Row], after: Sequence[Row]) -> list[str]:
     for header, *rows in (before, after):
         named = [dict(zip(header, row)) for row in rows]
         sides.append({tuple(row[name] for name in ("library", "operation", "mask", "tokens")): row for row in named})
-    found = []
+    slower = []
     for key in sorted(sides[0].keys() & sides[1].keys()):
         (us, launch), (now, now_launch) = ((float(side[key]["us"]), float(side[key]["launch_us"])) for side in sides)
         if now * launch / now_launch > us + MOST_RISE_US:
-            found.append(f"{' '.join(key)}: {us:.1f} us, launch {launch:.1f}; now {now:.1f}, launch {now_launch:.1f}")
-    return found + [f"- {key}" for key in sorted(sides[0].keys() - sides[1].keys())]
+            slower.append(f"{' '.join(key)}: {us:.1f} us, launch {launch:.1f}; now {now:.1f}, launch {now_launch:.1f}")
+    return slower + [f"- {key}" for key in sorted(sides[0].keys() - sides[1].keys())]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -173,16 +173,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("action", choices=("make", "compare"))
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=["refusals", "results", "kernels"])
     parser.add_argument("--with", type=Path, default=FOLDER, dest="folder", metavar="FOLDER", help="the record")
-    asked = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     num_changed = 0
-    for part in asked.parts:
-        path = asked.folder / f"{part}.csv"
-        if asked.action == "compare" and not path.exists():
-            parser.error(f"--with must be a folder with {path.name}; got {asked.folder}")
-        rows = PARTS[part](asked.folder)
-        if asked.action == "make":
+    for part in options.parts:
+        path = options.folder / f"{part}.csv"
+        if options.action == "compare" and not path.exists():
+            parser.error(f"--with must be a folder with {path.name}; got {options.folder}")
+        rows = PARTS[part](options.folder)
+        if options.action == "make":
             _write(path, rows)
-            _write(asked.folder / "record.csv", _made_with(asked.folder / "record.csv", part))
+            _write(options.folder / "record.csv", _made_with(options.folder / "record.csv", part))
             continue
         changed = changes(part, _rows(path), rows)
         num_changed += len(changed)
@@ -194,9 +194,9 @@ def _made_with(path: Path, part: str) -> list[Row]:
     """Return the rows of record.csv, with what this machine is in the row of a part."""
     facts = machine()
     header = ("part", *facts)
-    kept = {row[0]: row for row in _rows(path)[1:]} if path.exists() else {}
-    kept[part] = (part, *map(str, facts.values()))
-    return [header, *(kept[name] for name in PARTS if name in kept)]
+    recorded = {row[0]: row for row in _rows(path)[1:]} if path.exists() else {}
+    recorded[part] = (part, *map(str, facts.values()))
+    return [header, *(recorded[name] for name in PARTS if name in recorded)]
 
 
 if __name__ == "__main__":

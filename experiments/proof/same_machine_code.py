@@ -13,7 +13,7 @@ registers, stack, static shared memory, barriers and ptxas' other attributes (`c
 memory that a launch asks for. Names, line numbers and debug information do not count. Fields of a specification that
 only one tree has do not count either; `--renamed` gives the new names of BASE's fields and kernels.
 
-Kernels whose texts are equal but for comments, white space and line numbers are not compiled: their machine code is
+Kernels whose texts differ only in comments, white space and line numbers are not compiled: their machine code is
 equal. Of the others, functions are kept in `--cache` by text and options, so that a tree is compiled once. From an
 empty cache, a tree whose texts all differ takes 70 minutes of one core. `--quick` compares few kernels of sm_80, sm_90
 and sm_90a, so that each kernel has each architecture, each value of each field, each pair of dimensions, each tile and
@@ -90,7 +90,7 @@ class Given(NamedTuple):
     launch_shared_bytes: int | None
 
     def code(self) -> tuple[str, tuple[str, ...]]:
-        """Key of the machine code: equal for kernels of two trees whose texts and options are equal."""
+        """Return a key of the machine code: kernels of two trees with equal texts and options have equal keys."""
         return self.text.name, self.options
 
 
@@ -111,67 +111,70 @@ class Difference(NamedTuple):
 
 
 def specifications(gate: Mapping[str, Any]) -> set[tuple[Any, str]]:
-    """The specifications to compare, each with its architecture, from the globals of a tree's gate."""
-    found = set(gate["every_target"]())
+    """Return the specifications to compare, each with its architecture, from the globals of a tree's compile test."""
+    pairs = set(gate["every_target"]())
     for chips, dims, blocks in (LISTED, UNEQUAL):
         for chip in chips:
             architecture = ARCHITECTURES[chip]
             for spec in gate["every_spec"](chip, dims, blocks):
                 if spec.family == "sm90" and chip == "H100":
-                    found.add((spec, architecture + "a"))
+                    pairs.add((spec, architecture + "a"))
                 elif spec.family in ("simt", "naive") or spec.family == "sm80" and chip != "T4":
-                    found.add((spec, architecture))
-    for spec, architecture in list(found):
+                    pairs.add((spec, architecture))
+    for spec, architecture in list(pairs):
         watched = [field.name for field in fields(spec) if field.name in WATCHED_FIELDS]
         if watched and spec.family == "sm90" and str(spec.dtype) == "float16" and spec.head_dim in WATCHED:
-            found.add((replace(spec, **{watched[0]: True}), architecture))
-    return found
+            pairs.add((replace(spec, **{watched[0]: True}), architecture))
+    return pairs
 
 
 def by_kernel(root: Path) -> tuple[dict[Kernel, Any], Callable[[Any, str], object]]:
-    """The specifications of a tree, whose library must be the one that is imported, and what compiles one of them."""
+    """Return the specification of each kernel of a tree, and a function that compiles one.
+
+    The imported cuflash must come from that tree.
+    """
     (path,) = root.glob(f"tests/**/{GATE}")
     os.environ["CUFLASH_PROFILE"] = "long"  # the gate then chooses nothing
     sys.path[:0] = sorted({str(module.parent) for module in root.glob("tests/**/*.py")})
     gate = runpy.run_path(str(path))
-    found = {}
+    spec_of = {}
     for spec, architecture in specifications(gate):
         names = [field.name for field in fields(spec) if field.name not in ("family", "entry", "shared_bytes")]
         said = tuple((name, str(getattr(spec, name))) for name in names)
-        found[Kernel(f"{spec.family}_{_entry(spec)}", architecture, said)] = spec
-    return found, next(value for value in gate.values() if hasattr(value, "cubin")).cubin
+        spec_of[Kernel(f"{spec.family}_{_entry(spec)}", architecture, said)] = spec
+    return spec_of, next(value for value in gate.values() if hasattr(value, "cubin")).cubin
 
 
 def _entry(spec: Any) -> str:
-    """The name of a kernel's entry, which specifications of older trees hold as text."""
+    """Return the name of a kernel's entry; older trees store it as text."""
     return str(getattr(spec.entry, "name", spec.entry))
 
 
 class _Stop(Exception):
-    """Leaves the library where it would compile."""
+    """The exception that leaves the library in place of a compilation."""
 
 
 class _Recorder:
     """Stands for cuda.core.Program: keeps what it is given."""
 
     def __init__(self, text: str, language: str, options: Any) -> None:
-        self.given = text, [option.decode() for option in options.as_bytes("nvrtc")]
+        self.arguments = text, [option.decode() for option in options.as_bytes("nvrtc")]
 
     def compile(self, *_: object, **__: object) -> None:
-        raise _Stop(*self.given)
+        raise _Stop(*self.arguments)
 
 
 def serve(root: Path, path: Path, wanted: Path | None = None) -> None:
     """Write a tree's kernels to a file or, of those whose numbers `wanted` holds, all that is `Given`.
 
-    Texts are written beside the file of numbers, one at a time: those of all kernels take gigabytes.
+    Texts are written next to the file of numbers, one at a time: those of all kernels take gigabytes.
     """
     specs, compile_one = by_kernel(root)
     kernels = sorted(specs)
     if wanted is None:
         path.write_text(json.dumps(kernels), "utf-8")
         return
-    given = []
+    records = []
     with patch("cuda.core.Program", _Recorder):
         for number in json.loads(wanted.read_text("utf-8")):
             try:
@@ -181,14 +184,14 @@ def serve(root: Path, path: Path, wanted: Path | None = None) -> None:
             file = wanted.parent / f"{hashlib.sha256(compared_text(text).encode()).hexdigest()}.cu"
             if not file.exists():
                 file.write_text(text, "utf-8")
-            given.append((file.name, options, _launch_shared_bytes(specs[kernels[number]])))
-    path.write_text(json.dumps(given), "utf-8")
+            records.append((file.name, options, _launch_shared_bytes(specs[kernels[number]])))
+    path.write_text(json.dumps(records), "utf-8")
 
 
 def _launch_shared_bytes(spec: Any) -> int:
-    """Dynamic shared memory of a launch, as the specification or its family says.
+    """Return the dynamic shared memory of a launch, from its specification or family.
 
-    Trees from before families were objects are asked for ``cuflash.tiles.shared_bytes``.
+    Trees from before families were objects have ``cuflash.tiles.shared_bytes``.
     """
     of_no_family = ("cache", "fp8", "lists", "results")
     if _entry(spec) in ("sink_gradient", "captured_sums") or spec.family in of_no_family:
@@ -197,10 +200,10 @@ def _launch_shared_bytes(spec: Any) -> int:
         return int(spec.shared_bytes)
     for module, function in (("cuflash.planning.routing", "family_of"), ("cuflash.tiles", "shared_bytes")):
         try:
-            found = getattr(importlib.import_module(module), function)
+            entry = getattr(importlib.import_module(module), function)
         except ModuleNotFoundError:
             continue
-        return int(found(spec) if function == "shared_bytes" else found(spec).shared_bytes(spec))
+        return int(entry(spec) if function == "shared_bytes" else entry(spec).shared_bytes(spec))
     raise LookupError("this tree says nowhere how much shared memory a launch takes")
 
 
@@ -217,7 +220,7 @@ def served(root: Path, folder: Path, wanted: Sequence[int] | None = None) -> Any
 
 
 def kernels_of(root: Path, folder: Path) -> list[Kernel]:
-    """A tree's kernels; their numbers in this list are their names in `given_for`."""
+    """Return the kernels of a tree; each kernel's index in this list is its file name in `given_for`."""
     return [
         Kernel(name, architecture, tuple((field, value) for field, value in said))
         for name, architecture, said in served(root, folder)
@@ -244,8 +247,8 @@ _COMMENTS = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
 def bare(text: str) -> str:
-    """A text without comments, #line and white space at the ends of lines: all that the code may depend on."""
-    lines = _COMMENTS.sub(lambda found: found[1] or " ", text).splitlines()
+    """Remove comments, #line directives and trailing white space from a source text."""
+    lines = _COMMENTS.sub(lambda match: match[1] or " ", text).splitlines()
     stripped = (line.strip() for line in lines)
     return "\n".join(line for line in stripped if line and not line.startswith("#line"))
 
@@ -254,7 +257,7 @@ _END_OF_CONSTANTS = "#define CUFLASH_FEATURES"
 
 
 def compared_text(text: str) -> str:
-    """Everything of a text that its machine code may depend on."""
+    """Return all parts of a text that its machine code may depend on."""
     constants, end, rest = text.partition(_END_OF_CONSTANTS)
     return bare(constants) + end + _compared_part(rest) if end else _compared_part(text)
 
@@ -266,7 +269,7 @@ def _compared_part(text: str) -> str:
 
 
 def compiled(text: str, options: Sequence[str]) -> dict[str, cubin.Function]:
-    """The functions of a text by name.
+    """Compile a text and return its functions by name.
 
     Raises
     ------
@@ -291,8 +294,8 @@ def compiled(text: str, options: Sequence[str]) -> dict[str, cubin.Function]:
     return cubin.functions(code)
 
 
-def kept(cache: Path, text: str, options: Sequence[str]) -> dict[str, cubin.Function]:
-    """Functions of a text as `compiled` returns them, or as an earlier call kept them.
+def cached_functions(cache: Path, text: str, options: Sequence[str]) -> dict[str, cubin.Function]:
+    """Return the functions of a text as `compiled` does, from the cache on disk if possible.
 
     An error of the compiler becomes a field of the text's one kernel.
     """
@@ -302,23 +305,23 @@ def kept(cache: Path, text: str, options: Sequence[str]) -> dict[str, cubin.Func
     digest = hashlib.sha256(json.dumps([version, reader, list(options), compared_text(text)]).encode()).hexdigest()
     path = cache / digest[:2] / f"{digest}.json.gz"
     if path.exists():
-        found = json.loads(gzip.decompress(path.read_bytes()))
-        return {name: {field: _from_text(value) for field, value in each.items()} for name, each in found.items()}
+        stored = json.loads(gzip.decompress(path.read_bytes()))
+        return {name: {field: _from_text(value) for field, value in each.items()} for name, each in stored.items()}
     try:
-        made = compiled(text, options)
+        functions = compiled(text, options)
     except ValueError as error:
         return {"kernel": {"compiles": str(error).partition("\n")[0]}}
-    shown = {name: {field: _to_text(value) for field, value in each.items()} for name, each in made.items()}
+    shown = {name: {field: _to_text(value) for field, value in each.items()} for name, each in functions.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
     partial.write_bytes(gzip.compress(json.dumps(shown).encode(), 6))
     partial.replace(path)
-    return made
+    return functions
 
 
 def kept_file(cache: Path, path: Path, options: Sequence[str]) -> dict[str, cubin.Function]:
-    """Functions of the text in a file, as `kept` returns them."""
-    return kept(cache, path.read_text("utf-8"), options)
+    """Return the functions of the text in a file, as `cached_functions` does."""
+    return cached_functions(cache, path.read_text("utf-8"), options)
 
 
 def _to_text(value: Any) -> Any:
@@ -366,7 +369,7 @@ def _both(field: str, before: Any, after: Any) -> tuple[str, str]:
 def matched(
     before: Sequence[Kernel], after: Sequence[Kernel], renamed: Mapping[str, str]
 ) -> tuple[dict[Kernel, int], dict[Kernel, int], set[str]]:
-    """The numbers of the kernels of two trees by what both say of them, and the fields that only one of them has.
+    """Match the kernels of two trees: return their indices by common fields, and the fields that only one tree has.
 
     Kernels that differ from others by a new field alone are left out: their value is not the field's default.
 
@@ -388,7 +391,7 @@ def matched(
         for name, architecture, said in before
     ]
     first, second = ({field for kernel in side for field, _ in kernel.specification} for side in (before, after))
-    found: list[dict[Kernel, int]] = []
+    numbers_of_sides: list[dict[Kernel, int]] = []
     for side in (before, after):
         numbers: dict[Kernel, int] = {}
         for number, kernel in enumerate(side):
@@ -402,8 +405,8 @@ def matched(
                     f"one, {side[numbers[key]]} and {kernel}: give their new names by --renamed old=new"
                 )
             numbers[key] = number
-        found.append(numbers)
-    return found[0], found[1], first ^ second
+        numbers_of_sides.append(numbers)
+    return numbers_of_sides[0], numbers_of_sides[1], first ^ second
 
 
 def quick(kernels: Iterable[Kernel]) -> list[Kernel]:
@@ -411,16 +414,16 @@ def quick(kernels: Iterable[Kernel]) -> list[Kernel]:
     of_quick = (kernel for kernel in kernels if kernel.architecture in QUICK_ARCHITECTURES)
     heap = [(-len(_parts(kernel)), _width(kernel), kernel) for kernel in of_quick]
     heapq.heapify(heap)
-    found, covered = [], set[object]()
+    selected, covered = [], set[object]()
     while heap:  # a kernel never adds more than before: one that still adds as much is the best
         before, width, kernel = heapq.heappop(heap)
         adds = _parts(kernel) - covered
         if len(adds) == -before:
-            found.append(kernel)
+            selected.append(kernel)
             covered |= adds
         elif adds:
             heapq.heappush(heap, (-len(adds), width, kernel))
-    return found
+    return selected
 
 
 def _width(kernel: Kernel) -> int:
@@ -443,20 +446,23 @@ def _parts(kernel: Kernel) -> set[object]:
 def compared(
     kernels: Sequence[Kernel], before: Sequence[Given], after: Sequence[Given], cache: Path, workers: int
 ) -> Iterator[Difference]:
-    """The differences of kernels before and after; only kernels whose texts differ are compiled, each text once."""
+    """Yield the differences between kernels before and after.
+
+    Only kernels whose texts differ are compiled, each text once.
+    """
     with ProcessPoolExecutor(workers) as pool:
         changed = (each for pair in zip(before, after) if pair[0].code() != pair[1].code() for each in pair)
         wanted = {each.code(): each for each in changed}
         jobs = {code: pool.submit(kept_file, cache, each.text, each.options) for code, each in wanted.items()}
         for number, (kernel, one, other) in enumerate(zip(kernels, before, after, strict=True), 1):
-            found = list[Difference]()
+            unequal = list[Difference]()
             if one.code() != other.code():
-                found += differences(str(kernel), jobs[one.code()].result(), jobs[other.code()].result())
-            asked = one.launch_shared_bytes, other.launch_shared_bytes
-            if None not in asked and asked[0] != asked[1]:
-                found.append(Difference(str(kernel), "launch", "dynamic shared bytes", *map(str, asked)))
-            yield from found
-            _progress(number, len(kernels), bool(found))
+                unequal += differences(str(kernel), jobs[one.code()].result(), jobs[other.code()].result())
+            shared_bytes = one.launch_shared_bytes, other.launch_shared_bytes
+            if None not in shared_bytes and shared_bytes[0] != shared_bytes[1]:
+                unequal.append(Difference(str(kernel), "launch", "dynamic shared bytes", *map(str, shared_bytes)))
+            yield from unequal
+            _progress(number, len(kernels), bool(unequal))
 
 
 def _progress(number: int, total: int, differs: bool) -> None:
@@ -487,17 +493,17 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was compared and every difference")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument("--workers", type=int, default=cores, help=f"compilers at a time, default {cores}")
-    asked = parser.parse_args(argv)
-    for pair in asked.renamed:
+    options = parser.parse_args(argv)
+    for pair in options.renamed:
         if not re.fullmatch(r"\w+=\w+", pair):
             parser.error(f"--renamed must be old and new names, as is_packed=pack_gqa; got {pair!r}")
-    if asked.workers < 1:
-        parser.error(f"--workers must be at least 1; got {asked.workers}")
-    return asked
+    if options.workers < 1:
+        parser.error(f"--workers must be at least 1; got {options.workers}")
+    return options
 
 
 def _nothing_chosen(kernels: Sequence[Kernel]) -> str:
-    """Return what to choose instead, where no kernel is asked for."""
+    """Return what to choose if no kernel is requested."""
     families = sorted({kernel.name.partition("_")[0] for kernel in kernels})
     architectures = sorted({kernel.architecture for kernel in kernels})
     return (
@@ -508,21 +514,21 @@ def _nothing_chosen(kernels: Sequence[Kernel]) -> str:
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Compare; the exit status."""
-    asked = arguments(argv)
-    renamed = dict(pair.split("=", 1) for pair in asked.renamed)
+    options = arguments(argv)
+    renamed = dict(pair.split("=", 1) for pair in options.renamed)
 
     def is_asked_for(kernel: Kernel) -> bool:
         family = kernel.name.partition("_")[0]
         return (
-            family in (asked.families or (family,))
-            and kernel.name in (asked.kernels or (kernel.name,))
-            and kernel.architecture in (asked.architectures or (kernel.architecture,))
+            family in (options.families or (family,))
+            and kernel.name in (options.kernels or (kernel.name,))
+            and kernel.architecture in (options.architectures or (kernel.architecture,))
         )
 
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
         folder = Path(name)
         roots, texts = (folder / "tree", root), (folder / "before", folder / "after")
-        unpack(root, asked.base, roots[0])
+        unpack(root, options.base, roots[0])
         old, new = pool.map(kernels_of, roots, texts)
         *numbers, not_shared = matched(old, new, renamed)
         alone = [
@@ -531,38 +537,38 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
             if is_asked_for(kernel)
         ]
         chosen = sorted(filter(is_asked_for, numbers[0].keys() & numbers[1].keys()))
-        if asked.quick:
+        if options.quick:
             chosen = sorted(quick(chosen))
         if not chosen and not alone:
             raise SystemExit(_nothing_chosen(sorted(numbers[0].keys() & numbers[1].keys())))
         numbered = [[side[kernel] for kernel in chosen] for side in numbers]
         before, after = pool.map(given_for, roots, texts, numbered)
-        found = [*alone, *compared(chosen, before, after, asked.cache, asked.workers)]
+        differing = [*alone, *compared(chosen, before, after, options.cache, options.workers)]
     num_equal = sum(one.code() == other.code() for one, other in zip(before, after))
-    summary = _summary(found, chosen, asked.base, not_shared, num_equal)
-    if asked.json is not None:
-        record = {"base": asked.base, "summary": summary, "compared": list(map(str, chosen))}
-        text = json.dumps(record | {"differences": [each._asdict() for each in found]}, indent=1)
-        asked.json.write_text(text + "\n", "utf-8")
-    for difference in found[:MOST_SHOWN]:
+    summary = _summary(differing, chosen, options.base, not_shared, num_equal)
+    if options.json is not None:
+        record = {"base": options.base, "summary": summary, "compared": list(map(str, chosen))}
+        text = json.dumps(record | {"differences": [each._asdict() for each in differing]}, indent=1)
+        options.json.write_text(text + "\n", "utf-8")
+    for difference in differing[:MOST_SHOWN]:
         print(difference)
-    if len(found) > MOST_SHOWN:
-        print(f"and {len(found) - MOST_SHOWN} more")
+    if len(differing) > MOST_SHOWN:
+        print(f"and {len(differing) - MOST_SHOWN} more")
     print(summary)
-    return 1 if found else 0
+    return 1 if differing else 0
 
 
 def _summary(
-    found: Sequence[Difference], chosen: Sequence[Kernel], base: str, not_shared: set[str], num_equal: int
+    differing_fields: Sequence[Difference], chosen: Sequence[Kernel], base: str, not_shared: set[str], num_equal: int
 ) -> str:
     architectures = len({kernel.architecture for kernel in chosen})
     head = f"{len(chosen)} kernels of {architectures} architectures compared with {base}, {num_equal} by equal text"
     tail = f"; not compared by {', '.join(sorted(not_shared))}" if not_shared else ""
-    if not found:
+    if not differing_fields:
         return f"{head}: the same machine code{tail}"
-    counts = Counter((each.kernel.split()[1], each.field) for each in found)
+    counts = Counter((each.kernel.split()[1], each.field) for each in differing_fields)
     lines = [f"  {kernel}: {field} of {count}" for (kernel, field), count in sorted(counts.items())]
-    differing = len({each.kernel for each in found})
+    differing = len({each.kernel for each in differing_fields})
     return "\n".join([f"{head}: {differing} differ{tail}", *lines])
 
 

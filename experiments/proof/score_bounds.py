@@ -7,9 +7,9 @@ Draws examples from `cuflash.testing.structures` with a random score function, w
 or with a sink; runs forward and backward on the host, and keeps the largest error as a share of its bound for every
 dtype and result. `captured` is of the gradients of the function's arrays. A shard's number is the seed of its examples.
 
-Every finished shard is kept in build/results/score_bounds_shards.csv, so that a run that was interrupted goes on where
-it ended: shards of the same size and commit are not drawn again, unless the commit has uncommitted changes. The result
-is written after each shard, and its column `examples` says how many it stands for.
+Every finished shard is kept in build/results/score_bounds_shards.csv, so that a run that was interrupted continues
+where it ended: shards of the same size and commit are not drawn again, unless the commit has uncommitted changes. The
+result is written after each shard, and its column `examples` says how many it stands for.
 
 Expect: never above 1.
 Found:  at most 0.67 of the bound in the 20,000 examples of each dtype that are published.
@@ -54,7 +54,7 @@ class Config:
 
 
 def shares(example: assertions.Example) -> dict[str, float]:
-    """Largest error over bound of each result of one example; infinite where the bound does not hold."""
+    """Return the largest error over its bound for each result of an example; infinite if the bound is violated."""
     names = tuple(example.wrt) + ("sink",) * (example.sink is not None)
     (o, lse), vjp = cuflash.attention_vjp(
         example.q, example.k, example.v, mask=example.mask, scale=example.scale, score=example.score,
@@ -62,23 +62,23 @@ def shares(example: assertions.Example) -> dict[str, float]:
     )  # fmt: skip
     gradients = vjp(example.do, example.dlse)
     dq, dk, dv = gradients
-    given: dict[str, dict[str, object]] = {"o": {"o": o}, "lse": {"lse": lse}, "dq": {"dq": dq}, "dk": {"dk": dk},
-                                           "dv": {"dv": dv}}  # fmt: skip
+    results = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    arguments: dict[str, dict[str, object]] = {name: {name: array} for name, array in results.items()}
     if example.wrt:
-        given["captured"] = {"others": {name: gradients[name] for name in example.wrt}}
+        arguments["captured"] = {"others": {name: gradients[name] for name in example.wrt}}
     if example.sink is not None:
-        given["dsink"] = {"dsink": gradients["sink"]}
-    found = {}
-    for name, results in given.items():
+        arguments["dsink"] = {"dsink": gradients["sink"]}
+    worst = {}
+    for name, compared in arguments.items():
         try:
-            found[name] = assertions.assert_within_bounds(example, **results)
+            worst[name] = assertions.assert_within_bounds(example, **compared)
         except AssertionError:
-            found[name] = math.inf
-    return found
+            worst[name] = math.inf
+    return worst
 
 
 def draw_shard(shard: tuple[str, int], size: int) -> Record:
-    """Examples of one dtype from the seed that is the shard's number: the largest shares, and what gave them."""
+    """Draw examples of one dtype, seeded by the shard number; return the largest shares and their examples."""
     dtype, number = shard
     drawn = functools.partial(
         strategies.structures, dtypes=(dtype,), most_scores=1 << 8, longest=40, widest=16
@@ -89,12 +89,12 @@ def draw_shard(shard: tuple[str, int], size: int) -> Record:
 
 
 def run(config: Config) -> Iterator[Record]:
-    """The largest share of each dtype and result over the shards drawn so far, one record after each shard."""
+    """Yield the largest shares per dtype and result, updated after each shard."""
     count = math.ceil(config.examples / config.shard_size)
     wanted = [(dtype, number) for number in range(count) for dtype in config.dtypes]
-    kept = kept_shards(config.shard_size)
-    done = {shard: kept[shard] for shard in wanted if shard in kept}
-    todo = [shard for shard in wanted if shard not in kept]
+    stored = kept_shards(config.shard_size)
+    done = {shard: stored[shard] for shard in wanted if shard in stored}
+    todo = [shard for shard in wanted if shard not in stored]
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # for the processes started below: each has a core
     with multiprocessing.get_context("spawn").Pool(config.processes) as pool:
         results = pool.imap(functools.partial(draw_shard, size=config.shard_size), todo)
@@ -107,18 +107,18 @@ def run(config: Config) -> Iterator[Record]:
 
 
 def kept_shards(size: int) -> dict[tuple[str, int], Record]:
-    """Shards of this size that were drawn at this commit before, by dtype and number."""
+    """Return the shards of this size that this commit has drawn before, by dtype and number."""
     commit = machine()["commit"]
     if commit.endswith("-dirty") or not SHARDS.exists():
         return {}
-    kept = {}
+    shards = {}
     for row in read_csv(SHARDS):
         if row["commit"] == commit and row["shard_size"] == str(size):
             worst: Record = {f"worst_{name}": row[f"worst_{name}"] for name in RESULTS}
             numbers: Record = {name: int(row[name]) for name in ("examples", "outside")}
-            found = numbers | {name: float(row[name]) for name in RESULTS} | worst
-            kept[row["dtype"], int(row["shard"])] = {"dtype": row["dtype"]} | found
-    return kept
+            record = numbers | {name: float(row[name]) for name in RESULTS} | worst
+            shards[row["dtype"], int(row["shard"])] = {"dtype": row["dtype"]} | record
+    return shards
 
 
 def _summary(dtype: str, shards: dict[tuple[str, int], Record]) -> Record:
@@ -126,7 +126,7 @@ def _summary(dtype: str, shards: dict[tuple[str, int], Record]) -> Record:
 
 
 def table(records: list[Record]) -> Table:
-    """A table of the last record of each dtype."""
+    """Tabulate the last record of each dtype."""
     return bound_shares.table(list({record["dtype"]: record for record in records}.values()), RESULTS)
 
 

@@ -5,7 +5,7 @@
 
 Every case runs forward and backward on executor "sim" and on executor "gpu", in the same memory layouts, and once more
 with operands of small integers and q = 0, where results are known to the last rounding and few operations round at all.
-All of them on the kernels of plain multiply-adds, and those of 16 bits on each family of the tensor cores too, whose
+All of them on the kernels of plain multiply-adds, and 16-bit ones on each family of the tensor cores too, whose
 bounds allow for the rounding of P and dS.
 
 Expect: |sim - gpu| far below the bound on either, for exp2 and the order of some sums differ in last places; and the
@@ -65,7 +65,7 @@ class Config:
 
 
 def kinds_of_mask(config: Config) -> dict[str, masks.Mask | None]:
-    """Every kind of work that a kernel walks."""
+    """Return every kind of work that a kernel iterates over."""
     rng = np.random.default_rng(config.seed)
     rows, keys = config.seqlen_q, config.seqlen_kv
 
@@ -90,7 +90,10 @@ def kinds_of_mask(config: Config) -> dict[str, masks.Mask | None]:
 
 
 def cases(config: Config) -> Iterator[tuple[str, Structure]]:
-    """(kind of mask, structure): each mask with each dtype, then each pair of dims; groups and layouts take turns."""
+    """Yield the kind of mask and the structure.
+
+    Each mask meets each dtype, then each pair of dims; groups and layouts alternate.
+    """
     kinds = kinds_of_mask(config)
     grid = [(kind, dtype, (32, 32)) for kind, dtype in itertools.product(kinds, config.dtypes)]
     grid += [("causal", dtype, dims) for dims, dtype in itertools.product(DIMS[1:], config.dtypes)]
@@ -104,7 +107,7 @@ def cases(config: Config) -> Iterator[tuple[str, Structure]]:
 
 
 def to_device(array: Any, layout: str) -> Any:
-    """A CuPy array of the same values and strides."""
+    """Copy an array to the device with the same values and strides."""
     import cupy
 
     host = laid_out(np.asarray(array), layout)
@@ -114,7 +117,7 @@ def to_device(array: Any, layout: str) -> Any:
 
 
 def masked(mask: Any, executor: str) -> Any:
-    """A mask, or a boolean array, with its arrays where the executor reads them."""
+    """Return a mask or boolean array with its arrays where the executor reads them."""
     if executor != "gpu" or mask is None:
         return mask
     import cupy
@@ -132,8 +135,8 @@ def results(example: Example, executor: str, layout: str, kernel: str) -> dict[s
         q, k, v, mask=masked(example.mask, executor), scale=example.scale, executor=executor, kernel=kernel,
         return_lse=True,
     )  # fmt: skip
-    found = dict(zip(OUTPUTS, (o, lse, *vjp(do, dlse)), strict=True))
-    return {name: x.get() if executor == "gpu" else x for name, x in found.items()}
+    arrays = dict(zip(OUTPUTS, (o, lse, *vjp(do, dlse)), strict=True))
+    return {name: x.get() if executor == "gpu" else x for name, x in arrays.items()}
 
 
 def probes_agree(example: Example, layout: str, kernel: str) -> tuple[bool, bool]:
@@ -144,10 +147,10 @@ def probes_agree(example: Example, layout: str, kernel: str) -> tuple[bool, bool
         nonlocal agree
         simulated = cuflash.attention(q, k, v, mask=mask, scale=scale, executor="sim", kernel=kernel, return_lse=True)
         arrays = (to_device(x, layout) for x in (q, k, v))
-        made = cuflash.attention(
+        results = cuflash.attention(
             *arrays, mask=masked(mask, "gpu"), scale=scale, executor="gpu", kernel=kernel, return_lse=True
         )
-        o, lse = (x.get() for x in made)
+        o, lse = (x.get() for x in results)
         agree &= o.tobytes() == simulated[0].tobytes()
         return o, lse
 
@@ -189,7 +192,7 @@ def takes_bfloat16() -> bool:
 
 
 def run(config: Config) -> list[Record]:
-    """A record for each case."""
+    """Return one record per case."""
     if reason := why_no_gpu():
         sys.exit(f"sim_against_gpu compares the simulator with a GPU: {reason}")
     dtypes = tuple(dtype for dtype in config.dtypes if dtype != "bfloat16" or takes_bfloat16())
@@ -205,16 +208,16 @@ def run(config: Config) -> list[Record]:
 
 
 def table(records: list[Record]) -> Table:
-    """The largest shares for each dtype, and how many cases had the same bits."""
-    made = Table(title="largest |sim - gpu| over the bound")
+    """Tabulate the largest shares per dtype, and the number of bitwise identical cases."""
+    result = Table(title="largest |sim - gpu| over the bound")
     for column in ("kernel", "dtype", "cases", *OUTPUTS, "probes pass", "probes same bits"):
-        made.add_column(column, justify="left" if column in ("kernel", "dtype") else "right")
+        result.add_column(column, justify="left" if column in ("kernel", "dtype") else "right")
     for kernel, dtype in dict.fromkeys((record["kernel"], record["dtype"]) for record in records):
         mine = [record for record in records if (record["kernel"], record["dtype"]) == (kernel, dtype)]
         shares = (f"{max(record[name] for record in mine):.3f}" for name in OUTPUTS)
         passed = (str(sum(record[name] for record in mine)) for name in ("probes_pass", "probes_same_bits"))
-        made.add_row(kernel, dtype, str(len(mine)), *shares, *passed)
-    return made
+        result.add_row(kernel, dtype, str(len(mine)), *shares, *passed)
+    return result
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How near do errors come to their bounds?  A bound that is never half used would let real faults through.
 
-    python -m experiments tolerance_health                    # 100,000 examples; interrupted, it goes on where it was
+    python -m experiments tolerance_health                    # 100,000 examples; continues after an interruption
     python -m experiments tolerance_health --examples 2000    # a few minutes
 
 Draws examples from `cuflash.testing.structures` (lengths off a tile, masks of every kind, strided views, scales to
@@ -47,7 +47,7 @@ class Config:
 
     @property
     def size(self) -> int:
-        """Examples of a shard, no more than are asked for of a dtype."""
+        """The number of examples of a shard, at most the number requested per dtype."""
         return min(self.shard_size, math.ceil(self.examples / len(self.dtypes)))
 
     @property
@@ -58,29 +58,29 @@ class Config:
 
 
 def shares(example: assertions.Example) -> dict[str, float]:
-    """Largest error over bound of each output of one example; infinite where the bound does not hold."""
+    """Return the largest error over its bound for each output of an example; infinite if the bound is violated."""
     arguments = {"mask": example.mask, "scale": example.scale, "return_lse": True}
     (o, lse), vjp = cuflash.attention_vjp(example.q, example.k, example.v, **arguments)
     dq, dk, dv = vjp(example.do, example.dlse)
-    found = {}
+    worst = {}
     for name, result in zip(OUTPUTS, (o, lse, dq, dk, dv), strict=True):
         try:
-            found[name] = assertions.assert_within_bounds(example, **{name: result})
+            worst[name] = assertions.assert_within_bounds(example, **{name: result})
         except AssertionError:
-            found[name] = math.inf
-    return found
+            worst[name] = math.inf
+    return worst
 
 
 def draw_shard(shard: tuple[str, int], size: int) -> Record:
-    """Examples of one dtype from the seed that is the shard's number: the largest shares, and what gave them."""
+    """Draw examples of one dtype, seeded by the shard number; return the largest shares and their examples."""
     dtype, number = shard
     structures = strategies.structures(dtypes=(dtype,))
-    found = bound_shares.largest_shares(structures, shares, OUTPUTS, seed=number, size=size)
-    return {"dtype": dtype, "shard": number, "size": size} | found
+    record = bound_shares.largest_shares(structures, shares, OUTPUTS, seed=number, size=size)
+    return {"dtype": dtype, "shard": number, "size": size} | record
 
 
 def run(config: Config) -> list[Record]:
-    """The largest share of each dtype and output over all shards, one record a dtype."""
+    """Return one record per dtype: the largest share of each output over all shards."""
     done = _unfinished(config)
     todo = [shard for shard in config.shards if shard not in done]
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # for the processes started below: each has a core
@@ -100,7 +100,7 @@ def run(config: Config) -> list[Record]:
 
 
 def _unfinished(config: Config) -> dict[tuple[str, int], Record]:
-    """Shards of an interrupted run of the same code and size."""
+    """Return the shards of an interrupted run with the same code and size."""
     rows = read_csv(config.unfinished) if config.unfinished.exists() else []
     numbers = dict.fromkeys(OUTPUTS, float) | dict.fromkeys(("shard", "size", "examples", "outside"), int)
     records = [

@@ -95,7 +95,10 @@ class Config:
 def within_budgets(
     sizes: Iterable[masks.Mask], budgets: tuple[float, ...], shape: masks.MaskShape, block: int
 ) -> dict[float, tuple[masks.Mask, BlockIndex]]:
-    """budget -> the densest mask that it allows and the next smaller budget does not, and the mask's index."""
+    """Return, for each budget, the densest mask within it and that mask's index.
+
+    Masks within the next smaller budget are left out.
+    """
     indices = [(mask, BlockIndex.from_mask(mask, block=block, **shape._asdict())) for mask in sizes]
     indices.sort(key=lambda pair: pair[1].report().density)
     chosen = {}
@@ -118,10 +121,10 @@ def run_recall(config: Config) -> list[Record]:
         sizes = oracle(q, k, grid) if name == "oracle" else FAMILIES[name](grid, block)
         for budget, (mask, index) in within_budgets(sizes, config.budgets, shape, block).items():
             sparse_o, sparse_lse = cuflash.attention(q, k, v, mask=mask, return_lse=True, executor=config.executor)
-            kept = np.exp(sparse_lse - lse)
+            mass = np.exp(sparse_lse - lse)
             row: Record = {"part": "recall", "pattern": name, "block": block, "budget": budget}
-            row |= {"seqlen": shape.seqlen_q, "density": index.report().density, "recall": float(kept.mean())}
-            row |= {f"recall_layer{layer}": float(x.mean()) for layer, x in zip(LAYERS, kept, strict=True)}
+            row |= {"seqlen": shape.seqlen_q, "density": index.report().density, "recall": float(mass.mean())}
+            row |= {f"recall_layer{layer}": float(x.mean()) for layer, x in zip(LAYERS, mass, strict=True)}
             row |= {"output_error": float(np.linalg.norm(sparse_o - o) / np.linalg.norm(o))}
             records.append(row | {"forward_gflop": 4e-9 * row["density"] * q.size * shape.seqlen_kv})
     return records
@@ -139,17 +142,17 @@ def check(mask: masks.Mask, q: np.ndarray, k: np.ndarray, v: np.ndarray, executo
     do[:, rows] = 1 + v[:, rows]
     (o, lse), vjp = cuflash.attention_vjp(q, k, v, mask=mask, return_lse=True, executor=executor)
     dq, dk, dv = vjp(do)
-    found = {"o": o[:, rows], "lse": lse[:, rows], "dq": dq[:, rows], "dk": dk, "dv": dv}
+    results = {"o": o[:, rows], "lse": lse[:, rows], "dq": dq[:, rows], "dk": dk, "dv": dv}
     exact = cuflash.reference.attention(q[:, rows], k, v, mask=allowed)
     exact += cuflash.reference.attention_vjp(q[:, rows], k, v, do[:, rows], mask=allowed)
     bounds = cuflash.error_bound(q[:, rows], k, v, do[:, rows], mask=allowed)
-    for (name, result), right in zip(found.items(), exact, strict=True):
+    for (name, result), right in zip(results.items(), exact, strict=True):
         if not (np.abs(result - right) <= getattr(bounds, name)).all():
             raise AssertionError(f"{name} of a call to be timed is outside its bound")
 
 
 def calls_of(name: str, mask: Any, arrays: tuple[np.ndarray, ...], executor: str) -> dict[str, Callable[[], object]]:
-    """Forward and backward of one plan, ready to time."""
+    """Return functions that run the forward and backward pass of one plan."""
     q, k, v = arrays
     plan = cuflash.plan(q, k, v, mask=mask, executor=executor)
     o, lse = plan.forward(q, k, v)
@@ -186,7 +189,7 @@ def run_speed(config: Config) -> list[Record]:
 
 
 def on_gpu(mask: Any, config: Config, arrays: tuple[Any, ...]) -> tuple[str, dict[str, Callable[[], object]]]:
-    """The families of a plan's kernels and both its passes, ready to time, after some rows of them were found right."""
+    """Return the kernel families of a plan and functions that run its passes, after a spot check of the results."""
     q, k, v, do = arrays
     plan = cuflash.plan(q, k, v, mask=mask, kernel=config.gpu_kernel)
     o, lse = plan.forward(q, k, v)
@@ -200,14 +203,14 @@ def on_gpu(mask: Any, config: Config, arrays: tuple[Any, ...]) -> tuple[str, dic
 
 
 def sent(x: np.ndarray) -> Any:
-    """An array on the device."""
+    """Copy an array to the device."""
     import cupy
 
     return cupy.asarray(x)
 
 
 def run_gpu(config: Config) -> list[Record]:
-    """Block-sparse calls in turn with the dense one, one record a length, block size and density."""
+    """Time block-sparse calls alternately with the dense call; return one record per length, block size and density."""
     if reason := why_no_gpu():
         sys.exit(f"the GPU part needs one: {reason}")
     records: list[Record] = []
@@ -233,22 +236,22 @@ def run_gpu(config: Config) -> list[Record]:
 
 
 def gpu_row(config: Config, seqlen: int, block: int, density: float, times: Mapping[str, Timing]) -> Record:
-    """Times and rates of one density, beside the dense ones."""
-    kept = num_kept(seqlen, block, density) / (seqlen // block) ** 2
+    """Return times and rates of one density, and those of the dense call."""
+    exact = num_kept(seqlen, block, density) / (seqlen // block) ** 2
     shape = {"seqlen": seqlen, "num_heads": config.gpu_num_heads, "head_dim": config.gpu_head_dim}
-    row: Record = {"part": "gpu", **shape, "dtype": config.gpu_dtype, "block": block, "density": kept}
+    row: Record = {"part": "gpu", **shape, "dtype": config.gpu_dtype, "block": block, "density": exact}
     for way in WAYS:
         timing, dense = times[f"{density} {way}"], times[f"dense {way}"].median_ms
         row |= {f"{way}_ms": timing.median_ms, f"{way}_spread_ms": timing.spread_ms, f"dense_{way}_ms": dense}
-        row |= {f"{way}_speedup": dense / timing.median_ms, f"{way}_over_density": timing.median_ms / dense / kept}
-        row |= {f"{way}_tflops": kept * flops(way, "full", batch=1, **shape) / timing.median_ms / 1e9}
+        row |= {f"{way}_speedup": dense / timing.median_ms, f"{way}_over_density": timing.median_ms / dense / exact}
+        row |= {f"{way}_tflops": exact * flops(way, "full", batch=1, **shape) / timing.median_ms / 1e9}
     return row
 
 
 def break_even(points: Sequence[tuple[float, float]]) -> float | None:
     """Return the density at which time reaches the dense time, from points (density, time) by density.
 
-    Between two points by a line; 1 where even the densest is faster than dense; None where none is.
+    Interpolated linearly between two points; 1 if even the densest is faster than dense; None if no point is.
     """
     if points[0][1] >= 1:
         return None
@@ -259,12 +262,12 @@ def break_even(points: Sequence[tuple[float, float]]) -> float | None:
 
 
 def run(config: Config) -> list[Record]:
-    """Recall first, then speed; or the GPU part alone."""
+    """Measure recall, then speed; or only the GPU part."""
     return run_gpu(config) if config.gpu else run_recall(config) + run_speed(config)
 
 
 def part(records: list[Record], name: str) -> list[Record]:
-    """The records of one part; of recall, those of the first block size."""
+    """Select the records of one part; for recall, those of the first block size."""
     rows = [row for row in records if row["part"] == name]
     return [row for row in rows if row["block"] == rows[0]["block"]] if name == "recall" else rows
 
@@ -287,45 +290,45 @@ def finding(records: list[Record]) -> str:
 
 
 def gpu_table(records: list[Record]) -> Table:
-    """Times, rates and break-even densities of the GPU part."""
-    made = Table(title="block-sparse on a GPU; x is speed-up over dense, TFLOP/s are of kept blocks")
+    """Tabulate times, rates and break-even densities of the GPU part."""
+    result = Table(title="block-sparse on a GPU; x is speed-up over dense, TFLOP/s are of kept blocks")
     measures = [f"{way} {name}" for way in WAYS for name in ("ms", "x", "TFLOP/s", "pays below")]
     for column in ("seqlen", "block", "density", *measures):
-        made.add_column(column, justify="right")
+        result.add_column(column, justify="right")
     for row in records:
         cells = [str(row["seqlen"]), str(row["block"]), f"{row['density']:.3f}"]
         for way in WAYS:
             cells += [f"{row[f'{way}_{name}']:.4g}" for name in ("ms", "speedup", "tflops")]
             cells.append(pays_below(row[f"{way}_break_even"], records[0]["density"]))
-        made.add_row(*cells)
-    return made
+        result.add_row(*cells)
+    return result
 
 
 def pays_below(density: float | None, smallest: float) -> str:
-    """A break-even density in words."""
+    """Describe a break-even density in words."""
     return f"< {smallest:.2g}" if density is None else "any" if density == 1 else f"{density:.2f}"
 
 
 def table(records: list[Record]) -> Group | Table:
-    """Recall by pattern and budget, speed by pattern and length, the finding; or the GPU part."""
+    """Tabulate recall by pattern and budget, speed by pattern and length, and the finding; or the GPU part."""
     if records[0]["part"] == "gpu":
         return gpu_table(records)
     recall, speed = part(records, "recall"), part(records, "speed")
     budgets = sorted({row["budget"] for row in recall})
-    kept = Table(title=f"recall, output error @ density; blocks of {recall[0]['block']}")
+    recall_table = Table(title=f"recall, output error @ density; blocks of {recall[0]['block']}")
     for column in ("pattern", *(f"at most {budget:g}" for budget in budgets)):
-        kept.add_column(column, justify="left" if column == "pattern" else "right")
+        recall_table.add_column(column, justify="left" if column == "pattern" else "right")
     for name in dict.fromkeys(row["pattern"] for row in recall):
         rows = {row["budget"]: row for row in recall if row["pattern"] == name}
         form = "{recall:.2f}, {output_error:.2f} @ {density:.2f}"
-        kept.add_row(name, *(form.format(**rows[budget]) if budget in rows else "" for budget in budgets))
+        recall_table.add_row(name, *(form.format(**rows[budget]) if budget in rows else "" for budget in budgets))
     timed = Table(title="time; x is speed-up over dense, ∝ is time over density times dense")
     for column in ("pattern", "seqlen", "block", "density", "forward ms", "x", "∝", "backward ms", "x", "∝"):
         timed.add_column(column, justify="left" if column == "pattern" else "right")
     for row in speed:
         numbers = [f"{row[f'{way}_{name}']:.2f}" for way in WAYS for name in ("ms", "speedup", "over_density")]
         timed.add_row(row["pattern"], str(row["seqlen"]), str(row["block"]), f"{row['density']:.3f}", *numbers)
-    return Group(kept, timed, f"Found: {finding(records)}")
+    return Group(recall_table, timed, f"Found: {finding(records)}")
 
 
 def gpu_plot(records: list[Record]) -> Figure:
@@ -345,7 +348,7 @@ def gpu_plot(records: list[Record]) -> Figure:
 
 
 def plot(records: list[Record]) -> Figure:
-    """Recall over density, and time over density; of the GPU part the latter."""
+    """Plot recall over density and time over density; for the GPU part only the latter."""
     if records[0]["part"] == "gpu":
         return gpu_plot(records)
     figure = Figure(figsize=(11, 4.5), layout="constrained")

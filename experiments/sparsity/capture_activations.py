@@ -106,7 +106,7 @@ class Encoder:
 
 
 def check(encoder: Encoder, tokenizer: Any) -> float:
-    """Smallest cosine similarity of related sentences minus the largest of unrelated ones: clearly positive."""
+    """Return the smallest cosine similarity of related sentences minus the largest of unrelated ones."""
     means = [encoder(np.array(tokenizer.encode(text).ids)).mean(0) for pair in SENTENCES for text in pair]
     unit = np.stack(means) / np.linalg.norm(means, axis=-1, keepdims=True)
     cosine = unit @ unit.T
@@ -116,7 +116,7 @@ def check(encoder: Encoder, tokenizer: Any) -> float:
 
 
 def capture(config: Config) -> dict[str, np.ndarray]:
-    """The archive's arrays: q, k, v (layers, heads, seqlen, head_dim) float16, layers, tokens, provenance (JSON)."""
+    """Return the archive's arrays: q, k, v (layers, heads, seqlen, head_dim) in float16, layers, tokens, provenance."""
     safetensors, tokenizers, package = need("safetensors.numpy"), need("tokenizers"), need(PACKAGE.replace("-", "_"))
     model = Path(package.get_model_path())
     tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))

@@ -68,7 +68,7 @@ class Config:
                 num_kept(seqlen, block, densities[0])
 
     @property
-    def here(self) -> tuple[tuple[int, ...], tuple[float, ...], int, int]:
+    def sizes(self) -> tuple[tuple[int, ...], tuple[float, ...], int, int]:
         """Lengths, densities, num_heads and head_dim of the part that runs."""
         if self.gpu:
             return self.gpu_seqlens, self.gpu_densities, self.gpu_num_heads, self.gpu_head_dim
@@ -76,8 +76,8 @@ class Config:
 
 
 def draw(config: Config, seqlen: int) -> list[Any]:
-    """q, k, v and dO [1, num_heads, seqlen, head_dim], on the device or on the host."""
-    _, _, num_heads, head_dim = config.here
+    """Draw q, k, v and dO, [1, num_heads, seqlen, head_dim], on the device or on the host."""
+    _, _, num_heads, head_dim = config.sizes
     if config.gpu:
         return simt_speed.draw(1, num_heads, seqlen, head_dim, dtype=np.float16)
     return [x[None] for x in cpu_speed.draw(num_heads, seqlen, head_dim)]
@@ -93,8 +93,8 @@ def calls_of(arrays: list[Any], mask: masks.Mask | None, is_checked: bool) -> di
 
 
 def timed(config: Config, arrays: list[Any], block: int) -> dict[str, Timing]:
-    """Times of dense and sparse passes by their names: "dense forward", "0.5 backward"."""
-    _, densities, num_heads, _ = config.here
+    """Time dense and sparse passes; their names are such as "dense forward" and "0.5 backward"."""
+    _, densities, num_heads, _ = config.sizes
     seqlen = arrays[0].shape[-2]
     calls = {f"dense {way}": call for way, call in calls_of(arrays, None, False).items()}
     for density in densities:
@@ -107,18 +107,18 @@ def timed(config: Config, arrays: list[Any], block: int) -> dict[str, Timing]:
 
 
 def run(config: Config) -> Iterator[Record]:
-    """A record a length, block size, pass and density."""
+    """Yield one record per length, block size, pass and density."""
     if config.gpu and (reason := why_no_gpu()):
         sys.exit(f"crossover --gpu times kernels on a GPU: {reason}")
-    seqlens, densities, num_heads, head_dim = config.here
+    seqlens, densities, num_heads, head_dim = config.sizes
     constants = gpu_versions() if config.gpu else {}
     for seqlen, block in track(list(itertools.product(seqlens, config.blocks)), "lengths and blocks"):
         arrays = draw(config, seqlen)
         times = timed(config, arrays, block)
         for way in WAYS:
             dense = times[f"dense {way}"].median_ms
-            kept = {density: num_kept(seqlen, block, density) / (seqlen // block) ** 2 for density in densities}
-            points = [(kept[density], times[f"{density} {way}"].median_ms / dense) for density in densities]
+            exact = {density: num_kept(seqlen, block, density) / (seqlen // block) ** 2 for density in densities}
+            points = [(exact[density], times[f"{density} {way}"].median_ms / dense) for density in densities]
             crossover = break_even(points)
             for density, (share, of_dense) in zip(densities, points):
                 timing = times[f"{density} {way}"]
@@ -131,16 +131,16 @@ def run(config: Config) -> Iterator[Record]:
 
 
 def series(records: list[Record]) -> dict[tuple[str, int, int], list[Record]]:
-    """The rows of each pass, length and block size."""
-    found: dict[tuple[str, int, int], list[Record]] = {}
+    """Group the rows by pass, length and block size."""
+    series_of: dict[tuple[str, int, int], list[Record]] = {}
     for row in records:
-        found.setdefault((row["pass"], row["seqlen"], row["block"]), []).append(row)
-    return found
+        series_of.setdefault((row["pass"], row["seqlen"], row["block"]), []).append(row)
+    return series_of
 
 
 def table(records: list[Record]) -> Group:
     """Time over dense time by density, and where it reaches 1."""
-    made = []
+    panels = []
     for seqlen in dict.fromkeys(row["seqlen"] for row in records):
         of_length = [row for row in records if row["seqlen"] == seqlen]
         densities = sorted({row["density"] for row in of_length})
@@ -152,8 +152,8 @@ def table(records: list[Record]) -> Group:
             cells = (ratios.get(density, "") for density in densities)
             wins = pays_below(rows[0]["crossover"], rows[0]["density"])
             shown.add_row(way, str(block), f"{rows[0]['dense_ms']:.4g}", *cells, wins)
-        made.append(shown)
-    return Group(*made)
+        panels.append(shown)
+    return Group(*panels)
 
 
 def plot(records: list[Record]) -> Any:

@@ -11,10 +11,10 @@ of all dashes, so that one end alone tells nothing: a model without a way betwee
 
 The model has two layers of attention with two heads, and of perceptrons (model.py), no positions, and reads its answer
 at the second end. In two steps `exact` attention, `bigbird` (a window, global and random blocks) and `strided` (a
-window and every so many blocks) connect any two tokens. `window` reaches two windows far; in `sink_local`, where all
+window and every few blocks) connect any two tokens. `window` reaches two windows far; in `sink_local`, where all
 see the first block too, that block itself sees a window, which ends before the first end. On a GPU, lengths double
-while a model is trained, from 64 on, with patterns of 16 blocks or more; a model goes on to the next length early, once
-the mean loss of its last 20 steps is below `gpu_learned_loss`. Each pattern is trained on `seeds`, and judged on
+while a model is trained, from 64 on, with patterns of 16 blocks or more; a model continues with the next length early,
+once the mean loss of its last 20 steps is below `gpu_learned_loss`. Each pattern is trained on `seeds`, and judged on
 sequences that it did not see, each with either colour of the first end: without a way to it, exactly half of the
 answers are right.
 
@@ -48,7 +48,7 @@ NAMES = ("exact", "bigbird", "strided", "window", "sink_local")
 COLOURS = 2
 BLANK, DASH, START, GOAL, VOCABULARY = 0, 1, 1 + COLOURS, 1 + 2 * COLOURS, 1 + 3 * COLOURS
 LAYERS, HEADS, WIDTH, DASHES = 2, 2, 32, 16
-RECENT = 20  # the steps whose mean loss is told, and that says whether a model has learned
+RECENT = 20  # steps over which the reported loss is averaged; it decides whether a model has learned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Config:
 
 
 def sequences(seqlen: int, count: int, seed: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens [count, seqlen], the places of the second ends, and whether both ends are of one path."""
+    """Draw tokens [count, seqlen], the positions of the second ends, and whether both ends belong to one path."""
     rng = np.random.default_rng(seed)
     tokens = np.full((count, seqlen), BLANK)
     places, dashes = (rng.integers(0, bound, (count, DASHES)) for bound in (seqlen, COLOURS))
@@ -123,7 +123,7 @@ def recoloured(
 
 
 def mask_of(name: str, seqlen: int, block: int) -> masks.Mask | None:
-    """A pattern; windows are of two blocks on either side, or one where these would be an eighth of the length."""
+    """Return the mask of a pattern; windows reach two blocks to either side, or one if two are 1/8 of the length."""
     grid = seqlen // block
     side = 1 if grid < 32 else 2
     return {
@@ -141,7 +141,7 @@ def mask_of(name: str, seqlen: int, block: int) -> masks.Mask | None:
 def answers(
     weights: model.Parameters, drawn: tuple[np.ndarray, ...], config: model.Config, attend: model.Attend
 ) -> tuple[Any, Any]:
-    """Logits of "no" and "yes" at the second ends, [batch, 2], and what gives all gradients from theirs."""
+    """Compute the logits of "no" and "yes" at the second ends, [batch, 2], and the pullback to all gradients."""
     xp = model.xp_of(weights["logits"])
     tokens, goals = (xp.asarray(x) for x in drawn[:2])
     logits, gradients_of = model.forward(weights, tokens, config, attend=attend)
@@ -158,18 +158,18 @@ def answers(
 def step(
     weights: model.Parameters, drawn: tuple[np.ndarray, ...], config: model.Config, attend: model.Attend
 ) -> tuple[float, model.Parameters]:
-    """Cross-entropy of the answers, and its gradients."""
-    found, pull = answers(weights, drawn, config, attend)
-    xp = model.xp_of(found)
+    """Return the cross-entropy of the answers, and its gradients."""
+    logits, pull = answers(weights, drawn, config, attend)
+    xp = model.xp_of(logits)
     wanted = xp.asarray(drawn[2])[:, None] == xp.arange(2)
-    shifted = found - found.max(axis=-1, keepdims=True)
+    shifted = logits - logits.max(axis=-1, keepdims=True)
     logs = shifted - xp.log(xp.exp(shifted).sum(axis=-1, keepdims=True))
-    loss = -(logs * wanted).sum() / len(found)
-    return float(loss), pull(((xp.exp(logs) - wanted) / len(found)).astype(found.dtype))
+    loss = -(logs * wanted).sum() / len(logits)
+    return float(loss), pull(((xp.exp(logs) - wanted) / len(logits)).astype(logits.dtype))
 
 
 def stages(config: Config) -> list[tuple[int, int, int]]:
-    """Length, block and most steps of each stage of a training, the shortest first.
+    """Return length, block size and maximum number of steps of each training stage, the shortest first.
 
     On a GPU lengths double from 64 up to the longest, with 16 blocks or more each.
     """
@@ -182,34 +182,34 @@ def stages(config: Config) -> list[tuple[int, int, int]]:
 
 
 def attention_of(config: Config, name: str, seqlen: int, block: int) -> tuple[model.Attend, float]:
-    """Attention of a pattern, and its density."""
+    """Return the attention function of a pattern, and its density."""
     index = index_of(name, seqlen, block)
     attend = partial(cuflash.attention_vjp, mask=index, precision="tf32" if config.gpu else "ieee")
     return attend, 1.0 if index is None else index.report().density
 
 
 def index_of(name: str, seqlen: int, block: int) -> cuflash.BlockIndex | None:
-    """The blocks of a pattern; none of exact attention."""
+    """Return the blocks of a pattern; None for exact attention."""
     mask = mask_of(name, seqlen, block)
     return None if mask is None else cuflash.BlockIndex.from_mask(mask, seqlen, seqlen, block)
 
 
 def specs_of(config: Config, device: cuflash.DeviceSpec) -> set[Any]:
-    """The kernels of all stages and patterns on a GPU."""
-    found = set()
+    """Return the kernels of all stages and patterns on a GPU."""
+    specs = set()
     for name, (length, block, _) in itertools.product(config.gpu_names, stages(config)):
         x = cuflash.ShapeDtype((config.gpu_tokens // length, HEADS, length, WIDTH // HEADS), np.dtype(np.float32))
         index = index_of(name, length, block)
         ready = cuflash.plan(x, x, x, mask=index, precision="tf32", device=device, executor="gpu")
-        found |= set(ready.plan.specs.values())
-    return found
+        specs |= set(ready.plan.specs.values())
+    return specs
 
 
 def accuracy(
     weights: model.Parameters, seqlen: int, *, tests: int, batch: int, seed: int, config: model.Config,
     attend: model.Attend,
 ) -> float:  # fmt: skip
-    """The share of right answers on sequences that no step saw.
+    """Return the share of right answers on sequences that no step has seen.
 
     Each comes twice, with either colour of the first end: a model that does not see this end is right in exactly half.
     """
@@ -217,23 +217,23 @@ def accuracy(
     for part, first in enumerate(range(0, tests, batch)):
         drawn = sequences(seqlen, min(batch, tests - first), (seed, 1, part))
         for tokens, goals, labels in (drawn, recoloured(*drawn)):
-            found, _ = answers(weights, (tokens, goals), config, attend)
-            right += int((found.argmax(axis=-1) == xp.asarray(labels)).sum())
+            logits, _ = answers(weights, (tokens, goals), config, attend)
+            right += int((logits.argmax(axis=-1) == xp.asarray(labels)).sum())
     return right / (2 * tests)
 
 
 def learned(config: Config, name: str, seed: int, xp: Any) -> Iterator[Record]:
-    """Train on one pattern through all stages, and judge at each length that is asked for."""
-    asked = config.gpu_seqlens if config.gpu else config.seqlens
+    """Train on one pattern through all stages, and judge at each requested length."""
+    lengths = config.gpu_seqlens if config.gpu else config.seqlens
     tests = config.gpu_tests if config.gpu else config.tests
     shape = model.Config(
-        vocabulary=VOCABULARY, context=max(asked), num_layers=LAYERS, num_heads=HEADS, num_kv_heads=HEADS,
+        vocabulary=VOCABULARY, context=max(lengths), num_layers=LAYERS, num_heads=HEADS, num_kv_heads=HEADS,
         head_dim=WIDTH // HEADS, width=WIDTH,
     )  # fmt: skip
-    made = model.parameters(shape, seed)
-    positions = xp.zeros_like(xp.asarray(made.pop("positions")))  # which stay 0
-    flat = xp.asarray(np.concatenate([x.ravel() for x in made.values()]))
-    weights = model.views(flat, {x: array.shape for x, array in made.items()}) | {"positions": positions}
+    initial = model.parameters(shape, seed)
+    positions = xp.zeros_like(xp.asarray(initial.pop("positions")))  # which stay 0
+    flat = xp.asarray(np.concatenate([x.ravel() for x in initial.values()]))
+    weights = model.views(flat, {x: array.shape for x, array in initial.items()}) | {"positions": positions}
     means, squares = xp.zeros_like(flat), xp.zeros_like(flat)
     losses, seconds, rate = list[float](), 0.0, config.gpu_rate if config.gpu else config.rate
     for length, block, steps in stages(config):
@@ -242,14 +242,14 @@ def learned(config: Config, name: str, seed: int, xp: Any) -> Iterator[Record]:
         for _ in range(steps):
             number = len(losses) + 1
             loss, gradients = step(weights, sequences(length, batch, (seed, 0, number)), shape, attend)
-            gradient = xp.concatenate([gradients[x].ravel() for x in made])
+            gradient = xp.concatenate([gradients[x].ravel() for x in initial])
             parts = ({"": x} for x in (flat, means, squares, gradient))
             model.adam(*parts, number, rate * min(1, number / 20))
             losses.append(loss)
             if config.gpu and len(losses) >= RECENT and np.mean(losses[-RECENT:]) < config.gpu_learned_loss:
                 break
         seconds += time.perf_counter() - start
-        if length in asked:
+        if length in lengths:
             yield {
                 "seqlen": length, "pattern": name, "seed": seed, "density": density, "batch": batch,
                 "steps": len(losses), "loss": float(np.mean(losses[-RECENT:])), "tests": 2 * tests,
@@ -261,7 +261,7 @@ def learned(config: Config, name: str, seed: int, xp: Any) -> Iterator[Record]:
 
 
 def run(config: Config) -> Iterator[Record]:
-    """A row a length, pattern and seed."""
+    """Yield one row per length, pattern and seed."""
     xp: Any = np
     if config.gpu:
         if reason := why_no_gpu():
@@ -278,22 +278,22 @@ def run(config: Config) -> Iterator[Record]:
 
 
 def table(records: list[Record]) -> Table:
-    """The accuracy of every seed, a line a length and pattern."""
-    made = Table(title="share of right answers; guessing has 0.5")
+    """Tabulate the accuracy of every seed, one line per length and pattern."""
+    result = Table(title="share of right answers; guessing has 0.5")
     seeds = sorted({row["seed"] for row in records})
     for column in ("tokens", "pattern", "density", *(f"seed {seed}" for seed in seeds), "seconds of a seed"):
-        made.add_column(column, justify="left" if column == "pattern" else "right")
+        result.add_column(column, justify="left" if column == "pattern" else "right")
     for seqlen, name in dict.fromkeys((row["seqlen"], row["pattern"]) for row in records):
         rows = [row for row in records if (row["seqlen"], row["pattern"]) == (seqlen, name)]
         shares = {row["seed"]: f"{row['accuracy']:.3f}" for row in rows}
         cells = (shares.get(seed, "") for seed in seeds)
         seconds = np.median([row["seconds"] for row in rows])
-        made.add_row(str(seqlen), name, f"{rows[0]['density']:.3f}", *cells, f"{seconds:.1f}")
-    return made
+        result.add_row(str(seqlen), name, f"{rows[0]['density']:.3f}", *cells, f"{seconds:.1f}")
+    return result
 
 
 def plot(records: list[Record]) -> Any:
-    """A dot a seed; a column a length."""
+    """Plot one dot per seed and one column per length."""
     seqlens = list(dict.fromkeys(row["seqlen"] for row in records))
     figure, axes = plt.subplots(1, len(seqlens), figsize=(4.5 * len(seqlens), 3.2), sharey=True, squeeze=False)
     for ax, seqlen in zip(axes[0], seqlens):

@@ -3,7 +3,7 @@
     python -m experiments pattern_zoo              # seconds
     python -m experiments pattern_zoo --block 16
 
-Every function of `cuflash.patterns`, and the closed masks beside them, on 512 tokens of English (MiniLM, layer 2, 12
+Every function of `cuflash.patterns`, and the closed masks, on 512 tokens of English (MiniLM, layer 2, 12
 heads). `kept` is the share of elements that the pattern allows, `mass` the mean softmax mass on them, exact by
 `study.recall`, and `output error` the relative change of the output. A pattern keeps its share of elements as mass
 where attention is uniform: below 1, `mass / kept` tells that it looks where the encoder does not.
@@ -42,7 +42,7 @@ class Config:
 
 
 def zoo(block: int) -> dict[str, masks.Mask]:
-    """Patterns by the text that makes them."""
+    """Return patterns by the expressions that create them."""
     return {
         "Causal()": masks.Causal(),
         f"SlidingWindow({block}, {block})": masks.SlidingWindow(block, block),
@@ -63,26 +63,26 @@ def run(config: Config) -> Iterator[Record]:
     q, k, v = (x[LAYER] for x in activations())
     for name, mask in track(list(zoo(config.block).items()), "patterns"):
         allowed = mask.toarray(SEQLEN, num_heads=NUM_HEADS)
-        found = cuflash.study.recall(q, k, v, mask=mask)
-        kept = float(np.mean(allowed))
+        recalled = cuflash.study.recall(q, k, v, mask=mask)
+        density = float(np.mean(allowed))
         yield {
-            "pattern": name, "block": config.block, "kept": kept, "mass": float(found.mass.mean()),
-            "output_error": float(np.mean(found.output_error)),
+            "pattern": name, "block": config.block, "kept": density, "mass": float(recalled.mass.mean()),
+            "output_error": float(np.mean(recalled.output_error)),
         }  # fmt: skip
 
 
 def table(records: list[Record]) -> Table:
-    made = Table(title="softmax mass that patterns keep")
+    result = Table(title="softmax mass that patterns keep")
     for column in ("pattern", "kept", "mass", "mass / kept", "output error"):
-        made.add_column(column, justify="left" if column == "pattern" else "right")
+        result.add_column(column, justify="left" if column == "pattern" else "right")
     for row in sorted(records, key=lambda row: -row["mass"]):
         ratio = f"{row['mass'] / row['kept']:.2f}"
-        made.add_row(row["pattern"], f"{row['kept']:.3f}", f"{row['mass']:.3f}", ratio, f"{row['output_error']:.3f}")
-    return made
+        result.add_row(row["pattern"], f"{row['kept']:.3f}", f"{row['mass']:.3f}", ratio, f"{row['output_error']:.3f}")
+    return result
 
 
 def plot(records: list[Record]) -> Any:
-    """The first head of each pattern, with what it keeps."""
+    """Plot the first head of each pattern, and the mass that it keeps."""
     pictures = zoo(records[0]["block"])
     figure, axes = plt.subplots(3, 4, figsize=(10, 8))
     for ax in axes.flat:

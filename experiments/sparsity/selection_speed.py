@@ -1,12 +1,12 @@
-"""What do block masses and selections of blocks cost on a GPU, beside dense attention and with what follows?
+"""What do block masses and selections of blocks cost on a GPU, compared with attention, dense and to the selection?
 
     python -m experiments selection_speed --publish                    # 4 heads of 128, 16384 and 65536 tokens, float16
     python -m experiments selection_speed --seqlens 16384              # a part of it
 
 Every row is a call on the device, in turn with the dense call of its length: `block_mass` in blocks of 128, with lse of
-an earlier call and without; a selection of so many blocks of 128 that at most a quarter of those of the dense call are
-kept; and the selection with the attention to what it chose. A selection is made anew in each call. Calls are timed
-between events of the stream. `us` is how long a warm call keeps the host. Random q and k do not change the time:
+an earlier call and without; a selection of 128-token blocks such that at most a quarter of those of the dense call are
+kept; and the selection with the attention to what it chose. A selection is repeated in each call. Calls are timed
+between events of the stream. `us` is the host time of a warm call. Random q and k do not change the time:
 equally many blocks are kept in each row, whatever q and k are.
 
 Expect: a mass of blocks costs half of the products of attention, so half of its time or a little more; means cost next
@@ -46,7 +46,7 @@ SELECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Every length, full and causal, is a dense call and the calls beside it."""
+    """Every length, full and causal, has a dense call and the selections."""
 
     seqlens: tuple[int, ...] = (16384, 65536)
     num_heads: int = 4
@@ -63,7 +63,7 @@ class Config:
 
 
 def calls_of(q: Any, k: Any, v: Any, causal: bool, share: int) -> tuple[dict[str, Callable[[], Any]], dict[str, float]]:
-    """The calls by name, and the share of the dense call's blocks that a selection keeps."""
+    """Return the calls by name, and the fraction of the dense call's blocks that a selection keeps."""
     num_blocks = q.shape[-2] // BLOCK
     every = num_blocks * (num_blocks + 1) // 2 if causal else num_blocks**2
     top_k = max(1, num_blocks // share // (2 if causal else 1))
@@ -75,10 +75,10 @@ def calls_of(q: Any, k: Any, v: Any, causal: bool, share: int) -> tuple[dict[str
     }
     densities = {}
     for name, (selector, options) in SELECTIONS.items():
-        given = {"block": BLOCK, "budget": Budget(top_k=top_k), "causal": causal, **options}
+        arguments = {"block": BLOCK, "budget": Budget(top_k=top_k), "causal": causal, **options}
 
-        def select(selector: str = selector, given: dict[str, Any] = given) -> Any:
-            return getattr(selectors, selector)(q, k, **given)
+        def select(selector: str = selector, arguments: dict[str, Any] = arguments) -> Any:
+            return getattr(selectors, selector)(q, k, **arguments)
 
         calls[name] = select
         calls[f"{name}, and attention"] = lambda select=select: cuflash.attention(q, k, v, mask=select())
@@ -87,7 +87,7 @@ def calls_of(q: Any, k: Any, v: Any, causal: bool, share: int) -> tuple[dict[str
 
 
 def host_us(call: Callable[[], Any], count: int) -> float:
-    """The median of how long a call keeps the host; the device is waited for between calls."""
+    """Return the median host time of a call in microseconds; the device is synchronized between calls."""
     import cupy
 
     spent = []
@@ -101,7 +101,7 @@ def host_us(call: Callable[[], Any], count: int) -> float:
 
 
 def run(config: Config) -> Iterator[Record]:
-    """A record a call."""
+    """Yield one record per call."""
     if reason := why_no_gpu():
         sys.exit(f"selection_speed times kernels on a GPU: {reason}")
     for seqlen, causal in track(list(itertools.product(config.seqlens, (False, True))), "lengths"):
@@ -121,13 +121,13 @@ def run(config: Config) -> Iterator[Record]:
 
 def table(records: list[Record]) -> Table:
     """Time and share of the dense call's time, by length."""
-    made = Table(title="ms, and time / dense time")
+    result = Table(title="ms, and time / dense time")
     for column in ("tokens", "causal", "call", "density", "ms", "of dense", "host us"):
-        made.add_column(column, justify="left" if column == "call" else "right")
+        result.add_column(column, justify="left" if column == "call" else "right")
     for row in records:
         cells = (f"{row['density']:.2f}", f"{row['ms']:.3g}", f"{row['of_dense']:.3f}", f"{row['us']:.0f}")
-        made.add_row(str(row["seqlen"]), str(row["causal"]), row["call"], *cells)
-    return made
+        result.add_row(str(row["seqlen"]), str(row["causal"]), row["call"], *cells)
+    return result
 
 
 # Columns that distinguish the rows of the result.

@@ -9,15 +9,15 @@ Data: activations of four heads of layer 2 of a sentence encoder, bidirectional,
 language model of source text, causal (`language`; data/README.md has both); and heads of known structure, causal:
 `clusters`, whose queries and keys belong to one of eight topics that change every 32 tokens;
 `columns`, where all queries attend a few keys; `slashes`, where each attends the keys at a few distances. All hold
-noise beside.
+noise in addition.
 Every selector keeps as many blocks in each row, those on the diagonal among them if the data is causal; of
 `vertical_slash`, which keeps columns and diagonals, as many of both, a power of two, as cross no more blocks over all
 than the budget has, and one of both at least. Recall is exact, the mean over queries; error is |o_sparse - o_dense|
 over |o_dense|, and gradient_error the same of dq, dk and dv together, for a normal gradient of o. Times are medians of
 calls made in turn: both_ms of a selection and attention to what it chose, select_ms of the selection, attention_ms of
 a call with an index made before. On a GPU the heads of known structure are 16 heads of 16384 tokens, in blocks of 64.
-`quest`, which is for decoding, chooses pages of 16 keys for each of the last 32 queries, beside the selectors that have
-no structure in mind.
+`quest`, which is for decoding, chooses pages of 16 keys for each of the last 32 queries, next to the selectors that
+have no structure in mind.
 Data of one's own are an .npz file of q, k and v, [..., heads, tokens, dim], causal with --causal. A selector of one's
 own is MODULE:NAME of a function `(q, k, *, block, budget, causal, forced)` that returns an index, as those of
 `cuflash.selectors` are.
@@ -30,7 +30,7 @@ blocks hold all but 0.2 % of their mass, by `local` as by the oracle, and random
 all three find. On columns antidiagonals keep 69 % and means 66 % of what the oracle finds in 78 %. Antidiagonals of
 sharp slashes keep 48 %, less than random blocks with 66 %: a sum over eight distances of which one counts. Columns and
 diagonals in equal numbers, by powers of two, keep less than random blocks on columns (42 % and 57 %), and the most, 91
-%, on slashes but for the oracle. The times are of a busy machine with one thread.
+%, on slashes except for the oracle. The times are of a busy machine with one thread.
 
 Cost: A minute on two cores; --gpu half a minute of a GPU.
 """
@@ -104,7 +104,7 @@ class Config:
         return tuple(name for name in self.names if ":" in name)
 
     def sizes(self, data: str) -> tuple[int, int, tuple[int, ...], int]:
-        """Tokens, block, budgets, and the number of heads of known structure."""
+        """Return tokens, block size, budgets, and the number of heads with known structure."""
         if self.gpu and data not in CAPTURED and not is_file(data):
             return self.gpu_seqlen, self.gpu_block, self.gpu_top_ks, self.gpu_num_heads
         return self.seqlen, self.block, self.top_ks, 4
@@ -115,7 +115,7 @@ def is_file(data: str) -> bool:
 
 
 def of_file(path: Path, causal: bool) -> Heads:
-    """Heads of one's own, those of all batch entries in a row."""
+    """Load heads from a file, those of all batch entries concatenated."""
     q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in load_heads(path))
     return q, k, v, causal
 
@@ -130,7 +130,7 @@ def language(seqlen: int, num_heads: int) -> Heads:
 
 
 def _noise(seqlen: int, num_heads: int) -> list[np.ndarray]:
-    """q, k and v of heads of 32 columns."""
+    """Draw q, k and v of heads with head_dim 32."""
     return list(np.random.default_rng(0).standard_normal((3, num_heads, seqlen, 32), dtype=np.float32))
 
 
@@ -150,7 +150,7 @@ def columns(seqlen: int, num_heads: int) -> Heads:
 
 
 def slashes(seqlen: int, num_heads: int) -> Heads:
-    """Rotations by position, whose products depend on the distance alone and peak at three of them."""
+    """Return heads with rotary positions, whose scores depend only on the distance and peak at three distances."""
     q, k, v = _noise(seqlen, num_heads)
     frequencies = 2 * np.pi * np.random.default_rng(1).integers(1, seqlen // 2, 16) / seqlen
     angles = np.arange(seqlen)[:, None] * frequencies
@@ -164,7 +164,7 @@ DATA: dict[str, Callable[[int, int], Heads]] = {each.__name__: each for each in 
 
 
 def selection(name: str, heads: Heads, block: int | tuple[int, int], top_k: int) -> Callable[[], Any]:
-    """A function that makes the index of a selector."""
+    """Return a function that creates the index of a selector."""
     q, k, _, causal = heads
     options: dict[str, Any] = {"block": block, "causal": causal, "forced": Forced(diagonal=bool(causal))}
     if name == "quest":
@@ -186,22 +186,22 @@ def _lines(count: int) -> dict[str, Budget]:
 
 
 def gradients(heads: Heads, index: Any = None) -> list[Any]:
-    """dq, dk and dv of dense attention, or of attention to an index."""
+    """Compute dq, dk and dv of dense attention, or of attention with an index."""
     q, k, v, causal = heads
     do = np.random.default_rng(2).standard_normal(q.shape, dtype=np.float32).astype(q.dtype)
     _, vjp = cuflash.attention_vjp(q, k, v, mask=index, causal=index is None and causal)
     return list(vjp(do if isinstance(q, np.ndarray) else sent(do)))
 
 
-def distance(found: list[Any], right: list[Any]) -> float:
-    """The norm of the difference of arrays over that of the right ones."""
-    wide = [(x.astype(np.float32), y.astype(np.float32)) for x, y in zip(found, right, strict=True)]
+def distance(actual: list[Any], right: list[Any]) -> float:
+    """Return the norm of the difference relative to the norm of the right arrays."""
+    wide = [(x.astype(np.float32), y.astype(np.float32)) for x, y in zip(actual, right, strict=True)]
     apart = sum(float(((x - y) ** 2).sum()) for x, y in wide)
     return (apart / sum(float((y * y).sum()) for _, y in wide)) ** 0.5
 
 
 def timed(config: Config, heads: Heads, select: Callable[[], Any], index: Any) -> dict[str, float]:
-    """Milliseconds of each call."""
+    """Return the milliseconds of each call."""
     q, k, v, causal = heads
     calls: dict[str, Callable[[], object]] = {
         "select": select,
@@ -217,7 +217,7 @@ def timed(config: Config, heads: Heads, select: Callable[[], Any], index: Any) -
 
 
 def run(config: Config) -> Iterator[Record]:
-    """A row a selector and budget, by data: blocks of all queries first, then pages of the last ones."""
+    """Yield one row per selector and budget, by data: blocks of all queries first, then pages for the last ones."""
     if config.gpu and (reason := why_no_gpu()):
         sys.exit(f"selector_shootout --gpu times kernels on a GPU: {reason}")
     constants = machine() | (gpu_versions() if config.gpu else {})
@@ -241,26 +241,26 @@ def rows(
     config: Config, data: str, names: tuple[str, ...], heads: Heads, block: Any, top_ks: Sequence[int],
     constants: Record,
 ) -> Iterator[Record]:  # fmt: skip
-    """A row a selector and budget, of some heads."""
+    """Yield one row per selector and budget, for one set of heads."""
     q, k, v, causal = heads
     right = gradients(heads)
     for name, top_k in itertools.product((name for name in names if name in config.names), top_ks):
         select = selection(name, heads, block, top_k)
         index = select()
-        kept = cuflash.study.recall(q, k, v, mask=index, causal=causal)
+        recalled = cuflash.study.recall(q, k, v, mask=index, causal=causal)
         grid = index.num_q_blocks * index.num_kv_blocks * index.num_heads
         yield {
             "data": data, "selector": name, "top_k": top_k, "block": f"1 x {PAGE}" if names == OF_PAGES else block,
             "seqlen": k.shape[-2], "num_heads": len(q), "dtype": q.dtype.name, "density": index.num_entries / grid,
-            "recall": float(kept.mass.mean()), "error": float(kept.output_error),
+            "recall": float(recalled.mass.mean()), "error": float(recalled.output_error),
             "gradient_error": distance(gradients(heads, index), right),
             **timed(config, heads, select, index), **constants,
         }  # fmt: skip
 
 
 def table(records: list[Record]) -> Group:
-    """A table for each data and size of blocks: recall and errors by budget, and times of the largest budget."""
-    made = []
+    """Tabulate, per data and block size, recall and errors by budget, and the times of the largest budget."""
+    panels = []
     for data, block in dict.fromkeys((row["data"], row["block"]) for row in records):
         of_data = [row for row in records if (row["data"], row["block"]) == (data, block)]
         budgets = sorted({row["top_k"] for row in of_data})
@@ -272,12 +272,12 @@ def table(records: list[Record]) -> Group:
             rows = sorted((row for row in of_data if row["selector"] == name), key=lambda row: row["top_k"])
             cells = (f"{row['recall']:.2f} ({row['error']:.2f}, {row['gradient_error']:.2f})" for row in rows)
             shown.add_row(name, *cells, *(f"{rows[-1][f'{call}_ms']:.3g}" for call in CALLS))
-        made.append(shown)
-    return Group(*made)
+        panels.append(shown)
+    return Group(*panels)
 
 
 def plot(records: list[Record]) -> Any:
-    """Recall over the share of blocks, and the time of selection and attention over that of dense, by data."""
+    """Plot recall over the share of blocks, and the time of selection and attention relative to dense, by data."""
     blocks = [row for row in records if "x" not in str(row["block"])]
     names = list(dict.fromkeys(row["data"] for row in blocks))
     figure, axes = plt.subplots(2, len(names), figsize=(2 * len(names), 3.8), sharex="col", squeeze=False)

@@ -55,26 +55,26 @@ class Config:
 
 
 def run(config: Config) -> Iterator[Record]:
-    """A row for each block size, pattern and density."""
+    """Yield one row per block size, pattern and density."""
     arrays = list(activations()) if config.archive == CAPTURED else load_heads(Path(config.archive))
     own = {name: loaded(name) for name in config.patterns if is_own(name)}
     survey = Survey(*arrays, causal=config.causal, scale=config.scale or None, own=own)
     rows = survey.measurements(list(config.blocks), list(config.patterns), sorted(config.densities))
     fits = False
     for row in rows:
-        told: dict[str, Any] = {"recall": None, "lowest_head": None, "output_error": None}
+        result: dict[str, Any] = {"recall": None, "lowest_head": None, "output_error": None}
         if isinstance(row, Measurement):
-            told, fits = row._asdict(), True
+            result, fits = row._asdict(), True
         else:
-            told |= row._asdict() | {"density": survey.least_density(row.block, row.pattern)}
-        yield {"archive": config.archive, "read_as": read_as(arrays), "causal": config.causal} | told
+            result |= row._asdict() | {"density": survey.least_density(row.block, row.pattern)}
+        yield {"archive": config.archive, "read_as": read_as(arrays), "causal": config.causal} | result
     if not fits and arrays[0].shape[-2] <= min(config.blocks):
         reason = f"{config.archive} was read as {read_as(arrays)}: swap axes, or nothing fits"
         raise UnsupportedProblem([f"{reason} (blocks have {min(config.blocks)} tokens or more)"])
 
 
 def table(records: list[Record]) -> Table:
-    """Recall and density, a row for each pattern and block size."""
+    """Tabulate recall and density, one row per pattern and block size."""
     limits = sorted({row["at_most"] for row in records})
     shown = Table(title=f"{records[0]['archive']}, {records[0]['read_as']}: softmax mass kept (density)")
     for column in ("pattern", "block", *(f"at most {limit:g}" for limit in limits)):

@@ -105,43 +105,43 @@ def cases(config: Config) -> list[Case]:
 
 
 def serve() -> None:
-    """Answer a line of standard input with a line: a case is made ready, or, for a number, so many calls are timed."""
+    """Answer each line of standard input with a line: prepare a case or, for a number n, time n calls."""
     call: Any = None
     for line in sys.stdin:
-        asked = json.loads(line)
-        if isinstance(asked, int):
-            answer: Any = time_on_device({"call": call}, repeats=asked, warmup=1)["call"].median_ms
+        request = json.loads(line)
+        if isinstance(request, int):
+            answer: Any = time_on_device({"call": call}, repeats=request, warmup=1)["call"].median_ms
         else:
             call = None  # its arrays go before others come
-            call, answer = ready(Case(**asked["case"]), Path(asked["results"]))
+            call, answer = ready(Case(**request["case"]), Path(request["results"]))
         print(json.dumps(answer), flush=True)
 
 
 @functools.cache
 def drawn(size: int) -> list[Any]:
-    """q, k, v and do of so many elements, which cases of a run share."""
+    """Draw q, k, v and do of this many elements; the cases of a run share them."""
     return draw(size, dtype=np.dtype(ml_dtypes.bfloat16))
 
 
 def ready(case: Case, results: Path) -> tuple[Any, list[str]]:
-    """A call, and the kernels that it launches; its results for the first head and the last are written to a file."""
+    """Return a call and the kernels that it launches. Results of the first and the last head are written to a file."""
     import cupy
 
     cupy.get_default_memory_pool().free_all_blocks()
     shape = (case.batch, case.heads, case.seqlen, case.head_dim)
     q, k, v, do = (x.reshape(shape) for x in drawn(int(np.prod(shape))))
     options: dict[str, Any] = {"mask": case.mask_of(), "kernel": case.kernel, "deterministic": case.deterministic}
-    made = cuflash.plan(q, k, v, **options)
-    made.compile()
-    o, lse = made.forward(q, k, v)
+    plan = cuflash.plan(q, k, v, **options)
+    plan.compile()
+    o, lse = plan.forward(q, k, v)
 
     def call() -> Any:
-        return made.forward(q, k, v) if case.way == "forward" else made.backward(do, q, k, v, o, lse)
+        return plan.forward(q, k, v) if case.way == "forward" else plan.backward(do, q, k, v, o, lse)
 
     names = ("o", "lse") if case.way == "forward" else ("dq", "dk", "dv")
-    found = {name: [on_host(x[place]) for place in ((0, 0), (-1, -1))] for name, x in zip(names, call(), strict=True)}
-    np.savez(results, **{name: np.asarray(x, np.float32) for name, x in found.items()})
-    return call, [spec.name for spec in made.plan.specs.values()]
+    corners = {name: [on_host(x[place]) for place in ((0, 0), (-1, -1))] for name, x in zip(names, call(), strict=True)}
+    np.savez(results, **{name: np.asarray(x, np.float32) for name, x in corners.items()})
+    return call, [spec.name for spec in plan.plan.specs.values()]
 
 
 # Both
@@ -168,7 +168,7 @@ class Version:
         return json.loads(line)
 
     def end(self) -> None:
-        """The process ends, and what it may still say is dropped."""
+        """End the process and drop its remaining output."""
         self._process.terminate()
         with suppress(BrokenPipeError):
             self._process.communicate()
@@ -193,13 +193,13 @@ def compare(case: Case, config: Config, versions: dict[str, Version], folder: Pa
 
 
 def difference(folder: Path) -> float:
-    """The largest difference of two versions' results, of each over its largest element."""
+    """Return the largest difference between the results of two versions, relative to the largest element."""
     with np.load(folder / "before.npz") as before, np.load(folder / "after.npz") as after:
         return max(float(np.abs(after[x] - before[x]).max() / np.abs(before[x]).max()) for x in before.files)
 
 
 def run(config: Config) -> Iterator[Record]:
-    """A record a case."""
+    """Yield one record per case."""
     reason = why_no_gpu()
     if reason:
         sys.exit(f"before_after compares versions on a GPU: {reason}")
@@ -218,7 +218,7 @@ def run(config: Config) -> Iterator[Record]:
 
 
 def table(records: list[Record]) -> Table:
-    """A line a case."""
+    """Tabulate one line per case."""
     titles = ("before ms", "after ms", "before / after", "difference", "kernels")
     shown = Table("pass", "head_dim", "mask", "seqlen", *titles)
     for row in records:

@@ -1,4 +1,4 @@
-"""What does a chunk of a prompt cost that attends to a KV cache, in pages and without, beside contiguous arrays?
+"""What does a prefill chunk on a KV cache cost, paged or not, compared with contiguous arrays?
 
     python -m experiments chunked_prefill                        # all cases; rows of packed.csv
     python -m experiments chunked_prefill --cases chunks         # one of them
@@ -81,8 +81,8 @@ class Tokens:
         import cupy
 
         def normal(heads: int, rows: int) -> Any:
-            made = cupy.random.standard_normal((heads, rows, HEAD_DIM), dtype=np.float32)
-            return made.astype(ml_dtypes.bfloat16)
+            sample = cupy.random.standard_normal((heads, rows, HEAD_DIM), dtype=np.float32)
+            return sample.astype(ml_dtypes.bfloat16)
 
         self.case = case
         self.q = normal(HEADS, sum(case.news))
@@ -90,24 +90,24 @@ class Tokens:
         self.q_offsets, self.kv_offsets = (np.cumsum([0, *each]) for each in (case.news, case.lengths))
 
     def padded(self, packed: Any, offsets: np.ndarray) -> Any:
-        """Packed rows as [sequences, heads, the most of one, HEAD_DIM]."""
+        """Pad packed rows to [sequences, heads, longest sequence, HEAD_DIM]."""
         import cupy
 
         lengths = np.diff(offsets)
-        made = cupy.zeros((len(lengths), packed.shape[0], lengths.max(), HEAD_DIM), packed.dtype)
+        result = cupy.zeros((len(lengths), packed.shape[0], lengths.max(), HEAD_DIM), packed.dtype)
         for number, (start, stop) in enumerate(zip(offsets, offsets[1:])):
-            made[number, :, : stop - start] = packed[:, start:stop]
-        return made
+            result[number, :, : stop - start] = packed[:, start:stop]
+        return result
 
     def packed(self, padded: Any) -> Any:
-        """The other way, for the new tokens."""
+        """Pack padded rows of the new tokens."""
         import cupy
 
         return cupy.concatenate([rows[:, :new] for rows, new in zip(padded, self.case.news)], axis=1)
 
 
 def cache_of(tokens: Tokens, page_size: int | None) -> Any:
-    """A cache that holds all tokens of the sequences, in pages in random order or in one of each."""
+    """Return a cache with all tokens of the sequences, in pages in random order or one page per sequence."""
     import cupy
 
     batch, capacity = len(tokens.case.lengths), max(tokens.case.lengths)
@@ -125,7 +125,7 @@ def cache_of(tokens: Tokens, page_size: int | None) -> Any:
 
 
 def calls_of_cuflash(tokens: Tokens) -> Iterator[tuple[str, Callable[[], Any], bool]]:
-    """Library, call, and whether its result is padded."""
+    """Yield library name, call, and whether its result is padded."""
     import cupy
 
     q = tokens.padded(tokens.q, tokens.q_offsets)
@@ -147,7 +147,7 @@ def calls_of_cuflash(tokens: Tokens) -> Iterator[tuple[str, Callable[[], Any], b
 
 
 def calls_of_others(tokens: Tokens) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
-    """Library, and what makes its call, which returns PyTorch's [new tokens, heads, HEAD_DIM]."""
+    """Yield library name, and a factory of its call, which returns a PyTorch tensor [new tokens, heads, HEAD_DIM]."""
     import torch
 
     def as_torch(x: Any) -> Any:
@@ -192,7 +192,7 @@ def calls_of_others(tokens: Tokens) -> Iterator[tuple[str, Callable[[], Callable
 
 
 def measured(name: str, config: Config) -> Iterator[Record]:
-    """The rows of a case: one for each library and layout."""
+    """Yield the rows of a case, one per library and layout."""
     import cupy
     import torch
 
@@ -206,8 +206,8 @@ def measured(name: str, config: Config) -> Iterator[Record]:
     for library, make in calls_of_others(tokens):
         try:
             calls[library] = make()
-            made = calls[library]().transpose(0, 1).contiguous().view(torch.int16)
-            results[library] = cupy.from_dlpack(made).view(ml_dtypes.bfloat16)
+            bits = calls[library]().transpose(0, 1).contiguous().view(torch.int16)
+            results[library] = cupy.from_dlpack(bits).view(ml_dtypes.bfloat16)
         except Exception as error:  # whatever another library says to what it does not serve
             calls.pop(library, None)
             notes[library] = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
@@ -235,7 +235,7 @@ def measured(name: str, config: Config) -> Iterator[Record]:
 
 
 def run(config: Config) -> Iterator[Record]:
-    """The rows of all cases, with the versions that a GPU's numbers depend on."""
+    """Yield the rows of all cases, with the versions that a GPU's numbers depend on."""
     reason = why_no_gpu()
     if reason:
         sys.exit(f"chunked_prefill compares libraries on a GPU: {reason}")

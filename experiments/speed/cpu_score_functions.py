@@ -51,8 +51,8 @@ class Config:
             raise ValueError("scores must name plain, which the others are compared with")
 
 
-def made(name: str, heads: int) -> scores.Score | None:
-    """The score function of this name; None for plain attention."""
+def score_of(name: str, heads: int) -> scores.Score | None:
+    """Return the score function of this name; None for plain attention."""
     if name == "softcap":
         return scores.softcap(30.0)
     if name == "alibi":
@@ -61,14 +61,14 @@ def made(name: str, heads: int) -> scores.Score | None:
 
 
 def cpu_time(call: Callable[[], object]) -> tuple[float, object]:
-    """Milliseconds of CPU time of all threads, and what the call returns."""
+    """Return milliseconds of CPU time of all threads, and the result of the call."""
     begin = time.process_time()
     result = call()
     return 1e3 * (time.process_time() - begin), result
 
 
 def run(config: Config) -> Iterator[Record]:
-    """One record for each score, mask and pass."""
+    """Yield one record per score, mask and pass."""
     shape = config.heads, config.tokens, config.head_dim
     rng = np.random.default_rng(0)
     q, k, v, do = (rng.standard_normal(shape, dtype=np.float32) for _ in range(4))
@@ -76,7 +76,7 @@ def run(config: Config) -> Iterator[Record]:
     for _ in range(config.repeats):
         for mask in config.masks:
             for name in config.scores:
-                score, causal = made(name, config.heads), mask == "causal"
+                score, causal = score_of(name, config.heads), mask == "causal"
                 call = functools.partial(cuflash.attention_vjp, q, k, v, score=score, causal=causal)
                 forward_ms, (_, vjp) = cpu_time(call)  # type: ignore[misc]
                 backward_ms, _ = cpu_time(functools.partial(vjp, do))
@@ -90,7 +90,7 @@ def run(config: Config) -> Iterator[Record]:
 
 
 def table(records: list[Record]) -> Table:
-    """A row for each score, mask and pass."""
+    """Tabulate one row per score, mask and pass."""
     shown = Table(title="CPU time of score functions on the host")
     for column in ("score", "mask", "pass", "cpu_ms", "of_plain"):
         shown.add_column(column, justify="right" if column in ("cpu_ms", "of_plain") else "left")

@@ -9,8 +9,8 @@ Expect: forward within a small factor of its two matmuls, block-sparse time in p
 Found:  at 4096 tokens forward takes 1.2 times its two matmuls (whose times spread by a twelfth in this run). It is
 level with plain NumPy at 512 tokens and faster from 1024 on. Time over density is 1.13, 1.17, 1.30, 1.41 at 0.5, 0.25,
 0.125, 0.1, and 1.06, 1.08, 1.21, 1.24 backward: products of short tiles, queries read and results written once whatever
-the density, and threads that wait for the interpreter. 64k tokens take 5 MiB beside inputs and results. PyTorch's
-forward takes 0.81 of ours. Published with --seconds 3.
+the density, and threads that wait for the interpreter. 64k tokens take 5 MiB in addition to inputs and results.
+PyTorch's forward takes 0.81 of ours. Published with --seconds 3.
 
 Cost: Minutes on two cores.
 """
@@ -55,13 +55,13 @@ class Config:
 
 
 def draw(num_heads: int, seqlen: int, head_dim: int) -> Arrays:
-    """q, k, v, do of shape (num_heads, seqlen, head_dim), normal, float32."""
+    """Draw q, k, v and do of shape (num_heads, seqlen, head_dim) from the normal distribution, float32."""
     rng = np.random.default_rng(0)
     return tuple(rng.standard_normal((num_heads, seqlen, head_dim), np.float32) for _ in range(4))
 
 
 def plain_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Attention as one writes it in NumPy: whole matrices, in place where that is free."""
+    """Compute attention as one writes it in NumPy: whole matrices, in place if that costs nothing."""
     s = q @ k.swapaxes(-1, -2)
     s *= np.float32(q.shape[-1] ** -0.5)
     s -= s.max(-1, keepdims=True)
@@ -71,14 +71,14 @@ def plain_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 def backward(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray, mask: Any = None) -> Callable[[], object]:
-    """The backward call alone, its forward done."""
+    """Return the backward call; its forward pass has already run."""
     plan = cuflash.plan(q, k, v, mask=mask)
     o, lse = plan.forward(q, k, v)
     return lambda: plan.backward(do, q, k, v, o, lse)
 
 
 def check(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-    """The timed forward is right, on its first 64 queries: within the bound of the reference."""
+    """Assert that the first 64 queries of the timed forward pass are within the bound of the reference."""
     o = cuflash.attention(q, k, v)[:, :64]
     error = np.abs(o - cuflash.reference.attention(q[:, :64], k, v)[0])
     if not (error <= cuflash.error_bound(q[:, :64], k, v).o).all():
@@ -91,7 +91,7 @@ def record(measure: str, timing: Timing, over: Timing | None = None, ratio_of: s
 
 
 def run_dense(config: Config) -> list[Record]:
-    """Dense calls beside the two products they cannot do without, all BLAS threads, and plain NumPy; then PyTorch.
+    """Time dense calls, the two matrix products they need, and plain NumPy, with all BLAS threads; then PyTorch.
 
     PyTorch has threads of its own that stay awake for a while, so it comes when all else is done.
     """
@@ -113,13 +113,13 @@ def run_dense(config: Config) -> list[Record]:
 
 
 def cuflash_calls(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray) -> dict[str, Callable[[], object]]:
-    """The calls that this is about, once they are known to be right."""
+    """Return the cuflash calls, after checking their results."""
     check(q, k, v)
     return {"forward": lambda: cuflash.attention(q, k, v), "backward": backward(q, k, v, do)}
 
 
 def numpy_calls(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray) -> dict[str, Callable[[], object]]:
-    """The two products of the forward alone, into memory that is there, and attention as one writes it."""
+    """Return the two matrix products of the forward pass, into existing memory, and attention in plain NumPy."""
     s = np.empty((*q.shape[:2], k.shape[1]), np.float32)
     return {
         "two matmuls": lambda: np.matmul(q, k.swapaxes(-1, -2), out=s) @ v,
@@ -128,7 +128,7 @@ def numpy_calls(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray) -> 
 
 
 def torch_calls(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray) -> dict[str, Callable[[], object]]:
-    """PyTorch's scaled_dot_product_attention on the same data; nothing where PyTorch is not installed."""
+    """Return PyTorch's scaled_dot_product_attention on the same data; empty if PyTorch is not installed."""
     if importlib.util.find_spec("torch") is None:
         return {}
     import torch  # only here: two seconds and 200 MB
@@ -150,16 +150,16 @@ def torch_calls(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray) -> 
 
 
 def run_density(config: Config) -> list[Record]:
-    """Random blocks: time over that of all blocks, times density; 1 is proportional."""
+    """Time random blocks: time relative to all blocks, times density; 1 means proportional."""
     q, k, v, do = draw(config.num_heads, config.seqlen, config.head_dim)
     calls: dict[str, dict[float, Callable[[], object]]] = {"block-sparse forward": {}, "block-sparse backward": {}}
-    kept = {}
+    exact_density = {}
     grid = -(-config.seqlen // config.block)
     for density in config.densities:
         blocks = np.zeros((grid, grid), bool)
         blocks.flat[np.random.default_rng(1).permutation(grid * grid)[: round(density * grid * grid)]] = True
         mask = masks.BlockPattern(blocks, config.block)
-        kept[density] = float(blocks.mean())
+        exact_density[density] = float(blocks.mean())
         calls["block-sparse forward"][density] = lambda mask=mask: cuflash.attention(q, k, v, mask=mask)
         calls["block-sparse backward"][density] = backward(q, k, v, do, mask)
     records = []
@@ -167,14 +167,14 @@ def run_density(config: Config) -> list[Record]:
         times = time_alternately({str(d): call for d, call in by_density.items()}, repeats=200, budget_s=config.seconds)
         for density in config.densities:
             shape = {"seqlen": config.seqlen, "num_heads": config.num_heads, "head_dim": config.head_dim}
-            row = record(name, times[str(density)], **shape, density=kept[density], block=config.block)
+            row = record(name, times[str(density)], **shape, density=exact_density[density], block=config.block)
             speed = row["ms"] / times[str(config.densities[0])].median_ms
-            records.append(row | {"ratio": speed / kept[density], "ratio_of": "over all blocks * density"})
+            records.append(row | {"ratio": speed / exact_density[density], "ratio_of": "over all blocks * density"})
     return records
 
 
 def run_memory(config: Config) -> list[Record]:
-    """Peak memory of one head in a fresh process a case, so that no earlier peak hides it."""
+    """Measure peak memory of one head, each case in a fresh process so that no earlier peak hides it."""
     cases = [(name, direction) for name in ("causal", "window") for direction in ("forward", "backward")]
     records = []
     for name, direction in track(cases, "memory"):
@@ -187,7 +187,7 @@ def run_memory(config: Config) -> list[Record]:
 
 
 def peak_mib(config: Config, name: str, is_backward: bool) -> tuple[float, float]:
-    """Peak resident MiB of one call beyond its arguments and results, and the MiB of those."""
+    """Return the peak resident MiB of one call without its arguments and results, and the MiB of those."""
     arguments: dict[str, Any] = {"causal": {"causal": True}, "window": {"window": (config.window, 0)}}[name]
 
     def call(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray) -> Arrays:
@@ -207,27 +207,27 @@ def peak_mib(config: Config, name: str, is_backward: bool) -> tuple[float, float
 
 
 def _status_kib(name: str) -> int:
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    if found is None:
+    match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    if match is None:
         raise OSError(f"/proc/self/status has no {name}: peak memory is measured on Linux only")
-    return int(found[1])
+    return int(match[1])
 
 
 def run(config: Config) -> list[Record]:
-    """Every measure, one record each."""
+    """Return the records of all measurements."""
     return run_dense(config) + run_density(config) + run_memory(config)
 
 
 def table(records: list[Record]) -> Table:
     """Return the measurements as rows."""
-    made = Table(title="cpu executor, float32")
+    result = Table(title="cpu executor, float32")
     for column in ("measure", "seqlen", "density", "ms", "± ms", "MiB", "ratio", "of what"):
-        made.add_column(column, justify="left" if column in ("measure", "of what") else "right")
+        result.add_column(column, justify="left" if column in ("measure", "of what") else "right")
     forms = {"density": ".3f", "ms": ".2f", "spread_ms": ".2f", "mib": ".1f", "ratio": ".2f"}
     for row in records:
         columns = ("measure", "seqlen", "density", "ms", "spread_ms", "mib", "ratio", "ratio_of")
-        made.add_row(*(format(row[name], forms.get(name, "")) if name in row else "" for name in columns))
-    return made
+        result.add_row(*(format(row[name], forms.get(name, "")) if name in row else "" for name in columns))
+    return result
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How long does one step of decoding take, beside other libraries' kernels?
+"""How long does one step of decoding take, compared with other libraries' kernels?
 
     python -m experiments decode                             # all sizes
     python -m experiments decode --csv decode.csv --quick    # the smallest one, a few repeats
@@ -10,10 +10,10 @@ larger than the level-2 cache, and the graph is replayed; `us` is the median ove
 own: above 1, the row is faster than all of them.
 
 Rows of `cuflash` are `KVCache.attention` on a contiguous cache, on pages of 64 and of 16 in random order, and
-`KVCache.append`; those of 8 bits are on caches of float8_e4m3fn, whose bytes include the scales. Beside them stand,
+`KVCache.append`; FP8 calls use caches of float8_e4m3fn, whose bytes include the scales. Next to them are,
 each where it can be imported, PyTorch's scaled_dot_product_attention with FlashAttention-2 and with cuDNN, the
 packages of FlashAttention-2, -3 and -4, and FlashInfer on pages of 16. Last rows have the host's time of `append` and
-`attention` outside of a graph, on CuPy's arrays and on PyTorch's tensors. A plot of GB/s, over the sizes, lies beside
+`attention` outside of a graph, on CuPy's arrays and on PyTorch's tensors. A plot of GB/s, over the sizes, is next to
 the CSV.
 
 Found:  long caches are read at nearly the rate of the GPU's memory, by cuflash and by the fastest other libraries;
@@ -61,7 +61,7 @@ class Case(NamedTuple):
 
 
 def captured_by_cupy(calls: list[Callable[[], Any]]) -> Callable[[], float]:
-    """A graph of calls; what is returned replays it and says how many microseconds that takes."""
+    """Capture calls as a CUDA graph; return a function that replays it and returns the time in microseconds."""
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -70,11 +70,11 @@ def captured_by_cupy(calls: list[Callable[[], Any]]) -> Callable[[], float]:
         calls[0]()  # compiles
         stream.synchronize()
         stream.begin_capture()
-        kept = [call() for call in calls]
+        results = [call() for call in calls]
         graph = stream.end_capture()
 
     def replay() -> float:
-        assert kept is not None
+        assert results is not None
         begin, end = cupy.cuda.Event(), cupy.cuda.Event()
         begin.record(stream)
         graph.launch(stream)
@@ -93,10 +93,10 @@ def captured_by_torch(calls: list[Callable[[], Any]]) -> Callable[[], float]:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept = [call() for call in calls]
+        results = [call() for call in calls]
 
     def replay() -> float:
-        assert kept is not None
+        assert results is not None
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         graph.replay()
@@ -108,7 +108,7 @@ def captured_by_torch(calls: list[Callable[[], Any]]) -> Callable[[], float]:
 
 
 def cases_of_cuflash(batch: int, keys: int) -> Iterator[Case]:
-    """Attention to caches whose rows lie as each layout has them, in random order, and `append`."""
+    """Yield attention to caches of each layout, in random order, and `append`."""
     import cupy
 
     dtype = np.dtype(ml_dtypes.bfloat16)
@@ -118,12 +118,12 @@ def cases_of_cuflash(batch: int, keys: int) -> Iterator[Case]:
 
     q, row = normal(HEADS, 1), normal(KV_HEADS, 1)
 
-    def filled(capacity: int, page_size: int | None, kept: np.dtype[Any] = dtype) -> Any:
+    def filled(capacity: int, page_size: int | None, cache_dtype: np.dtype[Any] = dtype) -> Any:
         sizes: dict[str, Any] = {"batch": batch, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "capacity": capacity}
-        if page_size is None or kept != dtype:
+        if page_size is None or cache_dtype != dtype:
             num_pages = batch * -(-capacity // (page_size or capacity))
             pages = {} if page_size is None else {"page_size": page_size, "num_pages": num_pages}
-            cache = cuflash.KVCache(**sizes, **pages, dtype=kept, xp=cupy)
+            cache = cuflash.KVCache(**sizes, **pages, dtype=cache_dtype, xp=cupy)
         else:
             table = np.random.default_rng(0).permutation(batch * capacity // page_size).reshape(batch, -1)
             pages = cupy.empty((2, table.size, KV_HEADS, page_size, HEAD_DIM), dtype)
@@ -165,7 +165,7 @@ def cases_of_cuflash(batch: int, keys: int) -> Iterator[Case]:
 
 
 def cases_of_torch(batch: int, keys: int) -> Iterator[Case]:
-    """PyTorch's own kernels, and packages that work on its tensors, as far as they are there."""
+    """Yield PyTorch's own kernels, and those of installed packages for its tensors."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -227,7 +227,7 @@ def cases_of_torch(batch: int, keys: int) -> Iterator[Case]:
 
 
 def timed(case: Case, nbytes: int, replays: int) -> dict[str, Any]:
-    """Microseconds of a call, as the median over replays of a graph of several."""
+    """Time a call in microseconds: the median over replays of a graph of several calls."""
     places = max(2, min(_MOST_CALLS, -(-_ROTATED_BYTES // nbytes)))
     calls = [case.prepare() for _ in range(places)]
     is_short = nbytes < _MANY_BYTES or case.operation.startswith("append")
@@ -260,7 +260,7 @@ HOST_ROWS = {
 
 
 def host_time(calls: int, zeros: Callable[..., Any]) -> dict[str, Any]:
-    """Microseconds that `append` and `attention` of arrays of a kind keep the host, for a cache that it counts."""
+    """Return host microseconds of one `append` and one `attention` call, for a cache whose lengths are on the host."""
     import cupy
 
     dtype = np.dtype(ml_dtypes.bfloat16)
@@ -278,7 +278,7 @@ def host_time(calls: int, zeros: Callable[..., Any]) -> dict[str, Any]:
 
 
 def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of one size with the time of the fastest other library over their own.
+    """Add to the rows of one size the time of the fastest other library relative to theirs.
 
     >>> rows = [{"library": "cuflash", "operation": "attention", "us": "8"}]
     >>> with_ratios([*rows, {"library": "other", "operation": "attention", "us": "10"}])[0]["ratio"]
@@ -293,19 +293,19 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def sizes_of(text: str) -> tuple[tuple[int, int], ...]:
-    """Sequences and keys of each, as the command line has them.
+    """Parse the numbers of sequences and of keys per sequence from the command line.
 
     >>> sizes_of("1x1024,16x4096")
     ((1, 1024), (16, 4096))
     """
-    found = [tuple(map(int, size.split("x"))) for size in text.split(",")]
-    if not all(len(size) == 2 and min(size) > 0 for size in found):
+    sizes = [tuple(map(int, size.split("x"))) for size in text.split(",")]
+    if not all(len(size) == 2 and min(size) > 0 for size in sizes):
         raise ValueError(text)
-    return tuple((batch, keys) for batch, keys in found)
+    return tuple((batch, keys) for batch, keys in sizes)
 
 
 def rows_of(batch: int, keys: int, replays: int, operations: str = "") -> list[dict[str, Any]]:
-    """The rows of one size whose operation starts with some text; what cannot be run is printed and left out."""
+    """Time one size, for operations that start with a prefix; calls that fail are printed and left out."""
     import cupy
 
     cases, rows = list(cases_of_cuflash(batch, keys)), []
@@ -317,26 +317,26 @@ def rows_of(batch: int, keys: int, replays: int, operations: str = "") -> list[d
         if not case.operation.startswith(operations):
             continue
         try:
-            found = timed(case, batch * keys * KV_HEADS * case.position_bytes, replays)
+            times = timed(case, batch * keys * KV_HEADS * case.position_bytes, replays)
         except (ImportError, RuntimeError, ValueError, TypeError) as error:
             print(f"no row of {case.library}, {case.operation}: {str(error).splitlines()[0][:200]}")
             continue
-        rows.append({"library": case.library, "operation": case.operation, "batch": batch, "keys": keys, **found})
+        rows.append({"library": case.library, "operation": case.operation, "batch": batch, "keys": keys, **times})
         print(*rows[-1].values(), flush=True)
         cupy.get_default_memory_pool().free_all_blocks()
     return with_ratios(rows)
 
 
 def versions() -> dict[str, str]:
-    """The GPU, the versions of the libraries that are there, and the commit and date of the run."""
+    """Return the GPU, the versions of installed libraries, and the commit and date of the run."""
     import cupy
 
-    found = [f"cuflash {cuflash.__version__}", f"cupy {cupy.__version__}"]
-    found += [f"{name} {sys.modules[name].__version__}" for name in ("torch", "flash_attn", "flashinfer")
-              if hasattr(sys.modules.get(name), "__version__")]  # fmt: skip
+    packages = [f"cuflash {cuflash.__version__}", f"cupy {cupy.__version__}"]
+    packages += [f"{name} {sys.modules[name].__version__}" for name in ("torch", "flash_attn", "flashinfer")
+                 if hasattr(sys.modules.get(name), "__version__")]  # fmt: skip
     of_run = {name: machine()[name] for name in ("commit", "date")}
     gpu = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    return {"gpu": gpu, "versions": ", ".join(found)} | of_run
+    return {"gpu": gpu, "versions": ", ".join(packages)} | of_run
 
 
 def main() -> None:
@@ -360,11 +360,11 @@ def main() -> None:
         write(chosen.csv, rows)
     for operation, zeros in HOST_ROWS.items():
         try:
-            found = host_time(100 if chosen.quick else 1000, zeros)
+            host_us = host_time(100 if chosen.quick else 1000, zeros)
         except ImportError as error:
             print(f"no row of {operation}: {error}")
             continue
-        rows.append({"library": "cuflash", "operation": operation, "batch": 1, "keys": 1, **found})
+        rows.append({"library": "cuflash", "operation": operation, "batch": 1, "keys": 1, **host_us})
         print(*rows[-1].values())
     write(chosen.csv, rows)
     with atomic_path(chosen.csv.with_suffix(".png")) as partial:
@@ -372,7 +372,7 @@ def main() -> None:
 
 
 def plot(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """GB/s of attention to 16-bit caches: a group of bars for each size, a bar for each library and layout."""
+    """Plot GB/s of attention to 16-bit caches: a group of bars per size, a bar per library and layout."""
     rates = {
         (f"{row['library']}, {row['operation'].split(', ', 1)[1]}", f"{row['batch']} x {row['keys']}"): row["gb_per_s"]
         for row in rows

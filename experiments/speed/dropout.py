@@ -63,7 +63,7 @@ def check(dropout: cuflash.Dropout, head_dim: int) -> None:
 
 
 def measured(config: Config, head_dim: int, mask: str, seqlen: int) -> Iterator[Record]:
-    """The rows of one case: forward and backward."""
+    """Yield the rows of one case: forward and backward."""
     import cupy
 
     dropout, causal = cuflash.Dropout(config.p, seed=1), mask == "causal"

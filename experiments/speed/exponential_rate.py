@@ -1,8 +1,8 @@
-"""How many exponentials does a multiprocessor make in a cycle, one by one and in packed pairs of 16 bits?
+"""How many exponentials does a multiprocessor compute per cycle, one by one and as packed 16-bit pairs?
 
     python -m experiments exponential_rate
 
-Weights of attention in 8 bits keep 4 significant bits of an exponential, and PTX has `ex2.approx` for two numbers of 16
+FP8 attention weights have 4 significant bits of an exponential, and PTX has `ex2.approx` for two numbers of 16
 bits in one register. If that made two results in the time of one, such weights would cost half. A row is an
 instruction: one thread block on each multiprocessor, whose threads each make `rounds` times eight exponentials in
 independent chains. `per_cycle` is their number over the cycles of the multiprocessor's clock, from the beginning of
@@ -71,12 +71,12 @@ class Config:
 
 
 def source(instruction: str) -> str:
-    """The text of the kernel that makes an instruction's exponentials."""
+    """Return the source of the kernel that computes exponentials with an instruction."""
     return SOURCE % {"threads": THREADS, "chains": CHAINS, "instruction": INSTRUCTIONS[instruction][0]}
 
 
 def per_cycle(instruction: str, rounds: int, cycles: np.ndarray) -> float:
-    """Results of a multiprocessor in a cycle, from the cycles that each took."""
+    """Return the results per multiprocessor and cycle, from the cycles that each multiprocessor took."""
     return THREADS * CHAINS * rounds * INSTRUCTIONS[instruction][1] / float(np.median(cycles))
 
 
@@ -103,11 +103,11 @@ def run(config: Config) -> Iterator[Record]:
 
 
 def table(records: list[Record]) -> Table:
-    """A line for each instruction."""
-    made = Table("instruction", "results at once", "results in a cycle")
+    """Tabulate one line per instruction."""
+    result = Table("instruction", "results at once", "results in a cycle")
     for row in records:
-        made.add_row(row["instruction"], str(row["results_at_once"]), f"{row['per_cycle']:.2f}")
-    return made
+        result.add_row(row["instruction"], str(row["results_at_once"]), f"{row['per_cycle']:.2f}")
+    return result
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """What does each step of the FlashAttention papers bring, in time and in memory, over the length?
 
-    python -m experiments flash_ladder           # on the host: standard attention in NumPy beside the cpu executor
+    python -m experiments flash_ladder           # on the host: standard attention in NumPy and the cpu executor
     python -m experiments flash_ladder --gpu     # on a GPU: naive, simt, fa1, sm80 and sm90 kernels in float16
 
 The kernels of a run compute the same attention on the same standard normal data, and their calls are timed in turn,
 after some rows of their results and gradients were found within their error bounds. TFLOP/s count the products of the
 paper, 2 forward and 5 backward, half of them when causal; on a GPU the share is that of its tensor cores' rate for 16
-bits. Peak memory is what a call holds at its peak beside arguments and results: on a GPU in CuPy's pool, on the host in
-NumPy's arrays, without the buffers that BLAS keeps. Workspace is what a plan says that its larger pass takes. Moved are
-the bytes of device memory that the papers' model counts, which `memory_traffic` compares with the profiler's.
+bits. Peak memory is the most that a call allocates in addition to arguments and results: on a GPU in CuPy's pool, on
+the host in NumPy's arrays, without the buffers that BLAS keeps. Workspace is what a plan says that its larger pass
+takes. Moved are the bytes of device memory that the papers' model counts, which `memory_traffic` compares with the
+profiler's.
 
 "plain" is attention as a few lines of NumPy: it stores the matrix of scores, and its backward pass makes the weights
 again from lse. "naive" are kernels that do the same on a GPU, as long as the matrices fit its memory.
@@ -121,7 +122,7 @@ class Plain:
 
 
 def kernels_of(config: Config, seqlen: int, mask: str) -> dict[str, Any]:
-    """Plans by the names of their kernels, and standard attention on the host."""
+    """Return plans by kernel name, and standard attention on the host."""
     causal, dtype = mask == "causal", np.float16 if config.gpu else np.float32
     x = cuflash.ShapeDtype(config.shape(seqlen), np.dtype(dtype))
     if not config.gpu:
@@ -142,14 +143,14 @@ def memory_of_device() -> int:
 
 
 def draw(config: Config, seqlen: int) -> list[Any]:
-    """q, k, v and dO, on the device or on the host."""
+    """Draw q, k, v and dO, on the device or on the host."""
     if config.gpu:
         return simt_speed.draw(*config.shape(seqlen), dtype=np.float16)
     return [x[None] for x in cpu_speed.draw(*config.shape(seqlen)[1:])]
 
 
 def host_peaks(config: Config) -> Peaks:
-    """The most bytes of NumPy's arrays beside arguments and results, in a process that called nothing before.
+    """Return the peak bytes of NumPy arrays other than arguments and results, measured in a fresh process.
 
     Buffers that the library keeps for later calls count in each.
     """
@@ -173,16 +174,16 @@ def host_peaks(config: Config) -> Peaks:
 
 
 def device_peaks(ready: Any, arrays: list[Any]) -> dict[str, int]:
-    """The peak of each pass of a plan beside its arguments and results."""
+    """Return the peak memory of each pass of a plan, without its arguments and results."""
     q, k, v, do = arrays
     ready.compile()
 
-    def beside(call: Callable[[], Any]) -> tuple[Any, int]:
+    def in_addition(call: Callable[[], Any]) -> tuple[Any, int]:
         results, peak = peak_on_device(call)
         return results, peak - sum(x.nbytes for x in results)
 
-    (o, lse), forward = beside(partial(ready.forward, q, k, v))
-    return {"forward": forward, "backward": beside(partial(ready.backward, do, q, k, v, o, lse))[1]}
+    (o, lse), forward = in_addition(partial(ready.forward, q, k, v))
+    return {"forward": forward, "backward": in_addition(partial(ready.backward, do, q, k, v, o, lse))[1]}
 
 
 def checked(name: str, ready: Any, arrays: list[Any], check: SpotCheck) -> dict[str, Callable[[], object]]:
@@ -204,13 +205,13 @@ def checked(name: str, ready: Any, arrays: list[Any], check: SpotCheck) -> dict[
 
 
 def passes_moved(ready: Any) -> dict[str, int]:
-    """Bytes of device memory by pass, of the papers' model."""
+    """Return the device-memory traffic of each pass in bytes, by the papers' model."""
     each = modelled(ready)
     return {way: sum(moved for (of_way, _), moved in each.items() if of_way == way) for way in WAYS}
 
 
 def tensor_core_rate() -> float:
-    """FLOP/s of the device's tensor cores, of 16-bit elements."""
+    """Return the FLOP/s of the device's tensor cores for 16-bit elements."""
     device = gpu.current_device()
     peaks = cuflash.study.Peaks.of(device)
     return peaks.tensor_16 * peaks.clock * device.num_processors
@@ -223,8 +224,8 @@ def rows(config: Config, seqlen: int, mask: str, peaks: Peaks) -> Iterator[Recor
     calls = dict[str, Callable[[], object]]()
     for name, ready in kernels.items():
         if config.gpu:
-            found = device_peaks(ready, arrays)
-            peaks |= {(name, mask, seqlen, way): peak for way, peak in found.items()}
+            measured = device_peaks(ready, arrays)
+            peaks |= {(name, mask, seqlen, way): peak for way, peak in measured.items()}
         calls |= {f"{name} {way}": call for way, call in checked(name, ready, arrays, check).items()}
     if config.gpu:
         times = time_on_device(calls, repeats=config.gpu_repeats, warmup=1)
@@ -248,7 +249,7 @@ def rows(config: Config, seqlen: int, mask: str, peaks: Peaks) -> Iterator[Recor
 
 
 def run_host(config: Config) -> Iterator[Record]:
-    """Memory first, in a process of its own; then the times."""
+    """Measure memory first, in a separate process, then times."""
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         peaks = pool.submit(host_peaks, config).result()
     for case in track(config.cases, "lengths and masks"):
@@ -263,9 +264,9 @@ def run_gpu(config: Config) -> Iterator[Record]:
 
     device = gpu.current_device()
     tensor_cores = simt_speed.tensor_core_families(device)
-    there = ["naive", "simt", *(["fa1"] if tensor_cores else []), *tensor_cores]
-    if missing := [name for name in config.gpu_kernels if name not in there]:
-        sys.exit(f"{device.name} does not run {', '.join(missing)}: choose --gpu-kernels among {','.join(there)}")
+    available = ["naive", "simt", *(["fa1"] if tensor_cores else []), *tensor_cores]
+    if missing := [name for name in config.gpu_kernels if name not in available]:
+        sys.exit(f"{device.name} does not run {', '.join(missing)}: choose --gpu-kernels among {','.join(available)}")
     plans = {(case, name): ready for case in config.cases for name, ready in kernels_of(config, *case).items()}
     specs = {spec for ready in plans.values() for spec in ready.plan.specs.values()}
     nvrtc.precompile(specs, device.compute_capability)
@@ -281,21 +282,21 @@ def run(config: Config) -> Iterator[Record]:
 
 
 def table(records: list[Record]) -> Table:
-    made = Table(title="peak and workspace in MiB beside arguments and results")
+    result = Table(title="peak and workspace in MiB without arguments and results")
     for column in ("mask", "pass", "tokens", "kernel", "ms", "TFLOP/s", "share", "peak", "workspace", "moved MB"):
-        made.add_column(column, justify="left" if column in ("mask", "pass", "kernel") else "right")
+        result.add_column(column, justify="left" if column in ("mask", "pass", "kernel") else "right")
     order = sorted(records, key=lambda row: (row["mask"], row["pass"], row["seqlen"]))
     for row in order:
         measures = (row[name] for name in ("ms", "tflops", "share_of_peak", "peak_mib", "workspace_mib", "moved_mb"))
         numbers = ("" if x is None else f"{x:.4g}" for x in measures)
-        made.add_row(row["mask"], row["pass"], str(row["seqlen"]), row["kernel"], *numbers)
-    return made
+        result.add_row(row["mask"], row["pass"], str(row["seqlen"]), row["kernel"], *numbers)
+    return result
 
 
 def plot(records: list[Record]) -> Any:
-    """Rate, memory and, on a GPU, bytes moved over the length; a column a pass and mask, a line a kernel."""
+    """Plot rate, memory and, on a GPU, traffic over length; one column per pass and mask, one line per kernel."""
     columns = list(dict.fromkeys((row["mask"], row["pass"]) for row in records))
-    measures = {"tflops": "TFLOP/s", "peak_mib": "peak MiB beside arrays", "moved_mb": "MB moved"}
+    measures = {"tflops": "TFLOP/s", "peak_mib": "peak MiB without arrays", "moved_mb": "MB moved"}
     if any(row["moved_mb"] is None for row in records):
         del measures["moved_mb"]
     figure, axes = plt.subplots(

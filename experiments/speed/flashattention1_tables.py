@@ -65,7 +65,7 @@ PAPER_MB: dict[str, tuple[float, ...]] = {
     "standard": (36, 104, 336, 1184, 4416, 17024),
     "fa1": (22, 44, 104, 209, 418, 836, 1672, 3344, 6688, 13376),
 }
-OF_PAPER = {"pytorch": "standard", "dense": "fa1"}  # the method of the paper that a further one is set beside
+OF_PAPER = {"pytorch": "standard", "dense": "fa1"}  # the paper's method with which each further one is compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class Config:
 
 
 def of_paper(numbers: dict[Any, tuple[float, ...]], key: Any, seqlen: int) -> float | None:
-    """A number of the paper's table at a length; None where it has none."""
+    """Return a number of the paper's table at a length, or None if the table has none."""
     column = numbers.get(key, ())
     at = LENGTHS.index(seqlen) if seqlen in LENGTHS else len(column)
     return column[at] if at < len(column) else None
@@ -108,7 +108,7 @@ def mask_of(method: str, seqlen: int) -> masks.Mask | None:
 
 
 def density(method: str, seqlen: int) -> float:
-    """Blocks that are kept, as a share."""
+    """Return the fraction of blocks that are kept."""
     if method != "butterfly":
         return 1.0
     shape = {"batch": (), "num_heads": 1, "seqlen_q": seqlen, "seqlen_kv": seqlen}
@@ -140,7 +140,7 @@ class PyTorch:
 
 
 def draw(config: Config, seqlen: int) -> list[Any]:
-    """q, k, v and dO, normal, on the device or on the host."""
+    """Draw normal q, k, v and dO, on the device or on the host."""
     if not config.gpu:
         return [x[None] for x in cpu_speed.draw(*config.shape(seqlen)[1:])]
     import cupy
@@ -161,7 +161,7 @@ def plan_of(config: Config, method: str, seqlen: int) -> Any:
 
 
 def planned_mib(method: str, ready: Any) -> float | None:
-    """All arrays of a call with gradients; None of NumPy's and PyTorch's standard attention, which have no plan."""
+    """Return the size of all arrays of a call with gradients; None for standard attention, which has no plan."""
     if method == "pytorch" or isinstance(ready, Plain):
         return None
     planned = cuflash.study.memory(ready)
@@ -169,7 +169,7 @@ def planned_mib(method: str, ready: Any) -> float | None:
 
 
 def calls_of(ready: Any, arrays: list[Any]) -> dict[str, Callable[[], object]]:
-    """The three passes of a plan, ready to time."""
+    """Return functions that run the three passes of a plan."""
     q, k, v, do = arrays
     o, lse = ready.forward(q, k, v)
 
@@ -183,13 +183,13 @@ def calls_of(ready: Any, arrays: list[Any]) -> dict[str, Callable[[], object]]:
 
 
 def methods_of(config: Config, seqlen: int) -> list[str]:
-    """Methods that run here and fit memory.
+    """Return the methods that run on this machine and fit its memory.
 
     Standard attention takes a matrix of scores forward, which CuPy's pool keeps, and two backward.
     """
-    here = [name for name in METHODS if name in config.methods]
+    chosen = [name for name in METHODS if name in config.methods]
     if not config.gpu:
-        return [name for name in here if name not in ("pytorch", "fa1")]
+        return [name for name in chosen if name not in ("pytorch", "fa1")]
     import cupy
 
     free, _ = cupy.cuda.Device().mem_info
@@ -200,19 +200,19 @@ def methods_of(config: Config, seqlen: int) -> list[str]:
         import torch  # noqa: F401
     except ImportError:
         fits["pytorch"] = False
-    return [name for name in here if fits.get(name, True)]
+    return [name for name in chosen if fits.get(name, True)]
 
 
 def passes(
     config: Config, method: str, arrays: list[Any], checks: dict[bool, SpotCheck]
 ) -> tuple[Any, dict[str, Callable[[], object]]]:
-    """A plan and its passes; up to some length after some rows of it were found right.
+    """Return a plan and its passes; up to some length, after checking some rows of the results.
 
     `checks` keeps what methods that have a mask, and those that have none, share.
     """
     if method == "pytorch":
-        made = PyTorch(*arrays)
-        return made, {way: getattr(made, way) for way in WAYS}
+        model = PyTorch(*arrays)
+        return model, {way: getattr(model, way) for way in WAYS}
     seqlen = arrays[0].shape[-2]
     ready, mask = plan_of(config, method, seqlen), mask_of(method, seqlen)
     if seqlen <= LONGEST_CHECKED:
@@ -223,32 +223,32 @@ def passes(
 
 
 def measured(config: Config, seqlen: int, arrays: list[Any]) -> dict[str, tuple[dict[str, Timing], float | None]]:
-    """Times of the passes and planned memory, by method: in turn on the host; one by one on a GPU, for its memory."""
-    found: dict[str, tuple[dict[str, Timing], float | None]] = {}
+    """Time the passes and plan the memory of each method: alternately on the host, one by one on a GPU."""
+    results: dict[str, tuple[dict[str, Timing], float | None]] = {}
     in_turn: dict[str, Callable[[], object]] = {}
     checks: dict[bool, SpotCheck] = {}
     for method in methods_of(config, seqlen):
         ready, calls = passes(config, method, arrays, checks)
-        found[method] = timed_on_device(config, calls) if config.gpu else {}, planned_mib(method, ready)
+        results[method] = timed_on_device(config, calls) if config.gpu else {}, planned_mib(method, ready)
         if not config.gpu:
             in_turn |= {f"{method} {way}": call for way, call in calls.items()}
         del ready, calls
         release(config)
     for name, timing in time_alternately(in_turn, repeats=25, budget_s=config.budget_s).items():
         method, way = name.split()
-        found[method][0][way] = timing
-    return found
+        results[method][0][way] = timing
+    return results
 
 
 def timed_on_device(config: Config, calls: dict[str, Callable[[], object]]) -> dict[str, Timing]:
-    """Times of a method's passes, of as many repeats as the budget allows and three at least, or of one long call.
+    """Time the passes of a method: as many repeats as the budget allows, at least three, or one long call.
 
     Above a second first calls stand for all: what they do once is a hundredth of that.
     """
-    found = time_on_device(calls, repeats=1, warmup=0)
-    total_s = sum(timing.median_ms for timing in found.values()) / 1e3
+    timings = time_on_device(calls, repeats=1, warmup=0)
+    total_s = sum(timing.median_ms for timing in timings.values()) / 1e3
     if total_s > max(1.0, config.gpu_budget_s):
-        return found
+        return timings
     repeats = 1 if total_s > config.gpu_budget_s else max(3, min(25, int(config.gpu_budget_s / total_s)))
     return time_on_device(calls, repeats=repeats, warmup=0)
 
@@ -256,12 +256,12 @@ def timed_on_device(config: Config, calls: dict[str, Callable[[], object]]) -> d
 def rows(config: Config, seqlen: int) -> Iterator[Record]:
     """Yield a record for each method and pass at one length."""
     arrays = draw(config, seqlen)
-    found = measured(config, seqlen, arrays)
+    results = measured(config, seqlen, arrays)
     batch, num_heads, _, head_dim = config.shape(seqlen)
-    for method, (times, mib) in found.items():
+    for method, (times, mib) in results.items():
         column = OF_PAPER.get(method, method)
         for way in WAYS:
-            standard = found["standard"][0][way].median_ms if "standard" in found else None
+            standard = results["standard"][0][way].median_ms if "standard" in results else None
             paper, paper_standard = (of_paper(PAPER_MS, (name, way), seqlen) for name in (column, "standard"))
             yield {
                 "method": method, "pass": way, "seqlen": seqlen, "dtype": arrays[0].dtype.name, "batch": batch,
@@ -275,7 +275,7 @@ def rows(config: Config, seqlen: int) -> Iterator[Record]:
 
 
 def release(config: Config) -> None:
-    """Give memory back, so that the next method finds all of it."""
+    """Free memory, so that all of it is available to the next method."""
     if not config.gpu:
         return
     import cupy
@@ -286,7 +286,7 @@ def release(config: Config) -> None:
 
 
 def run(config: Config) -> Iterator[Record]:
-    """The lengths in turn, the shortest first."""
+    """Yield the records of all lengths, the shortest first."""
     if not config.gpu:
         for seqlen in track(sorted(config.seqlens), "lengths"):
             yield from rows(config, seqlen)
@@ -306,19 +306,19 @@ def run(config: Config) -> Iterator[Record]:
 
 
 def table(records: list[Record]) -> Table:
-    made = Table(title="milliseconds, and speed over standard attention's, beside the paper's on an A100")
+    result = Table(title="milliseconds, and speed over standard attention's, and the paper's on an A100")
     names = ("pass", "tokens", "method", "density", "ms", "paper's ms", "over standard", "paper's", "MiB", "paper's MB")
     for column in names:
-        made.add_column(column, justify="left" if column in ("pass", "method") else "right")
+        result.add_column(column, justify="left" if column in ("pass", "method") else "right")
     shown = ("ms", "paper_ms", "over_standard", "paper_over_standard", "memory_mib", "paper_memory_mb")
     for row in sorted(records, key=lambda row: (WAYS.index(row["pass"]), row["seqlen"])):
         numbers = ("" if row[name] is None else f"{row[name]:.4g}" for name in shown)
-        made.add_row(row["pass"], str(row["seqlen"]), row["method"], f"{row['density']:.3g}", *numbers)
-    return made
+        result.add_row(row["pass"], str(row["seqlen"]), row["method"], f"{row['density']:.3g}", *numbers)
+    return result
 
 
 def plot(records: list[Record]) -> Any:
-    """Times of each pass over the length, the paper's dashed, and memory."""
+    """Plot the times of each pass over length, the paper's dashed, and memory."""
     figure, axes = plt.subplots(1, 4, figsize=(12, 3.4))
     for ax, way in zip(axes, WAYS):
         for number, method in enumerate(METHODS):
@@ -343,7 +343,7 @@ def plot(records: list[Record]) -> Any:
 
 
 def draw_line(ax: Any, chosen: list[Record], measure: str, label: str, color: str, style: str) -> None:
-    """The rows that have a measure, on logarithmic axes."""
+    """Draw the rows that have a measurement, on logarithmic axes."""
     known = [row for row in chosen if row[measure] is not None]
     if known:
         lengths, values = zip(*((row["seqlen"], row[measure]) for row in known))

@@ -8,9 +8,9 @@ It needs an NVIDIA GPU and CuPy; PyTorch's and JAX's rows are left out, with a l
 its GPU is missing. A row is the median over the calls of a case, in microseconds, from before a call until it returns;
 the device is waited for between calls, outside of what is timed, so that its queue never holds the host up. Calls take
 their inputs in turn from 64 places in memory. Where each call has a new mask, making it is timed apart, as `mask_us`.
-An empty launch of CuPy and PyTorch's scaled_dot_product_attention are timed beside. Hosts change their clock from one
-minute to the next, so empty launches are timed between the calls of each case too: `launch_us` is their median, by
-which the times of two rows are compared.
+An empty launch of CuPy and PyTorch's scaled_dot_product_attention are timed for comparison. Hosts change their clock
+from one minute to the next, so empty launches are timed between the calls of each case too: `launch_us` is their
+median, by which the times of two rows are compared.
 
 Rows of `cupy` are calls of `cuflash.attention` and others on CuPy's arrays. Rows of `torch` and `jax` are the same
 calls on tensors and arrays of these libraries, which DLPack hands over; `cuflash.torch` and `cuflash.jax` are the
@@ -23,7 +23,7 @@ Rows of threads are rounds in which 1, or 8, threads call `cuflash.attention` at
 is the time of a round over the calls of all its threads, so that 10^6 / us are the calls per second. Threads gain while
 launches are in CUDA's driver, outside of Python's global lock; all else runs under the lock, one thread at a time.
 
-Found:  a warm call on CuPy's arrays keeps the host for some tens of microseconds; docs/performance.md has the table.
+Found:  the host time of a warm call on CuPy's arrays is some tens of microseconds; docs/performance.md has the table.
 
 Cost: An hour of a GPU with 10^4 calls a case, minutes with --budget-s 100.
 """
@@ -99,19 +99,19 @@ class Inputs:
 
 
 def cases_by_dlpack(library: str, inputs: Inputs) -> Iterator[Case]:
-    """The library's calls for NumPy's and CuPy's users, on arrays of any library."""
+    """Yield the library's calls for NumPy and CuPy users, on arrays of any library."""
 
     def attention(q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
         return cuflash.attention(q, k, v, mask=mask, **options)
 
-    kept: dict[int, tuple[Any, Any]] = {}  # the last plan, by the identity of its mask, which the plan keeps
+    last: dict[int, tuple[Any, Any]] = {}  # the last plan, by the identity of its mask, which the plan keeps
 
     def planned(turn: int, mask: Any) -> tuple[Any, ...]:
         """Return the plan of a mask, which is made once for all calls with the mask, and arrays."""
-        if id(mask) not in kept:
-            kept.clear()
-            kept[id(mask)] = mask, cuflash.plan(*inputs.places[turn][:3], mask=mask)
-        return kept[id(mask)][1], *inputs.places[turn]
+        if id(mask) not in last:
+            last.clear()
+            last[id(mask)] = mask, cuflash.plan(*inputs.places[turn][:3], mask=mask)
+        return last[id(mask)][1], *inputs.places[turn]
 
     yield Case(library, "attention", lambda turn, mask: (*inputs.places[turn][:3], mask), attention)
     yield Case(library, "grouped heads", lambda turn, mask: (*inputs.narrow[turn], mask), attention)
@@ -148,7 +148,7 @@ def cases_by_dlpack(library: str, inputs: Inputs) -> Iterator[Case]:
 
 
 def cases_beside_attention(inputs: Inputs, planned: Callable[[int, Any], tuple[Any, ...]]) -> Iterator[Case]:
-    """Further calls on CuPy's arrays; `planned` returns a plan and q, k, v and do."""
+    """Yield further calls on CuPy arrays; `planned` returns a plan and q, k, v and do."""
     import cupy
 
     tokens = inputs.places[0][0].shape[-2]
@@ -182,7 +182,7 @@ def cases_beside_attention(inputs: Inputs, planned: Callable[[int, Any], tuple[A
 
 
 def cases_of_threads(inputs: Inputs) -> Iterator[Case]:
-    """Calls on CuPy's arrays by threads at once, each on a stream of its own."""
+    """Yield calls on CuPy arrays from concurrent threads, each with its own stream."""
     import cupy
 
     def attend(stream: Any, first: int) -> None:
@@ -204,7 +204,7 @@ def cases_of_threads(inputs: Inputs) -> Iterator[Case]:
 
 
 def cases_of_selectors(inputs: Inputs) -> Iterator[Case]:
-    """Selectors on CuPy's arrays, which they choose blocks of; the mask that they make is not used here."""
+    """Yield selectors on CuPy arrays; the masks of the measurement are not used."""
     tokens = inputs.places[0][0].shape[-2]
     few = Budget(top_k=max(1, tokens // BLOCK // 4))
     of_blocks: dict[str, Any] = {"block": BLOCK, "causal": True}
@@ -258,7 +258,7 @@ def cases_of_torch(inputs: Inputs) -> Iterator[Case]:
 
 
 def cases_of_sdpa(inputs: Inputs) -> Iterator[Case]:
-    """PyTorch's own attention, without a mask."""
+    """Yield PyTorch's own attention, without a mask."""
     import torch
 
     sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -313,15 +313,15 @@ def makers_of_masks(tokens: int, send: Callable[[Any], Any]) -> dict[str, Callab
     """Return the maker of a call's mask from its number; masks keep about half of the blocks, and the diagonal."""
     blocks = -(-tokens // BLOCK)
     rng = np.random.default_rng(1)
-    kept = [(rng.random((blocks, blocks)) < 0.5) | np.eye(blocks, dtype=bool) for _ in range(PLACES)]
-    on_device = [send(each) for each in kept]
+    grids = [(rng.random((blocks, blocks)) < 0.5) | np.eye(blocks, dtype=bool) for _ in range(PLACES)]
+    on_device = [send(each) for each in grids]
     rows = [np.arange(tokens)[:, None] >= np.arange(tokens) - 8 * number for number in range(4)]
     dense = [send(each) for each in rows]
-    same = BlockIndex.from_blocks(kept[0], tokens, tokens, BLOCK)
+    same = BlockIndex.from_blocks(grids[0], tokens, tokens, BLOCK)
     causal = masks.Causal()
     lengths = [send(np.array(rng.integers(1, tokens + 1), np.int32)) for _ in range(PLACES)]
     ids = [send(np.sort(rng.integers(0, 8, tokens, dtype=np.int32))) for _ in range(PLACES)]
-    pattern = masks.BlockPattern(kept[0], BLOCK)
+    pattern = masks.BlockPattern(grids[0], BLOCK)
 
     def near(b: Any, h: Any, i: Any, j: Any) -> Any:
         return abs(i - j) < 2 * BLOCK
@@ -330,7 +330,7 @@ def makers_of_masks(tokens: int, send: Callable[[Any], Any]) -> dict[str, Callab
         "none": lambda turn: None,
         "causal": lambda turn: causal,
         "same BlockIndex": lambda turn: same,
-        "new BlockIndex": lambda turn: BlockIndex.from_blocks(kept[turn % PLACES], tokens, tokens, BLOCK),
+        "new BlockIndex": lambda turn: BlockIndex.from_blocks(grids[turn % PLACES], tokens, tokens, BLOCK),
         "new BlockIndex on the device": lambda turn: BlockIndex.from_blocks(
             on_device[turn % PLACES], tokens, tokens, BLOCK
         ),
@@ -354,8 +354,8 @@ def timed(
     calls: int,
     budget_s: float,
 ) -> dict[str, Any]:
-    """Microseconds of a case: median, and the middle half; the medians of empty launches and of making a mask."""
-    spent, made, launches = [], [], []
+    """Time a case in microseconds: median and quartiles, and the medians of empty launches and of creating a mask."""
+    spent, listing, launches = [], [], []
     started = time.perf_counter()
     for turn in range(-5, max(1, calls // case.calls)):
         if turn % LAUNCH_EACH == 0:
@@ -365,7 +365,7 @@ def timed(
             launches.append(time.perf_counter() - begin)
         begin = time.perf_counter()
         mask = mask_of(turn)
-        made.append(time.perf_counter() - begin)
+        listing.append(time.perf_counter() - begin)
         arguments = case.prepare(turn % PLACES, mask)
         wait()
         begin = time.perf_counter()
@@ -380,7 +380,7 @@ def timed(
     low, median, high = np.percentile(spent, (25, 50, 75)) * 1e6
     return {
         "us": f"{median:.2f}", "low_us": f"{low:.2f}", "high_us": f"{high:.2f}",
-        "launch_us": f"{statistics.median(launches) * 1e6:.2f}", "mask_us": f"{statistics.median(made) * 1e6:.2f}",
+        "launch_us": f"{statistics.median(launches) * 1e6:.2f}", "mask_us": f"{statistics.median(listing) * 1e6:.2f}",
         "calls": len(spent) * case.calls,
     }  # fmt: skip
 
@@ -389,14 +389,14 @@ def senders(libraries: list[str]) -> dict[str, Callable[[Any], Any]]:
     """Return the functions that copy a NumPy array to the GPU, one for each installed library."""
     import cupy
 
-    found: dict[str, Callable[[Any], Any]] = {"cupy": cupy.asarray}
+    send_by_library: dict[str, Callable[[Any], Any]] = {"cupy": cupy.asarray}
     if {"torch", "cuflash.torch"} & set(libraries):
         try:
             import torch
 
             if not torch.cuda.is_available():
                 raise ImportError("PyTorch finds no GPU")
-            found["torch"] = lambda array: torch.from_numpy(np.array(array)).cuda()
+            send_by_library["torch"] = lambda array: torch.from_numpy(np.array(array)).cuda()
         except ImportError as error:
             print(f"no rows of PyTorch: {error}")
     if {"jax", "cuflash.jax"} & set(libraries):
@@ -404,10 +404,10 @@ def senders(libraries: list[str]) -> dict[str, Callable[[Any], Any]]:
             import jax
 
             device = jax.devices("gpu")[0]
-            found["jax"] = lambda array: jax.device_put(array, device)
+            send_by_library["jax"] = lambda array: jax.device_put(array, device)
         except (ImportError, RuntimeError) as error:
             print(f"no rows of JAX: {error}")
-    return found
+    return send_by_library
 
 
 def cases(libraries: list[str], library: str, inputs: Inputs) -> Iterator[Case]:
@@ -427,19 +427,19 @@ def versions() -> dict[str, str]:
 
     import cupy
 
-    found = {"cupy": cupy.__version__, "cuflash": cuflash.__version__, "date": datetime.date.today().isoformat()}
+    facts = {"cupy": cupy.__version__, "cuflash": cuflash.__version__, "date": datetime.date.today().isoformat()}
     for name in ("torch", "jax"):
         try:
-            found[name] = metadata.version(name)
+            facts[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = ""
-    found["gpu"] = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode()
+            facts[name] = ""
+    facts["gpu"] = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode()
     git = ("git", "-C", str(Path(__file__).parents[2]), "rev-parse", "--short", "HEAD")
     try:
-        found["commit"] = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        facts["commit"] = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     except FileNotFoundError:
-        found["commit"] = ""
-    return found
+        facts["commit"] = ""
+    return facts
 
 
 def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -475,19 +475,19 @@ def main() -> None:
 
     def row(case: Case, mask: str, mask_of: Callable[[int], Any], tokens: int, budget_s: float) -> None:
         try:
-            found = timed(case, mask_of, wait, launch, chosen.calls, budget_s)
+            times = timed(case, mask_of, wait, launch, chosen.calls, budget_s)
         except (cuflash.UnsupportedProblem, TypeError) as error:
             print(f"{case.library}, {case.operation}, {mask}: {error}")
             return
         named = {"library": case.library, "operation": case.operation, "mask": mask, "tokens": tokens}
-        rows.append(named | found | common)
+        rows.append(named | times | common)
         write(chosen.csv, rows)
-        print(*named.values(), found["us"], "us", flush=True)
+        print(*named.values(), times["us"], "us", flush=True)
 
     alone = Case("an empty launch of CuPy", "launch", lambda turn, mask: (), launch)
     row(alone, "none", lambda turn: None, 0, min(2.0, chosen.budget_s / 20))
     for number, (tokens, name, send) in enumerate(plan):
-        made = makers_of_masks(tokens, send)
+        makers = makers_of_masks(tokens, send)
         every = [
             (case, mask)
             for case in cases(chosen.libraries, name, Inputs(tokens, send))
@@ -497,7 +497,7 @@ def main() -> None:
         part = (deadline - time.perf_counter()) / (len(plan) - number)
         ends = time.perf_counter() + part
         for index, (case, mask) in enumerate(every):
-            row(case, mask, made[mask], tokens, max(0.0, (ends - time.perf_counter()) / (len(every) - index)))
+            row(case, mask, makers[mask], tokens, max(0.0, (ends - time.perf_counter()) / (len(every) - index)))
     print(f"{common['gpu']}: {chosen.csv}")
 
 

@@ -38,24 +38,24 @@ class Config:
 
 
 def document_ids(seqlen: int, mean_document: int) -> np.ndarray:
-    """Document number of each token, int32 [seqlen], sorted; lengths are exponential about their mean."""
+    """Draw the sorted document number of each token, int32 [seqlen]; lengths are exponentially distributed."""
     starts = np.random.default_rng(0).random(seqlen) < 1 / mean_document
     return np.cumsum(starts, dtype=np.int32)
 
 
 def packed(seqlen: int, config: Config) -> Callable[[], masks.Mask]:
-    """Makes the mask of causal attention within documents; their ids are the caller's, so they are made before."""
+    """Return a function that creates the mask of causal attention within documents; the ids are drawn before."""
     ids = document_ids(seqlen, config.mean_document)
     return lambda: masks.Causal() & masks.Documents(ids)
 
 
 def butterfly(seqlen: int, config: Config) -> Callable[[], masks.Mask]:
-    """Makes a butterfly over the whole grid."""
+    """Return a function that creates a butterfly over the whole grid."""
     return lambda: patterns.butterfly(seqlen, block=config.block)
 
 
 def check(mask: masks.Mask, seqlen: int, block: int) -> None:
-    """The index of a mask that is small enough holds exactly the mask's elements."""
+    """Assert that the index of a mask, if it is small enough, holds exactly the elements of the mask."""
     shape = masks.MaskShape((), 1, seqlen, seqlen)
     index = BlockIndex.from_mask(mask, block=block, **shape._asdict())
     if not np.array_equal(index.toarray()[0], mask.toarray(**shape._asdict())):
@@ -63,7 +63,7 @@ def check(mask: masks.Mask, seqlen: int, block: int) -> None:
 
 
 def listed(mask: masks.Mask, shape: masks.MaskShape, block: int) -> WorkList:
-    """The work of forward and backward."""
+    """List the work of the forward and backward pass."""
     work = work_list(mask.resolve(shape), shape, (block, block))
     if isinstance(work, ListedWork):
         work.make_ready()
@@ -71,7 +71,7 @@ def listed(mask: masks.Mask, shape: masks.MaskShape, block: int) -> WorkList:
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """The most bytes allocated at one time during a call."""
+    """Return the peak number of bytes allocated during a call."""
     tracemalloc.start()
     call()
     _, peak = tracemalloc.get_traced_memory()
@@ -90,23 +90,23 @@ def run(config: Config) -> list[Record]:
             "work list": lambda make=make, shape=shape: listed(make(), shape, block),
             "block index": lambda make=make, shape=shape: BlockIndex.from_mask(make(), block=block, **shape._asdict()),
         }
-        kept = {"work list": {"kept_mib": listed(make(), shape, block).nbytes / 2**20}}
-        for made, timing in time_alternately(calls, repeats=config.repeats, budget_s=10).items():
-            row: Record = {"mask": name, "seqlen": seqlen, "block": block, "made": made, "ms": timing.median_ms}
-            row |= {"spread_ms": timing.spread_ms, "peak_mib": peak_bytes(calls[made]) / 2**20}
-            records.append(row | kept.get(made, {}))
+        list_sizes = {"work list": {"kept_mib": listed(make(), shape, block).nbytes / 2**20}}
+        for form, timing in time_alternately(calls, repeats=config.repeats, budget_s=10).items():
+            row: Record = {"mask": name, "seqlen": seqlen, "block": block, "made": form, "ms": timing.median_ms}
+            row |= {"spread_ms": timing.spread_ms, "peak_mib": peak_bytes(calls[form]) / 2**20}
+            records.append(row | list_sizes.get(form, {}))
     return records
 
 
 def table(records: list[Record]) -> Table:
     """Return the measurements as rows."""
-    made = Table(title="masks compiled on the host")
+    result = Table(title="masks compiled on the host")
     for column in ("mask", "seqlen", "made", "ms", "± ms", "peak MiB", "kept MiB"):
-        made.add_column(column, justify="left" if column in ("mask", "made") else "right")
+        result.add_column(column, justify="left" if column in ("mask", "made") else "right")
     for row in records:
         numbers = (f"{row[name]:.2f}" if name in row else "" for name in ("ms", "spread_ms", "peak_mib", "kept_mib"))
-        made.add_row(row["mask"], str(row["seqlen"]), row["made"], *numbers)
-    return made
+        result.add_row(row["mask"], str(row["seqlen"]), row["made"], *numbers)
+    return result
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How fast are packed sequences and windows, beside other libraries' kernels?
+"""How fast are packed sequences and windows, compared with other libraries' kernels?
 
     python -m experiments packed                                            # all cases and libraries
     python -m experiments packed --cases mixed,window --peers torch_flash   # some of them
@@ -12,7 +12,7 @@ FlashInfer, which has no backward pass, computes o alone.
 Rows of `cuflash` run a plan that is made once for the mask, on CuPy arrays. Rows of `cuflash, as called` call
 `attention`, or the function that `attention_vjp` returns, each time, with a mask that is made once from offsets on the
 device, as all layers of a model share it; those of `cuflash, new mask` make the mask for each call, and their kernels
-include those that find each query's keys. `host_us` is how long a call keeps the host, while nothing waits for the GPU.
+include those that find each query's keys. `host_us` is the host time of a call without synchronization.
 Other libraries take part where they can be imported and serve the case; a row says why one does not.
 
 Before it is timed, some rows of two heads and their gradients are compared with float64; `error` is the largest share
@@ -96,7 +96,7 @@ Attend = Callable[[Any, Any, Any], Any]
 
 
 def torch_flash(case: Case, offsets: Any) -> Attend:
-    """FlashAttention-2, as PyTorch builds it."""
+    """Return FlashAttention-2 as built into PyTorch."""
     import torch
 
     longest = max(case.lengths)
@@ -110,7 +110,7 @@ def torch_flash(case: Case, offsets: Any) -> Attend:
 
 
 def torch_cudnn(case: Case, offsets: Any) -> Attend:
-    """cuDNN, by PyTorch's nested tensors."""
+    """Return cuDNN's attention on PyTorch's nested tensors."""
     from torch.nested import nested_tensor_from_jagged
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
@@ -130,41 +130,41 @@ def torch_cudnn(case: Case, offsets: Any) -> Attend:
 
 
 def flash_attn_2(case: Case, offsets: Any) -> Attend:
-    """The package flash-attn."""
+    """Return the function of the package flash-attn."""
     from flash_attn import flash_attn_varlen_func
 
     return _varlen(flash_attn_varlen_func, case, offsets)
 
 
 def flash_attn_3(case: Case, offsets: Any) -> Attend:
-    """FlashAttention-3's own package."""
+    """Return the function of FlashAttention-3's own package."""
     from flash_attn_interface import flash_attn_varlen_func
 
     return _varlen(flash_attn_varlen_func, case, offsets)
 
 
 def flash_attn_4(case: Case, offsets: Any) -> Attend:
-    """The package flash-attn-4, whose kernels for Hopper are FlashAttention-3's."""
+    """Return the function of the package flash-attn-4, whose kernels for Hopper are FlashAttention-3's."""
     from flash_attn.cute import flash_attn_varlen_func
 
     return _varlen(flash_attn_varlen_func, case, offsets)
 
 
 def _varlen(function: Callable[..., Any], case: Case, offsets: Any) -> Attend:
-    """The function of that name, which FlashAttention's packages share; some return o first of several."""
+    """Return the varlen function that FlashAttention's packages share; some return o first of several results."""
     sizes = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
     longest = {"max_seqlen_q": max(case.lengths), "max_seqlen_k": max(case.lengths)}
     window = {} if case.left is None else {"window_size": (case.left, 0)}
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        made = function(q, k, v, **sizes, **longest, causal=True, **window)
-        return made[0] if isinstance(made, tuple) else made
+        output = function(q, k, v, **sizes, **longest, causal=True, **window)
+        return output[0] if isinstance(output, tuple) else output
 
     return attend
 
 
 def flashinfer(case: Case, offsets: Any) -> Attend:
-    """FlashInfer's kernels for prompts, which have no backward pass."""
+    """Return FlashInfer's prefill kernels, which have no backward pass."""
     import torch
     from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
@@ -177,7 +177,7 @@ def flashinfer(case: Case, offsets: Any) -> Attend:
 
 
 def flex(case: Case, offsets: Any) -> Attend:
-    """FlexAttention, compiled for the shape, with the sequences as a BlockMask."""
+    """Return FlexAttention, compiled for the shape, with the sequences as a BlockMask."""
     import torch
     from torch.nn.attention import flex_attention as flexible
 
@@ -242,7 +242,7 @@ class Method(NamedTuple):
 
 
 def of_plan(case: Case, arrays: Sequence[Any]) -> Method:
-    """cuflash's plan, made once."""
+    """Return a cuflash plan as a method; the plan is created once."""
     import cupy
 
     q, k, v = (as_cupy(x) for x in arrays)
@@ -257,7 +257,7 @@ def of_plan(case: Case, arrays: Sequence[Any]) -> Method:
 
 
 def as_called(case: Case, arrays: Sequence[Any], makes_mask: bool) -> Method:
-    """cuflash's functions, given a mask from offsets on the device, or making it for each call."""
+    """Return cuflash's public functions as a method, with a mask of device offsets, created once or for each call."""
     import cupy
 
     q, k, v = (as_cupy(x) for x in arrays)
@@ -275,7 +275,7 @@ def as_called(case: Case, arrays: Sequence[Any], makes_mask: bool) -> Method:
 
 
 def of_peer(name: str, case: Case, arrays: Sequence[Any]) -> Method:
-    """Another library's passes, by automatic differentiation, on arrays [tokens, heads, HEAD_DIM]."""
+    """Return another library's passes, by automatic differentiation, on arrays [tokens, heads, HEAD_DIM]."""
     import torch
 
     attend = PEERS[name](case, torch.from_numpy(_offsets(case)).int().cuda())
@@ -303,27 +303,27 @@ class Wrong(Exception):
 
 
 def checked(method: Method, check: SpotCheck, case: Case, most: float) -> float:
-    """The largest share of a bound, where o, dq, and without groups of heads dk and dv, are within it."""
-    found = {"o": method.in_heads(method.forward())}
+    """Return the largest error over its bound of o, dq and, without GQA, dk and dv; raise if it is too large."""
+    results = {"o": method.in_heads(method.forward())}
     if method.backward is not None:
         gradients = method.backward(method.cotangent(as_torch(check.do)))()
         names = ("dq", "dk", "dv") if case.num_heads == case.num_kv_heads else ("dq",)
-        found |= {name: method.in_heads(gradient) for name, gradient in zip(names, gradients)}
-    share = check.share(**found)
+        results |= {name: method.in_heads(gradient) for name, gradient in zip(names, gradients)}
+    share = check.share(**results)
     if not share <= most:
         raise Wrong(f"wrong: {share:.3g} times the bound")
     return share
 
 
 def measured(name: str, config: Config) -> Iterator[Record]:
-    """The rows of a case: one for each pass and library."""
+    """Yield the rows of a case, one per pass and library."""
     import torch
 
     case = CASES[name]
     generator = torch.Generator("cuda").manual_seed(0)
     heads = (case.num_heads, case.num_kv_heads, case.num_kv_heads, case.num_heads)
-    made = (torch.randn(1, each, case.tokens, HEAD_DIM, generator=generator, device="cuda") for each in heads)
-    q, k, v, do = (x.to(torch.bfloat16) for x in made)
+    operands = (torch.randn(1, each, case.tokens, HEAD_DIM, generator=generator, device="cuda") for each in heads)
+    q, k, v, do = (x.to(torch.bfloat16) for x in operands)
     group = case.num_heads // case.num_kv_heads
     spread = [as_cupy(x.repeat_interleave(group, 1)) for x in (k, v)]
     check = SpotCheck.of(as_cupy(q), *spread, case.mask(_offsets(case)))
@@ -362,7 +362,7 @@ def calls_of(methods: Mapping[str, Method], way: str, do: Any) -> dict[str, Call
 
 
 def host_time(call: Callable[[], Any]) -> float:
-    """Microseconds that a call keeps the host, as the median of some that nothing waits for."""
+    """Return the median host time of a call in microseconds, without synchronization."""
     import cupy
 
     spent = []
@@ -383,7 +383,7 @@ def rows_of(
     errors: Mapping[str, float],
     notes: Mapping[str, str],
 ) -> Iterator[Record]:
-    """A row for each library, those of cuflash with the time of the fastest other over their own."""
+    """Yield one row per library; those of cuflash have the time of the fastest other library relative to theirs."""
     case = CASES[name]
     others = [timing.median_ms for library, timing in times.items() if library not in OURS]
     for library in (*times, *notes):
@@ -402,7 +402,7 @@ def rows_of(
 
 
 def run(config: Config) -> Iterator[Record]:
-    """The rows of all cases, with the versions that a GPU's numbers depend on."""
+    """Yield the rows of all cases, with the versions that a GPU's numbers depend on."""
     reason = why_no_gpu()
     if reason:
         sys.exit(f"packed compares libraries on a GPU: {reason}")
@@ -418,19 +418,19 @@ def run(config: Config) -> Iterator[Record]:
 
 
 def table(records: list[Record]) -> Table:
-    """Times and rates of this run."""
-    made = Table(title="Packed sequences")
+    """Tabulate times and rates of this run."""
+    result = Table(title="Packed sequences")
     columns = ("case", "pass", "library", "ms", "tflops", "ratio", "host_us", "error")
     for column in columns:
-        made.add_column(column)
+        result.add_column(column)
     for record in records:
         values = (record.get(column) for column in columns)
-        made.add_row(*("" if x is None else f"{x:.4g}" if isinstance(x, float) else str(x) for x in values))
-    return made
+        result.add_row(*("" if x is None else f"{x:.4g}" if isinstance(x, float) else str(x) for x in values))
+    return result
 
 
 def plot(records: list[Record]) -> Figure:
-    """TFLOP/s of each library: a panel for each pass, a group of bars for each case."""
+    """Plot the TFLOP/s of each library: a panel per pass, a group of bars per case."""
     cases = list(dict.fromkeys(record["case"] for record in records))
     libraries = list(dict.fromkeys(record["library"] for record in records if record["ms"]))
     figure = Figure(figsize=(8, 3), layout="constrained")

@@ -9,7 +9,7 @@ bounds. Times are of the device's part of `attention` and of a `vjp`, called on 
 attention, with the level-2 cache written over before each call. TFLOP/s count the products of plain attention.
 of_plain is the time of plain attention over the case's; ratio is the time of the fastest peer over ours. All heads
 share one bias in the cases of that name; gradients of the repeatable one have deterministic=True, which plain
-attention beside it and peers have not. FlexAttention's tanh is exact, its backward pass gives the gradient of a
+attention next to it and peers have not. FlexAttention's tanh is exact, its backward pass gives the gradient of a
 captured array where the case asks for one, and it has no sink. FlashAttention-4 is timed with its cap, by the GPU's
 own tanh, and with its sink, of which its backward pass gives no gradient here.
 
@@ -114,8 +114,8 @@ def _flex_table(arrays: dict[str, Any]) -> Callable[..., Any]:
     import torch
 
     table = arrays["table"]
-    made = scores.relative_position(np.zeros((1, BUCKETS), np.float32), MAX_DISTANCE, bidirectional=True)
-    bucket = torch.from_numpy(np.asarray(made.arrays["bucket"])).to(table.device)
+    bias = scores.relative_position(np.zeros((1, BUCKETS), np.float32), MAX_DISTANCE, bidirectional=True)
+    bucket = torch.from_numpy(np.asarray(bias.arrays["bucket"])).to(table.device)
 
     def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return s + table[h, bucket[torch.clamp(j - i + MAX_DISTANCE, 0, 2 * MAX_DISTANCE)]]
@@ -174,7 +174,7 @@ CASES = {
 
 
 def inputs(num_heads: int, seqlen: int, head_dim: int) -> list[np.ndarray]:
-    """q, k, v and dO, bfloat16 [num_heads, seqlen, head_dim], standard normal."""
+    """Draw q, k, v and dO, bfloat16 [num_heads, seqlen, head_dim], from the standard normal distribution."""
     rng = np.random.default_rng(0)
     return [rng.standard_normal((num_heads, seqlen, head_dim), np.float32).astype(ml_dtypes.bfloat16) for _ in "qkvo"]
 
@@ -258,8 +258,8 @@ class FlashCase:
         *inputs, self._do = (torch.from_dlpack(x)[None].transpose(1, 2).contiguous() for x in (*operands, do))
         self._inputs = [x.requires_grad_() for x in inputs]
         self._attend = lambda q, k, v: flash_attn_func(q, k, v, causal=causal, **options)
-        made = self._attend(*self._inputs)
-        self._o = made[0] if isinstance(made, tuple) else made
+        output = self._attend(*self._inputs)
+        self._o = output[0] if isinstance(output, tuple) else output
 
     def forward(self) -> Any:
         import torch
@@ -277,25 +277,25 @@ PEERS = {"flex": FlexCase, "flash_attn_4": FlashCase}
 
 
 def peers_of(
-    names: tuple[str, ...], case: Case, *given: Any
+    names: tuple[str, ...], case: Case, *arguments: Any
 ) -> tuple[dict[str, FlexCase | FlashCase], dict[str, str]]:
-    """The peers that serve a case, and why others do not."""
-    made, notes = dict[str, FlexCase | FlashCase](), dict[str, str]()
+    """Return the peers that support a case, and the reasons why others do not."""
+    peers, notes = dict[str, FlexCase | FlashCase](), dict[str, str]()
     for name in names:
         if getattr(case, name) is None:
-            notes[name] = "is not asked for this"
+            notes[name] = "is not requested for this"
             continue
         try:
-            peer = PEERS[name](case, *given)
+            peer = PEERS[name](case, *arguments)
             peer.backward()
-            made[name] = peer
+            peers[name] = peer
         except Exception as error:  # whatever a compiler of its own says
             notes[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"[:120]
-    return made, notes
+    return peers, notes
 
 
 def best_of(ours_ms: float, theirs_ms: dict[str, float], notes: dict[str, str]) -> Record:
-    """The fastest peer, its time, and that over ours; why there is none where none was timed."""
+    """Return the fastest peer, its time, and that time relative to ours; or the reason why none was timed."""
     if not theirs_ms:
         why = "; ".join(f"{name} {note}" for name, note in notes.items())
         return {"best_peer": why, "peer_ms": None, "ratio": None}
@@ -304,19 +304,19 @@ def best_of(ours_ms: float, theirs_ms: dict[str, float], notes: dict[str, str]) 
 
 
 def measured(config: Config, name: str, mask: str) -> Iterator[Record]:
-    """The rows of one case: forward and backward."""
+    """Yield the rows of one case: forward and backward."""
     import cupy
 
     case, causal = CASES[name], mask == "causal"
     *operands, do = map(cupy.asarray, inputs(config.num_heads, config.seqlen, config.head_dim))
     arrays = {key: cupy.asarray(x) for key, x in case.arrays(config.num_heads, config.seqlen).items()}
     options = case.options(arrays)
-    asked = {"causal": causal, "wrt": case.wrt, "deterministic": case.deterministic}
-    plan = cuflash.plan(*operands, **asked, **options)
+    settings = {"causal": causal, "wrt": case.wrt, "deterministic": case.deterministic}
+    plan = cuflash.plan(*operands, **settings, **options)
     assert plan.plan.family is not None and plan.plan.kernels is not None
     check(case, causal, config.head_dim, plan.plan.family.name)
     _, plain_vjp = cuflash.attention_vjp(*operands, causal=causal)
-    _, vjp = cuflash.attention_vjp(*operands, **asked, **options)
+    _, vjp = cuflash.attention_vjp(*operands, **settings, **options)
     calls: dict[str, dict[str, Callable[[], object]]] = {
         "forward": {
             "plain": lambda: cuflash.attention(*operands, causal=causal),

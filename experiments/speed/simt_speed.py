@@ -1,4 +1,4 @@
-"""How near do the simt kernels come to what a GPU's plain multiply-adds allow, and what does a call cost beside them?
+"""How near do the simt kernels come to what a GPU's plain multiply-adds allow, and what is the overhead of a call?
 
     python -m experiments simt_speed        # needs an NVIDIA GPU and CuPy
 
@@ -9,7 +9,7 @@ additions; with deterministic=True, where every result is bitwise repeatable, it
 by columns: the rows of both say what the promise costs. The naive kernels, which keep whole matrices of scores, are
 the baseline: what tiles bring. Block-sparse rates are over the dense one, per kept block. Host time is that of a call
 on the host alone; a work list is timed on the host until the device has it; memory is what CuPy's pool holds at its
-peak beside arguments and results. Kernels are compiled one after another; of those on tensor cores the sum of a plan's
+peak without arguments and results. Kernels are compiled one after another; of those on tensor cores the sum of a plan's
 is given, and what `plan.compile()` takes, which compiles them at once, on threads, in a new process without a cache.
 
 Expect: half of the multiply-adds' rate forward: what a thread's registers hold decides how often shared memory is read.
@@ -93,7 +93,7 @@ extern "C" __global__ void multiply_adds(T* x, int n) {
 
 
 def multiply_adds_rate(dtype: Any, repeats: int) -> float:
-    """TFLOP/s of a loop of independent multiply-adds, two blocks of 1024 threads' worth a multiprocessor."""
+    """Return the TFLOP/s of a loop of independent multiply-adds with 2,048 threads per multiprocessor."""
     import cupy
 
     name = {"float32": "float", "float64": "double"}[np.dtype(dtype).name]
@@ -105,7 +105,7 @@ def multiply_adds_rate(dtype: Any, repeats: int) -> float:
 
 
 def tensor_core_families(device: DeviceSpec) -> list[str]:
-    """The families on tensor cores that a device runs."""
+    """Return the tensor-core families that a device runs."""
     capability = device.compute_capability or (0, 0)
     return [family for family, runs in (("sm80", capability >= (8, 0)), ("sm90", capability == (9, 0))) if runs]
 
@@ -119,7 +119,7 @@ def check(q: Any, k: Any, v: Any, o: Any) -> None:
 
 
 def run_rates(config: Config) -> list[Record]:
-    """Dense forward and backward, tiled and not, over the rate of multiply-adds in the dtype of the sums."""
+    """Time dense forward and backward, tiled and naive, relative to the multiply-add rate of the accumulation dtype."""
     records = []
     for dtype, narrower in ((np.float32, np.float16), (np.float64, None)):
         peak = multiply_adds_rate(dtype, config.repeats)
@@ -153,12 +153,12 @@ def rates(config: Config, dtype: Any, head_dim: int, kernel: str, peak: float) -
 
 
 def both_passes(plan: Any, q: Any, k: Any, v: Any, do: Any, o: Any, lse: Any) -> dict[str, Callable[[], object]]:
-    """The two calls of a plan on these arrays."""
+    """Return the two calls of a plan on these arrays."""
     return {"forward": lambda: plan.forward(q, k, v), "backward": lambda: plan.backward(do, q, k, v, o, lse)}
 
 
 def run_densities(config: Config) -> list[Record]:
-    """Random blocks: the rate of kept blocks over the dense rate."""
+    """Time random blocks: the rate of kept blocks relative to the dense rate."""
     q, k, v, do = draw(config.num_heads, config.seqlen, config.head_dims[0])
     grid = -(-config.seqlen // config.block)
     dense: dict[str, float] = {}
@@ -178,7 +178,7 @@ def run_densities(config: Config) -> list[Record]:
 
 
 def run_costs(config: Config) -> list[Record]:
-    """Host time of a warm call, making a work list on the device, and memory beside arrays."""
+    """Measure the host time of a warm call, the time of building a work list on the device, and the workspace."""
     import cupy
 
     records = []
@@ -217,7 +217,7 @@ def run_costs(config: Config) -> list[Record]:
 
 
 def run_memory(config: Config) -> list[Record]:
-    """The peak of CuPy's pool in a forward and a backward call, beside what they take and return."""
+    """Return the peak of CuPy's pool during a forward and a backward call, without their arguments and results."""
     q, k, v, do = draw(1, config.memory_seqlen, 64)
     plan = cuflash.plan(q, k, v, window=(1023, 0))
     plan.compile()
@@ -227,16 +227,17 @@ def run_memory(config: Config) -> list[Record]:
         ("forward", lambda: plan.forward(q, k, v), o.nbytes + lse.nbytes),
         ("backward", lambda: plan.backward(do, q, k, v, o, lse), q.nbytes + k.nbytes + v.nbytes),
     ):
-        beside = peak_on_device(call)[1] - results
-        row = {"measure": f"memory beside arrays, {name}", "seqlen": config.memory_seqlen, "head_dim": 64}
-        records.append(row | {"mib": beside / 2**20, "ratio": plan.workspace_bytes / 2**20})
+        workspace = peak_on_device(call)[1] - results
+        measure = f"memory beside arrays, {name}"  # codespell:ignore
+        row = {"measure": measure, "seqlen": config.memory_seqlen, "head_dim": 64}
+        records.append(row | {"mib": workspace / 2**20, "ratio": plan.workspace_bytes / 2**20})
     return records
 
 
 def compile_alone(plan: KernelPlan, device: DeviceSpec) -> list[nvrtc.Compiled]:
     """Compile a plan's kernels one after another, each alone."""
     assert device.compute_capability is not None
-    return [made for spec in plan.specs.values() for made in nvrtc.precompile([spec], device.compute_capability)]
+    return [kernel for spec in plan.specs.values() for kernel in nvrtc.precompile([spec], device.compute_capability)]
 
 
 def compile_rates(config: Config, device: DeviceSpec) -> None:
@@ -281,10 +282,10 @@ def run_compile(config: Config, device: DeviceSpec) -> list[Record]:
     for kernel, head_dim in track(cases, "compiling"):
         x = cuflash.ShapeDtype((config.num_heads, config.seqlen, head_dim), np.dtype(ml_dtypes.bfloat16))
         ready = cuflash.plan(x, x, x, kernel=kernel, executor="gpu", device=device)
-        made = compile_alone(ready.plan, device)
+        kernels = compile_alone(ready.plan, device)
         row = {"measure": f"compile, sum of kernel='{kernel}'", "dtype": "bfloat16", "head_dim": head_dim}
-        row |= {"from_cache": any(each.is_from_cache for each in made)}
-        records.append(row | {"ms": 1e3 * sum(each.seconds for each in made)})
+        row |= {"from_cache": any(each.is_from_cache for each in kernels)}
+        records.append(row | {"ms": 1e3 * sum(each.seconds for each in kernels)})
         row = {"measure": f"compile, at once of kernel='{kernel}'", "dtype": "bfloat16", "head_dim": head_dim}
         shape = config.num_heads, config.seqlen, head_dim
         ms = [1e3 * seconds_from_cold(kernel, *shape) for _ in range(config.cold_starts)]
@@ -301,23 +302,23 @@ def run(config: Config) -> list[Record]:
     compile_rates(config, gpu.current_device())
     records = run_rates(config) + run_densities(config) + run_costs(config)
     records += run_compile(config, gpu.current_device())
-    for made in cuflash.cache_info().compiled:
-        row = {"measure": f"compile, {made.spec.name}", "dtype": made.spec.dtype.name, "head_dim": made.spec.head_dim}
-        row |= {"from_cache": made.is_from_cache, "ms": made.seconds * 1e3}
-        records.append(row | {"registers": made.resources.registers})
+    for each in cuflash.cache_info().compiled:
+        row = {"measure": f"compile, {each.spec.name}", "dtype": each.spec.dtype.name, "head_dim": each.spec.head_dim}
+        row |= {"from_cache": each.is_from_cache, "ms": each.seconds * 1e3}
+        records.append(row | {"registers": each.resources.registers})
     return [record | versions for record in records]
 
 
 def table(records: list[Record]) -> Table:
     """Return the measurements as rows."""
-    made = Table(title="simt kernels")
+    result = Table(title="simt kernels")
     columns = ("measure", "dtype", "seqlen", "head_dim", "density", "ms", "tflops", "ratio", "us", "mib", "registers")
     for column in columns:
-        made.add_column(column, justify="left" if column in ("measure", "dtype") else "right")
+        result.add_column(column, justify="left" if column in ("measure", "dtype") else "right")
     for row in records:
         cells = (row.get(name, "") for name in columns)
-        made.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
-    return made
+        result.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
+    return result
 
 
 if __name__ == "__main__":

@@ -46,13 +46,13 @@ class Config:
 
 
 def draw(num_heads: int, seqlen: int, head_dim: int) -> list[np.ndarray]:
-    """q, k, v, do of shape (1, num_heads, seqlen, head_dim), normal, float32."""
+    """Draw q, k, v and do of shape (1, num_heads, seqlen, head_dim) from the normal distribution, float32."""
     rng = np.random.default_rng(0)
     return [rng.standard_normal((1, num_heads, seqlen, head_dim), np.float32) for _ in range(4)]
 
 
 def run_build(config: Config) -> Record:
-    """Seconds to build the runtime and the forward kernel where nothing was built before."""
+    """Time building the runtime and the forward kernel from scratch, in seconds."""
     q, k, v, _ = draw(config.num_heads, config.seqlen, config.head_dim)
     spec = cuflash.plan(q, k, v, causal=True, executor="sim").plan.specs["forward"]
     folder = sim.compiler.cache_directory
@@ -68,7 +68,7 @@ def run_build(config: Config) -> Record:
 
 
 def run_calls(config: Config) -> list[Record]:
-    """Times of both passes, causal."""
+    """Time both passes with a causal mask."""
     q, k, v, do = draw(config.num_heads, config.seqlen, config.head_dim)
     plan = cuflash.plan(q, k, v, causal=True, executor="sim")
     o, lse = plan.forward(q, k, v)
@@ -116,14 +116,14 @@ def run(config: Config) -> list[Record]:
 
 def table(records: list[Record]) -> Table:
     """Return the measurements as rows."""
-    made = Table(title="the simulator")
+    result = Table(title="the simulator")
     columns = ("measure", "kernel", "seqlen", "head_dim", "ms", "spread_ms", "runs", "reports", "other_bits")
     for column in columns:
-        made.add_column(column)
+        result.add_column(column)
     for row in records:
         cells = (row.get(name, "") for name in columns)
-        made.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
-    return made
+        result.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
+    return result
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How fast is attention in 8 bits, beside cuDNN's and beside our own in bfloat16?
+"""How fast is FP8 attention, compared with cuDNN's and with our own in bfloat16?
 
     python -m experiments speed_fp8                                    # 64 and 128 columns, full, causal and lists
     python -m experiments speed_fp8 --head-dims 128 --masks full --seqlens 16384
@@ -9,11 +9,11 @@ normal. Operands are quantised in blocks of 128 rows with q and k rotated; cuDNN
 is timed, the last 128 rows of a head are compared with float64 of what was dequantised: `error` is the largest error
 as a share of the bound. The methods take turns, each call between two events with the level-2 cache written over
 before it: medians, and the width of their middle half. `of_cudnn` and `of_bfloat16` are the times of these over ours,
-and `ratio` is the time of `peer` over ours: cuDNN in 8 bits where it runs, our own kernel in bfloat16 elsewhere.
+and `ratio` is the time of `peer` over ours: cuDNN in FP8 where it runs, our own kernel in bfloat16 elsewhere.
 `prepare_ms` is the time of `quantize` for q, k and v, with the transposition of v, and `prepare_share` its share of
 our time. TFLOP/s count two products of the scores that the mask keeps.
 
-Found:  on an H100, full and causal calls in 8 bits take 0.86 to 0.96 of the time of our own bfloat16 with 128 columns,
+Found:  on an H100, full and causal FP8 calls take 0.86 to 0.96 of the time of our own bfloat16 at head_dim 128,
 and 1.09 to 1.13 with 64; lists of an eighth of the blocks 0.85 to 0.96 with 128. cuDNN's 8 bits take 0.86 to 0.98 of
 our time with 128 columns (fp8_steps.log of b648872e).
 
@@ -56,7 +56,7 @@ class Config:
 
 
 def mask_of(name: str, num_heads: int, seqlen: int) -> masks.Mask | None:
-    """The mask of a name, as cuflash has it."""
+    """Return the cuflash mask of this name."""
     blocks = named_blocks(name)
     if blocks is None:
         return masks.Causal() if name == "causal" else None
@@ -64,14 +64,14 @@ def mask_of(name: str, num_heads: int, seqlen: int) -> masks.Mask | None:
 
 
 def quantized(x: Any, rotation: cuflash.Rotation) -> tuple[cuflash.Quantized, ...]:
-    """The operands in 8 bits, with v as kernels read it."""
+    """Quantize the operands to FP8, v in the order in which kernels read it."""
     q8, k8, v8 = (cuflash.quantize(each, rotate=rotate) for each, rotate in zip(x, (rotation, rotation, None)))
     v8.transposed()
     return q8, k8, v8
 
 
 def on_host(x8: cuflash.Quantized, rows: int | None = None) -> cuflash.Quantized:
-    """The last rows, or all, of the last head of the last batch entry, as NumPy's arrays."""
+    """Copy the last rows, or all rows, of the last head of the last batch entry to NumPy arrays."""
     data, scale = x8.data[-1, -1].get().view(ml_dtypes.float8_e4m3fn), x8.scale[-1, -1].get()
     if rows is not None:
         data, scale = data[-rows:], scale[-1:]
@@ -79,7 +79,7 @@ def on_host(x8: cuflash.Quantized, rows: int | None = None) -> cuflash.Quantized
 
 
 def share_of_bound(x8: tuple[cuflash.Quantized, ...], mask: masks.Mask | None, o: Any) -> float:
-    """The largest error of the last queries of the last head, as a share of its bound."""
+    """Return the largest error over its bound, for the last queries of the last head."""
     q8, k8, v8 = x8
     batch, num_heads, seqlen, _ = q8.shape
     rows = q8.block
@@ -96,7 +96,7 @@ def share_of_bound(x8: tuple[cuflash.Quantized, ...], mask: masks.Mask | None, o
 
 
 def cudnn_fp8(batch: int, num_heads: int, seqlen: int, head_dim: int, is_causal: bool) -> Callable[[], object]:
-    """A call of cuDNN's forward pass in e4m3, on tensors of its own.
+    """Return a call of cuDNN's FP8 forward pass in e4m3, on its own tensors.
 
     Raises
     ------
@@ -146,7 +146,7 @@ def cudnn_fp8(batch: int, num_heads: int, seqlen: int, head_dim: int, is_causal:
 
 
 def measured(config: Config, head_dim: int, mask: str, seqlen: int) -> Record:
-    """The row of one case."""
+    """Return the row of one case."""
     import cupy
 
     batch, num_heads = config.tokens // seqlen, config.hidden // head_dim
@@ -155,16 +155,17 @@ def measured(config: Config, head_dim: int, mask: str, seqlen: int) -> Record:
     drawn = (rng.standard_normal((batch, num_heads, seqlen, head_dim), np.float32) for _ in range(3))
     x = [cupy.asarray(each.astype(ml_dtypes.bfloat16)) for each in drawn]
     rotation = cuflash.Rotation(head_dim)
-    x8, asked = quantized(x, rotation), mask_of(mask, num_heads, seqlen)
-    kept: Any = asked  # lists of blocks are made once, as for all layers of a model
-    if asked is not None and (blocks := named_blocks(mask)) is not None:
-        kept = cuflash.BlockIndex.from_mask(asked, seqlen, seqlen, blocks[0], batch=(batch,), num_heads=num_heads)
-    error = share_of_bound(x8, asked, cuflash.attention(*x8, mask=kept))
+    x8, requested_mask = quantized(x, rotation), mask_of(mask, num_heads, seqlen)
+    index: Any = requested_mask  # lists of blocks are made once, as for all layers of a model
+    if requested_mask is not None and (blocks := named_blocks(mask)) is not None:
+        sizes = {"batch": (batch,), "num_heads": num_heads}
+        index = cuflash.BlockIndex.from_mask(requested_mask, seqlen, seqlen, blocks[0], **sizes)
+    error = share_of_bound(x8, requested_mask, cuflash.attention(*x8, mask=index))
     if not error < 1:
         raise RuntimeError(f"a result is {error} of its bound away, with {head_dim} columns, {mask}, {seqlen} tokens")
     calls: dict[str, Callable[[], object]] = {
-        "ours": lambda: cuflash.attention(*x8, mask=kept),
-        "bfloat16": lambda: cuflash.attention(*x, mask=kept),
+        "ours": lambda: cuflash.attention(*x8, mask=index),
+        "bfloat16": lambda: cuflash.attention(*x, mask=index),
         "prepare": lambda: quantized(x, rotation),
     }
     note = ""

@@ -112,7 +112,7 @@ class Case:
         return f"{self.dtype} d{self.head_dim} {self.mask} {self.seqlen}"
 
     def wanted(self) -> Wanted:
-        """The mask, for peers and for us."""
+        """Return the mask in the form that peers take and in ours."""
         blocks = named_blocks(self.mask)
         if blocks is None:
             return Wanted(is_causal=self.mask == "causal")
@@ -120,8 +120,8 @@ class Case:
 
 
 def cases(config: Config) -> list[Case]:
-    """Every case, but those whose blocks the length cannot have; these are named on standard error."""
-    made = []
+    """Return all cases whose blocks fit the length; the others are named on standard error."""
+    result = []
     grid = itertools.product(config.dtypes, config.head_dims, config.mask_names, config.seqlens)
     for dtype, head_dim, mask, seqlen in grid:
         blocks = named_blocks(mask)
@@ -132,10 +132,10 @@ def cases(config: Config) -> list[Case]:
             print(f"left out: {error}", file=sys.stderr)
             continue
         batch, num_heads = config.tokens // seqlen, config.hidden // head_dim
-        made.append(
+        result.append(
             Case(head_dim=head_dim, mask=mask, seqlen=seqlen, batch=batch, num_heads=num_heads, dtype=dtype)
         )
-    return made
+    return result
 
 
 def mask_of(wanted: Wanted) -> masks.Mask | None:
@@ -146,7 +146,7 @@ def mask_of(wanted: Wanted) -> masks.Mask | None:
 
 
 def as_cupy(x: Any) -> Any:
-    """A tensor of PyTorch's on a GPU as CuPy's array, in place; by its bits, as not every CuPy takes bfloat16 so."""
+    """View a CUDA tensor of PyTorch as a CuPy array; via its bits, since not every CuPy version imports bfloat16."""
     import cupy
     import torch
 
@@ -156,7 +156,7 @@ def as_cupy(x: Any) -> Any:
 
 
 def as_torch(x: np.ndarray) -> Any:
-    """A NumPy array on the GPU, PyTorch's."""
+    """Copy a NumPy array to a CUDA tensor of PyTorch."""
     import torch
 
     if x.dtype != ml_dtypes.bfloat16:
@@ -211,7 +211,7 @@ class Wrong(Exception):
 
 @contextmanager
 def noted(notes: dict[str, str], name: str) -> Iterator[None]:
-    """Why a method does not take part goes to `notes`; of our own errors only what cannot be, or is wrong.
+    """Record in `notes` why a method is left out; of cuflash's own errors only unsupported problems and wrong results.
 
     PyTorch says why a kernel cannot serve in warnings before an error that does not.
     """
@@ -227,7 +227,10 @@ def noted(notes: dict[str, str], name: str) -> Iterator[None]:
 
 
 def checked(name: str, check: SpotCheck, results: Mapping[str, Any]) -> float:
-    """The largest share of a bound; Wrong where it is more than 1, or 2 for a peer, which may round once more."""
+    """Return the largest error over its bound.
+
+    Raises Wrong if it exceeds 1, or 2 for a peer, which may round once more.
+    """
     share = check.share(**results)
     if not share <= (1 if name == OURS else 2):
         raise Wrong(f"wrong: {share:.3g} times the bound on {', '.join(results)}")
@@ -272,7 +275,7 @@ def compare(case: Case, config: Config) -> Iterator[Record]:
 def timed(
     prepared: Mapping[str, Prepared], contenders: Mapping[str, Any], notes: dict[str, str], repeats: int
 ) -> tuple[dict[str, Timing], set[str]]:
-    """Times of the methods in turn, and which of them were short enough to be timed as graphs."""
+    """Time the methods alternately; also return the names of those that were short enough to be timed as graphs."""
     calls: dict[str, Callable[[], object]] = {}
     for name, make in prepared.items():
         with noted(notes, name):
@@ -322,7 +325,7 @@ def records_of(
 
 
 def gemm_tflops(repeats: int, size: int = 8192) -> float:
-    """The rate of PyTorch's bfloat16 matrix product."""
+    """Return the rate of PyTorch's bfloat16 matrix product."""
     import torch
 
     a, b, c = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(3))
@@ -356,15 +359,15 @@ def milliseconds(row: Mapping[str, Any], column: str) -> float | None:
 
 
 def by_case(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], list[Mapping[str, Any]]]:
-    """The rows of each case, pass and kernel; one a peer."""
-    found: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    """Group the rows by case, pass and kernel; each group has one row per peer."""
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
-        found.setdefault(tuple(str(row.get(name, "")) for name in CASE), []).append(row)
-    return found
+        groups.setdefault(tuple(str(row.get(name, "")) for name in CASE), []).append(row)
+    return groups
 
 
 def rate(row: Mapping[str, Any], column: str) -> float | None:
-    """TFLOP/s of a time in a row."""
+    """Convert a row's time to TFLOP/s."""
     ms = milliseconds(row, column)
     if ms is None:
         return None
@@ -409,7 +412,7 @@ def leads(
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells: TFLOP/s of each case, ours over the matrix product's, the best peer's time over ours."""
+    """Return header and cells: TFLOP/s of each case, and ratios to the matrix product and to the best peer."""
     peers = [name for name in PEERS if any(row["peer"] == name and row.get("peer_ms") for row in rows)]
     header = ["pass", "head_dim", "mask", "seqlen", "kernel", OURS, "of matmul", *peers, "best peer / ours"]
     lines = []
@@ -428,18 +431,18 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str
 
 
 def table(records: list[Record]) -> Table:
-    """TFLOP/s of this run."""
+    """Tabulate the TFLOP/s of this run."""
     header, lines = summary(records)
-    made = Table(title="TFLOP/s")
+    result = Table(title="TFLOP/s")
     for column in header:
-        made.add_column(column, justify="left" if column in ("pass", "mask", "kernel") else "right")
+        result.add_column(column, justify="left" if column in ("pass", "mask", "kernel") else "right")
     for line in lines:
-        made.add_row(*line)
-    return made
+        result.add_row(*line)
+    return result
 
 
 def plot(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
-    """TFLOP/s over the length: a panel a pass, mask (full or causal) and head_dim; None without two lengths.
+    """Plot TFLOP/s over length: a panel per pass, mask (full or causal) and head_dim; None if there is only one length.
 
     Panels of one head_dim stand side by side, those of several in a column each.
     """

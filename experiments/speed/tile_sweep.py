@@ -13,9 +13,9 @@ which the compiler has advice (products that it serialised), is only written dow
 CuPy, which tells neither of what its cache holds, checked (spot_check.py) and timed in turn, medians with the level-2
 cache written over before each call. Of Hopper's kernels the `widths` widest tiles of each height that registers and
 shared memory have room for are tried, and more stages for the tile that is chosen: 12 tiles at most. What is
-timed is the whole pass: a backward kernel with those beside it, which keep the tiles they have. TFLOP/s count the
-paper's products, `chosen` says what `cuflash.plan` takes, `note` why a tile was not timed. Rows of the result that a
-run does not measure stay as they are.
+timed is the whole pass: a backward kernel together with its other kernels, which keep the tiles they have. TFLOP/s
+count the paper's products, `chosen` says what `cuflash.plan` takes, `note` why a tile was not timed. Rows of the result
+that a run does not measure stay as they are.
 
 Expect: tall tiles, as many keys as stream through the cache well; threads win by the share of softmax in the work. On a
 GPU the tiles with most products for what they load, as long as registers hold them.
@@ -62,7 +62,7 @@ class Tried(NamedTuple):
 
 
 def filled_forward(spec: KernelSpec) -> float:
-    """S, P of half as many registers, and O, of what a warpgroup has."""
+    """Return the fraction of a warpgroup's registers that S, P in half as many registers, and O fill."""
     registers = {1: 200 if spec.min_blocks > 1 else 255, 2: 224, 3: 160}[spec.block_q // ROWS]
     return (spec.block_kv * 3 / 4 + spec.value_dim / 2) / registers
 
@@ -139,7 +139,7 @@ def at_tile(ready: Plan, tile: tuple[int, int], is_threaded: bool) -> Plan:
 
 
 def exponentials(size: int = 1 << 20) -> dict[str, Callable[[], object]]:
-    """exp and exp2 of a float32 array that fits the cache."""
+    """Return exp and exp2 of a float32 array that fits the cache."""
     x = -np.random.default_rng(0).random(size, np.float32)
     y = np.empty_like(x)
     return {"exp": lambda: np.exp(x, out=y), "exp2": lambda: np.exp2(x, out=y)}
@@ -176,7 +176,7 @@ def run_host(config: Config) -> list[Record]:
 
 
 def accumulator_words(spec: KernelSpec) -> float:
-    """Registers of a thread that scores, their gradients and what a block sums fill."""
+    """Return the registers per thread for scores, their gradients and accumulators."""
     if spec.family == "simt":
         return simt.accumulator_words(spec)
     queries, keys = spec.block_q, spec.block_kv
@@ -200,7 +200,7 @@ def fills_registers(spec: KernelSpec) -> bool:
 
 
 def sm80_tiles_of(base: KernelSpec) -> Iterator[KernelSpec]:
-    """Tiles up to twice as long as wide that warps share evenly; the smallest, for short blocks, are square."""
+    """Yield tiles at most twice as long as wide that warps share evenly; the smallest, for short blocks, are square."""
     sides, threads_at_once = (16, 32, 64, 128, 256), (256, 384) if base.entry.name == "forward" else (256,)
     stages = (1,) if base.entry.name == "forward" else (1, 2)
     for block_q, block_kv, num_warps, num_stages in itertools.product(sides, sides, (1, 2, 4, 8), stages):
@@ -223,9 +223,9 @@ def sm90_tiles_of(base: KernelSpec, device: DeviceSpec, widths: int) -> Iterator
             shape = replace(shape, num_warps=4 * (1 + block_q // ROWS))
         for min_blocks in (2, 1) if base.entry.name == "forward" and block_q == ROWS else (1,):
             every = (replace(shape, block_kv=block_kv, min_blocks=min_blocks) for block_kv in tried.blocks_kv)
-            found = [spec for spec in every if finds_room(spec, device)]
-            yield from found[:widths]
-            if found:
+            fitting = [spec for spec in every if finds_room(spec, device)]
+            yield from fitting[:widths]
+            if fitting:
                 break
     yield from (replace(base, num_stages=stages) for stages in tried.stages)
 
@@ -253,10 +253,10 @@ def is_shared_evenly(spec: KernelSpec) -> bool:
 
 
 def candidates(base: KernelSpec, device: DeviceSpec, widths: int = Config.widths) -> list[KernelSpec]:
-    """The kernel at every tile that is legal by arithmetic, and worth it."""
+    """Return the kernel at every tile that is legal by arithmetic and worth timing."""
     if base.family == "sm90":
-        found = dict.fromkeys(sm90_tiles_of(base, device, widths))
-        return [spec for spec in found if finds_room(spec, device)]
+        specs = dict.fromkeys(sm90_tiles_of(base, device, widths))
+        return [spec for spec in specs if finds_room(spec, device)]
     sides = (8, 16, 32, 64, 128)
     every: Iterable[KernelSpec] = sm80_tiles_of(base)
     if base.family == "simt":
@@ -274,12 +274,12 @@ def candidates(base: KernelSpec, device: DeviceSpec, widths: int = Config.widths
 
 
 def kernel_of(plan: KernelPlan, entry: str) -> KernelSpec:
-    """The kernel of an entry, as the plan has it or, of the simt family, could have it."""
+    """Return the kernel of an entry in the plan, or the one that the simt family could have."""
     return plan.specs.get(entry) or replace(plan.specs["forward"], entry=SIMT_ENTRIES[entry])
 
 
 def with_specs(plan: KernelPlan, specs: dict[str, KernelSpec]) -> KernelPlan:
-    """The plan with other kernels in place of those of the same entries."""
+    """Return the plan with other kernels for the same entries."""
     assert plan.family is not None and plan.kernels is not None
     choose, family = plan.family.specs, type(plan.family)()
     setattr(family, "specs", lambda *args, **options: choose(*args, **options) | specs)
@@ -288,7 +288,7 @@ def with_specs(plan: KernelPlan, specs: dict[str, KernelSpec]) -> KernelPlan:
 
 
 def at_kernel(plan: KernelPlan, spec: KernelSpec) -> KernelPlan:
-    """The plan with a kernel at another tile, and kernels beside it that must cut alike."""
+    """Return the plan with a kernel at another tile; kernels that must share its tile size change with it."""
     specs = {spec.entry.name: spec}
     if spec.name == "sm80_backward":
         alike = (plan.specs[entry] for entry in ("backward_statistics", "convert_dq"))
@@ -302,13 +302,13 @@ def at_kernel(plan: KernelPlan, spec: KernelSpec) -> KernelPlan:
 
 
 def base_plan(q: Any, k: Any, v: Any, family: str, entry: str, mask: str, **options: Any) -> KernelPlan:
-    """The plan of the library whose kernel is swept, of arrays or their shapes."""
+    """Return the library's plan for arrays or shapes; its kernel is the base of the sweep."""
     options = {"executor": "gpu", "deterministic": entry in ("backward_rows", "backward_columns")} | options
     return cuflash.plan(q, k, v, causal=mask == "causal", kernel=family, **options).plan
 
 
 def cells(config: Config, device: DeviceSpec) -> list[tuple[str, int]]:
-    """Families and head_dims of a run."""
+    """Return the families and values of head_dim of a run."""
     pairs = itertools.product(config.families, config.head_dims)
     is_hopper = device.compute_capability == (9, 0)
     return [(family, dim) for family, dim in pairs if dim in HEAD_DIMS[family] and (family != "sm90" or is_hopper)]
@@ -319,15 +319,15 @@ def shape_of(config: Config, family: str, head_dim: int) -> tuple[int, int, int,
 
 
 def plans_of(config: Config, family: str, head_dim: int, **options: Any) -> dict[tuple[str, str], KernelPlan]:
-    """Return plans by kernel and mask, but for kernels that the family leaves to another one."""
+    """Return plans by kernel and mask, except kernels for which the family falls back to another one."""
     x = cuflash.ShapeDtype(shape_of(config, family, head_dim), np.dtype(DTYPES[family]))
-    found = {}
+    plans = {}
     for entry, mask in itertools.product((name for name in PASSES[family] if name in config.passes), config.masks):
         plan = base_plan(x, x, x, family, entry, mask, **options)
         owner = plan.specs[entry].family if entry in plan.specs else "simt"
         if owner == family:
-            found[entry, mask] = plan
-    return found
+            plans[entry, mask] = plan
+    return plans
 
 
 def compiled(specs: Sequence[KernelSpec], architecture: str) -> dict[KernelSpec, nvrtc.Compiled | CompileError]:
@@ -343,24 +343,24 @@ def compiled(specs: Sequence[KernelSpec], architecture: str) -> dict[KernelSpec,
         return dict(zip(specs, pool.map(tried, specs), strict=True))
 
 
-def fault_of(made: nvrtc.Compiled | CompileError, most_stack: int) -> str:
-    """Why a kernel is not worth timing; empty where it is."""
-    if isinstance(made, CompileError):
-        return f"does not compile: {made.log.splitlines()[0]}"
-    if made.advisories:
-        return made.advisories[0].strip()
-    stack = made.resources.stack_bytes
+def fault_of(outcome: nvrtc.Compiled | CompileError, most_stack: int) -> str:
+    """Return why a kernel is not worth timing; empty if it is."""
+    if isinstance(outcome, CompileError):
+        return f"does not compile: {outcome.log.splitlines()[0]}"
+    if outcome.advisories:
+        return outcome.advisories[0].strip()
+    stack = outcome.resources.stack_bytes
     return f"a thread keeps {stack} bytes out of registers" if stack > most_stack else ""
 
 
 def run_gpu(config: Config) -> Iterator[Record]:
-    """A record a kernel, head_dim, mask and tile, with the versions that a GPU's numbers depend on."""
+    """Yield one record per kernel, head_dim, mask and tile, with the versions that a GPU's numbers depend on."""
     if reason := why_no_gpu():
         sys.exit(f"tile_sweep --gpu times kernels on a GPU: {reason}")
     import cupy
 
     device, constants = gpu.current_device(), gpu_versions()
-    plans = {cell: found for cell in cells(config, device) if (found := plans_of(config, *cell))}
+    plans = {cell: cell_plans for cell in cells(config, device) if (cell_plans := plans_of(config, *cell))}
     if not plans:
         sys.exit(f"tile_sweep --gpu has nothing to time: {device.name} has none of these kernels at these head_dims")
     swept: dict[tuple[str, int], dict[str, list[KernelSpec]]] = {
@@ -373,8 +373,8 @@ def run_gpu(config: Config) -> Iterator[Record]:
         family, head_dim = cell
         arrays = draw(*shape_of(config, family, head_dim), dtype=DTYPES[family])
         every = [spec for entry in swept[cell].values() for spec in entry]
-        made = compiled(every, nvrtc.architecture(every[0], device.compute_capability))
-        good = [spec for spec in every if not fault_of(made[spec], config.most_stack)]
+        outcomes = compiled(every, nvrtc.architecture(every[0], device.compute_capability))
+        good = [spec for spec in every if not fault_of(outcomes[spec], config.most_stack)]
         used = {
             each
             for (entry, _), plan in plans[cell].items()
@@ -386,7 +386,7 @@ def run_gpu(config: Config) -> Iterator[Record]:
         for mask in config.masks:
             check = SpotCheck.of(*arrays[:3], masks.Causal() if mask == "causal" else None)
             for entry, tried in swept[cell].items():
-                for record in sweep(plans[cell][entry, mask], mask, tried, made, arrays, check, config):
+                for record in sweep(plans[cell][entry, mask], mask, tried, outcomes, arrays, check, config):
                     yield record | constants
         cupy.get_default_memory_pool().free_all_blocks()
 
@@ -395,7 +395,7 @@ def sweep(
     plan: KernelPlan,
     mask: str,
     swept: Sequence[KernelSpec],
-    made: Mapping[KernelSpec, nvrtc.Compiled | CompileError],
+    outcomes: Mapping[KernelSpec, nvrtc.Compiled | CompileError],
     arrays: Sequence[Any],
     check: SpotCheck,
     config: Config,
@@ -409,13 +409,13 @@ def sweep(
     way = "forward" if swept[0].entry.name == "forward" else "backward"
     notes, calls = dict[KernelSpec, str](), dict[str, Callable[[], object]]()
     for spec in swept:
-        if fault := fault_of(made[spec], config.most_stack):
+        if fault := fault_of(outcomes[spec], config.most_stack):
             notes[spec] = f"not timed: {fault}"
             continue
         ready = Plan(at_kernel(plan, spec), "gpu")
         names = ("o", "lse") if way == "forward" else ("dq", "dk", "dv")
-        found = ready.forward(q, k, v) if way == "forward" else ready.backward(checked_do, q, k, v, o, lse)
-        share = check.share(**dict(zip(names, found, strict=True)))
+        results = ready.forward(q, k, v) if way == "forward" else ready.backward(checked_do, q, k, v, o, lse)
+        share = check.share(**dict(zip(names, results, strict=True)))
         if not share <= 1:
             notes[spec] = f"wrong: {share:.3g} times the bound on {', '.join(names)}"
             continue
@@ -429,7 +429,7 @@ def sweep(
     total = flops(way, mask, seqlen=seqlen, batch=batch, num_heads=num_heads, head_dim=head_dim)
     records = []
     for spec in swept:
-        timing, resources = times.get(str(spec)), getattr(made[spec], "resources", None)
+        timing, resources = times.get(str(spec)), getattr(outcomes[spec], "resources", None)
         row: Record = {"pass": spec.entry.name, "family": spec.family, "dtype": spec.dtype.name, "head_dim": head_dim}
         row |= {"mask": mask, "seqlen": seqlen, "batch": batch, "heads": num_heads, "tile": name_of(spec)}
         row |= {"registers": resources and resources.registers, "stack_bytes": resources and resources.stack_bytes}
@@ -453,7 +453,7 @@ def run(config: Config) -> Iterable[Record]:
 
 
 def gpu_table(records: Sequence[Record]) -> Table:
-    """Return the chosen tile beside the best, for each kernel, head_dim and mask."""
+    """Return the chosen tile and the best one, for each kernel, head_dim and mask."""
     shown = Table(title="kernels by tile: queries x keys, warps, blocks a multiprocessor, stages")
     for column in ("pass", "family", "head_dim", "mask", "chosen", "TFLOP/s", "best", "TFLOP/s", "timed", "not timed"):
         shown.add_column(column, justify="left" if column in ("pass", "family", "mask", "chosen", "best") else "right")
@@ -468,7 +468,7 @@ def gpu_table(records: Sequence[Record]) -> Table:
 
 
 def table(records: list[Record]) -> Table:
-    """Milliseconds by tile; on a GPU what is chosen beside what is best."""
+    """Tabulate milliseconds by tile; on a GPU, the chosen tile and the fastest one."""
     if records and "pass" in records[0]:
         return gpu_table(records)
     shown = Table(title="cpu executor by tile, ms")

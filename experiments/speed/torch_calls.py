@@ -1,4 +1,4 @@
-"""How fast are short calls and block lists through cuflash.torch, beside PyTorch's and FlashAttention-4's attention?
+"""How fast are short calls and block lists through cuflash.torch, compared with PyTorch and FlashAttention-4?
 
     python -m experiments torch_calls                              # all rows
     python -m experiments torch_calls --tokens 1024 --densities 0.5
@@ -63,7 +63,7 @@ class Case:
 
 
 def ours(case: Case) -> peers.Attend:
-    """Attention of `cuflash.torch` with the mask of a case, which is kept."""
+    """Return `cuflash.torch.attention` with the mask of a case, created once."""
     import cuflash
     import cuflash.torch
 
@@ -75,7 +75,7 @@ def ours(case: Case) -> peers.Attend:
 
 
 def sdpa(case: Case) -> peers.Attend:
-    """PyTorch's attention, which chooses its kernels itself."""
+    """Return PyTorch's attention with its own choice of kernels."""
     from torch.nn.functional import scaled_dot_product_attention
 
     if case.wanted.blocks is not None:
@@ -110,7 +110,7 @@ def cases(config: Config) -> Iterator[Case]:
 
 
 def calls_of(library: str, case: Case, name: str) -> Callable[[], object]:
-    """A call of a pass."""
+    """Return a function that calls one pass."""
     import torch
 
     attend = LIBRARIES[library](case)
@@ -128,7 +128,7 @@ def calls_of(library: str, case: Case, name: str) -> Callable[[], object]:
 
 
 def batch_of(call: Callable[[], object], count: int) -> Callable[[], None]:
-    """Many calls, one after the other, and a wait for the device."""
+    """Return a function that makes many calls, then synchronizes the device."""
     import torch
 
     def calls() -> None:
@@ -172,13 +172,13 @@ def run(config: Config) -> Iterator[Record]:
 
 
 def table(records: list[Record]) -> Table:
-    made = Table(title="us of a call")
+    result = Table(title="us of a call")
     for column in (*ROW, "us", "of_best"):
-        made.add_column(column)
+        result.add_column(column)
     for row in records:
         ratio = "" if row["of_best"] is None else f"{row['of_best']:.2f}"
-        made.add_row(*(str(row[column]) for column in ROW), f"{row['us']:.1f}", ratio)
-    return made
+        result.add_row(*(str(row[column]) for column in ROW), f"{row['us']:.1f}", ratio)
+    return result
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How long does a training step of a Llama model take with cuflash.torch as its attention, beside PyTorch's?
+"""How long does a training step of a Llama model take with cuflash.torch as its attention, compared with PyTorch's?
 
     python -m experiments training_step
 
@@ -66,7 +66,7 @@ class Training:
         self._ids = torch.randint(0, 8192, (self.batch, tokens), device="cuda")
 
     def step(self) -> Any:
-        """The loss, once the device has all gradients."""
+        """Run one step and return the loss once all gradients are on the device."""
         import torch
 
         self._model.zero_grad(set_to_none=True)
@@ -76,7 +76,7 @@ class Training:
         return loss.detach()
 
     def gradients(self) -> Any:
-        """The gradients of all parameters after a step, as one vector."""
+        """Return the gradients of all parameters after a step, as one vector."""
         import torch
 
         return torch.cat([parameter.grad.float().flatten() for parameter in self._model.parameters()])
@@ -96,8 +96,8 @@ def run(config: Config) -> Iterator[Record]:
     for tokens in track(config.tokens, "lengths"):
         trained = {way: Training(config, way, tokens) for way in WAYS}
         losses = {way: float(each.step()) for way, each in trained.items()}
-        theirs, found = (each.gradients() for each in trained.values())
-        error = float((theirs - found).norm() / theirs.norm())
+        theirs, ours = (each.gradients() for each in trained.values())
+        error = float((theirs - ours).norm() / theirs.norm())
         timings = time_alternately({way: each.step for way, each in trained.items()}, repeats=config.repeats, warmup=3)
         for way, timing in timings.items():
             is_ours = way == OURS
@@ -110,13 +110,13 @@ def run(config: Config) -> Iterator[Record]:
 
 
 def table(records: list[Record]) -> Table:
-    made = Table(title="ms of a training step")
+    result = Table(title="ms of a training step")
     for column in (*ROW, "ms", "of_sdpa", "gradient_error"):
-        made.add_column(column)
+        result.add_column(column)
     for row in records:
-        found = ("" if row[name] is None else f"{row[name]:.3f}" for name in ("of_sdpa", "gradient_error"))
-        made.add_row(*(str(row[column]) for column in ROW), f"{row['ms']:.2f}", *found)
-    return made
+        ratios = ("" if row[name] is None else f"{row[name]:.3f}" for name in ("of_sdpa", "gradient_error"))
+        result.add_row(*(str(row[column]) for column in ROW), f"{row['ms']:.2f}", *ratios)
+    return result
 
 
 if __name__ == "__main__":

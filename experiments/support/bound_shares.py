@@ -33,10 +33,10 @@ def largest_shares(
     )  # fmt: skip
     @hypothesis.given(structures)
     def draw(structure: strategies.Structure) -> None:
-        found = shares(structure.example())
+        by_result = shares(structure.example())
         record["examples"] += 1
-        record["outside"] += any(share > 1 for share in found.values())
-        for name, share in found.items():
+        record["outside"] += any(share > 1 for share in by_result.values())
+        for name, share in by_result.items():
             if share > record[name]:
                 record[name], worst[f"worst_{name}"] = share, repr(structure)
 
@@ -55,10 +55,10 @@ def summary(dtype: str, shards: Sequence[Record], names: Sequence[str]) -> Recor
 
 def table(records: list[Record], names: Sequence[str]) -> Table:
     """Return a table of the largest shares, a row for each dtype."""
-    made = Table(title="largest error over its bound")
+    result = Table(title="largest error over its bound")
     for column in ("dtype", "examples", "outside", *names):
-        made.add_column(column, justify="left" if column == "dtype" else "right")
+        result.add_column(column, justify="left" if column == "dtype" else "right")
     for row in records:
         shown = (f"{row[name]:.3f}" for name in names)
-        made.add_row(row["dtype"], str(row["examples"]), str(row["outside"]), *shown)
-    return made
+        result.add_row(row["dtype"], str(row["examples"]), str(row["outside"]), *shown)
+    return result

@@ -51,9 +51,9 @@ def check_values(config_type: Any, values: Mapping[str, Any]) -> None:
 
 def check_writable(folder: Path) -> None:
     """End the program with one line if no file could be written to a folder, which is not made."""
-    there = next(place for place in (folder, *folder.parents) if place.exists())
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         sys.exit(f"cannot write results to {folder} ({error.strerror}): name another folder by --results")

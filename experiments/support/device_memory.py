@@ -7,7 +7,7 @@ Result = TypeVar("Result")
 
 
 def peak_on_device(call: Callable[[], Result], limit: int = 0) -> tuple[Result, int]:
-    """The result of a call, and the bytes that CuPy took from the device for it; a limit other than 0 bounds them.
+    """Return the result of a call, and the bytes that CuPy took from the device for it; a nonzero limit bounds them.
 
     The call has a memory pool of its own, from which nothing returns to the device before the end, so that what the
     pool took is the peak. It runs on cudaStreamPerThread, where no memory is kept for later calls and none of earlier

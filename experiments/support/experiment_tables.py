@@ -10,43 +10,43 @@ BOUNDS = ("oracle", "local", "random")  # of selectors: the most that is there t
 
 
 def number(row: Row, name: str, form: str = ".3g") -> str:
-    """A cell; empty where the row has no such measure."""
+    """Format a cell; empty if the row lacks the measurement."""
     return format(float(row[name]), form) if row.get(name) else ""
 
 
 def shootout(rows: list[Row]) -> str:
-    """Recall and errors by selector and number of blocks a row, a table for each length and size of blocks."""
-    made = []
+    """Tabulate recall and errors by selector and number of blocks per row, one table per length and block size."""
+    parts = []
     for sizes, group in by_sizes(rows).items():
         budgets = sorted({row["top_k"] for row in group}, key=int)
         lines = []
         for data, name in dict.fromkeys((row["data"], row["selector"]) for row in group):
-            found = {row["top_k"]: row for row in group if (row["data"], row["selector"]) == (data, name)}
+            row_of = {row["top_k"]: row for row in group if (row["data"], row["selector"]) == (data, name)}
             cells = (
-                f"{number(found[k], 'recall', '.2f')} ({number(found[k], 'error', '.2f')}, "
-                f"{number(found[k], 'gradient_error', '.2f')})"
+                f"{number(row_of[k], 'recall', '.2f')} ({number(row_of[k], 'error', '.2f')}, "
+                f"{number(row_of[k], 'gradient_error', '.2f')})"
                 for k in budgets
             )
-            last = found[budgets[-1]]
+            last = row_of[budgets[-1]]
             times = (number(last, f"{call}_ms", ".2g") for call in ("select", "attention", "both", "dense"))
             lines.append([data, name, *cells, *times])
         header = ["data", "selector", *(f"{budget} blocks a row" for budget in budgets)]
         shown = markdown([*header, "ms to select", "ms of attention", "ms of both", "ms of dense"], lines)
-        made.append(f"{sizes}:\n\n{shown}")
-    return "\n\n".join(made)
+        parts.append(f"{sizes}:\n\n{shown}")
+    return "\n\n".join(parts)
 
 
 def by_sizes(rows: list[Row]) -> dict[str, list[Row]]:
-    """Rows of the experiment on selectors by length and size of blocks, whose data have equal budgets."""
-    found: dict[str, list[Row]] = {}
+    """Group the selector rows by (sequence length, block size); the rows of a group share the same budgets."""
+    groups: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(f"{row['seqlen']} tokens, blocks of {row['block']}", []).append(row)
-    return found
+        groups.setdefault(f"{row['seqlen']} tokens, blocks of {row['block']}", []).append(row)
+    return groups
 
 
 def unbeaten(rows: list[Row]) -> str:
-    """Selectors that recall no more than blocks at random or near the diagonal do, by data and budget."""
-    made = []
+    """Tabulate the selectors that recall no more than random blocks or blocks near the diagonal, by data and budget."""
+    parts = []
     for sizes, group in by_sizes(rows).items():
         recalls = {(row["data"], row["selector"], row["top_k"]): float(row["recall"]) for row in group}
         budgets, lines = sorted({row["top_k"] for row in group}, key=int), []
@@ -57,32 +57,32 @@ def unbeaten(rows: list[Row]) -> str:
             for budget in budgets:
                 own = recalls[data, name, budget]
                 ahead = {bound: recalls[data, bound, budget] for bound in BOUNDS[1:]}
-                told = [f"{bound} {share:.4f}" for bound, share in ahead.items() if own <= share]
-                cells.append(f"{own:.4f}; {', '.join(told)}" if told else "")
+                leaders = [f"{bound} {share:.4f}" for bound, share in ahead.items() if own <= share]
+                cells.append(f"{own:.4f}; {', '.join(leaders)}" if leaders else "")
             if any(cells):
                 lines.append([data, name, *cells])
         header = ["data", "selector", *(f"{budget} blocks a row" for budget in budgets)]
         many = len({(row["data"], row["selector"]) for row in group if row["selector"] not in BOUNDS})
-        made.append(f"{sizes}: {many - len(lines)} of {many} selectors and data recall more at every budget.")
+        parts.append(f"{sizes}: {many - len(lines)} of {many} selectors and data recall more at every budget.")
         if lines:
-            made[-1] += f" The others:\n\n{markdown(header, lines)}"
-    return "\n\n".join(made)
+            parts[-1] += f" The others:\n\n{markdown(header, lines)}"
+    return "\n\n".join(parts)
 
 
 def crossover(rows: list[Row]) -> str:
-    """The density below which blocks are faster than dense attention."""
+    """Tabulate the density below which block-sparse attention is faster than dense attention."""
     lines = []
     for case in dict.fromkeys((row["pass"], row["seqlen"], row["block"]) for row in rows):
-        found = [row for row in rows if (row["pass"], row["seqlen"], row["block"]) == case]
-        least, wins = float(found[0]["density"]), found[0]["crossover"]
-        ratios = {f"{float(row['density']):.3g}": number(row, "of_dense", ".2f") for row in found}
+        matching = [row for row in rows if (row["pass"], row["seqlen"], row["block"]) == case]
+        least, wins = float(matching[0]["density"]), matching[0]["crossover"]
+        ratios = {f"{float(row['density']):.3g}": number(row, "of_dense", ".2f") for row in matching}
         lines.append([*case, *ratios.values(), pays_below(float(wins) if wins else None, least)])
         names = list(ratios)
     return markdown(["pass", "tokens", "block", *(f"at {name}" for name in names), "faster below"], lines)
 
 
 def zoo(rows: list[Row]) -> str:
-    """Elements and mass that patterns keep, the most mass first."""
+    """Tabulate the elements and the mass that patterns keep, the largest mass first."""
     order = sorted(rows, key=lambda row: -float(row["mass"]))
     names = ("kept", "mass", "output_error")
     lines = ([f"`{row['pattern']}`", *(number(row, name, ".2f") for name in names)] for row in order)
@@ -115,7 +115,7 @@ def language(rows: list[Row]) -> str:
 
 
 def language_long(rows: list[Row]) -> str:
-    """Steps of GPT-2 small's layers, and how much faster than naive attention they are at this and the least length."""
+    """Tabulate training steps of GPT-2 small's layers, and their speed-up over naive attention at two lengths."""
     names = {"ms": ".3g", "tokens_per_s": ".3g", "speedup": ".2f"}
     shortest = min(int(row["context"]) for row in rows)
     (naive,) = (row for row in rows if (row["attention"], row["context"]) == ("naive", str(shortest)))
@@ -130,19 +130,19 @@ def language_long(rows: list[Row]) -> str:
 
 
 def long_range(rows: list[Row]) -> str:
-    """The share of right answers of every seed."""
+    """Tabulate the share of right answers of every seed."""
     seeds = sorted({row["seed"] for row in rows}, key=int)
     lines = []
     for case in dict.fromkeys((row["pattern"], row["seqlen"]) for row in rows):
-        found = {row["seed"]: row for row in rows if (row["pattern"], row["seqlen"]) == case}
-        first = next(iter(found.values()))
-        shares = (number(found.get(seed, {}), "accuracy", ".3f") for seed in seeds)
+        row_of = {row["seed"]: row for row in rows if (row["pattern"], row["seqlen"]) == case}
+        first = next(iter(row_of.values()))
+        shares = (number(row_of.get(seed, {}), "accuracy", ".3f") for seed in seeds)
         lines.append([*case, number(first, "density", ".2f"), *shares, number(first, "seconds", ".0f")])
     return markdown(["pattern", "tokens", "density", *(f"seed {seed}" for seed in seeds), "seconds of a seed"], lines)
 
 
 def errors(rows: list[Row]) -> str:
-    """Errors of attention against float64 at the longest length."""
+    """Tabulate errors of attention against float64 at the longest length."""
     longest = max((row["seqlen"] for row in rows), key=int)
     names = ("rounding", "tiled", "plain")
     lines = (
@@ -155,7 +155,7 @@ def errors(rows: list[Row]) -> str:
 
 
 def overhead(rows: list[Row]) -> str:
-    """Return the table of the time that sweeps take beside their tasks."""
+    """Tabulate the overhead of sweeps over their tasks."""
     lines = (
         [row["engine"], row["tasks"], row["workers"], number(row, "task_s"), number(row, "seconds", ".4g")]
         + [number(row, name, form) for name, form in {"overhead": ".2%", "cpu_s": ".3g", "cpu_overhead": ".2%"}.items()]
@@ -166,7 +166,7 @@ def overhead(rows: list[Row]) -> str:
 
 
 def fp8_speed(rows: list[Row]) -> str:
-    """Attention in 8 bits beside cuDNN's and our own in bfloat16."""
+    """Tabulate FP8 attention, cuDNN's and our own in bfloat16."""
     lines = (
         [row["mask"], row["seqlen"], row["head_dim"], number(row, "ms"), number(row, "tflops", ".0f")]
         + [number(row, "of_cudnn", ".2f"), number(row, "of_bfloat16", ".2f"), number(row, "prepare_share", ".0%")]
@@ -178,17 +178,17 @@ def fp8_speed(rows: list[Row]) -> str:
 
 
 def fp8_error(rows: list[Row]) -> str:
-    """Errors of 8 bits by method, with how many times smaller they are than with one scale for a tensor."""
+    """Tabulate FP8 errors by method, and how many times smaller they are than with one scale per tensor."""
     cases = list(dict.fromkeys((row["distribution"], row["head_dim"], row["seqlen"]) for row in rows))
     lines = []
     for per, rotated in dict.fromkeys((row["per"], row["rotated"]) for row in rows):
-        found = {
+        row_of = {
             (row["distribution"], row["head_dim"], row["seqlen"]): row
             for row in rows
             if (row["per"], row["rotated"]) == (per, rotated)
         }
-        ratios = (f" ({number(found[case], 'ratio', '.2f')})" * bool(per) for case in cases)
-        cells = [number(found[case], "rmse", ".2e") + ratio for case, ratio in zip(cases, ratios)]
+        ratios = (f" ({number(row_of[case], 'ratio', '.2f')})" * bool(per) for case in cases)
+        cells = [number(row_of[case], "rmse", ".2e") + ratio for case, ratio in zip(cases, ratios)]
         method = f"a scale for each {per}" + ", q and k rotated" * (rotated == "True") if per else "float16"
         lines.append([method, *cells])
     header = [f"{name}, {columns} columns, {length} rows" for name, columns, length in cases]
@@ -196,7 +196,7 @@ def fp8_error(rows: list[Row]) -> str:
 
 
 def exponentials(rows: list[Row]) -> str:
-    """Exponentials of a multiprocessor in a cycle."""
+    """Tabulate exponentials per multiprocessor and cycle."""
     header = ["instruction", "results at once", "results in a cycle"]
     lines = [[f"`{row['instruction']}`", row["results_at_once"], number(row, "per_cycle", ".1f")] for row in rows]
     return markdown(header, lines)

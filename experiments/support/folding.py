@@ -5,8 +5,8 @@ import re
 LONG = 12  # rows; longer tables are folded
 MOST_SHOWN = 10
 
-# The rows that a long table shows: those whose columns have one of these values. Without an entry it shows none, since a
-# summary stands before it.
+# The rows that a long table shows: those whose columns have one of these values. A table without an entry is folded
+# whole; a summary precedes it.
 SHOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu-speed": {"seqlen": ("4096",), "density": ("1",)},
     "decode": {"sequences": ("64",)},

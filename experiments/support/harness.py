@@ -98,7 +98,7 @@ def _cpu_model() -> str:
 
 
 def _output(*command: str) -> str:
-    """First line that a command prints; empty where it is missing or fails."""
+    """Return the first line that a command prints; empty if the command is missing or fails."""
     if shutil.which(command[0]) is None:
         return ""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -162,7 +162,7 @@ def time_on_device(calls: Mapping[str, Callable[[], object]], *, repeats: int, w
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """BLAS on one thread: where matrices are small, further ones gain nothing, and wait long on a busy machine."""
+    """Limit BLAS to one thread: for small matrices more threads gain nothing, and wait long on a busy machine."""
     with threadpool_limits(1, "blas"):
         yield
 
@@ -170,7 +170,7 @@ def one_thread() -> Iterator[None]:
 def why_no_gpu() -> str | None:
     """Return why no GPU can be used, or None if one can.
 
-    The function needs nothing of the library, since before_after.py imports this module beside older versions of it.
+    The function needs nothing of the library, since before_after.py imports it together with older versions.
     """
     try:
         import cupy
@@ -184,7 +184,7 @@ def why_no_gpu() -> str | None:
 
 
 def cases_on_gpu(*axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Each combination of values of some fields, with a progress bar; without a GPU the program ends with one line."""
+    """Yield each combination of field values, with a progress bar; exit with one line if there is no GPU."""
     if reason := why_no_gpu():
         sys.exit(f"this experiment needs a GPU: {reason}")
     yield from track(list(itertools.product(*axes)), "cases")
@@ -208,7 +208,7 @@ def _timing(seconds: list[float]) -> Timing:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write to; it takes the name `path` only if the block ends without an exception."""
+    """Yield a temporary path next to `path`; it is renamed to `path` only if the block ends without an exception."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
@@ -239,7 +239,7 @@ def _key(row: Mapping[str, str], columns: Sequence[str]) -> tuple[str, ...]:
 
 
 def archive_folder(results: Path) -> Path:
-    """The folder of an archive of arrays: that of the committed data with --publish, else the one of the results."""
+    """Return the folder of an archive of arrays: the committed data with --publish, else the results folder."""
     return EXPERIMENTS / "data" if results == RESULTS else results
 
 
@@ -251,7 +251,7 @@ def write_archive(path: Path, arrays: Mapping[str, Any]) -> None:
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """The rows of a result, as text."""
+    """Return the rows of a result as text."""
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
@@ -278,7 +278,7 @@ def check_names(config: object, known: Mapping[str, Iterable[str]]) -> None:
 def parse_config(
     config_type: Callable[..., Config], doc: str | None, argv: Sequence[str] | None = None
 ) -> tuple[Config, Path]:
-    """(config, results folder) from the command line: a flag for each field of the dataclass, --results, --publish.
+    """Parse (config, results folder) from the command line: a flag per field of the dataclass, --results, --publish.
 
     A field's metadata may hold the words of its help.
     """
@@ -286,13 +286,13 @@ def parse_config(
     types = typing.get_type_hints(config_type)
     for field in dataclasses.fields(config_type):  # type: ignore[arg-type]
         flag, kind, default = "--" + field.name.replace("_", "-"), types[field.name], field.default
-        told = field.metadata.get("help", "")
+        description = field.metadata.get("help", "")
         if kind is bool:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=told)
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=description)
         else:
             convert = _list_of(typing.get_args(kind)[0]) if typing.get_origin(kind) is tuple else kind
-            told = f"{told}{told and '; '}default {_shown(default)}"
-            parser.add_argument(flag, type=convert, default=default, help=told)
+            description = f"{description}{description and '; '}default {_shown(default)}"
+            parser.add_argument(flag, type=convert, default=default, help=description)
     folder = parser.add_mutually_exclusive_group()
     folder.add_argument("--results", type=Path, default=UNPUBLISHED, metavar="DIR", help="default build/results")
     folder.add_argument(

@@ -30,7 +30,7 @@ class Request(NamedTuple):
 
     gpu: str
     dtype: str
-    kernel: str  # asked for; empty where that was not recorded
+    kernel: str  # requested; empty if that was not recorded
     served: str  # the family that served; empty where the request is known
 
     def __str__(self) -> str:
@@ -51,15 +51,15 @@ def grouped(rows: Iterable[Row], name: Any) -> dict[Any, list[Row]]:
 
 
 def published(rows: Iterable[Row]) -> dict[Request, Chosen]:
-    """The rows that each request's table shows; every pass and kind of mask is of one commit."""
-    found = {}
+    """Return the rows that each request's table shows; each pass and kind of mask is of one commit."""
+    chosen_of = {}
     for request, group in grouped(rows, request_of).items():
         sets = grouped(group, lambda row: (row["pass"], mask_kind(row)))
         chosen = [newest_fullest(sets[name], CASE) for name in sorted(sets, reverse=True)]
-        found[request] = Chosen(
+        chosen_of[request] = Chosen(
             [row for each in chosen for row in each.rows], [case for each in chosen for case in each.missing]
         )
-    return found
+    return chosen_of
 
 
 def tables(rows: Sequence[Row]) -> str:
@@ -81,7 +81,7 @@ def tables(rows: Sequence[Row]) -> str:
 
 
 def beside_flash_attention_3(rows: Sequence[Row]) -> str:
-    """Return every case of the newest commit that was timed beside FlashAttention-3 itself."""
+    """Return every case of the newest commit that was timed together with FlashAttention-3 itself."""
     timed = [row for row in committed(rows) if row["peer"] == "flash_attn_3" and row.get("peer_ms")]
     if not timed:
         return "*Not measured yet.*"
@@ -98,26 +98,26 @@ def _by_size(case: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; the first column is text, the others are numbers."""
+    """Format a Markdown table; the first column is text, the others are numbers."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def lead_lines(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells: who leads in each pass and kind of mask, by how much, and the commit that was measured."""
+    """Return header and cells: who leads in each pass and kind of mask, by how much, and the measured commit."""
     header = ["pass", "mask", "kernel", "cases", "best peer / ours, geometric mean", "least", "most"]
     header += [f"{OURS} is fastest in", "commit", "date"]
     lines = []
-    for name, found in leads(rows, set_of).items():
+    for name, lead in leads(rows, set_of).items():
         first = of_one_commit([row for row in rows if set_of(row) == name], str(name))[0]
-        ratios = [f"{ratio:.2f}" for ratio in (found.mean, found.least, found.most)]
-        cells = [first["pass"], mask_kind(first), first["kernel"], str(found.num_cases), *ratios]
-        lines.append([*cells, f"{found.num_led} of {found.num_cases}", first["commit"], first["date"]])
+        ratios = [f"{ratio:.2f}" for ratio in (lead.mean, lead.least, lead.most)]
+        cells = [first["pass"], mask_kind(first), first["kernel"], str(lead.num_cases), *ratios]
+        lines.append([*cells, f"{lead.num_led} of {lead.num_cases}", first["commit"], first["date"]])
     return header, lines
 
 
 def set_of(row: Row) -> tuple[str, str, str]:
-    """The cases that one mean is over."""
+    """Return the group of cases that one mean covers."""
     return row["kernel"], row["pass"], mask_kind(row)
 
 
@@ -146,7 +146,7 @@ def plot_name(request: Request) -> str:
 
 
 def lead_rows(rows: Sequence[Row]) -> list[Row]:
-    """Full and causal cases of `kernel="auto"` in 16 bits, or else of the family that most peers were timed beside."""
+    """Select the full and causal 16-bit cases of `kernel="auto"`, or of the family with the most timed peers."""
     requests = [
         [row for row in chosen.rows if mask_kind(row) in ("full", "causal") and row["dtype"] == LEAD_DTYPE]
         for chosen in published(rows).values()
@@ -178,16 +178,16 @@ def _count(rows: Sequence[Row], column: str) -> int:
 
 
 def _sentence(rows: Sequence[Row]) -> str:
-    """A pass in words: the mean, the range, and in how many cases cuflash is the fastest."""
+    """Describe a pass in words: the mean, the range, and in how many cases cuflash is the fastest."""
     first = of_one_commit(rows, f"{rows[0]['pass']} of the README")[0]
-    (found,) = leads(rows, lambda row: row["pass"]).values()
+    (lead,) = leads(rows, lambda row: row["pass"]).values()
     return (
-        f"{found.mean:.2f} times as long as cuflash in the {first['pass']} pass "
-        f"({found.least:.2f} to {found.most:.2f}; cuflash is the fastest in {found.num_led} of {found.num_cases} cases;"
+        f"{lead.mean:.2f} times as long as cuflash in the {first['pass']} pass "
+        f"({lead.least:.2f} to {lead.most:.2f}; cuflash is the fastest in {lead.num_led} of {lead.num_cases} cases;"
         f" commit {first['commit']}, {first['date']})"
     )
 
 
 def lead_plot(rows: Sequence[Row]) -> Figure | None:
-    """TFLOP/s over the length at one head_dim."""
+    """Plot TFLOP/s over length at one head_dim."""
     return plot([row for row in lead_rows(rows) if row["head_dim"] == LEAD_HEAD_DIM])

@@ -1,9 +1,9 @@
-"""Attention of others, to time beside ours: PyTorch's three fused kernels, FlexAttention, FlashAttention's packages.
+"""Attention of other libraries: PyTorch's three fused kernels, FlexAttention, FlashAttention's packages.
 
 Each peer is a function of a mask that returns its `attend(q, k, v) -> o`, all [batch, heads, seqlen, head_dim] to the
 eye, and in memory as it likes them best: heads first, or tokens first (`TOKENS_FIRST`; the views between the two cost
 nothing). Backward is `torch.autograd.grad` on a retained graph: the same kernels as called directly, and what autograd
-adds is host time, which the clock does not see. PyTorch is imported when asked for: it takes seconds.
+adds is host time, which the clock does not see. PyTorch is imported on demand: it takes seconds.
 """
 
 import importlib.metadata
@@ -44,17 +44,17 @@ class Wanted:
 
 
 def sdpa_flash(wanted: Wanted) -> Attend:
-    """FlashAttention-2, as PyTorch builds it."""
+    """Return FlashAttention-2 as built into PyTorch."""
     return _sdpa(wanted, "FLASH_ATTENTION")
 
 
 def sdpa_efficient(wanted: Wanted) -> Attend:
-    """The memory-efficient kernels of xFormers, as PyTorch builds them; the only ones of the three for float32."""
+    """Return xFormers' memory-efficient kernels as built into PyTorch; the only ones of the three for float32."""
     return _sdpa(wanted, "EFFICIENT_ATTENTION")
 
 
 def sdpa_cudnn(wanted: Wanted) -> Attend:
-    """cuDNN's fused attention."""
+    """Return cuDNN's fused attention."""
     return _sdpa(wanted, "CUDNN_ATTENTION")
 
 
@@ -73,7 +73,7 @@ def _sdpa(wanted: Wanted, backend: str) -> Attend:
 
 
 def flex(wanted: Wanted) -> Attend:
-    """FlexAttention, compiled for the shape, with the mask as a BlockMask of its default blocks of 128.
+    """Return FlexAttention, compiled for the shape, with the mask as a BlockMask of its default block size, 128.
 
     Blocks of 128 are listed as full, with no rule to evaluate. Finer ones leave partial blocks, whose elements the
     compiled kernel looks up in the table of blocks.
@@ -83,12 +83,12 @@ def flex(wanted: Wanted) -> Attend:
 
     torch._dynamo.reset()  # or the eighth shape of a process would be one recompilation too many
     compiled = torch.compile(flexible.flex_attention, dynamic=False, fullgraph=True)
-    made: dict[int, Any] = {}
+    block_masks: dict[int, Any] = {}
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        if not made:
-            made[0] = _flex_mask(flexible, wanted, q.shape[-2], q.device)
-        return compiled(q, k, v, block_mask=made[0])
+        if not block_masks:
+            block_masks[0] = _flex_mask(flexible, wanted, q.shape[-2], q.device)
+        return compiled(q, k, v, block_mask=block_masks[0])
 
     return attend
 
@@ -102,11 +102,11 @@ def _flex_mask(flexible: ModuleType, wanted: Wanted, seqlen: int, device: Any) -
         return None
     if seqlen % FLEX_BLOCK or FLEX_BLOCK % wanted.block:
         raise Unavailable(f"lists blocks of {FLEX_BLOCK}, which must divide the length and be divided by the mask's")
-    kept, block = torch.from_numpy(wanted.blocks).to(device), wanted.block
+    blocks, block = torch.from_numpy(wanted.blocks).to(device), wanted.block
     lists = [_lists(torch.from_numpy(x).to(device)) for x in partial_and_full(wanted.blocks, FLEX_BLOCK // block)]
     return flexible.BlockMask.from_kv_blocks(
         *(x for pair in lists for x in pair), BLOCK_SIZE=FLEX_BLOCK,
-        mask_mod=lambda b, h, i, j: kept[h, i // block, j // block],
+        mask_mod=lambda b, h, i, j: blocks[h, i // block, j // block],
     )  # fmt: skip
 
 
@@ -119,14 +119,14 @@ def partial_and_full(blocks: np.ndarray, factor: int) -> tuple[np.ndarray, np.nd
     return parts.any((2, 4)) & ~full, full
 
 
-def _lists(kept: Any) -> tuple[Any, Any]:
-    """Counts [1, heads, grid] and column numbers, those kept first [1, heads, grid, grid], int32."""
-    order = (~kept).int().argsort(dim=-1, stable=True)
-    return kept.sum(-1).int()[None].contiguous(), order.int()[None].contiguous()
+def _lists(blocks: Any) -> tuple[Any, Any]:
+    """Return int32 counts [1, heads, grid] and column numbers, kept ones first [1, heads, grid, grid]."""
+    order = (~blocks).int().argsort(dim=-1, stable=True)
+    return blocks.sum(-1).int()[None].contiguous(), order.int()[None].contiguous()
 
 
 def flash_attn_2(wanted: Wanted) -> Attend:
-    """The package flash-attn, FlashAttention-2."""
+    """Return the function of the package flash-attn, FlashAttention-2."""
     from flash_attn import flash_attn_func
 
     if wanted.blocks is not None:
@@ -135,7 +135,7 @@ def flash_attn_2(wanted: Wanted) -> Attend:
 
 
 def flash_attn_4(wanted: Wanted) -> Attend:
-    """The package flash-attn-4, whose kernels for Hopper are FlashAttention-3's."""
+    """Return the function of the package flash-attn-4, whose kernels for Hopper are FlashAttention-3's."""
     import torch
     from flash_attn.cute import flash_attn_func
 
@@ -145,8 +145,8 @@ def flash_attn_4(wanted: Wanted) -> Attend:
 
     if wanted.block != 128:
         raise Unavailable("takes blocks of 128 only")
-    kept = torch.from_numpy(wanted.blocks).cuda()
-    rows, columns = (_all_full(BlockSparseTensorsTorch, *_lists(x)) for x in (kept, kept.transpose(1, 2)))
+    blocks = torch.from_numpy(wanted.blocks).cuda()
+    rows, columns = (_all_full(BlockSparseTensorsTorch, *_lists(x)) for x in (blocks, blocks.transpose(1, 2)))
     return _tokens_first(
         lambda q, k, v: flash_attn_func(q, k, v, block_sparse_tensors=rows, block_sparse_tensors_bwd=columns)
     )
@@ -159,7 +159,7 @@ def _all_full(make: Callable[..., Any], counts: Any, order: Any) -> Any:
 
 
 def _tokens_first(attend: Attend) -> Attend:
-    """A function of [batch, seqlen, heads, head_dim], some of which return o first of several."""
+    """Wrap a function of [batch, seqlen, heads, head_dim]; some of these return o as the first of several results."""
 
     def attended(q: Any, k: Any, v: Any) -> Any:
         result = attend(*(x.transpose(1, 2) for x in (q, k, v)))
@@ -169,7 +169,7 @@ def _tokens_first(attend: Attend) -> Attend:
 
 
 def flash_attn_3(wanted: Wanted) -> Attend:
-    """FlashAttention-3's own kernels for 128 dims, as the package flash-attn3-jax carries them; takes JAX's arrays."""
+    """Return FlashAttention-3's own kernels for head_dim 128, from flash-attn3-jax, which takes JAX arrays."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the device's memory
     import flash_attn3_jax
 
@@ -198,14 +198,14 @@ class Peer:
         return x.transpose(1, 2).contiguous().transpose(1, 2) if self._is_tokens_first else x.contiguous()
 
     def forward(self) -> dict[str, Any]:
-        """o, by its name; nothing is kept for a backward pass."""
+        """Return o by name; nothing is stored for a backward pass."""
         import torch
 
         with torch.no_grad():
             return {"o": self._attend(*self._inputs)}
 
     def backward(self, do: Any) -> Callable[[], dict[str, Any]]:
-        """The backward pass alone, after a forward pass on the current stream: dq, dk, dv, by their names."""
+        """Return the backward pass after a forward pass on the current stream; its result has dq, dk and dv by name."""
         import torch
 
         inputs = [x.detach().requires_grad_() for x in self._inputs]  # new leaves, which belong to this stream
@@ -222,7 +222,7 @@ class Peer:
         return self.forward if way == "forward" else self.backward(do)
 
     def replay(self, make: Callable[[], Callable[[], object]]) -> Callable[[], object]:
-        """A pass as a CUDA graph; `make` prepares it on the stream that is captured."""
+        """Capture a pass as a CUDA graph; `make` prepares it on the stream that is captured."""
         import torch
 
         stream = torch.cuda.Stream()
@@ -247,7 +247,7 @@ class JaxPeer:
     """The passes of a peer that takes JAX's arrays, [batch, seqlen, heads, head_dim], over PyTorch's tensors.
 
     JAX's kernels run on a stream of its own, which the events of ours do not see. So a timed call queues `num_calls`
-    calls, as many as take `TIMED_S` seconds together, and waits for the last: beside them, what the first costs the
+    calls, as many as take `TIMED_S` seconds together, and waits for the last: next to them, what the first costs the
     host and what waiting costs are little.
     """
 
@@ -270,9 +270,9 @@ class JaxPeer:
         import jax
         import torch
 
-        given = x.transpose(1, 2).contiguous()
+        contiguous = x.transpose(1, 2).contiguous()
         torch.cuda.synchronize()
-        return jax.block_until_ready(jax.dlpack.from_dlpack(given).copy())
+        return jax.block_until_ready(jax.dlpack.from_dlpack(contiguous).copy())
 
     @staticmethod
     def _of_torch(x: Any) -> Any:
@@ -308,8 +308,8 @@ class JaxPeer:
         return calls
 
     def _backward(self, do: Any) -> Callable[[], Any]:
-        pull, given = self._vjp(*self._inputs), self._of_jax(do)
-        return lambda: self._pull(pull, given)
+        pull, cotangent = self._vjp(*self._inputs), self._of_jax(do)
+        return lambda: self._pull(pull, cotangent)
 
 
 def peer_of(name: str, wanted: Wanted, q: Any, k: Any, v: Any) -> Peer | JaxPeer:
@@ -318,13 +318,13 @@ def peer_of(name: str, wanted: Wanted, q: Any, k: Any, v: Any) -> Peer | JaxPeer
 
 
 def versions() -> Record:
-    """PyTorch and what it was built with, and the packages beside it; empty where there is none."""
+    """Return the versions of PyTorch, its libraries and other packages; empty for those that are missing."""
     import torch
 
-    found = {"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    result = {"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     for package in ("triton", "flash-attn", "flash-attn-4", "flash-attn3-jax"):
         try:
-            found[package.replace("-", "_")] = importlib.metadata.version(package)
+            result[package.replace("-", "_")] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package.replace("-", "_")] = ""
-    return found
+            result[package.replace("-", "_")] = ""
+    return result

@@ -25,7 +25,7 @@ COLOURS = ListedColormap(["white", "#2b5d8a", "#9cc3e0"])  # by `BlockKind`: abs
 
 
 def shown() -> dict[str, masks.Mask]:
-    """Title and mask of each panel."""
+    """Return title and mask of each panel."""
     documents = np.repeat([0, 1, 2], [150, 240, 122])
     return {
         "Causal() & Documents(ids)": masks.Causal() & masks.Documents(documents),

@@ -35,7 +35,7 @@ def of_one_commit(rows: Sequence[Row], line: str) -> Sequence[Row]:
 
 
 def left_out(rows: Sequence[Row]) -> str:
-    """A sentence about the rows that are not published; empty where all are."""
+    """Return a sentence about the rows that are not published; empty if all are."""
     dropped = [row for row in rows if not is_committed(row)]
     if not dropped:
         return ""
@@ -61,8 +61,8 @@ def newest_fullest(rows: Sequence[Row], case: Sequence[str]) -> Chosen:
     for group in by_commit.values():
         if _fullness(group, case) >= _fullness(best, case):
             best = group
-    there = {_case(row, case) for row in best}
-    return Chosen(best, [each for each in wanted if each not in there])
+    covered = {_case(row, case) for row in best}
+    return Chosen(best, [each for each in wanted if each not in covered])
 
 
 def _case(row: Row, columns: Sequence[str]) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ class SpotCheck:
         )  # fmt: skip
 
     def share(self, **results: Any) -> float:
-        """The largest error of results, by their names, over its bound: more than 1 is wrong.
+        """Return the largest error of the named results over its bound; more than 1 is wrong.
 
         Raises
         ------
@@ -75,20 +75,20 @@ class SpotCheck:
         shares = [0.0]
         for name, result in results.items():
             for place, exact, bound in zip(self.places, self.exact[name], self.bounds[name], strict=True):
-                found = on_host(result[place])
-                shares.append(share_of_bound(found if name in ("dk", "dv") else found[self.rows], exact, bound))
+                actual = on_host(result[place])
+                shares.append(share_of_bound(actual if name in ("dk", "dv") else actual[self.rows], exact, bound))
         return max(shares)
 
 
 def on_host(x: Any) -> np.ndarray:
-    """An array of NumPy's, CuPy's or PyTorch's as NumPy's: those of PyTorch in float64, which holds their dtypes."""
+    """Convert a NumPy, CuPy or PyTorch array to NumPy; PyTorch tensors to float64, which holds their dtypes."""
     if isinstance(x, np.ndarray):
         return x
     return x.get() if hasattr(x, "get") else x.detach().double().cpu().numpy()
 
 
 def share_of_bound(first: Any, second: Any, bound: Any) -> float:
-    """The largest |first - second| / bound; infinite where one is NaN or infinite and the other is not the same.
+    """Return the largest |first - second| / bound; infinite if one is NaN or infinite and the other is not the same.
 
     Raises
     ------

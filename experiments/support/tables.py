@@ -1,4 +1,4 @@
-"""Write the tables of results of the README and of docs/ from results/*.csv, and draw the plots against peers.
+"""Tables of results in the README and in docs/, written from results/*.csv, and plots against peers.
 
     python -m experiments tables            # rewrite the tables, and draw the plots
     python -m experiments tables --check    # fail if a page's tables are not what the results say
@@ -43,7 +43,7 @@ def _measured_on(row: Row) -> str:
 
 
 def recall(rows: list[Row]) -> str:
-    """Softmax mass kept, by pattern and budget; in brackets the density that the pattern spends."""
+    """Tabulate the softmax mass kept, by pattern and budget; in brackets the density that the pattern uses."""
     rows = [row for row in rows if row["part"] == "recall" and row["block"] == rows[0]["block"]]
     budgets = sorted({row["budget"] for row in rows if row["budget"]}, key=float)
     cells = {
@@ -73,7 +73,7 @@ def sparse_speed(rows: list[Row]) -> str:
 
 
 def cpu_speed(rows: list[Row]) -> str:
-    """The cpu executor's times and memory."""
+    """Tabulate the cpu executor's times and memory."""
     header = ["measure", "seqlen", "density", "ms", "MiB", "ratio", "of what"]
     return markdown(
         header,
@@ -86,7 +86,7 @@ def cpu_speed(rows: list[Row]) -> str:
 
 
 def mask_compile(rows: list[Row]) -> str:
-    """Masks compiled on the host."""
+    """Tabulate the compilation of masks on the host."""
     numbers = ("ms", "peak_mib", "kept_mib")
     header = ["mask", "seqlen", "made", "ms", "peak MiB", "kept MiB"]
     return markdown(
@@ -95,7 +95,7 @@ def mask_compile(rows: list[Row]) -> str:
 
 
 def tolerance_health(rows: list[Row]) -> str:
-    """The largest error over its bound."""
+    """Tabulate the largest error over its bound."""
     outputs = ("o", "lse", "dq", "dk", "dv")
     return markdown(
         ["dtype", "examples", *outputs],
@@ -104,7 +104,7 @@ def tolerance_health(rows: list[Row]) -> str:
 
 
 def simt_speed(rows: list[Row]) -> str:
-    """Rates of the simt kernels, block-sparse calls, and what a call costs beside them."""
+    """Tabulate rates of the simt kernels, block-sparse calls, and the overhead of a call."""
     names = ("head_dim", "density", "ms", "tflops", "ratio", "us", "mib")
     header = ["measure", "dtype", "seqlen", "head_dim", "density", "ms", "TFLOP/s", "ratio", "us", "MiB"]
     return markdown(
@@ -118,7 +118,7 @@ def simt_speed(rows: list[Row]) -> str:
 
 
 def sim_against_gpu(rows: list[Row]) -> str:
-    """The largest difference between the simulator and the GPU over the bound on either."""
+    """Tabulate the largest difference between the simulator and the GPU over the bound on either."""
     outputs = ("o", "lse", "dq", "dk", "dv")
     lines = []
     for kernel, dtype in dict.fromkeys((row["kernel"], row["dtype"]) for row in rows):
@@ -131,7 +131,7 @@ def sim_against_gpu(rows: list[Row]) -> str:
 
 
 def simulator_speed(rows: list[Row]) -> str:
-    """The simulator's build, calls and schedules."""
+    """Tabulate the simulator's build, calls and schedules."""
     header = ["measure", "kernel", "seqlen", "head_dim", "ms", "runs", "false reports", "runs with other bits"]
     counts = ("runs", "reports", "other_bits")
     return markdown(
@@ -145,7 +145,7 @@ def simulator_speed(rows: list[Row]) -> str:
 
 
 def sparse_gpu(rows: list[Row]) -> str:
-    """Block-sparse calls on a GPU against the dense one, and the density from which on they do not pay."""
+    """Tabulate block-sparse calls on a GPU against the dense one, and the break-even density."""
     ways = ("forward", "backward")
     header = ["seqlen", "block", "kernel", "density"]
     header += [f"{way} {name}" for way in ways for name in ("ms", "speed-up", "TFLOP/s", "pays below")]
@@ -162,7 +162,7 @@ def sparse_gpu(rows: list[Row]) -> str:
 
 
 def decode(rows: list[Row]) -> str:
-    """Steps of decoding from a cache, beside other libraries."""
+    """Tabulate decode steps from a cache, compared with other libraries."""
     header = ["sequences", "keys of each", "library", "call", "us", "GB/s"]
     lines = [
         [row["batch"], row["keys"], row["library"], row["operation"], number(row, "us"), number(row, "gb_per_s", ".0f")]
@@ -173,7 +173,7 @@ def decode(rows: list[Row]) -> str:
 
 
 def host_time(rows: list[Row]) -> str:
-    """Return how long a warm call keeps the host, by kind of arrays and mask, for the shortest calls timed."""
+    """Tabulate the host time of a warm call, by kind of arrays and mask, for the shortest calls timed."""
     tokens = min((row["tokens"] for row in rows if int(row["tokens"])), key=int)
     chosen = [row for row in rows if row["tokens"] == tokens]
     libraries = list(dict.fromkeys(row["library"] for row in chosen))
@@ -184,7 +184,7 @@ def host_time(rows: list[Row]) -> str:
 
 
 def selection_speed(rows: list[Row]) -> str:
-    """Block masses and selections beside dense attention, and what a call keeps the host."""
+    """Tabulate block masses and selections relative to dense attention, and the host time of a call."""
     header = ["tokens", "mask", "call", "density", "ms", "of dense attention", "us on the host"]
     lines = (
         [row["seqlen"], "causal" if row["causal"] == "True" else "none", row["call"], number(row, "density", ".2f")]
@@ -195,7 +195,7 @@ def selection_speed(rows: list[Row]) -> str:
 
 
 def beside_plain(rows: list[Row]) -> str:
-    """Table of the time of plain attention over that with scores, sinks or dropout; for scores, of peers' too."""
+    """Tabulate the time of plain attention over that with scores, sinks or dropout; for scores, of peers' too."""
     first = "score" if "score" in rows[0] else "p"
     header = [first, "mask", "pass", "kernel", "head_dim", "ms", "TFLOP/s", "of plain"]
     lines = [
@@ -211,7 +211,7 @@ def beside_plain(rows: list[Row]) -> str:
 
 
 def torch_calls(rows: list[Row]) -> str:
-    """Calls of PyTorch's users, one after the other, beside other libraries."""
+    """Tabulate repeated PyTorch calls, compared with other libraries."""
     libraries = list(dict.fromkeys(row["library"] for row in rows))
     calls: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
@@ -227,7 +227,7 @@ def torch_calls(rows: list[Row]) -> str:
 
 
 def training_step(rows: list[Row]) -> str:
-    """A step of a Llama model with PyTorch's attention and with ours."""
+    """Tabulate a training step of a Llama model with PyTorch's attention and with ours."""
     header = ["tokens", "sequences", "attention", "ms", "of PyTorch's", "error of gradients"]
     lines = (
         [row["tokens"], row["batch"], row["attention"], number(row, "ms", ".1f"), number(row, "of_sdpa", ".2f")]
@@ -241,12 +241,12 @@ _CHUNKS = ("chunks", "unequal")  # cases of chunked_prefill.py, whose rows are i
 
 
 def packed(rows: list[Row]) -> str:
-    """Packed sequences and windows, beside other libraries."""
+    """Tabulate packed sequences and windows, compared with other libraries."""
     return of_libraries([row for row in rows if row["case"] not in _CHUNKS])
 
 
 def prefill(rows: list[Row]) -> str:
-    """Chunks of prompts on caches, beside packed sequences and other libraries."""
+    """Tabulate prefill chunks on caches, compared with packed sequences and other libraries."""
     return of_libraries([row for row in rows if row["case"] in _CHUNKS])
 
 
@@ -265,7 +265,7 @@ def of_libraries(rows: list[Row]) -> str:
 
 
 def flash_ladder_gpu(rows: list[Row]) -> str:
-    """Table of the families of kernels on full attention, one step of the papers after the other."""
+    """Tabulate the kernel families on full attention, in the order of the papers' steps."""
     header = ["pass", "tokens", "kernel", "ms", "TFLOP/s", "share of peak", "peak MiB", "MB moved, by the model"]
     forms = {"ms": ".3g", "tflops": ".3g", "share_of_peak": ".2f", "peak_mib": ".4g", "moved_mb": ".4g"}
     chosen = sorted((row for row in rows if row["mask"] == "full"), key=lambda row: (row["pass"], int(row["seqlen"])))
@@ -276,7 +276,7 @@ def flash_ladder_gpu(rows: list[Row]) -> str:
 
 
 def flashattention1(rows: list[Row]) -> str:
-    """Table of FlashAttention-1's appendix with our kernels, its own numbers beside."""
+    """Tabulate the cases of FlashAttention-1's appendix with our kernels, and the paper's own numbers."""
     header = ["pass", "tokens", "method", "density", "ms", "paper's ms, A100", "over standard", "paper's"]
     forms = {"density": ".3f", "ms": ".3g", "paper_ms": ".3g", "over_standard": ".3g", "paper_over_standard": ".3g"}
     header += ["MiB of both passes", "paper's MB"]
@@ -289,7 +289,7 @@ def flashattention1(rows: list[Row]) -> str:
 
 
 def memory_traffic(rows: list[Row]) -> str:
-    """Table of the bytes of device memory by the model of the papers and by the profiler's counters."""
+    """Tabulate the device-memory traffic by the papers' model and by the profiler's counters."""
     header = ["pass", "kernel", "tokens", "MB by the model", "MB by counters", "counters / model"]
     forms = {"model_mb": ".4g", "measured_mb": ".4g", "measured_over_model": ".2f"}
     chosen = sorted(rows, key=lambda row: (row["pass"] != "forward", row["kernel"], int(row["seqlen"])))
@@ -300,7 +300,7 @@ def memory_traffic(rows: list[Row]) -> str:
 
 
 def of_gpu(rows: list[Row]) -> str:
-    """The GPU, commit and date of rows, one line for each."""
+    """Return the GPU, commit and date of rows, one line for each."""
     return "  \n".join(dict.fromkeys(f"*{row['gpu']}; commit {row['commit']}, {row['date']}.*" for row in rows))
 
 
@@ -313,7 +313,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "sparse-gpu": ("block_sparsity_gpu", sparse_gpu),
     "speed-vs-peers": ("speed_vs_peers", peer_tables.tables),
     "peers-lead": ("speed_vs_peers", peer_tables.lead),
-    "beside-flash-attention-3": ("speed_vs_peers", peer_tables.beside_flash_attention_3),
+    "beside-flash-attention-3": ("speed_vs_peers", peer_tables.beside_flash_attention_3),  # codespell:ignore
     "simulator-speed": ("simulator_speed", simulator_speed),
     "sim-against-gpu": ("sim_against_gpu", sim_against_gpu),
     "tolerance-health": ("tolerance_health", tolerance_health),
@@ -334,7 +334,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
 
 
 # Tables that choose their rows themselves, and say which commits these are of.
-OF_PEERS = ("speed-vs-peers", "peers-lead", "beside-flash-attention-3")
+OF_PEERS = ("speed-vs-peers", "peers-lead", "beside-flash-attention-3")  # codespell:ignore
 CHOOSING = (
     *OF_PEERS, "decode", "host-time", "torch-calls", "training-step", "scores", "dropout", "packed", "prefill",
     "selection-speed",
@@ -343,7 +343,7 @@ CHOOSING = (
 
 
 def written(text: str, results: Path = RESULTS) -> str:
-    """The page with every marked table made anew."""
+    """Return the page with every marked table rendered again."""
 
     def table(match: re.Match[str]) -> str:
         begin, name, end = match.groups()
@@ -355,15 +355,16 @@ def written(text: str, results: Path = RESULTS) -> str:
             return f"{begin}\n*Not measured yet.*\n\n{end}"
         if name in CHOOSING:
             return f"{begin}\n{folded(name, make(committed(rows) if name not in OF_PEERS else rows))}\n\n{end}"
-        kept = committed(rows)
-        parts = [folded(name, make(kept)), signature(kept)] if kept else ["*There is no row of a committed tree.*"]
+        chosen = committed(rows)
+        absent = ["*There is no row of a committed tree.*"]
+        parts = [folded(name, make(chosen)), signature(chosen)] if chosen else absent
         return f"{begin}\n" + "\n\n".join([*parts, *filter(None, [left_out(rows)])]) + f"\n\n{end}"
 
     return MARKED.sub(table, text)
 
 
 def update(page: Path, results: Path, *, check: bool) -> None:
-    """Rewrite the page's tables; with `check`, change nothing and end the program if they are stale."""
+    """Rewrite the page's tables; with `check`, change nothing and exit if they are stale."""
     old = page.read_text(encoding="utf-8")
     new = written(old, results)
     if check and new != old:
@@ -374,7 +375,7 @@ def update(page: Path, results: Path, *, check: bool) -> None:
 
 
 def draw_plots(results: Path) -> None:
-    """The plots that the tables of peers show."""
+    """Draw the plots that the tables of peers show."""
     source = results / "speed_vs_peers.csv"
     rows = read_csv(source) if source.exists() else []
     figures = {

@@ -9,7 +9,7 @@ WAYS = ("forward", "backward")
 
 
 def modelled(ready: Any) -> dict[tuple[str, str], int]:
-    """Bytes of each kernel of a plan, by pass and name: of "fa1" what its loops move, of others each array once."""
+    """Return the bytes of each kernel of a plan, by pass and name: for "fa1" by its loops, else each array once."""
     plan = ready.plan
     if plan.family.name == "fa1":
         both = traffic(plan.problem, plan.kernels, plan.visited_scores)

@@ -15,21 +15,21 @@ Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def activations() -> Arrays:
-    """q, k, v of a sentence encoder on 512 tokens of English, float32 (3 layers, 12 heads, 512, 32)."""
+    """Load q, k, v of a sentence encoder on 512 tokens of English, float32 (3 layers, 12 heads, 512, 32)."""
     with np.load(ARCHIVE) as archive:
         q, k, v = (archive[name].astype(np.float32) for name in "qkv")
     return q, k, v
 
 
 def language_activations() -> Arrays:
-    """q, k, v of a layer of the language model on 512 characters of source text, float32 (4 heads, 512, 32)."""
+    """Load q, k, v of a layer of the language model on 512 characters of source code, float32 (4 heads, 512, 32)."""
     with np.load(LANGUAGE) as archive:
         q, k, v = (archive[name].astype(np.float32) for name in "qkv")
     return q, k, v
 
 
 def draw(*shape: int, dtype: Any = np.float32) -> list[Any]:
-    """q, k, v, do on the device, normal."""
+    """Draw normal q, k, v and do on the device."""
     import cupy
 
     rng = np.random.default_rng(0)
@@ -37,7 +37,7 @@ def draw(*shape: int, dtype: Any = np.float32) -> list[Any]:
 
 
 def same_statistics(seqlen: int, num_heads: int) -> Arrays:
-    """q, k, v, float32 (num_heads, seqlen, 32), like those of the first heads of layer 2, for any length.
+    """Draw float32 q, k, v (num_heads, seqlen, 32) of any length with the statistics of the first heads of layer 2.
 
     Token t is captured token t mod 512, (x - mean + z) / sqrt(2) + mean, with z normal of the covariance that q, k and
     v of this head have together: mean and covariance stay what they were, and no two tokens are alike.
@@ -57,43 +57,43 @@ def same_statistics(seqlen: int, num_heads: int) -> Arrays:
 
 
 def window(grid: int, block: int) -> Iterator[masks.Mask]:
-    """The blocks around the diagonal."""
+    """Yield bands of blocks around the diagonal."""
     for side in range(grid):
         yield masks.SlidingWindow(side, side).on_blocks(block)
 
 
 def sink_local(grid: int, block: int) -> Iterator[masks.Mask]:
-    """The first block and a window."""
+    """Yield the first block and a window."""
     for side in range(grid):
         yield patterns.sink_local(1, (side, side)).on_blocks(block)
 
 
 def longformer(grid: int, block: int) -> Iterator[masks.Mask]:
-    """A window, and one block that sees all and is seen by all."""
+    """Yield a window, and one block that attends to all and is attended by all."""
     for side in range(grid):
         yield patterns.longformer((side, side), 1).on_blocks(block)
 
 
 def bigbird(grid: int, block: int) -> Iterator[masks.Mask]:
-    """A window of three, one global block at either end, and random blocks of each head's own."""
+    """Yield a window of three blocks, one global block at either end, and random blocks that differ by head."""
     for num_random in range(grid):
         yield patterns.bigbird(grid * block, block=block, num_random_blocks=num_random, num_heads=NUM_HEADS)
 
 
 def butterfly(grid: int, block: int) -> Iterator[masks.Mask]:
-    """Block numbers that differ in one of the low bits, or in none."""
+    """Yield blocks whose row and column numbers differ in at most one of the low bits."""
     for bits in range(grid.bit_length() + 1):
         yield patterns.butterfly(grid * block, block=block, max_stride=2**bits)
 
 
 def strided(grid: int, block: int) -> Iterator[masks.Mask]:
-    """The last `stride` blocks and every `stride`-th one; causal, so joined with its transpose."""
+    """Yield the last `stride` blocks and every `stride`-th one, joined with its transpose since it is causal."""
     for stride in range(1, grid + 1):
         yield patterns.strided(stride).on_blocks(block, mirrored=True)
 
 
 def fixed(grid: int, block: int) -> Iterator[masks.Mask]:
-    """Stretches of `stride` blocks and the last block of each; causal, so joined with its transpose."""
+    """Yield segments of `stride` blocks and the last block of each; causal, so joined with its transpose."""
     for stride in range(1, grid + 1):
         yield patterns.fixed(stride, 1).on_blocks(block, mirrored=True)
 
@@ -105,7 +105,7 @@ def random(grid: int, block: int) -> Iterator[masks.Mask]:
 
 
 def oracle(q: np.ndarray, k: np.ndarray, grid: int) -> Iterator[masks.Mask]:
-    """The blocks of most true softmax mass in every block row of every head: what no static pattern can know."""
+    """Yield the blocks with the most true softmax mass in every block row and head; no static pattern knows them."""
     s = q @ k.swapaxes(-1, -2) * np.float32(q.shape[-1] ** -0.5)
     p = np.exp(s - s.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
@@ -120,7 +120,7 @@ FAMILIES = {f.__name__: f for f in (window, sink_local, longformer, bigbird, but
 
 
 def first_heads(pattern: masks.Mask, num_heads: int) -> masks.Mask:
-    """A pattern for fewer heads, where it has blocks of every head's own."""
+    """Restrict a pattern with head-specific blocks to fewer heads."""
     if not isinstance(pattern, masks.BlockPattern) or len(pattern.blocks.shape) <= 2:
         return pattern
     return masks.BlockPattern(pattern.blocks[:num_heads], pattern.block)
@@ -130,12 +130,12 @@ def first_heads(pattern: masks.Mask, num_heads: int) -> masks.Mask:
 
 
 def blocks_name(block: int, density: float) -> str:
-    """The name of a mask of random blocks."""
+    """Return the name of a mask of random blocks."""
     return f"blocks{block}_{density:g}"
 
 
 def named_blocks(mask: str) -> tuple[int, float] | None:
-    """Block size and density of a mask by its name; None for "full" and "causal"."""
+    """Parse block size and density from the name of a mask; None for "full" and "causal"."""
     if mask in ("full", "causal"):
         return None
     named = re.fullmatch(r"blocks([1-9]\d*)_(\d*\.?\d+)", mask)
@@ -145,7 +145,7 @@ def named_blocks(mask: str) -> tuple[int, float] | None:
 
 
 def num_kept(seqlen: int, block: int, density: float) -> int:
-    """Blocks that a head keeps of a square grid: a share of all, to the nearest, and at least the diagonal.
+    """Return the number of blocks that a head keeps of a square grid: a share, rounded, and at least the diagonal.
 
     Raises
     ------
@@ -160,17 +160,17 @@ def num_kept(seqlen: int, block: int, density: float) -> int:
 
 
 def random_blocks(num_heads: int, seqlen: int, block: int, density: float) -> np.ndarray:
-    """Random blocks, bool [num_heads, grid, grid]: equally many in each head, the diagonal among them."""
+    """Draw random blocks, bool [num_heads, grid, grid], equally many in each head, including the diagonal."""
     grid, count = seqlen // block, num_kept(seqlen, block, density)
     rank = np.random.default_rng(0).random((num_heads, grid * grid), np.float32)
     rank[:, :: grid + 1] = -1
-    kept = np.zeros(rank.shape, bool)
-    np.put_along_axis(kept, np.argpartition(rank, count - 1)[:, :count], True, axis=-1)
-    return kept.reshape(num_heads, grid, grid)
+    blocks = np.zeros(rank.shape, bool)
+    np.put_along_axis(blocks, np.argpartition(rank, count - 1)[:, :count], True, axis=-1)
+    return blocks.reshape(num_heads, grid, grid)
 
 
 def share_kept(mask: str, seqlen: int) -> float:
-    """The scores that count as computed, of all: half of them when causal."""
+    """Return the share of scores that counts as computed: half of them if causal."""
     blocks = named_blocks(mask)
     if blocks is None:
         return {"full": 1.0, "causal": 0.5}[mask]

@@ -15,7 +15,7 @@ POOLS = 3  # a worker that is killed ends its pool; the tasks that it leaves go 
 
 
 def begin(numbers: Any, num_gpus: int, num_threads: int) -> None:
-    """A worker's own GPU, if there are some, and its share of the cores for BLAS."""
+    """Set a worker's GPU, if there are any, and its share of the cores for BLAS."""
     import threadpoolctl
 
     number = numbers.get()

@@ -16,7 +16,7 @@ def run(
 ) -> Iterator[tuple[Task, bool]]:
     """Yield each task with whether it succeeded, in the order in which they were given.
 
-    Slurm starts jobs anew whose nodes were taken away. A job sees the folder of results and a clone at the same paths,
+    Slurm restarts jobs whose nodes were taken away. A job sees the folder of results and a clone at the same paths,
     and the GPUs that Slurm gives it.
     """
     cloudpickle.register_pickle_by_value(module)  # a job cannot import it before its path is set

@@ -5,9 +5,9 @@
     python -m experiments sweep crossover --over ... --engine submitit --folder logs --parameter slurm_partition=gpu
 
 A combination is one task, and its rows are one file: DIR/sweeps/NAME/HASH.json, with configuration, machine and
-seconds. A sweep that was interrupted, or lost workers, goes on when the same command is given again: what is done is
-not measured anew, as long as the code is of the same commit. A task that fails leaves HASH.failed.json with its
-trace, and the sweep goes on; the next call tries it again. At the end DIR/sweeps/NAME.csv has the rows of this sweep
+seconds. A sweep that was interrupted, or lost workers, continues when the same command is given again: what is done is
+not measured again, as long as the code is of the same commit. A task that fails leaves HASH.failed.json with its
+trace, and the sweep continues; the next call tries it again. At the end DIR/sweeps/NAME.csv has the rows of this sweep
 and of all earlier ones of the experiment, which differ in the columns of flags and of the commit; delete files of
 DIR/sweeps/NAME to drop rows. A flag of several values, such as seqlens, gets one of them in each task.
 
@@ -45,7 +45,7 @@ ENGINES = {"local": "on_processes", "dask": "on_dask", "submitit": "on_submitit"
 
 
 def experiment_of(name: str) -> Any:
-    """The module of an experiment.
+    """Import the module of an experiment.
 
     Raises
     ------
@@ -55,12 +55,12 @@ def experiment_of(name: str) -> Any:
     paths = {path.stem for path in EXPERIMENTS.glob("*/*.py")}
     module = importlib.import_module(name) if name in paths else None
     if not hasattr(module, "run") or not dataclasses.is_dataclass(getattr(module, "Config", None)):
-        raise ValueError(f"{name!r} is no experiment that runs a configuration: python -m experiments lists them")
+        raise ValueError(f"{name!r} is not an experiment with a configuration; python -m experiments lists all")
     return module
 
 
 def parsed(config_type: Any, text: str) -> tuple[str, tuple[Any, ...]]:
-    """A field's name and its values, from NAME=VALUE,VALUE.
+    """Parse a field's name and its values from NAME=VALUE,VALUE.
 
     Raises
     ------
@@ -82,7 +82,7 @@ def parsed(config_type: Any, text: str) -> tuple[str, tuple[Any, ...]]:
 
 
 def combinations(config_type: Any, over: Sequence[str], fixed: Sequence[str]) -> list[dict[str, Any]]:
-    """The fields of each configuration that differ from the default.
+    """Return, for each configuration, the fields that differ from the default.
 
     Raises
     ------
@@ -100,17 +100,17 @@ def combinations(config_type: Any, over: Sequence[str], fixed: Sequence[str]) ->
         if name not in several and len(values) != 1:
             raise ValueError(f"{name} takes one value; --over takes several")
     shared = {name: values if name in several else values[0] for name, values in rest}
-    found = []
+    configs = []
     for chosen in itertools.product(*(values for _, values in swept)):
-        here = {name: (value,) if name in several else value for (name, _), value in zip(swept, chosen)}
-        check_values(config_type, shared | here)
-        config_type(**shared, **here)
-        found.append(shared | here)
-    return found
+        assigned = {name: (value,) if name in several else value for (name, _), value in zip(swept, chosen)}
+        check_values(config_type, shared | assigned)
+        config_type(**shared, **assigned)
+        configs.append(shared | assigned)
+    return configs
 
 
 def own_digest(config: Mapping[str, Any]) -> str:
-    """A digest of the .npz files, and of the modules of MODULE:NAME, that values name; empty if they name none."""
+    """Return a digest of the .npz files and of the modules of MODULE:NAME that values name; empty if none."""
     texts = [text for value in config.values() for text in (value if isinstance(value, tuple) else (value,))]
     digest = hashlib.sha256()
     is_own = False
@@ -123,7 +123,7 @@ def own_digest(config: Mapping[str, Any]) -> str:
 
 
 def own_file(text: str) -> Path | None:
-    """The file that FILE.npz, FILE.npz:ARRAY or MODULE:NAME names, if it is there."""
+    """Return the file that FILE.npz, FILE.npz:ARRAY or MODULE:NAME names, or None if it does not exist."""
     name = text.rpartition(":")[0] or text
     if name.endswith(".npz"):
         return Path(name) if Path(name).is_file() else None
@@ -132,7 +132,7 @@ def own_file(text: str) -> Path | None:
 
 
 def engine_of(name: str) -> Any:
-    """The module of an engine, or the end of the program with a line about the package that it lacks."""
+    """Import the module of an engine; exit with one line if its package is missing."""
     try:
         return importlib.import_module(ENGINES[name])
     except ModuleNotFoundError as error:
@@ -140,20 +140,20 @@ def engine_of(name: str) -> Any:
 
 
 def rows_of(tasks: Sequence[Task]) -> list[Record]:
-    """The rows of all tasks that are done, each with its configuration and the machine that measured it.
+    """Return the rows of all finished tasks, each with its configuration and the machine that measured it.
 
     Rows that other sweeps left in the same folders come last.
     """
     results = dict.fromkeys(task.result for task in tasks)
     for folder in dict.fromkeys(task.folder for task in tasks):
         results |= dict.fromkeys(sorted(folder.glob("[!.]*.json"), key=lambda path: path.stat().st_mtime_ns))
-    found: list[Record] = []
+    rows: list[Record] = []
     for path in results:
         if path.exists() and not path.name.endswith(".failed.json"):
-            told = json.loads(path.read_text("utf-8"))
-            given = {name: str(value) for name, value in told["config"].items()}
-            found += [given | record | told["machine"] for record in told["records"]]
-    return found
+            result = json.loads(path.read_text("utf-8"))
+            config = {name: str(value) for name, value in result["config"].items()}
+            rows += [config | record | result["machine"] for record in result["records"]]
+    return rows
 
 
 def run(tasks: Sequence[Task], engine: Any, options: Mapping[str, Any]) -> list[Task]:
@@ -166,7 +166,7 @@ def run(tasks: Sequence[Task], engine: Any, options: Mapping[str, Any]) -> list[
 
 
 def arguments(argv: Sequence[str] | None = None) -> tuple[list[Task], str, dict[str, Any], Path]:
-    """Tasks, engine, its options, and the path of the table, from the command line."""
+    """Parse tasks, engine, its options, and the path of the table from the command line."""
     parser = Parser(__doc__)
     parser.add_argument("experiment")
     parser.add_argument("--over", action="append", default=[], metavar="NAME=VALUE,...", help="values to combine")
@@ -181,28 +181,28 @@ def arguments(argv: Sequence[str] | None = None) -> tuple[list[Task], str, dict[
     parser.add_argument("--parameter", action="append", default=[], metavar="NAME=VALUE", help="submitit: of a job")
     parser.add_argument("--results", type=Path, default=UNPUBLISHED, metavar="DIR", help="default build/results")
     parser.add_argument("--publish", dest="results", action="store_const", const=RESULTS)
-    given = parser.parse_args(argv)
+    parsed = parser.parse_args(argv)
     try:
-        config_type = experiment_of(given.experiment).Config
-        if not given.over:
+        config_type = experiment_of(parsed.experiment).Config
+        if not parsed.over:
             raise ValueError("a sweep needs --over NAME=VALUE,VALUE at least once")
-        if given.workers < 1 or given.gpus < 0:
+        if parsed.workers < 1 or parsed.gpus < 0:
             raise ValueError("workers must be positive, gpus not negative")
-        if wrong := [text for text in given.parameter if "=" not in text]:
+        if wrong := [text for text in parsed.parameter if "=" not in text]:
             raise ValueError(f"--parameter must be NAME=VALUE; got {wrong[0]!r}")
-        configs = combinations(config_type, given.over, given.fixed)
+        configs = combinations(config_type, parsed.over, parsed.fixed)
     except ValueError as error:
         parser.error(str(error))
-    folder = given.results.resolve() / "sweeps" / given.experiment
-    shared: dict[str, Any] = {"experiment": given.experiment, "commit": machine()["commit"], "folder": folder}
+    folder = parsed.results.resolve() / "sweeps" / parsed.experiment
+    shared: dict[str, Any] = {"experiment": parsed.experiment, "commit": machine()["commit"], "folder": folder}
     options: dict[str, dict[str, Any]] = {
-        "local": {"workers": min(given.workers, len(configs)), "gpus": given.gpus},
-        "dask": {"scheduler": given.scheduler, "workers": min(given.workers, len(configs))},
-        "submitit": {"folder": given.folder, "cluster": given.cluster, "parameters": _numbers(given.parameter)},
+        "local": {"workers": min(parsed.workers, len(configs)), "gpus": parsed.gpus},
+        "dask": {"scheduler": parsed.scheduler, "workers": min(parsed.workers, len(configs))},
+        "submitit": {"folder": parsed.folder, "cluster": parsed.cluster, "parameters": _numbers(parsed.parameter)},
     }
     shared["place"] = os.getcwd()
     tasks = [Task(values=tuple(config.items()), own=own_digest(config), **shared) for config in configs]
-    return tasks, given.engine, options[given.engine], folder.with_suffix(".csv")
+    return tasks, parsed.engine, options[parsed.engine], folder.with_suffix(".csv")
 
 
 def _numbers(texts: Sequence[str]) -> dict[str, str | int]:
@@ -215,18 +215,18 @@ def main() -> None:
     tasks, name, options, path = arguments()
     engine = engine_of(name)
     check_writable(path.parent)
-    there = sum(task.result.exists() for task in tasks)
+    num_done = sum(task.result.exists() for task in tasks)
     try:
         failed = run(tasks, engine, options)
     except KeyboardInterrupt:
         sys.exit("interrupted: the same command continues from what is done")
     if rows := rows_of(tasks):
         write_csv(path, rows)
-    print(f"{len(tasks)} tasks: {there} were done before, {len(tasks) - there - len(failed)} were done now")
+    print(f"{len(tasks)} tasks: {num_done} were done before, {len(tasks) - num_done - len(failed)} were done now")
     print("wrote", os.path.relpath(path))
     if failed:
-        told = [json.loads(x.failure.read_text("utf-8"))["failure"] for x in failed if x.failure.exists()]
-        reasons = "; ".join(dict.fromkeys(told)) or "their workers were killed"
+        failures = [json.loads(x.failure.read_text("utf-8"))["failure"] for x in failed if x.failure.exists()]
+        reasons = "; ".join(dict.fromkeys(failures)) or "their workers were killed"
         traces = path.with_suffix("")
         sys.exit(f"{len(failed)} tasks failed ({' '.join(reasons.split())}); their traces are in {traces}")
 

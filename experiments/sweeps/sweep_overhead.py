@@ -47,7 +47,7 @@ class Config:
 
 
 def run(config: Config) -> Iterator[Record]:
-    """A row an engine."""
+    """Yield one row per engine."""
     for name in config.engines:
         engine = sweep.engine_of(name)
         with tempfile.TemporaryDirectory() as folder:
@@ -71,20 +71,20 @@ def run(config: Config) -> Iterator[Record]:
 
 
 def processor_seconds() -> float:
-    """Seconds that this process, and those that it started and that have ended, kept a processor."""
+    """Return the CPU seconds of this process and of its ended child processes."""
     spent = [resource.getrusage(which) for which in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in spent)
 
 
 def table(records: list[Record]) -> Table:
-    made = Table(title="time of a sweep over that of its tasks, minus 1")
+    result = Table(title="time of a sweep over that of its tasks, minus 1")
     for column in ("engine", "tasks", "at once", "seconds of a task", "of the sweep", "overhead", "of CPU"):
-        made.add_column(column, justify="left" if column == "engine" else "right")
+        result.add_column(column, justify="left" if column == "engine" else "right")
     for row in records:
         numbers = (f"{row['task_s']:.3g}", f"{row['seconds']:.2f}", f"{row['overhead']:.2%}")
         numbers += (f"{row['cpu_overhead']:.2%}",)
-        made.add_row(row["engine"], str(row["tasks"]), str(row["workers"]), *numbers)
-    return made
+        result.add_row(row["engine"], str(row["tasks"]), str(row["workers"]), *numbers)
+    return result
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ class Task:
     def stem(self) -> Path:
         """Path of the result without its ending."""
         named = [self.experiment, sorted(self.values), self.commit, *filter(None, [self.own])]
-        told = json.dumps(named, default=str)
-        return self.folder / hashlib.sha256(told.encode()).hexdigest()[:16]
+        text = json.dumps(named, default=str)
+        return self.folder / hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def result(self) -> Path:
@@ -57,14 +57,14 @@ class Task:
 def measure(task: Task) -> bool:
     """Run a task in this process and write its file; whether it succeeded. What the experiment prints is dropped.
 
-    A task that is done, which an engine may start anew after a worker died, is left as it is.
+    A task that is done, which an engine may restart after a worker died, is left as it is.
     """
     if task.result.exists():
         return True
     folders = (*task.modules, task.place) if task.own else task.modules
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
     harness = importlib.import_module("harness")
-    told: dict[str, Any] = {"experiment": task.experiment, "config": dict(task.values)}
+    result: dict[str, Any] = {"experiment": task.experiment, "config": dict(task.values)}
     start = time.perf_counter()
     try:
         with contextlib.ExitStack() as stack:
@@ -73,16 +73,16 @@ def measure(task: Task) -> bool:
             if task.own:
                 stack.enter_context(contextlib.chdir(task.place))
             experiment = importlib.import_module(task.experiment)
-            told["records"] = list(experiment.run(experiment.Config(**dict(task.values))))
+            result["records"] = list(experiment.run(experiment.Config(**dict(task.values))))
     except (Exception, SystemExit) as error:
-        told |= {"failure": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-    told |= {"seconds": time.perf_counter() - start, "machine": harness.machine()}
+        result |= {"failure": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+    result |= {"seconds": time.perf_counter() - start, "machine": harness.machine()}
     task.failure.unlink(missing_ok=True)
-    with harness.atomic_path(task.failure if "failure" in told else task.result) as partial:
-        partial.write_text(json.dumps(told, indent=1, default=_plain), encoding="utf-8")
-    return "failure" not in told
+    with harness.atomic_path(task.failure if "failure" in result else task.result) as partial:
+        partial.write_text(json.dumps(result, indent=1, default=_plain), encoding="utf-8")
+    return "failure" not in result
 
 
 def _plain(value: Any) -> Any:
-    """A number of NumPy as Python's, and everything else as text."""
+    """Convert a NumPy number to a Python number, and everything else to text."""
     return value.item() if hasattr(value, "item") else str(value)

@@ -64,11 +64,9 @@ struct WorkList {
 };
 
 struct Params {
-  Matrices q, k, v, o, lse;  // lse and delta have one column; on Hopper, delta points to the QueryStats of each tile
+  Matrices q, k, v, o, lse;  // lse and delta have one column
   Matrices do_, dq, dk, dv, dlse, delta, dq_sum;  // dq_sum is float32, before it is scaled and rounded
-  // an int, if blocks are persistent: the number of the next tile; followed, for each head whose dQ is finished, by the
-  // state of its tiles
-  Matrices tile_counter;
+  int32_t* tile_counter;  // the number of the next tile, if blocks are persistent
   Shape shape;
   WorkList work;
 };

@@ -11,9 +11,9 @@ struct RowStatistics {
   float lse_2[Tile::kRows], delta[Tile::kRows];
 };
 
-// Load the statistics of a thread's rows.
-template <class Tile>
-CUFLASH_DEVICE RowStatistics<Tile> row_statistics(const tile::Matrix<float>& lse, const tile::Matrix<float>& delta) {
+// Load the statistics of a thread's rows from columns of numbers.
+template <class Tile, class Column>
+CUFLASH_DEVICE RowStatistics<Tile> row_statistics(const Column& lse, const Column& delta) {
   RowStatistics<Tile> statistics;
   const int first = Tile::first_row();
 #pragma unroll

@@ -315,7 +315,7 @@ CUFLASH_DEVICE int num_key_tiles(const Params& params, int height) {
 }
 CUFLASH_DEVICE int first_tile_number() { return blockIdx.x; }
 CUFLASH_DEVICE int next_tile_number(const Params& params, int num_tiles) {
-  int* const next = static_cast<int*>(params.tile_counter.data);
+  int32_t* const next = params.tile_counter;
   const int fetched = tile::fetch_increment(next);
   if (fetched == num_tiles - 1) *next = 0;
   return gridDim.x + fetched;
@@ -323,14 +323,14 @@ CUFLASH_DEVICE int next_tile_number(const Params& params, int num_tiles) {
 // Return the next tile from the counter, which here also has a block's first tile, so that tiles are taken in order,
 // whichever blocks start first.
 CUFLASH_DEVICE int next_tile_number_in_order(const Params& params, int num_tiles) {
-  int* const next = static_cast<int*>(params.tile_counter.data);
+  int32_t* const next = params.tile_counter;
   const int fetched = tile::fetch_increment(next);
   if (fetched + 1 - num_tiles == static_cast<int>(gridDim.x)) *next = 0;
   return fetched;
 }
 // Reset the counter; called in a kernel that runs before.
 CUFLASH_DEVICE void reset_tile_counter(const Params& params) {
-  int* const next = static_cast<int*>(params.tile_counter.data);
+  int32_t* const next = params.tile_counter;
   if (next != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *next = 0;
 }
 

@@ -1,12 +1,10 @@
 #pragma once
-#include <ptx/types.cuh>
+#include <lists/integers.cuh>
 
 // The parameters of the kernel that finds the row intervals of a mask whose arrays are on the device.
 // cuflash/planning/interval_kernels.py has the same record as a NumPy dtype. A matrix is a batch entry and head of the
 // intervals.
 namespace cuflash::lists {
-
-constexpr int kBatchAxes = 3;
 
 // The integers in the arrays of a mask.
 enum IntervalKind : int32_t {

@@ -1,67 +1,14 @@
 // Finds the keys that each query sees from integers on the device, a thread a query: offsets of packed sequences,
 // lengths, or ids of documents. If blocks are ordered, it also counts the blocks of the other side that each block
 // sees.
+#include <lists/integers.cuh>
 #include <lists/interval_params.cuh>
 #include <ptx/thread.cuh>
 
 namespace cuflash::lists {
 
 constexpr int kThreads = 32 * Config::kNumWarps;
-constexpr int64_t kFar = 1LL << 62;  // beyond any key
 constexpr int kMaxLength = 255;  // in blocks: orders count longer ranges as this long
-
-// An integer of any type, in the order of integers.
-struct Integer {
-  bool is_beyond;  // 2^63 or more: only a uint64 is
-  int64_t bits;
-
-  CUFLASH_DEVICE bool operator==(const Integer& other) const {
-    return is_beyond == other.is_beyond && bits == other.bits;
-  }
-  CUFLASH_DEVICE bool operator<(const Integer& other) const {
-    return is_beyond == other.is_beyond ? bits < other.bits : other.is_beyond;
-  }
-};
-
-// The integers of a batch entry.
-struct Integers {
-  const unsigned char* data;
-  int64_t stride;
-  int itemsize;
-  bool is_signed;
-
-  // Return an integer exactly.
-  CUFLASH_DEVICE Integer exact(int number) const {
-    if (itemsize == 8) {
-      const int64_t bits = *reinterpret_cast<const int64_t*>(data + number * stride);
-      return {!is_signed && bits < 0, bits};
-    }
-    return {false, at(number)};
-  }
-
-  // Return an integer; those of uint64 from 2^62 on are kFar.
-  CUFLASH_DEVICE int64_t at(int number) const {
-    const void* const from = data + number * stride;
-    if (itemsize == 8) {
-      const int64_t value = *static_cast<const int64_t*>(from);
-      return is_signed || (value >= 0 && value < kFar) ? value : kFar;
-    }
-    if (itemsize == 4) return is_signed ? *static_cast<const int32_t*>(from) : *static_cast<const uint32_t*>(from);
-    if (itemsize == 2) return is_signed ? *static_cast<const int16_t*>(from) : *static_cast<const uint16_t*>(from);
-    return is_signed ? *static_cast<const int8_t*>(from) : *static_cast<const uint8_t*>(from);
-  }
-};
-
-// Return the address of the integers of a batch entry.
-CUFLASH_DEVICE const unsigned char* integers_of(const IntervalParams& params, const void* integers,
-                                                const int64_t* strides, int batch_entry) {
-  const unsigned char* data = static_cast<const unsigned char*>(integers);
-  for (int axis = kBatchAxes - 1; axis >= 0; --axis) {
-    data += batch_entry % params.batch[axis] * strides[axis];
-    batch_entry /= params.batch[axis];
-  }
-  return data;
-}
 
 CUFLASH_DEVICE int64_t clipped(int64_t x, int64_t lowest, int64_t highest) {
   return x < lowest ? lowest : x > highest ? highest : x;
@@ -129,9 +76,9 @@ struct Matrix {
     q = {nullptr, params.q_stride, params.q_itemsize, params.is_q_signed != 0};
     kv = {nullptr, params.kv_stride, params.kv_itemsize, params.is_kv_signed != 0};
     if (params.q_integers != nullptr)
-      q.data = integers_of(params, params.q_integers, params.q_batch_strides, batch_entry);
+      q.data = integers_of(params.batch, params.q_integers, params.q_batch_strides, batch_entry);
     if (params.kv_integers != nullptr)
-      kv.data = integers_of(params, params.kv_integers, params.kv_batch_strides, batch_entry);
+      kv.data = integers_of(params.batch, params.kv_integers, params.kv_batch_strides, batch_entry);
     else if (params.kind == kSequences)
       kv = q;
   }

@@ -6,6 +6,7 @@
 #include <attention/empty_rows.cuh>
 #include <attention/epilogue_mma.cuh>
 #include <attention/fragment_slopes.cuh>
+#include <attention/members.cuh>
 #include <attention/score_gradient_mma.cuh>
 #include <ptx/cp_async.cuh>
 
@@ -19,6 +20,7 @@ using WarpDk = tile::WarpPartition<kBlockKv, kHeadDim, kNumWarps>::Tile;
 using WarpDv = tile::WarpPartition<kBlockKv, kValueDim, kNumWarps>::Tile;
 
 constexpr bool kMakesPAndDsTogether = kHasScore || Config::kHasDropout;  // P and dS are made together, after dP
+static_assert(!kMakesPAndDsTogether || !Config::kPacksQueries, "such kernels take the positions of whole queries");
 constexpr bool kIsNarrow = kHeadDim + kValueDim <= 256;
 constexpr int kNumScores = Scores::kRows * Scores::kColumns;  // scores per thread
 // P is made while the tensor cores multiply dP: with elements of 16 bits, if the registers hold both.
@@ -72,8 +74,10 @@ CUFLASH_DEVICE void load_k(const attention::Params& params, const attention::Wor
 
 // Return the range of queries of the present head that visit the tile.
 CUFLASH_DEVICE attention::VisitRange visit_range_of_head(const attention::Params& params,
+                                                         attention::ChosenArgument<Config> chosen,
                                                          const attention::WorkTile& work) {
-  return attention::aligned_to_tiles(params, attention::visit_range_of_keys(params, work), kBlockQ);
+  const attention::VisitRange visit_range = attention::visit_range_of_keys(params, chosen, work);
+  return Config::kPacksQueries ? visit_range : attention::aligned_to_tiles(params, visit_range, kBlockQ);
 }
 
 // Store the visit range of a query head, and the addresses of its matrices. Called by one thread.
@@ -92,13 +96,14 @@ CUFLASH_DEVICE void save_head_state(const attention::Params& params, const atten
 }
 
 // Store the tile of the block, and start to copy its K and V. Return false if the tile is empty.
-CUFLASH_DEVICE bool begin_tile(const attention::Params& params, BlockState& state) {
+CUFLASH_DEVICE bool begin_tile(const attention::Params& params, attention::ChosenArgument<Config> chosen,
+                               BlockState& state) {
   using namespace attention;
   const Shape& shape = params.shape;
   const WorkTile work = key_tile<Listed>(params, kBlockKv);
   if (work.is_empty()) return false;
   // computed first, since loads from a list have a long latency
-  const VisitRange visit_range = visit_range_of_head(params, work);
+  const VisitRange visit_range = visit_range_of_head(params, chosen, work);
   const int kv_head = divmod(work.batch_head.head, shape.group_size).quotient;
   const auto v = matrix<Element>(params.v, work.batch_head, kv_head, shape.seqlen_kv, shape.value_dim);
   load_k(params, work);
@@ -111,12 +116,13 @@ CUFLASH_DEVICE bool begin_tile(const attention::Params& params, BlockState& stat
   return true;
 }
 
-// Advance to the next query head that shares the key/value head.
-CUFLASH_DEVICE void begin_next_head(const attention::Params& params, BlockState& state) {
+// Advance to the next query head, or tile of heads, that shares the key/value head.
+CUFLASH_DEVICE void begin_next_head(const attention::Params& params, attention::ChosenArgument<Config> chosen,
+                                    BlockState& state) {
   __syncthreads();  // all threads have read the state of the last head
   if (threadIdx.x == 0) {
-    ++state.work.batch_head.head;
-    save_head_state(params, state.work.batch_head, visit_range_of_head(params, state.work), state);
+    state.work.batch_head.head += attention::heads_per_tile(chosen);
+    save_head_state(params, state.work.batch_head, visit_range_of_head(params, chosen, state.work), state);
   }
 }
 
@@ -170,21 +176,35 @@ CUFLASH_DEVICE void load_partial_block(const attention::Params& params, const Bl
 }
 
 // Start to copy the block of queries of a step, if it exists.
-CUFLASH_DEVICE void load_block(const attention::Params& params, const BlockState& state, bool in_bounds,
-                               const attention::KvBlock& block,
-                               int stage) {
+CUFLASH_DEVICE void load_block(const attention::Params& params, attention::NoChosenLists, const BlockState& state,
+                               bool in_bounds, const attention::KvBlock& block, int stage) {
   // ptxas spills registers if && stands here
   const bool is_full_block = in_bounds & state.rows_fill_tiles & (block.stop - block.start == kBlockQ);
   if (in_bounds && !is_full_block) load_partial_block(params, state, block, stage);
   if (__builtin_expect(is_full_block, true)) load_full_block(params, state, block.start, stage);
 }
-
-// Set the scores that the mask hides in a step to `masked_score`.
-CUFLASH_DEVICE void mask_block(Scores& s, const attention::Params& params, const attention::WorkTile& work,
-                               const attention::KvBlock& block) {
-  const attention::WorkTile queries{work.batch_head, block.start, block.stop};
-  const attention::KvBlock keys{work.first, work.last, block.kind, block.entry};
-  attention::mask_scores<Config::kIsListed>(s, params, queries, keys, attention::masked_score());
+CUFLASH_DEVICE void load_block(const attention::Params& params, const attention::ChosenLists& chosen,
+                               const BlockState& state, bool in_bounds, const attention::KvBlock& block, int stage) {
+  if (!in_bounds) return;
+  const attention::Shape& shape = params.shape;
+  const int num_rows = attention::rows_of_step(chosen, block);
+  const QTile q_smem{kQOffset + stage * QTile::kBytes};
+  const OTile do_smem{kDoOffset + stage * OTile::kBytes};
+  const auto q = attention::gathered_rows(chosen, block, state.q, params.q, shape.head_dim);
+  const auto d_o = attention::gathered_rows(chosen, block, state.d_o, params.do_, shape.value_dim);
+  if (__builtin_expect(state.rows_fill_tiles, true)) {
+    tile::load_full_rows_async<kThreads>(q_smem, q);
+    tile::load_full_rows_async<kThreads>(do_smem, d_o);
+  } else {
+    tile::load_async<kThreads>(q_smem, q);
+    tile::load_async<kThreads>(do_smem, d_o);
+  }
+  const auto lse = attention::gathered_rows(chosen, block, state.lse, params.lse, 1);
+  const auto delta = attention::gathered_rows(chosen, block, state.delta, params.delta, 1);
+  for (int row = threadIdx.x; row < num_rows; row += kThreads) {
+    ptx::cp_async_ca_4(ptx::shared_address(&statistics(stage, 0, num_rows).at(row, 0)), lse.row(row), 4);
+    ptx::cp_async_ca_4(ptx::shared_address(&statistics(stage, 1, num_rows).at(row, 0)), delta.row(row), 4);
+  }
 }
 
 // Store P and dS in shared memory.
@@ -287,30 +307,30 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   auto& state = *reinterpret_cast<BlockState*>(ptx::dynamic_shared<unsigned char>() + kStateOffset);
-  if (!begin_tile(params, state)) return;
+  if (!begin_tile(params, chosen, state)) return;
   WarpDk dk;
   WarpDv dv;
   dk.fill(0);
   dv.fill(0);
-  for (int head = 0; head < shape.group_size; ++head) {
-    if (head > 0) begin_next_head(params, state);
+  for (int head = 0; head < shape.group_size; head += heads_per_tile(chosen)) {
+    if (head > 0) begin_next_head(params, chosen, state);
     __syncthreads();  // the state is stored
     if (head > 0 && params.work.interval_head_stride != 0) load_k(params, state.work);  // the mask depends on the head
-    BlockIterator<kBlockQ, OverQBlocks, Listed> blocks(params, state.visit_range);
+    auto blocks = queries_of_keys<kBlockQ, Listed>(params, chosen, state.visit_range);
     KvBlock block, next_block;
     bool has_block = blocks.next(block);
-    load_block(params, state, has_block, block, 0);
+    load_block(params, chosen, state, has_block, block, 0);
     ptx::cp_async_commit();
     // The block after the next is looked up now, so that loads from a list arrive while this block is multiplied.
     bool has_next_block = blocks.next(next_block);
     for (int stage = 0; has_block; stage = kNumStages - 1 - stage) {
       const QTile q_smem{kQOffset + stage * QTile::kBytes};
       const OTile do_smem{kDoOffset + stage * OTile::kBytes};
-      const auto lse = statistics(stage, 0, block.stop - block.start),
-          delta = statistics(stage, 1, block.stop - block.start);
+      const int num_rows = rows_of_step(chosen, block);
+      const auto lse = statistics(stage, 0, num_rows), delta = statistics(stage, 1, num_rows);
       ptx::cp_async_wait<0>();
       __syncthreads();  // Q and dO have arrived, and K and V before the first step; P and dS of the last step are read
-      if (kNumStages == 2) load_block(params, state, has_next_block, next_block, 1 - stage);
+      if (kNumStages == 2) load_block(params, chosen, state, has_next_block, next_block, 1 - stage);
       ptx::cp_async_commit();
 
       Scores s, dp;
@@ -320,7 +340,8 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
       } else {
         const bool is_masked =
             !kMakesPAndDsTogether || block.kind != BlockKind::kFull || state.work.last - state.work.first != kBlockKv;
-        if (is_masked) mask_block(s, params, state.work, block);
+        if (is_masked)
+          mask_step_of_keys<Config::kIsListed>(s, params, chosen, state.work, block, masked_score());
         if (is_masked || kHasScore) clear_empty_rows(do_smem, lse);
         tile::gemm_nt(dp, do_smem, v_smem);
         KeptWeights<Scores> kept;
@@ -347,7 +368,7 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
       tile::gemm_add_tn(dk, ds_smem, q_smem);
       if (kNumStages == 1) {
         __syncthreads();  // all warps have read Q and dO
-        load_block(params, state, has_next_block, next_block, 0);
+        load_block(params, chosen, state, has_next_block, next_block, 0);
         ptx::cp_async_commit();
       }
       block = next_block;

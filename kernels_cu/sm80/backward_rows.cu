@@ -4,6 +4,7 @@
 #include <attention/dropout_gradient_mma.cuh>
 #include <attention/epilogue_mma.cuh>
 #include <attention/fragment_slopes.cuh>
+#include <attention/members_gradient.cuh>
 #include <attention/score_gradient_mma.cuh>
 #include <ptx/cp_async.cuh>
 #include <sm80/block_state.cuh>
@@ -15,6 +16,8 @@ constexpr int kNumStages = Config::kNumStages;
 constexpr int kRowTiles = kBlockQ / (16 * kNumWarps);
 using Scores = tile::WarpTile<kRowTiles, kBlockKv / 8, kNumWarps>;
 using Dq = tile::WarpTile<kRowTiles, kHeadDim / 8, kNumWarps>;
+using Walk = tile::Conditional<Config::kPacksQueries, attention::OverUnions, attention::OverKvBlocks>;
+using MembersOfTile = attention::MembersOf<Config, Scores>;
 
 constexpr QTile q_smem{0};
 constexpr OTile do_smem{QTile::kBytes};
@@ -43,7 +46,8 @@ CUFLASH_DEVICE void load_block(const attention::Params& params, const BlockState
 
 // Replace dP of a step by dS.
 CUFLASH_DEVICE void make_ds(Scores& s, Scores& dp, const attention::Params& params, const BlockState& state,
-                            const attention::KvBlock& block, const attention::RowStatistics<Scores>& row,
+                            const attention::KvBlock& block, const MembersOfTile& members,
+                            const attention::RowStatistics<Scores>& row,
                             const score::Function& score_function, attention::DropoutArgument<Config> dropout) {
   using namespace attention;
   const Shape& shape = params.shape;
@@ -61,10 +65,10 @@ CUFLASH_DEVICE void make_ds(Scores& s, Scores& dp, const attention::Params& para
       scores_to_p_and_ds_of_rows(s, dp, score_function, shape, state.work.batch_head,
                                  {state.work.first, state.work.last}, {block.start, block.stop}, is_masked, row,
                                  true);
-  } else if (is_unmasked<kBlockKv>(block)) {
+  } else if (is_unmasked<kBlockKv>(block) && members.has_all()) {
     score_gradients<false>(s, dp, state.softmax_scale_log2, row);
   } else {
-    mask_scores<Config::kIsListed>(s, params, state.work, block, masked_score());
+    mask_step<Config::kIsListed>(s, params, state.work, block, masked_score(), members);
     score_gradients<true>(s, dp, state.softmax_scale_log2, row);
   }
 }
@@ -79,17 +83,13 @@ sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
   using namespace cuflash::sm80;
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
-  const WorkTile work = query_tile<Listed>(params, kBlockQ);
+  const WorkTile work = tile_of_block<Listed>(params, chosen, kBlockQ);
   if (work.is_empty()) return;
   const BatchHead& batch_head = work.batch_head;
   // computed first, since loads from a list have a long latency
-  const VisitRange visit_range = visit_range_of_queries(params, work);
-  tile::load_async<kThreads>(q_smem, matrix<Element>(params.q, batch_head, batch_head.head, shape.seqlen_q,
-                                                     shape.head_dim)
-                                         .rows(work.first, work.last));
-  tile::load_async<kThreads>(do_smem, matrix<Element>(params.do_, batch_head, batch_head.head, shape.seqlen_q,
-                                                      shape.value_dim)
-                                          .rows(work.first, work.last));
+  const VisitRange visit_range = visit_range_of_tile(params, chosen, work);
+  tile::load_async<kThreads>(q_smem, rows_of_tile<Element>(chosen, params.q, work, shape.head_dim));
+  tile::load_async<kThreads>(do_smem, rows_of_tile<Element>(chosen, params.do_, work, shape.value_dim));
   auto& state = *reinterpret_cast<BlockState*>(ptx::dynamic_shared<unsigned char>() + kStateOffset);
   if (threadIdx.x == 0) {
     const int kv_head = divmod(batch_head.head, shape.group_size).quotient;
@@ -103,13 +103,13 @@ sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
             has_full_rows<VTile>(state.v, params.v, shape.value_dim);
   }
 
-  const auto row = row_statistics<Scores>(
-      matrix<float>(params.lse, batch_head, batch_head.head, shape.seqlen_q, 1).rows(work.first, work.last),
-      matrix<float>(params.delta, batch_head, batch_head.head, shape.seqlen_q, 1).rows(work.first, work.last));
+  const auto row = row_statistics<Scores>(rows_of_tile<float>(chosen, params.lse, work, 1),
+                                          rows_of_tile<float>(chosen, params.delta, work, 1));
   Dq dq;
   dq.fill(0);
   __syncthreads();  // the state is stored
-  BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, state.visit_range);
+  BlockIterator<kBlockKv, Walk, Listed> blocks(params, state.visit_range);
+  MembersOfTile members(chosen, work);
   KvBlock block, next_block;
   bool has_block = blocks.next(block);
   if (has_block) load_block(params, state, block, 0);
@@ -123,11 +123,14 @@ sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
     __syncthreads();  // K and V have arrived, and Q and dO before the first step; K and V of the last step are read
     if (kNumStages == 2 && has_next_block) load_block(params, state, next_block, 1 - stage);
     ptx::cp_async_commit();
-    Scores s, dp;
-    tile::gemm_nt(s, q_smem, k_smem);
-    tile::gemm_nt(dp, do_smem, v_smem);
-    make_ds(s, dp, params, state, block, row, score_function, dropout);
-    tile::gemm_add_nn(dq, dp, k_smem);
+    members.read(block);
+    if (members.has_any()) {
+      Scores s, dp;
+      tile::gemm_nt(s, q_smem, k_smem);
+      tile::gemm_nt(dp, do_smem, v_smem);
+      make_ds(s, dp, params, state, block, members, row, score_function, dropout);
+      tile::gemm_add_nn(dq, dp, k_smem);
+    }
     if (kNumStages == 1) {
       __syncthreads();  // all warps have read K and V
       if (has_next_block) load_block(params, state, next_block, 0);
@@ -140,5 +143,5 @@ sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
   ptx::cp_async_wait<0>();
   __syncthreads();  // Q has arrived, even without a step, and is read
   dq.scale(shape.softmax_scale);
-  write_gradient(params.dq, state.work, state.work.batch_head.head, shape.head_dim, q_smem, dq);
+  write_gradient_of_queries(chosen, params.dq, state.work, shape.head_dim, q_smem, dq);
 }

@@ -2,9 +2,11 @@
 // on one tile of queries and walks their keys; each warp keeps its rows of S, P and O in registers. K of the next step
 // is copied while the softmax of this step runs, and V while its scores are multiplied. If there are too few tiles for
 // the chip, several blocks share the keys of a tile (split-KV), and combine.cu merges their parts. If there are few
-// queries too, a tile holds those of all heads that share a key/value head (pack_gqa).
+// queries too, a tile holds those of all heads that share a key/value head (pack_gqa). If queries choose their blocks, a
+// tile holds neighbouring ones with all heads that share their lists (packs_queries).
 #include <attention/config_mma.cuh>
 #include <attention/dropout.cuh>
+#include <attention/members.cuh>
 #include <attention/page_table.cuh>
 #include <attention/score.cuh>
 #include <attention/sink.cuh>
@@ -15,12 +17,15 @@
 namespace cuflash::sm80 {
 
 constexpr bool kPackGqa = Config::kPackGqa;
+constexpr bool kPacksQueries = Config::kPacksQueries;
 constexpr bool kIsSplit = Config::kIsSplit;
 
 constexpr int kRowTiles = kBlockQ / (16 * kNumWarps);
 using Scores = tile::WarpTile<kRowTiles, kBlockKv / 8, kNumWarps>;
 using Output = tile::WarpTile<kRowTiles, kValueDim / 8, kNumWarps>;
 using Softmax = attention::LazySoftmax<Scores::kRows>;
+using Walk = tile::Conditional<kPacksQueries, attention::OverUnions, attention::OverKvBlocks>;
+using MembersOfTile = attention::MembersOf<Config, Scores>;
 
 constexpr QTile q_smem{0};
 constexpr OTile o_smem{0};  // takes the place of Q, once Q is read
@@ -29,32 +34,39 @@ constexpr VTile v_smem{k_smem.start + KTile::kBytes};
 constexpr int kStateOffset = v_smem.start + VTile::kBytes;
 
 // Return the tile of a thread block, which other blocks may share.
-CUFLASH_DEVICE attention::WorkTile tile_of_block(const attention::Params& params, attention::NoPages) {
+CUFLASH_DEVICE attention::WorkTile tile_of_block(const attention::Params& params, attention::NoPages,
+                                                 attention::ChosenArgument<Config> chosen) {
   if (kPackGqa) return attention::packed_query_tile(params, kBlockQ, params.shape.num_splits);
-  return attention::query_tile<Listed>(params, kBlockQ, kIsSplit ? params.shape.num_splits : 1);
+  return attention::tile_of_block<Listed>(params, chosen, kBlockQ, kIsSplit ? params.shape.num_splits : 1);
 }
 
-CUFLASH_DEVICE attention::WorkTile tile_of_block(const attention::Params& params, const attention::Pages& pages) {
+CUFLASH_DEVICE attention::WorkTile tile_of_block(const attention::Params& params, const attention::Pages& pages,
+                                                 attention::ChosenArgument<Config>) {
   return attention::query_tile_of_sequence<Listed>(params, pages, kBlockQ, attention::first_tile_number());
 }
 
 // Return the range of keys that the block visits: all that the tile's queries attend, or its part of them.
-CUFLASH_DEVICE attention::VisitRange visit_range_of_block(const attention::Params& params, attention::WorkTile work) {
+CUFLASH_DEVICE attention::VisitRange visit_range_of_block(const attention::Params& params, attention::WorkTile work,
+                                                          attention::ChosenArgument<Config> chosen) {
   using namespace attention;
   if (kPackGqa) work.last = params.shape.seqlen_q;  // all heads have the same queries
-  VisitRange full_range = visit_range_of_queries(params, work);
+  VisitRange full_range = visit_range_of_tile(params, chosen, work);
   if (Config::kIsPaged) align_steps(full_range, kBlockKv);
   const int num_splits = params.shape.num_splits;
   return kIsSplit ? split_range<kBlockKv, Listed>(params, full_range, split_index(num_splits), num_splits) : full_range;
 }
 
 // Start to copy Q.
-CUFLASH_DEVICE void load_q(const attention::Params& params, const attention::WorkTile& work) {
+CUFLASH_DEVICE void load_q(const attention::Params& params, const attention::WorkTile& work,
+                           attention::ChosenArgument<Config> chosen) {
   const attention::Shape& shape = params.shape;
+  if (!kPackGqa) {
+    tile::load_async<kThreads>(q_smem, attention::rows_of_tile<Element>(chosen, params.q, work, shape.head_dim));
+    return;
+  }
   const auto q = attention::matrix<Element>(params.q, work.batch_head, work.batch_head.head, shape.seqlen_q,
                                             shape.head_dim);
-  if (kPackGqa) tile::load_async<kThreads>(q_smem, tile::StackedRows<Element>{q, params.q.head_stride, work.last});
-  else tile::load_async<kThreads>(q_smem, q.rows(work.first, work.last));
+  tile::load_async<kThreads>(q_smem, tile::StackedRows<Element>{q, params.q.head_stride, work.last});
 }
 
 // Store the tile of the block, and the addresses of K and V. Called by one thread.
@@ -118,28 +130,37 @@ CUFLASH_DEVICE void load_block(Tile to, Element* data, const attention::Matrices
 }
 
 CUFLASH_DEVICE void mask_block(Scores& s, const attention::Params& params, const BlockState& state,
-                               const attention::KvBlock& block) {
+                               const attention::KvBlock& block, const MembersOfTile& members) {
   using namespace attention;
   const float hidden = ptx::negative_infinity<float>();
   if (kPackGqa) mask_scores<false>(s, params, state.work, block, hidden, PackedQuery{params.shape.seqlen_q});
-  else mask_scores<Config::kIsListed>(s, params, state.work, block, hidden);
+  else mask_step<Config::kIsListed>(s, params, state.work, block, hidden, members);
+}
+
+// Return the head and the query of a row of a tile, as a score function takes them.
+CUFLASH_DEVICE attention::HeadAndQuery head_and_query(const attention::Params& params, const attention::WorkTile& work,
+                                                      int row, const attention::QueryPosition<Config>& position,
+                                                      attention::NoChosenLists) {
+  static_assert(!kPackGqa || !Config::kIsPaged, "rows of several heads have no position in a cache");
+  row = attention::Positions{work.first, work.last}.at(row);
+  if (!kPackGqa) return {work.batch_head.head, position(row)};
+  const attention::DivMod heads = attention::divmod(row, params.shape.seqlen_q);
+  return {work.batch_head.head + heads.quotient, heads.remainder};
+}
+CUFLASH_DEVICE attention::HeadAndQuery head_and_query(const attention::Params&, const attention::WorkTile& work,
+                                                      int row, const attention::QueryPosition<Config>&,
+                                                      const attention::ChosenLists& chosen) {
+  return attention::head_and_query_of_neighbours(chosen, work, row);
 }
 
 // Replace the scores of a step by their score function.
 template <class Score>
 CUFLASH_DEVICE void score_step(Scores& s, const attention::Params& params, const attention::WorkTile& work,
                                const attention::KvBlock& block, const Score& score,
-                               attention::PagesArgument<Config> pages) {
+                               attention::PagesArgument<Config> pages, attention::ChosenArgument<Config> chosen) {
   using namespace attention;
-  const Positions rows{work.first, work.last};
-  static_assert(!kPackGqa || !Config::kIsPaged, "rows of several heads have no position in a cache");
   const QueryPosition<Config> position(pages, work.batch_head.batch_index);
-  const auto query_of = [&](int i) {
-    const int row = rows.at(row_of(s, i));
-    if (!kPackGqa) return HeadAndQuery{work.batch_head.head, position(row)};
-    const DivMod heads = divmod(row, params.shape.seqlen_q);
-    return HeadAndQuery{work.batch_head.head + heads.quotient, heads.remainder};
-  };
+  const auto query_of = [&](int i) { return head_and_query(params, work, row_of(s, i), position, chosen); };
   apply_score(s, score, params.shape.softmax_scale, work.batch_head, query_of, {block.start, block.stop}, 1);
 }
 
@@ -185,23 +206,36 @@ CUFLASH_DEVICE void write_part(const attention::Params& params, const SplitParts
   }
 }
 
+// Return the sink of each row of a tile, as a function of its number.
+CUFLASH_DEVICE auto sink_of_rows(attention::SinkArgument<Config> sink, const attention::WorkTile& work,
+                                 attention::NoChosenLists) {
+  const float logit = attention::sink_logit<float>(sink, work.batch_head, work.batch_head.head);
+  return [logit](int) { return logit; };
+}
+CUFLASH_DEVICE auto sink_of_rows(attention::SinkArgument<Config> sink, const attention::WorkTile& work,
+                                 const attention::ChosenLists& chosen) {
+  return [&](int row) {
+    const int head = attention::head_and_query_of_neighbours(chosen, work, row).head;
+    return attention::sink_logit<float>(sink, work.batch_head, head);
+  };
+}
+
 // Write lse, and O by way of shared memory in the place of Q.
 CUFLASH_DEVICE void write_results(const attention::Params& params, const BlockState& state, const Softmax& softmax,
-                                  Output& o,
-                                  attention::SinkArgument<Config> sink, attention::DropoutArgument<Config> dropout) {
+                                  Output& o, attention::SinkArgument<Config> sink,
+                                  attention::DropoutArgument<Config> dropout,
+                                  attention::ChosenArgument<Config> chosen) {
   using namespace attention;
   const WorkTile& work = state.work;
-  const BatchHead& batch_head = work.batch_head;
-  const int length = params.shape.seqlen_q;
-  const auto lse = matrix<float>(params.lse, batch_head, batch_head.head, length, 1).rows(work.first, work.last);
+  const auto lse = rows_of_tile<float>(chosen, params.lse, work, 1);
   const int first_row = o.first_row(), first_column = o.first_column();
-  const float logit = sink_logit<float>(sink, batch_head, batch_head.head);
+  const auto logit_of = sink_of_rows(sink, work, chosen);
   float row_lse[Output::kRows];
   softmax.finalize(o, state.softmax_scale_log2, row_lse);
   if constexpr (Config::kHasDropout) o.scale(dropout.factor);
   if constexpr (Config::kHasSink)
 #pragma unroll
-    for (int i = 0; i < o.kRows; ++i) o.scale_row(i, merge_sink(row_lse[i], logit));
+    for (int i = 0; i < o.kRows; ++i) o.scale_row(i, merge_sink(row_lse[i], logit_of(first_row + o.row(i))));
 #pragma unroll
   for (int i = 0; i < o.kRows; ++i)
     if (first_column == 0 && first_row + o.row(i) < lse.num_rows) lse.at(first_row + o.row(i), 0) = row_lse[i];
@@ -209,8 +243,7 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const BlockSt
   __syncthreads();  // Q has arrived, even without a step, and is read
   tile::store(o_smem, o);
   __syncthreads();  // all of O is stored
-  const auto all = matrix<Element>(params.o, batch_head, batch_head.head, length, params.shape.value_dim);
-  tile::store<kThreads>(all.rows(work.first, work.last), o_smem);
+  tile::store<kThreads>(rows_of_tile<Element>(chosen, params.o, work, params.shape.value_dim), o_smem);
 }
 constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(BlockState));
 
@@ -223,11 +256,11 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
   using namespace cuflash::attention;
   const Shape& shape = params.shape;
   auto& state = *reinterpret_cast<BlockState*>(ptx::dynamic_shared<unsigned char>() + kStateOffset);
-  const WorkTile work = tile_of_block(params, pages);
+  const WorkTile work = tile_of_block(params, pages, chosen);
   if (work.is_empty()) return;
   // computed first, since loads from a list have a long latency
-  const VisitRange block_range = visit_range_of_block(params, work);
-  load_q(params, work);
+  const VisitRange block_range = visit_range_of_block(params, work, chosen);
+  load_q(params, work, chosen);
   if (threadIdx.x == 0) save_state(params, work, block_range, state);
   Softmax softmax;
   Output o;
@@ -237,9 +270,11 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
   Element* const v = state.v;
   const VisitRange visit_range = state.visit_range;
   const bool rows_fill_tiles = state.rows_fill_tiles;
-  BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, visit_range);
+  BlockIterator<kBlockKv, Walk, Listed> blocks(params, visit_range);
   KvBlock block;
+  MembersOfTile members(chosen, work);
   bool has_block = blocks.next(block);
+  if (has_block) members.read(block);
   if (has_block) load_block(k_smem, k, params.k, shape.head_dim, block, rows_fill_tiles, pages, state);
   ptx::cp_async_commit();
   while (has_block) {
@@ -248,21 +283,27 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
     load_block(v_smem, v, params.v, shape.value_dim, block, rows_fill_tiles, pages, state);
     ptx::cp_async_commit();
     Scores s;
-    tile::gemm_nt(s, q_smem, k_smem);
+    const bool is_visited = members.has_any();  // by queries of the warp
+    if (is_visited) tile::gemm_nt(s, q_smem, k_smem);
     ptx::cp_async_wait<0>();
     __syncthreads();  // V has arrived; K is read
-    if constexpr (kHasScore) score_step(s, params, state.work, block, score_function, pages);
-    else if (Softmax::needs_negation(shape.softmax_scale)) Softmax::negate(s, shape.softmax_scale);
-    if (!is_unmasked<kBlockKv>(block)) mask_block(s, params, state, block);
+    if (is_visited) {
+      if constexpr (kHasScore) score_step(s, params, state.work, block, score_function, pages, chosen);
+      else if (Softmax::needs_negation(shape.softmax_scale)) Softmax::negate(s, shape.softmax_scale);
+      if (!is_unmasked<kBlockKv>(block) || !members.has_all()) mask_block(s, params, state, block, members);
+    }
     const int first_key = block.start;
     has_block = blocks.next(block);
+    if (has_block) members.read(block);
     if (has_block) load_block(k_smem, k, params.k, shape.head_dim, block, rows_fill_tiles, pages, state);
     ptx::cp_async_commit();
-    softmax.update(s, o, state.softmax_scale_log2);
-    drop_step(s, params, state.work, first_key, dropout);
-    tile::gemm_add_nn(o, s, v_smem);
+    if (is_visited) {
+      softmax.update(s, o, state.softmax_scale_log2);
+      drop_step(s, params, state.work, first_key, dropout);
+      tile::gemm_add_nn(o, s, v_smem);
+    }
   }
 
   if constexpr (kIsSplit) write_part(params, parts, state, softmax, o, dropout);
-  else write_results(params, state, softmax, o, sink, dropout);
+  else write_results(params, state, softmax, o, sink, dropout, chosen);
 }

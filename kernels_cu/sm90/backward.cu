@@ -27,7 +27,7 @@ struct Backward : BackwardEpilogue<Config> {
                                       int part, const score::Function& score, DropoutArgument dropout,
                                       SumsOfSteps& of_steps) {
     SharedStorage& smem = shared();
-    if constexpr (kLastArrivalFinishesDq) {
+    if constexpr (Config::kLastFinishesDq) {
       wait_dq(part);
       dq_finish = smem.dq_finish;
     }
@@ -36,7 +36,7 @@ struct Backward : BackwardEpilogue<Config> {
     if (starts_next_tile(flags) || finishes) {
       if (starts_next_tile(flags)) release_kv();
       tile::wait_wgmma<0>(dk);
-      if constexpr (kMakesDq && !kLastArrivalFinishesDq) wait_dq(part);
+      if constexpr (kMakesDq && !Config::kLastFinishesDq) wait_dq(part);
       if (finishes)
         finish_dq(params, dq, dq_staging, smem.messages[state.stage], part, dq_finish == DqFinish::kWithSums);
       else if constexpr (kMakesDq) stage_dq(dq, dq_staging, part);
@@ -59,7 +59,7 @@ struct Backward : BackwardEpilogue<Config> {
       }
     } else {
       release_ds(part);
-      if constexpr (kMakesDq && !kLastArrivalFinishesDq) wait_dq(part);
+      if constexpr (kMakesDq && !Config::kLastFinishesDq) wait_dq(part);
       if constexpr (kMakesDq) stage_dq(dq, dq_staging, part);
     }
     return true;
@@ -101,7 +101,7 @@ struct Backward : BackwardEpilogue<Config> {
 
   // Return how the tile finishes dQ of a step, if the order of tiles decides it.
   static CUFLASH_DEVICE DqFinish finish_of_step(int flags) {
-    return kFinishesDqInOrder && flags & StepMessage::kFinalizesDq ? DqFinish::kWithSums : DqFinish::kNot;
+    return Config::kFinishesDqInOrder && flags & StepMessage::kFinalizesDq ? DqFinish::kWithSums : DqFinish::kNot;
   }
 
   // Run a consumer warpgroup: walk all steps, tile after tile. Each accumulator is a fresh variable per iteration, so
@@ -265,10 +265,11 @@ struct Backward : BackwardEpilogue<Config> {
   }
 
   // Run a thread block.
-  static CUFLASH_DEVICE void run(const attention::Params& params, const TensorMaps& maps, DropoutArgument dropout,
+  static CUFLASH_DEVICE void run(const attention::Params& params, const TensorMaps& maps,
+                                 const QueryState& query_state, DropoutArgument dropout,
                                  const score::Function& score_function, StagedMapArgument staged_map) {
-    run_roles(
-        params, maps, [&](int part) { consume(params, part, score_function, dropout); }, score_function, staged_map);
+    const auto consume_part = [&](int part) { consume(params, part, score_function, dropout); };
+    run_roles(params, maps, query_state, consume_part, score_function, staged_map);
   }
 };
 
@@ -285,8 +286,9 @@ CUFLASH_DEVICE score::Function::Number* bins_of_warp() { return sm90::Backward::
 
 extern "C" __global__ void __launch_bounds__(cuflash::sm90::Backward::kThreads, cuflash::Config::kMinBlocks)
 sm90_backward(const __grid_constant__ cuflash::attention::Params params,
-              const __grid_constant__ cuflash::sm90::TensorMaps maps CUFLASH_FEATURES) {
+              const __grid_constant__ cuflash::sm90::TensorMaps maps,
+              const __grid_constant__ cuflash::sm90::QueryState query_state CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::sm90;
-  Backward::run(params, maps, dropout, score_function, staged_map);
+  Backward::run(params, maps, query_state, dropout, score_function, staged_map);
 }

@@ -36,8 +36,9 @@ struct BackwardRows : KvPipeline<Config> {
 
   // Return lse and delta of a thread's rows. The kernel before has stored them by tiles of queries. Without a list it
   // cuts tiles from the first query on, and this kernel cuts them from the last one.
-  static CUFLASH_DEVICE Statistics row_statistics(const attention::Params& params, const attention::WorkTile& work) {
-    const QueryStats* const all = QueryTiles::query_stats(params, work.batch_head);
+  static CUFLASH_DEVICE Statistics row_statistics(const attention::Params& params, const QueryState& query_state,
+                                                  const attention::WorkTile& work) {
+    const QueryStats* const all = QueryTiles::query_stats(query_state, work.batch_head);
     Statistics stats;
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i) {
@@ -86,13 +87,14 @@ struct BackwardRows : KvPipeline<Config> {
   // Add all keys of a tile to its dQ. Scores and dP of the next step are queued behind the product dQ of this one, and
   // P is made under dP. Q and dO are released after the last dP, so that those of the next tile are loaded while the
   // results are written.
-  static CUFLASH_DEVICE void process_tile(const attention::Params& params, Dq& dq, const WorkTileInfo& tile_info,
-                                          unsigned& num_k_blocks) {
+  static CUFLASH_DEVICE void process_tile(const attention::Params& params, const QueryState& query_state, Dq& dq,
+                                          const WorkTileInfo& tile_info, unsigned& num_k_blocks) {
     SharedStorage& smem = shared();
     Scores s, dp;
     start_scores(s, num_k_blocks);
     start_dp(dp, num_k_blocks);
-    const Statistics stats = row_statistics(params, tile_info.work);  // loaded while the products run
+    // loaded while the products run
+    const Statistics stats = row_statistics(params, query_state, tile_info.work);
     tile::wait_wgmma<1>(s);
     while (true) {
       const int stage = stage_of(num_k_blocks), flags = flags_of_warpgroup(0, num_k_blocks);
@@ -124,13 +126,13 @@ struct BackwardRows : KvPipeline<Config> {
     tile::arrive(smem.k[stage_of(num_k_blocks - 1)].empty);
   }
 
-  static CUFLASH_DEVICE void consume(const attention::Params& params) {
+  static CUFLASH_DEVICE void consume(const attention::Params& params, const QueryState& query_state) {
     unsigned num_k_blocks = 0;
     for (unsigned num_tiles_done = 0; wait_tile(num_tiles_done); ++num_tiles_done) {
       const WorkTileInfo& tile_info = shared().tile_infos[tile_info_index(num_tiles_done)];
       Dq dq;
       dq.fill(0);
-      process_tile(params, dq, tile_info, num_k_blocks);
+      process_tile(params, query_state, dq, tile_info, num_k_blocks);
       dq.scale(params.shape.softmax_scale);
       QueryTiles::write_gradient(params.dq, tile_info.work, tile_info.work.batch_head.head, params.shape.head_dim, dq);
     }
@@ -139,7 +141,7 @@ struct BackwardRows : KvPipeline<Config> {
   // Run a thread block.
   static CUFLASH_DEVICE void run(const attention::Params& params, const TensorMaps& maps, SinkArgument sink,
                                  PagesArgument pages, ScalesArgument scales, const score::Function& score_function,
-                                 StagedMapArgument staged_map) {
+                                 StagedMapArgument staged_map, const QueryState& query_state) {
     if (threadIdx.x == 0) {
       init_barriers();
       shared().softmax_scale_log2 = params.shape.softmax_scale * attention::kLog2E;
@@ -150,7 +152,7 @@ struct BackwardRows : KvPipeline<Config> {
       produce<BackwardRowsHooks>(params, maps, sink, pages, scales, score_function, staged_map);
     } else {
       ptx::setmaxnreg_inc<kConsumerRegisters>();
-      consume(params);
+      consume(params, query_state);
     }
   }
 };
@@ -161,8 +163,9 @@ constexpr int kSharedBytes = BackwardRows::kArraysEnd;
 
 extern "C" __global__ void __launch_bounds__(cuflash::sm90::BackwardRows::kThreads, cuflash::Config::kMinBlocks)
 sm90_backward_rows(const __grid_constant__ cuflash::attention::Params params,
-                   const __grid_constant__ cuflash::sm90::TensorMaps maps) {
+                   const __grid_constant__ cuflash::sm90::TensorMaps maps,
+                   const __grid_constant__ cuflash::sm90::QueryState query_state) {
   using namespace cuflash;
   using namespace cuflash::sm90;
-  BackwardRows::run(params, maps, sink, pages, scales, score_function, staged_map);
+  BackwardRows::run(params, maps, sink, pages, scales, score_function, staged_map, query_state);
 }

@@ -99,30 +99,32 @@ struct BackwardStatistics : QueryTileStats<Config> {
   }
 
   // Run a thread block.
-  static CUFLASH_DEVICE void run(const attention::Params& params) {
+  static CUFLASH_DEVICE void run(const attention::Params& params, const QueryState& query_state) {
     reset_tile_counter(params);
     const WorkTile work = own_query_tile(params);
     if (work.is_empty()) return;
-    if (work.first == 0 && threadIdx.x == 0) reset_dq_semaphore(params, work.batch_head);
-    QueryStats& stats = query_stats(params, work.batch_head)[own_query_number(params, work)];
+    if (work.first == 0 && threadIdx.x == 0) reset_dq_semaphore(params, query_state, work.batch_head);
+    const int number = own_query_number(params, work);
+    QueryStats& stats = query_stats(query_state, work.batch_head)[number];
     if (threadIdx.x < 32) {
       compute_query_stats(stats, params, work);
-      if constexpr (kLastArrivalFinishesDq) init_dq_arrivals<Config>(params, work, stats.arrivals);
+      if constexpr (Config::kLastFinishesDq) init_dq_arrivals<Config>(params, work, stats.arrivals);
       if constexpr (Config::kAddsDqInOrder)
         if (threadIdx.x == 0) stats.arrivals.expected = last_visiting_key_tile<kBlockKv>(params, work);
     }
     ptx::compiler_barrier();  // keeps ptxas from moving loads ahead, which would spill registers
     const auto write = [&](int row, float sum) { stats.delta[row - work.first] = sum; };
     if (!for_each_delta_of_full_tile(params, work, write)) for_each_delta(params, work, write);
-    if (!kFirstArrivalStoresDq && !stores_dq<kBlockKv>(params, work)) clear_dq_sum(params, work);
+    if (!kCountsDqTiles && !stores_dq<kBlockKv>(params, work)) clear_dq_sum(params, work, number);
   }
 };
 
 }  // namespace cuflash::sm90
 
 extern "C" __global__ void __launch_bounds__(cuflash::sm90::BackwardStatistics::kThreads)
-sm90_backward_statistics(const __grid_constant__ cuflash::attention::Params params) {
+sm90_backward_statistics(const __grid_constant__ cuflash::attention::Params params,
+                         const __grid_constant__ cuflash::sm90::QueryState query_state) {
   using namespace cuflash;
   using namespace cuflash::sm90;
-  BackwardStatistics::run(params);
+  BackwardStatistics::run(params, query_state);
 }

@@ -274,8 +274,9 @@ struct BackwardWide : QPipeline<Config> {
 
   // Run a thread block.
   static CUFLASH_DEVICE void run(const attention::Params& params, const TensorMaps& maps,
-                                 const score::Function& score_function, StagedMapArgument staged_map) {
-    run_roles(params, maps, [&](int part) { consume(params, part); }, score_function, staged_map);
+                                 const QueryState& query_state, const score::Function& score_function,
+                                 StagedMapArgument staged_map) {
+    run_roles(params, maps, query_state, [&](int part) { consume(params, part); }, score_function, staged_map);
   }
 };
 
@@ -285,8 +286,9 @@ constexpr int kSharedBytes = BackwardWide::kSharedBytes;
 
 extern "C" __global__ void __launch_bounds__(cuflash::sm90::BackwardWide::kThreads, cuflash::Config::kMinBlocks)
 sm90_backward_wide(const __grid_constant__ cuflash::attention::Params params,
-                   const __grid_constant__ cuflash::sm90::TensorMaps maps) {
+                   const __grid_constant__ cuflash::sm90::TensorMaps maps,
+                   const __grid_constant__ cuflash::sm90::QueryState query_state) {
   using namespace cuflash;
   using namespace cuflash::sm90;
-  BackwardWide::run(params, maps, score_function, staged_map);
+  BackwardWide::run(params, maps, query_state, score_function, staged_map);
 }

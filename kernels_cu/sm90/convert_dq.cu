@@ -7,7 +7,7 @@ namespace cuflash::sm90 {
 
 struct ConvertDq : QueryTileStats<Config> {
   // Run a thread block.
-  static CUFLASH_DEVICE void run(const attention::Params& params) {
+  static CUFLASH_DEVICE void run(const attention::Params& params, const QueryState& query_state) {
     const Shape& shape = params.shape;
     const WorkTile work = own_query_tile(params);
     if (work.is_empty()) return;
@@ -16,7 +16,7 @@ struct ConvertDq : QueryTileStats<Config> {
                           tile * params.dq_sum.row_stride);
     WarpDq dq;
     // no tile of keys has stored sums
-    if (kFirstArrivalStoresDq && query_stats(params, work.batch_head)[tile].arrivals.count == 0) dq.fill(0);
+    if (Config::kAddsDqInOrder && query_stats(query_state, work.batch_head)[tile].arrivals.count == 0) dq.fill(0);
     else sum.load(dq);
     dq.scale(shape.softmax_scale);
     write_gradient(params.dq, work, work.batch_head.head, shape.head_dim, dq);
@@ -26,8 +26,9 @@ struct ConvertDq : QueryTileStats<Config> {
 }  // namespace cuflash::sm90
 
 extern "C" __global__ void __launch_bounds__(cuflash::sm90::ConvertDq::kThreads)
-sm90_convert_dq(const __grid_constant__ cuflash::attention::Params params) {
+sm90_convert_dq(const __grid_constant__ cuflash::attention::Params params,
+                const __grid_constant__ cuflash::sm90::QueryState query_state) {
   using namespace cuflash;
   using namespace cuflash::sm90;
-  ConvertDq::run(params);
+  ConvertDq::run(params, query_state);
 }

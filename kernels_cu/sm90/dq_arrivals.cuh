@@ -2,15 +2,14 @@
 #include <sm90/sequence_parts.cuh>
 #include <tile/counter.cuh>
 
-// Sums of dQ under lists with few tiles of keys for each tile of queries. The first tile of keys that arrives at a tile
-// of queries stores its part of dQ, so that no kernel sets the sums to 0 before; the other tiles wait until it has, and
-// add. If very few tiles arrive, the last one waits until all others are done, takes their sums and finishes dQ: with a
-// list that saves 4 % of a backward pass if four tiles arrive, and nothing if eight do
-// (sm90_steps.log of b648872e, 29). A tile waits only for tiles that arrived before it.
+// Sums of dQ where few tiles of keys visit a tile of queries. The first one that arrives stores its part of dQ, so that
+// no kernel sets the sums to 0 before. The others wait until it has, and add theirs. The last one waits until all others
+// are done, takes their sums and finishes dQ, so that no kernel rounds it. A tile waits only for tiles that arrived
+// before it. planning/families/sm90_dq.py has the times.
 namespace cuflash::sm90 {
 
-// Counter of the tiles of keys that have arrived at a tile of queries, plus kDqIsStored once the first has stored its
-// sums. If the last of `expected` tiles finishes dQ, the counter has kArrivalIsDone for each tile that is done.
+// Counter of the tiles of keys that have arrived at a tile of queries, of `expected` ones, plus kArrivalIsDone for each
+// tile that is done.
 //
 // In kernels whose sums of dQ repeat bit for bit (kAddsDqInOrder), the tiles of keys that visit a tile of queries take
 // their turns from the end of the sequence: the last one stores its part of dQ, and each of the others adds its own
@@ -19,7 +18,7 @@ namespace cuflash::sm90 {
 struct DqArrivals {
   int count, expected;
 };
-constexpr int kDqIsStored = 1 << 30, kArrivalIsDone = 1 << 16;
+constexpr int kArrivalIsDone = 1 << 16;
 
 // An arrival of a tile of keys at a tile of queries. The last tile of keys to arrive there finishes dQ.
 struct DqArrival {

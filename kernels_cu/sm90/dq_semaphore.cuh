@@ -1,6 +1,7 @@
 #pragma once
 #include <attention/block_iterator.cuh>
 #include <sm90/constants.cuh>
+#include <sm90/query_state.cuh>
 #include <tile/counter.cuh>
 
 // The order of sums of dQ, for the heads whose dQ the backward kernel finishes. Of the tiles of keys that visit a
@@ -44,9 +45,9 @@ struct DqSchedule {
   }
 };
 
-CUFLASH_DEVICE DqSemaphore* dq_semaphore(const Params& params, const BatchHead& batch_head) {
-  return reinterpret_cast<DqSemaphore*>(static_cast<int*>(params.tile_counter.data) + 2) +
-         batch_head_number(params.shape, batch_head);
+CUFLASH_DEVICE DqSemaphore* dq_semaphore(const Params& params, const QueryState& query_state,
+                                         const BatchHead& batch_head) {
+  return query_state.dq_semaphores + batch_head_number(params.shape, batch_head);
 }
 CUFLASH_DEVICE bool is_dq_fused(const Params& params, const BatchHead& batch_head) {
   return batch_head_number(params.shape, batch_head) < params.shape.num_fused_dq_heads;
@@ -54,11 +55,11 @@ CUFLASH_DEVICE bool is_dq_fused(const Params& params, const BatchHead& batch_hea
 
 // Return the schedule of a tile of keys. Called by one thread.
 template <int Height, int Width>
-CUFLASH_DEVICE DqSchedule dq_schedule(const Params& params, const WorkTile& work) {
+CUFLASH_DEVICE DqSchedule dq_schedule(const Params& params, const QueryState& query_state, const WorkTile& work) {
   constexpr int kNever = 1 << 30;
   if (!is_dq_fused(params, work.batch_head)) return {nullptr, kNever, 0, 0, false, false};
   const Shape& shape = params.shape;
-  DqSemaphore* const semaphore = dq_semaphore(params, work.batch_head);
+  DqSemaphore* const semaphore = dq_semaphore(params, query_state, work.batch_head);
   const int last = (shape.seqlen_kv - 1) / Width, from_last = last - work.first / Width;
   if (from_last == last) return {semaphore, 0, 0, last, false, true};
   const int upper = clamped_to_int(params.work.upper);
@@ -72,8 +73,9 @@ CUFLASH_DEVICE DqSchedule dq_schedule(const Params& params, const WorkTile& work
 }
 
 // Reset the state of a head, before the kernel that uses it.
-CUFLASH_DEVICE void reset_dq_semaphore(const Params& params, const BatchHead& batch_head) {
-  if (is_dq_fused(params, batch_head)) *dq_semaphore(params, batch_head) = {};
+CUFLASH_DEVICE void reset_dq_semaphore(const Params& params, const QueryState& query_state,
+                                       const BatchHead& batch_head) {
+  if (is_dq_fused(params, batch_head)) *dq_semaphore(params, query_state, batch_head) = {};
 }
 // Return whether a tile of keys stores the sums of a tile of queries before others add to them; it does not if it is
 // the only one.

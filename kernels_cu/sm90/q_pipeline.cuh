@@ -13,7 +13,7 @@ struct QPipeline : DqWriter<Config> {
   using Base = DqWriter<Config>;
   using typename Base::PipelineState, typename Base::SharedStorage, typename Base::StepMessage;
   using Base::dq_writer, Base::dq_writer_fused, Base::kConsumerRegisters, Base::kCopyThreads, Base::kDoStages,
-      Base::kHasDqWriter, Base::kLastArrivalFinishesDq, Base::kNumConsumers, Base::kNumStages, Base::kProducerRegisters,
+      Base::kHasDqWriter, Base::kNumConsumers, Base::kNumStages, Base::kProducerRegisters,
       Base::kProducerThreads, Base::kSkipsClamp, Base::k_phase, Base::prepare_steps, Base::produce, Base::shared,
       Base::v_phase;
 
@@ -53,8 +53,9 @@ struct QPipeline : DqWriter<Config> {
   // Run the role of each warp of a thread block. `consume` is called by the consumer warpgroups, with the number of the
   // warpgroup among them.
   template <class Consume>
-  static CUFLASH_DEVICE void run_roles(const attention::Params& params, const TensorMaps& maps, Consume consume,
-                                       const score::Function& score, StagedMapArgument staged_map) {
+  static CUFLASH_DEVICE void run_roles(const attention::Params& params, const TensorMaps& maps,
+                                       const QueryState& query_state, Consume consume, const score::Function& score,
+                                       StagedMapArgument staged_map) {
     // uniform in the warp, so that branches do not diverge
     const int group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
     if (threadIdx.x == 0) {
@@ -76,9 +77,9 @@ struct QPipeline : DqWriter<Config> {
     if (group == 0) {
       ptx::setmaxnreg_dec<kProducerRegisters>();
       const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-      if (warp == 0) produce(params, maps, score, staged_map);
+      if (warp == 0) produce(params, maps, query_state, score, staged_map);
       else if (32 * warp < kProducerThreads) prepare_steps(params, maps, score);
-      else if constexpr (kLastArrivalFinishesDq) dq_writer_fused();
+      else if constexpr (Config::kLastFinishesDq) dq_writer_fused();
       else if constexpr (kHasDqWriter) dq_writer();
     } else {
       ptx::setmaxnreg_inc<kConsumerRegisters>();

@@ -9,7 +9,7 @@ template <class Config>
 struct QProducer : QStorage<Config> {
   using Base = QStorage<Config>;
   using Base::array_smem, Base::do_phase, Base::do_smem, Base::do_stage, Base::kBlockKv, Base::kBlockQ,
-      Base::kFinishesDqInOrder, Base::kFirstArrivalStoresDq, Base::kLastArrivalFinishesDq, Base::kMakesDq,
+       Base::kCountsDqTiles, Base::kMakesDq,
       Base::kMessagesHaveBlocks, Base::kNonemptyWords, Base::kNumHeadWorks, Base::kReleasesDo, Base::kTakesTilesInOrder,
       Base::k_smem, Base::q_smem, Base::query_stats, Base::shared, Base::v_smem;
   using typename Base::Element, typename Base::HeadWork, typename Base::Listed, typename Base::PipelineState,
@@ -104,7 +104,7 @@ struct QProducer : QStorage<Config> {
       if (smem.has_tile)
         smem.works[ptx::opaque(work_slot)].tile =
             Config::kCutsSequences ? key_part_at<kBlockKv>(params, number)
-            : kFinishesDqInOrder   ? attention::fused_dq_key_tile_at<Listed>(params, kBlockKv, number)
+            : Config::kFinishesDqInOrder   ? attention::fused_dq_key_tile_at<Listed>(params, kBlockKv, number)
                                    : attention::key_tile_at<Listed>(params, kBlockKv, number, Config::kAddsDqInOrder);
     }
     __syncwarp();
@@ -188,12 +188,13 @@ struct QProducer : QStorage<Config> {
 
   // Store what the steps of a head have in common. Called by one thread.
   static CUFLASH_DEVICE void store_head_work(const attention::Params& params, const TensorMaps& maps,
-                                             HeadWork& head_work, const score::Function& score,
+                                             const QueryState& query_state, HeadWork& head_work,
+                                             const score::Function& score,
                                              StagedMapArgument staged_map) {
     using namespace attention;
     const WorkTile& work = head_work.tile;
     const BatchHead& batch_head = work.batch_head;
-    head_work.stats = query_stats(params, batch_head);
+    head_work.stats = query_stats(query_state, batch_head);
     ptx::compiler_barrier();  // keeps values from being computed earlier, to save registers
     if constexpr (kMakesDq) head_work.dq_sum = matrix<float>(params.dq_sum, batch_head, batch_head.head, 0, 0).data;
     head_work.q_coords = tma_coords(params.q, batch_head, batch_head.head);
@@ -202,8 +203,8 @@ struct QProducer : QStorage<Config> {
                       (has_tensor_map(maps.q, params.q) ? 0 : StepMessage::kThreadsCopyQ) |
                       (has_tensor_map(maps.do_, params.do_) ? 0 : StepMessage::kThreadsCopyDo);
     if constexpr (kStagesArray) head_work.flags |= find_array(head_work, score, staged_map);
-    if constexpr (kFinishesDqInOrder) {
-      head_work.dq = dq_schedule<kBlockQ, kBlockKv>(params, work);
+    if constexpr (Config::kFinishesDqInOrder) {
+      head_work.dq = dq_schedule<kBlockQ, kBlockKv>(params, query_state, work);
       head_work.flags |=
           (head_work.dq.finishes ? StepMessage::kFinalizesDq : 0) | (head_work.dq.stores ? StepMessage::kStoresDq : 0);
     }
@@ -238,8 +239,9 @@ struct QProducer : QStorage<Config> {
   }
 
   // Load the steps of a tile: write the message of each, and start its copies. Called by the first warp.
-  static CUFLASH_DEVICE void load_tile(const attention::Params& params, const TensorMaps& maps, PipelineState& state,
-                                       int& work_slot, bool& has_sent_step, const score::Function& score,
+  static CUFLASH_DEVICE void load_tile(const attention::Params& params, const TensorMaps& maps,
+                                       const QueryState& query_state, PipelineState& state, int& work_slot,
+                                       bool& has_sent_step, const score::Function& score,
                                        StagedMapArgument staged_map) {
     using namespace attention;
     SharedStorage& smem = shared();
@@ -254,7 +256,7 @@ struct QProducer : QStorage<Config> {
       HeadWork& head_work = smem.works[work_slot];
       const WorkTile& work = head_work.tile;
       find_visit_range(params, work);
-      if (ptx::elect_one()) store_head_work(params, maps, head_work, score, staged_map);
+      if (ptx::elect_one()) store_head_work(params, maps, query_state, head_work, score, staged_map);
       __syncwarp();
       QueryIterator blocks(params, smem.visit_range);
       KvBlock block;
@@ -265,7 +267,7 @@ struct QProducer : QStorage<Config> {
         tile::wait_empty(smem.q[state.stage], state.phase);
         __syncwarp();
         if (ptx::elect_one()) {
-          if constexpr (kFinishesDqInOrder)  // first, to save registers
+          if constexpr (Config::kFinishesDqInOrder)  // first, to save registers
             advance_dq_schedule(head_work, message, block, shape.seqlen_q);
           const bool is_full_block = block.kind == BlockKind::kFull && block.stop - block.start == kBlockQ;
           int flags = head_work.flags | smem.kv_phases | (is_full_block ? 0 : StepMessage::kMasked);
@@ -285,10 +287,10 @@ struct QProducer : QStorage<Config> {
           const int number = step_number(params, block);
           if constexpr (kMakesDq) message.dq_sum = head_work.dq_sum + number * params.dq_sum.row_stride;
           QueryStats& stats = head_work.stats[number];
-          if constexpr (kFirstArrivalStoresDq && kMakesDq) message.arrivals = &stats.arrivals.count;
+          if constexpr (kCountsDqTiles) message.arrivals = &stats.arrivals.count;
           constexpr int kFlagsWithBlock = StepMessage::kMasked | StepMessage::kThreadsCopyQ |
                                           StepMessage::kThreadsCopyDo | StepMessage::kFinalizesDq;
-          if (kLastArrivalFinishesDq || kMessagesHaveBlocks || flags & kFlagsWithBlock) message.block = block;
+          if (Config::kLastFinishesDq || kMessagesHaveBlocks || flags & kFlagsWithBlock) message.block = block;
           if (flags & (StepMessage::kThreadsCopyQ | StepMessage::kThreadsCopyDo)) {
 #pragma unroll 1
             for (int x = 0; x < kNonemptyWords; ++x) message.nonempty[x] = stats.nonempty[x];
@@ -322,14 +324,15 @@ struct QProducer : QStorage<Config> {
 
   // Run the first producer warp: tile after tile, then a message that ends the work.
   static CUFLASH_DEVICE void produce(const attention::Params& params, const TensorMaps& maps,
-                                     const score::Function& score, StagedMapArgument staged_map) {
+                                     const QueryState& query_state, const score::Function& score,
+                                     StagedMapArgument staged_map) {
     SharedStorage& smem = shared();
     PipelineState state;
     int work_slot = 0;  // index of the present HeadWork
     bool has_sent_step = false;
     while (advance_tile(params, work_slot)) {
       if (!smem.works[work_slot].tile.is_empty())
-        load_tile(params, maps, state, work_slot, has_sent_step, score, staged_map);
+        load_tile(params, maps, query_state, state, work_slot, has_sent_step, score, staged_map);
       if (has_sent_step) work_slot = (work_slot + 1) % kNumHeadWorks;
       has_sent_step = false;
     }

@@ -2,6 +2,7 @@
 #include <attention/score_gradient.cuh>
 #include <sm90/dq_arrivals.cuh>
 #include <sm90/epilogue_gradient.cuh>
+#include <sm90/query_state.cuh>
 
 // Statistics of a tile of queries that backward kernels on Hopper read. One bulk copy loads them, in the layout that
 // they have in global memory.
@@ -27,11 +28,8 @@ struct QueryTileStats : GradientEpilogue<Config> {
       return nonempty[row / 16] >> row % 16 & 1;
     }
   };
-  // These constants say whether the first tile of keys to arrive stores the sums of dQ, and whether the last one
-  // finishes them (sm90/dq_arrivals.cuh).
-  static constexpr bool kFirstArrivalStoresDq =
-      (Config::kIsListed || Config::kCountsDqArrivals) && kHeadDim <= 128 && kValueDim <= 128;
-  static constexpr bool kLastArrivalFinishesDq = kFirstArrivalStoresDq && Config::kFusesDqEpilogue;
+  // Tiles of keys count at a tile of queries: as they arrive, or as they are done in their order (sm90/dq_arrivals.cuh).
+  static constexpr bool kCountsDqTiles = Config::kLastFinishesDq || Config::kAddsDqInOrder;
   // The rounding of a larger lse in base 2 may raise P by a thousandth above 1.
   static constexpr float kLargestPlainLse2 = 1 << 14;
 
@@ -47,10 +45,10 @@ struct QueryTileStats : GradientEpilogue<Config> {
   }
 
   // Return the statistics of the first tile of a matrix; those of further tiles follow.
-  static CUFLASH_DEVICE QueryStats* query_stats(const attention::Params& params,
+  static CUFLASH_DEVICE QueryStats* query_stats(const QueryState& query_state,
                                                 const attention::BatchHead& batch_head) {
     return reinterpret_cast<QueryStats*>(
-        attention::matrix<float>(params.delta, batch_head, batch_head.head, 0, 0).data);
+        attention::matrix<float>(query_state.query_stats, batch_head, batch_head.head, 0, 0).data);
   }
 };
 

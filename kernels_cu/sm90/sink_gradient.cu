@@ -10,11 +10,12 @@ namespace cuflash::sm90 {
 
 struct SinkGradient : QueryTileStats<Config> {
   // Run a thread block.
-  static CUFLASH_DEVICE void run(const attention::Params& params, SinkArgument sink) {
+  static CUFLASH_DEVICE void run(const attention::Params& params, const QueryState& query_state, SinkArgument sink) {
     sum_sink_gradient<float, kThreads>(
         params, sink, ptx::dynamic_shared<float>(), [&](const BatchHead& batch_head, int query) {
           const int row = (Config::kIsListed ? query % params.work.block_q : query) % kBlockQ;
-          const QueryStats& stats = query_stats(params, batch_head)[query_tile_number<Listed>(params, query, kBlockQ)];
+          const QueryStats& stats =
+              query_stats(query_state, batch_head)[query_tile_number<Listed>(params, query, kBlockQ)];
           return delta_beside_sink(params, sink, batch_head, query, stats.delta[row]);
         });
   }
@@ -23,8 +24,9 @@ struct SinkGradient : QueryTileStats<Config> {
 }  // namespace cuflash::sm90
 
 extern "C" __global__ void __launch_bounds__(cuflash::sm90::SinkGradient::kThreads)
-sm90_sink_gradient(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
+sm90_sink_gradient(const __grid_constant__ cuflash::attention::Params params,
+                   const __grid_constant__ cuflash::sm90::QueryState query_state CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::sm90;
-  SinkGradient::run(params, sink);
+  SinkGradient::run(params, query_state, sink);
 }

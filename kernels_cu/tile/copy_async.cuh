@@ -127,11 +127,23 @@ struct StackedRows {
   CUFLASH_DEVICE T* row(int i) const {
     return first.data + i / first.num_rows * stride + i % first.num_rows * first.row_stride;
   }
+  CUFLASH_DEVICE T& at(int i, int column) const { return row(i)[column * first.column_stride]; }
 };
 
-// Start to copy stacked rows to shared memory; elements past their ends become 0. Called by all Threads.
-template <int Threads, class T, int Rows, int Columns>
-CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, StackedRows<T> from) {
+// Rows of several matrices, of which a list says the first, the second and so on.
+template <class T>
+struct GatheredRows : StackedRows<T> {
+  const int32_t* matrices;  // numbers of the matrices
+
+  CUFLASH_DEVICE T* row(int i) const {
+    const Matrix<T>& first = this->first;
+    return first.data + matrices[i / first.num_rows] * this->stride + i % first.num_rows * first.row_stride;
+  }
+};
+
+// Start to copy stacked or gathered rows to shared memory; elements past their ends become 0. Called by all Threads.
+template <int Threads, class T, int Rows, int Columns, template <class> class RowsOf>
+CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, RowsOf<T> from) {
   constexpr int kChunk = kChunkOf<T>;
   using Tile = SwizzledTile<T, Rows, Columns>;
   using Partition = ChunkPartition<Threads, Tile>;
@@ -157,11 +169,58 @@ CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, StackedRows<T>
   }
 }
 
+// Start to copy gathered rows, which consist of as many columns as the tile has, in chunks that a single instruction
+// copies; rows past the last one become 0. The addresses of a thread's rows are loaded side by side. Called by all
+// Threads.
+template <int Threads, class T, int Rows, int Columns>
+CUFLASH_DEVICE void load_full_rows_async(SwizzledTile<T, Rows, Columns> to, const GatheredRows<T>& from) {
+  using Tile = SwizzledTile<T, Rows, Columns>;
+  using Partition = ChunkPartition<Threads, Tile>;
+  constexpr int kPasses = (Rows + Partition::kRowsPerPass - 1) / Partition::kRowsPerPass;
+  const int first_row = Partition::first_row(), first_chunk = Partition::first_chunk();
+  const T* data[kPasses];
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass)
+    data[pass] = from.row(min(first_row + pass * Partition::kRowsPerPass, from.num_rows - 1)) +
+                 first_chunk * Tile::kChunk;
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const int row = first_row + pass * Partition::kRowsPerPass;
+    if (Rows % Partition::kRowsPerPass != 0 && row >= Rows) break;
+#pragma unroll
+    for (int chunk = 0; chunk < Tile::kChunks; chunk += Partition::kThreadsPerRow)
+      ptx::cp_async_cg_16(to.address(row, first_chunk + chunk), data[pass] + chunk * Tile::kChunk,
+                          row < from.num_rows ? 16 : 0);
+  }
+}
+
 // Start to copy a column of numbers to one of the same length. Called by all Threads.
 template <int Threads>
 CUFLASH_DEVICE void load_async(Matrix<float> to, Matrix<float> from) {
   for (int row = threadIdx.x; row < to.num_rows; row += Threads)
     ptx::cp_async_ca_4(ptx::shared_address(&to.at(row, 0)), &from.at(row, 0), 4);
+}
+
+// Copy a tile from shared to global memory chunk by chunk, as far as the rows and columns of `to` extend. Called by all
+// Threads.
+template <int Threads, class RowsOfT, class T, int Rows, int Columns>
+CUFLASH_DEVICE void store_chunks(const RowsOfT& to, int num_columns, bool is_aligned,
+                                 SwizzledTile<T, Rows, Columns> from) {
+  constexpr int kChunk = kChunkOf<T>;
+  using Tile = SwizzledTile<T, Rows, Columns>;
+  using Partition = ChunkPartition<Threads, Tile>;
+#pragma unroll 1
+  for (int row = Partition::first_row(); row < min(Rows, to.num_rows); row += Partition::kRowsPerPass)
+#pragma unroll 1
+    for (int chunk = Partition::first_chunk(); chunk < Tile::kChunks; chunk += Partition::kThreadsPerRow) {
+      const int column = chunk * kChunk, start = from.offset(row, chunk);
+      if (is_aligned && column + kChunk <= num_columns) {
+        reinterpret_cast<Bits128&>(to.at(row, column)) = *from.template pointer<Bits128>(start);
+      } else {
+        for (int e = 0; e < min(kChunk, num_columns - column); ++e)
+          to.at(row, column + e) = from.template pointer<T>(start)[e];
+      }
+    }
 }
 
 // Copy a tile from shared to global memory, as far as the matrix extends. Called by all Threads, after the barrier
@@ -186,18 +245,14 @@ CUFLASH_DEVICE void store(Matrix<T> to, SwizzledTile<T, Rows, Columns> from) {
     }
     return;
   }
-#pragma unroll 1
-  for (int row = first_row; row < min(Rows, to.num_rows); row += Partition::kRowsPerPass)
-#pragma unroll 1
-    for (int chunk = first_chunk; chunk < Tile::kChunks; chunk += Partition::kThreadsPerRow) {
-      const int column = chunk * kChunk, start = from.offset(row, chunk);
-      if (is_aligned && column + kChunk <= to.num_columns) {
-        reinterpret_cast<Bits128&>(to.at(row, column)) = *from.template pointer<Bits128>(start);
-      } else {
-        for (int e = 0; e < min(kChunk, to.num_columns - column); ++e)
-          to.at(row, column + e) = from.template pointer<T>(start)[e];
-      }
-    }
+  store_chunks<Threads>(to, to.num_columns, is_aligned, from);
+}
+
+// Copy a tile from shared to global memory, as `store` does, to stacked rows. Called by all Threads.
+template <int Threads, class T, int Rows, int Columns>
+CUFLASH_DEVICE void store(StackedRows<T> to, SwizzledTile<T, Rows, Columns> from) {
+  const bool is_aligned = has_aligned_chunks(to.first) && to.stride % kChunkOf<T> == 0;
+  store_chunks<Threads>(to, to.first.num_columns, is_aligned, from);
 }
 
 }  // namespace cuflash::tile

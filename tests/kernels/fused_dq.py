@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
 
 import pytest
 from cuflash.calls import _call
 from cuflash.planning import plan_cache
 from cuflash.planning.families import sm90, sm90_dq
-from cuflash.planning.families.sm90_dq import ArrivalUse
 from cuflash.planning.launches import DqSemaphoreOrder
 
 
@@ -48,20 +48,10 @@ def plans_of_its_own() -> Iterator[None]:
 
 
 @contextmanager
-def of_lists(*, finishes: bool) -> Iterator[None]:
-    """Make plans in which the last tile of keys of a list always finishes dQ, or in which none does."""
+def by_last(*, finishes: bool) -> Iterator[None]:
+    """Make plans in which the last tile of keys to arrive always finishes dQ, or in which none does."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sm90_dq, "_MAX_FUSED_ARRIVALS", 1 << 30 if finishes else 0)
-        with plans_of_its_own():
-            yield
-
-
-@contextmanager
-def of_intervals(use: ArrivalUse) -> Iterator[None]:
-    """Make plans of row intervals and bands that always use the count of arrivals in one way, where it is possible."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sm90_dq, "best_use_of_arrivals", lambda *_: use)
-        patch.setattr(sm90_dq, "_is_faster", lambda *_: False)
+        patch.setattr(sm90_dq, "_MOST_FINISHED_TILES", inf if finishes else -1)
         with plans_of_its_own():
             yield
 

@@ -163,7 +163,7 @@ def test_offsets_that_break_their_condition_stay_within_the_keys(offsets):
     shape = MaskShape((), 1, 40, 40)
     source = replace(IntervalSource.of(ResolvedSequences(mask, shape), shape, None), tile=TILE)
     made = ListMaker(source, Simulator())([mask.q_offsets._host.ctypes.data], None)
-    work = IntervalsAtCall.of(source, (64, 64)).with_intervals(made)
+    work = IntervalsAtCall.of(source, (64, 64)).with_results(made)
     starts = [source.views(made)[name] for name in ("q_blocks", "kv_blocks")]
     assert all(((side >= 0) & (side <= 40)).all() for side in (work.lo, work.hi, *starts))
 

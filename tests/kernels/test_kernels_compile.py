@@ -28,6 +28,7 @@ from cuflash.arrays import BFLOAT16, DTYPES, UP_TO_FLOAT32
 from cuflash.compiler.nvrtc import Compiled
 from cuflash.planning._result_kernels import every_result_spec
 from cuflash.planning.appending import append_spec
+from cuflash.planning.chosen_lists import COLUMN_SPECS, UNIONS
 from cuflash.planning.decoding import decode_spec
 from cuflash.planning.prefill import intervals_spec, prefill_spec
 from cuflash.planning.problem import PRECISIONS, Problem
@@ -136,30 +137,33 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
                         specs |= set(FAMILIES[family].specs(asked, device, limit, num_keys=keys).values())
                 walk = found.get("backward") if family == "sm90" else None
                 if walk is not None and walk.name == "sm90_backward" and walk.dq_atomic_width:
-                    finishing = ("backward",) if limit is None else ("backward", "backward_statistics")
-                    specs |= {replace(found[entry], fuses_dq_epilogue=True) for entry in finishing}
+                    finishing = ("backward", "backward_statistics")
+                    specs |= {replace(found[entry], last_finishes_dq=True) for entry in finishing}
                     if limit is None:
+                        specs.add(replace(walk, finishes_dq_in_order=True))
                         specs |= of_intervals(found)
                 if family == "sm80":
                     for group_size in {1, 2 if limit is None else 1}:
                         split = sm80.split_spec(found["forward"], problem, device, group_size)
                         specs |= {split, sm80.combine_spec(split)}
+                    if limit is None and dtype in _HALVES:
+                        for block in (16, 32, 64):
+                            specs |= set(FAMILIES[family].union_specs(problem, device, block).values())
     return specs
 
 
 def of_intervals(specs: Mapping[str, KernelSpec]) -> set[KernelSpec]:
     """The kernels of the sm90 family that replace those for a band where work is row intervals."""
     names = ("backward", "backward_statistics", "convert_dq")
-    counting = {replace(specs[name], counts_dq_arrivals=True, is_ordered=name == "backward") for name in names}
-    finishing = {replace(spec, fuses_dq_epilogue=True) for spec in counting if spec.entry.name != "convert_dq"}
-    window = replace(specs["backward"], counts_dq_arrivals=True, fuses_dq_epilogue=True)
+    adding = {replace(specs[name], is_ordered=name == "backward") for name in names}
+    finishing = {replace(spec, last_finishes_dq=True) for spec in adding if spec.entry.name != "convert_dq"}
     ordered = replace(specs["forward"], is_ordered=True)
     walk = specs["backward"]
     is_cut = (walk.block_q, walk.block_kv) == (64, 128)  # queries and keys of tiles that end with their sequences
-    cut = {replace(spec, cuts_sequences=True) for spec in counting | finishing if is_cut}
+    cut = {replace(spec, cuts_sequences=True) for spec in adding | finishing if is_cut}
     if max(ordered.head_dim, ordered.value_dim) <= max(SHORT_SEQUENCES):
         finishing.add(in_small_tiles(specs["forward"]))
-    return counting | finishing | cut | {window, ordered, replace(ordered, cuts_sequences=True)}
+    return adding | finishing | cut | {ordered, replace(ordered, cuts_sequences=True)}
 
 
 def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
@@ -270,7 +274,8 @@ def every_target() -> list[tuple[KernelSpec, str]]:
         if chip in ("A100", "H100"):
             of_chip = sorted(of_scores(chip), key=lambda spec: (str(spec), str(spec.score), spec.score_wrt))
             targets += [(spec, room.architecture(spec, capability)) for spec in of_chip]
-        others = {*LIST_SPECS.values(), *INTERVAL_SPECS.values(), *every_selection_spec(DTYPES)}
+        others = {*LIST_SPECS.values(), *INTERVAL_SPECS.values(), UNIONS, *COLUMN_SPECS.values()}
+        others |= set(every_selection_spec(DTYPES))
         others |= every_result_spec(DTYPES)
         targets += [(spec, room.architecture(spec, capability)) for spec in sorted(others, key=str)]
     return targets
@@ -467,7 +472,7 @@ def test_hopper_s_gradients_of_lists_do_not_spill_either(nvrtc: Any, dims: tuple
     found = FAMILIES["sm90"].specs(Problem.of(q, q, v), DeviceSpec.gpu("H100"), (128, 128))
     specs = [found["backward"]]
     if max(dims) <= 128:
-        specs += [replace(found[entry], fuses_dq_epilogue=True) for entry in ("backward", "backward_statistics")]
+        specs += [replace(found[entry], last_finishes_dq=True) for entry in ("backward", "backward_statistics")]
     for spec in specs:
         assert spec.family == "sm90" and spec.is_listed
         assert faults(room.cubin(spec, "sm_90a")) == []

@@ -31,7 +31,7 @@ from executors import (
     GPU, HALVES, SIM, Run, holds_for_examples, hostile_schedules, in_turn, is_long, needs_compiler,
     sampled_on_simulator,
 )  # fmt: skip
-from fused_dq import of_lists, on_few_processors, plans_of_its_own
+from fused_dq import by_last, on_few_processors, plans_of_its_own
 from poison import MARGIN, STRUCTURES, Guarded, PoisonedGpu, call
 
 import cuflash
@@ -68,7 +68,7 @@ def with_fewest_tiles(number: int) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def small_calls_get_the_kernels_of_large_ones() -> Iterator[None]:
-    with with_fewest_tiles(0), of_lists(finishes=False):
+    with with_fewest_tiles(0), by_last(finishes=False):
         yield
 
 
@@ -105,7 +105,7 @@ def test_both_passes(run: Run, example: Example, check: Any) -> None:
 
 def test_a_failure_under_other_tiles_leaves_no_plan_behind() -> None:
     """A test that fails inside a patch leaves no plan in the cache, so that later tests plan anew."""
-    for other in (with_fewest_tiles(1), of_lists(finishes=True), on_few_processors()):
+    for other in (with_fewest_tiles(1), by_last(finishes=True), on_few_processors()):
         with pytest.raises(ZeroDivisionError), other:
             planned(2, 300, 64)
             assert plan_cache._cached_plan.cache_info().currsize == 1
@@ -183,14 +183,14 @@ def test_poison_around_every_array_is_neither_read_nor_overwritten(run: Run, nam
     example = half(structure, structure.dtype if structure.dtype in HALVES else "float16")
     plan = plan_of(example, run)
     # Blocks that finish dQ write packets of 16 bytes: results that the library allocates start at multiples of these.
-    margin = ALIGNED if plan.specs["backward"].fuses_dq_epilogue else MARGIN
+    margin = ALIGNED if plan.specs["backward"].finishes_dq else MARGIN
     made = call(example, run, margin=margin) if has_own_backward(plan) else forward(plan, example, run=run)
     assert_within_bounds(example, **made)
 
 
 def test_a_dq_of_rows_that_are_not_aligned_is_refused_where_kernels_finish_it() -> None:
     example = half(STRUCTURES["mask: a band"])
-    assert plan_of(example).specs["backward"].fuses_dq_epilogue
+    assert plan_of(example).specs["backward"].finishes_dq
     with pytest.raises(ValueError, match="dq's rows must start at multiples of 16 bytes"):
         call(example, SIM90, margin=2)
 

@@ -26,11 +26,12 @@ static_assert(OverKeys::kHeadDim == 64 && OverMoreKeys::kHeadDim == 128 && OverQ
 static_assert(!OverQueries::kIsWide && OverWideQueries::kIsWide);
 static_assert(OverKeys::kArraysEnd != OverMoreKeys::kArraysEnd);
 extern "C" __global__ void pipelines(const __grid_constant__ attention::Params params,
-                                     const __grid_constant__ TensorMaps maps) {
+                                     const __grid_constant__ TensorMaps maps,
+                                     const __grid_constant__ QueryState query_state) {
   if (blockIdx.x == 0)
     OverKeys::produce<ForwardHooks<Forward64>>(params, maps, sink, pages, scales, score_function, staged_map);
   else
-    OverQueries::run_roles(params, maps, [](int) {}, score_function, staged_map);
+    OverQueries::run_roles(params, maps, query_state, [](int) {}, score_function, staged_map);
 }
 """
 

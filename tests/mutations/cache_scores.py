@@ -149,7 +149,7 @@ FAULTS = {
                                            "params.softmax_scale"),
     },
     sm80_prefill_is_scored: {
-        "queries count from the first new one": Edit("sm80/forward.cu", "score_step", "position(row)}", "row}"),
+        "queries count from the first new one": Edit("sm80/forward.cu", "head_and_query", "position(row)}", "row}"),
     },
     sm90_prefill_is_scored: {
         "queries count from the first new one": Edit(

@@ -121,7 +121,7 @@ FAULTS = {
             "executors/tile_dropout.py", "TileDropout.dropped", "(b * self.num_heads + h)", "(0 * b + h)"
         ),
         "a number at the threshold is dropped": Edit(
-            "dropout/weights.py", "kept", "is_kept: Array = np.uint64(0xFFFF)", "is_kept: Array = np.uint64(0)"
+            "dropout/weights.py", "keep_mask", "is_kept: Array = np.uint64(0xFFFF)", "is_kept: Array = np.uint64(0)"
         ),
         "gradients by dropped weights count": Edit(
             "executors/tile_dropout.py", "Dropped.apply_to_gradients", "np.copyto(dp, 0, where=self.where)", "pass"
@@ -142,7 +142,7 @@ FAULTS = {
         "an offset may have 33 bits": Edit(
             "dropout/weights.py", "Dropout.__post_init__", "0 <= self.offset <= _MASK", "0 <= self.offset <= 2 * _MASK"
         ),
-        "the row after the last one is taken": Edit("dropout/weights.py", "_is_places", "< length", "<= length"),
+        "the row after the last one is taken": Edit("dropout/weights.py", "_are_positions", "< length", "<= length"),
     },
     calls_are_told_apart: {
         "calls do not differ by what they draw": Edit(

@@ -107,10 +107,10 @@ def mixtures_are_refused(library: ModuleType) -> None:
     plain, rotated = library.quantize(x), library.quantize(x, rotate=library.Rotation(64))
     made = {"data": plain.data, "per": "block", "block": 128, "rotation": None, "source_dtype": np.dtype(np.float32)}
     for reason, call in {
-        "q and k must have one rotation": lambda: library.attention(plain, rotated, plain),
+        "q and k must have the same rotation": lambda: library.attention(plain, rotated, plain),
         "scale must be a finite number": lambda: library.attention(plain, x, plain, scale="large"),
         "window must be": lambda: library.attention(plain, x, plain, window=1),
-        "executor='gpu' takes CuPy's arrays": lambda: library.attention(plain, plain, plain, executor="gpu"),
+        "executor='gpu' takes CuPy arrays": lambda: library.attention(plain, plain, plain, executor="gpu"),
         "scale must be positive": lambda: library.Quantized(**made, scale=-plain.scale),
     }.items():
         try:
@@ -124,7 +124,7 @@ def mixtures_are_refused(library: ModuleType) -> None:
 
 
 E4M3_FILE, ROTATION, QUANTIZE = "fp8/e4m3.py", "fp8/rotation.py", "fp8/quantize.py"
-ERROR, OPERAND = "fp8/quantization_error.py", "fp8/operands.py"
+ERROR, OPERAND = "bounds/quantization.py", "fp8/operands.py"
 FAULTS = {
     bits_are_right: {
         "ties round away from zero": Edit(E4M3_FILE, "bits_by_integers", "(magnitude >> 20 & 1)", "1"),
@@ -140,7 +140,7 @@ FAULTS = {
         ),
         "scales are infinite": Edit(QUANTIZE, "_parts_and_scale", "xp.where(is_too_large,", "xp.where(False,"),
         "the scale of what is not finite is finite": Edit(
-            QUANTIZE, "_parts_and_scale", "(scale > _LARGEST_SCALE / units) & xp.isfinite(found)",
+            QUANTIZE, "_parts_and_scale", "(scale > _LARGEST_SCALE / units) & xp.isfinite(magnitude)",
             "scale > _LARGEST_SCALE / units",
         ),
         "rounding leads out of the range": Edit(
@@ -151,7 +151,7 @@ FAULTS = {
     },
     parts_have_scales_of_their_own: {
         "tiny numbers are divided by 0": Edit(
-            QUANTIZE, "_parts_and_scale", "xp.maximum(found / largest, _SMALLEST_SCALE)", "found / largest"
+            QUANTIZE, "_parts_and_scale", "xp.maximum(magnitude / largest, _SMALLEST_SCALE)", "magnitude / largest"
         ),
     },
     results_are_within_bounds: {

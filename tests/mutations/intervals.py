@@ -108,6 +108,7 @@ def calls_read_offsets_anew(library: ModuleType) -> None:
     assert contents_of(documents(offsets, offsets), layout).arrays == (offsets,)
 
 
+INTEGERS = "lists/integers.cuh"
 KERNEL, ORDERS, SOURCE = "lists/intervals.cu", "lists/interval_orders.cu", "planning/interval_kernels.py"
 TILES, CHOICE, PARTS = "sm90/sequence_tiles.cuh", "planning/families/sm90.py", "blocks/sequence_tiles.py"
 FAULTS = {
@@ -126,10 +127,10 @@ FAULTS = {
             KERNEL, "Matrix.Matrix", "if (params.kv_integers != nullptr)", "if (false)"
         ),
         "batch entries are one": Edit(
-            KERNEL, "integers_of", "data += batch_entry % params.batch[axis] * strides[axis];", ""
+            INTEGERS, "integers_of", "data += batch_entry % batch[axis] * strides[axis];", ""
         ),
         "bytes have a sign": Edit(
-            KERNEL, "Integers.at", "is_signed ? *static_cast<const int8_t*>(", "true ? *static_cast<const int8_t*>("
+            INTEGERS, "Integers.at", "is_signed ? *static_cast<const int8_t*>(", "true ? *static_cast<const int8_t*>("
         ),
         "the query behind a length sees keys": Edit(
             KERNEL, "keys_of_lengths", "query < q_length", "query <= q_length"
@@ -151,7 +152,7 @@ FAULTS = {
             KERNEL, "keys_of_document", "return id < kv.exact(j); }", "return !(kv.exact(j) < id); }"
         ),
         "large ids are negative": Edit(
-            KERNEL, "Integers.exact", "{!is_signed && bits < 0, bits}", "{false, bits}"
+            INTEGERS, "Integers.exact", "{!is_signed && bits < 0, bits}", "{false, bits}"
         ),
         "closed forms hide nothing": Edit(KERNEL, "Matrix.keys_of", "if (params.rows_lo == nullptr)", "if (true)"),
         "a short last block reaches past the end": Edit(

@@ -86,8 +86,8 @@ class Device:
 def a_device_has_lengths_and_pages(library: ModuleType) -> None:
     """Rows are as many as a device has counted, and it has the pages of a cache whenever they change."""
     cache, module = filled(library, page_size=16, num_pages=4), part(library, "cache.on_device")
-    cache._device = device = Device([5, 2])
-    cache._is_counted_on_device = True
+    cache._state.device = device = Device([5, 2])
+    cache._state.is_counted_on_device = True
     assert [cache.rows(sequence)[0].shape[1] for sequence in (0, 1)] == [5, 2]
     cache.check()
     cache.truncate([5, 1])
@@ -128,7 +128,7 @@ def forked_without_room(library: ModuleType) -> None:
 
 FILE, PAGES, ROWS = "cache/kv_cache.py", "cache/pages.py", "cache/paged_rows.py"
 GIVEN, ONE, ARGUMENTS = "cache/given_pages.py", "cache/one_by_one.py", "cache/arguments.py"
-DOORS = "cache/_doors.py"
+DOORS, STATE = "cache/_doors.py", "cache/_state.py"
 ODD_SINK = np.zeros((3, 1), np.float32)
 FAULTS = {
     operations_are_right: {
@@ -177,11 +177,11 @@ FAULTS = {
     },
     refuses(lambda library: filled(library).attention(K, sink=ODD_SINK), "(*batch, num_heads) = (2, 1)"): {
         "sinks are taken as they are": Edit(
-            DOORS, "_sink_reasons", "sink_reasons(call.sink, call.q, call.cache.k)", "[]"
+            DOORS, "_sink_reasons", "sink_reasons(call.sink, call.q, call.cache.rows.k)", "[]"
         ),
     },
     pages_are_used_sparingly: {
-        "resetting keeps pages": Edit(FILE, "KVCache.reset", "self._pages.shrink(row, 0)", "pass"),
+        "resetting keeps pages": Edit(FILE, "KVCache.reset", "state.pages.shrink(row, 0)", "pass"),
         "a page that one sequence writes to alone is counted as shared": Edit(
             PAGES, "PagePool.shortages", "dropped.get(page, 0) + 1", "0"
         ),
@@ -189,14 +189,14 @@ FAULTS = {
     },
     a_device_has_lengths_and_pages: {
         "rows are those that the host has counted": Edit(
-            FILE, "KVCache._lengths_now", "if self._is_counted_on_device", "if False"
+            STATE, "CacheState.lengths_now", "if self.is_counted_on_device", "if False"
         ),
         "a device keeps lengths that are truncated": Edit(
-            FILE, "KVCache.truncate", "self._put().truncate(kept)", "pass"
+            FILE, "KVCache.truncate", "state.on_device().truncate(kept)", "pass"
         ),
-        "a device has pages that a reset has freed": Edit(FILE, "KVCache.reset", "self._put()", "pass"),
+        "a device has pages that a reset has freed": Edit(FILE, "KVCache.reset", "state.on_device()", "pass"),
         "a reset is captured": Edit(
-            FILE, "KVCache.reset", 'capture_reasons("reset", self._pages)', "[]"
+            FILE, "KVCache.reset", 'capture_reasons("reset", state.pages)', "[]"
         ),
     },
     refuses(forked_without_room, "got 1 rows for sequence 1, which need 1 more page, and of 1 there are 0 free"): {
@@ -252,7 +252,7 @@ FAULTS = {
     },
     refuses(lambda library: a_cache(library).fork(0, 1), "source must hold rows"): {
         "an empty sequence is forked": Edit(
-            FILE, "KVCache.fork", "if not reasons and not self._lengths[source]:", "if False:"
+            FILE, "KVCache.fork", "if not reasons and not state.lengths[source]:", "if False:"
         ),
     },
     refuses(lambda library: filled(library).append(K, K[:, :, :2]), "v must have k's 3 rows"): {
@@ -268,7 +268,7 @@ FAULTS = {
         "counts has 4 rows for sequence 1 and sequence 1 has 3 tokens",
     ): {
         "queries without keys are counted": Edit(
-            ARGUMENTS, "require_appended", "if num_rows <= min(lengths):", "if has_counts:"
+            STATE, "CacheState.queried", "if num_rows > min(lengths):", "if counts is None:"
         ),
     },
     refuses(lambda library: filled(library).attention(K, out=K[:1].copy()), "out must have shape (2, 1, 3, 4)"): {

@@ -293,9 +293,9 @@ FAULTS = {
             "lists/ranks.cu", "count_column", "column / params.num_kv_blocks", "0"
         ),
         "a sum is read before it is there": Edit(
-            "lists/pointers.cu", "lists_pointers", "sums[thread] += before; __syncthreads();", "sums[thread] += before;"
+            "lists/running_sums.cuh", "sum_up", "sums[thread] += before; __syncthreads();", "sums[thread] += before;"
         ),
-        "pointers begin anywhere": Edit("lists/pointers.cu", "lists_pointers", "pointers[0] = 0", "pointers[0] = 1"),
+        "pointers begin anywhere": Edit("lists/running_sums.cuh", "sum_up", "counts[0] = start", "counts[0] = 1"),
         "steps have no kind": Edit("lists/entries.cu", "list", "4 * (first + n) + kinds[n]", "4 * (first + n)"),
         "parts of a column start where its entries do": Edit(
             "lists/entries.cu", "list_columns", "place += counts[at]", "place += 0 * counts[at]"

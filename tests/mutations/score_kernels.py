@@ -241,9 +241,9 @@ FAULTS = {
     },
     packed_heads_are_exact: {
         "heads in one tile have the first one's function": Edit(
-            "sm80/forward.cu", "score_step", "work.batch_head.head + heads.quotient", "work.batch_head.head"
+            "sm80/forward.cu", "head_and_query", "work.batch_head.head + heads.quotient", "work.batch_head.head"
         ),
-        "queries of a further head are counted on": Edit("sm80/forward.cu", "score_step", "heads.remainder", "row"),
+        "queries of a further head are counted on": Edit("sm80/forward.cu", "head_and_query", "heads.remainder", "row"),
     },
     warps_that_share_elements_are_exact: {
         "elements that two warps hold are added twice": Edit(

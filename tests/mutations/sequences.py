@@ -132,7 +132,7 @@ FAULTS = {
     },
     refuses(lambda library: library.pack([np.ones((2, 3)), np.ones((2, 4))]), "arrays[1] must be of"): {
         "sequences of other dims are joined": Edit(
-            "packing.py", "_unlike_reasons", "not _fit(array, first, axis) or", ""
+            "packing.py", "_mismatch_reasons", "not _match(array, first, axis) or", ""
         ),
     },
     refuses(

@@ -259,8 +259,9 @@ FAULTS = {
     },
     sm80_is_right: {
         "o of whole tiles keeps the weights without a sink": Edit(
-            "sm80/forward.cu", "write_results", "o.scale_row(i, merge_sink(row_lse[i], logit));",
-            "merge_sink(row_lse[i], logit);",
+            "sm80/forward.cu", "write_results",
+            "o.scale_row(i, merge_sink(row_lse[i], logit_of(first_row + o.row(i))));",
+            "merge_sink(row_lse[i], logit_of(first_row + o.row(i)));",
         ),
         "the merge of parts leaves the sink out": Edit(
             "sm80/combine.cu", "sm80_combine", "if (Config::kHasSink) total += weight(logit, max_lse);", ""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from cuflash.executors.sim import Simulator
 from cuflash.testing import Example, Structure, assert_within_bounds
-from fused_dq import cut_from, of_lists
+from fused_dq import by_last, cut_from
 from poison import MARGIN, call
 from test_dq_finishing import BANDS as FINISHED
 from test_dq_finishing import INTERVALS, WAYS, assert_all_right, outside_poisoned
@@ -129,7 +129,7 @@ def with_large_lse() -> list[Example]:
 
 
 @with_fewest_tiles(0)
-@of_lists(finishes=False)
+@by_last(finishes=False)
 def forward_is_right() -> None:
     """Blocks continue with further tiles, out of order, and NaN lies past the keys' length."""
     for dim in (128, 192):
@@ -184,7 +184,7 @@ def backward_structures() -> list[Structure]:
 
 @with_fewest_tiles(0)
 @cut_from(inf)
-@of_lists(finishes=False)
+@by_last(finishes=False)
 def gradients_are_right() -> None:
     """Steps start at multiples; NaN lies in queries without a key, in keys that no query sees, and past the lengths."""
     for number, clean in enumerate(cleaned(backward_structures) + with_large_lse()):
@@ -223,7 +223,7 @@ def wide_structures() -> list[Structure]:
 
 
 @with_fewest_tiles(0)
-@of_lists(finishes=False)
+@by_last(finishes=False)
 def wide_gradients_are_right() -> None:
     """NaN lies in queries without a key, and past the lengths."""
     for number, clean in enumerate(cleaned(wide_structures)):
@@ -257,8 +257,8 @@ def gradients_of_lists_are_right() -> None:
 
 def gradients_of_intervals_are_right() -> None:
     cases = {
-        "queries past all sequences": "finish, whole", "a window of tiles": "finish, whole",
-        "sequences": "store, whole", "a sequence that ends in a tile": "store, cut",
+        "queries past all sequences": "whole", "a window of tiles": "whole", "sequences": "whole",
+        "a sequence that ends in a tile": "cut, adding",
     }  # fmt: skip
     for number, (name, way) in enumerate(cases.items()):
         assert_all_right(way, half(INTERVALS[name]), SIM90, FewBlocks(sim.Schedule(seed=number), most=2))
@@ -271,7 +271,7 @@ def gradients_of_cut_sequences_are_right() -> None:
         "queries past all sequences", "chunks of keys", "chunks of heads that share keys",
         "a long sequence after 50 short ones",
     )  # fmt: skip
-    for (number, name), way in product(enumerate(names), ("finish, cut", "store, cut")):
+    for (number, name), way in product(enumerate(names), ("cut", "cut, adding")):
         clean = half(INTERVALS[name])
         example = outside_poisoned(clean) if number < 2 else clean
         with WAYS[way].plans():

@@ -106,7 +106,7 @@ def docstring_fault(node: ast.AST) -> str | None:
     if is_function and first_word not in VERBS and not first_line.startswith("True if"):
         return f"not a verb of verbs.txt: {first_line}"
     singular = {first_word, first_word.removesuffix("s"), first_word.removesuffix("es")}
-    is_question = re.match(r"[^.]*\?", docstring) is not None  # of an experiment
+    is_question = re.match(r"(?:[^.]|\.\S)*\?", docstring) is not None  # of an experiment
     if not is_function and not is_question and (first_word in CLAUSES or singular & VERBS - ALSO_NOUNS):
         return f"not a noun phrase: {first_line}"
     return None

@@ -26,7 +26,7 @@ CEILINGS = {
     "cpu warm": (12, 17, 44),
     "cpu cold": (36, 235, 258),
     "gradients warm": (16, 51, 76),
-    "cache warm": (22, 69, 106),
+    "cache warm": (22, 68, 104),
     "sim warm": (17, 31, 34),
     "sim gradients warm": (21, 84, 53),
 }

@@ -59,7 +59,7 @@ FAULTS = {
     "no key is wrong": Fault(TRAINING, "wrong_key", "k[:, :, 15:-1:16]", "k[:, :, 16::16]", GRADIENTS),
     "a done task is measured again": Fault(TASKS, "measure", "task.result.exists()", "False", DONE),
     "results of another commit count": Fault(TASKS, "stem", "self.commit, *filter", "'', *filter", DONE),
-    "a failure is a result": Fault(TASKS, "measure", 'if "failure" in told else', "if False else", FAILED),
+    "a failure is a result": Fault(TASKS, "measure", 'if "failure" in result else', "if False else", FAILED),
     "rows of earlier sweeps are dropped": Fault(
         "sweeps/sweep.py", "rows_of",
         "for folder in dict.fromkeys(task.folder for task in tasks):", "for folder in ():", KEPT,
@@ -70,9 +70,9 @@ FAULTS = {
     "errors are squares": Fault(SHOOTOUT, "distance", ") ** 0.5", ")", GRADIENT_ERROR),
     "as good is better": Fault("support/experiment_tables.py", "unbeaten", "own <= share", "own < share", UNBEATEN),
     "only writes are counted": Fault(
-        TRAFFIC, "parsed", 'found.get(int(row["ID"]), (name, 0))[1] + round', "round", COUNTERS
+        TRAFFIC, "parsed", 'kernel_bytes.get(int(row["ID"]), (name, 0))[1] + round', "round", COUNTERS
     ),
-    "the last launch counts": Fault(TRAFFIC, "by_shape", "made[-1].get(name, 0) + moved", "moved", COUNTERS),
+    "the last launch counts": Fault(TRAFFIC, "by_shape", "shapes[-1].get(name, 0) + moved", "moved", COUNTERS),
     "one end alone tells": Fault(
         "sparsity/long_range.py", "sequences", "(colours + np.where(", "(0 * colours + np.where(", ENDS
     ),

@@ -151,6 +151,7 @@ def test_the_sanitizers_cases_launch_every_kernel_in_every_way(load) -> None:
     assert any(case.makes_lists for _, case in found)
     of_lists = {spec.name for spec in load("cuflash.planning.list_kernels").LIST_SPECS.values()}
     of_lists |= {spec.name for spec in load("cuflash.planning.interval_kernels").INTERVAL_SPECS.values()}
+    of_lists.add(load("cuflash.planning.chosen_lists").UNIONS.name)
     specs_beside = proof.specs_of_caches(device) | proof.specs_of_masses(device) | proof.specs_of_quantized(device)
     specs_beside |= proof.specs_of_captured_sums() | proof.specs_of_selectors() | proof.specs_of_results()
     specs_beside |= proof.specs_of_masses(load("cuflash").DeviceSpec.gpu("A100"))  # whose masses no GPU of Hopper runs
@@ -170,7 +171,7 @@ def test_the_sanitizers_cases_launch_every_kernel_in_every_way(load) -> None:
         assert {each.num_heads // each.num_kv_heads for each in structures} == {1, 2, 4}
         assert {each.layouts[0] for each in structures} == set(proof.LAYOUTS)
     of_backward = {
-        (spec.is_listed, spec.fuses_dq_epilogue, spec.dq_atomic_width)
+        (spec.is_listed, spec.finishes_dq, spec.dq_atomic_width)
         for spec in specs if spec.name == "sm90_backward"
     }
     assert of_backward == {

@@ -127,13 +127,13 @@ def test_what_changes_the_code_is_named(fields: Any, old: str, new: str, field: 
 def test_what_was_compiled_is_kept_by_all_that_is_not_a_comment(
     nvrtc: Any, proof: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = proof.kept(tmp_path, TEXT, OPTIONS)
+    made = proof.cached_functions(tmp_path, TEXT, OPTIONS)
     monkeypatch.setattr(proof, "compiled", lambda *_: pytest.fail("compiled again"))
     commented = '#line 7 "elsewhere"\n' + TEXT.replace("};\n", "}; /* a\ncomment */ // and another\n\n")
-    assert proof.kept(tmp_path, commented, OPTIONS) == made
+    assert proof.cached_functions(tmp_path, commented, OPTIONS) == made
     for text, options in ((TEXT.replace("0.5f", "0.25f"), OPTIONS), (TEXT, OPTIONS[:2])):
         with pytest.raises(pytest.fail.Exception, match="compiled again"):
-            proof.kept(tmp_path, text, options)
+            proof.cached_functions(tmp_path, text, options)
     assert proof.bare('f("// kept"); // dropped\n') == 'f("// kept");'
 
 

@@ -14,7 +14,7 @@ from lexing import spans
 
 ROOT = Path(__file__).parents[2]
 LIBRARY, KERNELS = ROOT / "cuflash", ROOT / "kernels_cu"
-MOST_OF_FILE, MOST_OF_FUNCTION, MOST_OF_KERNEL_FILE, MOST_OF_KERNEL_FUNCTION = 400, 60, 350, 80
+MOST_OF_FILE, MOST_OF_CLASS, MOST_OF_FUNCTION, MOST_OF_KERNEL_FILE, MOST_OF_KERNEL_FUNCTION = 400, 300, 60, 350, 80
 WITHOUT_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
 }  # fmt: skip
@@ -41,12 +41,23 @@ def code_lines(text: str) -> set[int]:
     return found
 
 
+def with_bases(name: str, classes: dict[str, ast.ClassDef]) -> list[ast.ClassDef]:
+    """Return a class of a module and its bases there, whose lines count with its own."""
+    bases = (base.id for base in classes[name].bases if isinstance(base, ast.Name) and base.id in classes)
+    return [classes[name], *(each for base in bases for each in with_bases(base, classes))]
+
+
 def too_long(text: str) -> Iterator[str]:
     """List what is longer in a module than the rules allow."""
     code = code_lines(text)
     if len(code) > MOST_OF_FILE:
         yield f"the file has {len(code)} lines"
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    for name in classes:
+        if (size := sum(len(code & set(lines_of(each))) for each in with_bases(name, classes))) > MOST_OF_CLASS:
+            yield f"{name} has {size} lines"
+    for node in ast.walk(tree):
         if isinstance(node, Function) and (size := len(code & set(lines_of(node)))) > MOST_OF_FUNCTION:
             yield f"{node.name} has {size} lines"
 
@@ -61,6 +72,9 @@ def test_long_modules_and_functions_are_named() -> None:
     assert list(too_long(function)) == [f"f has {MOST_OF_FUNCTION + 1} lines"]
     assert list(too_long("x = 1\n" * (MOST_OF_FILE + 1))) == [f"the file has {MOST_OF_FILE + 1} lines"]
     assert list(too_long("x = 1\n" * MOST_OF_FILE)) == []
+    half = "    x = 1\n" * (MOST_OF_CLASS // 2)
+    assert list(too_long(f"class A:\n{half}class B(A):\n{half}")) == [f"B has {MOST_OF_CLASS + 2} lines"]
+    assert list(too_long(f"class A:\n{half}class B:\n{half}")) == []
 
 
 KERNEL_FILES = pytest.mark.parametrize(

@@ -59,8 +59,8 @@ def test_a_sweep_is_a_product_and_a_field_of_several_values_gets_one_of_them(swe
     ("argv", "complaint"),
     [
         (["crossover"], "a sweep needs --over"),
-        (["crosover", "--over", "repeats=1"], "'crosover' is no experiment that runs a configuration"),
-        (["pictures", "--over", "repeats=1"], "'pictures' is no experiment that runs a configuration"),
+        (["crosover", "--over", "repeats=1"], "'crosover' is not an experiment with a configuration"),
+        (["pictures", "--over", "repeats=1"], "'pictures' is not an experiment with a configuration"),
         (["crossover", "--over", "repeat=1"], "'repeat=1' must be NAME=VALUE,...; names are gpu, blocks"),
         (["crossover", "--over", "repeats=1,x"], "repeats takes values of type int; got '1,x'"),
         (["crossover", "--over", "gpu=maybe"], "gpu takes values of type bool; got 'maybe'"),

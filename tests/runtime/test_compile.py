@@ -33,7 +33,7 @@ Make = Callable[..., KernelSpec]
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the module into the state of a process that has compiled nothing."""
-    started = {"_loaded": {}, "_compiled": {}, "_process": None, "_is_started": False, "_warned": False}
+    started = {"_loaded": {}, "_compiled": {}, "_process": None, "_is_started": False, "_has_warned": False}
     for name, value in started.items():
         monkeypatch.setattr(room, name, value)
     for name in ("CUFLASH_DUMP", "CUPY_CACHE_DIR", "CUPY_CACHE_IN_MEMORY"):
@@ -176,7 +176,7 @@ def test_records_that_are_not_laid_out_as_their_twins_stop_the_compiler(nvrtc: A
 
 
 def test_an_architecture_that_nvrtc_does_not_know_says_what_to_install(nvrtc: Any, kernels: Path, spec: Make) -> None:
-    with pytest.raises(RuntimeError, match=r"NVRTC 13\.\d+ does not compile for sm_990: install a newer one"):
+    with pytest.raises(RuntimeError, match=r"NVRTC 13\.\d+ does not compile for sm_990: install a newer version"):
         room.cubin(spec("plain"), "sm_990")
 
 
@@ -264,7 +264,7 @@ def test_shared_memory_is_asked_for_only_beyond_48_kib(cupy: Double, spec: Make)
 
 
 def test_too_much_shared_memory_names_the_numbers(cupy: Double, spec: Make) -> None:
-    wanted = f"asks for {MOST_BYTES} bytes of shared memory beside its own {STATIC_BYTES}; a block .* has {MOST_BYTES}"
+    wanted = f"needs {MOST_BYTES} bytes of dynamic and {STATIC_BYTES} bytes of static .*; a block .* has {MOST_BYTES}"
     with pytest.raises(RuntimeError, match=wanted):
         room.kernel(spec("plain"), HOPPER, shared_bytes=MOST_BYTES)
 
@@ -330,7 +330,7 @@ PASSED = [_forge, _remove_all, _put_a_file_there]  # by us
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the module into the state of the next process."""
     monkeypatch.setattr(room, "_loaded", {})
-    monkeypatch.setattr(room, "_warned", False)
+    monkeypatch.setattr(room, "_has_warned", False)
 
 
 @pytest.mark.parametrize("damage", MENDED)
@@ -350,7 +350,7 @@ def test_a_broken_cache_is_passed_with_one_warning(
     room.kernel(spec("plain"), HOPPER)
     damage(cupy.cache)
     _forget(monkeypatch)
-    with pytest.warns(RuntimeWarning, match="CuPy's cache does not work .* compiled anew") as caught:
+    with pytest.warns(RuntimeWarning, match="CuPy's cache does not work .* compiled again") as caught:
         function = room.kernel(spec("plain"), HOPPER)
         assert room.kernel(spec("plain"), HOPPER) is function
         with cupy.cuda.Device(1):
@@ -405,7 +405,7 @@ def test_a_folder_for_texts_that_cannot_be_made_is_named(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("CUFLASH_DUMP", str(tmp_path / place))
-    with pytest.raises(RuntimeError, match="CUFLASH_DUMP must name a folder .* written to; got .*: name another"):
+    with pytest.raises(RuntimeError, match="CUFLASH_DUMP must name a writable folder; got .*: name a different"):
         room.cubin(spec("plain"), "sm_80")
 
 

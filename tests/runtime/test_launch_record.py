@@ -112,3 +112,9 @@ def test_records_join_into_one_with_names_of_the_whole() -> None:
     assert second["q"]["data"] == first["first"] == first["second"] - 512 not in (0, 300)
     assert (second["inner"]["rows"]["data"], second["first"], second["second"]) == (0, 300, 812)
     assert first["counter"] == second["counter"] != 0 and first["sink"] == second["sink"]
+
+
+def test_arrays_that_are_set_to_zero_have_their_bytes() -> None:
+    arrays = arrays_of((1, 2, 3, 4), "C")
+    record = pass_record(replace(PASS, zeroed=("results", "q")), arrays, ["q", "table", "results"], Recording())
+    assert record.zeroed == ((2, arrays["results"].nbytes), (0, arrays["q"].nbytes))

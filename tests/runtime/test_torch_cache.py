@@ -104,9 +104,9 @@ def counts_are_taken(cupy: Any, send: Any) -> None:
         for _ in range(2):  # the second is bound
             cache.append(send(k), send(k), counts=of_counts(counts))
             made.append(cache.attention(send(q), counts=of_counts(counts)).get())
-        assert cache._is_counted_on_device == (of_counts is send) and cache.lengths.get().tolist() == [3, 1]
+        assert cache._state.is_counted_on_device == (of_counts is send) and cache.lengths.get().tolist() == [3, 1]
         cache.truncate(of_counts(lengths))
-        assert cache._is_counted_on_device == (of_counts is send) and cache.lengths.get().tolist() == [2, 1]
+        assert cache._state.is_counted_on_device == (of_counts is send) and cache.lengths.get().tolist() == [2, 1]
     assert all(np.array_equal(*pair) for pair in zip(made, made[:2] * 3))
     with pytest.raises(UnsupportedProblem, match="counts on a device must be .* of 2 int32, .* dtype int64"):
         a_cache(cupy).append(send(k), send(k), counts=send(counts.astype(np.int64)))

@@ -47,8 +47,8 @@ def rows_of(xp: Any, step: int, count: int = 1) -> tuple[Any, Any, Any]:
 
 
 def forgotten(cache: KVCache) -> None:
-    assert cache._device is not None
-    cache._steps = cache._device.steps = Steps(cache.k, cache.v)
+    assert cache._state.device is not None
+    cache._state.steps = cache._state.device.steps = Steps(cache.k, cache.v)
 
 
 def walked(xp: Any, cache: KVCache, before: Callable[[KVCache], None]) -> list[Any]:
@@ -56,7 +56,7 @@ def walked(xp: Any, cache: KVCache, before: Callable[[KVCache], None]) -> list[A
     made: list[Any] = []
     out = xp.asarray(np.zeros((3, 4, 1, 64), np.float16))
     counts = [1, 0, 2]
-    if cache._is_counted_on_device:
+    if cache._state.is_counted_on_device:
         counts = xp.asarray(np.array(counts, np.int32))
     for step in range(4):
         before(cache)
@@ -73,7 +73,9 @@ def walked(xp: Any, cache: KVCache, before: Callable[[KVCache], None]) -> list[A
         before(cache)
         made += cache.attention(q, counts=counts, scale=0.5, return_lse=True)
     made = [x.get() for x in (*made, cache.lengths)]
-    return [*made, *(x.get() for b in range(3) for x in cache.rows(b))] if not cache._is_counted_on_device else made
+    if cache._state.is_counted_on_device:
+        return made
+    return [*made, *(x.get() for b in range(3) for x in cache.rows(b))]
 
 
 @pytest.mark.parametrize("pages", PAGED)
@@ -284,7 +286,7 @@ def test_larger_calls_leave_the_memory_of_a_captured_one(xp: Any) -> None:
         graph = stream.end_capture()
         wide = rows_of(xp, 2, 4)[0]
         cache.attention(wide)
-        assert cache._device is not None and len(cache._device.steps._memory) == 2
+        assert cache._state.device is not None and len(cache._state.device.steps._memory) == 2
         graph.launch(stream)
         stream.synchronize()
     alone.append(k, v)

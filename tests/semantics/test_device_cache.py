@@ -194,9 +194,9 @@ def test_a_graph_takes_guessed_tokens_back(xp: Any, pages: str) -> None:
     free = cache.num_free_pages
     q, k, v, lengths = (xp.asarray(x) for x in (*guesses[0], kept[0]))
     cache.append(k, v)
-    assert same(cache.attention(q, return_lse=True), wanted[0]) and not cache._is_counted_on_device
+    assert same(cache.attention(q, return_lse=True), wanted[0]) and not cache._state.is_counted_on_device
     cache.truncate(lengths)
-    assert cache._is_counted_on_device and cache.lengths.get().tolist() == kept[0].tolist()
+    assert cache._state.is_counted_on_device and cache.lengths.get().tolist() == kept[0].tolist()
     cache.truncate([40, 3, 40])  # no sequence is longer
     stream = xp.cuda.Stream(non_blocking=True)
     xp.cuda.get_current_stream().synchronize()

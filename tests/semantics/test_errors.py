@@ -138,7 +138,7 @@ def test_a_list_is_written_out_where_it_is_short():
 
 def test_arrays_on_a_gpu_without_cupy_name_the_package_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setattr(compiling, "_warned", True)
+    monkeypatch.setattr(compiling, "_has_warned", True)
     device = to_device(Q)
     with pytest.raises(RuntimeError, match=r"CuPy is missing .*pip install '\.\[cuda13\]'"):
         cuflash.attention(device, device, device)

@@ -258,17 +258,17 @@ REFUSED = {
     ),
     "a rotation of another length": (
         lambda: cuflash.quantize(X, rotate=Rotation(32), largest=0, per="row", block=20),
-        ["rotate must have the rows' length, 64; got Rotation(head_dim=32, seed=0): Rotation(64) fits",
+        ["rotate must have the length of the rows, 64; got Rotation(head_dim=32, seed=0): use Rotation(64)",
          "largest must be a number from 2**-9 to 448; got 0", "per must be one of 'block', 'head', 'tensor'",
          "block must be a multiple"],
     ),
     "a rotation of a length that none has": (
         lambda: cuflash.quantize(X[..., :48], rotate=Rotation(32)),
-        ["rotate must have the rows' length, 48; got Rotation(head_dim=32, seed=0): no rotation has it"],
+        ["rotate must have the length of the rows, 48; got Rotation(head_dim=32, seed=0): no rotation has this length"],
     ),
     "other sources": (
         lambda: cuflash.quantize(np.zeros(3), dtype="float8_e5m2"),
-        ["x must be of float16", "dtype must be float8_e4m3fn", "x must have shape (..., rows"],
+        ["x must have dtype float16", "dtype must be float8_e4m3fn", "x must have shape (..., rows"],
     ),
     "an output, a window and a scale": (
         lambda: cuflash.attention(X8, X8, X8, window=3, scale="large", out=X),
@@ -276,21 +276,21 @@ REFUSED = {
     ),
     "plain arrays among quantised ones, and a sink": (
         lambda: cuflash.attention(X8, X, X8, sink=np.zeros(3, np.float32), softcap=-1),
-        ["k must be Quantized as the others", "sink must", "softcap must"],
+        ["k must be Quantized, since another operand is", "sink must", "softcap must"],
     ),
     "arrays that another library does not give away": (
         lambda: cuflash.attention(X8, Foreign(X, fault=BufferError("no")), X8, scale="large"),
-        ["k must be Quantized as the others"],
+        ["k must be Quantized, since another operand is"],
     ),
     "plain arrays among quantised ones": (
-        lambda: cuflash.attention(X8, X, ROTATED), ["k must be Quantized as the others", "v must not be rotated"]
+        lambda: cuflash.attention(X8, X, ROTATED), ["k must be Quantized, since", "v must not be rotated"]
     ),
     "two rotations, and an odd scale": (
-        lambda: cuflash.attention(ROTATED, X8, X8, scale="large"), ["q and k must have one rotation", "scale must"]
+        lambda: cuflash.attention(ROTATED, X8, X8, scale="large"), ["q and k must have the same rotation", "scale must"]
     ),
     "other executors, and out": (
         lambda: cuflash.attention(X8, X8, X8, executor="gpu", out=X),
-        ["executor='gpu' takes CuPy's arrays", "out must be None for Quantized q, k and v; got an array"],
+        ["executor='gpu' takes CuPy arrays", "out must be None for Quantized q, k and v; got an array"],
     ),
     "another precision of what is quantised": (
         lambda: cuflash.attention(X8, X8, X8, precision="fp8"), ["precision must be 'ieee', 'tf32', 'tf32x3'; got"]
@@ -309,7 +309,7 @@ REFUSED = {
     ),
     "data of another dtype": (
         lambda: replace(X8, data=X8.data.astype(np.float32), source_dtype=np.float64),
-        ["data must be of float8_e4m3fn", "source_dtype must be float16"],
+        ["data must have dtype float8_e4m3fn", "source_dtype must be float16"],
     ),
     "bounds of gradients": (
         lambda: cuflash.error_bound(X8, X8, X8, X, precision="tf32"), ["do must be None", "precision must be 'ieee'"]
@@ -369,7 +369,7 @@ def test_a_gpu_gives_the_same_bits(dtype: str, rotate: Any, per: str) -> None:
     np.testing.assert_array_equal(there.scale.get(), here.scale)
     np.testing.assert_array_equal(there.data.get(), here.data.view(np.uint8))
     np.testing.assert_array_equal(there.scaled().get(), here.scaled())
-    with pytest.raises(UnsupportedProblem, match="must be NumPy's arrays"):
+    with pytest.raises(UnsupportedProblem, match="must hold NumPy arrays"):
         cuflash.error_bound(there, there, there)
 
 

@@ -260,11 +260,11 @@ def test_a_cache_that_contradicts_itself_is_told() -> None:
     cache = KVCache(**SMALL, **PAGES)
     cache.append(*normal(2, 3, HEADS, 20, 8))
     cache.check()
-    cache._lengths[1] = 40
+    cache._state.lengths[1] = 40
     with pytest.raises(RuntimeError, match="sequence 1 has 40 positions and 2 pages of 16"):
         cache.check()
-    cache._lengths[1] = 20
-    cache._pages.tables[0][1] = 0
+    cache._state.lengths[1] = 20
+    cache._state.pages.tables[0][1] = 0
     with pytest.raises(RuntimeError, match="page 1 is in 0 tables and is counted as in 1"):
         cache.check()
 

@@ -294,16 +294,16 @@ WRONG = {
     "no arrays": (lambda: cuflash.pack([]), "arrays must hold at least one sequence"),
     "a number": (lambda: cuflash.pack([1.0]), "arrays[0] must be an array; got 1.0"),
     "other dtypes": (
-        lambda: cuflash.pack([np.ones((2, 3)), np.ones((2, 3), "f4")]), "arrays[1] must be of arrays[0]'s dtype"
+        lambda: cuflash.pack([np.ones((2, 3)), np.ones((2, 3), "f4")]), "arrays[1] must have arrays[0]'s dtype"
     ),
-    "other dims": (lambda: cuflash.pack([np.ones((2, 3)), np.ones((2, 4))]), "shape (2, 3) but for axis -2"),
-    "other axes": (lambda: cuflash.pack([np.ones((2, 3)), np.ones(3)]), "arrays[1] must be of arrays[0]'s dtype"),
+    "other dims": (lambda: cuflash.pack([np.ones((2, 3)), np.ones((2, 4))]), "shape (2, 3) except along axis -2"),
+    "other axes": (lambda: cuflash.pack([np.ones((2, 3)), np.ones(3)]), "arrays[1] must have arrays[0]'s dtype"),
     "one axis": (lambda: cuflash.pack([np.ones(3)]), "axis must be an axis of arrays[0], which has 1; got -2"),
     "an axis": (lambda: cuflash.pack([np.ones((2, 3))], axis=2), "axis must be an axis of arrays[0], which has 2; got"),
     "half an axis": (lambda: cuflash.pack([np.ones((2, 3))], axis=0.5), "axis must be an int; got 0.5: axis=-2 packs"),
     "lengths before heads": (
         lambda: cuflash.pack([np.ones((5, 2, 8)), np.ones((3, 2, 8))]),
-        "they fit along axis=-3; axis=-2 packs (heads, length, dim), axis=-3 (length, heads, dim)",
+        "they match along axis=-3; axis=-2 packs (heads, length, dim), axis=-3 (length, heads, dim)",
     ),
     "beyond the array": (
         lambda: cuflash.unpack(np.ones((9, 2)), OFFSETS), "offsets must end at packed.shape[-2]=9; got [0, 4, 10]"

@@ -147,6 +147,6 @@ def test_wrong_inputs_are_refused_as_attention_refuses_them():
         cuflash.study.recall(q, q, q, mask=masks.Causal(), scale=np.nan)
     with pytest.raises(TypeError, match="mask must be a Mask"):
         cuflash.study.recall(q, q, q, mask="causal")
-    with pytest.raises(TypeError, match=r"mask must be .* of the keys to keep; got None: masks.Band\(\) keeps all"):
+    with pytest.raises(TypeError, match=r"mask must be .* keys to keep; got None: use masks.Band\(\) to keep all"):
         cuflash.study.recall(q, q, q, mask=None)
     np.testing.assert_array_equal(cuflash.study.recall(q, q, q, mask=masks.Band()).mass, np.ones((2, 4)))

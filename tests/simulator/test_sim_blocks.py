@@ -203,6 +203,6 @@ def test_thread_sanitizer_sees_races_between_blocks() -> None:
 def test_residency_is_checked() -> None:
     with pytest.raises(ValueError, match="resident_blocks must be 1 or more; got 0"):
         sim.Schedule(resident_blocks=0)
-    with pytest.raises(ValueError, match="16384 threads together; got 24576: set resident_blocks to 256 or less"):
+    with pytest.raises(ValueError, match="16384 threads in total; got 24576: set resident_blocks to 256 or less"):
         built("merges", "")(1000, 64, (np.zeros(4, np.float32),) * 4 + (np.int32(0),), 16,
                             sim.Schedule(resident_blocks=384))  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...blocks.work_list import IntervalWork, WorkList
 from ..device import DeviceSpec
-from ..launches import DqSemaphoreOrder, Launch, Pass, Workspace
+from ..launches import MATRICES, DqSemaphoreOrder, Feature, Launch, Pass, Workspace
 from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
@@ -18,18 +18,21 @@ from .family import (
     BACKWARD_INPUTS, FORWARD_INPUTS, STATISTICS_INPUTS, key_tiles, launch_of, num_tiles, query_tiles,
 )  # fmt: skip
 
+# Statistics of queries and counts of dQ that Hopper's kernels hand to each other, as kernels_cu/sm90/query_state.cuh.
+QUERY_STATE = np.dtype([("query_stats", MATRICES), ("dq_semaphores", np.uint64)], align=True)
+_COUNTS = 2  # of a head's semaphore
 
-def _counters(problem: Problem, spec: KernelSpec, *, is_zeroed: bool = False) -> dict[str, Workspace]:
-    """The next tile that a persistent block takes, blocks that have ended, and two counts of dQ for each head."""
-    shape = (2 + 2 * problem.num_batch_heads,)
-    return {"tile_counter": Workspace(shape, np.dtype(np.int32), is_zeroed)} if spec.entry.is_persistent else {}
+
+def _counters(spec: KernelSpec, *, is_zeroed: bool = False) -> dict[str, Workspace]:
+    """The next tile that a persistent block takes."""
+    return {"tile_counter": Workspace((1,), np.dtype(np.int32), is_zeroed)} if spec.entry.is_persistent else {}
 
 
 def forward_pass(
     problem: Problem, device: DeviceSpec, work: WorkList, spec: KernelSpec, reads: tuple[str, ...] = FORWARD_INPUTS
 ) -> Pass:
     """The launch, workspace and sink of a forward pass of one kernel."""
-    counters = _counters(problem, spec, is_zeroed=True)
+    counters = _counters(spec, is_zeroed=True)
     launch = launch_of(spec, device, num_tiles(spec, problem, work), reads, ("o", "lse", *counters))
     return sink_forward(Pass({"forward": launch}, counters), problem, "forward")
 
@@ -61,19 +64,24 @@ def backward_pass(
         spec, tiles = specs[role], num_tiles(specs[role], problem, work)
         if spec.cuts_sequences:
             tiles = problem.num_kv_heads * columns if spec.entry.holds_keys else problem.num_heads * rows
-        return launch_of(spec, device, tiles, reads, writes)
+        return launch_of(spec, device, tiles, reads, writes, names)
 
     *leading, seqlen_q = problem.lse_shape()
-    words = statistics.entry.delta_words
-    num_words = seqlen_q if words is None else rows * words(backward)
-    counted = _counters(problem, backward)
-    workspaces = {"delta": Workspace((*leading, num_words), problem.accumulator), **counted}
+    words = statistics.entry.query_stats_words
+    of_queries, features = {"delta": Workspace((*leading, seqlen_q), problem.accumulator)}, tuple[Feature, ...]()
+    if words is not None:
+        of_queries = {"query_stats": Workspace((*leading, rows * words(backward)), problem.accumulator)}
+        features = (Feature("query_state", QUERY_STATE, tables=("dq_semaphores",)),)
+    names, counted = tuple(feature.name for feature in features), _counters(backward)
+    if dq_order is not None:
+        counted["dq_semaphores"] = Workspace((problem.num_batch_heads, _COUNTS), np.dtype(np.int32))
+    workspaces = {**of_queries, **counted}
     sums = ("dq_sum",) * ("backward_rows" not in specs)
     if sums:
         workspaces["dq_sum"] = Workspace((*leading, rows, backward.block_q * backward.head_dim), problem.accumulator)
-    inputs = (*BACKWARD_INPUTS, "delta", *counted)
-    cleared = ("delta", *sums, *counted, *("dq",) * statistics.fuses_dq_epilogue)
-    written = (*sums, "dk", "dv", *counted, *("dq",) * backward.fuses_dq_epilogue)
+    inputs = (*BACKWARD_INPUTS, *of_queries, *counted)
+    cleared = (*of_queries, *sums, *counted, *("dq",) * statistics.finishes_dq)
+    written = (*sums, "dk", "dv", *counted, *("dq",) * backward.finishes_dq)
     launches = {
         "backward_statistics": launch("backward_statistics", STATISTICS_INPUTS, cleared),
         "backward": launch("backward", (*inputs, *sums), written),
@@ -86,7 +94,8 @@ def backward_pass(
             skipped = partial(_num_fused_tiles, dq_order, problem.num_kv_heads, problem.group_size * rows)
             convert = replace(convert, skipped_tiles=skipped)
         launches["convert_dq"] = convert
-    return sink_backward(Pass(launches, workspaces), problem, None if words is None else statistics)
+    like = None if words is None else statistics
+    return sink_backward(Pass(launches, workspaces, features), problem, like, tuple(of_queries), names)
 
 
 def _num_fused_tiles(dq_order: DqSemaphoreOrder, num_kv_heads: int, tiles: int, num_batch: int) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ...arrays import HALVES
 from ...blocks.work_list import IntervalWork, ListedWork, WorkList
+from ..chosen_lists import ROWS, UnionWork
 from ..device import DeviceSpec
 from ..launches import MATRICES, Feature, Kernels, Pass, TileOrder, Workspace
 from ..problem import Problem
@@ -22,6 +23,7 @@ from ..spec import SM80, Entry, KernelSpec
 from ..split_kv import num_splits as best_num_splits
 from ..tile_order import listed_heads, listed_kv_heads
 from ._passes import backward_pass, forward_pass
+from ._unions import union_kernels
 from .family import (
     DIMS,
     FORWARD_INPUTS,
@@ -86,6 +88,21 @@ _TF32_BACKWARD: _Tiles = {
     64: (_Tile(64, 64, 4),),
     128: (_Tile(64, 64, 8), _Tile(32, 32, 4)),
     256: (_Tile(32, 64, 8), _Tile(32, 32, 8), _Tile(32, 16, 4), _Tile(16, 16, 4)),
+}
+# Tiles of neighbouring queries that each choose their blocks: 64 rows, of which a warp has 16, so that with 16 heads a
+# warp has one query and skips the blocks that it did not choose.
+_UNION_FORWARD: _Tiles = {
+    128: (_Tile(64, 64, 4),),
+    256: (_Tile(64, 64, 4), _Tile(64, 32, 4)),
+}
+_UNION_ROWS: _Tiles = {
+    128: (_Tile(64, 64, 4, 2), _Tile(64, 64, 4)),
+    256: (_Tile(64, 32, 4, 2), _Tile(64, 32, 4)),
+}
+_UNION_BACKWARD: _Tiles = {
+    64: (_Tile(64, 64, 4, 2),),
+    128: (_Tile(64, 64, 4), _Tile(64, 32, 4)),
+    256: (_Tile(64, 64, 8), _Tile(64, 32, 8)),
 }
 _MMA_SIDE = 16  # rows and columns of a product
 PARTS = np.dtype([("o_parts", MATRICES), ("lse_parts", MATRICES)], align=True)
@@ -176,6 +193,11 @@ _BACKWARD = _TiledEntry(
     tiles={"ieee": _BACKWARD_TILES, "tf32": _TF32_BACKWARD, "tf32x3": _TF32_BACKWARD},
     max_accumulators={"ieee": 208, "tf32": 192, "tf32x3": 128},
 )  # fmt: skip
+_OF_UNIONS = {
+    "forward": replace(_FORWARD, tiles={"ieee": _UNION_FORWARD}, is_shortened=False),
+    "backward": replace(_BACKWARD, tiles={"ieee": _UNION_BACKWARD}),
+    "backward_rows": replace(_BACKWARD_ROWS, tiles={"ieee": _UNION_ROWS}),
+}
 _BACKWARD_STATISTICS = Entry(family=SM80, name="backward_statistics", loads_do=True)
 _CONVERT_DQ = Entry(family=SM80, name="convert_dq", shared_bytes=_convert_bytes)
 _COMBINE = Entry(family=SM80, name="combine", shared_bytes=_combine_bytes)
@@ -244,6 +266,8 @@ class Sm80(Family):
         num_splits: int | None = None,
     ) -> Kernels:
         """The launches; as many thread blocks share each tile's keys as `num_splits` says, or else as many as pay."""
+        if isinstance(work, UnionWork):
+            return union_kernels(problem, device, work, self.union_specs(problem, device, work.tiling.block))
         chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic)
         forward, num_splits = self._forward(problem, device, work, chosen["forward"], num_splits)
         return Kernels(
@@ -253,6 +277,24 @@ class Sm80(Family):
             num_splits=num_splits,
             is_repeatable="backward_rows" in chosen,
         )
+
+    def union_specs(self, problem: Problem, device: DeviceSpec, block: int) -> dict[str, KernelSpec]:
+        """The kernels of queries that each choose their blocks of so many keys, by role.
+
+        Raises
+        ------
+        UnsupportedProblem
+            As `specs`.
+        """
+        largest = ROWS, min(block, ROWS)
+        chosen = {
+            role: replace(_fitting(entry, problem, rounded_dims(problem), device, largest, ROWS), packs_queries=True)
+            for role, entry in _OF_UNIONS.items()
+        }
+        statistics = replace(
+            chosen["backward"], entry=_BACKWARD_STATISTICS, precision="ieee", packs_queries=False, is_listed=False
+        )
+        return chosen | {"backward_statistics": statistics}
 
     def _forward(
         self, problem: Problem, device: DeviceSpec, work: WorkList, unsplit: KernelSpec, num_splits: int | None

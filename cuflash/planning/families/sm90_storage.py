@@ -138,7 +138,7 @@ BACKWARD_ROWS = Entry(
     is_persistent=True, has_exponentials=True, products=(2, 1),
 )  # fmt: skip
 BACKWARD_STATISTICS = Entry(
-    family=SM90, name="backward_statistics", loads_do=True, delta_words=query_stats_words
+    family=SM90, name="backward_statistics", loads_do=True, query_stats_words=query_stats_words
 )  # fmt: skip
 CONVERT_DQ = Entry(family=SM90, name="convert_dq")
 BLOCK_MASS = Entry(

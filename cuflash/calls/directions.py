@@ -1,0 +1,28 @@
+"""Tangents and cotangents of other libraries, and in nested lists, as arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..planning.options import Directions
+from ..planning.tangents import shown
+from ..plans import as_arrays
+
+
+def known_directions(directions: Directions, arrays: dict[str, Any]) -> Directions:
+    """Return tangents and cotangents as `as_arrays` takes them; a list has the dtype of the array beside it.
+
+    Parameters
+    ----------
+    directions : Directions
+    arrays : dict by name
+        The other arrays of the call, as `as_arrays` took them.
+    """
+    known = as_arrays({**arrays, **directions.cotangents})
+    named = {shown(name): each for name, each in directions.tangents.items()}
+    dtypes = {shown(name): known[name].dtype for name in directions.tangents if hasattr(known.get(name), "dtype")}
+    tangents = as_arrays({**known, **named}, dtypes)
+    return directions._replace(
+        cotangents={name: known[name] for name in directions.cotangents},
+        tangents={name: tangents[shown(name)] for name in directions.tangents},
+    )

@@ -1,0 +1,470 @@
+"""Lists of queries that each choose their blocks of keys: what tiles of neighbouring queries visit, and which kernels
+make that at each call from the lists on a device.
+
+`blocks._chosen_work` joins lists on the host, and is the specification of what the kernels join.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, namespace, to_host
+from ..blocks._chosen_work import Unions, chosen_work
+from ..blocks.classify import BlockKind, extents, row_intervals
+from ..blocks.work_list import IntervalWork, Segment
+from ..masks._chosen import ResolvedChosen
+from ..masks.base import And, Band, Mask, intersection
+from ..masks.content import held_arrays
+from ..masks.coordinates import LeadingArray
+from ..masks.one_array import without_at_each_call
+from ..masks.shape import MaskShape
+from ._params import UNLIMITED
+from .interval_kernels import AT_CALL, SourceOfResults, are_served, kept_and_closed, list_launch
+from .launches import BATCH_AXES, Feature, Launch, Pass, Workspace
+from .problem import Problem
+from .spec import SIMT, Entry, KernelSpec
+
+ROWS = 64  # of a tile: neighbouring queries, each with all heads that share its list and its keys
+_TILES_OF_CHUNK = 64  # as kTilesOfChunk of kernels_cu/attention/chosen_lists.cuh
+_NARROW_BLOCKS, _STEP = (16, 32), 64  # keys of blocks that kernels take, and what others are multiples of
+_SHARED_BYTES = 32 << 10  # of the words or counts that a warp has at once
+_POINTER = np.uint64
+_RESULTS = ("ranges", "kv_blocks", "words")
+_COLUMNS = ("chunk_counts", "column_pointers", "queries")
+NAME = "chosen"  # the feature's name
+NOT_JOINED = (
+    "; lists of blocks, one for each query, are listed block by block: the kernels that join those of neighbours are "
+    "sm80's, for 16-bit elements and blocks of 16, 32 or a multiple of 64 keys beside row intervals, without score "
+    "function and dropout"
+)
+# Mirrors `kernels_cu/attention/chosen_lists.cuh`.
+CHOSEN_LISTS = np.dtype(
+    [
+        *((name, _POINTER) for name in ("ranges", "words", *_COLUMNS)),
+        *((name, np.int32) for name in ("batch_stride", "head_stride", "num_list_heads", "heads_per_list")),
+        *((name, np.int32) for name in ("heads_per_tile", "queries_per_tile", "num_tiles")),
+        *((name, np.int32) for name in ("num_blocks", "words_per_entry", "max_members")),
+        *((name, np.int32) for name in ("num_chunks", "blocks_at_once")),
+    ],
+    align=True,
+)
+# Mirrors `kernels_cu/lists/chosen.cuh`.
+CHOSEN_PARAMS = np.dtype(
+    [
+        *((name, _POINTER) for name in ("blocks", "counts")),
+        *((f"{name}_batch_strides", np.int64, (BATCH_AXES,)) for name in ("blocks", "counts")),
+        *((f"blocks_{axis}stride", np.int64) for axis in ("head_", "row_", "")),
+        *((f"counts_{axis}stride", np.int64) for axis in ("head_", "row_")),
+        ("lower", np.int64),
+        ("upper", np.int64),
+        *((name, _POINTER) for name in ("lo", "hi")),
+        *((name, _POINTER) for name in _RESULTS),
+        ("batch", np.int32, (BATCH_AXES,)),
+        *((name, np.int32) for name in ("num_heads", "seqlen_q", "seqlen_kv", "num_chosen", "block", "num_blocks")),
+        *((name, np.int32) for name in ("blocks_itemsize", "counts_itemsize", "is_counts_signed")),
+        *((name, np.int32) for name in ("queries_per_tile", "num_tiles", "words_per_entry", "max_entries")),
+        *((name, np.int32) for name in ("blocks_at_once", "padding")),
+    ],
+    align=True,
+)
+
+
+def _sum_bytes(spec: KernelSpec) -> int:
+    """A sum of each thread."""
+    return 4 * spec.num_threads
+
+
+def _spec(entry: Entry, num_warps: int, *, packs_queries: bool) -> KernelSpec:
+    return KernelSpec(
+        entry=entry, dtype=np.dtype(np.float32), head_dim=0, value_dim=0, block_q=0, block_kv=0, num_warps=num_warps,
+        min_blocks=1, packs_queries=packs_queries,
+    )  # fmt: skip
+
+
+UNIONS = _spec(Entry(family="lists", name="unions", runs_as=SIMT), 1, packs_queries=False)
+COLUMN_SPECS = {
+    entry.name: _spec(entry, num_warps, packs_queries=True)
+    for entry, num_warps in {
+        Entry(family="lists", name="columns_count", runs_as=SIMT): 1,
+        Entry(family="lists", name="columns_scan", runs_as=SIMT, shared_bytes=_sum_bytes): 8,
+        Entry(family="lists", name="columns_fill", runs_as=SIMT): 1,
+    }.items()
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnionTiling:
+    """How queries that each choose their blocks are cut into tiles of neighbours.
+
+    Attributes
+    ----------
+    shape : MaskShape
+    batch, num_lists : int
+        Over which the lists vary; 1 where they do not.
+    num_chosen : int
+        The most entries of a list.
+    block : int
+        Keys of a block.
+    heads_per_tile : int
+        Query heads whose rows a tile holds: they share a list and a key/value head.
+    """
+
+    shape: MaskShape
+    batch: int
+    num_lists: int
+    num_chosen: int
+    block: int
+    heads_per_tile: int
+
+    @property
+    def num_list_heads(self) -> int:
+        """Batch entries with heads of lists."""
+        return self.batch * self.num_lists
+
+    @property
+    def queries_per_tile(self) -> int:
+        return ROWS // self.heads_per_tile
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of a list head."""
+        return -(-self.shape.seqlen_q // self.queries_per_tile)
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.shape.seqlen_kv // self.block)
+
+    @property
+    def words_per_entry(self) -> int:
+        return 1 if self.queries_per_tile <= 32 else 2
+
+    @property
+    def max_entries(self) -> int:
+        """The most entries of a tile."""
+        return min(self.queries_per_tile * self.num_chosen, self.num_blocks)
+
+    @property
+    def max_members(self) -> int:
+        """The most pairs of a query and a block that it chose, of a list head."""
+        return self.shape.seqlen_q * min(self.num_chosen, self.num_blocks)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the tiles of a list head, in which queries are counted."""
+        return -(-self.num_tiles // _TILES_OF_CHUNK)
+
+    def blocks_at_once(self, words: int) -> int:
+        """Blocks for which shared memory holds so many words each."""
+        return max(1, min(self.num_blocks, _SHARED_BYTES // (4 * words)))
+
+    @property
+    def can_be_numbered(self) -> bool:
+        """Tell whether int32, in which kernels number entries and members, suffices for them."""
+        most = max(self.num_tiles * self.max_entries, self.max_members, self.num_chunks * self.num_blocks)
+        return self.num_list_heads * most <= np.iinfo(np.int32).max
+
+    @property
+    def values(self) -> dict[str, int]:
+        """The numbers of the record of attention kernels."""
+        numbers = {
+            name: getattr(self, name)
+            for name in ("num_list_heads", "heads_per_tile", "queries_per_tile", "num_tiles", "num_blocks",
+                         "words_per_entry", "max_members", "num_chunks")
+        }  # fmt: skip
+        return numbers | {
+            "batch_stride": self.num_lists if self.batch > 1 else 0, "head_stride": int(self.num_lists > 1),
+            "heads_per_list": self.shape.num_heads // self.num_lists, "blocks_at_once": self.blocks_at_once(1),
+        }  # fmt: skip
+
+    @property
+    def columns(self) -> dict[str, Workspace]:
+        """Workspaces of the kernels that list the queries of each block."""
+        heads, blocks = self.num_list_heads, self.num_blocks
+        shapes = (heads, self.num_chunks, blocks), (heads, blocks + 1), (heads, self.max_members)
+        return {name: Workspace(shape, np.dtype(np.int32)) for name, shape in zip(_COLUMNS, shapes)}
+
+    @property
+    def column_launches(self) -> dict[str, Launch]:
+        """The kernels that list the queries of each block, over the lists of all batch entries."""
+        counts, row_bytes = _COLUMNS[:1], 4 * self.blocks_at_once(1)
+        described = {
+            "columns_count": (self.num_chunks, (), counts, row_bytes),
+            "columns_scan": (1, counts, _COLUMNS[:2], 0),
+            "columns_fill": (self.num_chunks, _COLUMNS[:2], _COLUMNS[2:], row_bytes),
+        }
+        return {
+            name: Launch(
+                spec=COLUMN_SPECS[name], tiles=self.num_lists * grid, reads=reads, writes=writes, features=(NAME,),
+                row_bytes=nbytes,
+            )
+            for name, (grid, reads, writes, nbytes) in described.items()
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class UnionWork(IntervalWork):
+    """Work whose queries each have a list of blocks, within row intervals.
+
+    A tile of neighbouring queries visits every block that one of them chose. Its rows are query after query, each with
+    the heads that share the list. `unions` are on the host, or None where each call makes them.
+    """
+
+    tiling: UnionTiling
+    unions: Unions | None = None
+
+    @property
+    def lists(self) -> dict[str, Array]:
+        return super().lists | self._of_unions
+
+    @cached_property
+    def _of_unions(self) -> dict[str, Array]:
+        if self.unions is None:
+            return {}
+        pointers, numbers, words = self.unions
+        ranges = np.stack([pointers[:-1], pointers[1:]], axis=1).astype(np.int32)
+        words = words.astype("<u8").view("<u4").reshape(-1, 2)[:, : self.tiling.words_per_entry]
+        return {"ranges": ranges, "kv_blocks": numbers.astype(np.int32), "words": np.ascontiguousarray(words)}
+
+    @property
+    def feature(self) -> Feature:
+        """The argument of kernels that walk unions, and of those that list the queries of each block."""
+        tables = ("ranges", "words", *_COLUMNS)
+        return Feature(NAME, CHOSEN_LISTS, self.tiling.values, tables)
+
+    def row(self, b: int, h: int, start: int, stop: int) -> list[Segment]:
+        tiling, unions = self.tiling, self.unions
+        assert unions is not None, "each call makes the unions"
+        matrix = (b if tiling.batch > 1 else 0) * tiling.num_lists + h * tiling.num_lists // tiling.shape.num_heads
+        numbers, _ = unions.tile(matrix * tiling.num_tiles + start // tiling.queries_per_tile)
+        ends = (min((number + 1) * tiling.block, tiling.shape.seqlen_kv) for number in numbers.tolist())
+        return [Segment(n * tiling.block, end, BlockKind.INTERVAL) for n, end in zip(numbers.tolist(), ends)]
+
+
+def _rows(tiling: UnionTiling, rows: IntervalWork) -> dict[str, Any]:
+    """Row intervals as fields of work in tiles of neighbouring queries."""
+    return {
+        "seqlen_q": tiling.shape.seqlen_q, "seqlen_kv": tiling.shape.seqlen_kv, "block_q": tiling.queries_per_tile,
+        "block_kv": tiling.block, "band": rows.band, "lo": rows.lo, "hi": rows.hi,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class UnionSource(SourceOfResults):
+    """Sources of unions that a kernel makes: lists that each call hands over, and row intervals that the host knows.
+
+    Attributes
+    ----------
+    tiling : UnionTiling
+    rows : IntervalWork
+        Row intervals without a list; blocks of which a query attends no key are left out of its list.
+    blocks : tuple of int
+        Bytes between entries of the lists along the leading axes, heads, rows and entries; 0 where they are broadcast.
+    itemsize : int
+        Bytes of an entry.
+    counts : (tuple of int, numpy.dtype) or None
+        Likewise of their counts, but for the last axis, and their dtype.
+    """
+
+    tiling: UnionTiling
+    rows: IntervalWork
+    blocks: tuple[int, ...]
+    itemsize: int
+    counts: tuple[tuple[int, ...], np.dtype[Any]] | None = None
+
+    @cached_property
+    def results(self) -> Mapping[str, Workspace]:
+        tiling = self.tiling
+        tiles = tiling.num_list_heads * tiling.num_tiles
+        entries = tiles * tiling.max_entries
+        shapes: dict[str, tuple[int, ...]] = {
+            "ranges": (tiles, 2), "kv_blocks": (entries,), "words": (entries, tiling.words_per_entry)
+        }
+        dtypes = {"words": np.dtype(np.uint32)}
+        return {name: Workspace(shape, dtypes.get(name, np.dtype(np.int32))) for name, shape in shapes.items()}
+
+    @property
+    def array_names(self) -> tuple[str, ...]:
+        """Fields of the record for the arrays that each call hands over."""
+        return ("blocks",) if self.counts is None else ("blocks", "counts")
+
+    @cached_property
+    def kernels(self) -> Pass:
+        """The kernel. It takes the arrays of `array_names`, and the array of bytes that holds all results."""
+        feature = Feature(
+            "lists", CHOSEN_PARAMS, self._numbers(), ("blocks", "counts", "lo", "hi", AT_CALL), starts=self.offsets,
+            names=dict.fromkeys(_RESULTS, AT_CALL),
+        )  # fmt: skip
+        tiling = self.tiling
+        launch = list_launch(UNIONS, tiling.num_list_heads * tiling.num_tiles, self.array_names)
+        words = tiling.words_per_entry
+        return Pass(
+            {"unions": replace(launch, row_bytes=4 * words * tiling.blocks_at_once(words))}, features=(feature,)
+        )
+
+    def _numbers(self) -> dict[str, Any]:
+        """The numbers of the kernel's record."""
+        tiling, shape, band = self.tiling, self.tiling.shape, self.rows.band
+        lower, upper = (None, None) if band is None else (band.lower, band.upper)
+        *of_batch, head, row, entry = self.blocks
+        batch = [1] * (BATCH_AXES - len(shape.batch)) + list(shape.batch) if tiling.batch > 1 else [1] * BATCH_AXES
+        numbers = {
+            "blocks_batch_strides": _padded(of_batch), "blocks_head_stride": head, "blocks_row_stride": row,
+            "blocks_stride": entry, "blocks_itemsize": self.itemsize, "batch": batch, "num_heads": tiling.num_lists,
+            "lower": -UNLIMITED if lower is None else lower, "upper": UNLIMITED if upper is None else upper,
+            "seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv, "num_chosen": tiling.num_chosen,
+            "block": tiling.block, "num_blocks": tiling.num_blocks, "queries_per_tile": tiling.queries_per_tile,
+            "num_tiles": tiling.num_tiles, "words_per_entry": tiling.words_per_entry,
+            "max_entries": tiling.max_entries, "blocks_at_once": tiling.blocks_at_once(tiling.words_per_entry),
+        }  # fmt: skip
+        if self.counts is None:
+            return numbers
+        (*of_batch, head, row), dtype = self.counts
+        return numbers | {
+            "counts_batch_strides": _padded(of_batch), "counts_head_stride": head, "counts_row_stride": row,
+            "counts_itemsize": dtype.itemsize, "is_counts_signed": dtype.kind == "i",
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class UnionsAtCall(UnionWork):
+    """Work whose unions are made at each call, in one array of bytes that it hands to its kernels as `AT_CALL`."""
+
+    source: UnionSource
+    made: Array | None = None
+    carried = None
+
+    @classmethod
+    def of(cls, source: UnionSource) -> UnionsAtCall:
+        return cls(**_rows(source.tiling, source.rows), tiling=source.tiling, source=source)
+
+    @property
+    def offsets(self) -> Mapping[str, int]:
+        """Return the offset of the list in PARAMS in the array of bytes."""
+        return {"kv_blocks": self.source.offsets["kv_blocks"]}
+
+    @property
+    def feature(self) -> Feature:
+        starts = {name: self.source.offsets[name] for name in ("ranges", "words")}
+        return replace(
+            super().feature, tables=(*_COLUMNS, AT_CALL), starts=starts, names=dict.fromkeys(starts, AT_CALL)
+        )
+
+    def with_results(self, made: Array) -> UnionsAtCall:
+        """Return this work with the array of bytes that a call has made."""
+        return replace(self, made=made)
+
+    @cached_property
+    def on_host(self) -> UnionWork:
+        """The work with a copy of what a call has made; it waits for the device."""
+        if self.made is None:
+            return self
+        tiling, views = self.tiling, {name: to_host(each) for name, each in self.source.views(self.made).items()}
+        first, last = views["ranges"].T.astype(np.int64)
+        counts = last - first
+        pointers = np.concatenate([[0], np.cumsum(counts)])
+        entries = np.repeat(first - pointers[:-1], counts) + np.arange(pointers[-1])
+        words = np.zeros((len(entries), 2), "<u4")
+        words[:, : tiling.words_per_entry] = views["words"][entries]
+        unions = Unions(pointers, views["kv_blocks"][entries].astype(np.int64), words.view("<u8")[:, 0])
+        return UnionWork(**_rows(tiling, self), tiling=tiling, unions=unions)
+
+
+def union_work(mask: Mask, problem: Problem) -> UnionWork | None:
+    """The work of a resolved mask whose queries each choose their blocks, beside row intervals; None of any other.
+
+    Calls make the unions of a mask that is `AtEachCall`.
+    """
+    shape = problem.mask_shape
+    mask, is_at_each_call = without_at_each_call(mask)
+    if not are_served(shape):
+        return None
+    work = _work_at_call(mask, problem) if is_at_each_call else _work_on_host(mask, problem)
+    return work if work is not None and work.tiling.can_be_numbered else None
+
+
+def _is_served(block: int) -> bool:
+    return block in _NARROW_BLOCKS or block % _STEP == 0
+
+
+def _heads_per_tile(heads_per_list: int, group_size: int) -> int:
+    """The most query heads for which a tile has rows, of those that share a list and a key/value head."""
+    shared = math.gcd(heads_per_list, group_size)
+    return max(heads for heads in range(1, min(shared, ROWS) + 1) if shared % heads == 0)
+
+
+def _work_at_call(mask: Mask, problem: Problem) -> UnionsAtCall | None:
+    parts = kept_and_closed(mask, lambda factor: isinstance(factor, ResolvedChosen))
+    if parts is None:
+        return None
+    (kept, closed), shape = parts, problem.mask_shape
+    assert isinstance(kept, ResolvedChosen)
+    chosen, batch = kept.source, 1
+    rows = _closed_rows(closed, shape)
+    if not _is_served(chosen.block) or rows is None:
+        return None
+    counts = None if chosen.counts is None else LeadingArray.of(chosen.counts, shape.batch, 2).array
+    blocks = LeadingArray.of(chosen.blocks, shape.batch, 3).array
+    varying = [*blocks.shape[:-3], *(() if counts is None else counts.shape[:-2])]
+    if any(extent > 1 for extent in varying):
+        batch = shape.num_batch
+    tiling = UnionTiling(
+        shape=shape, batch=batch, num_lists=chosen.num_lists, num_chosen=int(blocks.shape[-1]), block=chosen.block,
+        heads_per_tile=_heads_per_tile(kept.heads_of_list, problem.group_size),
+    )  # fmt: skip
+    return UnionsAtCall.of(
+        UnionSource(
+            tiling=tiling, rows=rows, blocks=_strides(blocks), itemsize=blocks.dtype.itemsize,
+            counts=None if counts is None else (_strides(counts), np.dtype(counts.dtype)),
+        )
+    )  # fmt: skip
+
+
+def _work_on_host(mask: Mask, problem: Problem) -> UnionWork | None:
+    shape = problem.mask_shape
+    found = chosen_work(mask, shape) if all(namespace(array) is np for array in held_arrays(mask)) else None
+    if found is None or not _is_served(found.block):
+        return None
+    index = found.index
+    tiling = UnionTiling(
+        shape=shape, batch=index.batch, num_lists=index.num_heads, block=found.block,
+        num_chosen=int(np.diff(index.indptr).max(initial=0)),
+        heads_per_tile=_heads_per_tile(shape.num_heads // index.num_heads, problem.group_size),
+    )  # fmt: skip
+    if index.lo is not None and index.lo.shape[1] > 1 and tiling.heads_per_tile > 1:
+        return None
+    band = Band(None, None) if index.lo is None else None
+    rows = IntervalWork(
+        seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=1, block_kv=1, band=band, lo=index.lo, hi=index.hi
+    )
+    members = *np.divmod(index.block_rows, index.seqlen_q), index.indices
+    over = tiling.num_list_heads, shape.seqlen_q, tiling.num_blocks
+    unions = Unions.of(*members, tiling.queries_per_tile, over)
+    return UnionWork(**_rows(tiling, rows), tiling=tiling, unions=unions)
+
+
+def _closed_rows(closed: tuple[Mask, ...], shape: MaskShape) -> IntervalWork | None:
+    """Row intervals of closed forms without arrays; None if they depend on the batch entry or the head."""
+    joined, over = intersection(closed), extents(And(closed), shape) if closed else (1, 1)
+    work = IntervalWork(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=1, block_kv=1)
+    if type(joined) is Band:
+        return replace(work, band=joined)
+    if over != (1, 1):
+        return None
+    lo, hi = row_intervals(And(closed), shape.seqlen_q, shape.seqlen_kv, *over)
+    return replace(work, lo=lo, hi=hi)
+
+
+def _strides(array: Array) -> tuple[int, ...]:
+    """Strides in bytes, 0 along axes of length 1."""
+    return tuple(step if extent != 1 else 0 for step, extent in zip(array.strides, array.shape))
+
+
+def _padded(strides: Sequence[int]) -> tuple[int, ...]:
+    """Strides of the leading axes as a record has them."""
+    return (*[0] * (BATCH_AXES - len(strides)), *strides)

@@ -1,0 +1,43 @@
+"""Passes over queries that each choose their blocks, in tiles of neighbours that walk the union of their lists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..chosen_lists import NAME, UnionWork
+from ..device import DeviceSpec
+from ..launches import Kernels, Pass
+from ..problem import Problem
+from ..sinks import sink_forward
+from ..spec import KernelSpec
+from ._passes import backward_pass
+from .family import FORWARD_INPUTS, launch_of
+
+
+def union_kernels(
+    problem: Problem, device: DeviceSpec, work: UnionWork, specs: Mapping[str, KernelSpec]
+) -> Kernels:
+    """The launches of both passes.
+
+    Parameters
+    ----------
+    specs : dict of KernelSpec by role
+        "forward", "backward_statistics", "backward" and "backward_rows".
+    """
+    tiling, feature = work.tiling, work.feature
+    tiles = problem.num_heads // tiling.heads_per_tile * tiling.num_tiles
+    launch = launch_of(specs["forward"], device, tiles, FORWARD_INPUTS, ("o", "lse"), (NAME,))
+    backward = backward_pass(problem, device, work, specs)
+    launches = {**tiling.column_launches, **backward.launches}
+    launches["backward"] = replace(
+        launches["backward"], reads=(*launches["backward"].reads, *tiling.columns), features=(NAME,)
+    )
+    launches["backward_rows"] = replace(launches["backward_rows"], tiles=tiles, features=(NAME,))
+    return Kernels(
+        forward=sink_forward(Pass({"forward": launch}, features=(feature,)), problem, "forward"),
+        backward=replace(
+            backward, launches=launches, workspaces={**backward.workspaces, **tiling.columns},
+            features=(*backward.features, feature),
+        ),
+    )  # fmt: skip

@@ -1,0 +1,207 @@
+#pragma once
+#include <attention/chosen_lists.cuh>
+#include <attention/mask_softmax_mma.cuh>
+#include <attention/score.cuh>
+#include <tile/copy_async.cuh>
+
+// Queries that each choose their blocks of keys. A tile has the rows of neighbouring queries, query after query, each
+// with all heads that share its list. It walks the union of their lists; a word says which of its queries chose a block.
+namespace cuflash::attention {
+
+// How BlockIterator walks a union. The range of a tile says which blocks need no mask.
+struct OverUnions : OverKvBlocks {
+  static CUFLASH_DEVICE BlockKind kind(const WorkList&, int) { return BlockKind::kInterval; }
+};
+
+// Return the number of the list head of a batch entry and head.
+CUFLASH_DEVICE int64_t list_head(const ChosenLists& chosen, const BatchHead& batch_head) {
+  return batch_head.batch_index * chosen.batch_stride +
+         divmod(batch_head.head, chosen.heads_per_list).quotient * chosen.head_stride;
+}
+
+// Return the tile that a block works on: queries of one head, or below, neighbours, of whose heads `batch_head.head` is
+// the first.
+template <class Listed>
+CUFLASH_DEVICE WorkTile tile_of_block(const Params& params, NoChosenLists, int height, int num_parts = 1) {
+  return query_tile<Listed>(params, height, num_parts);
+}
+template <class Listed>
+CUFLASH_DEVICE WorkTile tile_of_block(const Params& params, const ChosenLists& chosen, int, int = 1) {
+  const TileAxis queries{params.shape.seqlen_q, chosen.heads_per_tile, 0, nullptr, true,
+                         params.shape.heads_per_l2_group};
+  return work_tile(params, queries, chosen.queries_per_tile, thread_block());
+}
+
+// Return the keys that the queries of a tile may visit, and the entries of the union of their lists.
+CUFLASH_DEVICE VisitRange visit_range_of_tile(const Params& params, NoChosenLists, const WorkTile& work) {
+  return visit_range_of_queries(params, work);
+}
+CUFLASH_DEVICE VisitRange visit_range_of_tile(const Params& params, const ChosenLists& chosen, const WorkTile& work) {
+  VisitRange visit_range = visit_range_of_queries(params, work);
+  const int tile = divmod(work.first, chosen.queries_per_tile).quotient;
+  const int32_t* const range = chosen.ranges + 2 * (list_head(chosen, work.batch_head) * chosen.num_tiles + tile);
+  visit_range.first_entry = range[0];
+  visit_range.last_entry = range[1];
+  return visit_range;
+}
+
+// Return the rows of a tile in an array of queries.
+template <class T>
+CUFLASH_DEVICE tile::Matrix<T> rows_of_tile(NoChosenLists, const Matrices& matrices, const WorkTile& work,
+                                            int num_columns) {
+  return matrix<T>(matrices, work.batch_head, work.batch_head.head, 0, num_columns).rows(work.first, work.last);
+}
+template <class T>
+CUFLASH_DEVICE tile::StackedRows<T> rows_of_tile(const ChosenLists& chosen, const Matrices& matrices,
+                                                 const WorkTile& work, int num_columns) {
+  const auto first = matrix<T>(matrices, work.batch_head, work.batch_head.head, 0, num_columns);
+  return {{first.data + work.first * matrices.row_stride, matrices.head_stride, matrices.column_stride,
+           chosen.heads_per_tile, num_columns},
+          matrices.row_stride,
+          (work.last - work.first) * chosen.heads_per_tile};
+}
+
+// Return the head and the query of a row of a tile of neighbours; of a row past the last one, those of the last query.
+CUFLASH_DEVICE HeadAndQuery head_and_query_of_neighbours(const ChosenLists& chosen, const WorkTile& work, int row) {
+  const DivMod number = divmod(row, chosen.heads_per_tile);
+  return {work.batch_head.head + number.remainder, min(work.first + number.quotient, work.last - 1)};
+}
+
+// Which queries chose the block of a step, in kernels whose queries all share their blocks.
+struct EveryQuery {
+  CUFLASH_DEVICE EveryQuery(NoChosenLists, const WorkTile&) {}
+  CUFLASH_DEVICE void read(const KvBlock&) {}
+  static constexpr CUFLASH_DEVICE bool has_any() { return true; }
+  static constexpr CUFLASH_DEVICE bool has_all() { return true; }
+};
+
+// Which queries of a tile chose the block of a step, and whether those of a warp's rows did. Tile is that of scores.
+template <class Tile>
+class Members {
+ public:
+  CUFLASH_DEVICE Members(const ChosenLists& chosen, const WorkTile& work)
+      : chosen_(chosen), num_queries_(work.last - work.first) {
+    const int first = divmod(Tile::warp_row(), chosen.heads_per_tile).quotient;
+    const int last = divmod(Tile::warp_row() + 16 * Tile::kRowTiles - 1, chosen.heads_per_tile).quotient;
+    of_warp_ = ~0ull >> (63 - last) & ~0ull << first;
+  }
+
+  CUFLASH_DEVICE void read(const KvBlock& block) { word_ = chosen_.word(block.entry); }
+  CUFLASH_DEVICE bool has_any() const { return (word_ & of_warp_) != 0; }
+  CUFLASH_DEVICE bool has_all() const { return word_ == ~0ull >> (64 - num_queries_); }
+
+  // Return the keys that a row of the tile attends in the step.
+  CUFLASH_DEVICE RowMask row_mask(const Params& params, const WorkTile& work, const KvBlock& block, int row) const {
+    const int number = divmod(row, chosen_.heads_per_tile).quotient;
+    if ((word_ >> number & 1) == 0) return {0, 0, nullptr, 0};
+    return block.row_mask(params, work.batch_head, work.first + number);
+  }
+
+ private:
+  const ChosenLists& chosen_;
+  int num_queries_;
+  uint64_t of_warp_, word_ = 0;
+};
+
+template <class Config, class Tile>
+using MembersOf = tile::Conditional<Config::kPacksQueries, Members<Tile>, EveryQuery>;
+
+// Set the scores of a step that masks hide to a value: those of queries that did not choose its block too.
+template <bool HasBits, class Tile>
+CUFLASH_DEVICE void mask_step(Tile& s, const Params& params, const WorkTile& work, const KvBlock& block, float value,
+                              EveryQuery) {
+  mask_scores<HasBits>(s, params, work, block, value);
+}
+template <bool, class Tile>
+CUFLASH_DEVICE void mask_step(Tile& s, const Params& params, const WorkTile& work, const KvBlock& block, float value,
+                              const Members<Tile>& members) {
+  mask_rows<false>(s, block, value, [&](int row) { return members.row_mask(params, work, block, row); });
+}
+
+// Return the queries of one head, or of a tile's heads, that visit a tile of keys: in the second case, their places in
+// the list of queries.
+CUFLASH_DEVICE VisitRange visit_range_of_keys(const Params& params, const ChosenLists& chosen, const WorkTile& work) {
+  const VisitRange queries = visit_range_of_keys(params, work);
+  const int32_t* const column = chosen.column_pointers + list_head(chosen, work.batch_head) * (chosen.num_blocks + 1) +
+                                divmod(work.first, params.work.block_kv).quotient;
+  const auto place_of = [&](int query) {
+    int first = column[0], last = column[1];
+    while (first < last) {
+      const int middle = (first + last) / 2;
+      if (chosen.queries[middle] < query) first = middle + 1;
+      else last = middle;
+    }
+    return first;
+  };
+  return {place_of(queries.start), place_of(queries.stop), place_of(queries.full_start), place_of(queries.full_stop)};
+}
+CUFLASH_DEVICE VisitRange visit_range_of_keys(const Params& params, NoChosenLists, const WorkTile& work) {
+  return visit_range_of_keys(params, work);
+}
+
+// Walks the queries that chose a block of keys, as many at a time as a tile has. A step's `start` and `stop` are places
+// in the list of queries.
+class ColumnIterator {
+ public:
+  CUFLASH_DEVICE ColumnIterator(const ChosenLists& chosen, const VisitRange& visit_range)
+      : visit_range_(visit_range), queries_per_tile_(chosen.queries_per_tile), place_(visit_range.start) {}
+
+  CUFLASH_DEVICE bool next(KvBlock& block) {
+    if (place_ >= visit_range_.stop) return false;
+    block.start = place_;
+    place_ = block.stop = min(place_ + queries_per_tile_, visit_range_.stop);
+    const bool is_full = block.start >= visit_range_.full_start && block.stop <= visit_range_.full_stop;
+    block.kind = is_full ? BlockKind::kFull : BlockKind::kInterval;
+    return true;
+  }
+
+ private:
+  const VisitRange& visit_range_;
+  int queries_per_tile_, place_;
+};
+
+// Return the walk over the queries that visit a tile of keys.
+template <int Width, class Listed>
+CUFLASH_DEVICE auto queries_of_keys(const Params& params, NoChosenLists, const VisitRange& visit_range) {
+  return BlockIterator<Width, OverQBlocks, Listed>(params, visit_range);
+}
+template <int, class>
+CUFLASH_DEVICE auto queries_of_keys(const Params&, const ChosenLists& chosen, const VisitRange& visit_range) {
+  return ColumnIterator(chosen, visit_range);
+}
+
+// Return how many heads a tile has of each query, and below, how many rows a step of queries.
+CUFLASH_DEVICE int heads_per_tile(NoChosenLists) { return 1; }
+CUFLASH_DEVICE int heads_per_tile(const ChosenLists& chosen) { return chosen.heads_per_tile; }
+template <class Chosen>
+CUFLASH_DEVICE int rows_of_step(const Chosen& chosen, const KvBlock& block) {
+  return (block.stop - block.start) * heads_per_tile(chosen);
+}
+
+// Return the rows of a step in an array of queries. `data` has those of the tile's first head.
+template <class T>
+CUFLASH_DEVICE tile::GatheredRows<T> gathered_rows(const ChosenLists& chosen, const KvBlock& block, T* data,
+                                                   const Matrices& matrices, int num_columns) {
+  const tile::Matrix<T> heads{data, matrices.head_stride, matrices.column_stride, chosen.heads_per_tile, num_columns};
+  return {{heads, matrices.row_stride, rows_of_step(chosen, block)}, chosen.queries + block.start};
+}
+
+// Set the scores of a step of a tile of keys that masks hide to a value.
+template <bool HasBits, class Tile>
+CUFLASH_DEVICE void mask_step_of_keys(Tile& s, const Params& params, NoChosenLists, const WorkTile& work,
+                                      const KvBlock& block, float value) {
+  const WorkTile queries{work.batch_head, block.start, block.stop};
+  mask_scores<HasBits>(s, params, queries, {work.first, work.last, block.kind, block.entry}, value);
+}
+template <bool, class Tile>
+CUFLASH_DEVICE void mask_step_of_keys(Tile& s, const Params& params, const ChosenLists& chosen, const WorkTile& work,
+                                      const KvBlock& block, float value) {
+  const KvBlock keys{work.first, work.last, block.kind, -1};
+  mask_rows<false>(s, keys, value, [&](int row) -> RowMask {
+    const int place = block.start + divmod(row, chosen.heads_per_tile).quotient;
+    if (place >= block.stop) return {0, 0, nullptr, 0};
+    return keys.row_mask(params, work.batch_head, chosen.queries[place]);
+  });
+}
+
+}  // namespace cuflash::attention

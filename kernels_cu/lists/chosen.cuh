@@ -1,0 +1,65 @@
+#pragma once
+#include <lists/integers.cuh>
+#include <ptx/thread.cuh>
+
+// The parameters of the kernel that joins the lists of neighbouring queries. cuflash/planning/chosen_lists.py has the
+// same record as a NumPy dtype. A list head is a batch entry with the heads that share lists.
+namespace cuflash::lists {
+
+struct ChosenParams {
+  const void* blocks;  // integers [*batch, list heads, seqlen_q, num_chosen]: numbers of blocks; others are none
+  const void* counts;  // integers [*batch, list heads, seqlen_q]: entries of each list that count; null if all do
+  int64_t blocks_batch_strides[kBatchAxes];  // in bytes, 0 where an axis is broadcast; so are all strides
+  int64_t counts_batch_strides[kBatchAxes];
+  int64_t blocks_head_stride, blocks_row_stride, blocks_stride, counts_head_stride, counts_row_stride;
+  int64_t lower, upper;  // lower <= j - i <= upper: keys that query i may attend; if lo is null
+  const int32_t* lo;  // [seqlen_q] lo <= j < hi
+  const int32_t* hi;
+  // Results, as attention/members.cuh describes them.
+  int32_t* ranges;
+  int32_t* kv_blocks;
+  uint32_t* words;
+  int32_t batch[kBatchAxes];  // extents of the batch axes of the lists
+  int32_t num_heads;  // list heads of a batch entry
+  int32_t seqlen_q, seqlen_kv, num_chosen, block, num_blocks;
+  int32_t blocks_itemsize, counts_itemsize, is_counts_signed;
+  int32_t queries_per_tile, num_tiles, words_per_entry, max_entries;  // max_entries of a tile: from one to the next
+  int32_t blocks_at_once;  // for which shared memory has words
+  int32_t padding;
+};
+
+// The list of a query, and the keys that it may attend.
+class ChosenList {
+ public:
+  CUFLASH_DEVICE ChosenList(const ChosenParams& params, int batch_entry, int head, int query)
+      : params_(params),
+        blocks_{integers_of(params.batch, params.blocks, params.blocks_batch_strides, batch_entry) +
+                    head * params.blocks_head_stride + query * params.blocks_row_stride,
+                params.blocks_stride, params.blocks_itemsize, true},
+        count_(params.num_chosen) {
+    if (params.counts != nullptr) {
+      const Integers counts{integers_of(params.batch, params.counts, params.counts_batch_strides, batch_entry) +
+                                head * params.counts_head_stride,
+                            params.counts_row_stride, params.counts_itemsize, params.is_counts_signed != 0};
+      count_ = counts.at(query);
+    }
+    lo_ = params.lo == nullptr ? query + params.lower : params.lo[query];
+    hi_ = params.hi == nullptr ? query + params.upper + 1 : params.hi[query];
+  }
+
+  // Return the block of an entry, or -1 if the entry is none, or if the query attends no key of its block.
+  CUFLASH_DEVICE int at(int place) const {
+    const int64_t block = blocks_.at(place);
+    if (place >= count_ || block < 0 || block >= params_.num_blocks) return -1;
+    const int64_t first = block * params_.block, last = first + params_.block;
+    const bool is_seen = first < hi_ && lo_ < (last < params_.seqlen_kv ? last : params_.seqlen_kv) && lo_ < hi_;
+    return is_seen ? static_cast<int>(block) : -1;
+  }
+
+ private:
+  const ChosenParams& params_;
+  Integers blocks_;
+  int64_t count_, lo_, hi_;
+};
+
+}  // namespace cuflash::lists

@@ -1,0 +1,35 @@
+// Sums the counts of chunks up, a thread block for each list head: each chunk gets the count of the chunks before it,
+// and each block of keys the place where its queries start.
+#include <attention/params.cuh>
+#include <lists/columns.cuh>
+#include <lists/running_sums.cuh>
+
+extern "C" __global__ void __launch_bounds__(32 * cuflash::Config::kNumWarps)
+lists_columns_scan(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
+  using namespace cuflash;
+  using namespace cuflash::lists;
+  constexpr int kThreads = 32 * Config::kNumWarps, kAtOnce = 8;  // chunks whose loads do not wait for stores
+  const int64_t list_head = blockIdx.x;
+  if (list_head >= chosen.num_list_heads) return;
+  int32_t* const counts = chosen.chunk_counts + list_head * chosen.num_chunks * chosen.num_blocks;
+  int32_t* const pointers = chosen.column_pointers + list_head * (chosen.num_blocks + 1);
+  for (int block = ptx::thread_index(); block < chosen.num_blocks; block += kThreads) {
+    int before = 0;
+    for (int first = 0; first < chosen.num_chunks; first += kAtOnce) {
+      int own[kAtOnce];
+      const auto count_of = [&](int chunk) -> int32_t& {
+        return counts[static_cast<int64_t>(first + chunk) * chosen.num_blocks + block];
+      };
+#pragma unroll
+      for (int chunk = 0; chunk < kAtOnce; ++chunk) own[chunk] = first + chunk < chosen.num_chunks ? count_of(chunk) : 0;
+#pragma unroll
+      for (int chunk = 0; chunk < kAtOnce; ++chunk) {
+        if (first + chunk < chosen.num_chunks) count_of(chunk) = before;
+        before += own[chunk];
+      }
+    }
+    pointers[block + 1] = before;
+  }
+  __syncthreads();  // all counts are written
+  sum_up<kThreads>(pointers, chosen.num_blocks, blockIdx.x * chosen.max_members);
+}

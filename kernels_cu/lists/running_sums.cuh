@@ -1,0 +1,33 @@
+#pragma once
+#include <ptx/shared.cuh>
+#include <ptx/thread.cuh>
+
+// Running sums by a thread block.
+namespace cuflash::lists {
+
+// Replace counts [1 <= x <= length] by the sums of all counts up to each of them and of `start`, which comes before
+// them. Each of Threads threads sums up a part. Called by all threads, once all counts are written.
+template <int Threads>
+CUFLASH_DEVICE void sum_up(int32_t* counts, int length, int start) {
+  int* const sums = ptx::dynamic_shared<int>();
+  const int thread = ptx::thread_index(), share = (length + Threads - 1) / Threads;
+  const int first = min(thread * share, length), last = min(first + share, length);
+  int sum = 0;
+  for (int at = first; at < last; ++at) sum += counts[at + 1];
+  sums[thread] = sum;
+  __syncthreads();
+  for (int distance = 1; distance < Threads; distance *= 2) {
+    const int before = thread >= distance ? sums[thread - distance] : 0;
+    __syncthreads();  // all warps have read
+    sums[thread] += before;
+    __syncthreads();  // all warps have written
+  }
+  int end = start + sums[thread] - sum;
+  for (int at = first; at < last; ++at) {
+    end += counts[at + 1];
+    counts[at + 1] = end;
+  }
+  if (thread == 0) counts[0] = start;
+}
+
+}  // namespace cuflash::lists

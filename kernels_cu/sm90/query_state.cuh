@@ -1,0 +1,15 @@
+#pragma once
+#include <attention/params.cuh>
+
+// What the kernels of a backward pass on Hopper hand to each other about queries, beside the sums of dQ.
+namespace cuflash::sm90 {
+
+struct DqSemaphore;
+
+// cuflash/planning/families/_passes.py has the same record.
+struct QueryState {
+  attention::Matrices query_stats;  // the QueryStats of each tile of queries (sm90/query_stats.cuh)
+  DqSemaphore* dq_semaphores;  // [batch, heads] if blocks finish dQ in the order of their tiles, else null
+};
+
+}  // namespace cuflash::sm90

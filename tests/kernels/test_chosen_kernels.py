@@ -1,0 +1,511 @@
+"""Queries that each choose their blocks, on the kernels of tiles of neighbours: lists as arrays, results, and calls.
+
+Checks take the library as an argument where planted faults have them as guards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import device_double
+import numpy as np
+import pytest
+from cuflash import DeviceSpec, ShapeDtype, masks, testing
+from cuflash.calls._call import Call
+from cuflash.executors import gpu
+from cuflash.executors.launch import run as run_pass
+from cuflash.executors.list_maker import ListMaker
+from cuflash.executors.sim import Simulator
+from cuflash.masks import ChosenBlocks, MaskShape
+from cuflash.masks.one_array import AtEachCall
+from cuflash.planning.chosen_lists import UnionsAtCall, UnionWork
+from cuflash.testing import Example, assert_within_bounds
+from executors import GPU, SIM, Run, hostile_schedules, is_long, needs_compiler, to_device
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from library_parts import part
+from test_chosen_blocks import rewritten, sets_of
+from test_device_masks import sent
+from test_list_kernels import passes
+
+import cuflash
+
+EXECUTORS = [pytest.param("sim", marks=needs_compiler), pytest.param("gpu", marks=pytest.mark.gpu)]
+SIM80, GPU80 = (replace(run, kernel="sm80") for run in (SIM, GPU))
+on_sm80 = pytest.mark.parametrize(
+    "run", [pytest.param(SIM80, marks=needs_compiler), pytest.param(GPU80, marks=pytest.mark.gpu)], ids=str
+)
+DRAWN = {"dtypes": ["float16"], "most_scores": 1 << 14, "longest": 200, "widest": 16}
+CLOSED = [
+    None, masks.Causal("top_left"), masks.Causal("bottom_right"), masks.SlidingWindow(70, 20, "top_left"),
+    masks.Lengths(q=30, kv=90), masks.Causal("bottom_right") & masks.Lengths(kv=50),
+]  # fmt: skip
+
+
+def is_served(example: Example) -> bool:
+    """Return whether kernels of tiles of neighbours serve an example's blocks and shape."""
+    lists = next(part for part in getattr(example.mask, "operands", (example.mask,)) if type(part) is ChosenBlocks)
+    return (lists.block in (16, 32) or lists.block % 64 == 0) and 0 not in example.problem.mask_shape[1:]
+
+
+def chosen(**changed: Any) -> st.SearchStrategy[Example]:
+    return testing.chosen(**DRAWN | changed).filter(is_served)
+
+
+# Lists as arrays
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Any, Any, Any, int]:
+    """Draw a shape, lists for it in any layout, closed forms beside them, and the heads of a group."""
+    group, num_kv_heads = draw(st.sampled_from([1, 2, 3, 5, 8, 16, 48, 80])), draw(st.integers(1, 2))
+    batch = draw(st.sampled_from([(), (1,), (2,), (2, 3), (1, 2, 2)]))
+    shape = MaskShape(batch, group * num_kv_heads, draw(st.integers(1, 200)), draw(st.integers(1, 300)))
+    lists = draw(testing.mask_strategies.chosen_blocks(shape, num_kv_heads))
+    lists = replace(lists, block=draw(st.sampled_from([16, 32, 64, 128])))
+    return shape, lists, draw(st.sampled_from(CLOSED)), num_kv_heads
+
+
+def problem_of(library: Any, shape: MaskShape, num_kv_heads: int) -> Any:
+    heads = shape.num_heads, num_kv_heads, num_kv_heads
+    lengths = shape.seqlen_q, shape.seqlen_kv, shape.seqlen_kv
+    arrays = [ShapeDtype((*shape.batch, h, n, 8), np.dtype(np.float16)) for h, n in zip(heads, lengths)]
+    return part(library, "planning.problem").Problem.of(*arrays)
+
+
+def members_of(shape: MaskShape, lists: Any, closed: Any, num_lists: int) -> np.ndarray[Any, Any]:
+    """Return whether each query chose each block and attends a key of it, bool [*batch, lists, seqlen_q, blocks]."""
+    num_blocks = -(-shape.seqlen_kv // lists.block)
+    found = sets_of(lists, shape._replace(num_heads=num_lists))
+    chose = np.array([[number in each for number in range(num_blocks)] for each in found.reshape(-1)], bool)
+    chose = chose.reshape(*found.shape, num_blocks)
+    if closed is None:
+        return chose
+    table = closed.toarray(**shape._asdict())
+    padding = num_blocks * lists.block - shape.seqlen_kv
+    table = np.pad(np.broadcast_to(table, (*shape.batch, shape.num_heads, *shape[2:])), [(0, 0)] * (table.ndim - 1)
+                   + [(0, padding)])  # fmt: skip
+    seen = table.reshape(*table.shape[:-1], num_blocks, lists.block).any(-1)
+    return chose & seen[..., :num_lists, :, :]  # no closed form here differs by head
+
+
+def unions_as_arrays(tiling: Any, members: np.ndarray[Any, Any]) -> list[tuple[list[int], list[int]]]:
+    """Return blocks and words of each tile, from the definition."""
+    height, found = tiling.queries_per_tile, []
+    for rows in members.reshape(-1, *members.shape[-2:]):
+        for first in range(0, len(rows), height):
+            tile = rows[first : first + height]
+            blocks = np.flatnonzero(tile.any(0))
+            words = [sum(1 << int(row) for row in np.flatnonzero(tile[:, block])) for block in blocks]
+            found.append((blocks.tolist(), words))
+    return found
+
+
+def made_unions(source: Any, views: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
+    """Return blocks and words of each tile, as the kernel wrote them."""
+    words = views["words"].astype(object) @ [1 << 32 * n for n in range(source.tiling.words_per_entry)]
+    return [
+        (views["kv_blocks"][first:last].tolist(), words[first:last].tolist())
+        for first, last in views["ranges"].tolist()
+    ]  # fmt: skip
+
+
+def source_of(library: Any, case: Any, convert: Any) -> tuple[Any, Any, list[Any]]:
+    """Return a plan's work of lists on a device, the lists, and their arrays."""
+    shape, lists, closed, num_kv_heads = case
+    lists = sent(lists, convert)
+    mask = lists if closed is None else lists & closed
+    at_call = part(library, "masks.one_array").AtEachCall(mask).resolve(shape)
+    work = part(library, "planning.chosen_lists").union_work(at_call, problem_of(library, shape, num_kv_heads))
+    return work, lists, list(lists.device_form.arrays)
+
+
+def check_unions(library: Any, case: Any, machine: Any = None) -> None:
+    """The kernel joins lists as NumPy does."""
+    work, lists, arrays = source_of(library, case, device_double.DeviceArray)
+    maker = part(library, "executors.list_maker").ListMaker(work.source, machine or Simulator())
+    made = maker([array._host.ctypes.data for array in arrays], None)
+    require_unions(case, work, work.source.views(made))
+
+
+def require_unions(case: Any, work: Any, views: Any) -> None:
+    shape, lists, closed, _ = case
+    members = members_of(shape, lists, closed, work.tiling.num_lists)
+    if work.tiling.batch == 1:
+        members = members.reshape(-1, *members.shape[-3:])[:1]
+    assert made_unions(work.source, views) == unions_as_arrays(work.tiling, members)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_the_kernel_joins_lists_as_numpy_does(executor: str) -> None:
+    @settings(max_examples=min(60, settings.default.max_examples))
+    @given(cases())
+    def check(case: Any) -> None:
+        if executor == "sim":
+            return check_unions(cuflash, case)
+        import cupy
+
+        work, _, arrays = source_of(cuflash, case, to_device)
+        made = ListMaker(work.source, gpu.Gpu())([array.data.ptr for array in arrays], cupy.cuda.get_current_stream())
+        require_unions(case, work, {name: cupy.asnumpy(each) for name, each in work.source.views(made).items()})
+
+    check()
+
+
+def case_of_many_blocks() -> Any:
+    """Return lists of more blocks than shared memory holds words for, at a word and at two words for each."""
+    rng = np.random.default_rng(0)
+    shape = MaskShape((), 1, 70, 9000 * 16)
+    return shape, ChosenBlocks(rng.integers(0, 9000, (70, 5)), 16), masks.Causal("bottom_right"), 1
+
+
+@needs_compiler
+def test_lists_of_many_blocks_come_in_ranges() -> None:
+    shape, lists, closed, _ = case_of_many_blocks()
+    for group in (1, 8):
+        check_unions(cuflash, (shape._replace(num_heads=group), lists, closed, 1))
+        check_columns(cuflash, (shape._replace(num_heads=group), lists, closed, 1))
+
+
+@needs_compiler
+def test_any_order_of_threads_joins_the_same_lists() -> None:
+    rng = np.random.default_rng(0)
+    shape = MaskShape((2,), 8, 300, 640)
+    lists = ChosenBlocks(rng.integers(-2, 12, (2, 2, 300, 7)), 64)
+    for schedule in hostile_schedules("unions", 1):
+        check_unions(cuflash, (shape, lists, masks.Causal("bottom_right"), 2), Simulator(schedule))
+        check_columns(cuflash, (shape, lists, masks.Causal("bottom_right"), 2), Simulator(schedule))
+
+
+def check_columns(library: Any, case: Any, machine: Any = None) -> None:
+    """The kernels list the queries of each block as NumPy does, in ascending order."""
+    shape, lists, closed, num_kv_heads = case
+    num_blocks = -(-shape.seqlen_kv // lists.block)
+    lists = replace(lists, blocks=np.where(lists.blocks < 0, -1, lists.blocks % num_blocks))
+    mask = lists if closed is None else lists & closed
+    heads = shape.num_heads, num_kv_heads, num_kv_heads
+    arrays = [
+        ShapeDtype((*shape.batch, h, n, 8), np.dtype(np.float16))
+        for h, n in zip(heads, (shape.seqlen_q, shape.seqlen_kv, shape.seqlen_kv))
+    ]
+    plan = library.plan(*arrays, mask=mask, executor="sim", kernel="sm80").plan
+    tiling = plan.work.tiling
+    launches = {name: plan.kernels.backward.launches[name] for name in tiling.column_launches}
+    made = {name: np.full(each.shape, -1, each.dtype) for name, each in tiling.columns.items()}
+    kernels = part(library, "planning.launches").Pass(launches, features=(plan.work.feature,))
+    part(library, "executors.launch").run(plan, kernels, machine or Simulator(), made)
+    members = members_of(shape, lists, None, tiling.num_lists)
+    if tiling.batch == 1:
+        members = members.reshape(-1, *members.shape[-3:])[:1]
+    for number, rows in enumerate(members.reshape(-1, *members.shape[-2:])):
+        pointers = made["column_pointers"][number]
+        queries = made["queries"].reshape(-1)
+        assert pointers[0] == number * tiling.max_members
+        for block in range(tiling.num_blocks):
+            found = queries[pointers[block] : pointers[block + 1]]
+            assert found.tolist() == np.flatnonzero(rows[:, block]).tolist()
+
+
+@needs_compiler
+def test_the_kernels_list_the_queries_of_each_block_as_numpy_does() -> None:
+    @settings(max_examples=min(60, settings.default.max_examples))
+    @given(cases())
+    def check(case: Any) -> None:
+        check_columns(cuflash, case)
+
+    check()
+
+
+# Results
+
+
+@on_sm80
+def test_results_are_within_their_bounds(run: Run) -> None:
+    @settings(run.settings, max_examples=settings.default.max_examples if is_long() else 12)
+    @given(chosen(has_sink=True))
+    def check(example: Example) -> None:
+        assert_within_bounds(run.rounded(example), **run.everything(run.rounded(example)))
+
+    check()
+
+
+@on_sm80
+def test_order_and_repetition_change_no_bit(run: Run) -> None:
+    @settings(run.settings, max_examples=settings.default.max_examples if is_long() else 3)
+    @given(chosen(has_intervals=False), st.integers(0, 2**32 - 1))
+    def check(example: Example, seed: int) -> None:
+        same = example.but(mask=rewritten(np.random.default_rng(seed), example.mask))
+        first, second = run.everything(example), run.everything(same)
+        for name, x in first.items():
+            np.testing.assert_array_equal(x, second[name], err_msg=name)
+
+    check()
+
+
+@on_sm80
+def test_all_blocks_are_no_mask(run: Run) -> None:
+    @settings(run.settings, max_examples=settings.default.max_examples if is_long() else 2)
+    @given(chosen(has_intervals=False))
+    def check(example: Example) -> None:
+        number = -(-example.problem.seqlen_kv // example.mask.block)
+        every = np.broadcast_to(np.arange(number), (example.problem.seqlen_q, number))
+        found = run.everything(example.but(mask=ChosenBlocks(every, example.mask.block)))
+        assert_within_bounds(run.rounded(example.but(mask=None)), **found)
+
+    check()
+
+
+def groups_example(group: int, block: int, **changed: Any) -> Example:
+    """Return an example of groups of so many heads, with several tiles of queries and steps of a tile of keys."""
+    rng = np.random.default_rng(group)
+    seqlen_q, num_blocks = 150 if group < 16 else 40, -(-200 // block)
+    mask = ChosenBlocks(rng.integers(-1, num_blocks, (2, 2, seqlen_q, 3)), block)
+    structure = testing.Structure(
+        q_batch=(2,), k_batch=(2,), v_batch=(2,), num_heads=2 * group, num_kv_heads=2, seqlen_q=seqlen_q,
+        seqlen_kv=200, head_dim=16, value_dim=16, dtype="float16", mask=mask,
+    )  # fmt: skip
+    return SIM80.rounded(replace(structure, **changed).example())
+
+
+def check_group(library: Any, group: int, block: int, closed: Any = None, **options: Any) -> None:
+    """All results of groups of so many heads are within their bounds."""
+    example = groups_example(group, block)
+    if closed is not None:
+        example = example.but(mask=example.mask & closed)
+    given_ = {"mask": example.mask, "executor": "sim", "kernel": "sm80", **options}
+    (o, lse), vjp = library.attention_vjp(example.q, example.k, example.v, return_lse=True, **given_)
+    dq, dk, dv = vjp(example.do)
+    part(library, "testing.assertions").assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv)
+
+
+@needs_compiler
+@pytest.mark.parametrize("group", [1, 3, 16, 80])
+@pytest.mark.parametrize("closed", [None, masks.Causal("bottom_right") & masks.Lengths(kv=170)], ids=["alone", "cut"])
+def test_groups_of_any_size_share_their_keys(group: int, closed: Any) -> None:
+    check_group(cuflash, group, 64 if group != 3 else 32, closed)
+
+
+def check_far_columns(library: Any) -> None:
+    """Rows that fill no chunk, K and V that broadcast over the batch, and a list for each query head."""
+    rng = np.random.default_rng(0)
+    mask = ChosenBlocks(rng.integers(-1, 4, (4, 70, 2)), 64)
+    structure = testing.Structure(
+        q_batch=(2,), k_batch=(1,), v_batch=(2,), num_heads=4, num_kv_heads=2, seqlen_q=70, seqlen_kv=200, head_dim=13,
+        value_dim=9, dtype="float16", mask=mask, layouts=("padded",) * 5,
+    )  # fmt: skip
+    example = SIM80.rounded(structure.example())
+    (o, lse), vjp = library.attention_vjp(
+        example.q, example.k, example.v, mask=mask, executor="sim", return_lse=True, kernel="sm80"
+    )
+    dq, dk, dv = vjp(example.do)
+    part(library, "testing.assertions").assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv)
+
+
+@needs_compiler
+def test_rows_that_fill_no_tile_and_broadcast_keys_are_served() -> None:
+    check_far_columns(cuflash)
+
+
+@needs_compiler
+def test_gradients_have_the_same_bits_under_every_schedule() -> None:
+    example = groups_example(8, 64)
+    example = example.but(mask=example.mask & masks.Causal("bottom_right"))
+    plan = SIM80.kernel_plan(example)
+    results = []
+    for schedule in (None, *hostile_schedules("chosen", 2)):
+        machine = Simulator() if schedule is None else Simulator(schedule)
+        arrays = {name: getattr(example, name) for name in "qkv"}
+        made = {name: np.zeros(each.shape, each.dtype) for name, each in plan.results("forward").items()}
+        run_pass(plan, plan.kernels.forward, machine, arrays | made)
+        gradients = {name: np.zeros(each.shape, each.dtype) for name, each in plan.gradients_made.items()}
+        run_pass(plan, plan.kernels.backward, machine, arrays | made | {"do": example.do} | gradients)
+        results.append(made | gradients)
+    for other in results[1:]:
+        for name, x in results[0].items():
+            np.testing.assert_array_equal(x, other[name], err_msg=name)
+
+
+# Calls, on a stand-in for CuPy that runs the kernels
+
+
+RNG = np.random.default_rng(0)
+Q, DO = RNG.standard_normal((2, 2, 8, 40, 16)).astype(np.float16)
+K, V = RNG.standard_normal((2, 2, 2, 130, 16)).astype(np.float16)
+LISTS = RNG.integers(-1, 3, (3, 2, 2, 40, 2))
+WAYS = {
+    "lists": lambda take, turn: ChosenBlocks(take(LISTS[turn]), 64),
+    "lists for all": lambda take, turn: ChosenBlocks(take(LISTS[turn, 0, :1].astype(np.int32)), 64),
+    "counts": lambda take, turn: ChosenBlocks(take(LISTS[turn]), 64, counts=take(LISTS[turn, 0, :, :, 0] % 3)),
+    "beside intervals": lambda take, turn: (
+        ChosenBlocks(take(LISTS[turn].swapaxes(1, 2)).swapaxes(1, 2), 64) & masks.Causal("bottom_right")
+        & masks.Lengths(kv=120)
+    ),
+}  # fmt: skip
+
+
+def require_bounds(mask: Any, **found: Any) -> None:
+    """Require that results of a call are within their bounds; the mask holds arrays of the host."""
+    assert_within_bounds(SIM80.rounded(Example(q=Q, k=K, v=V, mask=mask, do=DO)), **found)
+
+
+def plans_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place, name in ((Call, "plan"), (gpu, "BoundPass"), (gpu, "ListMaker")):
+        monkeypatch.setattr(place, name, lambda *args, name=name, **options: pytest.fail(f"{name} again"))
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", WAYS)
+def test_calls_with_new_lists_share_their_launches(cupy: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    arrays, do, got = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(DO), []
+    with monkeypatch.context() as patched:
+        for turn in range(3):
+            cupy.log.clear()
+            got.append(passes(WAYS[name](cupy.asarray, turn), arrays, do))
+            assert cupy.launched == [
+                "unions", "forward", "columns_count", "columns_scan", "columns_fill", "backward_statistics", "backward",
+                "backward_rows",
+            ]  # fmt: skip
+            if turn == 0:
+                plans_nothing(patched)
+    for turn, results in enumerate(got):
+        named = dict(zip(("o", "lse", "dq", "dk", "dv"), results, strict=True))
+        require_bounds(WAYS[name](np.asarray, turn), **named)
+
+
+@needs_compiler
+def test_gradients_read_the_lists_of_their_own_call(cupy: Any) -> None:
+    arrays, do = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(DO)
+    lists, pullbacks = cupy.asarray(LISTS[0]), []
+    for turn in (0, 1):
+        lists[...] = LISTS[turn]
+        pullbacks.append(cuflash.attention_vjp(*arrays, mask=ChosenBlocks(lists, 64))[1])
+    for turn, vjp in enumerate(pullbacks):
+        dq, dk, dv = (x.get() for x in vjp(do))
+        require_bounds(ChosenBlocks(LISTS[turn], 64), dq=dq, dk=dk, dv=dv)
+
+
+@needs_compiler
+def test_plans_of_new_lists_share_their_launches_and_tell_what_they_visit(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays, plans = [cupy.asarray(each) for each in (Q, K, V)], []
+    with monkeypatch.context() as patched:
+        for turn in range(3):
+            plans.append(cuflash.plan(*arrays, mask=WAYS["lists"](cupy.asarray, turn)))
+            plans[turn].forward(*arrays)
+            if turn == 0:
+                plans_nothing(patched)
+    for turn, plan in enumerate(plans):
+        o, lse = plan.forward(*arrays)
+        require_bounds(WAYS["lists"](np.asarray, turn), o=o.get(), lse=lse.get())
+        on_host = cuflash.plan(Q, K, V, mask=WAYS["lists"](np.asarray, turn), executor="sim").plan
+        assert plan.plan.visited_scores == on_host.visited_scores
+        assert "16 neighbouring queries" in plan.explain()
+
+
+@needs_compiler
+def test_numbers_outside_the_blocks_are_ignored_on_a_device(cupy: Any) -> None:
+    arrays, do = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(DO)
+    wild = np.where(LISTS[0] < 0, RNG.choice([-(2**40), -2, 3, 2**40], LISTS[0].shape), LISTS[0])
+    got = passes(ChosenBlocks(cupy.asarray(wild), 64), arrays, do)
+    require_bounds(ChosenBlocks(LISTS[0], 64), **dict(zip(("o", "lse", "dq", "dk", "dv"), got, strict=True)))
+
+
+@needs_compiler
+def test_a_block_index_of_one_query_a_block_takes_the_kernels(cupy: Any) -> None:
+    arrays, do = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(DO)
+    lists = ChosenBlocks(LISTS[0, :1, :1], 64)
+    index = lists.index(130, num_heads=1)
+    cupy.log.clear()
+    got = passes(index, arrays, do)
+    assert "columns_fill" in cupy.launched and "classify" not in cupy.launched
+    require_bounds(lists, **dict(zip(("o", "lse", "dq", "dk", "dv"), got, strict=True)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WAYS)
+def test_new_lists_wait_for_nothing_and_can_be_captured(name: str) -> None:
+    import cupy
+
+    q, k, v, do = (cupy.asarray(each) for each in (Q, K, V, DO))
+    arrays: list[Any] = []
+    mask = WAYS[name](lambda array: arrays.append(cupy.asarray(array)) or arrays[-1], 0)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cuflash.attention_vjp(q, k, v, mask=mask)[1](do)
+        stream.synchronize()
+        stream.begin_capture()
+        o, vjp = cuflash.attention_vjp(q, k, v, mask=mask)
+        dq, dk, dv = vjp(do)
+        graph = stream.end_capture()
+        for turn in (1, 2, 0):
+            new: list[Any] = []
+            WAYS[name](lambda array: new.append(array) or array, turn)
+            for array, contents in zip(arrays, new, strict=True):
+                array[...] = cupy.asarray(contents)
+            graph.launch(stream)
+            stream.synchronize()
+            found = {"o": o.get(), "dq": dq.get(), "dk": dk.get(), "dv": dv.get()}
+            require_bounds(WAYS[name](np.asarray, turn), **found)
+
+
+# Which kernels a call takes
+
+
+def planned(mask: Any, dtype: Any = np.float16, group: int = 4, device: str = "H100", **options: Any) -> Any:
+    sides = (2 * group, 100), (2, 200), (2, 200)
+    shapes = [ShapeDtype((heads, length, 64), np.dtype(dtype)) for heads, length in sides]
+    return cuflash.plan(*shapes, mask=mask, executor="gpu", device=DeviceSpec.gpu(device), **options)
+
+
+def test_tiles_of_neighbours_are_taken_where_kernels_serve_the_call() -> None:
+    rng = np.random.default_rng(0)
+
+    def lists(block: int) -> ChosenBlocks:
+        return ChosenBlocks(rng.integers(0, 2, (2, 100, 3)), block)
+
+    for block in (16, 32, 64, 128, 192):
+        for device in ("A100", "L4", "H100", "B200"):
+            assert isinstance(planned(lists(block), device=device).plan.work, UnionWork)
+    aligned = {"causal": "bottom_right"}
+    served = [
+        planned(lists(64), **aligned), planned(lists(64) & masks.Lengths(kv=150)), planned(lists(64), kernel="sm80"),
+        planned(lists(64).index(200, num_heads=8)), planned(lists(64), window=(30, 0), causal="bottom_right"),
+    ]  # fmt: skip
+    assert all(isinstance(each.plan.work, UnionWork) and each.plan.family.name == "sm80" for each in served)
+    others = [
+        planned(lists(24)), planned(lists(64), np.float32), planned(lists(64), device="T4"), planned(~lists(64)),
+        planned(lists(64) | masks.Lengths(kv=3)), planned(lists(64), softcap=9.0), planned(lists(64), kernel="sm90"),
+        planned(lists(64), dropout=cuflash.Dropout(0.1, 1)), planned(lists(64), kernel="simt"),
+    ]  # fmt: skip
+    assert not any(isinstance(each.plan.work, UnionWork) for each in others)
+    assert "4 neighbouring queries, with 16 heads each" in planned(lists(64), group=16).explain()
+    assert "lists of blocks, one for each query, are listed" in others[0].explain()
+    assert "lists of blocks" not in planned(None).explain()
+
+
+@pytest.mark.parametrize(
+    "group, heads, queries", [(1, 1, 64), (12, 12, 5), (16, 16, 4), (64, 64, 1), (80, 40, 1), (67, 1, 64)]
+)
+def test_a_tile_has_as_many_neighbours_as_rows_hold(group: int, heads: int, queries: int) -> None:
+    tiling = planned(ChosenBlocks(np.zeros((2, 100, 1), int), 64), group=group).plan.work.tiling
+    assert (tiling.heads_per_tile, tiling.queries_per_tile) == (heads, queries)
+    by_head = planned(ChosenBlocks(np.zeros((2 * group, 100, 1), int), 64), group=group).plan.work.tiling
+    assert (by_head.heads_per_tile, by_head.queries_per_tile) == (1, 64)
+
+
+def test_workspaces_are_counted() -> None:
+    """Bytes of unions, and of the queries of each block, follow from the shapes alone."""
+    seqlen, n, heads = 4096, 16, 4
+    q, k = (ShapeDtype((h, seqlen, 128), np.dtype(np.float16)) for h in (64, heads))
+    mask = AtEachCall(ChosenBlocks(device_double.to_device(np.zeros((heads, seqlen, n), np.int32)), 64))
+    plan = cuflash.plan(q, k, k, mask=mask, executor="gpu", device=DeviceSpec.gpu("H100")).plan
+    assert isinstance(plan.work, UnionsAtCall)
+    tiles, blocks = heads * seqlen // 4, seqlen // 64
+    unions = tiles * (2 * 4 + min(4 * n, blocks) * 8)
+    columns = heads * 4 * (seqlen * n + blocks + 1 + seqlen // 4 // 64 * blocks)
+    delta = 64 * seqlen * 4
+    assert plan.workspace_bytes == pytest.approx(unions + columns + delta, rel=0.01)
+    keys_and_values = 2 * heads * seqlen * 128 * 2
+    assert unions + columns < 0.5 * keys_and_values
