@@ -60,7 +60,7 @@ def check_in_fresh_environment(wheel: Path, archive: Path) -> None:
         home = Path(folder)
         venv.create(home / "venv", with_pip=True)
         python = home / "venv" / "bin" / "python"
-        run(python, "-m", "pip", "install", "--quiet", f"{wheel}[test]")
+        run(python, "-m", "pip", "install", "--quiet", f"{wheel}[testing]", "pytest>=9")
         (home / "empty").mkdir()
         run(python, "-c", block, cwd=home / "empty")
         run(python, "-m", "cuflash", cwd=home / "empty")

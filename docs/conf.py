@@ -87,7 +87,7 @@ def _escaped(signs: re.Match[str]) -> str:
 
 
 def escape_shapes(app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:
-    """Add backslashes to the stars and bars of shapes and formulas in docstrings, [*batch, seqlen_q], which are not emphasis."""
+    """Add backslashes to the stars and bars of shapes and formulas in docstrings, which are not emphasis."""
     for place, line in enumerate(lines):
         if not line.lstrip().startswith((">>>", "...")):
             parts = re.split(r"(`+[^`]*`+)", line)
