@@ -51,7 +51,7 @@ def weights(q, k, allowed, bias=0.0):
 
 
 def tolerance(q, k, eps, block, largest_bias=0.0):
-    """Relative error of a mass, to first order: twice that of a score's products, since lse has it too, and of sums.
+    """Return a mass's first-order relative error: twice that of a score's products, due to lse, and of sums.
 
     A bias is rounded as often as a score after its products, four times. Exponentials, and products of tensor cores,
     err by some units in the last place more.
@@ -71,12 +71,16 @@ def check_recall(library, problem):
     lengths = q.shape[-2], k.shape[-2]
     allowed = mask.toarray(*lengths, batch=q.shape[:-3], num_heads=q.shape[-3])
     eligible = library.masks.Causal(causal).toarray(*lengths) if causal else np.ones(lengths, bool)
-    kept = library.recall(q, k, v, mask, causal=causal)
+    recalled = library.recall(q, k, v, mask, causal=causal)
     p, sparse = weights(q, k, eligible), weights(q, k, eligible & allowed)
     has_key = np.broadcast_to(eligible.any(-1), q.shape[:-1])
-    assert isinstance(kept, library.Recall) and kept.mass.shape == q.shape[:-1] and type(kept.output_error) is float
+    assert (
+        isinstance(recalled, library.Recall)
+        and recalled.mass.shape == q.shape[:-1]
+        and type(recalled.output_error) is float
+    )
     relative = tolerance(q, k, EXACT, (1, 1))
-    np.testing.assert_allclose(kept.mass, np.where(has_key, (p * allowed).sum(-1), 1), rtol=relative)
+    np.testing.assert_allclose(recalled.mass, np.where(has_key, (p * allowed).sum(-1), 1), rtol=relative)
 
     v = np.repeat(v, q.shape[-3] // v.shape[-3], axis=-3)
     whole, change = np.linalg.norm(p @ v), np.linalg.norm(sparse @ v - p @ v)
@@ -84,20 +88,20 @@ def check_recall(library, problem):
     # Weights err by their masses' tolerance, and so do the sums of |v| that they weigh; here and in the library.
     error = 2 * relative * (np.linalg.norm(p @ np.abs(v)) + np.linalg.norm(sparse @ np.abs(v)))
     bound = (1 + expected) * error / whole if whole else 0.0
-    assert abs(kept.output_error - expected) <= bound
+    assert abs(recalled.output_error - expected) <= bound
 
 
 def check_scored(library, problem):
-    """A score function changes the weights of both calls; a bias errs as scores do, but for their products."""
+    """Check that a score function changes the weights of both calls; a bias has the error of scores."""
     q, k, v, mask, causal = problem
     lengths = q.shape[-2], k.shape[-2]
     bias = np.random.default_rng(lengths).standard_normal((q.shape[-3], *lengths))
     allowed = mask.toarray(*lengths, batch=q.shape[:-3], num_heads=q.shape[-3])
     eligible = library.masks.Causal(causal).toarray(*lengths) if causal else np.ones(lengths, bool)
-    kept = library.recall(q, k, v, mask, causal=causal, score=library.scores.bias(bias))
+    recalled = library.recall(q, k, v, mask, causal=causal, score=library.scores.bias(bias))
     has_key = np.broadcast_to(eligible.any(-1), q.shape[:-1])
     exact = np.where(has_key, (weights(q, k, eligible, bias) * allowed).sum(-1), 1)
-    np.testing.assert_allclose(kept.mass, exact, rtol=tolerance(q, k, EXACT, (1, 1), np.abs(bias).max()))
+    np.testing.assert_allclose(recalled.mass, exact, rtol=tolerance(q, k, EXACT, (1, 1), np.abs(bias).max()))
 
 
 @settings(max_examples=60)
@@ -115,8 +119,12 @@ def test_the_mass_is_that_of_the_changed_scores(problem):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_everything_is_kept_by_a_mask_of_everything(dtype):
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 40, 8)).astype(dtype)
-    kept = cuflash.recall(q, k, v, masks.Band(), causal=True, scale=3.0)
-    assert (kept.mass == 1).all() and kept.output_error == 0 and kept.mass.dtype == max(dtype, np.float32, key=np.dtype)
+    recalled = cuflash.recall(q, k, v, masks.Band(), causal=True, scale=3.0)
+    assert (
+        (recalled.mass == 1).all()
+        and recalled.output_error == 0
+        and recalled.mass.dtype == max(dtype, np.float32, key=np.dtype)
+    )
     nothing = cuflash.recall(q, k, v, ~masks.Band(), scale=3.0)
     assert (nothing.mass == 0).all() and nothing.output_error == 1
 
