@@ -21,8 +21,8 @@ class KeyTile(NamedTuple):
 
 
 def finishing_order(dq_order: DqSemaphoreOrder, num_groups: int, num_tiles: int) -> list[KeyTile]:
-    """The tiles of the heads whose dQ is finished by blocks, in the order in which blocks take them."""
-    found = []
+    """Return the tiles of the heads whose dQ blocks finish, in the order in which blocks process them."""
+    order = []
     for round_ in range(num_groups + dq_order.last_tile_lead + dq_order.first_tile_lag):
         for numbers, delay in (
             ([num_tiles - 1], 0),
@@ -31,10 +31,10 @@ def finishing_order(dq_order: DqSemaphoreOrder, num_groups: int, num_tiles: int)
         ):
             if 0 <= round_ - delay < num_groups:
                 first = (round_ - delay) * dq_order.heads_per_group
-                found += [
+                order += [
                     KeyTile(first + place, number) for number in numbers for place in range(dq_order.heads_per_group)
                 ]
-    return found
+    return order
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def by_last(*, finishes: bool) -> Iterator[None]:
 
 @contextmanager
 def cut_from(keys: float) -> Iterator[None]:
-    """Make plans in which tiles of sequences with so many keys on average end with them."""
+    """Make plans in which tiles of sequences whose average length is this number of keys end with them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sm90, "LONG_SEQUENCE", keys)
         with plans_of_its_own():

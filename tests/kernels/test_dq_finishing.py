@@ -66,7 +66,7 @@ OTHERS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "few heads": ((16, 1024, 64), {"causal": True}),
     "documents": ((512, 1024, 64), {"mask": masks.Documents(np.arange(1024) // 100)}),
     "a list": ((512, 4096, 64), {"mask": masks.BlockPattern(np.tri(32) > 0, 128)}),
-    "columns that are no whole packets": ((512, 1024, 60), {"causal": True}),
+    "columns that are not whole packets": ((512, 1024, 60), {"causal": True}),
     "wide": ((512, 1024, 192), {"causal": True}),
     "one tile of keys": ((2048, 128, 64), {"causal": True}),
     "deterministic": ((512, 1024, 64), {"causal": True, "deterministic": True}),
@@ -342,9 +342,9 @@ def example_of(way: str, name: str, dtype: str = "float16") -> Example:
 def assert_all_right(way: str, example: Example, run: Run, machine: Any = None) -> dict[str, Any]:
     with WAYS[way].plans():
         WAYS[way].check(plan_of(example, run), example)
-        found = call(example, run, machine, margin=ALIGNED)
-    assert_within_bounds(example, **found)
-    return found
+        results = call(example, run, machine, margin=ALIGNED)
+    assert_within_bounds(example, **results)
+    return results
 
 
 @sampled_on_simulator(
@@ -356,10 +356,10 @@ def test_gradients_are_within_their_bounds(run: Run, way: str, name: str, dtype:
     with WAYS[way].others(example):
         other = plan_of(example, run).specs["backward"]
         expected = call(example, run, margin=ALIGNED)
-    found = assert_all_right(way, example, run)
+    results = assert_all_right(way, example, run)
     with WAYS[way].plans():
         assert plan_of(example, run).specs["backward"] != other
-    assert all(found[each].tobytes() == expected[each].tobytes() for each in WAYS[way].same)
+    assert all(results[each].tobytes() == expected[each].tobytes() for each in WAYS[way].same)
 
 
 @on_sm90
@@ -422,9 +422,9 @@ def test_what_stands_at_queries_and_keys_that_nobody_sees_never_matters(run: Run
     for name, start in unseen.items():
         poisoned[name][..., start : start + 128, :] = np.nan
     with WAYS["lists"].plans():
-        found = call(clean.but(**poisoned), run, margin=ALIGNED)
-    assert_within_bounds(clean, **found)
-    assert not found["dq"][..., 256:384, :].any()
+        results = call(clean.but(**poisoned), run, margin=ALIGNED)
+    assert_within_bounds(clean, **results)
+    assert not results["dq"][..., 256:384, :].any()
 
 
 def outside_poisoned(example: Example) -> Example:
@@ -441,8 +441,8 @@ def outside_poisoned(example: Example) -> Example:
 def test_what_belongs_to_no_sequence_never_matters(run: Run, name: str, way: str) -> None:
     clean = half(INTERVALS[name])
     with WAYS[way].plans():
-        found = call(outside_poisoned(clean), run, margin=ALIGNED)
-    assert_within_bounds(clean, **found)
+        results = call(outside_poisoned(clean), run, margin=ALIGNED)
+    assert_within_bounds(clean, **results)
 
 
 @needs_compiler
@@ -456,8 +456,8 @@ def test_results_that_must_repeat_do_so_where_sequences_are_cut(name: str) -> No
     first = call(example, run, margin=ALIGNED)
     assert_within_bounds(example, **first)
     for schedule in hostile_schedules(name):
-        found = call(example, run, FewBlocks(schedule, most=1 + schedule.seed % 3), margin=ALIGNED)
-        assert all(found[each].tobytes() == first[each].tobytes() for each in found)
+        results = call(example, run, FewBlocks(schedule, most=1 + schedule.seed % 3), margin=ALIGNED)
+        assert all(results[each].tobytes() == first[each].tobytes() for each in results)
 
 
 def many_blocks(block: int) -> masks.Mask:
@@ -479,5 +479,5 @@ def test_tiles_that_come_at_once_are_waited_for(dim: int, way: str, mask: masks.
     example = half(Structure(num_heads=40, seqlen_q=1024, seqlen_kv=1024, head_dim=dim, value_dim=dim, mask=mask))
     first = assert_all_right(way, example, GPU90)
     for _ in range(20):
-        found = assert_all_right(way, example, GPU90)
-        assert all(found[each].tobytes() == first[each].tobytes() for each in ("o", "lse", "dk", "dv"))
+        results = assert_all_right(way, example, GPU90)
+        assert all(results[each].tobytes() == first[each].tobytes() for each in ("o", "lse", "dk", "dv"))

@@ -28,7 +28,7 @@ SHARED_DQ = Structure(num_heads=2, num_kv_heads=1, seqlen_q=40, seqlen_kv=150, s
 
 
 def gradients_in_turns_are_right() -> None:
-    """Blocks store, add to and finish dQ in the order of their semaphores, and take tiles from a counter."""
+    """Check that blocks store, add to and finish dQ in the order of their semaphores, and take tiles from a counter."""
     example = SIM90.rounded(IN_TURNS.example())
     with on_few_processors():
         machine = Simulator(sim.Schedule(order="random", copies="random", resident_blocks=3), "blocks")
@@ -36,18 +36,18 @@ def gradients_in_turns_are_right() -> None:
 
 
 def sums_of_blocks_are_right() -> None:
-    """Blocks add to dQ, and to gradients of arrays that a score function reads, at the same time."""
+    """Check that blocks add to dQ, and to gradients of arrays that a score function reads, at the same time."""
     example, run = SHARED_DQ.example(), replace(SIM, kernel="simt")
     machine = Simulator(sim.Schedule(order="random", resident_blocks=3), "blocks")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "_SIMULATOR", machine)
         assert_within_bounds(example, **run.everything(example))
         probe = Probe("float32", MASKS["lengths"])
-        probe.check(probe.found(run, WRT))
+        probe.check(probe.run_results(run, WRT))
 
 
 def parts_are_merged_after_they_are_written() -> None:
-    """The last block to arrive merges the parts of all, with the bits of blocks that run one after another."""
+    """Check that the last block to arrive merges all parts, with the bits of blocks that run one by one."""
     call, device = drawn(KINDS["many parts"], (300, 130)), KINDS["many parts"]["device"]
     machine = Simulator(sim.Schedule(order="random", copies="random", resident_blocks=3), "blocks")
     results = attended(SIM, call, device=device, target=machine)[:2]
@@ -55,7 +55,7 @@ def parts_are_merged_after_they_are_written() -> None:
 
 
 def lengths_are_set_after_they_are_read() -> None:
-    """The last block of a sequence to read its length sets the new one."""
+    """Check that the last block of a sequence to read its length sets the new one."""
     machine = Simulator(sim.Schedule(order="random", resident_blocks=3), "blocks")
     counts = (26, 10, 1, 4)
     rows, k, v, lengths, _ = appended(SIM, np.float32, (256, 256), counts, num_rows=26, target=machine)

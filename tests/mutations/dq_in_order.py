@@ -17,7 +17,7 @@ SIGNS = (AssertionError, RuntimeError, SimulationError)
 
 
 def sums_of_dq_are_in_order() -> None:
-    """Blocks run together, so that one that does not wait for another has other bits, or a sum that is not there."""
+    """Run blocks concurrently, so that a block that does not wait for another gives other bits or a missing sum."""
     check("dropout", "causal", "128", TOGETHER)
 
 
@@ -34,7 +34,7 @@ def stored_parts_are_right() -> None:
 
 
 def parts_are_printed(library: ModuleType) -> None:
-    """The copy of the library prints the functions; its kernels are those of the installed one."""
+    """Check functions that the copy of the library prints; its kernels are those of the installed one."""
     importlib.import_module(f"{library.__name__}.compiler.source").KERNELS = sources.KERNELS
     check_stored_parts(library)
 
@@ -90,7 +90,7 @@ FAULTS = {
         ),
     },
     sums_of_arrays_end_with_a_tile: {
-        "sums go on with a block's next tile": Edit(
+        "sums continue with a block's next tile": Edit(
             "sm90/backward.cu", "end_step", "finish_sums(score, of_steps); of_steps = {};", ""
         ),
         "a tile's sums are added again": Edit("sm90/backward.cu", "end_step", "of_steps = {};", ""),

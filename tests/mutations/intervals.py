@@ -48,14 +48,14 @@ _CASES = (
 
 
 def intervals_are_those_of_the_array_form() -> None:
-    """Kernels find what array operations find, in any order of threads."""
+    """Check that kernels find what array operations find, in any order of threads."""
     for number, (shape, mask) in enumerate(_CASES):
         schedule = sim.Schedule(seed=number, order=("random", "priorities")[number % 2], shuffle_lanes=True)
         assert_found(mask, shape, *on_simulator(mask, shape, schedule))
 
 
 def queries_are_cut_into_tiles() -> None:
-    """Each query is in one tile, long sequences share none, and short ones share some."""
+    """Check that each query is in one tile, long sequences share none, and short ones share some."""
     long = [0, 70, 165, 320]
     assert tiles_of(masks.Sequences(np.array(long), causal=True), 320, 320) == alone(long)
     assert (64, 70) in tiles_of(masks.Sequences(np.array([0, 70, 75, 80, 160]), causal=True), 160, 160)
@@ -81,7 +81,7 @@ def backward_tiles_end_with_sequences(library: ModuleType) -> None:
 
 
 def calls_read_offsets_anew(library: ModuleType) -> None:
-    """Offsets are no part of the key of a call; all that decides how kernels read them is."""
+    """Check that the key of a call excludes offsets, and has all that decides how kernels read them."""
     contents_of = part(library, "masks.one_array").mask_contents
 
     def layout(*arrays):
@@ -164,7 +164,7 @@ FAULTS = {
         "blocks that are begun do not count": Edit(
             KERNEL, "num_blocks_of", "(length - 1) / block + 1", "length / block"
         ),
-        "long blocks are told apart": Edit(KERNEL, "num_blocks_of", "0, kMaxLength", "0, 1 << 20"),
+        "long blocks are distinguished": Edit(KERNEL, "num_blocks_of", "0, kMaxLength", "0, 1 << 20"),
         "the shortest come first": Edit(ORDERS, "put_in_order", "other_length > length", "other_length < length"),
         "of equally long ones the first comes first": Edit(
             ORDERS, "put_in_order", "&& other > number", "&& other < number"
@@ -174,7 +174,7 @@ FAULTS = {
         "a sequence starts a tile early": Edit(
             KERNEL, "tile_start", "first_number(middle) <= number", "first_number(middle) <= number + 1"
         ),
-        "tiles go on in the next sequence": Edit(KERNEL, "tile_start", "bound(sequence + 1)", "length"),
+        "tiles continue in the next sequence": Edit(KERNEL, "tile_start", "bound(sequence + 1)", "length"),
         "rows behind the last sequence have no tiles": Edit(
             KERNEL, "tile_start", "end = num_offsets + 1", "end = num_offsets"
         ),
@@ -252,7 +252,7 @@ FAULTS = {
         ),
     },
     backward_tiles_end_with_sequences: {
-        "tiles go on in the next sequence": Edit(
+        "tiles continue in the next sequence": Edit(
             PARTS, "tile_starts", "np.minimum(starts, of_matrix[sequence + 1])", "np.minimum(starts, of_matrix[-1])"
         ),
         "tiles start a sequence early": Edit(PARTS, "tile_starts", 'side="right") - 1', 'side="left") - 1'),

@@ -22,15 +22,17 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def operations_are_right(library: ModuleType) -> None:
-    """Random operations hold what arrays hold, a window of a long sequence reads its last pages, and rows that are not
-    counted attend nothing."""
+    """Check random operations against arrays.
+
+    A window of a long sequence reads its last pages, and rows that are not counted attend nothing.
+    """
     pages = {"page_size": 16, "num_pages": 4}
     cache = library.KVCache(batch=1, num_kv_heads=1, head_dim=4, capacity=64, dtype=np.float32, **pages)
     rows = np.random.default_rng(0).standard_normal((1, 1, 50, 4)).astype(np.float32)
     cache.append(rows, rows)
     last = rows[:, :, -4:]
-    found = cache.attention(rows[:, :, -1:], window=(3, 0))
-    assert_within_bounds(Example(q=rows[:, :, -1:], k=last, v=last), o=found)
+    o = cache.attention(rows[:, :, -1:], window=(3, 0))
+    assert_within_bounds(Example(q=rows[:, :, -1:], k=last, v=last), o=o)
     cache.truncate([1])
     beside_inf = cache.attention(last, counts=[0], sink=np.full(1, np.inf, np.float32), return_lse=True)
     assert all(np.isnan(x).all() for x in beside_inf)
@@ -50,7 +52,7 @@ def filled(library: ModuleType, **pages: int) -> Any:
 
 
 def pages_are_used_sparingly(library: ModuleType) -> None:
-    """Forks share pages, the last owner writes in place, and pages that are given back are free."""
+    """Check that forks share pages, the last owner writes in place, and released pages are free."""
     cache = a_cache(library, page_size=16, num_pages=3)
     cache.append(np.repeat(K, 7, axis=2)[:, :, :20], np.repeat(K, 7, axis=2)[:, :, :20], counts=[20, 0])
     cache.fork(0, 1)
@@ -84,7 +86,7 @@ class Device:
 
 
 def a_device_has_lengths_and_pages(library: ModuleType) -> None:
-    """Rows are as many as a device has counted, and it has the pages of a cache whenever they change."""
+    """Check that lengths are those counted by the device, which receives the pages whenever they change."""
     cache, module = filled(library, page_size=16, num_pages=4), part(library, "cache.on_device")
     cache._state.device = device = Device([5, 2])
     cache._state.is_counted_on_device = True
@@ -235,7 +237,7 @@ FAULTS = {
             "cache/arguments.py", "out_reasons", "+ overlap_reasons(\"out\", out, inputs)", ""
         ),
     },
-    takes(lambda library: copy.copy(made := filled(library)).k is not made.k): {
+    takes(lambda library: copy.copy(cache := filled(library)).k is not cache.k): {
         "a copy writes over the rows of its original": Edit(
             FILE, "KVCache.__copy__", "return deepcopy(self)", "return self"
         ),

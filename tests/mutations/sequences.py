@@ -14,7 +14,7 @@ SIGNS = (AssertionError, ValueError, IndexError, ArithmeticError)  # exceptions 
 
 
 def sequences_are_right(library: ModuleType) -> None:
-    """A mask of sequences equals its definition."""
+    """Check that a mask of sequences equals its definition."""
     hunt(sequences(), seeds=2)(lambda drawn: check_mask(library, drawn))
 
 

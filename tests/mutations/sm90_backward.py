@@ -344,7 +344,7 @@ FAULTS = {
         ),
     },
     sm90_guards.gradients_of_cut_sequences_are_right: {
-        "a tile goes on in the next sequence": Edit(
+        "a tile continues in the next sequence": Edit(
             PARTS, "SequenceParts.last", "min(starts[number + 1], starts[number] + Height)", "starts[number] + Height"
         ),
         "keys of the next sequence are stored too": Edit(
@@ -478,7 +478,7 @@ FAULTS = {
         "the last addition is not told": Edit(
             "sm90/dq_writer.cuh", "dq_writer_fused", "} signal_previous();", "}"
         ),
-        "what is told may not be made yet": Edit(
+        "a signal may precede the result": Edit(
             "sm90/dq_writer.cuh", "dq_writer_fused", "tile::wait_bulk_copies(); tile::signal(", "tile::signal("
         ),
         "the queries' room is left before they are asked": Edit(

@@ -136,7 +136,7 @@ PROBES = guards(calls)
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the library with its bytecode, which takes longest to make, beside its sources."""
+    """Copy the library with its bytecode, which takes longest to create, next to its sources."""
     folder = tmp_path_factory.mktemp("library") / planting.LIBRARY.name
     shutil.copytree(planting.LIBRARY, folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -150,7 +150,7 @@ def edited(
     compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[Edit], ModuleType]]:
     """Import a copy of the library with one edit, or with none, under a name of its own."""
-    monkeypatch.setattr(sys, "pycache_prefix", None)  # bytecode is beside the copies
+    monkeypatch.setattr(sys, "pycache_prefix", None)  # bytecode is next to the copies
 
     def load(edit: Edit | None) -> ModuleType:
         name = f"cuflash_edited_{abs(hash(edit))}"

@@ -84,8 +84,8 @@ COMPARED = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCE
 def blocks(page: Path) -> list[Block]:
     text = page.read_text("utf-8")
     return [
-        Block(found["source"], found["output"], text.count("\n", 0, found.start("source")), found["needs"] or "")
-        for found in FENCE.finditer(text)
+        Block(match["source"], match["output"], text.count("\n", 0, match.start("source")), match["needs"] or "")
+        for match in FENCE.finditer(text)
     ]
 
 
@@ -214,14 +214,14 @@ def test_pages_import_what_the_reference_lists(page: Path) -> None:
 def test_links_and_paths_lead_somewhere(page: Path) -> None:
     text = page.read_text("utf-8")
     links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)", text, re.MULTILINE)
-    found = {page.parent / link.partition("#")[0] for link in links if "://" not in link}
+    paths = {page.parent / link.partition("#")[0] for link in links if "://" not in link}
     for path in re.findall(r"`([\w.-]+/[\w./-]*)`", text):
         # Paths are relative to the repository, or in short to the library or to its kernels. Experiments make build/.
         if path.startswith("build/"):
             continue
         roots = [root for root in (ROOT, ROOT / "cuflash", ROOT / "kernels_cu") if (root / path.split("/")[0]).is_dir()]
-        found |= {roots[0] / path} if roots and not any((root / path).exists() for root in roots) else set()
-    assert sorted(str(path) for path in found if not path.exists()) == []
+        paths |= {roots[0] / path} if roots and not any((root / path).exists() for root in roots) else set()
+    assert sorted(str(path) for path in paths if not path.exists()) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -253,7 +253,7 @@ def test_a_decision_has_its_four_parts_in_few_lines(name: str) -> None:
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_numbers_of_a_decision_are_in_the_results_that_it_names(name: str) -> None:
-    """Every number in a table's cells, but for each row's first, is in those files, perhaps with more digits."""
+    """Every number in a table's cells, except each row's first, is in those files, perhaps with more digits."""
     tables = re.findall(r"^\|--.*\n((?:\|.*\n)+)", SECTIONS[name], re.MULTILINE)
     rows = [row.strip("| ").split("|") for table in tables for row in table.splitlines()]
     cells = {number for _, *row in rows for cell in row for number in NUMBER.findall(cell)}

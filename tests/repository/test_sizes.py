@@ -27,7 +27,7 @@ def lines_of(node: ast.stmt) -> range:
 
 def code_lines(text: str) -> set[int]:
     """Return the numbers of the lines that hold code, those of docstrings and overloads left out."""
-    found = {
+    numbers = {
         number
         for token in tokenize.generate_tokens(io.StringIO(text).readline)
         if token.type not in WITHOUT_CODE
@@ -35,10 +35,10 @@ def code_lines(text: str) -> set[int]:
     }
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.Module, ast.ClassDef, Function)) and ast.get_docstring(node, clean=False) is not None:
-            found -= set(lines_of(node.body[0]))
+            numbers -= set(lines_of(node.body[0]))
         if isinstance(node, Function) and "overload" in map(ast.unparse, node.decorator_list):
-            found -= {*lines_of(node), *(decorator.lineno for decorator in node.decorator_list)}
-    return found
+            numbers -= {*lines_of(node), *(decorator.lineno for decorator in node.decorator_list)}
+    return numbers
 
 
 def with_bases(name: str, classes: dict[str, ast.ClassDef]) -> list[ast.ClassDef]:
@@ -112,9 +112,9 @@ def test_kernel_functions_are_short(path: Path) -> None:
 
 def test_long_kernel_functions_are_named() -> None:
     body = "  f();\n" * (MOST_OF_KERNEL_FUNCTION - 2)
-    kept = f"struct Long {{\n  int x;\n{'  int y;' * 3}\n  void g() {{\n{body}  }}\n  void i() {{}}\n}};\n"
+    source = f"struct Long {{\n  int x;\n{'  int y;' * 3}\n  void g() {{\n{body}  }}\n  void i() {{}}\n}};\n"
     template = "template <class A>\n__device__ void h(A) {{\n{0}}}\n"
-    assert long_kernel_functions(kept) == []
-    assert long_kernel_functions(kept.replace("  int x;", body)) == []  # a class may be longer
+    assert long_kernel_functions(source) == []
+    assert long_kernel_functions(source.replace("  int x;", body)) == []  # a class may be longer
     assert long_kernel_functions(template.format(body)) == ["h"]
-    assert long_kernel_functions(kept.replace(body, body + "  f();\n")) == ["Long.g"]
+    assert long_kernel_functions(source.replace(body, body + "  f();\n")) == ["Long.g"]

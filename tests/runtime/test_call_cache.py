@@ -62,7 +62,7 @@ def test_it_is_a_least_recently_used_cache_without_the_calls_of_dead_owners(step
 
 
 def check_freed(kind=CallCache):
-    """Calls that have left are freed, even the last one that was used."""
+    """Check that calls that have left are freed, even the last one that was used."""
     cache, owner, call = kind(1), Owner(), Owner()
     seen = weakref.ref(call)
     cache.put((id(owner), 1), call, owner)

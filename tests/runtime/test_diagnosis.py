@@ -183,10 +183,10 @@ def test_the_simulators_cache_is_measured_or_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_what_a_terminal_has_no_letter_for_is_printed_too(tmp_path: Path) -> None:
-    here = tmp_path / "é"
-    shutil.copytree(Path(room.__file__).parent, here / "cuflash", ignore=shutil.ignore_patterns("__pycache__"))
+    folder = tmp_path / "é"
+    shutil.copytree(Path(room.__file__).parent, folder / "cuflash", ignore=shutil.ignore_patterns("__pycache__"))
     command, environment = [sys.executable, "-m", "cuflash"], {**os.environ, "PYTHONIOENCODING": "ascii"}
-    run = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
     assert (run.returncode, r"\xe9" in run.stdout) == (0, True), run.stderr
 
 

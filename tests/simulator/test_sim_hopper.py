@@ -294,8 +294,8 @@ def run_bug(name: str, block: int = 128, copies: str = "late") -> None:
 
 @pytest.mark.parametrize("name", FOUND)
 def test_a_broken_rule_is_reported_at_its_line(name: str) -> None:
-    found = FOUND[name].replace("{line}", f"bugs.cu:{line_of(BUGS, f'// {name}')}")
-    with pytest.raises(sim.SimulationError, match=found):
+    message = FOUND[name].replace("{line}", f"bugs.cu:{line_of(BUGS, f'// {name}')}")
+    with pytest.raises(sim.SimulationError, match=message):
         run_bug(name)
     run_bug("")  # and the next launch is not disturbed
 
