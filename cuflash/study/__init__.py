@@ -1,4 +1,4 @@
-"""Studies of calls: the mass that a sparse mask keeps, surveys of block patterns, rooflines of kernels, and memory."""
+"""Studies of calls: recall of sparse masks, surveys of block patterns, rooflines of kernels, and memory sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["study_report"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the command when it is asked for: the library itself does not need it."""
+    """Import the command on first use, because the library itself does not need it."""
     if name == "study_report":
         from .command import study_report
 

@@ -59,7 +59,7 @@ def test_data_and_selectors_of_ones_own_take_part(
     for wrong in ({"names": ("selector_of_a_test:none",)}, {"names": ("selector_of_a_test:number",)}):
         with pytest.raises(ValueError, match="selector_of_a_test"):
             shootout.Config(**wrong)
-    with pytest.raises(ValueError, match="none.npz must be an .npz file; there is no such file"):
+    with pytest.raises(ValueError, match="none.npz must be an .npz file; the file does not exist"):
         shootout.Config(data=("none.npz",))
 
 

@@ -80,7 +80,7 @@ def test_the_command_says_what_a_cache_takes() -> None:
     ungrouped = kv_cache_bytes(num_kv_heads=64, tokens=[100, 100], **model) / 2**30
     longest = largest_length(2 * 2**30, num_kv_heads=8, batch=2, **model)
     told = [line.split() for line in memory_report([*sizes, *more]).splitlines()]
-    assert told[0] == ["a", "token", "640.00", "KiB"]
+    assert told[0] == ["one", "token", "640.00", "KiB"]
     assert told[1] == ["2", "x", "100", "tokens", f"{whole:.2f}", "GiB"]
     assert told[2][:5] == ["with", "64", "heads", f"{ungrouped:.2f}", "GiB"]
     assert told[3][:5] == ["in", "2", "GiB", str(longest), "tokens"]
@@ -91,7 +91,8 @@ def test_the_command_says_what_a_cache_takes() -> None:
     [
         ("--layers 2", "the following arguments are required"),
         ("--dtype float17", "error: --dtype must be a NumPy dtype or its name;"),
-        ("--dtype bool", "error: --dtype must be one of numbers; got bool"), ("--kv-heads x", "invalid int value: 'x'"),
+        ("--dtype bool", "error: --dtype must be a dtype of numbers; got bool"),
+        ("--kv-heads x", "invalid int value: 'x'"),
         ("--page-size 0", "error: --page-size must be a multiple of 16, at most 1024; got 0"),
         ("--available nan", "error: --available must be a number of GiB from 0 to 2**70; got nan"),
         ("--layers 0 --head-dim -1", "--layers must be at least 1; got 0; --head-dim must be at least 1; got -1"),

@@ -134,6 +134,6 @@ def test_wrong_inputs_are_refused_as_attention_refuses_them():
         cuflash.recall(q, q, q, masks.Causal(), scale=np.nan)
     with pytest.raises(TypeError, match="mask must be a Mask"):
         cuflash.recall(q, q, q, "causal")
-    with pytest.raises(TypeError, match=r"mask must be .* of the keys to keep; got None: masks.Band\(\) keeps all"):
+    with pytest.raises(TypeError, match=r"mask must be .* keys to keep; got None: use masks.Band\(\) to keep all"):
         cuflash.recall(q, q, q, None)
     np.testing.assert_array_equal(cuflash.recall(q, q, q, masks.Band()).mass, np.ones((2, 4)))

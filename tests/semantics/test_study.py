@@ -114,7 +114,7 @@ def test_the_command_prints_tables_and_writes_rows_and_a_picture(archive: Path) 
     assert run.returncode == 0, run.stderr
     rows = rows_of()
     lines = run.stdout.splitlines()
-    assert lines[0] == "my.npz: 2 x 4 heads on 2 of keys and values, 50 tokens, 8 dims" == run.stderr.splitlines()[0]
+    assert lines[0] == "my.npz: 2 x 4 heads on 2 key/value heads, 50 tokens, 8 dims" == run.stderr.splitlines()[0]
     assert [line for line in lines if line.startswith("softmax")] == [
         f"softmax mass kept (density), blocks of {block}" for block in (16, 8)
     ]
@@ -183,7 +183,7 @@ def test_a_limit_has_the_densest_size_within_it_and_an_empty_row_has_its_reason(
     [
         ([(1, 40, 4, 8)] * 3, "1 x 40 heads, 4 tokens, 8 dims"),
         ([(4, 8)] * 3, "one head, 4 tokens, 8 dims"),
-        ([(6, 4, 8), (2, 4, 8), (2, 4, 16)], "6 heads on 2 of keys and values, 4 tokens, 8 dims (16 of values)"),
+        ([(6, 4, 8), (2, 4, 8), (2, 4, 16)], "6 heads on 2 key/value heads, 4 tokens, 8 dims (16 for values)"),
     ],
 )
 def test_arrays_that_nothing_fits_are_said_as_they_were_read(
@@ -193,7 +193,7 @@ def test_arrays_that_nothing_fits_are_said_as_they_were_read(
     with pytest.raises(SystemExit) as left:
         study_report(["my.npz"])
     out, err = capsys.readouterr()
-    told = f"python -m cuflash study: error: my.npz was read as {read}: swap axes, or nothing fits ("
+    told = f"python -m cuflash study: error: my.npz was read as {read}, and every pattern exceeds every density limit ("
     assert left.value.code == 1 and out == "" and err.splitlines()[-1].startswith(told)
     assert ("q.swapaxes(-3, -2)" in err) == (len(shapes[0]) > 2)
 
@@ -215,7 +215,7 @@ def test_scores_of_any_size_have_finite_rows(size: float, scale: float | None, c
 
 def test_scores_that_overflow_float64_are_refused(archive: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.savez("my.npz", q=1e200 * Q, k=1e200 * K, v=V)
-    refused(WORDS, "q and k must have finite scores; got some that overflow: divide q or k", capsys)
+    refused(WORDS, "q and k must have finite scores; got scores that overflow: divide q or k", capsys)
 
 
 OWN = """
@@ -255,12 +255,12 @@ def test_patterns_of_ones_own_are_measured(archive: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "told"),
     [
-        ("nowhere:f", "nowhere:f must be MODULE:NAME of a module in this folder or of an installed one; No module"),
-        ("cuflash:nothing", "cuflash:nothing must be MODULE:NAME of a module in this folder or of an installed one; m"),
+        ("nowhere:f", "nowhere:f must be MODULE:NAME of a module in this folder or of an installed module; No module"),
+        ("cuflash:nothing", "cuflash:nothing must be MODULE:NAME of a module in this folder or of an installed module"),
         ("cuflash:__version__", "must be a mask, or a function of (q, k, *, block, density, causal); got '"),
-        ("none.npz", "none.npz must be an .npz file; there is no such file"),
-        ("my.npz", "my.npz must hold one array, or name one: my.npz:ARRAY; got q, k, v"),
-        ("my.npz:w", "my.npz must hold one array, or name one: my.npz:ARRAY; got q, k, v"),
+        ("none.npz", "none.npz must be an .npz file; the file does not exist"),
+        ("my.npz", "my.npz must hold one array; got q, k, v: use my.npz:ARRAY to name one"),
+        ("my.npz:w", "my.npz must hold one array; got q, k, v: use my.npz:ARRAY to name one"),
         ("my.npz:q", "my.npz must hold booleans [..., grid, grid], one for each block; got an array of shape (2, 4,"),
     ],
 )
@@ -300,35 +300,36 @@ def refused(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("none.npz", "none.npz must be an .npz file; there is no such file"),
+        ("none.npz", "none.npz must be an .npz file; the file does not exist"),
         ("", "the following arguments are required: archive"),
-        ("text.npz", "text.npz must be an .npz file of numbers, as numpy.savez writes it; got"),
-        ("half.npz", "half.npz must be an .npz file of numbers, as numpy.savez writes it; got File is not a zip file"),
-        ("torn.npz", "torn.npz must be an .npz file of numbers, as numpy.savez writes it; got Bad CRC-32"),
+        ("text.npz", "text.npz must be an .npz file of numbers, written by numpy.savez; got"),
+        ("half.npz", "half.npz must be an .npz file of numbers, written by numpy.savez; got File is not a zip file"),
+        ("torn.npz", "torn.npz must be an .npz file of numbers, written by numpy.savez; got Bad CRC-32"),
         (".", "Is a directory"),
         ("one.npy", "one.npy must be an .npz file of q, k and v; got one array: use numpy.savez"),
-        ("few.npz", "few.npz must hold k, v; got q, other: --names says how q, k and v are called"),
-        ("objects.npz", "objects.npz must be an .npz file of numbers, as numpy.savez writes it; got Object arrays"),
+        ("few.npz", "few.npz must hold k, v; got q, other: pass the names of q, k and v as --names"),
+        ("objects.npz", "objects.npz must be an .npz file of numbers, written by numpy.savez; got Object arrays"),
         ("whole.npz", "q must be float16, bfloat16, float32 or float64; got int64"),
         ("nan.npz", "v must be finite; got inf or NaN"),
-        ("lengths.npz", "q and k must be of equally many tokens; got 50 and 40"),
+        ("lengths.npz", "q and k must have equally many tokens; got 50 and 40"),
         ("heads.npz", "q's 4 heads must be a multiple of k's 3"),
-        ("empty.npz", "q must hold a query; got shape"),
+        ("empty.npz", "q must hold at least one query; got shape"),
         (
             "my.npz --patterns windows",
-            f"--patterns must be of {', '.join(PATTERNS)}, with spaces between, MODULE:NAME or FILE.npz; got windows",
+            f"--patterns must be names among {', '.join(PATTERNS)}, separated by spaces, MODULE:NAME or FILE.npz; "
+            "got windows",
         ),
         ("my.npz --blocks 0 16", "--blocks must be positive; got 0"),
-        ("my.npz --blocks x", "argument --blocks: takes ints with spaces between; got 'x'"),
-        ("my.npz --densities 0.5 1.5", "--densities must lie in (0, 1]; got 1.5"),
-        ("my.npz --densities nan", "--densities must lie in (0, 1]; got nan"),
+        ("my.npz --blocks x", "argument --blocks: takes ints separated by spaces; got 'x'"),
+        ("my.npz --densities 0.5 1.5", "--densities must be in (0, 1]; got 1.5"),
+        ("my.npz --densities nan", "--densities must be in (0, 1]; got nan"),
         ("my.npz --csv there/is/none.csv", "--csv must be in a folder that exists; got there/is/none.csv"),
-        ("my.npz --csv text.csv", "text.csv must hold earlier studies; got another file: name another --csv"),
+        ("my.npz --csv text.csv", "text.csv must hold earlier studies; got a different file: name a different --csv"),
         ("my.npz --csv my.png", "--csv must end with .csv; got my.png"),
         ("my.npz --csv .", "--csv must end with .csv; got ."),
         ("my.npz --plot my.txt", "--plot must end with .png, .pdf, .svg; got my.txt"),
         ("my.npz --scale nan", "scale must be a finite number or None; got nan"),
-        ("my.npz --blocks 0 --densities 2", "--blocks must be positive; got 0; --densities must lie in (0, 1]; got 2"),
+        ("my.npz --blocks 0 --densities 2", "--blocks must be positive; got 0; --densities must be in (0, 1]; got 2"),
     ],
 )
 def test_wrong_arguments_and_files_get_one_line(
