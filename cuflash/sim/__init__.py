@@ -1,4 +1,4 @@
-"""The simulator: runs the same CUDA source, compiled by g++, on simulated thread blocks, checked and reproducible."""
+"""The simulator, which compiles CUDA kernels with g++ and runs them on simulated thread blocks, reproducibly."""
 
 from .compiler import BuildError, Sanitizer, build, preload_environment
 from .launch import Kernel, Schedule, SimulationError

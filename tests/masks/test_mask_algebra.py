@@ -172,11 +172,11 @@ def test_attention_takes_what_stands_for_a_mask(executor, name):
 
 
 REFUSED = {
-    "a list": (lambda: masks.Causal() & ["a"], TypeError, r"mask must be an array; got \['a'\]: lists may hold"),
+    "a list": (lambda: masks.Causal() & ["a"], TypeError, r"mask must be an array; got \['a'\]: a list may contain"),
     "an int": (lambda: masks.Causal() | 3, TypeError, "mask must be a Mask, .* got 3"),
     "a class": (lambda: masks.Causal() & masks.Causal, TypeError, "got the class Causal: call it"),
     "the class BlockIndex": (lambda: BlockIndex & masks.Causal(), TypeError, "got the class BlockIndex: call it"),
-    "ints": (lambda: np.eye(3) & masks.Causal(), UnsupportedProblem, "mask must be boolean, .* bias=.* by mask != 0"),
+    "ints": (lambda: np.eye(3) & masks.Causal(), UnsupportedProblem, "mask must be boolean, .* bias=.* with mask != 0"),
     "a rule of two": (
         lambda: masks.Causal() | (lambda i, j: i == j), TypeError, r"coordinates \(b, h, i, j\); .*\(i, j\)"
     ),

@@ -240,7 +240,7 @@ NUMBERS_REFUSED = {
     "a dilation of longformer": (
         lambda: patterns.longformer((2, 2), dilation=1.0), "dilation must be an int of at least 1"
     ),
-    "a window of longformer": (lambda: patterns.longformer(3), "got 3: (3, 0) is 3 tokens before the query"),
+    "a window of longformer": (lambda: patterns.longformer(3), "got 3: use (3, 0) for 3 tokens before the query"),
     "a window between the dilation's keys": (
         lambda: patterns.longformer((4, 3), dilation=2), "window must be two multiples of dilation=2; got (4, 3)"
     ),

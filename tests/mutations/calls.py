@@ -170,7 +170,7 @@ FAULTS = {
         ),
         "a list next to float32 has float64": Edit(
             "layouts.py", "dtypes_of_lists",
-            "next((dtype for dtype in found if dtype in DTYPES), np.dtype(np.float64))", "np.dtype(np.float64)",
+            "next((dtype for dtype in known if dtype in DTYPES), np.dtype(np.float64))", "np.dtype(np.float64)",
         ),
     },
     refuses(lambda library: library.masks.Sequences([0, True]), "q_offsets must be a list of ints"): {
@@ -181,7 +181,7 @@ FAULTS = {
             "masks/fields.py", "taken_array", "of_list(name, value, dtype)", "of_list(name, value)"
         ),
     },
-    refuses(attends(k=["a"]), "k must be an array; got ['a']: lists may hold numbers alone"): {
+    refuses(attends(k=["a"]), "k must be an array; got ['a']: a list may contain only numbers"): {
         "strings are numbers": Edit("arrays.py", "of_list", 'array.dtype.kind in "OSU"', 'array.dtype.kind in "O"'),
     },
     refuses(attends(deterministic="no"), "deterministic must be True or False; got 'no'"): {

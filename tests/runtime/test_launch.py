@@ -240,7 +240,7 @@ def test_arrays_of_a_score_a_sink_and_a_seed_lie_where_q_does(cupy, is_on_host):
         "bias": elsewhere(np.zeros((1, 1), np.float32)),
         "dropout": cuflash.Dropout(0.5, elsewhere(np.array(3))),
     }  # fmt: skip
-    fix = "copy it with its get()" if is_on_host else "copy it with cupy.asarray"
+    fix = "copy it with .get()" if is_on_host else "copy it with cupy.asarray"
     reasons = reasons_of(cuflash.attention_vjp, *operands, **arguments)
     named = {reason.partition(" must be a ")[0] for reason in reasons}
     assert len(reasons) == 4 and named == {"bias", "dropout_seed", "sink", "slopes"}
@@ -342,8 +342,8 @@ def test_foreign_arrays_on_a_device_are_taken_without_a_copy(cupy):
 def test_foreign_arrays_that_cannot_be_taken_say_why():
     bad = Foreign(Q, fault=BufferError("tensor requires grad, use detach()")), Foreign(K, (10, 0)), V
     reasons = reasons_of(cuflash.attention, *bad)
-    assert "q must be an array that numpy.from_dlpack takes" in reasons[0] and "use detach()" in reasons[0]
-    assert "must lie on a CUDA device or the CPU; got DLPack device type 10" in reasons[1]
+    assert "q must be an array that numpy.from_dlpack accepts" in reasons[0] and "use detach()" in reasons[0]
+    assert "must be on a CUDA device or the CPU; got DLPack device type 10" in reasons[1]
 
 
 TRI, IDS = np.tri(40, dtype=bool), np.repeat([1, 2, 5, 9], 10)
@@ -385,7 +385,7 @@ def test_masks_of_foreign_arrays_on_a_device_need_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     for make in (lambda x: masks.Documents(x), lambda x: masks.Lengths(kv=x), lambda x: masks.Dense(x)):
         (reason,) = reasons_of(make, Foreign(IDS, (2, 0)))
-        assert "lies on a CUDA device, as foreign.Foreign, which needs CuPy" in reason
+        assert "a foreign.Foreign, is on a CUDA device, which needs CuPy" in reason
 
 
 def test_foreign_parts_are_merged_and_foreign_arrays_are_bounded():
@@ -417,8 +417,8 @@ def test_foreign_arrays_that_say_no_device_or_whose_export_fails_are_named(devic
         def __dlpack__(self, **options):
             raise fault
 
-    rule = "must (lie on a CUDA device or the CPU|say on which device it lies); got"
-    rule = rule if fault is None else r"must be an array that numpy.from_dlpack takes; got test_launch.Odd \("
+    rule = "must (be on a CUDA device or the CPU|report its device); got"
+    rule = rule if fault is None else r"must be an array that numpy.from_dlpack accepts; got test_launch.Odd \("
     for name in ("q", "mask", "out"):
         (reason,) = reasons_of(lambda **x: cuflash.attention(**{"q": Q, "k": K, "v": V, **x}), **{name: Odd(Q)})
         assert re.match(f"{name} {rule}", reason)

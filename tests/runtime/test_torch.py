@@ -210,13 +210,13 @@ def test_compiled_functions_leave_attention_to_python():
 
 BAD = {
     "meta": (lambda x: x.to("meta"), "must hold data; got a tensor on the device 'meta': make it on 'cpu' or 'cuda'"),
-    "sparse": (lambda x: x.to_sparse(), "must be a dense tensor; got the layout torch.sparse_coo: its to_dense() "),
+    "sparse": (lambda x: x.to_sparse(), "must be a dense tensor; got the layout torch.sparse_coo: pass "),
     "quantised": (
         lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
-        "must not be quantised; got a tensor of torch.qint8: its dequantize() makes one of floats",
+        "must not be quantized; got a tensor of torch.qint8: pass ",
     ),
-    "nested": (lambda x: torch.nested.nested_tensor([*x]), "must be one dense tensor; got a nested one: torch.nested."),
-    "negated": (torch._neg_view, "must hold its values; got a lazily negated view: its resolve_neg() makes one"),
+    "nested": (lambda x: torch.nested.nested_tensor([*x]), "must be one dense tensor; got a nested tensor: use torch."),
+    "negated": (torch._neg_view, "must hold its values; got a lazily negated view: pass "),
 }
 
 
@@ -237,8 +237,8 @@ def test_a_call_for_numpy_says_where_gradients_are():
         arguments = {"q": Q, "k": K, "v": V, name: Q.clone().requires_grad_()}
         (reason,) = reasons_of(call, **arguments)
         assert reason == (
-            f"{name} must not require gradients, which calls for NumPy do not record; got a torch.Tensor with "
-            f"requires_grad=True: detach() it, or call cuflash.torch.attention"
+            f"{name} must not require gradients, which NumPy calls do not record; got a torch.Tensor with "
+            f"requires_grad=True: pass {name}.detach(), or call cuflash.torch.attention"
         )
 
 
@@ -246,8 +246,8 @@ def test_a_call_for_numpy_says_where_gradients_are():
 def test_a_mask_with_gradients_is_not_sent_to_a_call_that_takes_none_either(call):
     (reason,) = reasons_of(call, Q, K, V, mask=torch.zeros(Q.shape[-2], K.shape[-2], requires_grad=True))
     assert reason == (
-        "mask must not require gradients, since a mask has none; got a torch.Tensor with requires_grad=True: "
-        "detach() it"
+        "mask must not require gradients, because a mask has none; got a torch.Tensor with requires_grad=True: "
+        "pass mask.detach()"
     )
 
 

@@ -298,7 +298,7 @@ def test_calls_for_numpy_take_scores_over_tensors_without_gradients():
     for call in (cuflash.attention, cuflash.plan):
         with pytest.raises(cuflash.UnsupportedProblem) as caught:
             call(q, k, v, score=scores.alibi(learnt["slopes"]), bias=learnt["bias"])
-        assert [reason.partition(" must not require gradients, which calls for NumPy")[0] for reason in (
+        assert [reason.partition(" must not require gradients, which NumPy calls")[0] for reason in (
             caught.value.reasons
         )] == [*learnt]  # fmt: skip
 

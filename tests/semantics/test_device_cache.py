@@ -387,7 +387,7 @@ def test_what_cannot_be_counted_on_a_device_is_refused(xp: Any) -> None:
 
 def test_rows_of_another_place_are_refused(xp: Any) -> None:
     ones = np.ones((3, HEADS, 1, 64), np.float16)
-    places = {"cupy": (xp, xp.asarray(ones), ones, "cupy.asarray"), "numpy": (np, ones, xp.asarray(ones), "its get()")}
+    places = {"cupy": (xp, xp.asarray(ones), ones, "cupy.asarray"), "numpy": (np, ones, xp.asarray(ones), ".get()")}
     for home, (module, own, other, copying) in places.items():
         cache = KVCache(**SIZES, xp=module)
         for name, call in (

@@ -350,7 +350,7 @@ WRONG = {
     "another batch": (lambda: a_cache().append(K[:2], K[:2]), "k must have shape (3, 2, n, 8) and dtype float32"),
     "another dtype": (lambda: a_cache().append(K, K.astype("f2")), "v must have shape (3, 2, n, 8) and dtype float32"),
     "other rows": (lambda: a_cache().append(K, K[:, :, :1]), "v must have k's 2 rows; got 1"),
-    "a list of words": (lambda: a_cache().append([["a"]], K), "k must be an array; got [['a']]: lists may hold"),
+    "a list of words": (lambda: a_cache().append([["a"]], K), "k must be an array; got [['a']]: a list may"),
     "its own rows": (lambda: (lambda x: x.append(x.k, x.v))(a_cache()), "k must not overlap the cache's keys"),
     "too many counts": (lambda: a_cache().append(K, K, counts=[1] * 4), "counts must be a list or array of 3 ints"),
     "counts beyond rows": (lambda: a_cache().append(K, K, counts=[1, 3, 0]), "number of rows, 2; got 3 for sequence 1"),

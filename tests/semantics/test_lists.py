@@ -187,7 +187,7 @@ def test_an_empty_list_holds_no_ints(make: Callable[[], np.ndarray], shape: tupl
 RAGGED = [Q, K[:, :1]]
 OBJECTS = np.empty(2, object)
 OBJECTS[:] = RAGGED
-PACK = r"must be one array; got a list of sequences of unequal lengths: packed, offsets = cuflash.pack\({}\), and mask="
+PACK = r"must be one array; got a list of sequences of unequal lengths: use packed, offsets = cuflash.pack\({}\), and"
 LISTS = "must be one array; got lists of unequal lengths: make all lists at one depth equally long"
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "q of sequences": (lambda: cuflash.attention(RAGGED, K, V), cuflash.UnsupportedProblem, "q " + PACK.format("q")),
@@ -197,26 +197,26 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a bias": (lambda: cuflash.attention(Q, K, V, bias=[[1], [2, 3]]), cuflash.UnsupportedProblem, "bias " + LISTS),
     "a mask": (lambda: cuflash.attention(Q, K, V, mask=[[True], []]), cuflash.UnsupportedProblem, "mask " + LISTS),
     "ids": (lambda: masks.Documents([[0], [0, 1]]), cuflash.UnsupportedProblem, "q_ids " + LISTS),
-    "strings": (lambda: cuflash.attention([["a"]], K, V), TypeError, r"q must be an array; got \[\['a'\]\]: lists"),
+    "strings": (lambda: cuflash.attention([["a"]], K, V), TypeError, r"q must be an array; got \[\['a'\]\]: a list"),
     "None": (lambda: masks.Lengths(kv=[None]), cuflash.UnsupportedProblem, r"kv must be an int .*; got \[None\]"),
     "objects": (lambda: cuflash.attention(Q, K, V, sink=[{}, 1]), TypeError, r"sink must be .*; got \[dict, 1\]"),
     "a library's": (
         lambda: cuflash.attention([SimpleNamespace(__dlpack_device__=0)], K, V), TypeError,
-        r"q must be an array; got \[SimpleNamespace\]: stack them to one array first",
+        r"q must be an array; got \[SimpleNamespace\]: stack them into one array first",
     ),
     "a flag among ints": (lambda: masks.Lengths(kv=[1, True]), cuflash.UnsupportedProblem, r"kv must .*\[1, True\]"),
-    "flags among numbers": (lambda: cuflash.attention([[1.0], [np.True_]], K, V), TypeError, "or booleans alone"),
+    "flags among numbers": (lambda: cuflash.attention([[1.0], [np.True_]], K, V), TypeError, "or only booleans"),
     "an empty q": (lambda: cuflash.attention([], K, V), cuflash.UnsupportedProblem, r"q must have shape .*got \(0,\)"),
     "an empty mask": (lambda: cuflash.attention(Q, K, V, mask=[]), cuflash.UnsupportedProblem, r"mask must .*\(0,\)"),
-    "0 and 1": (lambda: masks.Dense([[0, 1]]), cuflash.UnsupportedProblem, r"booleans by np.array\(mask\) != 0"),
+    "0 and 1": (lambda: masks.Dense([[0, 1]]), cuflash.UnsupportedProblem, r"booleans with np.array\(mask\) != 0"),
     "blocks of 0 and 1": (
         lambda: BlockIndex.from_blocks([[0, 1]], 2, 4, 2), cuflash.UnsupportedProblem,
-        r"blocks must be a boolean array .*: 0/1 numbers become booleans by np.array\(blocks\) != 0",
+        r"blocks must be a boolean array .*: convert 0/1 numbers to booleans with np.array\(blocks\) != 0",
     ),
     "floats as lengths": (lambda: masks.Lengths(kv=[1.5]), cuflash.UnsupportedProblem, "kv must be an int .*float64"),
     "a shape": (
         lambda: cuflash.plan((8, 64, 16), Q, Q), TypeError,
-        r"q must be an array; got \(8, 64, 16\): plan takes cuflash.ShapeDtype\(\(8, 64, 16\), dtype\)",
+        r"q must be an array; got \(8, 64, 16\): plan accepts cuflash.ShapeDtype\(\(8, 64, 16\), dtype\)",
     ),
     "out": (lambda: cuflash.attention(Q, K, V, out=[[1.0]]), cuflash.UnsupportedProblem, "out must be a NumPy array"),
 }  # fmt: skip

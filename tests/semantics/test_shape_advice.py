@@ -140,11 +140,11 @@ def test_what_numpy_makes_no_array_of_is_told_no_such_thing(value: Any) -> None:
 def test_a_cache_in_the_place_of_keys_is_told_its_method() -> None:
     cache = cuflash.KVCache(batch=1, num_kv_heads=2, head_dim=4, capacity=8, dtype=np.float32)
     for message in (refusal(zeros(1, 2, 1, 4), cache, cache), refusal(cache, cache, cache)):
-        assert "must be an array; got a KVCache: call cache.attention(q), or give the keys and values of one" in message
+        assert "must be an array; got a KVCache: call cache.attention(q), or pass the keys and values of one" in message
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int64"])
 def test_a_mask_of_numbers_is_told_where_they_go(dtype: str) -> None:
     message = refusal(*[zeros(2, 5, 4)] * 3, mask=np.ones((5, 5), dtype))
-    assert message.endswith("0/1 numbers become booleans by mask != 0")
-    assert ("additive numbers go to bias=" in message) == (dtype == "float32")
+    assert message.endswith("convert 0/1 numbers to booleans with mask != 0")
+    assert ("pass additive numbers as bias=" in message) == (dtype == "float32")

@@ -223,7 +223,7 @@ FOUND = {
     "past shared memory": r"bugs.cu:{line}: block \(0, 0, 0\) wrote into the byte 0 past the end of its 2048 bytes",
     "not shared": r"bugs.cu:{line}: shared_address: the pointer is not into the 2048 bytes",
     "trap": r"bugs.cu:{line}: __trap: the kernel gave up",
-    "wild store": r"a load or store at 0x4, which is no memory(.*\n)*  interrupted at bugs.cu:{line}\n",
+    "wild store": r"a load or store at 0x4, which is not memory(.*\n)*  interrupted at bugs.cu:{line}\n",
     "deep recursion": r"the thread's stack of 262144 bytes overflowed",
     "endless operations": r"bugs.cu:{line}: the launch passed its time limit of 0.2 s here, in __syncwarp",
     "endless rare operations": r"bugs.cu:{line}: the launch passed its time limit of 0.2 s here, in __syncwarp",
