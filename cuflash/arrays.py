@@ -32,7 +32,7 @@ class DType(NamedTuple):
         Each number is multiplied by a scale, which is an operand of its own.
     """
 
-    numpy: np.dtype[Any]
+    numpy: np.dtype[np.generic]
     element: str
     tensor_map: str = ""
     has_scale: bool = False
@@ -80,7 +80,7 @@ class ShapeDtype:
     """
 
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
 
     if TYPE_CHECKING:  # the dtype is whatever NumPy takes for one
 
@@ -138,7 +138,7 @@ def is_sparse(value: object) -> bool:
     return bool(issparse(value))
 
 
-def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def accumulator_dtype(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
     """The dtype of sums, softmax and lse: float64 for float64, else float32."""
     return np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
 
@@ -232,7 +232,7 @@ def whole_number(name: str, value: Any, least: int | None = None, meaning: str =
     raise UnsupportedProblem([f"{rule}; got {describe(value)}{fix and f': {fix}'}"])
 
 
-def as_dtype(name: str, dtype: Any) -> np.dtype[Any]:
+def as_dtype(name: str, dtype: Any) -> np.dtype[np.generic]:
     """Return NumPy's dtype of a value; None, which NumPy would take for float64, is refused.
 
     Raises
@@ -242,7 +242,7 @@ def as_dtype(name: str, dtype: Any) -> np.dtype[Any]:
     """
     try:
         if dtype is not None:
-            made: np.dtype[Any] = np.dtype(dtype)
+            made: np.dtype[np.generic] = np.dtype(dtype)
             return made
     except Exception as error:  # dtypes are made by whatever the argument holds
         written = str(dtype) if type(dtype).__module__ == "torch" else describe(dtype)  # as torch.float32

@@ -194,7 +194,7 @@ def _of_tensor(tensor: Any, cupy: Any) -> Array:
 
 
 @lru_cache(maxsize=64)
-def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
+def _numpy_dtype(dtype: Any) -> np.dtype[np.generic]:
     """The dtype of NumPy for one of PyTorch.
 
     Raises
@@ -222,7 +222,7 @@ def taken_on_cuda(name: str, value: Any) -> Array:
     return taken(name, value, cupy)
 
 
-def _extended_dtype(value: Any) -> np.dtype[Any] | None:
+def _extended_dtype(value: Any) -> np.dtype[np.generic] | None:
     """The dtype of a value if NumPy's DLPack lacks it."""
     dtype = getattr(value, "dtype", "")
     if isinstance(dtype, np.dtype):  # whose name takes long to make
@@ -230,7 +230,7 @@ def _extended_dtype(value: Any) -> np.dtype[Any] | None:
     return _EXTENDED.get(str(dtype).removeprefix("torch."))
 
 
-def _of_extended(value: Any, dtype: np.dtype[Any], xp: Any) -> Array:
+def _of_extended(value: Any, dtype: np.dtype[np.generic], xp: Any) -> Array:
     """Return an array of a dtype that NumPy's DLPack lacks: tensors pass as integers, others by the host's buffer."""
     if is_tensor(value):
         integers = getattr(sys.modules["torch"], f"int{8 * dtype.itemsize}")
@@ -323,10 +323,10 @@ def _has_no_operations(tensor: Any) -> bool:
     return function in plain and bool(kind.__torch_dispatch__ == torch.Tensor.__torch_dispatch__)
 
 
-def dtype_of(array: Any) -> np.dtype[Any]:
+def dtype_of(array: Any) -> np.dtype[np.generic]:
     """The dtype of an array or tensor as NumPy's; void for one of PyTorch's that NumPy does not have."""
     if not is_tensor(array):
-        dtype: np.dtype[Any] = np.dtype(array.dtype)
+        dtype: np.dtype[np.generic] = np.dtype(array.dtype)
         return dtype
     try:
         return _numpy_dtype(array.dtype)

@@ -69,7 +69,7 @@ def run(
     A call that may have a gradient returns lse whatever `return_lse` is, and a plan with the numbers of its dropout.
     """
     options, operands = with_one_score(options, q)
-    if type(options.causal) is np.bool:
+    if isinstance(options.causal, np.bool):
         options = options._replace(causal=bool(options.causal))
     arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
     rows: RowsPerScale | None = None

@@ -76,7 +76,7 @@ class KernelPlan:
         return not self.is_empty and not any(self.problem.scaling[1:])
 
     @property
-    def product_dtype(self) -> np.dtype[Any]:
+    def product_dtype(self) -> np.dtype[np.generic]:
         """The dtype that P and dS are rounded to before they multiply v, do, k and q."""
         is_rounded = self.family is not None and self.family.rounds_weights and self.problem.dtype.itemsize == 2
         return self.problem.dtype if is_rounded else self.problem.accumulator

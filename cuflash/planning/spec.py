@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -158,7 +158,7 @@ class KernelSpec:
     """
 
     entry: Entry
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
     head_dim: int
     value_dim: int
     block_q: int
@@ -213,7 +213,7 @@ class KernelSpec:
         return {} if self.entry.boxes is None else self.entry.boxes(self)
 
     @property
-    def accumulator(self) -> np.dtype[Any]:
+    def accumulator(self) -> np.dtype[np.generic]:
         """The dtype of sums: float64 for float64, else float32."""
         return accumulator_dtype(self.dtype)
 
