@@ -124,7 +124,7 @@ class KernelPlan:
         """Return the results of a pass by name, as the executor writes them."""
         return self._forward_results if name == "forward" else self.gradients_made
 
-    @property
+    @cached_property
     def _forward_results(self) -> dict[str, ShapeDtype]:
         problem = self.problem
         return {
