@@ -32,7 +32,7 @@ class DType(NamedTuple):
         True if the numbers are multiplied by scales, which are a separate operand.
     """
 
-    numpy: np.dtype[Any]
+    numpy: np.dtype[np.generic]
     element: str
     tensor_map: str = ""
     has_scale: bool = False
@@ -80,7 +80,7 @@ class ShapeDtype:
     """
 
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
 
     if TYPE_CHECKING:  # the constructor accepts anything that NumPy accepts as a dtype
 
@@ -138,7 +138,7 @@ def is_sparse(value: object) -> bool:
     return bool(issparse(value))
 
 
-def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def accumulator_dtype(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
     """Return the dtype of sums, softmax and lse: float64 for float64, otherwise float32."""
     return np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
 
@@ -232,7 +232,7 @@ def whole_number(name: str, value: Any, least: int | None = None, meaning: str =
     raise UnsupportedProblem([f"{rule}; got {describe(value)}{fix and f': {fix}'}"])
 
 
-def as_dtype(name: str, dtype: Any) -> np.dtype[Any]:
+def as_dtype(name: str, dtype: Any) -> np.dtype[np.generic]:
     """Convert a value to a NumPy dtype; None, which NumPy would convert to float64, is refused.
 
     Raises
@@ -242,7 +242,7 @@ def as_dtype(name: str, dtype: Any) -> np.dtype[Any]:
     """
     try:
         if dtype is not None:
-            converted: np.dtype[Any] = np.dtype(dtype)
+            converted: np.dtype[np.generic] = np.dtype(dtype)
             return converted
     except Exception as error:  # np.dtype may run code of the value's class
         written = str(dtype) if type(dtype).__module__ == "torch" else describe(dtype)  # such as torch.float32

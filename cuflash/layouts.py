@@ -194,7 +194,7 @@ def _of_tensor(tensor: Any, cupy: Any) -> Array:
 
 
 @lru_cache(maxsize=64)
-def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
+def _numpy_dtype(dtype: Any) -> np.dtype[np.generic]:
     """Return the NumPy dtype for a PyTorch dtype.
 
     Raises
@@ -225,7 +225,7 @@ def taken_on_cuda(name: str, value: Any) -> Array:
     return taken(name, value, cupy)
 
 
-def _extended_dtype(value: Any) -> np.dtype[Any] | None:
+def _extended_dtype(value: Any) -> np.dtype[np.generic] | None:
     """Return the dtype of a value if NumPy's DLPack import does not support it, otherwise None."""
     dtype = getattr(value, "dtype", "")
     if isinstance(dtype, np.dtype):  # avoids str(dtype), which is slow
@@ -233,7 +233,7 @@ def _extended_dtype(value: Any) -> np.dtype[Any] | None:
     return _EXTENDED.get(str(dtype).removeprefix("torch."))
 
 
-def _of_extended(value: Any, dtype: np.dtype[Any], xp: Any) -> Array:
+def _of_extended(value: Any, dtype: np.dtype[np.generic], xp: Any) -> Array:
     """Convert an array with a dtype that NumPy's DLPack lacks: tensors as integers, others by the buffer protocol."""
     if is_tensor(value):
         integers = getattr(sys.modules["torch"], f"int{8 * dtype.itemsize}")
@@ -326,10 +326,10 @@ def _has_no_operations(tensor: Any) -> bool:
     return function in plain and bool(kind.__torch_dispatch__ == torch.Tensor.__torch_dispatch__)
 
 
-def dtype_of(array: Any) -> np.dtype[Any]:
+def dtype_of(array: Any) -> np.dtype[np.generic]:
     """Return the NumPy dtype of an array or tensor; void for a PyTorch dtype that NumPy lacks."""
     if not is_tensor(array):
-        dtype: np.dtype[Any] = np.dtype(array.dtype)
+        dtype: np.dtype[np.generic] = np.dtype(array.dtype)
         return dtype
     try:
         return _numpy_dtype(array.dtype)

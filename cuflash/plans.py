@@ -558,7 +558,7 @@ class Plan:  # numpydoc ignore=PR01
         refuse(other_device_reasons(self.plan.device, gpu.current_device()))
 
     @property
-    def _wanted(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    def _wanted(self) -> dict[str, tuple[tuple[int, ...], np.dtype[np.generic]]]:
         """Shape and dtype of each array that a pass may be given."""
         problem = self.plan.problem
         like_o = problem.o_shape(), problem.dtype

@@ -24,7 +24,7 @@ from ..calls._call import Call
 from ..fp8.operands import operand_reasons
 from ..fp8.quantize import Quantized
 from ..keywords import explains_keywords
-from ..planning.options import Options
+from ..planning.options import Causality, Options
 from ..reference import allowed_of, expand_heads, with_heads
 
 
@@ -60,7 +60,7 @@ def quantization_bound(
     v8: Quantized,
     *,
     mask: Any = None,
-    causal: bool | str = False,
+    causal: Causality = False,
     window: Any = None,
     scale: float | None = None,
 ) -> QuantizationBound:

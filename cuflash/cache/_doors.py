@@ -117,7 +117,7 @@ def _bound_queries(call: _Queries, options: DecodeOptions) -> StepCall:
     return cache.steps.keep_decode(arrays, call.out, call.options, score, step)
 
 
-def _row_dtypes(cache: CacheState) -> tuple[np.dtype[Any], ...]:
+def _row_dtypes(cache: CacheState) -> tuple[np.dtype[np.generic], ...]:
     """Return the dtypes that new rows and queries may have."""
     return UP_TO_FLOAT32 if cache.rows.is_quantized else (cache.rows.dtype,)
 

@@ -50,10 +50,10 @@ class DecodeOptions(NamedTuple):
 
     left: int | None
     right: int | None
-    scale: Any
-    kernel: Any
-    executor: Any
-    precision: Any
+    scale: float | None
+    kernel: str
+    executor: str
+    precision: str
     part_keys: int | None = None
     score: ScoreKind | None = None
 

@@ -63,7 +63,7 @@ def part_reasons(part_keys: Any, capacity: Any) -> list[str]:
     ]
 
 
-def dtype_of(dtype: Any, *, has_scales: bool = True) -> np.dtype[Any]:
+def dtype_of(dtype: Any, *, has_scales: bool = True) -> np.dtype[np.generic]:
     """The dtype of a cache, which has scales if it makes its own arrays.
 
     Raises
@@ -121,7 +121,7 @@ def row_reasons(
     arrays: Mapping[str, Array],
     like: Array,
     wanted: Mapping[str, tuple[Any, ...]],
-    dtypes: Sequence[np.dtype[Any]] = (),
+    dtypes: Sequence[np.dtype[np.generic]] = (),
 ) -> list[str]:
     """Why arrays are no rows of a cache like this: a shape may have a name for an extent that is free.
 

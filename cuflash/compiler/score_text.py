@@ -171,10 +171,9 @@ class Printer:
     def _fields(self) -> list[str]:
         names = dict(zip(tables(self.program, self.wrt, self.sums), self._pointer_names()))
         lines = []
-        dtype = self.layout
-        for name in dtype.names or ():
+        for name, (field, *_) in (self.layout.fields or {}).items():
             if name == "numbers":
-                lines.append(f"  T numbers[{dtype[name].shape[0]}];")
+                lines.append(f"  T numbers[{field.shape[0]}];")
             elif name == "batch_extents":
                 lines.append(f"  int64_t batch_extents[{num_leading(self.program)}];")
             elif name in names:
@@ -184,7 +183,7 @@ class Printer:
             elif name == "unused":
                 lines.append("  uint64_t unused;")
             else:
-                lines.append(f"  int64_t {owner}_strides[{dtype[name].shape[0]}];")
+                lines.append(f"  int64_t {owner}_strides[{field.shape[0]}];")
         return lines
 
     def _pointer_names(self) -> list[tuple[str, str]]:

@@ -22,7 +22,7 @@ class View(NamedTuple):
     """The layout of an array in memory: all that a kernel needs of it but its address."""
 
     name: str
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in bytes
 

@@ -71,7 +71,7 @@ class Quantized:
     per: str
     block: int
     rotation: Rotation | None
-    source_dtype: np.dtype[Any]
+    source_dtype: np.dtype[np.generic]
     _transposed: list[Array] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:

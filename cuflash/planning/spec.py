@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -161,7 +161,7 @@ class KernelSpec:
     """
 
     entry: Entry
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
     head_dim: int
     value_dim: int
     block_q: int
@@ -222,7 +222,7 @@ class KernelSpec:
         return self.finishes_dq_in_order or self.last_finishes_dq
 
     @property
-    def accumulator(self) -> np.dtype[Any]:
+    def accumulator(self) -> np.dtype[np.generic]:
         """The dtype of sums: float64 for float64, else float32."""
         return accumulator_dtype(self.dtype)
 

@@ -19,7 +19,7 @@ from ..keywords import explains_keywords
 from ..masks.shape import block_pair
 from ..planning._call_cache import CALLS
 from ..planning.block_mass import mass_kernels, mass_shape, takes_turned_columns
-from ..planning.options import MaskLike, Options, ScoreLike
+from ..planning.options import Causality, MaskLike, Options, ScoreLike
 from ..planning.problem import reasons_without_v
 from ..plans import Plan, as_arrays
 
@@ -33,7 +33,7 @@ def block_mass(
     *,
     block: int | tuple[int, int],
     mask: MaskLike | None = None,
-    causal: bool | str = False,
+    causal: Causality = False,
     scale: float | None = None,
     score: ScoreLike | None = None,
     lse: Array | None = None,
@@ -174,7 +174,7 @@ def bound_block_mass(
 
 
 def _planned(
-    operands: dict[str, Array], block: int | tuple[int, int], mask: MaskLike | None, causal: bool | str,
+    operands: dict[str, Array], block: int | tuple[int, int], mask: MaskLike | None, causal: Causality,
     scale: float | None, score: ScoreLike | None, executor: str,
 ) -> tuple[Plan, tuple[int, int]]:
     """Check the arguments, and return the plan of a call, with q's head_dim, and the block size."""

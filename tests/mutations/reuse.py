@@ -109,7 +109,9 @@ FAULTS = {
             CACHE, "CallCache.put", "next(self._uses)", "getattr(left[0], 'last_use', next(self._uses))"
         ),
         "the cache grows without end": Edit(CACHE, "CallCache.put", "> self._size", "> 100 * self._size"),
-        "a call that was used leaves": Edit(CACHE, "CallCache._least_recently_used", "if last_use == place:", "if True:"),
+        "a call that was used leaves": Edit(
+            CACHE, "CallCache._least_recently_used", "if last_use == place:", "if True:"
+        ),
         "a call that has left leaves again": Edit(
             CACHE, "CallCache._least_recently_used", "entry is None or entry.place != place", "entry is None"
         ),

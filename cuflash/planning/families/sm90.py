@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -357,7 +357,7 @@ def _is_large(program: Program, is_staged: bool) -> bool:
 
 
 def backward_specs(
-    dtype: np.dtype[Any], dims: tuple[int, int], largest: tuple[int, int] | None, *, deterministic: bool
+    dtype: np.dtype[np.generic], dims: tuple[int, int], largest: tuple[int, int] | None, *, deterministic: bool
 ) -> dict[str, KernelSpec]:
     """The backward kernels by entry, compiled for dims or wider ones.
 
@@ -392,7 +392,7 @@ def backward_specs(
 
 
 def _backward_in_two_kernels(
-    dtype: np.dtype[Any], dims: tuple[int, int], largest: tuple[int, int] | None
+    dtype: np.dtype[np.generic], dims: tuple[int, int], largest: tuple[int, int] | None
 ) -> dict[str, KernelSpec]:
     """The kernels of the backward pass where one makes dK and dV and another makes dQ.
 
