@@ -341,7 +341,7 @@ FAULTS = {
         ),
         "a cap that float32 rounds to infinity is taken": Edit(OPERANDS, "_number_reasons", "<= most", "< math.inf"),
         "float64 holds no more than float32": Edit(
-            OPERANDS, "_number_reasons", "np.finfo(accumulator)", "np.finfo(np.float32)"
+            OPERANDS, "_number_reasons", "np.finfo(accumulator.name)", "np.finfo(np.float32)"
         ),
         "the bias's shape is not looked at": Edit(
             OPERANDS, "captured_operands", 'if "bias" in score.arrays:', "if False:"
