@@ -49,7 +49,7 @@ class Entry:
         The kernel makes weights, or gradients of scores from them, and drops weights under dropout.
     can_finish_dq : bool
         Thread blocks that add to dQ can count what has arrived at a tile of queries, and write its dQ.
-    query_stats_words : callable, optional
+    query_record_words : callable, optional
         Counts the words of the statistics that the kernel writes for a tile of queries; other kernels write delta.
     has_exponentials : bool
         The kernel computes a power of two for each score.
@@ -70,7 +70,7 @@ class Entry:
     adds_gradients: bool = False
     draws_dropout: bool = False
     can_finish_dq: bool = False
-    query_stats_words: Callable[[KernelSpec], int] | None = None
+    query_record_words: Callable[[KernelSpec], int] | None = None
     has_exponentials: bool = False
     products: tuple[int, int] = (0, 0)
 

@@ -9,8 +9,7 @@ template <class Config>
 struct DqWriter : QCopyWarps<Config> {
   using Base = QCopyWarps<Config>;
   using typename Base::PipelineState, typename Base::SharedStorage, typename Base::StepMessage;
-  using Base::dq_offset, Base::kBlockKv, Base::kDqPartBytes, 
-      Base::kNumConsumers, Base::shared;
+  using Base::dq_offset, Base::kBlockKv, Base::kDqPartBytes, Base::kNumConsumers, Base::shared;
 
   // Release a part of the staging buffer of dQ, once at most kPending bulk copies have yet to be read. Called by a
   // warp.
@@ -53,7 +52,7 @@ struct DqWriter : QCopyWarps<Config> {
   // that add in the order of the tiles (kAddsDqInOrder).
   static CUFLASH_DEVICE int num_key_tiles_before(int stage) {
     const SharedStorage& smem = shared();
-    return smem.queries[stage].stats.arrivals.expected - smem.works[smem.messages[stage].work].tile.first / kBlockKv;
+    return smem.queries[stage].stats.visitors.last - smem.works[smem.messages[stage].work].tile.first / kBlockKv;
   }
   // Wait until `num_before` tiles of keys are done with the sums of a step's queries. Return whether there are none.
   // Called by a warp.
@@ -135,12 +134,10 @@ struct DqWriter : QCopyWarps<Config> {
     while (!smem.messages[state.stage].is(StepMessage::kEndOfWork)) {
       const StepMessage& message = smem.messages[state.stage];
       count = tile::broadcast_lane_0(count);
-      const auto arrival = DqArrival::of(count, smem.queries[state.stage].stats.arrivals.expected);
+      const auto arrival = DqArrival::of(count, smem.queries[state.stage].stats.visitors.num);
       const bool is_last = arrival.is_last, is_first = arrival.before == 0;
-      if (count / kArrivalIsDone < arrival.num_awaited) {
-        signal_previous();
-        wait_for_arrivals(arrival, message.arrivals);
-      }
+      if (count / kArrivalIsDone < arrival.num_awaited) signal_previous();
+      wait_for_arrivals(arrival, message.arrivals);  // in acquire order, which the count by itself has not
       if (!is_first) ptx::fence_proxy_async_global();
       if (ptx::elect_one())
         smem.dq_finish = !is_last ? DqFinish::kNot : is_first ? DqFinish::kAlone : DqFinish::kWithSums;

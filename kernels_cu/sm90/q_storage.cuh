@@ -90,7 +90,7 @@ struct QStorage : QTiles<Config> {
   // A tile of keys with a query head: addresses and flags that all of its steps have in common.
   struct HeadWork : tile::Conditional<kStagesArray, ArrayCoords, NoArrayCoords> {
     attention::WorkTile tile;
-    QueryStats* stats;  // of the head, one for each tile of queries
+    typename Base::QueryRecord* records;  // of the head, one for each tile of queries
     float* dq_sum;
     tile::TmaCoords q_coords, do_coords;
     int flags;  // flags that all steps have

@@ -14,6 +14,8 @@ from executors import SIM
 from fused_dq import on_few_processors
 from mutations.planting import Edit
 from poison import call
+from test_dq_finishing import WAYS
+from test_dq_orders import Ordered, one_tile_of_queries
 from test_score_kernels import MASKS, WRT, Probe
 from test_sm90 import ALIGNED, SIM90
 
@@ -32,6 +34,14 @@ def gradients_in_turns_are_right() -> None:
     example = SIM90.rounded(IN_TURNS.example())
     with on_few_processors():
         machine = Simulator(sim.Schedule(order="random", copies="random", resident_blocks=3), "blocks")
+        assert_within_bounds(example, **call(example, SIM90, machine, margin=ALIGNED))
+
+
+def last_arrivals_are_right() -> None:
+    """Tiles arrive one after another, so that none has to wait; the last one finishes dQ."""
+    example = one_tile_of_queries(3)
+    with WAYS["lists"].plans():
+        machine = Ordered(sim.Schedule(order="first_warp", resident_blocks=3), "blocks", order=(2, 0, 1))
         assert_within_bounds(example, **call(example, SIM90, machine, margin=ALIGNED))
 
 
@@ -86,6 +96,15 @@ FAULTS = {
         ),
         "the counter of tiles is reset before all have asked": Edit(
             "attention/tile_scheduler.cuh", "next_tile_number_in_order", "+ 1 - num_tiles ==", "+ 2 - num_tiles =="
+        ),
+    },
+    last_arrivals_are_right: {
+        "a tile that need not wait acquires nothing": Edit(
+            "sm90/dq_writer.cuh", "dq_writer_fused", "wait_for_arrivals(arrival, message.arrivals);",
+            "if (count / kArrivalIsDone < arrival.num_awaited) wait_for_arrivals(arrival, message.arrivals);",
+        ),
+        "a tile is done before its sums are": Edit(
+            "sm90/dq_writer.cuh", "dq_writer_fused", "tile::wait_bulk_copies(); tile::signal(", "tile::signal("
         ),
     },
     sums_of_blocks_are_right: {

@@ -67,24 +67,24 @@ FAULTS = {
             "if (!is_end) signal_addition(arrivals);",
         ),
         "tiles are counted from the first one": Edit(
-            WRITER, "num_key_tiles_before", ".queries[stage].stats.arrivals.expected - smem.works[smem.", ".works[smem."
+            WRITER, "num_key_tiles_before", ".queries[stage].stats.visitors.last - smem.works[smem.", ".works[smem."
         ),
         "tiles are taken from the first one": Edit(
             PRODUCER, "advance_tile", "number, Config::kAddsDqInOrder)", "number, false)"
         ),
         "nobody is the last visitor": Edit(
             "sm90/backward_statistics.cu", "run",
-            "if (threadIdx.x == 0) stats.arrivals.expected = last_visiting_key_tile<kBlockKv>(params, work);", ";",
+            "if (threadIdx.x == 0) stats.visitors.last = last_visiting_key_tile<kBlockKv>(params, work);", ";",
         ),
         "tiles are counted from anywhere": Edit(
-            "sm90/backward_statistics.cu", "compute_query_stats", "stats.arrivals.count = 0;", ""
+            "sm90/backward_statistics.cu", "run", "if (threadIdx.x == 0) *dq_count(record) = {};", ";"
         ),
         "the last visitor is one too far": Edit(
             "sm90/dq_arrivals.cuh", "last_visiting_key_tile", "/ Width - 1, 0)", "/ Width, 0)"
         ),
     },
     checks_pass_where_no_key_is_seen: {
-        "what nobody stored is dQ": Edit("sm90/convert_dq.cu", "run", "if (Config::kAddsDqInOrder &&", "if (false &&"),
+        "what nobody stored is dQ": Edit("sm90/convert_dq.cu", "run", "if (has_sums)", "if (true)"),
         "no last visitor is a negative number": Edit(
             "sm90/dq_arrivals.cuh", "last_visiting_key_tile", "/ Width - 1, 0)", "/ Width - 1, -1)"
         ),

@@ -105,7 +105,7 @@ FAULTS = {
             "lse.at(work.first + row, 0)",
         ),
         "what is known is the first tile's": Edit(
-            "sm90/q_producer.cuh", "load_tile", "head_work.stats[number]", "head_work.stats[0]"
+            "sm90/q_producer.cuh", "load_tile", "head_work.records[number]", "head_work.records[0]"
         ),
         "what is known is not waited for": Edit(
             "sm90/q_producer.cuh", "load_queries", "StepMessage::kThreadsCopyQ, sizeof stats",
@@ -407,7 +407,7 @@ FAULTS = {
             "sm90/backward_epilogue.cuh", "finish_dq", "? message.block.stop :", "? message.block.start + kBlockQ :"
         ),
         "tiles of keys that count are those of multiples": Edit(
-            "sm90/dq_arrivals.cuh", "init_dq_arrivals", "num_visiting_parts<Width>(", "num_visiting_key_tiles<Width>("
+            "sm90/dq_arrivals.cuh", "store_num_visitors", "num_visiting_parts<Width>(", "num_visiting_key_tiles<Width>("
         ),
     },
     sm90_guards.gradients_of_lists_are_right: {
@@ -443,7 +443,7 @@ FAULTS = {
             "sm90/dq_arrivals.cuh", "num_expected_arrivals", "list_index(list, work.batch_head) * list.", "0 * list."
         ),
         "dQ that nobody makes is what stands there": Edit(
-            "sm90/dq_arrivals.cuh", "init_dq_arrivals", "tile::clear(matrix<", "if (false) tile::clear(matrix<"
+            "sm90/dq_arrivals.cuh", "store_num_visitors", "tile::clear(matrix<", "if (false) tile::clear(matrix<"
         ),
         "who comes before the last finishes": Edit(
             "sm90/dq_arrivals.cuh", "DqArrival.of", "is_last = before == num - 1;", "is_last = before == num - 2;"

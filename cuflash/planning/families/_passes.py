@@ -67,7 +67,7 @@ def backward_pass(
         return launch_of(spec, device, tiles, reads, writes, names)
 
     *leading, seqlen_q = problem.lse_shape()
-    words = statistics.entry.query_stats_words
+    words = statistics.entry.query_record_words
     of_queries, features = {"delta": Workspace((*leading, seqlen_q), problem.accumulator)}, tuple[Feature, ...]()
     if words is not None:
         of_queries = {"query_stats": Workspace((*leading, rows * words(backward)), problem.accumulator)}
