@@ -15,6 +15,7 @@ from cuflash.testing import Example, Structure, assert_within
 from cuflash.testing.dual import Dual
 from cuflash.testing.formulas import Formula, formulas
 from cuflash.testing.tangents import Moving, assert_tangents_within_bounds, movings, with_tangents
+from executors import is_long
 from hypothesis import given, settings, strategies as st, target
 from test_score_programs import SHAPE, places, some_scores
 
@@ -28,6 +29,7 @@ FULL = Structure(
     **TWO, num_heads=4, num_kv_heads=2, seqlen_q=40, seqlen_kv=70, value_dim=6, dtype="float64", sink=(4,),
     sink_dtype="float64", mask=masks.Dense(ROWS), dropout=cuflash.Dropout(0.3, seed=5),
 )  # fmt: skip
+MANY = settings.default.max_examples if is_long() else None  # as many examples as a long run draws
 MODEL = Arithmetic(2.0**-53, 1e-300, 1e300)
 EVERY = dict.fromkeys(("q", "k", "v", "sink", "do", "dlse"), "normal")
 
@@ -117,7 +119,7 @@ def test_the_reference_is_the_central_difference_of_gradients() -> None:
 # Agreement within bounds
 
 
-@settings(max_examples=40)
+@settings(max_examples=MANY or 25)
 @given(movings(**SMALL, has_sink=True, has_dropout=True))
 def test_tangents_are_within_their_bounds(moving: Moving) -> None:
     found, (_, dots) = push(moving), second(moving)
@@ -128,7 +130,7 @@ def test_tangents_are_within_their_bounds(moving: Moving) -> None:
     same({"o": o, "lse": lse}, {name: found[name] for name in ("o", "lse")})
 
 
-@settings(max_examples=25)
+@settings(max_examples=MANY or 15)
 @given(movings(**SMALL | {"most_scores": 1 << 11}, has_score=True))
 def test_tangents_of_score_functions_are_within_their_bounds(moving: Moving) -> None:
     found, (_, dots) = push(moving), second(moving)
@@ -198,7 +200,7 @@ def test_a_drift_that_all_keys_share_costs_no_digits(dtype: str) -> None:
 # Properties
 
 
-@settings(max_examples=25)
+@settings(max_examples=MANY or 15)
 @given(movings(**SMALL, dtypes=["float32", "float64"], has_sink=True))
 def test_pushing_forward_is_dual_to_pulling_back(moving: Moving) -> None:
     example, found = moving.example, push(moving)
@@ -225,7 +227,7 @@ def test_pushing_forward_is_dual_to_pulling_back(moving: Moving) -> None:
     assert_within("<do, jvp>", np.array(forward), np.array(backward), 2 * off + 1e-12 * size, moving)
 
 
-@settings(max_examples=20)
+@settings(max_examples=MANY or 8)
 @given(movings(**SMALL, dtypes=["float32", "float64"], has_sink=True))
 def test_the_hessian_is_symmetric(moving: Moving) -> None:
     names = ("q", "k", "v", "sink")
@@ -242,7 +244,7 @@ def test_the_hessian_is_symmetric(moving: Moving) -> None:
     assert_within("<h, H g>", np.array(products[0]), np.array(products[1]), off + 1e-12 * size, moving)
 
 
-@settings(max_examples=20)
+@settings(max_examples=MANY or 12)
 @given(movings(**SMALL, dtypes=["float32", "float64"], has_sink=True, has_dropout=True))
 def test_powers_of_two_come_through_exactly(moving: Moving) -> None:
     for results in (push, lambda each: second(each)[1]):
@@ -252,7 +254,7 @@ def test_powers_of_two_come_through_exactly(moving: Moving) -> None:
             np.testing.assert_array_equal(scaled[name][is_normal], 2.0**-4 * once[name][is_normal], err_msg=name)
 
 
-@settings(max_examples=15)
+@settings(max_examples=MANY or 15)
 @given(movings(**SMALL, has_sink=True, has_score=True))
 def test_tangents_of_zero_give_zeros(moving: Moving) -> None:
     still = Moving(moving.example, {name: np.zeros_like(x) for name, x in moving.tangents.items()})
@@ -263,7 +265,7 @@ def test_tangents_of_zero_give_zeros(moving: Moving) -> None:
             assert not x[~np.isnan(x)].any()  # where a slope is infinite, 0 times it is NaN
 
 
-@settings(max_examples=20)
+@settings(max_examples=MANY or 12)
 @given(movings(**SMALL, has_sink=True, has_dropout=True))
 def test_an_absent_tangent_is_one_of_zeros(moving: Moving) -> None:
     names = ("q", "k", "v", "sink", "do", "dlse")
@@ -425,7 +427,7 @@ def test_rows_of_several_steps_have_one_center() -> None:
 # Score programs
 
 
-@settings(max_examples=60)
+@settings(max_examples=MANY or 60)
 @given(formula=formulas(), seed=st.integers(0, 2**32 - 1))
 def test_a_pushed_program_gives_what_dual_numbers_give(formula: Formula, seed: int) -> None:
     score, operands, names, dots = made(formula, seed)
@@ -445,7 +447,7 @@ def test_a_pushed_program_gives_what_dual_numbers_give(formula: Formula, seed: i
     assert is_right.all(), score
 
 
-@settings(max_examples=60)
+@settings(max_examples=MANY or 60)
 @given(formula=formulas(), seed=st.integers(0, 2**32 - 1))
 def test_second_derivatives_of_a_program_commute(formula: Formula, seed: int) -> None:
     """The slope's tangent along an array is the tangent along the score of the derivative by that array."""
