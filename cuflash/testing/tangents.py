@@ -102,7 +102,7 @@ class Moving:
         >>> Moving(None, {"q": np.ones(1, np.float32)}).scaled(2).tangents
         {'q': array([2.], dtype=float32)}
         """
-        return Moving(self.example, {name: x * x.dtype.type(factor) for name, x in self.tangents.items()})
+        return Moving(self.example, {name: np.asarray(x * x.dtype.type(factor)) for name, x in self.tangents.items()})
 
     @cached_property
     def exact(self) -> Bounds:
@@ -261,7 +261,7 @@ def movings(**drawn: Any) -> st.SearchStrategy[Moving]:
 
     def tangents(example: Example) -> st.SearchStrategy[Moving]:
         names = st.sets(st.sampled_from(sorted(_arrays(example))), min_size=1)
-        kinds = names.flatmap(lambda some: st.fixed_dictionaries({name: st.sampled_from(KINDS) for name in sorted(some)}))
+        kinds = names.flatmap(lambda some: st.fixed_dictionaries(dict.fromkeys(sorted(some), st.sampled_from(KINDS))))
         return st.builds(with_tangents, st.just(example), kinds, st.integers(0, 99), st.sampled_from(LAYOUTS))
 
     return examples(**drawn).flatmap(tangents)

@@ -20,7 +20,8 @@ STRUCTURE = Structure(
     q_batch=(2,), k_batch=(1,), v_batch=(2,), num_heads=4, num_kv_heads=2, seqlen_q=40, seqlen_kv=70, value_dim=6,
     dtype="float64", sink=(4,), sink_dtype="float64", mask=masks.Dense(ROWS & (np.arange(70) != 3)),
 )  # fmt: skip
-LONG = Structure(num_heads=1, seqlen_q=9, seqlen_kv=9000, dtype="float32")
+# Several steps, and a row without a key. The keys of later steps move otherwise than those of the first.
+LONG = Structure(seqlen_q=9, seqlen_kv=40000, head_dim=4, value_dim=2, mask=masks.Lengths(q=8))
 NAMES = ("q", "k", "v", "sink", "do", "dlse")
 ARRAYS = ("temperature", "slope", "bias")
 
@@ -59,7 +60,8 @@ def tangents_are_right(library: ModuleType) -> None:
         found = second(library, moving)
         bounded = {name if name in ("o_dot", "lse_dot") else f"{name}_dot": x for name, x in found.items()}
         assert_tangents_within_bounds(moving, **bounded)
-    moving = with_tangents(LONG.example(), {"k": "drift", "q": "normal", "v": "normal"})
+    example = LONG.example()
+    moving = Moving(example, {"k": np.where(np.arange(40000)[:, None] < 20000, 0 * example.k, np.float32(4))})
     found = second(library, moving)
     assert_tangents_within_bounds(moving, **{name: found[name] for name in ("o_dot", "lse_dot")})
 
@@ -85,13 +87,10 @@ def every_feature_is_right(library: ModuleType) -> None:
 
 
 def a_drift_costs_no_digits(library: ModuleType) -> None:
-    """In float32, tangents of keys that drift far together are as exact as without the drift."""
-    example = Structure(num_heads=2, seqlen_q=60, seqlen_kv=700, head_dim=16, dtype="float32").example()
-    drift = with_tangents(example, {"k": "normal"}).tangents["k"] + np.full((1, 1, 16), 2.0**12, np.float32)
-    back = drift - np.full((1, 1, 16), 2.0**12, np.float32)
-    found, wanted = (library.attention_jvp(example.q, example.k, example.v, None, each)[1] for each in (drift, back))
-    step = 2.0**12 * np.finfo(np.float32).eps  # a last place of the drift
-    assert np.abs(found - wanted).max() < step * np.abs(wanted).max()
+    """In float16, where o is rounded most, tangents of keys that drift far together are within their bounds."""
+    example = Structure(num_heads=2, seqlen_q=60, seqlen_kv=90, head_dim=16, dtype="float16").example()
+    moving = with_tangents(example, {"k": "drift"})
+    assert_tangents_within_bounds(moving, o_dot=library.attention_jvp(example.q, example.k, example.v, **moving.of_call())[1])
 
 
 def rules_hold(library: ModuleType) -> None:
@@ -106,12 +105,13 @@ def rules_hold(library: ModuleType) -> None:
     poisoned["sink"][1] = np.inf
     example = moving.example.but(sink=np.where(np.arange(4) == 1, -np.inf, moving.example.sink))
     rows = second(library, Moving(example, poisoned))
-    assert all(np.isfinite(x).all() for x in rows.values())
+    assert all(np.isfinite(rows[name]).all() for name in ("o_dot", "lse_dot", "dsink"))
     x, q = np.ones((2, 3), np.float32), np.array([[-np.inf, 1, 1], [1, 1, 1]], np.float32)
     _, (o_dot, lse_dot) = library.attention_jvp(q, x, x, x, x, return_lse=True)
     assert not o_dot[0].any() and lse_dot[0] == 0
     still, sink = np.zeros_like(x), np.array([np.nan], np.float32)
-    _, dots = library.attention_jvp(x, x, x, still, sink=sink, return_lse=True)
+    seen = np.array([[0, 0], [1, 1]], bool)
+    _, dots = library.attention_jvp(x, x, x, still, sink=sink, mask=seen, return_lse=True)
     assert all(np.isnan(each).all() for each in dots)
     empty = with_tangents(Structure(num_heads=2, seqlen_q=5, seqlen_kv=0, sink=(2,)).example(), dict.fromkeys(NAMES, "normal"))
     dots = second(library, empty)
@@ -177,7 +177,6 @@ def wrong_tangents_are_refused(library: ModuleType) -> None:
         ({"q_dot": x, "tangents": {"slope": x}}, "'slope', which is no array of this call"),
         ({"q_dot": x, "tangents": {"q": x}}, "tangents must not name 'q'"),
         ({"q_dot": x, "tangents": {"q_dot": x}}, "'q_dot', the tangent of a tangent"),
-        ({"q_dot": x, "executor": "sim"}, "executor must be 'cpu' for tangents"),
         ({"q_dot": x, "tangents": x}, "tangents must be a dict"),
     ):
         library.attention_jvp(x, x, x, q_dot=x)
@@ -187,6 +186,12 @@ def wrong_tangents_are_refused(library: ModuleType) -> None:
             assert told in str(error), error
         else:
             raise AssertionError(told)
+    try:
+        library.plan(x, x, x, tangents="q", device=library.DeviceSpec.gpu("H100"))
+    except library.UnsupportedProblem as error:
+        assert "executor must be 'cpu' for tangents" in str(error), error
+    else:
+        raise AssertionError("a plan of kernels with tangents")
 
 
 HOST, OF_SCORES, RULES = "executors/_host_tangents.py", "executors/tile_tangents.py", "planning/tangents.py"
@@ -213,7 +218,7 @@ FAULTS = {
         "the center changes in later steps": Edit(
             HOST, "_Centers.see", "where=~self.has_key & (count > 0)", "where=count > 0"
         ),
-        "values do not move": Edit(HOST, "HostTangents.jvp_rows", 'if "v_dot" in', "if False and"),
+        "values do not move": Edit(HOST, "HostTangents.jvp_rows", 'if "v.dot" in', 'if "no v" in'),
         "weights of values' tangents are those of scores'": Edit(
             HOST, "HostTangents.jvp_rows", 'p.swapaxes(-1, -2) @ call.read("v.dot", keys)',
             'f_dot.swapaxes(-1, -2) @ call.read("v.dot", keys)',

@@ -28,12 +28,12 @@ from mutations import (
     dropout, fa1, fp8, fp8_kernels, host, interop, intervals, kernel_guards, kit, kv_cache, lists, mask_algebra,
     mask_inputs, mass_guards, non_finite, planting, prefill, pullbacks, python, python_guards, results, reuse,
     score_kernels, score_products, scores, selector_guards, selectors, sequences, simt, sinks, sm80, sm90_backward,
-    sm90_backward_rows, sm90_backward_wide, sm90_forward, sm90_guards, staged_arrays, study, tile,
+    sm90_backward_rows, sm90_backward_wide, sm90_forward, sm90_guards, staged_arrays, study, tangents, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
 OF_INPUTS = (
-    calls, mask_inputs, sequences, kv_cache, interop, fp8, study, cache_steps, reuse, pullbacks, kit, chosen,
+    calls, mask_inputs, sequences, kv_cache, interop, fp8, study, cache_steps, reuse, pullbacks, kit, chosen, tangents,
 )  # fmt: skip
 # Faults of Python and of kernels.
 OF_BOTH = (

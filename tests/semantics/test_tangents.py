@@ -7,12 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuflash.scores.program import derived, gradient_loads, pushed
+from cuflash.scores.roundoff import values_and_errors
+from cuflash.scores._primitives import Arithmetic
+from cuflash.scores.values import Operands
 from cuflash.testing import Example, Structure, assert_within
+from cuflash.testing.dual import Dual
+from cuflash.testing.formulas import Formula, formulas
 from cuflash.testing.tangents import Moving, assert_tangents_within_bounds, movings, with_tangents
-from hypothesis import given, settings, target
+from executors import is_long
+from hypothesis import given, settings, strategies as st, target
+from test_score_programs import SHAPE, places, some_scores
 
 import cuflash
-from cuflash import masks, reference
+from cuflash import UnsupportedProblem, masks, reference
 
 SMALL = {"most_scores": 1 << 12, "most_rows": 300, "widest": 40, "longest": 150}
 TWO = {"q_batch": (2,), "k_batch": (1,), "v_batch": (2,)}
@@ -21,6 +29,8 @@ FULL = Structure(
     **TWO, num_heads=4, num_kv_heads=2, seqlen_q=40, seqlen_kv=70, value_dim=6, dtype="float64", sink=(4,),
     sink_dtype="float64", mask=masks.Dense(ROWS), dropout=cuflash.Dropout(0.3, seed=5),
 )  # fmt: skip
+MANY = settings.default.max_examples if is_long() else None  # as many examples as a long run draws
+MODEL = Arithmetic(2.0**-53, 1e-300, 1e300)
 EVERY = dict.fromkeys(("q", "k", "v", "sink", "do", "dlse"), "normal")
 
 
@@ -49,6 +59,16 @@ def second(moving: Moving) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]
     )  # fmt: skip
     named = [dict(zip(("dq", "dk", "dv"), each)) | {f"d{name}": each[name] for name in wrt} for each in found]
     return named[0], named[1]
+
+
+def made(formula: Formula, seed: int) -> tuple[Any, Operands, list[str], dict[str, np.ndarray]]:
+    """Return a score of a formula, its operands, the names of its real arrays, and tangents of these."""
+    arrays = formula.arrays(SHAPE, seed, np.float32)
+    score = cuflash.scores.Score(formula, **arrays)
+    names = [array.name for array in score.program.arrays if array.kind == "real"]
+    rng = np.random.default_rng(seed)
+    dots = {name: np.asarray(rng.standard_normal(arrays[name].shape)).astype(arrays[name].dtype) for name in names}
+    return score, Operands(score.numbers, tuple(arrays.values()), SHAPE.batch), names, dots
 
 
 def inner(first: np.ndarray, other: np.ndarray) -> float:
@@ -99,7 +119,7 @@ def test_the_reference_is_the_central_difference_of_gradients() -> None:
 # Agreement within bounds
 
 
-@settings(max_examples=40)
+@settings(max_examples=MANY or 25)
 @given(movings(**SMALL, has_sink=True, has_dropout=True))
 def test_tangents_are_within_their_bounds(moving: Moving) -> None:
     found, (_, dots) = push(moving), second(moving)
@@ -110,7 +130,7 @@ def test_tangents_are_within_their_bounds(moving: Moving) -> None:
     same({"o": o, "lse": lse}, {name: found[name] for name in ("o", "lse")})
 
 
-@settings(max_examples=25)
+@settings(max_examples=MANY or 15)
 @given(movings(**SMALL | {"most_scores": 1 << 11}, has_score=True))
 def test_tangents_of_score_functions_are_within_their_bounds(moving: Moving) -> None:
     found, (_, dots) = push(moving), second(moving)
@@ -166,23 +186,21 @@ def test_tangents_of_the_gradients_of_arrays_are_differences_of_these(dtype: str
         assert_within(name, got.astype(np.float64), wanted, bound + difference)
 
 
-def test_a_drift_that_all_keys_share_costs_no_digits() -> None:
-    """Without the number that tangents of scores are taken relative to, errors grow with the drift."""
-    structure = Structure(num_heads=2, seqlen_q=60, seqlen_kv=700, head_dim=16, dtype="float32")
-    example = structure.example()
-    plain = with_tangents(example, {"k": "normal"})
-    drift = np.full((1, 1, 16), 2.0**12, np.float32)  # sums with it are exact enough to be undone
-    moved = Moving(example, {"k": plain.tangents["k"] + drift})
-    back = Moving(example, {"k": moved.tangents["k"] - drift})
-    wanted, found = push(back)["o_dot"], push(moved)["o_dot"]
-    lost = np.abs(found - wanted).max() / np.abs(wanted).max()
-    assert lost < 16 * 2.0**12 * np.finfo(np.float32).eps
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_drift_that_all_keys_share_costs_no_digits(dtype: str) -> None:
+    """Were tangents of scores not taken relative to a number of their row, o's rounding would be multiplied by it."""
+    example = Structure(num_heads=2, seqlen_q=60, seqlen_kv=700, head_dim=16, dtype=dtype).example()
+    moving = with_tangents(example, {"k": "drift"})
+    found = push(moving)
+    assert_tangents_within_bounds(moving, o_dot=found["o_dot"], lse_dot=found["lse_dot"])
+    drift = np.abs(moving.exact.lse_dot).max() * np.finfo(np.float16).eps * np.abs(moving.example.exact.o).max()
+    assert moving.bounds.o_dot.max() < drift / 4
 
 
 # Properties
 
 
-@settings(max_examples=25)
+@settings(max_examples=MANY or 15)
 @given(movings(**SMALL, dtypes=["float32", "float64"], has_sink=True))
 def test_pushing_forward_is_dual_to_pulling_back(moving: Moving) -> None:
     example, found = moving.example, push(moving)
@@ -209,7 +227,7 @@ def test_pushing_forward_is_dual_to_pulling_back(moving: Moving) -> None:
     assert_within("<do, jvp>", np.array(forward), np.array(backward), 2 * off + 1e-12 * size, moving)
 
 
-@settings(max_examples=20)
+@settings(max_examples=MANY or 8)
 @given(movings(**SMALL, dtypes=["float32", "float64"], has_sink=True))
 def test_the_hessian_is_symmetric(moving: Moving) -> None:
     names = ("q", "k", "v", "sink")
@@ -226,7 +244,7 @@ def test_the_hessian_is_symmetric(moving: Moving) -> None:
     assert_within("<h, H g>", np.array(products[0]), np.array(products[1]), off + 1e-12 * size, moving)
 
 
-@settings(max_examples=20)
+@settings(max_examples=MANY or 12)
 @given(movings(**SMALL, dtypes=["float32", "float64"], has_sink=True, has_dropout=True))
 def test_powers_of_two_come_through_exactly(moving: Moving) -> None:
     for results in (push, lambda each: second(each)[1]):
@@ -236,7 +254,7 @@ def test_powers_of_two_come_through_exactly(moving: Moving) -> None:
             np.testing.assert_array_equal(scaled[name][is_normal], 2.0**-4 * once[name][is_normal], err_msg=name)
 
 
-@settings(max_examples=15)
+@settings(max_examples=MANY or 15)
 @given(movings(**SMALL, has_sink=True, has_score=True))
 def test_tangents_of_zero_give_zeros(moving: Moving) -> None:
     still = Moving(moving.example, {name: np.zeros_like(x) for name, x in moving.tangents.items()})
@@ -247,7 +265,7 @@ def test_tangents_of_zero_give_zeros(moving: Moving) -> None:
             assert not x[~np.isnan(x)].any()  # where a slope is infinite, 0 times it is NaN
 
 
-@settings(max_examples=20)
+@settings(max_examples=MANY or 12)
 @given(movings(**SMALL, has_sink=True, has_dropout=True))
 def test_an_absent_tangent_is_one_of_zeros(moving: Moving) -> None:
     names = ("q", "k", "v", "sink", "do", "dlse")
@@ -258,27 +276,20 @@ def test_an_absent_tangent_is_one_of_zeros(moving: Moving) -> None:
     same(second(moving)[1], second(full)[1])
 
 
-@settings(max_examples=20)
-@given(movings(**SMALL, has_dropout=True, dtypes=["float32", "float64"]))
-def test_masked_keys_do_not_matter(moving: Moving) -> None:
-    """Tangents of keys that no query attends are not read: they may be NaN."""
-    example = moving.example
-    is_seen = np.broadcast_to(example.allowed, (*example.problem.mask_shape.batch, *example.problem.mask_shape[1:]))
-    if example.allowed.all() or is_seen.any(axis=-2).all() or example.problem.batch or not example.problem.has_heads:
-        return
-    groups = is_seen.any(axis=-2).reshape(example.problem.num_kv_heads, -1, example.problem.seqlen_kv).any(axis=1)
-    poisoned = {
-        name: np.where(groups[..., None], x, np.nan).astype(x.dtype) if name in "kv" else x
-        for name, x in moving.tangents.items()
-    }
-    first, other = push(moving), push(Moving(example, poisoned))
-    blank = ~np.isnan(other["o_dot"]) | ~is_partial(example)[..., None]
-    np.testing.assert_array_equal(first["o_dot"][blank], other["o_dot"][blank])
-
-
-def is_partial(example: Example) -> np.ndarray:
-    """Return the rows that may lie in blocks which are visited in part, where 0 times NaN may be NaN."""
-    return np.ones(example.problem.lse_shape(), bool)
+def test_absent_blocks_do_not_matter() -> None:
+    """Tangents of keys in absent blocks, and past a length, may be NaN."""
+    blocks = masks.BlockPattern(np.array([[1, 0], [1, 0]], bool), (64, 512))
+    for mask, seen in ((blocks, 512), (masks.Lengths(kv=600), 600)):
+        example = Structure(num_heads=2, seqlen_q=128, seqlen_kv=1024, head_dim=4, mask=mask).example()
+        moving = with_tangents(example, dict.fromkeys(("q", "k", "v"), "normal"))
+        poisoned = {name: x.copy() for name, x in moving.tangents.items()}
+        for name in "kv":
+            poisoned[name][:, seen:] = np.nan
+        first, other = push(moving), push(Moving(example, poisoned))
+        same(first, other)
+        for name, x in second(Moving(example, poisoned))[1].items():
+            part = x if name == "dq" else x[:, :seen]
+            assert np.isfinite(part).all(), name
 
 
 def test_rows_without_a_key_have_tangents_of_zero() -> None:
@@ -402,15 +413,140 @@ def test_parts_of_the_keys_merge_to_the_whole() -> None:
         np.testing.assert_allclose((plus - minus) / (2 * step), whole[name], rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("number_of_blocks", [1, 3])
-def test_long_rows_of_tiles_give_what_short_ones_give(number_of_blocks: int) -> None:
-    """Rows whose keys take several steps have one center, from the first step."""
-    length = 5000 * number_of_blocks // 3
-    example = Structure(num_heads=1, seqlen_q=9, seqlen_kv=length, dtype="float32", has_low_rows=True).example()
-    moving = with_tangents(example, {"q": "normal", "k": "drift", "v": "normal", "do": "normal"})
+def test_rows_of_several_steps_have_one_center() -> None:
+    """The center is that of the first step, also while another row waits for its first key."""
+    example = Structure(seqlen_q=9, seqlen_kv=40000, head_dim=4, value_dim=2, mask=masks.Lengths(q=8)).example()
+    own = with_tangents(example, {"q": "normal", "v": "normal", "do": "normal"}).tangents
+    later = np.where(np.arange(40000)[:, None] < 20000, 0 * example.k, np.float32(4))
+    moving = Moving(example, {**own, "k": later})
     found, (_, dots) = push(moving), second(moving)
     named = {name: found[name] for name in ("o_dot", "lse_dot")} | {f"{name}_dot": x for name, x in dots.items()}
     assert_tangents_within_bounds(moving, **named)
+
+
+# Score programs
+
+
+@settings(max_examples=MANY or 60)
+@given(formula=formulas(), seed=st.integers(0, 2**32 - 1))
+def test_a_pushed_program_gives_what_dual_numbers_give(formula: Formula, seed: int) -> None:
+    score, operands, names, dots = made(formula, seed)
+    s, at = some_scores(seed), places()
+    s_dot = some_scores(seed + 1)
+    program = pushed(score.program, names)
+    moved = operands._replace(arrays=[*operands.arrays, *(dots[name] for name in names)])
+    (value, _), (tangent, error) = values_and_errors(program, moved, s, 0.0, *at.values(), MODEL, s_dot, 0.0)
+    wide = {name: x.astype(np.longdouble) if x.dtype.kind in "fV" else x for name, x in score.arrays.items()}
+    given_ = {name: Elements(x, dots[name].astype(np.longdouble)) if name in names else x for name, x in wide.items()}
+    given_ = {name: x[()] if isinstance(x, Elements) and not x.value.ndim else x for name, x in given_.items()}
+    with np.errstate(all="ignore"):
+        found = formula(Dual(s.astype(np.longdouble), {"t": s_dot.astype(np.longdouble)}), **at, **given_)
+    exact = found.tangents.get("t", 0.0) if isinstance(found, Dual) else 0.0
+    off = np.abs(tangent - exact)
+    is_right = (off <= 2 * error) | (np.isnan(tangent) & np.isnan(exact)) | (tangent == exact)
+    assert is_right.all(), score
+
+
+@settings(max_examples=MANY or 60)
+@given(formula=formulas(), seed=st.integers(0, 2**32 - 1))
+def test_second_derivatives_of_a_program_commute(formula: Formula, seed: int) -> None:
+    """The slope's tangent along an array is the tangent along the score of the derivative by that array."""
+    score, operands, names, _ = made(formula, seed)
+    s, at = some_scores(seed), places()
+    for name in names:
+        if not gradient_loads(score.program, [name]):
+            continue
+        array = operands.arrays[list(score.arrays).index(name)]
+        along_array = pushed(derived(score.program), [name], moves_score=False)
+        ones = operands._replace(arrays=[*operands.arrays, np.ones_like(array)])
+        along_score = pushed(derived(score.program, [name]))
+        first, e_first = values_and_errors(along_array, ones, s, 0.0, *at.values(), MODEL)[3]
+        other, e_other = values_and_errors(along_score, operands, s, 0.0, *at.values(), MODEL, np.ones_like(s), 0.0)[5]
+        is_right = (np.abs(first - other) <= 2 * (e_first + e_other)) | (first == other)
+        assert (is_right | np.isnan(first) | np.isnan(other)).all(), score
+
+
+class Elements:
+    """An array whose elements are dual numbers."""
+
+    def __init__(self, value: np.ndarray, tangent: np.ndarray) -> None:
+        self.value, self.tangent = value, tangent
+
+    def __getitem__(self, index: Any) -> Dual:
+        return Dual(self.value[index], {"t": self.tangent[index]})
+
+
+# Wrong tangents
+
+X = np.ones((2, 3, 4), np.float32)
+IDS = cuflash.scores.Score(lambda s, b, h, i, j, ids: s + ids[j], ids=np.arange(3))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, "attention_jvp must be given a tangent; got none: pass q_dot=, k_dot=, v_dot= or tangents=, or call att"),
+        ({"q_dot": X[0]}, r"q_dot must have q's shape \(2, 3, 4\) and dtype float32; got \(3, 4\) and float32: np.broadcast"),
+        ({"k_dot": X.astype(float)}, "k_dot must have k's shape .* and float64: cast it with k_dot.astype\\('float32'\\)"),
+        ({"tangents": {"ids": X}, "score": IDS}, "tangents names 'ids', which holds int64, no reals, and has no tangent"),
+        ({"tangents": {"slope": X}}, "tangents names 'slope', which is no array of this call: its arrays are 'q', 'k', 'v'"),
+        ({"tangents": {"q": X}}, "tangents must not name 'q': pass q_dot="),
+        ({"tangents": {"q_dot": X}}, "'q_dot', the tangent of a tangent, .* third derivative .* finite differences of the"),
+        ({"tangents": X}, "tangents must be a dict of arrays by name, or None; got .*: write tangents="),
+        ({"q_dot": X, "executor": "sim"}, "executor must be 'cpu' for tangents, which no family of kernels has; got 'sim'"),
+        ({"tangents": {"sink": np.ones(1)}, "sink": np.ones(2, np.float32)}, r"tangents\['sink'\] must have sink's shape"),
+    ],
+)  # fmt: skip
+def test_a_wrong_tangent_is_refused(options: dict[str, Any], told: str) -> None:
+    cuflash.attention_jvp(X, X, X, X)
+    for _ in range(2):
+        with pytest.raises(UnsupportedProblem, match=told):
+            cuflash.attention_jvp(X, X, X, **options)
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(UnsupportedProblem) as caught:
+        cuflash.attention_hvp(X, X, X, X[0], X[0], tangents={"bias": X}, wrt="sink", causal="left", do_dot=X[1])
+    assert len(caught.value.reasons) == 6
+
+
+def test_what_is_no_array_is_no_tangent() -> None:
+    with pytest.raises(TypeError, match="q_dot must be an array"):
+        cuflash.attention_jvp(X, X, X, 3)
+    with pytest.raises(TypeError, match="do must be an array"):
+        cuflash.attention_hvp(X, X, X, None, X)
+    eights = [cuflash.quantize(X)] * 3
+    with pytest.raises(UnsupportedProblem, match="Quantized here, since FP8 has neither gradients nor plans"):
+        cuflash.attention_jvp(*eights, X)
+
+
+def test_a_plan_refuses_what_a_call_refuses() -> None:
+    ready = cuflash.plan(X, X, X)
+    o, lse = ready.forward(X, X, X)
+    with pytest.raises(UnsupportedProblem, match="Plan.jvp must be given a tangent"):
+        ready.jvp(X, X, X, o, lse)
+    with pytest.raises(UnsupportedProblem, match="q_dot must have q's shape"):
+        ready.jvp(X, X, X, o, lse, X[0])
+    with pytest.raises(UnsupportedProblem, match="no array of this call"):
+        ready.jvp(X, X, X, o, lse, tangents={"bias": X})
+    with pytest.raises(UnsupportedProblem, match="lse.dot must have shape"):
+        ready.backward_jvp(o, X, X, X, o, lse, o, lse[0], X)
+    for names in ("do", "bias", ("q", "o_dot")):
+        with pytest.raises(UnsupportedProblem, match="tangents names"):
+            cuflash.plan(X, X, X, tangents=names)
+    with pytest.raises(UnsupportedProblem, match="tangents must be a name, or a tuple or list of names; got 3"):
+        cuflash.plan(X, X, X, tangents=3)
+    with pytest.raises(UnsupportedProblem, match="executor must be 'cpu' for tangents"):
+        cuflash.plan(X, X, X, tangents="q", device=cuflash.DeviceSpec.gpu("H100"))
+    simulated = cuflash.plan(X, X, X, executor="sim")
+    with pytest.raises(UnsupportedProblem, match="executor must be 'cpu' for tangents"):
+        simulated.jvp(X, X, X, o, lse, X)
+
+
+def test_out_is_written_by_the_call() -> None:
+    out = np.empty_like(X), np.empty((2, 3), np.float32)
+    (o, lse), _ = cuflash.attention_jvp(X, X, X, X, out=out, return_lse=True)
+    assert o is out[0] and lse is out[1]
 
 
 # Plans
