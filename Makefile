@@ -43,7 +43,9 @@ test: $(call stamp,test)
 interop: $(INTEROP)/.installed
 	$(INTEROP)/bin/python -m pytest -k jax
 
+# Pages of names and files that are gone would stay otherwise.
 docs: $(DOCS)/.installed
+	rm -rf docs/generated docs/_build/html
 	$(DOCS)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
 	$(DOCS)/bin/python docs/check_site.py docs/_build/html
 	@echo "open docs/_build/html/index.html"

@@ -2,11 +2,11 @@
 
     make release
 
-1. The tag, `vX.Y.Z`, CITATION.cff and the newest section of CHANGELOG.md name the same version. Without a tag this is a
-   rehearsal: everything is built and checked under a development version.
+1. The tag, `vX.Y.Z`, CITATION.cff and the newest section of CHANGELOG.md name the same version. Without a tag this is
+   a rehearsal: everything is built and checked under a development version.
 2. `build` makes the source archive, and the wheel from it; `twine check --strict` reads their metadata.
-3. The wheel is installed into a fresh environment, and the README's Python block and `python -m cuflash` run there, in an
-   empty folder; so does a test from the source archive.
+3. The wheel is installed into a fresh environment. The README's Python block and `python -m cuflash` run there in an
+   empty folder, and so does a test from the source archive.
 4. dist/RELEASE_NOTES.md has the section of CHANGELOG.md.
 """
 
@@ -60,13 +60,14 @@ def check_in_fresh_environment(wheel: Path, archive: Path) -> None:
         home = Path(folder)
         venv.create(home / "venv", with_pip=True)
         python = home / "venv" / "bin" / "python"
-        run(python, "-m", "pip", "install", "--quiet", f"{wheel}[test]")
+        run(python, "-m", "pip", "install", "--quiet", f"{wheel}[testing]", "pytest>=9")
         (home / "empty").mkdir()
         run(python, "-c", block, cwd=home / "empty")
         run(python, "-m", "cuflash", cwd=home / "empty")
         with tarfile.open(archive) as packed:
             packed.extractall(home, filter="data")
-        run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", QUICK_TEST, cwd=home / archive.name[: -len(".tar.gz")])
+        source = home / archive.name.removesuffix(".tar.gz")
+        run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", QUICK_TEST, cwd=source)
 
 
 def main() -> None:
@@ -83,7 +84,8 @@ def main() -> None:
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, archive)
     check_in_fresh_environment(wheel, archive)
     (DIST / "RELEASE_NOTES.md").write_text(newest_changes(changelog)[1] + "\n", "utf-8")
-    print(f"{'rehearsed' if tag is None else f'v{tag} is ready'}: {wheel.name}, {archive.name}, RELEASE_NOTES.md in dist/")
+    state = "rehearsed" if tag is None else f"v{tag} is ready"
+    print(f"{state}: {wheel.name}, {archive.name} and RELEASE_NOTES.md are in dist/")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Kinds of arrays that the library takes: namespaces, dtypes, and arrays that are only a shape and a dtype."""
+"""Array namespaces, dtypes, and checks and conversions of arguments that are arrays or numbers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from numpy.typing import DTypeLike
 from .errors import UnsupportedProblem, refuse
 from .keywords import explains_keywords
 
-Array: TypeAlias = Any  # an array of any namespace: NumPy's, CuPy's
+Array: TypeAlias = Any  # an array of any namespace, such as NumPy or CuPy
 Namespace: TypeAlias = Any
 
 
 class DType(NamedTuple):
-    """A dtype of q, k and v, by the names that it has elsewhere; NumPy's name is PyTorch's and JAX's too.
+    """A dtype of q, k and v, with its names in NumPy, kernels and tensor maps; PyTorch and JAX use NumPy's name.
 
     Attributes
     ----------
@@ -27,12 +27,12 @@ class DType(NamedTuple):
     element : str
         Its type in kernels.
     tensor_map : str
-        The end of the CUDA driver's name for it; empty if no tensor map copies it.
+        The last part of the CUDA driver's name for it; empty if tensor maps do not support it.
     has_scale : bool
-        Each number is multiplied by a scale, which is an operand of its own.
+        True if the numbers are multiplied by scales, which are a separate operand.
     """
 
-    numpy: np.dtype[Any]
+    numpy: np.dtype[np.generic]
     element: str
     tensor_map: str = ""
     has_scale: bool = False
@@ -50,9 +50,9 @@ DTYPES = tuple(each.numpy for each in KNOWN_DTYPES if not each.has_scale)
 SCALED_DTYPES = tuple(each.numpy for each in KNOWN_DTYPES if each.has_scale)
 HALVES = tuple(dtype for dtype in DTYPES if dtype.itemsize == 2)
 UP_TO_FLOAT32 = (*HALVES, np.dtype(np.float32))  # dtypes that are rounded to FP8
-_LONGEST = 60  # characters of a value that a message shows
-_MOST_ITEMS = 8  # of a list
-_SHORT = (int, float, complex, str, bytes, np.generic, np.dtype)  # types of values that messages write out
+_LONGEST = 60  # how many characters of a value a message shows
+_MOST_ITEMS = 8  # how many items of a list a message shows
+_SHORT = (int, float, complex, str, bytes, np.generic, np.dtype)  # types whose values messages show
 
 
 @explains_keywords
@@ -63,14 +63,14 @@ class ShapeDtype:
     Parameters
     ----------
     shape : tuple of int
-        Extents of the axes.
+        Lengths of the axes.
     dtype : dtype
-        Anything that NumPy takes for a dtype.
+        Anything that NumPy accepts as a dtype.
 
     Raises
     ------
     UnsupportedProblem
-        The shape is no tuple of ints from 0 to 2**63 - 1, or NumPy knows no such dtype.
+        The shape is not a tuple of ints from 0 to 2**63 - 1, or NumPy does not accept the dtype.
 
     Examples
     --------
@@ -80,9 +80,9 @@ class ShapeDtype:
     """
 
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
 
-    if TYPE_CHECKING:  # the dtype is whatever NumPy takes for one
+    if TYPE_CHECKING:  # the constructor accepts anything that NumPy accepts as a dtype
 
         def __init__(self, shape: tuple[int, ...], dtype: DTypeLike) -> None: ...
 
@@ -105,7 +105,7 @@ class ShapeDtype:
 
 
 def namespace(*arrays: Any) -> Namespace:
-    """The array namespace of the first argument that has one; NumPy for plain numbers."""
+    """Return the array namespace of the first argument that has one, or NumPy if all are numbers."""
     for array in arrays:
         if hasattr(array, "__array_namespace__") and not isinstance(array, type):
             return array.__array_namespace__()
@@ -115,22 +115,22 @@ def namespace(*arrays: Any) -> Namespace:
 
 
 def is_array(value: object) -> bool:
-    """Return whether `value` is an array of a known kind: one that names its namespace and hides no mask of its own.
+    """True if `value` is an array with an array namespace, or a CuPy array.
 
-    NumPy's scalars are numbers, and classes of arrays are none.
+    False for masked arrays, for NumPy's matrices and scalars, and for the array classes themselves.
     """
     names_itself = hasattr(value, "__array_namespace__") or _is_cupy(value)
     return names_itself and not isinstance(value, (np.ma.MaskedArray, np.matrix, np.generic, type))
 
 
 def _is_cupy(value: object) -> bool:
-    """CuPy's arrays do not name their namespace (version 14)."""
+    """True if a value is a CuPy array; CuPy 14 has no `__array_namespace__`."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(value, cupy.ndarray)
 
 
 def is_sparse(value: object) -> bool:
-    """Return whether a value is a scipy.sparse array; none exists before the process has imported scipy.sparse."""
+    """True if a value is a scipy.sparse array; False unless the process has imported scipy.sparse."""
     if "scipy.sparse" not in sys.modules:
         return False
     from scipy.sparse import issparse
@@ -138,13 +138,13 @@ def is_sparse(value: object) -> bool:
     return bool(issparse(value))
 
 
-def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype of sums, softmax and lse: float64 for float64, else float32."""
+def accumulator_dtype(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
+    """Return the dtype of sums, softmax and lse: float64 for float64, otherwise float32."""
     return np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
 
 
 def times_power_of_two(array: Array, exponent: int) -> Array:
-    """An array times 2^exponent, exact but where its dtype has no room; itself for exponent 0."""
+    """Multiply an array by 2^exponent, exactly unless the dtype overflows or underflows; exponent 0 makes no copy."""
     if not exponent:
         return array
     with np.errstate(all="ignore"):
@@ -153,72 +153,72 @@ def times_power_of_two(array: Array, exponent: int) -> Array:
 
 
 def summed_to(gradient: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Return the sum over the leading axes that were broadcast, rounded once."""
-    if gradient.shape == shape:  # a sum over no axes would copy
+    """Sum a gradient over the axes along which its array was broadcast, and round it once."""
+    if gradient.shape == shape:  # avoids the copy of a sum over no axes
         return gradient.astype(dtype, copy=False)
     missing = gradient.ndim - len(shape)
     summed_axes = tuple(missing + axis for axis, extent in enumerate(shape) if extent != gradient.shape[missing + axis])
-    # Values that float16 cannot hold become inf or 0, and sums of inf NaN, as in the results that need no sum.
+    # No warnings: results may overflow to inf, underflow to 0, or be NaN.
     with np.errstate(all="ignore"):
-        # Without keepdims NumPy's sum over every axis is a number, which reshape leaves one.
+        # Without keepdims NumPy's sum over all axes would be a scalar instead of an array.
         summed = gradient.sum(axis=(*range(missing), *summed_axes), keepdims=True)
         return summed.reshape(shape).astype(dtype, copy=False)
 
 
 def to_host(array: Array) -> Array:
-    """Return the array as NumPy's. For a device array this waits and copies, so that only displays call it."""
+    """Return an array as a NumPy array; a device array is copied, which waits for the device."""
     return array if namespace(array) is np else array.get()
 
 
 def is_int(value: object) -> bool:
-    """Return whether a value is an integer of Python or NumPy; NumPy's durations are not."""
+    """True if a value is an integer of Python or NumPy, but not a bool or a NumPy timedelta."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.timedelta64))
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a real number of Python or of NumPy."""
+    """True if a value is a real number of Python or NumPy."""
     return is_int(value) or isinstance(value, (float, np.floating))
 
 
 def as_number(value: Any) -> Any:
-    """Return what may be a number as one: the element of a 0-d NumPy array, and bfloat16 as a float.
+    """Convert a 0-d NumPy array to its element, and a bfloat16 scalar to a float; return any other value unchanged.
 
-    Anything else comes back as it is, so that `is_number` decides. Examples are True and Fraction, which are no numbers
-    here, and arrays of other libraries, whose gradients a number would lose.
+    `is_number` then decides. It refuses, for example, True and Fraction, and arrays of other libraries, whose gradients
+    would be lost.
     """
     element = value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value
     return float(element) if isinstance(element, ml_dtypes.bfloat16) else element
 
 
 def is_flag(value: object) -> TypeGuard[bool]:
-    """Return whether a value is a boolean of Python or of NumPy."""
+    """True if a value is a boolean of Python or NumPy."""
     return isinstance(value, (bool, np.bool))
 
 
 def require_callable(name: str, value: object) -> None:
-    """Refuse what converts no array, such as the name of a device.
+    """Raise an error unless a value is a function, which should convert arrays; users may pass a device name instead.
 
     Raises
     ------
     TypeError
-        It cannot be called.
+        The value is not callable.
     """
     if not callable(value):
         raise TypeError(f"{name} must be a function of an array, such as cupy.asarray; got {describe(value)}")
 
 
 def flag_reasons(name: str, value: object) -> list[str]:
-    """Why an argument that is either True or False is refused."""
+    """Return why an argument that must be True or False is refused."""
     return [] if is_flag(value) else [f"{name} must be True or False; got {describe(value)}"]
 
 
 def whole_number(name: str, value: Any, least: int | None = None, meaning: str = "", fix: str = "") -> int:
-    """A Python int or NumPy integer as a Python int, which does not wrap around at a width.
+    """Return a Python or NumPy integer as a Python int, whose arithmetic cannot overflow.
 
     Raises
     ------
     UnsupportedProblem
-        It is neither, or less than `least`.
+        The value is not an integer, or is less than `least`.
 
     Examples
     --------
@@ -232,20 +232,20 @@ def whole_number(name: str, value: Any, least: int | None = None, meaning: str =
     raise UnsupportedProblem([f"{rule}; got {describe(value)}{fix and f': {fix}'}"])
 
 
-def as_dtype(name: str, dtype: Any) -> np.dtype[Any]:
-    """Return NumPy's dtype of a value; None, which NumPy would take for float64, is refused.
+def as_dtype(name: str, dtype: Any) -> np.dtype[np.generic]:
+    """Convert a value to a NumPy dtype; None, which NumPy would convert to float64, is refused.
 
     Raises
     ------
     UnsupportedProblem
-        NumPy knows no such dtype.
+        NumPy does not accept the value as a dtype.
     """
     try:
         if dtype is not None:
-            made: np.dtype[Any] = np.dtype(dtype)
-            return made
-    except Exception as error:  # dtypes are made by whatever the argument holds
-        written = str(dtype) if type(dtype).__module__ == "torch" else describe(dtype)  # as torch.float32
+            converted: np.dtype[np.generic] = np.dtype(dtype)
+            return converted
+    except Exception as error:  # np.dtype may run code of the value's class
+        written = str(dtype) if type(dtype).__module__ == "torch" else describe(dtype)  # such as torch.float32
         like = written.rpartition(".")[2] if written.startswith("torch.") else "float32"
         reason = f'{name} must be a NumPy dtype or its name; got {written}: write {name}="{like}"'
         raise UnsupportedProblem([reason]) from error
@@ -253,18 +253,18 @@ def as_dtype(name: str, dtype: Any) -> np.dtype[Any]:
 
 
 def of_list(name: str, value: Any, dtype: Any = None) -> Any:
-    """Return a list or a tuple of numbers, nested or not, as the array that NumPy makes of it; all else as it is.
+    """Convert a list or tuple of numbers, nested or not, to a NumPy array; return any other value unchanged.
 
     Parameters
     ----------
     name : str
         The name of the value in messages.
     value : object
-        Anything. A list that holds something else than numbers, such as strings, or booleans among numbers, stays what
-        it is.
+        Any value. A list that contains anything other than numbers, such as strings, or booleans among numbers, is not
+        converted.
     dtype : dtype, optional
-        That of Python's numbers, which have none: of ints and floats if it is one of floats, of ints that it can hold
-        if it is one of ints. An empty list has it too.
+        The dtype for Python numbers. A floating dtype applies to ints and floats, an integer dtype to ints that it can
+        represent. It also applies to an empty list.
 
     Raises
     ------
@@ -285,7 +285,7 @@ def of_list(name: str, value: Any, dtype: Any = None) -> Any:
         return value
     try:
         array = np.asarray(value)
-    except ValueError as error:  # NumPy's word for lists of unequal lengths
+    except ValueError as error:  # NumPy's error for lists of unequal lengths
         raise UnsupportedProblem([_unequal_lengths(name, value)]) from error
     if array.dtype.kind in "OSU" or array.dtype != bool and _holds_flags(value):
         return value
@@ -293,58 +293,58 @@ def of_list(name: str, value: Any, dtype: Any = None) -> Any:
     kinds = "iuf" if wanted in DTYPES else "iu" if wanted.kind in "iu" else ""
     if array.size and (array.dtype.kind not in kinds or isinstance(first, (np.ndarray, np.generic))):
         return array
-    with np.errstate(all="ignore"):  # what a narrower dtype of floats cannot hold becomes infinite, or 0
+    with np.errstate(all="ignore"):  # numbers that a narrower floating dtype cannot represent become infinite or 0
         cast = array.astype(wanted, copy=False)
     return cast if wanted in DTYPES or (cast == array).all() else array
 
 
 def is_list(value: object) -> bool:
-    """Return whether a value is a list or a tuple; named tuples, which stand for other things, are none."""
+    """True if a value is a list or a tuple, but not a named tuple, which has a different meaning."""
     return isinstance(value, list) or type(value) is tuple
 
 
 def _first_item(value: Any) -> Any:
-    """The first item of a nested list that is no list itself."""
+    """Return the first item of a nested list that is not itself a list."""
     while is_list(value) and value:
         value = value[0]
     return value
 
 
 def _holds_flags(value: Any) -> bool:
-    """Return whether an item of a nested list is a boolean, or an array of them."""
+    """True if an item of a nested list is a boolean or an array of booleans."""
     if is_list(value):
         return any(map(_holds_flags, value))
     return is_flag(value) or isinstance(value, np.ndarray) and value.dtype == bool
 
 
 def _is_of_another_library(value: object) -> bool:
-    """Return whether a value is an array of another library than NumPy."""
+    """True if a value is an array of a library other than NumPy."""
     return hasattr(value, "__dlpack_device__") and not isinstance(value, (np.ndarray, np.generic))
 
 
-def fix_of_numbers(name: str, came: object, dtype: Any) -> str:
-    """Return how numbers, an array or a list, become the booleans that an argument takes."""
-    spelled = f"np.array({name})" if isinstance(came, (list, tuple)) else name
-    additive = "additive numbers go to bias=, and " if name == "mask" and np.dtype(dtype).kind == "f" else ""
-    return f"{additive}0/1 numbers become booleans by {spelled} != 0"
+def fix_of_numbers(name: str, value: object, dtype: Any) -> str:
+    """Return the advice for numbers, an array or a list, that are passed instead of booleans."""
+    written = f"np.array({name})" if isinstance(value, (list, tuple)) else name
+    additive = "pass additive numbers as bias=, and " if name == "mask" and np.dtype(dtype).kind == "f" else ""
+    return f"{additive}convert 0/1 numbers to booleans with {written} != 0"
 
 
 def is_ragged(value: object) -> bool:
-    """Return whether a value is an array of objects that are lists or arrays, as of sequences of unequal lengths."""
+    """True if a value is an object array of lists or arrays, for example of sequences of unequal lengths."""
     if not isinstance(value, np.ndarray) or value.dtype != object:
         return False
     return any(isinstance(part, (list, tuple, np.ndarray)) for part in value.flat)
 
 
 def _unequal_lengths(name: str, parts: Any) -> str:
-    """Why lists, or arrays, of unequal lengths cannot be one array."""
+    """Return why lists or arrays of unequal lengths are refused as one array."""
     try:
         are_sequences = all(np.ndim(part) >= 2 for part in parts)
-    except ValueError:  # a part is itself of unequal lengths
+    except ValueError:  # a part itself contains lists of unequal lengths
         are_sequences = False
     if not are_sequences:
         return f"{name} must be one array; got lists of unequal lengths: make all lists at one depth equally long"
-    fix = f"packed, offsets = cuflash.pack({name}), and mask=masks.Sequences(offsets)"
+    fix = f"use packed, offsets = cuflash.pack({name}), and mask=masks.Sequences(offsets)"
     return f"{name} must be one array; got a list of sequences of unequal lengths: {fix}"
 
 
@@ -353,13 +353,13 @@ def is_integer_dtype(dtype: Any) -> bool:
 
 
 def describe(value: object) -> str:
-    """A value in a message: an array by shape and dtype, what is short as it is written, anything else by its type."""
+    """Return how messages show a value: an array's shape and dtype, a short value itself, otherwise the type."""
     if is_array(value):
         return f"an array of shape {tuple(value.shape)} and dtype {value.dtype}"  # type: ignore[attr-defined]
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, int) and value.bit_length() > 64:
-        return f"an int of {value.bit_length()} bits"  # Python writes no more than some thousand digits
+        return f"an int of {value.bit_length()} bits"  # Python refuses to convert very long ints to str
     if isinstance(value, tuple) and len(value) <= 4:
         return f"({', '.join(map(describe, value))}{',' * (len(value) == 1)})"
     if isinstance(value, list):
@@ -375,42 +375,42 @@ def describe(value: object) -> str:
 
 
 def is_shape(value: object) -> bool:
-    """Return whether a value is a list or a tuple of ints, as the shape of an array is."""
+    """True if a value is a nonempty list or tuple of ints, which may be the shape of an array."""
     return isinstance(value, (list, tuple)) and len(value) > 0 and all(map(is_int, value))
 
 
-def require_arrays(given: Mapping[str, Any]) -> None:
-    """Refuse values, by their names in messages, that are not arrays.
+def require_arrays(values: Mapping[str, Any]) -> None:
+    """Raise an error unless all values, by their names in messages, are arrays.
 
     Raises
     ------
     TypeError
         A value is not an array of a known kind.
     """
-    for name, value in given.items():
+    for name, value in values.items():
         if not is_array(value):
             raise TypeError(no_array(name, value))
 
 
 def no_array(name: str, value: object) -> str:
-    """Why an argument that has to be an array is refused."""
-    makes = "numpy.asarray makes one" if hasattr(value, "__array__") or isinstance(value, range) else ""
+    """Return why an argument that must be an array is refused."""
+    fix = f"use numpy.asarray({name})" if hasattr(value, "__array__") or isinstance(value, range) else ""
     if type(value).__name__ == "KVCache":
-        fix = "call cache.attention(q), or give the keys and values of one sequence, cache.rows(0)"
+        fix = "call cache.attention(q), or pass the keys and values of one sequence, cache.rows(0)"
         return f"{name} must be an array; got a KVCache: {fix}"
     if hasattr(value, "toarray"):
-        makes = "its toarray() makes one"
+        fix = f"use {name}.toarray()"
     elif isinstance(value, np.ma.MaskedArray):
-        makes = "its filled() makes one, and mask= takes what it hides"
+        fix = f"use {name}.filled(0), and mask= for the hidden elements"
     elif hasattr(value, "dequantized"):
-        makes = "its dequantized() makes one"
+        fix = f"use {name}.dequantized()"
     elif isinstance(value, type):
-        makes = "call it"
+        fix = "call it"
     elif is_shape(value):
-        makes = f"plan takes cuflash.ShapeDtype({describe(value)}, dtype) in the place of an array"
+        fix = f"plan accepts cuflash.ShapeDtype({describe(value)}, dtype) instead of an array"
     elif isinstance(value, (list, tuple)):
         is_of_arrays = _is_of_another_library(_first_item(value))
-        makes = "stack them to one array first" if is_of_arrays else "lists may hold numbers alone, or booleans alone"
+        fix = "stack them into one array first" if is_of_arrays else "a list may contain only numbers, or only booleans"
     elif hasattr(value, "shape") and hasattr(value, "dtype") and not hasattr(value, "__array__"):
-        makes = "it holds no data, and plan takes cuflash.ShapeDtype(shape, dtype) in the place of such a value"
-    return f"{name} must be an array; got {describe(value)}{makes and f': {makes}'}"
+        fix = "it holds no data, and plan accepts cuflash.ShapeDtype(shape, dtype) instead of such a value"
+    return f"{name} must be an array; got {describe(value)}{fix and f': {fix}'}"

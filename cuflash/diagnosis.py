@@ -1,4 +1,4 @@
-"""Report on this machine: what it can run, and what to do about the rest; ``python -m cuflash`` prints it."""
+"""A report of what works on this machine, and how to install what is missing; ``python -m cuflash`` prints it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OLDEST_DRIVER = (12, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A line of a report: ``ok``, ``missing``, or ``unknown`` where the check failed; with advice, if there is any."""
+    """A line of a report, with status ``ok``, ``missing``, or ``unknown`` if the check failed, and optional advice."""
 
     subject: str
     status: Literal["ok", "missing", "unknown"] = "ok"
@@ -42,15 +42,15 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Findings in the order printed; ``report["NumPy"]`` is one of them."""
+    """The findings, in the order in which they are printed; ``report["NumPy"]`` returns one of them."""
 
     findings: tuple[Finding, ...]
 
     def __getitem__(self, subject: str) -> Finding:
-        found = {finding.subject: finding for finding in self.findings}
-        if subject not in found:
-            raise KeyError(f"no finding is called {subject!r}: there are {', '.join(found)}")
-        return found[subject]
+        by_subject = {finding.subject: finding for finding in self.findings}
+        if subject not in by_subject:
+            raise KeyError(f"no finding is called {subject!r}: the report has {', '.join(by_subject)}")
+        return by_subject[subject]
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.findings))
@@ -58,14 +58,14 @@ class Report:
 
 @explains_keywords
 def doctor() -> Report:
-    """Look at the machine and say what works, what is missing and what to do. Never raises.
+    """Report what works on this machine, what is missing, and what to do about it. This never raises an error.
 
-    No CUDA context is made and CuPy is not imported, so it is safe before a fork.
+    It neither creates a CUDA context nor imports CuPy, so the process can still be forked afterwards.
 
     Returns
     -------
     Report
-        A record that prints itself; its `findings` have `subject`, `status`, `detail` and `advice`.
+        A printable record, whose `findings` have `subject`, `status`, `detail` and `advice`.
 
     Examples
     --------
@@ -81,7 +81,7 @@ def doctor() -> Report:
 def _run_check(subject: str, check: Callable[[str], Finding]) -> Finding:
     try:
         return check(subject)
-    except Exception as error:  # a report about a broken machine must not break on it
+    except Exception as error:  # the report must not fail if the machine is broken
         detail = f"could not be examined: {type(error).__name__}: {error}"
         return Finding(subject=subject, status="unknown", detail=detail)
 
@@ -115,12 +115,12 @@ def _executor_cpu(subject: str) -> Finding:
 
 
 def _executor_sim(subject: str) -> Finding:
-    return _depending_on(subject, "NumPy arrays, on simulated thread blocks: for tests", _compiler("C++ compiler"))
+    return _depending_on(subject, "NumPy arrays, on simulated thread blocks, for tests", _compiler("C++ compiler"))
 
 
 def _executor_gpu(subject: str) -> Finding:
     needed = _driver("NVIDIA driver"), _gpus("GPUs"), _nvrtc("NVRTC"), _cupy("CuPy")
-    return _depending_on(subject, "CuPy arrays, and other libraries' by DLPack", *needed)
+    return _depending_on(subject, "CuPy arrays, and arrays of other libraries by DLPack", *needed)
 
 
 def _depending_on(subject: str, detail: str, *needed: Finding) -> Finding:
@@ -136,15 +136,15 @@ def _compiler(subject: str) -> Finding:
     advice = "only the sim executor compiles C++: apt install g++"
     if path is None:
         return Finding(subject=subject, status="missing", detail="no g++ on PATH", advice=advice)
-    run = _told([path, "--version"], 10)
+    run = _run([path, "--version"], 10)
     if run.returncode != 0:
         detail = f"{path} --version ends with status {run.returncode}"
         return Finding(subject=subject, status="missing", detail=detail, advice=advice)
     return Finding(subject=subject, detail=f"{path}, {run.stdout.partition(chr(10))[0]}")
 
 
-def _told(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    """Run a program and return its output as text, whatever its encoding is."""
+def _run(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run a program and return its output as text, in which invalid bytes are shown as escapes."""
     return subprocess.run(
         command, capture_output=True, encoding="utf-8", errors="backslashreplace", timeout=seconds,
         stdin=subprocess.DEVNULL,
@@ -159,24 +159,25 @@ def _driver(subject: str) -> Finding:
     except OSError:
         return Finding(subject=subject, status="missing", detail=f"no {name}", advice="fine without an NVIDIA GPU")
     if code != 0:
-        return Finding(subject=subject, status="unknown", detail=f"cuDriverGetVersion answers with error {code}")
+        return Finding(subject=subject, status="unknown", detail=f"cuDriverGetVersion returns error {code}")
     major, minor = version.value // 1000, version.value % 1000 // 10
     if (major, minor) < _OLDEST_DRIVER:
         detail = f"only for CUDA {major}.{minor}"
-        return Finding(subject=subject, status="missing", detail=detail, advice="update it to one for CUDA 12 or newer")
+        advice = "update the driver to one for CUDA 12 or newer"
+        return Finding(subject=subject, status="missing", detail=detail, advice=advice)
     return Finding(subject=subject, detail=f"for CUDA {major}.{minor} and older")
 
 
 def _gpus(subject: str) -> Finding:
-    """Report the GPUs by nvidia-smi: the driver would start CUDA here, and forked children could not use it."""
+    """Report the GPUs that nvidia-smi lists, since a call of the driver would start CUDA, which breaks later forks."""
     path = shutil.which("nvidia-smi")
     if path is None:
         return Finding(subject=subject, status="missing", detail="no nvidia-smi", advice="fine without an NVIDIA GPU")
     command = [path, "--query-gpu=name,compute_cap", "--format=csv,noheader"]
-    run = _told(command, 30)
+    run = _run(command, 30)
     if run.returncode != 0:
-        said = (run.stdout + run.stderr).strip().partition("\n")[0]
-        detail = said or f"{path} ends with status {run.returncode} and says nothing"
+        first_line = (run.stdout + run.stderr).strip().partition("\n")[0]
+        detail = first_line or f"{path} ends with status {run.returncode} and prints nothing"
         return Finding(subject=subject, status="missing", detail=detail)
     chips = [line.rpartition(", ") for line in run.stdout.strip().splitlines()]
     return Finding(subject=subject, detail="; ".join(f"{name}, sm_{cap.replace('.', '')}" for name, _, cap in chips))
@@ -198,33 +199,33 @@ def _kernel_cache(subject: str) -> Finding:
         what, _, how = str(error).rpartition(": ")
         return Finding(subject=subject, status="missing", detail=what, advice=how)
     if info.folder is None:
-        return Finding(subject=subject, detail="in memory, as CUPY_CACHE_IN_MEMORY says")
+        return Finding(subject=subject, detail="in memory, as set by CUPY_CACHE_IN_MEMORY")
     detail = f"{info.folder}, {info.entries} kernels, {info.nbytes} bytes"
     place = _nearest(info.folder)
     if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
         return Finding(subject=subject, detail=detail)
-    advice = "kernels are compiled anew in each process: set CUPY_CACHE_DIR to a folder of your own"
+    advice = "each process compiles its kernels again: set CUPY_CACHE_DIR to a folder of your own"
     return Finding(subject=subject, status="missing", detail=f"{place} cannot be written", advice=advice)
 
 
 def _simulator_cache(subject: str) -> Finding:
-    kept = host_cache.host_cache()
-    place = _nearest(kept.folder)
-    fault = host_cache.fault(place) if place == kept.folder else ""
-    if kept.folder.is_absolute() and place.is_dir() and os.access(place, os.W_OK | os.X_OK) and not fault:
-        return Finding(subject=subject, detail=str(kept))
-    advice = "the sim executor compiles anew in each process: set CUFLASH_CACHE_DIR to a folder of your own"
-    return Finding(subject=subject, status="missing", detail=fault or f"{kept.folder} cannot be made", advice=advice)
+    cache = host_cache.host_cache()
+    place = _nearest(cache.folder)
+    fault = host_cache.fault(place) if place == cache.folder else ""
+    if cache.folder.is_absolute() and place.is_dir() and os.access(place, os.W_OK | os.X_OK) and not fault:
+        return Finding(subject=subject, detail=str(cache))
+    advice = "each process compiles its simulated kernels again: set CUFLASH_CACHE_DIR to a folder of your own"
+    return Finding(subject=subject, status="missing", detail=fault or f"{cache.folder} cannot be made", advice=advice)
 
 
 def _nearest(folder: Path) -> Path:
-    """A folder, or the nearest above it that exists."""
+    """Return a folder, or its nearest parent that exists."""
     return next(place for place in (folder, *folder.parents) if place.exists())
 
 
 def _cupy(subject: str) -> Finding:
-    found = {name: _version(name) for name in _CUPY}
-    installed = [f"{name} {version}" for name, version in found.items() if version]
+    versions = {name: _version(name) for name in _CUPY}
+    installed = [f"{name} {version}" for name, version in versions.items() if version]
     if len(installed) > 1:
         detail = f"{' and '.join(installed)} overwrite each other"
         return Finding(subject=subject, status="missing", detail=detail, advice="uninstall all, install one")

@@ -1,4 +1,4 @@
-"""The exception for problems that cuflash does not solve, and the one for kernels that do not compile."""
+"""The exceptions for unsupported problems and for kernels that do not compile."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, TypeVar
 from .keywords import explains_keywords
 
 _Class = TypeVar("_Class", bound=type)
-_LOG_LINES = 40  # as many of them are shown
+_LOG_LINES = 40  # lines of a compiler log that an error message shows
 
 
 @explains_keywords
 class UnsupportedProblem(ValueError):
-    """Raised before any work, with every reason at once.
+    """The error for arguments that cuflash does not support, raised before any work, with every reason at once.
 
     Parameters
     ----------
     reasons : sequence of str
-        One sentence each: the argument, the rule, what came, and what would work.
+        One sentence each: the argument, the rule, the value that was passed, and what would work.
 
     Examples
     --------
@@ -44,23 +44,23 @@ class UnsupportedProblem(ValueError):
 
 @explains_keywords
 class CompileError(RuntimeError):
-    """NVRTC refused the text of a kernel: a fault of cuflash, or of a version of NVRTC that it does not know.
+    """The error for a kernel that NVRTC rejects: a bug in cuflash, or an NVRTC version that it does not support.
 
     Parameters
     ----------
     kernel, architecture : str
         The kernel's name with its specification, and the architecture that it was compiled for.
     log : str
-        NVRTC's messages, with lines of the files of `kernels_cu`.
+        NVRTC's messages, whose line numbers refer to files of `kernels_cu`.
     text : str
-        Path of the text that was compiled, if CUFLASH_DUMP was set.
+        Path of the source text that was compiled, if CUFLASH_DUMP was set.
 
     Examples
     --------
     >>> print(CompileError("simt_forward head_dim 64", "sm_90", "kernels_cu/simt/forward.cu(7): error: expected a ;"))
     simt_forward head_dim 64 does not compile for sm_90:
     kernels_cu/simt/forward.cu(7): error: expected a ;
-    CUFLASH_DUMP=<folder> in the environment writes the text that the compiler saw
+    set CUFLASH_DUMP=<folder> in the environment to write the source text that the compiler saw
     """
 
     def __init__(self, kernel: str, architecture: str, log: str, text: str = "") -> None:
@@ -68,9 +68,9 @@ class CompileError(RuntimeError):
         super().__init__(kernel, architecture, log, text)
 
     def __str__(self) -> str:
-        advice = "CUFLASH_DUMP=<folder> in the environment writes the text that the compiler saw"
+        advice = "set CUFLASH_DUMP=<folder> in the environment to write the source text that the compiler saw"
         if self.text:
-            advice = f"the text that the compiler saw is {self.text}"
+            advice = f"the source text that the compiler saw is in {self.text}"
         lines = self.log.splitlines()
         if len(lines) > _LOG_LINES:
             lines[_LOG_LINES:] = [f"... {len(lines) - _LOG_LINES} more lines in .log"]
@@ -78,14 +78,14 @@ class CompileError(RuntimeError):
 
 
 def refuse(reasons: Collection[str]) -> None:
-    """Raise an UnsupportedProblem with reasons, if there are any."""
+    """Raise an UnsupportedProblem with these reasons, if there are any."""
     if reasons:
         raise UnsupportedProblem(reasons)
 
 
 @contextmanager
 def collecting(reasons: list[str]) -> Iterator[None]:
-    """Append the reasons of an UnsupportedProblem raised inside to `reasons` instead of letting it out."""
+    """Catch an UnsupportedProblem raised in the `with` block, and append its reasons to `reasons`."""
     try:
         yield
     except UnsupportedProblem as error:
@@ -96,30 +96,30 @@ _SIGNS = {
     "add": "+", "sub": "-", "mul": "*", "matmul": "@", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**",
     "lshift": "<<", "rshift": ">>", "and": "&", "or": "|", "xor": "^",
 }  # fmt: skip
-_SIGNS_OF_ONE = {"neg": "unary -", "pos": "unary +", "invert": "~", "abs": "abs()"}
+_UNARY_SIGNS = {"neg": "unary -", "pos": "unary +", "invert": "~", "abs": "abs()"}
 
 
 def without_other_operators(cls: _Class, subject: str, fix: str) -> _Class:
-    """Let every arithmetic operator that a class lacks raise a TypeError with a fix, in place of Python's own.
+    """Make every arithmetic operator that a class lacks raise a TypeError that names a fix, instead of Python's own.
 
     Parameters
     ----------
     cls : class
-        Changed in place, and returned.
+        The class, which is changed in place and returned.
     subject : str
-        What objects of the class are called, in the plural.
+        The plural noun for objects of the class in the error message.
     fix : str
         What to write instead.
     """
 
-    def refused(sign: str) -> Callable[..., Any]:
+    def refusing(sign: str) -> Callable[..., Any]:
         def operator(*_: Any) -> Any:
             raise TypeError(f"{subject} have no {sign}: {fix}")
 
         return operator
 
-    signs = _SIGNS | {f"r{name}": sign for name, sign in _SIGNS.items()} | _SIGNS_OF_ONE
+    signs = _SIGNS | {f"r{name}": sign for name, sign in _SIGNS.items()} | _UNARY_SIGNS
     for name, sign in signs.items():
         if not any(f"__{name}__" in vars(base) for base in cls.__mro__):
-            setattr(cls, f"__{name}__", refused(sign))
+            setattr(cls, f"__{name}__", refusing(sign))
     return cls

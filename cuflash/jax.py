@@ -389,10 +389,10 @@ def _traced_reasons(options: Options) -> list[str]:
     if is_tracer(options.scale):
         fix = "name it in static_argnames of jax.jit, or multiply q by it"
         reasons.append(f"scale must be a Python number when JAX traces the call; got a tracer: {fix}")
-    others = {"causal": [options.causal], "softcap": [options.softcap]}
-    others["window"] = [*window] if isinstance(window, (tuple, list)) else [window]
-    for name, values in others.items():
-        if any(map(is_tracer, values)):
+    others = {"causal": is_tracer(options.causal), "softcap": is_tracer(options.softcap)}
+    others["window"] = any(map(is_tracer, window)) if isinstance(window, (tuple, list)) else is_tracer(window)
+    for name, is_traced in others.items():
+        if is_traced:
             fix = f"name {name} in static_argnames of jax.jit"
             reasons.append(f"{name} must be known when JAX traces the call; got a tracer: {fix}")
     return reasons

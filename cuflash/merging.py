@@ -1,4 +1,4 @@
-"""Merge attention over disjoint keys: pairs (o, lse) form a monoid with the identity (0, -inf)."""
+"""Merging of attention over disjoint keys: pairs (o, lse) form a monoid with the identity (0, -inf)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def merge(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple
     Parameters
     ----------
     outs : sequence of arrays [..., seqlen_q, value_dim]
-        The output of each part, of one shape and dtype; or one array with the parts along its first axis, so that o of
-        a single call would be merged over its batch entries or its heads. Arrays of other libraries are accepted as
-        `attention` accepts them, except that arrays with NumPy's dtypes, such as JAX's, stay what they are.
+        The outputs of the parts, with equal shapes and dtypes, or one array with the parts along its first axis. (The
+        o of a single call would be merged over its batch entries or heads.) Arrays of other libraries are accepted as
+        in `attention`, but arrays with NumPy dtypes, such as JAX arrays, are not converted.
     lses : sequence of arrays [..., seqlen_q]
-        Their log-sum-exps, natural logarithm.
+        The log-sum-exps of the parts, as natural logarithms.
 
     Returns
     -------
@@ -43,21 +43,21 @@ def merge(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple
     Raises
     ------
     TypeError
-        A part is not an array, or there are no parts to tell apart.
+        A part is not an array, or an argument cannot be divided into parts.
     UnsupportedProblem
-        There are no parts, or their shapes or dtypes do not fit. It lists every reason.
+        There are no parts, or their shapes or dtypes do not match. The error lists every reason.
 
     Notes
     -----
     o = sum_p exp(lse_p - lse) o_p with lse = log sum_p exp(lse_p): the rescaling of FlashAttention-2
     (arXiv 2307.08691, section 3.1), applied to finished parts. Sums run in float32 (float64 for float64).
 
-    A sink counts once: give it to the call that computes one of the parts, and to no other. It is itself a part, with
-    o = 0 and lse = sink, so that ``attention(..., sink=sink)`` is ``merge([o, 0 * o], [lse, sink])``.
+    A sink counts only once: pass it to the call that computes one of the parts. A sink is itself a part with o = 0 and
+    lse = sink, so that ``attention(..., sink=sink)`` equals ``merge([o, 0 * o], [lse, sink])``.
 
-    A row is NaN, o and lse, if lse of some part is NaN or +inf there, as it is if one score is. A part whose lse is
-    -inf adds nothing to the row, whatever its o holds; NaN and infinities in o of any other part reach o, however small
-    the part's weight.
+    o and lse of a row are NaN if the row's lse in some part is NaN or +inf, which it is if one score is. A part with
+    lse = -inf adds nothing to the row, even if its o is NaN. NaN and infinity in o of any other part appear in the
+    merged o, however small the weight of the part.
 
     Examples
     --------
@@ -83,14 +83,14 @@ def merge(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple
         bound_merge = BoundMerge(outs, lses, gpu.current_target())
         CALLS.put(key, bound_merge)
         o_and_lse = bound_merge(outs, lses)
-        assert o_and_lse is not None  # `_check` has seen the addresses
+        assert o_and_lse is not None  # `_check` has refused misaligned addresses
         return o_and_lse
-    with np.errstate(all="ignore"):  # weights of parts far below the largest are 0, and NaN is a result
+    with np.errstate(all="ignore"):  # weights may underflow to 0, and results may be NaN
         return _merged(outs, lses)
 
 
 def _key(outs: list[Array], lses: list[Array]) -> Hashable:
-    """Return the key of a merge of CuPy's arrays; None of any other arrays, and of what is refused for its kinds."""
+    """Return the cache key of a merge of CuPy arrays, or None for other arrays and unsupported combinations."""
     if not outs or isinstance(outs[0], np.ndarray):
         return None
     layout = layout_key(*outs, *lses)
@@ -98,7 +98,7 @@ def _key(outs: list[Array], lses: list[Array]) -> Hashable:
 
 
 def _merged_in_stages(outs: list[Array], lses: list[Array]) -> tuple[Array, Array]:
-    """Merge more parts than a launch takes: runs of them in the dtype of sums, and then what the runs merge to."""
+    """Merge more parts than one launch supports: groups of parts in the accumulator dtype, then their results."""
     wide = [out.astype(lses[0].dtype, copy=False) for out in outs]
     starts = range(0, len(outs), MOST_PARTS)
     runs = [merge(wide[start : start + MOST_PARTS], lses[start : start + MOST_PARTS]) for start in starts]
@@ -110,34 +110,34 @@ def _merged_in_stages(outs: list[Array], lses: list[Array]) -> tuple[Array, Arra
 def merge_vjp(
     outs: Sequence[Array] | Array, lses: Sequence[Array] | Array
 ) -> tuple[tuple[Array, Array], MergePullback]:
-    """Merge attention over disjoint sets of keys, and return what pulls gradients back to the parts.
+    """Merge attention over disjoint sets of keys, and return its vector-Jacobian product.
 
     Parameters
     ----------
     outs, lses : sequences of arrays
-        As in `merge`.
+        The parts, as in `merge`.
 
     Returns
     -------
     merged : (array, array)
         The result and its log-sum-exp, as `merge` returns them.
     vjp : MergePullback
-        ``vjp(do, dlse=None)`` returns ``(douts, dlses)``, two tuples with an array for each part: the gradients of
-        sum(do * o) + sum(dlse * lse), in the shapes and dtypes of `outs` and `lses`. Rows that are empty in a part have
-        gradients 0 there.
+        ``vjp(do, dlse=None)`` returns ``(douts, dlses)``, two tuples with one array for each part: the gradients of
+        sum(do * o) + sum(dlse * lse), in the shapes and dtypes of `outs` and `lses`. The gradients are 0 in rows that
+        are empty in the part.
 
     Raises
     ------
     TypeError, UnsupportedProblem
-        As `merge`.
+        For the same reasons as in `merge`.
 
     Notes
     -----
-    With w_p = exp(lse_p - lse), do_p = w_p do and dlse_p = w_p (do . (o_p - o) + dlse). The vjp of a part takes both:
-    ``vjp_p(do_p, dlse_p)``.
+    With w_p = exp(lse_p - lse), do_p = w_p do and dlse_p = w_p (do . (o_p - o) + dlse). Pass both to the vjp of the
+    part: ``vjp_p(do_p, dlse_p)``.
 
-    A gate g_p on a part's weights, o = sum_p g_p exp(lse_p) o_p / sum_p g_p exp(lse_p), is ``lse_p + log(g_p)`` in
-    place of lse_p, and the gradient of log(g_p) is dlse_p.
+    To multiply a part's weights by a gate g_p, o = sum_p g_p exp(lse_p) o_p / sum_p g_p exp(lse_p), pass
+    ``lse_p + log(g_p)`` instead of lse_p. The gradient of log(g_p) is dlse_p.
 
     Examples
     --------
@@ -159,7 +159,7 @@ def merge_vjp(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MergePullback:
-    """Pulls gradients back through `merge`: what `merge_vjp` returns beside its results.
+    """The vector-Jacobian product of `merge`, which `merge_vjp` returns.
 
     Attributes
     ----------
@@ -175,21 +175,21 @@ class MergePullback:
 
     @explains_keywords
     def __call__(self, do: Array, dlse: Array | None = None) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        """Gradients of sum(do * o) + sum(dlse * lse) by the parts, (douts, dlses).
+        """Return the gradients of sum(do * o) + sum(dlse * lse) with respect to the parts: (douts, dlses).
 
         Raises
         ------
         TypeError
             An argument is not an array.
         UnsupportedProblem
-            An argument is not like o, or not like lse. It lists every reason.
+            do differs from o, or dlse from lse, in shape or dtype. The error lists every reason.
         """
         reasons: list[str] = []
         do = self._like("do", do, "o", self.outs[0], reasons)
         dlse = None if dlse is None else self._like("dlse", dlse, "lse", self.lse, reasons)
         refuse(reasons)
         xp = namespace(self.lse)
-        with np.errstate(all="ignore"):  # weights of parts far below the largest are 0, and NaN is a result
+        with np.errstate(all="ignore"):  # weights may underflow to 0, and results may be NaN
             wide = do.astype(accumulator_dtype(do.dtype))
             is_empty = [xp.isneginf(lse) for lse in self.lses]
             weights = [xp.exp(lse - self.lse) for lse in self.lses]
@@ -197,7 +197,7 @@ class MergePullback:
                 xp.where(no_key, 0, (wide * out.astype(wide.dtype)).sum(axis=-1))
                 for no_key, out in zip(is_empty, self.outs)
             ]
-            # do . o, and not of the o that was rounded to the dtype of the parts
+            # do . o, with the o that has not been rounded to the dtype of the parts
             mean = sum(weight * slope for weight, slope in zip(weights, slopes))
             by_lse = -mean if dlse is None else dlse - mean
             douts = tuple(
@@ -211,7 +211,7 @@ class MergePullback:
         return douts, dlses
 
     def _like(self, name: str, value: Any, like: str, wanted: Array, reasons: list[str]) -> Any:
-        """A cotangent as an array, with why it is not like a result."""
+        """Return a cotangent as an array, and append to `reasons` if shape, dtype or library are not the result's."""
         array = _as_known_array(name, value)
         if not is_array(array):
             raise TypeError(f"{name} must be an array; got {describe(value)}")
@@ -221,7 +221,7 @@ class MergePullback:
                 f"{array.dtype}"
             )
         elif namespace(array) is not namespace(wanted):
-            reasons.append(f"{name} must be an array of the parts' kind; got {describe(array)}: copy it")
+            reasons.append(f"{name} must be an array of the parts' library; got {describe(array)}: copy it")
         return array
 
 
@@ -231,14 +231,14 @@ def _merged(outs: list[Array], lses: list[Array]) -> tuple[Array, Array]:
     lse_max = lses[0]
     for lse in lses[1:]:
         lse_max = xp.maximum(lse_max, lse)  # NaN if either is
-    # An empty row has lse_max = -inf; 0 in its place keeps -inf - (-inf) out.
+    # lse_max is -inf in empty rows. It is replaced by 0, because -inf - (-inf) would be NaN.
     shift = xp.where(xp.isneginf(lse_max), 0, lse_max)
     total = xp.zeros_like(lse_max)
     o = xp.zeros(outs[0].shape, dtype=accumulator)
     for out, lse in zip(outs, lses):
         weight = xp.exp(lse - shift)
         total = total + weight
-        # A part that is empty in a row adds nothing there, whatever it holds.
+        # A part that is empty in a row adds nothing to it, even if its o is NaN.
         o = o + xp.where(xp.isneginf(lse)[..., None], 0, weight[..., None] * out.astype(accumulator))
     is_empty = total == 0
     safe = xp.where(is_empty, 1, total)
@@ -246,18 +246,18 @@ def _merged(outs: list[Array], lses: list[Array]) -> tuple[Array, Array]:
     return (o / safe[..., None]).astype(outs[0].dtype), merged
 
 
-def _parts(name: str, given: Sequence[Array] | Array) -> list[Array]:
-    """The parts as a list of arrays, and of what is no array."""
+def _parts(name: str, value: Sequence[Array] | Array) -> list[Array]:
+    """Return the parts as a list, with arrays converted to known kinds; `_check` refuses other values."""
     try:
-        parts = list(given if isinstance(given, (list, tuple)) else _as_known_array(name, given))
+        parts = list(value if isinstance(value, (list, tuple)) else _as_known_array(name, value))
     except (TypeError, NotImplementedError) as error:
-        message = f"{name} must be a sequence of arrays, or one array of all parts; got {describe(given)}"
+        message = f"{name} must be a sequence of arrays, or one array of all parts; got {describe(value)}"
         raise TypeError(message) from error
     return [_as_known_array(f"{name}[{number}]", part) for number, part in enumerate(parts)]
 
 
 def _as_known_array(name: str, value: Any) -> Any:
-    """An array as it is, if its namespace has NumPy's functions and dtypes; as NumPy's or CuPy's otherwise."""
+    """Return an array itself if its namespace has NumPy's functions and dtypes, else as a NumPy or CuPy array."""
     if is_array(value) and isinstance(value.dtype, np.dtype):
         return value
     return as_arrays({name: value}, {name: np.float64})[name]
@@ -275,11 +275,12 @@ def _check(outs: list[Array], lses: list[Array]) -> None:
     reasons = []
     spaces = {namespace(part).__name__ for part in (*outs, *lses)}
     if len(spaces) > 1:
-        reasons.append(f"outs and lses must be arrays of one kind; got {' and '.join(sorted(spaces))}: copy them")
+        libraries = " and ".join(sorted(spaces))
+        reasons.append(f"outs and lses must be arrays of the same library; got {libraries}: copy them")
     if outs[0].ndim == 0:
         reasons.append("outs must have shape (..., seqlen_q, value_dim); got parts of shape ()")
     if outs[0].dtype not in DTYPES:
-        reasons.append(f"outs must be of a floating dtype that attention returns; got {outs[0].dtype}")
+        reasons.append(f"outs must have a floating dtype that attention returns; got {outs[0].dtype}")
     if len(outs) == 2 and outs[0].ndim and outs[1].shape == outs[0].shape[:-1] == lses[1].shape:
         reasons.append("outs must be the o of all parts; got one pair (o, lse): write merge(*zip(left, right))")
     for number, (out, lse) in enumerate(zip(outs, lses)):

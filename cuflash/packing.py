@@ -1,4 +1,4 @@
-"""Arrays of sequences of unequal lengths as one array, and back: what `masks.Sequences` needs."""
+"""Packing of sequences of unequal lengths into one array, as `masks.Sequences` needs them, and unpacking."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _LAYOUTS = "axis=-2 packs (heads, length, dim), axis=-3 (length, heads, dim), ax
 
 @explains_keywords
 def pack(arrays: Sequence[Array], axis: int = -2) -> tuple[Array, Array]:
-    """Put sequences one after the other into one array, without padding between them.
+    """Concatenate sequences into one array, without padding between them.
 
     Parameters
     ----------
     arrays : sequence of arrays [..., length, dim]
-        One for each sequence, at least one. They differ in their lengths alone, and lie in one place. Arrays of other
-        libraries are taken as `attention` takes them.
+        One array for each sequence, at least one. They may differ only in their lengths, and are on the same device.
+        Arrays of other libraries are accepted as in `attention`.
     axis : int
         The axis of the lengths: -2 for [..., heads, length, dim], -3 for [..., length, heads, dim], -1 for lse and dlse
         [..., length].
@@ -35,23 +35,23 @@ def pack(arrays: Sequence[Array], axis: int = -2) -> tuple[Array, Array]:
     Returns
     -------
     packed : array [..., sum of lengths, dim]
-        A new array, where the arrays are.
+        A new array on the device of the sequences.
     offsets : int64 array [num_sequences + 1]
-        Sequence n is packed[..., offsets[n] : offsets[n + 1], :]. It lies where the arrays do.
+        Offsets of the sequences, on the same device: sequence n is packed[..., offsets[n] : offsets[n + 1], :].
 
     Raises
     ------
     TypeError
         A sequence is not an array.
     UnsupportedProblem
-        No arrays, or arrays that do not fit each other; all reasons at once.
+        There are no arrays, or their shapes, dtypes or devices do not match. The error lists every reason.
 
     Notes
     -----
-    `attention` takes heads before lengths: ``packed.swapaxes(-3, -2)`` of an array that was packed along axis -3.
+    `attention` needs heads before lengths: pass ``packed.swapaxes(-3, -2)`` if the array was packed along axis -3.
 
-    The layout cannot be told from the shapes if all lengths are equal: arrays [length, heads, dim] then fit along axis
-    -2 too, which packs their heads. Pass ``axis=-3`` for them.
+    If all lengths are equal, the shapes do not show the layout: arrays [length, heads, dim] then match along axis -2
+    too, and this would pack their heads. Pass ``axis=-3`` for them.
 
     Examples
     --------
@@ -67,41 +67,42 @@ def pack(arrays: Sequence[Array], axis: int = -2) -> tuple[Array, Array]:
     >>> cuflash.pack([part.swapaxes(0, 1) for part in x], axis=-3)[0].shape        # lengths before heads
     (14, 4, 32)
     """
-    given = _given(arrays)
-    refuse(_axis_reasons(axis, "arrays[0]", given[0]) or _unlike_reasons(given, axis))
-    xp = namespace(given[0])
-    ends = np.cumsum([0, *(array.shape[axis] for array in given)], dtype=np.int64)
-    return xp.concatenate(given, axis=axis), xp.asarray(ends)
+    sequences = _as_sequences(arrays)
+    refuse(_axis_reasons(axis, "arrays[0]", sequences[0]) or _mismatch_reasons(sequences, axis))
+    xp = namespace(sequences[0])
+    ends = np.cumsum([0, *(array.shape[axis] for array in sequences)], dtype=np.int64)
+    return xp.concatenate(sequences, axis=axis), xp.asarray(ends)
 
 
 @explains_keywords
 def unpack(packed: Array, offsets: Array, axis: int = -2, *, allow_gaps: bool = False) -> list[Array]:
-    """The sequences of a packed array, as views of it.
+    """Split a packed array into views of its sequences.
 
     Parameters
     ----------
     packed : array [..., length, dim]
-        Packed arrays, or results of `attention` on them.
+        A packed array, or the result of `attention` on packed arrays.
     offsets : list of ints, or int array [num_sequences + 1]
-        As `pack` returns them: from 0 to the length. Offsets on a device are copied to the host, which waits for the
-        device.
+        Offsets as `pack` returns them, from 0 to the length. Offsets on a device are copied to the host, which waits
+        for the device.
     axis : int
         The axis that was packed: -2 for [..., heads, length, dim], -3 for [..., length, heads, dim], -1 for lse and
         dlse [..., length].
     allow_gaps : bool
-        The first offset may be greater than 0, and the last less than the length: rows of no sequence are left out.
+        True to allow a first offset above 0 and a last offset below the length. Rows that belong to no sequence are
+        left out.
 
     Returns
     -------
     list of arrays [..., length of the sequence, dim]
-        Views; writing to one writes to `packed`.
+        Views: writing to them changes `packed`.
 
     Raises
     ------
     TypeError
         `packed` or `offsets` is not an array.
     UnsupportedProblem
-        The offsets decrease, leave gaps, or reach beyond the array; all reasons at once.
+        The offsets decrease, leave gaps, or exceed the array. The error lists every reason.
 
     Examples
     --------
@@ -110,9 +111,9 @@ def unpack(packed: Array, offsets: Array, axis: int = -2, *, allow_gaps: bool = 
     [[0, 1], [], [2, 3, 4]]
     """
     offsets = of_list("offsets", offsets, np.int64)
-    given = as_arrays({"packed": packed, "offsets": offsets}, {"packed": np.float64})
-    require_arrays(given)
-    packed, offsets = given.values()
+    converted = as_arrays({"packed": packed, "offsets": offsets}, {"packed": np.float64})
+    require_arrays(converted)
+    packed, offsets = converted.values()
     reasons = _axis_reasons(axis, "packed", packed) + flag_reasons("allow_gaps", allow_gaps)
     if offsets.ndim != 1 or not offsets.size or not is_integer_dtype(offsets.dtype):
         reasons.append(f"offsets must be an integer array (num_sequences + 1,); got {describe(offsets)}")
@@ -123,20 +124,20 @@ def unpack(packed: Array, offsets: Array, axis: int = -2, *, allow_gaps: bool = 
     return [packed[(*rest, slice(start, stop))] for start, stop in pairwise(ends.tolist())]
 
 
-def _given(arrays: Any) -> list[Array]:
-    """The sequences as a list of arrays."""
+def _as_sequences(arrays: Any) -> list[Array]:
+    """Return the sequences as a list of arrays."""
     if not isinstance(arrays, (list, tuple)):
         raise TypeError(f"arrays must be a list of arrays, one for each sequence; got {describe(arrays)}")
     if not arrays:
         raise UnsupportedProblem(["arrays must hold at least one sequence, which may be empty; got none"])
-    named = {f"arrays[{place}]": array for place, array in enumerate(arrays)}
-    given = as_arrays(named, dict.fromkeys(named, np.float64))
-    require_arrays(given)
-    return list(given.values())
+    named = {f"arrays[{n}]": array for n, array in enumerate(arrays)}
+    converted = as_arrays(named, dict.fromkeys(named, np.float64))
+    require_arrays(converted)
+    return list(converted.values())
 
 
 def _axis_reasons(axis: Any, name: str, array: Array) -> list[str]:
-    """Why an axis is not one of an array's."""
+    """Return why `axis` is not an axis of an array."""
     if not is_int(axis):
         return [f"axis must be an int; got {describe(axis)}: {_LAYOUTS}"]
     if not -array.ndim <= axis < array.ndim:
@@ -145,31 +146,31 @@ def _axis_reasons(axis: Any, name: str, array: Array) -> list[str]:
     return []
 
 
-def _unlike_reasons(given: list[Array], axis: int) -> list[str]:
-    """Why arrays cannot be packed into one."""
-    first, reasons = given[0], []
-    others = [other for other in range(-first.ndim, 0) if other != axis and all(_fit(x, first, other) for x in given)]
-    fix = f": they fit along axis={others[-1]}; {_LAYOUTS}" if others else ""
-    for place, array in enumerate(given):
-        if not _fit(array, first, axis) or array.dtype != first.dtype:
+def _mismatch_reasons(arrays: list[Array], axis: int) -> list[str]:
+    """Return why arrays cannot be packed into one."""
+    first, reasons = arrays[0], []
+    others = [n for n in range(-first.ndim, 0) if n != axis and all(_match(array, first, n) for array in arrays)]
+    fix = f": they match along axis={others[-1]}; {_LAYOUTS}" if others else ""
+    for n, array in enumerate(arrays):
+        if not _match(array, first, axis) or array.dtype != first.dtype:
             reasons.append(
-                f"arrays[{place}] must be of arrays[0]'s dtype, {first.dtype}, and of its shape {tuple(first.shape)} "
-                f"but for axis {axis}; got {describe(array)}{fix}"
+                f"arrays[{n}] must have arrays[0]'s dtype, {first.dtype}, and its shape {tuple(first.shape)} except "
+                f"along axis {axis}; got {describe(array)}{fix}"
             )
         if namespace(array) is not namespace(first):
-            reasons.append(f"arrays[{place}] must be where arrays[0] is: copy either")
+            reasons.append(f"arrays[{n}] must be on the same device as arrays[0]: copy one of them")
     return reasons
 
 
-def _fit(array: Array, first: Array, axis: int) -> bool:
-    """Return whether two arrays have equal shapes but for an axis."""
+def _match(array: Array, first: Array, axis: int) -> bool:
+    """True if two arrays have equal shapes except along one axis."""
     axis %= first.ndim
     shapes = [(*x.shape[:axis], *x.shape[axis + 1 :]) for x in (array, first)]
     return array.ndim == first.ndim and shapes[0] == shapes[1]
 
 
 def _end_reasons(ends: Array, packed: Array, axis: int, allow_gaps: bool) -> list[str]:
-    """Why offsets on the host do not end with an axis of an array."""
+    """Return why offsets on the host do not end at the length of an axis of an array."""
     reasons = end_reasons("offsets", ends, f"packed.shape[{axis}]", int(packed.shape[axis]), allow_gaps)
     others = [other for other in range(-packed.ndim, 0) if packed.shape[other] == ends[-1]]
     return [f"{reason}; axis={others[-1]} ends there" if others else reason for reason in reasons]

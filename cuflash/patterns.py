@@ -1,6 +1,6 @@
 """Block-sparse patterns of the literature, as masks.
 
-Those made of windows, prefixes and combs hold no lengths; those made of blocks are drawn for given lengths.
+Patterns of windows, prefixes and strides fit any sequence length. Patterns of blocks are made for fixed lengths.
 
 >>> sink_local(1, (1, 0)).toarray(4).astype(int)
 array([[1, 0, 0, 0],
@@ -36,16 +36,17 @@ def __dir__() -> list[str]:
 
 @explains_keywords
 def butterfly(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128, max_stride: int | None = None) -> Mask:
-    """Flat block butterfly: block row I keeps block I and the blocks whose number differs from I in one bit.
+    """Return the flat block butterfly: block row I keeps block I and the blocks whose number differs in one bit.
 
     Parameters
     ----------
     seqlen_q, seqlen_kv : int
-        Lengths in tokens; seqlen_kv is seqlen_q unless given. A grid that is no power of two is clipped.
+        Lengths in tokens. Default of seqlen_kv: seqlen_q. If a length in blocks is not a power of two, the pattern of
+        the next power is cut off.
     block : int or (int, int)
         Size of a block in tokens, or block_q and block_kv.
     max_stride : int, optional
-        Keep only bits below this power of two, counted in blocks; the whole grid unless given.
+        Keep only blocks at distances below this number of blocks, a power of two. Default: all distances.
 
     Returns
     -------
@@ -55,12 +56,12 @@ def butterfly(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128, 
     Raises
     ------
     UnsupportedProblem
-        An argument breaks its rule; all reasons at once.
+        An argument is invalid. The error lists every reason.
 
     Notes
     -----
     Pixelated Butterfly, arXiv 2112.00029, section 3.2; the pattern of FlashAttention's block-sparse experiments,
-    arXiv 2205.14135, section 3.3. About log2(number of blocks) + 1 blocks a row.
+    arXiv 2205.14135, section 3.3. A row has about log2(number of blocks) + 1 blocks.
 
     Examples
     --------
@@ -78,7 +79,7 @@ def butterfly(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128, 
     reach = max(grid) if max_stride is None else min(whole_number("max_stride", max_stride, 1), max(grid))
     rows = np.arange(grid[0])
     cols = [rows, *(rows ^ (1 << bit) for bit in range(max(reach - 1, 0).bit_length()))]
-    return _kept(np.tile(rows, len(cols)), np.concatenate(cols), grid, sides)
+    return _pattern_of(np.tile(rows, len(cols)), np.concatenate(cols), grid, sides)
 
 
 @explains_keywords
@@ -94,22 +95,22 @@ def bigbird(
     seed: int = 0,
     rng: Rng | None = None,
 ) -> Mask:
-    """BigBird: a window of blocks, global blocks at both ends as rows and as columns, and random blocks in each row.
+    """Return BigBird: a window of blocks, global blocks at both ends as rows and columns, and random blocks per row.
 
     Parameters
     ----------
     seqlen_q, seqlen_kv : int
-        Lengths in tokens; seqlen_kv is seqlen_q unless given.
+        Lengths in tokens. Default of seqlen_kv: seqlen_q.
     block : int or (int, int)
         Size of a block in tokens, or block_q and block_kv.
     num_window_blocks : int
         Odd number of blocks around the diagonal.
     num_global_blocks : int
-        Blocks at each end that see all and are seen by all.
+        Number of blocks at each end that attend all blocks and that all blocks attend.
     num_random_blocks : int
-        Random blocks in each row, drawn without replacement from those not yet kept; fewer if fewer are left.
+        Number of random blocks in each row, drawn without replacement from the remaining blocks; fewer if fewer remain.
     num_heads : int
-        Heads with random blocks of their own; 1 serves all.
+        Number of heads with different random blocks; with 1, all heads have the same blocks.
     seed : int
         Seed of NumPy's generator.
     rng : numpy.random.Generator or int, optional
@@ -123,7 +124,7 @@ def bigbird(
     Raises
     ------
     UnsupportedProblem
-        An argument breaks its rule; all reasons at once.
+        An argument is invalid. The error lists every reason.
 
     Notes
     -----
@@ -141,13 +142,13 @@ def bigbird(
     )
     if num_window % 2 == 0:
         raise UnsupportedProblem(
-            [f"num_window_blocks must be odd, the diagonal and as many blocks on each side; got {num_window}"]
+            [f"num_window_blocks must be odd: the diagonal, and equally many blocks on each side; got {num_window}"]
         )
     (num_heads,) = _counts_of_blocks(num_heads=whole_number("num_heads", num_heads, 1))
     row, col = np.ogrid[: grid[0], : grid[1]]
     base = abs(row - col) <= num_window // 2
-    for place, extent in ((row, grid[0]), (col, grid[1])):
-        base = base | (place < num_global) | (place >= extent - num_global)
+    for number, extent in ((row, grid[0]), (col, grid[1])):
+        base = base | (number < num_global) | (number >= extent - num_global)
     drawn_from = generator_of(seed, rng)
     heads = [base | _random_rows(drawn_from, ~base, num_random) for _ in range(num_heads)]
     return BlockPattern(np.stack(heads) if num_heads > 1 else heads[0], sides)
@@ -165,24 +166,24 @@ def random(
     rng: Rng | None = None,
     diagonal: bool = True,
 ) -> Mask:
-    """Random blocks, equally many in each row, at a given density: the usual yardstick of block-sparse kernels.
+    """Return random blocks, equally many in each row, at a given density: a usual benchmark of block-sparse kernels.
 
     Parameters
     ----------
     seqlen_q, seqlen_kv : int
-        Lengths in tokens; seqlen_kv is seqlen_q unless given.
+        Lengths in tokens. Default of seqlen_kv: seqlen_q.
     block : int or (int, int)
         Size of a block in tokens, or block_q and block_kv.
     density : float
-        Blocks kept over all blocks, 0 to 1, rounded to whole blocks a row.
+        Kept blocks divided by all blocks, 0 to 1, rounded to whole blocks per row.
     num_heads : int
-        Heads with blocks of their own; 1 serves all.
+        Number of heads with different blocks; with 1, all heads have the same blocks.
     seed : int
         Seed of NumPy's generator.
     rng : numpy.random.Generator or int, optional
         A generator to draw from, or a seed, instead of `seed`.
     diagonal : bool
-        Whether each row's diagonal block is always one of those kept.
+        True to keep the diagonal block of every row, as one of its blocks.
 
     Returns
     -------
@@ -192,7 +193,7 @@ def random(
     Raises
     ------
     UnsupportedProblem
-        An argument breaks its rule; all reasons at once.
+        An argument is invalid. The error lists every reason.
 
     Examples
     --------
@@ -215,18 +216,18 @@ def random(
 def longformer(
     window: tuple[int, int], num_global: int = 0, *, dilation: int = 1, align: str | None = None
 ) -> Mask:
-    """Longformer: a window of keys around each query, and tokens at the start that see all and are seen by all.
+    """Return Longformer: a window of keys around each query, and global tokens that attend and are attended by all.
 
     Parameters
     ----------
     window : (int, int)
         Tokens before and after the query, inclusive: (left, right) is left + 1 + right keys.
     num_global : int
-        Global tokens, the first of the sequence.
+        Number of global tokens at the start of the sequence.
     dilation : int
-        Distance between the window's keys, of which either side of the window must be a multiple.
+        Distance between the keys of the window. Both sides of the window must be multiples of it.
     align : "bottom_right", "top_left" or None
-        As in `masks.Causal`; needed when the lengths differ.
+        Alignment as in `masks.Causal`; required if the lengths differ.
 
     Returns
     -------
@@ -236,11 +237,11 @@ def longformer(
     Raises
     ------
     UnsupportedProblem
-        The window is not two ints of at least 0, or not a multiple of the dilation; a count is not an int.
+        The window is not two ints of at least 0 and multiples of the dilation, or a count is not an int.
 
     Notes
     -----
-    arXiv 2004.05150, section 3.1. The paper's window of w keys is (w // 2, w // 2).
+    arXiv 2004.05150, section 3.1. The paper's window of w keys is ``window=(w // 2, w // 2)``.
 
     Examples
     --------
@@ -271,14 +272,14 @@ def longformer(
 
 @explains_keywords
 def strided(stride: int, *, align: str | None = None) -> Mask:
-    """Sparse Transformer, strided: the last `stride` keys, and every `stride`-th key before them.
+    """Return the strided Sparse Transformer: the last `stride` keys, and every `stride`-th key before them.
 
     Parameters
     ----------
     stride : int
-        Distance between the keys that are kept before the last `stride`.
+        Number of last keys, and distance between the keys that are kept before them.
     align : "bottom_right", "top_left" or None
-        As in `masks.Causal`.
+        Alignment as in `masks.Causal`.
 
     Returns
     -------
@@ -288,11 +289,11 @@ def strided(stride: int, *, align: str | None = None) -> Mask:
     Raises
     ------
     UnsupportedProblem
-        An argument breaks its rule.
+        An argument is invalid.
 
     Notes
     -----
-    arXiv 1904.10509, section 4.3: both heads' sets in one mask.
+    arXiv 1904.10509, section 4.3: the key sets of both heads in one mask.
 
     Examples
     --------
@@ -309,7 +310,7 @@ def strided(stride: int, *, align: str | None = None) -> Mask:
 
 @explains_keywords
 def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
-    """Sparse Transformer, fixed: the query's own segment of `stride` tokens, and the last keys of earlier segments.
+    """Return the fixed Sparse Transformer: a query's segment of `stride` tokens, and the last keys of earlier segments.
 
     Parameters
     ----------
@@ -318,7 +319,7 @@ def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
     num_summary : int
         Number of keys at the end of every segment that all later queries attend, at most `stride`.
     align : "bottom_right", "top_left" or None
-        As in `masks.Causal`.
+        Alignment as in `masks.Causal`.
 
     Returns
     -------
@@ -328,11 +329,11 @@ def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
     Raises
     ------
     UnsupportedProblem
-        An argument breaks its rule; all reasons at once.
+        An argument is invalid. The error lists every reason.
 
     Notes
     -----
-    arXiv 1904.10509, section 4.3 (there l and c): both heads' sets in one mask.
+    arXiv 1904.10509, section 4.3 (called l and c there): the key sets of both heads in one mask.
 
     Examples
     --------
@@ -353,16 +354,16 @@ def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
 
 @explains_keywords
 def sink_local(num_sink_tokens: int, window: tuple[int, int], *, align: str | None = None) -> Mask:
-    """Attention sinks and a window: of the keys that are not beyond the window, the first ones and those inside it.
+    """Return attention sinks and a window: the keys inside the window, and the first keys unless they are to its right.
 
     Parameters
     ----------
     num_sink_tokens : int
-        Keys at the start of the sequence that queries see however far they are away.
+        Number of keys at the start of the sequence that queries attend at any distance.
     window : (int, int)
         Tokens before and after the query, inclusive; (left, 0) is causal.
     align : "bottom_right", "top_left" or None
-        As in `masks.Causal`.
+        Alignment as in `masks.Causal`.
 
     Returns
     -------
@@ -372,11 +373,11 @@ def sink_local(num_sink_tokens: int, window: tuple[int, int], *, align: str | No
     Raises
     ------
     UnsupportedProblem
-        `num_sink_tokens` is not an int of at least 0, or the window is not two of them.
+        `num_sink_tokens` is not an int of at least 0, or the window is not two such ints.
 
     Notes
     -----
-    StreamingLLM, arXiv 2309.17453, section 3.2. The paper's window of w keys is (w - 1, 0).
+    StreamingLLM, arXiv 2309.17453, section 3.2. The paper's window of w keys is ``window=(w - 1, 0)``.
 
     Examples
     --------
@@ -398,12 +399,12 @@ def sink_local(num_sink_tokens: int, window: tuple[int, int], *, align: str | No
 
 @explains_keywords
 def checkerboard(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128) -> Mask:
-    """Every other block: half of the blocks and no two neighbours, the worst case for reading keys in runs.
+    """Return every other block: half of the blocks without adjacent ones, the worst case for contiguous reads of keys.
 
     Parameters
     ----------
     seqlen_q, seqlen_kv : int
-        Lengths in tokens; seqlen_kv is seqlen_q unless given.
+        Lengths in tokens. Default of seqlen_kv: seqlen_q.
     block : int or (int, int)
         Size of a block in tokens, or block_q and block_kv.
 
@@ -415,7 +416,7 @@ def checkerboard(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 12
     Raises
     ------
     UnsupportedProblem
-        An argument breaks its rule; all reasons at once.
+        An argument is invalid. The error lists every reason.
 
     Examples
     --------
@@ -430,7 +431,7 @@ def checkerboard(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 12
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SameStretch(Mask):
-    """Query and key lie in the same stretch of `stride` tokens."""
+    """The pairs of a query and a key in the same stretch of `stride` tokens."""
 
     stride: int
 
@@ -459,7 +460,7 @@ class StretchEnds(Mask):
         return ends > 0, ends == j1 - j0
 
     def _into(self, j: Array) -> Array:
-        """Count the last keys of a stretch at or before key j, without those of the stretches before."""
+        """Count the keys at or before key j among the last keys of its own stretch."""
         into = j % self.stride - (self.stride - self.count) + 1
         return into * (into > 0)
 
@@ -473,8 +474,9 @@ def _grid(seqlen_q: int, seqlen_kv: int | None, block: Any) -> tuple[tuple[int, 
     return (-(-seqlen_q // sides[0]), -(-seqlen_kv // sides[1])), sides
 
 
-def _kept(rows: Array, cols: Array, grid: tuple[int, int], sides: tuple[int, int]) -> Mask:
-    from scipy.sparse import coo_array  # SciPy takes as long to import as all of cuflash
+def _pattern_of(rows: Array, cols: Array, grid: tuple[int, int], sides: tuple[int, int]) -> Mask:
+    """Return the mask that keeps the blocks with these rows and columns, without columns outside the grid."""
+    from scipy.sparse import coo_array  # imported late, since it takes as long as the import of cuflash itself
 
     inside = cols < grid[1]
     rows, cols = rows[inside], cols[inside]
@@ -482,38 +484,38 @@ def _kept(rows: Array, cols: Array, grid: tuple[int, int], sides: tuple[int, int
 
 
 def _random_rows(rng: np.random.Generator, candidates: Array, count: Any) -> Array:
-    """`count` candidates of each row, drawn without replacement; all of them where there are fewer."""
+    """Draw `count` candidates of each row without replacement, or all of them if there are fewer."""
     order = np.where(candidates, rng.random(candidates.shape), 2.0)
     rank = order.argsort(axis=1).argsort(axis=1)
     return candidates & (rank < np.reshape(count, (-1, 1)))
 
 
 def _window(window: Any) -> tuple[int, int]:
-    """Tokens on either side of the query, inclusive."""
+    """Return the numbers of tokens of a window before and after the query."""
     is_pair = isinstance(window, (tuple, list)) and len(window) == 2
     if not is_pair or not all(is_int(side) and side >= 0 for side in window):
         fix = ""
         if is_int(window) and 0 <= window <= MAX_SEQLEN:
-            fix = f": ({window}, 0) is {window} tokens before the query, and the query's own"
+            fix = f": use ({window}, 0) for {window} tokens before the query and the query's own token"
         raise UnsupportedProblem(
             [f"window must be (left, right), two ints of at least 0, in tokens, inclusive; got {describe(window)}{fix}"]
         )
     return int(window[0]), int(window[1])
 
 
-def _counts(**given: object) -> list[int]:
-    """Ints of at least 0; all reasons at once."""
+def _counts(**values: object) -> list[int]:
+    """Return ints of at least 0, or raise an error with all reasons."""
     reasons: list[str] = []
     counts = []
-    for name, value in given.items():
+    for name, value in values.items():
         with collecting(reasons):
             counts.append(whole_number(name, value, 0))
     refuse(reasons)
     return counts
 
 
-def _counts_of_blocks(**given: object) -> list[int]:
-    """Ints of at least 0 that int64 counts, as the numbers of an array's blocks and heads; all reasons at once."""
-    counts = _counts(**given)
-    refuse(count_reasons(**given))
+def _counts_of_blocks(**values: object) -> list[int]:
+    """Return numbers of blocks or heads, ints of at least 0 that fit int64, or raise an error with all reasons."""
+    counts = _counts(**values)
+    refuse(count_reasons(**values))
     return counts

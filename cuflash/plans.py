@@ -226,8 +226,10 @@ class Plan:  # numpydoc ignore=PR01
 
         Returns
         -------
-        o_dot, lse_dot : array
-            The tangents of o and lse, of their shapes and dtypes.
+        o_dot : array
+            The tangent of o, of its shape and dtype.
+        lse_dot : array
+            The tangent of lse, of its shape and dtype.
 
         Raises
         ------
@@ -280,12 +282,16 @@ class Plan:  # numpydoc ignore=PR01
             As in `backward`.
         o_dot, lse_dot : arrays
             What `jvp` returned for the same tangents.
-        q_dot, k_dot, v_dot, tangents : optional
+        q_dot, k_dot, v_dot : array, optional
             As in `jvp`.
-        do_dot, dlse_dot : array, optional
-            Tangents of do and dlse.
+        do_dot : array, optional
+            Tangent of do.
         dlse : array, optional
             As in `backward`.
+        dlse_dot : array, optional
+            Tangent of dlse.
+        tangents : dict of arrays by name, optional
+            As in `jvp`.
         **operands : arrays
             Arrays that `forward` took by name.
 
@@ -546,7 +552,7 @@ class Plan:  # numpydoc ignore=PR01
         refuse(other_device_reasons(self._plan.device, gpu.current_device()))
 
     @property
-    def _wanted(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    def _wanted(self) -> dict[str, tuple[tuple[int, ...], np.dtype[np.generic]]]:
         """Shape and dtype of each array that a pass may be given."""
         problem = self._plan.problem
         like_o = problem.o_shape(), problem.dtype

@@ -484,7 +484,7 @@ def _over(arrays: Mapping[str, Any], options: Options) -> Options:
     score, bias = options.score, options.bias
     if isinstance(score, Score) and score.arrays.keys() <= arrays.keys():
         score = score._with_arrays(arrays)
-    if is_tensor(bias):  # no part of a score, since something is wrong with one of them
+    if bias is not None and is_tensor(bias):  # no part of a score, since something is wrong with one of them
         bias = ShapeDtype(tuple(bias.shape), dtype_of(bias))
     return options._replace(score=score, bias=bias, sink=arrays.get("sink"))
 

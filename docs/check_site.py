@@ -15,8 +15,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from sphinx.search.en import SearchEnglish
-
 WIDTHS = (1400, 390)
 SHOWN = ("index", "tutorial", "performance", "api", "generated/cuflash.attention", "gallery/index")
 # What readers of other libraries' documentation look for.
@@ -55,13 +53,16 @@ def broken_links(site: Path) -> Iterator[str]:
             if parts.scheme or parts.netloc:
                 continue
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-            anchor = unquote(parts.fragment)
+            # sphinx.ext.viewcode guesses the anchors of names that a module and its package export.
+            anchor = "" if name.parts[0] == "_modules" else unquote(parts.fragment)
             if not target.is_file() or anchor and target in pages and anchor not in pages[target].anchors:
                 yield f"{name}: {address} leads nowhere"
 
 
 def unanswered(site: Path, words: Iterable[str] = WORDS) -> Iterator[str]:
     """Yield each search of which the index of the site has no page."""
+    from sphinx.search.en import SearchEnglish
+
     text = (site / "searchindex.js").read_text("utf-8")
     index = json.loads(text.removeprefix("Search.setIndex(").removesuffix(")"))
     language = SearchEnglish({})
@@ -95,12 +96,12 @@ def ill_fitting(site: Path, pictures: Path) -> Iterator[str]:
                 page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
                 for name in names if scheme == "light" else SHOWN:
                     page.goto((site / f"{name}.html").resolve().as_uri(), wait_until="domcontentloaded")
-                    found = page.evaluate(measure)
+                    layout = page.evaluate(measure)
                     where = f"{name} at {width} pixels"
-                    yield from (f"{where}: code is cut off: {line[:100]}" for line in found["cut"])
-                    if found["over"] > 0:
-                        yield f"{where}: the page is {found['over']} pixels wider than the window"
-                    if not found["links"]:
+                    yield from (f"{where}: code is cut off: {line[:100]}" for line in layout["cut"])
+                    if layout["over"] > 0:
+                        yield f"{where}: the page is {layout['over']} pixels wider than the window"
+                    if not layout["links"]:
                         yield f"{where}: the sidebar is empty"
                     if name in SHOWN:
                         page.wait_for_load_state("load")

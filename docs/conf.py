@@ -1,4 +1,4 @@
-"""How Sphinx builds these pages: `make docs`."""
+"""Configuration of Sphinx for these pages: `make docs`."""
 
 import configparser
 import re
@@ -82,12 +82,12 @@ sphinx_gallery_conf = {
 }
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return "".join(f"\\{sign}" for sign in found[1])
+def _escaped(signs: re.Match[str]) -> str:
+    return "".join(f"\\{sign}" for sign in signs[1])
 
 
 def escape_shapes(app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:
-    """Escape the stars and bars of shapes and formulas in docstrings, [*batch, seqlen_q], which are not emphasis."""
+    """Add backslashes to the stars and bars of shapes and formulas in docstrings, which are not emphasis."""
     for place, line in enumerate(lines):
         if not line.lstrip().startswith((">>>", "...")):
             parts = re.split(r"(`+[^`]*`+)", line)
@@ -101,7 +101,7 @@ def skip_fields(app: Any, what: str, name: str, obj: object, skip: bool, options
 
 
 def lead_to_pages_of_the_site(app: Any, name: str, source: list[str]) -> None:
-    """Lead links to ../DESIGN.md and other pages at the top of the repository to the pages here that include them."""
+    """Replace links to pages at the top of the repository, as ../DESIGN.md, by those to the pages that include them."""
     source[0] = re.sub(r"\.\./(?=(CHANGELOG|CONTRIBUTING|DESIGN|SECURITY)\.md)", "", source[0])
 
 

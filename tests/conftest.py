@@ -23,7 +23,7 @@ from cuflash.executors import index_maker
 from cuflash.planning.spec import Entry, KernelSpec
 from hypothesis import HealthCheck, settings
 
-# Timings on a busy machine say nothing about the code: no deadline, and slow examples are no failure.
+# Timings on a busy machine say nothing about the code: no deadline, and slow examples are not failures.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("ci", max_examples=25, derandomize=True, database=None, print_blob=True, **_COMMON)
 settings.register_profile("dev", max_examples=100, **_COMMON)
@@ -54,9 +54,9 @@ def _why_no_gpu() -> str | None:
 def _why_not_of(major: int, minor: int) -> str | None:
     import cupy
 
-    found = cupy.cuda.Device().compute_capability
+    capability = cupy.cuda.Device().compute_capability
     wanted = f"{major}{minor}"
-    return None if found == wanted else f"the GPU must have compute capability {wanted}; it has {found}"
+    return None if capability == wanted else f"the GPU must have compute capability {wanted}; it has {capability}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -77,14 +77,15 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def device() -> ModuleType:
-    """The stand-in for CuPy: device.to_device, device.to_host, device.namespace, device.transfers_allowed."""
+    """Return the stand-in for CuPy: device.to_device, device.to_host, device.namespace, device.transfers_allowed."""
     return device_double
 
 
 @pytest.fixture(scope="session")
 def nvrtc() -> tuple[int, int]:
-    """The version of NVRTC. A test with this fixture skips where no wheel of NVRTC exists, and fails where one is
-    missing.
+    """Return the version of NVRTC.
+
+    A test with this fixture skips if no NVRTC wheel exists for the platform, and fails if it is not installed.
     """
     try:
         return compiling.nvrtc_version()
@@ -96,7 +97,7 @@ def nvrtc() -> tuple[int, int]:
 
 @pytest.fixture
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of kernels_cu/ with the kernels of tests/support/kernels/, from which texts are made during the test."""
+    """Copy kernels_cu/ and add the kernels of tests/support/kernels/; sources are generated from the copy."""
     folder = tmp_path / "kernels_cu"
     for original in (sources.KERNELS, Path(__file__).parent / "support" / "kernels"):
         shutil.copytree(original, folder, dirs_exist_ok=True)
@@ -108,7 +109,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def spec() -> Callable[..., sources.KernelSpec]:
-    """A function that returns the specification of a small simt kernel; its arguments replace fields of it."""
+    """Return a function that creates the specification of a small simt kernel; its arguments replace fields."""
 
     def make(name: str = "plain", family: str = "simt", **fields: object) -> KernelSpec:
         small = {"head_dim": 64, "value_dim": 64, "block_q": 32, "block_kv": 32, "dtype": np.dtype(np.float32)}
@@ -119,7 +120,7 @@ def spec() -> Callable[..., sources.KernelSpec]:
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """A stand-in for CuPy that runs kernels on the simulator."""
+    """Yield a stand-in for CuPy that runs kernels on the simulator."""
     import cupy_machine
 
     with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:

@@ -26,7 +26,7 @@ from ..masks.shape import MaskShape, block_pair, count_reasons, length_reasons, 
 from .carried import CarriedLists, KeptIndex, Owner
 from .classify import BlockKind, classify, pack, pointers, transposed_intervals, unpack
 from .index_mask import IndexMask, chosen_lists
-from .report import IndexReport, require_same_blocks
+from .report import IndexReport, elements_of, report_of, row_counts_of
 
 _EVERYTHING = Band()
 _OF_LISTS = ("indptr", "indices", "kinds", "tiles", "bits")  # fields that are views of lists which an index carries
@@ -318,12 +318,8 @@ class BlockIndex:
             return cls.from_mask(Sparse(without_padding(matrix, lengths)), *lengths, block)
         if matrix.shape == grid:
             return cls.from_blocks(matrix, *lengths, block)
-        raise UnsupportedProblem(
-            [
-                f"matrix must have shape {lengths} if it holds elements, or {grid} if it holds blocks of {block}; got "
-                f"{matrix.shape}"
-            ]
-        )
+        shapes = f"{lengths} if it holds elements, or {grid} if it holds blocks of {block}"
+        raise UnsupportedProblem([f"matrix must have shape {shapes}; got {matrix.shape}"])
 
     # Asking it
 
@@ -588,11 +584,9 @@ class BlockIndex:
         grid = (self.num_q_blocks, self.num_kv_blocks)
         if not elements:
             return csr_array((np.minimum(self.kinds[start:stop], 2), cols, rows), shape=grid)
-        blocks = np.zeros((stop - start, *self.block), bool)
-        for position in range(stop - start):
-            blocks[position] = self._elements(start + position)
+        blocks = np.array([elements_of(self, entry) for entry in range(start, stop)], bool)
         shape = (grid[0] * self.block[0], grid[1] * self.block[1])
-        return bsr_array((blocks, cols, rows), shape=shape, blocksize=self.block)
+        return bsr_array((blocks.reshape(-1, *self.block), cols, rows), shape=shape, blocksize=self.block)
 
     def row_counts(self) -> Array:
         """Number of keys that each query attends.
@@ -609,23 +603,7 @@ class BlockIndex:
         >>> index.row_counts()
         array([[[2, 2, 2, 2]]])
         """
-        if not self.is_on_host:
-            return self._on_host.row_counts()
-        block_q, block_kv = self.block
-        counts = np.zeros((len(self.indptr) - 1, block_q), np.int64)
-        first_key = self.indices.astype(np.int64) * block_kv
-        num_keys = np.minimum(block_kv, self.seqlen_kv - first_key)
-        full = self.kinds == BlockKind.FULL
-        np.add.at(counts, self._block_rows[full], num_keys[full, None])
-        partial = self.kinds == BlockKind.INTERVAL
-        lo, hi = self._entry_intervals(partial)
-        inside = np.minimum(hi, (first_key + num_keys)[partial, None]) - np.maximum(lo, first_key[partial, None])
-        np.add.at(counts, self._block_rows[partial], np.maximum(inside, 0))
-        bits = self.kinds == BlockKind.BITS
-        tile_counts = np.bitwise_count(self.bits).sum(-1, dtype=np.int64)
-        np.add.at(counts, self._block_rows[bits], tile_counts[self.tiles[bits]])
-        rows = counts.reshape(self.batch, self.num_heads, self.num_q_blocks * block_q)
-        return rows[..., : self.seqlen_q]
+        return row_counts_of(self._on_host)
 
     # Sets
 
@@ -815,35 +793,9 @@ class BlockIndex:
         >>> BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2).report(head_dim=8).density
         0.5
         """
-        if not self.is_on_host:
-            return self._on_host.report(head_dim=head_dim, value_dim=value_dim, itemsize=itemsize, eligible=eligible)
-        head_dim, itemsize = whole_number("head_dim", head_dim, 0), whole_number("itemsize", itemsize, 0)
-        value_dim = head_dim if value_dim is None else whole_number("value_dim", value_dim, 0)
-        matrices = self.batch * self.num_heads
-        rows = np.minimum(self.block[0], self.seqlen_q - (self._block_rows % max(self.num_q_blocks, 1)) * self.block[0])
-        keys = np.minimum(self.block[1], self.seqlen_kv - self.indices.astype(np.int64) * self.block[1])
-        visited = int((rows * keys).sum())
-        counts = self.row_counts()
-        load = np.diff(self.indptr)
-        num_eligible = self.num_q_blocks * self.num_kv_blocks * matrices
-        if eligible is not None:
-            require_same_blocks(self, eligible)
-            num_eligible = eligible.num_entries * matrices // (eligible.batch * eligible.num_heads)
-        return IndexReport(
-            num_full=int((self.kinds == BlockKind.FULL).sum()),
-            num_partial=int((self.kinds != BlockKind.FULL).sum()),
-            num_eligible=num_eligible,
-            denominator="all blocks" if eligible is None else "eligible blocks",
-            elements_visited=visited,
-            elements_allowed=int(counts.sum()),
-            num_elements=matrices * self.seqlen_q * self.seqlen_kv,
-            row_load=(int(load.min()), float(load.mean()), int(load.max())) if len(load) else (0, 0.0, 0),
-            empty_rows=int((counts == 0).sum()),
-            forward_flops=2 * visited * (head_dim + value_dim),
-            backward_flops=2 * visited * (3 * head_dim + 2 * value_dim),
-            kv_bytes=int(keys.sum()) * (head_dim + value_dim) * itemsize,
-            index_bytes=self._nbytes,
-        )
+        sizes = {"head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim, "itemsize": itemsize}
+        counts = {name: whole_number(name, size, 0) for name, size in sizes.items()}
+        return report_of(self._on_host, **counts, eligible=eligible)
 
     def picture(self, b: int = 0, h: int = 0, *, width: int = 64) -> str:
         """One batch entry and head as text: █ full, ▒ partial, · absent.
@@ -933,30 +885,6 @@ class BlockIndex:
     def _row(self, b: int, h: int) -> int:
         refuse(place_reasons(b, h, self.batch, self.num_heads))
         return (int(b) * self.num_heads + int(h)) * self.num_q_blocks
-
-    def _elements(self, entry: int) -> Array:
-        """One listed block as booleans [block_q, block_kv], False past the lengths."""
-        block_q, block_kv = self.block
-        matrix, row = divmod(int(self._block_rows[entry]), self.num_q_blocks)
-        b, h = divmod(matrix, self.num_heads)
-        i = np.minimum(row * block_q + np.arange(block_q), self.seqlen_q - 1)[:, None]
-        j = int(self.indices[entry]) * block_kv + np.arange(block_kv)
-        exists = ((row * block_q + np.arange(block_q)) < self.seqlen_q)[:, None] & (j < self.seqlen_kv)
-        return exists & self.as_mask()(b, h, i, np.minimum(j, self.seqlen_kv - 1))
-
-    def _entry_intervals(self, entries: Array) -> tuple[Array, Array]:
-        """Row intervals [num_entries, block_q] of the chosen entries; empty for rows past the end."""
-        if self.lo is None or self.hi is None:
-            return np.zeros((0, self.block[0]), np.int64), np.zeros((0, self.block[0]), np.int64)
-        matrix, row = np.divmod(self._block_rows[entries], self.num_q_blocks)
-        b, h = np.divmod(matrix, self.num_heads)
-        i = row[:, None] * self.block[0] + np.arange(self.block[0])
-        position = (
-            b[:, None] if self.lo.shape[0] > 1 else 0,
-            h[:, None] if self.lo.shape[1] > 1 else 0,
-            np.minimum(i, self.seqlen_q - 1),
-        )
-        return self.lo[position].astype(np.int64), np.where(i < self.seqlen_q, self.hi[position], 0).astype(np.int64)
 
     def _combined(
         self, other: BlockIndex | Mask | Array, combine: Callable[[Mask, Mask | Array], Mask]

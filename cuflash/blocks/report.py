@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
-from ..arrays import describe
+import numpy as np
+
+from ..arrays import Array, describe
 from ..errors import UnsupportedProblem
+from ..masks.base import Mask
+from .classify import BlockKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +70,126 @@ class IndexReport:
         )
 
 
-def require_same_blocks(index: Any, eligible: Any) -> None:
+class ListedBlocks(Protocol):
+    """The parts of a `BlockIndex` on the host that the functions below read."""
+
+    @property
+    def seqlen_q(self) -> int: ...
+    @property
+    def seqlen_kv(self) -> int: ...
+    @property
+    def block(self) -> tuple[int, int]: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_q_blocks(self) -> int: ...
+    @property
+    def num_kv_blocks(self) -> int: ...
+    @property
+    def num_entries(self) -> int: ...
+    @property
+    def indptr(self) -> Array: ...
+    @property
+    def indices(self) -> Array: ...
+    @property
+    def kinds(self) -> Array: ...
+    @property
+    def tiles(self) -> Array: ...
+    @property
+    def bits(self) -> Array: ...
+    @property
+    def lo(self) -> Array | None: ...
+    @property
+    def hi(self) -> Array | None: ...
+    @property
+    def block_rows(self) -> Array: ...
+    @property
+    def _nbytes(self) -> int: ...
+    def as_mask(self) -> Mask: ...
+
+
+def report_of(
+    index: ListedBlocks, *, head_dim: int, value_dim: int, itemsize: int, eligible: ListedBlocks | None
+) -> IndexReport:
+    """Return the report of an index on the host; `BlockIndex.report` has the parameters."""
+    matrices = index.batch * index.num_heads
+    first_rows = (index.block_rows % max(index.num_q_blocks, 1)) * index.block[0]
+    rows = np.minimum(index.block[0], index.seqlen_q - first_rows)
+    keys = np.minimum(index.block[1], index.seqlen_kv - index.indices.astype(np.int64) * index.block[1])
+    visited, counts, load = int((rows * keys).sum()), row_counts_of(index), np.diff(index.indptr)
+    num_eligible = index.num_q_blocks * index.num_kv_blocks * matrices
+    if eligible is not None:
+        _require_same_blocks(index, eligible)
+        num_eligible = eligible.num_entries * matrices // (eligible.batch * eligible.num_heads)
+    return IndexReport(
+        num_full=int((index.kinds == BlockKind.FULL).sum()),
+        num_partial=int((index.kinds != BlockKind.FULL).sum()),
+        num_eligible=num_eligible,
+        denominator="all blocks" if eligible is None else "eligible blocks",
+        elements_visited=visited,
+        elements_allowed=int(counts.sum()),
+        num_elements=matrices * index.seqlen_q * index.seqlen_kv,
+        row_load=(int(load.min()), float(load.mean()), int(load.max())) if len(load) else (0, 0.0, 0),
+        empty_rows=int((counts == 0).sum()),
+        forward_flops=2 * visited * (head_dim + value_dim),
+        backward_flops=2 * visited * (3 * head_dim + 2 * value_dim),
+        kv_bytes=int(keys.sum()) * (head_dim + value_dim) * itemsize,
+        index_bytes=index._nbytes,
+    )
+
+
+def row_counts_of(index: ListedBlocks) -> Array:
+    """Return the number of keys that each query attends, int64 [batch, num_heads, seqlen_q]."""
+    block_q, block_kv = index.block
+    counts = np.zeros((len(index.indptr) - 1, block_q), np.int64)
+    first_key = index.indices.astype(np.int64) * block_kv
+    num_keys = np.minimum(block_kv, index.seqlen_kv - first_key)
+    full = index.kinds == BlockKind.FULL
+    np.add.at(counts, index.block_rows[full], num_keys[full, None])
+    partial = index.kinds == BlockKind.INTERVAL
+    lo, hi = _entry_intervals(index, partial)
+    inside = np.minimum(hi, (first_key + num_keys)[partial, None]) - np.maximum(lo, first_key[partial, None])
+    np.add.at(counts, index.block_rows[partial], np.maximum(inside, 0))
+    bits = index.kinds == BlockKind.BITS
+    tile_counts = np.bitwise_count(index.bits).sum(-1, dtype=np.int64)
+    np.add.at(counts, index.block_rows[bits], tile_counts[index.tiles[bits]])
+    return counts.reshape(index.batch, index.num_heads, index.num_q_blocks * block_q)[..., : index.seqlen_q]
+
+
+def _entry_intervals(index: ListedBlocks, entries: Array) -> tuple[Array, Array]:
+    """Row intervals [num_entries, block_q] of the chosen entries; empty for rows past the end."""
+    block_q = index.block[0]
+    if index.lo is None or index.hi is None:
+        return np.zeros((0, block_q), np.int64), np.zeros((0, block_q), np.int64)
+    matrix, row = np.divmod(index.block_rows[entries], index.num_q_blocks)
+    b, h = np.divmod(matrix, index.num_heads)
+    i = row[:, None] * block_q + np.arange(block_q)
+    position = (
+        b[:, None] if index.lo.shape[0] > 1 else 0,
+        h[:, None] if index.lo.shape[1] > 1 else 0,
+        np.minimum(i, index.seqlen_q - 1),
+    )
+    return index.lo[position].astype(np.int64), np.where(i < index.seqlen_q, index.hi[position], 0).astype(np.int64)
+
+
+def elements_of(index: ListedBlocks, entry: int) -> Array:
+    """Return one listed block as booleans [block_q, block_kv], False past the lengths."""
+    block_q, block_kv = index.block
+    matrix, row = divmod(int(index.block_rows[entry]), index.num_q_blocks)
+    b, h = divmod(matrix, index.num_heads)
+    i = row * block_q + np.arange(block_q)[:, None]
+    j = int(index.indices[entry]) * block_kv + np.arange(block_kv)
+    exists = (i < index.seqlen_q) & (j < index.seqlen_kv)
+    return exists & index.as_mask()(b, h, np.minimum(i, index.seqlen_q - 1), np.minimum(j, index.seqlen_kv - 1))
+
+
+def _require_same_blocks(index: ListedBlocks, eligible: object) -> None:
     """Refuse what is no `BlockIndex` of the same blocks, over which no density can be stated."""
-    if not isinstance(eligible, type(index)):
+    if type(eligible) is not type(index):
         raise UnsupportedProblem([f"eligible must be a BlockIndex or None; got {describe(eligible)}"])
-    here, there = ((*each.shape[2:], *each.block) for each in (index, eligible))
+    here, there = (((each.seqlen_q, each.seqlen_kv), each.block) for each in (index, eligible))
     if here != there:
-        of_index, got = (f"{each[:2]} in blocks of {each[2:]}" for each in (here, there))
+        of_index, got = (f"{lengths} in blocks of {block}" for lengths, block in (here, there))
         raise UnsupportedProblem([f"eligible must be for lengths {of_index}; got {got}"])

@@ -16,7 +16,7 @@ from ..fp8 import operands as fp8
 from ..fp8.cuts import Cuts
 from ..keywords import explains_keywords
 from ..planning.dropout_launches import SEED
-from ..planning.options import MaskLike, Options, ScoreLike
+from ..planning.options import Causality, MaskLike, Options, ScoreLike
 from ..planning.staged_array import gradient_in_parts
 from ..plans import Plan
 from ..reference import allowed_of, expand_heads, with_heads
@@ -83,7 +83,7 @@ def error_bound(
     *,
     dlse: Array | None = None,
     mask: MaskLike | None = None,
-    causal: bool | str = False,
+    causal: Causality = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     score: ScoreLike | None = None,

@@ -23,7 +23,7 @@ def host_arrays(given: dict[str, Array]) -> list[Array]:
         if not is_array(array) and name != "sink" and not (array is None and name in ("do", "dlse")):
             raise TypeError(no_array(name, array))
     reasons = [
-        f"{name} must be a NumPy array; got {kind_of(array)}: copy it with its get()"
+        f"{name} must be a NumPy array; got {kind_of(array)}: copy it with .get()"
         for name, array in arrays.items()
         if is_array(array) and not isinstance(array, np.ndarray)
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,20 +15,18 @@ from ..planning.score_launches import array_name
 from ..plans import as_arrays
 from ..scores import Score
 from ._passes import DecodeOptions, SimulatedStep, pass_of
+from ._state import CacheState
 from .arguments import checked_window, not_served, out_reasons, overlap_reasons, row_reasons, sink_reasons
 from .on_device import device_reasons, is_on_device
 from .one_by_one import OwnRowsStep
 from .scoring import ScoreKind, arrays_of, fit_reasons
 from .steps import AskedOptions, AttendStep, Step, StepCall
 
-if TYPE_CHECKING:
-    from .kv_cache import KVCache
-
 
 class _Rows(NamedTuple):
     """The arguments of `append` as rules read them. `unfit` is why k and v are no rows of the cache."""
 
-    cache: KVCache
+    cache: CacheState
     k: Array
     v: Array
     counts: Any
@@ -38,7 +36,7 @@ class _Rows(NamedTuple):
 class _Queries(NamedTuple):
     """The arguments of `attention` as rules read them. `unfit` is why q, the window, a flag or the score is refused."""
 
-    cache: KVCache
+    cache: CacheState
     q: Array
     counts: Any
     out: Any
@@ -48,21 +46,21 @@ class _Queries(NamedTuple):
     unfit: Sequence[str]
 
 
-def checked_rows(cache: KVCache, k: Any, v: Any, counts: Any) -> tuple[Array, Array]:
+def checked_rows(cache: CacheState, k: Any, v: Any, counts: Any) -> tuple[Array, Array]:
     """Return new rows as arrays of the cache's kind, which they fit, and the counts too."""
-    given = as_arrays({"k": k, "v": v}, dict.fromkeys("kv", _row_dtypes(cache)[-1]), like=cache.k)
-    batch, heads = len(cache._lengths), cache.k.shape[1]
-    wanted = {name: (batch, heads, "n", own.shape[3]) for name, own in (("k", cache.k), ("v", cache.v))}
-    unfit = row_reasons(given, cache.k, wanted, _row_dtypes(cache))
+    given = as_arrays({"k": k, "v": v}, dict.fromkeys("kv", _row_dtypes(cache)[-1]), like=cache.rows.k)
+    batch, heads = len(cache.lengths), cache.rows.k.shape[1]
+    wanted = {name: (batch, heads, "n", own.shape[3]) for name, own in (("k", cache.rows.k), ("v", cache.rows.v))}
+    unfit = row_reasons(given, cache.rows.k, wanted, _row_dtypes(cache))
     rows = _Rows(cache, given["k"], given["v"], counts, unfit)
     refuse([reason for rule in _APPEND_RULES for reason in rule(rows)])
-    if cache._device is None:
-        cache._steps.keep_append(rows.k, rows.v, Step(given, ("k", "v"), ("k", "v")))
+    if cache.device is None:
+        cache.steps.keep_append(rows.k, rows.v, Step(given, ("k", "v"), ("k", "v")))
     return rows.k, rows.v
 
 
 def checked_queries(
-    cache: KVCache, q: Any, counts: Any, out: Any, sink: Any, options: AskedOptions, score: Score | None,
+    cache: CacheState, q: Any, counts: Any, out: Any, sink: Any, options: AskedOptions, score: Score | None,
     reasons: Sequence[str],
 ) -> tuple[StepCall, Array, Array | None]:  # fmt: skip
     """Return the step of a call of `attention` that none was kept for, with q and the sink as arrays.
@@ -70,23 +68,23 @@ def checked_queries(
     `reasons` refuse the call already.
     """
     unfit, window, dtypes = list(reasons), None, _row_dtypes(cache)
-    q, sink = as_arrays({"q": q, "sink": sink}, {"q": dtypes[-1]}, like=cache.k).values()
+    q, sink = as_arrays({"q": q, "sink": sink}, {"q": dtypes[-1]}, like=cache.rows.k).values()
     with collecting(unfit):
         window = checked_window(options.window)
     unfit += flag_reasons("causal", options.causal)
-    wanted = {"q": (len(cache._lengths), "num_heads", "n", cache.k.shape[3])}
-    unfit = row_reasons({"q": q}, cache.k, wanted, dtypes) + unfit
+    wanted = {"q": (len(cache.lengths), "num_heads", "n", cache.rows.k.shape[3])}
+    unfit = row_reasons({"q": q}, cache.rows.k, wanted, dtypes) + unfit
     queries = _Queries(cache, q, counts, out, sink, options, score, unfit)
     refused = [reason for rule in _ATTENTION_RULES for reason in rule(queries)]
     if refused:
-        like = ShapeDtype((1, 1, int(cache.k.shape[3])), dtypes[0])
+        like = ShapeDtype((1, 1, int(cache.rows.k.shape[3])), dtypes[0])
         *_, scale, kernel, executor, precision = options
         asked = Options(scale=scale, kernel=kernel, executor=executor, precision=precision)
         Call.of(like, like, like, asked, reasons=refused)
     left, right = window or (None, None)
     kind = None if score is None else ScoreKind.of_score(score)
     words = options.scale, options.kernel, options.executor, options.precision
-    kept = DecodeOptions(left, 0 if options.causal else right, *words, cache._part_keys, kind)
+    kept = DecodeOptions(left, 0 if options.causal else right, *words, cache.part_keys, kind)
     return _bound_queries(queries, kept), q, sink
 
 
@@ -101,27 +99,27 @@ def _bound_queries(call: _Queries, options: DecodeOptions) -> StepCall:
     cache, q, sink, score = call.cache, call.q, call.sink, call.score
     o = call.out
     if o is None:
-        o = namespace(q).empty((*q.shape[:3], cache.v.shape[3]), q.dtype)
+        o = namespace(q).empty((*q.shape[:3], cache.rows.v.shape[3]), q.dtype)
     lse = namespace(q).empty(q.shape[:3], accumulator_dtype(q.dtype))
-    arrays = {"q": q, "k": cache.k, "v": cache.v, "o": o, "lse": lse, "sink": sink, **cache._arrays.scales}
+    arrays = {"q": q, "k": cache.rows.k, "v": cache.rows.v, "o": o, "lse": lse, "sink": sink, **cache.rows.scales}
     arrays |= {} if score is None else arrays_of(score)
     names = [] if score is None else list(map(array_name, score.arrays))
-    kernels = pass_of(arrays, cache._layout, options)
+    kernels = pass_of(arrays, cache.layout, options)
     step: AttendStep
-    if kernels is None and cache._is_counted_on_device:
+    if kernels is None and cache.is_counted_on_device:
         raise UnsupportedProblem([not_served(q, options.kernel, sink)])
     if kernels is None:
         step = OwnRowsStep(cache, arrays, options, score, names)
-    elif cache._device is None:
+    elif cache.device is None:
         step = SimulatedStep(kernels, arrays, names)
     else:
-        step = cache._put().decode_step(kernels, arrays, names)
-    return cache._steps.keep_decode(arrays, call.out, call.options, score, step)
+        step = cache.on_device().decode_step(kernels, arrays, names)
+    return cache.steps.keep_decode(arrays, call.out, call.options, score, step)
 
 
-def _row_dtypes(cache: KVCache) -> tuple[np.dtype[Any], ...]:
+def _row_dtypes(cache: CacheState) -> tuple[np.dtype[np.generic], ...]:
     """Return the dtypes that new rows and queries may have."""
-    return UP_TO_FLOAT32 if cache._arrays.is_quantized else (cache._arrays.dtype,)
+    return UP_TO_FLOAT32 if cache.rows.is_quantized else (cache.rows.dtype,)
 
 
 def _unfit_reasons(call: _Rows | _Queries) -> Sequence[str]:
@@ -137,27 +135,27 @@ def _pair_reasons(call: _Rows) -> list[str]:
 
 
 def _own_memory_reasons(call: _Rows) -> list[str]:
-    own = {"the cache's keys": call.cache.k, "the cache's values": call.cache.v}
+    own = {"the cache's keys": call.cache.rows.k, "the cache's values": call.cache.rows.v}
     rows = {} if call.unfit else {"k": call.k, "v": call.v}
     return [reason for name, array in rows.items() for reason in overlap_reasons(name, array, own)]
 
 
 def _writeable_reasons(call: _Rows) -> list[str]:
-    if all(not isinstance(array, np.ndarray) or array.flags.writeable for array in call.cache._arrays.arrays):
+    if all(not isinstance(array, np.ndarray) or array.flags.writeable for array in call.cache.rows.arrays):
         return []
     return ["the cache must have writeable pages to append to; got read-only arrays: give copies"]
 
 
 def _new_reasons(call: _Rows) -> list[str]:
-    return _count_reasons(call.cache, call.counts, call.k, call.cache._counted)
+    return _count_reasons(call.cache, call.counts, call.k, call.cache.counted)
 
 
 def _out_reasons(call: _Queries) -> list[str]:
     if call.unfit:
         return []
     cache, q = call.cache, call.q
-    own = {"q": q, "the cache's keys": cache.k, "the cache's values": cache.v}
-    return out_reasons(call.out, (*q.shape[:3], cache.v.shape[3]), q, own)
+    own = {"q": q, "the cache's keys": cache.rows.k, "the cache's values": cache.rows.v}
+    return out_reasons(call.out, (*q.shape[:3], cache.rows.v.shape[3]), q, own)
 
 
 def _capacity_reasons(call: _Queries) -> list[str]:
@@ -167,28 +165,28 @@ def _capacity_reasons(call: _Queries) -> list[str]:
 
 
 def _sink_reasons(call: _Queries) -> list[str]:
-    return [] if call.unfit else sink_reasons(call.sink, call.q, call.cache.k)
+    return [] if call.unfit else sink_reasons(call.sink, call.q, call.cache.rows.k)
 
 
 def _score_reasons(call: _Queries) -> list[str]:
     if call.unfit or call.score is None:
         return []
-    return fit_reasons(call.score, call.q, call.cache.k, call.cache.v, call.cache.capacity)
+    return fit_reasons(call.score, call.q, call.cache.rows.k, call.cache.rows.v, call.cache.capacity)
 
 
 def _query_reasons(call: _Queries) -> list[str]:
     cache, q = call.cache, call.q
     is_fitting = q.ndim == 4 and q.shape[2] <= cache.capacity
-    return _count_reasons(cache, call.counts, q, cache._queried if is_fitting else cache._counted)
+    return _count_reasons(cache, call.counts, q, cache.queried if is_fitting else cache.counted)
 
 
-def _count_reasons(cache: KVCache, counts: Any, rows: Array, counted: Callable[[Any, int], Any]) -> list[str]:
+def _count_reasons(cache: CacheState, counts: Any, rows: Array, counted: Callable[[Any, int], Any]) -> list[str]:
     """Why counts cannot say how many rows are each sequence's; a wrong shape of rows allows any count."""
     reasons: list[str] = []
     with collecting(reasons):
         counts = as_arrays({"counts": counts})["counts"]
-        if cache._device is not None and is_on_device(counts):
-            return device_reasons("counts", counts, len(cache._lengths), cache.k)
+        if cache.device is not None and is_on_device(counts):
+            return device_reasons("counts", counts, len(cache.lengths), cache.rows.k)
         counted(counts, int(rows.shape[2]) if rows.ndim == 4 else 2**31)
     return reasons
 

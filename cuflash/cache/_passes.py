@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,10 +25,8 @@ from ..planning.problem import Problem, with_operands
 from ..planning.routing import PREFILL_FAMILIES
 from ..scores import Score
 from .scoring import ScoreKind, arrays_of
+from ._state import CacheState
 from .steps import AttendStep
-
-if TYPE_CHECKING:
-    from .kv_cache import KVCache
 
 # What may be asked for, and of the decode kernel.
 _KERNELS, _OF_DECODE = ("auto", *PREFILL_FAMILIES), ("auto", DECODING.family)
@@ -52,10 +50,10 @@ class DecodeOptions(NamedTuple):
 
     left: int | None
     right: int | None
-    scale: Any
-    kernel: Any
-    executor: Any
-    precision: Any
+    scale: float | None
+    kernel: str
+    executor: str
+    precision: str
     part_keys: int | None = None
     score: ScoreKind | None = None
 
@@ -77,17 +75,18 @@ class SimulatedStep(AttendStep):
         self._kernels = kernels
 
     def attend(
-        self, cache: KVCache, q: Array, o: Array, lse: Array | None, counts: Sequence[int] | None, sink: Array | None,
-        score: Score | None,
+        self, cache: CacheState, q: Array, o: Array, lse: Array | None, counts: Sequence[int] | None,
+        sink: Array | None, score: Score | None,
     ) -> None:  # fmt: skip
         """Write o and lse; of q's rows the first `counts` belong to each sequence, and None stands for all."""
         arrays = {
-            "q": q, "k": cache.k, "v": cache.v, "o": o, "lse": self.make_lse() if lse is None else lse, "sink": sink,
-            "table": None if cache.page_size is None else cache.block_table, "lengths": cache.lengths,
+            "q": q, "k": cache.rows.k, "v": cache.rows.v, "sink": sink,
+            "o": o, "lse": self.make_lse() if lse is None else lse,
+            "table": cache.block_table() if cache.is_paged else None, "lengths": cache.length_array(),
             "counts": None if counts is None else np.array(counts, np.int32), "num_faults": np.zeros(1, np.int32),
         }  # fmt: skip
         captured = {} if score is None else arrays_of(score)
-        run_alone(self._kernels, arrays | cache._arrays.scales | captured, Simulator())
+        run_alone(self._kernels, arrays | cache.rows.scales | captured, Simulator())
 
 
 def pass_of(arrays: dict[str, Array | None], layout: CacheLayout, options: DecodeOptions) -> Pass | None:

@@ -63,7 +63,7 @@ def part_reasons(part_keys: Any, capacity: Any) -> list[str]:
     ]
 
 
-def dtype_of(dtype: Any, *, has_scales: bool = True) -> np.dtype[Any]:
+def dtype_of(dtype: Any, *, has_scales: bool = True) -> np.dtype[np.generic]:
     """The dtype of a cache, which has scales if it makes its own arrays.
 
     Raises
@@ -121,7 +121,7 @@ def row_reasons(
     arrays: Mapping[str, Array],
     like: Array,
     wanted: Mapping[str, tuple[Any, ...]],
-    dtypes: Sequence[np.dtype[Any]] = (),
+    dtypes: Sequence[np.dtype[np.generic]] = (),
 ) -> list[str]:
     """Why arrays are no rows of a cache like this: a shape may have a name for an extent that is free.
 
@@ -234,15 +234,13 @@ def growth_reasons(kept: list[int], lengths: list[int]) -> list[str]:
     ]
 
 
-def require_appended(num_rows: int, news: Any, lengths: list[int], *, has_counts: bool) -> None:
+def require_appended(news: Any, lengths: list[int], *, has_counts: bool) -> None:
     """Refuse queries whose keys were not appended: a sequence has fewer tokens than queries.
 
     Parameters
     ----------
-    num_rows : int
-        Rows of q.
     news : list of int, or array on a device
-        How many of them belong to each sequence.
+        How many rows of q belong to each sequence.
     lengths : list of int
         Tokens of each sequence.
     has_counts : bool
@@ -253,8 +251,6 @@ def require_appended(num_rows: int, news: Any, lengths: list[int], *, has_counts
     UnsupportedProblem
         There are such queries.
     """
-    if num_rows <= min(lengths):
-        return
     given = news if isinstance(news, list) else to_host(news).tolist()
     short = [sequence for sequence, (new, length) in enumerate(zip(given, lengths)) if new > length]
     if not short:

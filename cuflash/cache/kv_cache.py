@@ -7,24 +7,23 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, describe, flag_reasons, namespace, to_host
+from ..arrays import Array, describe, flag_reasons
 from ..errors import UnsupportedProblem, collecting, refuse
-from ..executors import checks
 from ..keywords import explains_keywords
-from ..planning.decoding import CacheLayout
 from ..planning.options import ScoreLike
 from ..plans import as_arrays
 from ._doors import checked_queries, checked_rows
+from ._state import CacheState
 from .arguments import (
-    PAGE_SIZE, capacity_reason, dtype_of, excess_reasons, growth_reasons, listed_ints, numbers, page_reasons,
-    part_reasons, require_appended, sequence_reasons, shortage_reason, shown_numbers, size_reasons,
+    PAGE_SIZE, dtype_of, growth_reasons, listed_ints, numbers, page_reasons, part_reasons, sequence_reasons,
+    shown_numbers, size_reasons,
 )  # fmt: skip
 from .given_pages import checked_pages
-from .on_device import OnDevice, capture_reasons, device_reasons, is_capturing, is_on_device
+from .on_device import capture_reasons
 from .paged_rows import PagedRows
-from .pages import Growth, OwnPages, PagePool, growths, length_faults
+from .pages import OwnPages, PagePool, growths, length_faults
 from .scoring import score_of
-from .steps import AskedOptions, DecodeStep, Steps
+from .steps import AskedOptions, DecodeStep
 
 
 @explains_keywords
@@ -148,17 +147,10 @@ class KVCache:
         pages: OwnPages | PagePool = OwnPages(int(batch), int(capacity))
         if page_size is not None and num_pages is not None:
             pages = PagePool(int(page_size), int(num_pages), [[] for _ in range(batch)])
-        self._hold(arrays, pages, [0] * int(batch), int(capacity), None if part_keys is None else int(part_keys))
+        own_part_keys = None if part_keys is None else int(part_keys)
+        self._state = CacheState(arrays, pages, [0] * int(batch), int(capacity), own_part_keys)
 
-    def _hold(
-        self, arrays: PagedRows, pages: OwnPages | PagePool, lengths: list[int], capacity: int, part_keys: int | None
-    ) -> None:
-        self._arrays, self._k, self._v = arrays, arrays.k, arrays.v
-        self._pages, self._lengths, self._capacity = pages, lengths, capacity
-        self._is_counted_on_device, self._device, self._part_keys = False, None, part_keys
-        self._steps = Steps(arrays.k, arrays.v)
-        if not isinstance(arrays.k, np.ndarray):
-            self._device = OnDevice(arrays, self._layout, len(lengths), isinstance(pages, PagePool), self._steps)
+    _state: CacheState
 
     def __copy__(self) -> KVCache:
         """A cache with arrays of its own: two that share arrays would write over each other's rows."""
@@ -212,7 +204,8 @@ class KVCache:
         refuse(part_reasons(part_keys, max_pages * page_size))
         cache = cls.__new__(cls)
         pages = PagePool(page_size, num_pages, tables, owns_rest=False)
-        cache._hold(arrays, pages, positions, max_pages * page_size, None if part_keys is None else int(part_keys))
+        own_part_keys = None if part_keys is None else int(part_keys)
+        cache._state = CacheState(arrays, pages, positions, max_pages * page_size, own_part_keys)
         return cache
 
     # The content
@@ -231,7 +224,7 @@ class KVCache:
         >>> cache.k.shape
         (2, 1, 9, 4)
         """
-        return self._k
+        return self._state.rows.k
 
     @property
     def v(self) -> Array:
@@ -244,7 +237,7 @@ class KVCache:
         >>> cache.v.shape
         (2, 1, 9, 8)
         """
-        return self._v
+        return self._state.rows.v
 
     @property
     def k_scale(self) -> Array | None:
@@ -257,7 +250,7 @@ class KVCache:
         >>> cache.k_scale.shape
         (2, 1, 9)
         """
-        return self._arrays.k_scale
+        return self._state.rows.k_scale
 
     @property
     def v_scale(self) -> Array | None:
@@ -270,7 +263,7 @@ class KVCache:
         >>> cache.v_scale.dtype
         dtype('float32')
         """
-        return self._arrays.v_scale
+        return self._state.rows.v_scale
 
     @property
     def lengths(self) -> Array:
@@ -284,10 +277,7 @@ class KVCache:
         >>> cache.lengths
         array([5, 3], dtype=int32)
         """
-        if self._is_counted_on_device:
-            assert self._device is not None
-            return self._device.lengths.copy()
-        return namespace(self._k).asarray(np.array(self._lengths, np.int32))
+        return self._state.length_array()
 
     @property
     def block_table(self) -> Array:
@@ -306,9 +296,7 @@ class KVCache:
         array([[ 0,  1, -1, -1],
                [ 2, -1, -1, -1]], dtype=int32)
         """
-        if isinstance(self._pages, PagePool):
-            return namespace(self._k).asarray(self._pages.table(self._layout.max_pages))
-        return namespace(self._k).asarray(np.arange(len(self._lengths), dtype=np.int32)[:, None])
+        return self._state.block_table()
 
     def rows(self, sequence: int) -> tuple[Array, Array]:
         """Return the keys and values of a sequence, in the order of its positions.
@@ -341,11 +329,12 @@ class KVCache:
         >>> cache.rows(1)[0].shape
         (1, 2, 4)
         """
-        refuse(sequence_reasons("sequence", sequence, len(self._lengths)))
-        length, table = self._lengths_now()[sequence], self._pages.tables[sequence]
-        if faults := length_faults(self._pages, sequence, length, self._capacity):
+        state = self._state
+        refuse(sequence_reasons("sequence", sequence, len(state.lengths)))
+        length, table = state.lengths_now()[sequence], state.pages.tables[sequence]
+        if faults := length_faults(state.pages, sequence, length, state.capacity):
             raise RuntimeError("the cache contradicts itself: " + "; ".join(faults))
-        return self._arrays.gather(table, 0, length)
+        return state.rows.gather(table, 0, length)
 
     @property
     def capacity(self) -> int:
@@ -358,7 +347,7 @@ class KVCache:
         >>> cache.capacity
         9
         """
-        return self._capacity
+        return self._state.capacity
 
     @property
     def page_size(self) -> int | None:
@@ -373,7 +362,7 @@ class KVCache:
         >>> cache.page_size
         16
         """
-        return self._pages.page_size if isinstance(self._pages, PagePool) else None
+        return self._state.pages.page_size if self._state.is_paged else None
 
     @property
     def num_free_pages(self) -> int:
@@ -389,7 +378,7 @@ class KVCache:
         >>> cache.num_free_pages
         1
         """
-        return self._pages.num_free
+        return self._state.pages.num_free
 
     @property
     def nbytes(self) -> int:
@@ -402,16 +391,17 @@ class KVCache:
         >>> cache.nbytes    # 2 sequences of 9 positions, 4 + 4 numbers each
         576
         """
-        return sum(int(array.nbytes) for array in self._arrays.arrays)
+        return sum(int(array.nbytes) for array in self._state.rows.arrays)
 
     def __repr__(self) -> str:
-        batch, (num_pages, heads, page_size, head_dim) = len(self._lengths), self._k.shape
-        pages = f", page_size={page_size}, num_pages={num_pages}" if isinstance(self._pages, PagePool) else ""
-        pages += "" if self._part_keys is None else f", part_keys={self._part_keys}"
-        lengths = "counted on the device" if self._is_counted_on_device else shown_numbers(self._lengths)
+        state = self._state
+        batch, (num_pages, heads, page_size, head_dim) = len(state.lengths), state.rows.k.shape
+        pages = f", page_size={page_size}, num_pages={num_pages}" if state.is_paged else ""
+        pages += "" if state.part_keys is None else f", part_keys={state.part_keys}"
+        lengths = "counted on the device" if state.is_counted_on_device else shown_numbers(state.lengths)
         return (
-            f"KVCache(batch={batch}, num_kv_heads={heads}, head_dim={head_dim}, value_dim={self._v.shape[-1]}, "
-            f"capacity={self._capacity}, dtype={self._arrays.dtype}{pages}, lengths={lengths})"
+            f"KVCache(batch={batch}, num_kv_heads={heads}, head_dim={head_dim}, value_dim={state.rows.v.shape[-1]}, "
+            f"capacity={state.capacity}, dtype={state.rows.dtype}{pages}, lengths={lengths})"
         )
 
     # Changes of the content
@@ -447,21 +437,22 @@ class KVCache:
             ...
         cuflash.errors.UnsupportedProblem: k must fit the room of sequence 0; got 2 rows, which need 4 positions, ...
         """
-        found, k, v = self._steps.append(k, v)
+        state = self._state
+        found, k, v = state.steps.append(k, v)
         if found is None:
-            k, v = checked_rows(self, k, v, counts)
-        news = self._counted(counts, int(k.shape[2]))
-        if self._is_counted_on_device:
-            self._put().append(k, v, news if counts is not None else None, None, found)
+            k, v = checked_rows(state, k, v, counts)
+        news = state.counted(counts, int(k.shape[2]))
+        if state.is_counted_on_device:
+            state.on_device().append(k, v, news if counts is not None else None, None, found)
             return
-        lengths = [length + new for length, new in zip(self._lengths, news)]
-        if max(lengths) > self._capacity or not self._pages.hold(self._lengths, lengths):
-            self._make_room("k", lengths)
-        if self._device is None:
-            self._arrays.write(k, v, list(growths(self._lengths, lengths)), self._pages.tables)
-        elif lengths != self._lengths:
-            self._put().append(k, v, news if counts is not None else None, lengths, found)
-        self._lengths = lengths
+        lengths = [length + new for length, new in zip(state.lengths, news)]
+        if max(lengths) > state.capacity or not state.pages.hold(state.lengths, lengths):
+            state.make_room("k", lengths)
+        if state.device is None:
+            state.rows.write(k, v, list(growths(state.lengths, lengths)), state.pages.tables)
+        elif lengths != state.lengths:
+            state.on_device().append(k, v, news if counts is not None else None, lengths, found)
+        state.lengths = lengths
 
     def count_on_device(self) -> None:
         """Count rows on the GPU from now on, so that calls can be captured into CUDA graphs and read nothing back.
@@ -484,28 +475,7 @@ class KVCache:
             ...
         cuflash.errors.UnsupportedProblem: the cache must be on a GPU to be counted there; got NumPy arrays...
         """
-        if self._device is None:
-            raise UnsupportedProblem(["the cache must be on a GPU to be counted there; got NumPy arrays: give xp=cupy"])
-        if self._is_counted_on_device:
-            return
-        size = self._pages.page_size
-        to_ends = [
-            Growth(sequence, length, max(length, len(table) * size))
-            for sequence, (length, table) in enumerate(zip(self._lengths, self._pages.tables))
-        ]
-        if isinstance(self._pages, PagePool):
-            shortages = self._pages.shortages(to_ends)
-            refuse([shortage_reason("pages", each, self._pages.num_pages) for each in shortages])
-            for growth in to_ends:
-                self._grow(growth)
-        self._put()
-        self._is_counted_on_device = True
-
-    def _put(self) -> OnDevice:
-        """Return the arrays of the cache that kernels read, as they are now."""
-        assert self._device is not None
-        self._device.put(None if self._is_counted_on_device else self._lengths, self._pages)
-        return self._device
+        self._state.count_on_device()
 
     def truncate(self, lengths: Any) -> None:
         """Shorten sequences; pages that no position needs any more are free, those that were reserved too.
@@ -532,14 +502,15 @@ class KVCache:
         >>> cache.lengths
         array([2, 5], dtype=int32)
         """
-        kept = self._numbers("lengths", lengths)
-        if self._is_counted_on_device:
-            self._put().truncate(kept)
+        state = self._state
+        kept = state.numbers("lengths", lengths)
+        if state.is_counted_on_device:
+            state.on_device().truncate(kept)
             return
-        refuse(growth_reasons(kept, self._lengths))
+        refuse(growth_reasons(kept, state.lengths))
         for sequence, length in enumerate(kept):
-            self._pages.shrink(sequence, length)
-        self._lengths = kept
+            state.pages.shrink(sequence, length)
+        state.lengths = kept
 
     def reset(self, rows: Any = None) -> None:
         """Empty some sequences, or all of them; their pages are free, those that were reserved too.
@@ -566,20 +537,21 @@ class KVCache:
         >>> cache.lengths
         array([0, 5], dtype=int32)
         """
-        batch = len(self._lengths)
+        state = self._state
+        batch = len(state.lengths)
         listed = listed_ints(range(batch) if rows is None else as_arrays({"rows": rows})["rows"])
         if listed is None:
             raise UnsupportedProblem([f"rows must be a list of sequences, or None for all; got {describe(rows)}"])
         reasons = [reason for row in listed for reason in sequence_reasons("rows", row, batch)]
-        reasons += capture_reasons("reset", self._pages) if self._is_counted_on_device else []
+        reasons += capture_reasons("reset", state.pages) if state.is_counted_on_device else []
         refuse(reasons)
         for row in listed:
-            self._pages.shrink(row, 0)
-            self._lengths[row] = 0
-            if self._device is not None and self._is_counted_on_device:
-                self._device.lengths[row] = 0
-        if self._is_counted_on_device:
-            self._put()  # now, since a graph that is replayed next sends nothing
+            state.pages.shrink(row, 0)
+            state.lengths[row] = 0
+            if state.device is not None and state.is_counted_on_device:
+                state.device.lengths[row] = 0
+        if state.is_counted_on_device:
+            state.on_device()  # now, since a graph that is replayed next sends nothing
 
     def fork(self, source: int, target: int) -> None:
         """Let a sequence hold what another holds, in place of what it held.
@@ -608,20 +580,21 @@ class KVCache:
         >>> cache.lengths, cache.num_free_pages
         (array([20, 20], dtype=int32), 3)
         """
-        if self._is_counted_on_device:
+        state = self._state
+        if state.is_counted_on_device:
             raise UnsupportedProblem(
                 ["fork must have lengths on the host; got a cache that is counted on the device: make another one"]
             )
-        batch = len(self._lengths)
+        batch = len(state.lengths)
         reasons = sequence_reasons("source", source, batch) + sequence_reasons("target", target, batch)
         if not reasons and source == target:
             reasons.append(f"target must be another sequence than source; got {target}")
-        if not reasons and not self._lengths[source]:
+        if not reasons and not state.lengths[source]:
             reasons.append(f"source must hold rows; got sequence {source}, which is empty: reset empties the target")
         refuse(reasons)
-        for copy in self._pages.fork(source, target, self._lengths[source]):
-            self._arrays.copy(copy)
-        self._lengths[target] = self._lengths[source]
+        for copy in state.pages.fork(source, target, state.lengths[source]):
+            state.rows.copy(copy)
+        state.lengths[target] = state.lengths[source]
 
     def reserve(self, lengths: Any) -> None:
         """Take pages now, so that appending up to these lengths cannot fail. A contiguous cache has them already.
@@ -647,12 +620,13 @@ class KVCache:
         >>> cache.num_free_pages
         1
         """
-        stops = numbers("lengths", as_arrays({"lengths": lengths})["lengths"], len(self._lengths))
-        if self._is_counted_on_device and (reasons := capture_reasons("reserve", self._pages)):
+        state = self._state
+        stops = numbers("lengths", as_arrays({"lengths": lengths})["lengths"], len(state.lengths))
+        if state.is_counted_on_device and (reasons := capture_reasons("reserve", state.pages)):
             raise UnsupportedProblem(reasons)
-        self._make_room("lengths", stops)
-        if self._is_counted_on_device:
-            self._put()  # now, since a graph that is replayed next sends nothing
+        state.make_room("lengths", stops)
+        if state.is_counted_on_device:
+            state.on_device()  # now, since a graph that is replayed next sends nothing
 
     def check(self) -> None:
         """Prove that lengths, tables and counts of pages agree, and that nothing was left out; waits for a device.
@@ -669,15 +643,9 @@ class KVCache:
         >>> cache.append(*np.ones((2, 2, 1, 5, 4), np.float32))
         >>> cache.check()
         """
-        faults = self._pages.faults() + ([] if self._device is None else self._device.faults())
-        for sequence, length in enumerate(self._lengths_now()):
-            faults += length_faults(self._pages, sequence, length, self._capacity)
+        faults = self._state.faults()
         if faults:
             raise RuntimeError("the cache contradicts itself: " + "; ".join(faults))
-
-    def _lengths_now(self) -> list[int]:
-        """Positions of each sequence. The call waits for the device if it counts them."""
-        return list(map(int, to_host(self.lengths))) if self._is_counted_on_device else self._lengths
 
     # Attention
 
@@ -761,69 +729,22 @@ class KVCache:
         >>> cache.attention(q).shape
         (2, 3, 1, 4)
         """
+        state = self._state
         options = AskedOptions(causal, window, scale, kernel, executor, precision)
         scored, reasons, found = None, list[str](), None
         if score is not None or softcap is not None or bias is not None:
             with collecting(reasons):
-                scored = score_of(score, softcap, bias, self._k)
+                scored = score_of(score, softcap, bias, state.rows.k)
         if not reasons and type(return_lse) is bool:
-            found, q, sink = self._steps.decode(q, out, sink, options, scored)
+            found, q, sink = state.steps.decode(q, out, sink, options, scored)
         if found is None:
             reasons += flag_reasons("return_lse", return_lse)
-            found, q, sink = checked_queries(self, q, counts, out, sink, options, scored, reasons)
-        news = self._queried(counts, q.shape[2])
+            found, q, sink = checked_queries(state, q, counts, out, sink, options, scored, reasons)
+        news = state.queried(counts, q.shape[2])
         news = None if counts is None else news
         o, lse = found.step.make_o() if out is None else out, found.step.make_lse() if return_lse else None
         if isinstance(found.step, DecodeStep):
-            self._put().decode(found, q, o, lse, news, sink, scored)
+            state.on_device().decode(found, q, o, lse, news, sink, scored)
         else:
-            found.step.attend(self, q, o, lse, news, sink, scored)
+            found.step.attend(state, q, o, lse, news, sink, scored)
         return (o, lse) if return_lse else o
-
-    @property
-    def _layout(self) -> CacheLayout:
-        page_size = self._pages.page_size
-        return CacheLayout(self._capacity, page_size, self._pages.num_pages, -(-self._capacity // page_size))
-
-    def _counted(self, counts: Any, num_rows: int) -> Any:
-        """Return the number of rows that belong to each sequence: a list, or an array on the device."""
-        if counts is None:
-            return [num_rows] * len(self._lengths)
-        news = self._numbers("counts", counts)
-        if not isinstance(news, list):
-            return news
-        refuse(excess_reasons(news, num_rows))
-        return news
-
-    def _queried(self, counts: Any, num_rows: int) -> Any:
-        """Return the number of queries of each sequence, which has as many tokens or more.
-
-        Where the device counts tokens, only checks wait for their numbers.
-        """
-        news = self._counted(counts, num_rows)
-        if not self._is_counted_on_device or checks.is_on() and not is_capturing():
-            require_appended(num_rows, news, self._lengths_now(), has_counts=counts is not None)
-        return news
-
-    def _numbers(self, name: str, value: Any) -> Any:
-        """Return a number of each sequence: a list, or an array on the device, which counts from then on."""
-        value = as_arrays({name: value})[name]
-        if self._device is None or not is_on_device(value):
-            return numbers(name, value, len(self._lengths))
-        refuse(device_reasons(name, value, len(self._lengths), self._k))
-        self.count_on_device()
-        return value
-
-    def _make_room(self, name: str, stops: list[int]) -> None:
-        """Take pages for sequences that get so long, or refuse the argument of this name."""
-        wanted = list(growths(self._lengths, stops))
-        reasons = [capacity_reason(name, growth, self._capacity) for growth in wanted if growth.stop > self._capacity]
-        if not reasons:
-            reasons = [shortage_reason(name, each, self._pages.num_pages) for each in self._pages.shortages(wanted)]
-        refuse(reasons)
-        for growth in wanted:
-            self._grow(growth)
-
-    def _grow(self, growth: Growth) -> None:
-        for copy in self._pages.grow(growth):
-            self._arrays.copy(copy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,10 +19,8 @@ from ..planning.options import Options
 from ..scores.places import in_cache, names_in_cache
 from ..scores.score import Score
 from ._passes import DecodeOptions
+from ._state import CacheState
 from .steps import AttendStep
-
-if TYPE_CHECKING:
-    from .kv_cache import KVCache
 
 _EVERY = Band()
 
@@ -56,12 +54,12 @@ class OwnRowsStep(AttendStep):
     """
 
     def __init__(
-        self, cache: KVCache, arrays: Mapping[str, Any], options: DecodeOptions, score: Score | None,
+        self, cache: CacheState, arrays: Mapping[str, Any], options: DecodeOptions, score: Score | None,
         captured: Sequence[str],
     ) -> None:  # fmt: skip
         super().__init__(arrays, captured)
-        q, sink, rows = arrays["q"], arrays["sink"], cache._arrays
-        self._placed = None if score is None else in_cache(score, len(cache._lengths), cache.capacity)
+        q, sink, rows = arrays["q"], arrays["sink"], cache.rows
+        self._placed = None if score is None else in_cache(score, len(cache.lengths), cache.capacity)
         self._left, self._right = options.left, options.right
         self._is_by_query = options.part_keys is not None and q.shape[2] * (q.shape[1] // rows.k.shape[1]) <= MOST_ROWS
         self._dtype = rows.gathered_dtype(q.dtype)
@@ -81,27 +79,24 @@ class OwnRowsStep(AttendStep):
             self._on_host = self._plan._bind("forward", dict.fromkeys(names, of_names), outs)
 
     def attend(
-        self, cache: KVCache, q: Array, o: Array, lse: Array | None, counts: Sequence[int] | None, sink: Array | None,
-        score: Score | None,
+        self, cache: CacheState, q: Array, o: Array, lse: Array | None, counts: Sequence[int] | None,
+        sink: Array | None, score: Score | None,
     ) -> None:  # fmt: skip
         """Write o and lse of all sequences. Of q's rows the first `counts` belong to each; None stands for all."""
         lse = self.make_lse() if lse is None else lse
-        for sequence, (table, length) in enumerate(zip(cache._pages.tables, cache._lengths)):
+        for sequence, (table, length) in enumerate(zip(cache.pages.tables, cache.lengths)):
             own_sink, new = _own_sink(sink, sequence), q.shape[2] if counts is None else counts[sequence]
             if new < q.shape[2]:
                 o[sequence], lse[sequence] = _without_keys(own_sink, lse)
             for part in self._parts(length, new):
-                k, v = cache._arrays.gather(table, part.first, part.stop, q.dtype)
-                arrays = {"q": self._own_queries(q[sequence, :, part.queries]), "k": k, "v": v}
+                k, v = cache.rows.gather(table, part.first, part.stop, q.dtype)
+                arrays = {"q": q[sequence, :, part.queries], "k": k, "v": v}
                 if own_sink is not None:
                     arrays["sink"] = own_sink
                 if score is not None:
                     position = length - new + part.queries.start
                     arrays |= self._placed_arrays(score, [sequence, position, part.first])
                 self._run(arrays, part, o[sequence, :, part.queries], lse[sequence, :, part.queries])
-
-    def _own_queries(self, q: Array) -> Array:
-        return namespace(q).ascontiguousarray(q, self._dtype)
 
     def _placed_arrays(self, score: Score, place: list[int]) -> Mapping[str, Array]:
         """Return the arrays of `in_cache` at a sequence and the positions of its first query and key."""
@@ -117,6 +112,7 @@ class OwnRowsStep(AttendStep):
             own = self._plan._plan.with_band(part.band, seqlen_q, seqlen_kv)
             self._on_host.run(arrays, {"o": o, "lse": lse}, plan=own)
             return
+        arrays["q"] = namespace(arrays["q"]).ascontiguousarray(arrays["q"], self._dtype)
         key = None if self.is_checked else ("own rows", id(self), part.band, layout_key(*arrays.values()))
         bound = CALLS.get(key)
         if bound is None:

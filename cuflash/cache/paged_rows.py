@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import BFLOAT16, E4M3, Array, namespace
+from ..arrays import BFLOAT16, E4M3, Array, Namespace, namespace
 from ..fp8.rows import dequantized_rows, quantized_rows
 from .pages import Copy, Growth
 
@@ -27,7 +27,9 @@ class PagedRows:
         self.k, self.v, self.k_scale, self.v_scale = k, v, k_scale, v_scale
 
     @classmethod
-    def empty(cls, xp: Any, shape: tuple[int, int, int], dims: tuple[int, int], dtype: np.dtype[Any]) -> PagedRows:
+    def empty(
+        cls, xp: Namespace, shape: tuple[int, int, int], dims: tuple[int, int], dtype: np.dtype[np.generic]
+    ) -> PagedRows:
         """Rows that hold anything; 8-bit numbers are uint8 in CuPy, which has no such dtype."""
         stored = np.dtype(np.uint8) if dtype == E4M3 and xp is not np else dtype
         if prod(shape) * max(dims) * stored.itemsize >= 1 << 63:  # NumPy raises a ValueError, and CuPy overflows
@@ -40,12 +42,12 @@ class PagedRows:
         return self.k_scale is not None
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> np.dtype[np.generic]:
         """The format of the rows as they are kept."""
-        kept: np.dtype[Any] = E4M3 if self.is_quantized else np.dtype(self.k.dtype)
+        kept: np.dtype[np.generic] = E4M3 if self.is_quantized else np.dtype(self.k.dtype)
         return kept
 
-    def gathered_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    def gathered_dtype(self, dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
         """Return the dtype of gathered rows for queries of a dtype."""
         if not self.is_quantized:
             return self.dtype

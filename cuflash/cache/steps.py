@@ -17,6 +17,7 @@ from ..executors.launch import BoundPass, LaunchTarget
 from ..layouts import address, is_foreign, reach, tensors_layout
 from ..planning._call_cache import CALLS
 from ..planning.launches import Pass
+from ..planning.options import Window
 from ..plans import as_arrays
 from ..scores import Score
 
@@ -28,14 +29,14 @@ Extent = tuple[int, int]  # the first address of an array's memory, and the one 
 
 
 class AskedOptions(NamedTuple):
-    """Arguments of `KVCache.attention` beside arrays and the score function, as a caller passed them."""
+    """Arguments of `KVCache.attention` next to arrays and the score function, as a caller passed them, unchecked."""
 
-    causal: object
-    window: object
-    scale: object
-    kernel: object
-    executor: object
-    precision: object
+    causal: bool
+    window: Window | None
+    scale: float | None
+    kernel: str
+    executor: str
+    precision: str
 
 
 class Step:

@@ -170,6 +170,8 @@ def composed_score(options: Options, q: Any = None) -> Score | None:
 
     A bias that is a list becomes an array where q is.
     """
+    if options.score is None and options.softcap is None and options.bias is None:
+        return None
     return composition(options.score, options.softcap, options.bias, partial(_as_bias, q))
 
 
@@ -180,7 +182,8 @@ def _as_bias(q: Any, bias: Any) -> Any:
 def _captured(options: Options, q: Any) -> dict[str, Any]:
     """Return the arrays of the score function and the seed of dropout, by name."""
     composed = composed_score(options, q)
-    return as_arrays(seed_array(options.dropout) | ({} if composed is None else dict(composed.arrays)))
+    arrays = seed_array(options.dropout) | ({} if composed is None else dict(composed.arrays))
+    return as_arrays(arrays) if arrays else {}
 
 
 @dataclass(frozen=True, eq=False)

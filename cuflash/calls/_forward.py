@@ -70,7 +70,7 @@ def run(
     A call that may have a gradient returns lse whatever `return_lse` is, and a plan with the numbers of its dropout.
     """
     options, operands = with_one_score(options, q)
-    if type(options.causal) is np.bool:
+    if isinstance(options.causal, np.bool):
         options = options._replace(causal=bool(options.causal))
     arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
     rows: RowsPerScale | None = None
@@ -88,11 +88,11 @@ def run(
         facts = (v.source_dtype, q.shape, k.shape, v.shape, rows)
     arrays |= operands
     outs = {} if out is None else named_outputs(out)
-    dots = options.tangents.arrays().values() if options.tangents else ()
+    dots = options.tangents.arrays().values() if isinstance(options.tangents, Directions) else ()
     layout = layout_key(*arrays.values(), *outs.values(), *dots)
     if layout is None or options.mask is not None and is_foreign(options.mask):
         arrays, outs, options = with_known_arrays(arrays, outs, options)
-        dots = options.tangents.arrays().values() if options.tangents else ()
+        dots = options.tangents.arrays().values() if isinstance(options.tangents, Directions) else ()
         layout = layout_key(*arrays.values(), *outs.values(), *dots)
     looked_up = lookup(options, layout_key)
     contents, key = looked_up.contents, None
@@ -169,9 +169,9 @@ def with_known_arrays(
     arrays: dict[str, Any], outs: dict[str, Any], options: Options
 ) -> tuple[dict[str, Any], dict[str, Any], Options]:
     """Return a call with arrays of other libraries as `as_arrays` takes them; the plan refuses what cannot be taken."""
+    arrays = as_arrays(arrays)
     if type(options.tangents) is Directions:
         options = options._replace(tangents=known_directions(options.tangents, arrays))
-    arrays = as_arrays(arrays)
     if outs:
         with suppress(UnsupportedProblem):
             outs = outputs_as_arrays(outs)

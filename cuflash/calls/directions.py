@@ -16,13 +16,13 @@ def known_directions(directions: Directions, arrays: dict[str, Any]) -> Directio
     ----------
     directions : Directions
     arrays : dict by name
-        The other arrays of the call.
+        The other arrays of the call, as `as_arrays` took them.
     """
-    cotangents, named = directions.cotangents, {shown(name): each for name, each in directions.tangents.items()}
-    primals = {told: getattr(arrays.get(name), "dtype", None) for told, name in zip(named, directions.tangents)}
-    dtypes = {told: dtype for told, dtype in primals.items() if dtype is not None}
-    known = list(as_arrays({**arrays, **cotangents, **named}, dtypes).values())
-    first, middle = len(arrays), len(arrays) + len(cotangents)
+    known = as_arrays({**arrays, **directions.cotangents})
+    named = {shown(name): each for name, each in directions.tangents.items()}
+    dtypes = {shown(name): known[name].dtype for name in directions.tangents if hasattr(known.get(name), "dtype")}
+    tangents = as_arrays({**known, **named}, dtypes)
     return directions._replace(
-        cotangents=dict(zip(cotangents, known[first:middle])), tangents=dict(zip(directions.tangents, known[middle:]))
+        cotangents={name: known[name] for name in directions.cotangents},
+        tangents={name: tangents[shown(name)] for name in directions.tangents},
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..arrays import Array
+from ..arrays import Array, namespace
 from ..planning.options import DOT, Directions, Options
 from ..plans import Gradients, Plan, named_gradients
 from ._forward import Forward, run
@@ -46,7 +46,10 @@ def push(
     plan, dots = forward.plan, directions.arrays()
     tangents = {name: array for name, array in dots.items() if name.endswith(DOT)}
     moving = {name: array for name, array in tangents.items() if name not in (f"do{DOT}", f"dlse{DOT}")}
-    o_dot, lse_dot = plan._run("jvp", {**_made(forward), **_operands(plan, "jvp", forward.arrays), **moving}, {})
+    if moving:
+        o_dot, lse_dot = plan._run("jvp", {**_made(forward), **_operands(plan, "jvp", forward.arrays), **moving}, {})
+    else:  # the cotangents alone move
+        o_dot, lse_dot = map(namespace(forward.o).zeros_like, (forward.o, forward.lse))
     return Pushed(forward, dots, o_dot, lse_dot)
 
 

@@ -1,1 +1,1 @@
-"""Makes machine code of specifications."""
+"""The compiler: from kernel specifications to CUDA source text and machine code."""

@@ -1,4 +1,4 @@
-"""The folder on disk that keeps kernels compiled for the host: its place, faults and size, and how it is emptied."""
+"""The disk cache of kernels that are compiled for the host: its folder, its size, and the removal of files."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import platformdirs
 
 from ..keywords import explains_keywords
 
-MOST_BYTES = 1 << 30  # that are kept; beyond it, what was used least recently is removed
-# Names of what `sim.compiler` keeps. Folders in which a compiler is at work have other names, and stay.
-_KEPT = re.compile(r"(kernel|runtime|prelude)-[0-9a-f]{32}(\.so|\.cpp)?")
+MOST_BYTES = 1 << 30  # size limit of the cache; above it, the least recently used files are removed
+# Names of the files and folders that `sim.compiler` stores. Folders of a running compiler have other names, and stay.
+_STORED_NAME = re.compile(r"(kernel|runtime|prelude)-[0-9a-f]{32}(\.so|\.cpp)?")
 _ADVICE = "set CUFLASH_CACHE_DIR to a folder of your own"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCache:
-    """Kernels that the simulator compiled for the host and keeps on disk.
+    """The disk cache of kernels that the simulator compiled for the host.
 
     Attributes
     ----------
     folder : pathlib.Path
-        It need not exist.
+        The folder of the cache, which may not exist yet.
     entries, nbytes : int
-        Shared objects in the folder, and the size of all that is kept there.
+        Number of shared objects in the folder, and total size of all its files.
     """
 
     folder: Path
@@ -41,28 +41,28 @@ class HostCache:
 
 
 def folder() -> Path:
-    """Return where kernels for the host are kept; the folder need not exist."""
+    """Return the folder in which kernels for the host are stored, which may not exist yet."""
     chosen = os.environ.get("CUFLASH_CACHE_DIR")
     return (Path(chosen) if chosen else platformdirs.user_cache_path("cuflash", appauthor=False)) / "sim"
 
 
 def fault(place: Path) -> str:
-    """Return why libraries must not be kept in a folder that exists, or "" if they may.
+    """Return why libraries must not be stored in an existing folder, or "" if the folder is safe.
 
-    Libraries that are loaded from this folder run with the user's rights, so the user alone may write to it.
+    Libraries from this folder run with the user's rights, so only the user may have write access to it.
     """
     status = place.stat()
     if not (os.access(place, os.W_OK | os.X_OK) and status.st_uid == os.getuid()):
-        return f"{place} is not writable, or not this user's"
+        return f"{place} is not writable, or belongs to another user"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"other users may write to {place}"
+        return f"other users can write to {place}"
     if os.statvfs(place).f_flag & getattr(os, "ST_NOEXEC", 0):
-        return f"no library may be loaded from {place}, whose file system is mounted with noexec"
+        return f"libraries cannot be loaded from {place}, because its file system is mounted with noexec"
     return ""
 
 
-def made(place: Path) -> str:
-    """Make a folder for libraries, and return why it cannot serve, or "" if it can."""
+def make_folder(place: Path) -> str:
+    """Make a folder for libraries if it does not exist, and return why it cannot be used, or "" if it can."""
     if not place.is_absolute():
         return f"{place} is not an absolute path"
     try:
@@ -73,7 +73,7 @@ def made(place: Path) -> str:
 
 
 def host_cache() -> HostCache:
-    """Describe what is kept, without making the folder.
+    """Return a description of the cache, without making its folder.
 
     Raises
     ------
@@ -85,21 +85,21 @@ def host_cache() -> HostCache:
         files = _files(place)
     except OSError as error:
         raise RuntimeError(f"the simulator's cache folder {place} cannot be read ({error}): {_ADVICE}") from error
-    return _described(place, files)
+    return _describe(place, files)
 
 
 @explains_keywords
 def cache_clear() -> HostCache:
-    """Remove the kernels that the simulator compiled and keeps on disk.
+    """Remove the compiled kernels of the simulator from its disk cache.
 
-    They are compiled again when they are next used. A process that has loaded kernels can go on using them, and files
-    that a process is about to load stay. CuPy's cache, which other programs use too, is left alone: to clear it, remove
-    the folder that `cache_info` shows.
+    They are compiled again the next time they are used. Processes that have loaded kernels can continue to use them,
+    and files that a process is about to load are not removed. CuPy's cache is not changed, because other programs use
+    it too: to clear it, remove the folder that `cache_info` shows.
 
     Returns
     -------
     HostCache
-        A record that prints itself: the `folder`, and the `entries` and `nbytes` that were removed from it.
+        A printable record of the `folder`, and of the `entries` and `nbytes` that were removed from it.
 
     Raises
     ------
@@ -119,12 +119,12 @@ def cache_clear() -> HostCache:
     except OSError as error:
         advice = "remove the folder yourself"
         raise RuntimeError(f"kernels in {was.folder} cannot be removed ({error}): {advice}") from error
-    return _described(was.folder, removed)
+    return _describe(was.folder, removed)
 
 
 def shrink(place: Path) -> None:
-    """Remove what was used least recently from a folder that holds more than `MOST_BYTES`."""
-    with suppress(OSError):  # what cannot be removed is no reason to refuse a kernel
+    """Remove the least recently used files from a folder until it holds at most `MOST_BYTES`."""
+    with suppress(OSError):  # a file that cannot be removed must not stop a call
         files = _files(place)
         excess = sum(status.st_size for status in files.values()) - MOST_BYTES
         for file, status in sorted(files.items(), key=lambda each: each[1].st_mtime_ns):
@@ -133,23 +133,23 @@ def shrink(place: Path) -> None:
 
 
 def hold(file: IO[bytes]) -> bool:
-    """Mark an open file of the folder as used now, and keep it from being removed until it is closed.
+    """Lock an open file of the cache against removal until it is closed, and set its time of use to now.
 
     Returns
     -------
     bool
-        False if it was removed or replaced before.
+        False if the file had already been removed or replaced.
     """
-    import fcntl  # Windows, on which no kernel is compiled for the host, has no such module
+    import fcntl  # does not exist on Windows, where no kernel is compiled for the host
 
-    with suppress(OSError):  # some file systems have no locks, and those of other machines may be read-only
+    with suppress(OSError):  # some file systems have no locks, and network file systems may be read-only
         fcntl.flock(file, fcntl.LOCK_SH)
         os.utime(file.fileno())
     return _is_in_place(file)
 
 
 def release(file: IO[bytes]) -> None:
-    """Let an open file of the folder be removed again."""
+    """Unlock an open file of the cache, so that it can be removed again."""
     import fcntl
 
     with suppress(OSError):
@@ -157,7 +157,7 @@ def release(file: IO[bytes]) -> None:
 
 
 def _is_in_place(file: IO[bytes]) -> bool:
-    """Return whether an open file still has its name: it may have been removed, or replaced by another of that name."""
+    """True if an open file still has its name; it may have been removed, or replaced by another file of that name."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
     except FileNotFoundError:
@@ -165,7 +165,7 @@ def _is_in_place(file: IO[bytes]) -> bool:
 
 
 def _remove(file: Path) -> bool:
-    """Remove a file that no process holds, and the folder of a prelude with it; return whether the file was removed."""
+    """Remove a file unless a process has locked it, and with it the folder of a prelude; True if it was removed."""
     import fcntl
 
     try:
@@ -181,17 +181,17 @@ def _remove(file: Path) -> bool:
             file.unlink()
     except FileNotFoundError:  # another process was faster
         return False
-    if _KEPT.fullmatch(file.parent.name):
-        with suppress(OSError):  # another process writes to it
+    if _STORED_NAME.fullmatch(file.parent.name):
+        with suppress(OSError):  # another process is writing to the folder
             file.parent.rmdir()
     return True
 
 
 def _files(place: Path) -> dict[Path, os.stat_result]:
-    """Return the files that `sim.compiler` keeps in a folder; other processes may remove some meanwhile."""
+    """Return the files that `sim.compiler` has stored in a folder; other processes may remove some at the same time."""
     files = {}
     for entry in place.iterdir() if place.is_dir() else ():
-        if _KEPT.fullmatch(entry.name):
+        if _STORED_NAME.fullmatch(entry.name):
             with suppress(FileNotFoundError):
                 for file in entry.iterdir() if entry.is_dir() else (entry,):
                     if file.is_file():
@@ -199,6 +199,6 @@ def _files(place: Path) -> dict[Path, os.stat_result]:
     return files
 
 
-def _described(place: Path, files: dict[Path, os.stat_result]) -> HostCache:
+def _describe(place: Path, files: dict[Path, os.stat_result]) -> HostCache:
     entries = sum(file.suffix == ".so" for file in files)
     return HostCache(folder=place, entries=entries, nbytes=sum(status.st_size for status in files.values()))

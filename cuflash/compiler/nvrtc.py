@@ -1,7 +1,7 @@
-"""Compile a specification to machine code: NVRTC, CuPy's cache of machine code, and the faults of either.
+"""Compilation of specifications to machine code by NVRTC, and CuPy's cache of machine code.
 
-CuPy compiles and keeps what runs. `cubin` compiles the same text without CuPy, driver or GPU: for tests, and for where
-CuPy's cache fails.
+CuPy compiles the kernels that run, and stores them on disk. `cubin` compiles the same text without CuPy, driver or GPU,
+for tests and as a replacement if CuPy's cache fails.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ..planning.spec import KernelSpec
 from .host_cache import HostCache, host_cache
 from .source import source
 
-# Options of CuPy beside the architecture; it adds the last two itself.
+# Compiler options in addition to the architecture. CuPy always adds the ones of _CUPY_OPTIONS.
 _OPTIONS = ("-std=c++17", "-lineinfo")
 _CUPY_OPTIONS = {"ftz": True, "device_as_default_execution_space": True}
 
-_FIRST_WITH_NO_CACHE = (12, 9)  # NVRTC: older ones refuse the option
-_DEFAULT_DYNAMIC_SHARED = 48 << 10  # dynamic shared memory, bytes
+_FIRST_WITH_NO_CACHE = (12, 9)  # the first NVRTC version that knows the option no-cache
+_DEFAULT_DYNAMIC_SHARED = 48 << 10  # bytes of dynamic shared memory that every kernel may use
 _PACKAGES = "pip install '.[cuda13]' in a clone of cuflash, or '.[cuda12]' for a driver older than CUDA 13"
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
@@ -44,30 +44,30 @@ _CACHE_ENTRY = re.compile(r"[0-9a-f]{40}\.cubin")
 
 
 class Resources(NamedTuple):
-    """Resources of one thread of a kernel; shared memory is that of one block."""
+    """The resources of one thread of a kernel, and the shared memory of one block."""
 
     registers: int
     stack_bytes: int  # spilled registers and arrays
-    shared_bytes: int  # static
-    spill_bytes: int | None  # stored and loaded; None where the driver was asked, which does not tell
+    shared_bytes: int  # static shared memory
+    spill_bytes: int | None  # bytes of spill stores and loads; None if the driver, which does not report it, was asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """A kernel for one architecture, and how it came to be.
+    """A compiled kernel for one architecture, and how it was compiled.
 
     Attributes
     ----------
     spec : KernelSpec
     architecture : str
     seconds : float
-        Time to compile, or to find it in CuPy's cache, and to load it where there is a GPU.
+        Time to compile the kernel or to read it from CuPy's cache, and to load it on the GPU if there is one.
     is_from_cache : bool
     resources : Resources
     log : str
-        What the compiler said.
+        The messages of the compiler.
     code : bytes
-        The cubin; empty where the driver holds it.
+        The cubin; empty if the kernel was loaded on a GPU.
     """
 
     spec: KernelSpec
@@ -80,7 +80,7 @@ class Compiled:
 
     @property
     def advisories(self) -> tuple[str, ...]:
-        """Lines of the log that warn: a serialised wgmma (C7510), an unused variable."""
+        """The lines of the log that are warnings, for example of a serialized wgmma (C7510) or an unused variable."""
         return tuple(line for line in self.log.splitlines() if _ADVISORY.search(line))
 
     def __str__(self) -> str:
@@ -94,18 +94,18 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheInfo:
-    """Caches of kernels: CuPy's, of all programs of this user, the simulator's, and what this process compiled.
+    """The kernel caches: CuPy's, which all programs of the user share, the simulator's, and this process's kernels.
 
     Attributes
     ----------
     folder : pathlib.Path or None
-        None where CuPy keeps nothing on disk.
+        The folder of CuPy's cache, or None if CuPy stores nothing on disk.
     entries, nbytes : int
-        Files in the folder, and their size.
+        The number of files in the folder, and their total size.
     compiled : tuple of Compiled
-        Each kernel of cuflash that this process compiled by NVRTC or loaded.
+        The kernels of cuflash that this process compiled with NVRTC or loaded.
     simulator : HostCache
-        Kernels that the simulator compiled and keeps on disk: `folder`, `entries` and `nbytes`.
+        The disk cache of the simulator: `folder`, `entries` and `nbytes`.
     """
 
     folder: Path | None
@@ -119,11 +119,11 @@ class CacheInfo:
         return "\n".join([place, f"simulator: {self.simulator}", *map(str, self.compiled)])
 
 
-_Key = tuple[KernelSpec, str, int]  # the last is a device
+_Key = tuple[KernelSpec, str, int]  # specification, architecture, number of the device
 
 
 class _Loaded:
-    """A kernel on a device, once it is there; the lock makes the first thread compile and the others wait."""
+    """A kernel that is, or will be, loaded on a device; the first thread holds the lock and compiles, others wait."""
 
     def __init__(self) -> None:
         self.lock = Lock()
@@ -134,31 +134,31 @@ class _Loaded:
 _guard = Lock()
 _loaded: dict[_Key, _Loaded] = {}
 _compiled: dict[_Key, Compiled] = {}
-_process: int | None = None  # that used CUDA first
-_is_started = False  # this process is the one
-_warned = False
+_process: int | None = None  # id of the first process that used CUDA
+_is_started = False  # True if this process is the one
+_has_warned = False
 
 
 def architecture(spec: KernelSpec, compute_capability: tuple[int, int]) -> str:
-    """NVRTC's name of a kernel's machine code for a chip.
+    """Return NVRTC's name of the architecture that a kernel is compiled for, to run on a chip.
 
     Raises
     ------
     UnsupportedProblem
-        The kernel's family needs another chip.
+        The kernel's family does not support the chip.
     """
     return family_of(spec).architecture(compute_capability)
 
 
 def cubin(spec: KernelSpec, architecture: str) -> Compiled:
-    """Compile without a GPU, a driver or a cache.
+    """Compile a kernel without a GPU, a driver or a cache.
 
     Raises
     ------
     CompileError
-        NVRTC refuses the text.
+        NVRTC rejects the text.
     RuntimeError
-        A package is missing, or NVRTC does not know the architecture.
+        A package is missing, or NVRTC does not support the architecture.
     """
     started = perf_counter()
     code, log = _nvrtc(spec, architecture)
@@ -172,20 +172,20 @@ def cubin(spec: KernelSpec, architecture: str) -> Compiled:
 
 
 def kernel(spec: KernelSpec, compute_capability: tuple[int, int], *, shared_bytes: int = 0) -> Any:
-    """The kernel as a cupy.cuda.Function of the current device, compiled by the first call that asks for it.
+    """Return the kernel as a cupy.cuda.Function of the current device, which the first call compiles.
 
     Parameters
     ----------
     spec : KernelSpec
     compute_capability : (int, int)
-        Of the current device.
+        Compute capability of the current device.
     shared_bytes : int
-        The most dynamic shared memory that a launch will ask for.
+        The largest amount of dynamic shared memory of all launches.
 
     Raises
     ------
     CompileError
-        NVRTC refuses the text.
+        NVRTC rejects the text.
     RuntimeError
         A package or the GPU is missing, a version is too old, or the process was forked from one that used CUDA.
     """
@@ -195,35 +195,35 @@ def kernel(spec: KernelSpec, compute_capability: tuple[int, int], *, shared_byte
 
 
 def is_loaded(spec: KernelSpec, compute_capability: tuple[int, int], shared_bytes: int = 0) -> bool:
-    """Return whether `kernel` would answer at once."""
+    """True if `kernel` returns without compiling or loading."""
     _, device = current_device()
     loaded = _loaded.get((spec, architecture(spec, compute_capability), device))
     return loaded is not None and loaded.function is not None and shared_bytes <= loaded.shared_bytes
 
 
 def compiled(spec: KernelSpec, compute_capability: tuple[int, int]) -> Compiled | None:
-    """Return the resources of a kernel as this process compiled it for a compute capability; None if it did not."""
+    """Return the record of a kernel that this process compiled for a compute capability, or None if it did not."""
     name = architecture(spec, compute_capability)
-    found = [
+    matches = [
         compiled_kernel for (each, chip, _), compiled_kernel in list(_compiled.items()) if (each, chip) == (spec, name)
     ]
-    return found[0] if found else None
+    return matches[0] if matches else None
 
 
 def precompile(specs: Iterable[KernelSpec], target: tuple[int, int] | str) -> tuple[Compiled, ...]:
-    """Compile many kernels at once, on as many threads as there are cores.
+    """Compile many kernels in parallel, with one thread per core.
 
     Parameters
     ----------
     specs : iterable of KernelSpec
     target : (int, int) or str
-        The compute capability of the current device: kernels are loaded there, and CuPy's cache keeps them.
-        Or an architecture, "sm_90a" say: no GPU is needed, and nothing is kept but what is returned.
+        The compute capability of the current device: the kernels are loaded there, and CuPy's cache stores them.
+        Or an architecture such as "sm_90a": no GPU is needed, and only the result holds the kernels.
 
     Raises
     ------
     CompileError, RuntimeError
-        Of the first kernel that fails.
+        The error of the first kernel that fails.
     """
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         if isinstance(target, str):
@@ -236,15 +236,15 @@ def precompile(specs: Iterable[KernelSpec], target: tuple[int, int] | str) -> tu
 
 @explains_keywords
 def cache_info() -> CacheInfo:
-    """Describe the caches of CuPy and of the simulator, and the kernels that this process compiled.
+    """Return a description of CuPy's and the simulator's caches, and of the kernels that this process compiled.
 
-    Neither CuPy nor CUDA is started, and no folder is made. `cache_clear` empties the simulator's.
+    This neither starts CuPy or CUDA nor makes a folder. `cache_clear` empties the simulator's cache.
 
     Returns
     -------
     CacheInfo
-        A record that prints itself; each of its `compiled` has `spec`, `architecture`, `seconds`, `is_from_cache` and
-        `resources`. Its `simulator` has the `folder`, `entries` and `nbytes` of the simulator's cache.
+        A printable record. Each item of `compiled` has `spec`, `architecture`, `seconds`, `is_from_cache` and
+        `resources`. `simulator` has the `folder`, `entries` and `nbytes` of the simulator's cache.
 
     Raises
     ------
@@ -272,7 +272,7 @@ def cache_info() -> CacheInfo:
 
 
 def _entry_bytes(entry: os.DirEntry[str]) -> int | None:
-    """The size of a file of CuPy's cache; None for other files, and for one that another process has just removed."""
+    """Return the size of a file of CuPy's cache, or None for any other file and for one that has just been removed."""
     if not _CACHE_ENTRY.fullmatch(entry.name):
         return None
     try:
@@ -282,12 +282,12 @@ def _entry_bytes(entry: os.DirEntry[str]) -> int | None:
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """The version of the compiler, without CuPy and without a driver.
+    """Return the version of NVRTC, without CuPy and without a driver.
 
     Raises
     ------
     RuntimeError
-        It is not there.
+        NVRTC is missing.
     """
     try:
         from cuda.bindings import nvrtc
@@ -299,10 +299,10 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def _nvrtc(spec: KernelSpec, architecture: str) -> tuple[bytes, str]:
-    """Machine code and log, out of memory and into memory."""
+    """Compile a kernel in memory, and return its machine code and the compiler's log."""
     version = nvrtc_version()
     try:
-        with _guard:  # its first import is not safe from several threads
+        with _guard:  # the first import of cuda.core is not thread-safe
             from cuda.core import Program, ProgramOptions
     except ImportError as error:
         raise RuntimeError(f"cuda-core is missing ({error}): {_PACKAGES}") from error
@@ -310,9 +310,9 @@ def _nvrtc(spec: KernelSpec, architecture: str) -> tuple[bytes, str]:
     dumped = _dump(spec, architecture, text)
     log = io.StringIO()
     options = ProgramOptions(
-        name=f"{spec.name}.cu",  # without a name the text goes through a temporary file
+        name=f"{spec.name}.cu",  # without a name cuda.core writes the text to a temporary file
         arch=architecture, std="c++17", lineinfo=True, ptxas_options=["-v"], **_CUPY_OPTIONS,
-        # If there is a driver, NVRTC finds code in the driver's cache, and then logs nothing.
+        # NVRTC logs nothing if it finds the code in the driver's cache.
         no_cache=version >= _FIRST_WITH_NO_CACHE,
     )  # fmt: skip
     try:
@@ -330,18 +330,18 @@ def _failure(
     log = log.replace("\0", "").partition("compilation log:")[2].strip() or log.replace("\0", "").strip()
     if "--gpu-architecture" in log:
         return RuntimeError(
-            f"NVRTC {version[0]}.{version[1]} does not compile for {architecture}: install a newer one, "
-            f"or an older one for a chip before sm_75 ({_PACKAGES})"
+            f"NVRTC {version[0]}.{version[1]} does not compile for {architecture}: install a newer version, "
+            f"or an older version for a chip before sm_75 ({_PACKAGES})"
         )
     return CompileError(str(spec), architecture, log, dumped)
 
 
 def _resources(log: str) -> Resources:
-    """Return the resources that ptxas reports of a kernel and the functions that it did not inline."""
-    registers = [int(found) for found in _REGISTERS.findall(log)]
-    stacks = [tuple(map(int, found)) for found in _STACK.findall(log)]
+    """Return the resources that ptxas reports for a kernel and for the functions that it did not inline."""
+    registers = [int(count) for count in _REGISTERS.findall(log)]
+    stacks = [tuple(map(int, counts)) for counts in _STACK.findall(log)]
     if not registers or not stacks:
-        raise RuntimeError(f"NVRTC's log names no registers, so this version of it is not known to cuflash:\n{log}")
+        raise RuntimeError(f"NVRTC's log names no registers: cuflash does not support this version of NVRTC:\n{log}")
     return Resources(
         registers=max(registers),
         stack_bytes=max(stack for stack, _, _ in stacks),
@@ -351,7 +351,7 @@ def _resources(log: str) -> Resources:
 
 
 def current_device() -> tuple[Any, int]:
-    """CuPy and the number of its current device, in the one process that may use them.
+    """Return CuPy and the number of its current device, in the only process that may use them.
 
     Raises
     ------
@@ -361,14 +361,14 @@ def current_device() -> tuple[Any, int]:
     global _process, _is_started
     if not _is_started and _process not in (None, os.getpid()):
         raise RuntimeError(
-            "this process was forked from one that had used CUDA, which does not survive a fork: start it by "
+            "this process was forked from one that had used CUDA, which does not survive a fork: start it with "
             "multiprocessing.get_context('spawn') or 'forkserver'"
         )
     cupy = _cupy()
     try:
         device = int(cupy.cuda.runtime.getDevice())
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        advice = "python -m cuflash says what this machine has"
+        advice = "python -m cuflash shows what this machine has"
         raise RuntimeError(f"CuPy finds no usable GPU ({error}): {advice}") from error
     if not _is_started:
         _process, _is_started = os.getpid(), True
@@ -376,7 +376,7 @@ def current_device() -> tuple[Any, int]:
 
 
 def current_number() -> int:
-    """Return the number of CuPy's current device, faster than `current_device` once that was called."""
+    """Return the number of CuPy's current device, faster than `current_device` does after its first call."""
     number: int = sys.modules["cupy"].cuda.runtime.getDevice() if _is_started else current_device()[1]
     return number
 
@@ -401,11 +401,11 @@ def _cupy() -> Any:
 
 
 def _redirect_cupy_cache() -> None:
-    """CuPy does not import where it cannot make the folder of its cache: name one that is there, keep nothing in it."""
+    """Let CuPy work without a disk cache if its folder cannot be made, since CuPy then fails to import otherwise."""
     try:
         _environment().cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        _warn(f"CuPy's cache folder cannot be made ({error}), so kernels are compiled anew in each process")
+        _warn(f"CuPy's cache folder cannot be made ({error}), so each process compiles its kernels again")
         os.environ.update(CUPY_CACHE_DIR=tempfile.gettempdir(), CUPY_CACHE_IN_MEMORY="1")
 
 
@@ -426,7 +426,7 @@ def _kernel(cupy: Any, device: int, spec: KernelSpec, architecture: str, shared_
 
 
 class _Log(io.StringIO):
-    """CuPy writes to it, if only an empty text, exactly when it compiles."""
+    """A log that records whether CuPy compiled: only then does CuPy write to it, even if it writes an empty text."""
 
     is_written = False
 
@@ -436,7 +436,7 @@ class _Log(io.StringIO):
 
 
 def _load(cupy: Any, spec: KernelSpec, architecture: str) -> tuple[Any, Compiled]:
-    """The kernel on the current device, through CuPy's cache, or past it where that fails."""
+    """Load a kernel on the current device through CuPy's cache, or without the cache if that fails."""
     started = perf_counter()
     try:
         version = cupy.cuda.nvrtc.getVersion()
@@ -448,21 +448,21 @@ def _load(cupy: Any, spec: KernelSpec, architecture: str) -> tuple[Any, Compiled
     module = cupy.RawModule(code=text, options=(*_OPTIONS, f"-arch={architecture}"))
     try:
         module.compile(log_stream=log)
-        function, said, is_from_cache = module.get_function(spec.name).kernel, log.getvalue(), not log.is_written
+        function, messages, is_from_cache = module.get_function(spec.name).kernel, log.getvalue(), not log.is_written
     except cupy.cuda.compiler.CompileException as error:
         raise _failure(spec, architecture, str(error), version, dumped) from None
     except (OSError, cupy.cuda.driver.CUDADriverError) as error:
-        function, said = _load_past_the_cache(cupy, spec, architecture, error)
+        function, messages = _load_past_the_cache(cupy, spec, architecture, error)
         is_from_cache = False
     compiled_kernel = Compiled(
         spec=spec, architecture=architecture, seconds=perf_counter() - started, is_from_cache=is_from_cache,
-        resources=_resources_loaded(cupy, function), log=said.replace("\0", ""),
+        resources=_resources_loaded(cupy, function), log=messages.replace("\0", ""),
     )  # fmt: skip
     return function, compiled_kernel
 
 
 def _load_past_the_cache(cupy: Any, spec: KernelSpec, architecture: str, fault: Exception) -> tuple[Any, str]:
-    """Compile in memory and load. What fails here too is no fault of the cache."""
+    """Compile a kernel in memory and load it. A failure of this, too, is not caused by the cache."""
     code, log = _nvrtc(spec, architecture)
     module = cupy.cuda.Module()
     try:
@@ -474,7 +474,7 @@ def _load_past_the_cache(cupy: Any, spec: KernelSpec, architecture: str, fault: 
             f"the driver does not load {spec.name}, compiled for {architecture} by NVRTC {major}.{minor} ({error}): "
             "it may be older than that NVRTC (python -m cuflash shows both), or an earlier kernel of any library failed"
         ) from error
-    _warn(f"CuPy's cache does not work ({fault}), so kernels are compiled anew: see cuflash.cache_info()")
+    _warn(f"CuPy's cache does not work ({fault}), so kernels are compiled again: see cuflash.cache_info()")
     return function, log
 
 
@@ -489,7 +489,7 @@ def _resources_loaded(cupy: Any, function: Any) -> Resources:
 
 
 def _raise_shared_limit(cupy: Any, spec: KernelSpec, function: Any, shared_bytes: int) -> None:
-    """Let launches have more dynamic shared memory than every chip has."""
+    """Raise the kernel's limit of dynamic shared memory above the default, which all chips have."""
     driver, runtime = cupy.cuda.driver, cupy.cuda.runtime
     try:
         driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
@@ -497,7 +497,7 @@ def _raise_shared_limit(cupy: Any, spec: KernelSpec, function: Any, shared_bytes
         static = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
         most = runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, runtime.getDevice())
         raise RuntimeError(
-            f"{spec} asks for {shared_bytes} bytes of shared memory beside its own {static}; "
+            f"{spec} needs {shared_bytes} bytes of dynamic and {static} bytes of static shared memory; "
             f"a block of this GPU has {most} ({error})"
         ) from error
 
@@ -509,7 +509,7 @@ class _Environment(NamedTuple):
 
 
 def _environment() -> _Environment:
-    """CUFLASH_DUMP, and where CuPy keeps its cache, read as CuPy reads it."""
+    """Return the settings of environment variables: CUFLASH_DUMP, and CuPy's cache folder as CuPy itself reads it."""
     dump = os.environ.get("CUFLASH_DUMP")
     cache = os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache"))
     in_memory = os.environ.get("CUPY_CACHE_IN_MEMORY") == "1"
@@ -517,7 +517,7 @@ def _environment() -> _Environment:
 
 
 def _dump(spec: KernelSpec, architecture: str, text: str) -> str:
-    """Write a text to the folder that CUFLASH_DUMP names, if there is one; return the path."""
+    """Write a source text to the folder named by CUFLASH_DUMP, and return its path, or "" if the variable is unset."""
     folder = _environment().dump
     if folder is None:
         return ""
@@ -527,16 +527,16 @@ def _dump(spec: KernelSpec, architecture: str, text: str) -> str:
         path.write_text(text, "utf-8")
     except OSError as error:
         raise RuntimeError(
-            f"CUFLASH_DUMP must name a folder that can be written to; got {folder} ({error}): name another, or unset it"
+            f"CUFLASH_DUMP must name a writable folder; got {folder} ({error}): name a different one, or unset it"
         ) from error
     return str(path)
 
 
 def _warn(message: str) -> None:
-    """Once a process: every kernel would say the same."""
-    global _warned
-    if not _warned:
-        _warned = True
+    """Issue a warning once per process, since the warnings of all kernels would be the same."""
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 

@@ -1,6 +1,6 @@
-"""The records that launches hand to kernels by value mirror headers of `kernels_cu`, as static assertions check.
+"""Static assertions that the NumPy dtypes of kernel arguments have the layouts of the records in `kernels_cu` headers.
 
-`assertions` turns the offsets of their fields into `static_assert`s, which are part of the text of every kernel.
+`assertions` turns the offsets and sizes of their fields into `static_assert`s, which are part of every kernel's text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..planning.selection_kernels import (
 )  # fmt: skip
 from ..planning.sinks import SINK
 
-# Records by the header that declares them, whose folder is their namespace.
+# The records that each header declares. The namespace of a record is the folder of its header.
 _RECORDS = {
     "lists/params.cuh": {"Params": LIST_PARAMS},
     "lists/interval_params.cuh": {"IntervalParams": INTERVAL_PARAMS},
@@ -63,11 +63,11 @@ _RECORDS = {
 
 
 def assertions(headers: Collection[str], *, host: bool = False) -> str:
-    """Return C++ that stops a compiler where a record of a header is not laid out as its NumPy twin.
+    """Return C++ that does not compile if the layout of a record in these headers differs from that of its NumPy dtype.
 
-    `host` is true for the host's compiler, and false for NVRTC.
+    `host` is true for the compiler of the host, and false for NVRTC.
     """
-    # NVRTC has no offsetof without headers, but the operator that its front end's own offsetof is made of.
+    # Without headers NVRTC has no offsetof, but it has the built-in operator that offsetof expands to.
     offset_of = "__builtin_offsetof({0}, {1})" if host else "__INTADDR__(&(({0}*)0)->{1})"
     lines = []
     for header in sorted(_RECORDS.keys() & set(headers)):

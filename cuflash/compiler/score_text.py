@@ -1,17 +1,15 @@
-"""Print a score program as CUDA: a structure of its arrays and numbers, with its functions as members.
+"""Printing of a score program as CUDA: a structure of its arrays and numbers, with its functions as members.
 
-A kernel takes the structure by value. Each operation is in the function of its level, so that it is made as rarely as
-what it depends on allows: once for a tile's batch entry and head, for a query, for a key, or for each score.
+A kernel takes the structure by value. Each operation is part of the function of its level, so that it is computed as
+rarely as its arguments allow: once per batch entry and head of a tile, per query, per key, or per score.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..arrays import KNOWN_DTYPES
 from ..planning.captured_sums import EXACT, EXACT_WORDS, OWN, axes_of_parts
 from ..planning.score_launches import layout, num_leading, tables
 from ..planning.staged_array import staged_load
@@ -19,12 +17,9 @@ from ..scores._primitives import PRIMITIVES
 from ..scores.products import of_products
 from ..scores.program import Instruction, Program, depends, gradient_loads, needed_for
 from ..scores.score import Printing
+from .staged_text import ELEMENTS, constant, staged_matrices
 from .uniform_text import KINDS, UniformText
 
-_ELEMENTS = {each.numpy.name: each.element for each in KNOWN_DTYPES} | {
-    "int8": "int8_t", "int16": "int16_t", "int32": "int32_t", "int64": "int64_t",
-    "uint8": "uint8_t", "uint16": "uint16_t", "uint32": "uint32_t", "uint64": "uint64_t", "bool": "uint8_t",
-}  # fmt: skip
 _LEVELS = ("tile", "query", "key", "score")
 
 
@@ -39,27 +34,27 @@ def text(
     num_bins: int = 0,
     takes_products: bool = False,
 ) -> str:
-    """A program as C++, in the place of kernels_cu/attention/score_function.cuh.
+    """Return a program as C++ that replaces kernels_cu/attention/score_function.cuh.
 
     Parameters
     ----------
     program : Program
-        Of one result, for kernels that make scores; or a derived one, for those that make gradients.
+        A program with one result for kernels that compute scores, or its derivative for kernels that compute gradients.
     wrt : tuple of str
-        Captured arrays whose gradients are arguments beside them; a program that is derived with respect to them adds
-        to these.
+        Names of the captured arrays whose gradients are additional members of the structure. A derived program adds to
+        these gradients.
     accumulator : dtype
-        Of the numbers that kernels compute with: float32 or float64.
+        The dtype in which kernels compute, float32 or float64.
     sums : tuple of str
-        The kinds of sums of these gradients in the repeatable form, as `planning.captured_sums` names them.
+        How each of these gradients is summed to be bitwise reproducible, in the names of `planning.captured_sums`.
     is_staged : bool
-        Kernels give the function the element of the array that `planning.staged_array` names.
+        True if kernels pass the element of the staged array, see `planning.staged_array`, to the function.
     is_stored : bool
-        Kernels store the gradient of that array themselves.
+        True if kernels store the gradient of the staged array themselves.
     num_bins : int
-        Bins of each thread for the gradient of the table that `planning.score_bins` names; 0 without them.
+        Number of bins per thread for the gradient of a short table, see `planning.score_bins`; 0 without bins.
     takes_products : bool
-        Kernels give the function q . k and the softmax scale, as `scores.products` has it.
+        True if kernels pass q . k and the softmax scale separately to the function, see `scores.products`.
     """
     facts = {"kTakesProducts": takes_products, "kIsUnscaled": False}
     staged = staged_load(program) if is_staged else None
@@ -72,6 +67,8 @@ Printing.text = text
 
 
 class Printer:
+    """The printer of one score program."""
+
     def __init__(
         self,
         program: Program,
@@ -85,18 +82,18 @@ class Printer:
     ) -> None:
         self.num_bins, self._of_products = num_bins, facts
         self.program, self.wrt, self.sums = program, wrt, sums
-        self.kinds = dict(zip(wrt, sums))  # kind of sum by name; OWN where there is none
+        self.kinds = dict(zip(wrt, sums))  # how the gradient of an array is summed, by its name; default OWN
         self.accumulator, self.layout = accumulator, layout(program, wrt, accumulator, sums)
         has_slopes_of_arrays = len(program.results) > 2
         self.loads = gradient_loads(program, wrt) if has_slopes_of_arrays else ()
         self.staged, self.stored = staged, staged if is_stored else None
         self.levels = [_level(names) for names in depends(program)]
-        # Values that functions are given, by their names there.
+        # Values that functions take as parameters, with the names of these parameters.
         self.renamed = {} if staged is None else {staged: "staged"}
-        self.given = "" if staged is None else ", T staged"
-        # Values that functions of other levels name: they find them in the structure of their level.
+        self.extra_parameters = "" if staged is None else ", T staged"
+        # Values that functions of other levels use, as members of the structure of the value's level.
         self.exported = self._exported()
-        # Positions that are wanted as reals alone, which functions are given beside the integers.
+        # Positions that are used only as reals, which functions take as parameters in addition to the integers.
         self.only_real = {
             n for n, instruction in enumerate(program.instructions)
             if instruction.op in ("i", "j") and n not in self.exported and n not in program.results
@@ -131,7 +128,7 @@ class Printer:
             *self._fields(),
         ]
         functions = [*self._of_levels(), *self.values(is_derived), *self._additions(), *self._flushes()]
-        functions += self._matrices()
+        functions += staged_matrices(self)
         functions += self.uniform.functions(is_derived)
         size = self.layout.itemsize
         tail = ["};", f'static_assert(sizeof(Function) == {size}, "Function");']
@@ -143,7 +140,7 @@ class Printer:
     # The parts.
 
     def _facts(self) -> list[str]:
-        """Constants that select code in kernels: whether arrays are read at positions, and what slopes depend on."""
+        """Return constants that select code in kernels, which header attention/score_function.cuh explains."""
         dependencies = depends(self.program)
         loads = [n for n, each in enumerate(self.program.instructions) if each.op == "load" and n != self.staged]
         slopes = self.program.results[1:]
@@ -162,7 +159,7 @@ class Printer:
         return [*lines, f"  static constexpr int kNumBins = {self.num_bins};"]
 
     def _needs_distances_alone(self) -> bool:
-        """Return whether positions of queries and keys are only subtracted from each other."""
+        """True if the positions of queries and keys are used only to subtract them from each other."""
         instructions = self.program.instructions
         of_position = {n for n, each in enumerate(instructions) if each.op in ("i", "j")}
         reals = {n for n, each in enumerate(instructions) if each.op == "real" and each.args[0] in of_position}
@@ -174,10 +171,9 @@ class Printer:
     def _fields(self) -> list[str]:
         names = dict(zip(tables(self.program, self.wrt, self.sums), self._pointer_names()))
         lines = []
-        dtype = self.layout
-        for name in dtype.names or ():
+        for name, (field, *_) in (self.layout.fields or {}).items():
             if name == "numbers":
-                lines.append(f"  T numbers[{dtype[name].shape[0]}];")
+                lines.append(f"  T numbers[{field.shape[0]}];")
             elif name == "batch_extents":
                 lines.append(f"  int64_t batch_extents[{num_leading(self.program)}];")
             elif name in names:
@@ -187,25 +183,25 @@ class Printer:
             elif name == "unused":
                 lines.append("  uint64_t unused;")
             else:
-                lines.append(f"  int64_t {owner}_strides[{dtype[name].shape[0]}];")
+                lines.append(f"  int64_t {owner}_strides[{field.shape[0]}];")
         return lines
 
     def _pointer_names(self) -> list[tuple[str, str]]:
-        """Type and member of each address, in the order of `tables`."""
+        """Return the element type and the member name of each pointer, in the order of `tables`."""
         arrays = list(enumerate(self.program.arrays))
-        found = [(f"const {_ELEMENTS[array.dtype]}", f"array_{n}") for n, array in arrays]
-        return found + [(self._sum_type(n), f"gradient_{n}") for n, array in arrays if array.name in self.wrt]
+        pointers = [(f"const {ELEMENTS[array.dtype]}", f"array_{n}") for n, array in arrays]
+        return pointers + [(self._sum_type(n), f"gradient_{n}") for n, array in arrays if array.name in self.wrt]
 
     def _kind(self, array: int) -> str:
         return self.kinds.get(self.program.arrays[array].name, OWN)
 
     def _sum_type(self, array: int) -> str:
-        """The type of what is added to for the gradient of an array: numbers, or words of exact sums."""
+        """Return the element type in which the gradient of an array is summed: a number, or a word of an exact sum."""
         if self.stored is not None and array == self.program.instructions[self.stored].value:
-            return _ELEMENTS[self.program.arrays[array].dtype]
+            return ELEMENTS[self.program.arrays[array].dtype]
         return "int64_t" if self._kind(array) == EXACT else "T"
 
-    def _num_part_axes(self, array: int) -> int:
+    def num_part_axes(self, array: int) -> int:
         return len(axes_of_parts(self._kind(array)))
 
     def _members(self, level: str) -> str:
@@ -217,26 +213,26 @@ class Printer:
         return " ".join(lines)
 
     def _leading(self) -> dict[str, tuple[str, int]]:
-        """Offsets of a batch entry in captured arrays and gradients, by suffix: the member, and the leading axes."""
-        found = {}
+        """Return the offsets of a batch entry that are needed, by name suffix: array or gradient, number of axes."""
+        offsets = {}
         for n, load in enumerate(self.program.instructions):
             if load.op != "load" or not self.program.num_leading_axes(load):
                 continue
             axes = self.program.num_leading_axes(load)
-            found[f"_array_{load.value}_{axes}"] = (f"array_{load.value}", axes)
+            offsets[f"_array_{load.value}_{axes}"] = (f"array_{load.value}", axes)
             if n in self.loads:
-                found[f"_gradient_{load.value}_{axes}"] = (f"gradient_{load.value}", axes)
-        return found
+                offsets[f"_gradient_{load.value}_{axes}"] = (f"gradient_{load.value}", axes)
+        return offsets
 
     def _arrays_with_parts(self) -> list[int]:
-        return sorted({load for n in self.loads if self._num_part_axes(load := self.program.instructions[n].value)})
+        return sorted({load for n in self.loads if self.num_part_axes(load := self.program.instructions[n].value)})
 
     def _of_levels(self) -> list[str]:
         lines = ["  CUFLASH_DEVICE Tile of_tile(int b, int h, T scale = 1) const {", "    Tile tile;"]
         extents = num_leading(self.program)
         for name, (member, axes) in self._leading().items():
             kind, number = member.split("_")
-            skipped = self._num_part_axes(int(number)) if kind == "gradient" else 0
+            skipped = self.num_part_axes(int(number)) if kind == "gradient" else 0
             of = f"batch_extents + {extents - axes}, {member}_strides" + f" + {skipped}" * bool(skipped)
             lines.append(f"    tile.at{name} = leading_offset<{axes}>(b, {of});")
         for n in self._arrays_with_parts():
@@ -245,26 +241,25 @@ class Printer:
         lines += [*self._body("tile"), "    return tile;", "  }"]
         for level, position in (("query", "i"), ("key", "j")):
             name = level.capitalize()
-            given = f"const Tile& tile, int {position}"
-            lines.append(f"  CUFLASH_DEVICE {name} of_{level}({given}, T real_{position}) const {{")
+            parameters = f"const Tile& tile, int {position}"
+            lines.append(f"  CUFLASH_DEVICE {name} of_{level}({parameters}, T real_{position}) const {{")
             lines += [f"    {name} {level};", *self._body(level), f"    return {level};", "  }"]
-            lines.append(f"  CUFLASH_DEVICE {name} of_{level}({given}) const {{")
+            lines.append(f"  CUFLASH_DEVICE {name} of_{level}({parameters}) const {{")
             lines += [f"    return of_{level}(tile, {position}, static_cast<T>({position}));", "  }"]
         return lines
 
     def values(self, is_derived: bool) -> list[str]:
-        """The function itself; of a derived program, with slopes."""
+        """Return the score function itself, which also computes slopes if the program is derived."""
         f, *slopes = self.program.results
-        given = "const Tile& tile, const Query& query, const Key& key, int i, int j, T s"
+        parameters = "const Tile& tile, const Query& query, const Key& key, int i, int j, T s"
+        parameters += ", Slopes& slopes" * is_derived + self.extra_parameters
+        lines = [f"  CUFLASH_DEVICE T value({parameters}) const {{", *self._body("score")]
         if is_derived:
-            lines = [f"  CUFLASH_DEVICE T value({given}, Slopes& slopes{self.given}) const {{", *self._body("score")]
             lines += [f"    slopes.d{place} = {self._named(n, 'score')};" for place, n in enumerate(slopes)]
-        else:
-            lines = [f"  CUFLASH_DEVICE T value({given}{self.given}) const {{", *self._body("score")]
         return [*lines, f"    return {self._named(f, 'score')};", "  }"]
 
     def _body(self, level: str) -> list[str]:
-        """The operations of one level, in their order."""
+        """Return the operations of one level in program order."""
         lines = []
         for n, instruction in enumerate(self.program.instructions):
             if self.levels[n] != level or instruction.op == "const" or n in self.only_real or n in self.renamed:
@@ -274,7 +269,7 @@ class Printer:
                 lines.append(f"    {level}.x{n} = x{n};")
         return lines
 
-    # Gradients of captured arrays: dF times the slope, summed over what shares an element as far as a thread can.
+    # Gradients of captured arrays: dF times the slope, which each thread sums over its scores that share an element.
 
     def _sums(self, level: str) -> str:
         if level == "score" and self.num_bins:
@@ -289,19 +284,19 @@ class Printer:
         return f"struct {level.capitalize()}Sums {{ {members} }};"
 
     def loads_of(self, level: str) -> list[tuple[int, int]]:
-        """The place among the gradients and the instruction of each load of a level that has one."""
+        """Return the loads of a level whose arrays have a gradient: the number of the gradient, and the instruction."""
         return [(place, n) for place, n in enumerate(self.loads) if self.levels[n] == level and n != self.stored]
 
     def _repeats(self, n: int) -> bool:
-        """Return whether scores of a thread may read one element of a load: not if query and key are indices of it."""
+        """True if several scores of a thread may read the same element: unless query and key are both indices of it."""
         return not {"i", "j"} <= {self.program.instructions[a].op for a in self.program.instructions[n].args}
 
     def part(self, place: int) -> str:
-        """Return a score's part of the gradient of an array. With bins, it is 0 where dF is 0, even times infinity."""
+        """Return a score's term of an array's gradient. With bins, it is 0 if dF is 0, even for an infinite slope."""
         return f"df_times(df, slopes.d{place + 1})" if self.num_bins else f"df * slopes.d{place + 1}"
 
     def _addition(self, place: int, n: int) -> str:
-        """A statement that adds a score's part to the gradient of the element that a load of its level reads."""
+        """Return a statement that adds a score's term to the gradient of the element that a load reads."""
         if self.num_bins:
             index = self._named(self.program.instructions[n].args[-1], "score")
             return f"    of_score.g{place}.add(bins_of_warp(), {index}, {self.part(place)});"
@@ -311,9 +306,11 @@ class Printer:
         return f"    tile::add({address}, {x});"
 
     def _additions(self) -> list[str]:
-        given = "const Tile& tile, const Query& query, const Key& key, int i, int j, T s, T df, const Slopes& slopes"
+        arguments = (
+            "const Tile& tile, const Query& query, const Key& key, int i, int j, T s, T df, const Slopes& slopes"
+        )
         sums = "TileSums& of_tile, QuerySums& of_query, KeySums& of_key, ScoreSums& of_score"
-        lines = [f"  CUFLASH_DEVICE void add({given}, {sums}) const {{"]
+        lines = [f"  CUFLASH_DEVICE void add({arguments}, {sums}) const {{"]
         for level in _LEVELS[:3]:
             lines += [f"    of_{level}.g{place} += {self.part(place)};" for place, _ in self.loads_of(level)]
         own = self.loads_of("score")
@@ -322,16 +319,16 @@ class Printer:
         return [*lines, *(self._addition(place, n) for place, n in own), "  }"]
 
     def _indices(self, loads: Sequence[int]) -> list[str]:
-        """The operations of the level of scores that the indices of these loads are made of."""
+        """Return the operations of the score level that compute the indices of these loads."""
         needed = needed_for(self.program.instructions, [a for n in loads for a in self.program.instructions[n].args])
         is_own = (self.levels[n] == "score" and self.program.instructions[n].op != "const" for n in needed)
         return [self.assignment(n, "score") for n, own in zip(needed, is_own) if own]
 
     def _flushes(self) -> list[str]:
-        given = {"tile": "const Tile& tile", "query": "const Tile& tile, const Query& query",
-                 "key": "const Tile& tile, const Key& key"}  # fmt: skip
+        parameters_of = {"tile": "const Tile& tile", "query": "const Tile& tile, const Query& query",
+                         "key": "const Tile& tile, const Key& key"}  # fmt: skip
         lines = []
-        for level, parameters in given.items():
+        for level, parameters in parameters_of.items():
             lines.append(f"  CUFLASH_DEVICE void flush({parameters}, const {level.capitalize()}Sums& sums) const {{")
             for place, n in self.loads_of(level):
                 add = "tile::add_of_warp" if level == "tile" else "tile::add"
@@ -344,11 +341,11 @@ class Printer:
         return [*lines, *(f"    sums.g{place}.flush();" for place in repeated), "  }"]
 
     def _bins(self) -> list[str]:
-        """Return functions that prepare bins for a tile's row of a table, and that add the last sums to it."""
+        """Return functions that prepare the bins for a tile's row of the table, and that add the final sums to it."""
         ((place, n),) = self.loads_of("score")
         load = self.program.instructions[n]
         axes = self.program.num_leading_axes(load)
-        row = self._place(load._replace(args=load.args[:-1]), "", "gradient", axes)
+        row = self.place(load._replace(args=load.args[:-1]), "", "gradient", axes)
         stride = f"gradient_{load.value}_strides[{axes + len(load.args) - 1}]"
         return [
             "  CUFLASH_DEVICE void start_bins(const Tile& tile, T* bins, ScoreSums& sums) const {",
@@ -359,69 +356,28 @@ class Printer:
             "  }",
         ]
 
-    def _matrices(self) -> list[str]:
-        """The staged array and its gradient, of a tile's batch entry and head, as matrices of queries and keys."""
-        lines = []
-        for n, what, const in ((self.staged, "array", "const "), (self.stored, "gradient", "")):
-            if n is None:
-                continue
-            load = self.program.instructions[n]
-            axes = self.program.num_leading_axes(load)
-            row = axes + len(load.args) - 2 + (self._num_part_axes(load.value) if what == "gradient" else 0)
-            strides = ", ".join(f"{what}_{load.value}_strides[{axis}]" for axis in (row, row + 1))
-            element = _ELEMENTS[self.program.arrays[load.value].dtype]
-            if what == "array":
-                lines += [f"  using StagedElement = {element};", *self._staged_coords(load)]
-            lines += [
-                f"  CUFLASH_DEVICE tile::Matrix<{const}{element}> staged_{what}(const Tile& tile) const {{",
-                f"    return {{{self._place(load._replace(args=load.args[:-2]), '', what, axes)}, {strides}, 0, 0}};",
-                "  }",
-            ]
-        return lines
-
-    def _staged_coords(self, load: Instruction) -> list[str]:
-        """Return functions for the staged array's address, and for a tile's index in the last three leading axes."""
-        member, axes = f"array_{load.value}", self.program.num_leading_axes(load)
-        lines = [f"  CUFLASH_DEVICE const void* staged_data() const {{ return {member}; }}"]
-        lines.append("  CUFLASH_DEVICE void staged_coords(int b, int h, int (&at)[3]) const {")
-        named = [self._named_index(n) for n in load.args[:-2]]
-        places = [*range(axes + len(named))][::-1]
-        values = [""] * axes + named
-        for place, axis in enumerate(places[:3]):
-            value = values[axis]
-            if axis < axes:
-                extent = f"static_cast<int>(batch_extents[{num_leading(self.program) - axes + axis}])"
-                lines += [f"    const int n{axis} = b % {extent};", f"    b /= {extent};"]
-                value = f"n{axis}"
-            lines.append(f"    at[{place}] = {member}_strides[{axis}] == 0 ? 0 : {value};")
-        return [*lines, *(f"    at[{place}] = 0;" for place in range(len(places[:3]), 3)), "  }"]
-
-    def _named_index(self, n: int) -> str:
-        instruction = self.program.instructions[n]
-        return _constant(instruction) if instruction.op == "const" else instruction.op
-
     # Expressions.
 
     def _exported(self) -> set[int]:
-        found = set(self.program.results)
+        used = set(self.program.results)
         for n, instruction in enumerate(self.program.instructions):
-            found |= {a for a in instruction.args if self.levels[a] != self.levels[n]}
+            used |= {a for a in instruction.args if self.levels[a] != self.levels[n]}
         for n in self.loads:
-            found |= set(self.program.instructions[n].args)
+            used |= set(self.program.instructions[n].args)
         is_variable = [each.op != "const" for each in self.program.instructions]
-        return {n for n in found if self.levels[n] != "score" and is_variable[n]}
+        return {n for n in used if self.levels[n] != "score" and is_variable[n]}
 
     def _named(self, n: int, level: str) -> str:
-        """The value of an instruction, in a function of a level."""
+        """Return the C++ expression that names the value of an instruction in a function of this level."""
         instruction = self.program.instructions[n]
         if instruction.op == "const":
-            return _constant(instruction)
+            return constant(instruction)
         if n in self.renamed:
             return self.renamed[n]
         return f"x{n}" if self.levels[n] == level else f"{self.levels[n]}.x{n}"
 
     def assignment(self, n: int, level: str) -> str:
-        """A line of C++ that makes the value of an instruction."""
+        """Return a line of C++ that computes the value of an instruction."""
         instruction = self.program.instructions[n]
         return f"    const {KINDS[instruction.kind]} x{n} = {self._expression(instruction, level)};"
 
@@ -441,16 +397,17 @@ class Printer:
         return f"static_cast<T>({args[0]})" if op == "real" else PRIMITIVES[op].cuda.format(*args)
 
     def _load(self, load: Instruction, level: str) -> str:
-        element = f"*{self._place(load, level, 'array')}"
+        element = f"*{self.place(load, level, 'array')}"
         return {"real": f"real<T>({element})", "int": f"whole({element})", "bool": f"{element} != 0"}[load.kind]
 
     def address(self, n: int, level: str) -> str:
-        return self._place(self.program.instructions[n], level, "gradient")
+        """Return the address of the gradient's element that belongs to the element that a load reads."""
+        return self.place(self.program.instructions[n], level, "gradient")
 
-    def _place(self, load: Instruction, level: str, what: str, axes: int | None = None) -> str:
+    def place(self, load: Instruction, level: str, what: str, axes: int | None = None) -> str:
         member = f"{what}_{load.value}"
         axes = self.program.num_leading_axes(load) if axes is None else axes
-        skipped = self._num_part_axes(load.value) if what == "gradient" else 0
+        skipped = self.num_part_axes(load.value) if what == "gradient" else 0
         terms = [member] + [f"tile.part_{load.value}"] * bool(skipped)
         if axes:
             terms.append(f"tile.at_{member}_{axes}")
@@ -460,22 +417,9 @@ class Printer:
 
 
 def _level(names: frozenset[str]) -> str:
-    """Return the level at which a value of these coordinates is computed: once a tile, a query, a key or a score."""
+    """Return the level of a value with these coordinates: it is computed once per tile, query, key or score."""
     if names <= {"b", "h"}:
         return "tile"
     if names <= {"b", "h", "i"}:
         return "query"
     return "key" if names <= {"b", "h", "j"} else "score"
-
-
-def _constant(instruction: Instruction) -> str:
-    value = instruction.value
-    if instruction.kind == "bool":
-        return str(value).lower()
-    if instruction.kind == "int":
-        return f"({value})"
-    if math.isinf(value):
-        return f"({'-' * (value > 0)}ptx::negative_infinity<T>())"
-    if math.isnan(value):
-        return "(ptx::negative_infinity<T>() - ptx::negative_infinity<T>())"
-    return f"T({value!r})"

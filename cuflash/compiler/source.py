@@ -1,4 +1,4 @@
-"""Print the text of a kernel: constants of its specification, then the entry file with its includes flattened."""
+"""The source text of a kernel: constants of its specification, then the entry file with its includes flattened."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from . import score_text
 from .params_layout import assertions
 
 _INSTALLED = Path(__file__).parents[1] / "kernels_cu"
-KERNELS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "kernels_cu"  # at the top of a checkout
-HOST = Path(__file__).parents[1] / "sim"  # its ptx/ stands in for that of kernels_cu/
+KERNELS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "kernels_cu"  # the latter in a checkout
+HOST = Path(__file__).parents[1] / "sim"  # the simulator, whose ptx/ folder replaces that of kernels_cu/
 
 _ELEMENTS = {each.numpy: each.element for each in KNOWN_DTYPES}
-# The argument of a kernel that has the feature of a field, in the order of `Launch.features`.
+# The kernel parameter that each feature field of a specification adds, in the order of `Launch.features`.
 _FEATURES = {
     "is_split": "cuflash::sm80::Parts parts", "packs_queries": "cuflash::attention::ChosenLists chosen",
     "has_sink": "cuflash::attention::Sink sink", "score": "cuflash::score::Function score_function",
@@ -28,14 +28,14 @@ _FEATURES = {
     "has_dropout": "cuflash::attention::Dropout dropout", "is_paged": "cuflash::attention::Pages pages",
     "is_quantized": "cuflash::attention::Scales scales",
 }  # fmt: skip
-_TF32_PRODUCTS = {"ieee": 0, "tf32": 1, "tf32x3": 3}  # for one of floats
+_TF32_PRODUCTS = {"ieee": 0, "tf32": 1, "tf32x3": 3}  # number of TF32 products that replace one float32 product
 _SHARED_BYTES = re.compile(r"^constexpr int kSharedBytes =", re.MULTILINE)
-_INCLUDE = re.compile(r"\s*#\s*include(.*)")  # and include_next
+_INCLUDE = re.compile(r"\s*#\s*include(.*)")  # also matches include_next
 _OURS = re.compile(r"\s*<([a-z0-9]+/[a-z0-9_]+\.cuh)>\s*(?://.*)?")
 
 
 def constants(spec: KernelSpec) -> str:
-    """Return a specification as C++: a constant for each field, and whether the kernel belongs to a backward pass."""
+    """Return a specification as C++: a constant for each field, and whether the kernel is part of a backward pass."""
     accumulator = "double" if spec.dtype == np.float64 else "float"
     lines = [f"using Element = {_ELEMENTS[spec.dtype]};", f"using Accumulator = {accumulator};"]
     lines.append(f"static constexpr int kTf32Products = {_TF32_PRODUCTS[spec.precision]};")
@@ -54,28 +54,28 @@ def constants(spec: KernelSpec) -> str:
 
 @lru_cache(maxsize=1024)
 def source(spec: KernelSpec, *, host: bool = False) -> str:
-    """Return all of a kernel as one text, for NVRTC, or with the simulator's `ptx/` for the host's compiler.
+    """Return the whole source of a kernel as one text for NVRTC or, with the simulator's `ptx/`, for the host compiler.
 
-    `#line` keeps our file names and line numbers in every message.
+    `#line` directives keep the original file names and line numbers in every compiler message.
     """
     included: set[str] = set()
     types = "".join(_flattened("ptx/types.cuh", included, host))
     score = "" if spec.score is None else _score(spec, included, host)
     entry = "".join(_flattened(f"{spec.family}/{spec.entry.name}.cu", included, host))
     layout = f'#line 1 "cuflash/compiler/params_layout.py: assertions()"\n{assertions(included, host=host)}'
-    if _SHARED_BYTES.search(entry):  # the kernel's own count
+    if _SHARED_BYTES.search(entry):  # the kernel states its own size of dynamic shared memory
         layout += f'#line 1 "cuflash/planning: KernelSpec.shared_bytes"\n{_shared_assertion(spec)}'
     return f"// {spec}\n{types}{constants(spec)}{score}{entry}{layout}"
 
 
 def _shared_assertion(spec: KernelSpec) -> str:
-    """Return C++ that stops a compiler where a kernel lays out more or less shared memory than its launches ask for."""
+    """Return C++ that does not compile if the kernel's size of shared memory differs from the size of its launches."""
     rule, nbytes = f"cuflash::{spec.family}::kSharedBytes", spec.shared_bytes
     return f'static_assert({rule} == {nbytes}, "launches ask for {nbytes} bytes of shared memory");\n'
 
 
 def _score(spec: KernelSpec, included: set[str], host: bool) -> str:
-    """The score function of a specification, with the functions that it calls; it stands for a file of kernels_cu/."""
+    """Return the text of a specification's score function, which replaces `attention/score_function.cuh`."""
     assert spec.score is not None
     included.add("attention/score_function.cuh")
     functions = "".join(_flattened("attention/score_math.cuh", included, host))
@@ -88,18 +88,21 @@ def _score(spec: KernelSpec, included: set[str], host: bool) -> str:
 
 
 def flatten(path: str, *, host: bool = False) -> str:
-    """A file of `kernels_cu/` with everything it includes, each file once.
+    """Return the text of a file of `kernels_cu/` with all files that it includes, each file once.
 
     Raises
     ------
     ValueError
-        A line includes something that is not one of our files, in angle brackets.
+        An include does not name a file of `kernels_cu/` in angle brackets.
     """
     return "".join(_flattened(path, set(), host))
 
 
 def flatten_text(text: str, name: str, *, host: bool = False) -> str:
-    """A text that is no file of `kernels_cu/`, with everything it includes, each file once; messages call it `name`."""
+    """Return a text with all files of `kernels_cu/` that it includes, each file once.
+
+    Compiler messages call the text `name`.
+    """
     return "".join(_expanded(text, name, set(), host))
 
 
@@ -117,12 +120,12 @@ def _expanded(text: str, shown: str, included: set[str], host: bool) -> Iterator
 
 @lru_cache(maxsize=1024)
 def _pieces(text: str, shown: str) -> list[tuple[str, str]]:
-    """The lines between the includes of a file, and the file that is included after each of them, or ""."""
+    """Split a text at its includes, and return each piece with the path that is included after it, or ""."""
     pieces, lines = [], [f'#line 1 "{shown}"\n']
     for number, line in enumerate(text.splitlines(), 1):
         include = _INCLUDE.fullmatch(line)
         if include is None:
-            lines.append("\n" if line == "#pragma once" else line + "\n")  # each file comes once; there is no header
+            lines.append("\n" if line == "#pragma once" else line + "\n")  # files are included once without the pragma
             continue
         ours = _OURS.fullmatch(include[1])
         if ours is None:
@@ -136,7 +139,7 @@ def _pieces(text: str, shown: str) -> list[tuple[str, str]]:
 
 
 def _shown(path: str, host: bool) -> str:
-    """The name of a file in compilers' messages."""
+    """Return the name of a file in compiler messages."""
     return f"cuflash/sim/{path}" if host and path.startswith("ptx/") else f"kernels_cu/{path}"
 
 

@@ -1,10 +1,10 @@
-"""Dropout of attention's weights, by numbers that a seed and the place of a weight determine."""
+"""Dropout of attention weights, by random bits that depend only on a seed and on the position of a weight."""
 
 from .generators import Rng, generator_of, seed_drawn_from
 from .philox import philox4x32
-from .weights import LEVELS, SEED_DTYPES, Draws, Dropout, kept, seed_of
+from .weights import LEVELS, SEED_DTYPES, Draws, Dropout, keep_mask, seed_of
 
 __all__ = [
-    "LEVELS", "SEED_DTYPES", "Draws", "Dropout", "Rng", "generator_of", "kept", "philox4x32", "seed_drawn_from",
+    "LEVELS", "SEED_DTYPES", "Draws", "Dropout", "Rng", "generator_of", "keep_mask", "philox4x32", "seed_drawn_from",
     "seed_of",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
-"""Philox4x32-10 in NumPy: four random words of 32 bits from a key and a counter of four words.
+"""Philox4x32-10 in NumPy: four random 32-bit words from a key and a counter of four words.
 
-It is the generator of Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011). The one of NumPy,
-`numpy.random.Philox`, has words of 64 bits.
+This is the generator of Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011). NumPy's own generator,
+`numpy.random.Philox`, has 64-bit words instead.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ __all__ = ["philox4x32"]
 
 _MASK = (1 << 32) - 1
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_WEYL = 0x9E3779B9, 0xBB67AE85  # a round adds these to the words of the key
+_WEYL = 0x9E3779B9, 0xBB67AE85  # each round adds these to the two words of the key
 _ROUNDS = 10
 
 
 def philox4x32(key: int, counter: Sequence[Array]) -> list[Array]:
-    """Four words from each counter of four words, all as uint64 arrays below 2^32, which broadcast.
+    """Return four random words for each counter of four words.
+
+    All words are uint64 arrays with values below 2^32. The arrays of the counter broadcast against each other.
 
     >>> [f"{int(word):08x}" for word in philox4x32(0, np.zeros(4, np.uint64))]
     ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
@@ -36,7 +38,7 @@ def philox4x32(key: int, counter: Sequence[Array]) -> list[Array]:
 
 
 def _round_keys(key: int) -> list[int]:
-    """The two words of the key that each round of Philox has, one round after the other."""
+    """Return the two key words of each Philox round, in the order of the rounds."""
     halves = zip((key & _MASK, key >> 32), _WEYL, strict=True)
     words = [[(half + number * step) & _MASK for number in range(_ROUNDS)] for half, step in halves]
     return [word for pair in zip(*words) for word in pair]

@@ -1,16 +1,15 @@
-"""Dropout of attention's weights, by numbers that a seed and the place of a weight determine: the host's half.
+"""Dropout of attention weights on the host. kernels_cu/attention/dropout.cuh is the same on the device.
 
-A number of 8 bits belongs to every weight. Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
-SC 2011) makes sixteen of them at a time, of a cell of four queries and four keys, from the seed as key and a counter of
-four words::
+Each weight has a random number of 8 bits, which depends only on the seed and on the weight's position. One call of
+Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011) yields the random bits of sixteen
+weights, a cell of four queries and four keys. The seed is the key, and the counter has four words::
 
     counter = (4 (i // 16) + i % 8 // 2, 4 (j // 16) + j % 8 // 2, b num_heads + h, offset)
     number  = bits 8 (j % 2) + 4 (i % 2) + 2 (i // 8 % 2) + j // 8 % 2 of the words' eight halves, the lowest bit first
 
-A weight is kept where its number is at least 256 p. A thread holds half of a cell's weights in a product of tensor
-cores, whether its rows are queries or keys, and a neighbour the other half: they draw in turn and exchange the bits.
-All numbers of two cells are compared with 256 p in eight instructions, a bit of each at a time.
-kernels_cu/attention/dropout.cuh is the device's half.
+A weight is kept if its number is at least 256 p. In a tensor-core product, whether its rows are queries or keys, a
+thread owns half of a cell's weights and a neighbouring thread owns the other half. The two alternate Philox calls and
+exchange the bits. The kernels compare all numbers of two cells with 256 p at once, in eight instructions, one per bit.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from ..layouts import is_tracer
 from .generators import Rng, rng_reasons, seed_drawn_from
 from .philox import philox4x32
 
-__all__ = ["Dropout", "Draws", "kept", "seed_of"]
+__all__ = ["Dropout", "Draws", "keep_mask", "seed_of"]
 
-LEVELS = 1 << 8  # values of a number
+LEVELS = 1 << 8  # how many values the random number of a weight has
 SEED_DTYPES = (np.dtype(np.int64), np.dtype(np.uint64))
 _MASK = (1 << 32) - 1
 
 
 class Draws(NamedTuple):
-    """The part of a dropout that a plan depends on; each call hands the seed and the offset to the kernels.
+    """The part of a dropout that a plan depends on; seed and offset are kernel arguments of each call instead.
 
     >>> Draws(64).factor
     1.3333333333333333
@@ -45,9 +44,9 @@ class Draws(NamedTuple):
     Attributes
     ----------
     threshold : int
-        A weight is dropped where its number is below it.
+        A weight is dropped if its random number is below the threshold.
     reads_seed : bool
-        Whether kernels read the seed from an array.
+        True if kernels read the seed from an array.
     """
 
     threshold: int
@@ -55,40 +54,41 @@ class Draws(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """The factor of weights that are kept, 1 / (1 - p)."""
+        """The factor of the weights that are kept, 1 / (1 - p)."""
         return LEVELS / (LEVELS - self.threshold)
 
 
 @explains_keywords
 @dataclass(frozen=True, eq=False)
 class Dropout:
-    """Dropout of attention's weights: each is 0 with probability p, and else divided by 1 - p.
+    """Dropout of attention weights: each weight is 0 with probability p, and is divided by 1 - p otherwise.
 
-    Which weights are dropped depends on the seed, the offset and the weight's place alone: its batch entry, query head,
-    query and key. So every call with equal ones drops the same weights, whatever kernel or executor computes it, and
-    the gradients' pass draws them again instead of reading them.
+    Which weights are dropped depends only on the seed, the offset and the position of a weight: its batch entry, query
+    head, query and key. Calls with equal seeds and offsets therefore drop the same weights with any kernel and
+    executor, and the backward pass draws the same random bits again instead of storing them.
 
     Parameters
     ----------
     p : float
-        The probability, 0 <= p < 1. It is rounded to a multiple of 1/256, which the attribute is.
+        The probability of dropping a weight, 0 <= p < 1. The attribute holds p rounded to a multiple of 1/256.
     seed : int, or 0-d array
-        64 bits. An array of int64 or uint64, where q is, is read by each call when it runs: a CUDA graph that is
-        replayed draws other weights once the array holds another seed. Required unless there is an `rng`.
+        64 bits. A 0-d array of int64 or uint64 must be on the same device as q. Each call reads it when the kernels
+        run: a replayed CUDA graph drops different weights after the array has been set to a different seed.
+        Required unless there is an `rng`.
     offset : int
-        32 bits, such as a training step: another offset draws other weights.
+        32 bits, for example the training step. Different offsets drop different weights.
     rng : numpy.random.Generator or int, optional
-        Instead of `seed`: the seed is drawn from it, once.
+        The generator from which the seed is drawn once, instead of `seed`.
 
     Raises
     ------
     UnsupportedProblem
-        A number is out of its range, or none.
+        An argument is out of range, or is not a number.
 
     Notes
     -----
-    Srivastava et al., Dropout: a simple way to prevent neural networks from overfitting (JMLR 15, 2014). The numbers
-    are those of Philox4x32-10 (Salmon et al., SC 2011).
+    Srivastava et al., Dropout: a simple way to prevent neural networks from overfitting (JMLR 15, 2014). The random
+    bits come from Philox4x32-10 (Salmon et al., SC 2011).
 
     Examples
     --------
@@ -96,8 +96,8 @@ class Dropout:
     >>> q = k = v = np.ones((2, 100, 8), np.float32)
     >>> dropout = cuflash.Dropout(0.25, seed=3)
     >>> o = cuflash.attention(q, k, v, dropout=dropout)
-    >>> kept = dropout.keep((2, 100, 100))
-    >>> bool(np.allclose(o[..., 0], kept.sum(axis=-1) / 75))     # each weight is 1/100, and 1/75 where it is kept
+    >>> keep = dropout.keep((2, 100, 100))
+    >>> bool(np.allclose(o[..., 0], keep.sum(axis=-1) / 75))     # each weight is 1/100, and 1/75 if it is kept
     True
     """
 
@@ -137,40 +137,40 @@ class Dropout:
 
     @property
     def _key(self) -> tuple[Any, ...]:
-        """Equal of equal dropouts; an array equals itself alone."""
+        """The key by which dropouts are equal; two that read their seeds from arrays are equal if it is one array."""
         return self._draws, self._numbers, None if self._array is None else id(self._array)
 
     @property
     def _array(self) -> Array:
-        """The array that holds the seed; None where the seed is a number."""
+        """The array that holds the seed, or None if the seed is a number."""
         return None if isinstance(self.seed, int) else self.seed
 
     @property
     def _numbers(self) -> tuple[int, int]:
-        """The seed and the offset, which a call hands to kernels; 0 for a seed that an array holds."""
+        """The seed and the offset, which are kernel arguments of a call; the seed is 0 if an array holds it."""
         return self.seed if isinstance(self.seed, int) else 0, self.offset
 
     def keep(
         self, shape: Sequence[int], queries: Array | None = None, keys: Array | None = None
     ) -> Array:
-        """Tell which weights are kept, in NumPy.
+        """Return which weights are kept, as a NumPy array.
 
         Parameters
         ----------
         shape : tuple of int
             (*batch, num_heads, seqlen_q, seqlen_kv), or (seqlen_q, seqlen_kv) for one head.
-        queries, keys : int array of one axis, optional
-            Rows and columns of the result, from 0 on; all of them unless given.
+        queries, keys : 1-d int array, optional
+            Numbers of the queries and keys that the result has, counted from 0. Default: all of them.
 
         Returns
         -------
         array of bool (*batch, num_heads, queries, keys), or (queries, keys)
-            True where a weight is kept.
+            True for each weight that is kept.
 
         Raises
         ------
         UnsupportedProblem
-            `shape`, `queries` or `keys` is something else.
+            `shape` is not a tuple of lengths, or `queries` or `keys` is not a 1-d array of ints within these lengths.
 
         Examples
         --------
@@ -178,42 +178,44 @@ class Dropout:
         array([[0, 1, 1, 1, 1],
                [0, 1, 0, 0, 0]])
         """
-        is_shape = isinstance(shape, tuple) and len(shape) >= 2 and all(is_int(each) and each >= 0 for each in shape)
+        is_shape = isinstance(shape, tuple) and len(shape) >= 2 and all(is_int(size) and size >= 0 for size in shape)
         if not is_shape:
             wanted = "(*batch, num_heads, seqlen_q, seqlen_kv) or (seqlen_q, seqlen_kv)"
             raise UnsupportedProblem([f"shape must be {wanted}; got {describe(shape)}"])
         *leading, seqlen_q, seqlen_kv = shape
         lengths = {"queries": (queries, seqlen_q), "keys": (keys, seqlen_kv)}
         reasons = [
-            f"{name} must be an int array of one axis, of 0 to {length - 1} for this shape; "
-            f"got {_described_places(given)}"
-            for name, (given, length) in lengths.items()
-            if given is not None and not _is_places(given, length)
+            f"{name} must be a 1-d int array with values from 0 to {length - 1} for this shape; "
+            f"got {_describe_positions(positions)}"
+            for name, (positions, length) in lengths.items()
+            if positions is not None and not _are_positions(positions, length)
         ]
         if isinstance(self.seed, ShapeDtype):
             reasons.append("seed must be a number or an array that holds one; got a ShapeDtype")
         refuse(reasons)
-        i, j = (np.arange(length) if given is None else to_host(given) for given, length in lengths.values())
+        i, j = (
+            np.arange(length) if positions is None else to_host(positions) for positions, length in lengths.values()
+        )
         seed = self.seed if isinstance(self.seed, int) else seed_of(self.seed)
-        found = kept(self._draws, (seed, self.offset), np.arange(math.prod(leading)), i, j)
-        return found.reshape(*leading, len(i), len(j))
+        is_kept = keep_mask(self._draws, (seed, self.offset), np.arange(math.prod(leading)), i, j)
+        return is_kept.reshape(*leading, len(i), len(j))
 
 
 def seed_of(array: Array) -> int:
-    """The seed that an array holds, of any library with DLPack, as the 64 bits that kernels read."""
+    """Return the seed that an array of any DLPack library holds, as the 64 bits that kernels read."""
     host = array if is_array(array) else np.from_dlpack(array)
     return int(to_host(host)) % (1 << 64)
 
 
-def kept(draws: Draws, numbers: tuple[int, int], heads: Array, i: Array, j: Array) -> Array:
-    """Return which weights are kept, bool [heads, queries, keys].
+def keep_mask(draws: Draws, numbers: tuple[int, int], heads: Array, i: Array, j: Array) -> Array:
+    """Return which weights are kept, as a bool array [heads, queries, keys].
 
     Parameters
     ----------
     numbers : pair of int
         The seed and the offset.
-    heads, i, j : int arrays of one axis
-        Numbers of heads over all batch entries, queries, and keys.
+    heads, i, j : 1-d int arrays
+        Numbers of the heads, counted over all batch entries, of the queries and of the keys.
     """
     i, j = i.astype(np.uint64), j.astype(np.uint64)
     rows, row_of = np.unique(4 * (i // 16) + i % 8 // 2, return_inverse=True)
@@ -224,7 +226,7 @@ def kept(draws: Draws, numbers: tuple[int, int], heads: Array, i: Array, j: Arra
     bits = (4 * (i % 2) + 2 * (i // 8 % 2))[:, None] + 8 * (j % 2) + j // 8 % 2
     halves = (word >> np.uint64(shift) & np.uint64(0xFFFF) for word in words for shift in (0, 16))
     is_kept: Array = np.uint64(0xFFFF)
-    for level, half in enumerate(halves):  # numbers of a cell's weights that are no less than the threshold so far
+    for level, half in enumerate(halves):  # compares the numbers of a cell with the threshold, lowest bit first
         is_kept = half & is_kept if draws.threshold >> level & 1 else half | is_kept
     is_kept = np.broadcast_to(is_kept, (len(heads), len(rows), len(columns)))
     return (is_kept[:, row_of[:, None], column_of] >> bits & np.uint64(1)).astype(bool)
@@ -242,20 +244,20 @@ def _seed_reasons(seed: Any) -> list[str]:
             "Generator": ": pass it as rng=", "RandomState": ": seed=int(rng.randint(2**31))",
             "NoneType": ": pass seed= or rng=",
         }  # fmt: skip
-        wanted = "seed must be an int, or an array of no axes of int64 or uint64"
+        wanted = "seed must be an int, or a 0-d array of int64 or uint64"
         return [f"{wanted}; got {describe(seed)}{fixes.get(type(seed).__name__, '')}"]
     if is_known and (tuple(seed.shape) or seed.dtype not in SEED_DTYPES):
-        return [f"seed must be an array of no axes of int64 or uint64; got {describe(seed)}: np.array(3) is one"]
+        return [f"seed must be a 0-d array of int64 or uint64; got {describe(seed)}: use np.array(3), for example"]
     return []
 
 
-def _is_ints(value: Any) -> bool:
+def _are_ints(value: Any) -> bool:
     return is_array(value) and value.ndim == 1 and value.dtype.kind in "iu"
 
 
-def _is_places(value: Any, length: int) -> bool:
-    return _is_ints(value) and bool(((value >= 0) & (value < length)).all())
+def _are_positions(value: Any, length: int) -> bool:
+    return _are_ints(value) and bool(((value >= 0) & (value < length)).all())
 
 
-def _described_places(value: Any) -> str:
-    return f"{value.min()}..{value.max()}" if _is_ints(value) else describe(value)
+def _describe_positions(value: Any) -> str:
+    return f"{value.min()}..{value.max()}" if _are_ints(value) else describe(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ class View(NamedTuple):
     """The layout of an array in memory: all that a kernel needs of it but its address."""
 
     name: str
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in bytes
 
@@ -39,6 +40,11 @@ class View(NamedTuple):
     def steps(self) -> list[int]:
         """Strides in elements, 0 along axes of length 1."""
         return [step // self.dtype.itemsize * (extent != 1) for extent, step in zip(self.shape, self.strides)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return prod(self.shape) * self.dtype.itemsize
 
     def boxes(self, box: tuple[int, int]) -> BoxedArray:
         """Return the array in boxes of rows and columns, with the five axes that a tensor map has.
@@ -169,8 +175,8 @@ class LaunchRecord:
         In the order of the launches.
     names : tuple of str
         The arrays.
-    zeroed : tuple of int
-        The arrays, by their numbers, that are set to zero before the first kernel.
+    zeroed : tuple of (int, int)
+        The arrays, by their numbers, that are set to zero before the first kernel, and their bytes.
     workspaces : dict of Workspace by name
     """
 
@@ -178,13 +184,13 @@ class LaunchRecord:
     places: tuple[Place, ...]
     kernels: tuple[KernelRecord, ...]
     names: tuple[str, ...]
-    zeroed: tuple[int, ...]
+    zeroed: tuple[tuple[int, int], ...]
     workspaces: Mapping[str, Workspace]
 
     @classmethod
     def of(
         cls, kernels: Pass, templates: Sequence[Mapping[str, Argument]], names: Sequence[str],
-        workspaces: Mapping[str, Workspace], fixed: Mapping[str, int], num_batch: int = 1,
+        views: Mapping[str, View], workspaces: Mapping[str, Workspace], fixed: Mapping[str, int], num_batch: int = 1,
     ) -> LaunchRecord:  # fmt: skip
         """The launches of a pass.
 
@@ -194,6 +200,8 @@ class LaunchRecord:
             Each kernel is launched once with the arguments of each.
         names : sequence of str
             The arrays whose addresses calls give.
+        views : dict of View by name
+            Their layouts, if the pass sets them to zero; the memory of such an array has no gaps.
         workspaces : dict of Workspace by name
         fixed : dict of int by name
             The addresses of arrays that no call gives. Those of all others are 0.
@@ -221,7 +229,7 @@ class LaunchRecord:
         grids = [(launch, launch.grid(num_batch)) for launch in kernels.launches.values()]
         return cls(
             words=np.concatenate(parts), places=tuple(places), names=tuple(names), workspaces=workspaces,
-            zeroed=tuple(map(list(names).index, kernels.zeroed)),
+            zeroed=tuple((list(names).index(name), views[name].nbytes) for name in kernels.zeroed),
             kernels=tuple(
                 KernelRecord(launch, grid, tuple(one[name] for name in launch.features))
                 for launch, grid in grids if grid

@@ -77,7 +77,7 @@ def bind(
     return call
 
 
-def _empty(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+def _empty(name: str, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
     return np.empty(shape, dtype)
 
 

@@ -173,7 +173,7 @@ class Gpu:
         """Return an object with an array's shape, dtype, strides and address under CuPy's names."""
         return array
 
-    def sum_to(self, gradient: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    def sum_to(self, gradient: Array, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
         """Return the sum of a gradient over the axes that were broadcast, rounded once."""
         return summed_to(gradient, shape, dtype)
 

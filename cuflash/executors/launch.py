@@ -143,7 +143,7 @@ class BoundPass:
         unwanted : dict of Workspace by name
             Results that no caller wants.
         """
-        if any(launch.spec.fuses_dq_epilogue for launch in kernels.launches.values()):
+        if any(launch.spec.finishes_dq for launch in kernels.launches.values()):
             _require_whole_packets(views)
         lists = {name: target.address(array) for name, array in target.lists(plan.work).arrays.items()}
         return cls(attention_record(plan, kernels, views, target.tensor_map, lists, unwanted), target, [plan.work])
@@ -160,7 +160,7 @@ class BoundPass:
         self, arrays: Sequence[Array], stream: Any, check: Check | None = None, numbers: Sequence[int] = ()
     ) -> list[Array]:
         """Launch the kernels on arrays in the order of the names; returns what holds the workspaces, for a capture."""
-        for i in self.record.zeroed:
+        for i, _ in self.record.zeroed:
             self._target.set_zero(arrays[i])
         addresses = [*map(self._target.address, arrays), *numbers]
         return self.launch(addresses, stream) if check is None else self._checked(arrays, addresses, stream, check)
@@ -234,7 +234,7 @@ def pass_record(
     views |= {name: View.of_new(name, each) for name, each in kernels.workspaces.items() if name not in views}
     workspaces = {name: each for name, each in kernels.workspaces.items() if name not in {*names, *fixed}}
     arguments = arguments_of(kernels.features, views, target.tensor_map)
-    return LaunchRecord.of(kernels, [arguments], names, workspaces, fixed)
+    return LaunchRecord.of(kernels, [arguments], names, views, workspaces, fixed)
 
 
 def _require_whole_packets(views: Sequence[View]) -> None:

@@ -47,8 +47,9 @@ def attention_record(
         role: replace(launch, features=("params", *["maps"] * bool(launch.boxes), *launch.features))
         for role, launch in kernels.launches.items()
     }
-    names, num_batch = [view.name for view in views], plan.problem.mask_shape.num_batch // len(templates)
-    return LaunchRecord.of(replace(kernels, launches=launches), templates, names, workspaces, lists, num_batch)
+    named, num_batch = {view.name: view for view in views}, plan.problem.mask_shape.num_batch // len(templates)
+    kernels = replace(kernels, launches=launches)
+    return LaunchRecord.of(kernels, templates, list(named), named, workspaces, lists, num_batch)
 
 
 def templates_of(

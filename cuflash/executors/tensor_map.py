@@ -54,7 +54,7 @@ class BoxedArray(NamedTuple):
         Width of rows in shared memory whose 16-byte chunks are permuted; a box is no wider.
     """
 
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..arrays import Array
-from ..dropout import Draws, kept, seed_of
+from ..dropout import Draws, keep_mask, seed_of
 from ..planning.problem import Problem
 
 
@@ -59,11 +59,11 @@ class TileDropout:
         heads = (b * self.num_heads + h)[:, 0, 0]
         rows, columns = i[:, 0, :], j[:, :, 0]
         if len(rows) == len(columns) == 1:
-            found = kept(self.draws, self.numbers, heads, rows[0], columns[0])
+            is_kept = keep_mask(self.draws, self.numbers, heads, rows[0], columns[0])
         else:
             shape = len(heads), rows.shape[-1], columns.shape[-1]
             rows, columns = (np.broadcast_to(x, (len(heads), x.shape[-1])) for x in (rows, columns))
-            found = np.empty(shape, bool)
+            is_kept = np.empty(shape, bool)
             for number, head in enumerate(heads):
-                (found[number],) = kept(self.draws, self.numbers, head[None], rows[number], columns[number])
-        return Dropped(~found.swapaxes(-1, -2), self.draws.factor)
+                (is_kept[number],) = keep_mask(self.draws, self.numbers, head[None], rows[number], columns[number])
+        return Dropped(~is_kept.swapaxes(-1, -2), self.draws.factor)

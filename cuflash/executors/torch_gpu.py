@@ -41,7 +41,7 @@ class Layout(NamedTuple):
     """The layout of a tensor on a CUDA device, under the names that CuPy's arrays have."""
 
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
     strides: tuple[int, ...]  # in bytes
     data: Pointer
     size: int
@@ -132,7 +132,7 @@ class TorchGpu(gpu.Gpu):
     def layout(self, array: Array) -> Array:
         return Layout.of(array)
 
-    def sum_to(self, gradient: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    def sum_to(self, gradient: Array, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
         """Return the sum of a gradient over the axes that were broadcast, rounded once."""
         return gradient.sum_to_size(shape).to(TORCH_DTYPES[dtype])
 

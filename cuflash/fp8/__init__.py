@@ -1,7 +1,6 @@
-"""Operands of 8 bits: quantisation in blocks, rotations that spread outliers, and what both cost."""
+"""FP8 (e4m3) operands: quantization in blocks, and rotations that spread outliers."""
 
-from .quantization_error import QuantizationBound, quantization_bound
 from .quantize import Quantized, quantize
 from .rotation import Rotation
 
-__all__ = ["QuantizationBound", "Quantized", "Rotation", "quantization_bound", "quantize"]
+__all__ = ["Quantized", "Rotation", "quantize"]

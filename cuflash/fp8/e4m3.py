@@ -1,4 +1,4 @@
-"""The format float8_e4m3fn as bytes: CuPy has no such dtype, and NumPy has it by ml_dtypes."""
+"""Conversions to and from float8_e4m3fn, which NumPy has through ml_dtypes and CuPy does not have at all."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
 
 
 def from_float32(x: Array) -> Array:
-    """Numbers of at most 464 in magnitude, rounded to the nearest, ties to even; every NaN becomes the same one.
+    """Round numbers of at most 464 in magnitude to e4m3: to the nearest, ties to even; all NaN get equal bits.
 
-    NumPy's arrays become arrays of float8_e4m3fn, CuPy's arrays of uint8 with the same bits.
+    NumPy arrays become arrays of float8_e4m3fn, and CuPy arrays become arrays of uint8 with the same bits.
     """
     xp = namespace(x)
     if xp is not np:
@@ -25,14 +25,14 @@ def from_float32(x: Array) -> Array:
 
 
 def bits_by_integers(x: Array) -> Array:
-    """The bits of `from_float32`, in NumPy's or CuPy's operations on integers."""
+    """Return the bits of `from_float32`, computed by integer operations of NumPy or CuPy."""
     xp = namespace(x)
     bits = x.view(np.int32)
     magnitude, sign = bits & 0x7FFFFFFF, bits >> 24 & 0x80
-    # A float has 20 bits of mantissa more and an exponent larger by 120. Adding half of the last place that is kept,
-    # less one where that place is even, and cutting rounds to nearest.
+    # float32 has 20 more mantissa bits than e4m3, and its exponent bias is larger by 120. To round to nearest, ties to
+    # even: add half a unit in the last kept place, minus one if that place is even, and truncate.
     normal = magnitude - (120 << 23) + 0x7FFFF + (magnitude >> 20 & 1) >> 20
-    # Below 2^-6 the last place is 2^-9, as that of floats from 2^14 on is: the sum with 2^14 is rounded there.
+    # Below 2^-6 the last place of e4m3 is 2^-9. So is that of float32 from 2^14 on: adding 2^14 rounds to this place.
     with np.errstate(invalid="ignore"):
         aligned = magnitude.view(np.float32) + np.float32(2.0**14)
     subnormal = aligned.view(np.int32) - np.float32(2.0**14).view(np.int32)
@@ -41,6 +41,6 @@ def bits_by_integers(x: Array) -> Array:
 
 
 def to_float32(data: Array) -> Array:
-    """The numbers of an array of float8_e4m3fn, or of uint8 with its bits."""
+    """Convert an array of float8_e4m3fn, or of uint8 with its bits, to float32."""
     xp = namespace(data)
     return xp.asarray(_VALUES)[data.view(np.uint8)]

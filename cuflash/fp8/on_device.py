@@ -1,4 +1,4 @@
-"""Arrays on a GPU rounded to 8 bits and transposed by kernels, where there are kernels for them."""
+"""Quantization to FP8 and transposition of arrays on a GPU, by kernels that exist for Hopper."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .rotation import Rotation
 
 
 def quantized_blocks(x: Array, rotation: Rotation | None, block: int, largest: Any) -> tuple[Array, Array] | None:
-    """The bytes and the scales of blocks of rows; None where no kernel makes them."""
+    """Return the bytes and the scales of blocks of rows, or None if no kernel supports the array."""
     spec = quantize_spec(np.dtype(x.dtype), x.shape[-1], block) if _is_on_hopper(x) and x.size else None
     if spec is None:
         return None
     xp = namespace(x)
     x = xp.ascontiguousarray(x)
-    if address(x) % 32:  # a lane's columns come at once
+    if address(x) % 32:  # each lane loads its columns with one aligned instruction
         x = x.copy()
     data = xp.empty(x.shape, np.uint8)
     scale = xp.empty((*x.shape[:-2], -(-x.shape[-2] // block)), np.float32)
@@ -37,7 +37,7 @@ def quantized_blocks(x: Array, rotation: Rotation | None, block: int, largest: A
 
 
 def transposed_bytes(data: Array) -> Array | None:
-    """Values transposed as `transposed_values` does; None where no kernel makes them."""
+    """Return values transposed as by `transposed_values`, or None if no kernel supports the array."""
     spec = transpose_spec(data.shape[-1]) if _is_on_hopper(data) and data.size else None
     if spec is None:
         return None
@@ -53,7 +53,7 @@ def transposed_bytes(data: Array) -> Array | None:
 
 
 def _launch(key: tuple[Hashable, ...], make: Callable[[], Pass], arrays: dict[str, Array | None]) -> None:
-    """Launch a kernel on arrays; one for arrays of the same layout is bound once on each device."""
+    """Launch a kernel on arrays. The launch is bound once for each layout of the arrays and each device."""
     target, is_checked = gpu.current_target(), checks.is_on()
     key = *key, target.device, is_checked
     bound = CALLS.get(key)
@@ -66,7 +66,7 @@ def _launch(key: tuple[Hashable, ...], make: Callable[[], Pass], arrays: dict[st
 
 
 def _is_on_hopper(x: Array) -> bool:
-    """Tell whether an array lies on the current device, and this is a chip that the kernels are for."""
+    """True if an array is on the current device and the kernels support this device."""
     if isinstance(x, np.ndarray) or device_number(x) != int(namespace(x).cuda.runtime.getDevice()):
         return False
     return gpu.current_device().compute_capability == CAPABILITY
@@ -74,6 +74,6 @@ def _is_on_hopper(x: Array) -> bool:
 
 @lru_cache(maxsize=16)
 def _signs(rotation: Rotation, device: int | None) -> Array:
-    """The signs of a rotation on the current device, which has this number."""
+    """Return the signs of a rotation as an array on the current device, cached by the device's number."""
     signs: Array = gpu.current_target().sent(rotation.signs)
     return signs

@@ -1,4 +1,4 @@
-"""Quantised q, k and v of a call: why they are refused, and what the host computes with."""
+"""Checks of quantized q, k and v: the reasons why a call refuses them, and the executor that computes with them."""
 
 from __future__ import annotations
 
@@ -12,62 +12,63 @@ from .quantize import Quantized
 
 
 def are_quantized(*arrays: Any) -> bool:
-    """Tell whether one of the arguments is quantised."""
+    """True if at least one of the arguments is quantized."""
     return any(isinstance(array, Quantized) for array in arrays)
 
 
-def operand_reasons(given: Mapping[str, Any]) -> list[str]:
-    """Why quantised q, k and v, in this order and under these names, do not make a call."""
-    q, k, v = given.values()
+def operand_reasons(operands: Mapping[str, Any]) -> list[str]:
+    """Return why quantized q, k and v, in this order and under these names, cannot be used in one call."""
+    q, k, v = operands.values()
     reasons = [
-        f"{name} must be Quantized as the others are; got {describe(array)}: cuflash.quantize makes it"
-        for name, array in given.items()
+        f"{name} must be Quantized, since another operand is; got {describe(array)}: use cuflash.quantize({name})"
+        for name, array in operands.items()
         if not isinstance(array, Quantized)
     ]
-    q_name, k_name, v_name = given
+    q_name, k_name, v_name = operands
     if isinstance(q, Quantized) and isinstance(k, Quantized) and q.rotation != k.rotation:
-        reasons.append(f"{q_name} and {k_name} must have one rotation; got {q.rotation} and {k.rotation}")
+        reasons.append(f"{q_name} and {k_name} must have the same rotation; got {q.rotation} and {k.rotation}")
     if isinstance(v, Quantized) and v.rotation is not None:
         reasons.append(f"{v_name} must not be rotated; got {v.rotation}: quantize it with rotate=None")
-    found = {name: array for name, array in given.items() if isinstance(array, Quantized)}
-    if len({isinstance(array.data, np.ndarray) for array in found.values()}) > 1:
-        reasons.append(f"{', '.join(found)} must be of one kind; got NumPy's and CuPy's arrays: copy them explicitly")
+    quantized = {name: array for name, array in operands.items() if isinstance(array, Quantized)}
+    if len({isinstance(array.data, np.ndarray) for array in quantized.values()}) > 1:
+        names = ", ".join(quantized)
+        reasons.append(f"{names} must be of the same library; got NumPy and CuPy arrays: copy them explicitly")
     return reasons
 
 
 def executor_of(q: Any, k: Any, v: Any, executor: Any) -> Any:
-    """The executor that "auto" stands for: where the quantised operands are; any other value as it is."""
+    """Return the executor for quantized operands: for "auto", the one of their device; otherwise `executor` itself."""
     if not isinstance(executor, str) or executor != "auto":
         return executor
     return "cpu" if are_on_host(q, k, v) else "gpu"
 
 
 def are_on_host(*arrays: Any) -> bool:
-    """Tell whether the quantised operands are NumPy's, or, where none is, all of them."""
-    found = [array.data for array in arrays if isinstance(array, Quantized)] or arrays
-    return all(isinstance(array, np.ndarray) for array in found)
+    """True if all quantized operands hold NumPy arrays or, if none is quantized, if all operands are NumPy arrays."""
+    checked = [array.data for array in arrays if isinstance(array, Quantized)] or arrays
+    return all(isinstance(array, np.ndarray) for array in checked)
 
 
 def place_reasons(q: Any, k: Any, v: Any, executor: Any) -> list[str]:
-    """Why quantised operands are refused by an executor for where they are."""
-    found = [array for array in (q, k, v) if isinstance(array, Quantized)]
-    are_on_host = {isinstance(array.data, np.ndarray) for array in found}
+    """Return why an executor cannot read quantized operands: their arrays are of the wrong library."""
+    quantized = [array for array in (q, k, v) if isinstance(array, Quantized)]
+    are_on_host = {isinstance(array.data, np.ndarray) for array in quantized}
     if executor not in ("cpu", "gpu", "sim") or len(are_on_host) != 1 or are_on_host == {executor != "gpu"}:
         return []
-    wanted, there = ("CuPy", "NumPy") if executor == "gpu" else ("NumPy", "CuPy")
-    told = f"executor={executor!r} takes {wanted}'s arrays in Quantized q, k and v; got {there}'s"
-    return [f"{told}: copy them explicitly"]
+    wanted, actual = ("CuPy", "NumPy") if executor == "gpu" else ("NumPy", "CuPy")
+    rule = f"executor={executor!r} takes {wanted} arrays in Quantized q, k and v; got {actual} arrays"
+    return [f"{rule}: copy them explicitly"]
 
 
 def gradient_reasons(*arrays: Any) -> list[str]:
-    """Return why a call that has gradients, or a plan, is refused if one of its arrays is `Quantized`."""
+    """Return why a plan, or a call with gradients, refuses arrays of which one is `Quantized`."""
     if not are_quantized(*arrays):
         return []
-    return ["q, k and v must not be Quantized here, since FP8 has neither gradients nor plans: pass q.dequantized()"]
+    return ["q, k and v must not be Quantized here, because FP8 has neither gradients nor plans: pass q.dequantized()"]
 
 
 def call_reasons(q: Any, k: Any, v: Any, executor: Any, out: Any) -> list[str]:
-    """Return why a call of `Quantized` operands is refused for what they are, where they are, or its `out`."""
+    """Return why a call refuses `Quantized` operands: because of their properties, their device, or its `out`."""
     reasons = operand_reasons({"q": q, "k": k, "v": v}) + place_reasons(q, k, v, executor)
     if out is not None:
         fix = "leave it out, and copy the result"
@@ -76,13 +77,13 @@ def call_reasons(q: Any, k: Any, v: Any, executor: Any, out: Any) -> list[str]:
 
 
 def bound_reasons(q: Any, k: Any, v: Any, do: Any, precision: Any) -> list[str]:
-    """Why the error of a call of quantised operands is not bounded."""
+    """Return why the error of a call with quantized operands cannot be bounded."""
     reasons = operand_reasons({"q": q, "k": k, "v": v})
     if not all(isinstance(array.data, np.ndarray) for array in (q, k, v) if isinstance(array, Quantized)):
-        fix = "copy data and scale with get()"
-        reasons.append(f"q, k and v must be NumPy's arrays when they are Quantized; got CuPy's: {fix}")
+        fix = "copy data and scale with .get()"
+        reasons.append(f"q, k and v must hold NumPy arrays if they are Quantized; got CuPy arrays: {fix}")
     if do is not None:
-        reasons.append("do must be None for Quantized q, k and v, which have no gradients: give dequantized()")
+        reasons.append("do must be None for Quantized q, k and v, which have no gradients: pass q.dequantized()")
     if precision != "ieee":
         reasons.append(f"precision must be 'ieee' for Quantized q, k and v; got {describe(precision)}: leave it out")
     return reasons

@@ -1,4 +1,4 @@
-"""Arrays rounded to 8 bits, with a scale for each block of rows, head or array."""
+"""FP8 (e4m3) arrays with a scale for each block of rows, for each head, or for the whole array."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .rotation import Rotation, large_units
 from .transposed import transposed_values
 
 PARTS = ("block", "head", "tensor")
-BLOCK = 128  # rows that share a scale unless a caller says otherwise
+BLOCK = 128  # rows that share a scale by default
 _SMALLEST_SCALE, _LARGEST_SCALE = np.float32(2.0**-126), np.finfo(np.float32).max
 _LEAST = 2.0**-9  # the smallest positive e4m3 number
 
@@ -25,37 +25,38 @@ _LEAST = 2.0**-9  # the smallest positive e4m3 number
 @explains_keywords
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Quantized:
-    """An array as numbers of 8 bits times scales, which `attention` takes in the place of q, k or v.
+    """An FP8 array with scales, which `attention` accepts instead of q, k or v.
 
     Parameters
     ----------
     data : array [..., rows, columns]
-        Of float8_e4m3fn (ml_dtypes) in NumPy, of uint8 with the same bits in CuPy.
+        The FP8 numbers: float8_e4m3fn (ml_dtypes) in NumPy, or uint8 with the same bits in CuPy.
     scale : array
-        Positive, finite, of float32. Shape (..., number of blocks of rows) for `per` "block", (..., 1) for "head" and
-        (1, ..., 1) for "tensor", with one axis less than data. `quantize` alone gives NaN or an infinity to a part that
-        holds one. Values on a device are not looked at, since that would wait for it: what is not finite there makes
-        its part NaN, and results of a scale of 0 or below mean nothing.
+        The scales, positive and finite, as float32. The shape is (..., number of blocks of rows) for `per` "block",
+        (..., 1) for "head" and (1, ..., 1) for "tensor", with one axis fewer than data. Only `quantize` itself uses a
+        scale that is NaN or infinite, for a part that contains NaN or infinity. Scales on a device are not checked,
+        because that would wait for the device: a scale that is not finite makes its part NaN, and the results for a
+        scale of 0 or below are undefined.
     per : {"block", "head", "tensor"}
-        What shares a scale.
+        The part of the array that shares a scale.
     block : int
-        Rows of a block.
+        Number of rows in a block.
     rotation : Rotation, optional
-        What the rows were multiplied by before they were rounded.
+        The rotation that was applied to the rows before they were rounded.
     source_dtype : dtype
-        Of the array that was quantised; o of `attention` has that of v.
+        The dtype of the array that was quantized; o of `attention` has the source dtype of v.
 
     Raises
     ------
     TypeError
         data or scale is not an array.
     UnsupportedProblem
-        They do not fit together, or a scale on the host is not positive and finite. It lists every reason.
+        The arguments do not match, or a scale on the host is not positive and finite. The error lists every reason.
 
     Notes
     -----
-    data and scale are not copied, and must not be written to afterwards: scales were checked, and the transposed data
-    are kept once a call has made them.
+    data and scale are not copied, and must not be written to afterwards: the scales have been checked, and the first
+    call stores a transposed copy of the data.
 
     Examples
     --------
@@ -70,7 +71,7 @@ class Quantized:
     per: str
     block: int
     rotation: Rotation | None
-    source_dtype: np.dtype[Any]
+    source_dtype: np.dtype[np.generic]
     _transposed: list[Array] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -87,7 +88,7 @@ class Quantized:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array that was quantised.
+        """The shape of the array that was quantized.
 
         Examples
         --------
@@ -99,7 +100,7 @@ class Quantized:
 
     @property
     def ndim(self) -> int:
-        """The number of axes of the array that was quantised.
+        """The number of axes of the array that was quantized.
 
         Examples
         --------
@@ -113,22 +114,22 @@ class Quantized:
         return f"Quantized(shape={self.shape}, per={self.per!r}, block={self.block}, rotation={self.rotation})"
 
     def scaled(self, dtype: Any = np.float32) -> Array:
-        """Multiply the numbers by their scales; rotated rows stay rotated.
+        """Multiply the FP8 numbers by their scales; rotated rows stay rotated.
 
         Parameters
         ----------
         dtype : dtype
-            Either float32, in which products are rounded, or float64, in which they are exact.
+            Either float32, in which the products are rounded, or float64, in which they are exact.
 
         Returns
         -------
         array
-            Of the shape of data.
+            An array with the shape of data.
 
         Raises
         ------
         UnsupportedProblem
-            The dtype is neither of the two.
+            The dtype is neither float32 nor float64.
 
         Examples
         --------
@@ -145,7 +146,7 @@ class Quantized:
         return scaled
 
     def _of_rows(self, scale: Array) -> Array:
-        """Repeat what parts have for each of their rows, with an axis of columns."""
+        """Repeat one value per part for each row of the part, and append an axis of length 1 for the columns."""
         if self.per == "block":
             scale = namespace(scale).repeat(scale, min(self.block, self.shape[-2]), axis=-1)[..., : self.shape[-2]]
         return scale[..., None]
@@ -155,12 +156,12 @@ class Quantized:
         return {name: getattr(self, name) for name in names}
 
     def dequantized(self) -> Array:
-        """Return the array that the numbers of 8 bits stand for.
+        """Return the float32 array that the FP8 numbers represent.
 
         Returns
         -------
         array
-            Of float32, without the rotation.
+            A float32 array, with the rotation undone.
 
         Examples
         --------
@@ -172,7 +173,7 @@ class Quantized:
         """
         if self.rotation is None:
             return self.scaled()
-        # Rotated numbers may be out of float32's range, and rounding may bring an element there. 2^-16 is exact.
+        # Rotated numbers may exceed float32's range, and so may an element after rounding. Dividing by 2^16 is exact.
         xp = namespace(self.scale)
         units = xp.where(self.scale >= np.float32(2.0**100), np.float32(2.0**16), np.float32(1))
         rows = _unchecked(**{**self._fields(), "scale": self.scale / units}).scaled()
@@ -180,13 +181,13 @@ class Quantized:
         return xp.clip(self.rotation.undo(rows), -most, most) * self._of_rows(units)
 
     def transposed(self) -> Array:
-        """Return the bytes of data transposed, as kernels read values; the first call makes them.
+        """Return the bytes of data transposed, as kernels read values; the first call computes and stores them.
 
         Returns
         -------
         array
-            Of uint8, of shape (..., columns, rows rounded up to a multiple of 128). Of 16 rows that follow each other,
-            0, 1, 8, 9, 2, 3, 10, 11, ... stand in this order.
+            An array of uint8 with shape (..., columns, rows rounded up to a multiple of 128). Within each group of 16
+            consecutive rows the order is 0, 1, 8, 9, 2, 3, 10, 11, ...
 
         Examples
         --------
@@ -195,29 +196,30 @@ class Quantized:
         (2, 64, 256)
         """
         if not self._transposed:
-            made = on_device.transposed_bytes(self.data)
-            self._transposed.append(transposed_values(self.data) if made is None else made)
+            transposed = on_device.transposed_bytes(self.data)
+            self._transposed.append(transposed_values(self.data) if transposed is None else transposed)
         return self._transposed[0]
 
     def _data_reasons(self) -> list[str]:
         wanted = E4M3 if isinstance(self.data, np.ndarray) else np.dtype(np.uint8)
         reasons = []
         if self.data.dtype != wanted:
-            reasons.append(f"data must be of {wanted}; got {self.data.dtype}: quantize makes it")
+            reasons.append(f"data must have dtype {wanted}; got {self.data.dtype}: use cuflash.quantize")
         if self.data.ndim < 2:
             reasons.append(f"data must have shape (..., rows, columns); got {tuple(self.data.shape)}")
         if namespace(self.data) is not namespace(self.scale):
-            reasons.append("data and scale must be arrays of one kind: copy one explicitly")
+            reasons.append("data and scale must be arrays of the same library: copy one explicitly")
         return reasons
 
     def _scale_reasons(self) -> list[str]:
         shape = scale_shape(self.shape, self.per, self.block)
         if self.scale.dtype != np.float32 or tuple(self.scale.shape) != shape:
-            return [f"scale must have shape {shape} and dtype float32; got {describe(self.scale)}: quantize makes it"]
+            rule = f"scale must have shape {shape} and dtype float32"
+            return [f"{rule}; got {describe(self.scale)}: use cuflash.quantize"]
         if isinstance(self.scale, np.ndarray):
             wrong = self.scale[~((self.scale > 0) & np.isfinite(self.scale))]
             if wrong.size:
-                return [f"scale must be positive and finite; got {wrong[0]}: quantize makes it"]
+                return [f"scale must be positive and finite; got {wrong[0]}: use cuflash.quantize"]
         return []
 
 
@@ -231,42 +233,42 @@ def quantize(
     rotate: Rotation | None = None,
     largest: float = e4m3.LARGEST,
 ) -> Quantized:
-    """Round an array to 8 bits, with a scale for each block of rows, for each head, or for all of it.
+    """Quantize an array to FP8, with a scale for each block of rows, for each head, or for the whole array.
 
     Parameters
     ----------
     x : array [..., num_heads, seqlen, head_dim] or [seqlen, head_dim]
-        An array of float16, bfloat16 or float32, of NumPy, CuPy, or any library with DLPack.
+        An array of float16, bfloat16 or float32 from NumPy, CuPy, or any library with DLPack.
     dtype : dtype
-        The only one is float8_e4m3fn: 4 significant bits, at most 448.
+        The FP8 format. Only float8_e4m3fn is supported: 4 significant bits, at most 448.
     per : {"block", "head", "tensor"}
-        What shares a scale: `block` rows of a head, all rows of a head, or everything.
+        The part that shares a scale: `block` rows of a head, all rows of a head, or the whole array.
     block : int
-        Rows of a block, a multiple of 16.
+        Number of rows in a block, a multiple of 16.
     rotate : Rotation, optional
-        What the rows are multiplied by first. Queries and keys of one call need the same rotation, and values none.
+        The rotation of the rows before rounding. Queries and keys of a call need the same rotation, and values none.
     largest : float
-        What the largest magnitude of a part becomes, from 2^-9, the smallest positive e4m3 number, to 448. It is larger
-        if the scale would exceed float32's range.
+        The largest magnitude of each part after scaling, from 2^-9, the smallest positive e4m3 number, to 448. It is
+        larger if the scale would exceed float32's range.
 
     Returns
     -------
     Quantized
-        The numbers of 8 bits and their scales, where x is.
+        The FP8 numbers and their scales, on the device of x.
 
     Raises
     ------
     TypeError
         x is not an array.
     UnsupportedProblem
-        An argument is invalid. It lists every reason.
+        An argument is invalid. The error lists every reason.
 
     Notes
     -----
-    The scale of a part is max |x| / largest, 1 if all of it is 0. A part that holds NaN or an infinity is NaN. NumPy's
-    and CuPy's arrays give the same bits, but for numbers below 2^-126 in magnitude, which count as 0 on a GPU.
+    The scale of a part is max |x| / largest, or 1 if the whole part is 0. A part that contains NaN or infinity becomes
+    NaN. NumPy and CuPy arrays give the same bits, except that a GPU treats numbers below 2^-126 in magnitude as 0.
 
-    FlashAttention-3, arXiv 2407.08608, section 3.3, quantises in blocks and rotates.
+    FlashAttention-3, arXiv 2407.08608, section 3.3, also quantizes in blocks and rotates queries and keys.
 
     Examples
     --------
@@ -284,9 +286,9 @@ def quantize(
     reasons = _option_reasons(per, block, rotate, x)
     with collecting(reasons):
         if as_dtype("dtype", dtype) != E4M3:
-            reasons.append(f"dtype must be float8_e4m3fn, the one that is supported; got {as_dtype('dtype', dtype)}")
+            reasons.append(f"dtype must be float8_e4m3fn, the only supported one; got {as_dtype('dtype', dtype)}")
     if x.dtype not in UP_TO_FLOAT32:
-        reasons.append(f"x must be of float16, bfloat16 or float32; got {x.dtype}: cast it")
+        reasons.append(f"x must have dtype float16, bfloat16 or float32; got {x.dtype}: cast it")
     if x.ndim < 2:
         reasons.append(f"x must have shape (..., rows, columns); got {tuple(x.shape)}")
     if not is_number(largest) or not _LEAST <= largest <= e4m3.LARGEST:
@@ -294,9 +296,9 @@ def quantize(
         reasons.append(f"{rule}; got {describe(largest)}: leave it out for {e4m3.LARGEST:g}")
     refuse(reasons)
     source = np.dtype(x.dtype)
-    if per == "block" and (made := on_device.quantized_blocks(x, rotate, int(block), largest)) is not None:
+    if per == "block" and (blocks := on_device.quantized_blocks(x, rotate, int(block), largest)) is not None:
         return Quantized(
-            data=made[0], scale=made[1], per=per, block=int(block), rotation=rotate, source_dtype=source
+            data=blocks[0], scale=blocks[1], per=per, block=int(block), rotation=rotate, source_dtype=source
         )
     parts, scale, units = _parts_and_scale(x.astype(np.float32), per, int(block), np.float32(largest), rotate)
     with np.errstate(invalid="ignore"):
@@ -310,15 +312,15 @@ def quantize(
 
 
 def _unchecked(**fields: Any) -> Quantized:
-    """Return a result of `quantize` unchecked: the scale of a part that holds NaN or an infinity is not finite."""
-    made = object.__new__(Quantized)
+    """Make a Quantized without checks, since the scale of a part that contains NaN or infinity is not finite."""
+    quantized = object.__new__(Quantized)
     for name, value in {**fields, "_transposed": []}.items():
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(quantized, name, value)
+    return quantized
 
 
 def scale_shape(shape: tuple[int, ...], per: str, block: int) -> tuple[int, ...]:
-    """The shape of the scales of an array."""
+    """Return the shape of the scales of an array that has this shape."""
     if per == "tensor":
         return (1,) * (len(shape) - 1)
     return (*shape[:-2], -(-shape[-2] // block) if per == "block" else 1)
@@ -327,14 +329,15 @@ def scale_shape(shape: tuple[int, ...], per: str, block: int) -> tuple[int, ...]
 def _parts_and_scale(
     x: Array, per: str, block: int, largest: Any, rotation: Rotation | None
 ) -> tuple[Array, Array, Array]:
-    """The rotated rows as [..., parts, rows of a part, columns], with zeros behind the last, and [..., parts] scales.
+    """Split rows into parts, rotate them, and return parts, scales and units.
 
-    Both are in units that are 1, or large where rotated rows may be out of float32's range.
+    Parts have shape [..., parts, rows per part, columns], with zeros after the last row, and scales [..., parts]. Both
+    are divided by the units, which are 1, or a larger power of two if the rotated rows may exceed float32's range.
     """
     xp = namespace(x)
     *leading, rows, columns = x.shape
     if per == "block":
-        block = min(block, max(rows, 1))  # a longer block has all rows, and no zeros are put behind them
+        block = min(block, max(rows, 1))  # a block that exceeds the array holds all rows, without padding
         missing = -rows % block
         if missing:
             x = xp.concatenate([x, xp.zeros((*leading, missing, columns), x.dtype)], axis=-2)
@@ -348,24 +351,25 @@ def _parts_and_scale(
     if rotation is not None:
         units = large_units(xp.max(xp.abs(parts), axis=axes, keepdims=True))
         parts, units = rotation.apply(parts / units), units[..., 0, 0]
-    found = xp.max(xp.abs(parts), axis=axes, keepdims=True)[..., 0, 0]
+    magnitude = xp.max(xp.abs(parts), axis=axes, keepdims=True)[..., 0, 0]
     with np.errstate(over="ignore"):
-        scale = xp.where(found == 0, np.float32(1), xp.maximum(found / largest, _SMALLEST_SCALE))
-    is_too_large = (scale > _LARGEST_SCALE / units) & xp.isfinite(found)
+        scale = xp.where(magnitude == 0, np.float32(1), xp.maximum(magnitude / largest, _SMALLEST_SCALE))
+    is_too_large = (scale > _LARGEST_SCALE / units) & xp.isfinite(magnitude)
     return parts, xp.where(is_too_large, _LARGEST_SCALE / units, scale), units
 
 
 def _option_reasons(per: Any, block: Any, rotation: Any, x: Array) -> list[str]:
     reasons = []
     if not isinstance(per, str) or per not in PARTS:
-        reasons.append(f"per must be one of {', '.join(map(repr, PARTS))}; got {describe(per)}: 'block' is the default")
+        reasons.append(f"per must be one of {', '.join(map(repr, PARTS))}; got {describe(per)}: use 'block'")
     if not is_int(block) or not 16 <= block < 2**31 or block % 16:
-        reasons.append(f"block must be a multiple of 16, at least 16, below 2**31; got {describe(block)}: 128 is one")
+        rule = "block must be a multiple of 16, at least 16, below 2**31"
+        reasons.append(f"{rule}; got {describe(block)}: use 128, for example")
     if rotation is not None and not isinstance(rotation, Rotation):
-        reasons.append(f"rotate must be a Rotation or None; got {describe(rotation)}: Rotation(head_dim) makes one")
+        reasons.append(f"rotate must be a Rotation or None; got {describe(rotation)}: use Rotation(head_dim)")
     elif rotation is not None and x.ndim and x.shape[-1] != rotation.head_dim:
         columns = x.shape[-1]
         fits = 0 < columns <= MAX_HEAD_DIM and not columns & (columns - 1)
-        fix = f"Rotation({columns}) fits" if fits else "no rotation has it, so give None"
-        reasons.append(f"rotate must have the rows' length, {columns}; got {rotation}: {fix}")
+        fix = f"use Rotation({columns})" if fits else "no rotation has this length, so use rotate=None"
+        reasons.append(f"rotate must have the length of the rows, {columns}; got {rotation}: {fix}")
     return reasons

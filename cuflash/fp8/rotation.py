@@ -1,4 +1,4 @@
-"""Rotations of queries and keys before they are rounded: random signs, then a Hadamard matrix."""
+"""Rotations of queries and keys before quantization: random signs, then a Hadamard matrix."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from ..planning.problem import MAX_HEAD_DIM
 class Rotation:
     """An orthogonal matrix that spreads an outlier of a row over the whole row.
 
-    Rows are multiplied by random signs and then by a Hadamard matrix. Scores do not change if queries and keys are
-    rotated alike, and numbers of one size lose less by rounding to 8 bits than numbers of which one is large.
+    Rows are multiplied by random signs and then by a Hadamard matrix. The same rotation of queries and keys does not
+    change scores. Rounding to FP8 loses less if all numbers of a row have a similar magnitude than if one is large.
 
     Parameters
     ----------
     head_dim : int
         Length of the rows, a power of two, at most 256.
     seed : int
-        Chooses the signs; equal seeds give equal signs on every machine.
+        Seed of the signs; equal seeds give equal signs on every machine.
 
     Raises
     ------
     UnsupportedProblem
-        head_dim is no such power of two, or seed is no int of at least 0.
+        head_dim is not a power of two from 1 to 256, or seed is not an int of at least 0.
 
     Notes
     -----
-    Incoherent processing of FlashAttention-3, arXiv 2407.08608, section 3.3. The matrix is applied in log2(head_dim)
-    steps of sums and differences in float32, which give the same bits on NumPy's and on CuPy's arrays. Rows with very
-    large numbers are summed in units of 2^8, so that a result is infinite only if it is out of the dtype's range.
+    This is the incoherent processing of FlashAttention-3, arXiv 2407.08608, section 3.3. The matrix is applied in
+    log2(head_dim) steps of sums and differences in float32, which give the same bits for NumPy and CuPy arrays. Rows
+    with very large numbers are divided by 2^8 during the sums, so that a result is infinite only if it exceeds the
+    range of the dtype.
 
     Examples
     --------
@@ -46,7 +47,7 @@ class Rotation:
     >>> spread = rotation.apply(np.float32([[0, 8, 0, 0]]))
     >>> np.abs(spread)
     array([[4., 4., 4., 4.]], dtype=float32)
-    >>> rotation.undo(spread) + 0                                       # without the signs of zeros
+    >>> rotation.undo(spread) + 0                                       # + 0 removes the signs of zeros
     array([[0., 8., 0., 0.]], dtype=float32)
     """
 
@@ -62,14 +63,14 @@ class Rotation:
                 f"quantize with rotate=None"
             )
         if not is_int(self.seed) or self.seed < 0:
-            reasons.append(f"seed must be an int of at least 0; got {describe(self.seed)}: 0 is one")
+            reasons.append(f"seed must be an int of at least 0; got {describe(self.seed)}: use 0, for example")
         refuse(reasons)
         object.__setattr__(self, "head_dim", int(dim))
         object.__setattr__(self, "seed", int(self.seed))
 
     @property
     def signs(self) -> Array:
-        """The signs, 1 and -1, as a NumPy array of float32.
+        """The random signs, 1 or -1, as a NumPy array of float32.
 
         Examples
         --------
@@ -86,17 +87,17 @@ class Rotation:
         Parameters
         ----------
         x : array [..., head_dim]
-            Rows, of NumPy or CuPy; they are computed with in float32, or in float64 if they are of it.
+            A NumPy or CuPy array of rows. The computation is in float64 for float64 rows, otherwise in float32.
 
         Returns
         -------
         array
-            The rotated rows, of float32 or float64.
+            The rotated rows, as float32 or float64.
 
         Raises
         ------
         TypeError, UnsupportedProblem
-            It is no array, or its rows have another length.
+            x is not an array, or its rows do not have length `head_dim`.
 
         Examples
         --------
@@ -115,17 +116,17 @@ class Rotation:
         Parameters
         ----------
         x : array [..., head_dim]
-            What `apply` returned, or anything like it.
+            Rotated rows, for example those that `apply` returned.
 
         Returns
         -------
         array
-            The rows before the rotation, of float32 or float64.
+            The rows before the rotation, as float32 or float64.
 
         Raises
         ------
         TypeError, UnsupportedProblem
-            As `apply`.
+            x is not an array, or its rows do not have length `head_dim`.
 
         Examples
         --------
@@ -142,7 +143,10 @@ class Rotation:
         require_arrays({"x": x})
         if x.ndim == 0 or x.shape[-1] != self.head_dim:
             raise UnsupportedProblem(
-                [f"x must have rows of {self.head_dim} numbers, as the rotation has; got {describe(x)}: make another"]
+                [
+                    f"x must have rows of {self.head_dim} numbers, the rotation's head_dim; got {describe(x)}: "
+                    f"use a Rotation of their length"
+                ]
             )
         return x.astype(np.float64 if x.dtype == np.float64 else np.float32)
 
@@ -159,7 +163,7 @@ class Rotation:
 
 
 def large_units(magnitude: Array) -> Array:
-    """Return 2^8 where 256 numbers of a magnitude may have a sum out of their dtype's range, or are NaN; 1 elsewhere.
+    """Return 2^8 for magnitudes that are NaN or so large that a sum of 256 may overflow their dtype, otherwise 1.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Rows of 8 bits with a power of two for each: what a KV cache of float8_e4m3fn holds."""
+"""Quantization of the rows of a float8_e4m3fn KV cache, with a power of two as the scale of each row."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from . import e4m3
 SCALE_BYTES = 4
 _NAN = np.float32(np.nan)
 _SMALLEST = np.float32(2.0**-126)
-_LAST_EXPONENT = 127 + 120  # of a scale: 256 2^120 is more than float32 holds
+_LAST_EXPONENT = 127 + 120  # biased exponent of the largest scale: 256 times 2^120 exceeds float32's range
 
 
 def quantized_rows(x: Array) -> tuple[Array, Array]:
-    """Round rows to 8 bits, with a scale for each.
+    """Quantize rows to FP8, with a scale for each row.
 
-    The scale of a row is the least power of two by which no number exceeds 448, at least 2^-126, and 1 where all are 0.
-    Rows are divided by it, and multiplied with it, exactly. Numbers below 2^-126 count as 0, numbers above 1.875 2^127
-    count as 1.875 2^127, whose successor in 8 bits would be infinite, and a row that holds NaN or an infinity is NaN.
+    The scale of a row is the smallest power of two, at least 2^-126, that makes all numbers of the divided row at most
+    448, or 1 if all numbers are 0. Division and multiplication by the scale are exact. Numbers below 2^-126 become 0.
+    Numbers above 1.875 2^127 become 1.875 2^127, because the next FP8 number times the scale would be infinite. A row
+    that contains NaN or infinity becomes NaN.
 
     Parameters
     ----------
@@ -30,9 +31,9 @@ def quantized_rows(x: Array) -> tuple[Array, Array]:
     Returns
     -------
     data : array [..., columns]
-        Of float8_e4m3fn in NumPy, of uint8 with the same bits in CuPy.
+        The FP8 numbers, as float8_e4m3fn in NumPy, or as uint8 with the same bits in CuPy.
     scale : array [...]
-        Of float32.
+        The scales, as float32.
 
     Examples
     --------
@@ -47,7 +48,7 @@ def quantized_rows(x: Array) -> tuple[Array, Array]:
     largest = xp.abs(wide).max(axis=-1)
     is_finite = xp.isfinite(largest)
     wide = xp.where(is_finite[..., None], wide, _NAN)
-    # The sum carries into the exponent where the mantissa is above that of 448 = 1.75 2^8.
+    # Adding 0x1FFFFF carries into the exponent if the mantissa is larger than that of 448 = 1.75 2^8.
     exponent = xp.maximum(largest.view(np.int32) + 0x1FFFFF >> 23, 9) - 8
     scale, inverse = ((each << 23).astype(np.int32).view(np.float32) for each in (exponent, 254 - exponent))
     scale = xp.where(is_finite, xp.where(largest == 0, np.float32(1), scale), _NAN)
@@ -56,18 +57,18 @@ def quantized_rows(x: Array) -> tuple[Array, Array]:
 
 
 def dequantized_rows(data: Array, scale: Array, dtype: Any) -> Array:
-    """Multiply rows of 8 bits by their scales.
+    """Multiply FP8 rows by their scales.
 
     Parameters
     ----------
     data, scale : arrays
-        As `quantized_rows` makes them.
+        The results of `quantized_rows`.
     dtype : dtype
-        Either bfloat16 or float32, both of which hold the products exactly, as far as they are no smaller than 2^-126.
+        Either bfloat16 or float32. Both represent the products exactly if they are at least 2^-126 in magnitude.
 
     Returns
     -------
     array [..., columns]
     """
-    made: Array = (e4m3.to_float32(data) * scale[..., None]).astype(dtype)
-    return made
+    rows: Array = (e4m3.to_float32(data) * scale[..., None]).astype(dtype)
+    return rows

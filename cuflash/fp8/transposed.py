@@ -1,4 +1,4 @@
-"""Values as tensor cores read them in 8 bits: transposed, in the order in which kernels hold weights."""
+"""FP8 values in the layout that tensor cores read: transposed, with keys in the register order of the weights."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import numpy as np
 
 from ..arrays import Array, namespace
 
-_PADDING = 128  # keys that transposed values are rounded up to
+_PADDING = 128  # the number of keys of transposed values is a multiple of this
 
 
 def transposed_values(data: Array) -> Array:
-    """Values [..., keys, columns] as bytes [..., columns, keys], in the order in which kernels hold weights.
+    """Transpose values [..., keys, columns] to bytes [..., columns, keys], with keys in the order of kernels' weights.
 
-    Of 16 keys, thread t of four holds 2t, 2t + 1, 2t + 8 and 2t + 9. Keys are rounded up to a multiple of 128 by zeros.
+    Among 16 keys, thread t of four holds the weights of keys 2t, 2t + 1, 2t + 8 and 2t + 9, so that these follow each
+    other. The keys are padded with zeros to a multiple of 128.
     """
     xp = namespace(data)
     *leading, keys, columns = data.shape

@@ -1,4 +1,4 @@
-"""Answers to keywords that a public call does not have, such as those of other libraries."""
+"""Error messages for unknown keywords of public calls, which translate the keywords of other libraries."""
 
 from .answers import explains_keywords, require_own_names
 

@@ -1,4 +1,4 @@
-"""The decorator of public calls: a TypeError for an unknown keyword says how the call spells it."""
+"""The decorator of public calls, which makes their TypeError for an unknown keyword name the right keyword."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .elsewhere import ELSEWHERE, OF_ONE_CALL
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 _CONSTRUCTORS = ("__init__", "__new__")
-_AS_CLOSE = 0.75  # difflib's ratio of a misspelt name and of the name that was meant
+_AS_CLOSE = 0.75  # similarity (difflib's ratio) from which a misspelt name counts as a known name
 
 
 @overload
@@ -29,22 +29,22 @@ def explains_keywords(
 def explains_keywords(
     call: Any = None, *, advice: str = "", takes: Callable[[int, Sequence[str]], bool] | None = None
 ) -> Any:
-    """Decorate a public call so that its TypeError for an unknown keyword names the keyword that was meant.
+    """Decorate a public call so that its TypeError for an unknown keyword names the right keyword.
 
     Parameters
     ----------
     call : function or class
-        A function is wrapped. A class is changed in place and returned: its constructor, and the public methods that no
-        base class has.
+        A function is wrapped. A class is changed in place and returned: this wraps its constructor, and all public
+        methods that no base class has.
     advice : str, optional
-        The TypeError of a constructor whose arguments do not fit its signature.
+        The message of the constructor's TypeError if arguments do not match its signature.
     takes : callable (number of positional arguments, keywords) -> bool, optional
-        False for arguments that fit the signature but would be read in two ways; the constructor refuses them too.
+        Returns False for arguments that match the signature but are ambiguous; the constructor refuses them too.
 
     Returns
     -------
     function or class
-        The same call. Its signature, name and docstring are those of the call that was decorated.
+        The decorated call, with the signature, name and docstring of the original.
 
     Examples
     --------
@@ -78,11 +78,11 @@ def _explained(function: Any, advice: str = "") -> Any:
         try:
             return function(*args, **kwargs)
         except TypeError as error:
-            # Raised while the arguments were bound, if no frame of the function is in the traceback.
+            # If the traceback has no frame of the function, Python raised the error when it bound the arguments.
             if (kwargs or advice) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
-                answers = _unknown_keywords(function, kwargs) or advice
-                if answers:
-                    raise TypeError(answers) from None
+                message = _unknown_keywords(function, kwargs) or advice
+                if message:
+                    raise TypeError(message) from None
             raise
 
     return call
@@ -102,7 +102,7 @@ def _refusing(initialize: Any, takes: Callable[[int, Sequence[str]], bool] | Non
 
 
 def _unknown_keywords(function: Callable[..., Any], keywords: Iterable[str]) -> str:
-    """Return what to tell about the keywords that a function lacks; an empty string if it has all of them."""
+    """Return the error message for keywords that a function lacks, or an empty string if it has all of them."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return ""
@@ -116,16 +116,16 @@ def _unknown_keywords(function: Callable[..., Any], keywords: Iterable[str]) -> 
 
 
 def require_own_names(call: str, keywords: Iterable[str], own: Iterable[str]) -> None:
-    """Refuse keywords of other libraries in a method of a plan, which takes arrays by names that are the caller's own.
+    """Refuse keywords of other libraries in a method of a plan, which takes arrays under names that users choose.
 
     Parameters
     ----------
     call : str
-        The method.
+        The name of the method.
     keywords : iterable of str
-        Names that it got.
+        The keywords of the call.
     own : iterable of str
-        Names of the plan's own arrays beside q, k and v.
+        The names of the plan's arrays in addition to q, k and v.
     """
     if not ELSEWHERE.keys().isdisjoint(keywords):
         names = ["q", "k", "v", *own]
@@ -144,8 +144,8 @@ def _answer(call: str, names: Sequence[str], keyword: str) -> str:
         return OF_ONE_CALL[call, keyword]
     sentences = ELSEWHERE.get(keyword, [])
     for sentence in sorted(sentences, key=lambda each: not keywords_of(each)):
-        asked = keywords_of(sentence) or {"q"}
-        if asked <= set(names):
+        needed = keywords_of(sentence) or {"q"}
+        if needed <= set(names):
             return sentence
     close = difflib.get_close_matches(keyword.lower(), names, n=1, cutoff=_AS_CLOSE)
     if close:
@@ -156,16 +156,16 @@ def _answer(call: str, names: Sequence[str], keyword: str) -> str:
 
 
 def keywords_of(sentence: str) -> set[str]:
-    """Return the keywords that a sentence says to use, and not those of calls inside their values.
+    """Return the keywords that a sentence recommends, without the keywords of calls inside their values.
 
     Examples
     --------
     >>> sorted(keywords_of("use mask=masks.Lengths(kv=lengths) or bias="))
     ['bias', 'mask']
     """
-    depth, found = 0, set()
+    depth, keywords = 0, set()
     for name, bracket in re.findall(r"(?<![\w.])(\w+)=(?!=)|([()\[\]])", sentence):
         depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(bracket, 0)
         if name and not depth:
-            found.add(name)
-    return found
+            keywords.add(name)
+    return keywords

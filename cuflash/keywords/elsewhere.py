@@ -1,4 +1,4 @@
-"""Keywords of other libraries, and what to write here instead: the table that errors and docs/coming_from.md share."""
+"""Keywords of other libraries and their replacements: the table that error messages and docs/coming_from.md share."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _AXES = (
 _AXES_PACKED = "use axis=-2 for arrays [num_heads, seqlen, head_dim], axis=-3 for [seqlen, num_heads, head_dim]"
 _BLOCKS = "use mask= with cuflash.BlockIndex.from_blocks(blocks, seqlen_q, seqlen_kv, block), blocks as booleans"
 
-# Names, and sentences about them. The first sentence is for cuflash.attention. Other calls have the first sentence all
-# of whose keywords they take; one without keywords is for calls that take q, if no other sentence is.
+# Each row has names, and sentences about them. The first sentence is for cuflash.attention. Other calls use the first
+# sentence whose keywords they all accept. If there is none, calls that take q use the first sentence without keywords.
 _TABLE: tuple[tuple[str, *tuple[str, ...]], ...] = (
     # Operands
     ("query query_layer query_states queries", "use q="),
@@ -161,7 +161,7 @@ _TABLE: tuple[tuple[str, *tuple[str, ...]], ...] = (
         "use dropout=cuflash.Dropout(p, seed=seed), with an int as the seed",
         "use seed=",
     ),
-    ("broadcast_dropout", "leave it out: every element of the weights is dropped by a draw of its own"),
+    ("broadcast_dropout", "leave it out: dropout draws every element of the weights independently"),
     ("training is_training is_inference inference", _DROPOUT),
     # Heads, sizes and layouts
     (
@@ -244,7 +244,7 @@ _TABLE: tuple[tuple[str, *tuple[str, ...]], ...] = (
     ),
 )
 
-# Calls, names and sentences that only these calls have.
+# Sentences that apply to one call only: the call, the names, and the sentence.
 _OF_ONE_CALL = (
     ("KVCache.attention", "is_causal", "use causal=, True by default: the last query stands at the last position"),
     ("KVCache.attention", "mask", "use causal= and window=(left, 0); queries attend their own sequence alone"),

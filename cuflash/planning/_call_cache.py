@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Collection, Hashable
+from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any
 
@@ -12,12 +13,15 @@ MAX_CALLS = 1024
 
 
 class _Entry:
-    """A cached call: the callable or plan that runs it, all keys of its owner, and the number of its last use."""
+    """A cached call: the callable or plan that runs it, all keys of its owner, and the number of its last use.
 
-    __slots__ = ("call", "keys", "last_use")
+    `place` is the use by which the cache's queue has it, which may be an earlier one.
+    """
 
-    def __init__(self, call: Any, keys: set[Hashable] | None, last_use: int) -> None:
-        self.call, self.keys, self.last_use = call, keys, last_use
+    __slots__ = ("call", "keys", "last_use", "place")
+
+    def __init__(self, call: Any, keys: set[Hashable] | None, use: int) -> None:
+        self.call, self.keys, self.last_use, self.place = call, keys, use, use
 
 
 class CallCache:
@@ -36,6 +40,7 @@ class CallCache:
         self._size = size
         self._calls: dict[Hashable, _Entry] = {}
         self._uses = count()
+        self._queue: list[tuple[int, Hashable]] = []  # a heap of places, some of calls that have left
         self._owned: dict[int, set[Hashable]] = {}  # keys by the number of their owner
         self._last: tuple[Hashable, Any] = (object(), None)
         self._lock = threading.RLock()  # a finalizer may run in the thread that holds it
@@ -71,11 +76,28 @@ class CallCache:
             keys = None if owner is None else self._keys_of(owner)
             if keys is not None:
                 keys.add(key)
-            self._calls[key] = _Entry(call, keys, next(self._uses))
+            entry = self._calls[key] = _Entry(call, keys, next(self._uses))
             self._last = key, call
+            heappush(self._queue, (entry.place, key))
             if len(self._calls) > self._size:
-                left.append(self._without_owner(min(self._calls, key=lambda each: self._calls[each].last_use)))
+                left.append(self._without_owner(self._least_recently_used()))
+            if len(self._queue) > 2 * self._size:
+                self._queue = [(each.place, key) for key, each in self._calls.items()]
+                heapify(self._queue)
         del left
+
+    def _least_recently_used(self) -> Hashable:
+        """Take the key of the call that was not used for longest from the queue; those that were used go back."""
+        while True:
+            place, key = heappop(self._queue)
+            entry = self._calls.get(key)
+            if entry is None or entry.place != place:  # the call has left, or was put again
+                continue
+            last_use = entry.last_use
+            if last_use == place:
+                return key
+            entry.place = last_use
+            heappush(self._queue, (last_use, key))
 
     def _without_owner(self, key: Hashable) -> _Entry | None:
         """Take the entry of a key out of the cache and from its owner."""

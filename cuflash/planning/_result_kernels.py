@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -47,7 +46,7 @@ _KERNELS = {
 }
 
 
-def result_spec(name: str, dtype: np.dtype[Any]) -> KernelSpec:
+def result_spec(name: str, dtype: np.dtype[np.generic]) -> KernelSpec:
     """Return the specification of a kernel that reads results of a dtype."""
     entry, num_warps = _KERNELS[name]
     return KernelSpec(
@@ -55,12 +54,12 @@ def result_spec(name: str, dtype: np.dtype[Any]) -> KernelSpec:
     )
 
 
-def every_result_spec(dtypes: tuple[np.dtype[Any], ...]) -> set[KernelSpec]:
+def every_result_spec(dtypes: tuple[np.dtype[np.generic], ...]) -> set[KernelSpec]:
     """The kernels for results of some dtypes."""
     return {result_spec(name, dtype) for name in _KERNELS for dtype in dtypes}
 
 
-def merging(num_parts: int, o_shape: tuple[int, ...], dtype: np.dtype[Any]) -> Pass:
+def merging(num_parts: int, o_shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Pass:
     """Return the kernel that merges parts; it reads "outs.0" and so on, "lses.0" and so on, and writes "o" and "lse".
 
     Parameters
@@ -82,7 +81,7 @@ def merging(num_parts: int, o_shape: tuple[int, ...], dtype: np.dtype[Any]) -> P
     return Pass.of_kernel(spec, grid, MERGE, numbers, reads=parts, writes=("o", "lse"))
 
 
-def comparing(o_shape: tuple[int, ...], dtype: np.dtype[Any]) -> Pass:
+def comparing(o_shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Pass:
     """Return the kernel that compares results with a mask and without.
 
     Parameters

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 
 import numpy as np
 
@@ -32,7 +31,7 @@ _MOST_BLOCKS = 256  # thread blocks for one sequence
 def append_pass(
     k_shape: tuple[int, ...],
     value_dim: int,
-    dtype: np.dtype[Any],
+    dtype: np.dtype[np.generic],
     layout: CacheLayout,
     *,
     is_quantized: bool = False,
@@ -69,7 +68,7 @@ def append_pass(
     return Pass({"append": launch}, workspaces, (append, *scales))
 
 
-def append_spec(dtype: np.dtype[Any], *, is_quantized: bool = False) -> KernelSpec:
+def append_spec(dtype: np.dtype[np.generic], *, is_quantized: bool = False) -> KernelSpec:
     """The kernel for a dtype of new rows, and for caches that keep it or 8 bits; it depends on nothing else."""
     return KernelSpec(
         entry=_APPEND_E4M3 if is_quantized else _APPEND, dtype=dtype, head_dim=32, value_dim=32,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -114,7 +113,7 @@ def with_captured_sums(
     return Pass({**before, **backward.launches, **after}, workspaces, tuple(features), tuple(zeroed))
 
 
-def sums_spec(dtype: np.dtype[Any]) -> KernelSpec:
+def sums_spec(dtype: np.dtype[np.generic]) -> KernelSpec:
     """The kernel that writes a gradient from its sums, parts of a dtype; it reads neither operands nor tiles."""
     return KernelSpec(
         entry=_ENTRY, dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16, num_warps=_WARPS, min_blocks=1,
@@ -126,7 +125,7 @@ def address_rank(rank: int, kind: str) -> int:
     return rank + (1 if kind == EXACT else len(axes_of_parts(kind)))
 
 
-def _workspace(problem: Problem, shape: tuple[int, ...], kind: str, dtype: np.dtype[Any]) -> Workspace:
+def _workspace(problem: Problem, shape: tuple[int, ...], kind: str, dtype: np.dtype[np.generic]) -> Workspace:
     if kind == EXACT:
         return Workspace((*shape, EXACT_WORDS[dtype]), np.dtype(np.int64))
     return Workspace((*_extents_of_parts(problem, kind), *shape), dtype)
@@ -144,7 +143,7 @@ def _feature(name: str, arrays: tuple[str, str], num_elements: int, num_parts: i
     return Feature(name, CAPTURED_SUMS, numbers, tuple(filter(None, arrays)), names=names)
 
 
-def _launch(dtype: np.dtype[Any], feature: Feature, reads: tuple[str, ...], writes: tuple[str, ...]) -> Launch:
+def _launch(dtype: np.dtype[np.generic], feature: Feature, reads: tuple[str, ...], writes: tuple[str, ...]) -> Launch:
     blocks = -(-feature.values["num_elements"] // (32 * _WARPS * _ELEMENTS_OF_THREAD))
     return Launch(
         spec=sums_spec(dtype), tiles=max(1, min(blocks, _MAX_BLOCKS)), reads=reads, writes=writes,

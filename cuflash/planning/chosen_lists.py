@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..masks.coordinates import LeadingArray
 from ..masks.one_array import without_at_each_call
 from ..masks.shape import MaskShape
 from ._params import UNLIMITED
-from .interval_kernels import AT_CALL, SourceOfResults, are_served, kept_and_closed, leading_strides, list_launch
+from .interval_kernels import AT_CALL, SourceOfResults, are_served, kept_and_closed, list_launch
 from .launches import BATCH_AXES, Feature, Launch, Pass, Workspace
 from .problem import Problem
 from .spec import SIMT, Entry, KernelSpec
@@ -37,6 +37,8 @@ _SHARED_BYTES = 32 << 10  # of the words or counts that a warp has at once
 _POINTER = np.uint64
 _RESULTS = ("ranges", "kv_blocks", "words")
 _COLUMNS = ("chunk_counts", "column_pointers", "queries")
+_PARTS = ("part_pointers", "column_parts", "part_arrivals")
+QUERIES_PER_PART = 4096  # of a block of keys: more are parts, whose sums of dK and dV are added in their order
 NAME = "chosen"  # the feature's name
 NOT_JOINED = (
     "; lists of blocks, one for each query, are listed block by block: the kernels that join those of neighbours are "
@@ -46,11 +48,12 @@ NOT_JOINED = (
 # Mirrors `kernels_cu/attention/chosen_lists.cuh`.
 CHOSEN_LISTS = np.dtype(
     [
-        *((name, _POINTER) for name in ("ranges", "words", *_COLUMNS)),
+        *((name, _POINTER) for name in ("ranges", "words", *_COLUMNS, *_PARTS)),
         *((name, np.int32) for name in ("batch_stride", "head_stride", "num_list_heads", "heads_per_list")),
         *((name, np.int32) for name in ("heads_per_tile", "queries_per_tile", "num_tiles")),
         *((name, np.int32) for name in ("num_blocks", "words_per_entry", "max_members")),
         *((name, np.int32) for name in ("num_chunks", "blocks_at_once")),
+        *((name, np.int32) for name in ("queries_per_part", "num_parts", "max_parts", "padding")),
     ],
     align=True,
 )
@@ -64,7 +67,6 @@ CHOSEN_PARAMS = np.dtype(
         ("lower", np.int64),
         ("upper", np.int64),
         *((name, _POINTER) for name in ("lo", "hi")),
-        ("interval_batch_stride", np.int64),
         *((name, _POINTER) for name in _RESULTS),
         ("batch", np.int32, (BATCH_AXES,)),
         *((name, np.int32) for name in ("num_heads", "seqlen_q", "seqlen_kv", "num_chosen", "block", "num_blocks")),
@@ -112,8 +114,10 @@ class UnionTiling:
         The most entries of a list.
     block : int
         Keys of a block.
-    heads_per_tile : int
-        Query heads whose rows a tile holds: they share a list and a key/value head.
+    group_size : int
+        Query heads that share a key/value head.
+    queries_per_part : int
+        The most queries that one thread block adds to dK and dV of a block of keys.
     """
 
     shape: MaskShape
@@ -121,7 +125,29 @@ class UnionTiling:
     num_lists: int
     num_chosen: int
     block: int
-    heads_per_tile: int
+    group_size: int
+    queries_per_part: int = field(default_factory=lambda: QUERIES_PER_PART)
+
+    @property
+    def heads_per_list(self) -> int:
+        return self.shape.num_heads // self.num_lists
+
+    @property
+    def heads_per_tile(self) -> int:
+        """Query heads whose rows a tile holds, as many as fit: they share a list and a key/value head."""
+        shared = math.gcd(self.heads_per_list, self.group_size)
+        return max(heads for heads in range(1, min(shared, ROWS) + 1) if shared % heads == 0)
+
+    @property
+    def num_parts(self) -> int:
+        """The most thread blocks that share a tile of keys: 1 where heads of a group have lists of their own."""
+        is_shared = self.heads_per_list % self.group_size == 0
+        return -(-self.shape.seqlen_q // self.queries_per_part) if is_shared else 1
+
+    @property
+    def max_parts(self) -> int:
+        """The most parts of a list head, over the blocks that have more than one."""
+        return 2 * self.max_members // self.queries_per_part if self.num_parts > 1 else 0
 
     @property
     def num_list_heads(self) -> int:
@@ -175,28 +201,44 @@ class UnionTiling:
         """The numbers of the record of attention kernels."""
         numbers = {
             name: getattr(self, name)
-            for name in ("num_list_heads", "heads_per_tile", "queries_per_tile", "num_tiles", "num_blocks",
-                         "words_per_entry", "max_members", "num_chunks")
+            for name in ("num_list_heads", "heads_per_list", "heads_per_tile", "queries_per_tile", "num_tiles",
+                         "num_blocks", "words_per_entry", "max_members", "num_chunks", "queries_per_part", "num_parts",
+                         "max_parts")
         }  # fmt: skip
         return numbers | {
             "batch_stride": self.num_lists if self.batch > 1 else 0, "head_stride": int(self.num_lists > 1),
-            "heads_per_list": self.shape.num_heads // self.num_lists, "blocks_at_once": self.blocks_at_once(1),
+            "blocks_at_once": self.blocks_at_once(1),
         }  # fmt: skip
 
     @property
     def columns(self) -> dict[str, Workspace]:
         """Workspaces of the kernels that list the queries of each block."""
         heads, blocks = self.num_list_heads, self.num_blocks
-        shapes = (heads, self.num_chunks, blocks), (heads, blocks + 1), (heads, self.max_members)
-        return {name: Workspace(shape, np.dtype(np.int32)) for name, shape in zip(_COLUMNS, shapes)}
+        shapes = (heads, self.num_chunks, blocks), (heads, blocks + 1), (heads, self.max_members), (heads, blocks + 1)
+        names = (*_COLUMNS, *_PARTS[:1]) if self.num_parts > 1 else _COLUMNS
+        return {name: Workspace(shape, np.dtype(np.int32)) for name, shape in zip(names, shapes)}
+
+    def parts(self, backward: KernelSpec) -> dict[str, Workspace]:
+        """Workspaces of a kernel whose thread blocks share tiles of keys."""
+        if self.num_parts == 1:
+            return {}
+        matrices = self.shape.num_batch * (self.shape.num_heads // self.group_size)
+        slots = self.max_parts * -(-self.block // backward.block_kv)
+        tiles = -(-self.shape.seqlen_kv // backward.block_kv)
+        floats = backward.block_kv * (backward.head_dim + backward.value_dim)
+        return {
+            "column_parts": Workspace((matrices, slots, floats), np.dtype(np.float32)),
+            "part_arrivals": Workspace((matrices, tiles), np.dtype(np.int32), is_zeroed=True),
+        }
 
     @property
     def column_launches(self) -> dict[str, Launch]:
         """The kernels that list the queries of each block, over the lists of all batch entries."""
         counts, row_bytes = _COLUMNS[:1], 4 * self.blocks_at_once(1)
+        scanned = (*_COLUMNS[:2], *_PARTS[:1]) if self.num_parts > 1 else _COLUMNS[:2]
         described = {
             "columns_count": (self.num_chunks, (), counts, row_bytes),
-            "columns_scan": (1, counts, _COLUMNS[:2], 0),
+            "columns_scan": (1, counts, scanned, 0),
             "columns_fill": (self.num_chunks, _COLUMNS[:2], _COLUMNS[2:], row_bytes),
         }
         return {
@@ -235,7 +277,7 @@ class UnionWork(IntervalWork):
     @property
     def feature(self) -> Feature:
         """The argument of kernels that walk unions, and of those that list the queries of each block."""
-        tables = ("ranges", "words", *_COLUMNS)
+        tables = ("ranges", "words", *_COLUMNS, *_PARTS)
         return Feature(NAME, CHOSEN_LISTS, self.tiling.values, tables)
 
     def row(self, b: int, h: int, start: int, stop: int) -> list[Segment]:
@@ -318,9 +360,8 @@ class UnionSource(SourceOfResults):
             "blocks_batch_strides": _padded(of_batch), "blocks_head_stride": head, "blocks_row_stride": row,
             "blocks_stride": entry, "blocks_itemsize": self.itemsize, "batch": batch, "num_heads": tiling.num_lists,
             "lower": -UNLIMITED if lower is None else lower, "upper": UNLIMITED if upper is None else upper,
-            "interval_batch_stride": leading_strides(self.rows.lo)[0], "seqlen_q": shape.seqlen_q,
-            "seqlen_kv": shape.seqlen_kv, "num_chosen": tiling.num_chosen, "block": tiling.block,
-            "num_blocks": tiling.num_blocks, "queries_per_tile": tiling.queries_per_tile,
+            "seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv, "num_chosen": tiling.num_chosen,
+            "block": tiling.block, "num_blocks": tiling.num_blocks, "queries_per_tile": tiling.queries_per_tile,
             "num_tiles": tiling.num_tiles, "words_per_entry": tiling.words_per_entry,
             "max_entries": tiling.max_entries, "blocks_at_once": tiling.blocks_at_once(tiling.words_per_entry),
         }  # fmt: skip
@@ -354,7 +395,7 @@ class UnionsAtCall(UnionWork):
     def feature(self) -> Feature:
         starts = {name: self.source.offsets[name] for name in ("ranges", "words")}
         return replace(
-            super().feature, tables=(*_COLUMNS, AT_CALL), starts=starts, names=dict.fromkeys(starts, AT_CALL)
+            super().feature, tables=(*_COLUMNS, *_PARTS, AT_CALL), starts=starts, names=dict.fromkeys(starts, AT_CALL)
         )
 
     def with_results(self, made: Array) -> UnionsAtCall:
@@ -394,12 +435,6 @@ def _is_served(block: int) -> bool:
     return block in _NARROW_BLOCKS or block % _STEP == 0
 
 
-def _heads_per_tile(heads_per_list: int, group_size: int) -> int:
-    """The most query heads for which a tile has rows, of those that share a list and a key/value head."""
-    shared = math.gcd(heads_per_list, group_size)
-    return max(heads for heads in range(1, min(shared, ROWS) + 1) if shared % heads == 0)
-
-
 def _work_at_call(mask: Mask, problem: Problem) -> UnionsAtCall | None:
     parts = kept_and_closed(mask, lambda factor: isinstance(factor, ResolvedChosen))
     if parts is None:
@@ -413,11 +448,11 @@ def _work_at_call(mask: Mask, problem: Problem) -> UnionsAtCall | None:
     counts = None if chosen.counts is None else LeadingArray.of(chosen.counts, shape.batch, 2).array
     blocks = LeadingArray.of(chosen.blocks, shape.batch, 3).array
     varying = [*blocks.shape[:-3], *(() if counts is None else counts.shape[:-2])]
-    if any(extent > 1 for extent in varying) or rows.lo is not None and rows.lo.shape[0] > 1:
+    if any(extent > 1 for extent in varying):
         batch = shape.num_batch
     tiling = UnionTiling(
         shape=shape, batch=batch, num_lists=chosen.num_lists, num_chosen=int(blocks.shape[-1]), block=chosen.block,
-        heads_per_tile=_heads_per_tile(kept.heads_of_list, problem.group_size),
+        group_size=problem.group_size,
     )  # fmt: skip
     return UnionsAtCall.of(
         UnionSource(
@@ -435,8 +470,7 @@ def _work_on_host(mask: Mask, problem: Problem) -> UnionWork | None:
     index = found.index
     tiling = UnionTiling(
         shape=shape, batch=index.batch, num_lists=index.num_heads, block=found.block,
-        num_chosen=int(np.diff(index.indptr).max(initial=0)),
-        heads_per_tile=_heads_per_tile(shape.num_heads // index.num_heads, problem.group_size),
+        num_chosen=int(np.diff(index.indptr).max(initial=0)), group_size=problem.group_size,
     )  # fmt: skip
     if index.lo is not None and index.lo.shape[1] > 1 and tiling.heads_per_tile > 1:
         return None
@@ -451,14 +485,14 @@ def _work_on_host(mask: Mask, problem: Problem) -> UnionWork | None:
 
 
 def _closed_rows(closed: tuple[Mask, ...], shape: MaskShape) -> IntervalWork | None:
-    """Row intervals of closed forms without arrays; None if they depend on the head."""
-    joined, (batch, num_heads) = intersection(closed), extents(And(closed), shape) if closed else (1, 1)
+    """Row intervals of closed forms without arrays; None if they depend on the batch entry or the head."""
+    joined, over = intersection(closed), extents(And(closed), shape) if closed else (1, 1)
     work = IntervalWork(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=1, block_kv=1)
     if type(joined) is Band:
         return replace(work, band=joined)
-    if num_heads > 1:
+    if over != (1, 1):
         return None
-    lo, hi = row_intervals(And(closed), shape.seqlen_q, shape.seqlen_kv, batch, num_heads)
+    lo, hi = row_intervals(And(closed), shape.seqlen_q, shape.seqlen_kv, *over)
     return replace(work, lo=lo, hi=hi)
 
 

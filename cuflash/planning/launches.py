@@ -32,16 +32,17 @@ TENSOR_MAP_PARAM = np.dtype(
 )  # how the tensor memory accelerator copies boxes of an array; is_valid is 0 if it cannot
 
 
-def record_of(dtype: np.dtype[Any], numbers: Mapping[str, Any]) -> Any:
+def record_of(dtype: np.dtype[np.generic], numbers: Mapping[str, Any]) -> Any:
     """A record with these numbers in its fields, a dict for a record within, and zeros in all others."""
     record = np.zeros((), dtype)
+    assert dtype.fields is not None
     for name, number in numbers.items():
-        record[name] = record_of(dtype[name], number) if isinstance(number, Mapping) else number
+        record[name] = record_of(dtype.fields[name][0], number) if isinstance(number, Mapping) else number
     return record
 
 
 @lru_cache(maxsize=256)
-def leaves(dtype: np.dtype[Any]) -> Mapping[str, tuple[np.dtype[Any], int]]:
+def leaves(dtype: np.dtype[np.generic]) -> Mapping[str, tuple[np.dtype[np.generic], int]]:
     """The fields of a record and of those within it, but for arrays' and maps': type and offset in bytes by path.
 
     >>> dtype = np.dtype([("x", np.int64), ("inner", [("y", np.uint64)])])
@@ -72,7 +73,7 @@ class Workspace(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
     is_zeroed: bool = False
 
     @property
@@ -109,7 +110,7 @@ class Feature:
     """
 
     name: str
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
     values: Mapping[str, Any] = field(default_factory=dict)
     tables: tuple[str, ...] = ()
     boxes: Mapping[str, tuple[str, tuple[int, int]]] = field(default_factory=dict)
@@ -117,7 +118,7 @@ class Feature:
     names: Mapping[str, str] = field(default_factory=dict)
     starts: Mapping[str, int] = field(default_factory=dict)
 
-    def addresses(self) -> list[tuple[str, np.dtype[Any], int]]:
+    def addresses(self) -> list[tuple[str, np.dtype[np.generic], int]]:
         """The fields that hold addresses: the array's name, the field's type and its offset in bytes."""
         fields = ((self.names.get(path, path), kind, offset) for path, (kind, offset) in leaves(self.dtype).items())
         return [each for each in fields if each[1] == MATRICES or each[0] in self.tables]
@@ -193,7 +194,7 @@ class Pass:
 
     @classmethod
     def of_kernel(
-        cls, spec: KernelSpec, grid: int, record: np.dtype[Any], numbers: Mapping[str, Any], *,
+        cls, spec: KernelSpec, grid: int, record: np.dtype[np.generic], numbers: Mapping[str, Any], *,
         reads: tuple[str, ...], writes: tuple[str, ...], row_bytes: int = 0,
         names: Mapping[str, str] = MappingProxyType({}), starts: Mapping[str, int] = MappingProxyType({}),
     ) -> Pass:  # fmt: skip

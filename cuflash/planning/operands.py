@@ -21,7 +21,7 @@ class Operand(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
     is_captured: bool = False  # the score function reads it
 
     @property

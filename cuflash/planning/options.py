@@ -99,21 +99,21 @@ class Options(NamedTuple):
     all calls have is a field here, a key of `CallOptions`, and a parameter of each public function.
     """
 
-    mask: Any = None
-    causal: Any = False
-    window: Any = None
-    scale: Any = None
-    score: Any = None
-    softcap: Any = None
-    bias: Any = None
-    sink: Any = None
-    dropout: Any = None
-    wrt: Any = ()
-    kernel: Any = "auto"
-    executor: Any = "auto"
-    precision: Any = "ieee"
-    deterministic: Any = False
-    tangents: Any = ()  # names, or a `Directions`
+    mask: MaskLike | None = None
+    causal: Causality = False
+    window: Window | None = None
+    scale: float | None = None
+    score: ScoreLike | None = None
+    softcap: float | None = None
+    bias: AnyArray | None = None
+    sink: AnyArray | None = None
+    dropout: Dropout | None = None
+    wrt: str | tuple[str, ...] = ()
+    kernel: str = "auto"
+    executor: str = "auto"
+    precision: str = "ieee"
+    deterministic: bool = False
+    tangents: Directions | str | tuple[str, ...] = ()  # names, or a `Directions`
 
     def key(self, layout: Hashable, *more: Hashable) -> Hashable:
         """Key of a call, without its data.
@@ -158,7 +158,7 @@ class Options(NamedTuple):
             who = None if mask is None else content(mask)
         except TypeError:
             return None
-        draws = None if dropout is None else dropout._draws  # seed and offset are handed over by each call
+        draws = dropout._draws if isinstance(dropout, Dropout) else None  # seed and offset are handed over by each call
         return layout, who, causal, window, scale, program, draws, wrt, words, more
 
 

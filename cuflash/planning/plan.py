@@ -79,7 +79,7 @@ class KernelPlan:
         return not self.is_empty and not any(self.problem.scaling[1:])
 
     @property
-    def product_dtype(self) -> np.dtype[Any]:
+    def product_dtype(self) -> np.dtype[np.generic]:
         """The dtype that P and dS are rounded to before they multiply v, do, k and q."""
         is_rounded = self.family is not None and self.family.rounds_weights and self.problem.dtype.itemsize == 2
         return self.problem.dtype if is_rounded else self.problem.accumulator
@@ -123,19 +123,18 @@ class KernelPlan:
 
     def results(self, name: str) -> dict[str, ShapeDtype]:
         """Return the results of a pass by name, as callers get them."""
-        return self._results_of_rows(name) if name in ("forward", "jvp") else self.gradients
+        return self._results_of_rows[name] if name in ("forward", "jvp") else self.gradients
 
     def kernel_results(self, name: str) -> dict[str, ShapeDtype]:
         """Return the results of a pass by name, as the executor writes them."""
-        return self._results_of_rows(name) if name in ("forward", "jvp") else self.gradients_made
+        return self._results_of_rows[name] if name in ("forward", "jvp") else self.gradients_made
 
-    def _results_of_rows(self, name: str) -> dict[str, ShapeDtype]:
-        """o and lse, or their tangents."""
-        problem, dot = self.problem, DOT if name == "jvp" else ""
-        return {
-            f"o{dot}": ShapeDtype(problem.o_shape(), problem.dtype),
-            f"lse{dot}": ShapeDtype(problem.lse_shape(), problem.accumulator),
-        }
+    @cached_property
+    def _results_of_rows(self) -> dict[str, dict[str, ShapeDtype]]:
+        """o and lse of the pass "forward", and their tangents of the pass "jvp"."""
+        problem = self.problem
+        o, lse = ShapeDtype(problem.o_shape(), problem.dtype), ShapeDtype(problem.lse_shape(), problem.accumulator)
+        return {name: {f"o{dot}": o, f"lse{dot}": lse} for name, dot in (("forward", ""), ("jvp", DOT))}
 
     @property
     def gradients(self) -> dict[str, ShapeDtype]:

@@ -67,7 +67,7 @@ def prefill_spec(problem: Problem, device: DeviceSpec, family: str) -> KernelSpe
     return replace(spec, is_paged=True, has_sink=problem.operand("sink") is not None, score_is_staged=False)
 
 
-def intervals_spec(dtype: np.dtype[Any], has_sink: bool = False) -> KernelSpec:
+def intervals_spec(dtype: np.dtype[np.generic], has_sink: bool = False) -> KernelSpec:
     """The kernel that says which keys each query sees, and writes results of queries that belong to no sequence."""
     return KernelSpec(
         entry=_QUERY_INTERVALS, dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16,

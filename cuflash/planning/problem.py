@@ -92,7 +92,7 @@ class Problem:
     head_dim: int
     value_dim: int
     has_heads: bool
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
     softmax_scale: float
     precision: str = "ieee"
     operands: tuple[Operand, ...] = ()
@@ -161,7 +161,7 @@ class Problem:
         return MaskShape(self.batch, self.num_heads, self.seqlen_q, self.seqlen_kv)
 
     @cached_property
-    def accumulator(self) -> np.dtype[Any]:
+    def accumulator(self) -> np.dtype[np.generic]:
         return accumulator_dtype(self.dtype)
 
     @cached_property
@@ -180,7 +180,7 @@ class Problem:
     def kernel_scale(self) -> float:
         """The factor of products in kernels: 0 if it is too small for their numbers, as no score is large then."""
         scale = self.scaling.scale
-        return scale if abs(scale) >= 2 * float(np.finfo(self.accumulator).tiny) else 0.0
+        return scale if abs(scale) >= 2 * float(np.finfo(self.accumulator.name).tiny) else 0.0
 
     def o_shape(self) -> tuple[int, ...]:
         """(*batch, num_heads, seqlen_q, value_dim), without the heads for 2-D arguments."""
@@ -332,7 +332,7 @@ def _dtype_reasons(arguments: Mapping[str, Any]) -> list[str]:
     return reasons
 
 
-def _nearest(dtype: np.dtype[Any]) -> str:
+def _nearest(dtype: np.dtype[np.generic]) -> str:
     """The dtype to which an array of an unsupported one is cast: the same one in native order, or float32."""
     native = dtype.newbyteorder("=")
     return native.name if native in DTYPES else "float32"

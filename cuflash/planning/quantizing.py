@@ -48,7 +48,7 @@ _QUANTIZE = Entry(family="fp8", name="quantize", runs_as=SM90, shared_bytes=_max
 _TRANSPOSE = Entry(family="fp8", name="transpose", runs_as=SM90, shared_bytes=_block_bytes)
 
 
-def quantize_spec(dtype: np.dtype[Any], columns: int, block: int) -> KernelSpec | None:
+def quantize_spec(dtype: np.dtype[np.generic], columns: int, block: int) -> KernelSpec | None:
     """The kernel that rounds blocks of rows; None where there is none for these."""
     if dtype not in UP_TO_FLOAT32 or columns not in _COLUMNS or block not in _BLOCKS:
         return None

@@ -36,8 +36,8 @@ def num_leading(program: Program) -> int:
 
 
 def layout(
-    program: Program, wrt: Sequence[str], accumulator: np.dtype[Any], sums: Sequence[str] = ()
-) -> np.dtype[Any]:
+    program: Program, wrt: Sequence[str], accumulator: np.dtype[np.generic], sums: Sequence[str] = ()
+) -> np.dtype[np.generic]:
     """The record of a program's arrays and numbers, as the structure that `compiler.score_text` prints has them.
 
     The field ``numbers`` holds the program's numbers in the dtype that kernels compute in, and zeros up to a multiple
@@ -56,7 +56,7 @@ def layout(
     return np.dtype(fields or [("unused", np.uint64)], align=True)
 
 
-def _room_for_numbers(program: Program, accumulator: np.dtype[Any]) -> int:
+def _room_for_numbers(program: Program, accumulator: np.dtype[np.generic]) -> int:
     """Return how many numbers the record has room for: a multiple of 8 bytes."""
     in_a_word = 8 // accumulator.itemsize
     return -(-program.num_numbers // in_a_word) * in_a_word

@@ -36,7 +36,7 @@ class Traced(Protocol):
 
 
 def captured_operands(
-    score: Score | Traced, shape: MaskShape, has_heads: bool, accumulator: np.dtype[Any]
+    score: Score | Traced, shape: MaskShape, has_heads: bool, accumulator: np.dtype[np.generic]
 ) -> tuple[Operand, ...]:
     """The arrays that a score function captured, as operands.
 
@@ -62,12 +62,12 @@ def captured_operands(
     )
 
 
-def _number_reasons(numbers: Iterable[float], accumulator: np.dtype[Any]) -> list[str]:
+def _number_reasons(numbers: Iterable[float], accumulator: np.dtype[np.generic]) -> list[str]:
     """Why numbers become 0 or infinite where scores are computed, which makes NaN of scores that are not.
 
     GPUs round numbers below the least normal one to 0.
     """
-    limits = np.finfo(accumulator)
+    limits = np.finfo(accumulator.name)
     least, most = float(limits.smallest_normal), float(limits.max)
     fix = "give one of such a size" if accumulator == _WIDEST else "give one of such a size, or float64 q, k and v"
     return [
@@ -78,7 +78,7 @@ def _number_reasons(numbers: Iterable[float], accumulator: np.dtype[Any]) -> lis
     ]
 
 
-def numbers_of(score: Score, shape: MaskShape, accumulator: np.dtype[Any]) -> tuple[float, ...]:
+def numbers_of(score: Score, shape: MaskShape, accumulator: np.dtype[np.generic]) -> tuple[float, ...]:
     """The numbers of a score function for a shape, with seqlen_kv - seqlen_q among them if the function reads it.
 
     Raises

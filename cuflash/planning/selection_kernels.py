@@ -106,7 +106,7 @@ _SUM_BYTES = 8  # of a warp's sum, in a thread block that has a row to itself
 _WIDE, _FEW = 1024, 256  # see `ChoiceRule.launch`
 
 
-def selection_spec(entry: str, dtype: np.dtype[Any]) -> KernelSpec:
+def selection_spec(entry: str, dtype: np.dtype[np.generic]) -> KernelSpec:
     """A kernel for rows of a dtype, as "pool", "page_bounds" and "key_scores" are, or for accumulators of one."""
     block_q, block_kv, head_dim, num_warps = _SIZES.get(entry, (0, 0, 0, _WARPS))
     return KernelSpec(
@@ -152,7 +152,7 @@ class ChoiceRule:
     num_local: int
     has_diagonal: bool
 
-    def kernels(self, shape: tuple[int, ...], dtype: np.dtype[Any], room: int = _ROOM) -> Pass:
+    def kernels(self, shape: tuple[int, ...], dtype: np.dtype[np.generic], room: int = _ROOM) -> Pass:
         """Return the launch for scores of a shape [..., rows, columns].
 
         A choice walks a row at least 33 times, with about 6 instructions for 32 columns where their places are in
@@ -197,7 +197,7 @@ class ChoiceRule:
 
 
 def wide_choosing(
-    rules: Sequence[ChoiceRule], shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any], room: int = _ROOM
+    rules: Sequence[ChoiceRule], shapes: Sequence[tuple[int, ...]], dtype: np.dtype[np.generic], room: int = _ROOM
 ) -> Pass:
     """Return the launch with a thread block for each row of one or two grids.
 
@@ -280,7 +280,7 @@ class Rows(NamedTuple):
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
 
     @property
     def ndim(self) -> int:
@@ -296,7 +296,8 @@ def runs_of_rows(array: Any, length: int, stride: int) -> Rows:
 
 
 def spreading(
-    mass_shape: tuple[int, ...], num_kv_blocks: int, group_size: int, parts: tuple[int, int], dtype: np.dtype[Any]
+    mass_shape: tuple[int, ...], num_kv_blocks: int, group_size: int, parts: tuple[int, int],
+    dtype: np.dtype[np.generic],
 ) -> Pass:
     """Return the launch that adds up masses of compressed keys: of the arrays masses and scores.
 
@@ -363,7 +364,7 @@ def num_key_runs(num_keys: int) -> int:
 
 
 def slash_summing(
-    score_shape: tuple[int, ...], first_diagonal_key: int, num_distances: int, dtype: np.dtype[Any]
+    score_shape: tuple[int, ...], first_diagonal_key: int, num_distances: int, dtype: np.dtype[np.generic]
 ) -> Pass:
     """Return the launch that adds up masses of keys and distances: of the arrays scores, runs, of_keys, of_distances.
 
@@ -459,7 +460,7 @@ def num_distances(seqlen_q: int, offset: int) -> int:
 
 
 def _pass_of_threads(
-    entry: str, dtype: np.dtype[Any], layout: np.dtype[Any], numbers: dict[str, Any], num_threads: int,
+    entry: str, dtype: np.dtype[np.generic], layout: np.dtype[np.generic], numbers: dict[str, Any], num_threads: int,
     *, reads: tuple[str, ...], writes: tuple[str, ...],
 ) -> Pass:  # fmt: skip
     """Return a launch of so many threads."""
@@ -478,7 +479,7 @@ def means_shape(shape: tuple[int, ...], side: int) -> tuple[int, ...]:
     return (*shape[:-2], -(-shape[-2] // side), shape[-1])
 
 
-def every_selection_spec(dtypes: tuple[np.dtype[Any], ...]) -> set[KernelSpec]:
+def every_selection_spec(dtypes: tuple[np.dtype[np.generic], ...]) -> set[KernelSpec]:
     """The kernels for arrays of some dtypes."""
     of_masses = ("choose", "choose_wide", "spread", "slash_sums")
     choosing = {selection_spec(entry, accumulator_dtype(dtype)) for entry in of_masses for dtype in dtypes}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -65,7 +64,7 @@ def sink_backward(
     return replace(made, launches=launches, features=(*made.features, _feature(problem)))
 
 
-def gradient_spec(dtype: np.dtype[Any], like: KernelSpec | None = None) -> KernelSpec:
+def gradient_spec(dtype: np.dtype[np.generic], like: KernelSpec | None = None) -> KernelSpec:
     """The kernel that makes a sink's gradient beside o of a dtype; the simt family's reads no tiles."""
     if like is None:
         like = KernelSpec(entry=_ENTRY, dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16)

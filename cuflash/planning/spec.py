@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class Entry:
         The kernel makes weights, or gradients of scores from them, and drops weights under dropout.
     can_finish_dq : bool
         Thread blocks that add to dQ can count what has arrived at a tile of queries, and write its dQ.
-    query_stats_words : callable, optional
+    query_record_words : callable, optional
         Counts the words of the statistics that the kernel writes for a tile of queries; other kernels write delta.
     has_exponentials : bool
         The kernel computes a power of two for each score.
@@ -70,7 +70,7 @@ class Entry:
     adds_gradients: bool = False
     draws_dropout: bool = False
     can_finish_dq: bool = False
-    query_stats_words: Callable[[KernelSpec], int] | None = None
+    query_record_words: Callable[[KernelSpec], int] | None = None
     has_exponentials: bool = False
     products: tuple[int, int] = (0, 0)
 
@@ -110,13 +110,14 @@ class KernelSpec:
         Tiles that are copied ahead and at hand.
     dq_atomic_width : 0, 1 or 4
         Sums of dQ that one instruction adds to; 0 where dQ has a kernel of its own.
-    fuses_dq_epilogue : bool
-        Blocks that add to dQ may finish it: of some batch entries and heads, or, where they count arrivals, all of it.
-    counts_dq_arrivals : bool
-        Without a list too, blocks count the tiles of keys that have come to a tile of queries: the first stores its
-        part of dQ, and with `fuses_dq_epilogue` the last finishes it.
+    finishes_dq_in_order : bool
+        Tiles of keys share dQ of some batch entries and heads in an order: the last one stores its part, and the first
+        one finishes dQ.
+    last_finishes_dq : bool
+        Tiles of keys count their arrivals at a tile of queries: the first to arrive stores its part of dQ, and the last
+        finishes dQ.
     adds_dq_in_order : bool
-        Tiles of keys add to dQ in their order, so that it repeats bit for bit; the count is of those that are done.
+        Tiles of keys add to dQ in their order, so that it repeats bit for bit.
     is_split : bool
         Blocks share a tile's keys, and leave their parts to be merged by another kernel.
     pack_gqa : bool
@@ -160,7 +161,7 @@ class KernelSpec:
     """
 
     entry: Entry
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
     head_dim: int
     value_dim: int
     block_q: int
@@ -172,8 +173,8 @@ class KernelSpec:
     cuts_sequences: bool = False
     num_stages: int = 1
     dq_atomic_width: int = 0
-    fuses_dq_epilogue: bool = False
-    counts_dq_arrivals: bool = False
+    finishes_dq_in_order: bool = False
+    last_finishes_dq: bool = False
     adds_dq_in_order: bool = False
     is_split: bool = False
     pack_gqa: bool = False
@@ -216,7 +217,12 @@ class KernelSpec:
         return {} if self.entry.boxes is None else self.entry.boxes(self)
 
     @property
-    def accumulator(self) -> np.dtype[Any]:
+    def finishes_dq(self) -> bool:
+        """True if thread blocks that add to dQ also scale and round it."""
+        return self.finishes_dq_in_order or self.last_finishes_dq
+
+    @property
+    def accumulator(self) -> np.dtype[np.generic]:
         """The dtype of sums: float64 for float64, else float32."""
         return accumulator_dtype(self.dtype)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays import Array, accumulator_dtype, describe, namespace, require_arrays
 from ..blocks.index import BlockIndex
-from ..blocks.work_list import requested_mask
+from ..calls._call import Call
 from ..errors import UnsupportedProblem, collecting
 from ..executors._layout_key import layout_key
 from ..executors.index_maker import index_of
@@ -22,9 +22,9 @@ from ..masks.block_pattern import BlockPattern
 from ..masks.shape import MaskShape, block_pair
 from ..planning._call_cache import CALLS
 from ..planning.options import Options
-from ..planning.problem import problem_of, reasons_without_v
+from ..planning.problem import reasons_without_v
 from ..planning.selection_kernels import ChoiceRule
-from ..plans import as_arrays, as_mask_of_arrays
+from ..plans import as_arrays
 from .budget import Budget, Diagonal, Forced, choose
 
 
@@ -71,25 +71,21 @@ class Grid:
         q, k = as_arrays({"q": q, "k": k}).values()
         require_arrays({"q": q, "k": k})
         if namespace(q) is not namespace(k):
-            reasons.append("q and k must be of one kind: copy one of them explicitly")
-        sides, resolved = (1, 1), None
+            raise UnsupportedProblem([*reasons, "q and k must be of one kind: copy one of them explicitly"])
+        sides, call, found = (1, 1), None, list[str]()
         with collecting(reasons):
             sides = block_pair(block)
-        found: list[str] = []
         v = k[..., :1] if k.ndim >= 2 else k
-        problem = problem_of(found, q, k, v, scale=scale)
+        with collecting(found):
+            call = Call.of(q, k, v, options)
         reasons += reasons_without_v(found, q, k, (q, k, v))
-        if problem is not None:
-            with collecting(reasons):
-                given = as_mask_of_arrays(mask, "cpu" if namespace(q) is np else "gpu", q)
-                resolved = requested_mask(given, causal, window, problem.mask_shape, namespace(q))
-        if reasons or problem is None or resolved is None:
+        if reasons or call is None:
             raise UnsupportedProblem(reasons)
-        shape = problem.mask_shape
+        problem, shape = call.problem, call.problem.mask_shape
         offset = shape.seqlen_kv - shape.seqlen_q if isinstance(causal, str) and causal == "bottom_right" else 0
         is_causal = causal is not False and bool(causal)
         facts = (
-            shape, sides, resolved, is_causal, offset, mask is not None or window is not None,
+            shape, sides, call.mask, is_causal, offset, mask is not None or window is not None,
             problem.softmax_scale, problem.has_heads,
         )  # fmt: skip
         if key is not None:

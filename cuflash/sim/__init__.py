@@ -1,4 +1,4 @@
-"""CUDA kernels on the host: the same text, compiled by g++, run on a simulated thread block, checked and repeatable."""
+"""The simulator, which compiles CUDA kernels with g++ and runs them on simulated thread blocks, reproducibly."""
 
 from .compiler import BuildError, Sanitizer, build, preload_environment
 from .launch import Kernel, Schedule, SimulationError

@@ -1,4 +1,4 @@
-"""Compile the text of a kernel to a library of the host by g++, once, and keep it on disk."""
+"""Compilation of kernel sources to host libraries by g++, and the storage of these libraries in the disk cache."""
 
 from __future__ import annotations
 
@@ -29,32 +29,33 @@ _COMPILER = "g++"
 _COMPILER_SECONDS = 600
 _RUNTIME = Path(__file__).parent / "runtime"
 _PRELUDE = "prelude.hpp"
-# No contraction: the same bits on every host. No strict aliasing: CUDA compilers assume none, and kernels reinterpret.
+# -ffp-contract=off gives the same bits on every host. -fno-strict-aliasing matches CUDA compilers, which do not assume
+# strict aliasing, so that kernels may reinterpret memory.
 _COMMON = ("-std=c++20", "-fPIC", "-pthread", "-ffp-contract=off", "-Wno-psabi")
 _KERNEL = ("-Og", "-g1", "-fno-strict-aliasing", "-fvisibility=hidden", "-fno-gnu-unique", "-Wno-unknown-pragmas")
-# Debug information names our files, not the folder of the compilation.
-_HERE = ("-fdebug-prefix-map={here}=.",)
-# The runtime answers UndefinedBehaviorSanitizer itself, so that kernels link without its library.
+# Debug information then names source files without the temporary folder in which the compiler runs.
+_PREFIX_MAP = ("-fdebug-prefix-map={folder}=.",)
+# The runtime implements the callbacks of UndefinedBehaviorSanitizer, so that kernels link without its library.
 _UNDEFINED = ("-fsanitize=undefined", "-fno-sanitize-recover=undefined")
 _SANITIZE: dict[str, tuple[str, ...]] = {
     "": (),
     "undefined": _UNDEFINED,
     "address": ("-fsanitize=address", *_UNDEFINED),
     "thread": ("-fsanitize=thread",),
-    # The runtime answers what the compiler inserts, and so learns of every access to global memory.
+    # The runtime implements the calls that the compiler inserts, and so records every access to global memory.
     "blocks": ("-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"),
 }
-# Kernels name no library: what they call is in the process, with the runtime or before Python.
+# Kernels link to no library: the functions that they call are in the runtime, or in libraries loaded before Python.
 _LINK = ("-shared", "-nostdlib")
-# Flavours of the runtime.
+# Compiler flags of the runtime for each sanitizer.
 _FLAVOUR: dict[str, tuple[str, ...]] = {"address": ("-DCUFLASH_SIM_ADDRESS",), "thread": ("-DCUFLASH_SIM_THREAD",)}
 _TSAN_SYMBOL = "__tsan_create_fiber"
-# Libraries that must be in the process before Python starts, and a symbol of each that shows its presence.
+# Libraries that must be loaded before Python starts, and a symbol of each that shows that it is loaded.
 _PRELOAD = {"address": ("libasan.so", "__asan_init"), "thread": ("libtsan.so", _TSAN_SYMBOL)}
 
 
 class BuildError(RuntimeError):
-    """A kernel cannot be compiled for the host: no compiler, no sanitizer, or an error in the text."""
+    """The error for a kernel that cannot be compiled for the host: no compiler, no sanitizer, or invalid source."""
 
 
 def build(text: str, entry: str, *, sanitize: Sanitizer = "") -> Kernel:
@@ -67,19 +68,19 @@ def build(text: str, entry: str, *, sanitize: Sanitizer = "") -> Kernel:
     Parameters
     ----------
     text : str
-        CUDA C++ without includes; ``#line`` says where its lines come from.
+        CUDA C++ without includes; ``#line`` directives name the files and lines that it comes from.
     entry : str
-        Name of an ``extern "C" __global__`` function of any trivially copyable parameters.
+        Name of an ``extern "C" __global__`` function with trivially copyable parameters.
     sanitize : "", "address", "undefined", "thread" or "blocks"
-        "undefined" ends a launch that does what C++ leaves undefined with a SimulationError. "address" sees reads and
-        writes outside arrays besides, "thread" sees races in shared memory; both print a report, end the process, and
-        need it to be started with `preload_environment`. "blocks" sees races between blocks
-        in global memory, which end a launch with a SimulationError, where a schedule has `resident_blocks`.
+        "undefined" ends a launch that executes undefined behaviour of C++ with a SimulationError. "address" also
+        detects reads and writes outside arrays, and "thread" detects races in shared memory; both print a report, end
+        the process, and require that it was started with `preload_environment`. "blocks" detects races between blocks
+        in global memory, which end a launch with a SimulationError, if the schedule has several `resident_blocks`.
 
     Raises
     ------
     BuildError
-        No g++, or the text does not compile: its message has our file and line. Or what g++ made cannot be kept or
+        g++ is missing, the text does not compile (the message names file and line), or the library cannot be stored or
         loaded.
     """
     if sanitize not in _SANITIZE:
@@ -93,20 +94,20 @@ def build(text: str, entry: str, *, sanitize: Sanitizer = "") -> Kernel:
             f"run it as a child with the variables that sim.preload_environment({sanitize!r}) returns"
         )
     if sanitize == "blocks" and hasattr(ctypes.CDLL(None), _TSAN_SYMBOL):
-        raise BuildError("sanitize='blocks' must run in a process without libtsan.so, which would answer in its place")
+        raise BuildError("sanitize='blocks' must run in a process without libtsan.so, which defines the same functions")
     try:
         return _built(compiler, text, entry, sanitize)
     except BuildError as error:
         if not isinstance(error.__cause__, OSError):
             raise
-    return _built(compiler, text, entry, sanitize)  # somebody may have removed the folder meanwhile
+    return _built(compiler, text, entry, sanitize)  # another process may have removed the folder in between
 
 
 def _built(compiler: str, text: str, entry: str, sanitize: str) -> Kernel:
-    # Neither needs the other, so they compile side by side.
-    with ExitStack() as held, ThreadPoolExecutor(max_workers=2) as together:
-        runtime = together.submit(lambda: held.enter_context(_build_runtime(compiler, sanitize)))
-        library = held.enter_context(_build_kernel(compiler, text, entry, sanitize))
+    # The runtime and the kernel are independent, so they are compiled in parallel.
+    with ExitStack() as files, ThreadPoolExecutor(max_workers=2) as pool:
+        runtime = pool.submit(lambda: files.enter_context(_build_runtime(compiler, sanitize)))
+        library = files.enter_context(_build_kernel(compiler, text, entry, sanitize))
         return _loaded(Path(library.name), Path(runtime.result().name), entry)
 
 
@@ -114,15 +115,15 @@ def _loaded(library: Path, runtime: Path, entry: str) -> Kernel:
     try:
         return Kernel(library, runtime, entry)
     except OSError as error:
-        fault = host_cache.made(library.parent)
+        fault = host_cache.make_folder(library.parent)
         raise BuildError(
             f"kernel {entry} must be loaded from {library.parent}, which fails ({error}{fault and f'; {fault}'}): "
-            f"set CUFLASH_CACHE_DIR, or TMPDIR, to another folder"
+            f"set CUFLASH_CACHE_DIR, or TMPDIR, to a different folder"
         ) from error
 
 
 def preload_environment(sanitize: Sanitizer) -> dict[str, str]:
-    """Variables for a child process in which ``build(..., sanitize=...)`` works.
+    """Return the environment variables that a child process needs for ``build(..., sanitize=...)``.
 
     >>> preload_environment("undefined")
     {}
@@ -130,13 +131,13 @@ def preload_environment(sanitize: Sanitizer) -> dict[str, str]:
     if sanitize not in _PRELOAD:
         return {}
     name = _PRELOAD[sanitize][0]
-    found = _run([_compiler(), f"-print-file-name={name}"]).stdout.strip()
-    if not os.path.isabs(found):
-        raise BuildError(f"{_COMPILER} has no {name}; on Debian or Ubuntu it comes with: apt install g++")
-    # Python's own memory is none of our business, and BLAS threads would be reported as racing.
-    # Blocks use the same shared memory, so an address that raced once may do so again elsewhere.
+    path = _run([_compiler(), f"-print-file-name={name}"]).stdout.strip()
+    if not os.path.isabs(path):
+        raise BuildError(f"{_COMPILER} has no {name}; on Debian or Ubuntu, run apt install g++")
+    # Leaks of Python itself are not reported, and BLAS has one thread because its threads would be reported as races.
+    # All blocks use the same shared memory, so races at equal addresses are reported again.
     return {
-        "LD_PRELOAD": found,
+        "LD_PRELOAD": path,
         "ASAN_OPTIONS": "detect_leaks=0",
         "TSAN_OPTIONS": "suppress_equal_addresses=0",
         "OPENBLAS_NUM_THREADS": "1",
@@ -144,16 +145,16 @@ def preload_environment(sanitize: Sanitizer) -> dict[str, str]:
 
 
 def cache_directory() -> Path:
-    """Return the folder of compiled kernels: the one that is kept, or one of this process if that cannot serve."""
+    """Return the folder of compiled kernels: the disk cache, or a temporary folder if the cache is unusable."""
     folder = host_cache.folder()
-    fault = host_cache.made(folder)
+    fault = host_cache.make_folder(folder)
     return Path(_temporary_directory(fault).name) if fault else folder
 
 
 @functools.lru_cache(maxsize=None)
 def _temporary_directory(reason: str) -> tempfile.TemporaryDirectory[str]:
-    """A folder that is removed when the process ends."""
-    warnings.warn(f"kernels for the host are compiled anew in every process: {reason}", RuntimeWarning, stacklevel=2)
+    """Make a folder that is removed when the process ends, and warn that kernels are compiled again because of it."""
+    warnings.warn(f"every process compiles its kernels for the host again: {reason}", RuntimeWarning, stacklevel=2)
     return tempfile.TemporaryDirectory(prefix="cuflash-sim-")
 
 
@@ -174,7 +175,7 @@ def _identity(compiler: str) -> str:
 
 @functools.lru_cache(maxsize=None)
 def _runtime_text() -> str:
-    """All that a kernel or the runtime is compiled with."""
+    """Return the text of all files of the runtime, which is part of the cache key of kernels and of the runtime."""
     paths = sorted(path for path in _RUNTIME.rglob("*") if path.suffix in (".hpp", ".cpp"))
     return "\n".join(f"{path.relative_to(_RUNTIME)}\n{path.read_text('utf-8')}" for path in paths)
 
@@ -188,7 +189,7 @@ def _build_runtime(compiler: str, sanitize: str) -> IO[bytes]:
         command = [compiler, *flags, "-shared", str(source), "-o", target.name, "-ldl"]
         return _publish([command], target, f"the simulator's runtime, {source}")
 
-    return _kept_file(target, publish)
+    return _cached_file(target, publish)
 
 
 def _build_kernel(compiler: str, text: str, entry: str, sanitize: str) -> IO[bytes]:
@@ -197,26 +198,27 @@ def _build_kernel(compiler: str, text: str, entry: str, sanitize: str) -> IO[byt
     target = _target("kernel", _identity(compiler), _runtime_text(), source, *flags, *_LINK)
 
     def publish() -> IO[bytes]:
-        kept = target.with_suffix(".cpp")
+        source_name = target.with_suffix(".cpp").name
         with _prelude(compiler, flags) as folder:
-            # A compiler that cannot use the precompiled prelude finds its text here.
+            # If the compiler cannot use the precompiled prelude, it reads the prelude's text in _RUNTIME.
             prelude = (f"-I{folder}", f"-I{_RUNTIME}", "-include", _PRELUDE)
-            to_object = [compiler, *flags, *_HERE, *prelude, "-c", kept.name, "-o", "kernel.o"]
+            to_object = [compiler, *flags, *_PREFIX_MAP, *prelude, "-c", source_name, "-o", "kernel.o"]
             to_library = [compiler, *_LINK, "kernel.o", "-lgcc", "-o", target.name]
             return _publish([to_object, to_library], target, f"kernel {entry}", source)
 
-    return _kept_file(target, publish)
+    return _cached_file(target, publish)
 
 
-# Precompiled preludes that this process has used: they stay open, and reading one again takes longer than linking.
+# Precompiled preludes that this process has used. They stay open, because reading one again takes longer than linking.
 _preludes: dict[Path, IO[bytes]] = {}
 
 
 @contextmanager
 def _prelude(compiler: str, flags: tuple[str, ...]) -> Iterator[Path]:
-    """Give the folder of the precompiled prelude: half of what a small kernel takes to compile is reading its text.
+    """Yield the folder of the precompiled prelude, which halves the time to compile a small kernel.
 
-    The prelude stays in its place meanwhile; where another thread ends first, a compiler may have to read the text.
+    The prelude is not removed inside the `with` block. If another thread leaves its own block first, the prelude may be
+    removed, and the compiler reads the text instead.
     """
     folder = _target("prelude", _identity(compiler), _runtime_text(), *flags).with_suffix("")
     target = folder / f"{_PRELUDE}.gch"
@@ -226,18 +228,18 @@ def _prelude(compiler: str, flags: tuple[str, ...]) -> Iterator[Path]:
         command = [compiler, *flags, "-x", "c++-header", str(source), "-o", target.name]
         return _publish([command], target, f"the prelude of kernels, {source}")
 
-    held = _preludes.get(target)
-    if held is None or not host_cache.hold(held):
-        held = _preludes[target] = _kept_file(target, publish)
-        atexit.register(held.close)
+    prelude = _preludes.get(target)
+    if prelude is None or not host_cache.hold(prelude):
+        prelude = _preludes[target] = _cached_file(target, publish)
+        atexit.register(prelude.close)
     try:
         yield folder
     finally:
-        host_cache.release(held)
+        host_cache.release(prelude)
 
 
 def _glue(entry: str) -> str:
-    """Return the text of the function that a kernel's library exports for launches."""
+    """Return the text of the functions that a kernel's library exports for launches."""
     export = '__attribute__((visibility("default")))'
     return f"""#line 1 "(launch of {entry})"
 extern "C" {export} void cuflash_sim_kernel(void** arguments) {{ ::cuflash::sim::call(&{entry}, arguments); }}
@@ -250,72 +252,73 @@ def _target(kind: str, *parts: str) -> Path:
     return cache_directory() / f"{kind}-{digest}.so"
 
 
-def _kept_file(target: Path, publish: Callable[[], IO[bytes]]) -> IO[bytes]:
-    """Open a file that is kept; publish it first if it is not there. It stays until it is closed."""
+def _cached_file(target: Path, publish: Callable[[], IO[bytes]]) -> IO[bytes]:
+    """Open a file of the cache, which cannot be removed until it is closed; publish it first if it does not exist."""
     for _ in range(_MOST_ATTEMPTS):
         if (file := _opened(target)) is not None:
             return file
         with publish():
             if (file := _opened(target)) is not None:
                 return file
-    raise BuildError(f"{target} is removed or changed as soon as it is made: set CUFLASH_CACHE_DIR to another folder")
+    fix = "set CUFLASH_CACHE_DIR to a different folder"
+    raise BuildError(f"another process removes or changes {target} as soon as it is written: {fix}")
 
 
 def _opened(target: Path) -> IO[bytes] | None:
-    """Open a file, which stays until it is closed, or return None if it is not there as `_publish` left it.
+    """Open a file, which cannot be removed until it is closed, or return None if it is missing or not complete.
 
-    A disk that was full, or a crash, may have cut it short.
+    A full disk or a crash may have truncated it.
     """
     try:
         file = target.open("rb")
     except OSError:
         return None
-    is_there = host_cache.hold(file)
+    is_in_place = host_cache.hold(file)
     data = file.read()
-    if is_there and data[-_SEAL_BYTES:] == _seal(data[:-_SEAL_BYTES]):
+    if is_in_place and data[-_SEAL_BYTES:] == _seal(data[:-_SEAL_BYTES]):
         return file
     file.close()
     return None
 
 
 def _seal(data: bytes) -> bytes:
-    """Return the digest that is appended to a library or a prelude; the loader and g++ ignore it."""
+    """Return the digest that is appended to a library or a prelude, which the loader and g++ ignore."""
     return hashlib.sha256(data).digest()
 
 
 _SEAL_BYTES = hashlib.sha256().digest_size
-_MOST_ATTEMPTS = 3  # at a file that other processes remove or replace
+_MOST_ATTEMPTS = 3  # to open a file that other processes remove or replace
 
 
 def _publish(commands: list[list[str]], target: Path, what: str, source: str = "") -> IO[bytes]:
-    """Run the compiler in a folder of its own, then move the result into place: all of it or nothing is seen.
+    """Run the compiler in a temporary folder, then move its complete result to `target` atomically.
 
     Returns
     -------
     file
-        The result, which stays in its place until the file is closed.
+        The result, which cannot be removed until it is closed.
     """
-    folder = target.parent if target.suffix == ".so" else target.parent.parent  # a prelude has a folder of its own
+    folder = target.parent if target.suffix == ".so" else target.parent.parent  # each prelude has its own subfolder
     try:
-        with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as here, ExitStack() as undo:
-            kept = target.with_suffix(".cpp")
-            (Path(here) / kept.name).write_text(source, "utf-8")
+        with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as temporary, ExitStack() as undo:
+            source_path = target.with_suffix(".cpp")
+            (Path(temporary) / source_path.name).write_text(source, "utf-8")
             for command in commands:
-                command = [word.format(here=here) if "{here}" in word else word for word in command]
-                run = _run(command, here)
+                command = [word.format(folder=temporary) if "{folder}" in word else word for word in command]
+                run = _run(command, temporary)
                 if run.returncode:
                     if source:
-                        os.replace(Path(here) / kept.name, kept)
-                    where = f"\nThe whole text is in {kept}" if source else ""
-                    told = f"{_COMPILER} does not compile {what}:\n{run.stderr.strip() or _end(run)}{where}"
-                    raise BuildError(told)
-            result = Path(here) / target.name
+                        os.replace(Path(temporary) / source_path.name, source_path)
+                    where = f"\nThe whole text is in {source_path}" if source else ""
+                    output = run.stderr.strip() or _end(run)
+                    raise BuildError(f"{_COMPILER} does not compile {what}:\n{output}{where}")
+            result = Path(temporary) / target.name
             file = undo.enter_context(result.open("ab"))
             data = result.read_bytes()
             file.write(_seal(data))
             file.flush()
             host_cache.hold(file)
-            if (others := _opened(target)) is not None:  # another process was faster, and may be about to load it
+            if (others := _opened(target)) is not None:  # another process was faster, and may be about to load its file
                 return others
             if target.is_dir():
                 target.rmdir()
@@ -325,18 +328,18 @@ def _publish(commands: list[list[str]], target: Path, what: str, source: str = "
             return file
     except OSError as error:
         raise BuildError(
-            f"{what} must be kept in {folder}, which fails ({error}): make room there, or remove that folder"
+            f"{what} must be stored in {folder}, which fails ({error}): free disk space, or remove that folder"
         ) from error
 
 
-# Bytes that this process has published in a folder since it last looked at all files there.
+# Bytes that this process has published in each folder since it last examined the size of the folder.
 _added: dict[Path, int] = {}
 
 
 def _shrink_at_times(folder: Path, nbytes: int) -> None:
-    """Shrink the folder with the first file of this process, then after each 64th of what it may hold.
+    """Shrink the folder after the first file of this process, then each time another 1/64 of its limit was added.
 
-    A look at the thousands of files of a full folder takes a third of what a small kernel takes to compile.
+    To examine the thousands of files of a full folder takes a third of the time to compile a small kernel.
     """
     _added[folder] = _added.get(folder, host_cache.MOST_BYTES) + nbytes
     if _added[folder] >= host_cache.MOST_BYTES // 64:
@@ -345,7 +348,7 @@ def _shrink_at_times(folder: Path, nbytes: int) -> None:
 
 
 def _move(file: Path, target: Path) -> None:
-    """Move a file, to a folder that another process may be removing because it is empty."""
+    """Move a file to a folder that another process may be removing because it is empty."""
     while True:
         target.parent.mkdir(mode=0o700, exist_ok=True)
         try:
@@ -364,15 +367,15 @@ def _end(run: subprocess.CompletedProcess[str]) -> str:
 def _run(command: list[str], folder: str | None = None) -> subprocess.CompletedProcess[str]:
     environment = dict(os.environ)
     if environment.get("LD_PRELOAD", "").endswith(tuple(library for library, _ in _PRELOAD.values())):
-        del environment["LD_PRELOAD"]  # a sanitizer, which would make the compiler slower by half
+        del environment["LD_PRELOAD"]  # a sanitizer would slow the compiler down by half
     try:
-        # Names of files come in the user's encoding, and whatever they hold is shown.
+        # File names are in the user's encoding, and messages show bytes that are invalid in it as escapes.
         return subprocess.run(
             command, cwd=folder, capture_output=True, encoding="utf-8", errors="backslashreplace",
             timeout=_COMPILER_SECONDS, env=environment,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        told = f"{command[0]} did not end within {_COMPILER_SECONDS} s; the command was {shlex.join(command)}"
-        raise BuildError(told) from error
+        message = f"{command[0]} did not end within {_COMPILER_SECONDS} s; the command was {shlex.join(command)}"
+        raise BuildError(message) from error
     except OSError as error:
-        raise BuildError(f"{command[0]} does not start ({error}): install {_COMPILER} anew") from error
+        raise BuildError(f"{command[0]} does not start ({error}): reinstall {_COMPILER}") from error

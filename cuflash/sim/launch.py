@@ -1,4 +1,4 @@
-"""Simulated launches of a kernel built for the host: arguments by address, failures as exceptions."""
+"""Simulated launches of kernels that are compiled for the host: argument passing, and errors as exceptions."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _ORDERS = ("round_robin", "first_warp", "last_warp", "random", "priorities")
 _COPIES = ("eager", "late", "random")
 _MAX_SHARED_BYTES = 227 << 10
 _MAX_BLOCK = 1024
-# Each has a stack of its own, and an operating system limits how many areas of memory a process maps.
+# Each resident thread has its own stack, and operating systems limit how many memory areas a process maps.
 _MAX_RESIDENT_THREADS = 1 << 14
-# A tensor map has the strictest alignment of all types that a kernel takes by value.
+# The alignment of tensor maps, which is the strictest of all types that kernels take by value.
 _ALIGNMENT = 128
 _MESSAGE_BYTES = 8192
 
-# The runtime holds one launch, so calls from several threads queue here.
+# The runtime can simulate only one launch at a time, so calls from several threads wait for this lock.
 _one_launch = threading.Lock()
 
 
 class SimulationError(RuntimeError):
-    """A kernel broke a rule: the message names its line, block and thread, and the schedule that shows it again."""
+    """The error for a kernel that breaks a rule; its message names line, block, thread and schedule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The choices of a launch that a correct kernel cannot notice.
+    """The choices of a simulated launch that do not affect the results of a correct kernel.
 
     >>> Schedule(seed=7, order="random", copies="late", shuffle_lanes=True).order
     'random'
@@ -43,20 +43,21 @@ class Schedule:
     Attributes
     ----------
     seed : int
-        All random choices of a launch follow from it.
+        The seed that determines all random choices of a launch.
     order : "round_robin", "first_warp", "last_warp", "random" or "priorities"
-        Which warp goes on when one waits or has finished an operation. "priorities" runs the warp of the highest one,
-        and changes priorities a few times: it finds bugs that need few switches at unlikely places.
+        Which warp runs next when one waits or has finished an operation. "priorities" runs the warp with the highest
+        priority and changes priorities a few times: this finds bugs that need few switches at unlikely places.
     copies : "eager", "late" or "random"
-        When asynchronous copies land: when issued, when waited for, or either.
+        When asynchronous copies complete: when they are issued, when a thread waits for them, or randomly either.
     poison : bool
-        Shared memory, and the destination of a copy in flight, hold bytes 0xFF: NaN as any float.
+        True to fill shared memory and the destinations of pending copies with bytes 0xFF, which is NaN in any float
+        dtype.
     shuffle_lanes : bool
-        The lanes of a warp run in random order instead of from 0 up.
+        True to run the lanes of a warp in random order instead of from 0 up.
     resident_blocks : int
-        How many blocks of a grid run together. With 1, blocks run one after another. With more, the order also chooses
-        among blocks: "first_warp" runs the first block that can go on, "priorities" that of the highest priority. Races
-        between them in global memory are errors of a kernel that is built with ``sanitize="blocks"``.
+        How many blocks of a grid run concurrently. With 1, blocks run one after another. With more, the order also
+        selects blocks: "first_warp" runs the first block that can continue, "priorities" the one with the highest
+        priority. Races between them in global memory are errors if the kernel is built with ``sanitize="blocks"``.
     """
 
     seed: int = 0
@@ -78,7 +79,7 @@ class Schedule:
 
 
 class _Schedule(ctypes.Structure):
-    """Schedule in runtime/schedule.hpp."""
+    """The C layout of Schedule in runtime/schedule.hpp."""
 
     _fields_ = [
         ("seed", ctypes.c_uint64),
@@ -91,7 +92,7 @@ class _Schedule(ctypes.Structure):
 
 
 class _Request(ctypes.Structure):
-    """Request in runtime/cta.hpp."""
+    """The C layout of Request in runtime/cta.hpp."""
 
     _fields_ = [
         ("kernel", ctypes.c_void_p),
@@ -105,7 +106,7 @@ class _Request(ctypes.Structure):
 
 
 class Kernel:
-    """A kernel compiled for the host; made by `cuflash.sim.build`, called like a launch.
+    """A kernel compiled for the host by `cuflash.sim.build`; a call launches it.
 
     >>> text = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2.0f; }'
     >>> from cuflash import sim
@@ -140,24 +141,25 @@ class Kernel:
         *,
         time_limit: float = 60.0,
     ) -> None:
-        """Run every block of the grid, as the schedule says, and return when all have ended.
+        """Run every block of the grid under the schedule, and return when all have ended.
 
         Parameters
         ----------
         grid : int or tuple of 1 to 3 ints
         block : int
-            Threads of a block, 1 to 1024.
+            Threads per block, 1 to 1024.
         params : tuple
-            An array is passed as the address of its first element, a NumPy scalar (a structured one too) by value.
+            The arguments. Arrays are passed as the addresses of their first elements, NumPy scalars, including
+            structured ones, by value.
         shared_bytes : int
-            Dynamic shared memory of a block.
+            Dynamic shared memory per block.
         time_limit : float
-            Seconds after which a launch that has not ended is stopped.
+            Seconds after which a launch is stopped if it has not ended.
 
         Raises
         ------
         SimulationError
-            The kernel broke a rule.
+            The kernel broke a rule of CUDA.
         """
         request = _Request(kernel=self._kernel, shared_bytes=shared_bytes, block=block, time_limit=time_limit)
         request.grid[:] = _grid(grid)
@@ -166,7 +168,7 @@ class Kernel:
         resident_threads = block * min(schedule.resident_blocks, math.prod(request.grid))
         if resident_threads > _MAX_RESIDENT_THREADS:
             raise ValueError(
-                f"schedule must have resident_blocks of at most {_MAX_RESIDENT_THREADS} threads together; got "
+                f"schedule must have resident_blocks with at most {_MAX_RESIDENT_THREADS} threads in total; got "
                 f"{resident_threads}: set resident_blocks to {_MAX_RESIDENT_THREADS // block} or less"
             )
         if not 0 <= shared_bytes <= _MAX_SHARED_BYTES:
@@ -192,13 +194,13 @@ class Kernel:
             )
         if failed:
             lines = [f"kernel {self.entry}: {message.value.decode(errors='replace')}"]
-            words = ("this access is", "the other is") if offsets[1] else ("interrupted",)
+            words = ("this access is", "the other access is") if offsets[1] else ("interrupted",)
             for word, offset in zip(words, offsets):
                 lines += _source_lines(self._library, offset, word) if offset else []
             raise SimulationError("\n  ".join([*lines, f"under {schedule}"]))
 
     def _values(self, params: tuple[Any, ...]) -> list[np.ndarray[Any, Any]]:
-        """Return the bytes of each argument, aligned as the strictest type needs."""
+        """Return the bytes of each argument, aligned for the type with the strictest alignment."""
         if not isinstance(params, tuple):
             raise TypeError(f"params must be a tuple; got {type(params).__name__}")
         if len(params) != len(self._parameter_sizes):
@@ -211,12 +213,12 @@ class Kernel:
                 data = param.tobytes()
             else:
                 raise TypeError(
-                    f"params[{position}] must be an array or a NumPy scalar, as np.int32(3); "
+                    f"params[{position}] must be an array or a NumPy scalar such as np.int32(3); "
                     f"got {type(param).__name__}"
                 )
             if len(data) != size:
                 raise TypeError(
-                    f"params[{position}] must have the {size} bytes of {self.entry}'s parameter; "
+                    f"params[{position}] must have {size} bytes, the size of {self.entry}'s parameter; "
                     f"got {len(data)} ({type(param).__name__} of dtype {param.dtype})"
                 )
             buffer = np.empty(size + _ALIGNMENT, np.uint8)
@@ -236,21 +238,21 @@ def _grid(grid: int | tuple[int, ...]) -> tuple[int, int, int]:
 
 @functools.lru_cache(maxsize=None)
 def _load_runtime(path: Path) -> ctypes.CDLL:
-    """Loaded so that kernels, which name none, find its functions."""
+    """Load the runtime with global symbols, because kernels that call its functions do not name it as a dependency."""
     runtime = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     runtime.cuflash_sim_launch.restype = ctypes.c_int
     return runtime
 
 
 def _source_lines(library: Path, offset: int, word: str) -> list[str]:
-    """Return which line of the kernel an instruction came from, and the lines that it was inlined into."""
+    """Return the source line of an instruction of the kernel, and the lines into which that line was inlined."""
     tool = shutil.which("addr2line")
     if tool is None:
-        return ["install binutils (addr2line) to see the line that was interrupted"]
+        return ["install binutils (addr2line) to see the source line that was interrupted"]
     command = [tool, "-i", "-e", str(library), hex(offset)]
     try:
         run = subprocess.run(command, capture_output=True, encoding="utf-8", errors="backslashreplace", timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return [f"the line that was interrupted is not known ({error})"]
+        return [f"the source line that was interrupted is unknown ({error})"]
     lines = [os.path.normpath(line.split(" (")[0]) for line in run.stdout.split("\n") if line]
     return [f"{word} at {' in '.join(lines)}"] if lines and "?" not in lines[0] else []

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..bounds import Bounds
-from ..fp8 import QuantizationBound, quantization_bound
+from ..bounds.quantization import QuantizationBound, quantization_bound
 from ..planning.peaks import Peaks
 from ._masses import block_mass
 from ._recall import Recall, recall
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the command when it is first used: calls do not need it."""
+    """Import the command on first use, because the library itself does not need it."""
     if name == "study_report":
         from .command import study_report
 

@@ -1,4 +1,4 @@
-"""Softmax mass of every block: what a selector of blocks tries to find, and what it is judged by."""
+"""The softmax mass of every block, which block selectors estimate and by which they are judged."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..keywords import explains_keywords
 from ..masks.shape import block_pair
 from ..planning._call_cache import CALLS
 from ..planning.block_mass import mass_kernels, mass_shape, takes_turned_columns
-from ..planning.options import MaskLike, Options, ScoreLike
+from ..planning.options import Causality, MaskLike, Options, ScoreLike
 from ..planning.problem import reasons_without_v
 from ..plans import Plan, as_arrays
 
-MAX_DIM = 4096  # columns of q and k: a kernel sums scores over chunks of them
+MAX_DIM = 4096  # largest head_dim; kernels sum scores over chunks of it
 
 
 @explains_keywords
@@ -33,42 +33,42 @@ def block_mass(
     *,
     block: int | tuple[int, int],
     mask: MaskLike | None = None,
-    causal: bool | str = False,
+    causal: Causality = False,
     scale: float | None = None,
     score: ScoreLike | None = None,
     lse: Array | None = None,
     executor: str = "auto",
 ) -> Array:
-    """Compute how much of the softmax each block of queries and keys holds, in the memory of the blocks.
+    """Compute the softmax mass of each block of queries and keys, without storing the scores.
 
     Parameters
     ----------
     q, k : arrays
-        As `attention` takes them, but for head_dim, which may be up to 4096.
+        Queries and keys, as in `attention`, except that head_dim may be up to 4096.
     block : int or (int, int)
-        Sides block_q and block_kv in tokens, of any size from 1.
+        Block size in tokens, or block_q and block_kv; any size from 1.
     mask, causal, scale, score : optional
         As in `attention`.
     lse : array [..., num_heads, seqlen_q], optional
-        What `attention` returns with ``return_lse=True``: the weights are exp(s - lse). Without it the weights are
-        those of the keys that the masks allow; scores that tensor cores do not multiply are then computed twice.
+        The lse that `attention` returns with ``return_lse=True``; the weights are then exp(s - lse). By default the
+        softmax is over the keys that the mask allows, and scores are computed twice unless tensor cores multiply them.
     executor : {"auto", "cpu", "gpu", "sim"}
-        As in `attention`. A kernel multiplies 16-bit elements on tensor cores, from compute capability 8.0 on and in
-        blocks of at least 8 keys; else it multiplies in float32, or float64 for float64, on every chip.
+        As in `attention`. Kernels multiply 16-bit elements on tensor cores, from compute capability 8.0 on and for
+        blocks of at least 8 keys. Otherwise they multiply in float32, or in float64 for float64.
 
     Returns
     -------
     array [..., num_heads, num_q_blocks, num_kv_blocks]
-        The weights of a query summed over the keys of a block, and their mean over the queries of the block that have
-        a key; float32, or float64 for float64. Rows sum to 1, or to 0 where no query of a block has a key. With the
+        The weights of each query summed over the keys of a block, averaged over the queries of the block that attend a
+        key, as float32, or float64 for float64. Rows sum to 1, or to 0 if no query of the block attends a key. With the
         lse of a larger mask they sum to the mean of `recall`'s mass.
 
     Raises
     ------
     TypeError
-        q, k or lse is not an array of a known kind, or `mask` stands for no mask.
+        q, k or lse is not an array, or `mask` is not a mask.
     UnsupportedProblem
-        An argument breaks its rule; all reasons at once.
+        An argument is invalid. The error lists every reason.
 
     Examples
     --------
@@ -85,30 +85,30 @@ def block_mass(
         key = options.key(layout_key(*arrays), "block_mass", repr(block))
     bound = None if checks.is_on() else CALLS.get(key)
     if bound is not None:
-        made_plan, call = bound
-        mass, *made_lse = call(*arrays)
-        return _mean(mass, made_lse[0] if lse is None else lse, block_pair(block)[0], made_plan.problem.seqlen_q)
-    given = as_arrays({"q": q, "k": k, "lse": lse})
-    ready, sides = _planned(given, block, mask, causal, scale, score, executor)
+        mass_plan, call = bound
+        mass, *new_lses = call(*arrays)
+        return _mean(mass, new_lses[0] if lse is None else lse, block_pair(block)[0], mass_plan.problem.seqlen_q)
+    operands = as_arrays({"q": q, "k": k, "lse": lse})
+    ready, sides = _planned(operands, block, mask, causal, scale, score, executor)
     problem = ready._plan.problem
-    xp, lse = namespace(given["q"]), given.pop("lse")
+    xp, lse = namespace(operands["q"]), operands.pop("lse")
     result = ShapeDtype(mass_shape(problem, sides), problem.accumulator)
     new_lse = ShapeDtype(problem.lse_shape(), problem.accumulator)
     if ready._plan.is_empty:
         return xp.zeros(result.shape, result.dtype)
-    inputs = given if lse is None else given | {"lse": lse}
-    made = {"mass": result, "lse": new_lse} if lse is None else {"mass": result}
+    inputs = operands if lse is None else operands | {"lse": lse}
+    outputs = {"mass": result, "lse": new_lse} if lse is None else {"mass": result}
     arrays_by_name = problem.keyed({**inputs, **ready._captured})
     if ready.executor == "cpu":
-        results = [xp.zeros(each.shape, each.dtype) for each in made.values()]
-        of_call = arrays_by_name | dict(zip(made, results))
+        results = [xp.zeros(output.shape, output.dtype) for output in outputs.values()]
+        of_call = arrays_by_name | dict(zip(outputs, results))
         cpu_mass.block_mass(ready._plan, of_call, sides, has_lse=lse is not None)
     else:
         kernels = mass_kernels(problem, ready._plan.device, sides, ready._plan.work, has_lse=lse is not None)
-        made_plan = replace(ready._plan, kernels=kernels)
-        call = EXECUTORS[ready.executor].bind(made_plan, "forward", arrays_by_name, made, pins=True)
+        mass_plan = replace(ready._plan, kernels=kernels)
+        call = EXECUTORS[ready.executor].bind(mass_plan, "forward", arrays_by_name, outputs, pins=True)
         if key is not None and not checks.is_on():
-            CALLS.put(key, (made_plan, call))
+            CALLS.put(key, (mass_plan, call))
         check = checks.Check(xp, arrays_by_name) if checks.is_on() else None
         results = call(*arrays_by_name.values(), check=check)
     mass, *rest = results
@@ -116,25 +116,25 @@ def block_mass(
 
 
 def require_served(q: Array, k: Array, scale: float, executor: str) -> None:
-    """Refuse an executor, dtypes, head_dim and a scale that `block_mass` refuses.
+    """Raise the error of `block_mass` if it does not support an executor, the dtypes, head_dim or the scale.
 
     Raises
     ------
     UnsupportedProblem
-        An argument breaks its rule; all reasons at once.
+        An argument is invalid. The error lists every reason.
     """
     _planned({"q": q, "k": k, "lse": None}, 1, None, False, scale, None, executor)
 
 
 class BoundMass(NamedTuple):
-    """Masses as one launch on the current GPU.
+    """The computation of block masses as one launch on the current GPU.
 
     Attributes
     ----------
     launches : BoundPass
-        For the addresses of q, k and the results.
+        The launch, which takes the addresses of q, k and the results.
     results : dict of ShapeDtype by name
-        mass, which is the masses times the number of queries of each row that have a key, and lse.
+        "mass", the block masses times the number of queries in each block row that attend a key, and "lse".
     """
 
     launches: BoundPass
@@ -144,19 +144,19 @@ class BoundMass(NamedTuple):
 def bound_block_mass(
     q: Array, k: Array, block: tuple[int, int], mask: MaskLike | None, scale: float, turned_columns: int = 0
 ) -> BoundMass | None:
-    """Masses as one launch on the current GPU, for q and k of the layouts of these.
+    """Bind the computation of block masses to one launch on the current GPU, for arrays with the layouts of q and k.
 
     Parameters
     ----------
     q, k, block, mask, scale
-        As `block_mass` takes them.
+        As in `block_mass`.
     turned_columns : int
-        Rows of q are groups of so many columns, of which the last comes first; 0 where columns are in their order.
+        If not 0, the groups of `turned_columns` columns in each row of q are in reverse order: the last comes first.
 
     Returns
     -------
     BoundMass or None
-        None where there is nothing to multiply, or no kernel takes columns so turned.
+        None if the problem is empty, or if no kernel supports such an order of columns.
     """
     ready, sides = _planned({"q": q, "k": k, "lse": None}, block, mask, False, scale, None, "gpu")
     plan = ready._plan
@@ -166,20 +166,20 @@ def bound_block_mass(
     kernels = mass_kernels(
         problem, plan.device, sides, plan.work, has_lse=False, turned_columns=turned_columns
     )  # fmt: skip
-    made = {
+    outputs = {
         "mass": ShapeDtype(mass_shape(problem, sides), problem.accumulator),
         "lse": ShapeDtype(problem.lse_shape(), problem.accumulator),
     }
-    return BoundMass(gpu.bound_pass(replace(plan, kernels=kernels), "forward", {"q": q, "k": k}, made), made)
+    return BoundMass(gpu.bound_pass(replace(plan, kernels=kernels), "forward", {"q": q, "k": k}, outputs), outputs)
 
 
 def _planned(
-    given: dict[str, Array], block: int | tuple[int, int], mask: MaskLike | None, causal: bool | str,
+    operands: dict[str, Array], block: int | tuple[int, int], mask: MaskLike | None, causal: Causality,
     scale: float | None, score: ScoreLike | None, executor: str,
 ) -> tuple[Plan, tuple[int, int]]:
-    """The plan of a call for as many columns as q has, and the block; refuses what cannot be."""
-    q, k, lse = given.values()
-    require_arrays({"q": q, "k": k} if lse is None else given)
+    """Check the arguments, and return the plan of a call, with q's head_dim, and the block size."""
+    q, k, lse = operands.values()
+    require_arrays({"q": q, "k": k} if lse is None else operands)
     reasons: list[str] = []
     sides = (1, 1)
     with collecting(reasons):
@@ -190,16 +190,16 @@ def _planned(
         reasons.append(f"q's last axis (head_dim) must be 1..{MAX_DIM}; got shape {tuple(q.shape)}")
     elif q.ndim >= 2 and k.ndim >= 2 and k.shape[-1] != dim:
         reasons.append(f"k must have q's head_dim={dim} as its last axis; got shape {tuple(k.shape)}")
-    ready, found = None, list[str]()
-    # `planned` checks everything but head_dim, and takes one column of k for v.
+    ready, more_reasons = None, list[str]()
+    # `planned` checks everything except head_dim. It gets one column of q and k, and that of k also as v.
     columns = [array[..., :1] if array.ndim >= 2 else array for array in (q, k)]
     arguments = columns[0], columns[1], columns[1]
-    with collecting(found):
+    with collecting(more_reasons):
         of_dim = 1 / math.sqrt(dim) if scale is None and has_dims else scale
         options = Options(mask, causal, scale=of_dim, score=score, executor=executor)
         ready = planned(*arguments, options)
         ready._require("forward", dict(zip("qkv", arguments)) | dict(ready._captured), {})
-    reasons += reasons_without_v(found, q, k, arguments)
+    reasons += reasons_without_v(more_reasons, q, k, arguments)
     if ready is not None:
         reasons += _lse_reasons(ready, q, lse) + _scale_reasons(ready)
     if reasons or ready is None:
@@ -214,8 +214,8 @@ def _lse_reasons(ready: Plan, q: Array, lse: Array | None) -> list[str]:
     if lse is None:
         return []
     is_right = lse.shape == problem.lse_shape() and lse.dtype == problem.accumulator and namespace(lse) is namespace(q)
-    told = f"lse must be an array where q is, of shape {problem.lse_shape()} and dtype {problem.accumulator}"
-    return [] if is_right else [f"{told}; got {describe(lse)}: attention returns it with return_lse=True"]
+    rule = f"lse must be on q's device, with shape {problem.lse_shape()} and dtype {problem.accumulator}"
+    return [] if is_right else [f"{rule}; got {describe(lse)}: attention returns it with return_lse=True"]
 
 
 def _scale_reasons(ready: Plan) -> list[str]:
@@ -223,13 +223,13 @@ def _scale_reasons(ready: Plan) -> list[str]:
     if not any(problem.scaling[1:]):
         return []
     return [
-        f"scale must be of a size from 2**-64 to 2**64 (2**-512 to 2**512 for float64); got "
+        f"scale must have a magnitude from 2**-64 to 2**64 (2**-512 to 2**512 for float64); got "
         f"{describe(problem.softmax_scale)}: multiply q or k by a power of two"
     ]
 
 
 def _mean(mass: Array, lse: Array, block_q: int, seqlen_q: int) -> Array:
-    """Masses that are sums over queries, divided by the number of queries that have a key."""
+    """Divide masses that are summed over the queries of a block by the number of queries that attend a key."""
     if block_q == 1:
         return mass
     xp, num_blocks = namespace(mass), mass.shape[-2]

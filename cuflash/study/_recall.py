@@ -1,4 +1,4 @@
-"""Recall of a mask: the share of the softmax that its keys hold, and the error of the output."""
+"""Recall of a mask: the softmax mass of the keys that it keeps, and the error of the output."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..planning.options import (
 
 @explains_keywords
 class Recall(NamedTuple):
-    """Result of `recall`.
+    """The result of `recall`.
 
     Parameters
     ----------
     mass : array [..., num_heads, seqlen_q]
-        For each query the sum of its softmax weights over the keys that the mask allows, from 0 to 1.
-    output_error : float, or CuPy array of shape ()
+        The sum of each query's softmax weights over the keys that the mask keeps, from 0 to 1.
+    output_error : float, or 0-d CuPy array
         Frobenius norm of the change of the output, divided by the norm of the output without the mask.
 
     Examples
@@ -54,15 +54,15 @@ def recall(
     executor: ExecutorName = "auto",
     precision: Precision = "ieee",
 ) -> Recall:
-    """Measure the softmax mass that a mask keeps for each query, and how much the output changes.
+    """Measure the softmax mass that a mask keeps for each query, and how much the mask changes the output.
 
-    The mass is exact and takes memory linear in the length: it is exp(lse_masked - lse), the log-sum-exps of two calls
-    of `attention`.
+    The mass is exact and takes memory linear in the length: it is exp(lse_masked - lse), from two calls of `attention`,
+    with and without the mask.
 
     Parameters
     ----------
     q, k, v : arrays
-        As `attention` takes them.
+        Queries, keys and values, as in `attention`.
     mask : Mask, BlockIndex, bool array, scipy.sparse array, or function of (b, h, i, j)
         The keys to keep.
     causal, window, scale, score, softcap, bias, kernel, executor, precision : optional
@@ -71,52 +71,52 @@ def recall(
     Returns
     -------
     Recall
-        The mass, [..., num_heads, seqlen_q] in the dtype of sums, float32 or float64, and the output error, a float; on
-        a GPU a float64 array of shape () there, so that nothing waits: `float` copies it. A query that has no key
-        without the mask loses nothing: its mass is 1.
+        The mass, [..., num_heads, seqlen_q] in float32 or float64, and the output error as a float. On a GPU the error
+        is a 0-d float64 array, so that the call does not wait for the device; `float` copies it. The mass is 1 for a
+        query that attends no key even without the mask.
 
     Raises
     ------
     TypeError
-        `mask` is None, or stands for no mask; or as `attention` raises it.
+        `mask` is None or is not a mask, or `attention` raises the error.
     UnsupportedProblem
-        As `attention` raises it.
+        For the same reasons as in `attention`.
 
     Notes
     -----
-    In float16 and bfloat16 both outputs are rounded, so that output_error is not exactly 0 for a mask that keeps all
-    but a few weights.
+    In float16 and bfloat16 both outputs are rounded, so output_error may be above 0 even if the mask drops only
+    negligible weights.
 
     Examples
     --------
     >>> import numpy as np, cuflash
     >>> q, k, v = np.random.default_rng(0).standard_normal((3, 4, 64, 16))
-    >>> kept = cuflash.study.recall(q, k, v, mask=cuflash.masks.SlidingWindow(7, 0), causal=True)
-    >>> kept.mass.shape, bool((kept.mass[:, :8] > 0.999999).all())
+    >>> result = cuflash.study.recall(q, k, v, mask=cuflash.masks.SlidingWindow(7, 0), causal=True)
+    >>> result.mass.shape, bool((result.mass[:, :8] > 0.999999).all())
     ((4, 64), True)
     """
     if mask is None:
         raise TypeError(
             "mask must be a Mask, a BlockIndex, a boolean or scipy.sparse array, or a function of (b, h, i, j), of the "
-            "keys to keep; got None: masks.Band() keeps all"
+            "keys to keep; got None: use masks.Band() to keep all keys"
         )
     options: dict[str, Any] = {
         "causal": causal, "window": window, "scale": scale, "score": score, "softcap": softcap, "bias": bias,
         "kernel": kernel, "executor": executor, "precision": precision,
     }  # fmt: skip
-    # The call with the mask is first: it finds whatever is wrong before anything is computed.
+    # The call with the mask comes first, because it checks all arguments before anything is computed.
     masked = attention(q, k, v, mask=mask, **options, return_lse=True)
     return compared(attention(q, k, v, **options, return_lse=True), masked)
 
 
 def compared(dense: tuple[Array, Array], masked: tuple[Array, Array]) -> Recall:
-    """Return the `Recall` of o and lse without the mask, and with it."""
+    """Return the `Recall` for o and lse without the mask and with the mask."""
     (o, lse), (kept_o, kept_lse) = dense, masked
     if not isinstance(lse, np.ndarray):
         return Recall(*compared_on_device(o, lse, kept_o, kept_lse))
     is_empty = lse == -np.inf
     with np.errstate(invalid="ignore"):
-        mass = np.where(is_empty, 1, np.exp(np.minimum(kept_lse - lse, 0)))  # above 0 by rounding alone
+        mass = np.where(is_empty, 1, np.exp(np.minimum(kept_lse - lse, 0)))  # only rounding makes it exceed 0
     o, kept_o = o.astype(np.float64), kept_o.astype(np.float64)
     change, whole = (float(np.linalg.norm(x)) for x in (kept_o - o, o))
     return Recall(mass.astype(lse.dtype), change / whole if whole else np.inf if change else 0.0)

@@ -1,4 +1,4 @@
-"""The least time that a plan's kernels can take, and the resource that sets it."""
+"""Rooflines: lower bounds on the time of a plan's kernels, and the bottleneck of each."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ _PASSES = ("forward", "backward")
 
 @dataclass(frozen=True)
 class KernelRoofline:
-    """Work of one kernel, and how long each resource needs for it.
+    """The work of one kernel, and the time that each resource needs for it.
 
     Attributes
     ----------
     name : str
-        The kernel.
+        The name of the kernel.
     flops : int
-        Multiplications and additions of its products over the elements that the mask allows.
+        Multiplications and additions of its matrix products, for the elements that the mask allows.
     exponentials : int
         Powers of two and other special functions of those elements.
     score_operations : int
         Other operations of the score function.
     hbm_bytes : int
-        Bytes of all arrays that the kernel reads and writes, each once.
+        Bytes of all arrays that the kernel reads or writes, each array counted once.
     l2_bytes : int
-        Bytes of the rows that all tiles copy, each as often as a tile does.
+        Bytes of the rows that all tiles copy, a row counted once per tile.
     seconds : dict of float by resource
-        "products", "exponentials", "multiply-adds", "memory" and "level-2 cache".
+        The times of "products", "exponentials", "multiply-adds", "memory" and "level-2 cache".
 
     Examples
     --------
@@ -66,7 +66,7 @@ class KernelRoofline:
 
     @property
     def bound_by(self) -> str:
-        """The resource that needs longest.
+        """The bottleneck: the resource that needs the most time.
 
         Examples
         --------
@@ -77,7 +77,7 @@ class KernelRoofline:
 
     @property
     def least_seconds(self) -> float:
-        """The time that this resource needs, if it never waits.
+        """The time that the bottleneck needs if it is never idle.
 
         Examples
         --------
@@ -90,16 +90,16 @@ class KernelRoofline:
 @explains_keywords
 @dataclass(frozen=True)
 class Roofline:
-    """The kernels of a pass with their bounds; what `cuflash.study.roofline` returns.
+    """The lower bounds of the kernels of a pass, as `cuflash.study.roofline` returns them.
 
     Parameters
     ----------
     device : str
-        The GPU's name.
+        The name of the GPU.
     kernels : tuple of KernelRoofline
-        In the order of their launches.
+        The kernels, in launch order.
     measured_seconds : float, optional
-        The time that the pass took.
+        The measured time of the pass.
 
     Examples
     --------
@@ -117,7 +117,7 @@ class Roofline:
 
     @property
     def least_seconds(self) -> float:
-        """The sum of the kernels' bounds: the pass cannot take less.
+        """The sum of the kernels' lower bounds, which the pass cannot beat.
 
         Examples
         --------
@@ -129,7 +129,7 @@ class Roofline:
 
     @property
     def bound_by(self) -> str:
-        """The resource that binds the kernel of the largest bound.
+        """The bottleneck of the kernel with the largest lower bound.
 
         Examples
         --------
@@ -140,22 +140,22 @@ class Roofline:
         return max(self.kernels, key=lambda kernel: kernel.least_seconds).bound_by if self.kernels else "nothing"
 
     def measured(self, seconds: float) -> Roofline:
-        """Return the same with the time that the pass took, to compare.
+        """Return a copy with the measured time of the pass, to compare it with the lower bound.
 
         Parameters
         ----------
         seconds : float
-            The time of all kernels of the pass.
+            The total time of all kernels of the pass.
 
         Returns
         -------
         Roofline
-            With a `share`.
+            A roofline with a `share`.
 
         Raises
         ------
         UnsupportedProblem
-            It is not a positive number.
+            `seconds` is not a positive number.
 
         Examples
         --------
@@ -169,7 +169,7 @@ class Roofline:
 
     @property
     def share(self) -> float:
-        """The bound over the time measured: 1 is the best that can be, and more shows that a rate is wrong.
+        """The lower bound divided by the measured time: at most 1, unless a rate of `Peaks` is wrong.
 
         Examples
         --------
@@ -181,7 +181,7 @@ class Roofline:
         return self.least_seconds / self.measured_seconds
 
     def __str__(self) -> str:
-        lines = [_described(kernel) for kernel in self.kernels]
+        lines = [_describe(kernel) for kernel in self.kernels]
         lines.append(f"{'at least':<26}{self.least_seconds * 1e3:>10.4f} ms  on {self.device}")
         if self.measured_seconds is not None:
             measured = f"{self.measured_seconds * 1e3:>10.4f} ms"
@@ -191,35 +191,36 @@ class Roofline:
 
 @explains_keywords
 def roofline(plan: Plan | KernelPlan, *, which: str = "forward", peaks: Peaks | None = None) -> Roofline:
-    """Bound the time of a planned pass from below by what its kernels must compute and move.
+    """Compute a lower bound on the time of a planned pass from the work and memory traffic of its kernels.
 
     Parameters
     ----------
     plan : Plan or KernelPlan
-        What `cuflash.plan` returns for a GPU; ShapeDtype and `device=` make one without arrays and without a GPU.
+        The result of `cuflash.plan` for a GPU. With ShapeDtype and `device=` a plan needs neither arrays nor a GPU.
     which : {"forward", "backward"}
         The pass.
     peaks : Peaks, optional
-        Rates of the GPU; those of known GPUs unless given.
+        Peak rates of the GPU. Default: the rates in cuflash's table of GPUs.
 
     Returns
     -------
     Roofline
-        A record that prints itself.
+        A printable record.
 
     Raises
     ------
     TypeError
-        It is no plan.
+        `plan` is not a plan.
     UnsupportedProblem
-        The plan is one of the host; the pass or the GPU's rates are not known.
+        The plan is for the host, or the pass or the rates of the GPU are unknown.
 
     Notes
     -----
-    Products are 2 (head_dim + value_dim) operations a kept element forward, and 2 (3 head_dim + 2 value_dim) backward
-    in one walk; elements that a mask hides inside of a visited block do not count. Arrays count once for each kernel
-    that reads or writes them, so that a kernel which finds them in the level-2 cache can be faster than its memory's
-    bound.
+    The products take 2 (head_dim + value_dim) operations per kept element in the forward pass, and
+    2 (3 head_dim + 2 value_dim) in a backward pass of one kernel. Masked elements inside a visited block do not count.
+    Each array counts once for each kernel that reads or writes it. A kernel whose arrays are in the level-2 cache can
+    therefore be faster than its memory bound.
+
     The roofline model is that of Williams, Waterman and Patterson, Communications of the ACM 52 (4), 2009.
 
     Examples
@@ -234,14 +235,15 @@ def roofline(plan: Plan | KernelPlan, *, which: str = "forward", peaks: Peaks | 
     """
     kernel_plan = plan._plan if isinstance(plan, Plan) else plan
     if not isinstance(kernel_plan, KernelPlan):
-        raise TypeError(f"plan must be what cuflash.plan returns; got {describe(plan)}")
+        raise TypeError(f"plan must be a result of cuflash.plan; got {describe(plan)}")
     reasons = []
     if not isinstance(which, str) or which not in _PASSES:
         reasons.append(f"which must be 'forward' or 'backward'; got {describe(which)}")
     if peaks is not None and not isinstance(peaks, Peaks):
         reasons.append(f"peaks must be a Peaks or None; got {describe(peaks)}")
     if kernel_plan.kernels is None:
-        reasons.append("plan must be one for a GPU; got one of the host: give device=cuflash.DeviceSpec.gpu('H100')")
+        fix = "plan with device=cuflash.DeviceSpec.gpu('H100'), for example"
+        reasons.append(f"plan must be for a GPU; got a plan for the host: {fix}")
     if reasons or kernel_plan.kernels is None:
         raise UnsupportedProblem(reasons)
     rates = Peaks.of(kernel_plan.device) if peaks is None else peaks
@@ -249,29 +251,30 @@ def roofline(plan: Plan | KernelPlan, *, which: str = "forward", peaks: Peaks | 
     if kernel_plan.is_empty:
         return Roofline(device.name, ())
     kernels = kernel_plan.kernels.forward if which == "forward" else kernel_plan.kernels.backward
-    kept, visited = _elements(kernel_plan)
+    num_kept, num_visited = _elements(kernel_plan)
     sizes = _array_bytes(kernel_plan, kernels)
+    launches = kernels.launches.values()
     return Roofline(
         device.name,
-        tuple(_bounded(kernel_plan, launch, rates, kept, visited, sizes) for launch in kernels.launches.values()),
+        tuple(_bounded(kernel_plan, launch, rates, num_kept, num_visited, sizes) for launch in launches),
     )
 
 
 def _bounded(
-    plan: KernelPlan, launch: Launch, peaks: Peaks, kept: int, visited: int, sizes: dict[str, int]
+    plan: KernelPlan, launch: Launch, peaks: Peaks, num_kept: int, num_visited: int, sizes: dict[str, int]
 ) -> KernelRoofline:
     """Return the work and the times of one kernel."""
     problem, spec = plan.problem, launch.spec
     of_head, of_value = spec.entry.products
-    flops = 2 * kept * (of_head * problem.head_dim + of_value * problem.value_dim)
+    flops = 2 * num_kept * (of_head * problem.head_dim + of_value * problem.value_dim)
     special, others = (0, 0) if spec.score is None else _operations(spec.score)
-    exponentials = kept * (special + spec.entry.has_exponentials)
-    operations = kept * others
+    exponentials = num_kept * (special + spec.entry.has_exponentials)
+    operations = num_kept * others
     hbm = sum(sizes[name] for name in dict.fromkeys((*launch.reads, *launch.writes)) if name != "dlse")
     row = (problem.head_dim * (of_head > 0) + problem.value_dim * (of_value > 0)) * problem.dtype.itemsize
     height = spec.block_kv if spec.entry.holds_keys else spec.block_q
     shared = problem.group_size if spec.pack_gqa else 1
-    l2 = hbm + visited * row // (height * shared)
+    l2 = hbm + num_visited * row // (height * shared)
     cycles = peaks.clock * plan.device.num_processors
     is_wide = problem.dtype == np.float64
     seconds = {
@@ -285,23 +288,23 @@ def _bounded(
 
 
 def _over(amount: int, rate: float) -> float:
-    """Seconds; infinite for work that a chip has no unit for."""
+    """Return the seconds for an amount of work, infinite if the chip has no unit for it."""
     return amount / rate if rate else np.inf if amount else 0.0
 
 
 def _product_rate(plan: KernelPlan, launch: Launch, peaks: Peaks) -> float:
-    """FLOPs a cycle and multiprocessor of the units that make a kernel's products."""
+    """Return the FLOPs per cycle and multiprocessor of the units that compute a kernel's products."""
     spec, dtype = launch.spec, plan.problem.dtype
     if spec.precision != "ieee":
         return peaks.tensor_tf32 / (3 if spec.precision == "tf32x3" else 1)
     if dtype == np.float64:
         return peaks.tensor_64 if spec.mma_rows else peaks.flops_64
-    # Tensor cores multiply 16-bit elements, so that their kernels round weights to 16 bits first.
+    # Tensor cores multiply 16-bit elements; kernels that use them round weights to 16 bits.
     return peaks.tensor_16 if FAMILIES[spec.family].rounds_weights else peaks.flops_32
 
 
 def _operations(program: Program) -> tuple[int, int]:
-    """Special functions and other operations that a program computes anew for each score."""
+    """Return how many special functions and other operations a score program computes for each score."""
     per_score = [
         instruction.op
         for instruction, on in zip(program.instructions, depends(program))
@@ -312,10 +315,10 @@ def _operations(program: Program) -> tuple[int, int]:
 
 
 def _elements(plan: KernelPlan) -> tuple[int, int]:
-    """Elements that the mask allows, and those that the work list visits, over all batch entries and heads."""
+    """Return how many elements the mask allows and the work list visits, over all batch entries and heads."""
     work, shape = plan.work.on_host, plan.problem.mask_shape
     counts: dict[tuple[int, int], tuple[int, int]] = {}
-    kept = visited = 0
+    num_kept = num_visited = 0
     of_lists = work.index.row_counts().sum(axis=-1) if isinstance(work, ListedWork) else None
     for b, h in np.ndindex(shape.num_batch, shape.num_heads):
         owner = work.owner(b, h)
@@ -330,33 +333,33 @@ def _elements(plan: KernelPlan) -> tuple[int, int]:
             else:
                 lo, hi = work.bounds(*owner, 0, shape.seqlen_q)
                 counts[owner] = int(np.maximum(hi.astype(np.int64) - lo, 0).sum()), runs
-        kept, visited = kept + counts[owner][0], visited + counts[owner][1]
-    return kept, visited
+        num_kept, num_visited = num_kept + counts[owner][0], num_visited + counts[owner][1]
+    return num_kept, num_visited
 
 
 def _array_bytes(plan: KernelPlan, kernels: Pass) -> dict[str, int]:
-    """Bytes of each array of a pass by name."""
+    """Return the bytes of each array of a pass by name."""
     problem = plan.problem
     itemsize = problem.dtype.itemsize
     sizes = {name: prod(shape) * itemsize for name, shape in problem.argument_shapes().items()}
     sizes["o"] = sizes["do"] = prod(problem.o_shape()) * itemsize
     sizes["lse"] = prod(problem.lse_shape()) * problem.accumulator.itemsize
-    sizes |= {name: prod(made.shape) * made.dtype.itemsize for name, made in plan.gradients_made.items()}
+    sizes |= {name: prod(gradient.shape) * gradient.dtype.itemsize for name, gradient in plan.gradients_made.items()}
     sizes |= {operand.key: prod(operand.shape) * operand.dtype.itemsize for operand in problem.operands}
     return sizes | {name: workspace.nbytes for name, workspace in kernels.workspaces.items()}
 
 
-def _described(kernel: KernelRoofline) -> str:
-    told = f"{kernel.flops // 10**6} MFLOP, {kernel.exponentials // 10**6} M exponentials"
-    told += f", {kernel.hbm_bytes // 10**6} MB, {kernel.l2_bytes // 10**6} MB of L2"
-    return f"{kernel.name:<26}{kernel.least_seconds * 1e3:>10.4f} ms  by {kernel.bound_by}: {told}"
+def _describe(kernel: KernelRoofline) -> str:
+    work = f"{kernel.flops // 10**6} MFLOP, {kernel.exponentials // 10**6} M exponentials"
+    work += f", {kernel.hbm_bytes // 10**6} MB, {kernel.l2_bytes // 10**6} MB of L2"
+    return f"{kernel.name:<26}{kernel.least_seconds * 1e3:>10.4f} ms  by {kernel.bound_by}: {work}"
 
 
 _COUNTS = ("heads", "length", "kv-heads", "kv-length", "batch", "head-dim")
 
 
 def roofline_report(arguments: Sequence[str]) -> str:
-    """Print what ``python -m cuflash roofline`` prints.
+    """Return the output of ``python -m cuflash roofline``.
 
     Examples
     --------
@@ -366,28 +369,28 @@ def roofline_report(arguments: Sequence[str]) -> str:
     measured                     40.0000 ms  82.2% of it is the bound
     """
     parser = argparse.ArgumentParser("python -m cuflash roofline", description="the least time of a pass on a GPU")
-    for name, meaning in (("heads", "query heads"), ("length", "queries, and keys unless --kv-length is given")):
+    for name, meaning in (("heads", "query heads"), ("length", "number of queries, and of keys by default")):
         parser.add_argument(f"--{name}", type=int, required=True, help=meaning)
-    parser.add_argument("--kv-heads", type=int, help="key/value heads")
-    parser.add_argument("--kv-length", type=int, help="keys")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device", default="H100", type=_device_of_word, help="a GPU by its name")
-    parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--causal", action="store_true", help="the last query meets the last key")
-    parser.add_argument("--backward", action="store_true", help="the backward pass")
-    parser.add_argument("--measured", type=float, help="milliseconds that the pass took")
-    given = parser.parse_args(arguments)
-    counts = {name: getattr(given, name.replace("-", "_")) for name in _COUNTS}
+    parser.add_argument("--kv-heads", type=int, help="key/value heads; default: as many as query heads")
+    parser.add_argument("--kv-length", type=int, help="number of keys; default: the number of queries")
+    parser.add_argument("--batch", type=int, default=1, help="batch size; default: 1")
+    parser.add_argument("--head-dim", type=int, default=128, help="head_dim of q, k and v; default: 128")
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of q, k and v; default: bfloat16")
+    parser.add_argument("--device", default="H100", type=_device_of_word, help="name of the GPU; default: H100")
+    parser.add_argument("--kernel", default="auto", help="kernel family; default: auto")
+    parser.add_argument("--causal", action="store_true", help="causal attention, with the last query at the last key")
+    parser.add_argument("--backward", action="store_true", help="the backward pass instead of the forward pass")
+    parser.add_argument("--measured", type=float, help="measured time of the pass in milliseconds")
+    flags = parser.parse_args(arguments)
+    counts = {name: getattr(flags, name.replace("-", "_")) for name in _COUNTS}
     low = {name: count for name, count in counts.items() if count is not None and count < 1}
     reasons = [f"--{name} must be at least 1; got {count}" for name, count in low.items()]
-    if given.measured is not None and not 0 < given.measured < np.inf:
-        reasons.append(f"--measured must be a positive number; got {given.measured:g}")
+    if flags.measured is not None and not 0 < flags.measured < np.inf:
+        reasons.append(f"--measured must be a positive number; got {flags.measured:g}")
     if reasons:
         parser.error("; ".join(reasons))
     try:
-        return _report(given)
+        return _report(flags)
     except UnsupportedProblem as error:
         parser.error("; ".join(error.reasons))
 
@@ -399,13 +402,13 @@ def _device_of_word(word: str) -> DeviceSpec:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _report(given: Any) -> str:
-    dtype = as_dtype("--dtype", given.dtype)
-    kv_heads = given.heads if given.kv_heads is None else given.kv_heads
-    kv_length = given.length if given.kv_length is None else given.kv_length
-    q = ShapeDtype((given.batch, given.heads, given.length, given.head_dim), dtype)
-    kv = ShapeDtype((given.batch, kv_heads, kv_length, given.head_dim), dtype)
-    causal: Causality = "bottom_right" if given.causal else False
-    ready = planned(q, kv, kv, causal=causal, kernel=given.kernel, device=given.device)
-    made = roofline(ready, which="backward" if given.backward else "forward")
-    return str(made if given.measured is None else made.measured(given.measured / 1e3))
+def _report(flags: Any) -> str:
+    dtype = as_dtype("--dtype", flags.dtype)
+    kv_heads = flags.heads if flags.kv_heads is None else flags.kv_heads
+    kv_length = flags.length if flags.kv_length is None else flags.kv_length
+    q = ShapeDtype((flags.batch, flags.heads, flags.length, flags.head_dim), dtype)
+    kv = ShapeDtype((flags.batch, kv_heads, kv_length, flags.head_dim), dtype)
+    causal: Causality = "bottom_right" if flags.causal else False
+    ready = planned(q, kv, kv, causal=causal, kernel=flags.kernel, device=flags.device)
+    bound = roofline(ready, which="backward" if flags.backward else "forward")
+    return str(bound if flags.measured is None else bound.measured(flags.measured / 1e3))

@@ -1,4 +1,4 @@
-"""Bytes that a call or a cache takes, and the longest sequences that fit, before anything is allocated."""
+"""Memory sizes of calls and KV caches, and the longest sequences that fit, computed without any allocation."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from ..keywords import explains_keywords
 from ..planning.plan import KernelPlan
 from ..plans import Plan
 
-_ROOM_BITS = 100  # a cache has fewer than 2^100 bytes
+_SIZE_BITS = 100  # a cache has fewer than 2^100 bytes
 
 
 @explains_keywords
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a call: what `cuflash.study.memory` returns.
+    """The bytes of a call, as `cuflash.study.memory` returns them.
 
-    Attributes
+    Parameters
     ----------
     inputs, results, gradients : int
-        q, k and v; o and lse; dq, dk and dv. Each as large as its shape, whatever its strides.
+        Bytes of q, k and v; of o and lse; of dq, dk and dv. Strides are ignored.
     workspace : int
-        The most that either pass takes beside them, the work list included.
+        Additional bytes of the pass that needs more of them, including the work list.
 
     Examples
     --------
@@ -40,7 +40,7 @@ class Memory:
     inputs        3.0 MiB  q, k and v
     results       1.0 MiB  o and lse
     gradients     3.0 MiB  dq, dk and dv
-    workspace     0.0 MiB  beside them, during a call
+    workspace     0.0 MiB  additional, during a call
     """
 
     inputs: int
@@ -50,7 +50,7 @@ class Memory:
 
     @property
     def forward(self) -> int:
-        """Bytes of inputs, results and workspace: a call of `attention`.
+        """The bytes of a call of `attention`: inputs, results and workspace.
 
         Examples
         --------
@@ -60,7 +60,7 @@ class Memory:
         return self.inputs + self.results + self.workspace
 
     def __str__(self) -> str:
-        meanings = ("q, k and v", "o and lse", "dq, dk and dv", "beside them, during a call")
+        meanings = ("q, k and v", "o and lse", "dq, dk and dv", "additional, during a call")
         names = [field.name for field in fields(self)]
         return "\n".join(
             f"{name:<12}{getattr(self, name) / 2**20:>5.1f} MiB  {meaning}" for name, meaning in zip(names, meanings)
@@ -69,24 +69,24 @@ class Memory:
 
 @explains_keywords
 def memory(plan: Plan | KernelPlan) -> Memory:
-    """Count the bytes of a planned call, from its shapes alone.
+    """Count the bytes of a planned call from its shapes.
 
-    All scores of this call would be 8 * 65536 * 65536 numbers of 2 bytes, 64 GiB, in each direction.
+    To store all scores of the call in the example would take 8 * 65536 * 65536 numbers of 2 bytes, 64 GiB, per pass.
 
     Parameters
     ----------
     plan : Plan or KernelPlan
-        What `cuflash.plan` returns; ShapeDtype and `device=` make one without arrays and without a GPU.
+        The result of `cuflash.plan`. With ShapeDtype and `device=` a plan needs neither arrays nor a GPU.
 
     Returns
     -------
     Memory
-        A record that prints itself.
+        A printable record.
 
     Raises
     ------
     TypeError
-        It is no plan.
+        `plan` is not a plan.
 
     Examples
     --------
@@ -97,11 +97,11 @@ def memory(plan: Plan | KernelPlan) -> Memory:
     inputs      384.0 MiB  q, k and v
     results     130.0 MiB  o and lse
     gradients   384.0 MiB  dq, dk and dv
-    workspace   260.3 MiB  beside them, during a call
+    workspace   260.3 MiB  additional, during a call
     """
     kernel_plan = plan._plan if isinstance(plan, Plan) else plan
     if not isinstance(kernel_plan, KernelPlan):
-        raise TypeError(f"plan must be what cuflash.plan returns; got {describe(plan)}")
+        raise TypeError(f"plan must be a result of cuflash.plan; got {describe(plan)}")
     problem = kernel_plan.problem
     inputs = sum(map(prod, problem.argument_shapes().values())) * problem.dtype.itemsize
     lse = prod(problem.lse_shape()) * problem.accumulator.itemsize
@@ -126,24 +126,24 @@ def kv_cache_bytes(
 ) -> int:
     """Count the bytes of keys and values of all layers: num_layers num_kv_heads (head_dim + value_dim) tokens itemsize.
 
-    A model of 70 billion parameters has 80 layers, 64 query heads and 128 dims. With 8 key/value heads a token takes
-    320 KiB, and a sequence of 8192 tokens 2.5 GiB; with a key/value head for each query head it would be 20 GiB. In
-    float8_e4m3fn a row of keys or values of a head takes 4 bytes more, for its scale.
+    For example, a model of 70 billion parameters has 80 layers, 64 query heads and head_dim 128. With 8 key/value heads
+    a token takes 320 KiB, and a sequence of 8192 tokens 2.5 GiB. With a key/value head for each query head the sequence
+    would take 20 GiB. In float8_e4m3fn each row of keys or values of a head takes 4 more bytes for its scale.
 
-    Pages round each sequence up, and less than a page of it is not in use.
+    With pages, each sequence is rounded up to whole pages, so that less than one page per sequence is unused.
 
     Parameters
     ----------
     num_layers, num_kv_heads, head_dim : int
-        Layers of the model, key/value heads of a layer, and the last axis of keys.
+        Number of layers, number of key/value heads in a layer, and length of the last axis of keys.
     tokens : int, or list or NumPy array of ints
-        Tokens of a sequence, or of each sequence. Without pages a sequence takes the memory of its capacity.
+        Number of tokens of one sequence, or of each sequence. Without pages, pass the capacity of the cache.
     dtype : dtype
-        Of keys and values.
+        The dtype of keys and values.
     page_size : int, optional
-        Tokens of a page: a multiple of 16, at most 1024, as in `KVCache`.
+        Tokens per page: a multiple of 16, at most 1024, as in `KVCache`.
     value_dim : int, optional
-        `head_dim` unless given.
+        Length of the last axis of values. Default: `head_dim`.
 
     Returns
     -------
@@ -153,7 +153,7 @@ def kv_cache_bytes(
     Raises
     ------
     UnsupportedProblem
-        An argument breaks its rule; all reasons at once.
+        An argument is invalid. The error lists every reason.
 
     Examples
     --------
@@ -177,7 +177,8 @@ def kv_cache_bytes(
     reasons: list[str] = []
     a_token = _bytes_of_token(reasons, num_layers, num_kv_heads, head_dim, dtype, page_size, value_dim)
     if not all(is_int(each) and each >= 0 for each in listed):
-        reasons.append(f"tokens must be an int of at least 0, or a list or NumPy array of such; got {describe(tokens)}")
+        rule = "tokens must be an int of at least 0, or a list or NumPy array of such ints"
+        reasons.append(f"{rule}; got {describe(tokens)}")
     refuse(reasons)
     page = 1 if page_size is None else int(page_size)
     return a_token * sum(-(-int(each) // page) * page for each in listed)
@@ -195,30 +196,30 @@ def largest_length(
     page_size: int | None = None,
     value_dim: int | None = None,
 ) -> int:
-    """Return the most tokens that each sequence of a batch may have with a cache of so many bytes.
+    """Return the largest number of tokens per sequence of a batch whose cache fits in the available bytes.
 
     Parameters
     ----------
     available_bytes : number
-        What the weights and the activations leave.
+        Bytes for the cache: the memory that is free next to weights and activations.
     num_layers, num_kv_heads, head_dim : int
         As in `kv_cache_bytes`.
     dtype : dtype
         As in `kv_cache_bytes`.
     batch : int
-        Sequences of that length.
+        Number of sequences of that length.
     page_size, value_dim : int, optional
         As in `kv_cache_bytes`.
 
     Returns
     -------
     int
-        The tokens, a whole number of pages.
+        The number of tokens, rounded down to whole pages.
 
     Raises
     ------
     UnsupportedProblem
-        An argument breaks its rule; all reasons at once.
+        An argument is invalid. The error lists every reason.
 
     Examples
     --------
@@ -232,25 +233,25 @@ def largest_length(
     reasons: list[str] = []
     a_token = _bytes_of_token(reasons, num_layers, num_kv_heads, head_dim, dtype, page_size, value_dim)
     reasons += _count_reasons(batch=batch)
-    room = available_bytes if is_int(available_bytes) or not is_number(available_bytes) else float(available_bytes)
-    if not (is_number(room) and 0 <= room < 1 << _ROOM_BITS):
-        reasons.append(f"available_bytes must be a number from 0 to 2**{_ROOM_BITS}; got {describe(available_bytes)}")
+    nbytes = available_bytes if is_int(available_bytes) or not is_number(available_bytes) else float(available_bytes)
+    if not (is_number(nbytes) and 0 <= nbytes < 1 << _SIZE_BITS):
+        reasons.append(f"available_bytes must be a number from 0 to 2**{_SIZE_BITS}; got {describe(available_bytes)}")
     refuse(reasons)
     page = 1 if page_size is None else int(page_size)
-    return int(room) // (int(batch) * page * a_token) * page
+    return int(nbytes) // (int(batch) * page * a_token) * page
 
 
 def _bytes_of_token(
     reasons: list[str], num_layers: Any, num_kv_heads: Any, head_dim: Any, dtype: Any, page_size: Any, value_dim: Any
 ) -> int:
-    """Bytes of a token's keys and values in all layers; appends why there is no such cache."""
+    """Return the bytes of a token's keys and values in all layers; append to `reasons` if an argument is invalid."""
     value_dim = head_dim if value_dim is None else value_dim
     sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
     wrong = _count_reasons(**sizes) + ([] if page_size is None else page_size_reasons(page_size))
     itemsize = of_scales = 0
     with collecting(wrong):
-        made = _dtype_of_numbers("dtype", dtype)
-        itemsize, of_scales = made.itemsize, 2 * SCALE_BYTES * (made in SCALED_DTYPES)
+        row_dtype = _dtype_of_numbers("dtype", dtype)
+        itemsize, of_scales = row_dtype.itemsize, 2 * SCALE_BYTES * (row_dtype in SCALED_DTYPES)
     reasons += wrong
     if wrong:
         return 0
@@ -267,17 +268,17 @@ def _count_reasons(**counts: Any) -> list[str]:
 
 
 def _dtype_of_numbers(name: str, value: Any) -> np.dtype:
-    """Return a dtype that rows of a cache may have.
+    """Return `value` as a dtype of numbers, which the rows of a cache may have.
 
     Raises
     ------
     UnsupportedProblem
-        It is none.
+        It is not a dtype of numbers.
     """
-    made = as_dtype(name, value)
-    if made.kind not in "fiuV" or made.names or not made.itemsize:
-        raise UnsupportedProblem([f"{name} must be one of numbers; got {made}"])
-    return made
+    dtype = as_dtype(name, value)
+    if dtype.kind not in "fiuV" or dtype.names or not dtype.itemsize:
+        raise UnsupportedProblem([f"{name} must be a dtype of numbers; got {dtype}"])
+    return dtype
 
 
 def memory_report(arguments: Sequence[str]) -> str:
@@ -291,68 +292,71 @@ def memory_report(arguments: Sequence[str]) -> str:
     Returns
     -------
     str
-        A line for each number.
+        The report, with a line for each number.
 
     Raises
     ------
     SystemExit
-        A flag is wrong: one line says what of all that are, and the status is 2.
+        Status 2, and a line with all reasons, if a flag is invalid.
 
     Examples
     --------
     >>> sizes = "--layers 80 --heads 64 --kv-heads 8 --head-dim 128 --tokens 8192 --available 40"
     >>> print(memory_report(sizes.split()))
-    a token                 320.00 KiB
+    one token               320.00 KiB
     1 x 8192 tokens           2.50 GiB
     with 64 heads            20.00 GiB  a key/value head for each query head
-    in 40 GiB            131072 tokens  a sequence, at most
+    in 40 GiB            131072 tokens  per sequence, at most
     """
     parser = argparse.ArgumentParser("python -m cuflash memory", description="bytes of a model's KV cache")
-    for name, meaning in (("layers", ""), ("kv-heads", "key/value heads"), ("head-dim", ""), ("tokens", "a sequence")):
+    for name, meaning in (
+        ("layers", "layers of the model"), ("kv-heads", "key/value heads"), ("head-dim", "length of a row of keys"),
+        ("tokens", "tokens per sequence"),
+    ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, required=True, help=meaning)
-    parser.add_argument("--heads", type=int, help="query heads, for what a cache without grouped heads would take")
-    parser.add_argument("--batch", type=int, default=1, help="sequences of that many tokens")
-    parser.add_argument("--dtype", default="float16")
-    parser.add_argument("--page-size", type=int, help="tokens of a page; none without it")
-    parser.add_argument("--available", type=float, help="GiB for the cache, to be told how long sequences may be")
-    given = parser.parse_args(arguments)
-    reasons = _flag_reasons(given)
+    parser.add_argument("--heads", type=int, help="query heads, to compare with a cache without grouped heads")
+    parser.add_argument("--batch", type=int, default=1, help="number of sequences; default: 1")
+    parser.add_argument("--dtype", default="float16", help="dtype of keys and values; default: float16")
+    parser.add_argument("--page-size", type=int, help="tokens per page; default: no pages")
+    parser.add_argument("--available", type=float, help="GiB for the cache, to compute how long sequences may be")
+    flags = parser.parse_args(arguments)
+    reasons = _flag_reasons(flags)
     if reasons:
         parser.error("; ".join(reasons))
-    return "\n".join(_report_lines(given))
+    return "\n".join(_report_lines(flags))
 
 
-def _flag_reasons(given: argparse.Namespace) -> list[str]:
-    """Why there is no such cache, in terms of the command's flags."""
-    counts = {"layers": given.layers, "kv-heads": given.kv_heads, "head-dim": given.head_dim, "batch": given.batch}
+def _flag_reasons(flags: argparse.Namespace) -> list[str]:
+    """Return why flags are invalid, in terms of the command line."""
+    counts = {"layers": flags.layers, "kv-heads": flags.kv_heads, "head-dim": flags.head_dim, "batch": flags.batch}
     reasons = [f"--{name} must be at least 1; got {count}" for name, count in counts.items() if count < 1]
-    if given.tokens < 0:
-        reasons.append(f"--tokens must be at least 0; got {given.tokens}")
-    if given.heads is not None and (given.heads < 1 or given.kv_heads > 0 and given.heads % given.kv_heads):
-        reasons.append(f"--heads must be a multiple of --kv-heads, {given.kv_heads}; got {given.heads}")
-    if given.page_size is not None:
-        reasons += page_size_reasons(given.page_size, "--page-size")
-    if given.available is not None and not 0 <= given.available < 2.0 ** (_ROOM_BITS - 30):
-        reasons.append(f"--available must be a number of GiB from 0 to 2**{_ROOM_BITS - 30}; got {given.available}")
+    if flags.tokens < 0:
+        reasons.append(f"--tokens must be at least 0; got {flags.tokens}")
+    if flags.heads is not None and (flags.heads < 1 or flags.kv_heads > 0 and flags.heads % flags.kv_heads):
+        reasons.append(f"--heads must be a multiple of --kv-heads, {flags.kv_heads}; got {flags.heads}")
+    if flags.page_size is not None:
+        reasons += page_size_reasons(flags.page_size, "--page-size")
+    if flags.available is not None and not 0 <= flags.available < 2.0 ** (_SIZE_BITS - 30):
+        reasons.append(f"--available must be a number of GiB from 0 to 2**{_SIZE_BITS - 30}; got {flags.available}")
     with collecting(reasons):
-        _dtype_of_numbers("--dtype", given.dtype)
+        _dtype_of_numbers("--dtype", flags.dtype)
     return reasons
 
 
-def _report_lines(given: argparse.Namespace) -> list[str]:
-    kv_heads, heads, batch = given.kv_heads, given.heads, given.batch
+def _report_lines(flags: argparse.Namespace) -> list[str]:
+    kv_heads, heads, batch = flags.kv_heads, flags.heads, flags.batch
     model = {
-        "num_layers": given.layers, "head_dim": given.head_dim, "dtype": given.dtype, "page_size": given.page_size,
+        "num_layers": flags.layers, "head_dim": flags.head_dim, "dtype": flags.dtype, "page_size": flags.page_size,
     }  # fmt: skip
     a_token = kv_cache_bytes(num_kv_heads=kv_heads, tokens=1, **model | {"page_size": None})
-    whole = batch * kv_cache_bytes(num_kv_heads=kv_heads, tokens=given.tokens, **model)
-    lines = [("a token", f"{a_token / 2**10:.2f} KiB", "")]
-    lines.append((f"{batch} x {given.tokens} tokens", f"{whole / 2**30:.2f} GiB", ""))
+    whole = batch * kv_cache_bytes(num_kv_heads=kv_heads, tokens=flags.tokens, **model)
+    lines = [("one token", f"{a_token / 2**10:.2f} KiB", "")]
+    lines.append((f"{batch} x {flags.tokens} tokens", f"{whole / 2**30:.2f} GiB", ""))
     if heads is not None:
-        ungrouped = batch * kv_cache_bytes(num_kv_heads=heads, tokens=given.tokens, **model)
+        ungrouped = batch * kv_cache_bytes(num_kv_heads=heads, tokens=flags.tokens, **model)
         meaning = "a key/value head for each query head"
         lines.append((f"with {heads} heads", f"{ungrouped / 2**30:.2f} GiB", meaning))
-    if given.available is not None:
-        longest = largest_length(given.available * 2**30, num_kv_heads=kv_heads, batch=batch, **model)
-        lines.append((f"in {given.available:g} GiB", f"{longest} tokens", "a sequence, at most"))
+    if flags.available is not None:
+        longest = largest_length(flags.available * 2**30, num_kv_heads=kv_heads, batch=batch, **model)
+        lines.append((f"in {flags.available:g} GiB", f"{longest} tokens", "per sequence, at most"))
     return [f"{name:<20}{value:>14}  {meaning}".rstrip() for name, value, meaning in lines]

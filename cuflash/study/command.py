@@ -1,4 +1,4 @@
-"""``python -m cuflash study``: which block patterns keep the attention of one's own queries, keys and values."""
+"""``python -m cuflash study``: how much of the attention of the user's q, k and v block patterns keep."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _PROGRAM = "python -m cuflash study"
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Print one line, without the usage, and leave."""
+        """Print one line, without the usage, and exit."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 @explains_keywords
 def study_report(arguments: Sequence[str]) -> str:
-    """Run ``python -m cuflash study``; measurements go to a CSV file as they are made, progress to stderr.
+    """Run ``python -m cuflash study``, which writes each measurement to a CSV file at once, and progress to stderr.
 
     Parameters
     ----------
@@ -46,13 +46,13 @@ def study_report(arguments: Sequence[str]) -> str:
     Returns
     -------
     str
-        How the arrays were read, a table for each block size, and why a row of it is empty.
+        How the axes of the arrays were read, a table for each block size, and the reasons for empty rows.
 
     Raises
     ------
     SystemExit
-        An argument, the archive or the CSV file is wrong: one line says what, and the status is 2. Status 1 if no
-        pattern fits any density, and 130 after an interruption.
+        Status 2 and a line with all reasons if an argument, the archive or the CSV file is invalid. Status 1 if every
+        pattern exceeds every density limit, and 130 after an interruption.
 
     Examples
     --------
@@ -68,133 +68,138 @@ def study_report(arguments: Sequence[str]) -> str:
     2 heads, 64 tokens, 8 dims
     """
     parser = _parser()
-    given = parser.parse_args(arguments)
-    path = Path(given.csv or f"{Path(given.archive).stem}.study.csv")
+    flags = parser.parse_args(arguments)
+    path = Path(flags.csv or f"{Path(flags.archive).stem}.study.csv")
     try:
-        own = _check(given)
-        arrays = load_heads(Path(given.archive), given.names)
-        survey = Survey(*arrays, causal=given.causal, scale=given.scale, own=own)
-        made = _recovered(path, survey.identity)
+        own = _check(flags)
+        arrays = load_heads(Path(flags.archive), flags.names)
+        survey = Survey(*arrays, causal=flags.causal, scale=flags.scale, own=own)
+        earlier_rows = _recovered(path, survey.identity)
     except (UnsupportedProblem, TypeError, OSError) as error:
         parser.error("; ".join(getattr(error, "reasons", (str(error),))))
-    read = f"{given.archive}: {read_as(arrays)}"
+    read = f"{flags.archive}: {read_as(arrays)}"
     print(read, file=sys.stderr, flush=True)
-    known = {row.case: row for row in made}
+    known = {row.case: row for row in earlier_rows}
     try:
-        known |= {row.case: row for row in _surveyed(survey, given, path, known)}
-    except UnsupportedProblem as error:  # of blocks of one's own
+        known |= {row.case: row for row in _surveyed(survey, flags, path, known)}
+    except UnsupportedProblem as error:  # one of the user's own patterns is invalid
         parser.error("; ".join(error.reasons))
     except KeyboardInterrupt:
-        parser.exit(130, f"\n{_PROGRAM}: interrupted; the same command continues from what {path} holds\n")
-    rows = [known[Case(*case)] for case in _cases(given) if Case(*case) in known]
+        parser.exit(130, f"\n{_PROGRAM}: interrupted; run the same command again to continue from the rows of {path}\n")
+    rows = [known[Case(*case)] for case in _cases(flags) if Case(*case) in known]
     if not rows:
-        told = f"{given.archive} was read as {read_as(arrays)}: swap axes, or nothing fits"
-        swap = "save q.swapaxes(-3, -2), and so k and v, if tokens come before heads; " * (arrays[0].ndim > 2)
-        parser.exit(1, f"{_PROGRAM}: error: {told} ({swap}lower --blocks or raise --densities)\n")
-    if given.plot is not None:
-        _plot(rows, given.blocks, given.plot)
-    tables = (_table(rows, block, given, survey) for block in given.blocks)
+        message = f"{flags.archive} was read as {read_as(arrays)}, and every pattern exceeds every density limit"
+        swap = "save q.swapaxes(-3, -2), and k and v too, if tokens come before heads; " * (arrays[0].ndim > 2)
+        parser.exit(1, f"{_PROGRAM}: error: {message} ({swap}lower --blocks or raise --densities)\n")
+    if flags.plot is not None:
+        _plot(rows, flags.blocks, flags.plot)
+    tables = (_table(rows, block, flags, survey) for block in flags.blocks)
     return "\n\n".join([read, *tables, f"{len(rows)} rows in {path}"])
 
 
 def read_as(arrays: Sequence[Array]) -> str:
-    """How the axes of q, k and v are read, such as 1 x 12 heads, 512 tokens, 64 dims."""
+    """Return how the axes of q, k and v are read, such as "1 x 12 heads, 512 tokens, 64 dims"."""
     q, k, v = arrays
     *leading, tokens, dim = q.shape
     heads = f"{' x '.join(map(str, leading))} heads" if leading else "one head"
     if leading and k.shape[-3] != leading[-1]:
-        heads += f" on {k.shape[-3]} of keys and values"
-    values = f" ({v.shape[-1]} of values)" if v.shape[-1] != dim else ""
+        heads += f" on {k.shape[-3]} key/value heads"
+    values = f" ({v.shape[-1]} for values)" if v.shape[-1] != dim else ""
     return f"{heads}, {tokens} tokens, {dim} dims{values}"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         _PROGRAM,
-        description="how much of your attention block patterns keep, and at which density",
+        description="how much softmax mass of your attention each block pattern keeps, and at which density",
         epilog=f"example: {_PROGRAM} my.npz --patterns window oracle --blocks 32 64 --densities 0.25 0.5 --plot my.png",
     )
     parser.add_argument("archive", help="an .npz file with q, k and v, [..., heads, tokens, dim] or [tokens, dim]")
     parser.add_argument(
-        "--names", nargs=3, default=["q", "k", "v"], metavar=("Q", "K", "V"), help="keys of arrays; q k v by default"
+        "--names", nargs=3, default=["q", "k", "v"], metavar=("Q", "K", "V"),
+        help="names of the arrays in the archive; default: q k v",
     )
     parser.add_argument(
         "--patterns", nargs="+", default=[*PATTERNS],
-        help=f"of {', '.join(PATTERNS)}, all by default; also MODULE:NAME of a mask or of a function (q, k, *, block, "
-        "density, causal) that returns one, and FILE.npz of booleans, one for each block",
+        help=f"names among {', '.join(PATTERNS)}; default: all. Also MODULE:NAME of a mask or of a function (q, k, *, "
+        "block, density, causal) that returns a mask, and FILE.npz of booleans, one for each block",
     )
     parser.add_argument(
-        "--blocks", nargs="+", type=_one(int), default=[64], help="sides of square blocks in tokens; 64 by default"
+        "--blocks", nargs="+", type=_one(int), default=[64], help="sides of square blocks in tokens; default: 64"
     )
     parser.add_argument(
         "--densities", nargs="+", type=_one(float), default=[0.125, 0.25, 0.5],
-        help="maximum block densities; each pattern enters with its densest size within; 0.125 0.25 0.5 by default",
+        help="maximum block densities; each pattern is measured in its densest size within a limit; "
+        "default: 0.125 0.25 0.5",
     )
-    parser.add_argument("--causal", action="store_true", help="queries attend no later keys")
-    parser.add_argument("--scale", type=float, help="of the scores; 1 / sqrt(dim) by default")
-    parser.add_argument("--csv", help="file of all rows, which are not measured again; NAME.study.csv here by default")
-    parser.add_argument("--plot", type=Path, help="a picture of recall over density, made by matplotlib")
+    parser.add_argument("--causal", action="store_true", help="queries do not attend later keys")
+    parser.add_argument("--scale", type=float, help="factor of the scores; default: 1 / sqrt(dim)")
+    parser.add_argument(
+        "--csv", help="file of all rows; rows in it are not measured again; default: NAME.study.csv in this folder"
+    )
+    parser.add_argument("--plot", type=Path, help="file for a plot of recall over density, which needs matplotlib")
     return parser
 
 
 def _one(kind: type[float]) -> Callable[[str], float]:
-    """Return a function that makes one number of a list of an argument's text."""
+    """Return a function that converts one item of a list in an argument to a number."""
 
     def parse(text: str) -> float:
         try:
             return kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"takes {kind.__name__}s with spaces between; got {text!r}") from None
+            raise argparse.ArgumentTypeError(f"takes {kind.__name__}s separated by spaces; got {text!r}") from None
 
     return parse
 
 
-def _check(given: argparse.Namespace) -> dict[str, OwnPattern]:
-    """Refuse options that no study can have, leave lists without repetitions, and return patterns of one's own."""
-    given.patterns, given.blocks = list(dict.fromkeys(given.patterns)), list(dict.fromkeys(given.blocks))
-    given.densities = sorted(set(given.densities))
+def _check(flags: argparse.Namespace) -> dict[str, OwnPattern]:
+    """Refuse invalid flags, remove duplicates from their lists, and return the user's own patterns."""
+    flags.patterns, flags.blocks = list(dict.fromkeys(flags.patterns)), list(dict.fromkeys(flags.blocks))
+    flags.densities = sorted(set(flags.densities))
     reasons = [
-        f"--patterns must be of {', '.join(PATTERNS)}, with spaces between, MODULE:NAME or FILE.npz; got {name}"
-        for name in given.patterns
+        f"--patterns must be names among {', '.join(PATTERNS)}, separated by spaces, MODULE:NAME or FILE.npz; "
+        f"got {name}"
+        for name in flags.patterns
         if name not in PATTERNS and not is_own(name)
     ]
     own = {}
-    for name in filter(is_own, given.patterns):
+    for name in filter(is_own, flags.patterns):
         with collecting(reasons):
             own[name] = loaded(name)
-    reasons += [f"--blocks must be positive; got {block}" for block in given.blocks if block < 1]
-    reasons += [f"--densities must lie in (0, 1]; got {limit:g}" for limit in given.densities if not 0 < limit <= 1]
-    if given.plot is not None and find_spec("matplotlib") is None:
+    reasons += [f"--blocks must be positive; got {block}" for block in flags.blocks if block < 1]
+    reasons += [f"--densities must be in (0, 1]; got {limit:g}" for limit in flags.densities if not 0 < limit <= 1]
+    if flags.plot is not None and find_spec("matplotlib") is None:
         reasons.append("--plot needs matplotlib: pip install matplotlib, or leave it out")
-    if given.plot is not None and given.plot.suffix not in _PICTURES:
-        reasons.append(f"--plot must end with {', '.join(_PICTURES)}; got {given.plot}")
-    if given.csv is not None and Path(given.csv).suffix.lower() != ".csv":
-        reasons.append(f"--csv must end with .csv; got {given.csv}")
-    for option, place in (("--csv", given.csv), ("--plot", given.plot)):
-        if place is not None and not Path(place).parent.is_dir():
-            reasons.append(f"{option} must be in a folder that exists; got {place}")
+    if flags.plot is not None and flags.plot.suffix not in _PICTURES:
+        reasons.append(f"--plot must end with {', '.join(_PICTURES)}; got {flags.plot}")
+    if flags.csv is not None and Path(flags.csv).suffix.lower() != ".csv":
+        reasons.append(f"--csv must end with .csv; got {flags.csv}")
+    for option, file in (("--csv", flags.csv), ("--plot", flags.plot)):
+        if file is not None and not Path(file).parent.is_dir():
+            reasons.append(f"{option} must be in a folder that exists; got {file}")
     refuse(reasons)
     return own
 
 
-def _cases(given: argparse.Namespace) -> Iterable[tuple[int, str, float]]:
-    return ((block, name, limit) for block in given.blocks for name in given.patterns for limit in given.densities)
+def _cases(flags: argparse.Namespace) -> Iterable[tuple[int, str, float]]:
+    return ((block, name, limit) for block in flags.blocks for name in flags.patterns for limit in flags.densities)
 
 
 def load_heads(path: Path, names: Sequence[str] = ("q", "k", "v")) -> list[Array]:
-    """q, k and v of an archive; float16 and bfloat16 as float32, in which NumPy holds both exactly.
+    """Return q, k and v of an archive, with float16 and bfloat16 converted to float32.
 
     Parameters
     ----------
     path : Path
         The .npz file.
     names : sequence of str
-        The keys of q, k and v in it.
+        The names of q, k and v in the file.
 
     Raises
     ------
     UnsupportedProblem
-        There is no such file, or it does not hold them as finite numbers of equally many tokens.
+        The file does not exist, or its arrays are not finite numbers with equally many tokens.
     """
     try:
         with path.open("rb") as file:
@@ -203,16 +208,16 @@ def load_heads(path: Path, names: Sequence[str] = ("q", "k", "v")) -> list[Array
                 raise UnsupportedProblem([f"{path} must be an .npz file of q, k and v; got one array: use numpy.savez"])
             missing = [name for name in names if name not in archive.files]
             if missing:
-                there = ", ".join(archive.files) or "nothing"
-                fix = "--names says how q, k and v are called"
-                raise UnsupportedProblem([f"{path} must hold {', '.join(missing)}; got {there}: {fix}"])
+                contents = ", ".join(archive.files) or "nothing"
+                fix = "pass the names of q, k and v as --names"
+                raise UnsupportedProblem([f"{path} must hold {', '.join(missing)}; got {contents}: {fix}"])
             arrays = [archive[name] for name in names]
     except UnsupportedProblem:
         raise
     except FileNotFoundError:
-        raise UnsupportedProblem([f"{path} must be an .npz file; there is no such file"]) from None
+        raise UnsupportedProblem([f"{path} must be an .npz file; the file does not exist"]) from None
     except (OSError, ValueError, EOFError, BadZipFile, zlib.error) as error:
-        rule = f"{path} must be an .npz file of numbers, as numpy.savez writes it"
+        rule = f"{path} must be an .npz file of numbers, written by numpy.savez"
         raise UnsupportedProblem([f"{rule}; got {_line(error)}"]) from error
     return _usable(arrays)
 
@@ -220,7 +225,7 @@ def load_heads(path: Path, names: Sequence[str] = ("q", "k", "v")) -> list[Array
 def _usable(arrays: Sequence[Array]) -> list[Array]:
     reasons, widened = [], []
     for name, array in zip("qkv", arrays):
-        if array.dtype == np.dtype("V2"):  # so NumPy's files hold bfloat16
+        if array.dtype == np.dtype("V2"):  # the dtype of bfloat16 in NumPy's files
             array = array.view(BFLOAT16)
         if array.dtype in HALVES:
             array = array.astype(np.float32)
@@ -231,9 +236,9 @@ def _usable(arrays: Sequence[Array]) -> list[Array]:
         widened.append(array)
     q, k, _ = widened
     if q.ndim >= 2 and k.ndim >= 2 and q.shape[-2] != k.shape[-2]:
-        reasons.append(f"q and k must be of equally many tokens; got {q.shape[-2]} and {k.shape[-2]}")
+        reasons.append(f"q and k must have equally many tokens; got {q.shape[-2]} and {k.shape[-2]}")
     elif q.size == 0:
-        reasons.append(f"q must hold a query; got shape {q.shape}")
+        reasons.append(f"q must hold at least one query; got shape {q.shape}")
     refuse(reasons)
     return widened
 
@@ -243,7 +248,7 @@ def _line(error: Exception) -> str:
 
 
 def _recovered(path: Path, identity: str) -> list[Measurement]:
-    """The rows of earlier runs of the same study; an unfinished last line is dropped from the file."""
+    """Return the rows of earlier runs of the same study, and remove an incomplete last line from the file."""
     header = _csv_line(_COLUMNS)
     text = path.read_text("utf-8") if path.exists() else ""
     whole = text[: text.rfind("\n") + 1] or header
@@ -251,16 +256,16 @@ def _recovered(path: Path, identity: str) -> list[Measurement]:
         if not (text.startswith(header) or header.startswith(text)):
             raise ValueError("other columns")
         _, *rows = csv.reader(io.StringIO(whole))
-        made = [
+        measurements = [
             (study, Measurement(int(block), name, *map(float, numbers)))
             for study, _causal, _scale, block, name, *numbers in rows
         ]
     except (ValueError, TypeError) as error:
-        fix = "name another --csv, or remove the file"
-        raise UnsupportedProblem([f"{path} must hold earlier studies; got another file: {fix}"]) from error
+        fix = "name a different --csv, or remove the file"
+        raise UnsupportedProblem([f"{path} must hold earlier studies; got a different file: {fix}"]) from error
     if whole != text:
         path.write_text(whole, "utf-8")
-    return [row for study, row in made if study == identity]
+    return [row for study, row in measurements if study == identity]
 
 
 def _csv_line(cells: Iterable[object]) -> str:
@@ -270,34 +275,34 @@ def _csv_line(cells: Iterable[object]) -> str:
 
 
 def _surveyed(
-    survey: Survey, given: argparse.Namespace, path: Path, known: dict[Case, Measurement]
+    survey: Survey, flags: argparse.Namespace, path: Path, known: dict[Case, Measurement]
 ) -> list[Measurement]:
-    """Measure what is not known; each row is in the file before the next one is begun."""
-    made, number = [], len(given.blocks) * len(given.patterns) * len(given.densities)
-    cases = survey.measurements(given.blocks, given.patterns, given.densities, known)
-    for count, found in enumerate(cases, 1):
-        head = f"{count}/{number} {found.pattern}, blocks of {found.block}, at most {found.at_most:g}"
-        if isinstance(found, Measurement):
-            if known.get(found.case) != found:  # a pattern of one's own is measured each time
+    """Measure the cases that are not known; each row is written to the file before the next measurement."""
+    measurements, number = [], len(flags.blocks) * len(flags.patterns) * len(flags.densities)
+    cases = survey.measurements(flags.blocks, flags.patterns, flags.densities, known)
+    for count, result in enumerate(cases, 1):
+        head = f"{count}/{number} {result.pattern}, blocks of {result.block}, at most {result.at_most:g}"
+        if isinstance(result, Measurement):
+            if known.get(result.case) != result:  # the user's own patterns are measured in each run
                 with path.open("a", encoding="utf-8") as file:
-                    file.write(_csv_line([survey.identity, given.causal, given.scale, *found]))
-            made.append(found)
-            told = f"{found.recall:.1%} of the mass in {found.density:.1%} of the blocks"
+                    file.write(_csv_line([survey.identity, flags.causal, flags.scale, *result]))
+            measurements.append(result)
+            message = f"{result.recall:.1%} of the mass in {result.density:.1%} of the blocks"
         else:
-            told = "known" if found in known else "no size fits"
-        print(f"{head}: {told}", file=sys.stderr, flush=True)
-    return made
+            message = "known" if result in known else "no size fits"
+        print(f"{head}: {message}", file=sys.stderr, flush=True)
+    return measurements
 
 
-def _table(rows: Sequence[Measurement], block: int, given: argparse.Namespace, survey: Survey) -> str:
-    """Recall, and the density in brackets, by pattern and limit, and the reason for empty cells."""
+def _table(rows: Sequence[Measurement], block: int, flags: argparse.Namespace, survey: Survey) -> str:
+    """Return a table of recall, with the density in brackets, by pattern and limit, and the reasons for empty cells."""
     cells = {row.case: f"{row.recall:.2f} ({row.density:.2f})" for row in rows}
-    width = max(map(len, given.patterns))
+    width = max(map(len, flags.patterns))
     lines = [f"softmax mass kept (density), blocks of {block}"]
-    lines.append(f"{'at most':<{width}}" + "".join(f"{limit:>14g}" for limit in given.densities))
+    lines.append(f"{'at most':<{width}}" + "".join(f"{limit:>14g}" for limit in flags.densities))
     reasons = []
-    for name in given.patterns:
-        shown = [cells.get(Case(block, name, limit), "") for limit in given.densities]
+    for name in flags.patterns:
+        shown = [cells.get(Case(block, name, limit), "") for limit in flags.densities]
         lines.append((f"{name:<{width}}" + "".join(f"{cell:>14}" for cell in shown)).rstrip())
         if not all(shown):
             empty = "an empty row" if not any(shown) else "an empty cell"
@@ -307,7 +312,7 @@ def _table(rows: Sequence[Measurement], block: int, given: argparse.Namespace, s
 
 
 def _plot(rows: Sequence[Measurement], blocks: Sequence[int], path: Path) -> None:
-    """Recall over density, a line for each pattern, a panel for each block size."""
+    """Draw recall over density, with a line for each pattern and a panel for each block size."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.5 * len(blocks), 4.5), layout="constrained")

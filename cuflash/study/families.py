@@ -1,4 +1,4 @@
-"""Patterns of the literature in all their sizes, drawn on a square grid of blocks, and the blocks of most true mass."""
+"""Patterns of the literature in all sizes on a square grid of blocks, and the oracle, which keeps the most mass."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Family(NamedTuple):
     Attributes
     ----------
     make : callable (grid, size, num_heads) -> bool array [grid, grid] or [num_heads, grid, grid]
-        The blocks that one size keeps. Causal patterns are joined with their transposes, since causal attention leaves
-        out the blocks above the diagonal anyway.
+        Returns the blocks that one size keeps. Causal patterns are made symmetric, because causal attention never
+        visits the blocks above the diagonal.
     sizes : callable (grid) -> range
-        Every size on a grid.
+        Returns all sizes on a grid.
     grows : bool
-        Whether a larger size keeps all blocks of a smaller one.
+        True if a larger size keeps all blocks of a smaller size.
     """
 
     make: Callable[[int, int, int], Array]
@@ -82,24 +82,24 @@ FAMILIES = {
 
 
 def densest(family: Family, densities: Iterable[float], eligible: Array, num_heads: int) -> dict[float, Array]:
-    """The densest size of a pattern that each density allows.
+    """Return the densest size of a pattern within each density limit.
 
     Parameters
     ----------
     family : Family
         The pattern.
     densities : iterable of float
-        Upper limits of kept blocks over eligible blocks, increasing.
+        Upper limits of kept blocks divided by eligible blocks, increasing.
     eligible : bool array [grid, grid]
         The blocks that attention without the pattern visits.
     num_heads : int
-        Query heads, of which some patterns have blocks of their own.
+        Number of query heads; some patterns have different blocks for each head.
 
     Returns
     -------
     dict of float to bool array
-        Kept blocks, [grid, grid] or [num_heads, grid, grid], by limit; limits of one size share an array, and limits
-        that no size fits are absent.
+        Kept blocks, [grid, grid] or [num_heads, grid, grid], by limit. Limits with the same size share an array, and
+        limits that every size exceeds are absent.
     """
     grid = len(eligible)
 
@@ -109,34 +109,34 @@ def densest(family: Family, densities: Iterable[float], eligible: Array, num_hea
 
     sizes = family.sizes(grid) if family.grows else sorted(family.sizes(grid), key=density)
     fitting = {limit: bisect_right(sizes, limit, key=density) for limit in densities}
-    made = {count: family.make(grid, sizes[count - 1], num_heads) for count in {*fitting.values()} if count}
-    return {limit: made[count] for limit, count in fitting.items() if count}
+    patterns_of = {count: family.make(grid, sizes[count - 1], num_heads) for count in {*fitting.values()} if count}
+    return {limit: patterns_of[count] for limit, count in fitting.items() if count}
 
 
 def smallest_density(family: Family, eligible: Array, num_heads: int) -> float:
-    """The density of a pattern's smallest size; arguments as of `densest`."""
+    """Return the density of a pattern's smallest size; the arguments are those of `densest`."""
     grid = len(eligible)
     sizes = family.sizes(grid)[:1] if family.grows else family.sizes(grid)
     return min(density_of(family.make(grid, size, num_heads), eligible) for size in sizes)
 
 
 def heaviest(mass: Array, densities: Iterable[float], eligible: Array) -> dict[float, Array]:
-    """The blocks of most mass, equally many in every block row of every head: what no static pattern can know.
+    """Return the blocks with the most mass, equally many in every block row of every head.
 
     Parameters
     ----------
     mass : float array [..., grid, grid]
         The softmax mass of each block.
     densities : iterable of float
-        Upper limits of kept blocks over eligible blocks, increasing.
+        Upper limits of kept blocks divided by eligible blocks, increasing.
     eligible : bool array [grid, grid]
         The blocks that attention visits.
 
     Returns
     -------
     dict of float to bool array [..., grid, grid]
-        Kept blocks by limit; limits of one number of blocks share an array, and limits that do not hold a block of
-        every row are absent.
+        Kept blocks by limit. Limits with the same number of blocks share an array, and limits that do not allow one
+        block per row are absent.
     """
     rank = np.argsort(np.argsort(-np.where(eligible, mass, -1.0), axis=-1), axis=-1)
     in_row = eligible.sum(-1)
@@ -147,7 +147,7 @@ def heaviest(mass: Array, densities: Iterable[float], eligible: Array) -> dict[f
 
 
 def density_of(blocks: Array, eligible: Array) -> float:
-    """Kept blocks over eligible blocks.
+    """Return the number of kept blocks divided by the number of eligible blocks.
 
     >>> density_of(np.eye(2, dtype=bool), np.tri(2, dtype=bool))
     0.6666666666666666

@@ -1,4 +1,4 @@
-"""Measure the share of attention that each pattern keeps, for given queries, keys and values."""
+"""Measurements of the softmax mass that block patterns keep, for given queries, keys and values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ._recall import compared
 
 
 class Case(NamedTuple):
-    """Subject of a measurement: a pattern in blocks of a size, with at most a share of the blocks."""
+    """The subject of a measurement: block size, pattern, and upper limit of the density."""
 
     block: int
     pattern: str
@@ -29,18 +29,18 @@ class Case(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """Share of attention that a pattern keeps.
+    """The result for one case: how much of the attention a pattern keeps.
 
     Attributes
     ----------
     block, pattern, at_most
         The case.
     density : float
-        Kept blocks over the blocks that dense attention visits, partial ones counted whole.
+        Kept blocks divided by the blocks that dense attention visits; partial blocks count as whole ones.
     recall : float
-        Mean share of the softmax mass on kept keys, over all queries.
+        Softmax mass of the kept keys, averaged over all queries.
     lowest_head : float
-        The same of the head for which it is least.
+        The recall of the head with the lowest recall.
     output_error : float
         Frobenius norm of the change of the output, divided by the norm of the output.
     """
@@ -59,32 +59,32 @@ class Measurement(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """A pattern of one size: its mask, and its share of the blocks that dense attention visits."""
+    """A pattern in one size: its mask, and its density among the blocks that dense attention visits."""
 
     mask: Any
     density: float
 
 
 class Survey:
-    """Dense attention of q, k and v, against which patterns are measured.
+    """Measurements of patterns against dense attention of the same q, k and v.
 
     Parameters
     ----------
     q, k, v : NumPy arrays
-        As `attention` takes them, as many queries as keys.
+        Queries, keys and values as in `attention`, with equally many queries and keys.
     causal : bool
-        Whether queries attend no later keys.
+        True if queries do not attend later keys.
     scale : float, optional
         Default: 1 / sqrt(head_dim).
     own : dict of OwnPattern by name, optional
-        Patterns besides those of `FAMILIES`; see `own_patterns.loaded`.
+        Patterns in addition to those of `FAMILIES`; see `own_patterns.loaded`.
 
     Raises
     ------
     TypeError
-        As `attention` raises it.
+        For the same reasons as in `attention`.
     UnsupportedProblem
-        As `attention` raises it, or q and k are so large that scores overflow float64.
+        For the same reasons as in `attention`, or because q and k are so large that scores overflow float64.
     """
 
     def __init__(
@@ -99,14 +99,14 @@ class Survey:
     ) -> None:
         self._arrays, self._causal, self._scale = _wide_enough(q, k, v, scale), causal, scale
         self._own = dict(own or {})
-        self._least: dict[tuple[int, str], float] = {}  # densities of the user's patterns, whose sizes are unknown
+        self._least: dict[tuple[int, str], float] = {}  # lowest measured density of each of the user's own patterns
         self._dense = attention(*self._arrays, causal=causal, scale=scale, return_lse=True)
         if not np.isfinite(self._dense[1]).all():
-            raise UnsupportedProblem(["q and k must have finite scores; got some that overflow: divide q or k"])
+            raise UnsupportedProblem(["q and k must have finite scores; got scores that overflow: divide q or k"])
 
     @cached_property
     def identity(self) -> str:
-        """A name of the arrays and options: equal for equal studies."""
+        """A digest of the arrays and options, which is equal for equal studies."""
         digest = hashlib.sha256(f"{self._causal} {self._scale}".encode())
         for array in self._arrays:
             digest.update(f"{array.shape} {array.dtype}".encode())
@@ -116,21 +116,21 @@ class Survey:
     def measurements(
         self, blocks: list[int], names: list[str], densities: list[float], known: Container[Case] = ()
     ) -> Iterator[Case | Measurement]:
-        """Measure every case, or give the case alone where it is known or no size of the pattern fits it.
+        """Yield the measurement of each case, or only the case if it is known or every size exceeds its density limit.
 
-        A size that is the densest for several limits is measured once. Patterns of one's own are never known, since
-        their code may have changed.
+        A size that is the densest within several limits is measured once. The user's own patterns are always measured
+        again, because their code may have changed.
 
         Parameters
         ----------
         blocks : list of int
             Sides of square blocks in tokens.
         names : list of str
-            Names of `FAMILIES` or of one's own patterns, or "oracle".
+            Names of `FAMILIES` or of the user's own patterns, or "oracle".
         densities : list of float
-            Upper limits of kept blocks over visited blocks, increasing.
+            Upper limits of kept blocks divided by visited blocks, increasing.
         known : container of Case
-            Cases that need no measurement.
+            Cases that are not measured.
         """
         for block in blocks:
             for name in names:
@@ -148,20 +148,20 @@ class Survey:
                     yield last[1]._replace(at_most=case.at_most)
 
     def least_density(self, block: int, name: str) -> float:
-        """Density of a pattern's smallest size, or the least at which a pattern of one's own was measured.
+        """Return the density of a pattern's smallest size, or the lowest measured density of a user's own pattern.
 
         Parameters
         ----------
         block : int
             Side of square blocks in tokens.
         name : str
-            A name of which `measurements` has measured or passed all cases.
+            A pattern for which `measurements` has yielded all cases.
         """
         if name in self._own:
             return self._least[block, name]
         eligible = self._eligible(block)
         if name == ORACLE:
-            return float(len(eligible) / eligible.sum())  # a block of every row
+            return float(len(eligible) / eligible.sum())  # one block per row
         return smallest_density(FAMILIES[name], eligible, self._num_heads)
 
     @property
@@ -170,12 +170,12 @@ class Survey:
         return int(q.shape[-3]) if q.ndim > 2 else 1
 
     def _eligible(self, block: int) -> Array:
-        """The blocks of the grid that dense attention visits."""
+        """Return the blocks of the grid that dense attention visits."""
         grid = -(-self._arrays[0].shape[-2] // block)
         return np.tri(grid, dtype=bool) if self._causal else np.ones((grid, grid), bool)
 
     def _chosen(self, block: int, name: str, densities: list[float]) -> dict[float, _Form]:
-        """The densest form by limit; limits that share a form hold the same object."""
+        """Return the densest form within each limit; limits with equal forms share one object."""
         if name in self._own:
             return self._own_forms(block, name, densities)
         eligible = self._eligible(block)
@@ -194,7 +194,7 @@ class Survey:
         for limit in densities:
             mask = self._own[name](q, k, block=block, density=limit, causal=self._causal)
             if mask is form.mask and form.density <= limit:
-                forms[limit] = form  # a mask that does not depend on the density is measured once
+                forms[limit] = form  # the mask does not depend on the density, and is measured once
                 continue
             try:
                 index = BlockIndex.from_mask(mask, seqlen, seqlen, block, batch=batch, num_heads=self._num_heads)
@@ -207,11 +207,12 @@ class Survey:
         return forms
 
     def _mass(self, block: int) -> Array:
-        """The softmax mass of each block, [..., grid, grid], in memory for one block row of scores at a time."""
+        """Return the softmax mass of each block, [..., grid, grid], from one block row of scores at a time."""
         q, k, _ = self._arrays
         lse, scale = self._dense[1], 1 / math.sqrt(q.shape[-1]) if self._scale is None else self._scale
         mantissa, exponent = math.frexp(scale)
-        halves = 2.0 ** (exponent // 2), 2.0 ** (exponent - exponent // 2)  # exact, and first: products stay in range
+        # Exact factors, applied to q and k before the products, so that these do not overflow.
+        halves = 2.0 ** (exponent // 2), 2.0 ** (exponent - exponent // 2)
         seqlen, starts = q.shape[-2], np.arange(0, q.shape[-2], block)
         if q.ndim > 2:
             k = np.repeat(k, q.shape[-3] // k.shape[-3], axis=-3)
@@ -219,14 +220,14 @@ class Survey:
             np.broadcast_to(x * x.dtype.type(half), (*lse.shape[:-1], *x.shape[-2:])) for x, half in zip((q, k), halves)
         )
         mass = np.zeros((*lse.shape[:-1], len(starts), len(starts)), lse.dtype)
-        for place in np.ndindex(lse.shape[:-1]):
+        for head in np.ndindex(lse.shape[:-1]):
             for row, start in enumerate(starts):
                 rows = slice(start, start + block)
-                score = mantissa * (q[place][rows] @ k[place].T)
-                p = np.exp(np.minimum(score - lse[place][rows, None], 0))  # above 0 by rounding alone
+                score = mantissa * (q[head][rows] @ k[head].T)
+                p = np.exp(np.minimum(score - lse[head][rows, None], 0))  # only rounding makes the exponent exceed 0
                 if self._causal:
                     p[np.arange(seqlen) > np.arange(seqlen)[rows, None]] = 0
-                mass[*place, row] = np.add.reduceat(p.sum(0), starts)
+                mass[*head, row] = np.add.reduceat(p.sum(0), starts)
         return mass
 
     def _measured(self, case: Case, form: _Form) -> Measurement:
@@ -237,7 +238,7 @@ class Survey:
 
 
 def _wide_enough(q: Array, k: Array, v: Array, scale: float | None) -> tuple[Array, Array, Array]:
-    """q, k and v, in float64 if their scores might overflow float32."""
+    """Return q, k and v, converted to float64 if their scores might overflow float32."""
     if not q.size or not k.size:
         return q, k, v
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else abs(scale)

@@ -1,11 +1,11 @@
-"""Tests for attention: exact answers, bounds that mean something, and a search for what breaks.
+"""A test kit for attention functions: exact results, derived error bounds, and strategies that search for failures.
 
-For an attention function of your own, in whatever it is written, this is a test file:
+This is a complete test file for your own attention function, in whatever language it is written:
 
     from hypothesis import given, settings, strategies
     from cuflash import testing
 
-    settings.register_profile("attention", deadline=None)   # on a busy machine any example may take long
+    settings.register_profile("attention", deadline=None)   # any example may be slow on a busy machine
     settings.load_profile("attention")
 
     @given(testing.examples())
@@ -21,14 +21,14 @@ For an attention function of your own, in whatever it is written, this is a test
     def test_my_attention_passes_the_exact_probes(example):
         testing.assert_exact_probes(my_attention, example)
 
-The function takes ``(q, k, v, *, mask, scale)``, arrays as `cuflash.attention` takes them, with a bool array or None
-for the mask, and returns o and lse. Gradients, ``(q, k, v, do, *, dlse, mask, scale) -> (dq, dk, dv)``, go to the same
-assertion and to `GRADIENT_PROPERTIES`, both together to `PAIR_PROPERTIES`.
+The function takes ``(q, k, v, *, mask, scale)``, with arrays as in `cuflash.attention` and a bool array or None as the
+mask, and returns o and lse. Check gradients, ``(q, k, v, do, *, dlse, mask, scale) -> (dq, dk, dv)``, with the same
+assertion and with `GRADIENT_PROPERTIES`, and check both functions together with `PAIR_PROPERTIES`.
 
-`examples(has_non_finite=True)` puts NaN and infinities into operands: of `PAIR_PROPERTIES`,
-`check_non_finite_values_reach_what_they_should` is about these; the others want finite operands.
+`examples(has_non_finite=True)` puts NaN and infinities into operands. Use them only with
+`check_non_finite_values_reach_what_they_should` of `PAIR_PROPERTIES`; all other properties need finite operands.
 
-The kit needs Hypothesis (in a clone, ``pip install '.[testing]'``) and runs under any test runner.
+The kit needs Hypothesis (in a clone, ``pip install '.[testing]'``) and works with any test runner.
 """
 
 from importlib.util import find_spec

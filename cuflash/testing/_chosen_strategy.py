@@ -1,4 +1,4 @@
-"""Hypothesis strategy for attention to blocks that each query chooses, in groups of heads of every size."""
+"""A Hypothesis strategy for attention in which each query chooses its blocks, with head groups of every size."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ def chosen(
     has_score: bool = False,
     has_dropout: bool = False,
 ) -> Example:
-    """Strategy for examples whose mask is a `ChosenBlocks`, perhaps within row intervals, with groups of any size.
+    """Return a strategy for examples whose mask is a `ChosenBlocks`, with head groups of any size.
 
     Parameters
     ----------
     dtypes : sequence of str
         Names of the dtypes to draw from.
     most_scores : int
-        Cap on batch x heads x seqlen_q x seqlen_kv.
+        Upper limit of batch x heads x seqlen_q x seqlen_kv.
     longest, widest : int
-        The most tokens of a sequence, and columns of q, k and v.
+        Upper limits of the sequence lengths, and of head_dim and value_dim.
     has_intervals : bool
-        Whether masks of row intervals, such as `Causal`, may be on top.
+        True to combine some masks with masks of row intervals, such as `Causal`.
     has_sink, has_score, has_dropout : bool
         As in `examples`.
 
     Returns
     -------
     hypothesis.strategies.SearchStrategy
-        Draws an `Example`.
+        A strategy that draws an `Example`.
 
     Examples
     --------
@@ -86,7 +86,7 @@ def chosen(
 
 @st.composite
 def _intervals(draw: st.DrawFn, shape: MaskShape) -> Mask | None:
-    """Draw masks of row intervals that stand on top of lists, or none."""
+    """Draw a mask of row intervals to combine with the chosen blocks, or None."""
     align = draw(st.sampled_from(("bottom_right", "top_left")))
     keys = st.integers(0, shape.seqlen_kv)
     return draw(

@@ -1,17 +1,17 @@
-"""Assertions about the results of an attention function, in three tiers, over one record of operands.
+"""Assertions about the results of an attention function, in three tiers, and the record of operands that they take.
 
 =====  ============================================  ======================================================
-tier   asks                                          sees
+tier   checks                                        finds
 =====  ============================================  ======================================================
-R      `assert_within_bounds`: every element of o,   most faults; a bound that the inputs themselves set
-       lse, dq, dk, dv within `error_bound`
-L      the same with lse alone                       one key too many, too few or wrong, at any magnitude
-E      `assert_exact_probes`: inputs whose results   which keys a row reads; accumulators that are too
-       are known to the last rounding                narrow, which hide from R at long lengths
+R      `assert_within_bounds`: every element of o,   most faults, by a bound that is computed from the
+       lse, dq, dk, dv is within `error_bound`       inputs
+L      the same for lse only                         a key too many, too few or wrong, at any magnitude
+E      `assert_exact_probes`: inputs whose results   rows that read wrong keys; accumulators that are too
+       are known up to the last rounding             narrow, which tier R misses at long lengths
 =====  ============================================  ======================================================
 
-Each returns the largest error as a share of its bound, to record, or to steer Hypothesis with `hypothesis.target`.
-No tolerance is typed: each follows from roundings that can be counted.
+Each assertion returns the largest error divided by its bound, to record it, or as a `hypothesis.target`. There are no
+tolerances to choose: each bound follows from a count of roundings.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ __all__ = [
 ]
 
 _RESULTS = ("o", "lse", "dq", "dk", "dv", "dsink")
-_ROUNDED = ("o", "lse", "dq", "dk", "dv")  # to the operands' dtype, or to that of sums
+_ROUNDED = ("o", "lse", "dq", "dk", "dv")  # results with the dtype of the operands or of the accumulator
 
 
 class Attend(Protocol):
-    """A forward pass under test: arrays in the layout of `cuflash.attention`, the mask a bool array or None."""
+    """The signature of a forward pass under test, with arrays as in `cuflash.attention` and a bool mask or None."""
 
     def __call__(
         self, q: Array, k: Array, v: Array, *, mask: np.ndarray | None, scale: float | None
     ) -> tuple[Array, Array]:
-        """o and lse."""
+        """Return o and lse."""
 
 
 @explains_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Example:
-    """Operands of one call, with the exact answer and the bounds on it.
+    """The operands of one call, with the exact results and the error bounds.
 
     Parameters
     ----------
@@ -83,11 +83,11 @@ class Example:
     wrt : tuple of str
         Names of the score's arrays that have gradients.
     precision : str
-        The precision at which the implementation under test multiplies; see `cuflash.error_bound`.
+        The precision of the products of the implementation under test; see `cuflash.error_bound`.
     product_dtype : dtype, optional
-        The dtype that the implementation under test rounds P and dS to; see `cuflash.error_bound`.
+        The dtype to which the implementation under test rounds P and dS; see `cuflash.error_bound`.
     origin : str
-        The repr: source text for this example. It can be run again where the mask's repr can.
+        The repr: Python source of this example, which can be run if the repr of the mask can.
 
     Examples
     --------
@@ -124,7 +124,7 @@ class Example:
         Parameters
         ----------
         **changes : object
-            New values by the names of the parameters.
+            New values by parameter name.
 
         Returns
         -------
@@ -147,7 +147,7 @@ class Example:
 
     @functools.cached_property
     def dense_mask(self) -> Array:
-        """The mask as a bool array [*batch, num_heads, seqlen_q, seqlen_kv], 2-D for 2-D operands; None without one.
+        """The mask as a bool array [*batch, num_heads, seqlen_q, seqlen_kv], 2-D for 2-D operands, or None.
 
         Examples
         --------
@@ -167,7 +167,7 @@ class Example:
 
     @property
     def allowed(self) -> Array:
-        """The mask as a bool array, all True where there is no mask.
+        """The mask as a bool array, which is all True without a mask.
 
         Examples
         --------
@@ -181,7 +181,7 @@ class Example:
 
     @property
     def weight_factors(self) -> Array:
-        """Return dropout's factors of weights, [*batch, num_heads, seqlen_q, seqlen_kv]; None without dropout.
+        """The factors of the weights by dropout, [*batch, num_heads, seqlen_q, seqlen_kv], or None without dropout.
 
         Examples
         --------
@@ -197,7 +197,7 @@ class Example:
 
     @functools.cached_property
     def exact(self) -> Bounds:
-        """The oracle's o and lse, and with `do` its dq, dk and dv, under the names that the bounds have.
+        """The exact o and lse of the oracle, and with `do` also dq, dk and dv, in a record like that of the bounds.
 
         Examples
         --------
@@ -232,7 +232,7 @@ class Example:
 
     @functools.cached_property
     def probable_bounds(self) -> Bounds:
-        """Bounds for rounding errors that do not all point one way, for thousands of keys.
+        """The probable bounds of `cuflash.error_bound`, which assume that rounding errors partly cancel.
 
         Examples
         --------
@@ -266,7 +266,7 @@ class Example:
         return self.origin or f"Example({shapes}, dtype={self.q.dtype}, mask={self.mask!r}, scale={self.scale})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Give Hypothesis the repr; it would write out every array."""
+        """Print the repr for Hypothesis, which would print every array otherwise."""
         printer.text(repr(self))
 
 
@@ -286,32 +286,32 @@ def assert_within_bounds(
     others: Mapping[str, Array] | EllipsisType = ...,
     probable: bool = False,
 ) -> float:
-    """Assert that every element of the given results is within its bound of the exact one.
+    """Assert that every element of the results is within its bound of the exact result.
 
     Parameters
     ----------
     example : Example
-        The operands, which hold the exact results and the bounds.
+        The operands, with the exact results and the bounds.
     o, lse, dq, dk, dv, dsink : array, optional
         Results of the implementation under test; at least one, or `others`. Gradients need an example with `do`.
     others : dict of arrays by name, optional
-        Gradients of the score's arrays.
+        Gradients of the arrays of the score.
     probable : bool
-        Use the sharper `probable` bounds.
+        True to use the tighter `probable` bounds.
 
     Returns
     -------
     float
-        The largest error as a share of its bound.
+        The largest error divided by its bound.
 
     Raises
     ------
     AssertionError
-        Names the worst element, the first wrong one and the example. A result of another shape, or of a dtype that
-        holds less than the example's, fails too.
+        An element exceeds its bound, or a result has the wrong shape or a dtype that is narrower than the example's.
+        The message names the worst and the first wrong element, and the example.
     TypeError
-        No result came, or one that is not an array, such as the None of a function that returns nothing, or one for
-        which the example lacks an operand.
+        There is no result, a result is not an array, such as the None of a function without a return statement, or the
+        example lacks an operand that a result needs.
 
     Examples
     --------
@@ -337,29 +337,29 @@ def assert_within_bounds(
     ratios = []
     for name, result in results.items():
         exact = getattr(example.exact, name)
-        found = as_result(name, result, exact.shape, example)
-        ratios.append(assert_within(name, found, exact, share * getattr(bounds, name), example))
+        actual = as_result(name, result, exact.shape, example)
+        ratios.append(assert_within(name, actual, exact, share * getattr(bounds, name), example))
     for name, result in gradients.items():
         exact = example.exact.others[name]
-        found = as_result(f"d{name}", result, exact.shape, example)
-        ratios.append(assert_within(f"d{name}", found, exact, share * bounds.others[name], example))
+        actual = as_result(f"d{name}", result, exact.shape, example)
+        ratios.append(assert_within(f"d{name}", actual, exact, share * bounds.others[name], example))
     return max(ratios)
 
 
 def require_results(example: Example, results: Mapping[str, Array], others: Mapping[str, Array] | EllipsisType) -> None:
-    """Refuse to compare nothing, and results for which an example has no exact answer.
+    """Raise an error if there are no results, or if the example has no exact result for one of them.
 
     Raises
     ------
     TypeError
-        There is no result, or the example lacks an operand of one.
+        There is no result, or the example lacks an operand that a result needs.
     """
     if not isinstance(others, Mapping):
         raise TypeError(f"others must be a dict of the score's gradients by name; got {describe(others)}")
     if not results and not others:
-        raise TypeError(f"give at least one of {', '.join(_RESULTS)}, others: nothing would be compared")
+        raise TypeError(f"results must be at least one of {', '.join(_RESULTS)}, others; got none to compare")
     if unknown := [name for name in results if name not in _RESULTS]:
-        raise TypeError(f"results are {', '.join(_RESULTS)}; got {', '.join(unknown)}")
+        raise TypeError(f"results must be among {', '.join(_RESULTS)}; got {', '.join(unknown)}")
     gradients = [name for name in results if name.startswith("d")] + [f"d{name}" for name in others]
     reasons = [f"{name} needs an example with do" for name in gradients if example.do is None]
     reasons += ["dsink needs an example with sink"] * ("dsink" in results and example.sink is None)
@@ -369,7 +369,7 @@ def require_results(example: Example, results: Mapping[str, Array], others: Mapp
 
 
 def as_pair(results: Any, example: Example) -> tuple[np.ndarray, np.ndarray]:
-    """o and lse of a function under test as NumPy's arrays, of an example's shapes; see `as_results`."""
+    """Return o and lse of a function under test as NumPy arrays with the example's shapes; see `as_results`."""
     __tracebackhide__ = True
     problem = example.problem
     o, lse = as_results(results, {"o": problem.o_shape(), "lse": problem.lse_shape()}, example)
@@ -377,39 +377,39 @@ def as_pair(results: Any, example: Example) -> tuple[np.ndarray, np.ndarray]:
 
 
 def as_results(results: Any, shapes: Mapping[str, Sequence[int]], example: Example) -> list[np.ndarray]:
-    """Return what a function under test returned as NumPy's arrays, of the given names and shapes.
+    """Convert the results of a function under test to NumPy arrays, after a check of their number, shapes and dtypes.
 
     Raises
     ------
     TypeError
-        It returned something else than one array for each name.
+        The results are not one array for each name.
     AssertionError
-        An array has another shape, or a dtype that holds less than the example's.
+        An array has the wrong shape, or a dtype that is narrower than the example's.
     """
     __tracebackhide__ = True
-    several = isinstance(results, (tuple, list))
-    if several and len(results) == len(shapes) and all(hasattr(each, "shape") for each in results):
+    is_sequence = isinstance(results, (tuple, list))
+    if is_sequence and len(results) == len(shapes) and all(hasattr(result, "shape") for result in results):
         return [as_result(name, result, shape, example) for (name, shape), result in zip(shapes.items(), results)]
-    came = _came(results)
-    if several:
-        came = f"{type(results).__name__} of {len(results)}: {', '.join(map(_came, results[:4]))}"
-    raise TypeError(f"the function under test must return ({', '.join(shapes)}); got {came}")
+    described = _describe_result(results)
+    if is_sequence:
+        described = f"{type(results).__name__} of {len(results)}: {', '.join(map(_describe_result, results[:4]))}"
+    raise TypeError(f"the function under test must return ({', '.join(shapes)}); got {described}")
 
 
-def _came(result: Any) -> str:
+def _describe_result(result: Any) -> str:
     return f"one array of shape {tuple(result.shape)}" if hasattr(result, "shape") else describe(result)
 
 
 def as_result(name: str, result: Array, shape: Sequence[int], example: Example) -> np.ndarray:
-    """Return one result as NumPy's array; it must have its shape, and a dtype that holds what the example's does."""
+    """Convert one result to a NumPy array, after a check of its shape and of the width of its dtype."""
     __tracebackhide__ = True
     if result is None:
         raise TypeError(f"{name} must be an array; got None: the function under test must return it")
     try:
         array = np.asarray(result)
-    except Exception as error:  # arrays of other libraries refuse in their own ways
-        told = str(error).partition("\n")[0]
-        raise TypeError(f"{name} must be an array that NumPy reads; got {type(result).__name__}: {told}") from error
+    except Exception as error:  # arrays of other libraries may raise any error
+        message = str(error).partition("\n")[0]
+        raise TypeError(f"{name} must be an array that NumPy reads; got {type(result).__name__}: {message}") from error
     assert array.shape == tuple(shape), f"{name} has shape {array.shape}, should have {tuple(shape)}\n{example}"
     least = np.dtype(example.q.dtype)
     least = accumulator_dtype(least) if name == "lse" else least
@@ -419,12 +419,12 @@ def as_result(name: str, result: Array, shape: Sequence[int], example: Example) 
 
 
 def _is_float(dtype: np.dtype) -> bool:
-    """Return whether a dtype is one of real numbers with fractions, NumPy's or bfloat16."""
+    """True if a dtype is a floating dtype of NumPy, or bfloat16."""
     return dtype.kind == "f" or dtype == BFLOAT16
 
 
 def _reference_is_finer(dtype: DTypeLike) -> bool:
-    """False for float64 where long double is float64 too: then the oracle errs as much as the result may."""
+    """True if the oracle is more precise than the results; False for float64 if long double is the same as float64."""
     return bool(np.finfo(np.longdouble).eps < limits(accumulator_dtype(np.dtype(dtype))).eps)
 
 
@@ -432,30 +432,30 @@ def _reference_is_finer(dtype: DTypeLike) -> bool:
 def assert_within(
     name: str, actual: np.ndarray, exact: np.ndarray, bound: np.ndarray | float, context: object = ""
 ) -> float:
-    """Assert that every element of an array is within its bound of the exact one.
+    """Assert that every element of an array is within its bound of the exact element.
 
-    Infinities must agree; NaN agrees with NaN alone. An infinite bound lets everything pass.
+    Infinities must be equal, and NaN only matches NaN. With an infinite bound any element passes.
 
     Parameters
     ----------
     name : str
-        The array's name in the message.
+        The name of the array in the message.
     actual, exact : array
-        The array, and what it should be.
+        The array and its exact value.
     bound : array
-        How far each element may be off; broadcasts.
+        The largest error of each element; broadcasts.
     context : object
-        What the message ends with.
+        The end of the message.
 
     Returns
     -------
     float
-        The largest error as a share of its bound.
+        The largest error divided by its bound.
 
     Raises
     ------
     AssertionError
-        An element is outside its bound. The message names the worst and the first.
+        An element exceeds its bound. The message names the worst and the first such element.
 
     Examples
     --------
@@ -485,7 +485,7 @@ def assert_within(
 
 
 def _errors(actual: np.ndarray, exact: np.ndarray, bound: np.ndarray | float) -> tuple[Array, Array]:
-    """|actual - exact| and its share of the bound."""
+    """Return |actual - exact|, and this error divided by the bound."""
     wide = np.longdouble if np.longdouble in (actual.dtype, exact.dtype) else np.float64
     actual, exact = actual.astype(wide), exact.astype(wide)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
@@ -497,7 +497,7 @@ def _errors(actual: np.ndarray, exact: np.ndarray, bound: np.ndarray | float) ->
 
 
 def _times(ratio: float) -> str:
-    """A share above 1, with two digits, or as many as show that it is above 1."""
+    """Return the text of a ratio above 1 with two digits, or with as many digits as it takes to exceed 1."""
     texts = (f"{float(ratio):.{digits}g}" for digits in range(2, 18))
     return next((text for text in texts if float(text) > 1), "barely more than 1")
 
@@ -511,26 +511,26 @@ def _element(name: str, place: tuple[SupportsInt, ...]) -> str:
 
 @explains_keywords
 def assert_exact_probes(attend: Attend, example: Example) -> float:
-    """Assert that an implementation gives the known answer for inputs of which it is exact.
+    """Assert that an implementation is right for inputs whose results are known up to the last rounding.
 
-    Every probe of this module runs, with the shapes, dtype and mask of an example.
+    This runs all probes of this module with the shapes, dtype and mask of an example.
 
     Parameters
     ----------
     attend : callable
         The function under test, `(q, k, v, *, mask, scale) -> (o, lse)`.
     example : Example
-        Its shapes, dtype and mask are used, and where a probe says so its values.
+        The example with the shapes, dtype and mask of the probes; some probes also use its values.
 
     Returns
     -------
     float
-        The largest error as a share of its bound.
+        The largest error divided by its bound.
 
     Raises
     ------
     AssertionError
-        Names the probe, the first wrong element and the example.
+        A probe fails. The message names the probe, the first wrong element and the example.
 
     Examples
     --------
@@ -553,10 +553,10 @@ def assert_exact_probes(attend: Attend, example: Example) -> float:
 
 @explains_keywords
 def assert_lse_counts_the_keys(attend: Attend, example: Example) -> float:
-    """With q = 0 every weight is 1, so lse is log(number of keys), whatever k holds.
+    """Assert that lse is log(number of keys) for q = 0, for which every weight is 1.
 
-    Tells n keys from n - 1 up to half a million keys in float32: the sum is exact, and four roundoffs (two for the
-    logarithm, one for a change of base, one for its constant) are all that is left.
+    The bound distinguishes n keys from n - 1 keys up to half a million keys in float32. The sum of weights is exact, so
+    the error is at most four roundoffs: two for the logarithm, one for the change of base, one for its constant.
     """
     __tracebackhide__ = True
     lse = _with_zero_scores(attend, example, example.v)[1]
@@ -566,7 +566,7 @@ def assert_lse_counts_the_keys(attend: Attend, example: Example) -> float:
 
 @explains_keywords
 def assert_ones_stay_ones(attend: Attend, example: Example) -> float:
-    """With q = 0 and v = 1, o is 1 to one last place, and 0 in a row without keys."""
+    """Assert that for q = 0 and v = 1, o is 1 up to one last place, and 0 in a row without keys."""
     __tracebackhide__ = True
     o = _with_zero_scores(attend, example, np.ones_like(example.v))[0]
     exact = np.broadcast_to(_key_counts(example)[..., None] > 0, o.shape).astype(np.float64)
@@ -575,10 +575,11 @@ def assert_ones_stay_ones(attend: Attend, example: Example) -> float:
 
 @explains_keywords
 def assert_mask_is_the_one_asked_for(attend: Attend, example: Example) -> float:
-    """With q = 0 and v[j] the unit vector of a digit of j, o counts a row's keys by that digit: the mask, decoded.
+    """Assert that each row attends the keys of the mask.
 
-    Two probes, for both digits of j in base value_dim: every key up to value_dim ** 2 has its own pair. Each element is
-    a quotient of two integers, rounded twice in the accumulator (division may multiply by the reciprocal) and once in
+    With q = 0 and v[j] the unit vector of a digit of j, o counts the keys of a row by this digit. Two probes use the
+    two digits of j in base value_dim, whose pair is different for every key up to value_dim ** 2. Each element of o is
+    a quotient of two integers, rounded twice in the accumulator (a division may multiply by the reciprocal) and once to
     the storage dtype.
     """
     __tracebackhide__ = True
@@ -597,7 +598,7 @@ def assert_mask_is_the_one_asked_for(attend: Attend, example: Example) -> float:
 
 @explains_keywords
 def assert_means_are_exact(attend: Attend, example: Example) -> float:
-    """With q = 0 and integers in v, o is their mean over the row's keys: only the division and the store round."""
+    """Assert that for q = 0 and integers in v, o is the mean over a row's keys up to the rounding of the division."""
     __tracebackhide__ = True
     v = on_lattice(example.v)
     o = _with_zero_scores(attend, example, v)[0]
@@ -609,11 +610,11 @@ def assert_means_are_exact(attend: Attend, example: Example) -> float:
 
 @explains_keywords
 def assert_wide_accumulators(attend: Attend, dtype: DTypeLike) -> float:
-    """A staircase that narrow sums climb wrongly: one key of weight 1, then 8192 keys of a weight far below.
+    """Assert that accumulators are wider than the storage dtype, by one key of weight 1 and 8192 keys of tiny weights.
 
-    The small weights are 2^-19 in float16 and 2^-15 in bfloat16, under half a last place of 1, and v = 1: o is 1
-    exactly. An accumulator of the storage dtype loses all of them, and gives 0.98 and 0.8; a denominator of that dtype
-    gives 1.02 and 1.25. float32 and float64 accumulate in their own dtype and pass by nature.
+    The tiny weights are 2^-19 in float16 and 2^-15 in bfloat16, less than half a last place of 1. Since v = 1, the
+    exact o is 1. An accumulator of the storage dtype loses all tiny weights and gives 0.98 or 0.8, and a denominator of
+    the storage dtype gives 1.02 or 1.25. float32 and float64 always pass: they accumulate in their own dtype.
     """
     __tracebackhide__ = True
     step = {"float16": 19, "bfloat16": 15}.get(np.dtype(dtype).name)
@@ -628,7 +629,7 @@ def assert_wide_accumulators(attend: Attend, dtype: DTypeLike) -> float:
 
 
 def on_lattice(x: Array) -> Array:
-    """The array rounded to the integers -2..2: exact in every dtype, and so are its short sums and products."""
+    """Round an array to integers from -2 to 2, which are exact in every dtype, as are their short sums and products."""
     return np.clip(np.rint(x.astype(np.float64)), -2, 2).astype(x.dtype)
 
 
@@ -642,7 +643,7 @@ def _key_counts(example: Example) -> Array:
 
 
 def _mean(example: Example, values: np.ndarray) -> Array:
-    """The mean of integer values over each row's keys; 0 in a row without keys."""
+    """Return the mean of integer values over the keys of each row, or 0 in a row without keys."""
     total = example.allowed.astype(np.float64) @ values.astype(np.float64)
     return total / np.maximum(_key_counts(example), 1)[..., None].astype(np.longdouble)
 
@@ -658,10 +659,10 @@ def _two_roundings(example: Example, exact: np.ndarray) -> Array:
 
 
 def _roundoffs(example: Example) -> tuple[float, float]:
-    """Unit roundoffs of the storage dtype and of the accumulator."""
+    """Return the unit roundoffs of the storage dtype and of the accumulator."""
     dtype = np.dtype(example.q.dtype)
     return float(limits(dtype).eps) / 2, float(limits(accumulator_dtype(dtype)).eps) / 2
 
 
 def _probe(inputs: str, example: Example) -> str:
-    return f"with {inputs} in the place of {example!r}"
+    return f"with {inputs} instead of the values of {example!r}"

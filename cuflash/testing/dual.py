@@ -1,4 +1,4 @@
-"""Numbers with derivatives: forward differentiation of a function as it is, by NumPy's own operations.
+"""Dual numbers: forward-mode differentiation of functions that use NumPy operations.
 
 >>> import numpy as np
 >>> x = Dual(np.array([0.0, 1.0]), {"x": np.ones(2)})
@@ -21,13 +21,14 @@ __all__ = ["Captured", "Dual"]
 
 @explains_keywords
 class Dual:
-    """Values of a function and their derivatives by several variables.
+    """Values of a function with their derivatives with respect to several variables.
 
     Attributes
     ----------
     value : array
+        The values.
     tangents : dict
-        The derivative of each element of the value by each variable, which is named by a hashable key.
+        The derivatives of the values with respect to each variable, whose name is a hashable key.
     """
 
     __hash__ = None  # type: ignore[assignment]
@@ -39,7 +40,7 @@ class Dual:
         assert method == "__call__" and not options, (ufunc, method, options)
         values = [x.value if isinstance(x, Dual) else x for x in inputs]
         if ufunc not in _SLOPES:
-            return ufunc(*values)  # comparisons, and what holds no derivative
+            return ufunc(*values)  # comparisons and other operations without a derivative
         result = ufunc(*values)
         slopes = _SLOPES[ufunc](result, *values)
         return Dual(result, _sum(*(_scaled(x, slope) for x, slope in zip(inputs, slopes))))
@@ -76,7 +77,7 @@ for _name, _ufunc in _OPERATORS.items():
     setattr(Dual, f"__r{_name}__", _operator(_ufunc, is_swapped=True))
 
 
-# The derivatives of a result r by each argument.
+# The derivatives of a result r with respect to each argument.
 _SLOPES: dict[np.ufunc, Callable[..., tuple[Array, ...]]] = {
     np.add: lambda r, x, y: (1, 1),
     np.subtract: lambda r, x, y: (1, -1),
@@ -104,7 +105,7 @@ _SLOPES: dict[np.ufunc, Callable[..., tuple[Array, ...]]] = {
 
 
 def _scaled(x: Array, slope: Array) -> dict[Hashable, Array]:
-    """The tangents of an argument times a slope; a tangent of 0 stays 0."""
+    """Multiply the tangents of an argument by a slope; a tangent of 0 stays 0 even if the slope is infinite."""
     if not isinstance(x, Dual):
         return {}
     return {key: np.where(np.equal(tangent, 0), 0, tangent * slope) for key, tangent in x.tangents.items()}
@@ -119,18 +120,19 @@ def _sum(*tangents: dict[Hashable, Array]) -> dict[Hashable, Array]:
 
 
 def _is_same(index: Array, other: Array) -> bool:
-    """Return whether two indices take the same elements."""
+    """True if two indices select the same elements."""
     first, second = (each if isinstance(each, tuple) else (each,) for each in (index, other))
     return len(first) == len(second) and all(map(np.array_equal, first, second))
 
 
 @explains_keywords
 class Captured:
-    """A captured array, of which each set of elements that is read is a variable of its own.
+    """A captured array of a score function, in which each index that is read is a separate variable.
 
     Parameters
     ----------
     array : real array
+        The elements.
 
     Examples
     --------
@@ -146,11 +148,11 @@ class Captured:
         self._reads: list[Array] = []
 
     def read(self) -> Captured | Dual:
-        """Return the argument of a user's function: this array, or its only element if it has no axes."""
+        """Return the argument of a user's function: this array, or its only element if the array is 0-d."""
         return self if self.array.ndim else self[()]
 
     def __getitem__(self, index: Array) -> Dual:
-        """Elements; reading them again gives the same variable, so that derivatives by both may cancel exactly."""
+        """Read elements; equal indices give the same variable, so that their derivatives can cancel exactly."""
         known = [number for number, each in enumerate(self._reads) if _is_same(each, index)]
         if not known:
             known = [len(self._reads)]
@@ -159,12 +161,12 @@ class Captured:
         return Dual(value, {(id(self), known[0]): np.ones_like(value)})
 
     def gradient(self, f: Dual, df: np.ndarray) -> np.ndarray:
-        """The gradient of sum(df * f) with respect to the array's elements; 0 where df is 0."""
+        """Return the gradient of sum(df * f) with respect to the elements; terms with df = 0 count as 0."""
         total = np.zeros(self.array.shape, self.array.dtype)
-        places = np.arange(self.array.size).reshape(self.array.shape)
+        positions = np.arange(self.array.size).reshape(self.array.shape)
         for number, index in enumerate(self._reads):
             tangent = f.tangents.get((id(self), number), 0)
             with np.errstate(invalid="ignore"):
                 terms = np.where(df == 0, 0, df * tangent)
-            np.add.at(total.reshape(-1), np.broadcast_to(places[index], terms.shape), terms)
+            np.add.at(total.reshape(-1), np.broadcast_to(positions[index], terms.shape), terms)
         return total

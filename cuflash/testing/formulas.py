@@ -1,4 +1,4 @@
-"""Random score functions: formulas of the operations that a score may have, with arrays for them.
+"""Random score functions: formulas of all supported operations, and the arrays that they capture.
 
 >>> formula = Formula(("sub", ("s",), ("mul", ("load", "slope"), ("abs", ("sub", ("i",), ("j",))))))
 >>> formula.names
@@ -33,7 +33,7 @@ _NEAR = ("clip", ("sub", ("j",), ("i",)), ("number", -3), ("number", 3))
 
 @dataclass(frozen=True)
 class _Kind:
-    """The indices that read an array, and the lengths of axes that a formula indexes; "..." stands for the batch."""
+    """A captured array: the indices that read it ("..." is the batch), and lengths of axes that formulas index."""
 
     indices: tuple[Any, ...]
     dtype: str = "real"
@@ -57,7 +57,7 @@ _REALS = [name for name, kind in ARRAYS.items() if kind.dtype == "real"]
 
 
 def _log_or_0(x: Array) -> Array:
-    with np.errstate(invalid="ignore", divide="ignore"):  # of numbers, where a program has symbols
+    with np.errstate(invalid="ignore", divide="ignore"):  # np.log of negative numbers and 0, which np.where drops
         return np.where(x > 0, np.log(x), 0.0)
 
 
@@ -102,12 +102,12 @@ UNARY = (
 )  # fmt: skip
 BINARY = ("add", "sub", "mul", "min", "max")
 _NUMBERS = (0.5, 2, 1, -1.0, 0, 0.75, 3, -1.25, 0.001)
-_DIVISORS = (2.0, 4.0, -8.0, 0.25)  # powers of two, whose reciprocals are exact
+_DIVISORS = (2.0, 4.0, -8.0, 0.25)  # powers of two, because their reciprocals are exact
 
 
 @dataclass(frozen=True)
 class Formula:
-    """A score function that is written as a tree; `Score(formula, **formula.arrays(...))` takes it.
+    """A score function in the form of a tree; use it as `Score(formula, **formula.arrays(...))`.
 
     Attributes
     ----------
@@ -125,12 +125,12 @@ class Formula:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the arrays that the formula takes, in the order of `ARRAYS`."""
+        """The names of the arrays that the formula takes, in the order of `ARRAYS`."""
         names = _names(self.tree)
         return tuple(name for name in ARRAYS if name in names)
 
     def arrays(self, shape: MaskShape, seed: int, dtype: DTypeLike = np.float32) -> dict[str, np.ndarray]:
-        """Arrays for a problem, filled by a generator of `seed`; some axes of the batch have length 1."""
+        """Return random arrays for a problem, from a generator with `seed`; some batch axes have length 1."""
         rng = np.random.default_rng(seed)
         return {name: _array(ARRAYS[name], shape, rng, dtype) for name in self.names}
 
@@ -138,7 +138,7 @@ class Formula:
 @cache
 @explains_keywords
 def formulas(depth: int = 4) -> st.SearchStrategy[Formula]:
-    """Formulas of up to that depth, most of which read the score."""
+    """Return a strategy for formulas of at most this depth, most of which read the score."""
     trees = _reals(depth)
     with_score = st.builds(lambda tree, op: (op, ("s",), tree), _reals(depth - 1), st.sampled_from(("add", "mul")))
     return st.builds(Formula, with_score | trees)
@@ -159,9 +159,10 @@ def _reals(depth: int) -> st.SearchStrategy[Tree]:
     binary = st.tuples(st.sampled_from(BINARY), inner, inner)
     choice = st.tuples(st.just("where"), _conditions(depth - 1), inner, inner)
     quotient = st.builds(lambda tree, by: ("divide", tree, ("number", by)), inner, st.sampled_from(_DIVISORS))
-    # A divisor that is no number is divided by, bit for bit; by other numbers a program multiplies with reciprocals.
+    # Programs divide by a divisor that is not a constant. They multiply by the reciprocal of a constant, which gives
+    # the same bits only for a power of two.
     over = st.builds(lambda tree, by: ("over", tree, ("add", ("s",), by)), inner, inner)
-    # The base is 0 where positions are equal, and has no derivative; the exponent has one.
+    # The base is an integer, which is 0 at equal positions and has no derivative; the exponent has a derivative.
     power = st.builds(lambda base, exponent: ("power_of", base, exponent), _integers(0), inner)
     return st.one_of(*leaves, unary, binary, choice, quotient, over, power)
 
@@ -195,7 +196,7 @@ def _conditions(depth: int) -> st.SearchStrategy[Tree]:
 
 
 def _names(tree: Tree) -> set[str]:
-    """The arrays that a tree reads, and those that their indices read."""
+    """Return the names of the arrays that a tree reads, and that the indices of these arrays read."""
     op, *args = tree
     if op == "load":
         indices = [index for index in ARRAYS[args[0]].indices if isinstance(index, tuple)]

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for masks: every kind that fits a shape, alone and composed, with rows that attend nothing."""
+"""Hypothesis strategies for masks of every kind, single and combined, some with rows that attend no key."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INTEGER_TYPES = (
 
 @dataclass(frozen=True)
 class Checkered:
-    """A mask's function that hides every `period`-th key, other ones for each query, and if wanted for each head."""
+    """A mask function that hides every `period`-th key, starting at a key that depends on query and head."""
 
     period: int
     by_head: bool
@@ -42,19 +42,19 @@ class Checkered:
 @explains_keywords
 @st.composite
 def masks(draw: st.DrawFn, shape: MaskShape, max_leaves: int = 3) -> Mask:
-    """Masks of every kind that fit this shape, alone and composed by ``& | ^ - ~``; with rows that attend nothing.
+    """Draw masks of every kind for a shape, single or combined by ``& | ^ - ~``, some with rows that attend no key.
 
     Parameters
     ----------
     shape : MaskShape
-        Batch, heads and lengths that masks are drawn for.
+        Batch, heads and lengths of the masks.
     max_leaves : int
-        Masks that may be composed into one.
+        How many masks may be combined into one.
 
     Returns
     -------
     hypothesis.strategies.SearchStrategy
-        Draws a `Mask`.
+        A strategy that draws a `Mask`.
 
     Examples
     --------
@@ -91,23 +91,23 @@ INTEGER_KINDS = st.sampled_from((int, *INTEGER_TYPES))
 
 @explains_keywords
 def as_kind(number: int, kind: type[int] | type[np.integer]) -> Integer:
-    """A number as one of a kind of integers, if that holds it."""
+    """Convert a number to an integer type if the type can represent it."""
     return kind(number) if kind is int or np.iinfo(kind).min <= number <= np.iinfo(kind).max else number
 
 
 def _numbers(least: int, most: int) -> st.SearchStrategy[Any]:
-    """Python ints and NumPy's of every kind."""
+    """Return a strategy for integers of Python and of every NumPy type."""
     return st.builds(as_kind, st.integers(least, most), INTEGER_KINDS)
 
 
 def _sides(draw: st.DrawFn, shape: MaskShape) -> tuple[int | None, int | None]:
-    """Sides of a window; some are beyond all keys."""
+    """Draw the two sides of a window, some of which exceed the number of keys."""
     side = st.none() | _numbers(0, shape.seqlen_kv + 1) | st.sampled_from((2**31, 2**63 - 1, 2**70))
     return draw(side), draw(side)
 
 
 def _count(draw: st.DrawFn, shape: MaskShape, most: int) -> Array:
-    """Draw a count for all, or an array with a count for each entry of the leading axes."""
+    """Draw one count, or an array with a count for each batch entry."""
     size = math.prod(shape.batch)
     if not shape.batch or not size or draw(st.booleans()):
         return draw(_numbers(0, most))
@@ -191,25 +191,25 @@ def _on_blocks(draw: st.DrawFn, shape: MaskShape) -> Mask:
     return pattern.on_blocks(block, mirrored=grid[0] == grid[1] and draw(st.booleans()))
 
 
-CHOICES = ("random", "shared", "disjoint", "the same", "the first by all")  # of neighbouring queries
+CHOICES = ("random", "shared", "disjoint", "the same", "the first by all")  # which blocks neighbouring queries choose
 
 
 @explains_keywords
 @st.composite
 def chosen_blocks(draw: st.DrawFn, shape: MaskShape, num_kv_heads: int = 1) -> ChosenBlocks:
-    """Lists of blocks of every kind that fit this shape: with repeated numbers, none among them, and empty rows.
+    """Draw lists of chosen blocks of every kind for a shape, some with repeated numbers, unused entries or empty rows.
 
     Parameters
     ----------
     shape : MaskShape
-        Batch, heads and lengths that lists are drawn for.
+        Batch, heads and lengths of the lists.
     num_kv_heads : int
-        Key/value heads, for each of which there may be a list.
+        Number of key/value heads; some lists are shared by the query heads of a key/value head.
 
     Returns
     -------
     hypothesis.strategies.SearchStrategy
-        Draws a `ChosenBlocks`.
+        A strategy that draws a `ChosenBlocks`.
 
     Examples
     --------
@@ -234,7 +234,7 @@ def chosen_blocks(draw: st.DrawFn, shape: MaskShape, num_kv_heads: int = 1) -> C
     if draw(st.booleans()):
         blocks[..., _some_rows(draw, shape), :] = -1
     blocks = blocks.astype(draw(st.sampled_from((np.int32, np.int64))))
-    if draw(st.booleans()):  # as arrays of (batch, length, heads, entries) are passed
+    if draw(st.booleans()):  # the strides of an array stored as (batch, length, heads, entries)
         blocks = np.ascontiguousarray(blocks.swapaxes(-3, -2)).swapaxes(-3, -2)
     is_flat = heads == 1 and not leading and draw(st.booleans())
     if counts is None:
@@ -244,12 +244,12 @@ def chosen_blocks(draw: st.DrawFn, shape: MaskShape, num_kv_heads: int = 1) -> C
 
 
 def _choice(rng: np.random.Generator, kind: str, axes: tuple[int, ...], num_blocks: int) -> Any:
-    """Draw numbers of blocks, int64, some of them none."""
+    """Draw block numbers as int64, some of which are -1, an unused entry."""
     blocks = rng.integers(-1, num_blocks, axes)
     queries = np.arange(axes[-2])[:, None]
-    if kind == "shared":  # each neighbour keeps most of what the first of eight chose
-        kept = rng.random(axes) < 0.8
-        blocks = np.where(kept, blocks[..., queries[:, 0] // 8 * 8, :], blocks)
+    if kind == "shared":  # queries choose most of the blocks that the first of eight neighbours chooses
+        is_shared = rng.random(axes) < 0.8
+        blocks = np.where(is_shared, blocks[..., queries[:, 0] // 8 * 8, :], blocks)
     elif kind == "disjoint":
         blocks = np.where(blocks < 0, -1, (queries * axes[-1] + np.arange(axes[-1])) % max(1, num_blocks))
     elif kind == "the same":
@@ -285,14 +285,14 @@ def _some_rows(draw: st.DrawFn, shape: MaskShape) -> slice:
 
 
 def _without_rows(draw: st.DrawFn, shape: MaskShape) -> Mask:
-    """Everything but some rows, which attend nothing."""
-    kept = np.ones((shape.seqlen_q, 1), bool)
-    kept[_some_rows(draw, shape)] = False
-    return Dense(kept)
+    """Draw a mask that allows everything except in some rows, which attend no key."""
+    allowed = np.ones((shape.seqlen_q, 1), bool)
+    allowed[_some_rows(draw, shape)] = False
+    return Dense(allowed)
 
 
 def _without_first_keys(draw: st.DrawFn, shape: MaskShape) -> Mask:
-    """Everything, but some rows attend none of the first keys."""
+    """Draw a mask that allows everything except the first keys in some rows."""
     allowed = np.ones(shape[2:], bool)
     allowed[_some_rows(draw, shape), : draw(st.integers(0, shape.seqlen_kv))] = False
     return Dense(allowed)
@@ -329,6 +329,6 @@ def _random_bools(draw: st.DrawFn, shape: MaskShape, last: tuple[int, ...]) -> n
 
 
 def _leading(shape: MaskShape, axes: int) -> tuple[int, ...]:
-    """Return `axes` of the axes (*batch, num_heads), from the right; 3 is all, and 2 keeps a last axis of length 1."""
+    """Return the last `axes` of (*batch, num_heads), 3 for all of them, or all with one head if `axes` is 2."""
     full = (*shape.batch, shape.num_heads)
     return (*full[:-1], 1) if axes == 2 and len(full) > 1 else full[len(full) - min(axes, len(full)) :]

@@ -1,4 +1,4 @@
-"""Memory layouts of operands: views with other strides than a copy in C order has."""
+"""Memory layouts of operands: views whose strides differ from those of a C-ordered copy."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ LAYOUTS = ("contiguous", "transposed", "padded", "stepped", "negative", "offset"
 
 @explains_keywords
 def laid_out(values: np.ndarray, layout: str) -> np.ndarray:
-    """Copy values into another memory layout; gaps in the memory hold NaN.
+    """Copy values into an array with a memory layout, whose gaps hold NaN.
 
     - contiguous: C order
-    - transposed: (batch, seqlen, heads, dim) in memory, seen as (batch, heads, seqlen, dim); 2-D: Fortran order
-    - padded: a corner of a larger array
-    - stepped: every other row and every other element
-    - negative: the last two axes run backwards
-    - offset: starts one element after the start of its memory
-    - broadcast: stride 0 along the first axis, whose first entry stands for all
-    - odd_strides: axes of extent 1 have strides that point nowhere
+    - transposed: (batch, seqlen, heads, dim) in memory, viewed as (batch, heads, seqlen, dim); 2-D: Fortran order
+    - padded: a part of a larger array
+    - stepped: every other row and every other element of a larger array
+    - negative: the last two axes have negative strides
+    - offset: starts one element after the start of the allocation
+    - broadcast: stride 0 along the first axis, so that all entries equal the first one
+    - odd_strides: axes of length 1 have arbitrary strides, which no access uses
 
     Examples
     --------

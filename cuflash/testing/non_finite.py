@@ -1,4 +1,4 @@
-"""Predict which results are NaN or infinite, by the rule of docs/semantics.md, from booleans over pairs of places.
+"""Prediction of NaN and infinite results by the rule of docs/semantics.md, from bool arrays over queries and keys.
 
 >>> import numpy as np
 >>> example = Example(q=np.zeros((2, 1)), k=np.zeros((2, 1)), v=np.array([[1.0], [np.inf]]), mask=np.tri(2, dtype=bool))
@@ -24,16 +24,16 @@ __all__ = ["Expected", "assert_non_finite", "assert_not_finite_where_due", "expe
 
 @explains_keywords
 class Expected(NamedTuple):
-    """Classes of a result's elements, each a bool array in the shape of the result.
+    """The classification of a result's elements, as bool arrays with the shape of the result.
 
     Attributes
     ----------
     is_nan : array
         Elements that must be NaN.
     is_not_finite : array
-        Elements that must be NaN or infinite; those of `is_nan` are among them.
+        Elements that must be NaN or infinite, including those of `is_nan`.
     may_be_not_finite : array
-        Elements that may be NaN or infinite, since 0 times what is not finite may be part of their sums.
+        Elements that may be NaN or infinite, because their sums may include 0 times NaN or infinity.
     """
 
     is_nan: Array
@@ -42,33 +42,33 @@ class Expected(NamedTuple):
 
 
 class _Holds(NamedTuple):
-    """The places of NaN in an operand, and the places of NaN or an infinity."""
+    """The positions in an operand of NaN, and of NaN or infinity, as bool arrays."""
 
     nan: Array
     any: Array
 
 
 def assert_non_finite(example: Example, **results: Array) -> float:
-    """Assert that NaN and infinities are where they must be, and that everything else is within its bound.
+    """Assert that results are NaN and infinite exactly where they must be, and within their bounds elsewhere.
 
     Parameters
     ----------
     example : Example
-        The operands, with NaN or infinities in them.
+        The operands, which contain NaN or infinities.
     **results : array
-        Any of o, lse, dq, dk, dv and dsink, as the implementation under test returned them for the example.
+        Any of o, lse, dq, dk, dv and dsink that the implementation under test returned for the example.
 
     Returns
     -------
     float
-        The largest error of a finite element as a share of its bound.
+        The largest error of a finite element divided by its bound.
 
     Raises
     ------
     AssertionError
-        Names the result, the first wrong element and the example.
+        An element is wrong. The message names the result, the first wrong element and the example.
     TypeError
-        As `assert_within_bounds` raises it: no result came, or one that is not an array.
+        There is no result, or a result is not an array.
 
     Examples
     --------
@@ -88,7 +88,7 @@ def assert_non_finite(example: Example, **results: Array) -> float:
 
 
 def assert_not_finite_where_due(example: Example, **results: Array) -> None:
-    """NaN and infinities are where they must be; of all else nothing is said. Arguments as of `assert_non_finite`."""
+    """Assert that results are NaN and infinite where they must be; the arguments are those of `assert_non_finite`."""
     __tracebackhide__ = True
     require_results(example, results, {})
     classes = expected(example)
@@ -103,10 +103,10 @@ def _assert_all(name: str, result: Array, must: Array, does: Array, words: str, 
     __tracebackhide__ = True
     wrong = np.argwhere(must & ~does)
     if len(wrong):
-        place = tuple(int(index) for index in wrong[0])
+        position = tuple(int(index) for index in wrong[0])
         raise AssertionError(
-            f"{name}[{', '.join(map(str, place))}] is {float(result[place])!r}, should be {words}; "
-            f"{len(wrong)} of {int(must.sum())} elements that should are not\n{example}"
+            f"{name}[{', '.join(map(str, position))}] is {float(result[position])!r}, should be {words}; "
+            f"{len(wrong)} of {int(must.sum())} elements that should be {words} are not\n{example}"
         )
 
 
@@ -114,7 +114,7 @@ def _assert_all(name: str, result: Array, must: Array, does: Array, words: str, 
 def expected(example: Example) -> dict[str, Expected]:
     """Classify the elements of o and lse, with `do` also of dq, dk and dv, and with a sink also of dsink."""
     score, allowed, holds = _pairs(example)
-    is_hidden = allowed & np.isneginf(score)  # its weight is 0
+    is_hidden = allowed & np.isneginf(score)  # the weight of a score of -inf is 0
     is_nan_row = (allowed & (np.isnan(score) | np.isposinf(score))).any(axis=-1)
     counts = allowed & ~is_hidden
     has_scores = counts.any(axis=-1)
@@ -137,9 +137,9 @@ def expected(example: Example) -> dict[str, Expected]:
 
 @explains_keywords
 def finite_part(example: Example) -> Example:
-    """The example with 0 for what is not finite, and without the keys whose scores are -inf.
+    """Return the example with 0 instead of NaN and infinities, and without the keys whose scores are -inf.
 
-    Where nothing that is not finite reaches, its results are those of the example.
+    Elements of results that no NaN or infinity reaches are equal for both examples.
     """
     score, allowed, _ = _pairs(example)
     mask = allowed & ~np.isneginf(score)
@@ -152,14 +152,14 @@ def _gradients(
     example: Example, score: Array, counts: Array, allowed: Array, is_nan_row: Array, o: Expected,
     holds: dict[str, _Holds],
 ) -> dict[str, Expected]:
-    """dq, dk and dv, and dsink. `counts` says the pairs of rows that have a score above -inf, or NaN."""
+    """Classify dq, dk, dv and dsink; `counts` selects the allowed pairs in rows with a score above -inf, or NaN."""
     q, k, v, do, dlse = (holds[name] for name in ("q", "k", "v", "do", "dlse"))
     has_scores = counts.any(axis=-1)
-    # delta of a row, with which every dS of the row is made.
+    # The delta of a row is a term of every dS of the row.
     nan_delta = is_nan_row | dlse.nan | do.nan.any(axis=-1) | o.is_nan.any(axis=-1)
     bad_delta = is_nan_row | dlse.any | do.any.any(axis=-1) | o.is_not_finite.any(axis=-1)
     any_delta = is_nan_row | (dlse.any & has_scores) | do.any.any(axis=-1) | o.may_be_not_finite.any(axis=-1)
-    # dS, of which dP = do . v is the other part.
+    # dP = do . v is the other term of dS.
     nan_ds = counts & (nan_delta[..., None] | v.nan.any(axis=-1)[..., None, :])
     bad_ds = counts & (bad_delta[..., None] | v.any.any(axis=-1)[..., None, :])
     any_ds = allowed & (any_delta[..., None] | v.any.any(axis=-1)[..., None, :])
@@ -169,7 +169,7 @@ def _gradients(
         bad_ds.any(axis=-1)[..., None] | _meets(counts, k.any),
         any_ds.any(axis=-1)[..., None] | k.any.any(axis=-2, keepdims=True),
     )
-    # A key with an infinity meets the zeros that fill up a tile of queries: 0 times infinity is NaN.
+    # Infinities in a key are multiplied with the zeros that pad a tile of queries: 0 times infinity is NaN.
     fills = k.any.any(axis=-1)[..., None]
     dk = (
         np.broadcast_to(nan_ds.any(axis=-2)[..., None], k.any.shape),
@@ -184,7 +184,7 @@ def _gradients(
     )
     shapes = example.q.shape, example.k.shape, example.v.shape
     of_sink = {}
-    if example.sink is not None:  # in a row without a key lse is the sink: dlse counts there, and do does not
+    if example.sink is not None:  # in a row without a key lse is the sink, so that dlse affects dsink and do does not
         weighs = is_nan_row | has_scores & _weighs_beside_sink(example, score, counts)
         rows = (
             weighs & nan_delta | dlse.nan,
@@ -200,9 +200,9 @@ def _gradients(
 
 
 def _weighs_beside_sink(example: Example, score: Array, counts: Array) -> Array:
-    """Return whether the keys of a row have more than a four-hundredth of its weight.
+    """True for rows whose keys have more than 1/400 of the weight, compared with the sink.
 
-    A row whose keys have next to none may count as one without a key, since o rounds to 0 and lse to the sink.
+    With less weight a row may behave as one without a key, because o rounds to 0 and lse to the sink.
     """
     with np.errstate(invalid="ignore"):
         of_keys = np.logaddexp.reduce(np.where(counts, score, -np.inf), axis=-1)
@@ -210,12 +210,12 @@ def _weighs_beside_sink(example: Example, score: Array, counts: Array) -> Array:
 
 
 def _of_sink(x: Array, shape: tuple[int, ...]) -> Array:
-    """Return whether something is true of any head that an element of a sink belongs to."""
+    """Reduce a bool array over heads to the shape of a sink: True if it is true for any head of the sink's element."""
     return (sum_to(x.astype(float), shape or (1,)) > 0).reshape(shape)
 
 
 def _pairs(example: Example) -> tuple[Array, Array, dict[str, _Holds]]:
-    """Scores and mask [*batch, num_heads, seqlen_q, seqlen_kv], and where operands, with these axes, hold what."""
+    """Return scores and mask [*batch, num_heads, seqlen_q, seqlen_kv], and where operands hold NaN and infinities."""
     problem = example.problem
     wide = {name: with_heads(_operand(example, name)) for name in ("q", "k", "v")}
     wide["k"], wide["v"] = (expand_heads(wide[name], problem.num_heads) for name in ("k", "v"))
@@ -231,16 +231,16 @@ def _pairs(example: Example) -> tuple[Array, Array, dict[str, _Holds]]:
 
 
 def _operand(example: Example, name: str) -> Array:
-    """Return an operand in float64; in three products of tf32 an infinity counts as NaN."""
+    """Return an operand in float64; with precision "tf32x3" an infinity counts as NaN."""
     x = np.asarray(getattr(example, name)).astype(np.float64)
     return np.where(np.isinf(x), np.nan, x) if example.precision == "tf32x3" and name != "dlse" else x
 
 
 def _meets(pairs: Array, holds: Array) -> Array:
-    """Return whether some pair of a row has a column of what is held."""
+    """Return for each row and column whether `holds` is true in this column for any key that pairs with the row."""
     return pairs.astype(np.float32) @ holds.astype(np.float32) > 0
 
 
 def widest(x: Array) -> Array:
-    """Return an array as long doubles."""
+    """Convert an array to long double."""
     return np.asarray(x).astype(np.longdouble)

@@ -1,14 +1,14 @@
-"""Exact attention for tests: SciPy's logsumexp and a loop over heads.
+"""Exact attention for tests, by SciPy's logsumexp and a loop over heads.
 
 >>> import numpy as np
 >>> o, lse = attention(np.zeros((1, 1)), np.zeros((3, 1)), np.array([[1.0], [2.0], [6.0]]))
 >>> o.round(9).astype(float).tolist(), np.exp(lse).round(9).astype(float).tolist()
 ([[3.0]], [3.0])
 
-Written from the definition and apart from `cuflash.reference`, so that the two check each other: a query's results
-come from the keys that it attends alone, whatever the others hold, and gradients use the softmax's Jacobian instead of
-D = rowsum(dO O). float64 throughout, and long double for float64 inputs, where it is wider. NaN and infinities follow
-the rule of docs/semantics.md.
+This is written from the definition, independently of `cuflash.reference`, so that the two check each other. The results
+of a query depend only on the keys that it attends, and gradients use the Jacobian of the softmax instead of
+D = rowsum(dO O). The computation is in float64, or in long double for float64 inputs. NaN and infinities follow the
+rule of docs/semantics.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Captured", "Dual", "attention", "attention_vjp"]
 
 
 class FunctionOfScores(Protocol):
-    """A function of (s, b, h, i, j, **arrays), and the arrays that it captures, by name."""
+    """An object with a function of (s, b, h, i, j, **arrays), and with the arrays that it captures, by name."""
 
     @property
     def function(self) -> Callable[..., Array]: ...
@@ -49,10 +49,9 @@ def attention(
     score: FunctionOfScores | None = None,
     weight_factors: np.ndarray | None = None,
 ) -> tuple[Array, Array]:
-    """o and lse, with the arguments and shapes of `cuflash.reference.attention`.
+    """Return o and lse, with the arguments and shapes of `cuflash.reference.attention`.
 
-    A score has a `function` of (s, b, h, i, j, **arrays) and its `arrays` by name: it is called on arrays of all scores
-    and places, and differentiated by dual numbers.
+    The `function` of a score is called on arrays of all scores and positions, and differentiated by dual numbers.
     """
     problem = _Heads(q, k, v, mask, scale, sink, score, weight_factors)
     o = np.zeros((*problem.shape[:-1], v.shape[-1]), problem.dtype)
@@ -80,9 +79,9 @@ def attention_vjp(
     wrt: tuple[str, ...] = (),
     weight_factors: np.ndarray | None = None,
 ) -> tuple[Array, ...]:
-    """dq, dk and dv, and dsink if there is a sink: arguments and shapes of `cuflash.reference.attention_vjp`.
+    """Return dq, dk and dv, with the arguments and shapes of `cuflash.reference.attention_vjp`.
 
-    Then the gradients of the score's arrays that `wrt` names.
+    They are followed by dsink if there is a sink, and by the gradients of the score's arrays that `wrt` names.
     """
     problem = _Heads(q, k, v, mask, scale, sink, score, weight_factors)
     final_gradient = np.zeros(problem.shape, problem.dtype)
@@ -95,7 +94,7 @@ def attention_vjp(
         slope_of_lse = np.where(np.isneginf(lse), 0, dlse[head])[:, None]
         factors = problem.factors[head]
         by_weight = np.dot(do[head], problem.values[kv_head].T)
-        slope = np.where(allowed & (factors != 0), by_weight * factors, 0)  # the derivative by each probability
+        slope = np.where(allowed & (factors != 0), by_weight * factors, 0)  # derivative with respect to probabilities
         mean = (p * slope).sum(axis=-1, keepdims=True)
         ds = np.where(allowed, p * slope - p * mean + p * slope_of_lse, 0)
         if problem.final is not None:
@@ -112,7 +111,7 @@ def attention_vjp(
 
 
 class _Heads:
-    """Iterates over the places of each head in its batch entry, of queries and of keys."""
+    """An iterable of the heads of all batch entries: index of the query head, and of its key/value head."""
 
     def __init__(
         self, q: Array, k: Array, v: Array, mask: Array, scale: float | None, sink: Array,
@@ -132,7 +131,7 @@ class _Heads:
         self.final = None if score is None else _Final(score, self.raw())
 
     def raw(self) -> np.ndarray:
-        """The scores of all heads."""
+        """Return the scores of all heads before the score function."""
         raw = np.empty(self.shape, self.dtype)
         for head, kv_head in self:
             raw[head] = self.scale * np.dot(self.queries[head], self.keys[kv_head].T)
@@ -143,7 +142,7 @@ class _Heads:
             yield (*leading, head), (*leading, head // self.group)
 
     def probabilities(self, head: tuple[int, ...], kv_head: tuple[int, ...]) -> tuple[Array, Array, Array, Array]:
-        """Return the allowed pairs of a head, their probabilities, 0 elsewhere, lse, and P of the sink."""
+        """Return the mask of a head, its probabilities, which are 0 for masked keys, lse, and P of the sink."""
         allowed = self.allowed[head]
         if self.final is None:
             score = self.scale * np.dot(self.queries[head], self.keys[kv_head].T)
@@ -152,10 +151,10 @@ class _Heads:
         score = np.where(allowed, score, -np.inf)
         sink = np.broadcast_to(self.sinks[head], (len(score), 1))
         lse = logsumexp(np.concatenate([score, sink], axis=-1), axis=-1)
-        lse = np.where(lse == np.inf, np.nan, lse)  # exp(inf - inf) of one score
+        lse = np.where(lse == np.inf, np.nan, lse)  # exp(inf - inf) is NaN for an infinite score
         attends = ~np.isneginf(lse)
         p = np.exp(score - np.where(attends, lse, 0)[:, None])
-        # At scores of 10^6 rounding lse moves all of them by more than a long double's roundoff.
+        # For scores of 10^6, rounding lse changes all p by more than a roundoff. Dividing by their total corrects it.
         p_sink = np.exp(sink[:, 0] - np.where(attends, lse, 0))
         total = np.where(attends, p.sum(axis=-1, where=allowed) + p_sink, 1)
         p = np.where(allowed, p / total[:, None], 0)
@@ -163,12 +162,12 @@ class _Heads:
 
 
 def _widened(array: np.ndarray) -> np.ndarray:
-    """Integers in a dtype whose arithmetic does not wrap around, as a program's int32 does not where it is allowed."""
+    """Convert integers to int64, because supported programs never overflow int32 but narrower dtypes may."""
     return np.asarray(array).astype(np.int64) if array.dtype.kind in "iu" and array.dtype.itemsize < 8 else array
 
 
 class _Final:
-    """Final scores of all heads, their derivative by the scores, and by the arrays of a score."""
+    """The final scores of all heads, with derivatives with respect to the scores and to the arrays of the function."""
 
     def __init__(self, score: FunctionOfScores, raw: np.ndarray) -> None:
         *batch, num_heads, seqlen_q, seqlen_kv = raw.shape
@@ -179,29 +178,29 @@ class _Final:
             for name, array in score.arrays.items()
         }
         self.reads = {name: Captured(array) for name, array in arrays.items() if array.dtype == raw.dtype}
-        given = {name: self.reads[name].read() if name in self.reads else array for name, array in arrays.items()}
+        arguments = {name: self.reads[name].read() if name in self.reads else array for name, array in arrays.items()}
         with np.errstate(all="ignore"):
-            found = score.function(Dual(raw, {"s": np.ones_like(raw)}), b, h, i, j, **given)
-        self._found = found if isinstance(found, Dual) else Dual(found, {})
-        self.value = np.broadcast_to(self._found.value, raw.shape)
-        self.slope = np.broadcast_to(self._found.tangents.get("s", 0), raw.shape)
+            result = score.function(Dual(raw, {"s": np.ones_like(raw)}), b, h, i, j, **arguments)
+        self._result = result if isinstance(result, Dual) else Dual(result, {})
+        self.value = np.broadcast_to(self._result.value, raw.shape)
+        self.slope = np.broadcast_to(self._result.tangents.get("s", 0), raw.shape)
 
     def gradients(self, names: tuple[str, ...], final_gradient: np.ndarray) -> Iterator[Array]:
         """Yield the gradients of the arrays with these names."""
-        return (self.reads[name].gradient(self._found, final_gradient) for name in names)
+        return (self.reads[name].gradient(self._result, final_gradient) for name in names)
 
 
 def _weighted(weights: np.ndarray, terms: np.ndarray, allowed: np.ndarray) -> Array:
-    """Sums of terms by a row's weights, which are 0 where they are not allowed: not even a NaN there is read."""
+    """Return the sums of terms with a row's weights; masked terms are not read, so that their NaN have no effect."""
     if np.isfinite(terms).all():
-        return np.dot(weights, terms)  # faster than @ for long doubles
+        return np.dot(weights, terms)  # faster than @ for long double
     products = np.zeros((*weights.shape, terms.shape[-1]), weights.dtype)
     np.multiply(weights[..., None], terms, out=products, where=allowed[..., None])
     return products.sum(axis=-2)
 
 
 def _summed_to(x: np.ndarray, shape: tuple[int, ...]) -> Array:
-    """Sums over the axes that broadcasting from a shape adds or stretches."""
+    """Sum an array over the axes along which an array of this shape was broadcast."""
     missing = x.ndim - len(shape)
     stretched = [missing + axis for axis, extent in enumerate(shape) if extent != x.shape[missing + axis]]
     return x.sum(axis=(*range(missing), *stretched)).reshape(shape)
@@ -211,8 +210,8 @@ def _headed(x: np.ndarray) -> np.ndarray:
     return x[None] if x.ndim == 2 else x
 
 
-def _own(place: tuple[int, ...], x: np.ndarray) -> tuple[int, ...]:
-    """The place of a head in an array that may be broadcast."""
-    *leading, head = place
+def _own(index: tuple[int, ...], x: np.ndarray) -> tuple[int, ...]:
+    """Return the index of a head in an array whose batch axes may have length 1 or be missing."""
+    *leading, head = index
     own = x.shape[:-3]
     return (*(0 if extent == 1 else at for at, extent in zip(leading[len(leading) - len(own) :], own)), head)

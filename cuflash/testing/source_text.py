@@ -1,4 +1,4 @@
-"""Python source of the parts of an example, which a message shows and which makes the example again."""
+"""Python source of the parts of an example, which messages show, so that the example can be run again."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["source_text"]
 
 _OPERATORS: dict[type[Mask], str] = {And: " & ", Or: " | ", Xor: " ^ "}
 _PREFIXES = {Formula: "testing.formulas.", Dropout: "cuflash.", Checkered: "testing.mask_strategies."}
-_MOST_LISTED = 64  # elements of an array that are listed as numbers
+_MOST_LISTED = 64  # arrays with more elements are written as bytes instead of numbers
 
 
 def source_text(value: Any) -> str:
-    """Write a value as an expression of the names `np`, `cuflash`, `masks` and `testing`.
+    """Return Python source of a value, which uses the names `np`, `cuflash`, `masks` and `testing`.
 
-    A function in a mask, and a mask or an array of a kind that this library does not define, are written as they show
-    themselves, which may be no source.
+    Functions, and masks or arrays of types that this library does not define, are written as their repr, which may not
+    be valid source.
 
     Examples
     --------
@@ -40,8 +40,8 @@ def source_text(value: Any) -> str:
         return f"{source_text(value.mask)}.on_blocks({value.block!r}, mirrored={value.mirrored!r})"
     name = type(value).__name__
     if is_dataclass(value) and getattr(masks, name, None) is type(value):
-        held = ((each, getattr(value, each.name)) for each in fields(value) if each.init)
-        parts = (f"{each.name}={source_text(part)}" for each, part in held if part is not each.default)
+        values = ((each, getattr(value, each.name)) for each in fields(value) if each.init)
+        parts = (f"{each.name}={source_text(part)}" for each, part in values if part is not each.default)
         return f"masks.{name}({', '.join(parts)})"
     if is_array(value) and value.dtype.kind in "biuf":
         return _array_text(np.asarray(to_host(value)))

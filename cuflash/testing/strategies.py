@@ -1,8 +1,8 @@
-"""Hypothesis strategies for attention: structure is drawn, the numbers follow from a seed.
+"""Hypothesis strategies for attention, which draw the structure of an example and a seed for its numbers.
 
-What is drawn is what faults hide in (lengths off a tile, groups of heads, masks with empty rows, views with odd
-strides, magnitudes), so that an example shrinks towards the smallest shape and the plainest mask. `examples` puts it
-all together; the parts serve alone.
+They draw the properties that trigger bugs (lengths near a multiple of the tile, groups of heads, masks with empty rows,
+views with unusual strides, magnitudes of values), so that an example shrinks to the smallest shape and the simplest
+mask. `examples` combines all strategies, which can also be used alone.
 
 >>> from hypothesis import given
 >>> @given(examples())
@@ -64,8 +64,8 @@ PRIMES = (1, 2, 3, 5, 7, 13, 31, 61, 127)
 GROUPS = (1, 2, 3, 7, 8)
 SCALES = (1.0, 0.5, -0.5, 1e-3, 10.0, 100.0, 1e4)
 VALUES = ("normal", "lattice", "constant", "outliers", "small", "large", "rising")
-SHORT = 40  # tokens, a third of the examples have no more: these have room for many heads
-LOW = 2000  # exp(-LOW) is 0 in float64
+SHORT = 40  # the longest sequence, in tokens, of a third of the examples, which may have many heads instead
+LOW = 2000  # a difference of scores for which exp(-LOW) is 0 in float64
 NON_FINITE = ("nan", "inf", "-inf")
 
 
@@ -74,8 +74,11 @@ NON_FINITE = ("nan", "inf", "-inf")
 
 @explains_keywords
 def lengths(tile: int = 64, longest: int = 260) -> st.SearchStrategy[int]:
-    """Sequence lengths: 0 and 1, whole tiles and one token more, one or two off, half a tile over, primes; as often
-    more than four tiles, where these are not too long."""
+    """Return a strategy for sequence lengths: primes, and lengths near multiples of the tile.
+
+    The latter are a multiple plus 0, 1, -1, 2 or half a tile, as often above four tiles as below unless `longest` is
+    smaller, and include 0 and 1.
+    """
     extra = st.sampled_from((0, 1, -1, 2, tile // 2))
     numbers = [st.integers(0, 4)] + [st.integers(5, longest // tile)] * (longest >= 5 * tile)
     around = [st.builds(lambda tiles, extra: tiles * tile + extra, number, extra) for number in numbers]
@@ -85,7 +88,10 @@ def lengths(tile: int = 64, longest: int = 260) -> st.SearchStrategy[int]:
 
 @explains_keywords
 def heads(most: int = 24, groups: Sequence[int] = GROUPS) -> st.SearchStrategy[tuple[int, int]]:
-    """(num_heads, num_kv_heads): key/value heads times a group of 1, 2, 3, 7 or 8; most often several of both."""
+    """Return a strategy for (num_heads, num_kv_heads), with groups of 1, 2, 3, 7 or 8 query heads.
+
+    More than one key/value head with more than one query head each is drawn most often.
+    """
     pairs = [(kv * group, kv) for group in groups for kv in (1, 2, 3) if kv * group <= max(most, 1)]
     several = [pair for pair in pairs if pair[0] > pair[1] > 1]
     return st.sampled_from(pairs + several)
@@ -93,13 +99,13 @@ def heads(most: int = 24, groups: Sequence[int] = GROUPS) -> st.SearchStrategy[t
 
 @explains_keywords
 def head_dims(widest: int = 256) -> st.SearchStrategy[int]:
-    """Head and value dims: powers of two, their neighbours, and those that models have."""
+    """Return a strategy for head_dim and value_dim: powers of two, numbers next to them, and common sizes of models."""
     return st.sampled_from([dim for dim in HEAD_DIMS if dim <= widest])
 
 
 @explains_keywords
 def scales() -> st.SearchStrategy[float | None]:
-    """None (1 / sqrt(head_dim)) as often as all else, then 1e-3 to 1e4, and a negative one."""
+    """Return a strategy for the scale: half of the time None (1 / sqrt(head_dim)), otherwise -0.5 or 1e-3 to 1e4."""
     return st.none() | st.sampled_from(SCALES)
 
 
@@ -108,7 +114,7 @@ def scales() -> st.SearchStrategy[float | None]:
 
 @explains_keywords
 def layouts() -> st.SearchStrategy[str]:
-    """Names of memory layouts for `laid_out`."""
+    """Return a strategy for names of memory layouts, see `laid_out`."""
     return st.sampled_from(LAYOUTS)
 
 
@@ -120,20 +126,20 @@ Masks = st.SearchStrategy[Mask | None] | Callable[[MaskShape], st.SearchStrategy
 @explains_keywords
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Structure:
-    """The parameters that determine an example; `Structure(...).example()` makes it.
+    """The parameters that determine an example, which `Structure(...).example()` returns.
 
     Parameters
     ----------
     q_batch, k_batch, v_batch : tuple of int
-        Leading axes; they broadcast.
+        Batch axes of q, k and v, which broadcast.
     num_heads, num_kv_heads : int
-        Numbers of query heads and of key/value heads; both are 1 where `has_heads` is False.
+        Numbers of query heads and of key/value heads; both are 1 if `has_heads` is False.
     has_heads : bool
-        Whether operands have an axis of heads; without it they are 2-D.
+        True if operands have an axis of heads; otherwise they are 2-D.
     seqlen_q, seqlen_kv : int
         Lengths in tokens.
     head_dim, value_dim : int
-        Last axes of q and k, and of v.
+        Lengths of the last axis of q and k, and of the last axis of v.
     dtype : str
         Name of the operands' dtype.
     mask : Mask or None
@@ -143,27 +149,27 @@ class Structure:
     layouts : tuple of str
         Memory layouts of q, k, v, do and dlse; see `laid_out`.
     values : str
-        Distribution of the values: "normal", "lattice" (integers -2..2), "constant" (each operand one number),
-        "outliers" (one element in 50 is 10 times as large), "small" (1e-3 times normal), "large" (v and do 100 times
-        normal), "rising" (k grows from key to key, and with it the scores).
+        Distribution of the values: "normal", "lattice" (integers -2..2), "constant" (all elements of an operand are
+        equal), "outliers" (one element in 50 is 10 times as large), "small" (1e-3 times normal), "large" (v and do are
+        100 times normal), "rising" (the magnitudes of k and of the scores grow from key to key).
     has_dlse : bool
-        Whether there is a dlse; otherwise it is None.
+        True if there is a dlse; otherwise it is None.
     seed : int
         Seed of the values.
     sink : tuple of int, or None
         The shape of a sink, which broadcasts to (*batch, num_heads).
     sink_dtype : str
         Name of the sink's dtype.
-    non_finite : tuple of (operand, place, value)
-        Elements that are not finite: "nan", "inf" or "-inf" at that place, in C order and modulo their number, of the
-        elements of q, k, v, do or dlse.
+    non_finite : tuple of (operand, position, value)
+        Elements that are not finite: the name of the operand (q, k, v, do or dlse), the position of the element in C
+        order, modulo the number of elements, and "nan", "inf" or "-inf".
     score : Formula, optional
         A score function, whose real arrays all have gradients.
     dropout : Dropout, optional
-        Which weights are dropped.
+        The dropout of weights.
     has_low_rows : bool
-        Whether the scores of every other query, from the first, lie 2000 or more below the others, where exp gives 0:
-        a softmax must subtract the maximum of the row. The first columns of q and k make it so.
+        True if the scores of every other query, starting with the first, are lower by 2000 or more, so that exp gives 0
+        unless the softmax subtracts the maximum of the row. The first columns of q and k are set to achieve this.
 
     Examples
     --------
@@ -199,7 +205,7 @@ class Structure:
 
     @property
     def mask_shape(self) -> MaskShape:
-        """The shape that `mask` is resolved for.
+        """The shape for which `mask` is resolved.
 
         Examples
         --------
@@ -210,7 +216,7 @@ class Structure:
         return MaskShape(batch, self.num_heads, self.seqlen_q, self.seqlen_kv)
 
     def __repr__(self) -> str:
-        """Write the fields that differ from the defaults, in the names `np`, `cuflash`, `masks` and `testing`."""
+        """Return Python source with the fields that differ from their defaults; see `source_text`."""
         changed = [
             f"{each.name}={source_text(getattr(self, each.name))}"
             for each in fields(self)
@@ -219,12 +225,12 @@ class Structure:
         return f"Structure({', '.join(changed)})"
 
     def example(self) -> Example:
-        """Make the operands, filled by a generator of `seed`.
+        """Return the example, whose operands are filled by a random generator with `seed`.
 
         Returns
         -------
         Example
-            The operands, and their exact results and bounds when they are asked for.
+            The operands; their exact results and bounds are computed on first use.
 
         Examples
         --------
@@ -249,9 +255,9 @@ class Structure:
             if self.has_low_rows and name in "qk":
                 filled[..., 0] = self._lowering(name)
             filled = filled.astype(kind)
-            for operand, place, value in self.non_finite:
+            for operand, position, value in self.non_finite:
                 if operand == name and filled.size:
-                    filled.flat[place % filled.size] = float(value)
+                    filled.flat[position % filled.size] = float(value)
             operands[name] = laid_out(filled, layout)
         dlse = operands.pop("dlse")[..., 0] if self.has_dlse else None
         sink = None if self.sink is None else 3 * rng.standard_normal(self.sink)
@@ -275,7 +281,7 @@ class Structure:
         )
 
     def _lowering(self, name: str) -> np.ndarray | float:
-        """First columns of q and k, integers, whose products times the scale are -LOW or less in every other row."""
+        """Return integers for the first column of q or k, whose scaled products are at most -LOW in every other row."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         size = math.ceil(math.sqrt(LOW / abs(scale)))
         return size * (np.arange(self.seqlen_q) % 2 == 0) if name == "q" else -math.copysign(size, scale)
@@ -304,7 +310,7 @@ def _filled(rng: np.random.Generator, name: str, shape: tuple[int, ...], values:
 
 @dataclass(frozen=True, kw_only=True)
 class _Limits:
-    """The choices that `structures` draws from."""
+    """The arguments of `structures`, which limit what is drawn."""
 
     tile: int
     dtypes: Sequence[str]
@@ -326,7 +332,7 @@ class _Limits:
     broadcast_sinks: bool
 
     def reasons(self) -> list[str]:
-        """Why an argument of `structures` is refused."""
+        """Return why arguments of `structures` are refused."""
         reasons: list[str] = []
         for name in ("tile", "most_scores", "most_rows", "max_leaves", "widest", "longest"):
             with collecting(reasons):
@@ -341,8 +347,8 @@ class _Limits:
         is_strategy = self.masks is None or isinstance(self.masks, st.SearchStrategy) or callable(self.masks)
         if not is_strategy or isinstance(self.masks, Mask):
             reasons.append(
-                f"masks must be a strategy of masks, or a function of a MaskShape that returns one; got "
-                f"{describe(self.masks)}: write hypothesis.strategies.just(mask), or none() to draw no mask"
+                f"masks must be a strategy for masks, or a function of a MaskShape that returns one; got "
+                f"{describe(self.masks)}: use hypothesis.strategies.just(mask), or none() to draw no mask"
             )
         return reasons
 
@@ -369,7 +375,7 @@ def structures(
     sink_dtypes: Sequence[str] | None = None,
     broadcast_sinks: bool = True,
 ) -> st.SearchStrategy[Structure]:
-    """Strategy for `Structure` objects: all of an example but its numbers, which are drawn from a seed.
+    """Return a strategy for `Structure` objects, which describe an example with a seed instead of numbers.
 
     Parameters
     ----------
@@ -383,12 +389,12 @@ def structures(
     Returns
     -------
     hypothesis.strategies.SearchStrategy
-        Draws a `Structure`, whose `example()` makes the arrays.
+        A strategy that draws a `Structure`, whose `example()` returns the arrays.
 
     Raises
     ------
     UnsupportedProblem
-        An argument is none of what `examples` takes; all reasons at once.
+        An argument is invalid. The error lists every reason.
 
     Examples
     --------
@@ -413,21 +419,21 @@ def _dtype_reasons(argument: str, dtypes: Any) -> list[str]:
     names = dtypes if isinstance(dtypes, (tuple, list)) else ()
     if names and all(isinstance(name, str) and name in DTYPE_NAMES for name in names):
         return []
-    came = [_dtype_name(each) for each in (dtypes if isinstance(dtypes, (tuple, list)) else [dtypes])]
-    meant = [name for name in came if name in DTYPE_NAMES]
+    all_names = [_dtype_name(each) for each in (dtypes if isinstance(dtypes, (tuple, list)) else [dtypes])]
+    meant = [name for name in all_names if name in DTYPE_NAMES]
     fix = [name for name in meant if name not in names] or ["float32"]
     shown = f"[{', '.join(map(repr, dtypes))}]" if isinstance(dtypes, list) and len(dtypes) <= 4 else describe(dtypes)
     return [
-        f"{argument} must be a sequence of some of the names {', '.join(DTYPE_NAMES)}; got {shown}: "
+        f"{argument} must be a sequence of names among {', '.join(DTYPE_NAMES)}; got {shown}: "
         f"write {', '.join(map(repr, fix))}, as in {argument}={meant or fix}"
     ]
 
 
 def _dtype_name(value: Any) -> str:
-    """Return the name of a dtype, or of what NumPy takes for one; nothing for what it does not take."""
+    """Return the name of a dtype, or of a value that NumPy converts to a dtype, or "" for any other value."""
     try:
         return "" if value is None else np.dtype(value).name
-    except Exception:  # dtypes are made by whatever the argument holds
+    except Exception:  # np.dtype may run code of the value's class
         return ""
 
 
@@ -436,13 +442,14 @@ def _batch_reasons(batch: Any) -> list[str]:
     known = all(isinstance(each, tuple) and all(is_int(extent) and extent >= 0 for extent in each) for each in axes)
     if batch is None or (axes and known):
         return []
-    return [f"batch must be a sequence of tuples of ints, the axes to draw from; got {describe(batch)}: [(2,)] is one"]
+    rule = "batch must be a sequence of tuples of ints, the batch axes to draw from"
+    return [f"{rule}; got {describe(batch)}: use [(2,)], for example"]
 
 
 def _layout_reasons(layouts: Any) -> list[str]:
     if isinstance(layouts, (tuple, list)) and layouts and set(layouts) <= set(LAYOUTS):
         return []
-    return [f"layouts must be a sequence of some of {', '.join(LAYOUTS)}; got {describe(layouts)}"]
+    return [f"layouts must be a sequence of names among {', '.join(LAYOUTS)}; got {describe(layouts)}"]
 
 
 @st.composite
@@ -488,7 +495,7 @@ def _structures(draw: st.DrawFn, limits: _Limits) -> Structure:
 
 @st.composite
 def _axes(draw: st.DrawFn, limits: _Limits, room: int) -> tuple[bool, int, int, tuple[tuple[int, ...], ...]]:
-    """Draw an axis of heads or none, their numbers, and leading axes of q, k and v, of at most `room` entries."""
+    """Draw whether there are heads, their numbers, and batch axes of q, k and v; at most `room` heads in the batch."""
     groups = GROUPS if limits.grouped_heads else (1,)
     if limits.batch is not None:
         fitting = [axes for axes in limits.batch if math.prod(axes) <= room] or [min(limits.batch, key=math.prod)]
@@ -502,7 +509,7 @@ def _axes(draw: st.DrawFn, limits: _Limits, room: int) -> tuple[bool, int, int, 
 
 @st.composite
 def _masks(draw: st.DrawFn, limits: _Limits, shape: MaskShape) -> Mask | None:
-    """Draw a mask of the given kinds; if no row may be empty, empty rows attend all keys instead."""
+    """Draw a mask within the limits; if empty rows are not allowed, such rows attend all keys instead."""
     if limits.masks is None:
         is_masked = draw(st.sampled_from((False, True, True, True)))
         mask = draw(mask_strategies.masks(shape, limits.max_leaves)) if is_masked else None
@@ -515,14 +522,14 @@ def _masks(draw: st.DrawFn, limits: _Limits, shape: MaskShape) -> Mask | None:
 
 
 def _layouts(names: Sequence[str]) -> st.SearchStrategy[tuple[str, ...]]:
-    """Layouts of five operands; all contiguous as often as any, where that is allowed."""
+    """Return a strategy for layouts of five operands, which are all contiguous half of the time, if that is allowed."""
     contiguous = [st.just(("contiguous",) * 5)] if "contiguous" in names else []
     return st.one_of(*contiguous, st.tuples(*[st.sampled_from(tuple(names))] * 5))
 
 
 @explains_keywords
 def dropouts() -> st.SearchStrategy[Dropout]:
-    """Probabilities, seeds and offsets, and the ends of their ranges."""
+    """Return a strategy for dropouts, including the ends of the ranges of probabilities, seeds and offsets."""
     probabilities = st.sampled_from((0, 2.0**-8, 0.1, 0.5, 1 - 2.0**-8)) | st.floats(2.0**-8, 0.9)
     seeds = st.sampled_from((0, 2**64 - 1)) | st.integers(0, 2**64 - 1)
     offsets = st.sampled_from((0, 2**32 - 1)) | st.integers(0, 2**32 - 1)
@@ -534,18 +541,18 @@ def dropouts() -> st.SearchStrategy[Dropout]:
 def sinks(
     draw: st.DrawFn, shape: MaskShape, dtype: str, dtypes: Sequence[str] | None = None, broadcasts: bool = True
 ) -> tuple[tuple[int, ...], str]:
-    """Shape and dtype of a sink for q of a dtype: one for each head, or for each head of a batch entry, or shared."""
+    """Draw shape and dtype of a sink for q with a dtype: one logit per head, per head and batch entry, or shared."""
     full = (*shape.batch, shape.num_heads)
-    kept = draw(st.integers(0, len(full)))
-    stretched = draw(st.tuples(*[st.booleans()] * kept))
-    sink = tuple(1 if is_one else extent for extent, is_one in zip(full[len(full) - kept :], stretched))
+    num_axes = draw(st.integers(0, len(full)))
+    stretched = draw(st.tuples(*[st.booleans()] * num_axes))
+    sink = tuple(1 if is_one else extent for extent, is_one in zip(full[len(full) - num_axes :], stretched))
     names = (DTYPE_NAMES if dtype == "float64" else DTYPE_NAMES[:-1]) if dtypes is None else tuple(dtypes)
     of_heads = st.just(full[-1:])
     return draw(of_heads | st.just(sink) if broadcasts else of_heads), draw(st.sampled_from(names))
 
 
 def _non_finite() -> st.SearchStrategy[tuple[tuple[str, int, str], ...]]:
-    """Draw one to three operands, places in them, and the values that are put there."""
+    """Return a strategy for one to three elements that are not finite: operand, position and value."""
     one = st.tuples(
         st.sampled_from(("q", "k", "v", "do", "dlse")), st.integers(0, 2**16), st.sampled_from(NON_FINITE)
     )
@@ -553,7 +560,7 @@ def _non_finite() -> st.SearchStrategy[tuple[tuple[str, int, str], ...]]:
 
 
 def _leading_axes(room: int) -> st.SearchStrategy[tuple[tuple[int, ...], ...]]:
-    """Leading axes of q, k and v that broadcast, at most `room` in all; also none and empty ones."""
+    """Return a strategy for batch axes of q, k and v with at most `room` entries, including no axes and empty ones."""
     plain = [(), (1,), (0,)] + [(2,)] * (room >= 2) + [(3,)] * (room >= 3) + [(2, 2)] * (room >= 4)
     stretched: list[tuple[tuple[int, ...], ...]] = [((2,), (1,), (1,)), ((1,), (2,), (2,)), ((2,), (2,), ())] * (
         room >= 2
@@ -584,58 +591,58 @@ def examples(
     sink_dtypes: Sequence[str] | None = None,
     broadcast_sinks: bool = True,
 ) -> st.SearchStrategy[Example]:
-    """Strategy for `Example` objects of every structure; see `structures`.
+    """Return a strategy for `Example` objects of every structure; see `structures`.
 
     Parameters
     ----------
     tile : int
-        Tokens of the implementation's tile: lengths gather around its multiples.
+        Tile size of the implementation in tokens; many lengths are near its multiples.
     dtypes : sequence of str
         Names of the dtypes to draw from.
     most_scores, most_rows : int
-        Caps on batch x heads x seqlen_q x seqlen_kv, and without seqlen_kv.
+        Upper limits of batch x heads x seqlen_q x seqlen_kv, and of batch x heads x seqlen_q.
     max_leaves : int
-        Masks that may be composed into one.
+        How many masks may be combined into one.
     widest : int
-        The most that head and value dims may be.
+        Upper limit of head_dim and value_dim.
     longest : int
-        The most tokens that a sequence may have.
+        Upper limit of the sequence lengths in tokens.
     has_non_finite : bool
-        Put NaN or infinities into one to three places of the operands.
+        True to set one to three elements of the operands to NaN or infinity.
     has_sink : bool
-        Draw a sink; `sink_dtypes` and `broadcast_sinks` say which.
+        True to draw a sink, within `sink_dtypes` and `broadcast_sinks`.
     has_score : bool
-        Give each a random score function with arrays.
+        True to draw a score function with captured arrays.
     has_dropout : bool
-        Draw which weights are dropped.
+        True to draw dropout.
     batch : sequence of tuple of int, optional
-        Leading axes that q, k and v share, of which one tuple is drawn, the smallest where no other fits the caps:
-        [(1,), (3,)] makes all operands four-dimensional. None draws any, also axes that broadcast and operands of two
-        dimensions.
+        Batch axes to draw from, which q, k and v share; the smallest tuple is used if every other exceeds the limits.
+        For example, [(1,), (3,)] makes all operands four-dimensional. Default: any axes, including axes that broadcast
+        and operands with two dimensions.
     grouped_heads : bool
-        Whether key/value heads may be fewer than query heads.
+        True if there may be fewer key/value heads than query heads.
     layouts : sequence of str
         Memory layouts to draw from; ["contiguous"] draws no views.
     empty_rows : bool
-        Whether queries may attend no key. Otherwise there is at least one key, and a query to which the drawn mask
-        gives no key attends all.
-    masks : strategy of masks, or function of a MaskShape that returns one, optional
-        Masks to draw from: ``hypothesis.strategies.none()`` draws none. None draws every kind, and no mask.
+        True if queries may attend no key. Otherwise there is at least one key, and a query that attends no key under
+        the drawn mask attends all keys.
+    masks : strategy for masks, or function of a MaskShape that returns one, optional
+        Masks to draw from; ``hypothesis.strategies.none()`` draws no mask. Default: masks of every kind, or no mask.
     sink_dtypes : sequence of str, optional
-        Names of the dtypes of sinks. None draws every dtype that a call takes beside q.
+        Names of the dtypes of sinks. Default: every dtype that a call accepts with the dtype of q.
     broadcast_sinks : bool
-        Whether the shape of a sink may be any that broadcasts to (*batch, num_heads); otherwise it is (num_heads,).
+        True if a sink may have any shape that broadcasts to (*batch, num_heads); otherwise its shape is (num_heads,).
 
     Returns
     -------
     hypothesis.strategies.SearchStrategy
-        Draws an `Example`. Its repr is Python source that makes it again, in the names `np`, `cuflash`, `masks`,
-        `testing` and `Structure`.
+        A strategy that draws an `Example`. The repr of the example is Python source that recreates it, with the names
+        `np`, `cuflash`, `masks`, `testing` and `Structure`.
 
     Raises
     ------
     UnsupportedProblem
-        An argument is none of these; all reasons at once.
+        An argument is invalid. The error lists every reason.
 
     Examples
     --------

@@ -1,7 +1,6 @@
 """
 Masks: bands around the diagonal
 ================================
-
 A mask says which keys (columns) each query (row) attends. `mask.plot(seqlen_q, seqlen_kv)` draws it with matplotlib:
 dark elements are attended. `mask.picture` prints the same as text, and a notebook shows a mask by itself.
 """

@@ -1,7 +1,6 @@
 """
 Masks: padding, prefixes and documents
 ======================================
-
 Batches hold sequences of different lengths: as padding, or packed one after the other (varlen, `cu_seqlens`).
 """
 

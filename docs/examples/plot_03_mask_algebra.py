@@ -1,7 +1,6 @@
 """
 Masks: the algebra, and rules of your own
 =========================================
-
 Masks combine with `&`, `|`, `^` (in exactly one of the two), `-` (without) and `~` (not). Functions of the indices and
 boolean arrays take part as they are.
 """

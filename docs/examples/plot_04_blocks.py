@@ -1,7 +1,6 @@
 """
 From a mask to blocks
 =====================
-
 Kernels skip whole blocks. `BlockIndex` shows which blocks of a mask are absent (white), partial (light) or full (dark).
 """
 

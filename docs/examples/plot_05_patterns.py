@@ -1,7 +1,6 @@
 """
 Block-sparse patterns
 =====================
-
 The patterns of the literature in blocks: a white block is skipped, a light one is partial, a dark one is full.
 `mask.plot(seqlen_q, block=block)` draws this.
 """

@@ -1,7 +1,6 @@
 """
 Score functions
 ===============
-
 Each function of `cuflash.scores` changes the score of a query and a key before the softmax.
 :doc:`Score functions </scores>` has the cost of each.
 """
@@ -15,7 +14,7 @@ QUERIES, KEYS = np.ogrid[:SEQLEN, :SEQLEN]
 
 
 def show(**named: scores.Score) -> None:
-    """Draw one panel per function: the number that it adds to a score of 0, by query (row) and key (column)."""
+    """Draw one panel per function: what it adds to a score of 0, by query and key."""
     figure, panels = plt.subplots(
         1,
         len(named),

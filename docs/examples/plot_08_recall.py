@@ -1,7 +1,6 @@
 """
 How much of real attention does a pattern keep?
 ===============================================
-
 `recall` returns the share of the softmax that a mask keeps, for q, k and v of your own. Here they are those of a sentence
 encoder (MiniLM) on the opening of *Pride and Prejudice*, from ``experiments/data`` of the repository.
 """

@@ -1,7 +1,6 @@
 """
 Selectors on a real head
 ========================
-
 A selector chooses, for each block of queries, a few blocks of keys (top-k) from q and k. `oracle` chooses the blocks with
 the largest exact mass, which nothing can beat; `local` takes the nearest blocks, and `random` any.
 """
@@ -33,11 +32,11 @@ for axes, name in zip(panels[1:], ("oracle", "pooled", "local")):
 _, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
 budgets = (1, 2, 4, 8, 12)
 for name in names:
-    select, kept = getattr(selectors, name), []
+    select, shares = getattr(selectors, name), []
     for top_k in budgets:
         index = select(q, k, block=32, budget=Budget(top_k=top_k))
-        kept.append(cuflash.study.recall(q, k, v, mask=index).mass.mean())
-    axes.plot(budgets, kept, "o-", label=name)
+        shares.append(cuflash.study.recall(q, k, v, mask=index).mass.mean())
+    axes.plot(budgets, shares, "o-", label=name)
 axes.set(xlabel="key blocks per query block, of 16", ylabel="share of the softmax kept")
 axes.legend()
 plt.show()

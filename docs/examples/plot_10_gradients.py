@@ -1,7 +1,6 @@
 """
 Gradients through any mask
 ==========================
-
 `attention_vjp` returns the result and a function that pulls a gradient back to q, k and v, through the mask that you gave.
 """
 

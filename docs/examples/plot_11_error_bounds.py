@@ -1,7 +1,6 @@
 """
 Error bounds of every element
 =============================
-
 `error_bound` computes, from the inputs of a call, a bound on the error of every element of the results. Errors of correct
 code stay below it; a wrong key, a missing rescale or a narrow accumulator does not.
 """

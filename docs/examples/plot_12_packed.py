@@ -1,7 +1,6 @@
 """
 Packed sequences (varlen)
 =========================
-
 `pack` joins sequences of unequal lengths into one array, without padding, and `masks.Sequences` keeps them apart. Offsets
 are the `cu_seqlens` of FlashAttention.
 """

@@ -1,7 +1,6 @@
 """
-Generate with a KV cache, GQA and RoPE
-======================================
-
+Generation with a KV cache, GQA and RoPE
+========================================
 A `KVCache` keeps the keys and values of earlier tokens, contiguous or paged. Two key/value heads serve eight query heads
 (GQA; one would be MQA). Rotary positions (RoPE) are applied to q and k before they reach the cache.
 """
@@ -48,9 +47,8 @@ for paged in ({}, {"page_size": 16, "num_pages": 4}):
     o = np.concatenate(rows, axis=-2)
     at = np.arange(tokens)
     whole = cuflash.attention(rope(q, at), rope(k, at), v, causal=True)
-    print(
-        f"{'paged' if paged else 'contiguous':10} largest difference from one causal call: {abs(o - whole).max():.1e}"
-    )
+    name = "paged" if paged else "contiguous"
+    print(f"{name}: differs from one causal call by {abs(o - whole).max():.1e}")
 
 # %%
 # Bytes of a cache

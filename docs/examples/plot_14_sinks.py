@@ -1,7 +1,6 @@
 """
 Attention sinks
 ===============
-
 A sink is a learned logit per head that takes part in the softmax and has no value: a head can attend to nothing.
 """
 
@@ -12,15 +11,15 @@ import numpy as np
 rng = np.random.default_rng(0)
 q, k, v = rng.standard_normal((3, 1, 200, 32))
 levels = np.linspace(-5, 12, 40)
-kept, norms = [], []
+shares, norms = [], []
 for level in levels:
     o, lse = cuflash.attention(
         q, k, v, causal=True, sink=np.array([level]), return_lse=True
     )
-    kept.append(1 - np.exp(level - lse).mean())
+    shares.append(1 - np.exp(level - lse).mean())
     norms.append(np.linalg.norm(o, axis=-1).mean())
 _, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
-axes.plot(levels, kept, label="weight that stays with the keys")
+axes.plot(levels, shares, label="weight that stays with the keys")
 axes.plot(levels, norms / np.max(norms), label="norm of o, relative")
 axes.set(xlabel="sink logit")
 axes.legend()

@@ -1,7 +1,6 @@
 """
 Reproducible dropout
 ====================
-
 Dropped weights are a function of seed, offset and position: the same call drops the same weights on every device, and the
 backward pass draws them again instead of storing them.
 """

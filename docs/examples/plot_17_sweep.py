@@ -1,7 +1,6 @@
 """
 A sweep over patterns and budgets
 =================================
-
 A sweep is a loop over options, with a table of rows. Here: which window and how many first tokens does each head of a small
 language model need? ``python -m experiments sweep`` runs such loops over several processes or a cluster, and resumes them.
 """
@@ -18,8 +17,8 @@ q, k, v = (data[name].astype(np.float32) for name in "qkv")  # 4 heads, 512 toke
 windows, first = (2, 4, 8, 16, 32, 64), (0, 1, 4, 16)
 mass = np.zeros((4, len(first), len(windows)))
 for (a, sinks), (b, window) in product(enumerate(first), enumerate(windows)):
-    kept = masks.SlidingWindow(window - 1, 0)
-    mask = masks.Causal() & (kept | masks.Lengths(kv=sinks) if sinks else kept)
+    local = masks.SlidingWindow(window - 1, 0)
+    mask = masks.Causal() & (local | masks.Lengths(kv=sinks) if sinks else local)
     mass[:, a, b] = cuflash.study.recall(q, k, v, mask=mask, causal=True).mass.mean(
         axis=-1
     )

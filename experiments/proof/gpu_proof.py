@@ -62,6 +62,7 @@ from cuflash.planning.captured_sums import sums_spec
 from cuflash.planning.decoding import decode_reasons, decode_spec
 from cuflash.planning.prefill import intervals_spec, prefill_reasons, prefill_spec
 from cuflash.planning.launches import Launch
+from cuflash.planning.chosen_lists import COLUMN_SPECS, UNIONS
 from cuflash.planning.interval_kernels import INTERVAL_SPECS
 from cuflash.planning.list_kernels import LIST_SPECS
 from cuflash.planning.selection_kernels import every_selection_spec
@@ -234,7 +235,9 @@ class Case(NamedTuple):
     @property
     def makes_lists(self) -> bool:
         """True if kernels build the mask's block list at each call."""
-        return self.is_device_mask and isinstance(self.structure.mask, (masks.Dense, masks.BlockPattern))
+        return self.is_device_mask and isinstance(
+            self.structure.mask, (masks.Dense, masks.BlockPattern, masks.ChosenBlocks)
+        )
 
     @property
     def mask(self) -> masks.Mask | BlockIndex | None:
@@ -286,7 +289,7 @@ def cases(config: Config) -> Iterator[tuple[str, Case]]:
 
     Each mask is combined with each kernel; dims, GQA groups, strides and determinism alternate. Special cases follow: a
     sink; dropout; wide heads; many heads, for persistent blocks, the fused dQ epilogue and its fallback for long block
-    lists; and few queries, for split-KV and pack-GQA.
+    lists; queries that each choose their blocks; and few queries, for split-KV and pack-GQA.
     """
     rows, keys = config.seqlen_q, config.seqlen_kv
     kinds = kinds_of_mask(rows, keys)
@@ -322,6 +325,10 @@ def cases(config: Config) -> Iterator[tuple[str, Case]]:
             yield "causal", case(0, causal, **more, head_dim=64, value_dim=64)._replace(is_large=True)
             long, blocks = {"seqlen_q": 140, "seqlen_kv": 1200}, np.arange(20).reshape(2, 10) > 0
             yield "blocks of 128", case(0, masks.BlockPattern(blocks, 128), **long, head_dim=64, value_dim=64)
+        if kernel == "sm80" and precision == "ieee":
+            lists = np.random.default_rng(turn).integers(-1, -(-keys // 16), (1, rows, 3))
+            for number in (0, 3):  # lists of a block index, and lists on the device
+                yield "chosen blocks", case(number, masks.ChosenBlocks(lists, 16))
         if kernel == "sm80":
             for group_size in (1, 4):
                 few = {"seqlen_q": 3, "seqlen_kv": 1100, "num_kv_heads": 4 // group_size}
@@ -622,7 +629,7 @@ def run_sanitizers(config: Config, device: DeviceSpec) -> Iterator[Record]:
     lengths = {"seqlen_q": config.seqlen_q, "seqlen_kv": config.seqlen_kv}
     every = [case for _, case in cases(Config(families=tuple(runs)))] + [control(family) for family in runs]
     specs = {spec for case in every for spec in case.plan(device).specs.values()}
-    specs |= {*LIST_SPECS.values(), *INTERVAL_SPECS.values()}
+    specs |= {*LIST_SPECS.values(), *INTERVAL_SPECS.values(), UNIONS, *COLUMN_SPECS.values()}
     specs |= specs_of_caches(device) if "sm80" in runs else set()
     if "simt" in runs:
         specs |= specs_of_masses(device) | specs_of_selectors() | specs_of_results() | specs_of_captured_sums()

@@ -1,4 +1,4 @@
-"""Fold long tables of the pages: about ten rows are shown, and all of them open with a click."""
+"""Folds of long tables in the pages: about ten rows are shown, and all of them open with a click."""
 
 import re
 

@@ -13,11 +13,17 @@ struct ChosenLists {
   int32_t* chunk_counts;  // [list head, chunk, block] queries in a chunk of tiles that chose a block, then in those before
   int32_t* column_pointers;  // [list head, num_blocks + 1] where the queries of each block start
   int32_t* queries;  // [list head, max_members] those that chose a block, ascending, block after block
+  // [list head, num_blocks + 1] where the parts of each block's sums start: of blocks with more queries than a part
+  int32_t* part_pointers;
+  float* column_parts;  // [batch entry and key/value head, max_parts, tiles of a block] sums of dK and dV, by thread
+  int32_t* part_arrivals;  // [batch entry and key/value head, tile of keys] parts that are written; zeros before and after
   int32_t batch_stride, head_stride;  // in list heads; 0 if an axis shares lists
   int32_t num_list_heads, heads_per_list;  // in all; heads of q that share a list
   int32_t heads_per_tile, queries_per_tile, num_tiles;  // tiles of a list head
   int32_t num_blocks, words_per_entry, max_members;
   int32_t num_chunks, blocks_at_once;  // chunks of tiles of a list head; blocks for which shared memory has counts
+  int32_t queries_per_part, num_parts, max_parts;  // num_parts thread blocks share a tile of keys, at most
+  int32_t padding;
 
   // Return which queries of its tile chose the block of an entry.
   CUFLASH_DEVICE uint64_t word(int entry) const {

@@ -45,11 +45,10 @@ CUFLASH_DEVICE void for_each_delta(const attention::Params& params, const attent
   }
 }
 
-// Set the sums of dQ of a tile to 0, if the pass has such sums.
-CUFLASH_DEVICE void clear_dq_sum(const attention::Params& params, const attention::WorkTile& work) {
+// Set the sums of dQ of a tile of queries, which has this number, to 0, if the pass has such sums.
+CUFLASH_DEVICE void clear_dq_sum(const attention::Params& params, const attention::WorkTile& work, int64_t tile) {
   using namespace attention;
   if (params.dq_sum.data == nullptr) return;
-  const int64_t tile = query_tile_number(params, work.first, kBlockQ);
   float* const sums = matrix<float>(params.dq_sum, work.batch_head, work.batch_head.head, 0, 0).data +
       tile * params.dq_sum.row_stride;
   for (int x = 4 * threadIdx.x; x < kBlockQ * kHeadDim; x += 4 * kThreads)

@@ -1,6 +1,5 @@
 #pragma once
 #include <attention/config_mma.cuh>
-#include <attention/members.cuh>
 #include <attention/score_gradient_mma.cuh>
 #include <tile/accumulator_layout.cuh>
 
@@ -32,17 +31,13 @@ CUFLASH_DEVICE void write_staged_gradient(const attention::Matrices& to, const a
   tile::store<kThreads>(all.rows(work.first, work.last), staging);
 }
 
-// Stage and store the rows of a gradient of a tile of queries. Called by all threads.
-template <class Chosen, class Gradient, class Tile>
-CUFLASH_DEVICE void write_gradient(const Chosen& chosen, const attention::Matrices& to,
-                                   const attention::WorkTile& work, int num_columns, Tile staging,
-                                   Gradient& gradient) {
-  using attention::rows_of_tile;
-  if (to.is_accumulator)
-    attention::write_accumulators(rows_of_tile<float>(chosen, to, work, num_columns), num_columns, gradient);
-  else if (gradient.is_first_owner()) tile::store(staging, gradient);
+// Stage and store the rows. Called by all threads.
+template <class Gradient, class Tile>
+CUFLASH_DEVICE void write_gradient(const attention::Matrices& to, const attention::WorkTile& work, int head,
+                                   int num_columns, Tile staging, Gradient& gradient) {
+  stage_gradient(to, work, head, num_columns, staging, gradient);
   __syncthreads();  // all rows are staged
-  if (!to.is_accumulator) tile::store<kThreads>(rows_of_tile<Element>(chosen, to, work, num_columns), staging);
+  write_staged_gradient(to, work, head, num_columns, staging);
 }
 
 }  // namespace cuflash

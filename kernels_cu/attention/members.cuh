@@ -118,14 +118,44 @@ CUFLASH_DEVICE void mask_step(Tile& s, const Params& params, const WorkTile& wor
   mask_rows<false>(s, block, value, [&](int row) { return members.row_mask(params, work, block, row); });
 }
 
+// The place of a tile of keys in the lists of queries: its block, and the part of its queries that a thread block has.
+struct Column {
+  int64_t number;  // of the block's pointers
+  int tile;  // of the block
+  int part;
+
+  CUFLASH_DEVICE Column(const Params& params, const ChosenLists& chosen, const WorkTile& work, int height)
+      : part(split_index(chosen.num_parts)) {
+    const DivMod block = divmod(work.first, params.work.block_kv);
+    number = list_head(chosen, work.batch_head) * (chosen.num_blocks + 1) + block.quotient;
+    tile = block.remainder / height;
+  }
+
+  // Return the first place of the part in the list of queries, and the one past its last.
+  CUFLASH_DEVICE int first(const ChosenLists& chosen) const {
+    return chosen.column_pointers[number] + part * chosen.queries_per_part;
+  }
+  CUFLASH_DEVICE int last(const ChosenLists& chosen) const {
+    return min(first(chosen) + chosen.queries_per_part, chosen.column_pointers[number + 1]);
+  }
+};
+
+// Return how many thread blocks share a tile of keys at most, and whether this one has a part of it.
+constexpr CUFLASH_DEVICE int parts_of_keys(NoChosenLists) { return 1; }
+CUFLASH_DEVICE int parts_of_keys(const ChosenLists& chosen) { return chosen.num_parts; }
+CUFLASH_DEVICE bool has_part_of_keys(const Params&, NoChosenLists, const WorkTile&) { return true; }
+CUFLASH_DEVICE bool has_part_of_keys(const Params& params, const ChosenLists& chosen, const WorkTile& work) {
+  const Column column(params, chosen, work, 1);
+  return column.part == 0 || column.first(chosen) < column.last(chosen);
+}
+
 // Return the queries of one head, or of a tile's heads, that visit a tile of keys: in the second case, their places in
 // the list of queries.
 CUFLASH_DEVICE VisitRange visit_range_of_keys(const Params& params, const ChosenLists& chosen, const WorkTile& work) {
   const VisitRange queries = visit_range_of_keys(params, work);
-  const int32_t* const column = chosen.column_pointers + list_head(chosen, work.batch_head) * (chosen.num_blocks + 1) +
-                                divmod(work.first, params.work.block_kv).quotient;
+  const Column column(params, chosen, work, 1);
   const auto place_of = [&](int query) {
-    int first = column[0], last = column[1];
+    int first = column.first(chosen), last = column.last(chosen);
     while (first < last) {
       const int middle = (first + last) / 2;
       if (chosen.queries[middle] < query) first = middle + 1;

@@ -75,26 +75,20 @@ CUFLASH_DEVICE void score_gradient_columns(Tile& dp, Tile& p, const RowStatistic
   });
 }
 
-// Write the rows of a gradient in float32, which is summed over broadcast axes afterwards; below, those of a tile.
-template <class RowsOfGradient, class Gradient>
-CUFLASH_DEVICE void write_accumulators(const RowsOfGradient& to, int num_columns, Gradient& gradient) {
-  const int first_row = gradient.first_row(), first_column = gradient.first_column();
-#pragma unroll
-  for (int i = 0; i < Gradient::kRows; ++i) {
-    if (first_row + Gradient::row(i) >= to.num_rows) continue;
-    // columns of a workspace are contiguous
-    float* const row = &to.at(first_row + Gradient::row(i), first_column);
-#pragma unroll
-    for (int j = 0; j < Gradient::kColumns; ++j)
-      if (first_column + Gradient::column(j) < num_columns) row[Gradient::column(j)] = gradient.at(i, j);
-  }
-}
-
+// Write the rows of a gradient in float32, which is summed over broadcast axes afterwards.
 template <class Gradient>
 CUFLASH_DEVICE void write_accumulators(const Matrices& to, const WorkTile& work, int head, int num_columns,
                                        Gradient& gradient) {
   const auto all = matrix<float>(to, work.batch_head, head, work.last, num_columns);
-  write_accumulators(all.rows(work.first, work.last), num_columns, gradient);
+  const int first_row = work.first + gradient.first_row(), first_column = gradient.first_column();
+#pragma unroll
+  for (int i = 0; i < Gradient::kRows; ++i) {
+    if (first_row + Gradient::row(i) >= work.last) continue;
+    float* const row = &all.at(first_row + Gradient::row(i), first_column);  // columns of a workspace are contiguous
+#pragma unroll
+    for (int j = 0; j < Gradient::kColumns; ++j)
+      if (first_column + Gradient::column(j) < num_columns) row[Gradient::column(j)] = gradient.at(i, j);
+  }
 }
 
 }  // namespace cuflash::attention

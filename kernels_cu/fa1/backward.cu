@@ -148,7 +148,7 @@ CUFLASH_DEVICE void write_dq(const attention::Params& params, const attention::B
     sums_of_tile<WarpDq>(params, params.dq_sum, batch_head, queries.first).load(dq);
     dq.scale(params.shape.softmax_scale);
     __syncthreads();  // the tile that was staged before is read
-    write_gradient(chosen, params.dq, {batch_head, queries.first, queries.last}, params.shape.head_dim,
+    write_gradient(params.dq, {batch_head, queries.first, queries.last}, batch_head.head, params.shape.head_dim,
                    QTile{kQOffset}, dq);
   }
 }

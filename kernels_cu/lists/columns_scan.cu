@@ -1,5 +1,5 @@
 // Sums the counts of chunks up, a thread block for each list head: each chunk gets the count of the chunks before it,
-// and each block of keys the place where its queries start.
+// and each block of keys the place where its queries start. Blocks with more queries than a part get places for parts.
 #include <attention/params.cuh>
 #include <lists/columns.cuh>
 #include <lists/running_sums.cuh>
@@ -32,4 +32,13 @@ lists_columns_scan(const __grid_constant__ cuflash::attention::Params params CUF
   }
   __syncthreads();  // all counts are written
   sum_up<kThreads>(pointers, chosen.num_blocks, blockIdx.x * chosen.max_members);
+  if (chosen.num_parts == 1) return;
+  int32_t* const parts = chosen.part_pointers + list_head * (chosen.num_blocks + 1);
+  __syncthreads();  // all pointers are written
+  for (int block = ptx::thread_index(); block < chosen.num_blocks; block += kThreads) {
+    const int length = pointers[block + 1] - pointers[block], per_part = chosen.queries_per_part;
+    parts[block + 1] = length <= per_part ? 0 : (length + per_part - 1) / per_part;
+  }
+  __syncthreads();  // all numbers of parts are written
+  sum_up<kThreads>(parts, chosen.num_blocks, 0);
 }

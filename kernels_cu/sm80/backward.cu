@@ -9,6 +9,7 @@
 #include <attention/members.cuh>
 #include <attention/score_gradient_mma.cuh>
 #include <ptx/cp_async.cuh>
+#include <sm80/column_parts.cuh>
 
 namespace cuflash::sm80 {
 
@@ -100,8 +101,8 @@ CUFLASH_DEVICE bool begin_tile(const attention::Params& params, attention::Chose
                                BlockState& state) {
   using namespace attention;
   const Shape& shape = params.shape;
-  const WorkTile work = key_tile<Listed>(params, kBlockKv);
-  if (work.is_empty()) return false;
+  const WorkTile work = key_tile<Listed>(params, kBlockKv, parts_of_keys(chosen));
+  if (work.is_empty() || !has_part_of_keys(params, chosen, work)) return false;
   // computed first, since loads from a list have a long latency
   const VisitRange visit_range = visit_range_of_head(params, chosen, work);
   const int kv_head = divmod(work.batch_head.head, shape.group_size).quotient;
@@ -378,5 +379,7 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
   }
   ptx::cp_async_wait<0>();
   __syncthreads();  // K and V have arrived, even without a step, and are read
+  int& is_last = *reinterpret_cast<int*>(ptx::dynamic_shared<unsigned char>() + p_smem.start);
+  if (!add_parts(params, chosen, state.work, dk, dv, is_last)) return;
   write_gradients(params, state, dk, dv, dropout);
 }

@@ -4,7 +4,7 @@
 #include <attention/dropout_gradient_mma.cuh>
 #include <attention/epilogue_mma.cuh>
 #include <attention/fragment_slopes.cuh>
-#include <attention/members.cuh>
+#include <attention/members_gradient.cuh>
 #include <attention/score_gradient_mma.cuh>
 #include <ptx/cp_async.cuh>
 #include <sm80/block_state.cuh>
@@ -143,5 +143,5 @@ sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
   ptx::cp_async_wait<0>();
   __syncthreads();  // Q has arrived, even without a step, and is read
   dq.scale(shape.softmax_scale);
-  write_gradient(chosen, params.dq, state.work, shape.head_dim, q_smem, dq);
+  write_gradient_of_queries(chosen, params.dq, state.work, shape.head_dim, q_smem, dq);
 }

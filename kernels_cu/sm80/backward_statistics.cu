@@ -11,5 +11,5 @@ sm80_backward_statistics(const __grid_constant__ cuflash::attention::Params para
   if (work.is_empty()) return;
   const auto delta = matrix<float>(params.delta, work.batch_head, work.batch_head.head, params.shape.seqlen_q, 1);
   for_each_delta(params, work, [&](int row, float sum) { delta.at(row, 0) = sum; });
-  clear_dq_sum(params, work);
+  clear_dq_sum(params, work, query_tile_number(params, work.first, kBlockQ));
 }

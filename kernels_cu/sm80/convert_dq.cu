@@ -22,5 +22,5 @@ sm80_convert_dq(const __grid_constant__ cuflash::attention::Params params) {
   WarpDq dq;
   sum.load(dq);
   dq.scale(shape.softmax_scale);
-  write_gradient(chosen, params.dq, work, shape.head_dim, QTile{0}, dq);
+  write_gradient(params.dq, work, work.batch_head.head, shape.head_dim, QTile{0}, dq);
 }

@@ -27,7 +27,7 @@ struct Backward : BackwardEpilogue<Config> {
                                       int part, const score::Function& score, DropoutArgument dropout,
                                       SumsOfSteps& of_steps) {
     SharedStorage& smem = shared();
-    if constexpr (kLastArrivalFinishesDq) {
+    if constexpr (Config::kLastFinishesDq) {
       wait_dq(part);
       dq_finish = smem.dq_finish;
     }
@@ -36,7 +36,7 @@ struct Backward : BackwardEpilogue<Config> {
     if (starts_next_tile(flags) || finishes) {
       if (starts_next_tile(flags)) release_kv();
       tile::wait_wgmma<0>(dk);
-      if constexpr (kMakesDq && !kLastArrivalFinishesDq) wait_dq(part);
+      if constexpr (kMakesDq && !Config::kLastFinishesDq) wait_dq(part);
       if (finishes)
         finish_dq(params, dq, dq_staging, smem.messages[state.stage], part, dq_finish == DqFinish::kWithSums);
       else if constexpr (kMakesDq) stage_dq(dq, dq_staging, part);
@@ -59,7 +59,7 @@ struct Backward : BackwardEpilogue<Config> {
       }
     } else {
       release_ds(part);
-      if constexpr (kMakesDq && !kLastArrivalFinishesDq) wait_dq(part);
+      if constexpr (kMakesDq && !Config::kLastFinishesDq) wait_dq(part);
       if constexpr (kMakesDq) stage_dq(dq, dq_staging, part);
     }
     return true;
@@ -101,7 +101,7 @@ struct Backward : BackwardEpilogue<Config> {
 
   // Return how the tile finishes dQ of a step, if the order of tiles decides it.
   static CUFLASH_DEVICE DqFinish finish_of_step(int flags) {
-    return kFinishesDqInOrder && flags & StepMessage::kFinalizesDq ? DqFinish::kWithSums : DqFinish::kNot;
+    return Config::kFinishesDqInOrder && flags & StepMessage::kFinalizesDq ? DqFinish::kWithSums : DqFinish::kNot;
   }
 
   // Run a consumer warpgroup: walk all steps, tile after tile. Each accumulator is a fresh variable per iteration, so

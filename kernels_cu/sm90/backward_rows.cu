@@ -38,7 +38,7 @@ struct BackwardRows : KvPipeline<Config> {
   // cuts tiles from the first query on, and this kernel cuts them from the last one.
   static CUFLASH_DEVICE Statistics row_statistics(const attention::Params& params, const QueryState& query_state,
                                                   const attention::WorkTile& work) {
-    const QueryStats* const all = QueryTiles::query_stats(query_state, work.batch_head);
+    const auto* const all = QueryTiles::query_records(query_state, work.batch_head);
     Statistics stats;
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i) {
@@ -46,7 +46,7 @@ struct BackwardRows : KvPipeline<Config> {
       const int first = Config::kIsListed ? work.first : query / kBlockQ * kBlockQ;
       const bool in_bounds = query < work.last;
       const QueryStats& query_stats_of_tile =
-          all[in_bounds ? attention::query_tile_number<Listed>(params, first, kBlockQ) : 0];
+          all[in_bounds ? attention::query_tile_number<Listed>(params, first, kBlockQ) : 0].stats;
       stats.lse_2[i] = in_bounds ? query_stats_of_tile.lse_2[query - first] : -ptx::negative_infinity<float>();
       stats.delta[i] = in_bounds ? query_stats_of_tile.delta[query - first] : 0;
     }

@@ -31,7 +31,7 @@ struct BackwardStatistics : QueryTileStats<Config> {
     if (ptx::lane() != 0) return;
     stats.has_large_lse = has_large;
     stats.has_empty_rows = has_empty_row;
-    stats.arrivals.count = 0;
+    stats.visitors = {};
   }
 
   // Call write(row, delta) with each row of a full tile whose rows are full, and return true; return false for other
@@ -104,17 +104,21 @@ struct BackwardStatistics : QueryTileStats<Config> {
     const WorkTile work = own_query_tile(params);
     if (work.is_empty()) return;
     if (work.first == 0 && threadIdx.x == 0) reset_dq_semaphore(params, query_state, work.batch_head);
-    QueryStats& stats = query_stats(query_state, work.batch_head)[own_query_number(params, work)];
+    const int number = own_query_number(params, work);
+    auto& record = query_records(query_state, work.batch_head)[number];
+    QueryStats& stats = record.stats;
     if (threadIdx.x < 32) {
       compute_query_stats(stats, params, work);
-      if constexpr (kLastArrivalFinishesDq) init_dq_arrivals<Config>(params, work, stats.arrivals);
+      if constexpr (kCountsDqTiles)
+        if (threadIdx.x == 0) *dq_count(record) = {};
+      if constexpr (Config::kLastFinishesDq) store_num_visitors<Config>(params, work, stats.visitors);
       if constexpr (Config::kAddsDqInOrder)
-        if (threadIdx.x == 0) stats.arrivals.expected = last_visiting_key_tile<kBlockKv>(params, work);
+        if (threadIdx.x == 0) stats.visitors.last = last_visiting_key_tile<kBlockKv>(params, work);
     }
     ptx::compiler_barrier();  // keeps ptxas from moving loads ahead, which would spill registers
     const auto write = [&](int row, float sum) { stats.delta[row - work.first] = sum; };
     if (!for_each_delta_of_full_tile(params, work, write)) for_each_delta(params, work, write);
-    if (!kFirstArrivalStoresDq && !stores_dq<kBlockKv>(params, work)) clear_dq_sum(params, work);
+    if (!kCountsDqTiles && !stores_dq<kBlockKv>(params, work)) clear_dq_sum(params, work, number);
   }
 };
 

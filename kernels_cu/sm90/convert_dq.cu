@@ -15,9 +15,12 @@ struct ConvertDq : QueryTileStats<Config> {
     const DqSumLayout sum(matrix<float>(params.dq_sum, work.batch_head, work.batch_head.head, 0, 0).data +
                           tile * params.dq_sum.row_stride);
     WarpDq dq;
-    // no tile of keys has stored sums
-    if (kFirstArrivalStoresDq && query_stats(query_state, work.batch_head)[tile].arrivals.count == 0) dq.fill(0);
-    else sum.load(dq);
+    // in their order, tiles of keys store sums unless none visits the queries
+    bool has_sums = true;
+    if constexpr (Config::kAddsDqInOrder)
+      has_sums = dq_count(query_records(query_state, work.batch_head)[tile])->count != 0;
+    if (has_sums) sum.load(dq);
+    else dq.fill(0);
     dq.scale(shape.softmax_scale);
     write_gradient(params.dq, work, work.batch_head.head, shape.head_dim, dq);
   }

@@ -2,24 +2,28 @@
 #include <sm90/sequence_parts.cuh>
 #include <tile/counter.cuh>
 
-// Sums of dQ under lists with few tiles of keys for each tile of queries. The first tile of keys that arrives at a tile
-// of queries stores its part of dQ, so that no kernel sets the sums to 0 before; the other tiles wait until it has, and
-// add. If very few tiles arrive, the last one waits until all others are done, takes their sums and finishes dQ: with a
-// list that saves 4 % of a backward pass if four tiles arrive, and nothing if eight do
-// (sm90_steps.log of b648872e, 29). A tile waits only for tiles that arrived before it.
+// Sums of dQ where few tiles of keys visit a tile of queries. The first one that arrives stores its part of dQ, so that
+// no kernel sets the sums to 0 before. The others wait until it has, and add theirs. The last one waits until all others
+// are done, takes their sums and finishes dQ, so that no kernel rounds it. A tile waits only for tiles that arrived
+// before it. planning/families/sm90_dq.py has the times.
 namespace cuflash::sm90 {
 
-// Counter of the tiles of keys that have arrived at a tile of queries, plus kDqIsStored once the first has stored its
-// sums. If the last of `expected` tiles finishes dQ, the counter has kArrivalIsDone for each tile that is done.
+// The tiles of keys that visit a tile of queries.
+struct DqVisitors {
+  int num;  // how many, if the last to arrive finishes dQ
+  int last;  // the number of the last one, if they add in their order
+};
+
+// Count of the tiles of keys that have arrived at a tile of queries, plus kArrivalIsDone for each tile that is done.
+// Thread blocks change it while others copy the statistics of the queries, which therefore are no part of it.
 //
 // In kernels whose sums of dQ repeat bit for bit (kAddsDqInOrder), the tiles of keys that visit a tile of queries take
 // their turns from the end of the sequence: the last one stores its part of dQ, and each of the others adds its own
-// after its successor. There `count` is the number of tiles that are done, and `expected` the number of the tile that
-// stores.
-struct DqArrivals {
-  int count, expected;
+// after its successor. There it counts the tiles that are done.
+struct alignas(16) DqCount {
+  int count, unused[3];
 };
-constexpr int kDqIsStored = 1 << 30, kArrivalIsDone = 1 << 16;
+constexpr int kArrivalIsDone = 1 << 16;
 
 // An arrival of a tile of keys at a tile of queries. The last tile of keys to arrive there finishes dQ.
 struct DqArrival {
@@ -73,16 +77,15 @@ CUFLASH_DEVICE int last_visiting_key_tile(const Params& params, const WorkTile& 
   return max((interval(params, work.batch_head, work.last - 1).hi + Width - 1) / Width - 1, 0);
 }
 
-// Reset the counter of a tile of queries, and store how many tiles will arrive. If none will, write dQ = 0. Called by
-// the first warp.
+// Store how many tiles of keys will arrive at a tile of queries. If none will, write dQ = 0. Called by the first warp.
 template <class Config>
-CUFLASH_DEVICE void init_dq_arrivals(const Params& params, const WorkTile& work, DqArrivals& arrivals) {
+CUFLASH_DEVICE void store_num_visitors(const Params& params, const WorkTile& work, DqVisitors& visitors) {
   constexpr int Width = Config::kBlockKv;
   int num;
   if constexpr (Config::kIsListed) num = num_expected_arrivals<Width>(params, work);
   else if constexpr (Config::kCutsSequences) num = num_visiting_parts<Width>(params, work);
   else num = num_visiting_key_tiles<Width>(params, work);
-  if (threadIdx.x == 0) arrivals = {0, num};
+  if (threadIdx.x == 0) visitors.num = num;
   if (num > 0) return;
   const Shape& shape = params.shape;
   tile::clear(

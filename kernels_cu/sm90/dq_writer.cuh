@@ -9,8 +9,7 @@ template <class Config>
 struct DqWriter : QCopyWarps<Config> {
   using Base = QCopyWarps<Config>;
   using typename Base::PipelineState, typename Base::SharedStorage, typename Base::StepMessage;
-  using Base::dq_offset, Base::kBlockKv, Base::kDqPartBytes, Base::kFinishesDqInOrder, Base::kFirstArrivalStoresDq,
-      Base::kNumConsumers, Base::shared;
+  using Base::dq_offset, Base::kBlockKv, Base::kDqPartBytes, Base::kNumConsumers, Base::shared;
 
   // Release a part of the staging buffer of dQ, once at most kPending bulk copies have yet to be read. Called by a
   // warp.
@@ -49,19 +48,11 @@ struct DqWriter : QCopyWarps<Config> {
     ptx::bulk_commit();
   }
 
-  // Count the arrival of a step at its queries. Return whether it is the first one; otherwise wait until the first one
-  // has stored their sums. Called by a warp.
-  static CUFLASH_DEVICE bool arrives_first(int* arrivals) {
-    const int num_before = tile::warp_fetch_increment(arrivals);
-    if (num_before != 0 && !(num_before & kDqIsStored)) tile::wait_for_bits(arrivals, kDqIsStored);
-    return num_before == 0;
-  }
-
   // Return how many tiles of keys store or add to the sums of a step's queries before the step's own tile, in kernels
   // that add in the order of the tiles (kAddsDqInOrder).
   static CUFLASH_DEVICE int num_key_tiles_before(int stage) {
     const SharedStorage& smem = shared();
-    return smem.queries[stage].stats.arrivals.expected - smem.works[smem.messages[stage].work].tile.first / kBlockKv;
+    return smem.queries[stage].stats.visitors.last - smem.works[smem.messages[stage].work].tile.first / kBlockKv;
   }
   // Wait until `num_before` tiles of keys are done with the sums of a step's queries. Return whether there are none.
   // Called by a warp.
@@ -87,11 +78,11 @@ struct DqWriter : QCopyWarps<Config> {
       const StepMessage& message = smem.messages[state.stage];
       const int flags = message.flags;
       const bool is_end = flags & StepMessage::kEndOfWork,
-                 finishes = kFinishesDqInOrder && flags & StepMessage::kFinalizesDq;
+                 finishes = Config::kFinishesDqInOrder && flags & StepMessage::kFinalizesDq;
       float* const sum = message.dq_sum;
       int* const arrivals = message.arrivals;
       DqSemaphoreOp dq{};
-      if (kFinishesDqInOrder && flags & StepMessage::kUsesDqSemaphore) dq = message.dq;
+      if (Config::kFinishesDqInOrder && flags & StepMessage::kUsesDqSemaphore) dq = message.dq;
       const int num_before = Config::kAddsDqInOrder && !is_end ? num_key_tiles_before(state.stage) : 0;
       tile::arrive(smem.q[state.stage].empty);
       if (dq.awaited_bits_or_count != 0) wait_dq_semaphore(dq, finishes);
@@ -111,23 +102,17 @@ struct DqWriter : QCopyWarps<Config> {
         unsignalled = arrivals;
       }
       if (is_end) return;
-      // counted here, when no copy of an earlier step is pending
-      const bool is_first = Config::kAddsDqInOrder ? wait_for_key_tiles(arrivals, num_before)
-                                                   : kFirstArrivalStoresDq && arrives_first(arrivals);
+      const bool is_first = Config::kAddsDqInOrder && wait_for_key_tiles(arrivals, num_before);
 #pragma unroll
       for (int part = 0; part < kNumConsumers; ++part) {
         ptx::bar_sync(kDqFull + part, kWarpgroupThreads + 32);
-        store_dq_sum(sum, part, is_first || (kFinishesDqInOrder && flags & StepMessage::kStoresDq));
+        store_dq_sum(sum, part, is_first || (Config::kFinishesDqInOrder && flags & StepMessage::kStoresDq));
       }
       if (dq.stored != 0 || dq.is_done) signal_dq_semaphore(dq);
-      if (is_first && !Config::kAddsDqInOrder) {
-        tile::wait_bulk_copies();
-        tile::signal(arrivals, kDqIsStored);
-      }
     }
   }
 
-  // Run the dQ writer with a list whose last tile of keys that arrives at a tile of queries finishes its dQ. A warp
+  // Run the dQ writer where the last tile of keys that arrives at a tile of queries finishes its dQ. A warp
   // signals its earlier additions before it waits, so that no two blocks wait for each other. Called by a warp.
   static CUFLASH_DEVICE void dq_writer_fused() {
     SharedStorage& smem = shared();
@@ -149,12 +134,10 @@ struct DqWriter : QCopyWarps<Config> {
     while (!smem.messages[state.stage].is(StepMessage::kEndOfWork)) {
       const StepMessage& message = smem.messages[state.stage];
       count = tile::broadcast_lane_0(count);
-      const auto arrival = DqArrival::of(count, smem.queries[state.stage].stats.arrivals.expected);
+      const auto arrival = DqArrival::of(count, smem.queries[state.stage].stats.visitors.num);
       const bool is_last = arrival.is_last, is_first = arrival.before == 0;
-      if (count / kArrivalIsDone < arrival.num_awaited) {
-        signal_previous();
-        wait_for_arrivals(arrival, message.arrivals);
-      }
+      if (count / kArrivalIsDone < arrival.num_awaited) signal_previous();
+      wait_for_arrivals(arrival, message.arrivals);  // in acquire order, which the count by itself has not
       if (!is_first) ptx::fence_proxy_async_global();
       if (ptx::elect_one())
         smem.dq_finish = !is_last ? DqFinish::kNot : is_first ? DqFinish::kAlone : DqFinish::kWithSums;

@@ -13,7 +13,7 @@ struct QPipeline : DqWriter<Config> {
   using Base = DqWriter<Config>;
   using typename Base::PipelineState, typename Base::SharedStorage, typename Base::StepMessage;
   using Base::dq_writer, Base::dq_writer_fused, Base::kConsumerRegisters, Base::kCopyThreads, Base::kDoStages,
-      Base::kHasDqWriter, Base::kLastArrivalFinishesDq, Base::kNumConsumers, Base::kNumStages, Base::kProducerRegisters,
+      Base::kHasDqWriter, Base::kNumConsumers, Base::kNumStages, Base::kProducerRegisters,
       Base::kProducerThreads, Base::kSkipsClamp, Base::k_phase, Base::prepare_steps, Base::produce, Base::shared,
       Base::v_phase;
 
@@ -79,7 +79,7 @@ struct QPipeline : DqWriter<Config> {
       const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
       if (warp == 0) produce(params, maps, query_state, score, staged_map);
       else if (32 * warp < kProducerThreads) prepare_steps(params, maps, score);
-      else if constexpr (kLastArrivalFinishesDq) dq_writer_fused();
+      else if constexpr (Config::kLastFinishesDq) dq_writer_fused();
       else if constexpr (kHasDqWriter) dq_writer();
     } else {
       ptx::setmaxnreg_inc<kConsumerRegisters>();

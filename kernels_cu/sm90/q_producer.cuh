@@ -8,10 +8,9 @@ namespace cuflash::sm90 {
 template <class Config>
 struct QProducer : QStorage<Config> {
   using Base = QStorage<Config>;
-  using Base::array_smem, Base::do_phase, Base::do_smem, Base::do_stage, Base::kBlockKv, Base::kBlockQ,
-      Base::kFinishesDqInOrder, Base::kFirstArrivalStoresDq, Base::kLastArrivalFinishesDq, Base::kMakesDq,
-      Base::kMessagesHaveBlocks, Base::kNonemptyWords, Base::kNumHeadWorks, Base::kReleasesDo, Base::kTakesTilesInOrder,
-      Base::k_smem, Base::q_smem, Base::query_stats, Base::shared, Base::v_smem;
+  using Base::array_smem, Base::do_phase, Base::do_smem, Base::do_stage, Base::dq_count, Base::kBlockKv, Base::kBlockQ,
+      Base::kCountsDqTiles, Base::kMakesDq, Base::kMessagesHaveBlocks, Base::kNonemptyWords, Base::kNumHeadWorks,
+      Base::kReleasesDo, Base::kTakesTilesInOrder, Base::k_smem, Base::q_smem, Base::query_records, Base::shared, Base::v_smem;
   using typename Base::Element, typename Base::HeadWork, typename Base::Listed, typename Base::PipelineState,
       typename Base::QueryIterator, typename Base::QueryStats, typename Base::SharedStorage, typename Base::SmemArray,
       typename Base::StepMessage;
@@ -60,7 +59,7 @@ struct QProducer : QStorage<Config> {
     if (block.stop < min(block.start + kBlockQ, params.shape.seqlen_q))
       if (!Config::kCutsSequences || has_empty_rows_past(params, work.tile.batch_head, block)) return true;
     if constexpr (kHasScore)  // a score function may hide a query from all keys
-      if (work.stats[step_number(params, block)].has_empty_rows) return true;
+      if (work.records[step_number(params, block)].stats.has_empty_rows) return true;
     if (block.kind == BlockKind::kFull) return false;
     if (!Listed::has_list(params.work) && params.work.lo == nullptr) {  // a band: queries without a key are at its ends
       const BatchHead& batch_head = work.tile.batch_head;
@@ -68,7 +67,7 @@ struct QProducer : QStorage<Config> {
                      last = interval(params, batch_head, block.stop - 1);
       return first.lo >= first.hi || last.lo >= last.hi;
     }
-    return work.stats[step_number(params, block)].has_empty_rows;
+    return work.records[step_number(params, block)].stats.has_empty_rows;
   }
 
   // Start the copies of an operand, or leave them to the copy warps (`threads_copy`). `extra_bytes` of other copies
@@ -104,7 +103,7 @@ struct QProducer : QStorage<Config> {
       if (smem.has_tile)
         smem.works[ptx::opaque(work_slot)].tile =
             Config::kCutsSequences ? key_part_at<kBlockKv>(params, number)
-            : kFinishesDqInOrder   ? attention::fused_dq_key_tile_at<Listed>(params, kBlockKv, number)
+            : Config::kFinishesDqInOrder   ? attention::fused_dq_key_tile_at<Listed>(params, kBlockKv, number)
                                    : attention::key_tile_at<Listed>(params, kBlockKv, number, Config::kAddsDqInOrder);
     }
     __syncwarp();
@@ -194,7 +193,7 @@ struct QProducer : QStorage<Config> {
     using namespace attention;
     const WorkTile& work = head_work.tile;
     const BatchHead& batch_head = work.batch_head;
-    head_work.stats = query_stats(query_state, batch_head);
+    head_work.records = query_records(query_state, batch_head);
     ptx::compiler_barrier();  // keeps values from being computed earlier, to save registers
     if constexpr (kMakesDq) head_work.dq_sum = matrix<float>(params.dq_sum, batch_head, batch_head.head, 0, 0).data;
     head_work.q_coords = tma_coords(params.q, batch_head, batch_head.head);
@@ -203,7 +202,7 @@ struct QProducer : QStorage<Config> {
                       (has_tensor_map(maps.q, params.q) ? 0 : StepMessage::kThreadsCopyQ) |
                       (has_tensor_map(maps.do_, params.do_) ? 0 : StepMessage::kThreadsCopyDo);
     if constexpr (kStagesArray) head_work.flags |= find_array(head_work, score, staged_map);
-    if constexpr (kFinishesDqInOrder) {
+    if constexpr (Config::kFinishesDqInOrder) {
       head_work.dq = dq_schedule<kBlockQ, kBlockKv>(params, query_state, work);
       head_work.flags |=
           (head_work.dq.finishes ? StepMessage::kFinalizesDq : 0) | (head_work.dq.stores ? StepMessage::kStoresDq : 0);
@@ -267,7 +266,7 @@ struct QProducer : QStorage<Config> {
         tile::wait_empty(smem.q[state.stage], state.phase);
         __syncwarp();
         if (ptx::elect_one()) {
-          if constexpr (kFinishesDqInOrder)  // first, to save registers
+          if constexpr (Config::kFinishesDqInOrder)  // first, to save registers
             advance_dq_schedule(head_work, message, block, shape.seqlen_q);
           const bool is_full_block = block.kind == BlockKind::kFull && block.stop - block.start == kBlockQ;
           int flags = head_work.flags | smem.kv_phases | (is_full_block ? 0 : StepMessage::kMasked);
@@ -286,11 +285,12 @@ struct QProducer : QStorage<Config> {
           message.work = work_slot;
           const int number = step_number(params, block);
           if constexpr (kMakesDq) message.dq_sum = head_work.dq_sum + number * params.dq_sum.row_stride;
-          QueryStats& stats = head_work.stats[number];
-          if constexpr (kFirstArrivalStoresDq && kMakesDq) message.arrivals = &stats.arrivals.count;
+          auto& record = head_work.records[number];
+          const QueryStats& stats = record.stats;
+          if constexpr (kCountsDqTiles) message.arrivals = &dq_count(record)->count;
           constexpr int kFlagsWithBlock = StepMessage::kMasked | StepMessage::kThreadsCopyQ |
                                           StepMessage::kThreadsCopyDo | StepMessage::kFinalizesDq;
-          if (kLastArrivalFinishesDq || kMessagesHaveBlocks || flags & kFlagsWithBlock) message.block = block;
+          if (Config::kLastFinishesDq || kMessagesHaveBlocks || flags & kFlagsWithBlock) message.block = block;
           if (flags & (StepMessage::kThreadsCopyQ | StepMessage::kThreadsCopyDo)) {
 #pragma unroll 1
             for (int x = 0; x < kNonemptyWords; ++x) message.nonempty[x] = stats.nonempty[x];

@@ -55,7 +55,7 @@ struct QStorage : QTiles<Config> {
     int work;  // index of the HeadWork of the step
     float* dq_sum;
     DqSemaphoreOp dq;  // set if the step waits for other tiles or signals them
-    int* arrivals;  // counter of the step's queries, if the first tile that arrives stores dQ
+    int* arrivals;  // counter of the step's queries, if tiles of keys count there
     attention::KvBlock block;  // set if the step is masked, copied by threads or finishes dQ, or if kMessagesHaveBlocks
     uint32_t nonempty[kNonemptyWords];  // set if threads copy queries
     tile::TmaCoords k_coords, v_coords;  // set if K or V is loaded
@@ -90,7 +90,7 @@ struct QStorage : QTiles<Config> {
   // A tile of keys with a query head: addresses and flags that all of its steps have in common.
   struct HeadWork : tile::Conditional<kStagesArray, ArrayCoords, NoArrayCoords> {
     attention::WorkTile tile;
-    QueryStats* stats;  // of the head, one for each tile of queries
+    typename Base::QueryRecord* records;  // of the head, one for each tile of queries
     float* dq_sum;
     tile::TmaCoords q_coords, do_coords;
     int flags;  // flags that all steps have

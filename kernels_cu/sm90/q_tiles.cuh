@@ -34,17 +34,15 @@ struct QTiles : QueryTileStats<Config> {
   // shared memory.
   static constexpr int kProducerThreads = kIsWide ? kWarpgroupThreads : kWarpgroupThreads - 32,
                        kCopyThreads = kProducerThreads - 32;
-  // Blocks finish dQ of bands in the order of the tiles of keys (sm90/dq_semaphore.cuh); with a list, the tile that
-  // arrives last does (sm90/dq_arrivals.cuh).
-  static constexpr bool kFinishesDqInOrder =
-      Config::kFusesDqEpilogue && !Config::kIsListed && !Config::kCountsDqArrivals;
   // A tile of keys waits for other tiles of its head, which must have been taken before it.
-  static constexpr bool kTakesTilesInOrder = kFinishesDqInOrder || Config::kAddsDqInOrder;
-  static_assert(!Config::kAddsDqInOrder ||
-                    (Config::kCountsDqArrivals && !Config::kIsListed && !Config::kFusesDqEpilogue),
-                "without a list, by the count of tiles that are done");
+  static constexpr bool kTakesTilesInOrder = Config::kFinishesDqInOrder || Config::kAddsDqInOrder;
+  static_assert(Config::kFinishesDqInOrder + Config::kLastFinishesDq + Config::kAddsDqInOrder <= 1,
+                "tiles of keys share dQ in one way");
+  static_assert(!Config::kIsListed || !kTakesTilesInOrder, "of a list, the tiles that visit queries are not numbered");
   static_assert(!kIsWide || kMakesDq, "without in-kernel dQ, all of dK and dV must fit in registers");
-  static_assert(!Config::kFusesDqEpilogue || (kMakesDq && !kIsWide), "dQ that is finished must be staged");
+  static_assert(!(Config::kFinishesDqInOrder || Config::kLastFinishesDq || Config::kAddsDqInOrder) ||
+                    (kMakesDq && !kIsWide),
+                "dQ is staged where tiles wait for each other");
   // Up to 128 columns, P is not clamped to 1 unless some lse is large.
   static constexpr bool kSkipsClamp = !kIsWide;
   // Tiles of scores in shared memory: if wide, P of even steps, P of odd steps and dS; else dS if dQ is computed.

@@ -8,7 +8,7 @@ struct DqSemaphore;
 
 // cuflash/planning/families/_passes.py has the same record.
 struct QueryState {
-  attention::Matrices query_stats;  // the QueryStats of each tile of queries (sm90/query_stats.cuh)
+  attention::Matrices query_stats;  // the QueryRecord of each tile of queries (sm90/query_stats.cuh)
   DqSemaphore* dq_semaphores;  // [batch, heads] if blocks finish dQ in the order of their tiles, else null
 };
 

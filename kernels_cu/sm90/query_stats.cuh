@@ -22,17 +22,23 @@ struct QueryTileStats : GradientEpilogue<Config> {
     uint32_t nonempty[kNonemptyWords];  // a bit for each query that has a key
     int has_large_lse;  // some lse_2 exceeds kLargestPlainLse2
     int has_empty_rows;  // some query has no key
-    DqArrivals arrivals;  // used if tiles of keys count their arrivals
+    DqVisitors visitors;
 
     static CUFLASH_DEVICE bool is_nonempty(const uint32_t* nonempty, int row) {
       return nonempty[row / 16] >> row % 16 & 1;
     }
   };
-  // These constants say whether the first tile of keys to arrive stores the sums of dQ, and whether the last one
-  // finishes them (sm90/dq_arrivals.cuh).
-  static constexpr bool kFirstArrivalStoresDq =
-      (Config::kIsListed || Config::kCountsDqArrivals) && kHeadDim <= 128 && kValueDim <= 128;
-  static constexpr bool kLastArrivalFinishesDq = kFirstArrivalStoresDq && Config::kFusesDqEpilogue;
+  // Tiles of keys count at a tile of queries: as they arrive, or as they are done in their order (sm90/dq_arrivals.cuh).
+  static constexpr bool kCountsDqTiles = Config::kLastFinishesDq || Config::kAddsDqInOrder;
+  // The statistics of a tile in global memory, with the count behind what is copied.
+  struct PlainRecord {
+    QueryStats stats;
+  };
+  struct CountingRecord {
+    QueryStats stats;
+    DqCount dq;
+  };
+  using QueryRecord = tile::Conditional<kCountsDqTiles, CountingRecord, PlainRecord>;
   // The rounding of a larger lse in base 2 may raise P by a thousandth above 1.
   static constexpr float kLargestPlainLse2 = 1 << 14;
 
@@ -47,10 +53,16 @@ struct QueryTileStats : GradientEpilogue<Config> {
     else return attention::query_tile_number<L>(params, work.first, kBlockQ);
   }
 
-  // Return the statistics of the first tile of a matrix; those of further tiles follow.
-  static CUFLASH_DEVICE QueryStats* query_stats(const QueryState& query_state,
-                                                const attention::BatchHead& batch_head) {
-    return reinterpret_cast<QueryStats*>(
+  // Return the count of a record; null in kernels that have none.
+  static CUFLASH_DEVICE DqCount* dq_count(QueryRecord& record) {
+    if constexpr (kCountsDqTiles) return &record.dq;
+    else return nullptr;
+  }
+
+  // Return the record of the first tile of a matrix; those of further tiles follow.
+  static CUFLASH_DEVICE QueryRecord* query_records(const QueryState& query_state,
+                                                   const attention::BatchHead& batch_head) {
+    return reinterpret_cast<QueryRecord*>(
         attention::matrix<float>(query_state.query_stats, batch_head, batch_head.head, 0, 0).data);
   }
 };

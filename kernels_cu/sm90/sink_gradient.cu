@@ -15,7 +15,7 @@ struct SinkGradient : QueryTileStats<Config> {
         params, sink, ptx::dynamic_shared<float>(), [&](const BatchHead& batch_head, int query) {
           const int row = (Config::kIsListed ? query % params.work.block_q : query) % kBlockQ;
           const QueryStats& stats =
-              query_stats(query_state, batch_head)[query_tile_number<Listed>(params, query, kBlockQ)];
+              query_records(query_state, batch_head)[query_tile_number<Listed>(params, query, kBlockQ)].stats;
           return delta_beside_sink(params, sink, batch_head, query, stats.delta[row]);
         });
   }

@@ -10,11 +10,9 @@ namespace cuflash::tile {
 // Take the next number. Called by one thread.
 CUFLASH_DEVICE int fetch_increment(int* counter) { return ptx::fetch_add(counter, 1); }
 
-// Take one number for all lanes of a warp, by its first lane: in two parts, since the atomic has a long latency; below,
-// at once.
+// Take one number for all lanes of a warp, by its first lane: in two parts, since the atomic has a long latency.
 CUFLASH_DEVICE int start_fetch_increment(int* counter) { return ptx::lane() == 0 ? fetch_increment(counter) : 0; }
 CUFLASH_DEVICE int broadcast_lane_0(int number) { return __shfl_sync(0xffffffffu, number, 0); }
-CUFLASH_DEVICE int warp_fetch_increment(int* counter) { return broadcast_lane_0(start_fetch_increment(counter)); }
 
 // Wait until a counter has all of these bits, or has reached a number. Copies that this warp starts afterwards read the
 // data that others signalled by it. Called by whole warps.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
 
 import pytest
 from cuflash.calls import _call
 from cuflash.planning import plan_cache
 from cuflash.planning.families import sm90, sm90_dq
-from cuflash.planning.families.sm90_dq import ArrivalUse
 from cuflash.planning.launches import DqSemaphoreOrder
 
 
@@ -21,8 +21,8 @@ class KeyTile(NamedTuple):
 
 
 def finishing_order(dq_order: DqSemaphoreOrder, num_groups: int, num_tiles: int) -> list[KeyTile]:
-    """The tiles of the heads whose dQ is finished by blocks, in the order in which blocks take them."""
-    found = []
+    """Return the tiles of the heads whose dQ blocks finish, in the order in which blocks process them."""
+    order = []
     for round_ in range(num_groups + dq_order.last_tile_lead + dq_order.first_tile_lag):
         for numbers, delay in (
             ([num_tiles - 1], 0),
@@ -31,10 +31,10 @@ def finishing_order(dq_order: DqSemaphoreOrder, num_groups: int, num_tiles: int)
         ):
             if 0 <= round_ - delay < num_groups:
                 first = (round_ - delay) * dq_order.heads_per_group
-                found += [
+                order += [
                     KeyTile(first + place, number) for number in numbers for place in range(dq_order.heads_per_group)
                 ]
-    return found
+    return order
 
 
 @contextmanager
@@ -48,27 +48,17 @@ def plans_of_its_own() -> Iterator[None]:
 
 
 @contextmanager
-def of_lists(*, finishes: bool) -> Iterator[None]:
-    """Make plans in which the last tile of keys of a list always finishes dQ, or in which none does."""
+def by_last(*, finishes: bool) -> Iterator[None]:
+    """Make plans in which the last tile of keys to arrive always finishes dQ, or in which none does."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sm90_dq, "_MAX_FUSED_ARRIVALS", 1 << 30 if finishes else 0)
-        with plans_of_its_own():
-            yield
-
-
-@contextmanager
-def of_intervals(use: ArrivalUse) -> Iterator[None]:
-    """Make plans of row intervals and bands that always use the count of arrivals in one way, where it is possible."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sm90_dq, "best_use_of_arrivals", lambda *_: use)
-        patch.setattr(sm90_dq, "_is_faster", lambda *_: False)
+        patch.setattr(sm90_dq, "_MOST_FINISHED_TILES", inf if finishes else -1)
         with plans_of_its_own():
             yield
 
 
 @contextmanager
 def cut_from(keys: float) -> Iterator[None]:
-    """Make plans in which tiles of sequences with so many keys on average end with them."""
+    """Make plans in which tiles of sequences whose average length is this number of keys end with them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sm90, "LONG_SEQUENCE", keys)
         with plans_of_its_own():

@@ -1,4 +1,4 @@
-"""The kernels of caches of 8 bits: append rounds as the host does, and decode attends to the rows that are kept."""
+"""Kernels of FP8 caches: append rounds as the host does, and decode attends to the stored rows."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ OF_DECODE = {
 }
 
 
-def kept(rows: Any, dtype: Any) -> Any:
-    """Rows after a cache of 8 bits has rounded them, in a dtype that holds them exactly."""
+def stored_rows(rows: Any, dtype: Any) -> Any:
+    """Round rows as an FP8 cache does, in a dtype that holds the results exactly."""
     wide = dequantized_rows(*quantized_rows(rows), np.float32)
-    made = wide.astype(dtype)
-    assert np.array_equal(made.astype(np.float32), wide)
-    return made
+    stored = wide.astype(dtype)
+    assert np.array_equal(stored.astype(np.float32), wide)
+    return stored
 
 
 @on_kernels
@@ -51,7 +51,7 @@ def test_it_is_attention_to_the_rows_that_are_kept(run: Run, kind: str) -> None:
     o, lse, faults = attend(call)
     assert not faults
     rounded = partial(Example.but, product_dtype=BFLOAT16)
-    assert_is_attention(call, o, lse, rounded, partial(kept, dtype=call.q.dtype))
+    assert_is_attention(call, o, lse, rounded, partial(stored_rows, dtype=call.q.dtype))
     assert_bits_are_of_own_sequences(attend, call, (o, lse), ([6], range(len(LENGTHS))[::-1]), (16, 48, 128))
 
 
@@ -95,8 +95,8 @@ def test_every_schedule_decodes_alike(kind: str) -> None:
 def test_dims_that_are_no_whole_chunks_are_refused() -> None:
     call = drawn(NEW | {"dim": 40}, (3,))
     problem = Problem.of(call.q, call.k, call.v)
-    told = decode_reasons(problem, DeviceSpec.gpu("H100"), is_quantized=True)
-    assert told == [f"{name} must be a multiple of 16; got 40" for name in ("head_dim", "value_dim")]
+    reasons = decode_reasons(problem, DeviceSpec.gpu("H100"), is_quantized=True)
+    assert reasons == [f"{name} must be a multiple of 16; got 40" for name in ("head_dim", "value_dim")]
     assert decode_reasons(problem, DeviceSpec.gpu("H100")) == []
 
 
@@ -110,10 +110,10 @@ def test_rows_are_rounded_as_on_the_host(run: Run, dtype: Any, dims: tuple[int, 
     """Rows have the bits that the host makes and go where plain rows go. Rows without room are left out and counted."""
     for counts, num_rows in (((5, 2, 0, 4), 5), ((26, 10, 1, 4), 26)):
         rows, k, v, lengths, faults, *scales = appended(run, dtype, dims, counts, num_rows, is_quantized=True)
-        made = [quantized_rows(x) for x in rows]
-        pages, wanted = expected([data.view(np.uint8) for data, _ in made], counts)
+        expected_rows = [quantized_rows(x) for x in rows]
+        pages, wanted = expected([data.view(np.uint8) for data, _ in expected_rows], counts)
         assert np.array_equal(k, pages[0]) and np.array_equal(v, pages[1])
-        assert all(map(np.array_equal, scales, expected([scale for _, scale in made], counts)[0]))
+        assert all(map(np.array_equal, scales, expected([scale for _, scale in expected_rows], counts)[0]))
         assert lengths.tolist() == wanted and not faults[0]
     assert appended(run, dtype, dims, (6, 0, 0, 0), is_quantized=True)[4][0]
 
@@ -123,8 +123,8 @@ def test_hard_numbers_are_rounded_as_on_the_host(run: Run) -> None:
     """Rows hold ties, subnormal numbers, the ends of both formats, NaN and infinities, and one number or many."""
     counts = (26, 10, 1, 4)
     rows, k, v, _, _, *scales = appended(run, np.float32, (64, 40), counts, 26, is_quantized=True, is_hard=True)
-    for given, pages, scale in zip(rows, (k, v), scales):
-        data, wanted = quantized_rows(given)
+    for new_rows, pages, scale in zip(rows, (k, v), scales):
+        data, wanted = quantized_rows(new_rows)
         assert np.isnan(wanted).any() and (wanted == 1).any() and (wanted == np.float32(2.0**-126)).any()
         assert np.array_equal(pages, expected([data.view(np.uint8)], counts)[0][0])
         assert np.array_equal(scale, expected([wanted], counts)[0][0], equal_nan=True)

@@ -28,8 +28,8 @@ def attended(run: Run, kernel: str, call: Drawn, arrays: dict[str, Any], pages: 
     cache = cache_of(run, call, PAGES[pages])
     score = Score(mixed, **{name: run.put(array) for name, array in arrays.items()})
     options = {"window": call.window, "sink": run.put(call.sink), "kernel": kernel, "executor": run.executor}
-    made = cache.attention(run.put(call.q), score=score, return_lse=True, counts=call.counts, **options)
-    return [run.get(x) for x in made]
+    output = cache.attention(run.put(call.q), score=score, return_lse=True, counts=call.counts, **options)
+    return [run.get(x) for x in output]
 
 
 @on_kernels
@@ -44,8 +44,8 @@ def test_scores_are_those_of_positions_and_bits_depend_on_the_own_sequence(
     results = attended(run, kernel, call, arrays, "contiguous")
     assert_is_scored_attention(run, call, arrays, *results)
     for rows, pages in (([2, 0], "pages"), ([1], "contiguous")):
-        made = attended(run, kernel, call.of(rows), of_sequences(arrays, rows), pages)
-        assert same_bits(made, [x[rows] for x in results])
+        result = attended(run, kernel, call.of(rows), of_sequences(arrays, rows), pages)
+        assert same_bits(result, [x[rows] for x in results])
 
 
 def capped_distances(s: Any, b: Any, h: Any, i: Any, j: Any, first: int = 0) -> Any:
@@ -79,8 +79,8 @@ OF_PARTS = [
 @pytest.mark.parametrize("run, dtype, dim", OF_PARTS, ids=str)
 def test_parts_at_fixed_positions_make_chunks_and_tokens_equal(run: Run, dtype: Any, dim: int) -> None:
     """Results have equal bits token by token and in chunks of up to 64 rows, which meet parts that tokens do not."""
-    made = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    cache_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
     for left in (132, 60):
-        results = chunked(run, made, dim, left, (190, 200))
+        results = chunked(run, cache_dtype, dim, left, (190, 200))
         for cuts in ((190, 191, 192, 193, 200), (190, 197, 200)):
-            assert same_bits(chunked(run, made, dim, left, cuts), results)
+            assert same_bits(chunked(run, cache_dtype, dim, left, cuts), results)

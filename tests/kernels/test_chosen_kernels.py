@@ -19,9 +19,10 @@ from cuflash.executors.list_maker import ListMaker
 from cuflash.executors.sim import Simulator
 from cuflash.masks import ChosenBlocks, MaskShape
 from cuflash.masks.one_array import AtEachCall
+from cuflash.planning import chosen_lists
 from cuflash.planning.chosen_lists import UnionsAtCall, UnionWork
 from cuflash.testing import Example, assert_within_bounds
-from executors import GPU, SIM, Run, hostile_schedules, is_long, needs_compiler, to_device
+from executors import GPU, SIM, Run, blocks_together, hostile_schedules, is_long, needs_compiler, to_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from library_parts import part
@@ -275,7 +276,7 @@ def check_group(library: Any, group: int, block: int, closed: Any = None, **opti
         example = example.but(mask=example.mask & closed)
     given_ = {"mask": example.mask, "executor": "sim", "kernel": "sm80", **options}
     (o, lse), vjp = library.attention_vjp(example.q, example.k, example.v, return_lse=True, **given_)
-    dq, dk, dv = vjp(example.do)
+    dq, dk, dv = vjp(example.do, example.dlse)
     part(library, "testing.assertions").assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv)
 
 
@@ -298,7 +299,7 @@ def check_far_columns(library: Any) -> None:
     (o, lse), vjp = library.attention_vjp(
         example.q, example.k, example.v, mask=mask, executor="sim", return_lse=True, kernel="sm80"
     )
-    dq, dk, dv = vjp(example.do)
+    dq, dk, dv = vjp(example.do, example.dlse)
     part(library, "testing.assertions").assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv)
 
 
@@ -307,19 +308,46 @@ def test_rows_that_fill_no_tile_and_broadcast_keys_are_served() -> None:
     check_far_columns(cuflash)
 
 
+def popular_example(block: int = 64) -> Example:
+    """Return an example whose block 0 all queries chose, and its last block none."""
+    example = groups_example(8, block)
+    blocks = np.minimum(example.mask.blocks, 200 // block - 1)
+    blocks[..., 0] = 0
+    return example.but(mask=ChosenBlocks(blocks, block) & masks.Causal("bottom_right"))
+
+
+def check_parts(library: Any, queries_per_part: int = 40, block: int = 64) -> None:
+    """Several thread blocks share the keys of a block that many queries chose."""
+    example, lists = popular_example(block), part(library, "planning.chosen_lists")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(lists, "QUERIES_PER_PART", queries_per_part)
+        (o, lse), vjp = library.attention_vjp(
+            example.q, example.k, example.v, mask=example.mask, executor="sim", kernel="sm80", return_lse=True
+        )
+        dq, dk, dv = vjp(example.do, example.dlse)
+    part(library, "testing.assertions").assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv)
+
+
 @needs_compiler
-def test_gradients_have_the_same_bits_under_every_schedule() -> None:
-    example = groups_example(8, 64)
-    example = example.but(mask=example.mask & masks.Causal("bottom_right"))
+@pytest.mark.parametrize("queries_per_part, block", [(40, 64), (9, 128)])
+def test_parts_of_what_many_queries_chose_are_added(queries_per_part: int, block: int) -> None:
+    check_parts(cuflash, queries_per_part, block)
+
+
+@needs_compiler
+def test_gradients_have_the_same_bits_under_every_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chosen_lists, "QUERIES_PER_PART", 40)
+    example = popular_example()
     plan = SIM80.kernel_plan(example)
+    assert plan.work.tiling.num_parts == 4
+    cotangents = {"do": example.do, "dlse": example.dlse}
     results = []
-    for schedule in (None, *hostile_schedules("chosen", 2)):
-        machine = Simulator() if schedule is None else Simulator(schedule)
+    for machine in (Simulator(), *map(Simulator, hostile_schedules("chosen", 1)), *blocks_together("chosen", most=1)):
         arrays = {name: getattr(example, name) for name in "qkv"}
         made = {name: np.zeros(each.shape, each.dtype) for name, each in plan.results("forward").items()}
         run_pass(plan, plan.kernels.forward, machine, arrays | made)
         gradients = {name: np.zeros(each.shape, each.dtype) for name, each in plan.gradients_made.items()}
-        run_pass(plan, plan.kernels.backward, machine, arrays | made | {"do": example.do} | gradients)
+        run_pass(plan, plan.kernels.backward, machine, arrays | made | cotangents | gradients)
         results.append(made | gradients)
     for other in results[1:]:
         for name, x in results[0].items():

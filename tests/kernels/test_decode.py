@@ -94,10 +94,10 @@ def test_a_cache_takes_the_kernel_where_it_serves(run: Run, pages: dict[str, int
     q, sink, options = run.put(call.q), run.put(call.sink), {"executor": run.executor, "return_lse": True}
     one_by_one = [run.get(x) for x in cache.attention(q, sink=sink, kernel="simt", **options)]
     monkeypatch.setattr(calls_of_sequences, "Call", None)  # what else would serve
-    made = [run.get(x) for x in cache.attention(q, sink=sink, **options)]
+    results = [run.get(x) for x in cache.attention(q, sink=sink, **options)]
     device = gpu.current_device() if run.is_on_device else DeviceSpec.gpu("H100")
-    assert same_bits(made, attended(run, call, device=device)[:2])
-    for o, lse in (made, one_by_one):
+    assert same_bits(results, attended(run, call, device=device)[:2])
+    for o, lse in (results, one_by_one):
         assert_is_attention(call, o, lse, run.rounded)
 
 
@@ -111,9 +111,9 @@ REASONS = {
 
 @pytest.mark.parametrize("name", REASONS)
 def test_what_the_kernel_does_not_serve_is_told(name: str) -> None:
-    kind, options, told = REASONS[name]
+    kind, options, message = REASONS[name]
     call = drawn(NEW | kind, (3,))
-    assert told in str(UnsupportedProblem(decode_reasons(Problem.of(call.q, call.k, call.v, **options), FEW)))
+    assert message in str(UnsupportedProblem(decode_reasons(Problem.of(call.q, call.k, call.v, **options), FEW)))
 
 
 @pytest.mark.parametrize("heads, parts", [(1, 128), (2, 64), (8, 16), (32, 4), (132, 1), (1000, 1)])

@@ -1,8 +1,7 @@
 """Blocks of Hopper's gradients that share or finish dQ: the order of their tiles, which calls do so, and results.
 
-There are three ways. Tiles of keys of a band take an order in which each waits for others. The last tile of a list that
-arrives finishes dQ. Tiles of row intervals count their arrivals: the first one stores its part of dQ, and the last one
-may finish it.
+There are two ways. Tiles of keys of a band take an order in which each waits for others. Under lists, row intervals and
+windows, tiles count their arrivals: the first one stores its part of dQ, and the last one finishes it.
 """
 
 from __future__ import annotations
@@ -11,20 +10,18 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from math import inf
 from typing import Any
 
 import numpy as np
 import pytest
-from cuflash.planning.families.sm90_dq import ArrivalUse
 from cuflash.planning.launches import DqSemaphoreOrder
 from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Example, Structure, assert_within_bounds
 from executors import (
     HALVES, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler, sampled_on_simulator,
 )  # fmt: skip
-from fused_dq import KeyTile, cut_from, finishing_order, of_intervals, of_lists, on_few_processors
+from fused_dq import KeyTile, by_last, cut_from, finishing_order, on_few_processors
 from hypothesis import given
 from hypothesis import strategies as st
 from poison import call
@@ -69,7 +66,7 @@ OTHERS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "few heads": ((16, 1024, 64), {"causal": True}),
     "documents": ((512, 1024, 64), {"mask": masks.Documents(np.arange(1024) // 100)}),
     "a list": ((512, 4096, 64), {"mask": masks.BlockPattern(np.tri(32) > 0, 128)}),
-    "columns that are no whole packets": ((512, 1024, 60), {"causal": True}),
+    "columns that are not whole packets": ((512, 1024, 60), {"causal": True}),
     "wide": ((512, 1024, 192), {"causal": True}),
     "one tile of keys": ((2048, 128, 64), {"causal": True}),
     "deterministic": ((512, 1024, 64), {"causal": True, "deterministic": True}),
@@ -80,7 +77,7 @@ OTHERS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 def test_elsewhere_a_kernel_of_its_own_rounds_dq(name: str) -> None:
     shape, options = OTHERS[name]
     plan = planned(*shape, **options)
-    assert not plan.specs["backward"].fuses_dq_epilogue and plan.kernels.order.dq is None
+    assert not plan.specs["backward"].finishes_dq and plan.kernels.order.dq is None
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_kv", "align", "finishes"), [
@@ -92,7 +89,7 @@ def test_the_first_keys_must_see_all_queries_and_all_keys_some(
 ) -> None:
     q, k = (cuflash.ShapeDtype((512, length, 64), "float16") for length in (seqlen_q, seqlen_kv))
     plan = cuflash.plan(q, k, k, causal=align, kernel="sm90", device=DeviceSpec.gpu("H100"))._plan
-    assert plan.specs["backward"].fuses_dq_epilogue == finishes
+    assert plan.specs["backward"].finishes_dq_in_order == finishes
 
 
 def planned_list(blocks: Any, dim: int = 128, block: Any = 128, q_batch: tuple[int, ...] = (2,)) -> KernelPlan:
@@ -105,7 +102,7 @@ def planned_list(blocks: Any, dim: int = 128, block: Any = 128, q_batch: tuple[i
 
 def finishes(plan: KernelPlan) -> bool:
     """Return whether the backward kernel of a plan finishes dQ; no kernel then rounds dQ."""
-    of = {entry: plan.specs[entry].fuses_dq_epilogue for entry in ("backward_statistics", "backward")}
+    of = {entry: plan.specs[entry].last_finishes_dq for entry in ("backward_statistics", "backward")}
     assert of["backward"] == of["backward_statistics"] == ("convert_dq" not in plan.specs)
     assert plan.kernels.order.dq is None
     assert "dq_sum" in plan.kernels.backward.workspaces
@@ -114,7 +111,7 @@ def finishes(plan: KernelPlan) -> bool:
 
 def test_what_it_takes_beside_the_arrays_is_what_adding_takes() -> None:
     plan = planned_list(np.eye(16, dtype=bool))
-    with of_lists(finishes=False):
+    with by_last(finishes=False):
         other = planned_list(np.eye(16, dtype=bool))
     assert finishes(plan) and not finishes(other)
     assert plan.workspace_bytes == other.workspace_bytes > 4 * 2 * 16 * 2048 * 128  # float32 sums
@@ -296,7 +293,7 @@ def of_order() -> Way:
 def of_last_arrivals() -> Way:
     @contextmanager
     def plans(finishes: bool) -> Iterator[None]:
-        with with_fewest_tiles(0), of_lists(finishes=finishes):
+        with with_fewest_tiles(0), by_last(finishes=finishes):
             yield
 
     def check(plan: KernelPlan, example: Example) -> None:
@@ -306,38 +303,35 @@ def of_last_arrivals() -> Way:
 
 
 CUTS = {"cut": 0.0, "whole": inf}  # keys from which on backward tiles end with their sequences
-USES = (ArrivalUse.STORE, ArrivalUse.FINISH)
 
 
-def of_counted_arrivals(cut: str, use: ArrivalUse) -> Way:
+def of_sequences(cut: str, *, adds: bool = False) -> Way:
     @contextmanager
-    def plans(use: ArrivalUse) -> Iterator[None]:
-        with with_fewest_tiles(0), cut_from(CUTS[cut]), of_intervals(use):
+    def plans(finishes: bool) -> Iterator[None]:
+        with with_fewest_tiles(0), cut_from(CUTS[cut]), by_last(finishes=finishes):
             yield
 
     def is_cut(example: Example) -> bool:
         return cut == "cut" and isinstance(example.mask, masks.Sequences | Chunks) and example.q.shape[-1] == 128
 
-    def others(example: Example) -> AbstractContextManager[None]:
-        """Those of dK and dV add the same parts in the same order, whatever counts arrivals."""
-        return plans(next(each for each in USES if each is not use) if is_cut(example) else ArrivalUse.NONE)
-
     def check(plan: KernelPlan, example: Example) -> None:
         backward, statistics = plan.specs["backward"], plan.specs["backward_statistics"]
-        assert backward.counts_dq_arrivals and statistics.counts_dq_arrivals
-        assert backward.fuses_dq_epilogue == (use is ArrivalUse.FINISH) == ("convert_dq" not in plan.specs)
+        assert finishes(plan) is not adds
         assert backward.cuts_sequences == statistics.cuts_sequences == is_cut(example)
 
-    return Way(partial(plans, use), others, check, ("o", "lse", "dk", "dv"))
+    # dK and dV add the same parts in the same order, whoever finishes dQ.
+    return Way(partial(plans, not adds), lambda example: plans(adds), check, ("o", "lse", "dk", "dv"))
 
 
-OF_INTERVALS = {f"{use.name.lower()}, {cut}": of_counted_arrivals(cut, use) for cut, use in product(CUTS, USES)}
-WAYS = {"order": of_order(), "lists": of_last_arrivals(), **OF_INTERVALS}
+OF_INTERVALS = {cut: of_sequences(cut) for cut in CUTS}
+WAYS = {"order": of_order(), "lists": of_last_arrivals(), **OF_INTERVALS, "cut, adding": of_sequences("cut", adds=True)}
+CUT = ("sequences", "a sequence that ends in a tile", "of each entry and wide", "an end past the next sequence")
 
 
 def cases_of(bands: Iterable[str], lists: Iterable[str], intervals: Iterable[str]) -> list[tuple[str, str]]:
     """Return ways with names of structures, those of intervals with each of their ways in turn."""
     cases = [("order", name) for name in bands] + [("lists", name) for name in lists]
+    cases += [("cut, adding", name) for name in intervals if name in CUT]
     return cases + [(way, name) for name, way in in_turn(intervals, OF_INTERVALS)]
 
 
@@ -348,9 +342,9 @@ def example_of(way: str, name: str, dtype: str = "float16") -> Example:
 def assert_all_right(way: str, example: Example, run: Run, machine: Any = None) -> dict[str, Any]:
     with WAYS[way].plans():
         WAYS[way].check(plan_of(example, run), example)
-        found = call(example, run, machine, margin=ALIGNED)
-    assert_within_bounds(example, **found)
-    return found
+        results = call(example, run, machine, margin=ALIGNED)
+    assert_within_bounds(example, **results)
+    return results
 
 
 @sampled_on_simulator(
@@ -362,10 +356,10 @@ def test_gradients_are_within_their_bounds(run: Run, way: str, name: str, dtype:
     with WAYS[way].others(example):
         other = plan_of(example, run).specs["backward"]
         expected = call(example, run, margin=ALIGNED)
-    found = assert_all_right(way, example, run)
+    results = assert_all_right(way, example, run)
     with WAYS[way].plans():
         assert plan_of(example, run).specs["backward"] != other
-    assert all(found[each].tobytes() == expected[each].tobytes() for each in WAYS[way].same)
+    assert all(results[each].tobytes() == expected[each].tobytes() for each in WAYS[way].same)
 
 
 @on_sm90
@@ -428,9 +422,9 @@ def test_what_stands_at_queries_and_keys_that_nobody_sees_never_matters(run: Run
     for name, start in unseen.items():
         poisoned[name][..., start : start + 128, :] = np.nan
     with WAYS["lists"].plans():
-        found = call(clean.but(**poisoned), run, margin=ALIGNED)
-    assert_within_bounds(clean, **found)
-    assert not found["dq"][..., 256:384, :].any()
+        results = call(clean.but(**poisoned), run, margin=ALIGNED)
+    assert_within_bounds(clean, **results)
+    assert not results["dq"][..., 256:384, :].any()
 
 
 def outside_poisoned(example: Example) -> Example:
@@ -447,8 +441,8 @@ def outside_poisoned(example: Example) -> Example:
 def test_what_belongs_to_no_sequence_never_matters(run: Run, name: str, way: str) -> None:
     clean = half(INTERVALS[name])
     with WAYS[way].plans():
-        found = call(outside_poisoned(clean), run, margin=ALIGNED)
-    assert_within_bounds(clean, **found)
+        results = call(outside_poisoned(clean), run, margin=ALIGNED)
+    assert_within_bounds(clean, **results)
 
 
 @needs_compiler
@@ -462,8 +456,8 @@ def test_results_that_must_repeat_do_so_where_sequences_are_cut(name: str) -> No
     first = call(example, run, margin=ALIGNED)
     assert_within_bounds(example, **first)
     for schedule in hostile_schedules(name):
-        found = call(example, run, FewBlocks(schedule, most=1 + schedule.seed % 3), margin=ALIGNED)
-        assert all(found[each].tobytes() == first[each].tobytes() for each in found)
+        results = call(example, run, FewBlocks(schedule, most=1 + schedule.seed % 3), margin=ALIGNED)
+        assert all(results[each].tobytes() == first[each].tobytes() for each in results)
 
 
 def many_blocks(block: int) -> masks.Mask:
@@ -477,8 +471,7 @@ MANY_SEQUENCES = masks.Sequences(
 
 @pytest.mark.gpu(9, 0)
 @pytest.mark.parametrize(("way", "mask"), [
-    ("lists", many_blocks(128)), ("lists", many_blocks(256)), ("store, cut", MANY_SEQUENCES),
-    ("finish, cut", MANY_SEQUENCES),
+    ("lists", many_blocks(128)), ("lists", many_blocks(256)), ("cut", MANY_SEQUENCES), ("cut, adding", MANY_SEQUENCES),
 ])  # fmt: skip
 @pytest.mark.parametrize("dim", [64, 128])
 def test_tiles_that_come_at_once_are_waited_for(dim: int, way: str, mask: masks.Mask) -> None:
@@ -486,5 +479,5 @@ def test_tiles_that_come_at_once_are_waited_for(dim: int, way: str, mask: masks.
     example = half(Structure(num_heads=40, seqlen_q=1024, seqlen_kv=1024, head_dim=dim, value_dim=dim, mask=mask))
     first = assert_all_right(way, example, GPU90)
     for _ in range(20):
-        found = assert_all_right(way, example, GPU90)
-        assert all(found[each].tobytes() == first[each].tobytes() for each in ("o", "lse", "dk", "dv"))
+        results = assert_all_right(way, example, GPU90)
+        assert all(results[each].tobytes() == first[each].tobytes() for each in ("o", "lse", "dk", "dv"))

@@ -63,12 +63,12 @@ TOGETHER = [Schedule(seed=seed, order="random", copies="late", resident_blocks=3
 
 def example_of(name: str, mask: str, width: str, **sizes: Any) -> Example:
     head_dim, value_dim = WIDTHS[width]
-    given = {"num_heads": 4, "num_kv_heads": 2, "q_batch": (2,), "k_batch": (2,), "v_batch": (2,)} | sizes
+    dimensions = {"num_heads": 4, "num_kv_heads": 2, "q_batch": (2,), "k_batch": (2,), "v_batch": (2,)} | sizes
     score, dropout = FUNCTIONS[name]
     if name == "table":
-        score = of_table(given["num_heads"])
+        score = of_table(dimensions["num_heads"])
     structure = Structure(
-        **given, seqlen_q=ROWS, seqlen_kv=KEYS, head_dim=head_dim, value_dim=value_dim, dtype="float16",
+        **dimensions, seqlen_q=ROWS, seqlen_kv=KEYS, head_dim=head_dim, value_dim=value_dim, dtype="float16",
         mask=MASKS[mask], dropout=dropout,
     )  # fmt: skip
     wrt = () if score is None else tuple(x.name for x in score.program.arrays if x.kind == "real")
@@ -77,22 +77,22 @@ def example_of(name: str, mask: str, width: str, **sizes: Any) -> Example:
 
 def plan_of(example: Example, library: Any = cuflash, **options: Any) -> KernelPlan:
     shapes = (library.ShapeDtype(x.shape, x.dtype) for x in (example.q, example.k, example.v))
-    given = {"kernel": "sm90", "deterministic": True, "executor": "sim"} | options
+    arguments = {"kernel": "sm90", "deterministic": True, "executor": "sim"} | options
     return library.plan(
-        *shapes, mask=example.mask, score=example.score, wrt=example.wrt, dropout=example.dropout, **given
+        *shapes, mask=example.mask, score=example.score, wrt=example.wrt, dropout=example.dropout, **arguments
     )._plan
 
 
 def found_of(run: Run, example: Example) -> dict[str, Any]:
     """Return all results by name, those of captured arrays too."""
     options = {} if example.dropout is None else {"dropout": example.dropout}
-    found = everything(run, example, **options)
-    return found | found.pop("others")
+    results = everything(run, example, **options)
+    return results | results.pop("others")
 
 
-def assert_right(example: Example, found: dict[str, Any]) -> None:
-    others = {name: found[name] for name in example.wrt}
-    assert_within_bounds(example, **{name: x for name, x in found.items() if name not in others}, others=others)
+def assert_right(example: Example, actual: dict[str, Any]) -> None:
+    others = {name: actual[name] for name in example.wrt}
+    assert_within_bounds(example, **{name: x for name, x in actual.items() if name not in others}, others=others)
 
 
 def under(machine: Any, example: Example) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def test_every_result_has_the_same_bits_under_every_schedule(name: str, mask: st
 
 
 def check_one_head() -> None:
-    """A block's next tile is of the same head, and reads the elements that the tile before ended with."""
+    """Check that a block's next tile is of the same head, and reads the elements that the tile before ended with."""
     check("table", "full", "128", TOGETHER, num_heads=1, num_kv_heads=1, q_batch=(), k_batch=(), v_batch=())
 
 
@@ -148,7 +148,7 @@ on_hopper = pytest.mark.parametrize(
 
 
 def check_tiles_that_see_no_key(run: Run = HOPPER) -> None:
-    """Checks of CUFLASH_CHECK pass where a tile of queries sees no key, and so has no last tile of keys to number."""
+    """Check that CUFLASH_CHECK passes if a tile of queries attends no key, and so has no last tile of keys."""
     example = example_of("dropout", "causal", "128")
     example = example.but(k=example.k[..., :40, :], v=example.v[..., :40, :])  # seen by the last 40 of 330 queries
     with patch.dict("os.environ", CUFLASH_CHECK="1"):
@@ -189,11 +189,11 @@ def test_a_thousand_large_calls_repeat_on_a_gpu(name: str) -> None:
     rng = np.random.default_rng(0)
     q, k, v, do = (cupy.asarray(rng.standard_normal((2, 32, 2048, 128)).astype(np.float16)) for _ in range(4))
     if name == "table":
-        made = Score(score.function, x=cupy.asarray(rng.standard_normal((32, 17)).astype(np.float32)))
+        own_score = Score(score.function, x=cupy.asarray(rng.standard_normal((32, 17)).astype(np.float32)))
     else:
-        made = scores.bias(cupy.asarray(rng.standard_normal((2048, 2048)).astype(np.float16)))
-    wrt = tuple(x.name for x in made.program.arrays)
-    _, vjp = cuflash.attention_vjp(q, k, v, score=made, dropout=dropout, wrt=wrt, causal=True, deterministic=True)
+        own_score = scores.bias(cupy.asarray(rng.standard_normal((2048, 2048)).astype(np.float16)))
+    wrt = tuple(x.name for x in own_score.program.arrays)
+    _, vjp = cuflash.attention_vjp(q, k, v, score=own_score, dropout=dropout, wrt=wrt, causal=True, deterministic=True)
 
     def results() -> list[Any]:
         gradients = vjp(do)
@@ -209,8 +209,8 @@ def test_lists_and_wide_heads_have_two_walks_of_another_family() -> None:
     blocks = masks.BlockPattern(np.tri(8, dtype=bool), 128)
 
     def backward(x: Any, **options: Any) -> Any:
-        given = {"kernel": "sm90", "deterministic": True, "device": DeviceSpec.gpu("H100"), "softcap": 2.0}
-        plan = cuflash.plan(x, x, x, **given | options)._plan
+        arguments = {"kernel": "sm90", "deterministic": True, "device": DeviceSpec.gpu("H100"), "softcap": 2.0}
+        plan = cuflash.plan(x, x, x, **arguments | options)._plan
         assert plan.kernels.is_repeatable
         return plan.specs["backward"]
 
@@ -225,12 +225,12 @@ def test_lists_and_wide_heads_have_two_walks_of_another_family() -> None:
 
 
 def check_parts(library: Any) -> None:
-    """Parts have the dtype of the products, and zeros come before them where a mask hides scores."""
+    """Check that parts have the dtype of the products, and zeros come before them where a mask hides scores."""
 
     def planned(bias: Any, **options: Any) -> KernelPlan:
         q = library.ShapeDtype((2, 4, 256, 128), np.dtype(np.float16))
-        given = {"kernel": "sm90", "deterministic": True, "device": library.DeviceSpec.gpu("H100")} | options
-        return library.plan(q, q, q, bias=bias, wrt="bias", **given)._plan
+        arguments = {"kernel": "sm90", "deterministic": True, "device": library.DeviceSpec.gpu("H100")} | options
+        return library.plan(q, q, q, bias=bias, wrt="bias", **arguments)._plan
 
     def shape(*axes: int, dtype: Any = np.float16) -> Any:
         return library.ShapeDtype(axes, np.dtype(dtype))
@@ -256,7 +256,7 @@ def test_parts_of_a_shared_gradient_are_stored() -> None:
 
 
 def check_stored_parts(library: Any) -> None:
-    """Whatever shares a bias, its gradient is the sum; elements that the mask hides have 0."""
+    """Check that whatever shares a bias, its gradient is the sum; elements that the mask hides have 0."""
     for shape in ((2, 4, 200, 136), (4, 200, 136), (2, 1, 200, 136), (200, 136)):
         rng = np.random.default_rng(len(shape))
         q, k, v, do = (rng.standard_normal((2, 4, rows, 80)).astype(np.float16) for rows in (200, 136, 136, 200))
@@ -265,9 +265,9 @@ def check_stored_parts(library: Any) -> None:
         for causal in (False, "top_left"):
             mask = masks.Causal("top_left") if causal else None
             _, vjp = library.attention_vjp(q, k, v, bias=bias, wrt="bias", causal=causal, **HOPPER.options)
-            found = vjp(do)["bias"]
-            assert_within_bounds(HOPPER.rounded(example.but(mask=mask)), others={"bias": found})
-            assert not causal or not found[..., np.triu(np.ones((200, 136), bool), 1)].any()
+            dbias = vjp(do)["bias"]
+            assert_within_bounds(HOPPER.rounded(example.but(mask=mask)), others={"bias": dbias})
+            assert not causal or not dbias[..., np.triu(np.ones((200, 136), bool), 1)].any()
 
 
 @needs_compiler
@@ -276,7 +276,7 @@ def test_stored_parts_are_added_up() -> None:
 
 
 def check_bound_of_parts(library: Any) -> None:
-    """The bound on a sum over heads that cancels is no less than the sum of the bounds on its rounded terms."""
+    """Check that the bound on a cancelling sum over heads is at least the sum of its rounded terms' bounds."""
     rng = np.random.default_rng(0)
     q, k, v, do = (rng.standard_normal((2, 8, 4)).astype(np.float16) for _ in range(4))
     for x in (q, k, v):
@@ -284,8 +284,8 @@ def check_bound_of_parts(library: Any) -> None:
     do[1] = -do[0]
 
     def bound(*shape: int) -> Any:
-        given = {"do": do, "bias": np.zeros(shape, np.float16), "wrt": "bias", "product_dtype": np.float16}
-        return library.error_bound(q, k, v, **given).others["bias"]
+        arguments = {"do": do, "bias": np.zeros(shape, np.float16), "wrt": "bias", "product_dtype": np.float16}
+        return library.error_bound(q, k, v, **arguments).others["bias"]
 
     of_sum, of_terms = bound(8, 8), bound(2, 8, 8).sum(0)
     assert (of_sum >= of_terms).all()

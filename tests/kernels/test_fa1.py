@@ -96,9 +96,9 @@ def test_every_schedule_gives_the_same_bits(schedule: Any) -> None:
         arrays, options = (example.q, example.k, example.v), {"mask": example.mask, "device": DeviceSpec.gpu(chip)}
         ready = cuflash.plan(*arrays, **options, executor="sim", kernel="fa1")
         assert ready._plan.specs["backward"].num_stages == num_stages
-        expected, found = (call(example, FA1, Simulator(each), made=ready) for each in (Schedule(), schedule))
-        assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
-        assert_within_bounds(example, **found)
+        expected, results = (call(example, FA1, Simulator(each), ready=ready) for each in (Schedule(), schedule))
+        assert all(results[name].tobytes() == expected[name].tobytes() for name in expected)
+        assert_within_bounds(example, **results)
 
 
 @on_fa1
@@ -120,10 +120,10 @@ def test_memory_is_linear_in_the_length_and_explain_tells_the_traffic() -> None:
     """The forward pass takes a float32 O and two numbers a row; the backward pass takes dQ and delta, which is less."""
     short, long = plan_of(16, 8, 1024, 64), plan_of(16, 8, 4096, 64)
     assert long.workspace_bytes == 16 * 8 * 4096 * 4 * (64 + 2) == 4 * short.workspace_bytes
-    told = long.explain()
+    text = long.explain()
     forward, backward = traffic(long._plan.problem, long._plan.kernels, long._plan.visited_scores)
-    assert f"traffic    {forward} bytes of device memory forward, {backward} backward" in told
-    assert "every result is bitwise repeatable" in told and "grid 128" in told
+    assert f"traffic    {forward} bytes of device memory forward, {backward} backward" in text
+    assert "every result is bitwise repeatable" in text and "grid 128" in text
 
 
 @pytest.mark.parametrize(("dim", "keys", "backward_keys"), [(64, 256, 128), (128, 128, 128)])
@@ -139,8 +139,8 @@ def test_traffic_counts_what_every_turn_moves(dim: int, keys: int, backward_keys
     for _ in range(1024 // backward_keys):
         per_head[1] += 4 * backward_keys * dim * 2 + 1024 * (4 * dim + 2 * 4 * dim + 8)  # K, V, dK, dV; Q, dO, dQ, lse
     per_head[1] += 1024 * (4 * dim + 8 + 4 * dim) + 1024 * (4 * dim + 2 * dim)  # O, dO, lse, delta; dQ
-    found = traffic(ready._plan.problem, ready._plan.kernels, ready._plan.visited_scores)
-    assert list(found) == [6 * each for each in per_head]
+    counted = traffic(ready._plan.problem, ready._plan.kernels, ready._plan.visited_scores)
+    assert list(counted) == [6 * each for each in per_head]
 
 
 def test_a_mask_of_half_the_blocks_moves_about_half() -> None:

@@ -1,4 +1,4 @@
-"""Kernels for operands of 8 bits, on the simulator and on a GPU, give results within the bounds of the exact ones."""
+"""FP8 kernels, on the simulator and on a GPU, give results within the bounds of the exact ones."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def operands(seqlen_q: int, seqlen_kv: int, dims: tuple[int, int], heads: tuple[
     return [rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in shapes]
 
 
-def require_bounds(found: tuple[Any, Any], x8: Any, **named: Any) -> float:
+def require_bounds(results: tuple[Any, Any], x8: Any, **named: Any) -> float:
     """Require that results are within the bounds of the exact ones; return the largest share of a bound."""
     bound = cuflash.error_bound(*x8, product_dtype=E4M3, **named)
     mask, causal, window = (named.get(name) for name in ("mask", "causal", "window"))
@@ -63,11 +63,11 @@ def require_bounds(found: tuple[Any, Any], x8: Any, **named: Any) -> float:
     if mask is not None or causal or window:
         allowed = allowed_of(q, k, mask, causal or False, window)
     exact_o, exact_lse = reference.attention(q, k, v, mask=allowed, scale=named.get("scale"), **sink_of(named))
-    errors = np.abs(found[0].astype(np.float64) - exact_o)
+    errors = np.abs(results[0].astype(np.float64) - exact_o)
     with np.errstate(invalid="ignore", divide="ignore"):
         assert (errors <= bound.o).all(), np.nanmax(errors / bound.o)
-        is_near = np.abs(found[1] - exact_lse) <= bound.lse
-    assert (is_near | (found[1] == exact_lse)).all()
+        is_near = np.abs(results[1] - exact_lse) <= bound.lse
+    assert (is_near | (results[1] == exact_lse)).all()
     return float(np.max(errors / np.maximum(bound.o, 1e-30)))
 
 
@@ -103,9 +103,9 @@ CALLS: dict[str, dict[str, Any]] = {
 )
 def test_results_are_within_the_bound(run: Run, name: str, dims: tuple[int, int], dtype: str, per: str) -> None:
     x8 = [cuflash.quantize(x, per=per) for x in operands(200, 200, dims, (4, 2), dtype)]
-    found = attention(run, x8, **CALLS[name])
-    assert found[0].dtype == DTYPES[dtype]
-    assert require_bounds(found, x8, **CALLS[name]) < 1
+    results = attention(run, x8, **CALLS[name])
+    assert results[0].dtype == DTYPES[dtype]
+    assert require_bounds(results, x8, **CALLS[name]) < 1
 
 
 @on_fp8
@@ -121,12 +121,12 @@ def test_a_list_is_the_mask_that_it_stands_for(run: Run, block: int) -> None:
     x8 = [cuflash.quantize(x, block=block) for x in operands(300, 300, (64, 64), (2, 1), "bfloat16")]
     mask = masks.Documents(np.repeat(np.arange(3), 100)) & masks.Causal()
     index = cuflash.BlockIndex.from_mask(mask, block=block, batch=(), num_heads=2, seqlen_q=300, seqlen_kv=300)
-    found = attention(run, x8, mask=index)
-    require_bounds(found, x8, mask=mask)
+    results = attention(run, x8, mask=index)
+    require_bounds(results, x8, mask=mask)
 
 
 def rising_scores(seqlen: int) -> list[Quantized]:
-    """Operands whose scores rise from one block of keys to the next, faster in each further head.
+    """Return operands whose scores rise from one block of keys to the next, faster in each further head.
 
     In the first head no maximum has to rise. In the others weights become too large, or infinite.
     """
@@ -146,7 +146,7 @@ def test_maxima_that_rise_late(run: Run) -> None:
 
 @on_fp8
 def test_whole_numbers_are_exact(run: Run) -> None:
-    """One key takes all of a query's weight, so each row of v comes back exactly, which shows the order of keys."""
+    """One key takes all of a query's weight, so each row of v is returned exactly, which shows the order of keys."""
     keys, dim = 160, 128
     codes = np.where((np.arange(keys)[:, None] >> np.arange(8)) % 2, 1.0, -1.0)
     k = np.zeros((1, keys, dim), np.float32)
@@ -211,12 +211,12 @@ def test_strides_and_batches(run: Run) -> None:
     q, v = rng.standard_normal((2, 3, 2, 70, 64), dtype=np.float32)
     k = rng.standard_normal((3, 1, 70, 64), dtype=np.float32)
     q8, k8, v8 = map(cuflash.quantize, (q, k, v[0, :1]))
-    found = attention(run, [q8, k8, v8])
+    results = attention(run, [q8, k8, v8])
     right = attention(run, [q8, *(cuflash.quantize(np.repeat(x, 2, axis=-3)) for x in (k, v[0, :1]))])
-    np.testing.assert_array_equal(found[0], right[0])
+    np.testing.assert_array_equal(results[0], right[0])
     turned = [replace(x, data=np.asfortranarray(x.data)) for x in (q8, k8, v8)]
     if not run.is_on_device:
-        np.testing.assert_array_equal(attention(run, turned)[0], found[0])
+        np.testing.assert_array_equal(attention(run, turned)[0], results[0])
     flat = [cuflash.quantize(x) for x in (q[0, 0], k[0, 0], v[0, 0])]
     with_heads = [cuflash.quantize(x[None]) for x in (q[0, 0], k[0, 0], v[0, 0])]
     np.testing.assert_array_equal(attention(run, flat)[0], attention(run, with_heads)[0][0])
@@ -248,9 +248,9 @@ def test_no_schedule_changes_a_bit(name: str) -> None:
     right = attention(SIM, x8, **SCHEDULED[name])
     for schedule in hostile_schedules(f"fp8 {name}"):
         with on_simulator(FewBlocks(schedule)):
-            found = attention(SIM, x8, **SCHEDULED[name])
-        np.testing.assert_array_equal(found[0].view(np.uint16), right[0].view(np.uint16))
-        np.testing.assert_array_equal(found[1], right[1])
+            results = attention(SIM, x8, **SCHEDULED[name])
+        np.testing.assert_array_equal(results[0].view(np.uint16), right[0].view(np.uint16))
+        np.testing.assert_array_equal(results[1], right[1])
 
 
 @pytest.mark.parametrize("run", [CPU, pytest.param(SIM, marks=needs_compiler)], ids=str)
@@ -302,11 +302,11 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
     ),
     "plain arrays among quantised ones, in blocks of 16 rows": (
         lambda: cuflash.attention(X8, IN_SMALL_BLOCKS, np.ones((2, 40, 64)), executor="sim"),
-        ["v must be Quantized as the others", "k must have a scale for multiples of 64 rows"],
+        ["v must be Quantized, since another operand is", "k must have a scale for multiples of 64 rows"],
     ),
     "arrays of the host on a GPU": (
         lambda: cuflash.attention(X8, X8, X8, executor="gpu", out=np.ones(3)),
-        ["executor='gpu' takes CuPy's arrays", "out must be None"],
+        ["executor='gpu' takes CuPy arrays", "out must be None"],
     ),
 }  # fmt: skip
 
@@ -375,7 +375,7 @@ def beside_ties(exponent: int) -> Any:
     kernel's errs by at most 2^-22 of its last place before it is rounded. Only where a float is so near to the product
     of the scale and such a limit can the side be wrong. A limit is a number of 5 bits and half of a last place, so that
     the product ends in the scale's own last 20 bits, which then are 8 units or less from 0. Here are 16, and the floats
-    beside the nearest. Scales are some 2^exponent.
+    next to the nearest. Scales are some 2^exponent.
     """
     numbers = np.arange(0x78, dtype=np.uint8).view(E4M3).astype(np.float32)  # 0 to 240
     ties = (numbers[1:] + numbers[:-1]) / 2
@@ -384,10 +384,10 @@ def beside_ties(exponent: int) -> Any:
     scales = (few * 2.0**20 + units)[few * 2**20 + units < 2**24].reshape(-1, 1, 1) * 2.0**-24
     assert (scales.astype(np.float32) == scales).all()
     nearest = (scales * limits).astype(np.float32)  # the product in float64 is exact
-    beside = [np.nextafter(nearest, np.float32(np.inf)), nearest, np.nextafter(nearest, np.float32(0))]
+    neighbours = [np.nextafter(nearest, np.float32(np.inf)), nearest, np.nextafter(nearest, np.float32(0))]
     x = np.zeros((len(scales), 16 * 64), np.float32)
     x[:, 0] = 256 * scales[:, 0, 0]
-    values = np.concatenate(beside, axis=1).reshape(len(scales), -1)
+    values = np.concatenate(neighbours, axis=1).reshape(len(scales), -1)
     x[:, 1 : 1 + values.shape[1]] = values * np.where(np.arange(values.shape[1]) % 2, np.float32(-1), np.float32(1))
     return x.reshape(-1, 16, 64) * np.float32(2.0**exponent)
 
@@ -402,21 +402,23 @@ def test_numbers_beside_ties_fall_to_the_side_of_the_host(run: Run, exponent: in
     right = cuflash.quantize(x, block=16, largest=256)
     if not run.is_on_device:
         return require_bits(x, right, 16, None, 256.0)
-    found = cuflash.quantize(run.put(x), block=16, largest=256)
-    np.testing.assert_array_equal(found.scale.get(), right.scale)
-    np.testing.assert_array_equal(found.data.get(), right.data.view(np.uint8))
+    quantized = cuflash.quantize(run.put(x), block=16, largest=256)
+    np.testing.assert_array_equal(quantized.scale.get(), right.scale)
+    np.testing.assert_array_equal(quantized.data.get(), right.data.view(np.uint8))
 
 
 @on_fp8
 @pytest.mark.parametrize("columns", [48, 64, 128, 256])
 def test_values_are_transposed_as_on_the_host(run: Run, columns: int) -> None:
     data = np.random.default_rng(columns).integers(0, 127, (2, 150, columns), dtype=np.uint8)
-    spec, found = transpose_spec(columns), np.full((2, columns, 256), 0xA5, np.uint8)
+    spec, transposed = transpose_spec(columns), np.full((2, columns, 256), 0xA5, np.uint8)
     if run.is_on_device:
         x8 = replace(X8, data=data.view(E4M3), scale=np.ones((2, 2), np.float32))
-        found = put(run, x8).transposed().get()
+        transposed = put(run, x8).transposed().get()
     elif spec is not None:
-        run_alone(transposing(spec, data.shape, found.shape[-1]), {"data": data, "transposed": found}, Simulator())
+        run_alone(
+            transposing(spec, data.shape, transposed.shape[-1]), {"data": data, "transposed": transposed}, Simulator()
+        )
     else:
         pytest.skip("arrays of the host are transposed by NumPy where a kernel does not serve")
-    np.testing.assert_array_equal(found, transposed_values(data))
+    np.testing.assert_array_equal(transposed, transposed_values(data))

@@ -39,13 +39,13 @@ def blocks_of(shape, block, heads, seed):
     return np.random.default_rng(seed).random((*shape.batch, heads, *sides)) < 0.4
 
 
-def expected_of(kept, mask, shape, block):
-    whole = masks.BlockPattern(kept, block)
+def expected_of(cells, mask, shape, block):
+    whole = masks.BlockPattern(cells, block)
     return BlockIndex.from_mask(whole if mask == masks.Band() else whole & mask, block=block, **shape._asdict())
 
 
-def made(xp, kept, mask, shape, block):
-    return index_of(xp.asarray(kept), mask.resolve(shape), shape, block)
+def index_made_by_kernels(xp, cells, mask, shape, block):
+    return index_of(xp.asarray(cells), mask.resolve(shape), shape, block)
 
 
 def assert_same(got, expected):
@@ -60,8 +60,8 @@ def assert_same(got, expected):
        st.sampled_from(CLOSED), st.sampled_from([1, 3]))  # fmt: skip
 def check_indices(machine, seed, seqlen_q, seqlen_kv, block, mask, heads):
     shape = MaskShape((2,), 3, seqlen_q, seqlen_kv)
-    kept = blocks_of(shape, block, heads, seed)
-    assert_same(made(machine, kept, mask, shape, block), expected_of(kept, mask, shape, block))
+    blocks = blocks_of(shape, block, heads, seed)
+    assert_same(index_made_by_kernels(machine, blocks, mask, shape, block), expected_of(blocks, mask, shape, block))
 
 
 def test_kernels_make_the_index_of_chosen_blocks(cupy):
@@ -84,17 +84,17 @@ def test_an_index_is_made_of_arrays_of_other_libraries(cupy, monkeypatch, make):
     for module in (mask_fields, indices):
         monkeypatch.setattr(module, "is_differentiated", lambda value: isinstance(value, Named))
     shape, block = MaskShape((2,), 3, 37, 29), (8, 4)
-    kept = blocks_of(shape, block, 3, 0)
-    there = Named(kept) if make is Named else Foreign(kept, (2, 0))
-    assert_same(BlockIndex.from_blocks(there, 37, 29, block), expected_of(kept, masks.Band(), shape, block))
+    blocks = blocks_of(shape, block, 3, 0)
+    on_device = Named(blocks) if make is Named else Foreign(blocks, (2, 0))
+    assert_same(BlockIndex.from_blocks(on_device, 37, 29, block), expected_of(blocks, masks.Band(), shape, block))
 
 
 @pytest.mark.parametrize("make", [Foreign, Named])
 def test_an_index_is_made_of_masks_that_hold_arrays_of_other_libraries(cupy, monkeypatch, make):
     monkeypatch.setattr(mask_fields, "is_differentiated", lambda value: isinstance(value, Named))
     dense = np.random.default_rng(0).random((37, 29)) < 0.3
-    there = masks.Dense(Named(dense) if make is Named else Foreign(dense, (2, 0)))
-    for got, mask in ((there, masks.Dense(dense)), (~there, ~masks.Dense(dense))):
+    on_device = masks.Dense(Named(dense) if make is Named else Foreign(dense, (2, 0)))
+    for got, mask in ((on_device, masks.Dense(dense)), (~on_device, ~masks.Dense(dense))):
         index = BlockIndex.from_mask(got & masks.Causal("top_left"), 37, 29, (8, 4))
         assert_same(index, BlockIndex.from_mask(mask & masks.Causal("top_left"), 37, 29, (8, 4)))
 
@@ -108,16 +108,16 @@ def test_whoever_makes_plans_makes_indices_on_a_device():
 def test_later_calls_of_one_layout_launch_four_kernels_and_bind_nothing(cupy, monkeypatch):
     shape, block = MaskShape((2,), 3, 37, 29), (8, 4)
     mask = masks.Causal("bottom_right").resolve(shape)
-    made(cupy, blocks_of(shape, block, 3, 0), mask, shape, block)
+    index_made_by_kernels(cupy, blocks_of(shape, block, 3, 0), mask, shape, block)
     monkeypatch.setattr(index_maker, "ListSource", None)
     for seed in (1, 2):
-        kept = blocks_of(shape, block, 3, seed)
+        blocks = blocks_of(shape, block, 3, seed)
         cupy.log.clear()
-        index = made(cupy, kept, mask, shape, block)
+        index = index_made_by_kernels(cupy, blocks, mask, shape, block)
         assert [entry for kind, *_, entry in cupy.log if kind == "launch"] == [
             "classify", "ranks", "pointers", "entries"
         ]  # fmt: skip
-        assert_same(index, expected_of(kept, mask, shape, block))
+        assert_same(index, expected_of(blocks, mask, shape, block))
 
 
 OF_MASKS = {  # masks of an array, and the lengths, the block and more that an index is made with
@@ -139,23 +139,23 @@ OF_MASKS = {  # masks of an array, and the lengths, the block and more that an i
 
 
 def check_masks(machine, library, name):
-    """Repeated calls launch some kernels for the contents of the moment, with calls of another block between them.
+    """Check that repeated calls list the current contents, with calls of another block size between them.
 
     Each array of the index is that of a mask whose kernels are not bound.
     """
     make, arguments, options = OF_MASKS[name]
     rng, twin = np.random.default_rng(0), library.BlockIndex
     array = rng.random((2, 3, 37, 29)) < 0.4 if options else rng.random((37, 29)) < 0.4
-    there, narrow = machine.asarray(array), {"seqlen_q": 37, "seqlen_kv": 29, "block": 16} | options
+    on_device, narrow = machine.asarray(array), {"seqlen_q": 37, "seqlen_kv": 29, "block": 16} | options
     maker, (*lengths, block) = part(library, "executors.index_maker"), arguments
     shape = library.masks.MaskShape(options.get("batch", ()), options.get("num_heads", 1), *lengths)
     sides, target = (block, block) if isinstance(block, int) else block, part(library, "executors.gpu").current_target()
     for turn in range(3):
         machine.log.clear()
-        index = twin.from_mask(make(there, library.masks), *arguments, **options)
+        index = twin.from_mask(make(on_device, library.masks), *arguments, **options)
         launches = ["launch"] * (4 + (name in ("lengths", "lengths of a batch", "documents")))
         assert turn == 0 or [kind for kind, *_ in machine.log] == launches
-        whole = library.masks.Mask._mask_of(make(there, library.masks))
+        whole = library.masks.Mask._mask_of(make(on_device, library.masks))
         unbound = maker.index_of_mask(whole, shape, sides, target)
         for field in ("indptr", "indices", "kinds", "tiles", "bits", "lo", "hi"):
             one, other = getattr(index, field), getattr(unbound, field)
@@ -163,9 +163,9 @@ def check_masks(machine, library, name):
             assert one is None or one.shape == other.shape and one.dtype == other.dtype and (one == other).all()
         assert_same(index, twin.from_mask(make(array, library.masks), *arguments, **options))
         expected = twin.from_mask(make(array, library.masks), **narrow)
-        assert_same(twin.from_mask(make(there, library.masks), **narrow), expected)
+        assert_same(twin.from_mask(make(on_device, library.masks), **narrow), expected)
         array = ~array
-        there[...] = array
+        on_device[...] = array
 
 
 @pytest.mark.parametrize("name", OF_MASKS)
@@ -210,18 +210,18 @@ def test_a_gpu_makes_the_index_of_a_mask(name):
 
 def test_layouts_and_masks_are_not_mixed_up(cupy):
     shape, block = MaskShape((2,), 3, 32, 32), (8, 8)
-    kept = blocks_of(shape, block, 3, 0)
+    blocks = blocks_of(shape, block, 3, 0)
     for mask in (masks.Band(), masks.Causal(), masks.Band(-9, 4), masks.Band()):
-        assert_same(made(cupy, kept, mask, shape, block), expected_of(kept, mask, shape, block))
-    turned = cupy.asarray(kept).swapaxes(-1, -2)
+        assert_same(index_made_by_kernels(cupy, blocks, mask, shape, block), expected_of(blocks, mask, shape, block))
+    turned = cupy.asarray(blocks).swapaxes(-1, -2)
     index = index_of(turned, masks.Band(), shape, block)
-    assert_same(index, expected_of(kept.swapaxes(-1, -2), masks.Band(), shape, block))
+    assert_same(index, expected_of(blocks.swapaxes(-1, -2), masks.Band(), shape, block))
 
 
 def test_an_index_is_made_inside_a_capture_once_the_kernels_are_compiled(cupy):
     shape, block = MaskShape((), 1, 24, 24), (8, 8)
-    kept = blocks_of(shape, block, 1, 0)
-    array, mask = cupy.asarray(kept), masks.Causal().resolve(shape)
+    blocks = blocks_of(shape, block, 1, 0)
+    array, mask = cupy.asarray(blocks), masks.Causal().resolve(shape)
     stream = cupy.cuda.Stream()
     with stream:
         stream.begin_capture()
@@ -246,5 +246,5 @@ def test_a_gpu_makes_the_index_of_chosen_blocks(mask):
     import cupy
 
     shape, block = MaskShape((2,), 3, 300, 500), (16, 8)
-    kept = blocks_of(shape, block, 3, 0)
-    assert_same(made(cupy, kept, mask, shape, block), expected_of(kept, mask, shape, block))
+    blocks = blocks_of(shape, block, 3, 0)
+    assert_same(index_made_by_kernels(cupy, blocks, mask, shape, block), expected_of(blocks, mask, shape, block))

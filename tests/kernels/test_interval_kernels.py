@@ -49,13 +49,13 @@ def cases(draw):
 
     def offsets(length):
         leading = [int(rng.choice([1, extent])) for extent in batch][int(rng.integers(0, len(batch) + 1)) :]
-        found = np.sort(rng.integers(0, length + 1, (*leading, num_sequences + 1)), axis=-1)
-        found = found.astype(draw(st.sampled_from(DTYPES)))
-        return np.repeat(found, 2, axis=-1)[..., ::2] if draw(st.booleans()) else found
+        ordered = np.sort(rng.integers(0, length + 1, (*leading, num_sequences + 1)), axis=-1)
+        ordered = ordered.astype(draw(st.sampled_from(DTYPES)))
+        return np.repeat(ordered, 2, axis=-1)[..., ::2] if draw(st.booleans()) else ordered
 
     def ids(length):
-        found = np.sort(rng.integers(0, 5, (*batch, length)), axis=-1).astype(draw(st.sampled_from(DTYPES)))
-        return found - found.dtype.type(2) if found.dtype.kind == "i" else found
+        document_ids = np.sort(rng.integers(0, 5, (*batch, length)), axis=-1).astype(draw(st.sampled_from(DTYPES)))
+        return document_ids - document_ids.dtype.type(2) if document_ids.dtype.kind == "i" else document_ids
 
     q_offsets = offsets(shape.seqlen_q)
     window = draw(st.sampled_from([None, (5, None), (None, 2), (0, 3), (1 << 70, 1 << 70)]))
@@ -96,7 +96,7 @@ def with_numbered_runs(mask):
     return masks.Documents(np.cumsum(np.diff(mask.q_ids, prepend=mask.q_ids[:1]) != 0))
 
 
-def assert_found(mask, shape, source, found):
+def assert_found(mask, shape, source, intervals):
     """Assert that intervals and orders equal those that array operations make."""
     mask = changed(mask, with_numbered_runs)
     sides = row_intervals(mask.resolve(shape), *shape[2:], source.batch, source.num_heads)
@@ -107,8 +107,8 @@ def assert_found(mask, shape, source, found):
     )
     tiles = tiles_of_offsets(mask, shape, lo, hi) if source.kind == "sequences" else {}
     for name, wanted in (work.lists | tiles).items():
-        assert found[name].dtype == wanted.dtype == np.int32
-        np.testing.assert_array_equal(found[name], wanted, err_msg=name)
+        assert intervals[name].dtype == wanted.dtype == np.int32
+        np.testing.assert_array_equal(intervals[name], wanted, err_msg=name)
 
 
 def tiles_of_offsets(mask, shape, lo, hi):
@@ -140,8 +140,8 @@ def test_the_kernel_finds_what_the_array_form_finds(executor):
         import cupy
 
         stream = cupy.cuda.get_current_stream()
-        source, found = found_by_kernel(mask, shape, to_device, gpu.Gpu(), lambda array: array.data.ptr, stream)
-        assert_found(mask, shape, source, {name: cupy.asnumpy(each) for name, each in found.items()})
+        source, intervals = found_by_kernel(mask, shape, to_device, gpu.Gpu(), lambda array: array.data.ptr, stream)
+        assert_found(mask, shape, source, {name: cupy.asnumpy(each) for name, each in intervals.items()})
 
     check()
 
@@ -162,9 +162,9 @@ def test_offsets_that_break_their_condition_stay_within_the_keys(offsets):
     mask = masks.Sequences(device.DeviceArray(np.array(offsets, np.int64)), causal=True)
     shape = MaskShape((), 1, 40, 40)
     source = replace(IntervalSource.of(ResolvedSequences(mask, shape), shape, None), tile=TILE)
-    made = ListMaker(source, Simulator())([mask.q_offsets._host.ctypes.data], None)
-    work = IntervalsAtCall.of(source, (64, 64)).with_results(made)
-    starts = [source.views(made)[name] for name in ("q_blocks", "kv_blocks")]
+    maker = ListMaker(source, Simulator())([mask.q_offsets._host.ctypes.data], None)
+    work = IntervalsAtCall.of(source, (64, 64)).with_results(maker)
+    starts = [source.views(maker)[name] for name in ("q_blocks", "kv_blocks")]
     assert all(((side >= 0) & (side <= 40)).all() for side in (work.lo, work.hi, *starts))
 
 
@@ -205,9 +205,9 @@ MASKS = SEQUENCES | {
 }
 
 
-def require_bounds(mask, **found):
+def require_bounds(mask, **results):
     """Require that results of a call are within their bounds; the mask holds arrays of the host."""
-    assert_within_bounds(Example(q=Q, k=K, v=V, mask=mask, do=DO), **found)
+    assert_within_bounds(Example(q=Q, k=K, v=V, mask=mask, do=DO), **results)
 
 
 def asks_nothing_again(monkeypatch):

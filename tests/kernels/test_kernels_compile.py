@@ -28,6 +28,7 @@ from cuflash.arrays import BFLOAT16, DTYPES, UP_TO_FLOAT32
 from cuflash.compiler.nvrtc import Compiled
 from cuflash.planning._result_kernels import every_result_spec
 from cuflash.planning.appending import append_spec
+from cuflash.planning.chosen_lists import COLUMN_SPECS, UNIONS
 from cuflash.planning.decoding import decode_spec
 from cuflash.planning.prefill import intervals_spec, prefill_spec
 from cuflash.planning.problem import PRECISIONS, Problem
@@ -112,7 +113,7 @@ SPILLS = {
 
 
 def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limit] = (None,)) -> set[KernelSpec]:
-    """Each specification that tile choice returns for a known GPU, these dimensions and these limits of a list."""
+    """Return each specification that tile choice returns for a known GPU, these dimensions and list limits."""
     device, specs = DeviceSpec.gpu(name), set()
     for dtype, (head_dim, value_dim), length, precision in product(DTYPES, dims, LENGTHS, PRECISIONS):
         q, k, v = (ShapeDtype((h, length, dim), dtype) for h, dim in ((2, head_dim), (1, head_dim), (1, value_dim)))
@@ -124,56 +125,59 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
             if FAMILIES[family].reasons(problem, device):
                 continue
             with suppress(UnsupportedProblem):  # no tile fits
-                found = FAMILIES[family].specs(problem, device, limit, deterministic=deterministic)
-                specs |= set(found.values())
+                family_specs = FAMILIES[family].specs(problem, device, limit, deterministic=deterministic)
+                specs |= set(family_specs.values())
                 if family in ("simt", "sm80"):
                     least = 1 if family == "simt" else 128
                     specs.add(mass_kernel(problem, device, least, is_listed=limit is not None))
                 if family == "sm90":  # queries that see many keys, or few, of one problem and of a thousand
                     many = (ShapeDtype((1000, *x.shape), dtype) for x in (q, k, v))
                     thousand = Problem.of(*many, precision=precision)
-                    for asked, keys in ((problem, 1 << 14), (problem, 256), (thousand, 256)):
-                        specs |= set(FAMILIES[family].specs(asked, device, limit, num_keys=keys).values())
-                walk = found.get("backward") if family == "sm90" else None
+                    for variant, keys in ((problem, 1 << 14), (problem, 256), (thousand, 256)):
+                        specs |= set(FAMILIES[family].specs(variant, device, limit, num_keys=keys).values())
+                walk = family_specs.get("backward") if family == "sm90" else None
                 if walk is not None and walk.name == "sm90_backward" and walk.dq_atomic_width:
-                    finishing = ("backward",) if limit is None else ("backward", "backward_statistics")
-                    specs |= {replace(found[entry], fuses_dq_epilogue=True) for entry in finishing}
+                    finishing = ("backward", "backward_statistics")
+                    specs |= {replace(family_specs[entry], last_finishes_dq=True) for entry in finishing}
                     if limit is None:
-                        specs |= of_intervals(found)
+                        specs.add(replace(walk, finishes_dq_in_order=True))
+                        specs |= of_intervals(family_specs)
                 if family == "sm80":
                     for group_size in {1, 2 if limit is None else 1}:
-                        split = sm80.split_spec(found["forward"], problem, device, group_size)
+                        split = sm80.split_spec(family_specs["forward"], problem, device, group_size)
                         specs |= {split, sm80.combine_spec(split)}
+                    if limit is None and dtype in _HALVES:
+                        for block in (16, 32, 64):
+                            specs |= set(FAMILIES[family].union_specs(problem, device, block).values())
     return specs
 
 
 def of_intervals(specs: Mapping[str, KernelSpec]) -> set[KernelSpec]:
-    """The kernels of the sm90 family that replace those for a band where work is row intervals."""
+    """Return the sm90 kernels that replace those for a band if the work is row intervals."""
     names = ("backward", "backward_statistics", "convert_dq")
-    counting = {replace(specs[name], counts_dq_arrivals=True, is_ordered=name == "backward") for name in names}
-    finishing = {replace(spec, fuses_dq_epilogue=True) for spec in counting if spec.entry.name != "convert_dq"}
-    window = replace(specs["backward"], counts_dq_arrivals=True, fuses_dq_epilogue=True)
+    adding = {replace(specs[name], is_ordered=name == "backward") for name in names}
+    finishing = {replace(spec, last_finishes_dq=True) for spec in adding if spec.entry.name != "convert_dq"}
     ordered = replace(specs["forward"], is_ordered=True)
     walk = specs["backward"]
     is_cut = (walk.block_q, walk.block_kv) == (64, 128)  # queries and keys of tiles that end with their sequences
-    cut = {replace(spec, cuts_sequences=True) for spec in counting | finishing if is_cut}
+    cut = {replace(spec, cuts_sequences=True) for spec in adding | finishing if is_cut}
     if max(ordered.head_dim, ordered.value_dim) <= max(SHORT_SEQUENCES):
         finishing.add(in_small_tiles(specs["forward"]))
-    return counting | finishing | cut | {window, ordered, replace(ordered, cuts_sequences=True)}
+    return adding | finishing | cut | {ordered, replace(ordered, cuts_sequences=True)}
 
 
 def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
-    """The kernels that a call with a sink has beside a kernel, or in its place."""
+    """Return the kernels that a call with a sink launches in addition to a kernel, or instead of it."""
     if spec.name in ("naive_softmax", "sm90_backward_statistics") and not spec.cuts_sequences:
-        found = {gradient_spec(spec.dtype, spec)}
+        specs = {gradient_spec(spec.dtype, spec)}
     else:
-        found = {gradient_spec(spec.dtype), sums_spec(spec.accumulator)} if spec.name == "simt_forward" else set()
+        specs = {gradient_spec(spec.dtype), sums_spec(spec.accumulator)} if spec.name == "simt_forward" else set()
     takes_it = spec.entry.name in ("forward", "combine", "softmax") and not spec.is_split and spec.family != "fa1"
-    return found | ({replace(spec, has_sink=True)} if takes_it else set())
+    return specs | ({replace(spec, has_sink=True)} if takes_it else set())
 
 
 def of_scores(name: str) -> set[KernelSpec]:
-    """Kernels of the sm80 or sm90 family on a known GPU with score functions and dropout, and of simt with a cap.
+    """Return sm80 or sm90 kernels for a known GPU with score functions and dropout, and simt kernels with a cap.
 
     Each function of the library is among them. Their slopes are 1, constant or neither, and their arrays have gradients
     that are summed by tile, by score or by a table.
@@ -203,11 +207,11 @@ def of_scores(name: str) -> set[KernelSpec]:
 
 
 def of_scored_caches(name: str, changes: Iterable[dict[str, Any]]) -> set[KernelSpec]:
-    """The kernels of caches with these score functions, and those of parts at fixed positions."""
+    """Return the cache kernels with these score functions, and those of parts at fixed positions."""
     device, specs = DeviceSpec.gpu(name), set()
     programs = [
-        ScoreKind.of_score(made) for options in changes if "dropout" not in options and "wrt" not in options
-        and (made := score_of(options.get("score"), options.get("softcap"), None, np.empty(0))) is not None
+        ScoreKind.of_score(score) for options in changes if "dropout" not in options and "wrt" not in options
+        and (score := score_of(options.get("score"), options.get("softcap"), None, np.empty(0))) is not None
     ]  # fmt: skip
     bias = ScoreKind.of_score(scores.bias(ShapeDtype((2, 1000, 1000), BFLOAT16)))
     for dim, kind, rows in product((64, 128, 256), (*programs, bias), (8, 32)):
@@ -222,7 +226,7 @@ def of_scored_caches(name: str, changes: Iterable[dict[str, Any]]) -> set[Kernel
 
 
 def of_caches(name: str) -> set[KernelSpec]:
-    """The kernels of KV caches on a known GPU, in 16 and 8 bits, for few rows and for many, also with a sink."""
+    """Return the KV-cache kernels for a known GPU, 16-bit and FP8, for few and for many rows, also with a sink."""
     device = DeviceSpec.gpu(name)
     specs = {append_spec(dtype) for dtype in DTYPES if dtype != BFLOAT16 or name != "T4"}
     specs |= {append_spec(spec.dtype, is_quantized=True) for spec in specs if spec.dtype in UP_TO_FLOAT32}
@@ -243,7 +247,7 @@ def of_caches(name: str) -> set[KernelSpec]:
 
 
 def of_fp8() -> set[KernelSpec]:
-    """The kernels for operands of 8 bits, all for the H100."""
+    """Return the FP8 kernels, all for the H100."""
     device, specs = DeviceSpec.gpu("H100"), set()
     for dtype, dim, length, limit in product(
         (*_HALVES, np.dtype(np.float32)), (64, 128), LENGTHS, (None, (64, 64), (128, 128))
@@ -259,7 +263,7 @@ def of_fp8() -> set[KernelSpec]:
 
 
 def every_target() -> list[tuple[KernelSpec, str]]:
-    """Each specification for equal dimensions, with the architecture of the chip that it was chosen for."""
+    """Return each specification for equal dimensions, with the architecture for which it was chosen."""
     targets = []
     for chip in CHIPS:
         specs = every_spec(chip, zip(DIMS, DIMS)) | of_caches(chip) | (of_fp8() if chip == "H100" else set())
@@ -270,7 +274,8 @@ def every_target() -> list[tuple[KernelSpec, str]]:
         if chip in ("A100", "H100"):
             of_chip = sorted(of_scores(chip), key=lambda spec: (str(spec), str(spec.score), spec.score_wrt))
             targets += [(spec, room.architecture(spec, capability)) for spec in of_chip]
-        others = {*LIST_SPECS.values(), *INTERVAL_SPECS.values(), *every_selection_spec(DTYPES)}
+        others = {*LIST_SPECS.values(), *INTERVAL_SPECS.values(), UNIONS, *COLUMN_SPECS.values()}
+        others |= set(every_selection_spec(DTYPES))
         others |= every_result_spec(DTYPES)
         targets += [(spec, room.architecture(spec, capability)) for spec in sorted(others, key=str)]
     return targets
@@ -289,17 +294,17 @@ def chosen(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]
         return len(covers(targets[number]) - covered) / effort(spec) ** 0.5
 
     # The gain of a target never grows: one whose gain has not fallen is the best.
-    found, covered = [], set[tuple[str, ...]]()
+    selected, covered = [], set[tuple[str, ...]]()
     heap = [(-gain(number), number) for number in range(len(targets))]
     heapq.heapify(heap)
     while heap:
         before, number = heapq.heappop(heap)
         if gain(number) == -before:
-            found.append(targets[number])
+            selected.append(targets[number])
             covered |= covers(targets[number])
         elif gain(number) > 0:
             heapq.heappush(heap, (-gain(number), number))
-    return sorted(needed(found), key=str)
+    return sorted(needed(selected), key=str)
 
 
 def effort(spec: KernelSpec) -> float:
@@ -313,13 +318,13 @@ def effort(spec: KernelSpec) -> float:
 def needed(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]]:
     """Return targets without those of which others cover everything; what takes longest is left out first."""
     times = Counter(each for target in targets for each in covers(target))
-    found = []
+    needs = []
     for target in sorted(targets, key=lambda target: -effort(target[0])):
         if min(times[each] for each in covers(target)) > 1:
             times.subtract(covers(target))
         else:
-            found.append(target)
-    return found
+            needs.append(target)
+    return needs
 
 
 COVERED = {field.name for field in fields(KernelSpec)} - SIZES_OF_TILES
@@ -338,21 +343,23 @@ def covers(target: tuple[KernelSpec, str]) -> set[tuple[str, ...]]:
     return {(spec.family, architecture), heads, (spec.name, "score", str(spec.score is not None)), *each}
 
 
-def faults(made: Compiled) -> list[str]:
+def faults(compiled: Compiled) -> list[str]:
     """Return the reasons for which a compiled kernel does not pass."""
-    found = [f"advice: {line}" for line in made.advisories]
-    spec = made.spec
+    lines = [f"advice: {line}" for line in compiled.advisories]
+    spec = compiled.spec
     name = spec.name + " watched" * spec.has_watchdog + " scored" * (spec.score is not None)
     name += " dropped" * spec.has_dropout
     name += " in pages" * (spec.score is not None and spec.is_paged) + " in fixed parts" * bool(spec.part_keys)
     known = SPILLS.get((name, spec.dtype, spec.head_dim), 0)
     if spec.has_sink:
         known = SPILLS.get((f"{name} with a sink", spec.dtype, spec.head_dim), known)
-    if (made.resources.spill_bytes or 0) > known:
-        found.append(f"spills {made.resources.spill_bytes} bytes")
-    if made.resources.stack_bytes > known:
-        found.append(f"has a stack of {made.resources.stack_bytes} bytes: an array is indexed at run time, or spilled")
-    return found
+    if (compiled.resources.spill_bytes or 0) > known:
+        lines.append(f"spills {compiled.resources.spill_bytes} bytes")
+    if compiled.resources.stack_bytes > known:
+        lines.append(
+            f"has a stack of {compiled.resources.stack_bytes} bytes: an array is indexed at run time, or spilled"
+        )
+    return lines
 
 
 TARGETS = every_target()
@@ -402,7 +409,7 @@ def test_warps_share_the_products_of_gradients_and_registers_hold_their_sums(pre
 
 
 def every_operation(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    """A score function of all operations that are traced."""
+    """Compute a score with all operations that can be traced."""
     arguments: dict[str, list[tuple[Any, ...]]] = {
         "number": [(s, 0.5 * j), (i - j, i)], "real": [(s, 0.5 * j)], "whole": [(i, 3)], "comparison": [(s, j), (i, j)],
         "logical": [(s < 0, i < j)], "test": [(s,)], "choice": [(i < j, s, j)],
@@ -446,9 +453,9 @@ def gradients(precision: str, dims: tuple[int, int], limit: Limit, chip: str = "
 
 @pytest.mark.parametrize(("spec", "architecture"), CHOSEN, ids=[f"{spec}, {name}" for spec, name in CHOSEN])
 def test_a_kernel_compiles_without_a_spill_or_advice(nvrtc: Any, spec: KernelSpec, architecture: str) -> None:
-    made = room.cubin(spec, architecture)
-    print(made)
-    assert faults(made) == []
+    compiled = room.cubin(spec, architecture)
+    print(compiled)
+    assert faults(compiled) == []
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256] if is_long() else [128])
@@ -464,10 +471,10 @@ def test_hopper_s_small_tiles_of_lists_do_not_spill_either(nvrtc: Any, dim: int)
 def test_hopper_s_gradients_of_lists_do_not_spill_either(nvrtc: Any, dims: tuple[int, int]) -> None:
     """Producers have 24 registers to walk the list with, and one of them finds which block finishes dQ."""
     q, v = (ShapeDtype((2, 4096, dim), BFLOAT16) for dim in dims)
-    found = FAMILIES["sm90"].specs(Problem.of(q, q, v), DeviceSpec.gpu("H100"), (128, 128))
-    specs = [found["backward"]]
+    family_specs = FAMILIES["sm90"].specs(Problem.of(q, q, v), DeviceSpec.gpu("H100"), (128, 128))
+    specs = [family_specs["backward"]]
     if max(dims) <= 128:
-        specs += [replace(found[entry], fuses_dq_epilogue=True) for entry in ("backward", "backward_statistics")]
+        specs += [replace(family_specs[entry], last_finishes_dq=True) for entry in ("backward", "backward_statistics")]
     for spec in specs:
         assert spec.family == "sm90" and spec.is_listed
         assert faults(room.cubin(spec, "sm_90a")) == []

@@ -62,16 +62,16 @@ def cases(draw):
 def made_by_kernels(mask, shape, block, machine=None):
     """Return the lists that the kernels make on the simulator, and their inputs."""
     source, array = ListSource.of(sent(mask, device.DeviceArray).resolve(shape), shape, block)
-    made = ListMaker(source, machine or Simulator())((array._host.ctypes.data,), None)
-    return source, source.views(made)
+    lists = ListMaker(source, machine or Simulator())((array._host.ctypes.data,), None)
+    return source, source.views(lists)
 
 
 def made_on_gpu(mask, shape, block):
     import cupy
 
     source, array = ListSource.of(sent(mask, to_device).resolve(shape), shape, block)
-    made = ListMaker(source, gpu.Gpu())((array.data.ptr,), cupy.cuda.get_current_stream())
-    return source, {name: cupy.asnumpy(each) for name, each in source.views(made).items()}
+    lists = ListMaker(source, gpu.Gpu())((array.data.ptr,), cupy.cuda.get_current_stream())
+    return source, {name: cupy.asnumpy(each) for name, each in source.views(lists).items()}
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -118,8 +118,8 @@ def test_lists_are_made_of_lists_in_blocks_of_another_size(executor):
         address = machine.mask_address if executor == "gpu" else lambda x: getattr(x, "_host", x).ctypes.data
         lists = ListMaker(source, machine)((address(array),), machine.stream())
         other = source.in_blocks(block)
-        made = other.views(ListMaker(other, machine)((address(lists),), machine.stream()))
-        got = {name: cupy.asnumpy(each) if executor == "gpu" else each for name, each in made.items()}
+        views = other.views(ListMaker(other, machine)((address(lists),), machine.stream()))
+        got = {name: cupy.asnumpy(each) if executor == "gpu" else each for name, each in views.items()}
         assert_lists_of(other, got, mask)
 
     check()
@@ -200,9 +200,9 @@ def test_gradients_read_the_lists_of_their_own_call(cupy):
     _, first = cuflash.attention_vjp(*arrays, mask=array)
     array[...] = ~KEPT
     _, second = cuflash.attention_vjp(*arrays, mask=array)
-    for vjp, kept in ((first, KEPT), (second, ~KEPT)):
+    for vjp, mask in ((first, KEPT), (second, ~KEPT)):
         dq, dk, dv = (x.get() for x in vjp(do))
-        assert_within_bounds(Example(q=Q, k=K, v=V, do=DO, mask=kept), dq=dq, dk=dk, dv=dv)
+        assert_within_bounds(Example(q=Q, k=K, v=V, do=DO, mask=mask), dq=dq, dk=dk, dv=dv)
 
 
 def test_calls_of_other_layouts_masks_and_options_are_not_mixed_up(cupy):
@@ -353,10 +353,10 @@ def test_masks_are_listed_anew_whatever_makes_their_lists(executor, request):
     arrays, do = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(DO)
     array, blocks = cupy.asarray(KEPT), cupy.asarray(BLOCKS)
     ways = [
-        (lambda kept, blocks: kept, {}, None),
-        (lambda kept, blocks: masks.BlockPattern(blocks, 8), {"causal": True}, masks.Causal()),
-        (lambda kept, blocks: masks.Dense(kept) & masks.BlockPattern(blocks, 8), {}, None),
-        (lambda kept, blocks: ~masks.Dense(kept), {}, None), (lambda kept, blocks: kept, {"scale": 1e-30}, None),
+        (lambda cells, blocks: cells, {}, None),
+        (lambda cells, blocks: masks.BlockPattern(blocks, 8), {"causal": True}, masks.Causal()),
+        (lambda cells, blocks: masks.Dense(cells) & masks.BlockPattern(blocks, 8), {}, None),
+        (lambda cells, blocks: ~masks.Dense(cells), {}, None), (lambda cells, blocks: cells, {"scale": 1e-30}, None),
     ]  # fmt: skip
     for number in range(3):
         for make, options, within in ways:

@@ -23,9 +23,9 @@ def test_poison_around_every_array_is_neither_read_nor_overwritten(run, name):
 def test_kernels_read_lists_made_at_the_call_amid_poison(mask):
     run, example = Run("gpu"), STRUCTURES[f"mask: {mask}"].example()
     q, k, v = (run.put(getattr(example, name)) for name in "qkv")
-    made = cuflash.plan(q, k, v, mask=run.put_mask(example.mask, q, k, v), scale=example.scale, executor="gpu")
-    assert set(made._captured) == {AT_CALL}
-    call(example, run, check=partial(assert_within_bounds, example), made=made)
+    plan = cuflash.plan(q, k, v, mask=run.put_mask(example.mask, q, k, v), scale=example.scale, executor="gpu")
+    assert set(plan._captured) == {AT_CALL}
+    call(example, run, check=partial(assert_within_bounds, example), ready=plan)
 
 
 @on_every_executor

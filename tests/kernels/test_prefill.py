@@ -74,10 +74,10 @@ def test_a_cache_takes_the_kernels_where_they_serve(run: Run, pages: dict[str, i
     assert_is_attention(call, *one_by_one, run.rounded)
     monkeypatch.setattr(calls_of_sequences, "Call", None)  # what else would serve
     for kernel in FAMILIES:
-        made = [run.get(x) for x in cache.attention(q, sink=sink, kernel=kernel, **options)]
-        assert same_bits(made, prefilled(run, kernel, call)[:2])
-        assert_is_attention(call, *made, run.rounded)
-    assert same_bits([run.get(x) for x in cache.attention(q, sink=sink, **options)], made)
+        results = [run.get(x) for x in cache.attention(q, sink=sink, kernel=kernel, **options)]
+        assert same_bits(results, prefilled(run, kernel, call)[:2])
+        assert_is_attention(call, *results, run.rounded)
+    assert same_bits([run.get(x) for x in cache.attention(q, sink=sink, **options)], results)
 
 
 def test_every_key_is_seen_without_causality() -> None:
@@ -85,9 +85,9 @@ def test_every_key_is_seen_without_causality() -> None:
     sizes = {"batch": 1, "num_kv_heads": 2, "head_dim": 64, "capacity": CAPACITY, "dtype": np.float16}
     cache = KVCache(**sizes, page_size=16, num_pages=19)
     cache.append(call.k[:, :, :193], call.v[:, :, :193])
-    made = cache.attention(call.q, executor="sim", causal=False, return_lse=True)
+    o = cache.attention(call.q, executor="sim", causal=False, return_lse=True)
     example = Example(q=call.q[0], k=call.k[0, :, :193], v=call.v[0, :, :193])
-    assert_within_bounds(SIM.rounded(example), o=made[0][0], lse=made[1][0])
+    assert_within_bounds(SIM.rounded(example), o=o[0][0], lse=o[1][0])
 
 
 REASONS = {
@@ -101,9 +101,11 @@ REASONS = {
 @of_families
 @pytest.mark.parametrize("name", REASONS)
 def test_what_the_kernels_do_not_serve_is_told(name: str, family: str) -> None:
-    kind, options, told = REASONS[name]
+    kind, options, message = REASONS[name]
     call = drawn(CHUNK | kind, (3,))
-    assert told in str(UnsupportedProblem(prefill_reasons(Problem.of(call.q, call.k, call.v, **options), CHIP, family)))
+    assert message in str(
+        UnsupportedProblem(prefill_reasons(Problem.of(call.q, call.k, call.v, **options), CHIP, family))
+    )
 
 
 def test_the_tile_depends_on_neither_the_batch_nor_the_rows() -> None:

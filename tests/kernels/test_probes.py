@@ -56,7 +56,7 @@ def shared_banks(columns: int) -> list[str]:
     """Return the reads of a tile of floats in which two lanes use one bank."""
     places = tf32_places(columns).on_simulator()[0]
     assert sorted(places.ravel()) == list(range(16 * columns))
-    found = []
+    shared_at = []
     for row, column in itertools.product((0, 8), range(0, columns, 8)):
         reads = {"ldmatrix": (np.arange(8), column + np.arange(4)), "a copy": ([row], np.arange(32) % columns)}
         for name, rows in {"halves": (0, 1, 2, 3), "neighbours": (0, 2, 4, 6)}.items():
@@ -65,8 +65,8 @@ def shared_banks(columns: int) -> list[str]:
         for name, (rows, across) in reads.items():
             banks = places[np.ix_(np.asarray(rows) % 8 + row, across)].ravel() % 32
             if len(set(banks)) != len(banks):
-                found.append(f"{name} at {row}, {column}")
-    return found
+                shared_at.append(f"{name} at {row}, {column}")
+    return shared_at
 
 
 @needs_compiler

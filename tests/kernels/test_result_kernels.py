@@ -112,15 +112,15 @@ def by_kernel(results: Any, planning: Any = _result_kernels, schedule: Schedule 
     names = (*launch.reads, *launch.writes)
     machine = Simulator() if schedule is None else Simulator(schedule=schedule)
     bound = BoundPass.of(kernels, {}, names, machine)
-    found = []
+    outputs = []
     for _ in range(2):
         of |= {"mass": np.full_like(lse, np.nan), "error": np.full((), np.nan)}
         arrays = dict(zip(launch.reads, results)) | of
         bound.launch([arrays[name].ctypes.data for name in names], machine.stream())
-        found.append((of["mass"], of["error"]))
-    assert all(np.array_equal(one, other, equal_nan=True) for one, other in zip(*found))
+        outputs.append((of["mass"], of["error"]))
+    assert all(np.array_equal(one, other, equal_nan=True) for one, other in zip(*outputs))
     assert not of["num_arrived"].any()
-    return found[0]
+    return outputs[0]
 
 
 def assert_compared(results: Any, mass: Any, error: Any) -> None:
@@ -132,7 +132,7 @@ def assert_compared(results: Any, mass: Any, error: Any) -> None:
 
 
 def check_comparisons(planning: Any = _result_kernels) -> None:
-    """Shapes have one thread block, and several; there are more rows than elements, and no rows."""
+    """Check one thread block and several, more rows than elements, and no rows."""
     for dtype in DTYPES:
         for shape in ((2, 3, 5), (2, 70, 70), (1, 1), (2, 5000, 0), (0, 4)):
             results = results_of(shape, dtype)
@@ -140,7 +140,7 @@ def check_comparisons(planning: Any = _result_kernels) -> None:
 
 
 def check_special_comparisons() -> None:
-    """Zeros have no error unless they change; NaN of o, and of lse, reach what is made of them."""
+    """Check that zeros have no error unless they change, and that NaN in o or lse reaches the results."""
     o, lse, kept_o, kept_lse = results_of((2, 40, 8), np.float32)
     zeros, broken = np.zeros_like(o), kept_o.copy()
     broken[1, 2, 3] = np.nan
@@ -174,7 +174,7 @@ def cupy(tmp_path: Any, monkeypatch: Any) -> Any:
 
 
 def laid_out(array: Any, way: str) -> Any:
-    """An array with the same elements, its memory laid out in another way."""
+    """Copy an array to another memory layout."""
     if way == "turned":
         return np.ascontiguousarray(array.swapaxes(0, -1)).swapaxes(0, -1)
     room = np.zeros((*array.shape[:-1], 2 * array.shape[-1]), array.dtype)
@@ -183,7 +183,7 @@ def laid_out(array: Any, way: str) -> Any:
 
 
 def check_calls(send: Any, counts: Any = (1, 2, 7), library: Any = cuflash) -> None:
-    """Parts are merged however they lie, in first calls and in repeated ones."""
+    """Check that parts are merged however they lie, in first calls and in repeated ones."""
     for dtype in DTYPES:
         for number, count in enumerate(counts):
             for way in ("dense", "turned", "gaps", "reversed")[:: 1 if dtype == np.float16 else 3]:
@@ -195,7 +195,7 @@ def check_calls(send: Any, counts: Any = (1, 2, 7), library: Any = cuflash) -> N
 
 
 def check_bound_merges(machine: Any, library: Any = cuflash) -> None:
-    """Repeated calls launch one kernel, a graph merges what its arrays hold at a replay, and stages have any number."""
+    """Check that a repeated call launches one kernel, a graph reads current data, and any stage count works."""
     check_calls(lambda array: cupy_machine.Ndarray(array, 0), library=library)
     assert len(cached("merge", part(library, "planning._call_cache").CALLS)) == 30  # layouts
     outs, lses = parts_of(2, (4, 6), np.float16)
@@ -222,13 +222,15 @@ def check_bound_merges(machine: Any, library: Any = cuflash) -> None:
 
 
 def assert_held(library: Any, arrays: Any) -> None:
-    """What a captured call made is held for its graph."""
-    held = {id(array) for kept in part(library, "executors.gpu")._pinned for array in getattr(kept, "_captured", ())}
+    """Check that what a captured call made is held for its graph."""
+    held = {
+        id(array) for pinned in part(library, "executors.gpu")._pinned for array in getattr(pinned, "_captured", ())
+    }
     assert held.issuperset(map(id, arrays))
 
 
 def check_refused_merges(machine: Any, library: Any = cuflash) -> None:
-    """Odd addresses are refused in repeated calls too, and so are arrays of another device."""
+    """Check that odd addresses and arrays on another device are refused, also in repeated calls."""
     outs, lses = parts_of(2, (4, 6), np.float16)
     for name in ("outs", "lses"):
         sent = {"outs": list(map(machine.asarray, outs)), "lses": list(map(machine.asarray, lses))}
@@ -238,9 +240,9 @@ def check_refused_merges(machine: Any, library: Any = cuflash) -> None:
         sent[name][1] = cupy_machine.Ndarray(odd, 0)
         with pytest.raises(library.UnsupportedProblem, match=rf"{name}\[1\] must start at a multiple of its item size"):
             library.merge(**sent)
-    there = [[cupy_machine.Ndarray(array, 1) for array in each] for each in (outs, lses)]
+    on_device = [[cupy_machine.Ndarray(array, 1) for array in each] for each in (outs, lses)]
     with pytest.raises(library.UnsupportedProblem, match=r"outs\[0\] must be on the current device, 0; got device 1"):
-        library.merge(*there)
+        library.merge(*on_device)
 
 
 def test_parts_on_a_device_are_merged_by_one_launch(cupy: Any) -> None:
@@ -261,8 +263,8 @@ def test_one_array_holds_all_parts_on_a_device(cupy: Any) -> None:
 def test_parts_without_elements_are_merged(cupy: Any, shape: tuple[int, ...]) -> None:
     outs, lses = np.zeros((2, *shape), np.float32), np.ones((2, *shape[:-1]), np.float32)
     expected = cuflash.merge(outs, lses)
-    found = cuflash.merge(cupy.asarray(outs), cupy.asarray(lses))
-    for one, other in zip(found, expected):
+    results = cuflash.merge(cupy.asarray(outs), cupy.asarray(lses))
+    for one, other in zip(results, expected):
         assert one.shape == other.shape and one.dtype == other.dtype
         np.testing.assert_allclose(one.get(), other, rtol=1e-6)
 
@@ -274,17 +276,17 @@ def check_recalls(send: Any, library: Any = cuflash) -> None:
         for mask in (library.masks.SlidingWindow(7, 0), library.masks.Band(), ~library.masks.Band()):
             for _ in range(2):
                 sent = list(map(send, (q, k, v)))
-                kept = library.study.recall(*sent, mask=mask, causal=True)
+                recalled = library.study.recall(*sent, mask=mask, causal=True)
                 whole, with_mask = (
                     [each.get() for each in library.attention(*sent, mask=some, causal=True, return_lse=True)]
                     for some in (None, mask)
                 )
-                assert_compared((*whole, *with_mask), kept.mass.get(), kept.output_error.get())
-                assert kept.output_error.shape == () and kept.output_error.dtype == np.float64
+                assert_compared((*whole, *with_mask), recalled.mass.get(), recalled.output_error.get())
+                assert recalled.output_error.shape == () and recalled.output_error.dtype == np.float64
 
 
 def check_bound_recalls(machine: Any, library: Any = cuflash) -> None:
-    """Repeated calls launch kernels, allocate results, and do nothing else; a graph compares at each replay."""
+    """Check that repeated calls only launch kernels and allocate results; a graph compares at each replay."""
     check_recalls(machine.asarray, library)
     assert len(cached("compare", part(library, "planning._call_cache").CALLS)) == 2  # of two dtypes
     q = machine.asarray(np.ones((2, 40, 16), np.float16))
@@ -297,14 +299,14 @@ def check_bound_recalls(machine: Any, library: Any = cuflash) -> None:
     stream = machine.cuda.Stream()
     with stream:
         stream.begin_capture()
-        kept = library.study.recall(q, q, q, mask=library.masks.SlidingWindow(7, 0))
+        recalled = library.study.recall(q, q, q, mask=library.masks.SlidingWindow(7, 0))
         graph = stream.end_capture()
-    assert_held(library, kept)
-    kept.mass[...], kept.output_error[...] = np.nan, np.nan
+    assert_held(library, recalled)
+    recalled.mass[...], recalled.output_error[...] = np.nan, np.nan
     for _ in range(2):
         graph.launch()
-        np.testing.assert_allclose(kept.output_error.get(), 0, atol=1e-3)
-        assert (kept.mass.get() > 0).all()
+        np.testing.assert_allclose(recalled.output_error.get(), 0, atol=1e-3)
+        assert (recalled.mass.get() > 0).all()
 
 
 def test_recall_on_a_device_waits_for_nothing(cupy: Any) -> None:

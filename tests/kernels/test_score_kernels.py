@@ -108,7 +108,7 @@ class Probe:
             "table": table,
         }
 
-    def found(
+    def run_results(
         self, run: Run, wrt: tuple[str, ...] = WRT, *, is_backward: bool = True, library: ModuleType = cuflash
     ) -> dict[str, Any]:
         """Return the results of a run of the library."""
@@ -123,8 +123,8 @@ class Probe:
         named = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *gradients)))
         return {name: run.get(x) for name, x in (named | {name: gradients[name] for name in wrt}).items()}
 
-    def check(self, found: dict[str, Any]) -> None:
-        for name, x in found.items():
+    def check(self, results: dict[str, Any]) -> None:
+        for name, x in results.items():
             expected = self.expected[name]
             if name == "lse":
                 assert np.array_equal(np.rint(np.exp(x.astype(np.float64))), np.rint(np.exp(expected)))
@@ -169,30 +169,30 @@ MASKS = {
 @on_every_family
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_every_position_slope_and_gradient_is_its_own(run: Run, dtype: str, mask: masks.Mask | None) -> None:
-    made = Probe(dtype, mask)
-    made.check(made.found(run))
+    probe = Probe(dtype, mask)
+    probe.check(probe.run_results(run))
 
 
 def test_the_host_gives_the_same() -> None:
     for mask in MASKS.values():
-        made = Probe("float32", mask)
-        made.check(made.found(Run("cpu")))
+        probe = Probe("float32", mask)
+        probe.check(probe.run_results(Run("cpu")))
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), [("simt", "float32"), ("sm80", "float16"), ("sm90", "float16")])
 def test_listed_blocks_have_the_positions_of_their_keys(kernel: str, dtype: str) -> None:
     mask = masks.BlockPattern(np.random.default_rng(1).random((4, 2)) < 0.6, 32) & masks.Dilated(2, align="top_left")
-    made = Probe(dtype, mask, batch=(2,), heads=(2, 1), lengths=(110, 60))
-    made.check(made.found(replace(SIM, kernel=kernel)))
+    probe = Probe(dtype, mask, batch=(2,), heads=(2, 1), lengths=(110, 60))
+    probe.check(probe.run_results(replace(SIM, kernel=kernel)))
 
 
 def check_few_queries(num_heads: int, lengths: tuple[int, int]) -> None:
-    """Blocks share the keys of a tile, which holds the queries of all heads if there are several."""
-    made = Probe("float16", masks.Causal("bottom_right"), batch=(), heads=(num_heads, 1), lengths=lengths)
-    plan = cuflash.plan(made.q, made.k, made.v, executor="sim", kernel="sm80", causal="bottom_right")._plan
+    """Check split-KV on tiles that hold the queries of all heads, if there are several."""
+    probe = Probe("float16", masks.Causal("bottom_right"), batch=(), heads=(num_heads, 1), lengths=lengths)
+    plan = cuflash.plan(probe.q, probe.k, probe.v, executor="sim", kernel="sm80", causal="bottom_right")._plan
     spec = plan.kernels.forward.launches["forward"].spec
     assert spec.is_split and spec.pack_gqa == (num_heads > 1)
-    made.check(made.found(replace(SIM, kernel="sm80"), is_backward=False))
+    probe.check(probe.run_results(replace(SIM, kernel="sm80"), is_backward=False))
 
 
 @pytest.mark.parametrize(("num_heads", "lengths"), [(4, (3, 600)), (1, (40, 600))], ids=["packed", "split"])
@@ -201,12 +201,12 @@ def test_blocks_that_share_keys_or_heads_know_their_positions(num_heads: int, le
 
 
 def check_shared_elements() -> None:
-    """A kernel has more warps than sub-tiles: gradients of 16 x 16 blocks with wide rows."""
+    """Check a kernel with more warps than sub-tiles: gradients of 16 x 16 blocks with wide rows."""
     mask = masks.BlockPattern(np.array([[True, False], [True, True]]), 16)
-    made = Probe("float16", mask, batch=(), heads=(2, 1), lengths=(32, 32), dim=160)
-    plan = cuflash.plan(made.q, made.k, made.v, mask=mask, executor="sim", kernel="sm80")._plan
+    probe = Probe("float16", mask, batch=(), heads=(2, 1), lengths=(32, 32), dim=160)
+    plan = cuflash.plan(probe.q, probe.k, probe.v, mask=mask, executor="sim", kernel="sm80")._plan
     assert plan.kernels.backward.launches["backward"].spec.num_warps > 1
-    made.check(made.found(replace(SIM, kernel="sm80"), ("at", "column", "entry", "row")))
+    probe.check(probe.run_results(replace(SIM, kernel="sm80"), ("at", "column", "entry", "row")))
 
 
 def test_warps_that_hold_the_same_elements_add_their_gradients_once() -> None:
@@ -214,7 +214,7 @@ def test_warps_that_hold_the_same_elements_add_their_gradients_once() -> None:
 
 
 def check_shared_bias(run: Run) -> None:
-    """A bias has an element for each score, or heads or batch entries share it, and its gradient is their sum."""
+    """Check the gradients of a bias with an element per score, or shared by heads or batch entries."""
     rng = np.random.default_rng(1)
     q, k, v, do = (rng.integers(-2, 3, (2, 2, rows, 16)).astype(np.float16) for rows in (20, 40, 40, 20))
     for shape in ((2, 2, 20, 40), (2, 1, 20, 40), (2, 20, 40), (20, 40)):
@@ -232,7 +232,7 @@ def test_gradients_of_a_bias_are_summed_over_what_shares_it(run: Run) -> None:
 
 
 def check_past_the_end(kernel: str) -> None:
-    """The function is infinite at q . k = 0, which rows past the last query have."""
+    """Check a function that is infinite at q . k = 0, a score that rows past the last query have."""
     rng = np.random.default_rng(0)
     dtype = np.float32 if kernel == "simt" else np.float16
     q, k, v, do = (rng.uniform(0.5, 1, (1, rows, 32)).astype(dtype) for rows in (37, 128, 128, 37))
@@ -248,19 +248,19 @@ def test_what_a_function_gives_past_the_end_does_not_matter(kernel: str) -> None
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 1, 3, 2, 2)], ids=str)
 def test_any_number_of_leading_axes_has_its_batch_entries(batch: tuple[int, ...]) -> None:
-    made = Probe("float32", batch=batch, heads=(2, 1), lengths=(5, 6))
-    made.check(made.found(SIM))
+    probe = Probe("float32", batch=batch, heads=(2, 1), lengths=(5, 6))
+    probe.check(probe.run_results(SIM))
 
 
 def check_shown_text(kernel: str, library: ModuleType = cuflash) -> None:
-    """`Score.cuda` is what the kernels of a plan are compiled with, and a backward pass has the slope."""
+    """Check that `Score.cuda` is the source that a plan's kernels are compiled with, and its slope too."""
     q = np.ones((2, 16, 8), np.float16 if kernel == "sm80" else np.float32)
-    made = library.scores.Score(
+    score = library.scores.Score(
         lambda s, b, h, i, j, slope: 30 * np.tanh(s / 30) - slope[h] * np.abs(i - j), slope=np.ones(2, np.float32)
     )
-    ready = library.plan(q, q, q, score=made, kernel=kernel, executor="sim", device=library.DeviceSpec.gpu("A100"))
+    ready = library.plan(q, q, q, score=score, kernel=kernel, executor="sim", device=library.DeviceSpec.gpu("A100"))
     source = importlib.import_module(f"{library.__name__}.compiler.source").source
-    of_forward, of_backward = made.cuda(), made.cuda(backward=True)
+    of_forward, of_backward = score.cuda(), score.cuda(backward=True)
     assert "slopes.d0 = " in of_backward and "slopes.d0 = " not in of_forward
     texts = [source(spec) for spec in ready._plan.specs.values() if spec.score is not None]
     assert any(of_forward in text for text in texts) and any(of_backward in text for text in texts)
@@ -286,8 +286,8 @@ def test_another_number_compiles_nothing() -> None:
 @pytest.mark.parametrize("mask", ["nothing", "causal"])
 def test_repeatable_gradients_are_those_of_every_array(run: Run, dtype: str, mask: str) -> None:
     """If dQ has a kernel of its own, either of the two may add to captured gradients, but not both."""
-    made = Probe(dtype, MASKS[mask])
-    made.check(made.found(replace(run, deterministic=True)))
+    probe = Probe(dtype, MASKS[mask])
+    probe.check(probe.run_results(replace(run, deterministic=True)))
 
 
 ONE_TO_THREE_NUMBERS = {
@@ -303,10 +303,10 @@ def test_a_function_has_any_number_of_numbers(name: str, run: Run, dtype: str) -
     function = ONE_TO_THREE_NUMBERS[name]
     q, k, v = np.random.default_rng(1).standard_normal((3, 2, 20, 8)).astype(dtype)
     expected = cuflash.attention(q, k, v, score=function, executor="cpu")
-    found = run.get(cuflash.attention(*map(run.put, (q, k, v)), score=function, **run.options))
+    o = run.get(cuflash.attention(*map(run.put, (q, k, v)), score=function, **run.options))
     product_dtype = np.float16 if dtype == "float16" else None
     bound = cuflash.error_bound(q, k, v, score=function, product_dtype=product_dtype).o
-    assert (np.abs(found.astype(float) - expected.astype(float)) <= 2 * bound).all()  # each is within its bound
+    assert (np.abs(o.astype(float) - expected.astype(float)) <= 2 * bound).all()  # each is within its bound
 
 
 SHARED = {  # a bias by what shares it, and the kind of its sums
@@ -328,7 +328,7 @@ def test_the_kind_of_sums_follows_what_shares_an_array(shape: tuple[int, ...], k
 
 
 def normal_example(kernel: str) -> Example:
-    """An example whose gradients of captured arrays have other bits when their terms are added in another order."""
+    """Return an example whose captured gradients have other bits if their terms are added in another order."""
     rng = np.random.default_rng(3)
     dtype = "float32" if kernel in ("simt", "naive") else "float16"
     q, k, v, do = (rng.standard_normal((2, 2, 70, 16)).astype(dtype) for _ in range(4))
@@ -344,12 +344,12 @@ def normal_example(kernel: str) -> Example:
     return Example(q=q, k=k, v=v, do=do, score=Score(function, **arrays), wrt=tuple(arrays))
 
 
-def normal_call(run: Run, kernel: str, library: ModuleType = cuflash, **given: Any) -> dict[str, Any]:
+def normal_call(run: Run, kernel: str, library: ModuleType = cuflash, **others: Any) -> dict[str, Any]:
     """Return the gradients of the captured arrays of `normal_example`."""
     example = normal_example(kernel)
     q, k, v, do = (run.put(x) for x in (example.q, example.k, example.v, example.do))
     arrays = {name: run.put(x) for name, x in example.score.arrays.items()}
-    options = {**run.options, "kernel": kernel, **given}
+    options = {**run.options, "kernel": kernel, **others}
     _, vjp = library.attention_vjp(
         q, k, v, score=library.scores.Score(example.score.function, **arrays), wrt=example.wrt, **options
     )
@@ -360,11 +360,11 @@ def normal_call(run: Run, kernel: str, library: ModuleType = cuflash, **given: A
 @pytest.mark.parametrize("kernel", ["simt", "sm80"])
 def test_repeatable_gradients_have_the_same_bits_in_every_order(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another order of blocks changes the bits of the default form, and none of the repeatable one."""
-    found = []
+    outputs = []
     for schedule in (sim.Schedule(), sim.Schedule(seed=5, order="random", resident_blocks=4)):
         monkeypatch.setattr(executor, "_SIMULATOR", executor.Simulator(schedule))
-        found.append([normal_call(SIM, kernel, deterministic=deterministic) for deterministic in (True, False)])
-    (first, default), (second, other) = found
+        outputs.append([normal_call(SIM, kernel, deterministic=deterministic) for deterministic in (True, False)])
+    (first, default), (second, other) = outputs
     assert all(x.tobytes() == second[name].tobytes() for name, x in first.items())
     assert any(x.tobytes() != other[name].tobytes() for name, x in default.items())
 

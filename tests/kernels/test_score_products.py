@@ -34,15 +34,20 @@ FUNCTIONS = {
 
 
 def spec_of(library: Any, score: Any, **options: Any) -> KernelSpec:
-    """The forward kernel of a problem of float16."""
+    """Return the forward kernel of a float16 problem."""
     x = library.ShapeDtype((2, 300, 128), np.dtype(np.float16))
-    made = {"executor": "gpu", "device": library.DeviceSpec.gpu("H100"), "kernel": "sm90", "score": score} | options
-    spec: KernelSpec = library.plan(x, x, x, **made)._plan.specs["forward"]
+    arguments = {
+        "executor": "gpu",
+        "device": library.DeviceSpec.gpu("H100"),
+        "kernel": "sm90",
+        "score": score,
+    } | options
+    spec: KernelSpec = library.plan(x, x, x, **arguments)._plan.specs["forward"]
     return spec
 
 
 def check_plans(library: Any) -> None:
-    """Factors are joined where they can neither overflow nor vanish, and where no array is read at a position."""
+    """Check that factors are joined if they can neither overflow nor vanish, and no array is read at a position."""
 
     def takes(score: Any, **options: Any) -> bool:
         return spec_of(library, score, **options).score_takes_products
@@ -68,8 +73,8 @@ def _takes_in_cache(library: Any, cap: float) -> bool:
     prefill, scoring, problem = (import_module(f"{library.__name__}.{name}") for name in names)
     x = library.ShapeDtype((2, 1, 300, 128), np.dtype(np.float16))
     kind = scoring.ScoreKind.of_score(library.scores.softcap(cap))
-    made = kind.of(problem.Problem.of(x, x, x))
-    spec: KernelSpec = prefill.prefill_spec(made, library.DeviceSpec.gpu("H100"), "sm90")
+    placed = kind.of(problem.Problem.of(x, x, x))
+    spec: KernelSpec = prefill.prefill_spec(placed, library.DeviceSpec.gpu("H100"), "sm90")
     return spec.score_takes_products
 
 
@@ -85,29 +90,29 @@ OPERATIONS: dict[str, Any] = {
 
 
 def check_values(library: Any) -> None:
-    """Programs of products have the values of the functions that they are made of."""
-    made = import_module(f"{library.__name__}.scores.products").of_products
+    """Check that programs of products have the values of the functions that they are made of."""
+    of_products = import_module(f"{library.__name__}.scores.products").of_products
     rng, scale = np.random.default_rng(0), 0.25
     float64 = Arithmetic(np.finfo(float).eps / 2, np.finfo(float).smallest_normal, np.finfo(float).max)
     products, i, j = rng.standard_normal((2, 5, 7)), np.arange(5)[:, None], np.arange(7)
     for name, score in {**FUNCTIONS, "shared": SHARED}.items():
-        program, is_unscaled = made(score.program)
+        program, is_unscaled = of_products(score.program)
         rounded = FUNCTIONS["softcap"] if name == "fast" else score  # this test computes both with NumPy's tanh
         operands, s = Operands(rounded.numbers, [*rounded.arrays.values()]), scale * products
         errors = score_errors(rounded.program, operands, (), s, float64.ua * np.abs(s), float64).e_f
         for head in range(2):
-            given = {"s": products[head], "h": head, "i": i, "j": j, "scale": scale, "inverse_scale": 1 / scale}
-            found: list[Any] = []
+            arguments = {"s": products[head], "h": head, "i": i, "j": j, "scale": scale, "inverse_scale": 1 / scale}
+            computed: list[Any] = []
             for each in program.instructions:
-                args = [found[a] for a in each.args]
+                args = [computed[a] for a in each.args]
                 if each.op in ("const", "number"):
-                    found.append(each.value if each.op == "const" else score.numbers[each.value])
+                    computed.append(each.value if each.op == "const" else score.numbers[each.value])
                 elif each.op == "load":
-                    found.append([*score.arrays.values()][each.value].astype(np.float64)[*args])
+                    computed.append([*score.arrays.values()][each.value].astype(np.float64)[*args])
                 else:
-                    found.append(given[each.op] if each.op in given else OPERATIONS[each.op](*args))
+                    computed.append(arguments[each.op] if each.op in arguments else OPERATIONS[each.op](*args))
             expected = score(products[head] * scale, 0, head, i, j)
-            found_here = found[program.results[0]] * (scale if is_unscaled else 1)
+            found_here = computed[program.results[0]] * (scale if is_unscaled else 1)
             assert_within(name, found_here, np.broadcast_to(expected, (5, 7)), 2 * errors[head])
 
 
@@ -118,18 +123,18 @@ def test_programs_of_products_have_the_values_of_functions() -> None:
 def test_a_score_costs_one_factor() -> None:
     """ALiBi multiplies no score, a cap once before the exponential, whatever the softmax scale is."""
     for name, count in (("alibi", 1), ("temperature", 1), ("softcap", 2)):
-        made = of_products(FUNCTIONS[name].program)
-        dependent = [False] * len(made.program.instructions)
+        result = of_products(FUNCTIONS[name].program)
+        dependent = [False] * len(result.program.instructions)
         products = 0
-        for n, each in enumerate(made.program.instructions):
+        for n, each in enumerate(result.program.instructions):
             dependent[n] = each.op in ("s", "i", "j") or any(dependent[a] for a in each.args)
             products += each.op == "mul" and dependent[n]
         assert products == count
-        assert made.is_unscaled == (name == "alibi")
+        assert result.is_unscaled == (name == "alibi")
 
 
 def check_results(run: Run, names: tuple[str, ...], scales: tuple[float | None, ...] = (None,)) -> None:
-    """Results within their bounds, under a mask whose steps lie on both sides of the diagonal."""
+    """Check results against their bounds, under a mask whose steps lie on both sides of the diagonal."""
     structure = Structure(
         num_heads=2, num_kv_heads=1, seqlen_q=200, seqlen_kv=300, head_dim=72, value_dim=72, dtype="float16",
         mask=masks.SlidingWindow(150, 60, "top_left"),

@@ -73,10 +73,10 @@ def rule_of(budget: Budget, must: Forced, lengths: Any, block: Any, offset: int,
 def kept_by_kernel(executor: str, rule: ChoiceRule, *arrays: Any) -> Any:
     if executor == "gpu":
         return selecting.chosen(rule, *(None if x is None else to_device(x) for x in arrays)).get()
-    scores, kept = arrays[0], np.full(arrays[0].shape, 7, np.uint8)
+    scores, selected = arrays[0], np.full(arrays[0].shape, 7, np.uint8)
     names = ("scores", "shares", "allowed", "forced", "kept")
-    run_alone(rule.kernels(scores.shape, scores.dtype), dict(zip(names, (*arrays, kept))), Simulator())
-    return kept.view(bool) if kept.max() <= 1 else kept
+    run_alone(rule.kernels(scores.shape, scores.dtype), dict(zip(names, (*arrays, selected))), Simulator())
+    return selected.view(bool) if selected.max() <= 1 else selected
 
 
 def check_choice(executor: str, case: Any) -> None:
@@ -118,7 +118,7 @@ def test_rows_longer_than_shared_memory_are_chosen_from(executor: str, shape: An
 
 
 def check_pair(planning: Any = selection_kernels) -> None:
-    """One launch chooses from two grids, by rules of their own, whatever the order of warps."""
+    """Check that one launch chooses from two grids, by rules of their own, whatever the order of warps."""
     rng = np.random.default_rng(0)
     grids = [(rng.integers(0, 9, shape) / 16).astype(np.float32) for shape in ((3, 2, 1100), (3, 2, 40))]
     budgets = Budget(mass=0.5), Budget(top_k=7)
@@ -129,24 +129,24 @@ def check_pair(planning: Any = selection_kernels) -> None:
     assert kernels.launches["choose_wide"].grid(1) == 12
     words = [planning.num_words(x.shape) for x in grids]
     for order in ("round_robin", "first_warp", "last_warp"):
-        kept = np.full(sum(words), 7, np.uint32)
+        words_out = np.full(sum(words), 7, np.uint32)
         arrays = dict(zip(("scores", "scores_2", "shares", "shares_2"), (*grids, *grids)))
-        run_alone(kernels, {**arrays, "kept": kept}, Simulator(schedule=Schedule(order=order)))
-        found = kept[: words[0]].reshape(6, -1), kept[words[0] :].reshape(6, -1)
-        for scores, of_grid, budget in zip(grids, found, budgets):
+        run_alone(kernels, {**arrays, "kept": words_out}, Simulator(schedule=Schedule(order=order)))
+        halves = words_out[: words[0]].reshape(6, -1), words_out[words[0] :].reshape(6, -1)
+        for scores, of_grid, budget in zip(grids, halves, budgets):
             expected = choose(scores, scores, None, None, budget).reshape(6, -1)
             np.testing.assert_array_equal(of_grid, words_of(expected))
 
 
-def words_of(kept: Any) -> Any:
-    """Bits of rows [rows, columns] in words of 32, the first in the lowest bit."""
-    padded = np.zeros((len(kept), -(-kept.shape[-1] // 32) * 32), bool)
-    padded[:, : kept.shape[-1]] = kept
+def words_of(selected: Any) -> Any:
+    """Pack the bits of rows [rows, columns] into words of 32, the first in the lowest bit."""
+    padded = np.zeros((len(selected), -(-selected.shape[-1] // 32) * 32), bool)
+    padded[:, : selected.shape[-1]] = selected
     return np.packbits(padded, axis=-1, bitorder="little").view("<u4")
 
 
 def check_draws() -> None:
-    """The kernel draws the numbers of the host's Philox, from seeds of all 64 bits."""
+    """Check that the kernel draws the numbers of the host's Philox, from seeds of all 64 bits."""
     shape = (2, 7, 19)
     for seed in (0, 3, 5 << 32, 2**64 - 1):
         numbers = np.full(shape, np.nan, np.float32)
@@ -155,15 +155,15 @@ def check_draws() -> None:
 
 
 def check_means() -> None:
-    """The kernel takes rows with gaps between them, several heads and batch entries, and a short last block."""
+    """Check rows with gaps between them, several heads and batch entries, and a short last block."""
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((3, 2, 4, 21, 10)).astype(np.float16)[..., ::2], np.ones((3, 2, 2, 30, 5), np.float16)
-    made = [np.full(means_shape(x.shape, side), np.nan, np.float32) for x, side in ((q, 8), (k, 7))]
-    run_alone(pooling((q, k), (8, 7)), {"q": q, "means_of_q": made[0], "k": k, "means_of_k": made[1]}, Simulator())
+    means = [np.full(means_shape(x.shape, side), np.nan, np.float32) for x, side in ((q, 8), (k, 7))]
+    run_alone(pooling((q, k), (8, 7)), {"q": q, "means_of_q": means[0], "k": k, "means_of_k": means[1]}, Simulator())
     # A sum of n rounded terms and its quotient err by n roundings of the sum of their sizes, to first order.
     exact, sizes = (block_means(x.astype(np.float64), 8) for x in (q, np.abs(q)))
-    assert (np.abs(made[0] - exact) <= 8 * np.finfo(np.float32).eps / 2 * sizes).all()
-    np.testing.assert_array_equal(made[1], 1)
+    assert (np.abs(means[0] - exact) <= 8 * np.finfo(np.float32).eps / 2 * sizes).all()
+    np.testing.assert_array_equal(means[1], 1)
 
 
 def run(executor: str, kernels: Any, *arrays: Any) -> None:
@@ -180,7 +180,7 @@ def run(executor: str, kernels: Any, *arrays: Any) -> None:
 
 
 def check_spread(executor: str = "sim", planning: Any = selection_kernels) -> None:
-    """Compressed key c stands for the parts c, c + 1 and c + 2, of which blocks have four; sums are exact."""
+    """Check that compressed key c covers the parts c, c + 1 and c + 2 of blocks of four parts; sums are exact."""
     masses = np.random.default_rng(0).integers(0, 9, (2, 6, 5, 17)).astype(np.float32)
     scores = np.full((2, 6, 5, 5), np.nan, np.float32)
     run(executor, planning.spreading(masses.shape, 5, 3, (3, 4), masses.dtype), masses, scores)
@@ -192,7 +192,7 @@ def check_spread(executor: str = "sim", planning: Any = selection_kernels) -> No
 
 
 def check_key_scores(dtype: Any, executor: str = "sim", planning: Any = selection_kernels) -> None:
-    """Batch entries and heads share keys, rows have gaps, queries and keys have short last tiles, and some see no key.
+    """Check shared keys, rows with gaps, short last tiles of queries and keys, and queries without a key.
 
     Whole numbers make exact products, whose differences are exponents of powers of two: so sums of these are exact too.
     """
@@ -200,10 +200,10 @@ def check_key_scores(dtype: Any, executor: str = "sim", planning: Any = selectio
     for num_columns, first_key in ((40, None), (5, -3), (72, 60)):
         q = rng.integers(-1, 2, (2, 3, 4, 70, 2 * num_columns)).astype(dtype)[..., ::2]
         k = (rng.integers(-1, 2, (1, 3, 2, 131, num_columns)) * (np.arange(num_columns) % 7 == 4)).astype(dtype)
-        made = planning.key_scoring(q, k, (2, 3), scale, first_key)
+        launch = planning.key_scoring(q, k, (2, 3), scale, first_key)
         shape, of_sums = (2, 3, 4, 70, 131), accumulator_dtype(q.dtype)
         scores, runs = np.full(shape, 7, of_sums), np.full((*shape[:-1], planning.num_key_runs(131), 2), 7, of_sums)
-        run(executor, made, q, k, scores, runs)
+        run(executor, launch, q, k, scores, runs)
         expected = q.astype(np.float64) @ np.swapaxes(k.astype(np.float64).repeat(2, axis=2), -1, -2)
         if first_key is not None:
             expected[..., np.arange(131) > np.arange(70)[:, None] + first_key] = -np.inf
@@ -220,7 +220,7 @@ def check_key_scores(dtype: Any, executor: str = "sim", planning: Any = selectio
 def check_slashes(
     lengths: tuple[int, int], offset: int, executor: str = "sim", planning: Any = selection_kernels
 ) -> None:
-    """Other keys and distances are chosen in each head; sums of powers of two are exact.
+    """Check other keys and distances in each head; sums of powers of two are exact.
 
     The exponentials of a row add up to 4, or the row has no key.
     """
@@ -237,8 +237,8 @@ def check_slashes(
     runs[:, 5, :, 1] = 0
     masses = np.exp2(scores - np.where(shift > -np.inf, shift, 0)) / 4
     of_keys, of_distances = (np.full((2, length), np.nan, np.float32) for length in (seqlen_kv, count))
-    made = planning.slash_summing(scores.shape, first + offset, count, scores.dtype)
-    run(executor, made, scores, runs, of_keys, of_distances)
+    launch = planning.slash_summing(scores.shape, first + offset, count, scores.dtype)
+    run(executor, launch, scores, runs, of_keys, of_distances)
     i, j = np.arange(seqlen_q)[:, None], np.arange(seqlen_kv)
     distance = i + offset - j
     np.testing.assert_array_equal(of_keys, masses.sum(1))
@@ -256,13 +256,13 @@ def check_slashes(
     crossed = elements.reshape(2, shape[1], 4, -1, 8).any((2, 4))
     diagonal = Diagonal.of(np, lengths, (4, 8), offset)
     for must, is_causal in ((Forced(sink=1, local=2, diagonal=False), True), (Forced(), True), (Forced(), False)):
-        kept, rule = np.full(shape, 7, np.uint8), rule_of(Budget(top_k=1), must, lengths, (4, 8), offset, is_causal)
-        run(executor, planning.crossing(rule, shape), chosen, kept)
-        np.testing.assert_array_equal(kept, (crossed | diagonal.forced(must)) & (diagonal.is_met | (not is_causal)))
+        selected, rule = np.full(shape, 7, np.uint8), rule_of(Budget(top_k=1), must, lengths, (4, 8), offset, is_causal)
+        run(executor, planning.crossing(rule, shape), chosen, selected)
+        np.testing.assert_array_equal(selected, (crossed | diagonal.forced(must)) & (diagonal.is_met | (not is_causal)))
 
 
 def check_page_bounds(executor: str = "sim", planning: Any = selection_kernels) -> None:
-    """Batch entries and heads share keys, rows have gaps, the last page is short; whole numbers make exact products."""
+    """Check shared keys, rows with gaps and a short last page; whole numbers make exact products."""
     rng = np.random.default_rng(0)
     q = rng.integers(-9, 10, (2, 3, 4, 5, 80)).astype(np.float16)[..., ::2]
     k = rng.integers(-9, 10, (1, 3, 2, 19, 40)).astype(np.float16)
@@ -285,27 +285,27 @@ def test_rounding_lifts_no_score_above_the_bound_of_its_page(executor: str) -> N
     def check(seed: int, seqlen_kv: int, page_size: int, head_dim: int, dtype: Any) -> None:
         rng = np.random.default_rng(seed)
         q, k = (rng.standard_normal((2, length, head_dim)).astype(dtype) for length in (3, seqlen_kv))
-        found = []
+        page_bounds = []
         for size in (page_size, 1):
             bounds = np.full((2, 3, -(-seqlen_kv // size)), np.nan, accumulator_dtype(q.dtype))
             run(executor, selection_kernels.page_bounding(q, k, (), size), q, k, bounds)
-            found.append(bounds)
-        assert (found[0] >= np.maximum.reduceat(found[1], range(0, seqlen_kv, page_size), axis=-1)).all()
+            page_bounds.append(bounds)
+        assert (page_bounds[0] >= np.maximum.reduceat(page_bounds[1], range(0, seqlen_kv, page_size), axis=-1)).all()
 
     check()
 
 
 def check_runs(planning: Any = selection_kernels) -> None:
-    """Runs of 12 rows begin at every fourth row of arrays with gaps; sums of whole numbers are exact."""
+    """Check runs of 12 rows at every fourth row of arrays with gaps; sums of whole numbers are exact."""
     rng = np.random.default_rng(0)
     q, k = rng.integers(-9, 10, (2, 3, 9, 10)).astype(np.float32)[..., ::2], rng.integers(-9, 10, (2, 3, 31, 5))
     k = k.astype(np.float32)
-    made = np.full(q.shape, np.nan, np.float32), np.full((2, 3, 5, 5), np.nan, np.float32)
-    arrays = {"q": q, "means_of_q": made[0], "k": k, "means_of_k": made[1]}
+    outputs = np.full(q.shape, np.nan, np.float32), np.full((2, 3, 5, 5), np.nan, np.float32)
+    arrays = {"q": q, "means_of_q": outputs[0], "k": k, "means_of_k": outputs[1]}
     run_alone(planning.pooling((q, planning.runs_of_rows(k, 12, 4)), (1, 12)), arrays, Simulator())
-    np.testing.assert_array_equal(made[0], q)
+    np.testing.assert_array_equal(outputs[0], q)
     sums = np.stack([k[..., start : start + 12, :].sum(-2) for start in range(0, 20, 4)], axis=-2)
-    np.testing.assert_array_equal(made[1], sums / np.float32(12))
+    np.testing.assert_array_equal(outputs[1], sums / np.float32(12))
 
 
 @needs_compiler
@@ -337,7 +337,7 @@ def budgets_of(name: str, budget: Budget) -> dict[str, Budget]:
 
 
 def check_selections(machine: Any, num_budgets: int = 3) -> None:
-    """Selections are right in later calls too, and for q and k with short last blocks and gaps between rows.
+    """Check selections, also in later calls, for q and k with short last blocks and gaps between rows.
 
     Each selector has some of three budgets, other ones in turn.
     """
@@ -384,8 +384,8 @@ def test_masked_selections_on_a_device_are_those_of_the_host(cupy: Any, name: st
     mask: masks.Mask = masks.Lengths(q=np.array([33, 20]), kv=np.array([45, 31]))
     if where == "host":
         mask = masks.Lengths(q=33, kv=45) & masks.SlidingWindow(9, 7, "top_left")
-    found = select(cupy.asarray(q), cupy.asarray(k), **options, mask=mask.to(cupy.asarray))
-    np.testing.assert_array_equal(found._on_host.states(), select(q, k, **options, mask=mask).states())
+    actual = select(cupy.asarray(q), cupy.asarray(k), **options, mask=mask.to(cupy.asarray))
+    np.testing.assert_array_equal(actual._on_host.states(), select(q, k, **options, mask=mask).states())
 
 
 @pytest.mark.parametrize("num_queries", [64, 100])
@@ -429,20 +429,20 @@ def test_kernels_select_what_formulas_do(cupy: Any, name: str) -> None:
         batch = (2,) if is_long() else ()  # other tests have batch entries, and thread blocks of 32 warps take long
         q, k = rng.standard_normal((*batch, 4, seqlen_q, 6)), rng.standard_normal((*batch, 2, seqlen_kv, 6))
         given_options = budgets_of(name, budget) | {"forced": forced, "causal": causal} | options
-        found = select(cupy.asarray(q), cupy.asarray(k), **given_options)
+        actual = select(cupy.asarray(q), cupy.asarray(k), **given_options)
         expected = select(q, k, **given_options)
-        np.testing.assert_array_equal(found._on_host.states(), expected.states())
+        np.testing.assert_array_equal(actual._on_host.states(), expected.states())
 
     check()
 
 
 def check_turned_columns(machine: Any) -> None:
-    """A kernel takes groups of columns of a row in reverse; copies of rows in that order give the same masses."""
+    """Check groups of columns in reverse order: copies of rows in that order give the same masses."""
 
-    def masses(q: Any, *given: Any, **options: Any) -> Any:
-        made = bound.bound_block_mass(q, k, *given, **options)
-        results = [machine.empty(each.shape, each.dtype) for each in made.results.values()]
-        made.launches.launch([x.data.ptr for x in (q, k, *results)], machine.cuda.get_current_stream())
+    def masses(q: Any, *others: Any, **options: Any) -> Any:
+        masses_bound = bound.bound_block_mass(q, k, *others, **options)
+        results = [machine.empty(each.shape, each.dtype) for each in masses_bound.results.values()]
+        masses_bound.launches.launch([x.data.ptr for x in (q, k, *results)], machine.cuda.get_current_stream())
         return results[0].get()
 
     rng = np.random.default_rng(1)
@@ -527,12 +527,12 @@ def test_streams_wait_for_blocks_that_another_stream_copied(cupy: Any) -> None:
 def test_blocks_are_not_remembered_from_within_a_capture(cupy: Any) -> None:
     q = cupy.asarray(np.zeros((2, 64, 8), np.float16))
     grid = Grid.of(q, q, 16, {"budget": Budget(top_k=2)}, Forced(), False, None, None, None)
-    kept = np.eye(4, dtype=bool)
+    blocks = np.eye(4, dtype=bool)
     with cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()
-        assert bound.of_places(grid, kept) is None
+        assert bound.of_places(grid, blocks) is None
         stream.end_capture()
-    assert bound.of_places(grid, kept) is not None
+    assert bound.of_places(grid, blocks) is not None
 
 
 @pytest.mark.gpu

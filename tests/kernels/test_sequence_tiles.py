@@ -33,9 +33,9 @@ places = pytest.mark.parametrize(
 
 def tiles_of(mask: masks.Mask, seqlen_q: int, seqlen_kv: int, place: str = "sim") -> list[tuple[int, int]]:
     """Return the first and last query of each tile, in order of the blocks that have them."""
-    found = sequence_tiles(mask, seqlen_q, seqlen_kv, HEIGHT, WIDTH)
-    left = found.launch.on_gpu() if place == "gpu" else found.launch.on_simulator(HOSTILE)
-    assert isinstance(found._plan.work, IntervalWork) and found._plan.work.lo is not None
+    listed = sequence_tiles(mask, seqlen_q, seqlen_kv, HEIGHT, WIDTH)
+    left = listed.launch.on_gpu() if place == "gpu" else listed.launch.on_simulator(HOSTILE)
+    assert isinstance(listed._plan.work, IntervalWork) and listed._plan.work.lo is not None
     tiles, counts = left[1], left[2]
     taken = [(int(first), int(last)) for first, last in tiles[: counts.sum()]]
     blocks = np.repeat(np.arange(len(counts)), counts)
@@ -124,11 +124,11 @@ def backward_tiles(mask: masks.Mask, seqlen_q: int, seqlen_kv: int, library: Mod
 def check_backward_tiles(
     lengths: list[int], keys: list[int], causal: Any = False, library: ModuleType = cuflash
 ) -> None:
-    """Tiles are those of calls of each sequence alone, and a tile is found near the number of multiples before it."""
+    """Check that tiles are those of each sequence alone, and are found near the number of multiples before."""
     offsets = [np.cumsum([0, *side]) for side in (lengths, keys)]
     mask = library.masks.Sequences(*offsets, causal=causal)
-    found = backward_tiles(mask, int(offsets[0][-1]), int(offsets[1][-1]), library)
-    for starts, bounds, height in zip(found, offsets, (HEIGHT, WIDTH)):
+    listed = backward_tiles(mask, int(offsets[0][-1]), int(offsets[1][-1]), library)
+    for starts, bounds, height in zip(listed, offsets, (HEIGHT, WIDTH)):
         tiles = [(int(first), int(last)) for first, last in pairwise(starts) if first < last]
         assert tiles == alone(bounds, height), (bounds, height)
         for number, (first, last) in enumerate(pairwise(starts)):
@@ -157,7 +157,7 @@ def test_each_row_is_in_one_backward_tile(offsets: list[int], window: Any, lengt
 
 
 def check_order(library: ModuleType) -> None:
-    """Tiles of keys that most queries see come first."""
+    """Check that tiles of keys that most queries see come first."""
     work = import_module(f"{library.__name__}.blocks.work_list").IntervalWork(
         seqlen_q=96, seqlen_kv=96, block_q=16, block_kv=16, lo=np.repeat([0, 20], [20, 76])[None, None],
         hi=1 + np.arange(96)[None, None], sequence_tile=(HEIGHT, WIDTH),
@@ -193,42 +193,44 @@ OTHER_CHOICES = [  # offsets and a window -> whether forward tiles are ordered, 
 
 
 def check_choice(library: ModuleType) -> None:
-    """Kernels are chosen by the keys of a sequence on average, whether the host sees offsets or their number."""
+    """Check that kernels are chosen by the mean sequence length, from host offsets or from their number."""
     at_each_call = import_module(f"{library.__name__}.masks.one_array").at_each_call
     device = library.DeviceSpec.gpu("H100")
     for columns, choices in CHOICES.items():
         q = library.ShapeDtype((2, 8192, columns), np.dtype(np.float16))
         for sequences, expected in choices.items():
             mask = library.masks.Sequences(np.linspace(0, 8192, sequences + 1).astype(np.int32), causal=True)
-            for asked in (mask, at_each_call(mask)):
-                planned = library.plan(q, q, q, mask=asked, kernel="sm90", device=device)._plan
+            for each in (mask, at_each_call(mask)):
+                planned = library.plan(q, q, q, mask=each, kernel="sm90", device=device)._plan
                 forward = planned.specs["forward"]
                 chosen = forward.is_ordered, forward.cuts_sequences, forward.block_q
-                assert chosen == expected, (columns, sequences, asked)
+                assert chosen == expected, (columns, sequences, each)
                 if columns == 128:
-                    check_backward_launches(planned, expected[1], sequences + 2 * (asked is not mask))
+                    check_backward_launches(planned, expected[1], sequences + 2 * (each is not mask))
     for (offsets, window), expected in OTHER_CHOICES:
         is_causal = window is None or window[1] is None
         mask = library.masks.Sequences(np.array(offsets, np.int32), causal=is_causal, window=window)
         q = library.ShapeDtype((2, 8192, 128), np.dtype(np.float16))
-        for asked in (mask, at_each_call(mask)):
-            forward = library.plan(q, q, q, mask=asked, kernel="sm90", device=device)._plan.specs["forward"]
-            assert (forward.is_ordered, forward.block_q) == expected, (offsets, window, asked)
+        for each in (mask, at_each_call(mask)):
+            forward = library.plan(q, q, q, mask=each, kernel="sm90", device=device)._plan.specs["forward"]
+            assert (forward.is_ordered, forward.block_q) == expected, (offsets, window, each)
 
 
 def check_backward_launches(planned: Any, is_cut: bool, sequences: int) -> None:
-    """Backward kernels are cut likewise, and there is a place for each of their tiles."""
-    launches, made = planned.kernels.backward.launches, planned.kernels.backward
+    """Check that backward kernels are cut likewise, and there is a place for each of their tiles."""
+    launches, backward = planned.kernels.backward.launches, planned.kernels.backward
     assert all(launch.spec.cuts_sequences == is_cut for launch in launches.values())
     assert planned.work.num_sequence_tiles == ((8192 // 64 + sequences, 8192 // 128 + sequences) if is_cut else (0, 0))
     more = sequences if is_cut else 0
     assert launches["backward"].tiles == 2 * (8192 // 128 + more)
     assert launches["backward_statistics"].tiles == 2 * (8192 // 64 + more)
-    assert all(made.workspaces[name].shape[1] == 8192 // 64 + more for name in ("dq_sum",) if name in made.workspaces)
+    assert all(
+        backward.workspaces[name].shape[1] == 8192 // 64 + more for name in ("dq_sum",) if name in backward.workspaces
+    )
 
 
 def check_other_kernels(library: ModuleType) -> None:
-    """Kernels that read tiles at multiples cut no sequences."""
+    """Check that kernels that read tiles at multiples cut no sequences."""
     half, table = np.dtype(np.float16), np.zeros((2, 32), np.float32)
     relative = library.scores.relative_position(table, bidirectional=True)
     changes: dict[str, dict[str, Any]] = {

@@ -31,7 +31,7 @@ from executors import (
     GPU, HALVES, SIM, Run, holds_for_examples, hostile_schedules, in_turn, is_long, needs_compiler,
     sampled_on_simulator,
 )  # fmt: skip
-from fused_dq import of_lists, on_few_processors, plans_of_its_own
+from fused_dq import by_last, on_few_processors, plans_of_its_own
 from poison import MARGIN, STRUCTURES, Guarded, PoisonedGpu, call
 
 import cuflash
@@ -57,7 +57,7 @@ def test_the_exact_probes_pass(run: Run, example: Example) -> None:
 
 @contextmanager
 def with_fewest_tiles(number: int) -> Iterator[None]:
-    """Give calls with so many tiles a processor the tiles of large calls, and cut packed sequences of every length."""
+    """Give calls with this many tiles per processor the tiles of large calls, and cut all packed sequences."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sm90, "MIN_TILES_PER_PROCESSOR", number)
         patch.setattr(sm90, "LONG_SEQUENCE", 0)
@@ -68,7 +68,7 @@ def with_fewest_tiles(number: int) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def small_calls_get_the_kernels_of_large_ones() -> Iterator[None]:
-    with with_fewest_tiles(0), of_lists(finishes=False):
+    with with_fewest_tiles(0), by_last(finishes=False):
         yield
 
 
@@ -104,8 +104,8 @@ def test_both_passes(run: Run, example: Example, check: Any) -> None:
 
 
 def test_a_failure_under_other_tiles_leaves_no_plan_behind() -> None:
-    """A test that fails inside a patch leaves no plan in the cache, so that later tests plan anew."""
-    for other in (with_fewest_tiles(1), of_lists(finishes=True), on_few_processors()):
+    """A test that fails inside a patch leaves no plan in the cache, so that later tests plan again."""
+    for other in (with_fewest_tiles(1), by_last(finishes=True), on_few_processors()):
         with pytest.raises(ZeroDivisionError), other:
             planned(2, 300, 64)
             assert plan_cache._cached_plan.cache_info().currsize == 1
@@ -126,8 +126,10 @@ def on_two_blocks(plan: KernelPlan) -> KernelPlan:
     def limited(kernels: Pass) -> Pass:
         return replace(kernels, launches={x: replace(launch, max_blocks=2) for x, launch in kernels.launches.items()})
 
-    made = replace(plan.kernels, forward=limited(plan.kernels.forward), backward=limited(plan.kernels.backward))
-    return replace(plan, kernels=made)
+    limited_kernels = replace(
+        plan.kernels, forward=limited(plan.kernels.forward), backward=limited(plan.kernels.backward)
+    )
+    return replace(plan, kernels=limited_kernels)
 
 
 # kernels whose blocks can
@@ -183,14 +185,14 @@ def test_poison_around_every_array_is_neither_read_nor_overwritten(run: Run, nam
     example = half(structure, structure.dtype if structure.dtype in HALVES else "float16")
     plan = plan_of(example, run)
     # Blocks that finish dQ write packets of 16 bytes: results that the library allocates start at multiples of these.
-    margin = ALIGNED if plan.specs["backward"].fuses_dq_epilogue else MARGIN
-    made = call(example, run, margin=margin) if has_own_backward(plan) else forward(plan, example, run=run)
-    assert_within_bounds(example, **made)
+    margin = ALIGNED if plan.specs["backward"].finishes_dq else MARGIN
+    results = call(example, run, margin=margin) if has_own_backward(plan) else forward(plan, example, run=run)
+    assert_within_bounds(example, **results)
 
 
 def test_a_dq_of_rows_that_are_not_aligned_is_refused_where_kernels_finish_it() -> None:
     example = half(STRUCTURES["mask: a band"])
-    assert plan_of(example).specs["backward"].fuses_dq_epilogue
+    assert plan_of(example).specs["backward"].finishes_dq
     with pytest.raises(ValueError, match="dq's rows must start at multiples of 16 bytes"):
         call(example, SIM90, margin=2)
 
@@ -213,7 +215,7 @@ def test_every_width_is_within_its_bound(run: Run, name: str, dtype: str) -> Non
 
 
 def tile_structures() -> dict[str, Structure]:
-    """Structures in which a block continues from tile to tile, and anything may lie past the end of a step."""
+    """Return structures in which blocks continue from tile to tile, with anything past the end of a step."""
     rng = np.random.default_rng(0)
     square = {"num_heads": 4, "num_kv_heads": 2, "seqlen_q": 300, "seqlen_kv": 300}
     long = {"num_heads": 3, "num_kv_heads": 1, "seqlen_q": 900, "seqlen_kv": 900}
@@ -259,8 +261,8 @@ def test_blocks_that_go_on_to_further_tiles_give_the_same_bits_under_every_sched
     assert_within_bounds(example, **expected)
     plan = on_two_blocks(plan_of(example))
     for schedule in hostile_schedules(name):
-        found = forward(plan, example, Simulator(schedule))
-        assert all(found[each].tobytes() == expected[each].tobytes() for each in expected), schedule
+        results = forward(plan, example, Simulator(schedule))
+        assert all(results[each].tobytes() == expected[each].tobytes() for each in expected), schedule
 
 
 def of_dims(structure: Structure, dims: tuple[int, int] | None) -> Structure:
@@ -372,9 +374,9 @@ def test_whichever_block_works_on_a_tile_all_but_dq_is_the_same(
     assert has_own_backward(plan_of(example, run))
     expected = call(example, run, margin=ALIGNED)
     for most in (1, 3):
-        found = call(example, run, FewBlocksGpu(most) if run.is_on_device else FewBlocks(most=most), margin=ALIGNED)
-        assert_within_bounds(example, **found)
-        assert all(found[each].tobytes() == expected[each].tobytes() for each in ("o", "lse", "dk", "dv"))
+        results = call(example, run, FewBlocksGpu(most) if run.is_on_device else FewBlocks(most=most), margin=ALIGNED)
+        assert_within_bounds(example, **results)
+        assert all(results[each].tobytes() == expected[each].tobytes() for each in ("o", "lse", "dk", "dv"))
 
 
 def past_lengths(structure: Structure, dtype: str = "float16") -> tuple[Example, Example]:
@@ -435,7 +437,7 @@ def test_queries_that_see_keys_are_found_among_any_number(
 ) -> None:
     starts, stops = np.minimum(np.linspace(0, seqlen_q, 20).astype(int), seqlen_q), np.full(20, seqlen_q)
     starts[10:], stops[10:] = 0, seqlen_q - np.arange(10) % (seqlen_q + 1)
-    if seqlen_q == 1024:  # eight parts of a ninth each, but for the last query
+    if seqlen_q == 1024:  # eight parts of a ninth each, except for the last query
         starts[:8], stops[10:18] = np.arange(113, 912, 114), np.arange(113, 912, 114)
     shape = {"num_heads": 20, "num_kv_heads": 20, "seqlen_q": seqlen_q, "seqlen_kv": 8}
     mask = RowsOfHeads(starts, stops, 8)
@@ -445,7 +447,7 @@ def test_queries_that_see_keys_are_found_among_any_number(
 
 
 def heads_of_one_step(dims: tuple[int, int] | None) -> Structure:
-    """A structure in which copy warps load K of every other head, which attends a part of it, and TMA all other K."""
+    """Return a structure in which copy warps load K of every other head, and TMA loads all other K."""
     ends = KeysOfHeads(np.array([70, 128, 40, 128, 100, 128, 20, 128]))
     shape = {"num_heads": 8, "num_kv_heads": 1, "seqlen_q": 60, "seqlen_kv": 128, "head_dim": 64, "value_dim": 40}
     return of_dims(Structure(**shape, mask=ends), dims)
@@ -463,7 +465,7 @@ def test_heads_that_share_keys_may_see_other_ones_of_them(run: Run, dims: tuple[
 
 
 def heads_without_a_step(dims: tuple[int, int] | None) -> Structure:
-    """A structure of whole tiles, whose second head has no step for the second tile of keys."""
+    """Return a structure of whole tiles, whose second head has no step for the second tile of keys."""
     ends = Ends(np.array([256, 70, 256, 256]))
     shape = {"num_heads": 4, "num_kv_heads": 1, "seqlen_q": 256, "seqlen_kv": 256, "head_dim": 64, "value_dim": 40}
     return of_dims(Structure(**shape, mask=ends), dims)
@@ -473,11 +475,11 @@ def heads_without_a_step(dims: tuple[int, int] | None) -> Structure:
 @pytest.mark.parametrize(
     ("order", "dims"), in_turn(["first_warp", "last_warp", "random", "priorities"], NARROW_AND_WIDE)
 )
-@pytest.mark.parametrize(("made", "num_seeds"), [(heads_of_one_step, 2), (heads_without_a_step, 1)])
+@pytest.mark.parametrize(("variant", "num_seeds"), [(heads_of_one_step, 2), (heads_without_a_step, 1)])
 def test_no_helper_is_a_head_ahead_of_another(
-    made: Any, num_seeds: int, order: Any, dims: tuple[int, int] | None
+    variant: Any, num_seeds: int, order: Any, dims: tuple[int, int] | None
 ) -> None:
-    example = half(made(dims))
+    example = half(variant(dims))
     assert has_own_backward(plan_of(example))
     for seed in range(6 if is_long() else num_seeds):
         schedule = sim.Schedule(seed=seed, order=order, copies="random")
@@ -518,9 +520,9 @@ BOXES = BoxedArray(np.dtype(np.float16), (1, 2, 4, 100, 64), (0, 51200, 12800, 1
 
 
 def test_a_map_is_its_template_with_another_address() -> None:
-    made = template(simulated, BOXES)
-    words = np.array(made.words, np.uint64)
-    words[made.offset] = 1 << 20
+    tensor_map = template(simulated, BOXES)
+    words = np.array(tensor_map.words, np.uint64)
+    words[tensor_map.offset] = 1 << 20
     assert words.tobytes() == simulated(BOXES, 1 << 20).tobytes()
 
 
@@ -538,8 +540,8 @@ def test_arrays_that_hardware_can_walk_have_a_map(layout: str, mapped: set[str])
     plan = plan_of(example)
     views = tuple(View.of(name, getattr(example, name)) for name in ("q", "k", "v"))
     assert plan.kernels is not None
-    (made,) = templates_of(plan, plan.kernels.forward, views, Simulator().tensor_map)
-    maps = made["maps"]
+    (tensor_map,) = templates_of(plan, plan.kernels.forward, views, Simulator().tensor_map)
+    maps = tensor_map["maps"]
     assert {name for _, name in maps.addresses} == mapped == {x for x in ("q", "k", "v") if maps.record[x]["is_valid"]}
 
 

@@ -91,8 +91,8 @@ LONG = {"batch": (2,), "heads": (2, 1), "lengths": (150, 140)}
 @on_hopper_in_long
 @pytest.mark.parametrize("mask", ["full", "list"])
 def test_every_slope_and_gradient_is_its_own_in_tiles_of_64_queries(run: Run, mask: str) -> None:
-    made = Probe("float16", BLOCKS if mask == "list" else None, dim=80, **LONG)
-    made.check(made.found(run))
+    probe = Probe("float16", BLOCKS if mask == "list" else None, dim=80, **LONG)
+    probe.check(probe.run_results(run))
 
 
 @on_hopper_in_long
@@ -101,7 +101,7 @@ def test_gradients_of_a_bias_are_summed_over_what_shares_it(run: Run) -> None:
 
 
 def check_hidden_queries(run: Run) -> None:
-    """A function hides every third query by -inf, and is infinite or NaN at the zeros that a kernel has instead.
+    """Check a function that is -inf for every third query, and infinite or NaN at the zeros of padding.
 
     NaN in dO of such a query reaches no result. The slopes of one function depend on scores, and its array has a
     gradient.
@@ -135,6 +135,6 @@ def test_weights_are_dropped_in_lists_whose_blocks_start_anywhere(run: Run) -> N
         seqlen_q=150, seqlen_kv=200, value_dim=64, dtype="float16", mask=UNALIGNED, dropout=DROPOUT
     ).example()  # fmt: skip
     pulled = np.broadcast_to(np.eye(150, 64), example.do.shape).astype(np.float16)
-    found = run.everything(example.but(q=np.zeros_like(example.q), do=pulled, scale=None))
-    kept = DROPOUT.keep((*example.q.shape[:-1], 200)) & example.allowed
-    np.testing.assert_array_equal(found["dv"][..., :64] != 0, kept[..., :64, :].swapaxes(-1, -2))
+    results = run.everything(example.but(q=np.zeros_like(example.q), do=pulled, scale=None))
+    kept_weights = DROPOUT.keep((*example.q.shape[:-1], 200)) & example.allowed
+    np.testing.assert_array_equal(results["dv"][..., :64] != 0, kept_weights[..., :64, :].swapaxes(-1, -2))

@@ -134,8 +134,8 @@ def test_all_bits_are_the_same_under_every_schedule(name: str) -> None:
     expected = call(example, SIM_REPEATS, margin=ALIGNED)
     assert_within_bounds(example, **expected)
     for schedule in hostile_schedules(name, most=1):
-        found = call(example, SIM_REPEATS, FewBlocks(schedule, most=1 + schedule.seed % 3), margin=ALIGNED)
-        assert all(found[each].tobytes() == expected[each].tobytes() for each in GRADIENTS), schedule
+        results = call(example, SIM_REPEATS, FewBlocks(schedule, most=1 + schedule.seed % 3), margin=ALIGNED)
+        assert all(results[each].tobytes() == expected[each].tobytes() for each in GRADIENTS), schedule
 
 
 @repeating
@@ -144,8 +144,8 @@ def test_whichever_block_works_on_a_tile_all_is_the_same(run: Run, name: str) ->
     example = half((LISTS | BANDS)[name])
     expected = call(example, run, margin=ALIGNED)
     for most in (1, 3):
-        found = call(example, run, FewBlocksGpu(most) if run.is_on_device else FewBlocks(most=most), margin=ALIGNED)
-        assert all(found[each].tobytes() == expected[each].tobytes() for each in expected)
+        results = call(example, run, FewBlocksGpu(most) if run.is_on_device else FewBlocks(most=most), margin=ALIGNED)
+        assert all(results[each].tobytes() == expected[each].tobytes() for each in expected)
 
 
 def assert_what_lies_past_a_length_never_matters(structure: Structure, run: Run, kv: int) -> None:
@@ -180,8 +180,8 @@ def assert_queries_past_a_step_never_matter(run: Run) -> None:
         run.pull(example.q, example.k, example.v, example.do, dlse=None, mask=clean.mask, scale=clean.scale)
         for example in (clean, clean.but(**poisoned))
     ]
-    for expected, found in zip(results[0][1:], results[1][1:]):  # dk and dv
-        assert found[..., :64, :].tobytes() == expected[..., :64, :].tobytes()
+    for expected, actual in zip(results[0][1:], results[1][1:]):  # dk and dv
+        assert actual[..., :64, :].tobytes() == expected[..., :64, :].tobytes()
 
 
 @repeating

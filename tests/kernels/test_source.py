@@ -48,8 +48,8 @@ CHANGED = {
     "is_listed": True,
     "num_stages": 2,
     "dq_atomic_width": 4,
-    "fuses_dq_epilogue": True,
-    "counts_dq_arrivals": True,
+    "finishes_dq_in_order": True,
+    "last_finishes_dq": True,
     "adds_dq_in_order": True,
     "is_ordered": True,
     "cuts_sequences": True,
@@ -170,7 +170,7 @@ def _host_compiler(text: str, standard: str) -> str:
 @pytest.mark.parametrize("place", PLACES)
 def test_gcc_names_our_file_and_line(kernels: Path, spec: Make, place: str) -> None:
     file, line = _broken(kernels, place)
-    # The tags of 16-bit types are no business of this text, whose element is a float.
+    # The tags of 16-bit types do not matter to this text, whose element is a float.
     assert f"kernels_cu/{file}:{line}:" in _host_compiler(room.source(spec("fault")), "c++17")
 
 
@@ -199,8 +199,8 @@ def test_each_wrong_number_stops_the_compiler(which: int) -> None:
     for number, line in enumerate(lines):
         equals = re.findall(r"== \d+", line)
         if equals:
-            before, found, after = line.partition(equals[which]) if which == 0 else line.rpartition(equals[which])
-            lines[number] = f"{before}{found}1{after}"  # one more digit
+            before, literal, after = line.partition(equals[which]) if which == 0 else line.rpartition(equals[which])
+            lines[number] = f"{before}{literal}1{after}"  # one more digit
     said = _host_compiler(room.flatten("attention/params.cuh") + "\n".join(lines), "c++17")
     assert re.findall(r"static assertion failed: (.*)", said) == members != []
 
@@ -217,31 +217,31 @@ def test_nvrtc_and_gcc_are_asked_the_same() -> None:
 
 
 def launched() -> list[KernelSpec]:
-    """A problem's kernels of every family, with those of 8-bit numbers, split keys, caches and block masses."""
-    chip, found = DeviceSpec.gpu("H100"), []
+    """Return a problem's kernels of every family, including FP8, split-KV, caches and block masses."""
+    chip, shared = DeviceSpec.gpu("H100"), []
     for dtype in (np.float16, np.float32, np.float64):
         problem = Problem.of(*[ShapeDtype((1, 4, 300, 64), np.dtype(dtype))] * 3)
         for family in FAMILIES.values():
             if not family.reasons(problem, chip):
                 for deterministic in (False, True):
-                    found += family.specs(problem, chip, deterministic=deterministic).values()
+                    shared += family.specs(problem, chip, deterministic=deterministic).values()
     half = Problem.of(*[ShapeDtype((1, 4, 300, 192), np.dtype(np.float16))] * 3)
-    found += FAMILIES["sm90"].specs(half, chip).values()
-    found += [mass_kernel(half, DeviceSpec.gpu(name), 64, is_listed=False) for name in ("T4", "A100", "H100")]
-    found.append(combine_spec(FAMILIES["sm80"].specs(half, chip)["forward"]))
+    shared += FAMILIES["sm90"].specs(half, chip).values()
+    shared += [mass_kernel(half, DeviceSpec.gpu(name), 64, is_listed=False) for name in ("T4", "A100", "H100")]
+    shared.append(combine_spec(FAMILIES["sm80"].specs(half, chip)["forward"]))
     few = Problem.of(ShapeDtype((1, 4, 2, 64), np.dtype(np.float16)), *[ShapeDtype((1, 4, 300, 64), half.dtype)] * 2)
-    found += [decode_spec(few, chip, is_quantized=is_quantized) for is_quantized in (False, True)]
+    shared += [decode_spec(few, chip, is_quantized=is_quantized) for is_quantized in (False, True)]
     rows = RowsPerScale(128, 128, 128)
     quantized = replace(Problem.of(*[ShapeDtype((1, 4, 300, 64), np.dtype(np.float16))] * 3), rows_per_scale=rows)
-    return list(dict.fromkeys([*found, *Sm90Fp8().specs(quantized, chip).values()]))
+    return list(dict.fromkeys([*shared, *Sm90Fp8().specs(quantized, chip).values()]))
 
 
 @pytest.mark.parametrize("spec", launched(), ids=lambda spec: f"{spec.name}-{spec.dtype}-{spec.head_dim}")
 def test_kernels_state_the_shared_memory_that_their_launches_ask_for(spec: KernelSpec) -> None:
     """The compiler compares both numbers; kernels without dynamic shared memory state none."""
     stated = re.findall(r"static_assert\(cuflash::\w+::kSharedBytes == (\d+)", room.source(spec))
-    asked = spec.shared_bytes
-    assert stated == ([str(asked)] if asked else [])
+    num_bytes = spec.shared_bytes
+    assert stated == ([str(num_bytes)] if num_bytes else [])
 
 
 @needs_compiler
@@ -251,9 +251,9 @@ def test_launches_that_ask_for_less_shared_memory_stop_the_compiler(family: str,
     dtype = np.dtype(np.float32 if family == "simt" else np.float16)
     problem = Problem.of(*[ShapeDtype((1, 1, 300, 64), dtype)] * 3)
     spec = FAMILIES[family].specs(problem, DeviceSpec.gpu("H100"))[entry]
-    asked = spec.shared_bytes
-    spec = replace(spec, entry=replace(spec.entry, shared_bytes=lambda _: asked - 8))
-    with pytest.raises(sim.BuildError, match=f"launches ask for {asked - 8} bytes of shared memory"):
+    num_bytes = spec.shared_bytes
+    spec = replace(spec, entry=replace(spec.entry, shared_bytes=lambda _: num_bytes - 8))
+    with pytest.raises(sim.BuildError, match=f"launches ask for {num_bytes - 8} bytes of shared memory"):
         sim.build(room.source.__wrapped__(spec, host=True), spec.name)
 
 
@@ -288,7 +288,7 @@ def rules(path: str, text: str) -> Iterator[str]:
         yield "only families hold .cu files, and all names are in small letters"
     if not text.isascii():
         yield "holds a letter that is not ASCII"
-    code = _COMMENT.sub(lambda found: "\n" * found[0].count("\n"), text)
+    code = _COMMENT.sub(lambda actual: "\n" * actual[0].count("\n"), text)
     for line in code.splitlines():
         yield from _directive_rules(path, kind, line.strip())
     for name in set(re.findall(r"\w+", code)):
@@ -307,7 +307,7 @@ def _directive_rules(path: str, kind: str, line: str) -> Iterator[str]:
         return
     include = re.fullmatch(r"#include <((\w+)/\w+\.cuh)>", line)
     if include:
-        own = {*ORDER, path.partition("/")[0]}  # what entries of one family share lies beside them
+        own = {*ORDER, path.partition("/")[0]}  # what entries of one family share is next to them
         allowed = MAY_INCLUDE.get(kind, own if kind == ENTRIES else set(ORDER[: ORDER.index(kind) + 1]))
         if not {include[1], include[2]} & allowed:
             yield f"includes {include[1]}"

@@ -73,7 +73,7 @@ def merging_tolerances(outs: Any, lses: Any) -> tuple[Any, Any]:
 
     The weight of a part is exp(lse - m), m being the largest lse: one roundoff of the difference, two of a change of
     base, and four of the exponential. A sum has one for each part. O is the quotient of two sums, which the products
-    and the division round, and lse is m plus a logarithm, which is off by four roundoffs of itself.
+    and the division round, and lse is m plus a logarithm, whose relative error is four roundoffs.
     """
     roundoff, parts = np.finfo(np.float32).eps / 2, len(lses)
     has_key = ~np.isneginf(lses)

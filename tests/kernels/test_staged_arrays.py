@@ -39,14 +39,14 @@ def specs(library: Any, score: Any, wrt: tuple[str, ...] = (), **changes: Any) -
 
 
 def check_plans(library: Any) -> None:
-    """Kernels stage arrays that are read at query and key, and store the gradients that one tile makes alone."""
+    """Check that kernels stage arrays read at query and key, and store the gradients that one tile computes."""
 
     def bias(*shape: int, dtype: Any = HALF) -> Any:
         return library.scores.bias(library.ShapeDtype(shape, np.dtype(dtype)))
 
     def staged(score: Any, **changes: Any) -> tuple[bool, bool]:
-        made = specs(library, score, **changes)
-        return made["forward"].score_is_staged, made["backward"].score_is_staged
+        spec = specs(library, score, **changes)
+        return spec["forward"].score_is_staged, spec["backward"].score_is_staged
 
     def is_stored(score: Any, wrt: tuple[str, ...] = ("bias",)) -> bool:
         return specs(library, score, wrt)["backward"].score_is_stored
@@ -65,7 +65,7 @@ def check_plans(library: Any) -> None:
         library.scores.Score(lambda s, b, h, i, j, x: s + x[h, i, np.maximum(j - 1, 0)], x=table),
     ):  # fmt: skip
         assert staged(score) == (False, False)
-    assert staged(bias(4, 300, 509), seqlen_kv=509) == (False, False)  # rows are no whole packets
+    assert staged(bias(4, 300, 509), seqlen_kv=509) == (False, False)  # rows are not whole packets
     assert staged(bias(4, 300, 512), dim=192) == (False, False)
     own = bias(2, 4, 300, 512)
     assert is_stored(own)
@@ -81,7 +81,7 @@ def test_kernels_stage_arrays_that_are_as_large_as_the_scores() -> None:
 
 
 def check_zeros(library: Any) -> None:
-    """A gradient that is stored needs zeros where a mask hides scores, and one that is added to needs them always."""
+    """Check that stored gradients need zeros only where a mask hides scores, and added ones always."""
     q, array = library.ShapeDtype((4, 512, 128), HALF), library.ShapeDtype((4, 512, 512), HALF)
     for kernel, causal, dtype, zeroed in (
         ("sm90", False, HALF, ()), ("sm90", True, HALF, ("dscore.bias",)),
@@ -122,7 +122,7 @@ def problem(mask: Any, dim: int = 72, seqlen_kv: int = 136) -> Example:
 
 
 def check_masks(run: Run, names: tuple[str, ...]) -> None:
-    """Results and the bias's gradient under masks whose steps start and end anywhere."""
+    """Check results and the bias's gradient under masks whose steps start and end anywhere."""
     chosen = {
         "nothing": None, "causal": masks.Causal("top_left"), "window": masks.SlidingWindow(37, 21, "top_left"),
         "lengths": masks.Lengths(kv=np.array([136, 61])), "lower": masks.Band(-50, None),
@@ -139,7 +139,7 @@ def test_results_are_within_their_bounds_under_any_mask(run: Run) -> None:
 
 
 def check_unaligned(run: Run) -> None:
-    """Steps start at keys 35 and 163, and the last one at 3: not where a copy of 16 bytes may start."""
+    """Check steps that start at keys 35, 163 and 3, where a 16-byte copy must not start."""
     for mask, seqlen_kv in ((masks.SlidingWindow(37, 200, "top_left"), 392), (masks.Lengths(kv=131), 136)):
         example = run.rounded(problem(mask, seqlen_kv=seqlen_kv))
         assert_within_bounds(example, **everything(run, example))
@@ -151,7 +151,7 @@ def test_steps_may_start_between_multiples_of_16_bytes(run: Run) -> None:
 
 
 def check_schedules(schedules: list[Schedule]) -> None:
-    """Warps run in any order and copies land late, with several tiles of queries of which the last one is short."""
+    """Check warps in any order, late copies, and several tiles of queries with a short last one."""
     for schedule in schedules:
         with patch("cuflash.executors.sim._SIMULATOR", Simulator(schedule)):
             run = replace(SIM, kernel="sm90")
@@ -166,15 +166,15 @@ def test_schedules_and_late_copies_change_nothing() -> None:
 
 
 def check_layouts(run: Run) -> None:
-    """Results have equal bits whatever way a bias lies in memory."""
+    """Check that results have equal bits for all memory layouts of a bias."""
     example = problem(masks.SlidingWindow(90, 90, "top_left"))
     array = example.score.arrays["bias"]
     expected = everything(run, example)
     for name, lay_out in LAYOUTS.items():
-        found = everything(run, example.but(score=scores.bias(lay_out(array))))
+        actual = everything(run, example.but(score=scores.bias(lay_out(array))))
         for result in ("o", "lse", "dv"):
-            np.testing.assert_array_equal(found[result], expected[result], err_msg=f"{result}, {name}")
-        np.testing.assert_array_equal(found["others"]["bias"], expected["others"]["bias"], err_msg=name)
+            np.testing.assert_array_equal(actual[result], expected[result], err_msg=f"{result}, {name}")
+        np.testing.assert_array_equal(actual["others"]["bias"], expected["others"]["bias"], err_msg=name)
     shared = np.broadcast_to(array[:, :1], array.shape)  # all heads have one matrix
     results = [everything(run, example.but(score=scores.bias(x))) for x in (shared, shared.copy())]
     np.testing.assert_array_equal(results[0]["o"], results[1]["o"])
@@ -182,25 +182,25 @@ def check_layouts(run: Run) -> None:
 
 
 def check_maps(library: Any) -> None:
-    """Arrays that TMA can copy have a tensor map, of the axes from which kernels find a tile's matrix."""
+    """Check the tensor maps of arrays that TMA can copy, and the axes by which kernels find a tile's matrix."""
     records, tensor_map = import_module(f"{library.__name__}.executors._records"), import_module(
         f"{library.__name__}.executors.tensor_map"
     )
-    array, made = np.zeros((2, 3, 72, 136), HALF), []
+    array, maps = np.zeros((2, 3, 72, 136), HALF), []
     feature = Feature("staged_map", STAGED_MAP, boxes={"array": ("score.bias", STAGED_BOX)})
 
     def is_mapped(array: Any) -> bool:
         views = {"score.bias": records.View.of("score.bias", array)}
         make = partial(tensor_map.template, tensor_map.simulated)
-        argument = records.Argument.of(feature, views, lambda boxed: made.append(boxed) or make(boxed))
+        argument = records.Argument.of(feature, views, lambda boxed: maps.append(boxed) or make(boxed))
         assert bool(argument.addresses) == bool(argument.record["array"]["is_valid"])
         return bool(argument.addresses)
 
     can_map = {name: is_mapped(lay_out(array)) for name, lay_out in LAYOUTS.items()}
     assert [name for name, can in can_map.items() if can] == ["rows", "padded", "padded on both sides"]
     assert is_mapped(np.broadcast_to(array[:, :1], array.shape))
-    assert made[-1].shape == (1, 2, 1, 72, 136)
-    assert made[-1].box == (1, 1, 1, 64, 64)
+    assert maps[-1].shape == (1, 2, 1, 72, 136)
+    assert maps[-1].box == (1, 1, 1, 64, 64)
     assert not is_mapped(array[None, None])  # four leading axes
 
 
@@ -214,7 +214,7 @@ def test_the_layout_of_a_bias_changes_no_bit(run: Run) -> None:
 
 
 def check_hidden(run: Run) -> None:
-    """The gradient of what a mask hides is 0, in tiles that kernels visit and in those that they do not."""
+    """Check that the gradient of what a mask hides is 0, in visited tiles and in others."""
     example = problem(masks.Band(-20, 20))
     gradient = everything(run, example)["others"]["bias"]
     assert not gradient[np.broadcast_to(~example.allowed, gradient.shape)].any()

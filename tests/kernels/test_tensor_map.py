@@ -60,8 +60,8 @@ FITTING_TOO: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("changed", FITTING_TOO)
 def test_a_map_is_a_scalar_of_128_bytes(changed: dict[str, Any]) -> None:
-    made = simulated(BoxedArray(**{**FITTING, **changed}), 4096)
-    assert isinstance(made, np.generic) and len(made.tobytes()) == BYTES == 128
+    tensor_map = simulated(BoxedArray(**{**FITTING, **changed}), 4096)
+    assert isinstance(tensor_map, np.generic) and len(tensor_map.tobytes()) == BYTES == 128
 
 
 @pytest.mark.gpu
@@ -70,5 +70,5 @@ def test_the_driver_takes_what_is_not_refused() -> None:
 
     memory = cupy.empty(1 << 20, cupy.uint8)
     for changed in FITTING_TOO:
-        made = encoded(BoxedArray(**{**FITTING, **changed}), memory.data.ptr)
-        assert len(made.tobytes()) == BYTES and any(made.tobytes())
+        tensor_map = encoded(BoxedArray(**{**FITTING, **changed}), memory.data.ptr)
+        assert len(tensor_map.tobytes()) == BYTES and any(tensor_map.tobytes())

@@ -33,7 +33,7 @@ MASKS = {
 
 
 def structure(mask: masks.Mask | None, **changes: Any) -> Structure:
-    """A problem with two batch entries, groups of heads, lengths that fill no tile, and dims that fill no chunk."""
+    """Return a problem with two batch entries, GQA, lengths that fill no tile, and dims that fill no chunk."""
     return replace(
         Structure(
             q_batch=(2,), k_batch=(2,), v_batch=(2,), num_heads=4, num_kv_heads=2, seqlen_q=170, seqlen_kv=200,

@@ -38,13 +38,13 @@ extern "C" __global__ void pipelines(const __grid_constant__ attention::Params p
 
 def specs() -> dict[str, KernelSpec]:
     """Return a specification for each pipeline, by the name of its structure."""
-    found = {}
+    specs_of = {}
     for head_dim in (64, 128, 192):
         problem = Problem.of(*[ShapeDtype((1, 4, 300, head_dim), np.dtype(np.float16))] * 3)
         of_passes = FAMILIES["sm90"].specs(problem, DeviceSpec.gpu("H100"))
-        found.update({f"{name.partition('_')[0].capitalize()}{head_dim}": each for name, each in of_passes.items()
-                      if name in ("forward", "backward", "backward_wide")})  # fmt: skip
-    return {name: found[name] for name in ("Forward64", "Forward128", "Backward64", "Backward192")}
+        specs_of.update({f"{name.partition('_')[0].capitalize()}{head_dim}": each for name, each in of_passes.items()
+                         if name in ("forward", "backward", "backward_wide")})  # fmt: skip
+    return {name: specs_of[name] for name in ("Forward64", "Forward128", "Backward64", "Backward192")}
 
 
 def text(*, host: bool) -> str:

@@ -29,12 +29,12 @@ NEAR = Score(lambda s, b, h, i, j, near: s + near[h, np.clip(j - i, -4, 4) + 4],
 
 def check_directions(library: Any) -> None:
     """Require the monotone integers of functions with a table of 100 elements, and their directions."""
-    found = importlib.import_module(f"{library.__name__}.scores.uniform").uniform
+    uniform = importlib.import_module(f"{library.__name__}.scores.uniform").uniform
 
     def directions(index: Any) -> list[tuple[int, int]]:
         table = np.zeros(100, np.float32)
-        made = library.scores.Score(lambda s, b, h, i, j, table: s + table[index(h, i, j)], table=table)
-        return sorted(map(tuple, found(made.program).roots.values()))
+        score = library.scores.Score(lambda s, b, h, i, j, table: s + table[index(h, i, j)], table=table)
+        return sorted(map(tuple, uniform(score.program).roots.values()))
 
     assert directions(lambda h, i, j: np.clip(j - i, 0, 9)) == [(-1, 1)]
     assert directions(lambda h, i, j: np.clip(3 * i - -2 * j, 0, 9)) == [(1, 1)]
@@ -60,7 +60,7 @@ def test_values_are_uniform_where_their_roots_are_equal_at_two_corners(formula: 
         score = NEAR
     else:
         score = Score(formula, **formula.arrays(MaskShape((2,), 2, 40, 50), 0, np.dtype(np.float64)))
-    program, found = score.program, uniform(score.program)
+    program, results = score.program, uniform(score.program)
     first_i, first_j = data.draw(st.integers(0, 39)), data.draw(st.integers(0, 49))
     i = np.arange(first_i, min(first_i + data.draw(st.integers(1, 16)), 40))[:, None]
     j = np.arange(first_j, min(first_j + data.draw(st.integers(1, 30)), 50))
@@ -69,19 +69,19 @@ def test_values_are_uniform_where_their_roots_are_equal_at_two_corners(formula: 
     values = [np.broadcast_to(x, (i.size, j.size)) for x in values]
 
     def corner(n: int, end: int) -> Any:
-        query, key = (0 if (sign >= 0) != bool(end) else -1 for sign in found.roots[n])
+        query, key = (0 if (sign >= 0) != bool(end) else -1 for sign in results.roots[n])
         return values[n][query, key]
 
-    for n in found.roots:
+    for n in results.roots:
         assert corner(n, 0) == values[n].min() and corner(n, 1) == values[n].max()
-    if all(corner(n, 0) == corner(n, 1) for n in found.roots):
-        for n in found.values:
+    if all(corner(n, 0) == corner(n, 1) for n in results.roots):
+        for n in results.values:
             np.testing.assert_array_equal(values[n], values[n][0, 0])
-    assert all({"i", "j"} <= depends(program)[n] and "s" not in depends(program)[n] for n in found.values)
+    assert all({"i", "j"} <= depends(program)[n] and "s" not in depends(program)[n] for n in results.values)
 
 
 def check_bins(library: Any) -> None:
-    """The gradient of one short row of a table has bins in shared memory; no other gradient has any."""
+    """Check that only the gradient of one short row of a table has bins in shared memory."""
     device, x = library.DeviceSpec.gpu("H100"), library.ShapeDtype((2, 4, 300, 128), np.dtype(np.float16))
 
     def bins(function: Any, wrt: Any, deterministic: bool = False, **shapes: tuple[int, ...]) -> tuple[int, int]:
@@ -113,7 +113,7 @@ def test_gradients_of_short_tables_have_bins() -> None:
 
 
 def check_clipped(run: Run, dim: int = 72) -> None:
-    """Most steps are far from the diagonal. One function has a term beside the table, with a slope other than 1."""
+    """Check steps far from the diagonal, and a function with a term next to the table whose slope is not 1."""
     structure = Structure(
         num_heads=2, num_kv_heads=1, seqlen_q=200, seqlen_kv=300, head_dim=dim, value_dim=dim, dtype="float16",
         mask=masks.SlidingWindow(150, 120, "bottom_right"),

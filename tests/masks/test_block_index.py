@@ -51,9 +51,9 @@ def test_lists_increase_and_bit_tiles_are_stored_once(shape_and_mask, block):
 def test_transposing_swaps_queries_and_keys_and_twice_is_nothing(shape_and_mask, block):
     shape, mask = shape_and_mask
     index = BlockIndex.from_mask(mask, block=block, **shape._asdict())
-    there = index.transpose()
-    assert (there.toarray() == index.toarray().swapaxes(-1, -2)).all()
-    back = there.transpose()
+    transposed = index.transpose()
+    assert (transposed.toarray() == index.toarray().swapaxes(-1, -2)).all()
+    back = transposed.transpose()
     assert (back.toarray() == index.toarray()).all()
     assert (back.indices == index.indices).all() and (back.kinds == index.kinds).all()
 
@@ -89,10 +89,10 @@ def test_the_report_counts_what_is_there(shape_and_mask, block):
     shape, mask = shape_and_mask
     index = BlockIndex.from_mask(mask, block=block, **shape._asdict())
     report, dense = index.report(head_dim=4, value_dim=2, itemsize=2), index.toarray()
-    kept = [elements.size for _, elements in blocks_of(dense, block) if elements.any()]
-    assert report.num_full + report.num_partial == len(kept) and report.elements_visited == sum(kept)
+    sizes = [elements.size for _, elements in blocks_of(dense, block) if elements.any()]
+    assert report.num_full + report.num_partial == len(sizes) and report.elements_visited == sum(sizes)
     assert report.elements_allowed == dense.sum() and report.empty_rows == (~dense.any(axis=-1)).sum()
-    assert report.forward_flops == 2 * sum(kept) * 6 and report.backward_flops == 2 * sum(kept) * 16
+    assert report.forward_flops == 2 * sum(sizes) * 6 and report.backward_flops == 2 * sum(sizes) * 16
     assert (index.row_counts() == dense.sum(axis=-1)).all()
 
 
@@ -107,36 +107,36 @@ def test_density_may_be_stated_over_the_eligible_blocks():
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.sampled_from([(), (2,), (3, 2)]))
 def test_lengths_of_whole_blocks_need_not_be_given(num_q, num_kv, block_q, block_kv, leading):
-    kept = np.random.default_rng(0).random((*leading, num_q, num_kv)) < 0.5
+    blocks = np.random.default_rng(0).random((*leading, num_q, num_kv)) < 0.5
     lengths, block = (num_q * block_q, num_kv * block_kv), (block_q, block_kv)
-    index = BlockIndex.from_blocks(kept, *lengths, block)
-    assert BlockIndex.from_blocks(kept, block=block) == index
-    assert BlockIndex.from_blocks(kept, lengths[0], block=block) == index == BlockIndex.from_blocks(
-        kept, seqlen_kv=lengths[1], block=block
+    index = BlockIndex.from_blocks(blocks, *lengths, block)
+    assert BlockIndex.from_blocks(blocks, block=block) == index
+    assert BlockIndex.from_blocks(blocks, lengths[0], block=block) == index == BlockIndex.from_blocks(
+        blocks, seqlen_kv=lengths[1], block=block
     )
     q = np.ones((1, lengths[0] + 1, 2), np.float32)
     if leading == ():
         with pytest.raises(UnsupportedProblem, match="the block index must be for lengths"):
-            cuflash.attention(q, q, q, mask=BlockIndex.from_blocks(kept, block=block))
+            cuflash.attention(q, q, q, mask=BlockIndex.from_blocks(blocks, block=block))
 
 
 def test_numbers_for_blocks_are_told_to_be_compared():
-    for make in (lambda kept: BlockIndex.from_blocks(kept, 8, 8, 4), lambda kept: masks.BlockPattern(kept, 4)):
+    for make in (lambda cells: BlockIndex.from_blocks(cells, 8, 8, 4), lambda cells: masks.BlockPattern(cells, 4)):
         for dtype in (int, float, np.uint8):
             with pytest.raises(UnsupportedProblem, match="blocks must be a boolean array .* blocks != 0"):
                 make(np.eye(2, dtype=dtype))
 
 
 @pytest.mark.parametrize(
-    ("eligible", "told"),
+    ("eligible", "message"),
     [
         (3, "eligible must be a BlockIndex or None; got 3"),
         (BlockIndex.from_mask(masks.Causal(), 8, 8, block=4), r"\(2, 2\); got \(8, 8\) in blocks of \(4, 4\)"),
         (BlockIndex.from_mask(masks.Band(), 8, 9, block=2), r"got \(8, 9\) in blocks of \(2, 2\)"),
     ],
 )
-def test_no_density_is_stated_over_other_blocks(eligible, told):
-    with pytest.raises(UnsupportedProblem, match=told):
+def test_no_density_is_stated_over_other_blocks(eligible, message):
+    with pytest.raises(UnsupportedProblem, match=message):
         BlockIndex.from_mask(masks.Causal(), 8, 8, block=2).report(eligible=eligible)
 
 

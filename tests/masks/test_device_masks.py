@@ -77,7 +77,7 @@ LARGE = [
 
 
 def assert_same_lists(got, expected, num_entries):
-    """Assert that the arrays that kernels read are equal, but for unused room behind the last entry."""
+    """Assert that the arrays that kernels read are equal, except for unused room after the last entry."""
     for name in ("row_pointers", "column_pointers", "row_order", "column_order"):
         np.testing.assert_array_equal(got[name], expected[name])
     for name in ("kv_blocks", "q_blocks", "column_entries"):
@@ -102,12 +102,12 @@ def test_an_index_and_its_lists_are_the_same_wherever_they_are_made(case, block)
     with device.transfers_allowed():
         assert_same_blocks(index._on_host, expected)
         assert_same_blocks(turned._on_host, expected.transpose())
-    here = on_host(lists)
-    assert_same_lists(here, ListedWork(index=expected).lists, expected.num_entries)
+    host_lists = on_host(lists)
+    assert_same_lists(host_lists, ListedWork(index=expected).lists, expected.num_entries)
     # The room behind the last entry is safe to read.
-    behind = slice(int(here["row_pointers"][-1]), None)
-    assert not any(here[name][behind].any() for name in ("kv_blocks", "kinds", "tiles", "column_entries"))
-    assert ((0 <= here["q_blocks"]) & (here["q_blocks"] < index.num_q_blocks)).all()
+    behind = slice(int(host_lists["row_pointers"][-1]), None)
+    assert not any(host_lists[name][behind].any() for name in ("kv_blocks", "kinds", "tiles", "column_entries"))
+    assert ((0 <= host_lists["q_blocks"]) & (host_lists["q_blocks"] < index.num_q_blocks)).all()
 
 
 def assert_flat_arrays(index):
@@ -156,9 +156,9 @@ def test_work_on_a_device_tells_the_mask_by_rows_and_by_columns(case, tile):
     work = work_list(requested_mask(on_device, False, None, shape, device.namespace), shape, tile)
     assert all(isinstance(array, device.DeviceArray) for array in held_arrays(work))
     with device.transfers_allowed():
-        here = work.on_host
+        on_host = work.on_host
     for transposed in (False, True):
-        allowed, _ = rebuilt(here, shape, transposed)
+        allowed, _ = rebuilt(on_host, shape, transposed)
         assert (allowed == mask.toarray(**shape._asdict()).reshape(allowed.shape)).all()
 
 
@@ -174,15 +174,15 @@ def test_sweeps_of_any_size_say_the_same(monkeypatch, case, at_once):
 @given(CASES)
 def test_elements_and_intervals_are_computed_on_the_device(case):
     shape, mask = case
-    resolved, there = mask.resolve(shape), sent(mask, device.to_device).resolve(shape)
+    resolved, on_device = mask.resolve(shape), sent(mask, device.to_device).resolve(shape)
     grid = np.ogrid[tuple(slice(extent) for extent in (shape.num_batch, *shape[1:]))]
     coordinates = [device.to_device(side) for side in grid]
-    got = device.to_host(there(*coordinates))
+    got = device.to_host(on_device(*coordinates))
     full = (shape.num_batch, *shape[1:])
     assert (np.broadcast_to(got, full) == np.broadcast_to(resolved(*grid), full)).all()
     got = sent(mask, device.to_device).toarray(**shape._asdict())
     assert (device.to_host(got) == mask.toarray(**shape._asdict())).all()
-    bounds, expected = there.intervals(*coordinates[:3]), resolved.intervals(*grid[:3])
+    bounds, expected = on_device.intervals(*coordinates[:3]), resolved.intervals(*grid[:3])
     assert (bounds is None) == (expected is None)
     for side, wanted in zip(bounds or (), expected or ()):
         limits = (0, shape.seqlen_kv)
@@ -193,10 +193,10 @@ def test_elements_and_intervals_are_computed_on_the_device(case):
 def test_rectangles_on_a_device_never_claim_too_much(shape, data):
     mask = changed(data.draw(strategies.masks(shape)), in_order)
     assume(with_arrays((shape, mask)))
-    there = sent(mask, device.to_device).resolve(shape)
+    resolved = sent(mask, device.to_device).resolve(shape)
 
     def rectangle(*boxes):
-        answers = there.rectangle(*map(device.to_device, boxes))
+        answers = resolved.rectangle(*map(device.to_device, boxes))
         return [device.to_host(each) if isinstance(each, device.DeviceArray) else each for each in answers]
 
     assert_rectangles_never_claim_too_much(mask, shape, rectangle, data.draw(st.integers(0, 2**32)))
@@ -236,11 +236,11 @@ def test_intervals_lie_in_c_order():
 def test_an_index_is_sent_as_it_is():
     index = BlockIndex.from_mask(masks.Causal() | patterns.strided(3), 50, 50, 8)
     with device.transfers_allowed():
-        there = index.to(device.to_device)
-    lists = ListedWork(index=there).lists
+        on_device = index.to(device.to_device)
+    lists = ListedWork(index=on_device).lists
     assert_same_lists(on_host(lists), ListedWork(index=index).lists, index.num_entries)
     with device.transfers_allowed():
-        assert_same_blocks(there._on_host, index)
+        assert_same_blocks(on_device._on_host, index)
 
 
 # Number of operations

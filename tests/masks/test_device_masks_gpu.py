@@ -42,12 +42,12 @@ def captured(cupy, build):
         stream.synchronize()
         stream.begin_capture()
         try:
-            made = build()
+            results = build()
         finally:
             graph = stream.end_capture()
         graph.launch(stream)
         stream.synchronize()
-    return made
+    return results
 
 
 def test_a_wait_inside_a_capture_is_seen(cupy):
@@ -59,31 +59,31 @@ def test_a_wait_inside_a_capture_is_seen(cupy):
 @pytest.mark.parametrize(("shape", "mask"), CASES, ids=IDS)
 @pytest.mark.parametrize("block", [(32, 20), (16, 16)], ids=str)
 def test_an_index_and_its_lists_are_made_without_waiting(cupy, shape, mask, block):
-    there = sent(mask, cupy.asarray)
+    on_device = sent(mask, cupy.asarray)
 
     def build():
-        index = BlockIndex.from_mask(there, block=block, **shape._asdict())
+        index = BlockIndex.from_mask(on_device, block=block, **shape._asdict())
         return index, ListedWork(index=index).lists, index.transpose()
 
     index, lists, turned = captured(cupy, build)
     expected = BlockIndex.from_mask(mask, block=block, **shape._asdict())
     assert_same_blocks(index._on_host, expected)
     assert_same_blocks(turned._on_host, expected.transpose())
-    here = {name: cupy.asnumpy(array) for name, array in lists.items()}
-    assert_same_lists(here, ListedWork(index=expected).lists, expected.num_entries)
+    on_host = {name: cupy.asnumpy(array) for name, array in lists.items()}
+    assert_same_lists(on_host, ListedWork(index=expected).lists, expected.num_entries)
 
 
 @pytest.mark.parametrize(("shape", "mask"), CASES, ids=IDS)
 def test_work_is_made_without_waiting(cupy, shape, mask):
-    there = sent(mask, cupy.asarray)
+    on_device = sent(mask, cupy.asarray)
     where = namespace(cupy.zeros(0))
-    work = captured(cupy, lambda: work_list(requested_mask(there, False, None, shape, where), shape, (64, 32)))
-    here = work.on_host
-    if isinstance(here, ListedWork):
-        got = here.index.toarray()
+    work = captured(cupy, lambda: work_list(requested_mask(on_device, False, None, shape, where), shape, (64, 32)))
+    on_host = work.on_host
+    if isinstance(on_host, ListedWork):
+        got = on_host.index.toarray()
     else:
         keys = np.arange(shape.seqlen_kv)
-        got = (here.lo[..., None] <= keys) & (keys < here.hi[..., None])
+        got = (on_host.lo[..., None] <= keys) & (keys < on_host.hi[..., None])
     expected = mask.toarray(**shape._asdict()).reshape(shape.num_batch, *shape[1:])
     assert (np.broadcast_to(got, expected.shape) == expected).all()
 
@@ -92,10 +92,10 @@ def test_work_is_made_without_waiting(cupy, shape, mask):
 def test_an_index_on_a_gpu_combines_without_waiting(cupy, block):
     shape, other = MaskShape((), 2, 130, 130), masks.Causal()
     pattern = patterns.random(130, block=8, density=0.3, num_heads=2)
-    there = sent(pattern, cupy.asarray)
+    on_device = sent(pattern, cupy.asarray)
 
     def build():
-        index = BlockIndex.from_mask(there, block=8, **shape._asdict())
+        index = BlockIndex.from_mask(on_device, block=8, **shape._asdict())
         return BlockIndex.from_mask(index.as_mask() & other, block=block, **shape._asdict())
 
     index = captured(cupy, build)

@@ -67,7 +67,7 @@ def attend(library: ModuleType, mask: Any, run: Run) -> Any:
 
 
 def check_calls(library: ModuleType, make: Callable[..., Any], before: Any, after: Any, run: Run) -> None:
-    """A call with an edited mask is the call with a mask that is made of the edited arrays."""
+    """Check that a call with an edited mask is the call with a mask that is made of the edited arrays."""
     live = [run.put(array.copy()) for array in before]
     mask = make(*live)
     old = attend(library, mask, run)
@@ -121,7 +121,7 @@ def test_a_plan_has_the_mask_that_was_there_when_it_was_made(name: str, run: Run
 
 
 def check_refusals(library: ModuleType, causal: Any, before: Any, after: Any, allow_gaps: bool = False) -> bool:
-    """An edited mask is refused by the next call for the reasons for which a new one is; tell whether it was."""
+    """Check that the next call refuses an edited mask for the same reasons as a new one; return whether it did."""
     live = [array.copy() for array in before]
     mask = library.masks.Sequences(*live, causal=causal, allow_gaps=allow_gaps)
     for array, written in zip(live, after):
@@ -160,15 +160,15 @@ def test_offsets_that_are_wrong_after_an_edit_are_refused() -> None:
 
 @given(st.lists(st.integers(-1, 9), max_size=4), st.none() | st.lists(st.integers(-1, 9), max_size=4))
 def test_scores_and_masks_refuse_the_same_offsets_in_the_same_words(q: list[int], kv: list[int] | None) -> None:
-    told = []
+    messages = []
     for make in (masks.Sequences, lambda *arrays: scores.within(scores.alibi(np.ones(2)), *arrays)):
         try:
             make(np.array(q, int), None if kv is None else np.array(kv, int))
         except cuflash.UnsupportedProblem as error:
-            told.append(error.reasons)
+            messages.append(error.reasons)
         else:
-            told.append(())
-    assert told[0] == told[1]
+            messages.append(())
+    assert messages[0] == messages[1]
 
 
 def test_scores_and_masks_refuse_what_are_no_offsets_in_the_same_words() -> None:
@@ -181,11 +181,11 @@ def test_scores_and_masks_refuse_what_are_no_offsets_in_the_same_words() -> None
 
 def test_a_score_within_sequences_and_its_pickles_keep_their_offsets() -> None:
     live = np.array([0, 3, 8])
-    made = scores.within(scores.alibi(np.ones(2)), live)
-    starts = made.arrays["q_starts"].tolist()
+    score = scores.within(scores.alibi(np.ones(2)), live)
+    starts = score.arrays["q_starts"].tolist()
     live[1] = 6
-    assert made.arrays["q_starts"].tolist() == starts == [0] * 3 + [3] * 5
-    assert pickle.loads(pickle.dumps(made)).arrays["q_starts"].tolist() == starts
+    assert score.arrays["q_starts"].tolist() == starts == [0] * 3 + [3] * 5
+    assert pickle.loads(pickle.dumps(score)).arrays["q_starts"].tolist() == starts
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
@@ -204,5 +204,5 @@ def test_calls_and_plans_see_what_is_written_to_arrays_of_a_score(run: Run) -> N
 
 
 def test_sparse_blocks_have_two_axes() -> None:
-    told = refused(lambda: masks.BlockPattern(scipy.sparse.coo_array(np.ones(3)), 8))
-    assert told == "blocks must have two axes as a scipy.sparse array; got shape (3,)"
+    message = refused(lambda: masks.BlockPattern(scipy.sparse.coo_array(np.ones(3)), 8))
+    assert message == "blocks must have two axes as a scipy.sparse array; got shape (3,)"

@@ -47,21 +47,21 @@ def operations(draw):
 
 
 def check_operators(library, drawn):
-    """An operator with a mask or an index on either side gives what NumPy gives for their arrays."""
+    """Check that an operator with a mask or an index on either side gives what NumPy gives for their arrays."""
     first, second, block, names, combine = drawn
-    made = combine(*(FORMS[name](library, table, block) for name, table in zip(names, (first, second))))
+    combined = combine(*(FORMS[name](library, table, block) for name, table in zip(names, (first, second))))
     expected = OF_NUMPY[combine](first, second)
     if names == ("index", "index"):
-        assert isinstance(made, library.BlockIndex) and made.block == block
-        found = made.toarray()[0, 0]
+        assert isinstance(combined, library.BlockIndex) and combined.block == block
+        actual = combined.toarray()[0, 0]
     else:
-        assert isinstance(made, library.masks.Mask)
-        found = made.toarray(*first.shape)
-    assert np.array_equal(found, expected), names
+        assert isinstance(combined, library.masks.Mask)
+        actual = combined.toarray(*first.shape)
+    assert np.array_equal(actual, expected), names
 
 
 def check_index_operators(library, drawn):
-    """An index has a complement, equality and hashes by its elements, and the counts of its array."""
+    """Check that an index has a complement, equality and hashes by its elements, and the counts of its array."""
     first, second, block = drawn
     ours, theirs = (library.BlockIndex.from_mask(table, *table.shape, block) for table in (first, second))
     assert np.array_equal((~ours).toarray()[0, 0], ~first)
@@ -75,7 +75,7 @@ def check_index_operators(library, drawn):
 
 
 def check_indices_of_masks(library, drawn):
-    """Closed forms of composed masks agree with their elements, which the blocks of an index come from."""
+    """Check that closed forms of composed masks agree with their elements, which the blocks of an index come from."""
     shape, mask, block = drawn
     index = library.BlockIndex.from_mask(mask, block=block, **shape._asdict())
     expected = mask.toarray(**shape._asdict()).reshape(shape.num_batch, *shape[1:])
@@ -83,7 +83,7 @@ def check_indices_of_masks(library, drawn):
 
 
 def check_coarsening(library, drawn):
-    """`filled` keeps the listed blocks whole; `on_blocks` repeats each element of the pattern over a block."""
+    """Check that `filled` keeps listed blocks whole, and `on_blocks` repeats each element over a block."""
     first, _, block = drawn
     index = library.BlockIndex.from_mask(first, *first.shape, block)
     filled = index.filled()
@@ -109,7 +109,7 @@ def check_coarsening(library, drawn):
 
 
 def check_scipy(library, drawn, name):
-    """A scipy.sparse array, of elements or of blocks, means what its dense array means; stored zeros hide."""
+    """Check that a scipy.sparse array of elements or blocks equals its dense array; stored zeros hide."""
     first, second, block = drawn
     from_scipy = library.BlockIndex.from_scipy
     matrix = scipy.sparse.coo_array(first.astype(np.float32)).asformat(name)
@@ -172,11 +172,11 @@ def test_attention_takes_what_stands_for_a_mask(executor, name):
 
 
 REFUSED = {
-    "a list": (lambda: masks.Causal() & ["a"], TypeError, r"mask must be an array; got \['a'\]: lists may hold"),
+    "a list": (lambda: masks.Causal() & ["a"], TypeError, r"mask must be an array; got \['a'\]: a list may contain"),
     "an int": (lambda: masks.Causal() | 3, TypeError, "mask must be a Mask, .* got 3"),
     "a class": (lambda: masks.Causal() & masks.Causal, TypeError, "got the class Causal: call it"),
     "the class BlockIndex": (lambda: BlockIndex & masks.Causal(), TypeError, "got the class BlockIndex: call it"),
-    "ints": (lambda: np.eye(3) & masks.Causal(), UnsupportedProblem, "mask must be boolean, .* bias=.* by mask != 0"),
+    "ints": (lambda: np.eye(3) & masks.Causal(), UnsupportedProblem, "mask must be boolean, .* bias=.* with mask != 0"),
     "a rule of two": (
         lambda: masks.Causal() | (lambda i, j: i == j), TypeError, r"coordinates \(b, h, i, j\); .*\(i, j\)"
     ),

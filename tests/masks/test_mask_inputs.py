@@ -119,10 +119,10 @@ def numbered(draw):
 
 
 def numbered_mask(library, name, arguments, align):
-    made = part(library, "masks")
+    rooms = part(library, "masks")
     kinds = {
-        "window": made.SlidingWindow, "dilated": made.Dilated, "band": made.Band, "prefix": made.PrefixLM,
-        "lengths": lambda q, kv: made.Lengths(q=q, kv=kv), "compressed": made.Compressed,
+        "window": rooms.SlidingWindow, "dilated": rooms.Dilated, "band": rooms.Band, "prefix": rooms.PrefixLM,
+        "lengths": lambda q, kv: rooms.Lengths(q=q, kv=kv), "compressed": rooms.Compressed,
     }  # fmt: skip
     make = kinds[name] if name in kinds else getattr(part(library, "patterns"), name)
     aligned = {"align": align} if "align" in inspect.signature(make).parameters else {}
@@ -145,16 +145,16 @@ def numbered_table(name, arguments):
 
 def check_numbers(library, name_and_arguments, executor):
     name, arguments = name_and_arguments
-    made, expected = numbered_mask(library, name, arguments, "top_left"), numbered_table(name, arguments)
+    mask, expected = numbered_mask(library, name, arguments, "top_left"), numbered_table(name, arguments)
     shape = part(library, "masks.shape").MaskShape((), 1, *LENGTHS)
-    assert (made.toarray(**shape._asdict())[0] == expected).all()
-    assert ((~made).toarray(**shape._asdict())[0] == ~expected).all()
+    assert (mask.toarray(**shape._asdict())[0] == expected).all()
+    assert ((~mask).toarray(**shape._asdict())[0] == ~expected).all()
     lists = part(library, "blocks.work_list")
-    band = getattr(lists.work_list(lists.requested_mask(made, False, None, shape), shape, (4, 4)), "band", None)
+    band = getattr(lists.work_list(lists.requested_mask(mask, False, None, shape), shape, (4, 4)), "band", None)
     for bound in () if band is None else (band.lower, band.upper):
         assert bound is None or abs(bound) <= 2**62, "kernels add places to it in int64"
     if executor is not None:
-        assert (seen(library, executor, *LENGTHS, made) == expected).all()
+        assert (seen(library, executor, *LENGTHS, mask) == expected).all()
         if name == "window":
             causal = seen(library, executor, *LENGTHS, window=arguments, causal="top_left")
             assert (causal == expected & np.tri(*LENGTHS, dtype=bool)).all()
@@ -183,7 +183,7 @@ def test_numbers_of_every_kind_and_size_mean_the_same_to_kernels(name_and_argume
 
 
 def check_shapes(library, kind):
-    """Differences of lengths, and products of processors, do not wrap around."""
+    """Check that differences of lengths, and products of processors, do not wrap around."""
     shape_of = part(library, "masks.shape").MaskShape
     shape, plain = shape_of((kind(1),), kind(1), kind(9), kind(6)), shape_of((1,), 1, 9, 6)
     assert shape == plain and {type(extent) for extent in (*shape.batch, *shape[1:])} == {int}
@@ -240,14 +240,14 @@ NUMBERS_REFUSED = {
     "a dilation of longformer": (
         lambda: patterns.longformer((2, 2), dilation=1.0), "dilation must be an int of at least 1"
     ),
-    "a window of longformer": (lambda: patterns.longformer(3), "got 3: (3, 0) is 3 tokens before the query"),
+    "a window of longformer": (lambda: patterns.longformer(3), "got 3: use (3, 0) for 3 tokens before the query"),
     "a window between the dilation's keys": (
         lambda: patterns.longformer((4, 3), dilation=2), "window must be two multiples of dilation=2; got (4, 3)"
     ),
     "an even window of bigbird": (
         lambda: patterns.bigbird(64, num_window_blocks=2), "num_window_blocks must be odd"
     ),
-    "a batch that is no tuple": (lambda: MaskShape(2, 1, 3, 3), "batch must be a tuple of ints"),
+    "a batch that is not a tuple": (lambda: MaskShape(2, 1, 3, 3), "batch must be a tuple of ints"),
     "a negative length": (lambda: masks.Lengths(kv=-1), "kv must be an int of at least 0, or an integer array"),
     "a block beyond all": (lambda: masks.BlockPattern(np.ones((1, 1), bool), 2**40), "block must be at most 10737418"),
     "a pattern too long": (lambda: patterns.butterfly(2**70), "lengths must be at most 1073741824"),
@@ -336,14 +336,14 @@ def test_an_intersection_of_bands_may_be_empty_and_a_band_may_not(a, b, c, d):
 
 
 def check_coordinates(library, kind, drawn):
-    """A mask adds numbers to coordinates, and the sums need not fit the coordinates' dtype."""
-    found, shape = part(library, "masks"), part(library, "masks.shape").MaskShape((), 1, 9, 9)
+    """Check that a mask can add numbers to coordinates whose dtype does not hold the sums."""
+    rooms, shape = part(library, "masks"), part(library, "masks.shape").MaskShape((), 1, 9, 9)
     grid = np.ogrid[:1, :1, :9, :9]
     narrow = [side.astype(kind) for side in grid]
-    wide = ~found.Band(-200, 300) | found.Dilated(300) | part(library, "patterns").fixed(300, 295)
-    for asked in (drawn.resolve(shape), wide, found.BlockPattern(np.ones((1, 1), bool), 300).resolve(shape)):
-        there, expected = (np.broadcast_to(asked(*places), (1, 1, 9, 9)) for places in (narrow, grid))
-        assert np.array_equal(there, expected)
+    wide = ~rooms.Band(-200, 300) | rooms.Dilated(300) | part(library, "patterns").fixed(300, 295)
+    for mask in (drawn.resolve(shape), wide, rooms.BlockPattern(np.ones((1, 1), bool), 300).resolve(shape)):
+        values, expected = (np.broadcast_to(mask(*places), (1, 1, 9, 9)) for places in (narrow, grid))
+        assert np.array_equal(values, expected)
 
 
 @given(st.sampled_from(strategies.INTEGER_TYPES), strategies.masks(MaskShape((), 1, 9, 9)))
@@ -366,7 +366,7 @@ ALIKE_IDS = (  # to some dtype
 @st.composite
 def documents(draw):
     """Draw ids of queries and keys, each of any integer dtype that holds them, often in order."""
-    found, is_in_order = [], draw(st.booleans())
+    sides, is_in_order = [], draw(st.booleans())
     chosen = draw(st.sampled_from(ALIKE_IDS))
     every = st.sampled_from(strategies.INTEGER_TYPES)
     wide = st.permutations([np.uint64, np.int64])
@@ -374,21 +374,21 @@ def documents(draw):
     for length, dtype in zip(LENGTHS, map(np.dtype, dtypes)):
         held = [number for number in chosen if np.iinfo(dtype).min <= number <= np.iinfo(dtype).max] or [0]
         ids = draw(st.lists(st.sampled_from(held), min_size=length, max_size=length))
-        found.append(np.array(sorted(ids) if is_in_order else ids, dtype))
-    return found[0], found[1], is_in_order
+        sides.append(np.array(sorted(ids) if is_in_order else ids, dtype))
+    return sides[0], sides[1], is_in_order
 
 
 def check_documents(library, drawn):
     q_ids, kv_ids, is_in_order = drawn
-    made = part(library, "masks").Documents(q_ids, kv_ids)
+    mask = part(library, "masks").Documents(q_ids, kv_ids)
     shape = part(library, "masks.shape").MaskShape((), 1, *LENGTHS)
     expected = np.array([[int(own) == int(other) for other in kv_ids] for own in q_ids])
-    assert (made.toarray(**shape._asdict())[0] == expected).all()
-    assert (np.broadcast_to(made(*np.ogrid[:1, :1, : LENGTHS[0], : LENGTHS[1]]), (1, 1, *LENGTHS)) == expected).all()
+    assert (mask.toarray(**shape._asdict())[0] == expected).all()
+    assert (np.broadcast_to(mask(*np.ogrid[:1, :1, : LENGTHS[0], : LENGTHS[1]]), (1, 1, *LENGTHS)) == expected).all()
     if is_in_order:
         with device_double.transfers_allowed():
-            there = made.to(device_double.to_device)
-        index = part(library, "blocks.index").BlockIndex.from_mask(there, block=4, **shape._asdict())
+            on_device = mask.to(device_double.to_device)
+        index = part(library, "blocks.index").BlockIndex.from_mask(on_device, block=4, **shape._asdict())
         with device_double.transfers_allowed():
             assert (index._on_host.toarray()[0, 0] == expected).all()
 
@@ -405,33 +405,33 @@ def test_ids_of_all_dtypes_are_compared_exactly(drawn):
 @given(st.lists(st.sampled_from((0, 1, 5, 127, 2**53, 2**63, 2**64 - 1)), min_size=2, max_size=2))
 def test_lengths_of_all_dtypes_are_compared_exactly(kv):
     fitting = [kind for kind in strategies.INTEGER_TYPES if max(kv) <= np.iinfo(kind).max]
-    for kind, made in itertools.product(fitting, (masks.Lengths, masks.PrefixLM)):
+    for kind, make in itertools.product(fitting, (masks.Lengths, masks.PrefixLM)):
         lengths = np.array(kv, kind)
-        asked = made(kv=lengths) if made is masks.Lengths else made(lengths, "top_left")
-        expected = [[[j < n or (made is masks.PrefixLM and j <= i) for j in range(9)] for i in range(6)] for n in kv]
-        assert (asked.toarray(6, 9, batch=(2,), num_heads=1)[:, 0] == np.array(expected)).all()
+        mask = make(kv=lengths) if make is masks.Lengths else make(lengths, "top_left")
+        expected = [[[j < n or (make is masks.PrefixLM and j <= i) for j in range(9)] for i in range(6)] for n in kv]
+        assert (mask.toarray(6, 9, batch=(2,), num_heads=1)[:, 0] == np.array(expected)).all()
 
 
 # Lengths
 
 
 def check_limits(library):
-    """The longest lengths, and the most matrices and tiles, are taken, and one more is refused."""
-    spec, most, made = library.DeviceSpec.gpu("A100"), part(library, "masks.shape").MAX_SEQLEN, part(library, "masks")
+    """Check that the longest lengths and the most matrices and tiles are accepted, and one more is refused."""
+    spec, most, rooms = library.DeviceSpec.gpu("A100"), part(library, "masks.shape").MAX_SEQLEN, part(library, "masks")
 
     def planned(q, k, **options):
         q, k = (library.ShapeDtype(shape, "float32") for shape in (q, k))
         return library.plan(q, k, k, **({"device": spec, "kernel": "simt"} | options))._plan
 
-    assert planned((most, 1), (4, 1)).work.band == planned((4, 1), (most, 1)).work.band == made.Band()
+    assert planned((most, 1), (4, 1)).work.band == planned((4, 1), (most, 1)).work.band == rooms.Band()
     with pytest.raises(library.UnsupportedProblem, match="^seqlen_q must be at most 1073741824; got 1073741825: call"):
         planned((most + 1, 1), (4, 1))
     with pytest.raises(library.UnsupportedProblem, match="^seqlen_kv must be at most 1073741824; got 1073741825: att"):
         planned((4, 1), (most + 1, 1))
     for lengths in ((4, most + 1), (most + 1, 4)):
-        shape = made.MaskShape((), 1, *lengths)
+        shape = rooms.MaskShape((), 1, *lengths)
         with pytest.raises(library.UnsupportedProblem, match="must be at most 1073741824; got 1073741825"):
-            library.BlockIndex.from_mask(made.Band(), block=1 << 28, **shape._asdict())
+            library.BlockIndex.from_mask(rooms.Band(), block=1 << 28, **shape._asdict())
     few, many, tall = ((extent, 1 << 16, length, 1) for extent, length in ((1 << 14, 1), (16385, 1), (1 << 14, 1000)))
     assert planned(few, few).problem.num_batch_heads == 1 << 30
     for shape in (many, tall):
@@ -446,25 +446,25 @@ def test_what_int32_does_not_count_is_refused():
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("made", [Band(MAX_SEQLEN - 5, None), Band(MAX_SEQLEN - 5, 2**70)], ids=str)
-def test_the_last_keys_of_the_longest_sequence_are_found(executor, made):
+@pytest.mark.parametrize("mask", [Band(MAX_SEQLEN - 5, None), Band(MAX_SEQLEN - 5, 2**70)], ids=str)
+def test_the_last_keys_of_the_longest_sequence_are_found(executor, mask):
     keys = np.broadcast_to(np.zeros((1, 1), np.float32), (MAX_SEQLEN, 1))
-    _, lse = cuflash.attention(keys[:1], keys, keys, mask=made, executor=executor, return_lse=True)
+    _, lse = cuflash.attention(keys[:1], keys, keys, mask=mask, executor=executor, return_lse=True)
     # Two roundoffs of the logarithm, one of the change of its base, and one of that base's constant.
     assert (abs(lse - math.log(5)) <= 4 * np.finfo(np.float32).eps / 2 * math.log(5)).all()
 
 
 def test_lists_hold_the_longest_lengths():
     shape = MaskShape((), 1, 1, MAX_SEQLEN)
-    for made in (masks.Lengths(kv=2**40), masks.PrefixLM(2**40, "top_left"), masks.Lengths(q=1)):
-        work = work_list(made.resolve(shape), shape, (128, 128))
+    for mask in (masks.Lengths(kv=2**40), masks.PrefixLM(2**40, "top_left"), masks.Lengths(q=1)):
+        work = work_list(mask.resolve(shape), shape, (128, 128))
         assert (work.lo.tolist(), work.hi.tolist()) == ([[[0]]], [[[MAX_SEQLEN]]])
 
 
 def test_a_mask_itself_knows_no_longest_length():
     shape, far = MaskShape((), 1, 1, 2**40), 2**40 - 1
-    for made in (masks.Lengths(q=1), masks.Lengths(kv=2**40), masks.PrefixLM(2**40, "top_left"), Band(None, None)):
-        assert made.resolve(shape)(0, 0, np.array([0]), np.array([far])).all()
+    for mask in (masks.Lengths(q=1), masks.Lengths(kv=2**40), masks.PrefixLM(2**40, "top_left"), Band(None, None)):
+        assert mask.resolve(shape)(0, 0, np.array([0]), np.array([far])).all()
     assert not masks.Lengths(kv=far).resolve(shape)(0, 0, np.array([0]), np.array([far])).any()
 
 
@@ -489,18 +489,18 @@ def check_answers(library):
         def __call__(self, b, h, i, j):
             return self.rule(b, h, i, j)
 
-    found = part(library, "masks")
-    shape = found.MaskShape((), 2, 8, 8)
-    kinds = {found.FromFunction: "FromFunction's function", Answers: "Answers's __call__"}
+    rooms = part(library, "masks")
+    shape = rooms.MaskShape((), 2, 8, 8)
+    kinds = {rooms.FromFunction: "FromFunction's function", Answers: "Answers's __call__"}
     for (kind, who), (rule, words) in itertools.product(kinds.items(), WRONG_ANSWERS.values()):
-        for made in (kind(rule), kind(rule) & found.Causal(), ~kind(rule) | found.Band(0, 0)):
+        for mask in (kind(rule), kind(rule) & rooms.Causal(), ~kind(rule) | rooms.Band(0, 0)):
             for ask in (
-                lambda made: seen(library, "cpu", 8, 8, made),
-                lambda made: made.toarray(**shape._asdict()),
-                lambda made: library.BlockIndex.from_mask(made, block=4, **shape._asdict()),
+                lambda mask: seen(library, "cpu", 8, 8, mask),
+                lambda mask: mask.toarray(**shape._asdict()),
+                lambda mask: library.BlockIndex.from_mask(mask, block=4, **shape._asdict()),
             ):
                 with pytest.raises(library.UnsupportedProblem, match=f"^{who} must return .*{words}"):
-                    ask(made)
+                    ask(mask)
 
 
 def test_answers_that_are_none_are_refused_in_words():
@@ -591,12 +591,12 @@ def check_error(kind, who, use, is_noted=True):
     assert type(error) is kind and error.args == ("no such table",)
     assert error.__context__ is error.__cause__ is None
     notes = getattr(error, "__notes__", [])
-    told = f"Raised in {who}, which was called with integer arrays of the shapes b ("
-    assert len(notes) <= 1 and all(note.startswith(told) for note in notes) and (notes or not is_noted)
+    prefix = f"Raised in {who}, which was called with integer arrays of the shapes b ("
+    assert len(notes) <= 1 and all(note.startswith(prefix) for note in notes) and (notes or not is_noted)
 
 
 def check_errors(library):
-    q, found = np.ones((1, 5, 4), np.float32), part(library, "masks")
+    q, rooms = np.ones((1, 5, 4), np.float32), part(library, "masks")
 
     class Answers(part(library, "masks.base").Mask):
         def __init__(self, rule):
@@ -607,7 +607,7 @@ def check_errors(library):
 
     own = "the __call__ of the mask Answers"
     check_error(TypeError, "the mask function rule", lambda rule: library.attention(q, q, q, mask=rule))
-    check_error(KeyError, "the mask function rule", lambda rule: (found.Causal() & rule).toarray(5))
+    check_error(KeyError, "the mask function rule", lambda rule: (rooms.Causal() & rule).toarray(5))
     check_error(KeyError, own, lambda rule: library.attention(q, q, q, mask=Answers(rule)))
 
 
@@ -727,10 +727,10 @@ class DeclaredSlotted(Mask):
 @dataclass(frozen=True)
 class DeclaredAndMore(Mask):
     kind: ClassVar[str] = "more"
-    given: int
+    argument: int
 
     def __post_init__(self):
-        object.__setattr__(self, "n", self.given)
+        object.__setattr__(self, "n", self.argument)
 
     __call__ = FirstKeys.__call__
 
@@ -812,22 +812,22 @@ def test_a_mask_is_never_taken_for_another_of_its_class(name, executor):
     q, v = np.zeros((8, 1), np.float32), np.eye(8, dtype=np.float32)
     for n in (2, 8):
         expected = np.broadcast_to(np.arange(8) < n, (8, 8))
-        made = MAKERS[name](n)
-        for mine in (made, made & Band(), ~~made | Band(9, None)):
+        mask = MAKERS[name](n)
+        for mine in (mask, mask & Band(), ~~mask | Band(9, None)):
             assert (seen(cuflash, executor, 8, 8, mine) == expected).all()
-        assert ((cuflash.plan(q, q, v, mask=made, executor=executor).forward(q, q, v)[0] > 0) == expected).all()
+        assert ((cuflash.plan(q, q, v, mask=mask, executor=executor).forward(q, q, v)[0] > 0) == expected).all()
 
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_mask_of_any_class_is_copied_and_sent_whole(name):
-    made = MAKERS[name](2)
-    for mine in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made), copy.copy(made), made.to(np.copy)):
-        assert type(mine) is type(made) and seen(cuflash, "cpu", 8, 8, mine).sum() == 16
+    mask = MAKERS[name](2)
+    for mine in (pickle.loads(pickle.dumps(mask)), copy.deepcopy(mask), copy.copy(mask), mask.to(np.copy)):
+        assert type(mine) is type(mask) and seen(cuflash, "cpu", 8, 8, mine).sum() == 16
 
 
 def check_classes(library):
-    """No class of the user's, whatever it defines, makes a call take the plan of another mask."""
-    bases, found, contents = part(library, "masks.base"), part(library, "masks"), part(library, "masks.content")
+    """Check that no user-defined class, whatever it defines, makes a call take the plan of another mask."""
+    bases, rooms, contents = part(library, "masks.base"), part(library, "masks"), part(library, "masks.content")
 
     class Plain(bases.Mask):
         def __init__(self, n):
@@ -836,14 +836,14 @@ def check_classes(library):
         def __call__(self, b, h, i, j):
             return (j < self.n) & (i >= 0)
 
-    class OfBand(found.Band):
+    class OfBand(rooms.Band):
         def __init__(self, n):
             super().__init__(0, 0)
             self.n = n
 
         __call__ = Plain.__call__
 
-    class OfCausal(found.Causal):
+    class OfCausal(rooms.Causal):
         def __init__(self, n):
             super().__init__()
             self.n = n
@@ -863,65 +863,65 @@ def check_classes(library):
 
     @dataclass(frozen=True)
     class More(bases.Mask):
-        given: int = field(compare=False)
+        argument: int = field(compare=False)
 
         def __post_init__(self):
-            object.__setattr__(self, "n", self.given % 10)
-            object.__setattr__(self, "given", 0)
+            object.__setattr__(self, "n", self.argument % 10)
+            object.__setattr__(self, "argument", 0)
 
         __call__ = Plain.__call__
 
     @dataclass(frozen=True)
     class MoreInSlot(Slotted):
-        given: int = field(compare=False)
+        argument: int = field(compare=False)
 
         __post_init__ = More.__post_init__
 
-    class AsItsParent(found.Lengths):
+    class AsItsParent(rooms.Lengths):
         pass
 
-    for made in (Plain, OfBand, OfCausal, Alike, More, MoreInSlot):
+    for cls in (Plain, OfBand, OfCausal, Alike, More, MoreInSlot):
         for n in (2, 8):
             expected = np.broadcast_to(np.arange(8) < n, (8, 8))
-            for mine in (made(n), ~made(n), made(n).to(np.copy)) if made in (Plain, OfBand) else (made(n),):
-                assert (seen(library, "cpu", 8, 8, mine) == (expected if type(mine) is made else ~expected)).all(), made
+            for mine in (cls(n), ~cls(n), cls(n).to(np.copy)) if cls in (Plain, OfBand) else (cls(n),):
+                assert (seen(library, "cpu", 8, 8, mine) == (expected if type(mine) is cls else ~expected)).all(), cls
             q, v = np.zeros((8, 1), np.float32), np.eye(8, dtype=np.float32)
-            assert ((library.plan(q, q, v, mask=made(n)).forward(q, q, v)[0] > 0) == expected).all()
+            assert ((library.plan(q, q, v, mask=cls(n)).forward(q, q, v)[0] > 0) == expected).all()
     with pytest.raises(TypeError, match="is not hashed, since it is no dataclass itself"):
         contents.content(AsItsParent(kv=3))
 
 
 @pytest.mark.parametrize("name", NOT_REMEMBERED)
 def test_what_a_mask_does_not_declare_keeps_it_from_being_hashed(name):
-    made = NOT_REMEMBERED[name](2)
-    for asked in (made, ~made | masks.Causal()):
+    mask = NOT_REMEMBERED[name](2)
+    for variant in (mask, ~mask | masks.Causal()):
         with pytest.raises(TypeError, match="is not hashed, since it|whose contents are never hashed"):
-            content(asked)
-    if type(made).__eq__ is Mask.__eq__:
-        assert made == made and made != NOT_REMEMBERED[name](2)
+            content(variant)
+    if type(mask).__eq__ is Mask.__eq__:
+        assert mask == mask and mask != NOT_REMEMBERED[name](2)
         with pytest.raises(TypeError):
-            hash(made)
+            hash(mask)
 
 
 @pytest.mark.parametrize("name", REMEMBERED)
 def test_a_mask_that_declares_what_it_holds_is_remembered(name, monkeypatch):
     two, eight = REMEMBERED[name](2), REMEMBERED[name](8)
     assert content(two) == content(REMEMBERED[name](2)) and content(two) != content(eight)
-    made = []
-    monkeypatch.setattr(plan_cache, "_new_plan", lambda *arguments: made.append(arguments))
+    created = []
+    monkeypatch.setattr(plan_cache, "_new_plan", lambda *arguments: created.append(arguments))
     plan_cache._cached_plan.cache_clear()
     problem = part(cuflash, "planning.problem").Problem.of(*[np.zeros((8, 1))] * 3)
     for each in (two, REMEMBERED[name](2), eight):
         plan_cache.plan_for(problem, each, cuflash.DeviceSpec.host(), None, False)
     plan_cache._cached_plan.cache_clear()
-    assert [arguments[1] for arguments in made] == [two, eight]
+    assert [arguments[1] for arguments in created] == [two, eight]
 
 
 def test_a_list_that_changes_changes_the_answer():
-    made = OfList([2])
-    assert seen(cuflash, "cpu", 8, 8, made).sum() == 16
-    made.n[0] = 8
-    assert seen(cuflash, "cpu", 8, 8, made).sum() == 64
+    mask = OfList([2])
+    assert seen(cuflash, "cpu", 8, 8, mask).sum() == 16
+    mask.n[0] = 8
+    assert seen(cuflash, "cpu", 8, 8, mask).sum() == 64
 
 
 @dataclass(frozen=True)
@@ -937,7 +937,7 @@ ALIKE += [np.dtype("i4"), np.dtype("u4")]
 
 
 def check_types(library):
-    """Values that Python takes for equal are told apart by their types."""
+    """Check that values that Python considers equal are distinguished by their types."""
     bases, contents = part(library, "masks.base"), part(library, "masks.content")
 
     @dataclass(frozen=True)
@@ -983,8 +983,8 @@ def test_arrays_of_plain_masks_are_where_the_library_looks_for_them():
     table = np.ones(3)
     for kind in (Kept, KeptInSlot):
         assert list(held_arrays(kind(table) & masks.Causal())) == [table]
-        there = kind(table).to(lambda array: array + 1)
-        assert (there.table == 2).all() and type(there) is kind
+        moved = kind(table).to(lambda array: array + 1)
+        assert (moved.table == 2).all() and type(moved) is kind
 
 
 def test_masks_of_sparse_blocks_are_equal_if_they_hold_the_same_array():
@@ -1005,37 +1005,37 @@ def wide(library, kind, count):
 
 def deep(library, count):
     """Build a mask of alternating operators, and the table of booleans that it must equal."""
-    found, made = part(library, "masks"), part(library, "masks").Causal()
+    rooms, mask = part(library, "masks"), part(library, "masks").Causal()
     i, j = np.ogrid[:8, :8]
     allowed = j <= i
     for n in range(count):
         at = n % 15 - 7
         if n % 3 == 0:
-            made, allowed = ~(made | found.Band(at, at)), ~(allowed | (j - i == at))
+            mask, allowed = ~(mask | rooms.Band(at, at)), ~(allowed | (j - i == at))
         elif n % 3 == 1:
-            made, allowed = made & ~found.Lengths(kv=n % 8), allowed & ~(j < n % 8)
+            mask, allowed = mask & ~rooms.Lengths(kv=n % 8), allowed & ~(j < n % 8)
         else:
-            made, allowed = found.Lengths(q=n % 9) | made, (i < n % 9) | allowed
-    return made, allowed
+            mask, allowed = rooms.Lengths(q=n % 9) | mask, (i < n % 9) | allowed
+    return mask, allowed
 
 
-def check_tree(library, made, allowed):
-    """A mask that is wider and deeper than Python's stack has every method of a mask."""
+def check_tree(library, mask, allowed):
+    """Check every method of a mask that is wider and deeper than Python's stack."""
     shape = part(library, "masks.shape").MaskShape((), 1, 8, 8)
     try:
-        assert (made.toarray(**shape._asdict())[0] == allowed).all()
-        assert bool(made(0, 0, 3, 2)) == allowed[3, 2]
-        resolved = made.resolve(shape)
+        assert (mask.toarray(**shape._asdict())[0] == allowed).all()
+        assert bool(mask(0, 0, 3, 2)) == allowed[3, 2]
+        resolved = mask.resolve(shape)
         may, must = resolved.rectangle(0, 0, np.array([2]), np.array([3]), np.array([5]), np.array([6]))
         assert may[0] >= allowed[2, 5] >= np.all(must)
-        assert made._natural_block is None and made._has_intervals == (made.intervals(0, 0, 0) is not None)
-        assert list(part(library, "masks.content").held_arrays(made)) == []
-        assert made == made.to(np.copy) and hash(made) == hash(made.to(np.copy)) and made != ~made
-        assert pickle.loads(pickle.dumps(made)) == made == copy.deepcopy(made) == copy.copy(made)
-        assert repr(made).count("(") == repr(made).count(")") > 100
-        index = part(library, "blocks.index").BlockIndex.from_mask(made, block=4, **shape._asdict())
+        assert mask._natural_block is None and mask._has_intervals == (mask.intervals(0, 0, 0) is not None)
+        assert list(part(library, "masks.content").held_arrays(mask)) == []
+        assert mask == mask.to(np.copy) and hash(mask) == hash(mask.to(np.copy)) and mask != ~mask
+        assert pickle.loads(pickle.dumps(mask)) == mask == copy.deepcopy(mask) == copy.copy(mask)
+        assert repr(mask).count("(") == repr(mask).count(")") > 100
+        index = part(library, "blocks.index").BlockIndex.from_mask(mask, block=4, **shape._asdict())
         assert (index.toarray()[0, 0] == allowed).all()
-        assert (seen(library, "cpu", 8, 8, made) == allowed).all()
+        assert (seen(library, "cpu", 8, 8, mask) == allowed).all()
     except RecursionError as error:
         raise AssertionError("recursion") from error
 
@@ -1057,9 +1057,9 @@ def test_trees_are_kept_flat_and_shown_as_they_are(data):
     one, two, three = (data.draw(strategies.masks(shape, max_leaves=2)) for _ in range(3))
     for kind, node in ((operator.and_, And), (operator.or_, Or)):
         assert kind(kind(one, two), three) == kind(one, kind(two, three)) == node((one, two, three))
-        made = kind(kind(one, two), three)
-        assert not any(type(operand) is node for operand in made.operands)
-        assert repr(made) == f" {'&' if node is And else '|'} ".join(map(in_brackets, made.operands))
+        nested = kind(kind(one, two), three)
+        assert not any(type(operand) is node for operand in nested.operands)
+        assert repr(nested) == f" {'&' if node is And else '|'} ".join(map(in_brackets, nested.operands))
     assert repr(~one) == f"~{in_brackets(one)}" and (~one).operand is one
     assert repr(And((masks.Causal(),))) == "Causal()"
 
@@ -1069,7 +1069,7 @@ def in_brackets(mask):
 
 
 def check_written(library, mask):
-    """A mask prints as it is written, so that what is short makes it again; arrays and functions are told in a word."""
+    """Check that a mask prints as it is written; arrays and functions are abbreviated."""
     names = {name: getattr(library.masks, name) for name in library.masks.__all__} | {"array": np.array}
     names |= {kind.__name__: kind for kind in strategies.INTEGER_TYPES}
     text = repr(mask)
@@ -1088,32 +1088,32 @@ def test_a_mask_prints_as_it_is_written(drawn):
 
 LONG = np.arange(9) // 2
 TEXTS = {
-    "Causal() & SlidingWindow(15, 0)": lambda found: found.masks.Causal() & found.masks.SlidingWindow(15, 0),
-    "Causal(align='top_left') | ~(Lengths(kv=3) ^ Dilated(2, left=1))": lambda found: (
-        found.masks.Causal("top_left") | ~(found.masks.Lengths(kv=3) ^ found.masks.Dilated(2, 1))
+    "Causal() & SlidingWindow(15, 0)": lambda library: library.masks.Causal() & library.masks.SlidingWindow(15, 0),
+    "Causal(align='top_left') | ~(Lengths(kv=3) ^ Dilated(2, left=1))": lambda library: (
+        library.masks.Causal("top_left") | ~(library.masks.Lengths(kv=3) ^ library.masks.Dilated(2, 1))
     ),
-    "Causal() & ~Band(upper=-2)": lambda found: found.masks.Causal() - found.masks.Band(None, -2),
-    "(Causal() & Band(lower=-1)) | Band(lower=0, upper=2)": lambda found: (
-        found.masks.Causal() & found.masks.Band(-1, None) | found.masks.Band(0, 2)
+    "Causal() & ~Band(upper=-2)": lambda library: library.masks.Causal() - library.masks.Band(None, -2),
+    "(Causal() & Band(lower=-1)) | Band(lower=0, upper=2)": lambda library: (
+        library.masks.Causal() & library.masks.Band(-1, None) | library.masks.Band(0, 2)
     ),
-    "SlidingWindow(None, 0)": lambda found: found.masks.SlidingWindow(None, 0),
-    "Sequences(array([0, 2, 9]), causal='top_left')": lambda found: (
-        found.masks.Sequences([0, 2, 9], causal="top_left")
+    "SlidingWindow(None, 0)": lambda library: library.masks.SlidingWindow(None, 0),
+    "Sequences(array([0, 2, 9]), causal='top_left')": lambda library: (
+        library.masks.Sequences([0, 2, 9], causal="top_left")
     ),
-    "Documents(<int64 array of shape (9,)>)": lambda found: found.masks.Documents(LONG),
-    "Dense(<bool array of shape (9, 9)>) & Causal()": lambda found: (
-        found.masks.Dense(LONG == LONG[:, None]) & found.masks.Causal()
+    "Documents(<int64 array of shape (9,)>)": lambda library: library.masks.Documents(LONG),
+    "Dense(<bool array of shape (9, 9)>) & Causal()": lambda library: (
+        library.masks.Dense(LONG == LONG[:, None]) & library.masks.Causal()
     ),
-    "Sparse(<csr_array of shape (9, 9), 9 stored>)": lambda found: (
-        found.masks.Sparse(scipy.sparse.eye_array(9, format="csr"))
+    "Sparse(<csr_array of shape (9, 9), 9 stored>)": lambda library: (
+        library.masks.Sparse(scipy.sparse.eye_array(9, format="csr"))
     ),
-    "FromFunction(<lambda>)": lambda found: found.masks.FromFunction(lambda b, h, i, j: i >= j),
-    "(Causal() & Band()).on_blocks((4, 2), mirrored=True)": lambda found: (
-        (found.masks.Causal() & found.masks.Band()).on_blocks((4, 2), mirrored=True)
+    "FromFunction(<lambda>)": lambda library: library.masks.FromFunction(lambda b, h, i, j: i >= j),
+    "(Causal() & Band()).on_blocks((4, 2), mirrored=True)": lambda library: (
+        (library.masks.Causal() & library.masks.Band()).on_blocks((4, 2), mirrored=True)
     ),
     "<BlockIndex of 1 full and 2 partial blocks of 4 x 4, 75.0 % of all with lengths (8, 8), batch 1, num_heads 1>"
-    ".as_mask() & Lengths(q=3)": lambda found: (
-        found.BlockIndex.from_mask(found.masks.Causal(), 8, 8, 4) & found.masks.Lengths(q=3)
+    ".as_mask() & Lengths(q=3)": lambda library: (
+        library.BlockIndex.from_mask(library.masks.Causal(), 8, 8, 4) & library.masks.Lengths(q=3)
     ),
 }
 

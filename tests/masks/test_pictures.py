@@ -27,7 +27,7 @@ def symbols(text):
 
 
 def check_pictures(library, drawn, b, h):
-    """Pictures of a mask and of its index show the states of the blocks of the mask's array."""
+    """Check that pictures of a mask and of its index show the states of the blocks of the mask's array."""
     shape, mask, block = drawn
     b, h = b % shape.num_batch, h % shape.num_heads
     table = mask.toarray(**shape._asdict()).reshape(shape.num_batch, *shape[1:])[b, h]
@@ -126,7 +126,7 @@ INDEX = BlockIndex.from_mask(masks.Causal(), 8, 8, 2)
 REFUSED = {
     "a head of a mask": (lambda: masks.Causal().picture(8, h=1), "h must be an int from 0 to 0; got 1"),
     "an entry of an index": (lambda: INDEX.picture(3), "b must be an int from 0 to 0; got 3"),
-    "a place that is no int": (lambda: INDEX.plot("a"), "b must be an int from 0 to 0; got 'a'"),
+    "a position that is not an int": (lambda: INDEX.plot("a"), "b must be an int from 0 to 0; got 'a'"),
     "a width": (lambda: masks.Causal().picture(8, width=0), "width must be an int of at least 1; got 0"),
     "a block": (lambda: masks.Causal().plot(8, block=0), "block must be an int of at least 1"),
     "axes": (lambda: masks.Causal().plot(8, ax=3), "ax must be the axes of a matplotlib figure; got int"),

@@ -30,8 +30,8 @@ def near(b, h, i, j):
     return abs(i - j) < WIDTH
 
 
-def of_closure(kept):
-    return lambda b, h, i, j: kept[i // 16, j // 16]
+def of_closure(array):
+    return lambda b, h, i, j: array[i // 16, j // 16]
 
 
 def kept_blocks():
@@ -50,7 +50,7 @@ MASKS = {
 
 
 def arrays_in(mask):
-    """The arrays that a mask of `MASKS` was made of."""
+    """Return the arrays from which a mask of `MASKS` was created."""
     if isinstance(mask, np.ndarray):
         return [mask]
     if callable(mask) and not isinstance(mask, masks.Mask):
@@ -65,7 +65,7 @@ def test_a_call_with_the_same_mask_plans_nothing(monkeypatch, name):
     mask = MASKS[name]()
     first = cuflash.attention(Q, K, V, mask=mask)
     with monkeypatch.context() as patched:
-        patched.setattr(Call, "plan", lambda *given, **options: pytest.fail("planned again"))
+        patched.setattr(Call, "plan", lambda *arguments, **options: pytest.fail("planned again"))
         assert (cuflash.attention(Q, K, V, mask=mask) == first).all()
     owner = weakref.ref(mask)
     before = len(cached("attention"))

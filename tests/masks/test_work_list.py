@@ -16,7 +16,7 @@ from cuflash.blocks.work_list import IntervalWork, ListedWork, requested_mask, w
 TILES = st.tuples(st.integers(1, 12), st.integers(1, 12))
 
 
-def made(mask, shape, tile):
+def listed_work(mask, shape, tile):
     return work_list(requested_mask(mask, False, None, shape), shape, tile)
 
 
@@ -38,10 +38,10 @@ def rebuilt(work, shape, transposed):
     block = work.block_kv if transposed else work.block_q
     for b, h in np.ndindex(shape.num_batch, shape.num_heads):
         for start in range(0, length, block):
-            here = (start, min(start + block, length))
-            for segment in (work.column if transposed else work.row)(b, h, *here):
-                there = (segment.start, segment.stop)
-                rows, keys = (there, here) if transposed else (here, there)
+            block_range = (start, min(start + block, length))
+            for segment in (work.column if transposed else work.row)(b, h, *block_range):
+                segment_range = (segment.start, segment.stop)
+                rows, keys = (segment_range, block_range) if transposed else (block_range, segment_range)
                 place = (b, h, slice(*rows), slice(*keys))
                 assert not visited[place].any() and segment.start < segment.stop
                 visited[place] = True
@@ -52,7 +52,7 @@ def rebuilt(work, shape, transposed):
 @given(SHAPES_AND_MASKS, TILES)
 def test_rows_and_columns_tell_the_same_mask(shape_and_mask, tile):
     shape, mask = shape_and_mask
-    work = made(mask, shape, tile)
+    work = listed_work(mask, shape, tile)
     for transposed in (False, True):
         allowed, _ = rebuilt(work, shape, transposed)
         assert (allowed == mask.toarray(**shape._asdict()).reshape(allowed.shape)).all()
@@ -61,7 +61,7 @@ def test_rows_and_columns_tell_the_same_mask(shape_and_mask, tile):
 @given(SHAPES_AND_MASKS, TILES)
 def test_no_tile_without_an_allowed_element_is_visited(shape_and_mask, tile):
     shape, mask = shape_and_mask
-    work = made(mask, shape, tile)
+    work = listed_work(mask, shape, tile)
     allowed, visited = rebuilt(work, shape, False)
     for b, h in np.ndindex(allowed.shape[:2]):
         for row in range(0, shape.seqlen_q, work.block_q):
@@ -74,7 +74,7 @@ def test_no_tile_without_an_allowed_element_is_visited(shape_and_mask, tile):
 def test_dense_causal_and_windows_hold_no_array():
     shape = MaskShape((2,), 4, 1 << 20, 1 << 20)
     for mask in (None, masks.Causal(), masks.SlidingWindow(100, 5) & masks.Causal()):
-        work = made(mask, shape, (128, 128))
+        work = listed_work(mask, shape, (128, 128))
         assert isinstance(work, IntervalWork) and work.band is not None and work.nbytes == 0
 
 
@@ -82,31 +82,31 @@ def test_lengths_prefixes_and_sorted_documents_hold_two_integers_a_row():
     shape = MaskShape((2,), 4, 1000, 1000)
     ids = np.sort(np.random.default_rng(0).integers(0, 9, 1000))
     for mask in (masks.Lengths(kv=np.array([3, 900])), masks.PrefixLM(7), masks.Documents(ids) & masks.Causal()):
-        work = made(mask, shape, (128, 128))
+        work = listed_work(mask, shape, (128, 128))
         assert isinstance(work, IntervalWork) and work.nbytes <= 2 * 2 * 4 * 1000
 
 
 def test_a_block_index_is_walked_as_it_came():
     index = BlockIndex.from_blocks(np.eye(4, dtype=bool), 64, 64, 16)
-    work = made(index, MaskShape((), 1, 64, 64), (256, 512))
+    work = listed_work(index, MaskShape((), 1, 64, 64), (256, 512))
     assert isinstance(work, ListedWork) and work.index is index
 
 
 def test_large_blocks_are_listed_as_several():
     index = BlockIndex.from_blocks(np.eye(2, dtype=bool), 2048, 2048, 1024)
-    work = made(index, MaskShape((), 1, 2048, 2048), (256, 512))
+    work = listed_work(index, MaskShape((), 1, 2048, 2048), (256, 512))
     assert (work.block_q, work.block_kv) == (128, 128) and set(work.index.kinds) == {BlockKind.FULL}
 
 
 def test_blocks_too_small_for_a_list_are_joined():
     mask = masks.BlockPattern(np.random.default_rng(0).random((25, 25)) < 0.5, 4)
-    work = made(mask, MaskShape((), 1, 100, 100), (256, 512))
+    work = listed_work(mask, MaskShape((), 1, 100, 100), (256, 512))
     assert (work.block_q, work.block_kv) == (16, 16) and BlockKind.BITS in work.index.kinds
 
 
 def test_documents_whose_queries_skip_keys_are_listed():
     queries, keys = np.array([0] * 8 + [2] * 8), np.array([0] * 8 + [1] * 64 + [2] * 8)
-    work = made(masks.Documents(queries, keys), MaskShape((), 1, 16, 80), (16, 8))
+    work = listed_work(masks.Documents(queries, keys), MaskShape((), 1, 16, 80), (16, 8))
     assert isinstance(work, ListedWork) and work.index.num_entries == 2
 
 

@@ -253,7 +253,7 @@ FAULTS = {
         "a band starts alike for all rows of a thread": Edit(
             "attention/mask_softmax_mma.cuh", "mask_band", "max(lo + 2 * i, first)", "max(lo, first)"
         ),
-        "a band goes on past the last key": Edit(
+        "a band continues past the last key": Edit(
             "attention/mask_softmax_mma.cuh", "mask_band", "min(hi + 2 * i, last)", "hi + 2 * i"
         ),
         "keys of the step before count again in a band": Edit(

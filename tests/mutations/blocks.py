@@ -14,6 +14,8 @@ from executors import SIM
 from fused_dq import on_few_processors
 from mutations.planting import Edit
 from poison import call
+from test_dq_finishing import WAYS
+from test_dq_orders import Ordered, one_tile_of_queries
 from test_score_kernels import MASKS, WRT, Probe
 from test_sm90 import ALIGNED, SIM90
 
@@ -28,26 +30,34 @@ SHARED_DQ = Structure(num_heads=2, num_kv_heads=1, seqlen_q=40, seqlen_kv=150, s
 
 
 def gradients_in_turns_are_right() -> None:
-    """Blocks store, add to and finish dQ in the order of their semaphores, and take tiles from a counter."""
+    """Check that blocks store, add to and finish dQ in the order of their semaphores, and take tiles from a counter."""
     example = SIM90.rounded(IN_TURNS.example())
     with on_few_processors():
         machine = Simulator(sim.Schedule(order="random", copies="random", resident_blocks=3), "blocks")
         assert_within_bounds(example, **call(example, SIM90, machine, margin=ALIGNED))
 
 
+def last_arrivals_are_right() -> None:
+    """Tiles arrive one after another, so that none has to wait; the last one finishes dQ."""
+    example = one_tile_of_queries(3)
+    with WAYS["lists"].plans():
+        machine = Ordered(sim.Schedule(order="first_warp", resident_blocks=3), "blocks", order=(2, 0, 1))
+        assert_within_bounds(example, **call(example, SIM90, machine, margin=ALIGNED))
+
+
 def sums_of_blocks_are_right() -> None:
-    """Blocks add to dQ, and to gradients of arrays that a score function reads, at the same time."""
+    """Check that blocks add to dQ, and to gradients of arrays that a score function reads, at the same time."""
     example, run = SHARED_DQ.example(), replace(SIM, kernel="simt")
     machine = Simulator(sim.Schedule(order="random", resident_blocks=3), "blocks")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "_SIMULATOR", machine)
         assert_within_bounds(example, **run.everything(example))
         probe = Probe("float32", MASKS["lengths"])
-        probe.check(probe.found(run, WRT))
+        probe.check(probe.run_results(run, WRT))
 
 
 def parts_are_merged_after_they_are_written() -> None:
-    """The last block to arrive merges the parts of all, with the bits of blocks that run one after another."""
+    """Check that the last block to arrive merges all parts, with the bits of blocks that run one by one."""
     call, device = drawn(KINDS["many parts"], (300, 130)), KINDS["many parts"]["device"]
     machine = Simulator(sim.Schedule(order="random", copies="random", resident_blocks=3), "blocks")
     results = attended(SIM, call, device=device, target=machine)[:2]
@@ -55,7 +65,7 @@ def parts_are_merged_after_they_are_written() -> None:
 
 
 def lengths_are_set_after_they_are_read() -> None:
-    """The last block of a sequence to read its length sets the new one."""
+    """Check that the last block of a sequence to read its length sets the new one."""
     machine = Simulator(sim.Schedule(order="random", resident_blocks=3), "blocks")
     counts = (26, 10, 1, 4)
     rows, k, v, lengths, _ = appended(SIM, np.float32, (256, 256), counts, num_rows=26, target=machine)
@@ -86,6 +96,15 @@ FAULTS = {
         ),
         "the counter of tiles is reset before all have asked": Edit(
             "attention/tile_scheduler.cuh", "next_tile_number_in_order", "+ 1 - num_tiles ==", "+ 2 - num_tiles =="
+        ),
+    },
+    last_arrivals_are_right: {
+        "a tile that need not wait acquires nothing": Edit(
+            "sm90/dq_writer.cuh", "dq_writer_fused", "wait_for_arrivals(arrival, message.arrivals);",
+            "if (count / kArrivalIsDone < arrival.num_awaited) wait_for_arrivals(arrival, message.arrivals);",
+        ),
+        "a tile is done before its sums are": Edit(
+            "sm90/dq_writer.cuh", "dq_writer_fused", "tile::wait_bulk_copies(); tile::signal(", "tile::signal("
         ),
     },
     sums_of_blocks_are_right: {

@@ -1,4 +1,4 @@
-"""Faults in the kernels of caches of 8 bits, and the guards that must see them."""
+"""Faults in the kernels of FP8 caches, and the guards that must see them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CALL = drawn(NEW | {"rows": 3, "heads": 8, "dtype": _BFLOAT16}, (193, 70))
 
 
 def decode_is_right() -> None:
-    """Rows with scales far apart give results within their bounds, with equal bits in pages and without."""
+    """Check that rows with scales far apart give results within their bounds, with equal bits in pages and without."""
     factors = np.exp2(np.arange(300) % 5 - 2)[:, None]
     call = replace(_CALL, k=(_CALL.k * factors[::-1]).astype(_BFLOAT16), v=(_CALL.v * factors).astype(_BFLOAT16))
     o, lse, faults = attended(SIM, call, is_quantized=True)
@@ -28,11 +28,11 @@ def decode_is_right() -> None:
 
 
 def append_is_right() -> None:
-    """Numbers, scales and lengths equal the host's, for rows of zeros, of NaN, and of numbers of all sizes."""
+    """Check that rows, scales and lengths equal the host's, for rows of zeros, of NaN, and of numbers of all sizes."""
     counts = (26, 10, 1, 4)
     rows, k, v, lengths, _, *scales = appended(SIM, np.float32, (64, 40), counts, 26, is_quantized=True, is_hard=True)
-    for given, pages, scale in zip(rows, (k, v), scales):
-        data, wanted = quantized_rows(given)
+    for new_rows, pages, scale in zip(rows, (k, v), scales):
+        data, wanted = quantized_rows(new_rows)
         assert np.array_equal(pages, expected([data.view(np.uint8)], counts)[0][0])
         assert np.array_equal(scale, expected([wanted], counts)[0][0], equal_nan=True)
     assert lengths.tolist() == [40, 13, 16, 40]

@@ -23,15 +23,15 @@ _CALLS = {"auto": drawn(NEW | {"rows": 3, "heads": 4}, (193, 2)).fitting()} | {
 
 
 def _is_scored(kernel: str) -> None:
-    """Results of a kernel of caches are those of the function at positions of the cache."""
-    call, kept = _CALLS[kernel], one_by_one.Call
+    """Check that a cache kernel evaluates the score function at cache positions."""
+    call, original = _CALLS[kernel], one_by_one.Call
     one_by_one.Call = None  # type: ignore[assignment, misc]
     try:
         cache = cache_of(SIM, call, {"page_size": 16, "num_pages": 20})
         results = cache.attention(call.q, score=Score(mixed, **_ARRAYS), scale=0.2, kernel=kernel, executor="sim",
                                   return_lse=True, counts=call.counts)  # fmt: skip
     finally:
-        one_by_one.Call = kept  # type: ignore[misc]
+        one_by_one.Call = original  # type: ignore[misc]
     assert_is_scored_attention(SIM, call, _ARRAYS, *results, scale=0.2)
 
 
@@ -48,25 +48,25 @@ def sm90_prefill_is_scored() -> None:
 
 
 def parts_are_at_fixed_positions() -> None:
-    """Results have the bits of those of a chunk, of which the first sees a part that the last does not."""
+    """Check that pieces have the bits of a chunk, whose first piece sees a part that the last does not."""
     for left in (132, 60):
-        made = [chunked(SIM, np.dtype(np.float16), 64, left, cuts) for cuts in ((190, 200), (190, 197, 200))]
-        assert same_bits(*made)
+        outputs = [chunked(SIM, np.dtype(np.float16), 64, left, cuts) for cuts in ((190, 200), (190, 197, 200))]
+        assert same_bits(*outputs)
 
 
 def host_scores_are_right(library: ModuleType) -> None:
-    """Results of each sequence are those of a call of its own, with positions of the cache, in parts too."""
+    """Check that each sequence's results equal those of a separate call at cache positions, also in parts."""
     rng, capacity = np.random.default_rng(0), 60
     rows = rng.standard_normal((2, 3, 2, 50, 8), np.float32)
     q = rng.standard_normal((3, 4, 5, 8), np.float32)
     arrays = arrays_of(3, 4, capacity)
     score = library.scores.Score(mixed, **arrays)
-    made = []
+    outputs = []
     for part_keys in (None, 64):
         sizes = {"batch": 3, "num_kv_heads": 2, "head_dim": 8, "capacity": capacity, "dtype": np.float32}
         cache = library.KVCache(**sizes, page_size=16, num_pages=12, part_keys=part_keys)
         cache.append(*rows, counts=[50, 7, 33])
-        made.append(cache.attention(q, score=score, window=(20, 0)))
+        outputs.append(cache.attention(q, score=score, window=(20, 0)))
         assert np.array_equal(cache.attention(q, softcap=2.0), cache.attention(q, softcap=np.float64(2.0)))
     for b, length in enumerate((50, 7, 33)):
         new = min(5, length)
@@ -80,7 +80,7 @@ def host_scores_are_right(library: ModuleType) -> None:
             s, 0, h, i, j, slope=slope, of_query=of_query, of_key=of_key, near=near), **held)  # fmt: skip
         one = library.attention(*operands, **window, score=own)
         bound = library.error_bound(*operands, **window, score=own).o
-        for each in made:
+        for each in outputs:
             assert (np.abs(each[b, :, 5 - new :] - one) <= 2 * bound).all()
     _chunks_are_tokens(library, rows, q)
 
@@ -98,26 +98,26 @@ def _chunks_are_tokens(library: ModuleType, rows: Any, q: Any) -> None:
 
 
 def steps_are_of_their_score(library: ModuleType) -> None:
-    """Calls have one step where their programs, numbers and layouts of arrays are equal."""
+    """Check that calls share a step if and only if their programs, numbers and array layouts are equal."""
     steps = import_module(f"{library.__name__}.cache.steps")
-    kept = steps.layout_key
+    original = steps.layout_key
     steps.layout_key = lambda *arrays: tuple(array.shape for array in arrays)
     try:
         q, options = np.zeros((1, 2, 1, 8)), (True, None, None, "auto", "auto", "ieee")
         scores = library.scores
-        made = [scores.softcap(3.0), scores.softcap(5.0), *(scores.temperature(np.ones(n)) for n in (2, 3)), None]
-        keys = [steps.decode_key(None, q, None, None, options, score) for score in made]
+        functions = [scores.softcap(3.0), scores.softcap(5.0), *(scores.temperature(np.ones(n)) for n in (2, 3)), None]
+        keys = [steps.decode_key(None, q, None, None, options, score) for score in functions]
         assert len(set(keys)) == len(keys) and None not in keys
         assert keys[0] == steps.decode_key(None, q, None, None, options, scores.softcap(3.0))
     finally:
-        steps.layout_key = kept
+        steps.layout_key = original
 
 
 def positions_restart(library: ModuleType) -> None:
     x, offsets = np.random.default_rng(0).standard_normal((2, 9, 8)), [0, 4, 4, 9]
     alibi = library.scores.alibi(np.array([0.5, 2.0]))
-    made = library.scores.within(library.scores.Score(lambda s, b, h, i, j: s * (i + 1.0) - j), offsets) @ alibi
-    o = library.attention(x, x, x, mask=library.masks.Sequences(offsets), score=made)
+    score = library.scores.within(library.scores.Score(lambda s, b, h, i, j: s * (i + 1.0) - j), offsets) @ alibi
+    o = library.attention(x, x, x, mask=library.masks.Sequences(offsets), score=score)
     for rows in (slice(0, 4), slice(4, 9)):
         function, part = library.scores.Score(lambda s, b, h, i, j: s * (i + 1.0) - j) @ alibi, x[:, rows]
         bound = library.error_bound(part, part, part, score=function).o
@@ -149,7 +149,7 @@ FAULTS = {
                                            "params.softmax_scale"),
     },
     sm80_prefill_is_scored: {
-        "queries count from the first new one": Edit("sm80/forward.cu", "score_step", "position(row)}", "row}"),
+        "queries count from the first new one": Edit("sm80/forward.cu", "head_and_query", "position(row)}", "row}"),
     },
     sm90_prefill_is_scored: {
         "queries count from the first new one": Edit(
@@ -183,7 +183,7 @@ FAULTS = {
         ),
     },
     positions_restart: {
-        "positions go on": Edit(PLACES, "_behind", "position - np.maximum(start, 0)", "position"),
+        "positions continue": Edit(PLACES, "_behind", "position - np.maximum(start, 0)", "position"),
     },
     refuses(
         lambda library: _cache(library).attention(QUERY, bias=np.ones((1, 1), np.float32)[:, :0]), "bias must broadcast"

@@ -48,7 +48,7 @@ def zeros(*shape: int, dtype: Any = np.float16) -> Given:
     return Given(np.zeros(shape, dtype))
 
 
-def given() -> dict[str, Any]:
+def inputs() -> dict[str, Any]:
     """Make the arguments of an `attention` of one token and of an `append`, and the arrays of their cache."""
     tables = {name: zeros(3, dtype=np.int32) for name in ("table", "lengths", "num_faults", "counts", "arrivals")}
     pages = {name: zeros(3, 2, 100, 64) for name in ("k", "v")}
@@ -65,9 +65,9 @@ def decode_pass_of(library: ModuleType, arrays: dict[str, Any]) -> Any:
 
 
 def steps_write_the_addresses_of_their_call(library: ModuleType) -> None:
-    """All other bytes of the records equal those of a new binding; calls at the same time have records of their own."""
+    """Check that records equal those of a new binding except for addresses, and that concurrent calls share none."""
     steps, target = part(library, "cache.steps"), Recording()
-    first, second = given(), given()
+    first, second = inputs(), inputs()
     second |= {name: first[name] for name in ("k", "v", "table", "lengths", "num_faults", "arrivals")}
     kernels = decode_pass_of(library, first)
     step = steps.DecodeStep(kernels, first, target)
@@ -92,8 +92,8 @@ def steps_write_the_addresses_of_their_call(library: ModuleType) -> None:
 
 
 def what_must_be_checked_is_not_taken(library: ModuleType) -> None:
-    """Steps refuse arrays that are not aligned or may overlap others, and options of types that need a check."""
-    steps, arrays = part(library, "cache.steps"), given()
+    """Check that steps refuse arrays that are unaligned or may overlap, and options whose types need a check."""
+    steps, arrays = part(library, "cache.steps"), inputs()
     q, o, sink = (arrays[name].data.ptr for name in ("q", "o", "sink"))
     step = steps.DecodeStep(decode_pass_of(library, arrays), arrays, Recording())
     far = (0, 16)
@@ -104,15 +104,15 @@ def what_must_be_checked_is_not_taken(library: ModuleType) -> None:
     assert step.takes([q, sink, o], [(start - 8, start), (end, end + 8)])
     assert not step.takes([q, sink, q], [far])
     assert not step.takes([q + 1, sink], [far]) and not step.takes([q, sink + 1], [far])
-    kept, q = steps.layout_key, arrays["q"]
-    steps.layout_key = lambda *given: len(given)
+    original, q = steps.layout_key, arrays["q"]
+    steps.layout_key = lambda *arguments: len(arguments)
     try:
         right = (True, (3, None), None, "auto", "auto", "ieee")
         assert steps.decode_key(None, q, None, None, right) is not None
         for place, value in enumerate((1, (True, None), True, None, None, None)):
             assert steps.decode_key(None, q, None, None, (*right[:place], value, *right[place + 1 :])) is None
     finally:
-        steps.layout_key = kept
+        steps.layout_key = original
 
 
 class Tensor:
@@ -138,7 +138,7 @@ class Tensor:
 
 
 def tensors_that_must_be_taken_have_no_layout(library: ModuleType) -> None:
-    """A layout stands only for tensors whose elements kernels on CuPy's stream read as they are."""
+    """Check that only tensors that kernels on CuPy's stream can read in place have a layout."""
     layouts, of_tensor, stream = part(library, "layouts"), {"torch": 0}, SimpleNamespace(ptr=0)
     c_part = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: of_tensor["torch"])
     cuda = SimpleNamespace(get_current_stream=lambda: stream)

@@ -85,7 +85,7 @@ def an_index(library, is_used):
 
 
 def imported_late(library):
-    """In a new process, importing the library does not import NumPy, and calling it does not import SciPy."""
+    """Check in a new process that importing the library does not import NumPy, and calling it does not import SciPy."""
     folder, name = Path(library.__file__).parents[1], library.__name__
     call = "x = np.ones((3, 2)); c.attention(x, x, x, mask=lambda b, h, i, j: i >= j)"
     modules = "print([name for name in ('numpy', 'scipy') if name in sys.modules])"
@@ -140,7 +140,7 @@ FAULTS = {
         ),
     },
     takes(lambda library: (attends(scale=np.array(0.5))(library) == attends(scale=0.5)(library)).all()): {
-        "a 0-d array is no scale": Edit("arrays.py", "as_number", "value.ndim == 0", "False"),
+        "a 0-d array is refused as a scale": Edit("arrays.py", "as_number", "value.ndim == 0", "False"),
     },
     refuses(attends(precision=Q), "precision must be 'ieee'"): {
         "precisions are arrays": Edit(
@@ -165,12 +165,12 @@ FAULTS = {
         ),
     },
     takes(lambda library: (library.attention(Q, Q.tolist(), Q.tolist()) == library.attention(Q, Q, Q)).all()): {
-        "lists are no arrays": Edit(
+        "lists are refused as arrays": Edit(
             "plans.py", "as_arrays", "arrays[name] = of_list(name, value, known[name])", "pass"
         ),
-        "a list beside float32 has float64": Edit(
+        "a list next to float32 has float64": Edit(
             "layouts.py", "dtypes_of_lists",
-            "next((dtype for dtype in found if dtype in DTYPES), np.dtype(np.float64))", "np.dtype(np.float64)",
+            "next((dtype for dtype in known if dtype in DTYPES), np.dtype(np.float64))", "np.dtype(np.float64)",
         ),
     },
     refuses(lambda library: library.masks.Sequences([0, True]), "q_offsets must be a list of ints"): {
@@ -181,7 +181,7 @@ FAULTS = {
             "masks/fields.py", "taken_array", "of_list(name, value, dtype)", "of_list(name, value)"
         ),
     },
-    refuses(attends(k=["a"]), "k must be an array; got ['a']: lists may hold numbers alone"): {
+    refuses(attends(k=["a"]), "k must be an array; got ['a']: a list may contain only numbers"): {
         "strings are numbers": Edit("arrays.py", "of_list", 'array.dtype.kind in "OSU"', 'array.dtype.kind in "O"'),
     },
     refuses(attends(deterministic="no"), "deterministic must be True or False; got 'no'"): {
@@ -264,7 +264,7 @@ FAULTS = {
     refuses(
         lambda library: library.error_bound(Q, Q, Q, plan=library.plan(Q, Q, Q), causal=True), "causal must be left out"
     ): {
-        "options beside a plan do not count": Edit(
+        "options next to a plan do not count": Edit(
             "bounds/elements.py", "_bounds_of_plan",
             "if type(value) is not type(usual[name]) or value != usual[name]", "if False",
         ),

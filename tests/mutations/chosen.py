@@ -47,7 +47,7 @@ def examples(library: ModuleType, **changed: Any) -> st.SearchStrategy[Any]:
 
 
 def lists_are_their_sets(library: ModuleType) -> None:
-    """A mask holds what its lists hold, as elements and as an index."""
+    """Check that a mask holds what its lists hold, as elements and as an index."""
     hunt(shapes_and_lists(library), seeds=2)(lambda drawn: check_table(library, drawn))
 
 
@@ -76,7 +76,7 @@ def telling_example(library: ModuleType) -> Any:
 
 
 def results_are_right(library: ModuleType) -> None:
-    """Results and gradients of chosen blocks, alone and within row intervals, are within their bounds."""
+    """Check that results and gradients of chosen blocks, alone and within row intervals, are within their bounds."""
     check_results(library, telling_example(library))
     hunt(examples(library), seeds=1, most=40)(lambda example: check_results(library, example))
 
@@ -91,7 +91,7 @@ def queries_are_apart(library: ModuleType) -> None:
 
 
 def branches_merge(library: ModuleType) -> None:
-    """Disjoint lists merge to their union, with gradients."""
+    """Check that disjoint lists merge to their union, with gradients."""
     drawn = part(library, "testing").chosen(**DRAWN_FOR_MERGES), NUMBERS
     lists = library.masks.ChosenBlocks(np.random.default_rng(0).integers(-1, 6, (2, 40, 4)), 8)
     of = part(library, "testing.strategies").Structure
@@ -108,7 +108,7 @@ def empty_parts_are_left_out(library: ModuleType) -> None:
 
 
 def full_blocks_beyond_intervals_are_seen(library: ModuleType) -> None:
-    """An index whose full blocks reach beyond its row intervals allows all of them."""
+    """Check that an index whose full blocks reach beyond its row intervals allows all of them."""
     index = library.BlockIndex.from_mask(library.masks.Causal(), 6, 6, (1, 2))
     whole = replace(index, kinds=np.ones_like(index.kinds))
     q, k, v = np.zeros((6, 1)), np.zeros((6, 1)), np.eye(6)
@@ -120,8 +120,8 @@ def call(**options: Any) -> Any:
 
     def attend(library: ModuleType) -> Any:
         q, k = np.ones((4, 4, 2), np.float32), np.ones((2, 8, 2), np.float32)
-        given = {"blocks": np.zeros((2, 4, 2), int), "block": 4} | options
-        return library.attention(q, k, k, mask=library.masks.ChosenBlocks(**given))
+        arguments = {"blocks": np.zeros((2, 4, 2), int), "block": 4} | options
+        return library.attention(q, k, k, mask=library.masks.ChosenBlocks(**arguments))
 
     return attend
 

@@ -17,7 +17,7 @@ _HOSTILE = [Simulator(sim.Schedule(seed=1, order=order, copies="late")) for orde
 
 
 def decode_is_right() -> None:
-    """Results in pages are within bounds, with equal bits alone, for fewer rows, and if copies land late."""
+    """Check that results in pages are within bounds, with equal bits alone, for fewer rows, and if copies land late."""
     call = replace(_CALL, counts=(3, 3, 2))
     o, lse, faults = attended(SIM, call, paged(call, 16, 0))
     assert_is_attention(call, o, lse, SIM.rounded)
@@ -29,7 +29,7 @@ def decode_is_right() -> None:
 
 
 def steps_use_stages_in_turn() -> None:
-    """Parts of many steps are within bounds, with equal bits in two, three and four stages."""
+    """Check that parts of many steps are within bounds, with equal bits in two, three and four stages."""
     call, device = drawn(NEW, (700, 690, 641), 700), replace(DeviceSpec.gpu("H100"), num_processors=2)
     o, lse, _ = attended(SIM, call, device=device, target=_HOSTILE[0])
     assert_is_attention(call, o, lse, SIM.rounded)
@@ -38,7 +38,7 @@ def steps_use_stages_in_turn() -> None:
 
 
 def pages_out_of_range_are_counted() -> None:
-    """Page numbers below 0 or beyond the last, and lengths beyond the capacity, read nothing and are counted."""
+    """Check that page numbers and lengths out of range are counted, and nothing is read for them."""
     k, v, table = paged(_CALL, 16, 0)
     for junk in (-1, len(k)):
         wrong = table.copy()
@@ -49,7 +49,7 @@ def pages_out_of_range_are_counted() -> None:
 
 
 def append_is_right() -> None:
-    """Rows go to their pages, whole or not, by one block a sequence and by several; rows without room are counted."""
+    """Check that rows go to their pages, whole or not, with one or several blocks; rows without room are counted."""
     for dims, num_rows, counts in (((8, 3), 5, (5, 2, 0, 4)), ((256, 256), 26, (26, 10, 1, 4))):
         rows, k, v, lengths, faults = appended(SIM, np.float32, dims, counts, num_rows)
         pages, wanted = expected(rows, counts)

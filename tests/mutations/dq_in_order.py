@@ -17,7 +17,7 @@ SIGNS = (AssertionError, RuntimeError, SimulationError)
 
 
 def sums_of_dq_are_in_order() -> None:
-    """Blocks run together, so that one that does not wait for another has other bits, or a sum that is not there."""
+    """Run blocks concurrently, so that a block that does not wait for another gives other bits or a missing sum."""
     check("dropout", "causal", "128", TOGETHER)
 
 
@@ -34,7 +34,7 @@ def stored_parts_are_right() -> None:
 
 
 def parts_are_printed(library: ModuleType) -> None:
-    """The copy of the library prints the functions; its kernels are those of the installed one."""
+    """Check functions that the copy of the library prints; its kernels are those of the installed one."""
     importlib.import_module(f"{library.__name__}.compiler.source").KERNELS = sources.KERNELS
     check_stored_parts(library)
 
@@ -67,26 +67,30 @@ FAULTS = {
             "if (!is_end) signal_addition(arrivals);",
         ),
         "tiles are counted from the first one": Edit(
-            WRITER, "num_key_tiles_before", ".queries[stage].stats.arrivals.expected - smem.works[smem.", ".works[smem."
+            WRITER, "num_key_tiles_before", ".queries[stage].stats.visitors.last - smem.works[smem.", ".works[smem."
         ),
         "tiles are taken from the first one": Edit(
             PRODUCER, "advance_tile", "number, Config::kAddsDqInOrder)", "number, false)"
         ),
         "nobody is the last visitor": Edit(
             "sm90/backward_statistics.cu", "run",
-            "if (threadIdx.x == 0) stats.arrivals.expected = last_visiting_key_tile<kBlockKv>(params, work);", ";",
+            "if (threadIdx.x == 0) stats.visitors.last = last_visiting_key_tile<kBlockKv>(params, work);", ";",
+        ),
+        "tiles are counted from anywhere": Edit(
+            "sm90/backward_statistics.cu", "run", "if (threadIdx.x == 0) *dq_count(record) = {};", ";"
         ),
         "the last visitor is one too far": Edit(
             "sm90/dq_arrivals.cuh", "last_visiting_key_tile", "/ Width - 1, 0)", "/ Width, 0)"
         ),
     },
     checks_pass_where_no_key_is_seen: {
+        "what nobody stored is dQ": Edit("sm90/convert_dq.cu", "run", "if (has_sums)", "if (true)"),
         "no last visitor is a negative number": Edit(
             "sm90/dq_arrivals.cuh", "last_visiting_key_tile", "/ Width - 1, 0)", "/ Width - 1, -1)"
         ),
     },
     sums_of_arrays_end_with_a_tile: {
-        "sums go on with a block's next tile": Edit(
+        "sums continue with a block's next tile": Edit(
             "sm90/backward.cu", "end_step", "finish_sums(score, of_steps); of_steps = {};", ""
         ),
         "a tile's sums are added again": Edit("sm90/backward.cu", "end_step", "of_steps = {};", ""),

@@ -27,7 +27,7 @@ HALF = replace(SHORT, dtype="float16")
 
 
 def the_host_is_right(library: ModuleType) -> None:
-    """Results of the copy, which draws itself, are within bounds of the weights that the installed library drops."""
+    """Check that the copy's own draws give results within bounds of the weights that the installed library drops."""
     example = SHORT.example()
     for seed in (SEED, np.array(SEED, np.uint64)):
         dropout = library.Dropout(0.3, seed, 5)
@@ -38,17 +38,17 @@ def the_host_is_right(library: ModuleType) -> None:
 
 
 def bounds_are_sharp(library: ModuleType) -> None:
-    """The bounds of the copy equal those of the installed library."""
+    """Check that the bounds of the copy equal those of the installed library."""
     example = SHORT.example()
-    found = import_module(f"{library.__name__}.bounds").error_bound(
+    bounds = import_module(f"{library.__name__}.bounds").error_bound(
         example.q, example.k, example.v, example.do, dlse=example.dlse, dropout=library.Dropout(0.3, SEED, 5)
     )
     for name in ("o", "lse", "dq", "dk", "dv"):
-        np.testing.assert_allclose(getattr(found, name), getattr(example.bounds, name), rtol=1e-9)
+        np.testing.assert_allclose(getattr(bounds, name), getattr(example.bounds, name), rtol=1e-9)
 
 
 def wrong_numbers_are_refused(library: ModuleType) -> None:
-    """Wrong arguments are refused, and right ones are not."""
+    """Check that wrong arguments are refused, and right ones are not."""
     wrong: tuple[tuple[Any, ...], ...] = ((1.0, 0), (-0.1, 0), (0.1, 0.5), (0.1, 2**64), (0.1, 0, -1), (0.1, 0, 2**32))
     for arguments in wrong:
         try:
@@ -66,27 +66,27 @@ def wrong_numbers_are_refused(library: ModuleType) -> None:
 
 
 def calls_are_told_apart(library: ModuleType) -> None:
-    """Calls that differ in their dropout alone are different calls."""
+    """Check that calls that differ in their dropout alone are different calls."""
     q = np.random.default_rng(0).standard_normal((4, 20, 8), np.float32)
     dropouts = None, library.Dropout(0.5, 1), library.Dropout(0.5, 2), library.Dropout(0.5, 1, 1)
-    found = {library.attention(q, q, q, dropout=dropout).tobytes() for _ in range(2) for dropout in dropouts}
-    assert len(found) == 4
+    outputs = {library.attention(q, q, q, dropout=dropout).tobytes() for _ in range(2) for dropout in dropouts}
+    assert len(outputs) == 4
 
 
 def calls_hand_over_their_numbers(library: ModuleType) -> None:
-    """Kernels drop what the installed library's host function drops, for a threshold whose lowest bit is 0."""
+    """Check that kernels drop what the installed host function drops, for a threshold whose lowest bit is 0."""
     example = SHORT.example()
     part(library, "compiler.source").KERNELS = sources.KERNELS  # which no copy of the library has
     ours, theirs = library.Dropout(0.4, SEED, 5), example.but(dropout=Dropout(0.4, SEED, 5))
     (o, lse), vjp = library.attention_vjp(
         example.q, example.k, example.v, dropout=ours, executor="sim", kernel="simt", return_lse=True
     )
-    found = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *vjp(example.do, example.dlse))))
-    assert_within_bounds(theirs, **found)
+    results = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *vjp(example.do, example.dlse))))
+    assert_within_bounds(theirs, **results)
 
 
 def simt_is_right() -> None:
-    """dQ is added up by the backward kernel, and made by a kernel of its own."""
+    """Check dQ both added up by the backward kernel and computed by a separate kernel."""
     check_simulated("simt", SHORT)
     check_simulated("simt", SHORT, deterministic=True)
 
@@ -96,21 +96,21 @@ def naive_is_right() -> None:
 
 
 def sm80_is_right() -> None:
-    """dQ is added up or has its own kernel; there are several steps of keys, and keys that blocks share."""
+    """Check dQ added up and from a separate kernel, with several steps of keys and keys that blocks share."""
     check_simulated("sm80", replace(HALF, q_batch=(), k_batch=(), v_batch=(), seqlen_kv=150))
     check_simulated("sm80", HALF, deterministic=True)
     check_simulated("sm80", replace(HALF, seqlen_q=3, seqlen_kv=400))
 
 
 def sm90_is_right() -> None:
-    """A warpgroup skips more steps than drawers are ahead."""
+    """Check that a warpgroup may skip more steps than drawers are ahead."""
     sequences = Sequences(np.array([0, 86, 150]), np.array([0, 50, 700]))
     one = replace(HALF, q_batch=(), k_batch=(), v_batch=())
     check_simulated("sm90", replace(one, seqlen_q=150, seqlen_kv=700, mask=sequences))
 
 
 def hopper_gradients_are_right() -> None:
-    """Tiles have 128 queries and 64, and blocks of a list start anywhere."""
+    """Check tiles of 128 and of 64 queries, with list blocks that start anywhere."""
     check_simulated("sm90", replace(HALF, seqlen_q=70, seqlen_kv=140, head_dim=80))
     blocks = BlockPattern(np.array([[True, False], [True, True]]), (136, 152))
     check_simulated("sm90", replace(HALF, q_batch=(), k_batch=(), v_batch=(), seqlen_q=150, seqlen_kv=200, mask=blocks))
@@ -137,7 +137,7 @@ FAULTS = {
             "executors/tile_dropout.py", "TileDropout.dropped", "(b * self.num_heads + h)", "(0 * b + h)"
         ),
         "a number at the threshold is dropped": Edit(
-            "dropout/weights.py", "kept", "is_kept: Array = np.uint64(0xFFFF)", "is_kept: Array = np.uint64(0)"
+            "dropout/weights.py", "keep_mask", "is_kept: Array = np.uint64(0xFFFF)", "is_kept: Array = np.uint64(0)"
         ),
         "gradients by dropped weights count": Edit(
             "executors/tile_dropout.py", "Dropped.apply_to_gradients", "np.copyto(dp, 0, where=self.where)", "pass"
@@ -158,7 +158,7 @@ FAULTS = {
         "an offset may have 33 bits": Edit(
             "dropout/weights.py", "Dropout.__post_init__", "0 <= self.offset <= _MASK", "0 <= self.offset <= 2 * _MASK"
         ),
-        "the row after the last one is taken": Edit("dropout/weights.py", "_is_places", "< length", "<= length"),
+        "the row after the last one is taken": Edit("dropout/weights.py", "_are_positions", "< length", "<= length"),
     },
     calls_are_told_apart: {
         "calls do not differ by what they draw": Edit(

@@ -43,12 +43,12 @@ STRUCTURES = (
 @cache
 def _beside_clean() -> list[tuple[Example, Example]]:
     """Return inputs of the kernels, each with the same inputs without NaN, made once for all edits."""
-    given = [*(structure.example() for structure in STRUCTURES), padded_with_nan("float16", value_dim=40)]
-    return [(FA1.rounded(example), FA1.rounded(without_nan(example))) for example in given]
+    examples = [*(structure.example() for structure in STRUCTURES), padded_with_nan("float16", value_dim=40)]
+    return [(FA1.rounded(example), FA1.rounded(without_nan(example))) for example in examples]
 
 
 def loops_are_right() -> None:
-    """Every result is within its bound, in poisoned memory and under hostile schedules."""
+    """Check that every result is within its bound, in poisoned memory and under hostile schedules."""
     schedules = (
         sim.Schedule(),
         sim.Schedule(seed=1, order="random", copies="late"),
@@ -61,7 +61,7 @@ def loops_are_right() -> None:
 
 
 def the_plan_is_right(library: ModuleType) -> None:
-    """Bytes that loops move equal a count by the algorithms; memory and refusals are right."""
+    """Check that bytes that loops move equal a count by the algorithms; memory and refusals are right."""
     x = library.ShapeDtype((2, 4, 1024, 64), np.float16)
     few = library.ShapeDtype((2, 2, 1024, 64), np.float16)
     ready = library.plan(x, few, few, kernel="fa1", device=library.DeviceSpec.gpu("H100"))

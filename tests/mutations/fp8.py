@@ -1,4 +1,4 @@
-"""Faults in operands of 8 bits, each with the guard that must see it."""
+"""Faults in FP8 operands, each with the guard that must see it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ OPERANDS = RNG.standard_normal((3, 2, 70, 64)).astype(np.float32)
 
 
 def bits_are_right(library: ModuleType) -> None:
-    """Bits are right for numbers of e4m3, for midpoints of two, and for floats beside either."""
+    """Check the bits of e4m3 numbers, of midpoints of two, and of floats next to either."""
     number = np.arange(127, dtype=np.uint8).view(E4M3).astype(np.float32)
     edges = np.concatenate([number, (number[1:] + number[:-1]) / 2])[1:]
     near = (edges.view(np.int32)[:, None] + np.arange(-1, 2, dtype=np.int32)).ravel().view(np.float32)
     x = np.concatenate([near, -near])
-    found = import_module(f"{library.__name__}.fp8.e4m3").bits_by_integers(x)
-    np.testing.assert_array_equal(found, x.astype(E4M3).view(np.uint8))
+    actual = import_module(f"{library.__name__}.fp8.e4m3").bits_by_integers(x)
+    np.testing.assert_array_equal(actual, x.astype(E4M3).view(np.uint8))
     assert import_module(f"{library.__name__}.fp8.e4m3").bits_by_integers(np.float32([np.nan])) == 0x7F
 
 
 def rotations_are_orthogonal(library: ModuleType) -> None:
     rotation, other = library.Rotation(32), library.Rotation(32, seed=1)
     matrix = rotation.apply(np.eye(32))
-    # Elements are 1 / sqrt(32) but for three roundoffs; products of rows sum 32 products of two of them, each 1 / 32.
+    # Elements are 1 / sqrt(32) up to three roundoffs; products of rows sum 32 products of two of them, each 1 / 32.
     roundoff = np.finfo(np.float64).eps / 2
     assert (np.abs(np.abs(matrix) - 32**-0.5) <= 3 * roundoff * 32**-0.5).all()
     for product in (matrix @ matrix.T, rotation.undo(matrix)):
@@ -67,7 +67,7 @@ def ends_of_the_range_are_finite(library: ModuleType) -> None:
             x8, small = (library.quantize(x, block=16, rotate=rotate, largest=largest) for largest in (448, 2.0**-9))
             assert np.isfinite(x8.scale).all() and np.isfinite(small.scale).all()
             assert np.abs(x8.data.astype(np.float32)).max() == 448
-            # Rotated or not, a number errs by 2^-4 of itself, or below 2^-6 by 2^-10 of its scale.
+            # Rotated or not, a number has a relative error of 2^-4, or below 2^-6 an error of 2^-10 of its scale.
             wide = x.astype(np.float64)
             error, most = (np.linalg.norm(each, axis=-1) for each in (x8.dequantized() - wide, wide))
             assert (error <= most * (2.0**-4 + 2.0**-15)).all()
@@ -82,7 +82,7 @@ def ends_of_the_range_are_finite(library: ModuleType) -> None:
 
 
 def results_are_within_bounds(library: ModuleType) -> None:
-    """Results are within the bounds of dequantised operands, and of plain ones; the bounds are sharp enough."""
+    """Check that results are within the bounds of dequantized and of plain operands, which are sharp enough."""
     q, k, v = OPERANDS
     v = v + 2
     rotation = library.Rotation(64)
@@ -105,13 +105,13 @@ def results_are_within_bounds(library: ModuleType) -> None:
 def mixtures_are_refused(library: ModuleType) -> None:
     x = OPERANDS[0]
     plain, rotated = library.quantize(x), library.quantize(x, rotate=library.Rotation(64))
-    made = {"data": plain.data, "per": "block", "block": 128, "rotation": None, "source_dtype": np.dtype(np.float32)}
+    fields = {"data": plain.data, "per": "block", "block": 128, "rotation": None, "source_dtype": np.dtype(np.float32)}
     for reason, call in {
-        "q and k must have one rotation": lambda: library.attention(plain, rotated, plain),
+        "q and k must have the same rotation": lambda: library.attention(plain, rotated, plain),
         "scale must be a finite number": lambda: library.attention(plain, x, plain, scale="large"),
         "window must be": lambda: library.attention(plain, x, plain, window=1),
-        "executor='gpu' takes CuPy's arrays": lambda: library.attention(plain, plain, plain, executor="gpu"),
-        "scale must be positive": lambda: library.Quantized(**made, scale=-plain.scale),
+        "executor='gpu' takes CuPy arrays": lambda: library.attention(plain, plain, plain, executor="gpu"),
+        "scale must be positive": lambda: library.Quantized(**fields, scale=-plain.scale),
     }.items():
         try:
             call()
@@ -124,7 +124,7 @@ def mixtures_are_refused(library: ModuleType) -> None:
 
 
 E4M3_FILE, ROTATION, QUANTIZE = "fp8/e4m3.py", "fp8/rotation.py", "fp8/quantize.py"
-ERROR, OPERAND = "fp8/quantization_error.py", "fp8/operands.py"
+ERROR, OPERAND = "bounds/quantization.py", "fp8/operands.py"
 FAULTS = {
     bits_are_right: {
         "ties round away from zero": Edit(E4M3_FILE, "bits_by_integers", "(magnitude >> 20 & 1)", "1"),
@@ -140,7 +140,7 @@ FAULTS = {
         ),
         "scales are infinite": Edit(QUANTIZE, "_parts_and_scale", "xp.where(is_too_large,", "xp.where(False,"),
         "the scale of what is not finite is finite": Edit(
-            QUANTIZE, "_parts_and_scale", "(scale > _LARGEST_SCALE / units) & xp.isfinite(found)",
+            QUANTIZE, "_parts_and_scale", "(scale > _LARGEST_SCALE / units) & xp.isfinite(magnitude)",
             "scale > _LARGEST_SCALE / units",
         ),
         "rounding leads out of the range": Edit(
@@ -151,7 +151,7 @@ FAULTS = {
     },
     parts_have_scales_of_their_own: {
         "tiny numbers are divided by 0": Edit(
-            QUANTIZE, "_parts_and_scale", "xp.maximum(found / largest, _SMALLEST_SCALE)", "found / largest"
+            QUANTIZE, "_parts_and_scale", "xp.maximum(magnitude / largest, _SMALLEST_SCALE)", "magnitude / largest"
         ),
     },
     results_are_within_bounds: {

@@ -35,7 +35,7 @@ def quantised(seqlen: int, dim: int, dtype: str) -> tuple[Any, ...]:
 
 
 def fp8_is_right() -> None:
-    """A kernel has two warpgroups, a band and a sink; another has one warpgroup and a list."""
+    """Check a kernel with two warpgroups, a band and a sink, and one with one warpgroup and a list."""
     x8 = quantised(300, 64, "bfloat16")
     sink = np.float32([0.5, -1.0, 30.0, -np.inf])
     for named in ({"causal": True, "sink": sink}, {"window": (150, 3)}, {"scale": -0.3}, {"scale": 2.0}):
@@ -49,20 +49,20 @@ def fp8_is_right() -> None:
 
 
 def fp8_is_scheduled_right() -> None:
-    """One thread block that computes all tiles under hostile schedules gives the bits of one block for each tile."""
+    """Check that one block computing all tiles under hostile schedules gives the bits of one block per tile."""
     x8 = [cuflash.quantize(x, block=64) for x in operands(600, 600, (64, 64), (4, 2), "bfloat16")]
     for name in ("causal", "list"):
         right = attention(SIM, x8, **SCHEDULED[name])
         for copies, order in (("late", "priorities"), ("random", "first_warp")):
             schedule = sim.Schedule(seed=1, order=order, copies=copies, shuffle_lanes=True)
             with on_simulator(FewBlocks(schedule)):
-                found = attention(SIM, x8, **SCHEDULED[name])
-            np.testing.assert_array_equal(found[0].view(np.uint16), right[0].view(np.uint16))
-            np.testing.assert_array_equal(found[1], right[1])
+                results = attention(SIM, x8, **SCHEDULED[name])
+            np.testing.assert_array_equal(results[0].view(np.uint16), right[0].view(np.uint16))
+            np.testing.assert_array_equal(results[1], right[1])
 
 
 def rounding_is_right() -> None:
-    """Bits are right for short last blocks, for rotated rows, for blocks with NaN or infinity, and beside ties."""
+    """Check the bits for short last blocks, rotated rows, blocks with NaN or infinity, and values next to ties."""
     x = np.random.default_rng(0).standard_normal((4, 100, 64)).astype(np.float16)
     x[1, 70, 3] = np.nan
     x[2] = 0
@@ -82,7 +82,7 @@ def rounding_is_right() -> None:
 
 
 def transposition_is_right() -> None:
-    """Values are transposed right for lengths that are no multiple of 128."""
+    """Check that values are transposed correctly for lengths that are not multiples of 128."""
     data = np.random.default_rng(0).integers(0, 256, (2, 150, 64), dtype=np.uint8)
     transposed = np.full((2, 64, 256), 0xA5, np.uint8)
     spec = transpose_spec(64)

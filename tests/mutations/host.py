@@ -39,7 +39,7 @@ def all_results(library):
 
 
 def magnitudes_are_right(library):
-    """Operands and scales of any size give right scores."""
+    """Check that operands and scales of any size give right scores."""
     everything = all_results(library)
     zeros = np.zeros((4, 8), np.float16)
     assert (library.attention(zeros, zeros + 1, zeros + 1, scale=1e39) == 1).all()
@@ -56,7 +56,7 @@ def magnitudes_are_right(library):
 
 
 def nothing_is_raised(library):
-    """No call raises an error of arithmetic, whatever errors the caller makes NumPy raise."""
+    """Check that no call raises an error of arithmetic, whatever errors the caller makes NumPy raise."""
     everything = all_results(library)
     assert_no_lse_is_too_large(library)
     assert_nothing_is_raised(everything, BROADCAST)
@@ -68,12 +68,12 @@ def nothing_is_raised(library):
 
 
 def blas_limits_are_kept(library):
-    """BLAS has as many threads after overlapping calls as before."""
+    """Check that BLAS has as many threads after overlapping calls as before."""
     assert_limits_are_kept(part(library, "executors.blas"))
 
 
 def threads_are_right(library):
-    """Calls that share work among threads have equal bits, one thread of BLAS each, and raise their own errors."""
+    """Check that calls with threads have equal bits, use one BLAS thread each, and raise their own errors."""
     assert_threads_are_right(library)
 
 

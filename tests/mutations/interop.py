@@ -16,13 +16,13 @@ FAULTS = {
         "the gradient of lse is dropped": Edit(
             "torch.py", "_Attention.backward", "dlse = None if dlse is None else dlse.resolve_neg()", "dlse = None"
         ),
-        "no gradient of a sink is asked for": Edit(
+        "no gradient of a sink is requested": Edit(
             "torch.py", "_called", "options = options._replace(wrt=tuple(needed))", "pass"
         ),
         "a given output is returned for the other": Edit(
             "torch.py", "_returned", "None else each for each in outs", "None else each for each in reversed(outs)"
         ),
-        "operands follow in the place of dlse": Edit(
+        "operands follow instead of dlse": Edit(
             "plans.py", "backward_names", '*(("dlse",) if has_dlse else ()), *operands',
             '*operands, *(("dlse",) if has_dlse else ())',
         ),
@@ -38,7 +38,7 @@ FAULTS = {
         "a Score of the library loses its tensors": Edit(
             "scores/score.py", "_as_array", "(array, ShapeDtype) or is_differentiated(array)", "(array, ShapeDtype)"
         ),
-        "numbers beside a tensor are of its dtype": Edit(
+        "numbers next to a tensor have its dtype": Edit(
             "scores/library.py", "_beside", 'dtype=sys.modules["torch"].int32, ', ""
         ),
     },
@@ -91,12 +91,12 @@ FAULTS = {
         "the tangent of a gradient is lost": Edit(
             "torch.py", "_Attention.backward", "if has_dual_level():", "if False:"
         ),
-        "a batch of gradients is no batch": Edit(
+        "a batch of gradients is not a batch": Edit(
             "torch.py", "_require_cotangents", "if each is not None and is_batched(each):", "if False:"
         ),
     },
     interop_guards.own_integers_are_taken: {
-        "integers of the library are no tensors": Edit(
+        "integers of the library are not tensors": Edit(
             "torch.py", "_own_integers", "if not is_integer_dtype(array.dtype):", "if True:"
         ),
         "a bias of integers is the library's own": Edit(
@@ -110,7 +110,7 @@ FAULTS = {
         "is_causal of a call is ignored": Edit(
             "calls/model_options.py", "model_options", "if is_causal is None:", "if True:"
         ),
-        "a mask is causal beside": Edit(
+        "a mask is also causal": Edit(
             "calls/model_options.py", "model_options", "if is_causal and mask is None and", "if is_causal and"
         ),
         "a bias of positions is ignored": Edit(

@@ -25,28 +25,28 @@ SINK = np.array([0.5, -1.0, 2.0, 0.0])
 def expected(library: ModuleType) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return o and lse, and the gradients of q, k, v and sink."""
     results, vjp = library.attention_vjp(Q, K, V, sink=SINK, wrt="sink", causal=True, return_lse=True)
-    made = vjp(DO, results[1])
-    return list(results), [*made, made["sink"]]
+    gradients = vjp(DO, results[1])
+    return list(results), [*gradients, gradients["sink"]]
 
 
 def tensors_are_right(library: ModuleType) -> None:
-    """Results and gradients of tensors equal those of arrays, with outputs given and without."""
+    """Check that results and gradients of tensors equal those of arrays, with and without outputs."""
     torch, module = pytest.importorskip("torch"), part(library, "torch")
     results, gradients = expected(library)
-    given = [torch.from_numpy(array.copy()).requires_grad_() for array in (Q, K, V, SINK)]
+    inputs = [torch.from_numpy(array.copy()).requires_grad_() for array in (Q, K, V, SINK)]
     do, dlse, out = torch.from_numpy(DO), torch.tensor(results[1]), torch.zeros(Q.shape, dtype=torch.float64)
     for options in ({}, {"out": out}):
-        found = module.attention(*given[:3], sink=given[3], causal=True, return_lse=True, **options)
-        assert all((ours.detach().numpy() == theirs).all() for ours, theirs in zip(found, results))
+        actual = module.attention(*inputs[:3], sink=inputs[3], causal=True, return_lse=True, **options)
+        assert all((ours.detach().numpy() == theirs).all() for ours, theirs in zip(actual, results))
         for cotangent in (do, torch._neg_view(-do)):
-            pulled = torch.autograd.grad(found, given, [cotangent, dlse], retain_graph=True)
+            pulled = torch.autograd.grad(actual, inputs, [cotangent, dlse], retain_graph=True)
             assert all((ours.numpy() == theirs).all() for ours, theirs in zip(pulled, gradients, strict=True))
-    (alone,) = torch.autograd.grad(found[1], given[:1], dlse, retain_graph=True)
+    (alone,) = torch.autograd.grad(actual[1], inputs[:1], dlse, retain_graph=True)
     _, vjp = library.attention_vjp(Q, K, V, sink=SINK, causal=True)
     assert (alone.numpy() == vjp(np.zeros_like(DO), results[1]).dq).all()
     out.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(found, given, [do, dlse])
+        torch.autograd.grad(actual, inputs, [do, dlse])
 
 
 BIAS, TABLE = np.random.default_rng(1).standard_normal((4, 6, 6)), np.random.default_rng(2).standard_normal((4, 4))
@@ -56,29 +56,29 @@ def expected_of_scores(library: ModuleType, wrt: tuple[str, ...]) -> tuple[np.nd
     """Return o with a bias, a sink and a table of relative positions, and gradients of sum(o DO)."""
     score = library.scores.relative_position(TABLE, 3, bidirectional=True)
     o, vjp = library.attention_vjp(Q, K, V, sink=SINK, bias=BIAS, score=score, wrt=wrt)
-    made = vjp(DO)
-    return o, [*made, *(made[name] for name in wrt)]
+    gradients = vjp(DO)
+    return o, [*gradients, *(gradients[name] for name in wrt)]
 
 
 def scores_of_tensors_are_right(library: ModuleType) -> None:
-    """Results and gradients of a call whose bias, sink and score hold tensors, of which one requires a gradient."""
+    """Check results and gradients of calls whose bias, sink and score hold tensors; one needs a gradient."""
     torch, module = pytest.importorskip("torch"), part(library, "torch")
     for name in ("bias", "sink", "table"):
         o, gradients = expected_of_scores(library, (name,))
-        given = {each: torch.from_numpy(array.copy()) for each, array in zip("qkv", (Q, K, V))}
+        tensors = {each: torch.from_numpy(array.copy()) for each, array in zip("qkv", (Q, K, V))}
         others = {"bias": torch.from_numpy(BIAS), "sink": torch.from_numpy(SINK), "table": torch.from_numpy(TABLE)}
         others[name] = others[name].clone().requires_grad_()
-        leaves = [*(tensor.requires_grad_() for tensor in given.values()), others[name]]
+        leaves = [*(tensor.requires_grad_() for tensor in tensors.values()), others[name]]
         score = library.scores.relative_position(others.pop("table"), 3, bidirectional=True)
         with watched(module.api, "run") as calls:
-            found = module.attention(**given, score=score, **others)
-        assert (found.detach().numpy() == o).all() and calls[0][3].wrt == (name,)
-        pulled = torch.autograd.grad(found, leaves, torch.from_numpy(DO))
+            actual = module.attention(**tensors, score=score, **others)
+        assert (actual.detach().numpy() == o).all() and calls[0][3].wrt == (name,)
+        pulled = torch.autograd.grad(actual, leaves, torch.from_numpy(DO))
         assert all((ours.numpy() == theirs).all() for ours, theirs in zip(pulled, gradients, strict=True))
 
 
 def scores_of_jax_are_right(library: ModuleType) -> None:
-    """Results and gradients of a call whose bias, sink and score hold JAX's arrays equal those of arrays.
+    """Check that bias, sink and score with JAX arrays give the results and gradients of NumPy arrays.
 
     The integers of the score are an argument that JAX differentiates too.
     """
@@ -89,7 +89,7 @@ def scores_of_jax_are_right(library: ModuleType) -> None:
 
     score = library.scores.Score(gathered, table=TABLE, places=np.arange(6) % 4)
     o, vjp = library.attention_vjp(Q, K, V, score=score, bias=BIAS, sink=SINK, wrt=("bias", "table"))
-    made = vjp(DO)
+    gradients = vjp(DO)
     with jax.default_device(jax.devices("cpu")[0]), jax.enable_x64(True):
         q, k, v, bias, sink, table, places = map(jax.numpy.asarray, (Q, K, V, BIAS, SINK, TABLE, np.arange(6) % 4))
 
@@ -98,17 +98,17 @@ def scores_of_jax_are_right(library: ModuleType) -> None:
             return module.attention(q, k, v, score=score, bias=bias, sink=sink)
 
         def pulled(table, places, bias):
-            found, of_table = jax.vjp(lambda table, places: call(table, places, bias), table, places)
+            result, of_table = jax.vjp(lambda table, places: call(table, places, bias), table, places)
             _, of_bias = jax.vjp(lambda bias: call(table, places, bias), bias)
             (dtable, _), (dbias,) = of_table(DO), of_bias(DO)
-            return call(table, places, bias), found, dtable, dbias
+            return call(table, places, bias), result, dtable, dbias
 
         for run in (pulled, jax.jit(pulled)):
             with watched(module.calls._call.Call, "of") as calls:
-                ours, found, dtable, dbias = run(table, places, bias)
-            assert {given[3].wrt for given in calls} == {(), ("table",), ("bias",)}
-            assert (np.asarray(ours) == o).all() and (np.asarray(found) == o).all()
-            assert (np.asarray(dtable) == made["table"]).all() and (np.asarray(dbias) == made["bias"]).all()
+                ours, actual, dtable, dbias = run(table, places, bias)
+            assert {arguments[3].wrt for arguments in calls} == {(), ("table",), ("bias",)}
+            assert (np.asarray(ours) == o).all() and (np.asarray(actual) == o).all()
+            assert (np.asarray(dtable) == gradients["table"]).all() and (np.asarray(dbias) == gradients["bias"]).all()
 
 
 @contextmanager
@@ -116,9 +116,9 @@ def watched(owner: ModuleType, name: str) -> Iterator[list[tuple[Any, ...]]]:
     """Record the arguments of the calls of a function within a block."""
     calls, function = [], getattr(owner, name)
 
-    def watching(*given: Any, **options: Any) -> Any:
-        calls.append(given)
-        return function(*given, **options)
+    def watching(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        return function(*arguments, **options)
 
     setattr(owner, name, watching)
     try:
@@ -128,7 +128,7 @@ def watched(owner: ModuleType, name: str) -> Iterator[list[tuple[Any, ...]]]:
 
 
 def writing_is_told(library: ModuleType) -> None:
-    """PyTorch is informed that an output was written to, and that gradients cannot be differentiated."""
+    """Check that PyTorch is informed that an output was written to, and that gradients cannot be differentiated."""
     torch, module = pytest.importorskip("torch"), part(library, "torch")
     q, k, v = (torch.from_numpy(array.copy()).requires_grad_() for array in (Q, K, V))
     out = torch.zeros(Q.shape, dtype=torch.float64)
@@ -148,8 +148,8 @@ def bfloat16_is_taken_and_given(library: ModuleType) -> None:
     tensors = [torch.from_numpy(array.astype(np.float32)).to(torch.bfloat16) for array in arrays]
     o = library.attention(*arrays)
     assert (library.attention(*tensors) == o).all()
-    found = module.attention(*tensors)
-    assert found.dtype == torch.bfloat16 and (found.float().numpy() == o.astype(np.float32)).all()
+    actual = module.attention(*tensors)
+    assert actual.dtype == torch.bfloat16 and (actual.float().numpy() == o.astype(np.float32)).all()
 
 
 def tensors_without_elements_are_named(library: ModuleType) -> None:
@@ -178,7 +178,7 @@ def tensors_without_elements_are_named(library: ModuleType) -> None:
 
 
 def tangents_are_refused(library: ModuleType) -> None:
-    """Tangents and batches of gradients are refused, also where a call is looked up."""
+    """Check that tangents and batched gradients are refused, also if the call is cached."""
     torch, module = pytest.importorskip("torch"), part(library, "torch")
     refused, forward_ad = part(library, "errors").UnsupportedProblem, torch.autograd.forward_ad
     q, k, v, do = (torch.from_numpy(array.copy()) for array in (Q, K, V, DO))
@@ -191,13 +191,13 @@ def tangents_are_refused(library: ModuleType) -> None:
                 call(q, dual, v)
         with pytest.raises(refused, match="do must not carry a tangent"):
             torch.autograd.grad(o, leaf, forward_ad.make_dual(do, do), retain_graph=True)
-        asked = SimpleNamespace(key=lambda layout, *names: layout)
+        options = SimpleNamespace(key=lambda layout, *names: layout)
         on_device = SimpleNamespace(is_cuda=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "_PLAIN", {SimpleNamespace})
             patch.setattr(module.torch_gpu, "layout_key", lambda *tensors: len(tensors))
             patch.setattr(torch.Tensor, "is_neg", lambda tensor: False)
-            assert module._key({"q": on_device}, (None, None), asked, False) is None
+            assert module._key({"q": on_device}, (None, None), options, False) is None
     with pytest.raises(refused, match="do must be one gradient, outside of torch.vmap; got a batch of them"):
         torch.autograd.grad(o, leaf, torch.stack([do, do]), is_grads_batched=True)
 
@@ -207,8 +207,8 @@ def own_integers_are_taken(library: ModuleType) -> None:
     q, k, v = (torch.from_numpy(array) for array in (Q, K, V))
     slopes, offsets = np.arange(4.0), [0, 2, 6]
     expected = library.attention(Q, K, V, score=scores.within(scores.alibi(slopes), offsets))
-    found = module.attention(q, k, v, score=scores.within(scores.alibi(torch.from_numpy(slopes)), offsets))
-    assert (found.numpy() == expected).all()
+    actual = module.attention(q, k, v, score=scores.within(scores.alibi(torch.from_numpy(slopes)), offsets))
+    assert (actual.numpy() == expected).all()
     with pytest.raises(TypeError, match="slopes must be a torch.Tensor; got an array"):
         module.attention(q, k, v, score=scores.alibi(slopes))
     with pytest.raises(TypeError, match="sink must be a torch.Tensor; got an array"):
@@ -216,23 +216,23 @@ def own_integers_are_taken(library: ModuleType) -> None:
 
 
 def models_are_served(library: ModuleType) -> None:
-    """The attention function for models of transformers gives what the mask, the window and the bias say."""
+    """Check that the attention function for transformers applies mask, window and bias."""
     torch, module, masks = pytest.importorskip("torch"), part(library, "torch"), library.masks
     layer, causal = torch.nn.Module(), torch.nn.Module()
     layer.is_causal, causal.is_causal = False, True
     q, k, v, bias = (torch.from_numpy(array)[None] for array in (Q, K, V, BIAS))
-    kept, offsets = torch.ones(6, 6, dtype=torch.bool).tril(1), torch.tensor([0, 2, 6])
+    allowed, offsets = torch.ones(6, 6, dtype=torch.bool).tril(1), torch.tensor([0, 2, 6])
 
     def require(module_asked: Any, options: dict[str, Any], **expected: Any) -> None:
         queries, keys, values = (options.pop(name, each) for name, each in (("q", q), ("k", k), ("v", v)))
-        found, _ = module.transformers_attention(module_asked, queries, keys, values, **options)
-        assert torch.equal(found, module.attention(queries, keys, values, **expected).transpose(1, 2))
+        actual, _ = module.transformers_attention(module_asked, queries, keys, values, **options)
+        assert torch.equal(actual, module.attention(queries, keys, values, **expected).transpose(1, 2))
 
     require(layer, {})
     require(layer, {"is_causal": True}, causal=True)
     require(causal, {"is_causal": False})
     require(causal, {"q": q[:, :, :3]}, causal="top_left")
-    require(causal, {"attention_mask": kept}, mask=kept)
+    require(causal, {"attention_mask": allowed}, mask=allowed)
     require(causal, {"position_bias": bias}, causal=True, bias=bias)
     require(causal, {"sliding_window": 3}, causal=True, window=(2, 0))
     require(layer, {"sliding_window": 3}, window=(2, 2))
@@ -246,9 +246,9 @@ def arrays_of_numpy_are_taken_by_jax(library: ModuleType) -> None:
         q, k, v, slopes = (array.astype(np.float32) for array in (Q, K, V, np.arange(4)))
         expected = library.attention(q, k, v, score=scores.alibi(slopes), sink=slopes)
         for each in (slopes, slopes.astype(np.float64)):
-            found = module.attention(q, k, v, score=scores.alibi(each), sink=each)
-            assert (np.asarray(found) == expected).all()
-        (dq,) = jax.grad(lambda given: module.attention(given[0], k, v).sum())([q])
+            actual = module.attention(q, k, v, score=scores.alibi(each), sink=each)
+            assert (np.asarray(actual) == expected).all()
+        (dq,) = jax.grad(lambda arrays: module.attention(arrays[0], k, v).sum())([q])
         _, vjp = library.attention_vjp(q, k, v)
         assert (np.asarray(dq) == vjp(np.ones_like(expected)).dq).all()
 
@@ -292,7 +292,7 @@ def masks_of_jax_on_a_device_are_listed(library: ModuleType) -> None:
 
 
 def arrays_of_jax_are_right(library: ModuleType) -> None:
-    """Results and gradients of JAX's arrays, traced and not, equal those of arrays."""
+    """Check that results and gradients of JAX's arrays, traced and not, equal those of arrays."""
     jax, module = pytest.importorskip("jax"), part(library, "jax")
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         results, gradients = expected(library)
@@ -300,12 +300,12 @@ def arrays_of_jax_are_right(library: ModuleType) -> None:
 
         def pulled(q, k, v, sink, do, dlse):
             call = jax.tree_util.Partial(module.attention, causal=True, return_lse=True)
-            found, vjp = jax.vjp(lambda q, k, v, sink: call(q, k, v, sink=sink), q, k, v, sink)
-            return found, vjp((do, dlse))
+            result, vjp = jax.vjp(lambda q, k, v, sink: call(q, k, v, sink=sink), q, k, v, sink)
+            return result, vjp((do, dlse))
 
         for run in (pulled, jax.jit(pulled)):
-            found, made = run(*arrays)
-            for ours, theirs in zip((*found, *made), (*results, *gradients), strict=True):
+            actual, pulled_back = run(*arrays)
+            for ours, theirs in zip((*actual, *pulled_back), (*results, *gradients), strict=True):
                 assert (np.asarray(ours) == theirs).all()
         with pytest.raises(TypeError, match="q must be a jax.Array"):
             module.attention(3.0, *arrays[1:3])

@@ -48,14 +48,14 @@ _CASES = (
 
 
 def intervals_are_those_of_the_array_form() -> None:
-    """Kernels find what array operations find, in any order of threads."""
+    """Check that kernels find what array operations find, in any order of threads."""
     for number, (shape, mask) in enumerate(_CASES):
         schedule = sim.Schedule(seed=number, order=("random", "priorities")[number % 2], shuffle_lanes=True)
         assert_found(mask, shape, *on_simulator(mask, shape, schedule))
 
 
 def queries_are_cut_into_tiles() -> None:
-    """Each query is in one tile, long sequences share none, and short ones share some."""
+    """Check that each query is in one tile, long sequences share none, and short ones share some."""
     long = [0, 70, 165, 320]
     assert tiles_of(masks.Sequences(np.array(long), causal=True), 320, 320) == alone(long)
     assert (64, 70) in tiles_of(masks.Sequences(np.array([0, 70, 75, 80, 160]), causal=True), 160, 160)
@@ -81,7 +81,7 @@ def backward_tiles_end_with_sequences(library: ModuleType) -> None:
 
 
 def calls_read_offsets_anew(library: ModuleType) -> None:
-    """Offsets are no part of the key of a call; all that decides how kernels read them is."""
+    """Check that the key of a call excludes offsets, and has all that decides how kernels read them."""
     contents_of = part(library, "masks.one_array").mask_contents
 
     def layout(*arrays):
@@ -108,6 +108,7 @@ def calls_read_offsets_anew(library: ModuleType) -> None:
     assert contents_of(documents(offsets, offsets), layout).arrays == (offsets,)
 
 
+INTEGERS = "lists/integers.cuh"
 KERNEL, ORDERS, SOURCE = "lists/intervals.cu", "lists/interval_orders.cu", "planning/interval_kernels.py"
 TILES, CHOICE, PARTS = "sm90/sequence_tiles.cuh", "planning/families/sm90.py", "blocks/sequence_tiles.py"
 FAULTS = {
@@ -126,10 +127,10 @@ FAULTS = {
             KERNEL, "Matrix.Matrix", "if (params.kv_integers != nullptr)", "if (false)"
         ),
         "batch entries are one": Edit(
-            KERNEL, "integers_of", "data += batch_entry % params.batch[axis] * strides[axis];", ""
+            INTEGERS, "integers_of", "data += batch_entry % batch[axis] * strides[axis];", ""
         ),
         "bytes have a sign": Edit(
-            KERNEL, "Integers.at", "is_signed ? *static_cast<const int8_t*>(", "true ? *static_cast<const int8_t*>("
+            INTEGERS, "Integers.at", "is_signed ? *static_cast<const int8_t*>(", "true ? *static_cast<const int8_t*>("
         ),
         "the query behind a length sees keys": Edit(
             KERNEL, "keys_of_lengths", "query < q_length", "query <= q_length"
@@ -151,7 +152,7 @@ FAULTS = {
             KERNEL, "keys_of_document", "return id < kv.exact(j); }", "return !(kv.exact(j) < id); }"
         ),
         "large ids are negative": Edit(
-            KERNEL, "Integers.exact", "{!is_signed && bits < 0, bits}", "{false, bits}"
+            INTEGERS, "Integers.exact", "{!is_signed && bits < 0, bits}", "{false, bits}"
         ),
         "closed forms hide nothing": Edit(KERNEL, "Matrix._keys_of", "if (params.rows_lo == nullptr)", "if (true)"),
         "a short last block reaches past the end": Edit(
@@ -163,7 +164,7 @@ FAULTS = {
         "blocks that are begun do not count": Edit(
             KERNEL, "num_blocks_of", "(length - 1) / block + 1", "length / block"
         ),
-        "long blocks are told apart": Edit(KERNEL, "num_blocks_of", "0, kMaxLength", "0, 1 << 20"),
+        "long blocks are distinguished": Edit(KERNEL, "num_blocks_of", "0, kMaxLength", "0, 1 << 20"),
         "the shortest come first": Edit(ORDERS, "put_in_order", "other_length > length", "other_length < length"),
         "of equally long ones the first comes first": Edit(
             ORDERS, "put_in_order", "&& other > number", "&& other < number"
@@ -173,7 +174,7 @@ FAULTS = {
         "a sequence starts a tile early": Edit(
             KERNEL, "tile_start", "first_number(middle) <= number", "first_number(middle) <= number + 1"
         ),
-        "tiles go on in the next sequence": Edit(KERNEL, "tile_start", "bound(sequence + 1)", "length"),
+        "tiles continue in the next sequence": Edit(KERNEL, "tile_start", "bound(sequence + 1)", "length"),
         "rows behind the last sequence have no tiles": Edit(
             KERNEL, "tile_start", "end = num_offsets + 1", "end = num_offsets"
         ),
@@ -251,7 +252,7 @@ FAULTS = {
         ),
     },
     backward_tiles_end_with_sequences: {
-        "tiles go on in the next sequence": Edit(
+        "tiles continue in the next sequence": Edit(
             PARTS, "tile_starts", "np.minimum(starts, of_matrix[sequence + 1])", "np.minimum(starts, of_matrix[-1])"
         ),
         "tiles start a sequence early": Edit(PARTS, "tile_starts", 'side="right") - 1', 'side="left") - 1'),

@@ -58,12 +58,12 @@ def examples() -> Iterator[Structure]:
 @cache
 def beside_clean() -> list[tuple[Example, Example]]:
     """Return inputs of kernels, each with the same inputs without NaN, made once for all edits."""
-    given = [*(structure.example() for structure in examples()), padded_with_nan()]
-    return [(example, without_nan(example)) for example in given]
+    drawn = [*(structure.example() for structure in examples()), padded_with_nan()]
+    return [(example, without_nan(example)) for example in drawn]
 
 
 def attention_is_right() -> None:
-    """Every result is within its bound, in poisoned memory, with threads in order and out of order.
+    """Check that every result is within its bound, in poisoned memory, with threads in and out of order.
 
     dQ is added up by the backward kernel, or made by a kernel of its own.
     """
@@ -107,13 +107,13 @@ def halves_beside_clean() -> list[tuple[Example, Example]]:
     """
     dims = {"head_dim": 24, "value_dim": 20, "layouts": ("padded",) * 5, "dtype": "float16"}
     rng = np.random.default_rng(0)
-    made = [
+    structures = [
         Structure(
             num_heads=4, num_kv_heads=2, seqlen_q=200, seqlen_kv=210, **dims,
             mask=masks.Causal("bottom_right") & masks.Lengths(kv=180), scale=-3.0,
         ),
         *(
-            # Blocks whose sides differ, and are no multiples of tiles.
+            # Blocks whose sides differ, and are not multiples of tiles.
             Structure(
                 num_heads=2, seqlen_q=150, seqlen_kv=140, **dims,
                 mask=masks.BlockPattern(rng.random((2, 4, 6)) < 0.7, (40, 24)) & within,
@@ -128,10 +128,11 @@ def halves_beside_clean() -> list[tuple[Example, Example]]:
         # More than 128 columns: a whole step and others.
         Structure(num_heads=1, seqlen_q=90, seqlen_kv=80, head_dim=136, value_dim=136, dtype="float16"),
     ]  # fmt: skip
-    given = [
-        *(structure.example() for structure in made), padded_with_nan("float16"), padded_with_nan("float16", 32, 32),
+    drawn = [
+        *(structure.example() for structure in structures),
+        padded_with_nan("float16"), padded_with_nan("float16", 32, 32),
     ]  # fmt: skip
-    examples = [SIM.rounded(example) for example in given]
+    examples = [SIM.rounded(example) for example in drawn]
     examples[3] = beside_nan(examples[3], ("q", "do"), 192, axis=-2)  # NaN follows the last, short step of queries
     # Rows of Q and K, or of dO and V, are not as wide as those of their tiles.
     narrow = Structure(num_heads=1, seqlen_q=270, seqlen_kv=270, head_dim=32, value_dim=24, dtype="float16")
@@ -142,7 +143,7 @@ def halves_beside_clean() -> list[tuple[Example, Example]]:
 
 
 def tensor_cores_are_right() -> None:
-    """Every result of 16-bit inputs is within its bound."""
+    """Check that every result of 16-bit inputs is within its bound."""
     for example, clean in halves_beside_clean():
         for run, order in product((SIM, replace(SIM, deterministic=True)), ("round_robin", "random")):
             check = partial(assert_within_bounds, clean)
@@ -150,7 +151,7 @@ def tensor_cores_are_right() -> None:
 
 
 def work_is_shared_out() -> None:
-    """Every query and key is in one tile, a list's longest tiles come first, and all results are right."""
+    """Check that every query and key is in one tile, a list's longest tiles come first, and results are right."""
     for name in ("blocks of 16, 16 x 16", "blocks of 100 x 64, causal, 32 x 8"):
         plan, launch = walk(*WALKS[name])
         left = launch.on_simulator()
@@ -159,7 +160,7 @@ def work_is_shared_out() -> None:
 
 
 def tiles_are_right() -> None:
-    """Every index map equals that of NumPy."""
+    """Check that every index map equals that of NumPy."""
     launches = [maps("float32"), *loads("float32"), *stores("float32"), products("float32", 32, 64, 40)]
     launches += [maps(*FRAGMENTS), products("float64", 64, 40, 24, 8), products("float64", 128, 24, 40, 16)]
     launches += [transposed_products("float32", 5, 18), transposed_products("float64", 5, 18, 16)]
@@ -176,7 +177,7 @@ def shared_among_parts() -> list[tuple[Example, int]]:
 
 
 def parts_are_right() -> None:
-    """Results are within bounds where blocks share keys: without a list, packed, with a list, and out of order."""
+    """Check that results with split-KV are within bounds: without a list, packed, with a list, and out of order."""
     for schedule in (sim.Schedule(), sim.Schedule(seed=1, order="random")):
         for example, num_parts in shared_among_parts():
             left = splitting.forward(example, num_parts, machine=Simulator(schedule))
@@ -184,13 +185,13 @@ def parts_are_right() -> None:
 
 
 def all_steps_are_right() -> None:
-    """Steps of plain arithmetic are right, and those that wait for tiles of dQ."""
+    """Check steps of plain arithmetic, and steps that wait for tiles of dQ."""
     attention_is_right()
     tensor_cores_are_right()
 
 
 def floats_on_tensor_cores_are_right() -> None:
-    """Every product of tf32 equals NumPy's, and no read of its operands uses a bank twice."""
+    """Check that every product of tf32 equals NumPy's, and no read of its operands uses a bank twice."""
     for launch in TF32:
         assert_expected(launch, launch.on_simulator())
     assert [shared_banks(columns) for columns in (32, 96)] == [[], []]

@@ -24,7 +24,7 @@ def refused(kind: type[Exception], words: str, check: Any, *arguments: Any, **op
 
 
 def results_are_compared(library: ModuleType) -> None:
-    """No result, None, another shape and a dtype that holds less are refused, and so are gradients without do."""
+    """Check that no result, None, a wrong shape, a narrower dtype, and gradients without do are refused."""
     kit, structure = part(library, "testing.assertions"), part(library, "testing.strategies").Structure
     check, non_finite = kit.assert_within_bounds, part(library, "testing.non_finite").assert_non_finite
     example = structure(num_heads=2, seqlen_q=3, seqlen_kv=5, dtype="float64").example()

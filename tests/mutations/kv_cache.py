@@ -22,15 +22,17 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def operations_are_right(library: ModuleType) -> None:
-    """Random operations hold what arrays hold, a window of a long sequence reads its last pages, and rows that are not
-    counted attend nothing."""
+    """Check random operations against arrays.
+
+    A window of a long sequence reads its last pages, and rows that are not counted attend nothing.
+    """
     pages = {"page_size": 16, "num_pages": 4}
     cache = library.KVCache(batch=1, num_kv_heads=1, head_dim=4, capacity=64, dtype=np.float32, **pages)
     rows = np.random.default_rng(0).standard_normal((1, 1, 50, 4)).astype(np.float32)
     cache.append(rows, rows)
     last = rows[:, :, -4:]
-    found = cache.attention(rows[:, :, -1:], window=(3, 0))
-    assert_within_bounds(Example(q=rows[:, :, -1:], k=last, v=last), o=found)
+    o = cache.attention(rows[:, :, -1:], window=(3, 0))
+    assert_within_bounds(Example(q=rows[:, :, -1:], k=last, v=last), o=o)
     cache.truncate([1])
     beside_inf = cache.attention(last, counts=[0], sink=np.full(1, np.inf, np.float32), return_lse=True)
     assert all(np.isnan(x).all() for x in beside_inf)
@@ -50,7 +52,7 @@ def filled(library: ModuleType, **pages: int) -> Any:
 
 
 def pages_are_used_sparingly(library: ModuleType) -> None:
-    """Forks share pages, the last owner writes in place, and pages that are given back are free."""
+    """Check that forks share pages, the last owner writes in place, and released pages are free."""
     cache = a_cache(library, page_size=16, num_pages=3)
     cache.append(np.repeat(K, 7, axis=2)[:, :, :20], np.repeat(K, 7, axis=2)[:, :, :20], counts=[20, 0])
     cache.fork(0, 1)
@@ -84,10 +86,10 @@ class Device:
 
 
 def a_device_has_lengths_and_pages(library: ModuleType) -> None:
-    """Rows are as many as a device has counted, and it has the pages of a cache whenever they change."""
+    """Check that lengths are those counted by the device, which receives the pages whenever they change."""
     cache, module = filled(library, page_size=16, num_pages=4), part(library, "cache.on_device")
-    cache._device = device = Device([5, 2])
-    cache._is_counted_on_device = True
+    cache._state.device = device = Device([5, 2])
+    cache._state.is_counted_on_device = True
     assert [cache.rows(sequence)[0].shape[1] for sequence in (0, 1)] == [5, 2]
     cache.check()
     cache.truncate([5, 1])
@@ -128,7 +130,7 @@ def forked_without_room(library: ModuleType) -> None:
 
 FILE, PAGES, ROWS = "cache/kv_cache.py", "cache/pages.py", "cache/paged_rows.py"
 GIVEN, ONE, ARGUMENTS = "cache/given_pages.py", "cache/one_by_one.py", "cache/arguments.py"
-DOORS = "cache/_doors.py"
+DOORS, STATE = "cache/_doors.py", "cache/_state.py"
 ODD_SINK = np.zeros((3, 1), np.float32)
 FAULTS = {
     operations_are_right: {
@@ -177,11 +179,11 @@ FAULTS = {
     },
     refuses(lambda library: filled(library).attention(K, sink=ODD_SINK), "(*batch, num_heads) = (2, 1)"): {
         "sinks are taken as they are": Edit(
-            DOORS, "_sink_reasons", "sink_reasons(call.sink, call.q, call.cache.k)", "[]"
+            DOORS, "_sink_reasons", "sink_reasons(call.sink, call.q, call.cache.rows.k)", "[]"
         ),
     },
     pages_are_used_sparingly: {
-        "resetting keeps pages": Edit(FILE, "KVCache.reset", "self._pages.shrink(row, 0)", "pass"),
+        "resetting keeps pages": Edit(FILE, "KVCache.reset", "state.pages.shrink(row, 0)", "pass"),
         "a page that one sequence writes to alone is counted as shared": Edit(
             PAGES, "PagePool.shortages", "dropped.get(page, 0) + 1", "0"
         ),
@@ -189,14 +191,14 @@ FAULTS = {
     },
     a_device_has_lengths_and_pages: {
         "rows are those that the host has counted": Edit(
-            FILE, "KVCache._lengths_now", "if self._is_counted_on_device", "if False"
+            STATE, "CacheState.lengths_now", "if self.is_counted_on_device", "if False"
         ),
         "a device keeps lengths that are truncated": Edit(
-            FILE, "KVCache.truncate", "self._put().truncate(kept)", "pass"
+            FILE, "KVCache.truncate", "state.on_device().truncate(kept)", "pass"
         ),
-        "a device has pages that a reset has freed": Edit(FILE, "KVCache.reset", "self._put()", "pass"),
+        "a device has pages that a reset has freed": Edit(FILE, "KVCache.reset", "state.on_device()", "pass"),
         "a reset is captured": Edit(
-            FILE, "KVCache.reset", 'capture_reasons("reset", self._pages)', "[]"
+            FILE, "KVCache.reset", 'capture_reasons("reset", state.pages)', "[]"
         ),
     },
     refuses(forked_without_room, "got 1 rows for sequence 1, which need 1 more page, and of 1 there are 0 free"): {
@@ -235,7 +237,7 @@ FAULTS = {
             "cache/arguments.py", "out_reasons", "+ overlap_reasons(\"out\", out, inputs)", ""
         ),
     },
-    takes(lambda library: copy.copy(made := filled(library)).k is not made.k): {
+    takes(lambda library: copy.copy(cache := filled(library)).k is not cache.k): {
         "a copy writes over the rows of its original": Edit(
             FILE, "KVCache.__copy__", "return deepcopy(self)", "return self"
         ),
@@ -252,7 +254,7 @@ FAULTS = {
     },
     refuses(lambda library: a_cache(library).fork(0, 1), "source must hold rows"): {
         "an empty sequence is forked": Edit(
-            FILE, "KVCache.fork", "if not reasons and not self._lengths[source]:", "if False:"
+            FILE, "KVCache.fork", "if not reasons and not state.lengths[source]:", "if False:"
         ),
     },
     refuses(lambda library: filled(library).append(K, K[:, :, :2]), "v must have k's 3 rows"): {
@@ -268,7 +270,7 @@ FAULTS = {
         "counts has 4 rows for sequence 1 and sequence 1 has 3 tokens",
     ): {
         "queries without keys are counted": Edit(
-            ARGUMENTS, "require_appended", "if num_rows <= min(lengths):", "if has_counts:"
+            STATE, "CacheState.queried", "if num_rows > min(lengths):", "if counts is None:"
         ),
     },
     refuses(lambda library: filled(library).attention(K, out=K[:1].copy()), "out must have shape (2, 1, 3, 4)"): {

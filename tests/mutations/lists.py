@@ -33,7 +33,7 @@ def index_of(library: ModuleType, step: int):
 
 
 def a_kept_index_goes_by_itself(library: ModuleType) -> None:
-    """An index that calls were made with is freed by its reference count, without Python's collector."""
+    """Check that an index used in calls is freed by its reference count, without the garbage collector."""
     gc.collect()
     gc.disable()
     try:
@@ -49,7 +49,7 @@ def a_kept_index_goes_by_itself(library: ModuleType) -> None:
 
 
 def an_index_is_read_once_and_never_changes(library: ModuleType) -> None:
-    """Each index has calls and lists of its own, which are made once, and arrays that cannot be written to."""
+    """Check that each index has its own calls and lists, built once, and read-only arrays."""
     one, other = index_of(library, 3), index_of(library, 5)
     for _ in range(2):
         for index in (one, other):
@@ -73,7 +73,7 @@ CASES = (
 
 
 def lists_are_those_of_the_host() -> None:
-    """Four kernels list what the host lists: elements in packets and one by one, and blocks of any size.
+    """Check that four kernels list what the host lists: elements in packets and one by one, and blocks of any size.
 
     In blocks that are taller than a band is wide, only queries in the middle attend some keys.
     """
@@ -90,32 +90,32 @@ def check_lists(mask: cuflash.masks.Mask, frame: cuflash.masks.MaskShape, block:
     source, array = ListSource.of(sent(mask, device_double.DeviceArray).resolve(frame), frame, block)
     for seed, order in enumerate(("random", "priorities")):
         schedule = sim.Schedule(seed=seed, order=order, shuffle_lanes=bool(seed))
-        made = ListMaker(source, Simulator(schedule))((array._host.ctypes.data,), None)
-        assert_lists_of(source, source.views(made), mask)
+        lists = ListMaker(source, Simulator(schedule))((array._host.ctypes.data,), None)
+        assert_lists_of(source, source.views(lists), mask)
 
 
 def indices_are_those_of_their_blocks(library: ModuleType) -> None:
-    """Kernels make the index that the host makes, for the layout and the mask of the call."""
+    """Check that kernels make the index that the host makes, for the layout and the mask of the call."""
     made_by = part(library, "executors.index_maker")
     source_of = part(library, "planning.list_kernels").ListSource.of
     frame, block = library.masks.MaskShape((2,), 3, 50, 75), (16, 20)
-    kept = np.random.default_rng(0).random((2, 3, 4, 4)) < 0.5
+    blocks = np.random.default_rng(0).random((2, 3, 4, 4)) < 0.5
     for mask in (library.masks.Band(-30, 9), library.masks.Band()):
-        pattern = library.masks.BlockPattern(device_double.to_device(kept), block) & mask
-        on_host = library.masks.BlockPattern(kept, block) & mask
+        pattern = library.masks.BlockPattern(device_double.to_device(blocks), block) & mask
+        on_host = library.masks.BlockPattern(blocks, block) & mask
         expected = library.BlockIndex.from_mask(on_host, block=block, **frame._asdict())
         source, array = source_of(pattern.resolve(frame), frame, block)
-        made = made_by.IndexMaker(source, Simulator())(array._host.ctypes.data, None)
+        index = made_by.IndexMaker(source, Simulator())(array._host.ctypes.data, None)
         for name in ("indptr", "indices", "kinds", "tiles", "bits", "lo", "hi"):
-            got, count = getattr(made, name), expected.num_entries
+            got, count = getattr(index, name), expected.num_entries
             got = got[:count] if name in ("indices", "kinds", "tiles") else got
             np.testing.assert_array_equal(got, getattr(expected, name))
-        assert (made.shape, made.block) == (expected.shape, expected.block)
+        assert (index.shape, index.block) == (expected.shape, expected.block)
     key, band = made_by.index_key, library.masks.Band(-30, 9)
     others = [
-        (0, kept, band, frame, block), (1, kept, band, frame, block), (0, kept[:1], band, frame, block),
-        (0, np.asfortranarray(kept), band, frame, block), (0, kept, library.masks.Band(), frame, block),
-        (0, kept, band, frame._replace(seqlen_kv=76), block), (0, kept, band, frame, (16, 19)),
+        (0, blocks, band, frame, block), (1, blocks, band, frame, block), (0, blocks[:1], band, frame, block),
+        (0, np.asfortranarray(blocks), band, frame, block), (0, blocks, library.masks.Band(), frame, block),
+        (0, blocks, band, frame._replace(seqlen_kv=76), block), (0, blocks, band, frame, (16, 19)),
     ]  # fmt: skip
     assert len({key(*each) for each in others}) == len(others) and key(*others[0]) == key(*others[0])
 
@@ -127,26 +127,30 @@ def indices_of_masks_are_bound(library: ModuleType) -> None:
 
 
 def calls_read_masks_anew(library: ModuleType) -> None:
-    """The contents of a mask are no part of the key of a call; all that decides its lists is."""
+    """Check that the key of a call excludes the contents of a mask, and has all that decides its lists."""
     contents_of = part(library, "masks.one_array").mask_contents
 
     def layout(array):
         return array.shape, array.strides
 
-    kept, causal = device_double.to_device(np.eye(4, dtype=bool)), library.masks.Causal()
+    blocks, causal = device_double.to_device(np.eye(4, dtype=bool)), library.masks.Causal()
     pattern = library.masks.BlockPattern
-    first, again = (contents_of(pattern(kept, 5) & causal, layout) for _ in range(2))
-    assert first.key == again.key and first.arrays == (kept,)
-    others = (pattern(kept, 6) & causal, pattern(kept, 5) & library.masks.Band(0, 3), pattern(kept[:2], 5) & causal)
+    first, again = (contents_of(pattern(blocks, 5) & causal, layout) for _ in range(2))
+    assert first.key == again.key and first.arrays == (blocks,)
+    others = (
+        pattern(blocks, 6) & causal,
+        pattern(blocks, 5) & library.masks.Band(0, 3),
+        pattern(blocks[:2], 5) & causal,
+    )
     assert all(contents_of(other, layout).key != first.key for other in others)
-    assert contents_of(pattern(kept, 5) & library.masks.Dense(kept), layout) is None
-    assert contents_of(kept, layout).key != contents_of(pattern(kept, 1), layout).key
+    assert contents_of(pattern(blocks, 5) & library.masks.Dense(blocks), layout) is None
+    assert contents_of(blocks, layout).key != contents_of(pattern(blocks, 1), layout).key
 
     class Shifted(library.masks.Dense):
         def resolve(self, shape):
             return super().resolve(shape) & causal
 
-    assert contents_of(Shifted(kept), layout) is None
+    assert contents_of(Shifted(blocks), layout) is None
 
 
 _SETTINGS = ModuleType("settings")
@@ -158,19 +162,19 @@ def within_settings(b, h, i, j):
 
 
 def edits_of_masks_are_seen(library: ModuleType) -> None:
-    """A call with a mask of the host is repeated if all that the mask holds is the same, and only then."""
+    """Check that a call with a host mask is repeated if and only if the contents of the mask are unchanged."""
     room = library.masks
-    kept, width = np.eye(4, dtype=bool), [3]
+    blocks, width = np.eye(4, dtype=bool), [3]
     matrix = scipy.sparse.csr_array(np.tri(20) > 0)
 
     def near(b, h, i, j, most=4):
-        return (abs(i - j) < most) & kept[i // 5, j // 5]
+        return (abs(i - j) < most) & blocks[i // 5, j // 5]
 
     def edit(number):
-        kept[number, 0] = not kept[number, 0]
+        blocks[number, 0] = not blocks[number, 0]
 
     holders = {
-        "array": (kept, edit), "pattern": (room.BlockPattern(kept, 5), edit), "function": (near, edit),
+        "array": (blocks, edit), "pattern": (room.BlockPattern(blocks, 5), edit), "function": (near, edit),
         "defaults": (near, lambda number: setattr(near, "__defaults__", (5 + number,))),
         "matrix": (matrix, lambda number: matrix.data.__setitem__(number, False)),
         "module": (within_settings, lambda number: setattr(_SETTINGS, "width", _SETTINGS.width + number)),
@@ -183,9 +187,9 @@ def edits_of_masks_are_seen(library: ModuleType) -> None:
             change(number)
             assert not snapshot.is_current()
     assert taken(lambda b, h, i, j: abs(i - j) < width[0]) is None
-    mask = room.BlockPattern(kept, 5)
+    mask = room.BlockPattern(blocks, 5)
     library.attention(Q[:, :20], Q[:, :20], Q[:, :20], mask=mask)
-    kept[...] = True
+    blocks[...] = True
     o = library.attention(Q[:, :20], Q[:, :20], Q[:, :20], mask=mask)
     assert_within_bounds(Example(q=Q[:, :20], k=Q[:, :20], v=Q[:, :20], mask=np.ones((20, 20), bool)), o=o)
 
@@ -293,9 +297,9 @@ FAULTS = {
             "lists/ranks.cu", "count_column", "column / params.num_kv_blocks", "0"
         ),
         "a sum is read before it is there": Edit(
-            "lists/pointers.cu", "lists_pointers", "sums[thread] += before; __syncthreads();", "sums[thread] += before;"
+            "lists/running_sums.cuh", "sum_up", "sums[thread] += before; __syncthreads();", "sums[thread] += before;"
         ),
-        "pointers begin anywhere": Edit("lists/pointers.cu", "lists_pointers", "pointers[0] = 0", "pointers[0] = 1"),
+        "pointers begin anywhere": Edit("lists/running_sums.cuh", "sum_up", "counts[0] = start", "counts[0] = 1"),
         "steps have no kind": Edit("lists/entries.cu", "list", "4 * (first + n) + kinds[n]", "4 * (first + n)"),
         "parts of a column start where its entries do": Edit(
             "lists/entries.cu", "list_columns", "place += counts[at]", "place += 0 * counts[at]"

@@ -64,7 +64,7 @@ FAULTS = {
         "a difference with an index is turned round": Edit(
             "blocks/index.py", "BlockIndex.__rsub__", "sub(other, self.as_mask())", "sub(self.as_mask(), other)"
         ),
-        "functions are no masks": Edit("masks/arrays.py", "as_mask", "if callable(value):", "if False:"),
+        "functions are not masks": Edit("masks/arrays.py", "as_mask", "if callable(value):", "if False:"),
     },
     index_operators_are_right: {
         "a complement is the index": Edit(

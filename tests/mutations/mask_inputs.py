@@ -50,18 +50,18 @@ SIGNS = (
 
 
 def numbers_are_right(library: ModuleType) -> None:
-    """Sides, bounds and lengths of narrow types, and beyond int64, mean what Python's ints mean."""
+    """Check that sides, bounds and lengths of narrow types, and beyond int64, mean what Python's ints mean."""
     for each in TELLING_NUMBERS:
         check_numbers(library, each, "cpu")
 
 
 def ids_are_right(library: ModuleType) -> None:
-    """Ids of documents of every integer type are compared as integers."""
+    """Check that ids of documents of every integer type are compared as integers."""
     hunt(documents(), seeds=2)(lambda drawn: check_documents(library, drawn))
 
 
 def coordinates_are_right(library: ModuleType) -> None:
-    """Masks return for coordinates of a narrow dtype what they return for int64."""
+    """Check that masks return for coordinates of a narrow dtype what they return for int64."""
     masks = part(library, "testing.strategies").masks(part(library, "masks.shape").MaskShape((), 1, 9, 9))
     hunt(masks, seeds=1)(lambda drawn: check_coordinates(library, np.uint8, drawn))
 
@@ -208,13 +208,13 @@ FAULTS = {
         "0.0 and -0.0 are one": Edit("masks/content.py", "token", "return kind, repr(value)", "return kind, value"),
     },
     classes_are_told_apart: {
-        "masks that are no dataclasses are remembered": Edit(
+        "masks that are not dataclasses are remembered": Edit(
             "masks/content.py", "_undeclared", "if not layout.is_declared:", "if False:"
         ),
         "closed forms of a parent answer for its child": Edit(
             "masks/base.py", "Mask.__init_subclass__", "if place(name) > newest and", "if False and"
         ),
-        "calls are told apart as masks tell themselves apart": Edit(
+        "calls are distinguished as masks distinguish themselves": Edit(
             "planning/options.py", "Options.key", "else content(mask)", "else mask"
         ),
         "what is in no field is left out": Edit(

@@ -15,7 +15,7 @@ SIGNS = (AssertionError, sim.SimulationError)  # exceptions by which guards see 
 
 
 def tensor_cores_sum_masses() -> None:
-    """Cases have lists, chunks of head_dim, blocks cut by steps or tiles, rows without keys, and rising maxima."""
+    """Check lists, chunks of head_dim, blocks cut by steps or tiles, rows without keys, and rising maxima."""
     several = "blocks of odd sides, and a row of several tiles"
     for name in ("chunks of head_dim", several, "a list of blocks", "maxima that rise late"):
         check_on_chip("H100", **HALVES[name])

@@ -1,4 +1,4 @@
-"""Faults in how NaN, infinities, masked scores and weights of 0 are told apart, in Python and in kernels.
+"""Faults in how NaN, infinities, masked scores and weights of 0 are distinguished, in Python and in kernels.
 
 Guards of Python take a library: the one that is installed, or a copy with a fault under a name of its own. Guards of
 kernels run on the simulator, where small calls get the kernels of large ones.
@@ -39,13 +39,13 @@ class Passes:
 
 
 def non_finite_values_go_where_they_should(library: ModuleType) -> None:
-    """On the cpu executor the rule holds for each element of a small problem that is not finite."""
+    """Check the rule on the cpu executor for each element of a small problem that is not finite."""
     for fields in WORK.values():
         assert_follows_the_rule(Passes(library), a_fault_a_head(**fields))
 
 
 def merges_are_right(library: ModuleType) -> None:
-    """Parts give the whole, with NaN and infinities too."""
+    """Check that merged parts give the whole, with NaN and infinity too."""
     for parts in MERGED:
         for dtype in ("float16", "float64"):
             assert_merges(library.merge, *parts, dtype)
@@ -63,7 +63,7 @@ def oracle_is_right(library: ModuleType) -> None:
 
 @with_fewest_tiles(0)
 def calls_are_right(kind: str) -> None:
-    """dQ is added up or has a kernel of its own; weights of 0 are behind masks or not."""
+    """Check dQ added up and from a separate kernel, with zero weights behind masks and elsewhere."""
     run, fields = KINDS[kind]
     for each in {run, replace(run, deterministic=run.kernel != "naive")}:
         for work in WORK:
@@ -80,12 +80,12 @@ def doubles_follow_the_rule() -> None:
 
 
 def kept_scores_follow_the_rule() -> None:
-    """The naive family, which stores a matrix of scores, follows the rule."""
+    """Check that the naive family, which stores a matrix of scores, follows the rule."""
     calls_are_right("naive")
 
 
 def unseen_rows_do_not_matter() -> None:
-    """In the naive family, rows past the lengths of a mask may hold NaN: results are as if they held zeros."""
+    """Check that rows past the lengths of a mask may hold NaN in the naive family, with the results of zeros."""
     rng = np.random.default_rng(0)
     q, k, v, do = (rng.standard_normal((1, 1, 90, 32)).astype(np.float32) for _ in range(4))
     results = []
@@ -98,18 +98,18 @@ def unseen_rows_do_not_matter() -> None:
         o, vjp = cuflash.attention_vjp(q, k, v, **options)
         gradients = vjp(do)
         results.append([o, gradients.dq, gradients.dk, gradients.dv])
-    for found, expected in zip(*reversed(results), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    for actual, expected in zip(*reversed(results), strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 def halves_follow_the_rule() -> None:
-    """16-bit operands on tensor cores follow the rule."""
+    """Check that 16-bit operands on tensor cores follow the rule."""
     calls_are_right("float16")
 
 
 @with_fewest_tiles(0)
 def parts_follow_the_rule() -> None:
-    """Blocks that share keys follow the rule, at a scale where many parts have weight 0."""
+    """Check that split-KV follows the rule, at a scale at which many parts have weight 0."""
     assert_parts_follow_the_rule(scale=30.0)
 
 
@@ -129,7 +129,7 @@ FAULTS = {
             "merging.py", "_merged", "is_empty = total == 0", "is_empty = ~(total > 0)"
         ),
         "what an empty part holds is merged": Edit("merging.py", "_merged", "xp.isneginf(lse)[..., None]", "False"),
-        "a part of weight 0 hides what it holds": Edit(
+        "a part of weight 0 hides its contents": Edit(
             "merging.py", "_merged", "xp.isneginf(lse)[..., None]", "(weight == 0)[..., None]"
         ),
         "the caller hears of weights that are 0": Edit(
@@ -211,7 +211,7 @@ FAULTS = {
         ),
     },
     parts_follow_the_rule: {
-        "a part of weight 0 hides what it holds": Edit(
+        "a part of weight 0 hides its contents": Edit(
             "sm80/combine.cu", "sm80_combine", "if (lse != ptx::negative_infinity<float>()) o[c", "if (factor > 0) o[c"
         ),
     },

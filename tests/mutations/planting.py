@@ -27,7 +27,7 @@ class Edit(NamedTuple):
     """A fault in a file of kernels_cu/ if that is CUDA, or of cuflash/ if it is Python."""
 
     file: str
-    function: str | None  # or a class; "Class.method"; None where no function holds the anchor
+    function: str | None  # or a class; "Class.method"; None if no function holds the anchor
     anchor: str
     replacement: str
 
@@ -48,13 +48,13 @@ def places(text: str, anchor: str, function: str | None = None, *, language: Lan
     of_text, of_anchor = tokens(text, language), tokens(anchor, language)
     if not of_anchor:
         raise ValueError(f"{anchor!r} has no tokens")
-    found = [range(at, at + len(of_anchor)) for at in _occurrences(of_text, of_anchor)]
+    ranges = [range(at, at + len(of_anchor)) for at in _occurrences(of_text, of_anchor)]
     if function is None:
-        return found
+        return ranges
     named = [span for span in spans(text, language) if span.has_name(function)]
     if not named:
         raise LookupError(f"there is no {function}: bring the edit up to date")
-    return [place for place in found if any(_holds(span, of_text, place) for span in named)]
+    return [place for place in ranges if any(_holds(span, of_text, place) for span in named)]
 
 
 def _occurrences(of_text: Sequence[Token], of_anchor: Sequence[Token]) -> Iterator[int]:
@@ -79,15 +79,15 @@ def replaced(
     """
     for each in (anchor, replacement):
         if any(token.kind == "comment" for token in lexed(each, language)):
-            raise ValueError(f"{each!r} holds a comment, which is no fault and no anchor")
+            raise ValueError(f"{each!r} holds a comment, which is neither a fault nor an anchor")
     if [each.text for each in tokens(anchor, language)] == [each.text for each in tokens(replacement, language)]:
         raise ValueError(f"{anchor!r} is replaced by the same tokens")
-    found = places(text, anchor, function, language=language)
-    if len(found) != 1:
+    matches = places(text, anchor, function, language=language)
+    if len(matches) != 1:
         where = "" if function is None else f" in {function}"
-        raise LookupError(f"{anchor!r} stands {len(found)} times{where}: bring the edit up to date")
+        raise LookupError(f"{anchor!r} stands {len(matches)} times{where}: bring the edit up to date")
     of_text = tokens(text, language)
-    before, after = text[: of_text[found[0][0]].start], text[of_text[found[0][-1]].stop :]
+    before, after = text[: of_text[matches[0][0]].start], text[of_text[matches[0][-1]].stop :]
     return before + _fitted(textwrap.dedent(replacement).strip(), before, after) + after
 
 

@@ -28,7 +28,7 @@ def sm90_prefill_is_right() -> None:
 
 
 def _is_right(family: str) -> None:
-    """Results in pages are within bounds, numbers out of range are counted, and rows of no sequence are empty."""
+    """Check that paged results are within bounds, numbers out of range are counted, and unused rows are empty."""
     k, v, table = paged(_CALL, 16, 0)
     call = replace(_CALL, counts=_COUNTS)
     o, lse, faults = prefilled(SIM, family, call, (k, v, table))

@@ -15,22 +15,22 @@ SIGNS = (AssertionError, ValueError)  # exceptions by which guards see a fault; 
 
 
 def checksums_are_right(library):
-    """A checksum depends on every bit and its place, and not on strides."""
+    """Check that a checksum depends on every bit and its place, and not on strides."""
     for shape, dtype in itertools.product([(5, 4), LONG_SHAPES[1], LONG_SHAPES[-1]], DTYPES):
         for place in (0, -1):
             check_checksum(library, drawn_bits(shape, dtype, 1), place)
 
 
 def changes_are_seen(library):
-    """A vjp, its copies and pickles refuse every array that they read and that has changed, and no other."""
+    """Check that a vjp, its copies and pickles refuse every array that they read and that has changed."""
     arrays, _ = everything()
-    table, kept, seed = arrays["table"], arrays["kept"], arrays["dropout_seed"]
-    function = lambda s, b, h, i, j, table, kept: np.where(kept[j], s + table[i], s)  # noqa: E731
-    score = library.scores.Score(function, table=table, kept=kept)
+    table, is_kept, seed = arrays["table"], arrays["is_kept"], arrays["dropout_seed"]
+    function = lambda s, b, h, i, j, table, is_kept: np.where(is_kept[j], s + table[i], s)  # noqa: E731
+    score = library.scores.Score(function, table=table, is_kept=is_kept)
     (arrays["o"], arrays["lse"]), vjp = library.attention_vjp(
         arrays["q"], arrays["k"], arrays["v"], score=score, dropout=library.Dropout(0.1, seed), return_lse=True
     )
-    for name in ("q", "k", "v", "o", "lse", "table", "kept", "dropout_seed"):
+    for name in ("q", "k", "v", "o", "lse", "table", "is_kept", "dropout_seed"):
         before = arrays[name].copy()
         change(arrays[name], 5)
         for pullback in (vjp, copy.copy(vjp), pickle.loads(pickle.dumps(vjp))):
@@ -52,7 +52,7 @@ def changes_are_seen(library):
 
 
 def flags_are_right(library):
-    """Results are read-only while a vjp, or a copy of it, lives, and have their flags back then, in any order."""
+    """Check that results are read-only while a vjp or a copy of it lives, and writable after, in any order."""
     q = np.ones(SHAPE, np.float32)
     (o, lse), vjp = library.attention_vjp(q, q, q, return_lse=True)
     assert not o.flags.writeable and not lse.flags.writeable

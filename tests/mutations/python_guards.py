@@ -51,7 +51,7 @@ def telling_examples(library):
 
 
 def attention_is_right(library):
-    """Every result is within its bound, at tiles of any size."""
+    """Check that every result is within its bound, at tiles of any size."""
     launch, work_list = (part(library, name) for name in ("plans", "blocks.work_list"))
     host, plan = (part(library, f"planning.{name}") for name in ("host", "plan"))
     device = part(library, "planning.device").DeviceSpec(name="test", num_processors=1, tile_memory_bytes=1 << 20)
@@ -62,7 +62,7 @@ def attention_is_right(library):
         problem = part(library, "planning.problem").Problem.of(example.q, example.k, example.v, scale=example.scale)
         mask = work_list.requested_mask(example.mask, False, None, problem.mask_shape)
         work = work_list.work_list(mask, problem.mask_shape, (block_q, block_kv))
-        # A plan's tiles are no smaller than the blocks of its lists.
+        # A plan's tiles are at least as large as the blocks of its lists.
         tile = max(block_q, work.block_q), max(block_kv, work.block_kv)
         tiling = host.HostTiling(problem, device, *tile, work)
         kernels = plan.KernelPlan(problem=problem, mask=mask, device=device, work=work, tiling=tiling)
@@ -73,7 +73,7 @@ def attention_is_right(library):
 
 
 def rows_without_a_score_are_right(library):
-    """A row whose scores are all -inf, though no mask hides them, is empty: its keys get no gradient from it."""
+    """Check that a row whose scores are all -inf, though no mask hides them, is empty: its keys get no gradient."""
     x, q = np.ones((2, 3), np.float32), np.array([[-np.inf, 1, 1], [1, 1, 1]], np.float32)
     (o, lse), vjp = library.attention_vjp(q, x, x, return_lse=True)
     assert (o == [[0], [1]]).all() and np.isneginf(lse[0])
@@ -92,7 +92,7 @@ def shapes_and_masks(library):
 
 
 def indices_are_right(library):
-    """A block index holds exactly its mask, at blocks of any size."""
+    """Check that a block index holds exactly its mask, at blocks of any size."""
     index_of = part(library, "blocks.index").BlockIndex.from_mask
 
     @hunt(shapes_and_masks(library), st.tuples(st.integers(1, 12), st.integers(1, 12)))
@@ -115,7 +115,7 @@ def telling_masks(library):
 
 
 def work_is_right(library):
-    """A work list describes exactly its mask by rows and columns, at tiles of any size; narrow integers are widened."""
+    """Check that a work list describes its mask by rows and columns, at tiles of any size; integers are widened."""
     work_list = part(library, "blocks.work_list")
     narrow = library.masks.PrefixLM(np.array([5, 3], np.uint8), "bottom_right")
     frame = part(library, "masks.shape").MaskShape((2,), 1, 14, 10)
@@ -136,7 +136,7 @@ def work_is_right(library):
 
 
 def lists_on_a_device_are_right(library):
-    """Lists made on a device hold exactly their mask, and their columns what their rows hold."""
+    """Check that lists made on a device hold exactly their mask, and their columns what their rows hold."""
     index_of, listed = part(library, "blocks.index").BlockIndex.from_mask, part(library, "blocks.work_list").ListedWork
     device_lists.install(part(library, "blocks.index"), part(library, "executors.index_maker"))
     part(library, "executors.evaluation")._MAX_ELEMENTS_AT_ONCE = 1 << 11  # some rows of a matrix
@@ -164,6 +164,6 @@ def lists_on_a_device_are_right(library):
         if not any(True for _ in part(library, "masks.content").held_arrays(mask)):
             return
         on_device = sent(mask, device_double.to_device)
-        made, expected = (index_of(each, block=block, **shape._asdict()) for each in (on_device, mask))
-        for index in (made, made.transpose().transpose()):
+        result, expected = (index_of(each, block=block, **shape._asdict()) for each in (on_device, mask))
+        for index in (result, result.transpose().transpose()):
             check_index(index, expected)

@@ -55,7 +55,7 @@ MERGE, COMPARE, LAUNCHES = "results/merge.cu", "results/compare.cu", "planning/_
 BOUND, MERGING, RECALL = "executors/_results.py", "merging.py", "study/_recall.py"
 FAULTS = {
     parts_are_merged: {
-        "an empty part brings what it holds": Edit(
+        "an empty part brings its contents": Edit(
             MERGE, "results_merge", "if (lse == ptx::negative_infinity<Accumulator>()) continue;", ""
         ),
         "a row without keys is NaN": Edit(

@@ -19,40 +19,40 @@ SIGNS = (AssertionError, ValueError)  # exceptions by which guards see a fault
 
 
 def workspaces_serve_one_call_at_a_time(library: ModuleType) -> None:
-    """Workspaces of a call do not overlap and are aligned; only calls in order on one stream share memory."""
+    """Check that workspaces are aligned and disjoint, and shared only by calls in order on one stream."""
     room, need = part(library, "executors.workspaces"), part(library, "planning.launches").Workspace
     where, byte = memory(), np.dtype(np.uint8)
     needs = {"a": need((300,), byte), "zeros": need((40,), byte, True), "b": need((1000,), byte)}
-    found = room.Workspaces(needs, where)
-    first = found.take(stream())
+    workspaces = room.Workspaces(needs, where)
+    first = workspaces.take(stream())
     a, zeros, b = first.addresses
-    assert (b - a) % 256 == 0 and b - a >= 300 and zeros == where.made[1].ctypes.data
-    assert where.made[0].ctypes.data == a and b + 1000 <= a + where.made[0].nbytes
+    assert (b - a) % 256 == 0 and b - a >= 300 and zeros == where.allocated[1].ctypes.data
+    assert where.allocated[0].ctypes.data == a and b + 1000 <= a + where.allocated[0].nbytes
     for other in (stream(8), stream(2), stream(7, True)):
-        taken = found.take(other)
-        found.give_back(other, taken)
-        again = found.take(other)
+        taken = workspaces.take(other)
+        workspaces.give_back(other, taken)
+        again = workspaces.take(other)
         assert not {*taken.addresses} & {*first.addresses} and (taken.addresses == again.addresses) == (other.ptr == 8)
-    second = found.take(stream())
+    second = workspaces.take(stream())
     assert second.addresses[0] != a and second.addresses[1] == zeros
-    found.give_back(stream(), second)
-    found.give_back(stream(), first)
-    assert found.take(stream()).addresses == first.addresses
-    found.give_back(stream(7, True), found.take(stream(7, True)))
-    assert found.take(stream()).addresses == second.addresses
+    workspaces.give_back(stream(), second)
+    workspaces.give_back(stream(), first)
+    assert workspaces.take(stream()).addresses == first.addresses
+    workspaces.give_back(stream(7, True), workspaces.take(stream(7, True)))
+    assert workspaces.take(stream()).addresses == second.addresses
     larger = room.Workspaces({"c": need((5000,), byte)}, where)
-    found.give_back(stream(), first)
+    workspaces.give_back(stream(), first)
     larger.take(stream())
-    assert where.made[-1].nbytes >= 5000
+    assert where.allocated[-1].nbytes >= 5000
 
 
 def arguments_serve_one_call_at_a_time(library: ModuleType) -> None:
-    """A table points to the records of its kernel, which hold the addresses of a call until they are given back."""
+    """Check that a table points to its kernel's records, which hold the addresses of a call until released."""
     room = part(library, "executors.arguments")
     words = np.arange(6, dtype=np.uint64)
     places = [room.Place(1, 0, 0), room.Place(4, 64, 1)]
-    found = room.Arguments(words, [[slice(0, 2), slice(2, 6)], [slice(2, 6)]], places)
-    first, second = found.take([100, 200]), found.take([300, 400])
+    buffers = room.Arguments(words, [[slice(0, 2), slice(2, 6)], [slice(2, 6)]], places)
+    first, second = buffers.take([100, 200]), buffers.take([300, 400])
     for buffer, start, other in ((first, 100, 200), (second, 300, 400)):
         (_, (one, two)), (_, (again,)) = buffer.kernels
         assert np.frombuffer(one.tobytes(), np.uint64).tolist() == [0, start]
@@ -61,12 +61,12 @@ def arguments_serve_one_call_at_a_time(library: ModuleType) -> None:
             table = (ctypes.c_uint64 * len(kernel.records)).from_address(kernel.table)
             assert list(table) == [record.ctypes.data for record in kernel.records]
         assert again.ctypes.data == two.ctypes.data
-    found.give_back(first)
-    assert found.take([5, 6]) is first
+    buffers.give_back(first)
+    assert buffers.take([5, 6]) is first
 
 
 def cached_calls_are_the_latest(library: ModuleType) -> None:
-    """The cache of calls is a least recently used one, and calls leave it with their owner."""
+    """Check that the call cache evicts the least recently used call, and drops calls with their owner."""
     kind = part(library, "planning._call_cache").CallCache
     for steps in (
         [("put", "a", None), ("put", "b", 0), ("put", "c", None), ("get", "a"), ("put", "d", None), ("get", "b")],
@@ -109,7 +109,12 @@ FAULTS = {
             CACHE, "CallCache.put", "next(self._uses)", "getattr(left[0], 'last_use', next(self._uses))"
         ),
         "the cache grows without end": Edit(CACHE, "CallCache.put", "> self._size", "> 100 * self._size"),
-        "the latest call leaves": Edit(CACHE, "CallCache.put", "min(self._calls,", "max(self._calls,"),
+        "a call that was used leaves": Edit(
+            CACHE, "CallCache._least_recently_used", "if last_use == place:", "if True:"
+        ),
+        "a call that has left leaves again": Edit(
+            CACHE, "CallCache._least_recently_used", "entry is None or entry.place != place", "entry is None"
+        ),
         "calls stay without their owner": Edit(CACHE, "CallCache.put", "keys.add(key)", "pass"),
         "the last call stays": Edit(CACHE, "CallCache._drop", "self._last = object(), None", "pass"),
     },

@@ -12,7 +12,7 @@ from executors import CPU
 from hypothesis import strategies as st
 from mutations.python_guards import hunt, part
 from test_score_programs import (
-    EXTENTS, RANGES, REFUSED, branches, check_arrays, check_exact_zeros, check_powers, places, told,
+    EXTENTS, RANGES, REFUSED, branches, check_arrays, check_exact_zeros, check_powers, places, message_of,
 )  # fmt: skip
 
 SIGNS = (AssertionError, ValueError, IndexError, TypeError)  # exceptions by which guards see a fault
@@ -23,7 +23,7 @@ def shape_of(library):
     return part(library, "masks.base").MaskShape((2, 2), 2, 5, 7)
 
 
-def made(library, formula, seed):
+def score_of_formula(library, formula, seed):
     shape = shape_of(library)
     arrays = formula.arrays(shape, seed)
     score = library.scores.Score(formula, **arrays)
@@ -36,24 +36,24 @@ def formulas_of(library):
 
 
 def values_are_right(library):
-    """A program gives what its function gives, in float64."""
+    """Check that a program gives what its function gives, in float64."""
     for function in SMALL:
         score, s, i = library.scores.Score(function), np.linspace(-3, 3, 7), np.arange(7)
         operands = part(library, "scores.values").Operands(score.numbers, ())
-        (found,) = part(library, "scores.values").values(score.program, operands, s, 0, 0, i, 2)
-        assert (found == function(s, 0, 0, i, 2)).all(), score
+        (actual,) = part(library, "scores.values").values(score.program, operands, s, 0, 0, i, 2)
+        assert (actual == function(s, 0, 0, i, 2)).all(), score
     wide_integers_are_subtracted_exactly(library)
     batches_are_read_in_place(library)
 
     @hunt(formulas_of(library), SEEDS, seeds=3)
     def check(formula, seed):
-        score, operands, s = made(library, formula, seed)
+        score, operands, s = score_of_formula(library, formula, seed)
         at = places(shape_of(library))
         wide = {name: x if x.dtype.kind in "iub" else x.astype(np.float64) for name, x in score.arrays.items()}
         with np.errstate(all="ignore"):
             exact = np.broadcast_to(formula(s, **at, **wide), s.shape)
-            (found,) = part(library, "scores.values").values(score.program, operands, s, **at)
-        assert np.array_equal(np.broadcast_to(found, s.shape), exact, equal_nan=True)
+            (result,) = part(library, "scores.values").values(score.program, operands, s, **at)
+        assert np.array_equal(np.broadcast_to(result, s.shape), exact, equal_nan=True)
 
 
 SMALL = (
@@ -67,15 +67,15 @@ SMALL = (
 
 
 def batches_are_read_in_place(library):
-    """Leading axes of an array are those before the heads, from the right; one of length 1 stands for all."""
+    """Check that leading axes of an array are those before the heads, from the right; one of length 1 broadcasts."""
     s, b = np.zeros((2, 3, 1, 2, 1)), np.arange(6).reshape(2, 3, 1, 1, 1)
     for leading in ((2, 3), (3,), (2, 1), (1, 3), (1,)):
         array = np.random.default_rng(0).standard_normal((*leading, 2))
         score = library.scores.Score(lambda s, b, h, i, j, a: s + a[..., i], a=array)
         operands = part(library, "scores.values").Operands((), (array,), (2, 3))
         i = np.arange(2)[:, None]
-        (found,) = part(library, "scores.values").values(score.program, operands, s, b, 0, i, 0)
-        assert np.array_equal(found, np.broadcast_to(array[..., None, :, None], s.shape))
+        (actual,) = part(library, "scores.values").values(score.program, operands, s, b, 0, i, 0)
+        assert np.array_equal(actual, np.broadcast_to(array[..., None, :, None], s.shape))
 
 
 def wide_integers_are_subtracted_exactly(library):
@@ -83,37 +83,37 @@ def wide_integers_are_subtracted_exactly(library):
     score = library.scores.Score(lambda s, b, h, i, j, time: s - (time[i] - time[j]) + time[2] * 0.0, time=time)
     i, j = np.ogrid[:2, :2]
     operands = part(library, "scores.values").Operands(score.numbers, (time,))
-    (found,) = part(library, "scores.values").values(score.program, operands, np.zeros((2, 2), np.float32), 0, 0, i, j)
-    assert np.array_equal(found, [[0, 1], [-1, 0]])
+    (actual,) = part(library, "scores.values").values(score.program, operands, np.zeros((2, 2), np.float32), 0, 0, i, j)
+    assert np.array_equal(actual, [[0, 1], [-1, 0]])
     least = library.scores.Score(lambda s, b, h, i, j, time: time[2] + i * 0, time=time)
-    (found,) = part(library, "scores.values").values(least.program, operands, np.zeros(1), 0, 0, 0, 0)
-    assert float(np.max(found)) == 2**31 - 1
+    (actual,) = part(library, "scores.values").values(least.program, operands, np.zeros(1), 0, 0, 0, 0)
+    assert float(np.max(actual)) == 2**31 - 1
 
 
 def derivatives_are_right(library):
-    """Derivatives equal those of dual numbers in long double, within the error that float64 may have."""
+    """Check that derivatives equal those of dual numbers in long double, within the error that float64 may have."""
     program_of, roundoff = part(library, "scores.program"), part(library, "scores.roundoff")
     dual = part(library, "testing.dual")
 
     @hunt(formulas_of(library), SEEDS, seeds=6)
     def check(formula, seed):
-        score, operands, s = made(library, formula, seed)
+        score, operands, s = score_of_formula(library, formula, seed)
         at, names = places(shape_of(library)), [x.name for x in score.program.arrays if x.kind == "real"]
         program = program_of.derived(score.program, names)
         model = roundoff.Arithmetic(2.0**-53, 1e-300, 1e300)
-        found = roundoff.values_and_errors(program, operands, s, 0.0, **at, model=model)
+        results = roundoff.values_and_errors(program, operands, s, 0.0, **at, model=model)
         arrays = {name: x if x.dtype.kind in "iub" else x.astype(np.longdouble) for name, x in score.arrays.items()}
         reads = {name: dual.Captured(arrays[name]) for name in names}
-        given = arrays | {name: each.read() for name, each in reads.items()}
+        values_by_name = arrays | {name: each.read() for name, each in reads.items()}
         wide = s.astype(np.longdouble)
         with np.errstate(all="ignore"):
-            f = formula(dual.Dual(wide, {"s": np.ones_like(wide)}), **at, **given)
+            f = formula(dual.Dual(wide, {"s": np.ones_like(wide)}), **at, **values_by_name)
         tangents = f.tangents if isinstance(f, dual.Dual) else {}
         wanted = [getattr(f, "value", f), tangents.get("s", 0)]
         for load in program_of.gradient_loads(program, names):
             name = program.arrays[program.instructions[load].value].name
             wanted.append(sum(x for key, x in tangents.items() if key[0] == id(reads[name])))
-        for (value, error), exact in zip(found, wanted, strict=True):
+        for (value, error), exact in zip(results, wanted, strict=True):
             off = np.abs(value - exact)
             assert ((off <= 2 * error) | (np.isnan(value) & np.isnan(exact)) | (value == exact)).all(), score
 
@@ -125,8 +125,8 @@ def slope_of(library, function, x):
     score = library.scores.Score(function)
     operands = part(library, "scores.values").Operands(score.numbers, ())
     program = part(library, "scores.program").derived(score.program)
-    found = part(library, "scores.values").values(program, operands, np.array(x, float), 0, 0, 0, 0)[1]
-    return np.broadcast_to(found, np.shape(x))
+    actual = part(library, "scores.values").values(program, operands, np.array(x, float), 0, 0, 0, 0)[1]
+    return np.broadcast_to(actual, np.shape(x))
 
 
 def branches_do_not_leak(library):
@@ -156,22 +156,22 @@ def ties_are_kept(library):
 
 
 def errors_hold(library):
-    """Results in float32 of perturbed scores lie within the errors, at every operation."""
+    """Check that results in float32 of perturbed scores lie within the errors, at every operation."""
     program_of, roundoff = part(library, "scores.program"), part(library, "scores.roundoff")
     info = np.finfo(np.float32)
     model = roundoff.Arithmetic(float(info.eps) / 2, float(info.smallest_normal), float(info.max))
 
     @hunt(formulas_of(library), SEEDS, seeds=6)
     def check(formula, seed):
-        score, operands, s = made(library, formula, seed)
+        score, operands, s = score_of_formula(library, formula, seed)
         rng, at = np.random.default_rng(seed), places(shape_of(library))
         e_s = 10.0 ** rng.integers(-6, 0) * np.abs(s)
         near = (s + e_s * rng.uniform(-0.95, 0.95, s.shape)).astype(np.float32)
         names = [x.name for x in score.program.arrays if x.kind == "real"]
         program = program_of.derived(score.program, names)
         bounds = roundoff.values_and_errors(program, operands, s, e_s + 2e-7 * np.abs(s), **at, model=model)
-        found = part(library, "scores.values").values(program, operands, near, **at)
-        for x, (value, error) in zip(found, bounds, strict=True):
+        results = part(library, "scores.values").values(program, operands, near, **at)
+        for x, (value, error) in zip(results, bounds, strict=True):
             off = np.abs(np.subtract(x, value, dtype=np.float64))
             assert ((off <= error) | np.equal(x, value) | np.isnan(value)).all(), score
 
@@ -180,7 +180,7 @@ def errors_hold(library):
 
 
 def functions_err_by_as_much_as_their_argument_lets_them(library, model):
-    """For arguments that are far off, each operation's error covers both ends, and not ten times as much."""
+    """Check for large argument errors that each operation's error covers both ends, but not ten times as much."""
     program_of, roundoff = part(library, "scores.program"), part(library, "scores.roundoff")
     functions = {
         "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "tanh": np.tanh, "sqrt": np.sqrt,
@@ -204,14 +204,14 @@ def functions_err_by_as_much_as_their_argument_lets_them(library, model):
 
 
 def programs_are_simple(library):
-    """Programs have their own numbers, and depend on what they read."""
+    """Check that programs have their own numbers, and depend on what they read."""
     finished_programs_have_their_own_numbers(library)
     batched = library.scores.Score(lambda s, b, h, i, j, a: s + a[..., j], a=np.zeros((3, 4)))
     assert {"b", "j"} in part(library, "scores.program").depends(batched.program)
 
 
 def finished_programs_have_their_own_numbers(library):
-    """Functions with equal instructions share a program but not numbers, and zeros keep their sign."""
+    """Check that functions with equal instructions share a program but not numbers, and zeros keep their sign."""
     evaluated, operands = part(library, "scores.values").values, part(library, "scores.values").Operands
     for function in (
         *(lambda s, b, h, i, j, by=by: s * by + np.tanh(s / 5) + 3 * j for by in (3.0, 2.5, 4.0)),
@@ -219,69 +219,69 @@ def finished_programs_have_their_own_numbers(library):
     ):
         score = library.scores.Score(function)
         with np.errstate(divide="ignore"):
-            (found,) = evaluated(score.program, operands(score.numbers, ()), 4.0, 0, 0, 0, 2)
+            (actual,) = evaluated(score.program, operands(score.numbers, ()), 4.0, 0, 0, 0, 2)
             wanted = function(4.0, 0, 0, 0, 2)
-        assert found == wanted, score
+        assert actual == wanted, score
     score_of = library.scores.Score
     loads = [score_of(lambda s, b, h, i, j, a: s + a[i], a=np.ones(3, dtype)) for dtype in (np.float32, float)]
     assert [score.program.arrays[0].dtype for score in loads] == ["float32", "float64"]
 
 
 def compositions_are_right(library):
-    """A composed score has the arguments of its own call, also if an earlier composition is used again.
+    """Check that a composed score has the arguments of its own call, also if a composition is used again.
 
     On either side s / cap is off by two roundoffs, where it is a product with the reciprocal, tanh by two more, and
     three further results by one each; no sum cancels.
     """
     relative = 2 * (2 + 2 + 3) * np.finfo(float).eps / 2
     composition = part(library, "scores.composition").composition
-    given = library.scores.Score(lambda s, b, h, i, j, a: s * a[h], a=np.array([2.0, 3.0]))
+    own = library.scores.Score(lambda s, b, h, i, j, a: s * a[h], a=np.array([2.0, 3.0]))
     others = library.scores.Score(lambda s, b, h, i, j, a: s * a[h], a=np.array([4.0, 5.0]))
     biases = [np.full((3, 4), 0.5), np.full((3, 4), 1.5), np.full((3, 1), 2.5), np.full((3, 4), 3.5, np.float32)]
-    for score in (None, given, others):
+    for score in (None, own, others):
         for cap in (2.0, 5.0, np.float32(3.0), None):
             for array in (*biases, *biases, None):
-                made = composition(score, cap, array, lambda bias: bias)
-                if made is None:
+                composed = composition(score, cap, array, lambda bias: bias)
+                if composed is None:
                     continue
                 s = 1.0 if cap is None else float(cap) * np.tanh(1 / float(cap))
                 s = s if array is None else s + np.broadcast_to(array, (3, 4))[1, 1]
                 s = s if score is None else s * score.arrays["a"][1]
-                operands = part(library, "scores.values").Operands(made.numbers, tuple(made.arrays.values()))
-                (found,) = part(library, "scores.values").values(made.program, operands, 1.0, 0, 1, 1, 1)
-                assert abs(found - s) <= relative * s, (score, cap, array)
-                assert all(each is array for name, each in made.arrays.items() if name == "bias")
-                assert [made.arrays[each.name].dtype for each in made.program.arrays] == [
-                    each.dtype for each in made.program.arrays
+                operands = part(library, "scores.values").Operands(composed.numbers, tuple(composed.arrays.values()))
+                (actual,) = part(library, "scores.values").values(composed.program, operands, 1.0, 0, 1, 1, 1)
+                assert abs(actual - s) <= relative * s, (score, cap, array)
+                assert all(each is array for name, each in composed.arrays.items() if name == "bias")
+                assert [composed.arrays[each.name].dtype for each in composed.program.arrays] == [
+                    each.dtype for each in composed.program.arrays
                 ]
     large = np.zeros((5, 5))
     gone = weakref.ref(large)
     composition(None, None, large, lambda bias: bias)
-    composition(given, 2.0, large, lambda bias: bias)
+    composition(own, 2.0, large, lambda bias: bias)
     del large
     assert gone() is None  # nothing holds an array that a call is over
 
 
 def indices_are_proven(library):
-    """Integers lie within their ranges, and an index that may leave its axis is refused."""
+    """Check that integers stay within their ranges, and an index that may leave its axis is refused."""
     ranges = part(library, "scores.ranges")
 
     @hunt(formulas_of(library), SEEDS, seeds=2)
     def check(formula, seed):
-        score, operands, s = made(library, formula, seed)
+        score, operands, s = score_of_formula(library, formula, seed)
         shape = shape_of(library)
         known = ranges.ranges(score.program, dict(zip("bhij", (shape.num_batch, *shape[1:]))))
-        found = part(library, "scores.values").run(score.program, operands, s, **places(shape))
+        results = part(library, "scores.values").run(score.program, operands, s, **places(shape))
         for n, (least, most) in known.items():
-            assert least <= np.min(found[n]) and np.max(found[n]) <= most, score
+            assert least <= np.min(results[n]) and np.max(results[n]) <= most, score
 
     for index, extent, reason in RANGES:
         def f(s, b, h, i, j, near, x):
             return s + near[index(i, j, x)]
 
         score = library.scores.Score(f, near=np.zeros(extent), x=np.zeros(20, np.int32))
-        found = ranges.range_reasons(score.program, [(extent,), (20,)], (2,), EXTENTS, "float32")
-        assert (reason in found[0]) if reason else (found == []), reason
+        reasons = ranges.range_reasons(score.program, [(extent,), (20,)], (2,), EXTENTS, "float32")
+        assert (reason in reasons[0]) if reason else (reasons == []), reason
     far = library.scores.Score(lambda s, b, h, i, j: s - np.abs(i - j))
     assert ranges.range_reasons(far.program, [], (), {**EXTENTS, "j": 2**24 + 1}, "float32")
     assert not ranges.range_reasons(far.program, [], (), {**EXTENTS, "j": 2**24}, "float32")
@@ -289,19 +289,19 @@ def indices_are_proven(library):
 
 
 def refusals_are_told(library):
-    """Each function that no kernel can run is refused, with its line and the fix."""
+    """Check that each function that no kernel can run is refused, with its line and the fix."""
     for function, arrays, wanted in REFUSED.values():
         try:
             library.scores.Score(function, **arrays)
         except library.UnsupportedProblem as error:
-            assert wanted.format(line=branches.__code__.co_firstlineno + 1) in told(error)
+            assert wanted.format(line=branches.__code__.co_firstlineno + 1) in message_of(error)
         else:
             raise AssertionError(wanted)
-    kept = []
+    traced = []
 
     def keeps(s, b, h, i, j):
-        kept.append(s)
-        return kept[0]
+        traced.append(s)
+        return traced[0]
 
     library.scores.Score(keeps)
     try:
@@ -312,7 +312,7 @@ def refusals_are_told(library):
 
 
 def results_are_right(library):
-    """Every result of the cpu executor is within its bound, with gradients of arrays, tile by tile in many blocks."""
+    """Check that every cpu result is within its bound, with gradients of arrays, tile by tile in many blocks."""
     part(library, "executors.tile_program")._BLOCK = 64
     bounds_grow_with_the_function(library)
     drawn = part(library, "testing.strategies").examples(
@@ -349,12 +349,12 @@ def results_are_right(library):
         def hides(s, b, h, i, j):
             return np.where(i % 3 == 0, -np.inf, s) + np.log(np.where(j < 2, 0 * s, 1))
 
-        found = within_bounds(library, plain.but(score=library.scores.Score(hides)))
-        assert all(np.isfinite(found[name]).all() for name in ("dq", "dk", "dv"))
+        results = within_bounds(library, plain.but(score=library.scores.Score(hides)))
+        assert all(np.isfinite(results[name]).all() for name in ("dq", "dk", "dv"))
 
 
 def bounds_grow_with_the_function(library):
-    """A slope that is a thousand times as steep gives bounds that are hundreds of times as large."""
+    """Check that a slope that is a thousand times as steep gives bounds that are hundreds of times as large."""
     q = np.full((1, 4, 64), 0.5, np.float32)
     plain = library.error_bound(q, q, q, q)
     steep = library.error_bound(q, q, q, q, score=lambda s, b, h, i, j: 1000.0 * (s - 2))
@@ -367,15 +367,15 @@ def within_bounds(library, example, is_finite=False):
         return_lse=True,
     )  # fmt: skip
     gradients = vjp(example.do, example.dlse)
-    found = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *gradients)))
+    results = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *gradients)))
     others = {name: gradients[name] for name in example.wrt}
-    part(library, "testing.assertions").assert_within_bounds(example, **found, others=others)
-    assert not is_finite or all(np.isfinite(x).all() for x in (*found.values(), *others.values()))
-    return found
+    part(library, "testing.assertions").assert_within_bounds(example, **results, others=others)
+    assert not is_finite or all(np.isfinite(x).all() for x in (*results.values(), *others.values()))
+    return results
 
 
 def calls_are_right(library):
-    """softcap, bias and score apply in order; numbers and arrays are read at each call; plans take other arrays."""
+    """Check the order of softcap, bias and score, numbers and arrays read at each call, and plans with other arrays."""
     q = np.linspace(-1, 1, 64, dtype=np.float32).reshape(2, 4, 8)
     bias = np.linspace(-2, 1, 16, dtype=np.float32).reshape(4, 4)
 
@@ -394,8 +394,8 @@ def calls_are_right(library):
         lse = library.attention(q, q, q, **options, return_lse=True)[1]
         require_bounds(lse, lse_by_hand(cap, added, slope), **options)
     ready = library.plan(q, q, q, bias=bias, wrt="bias")
-    for found, added in ((ready.forward(q, q, q)[1], bias), (ready.forward(q, q, q, bias=2 * bias)[1], 2 * bias)):
-        require_bounds(found, lse_by_hand(None, added, 1.0), bias=added)
+    for actual, added in ((ready.forward(q, q, q)[1], bias), (ready.forward(q, q, q, bias=2 * bias)[1], 2 * bias)):
+        require_bounds(actual, lse_by_hand(None, added, 1.0), bias=added)
     o, vjp = library.attention_vjp(q, q, q, bias=bias.astype(np.float16), wrt="bias")
     assert vjp(o)["bias"].shape == (4, 4) and vjp(o)["bias"].dtype == np.float16
     for options in (
@@ -414,7 +414,7 @@ def calls_are_right(library):
 
 
 def sums_have_one_order(library):
-    """Gradients of arrays are equal bit for bit on any number of threads, and each time."""
+    """Check that gradients of arrays are equal bit for bit on any number of threads, and each time."""
     structure = part(library, "testing.strategies").Structure(num_heads=4, num_kv_heads=4, seqlen_q=2100, seqlen_kv=64)
     example = structure.example()
     host = part(library, "planning.host")
@@ -424,16 +424,16 @@ def sums_have_one_order(library):
         device = replace(library.DeviceSpec.host(), num_processors=3)
         ready = library.plan(example.q, example.k, example.v, score=score, wrt="t", device=device)
         o, lse = ready.forward(example.q, example.k, example.v)
-        found = {
+        results = {
             ready.backward(example.do, example.q, example.k, example.v, o, lse)["t"].tobytes() for _ in range(20)
         }
-        assert len(found) == 1
+        assert len(results) == 1
     finally:
         host._SHARED_SCORES = before
 
 
 def aligned_scores_are_right(library):
-    """The last query of a call, and of each packed sequence, is at the last key; one of a cache is there already."""
+    """Check that the last query of a call or packed sequence is at the last key, as a cache's queries are."""
     alignment.check_whole_text(library, alignment.both, 3, 40, CPU)
     for is_inner in (True, False):
         alignment.check_within(library, alignment.both, CPU, is_inner)
@@ -441,7 +441,7 @@ def aligned_scores_are_right(library):
 
 
 def arrays_are_widened(library):
-    """A score that is called on arrays has the values of its program."""
+    """Check that a score that is called on arrays has the values of its program."""
     for dtype in (np.uint8, np.float16, np.uint64):
         check_arrays(library, "difference", dtype)
         check_arrays(library, "product", dtype)
@@ -450,6 +450,6 @@ def arrays_are_widened(library):
 
 
 def powers_by_0_are_constant(library):
-    """A power by 0 has the derivative 0, also of the base 0."""
+    """Check that a power by 0 has the derivative 0, also of the base 0."""
     for name in ("of the score, by 0", "by an array", "by an index"):
         check_powers(library, name, "cpu")

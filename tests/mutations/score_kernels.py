@@ -31,12 +31,12 @@ SIGNS = (AssertionError, ValueError)  # exceptions by which guards see a fault
 
 
 def _check(kernel: str, mask: str, wrt: tuple[str, ...] = WRT, **options: Any) -> None:
-    made = Probe("float32" if kernel in ("simt", "naive") else "float16", MASKS[mask])
-    made.check(made.found(replace(SIM, kernel=kernel, **options), wrt))
+    probe = Probe("float32" if kernel in ("simt", "naive") else "float16", MASKS[mask])
+    probe.check(probe.run_results(replace(SIM, kernel=kernel, **options), wrt))
 
 
 def _masked_keys_stay_hidden(kernel: str) -> None:
-    """A cap that came after the mask would make finite scores of -inf."""
+    """Check the order of cap and mask: a cap after the mask would make finite scores of -inf."""
     dtype = np.float32 if kernel in ("simt", "naive") else np.float16
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 50, 16)).astype(dtype)
     example = Example(q=q, k=k, v=v, mask=masks.Causal("top_left"), score=scores.softcap(2.0))
@@ -47,7 +47,7 @@ def _masked_keys_stay_hidden(kernel: str) -> None:
 
 
 def simt_is_exact() -> None:
-    """dQ is added up or has a kernel of its own; some steps are masked, and some calls have no mask."""
+    """Check dQ added up and from a separate kernel, with masked steps and without a mask."""
     _masked_keys_stay_hidden("simt")
     _check("simt", "lengths")
     _check("simt", "nothing")
@@ -55,13 +55,13 @@ def simt_is_exact() -> None:
 
 
 def simt_waits_for_its_warps() -> None:
-    """Gradients with a score function are within their bounds with threads out of order, in poisoned memory."""
+    """Check that gradients with a score function are within bounds with threads out of order, in poisoned memory."""
     example = Structure(num_heads=2, seqlen_q=150, seqlen_kv=90, head_dim=24, value_dim=20).example()
     example = example.but(score=scores.softcap(2.0))
-    made = cuflash.plan(example.q, example.k, example.v, score=example.score, executor="sim", kernel="simt")
+    plan = cuflash.plan(example.q, example.k, example.v, score=example.score, executor="sim", kernel="simt")
     for seed in range(3):
         machine = Simulator(Schedule(seed=seed, order="random"))
-        call(example, SIM, machine, check=partial(assert_within_bounds, example), made=made)
+        call(example, SIM, machine, check=partial(assert_within_bounds, example), ready=plan)
 
 
 def naive_is_exact() -> None:
@@ -70,10 +70,10 @@ def naive_is_exact() -> None:
 
 
 def sm80_is_exact() -> None:
-    """dQ is added up or has a kernel of its own, over several tiles of keys."""
+    """Check dQ added up and from a separate kernel, over several tiles of keys."""
     _masked_keys_stay_hidden("sm80")
-    made = Probe("float16", None, batch=(2,), lengths=(20, 150))
-    made.check(made.found(replace(SIM, kernel="sm80"), ("at", "row")))
+    probe = Probe("float16", None, batch=(2,), lengths=(20, 150))
+    probe.check(probe.run_results(replace(SIM, kernel="sm80"), ("at", "row")))
     _check("sm80", "lengths")
     _check("sm80", "lengths", ("at",), deterministic=True)
 
@@ -84,10 +84,10 @@ def sm90_is_exact() -> None:
 
 
 def hopper_gradients_are_exact() -> None:
-    """Tiles have 128 queries and 64, there are several tiles of keys, and a function hides some queries."""
+    """Check tiles of 128 and of 64 queries, with several tiles of keys and a function that hides some queries."""
     _check("sm90", "lengths")
-    made = Probe("float16", None, batch=(2,), lengths=(70, 140), dim=80)
-    made.check(made.found(replace(SIM, kernel="sm90")))
+    probe = Probe("float16", None, batch=(2,), lengths=(70, 140), dim=80)
+    probe.check(probe.run_results(replace(SIM, kernel="sm90")))
     check_hidden_queries(replace(SIM, kernel="sm90"))
 
 
@@ -104,15 +104,15 @@ def warps_that_share_elements_are_exact() -> None:
 
 
 def printed_functions_are_exact(library: ModuleType) -> None:
-    """The copy of the library prints the functions; its kernels are those of the installed one."""
+    """Check functions that the copy of the library prints; its kernels are those of the installed one."""
     importlib.import_module(f"{library.__name__}.compiler.source").KERNELS = sources.KERNELS
-    made = Probe("float32", batch=(2, 3), lengths=(5, 21))
-    made.check(made.found(replace(SIM, kernel="simt"), library=library))
+    probe = Probe("float32", batch=(2, 3), lengths=(5, 21))
+    probe.check(probe.run_results(replace(SIM, kernel="simt"), library=library))
 
 
 def _repeatable_gradients_are_right(library: ModuleType) -> None:
-    found = normal_call(SIM, "simt", library, deterministic=True)
-    assert_within_bounds(normal_example("simt"), others=found)
+    actual = normal_call(SIM, "simt", library, deterministic=True)
+    assert_within_bounds(normal_example("simt"), others=actual)
 
 
 def exact_sums_are_right() -> None:
@@ -125,7 +125,7 @@ def repeatable_sums_are_right() -> None:
 
 
 def repeatable_sums_are_planned(library: ModuleType) -> None:
-    """The copy of the library makes the plans; its kernels are those of the installed one."""
+    """Check plans of the copy of the library; its kernels are those of the installed one."""
     importlib.import_module(f"{library.__name__}.compiler.source").KERNELS = sources.KERNELS
     _repeatable_gradients_are_right(library)
 
@@ -166,7 +166,7 @@ FAULTS = {
             "if (adds) score.flush(of_tile, tile_sums);",
             "if (adds) score.flush(of_tile, tile_sums); if (adds) score.flush(of_tile, tile_sums);",
         ),
-        "a running sum goes on with the next element": Edit("tile/global_sum.cuh", "RunningSum.add", "sum = 0;", ""),
+        "a running sum continues with the next element": Edit("tile/global_sum.cuh", "RunningSum.add", "sum = 0;", ""),
         "a running sum is lost where another element follows": Edit(
             "tile/global_sum.cuh", "RunningSum.add", "if (address != nullptr) tile::add(address, sum);", ""
         ),
@@ -241,9 +241,9 @@ FAULTS = {
     },
     packed_heads_are_exact: {
         "heads in one tile have the first one's function": Edit(
-            "sm80/forward.cu", "score_step", "work.batch_head.head + heads.quotient", "work.batch_head.head"
+            "sm80/forward.cu", "head_and_query", "work.batch_head.head + heads.quotient", "work.batch_head.head"
         ),
-        "queries of a further head are counted on": Edit("sm80/forward.cu", "score_step", "heads.remainder", "row"),
+        "queries of a further head are counted on": Edit("sm80/forward.cu", "head_and_query", "heads.remainder", "row"),
     },
     warps_that_share_elements_are_exact: {
         "elements that two warps hold are added twice": Edit(

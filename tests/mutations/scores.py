@@ -20,8 +20,8 @@ def attends_aligned(score: Any, **options: Any) -> Callable[[Any], Any]:
     q, k = rng.standard_normal((2, 3, 8)), rng.standard_normal((2, 40, 8))
 
     def call(library: ModuleType) -> Any:
-        given = {name: make(library) for name, make in options.items()}
-        return library.attention(q, k, k, score=score(library), **given)
+        arguments = {name: make(library) for name, make in options.items()}
+        return library.attention(q, k, k, score=score(library), **arguments)
 
     return refuses(call, "score must have an alignment")
 
@@ -136,7 +136,7 @@ FAULTS = {
             PROGRAM, "Builder._choice",
             '"where", self.kind(a), condition, a, b', '"where", self.kind(a), condition, b, a',
         ),
-        "slots are not counted anew": Edit(
+        "slots are not counted again": Edit(
             PROGRAM, "Builder._pruned", 'slots.index(value) if op == "number" else value', "value"
         ),
         "wide integers are subtracted as reals": Edit(
@@ -277,7 +277,7 @@ FAULTS = {
             TILES, "TileScores.gradients", 'instructions[n].op == "s" for n', 'instructions[n].op == "b" for n'
         ),
         "P is not masked": Edit(TILES, "TileScores.gradients", "mask(is_seen.view(np.uint8))", "pass"),
-        "a weight of 0 is no reason to look": Edit(TILES, "_is_zero", "p.min() > 0", "True"),
+        "weights of 0 are not looked for": Edit(TILES, "_is_zero", "p.min() > 0", "True"),
         "delta is left out": Edit(TILES, "TileScores.gradients", "ds -= delta[block.tiles, None, :]", "pass"),
         "all blocks have the keys of the first": Edit(
             BLOCKS, "Block.of", "self.keys if x.shape[1] >", "slice(self.keys.stop - self.keys.start) if x.shape[1] >"
@@ -341,7 +341,7 @@ FAULTS = {
         ),
         "a cap that float32 rounds to infinity is taken": Edit(OPERANDS, "_number_reasons", "<= most", "< math.inf"),
         "float64 holds no more than float32": Edit(
-            OPERANDS, "_number_reasons", "np.finfo(accumulator)", "np.finfo(np.float32)"
+            OPERANDS, "_number_reasons", "np.finfo(accumulator.name)", "np.finfo(np.float32)"
         ),
         "the bias's shape is not looked at": Edit(
             OPERANDS, "captured_operands", 'if "bias" in score.arrays:', "if False:"

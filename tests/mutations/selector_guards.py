@@ -38,7 +38,7 @@ EVERY_BUDGET = [
 
 
 def the_host_sums_masses(library: ModuleType) -> None:
-    """Some tiles share a block, and keys take several steps."""
+    """Check tiles that share a block, and keys that take several steps."""
     check_masses(library, CPU)
     q, k = (np.random.default_rng(1).standard_normal((1, length, 4)) * 3 for length in (600, 1500))
     mass = library.study.block_mass(q, k, block=(300, 64))
@@ -47,7 +47,7 @@ def the_host_sums_masses(library: ModuleType) -> None:
 
 
 def the_kernel_sums_masses() -> None:
-    """A thread block has one row of blocks or several; cases have lists, intervals, chunks of head_dim, and an lse."""
+    """Check thread blocks with one or several rows of blocks: lists, intervals, chunks of head_dim, and an lse."""
     check_masses(cuflash, SIM)
 
 
@@ -55,11 +55,11 @@ def check_masses(library: Any, run: Run) -> None:
     rng = np.random.default_rng(0)
     for dim, block in ((40, (20, 48)), (140, (70, 7))):
         q, k = rng.standard_normal((2, 4, 100, dim)), rng.standard_normal((1, 2, 90, dim))
-        kept = rng.random((2, 4, 7, 6)) < 0.6
-        kept[:, :, 5:] = False
+        blocks = rng.random((2, 4, 7, 6)) < 0.6
+        blocks[:, :, 5:] = False
         for mask, allowed in (
             (library.masks.Causal("bottom_right"), np.tri(100, 90, -10, dtype=bool)),
-            (library.masks.BlockPattern(kept, 16), kept.repeat(16, axis=2).repeat(16, axis=3)[:, :, :100, :90]),
+            (library.masks.BlockPattern(blocks, 16), blocks.repeat(16, axis=2).repeat(16, axis=3)[:, :, :100, :90]),
         ):
             p = weights(q, k.repeat(2, axis=0), allowed)
             options = {"block": block, "mask": mask, "executor": run.executor}
@@ -71,7 +71,7 @@ def check_masses(library: Any, run: Run) -> None:
 
 
 def the_kernel_chooses() -> None:
-    """Scores have ties, zeros of both signs and NaN; blocks are forced or forbidden; diagonals start before key 0."""
+    """Check ties, zeros of both signs and NaN; forced and forbidden blocks; diagonals that start before key 0."""
     rng = np.random.default_rng(0)
     for turn, budget in enumerate(EVERY_BUDGET):
         lengths, block = (90, 64 + 30 * (turn % 2)), (8, 5)
@@ -86,7 +86,7 @@ def the_kernel_chooses() -> None:
 
 
 def thread_blocks_choose_from_wide_rows() -> None:
-    """Runs of 1024 blocks are full of equal scores; the last block that is taken ends a run, or lies within one."""
+    """Check runs of 1024 blocks with equal scores; the last chosen block ends a run, or is inside one."""
     rng, must = np.random.default_rng(0), cuflash.selectors.Forced(diagonal=False)
     for most, rule in (
         (0, {"top_k": 2048}), (1, {"top_k": 1700}), (1, {"top_k": 700}), (1, {"mass": 0.8125}), (1, {"mass": 1.0}),
@@ -126,9 +126,9 @@ def selections_tell_kernels_where(library: ModuleType) -> None:
 
 
 def fixed_blocks_stay(library: ModuleType) -> None:
-    """A stream waits for the copy of the blocks, whose address makes the index; a captured selection is held."""
-    selecting, told = part(library, "executors.selecting"), []
-    lists = SimpleNamespace(use=told.append)
+    """Check that a stream waits for the copy of the blocks, and that a captured selection stays alive."""
+    selecting, streams = part(library, "executors.selecting"), []
+    lists = SimpleNamespace(use=streams.append)
 
     def guarded(owner: Any, arrays: dict[str, Any]) -> Any:
         lists.arrays = arrays
@@ -136,16 +136,16 @@ def fixed_blocks_stay(library: ModuleType) -> None:
 
     stream = SimpleNamespace(is_capturing=lambda: False)
     target = SimpleNamespace(guarded=guarded, sent=np.copy, mask_address=id, current_stream=lambda: stream)
-    selection = selecting.FixedSelection(np.eye(2, dtype=bool), lambda kept: lambda *given: given, target)
+    selection = selecting.FixedSelection(np.eye(2, dtype=bool), lambda blocks: lambda *arguments: arguments, target)
     assert selection.makes_index and selection("q", "k") == (id(lists.arrays["kept"]), stream)
-    assert told == [stream] and selection not in selecting.gpu._pinned
+    assert streams == [stream] and selection not in selecting.gpu._pinned
     stream.is_capturing = lambda: True
     selection("q", "k")
-    assert told == [stream, stream] and selection in selecting.gpu._pinned
+    assert streams == [stream, stream] and selection in selecting.gpu._pinned
 
 
 def selections_share_memory(library: ModuleType) -> None:
-    """Arrays that the kernels of a selection write do not overlap; a captured selection keeps its memory."""
+    """Check that arrays written by the kernels of a selection are disjoint; a captured selection keeps its memory."""
     bound, launches, planning = (
         part(library, name) for name in ("selectors.bound", "planning.launches", "planning.selection_kernels")
     )
@@ -155,7 +155,7 @@ def selections_share_memory(library: ModuleType) -> None:
     listing = launches.Pass({"lists": launch}, features=(launches.Feature("lists", row, tables=row.names),))
     record = part(library, "executors.launch").pass_record(listing, {}, row.names, target)
     lists_of = SimpleNamespace(launches=SimpleNamespace(record=record, works=()), allocate=lambda: lists)
-    make_index = SimpleNamespace(lists=lists_of, index_of=lambda found: found)
+    make_index = SimpleNamespace(lists=lists_of, index_of=lambda lists: lists)
     rule = planning.ChoiceRule(
         lengths=(2, 4), block=(1, 1), offset=0, is_causal=False, count=1, mass=0.0, threshold=None, num_sinks=0,
         num_local=0, has_diagonal=False,
@@ -192,7 +192,7 @@ def selections_share_memory(library: ModuleType) -> None:
 
 
 def _target_of(workspaces: Any) -> tuple[Any, Any, list[Any]]:
-    """A target that records the first argument of each launch, its stream, and the records."""
+    """Return a target that records the first argument of each launch, its stream, and the records."""
     stream, launched = SimpleNamespace(ptr=3, is_capturing=lambda: False), list[Any]()
 
     def maker(shape: Any, dtype: Any, axes: Any = None) -> Any:
@@ -210,39 +210,41 @@ def _target_of(workspaces: Any) -> tuple[Any, Any, list[Any]]:
 
 
 def an_index_hands_its_lists_over(library: ModuleType) -> None:
-    """Calls read the lists that an index on a device carries, or others that kernels make of them in larger blocks."""
+    """Check that calls read the lists of an index on a device, or lists built from them in larger blocks."""
     kernels, room, looking_up = (part(library, name) for name in ("planning.list_kernels", "masks", "planning.lookup"))
     options, carried = part(library, "planning.options").Options, part(library, "blocks.carried").CarriedLists
     at_each_call = part(library, "masks.one_array").at_each_call
     device_lists.install(part(library, "blocks.index"), part(library, "executors.index_maker"))
     for side in (16, 8):
-        kept = device_double.to_device(np.eye(64 // side, dtype=bool))
-        index = library.BlockIndex.from_blocks(kept, 64, 64, side)
+        blocks = device_double.to_device(np.eye(64 // side, dtype=bool))
+        index = library.BlockIndex.from_blocks(blocks, 64, 64, side)
         shape = room.MaskShape((), 1, 64, 64)
-        source, _ = kernels.ListSource.of(room.BlockPattern(kept, side).resolve(shape), shape, (side, side))
-        vars(index)["_carried"] = carried(kept, source)
-        found = looking_up.lookup(options(mask=index), lambda array: None)
-        assert found.options.mask is None and found.contents.key == source and found.contents.arrays[0] is kept
+        source, _ = kernels.ListSource.of(room.BlockPattern(blocks, side).resolve(shape), shape, (side, side))
+        vars(index)["_carried"] = carried(blocks, source)
+        entry = looking_up.lookup(options(mask=index), lambda array: None)
+        assert entry.options.mask is None and entry.contents.key == source and entry.contents.arrays[0] is blocks
         work = kernels.work_of_kernels(at_each_call(index).resolve(shape), shape, (64, 64))
         assert work.carried is source and (work.source is source) == (side == 16)
         assert work.source.block == (16, 16) and work.source.element == (side, side)
         causal, window = room.Causal("top_left"), room.SlidingWindow(9, 40, "top_left")
-        within = kernels.ListSource.of((room.BlockPattern(kept, side) & causal).resolve(shape), shape, (side, side))[0]
-        vars(index)["_carried"] = carried(kept, within)
+        within = kernels.ListSource.of((room.BlockPattern(blocks, side) & causal).resolve(shape), shape, (side, side))[
+            0
+        ]
+        vars(index)["_carried"] = carried(blocks, within)
         work = kernels.work_of_kernels((at_each_call(index) & window).resolve(shape), shape, (64, 64))
         lo, hi = (causal & window).resolve(shape).intervals(0, 0, np.arange(64))
         assert work.source is not within and (work.source.rows.lo == np.maximum(lo, 0)).all()
         assert (work.source.rows.hi == np.minimum(hi, 64)).all()
     shape = room.MaskShape((2, 3), 4, 40, 70)
-    kept = device_double.to_device(np.zeros((2, 3, 4, 2, 4), dtype=bool))
-    source, _ = kernels.ListSource.of(room.BlockPattern(kept, (32, 20)).resolve(shape), shape, (32, 20))
+    blocks = device_double.to_device(np.zeros((2, 3, 4, 2, 4), dtype=bool))
+    source, _ = kernels.ListSource.of(room.BlockPattern(blocks, (32, 20)).resolve(shape), shape, (32, 20))
     for block in ((16, 20), (16, 16)):
-        made = source.in_blocks(block)
-        assert made.strides == np.empty((2, 3, 4, 2, 4), np.uint8).strides and made.is_whole == (block == (16, 20))
+        listed = source.in_blocks(block)
+        assert listed.strides == np.empty((2, 3, 4, 2, 4), np.uint8).strides and listed.is_whole == (block == (16, 20))
 
 
 def budgets_are_exact(library: ModuleType) -> None:
-    made, choose = library.selectors.Budget, library.selectors.budget.choose
+    budget, choose = library.selectors.Budget, library.selectors.budget.choose
     scores = np.array([0.5, -np.nan, -1.0, 0.5, 2.0, -0.0, 0.0, -np.inf, 0.25], np.float32)
     shares = np.array([2, 1, 0, 2, 3, 1, 1, 4, 0], np.float32) / 8
     eligible = np.array([1, 1, 1, 1, 1, 1, 1, 0, 1], bool)
@@ -251,12 +253,12 @@ def budgets_are_exact(library: ModuleType) -> None:
         {"top_k": 1}, {"top_k": 3}, {"top_k": 6}, {"top_k": 20}, {"mass": 0.5}, {"mass": 0.75}, {"mass": 1.0},
         {"threshold": 0.5}, {"threshold": 9.0, "min_blocks": 4},
     ):  # fmt: skip
-        kept = np.flatnonzero(choose(scores, shares, eligible, forced, made(**rule))).tolist()
-        assert kept == by_sorting(scores, shares, eligible, forced, made(**rule))
+        chosen = np.flatnonzero(choose(scores, shares, eligible, forced, budget(**rule))).tolist()
+        assert chosen == by_sorting(scores, shares, eligible, forced, budget(**rule))
 
 
 def selections_are_right(library: ModuleType) -> None:
-    """Selections equal each paper's scores in float64, are causal within blocks, and have Quest's bounds."""
+    """Check selections against each paper's scores in float64, causality within blocks, and Quest's bounds."""
     of = library.selectors
     q, k = np.random.default_rng(1).standard_normal((2, 4, 64, 16))
     k = k[:2]
@@ -294,7 +296,7 @@ def selections_are_right(library: ModuleType) -> None:
 
 
 def masked_selections_are_right(library: ModuleType) -> None:
-    """Under masks of all kinds estimates are those of attended elements, and what a row does not attend is not read."""
+    """Check that estimates under masks of all kinds use attended elements only, and nothing else is read."""
     for number, kind in enumerate(KINDS):
         problem = problem_of(kind, 14, 19, number, library)
         for budget in ({"top_k": 2}, {"threshold": 0.3}):
@@ -308,7 +310,7 @@ def masked_selections_are_right(library: ModuleType) -> None:
 
 
 def selectors_take_caches(library: ModuleType) -> None:
-    """Pages are those of the cache, and queries those that it takes."""
+    """Check that pages are those of the cache, for the queries that it accepts."""
     of, rows = library.selectors, np.ones((1, 1, 40, 8), np.float32)
     sizes = {"batch": 1, "num_kv_heads": 1, "head_dim": 8, "capacity": 64}
     for pages, side in (({"page_size": 64, "num_pages": 1}, 64), ({}, 16), ({"page_size": 32, "num_pages": 2}, 32)):
@@ -321,6 +323,6 @@ def selectors_take_caches(library: ModuleType) -> None:
 def densities_are_counted(library: ModuleType) -> None:
     of = library.selectors
     q = np.random.default_rng(0).standard_normal((100, 4)) * 3
-    for density, kept in ((0.55, 55), (0.551, 56)):
+    for density, count in ((0.55, 55), (0.551, 56)):
         few = {"block": 1, "budget": of.Budget(density=density), "forced": of.Forced(diagonal=False)}
-        assert of.random(q[:1], q, **few).nnz == of.pooled(q[:1], q, **few).nnz == kept
+        assert of.random(q[:1], q, **few).nnz == of.pooled(q[:1], q, **few).nnz == count

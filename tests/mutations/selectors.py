@@ -48,11 +48,11 @@ FAULTS = {
             KERNEL, "simt_block_mass", "min(query_tile_end(params, work.first, kBlockQ), owned.last)", "owned.last"
         ),
         "Q stays where it is read in chunks": Edit(KERNEL, "step_scores", "|| head_dim > kHeadDim", ""),
-        "lse of a row without a key is not told apart": Edit(
+        "lse of a row without a key is not distinguished": Edit(
             KERNEL, "simt_block_mass", "factor[i] = is_empty ? Accumulator(0) : 1 / sum", "factor[i] = 1 / sum"
         ),
         "masses overwrite each other": Edit(SUMS, "add_masses", "+= total;\n", "= total;"),
-        "a block of keys goes on past the step": Edit(
+        "a block of keys continues past the step": Edit(
             CUTS, "BlockCuts", "n + 1 == count() ? last - first : start(n + 1)", "start(n + 1)"
         ),
         "a block of queries starts with the tile": Edit(
@@ -86,10 +86,10 @@ FAULTS = {
         "a thread block takes one tile": Edit(
             HALVES, "add_all_tiles", "number = tile.next_number", "number = num_rows"
         ),
-        "a block of keys goes on in the next step of any": Edit(
+        "a block of keys continues in the next step of any": Edit(
             HALVES, "KeySums", "if (block.start < stop_) return;", "if (number_ >= 0) return;"
         ),
-        "lse of a row without a key is not told apart": Edit(
+        "lse of a row without a key is not distinguished": Edit(
             HALVES, "save_shifts", "row_lse[i] != ptx::negative_infinity<float>()", "true"
         ),
         "lse that is given is not read": Edit(HALVES, "save_shifts", "if (grid.has_lse)", "if (false)"),
@@ -254,7 +254,7 @@ FAULTS = {
         "NaN of a key is lost": Edit(
             BOUNDS, "greater", "x >= y || x != x ? x : y", "x >= y ? x : y"
         ),
-        "a short page goes on": Edit(
+        "a short page continues": Edit(
             BOUNDS, "lists_page_bounds", "end < bounds.num_keys ? end : bounds.num_keys", "end"
         ),
         "heads of a group have keys of their own": Edit(
@@ -373,7 +373,7 @@ FAULTS = {
         "a page as long as the capacity is none": Edit(
             PAGES, "_of_cache", "if block is None and page_size is None", "if (cache.page_size or 64) < cache.capacity"
         ),
-        "queries of 16 bits meet rows of 32": Edit(
+        "16-bit queries meet 32-bit rows": Edit(
             PAGES, "_of_cache", "q = q.astype(np.float32, copy=False)", "pass"
         ),
     },

@@ -14,7 +14,7 @@ SIGNS = (AssertionError, ValueError, IndexError, ArithmeticError)  # exceptions 
 
 
 def sequences_are_right(library: ModuleType) -> None:
-    """A mask of sequences equals its definition."""
+    """Check that a mask of sequences equals its definition."""
     hunt(sequences(), seeds=2)(lambda drawn: check_mask(library, drawn))
 
 
@@ -132,7 +132,7 @@ FAULTS = {
     },
     refuses(lambda library: library.pack([np.ones((2, 3)), np.ones((2, 4))]), "arrays[1] must be of"): {
         "sequences of other dims are joined": Edit(
-            "packing.py", "_unlike_reasons", "not _fit(array, first, axis) or", ""
+            "packing.py", "_mismatch_reasons", "not _match(array, first, axis) or", ""
         ),
     },
     refuses(

@@ -75,7 +75,7 @@ FAULTS = {
         "only the first head of a group gives dk and dv": Edit(
             "simt/backward_columns.cu", "simt_backward_columns", "< first_head + shape.group_size", "< first_head + 1"
         ),
-        "dk takes P in the place of dS": Edit(
+        "dk takes P instead of dS": Edit(
             "simt/backward_columns.cu", "simt_backward_columns", "tile::store(p_smem, dp);", ""
         ),
     },

@@ -76,10 +76,12 @@ FAULTS = {
             "sm80/backward.cu", "load_full_block", "is_lse ? state.lse : state.delta;", "state.delta;"
         ),
         "heads of a group have the first one's queries": Edit(
-            "sm80/backward.cu", "begin_next_head", "++state.work.batch_head.head;", ""
+            "sm80/backward.cu", "begin_next_head",
+            "state.work.batch_head.head += attention::heads_per_tile(chosen);", "",
         ),
         "heads of a group have the first one's steps": Edit(
-            "sm80/backward.cu", "begin_next_head", ", visit_range_of_head(params, state.work),", ", state.visit_range,"
+            "sm80/backward.cu", "begin_next_head", ", visit_range_of_head(params, chosen, state.work),",
+            ", state.visit_range,",
         ),
         "the next head is noted before the last one is read": Edit(
             "sm80/backward.cu", "begin_next_head", "__syncthreads();", ""
@@ -119,11 +121,11 @@ FAULTS = {
         ),
         "masked steps of dQ hide scores behind -inf": Edit(
             "sm80/backward_rows.cu", "make_ds",
-            "state.work, block, masked_score()); score_gradients<true>(",
-            "state.work, block, ptx::negative_infinity<float>()); score_gradients<true>(",
+            "state.work, block, masked_score(), members); score_gradients<true>(",
+            "state.work, block, ptx::negative_infinity<float>(), members); score_gradients<true>(",
         ),
         "masked steps hide scores behind -inf": Edit(
-            "sm80/backward.cu", "mask_block", ", attention::masked_score());", ", ptx::negative_infinity<float>());"
+            "sm80/backward.cu", "sm80_backward", ", masked_score());", ", ptx::negative_infinity<float>());"
         ),
     },
     parts_are_right: {

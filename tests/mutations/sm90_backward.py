@@ -105,7 +105,7 @@ FAULTS = {
             "lse.at(work.first + row, 0)",
         ),
         "what is known is the first tile's": Edit(
-            "sm90/q_producer.cuh", "load_tile", "head_work.stats[number]", "head_work.stats[0]"
+            "sm90/q_producer.cuh", "load_tile", "head_work.records[number]", "head_work.records[0]"
         ),
         "what is known is not waited for": Edit(
             "sm90/q_producer.cuh", "load_queries", "StepMessage::kThreadsCopyQ, sizeof stats",
@@ -172,15 +172,6 @@ FAULTS = {
         "the last part of dQ is lost": Edit(
             "sm90/backward.cu", "end_step", "else if constexpr (kMakesDq) stage_dq(dq, dq_staging, part);", ""
         ),
-        "who comes first adds": Edit(
-            "sm90/dq_writer.cuh", "dq_writer", "is_first || (kFinishesDqInOrder", "false || (kFinishesDqInOrder"
-        ),
-        "who comes second stores too": Edit(
-            "sm90/dq_writer.cuh", "arrives_first", "num_before == 0", "num_before <= 1 || num_before == kDqIsStored + 1"
-        ),
-        "nobody tells that sums are stored": Edit(
-            "sm90/dq_writer.cuh", "dq_writer", "tile::signal(arrivals, kDqIsStored);", ""
-        ),
         "delta of a whole tile misses a chunk": Edit(
             "sm90/backward_statistics.cu", "for_each_delta_of_full_tile",
             "for (int c = 0; c < kChunksPerThread; ++c)\n#pragma unroll\nfor",
@@ -188,12 +179,6 @@ FAULTS = {
         ),
         "delta of a whole tile misses dlse": Edit(
             "sm90/backward_statistics.cu", "for_each_delta_of_full_tile", "sum - dlse.at(own, 0)", "sum"
-        ),
-        "visits are counted from anywhere": Edit(
-            "sm90/backward_statistics.cu", "compute_query_stats", "stats.arrivals.count = 0;", ""
-        ),
-        "what nobody stored is dQ": Edit(
-            "sm90/convert_dq.cu", "run", "if (kFirstArrivalStoresDq &&", "if (false &&"
         ),
         "results are those of the next tile": Edit(
             "sm90/backward.cu", "end_step", "smem.messages[state.stage].work", "smem.messages[state.next().stage].work"
@@ -300,11 +285,12 @@ FAULTS = {
         ),
         "sums are stored where they should be added": Edit(
             "sm90/dq_writer.cuh", "dq_writer",
-            "kFinishesDqInOrder && flags & StepMessage::kStoresDq",
-            "kFinishesDqInOrder",
+            "Config::kFinishesDqInOrder && flags & StepMessage::kStoresDq",
+            "Config::kFinishesDqInOrder",
         ),
         "sums are added where they should be stored": Edit(
-            "sm90/dq_writer.cuh", "dq_writer", "kFinishesDqInOrder && flags & StepMessage::kStoresDq", "false"
+            "sm90/dq_writer.cuh", "dq_writer", "Config::kFinishesDqInOrder && flags & StepMessage::kStoresDq",
+            "false",
         ),
         "the room is left before it is read": Edit(
             "sm90/backward_epilogue.cuh", "finish_dq",
@@ -326,7 +312,7 @@ FAULTS = {
         ),
         "the last places' sums are not set to 0": Edit(
             "sm90/backward_statistics.cu", "run",
-            "if (!kFirstArrivalStoresDq && !stores_dq<kBlockKv>(params, work)) clear_dq_sum(params, work);",
+            "if (!kCountsDqTiles && !stores_dq<kBlockKv>(params, work)) clear_dq_sum(params, work, number);",
             "",
         ),
     },
@@ -343,8 +329,9 @@ FAULTS = {
         "tiles that the last query leaves count less": Edit(
             "sm90/dq_arrivals.cuh", "num_visiting_key_tiles", ".batch_head, work.first)", ".batch_head, work.last - 1)"
         ),
-        "nobody stores": Edit(
-            "sm90/query_stats.cuh", None, "Config::kIsListed || Config::kCountsDqArrivals", "Config::kIsListed"
+        "sums are not those of the sequence's tile": Edit(
+            "sm90/backward_statistics.cu", "run", "clear_dq_sum(params, work, number)",
+            "clear_dq_sum(params, work, work.first / kBlockQ)"
         ),
         "a block of an order has one tile": Edit(
             "sm90/kv_tile_scheduler.cuh", "schedule_tiles", "!Config::kCutsSequences || queries.is_empty()", "true"
@@ -357,7 +344,7 @@ FAULTS = {
         ),
     },
     sm90_guards.gradients_of_cut_sequences_are_right: {
-        "a tile goes on in the next sequence": Edit(
+        "a tile continues in the next sequence": Edit(
             PARTS, "SequenceParts.last", "min(starts[number + 1], starts[number] + Height)", "starts[number] + Height"
         ),
         "keys of the next sequence are stored too": Edit(
@@ -420,7 +407,7 @@ FAULTS = {
             "sm90/backward_epilogue.cuh", "finish_dq", "? message.block.stop :", "? message.block.start + kBlockQ :"
         ),
         "tiles of keys that count are those of multiples": Edit(
-            "sm90/dq_arrivals.cuh", "init_dq_arrivals", "num_visiting_parts<Width>(", "num_visiting_key_tiles<Width>("
+            "sm90/dq_arrivals.cuh", "store_num_visitors", "num_visiting_parts<Width>(", "num_visiting_key_tiles<Width>("
         ),
     },
     sm90_guards.gradients_of_lists_are_right: {
@@ -456,7 +443,7 @@ FAULTS = {
             "sm90/dq_arrivals.cuh", "num_expected_arrivals", "list_index(list, work.batch_head) * list.", "0 * list."
         ),
         "dQ that nobody makes is what stands there": Edit(
-            "sm90/dq_arrivals.cuh", "init_dq_arrivals", "tile::clear(matrix<", "if (false) tile::clear(matrix<"
+            "sm90/dq_arrivals.cuh", "store_num_visitors", "tile::clear(matrix<", "if (false) tile::clear(matrix<"
         ),
         "who comes before the last finishes": Edit(
             "sm90/dq_arrivals.cuh", "DqArrival.of", "is_last = before == num - 1;", "is_last = before == num - 2;"
@@ -491,7 +478,7 @@ FAULTS = {
         "the last addition is not told": Edit(
             "sm90/dq_writer.cuh", "dq_writer_fused", "} signal_previous();", "}"
         ),
-        "what is told may not be made yet": Edit(
+        "a signal may precede the result": Edit(
             "sm90/dq_writer.cuh", "dq_writer_fused", "tile::wait_bulk_copies(); tile::signal(", "tile::signal("
         ),
         "the queries' room is left before they are asked": Edit(
@@ -503,7 +490,7 @@ FAULTS = {
             "sm90/dq_writer.cuh", "dq_writer_fused", "ptx::bar_sync(kDqFull + part, kWarpgroupThreads + 32);", ""
         ),
         "steps that hide nothing are not noted": Edit(
-            "sm90/q_producer.cuh", "load_tile", "(kLastArrivalFinishesDq || kMessagesHaveBlocks",
+            "sm90/q_producer.cuh", "load_tile", "(Config::kLastFinishesDq || kMessagesHaveBlocks",
             "(kMessagesHaveBlocks",
         ),
         "whether a step finishes is asked too early": Edit(

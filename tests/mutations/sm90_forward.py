@@ -218,17 +218,17 @@ FAULTS = {
         "Q's room is not left after a single step": Edit(
             "sm90/forward.cu", "consume_with_two_q_stages", "kOStoreInFlight || is_first && is_last", "kOStoreInFlight"
         ),
-        "K that was not there when it was asked for counts as there": Edit(
+        "K that had not arrived at the first test counts as arrived": Edit(
             "sm90/forward.cu", "NextOperands.start_products", "if (!has_k_) tile", "if (false) tile"
         ),
-        "V that was not there when it was asked for counts as there": Edit(
+        "V that had not arrived at the first test counts as arrived": Edit(
             "sm90/forward.cu", "NextOperands.start_products", "if (!has_v_) tile", "if (false) tile"
         ),
-        "O goes on from tile to tile": Edit("sm90/forward.cu", "consume_with_two_q_stages", "o.fill(0); }", "}"),
+        "O continues from tile to tile": Edit("sm90/forward.cu", "consume_with_two_q_stages", "o.fill(0); }", "}"),
         "a tile has the sums of the next one": Edit(
             "sm90/forward.cu", "consume_with_two_q_stages", "1, previous_softmax, o, false,", "1, softmax, o, false,"
         ),
-        "a tile goes on with the maximum of the one before": Edit(
+        "a tile continues with the maximum of the one before": Edit(
             "sm90/forward.cu", "consume_with_two_q_stages", "softmax = Softmax();", ""
         ),
         "there is a task for each room": Edit(
@@ -263,7 +263,7 @@ FAULTS = {
     },
     gradients_in_two_walks_are_right: {
         "dO is not counted": Edit("sm90/kv_pipeline.cuh", "init_barriers", "(kLoadsDo && i < kQStages) ||", "false ||"),
-        "the end is told once": Edit(
+        "the end is signalled once": Edit(
             "sm90/kv_producer.cuh", "load_keys", "if constexpr (kLoadsDo) tile::arrive(q.full);", ""
         ),
         "dO is not brought": Edit(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from cuflash.executors.sim import Simulator
 from cuflash.testing import Example, Structure, assert_within_bounds
-from fused_dq import cut_from, of_lists
+from fused_dq import by_last, cut_from
 from poison import MARGIN, call
 from test_dq_finishing import BANDS as FINISHED
 from test_dq_finishing import INTERVALS, WAYS, assert_all_right, outside_poisoned
@@ -86,9 +86,9 @@ def hostile_schedules(shuffled: int = 0) -> Iterator[tuple[int, sim.Schedule]]:
 
 
 @cache
-def cleaned(made: Callable[[], list[Structure]]) -> list[Example]:
+def cleaned(structures: Callable[[], list[Structure]]) -> list[Example]:
     """Return examples of structures, which hold exact results, made once for all edits."""
-    return [half(structure) for structure in made()]
+    return [half(structure) for structure in structures()]
 
 
 @cache
@@ -97,19 +97,19 @@ def with_plain_steps() -> list[Example]:
 
     Scores grow, stay equal, grow large, are large at first, or are too large where some warpgroups mask them.
     """
-    square, made = {"num_heads": 1, "seqlen_q": 130, "seqlen_kv": 384, "head_dim": 128, "value_dim": 128}, []
+    square, examples = {"num_heads": 1, "seqlen_q": 130, "seqlen_kv": 384, "head_dim": 128, "value_dim": 128}, []
     for scale, first, other in ((0.1, 0.1, 4), (0.1, 1, 1), (400, 0.05, 2), (400, 2, 0.05)):
         clean = half(Structure(**square, scale=scale))
         k = clean.k * np.where(np.arange(384) < 128, first, other)[:, None]
-        made.append(clean.but(k=k.astype(clean.k.dtype)))
+        examples.append(clean.but(k=k.astype(clean.k.dtype)))
     for length in (640, 1700):  # four warpgroups, and three
         late = Structure(seqlen_q=200, seqlen_kv=length, head_dim=64, value_dim=64, mask=masks.Causal("bottom_right"))
         clean = half(late)
         k = clean.k * np.where(np.arange(length) < length - 128, 0.1, 6)[:, None]  # in steps that are masked
-        made.append(clean.but(k=k.astype(clean.k.dtype)))
+        examples.append(clean.but(k=k.astype(clean.k.dtype)))
     allowed = np.ones((130, 384), bool)
     allowed[::3, :128] = False
-    return [*made, half(Structure(**square, mask=masks.Dense(allowed)))]
+    return [*examples, half(Structure(**square, mask=masks.Dense(allowed)))]
 
 
 @cache
@@ -119,19 +119,19 @@ def with_large_lse() -> list[Example]:
     Steps have 128 queries or 64, and no mask hides them but in the first 128. lse is so large that any P would be
     within bounds, or just large enough.
     """
-    made, query, causal = [], np.arange(512), masks.Causal("top_left")
+    examples, query, causal = [], np.arange(512), masks.Causal("top_left")
     for head_dim, scale in ((64, 1e9), (64, 1e3), (128, 1e3)):
         clean = half(Structure(seqlen_q=512, seqlen_kv=128, head_dim=head_dim, value_dim=40, scale=scale, mask=causal))
         q = clean.q.copy()
         q[..., (query < 384) | (query % 64 < 32), :] = 0
-        made.append(clean.but(q=q))
-    return made
+        examples.append(clean.but(q=q))
+    return examples
 
 
 @with_fewest_tiles(0)
-@of_lists(finishes=False)
+@by_last(finishes=False)
 def forward_is_right() -> None:
-    """Blocks continue with further tiles, out of order, and NaN lies past the keys' length."""
+    """Check blocks that continue with further tiles, out of order, with NaN past the keys' length."""
     for dim in (128, 192):
         assert_alike_keys_weigh_alike(dim, SIM90)
     for number, clean in enumerate(cleaned(structures) + with_plain_steps()):
@@ -184,9 +184,9 @@ def backward_structures() -> list[Structure]:
 
 @with_fewest_tiles(0)
 @cut_from(inf)
-@of_lists(finishes=False)
+@by_last(finishes=False)
 def gradients_are_right() -> None:
-    """Steps start at multiples; NaN lies in queries without a key, in keys that no query sees, and past the lengths."""
+    """Check steps that start at multiples, with NaN in queries without a key, in unseen keys, and past the lengths."""
     for number, clean in enumerate(cleaned(backward_structures) + with_large_lse()):
         changed = {x: getattr(clean, x).copy() for x in ("q", "k", "v", "do")}
         if number == 0:
@@ -223,9 +223,9 @@ def wide_structures() -> list[Structure]:
 
 
 @with_fewest_tiles(0)
-@of_lists(finishes=False)
+@by_last(finishes=False)
 def wide_gradients_are_right() -> None:
-    """NaN lies in queries without a key, and past the lengths."""
+    """Check results with NaN in queries without a key, and past the lengths."""
     for number, clean in enumerate(cleaned(wide_structures)):
         changed = {x: getattr(clean, x).copy() for x in ("q", "k", "v", "do")}
         if number == 0:
@@ -239,7 +239,7 @@ def wide_gradients_are_right() -> None:
 
 
 def _all_are_right(way: str, structures: Iterable[Structure]) -> None:
-    """Results of calls in a way to share or finish dQ are right out of order, by few thread blocks."""
+    """Check a way to share or finish dQ out of order, with few thread blocks."""
     for number, structure in enumerate(structures):
         example = half(structure)
         for seed, schedule in hostile_schedules():
@@ -257,26 +257,26 @@ def gradients_of_lists_are_right() -> None:
 
 def gradients_of_intervals_are_right() -> None:
     cases = {
-        "queries past all sequences": "finish, whole", "a window of tiles": "finish, whole",
-        "sequences": "store, whole", "a sequence that ends in a tile": "store, cut",
+        "queries past all sequences": "whole", "a window of tiles": "whole", "sequences": "whole",
+        "a sequence that ends in a tile": "cut, adding",
     }  # fmt: skip
     for number, (name, way) in enumerate(cases.items()):
         assert_all_right(way, half(INTERVALS[name]), SIM90, FewBlocks(sim.Schedule(seed=number), most=2))
 
 
 def gradients_of_cut_sequences_are_right() -> None:
-    """NaN lies outside all sequences."""
+    """Check results with NaN outside all sequences."""
     names = (
         "sequences", "an end past the next sequence", "sequences in a window", "of each entry and wide",
         "queries past all sequences", "chunks of keys", "chunks of heads that share keys",
         "a long sequence after 50 short ones",
     )  # fmt: skip
-    for (number, name), way in product(enumerate(names), ("finish, cut", "store, cut")):
+    for (number, name), way in product(enumerate(names), ("cut", "cut, adding")):
         clean = half(INTERVALS[name])
         example = outside_poisoned(clean) if number < 2 else clean
         with WAYS[way].plans():
-            found = call(example, SIM90, FewBlocks(sim.Schedule(seed=number), most=2), margin=ALIGNED)
-        assert_within_bounds(clean, **found)
+            results = call(example, SIM90, FewBlocks(sim.Schedule(seed=number), most=2), margin=ALIGNED)
+        assert_within_bounds(clean, **results)
 
 
 def structures_of_two_walks() -> list[Structure]:

@@ -26,7 +26,7 @@ def unaligned_steps_are_right() -> None:
 
 
 def late_copies_are_waited_for() -> None:
-    """Consumers run before the warp that copies a bias has waited for its copies, which land one by one."""
+    """Run consumers before the warp that copies a bias has waited for its copies, which land one by one."""
     check_schedules([Schedule(seed=seed, order="priorities", copies="random") for seed in range(2)])
 
 
@@ -133,7 +133,7 @@ FAULTS = {
         "sums of uniform steps are lost": Edit(
             WEIGHTS, "finish_sums", "score.flush(of_steps);", ";"
         ),
-        "a sum goes on with the next element": Edit("tile/global_sum.cuh", "join", "sum = 0;", ""),
+        "a sum continues with the next element": Edit("tile/global_sum.cuh", "join", "sum = 0;", ""),
         "warps share bins": Edit("sm90/q_storage.cuh", "bins_of_warp", "+ warp * 32", "+ 0 * warp * 32"),
         "a head's sums go to the next head": Edit(BINS, "start", "flush(bins);", ""),
         "a head's sums are added again": Edit(BINS, "start", "bins[32 * element + ptx::lane()] = 0;", ""),

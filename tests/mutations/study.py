@@ -22,7 +22,7 @@ def surveyed(library: ModuleType, name: str, *, causal: bool) -> list[tuple[floa
 
 
 def measurements_are_right(library: ModuleType) -> None:
-    """Windows, and the blocks of largest mass, agree with whole matrices."""
+    """Check windows, and the blocks of largest mass, against whole matrices."""
     for eligible in EVEN:
         causal = not eligible[0, 1]
         row, keys = np.repeat(np.eye(5), 4, axis=0), np.arange(20)

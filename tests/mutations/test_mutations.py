@@ -24,21 +24,21 @@ from lexing import Language, language_of
 
 import cuflash
 from mutations import (
-    attention, blocks, cache_e4m3, cache_scores, cache_steps, calls, chosen, decode, dq_in_order, dropout, fa1, fp8,
-    fp8_kernels, host, interop, intervals, kernel_guards, kit, kv_cache, lists, mask_algebra, mask_inputs,
-    mass_guards, non_finite, planting, prefill, pullbacks, python, python_guards, results, reuse, score_kernels,
-    score_products, scores, selector_guards, selectors, sequences, simt, sinks, sm80, sm90_backward, sm90_backward_rows,
-    sm90_backward_wide, sm90_forward, sm90_guards, staged_arrays, study, tile,
+    attention, blocks, cache_e4m3, cache_scores, cache_steps, calls, chosen, chosen_kernels, decode, dq_in_order,
+    dropout, fa1, fp8, fp8_kernels, host, interop, intervals, kernel_guards, kit, kv_cache, lists, mask_algebra,
+    mask_inputs, mass_guards, non_finite, planting, prefill, pullbacks, python, python_guards, results, reuse,
+    score_kernels, score_products, scores, selector_guards, selectors, sequences, simt, sinks, sm80, sm90_backward,
+    sm90_backward_rows, sm90_backward_wide, sm90_forward, sm90_guards, staged_arrays, study, tangents, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
 OF_INPUTS = (
-    calls, mask_inputs, sequences, kv_cache, interop, fp8, study, cache_steps, reuse, pullbacks, kit, chosen,
+    calls, mask_inputs, sequences, kv_cache, interop, fp8, study, cache_steps, reuse, pullbacks, kit, chosen, tangents,
 )  # fmt: skip
 # Faults of Python and of kernels.
 OF_BOTH = (
     lists, intervals, non_finite, cache_scores, score_kernels, score_products, selectors, sinks, dropout, fa1,
-    staged_arrays, dq_in_order, results,
+    staged_arrays, dq_in_order, results, chosen_kernels,
 )  # fmt: skip
 OF_KERNELS = (
     simt, attention, tile, sm80, decode, cache_e4m3, prefill, sm90_forward, sm90_backward, sm90_backward_rows,
@@ -60,7 +60,7 @@ OF_LONG_RUNS = (
     sinks.sm80_is_right, sinks.naive_is_right, dropout.sm90_is_right, dropout.simt_is_right,
     non_finite.kept_scores_follow_the_rule, cache_scores.sm90_prefill_is_scored,
     score_kernels.warps_that_share_elements_are_exact, score_kernels.nothing_past_the_end_matters,
-    fp8_kernels.fp8_is_scheduled_right,
+    fp8_kernels.fp8_is_scheduled_right, chosen_kernels.large_groups_and_single_heads_are_right,
 )  # fmt: skip
 # In a short run other tests show that these pass: they make the same checks, or have structures of the same kinds.
 RUN_IN_LONG = (
@@ -72,7 +72,9 @@ RUN_IN_LONG = (
     mask_algebra.coarsening_is_right, mask_algebra.recall_is_right, mask_algebra.recall_has_scores,
     mask_algebra.scipy_is_read, host.magnitudes_are_right, host.nothing_is_raised, kv_cache.operations_are_right,
     selector_guards.masked_selections_are_right, chosen.lists_are_their_sets, chosen.results_are_right,
-    chosen.queries_are_apart,
+    chosen.queries_are_apart, chosen_kernels.lists_are_joined, chosen_kernels.queries_are_listed,
+    chosen_kernels.many_blocks_come_in_ranges, chosen_kernels.large_groups_and_single_heads_are_right,
+    chosen_kernels.parts_are_added, chosen_kernels.plans_are_right, chosen_kernels.sources_are_right,
 )  # fmt: skip
 
 
@@ -134,7 +136,7 @@ PROBES = guards(calls)
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the library with its bytecode, which takes longest to make, beside its sources."""
+    """Copy the library with its bytecode, which takes longest to create, next to its sources."""
     folder = tmp_path_factory.mktemp("library") / planting.LIBRARY.name
     shutil.copytree(planting.LIBRARY, folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -148,7 +150,7 @@ def edited(
     compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[Edit], ModuleType]]:
     """Import a copy of the library with one edit, or with none, under a name of its own."""
-    monkeypatch.setattr(sys, "pycache_prefix", None)  # bytecode is beside the copies
+    monkeypatch.setattr(sys, "pycache_prefix", None)  # bytecode is next to the copies
 
     def load(edit: Edit | None) -> ModuleType:
         name = f"cuflash_edited_{abs(hash(edit))}"

@@ -34,7 +34,7 @@ CUDA = """
 #include <a.cuh>
 namespace n {
 enum class Kind : int { kA, kB };
-constexpr Tile k_smem{0};  // a table is no function
+constexpr Tile k_smem{0};  // a table is not a function
 const auto table = [](int i) { return i; };
 template <class T, bool Is = (1 > 0)>
 struct alignas(16) Tile {
@@ -63,8 +63,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) entry(const __grid_con
 
 
 def test_functions_and_structs_of_cuda_are_found() -> None:
-    found = [(span.name, CUDA[span.start : span.stop].split("\n")[0]) for span in lexing.spans(CUDA, "cuda")]
-    assert found == [
+    functions = [(span.name, CUDA[span.start : span.stop].split("\n")[0]) for span in lexing.spans(CUDA, "cuda")]
+    assert functions == [
         ("Kind", "enum class Kind : int { kA, kB }"),
         ("Tile.Inner", "struct Inner { int x; }"),
         ("Tile.Tile", "__device__ explicit Tile(int i) : first_{i}, last_(i) { f(); }"),

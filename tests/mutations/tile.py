@@ -216,7 +216,7 @@ FAULTS = {
         "half of the bits change places": Edit(
             "tile/pipeline.cuh", "transpose_bits_in_warp", "low ^= low << lane_offset / 2;", ""
         ),
-        "sums may not be stored when it is told": Edit(
+        "sums may not be stored when that is signalled": Edit(
             "tile/counter.cuh", "wait_bulk_copies", "ptx::bulk_wait<0>();", ""
         ),
         "dS is not transposed": Edit(
@@ -244,7 +244,7 @@ FAULTS = {
         ),
     },
     sm90_guards.finished_gradients_are_right: {
-        "what is told may not be made yet": Edit("tile/counter.cuh", "wait_bulk_copies", "ptx::bulk_wait<0>();", ""),
+        "a signal may precede the result": Edit("tile/counter.cuh", "wait_bulk_copies", "ptx::bulk_wait<0>();", ""),
         "dQ does not have its own keys'": Edit(
             "tile/accumulator_layout.cuh", "AccumulatorLayout.add_shared", "[i][j][e] += sums.at", "[i][j][e] = sums.at"
         ),

@@ -69,7 +69,7 @@ def files() -> list[Path]:
 def phrases_pattern() -> str:
     """Return the regular expression with which codespell finds the words and phrases of its dictionary.
 
-    "There is no" and "is no longer" are English, whereas "is no" in front of a noun mostly is not.
+    "There is no" and "is no longer" are accepted.
     """
     phrases = [line.partition("->")[0] for line in WORDS.read_text("utf-8").splitlines()]
     alternatives = "|".join(re.escape(phrase) for phrase in sorted(phrases, key=len, reverse=True))

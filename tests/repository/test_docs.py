@@ -12,7 +12,7 @@ import pkgutil
 import re
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -84,8 +84,8 @@ COMPARED = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCE
 def blocks(page: Path) -> list[Block]:
     text = page.read_text("utf-8")
     return [
-        Block(found["source"], found["output"], text.count("\n", 0, found.start("source")), found["needs"] or "")
-        for found in FENCE.finditer(text)
+        Block(match["source"], match["output"], text.count("\n", 0, match.start("source")), match["needs"] or "")
+        for match in FENCE.finditer(text)
     ]
 
 
@@ -147,6 +147,38 @@ def test_output_that_a_page_does_not_show_is_seen(tmp_path: Path) -> None:
         run_blocks(page, ())
 
 
+def test_pages_without_their_tables_have_at_most_6000_lines() -> None:
+    pages = [page.read_text("utf-8") for page in PAGES if page.is_relative_to(ROOT / "docs")]
+    texts = [re.sub(r"<!-- table:.*?<!-- /table -->", "", page, flags=re.DOTALL) for page in pages]
+    assert sum(not line.startswith("|") for text in texts for line in text.splitlines()) <= 6000
+
+
+def test_the_map_has_the_rooms_in_the_order_of_their_contract() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", "utf-8")
+    layers = setup["importlinter:contract:rooms"]["layers"].split()
+    (line,) = re.findall(r"^`([^`]*←[^`]*)`$", (ROOT / "DESIGN.md").read_text("utf-8"), re.MULTILINE)
+    assert re.split(r"\s*←\s*", line) == layers[::-1]
+    assert "←" not in (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+
+
+def test_a_broken_link_of_the_site_is_reported(tmp_path: Path) -> None:
+    spec = spec_from_file_location("check_site", ROOT / "docs" / "check_site.py")
+    assert spec and spec.loader
+    check_site = module_from_spec(spec)
+    spec.loader.exec_module(check_site)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "one.html").write_text('<p id="here"><a href="folder/two.html#there">two</a><a href="#here">one</a>')
+    (tmp_path / "folder" / "two.html").write_text('<p id="there"><a href="https://a.b/">x</a><img src="../one.html">')
+    assert list(check_site.broken_links(tmp_path)) == []
+    (tmp_path / "folder" / "two.html").write_text('<a href="../three.html">x</a><span class="xref myst">y</span>')
+    assert sorted(check_site.broken_links(tmp_path)) == [
+        "folder/two.html: ../three.html leads nowhere",
+        "folder/two.html: 1 references are plain text",
+        "one.html: folder/two.html#there leads nowhere",
+    ]
+
+
 def test_the_readme_is_short() -> None:
     assert README.count("\n") <= 150
 
@@ -182,14 +214,14 @@ def test_pages_import_what_the_reference_lists(page: Path) -> None:
 def test_links_and_paths_lead_somewhere(page: Path) -> None:
     text = page.read_text("utf-8")
     links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)", text, re.MULTILINE)
-    found = {page.parent / link.partition("#")[0] for link in links if "://" not in link}
+    paths = {page.parent / link.partition("#")[0] for link in links if "://" not in link}
     for path in re.findall(r"`([\w.-]+/[\w./-]*)`", text):
         # Paths are relative to the repository, or in short to the library or to its kernels. Experiments make build/.
         if path.startswith("build/"):
             continue
         roots = [root for root in (ROOT, ROOT / "cuflash", ROOT / "kernels_cu") if (root / path.split("/")[0]).is_dir()]
-        found |= {roots[0] / path} if roots and not any((root / path).exists() for root in roots) else set()
-    assert sorted(str(path) for path in found if not path.exists()) == []
+        paths |= {roots[0] / path} if roots and not any((root / path).exists() for root in roots) else set()
+    assert sorted(str(path) for path in paths if not path.exists()) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -221,7 +253,7 @@ def test_a_decision_has_its_four_parts_in_few_lines(name: str) -> None:
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_numbers_of_a_decision_are_in_the_results_that_it_names(name: str) -> None:
-    """Every number in a table's cells, but for each row's first, is in those files, perhaps with more digits."""
+    """Every number in a table's cells, except each row's first, is in those files, perhaps with more digits."""
     tables = re.findall(r"^\|--.*\n((?:\|.*\n)+)", SECTIONS[name], re.MULTILINE)
     rows = [row.strip("| ").split("|") for table in tables for row in table.splitlines()]
     cells = {number for _, *row in rows for cell in row for number in NUMBER.findall(cell)}

@@ -51,7 +51,7 @@ TRAFFIC = "proof/memory_traffic.py"
 SHOOTOUT = "sparsity/selector_shootout.py"
 ENDS = "test_training.test_ends_are_far_apart_and_labels_are_equal_colours"
 FAULTS = {
-    "squares start anew": Fault(TRAINING, "continued", "xp.asarray(file[part])", "0 * xp.asarray(file[part])", RESUMES),
+    "squares are lost": Fault(TRAINING, "continued", "xp.asarray(file[part])", "0 * xp.asarray(file[part])", RESUMES),
     "checkpoints are late": Fault(TRAINING, "steps", "% every == 0", "% every == 1", RESUMES),
     "every step sees the same text": Fault(TRAINING, "pieces", "(recipe.seed, step)", "(recipe.seed, 1)", HELD_OUT),
     "no text is held out": Fault(TRAINING, "trained_on", "(1 - HELD_OUT)", "1", HELD_OUT),

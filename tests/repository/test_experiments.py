@@ -104,10 +104,10 @@ def test_an_interrupted_run_in_parts_keeps_what_it_measured(
 
 
 def test_calls_are_timed_in_turn(harness: ModuleType) -> None:
-    made: list[str] = []
-    calls = {name: lambda name=name: made.append(name) for name in "ab"}
+    order: list[str] = []
+    calls = {name: lambda name=name: order.append(name) for name in "ab"}
     times = harness.time_alternately(calls, repeats=3, warmup=1)
-    assert "".join(made) == "ab" * 4
+    assert "".join(order) == "ab" * 4
     assert all(timing.repeats == 3 and timing.median_ms >= 0 <= timing.spread_ms for timing in times.values())
 
 
@@ -144,13 +144,14 @@ def test_block_sparsity_keeps_what_it_says(load) -> None:
 
 def test_the_sanitizers_cases_launch_every_kernel_in_every_way(load) -> None:
     proof, device = load("gpu_proof"), load("cuflash").DeviceSpec.gpu("H100")
-    found = list(proof.cases(proof.Config()))
-    plans = [case.plan(device) for _, case in found]
+    cases = list(proof.cases(proof.Config()))
+    plans = [case.plan(device) for _, case in cases]
     specs = {spec for plan in plans for spec in plan.specs.values()}
     on_disk = {f"{path.parent.name}_{path.stem}" for path in load("cuflash.compiler.source").KERNELS.glob("*/*.cu")}
-    assert any(case.makes_lists for _, case in found)
+    assert any(case.makes_lists for _, case in cases)
     of_lists = {spec.name for spec in load("cuflash.planning.list_kernels").LIST_SPECS.values()}
     of_lists |= {spec.name for spec in load("cuflash.planning.interval_kernels").INTERVAL_SPECS.values()}
+    of_lists.add(load("cuflash.planning.chosen_lists").UNIONS.name)
     specs_beside = proof.specs_of_caches(device) | proof.specs_of_masses(device) | proof.specs_of_quantized(device)
     specs_beside |= proof.specs_of_captured_sums() | proof.specs_of_selectors() | proof.specs_of_results()
     specs_beside |= proof.specs_of_masses(load("cuflash").DeviceSpec.gpu("A100"))  # whose masses no GPU of Hopper runs
@@ -160,7 +161,7 @@ def test_the_sanitizers_cases_launch_every_kernel_in_every_way(load) -> None:
         (False, False), (True, False), (True, True),
     }  # fmt: skip
     for family in proof.FAMILIES:
-        mine = [(kind, case) for kind, case in found if case.kernel == family]
+        mine = [(kind, case) for kind, case in cases if case.kernel == family]
         assert {kind for kind, _ in mine} >= set(proof.kinds_of_mask(8, 8))
         for fact in ("deterministic", "is_device_mask"):
             assert {getattr(case, fact) for _, case in mine} == {False, True}, (family, fact)
@@ -170,13 +171,13 @@ def test_the_sanitizers_cases_launch_every_kernel_in_every_way(load) -> None:
         assert {each.num_heads // each.num_kv_heads for each in structures} == {1, 2, 4}
         assert {each.layouts[0] for each in structures} == set(proof.LAYOUTS)
     of_backward = {
-        (spec.is_listed, spec.fuses_dq_epilogue, spec.dq_atomic_width)
+        (spec.is_listed, spec.finishes_dq, spec.dq_atomic_width)
         for spec in specs if spec.name == "sm90_backward"
     }
     assert of_backward == {
         (False, False, 4), (False, True, 4), (True, False, 4), (True, True, 4), (False, False, 0), (True, False, 0),
     }  # fmt: skip
-    of_hopper = {case.structure.head_dim for _, case in found if case.kernel == "sm90"}
+    of_hopper = {case.structure.head_dim for _, case in cases if case.kernel == "sm90"}
     assert of_hopper == {40, 64, 128, 256}
 
 
@@ -199,7 +200,7 @@ def test_a_call_that_differs_in_one_bit_is_counted(load, monkeypatch: pytest.Mon
     assert proof.differing(lambda: next(answers), 5) == 2
 
 
-# In the place of compute-sanitizer: prints what it was asked to by the case's kernel, in a line of its own.
+# Instead of compute-sanitizer: prints the output that the case's kernel names, on a separate line.
 STAND_IN = """#!{python}
 import json, sys, time
 asked = json.loads(sys.argv[-1])
@@ -223,8 +224,8 @@ def test_what_a_tool_says_becomes_a_row(load, tmp_path: Path) -> None:
     tool.write_text(STAND_IN.format(python=sys.executable, says=says))
     tool.chmod(0o755)
     rows = {name: proof.under(str(tool), "racecheck", {"control": name}, 1 if name == "stuck" else 30) for name in says}
-    found = {name: (row["calls"], row["errors"], row["note"]) for name, row in rows.items()}
-    assert found == {
+    outcomes = {name: (row["calls"], row["errors"], row["note"]) for name, row in rows.items()}
+    assert outcomes == {
         "sound": (7, 0, ""),
         "racy": (7, 2, ""),
         "killed": (0, 3, "the process failed: RuntimeError: illegal access"),
@@ -449,11 +450,11 @@ def test_few_repeats_give_the_same_bits_on_a_gpu(load) -> None:
 @pytest.mark.gpu
 def test_the_sanitizers_cases_run_on_a_gpu(load) -> None:
     proof, device = load("gpu_proof"), load("cuflash.executors.gpu").current_device()
-    found = list(proof.cases(proof.Config(families=tuple(proof.families(proof.Config(), device)))))
-    proof.nvrtc.precompile({s for _, c in found for s in c.plan(device).specs.values()}, device.compute_capability)
-    for _, case in found:
+    cases = list(proof.cases(proof.Config(families=tuple(proof.families(proof.Config(), device)))))
+    proof.nvrtc.precompile({s for _, c in cases for s in c.plan(device).specs.values()}, device.compute_capability)
+    for _, case in cases:
         proof.run_case(case)
-    assert {case.kernel for _, case in found} >= {"simt", "naive"}
+    assert {case.kernel for _, case in cases} >= {"simt", "naive"}
 
 
 @pytest.mark.gpu
@@ -557,7 +558,7 @@ def test_tables_of_calls_show_every_row_with_its_commit(load, name: str) -> None
 
 
 def test_the_calls_that_are_timed_run_on_a_stand_in_for_a_gpu(load, monkeypatch, tmp_path) -> None:
-    """Each call beside attention is made some times, by one thread at a time, and times are those of a call."""
+    """Each call other than attention is repeated, by one thread at a time, and times are those of one call."""
     experiment = load("host_time")
     monkeypatch.setattr(experiment, "PLACES", 2)
     monkeypatch.setattr(experiment, "HEADS", 2)
@@ -566,11 +567,11 @@ def test_the_calls_that_are_timed_run_on_a_stand_in_for_a_gpu(load, monkeypatch,
     monkeypatch.setattr(experiment, "CALLS_OF_THREAD", 3)
     with cupy_machine.installed(monkeypatch, tmp_path) as machine:
         inputs = experiment.Inputs(70, machine.asarray)
-        found = {case.operation: case for case in experiment.cases_by_dlpack("cupy", inputs)}
-        assert set(found) == {*experiment.OPERATIONS, *experiment.SELECTORS} - {"attention in 8 threads"}
+        cases = {case.operation: case for case in experiment.cases_by_dlpack("cupy", inputs)}
+        assert set(cases) == {*experiment.OPERATIONS, *experiment.SELECTORS} - {"attention in 8 threads"}
         for name in experiment.OPERATIONS[experiment.OPERATIONS.index("plan.forward(out=)") : -1]:
             before = len(machine.launched)
-            row = experiment.timed(found[name], lambda turn: None, lambda: None, lambda: None, 3, 60)
+            row = experiment.timed(cases[name], lambda turn: None, lambda: None, lambda: None, 3, 60)
             assert float(row["us"]) > 0 and row["calls"] == 3 and len(machine.launched) - before >= 8
 
 
@@ -578,10 +579,10 @@ def test_every_selector_is_timed(load) -> None:
     """The calls that a GPU's host makes run on NumPy's arrays too, and choose some blocks of each row."""
     experiment = load("host_time")
     inputs = experiment.Inputs(256, lambda array: array)
-    found = {case.operation: case for case in experiment.cases_of_selectors(inputs)}
+    cases = {case.operation: case for case in experiment.cases_of_selectors(inputs)}
     every = {f"selectors.{name}" for name in dir(cuflash.selectors)} - {"selectors.Budget", "selectors.Forced"}
-    assert set(found) == every - {"selectors.page_bounds"} == set(experiment.SELECTORS)
-    for name, case in found.items():
+    assert set(cases) == every - {"selectors.page_bounds"} == set(experiment.SELECTORS)
+    for name, case in cases.items():
         index = case.call(*case.prepare(3, None))
         rows = (index.states() > 0).sum(-1)
         keeps_more = name in ("selectors.vertical_slash", "selectors.quest", "selectors.nsa")  # pages, or forced blocks

@@ -44,10 +44,10 @@ def test_gradients_are_the_slopes_of_the_loss(model: ModuleType) -> None:
 def test_the_same_text_is_written_with_a_cache_and_without(model: ModuleType) -> None:
     config, prompt = model.Config(**SIZES), tokens(6)
     weights = model.parameters(config, dtype=np.float64)
-    anew, cached = (model.write(weights, prompt, 18, config, is_cached=is_cached) for is_cached in (False, True))
-    assert anew.tokens == cached.tokens and len(set(cached.tokens)) > 1
+    recomputed, cached = (model.write(weights, prompt, 18, config, is_cached=is_cached) for is_cached in (False, True))
+    assert recomputed.tokens == cached.tokens and len(set(cached.tokens)) > 1
     sizes = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 3, "tokens": 24, "dtype": np.float64}
-    assert (anew.cache_bytes, cached.cache_bytes) == (0, cuflash.study.kv_cache_bytes(**sizes))
+    assert (recomputed.cache_bytes, cached.cache_bytes) == (0, cuflash.study.kv_cache_bytes(**sizes))
 
 
 def test_training_lowers_the_loss(model: ModuleType) -> None:

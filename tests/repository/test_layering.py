@@ -1,4 +1,4 @@
-"""What no contract of import-linter in setup.cfg says of the library: names, calls and words that rooms leave alone."""
+"""Rules on names, calls and words of each layer that import-linter's contracts in setup.cfg cannot express."""
 
 from __future__ import annotations
 

@@ -133,8 +133,8 @@ def test_the_source_archive_builds_the_same_wheel_and_runs_its_tests(
 
 @pytest.mark.parametrize("mode", ["lenient", "strict"])
 def test_an_editable_install_works(project: Path, tmp_path: Path, mode: str) -> None:
-    made = _build(project, "build_editable", tmp_path / "wheel", {"editable_mode": mode})
-    assert Path(_use(_unpacked(made, tmp_path / "site"))).is_relative_to(project)
+    wheel = _build(project, "build_editable", tmp_path / "wheel", {"editable_mode": mode})
+    assert Path(_use(_unpacked(wheel, tmp_path / "site"))).is_relative_to(project)
 
 
 def test_a_type_checker_follows_an_editable_install(project: Path, tmp_path: Path) -> None:

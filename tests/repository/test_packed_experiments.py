@@ -25,9 +25,9 @@ def test_scores_are_those_that_the_mask_keeps(load: Any) -> None:
 def rows_of(packed: ModuleType) -> list[dict[str, Any]]:
     times = {"cuflash": 1.0, "other": 2.0}
     timings = {name: packed.Timing(ms, 0.1, 5) for name, ms in times.items()}
-    made = [list(packed.rows_of("short", way, timings, {"cuflash": 30.0}, {}, {"gone": "no module"}))
-            for way in packed.WAYS]  # fmt: skip
-    return [row | {"gpu": "a GPU", "commit": "abcdef0", "date": "2026-01-01"} for rows in made for row in rows]
+    groups = [list(packed.rows_of("short", way, timings, {"cuflash": 30.0}, {}, {"gone": "no module"}))
+              for way in packed.WAYS]  # fmt: skip
+    return [row | {"gpu": "a GPU", "commit": "abcdef0", "date": "2026-01-01"} for rows in groups for row in rows]
 
 
 def test_a_row_tells_the_ratio_to_the_fastest_other_library(load: Any) -> None:

@@ -44,9 +44,9 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, s
         if isinstance(status, str):  # Python prints it, and ends with 1
             print(status, file=sys.stderr)
             status = 1
-    told = capsys.readouterr().err
-    assert status not in (0, None) and told.count("\n") == 1 and told.strip(), (argv, status, told)
-    return status, told
+    message = capsys.readouterr().err
+    assert status not in (0, None) and message.count("\n") == 1 and message.strip(), (argv, status, message)
+    return status, message
 
 
 def configured(name: str) -> Any:
@@ -62,9 +62,9 @@ def configured(name: str) -> Any:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_experiment_tells_its_question_its_finding_and_its_cost(name: str) -> None:
-    told = command.summary(SCRIPTS[name])
+    parts = command.summary(SCRIPTS[name])
     wanted = {"question", "cost"} | ({"found"} if name not in SUPPORT | {"sweep"} else set())
-    assert {key for key, text in told.items() if text} >= wanted
+    assert {key for key, text in parts.items() if text} >= wanted
 
 
 @pytest.mark.parametrize("words", ["cuflash", "experiments", "cuflash roofline --heads 1 --length 8"])
@@ -122,9 +122,9 @@ def test_a_number_out_of_range_is_refused(
         for text in wrong_values(types[field.name], field.default):
             with pytest.raises(SystemExit) as ended:
                 harness.parse_config(config_type, "", [f"{flag}={text}"])
-            told = capsys.readouterr().err
-            assert ended.value.code == 2 and told.count("\n") == 1, (flag, text, told)
-            assert field.name in told or flag in told, told
+            message = capsys.readouterr().err
+            assert ended.value.code == 2 and message.count("\n") == 1, (flag, text, message)
+            assert field.name in message or flag in message, message
 
 
 @pytest.mark.parametrize(
@@ -134,6 +134,8 @@ def test_a_number_out_of_range_is_refused(
         ("before_after", "--before . --masks some", "masks are full, causal and blocks<size>_<density"),
         ("before_after", "--before . --head-dims 96", "head_dims hidden"),
         ("block_sparsity", "--blocks 64,x", "argument --blocks: expected ints with commas between; got '64,x'"),
+        ("chosen_speed", "--groups 5", "groups must divide 64 heads"),
+        ("chosen_speed", "--regimes 1.5", "regimes are random, sink and shares"),
         ("chunked_prefill", "--cases nothing", "no nothing in cases"),
         ("cpu_score_functions", "--scores alibi", "scores must name plain"),
         ("crossover", "--blocks 48", "1024 tokens in blocks of 48: the diagonal must fit"),
@@ -164,8 +166,8 @@ def test_what_an_experiment_cannot_run_is_refused_in_one_line(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.chdir(ROOT)
-    status, told = refused([name, *flags.split()], capsys)
-    assert status == 2 and complaint in told
+    status, message = refused([name, *flags.split()], capsys)
+    assert status == 2 and complaint in message
 
 
 # Places
@@ -183,8 +185,8 @@ def test_a_folder_that_takes_no_file_is_refused_before_anything_runs(
     if flags[0] == "--results" and not writes_there:
         pytest.skip("it writes to no folder that is named")
     monkeypatch.setattr(sys, "argv", sys.argv)
-    told = refused([name, *flags], capsys)[1]
-    assert "cannot write results to" in told and "name another folder" in told
+    message = refused([name, *flags], capsys)[1]
+    assert "cannot write results to" in message and "name another folder" in message
 
 
 # Packages and devices
@@ -240,8 +242,8 @@ def test_advice_names_the_extra_that_lists_the_module(module: str, extra: str) -
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", "utf-8")
     assert module.partition(".")[0] in setup["options.extras_require"][extra]
-    told = command.complaint(ModuleNotFoundError(f"No module named {module!r}", name=module))
-    assert told == f"the module {module} is missing: pip install -e '.[{extra}]'"
+    message = command.complaint(ModuleNotFoundError(f"No module named {module!r}", name=module))
+    assert message == f"the module {module} is missing: pip install -e '.[{extra}]'"
 
 
 @pytest.mark.parametrize("missing", [("hypothesis",), ("rich", "matplotlib", "scipy")])
@@ -263,12 +265,12 @@ for name in {names}:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "--seqlen-q" in done.stdout and "--examples" in done.stdout and "--densities" in done.stdout
-    told = "To run it: the module hypothesis is missing: pip install -e '.[testing]'" in done.stdout
-    assert told == ("hypothesis" in missing)
+    is_named = "To run it: the module hypothesis is missing: pip install -e '.[testing]'" in done.stdout
+    assert is_named == ("hypothesis" in missing)
 
 
 def test_an_interruption_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(*given: Any, **more: Any) -> None:
+    def interrupted(*arguments: Any, **more: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys, "argv", sys.argv)

@@ -46,20 +46,20 @@ def proof() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def before(nvrtc: Any, proof: ModuleType) -> Any:
-    """The compiled functions of TEXT."""
+    """Return the compiled functions of TEXT."""
     return proof.compiled(TEXT, OPTIONS)
 
 
 @pytest.fixture
 def fields(proof: ModuleType, before: Any) -> Callable[..., set[tuple[str, str]]]:
-    """A function that returns function and field of each difference that an edit of TEXT makes."""
+    """Return a function that returns function and field of each difference that an edit of TEXT causes."""
 
-    def found(old: str, new: str) -> set[tuple[str, str]]:
+    def changed(old: str, new: str) -> set[tuple[str, str]]:
         assert old in TEXT
         after = proof.compiled(TEXT.replace(old, new), OPTIONS)
         return {(each.function, each.field) for each in proof.differences("kernel", before, after)}
 
-    return found
+    return changed
 
 
 def test_a_cubin_is_read_as_its_compiler_describes_it(
@@ -70,22 +70,22 @@ def test_a_cubin_is_read_as_its_compiler_describes_it(
                     "  x[threadIdx.x % 300] = 1; __syncthreads(); data[threadIdx.x] = x[7];"), "utf-8")  # fmt: skip
     sources.source.cache_clear()
     for name, architecture in (("plain", "sm_75"), ("spills", "sm_75"), ("plain", "sm_100"), ("spills", "sm_100")):
-        made = compiling.cubin(spec(name), architecture)
-        (function,) = proof.cubin.functions(made.code).values()
+        compiled = compiling.cubin(spec(name), architecture)
+        (function,) = proof.cubin.functions(compiled.code).values()
         numbers = [function[field] for field in ("registers", "stack bytes", "shared bytes")]
-        assert numbers[:2] == list(made.resources[:2])
-        assert numbers[2] in (made.resources.shared_bytes, made.resources.shared_bytes + 1024)
+        assert numbers[:2] == list(compiled.resources[:2])
+        assert numbers[2] in (compiled.resources.shared_bytes, compiled.resources.shared_bytes + 1024)
         assert function["barriers"] == (name == "spills")
-        assert len(function["instructions"]) % 16 == 0 and function["instructions"] in made.code
+        assert len(function["instructions"]) % 16 == 0 and function["instructions"] in compiled.code
         assert any(len(value) > 700 for field, value in function.items() if field == "constant bank 0")  # of Params
 
 
 def test_memory_of_each_kind_is_read(before: Any) -> None:
-    (found,) = before.values()
-    assert found["stack bytes"] == 512 and found["barriers"] == 1
-    assert found["shared bytes"] == 1024 + 256 * 4  # sm_90 keeps the first for itself
-    assert found["constant bank 3"].hex() == "0000803f000000400000404000008040"
-    assert "8 bytes 0500000006000000" in " ".join(found["relocations of constant bank 4"])
+    (function,) = before.values()
+    assert function["stack bytes"] == 512 and function["barriers"] == 1
+    assert function["shared bytes"] == 1024 + 256 * 4  # sm_90 keeps the first for itself
+    assert function["constant bank 3"].hex() == "0000803f000000400000404000008040"
+    assert "8 bytes 0500000006000000" in " ".join(function["relocations of constant bank 4"])
 
 
 @pytest.mark.parametrize(
@@ -127,10 +127,10 @@ def test_what_changes_the_code_is_named(fields: Any, old: str, new: str, field: 
 def test_what_was_compiled_is_kept_by_all_that_is_not_a_comment(
     nvrtc: Any, proof: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = proof.cached_functions(tmp_path, TEXT, OPTIONS)
+    functions = proof.cached_functions(tmp_path, TEXT, OPTIONS)
     monkeypatch.setattr(proof, "compiled", lambda *_: pytest.fail("compiled again"))
     commented = '#line 7 "elsewhere"\n' + TEXT.replace("};\n", "}; /* a\ncomment */ // and another\n\n")
-    assert proof.cached_functions(tmp_path, commented, OPTIONS) == made
+    assert proof.cached_functions(tmp_path, commented, OPTIONS) == functions
     for text, options in ((TEXT.replace("0.5f", "0.25f"), OPTIONS), (TEXT, OPTIONS[:2])):
         with pytest.raises(pytest.fail.Exception, match="compiled again"):
             proof.cached_functions(tmp_path, text, options)
@@ -186,23 +186,23 @@ def test_two_trees_are_compared_from_end_to_end(
     git = ("git", "-C", str(tree), "-c", "user.name=x", "-c", "user.email=x@y")
     for command in (("init", "-q"), ("add", "."), ("commit", "-qm", "x")):
         subprocess.run([*git, *command], check=True)
-    asked = ["HEAD", "--cache", str(tmp_path / "cache"), "--json", str(record), "--workers", "1"]
+    arguments = ["HEAD", "--cache", str(tmp_path / "cache"), "--json", str(record), "--workers", "1"]
 
     gate.write_text(_GATE.replace("NAME", "rows"))
     text.write_text('extern "C" __global__ void copied(float* x) { x[threadIdx.x] = WIDTH; }  // renamed\n')
-    assert proof.main([*asked, "--renamed", "block_q=rows"], tree) == 0
-    told = "2 kernels of 1 architectures compared with HEAD, 0 by equal text: the same machine code"
-    assert told in capsys.readouterr().out
+    assert proof.main([*arguments, "--renamed", "block_q=rows"], tree) == 0
+    reported = "2 kernels of 1 architectures compared with HEAD, 0 by equal text: the same machine code"
+    assert reported in capsys.readouterr().out
     assert json.loads(record.read_text())["differences"] == []
 
     gate.write_text(_GATE.replace("NAME", "block_q").replace("4 * width", "8 * width").replace("64)", "96)"))
     text.write_text('extern "C" __global__ void copy(float* to) { to[threadIdx.x] = WIDTH + 1; }\n')
-    assert proof.main(asked, tree) == 1
-    found = json.loads(record.read_text())["differences"]
-    told = {(each["function"], each["field"], each["before"], each["after"]) for each in found}
-    assert ("kernel", "specification", "there", "missing") in told  # 64
-    assert ("kernel", "specification", "missing", "there") in told  # 96
-    assert {each["field"] for each in found} == {"specification", "instructions", "dynamic shared bytes"}
+    assert proof.main(arguments, tree) == 1
+    differing = json.loads(record.read_text())["differences"]
+    reported = {(each["function"], each["field"], each["before"], each["after"]) for each in differing}
+    assert ("kernel", "specification", "there", "missing") in reported  # 64
+    assert ("kernel", "specification", "missing", "there") in reported  # 96
+    assert {each["field"] for each in differing} == {"specification", "instructions", "dynamic shared bytes"}
     assert "differ" in capsys.readouterr().out
 
     with pytest.raises(SystemExit, match="BASE must be a commit of .*; got 'nothing'"):

@@ -59,7 +59,7 @@ def test_data_and_selectors_of_ones_own_take_part(
     for wrong in ({"names": ("selector_of_a_test:none",)}, {"names": ("selector_of_a_test:number",)}):
         with pytest.raises(ValueError, match="selector_of_a_test"):
             shootout.Config(**wrong)
-    with pytest.raises(ValueError, match="none.npz must be an .npz file; there is no such file"):
+    with pytest.raises(ValueError, match="none.npz must be an .npz file; the file does not exist"):
         shootout.Config(data=("none.npz",))
 
 
@@ -85,9 +85,9 @@ def test_pages_tell_what_a_selector_does_not_beat(shootout: ModuleType) -> None:
         {"data": "x", "selector": name, "top_k": str(top_k), "seqlen": "64", "block": "16", "recall": str(recall)}
         for name, each in recalls.items() for top_k, recall in zip((4, 8), each)
     ]  # fmt: skip
-    told = importlib.import_module("experiment_tables").unbeaten(rows)
-    assert told.startswith("64 tokens, blocks of 16: 1 of 2 selectors and data recall more at every budget.")
-    (line,) = told.splitlines()[4:]
+    table = importlib.import_module("experiment_tables").unbeaten(rows)
+    assert table.startswith("64 tokens, blocks of 16: 1 of 2 selectors and data recall more at every budget.")
+    (line,) = table.splitlines()[4:]
     assert line == "| x | nsa | 0.5000; local 0.5000 | 0.6000; local 0.7000 |"
     assert importlib.import_module("experiment_tables").shootout(rows).count("\n| x | ") == 5
 

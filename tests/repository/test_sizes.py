@@ -14,7 +14,7 @@ from lexing import spans
 
 ROOT = Path(__file__).parents[2]
 LIBRARY, KERNELS = ROOT / "cuflash", ROOT / "kernels_cu"
-MOST_OF_FILE, MOST_OF_FUNCTION, MOST_OF_KERNEL_FILE, MOST_OF_KERNEL_FUNCTION = 400, 60, 350, 80
+MOST_OF_FILE, MOST_OF_CLASS, MOST_OF_FUNCTION, MOST_OF_KERNEL_FILE, MOST_OF_KERNEL_FUNCTION = 400, 300, 60, 350, 80
 WITHOUT_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
 }  # fmt: skip
@@ -27,7 +27,7 @@ def lines_of(node: ast.stmt) -> range:
 
 def code_lines(text: str) -> set[int]:
     """Return the numbers of the lines that hold code, those of docstrings and overloads left out."""
-    found = {
+    numbers = {
         number
         for token in tokenize.generate_tokens(io.StringIO(text).readline)
         if token.type not in WITHOUT_CODE
@@ -35,10 +35,16 @@ def code_lines(text: str) -> set[int]:
     }
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.Module, ast.ClassDef, Function)) and ast.get_docstring(node, clean=False) is not None:
-            found -= set(lines_of(node.body[0]))
+            numbers -= set(lines_of(node.body[0]))
         if isinstance(node, Function) and "overload" in map(ast.unparse, node.decorator_list):
-            found -= {*lines_of(node), *(decorator.lineno for decorator in node.decorator_list)}
-    return found
+            numbers -= {*lines_of(node), *(decorator.lineno for decorator in node.decorator_list)}
+    return numbers
+
+
+def with_bases(name: str, classes: dict[str, ast.ClassDef]) -> list[ast.ClassDef]:
+    """Return a class of a module and its bases there, whose lines count with its own."""
+    bases = (base.id for base in classes[name].bases if isinstance(base, ast.Name) and base.id in classes)
+    return [classes[name], *(each for base in bases for each in with_bases(base, classes))]
 
 
 def too_long(text: str) -> Iterator[str]:
@@ -46,7 +52,12 @@ def too_long(text: str) -> Iterator[str]:
     code = code_lines(text)
     if len(code) > MOST_OF_FILE:
         yield f"the file has {len(code)} lines"
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    for name in classes:
+        if (size := sum(len(code & set(lines_of(each))) for each in with_bases(name, classes))) > MOST_OF_CLASS:
+            yield f"{name} has {size} lines"
+    for node in ast.walk(tree):
         if isinstance(node, Function) and (size := len(code & set(lines_of(node)))) > MOST_OF_FUNCTION:
             yield f"{node.name} has {size} lines"
 
@@ -61,6 +72,9 @@ def test_long_modules_and_functions_are_named() -> None:
     assert list(too_long(function)) == [f"f has {MOST_OF_FUNCTION + 1} lines"]
     assert list(too_long("x = 1\n" * (MOST_OF_FILE + 1))) == [f"the file has {MOST_OF_FILE + 1} lines"]
     assert list(too_long("x = 1\n" * MOST_OF_FILE)) == []
+    half = "    x = 1\n" * (MOST_OF_CLASS // 2)
+    assert list(too_long(f"class A:\n{half}class B(A):\n{half}")) == [f"B has {MOST_OF_CLASS + 2} lines"]
+    assert list(too_long(f"class A:\n{half}class B:\n{half}")) == []
 
 
 KERNEL_FILES = pytest.mark.parametrize(
@@ -98,9 +112,9 @@ def test_kernel_functions_are_short(path: Path) -> None:
 
 def test_long_kernel_functions_are_named() -> None:
     body = "  f();\n" * (MOST_OF_KERNEL_FUNCTION - 2)
-    kept = f"struct Long {{\n  int x;\n{'  int y;' * 3}\n  void g() {{\n{body}  }}\n  void i() {{}}\n}};\n"
+    source = f"struct Long {{\n  int x;\n{'  int y;' * 3}\n  void g() {{\n{body}  }}\n  void i() {{}}\n}};\n"
     template = "template <class A>\n__device__ void h(A) {{\n{0}}}\n"
-    assert long_kernel_functions(kept) == []
-    assert long_kernel_functions(kept.replace("  int x;", body)) == []  # a class may be longer
+    assert long_kernel_functions(source) == []
+    assert long_kernel_functions(source.replace("  int x;", body)) == []  # a class may be longer
     assert long_kernel_functions(template.format(body)) == ["h"]
-    assert long_kernel_functions(kept.replace(body, body + "  f();\n")) == ["Long.g"]
+    assert long_kernel_functions(source.replace(body, body + "  f();\n")) == ["Long.g"]

@@ -30,10 +30,10 @@ def test_its_rows_are_those_of_a_survey(study: ModuleType) -> None:
     rows = {(row["pattern"], row["at_most"]): row for row in study.run(config)}
     assert set(rows) == {(name, limit) for name in names for limit in (0.15, 0.5)}
     measured = Survey(Q, K, V, causal=True, scale=None).measurements([8], ["window", "bigbird"], [0.15, 0.5])
-    for found in measured:
-        row = rows[found.pattern, found.at_most]
-        if isinstance(found, Measurement):
-            assert {name: row[name] for name in found._fields} == found._asdict()
+    for measurement in measured:
+        row = rows[measurement.pattern, measurement.at_most]
+        if isinstance(measurement, Measurement):
+            assert {name: row[name] for name in measurement._fields} == measurement._asdict()
         else:
             assert row["recall"] is None and row["density"] > row["at_most"]
     assert rows["near.npz", 0.5]["density"] == 6 / 21 and rows["near.npz", 0.15]["recall"] is None

@@ -50,9 +50,9 @@ def naps(sweep: ModuleType, folder: Path, **values: tuple[Any, ...]) -> list[Any
 
 def test_a_sweep_is_a_product_and_a_field_of_several_values_gets_one_of_them(sweep: ModuleType) -> None:
     config = importlib.import_module("crossover").Config
-    found = sweep.combinations(config, ["seqlens=1024,2048", "head-dim=16,32"], ["blocks=32,64", "repeats=3"])
+    configs = sweep.combinations(config, ["seqlens=1024,2048", "head-dim=16,32"], ["blocks=32,64", "repeats=3"])
     rest = {"blocks": (32, 64), "repeats": 3}
-    assert found == [rest | {"seqlens": (n,), "head_dim": d} for n in (1024, 2048) for d in (16, 32)]
+    assert configs == [rest | {"seqlens": (n,), "head_dim": d} for n in (1024, 2048) for d in (16, 32)]
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_what_a_sweep_cannot_run_is_refused_in_one_line(
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         sweep.arguments(argv)
-    told = capsys.readouterr().err
-    assert ended.value.code == 2 and complaint in told and told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert ended.value.code == 2 and complaint in message and message.count("\n") == 1
 
 
 def test_what_is_done_is_not_measured_again_and_other_commits_are(sweep: ModuleType, tmp_path: Path) -> None:
@@ -123,8 +123,8 @@ def test_a_failure_is_recorded_and_the_sweep_goes_on(sweep: ModuleType, tmp_path
     broken = importlib.import_module("dataclasses").replace(tasks[0], values=(("seconds", "x"), ("number", 1)))
     assert sweep.run([broken, tasks[1]], InTurn(), {}) == [broken]
     assert broken.failure.exists() and not broken.result.exists() and tasks[1].result.exists()
-    told = json.loads(broken.failure.read_text("utf-8"))
-    assert told["failure"].startswith("TypeError: ") and "nap.py" in told["trace"]
+    failure = json.loads(broken.failure.read_text("utf-8"))
+    assert failure["failure"].startswith("TypeError: ") and "nap.py" in failure["trace"]
     assert len(sweep.rows_of([broken, tasks[1]])) == 1
 
 

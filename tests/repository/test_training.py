@@ -71,7 +71,7 @@ def test_naive_attention_is_exact_and_a_wrong_key_is_not(training: ModuleType) -
     for name in ("naive", "wrong_key"):
         o, vjp = ways[name](q, k, v)
         pairs = zip((o, *vjp(do)), (right, *pull(do)), (bounds.o, bounds.dq, bounds.dk, bounds.dv), strict=True)
-        are_near = [(np.abs(found - expected) <= 2 * bound).all() for found, expected, bound in pairs]
+        are_near = [(np.abs(actual - expected) <= 2 * bound).all() for actual, expected, bound in pairs]
         assert all(are_near) if name == "naive" else not any(are_near)
 
 
@@ -173,7 +173,14 @@ def test_the_archive_of_the_language_model_says_where_it_is_from(load) -> None:
     assert q.shape == k.shape == v.shape == (4, 512, 32) and all(np.isfinite(x).all() for x in (q, k, v))
     path = EXPERIMENTS / "data" / "language_activations.npz"
     with np.load(path) as archive:
-        told = json.loads(str(archive["provenance"]))
-    assert path.stat().st_size <= 2**20 and told.keys() >= {"model", "text", "steps", "held_out_loss", "commit", "date"}
+        provenance = json.loads(str(archive["provenance"]))
+    assert path.stat().st_size <= 2**20 and provenance.keys() >= {
+        "model",
+        "text",
+        "steps",
+        "held_out_loss",
+        "commit",
+        "date",
+    }
     readme = (EXPERIMENTS / "data" / "README.md").read_text("utf-8")
-    assert str(told["held_out_loss"]) in readme and told["date"] in readme
+    assert str(provenance["held_out_loss"]) in readme and provenance["date"] in readme

@@ -28,7 +28,7 @@ _HAS_SHARED = any(isinstance(library, blas._OfProcess) for library in blas._libr
 needs_shared = pytest.mark.skipif(not _HAS_SHARED, reason="no BLAS here has one number of threads for the process")
 
 
-# NumPy's BLAS; SciPy's may be loaded later, and its products are no calls'.
+# NumPy's BLAS; SciPy's may be loaded later, and its products are not those of calls.
 _NUMPYS = {pool["filepath"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"}
 
 
@@ -215,17 +215,17 @@ def test_calls_do_without_a_blas_that_is_known(monkeypatch: pytest.MonkeyPatch) 
 class Numbers(threading.local):
     """A number of threads for each thread, and a function that sets it as MKL's does."""
 
-    found = 0
+    threads = 0
 
     def swap(self, number: int) -> int:
-        before, self.found = self.found, number
+        before, self.threads = self.threads, number
         return before
 
     def set(self, number: int) -> None:
-        self.found = number
+        self.threads = number
 
     def get(self) -> int:
-        return self.found
+        return self.threads
 
 
 class _Functions(dict[str, Any]):
@@ -234,7 +234,7 @@ class _Functions(dict[str, Any]):
 
 
 def fake(api: str, layer: str = "pthreads", **functions: Any) -> Any:
-    """Stand-in for a library that threadpoolctl finds, with functions of given names; its own setter does nothing."""
+    """Return a stand-in for a library that threadpoolctl finds; its own setter does nothing."""
     return SimpleNamespace(
         internal_api=api,
         threading_layer=layer,
@@ -253,17 +253,17 @@ def assert_limits_are_kept(blas: ModuleType) -> None:
 
 
 def _assert_limits_are_kept(blas: ModuleType) -> None:
-    mkl, openmp, shared = Numbers(), Numbers(), SimpleNamespace(found=5)
-    mkl.found, openmp.found = 0, 4
+    mkl, openmp, shared = Numbers(), Numbers(), SimpleNamespace(threads=5)
+    mkl.threads, openmp.threads = 0, 4
     interrupts = iter(())
 
     def set_shared(number: int) -> None:
         if next(interrupts, None) == number:
             raise KeyboardInterrupt
-        shared.found = number
+        shared.threads = number
 
     functions = {
-        "scipy_openblas_get_num_threads64_": lambda: shared.found,
+        "scipy_openblas_get_num_threads64_": lambda: shared.threads,
         "scipy_openblas_set_num_threads64_": set_shared,
     }
     blas._known = [
@@ -274,10 +274,10 @@ def _assert_limits_are_kept(blas: ModuleType) -> None:
     ]
 
     def numbers() -> tuple[int, int, int]:
-        return mkl.found, openmp.found, shared.found
+        return mkl.threads, openmp.threads, shared.threads
 
     def steps() -> Iterator[tuple[int, int, int]]:
-        mkl.found, openmp.found = 6, 2
+        mkl.threads, openmp.threads = 6, 2
         with one_thread(blas):
             yield numbers()
             with one_thread(blas):
@@ -294,11 +294,11 @@ def _assert_limits_are_kept(blas: ModuleType) -> None:
     assert second.step() == (1, 1, 1)
     assert second.step() == (6, 2, 5)
     with one_thread(blas):
-        shared.found = 3
+        shared.threads = 3
         with one_thread(blas):
             assert numbers() == (1, 1, 1)
-        assert shared.found == 1
-        shared.found = 2
+        assert shared.threads == 1
+        shared.threads = 2
     assert numbers() == (0, 4, 2)
 
     def locked() -> Iterator[None]:
@@ -309,10 +309,10 @@ def _assert_limits_are_kept(blas: ModuleType) -> None:
     with one_thread(blas):
         third.step()
         blas._after_fork()
-        is_free, in_child = blas._lock.acquire(blocking=False), (shared.found, blas._users)
+        is_free, in_child = blas._lock.acquire(blocking=False), (shared.threads, blas._users)
         third.end()
     assert is_free and in_child == (2, 0)
-    assert (shared.found, blas._users) == (2, 0)
+    assert (shared.threads, blas._users) == (2, 0)
     blas._lock = threading.RLock()
     with pytest.raises(ZeroDivisionError):
         blas.on_one_thread(lambda: 1 // 0)
@@ -321,7 +321,7 @@ def _assert_limits_are_kept(blas: ModuleType) -> None:
         with pytest.raises(KeyboardInterrupt):
             blas.on_one_thread(lambda: None)
         assert (numbers(), blas._users) == ((0, 4, 2), 0)
-    shared.found = 1
+    shared.threads = 1
     blas.on_one_thread(lambda: None)
     assert numbers() == (0, 4, 1)
     for caller in (first, second):

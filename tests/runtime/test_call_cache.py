@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import weakref
+from unittest.mock import patch
 
 from hypothesis import given, strategies as st
 
+from cuflash.planning import _call_cache
 from cuflash.planning._call_cache import CallCache
 
 SIZE = 3
@@ -60,7 +62,7 @@ def test_it_is_a_least_recently_used_cache_without_the_calls_of_dead_owners(step
 
 
 def check_freed(kind=CallCache):
-    """Calls that have left are freed, even the last one that was used."""
+    """Check that calls that have left are freed, even the last one that was used."""
     cache, owner, call = kind(1), Owner(), Owner()
     seen = weakref.ref(call)
     cache.put((id(owner), 1), call, owner)
@@ -99,3 +101,23 @@ def test_threads_may_use_it_at_the_same_time():
     for thread in threads:
         thread.join()
     assert errors == [] and len(cache) <= 8
+
+
+def test_a_full_cache_looks_at_few_calls_to_let_one_go():
+    """A call that is put in costs about as much as in an empty cache, however many of the others are used."""
+    cache = CallCache(1000)
+    for key in range(1000):
+        cache.put(key, key)
+    popped = 0
+    pop = _call_cache.heappop
+
+    def counting(queue):
+        nonlocal popped
+        popped += 1
+        return pop(queue)
+
+    with patch.object(_call_cache, "heappop", counting):
+        for key in range(1000, 5000):
+            cache.put(key, key)
+            assert cache.get(key % 7 + key - 7) is not None
+    assert len(cache) == 1000 and popped < 3 * 4000 and len(cache._queue) <= 2000

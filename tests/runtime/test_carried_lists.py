@@ -36,15 +36,15 @@ def blocks(seed: int, block: tuple[int, int] = BLOCK) -> Any:
     return np.random.default_rng(seed).random((4, *sides)) < 0.6
 
 
-def index_on(machine: Any, kept: Any, is_causal: bool, block: tuple[int, int] = BLOCK) -> BlockIndex:
+def index_on(machine: Any, cells: Any, is_causal: bool, block: tuple[int, int] = BLOCK) -> BlockIndex:
     if not is_causal:
-        return BlockIndex.from_blocks(machine.asarray(kept), *LENGTHS, block)
+        return BlockIndex.from_blocks(machine.asarray(cells), *LENGTHS, block)
     shape = MaskShape((), 4, *LENGTHS)
-    return index_of(machine.asarray(kept), CAUSAL.resolve(shape), shape, block)
+    return index_of(machine.asarray(cells), CAUSAL.resolve(shape), shape, block)
 
 
-def on_host(kept: Any, is_causal: bool, block: tuple[int, int] = BLOCK) -> Any:
-    pattern = masks.BlockPattern(kept, block)
+def on_host(cells: Any, is_causal: bool, block: tuple[int, int] = BLOCK) -> Any:
+    pattern = masks.BlockPattern(cells, block)
     return pattern & CAUSAL if is_causal else pattern
 
 
@@ -58,21 +58,21 @@ def results(library: Any, arrays: Any, mask: Any, **options: Any) -> list[Any]:
     return [o, *vjp(do)]
 
 
-def assert_right(found: Any, mask: Any, q: Any = Q, **options: Any) -> None:
+def assert_right(actual: Any, mask: Any, q: Any = Q, **options: Any) -> None:
     """Assert that o, or o and gradients, are the host's, of which each may differ from the exact ones by its bound."""
     bound = cuflash.error_bound(q, K, V, DO, mask=mask, **options)
     expected = results(cuflash, (q, K, V, DO), mask, **options)
-    for name, array, wanted in zip(("o", "dq", "dk", "dv"), found, expected):
+    for name, array, wanted in zip(("o", "dq", "dk", "dv"), actual, expected):
         assert (np.abs(array.get() - wanted) <= 2 * getattr(bound, name)).all(), name
 
 
 def check(library: Any, machine: Any, is_causal: bool) -> None:
     arrays = [machine.asarray(array) for array in (Q, K, V, DO)]
     for seed in range(3):
-        kept = blocks(seed)
-        index = index_on(machine, kept, is_causal)
+        cells = blocks(seed)
+        index = index_on(machine, cells, is_causal)
         machine.log.clear()
-        assert_right(results(library, arrays, index), on_host(kept, is_causal))
+        assert_right(results(library, arrays, index), on_host(cells, is_causal))
         assert not {"classify", "ranks", "pointers", "entries"} & set(launched(machine))
 
 
@@ -93,9 +93,9 @@ def test_calls_with_new_indices_of_one_layout_are_one_cached_call(cupy: Any, mon
 
 
 def indices_and_masks(machine: Any, is_causal: bool, block: tuple[int, int]) -> list[tuple[BlockIndex, Any]]:
-    """Three indices of one layout with their masks on the host."""
+    """Return three indices of one layout with their masks on the host."""
     drawn = [blocks(seed, block) for seed in range(3)]
-    return [(index_on(machine, kept, is_causal, block), on_host(kept, is_causal, block)) for kept in drawn]
+    return [(index_on(machine, cells, is_causal, block), on_host(cells, is_causal, block)) for cells in drawn]
 
 
 WITHIN = [{"causal": "top_left"}, {"window": (9, 3), "causal": "bottom_right"}]
@@ -109,7 +109,7 @@ def test_indices_in_other_blocks_or_intersected_are_listed_by_kernels_and_planne
 ) -> None:
     arrays = [cupy.asarray(array) for array in (Q, K, V, DO)]
     indices, plans, planned = indices_and_masks(cupy, is_causal, block), [], Call.plan
-    monkeypatch.setattr(Call, "plan", lambda *given: plans.append(planned(*given)) or plans[-1])
+    monkeypatch.setattr(Call, "plan", lambda *arguments: plans.append(planned(*arguments)) or plans[-1])
     results_of_each = []
     for index, _ in indices:
         cupy.log.clear()
@@ -154,9 +154,9 @@ def test_a_plan_has_lists_of_its_own_in_blocks_that_kernels_walk(cupy: Any, opti
         ready = cuflash.plan(*arrays, mask=index, **options)
         cupy.log.clear()
         o, lse = ready.forward(*arrays)
-        found = o, *ready.backward(do, *arrays, o, lse)
+        results = o, *ready.backward(do, *arrays, o, lse)
         assert not {"classify", "ranks", "pointers", "entries"} & set(launched(cupy))
-        assert_right(found, mask, **options)
+        assert_right(results, mask, **options)
         assert "blocks of (16, 16)" in ready.explain()
 
 

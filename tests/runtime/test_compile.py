@@ -33,7 +33,7 @@ Make = Callable[..., KernelSpec]
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the module into the state of a process that has compiled nothing."""
-    started = {"_loaded": {}, "_compiled": {}, "_process": None, "_is_started": False, "_warned": False}
+    started = {"_loaded": {}, "_compiled": {}, "_process": None, "_is_started": False, "_has_warned": False}
     for name, value in started.items():
         monkeypatch.setattr(room, name, value)
     for name in ("CUFLASH_DUMP", "CUPY_CACHE_DIR", "CUPY_CACHE_IN_MEMORY"):
@@ -87,9 +87,9 @@ def test_a_cubin_needs_no_gpu_and_no_temporary_file(
     nvrtc: Any, kernels: Path, spec: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/nowhere/at/all")
-    made = room.cubin(spec("plain"), "sm_90")
-    assert made.code.startswith(MACHINE_CODE) and made.advisories == () and not made.is_from_cache
-    assert made.resources.registers > 0 and made.resources[1:] == (0, 0, 0)
+    compiled = room.cubin(spec("plain"), "sm_90")
+    assert compiled.code.startswith(MACHINE_CODE) and compiled.advisories == () and not compiled.is_from_cache
+    assert compiled.resources.registers > 0 and compiled.resources[1:] == (0, 0, 0)
 
 
 def _sections(elf: bytes) -> dict[str, bytes]:
@@ -137,8 +137,8 @@ def test_shared_memory_is_counted(nvrtc: Any, kernels: Path, spec: Make) -> None
 
 
 def test_advisories_of_ptxas_are_seen(nvrtc: Any, kernels: Path, spec: Make) -> None:
-    made = room.cubin(spec("serialised", family="sm90"), "sm_90a")
-    assert any("(C75" in line for line in made.advisories)
+    compiled = room.cubin(spec("serialised", family="sm90"), "sm_90a")
+    assert any("(C75" in line for line in compiled.advisories)
 
 
 def test_an_error_names_kernel_architecture_file_line_and_what_to_do(nvrtc: Any, kernels: Path, spec: Make) -> None:
@@ -176,7 +176,7 @@ def test_records_that_are_not_laid_out_as_their_twins_stop_the_compiler(nvrtc: A
 
 
 def test_an_architecture_that_nvrtc_does_not_know_says_what_to_install(nvrtc: Any, kernels: Path, spec: Make) -> None:
-    with pytest.raises(RuntimeError, match=r"NVRTC 13\.\d+ does not compile for sm_990: install a newer one"):
+    with pytest.raises(RuntimeError, match=r"NVRTC 13\.\d+ does not compile for sm_990: install a newer version"):
         room.cubin(spec("plain"), "sm_990")
 
 
@@ -201,9 +201,9 @@ def test_a_missing_nvrtc_says_what_to_install(nvrtc: Any, monkeypatch: pytest.Mo
 def test_many_kernels_compile_at_once(nvrtc: Any, kernels: Path, spec: Make) -> None:
     specs = [spec("plain", head_dim=dim) for dim in (32, 64, 128)]
     report = room.precompile(specs, "sm_86")
-    assert [made.spec for made in report] == specs and all(made.code for made in report)
+    assert [each.spec for each in report] == specs and all(each.code for each in report)
     recorded = room.cache_info().compiled
-    assert {made.spec for made in recorded} == set(specs) and not any(made.code for made in recorded)
+    assert {each.spec for each in recorded} == set(specs) and not any(each.code for each in recorded)
 
 
 # On a GPU that is not there.
@@ -264,7 +264,7 @@ def test_shared_memory_is_asked_for_only_beyond_48_kib(cupy: Double, spec: Make)
 
 
 def test_too_much_shared_memory_names_the_numbers(cupy: Double, spec: Make) -> None:
-    wanted = f"asks for {MOST_BYTES} bytes of shared memory beside its own {STATIC_BYTES}; a block .* has {MOST_BYTES}"
+    wanted = f"needs {MOST_BYTES} bytes of dynamic and {STATIC_BYTES} bytes of static .*; a block .* has {MOST_BYTES}"
     with pytest.raises(RuntimeError, match=wanted):
         room.kernel(spec("plain"), HOPPER, shared_bytes=MOST_BYTES)
 
@@ -274,7 +274,7 @@ def test_kernels_are_loaded_ahead_on_the_callers_device(cupy: Double, spec: Make
     with cupy.cuda.Device(1):
         report = room.precompile(specs, HOPPER)
         room.kernel(specs[0], HOPPER)
-    assert [made.spec for made in report] == specs and len(cupy.compiled) == 2
+    assert [each.spec for each in report] == specs and len(cupy.compiled) == 2
     assert [function.device for function in cupy.functions] == [1, 1]
 
 
@@ -286,7 +286,7 @@ def test_the_cache_is_described(cupy: Double, spec: Make) -> None:
     assert (info.folder, info.entries) == (cupy.cache, 1) and info.nbytes == sum(
         path.stat().st_size for path in cupy.cache.iterdir()
     )
-    assert [made.is_from_cache for made in info.compiled] == [False, True]
+    assert [each.is_from_cache for each in info.compiled] == [False, True]
     assert info.compiled[0].resources == (40, 0, STATIC_BYTES, None)
     assert str(cupy.cache) in str(info) and "sm_90: CuPy's cache in" in str(info)
 
@@ -330,7 +330,7 @@ PASSED = [_forge, _remove_all, _put_a_file_there]  # by us
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the module into the state of the next process."""
     monkeypatch.setattr(room, "_loaded", {})
-    monkeypatch.setattr(room, "_warned", False)
+    monkeypatch.setattr(room, "_has_warned", False)
 
 
 @pytest.mark.parametrize("damage", MENDED)
@@ -350,7 +350,7 @@ def test_a_broken_cache_is_passed_with_one_warning(
     room.kernel(spec("plain"), HOPPER)
     damage(cupy.cache)
     _forget(monkeypatch)
-    with pytest.warns(RuntimeWarning, match="CuPy's cache does not work .* compiled anew") as caught:
+    with pytest.warns(RuntimeWarning, match="CuPy's cache does not work .* compiled again") as caught:
         function = room.kernel(spec("plain"), HOPPER)
         assert room.kernel(spec("plain"), HOPPER) is function
         with cupy.cuda.Device(1):
@@ -385,8 +385,8 @@ def test_a_folder_that_changes_or_cannot_be_read_is_told(
     def stat() -> os.stat_result:
         raise FileNotFoundError if is_gone else PermissionError("Permission denied")
 
-    kept = tmp_path / f"{'0f' * 20}.cubin"
-    kept.write_bytes(b"12345")
+    path = tmp_path / f"{'0f' * 20}.cubin"
+    path.write_bytes(b"12345")
     other = SimpleNamespace(name=f"{'0e' * 20}.cubin", stat=stat)
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     scandir = os.scandir
@@ -405,7 +405,7 @@ def test_a_folder_for_texts_that_cannot_be_made_is_named(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("CUFLASH_DUMP", str(tmp_path / place))
-    with pytest.raises(RuntimeError, match="CUFLASH_DUMP must name a folder .* written to; got .*: name another"):
+    with pytest.raises(RuntimeError, match="CUFLASH_DUMP must name a writable folder; got .*: name a different"):
         room.cubin(spec("plain"), "sm_80")
 
 

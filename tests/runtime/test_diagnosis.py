@@ -26,7 +26,7 @@ def test_every_subject_is_reported_and_printed() -> None:
 
 
 def test_a_subject_that_is_not_there_is_told_those_that_are() -> None:
-    with pytest.raises(KeyError, match="no finding is called 'numpy': there are cuflash, Python, NumPy, "):
+    with pytest.raises(KeyError, match="no finding is called 'numpy': the report has cuflash, Python, NumPy, "):
         room.doctor()["numpy"]
 
 
@@ -132,7 +132,7 @@ def _program(folder: Path, name: str, script: str) -> str:
     [
         ("echo 'NVIDIA H100, 9.0'; echo 'Tesla T4, 7.5'", "ok", "NVIDIA H100, sm_90; Tesla T4, sm_75"),
         ("echo 'No devices were found'; exit 6", "missing", "No devices were found"),
-        ("exit 6", "missing", "nvidia-smi ends with status 6 and says nothing"),
+        ("exit 6", "missing", "nvidia-smi ends with status 6 and prints nothing"),
         (r"printf 'NVIDIA \302\256 caf\351, 9.0\n'", "ok", r"NVIDIA ® caf\xe9, sm_90"),
     ],
 )
@@ -176,17 +176,17 @@ def test_the_simulators_cache_is_measured_or_refused(monkeypatch: pytest.MonkeyP
     assert room.doctor()["simulator cache"].detail == f"{tmp_path / 'sim'}: 1 shared objects, 5 bytes"
     (tmp_path / "sim").chmod(0o777)
     finding = room.doctor()["simulator cache"]
-    assert "other users may write" in finding.detail and "CUFLASH_CACHE_DIR" in finding.advice
+    assert "other users can write" in finding.detail and "CUFLASH_CACHE_DIR" in finding.advice
     for unusable in (str(Path(__file__)), "not/absolute"):
         monkeypatch.setenv("CUFLASH_CACHE_DIR", unusable)
         assert room.doctor()["simulator cache"].status != "ok"
 
 
 def test_what_a_terminal_has_no_letter_for_is_printed_too(tmp_path: Path) -> None:
-    here = tmp_path / "é"
-    shutil.copytree(Path(room.__file__).parent, here / "cuflash", ignore=shutil.ignore_patterns("__pycache__"))
+    folder = tmp_path / "é"
+    shutil.copytree(Path(room.__file__).parent, folder / "cuflash", ignore=shutil.ignore_patterns("__pycache__"))
     command, environment = [sys.executable, "-m", "cuflash"], {**os.environ, "PYTHONIOENCODING": "ascii"}
-    run = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
     assert (run.returncode, r"\xe9" in run.stdout) == (0, True), run.stderr
 
 

@@ -113,17 +113,17 @@ def test_streams_do_not_disturb_each_other(cupy):
     shared = cuflash.plan(*arrays[1][:3], mask=on_the_device(MASKS["random"]), deterministic=True)
     expected = [results_of(shared, arrays[1])]
     cupy.cuda.Device().synchronize()
-    found = []
+    outputs = []
     for turn in range(20):
         for number, stream in enumerate(streams):
             example, (q, k, v, do) = examples[(turn + number) % 4], arrays[(turn + number) % 4]
             with stream:
-                found.append((stream, results_of(shared, arrays[1])))
+                outputs.append((stream, results_of(shared, arrays[1])))
                 passing = cuflash.plan(q, k, v, mask=on_the_device(example.mask))  # its list goes while kernels run
                 results_of(passing, (q, k, v, do))
     del passing
     cupy.cuda.Device().synchronize()
-    for _, result in found:
+    for _, result in outputs:
         assert all((ours == first).all() for ours, first in zip(result, expected[0]))
 
 
@@ -131,20 +131,20 @@ def test_a_new_thread_s_first_call_may_be_a_repeated_one(cupy):
     """The thread has no CUDA context before the call, and what it allocates may come from CuPy's pool."""
     q, k, v, do = sent(cupy, *drawn(4, 2, 190, 48))
     _, vjp = cuflash.attention_vjp(q, k, v)
-    expected, found = [cuflash.attention(q, k, v), *vjp(do)], []
+    expected, outputs = [cuflash.attention(q, k, v), *vjp(do)], []
     for _ in range(2):
         cuflash.attention(q, k, v)
         vjp(do)
     cupy.cuda.Device().synchronize()
 
     def calls():
-        found.extend([cuflash.attention(q, k, v), *vjp(do)])
+        outputs.extend([cuflash.attention(q, k, v), *vjp(do)])
         cupy.cuda.get_current_stream().synchronize()
 
     thread = threading.Thread(target=calls)
     thread.start()
     thread.join()
-    assert len(found) == 4 and (found[0] == expected[0]).all() and (found[2] == expected[2]).all()
+    assert len(outputs) == 4 and (outputs[0] == expected[0]).all() and (outputs[2] == expected[2]).all()
 
 
 def results_of(ready, arrays):
@@ -173,8 +173,8 @@ def test_a_captured_graph_replays_on_changed_data(cupy, name):
                 array.set(getattr(example, part))
             graph.launch(stream)
             stream.synchronize()
-            found = {"o": o, "lse": lse, "dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
-            assert_within_bounds(example, **{name: result.get() for name, result in found.items()})
+            results = {"o": o, "lse": lse, "dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
+            assert_within_bounds(example, **{name: result.get() for name, result in results.items()})
 
 
 def test_a_cold_plan_is_refused_inside_a_capture(cupy):
@@ -200,13 +200,13 @@ def test_arrays_on_another_device_are_refused_and_served_there(cupy):
         pytest.skip("one GPU")
     example = example_of(MASKS["random"])
     with cupy.cuda.Device(1):
-        there = sent(cupy, example.q, example.k, example.v)
+        on_device = sent(cupy, example.q, example.k, example.v)
     with pytest.raises(cuflash.UnsupportedProblem, match="q must be on the current device, 0; got device 1"):
-        cuflash.attention(*there)
-    here = results(cupy, example, deterministic=True)
+        cuflash.attention(*on_device)
+    on_host = results(cupy, example, deterministic=True)
     with cupy.cuda.Device(1):
         same = results(cupy, example, deterministic=True)
-    assert all((same[name] == here[name]).all() for name in here)
+    assert all((same[name] == on_host[name]).all() for name in on_host)
 
 
 def test_out_of_memory_leaves_nothing_behind(cupy):
@@ -234,8 +234,8 @@ def test_peak_memory_is_arrays_and_workspace(cupy):
         o, lse = ready.forward(q, k, v)
         gradients = ready.backward(do, q, k, v, o, lse)
         cupy.cuda.Device().synchronize()
-        made = sum(array.nbytes for array in (o, lse, *gradients))
-        assert peak.total_bytes() <= made + resident + 512 * 16  # the pool rounds each array up to 512 bytes
+        num_bytes = sum(array.nbytes for array in (o, lse, *gradients))
+        assert peak.total_bytes() <= num_bytes + resident + 512 * 16  # the pool rounds each array up to 512 bytes
     finally:
         cupy.cuda.set_allocator(before)
 

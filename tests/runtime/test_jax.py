@@ -35,7 +35,7 @@ RNG = np.random.default_rng(0)
 Q, K, V, DO = (RNG.standard_normal((2, heads, 20, 16), dtype=np.float32) for heads in (4, 2, 2, 4))
 
 
-def given():
+def jax_inputs():
     return [jnp.asarray(array) for array in (Q, K, V)]
 
 
@@ -58,10 +58,10 @@ def test_results_and_gradients_are_those_of_the_same_arrays(executor, dtype, way
     ours = [jnp.asarray(array) for array in (q, k, v)]
     jitted = jax.jit if way == "jit" else lambda function: function
     o, lse = jitted(call)(*ours)
-    found = jitted(lambda *x: pulled_back(call, x[:3], *x[3:]))(*ours, jnp.asarray(do), lse)
+    results = jitted(lambda *x: pulled_back(call, x[:3], *x[3:]))(*ours, jnp.asarray(do), lse)
     assert o.dtype == dtype and lse.dtype == np.float32 and o.devices() == ours[0].devices()
     assert (np.asarray(o) == host_o).all() and (np.asarray(lse) == host_lse).all()
-    for each, expected in zip(found, vjp(do, host_lse)):
+    for each, expected in zip(results, vjp(do, host_lse)):
         assert each.dtype == dtype and (np.asarray(each) == expected).all()
 
 
@@ -69,7 +69,7 @@ def test_gradients_of_gradients_of_jit_and_vmap():
     def loss(q, k, v):
         return (attention(q, k, v, window=(3, 0)) ** 2).sum()
 
-    q, k, v = given()
+    q, k, v = jax_inputs()
     expected = jax.grad(loss)(q, k, v)
     assert (jax.jit(jax.vmap(jax.grad(loss)))(q, k, v) == expected).all()
     assert (jax.vmap(jax.grad(loss))(q, k, v) == expected).all()
@@ -86,7 +86,7 @@ def test_float64_where_jax_has_it():
 
 
 def test_gradients_of_broadcast_axes_are_summed():
-    q, k, v = given()
+    q, k, v = jax_inputs()
     dq, dk, dv = jax.jit(jax.grad(lambda *x: attention(*x).sum(), (0, 1, 2)))(q, k[:1], v[0])
     _, vjp = cuflash.attention_vjp(Q, K[:1], V[0])
     assert all((np.asarray(ours) == theirs).all() for ours, theirs in zip((dq, dk, dv), vjp(np.ones_like(Q))))
@@ -95,16 +95,18 @@ def test_gradients_of_broadcast_axes_are_summed():
 @pytest.mark.parametrize(
     "make",
     [
-        jnp.asarray, np.asarray, lambda kept: masks.Causal() & masks.Dense(jnp.asarray(kept)),
-        lambda kept: BlockIndex.from_mask(masks.Dense(kept), 20, 20, 4),
+        jnp.asarray, np.asarray, lambda cells: masks.Causal() & masks.Dense(jnp.asarray(cells)),
+        lambda cells: BlockIndex.from_mask(masks.Dense(cells), 20, 20, 4),
     ],
     ids=["jax", "numpy", "mask of an array", "index"],
 )  # fmt: skip
 def test_masks_are_arrays_and_indexes(make):
-    kept = RNG.random((20, 20)) < 0.6
-    expected = cuflash.attention(Q, K, V, mask=make(kept))
-    call = partial(attention, mask=make(kept))
-    assert (np.asarray(call(*given())) == expected).all() and (np.asarray(jax.jit(call)(*given())) == expected).all()
+    blocks = RNG.random((20, 20)) < 0.6
+    expected = cuflash.attention(Q, K, V, mask=make(blocks))
+    call = partial(attention, mask=make(blocks))
+    assert (np.asarray(call(*jax_inputs())) == expected).all() and (
+        np.asarray(jax.jit(call)(*jax_inputs())) == expected
+    ).all()
 
 
 def test_blocks_that_each_query_chooses_are_taken_with_their_gradients():
@@ -113,27 +115,27 @@ def test_blocks_that_each_query_chooses_are_taken_with_their_gradients():
     same = masks.ChosenBlocks(blocks, 5, counts=counts)
     assert (np.asarray(mask.toarray(20, num_heads=4)) == same.toarray(20, num_heads=4)).all()
     assert mask.index(20) == same.index(20) and mask.distinct(queries=4) == same.distinct(queries=4)
-    o, vjp = jax.vjp(partial(attention, mask=mask), *given())
+    o, vjp = jax.vjp(partial(attention, mask=mask), *jax_inputs())
     expected, host_vjp = cuflash.attention_vjp(Q, K, V, mask=same)
     assert (np.asarray(o) == expected).all()
     assert all((np.asarray(x) == y).all() for x, y in zip(vjp(jnp.asarray(Q)), host_vjp(Q)))
     with pytest.raises(cuflash.UnsupportedProblem, match="mask must be known when JAX traces the call"):
-        jax.jit(lambda blocks: attention(*given(), mask=masks.ChosenBlocks(blocks, 5)))(jnp.asarray(blocks))
+        jax.jit(lambda blocks: attention(*jax_inputs(), mask=masks.ChosenBlocks(blocks, 5)))(jnp.asarray(blocks))
 
 
 @pytest.mark.parametrize("kind", ["index", "array"])
 def test_calls_with_one_mask_plan_once(monkeypatch, kind):
-    kept = RNG.random((20, 20)) < 0.6
-    index, planned, plans = BlockIndex.from_mask(masks.Dense(kept), 20, 20, 4), Call.plan, []
+    blocks = RNG.random((20, 20)) < 0.6
+    index, planned, plans = BlockIndex.from_mask(masks.Dense(blocks), 20, 20, 4), Call.plan, []
     monkeypatch.setattr(Call, "plan", lambda *args, **options: plans.append(args) or planned(*args, **options))
     for _ in range(2):
-        found = attention(*given(), mask=index if kind == "index" else kept)
-    o, vjp = jax.vjp(partial(attention, mask=index if kind == "index" else kept), *given())
-    expected, host_vjp = cuflash.attention_vjp(Q, K, V, mask=kept)
-    assert (np.asarray(found) == expected).all()
+        actual = attention(*jax_inputs(), mask=index if kind == "index" else blocks)
+    o, vjp = jax.vjp(partial(attention, mask=index if kind == "index" else blocks), *jax_inputs())
+    expected, host_vjp = cuflash.attention_vjp(Q, K, V, mask=blocks)
+    assert (np.asarray(actual) == expected).all()
     assert all((np.asarray(ours) == theirs).all() for ours, theirs in zip(vjp(jnp.asarray(DO)), host_vjp(DO)))
     # Calls that hold data share the plans of `cuflash.attention`; the host's call above has the array, not the index.
-    assert (np.asarray(o) == np.asarray(found)).all() and len(plans) == (2 if kind == "index" else 1)
+    assert (np.asarray(o) == np.asarray(actual)).all() and len(plans) == (2 if kind == "index" else 1)
 
 
 def on_a_machine(monkeypatch, library, module):
@@ -157,24 +159,24 @@ DEVICE_MASKS = {
 
 
 def check_device_masks(monkeypatch, machine, library):
-    """Masks that JAX holds on a device are listed by kernels in repeated calls, which plan nothing."""
+    """Check that kernels list masks on a JAX device in repeated calls, without planning again."""
     module = part(library, "jax")
     on_a_machine(monkeypatch, library, module)
     q, k, v, do = (array.astype(np.float16) for array in (Q, K, V, DO))
-    there = [jnp.asarray(array) for array in (q, k, v)]
+    on_device = [jnp.asarray(array) for array in (q, k, v)]
     of_library, plans = part(library, "calls._call").Call, []
     planned = of_library.of
     monkeypatch.setattr(of_library, "of", lambda *args, **options: plans.append(args) or planned(*args, **options))
     for make in DEVICE_MASKS.values():
         for turn in range(3):
-            kept = (np.random.default_rng(turn).random((20, 20)) < 0.6) | np.eye(20, dtype=bool)
-            example = GPU.rounded(Example(q=q, k=k, v=v, do=do, mask=make(kept, masks)))
-            o = module.attention(*there, mask=make(jnp.asarray(kept), library.masks))
+            blocks = (np.random.default_rng(turn).random((20, 20)) < 0.6) | np.eye(20, dtype=bool)
+            example = GPU.rounded(Example(q=q, k=k, v=v, do=do, mask=make(blocks, masks)))
+            o = module.attention(*on_device, mask=make(jnp.asarray(blocks), library.masks))
             assert_within_bounds(example, o=np.asarray(o))
-            call = partial(module.attention, mask=make(jnp.asarray(kept), library.masks))
-            o, pull = jax.vjp(call, *there)
-            found = dict(zip(("dq", "dk", "dv"), map(np.asarray, pull(jnp.asarray(do)))))
-            assert_within_bounds(example, o=np.asarray(o), **found)
+            call = partial(module.attention, mask=make(jnp.asarray(blocks), library.masks))
+            o, pull = jax.vjp(call, *on_device)
+            results = dict(zip(("dq", "dk", "dv"), map(np.asarray, pull(jnp.asarray(do)))))
+            assert_within_bounds(example, o=np.asarray(o), **results)
             assert turn == 0 or all(options.executor == "sim" for *_, options in plans)  # those of bounds
             plans.clear()
 
@@ -204,7 +206,7 @@ def test_wrong_arguments_are_named_when_the_call_is_made_or_traced(options, sent
         return attention(q, k, v, **options)
 
     try:
-        (jax.jit(call) if is_traced else call)(*given())
+        (jax.jit(call) if is_traced else call)(*jax_inputs())
     except (TypeError, cuflash.UnsupportedProblem) as error:
         assert sentence in str(error)
     else:
@@ -212,7 +214,7 @@ def test_wrong_arguments_are_named_when_the_call_is_made_or_traced(options, sent
 
 
 def test_wrong_arrays_are_named():
-    q, k, v = given()
+    q, k, v = jax_inputs()
     reasons = reasons_of(attention, q.astype(int), k, v)
     assert reasons[0].startswith("q's dtype must be one of float16, bfloat16, float32, float64; got int")
     (reason,) = reasons_of(attention, q, k[..., :3], v)
@@ -259,14 +261,14 @@ TRACED = {
 @pytest.mark.parametrize("transform", [jax.jit, lambda call: lambda x: jax.vmap(call)(x[None])], ids=["jit", "vmap"])
 def test_options_that_are_traced_are_refused(kind, transform):
     make, sentence = TRACED[kind]
-    (reason,) = reasons_of(transform(lambda x: attention(*given(), **make(x))), jnp.ones((20, 20)))
+    (reason,) = reasons_of(transform(lambda x: attention(*jax_inputs(), **make(x))), jnp.ones((20, 20)))
     assert reason.startswith(sentence)
 
 
 def test_what_is_said_of_traced_options_can_be_done():
-    kept, (q, k, v) = jnp.tri(20, dtype=bool), given()
-    as_bias = jax.jit(lambda kept: attention(q, k, v, bias=jnp.where(kept, 0, -jnp.inf)))(kept)
-    np.testing.assert_allclose(as_bias, attention(q, k, v, mask=kept), atol=1e-6)
+    allowed, (q, k, v) = jnp.tri(20, dtype=bool), jax_inputs()
+    as_bias = jax.jit(lambda cells: attention(q, k, v, bias=jnp.where(cells, 0, -jnp.inf)))(allowed)
+    np.testing.assert_allclose(as_bias, attention(q, k, v, mask=allowed), atol=1e-6)
     scaled = jax.jit(lambda scale: attention(q * scale, k, v, scale=1))(jnp.float32(0.5))
     np.testing.assert_allclose(scaled, attention(q, k, v, scale=0.5), atol=1e-6)
     step = jax.jit(lambda q, seed: attention(q, k, v, dropout=cuflash.Dropout(0.5, seed)), static_argnames="seed")
@@ -275,11 +277,11 @@ def test_what_is_said_of_traced_options_can_be_done():
 
 @pytest.mark.parametrize("to", [np.asarray, lambda array: array.tolist()], ids=["numpy", "list"])
 def test_arrays_of_numpy_and_lists_are_taken(to):
-    q, k, v = given()
-    kept = np.tri(20, dtype=bool)
-    expected = attention(q, k, v, mask=kept, bias=jnp.ones((4, 20, 20)), sink=jnp.ones(4))
-    found = attention(to(Q), to(K), to(V), mask=kept, bias=to(np.ones((4, 20, 20))), sink=to(np.ones(4)))
-    assert isinstance(found, jax.Array) and (found == expected).all()
+    q, k, v = jax_inputs()
+    allowed = np.tri(20, dtype=bool)
+    expected = attention(q, k, v, mask=allowed, bias=jnp.ones((4, 20, 20)), sink=jnp.ones(4))
+    actual = attention(to(Q), to(K), to(V), mask=allowed, bias=to(np.ones((4, 20, 20))), sink=to(np.ones(4)))
+    assert isinstance(actual, jax.Array) and (actual == expected).all()
 
 
 @pytest.mark.parametrize("way", ["grad", "value_and_grad", "vjp", "jit", "checkpoint"])
@@ -292,19 +294,19 @@ def test_numpy_arguments_of_transformations_are_differentiated(way):
     arrays = Q, K, V, *(RNG.standard_normal(shape, dtype=np.float32) for shape in ((20, 20), 4, 4))
     argnums = tuple(range(len(arrays)))
     expected = jax.grad(loss, argnums)(*map(jnp.asarray, arrays))
-    found = {
+    results = {
         "grad": lambda: jax.grad(loss, argnums)(*arrays),
         "value_and_grad": lambda: jax.value_and_grad(loss, argnums)(*arrays)[1],
         "vjp": lambda: jax.vjp(loss, *arrays)[1](jnp.float32(1)),
         "jit": lambda: jax.jit(jax.grad(loss, argnums))(*arrays),
         "checkpoint": lambda: jax.grad(jax.checkpoint(loss), argnums)(*arrays),
     }[way]()
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(results, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_an_array_of_numpy_may_change_after_the_call():
-    q, (_, k, v) = Q.copy(), given()
+    q, (_, k, v) = Q.copy(), jax_inputs()
     expected = jax.grad(lambda q: attention(q, k, v).sum())(jnp.asarray(Q))
     _, vjp = jax.vjp(lambda k: attention(q, k, v).sum(), k)
     _, of_numpy = jax.vjp(lambda q: attention(q, k, v).sum(), q)
@@ -329,7 +331,7 @@ def test_gradients_in_shard_map_are_those_outside(is_traced, check_vma):
         o, lse = function(*arrays)
         return (o**2).sum() + lse.sum()
 
-    arrays = *given(), jnp.ones(4), jnp.arange(4.0)
+    arrays = *jax_inputs(), jnp.ones(4), jnp.arange(4.0)
     mesh, spec = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("part",)), jax.sharding.PartitionSpec
     placed = spec("part"), spec("part"), spec("part"), spec(), spec()
     mapped = jax.shard_map(call, mesh=mesh, in_specs=placed, out_specs=spec("part"), check_vma=check_vma)
@@ -342,7 +344,7 @@ def test_gradients_in_shard_map_are_those_outside(is_traced, check_vma):
 
 def test_a_tracer_on_a_gpu_is_refused_in_one_sentence(monkeypatch):
     monkeypatch.setattr(cuflash.jax, "_platform", lambda arrays: "gpu")
-    reasons = reasons_of(jax.jit(attention), *given())
+    reasons = reasons_of(jax.jit(attention), *jax_inputs())
     assert [reason.partition(": ")[0][2:].rpartition(",")[0] for reason in reasons] == [
         "must hold data where attention runs on a GPU; got a tracer"
     ] * 3
@@ -351,9 +353,9 @@ def test_a_tracer_on_a_gpu_is_refused_in_one_sentence(monkeypatch):
 
 def test_derivatives_of_arrays_that_hold_data_are_taken_where_these_lie(monkeypatch):
     """Outside of traced functions, tracers of grad and vjp hold arrays, wherever JAX would run traced ones."""
-    expected = jax.grad(lambda q: attention(q, *given()[1:]).sum())(given()[0])
+    expected = jax.grad(lambda q: attention(q, *jax_inputs()[1:]).sum())(jax_inputs()[0])
     monkeypatch.setattr(cuflash.jax, "_default_platform", lambda: "gpu")
-    q, k, v = given()
+    q, k, v = jax_inputs()
     dq = jax.grad(lambda q: attention(q, k, v).sum())(q)
     assert (dq == expected).all() and dq.devices() == q.devices()
     for traced in (jax.jit(jax.grad(lambda q: attention(q, k, v).sum())), jax.vmap(lambda q: attention(q, k[0], v[0]))):
@@ -362,8 +364,8 @@ def test_derivatives_of_arrays_that_hold_data_are_taken_where_these_lie(monkeypa
 
 
 def test_forward_mode_and_second_derivatives_are_refused():
-    q, k, v = given()
-    for once in (jax.jvp, lambda *given: jax.jit(partial(jax.jvp, given[0]))(*given[1:])):
+    q, k, v = jax_inputs()
+    for once in (jax.jvp, lambda *arguments: jax.jit(partial(jax.jvp, arguments[0]))(*arguments[1:])):
         with pytest.raises(TypeError, match="forward-mode"):
             once(lambda q: attention(q, k, v), (q,), (q,))
 
@@ -397,11 +399,11 @@ def test_arrays_on_a_gpu_are_taken_and_given_without_a_copy(dtype):
         return attention(q, k, v, causal=True, return_lse=True)
 
     (o, lse), vjp = jax.vjp(call, q, k, v)
-    found = {"o": o} | dict(zip(("dq", "dk", "dv"), vjp((do, jnp.zeros_like(lse))), strict=True))
-    assert all(array.devices() == {device} and array.dtype == dtype for array in found.values())
+    results = {"o": o} | dict(zip(("dq", "dk", "dv"), vjp((do, jnp.zeros_like(lse))), strict=True))
+    assert all(array.devices() == {device} and array.dtype == dtype for array in results.values())
     operands = {name: np.asarray(array) for name, array in zip(("q", "k", "v", "do"), (q, k, v, do))}
     example = GPU.rounded(Example(**operands, mask=masks.Causal()))
-    assert_within_bounds(example, lse=np.asarray(lse), **{name: np.asarray(array) for name, array in found.items()})
+    assert_within_bounds(example, lse=np.asarray(lse), **{name: np.asarray(array) for name, array in results.items()})
     with jax.default_device(device):
         reasons = reasons_of(jax.jit(lambda q: call(q, q, q)), q)
     assert reasons[0].startswith("q must hold data where attention runs on a GPU; got a tracer")
@@ -415,14 +417,14 @@ def test_masks_and_indices_are_made_of_arrays_on_a_gpu():
         pytest.skip(f"JAX finds no GPU: {error}")
     q, k, v = (jax.device_put(jnp.asarray(array), device) for array in (Q, K, V))
     seqlen_q, seqlen_kv = Q.shape[-2], K.shape[-2]
-    kept = np.random.default_rng(0).random((-(-seqlen_q // 8), -(-seqlen_kv // 8))) < 0.6
-    there = jax.device_put(jnp.asarray(kept), device)
-    made = BlockIndex.from_blocks(there, seqlen_q, seqlen_kv, 8)
-    both = masks.BlockPattern(there, 8) & masks.Causal("top_left")
+    blocks = np.random.default_rng(0).random((-(-seqlen_q // 8), -(-seqlen_kv // 8))) < 0.6
+    on_device = jax.device_put(jnp.asarray(blocks), device)
+    index = BlockIndex.from_blocks(on_device, seqlen_q, seqlen_kv, 8)
+    both = masks.BlockPattern(on_device, 8) & masks.Causal("top_left")
     listed = BlockIndex.from_mask(both, seqlen_q, seqlen_kv, 8)
-    example = Example(q=Q, k=K, v=V, mask=masks.BlockPattern(kept, 8))
-    for mask in (made, masks.BlockPattern(there, 8)):
+    example = Example(q=Q, k=K, v=V, mask=masks.BlockPattern(blocks, 8))
+    for mask in (index, masks.BlockPattern(on_device, 8)):
         assert_within_bounds(example, o=np.asarray(attention(q, k, v, mask=mask)))
         assert_within_bounds(example, o=cuflash.attention(q, k, v, mask=mask).get())
-    within = example.but(mask=masks.BlockPattern(kept, 8) & masks.Causal("top_left"))
+    within = example.but(mask=masks.BlockPattern(blocks, 8) & masks.Causal("top_left"))
     assert_within_bounds(within, o=cuflash.attention(q, k, v, mask=listed).get())

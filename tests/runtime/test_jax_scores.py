@@ -46,26 +46,26 @@ def options_of(bias, sink, slope, table, place):
 def test_results_and_gradients_are_those_of_the_same_arrays(is_traced, needed):
     names = [name for name in OPERANDS if name in needed]
     (o, lse), vjp = cuflash.attention_vjp(Q, K, V, **options_of(**OPERANDS), wrt=tuple(names), return_lse=True)
-    made = vjp(DO, lse)
+    gradients = vjp(DO, lse)
 
     def pulled(arrays, others, do, dlse):
         def call(arrays):
-            given = options_of(**others | arrays["operands"])
-            return attention(*arrays["qkv"], **given, return_lse=True)
+            arguments = options_of(**others | arrays["operands"])
+            return attention(*arrays["qkv"], **arguments, return_lse=True)
 
         results, vjp = jax.vjp(call, arrays)
         return results, vjp((do, dlse))
 
     arrays = {"qkv": (Q, K, V), "operands": {name: OPERANDS[name] for name in names}}
-    given = jax.tree.map(jnp.asarray, (arrays, OPERANDS, DO, lse))
-    results, (found,) = (jax.jit(pulled) if is_traced else pulled)(*given)
+    argument = jax.tree.map(jnp.asarray, (arrays, OPERANDS, DO, lse))
+    results, (actual,) = (jax.jit(pulled) if is_traced else pulled)(*argument)
     for ours, theirs in zip(results, (o, lse), strict=True):
         assert (np.asarray(ours) == theirs).all()
-    for ours, theirs in zip(found["qkv"], made, strict=True):
+    for ours, theirs in zip(actual["qkv"], gradients, strict=True):
         assert (np.asarray(ours) == theirs).all()
     for name in names:
-        assert (np.asarray(found["operands"][name]) == made[name]).all()
-        assert found["operands"][name].shape == OPERANDS[name].shape
+        assert (np.asarray(actual["operands"][name]) == gradients[name]).all()
+        assert actual["operands"][name].shape == OPERANDS[name].shape
 
 
 def test_gradients_are_those_of_differences():
@@ -92,9 +92,9 @@ def test_gradients_of_a_gathered_table_repeat_on_kernels():
     score = Score(warped, **{name: OPERANDS[name] for name in operands})
     example = Example(q=Q, k=K, v=V, do=np.ones_like(DO), score=score, wrt=("table",))
     for deterministic in (False, True):
-        found = np.asarray(jax.grad(loss, argnums=1)(q, operands["table"], deterministic))
-        assert_within_bounds(example, others={"table": found})
-        assert found.any()
+        actual = np.asarray(jax.grad(loss, argnums=1)(q, operands["table"], deterministic))
+        assert_within_bounds(example, others={"table": actual})
+        assert actual.any()
 
 
 def test_another_number_function_or_bias_is_another_call():
@@ -127,14 +127,14 @@ def test_captured_arrays_of_numpy_are_taken():
         return (attention(q, k, v, score=score) ** 2).sum()
 
     slope = jnp.asarray(OPERANDS["slope"])
-    found = [jax.jit(jax.grad(loss), static_argnums=1)(slope, tuple(offsets))]
-    found += [jax.grad(loss)(slope, kind(offsets)) for kind in (list, np.array, jnp.array)]
+    results = [jax.jit(jax.grad(loss), static_argnums=1)(slope, tuple(offsets))]
+    results += [jax.grad(loss)(slope, kind(offsets)) for kind in (list, np.array, jnp.array)]
     o, vjp = cuflash.attention_vjp(Q, K, V, score=within, wrt="slopes")
-    assert all((np.asarray(each) == vjp(2 * o)["slopes"]).all() for each in found)
+    assert all((np.asarray(each) == vjp(2 * o)["slopes"]).all() for each in results)
 
 
 BAD = {
-    "a bias that is no array": (lambda: {"bias": 3.0}, TypeError, "bias must be an array; got 3.0"),
+    "a bias that is not an array": (lambda: {"bias": 3.0}, TypeError, "bias must be an array; got 3.0"),
     "a bool bias": (lambda: {"bias": jnp.ones(7, bool)}, cuflash.UnsupportedProblem, "write mask=bias"),
     "a bias of another length": (lambda: {"bias": jnp.ones(3)}, cuflash.UnsupportedProblem, "bias must broadcast to"),
     "a cap of 0, and a bias": (
@@ -165,14 +165,14 @@ def test_operands_on_a_gpu_have_gradients():
     q, k, v, do, operands = jax.device_put((Q, K, V, DO, OPERANDS), device)
     reals = {name: operands[name] for name in ("bias", "sink", "slope", "table")}
     (o, lse), pull = jax.vjp(lambda x: attention(q, k, v, **options_of(**operands | x), return_lse=True), reals)
-    (found,) = pull((do, lse))
-    assert found.keys() == reals.keys() and all(array.devices() == {device} for array in found.values())
+    (dq,) = pull((do, lse))
+    assert dq.keys() == reals.keys() and all(array.devices() == {device} for array in dq.values())
     options = options_of(**OPERANDS)
     score = options["score"] @ scores.bias(OPERANDS["bias"]) @ scores.softcap(options["softcap"])
     wrt = ("bias", "slope", "table")
     example = Example(q=Q, k=K, v=V, do=DO, dlse=np.asarray(lse), sink=OPERANDS["sink"], score=score, wrt=wrt)
-    others = {name: np.asarray(found[name]) for name in wrt}
-    results = {"o": np.asarray(o), "lse": np.asarray(lse), "dsink": np.asarray(found["sink"])}
+    others = {name: np.asarray(dq[name]) for name in wrt}
+    results = {"o": np.asarray(o), "lse": np.asarray(lse), "dsink": np.asarray(dq["sink"])}
     assert_within_bounds(example, **results, others=others)
 
 
@@ -188,7 +188,7 @@ def test_float64_operands_beside_float32_have_float64_gradients(is_traced):
     with jax.enable_x64(True):
         wide = [jnp.asarray(OPERANDS[name].astype(np.float64)) / 3 for name in ("bias", "sink", "slope")]
         run = jax.jit(pulled) if is_traced else pulled
-        found, expected = run(*wide), run(*(array.astype(np.float32) for array in wide))
-    assert [x.dtype for x in found] == [np.float32, np.float64, np.float64, np.float64]
-    for first, second in zip(found, expected):
+        results, expected = run(*wide), run(*(array.astype(np.float32) for array in wide))
+    assert [x.dtype for x in results] == [np.float32, np.float64, np.float64, np.float64]
+    for first, second in zip(results, expected):
         np.testing.assert_array_equal(first.astype(np.float32), second)

@@ -83,13 +83,13 @@ def test_everything_on_the_device_goes_with_the_index_without_a_collection(cupy)
 
 
 def in_threads(work, count):
-    """Call `work` with the number of a thread in so many threads at once; return the results in order."""
+    """Call `work` in concurrent threads, each with its number; return the results in order."""
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(work, range(count)))
 
 
 def check_threads(machine, library):
-    """Threads send different lists at the same time, and one list once."""
+    """Check that threads send different lists at the same time, and one list once."""
     gpu = part(library, "executors.gpu")
     of_mask = part(library, "blocks.work_list").work_list
     shape = library.masks.MaskShape((), 2, 40, 40)
@@ -124,8 +124,8 @@ def test_threads_send_different_lists_at_once_and_each_once(cupy):
 @pytest.mark.parametrize("executor", ["cpu", "gpu"])
 def test_each_index_and_each_set_of_options_has_calls_of_its_own(cupy, executor):
     def call(**options):
-        given = (Q, K, V) if executor == "cpu" else on_device(cupy, Q, K, V)
-        o = cuflash.attention(*given, executor=executor, **options)
+        inputs = (Q, K, V) if executor == "cpu" else on_device(cupy, Q, K, V)
+        o = cuflash.attention(*inputs, executor=executor, **options)
         return o if executor == "cpu" else o.get()
 
     one, other = an_index(), an_index(masks.Dilated(5))
@@ -141,9 +141,9 @@ def test_each_index_and_each_set_of_options_has_calls_of_its_own(cupy, executor)
 
 
 def test_a_caller_s_own_arrays_stay_as_they_are():
-    made = an_index()
-    kinds = made.kinds.copy()
-    index = BlockIndex(**{**{f: getattr(made, f) for f in made.__dataclass_fields__}, "kinds": kinds})
+    original = an_index()
+    kinds = original.kinds.copy()
+    index = BlockIndex(**{**{f: getattr(original, f) for f in original.__dataclass_fields__}, "kinds": kinds})
     kinds[...] = kinds
     assert kinds.flags.writeable and not index.kinds.flags.writeable
 

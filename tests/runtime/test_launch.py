@@ -37,12 +37,12 @@ Q, K, V, DO = RNG.standard_normal((4, 2, 40, 16), dtype=np.float32)
 LISTED = masks.Dilated(3)  # its work is a list
 
 
-def require_bounds(found, *, q=Q, k=K, v=V, do=DO, **operands):
+def require_bounds(results, *, q=Q, k=K, v=V, do=DO, **operands):
     """Require that results on the device, by their names, are within their bounds of the exact ones.
 
     Those of the gradients of a score function's arrays are the arrays' names, which `wrt` holds.
     """
-    example, host = Example(q=q, k=k, v=v, do=do, **operands), {name: array.get() for name, array in found.items()}
+    example, host = Example(q=q, k=k, v=v, do=do, **operands), {name: array.get() for name, array in results.items()}
     others = {name: host.pop(name) for name in example.wrt}
     assert_within_bounds(example, **host, others=others)
 
@@ -153,10 +153,10 @@ def test_a_call_after_others_gives_what_it_gives_alone(executor, data):
     }
 
     def outcome(options):
-        given = dict(options)
-        lie = lies[given.pop("layout")]
+        arguments = dict(options)
+        lie = lies[arguments.pop("layout")]
         try:
-            return cuflash.attention(*(lie(x[:, :9]) for x in (Q, K, V)), executor=executor, **given).tobytes()
+            return cuflash.attention(*(lie(x[:, :9]) for x in (Q, K, V)), executor=executor, **arguments).tobytes()
         except (cuflash.UnsupportedProblem, TypeError) as error:
             return str(error)
 
@@ -233,19 +233,20 @@ def test_host_and_device_arrays_do_not_mix(cupy):
 @pytest.mark.parametrize("is_on_host", [True, False])
 def test_arrays_of_a_score_a_sink_and_a_seed_lie_where_q_does(cupy, is_on_host):
     """All reasons come at once, before any work, and the way to copy them is one that the arrays' library has."""
-    here, there = (np.asarray, cupy.asarray) if is_on_host else (cupy.asarray, np.asarray)
-    operands, heads = [here(array) for array in (Q, K, V)], np.zeros(Q.shape[-3], np.float32)
-    given = {
-        "score": scores.alibi(there(heads)), "bias": there(np.zeros((1, 1), np.float32)), "sink": there(heads),
-        "dropout": cuflash.Dropout(0.5, there(np.array(3))),
+    near_q, elsewhere = (np.asarray, cupy.asarray) if is_on_host else (cupy.asarray, np.asarray)
+    operands, heads = [near_q(array) for array in (Q, K, V)], np.zeros(Q.shape[-3], np.float32)
+    arguments = {
+        "score": scores.alibi(elsewhere(heads)), "sink": elsewhere(heads),
+        "bias": elsewhere(np.zeros((1, 1), np.float32)),
+        "dropout": cuflash.Dropout(0.5, elsewhere(np.array(3))),
     }  # fmt: skip
-    fix = "copy it with its get()" if is_on_host else "copy it with cupy.asarray"
-    reasons = reasons_of(cuflash.attention_vjp, *operands, **given)
+    fix = "copy it with .get()" if is_on_host else "copy it with cupy.asarray"
+    reasons = reasons_of(cuflash.attention_vjp, *operands, **arguments)
     named = {reason.partition(" must be a ")[0] for reason in reasons}
     assert len(reasons) == 4 and named == {"bias", "dropout_seed", "sink", "slopes"}
     assert all(reason.endswith(fix) for reason in reasons)
-    ready = cuflash.plan(*operands, bias=here(np.zeros((1, 1), np.float32)))
-    (reason,) = reasons_of(ready.forward, *operands, bias=given["bias"])
+    ready = cuflash.plan(*operands, bias=near_q(np.zeros((1, 1), np.float32)))
+    (reason,) = reasons_of(ready.forward, *operands, bias=arguments["bias"])
     assert reason.startswith("bias must be a ") and reason.endswith(fix)
     assert cupy.launched == [] and cupy.compiled == []
 
@@ -254,11 +255,11 @@ def test_arrays_of_a_mask_a_score_and_a_sink_on_another_device_are_refused(cupy)
     operands, heads = [cupy.asarray(array) for array in (Q, K, V)], np.zeros(Q.shape[-3], np.float32)
     index = BlockIndex.from_blocks(np.ones((3, 3), bool), 40, 40, 16)
     with cupy.cuda.Device(1):
-        slopes, sink, there = cupy.asarray(heads), cupy.asarray(heads), index.to(cupy.asarray)
+        slopes, sink, on_device = cupy.asarray(heads), cupy.asarray(heads), index.to(cupy.asarray)
     reasons = reasons_of(cuflash.attention, *operands, score=scores.alibi(slopes), sink=sink)
     wanted = "must be on the current device, 0; got device 1"
     assert sorted(reason.partition(wanted)[0] for reason in reasons) == ["sink ", "slopes "]
-    assert f"mask's arrays {wanted}" in reasons_of(cuflash.attention, *operands, mask=there)
+    assert f"mask's arrays {wanted}" in reasons_of(cuflash.attention, *operands, mask=on_device)
     assert cupy.launched == [] and cupy.compiled == []
 
 
@@ -333,16 +334,16 @@ def test_foreign_arrays_on_a_device_are_taken_without_a_copy(cupy):
     arrays = [Foreign(array, (2, 0)) for array in (Q, K, V)]
     (o, lse), vjp = cuflash.attention_vjp(*arrays, return_lse=True)
     copies = [entry for entry in cupy.log if entry[0] == "copy"]
-    found = {"o": o, "lse": lse, **pulled(vjp, Foreign(DO, (13, 0)))}
+    results = {"o": o, "lse": lse, **pulled(vjp, Foreign(DO, (13, 0)))}
     assert type(o) is cupy.ndarray and copies == []
-    require_bounds(found)
+    require_bounds(results)
 
 
 def test_foreign_arrays_that_cannot_be_taken_say_why():
     bad = Foreign(Q, fault=BufferError("tensor requires grad, use detach()")), Foreign(K, (10, 0)), V
     reasons = reasons_of(cuflash.attention, *bad)
-    assert "q must be an array that numpy.from_dlpack takes" in reasons[0] and "use detach()" in reasons[0]
-    assert "must lie on a CUDA device or the CPU; got DLPack device type 10" in reasons[1]
+    assert "q must be an array that numpy.from_dlpack accepts" in reasons[0] and "use detach()" in reasons[0]
+    assert "must be on a CUDA device or the CPU; got DLPack device type 10" in reasons[1]
 
 
 TRI, IDS = np.tri(40, dtype=bool), np.repeat([1, 2, 5, 9], 10)
@@ -371,8 +372,8 @@ def test_foreign_arrays_of_masks_are_taken_without_a_copy(make):
 
 
 def test_foreign_arrays_of_masks_on_a_device_are_taken_where_they_lie(cupy):
-    made = launch.as_mask_of_arrays(Foreign(TRI, (2, 0)), "gpu")
-    assert type(made) is cupy.ndarray and (made.get() == TRI).all()
+    mask = launch.as_mask_of_arrays(Foreign(TRI, (2, 0)), "gpu")
+    assert type(mask) is cupy.ndarray and (mask.get() == TRI).all()
     (reason,) = reasons_of(cuflash.attention, Q, K, V, mask=Foreign(TRI, (2, 0)))
     assert "mask's arrays must be where q is" in reason and "Foreign on a CUDA device with q on the host" in reason
     held = masks.Documents(Foreign(IDS, (2, 0))).q_ids, masks.Lengths(kv=Foreign(IDS, (2, 0))).kv
@@ -384,7 +385,7 @@ def test_masks_of_foreign_arrays_on_a_device_need_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     for make in (lambda x: masks.Documents(x), lambda x: masks.Lengths(kv=x), lambda x: masks.Dense(x)):
         (reason,) = reasons_of(make, Foreign(IDS, (2, 0)))
-        assert "lies on a CUDA device, as foreign.Foreign, which needs CuPy" in reason
+        assert "a foreign.Foreign, is on a CUDA device, which needs CuPy" in reason
 
 
 def test_foreign_parts_are_merged_and_foreign_arrays_are_bounded():
@@ -416,8 +417,8 @@ def test_foreign_arrays_that_say_no_device_or_whose_export_fails_are_named(devic
         def __dlpack__(self, **options):
             raise fault
 
-    rule = "must (lie on a CUDA device or the CPU|say on which device it lies); got"
-    rule = rule if fault is None else r"must be an array that numpy.from_dlpack takes; got test_launch.Odd \("
+    rule = "must (be on a CUDA device or the CPU|report its device); got"
+    rule = rule if fault is None else r"must be an array that numpy.from_dlpack accepts; got test_launch.Odd \("
     for name in ("q", "mask", "out"):
         (reason,) = reasons_of(lambda **x: cuflash.attention(**{"q": Q, "k": K, "v": V, **x}), **{name: Odd(Q)})
         assert re.match(f"{name} {rule}", reason)
@@ -473,11 +474,11 @@ def test_a_list_is_copied_once_and_another_stream_waits_for_the_copy(cupy):
     for stream in (one, one, other):
         with stream:
             ready.forward(*arrays)
-    (made,) = [event for kind, _, event in (entry for entry in cupy.log if entry[0] == "record")]
+    (recorded,) = [event for kind, _, event in (entry for entry in cupy.log if entry[0] == "record")]
     after_copies = [entry for entry in cupy.log if entry[0] != "copy"]
     assert after_copies == [
-        ("record", one.ptr, made), ("launch", one.ptr, "forward"), ("launch", one.ptr, "forward"),
-        ("wait", other.ptr, made), ("launch", other.ptr, "forward"),
+        ("record", one.ptr, recorded), ("launch", one.ptr, "forward"), ("launch", one.ptr, "forward"),
+        ("wait", other.ptr, recorded), ("launch", other.ptr, "forward"),
     ]  # fmt: skip
 
 
@@ -501,14 +502,14 @@ def test_a_list_that_another_stream_may_read_is_not_given_back_under_it(cupy):
 
 
 def test_a_stream_s_calls_count_tiles_in_one_array_and_a_graph_in_its_own(cupy, monkeypatch):
-    """Kernels leave zeros in it. A graph has its own array, as it may be replayed beside later calls of its stream."""
+    """Kernels leave zeros in it. A graph has its own array, as it may run at the same time as later calls."""
     from cuflash.executors import gpu, tensor_map
 
     monkeypatch.setattr(gpu, "encoded", tensor_map.simulated)
     q, k, v = (cupy.asarray(array.astype(np.float16)) for array in (Q, K, V))
-    made, zeros = [], cupy.zeros
+    allocated, zeros = [], cupy.zeros
     operands = {name: x.get() for name, x in zip("qkv", (q, k, v))} | {"do": None, "product_dtype": q.dtype}
-    cupy.zeros = lambda shape, dtype: made.append(zeros(shape, dtype)) or made[-1]
+    cupy.zeros = lambda shape, dtype: allocated.append(zeros(shape, dtype)) or allocated[-1]
     ready = cuflash.plan(q, k, v, kernel="sm90")
     one, other, of_thread = cupy.cuda.Stream(), cupy.cuda.Stream(), cupy.cuda.Stream()
     of_thread.ptr, cupy.streams[2] = 2, of_thread  # cudaStreamPerThread, of whichever thread
@@ -516,17 +517,17 @@ def test_a_stream_s_calls_count_tiles_in_one_array_and_a_graph_in_its_own(cupy, 
         with stream:
             o = ready.forward(q, k, v)[0] if number % 2 else cuflash.attention(q, k, v, kernel="sm90")
             require_bounds({"o": o}, **operands)
-    assert len(made) == 4
+    assert len(allocated) == 4
     with one:
         one.begin_capture()
         o, _ = ready.forward(q, k, v)
         graph = one.end_capture()
-    assert len(made) == 5
+    assert len(allocated) == 5
     for _ in range(2):
         o[...] = 0
         graph.launch()
         require_bounds({"o": o}, **operands)
-    assert all((count.get() == 0).all() for count in made)
+    assert all((count.get() == 0).all() for count in allocated)
 
 
 # Captures.
@@ -553,13 +554,13 @@ def test_a_compiled_plan_is_captured_and_replayed_on_changed_data(cupy, mask):
     with stream:
         stream.begin_capture()
         ready.forward(q, k, v, out=(o, lse))
-        made = ready.backward(do, q, k, v, o, lse)
+        gradients = ready.backward(do, q, k, v, o, lse)
         graph = stream.end_capture()
     assert len(graph.nodes) == 3
     for change in (1, 2):
         q[...] = change * Q
         graph.launch()
-        require_bounds({"o": o, "lse": lse} | dict(zip(("dq", "dk", "dv"), made)), q=change * Q, mask=mask)
+        require_bounds({"o": o, "lse": lse} | dict(zip(("dq", "dk", "dv"), gradients)), q=change * Q, mask=mask)
 
 
 def test_what_a_graph_writes_at_replays_stays_as_long_as_the_plan(cupy):
@@ -568,8 +569,8 @@ def test_what_a_graph_writes_at_replays_stays_as_long_as_the_plan(cupy):
     ready = cuflash.plan(q, k, v)
     ready.compile()
     stream = cupy.cuda.Stream()
-    made = []
-    empty, cupy.empty = cupy.empty, lambda shape, dtype: made.append(weakref.ref(x := empty(shape, dtype))) or x
+    allocated = []
+    empty, cupy.empty = cupy.empty, lambda shape, dtype: allocated.append(weakref.ref(x := empty(shape, dtype))) or x
     with stream:
         stream.begin_capture()
         for _ in range(2):  # a first call, and a repeated one
@@ -578,7 +579,7 @@ def test_what_a_graph_writes_at_replays_stays_as_long_as_the_plan(cupy):
         del o, lse
         graph = stream.end_capture()
     gc.collect()
-    temporaries = [x() for x in made if x() is not None]
+    temporaries = [x() for x in allocated if x() is not None]
     bytes_of_delta = (Q[..., 0].nbytes,)
     assert {x.shape for x in temporaries} == {Q.shape, Q.shape[:-1], bytes_of_delta} and len(graph.nodes) == 6
     assert len([x for x in temporaries if x.shape in (Q.shape[:-1], bytes_of_delta)]) == 4  # lse and delta of two calls
@@ -586,7 +587,7 @@ def test_what_a_graph_writes_at_replays_stays_as_long_as_the_plan(cupy):
     del ready, temporaries
     plan_cache._cached_plan.cache_clear()
     gc.collect()
-    assert [x for x in made if x() is not None] == []
+    assert [x for x in allocated if x() is not None] == []
 
 
 def test_calls_whose_scale_is_far_from_1_are_right_but_not_captured(cupy):
@@ -598,7 +599,7 @@ def test_calls_whose_scale_is_far_from_1_are_right_but_not_captured(cupy):
         far_o, far_lse = far.forward(q, k, v)
         assert (far_o.get() == o.get()).all() and (far_lse.get() == lse.get()).all()
         gradients = zip(far.backward(o, q, k, v, far_o, far_lse), (50, 30, 0), vjp(o))
-        assert all((np.ldexp(found.get(), power) == plain.get()).all() for found, power, plain in gradients)
+        assert all((np.ldexp(scaled.get(), power) == plain.get()).all() for scaled, power, plain in gradients)
     require_not_captured(cupy, lambda: far.forward(q, k, v), "cannot be captured: for a scale so far from 1")
 
 
@@ -701,10 +702,10 @@ def test_few_long_tiles_of_a_band_start_late(kernel, seqlen):
     assert alike.kernels.order.kv_heads_per_group == 1
 
 
-@pytest.mark.parametrize("given", [(ShapeDtype(Q.shape, Q.dtype),) * 3, (Q, K, V)], ids=["shapes", "NumPy's arrays"])
-def test_precompile_on_this_gpu_warms_the_first_call(cupy, given):
-    made = cuflash.precompile(*given)
-    assert len(made) == len(cupy.compiled) == 3
+@pytest.mark.parametrize("call", [(ShapeDtype(Q.shape, Q.dtype),) * 3, (Q, K, V)], ids=["shapes", "NumPy's arrays"])
+def test_precompile_on_this_gpu_warms_the_first_call(cupy, call):
+    compiled = cuflash.precompile(*call)
+    assert len(compiled) == len(cupy.compiled) == 3
     cuflash.attention(*map(cupy.asarray, (Q, K, V)))
     assert len(cupy.compiled) == 3
 
@@ -719,13 +720,13 @@ def test_the_workspace_is_what_a_backward_pass_allocates(cupy, monkeypatch, mask
     q, k, v = map(cupy.asarray, (q, k, V))
     ready = cuflash.plan(q, k, v, mask=mask)
     o, lse = cupy.empty(q.shape, np.float32), cupy.empty(q.shape[:-1], np.float32)
-    made = []
+    allocated = []
     empty = cupy.empty
-    monkeypatch.setattr(cupy, "empty", lambda shape, dtype: made.append(empty(shape, dtype)) or made[-1])
+    monkeypatch.setattr(cupy, "empty", lambda shape, dtype: allocated.append(empty(shape, dtype)) or allocated[-1])
     ready.forward(q, k, v, out=(o, lse))
     gradients = ready.backward(o, q, k, v, o, lse)
     outputs = gradients.dq.nbytes  # dk and dv are sums of arrays that are counted
-    assert sum(array.nbytes for array in made) - outputs == ready.workspace_bytes
+    assert sum(array.nbytes for array in allocated) - outputs == ready.workspace_bytes
 
 
 # CUFLASH_CHECK=1.
@@ -946,8 +947,8 @@ def test_calls_whose_blocks_share_keys_repeat_and_are_captured(cupy):
         o, _ = ready.forward(q, k, v)
         graph = stream.end_capture()
     assert len(graph.nodes) == 2
-    kept = [array.nbytes for array in gpu._captured[ready._plan]]
-    assert sum(kept) == o.nbytes + 4 * 4 * 2 + ready._plan.kernels.forward.nbytes
+    sizes = [array.nbytes for array in gpu._captured[ready._plan]]
+    assert sum(sizes) == o.nbytes + 4 * 4 * 2 + ready._plan.kernels.forward.nbytes
     q[...] = -host[0]
     graph.launch()
     assert (o.get() == cuflash.attention(-host[0], *host[1:], kernel="sm80", executor="sim")).all()
@@ -956,7 +957,7 @@ def test_calls_whose_blocks_share_keys_repeat_and_are_captured(cupy):
 def test_tensor_maps_follow_the_arrays_of_each_call(cupy, monkeypatch):
     from cuflash.executors import gpu, tensor_map
 
-    monkeypatch.setattr(gpu, "encoded", tensor_map.simulated)  # what the simulator reads in the place of CUDA's
+    monkeypatch.setattr(gpu, "encoded", tensor_map.simulated)  # what the simulator reads instead of CUDA's
     rng = np.random.default_rng(2)
     sets = [[rng.standard_normal((2, 3, 70, 64)).astype(np.float16) for _ in range(3)] for _ in range(3)]
     ready = cuflash.plan(*map(cupy.asarray, sets[0]), kernel="sm90", causal=True)

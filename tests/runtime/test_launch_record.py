@@ -69,7 +69,7 @@ def test_a_record_holds_what_the_feature_says(
     counter = np.zeros(4, np.int32)
     bound = BoundPass.of(PASS, {**arrays, "counter": counter}, names, Recording())
     addresses |= {name: 4096 * (number + 1) for number, name in enumerate(names)}
-    (found,) = launched(bound, [*(addresses[name] for name in names), seed])
+    (launched_arguments,) = launched(bound, [*(addresses[name] for name in names), seed])
 
     def matrices(name: str, *strides: int) -> tuple[Any, ...]:
         batch, head, row, column = (*strides, 0, 0, 0)[:4]
@@ -85,14 +85,16 @@ def test_a_record_holds_what_the_feature_says(
         "bias": addresses["bias"], "bias_strides": [5, 0, 1], "first": addresses["results"],
         "second": addresses["results"] + 512, "counter": counter.ctypes.data,
     })  # fmt: skip
-    assert found == expected
+    assert launched_arguments == expected
     assert bound.record.workspaces == {} and bound.record.names == tuple(names)
 
 
 def test_an_array_that_is_left_out_has_no_address() -> None:
     arrays = {**arrays_of((1, 1, 1, 1), "C"), "bias": None, "table": None}
-    (found,) = launched(BoundPass.of(PASS, arrays, ["table"], Recording()), [0, 0])
-    assert found["bias"] == found["inner"]["table"] == 0 and found["counter"] != 0
+    (launched_arguments,) = launched(BoundPass.of(PASS, arrays, ["table"], Recording()), [0, 0])
+    assert (
+        launched_arguments["bias"] == launched_arguments["inner"]["table"] == 0 and launched_arguments["counter"] != 0
+    )
 
 
 def test_records_join_into_one_with_names_of_the_whole() -> None:
@@ -112,3 +114,9 @@ def test_records_join_into_one_with_names_of_the_whole() -> None:
     assert second["q"]["data"] == first["first"] == first["second"] - 512 not in (0, 300)
     assert (second["inner"]["rows"]["data"], second["first"], second["second"]) == (0, 300, 812)
     assert first["counter"] == second["counter"] != 0 and first["sink"] == second["sink"]
+
+
+def test_arrays_that_are_set_to_zero_have_their_bytes() -> None:
+    arrays = arrays_of((1, 2, 3, 4), "C")
+    record = pass_record(replace(PASS, zeroed=("results", "q")), arrays, ["q", "table", "results"], Recording())
+    assert record.zeroed == ((2, arrays["results"].nbytes), (0, arrays["q"].nbytes))

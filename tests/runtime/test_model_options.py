@@ -26,15 +26,15 @@ def layer(is_causal=None):
     return module
 
 
-def given(num_queries=6, num_keys=6, batch=2):
+def drawn_inputs(num_queries=6, num_keys=6, batch=2):
     return drawn(batch, 4, num_queries, 8), drawn(batch, 2, num_keys, 8), drawn(batch, 2, num_keys, 5)
 
 
 def require(options, allowed, num_queries=6, num_keys=6, bias=None, is_causal=None, **others):
     """Require the result and the gradients of PyTorch with a mask of booleans and a bias."""
-    tensors = [tensor.requires_grad_() for tensor in given(num_queries, num_keys, others.pop("batch", 2))]
-    found, weights = attention(layer(is_causal), *tensors, **options)
-    assert weights is None and found.is_contiguous()
+    tensors = [tensor.requires_grad_() for tensor in drawn_inputs(num_queries, num_keys, others.pop("batch", 2))]
+    output, weights = attention(layer(is_causal), *tensors, **options)
+    assert weights is None and output.is_contiguous()
     hidden = torch.zeros(num_queries, num_keys, dtype=torch.float64)
     if allowed is not None:
         hidden = hidden.masked_fill(~torch.as_tensor(np.array(allowed)), -torch.inf)
@@ -42,9 +42,9 @@ def require(options, allowed, num_queries=6, num_keys=6, bias=None, is_causal=No
     expected = torch.nn.functional.scaled_dot_product_attention(
         *tensors, attn_mask=hidden.expand(tensors[0].shape[0], 4, -1, -1), enable_gqa=True, **others
     ).transpose(1, 2)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(output, expected)
     leaves = [*tensors, *([bias] if bias is not None and bias.requires_grad else [])]
-    for ours, theirs in zip(*(torch.autograd.grad(o.square().sum(), leaves) for o in (found, expected)), strict=True):
+    for ours, theirs in zip(*(torch.autograd.grad(o.square().sum(), leaves) for o in (output, expected)), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -62,23 +62,23 @@ def test_a_single_query_without_a_mask_meets_all_keys():
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_mask_alone_says_what_is_hidden(is_causal):
-    kept = np.tri(6, 9, 2, dtype=bool)
-    mask = torch.as_tensor(kept)[None, None]
-    require({"attention_mask": mask, "is_causal": is_causal, "sliding_window": 2}, kept, num_keys=9)
+    allowed = np.tri(6, 9, 2, dtype=bool)
+    mask = torch.as_tensor(allowed)[None, None]
+    require({"attention_mask": mask, "is_causal": is_causal, "sliding_window": 2}, allowed, num_keys=9)
     floats = torch.zeros(1, 1, 6, 9, dtype=torch.float32).masked_fill(~mask, -torch.inf)
-    require({"attention_mask": floats, "is_causal": is_causal}, kept, num_keys=9)
+    require({"attention_mask": floats, "is_causal": is_causal}, allowed, num_keys=9)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("mask", [None, "bool", "float"])
 def test_a_position_bias_is_added_and_learnt(mask, is_causal):
-    bias, kept = drawn(1, 4, 6, 6).requires_grad_(), np.tri(6, k=1, dtype=bool)
-    allowed = kept if mask else np.tri(6, dtype=bool) if is_causal else None
+    bias, is_allowed = drawn(1, 4, 6, 6).requires_grad_(), np.tri(6, k=1, dtype=bool)
+    allowed = is_allowed if mask else np.tri(6, dtype=bool) if is_causal else None
     options = {"position_bias": bias, "is_causal": is_causal}
     if mask == "bool":
-        options["attention_mask"] = torch.as_tensor(kept)[None, None]
+        options["attention_mask"] = torch.as_tensor(is_allowed)[None, None]
     if mask == "float":
-        hidden = ~torch.as_tensor(kept)
+        hidden = ~torch.as_tensor(is_allowed)
         options["attention_mask"] = torch.zeros(6, 6, dtype=torch.float64).masked_fill(hidden, -torch.inf)
     require(options, allowed, bias=bias)
 
@@ -104,18 +104,18 @@ def test_packed_sequences_attend_themselves(is_causal, window, has_mask):
     options = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 4, "max_length_k": 4}
     options |= {"is_causal": is_causal, "sliding_window": window}
     if has_mask:
-        kept = masks.Band(-4, 4).toarray(6)
-        options["attention_mask"], allowed = torch.as_tensor(kept)[None, None], allowed & kept
+        band = masks.Band(-4, 4).toarray(6)
+        options["attention_mask"], allowed = torch.as_tensor(band)[None, None], allowed & band
     require(options, allowed, batch=1)
 
 
 def test_other_options_are_those_of_attention():
-    q, k, v = given()
+    q, k, v = drawn_inputs()
     sinks = drawn(4).requires_grad_()
     options = {"scaling": 0.3, "softcap": 2.0, "s_aux": sinks, "deterministic": True}
-    found, _ = attention(layer(), q, k, v, None, is_causal=False, **options)
+    o, _ = attention(layer(), q, k, v, None, is_causal=False, **options)
     expected = cuflash.torch.attention(q, k, v, scale=0.3, softcap=2.0, sink=sinks).transpose(1, 2)
-    assert torch.equal(found, expected) and found.requires_grad
+    assert torch.equal(o, expected) and o.requires_grad
     torch.manual_seed(3)
     dropped, _ = attention(layer(), q, k, v, None, dropout=0.5)
     torch.manual_seed(3)
@@ -125,7 +125,7 @@ def test_other_options_are_those_of_attention():
 
 
 def test_options_on_which_no_weight_depends_are_ignored():
-    q, k, v = given()
+    q, k, v = drawn_inputs()
     others = {
         "position_ids": torch.arange(6)[None], "cache_position": torch.arange(6), "use_cache": True, "labels": None,
         "output_hidden_states": True, "output_attentions": False, "num_items_in_batch": 3, "indices": None,
@@ -162,12 +162,12 @@ def test_options_on_which_no_weight_depends_are_ignored():
     ],
 )  # fmt: skip
 def test_what_changes_results_is_refused(options, sentence):
-    (reason,) = reasons_of(attention, layer(), *given(6, 8), None, **options)
+    (reason,) = reasons_of(attention, layer(), *drawn_inputs(6, 8), None, **options)
     assert reason.startswith(sentence)
 
 
 def test_what_is_no_tensor_is_refused_by_the_call():
-    q, k, v = given()
+    q, k, v = drawn_inputs()
     with pytest.raises(TypeError, match="^q must be a torch.Tensor; got an array"):
         attention(layer(), q.numpy(), k, v)
     with pytest.raises(TypeError, match="^bias must be a torch.Tensor; got an array"):
@@ -178,5 +178,5 @@ def test_what_is_no_tensor_is_refused_by_the_call():
 
 def test_every_reason_comes_at_once():
     options = {"sliding_window": 3, "indices": 3, "output_attentions": True}
-    reasons = reasons_of(attention, layer(False), *given(6, 8), None, **options)
+    reasons = reasons_of(attention, layer(False), *drawn_inputs(6, 8), None, **options)
     assert [reason.split()[0] for reason in reasons] == ["indices", "output_attentions", "attention_mask"]

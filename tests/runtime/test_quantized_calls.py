@@ -1,4 +1,4 @@
-"""Repeated calls on operands of 8 bits on a GPU are planned once, also where kernels list the blocks of their masks."""
+"""Repeated FP8 calls on a GPU are planned once, also where kernels list the blocks of their masks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def on_device(machine: Any, x8: Quantized) -> Quantized:
     return Quantized(**arrays, per=x8.per, block=x8.block, rotation=None, source_dtype=x8.source_dtype)
 
 
-def kept(seed: int) -> Any:
+def allowed_blocks(seed: int) -> Any:
     return np.random.default_rng(seed).random((2, 4, 4)) < 0.6
 
 
@@ -41,16 +41,16 @@ def offsets(seed: int) -> Any:
 # Masks on the host and on a device; those of one name differ in nothing but what their arrays hold.
 MASKS = {
     "an index": (
-        lambda seed: masks.BlockPattern(kept(seed), BLOCK),
-        lambda seed, send: BlockIndex.from_blocks(send(kept(seed)), LENGTH, LENGTH, BLOCK),
+        lambda seed: masks.BlockPattern(allowed_blocks(seed), BLOCK),
+        lambda seed, send: BlockIndex.from_blocks(send(allowed_blocks(seed)), LENGTH, LENGTH, BLOCK),
     ),
     "an index of larger blocks": (
-        lambda seed: masks.BlockPattern(kept(seed)[:, :1, :1], 1024),
-        lambda seed, send: BlockIndex.from_blocks(send(kept(seed)[:, :1, :1]), LENGTH, LENGTH, 1024),
+        lambda seed: masks.BlockPattern(allowed_blocks(seed)[:, :1, :1], 1024),
+        lambda seed, send: BlockIndex.from_blocks(send(allowed_blocks(seed)[:, :1, :1]), LENGTH, LENGTH, 1024),
     ),
     "blocks": (
-        lambda seed: masks.BlockPattern(kept(seed), BLOCK),
-        lambda seed, send: masks.BlockPattern(send(kept(seed)), BLOCK),
+        lambda seed: masks.BlockPattern(allowed_blocks(seed), BLOCK),
+        lambda seed, send: masks.BlockPattern(send(allowed_blocks(seed)), BLOCK),
     ),
     "sequences": (
         lambda seed: masks.Sequences(offsets(seed)), lambda seed, send: masks.Sequences(send(offsets(seed)))
@@ -59,7 +59,7 @@ MASKS = {
 
 
 def is_right(o: Any, mask: Any) -> bool:
-    """Tell whether results are within the kernel's bound."""
+    """True if results are within the kernel's bound."""
     allowed = mask.toarray(LENGTH, num_heads=2)
     exact, _ = cuflash.reference.attention(*(x.scaled(np.float64) for x in X8), mask=allowed)
     bound = cuflash.error_bound(*X8, mask=allowed, product_dtype=X8[0].data.dtype).o
@@ -69,13 +69,13 @@ def is_right(o: Any, mask: Any) -> bool:
 @needs_compiler
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_of_one_layout_are_planned_once(cupy: Any, monkeypatch: Any, name: str) -> None:
-    on_host, there = MASKS[name]
+    on_host, on_its_device = MASKS[name]
     x8, plans, planned = [on_device(cupy, x) for x in X8], [], _forward.planned
     monkeypatch.setattr(
-        _forward, "planned", lambda *given, **more: plans.append(planned(*given, **more)) or plans[-1]
+        _forward, "planned", lambda *arguments, **more: plans.append(planned(*arguments, **more)) or plans[-1]
     )
     for seed in range(3):
-        o = cuflash.attention(*x8, mask=there(seed, cupy.asarray))
+        o = cuflash.attention(*x8, mask=on_its_device(seed, cupy.asarray))
         assert is_right(o.get(), on_host(seed))
     assert len(plans) == len(cached("attention")) == 1
 
@@ -85,7 +85,7 @@ def test_masks_of_one_layout_are_planned_once(cupy: Any, monkeypatch: Any, name:
 def test_a_gpu_reads_each_mask(name: str) -> None:
     import cupy
 
-    on_host, there = MASKS[name]
+    on_host, on_its_device = MASKS[name]
     x8 = [on_device(cupy, x) for x in X8]
     for seed in range(3):
-        assert is_right(cuflash.attention(*x8, mask=there(seed, cupy.asarray)).get(), on_host(seed))
+        assert is_right(cuflash.attention(*x8, mask=on_its_device(seed, cupy.asarray)).get(), on_host(seed))

@@ -43,11 +43,11 @@ def test_repeated_calls_allocate_their_results_alone(cupy):
     arrays, do = [cupy.asarray(array) for array in (Q, K, V)], cupy.asarray(DO)
     _, vjp = cuflash.attention_vjp(*arrays)
     vjp(do)
-    for options, made in (({}, 1), ({"return_lse": True}, 2)):
+    for options, num_arrays in (({}, 1), ({"return_lse": True}, 2)):
         cuflash.attention(*arrays, **options)
         before = cupy.allocated
         cuflash.attention(*arrays, **options)
-        assert cupy.allocated == before + made
+        assert cupy.allocated == before + num_arrays
     before = cupy.allocated
     vjp(do)
     assert cupy.allocated == before + 3
@@ -58,21 +58,21 @@ def test_a_pullback_looks_at_each_cotangent(cupy, monkeypatch, bias):
     """After a first one, cotangents that lie otherwise are taken, and wrong ones refused; those alike plan nothing."""
     operands = {"sink": np.ones(2, np.float32)}
     operands |= {} if bias is None else {"score": cuflash.scores.bias(bias), "wrt": ("bias",)}
-    wrt, there = operands.get("wrt", ()), None if bias is None else cupy.asarray(bias)
+    wrt, device_bias = operands.get("wrt", ()), None if bias is None else cupy.asarray(bias)
     options = {"wrt": wrt, "sink": cupy.asarray(operands["sink"])}
-    pullbacks = [cuflash.attention_vjp(*map(cupy.asarray, (Q, K, V)), bias=there, **options)[1] for _ in range(2)]
+    pullbacks = [cuflash.attention_vjp(*map(cupy.asarray, (Q, K, V)), bias=device_bias, **options)[1] for _ in range(2)]
     turned = cupy.asarray(DO.swapaxes(-1, -2).copy()).swapaxes(-1, -2)
     pullbacks[0](cupy.asarray(DO))
     pullbacks[0](turned)
-    monkeypatch.setattr(gpu, "bind", lambda *given, **options: pytest.fail("bound again"))
+    monkeypatch.setattr(gpu, "bind", lambda *arguments, **options: pytest.fail("bound again"))
     for vjp in pullbacks:
         for do, scale in ((cupy.asarray(DO), 1), (turned, 1), (cupy.asarray(2 * DO), 2)):
-            found = vjp(do)
-            named = dict(zip(("dq", "dk", "dv"), found, strict=True)) | {name: found[name] for name in wrt}
+            results = vjp(do)
+            named = dict(zip(("dq", "dk", "dv"), results, strict=True)) | {name: results[name] for name in wrt}
             require_bounds(named, do=scale * DO, **operands)
-        for wrong, told in ((DO.astype(np.float64), "float64"), (DO[:1], "(1, 40, 16)")):
+        for wrong, message in ((DO.astype(np.float64), "float64"), (DO[:1], "(1, 40, 16)")):
             (reason,) = reasons_of(vjp, cupy.asarray(wrong))
-            assert reason.startswith("do must have shape") and told in reason
+            assert reason.startswith("do must have shape") and message in reason
     with cupy.cuda.Device(1):
         reasons = reasons_of(pullbacks[0], cupy.asarray(DO))
     assert any("q must be on the current device, 1" in reason for reason in reasons)
@@ -102,11 +102,11 @@ def test_calls_of_one_stream_that_are_launched_at_once_have_memory_of_their_own(
 
     cupy.cuda.driver.launchKernel = launched
     _, vjp = cuflash.attention_vjp(*map(cupy.asarray, (Q, K, V)))
-    do, found = cupy.asarray(DO), []
+    do, results = cupy.asarray(DO), []
     expected = [x.get() for x in vjp(do)]
-    between.append(lambda: found.extend(vjp(cupy.asarray(2 * DO))))
-    assert all((ours.get() == x).all() for ours, x in zip(vjp(do), expected)) and len(found) == 3
-    assert all((ours.get() == 2 * x).all() for ours, x in zip(found, expected))  # gradients are linear in do
+    between.append(lambda: results.extend(vjp(cupy.asarray(2 * DO))))
+    assert all((ours.get() == x).all() for ours, x in zip(vjp(do), expected)) and len(results) == 3
+    assert all((ours.get() == 2 * x).all() for ours, x in zip(results, expected))  # gradients are linear in do
 
 
 # Seeds and offsets of dropout.
@@ -119,18 +119,18 @@ def test_a_new_seed_or_offset_asks_nothing_again(cupy, monkeypatch, name):
     """Calls plan, bind and compile once for all seeds and offsets, and pullbacks draw as their own calls did."""
     mask = None if name != "elements" else DENSE[0]
     arrays, do = [cupy.asarray(array) for array in (Q, K, V)], cupy.asarray(DO)
-    given = {"mask": None if mask is None else cupy.asarray(mask)}
+    arguments = {"mask": None if mask is None else cupy.asarray(mask)}
 
     def call(dropout):
         out = cupy.empty(Q.shape, np.float32) if name == "out" else None
-        return cuflash.attention_vjp(*arrays, dropout=dropout, out=out, **given)
+        return cuflash.attention_vjp(*arrays, dropout=dropout, out=out, **arguments)
 
     _, vjp = call(DROPOUTS[0])
     vjp(do)
     asks_nothing_again(monkeypatch)
     monkeypatch.setattr(compiling, "kernel", lambda *args, **options: pytest.fail("compiled again"))
-    made = [call(dropout) for dropout in DROPOUTS]
-    for (o, vjp), dropout in zip(reversed(made), reversed(DROPOUTS)):
+    outputs = [call(dropout) for dropout in DROPOUTS]
+    for (o, vjp), dropout in zip(reversed(outputs), reversed(DROPOUTS)):
         require_bounds({"o": o, **pulled(vjp, do)}, mask=mask, dropout=dropout)
 
 
@@ -138,8 +138,8 @@ def test_a_new_seed_or_offset_asks_nothing_again(cupy, monkeypatch, name):
 def test_a_new_seed_or_offset_is_no_new_plan_on_the_host(monkeypatch, executor):
     CALLS.clear()
     plan_cache._cached_plan.cache_clear()
-    found = {cuflash.attention(Q, K, V, dropout=each, executor=executor).tobytes() for each in DROPOUTS}
-    assert len(found) == 3 and plan_cache._cached_plan.cache_info().misses == 1
+    results = {cuflash.attention(Q, K, V, dropout=each, executor=executor).tobytes() for each in DROPOUTS}
+    assert len(results) == 3 and plan_cache._cached_plan.cache_info().misses == 1
 
 
 def test_plans_for_new_masks_and_seeds_share_launches(cupy, monkeypatch):
@@ -180,7 +180,7 @@ def test_repeated_calls_of_a_plan_take_arrays_of_other_libraries(cupy, monkeypat
         dq, dk, dv = ready.backward(on_device(DO), *arrays, o, lse)
         require_bounds({"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv})
         asks_nothing_again(monkeypatch)
-        monkeypatch.setattr(gpu, "bind", lambda *given, **options: pytest.fail("bound again"))
+        monkeypatch.setattr(gpu, "bind", lambda *arguments, **options: pytest.fail("bound again"))
 
 
 def test_an_output_of_another_library_is_written_by_a_repeated_call(cupy, monkeypatch):
@@ -195,12 +195,14 @@ def bound_once(monkeypatch, library):
     """Count what is bound from now on, in a list."""
     room, bindings = part(library, "executors.gpu"), []
     bind = room.bind
-    monkeypatch.setattr(room, "bind", lambda *given, **options: bindings.append(given) or bind(*given, **options))
+    monkeypatch.setattr(
+        room, "bind", lambda *arguments, **options: bindings.append(arguments) or bind(*arguments, **options)
+    )
     return bindings
 
 
 def check_outputs(machine, monkeypatch, library, mask):
-    """A plan binds once for each layout of outputs, and writes to none that overlaps another array."""
+    """Check that a plan binds once per layout of outputs, and refuses outputs that overlap another array."""
     arrays = [machine.asarray(array) for array in (Q, K, V)]
     ready = library.plan(*arrays, mask=None if mask is None else machine.asarray(mask))
     lse_shape = ready.forward(*arrays)[1].shape
@@ -208,9 +210,9 @@ def check_outputs(machine, monkeypatch, library, mask):
     for turn in range(3):
         o, lse = machine.empty(Q.shape, np.float32), machine.empty(lse_shape, np.float32)
         for out in (o, (o, lse)):
-            found = ready.forward(*arrays, out=out)
-            assert found[0] is o and (len(out) != 2 or found[1] is lse or out is o)
-            require_bounds({"o": o, "lse": found[1]}, mask=mask)
+            results = ready.forward(*arrays, out=out)
+            assert results[0] is o and (len(out) != 2 or results[1] is lse or out is o)
+            require_bounds({"o": o, "lse": results[1]}, mask=mask)
     assert len(bindings) == 2
     room = o.reshape(-1)[: lse.size].reshape(lse_shape)
     for out, said in ((arrays[0], "out must not overlap q in memory"), ((o, room), "out[0] and out[1] must not")):
@@ -228,7 +230,7 @@ def test_a_plan_that_writes_to_given_arrays_is_bound_once(cupy, monkeypatch, mas
 
 
 def check_summed_gradients(machine, monkeypatch, library, name):
-    """Gradients over broadcast axes, and those that are rounded afterwards, are bound once, and are in no graph."""
+    """Check that broadcast gradients, and those rounded afterwards, are bound once, outside of graphs."""
     bias = RNG.standard_normal((1, 1, K.shape[-2])).astype(np.float16)
     q = np.stack([Q, Q[::-1]]) if name == "broadcast keys" else Q
     do = np.stack([DO, DO[::-1]]) if name == "broadcast keys" else DO
@@ -238,18 +240,18 @@ def check_summed_gradients(machine, monkeypatch, library, name):
     bindings = bound_once(monkeypatch, library)
     for _ in range(3):
         _, vjp = library.attention_vjp(*arrays, **options)
-        found = vjp(machine.asarray(do))
-        named = dict(zip(("dq", "dk", "dv"), found)) | ({"bias": found["bias"]} if operands else {})
+        results = vjp(machine.asarray(do))
+        named = dict(zip(("dq", "dk", "dv"), results)) | ({"bias": results["bias"]} if operands else {})
         assert {each: array.dtype for each, array in named.items()} == {each: np.float32 for each in named} | (
             {"bias": np.float16} if operands else {}
         )
         require_bounds(named, q=q, do=do, **operands)
     assert len(bindings) == 2  # a forward pass, and a backward pass
-    there, stream = machine.asarray(do), machine.cuda.Stream()
+    on_device, stream = machine.asarray(do), machine.cuda.Stream()
     with stream:
         stream.begin_capture()
         try:
-            vjp(there)
+            vjp(on_device)
         except RuntimeError as error:
             assert "gradients over broadcast axes are summed in memory that a graph would outlive" in str(error)
         else:
@@ -277,12 +279,12 @@ def test_a_plan_tells_all_that_is_wrong_with_arrays_of_other_libraries(cupy):
 def test_plans_for_new_masks_share_launches_and_read_each_mask_once(cupy, monkeypatch, name, library):
     send = cupy.asarray if library == "cupy" else on_device
     arrays, do = [send(array) for array in (Q, K, V)], send(DO)
-    made = [MASKS[name](send, turn) for turn in range(3)]
-    plans = [cuflash.plan(*arrays, mask=made[0])]
+    call_masks = [MASKS[name](send, turn) for turn in range(3)]
+    plans = [cuflash.plan(*arrays, mask=call_masks[0])]
     plans[0].backward(do, *arrays, *plans[0].forward(*arrays))
     asks_nothing_again(monkeypatch)
-    plans += [cuflash.plan(*arrays, mask=mask) for mask in made[1:]]
-    monkeypatch.setattr(listed_plan, "lookup", lambda *given: pytest.fail("looked up again"))
+    plans += [cuflash.plan(*arrays, mask=mask) for mask in call_masks[1:]]
+    monkeypatch.setattr(listed_plan, "lookup", lambda *arguments: pytest.fail("looked up again"))
     for turn, ready in enumerate(plans):
         o, lse = ready.forward(*arrays)
         dq, dk, dv = ready.backward(do, *arrays, o, lse)
@@ -292,12 +294,14 @@ def test_plans_for_new_masks_share_launches_and_read_each_mask_once(cupy, monkey
 def test_a_plan_for_a_mask_on_the_device_tells_the_blocks_of_its_mask(cupy):
     arrays = [cupy.asarray(array) for array in (Q, K, V)]
     for turn in range(2):
-        there, here = (
+        on_device, on_host = (
             cuflash.plan(*arrays, mask=masks.BlockPattern(take(KEPT[turn][:2, :2]), 20)).explain()
             for take in (cupy.asarray, np.asarray)
         )
-        told = [[line for line in text.splitlines() if line.startswith(("work ", "FLOPs"))] for text in (there, here)]
-        assert told[0] == told[1] and len(told[0]) == 2
+        lines = [
+            [line for line in text.splitlines() if line.startswith(("work ", "FLOPs"))] for text in (on_device, on_host)
+        ]
+        assert lines[0] == lines[1] and len(lines[0]) == 2
 
 
 def test_other_streams_wait_for_the_lists_of_a_plan_which_wait_for_them(cupy):

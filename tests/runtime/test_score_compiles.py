@@ -30,8 +30,8 @@ def test_new_numbers_compile_nothing(cupy, executor):
 
     def results(cap: float, temperature: float, slopes: np.ndarray) -> list[np.ndarray]:
         score = scores.alibi(send(slopes)) @ Score(lambda s, b, h, i, j: s * temperature)
-        given = {"softcap": cap, "score": score, "wrt": "slopes", "executor": executor}
-        o, vjp = cuflash.attention_vjp(*map(send, (Q, K, V)), **given)
+        arguments = {"softcap": cap, "score": score, "wrt": "slopes", "executor": executor}
+        o, vjp = cuflash.attention_vjp(*map(send, (Q, K, V)), **arguments)
         gradients = vjp(send(DO))
         return [x.get() if executor == "gpu" else x for x in (o, *gradients, gradients["slopes"])]
 
@@ -42,6 +42,6 @@ def test_new_numbers_compile_nothing(cupy, executor):
     before = num_compiled()
     assert before[executor == "sim"] > 0
     for changed in ((1.5, 0.75, SLOPES), (3.0, 1.25, SLOPES), (3.0, 0.75, 3 * SLOPES)):
-        found = results(*changed)
+        actual = results(*changed)
         assert num_compiled() == before
-        assert all((ours != theirs).any() for ours, theirs in zip(found, first, strict=True))
+        assert all((ours != theirs).any() for ours, theirs in zip(actual, first, strict=True))

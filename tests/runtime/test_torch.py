@@ -48,16 +48,16 @@ def as_numpy(tensor):
 
 def example_of(*, q=Q, k=K, v=V, do=DO, **operands):
     """Return a call's operands, of which the first four are tensors."""
-    given = {name: as_numpy(tensor) for name, tensor in {"q": q, "k": k, "v": v, "do": do}.items()}
-    return Example(**given, **operands)
+    arguments = {name: as_numpy(tensor) for name, tensor in {"q": q, "k": k, "v": v, "do": do}.items()}
+    return Example(**arguments, **operands)
 
 
 PLAIN = example_of()
 
 
-def require_bounds(found, example=PLAIN):
+def require_bounds(results, example=PLAIN):
     """Require that results, by their names, are within their bounds of the exact ones."""
-    assert_within_bounds(example, **{name: as_numpy(tensor) for name, tensor in found.items()})
+    assert_within_bounds(example, **{name: as_numpy(tensor) for name, tensor in results.items()})
 
 
 def leaves(*tensors):
@@ -66,9 +66,9 @@ def leaves(*tensors):
 
 def gradients(call, tensors, do, dlse=None):
     """Return PyTorch's gradients of sum(do * o) + sum(dlse * lse)."""
-    given = leaves(*tensors)
-    o, lse = call(*given)
-    return torch.autograd.grad([o, lse][: 1 + (dlse is not None)], given, [do, dlse][: 1 + (dlse is not None)])
+    inputs = leaves(*tensors)
+    o, lse = call(*inputs)
+    return torch.autograd.grad([o, lse][: 1 + (dlse is not None)], inputs, [do, dlse][: 1 + (dlse is not None)])
 
 
 # On the CPU.
@@ -84,16 +84,16 @@ def test_results_and_gradients_are_those_of_the_same_arrays(executor, dtype):
     (host_o, host_lse), vjp = cuflash.attention_vjp(q, k, v, **options)
     assert (o.dtype, lse.dtype) == (tensors[0].dtype, torch.float64 if dtype == "float64" else torch.float32)
     assert (as_numpy(o) == host_o).all() and (as_numpy(lse) == host_lse).all() and not o.requires_grad
-    found = gradients(lambda *x: attention(*x, **options), tensors[:3], tensors[3], lse)
-    for ours, theirs, tensor in zip(found, vjp(do, host_lse), tensors):
+    results = gradients(lambda *x: attention(*x, **options), tensors[:3], tensors[3], lse)
+    for ours, theirs, tensor in zip(results, vjp(do, host_lse), tensors):
         assert ours.dtype == tensor.dtype and (as_numpy(ours) == theirs).all()
 
 
 @pytest.mark.parametrize("shapes", [[(4, 3, 2), (2, 4, 2), (2, 4, 1)], [(2, 1, 2, 2), (1, 1, 3, 2), (1, 3, 1)]])
 def test_gradients_are_those_of_differences(shapes):
-    given = [tensor.requires_grad_() for tensor in drawn(*shapes, dtype=torch.float64)]
+    inputs = [tensor.requires_grad_() for tensor in drawn(*shapes, dtype=torch.float64)]
     mask = torch.rand(shapes[0][-2], shapes[1][-2], generator=torch.Generator().manual_seed(1)) < 0.7
-    assert torch.autograd.gradcheck(lambda *x: attention(*x, mask=mask, return_lse=True), given)
+    assert torch.autograd.gradcheck(lambda *x: attention(*x, mask=mask, return_lse=True), inputs)
 
 
 @pytest.mark.parametrize("executor", ["cpu", "sim"])
@@ -107,33 +107,33 @@ def test_blocks_that_topk_chooses_are_taken_with_their_gradients(executor):
     )
     call = attention(Q, K, V, mask=mask, **options)
     assert all((as_numpy(ours) == theirs).all() for ours, theirs in zip(call, (o, lse)))
-    found = gradients(lambda *x: attention(*x, mask=mask, **options), (Q, K, V), DO, call[1])
-    assert all((as_numpy(ours) == theirs).all() for ours, theirs in zip(found, vjp(as_numpy(DO), lse)))
+    results = gradients(lambda *x: attention(*x, mask=mask, **options), (Q, K, V), DO, call[1])
+    assert all((as_numpy(ours) == theirs).all() for ours, theirs in zip(results, vjp(as_numpy(DO), lse)))
 
 
 @pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2)])
 def test_only_what_requires_gradients_has_them(needed):
-    given = [tensor.clone().requires_grad_(number in needed) for number, tensor in enumerate((Q, K, V))]
-    attention(*given, window=(3, 0)).backward(DO)
+    inputs = [tensor.clone().requires_grad_(number in needed) for number, tensor in enumerate((Q, K, V))]
+    attention(*inputs, window=(3, 0)).backward(DO)
     everything = gradients(lambda *x: attention(*x, window=(3, 0), return_lse=True), (Q, K, V), DO)
-    for number, (tensor, expected) in enumerate(zip(given, everything)):
+    for number, (tensor, expected) in enumerate(zip(inputs, everything)):
         assert (tensor.grad == expected).all() if number in needed else tensor.grad is None
 
 
 def test_gradients_of_lse_alone_need_no_gradient_of_o():
-    given = leaves(Q, K, V)
-    _, lse = attention(*given, return_lse=True)
+    inputs = leaves(Q, K, V)
+    _, lse = attention(*inputs, return_lse=True)
     lse.sum().backward()
     _, vjp = cuflash.attention_vjp(*(tensor.numpy() for tensor in (Q, K, V)))
     expected = vjp(np.zeros(Q.shape, np.float32), np.ones(Q.shape[:-1], np.float32))
-    assert all((tensor.grad.numpy() == theirs).all() for tensor, theirs in zip(given, expected))
-    assert (given[0].grad != 0).any()
+    assert all((tensor.grad.numpy() == theirs).all() for tensor, theirs in zip(inputs, expected))
+    assert (inputs[0].grad != 0).any()
 
 
 def test_a_lazily_negated_gradient_is_read_with_its_sign():
-    given = leaves(Q, K, V)
-    o = attention(*given)
-    plain, negated = (torch.autograd.grad(o, given, do, retain_graph=True) for do in (-DO, torch._neg_view(DO)))
+    inputs = leaves(Q, K, V)
+    o = attention(*inputs)
+    plain, negated = (torch.autograd.grad(o, inputs, do, retain_graph=True) for do in (-DO, torch._neg_view(DO)))
     assert all((ours == theirs).all() for ours, theirs in zip(negated, plain))
 
 
@@ -151,16 +151,16 @@ def test_outputs_are_written_in_place_and_carry_gradients(has_lse):
     assert attention(Q, K, V, out=out) is out_o and (out_o == expected).all()
     out_o.fill_(7)
     before = out_o._version
-    given = leaves(Q, K, V)
-    o, lse = attention(*given, out=out, return_lse=True)
+    inputs = leaves(Q, K, V)
+    o, lse = attention(*inputs, out=out, return_lse=True)
     assert o.data_ptr() == out_o.data_ptr() and (out_o == expected).all() and out_o._version > before
     assert (lse == expected_lse).all() and (lse.data_ptr() == out_lse.data_ptr()) == has_lse
-    found = torch.autograd.grad(o, given, DO, retain_graph=True)
+    results = torch.autograd.grad(o, inputs, DO, retain_graph=True)
     expected = gradients(lambda *x: attention(*x, return_lse=True), (Q, K, V), DO)
-    assert all((ours == theirs).all() for ours, theirs in zip(found, expected)) and not out_o.requires_grad
+    assert all((ours == theirs).all() for ours, theirs in zip(results, expected)) and not out_o.requires_grad
     out_o.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(o, given, DO)
+        torch.autograd.grad(o, inputs, DO)
 
 
 def test_a_tensor_changed_between_the_passes_is_noticed():
@@ -173,8 +173,8 @@ def test_a_tensor_changed_between_the_passes_is_noticed():
 
 
 def test_gradients_are_not_differentiated_again():
-    given = leaves(Q, K, V)
-    (dq,) = torch.autograd.grad(attention(*given), given[:1], DO, create_graph=True)
+    inputs = leaves(Q, K, V)
+    (dq,) = torch.autograd.grad(attention(*inputs), inputs[:1], DO, create_graph=True)
     assert (dq == gradients(lambda *x: attention(*x, return_lse=True), (Q, K, V), DO)[0]).all()
     with pytest.raises(RuntimeError, match="gradients of cuflash.torch.attention cannot be differentiated: compute"):
         dq.sum().backward()
@@ -183,40 +183,40 @@ def test_gradients_are_not_differentiated_again():
 @pytest.mark.parametrize(
     "make",
     [
-        torch.from_numpy, np.asarray, lambda kept: masks.Causal() & masks.Dense(torch.from_numpy(kept)),
-        lambda kept: BlockIndex.from_mask(masks.Dense(kept), 20, 20, 4),
+        torch.from_numpy, np.asarray, lambda cells: masks.Causal() & masks.Dense(torch.from_numpy(cells)),
+        lambda cells: BlockIndex.from_mask(masks.Dense(cells), 20, 20, 4),
     ],
     ids=["tensor", "array", "mask of a tensor", "index"],
 )  # fmt: skip
 def test_masks_are_tensors_arrays_and_indexes(make):
-    kept = np.random.default_rng(0).random((20, 20)) < 0.6
-    expected = cuflash.attention(*(x.numpy() for x in (Q, K, V)), mask=make(kept))
-    assert (attention(Q, K, V, mask=make(kept)).numpy() == expected).all()
+    blocks = np.random.default_rng(0).random((20, 20)) < 0.6
+    expected = cuflash.attention(*(x.numpy() for x in (Q, K, V)), mask=make(blocks))
+    assert (attention(Q, K, V, mask=make(blocks)).numpy() == expected).all()
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns of itself
+@pytest.mark.filterwarnings("ignore")  # torch.compile emits its own warnings
 def test_compiled_functions_leave_attention_to_python():
     compiled = torch.compile(lambda q, k, v: attention(q, k, v, causal=True) * 2, backend="eager")
-    given = leaves(Q, K, V)
-    o = compiled(*given)
+    inputs = leaves(Q, K, V)
+    o = compiled(*inputs)
     assert (o == 2 * attention(Q, K, V, causal=True)).all()
     o.backward(DO)
     expected = gradients(lambda *x: attention(*x, causal=True, return_lse=True), (Q, K, V), 2 * DO)
-    assert all((tensor.grad == theirs).all() for tensor, theirs in zip(given, expected))
+    assert all((tensor.grad == theirs).all() for tensor, theirs in zip(inputs, expected))
 
 
 # Bad tensors.
 
 BAD = {
     "meta": (lambda x: x.to("meta"), "must hold data; got a tensor on the device 'meta': make it on 'cpu' or 'cuda'"),
-    "sparse": (lambda x: x.to_sparse(), "must be a dense tensor; got the layout torch.sparse_coo: its to_dense() "),
+    "sparse": (lambda x: x.to_sparse(), "must be a dense tensor; got the layout torch.sparse_coo: pass "),
     "quantised": (
         lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
-        "must not be quantised; got a tensor of torch.qint8: its dequantize() makes one of floats",
+        "must not be quantized; got a tensor of torch.qint8: pass ",
     ),
-    "nested": (lambda x: torch.nested.nested_tensor([*x]), "must be one dense tensor; got a nested one: torch.nested."),
-    "negated": (torch._neg_view, "must hold its values; got a lazily negated view: its resolve_neg() makes one"),
+    "nested": (lambda x: torch.nested.nested_tensor([*x]), "must be one dense tensor; got a nested tensor: use torch."),
+    "negated": (torch._neg_view, "must hold its values; got a lazily negated view: pass "),
 }
 
 
@@ -226,19 +226,19 @@ BAD = {
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_tensors_without_elements_to_read_are_named(call, name, kind):
     make, sentence = BAD[kind]
-    given = {"q": Q[0], "k": K[0], "v": V[0]}
-    bad = make(given.get(name, Q[0]))
-    (reason,) = reasons_of(call, **given | {name: bad})
+    arguments = {"q": Q[0], "k": K[0], "v": V[0]}
+    bad = make(arguments.get(name, Q[0]))
+    (reason,) = reasons_of(call, **arguments | {name: bad})
     assert reason.startswith(f"{name} {sentence}")
 
 
 def test_a_call_for_numpy_says_where_gradients_are():
     for name, call in {"q": cuflash.attention, "v": cuflash.attention_vjp, "k": cuflash.plan}.items():
-        given = {"q": Q, "k": K, "v": V, name: Q.clone().requires_grad_()}
-        (reason,) = reasons_of(call, **given)
+        arguments = {"q": Q, "k": K, "v": V, name: Q.clone().requires_grad_()}
+        (reason,) = reasons_of(call, **arguments)
         assert reason == (
-            f"{name} must not require gradients, which calls for NumPy do not record; got a torch.Tensor with "
-            f"requires_grad=True: detach() it, or call cuflash.torch.attention"
+            f"{name} must not require gradients, which NumPy calls do not record; got a torch.Tensor with "
+            f"requires_grad=True: pass {name}.detach(), or call cuflash.torch.attention"
         )
 
 
@@ -246,8 +246,8 @@ def test_a_call_for_numpy_says_where_gradients_are():
 def test_a_mask_with_gradients_is_not_sent_to_a_call_that_takes_none_either(call):
     (reason,) = reasons_of(call, Q, K, V, mask=torch.zeros(Q.shape[-2], K.shape[-2], requires_grad=True))
     assert reason == (
-        "mask must not require gradients, since a mask has none; got a torch.Tensor with requires_grad=True: "
-        "detach() it"
+        "mask must not require gradients, because a mask has none; got a torch.Tensor with requires_grad=True: "
+        "pass mask.detach()"
     )
 
 
@@ -266,12 +266,12 @@ def test_every_reason_comes_at_once_and_before_any_work():
 
 @pytest.mark.parametrize("name", ["q", "v", "out"])
 def test_what_is_no_tensor_is_a_type_error(name):
-    given = {"q": Q, "k": K, "v": V, name: Q.numpy()}
+    arguments = {"q": Q, "k": K, "v": V, name: Q.numpy()}
     with pytest.raises(TypeError, match=rf"{name} must be a torch.Tensor; got an array of shape .*: torch.as_tensor"):
-        attention(**given)
+        attention(**arguments)
     if name != "out":
         with pytest.raises(TypeError, match=rf"{name} must be .*; got list: torch.as_tensor makes one"):
-            attention(**given | {name: Q.tolist()})
+            attention(**arguments | {name: Q.tolist()})
 
 
 @pytest.mark.parametrize(
@@ -322,24 +322,24 @@ def test_calls_on_a_gpu_are_within_their_bounds_and_make_no_array_of_cupy(machin
     dlse = attention(*tensors.values(), **options, return_lse=True)[1]
     examples = [example_of(**tensors, dlse=each, mask=mask) for each in (None, as_numpy(dlse))]
     on_gpu = [on_device(tensor).requires_grad_() for tensor in tensors.values()]
-    for given in (leaves(*tensors.values()), on_gpu, on_gpu):
-        o, lse = attention(*given, **options, return_lse=True)
+    for tensors_used in (leaves(*tensors.values()), on_gpu, on_gpu):
+        o, lse = attention(*tensors_used, **options, return_lse=True)
         assert o.requires_grad and lse.requires_grad
         for cotangents, example in zip(([DO], [DO, dlse]), examples):
-            slopes = torch.autograd.grad([o, lse][: len(cotangents)], given, cotangents, retain_graph=True)
-            found = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *slopes), strict=True))
-            require_bounds(found, example)
+            slopes = torch.autograd.grad([o, lse][: len(cotangents)], tensors_used, cotangents, retain_graph=True)
+            results = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *slopes), strict=True))
+            require_bounds(results, example)
     assert cupy.allocated == 0
 
 
 def test_calls_with_an_index_share_its_copy_and_it_goes_with_the_index(machines):
     index = an_index()
-    given = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)]
+    inputs = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)]
     gc.collect()
     gc.disable()
     try:
         for number in range(3):
-            attention(*given, mask=index, causal=number == 2).backward(on_device(DO))
+            attention(*inputs, mask=index, causal=number == 2).backward(on_device(DO))
             assert len(torch_gpu.MACHINE._device_lists) == (2 if number == 2 else 1)
         held = weakref.ref(index)
         del index
@@ -349,12 +349,14 @@ def test_calls_with_an_index_share_its_copy_and_it_goes_with_the_index(machines)
 
 
 def test_a_lazily_negated_tensor_is_refused_after_one_that_lies_so(machines):
-    given = {name: on_device(tensor) for name, tensor in {"q": Q, "k": K, "v": V, "out": torch.empty(Q.shape)}.items()}
+    arguments = {
+        name: on_device(tensor) for name, tensor in {"q": Q, "k": K, "v": V, "out": torch.empty(Q.shape)}.items()
+    }
     for _ in range(2):
-        attention(**given)
-    for name in given:
-        negated = torch._neg_view(given[name]).as_subclass(type(given[name]))
-        (reason,) = reasons_of(attention, **given | {name: negated})
+        attention(**arguments)
+    for name in arguments:
+        negated = torch._neg_view(arguments[name]).as_subclass(type(arguments[name]))
+        (reason,) = reasons_of(attention, **arguments | {name: negated})
         assert reason.startswith(f"{name} {BAD['negated'][1]}")
 
 
@@ -365,12 +367,12 @@ KEPT = torch.rand((2, 4, 20, 20), generator=torch.Generator().manual_seed(3)) < 
 @pytest.mark.parametrize("causal", [False, True])
 def test_lists_of_a_mask_are_made_anew_at_each_call_and_in_replays(machines, monkeypatch, has_out, causal):
     cupy, pytorch = machines
-    given, kept, do = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)], on_device(KEPT), on_device(DO)
+    arrays, allowed, do = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)], on_device(KEPT), on_device(DO)
     out, stream = on_device(torch.empty(Q.shape)) if has_out else None, cupy.cuda.Stream()
 
     def step():
-        o = attention(*given, mask=kept, causal=causal, out=out)
-        return [o, *torch.autograd.grad(o, given, do)]
+        o = attention(*arrays, mask=allowed, causal=causal, out=out)
+        return [o, *torch.autograd.grad(o, arrays, do)]
 
     def of_host(mask):
         inputs = leaves(Q, K, V)
@@ -381,8 +383,8 @@ def test_lists_of_a_mask_are_made_anew_at_each_call_and_in_replays(machines, mon
     turns = [masks.Dense(each.numpy()) for each in kept_in_turn]
     examples = [example_of(mask=mask & masks.Causal() if causal else mask) for mask in turns]
 
-    def check(found, turn):
-        require_bounds(dict(zip(("o", "dq", "dk", "dv"), found, strict=True)), examples[turn])
+    def check(results, turn):
+        require_bounds(dict(zip(("o", "dq", "dk", "dv"), results, strict=True)), examples[turn])
 
     for turn, each in enumerate(kept_in_turn):
         check(of_host(each), turn)
@@ -390,15 +392,15 @@ def test_lists_of_a_mask_are_made_anew_at_each_call_and_in_replays(machines, mon
         check(step(), 0)
         monkeypatch.setattr(Call, "plan", lambda *args, **options: pytest.fail("planned again"))
         with torch.no_grad():
-            kept.copy_(~KEPT)
+            allowed.copy_(~KEPT)
         check(step(), 1)
         stream.begin_capture()
-        found = step()
+        actual = step()
         graph = stream.end_capture()
     with torch.no_grad():
-        kept.copy_(KEPT.flip(-1))
+        allowed.copy_(KEPT.flip(-1))
     graph.launch()
-    check(found, 2)
+    check(actual, 2)
 
 
 @pytest.mark.parametrize("mask", [None, LISTED, KEPT], ids=["dense", "lists", "elements"])
@@ -406,20 +408,20 @@ def test_lists_of_a_mask_are_made_anew_at_each_call_and_in_replays(machines, mon
 def test_a_new_seed_or_offset_of_dropout_asks_nothing_again(machines, monkeypatch, mask, has_out):
     """Graphs that are walked back in any order draw as their own calls did."""
     dropouts = [cuflash.Dropout(0.4, *numbers) for numbers in ((3, 0), (3, 1), (2**64 - 1, 2**32 - 1))]
-    inputs, given = leaves(Q, K, V), [on_device(tensor).requires_grad_() for tensor in (Q, K, V)]
+    inputs, arrays = leaves(Q, K, V), [on_device(tensor).requires_grad_() for tensor in (Q, K, V)]
     on_host = [attention(*inputs, mask=mask, dropout=each) for each in dropouts]
-    there = mask if mask is not KEPT else on_device(KEPT)
+    device_mask = mask if mask is not KEPT else on_device(KEPT)
 
     def call(dropout):
         out = on_device(torch.empty(Q.shape)) if has_out else None
-        return attention(*given, mask=there, dropout=dropout, out=out)
+        return attention(*arrays, mask=device_mask, dropout=dropout, out=out)
 
-    torch.autograd.grad(call(dropouts[0]), given, DO)
+    torch.autograd.grad(call(dropouts[0]), arrays, DO)
     monkeypatch.setattr(Call, "plan", lambda *args, **options: pytest.fail("planned again"))
     monkeypatch.setattr(gpu, "BoundPass", lambda *args: pytest.fail("bound again"))
-    made = [call(each) for each in dropouts]
+    outputs = [call(each) for each in dropouts]
     examples = [example_of(mask=mask.numpy() if mask is KEPT else mask, dropout=each) for each in dropouts]
-    for results, tensors in ((made, given), (on_host, inputs)):
+    for results, tensors in ((outputs, arrays), (on_host, inputs)):
         for o, example in zip(reversed(results), reversed(examples)):
             named = dict(zip(("o", "dq", "dk", "dv"), (o, *torch.autograd.grad(o, tensors, DO)), strict=True))
             require_bounds(named, example)
@@ -429,18 +431,18 @@ def test_a_new_seed_or_offset_of_dropout_asks_nothing_again(machines, monkeypatc
 @pytest.mark.parametrize("has_out", [False, True])
 def test_after_one_call_both_passes_are_captured_and_replayed_with_new_data(machines, mask, has_out):
     (cupy, pytorch), mask = machines, mask() if mask is an_index else mask
-    given = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)]
+    arrays = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)]
     do, out = on_device(DO), on_device(torch.empty(Q.shape)) if has_out else None
     stream = cupy.cuda.Stream()
     with pytorch.stream(stream):
-        attention(*given, mask=mask, out=out).backward(do)
+        attention(*arrays, mask=mask, out=out).backward(do)
         stream.begin_capture()
-        o = attention(*given, mask=mask, out=out)
-        ours = torch.autograd.grad(o, given, do)
+        o = attention(*arrays, mask=mask, out=out)
+        ours = torch.autograd.grad(o, arrays, do)
         graph = stream.end_capture()
     fresh = drawn(Q.shape, K.shape, V.shape, DO.shape, seed=1)
     with torch.no_grad():
-        for tensor, new in zip((*given, do), fresh):
+        for tensor, new in zip((*arrays, do), fresh):
             tensor.copy_(new)
     graph.launch()
     assert not has_out or o.data_ptr() == out.data_ptr()
@@ -470,7 +472,7 @@ def test_tensors_must_be_on_one_device_and_on_the_current_one(machines, monkeypa
 
 def test_a_call_after_others_gives_what_it_gives_alone(machines):
     """Everything that decides a call is part of the key by which repeated calls are looked up."""
-    given = [on_device(tensor) for tensor in (Q, K, V)]
+    inputs = [on_device(tensor) for tensor in (Q, K, V)]
     ways = [
         ({}, PLAIN), ({"causal": True}, example_of(mask=masks.Causal())),
         ({"window": (3, 1)}, example_of(mask=masks.SlidingWindow(3, 1))), ({"scale": 0.5}, example_of(scale=0.5)),
@@ -480,7 +482,7 @@ def test_a_call_after_others_gives_what_it_gives_alone(machines):
     ]  # fmt: skip
     for _ in range(2):
         for options, example in ways:
-            o, lse = attention(*given, **options, return_lse=True)
+            o, lse = attention(*inputs, **options, return_lse=True)
             require_bounds({"o": o, "lse": lse}, example)
             if "out" not in options:
                 o, lse = attention(Q, K, V, **options, return_lse=True)

@@ -26,7 +26,7 @@ SINK = np.array([0.5, -1.0, 2.0, 0.0], np.float32)
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[cupy_machine.Cupy]:
-    """The stand-ins for PyTorch and CuPy, with one current stream for both."""
+    """Return the stand-ins for PyTorch and CuPy, with one current stream for both."""
     with torch_machine.installed(monkeypatch, tmp_path) as (machine, _):
         monkeypatch.setattr(layouts, "_is_on_stream_of", lambda tensor, cupy: True)
         monkeypatch.setattr(layouts, "_of_tensor", lambda tensor, cupy: cupy.from_dlpack(tensor))
@@ -39,13 +39,13 @@ def a_cache(cupy: Any) -> KVCache:
 
 def walked(cupy: Any, send: Any, after: Any = lambda step: None) -> list[Any]:
     """Return results of steps whose queries, new rows and sink a function sends to the device."""
-    cache, made = a_cache(cupy), []
+    cache, outputs = a_cache(cupy), []
     for step, (q, k, v) in enumerate(ROWS):
         q, k, v = send(q), send(np.ascontiguousarray(k[:, :2])), send(np.ascontiguousarray(v[:, :2]))
         cache.append(k, v)
-        made += [cache.attention(q).get(), *(x.get() for x in cache.attention(q, sink=send(SINK), return_lse=True))]
+        outputs += [cache.attention(q).get(), *(x.get() for x in cache.attention(q, sink=send(SINK), return_lse=True))]
         after(step)
-    return made
+    return outputs
 
 
 @needs_compiler
@@ -57,8 +57,8 @@ def test_tensors_of_a_layout_seen_twice_are_read_in_place(cupy: Any, monkeypatch
             for module in (_doors, cache_steps):
                 monkeypatch.setattr(module, "as_arrays", lambda *args: pytest.fail("taken again"))
 
-    made = walked(cupy, on_device, after)
-    assert len(made) == 18 and all(np.array_equal(*pair) for pair in zip(made, wanted))
+    outputs = walked(cupy, on_device, after)
+    assert len(outputs) == 18 and all(np.array_equal(*pair) for pair in zip(outputs, wanted))
 
 
 @needs_compiler
@@ -93,21 +93,21 @@ def test_counts_are_taken_from_tensors_on_a_gpu() -> None:
 
 
 def counts_are_taken(cupy: Any, send: Any) -> None:
-    """Counts in tensors of the host leave a cache as it is; those on its device let the device count."""
+    """Check that host counts leave a cache as it is, and that counts on its device let the device count."""
     counts, q, k = np.array([1, 0], np.int32), ROWS[0, 0], np.ascontiguousarray(ROWS[0, 1, :, :2])
     lengths = np.array([2, 1], np.int32)
-    made = []
+    outputs = []
     for of_counts in (lambda x: x.tolist(), torch.from_numpy, send):
         cache = a_cache(cupy)
         cache.append(send(k), send(k))
         cache.reserve(torch.from_numpy(lengths))
         for _ in range(2):  # the second is bound
             cache.append(send(k), send(k), counts=of_counts(counts))
-            made.append(cache.attention(send(q), counts=of_counts(counts)).get())
-        assert cache._is_counted_on_device == (of_counts is send) and cache.lengths.get().tolist() == [3, 1]
+            outputs.append(cache.attention(send(q), counts=of_counts(counts)).get())
+        assert cache._state.is_counted_on_device == (of_counts is send) and cache.lengths.get().tolist() == [3, 1]
         cache.truncate(of_counts(lengths))
-        assert cache._is_counted_on_device == (of_counts is send) and cache.lengths.get().tolist() == [2, 1]
-    assert all(np.array_equal(*pair) for pair in zip(made, made[:2] * 3))
+        assert cache._state.is_counted_on_device == (of_counts is send) and cache.lengths.get().tolist() == [2, 1]
+    assert all(np.array_equal(*pair) for pair in zip(outputs, outputs[:2] * 3))
     with pytest.raises(UnsupportedProblem, match="counts on a device must be .* of 2 int32, .* dtype int64"):
         a_cache(cupy).append(send(k), send(k), counts=send(counts.astype(np.int64)))
 
@@ -132,8 +132,8 @@ def test_tensors_on_a_gpu_are_read_as_arrays_are() -> None:
     cupy = pytest.importorskip("cupy")
     if not torch.cuda.is_available():
         pytest.skip("PyTorch finds no GPU")
-    made, wanted = walked(cupy, lambda x: torch.from_numpy(x).cuda()), walked(cupy, cupy.asarray)
-    assert all(np.array_equal(*pair) for pair in zip(made, wanted))
+    outputs, wanted = walked(cupy, lambda x: torch.from_numpy(x).cuda()), walked(cupy, cupy.asarray)
+    assert all(np.array_equal(*pair) for pair in zip(outputs, wanted))
 
 
 @needs_compiler
@@ -148,7 +148,7 @@ def test_tensors_on_a_gpu_are_read_as_arrays_are() -> None:
     ],
 )
 def test_tensors_that_are_refused_at_first_are_refused_later(cupy: Any, change: Any, reason: str) -> None:
-    told = []
+    messages = []
     for steps in (0, 3):
         cache = a_cache(cupy)
         q, k = on_device(ROWS[0, 0]), on_device(ROWS[0, 1, :, :2])
@@ -156,9 +156,9 @@ def test_tensors_that_are_refused_at_first_are_refused_later(cupy: Any, change: 
             cache.append(k, k)
             cache.attention(q)
         for call in (lambda x: cache.append(x, k), cache.attention):
-            given = q if call == cache.attention else k
+            argument = q if call == cache.attention else k
             with pytest.raises(UnsupportedProblem, match=reason) as caught:
-                call(change(given.clone().as_subclass(type(given))))
-            told.append(str(caught.value))
+                call(change(argument.clone().as_subclass(type(argument))))
+            messages.append(str(caught.value))
             cache.append(k, k)  # so that the query has keys
-    assert told[:2] == told[2:]
+    assert messages[:2] == messages[2:]

@@ -38,17 +38,17 @@ def as_numpy(tensor):
     return host.float().numpy().astype(ml_dtypes.bfloat16) if host.dtype == torch.bfloat16 else host.numpy()
 
 
-def within_bounds(tensors, mask, found, **operands):
+def within_bounds(tensors, mask, results, **operands):
     q, k, v, do = map(as_numpy, tensors)
     example = GPU.rounded(Example(q=q, k=k, v=v, mask=mask, do=do, **operands))
-    assert_within_bounds(example, **{name: as_numpy(tensor) for name, tensor in found.items()})
+    assert_within_bounds(example, **{name: as_numpy(tensor) for name, tensor in results.items()})
 
 
 def passes(tensors, **options):
     """Return results and gradients of leaves with the tensors' values."""
-    given = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
-    o, lse = attention(*given, **options, return_lse=True)
-    dq, dk, dv = torch.autograd.grad(o, given, tensors[3])
+    inputs = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
+    o, lse = attention(*inputs, **options, return_lse=True)
+    dq, dk, dv = torch.autograd.grad(o, inputs, tensors[3])
     return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
@@ -57,9 +57,9 @@ def passes(tensors, **options):
 def test_every_result_is_within_its_bound(dtype, mask):
     tensors = drawn(dtype)
     for _ in range(2):
-        found = passes(tensors, mask=mask)
-        within_bounds(tensors, mask, found)
-    assert all(tensor.is_cuda and tensor.dtype == tensors[0].dtype for name, tensor in found.items() if name != "lse")
+        results = passes(tensors, mask=mask)
+        within_bounds(tensors, mask, results)
+    assert all(tensor.is_cuda and tensor.dtype == tensors[0].dtype for name, tensor in results.items() if name != "lse")
 
 
 @pytest.mark.parametrize("kernel", ["sm80", "sm90", "simt"])
@@ -69,11 +69,11 @@ def test_results_lie_in_memory_as_tensors_do(mask, kernel):
     if kernel == "sm90" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the GPU must have compute capability 9.0")
     tensors = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in drawn()]
-    found = passes(tensors, mask=mask, kernel=kernel)
-    within_bounds(tensors, mask, found)
-    assert found["lse"].is_contiguous()
+    results = passes(tensors, mask=mask, kernel=kernel)
+    within_bounds(tensors, mask, results)
+    assert results["lse"].is_contiguous()
     for name, like in zip(("o", "dq", "dk", "dv"), (tensors[0], *tensors)):
-        assert found[name].stride() == like.stride()
+        assert results[name].stride() == like.stride()
 
 
 MASKS = {
@@ -91,17 +91,17 @@ def test_masks_are_tensors_and_indexes(kind, is_on_other_stream):
     stream = torch.cuda.Stream() if is_on_other_stream else torch.cuda.current_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        found = passes(tensors, mask=MASKS[kind]())
+        results = passes(tensors, mask=MASKS[kind]())
     torch.cuda.synchronize()
-    within_bounds(tensors, expected, found)
+    within_bounds(tensors, expected, results)
 
 
 def test_gradients_of_broadcast_axes_and_from_lse_are_within_their_bounds():
     q, k, v, do = drawn("float32")
     tensors = q, k[:1], v[0], do
-    given = [each.requires_grad_() for each in tensors[:3]]
-    o, lse = attention(*given, return_lse=True)
-    dq, dk, dv = torch.autograd.grad([o, lse], given, [do, lse.detach()])
+    inputs = [each.requires_grad_() for each in tensors[:3]]
+    o, lse = attention(*inputs, return_lse=True)
+    dq, dk, dv = torch.autograd.grad([o, lse], inputs, [do, lse.detach()])
     within_bounds(tensors, None, {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}, dlse=as_numpy(lse))
 
 
@@ -137,8 +137,8 @@ def test_both_passes_run_on_pytorchs_current_stream():
         do = torch.zeros_like(tensors[3]).copy_(tensors[3])
         dq, dk, dv = torch.autograd.grad(o, late, do)
     stream.synchronize()
-    found = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
-    within_bounds(tensors, masks.Causal("bottom_right"), found)
+    results = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    within_bounds(tensors, masks.Causal("bottom_right"), results)
 
 
 @pytest.mark.parametrize("has_out", [False, True])
@@ -146,14 +146,14 @@ def test_both_passes_run_on_pytorchs_current_stream():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_after_one_call_both_passes_are_captured_and_replayed_with_new_data(dtype, kind, has_out):
     tensors = drawn(dtype)
-    given, do = [tensor.detach().requires_grad_() for tensor in tensors[:3]], tensors[3]
+    inputs, do = [tensor.detach().requires_grad_() for tensor in tensors[:3]], tensors[3]
     far = masks.Dilated(3, align="top_left")
     mask = {"dense": None, "far": far, "index": BlockIndex.from_mask(far, 190, 250, 64)}[kind]
     out = (torch.empty_like(do), torch.empty(do.shape[:-1], device="cuda")) if has_out else None
 
     def step():
-        o, lse = attention(*given, mask=mask, out=out, return_lse=True)
-        return {"o": o, "lse": lse} | dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, given, do)))
+        o, lse = attention(*inputs, mask=mask, out=out, return_lse=True)
+        return {"o": o, "lse": lse} | dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, inputs, do)))
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -162,16 +162,16 @@ def test_after_one_call_both_passes_are_captured_and_replayed_with_new_data(dtyp
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = step()
+        results = step()
     for seed in (1, 2):
         fresh = drawn(dtype, seed)
         with torch.no_grad():
-            for tensor, values in zip((*given, do), fresh):
+            for tensor, values in zip((*inputs, do), fresh):
                 tensor.copy_(values)
         graph.replay()
         torch.cuda.synchronize()
-        within_bounds(fresh, far if kind == "index" else mask, found)
-    assert not has_out or (out[0].data_ptr(), out[1].data_ptr()) == (found["o"].data_ptr(), found["lse"].data_ptr())
+        within_bounds(fresh, far if kind == "index" else mask, results)
+    assert not has_out or (out[0].data_ptr(), out[1].data_ptr()) == (results["o"].data_ptr(), results["lse"].data_ptr())
 
 
 def test_a_capture_with_an_index_that_was_never_used_is_refused():
@@ -186,12 +186,12 @@ def test_a_capture_with_an_index_that_was_never_used_is_refused():
 
 def test_a_capture_of_a_call_that_was_never_made_is_refused():
     # No other test has these widths, so that no kernel for them is compiled.
-    given = [torch.randn(1, 3, 70, dim, device="cuda", dtype=torch.float64) for dim in (200, 200, 24)]
+    inputs = [torch.randn(1, 3, 70, dim, device="cuda", dtype=torch.float64) for dim in (200, 200, 24)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         torch.zeros(1, device="cuda")  # PyTorch warns of an empty graph
         with pytest.raises(RuntimeError, match="make the same call once"):
-            attention(*given, window=(11, 3))
+            attention(*inputs, window=(11, 3))
 
 
 def test_checks_run_and_empty_and_far_scaled_calls_too(monkeypatch):
@@ -207,11 +207,11 @@ def test_checks_run_and_empty_and_far_scaled_calls_too(monkeypatch):
 def test_a_tensor_on_another_device_is_refused():
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
-    given = [tensor.to("cuda:1") for tensor in drawn()[:3]]
+    inputs = [tensor.to("cuda:1") for tensor in drawn()[:3]]
     with pytest.raises(cuflash.UnsupportedProblem, match="call within torch.cuda.device"):
-        attention(*given)
+        attention(*inputs)
     with torch.cuda.device(1):
-        assert attention(*given).device.index == 1
+        assert attention(*inputs).device.index == 1
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -220,5 +220,5 @@ def test_calls_for_cupy_take_tensors_of_bfloat16_too(dtype):
     (o, lse), vjp = cuflash.attention_vjp(*tensors[:3], return_lse=True)
     dq, dk, dv = vjp(tensors[3])
     q, k, v, do = map(as_numpy, tensors)
-    found = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
-    assert_within_bounds(GPU.rounded(Example(q=q, k=k, v=v, do=do)), **{name: x.get() for name, x in found.items()})
+    results = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    assert_within_bounds(GPU.rounded(Example(q=q, k=k, v=v, do=do)), **{name: x.get() for name, x in results.items()})

@@ -36,11 +36,11 @@ TABLE, PLACE = drawn(4, 9, seed=7), torch.arange(7) % 3
 
 def options_of(bias=None, sink=None, slope=None, table=None, place=PLACE, to=lambda tensor: tensor):
     """Return the options of a call with these tensors."""
-    given = {} if bias is None else {"bias": to(bias)}
-    given |= {} if sink is None else {"sink": to(sink)}
+    options = {} if bias is None else {"bias": to(bias)}
+    options |= {} if sink is None else {"sink": to(sink)}
     if slope is not None:
-        given |= {"score": Score(warped, slope=to(slope), table=to(table), place=to(place)), "softcap": 5.0}
-    return given
+        options |= {"score": Score(warped, slope=to(slope), table=to(table), place=to(place)), "softcap": 5.0}
+    return options
 
 
 def as_numpy(tensor):
@@ -52,8 +52,8 @@ def expected(names, *, dtype, **tensors):
     q, k, v, do = (as_numpy(tensor).astype(dtype) for tensor in (Q, K, V, DO))
     options = options_of(**tensors, to=lambda x: as_numpy(x).astype(dtype) if x.is_floating_point() else as_numpy(x))
     (o, lse), vjp = cuflash.attention_vjp(q, k, v, **options, wrt=tuple(names), causal="top_left", return_lse=True)
-    made = vjp(do, lse)
-    return o, lse, [*made, *(made[name] for name in names)]
+    gradients = vjp(do, lse)
+    return o, lse, [*gradients, *(gradients[name] for name in names)]
 
 
 EVERY = {"bias": BIAS, "sink": SINK, "slope": SLOPE, "table": TABLE}
@@ -64,33 +64,33 @@ def in_float32(tensor):
     return as_numpy(tensor.float() if tensor.is_floating_point() else tensor)
 
 
-def require_bounds(found, *, do=DO, dlse=None, mask=None, wrt=(), sink=None, bias=None, score=None, softcap=None):
+def require_bounds(results, *, do=DO, dlse=None, mask=None, wrt=(), sink=None, bias=None, score=None, softcap=None):
     """Require that float32 results of Q, K and V, by their names, are within their bounds of the exact ones.
 
     Options are those of a call with NumPy's arrays; the cap is first, then the bias, then the score.
     """
     parts = [] if score is None else [score if isinstance(score, Score) else Score(score)]
     parts += ([] if bias is None else [scores.bias(bias)]) + ([] if softcap is None else [scores.softcap(softcap)])
-    given = {name: in_float32(tensor) for name, tensor in {"q": Q, "k": K, "v": V, "do": do}.items()}
-    given |= {"dlse": dlse, "mask": mask, "sink": sink, "score": reduce(matmul, parts) if parts else None}
-    named = {name: as_numpy(tensor.cpu()) for name, tensor in found.items()}
+    arguments = {name: in_float32(tensor) for name, tensor in {"q": Q, "k": K, "v": V, "do": do}.items()}
+    arguments |= {"dlse": dlse, "mask": mask, "sink": sink, "score": reduce(matmul, parts) if parts else None}
+    named = {name: as_numpy(tensor.cpu()) for name, tensor in results.items()}
     others = {name: named.pop(name) for name in wrt}
-    assert_within_bounds(Example(**given, wrt=wrt), **named, others=others)
+    assert_within_bounds(Example(**arguments, wrt=wrt), **named, others=others)
 
 
 def require_bounds_of_every_operand(results, needed, dlse):
     """Require that o, lse, and gradients of q, k, v and of these operands, in a call with all, are within bounds."""
     names = "o", "lse", "dq", "dk", "dv", *("dsink" if name == "sink" else name for name in needed)
     options = options_of(**EVERY, to=in_float32) | {"wrt": tuple(name for name in needed if name != "sink")}
-    found = dict(zip(names, results, strict=True))
-    require_bounds(found, dlse=dlse, mask=masks.Causal("top_left"), **options)
+    by_name = dict(zip(names, results, strict=True))
+    require_bounds(by_name, dlse=dlse, mask=masks.Causal("top_left"), **options)
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_gradients_of_operands_are_those_of_differences(name):
     def call(leaf):
-        given = options_of(**EVERY | {name: leaf})
-        return attention(Q[:1, :, :3], K[:1], V[:1], **given, causal="top_left", return_lse=True)
+        options = options_of(**EVERY | {name: leaf})
+        return attention(Q[:1, :, :3], K[:1], V[:1], **options, causal="top_left", return_lse=True)
 
     assert torch.autograd.gradcheck(call, [EVERY[name].clone().requires_grad_()])
 
@@ -150,9 +150,9 @@ def test_packed_sequences_have_scores_of_tensors_and_of_none(kind):
 
     o, vjp = cuflash.attention_vjp(*map(as_numpy, (Q, K, V)), mask=mask, score=of(as_numpy(SLOPE)), wrt="slopes")
     slopes = SLOPE.clone().requires_grad_()
-    found = attention(Q, K, V, mask=mask, score=of(slopes))
-    assert (as_numpy(found) == o).all()
-    (dslopes,) = torch.autograd.grad(found, slopes, DO)
+    actual = attention(Q, K, V, mask=mask, score=of(slopes))
+    assert (as_numpy(actual) == o).all()
+    (dslopes,) = torch.autograd.grad(actual, slopes, DO)
     assert (as_numpy(dslopes) == vjp(as_numpy(DO))["slopes"]).all()
     plain = scores.within(lambda s, b, h, i, j: s - 0.5 * abs(i - j), q_offsets, kv_offsets)
     halves = of(torch.full((4,), 0.5, dtype=torch.float64))
@@ -168,9 +168,9 @@ def test_a_scale_or_cap_that_is_a_tensor_is_refused_and_a_temperature_is_learnt(
         (reason,) = reasons_of(call, Q, K, V, softcap=scale)
         assert reason.startswith("softcap must be a positive finite number; got ")
     per_head = torch.full((4,), 0.3, dtype=torch.float64, requires_grad=True)
-    found = attention(Q, K, V, scale=1.0, score=scores.temperature(per_head))
-    torch.testing.assert_close(found, attention(Q, K, V, scale=0.3))
-    assert torch.autograd.grad(found.sum(), per_head)[0].count_nonzero()
+    actual = attention(Q, K, V, scale=1.0, score=scores.temperature(per_head))
+    torch.testing.assert_close(actual, attention(Q, K, V, scale=0.3))
+    assert torch.autograd.grad(actual.sum(), per_head)[0].count_nonzero()
 
 
 @pytest.mark.parametrize("needed", [("bias",), ("slope", "sink"), ("table",), tuple(EVERY)])
@@ -188,16 +188,16 @@ def test_only_operands_that_require_gradients_have_them(tmp_path, monkeypatch, p
         q, k, v = (to(tensor).requires_grad_() for tensor in (Q, K, V))
         leaves = {name: to(tensor).requires_grad_(name in needed) for name, tensor in EVERY.items()}
         for _ in range(2):
-            given = options_of(**leaves, place=to(PLACE))
-            ours = attention(q, k, v, **given, causal="top_left", return_lse=True)
-            found = torch.autograd.grad(
+            options = options_of(**leaves, place=to(PLACE))
+            ours = attention(q, k, v, **options, causal="top_left", return_lse=True)
+            results = torch.autograd.grad(
                 ours, [q, k, v, *(leaves[name] for name in needed)], [DO.to(of_torch), torch.tensor(lse)]
             )
-            assert all(mine.dtype == of_torch for mine in (*ours, *found))
+            assert all(mine.dtype == of_torch for mine in (*ours, *results))
             if place == "gpu":
-                require_bounds_of_every_operand([*ours, *found], needed, lse)
+                require_bounds_of_every_operand([*ours, *results], needed, lse)
                 continue
-            for mine, theirs in zip([*ours, *found], [o, lse, *gradients], strict=True):
+            for mine, theirs in zip([*ours, *results], [o, lse, *gradients], strict=True):
                 assert (as_numpy(mine) == theirs).all()
 
     if place == "cpu":
@@ -237,8 +237,10 @@ def test_operands_on_a_gpu_have_gradients_captured_or_not(needed):
 
 @pytest.mark.parametrize("executor", ["cpu", "sim"])
 def test_results_are_those_of_the_same_arrays(executor):
-    given = options_of(**EVERY, to=lambda x: x.float() if x.is_floating_point() else x)
-    ours = attention(Q.float(), K.float(), V.float(), **given, causal="top_left", executor=executor, return_lse=True)
+    arguments = options_of(**EVERY, to=lambda x: x.float() if x.is_floating_point() else x)
+    ours = attention(
+        Q.float(), K.float(), V.float(), **arguments, causal="top_left", executor=executor, return_lse=True
+    )
     assert not ours[0].requires_grad
     arrays, options = map(in_float32, (Q, K, V)), options_of(**EVERY, to=in_float32)
     theirs = cuflash.attention(*arrays, **options, causal="top_left", executor=executor, return_lse=True)
@@ -252,14 +254,14 @@ def test_gradients_of_a_gathered_table_repeat_on_kernels():
     options = options_of(slope=SLOPE, table=TABLE, to=in_float32)
     for deterministic in (False, True):
         table = TABLE.float().requires_grad_()
-        given = options_of(slope=SLOPE.float(), table=table)
-        attention(*tensors, **given, executor="sim", deterministic=deterministic).sum().backward()
+        arguments = options_of(slope=SLOPE.float(), table=table)
+        attention(*tensors, **arguments, executor="sim", deterministic=deterministic).sum().backward()
         require_bounds({"table": table.grad}, do=torch.ones_like(DO), wrt=("table",), **options)
         assert table.grad.any()
 
 
 def test_a_repeated_call_on_a_gpu_reads_new_numbers_and_tensors(tmp_path, monkeypatch):
-    """Another number is an argument of the same kernels; calls with another function, bias or sink are told apart."""
+    """Another number is an argument of the same kernels; another function, bias or sink makes another call."""
     q, k, v = (tensor.float() for tensor in (Q, K, V))
     calls = [
         {"softcap": 2.0}, {"softcap": 3.0}, {}, {"bias": BIAS.float()}, {"sink": SINK.float()},
@@ -281,7 +283,7 @@ def test_a_repeated_call_on_a_gpu_reads_new_numbers_and_tensors(tmp_path, monkey
             for options in calls:
                 o = attention(*map(on_device, (q, k, v)), **sent(options))
                 require_bounds({"o": o}, **sent(options, as_numpy))
-        monkeypatch.setattr(Call, "plan", lambda *given: pytest.fail("planned again"))
+        monkeypatch.setattr(Call, "plan", lambda *arguments: pytest.fail("planned again"))
         attention(*map(on_device, (q, k, v)), **sent({"score": scores.alibi(2 * SLOPE.float())}))
 
 
@@ -296,7 +298,7 @@ def test_calls_for_numpy_take_scores_over_tensors_without_gradients():
     for call in (cuflash.attention, cuflash.plan):
         with pytest.raises(cuflash.UnsupportedProblem) as caught:
             call(q, k, v, score=scores.alibi(learnt["slopes"]), bias=learnt["bias"])
-        assert [reason.partition(" must not require gradients, which calls for NumPy")[0] for reason in (
+        assert [reason.partition(" must not require gradients, which NumPy calls")[0] for reason in (
             caught.value.reasons
         )] == [*learnt]  # fmt: skip
 
@@ -306,7 +308,7 @@ BAD = {
     "a captured array of NumPy": (
         lambda: {"score": scores.alibi(as_numpy(SLOPE))}, TypeError, "slopes must be a torch.Tensor; got an array of"
     ),
-    "a bias that is no array": (lambda: {"bias": 3.0}, TypeError, "bias must be an array; got 3.0"),
+    "a bias that is not an array": (lambda: {"bias": 3.0}, TypeError, "bias must be an array; got 3.0"),
     "a bool bias": (lambda: {"bias": BIAS > 0}, cuflash.UnsupportedProblem, "bias must be float16.*write mask=bias"),
     "an eighth of a bias": (
         lambda: {"bias": BIAS.to(torch.float8_e4m3fn)}, cuflash.UnsupportedProblem, "bias must be float16, bfloat16"
@@ -339,10 +341,10 @@ def test_float64_operands_beside_float32_have_float64_gradients():
     q, k, v, do = (tensor.float() for tensor in (Q, K, V, DO))
     wide = [tensor.clone().requires_grad_() for tensor in (BIAS, SINK, SLOPE)]
     narrow = [tensor.detach().float().requires_grad_() for tensor in wide]
-    made = []
+    results = []
     for bias, sink, slope in (wide, narrow):
         o = attention(q, k, v, bias=bias, sink=sink, score=scores.alibi(slope))
-        made.append((o, *torch.autograd.grad(o, (bias, sink, slope), do)))
-    assert [x.dtype for x in made[0]] == [torch.float32, torch.float64, torch.float64, torch.float64]
-    for first, second in zip(*made):
+        results.append((o, *torch.autograd.grad(o, (bias, sink, slope), do)))
+    assert [x.dtype for x in results[0]] == [torch.float32, torch.float64, torch.float64, torch.float64]
+    for first, second in zip(*results):
         assert torch.equal(first.float(), second)

@@ -107,8 +107,8 @@ def test_a_tangent_is_refused_and_its_primal_is_taken(name):
         CALLS[name](lambda tensor: forward_ad.unpack_dual(dual(tensor)).primal)
     CALLS[name](lambda tensor: tensor)
     assert reason == (
-        f"{argument} must not carry a tangent, since attention has no forward-mode derivative; got a dual tensor: pass "
-        f"torch.autograd.forward_ad.unpack_dual({argument}).primal, or differentiate with torch.autograd.grad"
+        f"{argument} must not carry a tangent, because attention has no forward-mode derivative; got a dual tensor: "
+        f"pass torch.autograd.forward_ad.unpack_dual({argument}).primal, or differentiate with torch.autograd.grad"
     )
 
 
@@ -116,7 +116,7 @@ def test_a_tangent_is_refused_and_its_primal_is_taken(name):
 def test_a_tensor_with_operations_of_its_own_is_refused(name):
     argument = name.split()[1]
     (reason,) = reasons_of(CALLS[name], lambda tensor: tensor.as_subclass(Tagged))
-    assert reason == f"{argument} must be a plain torch.Tensor; got a Tagged: its as_subclass(torch.Tensor) is one"
+    assert reason == f"{argument} must be a plain torch.Tensor; got a Tagged: pass {argument}.as_subclass(torch.Tensor)"
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -125,11 +125,11 @@ def test_masked_and_distributed_tensors_are_named_with_what_makes_plain_ones(cal
     masked = torch.masked.masked_tensor(Q, Q > 0)
     (reason,) = reasons_of(call, masked, K, V)
     assert reason == (
-        "q must be a plain torch.Tensor; got a MaskedTensor: its to_tensor(0) makes one, and mask= takes what it hides"
+        "q must be a plain torch.Tensor; got a MaskedTensor: pass q.to_tensor(0), and mask= for the hidden elements"
     )
     DTensor = type("DTensor", (Tagged,), {})
     (reason,) = reasons_of(call, Q, K.as_subclass(DTensor), V)
-    assert reason.endswith("got a DTensor: its full_tensor() makes one, and its to_local() is this process's part")
+    assert reason.endswith("got a DTensor: pass k.full_tensor(), or k.to_local() for the part of this process")
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Parameter, torch.nn.Buffer])

@@ -24,7 +24,7 @@ PADDING = torch.ones_like(TOKENS)
 PADDING[0, :3] = 0
 PADDING[1, -4:] = 0
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of itself and of what it imports
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers and its imports emit warnings
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,7 +40,7 @@ def llama(**changes: Any) -> Any:
 
 
 def trained(model: Any, name: str, tokens: Any = TOKENS, padding: Any = PADDING) -> tuple[Any, Any, Any]:
-    """Return logits of tokens that are no padding, the loss, and the gradients of all parameters.
+    """Return logits of tokens other than padding, the loss, and the gradients of all parameters.
 
     No token is predicted from padding, whose queries attend whatever transformers' mask function allows them.
     """
@@ -57,12 +57,14 @@ def trained(model: Any, name: str, tokens: Any = TOKENS, padding: Any = PADDING)
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any, dict[str, Any]]]:
     """Record queries, keys and options of the calls of `cuflash.torch.attention`."""
-    made: list[tuple[Any, Any, dict[str, Any]]] = []
+    recorded: list[tuple[Any, Any, dict[str, Any]]] = []
     attention = cuflash.torch.attention
     monkeypatch.setattr(
-        cuflash.torch, "attention", lambda q, k, v, **given: made.append((q, k, given)) or attention(q, k, v, **given)
+        cuflash.torch,
+        "attention",
+        lambda q, k, v, **options: recorded.append((q, k, options)) or attention(q, k, v, **options),
     )
-    return made
+    return recorded
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
@@ -113,7 +115,7 @@ def test_caps_and_sinks_of_other_models_are_taken(calls: Any, kind: str) -> None
     for mine, right in zip(trained(model, "exact"), theirs):
         torch.testing.assert_close(mine, right)
     option = {"Gemma2": "softcap", "GptOss": "sink"}[kind]
-    assert calls and all(given[option] is not None for _, _, given in calls)
+    assert calls and all(options[option] is not None for _, _, options in calls)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Mistral"])
@@ -141,14 +143,14 @@ def test_encoders_are_causal_where_they_say_so(kind):
     ends = {"pad_token_id": 0, "eos_token_id": 49, "bos_token_id": 48, "cls_token_id": 48, "sep_token_id": 49}
     config = getattr(transformers, f"{kind}Config")(**sizes, **ends, num_attention_heads=4, local_attention=4)
     torch.manual_seed(0)
-    model, found = getattr(transformers, f"{kind}Model")(config).double().eval(), []
+    model, results = getattr(transformers, f"{kind}Model")(config).double().eval(), []
     for name in ("sdpa", "exact"):
         model.set_attn_implementation(name)
         with torch.no_grad():
             whole = model(input_ids=TOKENS).last_hidden_state
             padded = model(input_ids=TOKENS[1:], attention_mask=PADDING[1:]).last_hidden_state[PADDING[1:].bool()]
-        found.append((whole, padded))
-    for ours, theirs in zip(*found, strict=True):
+        results.append((whole, padded))
+    for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -158,7 +160,7 @@ def test_relative_positions_of_encoders_and_decoders_are_added_and_learnt(kind):
         vocab_size=50, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0,
         dropout_rate=0.0,
     )  # fmt: skip
-    found = []
+    results = []
     for name in ("eager", "exact"):
         torch.manual_seed(0)
         make = getattr(transformers, f"{kind}ForConditionalGeneration")._from_config
@@ -168,8 +170,8 @@ def test_relative_positions_of_encoders_and_decoders_are_added_and_learnt(kind):
         biases = [each.grad for place, each in model.named_parameters() if "relative_attention_bias" in place]
         assert biases and all(each.count_nonzero() for each in biases)
         written = model.generate(TOKENS, attention_mask=PADDING, max_new_tokens=4, do_sample=False)
-        found.append((out.logits.detach(), *biases, written))
-    for ours, theirs in zip(*found, strict=True):
+        results.append((out.logits.detach(), *biases, written))
+    for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -183,7 +185,7 @@ def test_a_window_without_a_mask_is_that_of_the_model(calls):
     theirs = trained(model, "eager", padding=whole)
     for mine, right in zip(trained(model, "exact_unpadded", padding=whole), theirs):
         torch.testing.assert_close(mine, right)
-    assert all(given["window"] == (3, 0) and given["mask"] is None for _, _, given in calls)
+    assert all(options["window"] == (3, 0) and options["mask"] is None for _, _, options in calls)
     written = []
     for name in ("eager", "exact_unpadded"):
         model.set_attn_implementation(name)
@@ -206,17 +208,17 @@ def test_dropout_is_drawn_from_pytorch_s_generator(calls: Any, checkpoints: bool
     model = llama(attention_dropout=0.5).train()
     if checkpoints:
         model.gradient_checkpointing_enable()
-    found = []
+    results = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        found.append(trained(model, "exact"))
-    assert all(torch.equal(mine, again) for mine, again in zip(found[0], found[1]))
-    assert not torch.equal(found[0][1], found[2][1])
-    drawn = [given["dropout"] for _, _, given in calls]
+        results.append(trained(model, "exact"))
+    assert all(torch.equal(mine, again) for mine, again in zip(results[0], results[1]))
+    assert not torch.equal(results[0][1], results[2][1])
+    drawn = [options["dropout"] for _, _, options in calls]
     assert len({each.seed for each in drawn}) == 4 and {each.p for each in drawn} == {0.5}
     assert len(drawn) == (12 if checkpoints else 6)
     model.gradient_checkpointing_disable()
     torch.manual_seed(0)
-    for mine, whole in zip(found[0], trained(model, "exact")):
+    for mine, whole in zip(results[0], trained(model, "exact")):
         torch.testing.assert_close(mine, whole)
     assert all(torch.equal(x, y) for x, y in zip(trained(model.eval(), "exact"), trained(llama(), "exact")))

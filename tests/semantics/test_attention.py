@@ -81,7 +81,7 @@ def test_tiles_are_flat_where_tall_ones_would_visit_many_keys_for_few(name):
 
 
 def workspace(tokens, tile_memory_bytes):
-    """Bytes that a call of one head takes beside its arrays, on one thread."""
+    """Return the bytes that a call of one head takes in addition to its arrays, on one thread."""
     q = cuflash.ShapeDtype((1, tokens, 8), np.float32)
     device = DeviceSpec(name="x", num_processors=1, tile_memory_bytes=tile_memory_bytes)
     return cuflash.plan(q, q, q, device=device).workspace_bytes
@@ -89,7 +89,7 @@ def workspace(tokens, tile_memory_bytes):
 
 @given(st.integers(12, 24), st.integers(0, 200))
 def test_the_memory_of_a_call_is_linear_in_its_length_on_any_host(log_tokens, log_memory):
-    """Twice the tokens take at most twice the memory, from 4096 tokens on: a tile is no larger than that."""
+    """Twice the tokens take at most twice the memory, from 4096 tokens on: a tile is not larger than that."""
     assert workspace(2 << log_tokens, 1 << log_memory) <= 2 * workspace(1 << log_tokens, 1 << log_memory)
 
 

@@ -69,8 +69,8 @@ def test_masses_are_sums_of_the_softmax(run: Run) -> None:
 def test_each_dtype_errs_by_what_its_sums_round(run: Run, dtype: str) -> None:
     """A weight's relative error is at most the errors of its score and of its row's lse."""
     rng = np.random.default_rng(1)
-    made = np.dtype(bfloat16 if dtype == "bfloat16" else dtype)
-    q, k = rng.standard_normal((2, 4, 150, 40)).astype(made), rng.standard_normal((2, 2, 133, 40)).astype(made)
+    element = np.dtype(bfloat16 if dtype == "bfloat16" else dtype)
+    q, k = rng.standard_normal((2, 4, 150, 40)).astype(element), rng.standard_normal((2, 2, 133, 40)).astype(element)
     allowed = masks.Causal("bottom_right").toarray(150, 133)
     wide_q = q.astype(np.float64)
     mass = masses(run, q, k, block=(48, 32), causal="bottom_right")
@@ -128,10 +128,10 @@ def check_halves(run: Run, shape: Any, block: Any, causal: Any = False, listed: 
     allowed, mask = np.ones((4, seqlen_q, seqlen_kv), bool), None
     if listed:
         grid = [-(-length // listed) for length in (seqlen_q, seqlen_kv)]
-        kept = rng.random((4, *grid)) < 0.5
-        kept[:, 0] = False
-        allowed = kept.repeat(listed, axis=-2).repeat(listed, axis=-1)[:, :seqlen_q, :seqlen_kv]
-        mask = masks.BlockPattern(kept, listed) if listed > 1 else allowed
+        blocks = rng.random((4, *grid)) < 0.5
+        blocks[:, 0] = False
+        allowed = blocks.repeat(listed, axis=-2).repeat(listed, axis=-1)[:, :seqlen_q, :seqlen_kv]
+        mask = masks.BlockPattern(blocks, listed) if listed > 1 else allowed
     if causal:
         allowed = allowed & masks.Band(None, seqlen_kv - seqlen_q if causal == "bottom_right" else 0).toarray(
             seqlen_q, seqlen_kv
@@ -199,13 +199,13 @@ def test_nothing_to_attend_has_no_mass() -> None:
     [
         ({"block": 0}, "block must be an int of at least 1"),
         ({"block": (2, 2, 2)}, "block must be an int of at least 1"),
-        ({"lse": np.ones((2, 3))}, r"lse must be an array where q is, of shape \(2, 4\) and dtype float64"),
-        ({"lse": np.ones((2, 4), np.float32)}, "lse must be an array"),
+        ({"lse": np.ones((2, 3))}, r"lse must be on q's device, with shape \(2, 4\) and dtype float64"),
+        ({"lse": np.ones((2, 4), np.float32)}, "lse must be on"),
         ({"k": np.ones((2, 4, 2))}, "k must have q's head_dim=3"),
         ({"q": np.ones((2, 4, 5000))}, r"head_dim\) must be 1..4096"),
         ({"q": np.ones((2, 4, 3), int)}, "q's dtype must be one of"),
         ({"q": np.ones((3, 4, 3))}, "q's 3 heads must be a multiple of k's 2"),
-        ({"scale": 1e200}, "scale must be of a size from"),
+        ({"scale": 1e200}, "scale must have a magnitude from"),
         ({"scale": np.nan}, "scale must be a finite number"),
         ({"executor": "tpu"}, "executor must be"),
         ({"causal": "up"}, "causal must be"),
@@ -240,8 +240,8 @@ def test_errors_tell_of_q_and_k_alone_as_they_were_given(call: Any, name: str) -
     options = {} if call is cuflash.study.block_mass else {"budget": cuflash.selectors.Budget(top_k=1)}
     with pytest.raises(cuflash.UnsupportedProblem) as caught:
         call(np.ones(of_q), np.ones(of_k, dtype), block=2, scale=np.inf, **options)
-    told = [each for each in caught.value.reasons if not each.startswith("scale must be")]
-    assert len(caught.value.reasons) == 2 and told[0].startswith(reason), caught.value.reasons
+    reasons = [each for each in caught.value.reasons if not each.startswith("scale must be")]
+    assert len(caught.value.reasons) == 2 and reasons[0].startswith(reason), caught.value.reasons
 
 
 def test_all_reasons_are_given_at_once() -> None:

@@ -144,8 +144,8 @@ def test_scores_without_a_correct_digit_leave_the_spread_of_values_and_no_gradie
 @pytest.mark.parametrize("product_dtype", [np.float16, ml_dtypes.bfloat16])
 def test_rounding_p_costs_its_roundoff(product_dtype):
     example = GAUSSIAN.example()
-    kept, rounded = example.bounds.o, example.but(product_dtype=product_dtype).bounds.o
-    assert (rounded > kept).all()
+    bound, rounded = example.bounds.o, example.but(product_dtype=product_dtype).bounds.o
+    assert (rounded > bound).all()
     assert rounded.max() < 2 * float(ml_dtypes.finfo(product_dtype).eps) * np.abs(example.v).max()
 
 
@@ -179,7 +179,7 @@ def test_a_plan_gives_the_bounds_of_its_options_and_of_what_its_kernels_round(op
 def test_a_plan_is_refused_beside_its_options_and_for_other_arrays():
     q = np.ones((2, 10, 8), np.float32)
     of_shape = cuflash.plan(q, q, q, bias=cuflash.ShapeDtype((10, 10), np.float32))
-    for told, arguments in {
+    for message, arguments in {
         "plan must be a Plan or None; got 3": {"plan": 3},
         "product_dtype must be left out beside plan": {"plan": cuflash.plan(q, q, q), "product_dtype": np.float16},
         "sink must be None, as planned": {"plan": cuflash.plan(q, q, q), "sink": np.ones(2, np.float32)},
@@ -188,7 +188,7 @@ def test_a_plan_is_refused_beside_its_options_and_for_other_arrays():
     }.items():
         with pytest.raises(cuflash.UnsupportedProblem) as caught:
             error_bound(q, q, q, **arguments)
-        assert any(reason.startswith(told) for reason in caught.value.reasons)
+        assert any(reason.startswith(message) for reason in caught.value.reasons)
     x8 = cuflash.quantize(q)
     with pytest.raises(cuflash.UnsupportedProblem, match="plan must be None for Quantized"):
         error_bound(x8, x8, x8, plan=cuflash.plan(q, q, q))

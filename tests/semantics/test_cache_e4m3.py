@@ -56,9 +56,9 @@ def test_it_attends_to_the_rows_that_it_keeps(run: Any, dtype: Any, num_rows: in
     for b, length in enumerate(lengths):
         if b % 2 == 0:
             assert all(np.array_equal(one[0], x[b]) for one, x in zip(attend([b]), (o, lse)))
-        kept = [rounded_to_8_bits(x[b, :, :length].astype(np.float32)) for x in (k, v)]
-        exact = [x.astype(dtype) for x in kept]
-        assert all(np.array_equal(x.astype(np.float32), y) for x, y in zip(exact, kept))
+        rounded = [rounded_to_8_bits(x[b, :, :length].astype(np.float32)) for x in (k, v)]
+        exact = [x.astype(dtype) for x in rounded]
+        assert all(np.array_equal(x.astype(np.float32), y) for x, y in zip(exact, rounded))
         new = min(num_rows, length)
         example = Example(q=q[b, :, :new], k=exact[0], v=exact[1], mask=masks.Causal("bottom_right"))
         if dtype != np.float32:
@@ -69,7 +69,7 @@ def test_it_attends_to_the_rows_that_it_keeps(run: Any, dtype: Any, num_rows: in
 def test_rows_are_rounded_once() -> None:
     """Rows have equal bits if they are appended one by one or at once, forked, copied, truncated or read."""
     k, v = normal(2, 2, HEADS, 40, 16)
-    made = []
+    caches = []
     for pages in ({}, PAGES):
         at_once, one_by_one = KVCache(**SMALL, **pages), KVCache(**SMALL, **pages)
         at_once.append(k, v)
@@ -78,11 +78,11 @@ def test_rows_are_rounded_once() -> None:
         one_by_one.fork(0, 1)
         one_by_one.append(k[:, :, :3], v[:, :, :3])
         one_by_one.truncate([40, 40])
-        made += [at_once.rows(0), one_by_one.rows(0), one_by_one.rows(1), copy.copy(one_by_one).rows(0)]
-        made.append(pickle.loads(pickle.dumps(one_by_one)).rows(0))
-    for rows in made:
-        for found, given in zip(rows, (k, v)):
-            assert found.dtype == np.float32 and np.array_equal(found, rounded_to_8_bits(given[0]))
+        caches += [at_once.rows(0), one_by_one.rows(0), one_by_one.rows(1), copy.copy(one_by_one).rows(0)]
+        caches.append(pickle.loads(pickle.dumps(one_by_one)).rows(0))
+    for rows in caches:
+        for stored, original in zip(rows, (k, v)):
+            assert stored.dtype == np.float32 and np.array_equal(stored, rounded_to_8_bits(original[0]))
 
 
 def test_scales_are_powers_of_two_that_fill_the_format() -> None:
@@ -102,16 +102,16 @@ def test_scales_are_powers_of_two_that_fill_the_format() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
 def test_the_largest_numbers_stay_finite(dtype: Any) -> None:
-    """Above 1.9375 2^127 the nearest number of 8 bits would be 2^128."""
+    """Above 1.9375 2^127 the nearest FP8 number would be 2^128."""
     top = np.finfo(np.float32).max if dtype == np.float32 else ml_dtypes.finfo(dtype).max
     x = (np.float64(top) * np.linspace(0.9, 1, 40)[:, None] * np.array([1, -1, 0.1, 1e-38])).astype(dtype)[None, None]
     cache = KVCache(batch=1, num_kv_heads=1, head_dim=4, capacity=40, dtype="float8_e4m3fn")
     with np.errstate(over="raise", invalid="raise"):
         cache.append(x, 0 * x)
-        found = cache.rows(0)[0].astype(np.float64)
+        actual = cache.rows(0)[0].astype(np.float64)
         cache.attention(0 * x[:, :, :1])
-    assert (np.abs(found - x[0].astype(np.float64)) <= np.abs(x[0].astype(np.float64)) * 2.0**-4 + 2.0**108).all()
-    assert np.abs(found).max() == 1.875 * 2.0**127
+    assert (np.abs(actual - x[0].astype(np.float64)) <= np.abs(x[0].astype(np.float64)) * 2.0**-4 + 2.0**108).all()
+    assert np.abs(actual).max() == 1.875 * 2.0**127
 
 
 def test_a_cache_of_8_bits_says_what_it_is_and_takes() -> None:
@@ -138,7 +138,7 @@ WRONG = {
         lambda cache: cache.append(ROWS.astype(float), ROWS.astype(float)),
         "k must have shape (2, 2, n, 16) and dtype float16 or bfloat16 or float32; got (2, 2, 3, 16) and float64",
     ),
-    "rows of 8 bits": (lambda cache: cache.append(ROWS.astype(E4M3), ROWS.astype(E4M3)), "k must have shape"),
+    "FP8 rows": (lambda cache: cache.append(ROWS.astype(E4M3), ROWS.astype(E4M3)), "k must have shape"),
     "rows of two dtypes": (
         lambda cache: cache.append(ROWS, ROWS.astype(BFLOAT16)), "v must have k's dtype, float32; got bfloat16"
     ),
@@ -157,7 +157,7 @@ WRONG = {
         lambda cache: KVCache.over(cache.k, cache.v, np.zeros((2, 1), int), [0, 0]),
         "dtype must be that of pages without scales; got float8_e4m3fn",
     ),
-    "another format of 8 bits": (
+    "another FP8 format": (
         lambda cache: KVCache(**SMALL | {"dtype": ml_dtypes.float8_e5m2}),
         "dtype must be one of float16, bfloat16, float32, float64, float8_e4m3fn; got float8_e5m2",
     ),
@@ -169,8 +169,8 @@ def test_what_does_not_fit_is_refused_with_a_reason(name: str) -> None:
     call, words = WRONG[name]
     cache = KVCache(**SMALL)
     cache.append(ROWS, ROWS)
-    kept = cache.k.copy()
+    before = cache.k.copy()
     with pytest.raises(UnsupportedProblem) as caught:
         call(cache)
     assert words in str(caught.value)
-    assert np.array_equal(cache.k.view(np.uint8), kept.view(np.uint8)) and cache.lengths.tolist() == [3, 3]
+    assert np.array_equal(cache.k.view(np.uint8), before.view(np.uint8)) and cache.lengths.tolist() == [3, 3]

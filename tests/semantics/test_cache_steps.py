@@ -24,7 +24,7 @@ ROWS = RNG.standard_normal((12, 3, 4, 4, 64)).astype(np.float16)  # of 12 steps
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """A stand-in for CuPy that counts arrays and logs operations on streams."""
+    """Yield a stand-in for CuPy that counts arrays and logs operations on streams."""
     with cupy_machine.installed(monkeypatch, tmp_path) as machine:
         yield machine
 
@@ -47,33 +47,35 @@ def rows_of(xp: Any, step: int, count: int = 1) -> tuple[Any, Any, Any]:
 
 
 def forgotten(cache: KVCache) -> None:
-    assert cache._device is not None
-    cache._steps = cache._device.steps = Steps(cache.k, cache.v)
+    assert cache._state.device is not None
+    cache._state.steps = cache._state.device.steps = Steps(cache.k, cache.v)
 
 
 def walked(xp: Any, cache: KVCache, before: Callable[[KVCache], None]) -> list[Any]:
     """Return results of steps of several kinds, each of which occurs repeatedly, and the cache's rows and lengths."""
-    made: list[Any] = []
+    outputs: list[Any] = []
     out = xp.asarray(np.zeros((3, 4, 1, 64), np.float16))
     counts = [1, 0, 2]
-    if cache._is_counted_on_device:
+    if cache._state.is_counted_on_device:
         counts = xp.asarray(np.array(counts, np.int32))
     for step in range(4):
         before(cache)
         q, k, v = rows_of(xp, step)
         cache.append(k, v)
         before(cache)
-        made += [cache.attention(q), *cache.attention(q, return_lse=True)]
+        outputs += [cache.attention(q), *cache.attention(q, return_lse=True)]
         before(cache)
-        made += cache.attention(q, window=(2, None), out=out, return_lse=True)
-        made[-2] = out.copy()
+        outputs += cache.attention(q, window=(2, None), out=out, return_lse=True)
+        outputs[-2] = out.copy()
         before(cache)
         q, k, v = rows_of(xp, step + 4, 2)
         cache.append(k, v, counts=counts)
         before(cache)
-        made += cache.attention(q, counts=counts, scale=0.5, return_lse=True)
-    made = [x.get() for x in (*made, cache.lengths)]
-    return [*made, *(x.get() for b in range(3) for x in cache.rows(b))] if not cache._is_counted_on_device else made
+        outputs += cache.attention(q, counts=counts, scale=0.5, return_lse=True)
+    outputs = [x.get() for x in (*outputs, cache.lengths)]
+    if cache._state.is_counted_on_device:
+        return outputs
+    return [*outputs, *(x.get() for b in range(3) for x in cache.rows(b))]
 
 
 @pytest.mark.parametrize("pages", PAGED)
@@ -126,16 +128,16 @@ def test_a_later_step_reads_its_own_score_function(
     def attended(kind: dict[str, Any]) -> Any:
         return cache.attention(q, **kind).get()
 
-    made = [attended(kinds[0])]
+    outputs = [attended(kinds[0])]
     with monkeypatch.context() as checks:
         checks.setattr(_doors, "fit_reasons", lambda *args: pytest.fail("checked again"))
-        made.append(attended(kinds[1]))
-    made += map(attended, kinds[2:])
-    for kind, bound in zip(kinds, made):
+        outputs.append(attended(kinds[1]))
+    outputs += map(attended, kinds[2:])
+    for kind, bound in zip(kinds, outputs):
         forgotten(cache)
         assert np.array_equal(attended(kind), bound)
-    assert not np.array_equal(made[0], made[1]) and not np.array_equal(made[2], made[3])
-    assert np.array_equal(made[2], made[4])
+    assert not np.array_equal(outputs[0], outputs[1]) and not np.array_equal(outputs[2], outputs[3])
+    assert np.array_equal(outputs[2], outputs[4])
 
 
 class Foreign:
@@ -154,17 +156,17 @@ def test_a_later_step_of_another_librarys_arrays_plans_nothing(
     stand_in: Any, counted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = [rows_of(stand_in, step) for step in range(3)]
-    alone, made = a_cache(stand_in, "pages", counted), []
+    alone, outputs = a_cache(stand_in, "pages", counted), []
     wanted = [(alone.append(k, v), alone.attention(q).get())[1] for q, k, v in steps]
     cache = a_cache(stand_in, "pages", counted)
     for step, rows in enumerate(steps):
         q, k, v = (Foreign(x.get()) for x in rows)
         cache.append(k, v)
-        made.append(cache.attention(q).get())
+        outputs.append(cache.attention(q).get())
         if step == 0:
             for place, name in ((on_device, "append_pass"), (_doors, "pass_of"), (_doors, "row_reasons")):
                 monkeypatch.setattr(place, name, lambda *args, **options: pytest.fail("planned again"))
-    assert all(np.array_equal(*pair) for pair in zip(made, wanted))
+    assert all(np.array_equal(*pair) for pair in zip(outputs, wanted))
 
 
 def test_wrong_calls_are_refused_after_right_ones_as_before_them(xp: Any) -> None:
@@ -189,7 +191,7 @@ def test_wrong_calls_are_refused_after_right_ones_as_before_them(xp: Any) -> Non
 
     fresh = a_cache(xp)
     fresh.append(*rows_of(xp, 0)[1:])
-    told = [refused(call) for call in wrong_calls(fresh)]
+    messages = [refused(call) for call in wrong_calls(fresh)]
     used = a_cache(xp)
     strided = rows_of(xp, 2, 4)[1][:, :, :1]
     for turn in range(2):
@@ -201,7 +203,7 @@ def test_wrong_calls_are_refused_after_right_ones_as_before_them(xp: Any) -> Non
             used.attention(q, out=out)
             used.attention(q, window=(1, None), scale=1.0, out=out, return_lse=True)
         used.truncate([5, 1, 4])
-    assert [refused(call) for call in wrong_calls(used)] == told
+    assert [refused(call) for call in wrong_calls(used)] == messages
     assert used.lengths.get().tolist() == [5, 1, 4]
 
 
@@ -262,12 +264,12 @@ def test_steps_go_to_the_stream_that_is_current(xp: Any) -> None:
         streams[1 - number].synchronize()
         with streams[number]:
             cache.append(k, v)
-            made = cache.attention(q)
+            o = cache.attention(q)
         if isinstance(xp, cupy_machine.Cupy):
             launched = [entry for entry in xp.log if entry[0] == "launch"]
             assert launched[-2:] == [("launch", streams[number].ptr, entry) for entry in ("append", "decode")]
         streams[number].synchronize()
-        assert np.array_equal(made.get(), wanted)
+        assert np.array_equal(o.get(), wanted)
 
 
 def test_larger_calls_leave_the_memory_of_a_captured_one(xp: Any) -> None:
@@ -280,15 +282,15 @@ def test_larger_calls_leave_the_memory_of_a_captured_one(xp: Any) -> None:
     xp.cuda.get_current_stream().synchronize()
     with stream:
         stream.begin_capture()
-        made = cache.attention(q)
+        o = cache.attention(q)
         graph = stream.end_capture()
         wide = rows_of(xp, 2, 4)[0]
         cache.attention(wide)
-        assert cache._device is not None and len(cache._device.steps._memory) == 2
+        assert cache._state.device is not None and len(cache._state.device.steps._memory) == 2
         graph.launch(stream)
         stream.synchronize()
     alone.append(k, v)
-    assert np.array_equal(made.get(), alone.attention(q).get())
+    assert np.array_equal(o.get(), alone.attention(q).get())
     assert np.array_equal(cache.attention(wide).get(), alone.attention(wide).get())
 
 
@@ -296,8 +298,8 @@ def test_larger_calls_leave_the_memory_of_a_captured_one(xp: Any) -> None:
 def test_checks_that_are_asked_for_between_steps_are_made(stand_in: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, waits = a_cache(stand_in), []
     q, k, v = rows_of(stand_in, 1)
-    for asked in ("0", "1", "0", "1"):
-        monkeypatch.setenv("CUFLASH_CHECK", asked)
+    for value in ("0", "1", "0", "1"):
+        monkeypatch.setenv("CUFLASH_CHECK", value)
         stand_in.log.clear()
         cache.append(k, v)
         cache.attention(q)

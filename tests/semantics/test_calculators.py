@@ -67,10 +67,13 @@ def test_memory_of_a_call_is_that_of_its_arrays(dtype: str) -> None:
     arrays = example.q, example.k, example.v
     (o, lse), vjp = cuflash.attention_vjp(*arrays, return_lse=True)
     for plan in (cuflash.plan(*arrays), cuflash.plan(*arrays)._plan, cuflash.plan(*arrays, executor="sim")):
-        told = cuflash.study.memory(plan)
-        assert told.inputs == sum(array.nbytes for array in arrays) and told.results == o.nbytes + lse.nbytes
-        assert told.gradients == sum(gradient.nbytes for gradient in vjp(o))
-        assert told.workspace == plan.workspace_bytes and told.forward == told.inputs + told.results + told.workspace
+        report = cuflash.study.memory(plan)
+        assert report.inputs == sum(array.nbytes for array in arrays) and report.results == o.nbytes + lse.nbytes
+        assert report.gradients == sum(gradient.nbytes for gradient in vjp(o))
+        assert (
+            report.workspace == plan.workspace_bytes
+            and report.forward == report.inputs + report.results + report.workspace
+        )
 
 
 def test_the_command_says_what_a_cache_takes() -> None:
@@ -80,19 +83,20 @@ def test_the_command_says_what_a_cache_takes() -> None:
     whole = kv_cache_bytes(num_kv_heads=8, tokens=[100, 100], **model) / 2**30
     ungrouped = kv_cache_bytes(num_kv_heads=64, tokens=[100, 100], **model) / 2**30
     longest = largest_length(2 * 2**30, num_kv_heads=8, batch=2, **model)
-    told = [line.split() for line in memory_report([*sizes, *more]).splitlines()]
-    assert told[0] == ["a", "token", "640.00", "KiB"]
-    assert told[1] == ["2", "x", "100", "tokens", f"{whole:.2f}", "GiB"]
-    assert told[2][:5] == ["with", "64", "heads", f"{ungrouped:.2f}", "GiB"]
-    assert told[3][:5] == ["in", "2", "GiB", str(longest), "tokens"]
+    lines = [line.split() for line in memory_report([*sizes, *more]).splitlines()]
+    assert lines[0] == ["one", "token", "640.00", "KiB"]
+    assert lines[1] == ["2", "x", "100", "tokens", f"{whole:.2f}", "GiB"]
+    assert lines[2][:5] == ["with", "64", "heads", f"{ungrouped:.2f}", "GiB"]
+    assert lines[3][:5] == ["in", "2", "GiB", str(longest), "tokens"]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("--layers 2", "the following arguments are required"),
         ("--dtype float17", "error: --dtype must be a NumPy dtype or its name;"),
-        ("--dtype bool", "error: --dtype must be one of numbers; got bool"), ("--kv-heads x", "invalid int value: 'x'"),
+        ("--dtype bool", "error: --dtype must be a dtype of numbers; got bool"),
+        ("--kv-heads x", "invalid int value: 'x'"),
         ("--page-size 0", "error: --page-size must be a multiple of 16, at most 1024; got 0"),
         ("--available nan", "error: --available must be a number of GiB from 0 to 2**70; got nan"),
         ("--layers 0 --head-dim -1", "--layers must be at least 1; got 0; --head-dim must be at least 1; got -1"),
@@ -102,12 +106,12 @@ def test_the_command_says_what_a_cache_takes() -> None:
         ("--heads 0", "--heads must be a multiple of --kv-heads, 1; got 0"),
     ],
 )  # fmt: skip
-def test_the_command_refuses_what_makes_no_cache(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_what_makes_no_cache(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     good = [] if words == "--layers 2" else "--layers 1 --kv-heads 1 --head-dim 1 --tokens 1".split()
     with pytest.raises(SystemExit) as caught:
         memory_report([*good, *words.split()])
     said = capsys.readouterr().err
-    assert caught.value.code == 2 and "python -m cuflash memory: error:" in said and told in said
+    assert caught.value.code == 2 and "python -m cuflash memory: error:" in said and message in said
 
 
 FLAGS = {
@@ -122,14 +126,14 @@ def test_the_command_speaks_of_its_flags_alone(sizes: dict[str, int]) -> None:
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         try:
-            told = memory_report([word for name, size in sizes.items() for word in (f"--{name}", str(size))])
+            report = memory_report([word for name, size in sizes.items() for word in (f"--{name}", str(size))])
         except SystemExit as left:
             assert left.code == 2
             _, _, reasons = said.getvalue().partition("error: ")
             assert all(reason.startswith("--") for reason in reasons.split("; ")[::2])
             assert not any(name in reasons for name in FLAGS.values() if "_" in name)
         else:
-            assert f"{sizes['batch']} x {sizes['tokens']} tokens" in told and not said.getvalue()
+            assert f"{sizes['batch']} x {sizes['tokens']} tokens" in report and not said.getvalue()
 
 
 def test_the_command_takes_batches_of_any_size() -> None:

@@ -41,19 +41,19 @@ def sets_of(mask: Any, shape: MaskShape) -> np.ndarray[Any, Any]:
     num_lists = 1 if blocks.ndim == 2 else blocks.shape[-3]
     lists = np.broadcast_to(blocks, (*shape.batch, num_lists, *blocks.shape[-2:]))
     counts = np.broadcast_to(blocks.shape[-1] if counts is None else counts, lists.shape[:-1])
-    found = np.empty((*shape.batch, shape.num_heads, shape.seqlen_q), object)
-    for *leading, h, i in np.ndindex(found.shape):
+    results = np.empty((*shape.batch, shape.num_heads, shape.seqlen_q), object)
+    for *leading, h, i in np.ndindex(results.shape):
         place = (*leading, h * num_lists // shape.num_heads, i)
-        found[(*leading, h, i)] = {int(number) for number in lists[place][: counts[place]]} - {-1}
-    return found
+        results[(*leading, h, i)] = {int(number) for number in lists[place][: counts[place]]} - {-1}
+    return results
 
 
 def table_of(mask: Any, shape: MaskShape) -> np.ndarray[Any, Any]:
     """Return the mask from the definition, bool [*batch, num_heads, seqlen_q, seqlen_kv]."""
-    found = sets_of(mask, shape)
-    table = np.zeros((*found.shape, shape.seqlen_kv), bool)
-    for place in np.ndindex(found.shape):
-        for number in found[place]:
+    sets = sets_of(mask, shape)
+    table = np.zeros((*sets.shape, shape.seqlen_kv), bool)
+    for place in np.ndindex(sets.shape):
+        for number in sets[place]:
             table[place][number * mask.block : (number + 1) * mask.block] = True
     return table
 
@@ -83,8 +83,8 @@ def check_table(library: Any, shape_and_lists: tuple[MaskShape, Any]) -> None:
     assert index.block == (1, mask.block)
     lists = library.BlockIndex.from_mask(mask, block=(3, 5), **axes)
     leading = tuple(mask.blocks.shape[:-3])  # broadcast over the batch
-    found = index.toarray().reshape(*(leading if index.batch > 1 else ()), *index.shape[1:])
-    assert (np.broadcast_to(found, table.shape) == table).all()
+    dense = index.toarray().reshape(*(leading if index.batch > 1 else ()), *index.shape[1:])
+    assert (np.broadcast_to(dense, table.shape) == table).all()
     whole = (shape.num_batch, *shape[1:])
     assert (np.broadcast_to(lists.toarray(), whole) == table.reshape(whole)).all()
 
@@ -98,12 +98,12 @@ def test_a_query_attends_the_blocks_in_its_list(shape_and_lists: Any) -> None:
 def test_lists_on_a_device_hold_the_same_and_nothing_waits(shape_and_lists: Any) -> None:
     shape, mask = shape_and_lists
     on_device = mask.to(device_double.to_device)
-    found = device_double.to_host(on_device.toarray(**shape._asdict()))
-    assert (found == mask.toarray(**shape._asdict())).all()
+    actual = device_double.to_host(on_device.toarray(**shape._asdict()))
+    assert (actual == mask.toarray(**shape._asdict())).all()
 
 
 def check_far_numbers_on_a_device(library: Any) -> None:
-    """Numbers outside the blocks, and counts outside the lists, are ignored where the host does not look at them."""
+    """Check that block numbers and counts out of range are ignored if the host does not inspect them."""
     blocks = device_double.to_device(np.array([[0, 3, 2**31 - 1], [-5, 1, 2], [7, 7, 0]]))
     counts = device_double.to_device(np.array([9, 2, -1]))
     mask = part(library, "masks").ChosenBlocks(blocks, 2)
@@ -119,7 +119,7 @@ def test_numbers_outside_the_blocks_are_ignored_on_a_device() -> None:
 
 
 def check_index(library: Any, shape_and_lists: tuple[MaskShape, Any]) -> None:
-    """An index in blocks of one query becomes lists with the same elements."""
+    """Check that an index in blocks of one query becomes lists with the same elements."""
     shape, mask = shape_and_lists
     index = mask.index(shape.seqlen_kv)
     lists = index.chosen()
@@ -135,10 +135,10 @@ def test_an_index_in_blocks_of_one_query_becomes_lists(shape_and_lists: Any) -> 
 
 def check_distinct(library: Any, shape_and_lists: tuple[MaskShape, Any], queries: int) -> None:
     shape, mask = shape_and_lists
-    found = sets_of(mask, MaskShape(tuple(mask.blocks.shape[:-3]), mask.num_lists, *shape[2:]))
-    rows = [found[place] for place in np.ndindex(found.shape[:-1])]
+    sets = sets_of(mask, MaskShape(tuple(mask.blocks.shape[:-3]), mask.num_lists, *shape[2:]))
+    rows = [sets[place] for place in np.ndindex(sets.shape[:-1])]
     unions = [set().union(*row[i : i + queries]) for row in rows for i in range(0, shape.seqlen_q, queries)]
-    members = [len(each) for each in found.reshape(-1)]
+    members = [len(each) for each in sets.reshape(-1)]
     expected = np.mean([len(each) for each in unions]) / np.mean(members) if any(members) else 0.0
     assert mask.distinct(queries=queries) == pytest.approx(expected)
 
@@ -151,12 +151,12 @@ def test_distinct_counts_unions(shape_and_lists: Any, queries: int) -> None:
 @given(st.integers(1, 64), st.integers(1, 90), st.integers(1, 40), st.integers(1, 3), st.integers(0, 2**32 - 1))
 def test_unions_are_the_sets_of_their_tiles(height: int, rows: int, numbers: int, matrices: int, seed: int) -> None:
     is_listed = np.random.default_rng(seed).random((matrices, rows, numbers)) < 0.1
-    found = Unions.of(*np.nonzero(is_listed), height, is_listed.shape)
+    unions = Unions.of(*np.nonzero(is_listed), height, is_listed.shape)
     num_tiles = -(-rows // height)
-    assert len(found.pointers) == matrices * num_tiles + 1 and found.pointers[-1] == len(found.numbers)
+    assert len(unions.pointers) == matrices * num_tiles + 1 and unions.pointers[-1] == len(unions.numbers)
     for place in np.ndindex(matrices, num_tiles):
         inside = is_listed[place[0], place[1] * height : (place[1] + 1) * height]
-        listed, words = found.tile(place[0] * num_tiles + place[1])
+        listed, words = unions.tile(place[0] * num_tiles + place[1])
         assert listed.tolist() == np.unique(np.nonzero(inside)[1]).tolist()
         bits = [sum(1 << int(row) for row in np.flatnonzero(column)) for column in inside.T[listed]]
         assert words.tolist() == bits
@@ -183,7 +183,7 @@ def test_results_are_within_their_bounds(example: Example) -> None:
 
 
 def check_narrow_steps(library: Any, example: Example, block_kv: int) -> None:
-    """Tiles that visit few rows at a time give the same results."""
+    """Check that tiles that visit few rows at a time give the same results."""
     host, plan, problems = (part(library, f"planning.{name}") for name in ("host", "plan", "problem"))
     device = part(library, "planning.device").DeviceSpec(name="test", num_processors=1, tile_memory_bytes=1 << 20)
     problem = problems.Problem.of(example.q, example.k, example.v, scale=example.scale)
@@ -295,14 +295,14 @@ def test_all_blocks_are_no_mask(example: Example) -> None:
 def test_one_block_of_all_queries_is_a_slice_of_the_keys(example: Example, number: int) -> None:
     block, (seqlen_q, seqlen_kv) = example.mask.block, example.problem.mask_shape[2:]
     number %= max(1, -(-seqlen_kv // block))
-    here = slice(number * block, (number + 1) * block)
-    part_of = example.but(k=example.k[..., here, :], v=example.v[..., here, :], mask=None)
+    rows = slice(number * block, (number + 1) * block)
+    part_of = example.but(k=example.k[..., rows, :], v=example.v[..., rows, :], mask=None)
     mask = ChosenBlocks(np.full((seqlen_q, 1), number if seqlen_kv else -1), block)
-    found = results(cuflash, example, mask=mask)
-    beside = [j for j in range(seqlen_kv) if not here.start <= j < here.stop]
-    assert not any(found[name][..., beside, :].any() for name in ("dk", "dv"))
-    found |= {name: found[name][..., here, :] for name in ("dk", "dv")}
-    assert_within_bounds(part_of, **found)
+    actual = results(cuflash, example, mask=mask)
+    outside = [j for j in range(seqlen_kv) if not rows.start <= j < rows.stop]
+    assert not any(actual[name][..., outside, :].any() for name in ("dk", "dv"))
+    actual |= {name: actual[name][..., rows, :] for name in ("dk", "dv")}
+    assert_within_bounds(part_of, **actual)
 
 
 @given(testing.chosen(**DRAWN, has_intervals=False))
@@ -321,7 +321,7 @@ def test_a_list_of_a_group_is_the_same_list_of_each_head(example: Example) -> No
 
 
 def check_other_rows(library: Any, example: Example, row: int, seed: int) -> None:
-    """Lists and numbers of other queries change o, lse and dq of a query within its bound alone."""
+    """Check that lists and numbers of other queries change a query's results only within their bounds."""
     problem = example.problem
     if not problem.seqlen_q:
         return
@@ -344,9 +344,9 @@ def check_other_rows(library: Any, example: Example, row: int, seed: int) -> Non
     )
     second = {"o": o, "lse": lse, "dq": vjp(example.do, example.dlse).dq}
     for name in second:
-        here = (..., row, slice(None)) if name != "lse" else (..., row)
-        bound = getattr(example.bounds, name)[here]
-        assert_within(name, second[name][here], first[name][here], 2 * bound, example)
+        places = (..., row, slice(None)) if name != "lse" else (..., row)
+        bound = getattr(example.bounds, name)[places]
+        assert_within(name, second[name][places], first[name][places], 2 * bound, example)
 
 
 @given(testing.chosen(**DRAWN, has_intervals=False), st.integers(0, 2**16), st.integers(0, 2**32 - 1))
@@ -362,8 +362,8 @@ def test_keys_that_no_query_chose_may_be_nan() -> None:
     mask = ChosenBlocks(blocks, 16)
     expected, vjp = cuflash.attention_vjp(q, k, v, mask=mask)
     k[:, 48:64] = v[:, 48:64] = np.nan
-    found, other_vjp = cuflash.attention_vjp(q, k, v, mask=mask)
-    np.testing.assert_array_equal(found, expected)
+    o, other_vjp = cuflash.attention_vjp(q, k, v, mask=mask)
+    np.testing.assert_array_equal(o, expected)
     for one, other in zip(vjp_of(q, k, v, mask), other_vjp(q)):
         assert np.isfinite(other).all() and one.shape == other.shape
 
@@ -392,9 +392,9 @@ def test_the_host_gathers_lists_and_lists_other_masks() -> None:
     for mask in (~lists, lists | masks.Lengths(kv=3), lists & lists, ChosenBlocks(np.zeros((100, 1), int), 600)):
         assert not isinstance(planned_work(mask), ChosenWork)
     mask = ChosenBlocks(rng.integers(0, 2, (100, 1)), 64)
-    told = cuflash.plan(*[ShapeDtype((8, 100, 16), np.float32)] * 3, mask=mask).explain()
-    assert "100 full and 0 partial blocks of (1, 64)" in told
-    assert "64 neighbouring queries visit the union of theirs" in told
+    text = cuflash.plan(*[ShapeDtype((8, 100, 16), np.float32)] * 3, mask=mask).explain()
+    assert "100 full and 0 partial blocks of (1, 64)" in text
+    assert "64 neighbouring queries visit the union of theirs" in text
 
 
 def test_heads_of_a_group_share_what_a_tile_visits() -> None:
@@ -420,7 +420,7 @@ def test_a_tile_of_keys_visits_the_queries_that_chose_it_alone() -> None:
 
 
 def check_merge(library: Any, example: Example, seed: int) -> None:
-    """Attention to disjoint lists, merged, is attention to their union, with all gradients.
+    """Check that attention to disjoint lists, merged, is attention to their union, with all gradients.
 
     All is computed in float64, and compared within the bounds of the example's float32.
     """
@@ -431,8 +431,8 @@ def check_merge(library: Any, example: Example, seed: int) -> None:
     calls = []
     for side in (True, False):
         blocks = np.clip(mask.blocks, -1, num_blocks)
-        kept = np.where(is_first[blocks] == side, mask.blocks, -1)
-        lists = part(library, "masks").ChosenBlocks(kept, mask.block, counts=mask.counts)
+        own_blocks = np.where(is_first[blocks] == side, mask.blocks, -1)
+        lists = part(library, "masks").ChosenBlocks(own_blocks, mask.block, counts=mask.counts)
         calls.append(library.attention_vjp(q, k, v, mask=lists, scale=example.scale, return_lse=True))
     (parts, vjps) = zip(*calls)
     (o, lse), vjp = library.merge_vjp(*zip(*parts))
@@ -461,7 +461,7 @@ def gated(outs: Any, lses: Any, gates: Any) -> tuple[Any, Any]:
 
 
 def check_merge_by_steps(library: Any) -> None:
-    """Gradients of merge_vjp are derivatives: those of o, of lse, and of the logarithms of gates."""
+    """Check that gradients of merge_vjp are derivatives: of o, of lse, and of the logarithms of gates."""
     rng = np.random.default_rng(0)
     outs, lses = rng.standard_normal((3, 2, 5, 4)), rng.standard_normal((3, 2, 5))
     gates = rng.uniform(0.1, 1, (3, 2, 5))
@@ -479,8 +479,8 @@ def check_merge_by_steps(library: Any) -> None:
                 new_o, new_lse = gated(*moved)
                 steps.append(((new_o * do).sum() + with_dlse * (new_lse * dlse).sum()).imag / 1e-20)
             by_log_gate = dlses[number][place] / gates[(number, *place)]
-            found = douts[number][(*place, 2)], dlses[number][place], by_log_gate
-            np.testing.assert_allclose(found, steps, rtol=1e-10, atol=1e-13)
+            gradients = douts[number][(*place, 2)], dlses[number][place], by_log_gate
+            np.testing.assert_allclose(gradients, steps, rtol=1e-10, atol=1e-13)
 
 
 def test_gradients_of_a_merge_are_derivatives() -> None:
@@ -488,7 +488,7 @@ def test_gradients_of_a_merge_are_derivatives() -> None:
 
 
 def check_empty_parts(library: Any) -> None:
-    """A part that is empty in a row gets 0 there, whatever it holds, and so do all parts of a row without a key."""
+    """Check that a part that is empty in a row gets 0 there, as do all parts of a row without a key."""
     outs = [np.array([[1.0, 2], [np.nan, 3], [4, 5]]), np.array([[np.inf, 1], [np.nan, 1], [6, 7]])]
     lses = [np.array([0.5, -np.inf, 1]), np.array([-np.inf, -np.inf, 2])]
     (o, lse), vjp = library.merge_vjp(outs, lses)
@@ -509,15 +509,15 @@ def test_merged_parts_keep_their_dtypes_and_a_vjp_is_pickled() -> None:
     lses = rng.standard_normal((2, 3)).astype(np.float32)
     (o, lse), vjp = cuflash.merge_vjp(outs, lses)
     assert o.dtype == np.float16 and lse.dtype == np.float32
-    found = vjp(o, lse)
-    assert {x.dtype.name for x in found[0]} == {"float16"} and {x.dtype.name for x in found[1]} == {"float32"}
+    results = vjp(o, lse)
+    assert {x.dtype.name for x in results[0]} == {"float16"} and {x.dtype.name for x in results[1]} == {"float32"}
     again = pickle.loads(pickle.dumps(vjp))(o, lse)
-    for one, other in zip((*found[0], *found[1]), (*again[0], *again[1])):
+    for one, other in zip((*results[0], *results[1]), (*again[0], *again[1])):
         np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize(
-    ("given_", "kind", "told"),
+    ("given_", "kind", "message"),
     [
         ((None,), TypeError, "do must be an array; got None"),
         ((np.ones((2, 4)),), UnsupportedProblem, "do must have o's shape (3, 4) and dtype float64; got (2, 4), float6"),
@@ -526,11 +526,11 @@ def test_merged_parts_keep_their_dtypes_and_a_vjp_is_pickled() -> None:
         ((np.ones((2, 4)), np.ones(4)), UnsupportedProblem, "dlse must have lse's shape (3,)"),
     ],
 )  # fmt: skip
-def test_cotangents_of_a_merge_are_checked(given_: Any, kind: Any, told: str) -> None:
+def test_cotangents_of_a_merge_are_checked(given_: Any, kind: Any, message: str) -> None:
     _, vjp = cuflash.merge_vjp(np.ones((2, 3, 4)), np.ones((2, 3)))
     with pytest.raises(kind) as refused:
         vjp(*given_)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_three_branches_with_gates_are_trained() -> None:
@@ -564,8 +564,8 @@ def test_three_branches_with_gates_are_trained() -> None:
     np.testing.assert_allclose(o, expected, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(sum(each.dq for each in gradients), by_all[0], rtol=1e-9, atol=1e-12)
     for number, name in ((1, "dk"), (2, "dv")):
-        found = np.concatenate([getattr(each, name) for each in gradients], axis=-2)
-        np.testing.assert_allclose(found, by_all[number], rtol=1e-9, atol=1e-12)
+        gradient = np.concatenate([getattr(each, name) for each in gradients], axis=-2)
+        np.testing.assert_allclose(gradient, by_all[number], rtol=1e-9, atol=1e-12)
 
 
 # What is refused
@@ -655,25 +655,25 @@ CALLED_WRONGLY = {
 
 @pytest.mark.parametrize("name", MADE_WRONGLY)
 def test_what_is_wrong_by_itself_is_refused_when_it_is_made(name: str) -> None:
-    make, kind, told = MADE_WRONGLY[name]
+    make, kind, message = MADE_WRONGLY[name]
     with pytest.raises(kind) as refused:
         make()
-    assert told in str(refused.value) and str(refused.value).count("\n") == 0
+    assert message in str(refused.value) and str(refused.value).count("\n") == 0
 
 
 @pytest.mark.parametrize("executor", ["cpu", pytest.param("sim", marks=needs_compiler)])
 @pytest.mark.parametrize("name", CALLED_WRONGLY)
 def test_what_does_not_fit_is_refused_by_the_call(name: str, executor: str) -> None:
-    mask, told = CALLED_WRONGLY[name]
+    mask, message = CALLED_WRONGLY[name]
     for call in (cuflash.attention, cuflash.attention_vjp, cuflash.plan):
         with pytest.raises(UnsupportedProblem) as refused:
             call(Q, K, K, mask=mask, executor=executor)
-        assert told in str(refused.value) and len(refused.value.reasons) == 1
+        assert message in str(refused.value) and len(refused.value.reasons) == 1
 
 
-@pytest.mark.parametrize("mask, told", [CALLED_WRONGLY[name] for name in CALLED_WRONGLY if "number" in name])
+@pytest.mark.parametrize("mask, message", [CALLED_WRONGLY[name] for name in CALLED_WRONGLY if "number" in name])
 def test_numbers_on_a_device_are_named_where_calls_are_checked(
-    mask: Any, told: str, monkeypatch: pytest.MonkeyPatch
+    mask: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_device = mask.to(device_double.to_device)
     given_ = *(ShapeDtype(x.shape, x.dtype) for x in (Q, K, K)), Options(mask=on_device)
@@ -682,7 +682,7 @@ def test_numbers_on_a_device_are_named_where_calls_are_checked(
     monkeypatch.setenv("CUFLASH_CHECK", "1")
     with device_double.transfers_allowed():
         (reason,) = pose()[-1]
-    assert told in reason
+    assert message in reason
 
 
 def test_entries_behind_the_counts_are_not_looked_at() -> None:

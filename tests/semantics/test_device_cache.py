@@ -91,17 +91,19 @@ def captured(xp: Any, cache: KVCache, q: Any, k: Any, v: Any, **counts: Any) -> 
         return stream, stream.end_capture(), results
 
 
-def same(made: Any, wanted: Any) -> bool:
+def same(actual: Any, wanted: Any) -> bool:
     """Return whether all bits are equal."""
-    return all(np.array_equal(x.get(), y) for x, y in zip(made, wanted))
+    return all(np.array_equal(x.get(), y) for x, y in zip(actual, wanted))
 
 
-@pytest.mark.parametrize("kept", [{}, OF_8_BITS], ids=["plain", "8 bits"])
+@pytest.mark.parametrize("kept_rows", [{}, OF_8_BITS], ids=["plain", "8 bits"])
 @pytest.mark.parametrize("pages", PAGED)
-def test_many_replays_have_the_bits_of_calls_that_the_host_counts(xp: Any, pages: str, kept: dict[str, Any]) -> None:
+def test_many_replays_have_the_bits_of_calls_that_the_host_counts(
+    xp: Any, pages: str, kept_rows: dict[str, Any]
+) -> None:
     """Append and attention are captured once; each replay, 1,000 on a GPU, equals a call of its own bit for bit."""
     is_stand_in = xp.__class__ is cupy_machine.Cupy
-    replays, sizes = 8 if is_stand_in else REPLAYS, SIZES | PAGED[pages] | kept
+    replays, sizes = 8 if is_stand_in else REPLAYS, SIZES | PAGED[pages] | kept_rows
     sizes["capacity"] = replays + 40
     if pages == "pages":
         sizes["num_pages"] = 3 * -(-sizes["capacity"] // 16)
@@ -182,9 +184,9 @@ def test_a_graph_attends_chunk_by_chunk(xp: Any) -> None:
 def test_a_graph_takes_guessed_tokens_back(xp: Any, pages: str) -> None:
     """Three tokens are appended and attended to, and as many are kept as the device says. Pages stay where they are."""
     guesses = [tuple(normal(3, heads, 3, 64) for heads in (4, HEADS, HEADS)) for _ in range(4)]
-    kept = np.array([[1, 3, 0], [4, 3, 2], [5, 6, 5], [8, 7, 5]], np.int32)
+    kept_lengths = np.array([[1, 3, 0], [4, 3, 2], [5, 6, 5], [8, 7, 5]], np.int32)
     wanted, host = [], KVCache(**SIZES, **PAGED[pages], xp=xp)
-    for rows, lengths in zip(guesses, kept):
+    for rows, lengths in zip(guesses, kept_lengths):
         q, k, v = map(xp.asarray, rows)
         host.append(k, v)
         wanted.append([x.get() for x in host.attention(q, return_lse=True)])
@@ -192,11 +194,11 @@ def test_a_graph_takes_guessed_tokens_back(xp: Any, pages: str) -> None:
     cache = KVCache(**SIZES, **PAGED[pages], xp=xp)
     cache.reserve([40, 40, 40])
     free = cache.num_free_pages
-    q, k, v, lengths = (xp.asarray(x) for x in (*guesses[0], kept[0]))
+    q, k, v, lengths = (xp.asarray(x) for x in (*guesses[0], kept_lengths[0]))
     cache.append(k, v)
-    assert same(cache.attention(q, return_lse=True), wanted[0]) and not cache._is_counted_on_device
+    assert same(cache.attention(q, return_lse=True), wanted[0]) and not cache._state.is_counted_on_device
     cache.truncate(lengths)
-    assert cache._is_counted_on_device and cache.lengths.get().tolist() == kept[0].tolist()
+    assert cache._state.is_counted_on_device and cache.lengths.get().tolist() == kept_lengths[0].tolist()
     cache.truncate([40, 3, 40])  # no sequence is longer
     stream = xp.cuda.Stream(non_blocking=True)
     xp.cuda.get_current_stream().synchronize()
@@ -206,7 +208,7 @@ def test_a_graph_takes_guessed_tokens_back(xp: Any, pages: str) -> None:
         results = cache.attention(q, return_lse=True)
         cache.truncate(lengths)
         graph = stream.end_capture()
-        for rows, remaining, expected_now in zip(guesses[1:], kept[1:], wanted[1:]):
+        for rows, remaining, expected_now in zip(guesses[1:], kept_lengths[1:], wanted[1:]):
             for array, new in zip((q, k, v, lengths), (*rows, remaining)):
                 array[...] = xp.asarray(new)
             graph.launch(stream)
@@ -221,16 +223,16 @@ def test_a_graph_takes_guessed_tokens_back(xp: Any, pages: str) -> None:
 def test_counts_on_the_device_are_counts_on_the_host(xp: Any, pages: str, rows_of_each: int) -> None:
     rows = RNG.standard_normal((2, 3, HEADS, rows_of_each, 64)).astype(np.float16)
     q = RNG.standard_normal((3, 4, rows_of_each, 64)).astype(np.float16)
-    made = []
+    outputs = []
     for counts in ([4, 0, 2], xp.asarray(np.array([4, 0, 2], np.int32))):
         cache = KVCache(**SIZES, **PAGED[pages], xp=xp)
         cache.reserve([10, 10, 10])
         for _ in range(2):
             cache.append(*map(xp.asarray, rows), counts=counts)
-        made.append([x.get() for x in cache.attention(xp.asarray(q), counts=counts, return_lse=True)])
+        outputs.append([x.get() for x in cache.attention(xp.asarray(q), counts=counts, return_lse=True)])
         assert cache.lengths.get().tolist() == [8, 0, 4]
         cache.check()
-    assert all(np.array_equal(*pair) for pair in zip(*made))
+    assert all(np.array_equal(*pair) for pair in zip(*outputs))
 
 
 @pytest.mark.parametrize("pages", PAGED)
@@ -288,8 +290,8 @@ def test_rows_are_those_that_the_device_has_counted(xp: Any, pages: str) -> None
     k, v = normal(2, 3, HEADS, 15, 64)
     cache.append(xp.asarray(k), xp.asarray(v), counts=xp.asarray(np.array([15, 0, 4], np.int32)))
     for sequence, length in enumerate([15, 0, 4]):
-        for rows, given in zip(cache.rows(sequence), (k, v)):
-            assert np.array_equal(rows.get(), given[sequence, :, :length])
+        for rows, original in zip(cache.rows(sequence), (k, v)):
+            assert np.array_equal(rows.get(), original[sequence, :, :length])
     cache.check()
     cache.append(xp.asarray(k[:, :, :3]), xp.asarray(v[:, :, :3]))
     if pages == "pages":
@@ -350,8 +352,8 @@ def test_what_cannot_be_counted_on_a_device_is_refused(xp: Any) -> None:
     ones = xp.asarray(np.ones((3, HEADS, 1, 64), np.float16))
     cache = KVCache(**SIZES, xp=xp)
     for counts in (np.ones(3), np.ones(3, np.int64), np.ones(2, np.int32), np.ones((3, 1), np.int32)):
-        told = refused(lambda: cache.append(ones, ones, counts=xp.asarray(counts)))
-        assert "counts on a device must be a contiguous" in told and "array of 3 int32" in told
+        message = refused(lambda: cache.append(ones, ones, counts=xp.asarray(counts)))
+        assert "counts on a device must be a contiguous" in message and "array of 3 int32" in message
     stream = xp.cuda.Stream(non_blocking=True)
     cache.append(ones, ones, counts=[1, 0, 0])
     cache.truncate([0, 0, 0])
@@ -368,8 +370,8 @@ def test_what_cannot_be_counted_on_a_device_is_refused(xp: Any) -> None:
         assert "make the same call on the cache once before the capture" in refused(lambda: other.attention(q))
         stream.end_capture()
     for lengths in (np.ones(3), np.ones(3, np.int64), np.ones(2, np.int32)):
-        told = refused(lambda: cache.truncate(xp.asarray(lengths)))
-        assert "lengths on a device must be a contiguous" in told and "array of 3 int32" in told
+        message = refused(lambda: cache.truncate(xp.asarray(lengths)))
+        assert "lengths on a device must be a contiguous" in message and "array of 3 int32" in message
     assert "lengths must be a list or array of 3 ints" in refused(lambda: cache.truncate([0, -1, 0]))
     with stream:
         stream.begin_capture()
@@ -385,13 +387,13 @@ def test_what_cannot_be_counted_on_a_device_is_refused(xp: Any) -> None:
 
 def test_rows_of_another_place_are_refused(xp: Any) -> None:
     ones = np.ones((3, HEADS, 1, 64), np.float16)
-    places = {"cupy": (xp, xp.asarray(ones), ones, "cupy.asarray"), "numpy": (np, ones, xp.asarray(ones), "its get()")}
-    for home, (module, here, there, copying) in places.items():
+    places = {"cupy": (xp, xp.asarray(ones), ones, "cupy.asarray"), "numpy": (np, ones, xp.asarray(ones), ".get()")}
+    for home, (module, own, other, copying) in places.items():
         cache = KVCache(**SIZES, xp=module)
         for name, call in (
-            ("k", lambda: cache.append(there, here)), ("v", lambda: cache.append(here, there)),
-            ("q", lambda: cache.attention(there)), ("bias", lambda: cache.attention(here, bias=there[0, 0, 0, :1])),
+            ("k", lambda: cache.append(other, own)), ("v", lambda: cache.append(own, other)),
+            ("q", lambda: cache.attention(other)), ("bias", lambda: cache.attention(own, bias=other[0, 0, 0, :1])),
         ):  # fmt: skip
-            told = refused(call)
-            assert f"{name} must be a {home} array, as the cache's are; got " in told
-            assert f": copy it with {copying}" in told
+            message = refused(call)
+            assert f"{name} must be a {home} array, as the cache's are; got " in message
+            assert f": copy it with {copying}" in message

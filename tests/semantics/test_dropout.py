@@ -62,8 +62,8 @@ K, V = RNG.standard_normal((2, 2, 2, 30, 8), np.float32)
 )  # fmt: skip
 def test_philox_gives_the_known_answers_of_random123(counter, key, words) -> None:
     low, high = (int(word, 16) for word in key.split())
-    found = philox4x32(low + (high << 32), np.array([int(word, 16) for word in counter.split()], np.uint64))
-    assert [f"{int(word):08x}" for word in found] == words.split()
+    numbers = philox4x32(low + (high << 32), np.array([int(word, 16) for word in counter.split()], np.uint64))
+    assert [f"{int(word):08x}" for word in numbers] == words.split()
 
 
 def cell_and_bit(i: Any, j: Any) -> tuple[Any, Any, Any]:
@@ -81,9 +81,9 @@ def test_a_weight_is_kept_by_the_number_of_its_place(seed, offset, threshold, he
     row, column, bit = cell_and_bit(i, j)
     words = philox4x32(seed, np.array([row, column, head, offset], np.uint64))
     number = sum(((int(words[n // 2]) >> 16 * (n % 2) + bit) & 1) << n for n in range(8))
-    found = Dropout(threshold / 2**8, seed, offset).keep((3, 2, 2**31, 2**31), np.array([i]), np.array([j, i, j]))
-    assert found.shape == (3, 2, 1, 3)
-    assert found[head // 2, head % 2, 0, 0] == found[head // 2, head % 2, 0, 2] == (number >= threshold)
+    keeps = Dropout(threshold / 2**8, seed, offset).keep((3, 2, 2**31, 2**31), np.array([i]), np.array([j, i, j]))
+    assert keeps.shape == (3, 2, 1, 3)
+    assert keeps[head // 2, head % 2, 0, 0] == keeps[head // 2, head % 2, 0, 2] == (number >= threshold)
 
 
 def test_every_number_belongs_to_one_weight() -> None:
@@ -99,9 +99,9 @@ def test_weights_are_dropped_as_often_as_p_says(threshold) -> None:
     dropped = ~Dropout(p, SEED).keep((4, 512, 512))
     tiles = dropped.reshape(4, 32, 16, 32, 16).swapaxes(2, 3).reshape(-1, 16, 16)
     both = (tiles[:, 1:] & tiles[:, :-1], tiles[:, :, 1:] & tiles[:, :, :-1])
-    for found, expected in ((tiles, p), *((each, p * p) for each in both)):
-        deviation = np.sqrt(expected * (1 - expected) / len(found))
-        assert (np.abs(found.mean(axis=0) - expected) < 5 * deviation).all()
+    for actual, expected in ((tiles, p), *((each, p * p) for each in both)):
+        deviation = np.sqrt(expected * (1 - expected) / len(actual))
+        assert (np.abs(actual.mean(axis=0) - expected) < 5 * deviation).all()
 
 
 @pytest.mark.parametrize(("run", "shape", "dtype"), RUNS)
@@ -112,13 +112,13 @@ def test_kernels_drop_the_weights_that_the_host_drops(run, shape, dtype) -> None
     example = structure.example().but(mask=structure.mask, dropout=dropout)
     probe = np.broadcast_to(np.eye(structure.seqlen_kv, structure.value_dim), example.v.shape).astype(example.v.dtype)
     pulled = np.broadcast_to(np.eye(structure.seqlen_q, structure.value_dim), example.do.shape).astype(example.v.dtype)
-    found = run.everything(example.but(q=np.zeros_like(example.q), v=probe, do=pulled, scale=None))
-    kept = dropout.keep((2, 4, structure.seqlen_q, structure.seqlen_kv)) & example.allowed
+    results = run.everything(example.but(q=np.zeros_like(example.q), v=probe, do=pulled, scale=None))
+    keeps = dropout.keep((2, 4, structure.seqlen_q, structure.seqlen_kv)) & example.allowed
     shown = min(structure.seqlen_kv, structure.value_dim)
-    np.testing.assert_array_equal(found["o"][..., :shown] != 0, kept[..., :shown])
-    of_groups = kept.reshape(2, 2, 2, *kept.shape[2:]).any(axis=2).swapaxes(-1, -2)
+    np.testing.assert_array_equal(results["o"][..., :shown] != 0, keeps[..., :shown])
+    of_groups = keeps.reshape(2, 2, 2, *keeps.shape[2:]).any(axis=2).swapaxes(-1, -2)
     shown = min(structure.seqlen_q, structure.value_dim)
-    np.testing.assert_array_equal(found["dv"][..., :shown] != 0, of_groups[..., :shown])
+    np.testing.assert_array_equal(results["dv"][..., :shown] != 0, of_groups[..., :shown])
 
 
 @pytest.mark.parametrize(("run", "shape", "dtype"), RUNS)
@@ -133,8 +133,8 @@ def test_every_result_of_a_kernel_is_within_its_bound(run, shape, dtype) -> None
         **run.options,
     )  # fmt: skip
     gradients = vjp(run.put(example.do), run.put(example.dlse))
-    found = dict(zip(("o", "lse", "dq", "dk", "dv", "dsink"), (*o, *gradients, gradients["sink"])))
-    assert_within_bounds(example, **{name: run.get(x) for name, x in found.items()})
+    results = dict(zip(("o", "lse", "dq", "dk", "dv", "dsink"), (*o, *gradients, gradients["sink"])))
+    assert_within_bounds(example, **{name: run.get(x) for name, x in results.items()})
 
 
 @holds_for_examples(
@@ -172,12 +172,12 @@ def test_a_row_of_nan_gives_nan_to_dv_where_its_weights_are_kept(run, dtype) -> 
     example = Structure(num_heads=2, num_kv_heads=2, seqlen_q=20, seqlen_kv=30, dtype=dtype, dropout=dropout).example()
     q = example.q.copy()
     q[:, 7, 3] = np.nan
-    found = run.everything(example.but(q=q))
+    results = run.everything(example.but(q=q))
     for name in ("o", "lse", "dq"):
-        assert np.isnan(found[name][:, 7]).all() and not np.isnan(np.delete(found[name], 7, axis=1)).any()
-    assert np.isnan(found["dk"]).all()
-    kept = dropout.keep((2, 20, 30))[:, 7]
-    assert (np.isnan(found["dv"]) == kept[..., None]).all()
+        assert np.isnan(results[name][:, 7]).all() and not np.isnan(np.delete(results[name], 7, axis=1)).any()
+    assert np.isnan(results["dk"]).all()
+    keeps = dropout.keep((2, 20, 30))[:, 7]
+    assert (np.isnan(results["dv"]) == keeps[..., None]).all()
 
 
 @on_every_executor
@@ -192,9 +192,9 @@ def test_a_seed_in_an_array_is_read_by_each_call(run) -> None:
 
     def check(results: list[Any], number: int) -> None:
         """Assert that o, and gradients for o as its own cotangent, are those of a seed."""
-        found = dict(zip(("o", "dq", "dk", "dv"), map(run.get, results)))
+        actual = dict(zip(("o", "dq", "dk", "dv"), map(run.get, results)))
         dropout = Dropout(0.5, number % 2**64, 3)
-        assert_within_bounds(Example(q=Q[:1], k=K[:1], v=V[:1], do=found["o"], dropout=dropout), **found)
+        assert_within_bounds(Example(q=Q[:1], k=K[:1], v=V[:1], do=actual["o"], dropout=dropout), **actual)
 
     for number in (-5, 7, 9):
         fixed = cuflash.plan(q, k, v, dropout=Dropout(0.5, number % 2**64, 3), executor=run.executor)
@@ -250,28 +250,28 @@ def test_a_dropout_is_what_its_numbers_say() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ((1.0, 0), r"p must be a number, 0 <= p < 1; got 1.0"),
         ((-0.1, 0), "p must be a number, 0 <= p < 1; got -0.1"),
         ((float("nan"), 0), "p must be a number, 0 <= p < 1; got nan"),
         ((np.float64(1 - 1e-9), 0), "p must be 0, or round to one of 1/256, 2/256, ..., 255/256; got .*0.9"),
         ((0.001, 0), "p must be 0, or round to one of 1/256, 2/256, ..., 255/256; got 0.001"),
-        ((0.1, 0.5), "seed must be an int, or an array of no axes"),
+        ((0.1, 0.5), "seed must be an int, or a 0-d array"),
         ((0.1, np.random.default_rng(0)), r"got Generator: pass it as rng=$"),
         ((0.1,), "seed must be an int, or an array .*; got None: pass seed= or rng=$"),
         ((0.1, np.random.RandomState(0)), r"got RandomState: seed=int\(rng\.randint\(2\*\*31\)\)$"),
         ((0.1, -1), "seed must be an int from 0 to 2.64 - 1; got -1"),
         ((0.1, 2**64), "seed must be an int from 0 to 2.64 - 1"),
-        ((0.1, np.zeros(1, int)), "seed must be an array of no axes of int64 or uint64; got an array of shape"),
-        ((0.1, np.array(1.0)), "seed must be an array of no axes of int64 or uint64"),
+        ((0.1, np.zeros(1, int)), "seed must be a 0-d array of int64 or uint64; got an array of shape"),
+        ((0.1, np.array(1.0)), "seed must be a 0-d array of int64 or uint64"),
         ((0.1, 0, -1), r"offset must be an int from 0 to 2.32 - 1; got -1"),
         ((0.1, 0, 2**32), "offset must be an int from 0 to 2.32 - 1; got 4294967296"),
         ((0.1, 0, 0.5), "offset must be an int from 0 to 2.32 - 1; got 0.5"),
     ],
 )  # fmt: skip
-def test_a_wrong_dropout_is_refused(arguments, told) -> None:
-    with pytest.raises(UnsupportedProblem, match=told):
+def test_a_wrong_dropout_is_refused(arguments, message) -> None:
+    with pytest.raises(UnsupportedProblem, match=message):
         Dropout(*arguments)
 
 
@@ -316,19 +316,19 @@ def test_all_that_is_wrong_with_a_dropout_is_said_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("places", "told"),
+    ("places", "message"),
     [
-        ({"queries": [1, 2]}, r"queries must be an int array of one axis, of 0 to 2 for this shape; got \[1, 2\]"),
-        ({"queries": np.array([0, 3])}, r"queries must be .* of 0 to 2 for this shape; got 0\.\.3"),
-        ({"keys": np.array([-1, 4])}, r"keys must be .* of 0 to 4 for this shape; got -1\.\.4"),
+        ({"queries": [1, 2]}, r"queries must be a 1-d int array with values from 0 to 2 for this shape; got \[1, 2\]"),
+        ({"queries": np.array([0, 3])}, r"queries must be .* from 0 to 2 for this shape; got 0\.\.3"),
+        ({"keys": np.array([-1, 4])}, r"keys must be .* from 0 to 4 for this shape; got -1\.\.4"),
         ({"keys": np.array([0.0])}, "keys must be .*; got an array of shape .* and dtype float64"),
     ],
 )
-def test_rows_and_columns_of_what_is_kept_are_those_of_the_shape(places: dict[str, Any], told: str) -> None:
-    with pytest.raises(UnsupportedProblem, match=told):
+def test_rows_and_columns_of_what_is_kept_are_those_of_the_shape(places: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=message):
         Dropout(0.1, 0).keep((3, 5), **places)
-    found = Dropout(0.5, 0).keep((3, 5), queries=np.array([2, 0]), keys=np.array([4]))
-    np.testing.assert_array_equal(found, Dropout(0.5, 0).keep((3, 5))[[2, 0]][:, [4]])
+    actual = Dropout(0.5, 0).keep((3, 5), queries=np.array([2, 0]), keys=np.array([4]))
+    np.testing.assert_array_equal(actual, Dropout(0.5, 0).keep((3, 5))[[2, 0]][:, [4]])
 
 
 def test_a_plan_needs_the_seed_that_it_was_made_without() -> None:
@@ -344,8 +344,8 @@ def test_a_plan_needs_the_seed_that_it_was_made_without() -> None:
 
 
 def test_a_plan_tells_what_is_drawn() -> None:
-    told = cuflash.plan(Q, K, V, dropout=Dropout(0.5, 3, 1)).explain()
-    assert "dropout    p 0.5, seed 3, offset 1" in told
+    text = cuflash.plan(Q, K, V, dropout=Dropout(0.5, 3, 1)).explain()
+    assert "dropout    p 0.5, seed 3, offset 1" in text
     assert "p 0.5, a seed from an array, offset 0" in cuflash.plan(Q, K, V, dropout=Dropout(0.5, np.array(3))).explain()
 
 
@@ -362,9 +362,9 @@ def test_pytorch_differentiates_attention_with_dropout() -> None:
     o, vjp = cuflash.attention_vjp(Q, K, V, dropout=Dropout(0.5, 3, 1))
     q, k, v = (torch.from_numpy(x).requires_grad_() for x in (Q, K, V))
     for _ in range(2):
-        found = cuflash.torch.attention(q, k, v, dropout=Dropout(0.5, 3, 1))
-        np.testing.assert_array_equal(found.detach().numpy(), o)
-    gradients = torch.autograd.grad(found, (q, k, v), torch.from_numpy(o.copy()))
+        output = cuflash.torch.attention(q, k, v, dropout=Dropout(0.5, 3, 1))
+        np.testing.assert_array_equal(output.detach().numpy(), o)
+    gradients = torch.autograd.grad(output, (q, k, v), torch.from_numpy(o.copy()))
     assert all(np.array_equal(x.numpy(), y) for x, y in zip(gradients, vjp(o), strict=True))
     other = cuflash.torch.attention(q, k, v, dropout=Dropout(0.5, 3, 2))
     np.testing.assert_array_equal(other.detach().numpy(), cuflash.attention(Q, K, V, dropout=Dropout(0.5, 3, 2)))
@@ -379,12 +379,12 @@ def test_jax_differentiates_attention_with_dropout() -> None:
     o, vjp = cuflash.attention_vjp(Q, K, V, dropout=Dropout(0.5, 3, 1))
 
     def pulled(q: Any, k: Any, v: Any) -> Any:
-        found, pullback = jax.vjp(lambda *x: cuflash.jax.attention(*x, dropout=Dropout(0.5, 3, 1)), q, k, v)
-        return found, pullback(found)
+        o, pullback = jax.vjp(lambda *x: cuflash.jax.attention(*x, dropout=Dropout(0.5, 3, 1)), q, k, v)
+        return o, pullback(o)
 
     with jax.default_device(jax.devices("cpu")[0]):
-        found, gradients = jax.jit(pulled)(*map(jax.numpy.asarray, (Q, K, V)))
-        np.testing.assert_array_equal(found, o)
+        output, gradients = jax.jit(pulled)(*map(jax.numpy.asarray, (Q, K, V)))
+        np.testing.assert_array_equal(output, o)
         assert all(np.array_equal(x, y) for x, y in zip(gradients, vjp(o), strict=True))
         other = cuflash.jax.attention(*map(jax.numpy.asarray, (Q, K, V)), dropout=Dropout(0.5, 3, 2))
         np.testing.assert_array_equal(other, cuflash.attention(Q, K, V, dropout=Dropout(0.5, 3, 2)))

@@ -100,8 +100,10 @@ for name in {names}:
     except AttributeError as error:
         print(error)
 """
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert [line.partition("cuflash.")[2] for line in told] == [
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert [line.partition("cuflash.")[2] for line in output] == [
         f"{name} must be imported before it is used: write import cuflash.{name}" for name in names
     ]
 
@@ -138,7 +140,7 @@ def test_a_list_is_written_out_where_it_is_short():
 
 def test_arrays_on_a_gpu_without_cupy_name_the_package_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setattr(compiling, "_warned", True)
+    monkeypatch.setattr(compiling, "_has_warned", True)
     device = to_device(Q)
     with pytest.raises(RuntimeError, match=r"CuPy is missing .*pip install '\.\[cuda13\]'"):
         cuflash.attention(device, device, device)
@@ -198,8 +200,8 @@ def test_an_unknown_gpu_names_the_known_ones():
 
 @pytest.mark.parametrize("name", ["h100", "H100", "rtx 4090", "Rtx 4090", np.str_("b200")])
 def test_a_gpu_is_named_in_upper_or_lower_case(name):
-    found = cuflash.DeviceSpec.gpu(name)
-    assert found == cuflash.DeviceSpec.gpu(str(name).upper()) and found.name == str(name).upper()
+    device = cuflash.DeviceSpec.gpu(name)
+    assert device == cuflash.DeviceSpec.gpu(str(name).upper()) and device.name == str(name).upper()
 
 
 def test_merge_refuses_parts_that_do_not_fit():
@@ -214,7 +216,7 @@ def test_merge_refuses_parts_that_do_not_fit():
 
 
 @pytest.mark.parametrize(
-    ("given", "same"),
+    ("value", "same"),
     [
         ({"causal": np.True_}, {"causal": True}), ({"causal": np.False_}, {"causal": False}),
         ({"causal": np.str_("top_left")}, {"causal": "top_left"}),
@@ -224,12 +226,12 @@ def test_merge_refuses_parts_that_do_not_fit():
         ({"executor": np.str_("cpu")}, {"executor": "cpu"}), ({"window": [3, 0]}, {"window": (3, 0)}),
     ],
 )  # fmt: skip
-def test_numbers_flags_and_words_of_numpy_are_taken_as_such(given, same):
+def test_numbers_flags_and_words_of_numpy_are_taken_as_such(value, same):
     q = np.random.default_rng(0).standard_normal(Q.shape, dtype=np.float32)
     for _ in range(2):
-        (o, lse), expected = (cuflash.attention(q, q, q, return_lse=np.True_, **options) for options in (given, same))
+        (o, lse), expected = (cuflash.attention(q, q, q, return_lse=np.True_, **options) for options in (value, same))
         assert (o == expected[0]).all() and (lse == expected[1]).all()
-    assert isinstance(cuflash.attention(q, q, q, return_lse=np.False_, **given), np.ndarray)
+    assert isinstance(cuflash.attention(q, q, q, return_lse=np.False_, **value), np.ndarray)
     assert patterns.random(40, block=4, density=np.float32(0.5)).blocks.sum() == 50
 
 

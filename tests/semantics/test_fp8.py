@@ -1,4 +1,4 @@
-"""Operands of 8 bits: their numbers equal those of ml_dtypes, attention is within bounds, and the rest is refused."""
+"""FP8 operands: their numbers equal those of ml_dtypes, attention is within bounds, and the rest is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def floats_around_e4m3() -> Any:
-    """Every bfloat16 up to 464, and floats at and beside each number of e4m3 and each midpoint of two."""
+    """Return every bfloat16 up to 464, and floats at and next to each e4m3 number and each midpoint of two."""
     halves = np.arange(2**16, dtype=np.uint32) << 16
     number = np.arange(127, dtype=np.uint8).view(E4M3).astype(np.float32)
     edges = np.concatenate([number, (number[1:] + number[:-1]) / 2])
@@ -36,9 +36,9 @@ def test_integers_round_to_e4m3_as_ml_dtypes_does() -> None:
     x = floats_around_e4m3()
     with np.errstate(invalid="ignore"):
         right = np.where(np.isnan(x), 0x7F, x.astype(E4M3).view(np.uint8))
-    found = e4m3.bits_by_integers(x)
-    np.testing.assert_array_equal(found & 0x7F, right & 0x7F)
-    np.testing.assert_array_equal(found[~np.isnan(x)], right[~np.isnan(x)])
+    bits = e4m3.bits_by_integers(x)
+    np.testing.assert_array_equal(bits & 0x7F, right & 0x7F)
+    np.testing.assert_array_equal(bits[~np.isnan(x)], right[~np.isnan(x)])
     np.testing.assert_array_equal(e4m3.from_float32(x).view(np.uint8)[~np.isnan(x)], right[~np.isnan(x)])
 
 
@@ -133,7 +133,7 @@ def test_tiny_numbers_have_the_smallest_normal_scale() -> None:
 @pytest.mark.parametrize("head_dim", [2, 64, 256])
 @pytest.mark.parametrize("per", ["block", "head", "tensor"])
 def test_finite_numbers_stay_finite_at_the_end_of_the_range(per: str, head_dim: int, dtype: Any) -> None:
-    """A number errs by 2^-4 of itself or 2^-10 of its scale at most; a rotation keeps the norm of a row's errors."""
+    """Errors are at most 2^-4 of a number or 2^-10 of its scale; a rotation keeps the norm of a row's errors."""
     top = ml_dtypes.finfo(dtype).max.astype(np.float64)
     equal, mixed = np.full((20, head_dim), top), RNG.uniform(-1, 1, (20, head_dim)) * top
     mixed[3], mixed[16:] = 0, 1e-30
@@ -205,11 +205,11 @@ def test_attention_is_within_both_bounds(example: Any, per: str) -> None:
     assert within(exact_o, wide_o, change.o) and within(exact_lse, wide_lse, change.lse)
 
 
-def within(found: Any, right: Any, bound: Any) -> bool:
+def within(actual: Any, right: Any, bound: Any) -> bool:
     """Return whether errors are at most their bounds and the rounding of the float64 that they are computed in."""
     with np.errstate(invalid="ignore"):
-        is_near = np.abs(found - right) <= bound * (1 + 1e-9) + 1e-11
-    return bool((is_near | (found == right)).all())
+        is_near = np.abs(actual - right) <= bound * (1 + 1e-9) + 1e-11
+    return bool((is_near | (actual == right)).all())
 
 
 def test_a_rotation_leaves_results_within_the_bound_and_errs_less_with_outliers() -> None:
@@ -231,8 +231,8 @@ def test_everything_else_of_a_call_applies() -> None:
     x = RNG.standard_normal((3, 2, 4, 50, 64), np.float32)
     q8, k8, v8 = x8 = [cuflash.quantize(each) for each in x]
     for named in ({"causal": True, "softcap": 5.0}, {"sink": np.float32([0, 1, 2, 3])}, {"window": (3, 3)}):
-        found, right = cuflash.attention(*x8, **named), cuflash.attention(*(y.scaled() for y in x8), **named)
-        np.testing.assert_array_equal(found, right)
+        actual, right = cuflash.attention(*x8, **named), cuflash.attention(*(y.scaled() for y in x8), **named)
+        np.testing.assert_array_equal(actual, right)
     one_head = cuflash.quantize(x[1, :, :1]), cuflash.quantize(x[2, :, :1])
     assert cuflash.attention(q8, *one_head).shape == q8.shape
     assert "rotation=None" in repr(q8) and cuflash.study.quantization_bound(*x, *x8).o.shape == q8.shape
@@ -241,10 +241,10 @@ def test_everything_else_of_a_call_applies() -> None:
 def test_torch_tensors_are_quantised() -> None:
     torch = pytest.importorskip("torch")
     x = RNG.standard_normal((40, 64), np.float32)
-    found = cuflash.quantize(torch.from_numpy(x).to(torch.bfloat16))
+    actual = cuflash.quantize(torch.from_numpy(x).to(torch.bfloat16))
     right = cuflash.quantize(x.astype(ml_dtypes.bfloat16))
-    np.testing.assert_array_equal(found.data.view(np.uint8), right.data.view(np.uint8))
-    assert found.source_dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(actual.data.view(np.uint8), right.data.view(np.uint8))
+    assert actual.source_dtype == ml_dtypes.bfloat16
 
 
 X = np.ones((2, 40, 64), np.float32)
@@ -258,17 +258,17 @@ REFUSED = {
     ),
     "a rotation of another length": (
         lambda: cuflash.quantize(X, rotate=Rotation(32), largest=0, per="row", block=20),
-        ["rotate must have the rows' length, 64; got Rotation(head_dim=32, seed=0): Rotation(64) fits",
+        ["rotate must have the length of the rows, 64; got Rotation(head_dim=32, seed=0): use Rotation(64)",
          "largest must be a number from 2**-9 to 448; got 0", "per must be one of 'block', 'head', 'tensor'",
          "block must be a multiple"],
     ),
     "a rotation of a length that none has": (
         lambda: cuflash.quantize(X[..., :48], rotate=Rotation(32)),
-        ["rotate must have the rows' length, 48; got Rotation(head_dim=32, seed=0): no rotation has it"],
+        ["rotate must have the length of the rows, 48; got Rotation(head_dim=32, seed=0): no rotation has this length"],
     ),
     "other sources": (
         lambda: cuflash.quantize(np.zeros(3), dtype="float8_e5m2"),
-        ["x must be of float16", "dtype must be float8_e4m3fn", "x must have shape (..., rows"],
+        ["x must have dtype float16", "dtype must be float8_e4m3fn", "x must have shape (..., rows"],
     ),
     "an output, a window and a scale": (
         lambda: cuflash.attention(X8, X8, X8, window=3, scale="large", out=X),
@@ -276,21 +276,21 @@ REFUSED = {
     ),
     "plain arrays among quantised ones, and a sink": (
         lambda: cuflash.attention(X8, X, X8, sink=np.zeros(3, np.float32), softcap=-1),
-        ["k must be Quantized as the others", "sink must", "softcap must"],
+        ["k must be Quantized, since another operand is", "sink must", "softcap must"],
     ),
-    "arrays that another library does not give away": (
+    "arrays that another library does not export": (
         lambda: cuflash.attention(X8, Foreign(X, fault=BufferError("no")), X8, scale="large"),
-        ["k must be Quantized as the others"],
+        ["k must be Quantized, since another operand is"],
     ),
     "plain arrays among quantised ones": (
-        lambda: cuflash.attention(X8, X, ROTATED), ["k must be Quantized as the others", "v must not be rotated"]
+        lambda: cuflash.attention(X8, X, ROTATED), ["k must be Quantized, since", "v must not be rotated"]
     ),
     "two rotations, and an odd scale": (
-        lambda: cuflash.attention(ROTATED, X8, X8, scale="large"), ["q and k must have one rotation", "scale must"]
+        lambda: cuflash.attention(ROTATED, X8, X8, scale="large"), ["q and k must have the same rotation", "scale must"]
     ),
     "other executors, and out": (
         lambda: cuflash.attention(X8, X8, X8, executor="gpu", out=X),
-        ["executor='gpu' takes CuPy's arrays", "out must be None for Quantized q, k and v; got an array"],
+        ["executor='gpu' takes CuPy arrays", "out must be None for Quantized q, k and v; got an array"],
     ),
     "another precision of what is quantised": (
         lambda: cuflash.attention(X8, X8, X8, precision="fp8"), ["precision must be 'ieee', 'tf32', 'tf32x3'; got"]
@@ -309,7 +309,7 @@ REFUSED = {
     ),
     "data of another dtype": (
         lambda: replace(X8, data=X8.data.astype(np.float32), source_dtype=np.float64),
-        ["data must be of float8_e4m3fn", "source_dtype must be float16"],
+        ["data must have dtype float8_e4m3fn", "source_dtype must be float16"],
     ),
     "bounds of gradients": (
         lambda: cuflash.error_bound(X8, X8, X8, X, precision="tf32"), ["do must be None", "precision must be 'ieee'"]
@@ -364,13 +364,13 @@ def test_a_gpu_gives_the_same_bits(dtype: str, rotate: Any, per: str) -> None:
     x = RNG.standard_normal((2, 3, 77, 64)).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     x[0, 0, 3] *= 100
     x[1, 2, 40, 1] = np.nan
-    here, there = (cuflash.quantize(each, per=per, block=32, rotate=rotate) for each in (x, to_device(x)))
-    assert isinstance(there.data, cupy.ndarray) and isinstance(there, Quantized)
-    np.testing.assert_array_equal(there.scale.get(), here.scale)
-    np.testing.assert_array_equal(there.data.get(), here.data.view(np.uint8))
-    np.testing.assert_array_equal(there.scaled().get(), here.scaled())
-    with pytest.raises(UnsupportedProblem, match="must be NumPy's arrays"):
-        cuflash.error_bound(there, there, there)
+    on_host, on_device = (cuflash.quantize(each, per=per, block=32, rotate=rotate) for each in (x, to_device(x)))
+    assert isinstance(on_device.data, cupy.ndarray) and isinstance(on_device, Quantized)
+    np.testing.assert_array_equal(on_device.scale.get(), on_host.scale)
+    np.testing.assert_array_equal(on_device.data.get(), on_host.data.view(np.uint8))
+    np.testing.assert_array_equal(on_device.scaled().get(), on_host.scaled())
+    with pytest.raises(UnsupportedProblem, match="must hold NumPy arrays"):
+        cuflash.error_bound(on_device, on_device, on_device)
 
 
 @pytest.mark.gpu

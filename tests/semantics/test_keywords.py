@@ -57,7 +57,7 @@ def _methods(owner: type) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def _of_an_instance(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method as a call: its arguments are bound before it looks at the object."""
+    """Wrap a method as a call that binds its arguments before it reads the object."""
     return method.__get__(object())  # type: ignore[attr-defined, no-any-return]
 
 

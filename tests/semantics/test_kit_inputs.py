@@ -31,12 +31,12 @@ def pull(q: Any, k: Any, v: Any, do: Any, *, dlse: Any, mask: Any, scale: Any) -
 
 @pytest.mark.parametrize("check", [assert_within_bounds, assert_non_finite])
 def test_no_result_is_an_error(check: Callable[..., float]) -> None:
-    with pytest.raises(TypeError, match="^give at least one of o, lse, dq, dk, dv, dsink, others: nothing would be"):
+    with pytest.raises(TypeError, match="^results must be at least one of o, lse, dq, dk, dv, dsink, others; got none"):
         check(WITH_GRADIENTS)
 
 
 def test_no_gradient_of_a_score_is_no_result() -> None:
-    with pytest.raises(TypeError, match="^give at least one of o, lse"):
+    with pytest.raises(TypeError, match="^results must be at least one of o, lse"):
         assert_within_bounds(WITH_GRADIENTS, others={})
     with pytest.raises(TypeError, match="^others must be a dict of the score's gradients by name; got None"):
         assert_within_bounds(WITH_GRADIENTS, o=WITH_GRADIENTS.exact.o, others=None)
@@ -98,7 +98,7 @@ def test_gradients_need_an_example_that_has_them(check: Callable[..., float]) ->
 
 
 def test_a_result_of_another_name_is_refused() -> None:
-    with pytest.raises(TypeError, match="^results are o, lse, dq, dk, dv, dsink; got out$"):
+    with pytest.raises(TypeError, match="^results must be among o, lse, dq, dk, dv, dsink; got out$"):
         assert_non_finite(WITH_GRADIENTS, out=WITH_GRADIENTS.exact.o)
 
 
@@ -130,11 +130,11 @@ def test_only_numbers_can_be_within(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "told"),
+    ("ratio", "message"),
     [(1.02, "1.02"), (1.0004, "1.0004"), (5.04, "5"), (130.0, "1.3e+02"), (1 + 2**-52, "1.0000000000000002")],
 )
-def test_what_is_slightly_over_the_bound_says_by_how_much(ratio: float, told: str) -> None:
-    with pytest.raises(AssertionError, match=f" {told.replace('+', '[+]')} times its bound of 1\n"):
+def test_what_is_slightly_over_the_bound_says_by_how_much(ratio: float, message: str) -> None:
+    with pytest.raises(AssertionError, match=f" {message.replace('+', '[+]')} times its bound of 1\n"):
         testing.assert_within("x", np.array([ratio]), np.zeros(1), np.ones(1))
 
 
@@ -223,7 +223,7 @@ def test_a_list_of_two_arrays_is_a_pair() -> None:
 
 
 def own_attention(example: Example, fault: str) -> tuple[Any, Any]:
-    """Plain attention in float64 with one of three usual faults."""
+    """Compute attention in float64 with one of three common faults."""
     q, k, v = (x.astype(np.float64) for x in (example.q, example.k, example.v))
     group = q.shape[-3] // k.shape[-3] if q.ndim > 2 else 1
     if group > 1:

@@ -77,9 +77,9 @@ def test_each_sequence_gets_the_attention_of_its_own_rows(run: Any, dtype: Any, 
 
     def attend(cache: KVCache, q: Any) -> list[Any]:
         counts = [min(num_rows, int(length)) for length in cache.lengths]
-        given = {"window": WINDOWS[window], "counts": counts, **options_of(run)}
-        made = cache.attention(run.put(q), return_lse=True, **given)
-        return [run.get(x) for x in made]
+        arguments = {"window": WINDOWS[window], "counts": counts, **options_of(run)}
+        results = cache.attention(run.put(q), return_lse=True, **arguments)
+        return [run.get(x) for x in results]
 
     o, lse = attend(cache_of(run, k, v, EDGES), q)
     for one, other in zip((o, lse), attend(cache_of(run, k, v, EDGES, **PAGES), q)):
@@ -97,19 +97,19 @@ def test_each_sequence_gets_the_attention_of_its_own_rows(run: Any, dtype: Any, 
 
 @pytest.mark.parametrize("of_each", [False, True], ids=["one for all", "of each sequence"])
 def test_queries_without_keys_have_what_attention_gives_them_beside_a_sink(of_each: bool) -> None:
-    """Queries that are not counted, of a sequence without rows too, beside sinks that are numbers and others."""
+    """Queries that are not counted, of a sequence without rows too, with sinks that are numbers, and others."""
     cache, q = KVCache(**SMALL), normal(3, 2 * HEADS, 2, 8)
     k, v = normal(2, 3, HEADS, 2, 8)
     cache.append(k, v, counts=[2, 0, 2])
     sink = np.float32([0.5, np.nan, np.inf, -np.inf])
-    given = np.broadcast_to(sink, (3, 4)) if of_each else sink
-    o, lse = cache.attention(q, counts=[2, 0, 1], sink=given, return_lse=True)
+    full_sink = np.broadcast_to(sink, (3, 4)) if of_each else sink
+    o, lse = cache.attention(q, counts=[2, 0, 1], sink=full_sink, return_lse=True)
     nothing = q[:1], k[:1, :, :0], v[:1, :, :0]
     wanted = cuflash.attention(*nothing, sink=sink, return_lse=True)
     assert np.isnan(wanted[1][0, :, 0]).tolist() == [False, True, True, False]
-    for found, without in zip((o, lse), wanted):
-        np.testing.assert_array_equal(found[1:2], without)
-        np.testing.assert_array_equal(found[2:, :, 1], without[:, :, 1])
+    for actual, without in zip((o, lse), wanted):
+        np.testing.assert_array_equal(actual[1:2], without)
+        np.testing.assert_array_equal(actual[2:, :, 1], without[:, :, 1])
 
 
 MISSED = {
@@ -146,28 +146,28 @@ def test_queries_whose_keys_were_not_appended_are_refused(pages: Any, case: str,
 
 LISTED = {
     "tuple": tuple,
-    "range": lambda given: range(given[0], given[-1] + 1),
-    "8 bits": lambda given: np.array(given, np.uint8),
-    "strided": lambda given: np.array(given).repeat(2)[::2],
-    "another library's": lambda given: Foreign(np.array(given)),
+    "range": lambda counts: range(counts[0], counts[-1] + 1),
+    "8 bits": lambda counts: np.array(counts, np.uint8),
+    "strided": lambda counts: np.array(counts).repeat(2)[::2],
+    "another library's": lambda counts: Foreign(np.array(counts)),
 }
 
 
 @pytest.mark.parametrize("kind", LISTED)
 def test_counts_lengths_and_rows_in_any_array_of_the_host_are_those_in_a_list(kind: str) -> None:
-    made = []
-    for given in (list, LISTED[kind]):
+    lengths = []
+    for convert in (list, LISTED[kind]):
         cache = KVCache(**SMALL, **PAGES)
         rows, q = np.random.default_rng(0).standard_normal((2, 2, 3, HEADS, 4, 8), dtype=np.float32)
-        cache.append(*rows, counts=given([1, 2, 3]))
-        cache.append(*rows, counts=given([2, 3, 4]))
-        result = cache.attention(q[0], counts=given([0, 1, 2]))
-        cache.reserve(given([19, 20, 21]))
-        cache.truncate(given([2, 3, 4]))
-        cache.reset(given([0, 1]))
-        made.append((result, cache.lengths, cache.block_table, cache.num_free_pages))
-    assert made[0][1].tolist() == [0, 0, 4]
-    assert all(np.array_equal(*pair) for pair in zip(*made))
+        cache.append(*rows, counts=convert([1, 2, 3]))
+        cache.append(*rows, counts=convert([2, 3, 4]))
+        result = cache.attention(q[0], counts=convert([0, 1, 2]))
+        cache.reserve(convert([19, 20, 21]))
+        cache.truncate(convert([2, 3, 4]))
+        cache.reset(convert([0, 1]))
+        lengths.append((result, cache.lengths, cache.block_table, cache.num_free_pages))
+    assert lengths[0][1].tolist() == [0, 0, 4]
+    assert all(np.array_equal(*pair) for pair in zip(*lengths))
 
 
 # Pages
@@ -194,8 +194,8 @@ def test_a_reservation_keeps_pages_from_the_others() -> None:
     cache = KVCache(**SMALL, page_size=16, num_pages=4)
     cache.reserve([33, 0, 0])
     assert cache.num_free_pages == 1
-    told = refused(lambda: cache.append(*normal(2, 3, HEADS, 17, 8), counts=[0, 17, 0]))
-    assert "got 17 rows for sequence 1, which need 2 more pages, and of 4 there are 1 free" in told
+    message = refused(lambda: cache.append(*normal(2, 3, HEADS, 17, 8), counts=[0, 17, 0]))
+    assert "got 17 rows for sequence 1, which need 2 more pages, and of 4 there are 1 free" in message
     cache.append(*normal(2, 3, HEADS, 48, 8), counts=[48, 0, 0])
     assert cache.num_free_pages == 1 and cache.lengths.tolist() == [48, 0, 0]
 
@@ -207,14 +207,14 @@ def test_the_last_page_goes_to_the_first_that_asks() -> None:
     cache.fork(0, 1)
     cache.append(*normal(2, 3, HEADS, 1, 8), counts=[1, 1, 0])
     assert cache.num_free_pages == 0 and cache.lengths.tolist() == [4, 4, 0]
-    told = refused(lambda: cache.append(*normal(2, 3, HEADS, 13, 8)))
-    assert told.count("rows for sequence") == 3 and "sequence 2, which need 1 more page, and" in told
+    message = refused(lambda: cache.append(*normal(2, 3, HEADS, 13, 8)))
+    assert message.count("rows for sequence") == 3 and "sequence 2, which need 1 more page, and" in message
 
 
 def test_a_refused_call_changes_nothing() -> None:
     cache = KVCache(**SMALL, page_size=16, num_pages=4)
     cache.append(*normal(2, 3, HEADS, 16, 8))
-    kept = cache.k.copy(), cache.lengths, cache.block_table
+    before = cache.k.copy(), cache.lengths, cache.block_table
     calls = (
         lambda: cache.append(*normal(2, 3, HEADS, 1, 8)),
         lambda: cache.append(*normal(2, 3, HEADS, 60, 8)),
@@ -225,7 +225,7 @@ def test_a_refused_call_changes_nothing() -> None:
     for call in calls:
         refused(call)
         now = cache.k, cache.lengths, cache.block_table
-        assert all(np.array_equal(*pair, equal_nan=True) for pair in zip(kept, now))
+        assert all(np.array_equal(*pair, equal_nan=True) for pair in zip(before, now))
         cache.check()
 
 
@@ -250,32 +250,32 @@ def test_pages_of_another_layout_are_used_where_they_lie() -> None:
 
 def test_a_page_of_two_sequences_is_written_to_by_neither() -> None:
     pages = normal(2, 4, HEADS, PAGE, 8)
-    kept = pages.copy()
+    before = pages.copy()
     cache = KVCache.over(*pages, np.array([[0], [0]]), [5, 5])
     assert "got 1 rows for sequence 0" in refused(lambda: cache.append(*normal(2, 2, HEADS, 1, 8), counts=[1, 0]))
-    assert np.array_equal(pages, kept)
+    assert np.array_equal(pages, before)
 
 
 def test_a_cache_that_contradicts_itself_is_told() -> None:
     cache = KVCache(**SMALL, **PAGES)
     cache.append(*normal(2, 3, HEADS, 20, 8))
     cache.check()
-    cache._lengths[1] = 40
+    cache._state.lengths[1] = 40
     with pytest.raises(RuntimeError, match="sequence 1 has 40 positions and 2 pages of 16"):
         cache.check()
-    cache._lengths[1] = 20
-    cache._pages.tables[0][1] = 0
+    cache._state.lengths[1] = 20
+    cache._state.pages.tables[0][1] = 0
     with pytest.raises(RuntimeError, match="page 1 is in 0 tables and is counted as in 1"):
         cache.check()
 
 
 def test_a_copy_of_a_cache_holds_rows_of_its_own() -> None:
     cache = a_cache(**PAGES)
-    for made in (copy.copy(cache), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
-        made.append(K, K)
-        assert made.lengths.tolist() == [4] * 3 and not np.shares_memory(made.k, cache.k)
+    for copied in (copy.copy(cache), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        copied.append(K, K)
+        assert copied.lengths.tolist() == [4] * 3 and not np.shares_memory(copied.k, cache.k)
         assert cache.lengths.tolist() == [2] * 3 and cache.num_free_pages == 12
-        made.check(), cache.check()
+        copied.check(), cache.check()
 
 
 def test_a_cache_says_what_it_is() -> None:
@@ -303,8 +303,8 @@ class TorchDtype:
 
 
 def test_messages_about_caches_spell_the_fix() -> None:
-    told = 'dtype must be a NumPy dtype or its name; got torch.bfloat16: write dtype="bfloat16"'
-    assert told in refused(lambda: KVCache(**SMALL | {"dtype": TorchDtype()}))
+    message = 'dtype must be a NumPy dtype or its name; got torch.bfloat16: write dtype="bfloat16"'
+    assert message in refused(lambda: KVCache(**SMALL | {"dtype": TorchDtype()}))
     assert KVCache(**SMALL | {"dtype": "bfloat16"}).k.dtype == ml_dtypes.bfloat16
 
 
@@ -350,7 +350,7 @@ WRONG = {
     "another batch": (lambda: a_cache().append(K[:2], K[:2]), "k must have shape (3, 2, n, 8) and dtype float32"),
     "another dtype": (lambda: a_cache().append(K, K.astype("f2")), "v must have shape (3, 2, n, 8) and dtype float32"),
     "other rows": (lambda: a_cache().append(K, K[:, :, :1]), "v must have k's 2 rows; got 1"),
-    "a list of words": (lambda: a_cache().append([["a"]], K), "k must be an array; got [['a']]: lists may hold"),
+    "a list of words": (lambda: a_cache().append([["a"]], K), "k must be an array; got [['a']]: a list may"),
     "its own rows": (lambda: (lambda x: x.append(x.k, x.v))(a_cache()), "k must not overlap the cache's keys"),
     "too many counts": (lambda: a_cache().append(K, K, counts=[1] * 4), "counts must be a list or array of 3 ints"),
     "counts beyond rows": (lambda: a_cache().append(K, K, counts=[1, 3, 0]), "number of rows, 2; got 3 for sequence 1"),
@@ -436,7 +436,7 @@ def test_what_does_not_fit_is_refused_with_a_reason(name: str) -> None:
     ids=str,
 )  # fmt: skip
 def test_options_are_refused_before_anything_is_written(options, lengths, parts) -> None:
-    """Whatever the lengths are: a sequence without keys is no reason to look at nothing."""
+    """Whatever the lengths are: also if a sequence has no keys."""
     cache, q = KVCache(**SMALL | parts), normal(3, 2 * HEADS, 1, 8)
     cache.append(*normal(2, 3, HEADS, 2, 8), counts=lengths)
     out = np.full(q.shape, 7, np.float32)

@@ -41,34 +41,36 @@ def plan(to: To) -> Any:
 
 
 def cache(to: To) -> Any:
-    made = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=16, dtype=np.float64)
-    made.append(to(K[:, None]), to(V[:, None]), counts=to(np.array([3, 2])))
-    made.truncate(to(np.array([2, 2])))
-    o = made.attention(to(Q[:, None, :1]), bias=to(np.ones((16, 1))), sink=to(SINK[:1]), counts=to(np.array([1, 0])))
-    chosen = selectors.quest(to(Q[:, None, :1]), made, budget=BUDGET)
-    made.reset(to(np.array([1])))
-    return o, made.lengths, *(index.toarray() for index in chosen)
+    kv_cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=16, dtype=np.float64)
+    kv_cache.append(to(K[:, None]), to(V[:, None]), counts=to(np.array([3, 2])))
+    kv_cache.truncate(to(np.array([2, 2])))
+    o = kv_cache.attention(
+        to(Q[:, None, :1]), bias=to(np.ones((16, 1))), sink=to(SINK[:1]), counts=to(np.array([1, 0]))
+    )
+    chosen = selectors.quest(to(Q[:, None, :1]), kv_cache, budget=BUDGET)
+    kv_cache.reset(to(np.array([1])))
+    return o, kv_cache.lengths, *(index.toarray() for index in chosen)
 
 
 def pages(to: To) -> Any:
     kv = np.arange(256.0).reshape(4, 1, 16, 4)
-    made = cuflash.KVCache.over(to(kv), to(kv + 1), to(np.array([[0, 1], [2, 3]])), to(np.array([3, 20])))
-    return made.attention(to(Q[:, None, :1]))
+    kv_cache = cuflash.KVCache.over(to(kv), to(kv + 1), to(np.array([[0, 1], [2, 3]])), to(np.array([3, 20])))
+    return kv_cache.attention(to(Q[:, None, :1]))
 
 
 def bounds(to: To) -> Any:
-    found = cuflash.error_bound(
+    limits = cuflash.error_bound(
         to(Q), to(K), to(V), to(DO), dlse=to(LSE), mask=to(MASK), bias=to(BIAS), sink=to(SINK), wrt=["bias"]
     )
-    return found.o, found.dq, found.dsink, found.others["bias"]
+    return limits.o, limits.dq, limits.dsink, limits.others["bias"]
 
 
-def index(made: BlockIndex) -> np.ndarray:
-    return made.toarray()
+def index(block_index: BlockIndex) -> np.ndarray:
+    return block_index.toarray()
 
 
-def mask(made: Any) -> np.ndarray:
-    return made.toarray(3, 3, batch=(2,), num_heads=2)
+def mask(attended: Any) -> np.ndarray:
+    return attended.toarray(3, 3, batch=(2,), num_heads=2)
 
 
 def ints(*values: Any) -> np.ndarray:
@@ -134,9 +136,9 @@ def as_tuple(array: np.ndarray) -> Any:
 @pytest.mark.parametrize("to", [np.ndarray.tolist, as_tuple, list], ids=["lists", "tuples", "a list of arrays"])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_list_is_the_array_that_numpy_makes_of_it(name: str, to: To) -> None:
-    found, expected = parts(CALLS[name](to)), parts(CALLS[name](lambda array: array))
-    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
-    for first, second in zip(found, expected, strict=True):
+    results, expected = parts(CALLS[name](to)), parts(CALLS[name](lambda array: array))
+    assert [(x.shape, x.dtype) for x in results] == [(x.shape, x.dtype) for x in expected]
+    for first, second in zip(results, expected, strict=True):
         np.testing.assert_array_equal(first, second)
 
 
@@ -151,10 +153,10 @@ def test_a_list_has_the_dtype_of_the_arrays_that_it_stands_beside(dtype: Any) ->
         np.testing.assert_array_equal(first, second)
     ready = cuflash.plan(q, k, v, score=scores.alibi(SINK.astype(np.float32)))
     slopes = SINK.astype(np.float32)[::-1]
-    for made, expected in zip(
+    for actual, expected in zip(
         ready.forward(q.tolist(), k, v, slopes=slopes.tolist()), ready.forward(q, k, v, slopes=slopes)
     ):
-        np.testing.assert_array_equal(made, expected)
+        np.testing.assert_array_equal(actual, expected)
     assert cuflash.error_bound(q.tolist(), k, v, plan=cuflash.plan(q, k, v)).o.shape == o.shape
     filled = cuflash.KVCache(batch=1, num_kv_heads=2, head_dim=4, capacity=16, dtype=dtype)
     filled.append(k[None].tolist(), v[None].tolist())
@@ -185,7 +187,7 @@ def test_an_empty_list_holds_no_ints(make: Callable[[], np.ndarray], shape: tupl
 RAGGED = [Q, K[:, :1]]
 OBJECTS = np.empty(2, object)
 OBJECTS[:] = RAGGED
-PACK = r"must be one array; got a list of sequences of unequal lengths: packed, offsets = cuflash.pack\({}\), and mask="
+PACK = r"must be one array; got a list of sequences of unequal lengths: use packed, offsets = cuflash.pack\({}\), and"
 LISTS = "must be one array; got lists of unequal lengths: make all lists at one depth equally long"
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "q of sequences": (lambda: cuflash.attention(RAGGED, K, V), cuflash.UnsupportedProblem, "q " + PACK.format("q")),
@@ -195,26 +197,26 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a bias": (lambda: cuflash.attention(Q, K, V, bias=[[1], [2, 3]]), cuflash.UnsupportedProblem, "bias " + LISTS),
     "a mask": (lambda: cuflash.attention(Q, K, V, mask=[[True], []]), cuflash.UnsupportedProblem, "mask " + LISTS),
     "ids": (lambda: masks.Documents([[0], [0, 1]]), cuflash.UnsupportedProblem, "q_ids " + LISTS),
-    "strings": (lambda: cuflash.attention([["a"]], K, V), TypeError, r"q must be an array; got \[\['a'\]\]: lists"),
+    "strings": (lambda: cuflash.attention([["a"]], K, V), TypeError, r"q must be an array; got \[\['a'\]\]: a list"),
     "None": (lambda: masks.Lengths(kv=[None]), cuflash.UnsupportedProblem, r"kv must be an int .*; got \[None\]"),
     "objects": (lambda: cuflash.attention(Q, K, V, sink=[{}, 1]), TypeError, r"sink must be .*; got \[dict, 1\]"),
     "a library's": (
         lambda: cuflash.attention([SimpleNamespace(__dlpack_device__=0)], K, V), TypeError,
-        r"q must be an array; got \[SimpleNamespace\]: stack them to one array first",
+        r"q must be an array; got \[SimpleNamespace\]: stack them into one array first",
     ),
     "a flag among ints": (lambda: masks.Lengths(kv=[1, True]), cuflash.UnsupportedProblem, r"kv must .*\[1, True\]"),
-    "flags among numbers": (lambda: cuflash.attention([[1.0], [np.True_]], K, V), TypeError, "or booleans alone"),
+    "flags among numbers": (lambda: cuflash.attention([[1.0], [np.True_]], K, V), TypeError, "or only booleans"),
     "an empty q": (lambda: cuflash.attention([], K, V), cuflash.UnsupportedProblem, r"q must have shape .*got \(0,\)"),
     "an empty mask": (lambda: cuflash.attention(Q, K, V, mask=[]), cuflash.UnsupportedProblem, r"mask must .*\(0,\)"),
-    "0 and 1": (lambda: masks.Dense([[0, 1]]), cuflash.UnsupportedProblem, r"booleans by np.array\(mask\) != 0"),
+    "0 and 1": (lambda: masks.Dense([[0, 1]]), cuflash.UnsupportedProblem, r"booleans with np.array\(mask\) != 0"),
     "blocks of 0 and 1": (
         lambda: BlockIndex.from_blocks([[0, 1]], 2, 4, 2), cuflash.UnsupportedProblem,
-        r"blocks must be a boolean array .*: 0/1 numbers become booleans by np.array\(blocks\) != 0",
+        r"blocks must be a boolean array .*: convert 0/1 numbers to booleans with np.array\(blocks\) != 0",
     ),
     "floats as lengths": (lambda: masks.Lengths(kv=[1.5]), cuflash.UnsupportedProblem, "kv must be an int .*float64"),
     "a shape": (
         lambda: cuflash.plan((8, 64, 16), Q, Q), TypeError,
-        r"q must be an array; got \(8, 64, 16\): plan takes cuflash.ShapeDtype\(\(8, 64, 16\), dtype\)",
+        r"q must be an array; got \(8, 64, 16\): plan accepts cuflash.ShapeDtype\(\(8, 64, 16\), dtype\)",
     ),
     "out": (lambda: cuflash.attention(Q, K, V, out=[[1.0]]), cuflash.UnsupportedProblem, "out must be a NumPy array"),
 }  # fmt: skip
@@ -222,8 +224,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_lists_are_refused_in_words(name: str) -> None:
-    call, kind, told = REFUSED[name]
-    with pytest.raises(kind, match=told):
+    call, kind, message = REFUSED[name]
+    with pytest.raises(kind, match=message):
         call()
 
 
@@ -236,9 +238,9 @@ def test_named_tuples_are_no_lists() -> None:
 def test_a_list_beside_arrays_on_a_device_lies_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with installed(monkeypatch, tmp_path) as cupy:
         q = cupy.asarray(Q.astype(np.float32))
-        given = as_arrays({"q": q, "k": K.tolist(), "v": V.tolist(), "sink": SINK.tolist()})
-        assert [type(array) for array in given.values()] == [cupy.ndarray] * 4
-        assert [array.dtype for array in given.values()] == [np.float32] * 3 + [np.float64]
+        argument = as_arrays({"q": q, "k": K.tolist(), "v": V.tolist(), "sink": SINK.tolist()})
+        assert [type(array) for array in argument.values()] == [cupy.ndarray] * 4
+        assert [array.dtype for array in argument.values()] == [np.float32] * 3 + [np.float64]
         assert type(as_mask_of_arrays(MASK.tolist(), "gpu", q)) is cupy.ndarray
         assert type(as_mask_of_arrays(MASK.tolist(), "gpu", cuflash.ShapeDtype((2, 3, 4), np.float32))) is np.ndarray
         o = cuflash.attention(q, K.tolist(), V.tolist(), bias=BIAS.tolist(), sink=SINK.tolist(), mask=MASK.tolist())

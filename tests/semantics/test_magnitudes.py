@@ -54,14 +54,14 @@ def scaled(example: Example, of_q: int, of_k: int) -> Example:
 
 
 def assert_powers_cancel(everything: Everything, example: Example, of_q: int, of_k: int) -> None:
-    """Assert that every bit of results is equal, but for the powers of two that the gradients have."""
+    """Assert that every bit of results is equal, except for the powers of two that the gradients have."""
     if example.q.dtype == np.float64:
         of_q, of_k = 6 * of_q, 6 * of_k
-    plain, far = (everything(scaled(example, *powers)) for powers in ((0, 0), (of_q, of_k)))  # which lie alike
+    plain, far = (everything(scaled(example, *powers)) for powers in ((0, 0), (of_q, of_k)))  # of equal layouts
     for name, exponent in {"o": 0, "lse": 0, "dq": of_q, "dk": of_k, "dv": 0}.items():
         if name in plain:
-            found = np.ldexp(far[name].astype(np.float64), exponent)
-            assert np.array_equal(found, plain[name].astype(np.float64)), name
+            actual = np.ldexp(far[name].astype(np.float64), exponent)
+            assert np.array_equal(actual, plain[name].astype(np.float64)), name
 
 
 def assert_operands_may_be_huge(everything: Everything, example: Example) -> None:

@@ -49,8 +49,8 @@ def problem_of(kind: str, seqlen_q: int, seqlen_kv: int, seed: int, library: Any
     documents = [np.sort(rng.integers(0, 4, (BATCH, length)), axis=-1) for length in lengths]
     offsets = [[0, *sorted(rng.integers(0, length + 1, 2).tolist()), length] for length in lengths]
     few_q, few_kv = rng.integers(0, seqlen_q + 1, BATCH), rng.integers(0, seqlen_kv + 1, BATCH)
-    kept = rng.random((HEADS, -(-seqlen_q // 5), -(-seqlen_kv // 4))) < 0.5
-    made: dict[str, Callable[[], dict[str, Any]]] = {
+    blocks = rng.random((HEADS, -(-seqlen_q // 5), -(-seqlen_kv // 4))) < 0.5
+    masks_by_name: dict[str, Callable[[], dict[str, Any]]] = {
         "lengths": lambda: {"mask": of.Lengths(q=int(few_q[0]), kv=int(few_kv[0]))},
         "lengths of entries": lambda: {"mask": of.Lengths(q=few_q, kv=few_kv)},
         "elements": lambda: {"mask": rng.random(lengths) < 0.4},
@@ -59,14 +59,14 @@ def problem_of(kind: str, seqlen_q: int, seqlen_kv: int, seed: int, library: Any
         "keys": lambda: {"mask": of.Dense(np.broadcast_to(rng.random(seqlen_kv) < 0.6, lengths))},
         "documents": lambda: {"mask": of.Documents(*documents)},
         "sequences": lambda: {"mask": of.Sequences(*offsets)},
-        "blocks": lambda: {"mask": library.BlockIndex.from_blocks(kept, *lengths, block=(5, 4))},
+        "blocks": lambda: {"mask": library.BlockIndex.from_blocks(blocks, *lengths, block=(5, 4))},
         "a function": lambda: {"mask": lambda b, h, i, j: (i + 2 * j + h) % 3 != b},
         "a window": lambda: {"window": (3, 2), "causal": "bottom_right"},
         "causal": lambda: {"causal": "top_left" if seqlen_q < seqlen_kv else "bottom_right"},
         "causal lengths": lambda: {"mask": of.Lengths(q=int(few_q[0])), "causal": "top_left"},
         "causal elements": lambda: {"mask": rng.random(lengths) < 0.6, "causal": "bottom_right"},
     }  # fmt: skip
-    options = made[kind]()
+    options = masks_by_name[kind]()
     whole = of.Band() & (of.Band() if options.get("mask") is None else options["mask"])
     if options.get("causal"):
         whole = whole & of.Causal(options["causal"])
@@ -111,8 +111,8 @@ def hidden_rows_choose_nothing(name: str, problem: Any, row: int, junk: str, lib
     for forced in (library.selectors.Forced(diagonal=False), library.selectors.Forced(sink=1)):
         more = {"library": library, "forced": forced, **options}
         with np.errstate(all="raise" if junk == "others" else "ignore"):
-            found = selected(name, new_q, new_k, **more)[:, :, chosen]
-        np.testing.assert_array_equal(found, selected(name, q, k, **more)[:, :, chosen])
+            actual = selected(name, new_q, new_k, **more)[:, :, chosen]
+        np.testing.assert_array_equal(actual, selected(name, q, k, **more)[:, :, chosen])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -137,7 +137,7 @@ def cuts(length: int, side: int) -> list[slice]:
 
 
 def of_pooled(q: Any, k: Any, allowed: Any, options: Any) -> Any:
-    """Means of live queries times means of the keys that the row attends; the rows of one head."""
+    """Multiply means of live queries by means of the keys that the row attends; rows of one head."""
     scores = np.zeros((len(cuts(len(q), 4)), len(cuts(len(k), 6))))
     for row, column in np.ndindex(scores.shape):
         i, j = cuts(len(q), 4)[row], cuts(len(k), 6)[column]
@@ -153,7 +153,7 @@ def by_blocks(allowed: Any, side_q: int, side_kv: int) -> Any:
 
 
 def of_antidiagonal(q: Any, k: Any, allowed: Any, options: Any) -> Any:
-    """Sums over antidiagonals of cells of 2 by 2, of live queries and of keys that the row of cells attends."""
+    """Sum over antidiagonals of 2 x 2 cells, of live queries and of keys that the row of cells attends."""
     seen, s = by_blocks(allowed, 2, 2), q @ k.T * DIM**-0.5 / 2
     cells = np.zeros(seen.shape)
     for cell in np.ndindex(cells.shape):
@@ -165,13 +165,13 @@ def of_antidiagonal(q: Any, k: Any, allowed: Any, options: Any) -> Any:
 
 
 def summed(mass: Any, seen: Any, side_q: int, side_kv: int) -> Any:
-    """Sums over blocks of columns, and means over those rows of blocks of rows that see anything."""
+    """Sum over blocks of columns, and average over the rows of each block that attend a key."""
     rows = [mass[i].sum(0) / max(1, seen[i].any(-1).sum()) for i in cuts(len(mass), side_q)]
     return np.array([[row[j].sum() for j in cuts(mass.shape[1], side_kv)] for row in rows])
 
 
 def of_nsa(q: Any, k: Any, allowed: Any, options: Any) -> Any:
-    """Means of the keys that a query attends, of runs of 4 every 2."""
+    """Return means of the keys that a query attends, over runs of 4 every 2."""
     starts = range(0, len(k) - 4 + 1, 2)
     offset = len(k) - len(q) if options.get("causal") == "bottom_right" else 0
     seen = np.array([[allowed[i, c : c + 4].any() and (not options.get("causal") or c + 3 <= i + offset)
@@ -209,7 +209,7 @@ REFERENCES = {
 def estimates_are_right(name: str, problem: Any, budget: dict[str, float], library: Any = cuflash) -> None:
     """Assert that blocks are chosen by their definition, element by element, in float64."""
     q, k, options, allowed = problem
-    found = selected(name, q, k, budget, library, **options)
+    results = selected(name, q, k, budget, library, **options)
     side = 1 if name == "quest" else 4
     for b, g in np.ndindex(BATCH, KV_HEADS):
         heads = range(2 * g, 2 * g + 2)
@@ -221,8 +221,8 @@ def estimates_are_right(name: str, problem: Any, budget: dict[str, float], libra
                 order = np.sort(each[eligible[row]])[::-1]
                 if np.any(np.diff(order) > -1e-9):
                     continue  # ties, as of masses that are 0, are ordered by roundoff
-                kept = by_sorting(each, each, eligible[row], np.zeros(len(each), bool), Budget(**budget))
-                assert np.flatnonzero(found[b, h, row]).tolist() == kept
+                chosen = by_sorting(each, each, eligible[row], np.zeros(len(each), bool), Budget(**budget))
+                assert np.flatnonzero(results[b, h, row]).tolist() == chosen
 
 
 @pytest.mark.parametrize("name", REFERENCES)
@@ -237,11 +237,11 @@ def test_estimates_are_those_of_attended_elements(name: str) -> None:
 def queries_choose_alone(problem: Any, budget: dict[str, float], library: Any = cuflash) -> None:
     """Assert that a block row keeps what each of its queries chose by means of the keys that it attends."""
     q, k, options, allowed = problem
-    found = selected("moba", q, k, budget, library, **options)
+    results = selected("moba", q, k, budget, library, **options)
     offset = k.shape[-2] - q.shape[-2] if options.get("causal") == "bottom_right" else 0
     columns = cuts(k.shape[-2], 6)
     for b, h in np.ndindex(BATCH, HEADS):
-        kept = np.zeros((found.shape[-2] * 4, len(columns)), bool)
+        chosen = np.zeros((results.shape[-2] * 4, len(columns)), bool)
         for i in range(q.shape[-2]):
             seen = [allowed[b, h, i, j] for j in columns]
             scores = [q[b, h, i] @ k[b, h // 2, j][each].mean(0) * DIM**-0.5 if each.any() else 0
@@ -249,8 +249,8 @@ def queries_choose_alone(problem: Any, budget: dict[str, float], library: Any = 
             is_past = (np.arange(len(columns)) + 1) * 6 <= i + offset + 1
             may = np.array([each.any() for each in seen]) & (is_past | (not options.get("causal")))
             mass = softmax(np.array(scores), may)
-            kept[i, by_sorting(mass, mass, may, np.zeros(len(may), bool), Budget(**budget))] = True
-        np.testing.assert_array_equal(found[b, h], kept.reshape(-1, 4, len(columns)).any(1))
+            chosen[i, by_sorting(mass, mass, may, np.zeros(len(may), bool), Budget(**budget))] = True
+        np.testing.assert_array_equal(results[b, h], chosen.reshape(-1, 4, len(columns)).any(1))
 
 
 @given(problems(), BUDGETS)
@@ -264,10 +264,10 @@ def test_a_mask_that_hides_nothing_changes_nothing(name: str) -> None:
     options = {"causal": True, "block": (1, 6) if name == "quest" else 6}
     expected = selected(name, q, k, **options)
     for mask in (masks.Band(), masks.Lengths(q=24, kv=24), lambda b, h, i, j: i < 24):
-        found = selected(name, q, k, **options, mask=mask)
+        actual = selected(name, q, k, **options, mask=mask)
         if name == "quest":  # whose bounds are over the keys up to the query, under a mask
-            found, expected = (np.array(x[:, :, 5::6]) for x in (found, selected(name, q, k, **options)))
-        np.testing.assert_array_equal(found, expected)
+            actual, expected = (np.array(x[:, :, 5::6]) for x in (actual, selected(name, q, k, **options)))
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_the_last_queries_are_those_that_attend_a_key() -> None:
@@ -305,22 +305,22 @@ def test_a_device_estimates_what_the_host_does(estimate: str, problem: Any) -> N
     """Nothing waits for the device where the mask lies there, and no function of NumPy's meets its arrays."""
     q, k, options, allowed = problem
     given_options = {"budgets": {}, "forced": NONE, "causal": False, "mask": None, "window": None, "scale": None}
-    here = Grid.of(q, k, (1, 6) if estimate == "pages" else (4, 6), **given_options | options)
-    by_elements = masks.Dense(device_double.to_device(allowed)).resolve(here.shape)
-    there = replace(here, q=device_double.to_device(q), k=device_double.to_device(k))
+    host_grid = Grid.of(q, k, (1, 6) if estimate == "pages" else (4, 6), **given_options | options)
+    by_elements = masks.Dense(device_double.to_device(allowed)).resolve(host_grid.shape)
+    device_grid = replace(host_grid, q=device_double.to_device(q), k=device_double.to_device(k))
 
     def estimated(grid: Any) -> Any:
         if estimate == "pages":
             return masked.bounds_of_pages(grid, pages._bounds(grid))[0]
         return ESTIMATES[estimate](grid)
 
-    expected, found = estimated(here), device_double.to_host(estimated(replace(there, mask=by_elements)))
+    expected, actual = estimated(host_grid), device_double.to_host(estimated(replace(device_grid, mask=by_elements)))
     with device_double.transfers_allowed():  # of what the host knows of its own mask
-        others = device_double.to_host(estimated(there))
+        others = device_double.to_host(estimated(device_grid))
     eligible = np.broadcast_to(True, expected.shape)
     if estimate in ("unlike means", "pages"):  # which say nothing of other blocks
-        eligible = np.broadcast_to(here.eligible(), expected.shape)
-    for each in (found, others):
+        eligible = np.broadcast_to(host_grid.eligible(), expected.shape)
+    for each in (actual, others):
         each, wanted = (np.broadcast_to(x, np.broadcast_shapes(expected.shape, each.shape)) for x in (each, expected))
         np.testing.assert_allclose(each[np.broadcast_to(eligible, each.shape)],
                                    wanted[np.broadcast_to(eligible, each.shape)], atol=1e-12)  # fmt: skip

@@ -137,7 +137,7 @@ def test_what_is_drawn_reaches_what_it_should_beside_a_sink(run: Run, example: E
     assert_non_finite(example, **run.everything(example))
 
 
-KERNELS_OF_SINKS = [  # those that keep delta in a vector, that compute it, and that keep it beside lse
+KERNELS_OF_SINKS = [  # those that keep delta in a vector, that compute it, and that keep it next to lse
     (CPU, "float32"), (replace(SIM, kernel="simt"), "float64"), (SIM, "float16"), (NAIVE, "float32"),
     (SIM90, "bfloat16"),
 ]  # fmt: skip
@@ -164,7 +164,7 @@ def test_a_sink_takes_nothing_from_rows_without_keys_but_dlse(run: Run, dtype: s
         do[:, 20:] = value
         assert_within_bounds(example, dsink=run.everything(example.but(do=do))["dsink"])
     do[1, 3, 2] = np.nan
-    most = 18 if dtype == "float16" else 25  # beside which all else is too little to change lse, and o is not 0
+    most = 18 if dtype == "float16" else 25  # next to which all else is too little to change lse, and o is not 0
     for sink in (example.sink, np.full(4, most, np.float32)):
         dsink = run.everything(example.but(do=do, sink=sink))["dsink"]
         assert np.isnan(dsink).tolist() == [False, True, False, False]
@@ -342,15 +342,15 @@ def test_without_a_mask_every_element_is_claimed_but_of_hidden_keys_and_rows_wit
     }
     heads = dict(zip(FAULTS, zip(*free.values())))
     assert not free["lse"].any()
-    for words, found in heads.items():
+    for words, weights in heads.items():
         if "positive" not in words:
-            assert not any(found), words
+            assert not any(weights), words
     in_v = heads["q positive, a hidden key, inf in its v"]
     assert [name for name, is_free in zip(free, in_v) if is_free] == ["o", "dk", "dv"]
 
 
 def test_a_wrong_element_is_noticed() -> None:
-    """A number in the place of NaN is, and NaN or another number in the place of a number."""
+    """A number instead of NaN is, and NaN or another number instead of a number."""
     example = a_fault_a_head()
     results = CPU.everything(example)
     assert_non_finite(example, **results)

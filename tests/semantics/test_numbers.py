@@ -1,4 +1,4 @@
-"""Every argument that is a number refuses booleans, and what is no real number of Python or NumPy."""
+"""Every argument that is a number refuses booleans, and all that is not a real number of Python or NumPy."""
 
 from __future__ import annotations
 
@@ -206,8 +206,8 @@ NUMBERS = {
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_scale_is_any_real_number_of_python_or_numpy(name: str) -> None:
     number = NUMBERS[name]
-    found, wanted = (cuflash.attention(Q, Q, Q, scale=scale) for scale in (number, float(number)))
-    assert found.tobytes() == wanted.tobytes()
+    actual, wanted = (cuflash.attention(Q, Q, Q, scale=scale) for scale in (number, float(number)))
+    assert actual.tobytes() == wanted.tobytes()
 
 
 class Tracer:
@@ -215,7 +215,7 @@ class Tracer:
 
 
 @pytest.mark.parametrize(
-    ("scale", "told"),
+    ("scale", "message"),
     [
         (True, "got True$"),
         (np.True_, r"got np\.True_$"),
@@ -229,9 +229,9 @@ class Tracer:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Tracer) else str(value),
 )
-def test_a_wrong_scale_is_refused_with_its_fix(scale: Any, told: str) -> None:
+def test_a_wrong_scale_is_refused_with_its_fix(scale: Any, message: str) -> None:
     for call in (cuflash.attention, cuflash.attention_vjp, cuflash.plan, cuflash.error_bound):
-        with pytest.raises(cuflash.UnsupportedProblem, match=f"^scale must be a finite number or None; {told}"):
+        with pytest.raises(cuflash.UnsupportedProblem, match=f"^scale must be a finite number or None; {message}"):
             call(Q, Q, Q, scale=scale)
 
 

@@ -84,7 +84,7 @@ def expected_of(q_lengths, kv_lengths, first, causal, window):
 
 
 def check_mask(library, drawn):
-    """A mask of sequences equals its definition by elements and by intervals, which never decrease, on any machine."""
+    """Check that a mask of sequences equals its definition by elements and by intervals, on any machine."""
     q_lengths, kv_lengths, first, causal, window = drawn
     expected = expected_of(*drawn)
     shape = part(library, "masks.base").MaskShape((), 1, *expected.shape)
@@ -98,9 +98,9 @@ def check_mask(library, drawn):
         assert (np.diff(lo) >= 0).all() and (np.diff(hi) >= 0).all()
         same = q_lengths == kv_lengths
         placed = [None if same and name else device_double.to_device(side) for name, side in enumerate(offsets)]
-        there = library.masks.Sequences(*placed, causal=causal, window=window).resolve(shape)
-        rows = there.intervals(0, 0, device_double.to_device(np.arange(shape.seqlen_q)))
-        assert all((device_double.to_host(side) == here).all() for side, here in zip(rows, (lo, hi)))
+        resolved = library.masks.Sequences(*placed, causal=causal, window=window).resolve(shape)
+        rows = resolved.intervals(0, 0, device_double.to_device(np.arange(shape.seqlen_q)))
+        assert all((device_double.to_host(side) == on_host).all() for side, on_host in zip(rows, (lo, hi)))
 
 
 @given(sequences())
@@ -145,7 +145,7 @@ def each_alone(example):
 
 
 def check_alone(run, case, dtype, **dims):
-    """Each packed sequence gets the results of that sequence alone, within the bounds of both."""
+    """Check that each packed sequence gets the results of that sequence alone, within the bounds of both."""
     example = run.rounded(packed_structure(case, dtype=dtype, **dims).example())
     results, bounds = run.everything(example), example.bounds
     outside = np.ones(example.q.shape[-2], bool)
@@ -294,16 +294,16 @@ WRONG = {
     "no arrays": (lambda: cuflash.pack([]), "arrays must hold at least one sequence"),
     "a number": (lambda: cuflash.pack([1.0]), "arrays[0] must be an array; got 1.0"),
     "other dtypes": (
-        lambda: cuflash.pack([np.ones((2, 3)), np.ones((2, 3), "f4")]), "arrays[1] must be of arrays[0]'s dtype"
+        lambda: cuflash.pack([np.ones((2, 3)), np.ones((2, 3), "f4")]), "arrays[1] must have arrays[0]'s dtype"
     ),
-    "other dims": (lambda: cuflash.pack([np.ones((2, 3)), np.ones((2, 4))]), "shape (2, 3) but for axis -2"),
-    "other axes": (lambda: cuflash.pack([np.ones((2, 3)), np.ones(3)]), "arrays[1] must be of arrays[0]'s dtype"),
+    "other dims": (lambda: cuflash.pack([np.ones((2, 3)), np.ones((2, 4))]), "shape (2, 3) except along axis -2"),
+    "other axes": (lambda: cuflash.pack([np.ones((2, 3)), np.ones(3)]), "arrays[1] must have arrays[0]'s dtype"),
     "one axis": (lambda: cuflash.pack([np.ones(3)]), "axis must be an axis of arrays[0], which has 1; got -2"),
     "an axis": (lambda: cuflash.pack([np.ones((2, 3))], axis=2), "axis must be an axis of arrays[0], which has 2; got"),
     "half an axis": (lambda: cuflash.pack([np.ones((2, 3))], axis=0.5), "axis must be an int; got 0.5: axis=-2 packs"),
     "lengths before heads": (
         lambda: cuflash.pack([np.ones((5, 2, 8)), np.ones((3, 2, 8))]),
-        "they fit along axis=-3; axis=-2 packs (heads, length, dim), axis=-3 (length, heads, dim)",
+        "they match along axis=-3; axis=-2 packs (heads, length, dim), axis=-3 (length, heads, dim)",
     ),
     "beyond the array": (
         lambda: cuflash.unpack(np.ones((9, 2)), OFFSETS), "offsets must end at packed.shape[-2]=9; got [0, 4, 10]"
@@ -349,8 +349,8 @@ def test_offsets_leave_no_gaps_unless_these_are_asked_for(offsets):
 
 def test_lengths_in_the_place_of_offsets_are_told_the_call_that_takes_them() -> None:
     for call in (lambda: masks.Sequences([20, 30]), lambda: cuflash.unpack(np.ones((50, 2)), [20, 30])):
-        told = refused(call)
-        assert "got [20, 30]: for lengths write masks.Sequences.of([20, 30]), or np.cumsum([0, *lengths])" in told
+        message = refused(call)
+        assert "got [20, 30]: for lengths write masks.Sequences.of([20, 30]), or np.cumsum([0, *lengths])" in message
     many = refused(lambda: masks.Sequences(np.arange(1, 40)))
     assert "got [1, 2, 3, 4, 5, 6, 7, ..., 39]" in many
 
@@ -380,10 +380,10 @@ def test_wrong_sequences_are_refused_with_a_reason(name):
 
 def test_arrays_of_another_place_are_refused(device):
     with device.transfers_allowed():
-        there = device.to_device(OFFSETS)
-    assert "kv_offsets must be where q_offsets is" in refused(lambda: masks.Sequences(OFFSETS, there))
+        on_device = device.to_device(OFFSETS)
+    assert "kv_offsets must be where q_offsets is" in refused(lambda: masks.Sequences(OFFSETS, on_device))
     x = np.ones((1, 10, 4), np.float32)
-    told = refused(lambda: cuflash.attention(x, x, x, mask=masks.Sequences(there)))
-    assert "mask's arrays must be where q is" in told
-    assert "causal must be 'bottom_right'" in refused(lambda: masks.Sequences(there, there + 0, causal=True))
-    assert masks.Sequences(there, there, causal=True).kv_offsets is None
+    message = refused(lambda: cuflash.attention(x, x, x, mask=masks.Sequences(on_device)))
+    assert "mask's arrays must be where q is" in message
+    assert "causal must be 'bottom_right'" in refused(lambda: masks.Sequences(on_device, on_device + 0, causal=True))
+    assert masks.Sequences(on_device, on_device, causal=True).kv_offsets is None

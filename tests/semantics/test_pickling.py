@@ -105,10 +105,10 @@ def used_mask(make: Callable[[], Mask]) -> Mask:
 
 
 def used_index() -> BlockIndex:
-    made = index()
-    made.report(), made.picture(), made.transpose(), made._block_rows, made._on_host
-    cuflash.attention(Q, K, V, mask=made)
-    return made
+    used = index()
+    used.report(), used.picture(), used.transpose(), used._block_rows, used._on_host
+    cuflash.attention(Q, K, V, mask=used)
+    return used
 
 
 def used_work(mask: Mask) -> Any:
@@ -159,7 +159,7 @@ def used_cache() -> cuflash.KVCache:
     return cache
 
 
-# Everything that a call hands out, once it has been used.
+# Everything that a call returns, after it has been used.
 def decayed(s: Any, b: Any, h: Any, i: Any, j: Any, slope: Any) -> Any:
     return s - slope[h] * abs(i - j)
 
@@ -216,24 +216,24 @@ def used_for_a_gpu(mask: Mask | None) -> cuflash.Plan:
     return ready
 
 
-def told(value: Any) -> Any:
+def described(value: Any) -> Any:
     """Return a value's content for comparison: arrays by their bytes, records by their fields, masks by elements."""
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.shape, value.tobytes()
     if isinstance(value, Mask):
-        return type(value), told(value.toarray(**SHAPE._asdict())) if _fits(value) else repr(value)
+        return type(value), described(value.toarray(**SHAPE._asdict())) if _fits(value) else repr(value)
     if isinstance(value, Exception):
         return type(value), value.args, str(value), getattr(value, "reasons", None)
     if isinstance(value, cuflash.scores.Score):
-        return str(value), value.program, value.numbers, told(dict(value.arrays))
+        return str(value), value.program, value.numbers, described(dict(value.arrays))
     if isinstance(value, cuflash.KVCache):
-        return type(value), repr(value), list(map(told, (value.k, value.v, value.lengths, value.block_table)))
+        return type(value), repr(value), list(map(described, (value.k, value.v, value.lengths, value.block_table)))
     if dataclasses.is_dataclass(value):
-        return type(value), {field.name: told(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return type(value), {field.name: described(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):
-        return type(value), list(map(told, value))
+        return type(value), list(map(described, value))
     if isinstance(value, dict):
-        return {key: told(each) for key, each in value.items()}
+        return {key: described(each) for key, each in value.items()}
     return value
 
 
@@ -256,9 +256,9 @@ def passes_on(value: Any) -> list[Any]:
 def test_a_used_object_tells_the_same_after_a_pickle_and_a_copy(name: str) -> None:
     used = OBJECTS[name]()
     is_hashed = isinstance(used, Mask) and "function" not in name.lower() and is_hashable(used)
-    for made in passes_on(used):
-        assert type(made) is type(used) and told(made) == told(used)
-        assert not is_hashed or made == used and hash(made) == hash(used)
+    for passed_on in passes_on(used):
+        assert type(passed_on) is type(used) and described(passed_on) == described(used)
+        assert not is_hashed or passed_on == used and hash(passed_on) == hash(used)
 
 
 SLOPES, OFFSETS = np.arange(2, dtype=np.float32), np.array([0, 17, 40])
@@ -291,15 +291,17 @@ def test_a_deep_copy_of_a_score_has_arrays_of_its_own_and_a_copy_shares_them(nam
     reals = {each: array for each, array in score.arrays.items() if array.dtype == np.float32}
     assert reals and all(copy.copy(score).arrays[each] is array for each, array in reals.items())
     copies, (again,), arrays = copy.deepcopy(({"score": score}, [score], reals))
-    made = copies["score"]
-    assert made is again and made is not score and told(made) == told(score)
-    assert not any(np.shares_memory(made.arrays[each], array) for each, array in score.arrays.items())
-    assert all(made.arrays[each] is array for each, array in arrays.items())  # what else holds an array holds its copy
+    copied = copies["score"]
+    assert copied is again and copied is not score and described(copied) == described(score)
+    assert not any(np.shares_memory(copied.arrays[each], array) for each, array in score.arrays.items())
+    assert all(
+        copied.arrays[each] is array for each, array in arrays.items()
+    )  # what else holds an array holds its copy
     before = cuflash.attention(Q, K, V, score=score)
     for array in arrays.values():
         array += 3
-    assert told(cuflash.attention(Q, K, V, score=score)) == told(before)
-    assert told(cuflash.attention(Q, K, V, score=made)) != told(before)
+    assert described(cuflash.attention(Q, K, V, score=score)) == described(before)
+    assert described(cuflash.attention(Q, K, V, score=copied)) != described(before)
 
 
 @pytest.mark.parametrize("options", EXECUTABLES.values(), ids=EXECUTABLES)
@@ -309,14 +311,14 @@ def test_a_used_plan_and_a_used_vjp_run_after_a_pickle_and_a_copy(mask: Mask | N
     ready = used_plan(mask, **options)
     o, lse = ready.forward(Q, K, V)
     gradients = ready.backward(DO, Q, K, V, o, lse)
-    for made in passes_on(ready):
-        assert made.explain() == ready.explain() and made is not ready
+    for passed_on in passes_on(ready):
+        assert passed_on.explain() == ready.explain() and passed_on is not ready
         for _ in range(2):
-            assert told(made.forward(Q, K, V)) == told((o, lse))
-            assert told(made.backward(DO, Q, K, V, o, lse)) == told(gradients)
+            assert described(passed_on.forward(Q, K, V)) == described((o, lse))
+            assert described(passed_on.backward(DO, Q, K, V, o, lse)) == described(gradients)
     _, vjp = cuflash.attention_vjp(Q, K, V, mask=mask, **options)
     expected = vjp(DO)
-    assert all(told(made(DO)) == told(expected) for made in passes_on(vjp))
+    assert all(described(passed_on(DO)) == described(expected) for passed_on in passes_on(vjp))
 
 
 def test_a_copy_of_a_plan_for_another_executor_has_no_calls_of_the_first() -> None:
@@ -358,7 +360,7 @@ def test_every_public_class_is_in_the_table_and_every_function_is_pickled_by_nam
 
 
 def _run(ready: Any) -> Any:
-    return told(ready.forward(Q, K, V))
+    return described(ready.forward(Q, K, V))
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def weights(q, k, allowed, bias=0.0, softcap=None):
 
 
 def tolerance(q, k, eps, block, largest_bias=0.0):
-    """Relative error of a mass, to first order: twice that of a score's products, since lse has it too, and of sums.
+    """Return a mass's first-order relative error: twice that of a score's products, due to lse, and of sums.
 
     A bias is rounded as often as a score after its products, four times. Exponentials, and products of tensor cores,
     err by some units in the last place more.
@@ -74,13 +74,13 @@ def check_recall(library, problem):
     lengths = q.shape[-2], k.shape[-2]
     allowed = mask.toarray(*lengths, batch=q.shape[:-3], num_heads=q.shape[-3])
     eligible = library.masks.Causal(causal).toarray(*lengths) if causal else np.ones(lengths, bool)
-    kept = library.study.recall(q, k, v, mask=mask, causal=causal)
+    recalled = library.study.recall(q, k, v, mask=mask, causal=causal)
     p, sparse = weights(q, k, eligible), weights(q, k, eligible & allowed)
     has_key = np.broadcast_to(eligible.any(-1), q.shape[:-1])
-    assert isinstance(kept, library.study.Recall)
-    assert kept.mass.shape == q.shape[:-1] and type(kept.output_error) is float
+    assert isinstance(recalled, library.study.Recall)
+    assert recalled.mass.shape == q.shape[:-1] and type(recalled.output_error) is float
     relative = tolerance(q, k, EXACT, (1, 1))
-    np.testing.assert_allclose(kept.mass, np.where(has_key, (p * allowed).sum(-1), 1), rtol=relative)
+    np.testing.assert_allclose(recalled.mass, np.where(has_key, (p * allowed).sum(-1), 1), rtol=relative)
 
     v = np.repeat(v, q.shape[-3] // v.shape[-3], axis=-3)
     whole, change = np.linalg.norm(p @ v), np.linalg.norm(sparse @ v - p @ v)
@@ -88,13 +88,13 @@ def check_recall(library, problem):
     # Weights err by their masses' tolerance, and so do the sums of |v| that they weigh; here and in the library.
     error = 2 * relative * (np.linalg.norm(p @ np.abs(v)) + np.linalg.norm(sparse @ np.abs(v)))
     bound = (1 + expected) * error / whole if whole else 0.0
-    assert abs(kept.output_error - expected) <= bound
+    assert abs(recalled.output_error - expected) <= bound
 
 
 def check_scored(library, problem):
-    """Score functions, a softcap, a bias and a window hold for both calls.
+    """Check that score functions, a softcap, a bias and a window hold for both calls.
 
-    A bias and a capped score err as scores do, but for their products.
+    A bias and a capped score err as scores do, except for their products.
     """
     q, k, v, mask, causal = problem
     lengths = q.shape[-2], k.shape[-2]
@@ -106,11 +106,11 @@ def check_scored(library, problem):
         window = (5, 3)
         eligible = eligible & library.masks.SlidingWindow(*window, causal or None).toarray(*lengths)
     options = {"window": window, "softcap": 2.0, "bias": bias, "score": library.scores.bias(offset)}
-    kept = library.study.recall(q, k, v, mask=mask, causal=causal, **options)
+    recalled = library.study.recall(q, k, v, mask=mask, causal=causal, **options)
     has_key = np.broadcast_to(eligible.any(-1), q.shape[:-1])
     exact = np.where(has_key, (weights(q, k, eligible, bias + offset, 2.0) * allowed).sum(-1), 1)
     largest = np.abs(bias).max(initial=0) + np.abs(offset).max(initial=0) + 2.0
-    np.testing.assert_allclose(kept.mass, exact, rtol=tolerance(q, k, EXACT, (1, 1), largest))
+    np.testing.assert_allclose(recalled.mass, exact, rtol=tolerance(q, k, EXACT, (1, 1), largest))
 
 
 @settings(max_examples=60)
@@ -128,8 +128,12 @@ def test_the_mass_is_that_of_the_changed_scores(problem):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_everything_is_kept_by_a_mask_of_everything(dtype):
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 40, 8)).astype(dtype)
-    kept = cuflash.study.recall(q, k, v, mask=masks.Band(), causal=True, scale=3.0)
-    assert (kept.mass == 1).all() and kept.output_error == 0 and kept.mass.dtype == max(dtype, np.float32, key=np.dtype)
+    recalled = cuflash.study.recall(q, k, v, mask=masks.Band(), causal=True, scale=3.0)
+    assert (
+        (recalled.mass == 1).all()
+        and recalled.output_error == 0
+        and recalled.mass.dtype == max(dtype, np.float32, key=np.dtype)
+    )
     nothing = cuflash.study.recall(q, k, v, mask=~masks.Band(), scale=3.0)
     assert (nothing.mass == 0).all() and nothing.output_error == 1
 
@@ -147,6 +151,6 @@ def test_wrong_inputs_are_refused_as_attention_refuses_them():
         cuflash.study.recall(q, q, q, mask=masks.Causal(), scale=np.nan)
     with pytest.raises(TypeError, match="mask must be a Mask"):
         cuflash.study.recall(q, q, q, mask="causal")
-    with pytest.raises(TypeError, match=r"mask must be .* of the keys to keep; got None: masks.Band\(\) keeps all"):
+    with pytest.raises(TypeError, match=r"mask must be .* keys to keep; got None: use masks.Band\(\) to keep all"):
         cuflash.study.recall(q, q, q, mask=None)
     np.testing.assert_array_equal(cuflash.study.recall(q, q, q, mask=masks.Band()).mass, np.ones((2, 4)))

@@ -112,7 +112,7 @@ def objective(example, q, k, v):
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_gradients_are_the_complex_step_derivative(structure, name):
     example = structure.example()
-    step = 1e-20  # its square vanishes beside any real part, so nothing cancels and no size has to be chosen
+    step = 1e-20  # its square vanishes next to any real part, so nothing cancels and no size has to be chosen
     slopes = np.empty(getattr(example, name).shape)
     for place in np.ndindex(slopes.shape):
         operands = {each: getattr(example, each).astype(complex) for each in "qkv"}

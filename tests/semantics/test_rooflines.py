@@ -36,15 +36,15 @@ def test_products_and_exponentials_are_those_of_the_elements_of_the_mask(data: A
 def check_counts(library: Any, data: Any, kernel: str) -> None:
     shape = library.masks.MaskShape((2,), 4, 60, 60)
     mask = data.draw(strategies.masks(shape))
-    kept = int(mask.toarray(60, 60, batch=(2,), num_heads=4).sum())
+    num_allowed = int(mask.toarray(60, 60, batch=(2,), num_heads=4).sum())
     plan = planned(length=60, mask=mask, kernel=kernel)
     forward, backward = (library.study.roofline(plan, which=which).kernels for which in ("forward", "backward"))
-    (made,) = [kernel for kernel in forward if kernel.name.endswith("forward")]
-    assert (made.flops, made.exponentials) == (2 * kept * (64 + 32), kept)
+    (kernel_row,) = [kernel for kernel in forward if kernel.name.endswith("forward")]
+    assert (kernel_row.flops, kernel_row.exponentials) == (2 * num_allowed * (64 + 32), num_allowed)
     products = sum(kernel.flops for kernel in backward)
     walks = {"backward": 3 * 64 + 2 * 32, "backward_rows": 2 * 64 + 32, "backward_columns": 2 * 64 + 2 * 32}
     expected = sum(walks.get(kernel.name.split("_", 1)[1], 0) for kernel in backward)
-    assert products == 2 * kept * expected and expected >= 3 * 64 + 2 * 32
+    assert products == 2 * num_allowed * expected and expected >= 3 * 64 + 2 * 32
 
 
 def test_memory_is_that_of_the_arrays() -> None:
@@ -97,8 +97,8 @@ def test_no_time_of_the_results_is_below_its_bound() -> None:
             plans[key] = cuflash.plan(
                 shape, shape, shape, causal=mask == "causal", kernel=family, precision=precision or "ieee", device=H100
             )
-        made = roofline(plans[key], which=which).measured(float(milliseconds) / 1e3)
-        shares.append(made.share)
+        measured = roofline(plans[key], which=which).measured(float(milliseconds) / 1e3)
+        shares.append(measured.share)
     assert len(shares) > 50 and max(shares) <= 1 and max(shares) > 0.5
 
 
@@ -133,14 +133,14 @@ def test_a_plan_without_work_takes_no_time() -> None:
 
 @pytest.mark.parametrize("junk", [None, 3, "plan", np.ones(3), KernelRoofline])
 def test_what_is_no_plan_is_refused(junk: Any) -> None:
-    with pytest.raises(TypeError, match="plan must be what cuflash.plan returns"):
+    with pytest.raises(TypeError, match="plan must be a result of cuflash.plan"):
         roofline(junk)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: roofline(cuflash.plan(*[np.ones((3, 4))] * 3)), "plan must be one for a GPU; got one of the"),
+        (lambda: roofline(cuflash.plan(*[np.ones((3, 4))] * 3)), "plan must be for a GPU; got a plan"),
         (lambda: roofline(planned(), which="both"), "which must be 'forward' or 'backward'; got 'both'"),
         (lambda: roofline(planned(), peaks=989), "peaks must be a Peaks or None; got 989"),
         (lambda: roofline(planned()).measured(0), "seconds must be a positive number; got 0"),
@@ -165,7 +165,7 @@ def test_the_command_prints_what_the_function_returns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ("--device TPU", "argument --device: name must be one of T4, "),
         ("--dtype complex64", "q's dtype must be one of"),
@@ -177,11 +177,11 @@ def test_the_command_prints_what_the_function_returns() -> None:
         ("--kernel fast", "kernel must be"),
     ],
 )  # fmt: skip
-def test_the_command_refuses_in_one_line(wrong: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_in_one_line(wrong: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         roofline_report(["--heads", "4", "--length", "64", *wrong.split()])
     line = capsys.readouterr().err.splitlines()[-1]
-    assert ended.value.code == 2 and line.startswith(f"python -m cuflash roofline: error: {told}")
+    assert ended.value.code == 2 and line.startswith(f"python -m cuflash roofline: error: {message}")
 
 
 def test_masks_that_hide_within_blocks_do_not_count() -> None:

@@ -47,7 +47,7 @@ def operands(seqlen_q: int, seqlen_kv: int, seed: int = 1) -> Any:
 
 
 def check_cache(library: Any) -> None:
-    """Positions of a cache are absolute, whatever the alignment: queries are the last ones already."""
+    """Check that cache positions are absolute, whatever the alignment: queries are the last ones already."""
     q, k, v = operands(20, 20)
     cache = library.KVCache(batch=1, num_kv_heads=2, head_dim=8, capacity=64, dtype=np.float32)
     cache.append(k[None], v[None])
@@ -62,13 +62,13 @@ def put(run: Run, score: Any) -> Any:
 
 def attend(library: Any, run: Run, arrays: Any, score: Any, **options: Any) -> dict[str, np.ndarray]:
     """Return o and lse of a call."""
-    given = [run.put(x) for x in arrays]
-    found = library.attention(*given, score=put(run, score), return_lse=True, **run.options, **options)
-    return dict(zip(("o", "lse"), map(run.get, found)))
+    inputs = [run.put(x) for x in arrays]
+    results = library.attention(*inputs, score=put(run, score), return_lse=True, **run.options, **options)
+    return dict(zip(("o", "lse"), map(run.get, results)))
 
 
 def check_whole_text(library: Any, make: Any, seqlen_q: int, seqlen_kv: int, run: Run) -> None:
-    """The last queries of a text have the results of a call of all queries, within the bounds of both."""
+    """Check that the last queries of a text have the results of a call of all queries, within both bounds."""
     q, k, v = operands(seqlen_kv, seqlen_kv)
     last = slice(seqlen_kv - seqlen_q, None)
     part = attend(library, run, (q[:, last], k, v), make(library, align="bottom_right"), causal="bottom_right")
@@ -141,14 +141,14 @@ Q_LENGTHS, KV_LENGTHS = [3, 0, 7, 4], [40, 5, 7, 2]
 
 
 def check_within(library: Any, make: Any, run: Run, is_inner: bool = True) -> None:
-    """Each packed sequence has the results of a call of its own; in one there are more queries than keys."""
+    """Check that each packed sequence has the results of a separate call; one has more queries than keys."""
     offsets = [np.cumsum([0, *lengths]) for lengths in (Q_LENGTHS, KV_LENGTHS)]
     q, k, v = operands(int(offsets[0][-1]), int(offsets[1][-1]))
     align = {"align": "bottom_right"}
     inner, outer = (align, {}) if is_inner else ({}, align)
     packed = library.scores.within(make(library, **inner), *offsets, **outer)
     mask = library.masks.Sequences(*map(run.put, offsets), causal="bottom_right")
-    found = attend(library, run, (q, k, v), packed, mask=mask)
+    results = attend(library, run, (q, k, v), packed, mask=mask)
     for n in range(len(Q_LENGTHS)):
         rows, keys = (slice(*each[n : n + 2]) for each in offsets)
         if rows.start == rows.stop:
@@ -156,7 +156,7 @@ def check_within(library: Any, make: Any, run: Run, is_inner: bool = True) -> No
         example = Example(
             q=q[:, rows], k=k[:, keys], v=v[:, keys], mask=masks.Causal("bottom_right"), score=make(**align)
         )
-        assert_within_bounds(run.rounded(example), o=found["o"][:, rows], lse=found["lse"][:, rows])
+        assert_within_bounds(run.rounded(example), o=results["o"][:, rows], lse=results["lse"][:, rows])
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
@@ -179,13 +179,13 @@ def test_a_function_of_the_users_is_aligned_within_sequences() -> None:
 
 def test_offsets_of_batch_entries_and_of_a_device_are_aligned_alike(device: Any) -> None:
     q_offsets, kv_offsets = np.array([[0, 2, 6], [0, 5, 6]]), np.array([0, 9, 11])
-    here = scores.within(alibi(align="bottom_right"), q_offsets, kv_offsets)
-    assert here.arrays["q_shifts"].tolist() == [[7, 7, -2, -2, -2, -2], [4, 4, 4, 4, 4, 1]]
+    on_host = scores.within(alibi(align="bottom_right"), q_offsets, kv_offsets)
+    assert on_host.arrays["q_shifts"].tolist() == [[7, 7, -2, -2, -2, -2], [4, 4, 4, 4, 4, 1]]
     with device.transfers_allowed():
-        there = [device.to_device(offsets) for offsets in (q_offsets, kv_offsets)]
-    shifts = places._shifts(*there, 6)
+        on_device = [device.to_device(offsets) for offsets in (q_offsets, kv_offsets)]
+    shifts = places._shifts(*on_device, 6)
     with device.transfers_allowed():
-        assert (device.to_host(shifts) == here.arrays["q_shifts"]).all()
+        assert (device.to_host(shifts) == on_host.arrays["q_shifts"]).all()
 
 
 @pytest.mark.parametrize("executor", ["cpu", pytest.param("sim", marks=needs_compiler)])
@@ -275,10 +275,10 @@ def test_an_equal_call_with_an_alignment_does_not_let_one_without_pass() -> None
 
 def test_offsets_on_a_device_are_taken_for_shifted(device: Any) -> None:
     with device.transfers_allowed():
-        there = [device.to_device(np.array([0, 3])) for _ in range(2)]
-    assert masks.Sequences(*there, causal="bottom_right")._has_shifted_diagonals
-    assert not masks.Sequences(there[0], causal="bottom_right")._has_shifted_diagonals
-    assert not masks.Sequences(*there, causal="top_left")._has_shifted_diagonals
+        on_device = [device.to_device(np.array([0, 3])) for _ in range(2)]
+    assert masks.Sequences(*on_device, causal="bottom_right")._has_shifted_diagonals
+    assert not masks.Sequences(on_device[0], causal="bottom_right")._has_shifted_diagonals
+    assert not masks.Sequences(*on_device, causal="top_left")._has_shifted_diagonals
 
 
 WRONG = {
@@ -289,7 +289,7 @@ WRONG = {
         lambda: scores.within(alibi(align="bottom_right"), [0, 3], align="top_left"),
         "align must be None for a score that has an alignment of its own; got 'top_left'",
     ),
-    "lengths that float32 does not tell apart": (
+    "lengths that float32 does not distinguish": (
         lambda: cuflash.plan(
             cuflash.ShapeDtype((2, 1, 8), "f4"), *[cuflash.ShapeDtype((2, 2**24 + 2, 8), "f4")] * 2,
             score=alibi(align="bottom_right"), device=cuflash.DeviceSpec.host(),

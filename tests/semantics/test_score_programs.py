@@ -44,7 +44,7 @@ def some_scores(seed: int, dtype: type = np.float64, shape: MaskShape = SHAPE) -
     return (4 * np.random.default_rng(seed).standard_normal(full)).astype(dtype)
 
 
-def made(formula: Formula, seed: int, dtype: type = np.float32) -> tuple[Score, Operands]:
+def drawn_score(formula: Formula, seed: int, dtype: type = np.float32) -> tuple[Score, Operands]:
     arrays = formula.arrays(SHAPE, seed, dtype)
     score = Score(formula, **arrays)
     return score, Operands(score.numbers, tuple(arrays.values()), SHAPE.batch)
@@ -57,7 +57,7 @@ def wide(array: np.ndarray, dtype: type = np.float64) -> np.ndarray:
 @settings(max_examples=150)
 @given(formula=formulas(), seed=st.integers(0, 2**32 - 1))
 def test_a_traced_program_gives_what_the_function_gives(formula: Formula, seed: int) -> None:
-    score, operands = made(formula, seed)
+    score, operands = drawn_score(formula, seed)
     s, at = some_scores(seed), places()
     with np.errstate(all="ignore"):
         exact = formula(s, **at, **{name: wide(array) for name, array in score.arrays.items()})
@@ -68,13 +68,13 @@ def test_a_traced_program_gives_what_the_function_gives(formula: Formula, seed: 
 @settings(max_examples=150)
 @given(formula=formulas(), seed=st.integers(0, 2**32 - 1))
 def test_a_derived_program_gives_what_dual_numbers_give(formula: Formula, seed: int) -> None:
-    score, operands = made(formula, seed)
+    score, operands = drawn_score(formula, seed)
     s, at = some_scores(seed), places()
     names = [array.name for array in score.program.arrays if array.kind == "real"]
     program = derived(score.program, names)
-    found = values_and_errors(program, operands, s, 0.0, **at, model=Arithmetic(2.0**-53, 1e-300, 1e300))
+    evaluated = values_and_errors(program, operands, s, 0.0, **at, model=Arithmetic(2.0**-53, 1e-300, 1e300))
     exact = dual(formula, score, s.astype(np.longdouble))
-    for number, ((value, error), wanted) in enumerate(zip(found, exact, strict=True)):
+    for number, ((value, error), wanted) in enumerate(zip(evaluated, exact, strict=True)):
         off = np.abs(value - wanted)
         is_right = (off <= 2 * error) | (np.isnan(value) & np.isnan(wanted)) | (value == wanted)
         assert is_right.all(), f"result {number} of {score}"
@@ -84,10 +84,10 @@ def dual(formula: Formula, score: Score, s: np.ndarray) -> list[np.ndarray]:
     """Return f and its derivatives by s and by each read of a real array, in long double."""
     arrays = {name: wide(array, np.longdouble) for name, array in score.arrays.items()}
     reals = {name: Captured(array) for name, array in arrays.items() if array.dtype == np.longdouble and array.ndim}
-    given = arrays | reals
-    given |= {name: Dual(array, {name: 1.0}) for name, array in arrays.items() if not array.ndim}
+    values_by_name = arrays | reals
+    values_by_name |= {name: Dual(array, {name: 1.0}) for name, array in arrays.items() if not array.ndim}
     with np.errstate(all="ignore"):
-        f = formula(Dual(s, {"s": np.ones_like(s)}), **places(), **given)
+        f = formula(Dual(s, {"s": np.ones_like(s)}), **places(), **values_by_name)
     f = f if isinstance(f, Dual) else Dual(f, {})
     results, order = [f.value, f.tangents.get("s", 0.0)], []
     for load in gradient_loads(score.program, reals | arrays):
@@ -100,7 +100,7 @@ def dual(formula: Formula, score: Score, s: np.ndarray) -> list[np.ndarray]:
 @settings(max_examples=100)
 @given(formula=formulas(), seed=st.integers(0, 2**32 - 1))
 def test_float32_stays_within_the_errors(formula: Formula, seed: int) -> None:
-    score, operands = made(formula, seed)
+    score, operands = drawn_score(formula, seed)
     rng, at = np.random.default_rng(seed), places()
     exact = some_scores(seed)
     e_s = 1e-5 * np.abs(exact)
@@ -109,16 +109,16 @@ def test_float32_stays_within_the_errors(formula: Formula, seed: int) -> None:
     info = np.finfo(np.float32)
     model = Arithmetic(float(info.eps) / 2, float(info.smallest_normal), float(info.max))
     bounds = values_and_errors(program, operands, exact, e_s, **at, model=model)
-    for found, (value, error) in zip(values(program, operands, near, **at), bounds, strict=True):
-        assert np.asarray(found).dtype in (np.float32, np.bool_)
-        off = np.abs(np.subtract(found, value, dtype=np.float64))
-        assert ((off <= error) | np.equal(found, value) | np.isnan(value)).all(), score
+    for actual, (value, error) in zip(values(program, operands, near, **at), bounds, strict=True):
+        assert np.asarray(actual).dtype in (np.float32, np.bool_)
+        off = np.abs(np.subtract(actual, value, dtype=np.float64))
+        assert ((off <= error) | np.equal(actual, value) | np.isnan(value)).all(), score
 
 
 @settings(max_examples=60)
 @given(formula=formulas(), seed=st.integers(0, 2**32 - 1), size=st.sampled_from((1, 12, 40, 1000)))
 def test_blocks_hold_the_values_of_the_program(formula: Formula, seed: int, size: int) -> None:
-    score, operands = made(formula, seed)
+    score, operands = drawn_score(formula, seed)
     program = derived(score.program, score.arrays)
     heads = [(b, h) for b in range(SHAPE.num_batch) for h in range(SHAPE.num_heads)]
     queries, keys = slice(0, SHAPE.seqlen_q), slice(0, SHAPE.seqlen_kv)
@@ -129,11 +129,11 @@ def test_blocks_hold_the_values_of_the_program(formula: Formula, seed: int, size
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         patch.setattr(tile_program, "_BLOCK", size)
         for block in tile_program.blocks(program, operands, s.copy(), at, frozenset(program.results)):
-            here = block.tiles, block.keys
-            is_done[here] += 1
+            cells = block.tiles, block.keys
+            is_done[cells] += 1
             for n in program.results:
-                found = np.broadcast_to(block.values[n], s[here].shape)
-                np.testing.assert_array_equal(found, np.broadcast_to(whole[n], s.shape)[here])
+                actual = np.broadcast_to(block.values[n], s[cells].shape)
+                np.testing.assert_array_equal(actual, np.broadcast_to(whole[n], s.shape)[cells])
     assert (is_done == 1).all()
 
 
@@ -150,7 +150,7 @@ OF_ARRAYS = {
 
 
 def check_arrays(library: ModuleType, name: str, dtype: Any) -> None:
-    """A score that is called on arrays has the values of its program, whatever integers and reals it captured."""
+    """Check that a score on arrays has the values of its program, whatever integers and reals it captures."""
     evaluation = importlib.import_module(f"{library.__name__}.scores.values")
     most = 200 if np.dtype(dtype).kind != "i" or np.dtype(dtype).itemsize > 1 else 100
     table = np.linspace(0, most, 9).astype(dtype)
@@ -194,7 +194,7 @@ POWERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def check_powers(library: ModuleType, name: str, executor: str) -> None:
-    """Where the exponent is 0, a power does not depend on its base: the derivative is 0, also at 0."""
+    """Check that a power with exponent 0 does not depend on its base: the derivative is 0, also at 0."""
     function, arrays = POWERS[name]
     rng = np.random.default_rng(0)
     q, k, v = np.zeros((2, 3, 4), np.float32), *rng.standard_normal((2, 2, 5, 4)).astype(np.float32)
@@ -235,7 +235,7 @@ SLOPE = np.array([0.5, 0.25], np.float32)
 
 
 def check_exact_zeros(library: ModuleType = cuflash) -> None:
-    """A power of the distance has no error where the distance is 0, and a finite one elsewhere."""
+    """Check that a power of the distance has no error at distance 0, and a finite one elsewhere."""
     roundoff, evaluation = (importlib.import_module(f"{library.__name__}.scores.{x}") for x in ("roundoff", "values"))
     power = np.array(0.5, np.float32)
     score = library.scores.Score(lambda s, b, h, i, j, power: s - np.abs(i - j) ** power, power=power)
@@ -276,8 +276,8 @@ def test_wide_integers_of_arrays_are_subtracted_as_integers() -> None:
     score = Score(f, time=time)
     s = np.zeros((2, 2), np.float32)
     i, j = np.ogrid[:2, :2]
-    (found,) = values(score.program, Operands(score.numbers, (time,)), s, 0, 0, i, j)
-    np.testing.assert_array_equal(found, [[0, 1], [-1, 0]])
+    (actual,) = values(score.program, Operands(score.numbers, (time,)), s, 0, 0, i, j)
+    np.testing.assert_array_equal(actual, [[0, 1], [-1, 0]])
 
 
 def test_another_number_is_the_same_program() -> None:
@@ -301,8 +301,8 @@ def test_a_program_that_was_finished_before_has_its_own_numbers() -> None:
             return s * factor + 3 * j
 
         score = Score(counted)
-        (found,) = values(score.program, Operands(score.numbers, ()), np.ones(1), 0, 0, 0, 2)
-        assert found == factor + 6 and len(score.numbers) == len({factor, 3.0})
+        (actual,) = values(score.program, Operands(score.numbers, ()), np.ones(1), 0, 0, 0, 2)
+        assert actual == factor + 6 and len(score.numbers) == len({factor, 3.0})
 
 
 def test_the_sign_of_zero_is_kept() -> None:
@@ -327,8 +327,8 @@ def test_a_branch_that_is_not_chosen_has_no_derivative() -> None:
 def test_ties_and_corners_have_the_derivative_that_is_promised() -> None:
     def slope_of(function, x):
         score = Score(function)
-        found = values(derived(score.program), Operands(score.numbers, ()), np.array([x]), 0, 0, 0, 0)[1]
-        return float(np.broadcast_to(found, 1)[0])
+        actual = values(derived(score.program), Operands(score.numbers, ()), np.array([x]), 0, 0, 0, 0)[1]
+        return float(np.broadcast_to(actual, 1)[0])
 
     assert slope_of(lambda s, b, h, i, j: np.abs(s), 0.0) == 0
     assert slope_of(lambda s, b, h, i, j: np.sign(s), 0.0) == 0
@@ -427,11 +427,11 @@ REFUSED = {
 }
 
 
-def told(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """Return an error's text without the source line of this file's lambdas, which has the expected words itself."""
 
-    def blank(found: re.Match[str]) -> str:
-        return found[0].replace(linecache.getline(__file__, int(found[1])).strip().rstrip(":"), "")
+    def blank(match: re.Match[str]) -> str:
+        return match[0].replace(linecache.getline(__file__, int(match[1])).strip().rstrip(":"), "")
 
     return re.sub(r"<lambda>, line (\d+): .*", blank, str(error))
 
@@ -441,7 +441,7 @@ def test_what_no_kernel_can_do_is_refused(case: str) -> None:
     function, arrays, wanted = REFUSED[case]
     with pytest.raises(UnsupportedProblem) as error:
         Score(function, **arrays)
-    assert wanted.format(line=branches.__code__.co_firstlineno + 1) in told(error.value)
+    assert wanted.format(line=branches.__code__.co_firstlineno + 1) in message_of(error.value)
 
 
 @pytest.mark.parametrize(
@@ -483,11 +483,11 @@ def test_a_captured_array_is_an_array() -> None:
 
 
 def test_a_symbol_of_an_earlier_call_is_refused() -> None:
-    kept = []
+    leaked = []
 
     def f(s, b, h, i, j):
-        kept.append(s)
-        return s + kept[0]
+        leaked.append(s)
+        return s + leaked[0]
 
     Score(f)
     with pytest.raises(UnsupportedProblem, match="a symbol of an earlier call came back"):
@@ -503,14 +503,14 @@ EXTENTS = {"b": 2, "h": 3, "i": 10, "j": 20}
 @settings(max_examples=150)
 @given(formula=formulas(), seed=st.integers(0, 2**32 - 1))
 def test_integers_lie_within_their_ranges(formula: Formula, seed: int) -> None:
-    score, operands = made(formula, seed)
+    score, operands = drawn_score(formula, seed)
     extents = dict(zip("bhij", (SHAPE.num_batch, *SHAPE[1:])))
     known = ranges(score.program, extents)
     program = score.program
     for n, (least, most) in known.items():
         part = type(program)(program.instructions, program.arrays, program.num_numbers, (n,))
-        (found,) = values(part, operands, some_scores(seed), **places())
-        assert least <= np.min(found) and np.max(found) <= most, score
+        (integers,) = values(part, operands, some_scores(seed), **places())
+        assert least <= np.min(integers) and np.max(integers) <= most, score
 
 
 RANGES = [
@@ -539,8 +539,8 @@ def test_an_index_is_proven_or_refused(index, extent: int, reason: str) -> None:
         return s + near[index(i, j, x)]
 
     score = Score(f, near=np.zeros(extent), x=np.zeros(20, np.int32))
-    found = range_reasons(score.program, [(extent,), (20,)], (2,), EXTENTS, "float32")
-    assert (reason in found[0]) if reason else (found == [])
+    reasons = range_reasons(score.program, [(extent,), (20,)], (2,), EXTENTS, "float32")
+    assert (reason in reasons[0]) if reason else (reasons == [])
 
 
 def test_positions_that_float32_does_not_hold_are_refused() -> None:

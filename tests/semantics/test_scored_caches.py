@@ -40,8 +40,8 @@ def test_scores_are_those_of_positions_and_bits_depend_on_the_own_sequence(kind:
     results = attended(call, arrays)
     assert_is_scored_attention(CPU, call, arrays, *results)
     for rows in ([0, 1, 2, 3], [3, 0], [2]):
-        made = attended(call.of(rows), of_sequences(arrays, rows), **PAGES)
-        assert same_bits(made, [x[rows] for x in results])
+        result = attended(call.of(rows), of_sequences(arrays, rows), **PAGES)
+        assert same_bits(result, [x[rows] for x in results])
 
 
 def filled(**fields: Any) -> tuple[KVCache, Any]:
@@ -107,9 +107,9 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_is_refused_before_any_work(name: str) -> None:
-    call, told = WRONG[name]
+    call, message = WRONG[name]
     cache, q = filled()
-    assert told in str(refused(lambda: call(cache, q)))
+    assert message in str(refused(lambda: call(cache, q)))
 
 
 def test_what_is_no_function_and_no_array_is_a_type_error() -> None:

@@ -46,8 +46,8 @@ def everything(run: Run, example: Any, **options: Any) -> dict[str, Any]:
     )  # fmt: skip
     gradients = vjp(do, dlse)
     results = zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *gradients))
-    found = {name: run.get(x) for name, x in results}
-    return found | {"others": {name: run.get(gradients[name]) for name in example.wrt}}
+    arrays = {name: run.get(x) for name, x in results}
+    return arrays | {"others": {name: run.get(gradients[name]) for name in example.wrt}}
 
 
 @on_executors
@@ -94,7 +94,7 @@ TEN = {
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("name", TEN)
 def test_functions_of_the_literature_are_within_their_bounds(run: Run, name: str, dtype: str) -> None:
-    plain = made(run, Structure(
+    plain = example_of(run, Structure(
         q_batch=(2,), k_batch=(2,), v_batch=(2,), num_heads=4, num_kv_heads=2, seqlen_q=90, seqlen_kv=130, head_dim=24,
         value_dim=16, dtype=dtype, mask=masks.Causal("bottom_right"),
     ))  # fmt: skip
@@ -107,7 +107,7 @@ def test_functions_of_the_literature_are_within_their_bounds(run: Run, name: str
 def test_a_sink_takes_part_beside_a_score(run: Run) -> None:
     causal = masks.Causal("top_left")
     structure = Structure(num_heads=4, num_kv_heads=2, seqlen_q=40, seqlen_kv=60, sink=(4,), mask=causal)
-    example = made(run, structure).but(score=TEN["softcap and alibi"], wrt=("slopes",))
+    example = example_of(run, structure).but(score=TEN["softcap and alibi"], wrt=("slopes",))
     assert_within_bounds(example, **everything(run, example, sink=run.put(example.sink)))
 
 
@@ -123,7 +123,7 @@ STRUCTURES = (
 on_structures = pytest.mark.parametrize("structure", STRUCTURES, ids=["causal", "batch", "2-D"])
 
 
-def made(run: Run, structure: Structure) -> Any:
+def example_of(run: Run, structure: Structure) -> Any:
     return run.rounded(structure.example())
 
 
@@ -161,41 +161,41 @@ def identical(first: dict[str, Any], second: dict[str, Any]) -> None:
 @on_executors
 @on_structures
 def test_a_bias_of_minus_infinity_is_a_mask(run: Run, structure: Structure) -> None:
-    plain = made(run, structure)
+    plain = example_of(run, structure)
     hides = array_of(plain, "h", "i", "j") < -1
     hides[:, 0] = True  # the first row is empty
     hidden = biased(plain, np.where(hides, -np.inf, 0).astype(np.float32), ("bias",))
     hides = hides if plain.problem.has_heads else hides[0]
     masked = plain.but(mask=plain.allowed & ~hides)
-    found = everything(run, hidden)
-    same(everything(run, masked), found, masked, hidden)
-    assert (found["others"]["bias"][hides] == 0).all()
+    results = everything(run, hidden)
+    same(everything(run, masked), results, masked, hidden)
+    assert (results["others"]["bias"][hides] == 0).all()
 
 
 @on_executors
 @on_structures
 def test_positions_are_those_of_queries_and_keys(run: Run, structure: Structure) -> None:
     """Each query keeps one key, whose value is o bit for bit."""
-    plain = made(run, replace(structure, mask=None))
+    plain = example_of(run, replace(structure, mask=None))
     seqlen_q, seqlen_kv = plain.problem.mask_shape[2:]
     order = np.random.default_rng(4).integers(0, seqlen_kv, (plain.problem.num_heads, seqlen_q))
 
     def f(s, b, h, i, j, order):
         return np.where(order[h, i] == j, 0.0, -np.inf)
 
-    found = everything(run, with_score(plain, f, order=order))
+    results = everything(run, with_score(plain, f, order=order))
     values = plain.v[None] if plain.v.ndim == 2 else np.repeat(plain.v, plain.problem.group_size, axis=-3)
     batch = plain.problem.batch
     index = np.broadcast_to(order, (*batch, *order.shape))[..., None]
     picked = np.take_along_axis(np.broadcast_to(values, (*batch, *values.shape[-3:])), index, axis=-2)
-    np.testing.assert_array_equal(found["o"], picked.reshape(found["o"].shape))
-    np.testing.assert_array_equal(found["lse"], 0)
+    np.testing.assert_array_equal(results["o"], picked.reshape(results["o"].shape))
+    np.testing.assert_array_equal(results["lse"], 0)
 
 
 @on_executors
 @on_structures
 def test_what_a_function_gives_at_masked_places_does_not_matter(run: Run, structure: Structure) -> None:
-    plain = made(run, structure)
+    plain = example_of(run, structure)
     bias = array_of(plain, "...", "h", "i", "j")
     allowed = np.broadcast_to(plain.allowed, bias.shape).copy()
     allowed[..., 3] = False
@@ -212,7 +212,7 @@ def test_what_a_function_gives_at_masked_places_does_not_matter(run: Run, struct
 def test_arrays_may_lie_in_any_way(run: Run, layout: str) -> None:
     from cuflash.testing.strategies import laid_out
 
-    plain = made(run, STRUCTURES[0])
+    plain = example_of(run, STRUCTURES[0])
     bias = laid_out(array_of(plain, "h", "i", "j"), layout)
     first, second = (
         everything(run, plain.but(score=scores.bias(each), wrt=("bias",))) for each in (bias, bias.copy("C"))
@@ -223,33 +223,33 @@ def test_arrays_may_lie_in_any_way(run: Run, layout: str) -> None:
 @on_executors
 @pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(0, 5), (5, 0), (1, 1), (0, 0)])
 def test_the_smallest_problems(run: Run, seqlen_q: int, seqlen_kv: int) -> None:
-    plain = made(run, Structure(num_heads=2, num_kv_heads=2, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv))
+    plain = example_of(run, Structure(num_heads=2, num_kv_heads=2, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv))
     example = plain.but(score=scores.bias(array_of(plain, "h", "i", "j")), wrt=("bias",))
     assert_within_bounds(example, **everything(run, example))
 
 
 @on_executors
 def test_a_hidden_row_is_empty(run: Run) -> None:
-    plain = made(run, STRUCTURES[0])
+    plain = example_of(run, STRUCTURES[0])
     example = with_score(plain, lambda s, b, h, i, j: np.where(i % 3 == 0, -np.inf, s))
-    found = everything(run, example)
-    assert (found["o"][..., ::3, :] == 0).all() and (found["lse"][..., ::3] == -np.inf).all()
-    assert (found["dq"][..., ::3, :] == 0).all() and np.isfinite(found["dk"]).all()
-    assert_within_bounds(example, **found)
+    results = everything(run, example)
+    assert (results["o"][..., ::3, :] == 0).all() and (results["lse"][..., ::3] == -np.inf).all()
+    assert (results["dq"][..., ::3, :] == 0).all() and np.isfinite(results["dk"]).all()
+    assert_within_bounds(example, **results)
 
 
 @on_executors
 def test_nan_stays_in_its_row(run: Run) -> None:
-    plain = made(run, replace(STRUCTURES[0], mask=None))
-    found = everything(run, with_score(plain, lambda s, b, h, i, j: np.where((i == 5) & (j == 7), np.nan, s)))
+    plain = example_of(run, replace(STRUCTURES[0], mask=None))
+    results = everything(run, with_score(plain, lambda s, b, h, i, j: np.where((i == 5) & (j == 7), np.nan, s)))
     is_row = np.arange(37) == 5
-    assert np.isnan(found["o"][:, is_row]).all() and np.isnan(found["lse"][:, is_row]).all()
-    assert np.isfinite(found["o"][:, ~is_row]).all() and np.isfinite(found["dq"][:, ~is_row]).all()
+    assert np.isnan(results["o"][:, is_row]).all() and np.isnan(results["lse"][:, is_row]).all()
+    assert np.isfinite(results["o"][:, ~is_row]).all() and np.isfinite(results["dq"][:, ~is_row]).all()
 
 
 @on_executors
 def test_calls_repeat_bitwise(run: Run) -> None:
-    plain = made(run, STRUCTURES[0])
+    plain = example_of(run, STRUCTURES[0])
     example = with_score(
         plain, lambda s, b, h, i, j, t, c: t[h] * np.tanh(s) + c[np.clip(i - j, 0, 3)], ("t", "c"),
         t=array_of(plain, "h"), c=np.arange(4, dtype=np.float32),
@@ -264,7 +264,7 @@ def test_calls_repeat_bitwise(run: Run) -> None:
 def test_sums_of_gradients_do_not_depend_on_threads(monkeypatch) -> None:
     from cuflash.planning import host
 
-    plain = made(CPU, replace(STRUCTURES[0], seqlen_q=1100, seqlen_kv=90, num_heads=2, mask=None))
+    plain = example_of(CPU, replace(STRUCTURES[0], seqlen_q=1100, seqlen_kv=90, num_heads=2, mask=None))
     example = plain.but(score=scores.temperature(array_of(plain, "h")), wrt=("per_head",))
     monkeypatch.setattr(host, "_SHARED_SCORES", 0)
     runs = []
@@ -281,7 +281,7 @@ def test_sums_of_gradients_do_not_depend_on_threads(monkeypatch) -> None:
 
 @on_executors
 def test_the_cap_is_first_then_the_bias_then_the_score(run: Run) -> None:
-    plain = made(run, STRUCTURES[0])
+    plain = example_of(run, STRUCTURES[0])
     bias, slopes = array_of(plain, "h", "i", "j"), scores.alibi_slopes(4)
 
     def all_in_one(s, b, h, i, j, bias, slopes):
@@ -311,7 +311,7 @@ def test_a_bare_function_is_traced_at_each_call() -> None:
 
 
 def test_another_array_of_equal_shape_is_read() -> None:
-    """Calls of equal layouts are looked up; contents of arrays and values of numbers are no part of the key."""
+    """Calls of equal layouts are looked up; contents of arrays and values of numbers are not part of the key."""
     q = np.ones((2, 4, 8), np.float32)
     for cap, value in ((2.0, 0.0), (2.0, 5.0), (3.0, 5.0)):
         bias = np.full((4, 4), value, np.float32)
@@ -375,7 +375,7 @@ WRONG = [
 
 TWO_ARRAYS = Score(lambda s, b, h, i, j, x, y: s + x[h] * y[h], x=SLOPES, y=SLOPES)
 WRONG_CALLS = [
-    *((lambda options=options: cuflash.attention_vjp(Q, Q, Q, **options), told) for options, told in WRONG),
+    *((lambda options=options: cuflash.attention_vjp(Q, Q, Q, **options), message) for options, message in WRONG),
     (  # other libraries keep T5's table as [num_buckets, num_heads]
         lambda: cuflash.plan(Q, Q, Q, score=scores.relative_position(np.zeros((32, 2)), bidirectional=False)),
         r"axis 0 of table .* 2 query heads, .*; got shape \(32, 2\)",
@@ -413,9 +413,9 @@ WRONG_CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("call", "told"), WRONG_CALLS)
-def test_wrong_arguments_are_refused(call: Any, told: str) -> None:
-    with pytest.raises(cuflash.UnsupportedProblem, match=told):
+@pytest.mark.parametrize(("call", "message"), WRONG_CALLS)
+def test_wrong_arguments_are_refused(call: Any, message: str) -> None:
+    with pytest.raises(cuflash.UnsupportedProblem, match=message):
         call()
 
 
@@ -426,8 +426,8 @@ def test_arrays_of_other_names_are_the_same_arrays() -> None:
     assert other.arrays["near"] is score.arrays["far"] and other.name == score.name
     assert float(other(0.0, 0, 1, 0, 0)) == float(score(0.0, 0, 1, 0, 0)) == table[1, 0] - (table + 1)[1, 1]
     shared = scores.temperature(PER_HEAD)
-    made = pickle.loads(pickle.dumps(shared.renamed({"per_head": "again"}) @ shared))
-    assert [*made.arrays] == ["per_head", "again"] and float(made(1.0, 0, 3, 0, 0)) == PER_HEAD[3] ** 2
+    unpickled = pickle.loads(pickle.dumps(shared.renamed({"per_head": "again"}) @ shared))
+    assert [*unpickled.arrays] == ["per_head", "again"] and float(unpickled(1.0, 0, 3, 0, 0)) == PER_HEAD[3] ** 2
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.longdouble, np.int8])
@@ -454,9 +454,9 @@ def test_a_cap_is_within_its_bounds_or_refused(run: Run, dtype: str) -> None:
     def check(cap: float) -> None:
         example = plain.but(score=scores.softcap(cap))
         if float(limits.smallest_normal) <= cap <= float(limits.max):
-            found = everything(run, run.rounded(example))
-            assert np.isfinite(found["o"].astype(np.float64)).all()
-            assert_within_bounds(run.rounded(example), **found)
+            results = everything(run, run.rounded(example))
+            assert np.isfinite(results["o"].astype(np.float64)).all()
+            assert_within_bounds(run.rounded(example), **results)
         else:
             for options in ({"score": example.score}, {"softcap": cap}):
                 with pytest.raises(cuflash.UnsupportedProblem, match="softcap and finite numbers .* where scores are"):
@@ -526,8 +526,8 @@ def test_offsets_in_an_image_are_those_of_its_pixels() -> None:
     q = np.random.default_rng(1).standard_normal((2, height * width, 8))
     rows, columns = np.divmod(np.arange(height * width), width)
     bias = table[:, rows[:, None] - rows + height - 1, columns[:, None] - columns + width - 1]
-    found = cuflash.attention(q, q, q, score=scores.relative_position_2d(table, width))
-    np.testing.assert_array_equal(found, cuflash.attention(q, q, q, bias=bias))
+    o = cuflash.attention(q, q, q, score=scores.relative_position_2d(table, width))
+    np.testing.assert_array_equal(o, cuflash.attention(q, q, q, bias=bias))
 
 
 USES_OF_SCORES: dict[str, Any] = {
@@ -589,7 +589,7 @@ OPERATORS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_what_a_score_is_not_made_of_is_told_in_words(name: str) -> None:
-    make, told = OPERATORS[name]
+    make, message = OPERATORS[name]
     with pytest.raises(TypeError) as error:
         make()
-    assert told in str(error.value)
+    assert message in str(error.value)

@@ -66,15 +66,15 @@ def test_captured_arrays_keep_their_gradients() -> None:
 def test_offsets_of_each_batch_entry_are_its_own_and_others_compile_nothing() -> None:
     x, alibi = RNG.standard_normal((2, 1, 6, 8)), scores.alibi(np.ones(1))
     offsets = np.array([[0, 2, 6], [0, 5, 6]])
-    made = scores.within(alibi, offsets)
-    o = cuflash.attention(x, x, x, mask=masks.Sequences(offsets), score=made)
+    score = scores.within(alibi, offsets)
+    o = cuflash.attention(x, x, x, mask=masks.Sequences(offsets), score=score)
     for b in range(2):
         one = scores.within(alibi, offsets[b])
         np.testing.assert_array_equal(
             o[b], cuflash.attention(x[b], x[b], x[b], mask=masks.Sequences(offsets[b]), score=one)
         )
     assert scores.within(alibi, [0, 3, 9, 10]).program == one.program
-    assert pickle.loads(pickle.dumps(made)).program == made.program
+    assert pickle.loads(pickle.dumps(score)).program == score.program
 
 
 ALIBI = scores.alibi(np.ones(2))
@@ -89,7 +89,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_is_refused(name: str) -> None:
-    call, told = WRONG[name]
-    assert told in str(refused(call))
+    call, message = WRONG[name]
+    assert message in str(refused(call))
     with pytest.raises(TypeError, match="score must be a Score or a function"):
         scores.within("x", [0, 1])

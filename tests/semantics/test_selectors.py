@@ -62,10 +62,10 @@ def by_sorting(
         count = max(count, int(np.argmax(sums >= budget.mass * shares[eligible].sum())))
     elif budget.density is not None and order:
         count = max(count, min(n for n in range(len(order) + 1) if n / len(order) >= budget.density))
-    kept = set(order[: max(count, budget.min_blocks)])
+    chosen = set(order[: max(count, budget.min_blocks)])
     if budget.threshold is not None:
-        kept |= {j for j in order if scores[j] >= budget.threshold}
-    return sorted(int(j) for j in kept)
+        chosen |= {j for j in order if scores[j] >= budget.threshold}
+    return sorted(int(j) for j in chosen)
 
 
 SCORES = st.sampled_from([0.0, -0.0, 0.25, 0.5, 1.0, -1.0, 3.0, np.inf, -np.inf, np.nan])
@@ -89,19 +89,19 @@ def check_budget(library: Any, data: Any, length: int, budget: Any) -> None:
 
     scores, shares = row(SCORES, np.float32), row(st.integers(0, 8), np.float32) / 8
     eligible, forced = row(st.booleans(), bool), row(st.booleans(), bool)
-    kept = library.selectors.budget.choose(scores, shares, eligible, forced, budget)
-    assert np.flatnonzero(kept).tolist() == by_sorting(scores, shares, eligible, forced, budget)
+    chosen = library.selectors.budget.choose(scores, shares, eligible, forced, budget)
+    assert np.flatnonzero(chosen).tolist() == by_sorting(scores, shares, eligible, forced, budget)
 
 
 @given(st.integers(0, 2**32 - 1), BUDGETS)
 def test_a_device_chooses_without_waiting(seed: int, budget: Budget) -> None:
     rng = np.random.default_rng(seed)
     scores, eligible = rng.random((2, 5, 7), np.float32), rng.random((5, 7)) < 0.7
-    here = [scores, scores, eligible, budgets.Diagonal.of(np, (20, 28), (4, 4), 8).forced(FORCED)]
+    host_inputs = [scores, scores, eligible, budgets.Diagonal.of(np, (20, 28), (4, 4), 8).forced(FORCED)]
     diagonal = budgets.Diagonal.of(device_double.namespace, (20, 28), (4, 4), 8)
-    there = [*map(device_double.to_device, here[:3]), diagonal.forced(FORCED)]
-    chosen = device_double.to_host(budgets.choose(*there, budget))
-    np.testing.assert_array_equal(chosen, budgets.choose(*here, budget))
+    device_inputs = [*map(device_double.to_device, host_inputs[:3]), diagonal.forced(FORCED)]
+    chosen = device_double.to_host(budgets.choose(*device_inputs, budget))
+    np.testing.assert_array_equal(chosen, budgets.choose(*host_inputs, budget))
 
 
 @pytest.mark.parametrize(
@@ -126,16 +126,16 @@ def test_choosing_takes_operations_that_do_not_follow_the_blocks(budget: Budget,
 def test_forced_blocks_are_those_of_their_words(
     seqlen_q: int, seqlen_kv: int, block: tuple[int, int], offset: int, forced: Forced
 ) -> None:
-    made = budgets.Diagonal.of(np, (seqlen_q, seqlen_kv), block, offset).forced(forced)
-    expected = np.zeros(made.shape, bool)
+    forced_blocks = budgets.Diagonal.of(np, (seqlen_q, seqlen_kv), block, offset).forced(forced)
+    expected = np.zeros(forced_blocks.shape, bool)
     expected[:, : forced.sink] = True
-    for row in range(made.shape[0]):
+    for row in range(forced_blocks.shape[0]):
         columns = [(i + offset) // block[1] for i in range(row * block[0], min((row + 1) * block[0], seqlen_q))]
         wanted = range(columns[-1] - forced.local + 1, columns[-1] + 1)
         for column in {*wanted, *(columns if forced.diagonal else ())}:
-            if 0 <= column < made.shape[1]:
+            if 0 <= column < forced_blocks.shape[1]:
                 expected[row, column] = True
-    np.testing.assert_array_equal(made, expected)
+    np.testing.assert_array_equal(forced_blocks, expected)
 
 
 @pytest.mark.parametrize("name", [*ON_KERNELS, "moba", "random", "local", "quest"])
@@ -222,13 +222,13 @@ def test_queries_choose_for_themselves_as_in_moba(run: Run) -> None:
     """Affinities are products of a query with means of keys that end before it; the query's own block counts."""
     q, k = np.random.default_rng(2).standard_normal((2, 2, 64, 16))
     s = q @ means(k, 8).swapaxes(-1, -2)
-    kept = np.zeros((2, 64, 8), bool)
+    allowed = np.zeros((2, 64, 8), bool)
     for h, i in np.ndindex(2, 64):
         past = sorted(range(i // 8 if i % 8 < 7 else i // 8 + 1), key=lambda j: -s[h, i, j])
         others = [j for j in past if j != i // 8]
-        kept[h, i, [i // 8, *others[:2]]] = True
+        allowed[h, i, [i // 8, *others[:2]]] = True
     listed = run.get(select("moba", run, q, k, causal=True, forced=Forced()).states())[0] > 0
-    np.testing.assert_array_equal(listed, kept.reshape(2, 8, 8, 8).any(2))
+    np.testing.assert_array_equal(listed, allowed.reshape(2, 8, 8, 8).any(2))
 
 
 @on_every_executor
@@ -269,7 +269,7 @@ def test_no_score_of_a_page_exceeds_its_bound(run: Run) -> None:
 
 
 def check_bounds(run: Run, seed: int, seqlen_kv: int, page_size: int, is_grouped: bool) -> None:
-    """Page bounds are at least the largest scores of pages; all numbers are whole, so that products are exact."""
+    """Check that page bounds are at least the largest scores of pages; whole numbers make exact products."""
     rng = np.random.default_rng(seed)
     shapes = (4, 3, 5), (2 - is_grouped, seqlen_kv, 5)
     q, k = (rng.integers(-9, 10, shape).astype(np.float32) for shape in shapes)
@@ -303,8 +303,8 @@ def test_pages_of_a_cache_are_those_of_its_rows() -> None:
     cache.append(k, v, counts=[70, 0])
     cache.append(v, k, counts=[3, 41])
     q = rng.standard_normal((2, 4, 1, 8), np.float32)
-    found = selectors.quest(q, cache, budget=Budget(top_k=2))
-    for sequence, index in enumerate(found):
+    actual = selectors.quest(q, cache, budget=Budget(top_k=2))
+    for sequence, index in enumerate(actual):
         rows, values = cache.rows(sequence)
         assert index.shape == (1, 4, 1, (73, 41)[sequence]) and index.block == (1, 16)
         again = selectors.quest(q[sequence], rows, budget=Budget(top_k=2))
@@ -333,7 +333,7 @@ def test_calls_of_one_layout_are_not_mixed_up(monkeypatch: Any) -> None:
         {"window": (9, 0)}, {"window": (3, 0)},
     ]  # fmt: skip
 
-    def found(change: dict[str, Any]) -> Any:
+    def selected_with(change: dict[str, Any]) -> Any:
         grid = grids.Grid.of(q, q, **usual | change)
         allowed = grid.mask.toarray(32, 32).tolist()
         return grid.block, grid.is_causal, grid.offset, grid.has_own_mask, grid.scale, grid.size, allowed
@@ -341,8 +341,8 @@ def test_calls_of_one_layout_are_not_mixed_up(monkeypatch: Any) -> None:
     fresh = []
     for change in changes:
         CALLS.clear()
-        fresh.append(found(change))
-    assert [found(change) for change in changes * 2] == fresh * 2 and len({str(each) for each in fresh}) > 5
+        fresh.append(selected_with(change))
+    assert [selected_with(change) for change in changes * 2] == fresh * 2 and len({str(each) for each in fresh}) > 5
     with pytest.raises(cuflash.UnsupportedProblem, match="budget must be a Budget"):
         grids.Grid.of(q, q, **usual | {"budgets": {"budget": 8}})
 
@@ -462,12 +462,12 @@ def test_all_selectors_take_the_same_arguments(name: str, budget: Budget) -> Non
     select = getattr(selectors, name)
     for more in ({}, *({name: value} for name, value in limits.items()), limits):
         index = select(q, k, **options, **more)
-        asked = {name: value for name, value in more.items() if name != "scale"}
-        asked.setdefault("causal", "bottom_right" if name == "quest" else False)
-        both = masks.Band() & asked.get("mask", masks.Band())
-        if asked["causal"]:
+        accepted = {name: value for name, value in more.items() if name != "scale"}
+        accepted.setdefault("causal", "bottom_right" if name == "quest" else False)
+        both = masks.Band() & accepted.get("mask", masks.Band())
+        if accepted["causal"]:
             both = both & masks.Causal("bottom_right")
-        if "window" in asked:
+        if "window" in accepted:
             both = both & masks.SlidingWindow(50, 0, "bottom_right")
         allowed = both.toarray(130, 130)
         assert index.block[1] == 32 and not (index.toarray() & ~allowed).any()
@@ -521,7 +521,7 @@ PAGED = {
 @pytest.mark.parametrize("case", PAGED)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn"])
 def test_pages_of_quest_are_those_of_the_cache(case: str, dtype: str) -> None:
-    """Queries are those that the cache attends from: of 16 bits beside rows of 8, and of other libraries."""
+    """Queries are those that the cache attends from: 16-bit ones with FP8 rows, and those of other libraries."""
     capacity, page_size, expected = PAGED[case]
     pages = {} if page_size is None else {"page_size": page_size, "num_pages": 8}
     cache = cuflash.KVCache(batch=1, num_kv_heads=2, head_dim=8, capacity=capacity, dtype=dtype, **pages)

@@ -53,11 +53,11 @@ PLACES = {  # of masks and biases for q (2, 8, 50, 16) and 50 keys, or for q (2,
 def test_missing_axes_are_named(shape: tuple[int, ...], name: str) -> None:
     is_deep = 40 in shape or shape[:2] == (2, 3)
     q, k = (zeros(2, 3, 8, 40, 16), zeros(2, 3, 8, 50, 16)) if is_deep else (zeros(2, 8, 50, 16),) * 2
-    told = refusal(q, k, k, **{name: np.zeros(shape, bool if name == "mask" else np.float32)})
+    message = refusal(q, k, k, **{name: np.zeros(shape, bool if name == "mask" else np.float32)})
     advice = PLACES[shape].format(name)
     lengths = ", or masks.Lengths(kv=lengths)" if name == "mask" and "padding" in advice else ""
-    assert told.startswith(f"{name} must broadcast to (*batch, num_heads, seqlen_q, seqlen_kv) = ")
-    assert told.endswith(f"{shape}: {advice}{lengths}" if advice else f"{shape}")
+    assert message.startswith(f"{name} must broadcast to (*batch, num_heads, seqlen_q, seqlen_kv) = ")
+    assert message.endswith(f"{shape}: {advice}{lengths}" if advice else f"{shape}")
 
 
 @settings(max_examples=150)
@@ -69,8 +69,8 @@ def test_what_a_message_says_to_write_is_taken(batch: Any, of_scores: Any, shape
     heads, seqlen_q, seqlen_kv = of_scores
     q, k = zeros(*batch, heads, seqlen_q, 4), zeros(*batch, heads, seqlen_kv, 4)
     array = np.ones(shape, bool if name == "mask" else np.float32)
-    told = refusal(q, k, k, **{name: array})
-    written = re.search(rf"write ({name}[^;]*?)(, or|;|$)", told)
+    message = refusal(q, k, k, **{name: array})
+    written = re.search(rf"write ({name}[^;]*?)(, or|;|$)", message)
     if written is not None:
         array = eval(written[1], {name: array})
         assert refusal(q, k, k, **{name: array}) == ""
@@ -93,7 +93,7 @@ def test_what_a_message_says_to_write_is_taken(batch: Any, of_scores: Any, shape
 def test_arrays_that_look_like_tokens_before_heads_are_told_how_to_be_passed(shapes, options, start) -> None:
     q, k = (zeros(*shape) for shape in shapes)
     layout = LAYOUT.format("" if q.ndim == 3 else "batch, ")
-    for more in ({}, {"scale": "1"}):  # beside another reason too
+    for more in ({}, {"scale": "1"}):  # also with another reason
         reasons = [line.removeprefix("- ") for line in refusal(q, k, k, **options, **more).split("\n")]
         assert any(re.match(start, reason) and re.search(layout, reason) for reason in reasons)
     turned = q.swapaxes(-3, -2), k.swapaxes(-3, -2), k.swapaxes(-3, -2)
@@ -115,8 +115,8 @@ def test_arrays_that_look_like_tokens_before_heads_are_told_how_to_be_passed(sha
 )
 def test_the_layout_is_not_named_where_it_would_not_help(shapes, options) -> None:
     q, k = (zeros(*shape) for shape in shapes)
-    told = refusal(q, k, k, **options)
-    assert told and "swapaxes(-3, -2)" not in told
+    message = refusal(q, k, k, **options)
+    assert message and "swapaxes(-3, -2)" not in message
 
 
 @pytest.mark.parametrize(
@@ -125,26 +125,26 @@ def test_the_layout_is_not_named_where_it_would_not_help(shapes, options) -> Non
 )
 def test_a_wrong_dtype_is_told_the_cast(dtype: str, to: str) -> None:
     q = np.ones((2, 5, 4), dtype)
-    told = refusal(q, q, q)
-    assert f"write q.astype(np.{to})" in told
+    message = refusal(q, q, q)
+    assert f"write q.astype(np.{to})" in message
     x = q.astype(to)
     assert refusal(x, x, x) == ""
 
 
 @pytest.mark.parametrize("value", ["abc", 3.0, None, {}, b"q", [["1.0"]], np.ma.ones((4, 4), np.float32)])
 def test_what_numpy_makes_no_array_of_is_told_no_such_thing(value: Any) -> None:
-    told = refusal(value, zeros(2, 5, 4), zeros(2, 5, 4))
-    assert told.startswith("q must be an array; got ") and "asarray" not in told
+    message = refusal(value, zeros(2, 5, 4), zeros(2, 5, 4))
+    assert message.startswith("q must be an array; got ") and "asarray" not in message
 
 
 def test_a_cache_in_the_place_of_keys_is_told_its_method() -> None:
     cache = cuflash.KVCache(batch=1, num_kv_heads=2, head_dim=4, capacity=8, dtype=np.float32)
-    for told in (refusal(zeros(1, 2, 1, 4), cache, cache), refusal(cache, cache, cache)):
-        assert "must be an array; got a KVCache: call cache.attention(q), or give the keys and values of one" in told
+    for message in (refusal(zeros(1, 2, 1, 4), cache, cache), refusal(cache, cache, cache)):
+        assert "must be an array; got a KVCache: call cache.attention(q), or pass the keys and values of one" in message
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int64"])
 def test_a_mask_of_numbers_is_told_where_they_go(dtype: str) -> None:
-    told = refusal(*[zeros(2, 5, 4)] * 3, mask=np.ones((5, 5), dtype))
-    assert told.endswith("0/1 numbers become booleans by mask != 0")
-    assert ("additive numbers go to bias=" in told) == (dtype == "float32")
+    message = refusal(*[zeros(2, 5, 4)] * 3, mask=np.ones((5, 5), dtype))
+    assert message.endswith("convert 0/1 numbers to booleans with mask != 0")
+    assert ("pass additive numbers as bias=" in message) == (dtype == "float32")

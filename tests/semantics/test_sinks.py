@@ -73,7 +73,7 @@ def test_gradients_are_asked_for_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"sink": np.zeros(3, np.float32)}, r"sink must have shape \(num_heads,\) = \(4,\).*\(2, 4\); got \(3,\)"),
         ({"sink": np.zeros((3, 2, 4), np.float32)}, r"sink must have shape .*got \(3, 2, 4\)"),
@@ -85,8 +85,8 @@ def test_gradients_are_asked_for_by_name() -> None:
         ({"wrt": ["sink", 3]}, r"wrt must be a name, or a sequence of names; got \['sink', 3\]: write wrt='sink'"),
     ],
 )  # fmt: skip
-def test_a_wrong_sink_is_refused(options, told) -> None:
-    with pytest.raises(UnsupportedProblem, match=told):
+def test_a_wrong_sink_is_refused(options, message) -> None:
+    with pytest.raises(UnsupportedProblem, match=message):
         cuflash.attention_vjp(Q, K, V, **options)
 
 
@@ -165,10 +165,10 @@ def test_rows_without_a_key_have_the_sink_as_lse(run, dtype):
     example = run.rounded(
         Structure(num_heads=3, seqlen_q=70, seqlen_kv=90, dtype=dtype, mask=masks.Dense(is_seen), sink=(3,)).example()
     )
-    found = run.everything(example)
-    assert not found["o"][:, :40].any() and not found["o"][1].any()
-    np.testing.assert_array_equal(found["lse"][:, :40], np.broadcast_to(example.sink[:, None], (3, 40)))
-    assert_within_bounds(example, **found)
+    results = run.everything(example)
+    assert not results["o"][:, :40].any() and not results["o"][1].any()
+    np.testing.assert_array_equal(results["lse"][:, :40], np.broadcast_to(example.sink[:, None], (3, 40)))
+    assert_within_bounds(example, **results)
 
 
 @on_every_backward
@@ -181,13 +181,13 @@ def test_a_sink_that_is_nan_or_infinite_makes_its_rows_nan(run, value, seqlen_kv
     ).example()
     sink = clean.sink.copy()
     sink[1] = value
-    found, before = run.everything(clean.but(sink=sink)), run.everything(clean)
+    results, before = run.everything(clean.but(sink=sink)), run.everything(clean)
     for name in ("o", "lse", "dsink"):
-        assert np.isnan(found[name][1]).all()
-        assert not np.isnan(np.delete(found[name], 1, axis=0)).any()
+        assert np.isnan(results[name][1]).all()
+        assert not np.isnan(np.delete(results[name], 1, axis=0)).any()
     for name in ("o", "lse", "dsink", "dk", "dv"):
-        np.testing.assert_array_equal(np.delete(found[name], 1, axis=0), np.delete(before[name], 1, axis=0))
-    assert np.isnan(found["dv"][1, :30]).all()  # the rows that are not masked attend these keys
+        np.testing.assert_array_equal(np.delete(results[name], 1, axis=0), np.delete(before[name], 1, axis=0))
+    assert np.isnan(results["dv"][1, :30]).all()  # the rows that are not masked attend these keys
 
 
 @on_every_backward
@@ -198,10 +198,10 @@ def test_a_large_sink_takes_all_weight(run, dtype):
     # The sink's weight is exactly 1, as lse is the sink, and o is 0: the bound on dsink is that of a sum of 40 terms.
     bound = (40 + 4) * np.finfo(np.float32).eps / 2 * np.abs(dlse).sum(axis=-1)
     for value in (1e4, 1e38):
-        found = run.everything(example.but(sink=np.full(2, value, np.float32)))
-        assert not found["o"].any() and not found["dv"].any() and not found["dq"].any()
-        np.testing.assert_array_equal(found["lse"], np.float32(value))
-        assert_within("dsink", found["dsink"], dlse.sum(axis=-1), bound, example)
+        results = run.everything(example.but(sink=np.full(2, value, np.float32)))
+        assert not results["o"].any() and not results["dv"].any() and not results["dq"].any()
+        np.testing.assert_array_equal(results["lse"], np.float32(value))
+        assert_within("dsink", results["dsink"], dlse.sum(axis=-1), bound, example)
 
 
 @on_kernels
@@ -224,9 +224,9 @@ def test_the_gradient_is_summed_over_broadcast_axes(run, shape, dtype):
 def test_a_sink_may_have_any_strides(run, step):
     example = Structure(num_heads=4, seqlen_q=9, seqlen_kv=8, sink=(8,)).example()
     sink = example.sink[::step][:4]
-    found = run.everything(example.but(sink=sink))
+    results = run.everything(example.but(sink=sink))
     packed = run.everything(example.but(sink=sink.copy()))
-    assert all(np.array_equal(found[name], packed[name]) for name in ("o", "lse", "dsink"))
+    assert all(np.array_equal(results[name], packed[name]) for name in ("o", "lse", "dsink"))
 
 
 def test_a_batch_of_many_axes_takes_several_launches() -> None:

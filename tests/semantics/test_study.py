@@ -62,10 +62,12 @@ def test_the_oracle_keeps_the_blocks_of_most_mass(causal: bool, block: int) -> N
     rows = survey.Survey(Q, K, V, causal=causal, scale=None).measurements([block], ["oracle"], DENSITIES)
     measured = [row for row in rows if isinstance(row, survey.Measurement)]
     assert len(measured) >= 2
-    for found in measured:
-        (count,) = {count for count in best if np.isclose(shares[count], found.density)}
-        assert np.isclose(found.recall, best[count].sum(-1).mean() / 50, rtol=tolerance(Q, K, EXACT, (50, 50)), atol=0)
-        assert count == grid or shares[count + 1] > found.at_most
+    for measurement in measured:
+        (count,) = {count for count in best if np.isclose(shares[count], measurement.density)}
+        assert np.isclose(
+            measurement.recall, best[count].sum(-1).mean() / 50, rtol=tolerance(Q, K, EXACT, (50, 50)), atol=0
+        )
+        assert count == grid or shares[count + 1] > measurement.at_most
 
 
 @pytest.mark.parametrize("name", ["window", "random", "oracle"])
@@ -73,7 +75,9 @@ def test_a_measurement_is_what_recall_says_of_the_blocks(name: str, monkeypatch:
     used: list[masks.Mask] = []
     attention = survey.attention
     monkeypatch.setattr(
-        survey, "attention", lambda *qkv, mask=None, **given: used.append(mask) or attention(*qkv, mask=mask, **given)
+        survey,
+        "attention",
+        lambda *qkv, mask=None, **options: used.append(mask) or attention(*qkv, mask=mask, **options),
     )
     for causal, scale in ((False, None), (True, 0.5)):
         used.clear()
@@ -114,7 +118,7 @@ def test_the_command_prints_tables_and_writes_rows_and_a_picture(archive: Path) 
     assert run.returncode == 0, run.stderr
     rows = rows_of()
     lines = run.stdout.splitlines()
-    assert lines[0] == "my.npz: 2 x 4 heads on 2 of keys and values, 50 tokens, 8 dims" == run.stderr.splitlines()[0]
+    assert lines[0] == "my.npz: 2 x 4 heads on 2 key/value heads, 50 tokens, 8 dims" == run.stderr.splitlines()[0]
     assert [line for line in lines if line.startswith("softmax")] == [
         f"softmax mass kept (density), blocks of {block}" for block in (16, 8)
     ]
@@ -130,11 +134,11 @@ def test_an_interrupted_study_goes_on_where_it_was(archive: Path, monkeypatch: p
     calls: list[int] = []
     compared = survey.compared
 
-    def interrupted(*given: object) -> cuflash.study.Recall:
+    def interrupted(*arguments: object) -> cuflash.study.Recall:
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return compared(*given)
+        return compared(*arguments)
 
     monkeypatch.setattr(survey, "compared", interrupted)
     with pytest.raises(SystemExit) as left:
@@ -171,8 +175,10 @@ def test_a_limit_has_the_densest_size_within_it_and_an_empty_row_has_its_reason(
     assert window.split()[1:3] == window.split()[3:] and len(oracle.split()) == 5  # 0.05 holds no block of each row
     assert fixed == "fixed"
     eligible = np.ones((7, 7), bool)
-    told = [f"{name} has an empty {what}" for name, what in zip(("window", "fixed", "oracle"), ("cell", "row", "cell"))]
-    for reason, start, name in zip(reasons, told, ("window", "fixed", None), strict=True):
+    lines = [
+        f"{name} has an empty {what}" for name, what in zip(("window", "fixed", "oracle"), ("cell", "row", "cell"))
+    ]
+    for reason, start, name in zip(reasons, lines, ("window", "fixed", None), strict=True):
         least = 1 / 7 if name is None else smallest_density(FAMILIES[name], eligible, 4)
         assert reason == f"{start}: its smallest size keeps {least:.3g} of the blocks"
     assert count == f"{len(rows_of('x.csv'))} rows in x.csv"
@@ -183,7 +189,7 @@ def test_a_limit_has_the_densest_size_within_it_and_an_empty_row_has_its_reason(
     [
         ([(1, 40, 4, 8)] * 3, "1 x 40 heads, 4 tokens, 8 dims"),
         ([(4, 8)] * 3, "one head, 4 tokens, 8 dims"),
-        ([(6, 4, 8), (2, 4, 8), (2, 4, 16)], "6 heads on 2 of keys and values, 4 tokens, 8 dims (16 of values)"),
+        ([(6, 4, 8), (2, 4, 8), (2, 4, 16)], "6 heads on 2 key/value heads, 4 tokens, 8 dims (16 for values)"),
     ],
 )
 def test_arrays_that_nothing_fits_are_said_as_they_were_read(
@@ -193,8 +199,9 @@ def test_arrays_that_nothing_fits_are_said_as_they_were_read(
     with pytest.raises(SystemExit) as left:
         study_report(["my.npz"])
     out, err = capsys.readouterr()
-    told = f"python -m cuflash study: error: my.npz was read as {read}: swap axes, or nothing fits ("
-    assert left.value.code == 1 and out == "" and err.splitlines()[-1].startswith(told)
+    reason = f"my.npz was read as {read}, and every pattern exceeds every density limit ("
+    message = f"python -m cuflash study: error: {reason}"
+    assert left.value.code == 1 and out == "" and err.splitlines()[-1].startswith(message)
     assert ("q.swapaxes(-3, -2)" in err) == (len(shapes[0]) > 2)
 
 
@@ -215,7 +222,7 @@ def test_scores_of_any_size_have_finite_rows(size: float, scale: float | None, c
 
 def test_scores_that_overflow_float64_are_refused(archive: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.savez("my.npz", q=1e200 * Q, k=1e200 * K, v=V)
-    refused(WORDS, "q and k must have finite scores; got some that overflow: divide q or k", capsys)
+    refused(WORDS, "q and k must have finite scores; got scores that overflow: divide q or k", capsys)
 
 
 OWN = """
@@ -232,15 +239,15 @@ def pooled(q, k, *, block, density, causal):
 
 def test_patterns_of_ones_own_are_measured(archive: Path) -> None:
     Path("own_patterns_of_a_test.py").write_text(OWN, "utf-8")
-    kept = np.eye(4, dtype=bool) | np.eye(4, k=1, dtype=bool)
-    np.savez("one.npz", kept)
-    np.savez("two.npz", kept=kept, other=~kept)
+    blocks = np.eye(4, dtype=bool) | np.eye(4, k=1, dtype=bool)
+    np.savez("one.npz", blocks)
+    np.savez("two.npz", kept=blocks, other=~blocks)
     names = [f"own_patterns_of_a_test:{name}" for name in ("window", "index", "pooled")]
     words = ["my.npz", "--patterns", *names, "one.npz", "two.npz:kept", "--blocks", "16", "--densities", "0.5", "0.9"]
     report = study_report(words)
     rows = {(row["pattern"], row["at_most"]): row for row in rows_of()}
     module = sys.modules["own_patterns_of_a_test"]
-    expected = {names[0]: module.window, names[1]: module.index, "one.npz": masks.BlockPattern(kept, 16)}
+    expected = {names[0]: module.window, names[1]: module.index, "one.npz": masks.BlockPattern(blocks, 16)}
     for name, mask in {**expected, "two.npz:kept": expected["one.npz"]}.items():
         row = rows[name, "0.9"]
         kept_mass = cuflash.study.recall(Q, K, V, mask=mask).mass.mean()
@@ -254,21 +261,21 @@ def test_patterns_of_ones_own_are_measured(archive: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "message"),
     [
-        ("nowhere:f", "nowhere:f must be MODULE:NAME of a module in this folder or of an installed one; No module"),
-        ("cuflash:nothing", "cuflash:nothing must be MODULE:NAME of a module in this folder or of an installed one; m"),
+        ("nowhere:f", "nowhere:f must be MODULE:NAME of a module in this folder or of an installed module; No module"),
+        ("cuflash:nothing", "cuflash:nothing must be MODULE:NAME of a module in this folder or of an installed module"),
         ("cuflash:__version__", "must be a mask, or a function of (q, k, *, block, density, causal); got '"),
-        ("none.npz", "none.npz must be an .npz file; there is no such file"),
-        ("my.npz", "my.npz must hold one array, or name one: my.npz:ARRAY; got q, k, v"),
-        ("my.npz:w", "my.npz must hold one array, or name one: my.npz:ARRAY; got q, k, v"),
+        ("none.npz", "none.npz must be an .npz file; the file does not exist"),
+        ("my.npz", "my.npz must hold one array; got q, k, v: use my.npz:ARRAY to name one"),
+        ("my.npz:w", "my.npz must hold one array; got q, k, v: use my.npz:ARRAY to name one"),
         ("my.npz:q", "my.npz must hold booleans [..., grid, grid], one for each block; got an array of shape (2, 4,"),
     ],
 )
 def test_patterns_that_are_not_there_get_one_line(
-    archive: Path, word: str, told: str, capsys: pytest.CaptureFixture[str]
+    archive: Path, word: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refused(["my.npz", "--patterns", word], told, capsys)
+    refused(["my.npz", "--patterns", word], message, capsys)
 
 
 def test_blocks_of_another_grid_get_one_line(archive: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,35 +308,36 @@ def refused(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("none.npz", "none.npz must be an .npz file; there is no such file"),
+        ("none.npz", "none.npz must be an .npz file; the file does not exist"),
         ("", "the following arguments are required: archive"),
-        ("text.npz", "text.npz must be an .npz file of numbers, as numpy.savez writes it; got"),
-        ("half.npz", "half.npz must be an .npz file of numbers, as numpy.savez writes it; got File is not a zip file"),
-        ("torn.npz", "torn.npz must be an .npz file of numbers, as numpy.savez writes it; got Bad CRC-32"),
+        ("text.npz", "text.npz must be an .npz file of numbers, written by numpy.savez; got"),
+        ("half.npz", "half.npz must be an .npz file of numbers, written by numpy.savez; got File is not a zip file"),
+        ("torn.npz", "torn.npz must be an .npz file of numbers, written by numpy.savez; got Bad CRC-32"),
         (".", "Is a directory"),
         ("one.npy", "one.npy must be an .npz file of q, k and v; got one array: use numpy.savez"),
-        ("few.npz", "few.npz must hold k, v; got q, other: --names says how q, k and v are called"),
-        ("objects.npz", "objects.npz must be an .npz file of numbers, as numpy.savez writes it; got Object arrays"),
+        ("few.npz", "few.npz must hold k, v; got q, other: pass the names of q, k and v as --names"),
+        ("objects.npz", "objects.npz must be an .npz file of numbers, written by numpy.savez; got Object arrays"),
         ("whole.npz", "q must be float16, bfloat16, float32 or float64; got int64"),
         ("nan.npz", "v must be finite; got inf or NaN"),
-        ("lengths.npz", "q and k must be of equally many tokens; got 50 and 40"),
+        ("lengths.npz", "q and k must have equally many tokens; got 50 and 40"),
         ("heads.npz", "q's 4 heads must be a multiple of k's 3"),
-        ("empty.npz", "q must hold a query; got shape"),
+        ("empty.npz", "q must hold at least one query; got shape"),
         (
             "my.npz --patterns windows",
-            f"--patterns must be of {', '.join(PATTERNS)}, with spaces between, MODULE:NAME or FILE.npz; got windows",
+            f"--patterns must be names among {', '.join(PATTERNS)}, separated by spaces, MODULE:NAME or FILE.npz; "
+            "got windows",
         ),
         ("my.npz --blocks 0 16", "--blocks must be positive; got 0"),
-        ("my.npz --blocks x", "argument --blocks: takes ints with spaces between; got 'x'"),
-        ("my.npz --densities 0.5 1.5", "--densities must lie in (0, 1]; got 1.5"),
-        ("my.npz --densities nan", "--densities must lie in (0, 1]; got nan"),
+        ("my.npz --blocks x", "argument --blocks: takes ints separated by spaces; got 'x'"),
+        ("my.npz --densities 0.5 1.5", "--densities must be in (0, 1]; got 1.5"),
+        ("my.npz --densities nan", "--densities must be in (0, 1]; got nan"),
         ("my.npz --csv there/is/none.csv", "--csv must be in a folder that exists; got there/is/none.csv"),
-        ("my.npz --csv text.csv", "text.csv must hold earlier studies; got another file: name another --csv"),
+        ("my.npz --csv text.csv", "text.csv must hold earlier studies; got a different file: name a different --csv"),
         ("my.npz --csv my.png", "--csv must end with .csv; got my.png"),
         ("my.npz --csv .", "--csv must end with .csv; got ."),
         ("my.npz --plot my.txt", "--plot must end with .png, .pdf, .svg; got my.txt"),
         ("my.npz --scale nan", "scale must be a finite number or None; got nan"),
-        ("my.npz --blocks 0 --densities 2", "--blocks must be positive; got 0; --densities must lie in (0, 1]; got 2"),
+        ("my.npz --blocks 0 --densities 2", "--blocks must be positive; got 0; --densities must be in (0, 1]; got 2"),
     ],
 )
 def test_wrong_arguments_and_files_get_one_line(
@@ -359,7 +367,7 @@ def test_a_picture_without_matplotlib_is_refused_before_any_work(
     refused([*WORDS, "--plot", "my.png"], "--plot needs matplotlib: pip install matplotlib, or leave it out", capsys)
 
 
-COMMANDS = {  # words, and how the last line of standard error goes on
+COMMANDS = {  # words, and how the last line of standard error continues
     "an unknown command": (
         "studies", ": error: the command must be doctor, memory, roofline, study or none; got studies"
     ),
@@ -376,10 +384,10 @@ COMMANDS = {  # words, and how the last line of standard error goes on
 def test_an_unknown_word_gets_one_line(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words, told = COMMANDS[name]
+    words, message = COMMANDS[name]
     assert _run(words, monkeypatch) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.splitlines()[-1].startswith(f"python -m cuflash{told}")
+    assert out == "" and err.splitlines()[-1].startswith(f"python -m cuflash{message}")
     assert " --nothing" in words or err.count("\n") == 1
 
 
@@ -393,8 +401,8 @@ def test_the_version_is_told(
 
 def test_help_names_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("--help", monkeypatch) == 0
-    told = capsys.readouterr().out
-    assert re.findall(r"python -m cuflash (\w+)  ", told) == ["doctor", "memory", "roofline", "study"]
+    output = capsys.readouterr().out
+    assert re.findall(r"python -m cuflash (\w+)  ", output) == ["doctor", "memory", "roofline", "study"]
 
 
 def _run(words: str, monkeypatch: pytest.MonkeyPatch) -> int:

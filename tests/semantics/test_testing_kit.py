@@ -34,7 +34,7 @@ def parts_of(mask):
 
 
 def sample(name):
-    """Yield two thousand draws, the same in every run, made when they are asked for: few tests need all."""
+    """Yield two thousand draws, the same in every run, created on demand: few tests need all."""
     for number in range(20):
         yield from drawn(name, number)
 
@@ -65,7 +65,7 @@ def empty_rows(mask):
 
 
 def has(name, value):
-    return lambda each: not isinstance(found := getattr(each, name), Mask) and found == value
+    return lambda each: not isinstance(attribute := getattr(each, name), Mask) and attribute == value
 
 
 OF_STRUCTURES = {
@@ -255,7 +255,7 @@ def test_wrong_numbers_flags_and_dtypes_are_said_before_anything_is_drawn(draw, 
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "told"),
+    ("dtypes", "message"),
     [
         ([np.dtype("float32")], "got [dtype('float32')]: write 'float32', as in dtypes=['float32']"),
         ([ml_dtypes.bfloat16, "float16"], "write 'bfloat16', as in dtypes=['bfloat16', 'float16']"),
@@ -264,10 +264,10 @@ def test_wrong_numbers_flags_and_dtypes_are_said_before_anything_is_drawn(draw, 
         ([object], "write 'float32', as in dtypes=['float32']"),
     ],
 )
-def test_dtypes_are_written_as_they_can_be_typed(dtypes, told):
+def test_dtypes_are_written_as_they_can_be_typed(dtypes, message):
     with pytest.raises(UnsupportedProblem) as refused:
         strategies.examples(dtypes=dtypes)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_all_wrong_arguments_of_a_strategy_are_said_at_once():
@@ -443,5 +443,7 @@ def test_every_check_of_the_module_is_in_one_list_and_names_its_source():
 
 def test_the_kit_names_what_installs_hypothesis():
     code = "import sys; sys.modules['hypothesis'] = None; import cuflash.testing"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr.splitlines()[-1]
-    assert told.startswith("ModuleNotFoundError: cuflash.testing needs Hypothesis: pip install '.[testing]' in a clone")
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr.splitlines()[-1]
+    assert output.startswith(
+        "ModuleNotFoundError: cuflash.testing needs Hypothesis: pip install '.[testing]' in a clone"
+    )

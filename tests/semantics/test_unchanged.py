@@ -1,4 +1,4 @@
-"""What a vjp reads a second time cannot change unnoticed: results are read-only, and checksums tell the rest."""
+"""Arrays that a vjp reads again cannot change unnoticed: results are read-only, others have checksums."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def an_array(*shape: int, dtype: Any = np.float32) -> Any:
 
 
 def everything(dtype: Any = np.float32) -> tuple[dict[str, Any], dict[str, Any]]:
-    """q, k and v with a bias, a sink, captured arrays of three kinds and a seed, by name, and the options of a call."""
+    """Return q, k, v, bias, sink, captured arrays of three kinds and a seed by name, and a call's options."""
     wide = np.float64 if dtype == np.float64 else np.float32
     arrays = {name: an_array(dtype=dtype) for name in ("q", "k", "v")}
     arrays |= {"bias": an_array(12, 12, dtype=wide), "sink": an_array(2, dtype=wide), "slope": an_array(2, dtype=wide)}
-    arrays |= {"table": np.arange(12), "kept": RNG.random(12) < 0.7, "dropout_seed": np.array(3)}
-    captured = {name: arrays[name] for name in ("slope", "table", "kept")}
+    arrays |= {"table": np.arange(12), "is_kept": RNG.random(12) < 0.7, "dropout_seed": np.array(3)}
+    captured = {name: arrays[name] for name in ("slope", "table", "is_kept")}
 
-    def function(s: Any, b: Any, h: Any, i: Any, j: Any, slope: Any, table: Any, kept: Any) -> Any:
-        return np.where(kept[j], s * slope[h] + table[i], s)
+    def function(s: Any, b: Any, h: Any, i: Any, j: Any, slope: Any, table: Any, is_kept: Any) -> Any:
+        return np.where(is_kept[j], s * slope[h] + table[i], s)
 
     options = {
         "bias": arrays["bias"], "sink": arrays["sink"], "score": cuflash.scores.Score(function, **captured),
@@ -140,11 +140,11 @@ def test_results_are_read_only_while_a_vjp_lives() -> None:
 def test_an_array_to_write_to_has_its_flag_back(is_pair: bool, is_view: bool) -> None:
     q = an_array()
     o, lse = np.empty((4, 12, 8), np.float32), np.empty((4, 12), np.float32)
-    given = (o[1:3], lse[1:3]) if is_view else (np.empty(SHAPE, np.float32), np.empty(SHAPE[:-1], np.float32))
+    outputs = (o[1:3], lse[1:3]) if is_view else (np.empty(SHAPE, np.float32), np.empty(SHAPE[:-1], np.float32))
     for _ in range(3):  # the vjp of the turn before still lives
-        results, vjp = cuflash.attention_vjp(q, q, q, out=given if is_pair else given[0], return_lse=is_pair)
-        assert (results[0] if is_pair else results) is given[0]
-        assert [each.flags.writeable for each in given] == [False, not is_pair]
+        results, vjp = cuflash.attention_vjp(q, q, q, out=outputs if is_pair else outputs[0], return_lse=is_pair)
+        assert (results[0] if is_pair else results) is outputs[0]
+        assert [each.flags.writeable for each in outputs] == [False, not is_pair]
     assert o.flags.writeable
     o[2] += 1
     if is_view:
@@ -152,11 +152,11 @@ def test_an_array_to_write_to_has_its_flag_back(is_pair: bool, is_view: bool) ->
             vjp(q)
     del vjp
     gc.collect()
-    assert all(each.flags.writeable for each in given)
+    assert all(each.flags.writeable for each in outputs)
 
 
 def test_vjps_that_share_an_output() -> None:
-    """The flag comes back with the end of the last one, in any order; one whose output was written over says so."""
+    """The flag is restored with the end of the last one, in any order; one whose output was written over says so."""
     q, buffer = an_array(), np.empty(SHAPE, np.float32)
     _, first = cuflash.attention_vjp(q, q, q, out=buffer)
     _, second = cuflash.attention_vjp(2 * q, q, q, out=buffer)
@@ -230,7 +230,7 @@ LONG_SHAPES = [(5000, 9), (3, 7, 1999), (70001,), (40000, 1), (2, 40, 512)]
 
 
 def drawn_bits(shape: tuple[int, ...], dtype: np.dtype[Any], seed: int) -> np.ndarray[Any, Any]:
-    """Elements of any bits, NaN among them; of bool, either."""
+    """Draw elements with arbitrary bits, including NaN; booleans for bool."""
     rng = np.random.default_rng(seed)
     if dtype == bool:
         return rng.random(shape) < 0.5
@@ -239,7 +239,7 @@ def drawn_bits(shape: tuple[int, ...], dtype: np.dtype[Any], seed: int) -> np.nd
 
 
 def check_checksum(library: ModuleType, x: np.ndarray[Any, Any], place: int) -> None:
-    """Equal bits have one checksum in every layout; other bits anywhere, or in another order, have another one."""
+    """Check that a checksum depends on all bits and their order, but not on the layout."""
     checksum = part(library, "calls.unchanged").checksum
     expected = checksum(x)
     if x.ndim:

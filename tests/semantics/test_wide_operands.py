@@ -1,4 +1,4 @@
-"""Biases, sinks and captured arrays of float64 beside narrower q, k and v: each number is rounded to float32 once."""
+"""Float64 biases, sinks and captured arrays with narrower q, k and v: each number is rounded to float32 once."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def everything(run: Run, dtype: str, bias: np.ndarray, sink: np.ndarray, slopes:
         wrt=("bias", "sink", "slopes"), return_lse=True, executor=run.executor, deterministic=True,
     )  # fmt: skip
     gradients = vjp(do, run.put(DLSE.astype(np.float32)))
-    found = {"o": o, "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients)), **gradients.others}
-    return {name: run.get(result) for name, result in found.items()}
+    arrays = {"o": o, "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients)), **gradients.others}
+    return {name: run.get(result) for name, result in arrays.items()}
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -41,12 +41,12 @@ def test_results_are_those_of_float32_and_gradients_have_their_arrays_dtype(run:
     wide[0][0, 1, :7], wide[0][1, 2, 3], wide[1][2] = -1e300, -np.inf, -1e300  # beyond float32: hidden, and no sink
     with np.errstate(over="ignore"):
         narrow = [x.astype(np.float32) for x in wide]
-    found, expected = everything(run, dtype, *wide), everything(run, dtype, *narrow)
-    for name, result in found.items():
+    results, expected = everything(run, dtype, *wide), everything(run, dtype, *narrow)
+    for name, result in results.items():
         is_own = name in ("bias", "sink", "slopes")
         assert result.dtype == (np.float64 if is_own else expected[name].dtype)
         np.testing.assert_array_equal(result.astype(expected[name].dtype), expected[name])
-    assert not found["bias"][0, 1, :7].any() and not found["sink"][2]
+    assert not results["bias"][0, 1, :7].any() and not results["sink"][2]
 
 
 @settings(max_examples=40)

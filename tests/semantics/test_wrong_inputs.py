@@ -360,12 +360,12 @@ def complaint(name: str, argument: str, junk: Any) -> str | None:
 @pytest.mark.parametrize(("name", "argument"), PLACES, ids=map(" ".join, PLACES))
 def test_every_argument_takes_or_refuses_what_it_is_given(name: str, argument: str) -> None:
     complaints = {label: complaint(name, argument, make()) for label, make in JUNK.items()}
-    assert {label: told for label, told in complaints.items() if told} == {}
+    assert {label: message for label, message in complaints.items() if message} == {}
 
 
 BLOCKS = INDEX(np.eye(5, dtype=bool), **LENGTHS)
 DOCUMENTED = {
-    **{name: given for name, given in CALLS.items() if inspect.getmodule(given[0]).__name__.startswith("cuflash")},
+    **{name: call for name, call in CALLS.items() if inspect.getmodule(call[0]).__name__.startswith("cuflash")},
     "vjp": (VJP.__call__, {"do": O, "dlse": None}),
     "FromFunction": (masks.FromFunction, {"function": lambda b, h, i, j: i >= j}),
     "Band": (masks.Band, {"lower": 0, "upper": 1}),
@@ -403,15 +403,17 @@ DOCUMENTED = {
 
 def documented_errors(call: Callable[..., Any]) -> str:
     """Return the section of a docstring that tells what a call raises."""
-    found = re.search(r"^Raises\n-+\n(.*?)(?=^\S[^\n]*\n---|\Z)", inspect.getdoc(call) or "", re.DOTALL | re.MULTILINE)
-    return found[1] if found else ""
+    section = re.search(
+        r"^Raises\n-+\n(.*?)(?=^\S[^\n]*\n---|\Z)", inspect.getdoc(call) or "", re.DOTALL | re.MULTILINE
+    )
+    return section[1] if section else ""
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_what_a_call_raises_is_in_its_docstring(name: str) -> None:
     call, good = DOCUMENTED[name]
     call(**good)
-    told, raised = documented_errors(call), set()
+    documented, raised = documented_errors(call), set()
     for argument, make in itertools.product(good, JUNK.values()):
         try:
             call(**{**good, argument: make()})
@@ -419,7 +421,7 @@ def test_what_a_call_raises_is_in_its_docstring(name: str) -> None:
             raised.add(type(error).__name__)
         except RuntimeError as error:
             assert "CuPy is missing" in str(error)
-    assert raised <= set(re.findall(r"\w+", told)), f"{name} raises {raised}; told is {told!r}"
+    assert raised <= set(re.findall(r"\w+", documented)), f"{name} raises {raised}; told is {documented!r}"
     assert raised
 
 

@@ -19,8 +19,8 @@ def build(text: str, entry: str, sanitize: sim.Sanitizer = "") -> sim.Kernel:
 
 def line_of(text: str, marker: str) -> int:
     """Return the number of the one line that ends with a marker."""
-    (found,) = [i for i, line in enumerate(text.split("\n"), start=1) if line.endswith(marker)]
-    return found
+    (number,) = [i for i, line in enumerate(text.split("\n"), start=1) if line.endswith(marker)]
+    return number
 
 
 # Two stages, each thread copies 16 bytes of a tile and reads what another warp copied. Each fault is one line away.
@@ -95,9 +95,9 @@ def run_pipeline(
     """Return the pipeline's result and the expected one; `short` elements are missing from the end of its input."""
     blocks, tiles = 2, 3
     data = np.arange(blocks * tiles * 384, dtype=np.float32) % 37
-    given = data[: data.size - short].copy()
+    own = data[: data.size - short].copy()
     out = np.full((blocks, 96), np.nan, np.float32)
-    params = np.array((given.ctypes.data, out.ctypes.data, tiles, fault), PIPELINE_PARAMS)[()]
+    params = np.array((own.ctypes.data, out.ctypes.data, tiles, fault), PIPELINE_PARAMS)[()]
     kernel(blocks, 96, (params,), 2 * 384 * 4, schedule, time_limit=time_limit)
     expected = (data.reshape(blocks, tiles, 96, 4) @ np.arange(1, 5, dtype=np.float32)).sum(1)
     return out, np.roll(expected, -32, axis=1)

@@ -34,12 +34,12 @@ from cuflash.sim import compiler
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")
 ORDERS = ("round_robin", "first_warp", "last_warp", "random", "priorities")
 COPIES = ("eager", "late", "random")
-KEPT = compiler.cache_directory  # of what takes long to build, and is no build's test
+KEPT = compiler.cache_directory  # for objects that take long to build, when the build is not tested
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that holds nothing but the simulator's runtime, which takes seconds to build."""
+    """Return a cache that contains only the simulator's runtime, which takes seconds to build."""
     folder = tmp_path_factory.mktemp("kernels")
     with compiler._build_runtime(compiler._compiler(), "") as runtime:
         shutil.copy(runtime.name, folder)
@@ -223,13 +223,13 @@ FOUND = {
     "past shared memory": r"bugs.cu:{line}: block \(0, 0, 0\) wrote into the byte 0 past the end of its 2048 bytes",
     "not shared": r"bugs.cu:{line}: shared_address: the pointer is not into the 2048 bytes",
     "trap": r"bugs.cu:{line}: __trap: the kernel gave up",
-    "wild store": r"a load or store at 0x4, which is no memory(.*\n)*  interrupted at bugs.cu:{line}\n",
+    "wild store": r"a load or store at 0x4, which is not memory(.*\n)*  interrupted at bugs.cu:{line}\n",
     "deep recursion": r"the thread's stack of 262144 bytes overflowed",
     "endless operations": r"bugs.cu:{line}: the launch passed its time limit of 0.2 s here, in __syncwarp",
     "endless rare operations": r"bugs.cu:{line}: the launch passed its time limit of 0.2 s here, in __syncwarp",
     "endless atomics": r"the launch passed its time limit of 0.2 s",
 }
-if platform.machine() == "x86_64":  # others divide by zero and go on
+if platform.machine() == "x86_64":  # others divide by zero and continue
     FOUND["division by zero"] = r"integer division by zero(.*\n)*  interrupted at bugs.cu:{line}\n"
 
 
@@ -342,8 +342,8 @@ TWICE = 'extern "C" __global__ void twice(float* x, int count) { if (threadIdx.x
     [
         ({"params": [np.zeros(3)]}, TypeError, "params must be a tuple; got list"),
         ({"params": (np.zeros(3),)}, TypeError, "twice takes 2 parameters; got 1"),
-        ({"params": (np.zeros(3), 3)}, TypeError, r"params\[1\] must be an array or a NumPy scalar, as np.int32\(3\)"),
-        ({"params": (np.zeros(3), np.int64(3))}, TypeError, r"params\[1\] must have the 4 bytes .* got 8 \(int64 of"),
+        ({"params": (np.zeros(3), 3)}, TypeError, r"params\[1\] must be an array or a NumPy scalar such as np.int32"),
+        ({"params": (np.zeros(3), np.int64(3))}, TypeError, r"params\[1\] must have 4 bytes.* got 8 \(int64 of"),
         ({"grid": 0}, ValueError, "grid must be 1 to 3 positive ints; got 0"),
         ({"grid": (1, 1, 1, 1)}, ValueError, "grid must be 1 to 3 positive ints"),
         ({"block": 1025}, ValueError, "block must be from 1 to 1024 threads; got 1025"),
@@ -352,9 +352,9 @@ TWICE = 'extern "C" __global__ void twice(float* x, int count) { if (threadIdx.x
     ],
 )
 def test_a_launch_refuses_what_it_cannot_pass(keywords: dict, error: type[Exception], match: str) -> None:
-    given = {"grid": 1, "block": 4, "params": (np.zeros(4, np.float32), np.int32(4))} | keywords
+    arguments = {"grid": 1, "block": 4, "params": (np.zeros(4, np.float32), np.int32(4))} | keywords
     with pytest.raises(error, match=match):
-        build(TWICE, "twice")(**given)
+        build(TWICE, "twice")(**arguments)
 
 
 def test_a_schedule_refuses_unknown_words() -> None:
@@ -403,8 +403,8 @@ def test_a_compile_error_shows_our_line_and_where_the_text_is() -> None:
     text = TWICE + "\n#line 41 \"kernels_cu/simt/forward.cu\"\n__device__ int broken() { return one; }\n"
     with pytest.raises(sim.BuildError, match="kernels_cu/simt/forward.cu:41:.*one.* was not declared") as caught:
         build(text, "twice")
-    kept = Path(str(caught.value).rpartition("The whole text is in ")[2])
-    assert "return one;" in kept.read_text("utf-8")
+    path = Path(str(caught.value).rpartition("The whole text is in ")[2])
+    assert "return one;" in path.read_text("utf-8")
     with pytest.raises(sim.BuildError, match=r"shared memory comes from ptx::dynamic_shared<T>\(\), not from"):
         build(TWICE + "__device__ void wrong() { __shared__ int x; }", "twice")
 
@@ -426,18 +426,18 @@ def test_kernels_have_the_mathematics_of_c_and_name_no_library() -> None:
     bits = [int(value).bit_count() for value in z.view(np.uint32)]
     integers = 7 * np.abs(z) // (i + 2) + bits
     kernel(1, 8, (x, y, z))
-    for found, right in zip((x, y), expected):
-        np.testing.assert_allclose(found, right, rtol=4 * np.finfo(found.dtype).eps)
+    for actual, right in zip((x, y), expected):
+        np.testing.assert_allclose(actual, right, rtol=4 * np.finfo(actual.dtype).eps)
     assert_array_equal(z, integers)
-    told = subprocess.run(["readelf", "-d", str(kernel._library)], capture_output=True, text=True, check=True).stdout
-    assert "Dynamic section" in told and "NEEDED" not in told
+    output = subprocess.run(["readelf", "-d", str(kernel._library)], capture_output=True, text=True, check=True).stdout
+    assert "Dynamic section" in output and "NEEDED" not in output
 
 
 @pytest.mark.parametrize(("value", "stays"), [("/lib/libasan.so", False), ("libtsan.so", False), ("libm.so.6", True)])
 def test_a_compiler_inherits_no_sanitizer(monkeypatch: pytest.MonkeyPatch, value: str, stays: bool) -> None:
     monkeypatch.setenv("LD_PRELOAD", value)
-    told = compiler._run([sys.executable, "-c", "import os; print('LD_PRELOAD' in os.environ)"])
-    assert told.stdout == f"{stays}\n"
+    output = compiler._run([sys.executable, "-c", "import os; print('LD_PRELOAD' in os.environ)"])
+    assert output.stdout == f"{stays}\n"
 
 
 def test_a_missing_compiler_or_sanitizer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,12 +465,12 @@ def test_an_unwritable_home_is_said_and_does_not_stop(monkeypatch: pytest.Monkey
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "chosen"))
     assert compiler.cache_directory() == cuflash.cache_info().simulator.folder == tmp_path / "chosen" / "sim"
     monkeypatch.setenv("CUFLASH_CACHE_DIR", "here")
-    with pytest.warns(RuntimeWarning, match="in every process: here/sim is not an absolute path"):
+    with pytest.warns(RuntimeWarning, match="kernels for the host again: here/sim is not an absolute path"):
         assert compiler.cache_directory().is_absolute()
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(file))
-    with pytest.warns(RuntimeWarning, match="compiled anew in every process: .*Not a directory"):
+    with pytest.warns(RuntimeWarning, match="every process compiles its kernels for the host again: .*Not a directory"):
         folder = compiler.cache_directory()
     assert folder.is_dir() and compiler.cache_directory() == folder
 
@@ -506,13 +506,13 @@ def is_whole(file: Path) -> bool:
 
 
 @given(st.binary(min_size=100, max_size=108), st.lists(DAMAGES, min_size=1, max_size=2))
-def test_what_is_not_as_it_was_published_is_published_again(made: bytes, damages: list[tuple[str, int]]) -> None:
+def test_what_is_not_as_it_was_published_is_published_again(content: bytes, damages: list[tuple[str, int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "kernel-1.so"
-        (Path(folder) / "made").write_bytes(made)
+        (Path(folder) / "made").write_bytes(content)
         for kind, place in damages:
             compiler._publish([["cp", str(Path(folder) / "made"), target.name]], target, "a kernel").close()
-            assert is_whole(target) and target.read_bytes()[: len(made)] == made
+            assert is_whole(target) and target.read_bytes()[: len(content)] == content
             damage(target, kind, place)
             assert not is_whole(target)
 
@@ -672,7 +672,7 @@ def test_a_compiler_that_does_not_start_or_never_ends_is_said(monkeypatch: pytes
     with pytest.raises(sim.BuildError, match=r"g\+\+ did not end within 0.1 s; the command was /.*g\+\+ --version"):
         build(TWICE, "twice")
     (tmp_path / "g++").write_bytes(b"\x7fELF")
-    with pytest.raises(sim.BuildError, match=r"g\+\+ does not start \(.*Exec format error.*\): install g\+\+ anew"):
+    with pytest.raises(sim.BuildError, match=r"g\+\+ does not start \(.*Exec format error.*\): reinstall g\+\+"):
         build(TWICE, "twice")
 
 
@@ -682,7 +682,7 @@ def test_a_folder_that_libraries_may_not_be_loaded_from_is_passed(
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path))
     real = os.statvfs
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=real(path).f_flag | os.ST_NOEXEC))
-    with pytest.warns(RuntimeWarning, match="in every process: no library may be loaded from .* mounted with noexec"):
+    with pytest.warns(RuntimeWarning, match="host again: libraries cannot be loaded from .* mounted with noexec"):
         folder = KEPT()
     assert folder.is_dir() and not folder.is_relative_to(tmp_path)
 
@@ -708,18 +708,24 @@ def test_a_folder_that_keeps_nothing_is_said(monkeypatch: pytest.MonkeyPatch, ca
 
     build(TWICE, "twice")  # the prelude is there
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(sim.BuildError, match="kernel twice must be kept in .*No space left.*make room there"):
+    with pytest.raises(sim.BuildError, match="kernel twice must be stored in .*No space left.*free disk space"):
         build(TWICE.replace("2.0f", "9.0f"), "twice")
 
 
 def test_what_the_locale_cannot_decode_is_shown(tmp_path: Path) -> None:
-    here = tmp_path / "\u00e9\u6f22"
-    shutil.copytree(Path(cuflash.__file__).parent, here / "cuflash", ignore=shutil.ignore_patterns("__pycache__"))
+    folder = tmp_path / "\u00e9\u6f22"
+    shutil.copytree(Path(cuflash.__file__).parent, folder / "cuflash", ignore=shutil.ignore_patterns("__pycache__"))
     code = """from cuflash.sim import compiler
 compiler._target("kernel", compiler._identity("g++"), str(compiler._RUNTIME))
 print(ascii(compiler._run(["echo", str(compiler._RUNTIME)]).stdout))"""
-    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(here)}
-    run = subprocess.run([sys.executable, "-c", code], cwd=here, env=environment, capture_output=True, text=True)
+    environment = {
+        **os.environ,
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONPATH": str(folder),
+    }
+    run = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
     assert run.returncode == 0 and r"\xe9\u6f22" in run.stdout, run.stderr
 
 

@@ -154,7 +154,7 @@ def test_an_order_that_needs_all_blocks_at_once_is_a_deadlock_of_fewer() -> None
             takes_turns(schedule, BACKWARD)
         message = str(caught.value)
         assert "deadlock of blocks: no thread can run" in message
-        assert "; 5 blocks run together, and 1 further ones of the grid cannot start before one of them ends" in message
+        assert "; 5 blocks run concurrently, and 1 further blocks of the grid cannot start before one of them ends" in message
         assert f"block (4, 0, 0):\n  warp 0 lanes 0-0: waits in wait_for_counter at blocks.cu:{line}" in message
 
 
@@ -162,7 +162,7 @@ def test_a_time_limit_tells_how_many_blocks_have_started() -> None:
     text = 'extern "C" __global__ void waits(int* x) { while (atomicAdd(x, blockIdx.x == 2 ? 1 : 0) == 0) {} }'
     kernel = sim.build(text, "waits", sanitize="blocks")
     kernel(3, 1, (np.zeros(1, np.int32),), 0, sim.Schedule(resident_blocks=3))
-    with pytest.raises(sim.SimulationError, match="time limit of 0.2 s.*; 2 blocks run together, and 1 further ones"):
+    with pytest.raises(sim.SimulationError, match="time limit of 0.2 s.*; 2 blocks run concurrently, and 1 further"):
         kernel(3, 1, (np.zeros(1, np.int32),), 0, sim.Schedule(resident_blocks=2), time_limit=0.2)
 
 
@@ -203,6 +203,6 @@ def test_thread_sanitizer_sees_races_between_blocks() -> None:
 def test_residency_is_checked() -> None:
     with pytest.raises(ValueError, match="resident_blocks must be 1 or more; got 0"):
         sim.Schedule(resident_blocks=0)
-    with pytest.raises(ValueError, match="16384 threads together; got 24576: set resident_blocks to 256 or less"):
+    with pytest.raises(ValueError, match="16384 threads in total; got 24576: set resident_blocks to 256 or less"):
         built("merges", "")(1000, 64, (np.zeros(4, np.float32),) * 4 + (np.int32(0),), 16,
                             sim.Schedule(resident_blocks=384))  # fmt: skip

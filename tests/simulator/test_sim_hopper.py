@@ -36,12 +36,12 @@ def test_a_launch_is_repeated_bit_for_bit_by_its_schedule() -> None:
 ALWAYS = {
     "wrong_parity": r"deadlock(.*\n)*  warp 0 lanes (\d+)-\2: waits in mbarrier_wait at {waits for a slot} "
     r"\(the barrier at shared offset 49168 is in a phase of parity 0, which 4 of 4 arrivals and 0 bytes are missing",
-    "no_full_wait": r"nobody waited for the end of the phase before|all 1 arrivals of this phase have come already|"
+    "no_full_wait": r"no thread waited for the end of the previous phase|all 1 arrivals of this phase have already|"
     r"an operand of this wgmma changed",
-    "too_few_bytes": r"too few (bytes )?were expected|while th(e|is) copy (was|is) under way|changed before",
+    "too_few_bytes": r"too few (bytes )?were expected|while th(e|is) copy (was|is) pending|changed before",
     "too_many_bytes": r"deadlock.*(\n.*)*{waits for tiles} .* which 0 of 1 arrivals and 8192 bytes are missing from\)",
     "no_init_fence": r"tma_load_4d: the barrier made at .* was not followed by mbarrier_init_fence",
-    "no_wgmma_fence": r"{multiplies}: no wgmma_fence lies between this wgmma and what else was done",
+    "no_wgmma_fence": r"{multiplies}: there is no wgmma_fence between this wgmma and other",
     "no_proxy_fence": r"{copies out}: tma_store_4d reads shared offset \d+, which a thread wrote to without",
     "no_store_wait": r"{copies out}: the thread exits without bulk_wait_read or bulk_wait for this copy",
     "three_warps": r"the warpgroup diverged: this warp does",
@@ -244,10 +244,10 @@ FOUND = {
     "barrier of none": "{line}: mbarrier_init: the count of arrivals is from 1 to 1048575; got 0",
     "barrier made twice": "{line}: mbarrier_init: there is a barrier at shared offset 8192 already, made at bugs.cu:",
     "barrier not aligned": "{line}: mbarrier_init: shared address must be a multiple of 8; got offset 8196",
-    "barrier nobody made": "{line}: mbarrier_arrive: nobody made a barrier at shared offset 8200",
+    "barrier nobody made": "{line}: mbarrier_arrive: there is no barrier at shared offset 8200",
     "barrier overwritten": "{line}: mbarrier_arrive: the barrier at shared offset 8192, made at .*, was overwritten",
-    "one arrival too many": "{line}: mbarrier_arrive: all 1 arrivals of this phase have come already .* 16 bytes",
-    "phase nobody awaits": "{line}: mbarrier_arrive: nobody waited for the end of the phase before",
+    "one arrival too many": "{line}: mbarrier_arrive: all 1 arrivals of this phase have already happened .* 16 bytes",
+    "phase nobody awaits": "{line}: mbarrier_arrive: no thread waited for the end of the previous phase",
     "no parity": "{line}: mbarrier_wait: a parity is 0 or 1; got 2",
     "waits alone": r"deadlock.*\n  warp 0 lanes 0-0: waits in mbarrier_wait at {line} \(the barrier at shared",
     "looks for ever": "passed its time limit of 0.2 s",
@@ -256,10 +256,10 @@ FOUND = {
     "stored before the first": "{line}: tma_store_4d: a box that is stored starts at 0 or later; got -1",
     "row not aligned": "{line}: tma_load_4d: rows of a box start at multiples of 16 bytes; got element 4",
     "another rank": "{line}: tma_load_5d: the tensor map has rank 4",
-    "no tensor map": "{line}: tma_load_4d: this is no tensor map",
+    "no tensor map": "{line}: tma_load_4d: this is not a tensor map",
     "odd run": "{line}: bulk_load: copies multiples of 16 bytes; got 24",
-    "copy under way": r"{line}: the block \(0, 0, 0\) ends while this copy is under way",
-    "written meanwhile": "{line}: bulk_load: shared offset 20 was written to while the copy was under way",
+    "copy under way": r"{line}: the block \(0, 0, 0\) ends while this copy is pending",
+    "written meanwhile": "{line}: bulk_load: shared offset 20 was written to while the copy was pending",
     "source written meanwhile": "{line}: bulk_store: shared offset 16 was written to before the copy had read it",
     # Seen the second time: where all lanes of a warp came to a fence, they are taken to come to the next one too.
     "a lane stops fencing": "{line}: bulk_store reads shared offset 112, which a thread wrote to without fence_proxy_a",
@@ -268,10 +268,10 @@ FOUND = {
     "matrix outside": "{line}: wgmma: 16 bytes at shared offset 8.* are outside the 8208 bytes",
     "lanes differ": "{line}: wgmma: matrices or `adds` of lane 7 are not those of lane 0",
     "warps differ": "{line}: the warpgroup diverged: this warp does wgmma of a .*, another wgmma .* at {line}",
-    "not waited for": "{line}: the thread exits with products under way that it never waited for",
-    "registers written": "{line}: register 3 of lane 5 was written to while a wgmma on it was under way",
-    "two widths": "{line}: the registers of this wgmma are those of one of another width",
-    "fence forgotten": "{line}: no wgmma_fence lies between this wgmma and what else was done with its registers",
+    "not waited for": "{line}: the thread exits with pending products that it never waited for",
+    "registers written": "{line}: register 3 of lane 5 was written to while a wgmma on it was pending",
+    "two widths": "{line}: a pending wgmma of a different width has",
+    "fence forgotten": "{line}: there is no wgmma_fence between this wgmma and other accesses to its registers",
     "operand written": "{line}: an operand of this wgmma changed before the product was waited for",
     "three warps": "the warpgroup diverged: this warp does wgmma_wait<0> here, another wgmma_fence at {line}|"
     "{line}: the warpgroup diverged: this warp does wgmma_fence here, another wgmma_wait<0>",
@@ -294,8 +294,8 @@ def run_bug(name: str, block: int = 128, copies: str = "late") -> None:
 
 @pytest.mark.parametrize("name", FOUND)
 def test_a_broken_rule_is_reported_at_its_line(name: str) -> None:
-    found = FOUND[name].replace("{line}", f"bugs.cu:{line_of(BUGS, f'// {name}')}")
-    with pytest.raises(sim.SimulationError, match=found):
+    message = FOUND[name].replace("{line}", f"bugs.cu:{line_of(BUGS, f'// {name}')}")
+    with pytest.raises(sim.SimulationError, match=message):
         run_bug(name)
     run_bug("")  # and the next launch is not disturbed
 
@@ -316,7 +316,7 @@ extern "C" __global__ void greedy(int) { cuflash::ptx::setmaxnreg_inc<232>(); }
 """
     kernel = build(text, "greedy")
     kernel(1, 256, (np.int32(0),))
-    with pytest.raises(sim.SimulationError, match="ask for 89088 registers together; it has 6"):
+    with pytest.raises(sim.SimulationError, match="request 89088 registers in total; a multiprocessor has 6"):
         kernel(1, 384, (np.int32(0),))
 
 

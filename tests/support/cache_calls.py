@@ -48,11 +48,11 @@ class Drawn:
     counts: Sequence[int] | None = None
 
     def fitting(self) -> Drawn:
-        """The call without queries whose keys were not appended, which caches refuse."""
+        """Return the call without queries whose keys were not appended, which caches refuse."""
         return replace(self, counts=[min(self.q.shape[2], length) for length in self.lengths])
 
     def of(self, rows: Sequence[int]) -> Drawn:
-        """The call on some of the sequences."""
+        """Return the call for some of the sequences."""
         q, k, v = (x[list(rows)] for x in (self.q, self.k, self.v))
         counts = None if self.counts is None else [self.counts[b] for b in rows]
         return replace(self, q=q, k=k, v=v, lengths=[self.lengths[b] for b in rows], counts=counts)
@@ -67,7 +67,7 @@ def drawn(kind: dict[str, Any], lengths: Sequence[int] = LENGTHS, capacity: int 
 
 
 def hidden(call: Drawn) -> tuple[Any, Any]:
-    """Keys and values with NaN in all rows that the call may not read."""
+    """Return keys and values with NaN in all rows that the call must not read."""
     k, v, rows = call.k.copy(), call.v.copy(), call.q.shape[2]
     for b, length in enumerate(call.lengths):
         new = rows if call.counts is None else call.counts[b]
@@ -78,7 +78,7 @@ def hidden(call: Drawn) -> tuple[Any, Any]:
 
 
 def paged(call: Drawn, page_size: int, seed: int) -> tuple[Any, Any, Any]:
-    """Keys and values in pages that lie in any order; what the call may not read holds NaN, and the table junk."""
+    """Return keys and values in pages in random order; all that the call must not read is NaN or junk."""
     rng, batch = np.random.default_rng(seed), len(call.lengths)
     max_pages = -(-call.k.shape[2] // page_size)
     table = rng.permutation(batch * max_pages + 3)[: batch * max_pages].reshape(batch, max_pages).astype(np.int32)
@@ -103,7 +103,7 @@ def attended(
     target: Any = None,
     is_quantized: bool = False,
 ) -> tuple[Any, Any, int]:
-    """o, lse and the number of faults of the kernel; what it may not read holds NaN, and so do results before.
+    """Return o, lse and the kernel's fault count; NaN fills what it must not read, and results before the call.
 
     Keys and values are rounded to 8 bits first for the kernel that takes such ones.
     """
@@ -133,16 +133,20 @@ def attended(
 def launch(run: Run, kernels: Pass, arrays: dict[str, Any], target: Any = None) -> None:
     """Launch kernels on arrays, which leave workspaces of zeros as they were."""
     zeros = {name: each for name, each in kernels.workspaces.items() if each.is_zeroed}
-    given = {name: run.put(np.zeros(each.shape, each.dtype)) for name, each in zeros.items()}
-    run_alone(kernels, {**arrays, **given}, target or (gpu.current_target() if run.is_on_device else Simulator()))
-    assert not any(run.get(array).any() for array in given.values())
+    inputs = {name: run.put(np.zeros(each.shape, each.dtype)) for name, each in zeros.items()}
+    run_alone(kernels, {**arrays, **inputs}, target or (gpu.current_target() if run.is_on_device else Simulator()))
+    assert not any(run.get(array).any() for array in inputs.values())
 
 
 Attend = Callable[..., tuple[Any, Any, int]]  # (call, pages=None) -> o, lse and the number of faults
 
 
 def assert_is_attention(
-    call: Drawn, o: Any, lse: Any, rounded: Callable[[Example], Example], kept: Callable[[Any], Any] = lambda rows: rows
+    call: Drawn,
+    o: Any,
+    lse: Any,
+    rounded: Callable[[Example], Example],
+    stored: Callable[[Any], Any] = lambda rows: rows,
 ) -> None:
     """Assert that each sequence's results are within bounds, and that o is 0 for queries before its first position.
 
@@ -159,7 +163,7 @@ def assert_is_attention(
     for b, length in enumerate(call.lengths):
         count = rows if call.counts is None else call.counts[b]
         seen = slice(max(0, count - length), count)
-        k, v = (kept(x[b, :, :length]) for x in (call.k, call.v))
+        k, v = (stored(x[b, :, :length]) for x in (call.k, call.v))
         example = rounded(Example(q=call.q[b, :, seen], k=k, v=v, mask=mask, sink=call.sink))
         assert_within_bounds(example, o=o[b, :, seen], lse=lse[b, :, seen])
         assert not o[b, :, : seen.start].any() and not o[b, :, count:].any()
@@ -172,8 +176,8 @@ def assert_bits_are_of_own_sequences(
     for rows in parts:
         assert same_bits(attend(call.of(rows))[:2], [x[list(rows)] for x in results])
     for seed, page_size in enumerate(page_sizes):
-        *made, faults = attend(call, paged(call, page_size, seed))
-        assert same_bits(made, results) and not faults
+        *paged_results, faults = attend(call, paged(call, page_size, seed))
+        assert same_bits(paged_results, results) and not faults
 
 
 def assert_rows_may_be_fewer(attend: Attend, call: Drawn) -> None:
@@ -260,7 +264,7 @@ def appended(
     is_quantized: bool = False,
     is_hard: bool = False,
 ) -> Any:
-    """New rows, and the pages, lengths and faults after the kernel; then scales, where pages have 8-bit numbers."""
+    """Return the new rows, then pages, lengths and faults after the kernel; with FP8 pages also the scales."""
     batch = len(HELD)
     draw = _hard if is_hard else _RNG.standard_normal
     rows = [draw((batch, num_rows, HEADS, dim)).astype(dtype).swapaxes(1, 2) for dim in dims]
@@ -286,7 +290,7 @@ def expected(rows: Any, counts: Any) -> tuple[list[Any], list[int]]:
         lengths.append(min(length + count, ROOM))
         for position in range(length, lengths[-1]):
             page = TABLE[b, position // PAGE]
-            for array, given in zip(pages, rows):
+            for array, row_values in zip(pages, rows):
                 if 0 <= page < PAGES:
-                    array[page, :, position % PAGE] = given[b, :, position - length]
+                    array[page, :, position % PAGE] = row_values[b, :, position - length]
     return pages, lengths

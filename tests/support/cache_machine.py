@@ -30,7 +30,7 @@ def rounded_to_8_bits(rows: Any) -> Any:
 class CheckedCache:
     """A cache, and the arrays that it must hold; each operation is applied to both.
 
-    A cache of CuPy's holds rows of 16 bits, or of 8, with dims that its kernels serve.
+    A cache of CuPy arrays holds 16-bit or FP8 rows, with dims that its kernels serve.
     """
 
     def __init__(self, library: Any, kind: str, seed: int, xp: Any = np) -> None:
@@ -120,11 +120,11 @@ class CheckedCache:
             self.cache.reserve(stops)
             assert self.cache.num_free_pages == before
 
-    def truncate(self, kept: list[int]) -> None:
-        self.cache.truncate(np.array(kept))
-        for b, length in enumerate(kept):
+    def truncate(self, lengths: list[int]) -> None:
+        self.cache.truncate(np.array(lengths))
+        for b, length in enumerate(lengths):
             self.keys[b], self.values[b] = self.keys[b][:, :length], self.values[b][:, :length]
-        self.held = [-(-length // PAGE) for length in kept]
+        self.held = [-(-length // PAGE) for length in lengths]
 
     def reset(self, rows: list[int] | None) -> None:
         self.cache.reset(rows)
@@ -150,10 +150,10 @@ class CheckedCache:
         q = self._normal(BATCH, 2 * HEADS, num_rows, self.dim)
         out = self.xp.full((BATCH, 2 * HEADS, num_rows, self.value_dim), np.nan, self.dtype)
         sink = None if sink_shape is None else self._normal(*sink_shape).astype(np.float32)
-        asked = [num_rows] * BATCH if counts is None else counts
-        if any(new > length for new, length in zip(asked, self.lengths())):
+        requested = [num_rows] * BATCH if counts is None else counts
+        if any(new > length for new, length in zip(requested, self.lengths())):
             self._assert_refused(q, counts, causal, window, sink, out)
-            counts = list(map(min, asked, self.lengths()))
+            counts = list(map(min, requested, self.lengths()))
         o, lse = self.cache.attention(
             q, counts=counts, causal=causal, window=window, sink=sink, out=out, return_lse=True
         )
@@ -162,9 +162,9 @@ class CheckedCache:
         q, o, lse = map(self._on_host, (q, o, lse))
         bounded = self.rng.integers(BATCH)
         for b, new in enumerate([num_rows] * BATCH if counts is None else counts):
-            given = q[b] if 2 * num_rows > MOST_ROWS else q[b, :, :new]  # more rows have kernels of their own
+            queries = q[b] if 2 * num_rows > MOST_ROWS else q[b, :, :new]  # more rows have kernels of their own
             own = None if sinks is None else np.ascontiguousarray(sinks[b])
-            one, other = (x[:, :new] for x in self._alone(given, b, [new], causal, window, own))
+            one, other = (x[:, :new] for x in self._alone(queries, b, [new], causal, window, own))
             if b == bounded:  # which takes longest
                 self._assert_within_bounds(q[b, :, :new], b, causal, window, own, one, other)
             assert np.array_equal(o[b, :, :new], one) and np.array_equal(lse[b, :, :new], other)
@@ -184,7 +184,7 @@ class CheckedCache:
         raise AssertionError("queries were taken whose keys were not appended")
 
     def _alone(self, q: Any, b: int, counts: list[int], causal: bool, window: Any, sink: Any) -> Any:
-        """Attention of a sequence by a cache without pages that holds nothing else."""
+        """Compute the attention of one sequence with a cache of its own that is not paged."""
         alone = self._made(1, {}, self.cache.capacity)
         alone.append(*(self.xp.asarray(rows[b][None]) for rows in (self.keys, self.values)))
         q, sink = self.xp.asarray(q[None]), None if sink is None else self.xp.asarray(sink)

@@ -96,7 +96,7 @@ class Ndarray:
 
 
 def _hosts(value: Any) -> Any:
-    """A value, or a list or tuple of some, with host memory in place of arrays."""
+    """Replace arrays by their host memory, also in lists and tuples."""
     return type(value)(map(_hosts, value)) if type(value) in (list, tuple) else getattr(value, "host", value)
 
 
@@ -157,7 +157,7 @@ class Stream:
         return self.nodes is not None
 
     def do(self, work: Callable[[], None]) -> None:
-        """Do an operation of the stream, now or at each replay of a capture."""
+        """Execute an operation of the stream, now or at each replay of a capture."""
         if self.nodes is None:
             work()
         else:
@@ -280,21 +280,21 @@ class Cupy(cupy_double.Double):
         return self.full(shape, 0, dtype)
 
     def full(self, shape: Any, value: Any, dtype: Any) -> Ndarray:
-        made = self.empty(shape, dtype)
-        made[...] = value
-        return made
+        array = self.empty(shape, dtype)
+        array[...] = value
+        return array
 
     def asarray(self, array: Any) -> Ndarray:
         if isinstance(array, Ndarray):
             return array
         self.waits("a copy from the host")
-        made = self.empty(array.shape, array.dtype)
-        made[...] = array
+        copied = self.empty(array.shape, array.dtype)
+        copied[...] = array
         self.log.append(("copy", self.stream.ptr))
-        return made
+        return copied
 
     def __getattr__(self, name: str) -> Any:
-        """Another function of arrays: NumPy's, of their memory, at once: within a capture, few are allowed."""
+        """Return another array function: NumPy's, applied to the memory at once; during a capture few are allowed."""
         if name.startswith("_") or not hasattr(np, name):
             raise AttributeError(name)
         function = getattr(np, name)
@@ -304,8 +304,8 @@ class Cupy(cupy_double.Double):
         def applied(*args: Any, **options: Any) -> Any:
             if name not in _IN_CAPTURES:
                 self.waits(name)
-            made = function(*map(_hosts, args), **{key: _hosts(value) for key, value in options.items()})
-            return Ndarray(np.asarray(made), self.device) if isinstance(made, (np.ndarray, np.generic)) else made
+            result = function(*map(_hosts, args), **{key: _hosts(value) for key, value in options.items()})
+            return Ndarray(np.asarray(result), self.device) if isinstance(result, (np.ndarray, np.generic)) else result
 
         return applied
 
@@ -356,7 +356,7 @@ def installed(monkeypatch: Any, cache: Path, library: ModuleType = cuflash) -> I
 
 @contextmanager
 def a_machine_for(library: ModuleType) -> Iterator[Cupy]:
-    """A stand-in for CuPy and a GPU, for a copy of the library."""
+    """Yield a stand-in for CuPy and a GPU, for a copy of the library."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         with installed(patch, Path(folder), library) as machine:
             yield machine

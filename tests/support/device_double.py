@@ -16,8 +16,9 @@ Traceback (most recent call last):
     ...
 device_double.LeavesNamespace: np.add was called on a device array: take the function from array.__array_namespace__()
 
-`DeviceArray` is no subclass of ndarray, as CuPy's is none: ``np.asarray`` never asks a subclass, and ``isinstance``
-would lie. It is stricter than CuPy on purpose: CuPy lets ``np.add`` through, and iterates without waiting.
+`DeviceArray` is not a subclass of ndarray, and neither is CuPy's: ``np.asarray`` never asks a subclass, and
+``isinstance`` would lie. It is stricter than CuPy on purpose: CuPy lets ``np.add`` through, and iterates without
+waiting.
 """
 
 from __future__ import annotations
@@ -238,7 +239,7 @@ class DeviceArray:
         return len(self._host)
 
     def __getattr__(self, name: str) -> Any:
-        """Facts (shape, dtype, strides, …), views (T, …) and the methods that stay on the device (sum, reshape, …)."""
+        """Return facts (shape, dtype, …), views (T, …) and the methods that stay on the device (sum, reshape, …)."""
         if name.startswith("_") or name in ("data", "ctypes", "base", "device"):
             raise AttributeError(name)
         value = getattr(self._host, name)

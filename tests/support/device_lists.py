@@ -33,10 +33,10 @@ def install(index: ModuleType, index_maker: ModuleType) -> None:
     """Make indices of stand-ins on the simulator, and others as before. The modules are those of one library."""
     make_on_a_gpu = index.make_on_device
 
-    def make(kept: Any, mask: Any, shape: Any, block: tuple[int, int], key: Any) -> Any:
-        if kept is None and index.mask_namespace(mask) is device_double.namespace:
+    def make(blocks: Any, mask: Any, shape: Any, block: tuple[int, int], key: Any) -> Any:
+        if blocks is None and index.mask_namespace(mask) is device_double.namespace:
             return index_maker.index_of_mask(mask, shape, block, DeviceSimulator())
-        return make_on_a_gpu(kept, mask, shape, block, key)
+        return make_on_a_gpu(blocks, mask, shape, block, key)
 
     index.make_on_device = make
 

@@ -119,8 +119,8 @@ class Run:
 
     def attention(self, q: Any, k: Any, v: Any, *, mask: Any = None, **options: Any) -> Any:
         arrays, mask = [self.put(x) for x in (q, k, v)], self.put_mask(mask, q, k, v)
-        made = cuflash.attention(*arrays, mask=mask, **self.options, **options)
-        return tuple(self.get(x) for x in made) if isinstance(made, tuple) else self.get(made)
+        output = cuflash.attention(*arrays, mask=mask, **self.options, **options)
+        return tuple(self.get(x) for x in output) if isinstance(output, tuple) else self.get(output)
 
     def attend(self, q: Any, k: Any, v: Any, *, mask: Any, scale: float | None) -> tuple[Any, Any]:
         o, lse = self.attention(q, k, v, mask=mask, scale=scale, return_lse=True)
@@ -142,9 +142,9 @@ class Run:
         gradients = vjp(do, dlse)
         results = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *gradients)))
         results |= {f"d{name}": gradients[name] for name in gradients.others}
-        found = {name: self.get(x) for name, x in results.items()}
-        assert all(isinstance(x, np.ndarray) for x in found.values()), "a result without axes is an array too"
-        return found
+        arrays = {name: self.get(x) for name, x in results.items()}
+        assert all(isinstance(x, np.ndarray) for x in arrays.values()), "a result without axes is an array too"
+        return arrays
 
     def examples(self, **drawn: Any) -> st.SearchStrategy[Example]:
         if self.is_on_device and _why_no_bfloat16():
@@ -265,14 +265,14 @@ def _for_each_run(
     runs: Iterable[Any], names: str, values: Iterable[Any], step_of: Callable[[Run], int],
     changed: Callable[[Any], Any] = lambda value: value,
 ) -> pytest.MarkDecorator:  # fmt: skip
-    every, found = [*values], []
+    every, parameters = [*values], []
     for each in runs:
         (run,) = each.values
         is_short = run.executor == "sim" and not is_long()
         for value in map(changed, every[:: step_of(run)]) if is_short else every:
             fixed = value if "," in names else (value,)
-            found.append(pytest.param(run, *fixed, marks=each.marks, id="-".join(map(str, (*fixed, run)))))
-    return pytest.mark.parametrize(f"run, {names}", found)
+            parameters.append(pytest.param(run, *fixed, marks=each.marks, id="-".join(map(str, (*fixed, run)))))
+    return pytest.mark.parametrize(f"run, {names}", parameters)
 
 
 def holds_for_examples(

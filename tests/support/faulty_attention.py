@@ -27,7 +27,7 @@ FORWARD_FAULTS = (
     "logits rounded to storage dtype",
     "lse in base 2",
 )
-# Errors of a narrow dtype are no fault where storage and accumulator have one type.
+# Errors of a narrow dtype are not faults if storage and accumulator have one type.
 ROUNDING_FAULTS = tuple(fault for fault in FORWARD_FAULTS if "storage dtype" in fault)
 GRADIENT_FAULTS = (
     "last query dropped",

@@ -1,6 +1,6 @@
 """Tokens of Python and of CUDA C++ with their positions, and the functions and classes that a file defines.
 
-Comments and white space are no tokens, and neither are Python's line ends and indentation: a text may be part of a
+Comments and white space are not tokens, and neither are Python's line ends and indentation: a text may be part of a
 line, a whole line, or several lines.
 """
 

@@ -83,20 +83,20 @@ def call(
     machine: Any = None,
     margin: int = MARGIN,
     check: Callable[..., object] = lambda **results: None,
-    made: cuflash.Plan | None = None,
+    ready: cuflash.Plan | None = None,
 ) -> dict[str, Any]:
-    """All results of both passes on guarded memory.
+    """Run both passes on guarded memory and return all results.
 
-    `machine` runs the kernels, the executor's own unless given; `check` sees what each pass returns, before the next.
-    `made` is a plan with the arrays that its kernels read beside q, k and v; without it a plan is made on the host.
+    `machine` runs the kernels, by default the executor's own; `check` sees what each pass returns, before the next.
+    `ready` is a plan with the arrays that its kernels read in addition to q, k and v; by default it is made here.
     """
     machine = machine or (PoisonedGpu() if run.is_on_device else Simulator())
     q, k, v, do, dlse = (run.put(getattr(example, name)) for name in ("q", "k", "v", "do", "dlse"))
-    plan = run.kernel_plan(example) if made is None else made._plan
+    plan = run.kernel_plan(example) if ready is None else ready._plan
     problem = plan.problem
     o = Guarded.of(problem.o_shape(), problem.dtype, run, margin)
     lse = Guarded.of(problem.lse_shape(), problem.accumulator, run, margin)
-    operands = {"q": q, "k": k, "v": v, **({} if made is None else made._captured)}
+    operands = {"q": q, "k": k, "v": v, **({} if ready is None else ready._captured)}
     run_pass(plan, plan.kernels.forward, machine, operands | {"o": o.view, "lse": lse.view})
     forward = {"o": o.result("o", run), "lse": lse.result("lse", run)}
     check(**forward)
@@ -107,9 +107,9 @@ def call(
         full = (*problem.batch, heads[name], *shape[-2:]) if problem.has_heads else shape
         kind = problem.dtype if full == shape else problem.accumulator
         gradients[name] = Guarded.of(full, kind, run, margin)
-    given = operands | {"do": do, "o": o.view, "lse": lse.view} | ({} if dlse is None else {"dlse": dlse})
+    inputs = operands | {"do": do, "o": o.view, "lse": lse.view} | ({} if dlse is None else {"dlse": dlse})
     results = {f"d{name}": each.view for name, each in gradients.items()}
-    run_pass(plan, plan.kernels.backward, machine, given | results)
+    run_pass(plan, plan.kernels.backward, machine, inputs | results)
     backward = {}
     for name, each in gradients.items():
         backward[f"d{name}"] = summed_to(each.result(f"d{name}", run), shapes[name], problem.dtype)
@@ -156,35 +156,35 @@ MASKS = {
 
 def structures() -> dict[str, Structure]:
     """Return structures of operands that lie in poisoned memory, by name."""
-    found = {
+    by_name = {
         f"mask: {name}": Structure(**_SQUARE, mask=mask, layouts=("padded",) * 5) for name, mask in MASKS.items()
     }
     plain = {"seqlen_q": 70, "seqlen_kv": 90}
     dims = ((1, 1), (40, 24), (64, 64), (96, 200), (200, 33), (256, 256), (17, 256))
     dtypes = ("float32", "bfloat16", "float64", "float16")
     for number, (head_dim, value_dim) in enumerate(dims):
-        found[f"dims {head_dim} and {value_dim}"] = Structure(
+        by_name[f"dims {head_dim} and {value_dim}"] = Structure(
             num_heads=2, **plain, head_dim=head_dim, value_dim=value_dim, dtype=dtypes[number % 4],
             mask=masks.Causal("bottom_right"), layouts=_EACH_LAYOUT,
         )  # fmt: skip
     for dtype in dtypes:
         head_dim = 40 if dtype == "bfloat16" else 32  # shares kernels with other structures of the dtype
-        found[f"{dtype}, grouped heads"] = Structure(
+        by_name[f"{dtype}, grouped heads"] = Structure(
             q_batch=(2,), k_batch=(2,), v_batch=(2,), num_heads=6, num_kv_heads=2, **plain, head_dim=head_dim,
             value_dim=24, dtype=dtype, layouts=_EACH_LAYOUT,
             mask=masks.Lengths(q=np.array([70, 1]), kv=np.array([13, 90])),
         )  # fmt: skip
-        found[f"{dtype}, one head for all queries, axes that broadcast"] = Structure(
+        by_name[f"{dtype}, one head for all queries, axes that broadcast"] = Structure(
             q_batch=(3, 1), k_batch=(1, 2), v_batch=(2,), num_heads=8, num_kv_heads=1, seqlen_q=33, seqlen_kv=65,
             head_dim=16, value_dim=16, dtype=dtype, mask=masks.Dilated(2, align="top_left"),
         )  # fmt: skip
     for layout in ("transposed", "padded", "stepped", "negative", "offset", "broadcast", "odd_strides"):
-        found[f"layout {layout}"] = Structure(
+        by_name[f"layout {layout}"] = Structure(
             num_heads=2, **plain, head_dim=32, value_dim=32, layouts=(layout,) * 5, mask=masks.Causal("top_left")
         )
     for seqlen_q, seqlen_kv in ((1, 1), (1, 130), (130, 1)):
-        found[f"{seqlen_q} x {seqlen_kv}"] = Structure(num_heads=2, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
-    found |= {
+        by_name[f"{seqlen_q} x {seqlen_kv}"] = Structure(num_heads=2, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+    by_name |= {
         "five axes that do not fold": Structure(
             q_batch=(2, 1, 3, 1, 2), k_batch=(1, 2, 1, 2, 1), v_batch=(2, 2, 1, 1, 1), num_heads=2, num_kv_heads=1,
             seqlen_q=20, seqlen_kv=30, mask=masks.Lengths(kv=np.arange(48).reshape(2, 2, 3, 2, 2) % 31),
@@ -193,7 +193,7 @@ def structures() -> dict[str, Structure]:
         "without dlse": Structure(seqlen_q=40, seqlen_kv=50, has_dlse=False, mask=masks.Causal("bottom_right")),
         "logits of 1e5": Structure(num_heads=2, **plain, head_dim=32, value_dim=32, scale=1e4, values="outliers"),
     }  # fmt: skip
-    return found
+    return by_name
 
 
 STRUCTURES = structures()

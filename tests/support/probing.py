@@ -40,7 +40,7 @@ class Expected:
 
     values: Any
     ulps: float = 0.0
-    where: Any = None  # elements that are promised; all unless given
+    where: Any = None  # elements that are promised; all by default
 
 
 @dataclass(frozen=True)
@@ -103,40 +103,40 @@ class Launch:
 
     def on_simulator(self, schedule: sim.Schedule = sim.Schedule()) -> dict[int, Any]:
         """Return the content of arrays among the arguments after a run on the simulator, by place."""
-        given = [_own(x) if isinstance(x, np.ndarray) and x.size else x for x in self.arguments]
-        passed = list(given)
-        for place, x in enumerate(given):
+        inputs = [_own(x) if isinstance(x, np.ndarray) and x.size else x for x in self.arguments]
+        passed = list(inputs)
+        for place, x in enumerate(inputs):
             if isinstance(x, Record):
                 passed[place] = x.at(x.plan.work.lists, lambda array: array.ctypes.data)[()]
             elif isinstance(x, TensorMap):
-                passed[place] = simulated(x.of(given[x.place]), given[x.place].ctypes.data)
+                passed[place] = simulated(x.of(inputs[x.place]), inputs[x.place].ctypes.data)
         kernel = sim.build(self.text(host=True), self.entry)
         kernel(self.grid, self.block, tuple(passed), self.shared_bytes, schedule)
-        return {place: x for place, x in enumerate(given) if isinstance(x, np.ndarray)}
+        return {place: x for place, x in enumerate(inputs) if isinstance(x, np.ndarray)}
 
     def on_gpu(self) -> dict[int, Any]:
         """Return the content of arrays among the arguments after a run on CuPy's device, by place."""
         import cupy
 
-        given: list[Any] = []
-        kept = []
+        inputs: list[Any] = []
+        alive = []
         for argument in self.arguments:
             if isinstance(argument, Record):
                 lists = {name: cupy.asarray(array) for name, array in argument.plan.work.lists.items()}
-                kept.append(lists)
-                given.append(argument.at(lists, lambda array: array.data.ptr))
+                alive.append(lists)
+                inputs.append(argument.at(lists, lambda array: array.data.ptr))
             else:
-                given.append(to_device(_as_bits(argument)) if isinstance(argument, np.ndarray) else argument)
+                inputs.append(to_device(_as_bits(argument)) if isinstance(argument, np.ndarray) else argument)
         for place, argument in enumerate(self.arguments):
             if isinstance(argument, TensorMap):
                 tiles = argument.of(self.arguments[argument.place])
-                given[place] = encoded(tiles, given[argument.place].data.ptr)
+                inputs[place] = encoded(tiles, inputs[argument.place].data.ptr)
         own_chip = (f"-arch={self.architecture}",) if self.architecture.endswith("a") else ()
         kernel = cupy.RawKernel(self.text(host=False), self.entry, ("-std=c++17", *own_chip))
         if self.shared_bytes > 48 << 10:
             kernel.max_dynamic_shared_size_bytes = self.shared_bytes
-        kernel((self.grid,), (self.block,), tuple(given), shared_mem=self.shared_bytes)
-        return {place: x.get().view(self.arguments[place].dtype) for place, x in enumerate(given) if hasattr(x, "get")}
+        kernel((self.grid,), (self.block,), tuple(inputs), shared_mem=self.shared_bytes)
+        return {place: x.get().view(self.arguments[place].dtype) for place, x in enumerate(inputs) if hasattr(x, "get")}
 
 
 def _own(array: Any) -> Any:
@@ -166,16 +166,16 @@ def same_bits(first: Any, second: Any) -> bool:
 
 def assert_expected(launch: Launch, results: Mapping[int, Any]) -> None:
     for place, expected in launch.expected.items():
-        found, right = results[place], np.asarray(expected.values)
-        assert found.shape == right.shape, (launch.name, place)
+        actual, right = results[place], np.asarray(expected.values)
+        assert actual.shape == right.shape, (launch.name, place)
         where = np.ones(right.shape, bool) if expected.where is None else expected.where
         if not expected.ulps:
             with np.errstate(invalid="ignore"):  # NaN of every payload
-                found, right = (x[where].astype(np.float64) for x in (found, right))
-            np.testing.assert_array_equal(found, right, f"{launch.name}, argument {place}")
+                actual, right = (x[where].astype(np.float64) for x in (actual, right))
+            np.testing.assert_array_equal(actual, right, f"{launch.name}, argument {place}")
         else:
             np.testing.assert_allclose(
-                found[where], right[where], rtol=expected.ulps * ULP[found.dtype], atol=0,
+                actual[where], right[where], rtol=expected.ulps * ULP[actual.dtype], atol=0,
                 err_msg=f"{launch.name}, argument {place}",
             )  # fmt: skip
 
@@ -423,24 +423,24 @@ def loads(dtype: str, mma_rows: int = 0) -> Iterator[Launch]:
         "backwards": numbers[40::-1, 63::-1],
         "transposed": numbers[:64, :40].T,
         "one row for all": np.broadcast_to(numbers[:1, :64], (32, 64)),
-        "columns that are no whole vectors": _aligned(numbers)[:20, :61],
+        "columns that are not whole vectors": _aligned(numbers)[:20, :61],
         "one element": numbers[:1, :1],
         "no row": numbers[:0, :64],
     }
     for name, view in views.items():
-        for kept in (-1, 0x5555_5555, 0x0F0F_8001):
-            yield _load(f"load, {name}, {kept:#x}", dtype, mma_rows, view, kept)
+        for row_bits in (-1, 0x5555_5555, 0x0F0F_8001):
+            yield _load(f"load, {name}, {row_bits:#x}", dtype, mma_rows, view, row_bits)
 
 
-def _load(name: str, dtype: str, mma_rows: int, view: Any, kept: int) -> Launch:
+def _load(name: str, dtype: str, mma_rows: int, view: Any, row_bits: int) -> Launch:
     right = np.full((32, _pitch(dtype, 64, mma_rows)), SENTINEL, _wide(dtype))
     right[:, :64] = 0
     rows, columns = min(view.shape[0], 32), min(view.shape[1], 64)
     part = view[:rows, :columns].astype(_wide(dtype))
-    is_kept = (kept >> np.arange(rows) & 1).astype(bool)
+    is_kept = (row_bits >> np.arange(rows) & 1).astype(bool)
     right[:rows, :columns] = np.where(is_kept[:, None], part, 0)
     strides = [np.int64(step // view.itemsize) for step in view.strides]
-    arguments = (view, *strides, np.int32(view.shape[0]), np.int32(view.shape[1]), np.int64(kept), right * 0)
+    arguments = (view, *strides, np.int32(view.shape[0]), np.int32(view.shape[1]), np.int64(row_bits), right * 0)
     return _tile(name, "loads", dtype, mma_rows, arguments, {6: Expected(right)})
 
 
@@ -543,7 +543,7 @@ def transposed_products(dtype: str, first: int, last: int, mma_rows: int = 0) ->
 
 
 def tf32_products(number: int, rows: int, columns: int, depth: int, wide: str = "", has_nan: bool = False) -> Launch:
-    """Multiply whole numbers with exact products: of few bits, but for `wide` operands, which tf32 does not hold."""
+    """Multiply whole numbers with exact products: of few bits, except for `wide` operands, which tf32 does not hold."""
     rng = np.random.default_rng(6)
     shapes = {"a": (rows, depth), "a_tn": (depth, rows), "b_nt": (columns, depth), "b_nn": (depth, columns)}
     a, a_tn, b_nt, b_nn = (
@@ -626,7 +626,7 @@ def _places(dtype: str, shape: tuple[int, ...], box: tuple[int, ...]) -> list[tu
 
 
 def _padded(shape: tuple[int, ...], dtype: str) -> Any:
-    """Return small numbers in an array whose axes, but for the last, have gaps."""
+    """Return small numbers in an array whose axes, except for the last, have gaps."""
     outer = tuple(size + 1 for size in shape[:-1])
     columns = -(-shape[-1] // 16) * 16
     numbers = np.random.default_rng(7).integers(1, 64, (*outer, columns)).astype(_numpy(dtype))
@@ -771,7 +771,7 @@ def group_products(dtype: str, columns: int, adds: bool) -> Launch:
     a, b = (rng.integers(-8, 9, shape).astype(_numpy(dtype)) for shape in ((64, depth), (columns, depth)))
     before = rng.integers(-99, 99, (64, columns)).astype(np.float32)
     after = a.astype(np.float32) @ b.astype(np.float32).T + (before if adds else 0)
-    a, b = a.view(np.uint16), b.view(np.uint16)  # two elements of 8 bits move as one of 16
+    a, b = a.view(np.uint16), b.view(np.uint16)  # two 8-bit elements move as one 16-bit element
     forms, images = [], []
     majors = [(0, 0), (2, 0)] if depth == 128 else itertools.product((0, 1, 2), (0, 1))
     for (a_major, b_major), width in itertools.product(majors, _SWIZZLES):
@@ -881,7 +881,7 @@ class Walk(NamedTuple):
 
 
 def with_specs(plan: KernelPlan, specs: dict[str, KernelSpec]) -> KernelPlan:
-    """The plan with other kernels in place of those of the same entries."""
+    """Return the plan with other kernels for the same entries."""
     assert plan.family is not None and plan.kernels is not None
     choose, family = plan.family.specs, type(plan.family)()
     setattr(family, "specs", lambda *args, **options: choose(*args, **options) | specs)
@@ -969,7 +969,7 @@ WALKS = _steps_of(
 
 
 def wrong_steps(plan: KernelPlan, records: Any) -> list[str]:
-    """List faults of the steps of a walk, beside their elements: order, width, kinds, and visited blocks."""
+    """List faults of the steps of a walk, other than their elements: order, width, kinds, and visited blocks."""
     work, allowed = plan.work, plan.mask.toarray(**plan.problem.mask_shape._asdict())
     allowed = allowed.reshape(plan.problem.mask_shape.num_batch, *allowed.shape[-3:])
     wrong = []
@@ -986,12 +986,12 @@ def wrong_steps(plan: KernelPlan, records: Any) -> list[str]:
             if kind == 1 and not part.all():
                 wrong.append(f"{side, b, h, first, last} calls {start}:{stop} full")
             seen[start:stop] = True
-        asked = np.zeros_like(seen)
+        requested = np.zeros_like(seen)
         for segment in segments:
-            asked[segment.start : segment.stop] = True
+            requested[segment.start : segment.stop] = True
         # A listed block is visited whole, while a segment of bits is cut to what any row uses.
-        more = seen & ~asked
-        if (asked & ~seen).any() or (more.any() and not isinstance(work, ListedWork)):
+        more = seen & ~requested
+        if (requested & ~seen).any() or (more.any() and not isinstance(work, ListedWork)):
             wrong.append(f"{side, b, h, first, last} visits {steps}, the work list has {segments}")
         if [start for start, _, _ in steps] != sorted(start for start, _, _ in steps):
             wrong.append(f"{side, b, h, first, last} visits {steps} out of order")

@@ -27,17 +27,17 @@ def mixed(
 def arrays_of(batch: int, heads: int, capacity: int = CAPACITY, seed: int = 0) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     shapes = {"slope": (batch, heads), "of_query": (batch, capacity), "of_key": (capacity,), "near": (31,)}
-    made = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-    return made | {"slope": (made["slope"] / 8).astype(np.float16)}
+    arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    return arrays | {"slope": (arrays["slope"] / 8).astype(np.float16)}
 
 
 def of_sequences(arrays: dict[str, Any], rows: Any) -> dict[str, Any]:
-    """The arrays of some of the sequences."""
+    """Return the arrays of some of the sequences."""
     return arrays | {name: arrays[name][list(rows)] for name in ("slope", "of_query")}
 
 
 def of_one(arrays: dict[str, Any], b: int, first: int) -> Score:
-    """The score function of sequence b in a call of its own, whose first query stands at a position."""
+    """Return the score function of sequence b alone, whose first query has position `first`."""
 
     def alone(s: Any, _: Any, h: Any, i: Any, j: Any, **held: Any) -> Any:
         return mixed(s, 0, h, i + first, j, **held)
@@ -75,14 +75,14 @@ def chunked(run: Run, dtype: Any, dim: int, left: int, cuts: Sequence[int]) -> t
     cache = KVCache(**sizes, dtype=dtype, part_keys=128, **cupy)
     source = np.dtype(np.float16) if dtype.itemsize == 1 else dtype
     q, k, v = (rng.standard_normal((1, heads, 200, dim)).astype(source) for heads in (4, 1, 1))
-    made, arrays = [], arrays_of(1, 4)
+    outputs, arrays = [], arrays_of(1, 4)
     score = Score(mixed, **{name: run.put(array) for name, array in arrays.items()})
     for first, stop in pairwise((0, *cuts)):
         cache.append(run.put(k[:, :, first:stop]), run.put(v[:, :, first:stop]))
         if first:
             options = {"window": (left, 0), "score": score, "executor": run.executor, "return_lse": True}
-            made.append([run.get(x) for x in cache.attention(run.put(q[:, :, first:stop]), **options)])
-    o, lse = (np.concatenate(each, axis=2) for each in zip(*made))
+            outputs.append([run.get(x) for x in cache.attention(run.put(q[:, :, first:stop]), **options)])
+    o, lse = (np.concatenate(each, axis=2) for each in zip(*outputs))
     if dtype.itemsize > 1:  # keys and values are kept as they are
         mask = masks.Causal("bottom_right") & masks.SlidingWindow(left, 0, "bottom_right")
         example = Example(q=q[0, :, cuts[0] :], k=k[0], v=v[0], mask=mask, score=of_one(arrays, 0, cuts[0]))

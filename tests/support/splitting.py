@@ -29,8 +29,8 @@ def split_plan(example: Example, num_splits: int | None, run: Run = SIM) -> Kern
     plan = run.kernel_plan(example, kernel="sm80", deterministic=False)
     if plan.is_empty:
         return plan
-    made = plan.family.launches(plan.problem, plan.device, plan.work, num_splits=num_splits)
-    return replace(plan, kernels=made)
+    kernels = plan.family.launches(plan.problem, plan.device, plan.work, num_splits=num_splits)
+    return replace(plan, kernels=kernels)
 
 
 def forward(example: Example, num_splits: int, run: Run = SIM, machine: Any = None) -> Left:

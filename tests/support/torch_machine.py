@@ -1,4 +1,4 @@
-"""A stand-in for PyTorch on a GPU, beside `cupy_machine`: tensors in the host's memory that report a CUDA device.
+"""A stand-in for PyTorch on a GPU, next to `cupy_machine`: tensors in the host's memory that report a CUDA device.
 
 Kernels run on the simulator as soon as they are launched, on PyTorch's current stream.
 """
@@ -44,7 +44,7 @@ def on_device(array: Any, number: int = 0) -> Any:
 
 
 class Torch(ModuleType):
-    """`import torch` of the modules that meet a GPU: PyTorch, but for what needs CUDA.
+    """`import torch` of the modules that meet a GPU: PyTorch, except for what needs CUDA.
 
     Attributes
     ----------
@@ -81,10 +81,10 @@ class Torch(ModuleType):
 
     def empty_strided(self, shape: Any, strides: Any, *, dtype: Any, device: Any) -> Any:
         self.allocated += 1
-        made = torch.empty_strided(shape, strides, dtype=dtype)
+        tensor = torch.empty_strided(shape, strides, dtype=dtype)
         if self.streams[-1].is_capturing():
-            self.pool.append(made)
-        return made.fill_(float("nan")) if made.is_floating_point() else made.fill_(255)
+            self.pool.append(tensor)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(255)
 
     @contextmanager
     def stream(self, stream: cupy_machine.Stream) -> Iterator[None]:

@@ -9,16 +9,16 @@ import numpy as np
 
 
 def memory() -> SimpleNamespace:
-    """Return memory that records in `made` what it allocated."""
-    made: list[Any] = []
+    """Return memory that records in `allocated` what it allocated."""
+    allocated: list[Any] = []
     zeros: dict[Any, dict[int, Any]] = {}
     pieces: dict[int, list[Any]] = {}
 
     def maker(shape: tuple[int, ...], dtype: Any) -> Any:
-        return lambda: made.append(np.zeros(shape, dtype)) or made[-1]  # type: ignore[func-returns-value]
+        return lambda: allocated.append(np.zeros(shape, dtype)) or allocated[-1]  # type: ignore[func-returns-value]
 
     return SimpleNamespace(
-        made=made, maker=maker, zeros=lambda shape, dtype: maker(shape, dtype)(),
+        allocated=allocated, maker=maker, zeros=lambda shape, dtype: maker(shape, dtype)(),
         address=lambda array: int(array.ctypes.data), kept_zeros=lambda need: zeros.setdefault(need, {}),
         kept_pieces=lambda: pieces,
     )  # fmt: skip

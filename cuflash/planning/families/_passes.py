@@ -67,7 +67,7 @@ def backward_pass(
         return launch_of(spec, device, tiles, reads, writes, names)
 
     *leading, seqlen_q = problem.lse_shape()
-    words = statistics.entry.query_stats_words
+    words = statistics.entry.query_record_words
     of_queries, features = {"delta": Workspace((*leading, seqlen_q), problem.accumulator)}, tuple[Feature, ...]()
     if words is not None:
         of_queries = {"query_stats": Workspace((*leading, rows * words(backward)), problem.accumulator)}
@@ -80,8 +80,8 @@ def backward_pass(
     if sums:
         workspaces["dq_sum"] = Workspace((*leading, rows, backward.block_q * backward.head_dim), problem.accumulator)
     inputs = (*BACKWARD_INPUTS, *of_queries, *counted)
-    cleared = (*of_queries, *sums, *counted, *("dq",) * statistics.fuses_dq_epilogue)
-    written = (*sums, "dk", "dv", *counted, *("dq",) * backward.fuses_dq_epilogue)
+    cleared = (*of_queries, *sums, *counted, *("dq",) * statistics.finishes_dq)
+    written = (*sums, "dk", "dv", *counted, *("dq",) * backward.finishes_dq)
     launches = {
         "backward_statistics": launch("backward_statistics", STATISTICS_INPUTS, cleared),
         "backward": launch("backward", (*inputs, *sums), written),

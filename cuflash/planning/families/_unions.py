@@ -30,14 +30,16 @@ def union_kernels(
     launch = launch_of(specs["forward"], device, tiles, FORWARD_INPUTS, ("o", "lse"), (NAME,))
     backward = backward_pass(problem, device, work, specs)
     launches = {**tiling.column_launches, **backward.launches}
+    by_keys, parts = launches["backward"], tiling.parts(specs["backward"])
     launches["backward"] = replace(
-        launches["backward"], reads=(*launches["backward"].reads, *tiling.columns), features=(NAME,)
-    )
+        by_keys, tiles=by_keys.tiles * tiling.num_parts, reads=(*by_keys.reads, *tiling.columns, *parts),
+        writes=(*by_keys.writes, *parts), features=(NAME,),
+    )  # fmt: skip
     launches["backward_rows"] = replace(launches["backward_rows"], tiles=tiles, features=(NAME,))
     return Kernels(
         forward=sink_forward(Pass({"forward": launch}, features=(feature,)), problem, "forward"),
         backward=replace(
-            backward, launches=launches, workspaces={**backward.workspaces, **tiling.columns},
+            backward, launches=launches, workspaces={**backward.workspaces, **tiling.columns, **parts},
             features=(*backward.features, feature),
         ),
     )  # fmt: skip

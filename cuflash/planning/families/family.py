@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class Family(ABC):
     """
 
     name: ClassVar[str]
-    dtypes: ClassVar[tuple[np.dtype[Any], ...]]
+    dtypes: ClassVar[tuple[np.dtype[np.generic], ...]]
     oldest: ClassVar[tuple[int, int]] = (7, 5)
     operands: ClassVar[tuple[str, ...]] = ()
     rounds_weights: ClassVar[bool] = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any
 
 import numpy as np
 
@@ -260,7 +259,7 @@ class Simt(Family):
         raise no_tile_fits(specs[-1].shared_bytes, "", device, "use a narrower dtype")
 
 
-def _mma_rows(dtype: np.dtype[Any], device: DeviceSpec) -> tuple[int, ...]:
+def _mma_rows(dtype: np.dtype[np.generic], device: DeviceSpec) -> tuple[int, ...]:
     """Return the rows of the mma instructions that a chip has for a dtype, the fastest first; 0 stands for none.
 
     float64 has them: 8 rows, and 16 on compute capability 9.0.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -409,7 +409,7 @@ def _fitting(
     raise no_tile_fits(spec.shared_bytes, what, device, f"use {alternative}")
 
 
-def _shortened(tile: _Tile, num_queries: int, widest: int, dtype: np.dtype[Any]) -> _Tile:
+def _shortened(tile: _Tile, num_queries: int, widest: int, dtype: np.dtype[np.generic]) -> _Tile:
     """Return a tile of the forward pass that is no taller than few queries need.
 
     Its warps hold 16 rows each and so need fewer registers: more blocks run at a time, whose loads overlap, unless

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -165,15 +165,12 @@ class Sm90(Family):
         num_heads = problem.mask_shape.num_batch * problem.num_kv_heads
         if backward.adds_dq_in_order or 0 in (num_heads, problem.seqlen_q, problem.seqlen_kv):
             return specs, order
-        if isinstance(work, ListedWork):
-            if not sm90_dq.fuses_dq_epilogue_of_list(problem, work, backward):
-                return specs, order
-            return sm90_dq.with_fused_epilogue(specs), order
-        dq_order = sm90_dq.dq_semaphore_order(problem, work.band, backward, device)
-        if dq_order is None or not dq_order.num_fused_heads(num_heads):
-            return sm90_dq.with_counted_arrivals(problem, work, specs), order
-        order = order._replace(kv_heads_per_group=dq_order.heads_per_group, dq=dq_order)
-        return specs | {"backward": replace(backward, fuses_dq_epilogue=True)}, order
+        if isinstance(work, IntervalWork):
+            dq_order = sm90_dq.dq_semaphore_order(problem, work.band, backward, device)
+            if dq_order is not None and dq_order.num_fused_heads(num_heads):
+                order = order._replace(kv_heads_per_group=dq_order.heads_per_group, dq=dq_order)
+                return specs | {"backward": replace(backward, finishes_dq_in_order=True)}, order
+        return sm90_dq.finished_by_last(specs) if sm90_dq.last_finishes(problem, work, backward) else specs, order
 
     def _order(
         self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
@@ -233,14 +230,14 @@ def _ordered(problem: Problem, specs: dict[str, KernelSpec], work: WorkList) -> 
 def _with_cut_sequences(problem: Problem, work: WorkList, specs: dict[str, KernelSpec]) -> dict[str, KernelSpec]:
     """The kernels; those of the backward pass cut sequences if the work has such tiles of their size.
 
-    They count arrivals at queries, in any order. Parts of a staged array start at multiples of a tile, and so do the
+    They compute dQ too, in no order of their tiles. Parts of a staged array start at multiples of a tile, and so do the
     queries of the kernel that makes a sink's gradient; bins of a table leave no shared memory.
     """
     backward = specs["backward"]
     if not isinstance(work, IntervalWork) or work.sequence_tile != (backward.block_q, backward.block_kv):
         return specs
-    counts = backward.counts_dq_arrivals and not backward.adds_dq_in_order
-    if not counts or backward.score_is_staged or backward.score_bins or "sink" in problem.wrt:
+    adds_in_any_order = backward.entry.can_finish_dq and backward.dq_atomic_width and not backward.adds_dq_in_order
+    if not adds_in_any_order or backward.score_is_staged or backward.score_bins or "sink" in problem.wrt:
         return specs
     return sm90_dq.of_backward(specs, lambda spec: replace(spec, cuts_sequences=True))
 
@@ -360,7 +357,7 @@ def _is_large(program: Program, is_staged: bool) -> bool:
 
 
 def backward_specs(
-    dtype: np.dtype[Any], dims: tuple[int, int], largest: tuple[int, int] | None, *, deterministic: bool
+    dtype: np.dtype[np.generic], dims: tuple[int, int], largest: tuple[int, int] | None, *, deterministic: bool
 ) -> dict[str, KernelSpec]:
     """The backward kernels by entry, compiled for dims or wider ones.
 
@@ -395,7 +392,7 @@ def backward_specs(
 
 
 def _backward_in_two_kernels(
-    dtype: np.dtype[Any], dims: tuple[int, int], largest: tuple[int, int] | None
+    dtype: np.dtype[np.generic], dims: tuple[int, int], largest: tuple[int, int] | None
 ) -> dict[str, KernelSpec]:
     """The kernels of the backward pass where one makes dK and dV and another makes dQ.
 

@@ -1,15 +1,16 @@
 """Decides whether the thread blocks of the sm90 family's backward kernel finish dQ, and in which order under a band.
 
-The device's side is kernels_cu/sm90/dq_semaphore.cuh, and for lists kernels_cu/sm90/dq_writer.cuh.
+Under a band whose first keys see all queries, they finish it in the order of their tiles of keys: the device's side is
+kernels_cu/sm90/dq_semaphore.cuh. Elsewhere the last tile to arrive does: kernels_cu/sm90/dq_arrivals.cuh.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from enum import Enum
+from math import inf
 
-from ...blocks.work_list import IntervalWork, ListedWork
+from ...blocks.work_list import IntervalWork, ListedWork, WorkList
 from ...masks.base import Band
 from ..device import DeviceSpec
 from ..launches import DqSemaphoreOrder
@@ -18,8 +19,7 @@ from ..spec import KernelSpec
 
 _MAX_STORING_TILES = 31  # tiles of keys of a batch entry and head that have a bit
 _MAX_ARRIVALS = 1 << 15  # of tiles of keys at a tile of queries: half of the counter's bits hold them
-_MAX_FUSED_ARRIVALS = 8  # fewer, on average
-_MOST_FINISHED_TILES = 16  # of keys, in a window or in a sequence of mean length, without a list
+_MOST_FINISHED_TILES = 16  # of keys that visit a tile of queries, on average
 _LEAD_IN_WAVES = 2  # rounds of all blocks between a place's last tiles and its first one, of tiles of unlike lengths
 
 
@@ -69,37 +69,39 @@ def dq_semaphore_order(
     )
 
 
-def fuses_dq_epilogue_of_list(problem: Problem, work: ListedWork, backward: KernelSpec) -> bool:
-    """Return whether it pays that the last tile of keys that a list pairs with some queries finishes their dQ.
+def last_finishes(problem: Problem, work: WorkList, backward: KernelSpec) -> bool:
+    """Return True if the last tile of keys that arrives at a tile of queries finishes its dQ.
 
-    That tile loads the sum of the others once more, and the others signal that they have added to it. It pays where
-    few tiles add to one dQ: at 4 tiles the backward pass takes 0.468 ms instead of 0.488, at 8 as long as before
-    (sm90_steps.log of b648872e, 29).
+    No kernel then sets sums to 0 before and none rounds them afterwards, but the sums are loaded once more, and tiles
+    wait for each other. Published rows that lose more than 2 % without it, in milliseconds with it and without: lists
+    of density 0.031, which have 4 tiles on average, 0.468 and 0.488; packed sequences of 2048 keys, 1.597 and 1.701, of
+    64 to 4096 keys, 2.115 and 2.223; a window of 1024 keys, 0.456 and 0.470. Lists of 8 and 16 tiles take as long
+    either way; one of 32 takes 5 % more, and a causal band of 8192 keys 12 % more (sm90_steps.log of b648872e, 28 and
+    29; packed_steps.log of b648872e, 5).
     """
-    tiles_in_block = -(-work.block_kv // backward.block_kv)
-    if not _can_write_dq(problem, backward) or work.index.num_kv_blocks * tiles_in_block >= _MAX_ARRIVALS:
+    if not _can_write_dq(problem, backward):
         return False
-    rows = work.index.batch * work.index.num_heads * work.index.num_q_blocks
-    return len(work.index.indices) * tiles_in_block < _MAX_FUSED_ARRIVALS * rows
+    if isinstance(work, ListedWork):
+        tiles_in_block = -(-work.block_kv // backward.block_kv)
+        rows = work.index.batch * work.index.num_heads * work.index.num_q_blocks
+        most, mean = work.index.num_kv_blocks * tiles_in_block, len(work.index.indices) * tiles_in_block / max(1, rows)
+    else:
+        most, mean = -(-problem.seqlen_kv // backward.block_kv), _mean_keys(work) / backward.block_kv
+    return most < _MAX_ARRIVALS and mean <= _MOST_FINISHED_TILES
 
 
-def with_counted_arrivals(problem: Problem, work: IntervalWork, specs: dict[str, KernelSpec]) -> dict[str, KernelSpec]:
-    """Return the kernels of work without a list; those of the backward pass may count tiles that arrive at queries.
-
-    Then no kernel sets sums of dQ to 0. Where few tiles of keys arrive, the last one finishes dQ, as with a list.
-    """
-    use = use_of_arrivals(problem, work, specs["backward"])
-    if use is ArrivalUse.NONE:
-        return specs
-    counting = of_backward(specs, lambda spec: replace(spec, counts_dq_arrivals=True))
-    return with_fused_epilogue(counting) if use is ArrivalUse.FINISH else counting
+def _mean_keys(work: IntervalWork) -> float:
+    """The keys of a sequence on average, or of a window; infinite if they are not known."""
+    if work.band is not None and work.band.lower is not None and work.band.upper is not None:
+        return work.band.upper - work.band.lower + 1
+    return inf if work.mean_length is None else work.mean_length
 
 
-def with_fused_epilogue(specs: Mapping[str, KernelSpec]) -> dict[str, KernelSpec]:
-    """Return the kernels without the one that converts dQ: thread blocks that add to dQ finish all of it."""
-    fused = of_backward(specs, lambda spec: replace(spec, fuses_dq_epilogue=True))
-    del fused["convert_dq"]
-    return fused
+def finished_by_last(specs: Mapping[str, KernelSpec]) -> dict[str, KernelSpec]:
+    """Return the kernels without the one that converts dQ: the last tile of keys that arrives finishes it."""
+    finished = of_backward(specs, lambda spec: replace(spec, last_finishes_dq=True))
+    del finished["convert_dq"]
+    return finished
 
 
 def of_backward(
@@ -111,39 +113,7 @@ def of_backward(
 
 def adding_in_order(specs: Mapping[str, KernelSpec]) -> dict[str, KernelSpec]:
     """The kernels of the backward pass where tiles of keys add to dQ in their order, so that every result repeats."""
-    return {entry: replace(spec, counts_dq_arrivals=True, adds_dq_in_order=True) for entry, spec in specs.items()}
-
-
-class ArrivalUse(Enum):
-    """The use of a counter of the tiles of keys that have arrived at a tile of queries."""
-
-    NONE = "nothing"
-    STORE = "the first stores its part of dQ"
-    FINISH = "the first stores, and the last finishes dQ"
-
-
-def use_of_arrivals(problem: Problem, work: IntervalWork, backward: KernelSpec) -> ArrivalUse:
-    """Return how kernels of row intervals, or of a band, use the count of arrivals."""
-    if not backward.entry.can_finish_dq or not backward.dq_atomic_width:
-        return ArrivalUse.NONE
-    if problem.mask_shape.seqlen_kv >= _MAX_ARRIVALS * backward.block_kv:
-        return ArrivalUse.NONE
-    use = best_use_of_arrivals(work, backward)
-    return ArrivalUse.STORE if use is ArrivalUse.FINISH and not _can_write_dq(problem, backward) else use
-
-
-def best_use_of_arrivals(work: IntervalWork, backward: KernelSpec) -> ArrivalUse:
-    """Return the use of the count that is fastest by measurement, where kernels can have it.
-
-    Where nothing bounds the keys of a band, neither use was faster; for row intervals the first use was never slower
-    (packed_steps.log of b648872e, 5).
-    """
-    keys = work.mean_length
-    if work.band is not None and work.band.lower is not None and work.band.upper is not None:
-        keys = work.band.upper - work.band.lower + 1
-    if keys is not None and keys <= _MOST_FINISHED_TILES * backward.block_kv:
-        return ArrivalUse.FINISH
-    return ArrivalUse.NONE if work.band is not None else ArrivalUse.STORE
+    return {entry: replace(spec, adds_dq_in_order=True) for entry, spec in specs.items()}
 
 
 def _can_write_dq(problem: Problem, backward: KernelSpec) -> bool:

@@ -13,6 +13,7 @@ _ARRAY_ALIGNMENT = 1024  # of a staged array's slots, whose rows are permuted by
 _KEPT_STAGES = 2  # steps that dropout's bits are drawn ahead
 _COORDS = 12  # more bytes of a tile's message if dO is loaded too
 _ARRAY_COORDS = 16  # more bytes of a tile's message if an array is staged
+_COUNT = 4  # words of a count of tiles of keys
 _QUERY_PARTS = 24  # more bytes of a range of queries if backward tiles end with their sequences
 _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 88, 104, 48
 _MAX_SHARED_BYTES, _STORAGE_BYTES = 227 << 10, 5 << 10  # as in sm90/q_tiles.cuh
@@ -91,8 +92,12 @@ def storage_bytes(spec: KernelSpec, q_stages: int) -> int:
 
 def query_stats_words(spec: KernelSpec) -> int:
     """Words of the statistics of a tile of queries: QueryStats of sm90/query_stats.cuh."""
-    words = 2 * spec.block_q + spec.block_q // 16 + 3
-    return words + -words % 4
+    return 2 * spec.block_q + spec.block_q // 16 + 4
+
+
+def query_record_words(spec: KernelSpec) -> int:
+    """Words of a tile of queries in global memory: QueryRecord, which has a count behind the statistics."""
+    return query_stats_words(spec) + _COUNT * (spec.last_finishes_dq or spec.adds_dq_in_order)
 
 
 def _panels(spec: KernelSpec) -> tuple[int, int]:
@@ -138,7 +143,7 @@ BACKWARD_ROWS = Entry(
     is_persistent=True, has_exponentials=True, products=(2, 1),
 )  # fmt: skip
 BACKWARD_STATISTICS = Entry(
-    family=SM90, name="backward_statistics", loads_do=True, query_stats_words=query_stats_words
+    family=SM90, name="backward_statistics", loads_do=True, query_record_words=query_record_words
 )  # fmt: skip
 CONVERT_DQ = Entry(family=SM90, name="convert_dq")
 BLOCK_MASS = Entry(

@@ -10,7 +10,7 @@ CUFLASH_DEVICE void red_add_release(int* count, int value, CUFLASH_SIM_WHERE) {
   atomicAdd(count, value, where);
 }
 // If blocks run one after another, only earlier blocks and lanes of this warp can have added to the count. A lane may
-// add to it after other lanes have read it and before the warp votes, so the wait fails at the second vote.
+// add to it after other lanes have read it and before the warp votes, so the wait fails only at the second vote.
 CUFLASH_DEVICE void wait_for_counter(const int* count, int mask, int threshold, CUFLASH_SIM_WHERE) {
   for (bool has_voted = false;; has_voted = true) {
     const int value = sim::are_blocks_together() ? __atomic_load_n(count, __ATOMIC_RELAXED)

@@ -1,4 +1,4 @@
-// Host twin of kernels_cu/ptx/grid.cuh: grids follow each other.
+// Host twin of kernels_cu/ptx/grid.cuh. Simulated grids run one after another, so there is nothing to wait for.
 #pragma once
 
 #include <ptx/types.cuh>

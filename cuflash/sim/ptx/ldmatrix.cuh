@@ -1,4 +1,4 @@
-// Host twin of kernels_cu/ptx/ldmatrix.cuh: rows are read and written by the lane that names their address.
+// Host twin of kernels_cu/ptx/ldmatrix.cuh. The lane that passes the address of a row reads or writes the row.
 #pragma once
 
 #include <ptx/types.cuh>

@@ -5,7 +5,7 @@
 
 namespace cuflash::ptx {
 
-// The NaN that instructions return, whatever the bits of their operands' NaN are.
+// The NaN that instructions return for operands with any NaN.
 constexpr uint32_t kCanonicalNan = 0x7fffffffu;
 
 // Flushes subnormal operands and results to zero, as the instruction does.
@@ -39,7 +39,7 @@ CUFLASH_DEVICE float sqrt_accurate(float x) { return ::sqrtf(x); }
 CUFLASH_DEVICE double sqrt_accurate(double x) { return ::sqrt(x); }
 CUFLASH_DEVICE double tanh_accurate(double x) { return ::tanh(x); }
 
-// Computes the hyperbolic tangent, and cuts it to as many bits as the instruction's error leaves.
+// Computes the hyperbolic tangent, and truncates it to the bits that the instruction's error leaves correct.
 CUFLASH_DEVICE float tanh_approx(float x) {
   const float y = ::tanhf(x);
   return y != y ? __uint_as_float(kCanonicalNan) : __uint_as_float(__float_as_uint(y) & 0xffffe000u);

@@ -1,4 +1,4 @@
-// Host twin of kernels_cu/ptx/shared.cuh: the simulated block's memory; addresses start above 0, which is never one.
+// Host twin of kernels_cu/ptx/shared.cuh: the simulated block's memory. 0 is never a valid shared address.
 #pragma once
 
 #include <ptx/types.cuh>

@@ -1,4 +1,4 @@
-// Host twin of kernels_cu/ptx/tma.cuh. When a copy lands is the schedule's choice.
+// Host twin of kernels_cu/ptx/tma.cuh. The schedule chooses when a copy completes.
 #pragma once
 
 #include <ptx/types.cuh>

@@ -1,4 +1,4 @@
-// Host twin of kernels_cu/ptx/types.cuh: the same names; the integers are the C library's.
+// Host twin of kernels_cu/ptx/types.cuh with the same names. Integer types come from the C library.
 #pragma once
 
 #define CUFLASH_DEVICE __device__ __forceinline__

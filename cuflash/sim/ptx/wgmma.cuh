@@ -1,4 +1,4 @@
-// Host twin of kernels_cu/ptx/wgmma.cuh. Accumulators hold NaN until their group is waited for.
+// Host twin of kernels_cu/ptx/wgmma.cuh. Accumulators hold NaN until the kernel waits for their group.
 #pragma once
 
 #include <ptx/thread.cuh>

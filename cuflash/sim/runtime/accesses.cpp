@@ -1,11 +1,11 @@
-// Accesses to global memory, one by one: kernels are built with the compiler's half of ThreadSanitizer, whose calls come here.
+// Accesses to global memory: kernels are built with the instrumentation of ThreadSanitizer, whose functions are defined here.
 #include "residents.hpp"
 
 namespace cuflash::sim {
 
 namespace {
 
-constexpr int kMostAccesses = 4096;   // of a thread that reads again and again without an operation
+constexpr int kMostAccesses = 4096;   // by a thread that polls memory without an operation, before another thread runs
 
 bool is_global(const void* address) {
   const auto* const byte = static_cast<const unsigned char*>(address);
@@ -15,7 +15,7 @@ bool is_global(const void* address) {
          !(byte >= stack && byte < stack + kStackBytes);
 }
 
-// Let another thread run, which may happen at any access to global memory.
+// Lets another thread run, which may happen at any access to global memory.
 void maybe_lose_turn() {
   Residents& residents = *launch->residents;
   const bool is_random = launch->request.schedule.order == Order::random && launch->random.one_in(32);
@@ -36,7 +36,7 @@ void note_access(const Cta& cta, const void* address, size_t bytes, Kind kind, L
 }  // namespace cuflash::sim
 
 #if !defined(CUFLASH_SIM_THREAD)
-// Functions that a compiler calls before each access, and in the place of each atomic operation.
+// Functions that the compiler calls before each access, and instead of each atomic operation.
 namespace cuflash::sim {
 namespace {
 

@@ -1,5 +1,5 @@
-// Barriers of a block, __syncthreads being number 0. Threads are counted one by one, which is stricter than a GPU:
-// a barrier that some lanes of a warp miss, or that exited threads were to reach, is reported as what it is.
+// Barriers of a block; __syncthreads is number 0. Each thread is counted, which is stricter than a GPU: it is an error if
+// some lanes of a warp miss a barrier, or if threads exit that the barrier expects.
 #include "cta.hpp"
 
 namespace cuflash::sim {
@@ -20,7 +20,7 @@ void check_arrival(const Barrier& barrier, int id, int threads, Location where) 
     fail(where, "barrier %d is for %d threads here, and for %d at %s, where %d have arrived", id, threads,
          barrier.expected, place(barrier.where).letters, barrier.arrived);
   if (warp.lanes >> me.lane & 1)
-    fail(where, "this thread arrives at barrier %d a second time (the first at %s) before the others have come", id,
+    fail(where, "this thread arrives at barrier %d a second time (the first at %s) before the others have arrived", id,
          place(warp.where).letters);
   if (warp.lanes && (warp.where.line() != where.line() || warp.where.column() != where.column()))
     fail(where, "the warp diverged: this lane reaches barrier %d here, lanes %08x reached it at %s", id, warp.lanes,

@@ -1,6 +1,6 @@
-// Copies of tiles and of runs of bytes by the tensor memory accelerator. Copies to shared memory land when the schedule
-// says, at the latest when nothing else can run. Copies to global memory read their source when they are waited for,
-// and write then or later.
+// Copies of tiles and of byte ranges by the tensor memory accelerator. The schedule chooses when copies to shared memory
+// complete, at the latest when nothing else can run. Copies to global memory read their source when a thread waits for
+// them, and write then or later.
 #include <cstdio>
 
 #include "floats.hpp"
@@ -12,7 +12,7 @@ namespace cuflash::sim {
 namespace {
 
 constexpr uint64_t kMagic = 0x70616d726f736e65;
-constexpr int kEngines = 32;   // taking turns
+constexpr int kEngines = 32;   // used in rotation
 void* engines[kEngines];
 unsigned next_engine = 0;
 
@@ -41,7 +41,7 @@ struct Transfer {
   void* caller;              // the kernel's line, for reports
   void* engine;
   std::vector<Piece> pieces;
-  std::vector<unsigned char> data;   // of a store: the bytes at its issue, then what it read
+  std::vector<unsigned char> data;   // for a store: the source bytes at its issue, and later those that it has read
   Type type = Type::other;
   Mbarrier* barrier = nullptr;
   unsigned phase = 0;        // of the barrier at the issue
@@ -53,7 +53,7 @@ namespace {
 
 const Map& map_at(const void* map, const char* name, Location where) {
   const Map& found = *static_cast<const Map*>(map);
-  if (found.magic != kMagic) fail(where, "%s: this is no tensor map, or the copy of one that a GPU takes", name);
+  if (found.magic != kMagic) fail(where, "%s: this is not a tensor map, or a copy that a GPU does not accept", name);
   check_aligned(map, 64, name, where);
   check_aligned(found.base, 16, name, where);
   return found;
@@ -68,7 +68,7 @@ std::unique_ptr<Transfer> new_transfer(const char* name, Location where, void* c
   return transfer;
 }
 
-// The pieces of a box; as a copy to or from memory beyond that of the tensor fails, its elements are checked here.
+// Returns the pieces of a box, after a check that all its elements are within the memory of the tensor.
 void cut_box(Transfer& transfer, const Map& map, const Box& box, uint32_t address) {
   const char* name = transfer.name;
   if (static_cast<int>(map.rank) != box.rank)
@@ -113,7 +113,7 @@ void check_global(const Transfer& transfer) {
   for (const Piece& piece : transfer.pieces) {
     const auto bytes = static_cast<size_t>(piece.last - piece.first);
     if (void* outside = bytes ? first_poisoned(piece.global + piece.first, bytes) : nullptr)
-      fail(transfer.where, "%s meets %p, which is outside its buffer", transfer.name, outside);
+      fail(transfer.where, "%s accesses %p, which is outside its buffer", transfer.name, outside);
   }
 }
 
@@ -141,7 +141,7 @@ void land(Cta& cta, Transfer& transfer) {
   complete(*transfer.barrier, static_cast<int>(16 * transfer.pieces.size()), transfer.where);
 }
 
-// Readers and earlier writers must be done by now: the copy may land at any time from its issue on.
+// Earlier reads and writes must be complete by now, because the copy may complete at any time after its issue.
 void leave_in_flight(Cta& cta, Transfer& transfer) {
   if (!launch->request.schedule.poison) return;
   as_engine(transfer.engine, transfer.caller, [&] {
@@ -160,7 +160,7 @@ void check_untouched(const Cta& cta, const Transfer& transfer) {
   for (const Piece& piece : transfer.pieces)
     for (int i = 0; i < 16; ++i)
       if (piece.shared[i] != 0xff)
-        fail(transfer.where, "%s: shared offset %td was written to while the copy was under way", transfer.name,
+        fail(transfer.where, "%s: shared offset %td was written to while the copy was pending", transfer.name,
              piece.shared + i - cta.shared);
 }
 
@@ -246,7 +246,7 @@ void start_store(std::unique_ptr<Transfer> store) {
   me.stores.push_back(std::move(store));
 }
 
-// Return whether further lanes of the warp will reach the fence at which this one is, as they did the last time.
+// Returns whether more lanes of the warp will reach the fence that this lane is at, as they did the last time.
 bool awaits_other_lanes(Location where) {
   const Thread& me = self();
   FenceRound* round = nullptr;
@@ -254,7 +254,7 @@ bool awaits_other_lanes(Location where) {
   for (FenceRound& known : rounds)
     if (known.where.line() == where.line() && known.where.file_name() == where.file_name()) round = &known;
   if (!round) round = &rounds.emplace_back(FenceRound{where});
-  if (round->lanes >> me.lane & 1) *round = FenceRound{where};  // some did not come
+  if (round->lanes >> me.lane & 1) *round = FenceRound{where};  // some lanes did not reach it
   round->lanes |= 1u << me.lane;
   if (round->lanes == me.warp->existing) {
     *round = FenceRound{where, 0, true};
@@ -265,7 +265,7 @@ bool awaits_other_lanes(Location where) {
 
 }  // namespace
 
-// ThreadSanitizer's fibers start with all that their maker has seen, so they are made before any kernel code runs.
+// ThreadSanitizer's fibers start with everything that their creator has seen, so they are created before kernel code runs.
 void make_bulk_engines() {
   for (void*& engine : engines)
     if (!engine) engine = new_fiber("the tensor memory accelerator");
@@ -308,7 +308,7 @@ void end_transfers(Cta& cta) {
   }
   if (cta.loads.empty() || launch->failed) return;
   launch->failed = true;
-  snprintf(launch->message, sizeof launch->message, "%s: the block (%u, %u, %u) ends while this copy is under way",
+  snprintf(launch->message, sizeof launch->message, "%s: the block (%u, %u, %u) ends while this copy is pending",
            place(cta.loads[0]->where).letters, cta.index.x, cta.index.y, cta.index.z);
 }
 

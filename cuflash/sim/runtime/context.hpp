@@ -1,5 +1,5 @@
-// The switch from one stack to another: registers that the ABI preserves, and the stack pointer. It is written by hand for
-// x86-64 (a few nanoseconds) and aarch64; elsewhere ucontext serves, which is 40 times slower.
+// The switch from one stack to another, which saves the registers that the ABI preserves and the stack pointer. It is
+// written in assembly for x86-64 (a few nanoseconds) and aarch64. Other hosts use ucontext, which is 40 times slower.
 #pragma once
 
 #include <cstddef>
@@ -39,7 +39,7 @@ cuflash_sim_switch:
 )");
 
 namespace cuflash::sim {
-// The first switch pops six registers and returns into `entry`, which finds a null return address below it.
+// The first switch pops six registers and returns into `entry`, whose own return address is null.
 inline void make_context(Context& context, char* stack, size_t bytes, void (*entry)()) {
   auto** top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(stack + bytes) & ~uintptr_t(15));
   *--top = nullptr;
@@ -85,7 +85,7 @@ cuflash_sim_switch:
 )");
 
 namespace cuflash::sim {
-// The first switch loads 20 registers, of which the twelfth, x30, is where it returns to.
+// The first switch loads 20 registers, of which the twelfth, x30, is the address to return to.
 inline void make_context(Context& context, char* stack, size_t bytes, void (*entry)()) {
   auto** frame = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(stack + bytes) & ~uintptr_t(15)) - 20;
   for (int i = 0; i < 20; ++i) frame[i] = nullptr;

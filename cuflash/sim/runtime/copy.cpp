@@ -1,4 +1,4 @@
-// cp.async: copies that land when the schedule says, at the latest when their thread waits for them.
+// cp.async: the schedule chooses when copies complete, at the latest when their thread waits for them.
 #include <cstdio>
 
 #include "memory.hpp"
@@ -22,7 +22,7 @@ void land(Copy& copy) {
   copy.landed = true;
 }
 
-// Readers and earlier writers must be done by now: the copy may land at any time from its issue on.
+// Earlier reads and writes must be complete by now, because the copy may complete at any time after its issue.
 void leave_in_flight(Copy& copy) {
   as_engine(copy.engine, copy.caller, [&] {
     kernel_writes(copy.destination, static_cast<size_t>(copy.bytes));
@@ -31,7 +31,7 @@ void leave_in_flight(Copy& copy) {
   });
 }
 
-// Lands the copies of all groups but the newest `pending`, and those not committed if asked for.
+// Completes the copies of all groups except the newest `pending`, and optionally those that are not committed.
 void wait_for(Thread& thread, int pending, bool uncommitted) {
   auto& copies = thread.copies;
   size_t done = 0;

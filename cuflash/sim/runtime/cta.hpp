@@ -1,5 +1,5 @@
-// The simulated machine: a launch, its block, the block's warps, threads and barriers. Everything that belongs to a
-// block is in its Cta, reached from the current thread.
+// The simulated machine: a launch, its blocks, and the warps, threads and barriers of a block. The state of a block is
+// in its Cta, to which each of its threads has a pointer.
 #pragma once
 
 #include <pthread.h>
@@ -17,12 +17,12 @@
 namespace cuflash::sim {
 
 constexpr size_t kStackBytes = 256 << 10;
-constexpr uint32_t kSharedBase = 1024;   // the first shared address; 0 is no address
-constexpr size_t kCanaryBytes = 1024;    // bytes behind shared memory, which show stores past its end
+constexpr uint32_t kSharedBase = 1024;   // the first shared address, so that 0 is invalid
+constexpr size_t kCanaryBytes = 1024;    // bytes after shared memory that reveal stores past its end
 constexpr int kMaxWarps = 32;
 constexpr int kBarriers = 16;
-constexpr int kMeetings = 8;             // meetings of parts of one warp at a time
-constexpr int kCopyEngines = 4;          // engines of one thread; groups take turns
+constexpr int kMeetings = 8;             // how many parts of a warp may be in different operations at a time
+constexpr int kCopyEngines = 4;          // engines of one thread, which its groups use in rotation
 constexpr int kWarpgroup = 4;            // warps
 
 enum class State : uint8_t { fresh, ready, blocked, exited };
@@ -43,15 +43,15 @@ struct Mbarrier;
 struct Transfer;   // bulk.cpp
 struct Products;   // wgmma.cpp
 
-// A line of a report; what does not fit is cut off.
+// A line of a report, truncated if it does not fit.
 struct Text {
   char letters[512];
   bool operator==(const Text& other) const { return strcmp(letters, other.letters) == 0; }
 };
 
-// Addresses that stand for vector clocks of ThreadSanitizer. A thread that acquires `threads` sees all writes that were
-// released to it. Asynchronous copies and wgmma do not wait for writes of threads: they see only writes released to
-// `proxy`; after fence_proxy_async a thread releases to it all that the thread has seen.
+// Two addresses that identify vector clocks of ThreadSanitizer. A thread that acquires `threads` sees all writes that
+// were released to it. Asynchronous copies and wgmma do not wait for writes of threads: they see only writes that were
+// released to `proxy`. After fence_proxy_async a thread releases to `proxy` all writes that it has seen.
 struct Clock { char threads = 0, proxy = 0; };
 
 struct Thread : Identity {
@@ -65,15 +65,15 @@ struct Thread : Identity {
   void* fake_stack = nullptr;             // AddressSanitizer's stack
   void* fiber = nullptr;                  // ThreadSanitizer's fiber
   void* engines[kCopyEngines] = {};
-  void* proxy = nullptr;                  // a fiber that has seen what the thread's asynchronous operations may rely on
+  void* proxy = nullptr;                  // a fiber that has seen the writes visible to asynchronous operations
 
   State state = State::fresh;
   const char* doing = "its first lines";  // the newest operation, for reports
   Location where;
-  int spins = 0;                          // operations since the thread last let others run
+  int spins = 0;                          // operations since the thread last yielded
   Thread* next_waiting = nullptr;         // the next thread that waits at the barrier
   const Mbarrier* awaited = nullptr;
-  bool persists = true;                   // whether it waits until the barrier's phase ends
+  bool persists = true;                   // true if the wait lasts until the barrier's phase ends
   const int* counter = nullptr;           // the counter in global memory whose change it waits for
   int seen = 0;                           // the counter's value when the thread last read it
 
@@ -83,7 +83,7 @@ struct Thread : Identity {
   int store_groups = 0;                   // number of groups committed so far
 };
 
-// Lanes that will do one warp operation together, of which some have arrived.
+// Lanes that execute one warp operation together, some of which have arrived.
 struct Rendezvous {
   uint32_t mask = 0, arrived = 0;         // mask 0: free
   const Operation* operation = nullptr;
@@ -111,19 +111,19 @@ struct Barrier {
 
 struct Mbarrier {
   uint32_t address = 0;
-  int count = 0, pending = 0, bytes = 0;  // bytes that are announced and have not arrived
+  int count = 0, pending = 0, bytes = 0;  // bytes: announced bytes that have not arrived
   unsigned phase = 0;
   unsigned awaited = 0;                   // the last phase whose start a thread has waited for
   int maker = 0;
   Cta* cta = nullptr;
-  bool is_fenced = false;                 // whether copies see the barrier
+  bool is_fenced = false;                 // true if the barrier is visible to copies
   Location where;                         // place of its init
   Clock clocks[2];                        // clocks of even and odd phases
 };
 
-// Operation that all warps of a warpgroup must carry out in the same order.
+// An operation that all warps of a warpgroup must execute in the same order.
 struct Deed {
-  const char* format;                     // format of its numbers, for reports
+  const char* format;                     // format of its numbers in reports
   long long numbers[4] = {};
   bool operator==(const Deed& other) const = default;
 };
@@ -131,11 +131,11 @@ struct Step { Deed what; Location where; };
 struct Warpgroup {
   std::vector<Step> steps;
   size_t done[kWarpgroup] = {};
-  int registers = 0;                      // as setmaxnreg left them; 0 if it was not called
+  int registers = 0;                      // set by setmaxnreg; 0 if it was not called
 };
 
-// Lanes of a warp that have reached a fence_proxy_async. If all lanes came the last time, all are expected again: what
-// they wrote counts as fenced once the last lane has come, another warp runs, or the memory is read.
+// Lanes of a warp that have reached a fence_proxy_async. If all lanes reached it the last time, all are expected again:
+// their writes count as fenced once the last lane has arrived, another warp runs, or the memory is read.
 struct FenceRound { Location where; uint32_t lanes = 0; bool was_whole = false; };
 
 struct Cta : Block {
@@ -150,12 +150,12 @@ struct Cta : Block {
   char block_clock = 0;
   Clock fence_clock;
   std::map<uint32_t, Mbarrier> mbarriers;
-  std::vector<std::unique_ptr<Transfer>> loads;   // copies under way
+  std::vector<std::unique_ptr<Transfer>> loads;   // pending copies
   std::vector<unsigned char> proxy_view;  // shared memory as asynchronous reads see it
-  bool is_view_late = false;              // whether lanes of the running warp have fenced since
+  bool is_view_late = false;              // true if lanes of the running warp have fenced since the last update
   Warpgroup warpgroups[kMaxWarps / kWarpgroup];
   size_t number = 0;                      // number of the block in the grid
-  int slot = 0;                           // slot among the blocks that run together
+  int slot = 0;                           // slot among the blocks that run concurrently
   uint64_t priority = 0;                  // priority among them
 };
 
@@ -178,10 +178,10 @@ struct Launch {
   Thread host;                            // the OS thread, on its own stack
   pthread_t os_thread;
   std::vector<std::vector<FenceRound>> fence_rounds;   // of the warps of each slot
-  Residents* residents = nullptr;         // set if several blocks run together
+  Residents* residents = nullptr;         // set if several blocks run concurrently
   bool failed = false;
-  std::atomic<bool> in_kernel{false};     // whether a signal may leave the kernel for good: no lock is held
-  std::atomic<bool> expired{false};       // whether the time limit has passed
+  std::atomic<bool> in_kernel{false};     // true if no lock is held, so that a signal may abandon the kernel
+  std::atomic<bool> expired{false};       // true if the time limit has passed
   char message[8192] = "";
   uint64_t fault_offset = 0;              // offset, in the kernel's library, of the instruction that failed
   uint64_t other_offset = 0;              // offset of the instruction that it races with
@@ -206,8 +206,8 @@ Text place(Location where);
     __attribute__((format(printf, 3, 4)));
 void check_time_limit(Location where);
 
-// Every operation that a kernel calls makes one of these first: it notes the operation, and that the runtime's code
-// runs.
+// Every operation that a kernel calls starts with an Entry, which records the operation, and that code of the runtime
+// is running.
 class Entry {
  public:
   Entry(const char* doing, Location where) {
@@ -228,11 +228,11 @@ void set_ready(Thread& thread);
 void schedule(bool same_warp_first);      // runs another thread; returns when this one's turn comes again
 void block();                             // waits until another thread calls set_ready
 void yield();                             // runs the thread that the order prefers
-[[noreturn]] void abandon_block();        // returns to the launch; the block's threads stay where they are
+[[noreturn]] void abandon_block();        // returns to the launch without finishing the block's threads
 int pick_warp(Cta& cta);                  // the warp that the order prefers among those with a thread to run, or -1
 int pick_lane(uint32_t ready);
 bool let_go(Cta& cta);                    // ends a wait that does not persist; returns whether there was one
-void describe_block(const Cta& cta, char*& to, const char* end);   // as far as the buffer has room
+void describe_block(const Cta& cta, char*& to, const char* end);   // truncates to the buffer
 
 // ---- residents.cpp ----
 void schedule_residents(Thread& me, bool same_warp_first);
@@ -247,10 +247,10 @@ Text state_of(const Mbarrier& barrier);
 // ---- bulk.cpp ----
 bool land_a_load(Cta& cta);               // returns whether there was one
 void check_stores_read(const Thread& thread);
-void end_transfers(Cta& cta);             // writes what remains to be written when the block ends
+void end_transfers(Cta& cta);             // completes the pending stores when the block ends
 void make_bulk_engines();
 void write_shared(Cta& cta, unsigned char* to, const void* from, size_t bytes);   // writes as asynchronous copies do
-void update_view(Cta& cta);               // updates what asynchronous reads see to the memory's content
+void update_view(Cta& cta);               // makes the current content of shared memory visible to asynchronous reads
 
 // ---- wgmma.cpp ----
 void check_products_done(const Warp& warp);

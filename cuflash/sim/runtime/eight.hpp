@@ -1,10 +1,11 @@
-// Eight floats of the host at a time, in one register or in two: the same bits as one by one.
+// Vectors of eight host floats, in one or two registers, with the same bits as eight scalar computations.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-// A function with a twin for hosts with wider registers than every x86-64 has, and what is compiled into both.
+// CUFLASH_SIM_WIDE compiles a function a second time for hosts with AVX2; functions marked CUFLASH_SIM_WITHIN are inlined
+// into both versions.
 #if defined(__x86_64__)
 #define CUFLASH_SIM_WIDE __attribute__((target_clones("avx2", "default")))
 #else

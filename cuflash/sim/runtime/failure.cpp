@@ -20,7 +20,7 @@ Text place(Location where) { return text("%s:%u", where.file_name(), where.line(
 
 namespace {
 
-// Write the message and end the launch. Nothing is allocated, since this also runs inside signal handlers.
+// Writes the message and ends the launch. It allocates no memory, because it also runs inside signal handlers.
 [[noreturn]] void fail_with(const char* file, unsigned line, const char* format, va_list values) {
   launch->in_kernel.store(false, std::memory_order_relaxed);
   const Thread& thread = self();

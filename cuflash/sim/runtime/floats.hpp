@@ -1,5 +1,5 @@
-// Conversions of the 8-bit and 16-bit floats and of tf32 by integer arithmetic: equal bits on every host, without any
-// CPU feature.
+// Conversions of 8-bit floats, 16-bit floats and TF32 by integer arithmetic, which give equal bits on every host without
+// special CPU instructions.
 #pragma once
 
 #include <bit>
@@ -35,7 +35,7 @@ inline uint16_t float_to_bfloat16(float x) {
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// The bits of a float rounded to 10 bits of mantissa, ties away from zero.
+// Rounds a float to 10 mantissa bits, ties away from zero, and returns its bits.
 inline uint32_t float_to_tf32(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fffffff;
@@ -49,7 +49,7 @@ inline float e4m3_to_float(uint8_t bits) {
   return std::bit_cast<float>(std::bit_cast<uint32_t>(std::bit_cast<float>(rest << 20) * 0x1p120f) | sign);
 }
 
-// Rounds to nearest, ties to even, and to 448 beyond it.
+// Rounds to nearest, ties to even; magnitudes above 448 become 448.
 inline uint8_t float_to_e4m3(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x), magnitude = bits & 0x7fffffff;
   const auto sign = static_cast<uint8_t>(bits >> 24 & 0x80);

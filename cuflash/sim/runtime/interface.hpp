@@ -1,5 +1,5 @@
-// Interface of the simulator to kernels: the running thread, and the operations behind the language words and ptx/.
-// Every operation takes the place it was called from, so that a report can name the kernel's line.
+// The interface of the simulator to kernels: the running thread, and the operations that implement CUDA words and ptx/.
+// Every operation takes the source location of its call, so that a report can name the kernel's line.
 #pragma once
 
 #include <cstddef>
@@ -27,16 +27,16 @@ struct Operation {
   const char* name;
   Execute execute = nullptr;
   bool whole_warp = false;     // needs all 32 lanes
-  bool orders_memory = false;  // all lanes see after it what lanes wrote before it
+  bool orders_memory = false;  // afterwards all lanes see earlier writes of all lanes
 };
 void collective(const Operation& operation, uint32_t mask, void* argument, Location where);
 
-// Operands travel by value through these: the instrumented kernel does the copying, so sanitizers see it.
+// Operands are passed by value in these records: the instrumented kernel copies them, so that sanitizers see the copies.
 struct ShuffleLane { uint64_t in, out; int source; };
 struct GatherLane { uint32_t value; uint32_t participants; uint32_t values[32]; };
 struct MatrixLane { uint16_t row[8]; uint32_t matrices[4]; };
 struct MmaLane { float d[4]; uint32_t a[4], b[2]; };
-struct MmaDoubleLane { double d[4], a[2], b; };   // of 8 rows: the first halves
+struct MmaDoubleLane { double d[4], a[2], b; };   // products with 8 rows use the first halves of d and a
 void execute_shuffle(void* const* arguments, uint32_t mask);
 void execute_gather(void* const* arguments, uint32_t mask);
 
@@ -52,13 +52,13 @@ uint32_t shared_address(const void* pointer, Location where);
 // ---- block and grid ----
 void barrier(int id, int threads, bool wait, Location where);
 int block_threads();
-void fence();                         // orders this thread's memory operations with those of other threads' fences
-void fence_device();                  // orders them among all blocks: others may see what was stored before
-bool are_blocks_together();           // whether blocks run together
-void release_counter(int* counter);   // blocks that acquire the counter later see what was stored before
+void fence();                         // orders the memory operations of this thread, for other threads that fence too
+void fence_device();                  // orders them for all blocks, which may then see earlier stores
+bool are_blocks_together();           // true if blocks run concurrently
+void release_counter(int* counter);   // blocks that acquire the counter later see earlier stores
 void acquire_counter(const int* counter);
 void wait_for_change(const int* counter, int seen, Location where);
-void spin(Location where);     // a thread that may wait for another one lets others run
+void spin(Location where);     // lets other threads run, because this thread may wait for one of them
 void check_aligned(const void* pointer, size_t alignment, const char* name, Location where);
 
 // ---- asynchronous copies ----
@@ -75,7 +75,7 @@ void mbarrier_arrive(uint32_t address, int bytes, const char* name, Location whe
 bool mbarrier_wait(uint32_t address, int parity, bool persists, const char* name, Location where);
 
 // ---- copies of tiles ----
-struct Box { int rank; int start[5]; };   // coordinates of its first element
+struct Box { int rank; int start[5]; };   // start: coordinates of the box's first element
 void check_tensor_map(const void* map, Location where);
 void fence_proxy_async(Location where);
 void tma_load(uint32_t destination, const void* map, uint32_t barrier, Box box, const char* name, Location where);
@@ -88,7 +88,7 @@ void bulk_wait(int pending, bool only_read, Location where);
 // ---- warpgroups ----
 enum class WgmmaElement { kHalf, kBFloat16, kFloat8E4M3 };
 struct WgmmaLane {
-  float* d;            // the kernel's own: results land there when they are waited for
+  float* d;            // registers of the kernel, which get the results when the kernel waits for them
   int count;
   bool adds;
   WgmmaElement element;
@@ -104,7 +104,7 @@ void wgmma_wait(int pending, Location where);
 void setmaxnreg(int registers, bool is_more, Location where);
 bool elect_one(Location where);
 
-// ---- launch: a kernel of any signature, its arguments as addresses ----
+// ---- launch: calls a kernel of any signature with the addresses of its arguments ----
 template <class... Args>
 void call(void (*kernel)(Args...), void** arguments) {
   [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
@@ -112,7 +112,7 @@ void call(void (*kernel)(Args...), void** arguments) {
   }(std::index_sequence_for<Args...>{});
 }
 
-// Sizes of the parameters, ended by 0, so that a launch with other arguments is refused.
+// Returns the sizes of the parameters, terminated by 0, with which launches check their arguments.
 template <class... Args>
 const size_t* parameter_sizes(void (*)(Args...)) {
   static_assert((std::is_trivially_copyable_v<Args> && ...), "a kernel's parameters are copied as bytes");

@@ -1,4 +1,4 @@
-// A launch from start to end: its threads' stacks, its shared memory, its blocks one after another or several together.
+// A launch from start to end: stacks of its threads, shared memory, and its blocks, one after another or concurrently.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -13,7 +13,7 @@ namespace cuflash::sim {
 namespace {
 
 constexpr unsigned char kCanary = 0xa5;
-std::vector<Thread*> pool;   // reused from block to block and launch to launch
+std::vector<Thread*> pool;   // threads, reused by later blocks and launches
 
 size_t num_blocks(const Request& request) { return size_t{request.grid[0]} * request.grid[1] * request.grid[2]; }
 size_t num_slots(const Request& request) {
@@ -75,14 +75,14 @@ void start_thread(Cta& cta, int linear) {
   thread.counter = nullptr;
   if (thread.state != State::exited) {   // new, or left in the middle of a launch that failed
     unpoison(thread.stack, kStackBytes);
-    // Stacks are multiples of a page apart: started alike, all would lie in the same few lines of the cache.
+    // Stacks are multiples of a page apart. With equal offsets they would all occupy the same few cache sets.
     make_context(thread.context, thread.stack, kStackBytes - 64 * (linear % 61), run_thread);
   }
   thread.warp->existing |= 1u << thread.lane;
   set_ready(thread);
 }
 
-// ThreadSanitizer's fibers start with all that their maker has seen, so they are made before any kernel code runs.
+// ThreadSanitizer's fibers start with everything that their creator has seen, so they are created before kernel code runs.
 void grow_pool(int count) {
   make_bulk_engines();
   while (static_cast<int>(pool.size()) < count) {
@@ -136,7 +136,7 @@ void start_block(Cta& cta, int slot, unsigned char* shared) {
   cta.block_dim = dim3(request.block);
   cta.thread_count = cta.alive = static_cast<int>(request.block);
   cta.warp_count = (cta.thread_count + 31) / 32;
-  cta.running_warp = cta.warp_count - 1;   // whose successor in turn is warp 0
+  cta.running_warp = cta.warp_count - 1;   // so that round robin starts with warp 0
   cta.slot = slot;
   cta.threads = pool.data() + static_cast<ptrdiff_t>(slot) * cta.thread_count;
   cta.shared = shared;
@@ -161,7 +161,7 @@ void end_block(Cta& cta) {
   check_block_end(cta);
 }
 
-// Run the blocks one after another.
+// Runs the blocks one after another.
 void run_blocks(unsigned char* shared) {
   const Request& request = launch->request;
   for (unsigned z = 0; z < request.grid[2] && !launch->failed; ++z)
@@ -179,7 +179,7 @@ void run_blocks(unsigned char* shared) {
       }
 }
 
-// Run several blocks together: the next one starts where one has ended.
+// Runs several blocks concurrently: whenever one has ended, the next one starts in its slot.
 void run_residents(Residents& residents, unsigned char* shared, size_t room) {
   const Request& request = launch->request;
   const auto start_next = [&](size_t slot) {
@@ -237,7 +237,7 @@ void run_grid() {
 }  // namespace
 }  // namespace cuflash::sim
 
-// One launch at a time, which the caller sees to. Returns whether it failed, and why.
+// Returns whether the launch failed, and why. The caller ensures that there is only one launch at a time.
 extern "C" int cuflash_sim_launch(const cuflash::sim::Request* request, char* message, size_t room,
                                   uint64_t* fault_offsets) {
   using namespace cuflash::sim;

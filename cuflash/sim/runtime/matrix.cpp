@@ -1,4 +1,4 @@
-// ldmatrix, stmatrix and mma on the operands of a whole warp. Where each element lives is drawn in kernels_cu/ptx.
+// ldmatrix, stmatrix and mma on the operands of a whole warp. Diagrams in kernels_cu/ptx show which lane has which element.
 #include "cta.hpp"
 #include "eight.hpp"
 
@@ -8,7 +8,7 @@ namespace {
 
 MatrixLane& matrix_lane(void* const* arguments, int lane) { return *static_cast<MatrixLane*>(arguments[lane]); }
 
-// The two elements of matrix m that a lane's register holds, as places in the rows that lanes 8m to 8m + 7 name.
+// Returns the two elements of matrix m that a lane's register holds, as positions in the rows of lanes 8m to 8m + 7.
 template <bool kTrans>
 uint16_t& element(void* const* arguments, int m, int lane, int which) {
   const int i = lane / 4, j = lane % 4 * 2 + which;
@@ -80,7 +80,7 @@ CUFLASH_SIM_WIDE void execute_mma_m16n8k8_tf32(void* const* arguments, uint32_t)
   multiply_add(a, b, arguments);
 }
 
-// PTX leaves open in which order doubles are summed; here it is the order of the columns of a, each rounded once.
+// PTX does not specify the order in which doubles are summed. The simulator uses the order of the columns of a.
 template <int kRows>
 void execute_mma_double(void* const* arguments, uint32_t) {
   const auto lane = [&](int i) -> MmaDoubleLane& { return *static_cast<MmaDoubleLane*>(arguments[i]); };

@@ -1,4 +1,4 @@
-// Barriers in shared memory. Their 8 bytes hold a mark, so that a store there is noticed; the rest is here.
+// Barriers in shared memory. Their 8 bytes hold a mark that reveals stores to them; their state is in Mbarrier.
 #include "memory.hpp"
 
 namespace cuflash::sim {
@@ -8,8 +8,8 @@ namespace {
 constexpr uint64_t kMark = 0x6d62617272696572;
 constexpr int kMostPending = (1 << 20) - 1;
 
-// Report an operation's access to the barrier's own bytes: a write by the init, and a read by all others, which are atomic
-// and so race with the init alone.
+// Reports an operation's access to the barrier's bytes to the sanitizer: the init as a write, and all other operations,
+// which are atomic and can race only with the init, as reads.
 void touch(uint32_t address, bool is_init, const char* name, Location where, void* caller) {
   Frame frame(caller);
   unsigned char* word = shared_bytes(address, 8, 8, name, where);
@@ -20,7 +20,7 @@ void touch(uint32_t address, bool is_init, const char* name, Location where, voi
 void end_phase_if_complete(Mbarrier& barrier, Location where) {
   if (barrier.pending) return;
   if (barrier.bytes < 0)
-    fail(where, "%d bytes came to the mbarrier of %s that no arrival announced: too few were expected", -barrier.bytes,
+    fail(where, "%d bytes arrived at the mbarrier of %s that no arrival had announced: too few were expected", -barrier.bytes,
          place(barrier.where).letters);
   if (barrier.bytes) return;
   ++barrier.phase;
@@ -42,7 +42,7 @@ Mbarrier& mbarrier_at(uint32_t address, const char* name, Location where) {
   Cta& cta = *self().cta;
   const auto found = cta.mbarriers.find(address);
   if (found == cta.mbarriers.end())
-    fail(where, "%s: nobody made a barrier at shared offset %u", name, address - kSharedBase);
+    fail(where, "%s: there is no barrier at shared offset %u", name, address - kSharedBase);
   if (memcmp(word, &kMark, 8) != 0)
     fail(where, "%s: the barrier at shared offset %u, made at %s, was overwritten", name, address - kSharedBase,
          place(found->second.where).letters);
@@ -57,7 +57,7 @@ Text state_of(const Mbarrier& barrier) {
 
 void check_phase(const Mbarrier& barrier, unsigned phase, Location where) {
   if (barrier.phase != phase)
-    fail(where, "this copy comes when the phase of its mbarrier in which it was issued has ended: too few bytes were "
+    fail(where, "this copy completes after the end of the mbarrier's phase in which it was issued: too few bytes were "
          "expected");
 }
 
@@ -95,11 +95,11 @@ void mbarrier_arrive(uint32_t address, int bytes, const char* name, Location whe
   Entry entry(name, where);
   Mbarrier& barrier = mbarrier_at(address, name, where);
   if (bytes < 0 || bytes > kMostPending || barrier.bytes + bytes > kMostPending)
-    fail(where, "%s: a phase brings from 0 to %d bytes; got %d beside %d", name, kMostPending, bytes, barrier.bytes);
+    fail(where, "%s: a phase brings from 0 to %d bytes; got %d in addition to %d", name, kMostPending, bytes, barrier.bytes);
   if (!barrier.pending)
-    fail(where, "%s: all %d arrivals of this phase have come already%s", name, barrier.count, state_of(barrier).letters);
+    fail(where, "%s: all %d arrivals of this phase have already happened%s", name, barrier.count, state_of(barrier).letters);
   if (barrier.awaited != barrier.phase)
-    fail(where, "%s: nobody waited for the end of the phase before, so that its arrivals ordered nothing%s", name,
+    fail(where, "%s: no thread waited for the end of the previous phase, so that its arrivals ordered nothing%s", name,
          state_of(barrier).letters);
   release(barrier.clocks[barrier.phase & 1]);
   barrier.bytes += bytes;

@@ -1,4 +1,4 @@
-// Shared memory: addresses to bytes and back, each access checked.
+// Shared memory: checked conversion of addresses to bytes and back.
 #include "memory.hpp"
 
 namespace cuflash::sim {

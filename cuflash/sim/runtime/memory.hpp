@@ -10,7 +10,7 @@ namespace cuflash::sim {
 [[noreturn]] void report_address(uint32_t address, size_t bytes, size_t alignment, const char* name, Location where);
 [[noreturn]] void report_unfenced(size_t offset, const char* name, Location where);
 
-// The bytes at a shared address, or a failure that names the operation.
+// Returns the bytes at a shared address, or ends the launch with a failure that names the operation.
 inline unsigned char* shared_bytes(uint32_t address, size_t bytes, size_t alignment, const char* name, Location where) {
   const Cta& cta = *self().cta;
   const size_t offset = size_t{address} - kSharedBase;
@@ -19,7 +19,7 @@ inline unsigned char* shared_bytes(uint32_t address, size_t bytes, size_t alignm
   return cta.shared + offset;
 }
 
-// Report bytes that an asynchronous operation would read before a fence made them visible to it.
+// Reports bytes that an asynchronous operation would read before a fence made them visible to it.
 inline void check_fenced(const unsigned char* from, size_t bytes, const char* name, Location where) {
   Cta& cta = *self().cta;
   if (cta.is_view_late) update_view(cta);

@@ -1,6 +1,6 @@
-// The order of accesses between blocks: ThreadSanitizer's algorithm with a clock for each block. All threads of a block count
-// as one, since sanitize="thread" judges them. An atomic operation orders nothing by itself: a fence before it releases, and a
-// fence after it acquires (PTX, memory consistency model).
+// The order of accesses by different blocks: ThreadSanitizer's algorithm with one clock per block. The threads of a block
+// share the clock, because sanitize="thread" checks races between them. An atomic operation orders nothing by itself: a
+// fence before it makes it a release, and a fence after it makes it an acquire (PTX memory consistency model).
 #include "ordering.hpp"
 
 #include <dlfcn.h>
@@ -23,7 +23,7 @@ void join(BlockClock& to, const BlockClock& from) {
   for (size_t i = 0; i < from.size(); ++i) to[i] = std::max(to[i], from[i]);
 }
 
-// Return the offset of an instruction in the kernel's library, by which a report finds the line; 0 if there is none.
+// Returns the offset of an instruction in the kernel's library, from which a report finds the line, or 0 without one.
 uint64_t offset_of(const Line& line) {
   Dl_info here;
   if (!line.instruction || !dladdr(line.instruction, &here)) return 0;
@@ -57,7 +57,7 @@ void Ordering::acquire(size_t block, const void* counter) {
 void Ordering::note_word(size_t block, uintptr_t word, uint8_t bytes, Kind kind, const Line& line) {
   auto& accesses = words_[word].accesses;
   const BlockClock& known = known_[block];
-  // Newest first: atomic operations that came before this block's own ones on the same bytes are ordered without any fence.
+  // Newest first: atomic operations before this block's own atomic operations on the same bytes are ordered without a fence.
   uint8_t in_order = 0;
   for (auto place = accesses.rbegin(); place != accesses.rend(); ++place) {
     const Access& other = *place;
@@ -92,7 +92,7 @@ void Ordering::note(size_t block, const void* address, size_t bytes, Kind kind, 
     note_word(block, word, static_cast<uint8_t>((1u << to) - (1u << from)), kind, line);
   }
   if (is_atomic(kind)) synchronise(block, address, is_write(kind));
-  else if (is_write(kind) && !left_.empty()) left_.erase(first);   // a block that reads this acquires nothing
+  else if (is_write(kind) && !left_.empty()) left_.erase(first);   // reading this value does not acquire
 }
 
 }  // namespace cuflash::sim

@@ -1,4 +1,4 @@
-// Order of one block's accesses to global memory and another's, by fences, releases and atomic operations.
+// The order of accesses to global memory by different blocks, from fences, releases and atomic operations.
 #pragma once
 
 #include <unordered_map>
@@ -10,10 +10,10 @@ namespace cuflash::sim {
 
 enum class Kind : uint8_t { read, write, atomic_read, atomic_write };
 
-// The line of an access: that of an operation, or of an instruction of the kernel.
+// The source line of an access: of an operation, or of an instruction of the kernel.
 struct Line { const void* instruction = nullptr; Location where; };
 
-// For each block, how many of its releases a block has seen. The time of a block's own accesses is its number of
+// For each block, how many of its releases another block has seen. The time of a block's own accesses is its number of
 // releases so far, plus one.
 using BlockClock = std::vector<uint32_t>;
 
@@ -22,7 +22,7 @@ class Ordering {
   explicit Ordering(size_t num_blocks) : known_(num_blocks), seen_(num_blocks), fenced_(num_blocks) {
     for (size_t i = 0; i < num_blocks; ++i) known_[i].assign(num_blocks, 0), known_[i][i] = 1;
   }
-  // Fail if another block's access to one of these bytes is not ordered with this one.
+  // Fails if another block's access to one of these bytes is not ordered with this access.
   void note(size_t block, const void* address, size_t bytes, Kind kind, Line line);
   void fence(size_t block);
   void release(size_t block, const void* counter);

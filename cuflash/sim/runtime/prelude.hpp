@@ -1,4 +1,4 @@
-// Included before a kernel's text: the parts of CUDA C++ that are language and not library.
+// Included before a kernel's text: the CUDA C++ words that are part of the language instead of a library.
 #pragma once
 
 #include <stdint.h>
@@ -26,7 +26,7 @@
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
 #define __grid_constant__
-// A static object would be one for all blocks, and be neither poisoned nor watched, so that __shared__ is refused.
+// __shared__ is refused, because a static object would be shared by all blocks, and neither poisoned nor checked.
 #define __shared__ \
   _Pragma("GCC error \"shared memory comes from ptx::dynamic_shared<T>(), not from __shared__\"") static
 #define threadIdx (::cuflash::sim::current->index)

@@ -1,4 +1,4 @@
-// Blocks that run together: the block that runs, waits of one block for another, and deadlocks between blocks.
+// Concurrent blocks: the choice of the block that runs, waits of one block for another, and deadlocks between blocks.
 #include <cstdio>
 
 #include "residents.hpp"
@@ -7,7 +7,7 @@ namespace cuflash::sim {
 
 namespace {
 
-constexpr uint32_t kTurn = 8;   // average number of turns in a row that a block has
+constexpr uint32_t kTurn = 8;   // average number of steps before another block runs
 
 bool can_run(const Cta* cta) {
   for (int w = 0; cta && w < cta->warp_count; ++w)
@@ -24,7 +24,7 @@ Cta* first_from(size_t start, bool is_backward = false) {
   return nullptr;
 }
 
-// Return the block that the order prefers among those with a thread to run; null if there is none.
+// Returns the block that the order prefers among those with a thread to run, or null if there is none.
 Cta* pick_block(const Cta* own) {
   const auto& ctas = launch->residents->ctas;
   Random& random = launch->random;
@@ -38,7 +38,7 @@ Cta* pick_block(const Cta* own) {
   Cta* best = nullptr;
   for (Cta* cta : ctas)
     if (can_run(cta) && (!best || cta->priority > best->priority)) best = cta;
-  if (best && random.one_in(256)) best->priority = random.below(1000);   // below all that blocks start with
+  if (best && random.one_in(256)) best->priority = random.below(1000);   // lower than the initial priority of any block
   return best;
 }
 
@@ -48,7 +48,7 @@ bool stays(const Cta& own, bool same_warp_first) {
   return (order == Order::round_robin || order == Order::random) && can_run(&own) && !launch->random.one_in(kTurn);
 }
 
-// Threads whose counter has changed read it again.
+// Wakes the threads whose counter has changed, so that they read it again.
 void wake_waiters() {
   std::erase_if(launch->residents->counter_waiters, [](Thread* thread) {
     if (__atomic_load_n(thread->counter, __ATOMIC_RELAXED) == thread->seen) return false;
@@ -58,7 +58,7 @@ void wake_waiters() {
   });
 }
 
-// Let something happen that needs no thread: a copy lands, or a wait that does not persist ends. Return false if nothing can.
+// Makes progress without a thread: completes a copy, or ends a wait that does not persist. Returns false if it cannot.
 bool let_something_happen() {
   for (Cta* cta : launch->residents->ctas) {
     if (!cta) continue;
@@ -80,7 +80,7 @@ bool let_something_happen() {
     for (int i = 0; i < cta->thread_count; ++i)
       if (cta->threads[i]->state == State::blocked) where = cta->threads[i]->where;
   }
-  fail(where, "deadlock of blocks: no thread can run; each of these waits for one that never comes%s%s",
+  fail(where, "deadlock of blocks: no thread can run; each of these waits for a thread that never arrives%s%s",
        residency().letters, lines);
 }
 
@@ -99,8 +99,8 @@ Text residency() {
   const Residents& residents = *launch->residents;
   const size_t waiting = residents.num_blocks - residents.num_started;
   if (!waiting) return text("; all %zu blocks of the grid have started", residents.num_blocks);
-  return text("; %zu blocks run together, and %zu further ones of the grid cannot start before one of them ends: blocks "
-              "may wait only for blocks that have surely started", residents.num_running, waiting);
+  return text("; %zu blocks run concurrently, and %zu further blocks of the grid cannot start before one of them ends: blocks "
+              "may wait only for blocks that have certainly started", residents.num_running, waiting);
 }
 
 void abandon_from_host() { longjmp(launch->residents->host_place, 1); }

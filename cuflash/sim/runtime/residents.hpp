@@ -1,4 +1,4 @@
-// Blocks of a grid that run together, and the order of what they do to global memory.
+// Blocks of a grid that run concurrently, and the order of their accesses to global memory.
 #pragma once
 
 #include <csetjmp>
@@ -17,7 +17,7 @@ struct Residents {
   size_t shared_bytes = 0;
   std::vector<Thread*> counter_waiters;
   Clock fence_clock;                      // clock of __threadfence
-  jmp_buf host_place;                     // where the host continues after a failure that it found
+  jmp_buf host_place;                     // where the host continues after a failure that it has detected
 
   // State of launches whose kernels report their accesses.
   bool are_accesses_reported = false;
@@ -29,7 +29,7 @@ struct Residents {
 bool run_other_block(Thread& me);         // runs another block, if one has a thread that can run
 
 // ---- accesses.cpp ----
-// Judge an access to global memory by a block, or on its behalf, before the access is made.
+// Checks an access to global memory by a block, or on its behalf, for races before it happens.
 void note_access(const Cta& cta, const void* address, size_t bytes, Kind kind, Line line);
 
 }  // namespace cuflash::sim

@@ -1,4 +1,4 @@
-// The runtime as one translation unit: its headers are read once, which is most of its compile time.
+// The runtime as one translation unit, so that the headers, which take most of the compile time, are read once.
 #include "failure.cpp"
 #include "scheduler.cpp"
 #include "residents.cpp"

@@ -1,8 +1,8 @@
-// Announcements to AddressSanitizer and ThreadSanitizer; they are empty functions in the plain flavour.
+// Calls of AddressSanitizer and ThreadSanitizer, which are empty functions without a sanitizer.
 //
-// ThreadSanitizer's model: every CUDA thread is one of its fibers, every group of asynchronous copies runs as another
-// ("engine"), and only barriers, __syncwarp, fences and waits carry what one has seen to the next. A race is then found
-// whatever the schedule. Only kernels are instrumented; the runtime reports the accesses that it makes for them.
+// The model for ThreadSanitizer: every CUDA thread is a fiber, and every group of asynchronous copies is a fiber too, an
+// "engine". Only barriers, __syncwarp, fences and waits order the accesses of fibers, so that a race is detected under
+// every schedule. Only kernels are instrumented; the runtime reports the accesses that it makes on behalf of kernels.
 #pragma once
 
 #include <cstddef>
@@ -54,7 +54,7 @@ inline void release(void* clock) { __tsan_release(clock); }
 inline void kernel_reads(const void* address, size_t bytes) { __tsan_read_range(const_cast<void*>(address), bytes); }
 inline void kernel_writes(void* address, size_t bytes) { __tsan_write_range(address, bytes); }
 
-// Hides the runtime's own accesses, those inside malloc and memcpy included.
+// Hides the runtime's own accesses, including those inside malloc and memcpy.
 struct Unwatched {
   Unwatched() { AnnotateIgnoreReadsBegin("", 0), AnnotateIgnoreWritesBegin("", 0); }
   ~Unwatched() { AnnotateIgnoreReadsEnd("", 0), AnnotateIgnoreWritesEnd("", 0); }
@@ -66,7 +66,7 @@ struct Frame {
   ~Frame() { __tsan_func_exit(); }
 };
 
-// Run `work` on a fiber of its own, which has seen only what it acquired.
+// Runs `work` on the engine's fiber, whose accesses are ordered only after those that it has acquired.
 template <class Work>
 void as_engine(void* engine, void* caller, Work&& work) {
   void* self = this_fiber();

@@ -1,4 +1,4 @@
-// The choices of a launch that correct kernels cannot notice, all of them drawn from one seed.
+// The choices of a simulated launch that do not affect the results of correct kernels, all drawn from one seed.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +13,12 @@ struct Schedule {
   uint64_t seed;
   Order order;
   Copies copies;
-  int32_t poison;          // shared memory and the destinations of copies in flight hold 0xFF: NaN as any float
+  int32_t poison;          // shared memory and the destinations of pending copies hold bytes 0xFF, NaN in any float type
   int32_t shuffle_lanes;
-  int32_t resident_blocks; // how many blocks of a grid run together
+  int32_t resident_blocks; // how many blocks of a grid run concurrently
 };
 
-// SplitMix64: its state is a counter, so neighbouring seeds do as well as distant ones.
+// SplitMix64: its state is a counter, so that adjacent seeds give independent numbers too.
 struct Random {
   uint64_t state;
   uint64_t next() {

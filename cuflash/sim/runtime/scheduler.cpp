@@ -1,4 +1,4 @@
-// The order in which threads run. A thread stops only inside operations: one fiber runs until it blocks or yields.
+// The order in which threads run. Only operations switch threads: a fiber runs until it blocks or yields.
 #include <cstdio>
 
 #include "residents.hpp"
@@ -57,14 +57,14 @@ int pick_lane(uint32_t ready) {
 
 namespace {
 
-// Describe a thread's state, as "waits in __syncthreads at forward.cu:12".
+// Describes a thread's state, for example "waits in __syncthreads at forward.cu:12".
 Text state_of(const Thread& thread) {
   if (thread.state == State::exited) return text("exited");
   return text("waits in %s at %s%s", thread.doing, place(thread.where).letters,
               thread.awaited ? state_of(*thread.awaited).letters : "");
 }
 
-// Write groups of lanes in the same state, one line a group, as far as the buffer has room.
+// Writes one line for each group of lanes in the same state, truncated to the buffer.
 void describe(const Cta& cta, const Warp& warp, char*& to, const char* end) {
   for (int lane = 0; lane < 32 && warp.existing >> lane & 1;) {
     const int first = lane;
@@ -89,16 +89,16 @@ namespace {
   char lines[sizeof launch->message] = "";
   char* to = lines;
   describe_block(cta, to, lines + sizeof lines);
-  // The report names a thread that waits: the thread that looked last may have exited.
+  // The report names a thread that waits, because the current thread may have exited.
   for (int i = 0; i < cta.thread_count; ++i)
     if (cta.threads[i]->state == State::blocked)
-      fail(cta.threads[i]->where, "deadlock: no thread can run; each of these waits for one that never comes%s", lines);
+      fail(cta.threads[i]->where, "deadlock: no thread can run; each of these waits for a thread that never arrives%s", lines);
   __builtin_unreachable();
 }
 
 }  // namespace
 
-// A thread that waits for a while has waited long enough when nothing else can happen.
+// Ends a wait with a time limit when nothing else can happen.
 bool let_go(Cta& cta) {
   for (int i = 0; i < cta.thread_count; ++i) {
     Thread& thread = *cta.threads[i];
@@ -143,7 +143,7 @@ void yield() {
   schedule(false);
 }
 
-// A spinning thread starves the one it waits for in every order but round robin, so the turn is forced now and then.
+// Except with round robin, a spinning thread would starve the thread that it waits for, so a switch is forced at intervals.
 void spin(Location where) {
   Thread& me = self();
   const bool insist = ++me.spins >= 64;
@@ -158,7 +158,7 @@ void spin(Location where) {
     const int warp = (me.warp->index + i) % cta.warp_count;
     const uint32_t ready = cta.warps[warp].ready & ~(warp == me.warp->index ? 1u << me.lane : 0u);
     if (!ready) continue;
-    // The next lane of the same warp is preferred, so that spinning lanes cannot hand the turn back and forth.
+    // The next lane of the same warp is preferred, so that two spinning lanes cannot alternate forever.
     const uint32_t later = warp == me.warp->index ? ready & ~((2u << me.lane) - 1) : ready;
     const int lane = __builtin_ctz(later ? later : ready);
     if (warp != cta.running_warp && cta.is_view_late) update_view(cta);

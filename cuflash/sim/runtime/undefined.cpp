@@ -1,10 +1,10 @@
-// UndefinedBehaviorSanitizer without its library: kernels compiled with -fsanitize=undefined call these, and a finding
-// ends the launch as any other failure does, so that it is an exception in Python and no end of the process.
+// UndefinedBehaviorSanitizer without its library: kernels compiled with -fsanitize=undefined call these functions, which
+// end the launch with a failure, so that Python raises an exception instead of the process ending.
 #include "cta.hpp"
 
 namespace {
 
-// Every handler's data begins with where it happened.
+// The data of every handler begins with the source location.
 struct SourceLocation { const char* file; uint32_t line, column; };
 
 [[noreturn]] void undefined(const SourceLocation* at, const char* what) {

@@ -1,4 +1,4 @@
-// The few types that CUDA C++ has built in, so that the simulator needs no CUDA header.
+// The built-in vector types of CUDA C++ that kernels use, so that the simulator needs no CUDA header.
 #pragma once
 
 struct alignas(8) int2 { int x, y; };

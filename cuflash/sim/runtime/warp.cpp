@@ -1,12 +1,12 @@
-// Operations of a warp: lanes meet, and the last one to arrive does the work for all.
+// Operations of a warp: lanes wait for each other, and the last one to arrive executes the operation for all.
 #include "cta.hpp"
 
 namespace cuflash::sim {
 
 namespace {
 
-// Return the meeting that this lane belongs to, a new one if it is the first. Parts of a warp may meet on their own,
-// and one part may wait for all lanes while another part still meets; but two parts may not wait for each other.
+// Returns the rendezvous that this lane belongs to, a new one if it is the first lane. Parts of a warp may have separate
+// ones, and one part may wait for all lanes while another is in an operation; but two parts may not wait for each other.
 Rendezvous& meeting(Warp& warp, const Operation& operation, uint32_t mask, Location where) {
   const uint32_t me = 1u << self().lane;
   Rendezvous* free = nullptr;
@@ -17,7 +17,7 @@ Rendezvous& meeting(Warp& warp, const Operation& operation, uint32_t mask, Locat
       fail(where, "the warp diverged: this lane is in %s with mask %08x here, while lanes %08x wait for it in %s at %s",
            operation.name, mask, pending.arrived, pending.operation->name, place(pending.where).letters);
   }
-  if (!free) fail(where, "%s: %d other parts of this warp already wait each for its own", operation.name, kMeetings);
+  if (!free) fail(where, "%s: %d other parts of this warp already wait, each for different lanes", operation.name, kMeetings);
   free->mask = mask;
   free->arrived = 0;
   free->operation = &operation;
@@ -25,7 +25,7 @@ Rendezvous& meeting(Warp& warp, const Operation& operation, uint32_t mask, Locat
   return *free;
 }
 
-// After an operation another warp may go on, so that warps drift apart as they do on a GPU.
+// After an operation another warp may run, so that warps drift apart as they do on a GPU.
 void maybe_yield(Warp& warp) {
   Random& random = launch->random;
   Cta& cta = *self().cta;
@@ -39,7 +39,7 @@ void maybe_yield(Warp& warp) {
     case Order::priorities:
       if (cta.change_points && random.one_in(128)) {
         --cta.change_points;
-        warp.priority = random.below(1000);   // below all that warps start with
+        warp.priority = random.below(1000);   // lower than the initial priority of any warp
         yield();
       }
   }

@@ -1,4 +1,4 @@
-// Two guards of a launch: against time and against faults.
+// The time limit of a launch, and the handling of faults of its kernel.
 #include "watchdog.hpp"
 
 #include <dlfcn.h>
@@ -18,7 +18,7 @@ bool kernel_is_running() {
          pthread_equal(pthread_self(), launch->os_thread);
 }
 
-// Offset of the interrupted instruction in the kernel's library, from which a report finds the line; 0 if elsewhere.
+// Returns the offset of the interrupted instruction in the kernel's library, from which a report finds the line, or 0.
 void note_instruction(void* context) {
   [[maybe_unused]] auto* interrupted = static_cast<ucontext_t*>(context);
   uint64_t instruction = 0;
@@ -34,7 +34,7 @@ void note_instruction(void* context) {
 }
 
 void on_time_up(int, siginfo_t*, void* context) {
-  if (!kernel_is_running()) return;   // the mark in `expired` ends the launch at the next operation
+  if (!kernel_is_running()) return;   // the flag `expired` ends the launch at the next operation
   note_instruction(context);
   fail(self().where,
        "the launch passed its time limit of %g s in a loop without operations, entered after this one (%s)",
@@ -43,7 +43,7 @@ void on_time_up(int, siginfo_t*, void* context) {
 
 void on_fault(int number, siginfo_t* information, void* context) {
   if (!kernel_is_running()) {
-    signal(number, SIG_DFL);          // not the kernel's: happens again on return, and ends the process
+    signal(number, SIG_DFL);          // not a fault of the kernel: it occurs again on return, and ends the process
     return;
   }
   note_instruction(context);
@@ -54,12 +54,12 @@ void on_fault(int number, siginfo_t* information, void* context) {
   if (address < me.stack && address >= me.stack - getpagesize())
     fail(me.where, "the thread's stack of %zu bytes overflowed, after the operation here (%s)", kStackBytes, me.doing);
   fail(me.where,
-       "a load or store at %p, which is no memory of this process, after the operation here (%s); building with "
-       "sanitize=\"address\" names the buffer that it missed",
+       "a load or store at %p, which is not memory of this process, after the operation here (%s); building with "
+       "sanitize=\"address\" names the buffer that the access missed",
        static_cast<const void*>(address), me.doing);
 }
 
-// Return for how long a thread has run; where the system does not measure that, the time since an earlier moment.
+// Returns the CPU time of a thread, or the elapsed time if the system does not measure CPU time.
 double seconds_run([[maybe_unused]] pthread_t thread) {
   clockid_t clock = CLOCK_MONOTONIC;
 #if defined(__linux__)
@@ -72,7 +72,7 @@ double seconds_run([[maybe_unused]] pthread_t thread) {
 
 }  // namespace
 
-// Threads of POSIX: C++'s own headers take long to compile.
+// POSIX threads, because the C++ headers for threads take long to compile.
 Watchdog::Watchdog(double seconds) : seconds_(seconds) {
   struct sigaction action {};
   action.sa_sigaction = on_time_up;
@@ -119,8 +119,8 @@ void* Watchdog::watch(void* watchdog) {
 void Watchdog::watch() {
   if (is_over_within(seconds_)) return;
   launch->expired = true;
-  // A thread that calls operations ends at its next one, as soon as the system lets it run. Signals, repeated ones, are
-  // for a thread that has run for a while without one; a signal that meets the runtime's own code only leaves the mark.
+  // A thread that calls operations ends at its next one, once the system lets it run. Repeated signals are for a thread
+  // that has run without an operation for a while; a signal that interrupts code of the runtime only leaves the flag.
   const double had_run = seconds_run(launch->os_thread);
   for (double waited = 0; waited < seconds_ + 1; waited += 0.05) {
     if (is_over_within(0.05)) return;
@@ -134,7 +134,7 @@ void Watchdog::watch() {
 
 FaultHandlers::FaultHandlers() {
   if (kSanitized) return;
-  // Handlers need a stack of their own, since the kernel's may be what overflowed.
+  // Handlers need a separate stack, because the kernel's stack may have overflowed.
   static char stack[64 << 10];
   stack_t own {};
   own.ss_sp = stack;

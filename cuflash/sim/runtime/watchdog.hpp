@@ -1,4 +1,4 @@
-// Ends a launch whose kernel loops without ever calling an operation, and turns a fault of the kernel into a failure.
+// Ends a launch whose kernel loops without calling an operation, and turns a fault of the kernel into a failure.
 #pragma once
 
 #include <csignal>
@@ -7,10 +7,10 @@
 
 namespace cuflash::sim {
 
-// A thread that waits for the launch to end. When the time is up, it interrupts the kernel's OS thread with a signal
-// (SIGURG, which processes ignore by default). If kernel code is running, the handler leaves the kernel for good;
-// otherwise the next operation reads the mark. A signal can be held back, as ThreadSanitizer does in a loop that calls
-// nothing: then the process is ended after twice the time, since nothing else would end the loop.
+// A thread that waits for the launch to end. After the time limit it interrupts the kernel's OS thread with a signal
+// (SIGURG, which processes ignore by default). If kernel code is running, the handler abandons the kernel; otherwise the
+// next operation reads the flag `expired`. ThreadSanitizer delays signals in a loop that calls nothing. Then the process
+// is ended after twice the time limit, since nothing else would end the loop.
 class Watchdog {
  public:
   explicit Watchdog(double seconds);

@@ -1,6 +1,6 @@
-// wgmma, as each warp of a warpgroup does its quarter: 16 rows of d. Operands are read when the product is issued or when it
-// is waited for, as the schedule says; results are in the kernel's registers only when they are waited for. This file also
-// has the other operations that the four warps must execute alike: setmaxnreg, and elect_one.
+// wgmma: each warp of a warpgroup computes a quarter, 16 rows of d. Operands are read when the product is issued or when the
+// kernel waits for it, as the schedule chooses. Results are in the kernel's registers only after the wait. The file also
+// has setmaxnreg, which the four warps must execute in the same order too, and elect_one.
 #include <cstdio>
 #include <deque>
 #include <list>
@@ -13,11 +13,11 @@ namespace cuflash::sim {
 
 namespace {
 
-constexpr int kProductEngines = 4;   // of one warp; groups take turns
+constexpr int kProductEngines = 4;   // engines of one warp, which its groups use in rotation
 void* product_engines[kMaxWarps][kProductEngines];
 constexpr uint32_t kPoison = 0x7fc0dead;   // NaN in registers that a product will write
 
-// Fields that wgmma_descriptor packs.
+// The fields of a descriptor.
 struct Matrix { uint32_t start, leading, stride, width; };
 
 Matrix unpacked(uint64_t bits) {
@@ -26,7 +26,8 @@ Matrix unpacked(uint64_t bits) {
   return {field(0), field(16), field(32), kWidths[bits >> 62]};
 }
 
-// Address of 8 elements along k from (row, k) on, k a multiple of 8; of an MN-major matrix, of 8 rows, row a multiple of 8.
+// Returns the address of 8 elements along k from (row, k), for k a multiple of 8; for an MN-major matrix, of 8 elements
+// along the rows, for row a multiple of 8.
 uint32_t chunk_address(const Matrix& matrix, bool mn_major, int row, int k) {
   const uint32_t width = matrix.width, per_atom = width / 2;   // elements
   const auto r = static_cast<uint32_t>(row), c = static_cast<uint32_t>(k);
@@ -47,12 +48,12 @@ struct Chunk { uint16_t at[8]; };
 struct Accumulator {
   float* d[32];
   int count = 0;
-  int pending = 0;            // products under way
+  int pending = 0;            // number of pending products
   std::vector<float> values;  // row after row
 };
 
 struct Product {
-  WgmmaLane lane;              // of lane 0
+  WgmmaLane lane;              // operands of lane 0
   uint32_t a[32][4];
   Accumulator* accumulator;
   int group;
@@ -63,11 +64,11 @@ struct Product {
   void* engine;
 };
 
-// Registers that a product wrote: the next product may add to them without a fence if nothing else has written them.
+// Registers of a product: the next product may add to them without a fence if nothing else has written to them.
 struct Written { float* d; int count; size_t fences; std::vector<float> values; };
 
 struct Products {
-  std::list<Accumulator> accumulators;  // of products under way
+  std::list<Accumulator> accumulators;  // accumulators of pending products
   std::deque<Product> queue;            // in order of issue
   std::vector<Written> written;
   int groups = 0;                        // committed so far
@@ -89,7 +90,7 @@ Text words_of(const Deed& deed) {
   return text(deed.format, x[0], x[1], x[2], x[3]);
 }
 
-// The four warps of a warpgroup do the same one after another, each at its own time.
+// The four warps of a warpgroup execute the same operations in the same order, each at a different time.
 void step_together(const Deed& what, Location where) {
   const Warp& warp = *self().warp;
   Cta& cta = *self().cta;
@@ -110,7 +111,7 @@ void step_together(const Deed& what, Location where) {
   for (size_t& done : together.done) done = 0;
 }
 
-// The bytes of both operands that this warp's rows of d need: of a, then of b.
+// Returns the bytes of a, then of b, that this warp's rows of d need.
 std::vector<Chunk> read_operands(const Product& product) {
   const WgmmaLane& lane = product.lane;
   std::vector<Chunk> chunks;
@@ -133,7 +134,7 @@ std::vector<Chunk> read_operands(const Product& product) {
   return chunks;
 }
 
-// A matrix [rows, 16] from its chunks, laid out with `pitch` from row to row.
+// Assembles a matrix [rows, 16] from its chunks, with `pitch` elements from row to row.
 CUFLASH_SIM_WITHIN void unpack(const Chunk* chunks, bool mn_major, int rows, bool is_bfloat16, float* to, int row_pitch,
                                int k_pitch) {
   const int pitch = mn_major ? row_pitch : k_pitch;
@@ -144,7 +145,8 @@ CUFLASH_SIM_WITHIN void unpack(const Chunk* chunks, bool mn_major, int rows, boo
   }
 }
 
-// Element of a lane's register among 16 rows of 2 * count columns: two neighbours, two more eight rows below, and so on.
+// Returns the element of a lane's register among 16 rows of 2 * count columns: registers 0 and 1 are adjacent elements,
+// 2 and 3 are eight rows below them, and so on.
 size_t place_of(int lane, int element, int count) {
   const int row = lane / 4 + element / 2 % 2 * 8, column = element / 4 * 8 + lane % 4 * 2 + element % 2;
   return static_cast<size_t>(row * 2 * count + column);
@@ -157,11 +159,11 @@ std::vector<float> gathered(float* const* d, int count) {
   return values;
 }
 
-// Sums over 32 elements of 8 bits, as an H100 makes them bit for bit (docs/fp8.md). Each product, and what is added to, is cut
-// towards zero to a multiple of 2^-13 of the power of two in the largest term; these are added exactly, and the sum is cut
-// to 13 bits of mantissa. The exponent of a product is the sum of its factors' exponents, which are -6 at least.
+// Sums of 32 FP8 products with the bits of an H100 (docs/fp8.md). Each product and the accumulator are truncated towards
+// zero to multiples of 2^(e - 13), where e is the largest exponent of all terms. They are added exactly, and the sum is
+// truncated to 13 mantissa bits. The exponent of a product is the sum of its factors' exponents, which are at least -6.
 constexpr int kE4M3Bits = 13;
-constexpr int kNoExponent = -100;  // of 0
+constexpr int kNoExponent = -100;  // the exponent of 0
 constexpr int32_t kCutMantissa = ~((1 << (23 - kE4M3Bits)) - 1);
 
 struct E4M3Row { float number[32]; int exponent[32]; };
@@ -173,13 +175,13 @@ CUFLASH_SIM_WITHIN int e4m3_exponent(float x) {
 }
 
 CUFLASH_SIM_WITHIN Eight e4m3_sums(const E4M3Row& a, const E4M3Columns& b, Eight before) {
-  constexpr int kLeast = -64;  // any product that is not 0 has a larger exponent
+  constexpr int kLeast = -64;  // every product except 0 has a larger exponent
   EightBits largest = (reinterpret_cast<EightBits>(before) >> 23 & 255) - 127;
   for (int k = 0; k < 32; ++k) {
     const EightBits exponent = a.exponent[k] + b.exponent[k];
     largest = exponent > largest ? exponent : largest;
   }
-  const EightBits is_alone = largest < kLeast;  // what is added to
+  const EightBits is_alone = largest < kLeast;  // all products are 0
   largest = is_alone ? EightBits{} + kLeast : largest;
   const Eight up = reinterpret_cast<Eight>((127 + kE4M3Bits - largest) << 23);
   const Eight down = reinterpret_cast<Eight>((127 - kE4M3Bits + largest) << 23);
@@ -236,7 +238,7 @@ CUFLASH_SIM_WIDE void multiply_e4m3(Product& product) {
   product.is_done = true;
 }
 
-// Compute a product from the operands that it has read.
+// Computes a product from the operands that it has read.
 CUFLASH_SIM_WIDE void multiply(Product& product) {
   const WgmmaLane& lane = product.lane;
   if (lane.element == WgmmaElement::kFloat8E4M3) return multiply_e4m3(product);
@@ -283,7 +285,7 @@ Accumulator& accumulator_of(Products& products, void* const* arguments, const Is
   for (Accumulator& known : products.accumulators) {
     if (known.d[0] == lane.d && known.count == lane.count) return known;
     if (known.d[0] < lane.d + lane.count && lane.d < known.d[0] + known.count)
-      fail(issue.where, "the registers of this wgmma are those of one of another width, which is under way");
+      fail(issue.where, "a pending wgmma of a different width has some of the registers of this wgmma");
   }
   const Written* written = nullptr;
   for (const Written& each : products.written)
@@ -296,7 +298,7 @@ Accumulator& accumulator_of(Products& products, void* const* arguments, const Is
                           memcmp(made.values.data(), written->values.data(), made.values.size() * sizeof(float)) == 0;
   const size_t fences_before = written ? written->fences : 0;
   if (!is_as_left && products.fences == fences_before)
-    fail(issue.where, "no wgmma_fence lies between this wgmma and what else was done with its registers");
+    fail(issue.where, "there is no wgmma_fence between this wgmma and other accesses to its registers");
   if (launch->request.schedule.poison)
     for (float* d : made.d)
       for (int i = 0; i < lane.count; ++i) memcpy(d + i, &kPoison, sizeof kPoison);
@@ -336,7 +338,7 @@ void execute_wgmma(void* const* arguments, uint32_t) {
     release(product.engine);
   });
   const Copies when = launch->request.schedule.copies;
-  bool is_first = true;   // products of one accumulator follow each other
+  bool is_first = true;   // products of one accumulator are consecutive
   for (const Product& other : products.queue)
     is_first &= &other == &product || other.accumulator != product.accumulator || other.is_done;
   if (is_first && (when == Copies::eager || (when == Copies::random && launch->random.one_in(2)))) multiply(product);
@@ -352,12 +354,12 @@ void execute_commit(void* const* arguments, uint32_t) {
   ++products_of(*self().warp).groups;
 }
 
-// Results go to the kernel's registers when no product on them is under way any more.
+// Writes results to the kernel's registers once no product on these is pending.
 void publish(Products& products, Accumulator& done, Location where) {
   for (int i = 0; i < 32; ++i) {
     for (int e = 0; e < done.count && launch->request.schedule.poison; ++e)
       if (memcmp(done.d[i] + e, &kPoison, sizeof kPoison) != 0)
-        fail(where, "register %d of lane %d was written to while a wgmma on it was under way", e, i);
+        fail(where, "register %d of lane %d was written to while a wgmma on it was pending", e, i);
     for (int e = 0; e < done.count; ++e) done.d[i][e] = done.values[place_of(i, e, done.count)];
   }
   std::erase_if(products.written, [&](const Written& each) {
@@ -399,7 +401,7 @@ void execute_setmaxnreg(void* const* arguments, uint32_t) {
 }
 
 void execute_elect(void* const* arguments, uint32_t) {
-  // PTX does not say which lane it is, only that it is the same each time.
+  // PTX does not specify which lane is elected, only that it is the same each time.
   const Schedule& schedule = launch->request.schedule;
   const int chosen = schedule.shuffle_lanes ? static_cast<int>(schedule.seed % 32) : 0;
   for (int i = 0; i < 32; ++i) *static_cast<bool*>(arguments[i]) = i == chosen;
@@ -411,7 +413,7 @@ constexpr Operation kWgmma{"wgmma", execute_wgmma, true}, kFence{"wgmma_fence", 
 
 }  // namespace
 
-// ThreadSanitizer's fibers start with all that their maker has seen, so they are made before any kernel code runs.
+// ThreadSanitizer's fibers start with everything that their creator has seen, so they are created before kernel code runs.
 void make_product_engines(int warp) {
   for (void*& engine : product_engines[warp])
     if (!engine) engine = new_fiber("wgmma");
@@ -419,7 +421,7 @@ void make_product_engines(int warp) {
 
 void check_products_done(const Warp& warp) {
   if (warp.products && !warp.products->queue.empty())
-    fail(warp.products->queue.front().where, "the thread exits with products under way that it never waited for");
+    fail(warp.products->queue.front().where, "the thread exits with pending products that it never waited for");
 }
 
 void check_warpgroups(const Cta& cta) {
@@ -432,15 +434,15 @@ void check_warpgroups(const Cta& cta) {
     for (const size_t done : group.done) fewest = done < fewest ? done : fewest;
     const Step& step = group.steps[fewest];
     snprintf(launch->message, sizeof launch->message,
-             "%s: the block (%u, %u, %u) ends, and not all four warps of a warpgroup did this %s",
+             "%s: the block (%u, %u, %u) ends, but not all four warps of a warpgroup did this %s",
              place(step.where).letters, cta.index.x, cta.index.y, cta.index.z, words_of(step.what).letters);
   }
-  // Each thread starts with a multiple of eight of a multiprocessor's 65536 registers; setmaxnreg moves them among warpgroups.
+  // Each thread starts with a multiple of eight registers, of a multiprocessor's 65536; setmaxnreg redistributes them.
   const int threads = cta.thread_count, most = 65536 / threads / 8 * 8 * threads;
   if (registers <= most || launch->failed) return;
   launch->failed = true;
   snprintf(launch->message, sizeof launch->message,
-           "setmaxnreg: the warpgroups of the block ask for %d registers together; it has %d", registers, most);
+           "setmaxnreg: the warpgroups of the block request %d registers in total; a multiprocessor has %d", registers, most);
 }
 
 uint64_t wgmma_descriptor(int swizzle, uint32_t address, int leading_bytes, int stride_bytes, Location where) {
@@ -471,7 +473,7 @@ void wgmma_wait(int pending, Location where) {
   Wait wait{pending, where};
   collective(kWait, 0xffffffffu, &wait, where);
   const Thread& me = self();
-  // Engines of groups that are still pending, or not committed, are left out: they have more to do.
+  // Engines of groups that are still pending or not committed are left out, because more products may follow on them.
   for (int group = me.warp->products->groups - kProductEngines + 1; group <= me.warp->products->groups - pending - 1; ++group)
     if (group >= 0) acquire(product_engines[me.warp->index][group % kProductEngines]);
 }

@@ -12,7 +12,7 @@ CUFLASH_DEVICE void load(uint32_t to, const ptx::TensorMap* map, uint32_t barrie
   }
 }
 
-// Copies `count` boxes at the coordinates `places` into shared memory, and writes what it holds after each.
+// Copies `count` boxes at the coordinates `places` into shared memory, and writes the contents after each.
 extern "C" __global__ void __launch_bounds__(128)
 loads(const __grid_constant__ ptx::TensorMap map, const void* tensor, const int* places, int count, int bytes, uint8_t* left) {
   uint8_t* shared = ptx::dynamic_shared<uint8_t>();

@@ -1,5 +1,5 @@
-// Atomic functions, relaxed as on the GPU: atomic among themselves, ordering nothing else. They are the compiler's own
-// atomics, which ThreadSanitizer recognises. A thread may be spinning on one, so other threads get to run.
+// Atomic functions, relaxed as on the GPU: they are atomic, but do not order other accesses. They use the compiler's
+// atomics, which ThreadSanitizer recognizes. Each lets other threads run, because its thread may be spinning.
 #pragma once
 
 namespace cuflash::sim {

@@ -1,4 +1,4 @@
-// __syncwarp, shuffles, votes and reductions. All lanes named in the mask call each together.
+// __syncwarp, shuffles, votes and reductions, which all lanes in the mask must call together.
 #pragma once
 
 namespace cuflash::sim {
@@ -13,7 +13,7 @@ template <class T>
 T shuffle(const Operation& operation, uint32_t mask, T value, int source, int width, Location where) {
   static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>, "a shuffle moves up to 8 bytes");
   if (width < 1 || width > 32 || (width & (width - 1)))
-    fail(where, "%s: width %d is no power of two from 1 to 32", operation.name, width);
+    fail(where, "%s: width %d is not a power of two from 1 to 32", operation.name, width);
   ShuffleLane lane{0, 0, source};
   std::memcpy(&lane.in, &value, sizeof value);
   collective(operation, mask, &lane, where);
@@ -55,7 +55,7 @@ inline void __syncwarp(unsigned mask = 0xffffffffu, CUFLASH_SIM_WHERE) {
   ::cuflash::sim::collective(::cuflash::sim::kSyncwarp, mask, nullptr, where);
 }
 
-// A lane whose source lies outside its segment of `width` lanes keeps its own value.
+// A lane whose source is outside its segment of `width` lanes keeps its own value.
 template <class T>
 inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, CUFLASH_SIM_WHERE) {
   const int lane = ::cuflash::sim::current->lane, from = (lane & ~(width - 1)) | (source & (width - 1));
@@ -64,7 +64,7 @@ inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, CUFLASH
 template <class T>
 inline T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32, CUFLASH_SIM_WHERE) {
   const int lane = ::cuflash::sim::current->lane, from = lane ^ bits;
-  // Unlike the others, xor may read an earlier segment.
+  // Unlike the other shuffles, xor may read an earlier segment.
   const int source = from > (lane | (width - 1)) ? lane : from;
   return ::cuflash::sim::shuffle(::cuflash::sim::kShuffleXor, mask, value, source, width, where);
 }

@@ -1,0 +1,153 @@
+"""What a cache holds: its pages, how many positions each sequence has, and the device's copy of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, namespace, to_host
+from ..errors import UnsupportedProblem, refuse
+from ..executors import checks
+from ..planning.decoding import CacheLayout
+from ..plans import as_arrays
+from .arguments import capacity_reason, excess_reasons, numbers, require_appended, shortage_reason
+from .on_device import OnDevice, device_reasons, is_capturing, is_on_device
+from .paged_rows import PagedRows
+from .pages import Growth, OwnPages, PagePool, growths, length_faults
+from .steps import Steps
+
+
+class CacheState:
+    """The content of a cache.
+
+    Attributes
+    ----------
+    is_counted_on_device : bool
+        The device counts positions, and `lengths` are not known here.
+    device : OnDevice, optional
+        None on the host.
+    steps : Steps
+        Its bound calls.
+
+    Parameters
+    ----------
+    rows : PagedRows
+    pages : OwnPages or PagePool
+    lengths : list of int
+        Positions of each sequence.
+    capacity : int
+    part_keys : int, optional
+    """
+
+    def __init__(
+        self, rows: PagedRows, pages: OwnPages | PagePool, lengths: list[int], capacity: int, part_keys: int | None
+    ) -> None:
+        self.rows, self.pages, self.lengths, self.capacity, self.part_keys = rows, pages, lengths, capacity, part_keys
+        self.is_counted_on_device, self.device, self.steps = False, None, Steps(rows.k, rows.v)
+        if not isinstance(rows.k, np.ndarray):
+            self.device = OnDevice(rows, self.layout, len(lengths), self.is_paged, self.steps)
+
+    @property
+    def is_paged(self) -> bool:
+        return isinstance(self.pages, PagePool)
+
+    @property
+    def layout(self) -> CacheLayout:
+        page_size = self.pages.page_size
+        return CacheLayout(self.capacity, page_size, self.pages.num_pages, -(-self.capacity // page_size))
+
+    def length_array(self) -> Array:
+        """Return positions of each sequence, int32 [batch], where the cache is."""
+        if self.is_counted_on_device:
+            assert self.device is not None
+            return self.device.lengths.copy()
+        return namespace(self.rows.k).asarray(np.array(self.lengths, np.int32))
+
+    def block_table(self) -> Array:
+        """Return pages of each sequence, int32 [batch, max_pages], where the cache is."""
+        xp = namespace(self.rows.k)
+        if isinstance(self.pages, PagePool):
+            return xp.asarray(self.pages.table(self.layout.max_pages))
+        return xp.asarray(np.arange(len(self.lengths), dtype=np.int32)[:, None])
+
+    def lengths_now(self) -> list[int]:
+        """Positions of each sequence. The call waits for the device if it counts them."""
+        return list(map(int, to_host(self.length_array()))) if self.is_counted_on_device else self.lengths
+
+    def faults(self) -> list[str]:
+        """Return contradictions of lengths, tables and counts of pages, as sentences."""
+        faults = self.pages.faults() + ([] if self.device is None else self.device.faults())
+        for sequence, length in enumerate(self.lengths_now()):
+            faults += length_faults(self.pages, sequence, length, self.capacity)
+        return faults
+
+    def counted(self, counts: Any, num_rows: int) -> Any:
+        """Return the number of rows that belong to each sequence: a list, or an array on the device."""
+        if counts is None:
+            return [num_rows] * len(self.lengths)
+        news = self.numbers("counts", counts)
+        if not isinstance(news, list):
+            return news
+        refuse(excess_reasons(news, num_rows))
+        return news
+
+    def queried(self, counts: Any, num_rows: int) -> Any:
+        """Return the number of queries of each sequence, which has as many tokens or more.
+
+        Where the device counts tokens, only checks wait for their numbers.
+        """
+        news = self.counted(counts, num_rows)
+        if not self.is_counted_on_device or checks.is_on() and not is_capturing():
+            lengths = self.lengths_now()
+            if num_rows > min(lengths):
+                require_appended(news, lengths, has_counts=counts is not None)
+        return news
+
+    def numbers(self, name: str, value: Any) -> Any:
+        """Return a number of each sequence: a list, or an array on the device, which counts from then on."""
+        value = as_arrays({name: value})[name]
+        if self.device is None or not is_on_device(value):
+            return numbers(name, value, len(self.lengths))
+        refuse(device_reasons(name, value, len(self.lengths), self.rows.k))
+        self.count_on_device()
+        return value
+
+    def count_on_device(self) -> None:
+        """As `KVCache.count_on_device`."""
+        if self.device is None:
+            raise UnsupportedProblem(["the cache must be on a GPU to be counted there; got NumPy arrays: give xp=cupy"])
+        if self.is_counted_on_device:
+            return
+        size = self.pages.page_size
+        to_ends = [
+            Growth(sequence, length, max(length, len(table) * size))
+            for sequence, (length, table) in enumerate(zip(self.lengths, self.pages.tables))
+        ]
+        if self.is_paged:
+            shortages = self.pages.shortages(to_ends)
+            refuse([shortage_reason("pages", each, self.pages.num_pages) for each in shortages])
+            for growth in to_ends:
+                self._grow(growth)
+        self.on_device()
+        self.is_counted_on_device = True
+
+    def on_device(self) -> OnDevice:
+        """Return the arrays of the cache that kernels read, as they are now."""
+        assert self.device is not None
+        self.device.put(None if self.is_counted_on_device else self.lengths, self.pages)
+        return self.device
+
+    def make_room(self, name: str, stops: list[int]) -> None:
+        """Take pages for sequences that get so long, or refuse the argument of this name."""
+        wanted = list(growths(self.lengths, stops))
+        reasons = [capacity_reason(name, growth, self.capacity) for growth in wanted if growth.stop > self.capacity]
+        if not reasons:
+            reasons = [shortage_reason(name, each, self.pages.num_pages) for each in self.pages.shortages(wanted)]
+        refuse(reasons)
+        for growth in wanted:
+            self._grow(growth)
+
+    def _grow(self, growth: Growth) -> None:
+        for copy in self.pages.grow(growth):
+            self.rows.copy(copy)

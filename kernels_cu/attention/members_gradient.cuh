@@ -1,0 +1,35 @@
+#pragma once
+#include <attention/epilogue_mma.cuh>
+#include <attention/members.cuh>
+
+// The gradient of queries, of one head or of neighbours that each choose their blocks of keys.
+namespace cuflash {
+
+// Stage and store the rows of a tile. Called by all threads.
+template <class Gradient, class Tile>
+CUFLASH_DEVICE void write_gradient_of_queries(attention::NoChosenLists, const attention::Matrices& to,
+                                              const attention::WorkTile& work, int num_columns, Tile staging,
+                                              Gradient& gradient) {
+  write_gradient(to, work, work.batch_head.head, num_columns, staging, gradient);
+}
+template <class Gradient, class Tile>
+CUFLASH_DEVICE void write_gradient_of_queries(const attention::ChosenLists& chosen, const attention::Matrices& to,
+                                              const attention::WorkTile& work, int num_columns, Tile staging,
+                                              Gradient& gradient) {
+  if (to.is_accumulator) {
+    const auto rows = attention::rows_of_tile<float>(chosen, to, work, num_columns);
+#pragma unroll
+    for (int i = 0; i < Gradient::kRows; ++i)
+#pragma unroll
+      for (int j = 0; j < Gradient::kColumns; ++j) {
+        const int row = gradient.first_row() + Gradient::row(i), column = gradient.first_column() + Gradient::column(j);
+        if (row < rows.num_rows && column < num_columns) rows.at(row, column) = gradient.at(i, j);
+      }
+    return;
+  }
+  tile::store(staging, gradient);
+  __syncthreads();  // all rows are staged
+  tile::store<kThreads>(attention::rows_of_tile<Element>(chosen, to, work, num_columns), staging);
+}
+
+}  // namespace cuflash

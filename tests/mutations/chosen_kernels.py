@@ -1,0 +1,272 @@
+"""Faults in kernels for queries that each choose their blocks: lists joined on a device, tiles, and their planning."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+from cuflash import masks, sim
+from cuflash.executors.sim import Simulator
+from cuflash.masks import ChosenBlocks, MaskShape
+from mutations.planting import Edit
+from mutations.python_guards import part
+from test_chosen_kernels import (
+    case_of_many_blocks, check_columns, check_far_columns, check_group, check_parts, check_unions,
+)  # fmt: skip
+
+import cuflash
+
+SIGNS = (AssertionError, sim.SimulationError)  # exceptions by which guards see a fault
+CAUSAL = masks.Causal("bottom_right")
+
+
+def _cases() -> list[tuple[MaskShape, ChosenBlocks, masks.Mask | None, int]]:
+    """Return lists of groups of several sizes, in several layouts, and beside several intervals."""
+    rng, shape = np.random.default_rng(0), MaskShape((2, 3), 6, 130, 300)
+    by_group = rng.integers(-1, 5, (2, 1, 130, 2, 4)).swapaxes(-3, -2)
+    counts = rng.integers(0, 4, (2, 1, 2, 130), endpoint=True).astype(np.uint8)
+    near, far = rng.integers(0, 19, (6, 130, 4)), rng.choice([-9, 20, 2**32, 2**40], (6, 130, 4))
+    wild = np.where(rng.random((6, 130, 4)) < 0.2, far, near)
+    return [
+        (shape, ChosenBlocks(by_group, 64, counts=counts), None, 2),
+        (shape, ChosenBlocks(wild, 16), None, 2),
+        (shape, ChosenBlocks(by_group, 64), CAUSAL & masks.Lengths(kv=280), 2),
+        (shape, ChosenBlocks(wild, 16), masks.SlidingWindow(40, 9, "top_left"), 2),
+        (shape, ChosenBlocks(rng.integers(0, 5, (130, 2)).astype(np.int32), 64), CAUSAL, 2),
+        (MaskShape((), 1, 80, 200), ChosenBlocks(rng.integers(0, 4, (80, 3)), 64), CAUSAL, 1),
+    ]
+
+
+def lists_are_joined() -> None:
+    """Kernels join lists as NumPy does, in any order of threads."""
+    for number, case in enumerate(_cases()):
+        schedule = sim.Schedule(seed=number, order=("random", "priorities")[number % 2], shuffle_lanes=True)
+        check_unions(cuflash, case, Simulator(schedule))
+
+
+def queries_are_listed() -> None:
+    """Kernels list the queries of each block as NumPy does, in any order of threads."""
+    long = MaskShape((), 2, 5000, 200)  # several chunks
+    lists = ChosenBlocks(np.random.default_rng(0).integers(-1, 4, (5000, 2)), 64)
+    for number, case in enumerate([*_cases(), (long, lists, None, 1)]):
+        schedule = sim.Schedule(seed=number, order=("random", "priorities")[number % 2], shuffle_lanes=True)
+        check_columns(cuflash, case, Simulator(schedule))
+
+
+def many_blocks_come_in_ranges() -> None:
+    check_unions(cuflash, case_of_many_blocks())
+    check_columns(cuflash, case_of_many_blocks())
+
+
+def tiles_are_right() -> None:
+    """All results of groups whose heads fill no tile, whose queries fill none, and beside intervals."""
+    check_group(cuflash, 12, 64, CAUSAL & masks.Lengths(kv=170))
+    check_group(cuflash, 3, 64)
+
+
+def large_groups_and_single_heads_are_right() -> None:
+    check_group(cuflash, 80, 64, CAUSAL)
+    check_far_columns(cuflash)
+
+
+def parts_are_added() -> None:
+    """Several thread blocks share the keys of a block that many queries chose."""
+    check_parts(cuflash)
+    check_parts(cuflash, 9, 128)
+
+
+def plans_are_right(library: ModuleType) -> None:
+    """Geometry of tiles, and unions of lists on the host, give right results of every number of lists."""
+    check_group(library, 6, 64, library.masks.Causal("bottom_right"))
+    check_far_columns(library)
+
+
+def sources_are_right(library: ModuleType) -> None:
+    for case in _cases()[:4]:
+        shape, lists, closed, num_kv_heads = case
+        of, kinds = part(library, "masks.shape").MaskShape, library.masks
+        own = None if closed is None else _of_library(library, closed)
+        again = kinds.ChosenBlocks(lists.blocks, lists.block, counts=lists.counts)
+        check_unions(library, (of(*shape), again, own, num_kv_heads))
+
+
+def _of_library(library: ModuleType, closed: masks.Mask) -> object:
+    """Return closed forms as masks of a library."""
+    kinds = library.masks
+    if isinstance(closed, masks.SlidingWindow):
+        return kinds.SlidingWindow(closed.left, closed.right, closed.align)
+    if isinstance(closed, masks.Lengths):
+        return kinds.Lengths(kv=closed.kv)
+    if isinstance(closed, masks.Causal):
+        return kinds.Causal(closed.align)
+    first, second = (_of_library(library, each) for each in closed.operands)
+    return first & second
+
+
+UNIONS, LIST, COLUMNS = "lists/unions.cu", "lists/chosen.cuh", "lists/columns.cuh"
+COUNT, SCAN, FILL = "lists/columns_count.cu", "lists/columns_scan.cu", "lists/columns_fill.cu"
+MEMBERS, COPY, PLAN = "attention/members.cuh", "tile/copy_async.cuh", "planning/chosen_lists.py"
+FAULTS = {
+    lists_are_joined: {
+        "-1 is block 0": Edit(
+            LIST, "ChosenList.at", "block = blocks_.at(place);", "block = blocks_.at(place) + (blocks_.at(place) < 0);"
+        ),
+        "numbers behind the last block are blocks": Edit(
+            LIST, "ChosenList.at", "|| block >= params_.num_blocks", ""
+        ),
+        "the entry behind the last counts": Edit(LIST, "ChosenList.at", "place >= count_", "place > count_"),
+        "counts are not read": Edit(LIST, "ChosenList.ChosenList", "count_ = counts.at(query);", ""),
+        "a bit is that of the next query": Edit(UNIONS, "lists_unions", "1u << row % 32", "1u << (row + 1) % 32"),
+        "all bits are in the first word": Edit(UNIONS, "lists_unions", "num_words + row / 32]", "num_words]"),
+        "a repeated entry clears its bit": Edit(UNIONS, "lists_unions", "atomicOr(", "atomicXor("),
+        "words of the tile before are left": Edit(UNIONS, "lists_unions", "words[x] = 0;", "words[x] &= 1;"),
+        "entries start where the last lane is": Edit(
+            UNIONS, "lists_unions", "__popc(chosen & ((1u << lane) - 1))", "lane"
+        ),
+        "list heads share lists": Edit(UNIONS, "lists_unions", "batch_head % params.num_heads,", "0,"),
+        "batch entries share lists": Edit(UNIONS, "lists_unions", "batch_head / params.num_heads,", "0,"),
+        "queries that see no key of a block choose it": Edit(
+            LIST, "ChosenList.at", "return is_seen ? static_cast<int>(block) : -1;", "return static_cast<int>(block);"
+        ),
+        "a block ends before its last key": Edit(LIST, "ChosenList.at", "first + params_.block;", "first + 1;"),
+    },
+    queries_are_listed: {
+        "a query counts once for each tile": Edit(
+            COUNT, "lists_columns_count", "+= __popcll(word)", "+= 1"
+        ),
+        "sums hold the chunk itself": Edit(
+            SCAN, "lists_columns_scan", "count_of(chunk) = before;", "count_of(chunk) = before + own[chunk];"
+        ),
+        "list heads write over each other": Edit(
+            SCAN, "lists_columns_scan", "blockIdx.x * chosen.max_members", "0"
+        ),
+        "a place is not advanced": Edit(FILL, "lists_columns_fill", "places[block - base] = place;", ""),
+        "queries are counted from the tile": Edit(
+            FILL, "lists_columns_fill", "tile * chosen.queries_per_tile", "0"
+        ),
+        "chunks start at their block": Edit(
+            FILL, "lists_columns_fill", "+ chunk.counts(chosen)[base + block]", ""
+        ),
+        "the last chunk is longer than the tiles": Edit(
+            COLUMNS, "Chunk.Chunk", "min(first_tile + attention::kTilesOfChunk, chosen.num_tiles)",
+            "first_tile + attention::kTilesOfChunk - (number == chosen.num_chunks - 1)",
+        ),
+    },
+    many_blocks_come_in_ranges: {
+        "ranges begin at 0 twice": Edit(
+            UNIONS, "lists_unions", "params.kv_blocks[place] = base + block;", "params.kv_blocks[place] = block;"
+        ),
+        "counts of later ranges are lost": Edit(
+            COUNT, "lists_columns_count", "[base + block] = counts[block]", "[block] = counts[block]"
+        ),
+        "blocks of other ranges are counted": Edit(
+            COLUMNS, "for_each_entry", "if (block >= first && block < last)", "if (block < last)"
+        ),
+    },
+    tiles_are_right: {
+        "rows are head after head": Edit(
+            MEMBERS, "head_and_query_of_neighbours", "divmod(row, chosen.heads_per_tile)",
+            "divmod(row, chosen.queries_per_tile)",
+        ),
+        "a tile has the entries of the one before": Edit(
+            MEMBERS, "visit_range_of_tile", "* chosen.num_tiles + tile)", "* chosen.num_tiles + max(tile - 1, 0))"
+        ),
+        "idle rows are stored": Edit(
+            MEMBERS, "rows_of_tile", "(work.last - work.first) * chosen.heads_per_tile", "64"
+        ),
+        "neighbours see each other's blocks": Edit(
+            MEMBERS, "Members.row_mask", "if ((word_ >> number & 1) == 0) return {0, 0, nullptr, 0};", ""
+        ),
+        "a block that all chose is whole": Edit(
+            "sm80/forward.cu", "sm80_forward", "!is_unmasked<kBlockKv>(block) || !members.has_all()",
+            "!members.has_all()",
+        ),
+        "a block that is whole was chosen by all": Edit(
+            "sm80/forward.cu", "sm80_forward", "!is_unmasked<kBlockKv>(block) || !members.has_all()",
+            "!is_unmasked<kBlockKv>(block)",
+        ),
+        "warps skip blocks of their last query": Edit(
+            MEMBERS, "Members.Members", "~0ull >> (63 - last) & ~0ull << first", "1ull << first"
+        ),
+        "each step has the word of the next": Edit(
+            "sm80/backward_rows.cu", "sm80_backward_rows", "members.read(block);",
+            "members.read(has_next_block ? next_block : block);",
+        ),
+        "dQ lacks the last entry": Edit(
+            MEMBERS, "visit_range_of_tile", "visit_range.last_entry = range[1];",
+            "visit_range.last_entry = Config::kIsBackward ? range[1] - 1 : range[1];",
+        ),
+        "list heads are those of query heads": Edit(
+            MEMBERS, "list_head", "divmod(batch_head.head, chosen.heads_per_list).quotient", "batch_head.head % 2"
+        ),
+        "batch entries share lists": Edit(MEMBERS, "list_head", "batch_head.batch_index * chosen.batch_stride +", ""),
+        "a step of keys has rows behind its queries": Edit(
+            MEMBERS, "mask_step_of_keys", "if (place >= block.stop) return {0, 0, nullptr, 0};", ""
+        ),
+        "queries before an interval visit keys": Edit(
+            MEMBERS, "visit_range_of_keys", "place_of(queries.full_start), place_of(queries.full_stop)",
+            "place_of(queries.start), place_of(queries.stop)",
+        ),
+        "gathered rows are those of neighbours": Edit(
+            COPY, "GatheredRows.row", "matrices[i / first.num_rows]", "(matrices[0] + i / first.num_rows)"
+        ),
+        "columns of the block before": Edit(
+            MEMBERS, "Column.Column", "+ block.quotient;", "+ max(block.quotient - 1, 0);"
+        ),
+    },
+    large_groups_and_single_heads_are_right: {
+        "a group has one tile of heads": Edit(
+            "sm80/backward.cu", "sm80_backward", "head += heads_per_tile(chosen)", "head += shape.group_size"
+        ),
+        "the next tile of heads is the next head": Edit(
+            "sm80/backward.cu", "begin_next_head", "+= attention::heads_per_tile(chosen)", "+= 1"
+        ),
+        "rows that fill no chunk are copied whole": Edit(
+            "sm80/backward.cu", "load_block", "if (__builtin_expect(state.rows_fill_tiles, true)) {", "if (true) {"
+        ),
+    },
+    parts_are_added: {
+        "a part has the queries of all": Edit(
+            MEMBERS, "Column.last", "min(first(chosen) + chosen.queries_per_part, chosen.column_pointers[number + 1])",
+            "chosen.column_pointers[number + 1]",
+        ),
+        "the first to arrive adds": Edit(
+            "sm80/column_parts.cuh", "add_parts", "== num_parts - 1;", "== 0;"
+        ),
+        "tiles of a block share parts": Edit(
+            "sm80/column_parts.cuh", "add_parts", "+ column.tile * num_parts)", ")"
+        ),
+        "blocks share parts": Edit(
+            SCAN, "lists_columns_scan", "sum_up<kThreads>(parts, chosen.num_blocks, 0);", ""
+        ),
+        "a block of one part more has none": Edit(
+            SCAN, "lists_columns_scan", "(length + per_part - 1) / per_part", "length / per_part"
+        ),
+        "arrivals are not reset": Edit("sm80/column_parts.cuh", "add_parts", "if (is_last) *arrivals = 0;", ""),
+    },
+    plans_are_right: {
+        "a tile has more heads than share its list": Edit(
+            PLAN, "UnionTiling.heads_per_tile", "math.gcd(self.heads_per_list, self.group_size)", "self.group_size"
+        ),
+        "a tile has heads of two keys": Edit(
+            PLAN, "UnionTiling.heads_per_tile", "math.gcd(self.heads_per_list, self.group_size)", "2 * self.group_size"
+        ),
+        "lists are shared by the batch": Edit(
+            PLAN, "UnionTiling.values", "self.num_lists if self.batch > 1 else 0", "0"
+        ),
+        "one list is that of each head": Edit(PLAN, "UnionTiling.values", "int(self.num_lists > 1)", "0"),
+    },
+    sources_are_right: {
+        "strides of axes of one entry count": Edit(PLAN, "_strides", "step if extent != 1 else 0", "step"),
+        "leading axes come first": Edit(
+            PLAN, "_padded", "(*[0] * (BATCH_AXES - len(strides)), *strides)",
+            "(*strides, *[0] * (BATCH_AXES - len(strides)))",
+        ),
+        "bands hide nothing": Edit(
+            PLAN, "UnionSource._numbers", "(None, None) if band is None else (band.lower, band.upper)", "(None, None)"
+        ),
+        "counts of bytes have a sign": Edit(
+            PLAN, "UnionSource._numbers", 'dtype.kind == "i"', "True"
+        ),
+    },
+}  # fmt: skip
