@@ -104,7 +104,7 @@ class ListedBlocks(Protocol):
     @property
     def hi(self) -> Array | None: ...
     @property
-    def block_rows(self) -> Array: ...
+    def _block_rows(self) -> Array: ...
     @property
     def _nbytes(self) -> int: ...
     def as_mask(self) -> Mask: ...
@@ -115,7 +115,7 @@ def report_of(
 ) -> IndexReport:
     """Return the report of an index on the host; `BlockIndex.report` has the parameters."""
     matrices = index.batch * index.num_heads
-    first_rows = (index.block_rows % max(index.num_q_blocks, 1)) * index.block[0]
+    first_rows = (index._block_rows % max(index.num_q_blocks, 1)) * index.block[0]
     rows = np.minimum(index.block[0], index.seqlen_q - first_rows)
     keys = np.minimum(index.block[1], index.seqlen_kv - index.indices.astype(np.int64) * index.block[1])
     visited, counts, load = int((rows * keys).sum()), row_counts_of(index), np.diff(index.indptr)
@@ -147,14 +147,14 @@ def row_counts_of(index: ListedBlocks) -> Array:
     first_key = index.indices.astype(np.int64) * block_kv
     num_keys = np.minimum(block_kv, index.seqlen_kv - first_key)
     full = index.kinds == BlockKind.FULL
-    np.add.at(counts, index.block_rows[full], num_keys[full, None])
+    np.add.at(counts, index._block_rows[full], num_keys[full, None])
     partial = index.kinds == BlockKind.INTERVAL
     lo, hi = _entry_intervals(index, partial)
     inside = np.minimum(hi, (first_key + num_keys)[partial, None]) - np.maximum(lo, first_key[partial, None])
-    np.add.at(counts, index.block_rows[partial], np.maximum(inside, 0))
+    np.add.at(counts, index._block_rows[partial], np.maximum(inside, 0))
     bits = index.kinds == BlockKind.BITS
     tile_counts = np.bitwise_count(index.bits).sum(-1, dtype=np.int64)
-    np.add.at(counts, index.block_rows[bits], tile_counts[index.tiles[bits]])
+    np.add.at(counts, index._block_rows[bits], tile_counts[index.tiles[bits]])
     return counts.reshape(index.batch, index.num_heads, index.num_q_blocks * block_q)[..., : index.seqlen_q]
 
 
@@ -163,7 +163,7 @@ def _entry_intervals(index: ListedBlocks, entries: Array) -> tuple[Array, Array]
     block_q = index.block[0]
     if index.lo is None or index.hi is None:
         return np.zeros((0, block_q), np.int64), np.zeros((0, block_q), np.int64)
-    matrix, row = np.divmod(index.block_rows[entries], index.num_q_blocks)
+    matrix, row = np.divmod(index._block_rows[entries], index.num_q_blocks)
     b, h = np.divmod(matrix, index.num_heads)
     i = row[:, None] * block_q + np.arange(block_q)
     position = (
@@ -177,7 +177,7 @@ def _entry_intervals(index: ListedBlocks, entries: Array) -> tuple[Array, Array]
 def elements_of(index: ListedBlocks, entry: int) -> Array:
     """Return one listed block as booleans [block_q, block_kv], False past the lengths."""
     block_q, block_kv = index.block
-    matrix, row = divmod(int(index.block_rows[entry]), index.num_q_blocks)
+    matrix, row = divmod(int(index._block_rows[entry]), index.num_q_blocks)
     b, h = divmod(matrix, index.num_heads)
     i = row * block_q + np.arange(block_q)[:, None]
     j = int(index.indices[entry]) * block_kv + np.arange(block_kv)

@@ -108,12 +108,12 @@ class Options(NamedTuple):
     bias: AnyArray | None = None
     sink: AnyArray | None = None
     dropout: Dropout | None = None
-    wrt: str | tuple[str, ...] = ()
+    wrt: str | Sequence[str] = ()
     kernel: str = "auto"
     executor: str = "auto"
     precision: str = "ieee"
     deterministic: bool = False
-    tangents: Directions | str | tuple[str, ...] = ()  # names, or a `Directions`
+    tangents: Directions | str | Sequence[str] = ()  # names, or a `Directions`
 
     def key(self, layout: Hashable, *more: Hashable) -> Hashable:
         """Key of a call, without its data.
@@ -139,7 +139,7 @@ class Options(NamedTuple):
             return None
         if not (type(kernel) is type(executor) is type(precision) is str and type(dropout) in _DROPOUTS):
             return None
-        wrt = tuple(wrt) if type(wrt) is list else wrt
+        wrt = tuple(wrt) if isinstance(wrt, list) else wrt
         if type(wrt) is not str and (type(wrt) is not tuple or wrt and set(map(type, wrt)) != {str}):
             return None
         if window is not None and (type(window) is not tuple or not set(map(type, window)) <= {int, type(None)}):
