@@ -12,11 +12,11 @@ import numpy as np
 from .arrays import DTYPES, Array, accumulator_dtype, is_array, is_shape, namespace
 from .errors import UnsupportedProblem, refuse
 
-_ON_DEVICE = {2: "CUDA", 13: "CUDA managed"}  # kDLCUDA, kDLCUDAManaged
+_ON_DEVICE = {2: "CUDA", 13: "CUDA managed"}  # DLPack device types kDLCUDA and kDLCUDAManaged
 COPIES = {"numpy": ".get()", "cupy": "cupy.asarray"}  # how to copy an array of the other library to this one
 _OF_Q, _OF_LSE = ("q", "k", "v", "o", "do"), ("lse", "dlse")  # arrays with q's dtype, and with its accumulator dtype
-_EXTENDED = {dtype.name: dtype for dtype in DTYPES if dtype.kind == "V"}  # dtypes of ml_dtypes
-_ON_HOST = {1: "CPU", 3: "CUDA pinned"}  # kDLCPU, kDLCUDAHost
+_EXTENDED = {dtype.name: dtype for dtype in DTYPES if dtype.kind == "V"}  # dtypes that come from ml_dtypes
+_ON_HOST = {1: "CPU", 3: "CUDA pinned"}  # DLPack device types kDLCPU and kDLCUDAHost
 
 
 def address(array: Array) -> int:
@@ -116,7 +116,7 @@ def is_on_cuda(name: str, value: Any) -> bool:
         return True
     try:
         kind = int(value.__dlpack_device__()[0])
-    except Exception as error:  # code of another library
+    except Exception as error:  # the code of the other library may raise any error
         raise UnsupportedProblem(
             [f"{name} must report its device; got {kind_of(value)} ({_message(error)}): copy it to the CPU"]
         ) from error
@@ -145,7 +145,7 @@ def taken(name: str, value: Any, xp: Any) -> Array:
         return xp.from_dlpack(value) if extended is None else _of_extended(value, extended, xp)
     except MemoryError:
         raise
-    except Exception as error:  # code of another library
+    except Exception as error:  # the code of the other library may raise any error
         raise UnsupportedProblem(
             [
                 f"{name} must be an array that {xp.__name__}.from_dlpack accepts; got {kind_of(value)} "

@@ -230,7 +230,7 @@ def _merged(outs: list[Array], lses: list[Array]) -> tuple[Array, Array]:
     accumulator = accumulator_dtype(outs[0].dtype)
     lse_max = lses[0]
     for lse in lses[1:]:
-        lse_max = xp.maximum(lse_max, lse)  # NaN if either is
+        lse_max = xp.maximum(lse_max, lse)  # NaN if either of them is NaN
     # lse_max is -inf in empty rows. It is replaced by 0, because -inf - (-inf) would be NaN.
     shift = xp.where(xp.isneginf(lse_max), 0, lse_max)
     total = xp.zeros_like(lse_max)

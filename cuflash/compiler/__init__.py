@@ -1,1 +1,1 @@
-"""The compiler: from kernel specifications to CUDA source text and machine code."""
+"""The compiler, which turns kernel specifications into CUDA source text and machine code."""

@@ -135,7 +135,7 @@ _guard = Lock()
 _loaded: dict[_Key, _Loaded] = {}
 _compiled: dict[_Key, Compiled] = {}
 _process: int | None = None  # id of the first process that used CUDA
-_is_started = False  # True if this process is the one
+_is_started = False  # True if this process has used CUDA
 _has_warned = False
 
 
@@ -317,7 +317,7 @@ def _nvrtc(spec: KernelSpec, architecture: str) -> tuple[bytes, str]:
     )  # fmt: skip
     try:
         code = Program(text, "c++", options=options).compile("cubin", logs=log).code
-    except Exception as error:  # NVRTCError has no public name
+    except Exception as error:  # the class NVRTCError is not public
         if "NVRTC_ERROR" not in str(error):
             raise
         raise _failure(spec, architecture, str(error), version, dumped) from None

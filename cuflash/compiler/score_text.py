@@ -137,7 +137,7 @@ class Printer:
         tail += ["}  // namespace cuflash::score", ""]
         return "\n".join([*head, *functions, *tail])
 
-    # The parts.
+    # Parts of the structure.
 
     def _facts(self) -> list[str]:
         """Return constants that select code in kernels, which header attention/score_function.cuh explains."""

@@ -226,7 +226,7 @@ def keep_mask(draws: Draws, numbers: tuple[int, int], heads: Array, i: Array, j:
     bits = (4 * (i % 2) + 2 * (i // 8 % 2))[:, None] + 8 * (j % 2) + j // 8 % 2
     halves = (word >> np.uint64(shift) & np.uint64(0xFFFF) for word in words for shift in (0, 16))
     is_kept: Array = np.uint64(0xFFFF)
-    for level, half in enumerate(halves):  # compares the numbers of a cell with the threshold, lowest bit first
+    for level, half in enumerate(halves):  # compare all numbers of a cell with the threshold, lowest bit first
         is_kept = half & is_kept if draws.threshold >> level & 1 else half | is_kept
     is_kept = np.broadcast_to(is_kept, (len(heads), len(rows), len(columns)))
     return (is_kept[:, row_of[:, None], column_of] >> bits & np.uint64(1)).astype(bool)

@@ -20,7 +20,7 @@ def transposed_values(data: Array) -> Array:
     padded = xp.zeros((*leading, keys + -keys % _PADDING, columns), np.uint8)
     padded[..., :keys, :] = data.view(np.uint8)
     groups = padded.shape[-2] // 16
-    parts = padded.reshape(*leading, groups, 2, 4, 2, columns)  # groups of 16, halves, threads, neighbours
+    parts = padded.reshape(*leading, groups, 2, 4, 2, columns)  # axes: groups of 16 keys, halves, threads, pairs
     axes = len(leading)
     order = (*range(axes), axes + 4, axes, axes + 2, axes + 1, axes + 3)
     return xp.ascontiguousarray(parts.transpose(order)).reshape(*leading, columns, padded.shape[-2])

@@ -19,7 +19,7 @@ from ..keywords import explains_keywords
 from ..planning.plan import KernelPlan
 from ..plans import Plan
 
-_SIZE_BITS = 100  # a cache has fewer than 2^100 bytes
+_SIZE_BITS = 100  # sizes of caches must be less than 2^100 bytes
 
 
 @explains_keywords

@@ -161,7 +161,7 @@ class Survey:
             return self._least[block, name]
         eligible = self._eligible(block)
         if name == ORACLE:
-            return float(len(eligible) / eligible.sum())  # one block per row
+            return float(len(eligible) / eligible.sum())  # the smallest oracle keeps one block per row
         return smallest_density(FAMILIES[name], eligible, self._num_heads)
 
     @property

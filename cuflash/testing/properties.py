@@ -44,13 +44,13 @@ class Pull(Protocol):
 
 
 def check_order_of_keys_does_not_matter(attend: Attend, example: Example) -> None:
-    """Check that a common permutation of keys, values and mask columns does not change o and lse. (1)"""
+    """Check that a common permutation of keys, values and mask columns does not change o and lse (1)."""
     other = _with_keys(example, _shuffled(example.problem.seqlen_kv))
     _same(_run(attend, example), _run(attend, other), example, other)
 
 
 def check_queries_are_independent(attend: Attend, example: Example) -> None:
-    """Check that a common permutation of queries and mask rows permutes o and lse. (2)"""
+    """Check that a common permutation of queries and mask rows permutes o and lse (2)."""
     order = _shuffled(example.problem.seqlen_q)
     other = _with_rows(example, order)
     o, lse = _run(attend, example)
@@ -58,7 +58,7 @@ def check_queries_are_independent(attend: Attend, example: Example) -> None:
 
 
 def check_heads_and_batch_entries_are_independent(attend: Attend, example: Example) -> None:
-    """Check that reversing every axis before the sequence reverses o and lse. (3)"""
+    """Check that reversing every axis before the sequence reverses o and lse (3)."""
     reversed_operands = {name: _reversed(getattr(example, name), 2) for name in "qkv"}
     other = example.but(**reversed_operands, mask=None if example.mask is None else _reversed(example.dense_mask, 2))
     o, lse = _run(attend, example)
@@ -66,7 +66,7 @@ def check_heads_and_batch_entries_are_independent(attend: Attend, example: Examp
 
 
 def check_a_batch_entry_does_not_see_the_others(attend: Attend, example: Example) -> None:
-    """Check that a call with only the first batch entry gives the first entry of the results. (4)"""
+    """Check that a call with only the first batch entry gives the first entry of the results (4)."""
     if not example.problem.batch or 0 in example.problem.batch:
         _run(attend, example)
         return
@@ -78,7 +78,7 @@ def check_a_batch_entry_does_not_see_the_others(attend: Attend, example: Example
 
 
 def check_queries_may_come_in_pieces(attend: Attend, example: Example) -> None:
-    """Check that a call without the last query, and a call with only the last one, give the rows of one call. (15)"""
+    """Check that a call without the last query, and a call with only the last one, give the rows of one call (15)."""
     rows = np.arange(example.problem.seqlen_q)
     o, lse = zip(*(_run(attend, _with_rows(example, part)) for part in (rows[:-1], rows[-1:])))
     _same((np.concatenate(o, axis=-2), np.concatenate(lse, axis=-1)), _run(attend, example), example, example)
@@ -88,7 +88,7 @@ def check_queries_may_come_in_pieces(attend: Attend, example: Example) -> None:
 
 
 def check_a_vector_added_to_every_key_moves_only_lse(attend: Attend, example: Example) -> None:
-    """Check that k + c does not change o, and adds scale q . c to lse. (6)"""
+    """Check that k + c does not change o, and adds scale q . c to lse (6)."""
     plain = _on_lattice(example)
     c = np.arange(example.problem.head_dim) % 3
     moved = plain.but(k=plain.k + c.astype(plain.k.dtype))
@@ -98,7 +98,7 @@ def check_a_vector_added_to_every_key_moves_only_lse(attend: Attend, example: Ex
 
 
 def check_doubling_v_doubles_o(attend: Attend, example: Example) -> None:
-    """Check that 2 v gives 2 o, bitwise if neither underflows nor overflows. (7)"""
+    """Check that 2 v gives 2 o, bitwise if neither underflows nor overflows (7)."""
     plain = _on_lattice(example)
     o, doubled = (widest(_run(attend, each)[0]) for each in (plain, plain.but(v=plain.v + plain.v)))
     is_normal = np.abs(o) > float(np.finfo(np.float16).smallest_normal)  # wider dtypes do not underflow either
@@ -106,7 +106,7 @@ def check_doubling_v_doubles_o(attend: Attend, example: Example) -> None:
 
 
 def check_a_vector_added_to_every_value_moves_o(attend: Attend, example: Example) -> None:
-    """Check that v + b gives o + b in rows that attend a key. (8)"""
+    """Check that v + b gives o + b in rows that attend a key (8)."""
     plain = _on_lattice(example)
     b = np.arange(plain.v.shape[-1]) % 4
     moved = plain.but(v=plain.v + b.astype(plain.v.dtype))
@@ -115,7 +115,7 @@ def check_a_vector_added_to_every_value_moves_o(attend: Attend, example: Example
 
 
 def check_o_is_linear_in_v(attend: Attend, example: Example) -> None:
-    """Check that attention with values v + w is the sum of attention with v and attention with w. (9)"""
+    """Check that attention with values v + w is the sum of attention with v and attention with w (9)."""
     first = _on_lattice(example)
     second = first.but(v=np.flip(first.v, axis=(-1, -2)))
     both = first.but(v=first.v + second.v)
@@ -124,7 +124,7 @@ def check_o_is_linear_in_v(attend: Attend, example: Example) -> None:
 
 
 def check_o_is_a_mean_of_values(attend: Attend, example: Example) -> None:
-    """Check that o is between the smallest and the largest attended value, for scores of any magnitude. (11)"""
+    """Check that o is between the smallest and the largest attended value, for scores of any magnitude (11)."""
     is_seen, has_keys = example.allowed.any(axis=-2)[..., None], _has_keys(example)[..., None]
     values = np.broadcast_to(widest(_repeated(example, example.v)), (*is_seen.shape[:-1], example.v.shape[-1]))
     lowest, highest = (
@@ -141,7 +141,7 @@ def check_o_is_a_mean_of_values(attend: Attend, example: Example) -> None:
 
 
 def check_scale_may_move_between_q_and_the_score(attend: Attend, example: Example) -> None:
-    """Check that 2 q with scale / 2 gives the bits of q with scale. (12)"""
+    """Check that 2 q with scale / 2 gives the bits of q with scale (12)."""
     scale = example.problem.softmax_scale
     plain = _on_lattice(example).but(scale=scale)
     other = plain.but(q=plain.q + plain.q, scale=scale / 2)
@@ -149,7 +149,7 @@ def check_scale_may_move_between_q_and_the_score(attend: Attend, example: Exampl
 
 
 def check_head_dims_may_be_permuted_and_negated(attend: Attend, example: Example) -> None:
-    """Check that a common signed permutation of the last axis of q and k does not change o and lse. (13)"""
+    """Check that a common signed permutation of the last axis of q and k does not change o and lse (13)."""
     order = _shuffled(example.problem.head_dim)
     sign = np.where(order % 2, -1, 1).astype(example.q.dtype)
     other = example.but(q=example.q[..., order] * sign, k=example.k[..., order] * sign)
@@ -157,7 +157,7 @@ def check_head_dims_may_be_permuted_and_negated(attend: Attend, example: Example
 
 
 def check_zeros_may_pad_the_head_dim(attend: Attend, example: Example) -> None:
-    """Check that zeros appended to the last axis of q and k change nothing if the scale stays the same. (25)"""
+    """Check that zeros appended to the last axis of q and k change nothing if the scale stays the same (25)."""
     if example.problem.head_dim == MAX_HEAD_DIM:
         _run(attend, example)
         return
@@ -171,27 +171,27 @@ def check_zeros_may_pad_the_head_dim(attend: Attend, example: Example) -> None:
 
 
 def check_parts_of_the_keys_merge_to_the_whole(attend: Attend, example: Example) -> None:
-    """Check that attention to the first keys and to the other keys, merged by lse, is attention to all keys. (14)"""
+    """Check that attention to the first keys and to the other keys, merged by lse, is attention to all keys (14)."""
     keys = np.arange(example.problem.seqlen_kv)
     cut = len(keys) // 3
     _check_merge(attend, example, [_with_keys(example, part) for part in (keys[:cut], keys[cut:])])
 
 
 def check_disjoint_masks_merge_to_their_union(attend: Attend, example: Example) -> None:
-    """Check that attention with two disjoint masks, merged by lse, is attention with their union. (18)"""
+    """Check that attention with two disjoint masks, merged by lse, is attention with their union (18)."""
     half = np.random.default_rng(0).random(example.allowed.shape) < 0.5
     _check_merge(attend, example, [example.but(mask=example.allowed & part) for part in (half, ~half)])
 
 
 def check_a_mask_of_all_keys_is_no_mask(attend: Attend, example: Example) -> None:
-    """Check that a mask that is True everywhere gives the results of a call without a mask. (16)"""
+    """Check that a mask that is True everywhere gives the results of a call without a mask (16)."""
     plain = example.but(mask=None)
     other = plain.but(mask=plain.allowed)
     _same(_run(attend, plain), _run(attend, other), plain, other)
 
 
 def check_masked_keys_may_be_removed(attend: Attend, example: Example) -> None:
-    """Check that additional keys that no query attends change nothing. (17)"""
+    """Check that additional keys that no query attends change nothing (17)."""
     if not example.problem.seqlen_kv:
         _run(attend, example)
         return
@@ -202,7 +202,7 @@ def check_masked_keys_may_be_removed(attend: Attend, example: Example) -> None:
 
 
 def check_a_query_depends_only_on_its_keys(attend: Attend, example: Example) -> None:
-    """Check that a changed key and value at one position leave the bits of rows that do not attend it. (19, 21)"""
+    """Check that a changed key and value at one position leave the bits of rows that do not attend it (19, 21)."""
     if not example.problem.seqlen_kv:
         _run(attend, example)
         return
@@ -218,14 +218,14 @@ def check_a_query_depends_only_on_its_keys(attend: Attend, example: Example) -> 
 
 
 def check_copies_of_every_key_move_only_lse(attend: Attend, example: Example) -> None:
-    """Check that three copies of each key and value do not change o, and add log 3 to lse. (22)"""
+    """Check that three copies of each key and value do not change o, and add log 3 to lse (22)."""
     other = _with_keys(example, np.repeat(np.arange(example.problem.seqlen_kv), 3))
     o, lse = _run(attend, example)
     _same((o, lse + np.log(np.longdouble(3))), _run(attend, other), example, other)
 
 
 def check_equal_keys_give_the_mean(attend: Attend, example: Example) -> None:
-    """Check that with equal keys, o is the mean of the values, and lse is the score + log(number of keys). (23)"""
+    """Check that with equal keys, o is the mean of the values, and lse is the score + log(number of keys) (23)."""
     if not example.problem.seqlen_kv:
         _run(attend, example)
         return
@@ -237,7 +237,7 @@ def check_equal_keys_give_the_mean(attend: Attend, example: Example) -> None:
 
 
 def check_a_further_key_never_lowers_lse(attend: Attend, example: Example) -> None:
-    """Check that lse does not fall if every query attends one more key. (36)"""
+    """Check that lse does not fall if every query attends one more key (36)."""
     keys = np.arange(example.problem.seqlen_kv)
     other = example.but(mask=example.allowed | (keys == len(keys) // 2))
     lse, higher = _run(attend, example)[1], _run(attend, other)[1]
@@ -249,25 +249,25 @@ def check_a_further_key_never_lowers_lse(attend: Attend, example: Example) -> No
 
 
 def check_grouped_heads_are_repeated_heads(attend: Attend, example: Example) -> None:
-    """Check that grouped query heads give the results of key/value heads repeated for each query head. (24)"""
+    """Check that grouped query heads give the results of key/value heads repeated for each query head (24)."""
     other = example.but(k=_repeated(example, example.k), v=_repeated(example, example.v))
     _same(_run(attend, example), _run(attend, other), example, other)
 
 
 def check_memory_layout_does_not_matter(attend: Attend, example: Example) -> None:
-    """Check that views with any strides give the results of contiguous copies. (26)"""
+    """Check that views with any strides give the results of contiguous copies (26)."""
     _same(_run(attend, example), _run(attend, other := _in_c_order(example)), example, other)
 
 
 def check_calls_repeat_bitwise(attend: Attend, example: Example) -> None:
-    """Check that a call gives the same bits again after a different call. (33)"""
+    """Check that a call gives the same bits again after a different call (33)."""
     first = _run(attend, example)
     _run(attend, example.but(q=example.q[..., ::-1, :]))
     _same_bits(first, _run(attend, example), example)
 
 
 def check_operands_are_left_as_they_were(attend: Attend, example: Example) -> None:
-    """Check that a call does not write to its operands. (35)"""
+    """Check that a call does not write to its operands (35)."""
     before = _in_c_order(example)
     _run(attend, example)
     for name in "qkv":
@@ -278,7 +278,7 @@ def check_operands_are_left_as_they_were(attend: Attend, example: Example) -> No
 
 
 def check_gradients_follow_the_order_of_keys(pull: Pull, example: Example) -> None:
-    """Check that a permutation of the keys permutes dk and dv, and does not change dq. (1)"""
+    """Check that a permutation of the keys permutes dk and dv, and does not change dq (1)."""
     order = _shuffled(example.problem.seqlen_kv)
     other = _with_keys(example, order)
     dq, dk, dv = _pull(pull, example)
@@ -286,7 +286,7 @@ def check_gradients_follow_the_order_of_keys(pull: Pull, example: Example) -> No
 
 
 def check_gradients_follow_the_order_of_queries(pull: Pull, example: Example) -> None:
-    """Check that a permutation of the queries permutes dq, and does not change dk and dv. (2)"""
+    """Check that a permutation of the queries permutes dq, and does not change dk and dv (2)."""
     order = _shuffled(example.problem.seqlen_q)
     other = _with_rows(example, order)
     dq, dk, dv = _pull(pull, example)
@@ -294,7 +294,7 @@ def check_gradients_follow_the_order_of_queries(pull: Pull, example: Example) ->
 
 
 def check_grouped_gradients_are_summed(pull: Pull, example: Example) -> None:
-    """Check that dk and dv of a key/value head are sums over the query heads that read it. (24)"""
+    """Check that dk and dv of a key/value head are sums over the query heads that read it (24)."""
     other = example.but(k=_repeated(example, example.k), v=_repeated(example, example.v))
     dq, dk, dv = (widest(x) for x in _pull(pull, other))
     b = other.bounds
@@ -303,7 +303,7 @@ def check_grouped_gradients_are_summed(pull: Pull, example: Example) -> None:
 
 
 def check_dk_sums_to_what_dlse_asks(pull: Pull, example: Example) -> None:
-    """Check that dk summed over keys is scale times the sum of dlse q, because a row of dS sums to dlse. (28, 30)"""
+    """Check that dk summed over keys is scale times the sum of dlse q, because a row of dS sums to dlse (28, 30)."""
     if _is_stretched(example):
         _pull(pull, example)
         return
@@ -315,7 +315,7 @@ def check_dk_sums_to_what_dlse_asks(pull: Pull, example: Example) -> None:
 
 
 def check_dv_sums_to_do(pull: Pull, example: Example) -> None:
-    """Check that dv summed over the keys is the sum of do over the rows that attend a key. (28)"""
+    """Check that dv summed over the keys is the sum of do over the rows that attend a key (28)."""
     if _is_stretched(example):
         _pull(pull, example)
         return
@@ -326,7 +326,7 @@ def check_dv_sums_to_do(pull: Pull, example: Example) -> None:
 
 
 def check_q_and_k_share_their_slope(pull: Pull, example: Example) -> None:
-    """Check that <dq, q> = <dk, k>: both are scale times the derivative with respect to scale. (29)"""
+    """Check that <dq, q> = <dk, k>: both are scale times the derivative with respect to scale (29)."""
     dq, dk, _ = _pull(pull, example)
     left, left_bound = _inner(dq, example.bounds.dq, example.q)
     right, right_bound = _inner(dk, example.bounds.dk, example.k)
@@ -334,7 +334,7 @@ def check_q_and_k_share_their_slope(pull: Pull, example: Example) -> None:
 
 
 def check_gradients_are_linear_in_do(pull: Pull, example: Example) -> None:
-    """Check that the gradients for do + do' are those for do, with dlse, plus those for do'. (30)"""
+    """Check that the gradients for do + do' are those for do, with dlse, plus those for do' (30)."""
     first = _on_lattice(example)
     second = first.but(do=np.flip(_do(first), axis=(-1, -2)), dlse=None)
     both = first.but(do=first.do + second.do)
@@ -345,21 +345,21 @@ def check_gradients_are_linear_in_do(pull: Pull, example: Example) -> None:
 
 
 def check_no_gradient_in_no_gradient_out(pull: Pull, example: Example) -> None:
-    """Check that do = 0 without dlse gives gradients that are exactly 0. (30)"""
+    """Check that do = 0 without dlse gives gradients that are exactly 0 (30)."""
     zero = example.but(do=np.zeros_like(_do(example)), dlse=None)
     gradients = _pull(pull, zero)
     _same_bits([np.zeros_like(x) for x in gradients], gradients, zero)
 
 
 def check_dlse_leaves_dv(pull: Pull, example: Example) -> None:
-    """Check that dlse does not change the bits of dv. (30)"""
+    """Check that dlse does not change the bits of dv (30)."""
     ones = np.ones(example.problem.lse_shape(), example.problem.accumulator)
     first, second = (_pull(pull, example.but(dlse=dlse))[2] for dlse in (ones, 3 * ones))
     _bitwise("dv", first, second, example)
 
 
 def check_empty_rows_give_nothing(pull: Pull, example: Example) -> None:
-    """Check that rows without a key have dq = 0, and that their do and dlse do not change any bit. (32)"""
+    """Check that rows without a key have dq = 0, and that their do and dlse do not change any bit (32)."""
     is_empty = np.arange(example.problem.seqlen_q) % 2 == 0
     plain = _in_c_order(example).but(mask=example.allowed & ~is_empty[:, None])
     one, zero = (np.full(plain.problem.lse_shape(), value, plain.problem.accumulator) for value in (1, 0))
@@ -373,12 +373,12 @@ def check_empty_rows_give_nothing(pull: Pull, example: Example) -> None:
 
 
 def check_gradients_do_not_depend_on_layout(pull: Pull, example: Example) -> None:
-    """Check that views with any strides give the gradients of contiguous copies. (26)"""
+    """Check that views with any strides give the gradients of contiguous copies (26)."""
     _same_gradients(_pull(pull, example), _pull(pull, _in_c_order(example)), example.bounds, example)
 
 
 def check_gradients_repeat_bitwise(pull: Pull, example: Example) -> None:
-    """Check that a repeated call gives the same bits, for implementations that promise determinism. (33)"""
+    """Check that a repeated call gives the same bits, for implementations that promise determinism (33)."""
     _same_bits(_pull(pull, example), _pull(pull, example), example)
 
 
@@ -386,14 +386,14 @@ def check_gradients_repeat_bitwise(pull: Pull, example: Example) -> None:
 
 
 def check_o_and_dv_share_their_product(attend: Attend, pull: Pull, example: Example) -> None:
-    """Check that <o, do> = <dv, v>, which connects the forward pass with the backward pass. (29)"""
+    """Check that <o, do> = <dv, v>, which connects the forward pass with the backward pass (29)."""
     left, left_bound = _inner(_run(attend, example)[0], example.bounds.o, _do(example))
     right, right_bound = _inner(_pull(pull, example)[2], example.bounds.dv, example.v)
     assert_within("<o, do>", left, right, left_bound + right_bound, example)
 
 
 def check_a_unit_do_reads_a_row_of_probabilities(attend: Attend, pull: Pull, example: Example) -> None:
-    """Check that do = 1 at one row and column gives this row of P = exp(score - lse) in this column of dv. (31)"""
+    """Check that do = 1 at one row and column gives this row of P = exp(score - lse) in this column of dv (31)."""
     if not example.problem.seqlen_q or _is_stretched(example) or example.problem.group_size > 1:
         _run(attend, example)
         _pull(pull, example)
@@ -409,7 +409,7 @@ def check_a_unit_do_reads_a_row_of_probabilities(attend: Attend, pull: Pull, exa
 
 
 def check_equal_keys_have_no_slope(attend: Attend, pull: Pull, example: Example) -> None:
-    """Check that with equal keys, o is the same for every q, and dq is 0 without dlse. (23)"""
+    """Check that with equal keys, o is the same for every q, and dq is 0 without dlse (23)."""
     if not example.problem.seqlen_kv:
         _run(attend, example)
         _pull(pull, example)
@@ -423,7 +423,7 @@ def check_equal_keys_have_no_slope(attend: Attend, pull: Pull, example: Example)
 
 
 def check_non_finite_values_reach_what_they_should(attend: Attend, pull: Pull, example: Example) -> None:
-    """Check that NaN and infinities reach results by the rule of docs/semantics.md; see `non_finite`. (37)"""
+    """Check that NaN and infinities reach results by the rule of docs/semantics.md; see `non_finite` (37)."""
     finite, names = finite_part(example), ("o", "lse", "dq", "dk", "dv")
     results, others = (
         dict(zip(names, (*_run(attend, each), *_pull(pull, each)), strict=True)) for each in (example, finite)

@@ -109,7 +109,7 @@ def scales() -> st.SearchStrategy[float | None]:
     return st.none() | st.sampled_from(SCALES)
 
 
-# Views
+# Memory layouts
 
 
 @explains_keywords

@@ -438,7 +438,7 @@ def test_every_check_of_the_module_is_in_one_list_and_names_its_source():
     checks = {name for name in vars(testing.properties) if name.startswith("check_")}
     listed = [*testing.FORWARD_PROPERTIES, *testing.GRADIENT_PROPERTIES, *testing.PAIR_PROPERTIES]
     assert sorted(check.__name__ for check in listed) == sorted(checks)
-    assert all(re.search(r"\(\d+(, \d+)*\)$", inspect.getdoc(check)) for check in listed)
+    assert all(re.search(r"\(\d+(, \d+)*\)\.$", inspect.getdoc(check)) for check in listed)
 
 
 def test_the_kit_names_what_installs_hypothesis():
