@@ -42,8 +42,8 @@ QUERIES_PER_PART = 4096  # of a block of keys: more are parts, whose sums of dK 
 NAME = "chosen"  # the feature's name
 NOT_JOINED = (
     "; lists of blocks, one for each query, are listed block by block: the kernels that join those of neighbours are "
-    "sm80's, for 16-bit elements and blocks of 16, 32 or a multiple of 64 keys beside row intervals, without score "
-    "function and dropout"
+    "sm80's, for 16-bit elements and blocks of 16, 32 or a multiple of 64 keys beside row intervals, without dropout "
+    "and gradients of a score function's arrays"
 )
 # Mirrors `kernels_cu/attention/chosen_lists.cuh`.
 CHOSEN_LISTS = np.dtype(

@@ -273,7 +273,7 @@ def _work(problem: Problem, mask: Mask, device: DeviceSpec, family: Family) -> W
 
 def _visits_all(work: WorkList) -> bool:
     """Return whether kernels visit every score: no mask hides any."""
-    return isinstance(work, IntervalWork) and work.band == Band(None, None)
+    return isinstance(work, IntervalWork) and not isinstance(work, UnionWork) and work.band == Band(None, None)
 
 
 def _tile_reasons(kernels: Kernels, num_batch: int) -> list[str]:

@@ -16,6 +16,7 @@ from .families.sm90 import Sm90
 from .families.sm90_fp8 import Sm90Fp8
 from .families.sm90_storage import ROWS
 from .problem import Problem
+from .score_launches import captured_wrt
 from .spec import SIMT, SM80, SM90, KernelSpec
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (Simt(), Sm80(), Sm90(), Naive(), FlashAttention1())}
@@ -80,9 +81,11 @@ def mass_kernel(problem: Problem, device: DeviceSpec, block_kv: int, *, is_liste
 def unions(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str) -> UnionWork | None:
     """The work of a mask whose queries each choose their blocks, for kernels that walk unions; None for other kernels.
 
-    The sm80 family has such kernels. They take no score function and no dropout.
+    The sm80 family has such kernels. They add up no gradients of captured arrays, and take no dropout.
     """
-    if kernel not in ("auto", SM80) or problem.score is not None or problem.dropout is not None:
+    if kernel not in ("auto", SM80) or problem.dropout is not None:
+        return None
+    if problem.score is not None and captured_wrt(problem):
         return None
     family = FAMILIES[SM80]
     assert isinstance(family, Sm80)

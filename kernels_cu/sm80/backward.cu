@@ -7,6 +7,7 @@
 #include <attention/epilogue_mma.cuh>
 #include <attention/fragment_slopes.cuh>
 #include <attention/members.cuh>
+#include <attention/members_slopes.cuh>
 #include <attention/score_gradient_mma.cuh>
 #include <ptx/cp_async.cuh>
 #include <sm80/column_parts.cuh>
@@ -21,7 +22,7 @@ using WarpDk = tile::WarpPartition<kBlockKv, kHeadDim, kNumWarps>::Tile;
 using WarpDv = tile::WarpPartition<kBlockKv, kValueDim, kNumWarps>::Tile;
 
 constexpr bool kMakesPAndDsTogether = kHasScore || Config::kHasDropout;  // P and dS are made together, after dP
-static_assert(!kMakesPAndDsTogether || !Config::kPacksQueries, "such kernels take the positions of whole queries");
+static_assert(!Config::kHasDropout || !Config::kPacksQueries, "rows of several heads have no cells of drawn weights");
 constexpr bool kIsNarrow = kHeadDim + kValueDim <= 256;
 constexpr int kNumScores = Scores::kRows * Scores::kColumns;  // scores per thread
 // P is made while the tensor cores multiply dP: with elements of 16 bits, if the registers hold both.
@@ -268,13 +269,13 @@ CUFLASH_DEVICE void make_changed_p_and_ds(Scores& s, Scores& dp, const attention
                                           const BlockState& state, const attention::KvBlock& block, bool is_masked,
                                           const tile::Matrix<float>& lse, const tile::Matrix<float>& delta,
                                           const score::Function& score_function,
-                                          attention::DropoutArgument<Config> dropout) {
+                                          attention::DropoutArgument<Config> dropout,
+                                          attention::ChosenArgument<Config> chosen) {
   using namespace attention;
   const Shape& shape = params.shape;
   if constexpr (kHasScore) {
-    scores_to_p_and_ds_of_rows(s, dp, score_function, shape, state.work.batch_head, {block.start, block.stop},
-                               {state.work.first, state.work.last}, is_masked, row_statistics<Scores>(lse, delta),
-                               Scores::is_first_owner());
+    scores_to_p_and_ds_of_step(s, dp, score_function, params, chosen, state.work, block, is_masked,
+                               row_statistics<Scores>(lse, delta));
   } else if constexpr (Config::kHasDropout) {
     const uint32_t head = head_number(shape, state.work.batch_head, state.work.batch_head.head);
     dropout_score_gradients(s, dp, dropout, head, block.start, state.work.first, is_masked,
@@ -352,7 +353,8 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
           drop_gradients(dp, kept, static_cast<float>(dropout.factor));
         }
         if constexpr (kMakesPAndDsTogether)
-          make_changed_p_and_ds(s, dp, params, state, block, is_masked, lse, delta, score_function, dropout);
+          make_changed_p_and_ds(s, dp, params, state, block, is_masked, lse, delta, score_function, dropout,
+                                chosen);
         else
           score_gradients<true>(s, dp, state.softmax_scale_log2, row_statistics<Scores>(lse, delta));
         if constexpr (kHasScore && Config::kHasDropout) drop_weights(s, kept);

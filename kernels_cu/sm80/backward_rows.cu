@@ -5,6 +5,7 @@
 #include <attention/epilogue_mma.cuh>
 #include <attention/fragment_slopes.cuh>
 #include <attention/members_gradient.cuh>
+#include <attention/members_slopes.cuh>
 #include <attention/score_gradient_mma.cuh>
 #include <ptx/cp_async.cuh>
 #include <sm80/block_state.cuh>
@@ -48,23 +49,22 @@ CUFLASH_DEVICE void load_block(const attention::Params& params, const BlockState
 CUFLASH_DEVICE void make_ds(Scores& s, Scores& dp, const attention::Params& params, const BlockState& state,
                             const attention::KvBlock& block, const MembersOfTile& members,
                             const attention::RowStatistics<Scores>& row,
-                            const score::Function& score_function, attention::DropoutArgument<Config> dropout) {
+                            const score::Function& score_function, attention::DropoutArgument<Config> dropout,
+                            attention::ChosenArgument<Config> chosen) {
   using namespace attention;
   const Shape& shape = params.shape;
   if constexpr (kHasScore && Config::kHasDropout)
     drop_gradients(dp, kept_weights_of_queries(dp, dropout, shape, state.work, block),
                    static_cast<float>(dropout.factor));
   if constexpr (kHasScore || Config::kHasDropout) {
-    const bool is_masked = !is_unmasked<kBlockKv>(block);
-    if (is_masked) mask_scores<Config::kIsListed>(s, params, state.work, block, masked_score());
+    const bool is_masked = !is_unmasked<kBlockKv>(block) || !members.has_all();
+    if (is_masked) mask_step<Config::kIsListed>(s, params, state.work, block, masked_score(), members);
     const uint32_t head = head_number(shape, state.work.batch_head, state.work.batch_head.head);
     if constexpr (!kHasScore)
       dropout_score_gradients(s, dp, dropout, head, state.work.first, block.start, is_masked,
                               state.softmax_scale_log2, row);
     else
-      scores_to_p_and_ds_of_rows(s, dp, score_function, shape, state.work.batch_head,
-                                 {state.work.first, state.work.last}, {block.start, block.stop}, is_masked, row,
-                                 true);
+      scores_to_p_and_ds_of_tile(s, dp, score_function, params, chosen, state.work, block, is_masked, row);
   } else if (is_unmasked<kBlockKv>(block) && members.has_all()) {
     score_gradients<false>(s, dp, state.softmax_scale_log2, row);
   } else {
@@ -128,7 +128,7 @@ sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
       Scores s, dp;
       tile::gemm_nt(s, q_smem, k_smem);
       tile::gemm_nt(dp, do_smem, v_smem);
-      make_ds(s, dp, params, state, block, members, row, score_function, dropout);
+      make_ds(s, dp, params, state, block, members, row, score_function, dropout, chosen);
       tile::gemm_add_nn(dq, dp, k_smem);
     }
     if (kNumStages == 1) {

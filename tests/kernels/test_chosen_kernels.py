@@ -334,6 +334,29 @@ def test_parts_of_what_many_queries_chose_are_added(queries_per_part: int, block
     check_parts(cuflash, queries_per_part, block)
 
 
+def check_scores(library: Any, name: str) -> None:
+    """Score functions of the head, the query and the key change the scores of rows of several heads."""
+    rng, example = np.random.default_rng(0), groups_example(6, 64)
+    scores = part(library, "scores")
+    score = {
+        "softcap": lambda: scores.softcap(2.0),
+        "alibi": lambda: scores.alibi(rng.random(12).astype(np.float32), align="bottom_right"),
+        "bias": lambda: scores.bias(rng.standard_normal((2, 12, 150, 200)).astype(np.float16)),
+    }[name]()
+    example = example.but(mask=example.mask & masks.Lengths(kv=170), score=score)
+    (o, lse), vjp = library.attention_vjp(
+        example.q, example.k, example.v, mask=example.mask, score=score, executor="sim", kernel="sm80", return_lse=True
+    )
+    dq, dk, dv = vjp(example.do, example.dlse)
+    part(library, "testing.assertions").assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["softcap", "alibi", "bias"])
+def test_score_functions_change_scores_of_chosen_blocks(name: str) -> None:
+    check_scores(cuflash, name)
+
+
 @needs_compiler
 def test_gradients_have_the_same_bits_under_every_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chosen_lists, "QUERIES_PER_PART", 40)
@@ -500,11 +523,13 @@ def test_tiles_of_neighbours_are_taken_where_kernels_serve_the_call() -> None:
     served = [
         planned(lists(64), **aligned), planned(lists(64) & masks.Lengths(kv=150)), planned(lists(64), kernel="sm80"),
         planned(lists(64).index(200, num_heads=8)), planned(lists(64), window=(30, 0), causal="bottom_right"),
+        planned(lists(64), softcap=9.0),
     ]  # fmt: skip
     assert all(isinstance(each._plan.work, UnionWork) and each._plan.family.name == "sm80" for each in served)
     others = [
         planned(lists(24)), planned(lists(64), np.float32), planned(lists(64), device="T4"), planned(~lists(64)),
-        planned(lists(64) | masks.Lengths(kv=3)), planned(lists(64), softcap=9.0), planned(lists(64), kernel="sm90"),
+        planned(lists(64) | masks.Lengths(kv=3)), planned(lists(64), kernel="sm90"),
+        planned(lists(64), bias=ShapeDtype((8, 100, 200), np.dtype(np.float16)), wrt="bias"),
         planned(lists(64), dropout=cuflash.Dropout(0.1, 1)), planned(lists(64), kernel="simt"),
     ]  # fmt: skip
     assert not any(isinstance(each._plan.work, UnionWork) for each in others)

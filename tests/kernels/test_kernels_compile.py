@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 import cuflash
-from cuflash import DeviceSpec, Dropout, ShapeDtype, UnsupportedProblem, scores
+from cuflash import DeviceSpec, Dropout, ShapeDtype, UnsupportedProblem, masks, scores
 from cuflash.cache.scoring import ScoreKind, score_of
 from cuflash.compiler import nvrtc as room
 from cuflash.compiler import source as sources
@@ -201,6 +201,10 @@ def of_scores(name: str) -> set[KernelSpec]:
         )._plan.specs
         specs |= {planned[entry] for entry in ("forward", "backward")}
         specs |= {spec for spec in planned.values() if spec.adds_dq_in_order or spec.entry.name == "captured_sums"}
+    lists = masks.ChosenBlocks(np.zeros((5000, 1), np.int32), 64)
+    for dim, options in product((64, 128), changes[3:5]):
+        x = ShapeDtype((heads, 5000, dim), BFLOAT16)
+        specs |= set(cuflash.plan(x, x, x, mask=lists, executor="gpu", device=device, **options).plan.specs.values())
     x = ShapeDtype((heads, 5000, 64), np.dtype(np.float32))
     capped = cuflash.plan(x, x, x, kernel="simt", executor="gpu", device=device, softcap=50.0)._plan.specs
     return specs | {capped[entry] for entry in ("forward", "backward")} | of_scored_caches(name, changes)

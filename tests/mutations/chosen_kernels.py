@@ -11,7 +11,8 @@ from cuflash.masks import ChosenBlocks, MaskShape
 from mutations.planting import Edit
 from mutations.python_guards import part
 from test_chosen_kernels import (
-    case_of_many_blocks, check_columns, check_far_columns, check_group, check_parts, check_unions,
+    case_of_many_blocks, check_columns, check_far_columns, check_group, check_parts, check_scores,
+    check_unions,
 )  # fmt: skip
 
 import cuflash
@@ -67,6 +68,10 @@ def tiles_are_right() -> None:
 def large_groups_and_single_heads_are_right() -> None:
     check_group(cuflash, 80, 64, CAUSAL)
     check_far_columns(cuflash)
+
+
+def scores_are_right() -> None:
+    check_scores(cuflash, "alibi")
 
 
 def parts_are_added() -> None:
@@ -164,10 +169,6 @@ FAULTS = {
         ),
     },
     tiles_are_right: {
-        "rows are head after head": Edit(
-            MEMBERS, "head_and_query_of_neighbours", "divmod(row, chosen.heads_per_tile)",
-            "divmod(row, chosen.queries_per_tile)",
-        ),
         "a tile has the entries of the one before": Edit(
             MEMBERS, "visit_range_of_tile", "* chosen.num_tiles + tile)", "* chosen.num_tiles + max(tile - 1, 0))"
         ),
@@ -200,9 +201,6 @@ FAULTS = {
             MEMBERS, "list_head", "divmod(batch_head.head, chosen.heads_per_list).quotient", "batch_head.head % 2"
         ),
         "batch entries share lists": Edit(MEMBERS, "list_head", "batch_head.batch_index * chosen.batch_stride +", ""),
-        "a step of keys has rows behind its queries": Edit(
-            MEMBERS, "mask_step_of_keys", "if (place >= block.stop) return {0, 0, nullptr, 0};", ""
-        ),
         "queries before an interval visit keys": Edit(
             MEMBERS, "visit_range_of_keys", "place_of(queries.full_start), place_of(queries.full_stop)",
             "place_of(queries.start), place_of(queries.stop)",
@@ -212,6 +210,24 @@ FAULTS = {
         ),
         "columns of the block before": Edit(
             MEMBERS, "Column.Column", "+ block.quotient;", "+ max(block.quotient - 1, 0);"
+        ),
+    },
+    scores_are_right: {
+        "rows are head after head": Edit(
+            MEMBERS, "head_and_query_of_neighbours", "divmod(row, chosen.heads_per_tile)",
+            "divmod(row, chosen.queries_per_tile)",
+        ),
+        "rows have the first head's function": Edit(
+            MEMBERS, "head_and_query_of_neighbours", "work.batch_head.head + number.remainder", "work.batch_head.head"
+        ),
+        "gathered rows are neighbours": Edit(
+            "attention/members_slopes.cuh", "scores_to_p_and_ds_of_step",
+            "chosen.queries[min(block.start + number.quotient, block.stop - 1)]",
+            "min(chosen.queries[block.start] + number.quotient, params.shape.seqlen_q - 1)",
+        ),
+        "masked scores have slopes": Edit(
+            "attention/members_slopes.cuh", "scores_to_p_and_ds_of_heads", "!is_masked || !is_masked_score(s.at(i, j))",
+            "true",
         ),
     },
     large_groups_and_single_heads_are_right: {

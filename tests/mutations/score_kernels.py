@@ -247,7 +247,7 @@ FAULTS = {
     },
     warps_that_share_elements_are_exact: {
         "elements that two warps hold are added twice": Edit(
-            "sm80/backward.cu", "make_changed_p_and_ds", "Scores::is_first_owner()); } else", "true); } else"
+            "attention/members_slopes.cuh", "scores_to_p_and_ds_of_step", "Tile::is_first_owner());", "true);"
         ),
     },
     nothing_past_the_end_matters: {

@@ -74,7 +74,8 @@ RUN_IN_LONG = (
     selector_guards.masked_selections_are_right, chosen.lists_are_their_sets, chosen.results_are_right,
     chosen.queries_are_apart, chosen_kernels.lists_are_joined, chosen_kernels.queries_are_listed,
     chosen_kernels.many_blocks_come_in_ranges, chosen_kernels.large_groups_and_single_heads_are_right,
-    chosen_kernels.parts_are_added, chosen_kernels.plans_are_right, chosen_kernels.sources_are_right,
+    chosen_kernels.parts_are_added, chosen_kernels.scores_are_right, chosen_kernels.plans_are_right,
+    chosen_kernels.sources_are_right,
 )  # fmt: skip
 
 

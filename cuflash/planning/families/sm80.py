@@ -286,11 +286,15 @@ class Sm80(Family):
         UnsupportedProblem
             As `specs`.
         """
-        largest = ROWS, min(block, ROWS)
+        dims, most = rounded_dims(problem), dict.fromkeys(_OF_UNIONS, ROWS)
+        if problem.score is not None and max(dims) > 64:
+            most["backward"] = 32  # keys, of which no register is spilled
         chosen = {
-            role: replace(_fitting(entry, problem, rounded_dims(problem), device, largest, ROWS), packs_queries=True)
+            role: replace(
+                _fitting(entry, problem, dims, device, (ROWS, min(block, most[role])), ROWS), packs_queries=True
+            )
             for role, entry in _OF_UNIONS.items()
-        }
+        }  # fmt: skip
         statistics = replace(
             chosen["backward"], entry=_BACKWARD_STATISTICS, precision="ieee", packs_queries=False, is_listed=False
         )
