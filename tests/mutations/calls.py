@@ -207,7 +207,7 @@ FAULTS = {
     },
     refuses(lambda library: library.error_bound(Q, Q, Q, Q[:, :3]), "do must have o's shape", "(2, 10, 8)"): {
         "bounds take any gradient": Edit(
-            "bounds/elements.py", "error_bound", 'reasons += _cotangent_reasons("do", do, call.problem.o_shape())', ""
+            "bounds/elements.py", "error_bound", 'reasons += cotangent_reasons("do", do, call.problem.o_shape())', ""
         ),
     },
     refuses(

@@ -110,10 +110,11 @@ FAULTS = {
     },
     nothing_is_raised: {
         "what the caller has NumPy raise comes out of lse": Edit(
-            "executors/cpu.py", "_backward", 'with np.errstate(all="ignore"):', "if True:"
+            "executors/cpu.py", "bind", 'with np.errstate(all="ignore"):', "if True:"
         ),
         "what the caller has NumPy raise comes out of batches": Edit(
-            "executors/host_threads.py", "_work_off", 'np.errstate(all="ignore"), _scratch(tiling)', "_scratch(tiling)"
+            "executors/host_threads.py", "_work_off", 'np.errstate(all="ignore"), _scratch(tiling, num_tiles)',
+            "_scratch(tiling, num_tiles)",
         ),
     },
     blas_limits_are_kept: {

@@ -65,7 +65,7 @@ FAULTS = {
     },
     rows_without_a_score_are_right: {
         "an empty row is exponentiated": Edit(
-            "executors/cpu.py", "_backward", "np.where(empty, np.inf, in_unit)", "np.asarray(in_unit)"
+            "executors/cpu.py", "bind", "np.where(empty, np.inf, in_unit)", "np.asarray(in_unit)"
         ),
     },
     work_is_right: {

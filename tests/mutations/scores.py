@@ -167,7 +167,7 @@ FAULTS = {
             'lambda d, g, n, a, b, c: d.apply("where", a, g, d.zero)',
         ),
         "a branch that is not chosen leaks": Edit(
-            PROGRAM, "_ReverseSweep._guarded", 'op == "where" and self.zero in args[1:]', "False"
+            PROGRAM, "_Sweep._guarded", 'op == "where" and self.zero in args[1:]', "False"
         ),
         "the exponent of 0 has an infinite slope": Edit(
             PRIMITIVES, "_slope_by_exponent", 'd.op(a) != "number"', "False"

@@ -148,7 +148,7 @@ FAULTS = {
             "executors/without_keys.py", "_forward", "xp.where(xp.isnan(lse), np.nan, 0", "xp.where(xp.isnan(lse), 0, 0"
         ),
         "without keys a sink has no gradient": Edit(
-            "executors/without_keys.py", "_backward", '["dsink"][...] = terms.sum(axis=-1)', '["dsink"][...] = 0'
+            "executors/without_keys.py", "_write_gradients", '["dsink"][...] = terms.sum(axis=-1)', '["dsink"][...] = 0'
         ),
         "gradients over broadcast axes are not summed": Edit(
             "planning/plan.py", "KernelPlan.gradients_made", "= self.kernels is None or self.", "= self."

@@ -90,7 +90,8 @@ def a_drift_costs_no_digits(library: ModuleType) -> None:
     """In float16, where o is rounded most, tangents of keys that drift far together are within their bounds."""
     example = Structure(num_heads=2, seqlen_q=60, seqlen_kv=90, head_dim=16, dtype="float16").example()
     moving = with_tangents(example, {"k": "drift"})
-    assert_tangents_within_bounds(moving, o_dot=library.attention_jvp(example.q, example.k, example.v, **moving.of_call())[1])
+    o_dot = library.attention_jvp(example.q, example.k, example.v, **moving.of_call())[1]
+    assert_tangents_within_bounds(moving, o_dot=o_dot)
 
 
 def rules_hold(library: ModuleType) -> None:
@@ -113,7 +114,8 @@ def rules_hold(library: ModuleType) -> None:
     seen = np.array([[0, 0], [1, 1]], bool)
     _, dots = library.attention_jvp(x, x, x, still, sink=sink, mask=seen, return_lse=True)
     assert all(np.isnan(each).all() for each in dots)
-    empty = with_tangents(Structure(num_heads=2, seqlen_q=5, seqlen_kv=0, sink=(2,)).example(), dict.fromkeys(NAMES, "normal"))
+    nothing = Structure(num_heads=2, seqlen_q=5, seqlen_kv=0, sink=(2,)).example()
+    empty = with_tangents(nothing, dict.fromkeys(NAMES, "normal"))
     dots = second(library, empty)
     np.testing.assert_array_equal(dots["lse_dot"], np.repeat(empty.tangents["sink"][:, None], 5, axis=1))
     np.testing.assert_allclose(dots["dsink"], empty.tangents["dlse"].sum(axis=-1), rtol=1e-6)
@@ -232,7 +234,9 @@ FAULTS = {
         "dlse does not move": Edit(
             HOST, "HostTangents.backward_rows", '("dlse", delta), ("dlse.dot", delta_dot)', '("dlse", delta),'
         ),
-        "dP does not move with v": Edit(HOST, "HostTangents._tile", "(v.x, do.dot), (v.dot, do.x)", "(v.x, do.dot), (None, do.x)"),
+        "dP does not move with v": Edit(
+            HOST, "HostTangents._tile", "(v.x, do.dot), (v.dot, do.x)", "(v.x, do.dot), (None, do.x)"
+        ),
         "dQ leaves k's tangent out": Edit(HOST, "HostTangents.backward_rows", "ds.swapaxes(-1, -2) @ k.dot", "0 * dq"),
         "dK leaves q's tangent out": Edit(HOST, "HostTangents.backward_columns", "_added(dk, ds @ q.dot)", "dk"),
         "dV leaves do's tangent out": Edit(HOST, "HostTangents.backward_columns", "_added(dv, p @ do.dot)", "dv"),
@@ -253,9 +257,13 @@ FAULTS = {
         ),
         "dP_dot is not dropped": Edit(HOST, "HostTangents._tile", "dropped.apply_to_gradients(dp_dot)", "pass"),
         "P_dot is not dropped in dV": Edit(HOST, "HostTangents.backward_columns", "dropped.apply(p_dot)", "pass"),
-        "slopes do not move": Edit(OF_SCORES, "ScoreTangents.gradients", "df_dot * values[slope] + df * values[slope_dot]", "df_dot * values[slope]"),
+        "slopes do not move": Edit(
+            OF_SCORES, "ScoreTangents.gradients", "df_dot * values[slope] + df * values[slope_dot]",
+            "df_dot * values[slope]",
+        ),
         "slopes of arrays do not move": Edit(
-            OF_SCORES, "ScoreTangents.gradients", "df_dot * values[by_load] + df * values[by_load_dot]", "df_dot * values[by_load]"
+            OF_SCORES, "ScoreTangents.gradients", "df_dot * values[by_load] + df * values[by_load_dot]",
+            "df_dot * values[by_load]",
         ),
         "captured arrays do not move": Edit(
             PROGRAM, "_ForwardSweep._tangent", "return self.builder.load(self._dots[value], args)", "return self.zero"
@@ -277,7 +285,9 @@ FAULTS = {
         "a row of -inf is multiplied": Edit(
             HOST, "HostTangents._finish", "np.where(lse == -np.inf, 0, lse_dot)", "lse_dot"
         ),
-        "NaN of lse is lost": Edit(HOST, "HostTangents._finish", "is_nan = np.isnan(lse)", "is_nan = np.isnan(lse) & False"),
+        "NaN of lse is lost": Edit(
+            HOST, "HostTangents._finish", "is_nan = np.isnan(lse)", "is_nan = np.isnan(lse) & False"
+        ),
         "a sink of -inf moves": Edit(
             HOST, "HostTangents._finish", "np.where(sink == -np.inf, 0, p_sink * (sink_dot - centers.c))",
             "p_sink * (sink_dot - centers.c)",
@@ -293,7 +303,9 @@ FAULTS = {
         ),
     },
     bounds_are_sharp: {
-        "lse has no error": Edit(BOUNDS, "push_tolerances", "eta = forward.eta + forward.tol_lse +", "eta = forward.eta +"),
+        "lse has no error": Edit(
+            BOUNDS, "push_tolerances", "eta = forward.eta + forward.tol_lse +", "eta = forward.eta +"
+        ),
         "o has no error": Edit(BOUNDS, "push_tolerances", "+ spread * forward.tol_o\n", "\n"),
         "tangents of scores have no error": Edit(BOUNDS, "push_tolerances", "+ p * e_f +", "+"),
         "the center is the mean": Edit(
@@ -314,7 +326,9 @@ FAULTS = {
     },
     the_reference_is_right: {
         "the mean does not count": Edit("reference.py", "_Pushed.of", "(moved - lse_dot[..., None])", "moved"),
-        "factors multiply the mean": Edit("reference.py", "_Pushed.of", "np.sum(probability * moved,", "np.sum(_times(probability * moved, factors),"),
+        "factors multiply the mean": Edit(
+            "reference.py", "_Pushed.of", "np.sum(probability * moved,", "np.sum(_times(probability * moved, factors),"
+        ),
         "dK leaves q's tangent out": Edit("reference.py", "attention_hvp", "+ turned @ q_and_dot[1]", ""),
         "the sink stands still": Edit("reference.py", "attention_hvp", "(move - pushed.lse_dot) *", "0 *"),
         "slopes do not move": Edit("reference.py", "attention_hvp", "+ slope_dot * ds", ""),
@@ -326,7 +340,9 @@ FAULTS = {
         ),
         "integers move": Edit(RULES, "real_operands", 'kinds.get(each.name) == "real"', "True"),
         "any name is known": Edit(RULES, "_name_reasons", "if name in known:", "if True:"),
-        "kernels are said to have tangents": Edit(RULES, "tangent_reasons", 'if executor in ("gpu", "sim"):', "if False:"),
+        "kernels are said to have tangents": Edit(
+            RULES, "tangent_reasons", 'if executor in ("gpu", "sim"):', "if False:"
+        ),
         "q may be named twice": Edit(RULES, "gathered", "if twice:", "if False:"),
     },
 }  # fmt: skip
