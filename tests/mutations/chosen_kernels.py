@@ -246,19 +246,12 @@ FAULTS = {
             MEMBERS, "Column.last", "min(first(chosen) + chosen.queries_per_part, chosen.column_pointers[number + 1])",
             "chosen.column_pointers[number + 1]",
         ),
-        "the first to arrive adds": Edit(
-            "sm80/column_parts.cuh", "add_parts", "== num_parts - 1;", "== 0;"
-        ),
-        "tiles of a block share parts": Edit(
-            "sm80/column_parts.cuh", "add_parts", "+ column.tile * num_parts)", ")"
-        ),
-        "blocks share parts": Edit(
-            SCAN, "lists_columns_scan", "sum_up<kThreads>(parts, chosen.num_blocks, 0);", ""
+        "the last part is not added": Edit(
+            "sm80/column_parts.cuh", "add_parts", "part < num_parts;", "part < num_parts - 1;"
         ),
         "a block of one part more has none": Edit(
             SCAN, "lists_columns_scan", "(length + per_part - 1) / per_part", "length / per_part"
         ),
-        "arrivals are not reset": Edit("sm80/column_parts.cuh", "add_parts", "if (is_last) *arrivals = 0;", ""),
     },
     plans_are_right: {
         "a tile has more heads than share its list": Edit(
