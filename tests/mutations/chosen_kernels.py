@@ -9,7 +9,6 @@ from cuflash import masks, sim
 from cuflash.executors.sim import Simulator
 from cuflash.masks import ChosenBlocks, MaskShape
 from mutations.planting import Edit
-from mutations.python_guards import part
 from test_chosen_kernels import (
     case_of_many_blocks, check_columns, check_far_columns, check_group, check_parts, check_scores,
     check_unions,
@@ -82,30 +81,13 @@ def parts_are_added() -> None:
 
 def plans_are_right(library: ModuleType) -> None:
     """Geometry of tiles, and unions of lists on the host, give right results of every number of lists."""
-    check_group(library, 6, 64, library.masks.Causal("bottom_right"))
+    check_group(library, 6, 64, CAUSAL)
     check_far_columns(library)
 
 
 def sources_are_right(library: ModuleType) -> None:
-    for case in _cases()[:4]:
-        shape, lists, closed, num_kv_heads = case
-        of, kinds = part(library, "masks.shape").MaskShape, library.masks
-        own = None if closed is None else _of_library(library, closed)
-        again = kinds.ChosenBlocks(lists.blocks, lists.block, counts=lists.counts)
-        check_unions(library, (of(*shape), again, own, num_kv_heads))
-
-
-def _of_library(library: ModuleType, closed: masks.Mask) -> object:
-    """Return closed forms as masks of a library."""
-    kinds = library.masks
-    if isinstance(closed, masks.SlidingWindow):
-        return kinds.SlidingWindow(closed.left, closed.right, closed.align)
-    if isinstance(closed, masks.Lengths):
-        return kinds.Lengths(kv=closed.kv)
-    if isinstance(closed, masks.Causal):
-        return kinds.Causal(closed.align)
-    first, second = (_of_library(library, each) for each in closed.operands)
-    return first & second
+    for case in _cases():
+        check_unions(library, case)
 
 
 UNIONS, LIST, COLUMNS = "lists/unions.cu", "lists/chosen.cuh", "lists/columns.cuh"
@@ -273,9 +255,6 @@ FAULTS = {
         ),
         "bands hide nothing": Edit(
             PLAN, "UnionSource._numbers", "(None, None) if band is None else (band.lower, band.upper)", "(None, None)"
-        ),
-        "counts of bytes have a sign": Edit(
-            PLAN, "UnionSource._numbers", 'dtype.kind == "i"', "True"
         ),
     },
 }  # fmt: skip
