@@ -285,8 +285,9 @@ class Sm80(Family):
         UnsupportedProblem
             As `specs`.
         """
-        dims, most = rounded_dims(problem), dict.fromkeys(_OF_UNIONS, ROWS)
-        if problem.score is not None and max(dims) > 64:
+        widest = max(rounded_dims(problem))
+        dims, most = (widest, widest), dict.fromkeys(_OF_UNIONS, ROWS)
+        if problem.score is not None and widest > 64:
             most["backward"] = 32  # keys, of which no register is spilled
         chosen = {
             role: replace(
@@ -294,10 +295,7 @@ class Sm80(Family):
             )
             for role, entry in _OF_UNIONS.items()
         }  # fmt: skip
-        statistics = replace(
-            chosen["backward"], entry=_BACKWARD_STATISTICS, precision="ieee", packs_queries=False, is_listed=False
-        )
-        return chosen | {"backward_statistics": statistics}
+        return chosen | {"backward_statistics": self.specs(problem, device)["backward_statistics"]}
 
     def _forward(
         self, problem: Problem, device: DeviceSpec, work: WorkList, unsplit: KernelSpec, num_splits: int | None
