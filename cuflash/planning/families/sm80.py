@@ -104,6 +104,7 @@ _UNION_BACKWARD: _Tiles = {
     128: (_Tile(64, 64, 4), _Tile(64, 32, 4)),
     256: (_Tile(64, 64, 8), _Tile(64, 32, 8)),
 }
+_UNION_DIMS = (32, 64, 128, 256)  # of q and v alike
 _MMA_SIDE = 16  # rows and columns of a product
 MOST_PARTS = 128  # of the keys of a sequence in decode kernels, kMostParts
 MASS_CHUNK = 64  # columns of a chunk, where rows of the kernel of block masses come in chunks
@@ -285,7 +286,7 @@ class Sm80(Family):
         UnsupportedProblem
             As `specs`.
         """
-        widest = max(rounded_dims(problem))
+        widest = next(dim for dim in _UNION_DIMS if dim >= max(rounded_dims(problem)))
         dims, most = (widest, widest), dict.fromkeys(_OF_UNIONS, ROWS)
         if problem.score is not None and widest > 64:
             most["backward"] = 32  # keys, of which no register is spilled
