@@ -85,6 +85,25 @@ class Device:
         return []
 
 
+def numbers_of_rows_are_planned_once(library: ModuleType) -> None:
+    """Check that sequences with as many rows share a plan, in later calls too, and that others do not."""
+    cache, planned = filled(library), []
+    plan = part(library, "planning.plan").KernelPlan
+    original = plan.with_band
+
+    def counted(self: Any, band: Any, *rows: int) -> Any:
+        planned.append(rows)
+        return original(self, band, *rows)
+
+    with patch.object(plan, "with_band", counted):
+        for lengths, sizes in (([3, 3], [(2, 3)]), ([3, 3], []), ([3, 2], [(2, 2)]), ([2, 3], [])):
+            planned.clear()
+            cache.reset()
+            cache.append(K, K, counts=lengths)
+            cache.attention(K[:, :, :2])
+            assert planned == sizes
+
+
 def a_device_has_lengths_and_pages(library: ModuleType) -> None:
     """Check that lengths are those counted by the device, which receives the pages whenever they change."""
     cache, module = filled(library, page_size=16, num_pages=4), part(library, "cache.on_device")
@@ -151,6 +170,12 @@ FAULTS = {
         "all sequences have the first one's sink": Edit(
             ONE, "_own_sink", "sink[sequence if sink.shape[0] > 1 else 0]", "sink[0]"
         ),
+        "sequences of other lengths have the first one's tiles": Edit(
+            ONE, "OwnRowsStep._run", "= (seqlen_q, seqlen_kv)", "= (seqlen_q,)"
+        ),
+        "fewer queries have the tiles of more": Edit(
+            ONE, "OwnRowsStep._run", "= (seqlen_q, seqlen_kv)", "= (seqlen_kv,)"
+        ),
         "queries see later keys": Edit(
             ONE, "OwnRowsStep._parts", "offset + right", "offset + right + 1"
         ),
@@ -181,6 +206,9 @@ FAULTS = {
         "sinks are taken as they are": Edit(
             DOORS, "_sink_reasons", "sink_reasons(call.sink, call.q, call.cache.rows.k)", "[]"
         ),
+    },
+    numbers_of_rows_are_planned_once: {
+        "each sequence is planned alone": Edit(ONE, "OwnRowsStep._run", "CALLS.put(key, own, self)", "pass"),
     },
     pages_are_used_sparingly: {
         "resetting keeps pages": Edit(FILE, "KVCache.reset", "state.pages.shrink(row, 0)", "pass"),
