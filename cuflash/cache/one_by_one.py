@@ -110,11 +110,11 @@ class OwnRowsStep(AttendStep):
     def _run(self, arrays: dict[str, Array], part: _Part, o: Array, lse: Array) -> None:
         """Write o and lse of one call."""
         seqlen_q, seqlen_kv = part.queries.stop - part.queries.start, part.stop - part.first
-        sizes: Hashable = (seqlen_q, seqlen_kv)
+        sizes: Hashable = (seqlen_q, seqlen_kv)  # they decide the band
         if self._on_host is None:
             arrays["q"] = namespace(arrays["q"]).ascontiguousarray(arrays["q"], self._dtype)
             sizes = layout_key(*arrays.values())
-        key = None if self.is_checked else ("own rows", id(self), sizes)  # the sizes decide the band
+        key = None if self.is_checked or sizes is None else ("own rows", id(self), sizes)
         own = CALLS.get(key)
         if own is None:
             if self._on_host is None:

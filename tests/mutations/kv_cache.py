@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -102,6 +102,27 @@ def numbers_of_rows_are_planned_once(library: ModuleType) -> None:
             cache.append(K, K, counts=lengths)
             cache.attention(K[:, :, :2])
             assert planned == sizes
+
+
+class Subclassed(np.ndarray):
+    """Arrays without a layout that the cache of calls knows."""
+
+
+def layouts_that_are_unknown_share_no_plan(library: ModuleType) -> None:
+    """Check that sequences of pages of a subclass, of unequal lengths, are bound one by one."""
+    pages = np.random.default_rng(0).standard_normal((2, 2, 1, 16, 4)).astype(np.float32)
+    k, v = (x.view(Subclassed) for x in pages)
+    cache, bound = library.KVCache.over(k, v, np.array([[0], [1]]), [5, 9]), []
+    step = part(library, "cache.one_by_one").OwnRowsStep
+
+    def counted(self: Any, band: Any, seqlen_q: int, seqlen_kv: int, arrays: Any) -> Any:
+        bound.append(seqlen_kv)
+        o, lse = np.zeros((1, 1, 4), np.float32), np.zeros((1, 1), np.float32)
+        return SimpleNamespace(run=lambda arrays: (o, lse))
+
+    with patch.object(step, "_bound", counted):
+        cache.attention(np.ones((2, 1, 1, 4), np.float32), executor="sim")
+    assert bound == [5, 9]
 
 
 def a_device_has_lengths_and_pages(library: ModuleType) -> None:
@@ -209,6 +230,9 @@ FAULTS = {
     },
     numbers_of_rows_are_planned_once: {
         "each sequence is planned alone": Edit(ONE, "OwnRowsStep._run", "CALLS.put(key, own, self)", "pass"),
+    },
+    layouts_that_are_unknown_share_no_plan: {
+        "layouts that are unknown are one": Edit(ONE, "OwnRowsStep._run", "or sizes is None else", "else"),
     },
     pages_are_used_sparingly: {
         "resetting keeps pages": Edit(FILE, "KVCache.reset", "state.pages.shrink(row, 0)", "pass"),
