@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 from ..arrays import Array, ShapeDtype, namespace
 from ..calls._call import Call
 from ..executors._bound_plan import BoundPlan
+from ..executors._host_tiles import KeptTiles
 from ..executors._layout_key import layout_key
 from ..masks.base import Band
 from ..planning._call_cache import CALLS
@@ -37,8 +38,9 @@ class _Part(NamedTuple):
 class OwnRowsStep(AttendStep):
     """A call of `attention` that is one for each sequence.
 
-    It is checked once, as a call of the most rows that a sequence may have. On the host it is bound once too, and each
-    sequence has the same plan for its own number of rows; elsewhere each number of rows has a plan.
+    It is checked once, as a call of the most rows that a sequence may have. On the host it is bound once too, and its
+    plan is cut to each number of rows; elsewhere each number of rows has a plan. Sequences and later calls with as many
+    rows find what was planned or bound for them in the cache of calls.
 
     Parameters
     ----------
@@ -108,21 +110,30 @@ class OwnRowsStep(AttendStep):
     def _run(self, arrays: dict[str, Array], part: _Part, o: Array, lse: Array) -> None:
         """Write o and lse of one call."""
         seqlen_q, seqlen_kv = part.queries.stop - part.queries.start, part.stop - part.first
-        if self._on_host is not None:
-            own = self._plan._plan.with_band(part.band, seqlen_q, seqlen_kv)
-            self._on_host.run(arrays, {"o": o, "lse": lse}, plan=own)
-            return
-        arrays["q"] = namespace(arrays["q"]).ascontiguousarray(arrays["q"], self._dtype)
-        key = None if self.is_checked else ("own rows", id(self), part.band, layout_key(*arrays.values()))
-        bound = CALLS.get(key)
-        if bound is None:
-            problem = replace(self._call.problem, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
-            plan = replace(self._call, problem=problem, mask=part.band).plan()
-            plan._require("forward", arrays, {})
-            bound = plan._bind("forward", arrays, pins=True)
+        sizes: Hashable = (seqlen_q, seqlen_kv)  # they decide the band
+        if self._on_host is None:
+            arrays["q"] = namespace(arrays["q"]).ascontiguousarray(arrays["q"], self._dtype)
+            sizes = layout_key(*arrays.values())
+        key = None if self.is_checked or sizes is None else ("own rows", id(self), sizes)
+        own = CALLS.get(key)
+        if own is None:
+            if self._on_host is None:
+                own = self._bound(part.band, seqlen_q, seqlen_kv, arrays)
+            else:
+                own = KeptTiles(self._plan._plan.with_band(part.band, seqlen_q, seqlen_kv))
             if key is not None:
-                CALLS.put(key, bound, self)
-        o[...], lse[...] = bound.run(arrays)
+                CALLS.put(key, own, self)
+        if self._on_host is None:
+            o[...], lse[...] = own.run(arrays)
+        else:
+            self._on_host.run(arrays, {"o": o, "lse": lse}, tiles=own)
+
+    def _bound(self, band: Band, seqlen_q: int, seqlen_kv: int, arrays: Mapping[str, Array]) -> BoundPlan:
+        """Return a plan for these numbers of rows, bound to the layouts of arrays."""
+        problem = replace(self._call.problem, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+        plan = replace(self._call, problem=problem, mask=band).plan()
+        plan._require("forward", arrays, {})
+        return plan._bind("forward", arrays, pins=True)
 
     def _parts(self, length: int, new: int) -> Iterator[_Part]:
         """Yield the calls of a sequence, which has at least as many keys as queries."""

@@ -10,7 +10,8 @@ from ..arrays import Array, ShapeDtype, namespace, summed_to, times_power_of_two
 from ..layouts import reach
 from ..planning.options import DOT
 from ..planning.plan import KernelPlan
-from . import host_tangents, checks, cpu, gpu, sim, without_keys
+from . import checks, cpu, gpu, host_tangents, sim, without_keys
+from ._host_tiles import KeptTiles
 
 EXECUTORS: dict[str, Any] = {"cpu": cpu, "gpu": gpu, "sim": sim}
 
@@ -69,21 +70,22 @@ class BoundPlan:
         self._call = executes.bind(
             plan, name, {**problem.keyed(read), **outs}, new, unwanted=unwanted, axes=axes, pins=pins, **options
         )
-        self._is_plain = not (outs or self._exponents or self._sums or self._is_checked)
+        self._is_plain = not (self._exponents or self._sums or self._is_checked)
         self._spans = [reach(array) for array in (*arrays.values(), *outs.values())] if outs and self._machine else []
 
     def run(
         self, arrays: Mapping[str, Array], outs: Mapping[str, Array] = MappingProxyType({}),
-        numbers: Sequence[int] = (), plan: KernelPlan | None = None,
+        numbers: Sequence[int] = (), tiles: KeptTiles | None = None,
     ) -> Sequence[Array]:  # fmt: skip
         """Return the results of the pass on arrays of the layouts that it was bound to, in the order of the plan's.
 
         An lse that is not wanted is left out. `numbers` are the seed and offset of dropout. On the host a call may have
-        a plan for other numbers of rows, which the arrays and `outs` have.
+        tiles of a plan for other numbers of rows, which the arrays and `outs` have.
         """
+        own = {} if tiles is None else {"tiles": tiles}
         if self._is_plain:
-            results: Sequence[Array] = self._call(*arrays.values(), numbers=numbers)
-            return results
+            results: Sequence[Array] = self._call(*arrays.values(), *outs.values(), numbers=numbers, **own)
+            return self._with_outs(results, outs) if outs else results
         if self._machine is not None and self._copies:
             self._machine.refuse_copies(self._copies)
         read = [self._scaled(name, array) for name, array in arrays.items()]
@@ -91,9 +93,13 @@ class BoundPlan:
         if self._is_checked:
             inputs = {name: array for name, array in zip(self._names, read) if name not in _OF_EARLIER}
             check = checks.Check(namespace(read[0]), inputs)
-        own = {} if plan is None else {"plan": plan}
-        new = iter(self._call(*read, *outs.values(), numbers=numbers, check=check, **own))
-        return [self._finished(name, outs[name] if name in outs else next(new)) for name in self._results]
+        results = self._with_outs(self._call(*read, *outs.values(), numbers=numbers, check=check, **own), outs)
+        return list(map(self._finished, self._results, results))
+
+    def _with_outs(self, results: Sequence[Array], outs: Mapping[str, Array]) -> Sequence[Array]:
+        """Return the results in the order of the plan's, of which the caller allocated some."""
+        new = iter(results)
+        return [outs[name] if name in outs else next(new) for name in self._results]
 
     def may_overlap(self, arrays: Mapping[str, Array], outs: Mapping[str, Array]) -> bool:
         """Return whether memory of `outs` may overlap that of another array; True on the host, which is not looked at.

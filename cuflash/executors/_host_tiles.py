@@ -72,16 +72,22 @@ class KeptTiles:
     """The batches of tiles of a plan, which the first call makes and later calls use if they are not too many.
 
     Those of gathered rows are made at each call: they hold numbers of rows, which take more memory.
+
+    Attributes
+    ----------
+    tiling : HostTiling
+        That of the plan.
+
+    Parameters
+    ----------
+    plan : KernelPlan
+        One of the host.
     """
 
     def __init__(self, plan: KernelPlan) -> None:
-        self._plan = plan
+        assert plan.tiling is not None
+        self.plan, self.tiling = plan, plan.tiling
         self._kept: dict[str, list[list[Tile]]] = {}
-
-    @property
-    def _tiling(self) -> HostTiling:
-        assert self._plan.tiling is not None
-        return self._plan.tiling
 
     def of_rows(self) -> Iterator[list[Tile]]:
         """Yield batches of tiles of queries, last first: under a causal mask those are the longest."""
@@ -93,20 +99,20 @@ class KeptTiles:
 
     def _batches(self, side: str, tiles: Callable[[], Iterator[Tile]]) -> Iterator[list[Tile]]:
         if side not in self._kept:
-            if self._tiling.num_tiles > _MOST_KEPT_TILES or isinstance(self._plan.work, ChosenWork):
-                return _batches(self._tiling, tiles())
-            self._kept[side] = list(_batches(self._tiling, tiles()))
+            if self.tiling.num_tiles > _MOST_KEPT_TILES or isinstance(self.plan.work, ChosenWork):
+                return _batches(self.tiling, tiles())
+            self._kept[side] = list(_batches(self.tiling, tiles()))
         return iter(self._kept[side])
 
     def _row_tiles(self) -> Iterator[Tile]:
-        problem, work = self._plan.problem, self._plan.work
+        problem, work = self.plan.problem, self.plan.work
         for rows in _reversed_tiles(problem.seqlen_q, work.block_q):
             visits_of: dict[BatchHead, VisitedRows] = {}
             for b, h in product(range(prod(problem.batch)), range(problem.num_heads)):
                 yield Tile(b, h, rows, (self._visit(visits_of, work.row, (b, h), rows),))
 
     def _column_tiles(self) -> Iterator[Tile]:
-        problem, work = self._plan.problem, self._plan.work
+        problem, work = self.plan.problem, self.plan.work
         block, group_size = work.block_kv if isinstance(work, ListedWork) else work.block_q, problem.group_size
         for rows in _reversed_tiles(problem.seqlen_kv, block):
             visits_of: dict[BatchHead, VisitedRows] = {}
@@ -119,9 +125,9 @@ class KeptTiles:
         batch_head: BatchHead, rows: slice
     ) -> VisitedRows:  # fmt: skip
         """Return what some rows of a head visit, made once for all heads that share it."""
-        shared = self._plan.work.owner(*batch_head)
+        shared = self.plan.work.owner(*batch_head)
         if shared not in visits_of:
-            width = self._tiling.step_width(rows.stop - rows.start)
+            width = self.tiling.step_width(rows.stop - rows.start)
             visits_of[shared] = VisitedRows.of(visited(*shared, rows.start, rows.stop), width)
         return visits_of[shared]
 

@@ -19,7 +19,6 @@ import numpy as np
 from ..arrays import Array, ShapeDtype
 from ..blocks._chosen_work import ChosenWork
 from ..planning.dropout_launches import SEED
-from ..planning.host import HostTiling
 from ..planning.plan import KernelPlan
 from ._host_tiles import BatchHead, KeptTiles, Step, Tile, masked_elements, row_numbers, steps_side_by_side
 from .checks import Check
@@ -50,18 +49,17 @@ def bind(
     Of `given` the names alone are read, and of the options of `gpu.bind` none but `unwanted`. `passes` has the passes
     by name: those without tangents by default.
     """
-    names, run_pass, bound, kept = tuple(given), (passes or _PASSES)[name], plan, KeptTiles(plan)
+    names, run_pass, kept = tuple(given), (passes or _PASSES)[name], KeptTiles(plan)
 
     def call(
-        *arrays: Array, numbers: Sequence[int] = (), check: Check | None = None, plan: KernelPlan = bound
+        *arrays: Array, numbers: Sequence[int] = (), check: Check | None = None, tiles: KeptTiles = kept
     ) -> list[Array]:
-        tiles = kept if plan is bound else KeptTiles(plan)
         empty = _empty if check is None else check.empty
         new = {name: empty(name, each.shape, each.dtype) for name, each in (*results.items(), *unwanted.items())}
         read = dict(zip(names, arrays))
-        host_call = HostCall.of(plan, tiles, numbers, **read, **new)
+        host_call = HostCall.of(tiles, numbers, **read, **new)
         if name != "forward":
-            lse, accumulator = host_call.arrays["lse"], plan.problem.accumulator
+            lse, accumulator = host_call.arrays["lse"], tiles.plan.problem.accumulator
             empty = lse == -np.inf
             # Scores of an empty row are -inf and nothing else; +inf in place of its lse keeps them there.
             with np.errstate(all="ignore"):
@@ -83,7 +81,7 @@ def _empty(name: str, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Ar
 
 def _forward(call: HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
     """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
-    run(call.tiling, (call.forward_rows, call.tiles.of_rows()))
+    run(call.tiles.tiling, (call.forward_rows, call.tiles.of_rows()))
 
 
 def _backward(call: HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
@@ -92,10 +90,11 @@ def _backward(call: HostCall, results: Mapping[str, Array], read: Mapping[str, A
     call.arrays["delta"] = np.empty_like(call.arrays["shift"])
     rows, columns = (call.backward_rows, call.tiles.of_rows()), (call.backward_columns, call.tiles.of_columns())
     if call.score is not None and call.score.adds_gradients:
-        run(call.tiling, rows, in_order=True)  # sums of many tiles in one array must not depend on which is done first
-        run(call.tiling, columns)
+        # in order: sums of many tiles in one array must not depend on which is done first
+        run(call.tiles.tiling, rows, in_order=True)
+        run(call.tiles.tiling, columns)
     else:
-        run(call.tiling, rows, columns)
+        run(call.tiles.tiling, rows, columns)
     if "dsink" in results:
         results["dsink"][...] = call.sink_gradient()
 
@@ -131,10 +130,8 @@ class HostCall:
     dropout: TileDropout | None = None
 
     @classmethod
-    def of(
-        cls, plan: KernelPlan, tiles: KeptTiles, numbers: Sequence[int] = (), **arrays: Array | None
-    ) -> HostCall:
-        problem, batch = plan.problem, plan.problem.batch
+    def of(cls, tiles: KeptTiles, numbers: Sequence[int] = (), **arrays: Array | None) -> HostCall:
+        plan, problem, batch = tiles.plan, tiles.plan.problem, tiles.plan.problem.batch
         broadcast = {}
         score = None if problem.score is None else TileScores.of(problem, arrays)
         for name, array in arrays.items():
@@ -166,11 +163,6 @@ class HostCall:
     def natural(self) -> float:
         """Natural units in a unit of the scores."""
         return LN_2 if self.score is None else 1.0
-
-    @property
-    def tiling(self) -> HostTiling:
-        assert self.plan.tiling is not None
-        return self.plan.tiling
 
     def row_index(self, batch_heads: list[BatchHead], rows: Sequence[slice | Array]) -> _RowIndex:
         """The index of some rows of each place: slices, which make a view, for one run of neighbouring heads."""
@@ -386,12 +378,12 @@ def over_queries(
     plan: KernelPlan, arrays: Mapping[str, Array], visit: Callable[[QueryTiles], None], *, in_order: bool
 ) -> None:
     """Visit all tiles of queries of a call, on several threads or in order."""
-    call = HostCall.of(plan, KeptTiles(plan), **arrays)
+    call = HostCall.of(KeptTiles(plan), **arrays)
 
     def step(tiles: list[Tile], scratch: Array) -> None:
         visit(QueryTiles(call, tiles, scratch))
 
-    run(call.tiling, (step, call.tiles.of_rows()), in_order=in_order)
+    run(call.tiles.tiling, (step, call.tiles.of_rows()), in_order=in_order)
 
 
 def _product(keys: Array, queries: Array, scratch: Array) -> Array:

@@ -46,7 +46,7 @@ def bind(
 
 def _jvp(call: HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
     """Write the tangents of o and lse, shaped as these."""
-    run(call.tiling, (HostTangents.of(call, read).jvp_rows, call.tiles.of_rows()), num_tiles=JVP_TILES)
+    run(call.tiles.tiling, (HostTangents.of(call, read).jvp_rows, call.tiles.of_rows()), num_tiles=JVP_TILES)
 
 
 def _backward_jvp(call: HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
@@ -56,10 +56,10 @@ def _backward_jvp(call: HostCall, results: Mapping[str, Array], read: Mapping[st
     rows = tangents.backward_rows, call.tiles.of_rows()
     columns = tangents.backward_columns, call.tiles.of_columns()
     if call.score is not None and call.score.adds_gradients:  # in an order of their own, as in the backward pass
-        run(call.tiling, rows, in_order=True, num_tiles=BACKWARD_JVP_TILES)
-        run(call.tiling, columns, num_tiles=BACKWARD_JVP_TILES)
+        run(call.tiles.tiling, rows, in_order=True, num_tiles=BACKWARD_JVP_TILES)
+        run(call.tiles.tiling, columns, num_tiles=BACKWARD_JVP_TILES)
     else:
-        run(call.tiling, rows, columns, num_tiles=BACKWARD_JVP_TILES)
+        run(call.tiles.tiling, rows, columns, num_tiles=BACKWARD_JVP_TILES)
     if "dsink" in results:
         results["dsink"][...] = tangents.sink_gradient()
 

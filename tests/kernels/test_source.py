@@ -265,6 +265,16 @@ def test_a_family_refuses_dtypes_that_it_does_not_name(family: str) -> None:
     assert reason.startswith(f"kernel='{family}' takes float16 or") and "got float8_e5m2" in reason
 
 
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, ml_dtypes.float8_e5m2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_that_refuses_a_dtype_names_only_families_that_take_it(family: str, dtype: Any) -> None:
+    known = Problem.of(*[ShapeDtype((1, 4, 300, 64), np.dtype(np.float16))] * 3)
+    problem = replace(known, dtype=np.dtype(dtype))
+    for reason in FAMILIES[family].reasons(problem, None):
+        advised = re.findall(r"kernel='(\w+)'", reason)[1:]  # after its own name
+        assert advised == ([] if FAMILIES["simt"].reasons(problem, None) else ["simt"])
+
+
 # The files.
 
 ORDER = ("ptx", "tile", "attention")  # each includes itself and what is on its left; entries include them all

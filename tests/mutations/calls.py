@@ -6,8 +6,10 @@ import copy
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import scipy.sparse
 from mutations.planting import Edit
@@ -95,6 +97,13 @@ def imported_late(library):
     return run.stdout == "[]\n['numpy']\n"
 
 
+def unserved_dtypes_are_not_sent_to_simt(library):
+    plan = library.plan(HALF, HALF, HALF, device="H100")._plan
+    families = part(library, "planning.routing").FAMILIES.values()
+    problem = replace(plan.problem, dtype=np.dtype(ml_dtypes.float8_e5m2))
+    return not any("or use" in reason for family in families for reason in family.reasons(problem, plan.device))
+
+
 FAULTS = {
     takes(imported_late): {
         "the package imports all of its modules": Edit(
@@ -113,6 +122,9 @@ FAULTS = {
             'Pullback(plan, arrays["q"], arrays["k"], arrays["v"], o, lse, operands)',
             "(lambda do, dlse=None: plan.backward(do, q, k, v, o, lse, dlse))",
         ),
+    },
+    takes(unserved_dtypes_are_not_sent_to_simt): {
+        "any dtype is sent to simt": Edit("planning/families/family.py", "Family._instead", "if problem.dtype in", "if")
     },
     refuses(attends(k=np.float32(1)), "k must be an array; got np.float32(1.0)"): {
         "scalars of NumPy are arrays": Edit(

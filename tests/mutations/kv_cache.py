@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -85,6 +85,46 @@ class Device:
         return []
 
 
+def numbers_of_rows_are_planned_once(library: ModuleType) -> None:
+    """Check that sequences with as many rows share a plan, in later calls too, and that others do not."""
+    cache, planned = filled(library), []
+    plan = part(library, "planning.plan").KernelPlan
+    original = plan.with_band
+
+    def counted(self: Any, band: Any, *rows: int) -> Any:
+        planned.append(rows)
+        return original(self, band, *rows)
+
+    with patch.object(plan, "with_band", counted):
+        for lengths, sizes in (([3, 3], [(2, 3)]), ([3, 3], []), ([3, 2], [(2, 2)]), ([2, 3], [])):
+            planned.clear()
+            cache.reset()
+            cache.append(K, K, counts=lengths)
+            cache.attention(K[:, :, :2])
+            assert planned == sizes
+
+
+class Subclassed(np.ndarray):
+    """Arrays without a layout that the cache of calls knows."""
+
+
+def layouts_that_are_unknown_share_no_plan(library: ModuleType) -> None:
+    """Check that sequences of pages of a subclass, of unequal lengths, are bound one by one."""
+    pages = np.random.default_rng(0).standard_normal((2, 2, 1, 16, 4)).astype(np.float32)
+    k, v = (x.view(Subclassed) for x in pages)
+    cache, bound = library.KVCache.over(k, v, np.array([[0], [1]]), [5, 9]), []
+    step = part(library, "cache.one_by_one").OwnRowsStep
+
+    def counted(self: Any, band: Any, seqlen_q: int, seqlen_kv: int, arrays: Any) -> Any:
+        bound.append(seqlen_kv)
+        o, lse = np.zeros((1, 1, 4), np.float32), np.zeros((1, 1), np.float32)
+        return SimpleNamespace(run=lambda arrays: (o, lse))
+
+    with patch.object(step, "_bound", counted):
+        cache.attention(np.ones((2, 1, 1, 4), np.float32), executor="sim")
+    assert bound == [5, 9]
+
+
 def a_device_has_lengths_and_pages(library: ModuleType) -> None:
     """Check that lengths are those counted by the device, which receives the pages whenever they change."""
     cache, module = filled(library, page_size=16, num_pages=4), part(library, "cache.on_device")
@@ -151,6 +191,12 @@ FAULTS = {
         "all sequences have the first one's sink": Edit(
             ONE, "_own_sink", "sink[sequence if sink.shape[0] > 1 else 0]", "sink[0]"
         ),
+        "sequences of other lengths have the first one's tiles": Edit(
+            ONE, "OwnRowsStep._run", "= (seqlen_q, seqlen_kv)", "= (seqlen_q,)"
+        ),
+        "fewer queries have the tiles of more": Edit(
+            ONE, "OwnRowsStep._run", "= (seqlen_q, seqlen_kv)", "= (seqlen_kv,)"
+        ),
         "queries see later keys": Edit(
             ONE, "OwnRowsStep._parts", "offset + right", "offset + right + 1"
         ),
@@ -181,6 +227,12 @@ FAULTS = {
         "sinks are taken as they are": Edit(
             DOORS, "_sink_reasons", "sink_reasons(call.sink, call.q, call.cache.rows.k)", "[]"
         ),
+    },
+    numbers_of_rows_are_planned_once: {
+        "each sequence is planned alone": Edit(ONE, "OwnRowsStep._run", "CALLS.put(key, own, self)", "pass"),
+    },
+    layouts_that_are_unknown_share_no_plan: {
+        "layouts that are unknown are one": Edit(ONE, "OwnRowsStep._run", "or sizes is None else", "else"),
     },
     pages_are_used_sparingly: {
         "resetting keeps pages": Edit(FILE, "KVCache.reset", "state.pages.shrink(row, 0)", "pass"),

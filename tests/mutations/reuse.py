@@ -131,7 +131,7 @@ FAULTS = {
         ),
         "a plan binds each call": Edit(PLANS, "Plan._run", "CALLS.put(key, bound, self._owner)", "pass"),
         "an output is not returned": Edit(
-            BOUND, "BoundPlan.run", "outs[name] if name in outs else next(new)", "next(new, None)"
+            BOUND, "BoundPlan._with_outs", "outs[name] if name in outs else next(new)", "next(new, None)"
         ),
     },
     summed_gradients_are_bound: {

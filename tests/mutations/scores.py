@@ -350,7 +350,7 @@ FAULTS = {
             "planning/problem.py", "with_operands", "if array.name not in integers", "if True"
         ),
         "sums are added as threads finish": Edit(
-            CPU, "_backward", "run(call.tiling, rows, in_order=True)", "run(call.tiling, rows)"
+            CPU, "_backward", "run(call.tiles.tiling, rows, in_order=True)", "run(call.tiles.tiling, rows)"
         ),
     },
 }

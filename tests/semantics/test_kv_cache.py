@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from cache_machine import CAPACITY, HEADS, KINDS, PAGE, walk
-from executors import on_every_executor
+from executors import needs_compiler, on_every_executor
 from foreign import Foreign
 from hypothesis import given as drawn_by
 from hypothesis import settings
@@ -246,6 +247,19 @@ def test_pages_of_another_layout_are_used_where_they_lie() -> None:
     cache.append(*more)
     assert np.array_equal(pages[:, 2, 14:16], more[:, 0].swapaxes(1, 2))
     assert "which need 1 more page, and" in refused(lambda: cache.append(*more))
+
+
+@pytest.mark.parametrize("executor", ["cpu", pytest.param("sim", marks=needs_compiler)])
+def test_each_sequence_of_pages_in_a_file_has_a_plan_of_its_own(executor: Any, tmp_path: Path) -> None:
+    """Arrays of a subclass have no layout by which the plan of one length is told from that of another."""
+    k, v = normal(2, 2, HEADS, PAGE, 8)
+    files = [np.memmap(tmp_path / name, x.dtype, "w+", shape=x.shape) for name, x in (("k", k), ("v", v))]
+    for file, x in zip(files, (k, v)):
+        file[...] = x
+    cache, q = KVCache.over(*files, np.array([[0], [1]]), [5, 9]), normal(2, 2 * HEADS, 1, 8)
+    o, lse = cache.attention(q, executor=executor, return_lse=True)
+    for b, length in enumerate([5, 9]):
+        assert_within_bounds(Example(q=q[b], k=k[b, :, :length], v=v[b, :, :length]), o=o[b], lse=lse[b])
 
 
 def test_a_page_of_two_sequences_is_written_to_by_neither() -> None:

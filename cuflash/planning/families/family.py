@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ...arrays import BFLOAT16
+from ...arrays import BFLOAT16, UP_TO_FLOAT32
 from ...blocks.work_list import ListedWork, WorkList
 from ...errors import UnsupportedProblem, refuse
 from ..device import DeviceSpec
@@ -19,6 +19,7 @@ from ..tile_order import heads_per_wave
 
 # A kernel is compiled for the smallest of these dimensions that holds the problem's.
 DIMS = (32, 64, 96, 128, 192, 256)
+SIMT_DTYPES = (*UP_TO_FLOAT32, np.dtype(np.float64))  # that the simt family serves
 WIDEST_CHUNK = 128  # columns of q and k that the kernels of block masses hold at a time
 
 # Arrays that kernels read, by what they compute.
@@ -86,7 +87,8 @@ class Family(ABC):
         return [f"kernel={self.name!r} takes {served}; got {problem.dtype}: {self._instead(problem)}"]
 
     def _instead(self, problem: Problem) -> str:
-        return "convert q, k and v, or use kernel='simt'"
+        """Return what to do about a dtype that the family does not serve."""
+        return "convert q, k and v" + (", or use kernel='simt'" if problem.dtype in SIMT_DTYPES else "")
 
     def _device_reasons(self, problem: Problem, device: DeviceSpec) -> list[str]:
         capability = device.compute_capability

@@ -8,7 +8,6 @@ from itertools import product
 
 import numpy as np
 
-from ...arrays import UP_TO_FLOAT32
 from ...blocks.work_list import ListedWork, WorkList
 from ...errors import UnsupportedProblem
 from ..device import DeviceSpec
@@ -20,6 +19,7 @@ from ._passes import forward_pass
 from .family import (
     BACKWARD_INPUTS,
     DIMS,
+    SIMT_DTYPES,
     STATISTICS_INPUTS,
     WIDEST_CHUNK,
     Family,
@@ -131,7 +131,7 @@ class Simt(Family):
     """Kernels on multiply-add units, and for float64 on tensor cores."""
 
     name = SIMT
-    dtypes = (*UP_TO_FLOAT32, np.dtype(np.float64))
+    dtypes = SIMT_DTYPES
     operands = ("sink", "dropout_seed")
 
     def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:
