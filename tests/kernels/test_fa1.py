@@ -123,7 +123,7 @@ def test_memory_is_linear_in_the_length_and_explain_tells_the_traffic() -> None:
     text = long.explain()
     forward, backward = traffic(long._plan.problem, long._plan.kernels, long._plan.visited_scores)
     assert f"traffic    {forward} bytes of device memory forward, {backward} backward" in text
-    assert "every result is bitwise repeatable" in text and "grid 128" in text
+    assert "all results are bitwise reproducible" in text and "grid 128" in text
 
 
 @pytest.mark.parametrize(("dim", "keys", "backward_keys"), [(64, 256, 128), (128, 128, 128)])

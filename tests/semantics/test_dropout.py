@@ -368,7 +368,7 @@ def test_pytorch_differentiates_attention_with_dropout() -> None:
     assert all(np.array_equal(x.numpy(), y) for x, y in zip(gradients, vjp(o), strict=True))
     other = cuflash.torch.attention(q, k, v, dropout=Dropout(0.5, 3, 2))
     np.testing.assert_array_equal(other.detach().numpy(), cuflash.attention(Q, K, V, dropout=Dropout(0.5, 3, 2)))
-    with pytest.raises(UnsupportedProblem, match="dropout's seed must be an int here; got an array"):
+    with pytest.raises(UnsupportedProblem, match="dropout's seed must be an int for this function; got an array"):
         cuflash.torch.attention(q, k, v, dropout=Dropout(0.5, np.array(3)))
 
 
@@ -388,5 +388,5 @@ def test_jax_differentiates_attention_with_dropout() -> None:
         assert all(np.array_equal(x, y) for x, y in zip(gradients, vjp(o), strict=True))
         other = cuflash.jax.attention(*map(jax.numpy.asarray, (Q, K, V)), dropout=Dropout(0.5, 3, 2))
         np.testing.assert_array_equal(other, cuflash.attention(Q, K, V, dropout=Dropout(0.5, 3, 2)))
-        with pytest.raises(UnsupportedProblem, match="dropout's seed must be an int here; got an array"):
+        with pytest.raises(UnsupportedProblem, match="dropout's seed must be an int for this function; got an array"):
             cuflash.jax.attention(*map(jax.numpy.asarray, (Q, K, V)), dropout=Dropout(0.5, np.array(3)))
