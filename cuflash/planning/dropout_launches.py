@@ -48,7 +48,7 @@ def dropout_of(dropout: Any) -> tuple[Draws | None, tuple[Operand, ...]]:
         return dropout._draws, ()
     dtype = np.dtype(dropout._array.dtype)
     if tuple(dropout._array.shape) or dtype not in SEED_DTYPES:
-        rule = "an array as seed must be 0-d and of int64 or uint64"
+        rule = "seed must be a 0-d array of int64 or uint64"
         raise UnsupportedProblem([f"{rule}; got {describe(dropout._array)}: use np.array(3), for example"])
     return dropout._draws, (Operand(SEED, (), dtype),)
 

@@ -459,9 +459,9 @@ def test_a_cap_is_within_its_bounds_or_refused(run: Run, dtype: str) -> None:
             assert_within_bounds(run.rounded(example), **results)
         else:
             for options in ({"score": example.score}, {"softcap": cap}):
-                with pytest.raises(cuflash.UnsupportedProblem, match="softcap and finite numbers .* where scores are"):
+                with pytest.raises(cuflash.UnsupportedProblem, match="softcap and finite nonzero numbers .* scores"):
                     cuflash.attention(*map(run.put, (plain.q, plain.k, plain.v)), **options, **run.options)
-                with pytest.raises(cuflash.UnsupportedProblem, match="softcap and finite numbers .* where scores are"):
+                with pytest.raises(cuflash.UnsupportedProblem, match="softcap and finite nonzero numbers .* scores"):
                     cuflash.error_bound(plain.q, plain.k, plain.v, **options)
 
     check()
