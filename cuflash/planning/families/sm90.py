@@ -43,7 +43,7 @@ class _Tile(NamedTuple):
 
 
 # Tiles by the larger of head_dim and value_dim. With two consumer warpgroups, registers hold O and as many scores as
-# possible. Three warpgroups have fewer registers each, and are faster if queries attend so many keys that the cost
+# possible. Three warpgroups have fewer registers each, and are faster if queries attend enough keys that the cost
 # of starting a tile matters less. Four have short steps, and are faster if queries attend fewer keys and there are
 # MIN_TILES_PER_PROCESSOR tiles per multiprocessor; with fewer tiles, the last ones would end late. Kernels that walk
 # lists have too few registers for three or four.
