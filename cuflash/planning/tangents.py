@@ -128,8 +128,8 @@ def _name_reasons(name: str, known: list[str], problem: Problem) -> list[str]:
     if name in known:
         return []
     if name.removesuffix("_dot") in (*known, *_OF_PASSES, *_OF_PARAMETERS):
-        rule = f"tangents must not name {name!r}, the tangent of a tangent, which is a third derivative"
-        return [f"{rule}: only first and second derivatives are supported; use finite differences of the second"]
+        rule = f"tangents must not name {name!r}, the tangent of a tangent, since third derivatives are not supported"
+        return [f"{rule}: use finite differences of the second derivative"]
     operand = problem.operand(name)
     if operand is not None:
         return [f"tangents must name real arrays; got {name!r}, which holds {operand.dtype}: omit it"]

@@ -496,7 +496,7 @@ IDS = cuflash.scores.Score(lambda s, b, h, i, j, ids: s + ids[j], ids=np.arange(
         ({"tangents": {"ids": X}, "score": IDS}, "tangents must name real arrays; got 'ids', which holds int64"),
         ({"tangents": {"slope": X}}, "tangents must name arrays of this call, which are 'q', .*; got 'slope'"),
         ({"tangents": {"q": X}}, "tangents must not name 'q': pass q_dot="),
-        ({"tangents": {"q_dot": X}}, "'q_dot', the tangent of a tangent, .* third derivative .* finite differences"),
+        ({"tangents": {"q_dot": X}}, "'q_dot', the tangent of a tangent, .* third derivatives .* finite differences"),
         ({"tangents": X}, "tangents must be a dict of arrays by name, or None; got .*: write tangents="),
         ({"q_dot": X, "executor": "sim"}, "executor must be 'cpu' for tangents, which no GPU kernel .* got 'sim'"),
         ({"tangents": {"sink": np.ones(1)}, "sink": np.ones(2, np.float32)}, r"tangents\['sink'\] must have sink's"),
