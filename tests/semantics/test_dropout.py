@@ -259,7 +259,7 @@ def test_a_dropout_is_what_its_numbers_say() -> None:
         ((0.001, 0), "p must be 0, or round to one of 1/256, 2/256, ..., 255/256; got 0.001"),
         ((0.1, 0.5), "seed must be an int, or a 0-d array"),
         ((0.1, np.random.default_rng(0)), r"got Generator: pass it as rng=$"),
-        ((0.1,), "seed must be an int, or an array .*; got None: pass seed= or rng=$"),
+        ((0.1,), "seed must be an int, or a 0-d array .*; got None: pass seed= or rng=$"),
         ((0.1, np.random.RandomState(0)), r"got RandomState: seed=int\(rng\.randint\(2\*\*31\)\)$"),
         ((0.1, -1), "seed must be an int from 0 to 2.64 - 1; got -1"),
         ((0.1, 2**64), "seed must be an int from 0 to 2.64 - 1"),
