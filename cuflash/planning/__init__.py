@@ -1,1 +1,1 @@
-"""Decides what a call runs, from its shapes, its mask and a device's numbers; no device and no data are touched."""
+"""Plans of calls, computed from shapes, masks and device specifications alone; no device and no data are touched."""

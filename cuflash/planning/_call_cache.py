@@ -1,4 +1,4 @@
-"""The cache of calls. A key is computed before a call is checked, so that a repeated call skips the checks."""
+"""The cache of calls. Keys are computed from unchecked arguments, so that repeated calls skip the checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_CALLS = 1024
 class _Entry:
     """A cached call: the callable or plan that runs it, all keys of its owner, and the number of its last use.
 
-    `place` is the use by which the cache's queue has it, which may be an earlier one.
+    `place` is the number under which the call is in the cache's queue; it may be an earlier use.
     """
 
     __slots__ = ("call", "keys", "last_use", "place")
@@ -27,52 +27,52 @@ class _Entry:
 class CallCache:
     """A least recently used cache of the callables and plans that run repeated calls.
 
-    A key starts with the kind of call, so that one cache serves all kinds. It holds no array, and nothing that would
-    keep one alive.
+    A key starts with the kind of call, so that one cache serves all kinds. Keys refer neither to arrays nor to objects
+    that would keep arrays alive.
 
     Parameters
     ----------
     size : int
-        The number of calls that are kept.
+        Maximum number of cached calls.
     """
 
     def __init__(self, size: int = MAX_CALLS) -> None:
         self._size = size
         self._calls: dict[Hashable, _Entry] = {}
         self._uses = count()
-        self._queue: list[tuple[int, Hashable]] = []  # a heap of places, some of calls that have left
-        self._owned: dict[int, set[Hashable]] = {}  # keys by the number of their owner
+        self._queue: list[tuple[int, Hashable]] = []  # a heap of places; some belong to calls that were removed
+        self._owned: dict[int, set[Hashable]] = {}  # keys by the id of their owner
         self._last: tuple[Hashable, Any] = (object(), None)
-        self._lock = threading.RLock()  # a finalizer may run in the thread that holds it
+        self._lock = threading.RLock()  # a finalizer may run in the thread that holds the lock
 
     def __len__(self) -> int:
         return len(self._calls)
 
     def get(self, key: Hashable) -> Any:
-        """Return what runs the call of a key, or None if it is not known."""
+        """Return the object that runs the call of a key, or None if the key is not cached."""
         last, call = self._last
         if key == last:
             return call
-        entry = self._calls.get(key)  # the one time that the key is hashed, which takes most of the time
+        entry = self._calls.get(key)  # hashing the key takes most of the time, so it is hashed only once
         if entry is None:
             return None
         entry.last_use, self._last = next(self._uses), (key, entry.call)
         return entry.call
 
     def put(self, key: Hashable, call: Any, owner: Any = None) -> None:
-        """Keep what runs the call of a key.
+        """Cache the object that runs the call of a key.
 
         Parameters
         ----------
         key : hashable
-            It may hold the owner's `id`, which no other object has as long as the call is cached.
+            It may contain the owner's `id`, which no other object has as long as the call is cached.
         call : object
-            What runs the call. It must not refer to the owner.
+            The object that runs the call. It must not refer to the owner.
         owner : object, optional
-            The call leaves the cache as soon as nothing refers to this object.
+            The call is removed from the cache as soon as this object is freed.
         """
         with self._lock:
-            left = [self._without_owner(key)]  # destructors run after the lock is released
+            left = [self._without_owner(key)]  # kept until the lock is released, since destructors may take it
             keys = None if owner is None else self._keys_of(owner)
             if keys is not None:
                 keys.add(key)
@@ -87,11 +87,11 @@ class CallCache:
         del left
 
     def _least_recently_used(self) -> Hashable:
-        """Take the key of the call that was not used for longest from the queue; those that were used go back."""
+        """Remove the key of the least recently used call from the queue; requeue calls that were used meanwhile."""
         while True:
             place, key = heappop(self._queue)
             entry = self._calls.get(key)
-            if entry is None or entry.place != place:  # the call has left, or was put again
+            if entry is None or entry.place != place:  # the call was removed, or cached again
                 continue
             last_use = entry.last_use
             if last_use == place:
@@ -100,7 +100,7 @@ class CallCache:
             heappush(self._queue, (last_use, key))
 
     def _without_owner(self, key: Hashable) -> _Entry | None:
-        """Take the entry of a key out of the cache and from its owner."""
+        """Remove the entry of a key from the cache and from its owner's keys."""
         entry = self._calls.pop(key, None)
         if entry is not None and entry.keys is not None:
             entry.keys.discard(key)
@@ -119,7 +119,7 @@ class CallCache:
         return keys
 
     def _forget(self, owner: int) -> None:
-        """Drop the calls of an owner that is about to be freed, before another object may have its number."""
+        """Drop the calls of an owner that is about to be freed, before another object can get its id."""
         with self._lock:
             keys = self._owned.pop(owner, None)
         self._drop(keys or ())

@@ -1,4 +1,4 @@
-"""The record PARAMS, which every kernel of attention takes by value, and the record of tensor maps next to it.
+"""The record PARAMS, which all attention kernels take by value, and the record of tensor maps.
 
 They mirror `kernels_cu/attention/params.cuh` and `kernels_cu/sm90/tensor_maps.cuh`.
 """
@@ -54,9 +54,9 @@ PARAMS = np.dtype(
     align=True,
 )
 TABLES = ("tile_counter", "lo", "hi", *LISTS)  # arrays of PARAMS that have no strides there
-OF_RECORDS_WITHIN = {path: path.rpartition(".")[2] for path in leaves(PARAMS) if "." in path}  # names of arrays
+OF_RECORDS_WITHIN = {path: path.rpartition(".")[2] for path in leaves(PARAMS) if "." in path}  # array names by path
 TENSOR_MAP_ARRAYS = ("q", "k", "v", "do", "o")
-# beside PARAMS, to kernels of the sm90 family
+# Kernels of the sm90 family take this record in addition to PARAMS.
 TENSOR_MAPS = np.dtype([(name, TENSOR_MAP_PARAM) for name in TENSOR_MAP_ARRAYS])
-ROW_VECTORS = ("lse", "dlse", "delta", "query_stats", "lse_parts", *SCALE_ARRAYS)  # one number a row
-HEAD_VECTORS = ("sink", "dsink")  # one number a head
+ROW_VECTORS = ("lse", "dlse", "delta", "query_stats", "lse_parts", *SCALE_ARRAYS)  # one number per row
+HEAD_VECTORS = ("sink", "dsink")  # one number per head

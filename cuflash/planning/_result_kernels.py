@@ -1,4 +1,4 @@
-"""Kernels that read results of attention: one merges parts over disjoint keys, one compares a mask's with the whole."""
+"""Kernels that read results of attention: one merges parts over disjoint keys, one compares results with two masks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from .launches import Pass, Workspace
 from .spec import SIMT, Entry, KernelSpec
 
-MOST_PARTS = 128  # of a launch
+MOST_PARTS = 128  # maximum number of parts of a launch
 # Mirror `kernels_cu/results/params.cuh`.
 MERGE = np.dtype(
     [
@@ -28,14 +28,14 @@ COMPARISON = np.dtype(
     ],
     align=True,
 )
-COMPARED = ("o", "lse", "kept_o", "kept_lse")  # what the kernel that compares reads
-_COLUMNS = 4  # of a thread of the kernel that merges
-_ELEMENTS, _MOST_BLOCKS = 16, 1024  # of a thread, and of a launch, of the kernel that compares
-_BYTES_OF_SQUARES = 16  # two sums of float64
+COMPARED = ("o", "lse", "kept_o", "kept_lse")  # inputs of the kernel "compare"
+_COLUMNS = 4  # columns per thread of the kernel "merge"
+_ELEMENTS, _MOST_BLOCKS = 16, 1024  # elements per thread, and maximum number of thread blocks, of the kernel "compare"
+_BYTES_OF_SQUARES = 16  # two float64 sums
 
 
 def _sum_bytes(spec: KernelSpec) -> int:
-    """The sums of each warp, and whether the thread block is the last one."""
+    """Return the bytes of each warp's sums, and of the flag that marks the last thread block."""
     return _BYTES_OF_SQUARES * spec.num_warps + 8
 
 
@@ -55,21 +55,21 @@ def result_spec(name: str, dtype: np.dtype[np.generic]) -> KernelSpec:
 
 
 def every_result_spec(dtypes: tuple[np.dtype[np.generic], ...]) -> set[KernelSpec]:
-    """The kernels for results of some dtypes."""
+    """Return the specifications of all kernels for results of these dtypes."""
     return {result_spec(name, dtype) for name in _KERNELS for dtype in dtypes}
 
 
 def merging(num_parts: int, o_shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Pass:
-    """Return the kernel that merges parts; it reads "outs.0" and so on, "lses.0" and so on, and writes "o" and "lse".
+    """Return the kernel that merges parts; it reads "outs.0", "lses.0", "outs.1" etc., and writes "o" and "lse".
 
     Parameters
     ----------
     num_parts : int
         At most `MOST_PARTS`.
     o_shape : tuple of int
-        [..., seqlen_q, value_dim], of each part.
+        [..., seqlen_q, value_dim], the shape of each part.
     dtype : numpy.dtype
-        Of o.
+        Dtype of o.
     """
     spec, num_rows, num_columns = result_spec("merge", dtype), prod(o_shape[:-1]), o_shape[-1]
     threads_per_row = max(1, -(-num_columns // _COLUMNS))
@@ -82,14 +82,14 @@ def merging(num_parts: int, o_shape: tuple[int, ...], dtype: np.dtype[np.generic
 
 
 def comparing(o_shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Pass:
-    """Return the kernel that compares results with a mask and without.
+    """Return the kernel that compares results with a mask to results without it.
 
     Parameters
     ----------
     o_shape : tuple of int
         [..., seqlen_q, value_dim]
     dtype : numpy.dtype
-        Of o.
+        Dtype of o.
     """
     spec, num_rows, num_elements = result_spec("compare", dtype), prod(o_shape[:-1]), prod(o_shape)
     needed = -(-max(num_rows, num_elements) // (spec.num_threads * _ELEMENTS))

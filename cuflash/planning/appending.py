@@ -1,4 +1,4 @@
-"""Plans the kernel that appends rows to a KV cache."""
+"""Plans of the kernel that appends rows to a KV cache."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ APPEND = np.dtype(
 _APPEND = Entry(family="cache", name="append", runs_as=SIMT)
 _APPEND_E4M3 = Entry(family="cache", name="append_e4m3", runs_as=SIMT)
 _WARPS = 8
-_WARPS_OF_ROWS = 16  # warps of the kernel that rounds to 8 bits, one for each row of a head
+_WARPS_OF_ROWS = 16  # warps of a thread block that rounds to FP8; each handles one row of a head at a time
 _ROWS_OF_A_WARP = 2
-_BYTES_OF_A_THREAD = 64  # bytes of keys or values
-_MOST_BLOCKS = 256  # thread blocks for one sequence
+_BYTES_OF_A_THREAD = 64  # bytes of keys or values per thread
+_MOST_BLOCKS = 256  # maximum number of thread blocks per sequence
 
 
 def append_pass(
@@ -36,16 +36,16 @@ def append_pass(
     *,
     is_quantized: bool = False,
 ) -> Pass:
-    """The launch that appends keys and values to a cache, whose pages are named cache_k and cache_v.
+    """Return the launch that appends keys and values to a cache, whose pages are the arrays cache_k and cache_v.
 
     Parameters
     ----------
     k_shape : tuple of int
         [batch, num_kv_heads, new rows, head_dim]
     dtype : dtype
-        Of the new rows.
+        Dtype of the new rows.
     is_quantized : bool
-        The cache has 8-bit numbers, to which the kernel rounds.
+        The kernel rounds the rows to FP8, the dtype of the cache.
     """
     batch, heads, rows, head_dim = k_shape
     work, of_block = rows * heads * max(head_dim, value_dim) * dtype.itemsize, 32 * _WARPS * _BYTES_OF_A_THREAD
@@ -69,7 +69,7 @@ def append_pass(
 
 
 def append_spec(dtype: np.dtype[np.generic], *, is_quantized: bool = False) -> KernelSpec:
-    """The kernel for a dtype of new rows, and for caches that keep it or 8 bits; it depends on nothing else."""
+    """Return the kernel for new rows of a dtype and a cache of this dtype or of FP8; it depends on nothing else."""
     return KernelSpec(
         entry=_APPEND_E4M3 if is_quantized else _APPEND, dtype=dtype, head_dim=32, value_dim=32,
         block_q=16, block_kv=16, num_warps=_WARPS_OF_ROWS if is_quantized else _WARPS, min_blocks=1,

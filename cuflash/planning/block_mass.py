@@ -1,4 +1,4 @@
-"""The launch of the kernel that sums softmax weights over the blocks of a grid."""
+"""The launch of the kernel that sums softmax weights over blocks of a grid."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MASS_GRID = np.dtype(
 
 
 def mass_shape(problem: Problem, block: tuple[int, int]) -> tuple[int, ...]:
-    """(*batch, num_heads, num_q_blocks, num_kv_blocks), without the heads for 2-D arguments."""
+    """Return (*batch, num_heads, num_q_blocks, num_kv_blocks), without num_heads for 2-D arguments."""
     grid = -(-problem.seqlen_q // block[0]), -(-problem.seqlen_kv // block[1])
     return (*problem.lse_shape()[:-1], *grid)
 
@@ -40,10 +40,10 @@ def mass_kernels(
     has_lse: bool,
     turned_columns: int = 0,
 ) -> Kernels:
-    """A forward pass of one launch that writes the sums of each block's weights, and lse unless it is given.
+    """Return a forward pass of one launch that sums the weights of each block, and writes lse unless the call has it.
 
-    Rows of q are groups of `turned_columns`, of which the last comes first, unless that is 0; `takes_turned_columns`
-    says whether the kernel takes them.
+    If `turned_columns` is not 0, each row of q consists of groups of that many columns in reverse order;
+    `takes_turned_columns` is true if the kernel supports them.
     """
     spec = mass_kernel(problem, device, block[1], is_listed=isinstance(work, ListedWork))
     tiles = problem.num_heads * -(-problem.seqlen_q // _queries_of_thread_block(block[0], spec.block_q))
@@ -59,17 +59,17 @@ def mass_kernels(
         workspaces, tables = {"row_masses": Workspace((rows,), np.dtype(np.float32))}, ("row_masses",)
         workspaces["tile_counter"] = Workspace((1,), np.dtype(np.int32), is_zeroed=True)
     forward = Pass({"block_mass": launch}, workspaces, (Feature("mass", MASS_GRID, numbers, tables),))
-    # The longest tiles of the heads that thread blocks work on together come first.
+    # Group the heads that thread blocks work on at the same time, so that their longest tiles come first.
     heads = max(1, (launch.max_blocks or 1) * problem.num_heads // max(tiles, 1))
     kernels = Kernels(forward=forward, backward=Pass({}), order=TileOrder(heads))
     return kernels if problem.score is None else replace(with_score(kernels, problem), backward=Pass({}))
 
 
 def takes_turned_columns(problem: Problem, device: DeviceSpec, block_kv: int, columns: int) -> bool:
-    """Return whether the kernel takes rows of q in reversed groups of columns: chunks must lie in one group."""
+    """True if the kernel supports rows of q in reversed groups of columns: each chunk must be within one group."""
     return mass_kernel(problem, device, block_kv, is_listed=False).splits_head_dim and columns % MASS_CHUNK == 0
 
 
 def _queries_of_thread_block(block_q: int, tile_rows: int) -> int:
-    """Rows of whole blocks that a thread block owns, as `mass_queries` of the kernels counts them."""
+    """Return the rows of whole blocks that a thread block owns, as `mass_queries` of the kernels does."""
     return block_q if block_q >= tile_rows else tile_rows // block_q * block_q

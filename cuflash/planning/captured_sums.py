@@ -1,13 +1,14 @@
-"""Repeatable gradients of a score function's arrays: sums whose bits do not depend on the order of additions.
+"""Bitwise reproducible gradients of a score function's arrays: sums that do not depend on the order of additions.
 
-Thread blocks add to the gradient of an element that several scores read. In the default form they add numbers, which
-are rounded in the order in which blocks come. In the repeatable form each kind of array has sums of its own:
+If several scores read an element, several thread blocks add to its gradient. By default they add floating-point
+numbers, and the rounding depends on the order of the blocks. In the reproducible form, the sums depend on how the array
+is read:
 
-- ``own``: each element is read for one score, so one number is added to it.
+- ``own``: each element is read by one score, so only one number is added to its gradient.
 - ``parts``: the array is read at the query and the key, and shared over the batch or over heads. Each batch entry or
-  head adds to a part of its own, and a kernel adds the parts in their order. Kernels that store a gradient from dS
-  (`planning.staged_array`) store parts, in the dtype of the products.
-- ``exact``: any other array. Sums are integers wide enough to need no rounding, and a kernel rounds them.
+  head adds to its own part, and a kernel adds the parts in a fixed order. Kernels that store a gradient from dS
+  (`planning.staged_array`) store the parts, in the dtype of the products.
+- ``exact``: any other array. Sums are integers that are wide enough to be exact, and a kernel rounds them at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .launches import Feature, Launch, Pass, Workspace
 from .problem import Problem
 from .spec import SIMT, Entry, KernelSpec
 
-# Words of an exact sum by the dtype that is added, as `ExactSum` of kernels_cu/tile/exact_sum.cuh counts them.
+# Words of an exact sum, by the dtype of its terms; the same as in `ExactSum` of kernels_cu/tile/exact_sum.cuh.
 EXACT_WORDS = {np.dtype(np.float32): 15, np.dtype(np.float64): 91}
 CAPTURED_SUMS = np.dtype(
     [
@@ -33,7 +34,7 @@ CAPTURED_SUMS = np.dtype(
     ],
     align=True,
 )
-OWN, EXACT, PARTS = "own", "exact", "parts"  # "parts" is followed by their axes: "parts b", "parts h" or "parts bh"
+OWN, EXACT, PARTS = "own", "exact", "parts"  # "parts" is followed by axes: "parts b", "parts h" or "parts bh"
 _SET_ZERO, _ROUND, _ADD_PARTS = range(3)  # operations of the kernel
 _WARPS, _ELEMENTS_OF_THREAD, _MAX_BLOCKS = 4, 8, 1 << 12
 _ENTRY = Entry(family=SIMT, name="captured_sums")
@@ -41,17 +42,17 @@ _WORD = 4  # bytes that the kernel sets to 0 at a time
 
 
 def sums_name(name: str) -> str:
-    """The workspace of the sums for the gradient of a captured array."""
+    """Return the name of the workspace with the sums for a captured array's gradient."""
     return f"sums.{name}"
 
 
 def kinds_of_sums(problem: Problem, wrt: tuple[str, ...]) -> tuple[str, ...]:
-    """The kind of sums for the gradient of each captured array in the repeatable form."""
+    """Return the kind of the sums for the gradient of each captured array in the reproducible form."""
     return tuple(_kind(problem, name) for name in wrt)
 
 
 def axes_of_parts(kind: str) -> str:
-    """The axes, of "b" and "h", that number the parts of a kind of sums."""
+    """Return the axes, of "b" and "h", that the parts of a kind of sums are numbered along."""
     return kind.removeprefix(PARTS).strip() if kind.startswith(PARTS) else ""
 
 
@@ -77,18 +78,18 @@ def with_captured_sums(
     backward: Pass, problem: Problem, gradients: Mapping[str, str], kinds: tuple[str, ...], stored: str | None,
     is_whole: bool,
 ) -> Pass:  # fmt: skip
-    """A backward pass whose kernels add to sums, between kernels that set these to 0 and that write each gradient.
+    """Add the sums to a backward pass: kernels before it that set them to 0, and kernels after it that write gradients.
 
     Parameters
     ----------
     gradients : dict of str by str
-        By the name of a captured array, the name of its gradient among the arrays of the pass.
+        The name of each gradient among the arrays of the pass, by the name of the captured array.
     kinds : tuple of str
         The kinds of their sums.
     stored : str, optional
-        The gradient that kernels store, or whose parts they store.
+        The gradient that kernels store as a whole or in parts.
     is_whole : bool
-        They store all of it, so that nothing is set to 0 before.
+        Kernels store all elements of that gradient, so that it need not be set to 0 before.
     """
     before, after, workspaces = {}, {}, dict(backward.workspaces)
     features, zeroed = list(backward.features), list(backward.zeroed)
@@ -114,14 +115,14 @@ def with_captured_sums(
 
 
 def sums_spec(dtype: np.dtype[np.generic]) -> KernelSpec:
-    """The kernel that writes a gradient from its sums, parts of a dtype; it reads neither operands nor tiles."""
+    """Return the kernel that writes a gradient from its sums; `dtype` is that of parts, and its tiles are unused."""
     return KernelSpec(
         entry=_ENTRY, dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16, num_warps=_WARPS, min_blocks=1,
     )  # fmt: skip
 
 
 def address_rank(rank: int, kind: str) -> int:
-    """The number of strides that kernels need to find an element's sum, for an array of so many axes."""
+    """Return the number of strides that locate an element's sum, for an array with `rank` axes."""
     return rank + (1 if kind == EXACT else len(axes_of_parts(kind)))
 
 
@@ -137,7 +138,7 @@ def _extents_of_parts(problem: Problem, kind: str) -> tuple[int, ...]:
 
 
 def _feature(name: str, arrays: tuple[str, str], num_elements: int, num_parts: int, operation: int) -> Feature:
-    """The parameters of a launch; `arrays` are the names of the gradient, or nothing, and of the sums."""
+    """Return the parameters of a launch; `arrays` are the names of the gradient (empty if unused) and of the sums."""
     numbers = {"num_elements": num_elements, "num_parts": num_parts, "operation": operation}
     names = dict(zip(("gradient", "sums"), arrays))
     return Feature(name, CAPTURED_SUMS, numbers, tuple(filter(None, arrays)), names=names)

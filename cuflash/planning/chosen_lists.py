@@ -1,7 +1,7 @@
-"""Lists of queries that each choose their blocks of keys: what tiles of neighbouring queries visit, and which kernels
-make that at each call from the lists on a device.
+"""Block lists per query: the unions that tiles of neighbouring queries visit, and the kernels that compute them.
 
-`blocks._chosen_work` joins lists on the host, and is the specification of what the kernels join.
+The kernels join lists on a device at each call. `blocks._chosen_work` joins lists on the host, and is the specification
+of these kernels.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from .launches import BATCH_AXES, Feature, Launch, Pass, Workspace
 from .problem import Problem
 from .spec import SIMT, Entry, KernelSpec
 
-ROWS = 64  # of a tile: neighbouring queries, each with all heads that share its list and its keys
+ROWS = 64  # rows of a tile: neighbouring queries, each with all heads that share its list and its keys
 _TILES_OF_CHUNK = 64  # as kTilesOfChunk of kernels_cu/attention/chosen_lists.cuh
-_NARROW_BLOCKS, _STEP = (16, 32), 64  # keys of blocks that kernels take, and what others are multiples of
-_SHARED_BYTES = 32 << 10  # of the words or counts that a warp has at once
+_NARROW_BLOCKS, _STEP = (16, 32), 64  # supported keys per block: these, and multiples of 64
+_SHARED_BYTES = 32 << 10  # shared memory for the words or counts that a warp processes at a time
 _POINTER = np.uint64
 _RESULTS = ("ranges", "kv_blocks", "words")
 _COLUMNS = ("chunk_counts", "column_pointers", "queries")
 _PARTS = ("part_pointers", "column_parts", "part_arrivals")
-QUERIES_PER_PART = 4096  # of a block of keys: more are parts, whose sums of dK and dV are added in their order
+QUERIES_PER_PART = 4096  # queries of a key block per thread block; dK and dV of several parts are added in order
 NAME = "chosen"  # the feature's name
 NOT_JOINED = (
-    "; lists of blocks, one for each query, are listed block by block: the kernels that join those of neighbours are "
-    "sm80's, for 16-bit elements and blocks of 16, 32 or a multiple of 64 keys beside row intervals, without dropout "
-    "and gradients of a score function's arrays"
+    "; block lists per query are not joined: only the sm80 kernels join the lists of neighbouring queries, for 16-bit "
+    "elements, blocks of 16, 32 or a multiple of 64 keys and row intervals, without dropout and without gradients of "
+    "a score function's arrays"
 )
 # Mirrors `kernels_cu/attention/chosen_lists.cuh`.
 CHOSEN_LISTS = np.dtype(
@@ -79,7 +79,7 @@ CHOSEN_PARAMS = np.dtype(
 
 
 def _sum_bytes(spec: KernelSpec) -> int:
-    """A sum of each thread."""
+    """Return the bytes of one sum per thread."""
     return 4 * spec.num_threads
 
 
@@ -103,21 +103,21 @@ COLUMN_SPECS = {
 
 @dataclass(frozen=True, kw_only=True)
 class UnionTiling:
-    """How queries that each choose their blocks are cut into tiles of neighbours.
+    """The tiles of neighbouring queries for block lists per query.
 
     Attributes
     ----------
     shape : MaskShape
     batch, num_lists : int
-        Over which the lists vary; 1 where they do not.
+        Batch entries and heads that have their own lists; 1 if lists are shared.
     num_chosen : int
-        The most entries of a list.
+        Maximum number of entries of a list.
     block : int
         Keys of a block.
     group_size : int
         Query heads that share a key/value head.
     queries_per_part : int
-        The most queries that one thread block adds to dK and dV of a block of keys.
+        Maximum number of queries that one thread block adds to dK and dV of a key block.
     """
 
     shape: MaskShape
@@ -134,24 +134,24 @@ class UnionTiling:
 
     @property
     def heads_per_tile(self) -> int:
-        """Query heads whose rows a tile holds, as many as fit: they share a list and a key/value head."""
+        """Number of query heads in a tile, as many as fit; they share a list and a key/value head."""
         shared = math.gcd(self.heads_per_list, self.group_size)
         return max(heads for heads in range(1, min(shared, ROWS) + 1) if shared % heads == 0)
 
     @property
     def num_parts(self) -> int:
-        """The most thread blocks that share a tile of keys: 1 where heads of a group have lists of their own."""
+        """Maximum number of thread blocks that share a key tile; 1 if the heads of a group have different lists."""
         is_shared = self.heads_per_list % self.group_size == 0
         return -(-self.shape.seqlen_q // self.queries_per_part) if is_shared else 1
 
     @property
     def max_parts(self) -> int:
-        """The most parts of a list head, over the blocks that have more than one."""
+        """Maximum number of parts per list head, counting only blocks with more than one part."""
         return 2 * self.max_members // self.queries_per_part if self.num_parts > 1 else 0
 
     @property
     def num_list_heads(self) -> int:
-        """Batch entries with heads of lists."""
+        """Number of (batch entry, head) pairs that have lists."""
         return self.batch * self.num_lists
 
     @property
@@ -160,7 +160,7 @@ class UnionTiling:
 
     @property
     def num_tiles(self) -> int:
-        """Tiles of a list head."""
+        """Number of query tiles per list head."""
         return -(-self.shape.seqlen_q // self.queries_per_tile)
 
     @property
@@ -173,32 +173,32 @@ class UnionTiling:
 
     @property
     def max_entries(self) -> int:
-        """The most entries of a tile."""
+        """Maximum number of blocks in the union of a tile."""
         return min(self.queries_per_tile * self.num_chosen, self.num_blocks)
 
     @property
     def max_members(self) -> int:
-        """The most pairs of a query and a block that it chose, of a list head."""
+        """Maximum number of (query, block) pairs per list head."""
         return self.shape.seqlen_q * min(self.num_chosen, self.num_blocks)
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of the tiles of a list head, in which queries are counted."""
+        """Number of chunks of tiles per list head; a warp counts the queries of a chunk."""
         return -(-self.num_tiles // _TILES_OF_CHUNK)
 
     def blocks_at_once(self, words: int) -> int:
-        """Blocks for which shared memory holds so many words each."""
+        """Return for how many blocks shared memory can hold `words` words each."""
         return max(1, min(self.num_blocks, _SHARED_BYTES // (4 * words)))
 
     @property
     def can_be_numbered(self) -> bool:
-        """Tell whether int32, in which kernels number entries and members, suffices for them."""
+        """True if the numbers of entries and of (query, block) pairs fit int32, in which kernels count them."""
         most = max(self.num_tiles * self.max_entries, self.max_members, self.num_chunks * self.num_blocks)
         return self.num_list_heads * most <= np.iinfo(np.int32).max
 
     @property
     def values(self) -> dict[str, int]:
-        """The numbers of the record of attention kernels."""
+        """The numbers in the record of attention kernels."""
         numbers = {
             name: getattr(self, name)
             for name in ("num_list_heads", "heads_per_list", "heads_per_tile", "queries_per_tile", "num_tiles",
@@ -219,7 +219,7 @@ class UnionTiling:
         return {name: Workspace(shape, np.dtype(np.int32)) for name, shape in zip(names, shapes)}
 
     def parts(self, backward: KernelSpec) -> dict[str, Workspace]:
-        """Workspaces of a kernel whose thread blocks share tiles of keys."""
+        """Return the workspaces of a backward kernel whose thread blocks share key tiles."""
         if self.num_parts == 1:
             return {}
         matrices = self.shape.num_batch * (self.shape.num_heads // self.group_size)
@@ -252,10 +252,10 @@ class UnionTiling:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class UnionWork(IntervalWork):
-    """Work whose queries each have a list of blocks, within row intervals.
+    """Work with a block list per query, intersected with row intervals.
 
-    A tile of neighbouring queries visits every block that one of them chose. Its rows are query after query, each with
-    the heads that share the list. `unions` are on the host, or None where each call makes them.
+    A tile of neighbouring queries visits all blocks in the lists of these queries. Its rows are ordered by query, then
+    by the heads that share the list. `unions` are on the host, or None if they are computed at each call.
     """
 
     tiling: UnionTiling
@@ -276,13 +276,13 @@ class UnionWork(IntervalWork):
 
     @property
     def feature(self) -> Feature:
-        """The argument of kernels that walk unions, and of those that list the queries of each block."""
+        """The feature of kernels that walk unions, and of those that list the queries of each block."""
         tables = ("ranges", "words", *_COLUMNS, *_PARTS)
         return Feature(NAME, CHOSEN_LISTS, self.tiling.values, tables)
 
     def row(self, b: int, h: int, start: int, stop: int) -> list[Segment]:
         tiling, unions = self.tiling, self.unions
-        assert unions is not None, "each call makes the unions"
+        assert unions is not None, "unions are computed at each call"
         matrix = (b if tiling.batch > 1 else 0) * tiling.num_lists + h * tiling.num_lists // tiling.shape.num_heads
         numbers, _ = unions.tile(matrix * tiling.num_tiles + start // tiling.queries_per_tile)
         ends = (min((number + 1) * tiling.block, tiling.shape.seqlen_kv) for number in numbers.tolist())
@@ -290,7 +290,7 @@ class UnionWork(IntervalWork):
 
 
 def _rows(tiling: UnionTiling, rows: IntervalWork) -> dict[str, Any]:
-    """Row intervals as fields of work in tiles of neighbouring queries."""
+    """Return the fields of `IntervalWork`, for row intervals in tiles of neighbouring queries."""
     return {
         "seqlen_q": tiling.shape.seqlen_q, "seqlen_kv": tiling.shape.seqlen_kv, "block_q": tiling.queries_per_tile,
         "block_kv": tiling.block, "band": rows.band, "lo": rows.lo, "hi": rows.hi,
@@ -299,19 +299,19 @@ def _rows(tiling: UnionTiling, rows: IntervalWork) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class UnionSource(SourceOfResults):
-    """Sources of unions that a kernel makes: lists that each call hands over, and row intervals that the host knows.
+    """The inputs of the kernel that computes unions: lists that each call passes, and row intervals of the host.
 
     Attributes
     ----------
     tiling : UnionTiling
     rows : IntervalWork
-        Row intervals without a list; blocks of which a query attends no key are left out of its list.
+        Row intervals. Blocks in which a query attends no key are dropped from its list.
     blocks : tuple of int
-        Bytes between entries of the lists along the leading axes, heads, rows and entries; 0 where they are broadcast.
+        Strides of the lists in bytes, along batch axes, heads, rows and entries; 0 along broadcast axes.
     itemsize : int
         Bytes of an entry.
     counts : (tuple of int, numpy.dtype) or None
-        Likewise of their counts, but for the last axis, and their dtype.
+        Strides of the lists' counts in bytes, along batch axes, heads and rows, and their dtype.
     """
 
     tiling: UnionTiling
@@ -333,12 +333,12 @@ class UnionSource(SourceOfResults):
 
     @property
     def array_names(self) -> tuple[str, ...]:
-        """Fields of the record for the arrays that each call hands over."""
+        """Fields of the record for the arrays that each call passes."""
         return ("blocks",) if self.counts is None else ("blocks", "counts")
 
     @cached_property
     def kernels(self) -> Pass:
-        """The kernel. It takes the arrays of `array_names`, and the array of bytes that holds all results."""
+        """The launch; it takes the arrays of `array_names`, and the array of bytes that holds all results."""
         feature = Feature(
             "lists", CHOSEN_PARAMS, self._numbers(), ("blocks", "counts", "lo", "hi", AT_CALL), starts=self.offsets,
             names=dict.fromkeys(_RESULTS, AT_CALL),
@@ -351,7 +351,7 @@ class UnionSource(SourceOfResults):
         )
 
     def _numbers(self) -> dict[str, Any]:
-        """The numbers of the kernel's record."""
+        """Return the numbers of the kernel's record."""
         tiling, shape, band = self.tiling, self.tiling.shape, self.rows.band
         lower, upper = (None, None) if band is None else (band.lower, band.upper)
         *of_batch, head, row, entry = self.blocks
@@ -376,10 +376,10 @@ class UnionSource(SourceOfResults):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class UnionsAtCall(UnionWork):
-    """Work whose unions are made at each call, in one array of bytes that it hands to its kernels as `AT_CALL`."""
+    """Work whose unions are computed at each call, into one array of bytes that attention kernels take as `AT_CALL`."""
 
     source: UnionSource
-    made: Array | None = None
+    memory: Array | None = None
     carried = None
 
     @classmethod
@@ -388,7 +388,7 @@ class UnionsAtCall(UnionWork):
 
     @property
     def offsets(self) -> Mapping[str, int]:
-        """Return the offset of the list in PARAMS in the array of bytes."""
+        """The offset in bytes of the only result that is a field of PARAMS."""
         return {"kv_blocks": self.source.offsets["kv_blocks"]}
 
     @property
@@ -398,16 +398,16 @@ class UnionsAtCall(UnionWork):
             super().feature, tables=(*_COLUMNS, *_PARTS, AT_CALL), starts=starts, names=dict.fromkeys(starts, AT_CALL)
         )
 
-    def with_results(self, made: Array) -> UnionsAtCall:
-        """Return this work with the array of bytes that a call has made."""
-        return replace(self, made=made)
+    def with_results(self, results: Array) -> UnionsAtCall:
+        """Return this work with the array of bytes that a call has filled."""
+        return replace(self, memory=results)
 
     @cached_property
     def on_host(self) -> UnionWork:
-        """The work with a copy of what a call has made; it waits for the device."""
-        if self.made is None:
+        """The work with a host copy of the unions that a call has computed; it synchronizes with the device."""
+        if self.memory is None:
             return self
-        tiling, views = self.tiling, {name: to_host(each) for name, each in self.source.views(self.made).items()}
+        tiling, views = self.tiling, {name: to_host(each) for name, each in self.source.views(self.memory).items()}
         first, last = views["ranges"].T.astype(np.int64)
         counts = last - first
         pointers = np.concatenate([[0], np.cumsum(counts)])
@@ -419,9 +419,9 @@ class UnionsAtCall(UnionWork):
 
 
 def union_work(mask: Mask, problem: Problem) -> UnionWork | None:
-    """The work of a resolved mask whose queries each choose their blocks, beside row intervals; None of any other.
+    """Return the work of a resolved mask with block lists per query and possibly row intervals; otherwise None.
 
-    Calls make the unions of a mask that is `AtEachCall`.
+    The unions of an `AtEachCall` are computed at each call.
     """
     shape = problem.mask_shape
     mask, is_at_each_call = without_at_each_call(mask)
@@ -439,9 +439,9 @@ def _work_at_call(mask: Mask, problem: Problem) -> UnionsAtCall | None:
     parts = kept_and_closed(mask, lambda factor: isinstance(factor, ResolvedChosen))
     if parts is None:
         return None
-    (kept, closed), shape = parts, problem.mask_shape
-    assert isinstance(kept, ResolvedChosen)
-    chosen, batch = kept.source, 1
+    (factor, closed), shape = parts, problem.mask_shape
+    assert isinstance(factor, ResolvedChosen)
+    chosen, batch = factor.source, 1
     rows = _closed_rows(closed, shape)
     if not _is_served(chosen.block) or rows is None:
         return None
@@ -464,12 +464,12 @@ def _work_at_call(mask: Mask, problem: Problem) -> UnionsAtCall | None:
 
 def _work_on_host(mask: Mask, problem: Problem) -> UnionWork | None:
     shape = problem.mask_shape
-    found = chosen_work(mask, shape) if all(namespace(array) is np for array in held_arrays(mask)) else None
-    if found is None or not _is_served(found.block):
+    work = chosen_work(mask, shape) if all(namespace(array) is np for array in held_arrays(mask)) else None
+    if work is None or not _is_served(work.block):
         return None
-    index = found.index
+    index = work.index
     tiling = UnionTiling(
-        shape=shape, batch=index.batch, num_lists=index.num_heads, block=found.block,
+        shape=shape, batch=index.batch, num_lists=index.num_heads, block=work.block,
         num_chosen=int(np.diff(index.indptr).max(initial=0)), group_size=problem.group_size,
     )  # fmt: skip
     if index.lo is not None and index.lo.shape[1] > 1 and tiling.heads_per_tile > 1:
@@ -485,7 +485,7 @@ def _work_on_host(mask: Mask, problem: Problem) -> UnionWork | None:
 
 
 def _closed_rows(closed: tuple[Mask, ...], shape: MaskShape) -> IntervalWork | None:
-    """Row intervals of closed forms without arrays; None if they depend on the batch entry or the head."""
+    """Return the intersection of row intervals without arrays, or None if it depends on the batch entry or head."""
     joined, over = intersection(closed), extents(And(closed), shape) if closed else (1, 1)
     work = IntervalWork(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=1, block_kv=1)
     if type(joined) is Band:
@@ -497,10 +497,10 @@ def _closed_rows(closed: tuple[Mask, ...], shape: MaskShape) -> IntervalWork | N
 
 
 def _strides(array: Array) -> tuple[int, ...]:
-    """Strides in bytes, 0 along axes of length 1."""
+    """Return the strides of an array in bytes; 0 along axes of length 1."""
     return tuple(step if extent != 1 else 0 for step, extent in zip(array.strides, array.shape))
 
 
 def _padded(strides: Sequence[int]) -> tuple[int, ...]:
-    """Strides of the leading axes as a record has them."""
+    """Return the strides of the batch axes, padded with zeros to `BATCH_AXES`."""
     return (*[0] * (BATCH_AXES - len(strides)), *strides)

@@ -1,4 +1,4 @@
-"""Plans the kernel that attends from a few new tokens to a KV cache: its tile, its parts and its parameters."""
+"""Plans of the decode kernel, in which a few new tokens attend a KV cache: its tile, parts and parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .sinks import sink_forward
 from .spec import KernelSpec
 
 _POINTER = np.uint64
-TABLES = ("table", "lengths", "counts", "num_faults")  # arrays of a cache next to its pages
+TABLES = ("table", "lengths", "counts", "num_faults")  # arrays of a cache in addition to its pages
 CACHE_PAGES = np.dtype(
     [
         ("k", MATRICES),
@@ -30,9 +30,9 @@ CACHE_PAGES = np.dtype(
     ],
     align=True,
 )
-OF_CACHE = {f"cache.{name}": name for name in ("k", "v", *TABLES)}  # arrays of the record within others
+OF_CACHE = {f"cache.{name}": name for name in ("k", "v", *TABLES)}  # array names by path, if the record is nested
 SCALE_NAMES = ("k_scale", "v_scale")
-CACHE_SCALES = np.dtype([(name, MATRICES) for name in SCALE_NAMES], align=True)  # of 8-bit numbers
+CACHE_SCALES = np.dtype([(name, MATRICES) for name in SCALE_NAMES], align=True)  # scales of FP8 pages
 DECODE = np.dtype(
     [
         *((name, MATRICES) for name in ("q", "o", "lse")),
@@ -44,22 +44,22 @@ DECODE = np.dtype(
     align=True,
 )
 MOST_ROWS = 64  # rows of a tile: query heads of a group times new tokens
-PART_STEP = 64  # keys: parts at fixed positions start at multiples of every tile's keys
+PART_STEP = 64  # parts at fixed positions start at multiples of this number of keys, a multiple of each tile's block_kv
 _DIMS = (64, 128, 256)
-_CHUNK = 16  # bytes that one instruction copies
+_CHUNK = 16  # bytes per copy instruction
 
 
 class CacheLayout(NamedTuple):
-    """The pages into which a cache cuts positions.
+    """The number and sizes of a cache's pages.
 
     Attributes
     ----------
     capacity : int
-        The most positions of a sequence.
+        Maximum number of positions of a sequence.
     page_size, num_pages : int
-        A contiguous cache has a page of all positions for each sequence.
+        Positions per page, and pages of all sequences. A contiguous cache has one page per sequence.
     max_pages : int
-        Pages of a sequence at most: the columns of the page table.
+        Maximum number of pages of a sequence: the columns of the page table.
     """
 
     capacity: int
@@ -68,7 +68,7 @@ class CacheLayout(NamedTuple):
     max_pages: int
 
     def numbers(self, batch: int, num_kv_heads: int, dims: tuple[int, int]) -> dict[str, int]:
-        """The numbers of the record CACHE_PAGES of a cache of rows of these dimensions."""
+        """Return the numbers of the record CACHE_PAGES; `dims` are the head_dim and value_dim of the cache."""
         head_dim, value_dim = dims
         return self._asdict() | {
             "batch": batch, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim
@@ -77,32 +77,32 @@ class CacheLayout(NamedTuple):
 
 class _Tile(NamedTuple):
     block_kv: int
-    key_groups: int  # groups of warps that share the keys of a step
+    key_groups: int  # groups of warps that split the keys of a step
     num_stages: int
 
 
-# Tiles by the wider of the two dimensions, and by the fewest rows that they are for. The first that fits shared memory.
-# Results have the same bits for any number of stages, so that this number alone may depend on the batch.
+# Tiles by the larger of head_dim and value_dim, and by the minimum number of rows. The first that fits shared memory is
+# used. The number of stages may depend on the batch because it does not change the bits of results.
 _TILES: dict[int, dict[int, tuple[_Tile, ...]]] = {
     128: {0: (_Tile(64, 4, 4), _Tile(64, 4, 3), _Tile(64, 4, 2))},
     256: {0: (_Tile(64, 4, 3), _Tile(64, 4, 2), _Tile(32, 2, 2)), 64: (_Tile(64, 2, 2), _Tile(32, 2, 2))},
 }
-_STAGES_OF_MANY_BLOCKS = 2  # more blocks on a multiprocessor then: one starts while another ends
-_STAGES_OF_TWO_BLOCKS = 3  # a multiprocessor has shared memory for two of them
-_E4M3_STAGES = 2  # stages of a cache of 8-bit numbers for each of these, which takes as many bytes
+_STAGES_OF_MANY_BLOCKS = 2  # lets more than two blocks share a multiprocessor, so that one starts while another ends
+_STAGES_OF_TWO_BLOCKS = 3  # lets two blocks share a multiprocessor
+_E4M3_STAGES = 2  # FP8 stages that take the memory of one 16-bit stage
 
 
 def decode_reasons(problem: Problem, device: DeviceSpec, *, is_quantized: bool = False) -> list[str]:
-    """Why the decode kernel does not serve a problem on a device, for a cache of q's dtype or of 8-bit numbers."""
+    """Return why the decode kernel does not serve a problem on a device, for a cache of q's dtype or of FP8."""
     reasons = FAMILIES[DECODING.family].reasons(problem, device)
     rows = problem.group_size * problem.seqlen_q
     if not 1 <= rows <= MOST_ROWS:
-        reasons.append(f"q must have 1 to {MOST_ROWS} rows for each key/value head; got {rows}")
+        reasons.append(f"q must have 1 to {MOST_ROWS} rows per key/value head; got {rows}")
     return reasons + chunked_dim_reasons(problem, is_quantized=is_quantized)
 
 
 def chunked_dim_reasons(problem: Problem, *, is_quantized: bool = False) -> list[str]:
-    """Why kernels that copy rows of a cache in chunks do not serve a problem's dtype, dimensions or scale."""
+    """Return why kernels that copy rows of a cache in chunks do not serve a problem's dtype, dimensions or scale."""
     reasons = []
     if problem.precision != "ieee" or problem.dtype.itemsize != 2:
         reasons.append(f"q must be float16 or bfloat16; got {problem.dtype} at precision {problem.precision!r}")
@@ -112,19 +112,19 @@ def chunked_dim_reasons(problem: Problem, *, is_quantized: bool = False) -> list
             reasons.append(f"{name} must be a multiple of {_CHUNK // itemsize}; got {dim}")
     scaling = problem.scaling
     if (scaling.q_exponent, scaling.k_exponent) != (0, 0):
-        reasons.append(f"scale must be near enough to 1 that q and k need none; got {problem.softmax_scale}")
+        reasons.append(f"scale must be 0, or from 2**-64 to 2**64 in magnitude; got {problem.softmax_scale}")
     return reasons
 
 
 def chunk_reasons(name: str, strides: tuple[int, ...], itemsize: int, address: int) -> list[str]:
-    """Why the rows of a cache's array are not made of chunks that one instruction copies.
+    """Return why the rows of a cache's array cannot be copied in aligned chunks of 16 bytes.
 
     >>> chunk_reasons("k", (4096, 2048, 128, 2), 2, 32)
     []
     """
     if strides[-1] == itemsize and all(step % _CHUNK == 0 for step in (*strides[:-1], address)):
         return []
-    return [f"{name} must have rows of neighbours that start at multiples of {_CHUNK} bytes; got strides {strides}"]
+    return [f"{name} must have contiguous rows that start at multiples of {_CHUNK} bytes; got strides {strides}"]
 
 
 def decode_pass(
@@ -137,21 +137,22 @@ def decode_pass(
     part_keys: int | None = None,
     is_quantized: bool = False,
 ) -> Pass:
-    """The launch of the decode kernel for a problem that `decode_reasons` has nothing against.
+    """Return the launch of the decode kernel for a problem without `decode_reasons`.
 
-    The parts that a sequence is cut into follow from its own length and from numbers that have nothing to do with the
-    batch, so that its results do not either.
+    How a sequence is split into parts depends on its own length, but not on the batch. Its results therefore do not
+    depend on the batch either.
 
     Parameters
     ----------
     problem : Problem
-        Of q [batch, num_heads, new tokens, head_dim], and of keys and values [batch, num_kv_heads, capacity, ...].
+        The problem of q [batch, num_heads, new tokens, head_dim] and of keys and values
+        [batch, num_kv_heads, capacity, ...].
     left, right : int, optional
-        Keys before and after a query's own position that it sees; None is unlimited.
+        Keys before and after a query's own position that it attends; None is unlimited.
     part_keys : int, optional
-        Keys of a part, which then starts at a multiple of them; unless given, the length of its sequence decides.
+        Keys per part, which then starts at a multiple of this number. Default: depends on the sequence's length.
     is_quantized : bool
-        The cache has 8-bit numbers and scales, in the place of keys and values of q's dtype.
+        The cache holds FP8 numbers and scales instead of keys and values of q's dtype.
     """
     spec = decode_spec(problem, device, part_keys, is_quantized=is_quantized)
     shape = problem.mask_shape
@@ -185,12 +186,12 @@ def decode_pass(
 
 
 def scale_features(is_quantized: bool) -> tuple[Feature, ...]:
-    """The scales of a cache, if it has 8-bit numbers."""
+    """Return the feature that passes the scales of an FP8 cache; empty for other caches."""
     return (Feature("scales", CACHE_SCALES),) * is_quantized
 
 
 def window_numbers(layout: CacheLayout, left: int | None, right: int | None) -> dict[str, int]:
-    """Keys before and after a query's own position that it sees, of which None is unlimited."""
+    """Return the numbers of keys before and after a query's own position that it attends; None is unlimited."""
     return {
         "left": layout.capacity if left is None else min(left, layout.capacity),
         "right": layout.capacity - 1 if right is None else min(right, layout.capacity - 1),
@@ -198,7 +199,7 @@ def window_numbers(layout: CacheLayout, left: int | None, right: int | None) -> 
 
 
 def num_parts(problem: Problem, device: DeviceSpec) -> int:
-    """Parts of a sequence at most: the power of two nearest to the multiprocessors for each key/value head."""
+    """Return the maximum number of parts of a sequence: the power of two nearest to multiprocessors per KV head."""
     ratio = device.num_processors / problem.num_kv_heads
     return int(min(MOST_PARTS, max(1, 2 ** round(float(np.log2(ratio))))))
 
@@ -206,9 +207,9 @@ def num_parts(problem: Problem, device: DeviceSpec) -> int:
 def decode_spec(
     problem: Problem, device: DeviceSpec, part_keys: int | None = None, *, is_quantized: bool = False
 ) -> KernelSpec:
-    """The kernel for a problem: the first tile that fits the device's shared memory.
+    """Return the kernel for a problem, with the first tile that fits the device's shared memory.
 
-    With `part_keys` the keys of a step are shared among warps alike for any number of rows.
+    With `part_keys`, warps split the keys of a step in the same way for any number of rows.
     """
     head_dim, value_dim = (next(each for each in _DIMS if each >= dim) for dim in (problem.head_dim, problem.value_dim))
     rows = problem.group_size * problem.seqlen_q
@@ -237,7 +238,7 @@ def decode_spec(
 
 
 def _min_blocks(widest: int, num_warps: int, num_stages: int) -> int:
-    """Blocks of a multiprocessor that share its registers."""
+    """Return how many thread blocks the registers of a multiprocessor must suffice for."""
     if widest > 128 or num_warps > 8 or num_stages > _STAGES_OF_TWO_BLOCKS:
         return 1
     return 3 if num_warps == 4 and num_stages == _STAGES_OF_MANY_BLOCKS else 2

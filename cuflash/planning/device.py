@@ -1,4 +1,4 @@
-"""The numbers of a chip that planning reads. A GPU's can be given without the GPU."""
+"""Specifications of the devices that plans are made for; a GPU need not be present."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..arrays import describe, is_int
 from ..errors import UnsupportedProblem, refuse
 from ..keywords import explains_keywords
 
-# Shared memory one thread block may ask for, in KiB, by compute capability.
+# Maximum shared memory of a thread block in KiB, by compute capability.
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 _SHARED_KIB = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 
@@ -30,7 +30,7 @@ _GPUS = {
 @explains_keywords
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """A chip, as far as the choice of a tile depends on it.
+    """The properties of a chip that the choice of tiles depends on.
 
     Parameters
     ----------
@@ -39,17 +39,17 @@ class DeviceSpec:
     compute_capability : (int, int) or None
         None for the host's processor.
     num_processors : int
-        Streaming multiprocessors, or the cores this process may use.
+        Streaming multiprocessors of a GPU, or CPU cores that this process may use.
     tile_memory_bytes : int
         Fast memory that one tile may fill: shared memory per thread block, or a core's level-2 cache. Tiles
-        of the host fill at most 8 MiB of it, 16 MiB in float64.
+        of the host use at most 8 MiB of it, 16 MiB in float64.
     cache_bytes : int
-        The level-2 cache that a GPU's multiprocessors share; 0 on the host, where nothing is chosen by it.
+        Size of the level-2 cache that a GPU's multiprocessors share; 0 on the host, where no decision depends on it.
 
     Raises
     ------
     UnsupportedProblem
-        A number is none, or is too small.
+        A value is not an integer, or is too small.
 
     Examples
     --------
@@ -76,8 +76,8 @@ class DeviceSpec:
         if isinstance(capability, (tuple, list)) and len(capability) == 2 and all(map(is_int, capability)):
             object.__setattr__(self, "compute_capability", (int(capability[0]), int(capability[1])))
         elif capability is not None:
-            told = describe(capability)
-            reasons.append(f"compute_capability must be two ints, (9, 0) say, or None for a host; got {told}")
+            rule = "two ints, such as (9, 0), or None for a host"
+            reasons.append(f"compute_capability must be {rule}; got {describe(capability)}")
         refuse(reasons)
 
     @staticmethod
@@ -113,7 +113,7 @@ class DeviceSpec:
         Raises
         ------
         UnsupportedProblem
-            There is no such GPU in the list.
+            The list does not contain this GPU.
 
         Examples
         --------
@@ -135,12 +135,12 @@ class DeviceSpec:
         )
 
 
-def other_device_reasons(planned: DeviceSpec, here: DeviceSpec) -> list[str]:
-    """Why a plan does not run on a GPU: machine code and tiles are for the chip it was made for."""
-    is_same = planned.compute_capability == here.compute_capability
-    if is_same and planned.tile_memory_bytes <= here.tile_memory_bytes:
+def other_device_reasons(planned: DeviceSpec, current: DeviceSpec) -> list[str]:
+    """Return why a plan does not run on the current GPU: its machine code or its tiles are for another chip."""
+    is_same = planned.compute_capability == current.compute_capability
+    if is_same and planned.tile_memory_bytes <= current.tile_memory_bytes:
         return []
-    return [f"the plan is for {planned.name}, and the current device is {here.name}: plan without device="]
+    return [f"the plan is for {planned.name}, and the current device is {current.name}: plan without device="]
 
 
 def _usable_cores() -> int:
@@ -150,7 +150,7 @@ def _usable_cores() -> int:
 
 
 def _level2_bytes() -> int:
-    """The level-2 cache of one core; 1 MiB where the system does not say (other than Linux with glibc)."""
+    """Return the size of one core's level-2 cache; 1 MiB if the system does not report it (other than Linux, glibc)."""
     try:
         return os.sysconf("SC_LEVEL2_CACHE_SIZE") or 1 << 20
     except (AttributeError, ValueError, OSError):

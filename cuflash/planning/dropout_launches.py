@@ -1,4 +1,4 @@
-"""Dropout in a plan: the parameters of the kernels that draw, and the operand that an array with the seed is."""
+"""Dropout in a plan: kernel parameters and, if the seed is an array, the seed operand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .operands import Operand
 
 NAME = "dropout"  # the feature's name
 SEED = "dropout_seed"  # the operand's name
-NUMBERS = ("seed", "offset")  # fields that each call gives anew, as `Dropout._numbers` has them
+NUMBERS = ("seed", "offset")  # fields that each call passes, in the order of `Dropout._numbers`
 DROPOUT = np.dtype(
     [
         ("seed", np.uint64),
@@ -31,12 +31,12 @@ DROPOUT = np.dtype(
 
 
 def dropout_of(dropout: Any) -> tuple[Draws | None, tuple[Operand, ...]]:
-    """Resolve `dropout=` for a problem: None where no weight is dropped, and the operand that holds the seed.
+    """Resolve `dropout=` for a problem: return how weights are drawn (None if none is dropped) and the seed operand.
 
     Raises
     ------
     UnsupportedProblem
-        It is no `Dropout`, or its array has axes.
+        The value is not a `Dropout`, or its seed is an array that is not 0-d or has another dtype.
     """
     if dropout is None:
         return None, ()
@@ -48,53 +48,53 @@ def dropout_of(dropout: Any) -> tuple[Draws | None, tuple[Operand, ...]]:
         return dropout._draws, ()
     dtype = np.dtype(dropout._array.dtype)
     if tuple(dropout._array.shape) or dtype not in SEED_DTYPES:
-        wanted = "seed must be an array of no axes of int64 or uint64"
-        raise UnsupportedProblem([f"{wanted}; got {describe(dropout._array)}: np.array(3) is one"])
+        rule = "seed must be a 0-d array of int64 or uint64"
+        raise UnsupportedProblem([f"{rule}; got {describe(dropout._array)}: use np.array(3), for example"])
     return dropout._draws, (Operand(SEED, (), dtype),)
 
 
 def seed_array(dropout: Any) -> dict[str, Any]:
-    """The array that holds the seed under the name of its operand, where the dropout of a call has one."""
+    """Return the array that holds the seed, under the name of its operand; empty if the seed is a number."""
     is_read = isinstance(dropout, Dropout) and dropout._draws.threshold and dropout._array is not None
     return {SEED: dropout._array} if is_read else {}
 
 
 def numbers_of(dropout: Dropout | None) -> tuple[int, ...]:
-    """The numbers that a call with a dropout hands to kernels, in the order of `NUMBERS`; none if it drops nothing."""
+    """Return the numbers that a call with dropout passes to kernels, in the order of `NUMBERS`; () if nothing drops."""
     return dropout._numbers if dropout is not None and dropout._draws.threshold else ()
 
 
 def require_number(dropout: Any) -> None:
-    """Refuse an array as the seed of a `Dropout`, where calls take no further arrays.
+    """Refuse an array as the seed of a `Dropout`, for functions whose calls take no further arrays.
 
     Raises
     ------
     UnsupportedProblem
-        The seed is an array, or this is no `Dropout`.
+        The seed is an array, or the value is not a `Dropout`.
     """
     if dropout is not None and not isinstance(dropout, Dropout):
         raise UnsupportedProblem([_no_dropout(dropout)])
     if dropout is not None and dropout._array is not None:
-        wanted = "dropout's seed must be an int here; got an array"
-        raise UnsupportedProblem([f"{wanted}: another offset in each step draws other weights"])
+        rule = "dropout's seed must be an int for this function; got an array"
+        raise UnsupportedProblem([f"{rule}: pass an int, and a different offset in each step"])
 
 
 def with_dropout(kernels: Kernels, draws: Draws) -> Kernels:
-    """The launches with dropout in each kernel that makes weights or gradients of scores."""
+    """Return the launches with dropout in each kernel that computes weights or gradients of scores."""
     return replace(kernels, forward=_pass(kernels.forward, draws), backward=_pass(kernels.backward, draws))
 
 
-def _pass(made: Pass, draws: Draws) -> Pass:
+def _pass(kernels: Pass, draws: Draws) -> Pass:
     launches: Mapping[str, Launch] = {
         role: _drawing(launch, draws) if launch.spec.entry.draws_dropout else launch
-        for role, launch in made.launches.items()
+        for role, launch in kernels.launches.items()
     }
     values = {
         "either": [0 if draws.threshold >> bit & 1 else (1 << 32) - 1 for bit in range(8)],
         "factor": draws.factor, "single_factor": draws.factor,
     }  # fmt: skip
     feature = Feature(NAME, DROPOUT, values, _tables(draws), numbers=NUMBERS)
-    return replace(made, launches=launches, features=(*made.features, feature))
+    return replace(kernels, launches=launches, features=(*kernels.features, feature))
 
 
 def _drawing(launch: Launch, draws: Draws) -> Launch:
@@ -109,7 +109,7 @@ def _no_dropout(value: Any) -> str:
     if is_number(value) and 0 < value < 1:
         fix = f"write dropout=cuflash.Dropout({value}, seed=0)"
     elif is_flag(value) or is_number(value) and value == 0:
-        fix = "leave dropout out for none"
+        fix = "omit dropout= to drop no weights"
     return f"dropout must be a Dropout; got {describe(value)}: {fix}"
 
 

@@ -1,4 +1,4 @@
-"""Describes a kernel plan in words, a line for each decision."""
+"""The text of a kernel plan, with one line per decision."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def explain(plan: KernelPlan, notes: Mapping[str, str], numbers: Sequence[int] =
     ----------
     plan : KernelPlan
     notes : dict of str by entry
-        Sentences to add about some kernels.
+        Notes about some kernels, such as their registers; other kernels count as not compiled.
     numbers : sequence of int
         The seed and the offset of the plan's dropout, if it has one.
     """
@@ -62,19 +62,19 @@ def explain(plan: KernelPlan, notes: Mapping[str, str], numbers: Sequence[int] =
 
 
 def _described_score(program: Program) -> str:
-    told = f"{len(program.instructions)} operations, {curvature(program)}"
+    text = f"{len(program.instructions)} operations, {curvature(program)}"
     if program.arrays:
-        told += f", arrays {', '.join(array.name for array in program.arrays)}"
+        text += f", arrays {', '.join(array.name for array in program.arrays)}"
     if "s" not in depends(program)[program.results[0]]:
-        told += "; it does not read the score"
+        text += "; it does not read the score"
     if any(each.op == "const" and each.value == -math.inf for each in program.instructions):
-        told += "; -inf hides keys and skips no work, which a mask does"
-    return told
+        text += "; -inf hides keys but, unlike a mask, skips no work"
+    return text
 
 
 def _described_dropout(draws: Draws, seed: int, offset: int) -> str:
-    told = "a seed from an array" if draws.reads_seed else f"seed {seed}"
-    return f"p {draws.threshold / LEVELS:.6g}, {told}, offset {offset}"
+    source = "a seed from an array" if draws.reads_seed else f"seed {seed}"
+    return f"p {draws.threshold / LEVELS:.6g}, {source}, offset {offset}"
 
 
 def _described_kernels(plan: KernelPlan, notes: Mapping[str, str]) -> list[str]:
@@ -90,13 +90,13 @@ def _described_kernels(plan: KernelPlan, notes: Mapping[str, str]) -> list[str]:
         packed = ", which holds a group's heads" if launches["forward"].spec.pack_gqa else ""
         lines.append(f"splits     {kernels.num_splits} blocks share the keys of a tile{packed}")
     if "scores" in kernels.forward.workspaces:
-        lines.append("scores     every score is made and kept, whatever the mask; backward, its gradient too")
+        lines.append("scores     all are computed and stored, whatever the mask, and so are their gradients")
     if "running_o" in kernels.forward.workspaces:
         forward, backward = traffic(plan.problem, kernels, plan.visited_scores)
-        loop = "it grows with the square of the length times that of the dims, over a block's shared memory"
+        loop = "it grows as length^2 dim^2 / shared memory of a thread block"
         lines.append(f"traffic    {forward} bytes of device memory forward, {backward} backward: {loop}")
     if kernels.is_repeatable:
-        lines.append("gradients  every result is bitwise repeatable")
+        lines.append("gradients  all results are bitwise reproducible")
     elif set(kinds_of_sums(plan.problem, captured_wrt(plan.problem))) - {OWN}:
         lines.append("gradients  some by atomic additions: their bits may differ from call to call, for speed")
     else:
@@ -115,14 +115,14 @@ def _described_work(work: WorkList) -> str:
     if isinstance(work, ListedWork):
         index = work.index._on_host
         full, partial = int((index.kinds == 1).sum()), int((index.kinds != 1).sum())
-        told = f"listed: {full} full and {partial} partial blocks of {index.block}, {len(index.bits)} bit tiles"
+        text = f"listed: {full} full and {partial} partial blocks of {index.block}, {len(index.bits)} bit tiles"
         is_chosen = isinstance(work, ChosenWork)
-        return f"{told}; {work.block_q} neighbouring queries visit the union of theirs" if is_chosen else told
+        return f"{text}; {work.block_q} neighbouring queries visit the union of their blocks" if is_chosen else text
     if isinstance(work, UnionWork):
         tiling = work.tiling
-        told = f"up to {tiling.num_chosen} blocks of {tiling.block} keys for each query"
+        text = f"up to {tiling.num_chosen} blocks of {tiling.block} keys for each query"
         heads = f", with {tiling.heads_per_tile} heads each," if tiling.heads_per_tile > 1 else ""
-        return f"{told}; {tiling.queries_per_tile} neighbouring queries{heads} visit the union of theirs"
+        return f"{text}; {tiling.queries_per_tile} neighbouring queries{heads} visit the union of their blocks"
     if work.band is not None:
         return f"computed on the fly: query i attends {_described_band(work.band)}; no block list is stored"
     return "computed on the fly: each query attends one interval of keys; no block list is stored"

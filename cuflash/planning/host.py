@@ -1,4 +1,4 @@
-"""Chooses the tiles of the cpu executor, and how many threads and how much memory they take."""
+"""The tiles of the cpu executor, and the threads and memory that they need."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from ..masks.content import without_memos
 from .device import DeviceSpec
 from .problem import Problem
 
-# A tile of scores passes through max, exp2 and two matrix products; experiments/results/tile_sweep.csv has the times.
-# Tall tiles spare Python's share; the backward pass slows down once two tiles leave the level-2 cache.
+# Each tile of scores goes through max, exp2 and two matrix products; experiments/results/tile_sweep.csv has the times.
+# Tall tiles reduce Python overhead. The backward pass slows down if two tiles exceed the level-2 cache.
 _BLOCK_Q = 512
 _LEAST_BLOCK_KV, _MOST_BLOCK_KV = 512, 4096  # the backward pass holds block_kv^2 scores
-# Under a short window, or in short sequences, the keys of a tile grow with its queries, and most scores are masked.
-# Each pair is the height of a flatter tile, and the factor of keys by which a tall tile must exceed it.
+# Under a short window, or in short sequences, a taller tile visits more keys, and most of its scores are masked. Each
+# pair is the height of a flatter tile, used if tall tiles visit more than `factor` times the keys that it visits.
 _FLAT_TILES = ((64, 4), (128, 2))
-JVP_TILES, BACKWARD_JVP_TILES = 3, 5  # tiles of scores that these passes hold; others hold two
-_SHARED_SCORES = 1 << 23  # fewer scores than that are too little work to share among threads
+JVP_TILES, BACKWARD_JVP_TILES = 3, 5  # tiles of scores that a worker holds in these passes; two in others
+_SHARED_SCORES = 1 << 23  # problems with fewer scores are not distributed over threads
 
 
 def host_tile(problem: Problem, device: DeviceSpec) -> tuple[int, int]:
-    """Queries and keys of a tile of the cpu executor."""
+    """Return the queries and keys of a tile of the cpu executor."""
     keys = min(device.tile_memory_bytes // (problem.accumulator.itemsize * _BLOCK_Q), _MOST_BLOCK_KV)
     return _BLOCK_Q, max(_LEAST_BLOCK_KV, (1 << keys.bit_length()) // 2)
 
 
 def in_flat_tiles(work: WorkList) -> WorkList:
-    """Return the work in flatter tiles of queries and keys if tall tiles visit several times as many keys."""
+    """Return the work in flatter tiles if tall ones visit several times as many keys; otherwise unchanged."""
     if isinstance(work, IntervalWork) and work.seqlen_q > work.block_q:
         visited = work.visited_keys(work.block_q)
         for height, factor in _FLAT_TILES:
@@ -40,7 +40,7 @@ def in_flat_tiles(work: WorkList) -> WorkList:
 
 @dataclass(frozen=True, eq=False)
 class HostTiling:
-    """Tiles, and batches of tiles, into which the cpu executor cuts a problem's work.
+    """The tiles, and batches of tiles, of a problem on the cpu executor.
 
     Attributes
     ----------
@@ -63,12 +63,12 @@ class HostTiling:
 
     @cached_property
     def is_small(self) -> bool:
-        """Return whether the work is too little to share among threads, whatever their number."""
+        """True if there is too little work to distribute over threads, regardless of their number."""
         return self.problem.num_batch_heads * self.problem.seqlen_q * self.problem.seqlen_kv < _SHARED_SCORES
 
     @cached_property
     def num_workers(self) -> int:
-        """Threads that a call uses; one, beside BLAS's own, where the work is too little to share."""
+        """Threads that a call uses: one, in addition to those of BLAS, if the problem is small."""
         return 1 if self.is_small else max(1, min(self.device.num_processors, self.num_tiles))
 
     @cached_property
@@ -78,30 +78,30 @@ class HostTiling:
 
     @cached_property
     def batch_area(self) -> int:
-        """Scores that the tiles of a batch hold together, unless a single tile is larger.
+        """Maximum number of scores in a batch of tiles, unless a single tile is larger.
 
-        Small calls run on BLAS's threads and share nothing, so two tiles at once spare Python's part of the second.
+        Small calls use only BLAS's threads, so a batch of two tiles saves the Python overhead of the second.
         """
         return (1 + self.is_small) * self.block_q * self.block_kv
 
     @cached_property
     def scratch_scores(self) -> int:
-        """The most scores that a batch holds: those of some tiles, or all that there are."""
+        """Upper bound of the scores in a batch of tiles: the area of its tiles, or all scores of the problem."""
         rows, problem = max(self.block_q, self.work.block_q, self.work.block_kv), self.problem
         scores = problem.num_batch_heads * problem.seqlen_q * problem.seqlen_kv
         return min(max(self.batch_area, rows * self.block_kv), max(1, scores))
 
     def step_width(self, height: int) -> int:
-        """Rows that a tile of some height visits at once: a flat tile is as wide as its area allows, up to 8 tiles."""
+        """Return how many keys a tile visits per step: flat tiles visit more, up to 8 * `block_kv`, for equal area."""
         area = self.block_q * self.block_kv
         return min(max(self.block_kv, area // height), 8 * self.block_kv)
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory of a call beside inputs and results.
+        """Memory of a call in addition to inputs and results.
 
-        Each worker holds two tiles of scores, or five with tangents, gathered and widened rows, and accumulators;
-        beside them lie one number a query, or two, and the work list.
+        Each worker holds two tiles of scores (five with tangents), gathered and widened rows, and accumulators. One
+        number per query (two with tangents) and the work list are shared.
         """
         problem = self.problem
         rows = max(self.block_q, self.work.block_q, self.work.block_kv)

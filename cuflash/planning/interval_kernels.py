@@ -1,6 +1,6 @@
-"""Row intervals that a kernel finds at each call, from the arrays of `Sequences`, `Lengths` or `Documents` on a device.
+"""Kernels that compute row intervals at each call, from device arrays of `Sequences`, `Lengths` or `Documents`.
 
-The masks' own `intervals` find the same by operations on arrays: they are the specification of the kernel.
+The `intervals` methods of these masks compute the same with NumPy, and are the specification of the kernels.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ._params import UNLIMITED
 from .launches import BATCH_AXES, Feature, Launch, Pass, Workspace
 from .spec import SIMT, Entry, KernelSpec
 
-AT_CALL = "lists"  # the argument of executors for lists that are made at each call
+AT_CALL = "lists"  # the name under which executors take the array of results that kernels compute at each call
 _POINTER = np.uint64
-_ALIGNMENT = 256  # bytes; of each result in the array that holds all of them
+_ALIGNMENT = 256  # alignment in bytes of each result in the array that holds all of them
 _SIDES = ("q", "kv")
-_KINDS = ("sequences", "lengths", "documents")  # as `IntervalKind` of kernels_cu/lists/interval_params.cuh numbers them
-_MOST_THREADS = 1 << 30  # kernels number them in int32
-_OF_ORDERS_ALONE = ("row_lengths", "column_lengths", "tile_lengths")  # which no attention kernel reads
+_KINDS = ("sequences", "lengths", "documents")  # in the order of `IntervalKind` of kernels_cu/lists/interval_params.cuh
+_MOST_THREADS = 1 << 30  # kernels number their threads in int32
+_OF_ORDERS_ALONE = ("row_lengths", "column_lengths", "tile_lengths")  # results that attention kernels do not read
 # Mirrors `kernels_cu/lists/interval_params.cuh`.
 INTERVAL_PARAMS = np.dtype(
     [
@@ -64,9 +64,9 @@ INTERVAL_SPECS = {
 
 
 class _Integers:
-    """The layout of an array of integers: bytes between neighbours of a batch axis and of the last one, and its dtype.
+    """The layout of an integer array: strides in bytes of the batch axes and the last axis, and the dtype.
 
-    `number` is what the host knows instead of an array.
+    `number` is the value if the host passes an int instead of an array.
     """
 
     def __init__(self, integers: Array | int | None) -> None:
@@ -82,7 +82,7 @@ class _Integers:
 
 
 class SourceOfResults:
-    """A source of results that kernels write into one array of bytes."""
+    """Base of sources whose kernels write all results into one array of bytes."""
 
     @cached_property
     def results(self) -> Mapping[str, Workspace]:
@@ -96,11 +96,11 @@ class SourceOfResults:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the array that holds all results."""
+        """Size of the array that holds all results."""
         return sum(map(_room, self.results.values()))
 
     def views(self, memory: Array, names: Iterable[str] | None = None) -> dict[str, Array]:
-        """Results by name, all unless some are named, as views of the array of bytes that holds them."""
+        """Return results by name (default: all of them) as views of the array of bytes that holds them."""
         views, elements = {}, {dtype: memory.view(dtype) for dtype in {each.dtype for each in self.results.values()}}
         for name in self.results if names is None else names:
             result = self.results[name]
@@ -111,33 +111,33 @@ class SourceOfResults:
 
 
 def _room(result: Workspace) -> int:
-    """Bytes that a result takes in the array that holds all of them."""
+    """Return the bytes that a result takes in the array of all results, including padding."""
     return -(-result.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class IntervalSource(SourceOfResults):
-    """Sources of row intervals: arrays that each call hands over, and intervals that the host knows.
+    """The inputs of the kernels that compute row intervals: arrays that each call passes, and intervals of the host.
 
     Attributes
     ----------
     kind : str
-        That of the `IntervalForm`.
+        The kind of the `IntervalForm`.
     sides : dict of _Integers by "q" and "kv"
-        The arrays of the form; without a key "kv" they are those of "q".
+        The layouts of the form's arrays; without a key "kv", keys use the array of "q".
     left, right : int
-        Keys on either side of the diagonal.
+        Keys before and after the diagonal that a query attends.
     is_bottom_right : bool
-        The diagonal ends with each sequence; else it starts with it.
+        The diagonal goes through the last query and key of each sequence; otherwise through the first ones.
     rows : IntervalWork or None
-        Row intervals with which those of the form are intersected.
+        Row intervals of the host that the result is intersected with.
     shape : MaskShape
     block : (int, int) or None
-        Blocks of queries and of keys that are ordered by their lengths.
+        Sizes of query and key blocks, which are sorted by their numbers of visited keys or queries.
     batch, num_heads : int
-        Over which the intervals vary; 1 where they do not.
+        Batch entries and heads that the intervals depend on; 1 if they do not depend on them.
     tile : (int, int), optional
-        Queries and keys of tiles that end with their sequences.
+        Sizes of sequence-aligned query and key tiles.
     """
 
     kind: str
@@ -154,12 +154,12 @@ class IntervalSource(SourceOfResults):
 
     @classmethod
     def of(cls, mask: Mask, shape: MaskShape, block: tuple[int, int] | None) -> IntervalSource | None:
-        """Return the sources of a resolved mask of one `IntervalForm` and closed forms without arrays; else None."""
+        """Return the source of a resolved mask: one factor has an `IntervalForm`, others no arrays; None otherwise."""
         parts = kept_and_closed(mask, lambda factor: interval_form(factor) is not None)
         if parts is None or not are_served(shape):
             return None
-        (kept, closed), over, rows = parts, (1, 1), None
-        form = interval_form(kept)
+        (factor, closed), over, rows = parts, (1, 1), None
+        form = interval_form(factor)
         assert form is not None
         sides = {side: _Integers(each) for side, each in zip(_SIDES, (form.q, form.kv)) if each is not None}
         if any(extent != 1 for each in sides.values() for extent in each.shape[:-1]):
@@ -180,12 +180,12 @@ class IntervalSource(SourceOfResults):
 
     @property
     def array_names(self) -> tuple[str, ...]:
-        """Fields of the record for the arrays that a call hands over."""
+        """Fields of the record for the arrays that each call passes."""
         return tuple(f"{side}_integers" for side, integers in self.sides.items() if integers.is_array)
 
     @property
     def num_offsets(self) -> int:
-        """The number of offsets of sequences; 0 for other forms."""
+        """The number of sequence offsets; 0 for other kinds."""
         return self.sides["q"].shape[-1] if self.kind == "sequences" else 0
 
     @property
@@ -195,31 +195,31 @@ class IntervalSource(SourceOfResults):
 
     @property
     def mean_length(self) -> float | None:
-        """Keys of a sequence on average, or of the window if that is narrower; None if the host does not know."""
+        """Mean number of keys per sequence, or of the window if that is narrower; None if the host does not know it."""
         if self.kind != "sequences":
             return None
         return min(self.shape.seqlen_kv / max(1, self.num_offsets - 1), self.left + self.right + 1)
 
     @property
     def num_blocks(self) -> tuple[int, int]:
-        """Blocks of queries and of keys of a matrix that are ordered."""
+        """Number of query and key blocks per (batch, head) that are sorted."""
         if self.block is None:
             return 0, 0
         return -(-self.shape.seqlen_q // self.block[0]), -(-self.shape.seqlen_kv // self.block[1])
 
     @property
     def num_tiles(self) -> tuple[int, int]:
-        """Tiles of queries and of keys of a matrix that end with their sequences, empty ones among them."""
+        """Number of sequence-aligned query and key tiles per (batch, head), including empty tiles."""
         if self.tile is None:
             return 0, 0
-        sequences = self.num_offsets + 1  # before the first offset and behind the last one too
+        sequences = self.num_offsets + 1  # including the rows before the first offset and after the last one
         return num_tiles(self.shape.seqlen_q, self.tile[0], sequences), num_tiles(
             self.shape.seqlen_kv, self.tile[1], sequences
         )
 
     @property
     def num_threads(self) -> int:
-        """The number of threads: one for each query, block of queries and start of a tile, and a warp for others."""
+        """Threads of the kernel "intervals": one per query, query block or tile start; a warp per key block or tile."""
         (rows, columns), (_, tiles) = self.num_blocks, self.num_tiles
         starts = 0 if self.tile is None else sum(self.num_tiles) + 2
         return self.batch * self.num_heads * (self.shape.seqlen_q + rows + starts + 32 * (columns + tiles))
@@ -238,7 +238,7 @@ class IntervalSource(SourceOfResults):
 
     @cached_property
     def kernels(self) -> Pass:
-        """The kernels. They take the arrays of `array_names`, and the array of bytes that holds all results."""
+        """The launches; they take the arrays of `array_names`, and the array of bytes that holds all results."""
         threads = {"intervals": self.num_threads}
         if self.block is not None:
             ordered = sum(self.num_blocks) + self.num_tiles[1]
@@ -254,7 +254,7 @@ class IntervalSource(SourceOfResults):
         )
 
     def _numbers(self) -> dict[str, Any]:
-        """The numbers of the kernels' record."""
+        """Return the numbers of the kernels' record."""
         batch = self.shape.batch
         numbers: dict[str, Any] = {}
         for side, integers in self.sides.items():
@@ -276,38 +276,41 @@ class IntervalSource(SourceOfResults):
 
 
 def list_launch(spec: KernelSpec, grid: int, arrays: tuple[str, ...]) -> Launch:
-    """A kernel that makes what a call reads of a mask, from arrays."""
+    """Return the launch of a kernel that computes lists or intervals of a mask from arrays at each call."""
     return Launch(spec=spec, tiles=grid, reads=arrays, writes=(AT_CALL,), features=("lists",))
 
 
 def _sides(name: str, numbers: tuple[int, int]) -> dict[str, int]:
-    """Numbers of queries and of keys by the names of their fields."""
+    """Return the numbers of queries and keys by the names of their fields."""
     return {name.format(side): number for side, number in zip(_SIDES, numbers)}
 
 
-def kept_and_closed(mask: Mask, is_kept: Callable[[Mask], bool]) -> tuple[Mask, tuple[Mask, ...]] | None:
-    """The one factor of a mask that `is_kept`, and the others, which must be row intervals without arrays; or None."""
+def kept_and_closed(mask: Mask, is_selected: Callable[[Mask], bool]) -> tuple[Mask, tuple[Mask, ...]] | None:
+    """Return the only factor of a mask for which `is_selected` is true, and all other factors.
+
+    Return None if there is not exactly one such factor, or if another factor is not a row interval or holds arrays.
+    """
     factors = mask.operands if type(mask) is And else (mask,)
-    kept, closed = list[Mask](), list[Mask]()
+    selected, closed = list[Mask](), list[Mask]()
     for factor in factors:
-        (kept if is_kept(factor) else closed).append(factor)
-    if len(kept) != 1 or not all(each._has_intervals and next(held_arrays(each), None) is None for each in closed):
+        (selected if is_selected(factor) else closed).append(factor)
+    if len(selected) != 1 or not all(each._has_intervals and next(held_arrays(each), None) is None for each in closed):
         return None
-    return kept[0], tuple(closed)
+    return selected[0], tuple(closed)
 
 
 def interval_form(mask: Mask) -> IntervalForm | None:
-    """Return what a kernel computes the row intervals of a resolved mask from; None if no kernel does."""
+    """Return the form from which a kernel computes a resolved mask's row intervals, or None if no kernel can."""
     return mask.interval_form if isinstance(mask, KernelIntervals) else None
 
 
 def are_served(shape: MaskShape) -> bool:
-    """Return whether kernels make lists or row intervals of a shape: it has elements, and few leading axes."""
+    """True if kernels can compute lists or row intervals of this shape: it is not empty, and has few batch axes."""
     return len(shape.batch) <= BATCH_AXES and 0 not in (shape.num_batch, *shape[1:])
 
 
 def leading_strides(side: Array | None) -> tuple[int, int]:
-    """Strides in elements of the first two axes of lo or hi, 0 where their extent is 1."""
+    """Return the strides in elements of the first two axes of lo or hi; 0 along axes of length 1."""
     if side is None:
         return 0, 0
     batch, heads, rows = side.shape
@@ -320,9 +323,9 @@ def _bounded(keys: int | None) -> int:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class IntervalsAtCall(IntervalWork):
-    """Work whose row intervals, and orders, are found at each call, in one array of bytes that it hands to its kernels.
+    """Work whose row intervals and tile orders are computed at each call, into one array of bytes.
 
-    `lo` and `hi` have shapes and dtypes alone.
+    `lo` and `hi` have only shapes and dtypes.
     """
 
     source: IntervalSource
@@ -330,16 +333,16 @@ class IntervalsAtCall(IntervalWork):
 
     @classmethod
     def of(cls, source: IntervalSource, tile: tuple[int, int], *, is_ordered: bool = False) -> IntervalsAtCall:
-        """Work of a mask that `IntervalSource.of` takes."""
+        """Return the work of a mask that `IntervalSource.of` accepts."""
         empty = ShapeDtype(source.extents, np.int32)
         return cls(
             seqlen_q=source.shape.seqlen_q, seqlen_kv=source.shape.seqlen_kv, block_q=tile[0], block_kv=tile[1],
             lo=empty, hi=empty, is_ordered=is_ordered, mean_length=source.mean_length, source=source,
         )  # fmt: skip
 
-    def with_results(self, found: Array) -> IntervalsAtCall:
-        """Return this work with row intervals that lie in an array of bytes, which a call has made."""
-        views = self.source.views(found)
+    def with_results(self, results: Array) -> IntervalsAtCall:
+        """Return this work with the row intervals in an array of bytes that a call has filled."""
+        views = self.source.views(results)
         return replace(self, lo=views["lo"], hi=views["hi"])
 
     def with_sequence_tiles(self, tile: tuple[int, int]) -> IntervalsAtCall:
@@ -359,5 +362,5 @@ class IntervalsAtCall(IntervalWork):
 
     @property
     def offsets(self) -> Mapping[str, int]:
-        """Return the offset of each array that attention kernels read in the array of bytes."""
+        """The offset in bytes of each result that attention kernels read."""
         return {name: start for name, start in self.source.offsets.items() if name not in _OF_ORDERS_ALONE}

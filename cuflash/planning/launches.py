@@ -1,4 +1,4 @@
-"""Describes the kernel launches of a plan: specification, grid, memory, and the arrays that each kernel uses."""
+"""The kernel launches of a plan: specifications, grids, memory, and the arrays that each kernel reads and writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from .spec import KernelSpec
 
-BATCH_AXES = 3  # as kBatchAxes; further ones take a launch for each of their entries
+BATCH_AXES = 3  # kBatchAxes of the kernels; each entry of further batch axes takes a launch
 MATRICES = np.dtype(
     [
         ("data", np.uint64),
@@ -24,16 +24,16 @@ MATRICES = np.dtype(
         ("is_accumulator", np.int64),
     ],
     align=True,
-)  # an array in the records that kernels take
+)  # an array in the records that kernels take by value
 
 
 TENSOR_MAP_PARAM = np.dtype(
     {"names": ("map", "is_valid"), "formats": ((np.uint64, (16,)), np.int64), "offsets": (0, 128), "itemsize": 192}
-)  # how the tensor memory accelerator copies boxes of an array; is_valid is 0 if it cannot
+)  # a tensor map of TMA; is_valid is 0 if TMA cannot copy the array
 
 
 def record_of(dtype: np.dtype[np.generic], numbers: Mapping[str, Any]) -> Any:
-    """A record with these numbers in its fields, a dict for a record within, and zeros in all others."""
+    """Return a record with these numbers in its fields, and zeros in all others; a nested record takes a dict."""
     record = np.zeros((), dtype)
     assert dtype.fields is not None
     for name, number in numbers.items():
@@ -43,19 +43,21 @@ def record_of(dtype: np.dtype[np.generic], numbers: Mapping[str, Any]) -> Any:
 
 @lru_cache(maxsize=256)
 def leaves(dtype: np.dtype[np.generic]) -> Mapping[str, tuple[np.dtype[np.generic], int]]:
-    """The fields of a record and of those within it, but for arrays' and maps': type and offset in bytes by path.
+    """Return the type and the offset in bytes of each field of a record, by path; fields of nested records included.
+
+    Records of arrays and of tensor maps count as single fields.
 
     >>> dtype = np.dtype([("x", np.int64), ("inner", [("y", np.uint64)])])
     >>> {path: offset for path, (_, offset) in leaves(dtype).items()}
     {'x': 0, 'inner.y': 8}
     """
-    found = {}
+    by_path = {}
     for name, (kind, offset, *_) in (dtype.fields or {}).items():
         if kind.names is None or kind in (MATRICES, TENSOR_MAP_PARAM):
-            found[name] = kind, int(offset)
+            by_path[name] = kind, int(offset)
         else:
-            found |= {f"{name}.{path}": (inner, offset + start) for path, (inner, start) in leaves(kind).items()}
-    return found
+            by_path |= {f"{name}.{path}": (inner, offset + start) for path, (inner, start) in leaves(kind).items()}
+    return by_path
 
 
 class Workspace(NamedTuple):
@@ -89,24 +91,24 @@ class Feature:
     ----------
     name : str
     dtype : numpy.dtype
-        The record, a multiple of 8 bytes long. Its fields may be records, whose fields have paths such as "cache.k". A
-        field of the type of an array of Params holds an array [*batch, heads, rows, columns]; a field of one of the
-        `tables` holds the address of any other array; other fields hold numbers. Arrays are operands, results or
+        The record's dtype; its size is a multiple of 8 bytes. Fields may be records, whose fields have paths such as
+        "cache.k". A field of dtype `MATRICES` describes an array [*batch, heads, rows, columns]. A field named in
+        `tables` holds the address of any other array. All other fields hold numbers. Arrays are operands, results or
         workspaces of the pass.
     values : dict by field
-        The numbers; for a record within, a dict.
+        The numbers; a dict for a nested record.
     tables : tuple of str
-        Arrays whose address is in fields of 8 bytes, and that no launch takes a part of. Where the record has a field
-        ``<table>_strides``, it holds the array's strides in elements, 0 along axes of length 1.
+        Arrays whose addresses are stored in 8-byte fields, and which every launch of the pass takes as a whole. If the
+        record has a field ``<table>_strides``, it holds the array's strides in elements, 0 along axes of length 1.
     boxes : dict of (array, (rows, columns)) by field
-        Fields of the type of a tensor map, with the table that it copies boxes of. Leading axes of the table beyond
-        three have no map.
+        Fields of dtype `TENSOR_MAP_PARAM`, with the table and the box that they copy. A table with more than three
+        leading axes has no valid map.
     numbers : tuple of str
-        Fields whose numbers each call gives, after the arrays: eight bytes, or the first four of eight.
+        Fields whose numbers each call passes, after the arrays. A number takes 8 bytes, or the first 4 of 8.
     names : dict of str by path
-        The array of a field whose path is not the array's name.
+        The array of each field whose path is not the array's name.
     starts : dict of int by path
-        How many bytes from the start of its array a field's address lies.
+        Offset in bytes of a field's address from the start of its array.
     """
 
     name: str
@@ -119,7 +121,7 @@ class Feature:
     starts: Mapping[str, int] = field(default_factory=dict)
 
     def addresses(self) -> list[tuple[str, np.dtype[np.generic], int]]:
-        """The fields that hold addresses: the array's name, the field's type and its offset in bytes."""
+        """Return the array's name, the type and the offset in bytes of each field that holds an address."""
         fields = ((self.names.get(path, path), kind, offset) for path, (kind, offset) in leaves(self.dtype).items())
         return [each for each in fields if each[1] == MATRICES or each[0] in self.tables]
 
@@ -135,18 +137,18 @@ class Launch:
         Tiles that the kernel computes for one batch entry.
     reads, writes : tuple of str
         Names of the arrays that the kernel reads and writes: operands, results and workspaces. ``dlse`` is read only
-        where the caller gives it.
+        if the caller passes it.
     max_blocks : int, optional
-        Thread blocks of a persistent kernel, which take further tiles as they finish one. Other kernels have one thread
-        block for each tile.
+        Maximum number of thread blocks of a persistent kernel, which take another tile when they finish one. Other
+        kernels have one thread block per tile.
     boxes : dict of (rows, columns) by array name
-        Boxes that the kernel copies by tensor maps; empty for kernels that take none.
+        Boxes that the kernel copies by tensor maps; empty for kernels without tensor maps.
     features : tuple of str
-        Names of the features of the pass whose parameters the kernel takes.
+        Names of those features of the pass that the kernel takes as parameters.
     skipped_tiles : callable, optional
-        Given a number of batch entries, how many of their tiles an earlier kernel of the pass has finished.
+        Returns, for a number of batch entries, how many of their tiles an earlier kernel of the pass has finished.
     row_bytes : int
-        Dynamic shared memory for rows of arrays, if a thread block has more than the specification says.
+        Dynamic shared memory for rows of arrays, in addition to the specification's.
     """
 
     spec: KernelSpec
@@ -165,7 +167,7 @@ class Launch:
         return self.spec.shared_bytes + self.row_bytes
 
     def grid(self, num_batch: int) -> int:
-        """Thread blocks of a launch over so many batch entries."""
+        """Return the number of thread blocks of a launch over `num_batch` batch entries."""
         tiles = self.tiles * num_batch
         if self.skipped_tiles is not None:
             tiles -= self.skipped_tiles(num_batch)
@@ -179,12 +181,12 @@ class Pass:
     Attributes
     ----------
     launches : dict of Launch by role
-        A role is the entry of the kernel, or of the one that another kernel stands in for: "backward".
+        A role is the name of the kernel's entry, or of the entry that the kernel replaces, such as "backward".
     workspaces : dict of Workspace by name
     features : tuple of Feature
-        Features whose parameters some of the kernels take.
+        Records that some of the kernels take as parameters.
     zeroed : tuple of str
-        Results that kernels add to: they are set to 0 before the first kernel.
+        Results that kernels add to. They are set to 0 before the first kernel.
     """
 
     launches: Mapping[str, Launch]
@@ -198,7 +200,7 @@ class Pass:
         reads: tuple[str, ...], writes: tuple[str, ...], row_bytes: int = 0,
         names: Mapping[str, str] = MappingProxyType({}), starts: Mapping[str, int] = MappingProxyType({}),
     ) -> Pass:  # fmt: skip
-        """A pass of one launch of so many thread blocks, whose one argument is a record of addresses and numbers."""
+        """Return a pass of one launch of `grid` thread blocks whose only argument is a record."""
         name = spec.entry.name
         launch = Launch(spec=spec, tiles=grid, reads=reads, writes=writes, features=(name,), row_bytes=row_bytes)
         feature = Feature(name, record, numbers, (*reads, *writes), names=names, starts=starts)
@@ -221,23 +223,24 @@ class Pass:
 
 
 class DqSemaphoreOrder(NamedTuple):
-    """The order in which thread blocks take tiles of keys, of the heads whose dQ these blocks finish themselves.
+    """The order in which thread blocks take tiles of keys of heads whose dQ they also finish.
 
-    Pairs of batch entry and key/value head form groups. The tiles of a group are taken in three rounds: first the last
-    tile of keys, which stores its part of dQ; then the other tiles backwards, which add to it; then the first tile of
-    keys, which adds, scales, rounds and writes dQ.
+    Pairs of batch entry and key/value head form groups. The tiles of a group are taken in three rounds. First, the last
+    tile of keys stores its part of dQ. Then the other tiles, in descending order, add to dQ. Finally, the first tile of
+    keys adds its part, and scales, rounds and writes dQ.
 
     Attributes
     ----------
     heads_per_group : int
         Pairs in a group.
     last_tile_lead : int
-        Rounds by which the last tiles of keys precede the others; 0 under a causal mask, where they meet other queries.
+        Rounds by which the last tiles of keys precede the others; 0 under a causal mask, where only the last queries
+        attend them.
     first_tile_lag : int
-        Rounds by which the first tiles of keys, which wait for all others, follow.
+        Rounds by which the first tiles of keys, which wait for all others, come later.
     min_unfused_heads : int
-        The least number of pairs after all groups, whose dQ a kernel of its own rounds. They keep the thread blocks
-        busy while the first tiles of the last group are computed.
+        Minimum number of pairs after all groups. A separate kernel rounds their dQ. They keep the thread blocks busy
+        while the first tiles of the last group are computed.
     """
 
     heads_per_group: int
@@ -246,7 +249,7 @@ class DqSemaphoreOrder(NamedTuple):
     min_unfused_heads: int
 
     def num_fused_heads(self, num_heads: int) -> int:
-        """Return how many pairs of a launch, from the first on, have their dQ finished by the blocks that add to it."""
+        """Return for how many of a launch's pairs, counted from the first, the blocks that add to dQ also finish it."""
         groups = max(0, num_heads - self.min_unfused_heads) // self.heads_per_group
         return groups * self.heads_per_group if groups > self.last_tile_lead + self.first_tile_lag else 0
 
@@ -280,7 +283,7 @@ class Kernels:
     num_splits : int
         Thread blocks that share the keys of one tile of queries in the forward pass (split-KV).
     is_repeatable : bool
-        Every result has the same bits in every call; otherwise blocks add to dq by atomic additions.
+        All results are bitwise reproducible; otherwise blocks add to dq by atomic additions.
     """
 
     forward: Pass

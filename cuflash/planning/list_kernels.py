@@ -1,7 +1,8 @@
-"""Lists of blocks that kernels make at each call from an array on the device: from what, where to, and four launches.
+"""Kernels that build block lists at each call from an array on the device: their inputs, results and four launches.
 
 The kernels take one boolean array, of elements or of blocks, and row intervals. `blocks.classify` lists any mask on the
-host, and is the specification of what they list; `executors.evaluation` makes such arrays of other masks on a device.
+host, and is the specification of the kernels. `executors.evaluation` evaluates other masks into such arrays on a
+device.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from .launches import BATCH_AXES, Feature, Pass, Workspace
 from .spec import SIMT, Entry, KernelSpec
 
 _POINTER = np.uint64
-_OF_LISTS_ALONE = ("grid_kinds", "ranks")  # no attention kernel reads these
+_OF_LISTS_ALONE = ("grid_kinds", "ranks")  # results that attention kernels do not read
 _RESULTS = (*_OF_LISTS_ALONE, *LISTS)
 _BYTES = ("grid_kinds", "kinds", "bits")
-# Fields of the kernels' record that are sizes. A divisor is the number of tokens that an element of the mask covers.
+# Fields of the kernels' record that are sizes. A divisor is the number of tokens that one boolean of the array covers.
 _SIZES = (
     "num_matrices", "num_heads", "seqlen_q", "seqlen_kv", "block_q", "block_kv", "num_q_blocks", "num_kv_blocks",
     "divisor_q", "divisor_kv",
@@ -56,12 +57,12 @@ LIST_PARAMS = np.dtype(
     ],
     align=True,
 )
-# Fields of a block index, and the results of the kernels that they are.
+# The results of the kernels, by the fields of a block index that hold them.
 _FIELDS = {"indptr": "row_pointers", "indices": "kv_blocks", "kinds": "kinds", "tiles": "tiles", "bits": "bits"}
 
 
 def _count_bytes(spec: KernelSpec) -> int:
-    """A count of each thread."""
+    """Return the bytes of one count per thread."""
     return 4 * spec.num_threads
 
 
@@ -82,25 +83,25 @@ LIST_SPECS = {
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ListSource(SourceOfResults):
-    """Sources of the lists that kernels make: a boolean array on the device, and row intervals that the host knows.
+    """The inputs of the kernels that build lists: a boolean array on the device, and row intervals of the host.
 
     Attributes
     ----------
     strides : tuple of int
-        Bytes between booleans of the array along the leading axes, heads, rows and columns; 0 where it is broadcast.
+        Strides of the array in bytes, along batch axes, heads, rows and columns; 0 along broadcast axes.
     element : (int, int)
         Queries and keys that one boolean stands for.
     is_whole : bool
-        A block of the lists lies in one block of the mask, so that no element is looked at.
+        Each block of the lists is within one block of the mask, so that kernels need not read single elements.
     rows : IntervalWork or None
         Row intervals that the mask is intersected with.
     given_rows : (int, int) or None
-        Batch entries and heads, or 1, of row intervals that each call hands over in place of `rows`.
+        Batch entries and heads (or 1) of row intervals that each call passes instead of `rows`.
     shape : MaskShape
     block : (int, int)
-        Of the lists.
+        Queries and keys of a listed block.
     batch, num_heads : int
-        Over which the lists vary; 1 where they do not.
+        Batch entries and heads that the lists depend on; 1 if they do not depend on them.
     """
 
     strides: tuple[int, ...]
@@ -115,14 +116,14 @@ class ListSource(SourceOfResults):
 
     @classmethod
     def of(cls, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> tuple[ListSource, Array] | None:
-        """Return the sources of a mask's lists, and its array; None for a mask that the kernels do not serve."""
+        """Return the source of a mask's lists, and the mask's array; None if the kernels do not serve the mask."""
         parts = kept_and_closed(mask, _has_no_intervals)
         if parts is None:
             return None
-        kept, closed = parts
-        if not isinstance(kept, BlockGrid) or not are_served(shape):
+        grid, closed = parts
+        if not isinstance(grid, BlockGrid) or not are_served(shape):
             return None
-        array, element = kept.blocks.array, kept.block
+        array, element = grid.blocks.array, grid.block
         batch = shape.num_batch if any(extent != 1 for extent in array.shape[:-3]) else 1
         over, rows = (batch, int(array.shape[-3])), None
         if closed:
@@ -141,10 +142,10 @@ class ListSource(SourceOfResults):
         return (source, array) if source.can_be_numbered else None
 
     def in_blocks(self, block: tuple[int, int], closed: tuple[Mask, ...] = ()) -> ListSource:
-        """Return the source of lists in blocks of any size, whose array are the lists made here.
+        """Return a source of lists in blocks of another size that reads the results of this source as its array.
 
-        The kinds of this grid, which come first among its results, are the booleans: whatever is not 0 is kept.
-        `closed` are resolved masks of row intervals, without arrays, with which the mask is intersected.
+        The array consists of this source's `grid_kinds`, its first result, in which nonzero means that the block is
+        attended. `closed` are resolved masks of row intervals, without arrays, that the mask is intersected with.
         """
         assert self.is_whole and self.offsets["grid_kinds"] == 0
         _, num_rows, num_columns = self.grid
@@ -159,7 +160,7 @@ class ListSource(SourceOfResults):
         )
 
     def _rows_within(self, closed: tuple[Mask, ...]) -> IntervalWork:
-        """The row intervals of this mask within those of others."""
+        """Return the intersection of this source's row intervals and those of the masks `closed`."""
         (block_q, block_kv), (_, _, seqlen_q, seqlen_kv) = self.block, self.shape
         lo, hi = row_intervals(And(closed), seqlen_q, seqlen_kv, 1, 1)
         if self.rows is not None:
@@ -171,12 +172,12 @@ class ListSource(SourceOfResults):
 
     @property
     def can_be_numbered(self) -> bool:
-        """Tell whether int32, in which kernels number the blocks of the grid, suffices for them."""
+        """True if the number of the grid's blocks fits int32, in which kernels number them."""
         return prod(self.grid) <= np.iinfo(np.int32).max
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Matrices, block rows of each, and block columns."""
+        """The number of (batch, head) matrices, and the block rows and block columns of each."""
         rows, columns = -(-self.shape.seqlen_q // self.block[0]), -(-self.shape.seqlen_kv // self.block[1])
         return self.batch * self.num_heads, rows, columns
 
@@ -194,21 +195,21 @@ class ListSource(SourceOfResults):
         }
 
     def lists_of(self, lists: Array) -> dict[str, Array]:
-        """Return the lists that attention kernels read, by name, as views of the array that holds all results."""
+        """Return the lists that attention kernels read, by name, as views of the array of all results."""
         return self.views(lists, LISTS)
 
     def fields_of(self, lists: Array) -> dict[str, Array]:
-        """Return the arrays of a block index by its fields, as views of the array that holds all results."""
+        """Return the arrays of a block index, by field, as views of the array of all results."""
         return dict(zip(_FIELDS, self.views(lists, _FIELDS.values()).values()))
 
     @property
     def array_names(self) -> tuple[str, ...]:
-        """Fields of the record for the arrays that each call hands over; those of `rows` are lo and hi."""
+        """Fields of the record for the arrays that each call passes: the mask, and lo and hi if `given_rows` is set."""
         return ("mask",) if self.given_rows is None else ("mask", "lo", "hi")
 
     @cached_property
     def kernels(self) -> Pass:
-        """The kernels. They take the arrays of `array_names`, and the array of bytes that holds all results."""
+        """The launches; they take the arrays of `array_names`, and the array of bytes that holds all results."""
         written = {name: start for name, start in self.offsets.items() if name != "bits" or not self.is_whole}
         feature = Feature(
             "lists", LIST_PARAMS, self._numbers(), ("mask", "lo", "hi", AT_CALL), starts=written,
@@ -220,7 +221,7 @@ class ListSource(SourceOfResults):
         return Pass(launches, features=(feature,))
 
     def _numbers(self) -> dict[str, Any]:
-        """The numbers of the kernels' record."""
+        """Return the numbers of the kernels' record."""
         matrices, num_rows, num_columns = self.grid
         missing, over = (1,) * (BATCH_AXES - len(self.shape.batch)), self.given_rows
         if self.rows is not None:
@@ -237,7 +238,7 @@ class ListSource(SourceOfResults):
         }  # fmt: skip
 
     def _grids(self) -> dict[str, int]:
-        """Thread blocks of each launch, in order."""
+        """Return the number of thread blocks of each launch, in order."""
         matrices, num_rows, num_columns = self.grid
         rows, columns = matrices * num_rows, matrices * num_columns
 
@@ -254,10 +255,11 @@ class ListSource(SourceOfResults):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ListedAtCall(ListedWork):
-    """Work whose lists are made at each call, in one array of bytes that the call hands to its kernels as `AT_CALL`.
+    """Work whose lists kernels build at each call, into one array of bytes that attention kernels take as `AT_CALL`.
 
-    `index` has shapes and dtypes alone. `lists` are what does not change from call to call. Where there is `carried`,
-    calls hand over the lists of a block index: those of `source`, or others of which kernels make them.
+    `index` has only shapes and dtypes. `lists` are the arrays that are equal in all calls. If `carried` is not None,
+    calls pass the lists of a block index, which are used directly if they are those of `source`, and otherwise
+    converted by kernels.
     """
 
     source: ListSource
@@ -269,7 +271,7 @@ class ListedAtCall(ListedWork):
 
     @classmethod
     def of(cls, source: ListSource, *, carried: ListSource | None = None) -> ListedAtCall:
-        """Work of a mask that `ListSource.of` takes."""
+        """Return the work of a mask that `ListSource.of` accepts."""
         results = source.results.items()
         empty = {name: np.broadcast_to(np.zeros((), each.dtype), each.shape) for name, each in results}
         lo, hi = (None, None) if source.rows is None or not source.is_whole else (source.rows.lo, source.rows.hi)
@@ -291,11 +293,11 @@ class ListedAtCall(ListedWork):
 
     @property
     def offsets(self) -> Mapping[str, int]:
-        """Return the offset of each list in the array of bytes."""
+        """The offset in bytes of each list that attention kernels read."""
         return {name: start for name, start in self.source.offsets.items() if name not in _OF_LISTS_ALONE}
 
 
-# Work whose arrays a call makes, and hands to its kernels as `AT_CALL`.
+# Work whose arrays are computed at each call and passed to attention kernels as `AT_CALL`.
 WorkAtCall = ListedAtCall | IntervalsAtCall | UnionsAtCall
 
 
@@ -306,9 +308,9 @@ def _has_no_intervals(mask: Mask) -> bool:
 def work_of_kernels(
     mask: Mask, shape: MaskShape, tile: tuple[int, int], *, is_ordered: bool = False
 ) -> WorkList:
-    """The work of a resolved mask on a GPU; calls make the lists of one that is `AtEachCall`, if kernels serve it.
+    """Return the work of a resolved mask on a GPU; lists of an `AtEachCall` are built at each call if kernels serve it.
 
-    Row intervals have orders of blocks, where `is_ordered`.
+    If `is_ordered`, row intervals come with an order of blocks.
     """
     mask, is_at_each_call = without_at_each_call(mask)
     if not is_at_each_call:
@@ -318,12 +320,12 @@ def work_of_kernels(
     source = IntervalSource.of(mask, shape, tile if is_ordered else None)
     if source is not None:
         return IntervalsAtCall.of(source, tile, is_ordered=is_ordered)
-    found = ListSource.of(mask, shape, listed_block(mask, tile))
-    return work_list(mask, shape, tile, is_ordered=is_ordered) if found is None else ListedAtCall.of(found[0])
+    listed = ListSource.of(mask, shape, listed_block(mask, tile))
+    return work_list(mask, shape, tile, is_ordered=is_ordered) if listed is None else ListedAtCall.of(listed[0])
 
 
 def _work_of_carried(mask: Mask, tile: tuple[int, int]) -> ListedAtCall | None:
-    """The work of a block index that carries lists, perhaps intersected with closed forms; None of any other mask."""
+    """Return the work of a block index with device lists, possibly intersected with row intervals; otherwise None."""
     parts = kept_and_closed(mask, _has_no_intervals)
     if parts is None:
         return None

@@ -1,4 +1,4 @@
-"""Keys of calls in the cache, and the arrays of a call's mask, whose contents keys leave out."""
+"""The cache keys of calls. The arrays of a mask on a device are split off, since their contents may change per call."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .options import Options
 
 
 class Lookup(NamedTuple):
-    """What the key of a call is made of.
+    """The parts of a call's cache key.
 
     Attributes
     ----------
     options : Options
-        Without the mask if its contents, or its owner, stand for it.
+        The options, without the mask if `contents` or `owner` represents it.
     contents : MaskContents or None
         The arrays of a mask on a device.
     owner : object or None
-        The call leaves the cache with it: the owner of a block index on the host, or a mask that holds arrays or
-        functions there.
+        The call is removed from the cache when this object is freed. It is the owner of a block index on the host, or a
+        mask with arrays or functions on the host.
     is_compared : bool
-        The owner is a mask, and the call is repeated only if the mask holds what it held.
+        The owner is a mask, and the cached call is valid only if the mask's contents have not changed.
     """
 
     options: Options
@@ -41,15 +41,15 @@ class Lookup(NamedTuple):
     is_compared: bool = False
 
     def key(self, kind: str, layout: Hashable, *more: Hashable) -> Hashable:
-        """Return the key of a call of this kind: `Options.key`, with the layout of the mask's arrays and its owner.
+        """Return the key of a call of this kind: `Options.key` with the layout of the mask's arrays and its owner.
 
-        None if the call cannot be cached.
+        Return None if the call cannot be cached.
         """
         key = self.options.key(layout, None if self.contents is None else self.contents.key, *more)
         return None if key is None else (kind, None if self.owner is None else id(self.owner), key)
 
     def find(self, key: Hashable) -> Any:
-        """Return what runs the cached call of a key, if the mask has not been edited since; otherwise None."""
+        """Return the object that runs the cached call of a key, or None if there is none or the mask has changed."""
         call = CALLS.get(key)
         if call is None or not self.is_compared:
             return call
@@ -57,11 +57,11 @@ class Lookup(NamedTuple):
         return call if snapshot.is_current() else None
 
     def snapshot(self) -> Snapshot | None:
-        """Copy what the mask holds, before a call reads it; None if the call cannot be cached."""
+        """Copy the mask's contents before a call reads them; return None if the call cannot be cached."""
         return Snapshot.of(self.owner) if self.is_compared else None
 
     def keep(self, key: Hashable, call: Any, snapshot: Snapshot | None) -> None:
-        """Cache what runs the call of a key, with the snapshot from before it was planned."""
+        """Cache the object that runs the call of a key, with the snapshot taken before the call was planned."""
         if not self.is_compared:
             CALLS.put(key, call, self.owner)
         elif snapshot is not None:
@@ -69,9 +69,10 @@ class Lookup(NamedTuple):
 
 
 def lookup(options: Options, layout_of: Callable[..., Hashable]) -> Lookup:
-    """Split the mask of a call into what its key holds and the arrays that each call hands over.
+    """Split the options of a call into the parts of its key and the mask's arrays, which each call passes again.
 
-    The lists that an index on a device carries are its contents. `layout_of` returns the layout of an array of a mask.
+    For a block index on a device, these arrays are its block lists. `layout_of` returns the layout of an array of a
+    mask.
     """
     mask = options.mask
     if mask is None:

@@ -1,4 +1,4 @@
-"""Arrays of a call beside q, k and v, by name: their rules, and which of them have gradients."""
+"""The operands of a call, which are its arrays other than q, k and v: their rules, and which of them have gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..masks.shape import broadcasts_to
 
 
 class Operand(NamedTuple):
-    """An array beside q, k and v: all that a plan knows of it.
+    """The name, shape and dtype of an array of a call other than q, k and v.
 
     >>> Operand("sink", (8,), np.dtype(np.float32))
     Operand(name='sink', shape=(8,), dtype=dtype('float32'), is_captured=False)
@@ -26,40 +26,40 @@ class Operand(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The operand's name among the arrays of an executor; the name of its gradient is ``d<key>``."""
+        """The name under which executors read the operand; its gradient is named ``d<key>``."""
         return f"score.{self.name}" if self.is_captured else self.name
 
 
-def operands_of(given: Mapping[str, Any], heads_shape: tuple[int, ...]) -> tuple[Operand, ...]:
-    """The operands of a problem from the arrays, or `ShapeDtype`, of a call.
+def operands_of(arrays: Mapping[str, Any], heads_shape: tuple[int, ...]) -> tuple[Operand, ...]:
+    """Return the operands of a problem from the arrays, or `ShapeDtype`, of a call.
 
     Parameters
     ----------
-    given : dict by name
-        None stands for an operand that the call does not have.
+    arrays : dict by name
+        None means that the call does not have this operand.
     heads_shape : tuple of int
         (*batch, num_heads); (1,) for two-dimensional q, k and v.
 
     Raises
     ------
     TypeError
-        One is not an array of a known kind.
+        One of them is not an array of a known kind.
     UnsupportedProblem
-        Shapes or dtypes do not fit; all reasons at once.
+        Shapes or dtypes do not fit. The message lists all reasons.
     """
-    there = {name: array for name, array in given.items() if array is not None}
-    for name, array in there.items():
+    present = {name: array for name, array in arrays.items() if array is not None}
+    for name, array in present.items():
         if not (is_array(array) or isinstance(array, ShapeDtype)):
             raise TypeError(_no_operand(name, array, heads_shape))
     reasons = list[str]()
-    for name, array in there.items():
+    for name, array in present.items():
         reasons += _sink_reasons(name, array, heads_shape)
     refuse(reasons)
-    return tuple(Operand(name, tuple(map(int, x.shape)), np.dtype(x.dtype)) for name, x in there.items())
+    return tuple(Operand(name, tuple(map(int, x.shape)), np.dtype(x.dtype)) for name, x in present.items())
 
 
 def _no_operand(name: str, value: Any, heads_shape: tuple[int, ...]) -> str:
-    """Why a value that is no array cannot be an operand with one number for each head."""
+    """Return why a value that is not an array cannot be an operand with one number per head."""
     fix = f": write np.full({heads_shape[-1]}, {describe(value)})" if is_number(value) else ""
     return f"{name} must be an array of shape (num_heads,) = ({heads_shape[-1]},); got {describe(value)}{fix}"
 
@@ -76,9 +76,9 @@ def _sink_reasons(name: str, array: Any, heads_shape: tuple[int, ...]) -> list[s
 
 
 def wrt_of(wrt: Any, known: Sequence[str], integers: Sequence[str] = ()) -> tuple[str, ...]:
-    """Names of the operands that have gradients, from the value of `wrt=` and the names of all operands.
+    """Return the names of the operands that have gradients, from the value of `wrt=` and the names of all operands.
 
-    Those of `integers`, which hold integers or bools, have none.
+    Operands named in `integers`, which hold integers or bools, have no gradients.
 
     >>> wrt_of("sink", ["sink"])
     ('sink',)
@@ -86,7 +86,7 @@ def wrt_of(wrt: Any, known: Sequence[str], integers: Sequence[str] = ()) -> tupl
     Raises
     ------
     UnsupportedProblem
-        It is neither a name nor a sequence of names, or the call has no such operand.
+        `wrt` is neither a name nor a sequence of names, or the call has no operand of that name.
     """
     names = (wrt,) if isinstance(wrt, str) else wrt
     is_sequence = isinstance(names, Sequence) and not isinstance(names, memoryview)
@@ -94,7 +94,7 @@ def wrt_of(wrt: Any, known: Sequence[str], integers: Sequence[str] = ()) -> tupl
         rule = "wrt must be a name, or a sequence of names"
         raise UnsupportedProblem([f"{rule}; got {describe(wrt)}: write wrt='sink'"])
     reasons = [
-        f"wrt must name real arrays; got {name!r}, which holds no reals and has no gradient"
+        f"wrt must name real arrays; got {name!r}, which does not hold real numbers and so has no gradient"
         if name in integers
         else _no_gradient(name, known)
         for name in dict.fromkeys(names)
@@ -107,6 +107,6 @@ def wrt_of(wrt: Any, known: Sequence[str], integers: Sequence[str] = ()) -> tupl
 def _no_gradient(name: str, known: Sequence[str]) -> str:
     if name in ("q", "k", "v"):
         return f"wrt must not name {name}: dq, dk and dv are always computed"
-    there = f"; there are {', '.join(map(repr, known))}" if known else ", and there is none"
-    rule = f"wrt must name arrays that the call has beside q, k and v{there}"
-    return f"{rule}; got {describe(name)}: give it as an argument too"
+    names = f"; there are {', '.join(map(repr, known))}" if known else ", and there is none"
+    rule = f"wrt must name array arguments of the call other than q, k and v{names}"
+    return f"{rule}; got {describe(name)}: pass this array as an argument too"

@@ -1,4 +1,4 @@
-"""The arguments of a call beside q, k and v: their types, and all of them as one value."""
+"""The arguments of a call other than q, k and v: their types, and all of them as one value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Precision: TypeAlias = Literal["ieee", "tf32", "tf32x3"]
 
 
 class AnyArray(Protocol):
-    """An array of any library, or its shape and dtype alone."""
+    """An array of any library, or an object that has only its shape and dtype."""
 
     @property
     def shape(self) -> Any: ...
@@ -61,26 +61,27 @@ class VjpOptions(CallOptions, total=False):
     wrt: str | Sequence[str]
 
 
-# Types of a scale and of a flag whose equal values mean the same; 1 equals True, and 0.5 + 0j equals 0.5.
+# Accepted types of scales and flags in keys. Values of other types may compare equal and still mean something else:
+# 1 == True, and 0.5 + 0j == 0.5.
 _SCALES = {type(None), int, float, *(np.dtype(code).type for code in "efdbhilqBHILQ")}
 _FLAGS = {bool, np.bool}
 _DROPOUTS = {type(None), Dropout}
 
 
-DOT = ".dot"  # the tangent of an array is named like the array, with this behind
+DOT = ".dot"  # suffix of the name of an array's tangent
 
 
 class Directions(NamedTuple):
-    """What a call is differentiated along.
+    """Tangents and cotangents along which a call is differentiated.
 
     Attributes
     ----------
     caller : str
-        The public function, for messages.
+        Name of the public function, for error messages.
     tangents : dict of arrays
-        By the names of the arrays whose tangents they are.
+        Tangents, by the names of the arrays that they belong to.
     cotangents : dict of arrays
-        "do" and "dlse" of a call whose gradients are differentiated.
+        "do" and "dlse" if the gradients of the call are differentiated.
     """
 
     caller: str
@@ -88,15 +89,15 @@ class Directions(NamedTuple):
     cotangents: dict[str, Any] = {}
 
     def arrays(self) -> dict[str, Any]:
-        """Return all arrays by the names that passes have for them."""
+        """Return all arrays, by the names under which passes read them."""
         return self.cotangents | {f"{name}{DOT}": tangent for name, tangent in self.tangents.items()}
 
 
 class Options(NamedTuple):
-    """Every argument of a call beside q, k, v and what it writes to, as it was given and unchecked.
+    """All arguments of a call except q, k, v and output arrays, unchecked and as the caller passed them.
 
-    The public functions name these arguments, with their types, and hand them on as this one value. An argument that
-    all calls have is a field here, a key of `CallOptions`, and a parameter of each public function.
+    The public functions list these arguments with their types, and pass them on as this one value. An argument of all
+    calls is a field of this class, a key of `CallOptions`, and a parameter of each public function.
     """
 
     mask: MaskLike | None = None
@@ -116,20 +117,20 @@ class Options(NamedTuple):
     tangents: Directions | str | Sequence[str] = ()  # names, or a `Directions`
 
     def key(self, layout: Hashable, *more: Hashable) -> Hashable:
-        """Key of a call, without its data.
+        """Return the key of a call in the cache; it does not depend on the call's data.
 
         Parameters
         ----------
         layout : hashable
-            How q, k, v and operands lie; None if that is not known.
+            Shapes, strides and dtypes of q, k, v and operands; None if unknown.
         *more : hashable
-            What else decides, as the operands' names.
+            Whatever else the plan depends on, such as the operands' names.
 
         Returns
         -------
         hashable
-            None where equal values may mean different things, as 1 and True do, where softcap and bias are not part of
-            one Score yet, or where a mask's contents may change.
+            None if the call cannot be cached: an option has a type whose equal values may have different meanings (1
+            and True), softcap and bias have not been merged into one Score, or the mask's contents may change.
         """
         mask, causal, window, scale, score, softcap, bias, _, dropout, wrt = self[:_FIRST_WORD]
         kernel, executor, precision, deterministic, tangents = words = self[_FIRST_WORD:]
@@ -158,7 +159,7 @@ class Options(NamedTuple):
             who = None if mask is None else content(mask)
         except TypeError:
             return None
-        draws = dropout._draws if isinstance(dropout, Dropout) else None  # seed and offset are handed over by each call
+        draws = dropout._draws if isinstance(dropout, Dropout) else None  # each call passes its own seed and offset
         return layout, who, causal, window, scale, program, draws, wrt, words, more
 
 

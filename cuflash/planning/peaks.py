@@ -1,4 +1,4 @@
-"""Peak rates of GPUs: counts of units from NVIDIA's documents, and the highest clock."""
+"""Peak rates of GPUs, from NVIDIA's numbers of units per multiprocessor and the highest clock."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from .device import DeviceSpec
 @explains_keywords
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """Rates that no kernel can exceed, for a multiprocessor and a cycle unless it says otherwise.
+    """Rates that no kernel can exceed; per multiprocessor and cycle, except for `clock` and `hbm_bytes`.
 
     Parameters
     ----------
     clock : float
-        Cycles in a second at the highest clock: marketed rates are at a lower one.
+        Cycles per second at the highest clock; data sheets quote rates at a lower clock.
     hbm_bytes : float
-        Bytes a second between the chip and its memory.
+        Bytes per second between the chip and its memory.
     tensor_16, tensor_tf32, tensor_64 : float
-        Multiplications and additions of dense products of 16-bit elements, summed in float32; of tf32; and of float64;
-        0 without such an instruction.
+        Multiplications and additions of dense tensor core products, of 16-bit elements accumulated in float32, of tf32
+        and of float64; 0 if the chip has no such instruction.
     flops_32, flops_64 : float
-        Multiplications and additions by multiply-add units.
+        Multiplications and additions of fused multiply-add units.
     exponentials : float
-        Powers of two, or other special functions, of float32.
+        exp2, or other special functions, of float32.
     l2_bytes : float
         Bytes between a multiprocessor and the level-2 cache.
 
     Raises
     ------
     UnsupportedProblem
-        A rate is not a finite number of at least 0, or one of the first two is 0.
+        A rate is not a finite number of at least 0, or `clock` or `hbm_bytes` is 0.
 
     Examples
     --------
@@ -65,7 +65,7 @@ class Peaks:
 
     @staticmethod
     def of(device: DeviceSpec) -> Peaks:
-        """Look up the rates of a GPU that `DeviceSpec.gpu` knows, or whose name contains one of these names.
+        """Look up the rates of a GPU by its name, which must contain the name of a known GPU such as "H100".
 
         Parameters
         ----------
@@ -80,7 +80,7 @@ class Peaks:
         Raises
         ------
         UnsupportedProblem
-            The rates of the device are not known.
+            The rates of the device are unknown.
 
         Examples
         --------
@@ -91,13 +91,12 @@ class Peaks:
         if named:
             return _PEAKS[max(named, key=len)]
         raise UnsupportedProblem(
-            [f"device must be one of {', '.join(_PEAKS)}; got {device.name}: give peaks=cuflash.study.Peaks(...)"]
+            [f"device must be one of {', '.join(_PEAKS)}; got {device.name}: pass peaks=cuflash.study.Peaks(...)"]
         )
 
 
-# Units of a multiprocessor by compute capability: CUDA C++ Programming Guide, "Throughput of Native Arithmetic
-# Instructions", and the whitepapers of the architectures. Clocks and memory: data sheets, and the highest clock that
-# nvidia-smi lists.
+# Rates per multiprocessor: CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions", and architecture
+# whitepapers. Memory bandwidth: data sheets. Clocks: the highest that nvidia-smi lists.
 _PEAKS = {
     "T4": Peaks(clock=1.59e9, hbm_bytes=320e9, tensor_16=1024, flops_32=128, flops_64=4),
     "A100": Peaks(

@@ -1,4 +1,4 @@
-"""A kernel plan: everything that is decided about a call before its data is touched."""
+"""Kernel plans: all decisions about a call that do not need its data."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ from .score_launches import stored_gradient, with_score
 from .spec import SM80, KernelSpec
 
 _OF_ARGUMENTS = ("dq", "dk", "dv")
-_AXES_OF_A_LAUNCH = 2  # axes of a batch that one launch surely holds, tensor maps too
-MAX_TILES = 1 << 30  # tiles of a launch: kernels number them in int32, and add the blocks of a launch
+_AXES_OF_A_LAUNCH = 2  # batch axes that one launch always covers, also with tensor maps
+MAX_TILES = 1 << 30  # tiles of a launch: kernels number them in int32, and add the number of thread blocks
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class KernelPlan:
-    """Problem, mask, device, work and kernels, all frozen.
+    """The problem, mask, device, work list and kernels of a call, all frozen.
 
     Attributes
     ----------
     problem : Problem
     mask : Mask
-        Resolved for the problem's shape.
+        The mask, resolved for the problem's shape.
     device : DeviceSpec
     work : WorkList
     family : Family, optional
-        The family of kernels that a GPU runs; None on the host.
+        The family of the kernels; None on the host.
     rule : str
-        The rule that chose the family.
+        The rule that chose the family, as `explain` prints it.
     kernels : Kernels, optional
-        Their launches; None on the host.
+        The launches; None on the host.
     tiling : HostTiling, optional
         The tiles of the cpu executor; None on a GPU.
     """
@@ -70,17 +70,17 @@ class KernelPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether there is nothing to compute: no queries, no keys, or nothing in the batch."""
+        """True if there is nothing to compute: no queries, no keys, or an empty batch."""
         return 0 in (self.problem.num_batch_heads, self.problem.seqlen_q, self.problem.seqlen_kv)
 
     @property
     def is_kernels_alone(self) -> bool:
-        """Return whether kernels do all that a call does: it is not empty, and q and k need no scaling before."""
+        """True if kernels alone execute a call: it is not empty, and q and k are not scaled before the kernels."""
         return not self.is_empty and not any(self.problem.scaling[1:])
 
     @property
     def product_dtype(self) -> np.dtype[np.generic]:
-        """The dtype that P and dS are rounded to before they multiply v, do, k and q."""
+        """The dtype that P and dS are rounded to before they are multiplied with v, do, k and q."""
         is_rounded = self.family is not None and self.family.rounds_weights and self.problem.dtype.itemsize == 2
         return self.problem.dtype if is_rounded else self.problem.accumulator
 
@@ -91,12 +91,12 @@ class KernelPlan:
 
     @cached_property
     def specs(self) -> dict[str, KernelSpec]:
-        """The specifications of all kernels, by entry in the order of their launches; none on the host."""
+        """The specifications of all kernels by entry, in the order of their launches; empty on the host."""
         return {entry: spec for each in self.passes.values() for entry, spec in each.specs.items()}
 
     @property
     def list_bytes(self) -> int:
-        """Memory of the work list where the kernels read it."""
+        """Memory of the work list on the device that reads it."""
         if isinstance(self.work, UnionsAtCall):
             return self.work.nbytes + self.work.source.nbytes
         if self.kernels is None or isinstance(self.work, IntervalWork):
@@ -109,11 +109,11 @@ class KernelPlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory beside inputs and results of the pass that takes more.
+        """Memory in addition to inputs and results, of the pass that needs more.
 
-        On a GPU these are the workspaces that kernels leave to each other, gradients over broadcast axes before they
-        are summed, with their sums where these are rounded, and the arrays of the work list; tiles lie in shared
-        memory. `HostTiling.workspace_bytes` says what the host takes.
+        On a GPU this includes the workspaces between kernels, gradients before they are summed over broadcast axes,
+        these sums before they are rounded, and the arrays of the work list. Tiles in shared memory do not count. For
+        the host, see `HostTiling.workspace_bytes`.
         """
         if self.kernels is None:
             assert self.tiling is not None
@@ -122,25 +122,25 @@ class KernelPlan:
         return max(self.kernels.forward.nbytes, backward) + self.list_bytes
 
     def results(self, name: str) -> dict[str, ShapeDtype]:
-        """Return the results of a pass by name, as callers get them."""
+        """Return the shapes and dtypes of the results that a pass returns to the caller, by name."""
         return self._results_of_rows[name] if name in ("forward", "jvp") else self.gradients
 
     def kernel_results(self, name: str) -> dict[str, ShapeDtype]:
-        """Return the results of a pass by name, as the executor writes them."""
+        """Return the shapes and dtypes of the results of a pass as the executor writes them, by name."""
         return self._results_of_rows[name] if name in ("forward", "jvp") else self.gradients_made
 
     @cached_property
     def _results_of_rows(self) -> dict[str, dict[str, ShapeDtype]]:
-        """o and lse of the pass "forward", and their tangents of the pass "jvp"."""
+        """o and lse, for the pass "forward", and their tangents, for the pass "jvp"."""
         problem = self.problem
         o, lse = ShapeDtype(problem.o_shape(), problem.dtype), ShapeDtype(problem.lse_shape(), problem.accumulator)
         return {name: {f"o{dot}": o, f"lse{dot}": lse} for name, dot in (("forward", ""), ("jvp", DOT))}
 
     @property
     def gradients(self) -> dict[str, ShapeDtype]:
-        """Shapes and dtypes of the backward pass's results by name: dq, dk, dv, and those that the problem asks for.
+        """Shapes and dtypes of the backward pass's results by name: dq, dk, dv, and gradients of operands in `wrt`.
 
-        Their tangents, the results of "backward_jvp", have the same names.
+        Their tangents, which are the results of the pass "backward_jvp", have the same names.
         """
         problem = self.problem
         arguments = {f"d{name}": ShapeDtype(shape, problem.dtype) for name, shape in problem.argument_shapes().items()}
@@ -151,8 +151,8 @@ class KernelPlan:
     def gradients_made(self) -> dict[str, ShapeDtype]:
         """Shapes and dtypes of gradients as the executor writes them, before sums over broadcast axes.
 
-        Gradients that are summed over broadcast axes afterwards have all of the batch, and the accumulator's dtype.
-        Kernels sum the gradients of operands themselves, but for batches that may take more than one launch.
+        Gradients that are summed over broadcast axes afterwards have all batch axes, and the accumulator's dtype.
+        Kernels sum the gradients of operands themselves, unless a batch may take more than one launch.
         """
         problem, wanted = self.problem, self.gradients
         full = {f"d{name}": shape for name, shape in problem.gradient_shapes().items()}
@@ -162,25 +162,25 @@ class KernelPlan:
         if self.kernels is not None and (stored := stored_gradient(self.kernels.backward)) is not None:
             captured.remove(stored)
         is_summed = {
-            name: name in captured or (are_operands_summed if name not in _OF_ARGUMENTS else made.shape != full[name])
-            for name, made in wanted.items()
+            name: name in captured or (are_operands_summed if name not in _OF_ARGUMENTS else each.shape != full[name])
+            for name, each in wanted.items()
         }
         return {
-            name: ShapeDtype(full[name], problem.accumulator) if is_summed[name] else made
-            for name, made in wanted.items()
+            name: ShapeDtype(full[name], problem.accumulator) if is_summed[name] else each
+            for name, each in wanted.items()
         }
 
     @property
     def _summed_bytes(self) -> int:
-        """Gradients before they are summed over broadcast axes, and the largest of the sums before it is rounded."""
+        """Memory of gradients before sums over broadcast axes, and of the largest of these sums before rounding."""
         problem, wanted = self.problem, self.gradients
-        summed = {name: made.shape for name, made in self.gradients_made.items() if made != wanted[name]}
+        summed = {name: each.shape for name, each in self.gradients_made.items() if each != wanted[name]}
         before = sum(map(prod, summed.values()))
         narrow = [prod(wanted[name].shape) for name in summed if wanted[name].dtype != problem.accumulator]
         return (before + max(narrow, default=0)) * problem.accumulator.itemsize
 
     def with_band(self, band: Band, seqlen_q: int, seqlen_kv: int) -> KernelPlan:
-        """Return the host's plan for other numbers of queries and keys under a band."""
+        """Return the host's plan for a different number of queries and keys under a band."""
         assert self.tiling is not None
         problem, block_q, block_kv = (
             replace(self.problem, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv), self.tiling.block_q, self.tiling.block_kv
@@ -193,7 +193,7 @@ class KernelPlan:
 
     @property
     def forward_flops(self) -> int:
-        """Multiplications and additions of both products over the scores that the work visits."""
+        """Multiplications and additions of the two matrix products, over the scores that the work list visits."""
         return 2 * self.visited_scores * (self.problem.head_dim + self.problem.value_dim)
 
     @property
@@ -210,7 +210,7 @@ class KernelPlan:
 
 
 def host_plan(problem: Problem, mask: Mask, device: DeviceSpec) -> KernelPlan:
-    """The plan of a call on the host."""
+    """Return the plan of a call on the host."""
     block_q, block_kv = host_tile(problem, device)
     shape = problem.mask_shape
     work = chosen_work(mask, shape) or in_flat_tiles(work_list(mask, shape, (block_q, block_kv)))
@@ -221,14 +221,14 @@ def host_plan(problem: Problem, mask: Mask, device: DeviceSpec) -> KernelPlan:
 def gpu_plan(
     problem: Problem, mask: Mask, device: DeviceSpec, kernel: str = "auto", deterministic: bool = False
 ) -> KernelPlan:
-    """The plan of a call on a GPU, or on the simulator of one.
+    """Return the plan of a call on a GPU, or on the simulator.
 
     Parameters
     ----------
     kernel : str
-        A family, which has no reasons against the problem on the device, or "auto".
+        A family that serves the problem on the device, or "auto".
     deterministic : bool
-        Whether every result must be bitwise repeatable.
+        True if all results must be bitwise reproducible.
 
     Raises
     ------
@@ -253,10 +253,10 @@ def gpu_plan(
 
 
 def _routed_work(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str) -> tuple[Family, str, WorkList]:
-    """The family that `kernel` stands for, why it is taken, and its work."""
-    found = unions(problem, mask, device, kernel)
-    if found is not None:
-        return FAMILIES[SM80], "neighbouring queries, each with blocks of its own, walk the union of these", found
+    """Return the family that `kernel` selects, the reason, and the work list."""
+    union = unions(problem, mask, device, kernel)
+    if union is not None:
+        return FAMILIES[SM80], "neighbouring queries, each with its own blocks, walk the union of these", union
     family, why = routed(problem, device) if kernel == "auto" else (named(kernel, problem), "")
     work = _work(problem, mask, device, family)
     other = rerouted(family, work) if kernel == "auto" else None
@@ -272,13 +272,13 @@ def _work(problem: Problem, mask: Mask, device: DeviceSpec, family: Family) -> W
 
 
 def _visits_all(work: WorkList) -> bool:
-    """Return whether kernels visit every score: no mask hides any."""
+    """True if kernels visit all scores, because there is no mask."""
     return isinstance(work, IntervalWork) and not isinstance(work, UnionWork) and work.band == Band(None, None)
 
 
 def _tile_reasons(kernels: Kernels, num_batch: int) -> list[str]:
-    """Why a problem has more tiles than kernels can number."""
-    advice = "call once for each part of the batch or of the heads"
+    """Return why a problem has more tiles than kernels can number."""
+    advice = "split the batch or the heads over several calls"
     limit = f"q, k and v must make at most {MAX_TILES} tiles for"
     launches = (launch for each in kernels.passes.values() for launch in each.launches.values())
     return [

@@ -1,4 +1,4 @@
-"""A cache of plans: calls of one problem, mask, device, kernel and setting of `deterministic` plan once."""
+"""The cache of plans: calls with the same problem, mask, device, kernel and `deterministic` share one plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .problem import Problem
 
 
 def _new_plan(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str | None, deterministic: bool) -> KernelPlan:
-    """Return the plan of a call on the host where `kernel` is None, else on a GPU."""
+    """Return the plan of a call, on the host if `kernel` is None, else on a GPU."""
     if kernel is None:
         return host_plan(problem, mask, device)
     return gpu_plan(problem, mask, device, kernel, deterministic)
@@ -22,7 +22,7 @@ def _new_plan(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str | No
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _MaskKey:
-    """A mask that counts as equal to all of its content."""
+    """A mask that compares equal to all masks with the same content."""
 
     mask: Mask
     content: Content
@@ -42,10 +42,10 @@ def _cached_plan(
 
 
 def plan_for(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str | None, deterministic: bool) -> KernelPlan:
-    """Return the plan of a call, from the cache where one is there; masks that hold arrays are not cached."""
+    """Return the plan of a call, from the cache if possible; plans for masks that hold arrays are not cached."""
     mask_key = None
     with suppress(TypeError):
         mask_key = _MaskKey(mask, content(mask))
-    if mask_key is None:  # outside of what caught the error, which would be the context of those of a mask's function
+    if mask_key is None:  # not in an except clause, so that errors of a mask's function have no unrelated context
         return _new_plan(problem, mask, device, kernel, deterministic)
     return _cached_plan(problem, mask_key, device, kernel, deterministic)

@@ -1,4 +1,4 @@
-"""Plans the kernels that attend from many new tokens to a KV cache where its pages lie: chunked prefill."""
+"""Plans of chunked prefill: kernels in which many new tokens attend the pages of a KV cache in place."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ QUERY_INTERVALS = np.dtype(
     ],
     align=True,
 )
-# The kernel that makes intervals: its warps, rows of one head that a warp writes, and most blocks for a sequence.
+# The kernel query_intervals: warps, rows of one head per warp, and maximum number of thread blocks per sequence.
 _WARPS, _ROWS_OF_WARP, _MOST_BLOCKS = 8, 16, 64
 _ROWS_OF_ONE_PAGE = 64
-_LONG = 4096  # queries, of which tiles are as tall as they may be
+_LONG = 4096  # queries for which families choose their tallest tiles
 
 
 def prefill_reasons(problem: Problem, device: DeviceSpec, family: str) -> list[str]:
-    """Why a family's forward kernel does not attend to a cache where its pages lie."""
+    """Return why a family's forward kernel does not read keys and values from the pages of a cache."""
     reasons = FAMILIES[family].reasons(problem, device)
     if problem.seqlen_q < 1:
         reasons.append("q must have at least one row")
@@ -54,21 +54,21 @@ def prefill_reasons(problem: Problem, device: DeviceSpec, family: str) -> list[s
 
 
 def prefill_spec(problem: Problem, device: DeviceSpec, family: str) -> KernelSpec:
-    """The family's kernel for a problem.
+    """Return the family's kernel for a problem.
 
-    Its tile is that of one head of many queries, whatever the problem has of them: results of a sequence have the same
-    bits whatever else is in the batch, and however many rows the longest sequence has.
+    Its tile is always the one for a single head with many queries. The results of a sequence are therefore bitwise
+    equal in every batch, whatever the length of the longest sequence.
     """
     keys, values = (ShapeDtype((1, _LONG, dim), problem.dtype) for dim in (problem.head_dim, problem.value_dim))
-    alike = Problem.of(keys, keys, values, scale=problem.softmax_scale)
-    alike = replace(alike, operands=problem.operands, score=problem.score, numbers=problem.numbers)
-    spec = FAMILIES[family].specs(alike, device)["forward"]
-    # No elements of an array are staged: rows of Q stand elsewhere among its rows.
+    long_problem = Problem.of(keys, keys, values, scale=problem.softmax_scale)
+    long_problem = replace(long_problem, operands=problem.operands, score=problem.score, numbers=problem.numbers)
+    spec = FAMILIES[family].specs(long_problem, device)["forward"]
+    # Arrays of score functions are not staged, because their rows are positions in a sequence, unlike the rows of Q.
     return replace(spec, is_paged=True, has_sink=problem.operand("sink") is not None, score_is_staged=False)
 
 
 def intervals_spec(dtype: np.dtype[np.generic], has_sink: bool = False) -> KernelSpec:
-    """The kernel that says which keys each query sees, and writes results of queries that belong to no sequence."""
+    """Return the kernel that computes each query's interval of keys, and writes results of rows outside sequences."""
     return KernelSpec(
         entry=_QUERY_INTERVALS, dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16,
         num_warps=_WARPS, min_blocks=1, has_sink=has_sink,
@@ -78,16 +78,17 @@ def intervals_spec(dtype: np.dtype[np.generic], has_sink: bool = False) -> Kerne
 def prefill_pass(
     problem: Problem, device: DeviceSpec, layout: CacheLayout, family: str, *, left: int | None, right: int | None
 ) -> Pass:
-    """The launches for a problem that `prefill_reasons` has nothing against.
+    """Return the launches for a problem without `prefill_reasons`.
 
     Parameters
     ----------
     problem : Problem
-        Of q [batch, num_heads, new tokens, head_dim], and of keys and values [batch, num_kv_heads, capacity, ...].
+        The problem of q [batch, num_heads, new tokens, head_dim] and of keys and values
+        [batch, num_kv_heads, capacity, ...].
     family : str
         One of `routing.PREFILL_FAMILIES`.
     left, right : int, optional
-        Keys before and after a query's own position that it sees; None is unlimited.
+        Keys before and after a query's own position that it attends; None is unlimited.
     """
     spec = prefill_spec(problem, device, family)
     batch, rows = problem.mask_shape.num_batch, problem.seqlen_q
@@ -101,8 +102,8 @@ def prefill_pass(
         spec=first, tiles=batch * blocks, reads=("lengths", "counts"), writes=("o", "lse", "num_faults", *workspaces),
         features=("intervals",),
     )  # fmt: skip
-    # Rows of a box, which lies within one page: steps of keys start at multiples of their width. One page of all
-    # positions has boxes of as many rows as are soon copied one by one, where a sequence ends.
+    # A box must lie within one page. Since steps start at multiples of block_kv, the rows of a box divide block_kv and
+    # the page size. If a sequence has a single page, small boxes limit the rows that are copied one by one at its end.
     box_rows = gcd(spec.block_kv, _ROWS_OF_ONE_PAGE if layout.max_pages == 1 else layout.page_size)
     boxes = {
         name: (name, (box_rows if name in ("k", "v") else box[0], box[1])) for name, box in spec.boxes.items()
@@ -135,7 +136,7 @@ def prefill_pass(
 
 
 def _params(problem: Problem, spec: KernelSpec) -> dict[str, Any]:
-    """The numbers of PARAMS: no mask depends on the batch, and thread blocks do not share tiles."""
+    """Return the numbers of PARAMS for one interval per query, shared by all heads, and without split-KV."""
     sizes = ("num_heads", "group_size", "seqlen_q", "seqlen_kv", "head_dim", "value_dim")
     shape = {
         "batch": (*[1] * (BATCH_AXES - 1), problem.mask_shape.num_batch), "softmax_scale": problem.kernel_scale,

@@ -1,4 +1,4 @@
-"""The problem a call poses: shapes, dtype and scale, checked; no data, no mask, no device."""
+"""The checked shapes, dtype and scale of a call, without its data, its mask or a device."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .score_operands import captured_operands, numbers_of
 
 MAX_HEAD_DIM = 256
 PRECISIONS = ("ieee", "tf32", "tf32x3")
-FP8 = "fp8"  # the precision of a problem of `Quantized` operands, which no call names
-_MAX_EXPONENT = 64  # a scale of at most 2^64 multiplies products in float32 as it is; float64 has eight times the range
+FP8 = "fp8"  # the precision of problems of `Quantized` operands; calls cannot request it by name
+_MAX_EXPONENT = 64  # scales of up to 2^64 multiply float32 products directly; float64 products, scales of up to 2^512
 
 
 class Scaling(NamedTuple):
-    """Factors by which executors multiply in place of the scale: powers of two for q and k, a number for products."""
+    """Factors that executors apply instead of the scale: one for q . k, and powers of two for q and for k."""
 
     scale: float
     q_exponent: int
@@ -43,7 +43,7 @@ class Scaling(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Everything about a call but its mask and its data.
+    """Everything about a call except its mask and its data.
 
     >>> import numpy as np
     >>> q = k = v = np.zeros((2, 8, 128, 64), np.float32)
@@ -54,29 +54,29 @@ class Problem:
     Attributes
     ----------
     q_batch, k_batch, v_batch, batch : tuple of int
-        The leading axes of each argument, and what they broadcast to.
+        The leading axes of each argument, and the shape that they broadcast to.
     num_heads, num_kv_heads : int
         Query head h reads key/value head h // (num_heads / num_kv_heads).
     has_heads : bool
         False for 2-D arguments (seqlen, head_dim).
     softmax_scale : float
-        What q . k is multiplied by; 1 / sqrt(head_dim) unless given. Where it lies outside 2^-64 to 2^64 (2^-512 to
-        2^512 for float64), powers of two go from it to q and k before they are multiplied, so that no product overflows
-        or vanishes whose score does not; for float16, whose products do neither, a scale beyond 2^126 counts as 2^126.
+        The factor of q . k. Default: 1 / sqrt(head_dim). If it is outside 2^-64 to 2^64 (2^-512 to 2^512 for float64),
+        q and k are first multiplied by powers of two taken from it, so that a product overflows or underflows only if
+        its score does. Products of float16 numbers do neither, and a scale above 2^126 is replaced by 2^126.
     precision : "ieee", "tf32", "tf32x3" or "fp8"
-        Of the products.
+        Precision of the matrix products.
     operands : tuple of Operand
-        Arrays beside q, k and v.
+        Arrays other than q, k and v.
     wrt : tuple of str
         Names of the operands that have gradients.
     score : Program, optional
-        The score function; its arrays are the captured ones of the operands.
+        The score function; the arrays that it reads are the captured operands.
     numbers : tuple of float
-        What the program reads beside its arrays. Kernels are given them, and do not depend on them.
+        Numbers that the program reads. They are arguments of kernels, so that the machine code does not depend on them.
     dropout : Draws, optional
-        Which weights are dropped.
+        How the dropped weights are drawn.
     rows_per_scale : RowsPerScale, optional
-        Rows that share a scale, where q, k and v are numbers of 8 bits; dtype is o's then.
+        Rows that share a scale, if q, k and v are FP8 (e4m3); `dtype` is then the dtype of o.
     tangents : tuple of str
         Names of arrays that have tangents.
     """
@@ -110,14 +110,14 @@ class Problem:
     def of(
         cls, q: Array, k: Array, v: Array, *, scale: float | None = None, precision: str = "ieee"
     ) -> Problem:
-        """The problem of these arguments (arrays or `ShapeDtype`).
+        """Return the problem of these arguments (arrays or `ShapeDtype`).
 
         Raises
         ------
         TypeError
             An argument is not an array of a known kind.
         UnsupportedProblem
-            The arguments are invalid or not supported. It lists every reason.
+            The arguments are invalid or not supported. The message lists all reasons.
         """
         arguments = {"q": q, "k": k, "v": v}
         for name, array in arguments.items():
@@ -166,7 +166,7 @@ class Problem:
 
     @cached_property
     def scaling(self) -> Scaling:
-        """The factors by which executors apply the scale: to products alone, or to q and k as well if far from 1."""
+        """The factors with which executors apply the scale: to q . k only, or also to q and k if it is far from 1."""
         scale = self.softmax_scale
         if self.dtype == np.float16:  # 2^126 log2(e) is finite in float32
             return Scaling(max(-(2.0**126), min(scale, 2.0**126)), 0, 0)
@@ -178,40 +178,40 @@ class Problem:
 
     @property
     def kernel_scale(self) -> float:
-        """The factor of products in kernels: 0 if it is too small for their numbers, as no score is large then."""
+        """The factor of q . k in kernels: 0 if it underflows the accumulator's dtype, as all scores are tiny then."""
         scale = self.scaling.scale
         return scale if abs(scale) >= 2 * float(np.finfo(self.accumulator.name).tiny) else 0.0
 
     def o_shape(self) -> tuple[int, ...]:
-        """(*batch, num_heads, seqlen_q, value_dim), without the heads for 2-D arguments."""
+        """Return (*batch, num_heads, seqlen_q, value_dim), without num_heads for 2-D arguments."""
         return (*self.lse_shape(), self.value_dim)
 
     def lse_shape(self) -> tuple[int, ...]:
-        """(*batch, num_heads, seqlen_q), without the heads for 2-D arguments."""
+        """Return (*batch, num_heads, seqlen_q), without num_heads for 2-D arguments."""
         return (*self.batch, self.num_heads, self.seqlen_q) if self.has_heads else (self.seqlen_q,)
 
     def heads_shape(self) -> tuple[int, ...]:
-        """(*batch, num_heads); (1,) for 2-D arguments."""
+        """Return (*batch, num_heads); (1,) for 2-D arguments."""
         return (*self.batch, self.num_heads)
 
     def operand(self, name: str) -> Operand | None:
-        """The operand of a name; None where the problem has none."""
+        """Return the operand with this name, or None if the problem has no such operand."""
         return next((operand for operand in self.operands if operand.name == name), None)
 
-    def keyed(self, given: Mapping[str, Array]) -> dict[str, Array]:
-        """Arrays of a call, and their tangents, under the names that executors have for them."""
+    def keyed(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Return the arrays of a call, and their tangents, under the names that executors use."""
         keys = {}
         for operand in self.operands:
             keys[operand.name], keys[operand.name + DOT] = operand.key, operand.key + DOT
-        return {keys.get(name, name): array for name, array in given.items()}
+        return {keys.get(name, name): array for name, array in arrays.items()}
 
     def is_of_forward(self, name: str) -> bool:
-        """Return whether an operand is one that the backward pass does not read."""
+        """True if the backward pass does not read this operand."""
         operand = self.operand(name)
         return operand is not None and not operand.is_captured and name not in (*self.wrt, SEED)
 
     def argument_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of q, k and v as they were given."""
+        """Return the shapes of q, k and v as the caller passed them."""
         heads_q, heads_kv = ((self.num_heads,), (self.num_kv_heads,)) if self.has_heads else ((), ())
         return {
             "q": (*self.q_batch, *heads_q, self.seqlen_q, self.head_dim),
@@ -220,7 +220,7 @@ class Problem:
         }
 
     def gradient_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of dq, dk and dv over all of the batch, before they are summed over broadcast axes."""
+        """Return the shapes of dq, dk and dv over the whole batch, before sums over broadcast axes."""
         if not self.has_heads:
             return self.argument_shapes()
         return {name: (*self.batch, *shape[-3:]) for name, shape in self.argument_shapes().items()}
@@ -229,33 +229,36 @@ class Problem:
 def problem_of(
     reasons: list[str], q: Array, k: Array, v: Array, *, scale: Any = None, precision: Any = "ieee"
 ) -> Problem | None:
-    """The problem of q, k and v, or None; appends why there is none, or why it is none of this scale."""
+    """Return the problem of q, k and v, or None if they are invalid; append all reasons to `reasons`.
+
+    If only the scale is invalid, return the problem with the default scale, so that other checks still run.
+    """
     with collecting(reasons):
         return Problem.of(q, k, v, scale=scale, precision=precision)
     if scale is not None:
-        with suppress(UnsupportedProblem):  # so that other reasons are found too
+        with suppress(UnsupportedProblem):
             return Problem.of(q, k, v, precision=precision)
     return None
 
 
 def with_operands(
-    problem: Problem, given: Mapping[str, Any], wrt: Any = (), score: Score | None = None, dropout: Any = None
+    problem: Problem, arrays: Mapping[str, Any], wrt: Any = (), score: Score | None = None, dropout: Any = None
 ) -> Problem:
-    """A problem with the arrays, or `ShapeDtype`, that a call has beside q, k and v; None stands for no array.
+    """Add the operands of a call, arrays or `ShapeDtype` by name, to its problem; None means that there is no array.
 
-    The arrays of a score function are among them, and the array that holds the seed of a `Dropout`.
+    The arrays that a score function captures become operands too, and so does an array with the seed of a `Dropout`.
 
     Raises
     ------
     TypeError
-        One is not an array of a known kind.
+        One of them is not an array of a known kind.
     UnsupportedProblem
-        One does not fit the problem, or `wrt` does not name arrays of the call; all reasons at once.
+        An operand does not fit the problem, or `wrt` does not name arrays of the call. The message lists all reasons.
     """
     reasons = list[str]()
     operands, numbers = tuple[Operand, ...](), tuple[float, ...]()
     with collecting(reasons):
-        operands = operands_of(given, problem.heads_shape())
+        operands = operands_of(arrays, problem.heads_shape())
     if score is not None:
         with collecting(reasons):
             operands += captured_operands(score, problem.mask_shape, problem.has_heads, problem.accumulator)
@@ -264,11 +267,11 @@ def with_operands(
     draws, seeds = None, tuple[Operand, ...]()
     with collecting(reasons):
         draws, seeds = dropout_of(dropout)
-    names = [name for name, array in given.items() if array is not None]
-    arrays = () if score is None else score.program.arrays
-    integers = [array.name for array in arrays if array.kind != "real"]
+    names = [name for name, array in arrays.items() if array is not None]
+    captured = () if score is None else score.program.arrays
+    integers = [array.name for array in captured if array.kind != "real"]
     with collecting(reasons):
-        wrt = wrt_of(wrt, [*names, *(array.name for array in arrays if array.name not in integers)], integers)
+        wrt = wrt_of(wrt, [*names, *(array.name for array in captured if array.name not in integers)], integers)
     refuse(reasons)
     problem = replace(problem, operands=operands + seeds, wrt=wrt, dropout=draws)
     return problem if score is None else replace(problem, score=score.program, numbers=numbers)
@@ -279,13 +282,13 @@ def _ints(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def array_reasons(arguments: Mapping[str, Any]) -> list[str]:
-    """Why arrays, by name, are not the operands of one call by their dtypes and their axes before the last two."""
+    """Return why arrays, by name, cannot belong to one call: their ranks, dtypes or batch axes do not fit."""
     reasons = _rank_reasons(arguments)
     return reasons + _dtype_reasons(arguments) + ([] if reasons else _batch_reasons(arguments))
 
 
 def reasons_without_v(reasons: list[str], q: Array, k: Array, planned: tuple[Any, Any, Any]) -> list[str]:
-    """Reasons of a call of q and k alone, from those of the q, k and v that were planned in their place."""
+    """Return the reasons against a call of q and k alone; `reasons` are those of the q, k and v planned instead."""
     of_planned = array_reasons(dict(zip("qkv", planned)))
     return array_reasons({"q": q, "k": k}) + [reason for reason in reasons if reason not in of_planned]
 
@@ -314,7 +317,7 @@ def _rank_reasons(arguments: Mapping[str, Any]) -> list[str]:
     if not reasons and len({array.ndim > 2 for array in arguments.values()}) > 1:
         ranks = ", ".join(f"{name} {tuple(array.shape)}" for name, array in arguments.items())
         names = _listed(arguments)
-        reasons.append(f"{names} must all have an axis of heads, or none of them; got {ranks}: x[None] adds one")
+        reasons.append(f"{names} must all have an axis of heads, or none of them; got {ranks}: x[None] adds the axis")
     return reasons
 
 
@@ -333,7 +336,7 @@ def _dtype_reasons(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _nearest(dtype: np.dtype[np.generic]) -> str:
-    """The dtype to which an array of an unsupported one is cast: the same one in native order, or float32."""
+    """Return the dtype to cast an unsupported one to: the same dtype in native byte order, or float32."""
     native = dtype.newbyteorder("=")
     return native.name if native in DTYPES else "float32"
 
@@ -354,19 +357,19 @@ def _scale_reasons(scale: Any) -> list[str]:
 
 
 def precision_reasons(q: Array, precision: str) -> list[str]:
-    """Why products of q's dtype cannot be made at a precision."""
+    """Return why products of q's dtype cannot be computed at a precision."""
     if not isinstance(precision, str) or precision not in PRECISIONS:
         is_fp8 = isinstance(precision, str) and precision == FP8
-        fix = ": pass cuflash.quantize(q), and so for k and v" if is_fp8 else ""
+        fix = ": pass cuflash.quantize(q), and likewise for k and v" if is_fp8 else ""
         return [f"precision must be {', '.join(map(repr, PRECISIONS))}; got {describe(precision)}{fix}"]
-    dtype = getattr(q, "dtype", np.float32)  # another check refuses what is no array
+    dtype = getattr(q, "dtype", np.float32)  # another check refuses objects that are not arrays
     if precision != "ieee" and dtype != np.float32:
         return [f"precision={precision!r} is for float32; got {dtype}: use precision='ieee'"]
     return []
 
 
 def _shape_reasons(q: Array, k: Array, v: Array) -> list[str]:
-    """The rules that bind q, k and v to each other, once their ranks are right."""
+    """Return why the shapes of q, k and v, whose ranks are valid, do not fit each other."""
     reasons = []
     for name, array, what in (("q", q, "head_dim"), ("v", v, "value dim")):
         if not 1 <= array.shape[-1] <= MAX_HEAD_DIM:

@@ -1,4 +1,4 @@
-"""Plans the kernels that round arrays to 8 bits and transpose them."""
+"""Plans of the kernels that quantize arrays to FP8 and transpose them."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ TRANSPOSE = np.dtype(
     ],
     align=True,
 )
-CAPABILITY = (9, 0)  # chips that these kernels are for
-KEYS = 128  # that a block transposes, and that lengths are rounded up to
-_LANE_COLUMNS = 16  # of a row, in the registers of one lane
+CAPABILITY = (9, 0)  # compute capability of the chips that run these kernels
+KEYS = 128  # keys that a thread block transposes; lengths are rounded up to a multiple of them
+_LANE_COLUMNS = 16  # columns of a row per lane
 _COLUMNS = (64, 128, 256)
 _BLOCKS = (16, 32, 64, 128)
 _MOST_WARPS = 16
 
 
 def _maximum_bytes(spec: KernelSpec) -> int:
-    """A number of each warp."""
+    """Return the bytes of one float32 per warp."""
     return 4 * _MOST_WARPS
 
 
 def _block_bytes(spec: KernelSpec) -> int:
-    """A block of rows of 8 bits."""
+    """Return the bytes of a block of FP8 rows."""
     return spec.block_kv * spec.head_dim
 
 
@@ -49,7 +49,7 @@ _TRANSPOSE = Entry(family="fp8", name="transpose", runs_as=SM90, shared_bytes=_b
 
 
 def quantize_spec(dtype: np.dtype[np.generic], columns: int, block: int) -> KernelSpec | None:
-    """The kernel that rounds blocks of rows; None where there is none for these."""
+    """Return the kernel that quantizes blocks of rows, or None if no kernel serves these."""
     if dtype not in UP_TO_FLOAT32 or columns not in _COLUMNS or block not in _BLOCKS:
         return None
     return KernelSpec(
@@ -59,7 +59,7 @@ def quantize_spec(dtype: np.dtype[np.generic], columns: int, block: int) -> Kern
 
 
 def transpose_spec(columns: int) -> KernelSpec | None:
-    """The kernel that transposes values; None where there is none for so many columns."""
+    """Return the kernel that transposes values, or None if no kernel serves this number of columns."""
     if columns not in _COLUMNS:
         return None
     return KernelSpec(
@@ -69,17 +69,19 @@ def transpose_spec(columns: int) -> KernelSpec | None:
 
 
 def quantizing(spec: KernelSpec, shape: tuple[int, ...], num_blocks: int, largest: Any) -> Pass:
-    """The launch that rounds a dense array x [..., rows, columns] to data and scale, perhaps rotated by signs.
+    """Return the launch that quantizes a dense array x [..., rows, columns] to data and scale.
+
+    If the call passes `signs`, one float32 per column, rows are first rotated by them.
 
     Parameters
     ----------
     spec : KernelSpec
     shape : tuple of int
-        Of x and of data, which is of bytes.
+        Shape of x and of data, which is an array of bytes.
     num_blocks : int
-        Blocks of rows, each with a scale. A rotation has float32 signs, one for each column.
+        Blocks of rows, each of which has one scale.
     largest : float
-        As `quantize` takes it.
+        As in `quantize`.
     """
     numbers = {
         "num_rows": shape[-2], "num_blocks": num_blocks, "largest": largest,
@@ -91,15 +93,15 @@ def quantizing(spec: KernelSpec, shape: tuple[int, ...], num_blocks: int, larges
 
 
 def transposing(spec: KernelSpec, shape: tuple[int, ...], padded_rows: int) -> Pass:
-    """The launch that transposes a dense array data [..., rows, columns] of bytes, with zeros past the last row.
+    """Return the launch that transposes a dense array data [..., rows, columns] of bytes, and pads it with zeros.
 
     Parameters
     ----------
     spec : KernelSpec
     shape : tuple of int
-        Of data.
+        Shape of data.
     padded_rows : int
-        The columns of transposed.
+        Columns of the transposed array.
     """
     numbers, grid = {"num_rows": shape[-2], "padded_rows": padded_rows}, prod(shape[:-2]) * padded_rows // KEYS
     return Pass.of_kernel(spec, grid, TRANSPOSE, numbers, reads=("data",), writes=("transposed",))

@@ -1,4 +1,4 @@
-"""Chooses the family of kernels that serves a call."""
+"""The choice of the kernel family that serves a call."""
 
 from __future__ import annotations
 
@@ -20,68 +20,68 @@ from .score_launches import captured_wrt
 from .spec import SIMT, SM80, SM90, KernelSpec
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (Simt(), Sm80(), Sm90(), Naive(), FlashAttention1())}
-PREFILL_FAMILIES = (SM90, SM80)  # of their forward kernels, the first that serves a call attends to pages of a cache
-EIGHT_BITS = SM90  # what kernel= may call the family of numbers of 8 bits, beside "auto"
-_MASS_FAMILIES = (SM90, SM80, SIMT)  # the first with a kernel of block masses for a call makes them
+PREFILL_FAMILIES = (SM90, SM80)  # families with prefill kernels for a paged cache; the first that serves a call is used
+EIGHT_BITS = SM90  # the value of kernel=, other than "auto", that selects the FP8 family
+_MASS_FAMILIES = (SM90, SM80, SIMT)  # families with kernels for block masses; the first that serves a call is used
 _FP8 = Sm90Fp8()
-_TALLEST = 128  # queries of the sm90 family's usual tile
+_TALLEST = 128  # queries per tile in most kernels of the sm90 family
 
 
 def family_of(spec: KernelSpec) -> Family:
-    """The family of attention on whose chips a kernel runs."""
+    """Return the family of attention whose chips a kernel runs on."""
     return FAMILIES[spec.entry.runs_as or spec.family]
 
 
 def named(kernel: str, problem: Problem) -> Family:
-    """The family of kernels that a name other than "auto" stands for."""
+    """Return the family of kernels with a name other than "auto"."""
     return FAMILIES[kernel] if problem.rows_per_scale is None else _FP8
 
 
 def routed(problem: Problem, device: DeviceSpec) -> tuple[Family, str]:
-    """The family that kernel="auto" stands for, and why: the first row that serves the problem on the device.
+    """Return the family that kernel="auto" selects, and why: the first row that serves the problem on the device.
 
     ============================================  ======
-    numbers of 8 bits with scales                 sm90
+    FP8 (e4m3) operands with scales               sm90
     precision 'tf32' or 'tf32x3'                  sm80
     float16, bfloat16, compute capability 9.0     sm90
     float16, bfloat16, compute capability >= 8.0  sm80
     everything                                    simt
     ============================================  ======
 
-    All rows take score functions and dropout. Of the gradients that sm90 is then routed for, the sm80 family's kernels
-    make those above 128 columns, of lists in blocks below 128 x 128, and of any list with `deterministic=True`.
+    All rows support score functions and dropout. With either, sm90 uses sm80's backward kernels if head_dim exceeds
+    128, if a block list has blocks below 128 x 128, and for all block lists with `deterministic=True`.
 
-    sm90 is passed over where its tiles of 128 queries are fewer than multiprocessors, where sm80 is faster.
+    sm80 is used instead of sm90, because it is faster, if there are fewer tiles of 128 queries than multiprocessors.
     """
     if problem.rows_per_scale is not None:
-        return _FP8, "numbers of 8 bits on Hopper's tensor cores"
+        return _FP8, "FP8 (e4m3) operands on Hopper's tensor cores"
     if problem.precision != "ieee":
-        return FAMILIES[SM80], "it has the precision of the call"
+        return FAMILIES[SM80], "it supports the call's precision"
     num_tiles = problem.num_batch_heads * -(-problem.seqlen_q // _TALLEST)
     hopper, tensor_cores = FAMILIES[SM90], FAMILIES[SM80]
     if not hopper.reasons(problem, device) and num_tiles >= device.num_processors:
         return hopper, "16-bit elements on Hopper's tensor cores"
     if not tensor_cores.reasons(problem, device):
-        return tensor_cores, "16-bit elements on tensor cores, from compute capability 8.0 on"
+        return tensor_cores, "16-bit elements on tensor cores of compute capability 8.0 or newer"
     return FAMILIES[SIMT], "it serves every dtype, mask and chip"
 
 
 def mass_kernel(problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool) -> KernelSpec:
-    """The kernel that sums softmax weights over blocks of so many keys.
+    """Return the kernel that sums softmax weights over blocks of `block_kv` keys.
 
     Raises
     ------
     UnsupportedProblem
-        No tile fits a multiprocessor.
+        No tile fits the shared memory of a multiprocessor.
     """
     specs = (FAMILIES[name].mass_spec(problem, device, block_kv, is_listed=is_listed) for name in _MASS_FAMILIES)
     return next(spec for spec in specs if spec is not None)
 
 
 def unions(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str) -> UnionWork | None:
-    """The work of a mask whose queries each choose their blocks, for kernels that walk unions; None for other kernels.
+    """Return the work of kernels that walk unions of block lists if the mask lists blocks per query; otherwise None.
 
-    The sm80 family has such kernels. They add up no gradients of captured arrays, and take no dropout.
+    Only the sm80 family has such kernels. They support neither gradients of captured arrays nor dropout.
     """
     if kernel not in ("auto", SM80) or problem.dropout is not None:
         return None
@@ -102,12 +102,12 @@ def unions(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str) -> Uni
 
 
 def rerouted(family: Family, work: WorkList) -> tuple[Family, str] | None:
-    """The family that kernel="auto" takes instead once the list is known, and why; None where the first one stays.
+    """Return the family that kernel="auto" selects after the work list is known, and why; None if it does not change.
 
-    sm80 is faster than sm90 where a list's blocks are not multiples of 64 queries and 64 keys.
+    sm80 is faster than sm90 if the block sizes of a list are not multiples of 64 queries and 64 keys.
     """
     if family.name != SM90 or not isinstance(work, ListedWork):
         return None
     if work.block_q % ROWS == 0 and work.block_kv % ROWS == 0:
         return None
-    return FAMILIES[SM80], "16-bit elements on tensor cores, in blocks that are not made of 64 x 64"
+    return FAMILIES[SM80], "16-bit elements on tensor cores, in blocks that are not multiples of 64 x 64"

@@ -1,4 +1,4 @@
-"""Scales of quantised operands in a plan: the parameters of kernels that take them."""
+"""The record that passes the scales of FP8 operands to kernels."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ class RowsPerScale(NamedTuple):
     v: int
 
     def feature(self) -> Feature:
-        """The feature whose record passes the scales to kernels."""
+        """Return the feature whose record passes the scales to kernels."""
         values: dict[str, Any] = dict(zip(_ROWS, self))
         return Feature("scales", SCALES, values)

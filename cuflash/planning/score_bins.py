@@ -1,7 +1,7 @@
-"""Tables whose gradient a backward kernel adds up in shared memory: each thread has a bin for each element.
+"""Tables whose gradient a backward kernel accumulates in shared memory, in one bin per element and thread.
 
-Where many scores read few elements, such as a table of relative positions, additions to global memory wait for each
-other. A table has bins if its last index alone depends on query and key, so that all scores of a head read one row.
+If many scores read few elements, such as a table of relative positions, atomic additions to global memory contend. A
+table has bins if only its last index depends on the query and the key, so that all scores of a head read one row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Puts a score function into the launches of a plan: into specifications, and as an argument of its own."""
+"""Score functions in the launches of a plan: the specifications, and the record of arrays and numbers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ MAP_NAME = "staged_map"  # the feature of the tensor map of a staged array
 
 
 def array_name(name: str) -> str:
-    """Name a captured array among the arrays of a pass, which have names such as "delta" too."""
+    """Return the name of a captured array among the arrays of a pass; the prefix avoids clashes with "delta" etc."""
     return f"score.{name}"
 
 
 def gradient_name(name: str) -> str:
-    """Name the gradient of a captured array, which kernels add to: it is zero before the first of them."""
+    """Return the name of a captured array's gradient among the arrays of a pass."""
     return f"d{array_name(name)}"
 
 
 def num_leading(program: Program) -> int:
-    """The most leading axes that a load of the program reads at the batch entry."""
+    """Return the maximum number of batch axes that a load of the program indexes with the batch entry."""
     loads = (each for each in program.instructions if each.op == "load")
     return max((program.num_leading_axes(load) for load in loads), default=0)
 
@@ -38,11 +38,11 @@ def num_leading(program: Program) -> int:
 def layout(
     program: Program, wrt: Sequence[str], accumulator: np.dtype[np.generic], sums: Sequence[str] = ()
 ) -> np.dtype[np.generic]:
-    """The record of a program's arrays and numbers, as the structure that `compiler.score_text` prints has them.
+    """Return the dtype of the record of a program's arrays and numbers, which `compiler.score_text` declares in CUDA.
 
-    The field ``numbers`` holds the program's numbers in the dtype that kernels compute in, and zeros up to a multiple
-    of 8 bytes; ``batch_extents`` holds the extents of the leading axes. An array has a field with its address, and one
-    with its strides in elements.
+    The field ``numbers`` holds the program's numbers in the dtype that kernels compute in, padded with zeros to a
+    multiple of 8 bytes; ``batch_extents`` holds the extents of the batch axes. Each array has a field with its address,
+    and one with its strides in elements.
     """
     fields: list[tuple[Any, ...]] = []
     if program.num_numbers:
@@ -63,33 +63,33 @@ def _room_for_numbers(program: Program, accumulator: np.dtype[np.generic]) -> in
 
 
 def tables(program: Program, wrt: Sequence[str], sums: Sequence[str] = ()) -> tuple[str, ...]:
-    """The fields of `layout` that hold addresses."""
+    """Return the fields of `layout` that hold addresses."""
     return tuple(name for name, _ in _pointers(program, wrt, sums))
 
 
 def _pointers(program: Program, wrt: Sequence[str], sums: Sequence[str]) -> list[tuple[str, int]]:
-    """Name and number of strides of each array whose address the record has: captured arrays, then their sums."""
-    found = [(array_name(array.name), array.rank) for array in program.arrays]
+    """Return the name and number of strides of each array in the record: captured arrays, then gradients or sums."""
+    pointers = [(array_name(array.name), array.rank) for array in program.arrays]
     kinds = dict(zip(wrt, sums))
     for array in program.arrays:
         if array.name in wrt:
             kind = kinds.get(array.name, OWN)
             name = gradient_name(array.name) if kind == OWN else sums_name(array.name)
-            found.append((name, address_rank(array.rank, kind)))
-    return found
+            pointers.append((name, address_rank(array.rank, kind)))
+    return pointers
 
 
 def with_score(
     kernels: Kernels, problem: Problem, *, deterministic: bool = False, is_whole: bool = False
 ) -> Kernels:
-    """The launches with the problem's score function in each kernel that makes scores or their gradients.
+    """Return the launches with the problem's score function in each kernel that computes scores or their gradients.
 
     Parameters
     ----------
     deterministic : bool
-        Gradients of captured arrays must be bitwise repeatable.
+        Gradients of captured arrays must be bitwise reproducible.
     is_whole : bool
-        Kernels visit every score: a gradient that is stored needs no zeros before.
+        Kernels visit all scores, so that a stored gradient need not be set to 0 before.
     """
     program = problem.score
     assert program is not None
@@ -108,21 +108,21 @@ def with_score(
         else launch
         for role, launch in kernels.backward.launches.items()
     }
-    made = _pass(kernels.backward, backward, _feature(slopes, wrt, problem, sums))
+    scored = _pass(kernels.backward, backward, _feature(slopes, wrt, problem, sums))
     gradients = {name: gradient_name(name) for name in wrt}
-    stored = stored_gradient(made)
+    stored = stored_gradient(scored)
     if deterministic:
-        made = with_captured_sums(made, problem, gradients, sums, stored, is_whole)
+        scored = with_captured_sums(scored, problem, gradients, sums, stored, is_whole)
     else:
-        made = replace(made, zeroed=tuple(each for each in gradients.values() if each != stored or not is_whole))
+        scored = replace(scored, zeroed=tuple(each for each in gradients.values() if each != stored or not is_whole))
     return replace(
-        kernels, is_repeatable=is_repeatable, backward=made,
+        kernels, is_repeatable=is_repeatable, backward=scored,
         forward=_pass(kernels.forward, forward, _feature(program, (), problem, ())),
     )  # fmt: skip
 
 
 def stored_gradient(backward: Pass) -> str | None:
-    """The gradient of a captured array that a kernel stores in the array's dtype, among the arrays of the pass."""
+    """Return the name of the captured array's gradient that a kernel stores in the array's dtype, or None."""
     for launch in backward.launches.values():
         if launch.spec.score_is_stored and (array := staged_array(launch.spec.score)) is not None:
             return gradient_name(array.name)
@@ -130,12 +130,12 @@ def stored_gradient(backward: Pass) -> str | None:
 
 
 def captured_wrt(problem: Problem) -> tuple[str, ...]:
-    """The captured arrays that have gradients."""
+    """Return the names of the captured arrays that have gradients."""
     return tuple(operand.name for operand in problem.operands if operand.is_captured and operand.name in problem.wrt)
 
 
 def _changed(launch: Launch, program: Program, wrt: tuple[str, ...], sums: tuple[str, ...]) -> Launch:
-    """A launch whose kernel runs the program, and adds up gradients where the program has their slopes."""
+    """Return a launch whose kernel runs the program, and accumulates gradients if the program returns their slopes."""
     arrays = tuple(array_name(array.name) for array in program.arrays)
     adds = len(program.results) > 2
     gradients = tables(program, wrt, sums)[len(program.arrays) :] if adds else ()
@@ -147,7 +147,7 @@ def _changed(launch: Launch, program: Program, wrt: tuple[str, ...], sums: tuple
 
 
 def with_score_argument(kernels: Pass, problem: Problem, role: str) -> Pass:
-    """A pass whose launch of a role makes scores, with the problem's score function, if it has one."""
+    """Return a pass in which the launch of this role applies the problem's score function, if there is one."""
     program = problem.score
     if program is None:
         return kernels
@@ -161,21 +161,21 @@ def _pass(kernels: Pass, launches: Mapping[str, Launch], feature: Feature) -> Pa
 
 
 def _map_feature(spec: KernelSpec) -> Feature:
-    """Return the tensor map of the array that a kernel stages: each copy is a panel of a warpgroup's queries."""
+    """Return the tensor map of the array that a kernel stages; each copy is a panel of a warpgroup's queries."""
     array = staged_array(spec.score)
     assert array is not None
     return Feature(MAP_NAME, STAGED_MAP, boxes={"array": (array_name(array.name), STAGED_BOX)})
 
 
 def _feature(program: Program, wrt: tuple[str, ...], problem: Problem, sums: tuple[str, ...]) -> Feature:
-    with np.errstate(over="ignore"):  # a number that float32 lacks is infinite there
+    with np.errstate(over="ignore"):  # numbers beyond float32's range become infinite
         numbers = np.asarray(problem.numbers, problem.accumulator).tolist()
     values = _values(program, numbers, problem.batch, _room_for_numbers(program, problem.accumulator))
     return Feature(NAME, layout(program, wrt, problem.accumulator, sums), values, tables(program, wrt, sums))
 
 
 def _values(program: Program, numbers: Sequence[float], batch: tuple[int, ...], room: int) -> dict[str, Any]:
-    """The numbers in a program's record, which has room for so many."""
+    """Return the values in a program's record, which has room for `room` numbers."""
     values: dict[str, Any] = {}
     if program.num_numbers:
         values["numbers"] = list(numbers[: program.num_numbers]) + [0.0] * (room - program.num_numbers)

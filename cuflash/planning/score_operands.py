@@ -1,4 +1,4 @@
-"""The arrays of a score function as operands of a problem: whether they fit its shape."""
+"""The arrays and numbers of a score function as operands of a problem, and the checks that they fit it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..scores.score import RESTARTED, UNALIGNED, Score
 from .operands import Operand
 
 _WIDEST = np.dtype(np.float64)
-_MOST_EXACT = 1 << 24  # float32 holds every integer up to it
+_MOST_EXACT = 1 << 24  # float32 represents all integers up to this one
 
 
 class Traced(Protocol):
-    """A score function's program and numbers, with what has the shapes of its arrays."""
+    """A score function's program and numbers, and arrays or `ShapeDtype` with the shapes of its arrays."""
 
     @property
     def program(self) -> Program: ...
@@ -38,13 +38,13 @@ class Traced(Protocol):
 def captured_operands(
     score: Score | Traced, shape: MaskShape, has_heads: bool, accumulator: np.dtype[np.generic]
 ) -> tuple[Operand, ...]:
-    """The arrays that a score function captured, as operands.
+    """Return the arrays that a score function captured, as operands.
 
     Raises
     ------
     UnsupportedProblem
-        An index might leave its axis, the bias does not fit the problem, or the dtype of scores does not hold a number;
-        all reasons at once.
+        An index may be out of range, the bias does not fit the problem, or a number overflows or underflows the dtype
+        of scores. The message lists all reasons.
     """
     reasons = _number_reasons(score.numbers, accumulator)
     if "bias" in score.arrays:
@@ -63,28 +63,28 @@ def captured_operands(
 
 
 def _number_reasons(numbers: Iterable[float], accumulator: np.dtype[np.generic]) -> list[str]:
-    """Why numbers become 0 or infinite where scores are computed, which makes NaN of scores that are not.
+    """Return why numbers would become 0 or infinite in the dtype of scores, and so turn finite scores into NaN.
 
-    GPUs round numbers below the least normal one to 0.
+    GPUs flush subnormal numbers to 0.
     """
     limits = np.finfo(accumulator.name)
     least, most = float(limits.smallest_normal), float(limits.max)
-    fix = "give one of such a size" if accumulator == _WIDEST else "give one of such a size, or float64 q, k and v"
+    fix = "use such a number" if accumulator == _WIDEST else "use such a number, or float64 q, k and v"
     return [
-        f"softcap and finite numbers of a score function, unless 0, must be of size {least:.2g} to {most:.2g} where "
-        f"scores are {accumulator.name}; got {number!r}: {fix}"
+        f"softcap and finite nonzero numbers of a score function must be from {least:.2g} to {most:.2g} in magnitude "
+        f"for {accumulator.name} scores; got {number!r}: {fix}"
         for number in numbers
         if number and math.isfinite(number) and not least <= abs(number) <= most
     ]
 
 
 def numbers_of(score: Score, shape: MaskShape, accumulator: np.dtype[np.generic]) -> tuple[float, ...]:
-    """The numbers of a score function for a shape, with seqlen_kv - seqlen_q among them if the function reads it.
+    """Return the numbers of a score function for a shape, including seqlen_kv - seqlen_q if the function reads it.
 
     Raises
     ------
     UnsupportedProblem
-        The dtype of scores does not hold that integer.
+        The dtype of scores may not represent that integer exactly.
     """
     slot = score.program.shift_slot
     if slot is None:
@@ -93,7 +93,7 @@ def numbers_of(score: Score, shape: MaskShape, accumulator: np.dtype[np.generic]
     if abs(shift) > _MOST_EXACT and accumulator != _WIDEST:
         raise UnsupportedProblem(
             [
-                f"seqlen_kv - seqlen_q must be of size 2**24 at most for a score with align='bottom_right' and "
+                f"seqlen_kv - seqlen_q must be at most 2**24 in magnitude for a score with align='bottom_right' and "
                 f"{accumulator.name} scores; got {shift}: use float64"
             ]
         )
@@ -101,31 +101,31 @@ def numbers_of(score: Score, shape: MaskShape, accumulator: np.dtype[np.generic]
 
 
 def alignment_reasons(score: Score | None, mask: Any, causal: Any, shape: MaskShape) -> list[str]:
-    """Why a score function of j - i without an alignment is refused: the mask aligns the last query with the last key.
+    """Return why a score function of j - i needs an alignment: the mask aligns the last query with the last key.
 
-    `mask` and `causal` are those of the call, unresolved and perhaps wrong.
+    `mask` and `causal` are the unresolved arguments of the call, which may be invalid.
     """
     if score is None or UNALIGNED not in score.facts:
         return []
     is_unequal = shape.seqlen_q != shape.seqlen_kv
     parts = held_masks(mask) if isinstance(mask, Mask) else ()
-    found = ["causal='bottom_right'"] if is_unequal and isinstance(causal, str) and causal == "bottom_right" else []
-    found += [
+    aligned = ["causal='bottom_right'"] if is_unequal and isinstance(causal, str) and causal == "bottom_right" else []
+    aligned += [
         f"the mask's {type(part).__name__}"
         for part in parts
         if is_unequal and getattr(part, "align", None) == "bottom_right"
         or isinstance(part, Sequences) and part._has_shifted_diagonals
     ]
     return [
-        f"score must have an alignment beside {what}, where the last query meets the last key; got {score.name}, which "
-        f"counts distances from the first query and key: pass align='bottom_right' to scores.alibi, "
-        f"scores.relative_position or scores.within, or align='top_left' to count from the first"
-        for what in found[:1]
+        f"score must have an alignment if {what} aligns the last query with the last key; got {score.name}, which "
+        f"measures distances from the first query and key: pass align='bottom_right' to scores.alibi, "
+        f"scores.relative_position or scores.within, or align='top_left' to keep these distances"
+        for what in aligned[:1]
     ]
 
 
 def _start_reasons(score: Score | Traced, shape: MaskShape) -> list[str]:
-    """Why the offsets of a function of `scores.within` are not those of the rows of a call."""
+    """Return why the offsets of a score function of `scores.within` do not fit the lengths of a call."""
     if not (isinstance(score, Score) and RESTARTED in score.facts):
         return []
     reasons = []
@@ -134,8 +134,8 @@ def _start_reasons(score: Score | Traced, shape: MaskShape) -> list[str]:
         if rows not in (None, length):
             offsets = "kv_offsets (q_offsets by default)" if name == "kv_starts" else "q_offsets"
             reasons.append(
-                f"{offsets} of scores.within must end at {which}={length}; got offsets of {rows} rows: allow_gaps=True "
-                f"and {which}={length} leave the rows behind the last sequence out"
+                f"{offsets} of scores.within must end at {which}={length}; got offsets of {rows} rows: pass "
+                f"allow_gaps=True and {which}={length} to exclude the rows after the last sequence"
             )
     return reasons
 

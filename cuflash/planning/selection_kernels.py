@@ -1,4 +1,4 @@
-"""Kernels of selectors: means of rows, scores of blocks, and the blocks that a budget keeps."""
+"""Kernels of selectors: they compute means of rows and scores of blocks, and choose blocks within a budget."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .launches import BATCH_AXES, Pass
 from .spec import SIMT, Entry, KernelSpec
 
 # Mirror `kernels_cu/lists/selection.cuh`.
-_OF_CHOICE = ("scores", "shares", "allowed", "forced", "kept")  # arrays
+_OF_CHOICE = ("scores", "shares", "allowed", "forced", "kept")  # arrays of the record CHOICE
 CHOICE = np.dtype(
     [
         *((name, np.uint64) for name in _OF_CHOICE),
@@ -99,15 +99,15 @@ PAGE_BOUNDS = np.dtype(
 )
 DRAW = np.dtype([("numbers", np.uint64), ("num_cells", np.uint64), ("seed", np.uint64)])
 _WARPS = 4
-# Queries, keys and columns of a tile, and warps, of the kernels that have others than none and `_WARPS`.
+# Queries, keys and columns of a tile, and warps, of some kernels; others have no tile, and `_WARPS` warps.
 _SIZES = {"choose_wide": (0, 0, 0, 32), "key_scores": (64, 64, 32, _WARPS), "slash_sums": (64, 0, 0, 32)}
-_ROOM = 48 << 10  # bytes of shared memory that a thread block has on every chip
-_SUM_BYTES = 8  # of a warp's sum, in a thread block that has a row to itself
+_ROOM = 48 << 10  # bytes of shared memory that a thread block can use on every chip
+_SUM_BYTES = 8  # bytes of a warp's sum, if a whole thread block works on one row
 _WIDE, _FEW = 1024, 256  # see `ChoiceRule.launch`
 
 
 def selection_spec(entry: str, dtype: np.dtype[np.generic]) -> KernelSpec:
-    """A kernel for rows of a dtype, as "pool", "page_bounds" and "key_scores" are, or for accumulators of one."""
+    """Return a kernel; `dtype` is that of rows for "pool", "page_bounds" and "key_scores", else of accumulators."""
     block_q, block_kv, head_dim, num_warps = _SIZES.get(entry, (0, 0, 0, _WARPS))
     return KernelSpec(
         entry=Entry(family="lists", name=entry, runs_as=SIMT), dtype=dtype, head_dim=head_dim, value_dim=0,
@@ -117,26 +117,26 @@ def selection_spec(entry: str, dtype: np.dtype[np.generic]) -> KernelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceRule:
-    """Rule that chooses the blocks of each row of a grid, without their scores.
+    """The rule that chooses blocks in each row of a grid, given their scores.
 
     Attributes
     ----------
     lengths : (int, int)
-        Queries and keys.
+        Numbers of queries and keys.
     block : (int, int)
-        Sides of a block.
+        Queries and keys of a block.
     offset : int
-        Query i meets key i + offset on the diagonal.
+        The diagonal consists of query i and key i + offset.
     is_causal : bool
-        Blocks after the last diagonal one of a row may not be kept.
+        Blocks after the last diagonal block of a row are not allowed.
     count : int
-        Blocks that are kept at least.
+        Minimum number of kept blocks.
     mass : float
-        The part of all shares that kept blocks hold; 0 for none.
+        Minimum fraction of the sum of shares that kept blocks must reach; 0 for no such rule.
     threshold : float or None
-        The score from which on blocks are kept.
+        Minimum score of blocks that are kept regardless of other rules.
     num_sinks, num_local : int
-        Blocks that are kept at the start of the keys, and up to the last diagonal one.
+        Number of blocks kept at the start of the keys, and before and including the last diagonal block.
     has_diagonal : bool
         Blocks with a diagonal key are kept.
     """
@@ -155,32 +155,32 @@ class ChoiceRule:
     def kernels(self, shape: tuple[int, ...], dtype: np.dtype[np.generic], room: int = _ROOM) -> Pass:
         """Return the launch for scores of a shape [..., rows, columns].
 
-        A choice walks a row at least 33 times, with about 6 instructions for 32 columns where their places are in
-        shared memory. A warp that has a row to itself takes them one after the other, but many warps share a
-        multiprocessor. A thread block of 32 warps shares a row, and each of its warps takes about 30 instructions more
-        in each walk to add counts up, as many as for 160 columns. By this count a thread block for each row is faster
-        from about 1024 columns on, while rows are too few to fill a GPU with warps: up to 256.
+        The kernel traverses a row at least 33 times, with about 6 instructions per 32 columns if their sort keys are in
+        shared memory. With one warp per row, these are sequential, but many warps share a multiprocessor. With a thread
+        block of 32 warps per row, each warp needs about 30 more instructions per traversal to add up counts, the cost
+        of 160 columns. By this estimate, one thread block per row is faster from about 1024 columns, as long as there
+        are too few rows to fill a GPU with warps: up to 256.
 
         Parameters
         ----------
         shape : tuple of int
         dtype : numpy.dtype
-            Of scores: float32 or float64.
+            Dtype of scores: float32 or float64.
         room : int
-            Bytes of shared memory that a thread block may have for places, which are computed anew where it is short.
+            Bytes of shared memory per thread block for sort keys; if they do not fit, they are recomputed.
 
         Returns
         -------
         Pass
-            Of the arrays scores, shares, allowed, forced and kept.
+            It takes the arrays scores, shares, allowed, forced and kept.
         """
         if shape[-1] > _WIDE and prod(shape[:-1]) <= _FEW:
             return wide_choosing((self,), (shape,), dtype, room)
         places = 4 * _WARPS * shape[-1]
-        is_kept = places <= _ROOM
+        fits = places <= _ROOM
         return Pass.of_kernel(
-            selection_spec("choose", dtype), -(-prod(shape[:-1]) // _WARPS), CHOICE, self._numbers(shape, is_kept),
-            reads=_OF_CHOICE[:-1], writes=("kept",), row_bytes=places if is_kept else 0,
+            selection_spec("choose", dtype), -(-prod(shape[:-1]) // _WARPS), CHOICE, self._numbers(shape, fits),
+            reads=_OF_CHOICE[:-1], writes=("kept",), row_bytes=places if fits else 0,
         )  # fmt: skip
 
     def _numbers(self, shape: tuple[int, ...], keeps_places: bool, *, keeps_bits: bool = False) -> dict[str, Any]:
@@ -199,22 +199,22 @@ class ChoiceRule:
 def wide_choosing(
     rules: Sequence[ChoiceRule], shapes: Sequence[tuple[int, ...]], dtype: np.dtype[np.generic], room: int = _ROOM
 ) -> Pass:
-    """Return the launch with a thread block for each row of one or two grids.
+    """Return the launch with one thread block per row of one or two grids.
 
     Parameters
     ----------
-    rules : one or two of ChoiceRule
-    shapes : as many tuples of int
+    rules : one or two ChoiceRule
+    shapes : tuple of int for each rule
         [..., rows, columns]
     dtype, room
-        As `ChoiceRule.kernels` takes them.
+        As in `ChoiceRule.kernels`.
 
     Returns
     -------
     Pass
-        Of the arrays that `ChoiceRule.kernels` names, and for a second grid of scores_2, shares_2, allowed_2 and
-        forced_2. What is kept of two grids has a bit, not a byte: the lowest of a word first, in as many words as
-        `num_words` tells, those of the second grid behind those of the first.
+        It takes the arrays that `ChoiceRule.kernels` names, and for a second grid scores_2, shares_2, allowed_2 and
+        forced_2. With two grids, kept has one bit per block instead of one byte, lowest bit first. Each grid takes
+        `num_words` words, and the second grid comes after the first.
     """
     spec, numbers, names = selection_spec("choose_wide", dtype), dict[str, Any](), dict[str, str]()
     of_sums = most = _SUM_BYTES * spec.num_warps
@@ -231,19 +231,19 @@ def wide_choosing(
 
 
 def num_words(shape: tuple[int, ...]) -> int:
-    """The words of 32 bits that hold a bit for each column of rows [..., columns], each row from a word on."""
+    """Return the number of 32-bit words that hold one bit per column; each row starts at a new word."""
     return prod(shape[:-1]) * -(-shape[-1] // 32)
 
 
 def pooling(arrays: tuple[Any, Any], block: tuple[int, int]) -> Pass:
-    """Return the launch that makes means of q and k: of the arrays q, means_of_q, k and means_of_k.
+    """Return the launch that computes means of blocks of rows; it takes the arrays q, means_of_q, k and means_of_k.
 
     Parameters
     ----------
     arrays : (q, k)
-        Arrays [*batch, heads, rows, columns], or without batch and heads. Their layouts alone matter.
+        Arrays [*batch, heads, rows, columns], or without batch and heads. Only their layouts are read.
     block : (int, int)
-        Rows of a block of each.
+        Rows of a block of q, and of k.
     """
     numbers, names, grids = dict[str, Any](), dict[str, str](), []
     for name, array, side in zip("qk", arrays, block):
@@ -263,18 +263,18 @@ def pooling(arrays: tuple[Any, Any], block: tuple[int, int]) -> Pass:
 
 
 def _strides(steps: tuple[int, ...]) -> dict[str, int]:
-    """The strides of heads, rows and columns by the names of their fields."""
+    """Return the strides of heads, rows and columns by the names of their fields."""
     return {f"{axis}_stride": step for axis, step in zip(("head", "row", "column"), steps[-3:])}
 
 
 class Rows(NamedTuple):
-    """How rows of an array lie, of which no element is read here.
+    """The layout of an array of rows, without its data.
 
     Attributes
     ----------
     shape : tuple of int
     strides : tuple of int
-        In bytes.
+        Strides in bytes.
     dtype : numpy.dtype
     """
 
@@ -288,7 +288,7 @@ class Rows(NamedTuple):
 
 
 def runs_of_rows(array: Any, length: int, stride: int) -> Rows:
-    """The runs of `length` rows that begin at each `stride`-th row of an array, [..., runs, length, columns]."""
+    """Return the layout [..., runs, length, columns] of the runs that start at every `stride`-th row of an array."""
     *over, num_rows, num_columns = array.shape
     *steps, row_step, column_step = array.strides
     count = (num_rows - length) // stride + 1
@@ -299,7 +299,7 @@ def spreading(
     mass_shape: tuple[int, ...], num_kv_blocks: int, group_size: int, parts: tuple[int, int],
     dtype: np.dtype[np.generic],
 ) -> Pass:
-    """Return the launch that adds up masses of compressed keys: of the arrays masses and scores.
+    """Return the launch that turns masses of compressed keys into block scores; it takes the arrays masses and scores.
 
     Parameters
     ----------
@@ -308,11 +308,11 @@ def spreading(
     num_kv_blocks : int
         Blocks of a row.
     group_size : int
-        Heads next to each other that have the same scores.
+        Neighbouring heads that share their scores.
     parts : (int, int)
-        Parts that a compressed key stands for, and parts of a block.
+        Parts of keys that a compressed key covers, and parts of a block.
     dtype : numpy.dtype
-        Of masses and scores.
+        Dtype of masses and scores.
     """
     *heads, num_q_blocks, num_compressed = mass_shape
     num_groups = prod(heads) // group_size
@@ -328,18 +328,18 @@ def spreading(
 def key_scoring(
     q: Any, k: Any, batch: tuple[int, ...], scale: float, first_diagonal_key: int | None, first_row: int = 0
 ) -> Pass:
-    """Return the launch that scores single keys: of the arrays q, k, scores and runs.
+    """Return the launch that scores single keys; it takes the arrays q, k, scores and runs.
 
     Parameters
     ----------
     q, k : arrays or Rows
-        Their layouts alone matter.
+        Only their layouts are read.
     batch : tuple of int
-        What the leading axes of both broadcast to.
+        The shape that the leading axes of q and k broadcast to.
     scale : float
         The softmax scale.
     first_diagonal_key : int or None
-        The last key, which need not exist, that the first query sees under a causal mask; None without one.
+        The last key (possibly out of range) that the first query attends under a causal mask; None without a mask.
     first_row : int
         The row of q that is the first query.
     """
@@ -350,7 +350,7 @@ def key_scoring(
         "num_keys": num_keys, "is_causal": first_diagonal_key is not None,
     }  # fmt: skip
     spec = selection_spec("key_scores", q.dtype)
-    pitch = spec.head_dim + 16 // spec.accumulator.itemsize  # a row of a tile has 16 bytes of padding
+    pitch = spec.head_dim + 16 // spec.accumulator.itemsize  # each row of a tile is padded by 16 bytes
     return Pass.of_kernel(
         spec, num_matrices * -(-num_rows // spec.block_q) * num_key_runs(num_keys), KEY_SCORES, numbers,
         reads=("q", "k"), writes=("scores", "runs"), names=_OF_ROWS, starts={"q.data": first_row * q.strides[-2]},
@@ -359,25 +359,27 @@ def key_scoring(
 
 
 def num_key_runs(num_keys: int) -> int:
-    """The number of runs of keys of which the kernel of scores adds exponentials up."""
+    """Return the number of runs of keys over which the kernel "key_scores" sums exponentials."""
     return -(-num_keys // _SIZES["key_scores"][1])
 
 
 def slash_summing(
     score_shape: tuple[int, ...], first_diagonal_key: int, num_distances: int, dtype: np.dtype[np.generic]
 ) -> Pass:
-    """Return the launch that adds up masses of keys and distances: of the arrays scores, runs, of_keys, of_distances.
+    """Return the launch that sums masses by key and by distance.
+
+    It takes the arrays scores, runs, of_keys and of_distances.
 
     Parameters
     ----------
     score_shape : tuple of int
         [..., rows, keys]
     first_diagonal_key : int
-        The key, which need not exist, at distance 0 of the first row.
+        The key (possibly out of range) at distance 0 from the first row.
     num_distances : int
-        Distances from 0 on.
+        Number of distances, starting at 0.
     dtype : numpy.dtype
-        Of scores and sums.
+        Dtype of scores and sums.
     """
     *heads, num_rows, num_keys = score_shape
     spec = selection_spec("slash_sums", dtype)
@@ -393,32 +395,32 @@ def slash_summing(
 
 
 def crossing(rule: ChoiceRule, shape: tuple[int, ...]) -> Pass:
-    """Return the launch that keeps blocks which chosen keys and distances cross: of the arrays chosen and kept.
+    """Return the launch that keeps all blocks with a chosen key or distance; it takes the arrays chosen and kept.
 
     Parameters
     ----------
     rule : ChoiceRule
-        Its budget does not matter.
+        Its budget is ignored.
     shape : tuple of int
-        [..., rows, columns] of the blocks.
+        [..., rows, columns], in blocks.
     """
     numbers = {
         "grid": rule._numbers(shape, False), "seqlen_kv": rule.lengths[1],
         "num_distances": num_distances(rule.lengths[0], rule.offset),
     }  # fmt: skip
-    dtype = np.dtype(np.float32)  # of no array: there are no scores
+    dtype = np.dtype(np.float32)  # unused, since the kernel reads no scores
     return _pass_of_threads("crossings", dtype, CROSSINGS, numbers, prod(shape), reads=("chosen",), writes=("kept",))
 
 
 def page_bounding(q: Any, k: Any, batch: tuple[int, ...], page_size: int) -> Pass:
-    """Return the launch that bounds the scores of pages: of the arrays q, k and bounds.
+    """Return the launch that computes upper bounds of pages' scores; it takes the arrays q, k and bounds.
 
     Parameters
     ----------
     q, k : arrays or Rows
-        Their layouts alone matter.
+        Only their layouts are read.
     batch : tuple of int
-        What the leading axes of both broadcast to.
+        The shape that the leading axes of q and k broadcast to.
     page_size : int
         Keys of a page.
     """
@@ -439,7 +441,7 @@ _OF_ROWS = {"q.data": "q", "k.data": "k"}
 
 
 def _of_rows(q: Any, k: Any, batch: tuple[int, ...]) -> tuple[int, dict[str, Any]]:
-    """The number of batch entries and heads, and how rows of q and of k lie."""
+    """Return the number of (batch, head) pairs, and the numbers of the record about the layouts of q and k."""
     sizes = (1,) * (BATCH_AXES - len(batch)) + batch
     num_heads, kv_heads = (array.shape[-3] if array.ndim > 2 else 1 for array in (q, k))
     numbers = {
@@ -455,7 +457,7 @@ def _of_rows(q: Any, k: Any, batch: tuple[int, ...]) -> tuple[int, dict[str, Any
 
 
 def num_distances(seqlen_q: int, offset: int) -> int:
-    """The number of distances, from 0 on, of queries from the keys before them or at their place."""
+    """Return the number of distances, starting at 0, between queries and the keys at or before their positions."""
     return seqlen_q + offset
 
 
@@ -463,24 +465,24 @@ def _pass_of_threads(
     entry: str, dtype: np.dtype[np.generic], layout: np.dtype[np.generic], numbers: dict[str, Any], num_threads: int,
     *, reads: tuple[str, ...], writes: tuple[str, ...],
 ) -> Pass:  # fmt: skip
-    """Return a launch of so many threads."""
+    """Return a launch of `num_threads` threads."""
     spec = selection_spec(entry, dtype)
     return Pass.of_kernel(spec, -(-num_threads // spec.num_threads), layout, numbers, reads=reads, writes=writes)
 
 
 def drawing(shape: tuple[int, ...], seed: int) -> Pass:
-    """Return the launch that draws a number for each cell: of the array numbers."""
+    """Return the launch that draws a random number for each cell; it takes the array numbers."""
     dtype, numbers = np.dtype(np.float32), {"num_cells": prod(shape), "seed": seed % (1 << 64)}
     return _pass_of_threads("draw", dtype, DRAW, numbers, prod(shape), reads=(), writes=("numbers",))
 
 
 def means_shape(shape: tuple[int, ...], side: int) -> tuple[int, ...]:
-    """The shape of means of blocks of so many rows."""
+    """Return the shape of the means of blocks of `side` rows."""
     return (*shape[:-2], -(-shape[-2] // side), shape[-1])
 
 
 def every_selection_spec(dtypes: tuple[np.dtype[np.generic], ...]) -> set[KernelSpec]:
-    """The kernels for arrays of some dtypes."""
+    """Return the specifications of all kernels for arrays of these dtypes."""
     of_masses = ("choose", "choose_wide", "spread", "slash_sums")
     choosing = {selection_spec(entry, accumulator_dtype(dtype)) for entry in of_masses for dtype in dtypes}
     of_none = {selection_spec(entry, np.dtype(np.float32)) for entry in ("draw", "crossings")}

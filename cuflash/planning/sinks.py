@@ -1,4 +1,4 @@
-"""Attention sinks in a plan: the parameters of kernels that take a sink, and the kernel that makes its gradient."""
+"""Attention sinks in a plan: the parameters of kernels that take a sink, and the kernel that computes its gradient."""
 
 from __future__ import annotations
 
@@ -13,59 +13,59 @@ from .problem import Problem
 from .spec import SIMT, Entry, KernelSpec
 
 SINK = np.dtype([("sink", MATRICES), ("dsink", MATRICES), ("dtype", np.int64)], align=True)
-_GRADIENT_WARPS = 8  # enough loads in flight for one block a head
+_GRADIENT_WARPS = 8  # enough loads in flight although each head has only one thread block
 
 
 def _sum_bytes(spec: KernelSpec) -> int:
-    """A sum for each thread."""
+    """Return the bytes of one sum per thread."""
     return spec.num_threads * spec.accumulator.itemsize
 
 
 _ENTRY = Entry(family=SIMT, name="sink_gradient", shared_bytes=_sum_bytes)
 
 
-def sink_forward(made: Pass, problem: Problem, *roles: str) -> Pass:
-    """A forward pass whose kernels of some roles take the sink, if the problem has one."""
+def sink_forward(forward: Pass, problem: Problem, *roles: str) -> Pass:
+    """Return a forward pass whose kernels of these roles take the sink, if the problem has one."""
     if problem.operand("sink") is None:
-        return made
+        return forward
     with_sink = {
         role: replace(
             launch, spec=replace(launch.spec, has_sink=True), reads=(*launch.reads, "sink"),
             features=(*launch.features, "sink"),
         )
-        for role, launch in made.launches.items() if role in roles
+        for role, launch in forward.launches.items() if role in roles
     }  # fmt: skip
-    return replace(made, launches={**made.launches, **with_sink}, features=(*made.features, _feature(problem)))
+    return replace(forward, launches={**forward.launches, **with_sink}, features=(*forward.features, _feature(problem)))
 
 
 def sink_backward(
-    made: Pass, problem: Problem, like: KernelSpec | None = None, reads: tuple[str, ...] = ("delta",),
+    backward: Pass, problem: Problem, like: KernelSpec | None = None, reads: tuple[str, ...] = ("delta",),
     features: tuple[str, ...] = (),
 ) -> Pass:  # fmt: skip
-    """A backward pass with the kernel that makes the sink's gradient, if the problem asks for it.
+    """Return a backward pass with the kernel that computes the sink's gradient, if the problem needs it.
 
     Parameters
     ----------
     like : KernelSpec, optional
-        One of the family, if it has a kernel of its own; else delta is a vector, which the simt family's kernel reads.
+        A specification of the family, if it has its own kernel. By default the simt family's kernel reads delta.
     reads : tuple of str
-        Arrays that delta comes from; o and dlse of rows without a key are read besides.
+        Arrays from which the kernel computes delta, in addition to o and dlse, which it reads for rows without a key.
     features : tuple of str
-        Features of the pass whose parameters that kernel takes.
+        Features of the pass that the kernel takes as parameters.
     """
     if "sink" not in problem.wrt:
-        return made
+        return backward
     gradient = gradient_spec(problem.dtype, like)
     launch = Launch(
         spec=gradient, tiles=problem.num_heads, reads=("sink", "lse", "o", "dlse", *reads), writes=("dsink",),
         features=(*features, "sink"),
     )  # fmt: skip
-    launches: Mapping[str, Launch] = {**made.launches, "sink_gradient": launch}
-    return replace(made, launches=launches, features=(*made.features, _feature(problem)))
+    launches: Mapping[str, Launch] = {**backward.launches, "sink_gradient": launch}
+    return replace(backward, launches=launches, features=(*backward.features, _feature(problem)))
 
 
 def gradient_spec(dtype: np.dtype[np.generic], like: KernelSpec | None = None) -> KernelSpec:
-    """The kernel that makes a sink's gradient beside o of a dtype; the simt family's reads no tiles."""
+    """Return the kernel that computes a sink's gradient if o has this dtype; the simt family's reads no tiles."""
     if like is None:
         like = KernelSpec(entry=_ENTRY, dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16)
     return replace(

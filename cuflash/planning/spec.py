@@ -11,13 +11,15 @@ import numpy as np
 from ..arrays import accumulator_dtype
 from ..scores.program import Program
 
-SIMT, SM80, SM90, FA1, NAIVE = "simt", "sm80", "sm90", "fa1", "naive"  # folders of kernels_cu, names of kernel=
+SIMT, SM80, SM90, FA1, NAIVE = "simt", "sm80", "sm90", "fa1", "naive"  # folders of kernels_cu, and values of kernel=
 Boxes: TypeAlias = Mapping[str, tuple[int, int]]  # rows and columns of a box, by array
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A kernel, and the facts about it that the host needs; each stands next to the code that launches the kernel.
+    """A kernel's file, and the facts about it that planning needs.
+
+    Each entry is defined next to the code that launches the kernel.
 
     >>> entry = Entry(family="simt", name="forward", applies_score=True)
     >>> entry.applies_score, entry.draws_dropout
@@ -32,29 +34,29 @@ class Entry:
     boxes : callable, optional
         Returns the boxes that the kernel copies by tensor maps, if it takes any.
     runs_as : str
-        The family on whose chips the kernel runs, if it is not that of the folder.
+        The family whose supported chips can run the kernel, if the folder is not a family of attention.
     loads_do : bool
-        The kernel loads dO, with queries if it walks keys: headers that both passes share ask for `kIsBackward`.
+        The kernel loads dO, next to Q if it holds keys. Headers that both passes share test it as `kIsBackward`.
     is_persistent : bool
         Thread blocks take further tiles as they finish one; otherwise each has one tile.
     takes_order : bool
-        Thread blocks can take tiles in an order that the work has (`is_ordered`).
+        Thread blocks can take tiles in an order that the work list specifies (`is_ordered`).
     holds_keys : bool
-        A tile is a block of keys, for which the kernel steps over queries; otherwise the reverse.
+        A work tile is a block of keys, and the kernel loops over queries; otherwise the reverse.
     applies_score : bool
-        The kernel computes scores or their gradients, by the score function if a call has one.
+        The kernel computes scores or their gradients, and applies the call's score function if there is one.
     adds_gradients : bool
-        Of the kernels of the backward pass with a score function, this one adds up the gradients of captured arrays.
+        This kernel of the backward pass accumulates the gradients of the arrays that a score function captures.
     draws_dropout : bool
-        The kernel makes weights, or gradients of scores from them, and drops weights under dropout.
+        The kernel computes weights, or gradients of scores from them, and applies dropout.
     can_finish_dq : bool
-        Thread blocks that add to dQ can count what has arrived at a tile of queries, and write its dQ.
+        Thread blocks that add to dQ can count the arrivals at a query tile, and the last one writes its dQ.
     query_record_words : callable, optional
-        Counts the words of the statistics that the kernel writes for a tile of queries; other kernels write delta.
+        Counts the 4-byte words of the statistics that the kernel writes for a query tile; other kernels write delta.
     has_exponentials : bool
-        The kernel computes a power of two for each score.
+        The kernel computes one exp2 per score.
     products : (int, int)
-        Products over the scores of a tile: how many have head_dim as a side, and how many value_dim.
+        Matrix products per tile of scores: how many have a side of head_dim, and how many of value_dim.
     """
 
     family: str
@@ -89,75 +91,76 @@ class KernelSpec:
     Attributes
     ----------
     entry : Entry
-        The kernel.
+        The kernel's file.
     dtype : numpy.dtype
-        Of q, k and v.
+        Dtype of q, k and v.
     head_dim, value_dim : int
-        What the kernel is compiled for: the problem's own, rounded up.
+        Dimensions that the kernel is compiled for: those of the problem, rounded up.
     block_q, block_kv : int
         Queries and keys of a tile.
     num_warps : int
-        Of a thread block.
+        Warps of a thread block.
     min_blocks : int
-        Thread blocks that a multiprocessor holds at least: what the compiler shares the registers among.
+        Thread blocks that must fit a multiprocessor at once: the second argument of `__launch_bounds__`.
     is_listed : bool
-        The kernel walks a list of blocks.
+        The kernel walks a block list.
     is_ordered : bool
-        Without a list too, tiles are taken in an order that the work has.
+        Without a block list, tiles are taken in an order that the work list specifies.
     cuts_sequences : bool
-        Ordered tiles of long packed sequences start and end with them.
+        Tiles are aligned to the starts of packed sequences instead of multiples of the tile size.
     num_stages : int
-        Tiles that are copied ahead and at hand.
+        Slots of the shared memory ring: tiles that are in use or being prefetched.
     dq_atomic_width : 0, 1 or 4
-        Sums of dQ that one instruction adds to; 0 where dQ has a kernel of its own.
+        Sums of dQ that one atomic instruction adds to; 0 if a separate kernel computes dQ.
     finishes_dq_in_order : bool
-        Tiles of keys share dQ of some batch entries and heads in an order: the last one stores its part, and the first
-        one finishes dQ.
+        Key tiles of some heads add to dQ in a fixed order: the last tile of keys stores its part first, and the first
+        tile of keys adds its part last and finishes dQ.
     last_finishes_dq : bool
-        Tiles of keys count their arrivals at a tile of queries: the first to arrive stores its part of dQ, and the last
-        finishes dQ.
+        Key tiles count their arrivals at a query tile: the first to arrive stores its part of dQ, and the last finishes
+        dQ.
     adds_dq_in_order : bool
-        Tiles of keys add to dQ in their order, so that it repeats bit for bit.
+        Key tiles add to dQ in a fixed order, which makes it bitwise reproducible.
     is_split : bool
-        Blocks share a tile's keys, and leave their parts to be merged by another kernel.
+        Split-KV: several thread blocks share a tile's keys, and another kernel merges their partial results.
     pack_gqa : bool
         A tile holds the queries of all heads that share a key/value head.
     packs_queries : bool
-        A tile holds neighbouring queries with all heads that share their lists of blocks, and walks the union of these.
+        A tile holds neighbouring queries of all heads that share their block lists, and walks the union of these lists.
     mma_rows : 0, 8 or 16
-        Rows of the tensor cores' instruction that makes the products; 0 where multiply-adds make them.
+        Rows of the mma instruction that computes the products; 0 if the kernel uses fused multiply-adds.
     has_watchdog : bool
-        Waiting for long at a barrier in shared memory ends the kernel with an error, where it would hang.
+        A kernel that waits too long at a shared memory barrier ends with an error instead of hanging.
     precision : "ieee", "tf32" or "tf32x3"
-        Of the products.
+        Precision of the matrix products.
     has_sink : bool
-        The kernel takes a sink of each head, which its softmax counts, or whose gradient it makes.
+        The kernel takes one sink logit per head, and adds it to the softmax or computes its gradient.
     has_dropout : bool
         The kernel drops weights.
     reads_dropout_seed : bool
-        It reads the seed that they depend on from an array.
+        The kernel reads the seed of dropout from an array.
     is_paged : bool
-        Keys and values lie in the pages of a cache.
+        Keys and values are stored in the pages of a cache.
     part_keys : int
-        Keys of a part that starts at a multiple of them; 0 where parts follow from the length of their sequence.
+        Keys per part if parts start at multiples of this number; 0 if parts depend on the length of their sequence.
     is_quantized : bool
-        q, k and v are numbers of e4m3 with scales, and dtype is o's.
+        q, k and v are FP8 (e4m3) with scales, and `dtype` is the dtype of o.
     splits_head_dim : bool
-        Rows of q and k are longer than head_dim, and come in chunks of it.
+        Rows of q and k are longer than `head_dim`, and are loaded in chunks of `head_dim` elements.
     score : Program, optional
-        The score function, derived for kernels that make gradients.
+        The score function; its derivative for kernels that compute gradients.
     score_wrt : tuple of str
         Captured arrays whose gradients are arguments of the kernel.
     score_sums : tuple of str
-        The kinds of their sums, as `planning.captured_sums` names them; empty if numbers are added to the gradients.
+        The kinds of their sums, as `planning.captured_sums` names them; empty if the kernel adds to the gradients
+        directly.
     score_is_staged : bool
-        Producers put a step's elements of the array that `planning.staged_array` names into shared memory.
+        Producer warps copy each step's elements of the array that `planning.staged_array` names to shared memory.
     score_is_stored : bool
-        The kernel stores the gradient of that array, or its part of it, which no other thread block adds to.
+        The kernel stores the gradient of that array, or its part of it, because no other thread block adds to it.
     score_bins : int
-        Elements of a table's row whose gradient has bins of each thread in shared memory, or 0.
+        Elements of a table's row whose gradient each thread accumulates in bins in shared memory; 0 without bins.
     score_takes_products : bool
-        The kernel gives the score function q . k without the softmax scale (`scores.products`).
+        The kernel passes q . k without the softmax scale to the score function (`scores.products`).
     """
 
     entry: Entry
@@ -199,7 +202,7 @@ class KernelSpec:
 
     @property
     def family(self) -> str:
-        """The folder of the kernel's file: a family of attention, or "cache", "fp8" or "lists"."""
+        """The folder of the kernel's file: a family of attention, or for example "cache", "fp8" or "lists"."""
         return self.entry.family
 
     @property
@@ -213,7 +216,7 @@ class KernelSpec:
 
     @property
     def boxes(self) -> Boxes:
-        """Boxes that the kernel copies by tensor maps, by array; empty if it takes no maps."""
+        """Boxes that the kernel copies by tensor maps, by array name; empty if it takes no tensor maps."""
         return {} if self.entry.boxes is None else self.entry.boxes(self)
 
     @property
@@ -223,7 +226,7 @@ class KernelSpec:
 
     @property
     def accumulator(self) -> np.dtype[np.generic]:
-        """The dtype of sums: float64 for float64, else float32."""
+        """The dtype of accumulators: float64 for float64, else float32."""
         return accumulator_dtype(self.dtype)
 
     @property

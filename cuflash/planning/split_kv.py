@@ -1,4 +1,4 @@
-"""Chooses how many thread blocks share the keys of one tile of queries (split-KV)."""
+"""The choice of `num_splits`: how many thread blocks share the keys of one tile of queries (split-KV)."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from ..blocks.work_list import ListedWork, WorkList
 from .problem import Problem
 from .spec import KernelSpec
 
-# No split where tiles fill this share of what a GPU holds at once; the fewest splits that reach this share of the best.
-_FULL_SHARE, _GOOD_SHARE = 0.8, 0.85
+_FULL_SHARE = 0.8  # do not split if the tiles already fill this fraction of the GPU's block slots
+_GOOD_SHARE = 0.85  # take the fewest splits that reach this fraction of the best occupancy
 _MIN_STEPS, _MAX_WAVES, _MAX_SPLITS = 4, 4, 128
 
 
 def num_splits(problem: Problem, work: WorkList, forward: KernelSpec, tiles: int, num_blocks: int) -> int:
-    """Thread blocks that share a tile's keys: the fewest that keep the GPU almost as busy as can be.
+    """Return the fewest thread blocks per tile whose occupancy of the GPU is close to the best.
 
-    FlashAttention's rule counts how much of its last wave of blocks fills the GPU. A block computes one step at least,
-    and loads no less than writing and reading its partial result takes. For example, 48 tiles on 264 block slots fill
-    0.18 of the GPU; 5 splits make 240 blocks, which fill 0.91 of one wave.
+    As in FlashAttention, the occupancy is the fraction of block slots in use, averaged over all waves. Each block
+    computes at least one step, and loads at least as many bytes as writing and reading its partial result takes. For
+    example, 48 tiles on 264 block slots fill 0.18 of the GPU; with 5 splits, 240 blocks fill 0.91 of one wave.
 
     Parameters
     ----------
@@ -24,7 +24,7 @@ def num_splits(problem: Problem, work: WorkList, forward: KernelSpec, tiles: int
     tiles : int
         Tiles of queries over all batch entries and heads.
     num_blocks : int
-        Thread blocks that the GPU holds at once.
+        Thread blocks of the forward kernel that the GPU holds at once.
     """
     steps = _max_steps(problem, work, forward)
     if tiles >= _FULL_SHARE * num_blocks or steps < _MIN_STEPS:
@@ -35,13 +35,13 @@ def num_splits(problem: Problem, work: WorkList, forward: KernelSpec, tiles: int
     max_splits = max(1, min(steps // min_steps, _MAX_WAVES * num_blocks // tiles, _MAX_SPLITS))
     busy = {}
     for splits in range(1, max_splits + 1):
-        if splits == 1 or -(-steps // splits) < -(-steps // (splits - 1)):  # else no block has fewer steps
+        if splits == 1 or -(-steps // splits) < -(-steps // (splits - 1)):  # else the longest block is not shorter
             busy[splits] = tiles * splits / num_blocks / -(-tiles * splits // num_blocks)
     return min(splits for splits, share in busy.items() if share >= _GOOD_SHARE * max(busy.values()))
 
 
 def _max_steps(problem: Problem, work: WorkList, forward: KernelSpec) -> int:
-    """Steps of the longest tile of queries, or a bound on them that does not wait for a device."""
+    """Return the steps of the longest tile of queries, or an upper bound that needs no data from a device."""
     if isinstance(work, ListedWork):
         return work.max_entries_in_row * -(-work.block_kv // forward.block_kv)
     keys = problem.seqlen_kv

@@ -1,7 +1,7 @@
-"""The captured array that producers copy to shared memory, and the rule for storing its gradient from there.
+"""The captured array that producer warps copy to shared memory, and the rule for storing its gradient from there.
 
-An array of 16-bit numbers that a score function reads at the query and the key, such as a bias, is as large as all
-scores. Its elements of a step come like the step's keys, by TMA, and not one by one for each score.
+An array of 16-bit numbers that a score function reads at the query and the key, such as a bias, is as large as the
+matrix of scores. Its elements of each step are copied by TMA, like the step's keys, instead of one by one.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from .captured_sums import OWN, axes_of_parts, kinds_of_sums
 from .launches import TENSOR_MAP_PARAM
 from .problem import Problem
 
-# The record StagedMap of sm90/staged_array.cuh, and queries and keys of a box that it copies.
+# The record StagedMap of sm90/staged_array.cuh, and the queries and keys of a box.
 STAGED_MAP = np.dtype([("array", TENSOR_MAP_PARAM)])
 STAGED_BOX = (64, 64)
 _NAMES = tuple(dtype.name for dtype in HALVES)
-_PACKET = 8  # TMA copies rows in multiples of 16 bytes, which are this many elements
+_PACKET = 8  # elements of 16 bytes: TMA requires rows that are multiples of 16 bytes
 
 
 def staged_load(program: Program) -> int | None:
-    """The instruction that reads the array to stage, or None if no array can be staged.
+    """Return the instruction that reads the array to stage, or None if no array can be staged.
 
-    The last two indices are the query and the key, and the others do not depend on them. A program that reads several
-    arrays so, or one in several ways, stages none.
+    The last two indices must be the query and the key, and the others must not depend on them. If several loads of a
+    program qualify, no array is staged.
     """
-    found = []
+    candidates = []
     for n, load in enumerate(program.instructions):
         if load.op != "load" or program.arrays[load.value].dtype not in _NAMES:
             continue
         *leading, query, key = ["", "", *(program.instructions[a].op for a in load.args)]
         if (query, key) == ("i", "j") and {*leading} <= {"", "b", "h", "const"}:
-            found.append(n)
-    return found[0] if len(found) == 1 else None
+            candidates.append(n)
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def staged_array(program: Program | None) -> ArrayType | None:
-    """The array to stage, or None if there is no score function or none of its arrays can be staged."""
+    """Return the array to stage, or None if there is no score function or none of its arrays can be staged."""
     if program is None or (load := staged_load(program)) is None:
         return None
     array: ArrayType = program.arrays[program.instructions[load].value]
@@ -46,24 +46,24 @@ def staged_array(program: Program | None) -> ArrayType | None:
 
 
 def can_stage(problem: Problem) -> bool:
-    """Return whether the problem's score function reads an array that can be staged: rows are whole packets."""
+    """True if the problem's score function reads an array that can be staged, and TMA can copy its rows."""
     array = staged_array(problem.score)
     operand = None if array is None else problem.operand(array.name)
     return operand is not None and operand.shape[-1] % _PACKET == 0
 
 
 def gradient_in_parts(problem: Problem) -> str | None:
-    """The array whose gradient kernels may round for each batch entry or head before they add these up, if any."""
+    """Return the array whose gradient kernels may store in rounded parts, one per batch entry or head, or None."""
     array = staged_array(problem.score)
     is_in_parts = not can_store_gradient(problem) and can_store_gradient(problem, in_parts=True)
     return array.name if array is not None and is_in_parts else None
 
 
 def can_store_gradient(problem: Problem, *, in_parts: bool = False) -> bool:
-    """Return whether the gradient of the staged array is asked for and is dS, rounded as dQ's product takes it.
+    """True if the staged array's requested gradient equals dS as rounded for dQ's product, so that it can be stored.
 
-    It is where each element is read for one score, or with `in_parts` for one of each batch entry or head, the slope of
-    the array is that of the score, and the array has the dtype of the products.
+    The conditions: each element is read by one score (with `in_parts`, by one per batch entry or head), the array and
+    the score have the same derivative, and the array has the dtype of the products.
     """
     program, array = problem.score, staged_array(problem.score)
     if program is None or array is None or not can_stage(problem):

@@ -1,4 +1,8 @@
-"""Chooses how many heads have their tiles taken alternately: for even ends under a band, for the cache with a list."""
+"""The choice of how many heads' tiles are taken alternately.
+
+Under a band, alternating heads balances the load of thread blocks. With a block list, it keeps K and V in the level-2
+cache.
+"""
 
 from __future__ import annotations
 
@@ -12,36 +16,38 @@ from .device import DeviceSpec
 from .launches import TileOrder
 from .problem import Problem
 
-# Persistent blocks: the time that a tile takes beside its steps, in steps; how unevenly blocks may end; the most rounds
-# of blocks that are simulated; and the fewest blocks that read the same K and V at a time.
-_OVERHEAD_STEPS, _MAX_IMBALANCE, _MAX_ROUNDS, _MIN_BLOCKS_PER_HEAD = 2, 1.005, 64, 16
+# Constants for persistent thread blocks.
+_OVERHEAD_STEPS = 2  # overhead of a tile, in steps
+_MAX_IMBALANCE = 1.005  # accepted ratio of the last block's end to the mean
+_MAX_ROUNDS = 64  # rounds of tiles per block that are simulated
+_MIN_BLOCKS_PER_HEAD = 16  # blocks that read the same K and V at a time
 
 
 def is_uneven_band(work: WorkList) -> bool:
-    """Return whether tiles of a band see unlike numbers of keys."""
+    """True if the work is a band, so that its tiles may visit different numbers of keys."""
     return isinstance(work, IntervalWork) and work.band not in (None, Band())
 
 
 def heads_per_wave(work: WorkList, num_blocks: int, num_tiles: int) -> int:
-    """Heads whose tiles together are no more than the blocks that work at once, so that few long tiles start late.
+    """Return how many heads' tiles fit one wave of thread blocks, so that few long tiles start late.
 
-    One where all tiles take equally long.
+    Return 1 if all tiles take equally long.
     """
     return max(1, num_blocks // max(1, num_tiles)) if is_uneven_band(work) else 1
 
 
 def heads_in_cache(problem: Problem, device: DeviceSpec, num_elements: int) -> int:
-    """Heads whose `num_elements`, of the inputs' dtype, fit a third of the level-2 cache; at least one."""
+    """Return how many heads, with `num_elements` of the inputs' dtype each, fit a third of the level-2 cache (>= 1)."""
     return max(1, device.cache_bytes // max(1, 3 * num_elements * problem.dtype.itemsize))
 
 
 def listed_heads(problem: Problem, device: DeviceSpec) -> int:
-    """Heads whose K and V fit a third of the level-2 cache while tiles of queries walk a list."""
+    """Return how many heads' K and V fit a third of the level-2 cache while query tiles walk a block list."""
     return heads_in_cache(problem, device, problem.seqlen_kv * (problem.head_dim + problem.value_dim))
 
 
 def listed_kv_heads(problem: Problem, device: DeviceSpec) -> int:
-    """Heads whose Q, dO and sums of dQ fit a third of the level-2 cache while tiles of keys walk a list."""
+    """Return how many heads' Q, dO and dQ sums fit a third of the level-2 cache while key tiles walk a block list."""
     dq = problem.head_dim * problem.accumulator.itemsize // problem.dtype.itemsize
     return heads_in_cache(problem, device, problem.seqlen_q * (problem.head_dim + problem.value_dim + dq))
 
@@ -49,10 +55,11 @@ def listed_kv_heads(problem: Problem, device: DeviceSpec) -> int:
 def balanced_heads(
     problem: Problem, device: DeviceSpec, work: IntervalWork, tile: tuple[int, int], num_blocks: int
 ) -> int:
-    """Heads that persistent blocks take alternately under a band.
+    """Return how many heads' tiles persistent blocks take alternately under a band.
 
-    As many as have K and V in a third of the level-2 cache; or more, if many blocks read each at a time, until all
-    blocks end together: the assignment of tiles to blocks is simulated for each candidate.
+    The smallest candidate is the number of heads whose K and V fit a third of the level-2 cache. It is doubled until
+    all blocks end at nearly the same time, as long as enough blocks share each head's K and V. The assignment of tiles
+    to blocks is simulated for each candidate.
     """
     assert work.band is not None
     block_q, block_kv = tile
@@ -80,9 +87,9 @@ def balanced_heads(
 def forward_order(
     problem: Problem, device: DeviceSpec, work: WorkList, block: tuple[int, int], num_blocks: int
 ) -> TileOrder:
-    """Heads that alternate in a kernel for tiles of queries, and in those for keys with a list.
+    """Return how many heads' tiles alternate: of query tiles, and with a block list also of key tiles.
 
-    With a list they are those that fit the cache together; under an uneven band, those whose tiles end together.
+    With a block list, these heads fit the cache together. Under a band, their number balances the thread blocks.
 
     Parameters
     ----------
@@ -99,7 +106,7 @@ def forward_order(
 
 
 def _relative_makespan(tiles: list[int], num_blocks: int) -> float:
-    """The time of the last block over the mean, where each block takes the next tile as it ends one; at least 1."""
+    """Return the ratio of the last block's end to the mean (>= 1) if a block takes the next tile when it ends one."""
     ends = [0] * num_blocks
     for tile in tiles:
         heapreplace(ends, ends[0] + tile)

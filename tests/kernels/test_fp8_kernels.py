@@ -279,13 +279,13 @@ WIDE = cuflash.quantize(np.ones((2, 40, 256), np.float32), block=16)
 REFUSED: dict[str, tuple[Any, list[str]]] = {
     "more than 128 columns, and small blocks": (
         lambda: cuflash.attention(WIDE, WIDE, WIDE, executor="sim", score=lambda s, b, h, i, j: 2 * s),
-        ["score, softcap and bias must be None with 8-bit", "q must have at most 128 columns",
+        ["score, softcap and bias must be None with FP8", "q must have at most 128 columns",
          "v must have at most 128 columns",
-         "k must have a scale for multiples of 64 rows", "v must have a scale for multiples of 64 rows"],
+         "k's scales must each cover a multiple of 64 rows", "v's scales must each cover a multiple of 64 rows"],
     ),
     "another family, and dropout": (
         lambda: cuflash.attention(X8, X8, X8, executor="sim", kernel="sm80", dropout=cuflash.Dropout(0.1, seed=1)),
-        ["kernel must be 'auto' or 'sm90'", "dropout must be None with 8-bit"],
+        ["kernel must be 'auto' or 'sm90'", "dropout must be None with FP8"],
     ),
     "lists of small blocks": (
         lambda: cuflash.attention(
@@ -302,7 +302,7 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
     ),
     "plain arrays among quantised ones, in blocks of 16 rows": (
         lambda: cuflash.attention(X8, IN_SMALL_BLOCKS, np.ones((2, 40, 64)), executor="sim"),
-        ["v must be Quantized, since another operand is", "k must have a scale for multiples of 64 rows"],
+        ["v must be Quantized, since another operand is", "k's scales must each cover a multiple of 64 rows"],
     ),
     "arrays of the host on a GPU": (
         lambda: cuflash.attention(X8, X8, X8, executor="gpu", out=np.ones(3)),

@@ -120,7 +120,7 @@ FAULTS = {
             RANGES, "_range_of", 'Range(-extents["i"], extents["j"])', "Range(0, 0)"
         ),
     },
-    refuses(has_lengths_that_float32_rounds, "of size 2**24 at most"): {
+    refuses(has_lengths_that_float32_rounds, "at most 2**24 in magnitude"): {
         "lengths differ by any number in float32": Edit(OPERANDS, "numbers_of", "abs(shift) > _MOST_EXACT", "False"),
     },
     refuses(looked_up_after_an_aligned_one, "score must have an alignment"): {

@@ -172,11 +172,11 @@ def wrong_tangents_are_refused(library: ModuleType) -> None:
     x = np.ones((2, 3, 4), np.float32)
     score = library.scores.Score(lambda s, b, h, i, j, ids: s + ids[j], ids=np.arange(3))
     for options, told in (
-        ({}, "attention_jvp must be given a tangent"),
+        ({}, "attention_jvp needs at least one tangent"),
         ({"q_dot": x[0]}, "q_dot must have q's shape"),
         ({"q_dot": x.astype(np.float64)}, "q_dot must have q's shape"),
         ({"q_dot": x, "score": score, "tangents": {"ids": x}}, "'ids', which holds int64"),
-        ({"q_dot": x, "tangents": {"slope": x}}, "'slope', which is no array of this call"),
+        ({"q_dot": x, "tangents": {"slope": x}}, "tangents must name arrays of this call, which are "),
         ({"q_dot": x, "tangents": {"q": x}}, "tangents must not name 'q'"),
         ({"q_dot": x, "tangents": {"q_dot": x}}, "'q_dot', the tangent of a tangent"),
         ({"q_dot": x, "tangents": x}, "tangents must be a dict"),
@@ -336,7 +336,7 @@ FAULTS = {
     wrong_tangents_are_refused: {
         "no tangent is one": Edit(RULES, "tangent_reasons", "if not names:", "if False:"),
         "a tangent of any shape is taken": Edit(
-            RULES, "_array_reasons", "if came == shape and array.dtype == dtype:", "if True:"
+            RULES, "_array_reasons", "if actual == shape and array.dtype == dtype:", "if True:"
         ),
         "integers move": Edit(RULES, "real_operands", 'kinds.get(each.name) == "real"', "True"),
         "any name is known": Edit(RULES, "_name_reasons", "if name in known:", "if True:"),

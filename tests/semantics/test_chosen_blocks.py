@@ -394,7 +394,7 @@ def test_the_host_gathers_lists_and_lists_other_masks() -> None:
     mask = ChosenBlocks(rng.integers(0, 2, (100, 1)), 64)
     text = cuflash.plan(*[ShapeDtype((8, 100, 16), np.float32)] * 3, mask=mask).explain()
     assert "100 full and 0 partial blocks of (1, 64)" in text
-    assert "64 neighbouring queries visit the union of theirs" in text
+    assert "64 neighbouring queries visit the union of their blocks" in text
 
 
 def test_heads_of_a_group_share_what_a_tile_visits() -> None:

@@ -259,7 +259,7 @@ def test_a_dropout_is_what_its_numbers_say() -> None:
         ((0.001, 0), "p must be 0, or round to one of 1/256, 2/256, ..., 255/256; got 0.001"),
         ((0.1, 0.5), "seed must be an int, or a 0-d array"),
         ((0.1, np.random.default_rng(0)), r"got Generator: pass it as rng=$"),
-        ((0.1,), "seed must be an int, or an array .*; got None: pass seed= or rng=$"),
+        ((0.1,), "seed must be an int, or a 0-d array .*; got None: pass seed= or rng=$"),
         ((0.1, np.random.RandomState(0)), r"got RandomState: seed=int\(rng\.randint\(2\*\*31\)\)$"),
         ((0.1, -1), "seed must be an int from 0 to 2.64 - 1; got -1"),
         ((0.1, 2**64), "seed must be an int from 0 to 2.64 - 1"),
@@ -368,7 +368,7 @@ def test_pytorch_differentiates_attention_with_dropout() -> None:
     assert all(np.array_equal(x.numpy(), y) for x, y in zip(gradients, vjp(o), strict=True))
     other = cuflash.torch.attention(q, k, v, dropout=Dropout(0.5, 3, 2))
     np.testing.assert_array_equal(other.detach().numpy(), cuflash.attention(Q, K, V, dropout=Dropout(0.5, 3, 2)))
-    with pytest.raises(UnsupportedProblem, match="dropout's seed must be an int here; got an array"):
+    with pytest.raises(UnsupportedProblem, match="dropout's seed must be an int for this function; got an array"):
         cuflash.torch.attention(q, k, v, dropout=Dropout(0.5, np.array(3)))
 
 
@@ -388,5 +388,5 @@ def test_jax_differentiates_attention_with_dropout() -> None:
         assert all(np.array_equal(x, y) for x, y in zip(gradients, vjp(o), strict=True))
         other = cuflash.jax.attention(*map(jax.numpy.asarray, (Q, K, V)), dropout=Dropout(0.5, 3, 2))
         np.testing.assert_array_equal(other, cuflash.attention(Q, K, V, dropout=Dropout(0.5, 3, 2)))
-        with pytest.raises(UnsupportedProblem, match="dropout's seed must be an int here; got an array"):
+        with pytest.raises(UnsupportedProblem, match="dropout's seed must be an int for this function; got an array"):
             cuflash.jax.attention(*map(jax.numpy.asarray, (Q, K, V)), dropout=Dropout(0.5, np.array(3)))

@@ -51,7 +51,7 @@ def test_a_wrong_array_is_named_with_its_rule_and_what_came(arrays, words):
         ({"window": (-1, 0)}, ["left must be an int of at least 0", "got -1: write None, which is what -1 means"]),
         ({"window": (0, -1)}, ["right must be an int of at least 0", "got -1: write None, which is what -1 means"]),
         ({"window": (-2, 0)}, ["(the window's keys on that side, or None for all); got -2"]),
-        ({"mask": masks.Causal(), "dropout": 0.0}, ["dropout must be a Dropout; got 0.0: leave dropout out for none"]),
+        ({"mask": masks.Causal(), "dropout": 0.0}, ["dropout must be a Dropout; got 0.0: omit dropout="]),
         ({"dropout": 0.25}, ["got 0.25: write dropout=cuflash.Dropout(0.25, seed=0)"]),
         ({"dropout": "0.1"}, ["got '0.1': write dropout=cuflash.Dropout(0.1, seed=0)"]),
         ({"mask": np.zeros((10, 9), bool)}, ["mask must broadcast to", "(2, 4, 10, 10)", "(10, 9)"]),

@@ -253,7 +253,7 @@ ROTATED = cuflash.quantize(X, rotate=Rotation(64))
 REFUSED = {
     "a precision of that name": (
         lambda: cuflash.attention(X, X, X, precision="fp8", window=3),
-        ["precision must be 'ieee', 'tf32', 'tf32x3'; got 'fp8': pass cuflash.quantize(q), and so for k and v",
+        ["precision must be 'ieee', 'tf32', 'tf32x3'; got 'fp8': pass cuflash.quantize(q), and likewise for k and v",
          "window must"],
     ),
     "a rotation of another length": (

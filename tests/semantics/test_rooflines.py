@@ -150,7 +150,7 @@ def test_what_is_no_plan_is_refused(junk: Any) -> None:
         (lambda: Peaks(clock=1, hbm_bytes=1, l2_bytes="64"), "l2_bytes must be a finite rate"),
         (lambda: roofline(planned(device=DeviceSpec(
             name="X1", compute_capability=(9, 0), num_processors=9, tile_memory_bytes=232448
-        ))), r"device must be one of T4, .* got X1: give peaks="),
+        ))), r"device must be one of T4, .* got X1: pass peaks="),
     ],
 )  # fmt: skip
 def test_wrong_inputs_are_refused(call: Any, message: str) -> None:

@@ -352,8 +352,8 @@ Q = np.zeros((2, 3, 8), np.float32)
 WRONG = [
     ({"softcap": 0.0}, "softcap must be a positive finite number; got 0.0"),
     ({"softcap": 2**2000}, "softcap must be a positive finite number; got an int of 2001 bits"),
-    ({"softcap": 1e39}, r"softcap and .* must be of size 1.2e-38 to 3.4e\+38 where .* float32; got 1e\+39: give one"),
-    ({"score": lambda s, b, h, i, j: np.where(i < j, -1e300, s)}, r"numbers of a score function.*; got -1e\+300: give"),
+    ({"softcap": 1e39}, r"softcap and .* must be from 1.2e-38 to 3.4e\+38 .* float32 scores; got 1e\+39: use such"),
+    ({"score": lambda s, b, h, i, j: np.where(i < j, -1e300, s)}, r"numbers of a score function.*; got -1e\+300: use"),
     ({"bias": np.zeros((3, 3), bool)}, "bias must be .*; got bool: a bool array is a mask: write mask=bias"),
     ({"bias": np.zeros((3, 3), int)}, r"bias must be .*, float64; got int64: write bias.astype\(np.float32\)"),
     ({"bias": np.zeros((2, 3), np.float32)}, r"bias must broadcast to .* = \(2, 3, 3\); got \(2, 3\)"),
@@ -361,10 +361,10 @@ WRONG = [
         {"score": scores.alibi(np.zeros(1))},
         r"axis 0 of slopes must have an element for each of 2 query heads, as h is its index; got shape \(1,\)",
     ),
-    ({"score": scores.alibi(np.zeros(2)), "wrt": "slope"}, "wrt must name arrays .* there are 'slopes'; got 'slope'"),
+    ({"score": scores.alibi(np.zeros(2)), "wrt": "slope"}, "wrt must name array .* there are 'slopes'; got 'slope'"),
     (
         {"score": scores.relative_position(np.zeros((2, 8)), bidirectional=True), "wrt": "bucket"},
-        "wrt must name real arrays; got 'bucket', which holds no reals and has no gradient",
+        "wrt must name real arrays; got 'bucket', which does not hold real numbers and so has no gradient",
     ),
     (
         {"score": scores.bias(Q[:, :, :3]), "bias": Q[:, :, :3] + 1},
@@ -459,9 +459,9 @@ def test_a_cap_is_within_its_bounds_or_refused(run: Run, dtype: str) -> None:
             assert_within_bounds(run.rounded(example), **results)
         else:
             for options in ({"score": example.score}, {"softcap": cap}):
-                with pytest.raises(cuflash.UnsupportedProblem, match="softcap and finite numbers .* where scores are"):
+                with pytest.raises(cuflash.UnsupportedProblem, match="softcap and finite nonzero numbers .* scores"):
                     cuflash.attention(*map(run.put, (plain.q, plain.k, plain.v)), **options, **run.options)
-                with pytest.raises(cuflash.UnsupportedProblem, match="softcap and finite numbers .* where scores are"):
+                with pytest.raises(cuflash.UnsupportedProblem, match="softcap and finite nonzero numbers .* scores"):
                     cuflash.error_bound(plain.q, plain.k, plain.v, **options)
 
     check()

@@ -1,1 +1,1 @@
-"""The families of kernels, each an object that says what it serves and which launches a call takes."""
+"""The kernel families: each is an object that checks whether it serves a problem and returns the launches of a call."""

@@ -1,4 +1,4 @@
-"""Passes that several families have: a forward pass of one kernel, and a backward pass that starts with statistics."""
+"""Passes shared by several families: a forward pass of one kernel, and a backward pass that starts with statistics."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from .family import (
     BACKWARD_INPUTS, FORWARD_INPUTS, STATISTICS_INPUTS, key_tiles, launch_of, num_tiles, query_tiles,
 )  # fmt: skip
 
-# Statistics of queries and counts of dQ that Hopper's kernels hand to each other, as kernels_cu/sm90/query_state.cuh.
+# Statistics of queries and semaphores of dQ that sm90 kernels share; mirrors kernels_cu/sm90/query_state.cuh.
 QUERY_STATE = np.dtype([("query_stats", MATRICES), ("dq_semaphores", np.uint64)], align=True)
-_COUNTS = 2  # of a head's semaphore
+_COUNTS = 2  # counters of a head's semaphore
 
 
 def _counters(spec: KernelSpec, *, is_zeroed: bool = False) -> dict[str, Workspace]:
-    """The next tile that a persistent block takes."""
+    """Return the workspace of the next tile that a persistent block takes; empty for other kernels."""
     return {"tile_counter": Workspace((1,), np.dtype(np.int32), is_zeroed)} if spec.entry.is_persistent else {}
 
 
 def forward_pass(
     problem: Problem, device: DeviceSpec, work: WorkList, spec: KernelSpec, reads: tuple[str, ...] = FORWARD_INPUTS
 ) -> Pass:
-    """The launch, workspace and sink of a forward pass of one kernel."""
+    """Return a forward pass of one kernel, with its workspace and its sink."""
     counters = _counters(spec, is_zeroed=True)
     launch = launch_of(spec, device, num_tiles(spec, problem, work), reads, ("o", "lse", *counters))
     return sink_forward(Pass({"forward": launch}, counters), problem, "forward")
@@ -44,15 +44,15 @@ def backward_pass(
     specs: Mapping[str, KernelSpec],
     dq_order: DqSemaphoreOrder | None = None,
 ) -> Pass:
-    """The launches, workspaces and sink of a backward pass.
+    """Return a backward pass, with its workspaces and the gradient of a sink.
 
     Parameters
     ----------
     specs : dict of KernelSpec by role
-        "backward_statistics" and "backward"; then "backward_rows", which makes dQ, or "convert_dq", which rounds its
-        sums unless the thread blocks of "backward" do.
+        "backward_statistics" and "backward"; then "backward_rows", which computes dQ, or "convert_dq", which rounds the
+        sums of dQ, or neither if "backward" finishes dQ.
     dq_order : DqSemaphoreOrder, optional
-        The order in which these finish dQ of some heads.
+        The order in which thread blocks of "backward" finish dQ of some heads.
     """
     backward, statistics = specs["backward"], specs["backward_statistics"]
     rows, columns = query_tiles(problem, work, backward.block_q), key_tiles(problem, work, backward.block_kv)
@@ -99,5 +99,5 @@ def backward_pass(
 
 
 def _num_fused_tiles(dq_order: DqSemaphoreOrder, num_kv_heads: int, tiles: int, num_batch: int) -> int:
-    """Tiles of queries, so many for each key/value head, whose dQ the backward kernel's blocks finish."""
+    """Return the number of query tiles whose dQ the backward kernel finishes; `tiles` are those of a key/value head."""
     return tiles * dq_order.num_fused_heads(num_batch * num_kv_heads)

@@ -1,4 +1,4 @@
-"""Passes over queries that each choose their blocks, in tiles of neighbours that walk the union of their lists."""
+"""Passes for block lists per query: each tile of neighbouring queries walks the union of its lists."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .family import FORWARD_INPUTS, launch_of
 def union_kernels(
     problem: Problem, device: DeviceSpec, work: UnionWork, specs: Mapping[str, KernelSpec]
 ) -> Kernels:
-    """The launches of both passes.
+    """Return the launches of both passes.
 
     Parameters
     ----------

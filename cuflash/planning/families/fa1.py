@@ -1,7 +1,7 @@
-"""The fa1 family: FlashAttention-1's own loops on tensor cores, to compare the algorithms of the papers.
+"""The fa1 family: the loops of FlashAttention-1 on tensor cores, to compare the algorithms of the papers.
 
-A thread block works on one head. Its outer loop walks the keys and its inner loop the queries, whose running sums lie
-in device memory between two iterations.
+A thread block works on one head. Its outer loop visits the keys and its inner loop the queries, whose running sums are
+stored in device memory between iterations.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ from .family import (
 from .sm80 import Sm80
 
 RUNNING = np.dtype([("running_o", MATRICES), ("running_statistics", MATRICES)], align=True)
-_WIDEST = 128  # columns of q, k and v
+_WIDEST = 128  # maximum head_dim and value_dim
 _ROWS_OF_WARP = 16
-_STATE_BYTES = 52  # what a block remembers of its outer loop
-_STATISTICS = 2  # numbers of a query beside O: its maximum and its sum
+_STATE_BYTES = 52  # the state of a block's outer loop
+_STATISTICS = 2  # running numbers per query in addition to O: the maximum and the sum
 
 
 class _Tile(NamedTuple):
-    """Queries of an inner iteration, keys of an outer one, and stages of the tiles of queries."""
+    """The queries of an inner iteration, the keys of an outer iteration, and the stages of query tiles."""
 
     block_q: int
     block_kv: int
     num_stages: int
 
 
-# Tiles by the columns that kernels are compiled for, best first: as many keys as the paper's own kernels keep at a
-# time, since device memory is read and written once for each tile of keys.
+# Tiles by the compiled dimension, best first. The first tiles have as many keys as the kernels of the paper's authors,
+# because the running sums are read and written once per tile of keys.
 _FORWARD_TILES: dict[int, tuple[_Tile, ...]] = {
     64: (_Tile(128, 256, 2), _Tile(64, 128, 1)),
     128: (_Tile(128, 128, 2), _Tile(64, 128, 2), _Tile(64, 64, 1)),
 }
-# Queries and keys of a backward tile at most: as many keys as sm80's, and so few queries that their sums fit registers
-# beside what the two loops count with.
+# Maximum queries and keys of a backward tile: as many keys as sm80's tile, and few enough queries that their sums fit
+# registers in addition to the state of the two loops.
 _LARGEST_BACKWARD = {64: (64, 128), 128: (32, 128)}
 
 
 def _forward_bytes(spec: KernelSpec) -> int:
-    """Keys and values; queries of all stages."""
+    """Return the bytes of keys and values, and of the queries of all stages."""
     elements = spec.block_kv * (spec.head_dim + spec.value_dim) + spec.num_stages * spec.block_q * spec.head_dim
     return spec.dtype.itemsize * elements + _STATE_BYTES
 
 
 def _backward_bytes(spec: KernelSpec) -> int:
-    """Keys and values; queries and dO of all stages; P and dS."""
+    """Return the bytes of keys and values, of queries and dO of all stages, and of P and dS."""
     rows = spec.block_kv + spec.num_stages * spec.block_q
     elements = rows * (spec.head_dim + spec.value_dim) + 2 * spec.block_q * spec.block_kv
     return spec.dtype.itemsize * elements + _STATE_BYTES
@@ -86,16 +86,16 @@ class FlashAttention1(Family):
     oldest = (8, 0)
 
     def reasons(self, problem: Problem, device: DeviceSpec | None) -> list[str]:
-        """Why the family does not serve a problem: it has no kernels for what the paper's loops lack."""
+        """Return why the family does not serve a problem; it supports only what the paper's algorithms do."""
         reasons = [
             f"kernel='fa1' takes {name} of at most {_WIDEST}; got {dim}: use kernel='auto'"
             for name, dim in (("a head_dim", problem.head_dim), ("a value dim", problem.value_dim))
             if dim > _WIDEST
         ]
         if problem.score is not None:
-            reasons.append("kernel='fa1' must be given no score, softcap or bias; got one: use kernel='auto'")
-        if problem.dropout is not None and not problem.dropout.reads_seed:  # else its seed is an operand
-            reasons.append("kernel='fa1' must be given no dropout; got one: use kernel='auto'")
+            reasons.append("kernel='fa1' does not support score, softcap or bias; got one: use kernel='auto'")
+        if problem.dropout is not None and not problem.dropout.reads_seed:  # otherwise its seed is an operand
+            reasons.append("kernel='fa1' does not support dropout; got one: use kernel='auto'")
         return reasons + super().reasons(problem, device)
 
     def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:
@@ -110,7 +110,7 @@ class FlashAttention1(Family):
         *,
         deterministic: bool = False,
     ) -> dict[str, KernelSpec]:
-        """The backward kernel has a part of sm80's tile, whose products it makes."""
+        """Return the kernels by entry; the backward kernel, which shares sm80's products, has a part of sm80's tile."""
         width = _width(problem)
         most = _LARGEST_BACKWARD[width]
         block = tuple(map(min, most, largest or most))
@@ -155,15 +155,15 @@ class FlashAttention1(Family):
 
 
 def traffic(problem: Problem, kernels: Kernels, visited_scores: int) -> tuple[int, int]:
-    """Bytes that the loops read from device memory or write to it, forward and backward, where no cache holds them.
+    """Return the bytes that the forward and backward loops move to and from device memory, without a cache.
 
-    An inner iteration visits `block_kv` keys, so that all of them together visit `visited_scores / block_kv` queries.
-    Forward it reads q, and reads and writes O, m and l. Backward it reads q, dO, lse and delta, and reads and writes
-    dQ. Everything else is moved once.
+    Since an inner iteration visits `block_kv` keys, all inner iterations visit `visited_scores / block_kv` queries in
+    total. For each, the forward pass reads q, and reads and writes O, m and l. The backward pass reads q, dO, lse and
+    delta, and reads and writes dQ. Everything else is moved once.
     """
     forward, backward = kernels.forward.launches["forward"].spec, kernels.backward.launches["backward"].spec
     itemsize, number = problem.dtype.itemsize, problem.accumulator.itemsize
-    q, v = itemsize * problem.head_dim, itemsize * problem.value_dim  # bytes of a row; those of k and o are the same
+    q, v = itemsize * problem.head_dim, itemsize * problem.value_dim  # bytes of a row of q or k, and of v or o
     num_heads = problem.num_batch_heads
     queries, keys = num_heads * problem.seqlen_q, num_heads * problem.seqlen_kv
 
@@ -178,12 +178,12 @@ def traffic(problem: Problem, kernels: Kernels, visited_scores: int) -> tuple[in
 
 
 def _width(problem: Problem) -> int:
-    """Columns of q, k and v that the kernels are compiled for: one number for both dimensions."""
+    """Return the dimension that kernels are compiled for, which is both head_dim and value_dim."""
     return next(width for width in _FORWARD_TILES if width >= max(problem.head_dim, problem.value_dim))
 
 
 def _forward_spec(problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None) -> KernelSpec:
-    """The forward kernel with the first of its tiles that fits; in a list, cut to its blocks."""
+    """Return the forward kernel with the first tile that fits; tiles are reduced to the block sizes of a list."""
     width, specs = _width(problem), list[KernelSpec]()
     for tile in _FORWARD_TILES[width]:
         block_q, block_kv = (

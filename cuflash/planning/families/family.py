@@ -1,4 +1,4 @@
-"""The interface of a family of kernels, and what all families share."""
+"""The interface of kernel families, and functions that all families share."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from ..problem import Problem
 from ..spec import KernelSpec
 from ..tile_order import heads_per_wave
 
-# A kernel is compiled for the smallest of these dimensions that holds the problem's.
+# Kernels are compiled for the problem's dimensions, rounded up to one of these.
 DIMS = (32, 64, 96, 128, 192, 256)
 SIMT_DTYPES = (*UP_TO_FLOAT32, np.dtype(np.float64))  # that the simt family serves
-WIDEST_CHUNK = 128  # columns of q and k that the kernels of block masses hold at a time
+WIDEST_CHUNK = 128  # columns of q and k that the block mass kernels load at a time
 
-# Arrays that kernels read, by what they compute.
+# Arrays that kernels read, by kind of kernel.
 FORWARD_INPUTS = ("q", "k", "v")
 STATISTICS_INPUTS = ("o", "lse", "do", "dlse")
 BACKWARD_INPUTS = ("q", "k", "v", "lse", "do")
 
 
 class Family(ABC):
-    """Kernels of one kind, for one generation of hardware: ``kernels_cu/<name>/``.
+    """The kernels for one generation of hardware, in ``kernels_cu/<name>/``.
 
     Attributes
     ----------
     name : str
-        What ``kernel=`` calls the family.
+        The value of ``kernel=`` that selects the family.
     dtypes : tuple of numpy.dtype
-        The dtypes of q, k and v that it serves at precision "ieee".
+        The dtypes of q, k and v that it supports at precision "ieee".
     oldest : (int, int)
-        The oldest compute capability that runs it.
+        The lowest compute capability that runs its kernels.
     operands : tuple of str
-        Names of the arrays beside q, k and v that its kernels take.
+        Names of the arrays, other than q, k and v, that its kernels support.
     rounds_weights : bool
-        Its kernels round P and dS to the dtype of 16-bit inputs before they multiply v, do, k and q.
+        Its kernels round P and dS to the dtype of 16-bit inputs before they are multiplied with v, do, k and q.
     waits_at_barriers : bool
-        Its kernels wait at barriers in shared memory for copies, so that a fault could make one hang.
+        Its kernels wait at barriers in shared memory for copies, and would hang if a copy never completed.
     takes_orders : bool
-        Its kernels can take tiles of row intervals in an order, the longest first.
+        Its kernels can process tiles of row intervals in a specified order, longest first.
     """
 
     name: ClassVar[str]
@@ -58,21 +58,21 @@ class Family(ABC):
     takes_orders: ClassVar[bool] = False
 
     def with_sequence_tiles(self, work: WorkList) -> WorkList:
-        """The work, with tiles that end with their sequences where a kernel of the family takes them."""
+        """Return the work with sequence-aligned tiles if kernels of the family use them; otherwise unchanged."""
         return work
 
     def __eq__(self, other: object) -> bool:
-        """A family holds nothing of its own, so that one of a pickled plan is the one of FAMILIES."""
+        """Compare types: families have no state, so that an unpickled family equals the one in FAMILIES."""
         return type(self) is type(other)
 
     def __hash__(self) -> int:
         return hash(type(self))
 
     def reasons(self, problem: Problem, device: DeviceSpec | None) -> list[str]:
-        """Why the family does not serve a problem, on any device or, where one is given, on that device."""
+        """Return why the family does not serve a problem: on `device`, or on every device if that is None."""
         reasons = self._dtype_reasons(problem)
         reasons += [
-            f"kernel={self.name!r} must be given no {operand.name}; got one: use kernel='auto'"
+            f"kernel={self.name!r} does not support {operand.name}; got one: use kernel='auto'"
             for operand in problem.operands
             if not operand.is_captured and operand.name not in self.operands
         ]
@@ -80,7 +80,7 @@ class Family(ABC):
 
     def _dtype_reasons(self, problem: Problem) -> list[str]:
         if problem.precision != "ieee":
-            return [f"kernel={self.name!r} has precision='ieee'; got {problem.precision!r}: use kernel='auto'"]
+            return [f"kernel={self.name!r} needs precision='ieee'; got {problem.precision!r}: use kernel='auto'"]
         if problem.dtype in self.dtypes:
             return []
         served = " or ".join(dtype.name for dtype in self.dtypes)
@@ -110,12 +110,12 @@ class Family(ABC):
         ]
 
     def architecture(self, capability: tuple[int, int]) -> str:
-        """NVRTC's name of the machine code for a compute capability.
+        """Return NVRTC's name of the architecture for a compute capability.
 
         Raises
         ------
         UnsupportedProblem
-            The family's kernels need another chip.
+            The family's kernels do not run on this compute capability.
         """
         reasons = self._capability_reasons(capability)
         refuse(reasons)
@@ -123,7 +123,7 @@ class Family(ABC):
 
     @abstractmethod
     def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:
-        """block_q and block_kv of a block list that is made for the family's kernels: those of the forward tile.
+        """Return (block_q, block_kv) of block lists for the family's kernels, usually the forward tile.
 
         Raises
         ------
@@ -140,17 +140,17 @@ class Family(ABC):
         *,
         deterministic: bool = False,
     ) -> dict[str, KernelSpec]:
-        """The kernels of both passes, by entry in the order of their launches.
+        """Return the kernels of both passes by entry, in the order of their launches.
 
         Parameters
         ----------
         problem : Problem
-            One that the family serves: `reasons` has none.
+            A problem that the family serves.
         device : DeviceSpec
         largest : (block_q, block_kv), optional
-            Blocks of a list, which tiles may not exceed.
+            The block sizes of a list, which tiles must not exceed.
         deterministic : bool
-            Whether every result must be bitwise repeatable.
+            True if all results must be bitwise reproducible.
 
         Raises
         ------
@@ -167,25 +167,25 @@ class Family(ABC):
         *,
         deterministic: bool = False,
     ) -> Kernels:
-        """The launches of both passes over a work list.
+        """Return the launches of both passes over a work list.
 
         Raises
         ------
         UnsupportedProblem
-            As `specs`.
+            As in `specs`.
         """
 
     def mass_spec(
         self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
     ) -> KernelSpec | None:
-        """The kernel that sums softmax weights over blocks of so many keys; None if the family has none for it."""
+        """Return the kernel that sums softmax weights over blocks of `block_kv` keys, or None if there is none."""
         return None
 
 
 def resident_blocks(spec: KernelSpec, device: DeviceSpec) -> int:
-    """Thread blocks of a kernel that a GPU holds at once, limited by registers and by shared memory.
+    """Return how many thread blocks of a kernel a GPU holds at once, limited by registers and shared memory.
 
-    The system takes a KiB of shared memory for each block, and a multiprocessor has one more than a block may use.
+    CUDA reserves 1 KiB of shared memory per block, and a multiprocessor has 1 KiB more than a block can use.
     """
     fitting = (device.tile_memory_bytes + 1024) // (spec.shared_bytes + 1024)
     return device.num_processors * max(1, min(spec.min_blocks, fitting))
@@ -194,7 +194,7 @@ def resident_blocks(spec: KernelSpec, device: DeviceSpec) -> int:
 def order_of_waves(
     problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
 ) -> TileOrder:
-    """Heads that alternate under a band: those of one wave of the thread blocks of either kernel."""
+    """Return how many heads' tiles alternate under a band: those of one wave of thread blocks, for each kernel."""
     return TileOrder(
         heads_per_wave(work, resident_blocks(forward, device), -(-problem.seqlen_q // forward.block_q)),
         heads_per_wave(work, resident_blocks(backward, device), -(-problem.seqlen_kv // backward.block_kv)),
@@ -202,13 +202,13 @@ def order_of_waves(
 
 
 def first_fitting(specs: Iterable[KernelSpec], device: DeviceSpec, blocks: int = 1) -> KernelSpec | None:
-    """The first of some kernels of which a multiprocessor's shared memory holds so many blocks."""
+    """Return the first specification for which a multiprocessor's shared memory holds `blocks` thread blocks."""
     return next((spec for spec in specs if spec.shared_bytes <= device.tile_memory_bytes // blocks), None)
 
 
 def no_tile_fits(nbytes: int, what: str, device: DeviceSpec, fix: str) -> UnsupportedProblem:
-    """The refusal of a kernel whose smallest tile needs so many bytes."""
-    rule = f"{device.name} must have {nbytes} bytes of shared memory a block{what}"
+    """Return the error for a kernel whose smallest tile needs `nbytes` of shared memory."""
+    rule = f"{device.name} must have {nbytes} bytes of shared memory per thread block{what}"
     return UnsupportedProblem([f"{rule}; it has {device.tile_memory_bytes}: {fix}"])
 
 
@@ -216,7 +216,7 @@ def launch_of(
     spec: KernelSpec, device: DeviceSpec, tiles: int, reads: tuple[str, ...], writes: tuple[str, ...],
     features: tuple[str, ...] = (),
 ) -> Launch:  # fmt: skip
-    """The launch of a kernel over so many tiles, with as many thread blocks as a GPU holds if they are persistent."""
+    """Return the launch of a kernel over `tiles` tiles; persistent kernels launch as many blocks as the GPU holds."""
     return Launch(
         spec=spec, tiles=tiles, reads=reads, writes=writes, boxes=spec.boxes, features=features,
         max_blocks=resident_blocks(spec, device) if spec.entry.is_persistent else None,
@@ -224,7 +224,7 @@ def launch_of(
 
 
 def rounded_dims(problem: Problem) -> tuple[int, int]:
-    """head_dim and value_dim that a kernel for the problem is compiled for."""
+    """Return the head_dim and value_dim that kernels for the problem are compiled for."""
     head_dim, value_dim = (
         next(padded for padded in DIMS if padded >= dim) for dim in (problem.head_dim, problem.value_dim)
     )
@@ -232,22 +232,22 @@ def rounded_dims(problem: Problem) -> tuple[int, int]:
 
 
 def list_block_of(work: WorkList) -> tuple[int, int] | None:
-    """Blocks of the list that kernels walk; None for work that is no list."""
+    """Return the block sizes of a block list, or None for other work."""
     return (work.block_q, work.block_kv) if isinstance(work, ListedWork) else None
 
 
 def query_tiles(problem: Problem, work: WorkList, block_q: int) -> int:
-    """Tiles of queries in one head; a tile lies within one block of a list."""
+    """Return the number of query tiles per head; a tile does not cross the blocks of a list."""
     return _num_tiles(problem.seqlen_q, work.block_q if isinstance(work, ListedWork) else block_q, block_q)
 
 
 def key_tiles(problem: Problem, work: WorkList, block_kv: int) -> int:
-    """Tiles of keys in one head; a tile lies within one block of a list."""
+    """Return the number of key tiles per head; a tile does not cross the blocks of a list."""
     return _num_tiles(problem.seqlen_kv, work.block_kv if isinstance(work, ListedWork) else block_kv, block_kv)
 
 
 def num_tiles(spec: KernelSpec, problem: Problem, work: WorkList) -> int:
-    """Tiles of a kernel in one batch entry."""
+    """Return the number of a kernel's work tiles per batch entry."""
     if spec.entry.holds_keys:
         return problem.num_kv_heads * key_tiles(problem, work, spec.block_kv)
     return problem.num_heads * query_tiles(problem, work, spec.block_q)

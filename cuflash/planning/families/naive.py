@@ -1,4 +1,4 @@
-"""The naive family: standard attention, which makes and keeps whole matrices of scores; the baseline."""
+"""The naive family: standard attention, a baseline that stores the whole matrices of scores."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ..spec import NAIVE, Entry, KernelSpec
 from .family import Family, key_tiles, launch_of, list_block_of, num_tiles
 
 SCORE_MATRICES = np.dtype([("scores", MATRICES), ("score_gradients", MATRICES)], align=True)
-_SIDE = 32  # rows and columns of a tile, which multiplies as many columns at a time
+_SIDE = 32  # rows and columns of a tile, and columns that are multiplied at a time
 
 
 def _row_bytes(spec: KernelSpec, width: int) -> int:
-    """A row of a tile in shared memory, which is padded by 16 bytes."""
+    """Return the bytes of a row of a tile in shared memory, including 16 bytes of padding."""
     return width * spec.accumulator.itemsize + 16
 
 
 def _score_bytes(spec: KernelSpec) -> int:
-    """Tiles of queries and keys."""
+    """Return the bytes of a query tile and a key tile."""
     return (spec.block_q + spec.block_kv) * _row_bytes(spec, spec.head_dim)
 
 
 def _sum_bytes(spec: KernelSpec) -> int:
-    """Tiles of scores and of the rows that they weigh, with an int that says whether a row is multiplied."""
+    """Return the bytes of a score tile and a tile of weighted rows, with one int per row that says if it counts."""
     return spec.block_q * _row_bytes(spec, spec.block_kv) + spec.block_kv * (_row_bytes(spec, spec.head_dim) + 4)
 
 
@@ -50,7 +50,7 @@ _BACKWARD = (
 
 
 class Naive(Family):
-    """Six kernels of standard attention: every score is made and kept, whatever the mask."""
+    """Six kernels of standard attention, which compute and store all scores, whatever the mask."""
 
     name = NAIVE
     dtypes = (np.dtype(np.float16), np.dtype(np.float32))
@@ -67,7 +67,7 @@ class Naive(Family):
         *,
         deterministic: bool = False,
     ) -> dict[str, KernelSpec]:
-        """One tile for all chips and dims, half as long where a list's blocks are shorter: a baseline is not tuned."""
+        """Return kernels with one tile size for all chips and dimensions, halved if a list's blocks are smaller."""
         side = _SIDE if largest is None or min(largest) >= _SIDE else _SIDE // 2
         return {
             entry.name: KernelSpec(
@@ -87,7 +87,7 @@ class Naive(Family):
         chosen = self.specs(problem, device, list_block_of(work))
         columns = key_tiles(problem, work, chosen["scores"].block_kv)
         head_tiles, value_tiles = (-(-dim // _SIDE) for dim in (problem.head_dim, problem.value_dim))
-        # Of each kernel, the tiles of its output in each tile of rows, and the arrays that it reads and writes.
+        # For each kernel: output tiles per tile of rows, and the arrays that it reads and writes.
         uses = {
             "scores": (columns, ("q", "k"), ("scores",)),
             "softmax": (1, ("scores",), ("scores", "lse")),

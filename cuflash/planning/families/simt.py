@@ -1,4 +1,4 @@
-"""The simt family: FlashAttention-2 in float32 and float64 arithmetic, for every dtype, mask and chip."""
+"""The simt family: FlashAttention-2 in float32 and float64 arithmetic, for all dtypes, masks and chips."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from .family import (
     rounded_dims,
 )
 
-_THREADS = 128  # threads of a block, kThreads
+_THREADS = 128  # threads of a block, kThreads of the kernels
 _SPARE_REGISTERS = 32
-_SIDES = (128, 64, 32, 16, 8)  # rows, or columns, of a tile
-_SMALLEST_ROWS = 16  # that threads can share
+_SIDES = (128, 64, 32, 16, 8)  # possible rows, or columns, of a tile
+_SMALLEST_ROWS = 16  # minimum rows that the threads of a block can be distributed over
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Entry(Entry):
-    """A kernel that keeps rows of one side in place and steps over the other, with the limits of its tiles."""
+    """A kernel that holds a tile of queries or keys and loops over the other side, with the limits of its tiles."""
 
     family: str = SIMT
     num_scores: int  # tiles of scores in registers
     sums: tuple[str, ...]  # dimensions of the accumulators in registers
-    registers: int  # that both may fill of a thread's 255; beyond it times rose or registers spilled
-    mma_registers: int  # the limit where tensor cores multiply
+    registers: int  # maximum registers per thread for scores and accumulators; more were slower, or spilled
+    mma_registers: int  # the same limit if tensor cores multiply
     max_rows: int = _SIDES[0]
     min_step: int = _SIDES[-1]
-    adds_to_dq: bool = False  # with each step, in registers of a tile of scores
+    adds_to_dq: bool = False  # each step computes a part of dQ, in the registers of a tile of scores
 
 
 def _entry(spec: KernelSpec) -> _Entry:
@@ -58,13 +58,13 @@ def _entry(spec: KernelSpec) -> _Entry:
 
 
 def rows_and_step(spec: KernelSpec) -> tuple[int, int]:
-    """A tile's rows that stay in place, and how many rows of the other side a step takes."""
+    """Return the rows that a work tile holds, and the rows of the other side that each step loads."""
     sides = spec.block_q, spec.block_kv
     return sides[::-1] if spec.entry.holds_keys else sides
 
 
 def _padding(spec: KernelSpec) -> int:
-    """Elements by which rows are longer than they are wide: 16 bytes, or 32 for tensor cores."""
+    """Return the padding of a shared memory row in elements: 16 bytes, or 32 bytes for tensor cores."""
     return (32 if spec.mma_rows else 16) // spec.accumulator.itemsize
 
 
@@ -73,28 +73,31 @@ def _padded_dims(spec: KernelSpec) -> tuple[int, int]:
 
 
 def _with_scores(spec: KernelSpec, elements: int) -> int:
-    """Bytes of so many elements and of a tile of scores."""
+    """Return the bytes of this number of elements and of a tile of scores."""
     rows, step = rows_and_step(spec)
     return (elements + rows * (step + _padding(spec))) * spec.accumulator.itemsize
 
 
 def _forward_bytes(spec: KernelSpec) -> int:
-    """Queries; keys and values, which take turns; scores."""
+    """Return the bytes of queries, of keys and values, which share one buffer, and of scores."""
     return _with_scores(spec, spec.block_q * _padded_dims(spec)[0] + spec.block_kv * max(_padded_dims(spec)))
 
 
 def _mass_bytes(spec: KernelSpec) -> int:
-    """Queries, keys and scores."""
+    """Return the bytes of queries, keys and scores."""
     return _with_scores(spec, (spec.block_q + spec.block_kv) * _padded_dims(spec)[0])
 
 
 def _two_walks_bytes(spec: KernelSpec) -> int:
-    """Rows of both dimensions on both sides, and scores."""
+    """Return the bytes of rows of both dimensions on both sides, and of scores."""
     return _with_scores(spec, (spec.block_q + spec.block_kv) * sum(_padded_dims(spec)))
 
 
 def _one_walk_bytes(spec: KernelSpec) -> int:
-    """Keys and values; queries and dO, which take turns; scores. Operands that are read along rows are not padded."""
+    """Return the bytes of keys and values, of queries and dO, which share one buffer, and of scores.
+
+    Operands that are read along rows are not padded.
+    """
     padding = _padding(spec) if spec.mma_rows else 0
     p_padding = 8 if padding == 0 and spec.block_q > 64 else padding
     persistent_row = spec.head_dim + spec.value_dim + spec.block_q + 2 * padding + p_padding
@@ -124,18 +127,18 @@ BACKWARD = _Entry(
 )  # fmt: skip
 BACKWARD_STATISTICS = Entry(family=SIMT, name="backward_statistics", loads_do=True)
 _MASS_SIDES = {np.dtype(np.float32): 64, np.dtype(np.float64): 32}  # sides of block_mass's tile, by accumulator
-_STATISTICS_BLOCK_Q = 64  # queries of backward_statistics, which multiplies nothing and keeps nothing
+_STATISTICS_BLOCK_Q = 64  # queries per tile of backward_statistics, which has no products and no accumulators
 
 
 class Simt(Family):
-    """Kernels on multiply-add units, and for float64 on tensor cores."""
+    """Kernels that use fused multiply-adds, and tensor cores for float64."""
 
     name = SIMT
     dtypes = SIMT_DTYPES
     operands = ("sink", "dropout_seed")
 
     def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:
-        """The forward tile, but no smaller than the smallest tile of the backward kernels."""
+        """Return the forward tile, but at least the smallest tile of the backward kernels."""
         forward = self._spec(FORWARD, problem, device, None)
         return max(_SMALLEST_ROWS, forward.block_q), max(_SMALLEST_ROWS, forward.block_kv)
 
@@ -147,11 +150,12 @@ class Simt(Family):
         *,
         deterministic: bool = False,
     ) -> dict[str, KernelSpec]:
-        """The kernels by entry; in two walks over the scores where dQ cannot be added up atomically, or not as fast.
+        """Return the kernels by entry. The backward pass computes scores twice if atomic additions to dQ do not pay.
 
-        Atomic additions need dQ's own memory in the accumulator's dtype. In float32 one walk takes 0.79, 0.78 and 0.85
-        of two walks' time at 32, 64 and 96 columns; in float64 0.72 at 32, 1.20 at 64 and 0.90 at 128
-        (simt_walks.log of b648872e), so gradients of float64 with 33 to 64 columns take two walks.
+        Atomic additions need dq to have the accumulator's dtype. In float32, computing scores once with atomic
+        additions takes 0.79, 0.78 and 0.85 of the time of computing them twice at head_dim 32, 64 and 96; in float64,
+        0.72 at 32, 1.20 at 64 and 0.90 at 128 (simt_walks.log of b648872e). Therefore gradients of float64 with
+        head_dim 33 to 64 compute scores twice.
         """
         is_slower_in_one = problem.dtype == np.float64 and 32 < max(problem.head_dim, problem.value_dim) <= 64
         in_two_walks = deterministic or problem.dtype != problem.accumulator or is_slower_in_one
@@ -206,10 +210,10 @@ class Simt(Family):
     def _order(
         self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
     ) -> TileOrder:
-        """Let all heads alternate with a list.
+        """Return the order of tiles, which alternates between all heads if there is a block list.
 
-        Multiply-adds take the time, not copies of K and V. The fewer heads alternate, the more of the GPU is idle at
-        the end (simt_sparse.log of b648872e).
+        The bottleneck is multiply-adds instead of loads of K and V, and if fewer heads alternate, more of the GPU is
+        idle at the end (simt_sparse.log of b648872e).
         """
         if isinstance(work, ListedWork):
             num_heads = problem.num_batch_heads
@@ -219,9 +223,10 @@ class Simt(Family):
     def _largest_fitting(
         self, smallest: KernelSpec, device: DeviceSpec, largest: tuple[int, int]
     ) -> KernelSpec:
-        """The tile that multiplies most for what it loads, of those that fit a multiprocessor twice, or else once.
+        """Return the tile with the most products per loaded element that fits a multiprocessor twice, or else once.
 
-        Tensor cores multiply where any of their tiles fits: they share 32 rows, so blocks of a list may be too short.
+        Tensor cores are used if one of their tiles fits. Their tiles have multiples of 32 rows, so that the blocks of a
+        list may be too short.
         """
         legal = [_legal_tiles(replace(smallest, mma_rows=rows), largest) for rows in _mma_rows(smallest.dtype, device)]
         for tiles in legal:
@@ -238,7 +243,7 @@ class Simt(Family):
     def mass_spec(
         self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
     ) -> KernelSpec | None:
-        """The kernel with the widest chunks of head_dim that fit a multiprocessor twice, or else once.
+        """Return the kernel with the widest chunks of head_dim that fit a multiprocessor twice, or else once.
 
         Raises
         ------
@@ -260,9 +265,9 @@ class Simt(Family):
 
 
 def _mma_rows(dtype: np.dtype[np.generic], device: DeviceSpec) -> tuple[int, ...]:
-    """Return the rows of the mma instructions that a chip has for a dtype, the fastest first; 0 stands for none.
+    """Return the rows of a chip's mma instructions for a dtype, fastest first; 0 means fused multiply-adds.
 
-    float64 has them: 8 rows, and 16 on compute capability 9.0.
+    Only float64 has them here: 8 rows, or 16 with compute capability 9.0.
     """
     if dtype != np.float64 or device.compute_capability is None or device.compute_capability < (8, 0):
         return (0,)
@@ -271,7 +276,7 @@ def _mma_rows(dtype: np.dtype[np.generic], device: DeviceSpec) -> tuple[int, ...
 
 @lru_cache(maxsize=1 << 13)
 def _legal_tiles(smallest: KernelSpec, largest: tuple[int, int]) -> tuple[KernelSpec, ...]:
-    """Return the tiles from the smallest to the largest given, the preferred first; no device changes them."""
+    """Return all tiles up to the size `largest`, best first; cached, since they do not depend on the device."""
     sides = (
         replace(smallest, block_q=block_q, block_kv=block_kv)
         for block_q, block_kv in product(_SIDES, _SIDES)
@@ -281,35 +286,35 @@ def _legal_tiles(smallest: KernelSpec, largest: tuple[int, int]) -> tuple[Kernel
 
 
 def _preference(spec: KernelSpec) -> tuple[float, int]:
-    """Rank a tile by products for every element loaded, where those of a step count twice, and then by height."""
+    """Rank a tile by products per loaded element, counting elements of a step twice, and then by height."""
     rows, step = rows_and_step(spec)
     return rows * step / (rows + 2 * step), rows
 
 
 def _num_accumulators(spec: KernelSpec) -> int:
-    """Columns of the accumulators that a row keeps."""
+    """Return the number of accumulator columns per row."""
     return sum(getattr(spec, dim) for dim in _entry(spec).sums)
 
 
 def accumulator_words(spec: KernelSpec) -> int:
-    """Registers of a thread that scores and sums fill."""
+    """Return the registers per thread that scores and accumulators take."""
     rows, step = rows_and_step(spec)
     sums, entry = _num_accumulators(spec), _entry(spec)
     elements = rows * (entry.num_scores * step + sums)
-    if entry.adds_to_dq:  # scores, then columns of dQ, as many as kDqWidth
+    if entry.adds_to_dq:  # scores and kDqWidth columns of dQ share registers
         dq_width = 32 if spec.mma_rows else 64 if spec.head_dim % 64 == 0 else spec.head_dim
         elements = rows * sums + step * max(rows, dq_width)
     return elements * spec.accumulator.itemsize // (4 * _THREADS)
 
 
 def _is_simt_tile(spec: KernelSpec) -> bool:
-    """Return whether threads share its rows evenly and its accumulators fit their registers."""
+    """True if the threads divide the tile's rows evenly, and its accumulators fit their registers."""
     entry, words = _entry(spec), accumulator_words(spec)
     rows, step = rows_and_step(spec)
-    if spec.mma_rows:  # dQ of a step has as many rows as the step
+    if spec.mma_rows:  # the dQ of a step has `step` rows
         shared_rows = (rows, step) if entry.adds_to_dq else (rows,)
         return all(height % 32 == 0 for height in shared_rows) and words <= entry.mma_registers
-    # Conversions take registers too, and so do the operands of very wide rows.
+    # Conversions from other dtypes need registers too, and so do the operands of very wide rows.
     spare_registers = _SPARE_REGISTERS * (spec.dtype != np.float32) + _SPARE_REGISTERS * (_num_accumulators(spec) > 384)
     fits = words <= entry.registers - spare_registers or (rows, step) == (_SMALLEST_ROWS, entry.min_step)
     return rows % _SMALLEST_ROWS == 0 and rows <= entry.max_rows and step >= entry.min_step and fits

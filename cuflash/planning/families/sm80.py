@@ -1,6 +1,6 @@
 """The sm80 family: FlashAttention-2 on tensor cores, for 16-bit elements and for float32 at reduced precision.
 
-A tile is the first of a few, best first, that a chip's shared memory and a list's blocks allow.
+A kernel uses the first tile of a table, best first, that fits the chip's shared memory and the block sizes of a list.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from .family import (
 
 
 class _Tile(NamedTuple):
-    """A tile, the warps that share it, and how many of what it steps over are at hand."""
+    """A tile, the warps that share it, and the stages of the side that the kernel loops over."""
 
     block_q: int
     block_kv: int
     num_warps: int
     num_stages: int = 1
-    threads_per_processor: int = 256  # so many threads have all the registers they can use
+    threads_per_processor: int = 256  # with at most 256 threads, each can use 255 registers
 
 
 _Tiles: TypeAlias = dict[int, tuple[_Tile, ...]]
 
-# Tiles by the wider of the two dimensions. A warp holds 32 rows of queries where its registers suffice, so that each
-# fragment of K and V that it reads is multiplied twice; sm80_tiles.log of b648872e has the times, and
-# experiments/speed/tile_sweep.py --gpu takes them anew.
+# Tiles by the larger of head_dim and value_dim. A warp holds 32 query rows if registers suffice, so that each fragment
+# of K and V that it loads is multiplied twice. Measurements: sm80_tiles.log of b648872e; to repeat them, run
+# experiments/speed/tile_sweep.py --gpu.
 _FORWARD_TILES: _Tiles = {
     64: (_Tile(128, 128, 4),),
     128: (_Tile(128, 64, 4),),
@@ -71,8 +71,8 @@ _BACKWARD_TILES: _Tiles = {
     128: (_Tile(64, 128, 8, 2), _Tile(64, 64, 4), _Tile(32, 32, 2, 2), _Tile(16, 16, 1, 2)),
     256: (_Tile(64, 64, 8, 2), _Tile(64, 64, 8), _Tile(32, 32, 4), _Tile(16, 16, 2)),
 }
-# Tiles of float32, which has twice the bytes: tf32_tiles.log of b648872e. The later ones are for chips with
-# little shared memory.
+# Tiles for float32, whose elements take twice the memory: tf32_tiles.log of b648872e. The later tiles are for chips
+# with little shared memory.
 _TF32X3_FORWARD: _Tiles = {
     64: (_Tile(128, 32, 4),),
     128: (_Tile(64, 64, 4),),
@@ -89,8 +89,8 @@ _TF32_BACKWARD: _Tiles = {
     128: (_Tile(64, 64, 8), _Tile(32, 32, 4)),
     256: (_Tile(32, 64, 8), _Tile(32, 32, 8), _Tile(32, 16, 4), _Tile(16, 16, 4)),
 }
-# Tiles of neighbouring queries that each choose their blocks: 64 rows, of which a warp has 16, so that with 16 heads a
-# warp has one query and skips the blocks that it did not choose.
+# Tiles for block lists per query: 64 rows, 16 per warp. With 16 heads, a warp has a single query and skips the blocks
+# that are not in its list.
 _UNION_FORWARD: _Tiles = {
     128: (_Tile(64, 64, 4),),
     256: (_Tile(64, 64, 4), _Tile(64, 32, 4)),
@@ -104,48 +104,48 @@ _UNION_BACKWARD: _Tiles = {
     128: (_Tile(64, 64, 4), _Tile(64, 32, 4)),
     256: (_Tile(64, 64, 8), _Tile(64, 32, 8)),
 }
-_UNION_DIMS = (32, 64, 128, 256)  # of q and v alike
-_MMA_SIDE = 16  # rows and columns of a product
+_UNION_DIMS = (32, 64, 128, 256)  # dimensions of these kernels, both head_dim and value_dim
+_MMA_SIDE = 16  # rows and columns of a warp's products are multiples of this
 PARTS = np.dtype([("o_parts", MATRICES), ("lse_parts", MATRICES)], align=True)
-MOST_PARTS = 128  # of the keys of a sequence in decode kernels, kMostParts
-MASS_CHUNK = 64  # columns of a chunk, where rows of the kernel of block masses come in chunks
-_MASS_QUERIES, _LEAST_MASS_KEYS = 128, 8  # queries of that kernel's tile, and keys of the narrowest block of masses
-_WORK_TILE, _VISIT_RANGE, _SCALE, _POINTER, _FLAG = 28, 24, 4, 8, 8  # bytes of what a block remembers of its tile
-_CHUNK, _MATRIX = 20, 32  # and a step of the masses' walk, and an operand
+MOST_PARTS = 128  # maximum number of parts of a sequence in decode kernels, kMostParts
+MASS_CHUNK = 64  # columns per chunk if the block mass kernel loads rows in chunks
+_MASS_QUERIES, _LEAST_MASS_KEYS = 128, 8  # queries of that kernel's tile, and its smallest block of keys
+_WORK_TILE, _VISIT_RANGE, _SCALE, _POINTER, _FLAG = 28, 24, 4, 8, 8  # bytes of a thread block's state in shared memory
+_CHUNK, _MATRIX = 20, 32  # bytes of a step and of an operand in the block mass kernel
 _STATE = _WORK_TILE + _VISIT_RANGE + _SCALE + _FLAG
 
 
 def _forward_bytes(spec: KernelSpec) -> int:
-    """Queries, in whose tile o is staged; keys and values."""
+    """Return the bytes of queries, whose tile also stages o, and of keys and values."""
     elements = spec.block_q * max(spec.head_dim, spec.value_dim) + spec.block_kv * (spec.head_dim + spec.value_dim)
     return spec.dtype.itemsize * elements + 2 * _POINTER + _STATE
 
 
 def _rows_bytes(spec: KernelSpec) -> int:
-    """Queries and dO; keys and values of all stages."""
+    """Return the bytes of queries and dO, and of keys and values of all stages."""
     elements = (spec.block_q + spec.num_stages * spec.block_kv) * (spec.head_dim + spec.value_dim)
     return spec.dtype.itemsize * elements + 2 * _POINTER + _STATE
 
 
 def _backward_bytes(spec: KernelSpec) -> int:
-    """Keys and values; queries and dO of all stages, with their statistics; P and dS."""
+    """Return the bytes of keys and values, of queries, dO and their statistics for all stages, and of P and dS."""
     rows = spec.block_kv + spec.num_stages * spec.block_q
     elements = rows * (spec.head_dim + spec.value_dim) + 2 * spec.block_q * spec.block_kv
     return spec.dtype.itemsize * elements + 2 * 4 * spec.num_stages * spec.block_q + 5 * _POINTER + _STATE
 
 
 def _convert_bytes(spec: KernelSpec) -> int:
-    """Rounded dQ."""
+    """Return the bytes of a tile of rounded dQ."""
     return spec.dtype.itemsize * spec.block_q * spec.head_dim
 
 
 def _combine_bytes(spec: KernelSpec) -> int:
-    """Sums of its groups of threads."""
+    """Return the bytes of the sums of all groups of threads."""
     return (8 if spec.value_dim > 192 else 16) * spec.value_dim * 4
 
 
 def _mass_bytes(spec: KernelSpec) -> int:
-    """Queries and keys of all stages, and lse of the queries."""
+    """Return the bytes of queries and keys of all stages, and of the queries' lse."""
     slots = spec.num_stages * (spec.block_kv + spec.splits_head_dim * spec.block_q)
     rows = slots + (0 if spec.splits_head_dim else spec.block_q)
     state = 4 * (spec.block_q + 1) + _WORK_TILE + _VISIT_RANGE + spec.num_stages * _CHUNK
@@ -153,12 +153,12 @@ def _mass_bytes(spec: KernelSpec) -> int:
 
 
 def _decode_bytes(spec: KernelSpec) -> int:
-    """Queries, and keys and values of all stages; then weights of parts."""
+    """Return the bytes of queries and of keys and values of all stages, or of the parts' weights if these need more."""
     return _tiles_or_parts(spec, (spec.head_dim + spec.value_dim) * spec.dtype.itemsize)
 
 
 def _decode_e4m3_bytes(spec: KernelSpec) -> int:
-    """As `_decode_bytes`, with a scale for each row of keys and of values."""
+    """Return the bytes of `_decode_bytes` for FP8 rows, with a scale for each row of keys and of values."""
     return _tiles_or_parts(spec, spec.head_dim + spec.value_dim + 2 * _SCALE)
 
 
@@ -169,13 +169,13 @@ def _tiles_or_parts(spec: KernelSpec, row: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _TiledEntry(Entry):
-    """A kernel with tables of tiles."""
+    """A kernel with its tables of tiles."""
 
     family: str = SM80
     tiles: Mapping[str, _Tiles] = field(hash=False)  # by precision
-    is_shortened: bool = False  # tiles are no taller than few queries need
-    # Most accumulators of a thread, by precision, where flat blocks of a list, or rows of 32 or 96, leave fewer warps
-    # than the tables have: threads with more spilled up to 5750 bytes each.
+    is_shortened: bool = False  # tiles are reduced in height if there are few queries
+    # Maximum accumulators per thread, by precision, if flat blocks of a list or a head_dim of 32 or 96 allow fewer
+    # warps than the tables have: with more accumulators, threads spilled up to 5750 bytes each.
     max_accumulators: Mapping[str, int] | None = field(default=None, hash=False)
 
 
@@ -250,7 +250,7 @@ class Sm80(Family):
 
         dq_atomic_width = 0 if deterministic else 4 if (device.compute_capability or (0, 0)) >= (9, 0) else 1
         forward, backward = fitting(_FORWARD), replace(fitting(_BACKWARD), dq_atomic_width=dq_atomic_width)
-        # dQ is summed in the layout of the backward kernel's warps, so its neighbours cut queries alike.
+        # dQ is summed in the layout of the backward kernel's warps, so the kernels before and after it use its tiles.
         statistics = replace(backward, entry=_BACKWARD_STATISTICS, dq_atomic_width=0, precision="ieee")
         chosen = {"forward": forward, "backward_statistics": statistics, "backward": backward}
         if deterministic:
@@ -266,7 +266,7 @@ class Sm80(Family):
         deterministic: bool = False,
         num_splits: int | None = None,
     ) -> Kernels:
-        """The launches; as many thread blocks share each tile's keys as `num_splits` says, or else as many as pay."""
+        """Return the launches. `num_splits` thread blocks share each tile's keys; the default is the fastest number."""
         if isinstance(work, UnionWork):
             return union_kernels(problem, device, work, self.union_specs(problem, device, work.tiling.block))
         chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic)
@@ -280,17 +280,17 @@ class Sm80(Family):
         )
 
     def union_specs(self, problem: Problem, device: DeviceSpec, block: int) -> dict[str, KernelSpec]:
-        """The kernels of queries that each choose their blocks of so many keys, by role.
+        """Return the kernels for block lists per query, in blocks of `block` keys, by role.
 
         Raises
         ------
         UnsupportedProblem
-            As `specs`.
+            As in `specs`.
         """
         widest = next(dim for dim in _UNION_DIMS if dim >= max(rounded_dims(problem)))
         dims, most = (widest, widest), dict.fromkeys(_OF_UNIONS, ROWS)
         if problem.score is not None and widest > 64:
-            most["backward"] = 32  # keys, of which no register is spilled
+            most["backward"] = 32  # maximum keys of a tile for which no registers are spilled
         chosen = {
             role: replace(
                 _fitting(entry, problem, dims, device, (ROWS, min(block, most[role])), ROWS), packs_queries=True
@@ -302,7 +302,7 @@ class Sm80(Family):
     def _forward(
         self, problem: Problem, device: DeviceSpec, work: WorkList, unsplit: KernelSpec, num_splits: int | None
     ) -> tuple[Pass, int]:
-        """The forward pass, and how many thread blocks share a tile's keys."""
+        """Return the forward pass, and how many thread blocks share a tile's keys."""
         shares_masks = isinstance(work, IntervalWork) and (work.lo is None or work.lo.shape[1] == 1)
         spec = split_spec(unsplit, problem, device, problem.group_size if shares_masks else 1)
         heads = problem.num_kv_heads if spec.pack_gqa else problem.num_heads
@@ -335,7 +335,7 @@ class Sm80(Family):
     def order(
         self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
     ) -> TileOrder:
-        """Heads that alternate: those that fit the cache with a list, those of one wave of blocks under a band."""
+        """Return how many heads' tiles alternate: with a list as many as fit the cache, under a band one wave's."""
         if isinstance(work, ListedWork):
             return TileOrder(listed_heads(problem, device), listed_kv_heads(problem, device))
         return order_of_waves(problem, device, work, forward, backward)
@@ -343,9 +343,9 @@ class Sm80(Family):
     def mass_spec(
         self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
     ) -> KernelSpec | None:
-        """The kernel, or None where it does not serve the elements, the chip or such narrow blocks of keys.
+        """Return the kernel, or None if it does not support the dtype, the chip or blocks of so few keys.
 
-        Rows of q that fit shared memory twice stay there; longer ones come in chunks, as those of k do.
+        Rows of q up to `WIDEST_CHUNK` columns stay in shared memory; longer rows are loaded in chunks, like those of k.
         """
         if problem.dtype not in self.dtypes or block_kv < _LEAST_MASS_KEYS:
             return None
@@ -362,9 +362,9 @@ class Sm80(Family):
 
 
 def split_spec(forward: KernelSpec, problem: Problem, device: DeviceSpec, group_size: int) -> KernelSpec:
-    """The forward kernel whose thread blocks share each tile's keys.
+    """Return the split-KV forward kernel, in which several thread blocks share each tile's keys.
 
-    Where the queries of `group_size` heads that share a key/value head fit one tile, the tile holds them all.
+    If the queries of the `group_size` heads that share a key/value head fit one tile, the tile holds all of them.
     """
     if group_size > 1:
         num_rows = problem.seqlen_q * group_size
@@ -375,7 +375,7 @@ def split_spec(forward: KernelSpec, problem: Problem, device: DeviceSpec, group_
 
 
 def combine_spec(forward: KernelSpec) -> KernelSpec:
-    """The kernel that merges the partial results of a split forward pass."""
+    """Return the kernel that merges the partial results of a split-KV forward pass."""
     return KernelSpec(
         entry=_COMBINE, dtype=forward.dtype, head_dim=forward.value_dim, value_dim=forward.value_dim, block_q=1,
         block_kv=1,
@@ -390,7 +390,7 @@ def _fitting(
     largest: tuple[int, int] | None,
     num_queries: int,
 ) -> KernelSpec:
-    """A kernel with the first of its tiles that fits."""
+    """Return a kernel with the first of its tiles that fits."""
     tiles = next(tiles for width, tiles in entry.tiles[problem.precision].items() if width >= max(dims))
     if entry.is_shortened:
         tiles = tuple(_shortened(tile, num_queries, max(dims), problem.dtype) for tile in tiles)
@@ -413,10 +413,10 @@ def _fitting(
 
 
 def _shortened(tile: _Tile, num_queries: int, widest: int, dtype: np.dtype[np.generic]) -> _Tile:
-    """Return a tile of the forward pass that is no taller than few queries need.
+    """Return a forward tile whose height is reduced to the number of queries.
 
-    Its warps hold 16 rows each and so need fewer registers: more blocks run at a time, whose loads overlap, unless
-    shared memory limits them; so wide rows come 64 at a time.
+    Its warps hold 16 rows each and so need fewer registers. More thread blocks then run at a time and overlap their
+    loads, unless shared memory is the limit; for this reason, steps of wide rows have at most 64 keys.
     """
     if num_queries > tile.block_q // 2:
         return tile
@@ -430,9 +430,9 @@ def _shortened(tile: _Tile, num_queries: int, widest: int, dtype: np.dtype[np.ge
 def _candidates(
     tiles: tuple[_Tile, ...], dims: tuple[int, int], largest: tuple[int, int] | None, max_accumulators: int | None
 ) -> Iterator[_Tile]:
-    """The tiles; where `largest` is given those that are no larger, the most scores first, and of larger ones a part.
+    """Yield the tiles; with `largest`, tiles are reduced to that size, and come in descending order of their area.
 
-    Where a thread's sums are bounded, warps share all products of a tile, as those of gradients do.
+    If the accumulators per thread are limited, as in the kernels of gradients, warps share all products of a tile.
     """
     if largest is None:
         yield from (_fitted(tile, dims, tile[:2], max_accumulators) for tile in tiles)
@@ -443,7 +443,7 @@ def _candidates(
 
 @lru_cache(maxsize=1024)
 def _fitted(tile: _Tile, dims: tuple[int, int], largest: tuple[int, int], max_accumulators: int | None) -> _Tile:
-    """A tile no larger than `largest`, of as many warps as can share what it is then."""
+    """Return a tile reduced to `largest`, with as many warps as can share the reduced tile."""
     block_q, block_kv = (power_of_two(min(pair)) for pair in zip(tile[:2], largest))
     if max_accumulators is None:
         num_warps = block_q // min(tile.block_q // tile.num_warps, block_q)
@@ -460,9 +460,9 @@ def _fitted(tile: _Tile, dims: tuple[int, int], largest: tuple[int, int], max_ac
 
 
 def _with_partitionable_warps(tile: _Tile, dims: tuple[int, int]) -> _Tile:
-    """A tile of the gradients, but of no more warps than can share each of its products."""
+    """Return a tile of the backward kernel with only as many warps as can share each of its products."""
     products = [(tile.block_q, dims[0]), (tile.block_kv, dims[0]), (tile.block_kv, dims[1])]
-    if max(dims) <= 128:  # gradients of wider rows take more warps than scores of small blocks have parts for
+    if max(dims) <= 128:  # gradients of wider rows need more warps than the scores of small blocks can be divided among
         products.append(tile[:2])
     num_warps = tile.num_warps
     while not all(can_partition(rows, columns, num_warps) for rows, columns in products):
@@ -471,12 +471,12 @@ def _with_partitionable_warps(tile: _Tile, dims: tuple[int, int]) -> _Tile:
 
 
 def _num_accumulators(tile: _Tile, dims: tuple[int, int]) -> float:
-    """Registers that a thread of the gradients fills with S, dP, dK and dV."""
+    """Return the registers per thread of the backward kernel for S, dP, dK and dV."""
     return tile.block_kv * (2 * tile.block_q + sum(dims)) / (32 * tile.num_warps)
 
 
 def can_partition(rows: int, columns: int, num_warps: int) -> bool:
-    """Return whether warps can share a product in pairs of fragments: `row_groups` of tile/warp_tile.cuh is not 0."""
+    """True if warps can share a product in pairs of fragments: `row_groups` of tile/warp_tile.cuh is not 0."""
     groups = (group for group in range(1, num_warps + 1) if num_warps % group == 0)
     return any(
         rows % (_MMA_SIDE * group) == 0 and columns % (_MMA_SIDE * (num_warps // group)) == 0 for group in groups
@@ -484,5 +484,5 @@ def can_partition(rows: int, columns: int, num_warps: int) -> bool:
 
 
 def power_of_two(largest: int) -> int:
-    """The greatest power of two that is no larger."""
+    """Return the greatest power of two up to `largest`."""
     return 1 << largest.bit_length() - 1

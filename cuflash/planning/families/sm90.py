@@ -1,7 +1,7 @@
 """The sm90 family: FlashAttention-3 on Hopper, with TMA copies and wgmma.
 
-A consumer warpgroup computes 64 queries of a tile, in the backward pass 64 keys; a producer warpgroup loads what they
-read. Thread blocks are persistent.
+A consumer warpgroup computes 64 queries of a tile, or 64 keys in the backward pass. A producer warpgroup loads the
+operands. Thread blocks are persistent.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .family import Family, first_fitting, list_block_of, resident_blocks, round
 from .sm80 import Sm80, power_of_two
 from .sm90_storage import BACKWARD, BACKWARD_STATISTICS, FORWARD, ROWS
 
-LIST_BLOCK = (128, 128)  # queries and keys in a block of a list that is made for the kernels
-_SEQUENCE_TILE = (64, 128)  # queries and keys of backward tiles that end with their sequences
-_STAGES, _NARROW_STAGES = 2, 4  # powers of two, as rings count; up to 64 columns more stages fit
-_MMA_COLUMNS = 16  # columns of a product
-_STATISTICS_WARPS = 4  # as measured: sm90_steps.log of b648872e, 28
+LIST_BLOCK = (128, 128)  # queries and keys of a block in lists for these kernels
+_SEQUENCE_TILE = (64, 128)  # queries and keys of sequence-aligned backward tiles
+_STAGES, _NARROW_STAGES = 2, 4  # powers of two, as rings require; with head_dim up to 64 more stages fit
+_MMA_COLUMNS = 16  # block_kv of listed tiles is at least this
+_STATISTICS_WARPS = 4  # the fastest number: sm90_steps.log of b648872e, 28
 _BACKWARD_KEYS, _BACKWARD_STAGES, _WIDE_STAGES = 128, 3, 2
 
 
@@ -42,33 +42,32 @@ class _Tile(NamedTuple):
     block_kv: int
 
 
-# Tiles by the wider of the two dimensions: as many scores as registers hold beside O, in two warpgroups. Three have
-# fewer registers each, and pay where a query sees so many keys that the cost of a tile beside its steps counts less.
-# Four have short steps, and pay where a query sees fewer keys, if there are MIN_TILES_PER_PROCESSOR for each
-# multiprocessor: with fewer tiles, the last of them would end late. A list leaves no registers for three or four.
+# Tiles by the larger of head_dim and value_dim. With two consumer warpgroups, registers hold O and as many scores as
+# possible. Three warpgroups have fewer registers each, and are faster if queries attend enough keys that the cost
+# of starting a tile matters less. Four have short steps, and are faster if queries attend fewer keys and there are
+# MIN_TILES_PER_PROCESSOR tiles per multiprocessor; with fewer tiles, the last ones would end late. Kernels that walk
+# lists have too few registers for three or four.
 _FORWARD = {64: _Tile(128, 128), 128: _Tile(128, 128), 192: _Tile(128, 96), 256: _Tile(128, 80)}
 _FORWARD_3_CONSUMERS = {64: (512, _Tile(192, 128)), 128: (4096, _Tile(192, 80))}
 _FORWARD_4_CONSUMERS = {64: (1536, _Tile(256, 64))}
 MIN_TILES_PER_PROCESSOR = 2
-# Packed sequences, as measured in packed_steps.log of b648872e, 13 and 14: keys of a sequence on average from
-# which on tiles are taken in order, keys up to which they are small, by the wider of the two dimensions, and for which
-# of these forward tiles end with long sequences.
-LONG_SEQUENCE = 768
-SHORT_SEQUENCES = {64: 512, 128: 256}
-CUT_WIDTHS = frozenset({128})
-_STAGED_KEYS = 128  # keys of a step, where elements of a captured array lie beside them
-# Lists: how many blocks of one warpgroup share a multiprocessor, and stages.
+# Packed sequences, as measured in packed_steps.log of b648872e, 13 and 14. The last two are by the larger dimension.
+LONG_SEQUENCE = 768  # mean keys per sequence from which tiles are taken in order, longest first
+SHORT_SEQUENCES = {64: 512, 128: 256}  # mean keys per sequence up to which tiles are small
+CUT_WIDTHS = frozenset({128})  # dimensions for which forward tiles of long sequences are aligned to them
+_STAGED_KEYS = 128  # keys of a step if elements of a captured array are staged
+# Listed kernels with one consumer warpgroup, by the larger dimension: thread blocks per multiprocessor, and stages.
 _LISTED_SMALL = {64: (3, _STAGES), 128: (2, _STAGES + 1)}
 
 
-_SAMPLED_QUERIES = 256  # queries whose numbers of keys are averaged
+_SAMPLED_QUERIES = 256  # number of queries sampled for the mean number of attended keys
 
 
 class Sm90(Family):
-    """Kernels for compute capability 9.0 alone.
+    """Kernels for compute capability 9.0 only.
 
-    Where their backward tiles do not fit, the sm80 family's kernels serve; with a score function or under dropout also
-    beyond 128 columns and for lists whose dQ has a kernel of its own.
+    If their backward tiles do not fit, sm80's backward kernels are used. With a score function or dropout, this is also
+    the case above head_dim 128, and for block lists whose dQ needs a separate kernel.
     """
 
     name = SM90
@@ -87,8 +86,8 @@ class Sm90(Family):
     def _capability_reasons(self, capability: tuple[int, int]) -> list[str]:
         if capability == self.oldest:
             return []
-        found = f"{capability[0]}.{capability[1]}"
-        return [f"kernel='sm90' needs compute capability 9.0; got {found}: use kernel='auto'"]
+        major, minor = capability
+        return [f"kernel='sm90' needs compute capability 9.0; got {major}.{minor}: use kernel='auto'"]
 
     def architecture(self, capability: tuple[int, int]) -> str:
         return super().architecture(capability) + "a"
@@ -111,7 +110,7 @@ class Sm90(Family):
         deterministic: bool = False,
         num_keys: float | None = None,
     ) -> dict[str, KernelSpec]:
-        """The kernels by entry; `num_keys` is how many keys a query sees on average, or None where they may be few."""
+        """Return the kernels by entry; `num_keys` is the mean number of keys per query, or None if it may be small."""
         dims = rounded_dims(problem)
         forward = forward_spec(problem, dims, device, largest, num_keys or 0)
         changes_weights = problem.score is not None or problem.dropout is not None
@@ -160,7 +159,7 @@ class Sm90(Family):
         specs: dict[str, KernelSpec],
         order: TileOrder,
     ) -> tuple[dict[str, KernelSpec], TileOrder]:
-        """The kernels and the order of tiles with the decision whether blocks that add to dQ also finish it."""
+        """Decide whether blocks that add to dQ also finish it, and return the changed kernels and order of tiles."""
         backward = specs["backward"]
         num_heads = problem.mask_shape.num_batch * problem.num_kv_heads
         if backward.adds_dq_in_order or 0 in (num_heads, problem.seqlen_q, problem.seqlen_kv):
@@ -175,7 +174,7 @@ class Sm90(Family):
     def _order(
         self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
     ) -> TileOrder:
-        """Heads that alternate: those that fit the cache with a list; under a band, those that end together."""
+        """Return how many heads' tiles alternate: with a list as many as fit the cache, under a band for balance."""
         tile = forward.block_q, forward.block_kv
         order = forward_order(problem, device, work, tile, resident_blocks(forward, device))
         if isinstance(work, ListedWork):
@@ -186,34 +185,34 @@ class Sm90(Family):
     def mass_spec(
         self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
     ) -> KernelSpec | None:
-        """The sm80 family's kernel with a warp of its own that copies.
+        """Return the sm80 family's kernel with a producer warp that copies.
 
-        Two thread blocks share a multiprocessor unless rows come in chunks.
+        Two thread blocks share a multiprocessor, unless rows are loaded in chunks.
         """
         spec = _SM80.mass_spec(problem, device, block_kv, is_listed=is_listed)
         if spec is None or device.compute_capability != self.oldest:
             return None
         stages, blocks = (6, 1) if spec.splits_head_dim else (2, 2)
-        made = replace(spec, entry=sm90_storage.BLOCK_MASS, num_warps=9, min_blocks=blocks, num_stages=stages)
-        return first_fitting([made], device)
+        spec = replace(spec, entry=sm90_storage.BLOCK_MASS, num_warps=9, min_blocks=blocks, num_stages=stages)
+        return first_fitting([spec], device)
 
 
 _SM80 = Sm80()
 
 
 def _with_bins(backward: KernelSpec, bins: int, device: DeviceSpec) -> KernelSpec:
-    """Return the kernel with bins for the gradient of a table, and with fewer stages if they fit only then."""
+    """Return the kernel with bins for a table's gradient if they fit, if necessary with fewer stages."""
     binned = [replace(backward, num_stages=stages, score_bins=bins) for stages in (backward.num_stages, _STAGES)]
     return first_fitting(binned, device) or backward
 
 
 def _takes_changed_weights(backward: KernelSpec) -> bool:
-    """Return whether the kernel takes score functions and dropout: up to 128 columns, if it computes dQ too."""
+    """True if the kernel supports score functions and dropout: head_dim is at most 128, and it also computes dQ."""
     return backward.entry.applies_score and backward.dq_atomic_width > 0
 
 
 def _ordered(problem: Problem, specs: dict[str, KernelSpec], work: WorkList) -> dict[str, KernelSpec]:
-    """The kernels; those that walk ordered row intervals take tiles in the order, where tiles divide its blocks."""
+    """Return the kernels; with ordered row intervals, those whose tiles divide the ordered blocks use the order."""
     if not isinstance(work, IntervalWork) or not work.is_ordered:
         return specs
     divides = {
@@ -228,10 +227,10 @@ def _ordered(problem: Problem, specs: dict[str, KernelSpec], work: WorkList) -> 
 
 
 def _with_cut_sequences(problem: Problem, work: WorkList, specs: dict[str, KernelSpec]) -> dict[str, KernelSpec]:
-    """The kernels; those of the backward pass cut sequences if the work has such tiles of their size.
+    """Return the kernels; those of the backward pass use sequence-aligned tiles if the work has them in their size.
 
-    They compute dQ too, in no order of their tiles. Parts of a staged array start at multiples of a tile, and so do the
-    queries of the kernel that makes a sink's gradient; bins of a table leave no shared memory.
+    The backward kernel must also compute dQ, with additions in any order. Staged arrays and gradients of sinks need
+    tiles that start at multiples of the tile size, and bins of a table leave too little shared memory.
     """
     backward = specs["backward"]
     if not isinstance(work, IntervalWork) or work.sequence_tile != (backward.block_q, backward.block_kv):
@@ -243,10 +242,10 @@ def _with_cut_sequences(problem: Problem, work: WorkList, specs: dict[str, Kerne
 
 
 def _forward_of_sequences(problem: Problem, forward: KernelSpec, keys: float | None) -> KernelSpec:
-    """The forward kernel for packed sequences of so many keys on average; the same kernel where they are not known.
+    """Return the forward kernel for packed sequences with `keys` keys on average; unchanged if that is None.
 
-    Tiles of sequences that are not long take nearly equally long, so that an order would cost more than it gains. Small
-    tiles, two thread blocks of which share a multiprocessor, have less to wait for between tiles.
+    Tiles of shorter sequences take nearly equal time, so that sorting them costs more than it saves. With small tiles,
+    two thread blocks share a multiprocessor, and one computes while the other changes tiles.
     """
     if keys is None:
         return forward
@@ -259,14 +258,14 @@ def _forward_of_sequences(problem: Problem, forward: KernelSpec, keys: float | N
 
 
 def in_small_tiles(forward: KernelSpec) -> KernelSpec:
-    """The forward kernel in tiles of 64 queries, two thread blocks of which share a multiprocessor."""
+    """Return the forward kernel with tiles of 64 queries, so that two thread blocks share a multiprocessor."""
     return replace(forward, block_q=ROWS, block_kv=ROWS, num_warps=8, min_blocks=2, num_stages=_STAGES)
 
 
 def _keys_of_sequence(work: IntervalWork) -> float | None:
-    """The keys of a sequence on average, or of a shorter window, where they are known without waiting for a device.
+    """Return the mean keys per sequence, or the window if shorter; None if that needs data from a device.
 
-    On the host one sequence follows another where the first key that queries see moves on by more than one.
+    On the host, a new sequence is assumed wherever the first attended key advances by more than one.
     """
     if work.mean_length is not None or not isinstance(work.lo, np.ndarray):
         return work.mean_length
@@ -276,7 +275,7 @@ def _keys_of_sequence(work: IntervalWork) -> float | None:
 
 
 def _mean_visible_keys(work: WorkList, problem: Problem) -> float | None:
-    """Return the mean number of keys that a query attends, by a sample of queries; None if there is no band."""
+    """Return the mean number of keys that a query attends, from a sample of queries; None if the work is not a band."""
     if not isinstance(work, IntervalWork) or work.band is None or not problem.seqlen_q:
         return None
     query = np.linspace(0, problem.seqlen_q - 1, min(problem.seqlen_q, _SAMPLED_QUERIES))
@@ -288,21 +287,21 @@ def _mean_visible_keys(work: WorkList, problem: Problem) -> float | None:
 def forward_spec(
     problem: Problem, dims: tuple[int, int], device: DeviceSpec, largest: tuple[int, int] | None, num_keys: float
 ) -> KernelSpec:
-    """The forward kernel for a problem.
+    """Return the forward kernel for a problem.
 
     Parameters
     ----------
     dims : (head_dim, value_dim)
-        What the kernel is compiled for.
+        The dimensions that the kernel is compiled for.
     largest : (block_q, block_kv), optional
-        Blocks of a list, which tiles divide.
+        The block sizes of a list, which must be multiples of the tile.
     num_keys : float
-        How many keys a query sees on average.
+        The mean number of keys that a query attends.
     """
     width = next(width for width in _FORWARD if width >= max(dims))
     (block_q, block_kv), num_queries = _FORWARD[width], problem.seqlen_q
-    # Three and four warpgroups of consumers have too few registers, and with dropout draw more slowly than two with a
-    # warpgroup that draws for them: dropout_steps.log of b648872e, 4.
+    # Large score functions need more registers than three or four consumer warpgroups have. With dropout, these are
+    # slower than two with another warpgroup that draws the random bits: dropout_steps.log of b648872e, 4.
     score = problem.score
     is_large = problem.dropout is not None or (score is not None and _is_large(score, can_stage(problem)))
     if largest is None and not is_large:
@@ -319,7 +318,7 @@ def forward_spec(
     if largest is not None:
         block_q = next((rows for rows in (2 * ROWS, ROWS) if rows <= block_q and largest[0] % rows == 0), ROWS)
         if block_q == ROWS:
-            block_kv = min(block_kv, ROWS)  # so that several blocks fit
+            block_kv = min(block_kv, ROWS)  # so that several thread blocks fit a multiprocessor
         if largest[1] % block_kv:
             block_kv = max(_MMA_COLUMNS, power_of_two(min(largest[1], block_kv)))
     is_staged = largest is None and block_q > ROWS and width <= 128 and can_stage(problem)
@@ -336,8 +335,9 @@ def forward_spec(
         takes_products = can_take_products(score, problem.numbers, problem.scaling.scale)
         spec = replace(spec, score_takes_products=takes_products)
     if problem.dropout is not None and problem.score is None and width <= 128 and block_q == 2 * ROWS:
-        spec = replace(spec, num_warps=spec.num_warps + 4)  # a warpgroup draws for the others
-    # One consumer warpgroup leaves tensor cores idle between its products, so several blocks share a multiprocessor.
+        spec = replace(spec, num_warps=spec.num_warps + 4)  # one more warpgroup draws random bits for the others
+    # A single consumer warpgroup leaves the tensor cores idle between its products, so several thread blocks should
+    # share a multiprocessor.
     if block_q > ROWS or width > 128:
         return spec
     blocks, stages = (2, _STAGES) if largest is None else _LISTED_SMALL[width]
@@ -346,7 +346,7 @@ def forward_spec(
 
 
 def _is_large(program: Program, is_staged: bool) -> bool:
-    """Return whether a function is curved or reads elements of arrays at queries and keys."""
+    """True if a score function is nonlinear in the score, or reads array elements per query or key."""
     if curvature(program) == "curved":
         return True
     dependencies, staged = depends(program), staged_load(program) if is_staged else None
@@ -359,13 +359,14 @@ def _is_large(program: Program, is_staged: bool) -> bool:
 def backward_specs(
     dtype: np.dtype[np.generic], dims: tuple[int, int], largest: tuple[int, int] | None, *, deterministic: bool
 ) -> dict[str, KernelSpec]:
-    """The backward kernels by entry, compiled for dims or wider ones.
+    """Return the backward kernels by entry, compiled for `dims` or larger dimensions.
 
-    There are none where dims are wider, or a list's blocks smaller, than their tiles.
+    Return {} if no tile supports the dimensions or the block sizes of a list.
 
-    The two warpgroups of consumers share dQ of a tile of queries: 64 rows each, or of 64 rows whole panels of columns.
-    Beyond 128 columns a tile has as many keys as dK and dV leave registers for, or of a list's blocks an even part.
-    Where every result must repeat, or a list's blocks are smaller, dQ has a kernel of its own, up to 128 columns.
+    The two consumer warpgroups divide dQ of a query tile: each takes 64 of its rows, or if it has only 64 rows, half of
+    the panels of columns. Above head_dim 128, a tile has as many keys as fit registers next to dK and dV, or a divisor
+    of a list's block_kv. If results must be bitwise reproducible, or a list's blocks are smaller, a separate kernel
+    computes dQ, up to head_dim 128.
     """
     widest = max(dims)
     if widest <= 128 and (deterministic or (largest is not None and min(largest) < 2 * ROWS)):
@@ -394,9 +395,9 @@ def backward_specs(
 def _backward_in_two_kernels(
     dtype: np.dtype[np.generic], dims: tuple[int, int], largest: tuple[int, int] | None
 ) -> dict[str, KernelSpec]:
-    """The kernels of the backward pass where one makes dK and dV and another makes dQ.
+    """Return the kernels of a backward pass in which one kernel computes dK and dV, and another computes dQ.
 
-    Each has one warpgroup of consumers, and two thread blocks of either share a multiprocessor.
+    Each has one consumer warpgroup, and two thread blocks of either kernel share a multiprocessor.
     """
     if largest is not None and min(largest) < ROWS:
         return {}

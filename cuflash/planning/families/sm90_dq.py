@@ -1,7 +1,8 @@
-"""Decides whether the thread blocks of the sm90 family's backward kernel finish dQ, and in which order under a band.
+"""The decision whether thread blocks of the sm90 family's backward kernel finish dQ, and in which order.
 
-Under a band whose first keys see all queries, they finish it in the order of their tiles of keys: the device's side is
-kernels_cu/sm90/dq_semaphore.cuh. Elsewhere the last tile to arrive does: kernels_cu/sm90/dq_arrivals.cuh.
+Under a band in which all queries attend the first keys, they finish dQ in the order of their key tiles, see
+kernels_cu/sm90/dq_semaphore.cuh. Otherwise the last key tile to arrive may finish it, see
+kernels_cu/sm90/dq_arrivals.cuh.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from ..launches import DqSemaphoreOrder
 from ..problem import Problem
 from ..spec import KernelSpec
 
-_MAX_STORING_TILES = 31  # tiles of keys of a batch entry and head that have a bit
-_MAX_ARRIVALS = 1 << 15  # of tiles of keys at a tile of queries: half of the counter's bits hold them
-_MOST_FINISHED_TILES = 16  # of keys that visit a tile of queries, on average
-_LEAD_IN_WAVES = 2  # rounds of all blocks between a place's last tiles and its first one, of tiles of unlike lengths
+_MAX_STORING_TILES = 31  # key tiles of a (batch, head) that have their own bit
+_MAX_ARRIVALS = 1 << 15  # maximum key tiles that visit a query tile: they are counted in half of the counter's bits
+_MOST_FINISHED_TILES = 16  # maximum of the mean number of key tiles that visit a query tile
+_LEAD_IN_WAVES = 2  # waves of blocks between the last and the first key tile of a head, as tiles differ in length
 
 
 def dq_semaphore_order(
     problem: Problem, band: Band | None, backward: KernelSpec, device: DeviceSpec
 ) -> DqSemaphoreOrder | None:
-    """Return the order for a band, or None if blocks cannot finish dQ, or if it is slower.
+    """Return the order for a band, or None if blocks cannot finish dQ or if that is slower.
 
-    Blocks can finish dQ if every query sees the first tile of keys, and every tile of keys some query, as under a
-    causal mask or none; if dQ is written in whole packets and in its final dtype; and if each tile that stores sums has
-    a bit of its own.
+    Blocks can finish dQ on three conditions. Every query attends the first key tile, and every key tile is attended by
+    a query, as with a causal mask or none. dQ is written in whole packets and in its final dtype. And each tile that
+    stores sums has its own bit.
     """
     lower, upper = (None, None) if band is None else (band.lower, band.upper)
     if band is None or not _can_write_dq(problem, backward):
@@ -51,8 +52,8 @@ def dq_semaphore_order(
     blocks = device.num_processors * backward.min_blocks
     heads_per_group = max(1, blocks // num_tiles // 2)
     lead = _LEAD_IN_WAVES * blocks / (heads_per_group * num_tiles)
-    # These blocks have no tile of a group while the first tiles of keys of the last group are computed. Unfused heads
-    # keep them busy: a tile of these takes as long as a first one, or half as long in the mean under a causal mask.
+    # While the first key tiles of the last group are computed, these blocks have no tile of a group. Unfused heads keep
+    # them busy: their tiles take as long as a first tile, or on average half as long under a causal mask.
     idle_blocks = max(0, blocks - heads_per_group)
     if is_masked:
         return DqSemaphoreOrder(
@@ -70,13 +71,13 @@ def dq_semaphore_order(
 
 
 def last_finishes(problem: Problem, work: WorkList, backward: KernelSpec) -> bool:
-    """Return True if the last tile of keys that arrives at a tile of queries finishes its dQ.
+    """True if the last key tile that arrives at a query tile should finish its dQ.
 
-    No kernel then sets sums to 0 before and none rounds them afterwards, but the sums are loaded once more, and tiles
-    wait for each other. Published rows that lose more than 2 % without it, in milliseconds with it and without: lists
-    of density 0.031, which have 4 tiles on average, 0.468 and 0.488; packed sequences of 2048 keys, 1.597 and 1.701, of
-    64 to 4096 keys, 2.115 and 2.223; a window of 1024 keys, 0.456 and 0.470. Lists of 8 and 16 tiles take as long
-    either way; one of 32 takes 5 % more, and a causal band of 8192 keys 12 % more (sm90_steps.log of b648872e, 28 and
+    This saves the kernels that clear and round the sums, but the sums are loaded once more, and tiles wait for each
+    other. Published benchmarks that it speeds up by more than 2 %, in milliseconds with it and without: block lists of
+    density 0.031, with 4 tiles on average, 0.468 and 0.488; packed sequences of 2048 keys, 1.597 and 1.701, of 64 to
+    4096 keys, 2.115 and 2.223; a window of 1024 keys, 0.456 and 0.470. Lists of 8 and 16 tiles take equally long; with
+    it, a list of 32 tiles takes 5 % longer, and a causal band of 8192 keys 12 % (sm90_steps.log of b648872e, 28 and
     29; packed_steps.log of b648872e, 5).
     """
     if not _can_write_dq(problem, backward):
@@ -91,14 +92,14 @@ def last_finishes(problem: Problem, work: WorkList, backward: KernelSpec) -> boo
 
 
 def _mean_keys(work: IntervalWork) -> float:
-    """The keys of a sequence on average, or of a window; infinite if they are not known."""
+    """Return the mean number of keys of a sequence, or the keys of a window; infinity if unknown."""
     if work.band is not None and work.band.lower is not None and work.band.upper is not None:
         return work.band.upper - work.band.lower + 1
     return inf if work.mean_length is None else work.mean_length
 
 
 def finished_by_last(specs: Mapping[str, KernelSpec]) -> dict[str, KernelSpec]:
-    """Return the kernels without the one that converts dQ: the last tile of keys that arrives finishes it."""
+    """Return the kernels without "convert_dq", since the last key tile that arrives finishes dQ."""
     finished = of_backward(specs, lambda spec: replace(spec, last_finishes_dq=True))
     del finished["convert_dq"]
     return finished
@@ -107,27 +108,27 @@ def finished_by_last(specs: Mapping[str, KernelSpec]) -> dict[str, KernelSpec]:
 def of_backward(
     specs: Mapping[str, KernelSpec], change: Callable[[KernelSpec], KernelSpec]
 ) -> dict[str, KernelSpec]:
-    """Return the kernels of both passes, those of the backward pass with a change."""
+    """Return the kernels of both passes, with `change` applied to those of the backward pass."""
     return {role: spec if role == "forward" else change(spec) for role, spec in specs.items()}
 
 
 def adding_in_order(specs: Mapping[str, KernelSpec]) -> dict[str, KernelSpec]:
-    """The kernels of the backward pass where tiles of keys add to dQ in their order, so that every result repeats."""
+    """Return the backward kernels in which key tiles add to dQ in a fixed order, for bitwise reproducible results."""
     return {entry: replace(spec, adds_dq_in_order=True) for entry, spec in specs.items()}
 
 
 def _can_write_dq(problem: Problem, backward: KernelSpec) -> bool:
-    """Return whether blocks that add to dQ can write it: in whole packets, as it is returned."""
+    """True if blocks that add to dQ can write the final array: in whole packets, without sums over broadcast axes."""
     adds_to_dq = backward.entry.can_finish_dq and backward.dq_atomic_width > 0
     is_returned = problem.gradient_shapes()["q"] == problem.argument_shapes()["q"]
     return adds_to_dq and is_returned and problem.head_dim == backward.head_dim
 
 
 def _is_faster(seqlen_kv: int, width: int, is_masked: bool) -> bool:
-    """Return whether writing dQ so was measured faster than two more kernels (sm90_steps.log of b648872e, 27).
+    """True if finishing dQ in order was measured faster than two more kernels (sm90_steps.log of b648872e, 27).
 
-    The more keys a query sees, the less of the time those take. Where all tiles are alike, blocks end together unless
-    some take longer, as those that finish dQ do: beyond 64 columns 512 keys and 2048 lost more by it than they gained.
+    The more keys a query attends, the smaller is the share of these kernels. Without a mask, blocks would end together,
+    but blocks that finish dQ take longer: above head_dim 64, 512 and 2048 keys became slower.
     """
     if is_masked or width <= 64:
         return seqlen_kv <= 2048

@@ -1,7 +1,7 @@
-"""The sm90 family's kernel for numbers of 8 bits: FlashAttention-3's FP8 forward pass on Hopper.
+"""The sm90 family's FP8 (e4m3) kernel: the FP8 forward pass of FlashAttention-3 on Hopper.
 
-It shares the producers of the sm90 family's forward kernel. Beside O, consumers hold the sum of a step in registers:
-the tensor cores keep 14 bits of a sum of e4m3, so that steps are added in float32.
+It shares the producers of the sm90 family's forward kernel. Consumers hold two accumulators in registers: O, and the
+sum of the current step. Since tensor cores keep only 14 bits of a sum of e4m3 products, steps are added in float32.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .family import FORWARD_INPUTS, Family, list_block_of, resident_blocks
 from .sm90 import LIST_BLOCK
 from .sm90_storage import ROWS, storage_bytes
 
-_DIMS = (64, 128)  # columns that kernels are compiled for
+_DIMS = (64, 128)  # dimensions that kernels are compiled for
 _KEYS = 128  # keys of a step
 _MIN_KEYS = 64
 _STAGES = 4
-_Q_STAGES = 2  # tiles of queries in shared memory at once
-_THREAD_ROOM = 16  # bytes that a consumer's thread keeps
+_Q_STAGES = 2  # query tiles in shared memory at once
+_THREAD_ROOM = 16  # bytes of shared memory per consumer thread for its state
 
 
 def _shared_bytes(spec: KernelSpec) -> int:
-    """Dynamic shared memory of a block: operands, messages and barriers, scales, thread states, and the rounded O."""
+    """Return the bytes of operands, messages and barriers, scales, thread states and the rounded O."""
     operands = _Q_STAGES * spec.block_q * spec.head_dim
     operands += spec.num_stages * spec.block_kv * (spec.head_dim + spec.value_dim)
     storage = storage_bytes(spec, _Q_STAGES)
@@ -41,10 +41,10 @@ def _shared_bytes(spec: KernelSpec) -> int:
 
 
 def _boxes(spec: KernelSpec) -> Boxes:
-    """Rows and columns of the boxes in which TMA copies operands, panels of at most 128 bytes; V is transposed."""
+    """Return the rows and columns of TMA's boxes, which are panels of at most 128 bytes; V is transposed."""
     head_panel, key_panel = (128 if width % 128 == 0 else 64 for width in (spec.head_dim, spec.block_kv))
-    found = {"q": (spec.block_q, head_panel), "k": (spec.block_kv, head_panel), "v": (spec.value_dim, key_panel)}
-    return found | ({"o": (ROWS // 4, 64)} if spec.dtype.itemsize == 2 else {})
+    boxes = {"q": (spec.block_q, head_panel), "k": (spec.block_kv, head_panel), "v": (spec.value_dim, key_panel)}
+    return boxes | ({"o": (ROWS // 4, 64)} if spec.dtype.itemsize == 2 else {})
 
 
 _FORWARD = Entry(
@@ -53,7 +53,7 @@ _FORWARD = Entry(
 
 
 class Sm90Fp8(Family):
-    """Kernels for compute capability 9.0 alone; there is no backward pass."""
+    """The FP8 forward kernel, for compute capability 9.0 only; there is no backward pass."""
 
     name = "sm90_fp8"
     dtypes = UP_TO_FLOAT32
@@ -63,26 +63,26 @@ class Sm90Fp8(Family):
 
     def reasons(self, problem: Problem, device: DeviceSpec | None) -> list[str]:
         reasons = [
-            f"{operand.name} must not be given with 8-bit q, k and v on a GPU; got one: use executor='cpu'"
+            f"{operand.name} is not supported with FP8 q, k and v on a GPU; got one: use executor='cpu'"
             for operand in problem.operands
             if not operand.is_captured and operand.name not in self.operands
         ]
-        given = {"score, softcap and bias": problem.score, "dropout": problem.dropout}
+        changes = {"score, softcap and bias": problem.score, "dropout": problem.dropout}
         reasons += [
-            f"{name} must be None with 8-bit q, k and v on a GPU: use executor='cpu'"
-            for name, value in given.items()
+            f"{name} must be None with FP8 q, k and v on a GPU: use executor='cpu'"
+            for name, value in changes.items()
             if value is not None
         ]
         for name, columns in (("q", problem.head_dim), ("v", problem.value_dim)):
             if columns > _DIMS[-1]:
                 reasons.append(
-                    f"{name} must have at most {_DIMS[-1]} columns for FP8 on a GPU, as registers hold "
-                    f"two accumulators of as many; got {columns}: use executor='cpu', or give dequantized()"
+                    f"{name} must have at most {_DIMS[-1]} columns for FP8 on a GPU, because registers hold "
+                    f"two accumulators of this width; got {columns}: use executor='cpu', or pass {name}.dequantized()"
                 )
         rows = problem.rows_per_scale
         assert rows is not None
         reasons += [
-            f"{name} must have a scale for multiples of {_MIN_KEYS} rows on a GPU; got one for {count}: "
+            f"{name}'s scales must each cover a multiple of {_MIN_KEYS} rows on a GPU; got {count} rows: "
             f"quantize with block={_KEYS}"
             for name, count in (("k", rows.k), ("v", rows.v))
             if count % _MIN_KEYS
@@ -114,8 +114,8 @@ class Sm90Fp8(Family):
             if largest[0] % ROWS or largest[1] % _MIN_KEYS:
                 raise UnsupportedProblem(
                     [
-                        f"mask's blocks must be multiples of {ROWS} queries and {_MIN_KEYS} keys with 8-bit q, k and v "
-                        f"on a GPU; got blocks of {largest}: give the mask itself, or use executor='cpu'"
+                        f"mask's blocks must be multiples of {ROWS} queries and {_MIN_KEYS} keys with FP8 q, k and v "
+                        f"on a GPU; got blocks of {largest}: pass the original mask, or use executor='cpu'"
                     ]
                 )
             block_q = ROWS if largest[0] % block_q else block_q

@@ -1,27 +1,27 @@
-"""The sm90 family's kernels, with their shared memory and the boxes in which TMA fills it."""
+"""The entries of the sm90 family's kernels: their shared memory, and the boxes that TMA copies to it."""
 
 from __future__ import annotations
 
 from ..score_bins import WARP_LANES
 from ..spec import SM90, Boxes, Entry, KernelSpec
 
-ROWS = 64  # queries that a warpgroup multiplies at a time
-_NUM_TILE_INFOS = 4  # tiles in flight
+ROWS = 64  # queries of a warpgroup's wgmma
+_NUM_TILE_INFOS = 4  # work tiles in flight
 # Sizes of messages and barriers, in bytes.
 _SLOT, _BARRIER, _TILE_INFO, _GROUP_RANGE, _MESSAGE, _FLAGS, _OTHER = 16, 8, 140, 12, 20, 4, 8
-_ARRAY_ALIGNMENT = 1024  # of a staged array's slots, whose rows are permuted by bits of their addresses
-_KEPT_STAGES = 2  # steps that dropout's bits are drawn ahead
-_COORDS = 12  # more bytes of a tile's message if dO is loaded too
-_ARRAY_COORDS = 16  # more bytes of a tile's message if an array is staged
-_COUNT = 4  # words of a count of tiles of keys
-_QUERY_PARTS = 24  # more bytes of a range of queries if backward tiles end with their sequences
+_ARRAY_ALIGNMENT = 1024  # alignment of a staged array's slots, whose rows are swizzled by bits of their addresses
+_KEPT_STAGES = 2  # steps for which dropout's keep bits are drawn ahead
+_COORDS = 12  # additional bytes of a tile's message if dO is loaded too
+_ARRAY_COORDS = 16  # additional bytes of a tile's message if an array is staged
+_COUNT = 4  # words of a counter of key tiles
+_QUERY_PARTS = 24  # additional bytes of a range of queries if backward tiles are aligned to sequences
 _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 88, 104, 48
 _MAX_SHARED_BYTES, _STORAGE_BYTES = 227 << 10, 5 << 10  # as in sm90/q_tiles.cuh
-_MASS_MESSAGE, _MASS_TILE = 24, 56  # as in sm90/block_mass.cu, the tile without its queries
+_MASS_MESSAGE, _MASS_TILE = 24, 56  # as in sm90/block_mass.cu; the tile without its queries
 
 
 def _mass_bytes(spec: KernelSpec) -> int:
-    """Queries, keys of all stages, and lse of the queries."""
+    """Return the bytes of queries, of keys of all stages, and of the queries' lse."""
     stages = spec.num_stages
     rows = stages * spec.block_kv + (stages if spec.splits_head_dim else 1) * spec.block_q
     storage = stages * (_SLOT + _MASS_MESSAGE) + _BARRIER + 4 * spec.block_q + _MASS_TILE
@@ -29,7 +29,7 @@ def _mass_bytes(spec: KernelSpec) -> int:
 
 
 def _walk_of_queries_bytes(spec: KernelSpec, more: int, do_stages: int) -> int:
-    """Keys and values, queries and dO of their stages, and so many elements more."""
+    """Return the bytes of keys and values, of queries and dO of all stages, and of `more` elements."""
     stages = spec.num_stages
     elements = more + spec.block_kv * (spec.head_dim + spec.value_dim)
     elements += spec.block_q * (stages * spec.head_dim + do_stages * spec.value_dim)
@@ -44,14 +44,14 @@ def _walk_of_queries_bytes(spec: KernelSpec, more: int, do_stages: int) -> int:
 
 
 def _backward_bytes(spec: KernelSpec) -> int:
-    """The operands; dS and a part of dQ, if the kernel makes dQ."""
+    """Return the bytes of the operands, and of dS and a part of dQ if the kernel computes dQ."""
     makes_dq = spec.dq_atomic_width > 0
     more = spec.block_q * (spec.block_kv + 2 * spec.head_dim) if makes_dq else 0
     return _walk_of_queries_bytes(spec, more, spec.num_stages)
 
 
 def _backward_wide_bytes(spec: KernelSpec) -> int:
-    """The operands, dO in one stage if more do not fit; P and both layouts of dS."""
+    """Return the bytes of the operands, with one stage of dO if more do not fit, of P and of both layouts of dS."""
     scores, do_elements = 3 * spec.block_q * spec.block_kv, spec.block_q * spec.value_dim
     elements = scores + spec.block_kv * (spec.head_dim + spec.value_dim)
     elements += spec.num_stages * (spec.block_q * spec.head_dim + do_elements)
@@ -60,7 +60,7 @@ def _backward_wide_bytes(spec: KernelSpec) -> int:
 
 
 def _walk_of_keys_bytes(spec: KernelSpec) -> int:
-    """Queries, with dO in the backward pass; keys and values of all stages."""
+    """Return the bytes of queries, of dO in the backward pass, and of keys and values of all stages."""
     loads_do = spec.entry.loads_do
     is_small = spec.is_listed and spec.block_q == ROWS
     is_narrow = max(spec.head_dim, spec.value_dim) <= 128
@@ -73,17 +73,17 @@ def _walk_of_keys_bytes(spec: KernelSpec) -> int:
 
 
 def _staged_bytes(spec: KernelSpec, storage: int, slot: int = 0) -> int:
-    """Shared memory of a staged array and its slots, for all stages: StagedArray of sm90/staged_array.cuh."""
+    """Return the bytes of a staged array and its slots, for all stages: StagedArray of sm90/staged_array.cuh."""
     slots = spec.num_stages * (2 * spec.block_q * spec.block_kv + slot)
     return (slots + -storage % _ARRAY_ALIGNMENT) * spec.score_is_staged
 
 
 def storage_bytes(spec: KernelSpec, q_stages: int) -> int:
-    """Shared memory of messages and barriers in kernels that walk the keys of a tile of queries."""
+    """Return the bytes of messages and barriers in kernels that loop over the keys of a query tile."""
     groups, stages = spec.block_q // ROWS, spec.num_stages
     tile_info = _TILE_INFO + _GROUP_RANGE * groups + _COORDS * spec.entry.loads_do
     storage = _SLOT * (q_stages + 2 * stages) + _NUM_TILE_INFOS * (_SLOT + -(-tile_info // 16) * 16)
-    if spec.num_warps == 4 * (2 + groups):  # a warpgroup that draws
+    if spec.num_warps == 4 * (2 + groups):  # one warpgroup draws dropout's random bits
         words = spec.block_q * 2 * -(-spec.block_kv // 64)
         storage += _KEPT_STAGES * (_SLOT + 4 * words)
     storage += (_MESSAGE + _FLAGS * groups) * stages + _OTHER
@@ -91,17 +91,17 @@ def storage_bytes(spec: KernelSpec, q_stages: int) -> int:
 
 
 def query_stats_words(spec: KernelSpec) -> int:
-    """Words of the statistics of a tile of queries: QueryStats of sm90/query_stats.cuh."""
+    """Return the words of a query tile's statistics: QueryStats of sm90/query_stats.cuh."""
     return 2 * spec.block_q + spec.block_q // 16 + 4
 
 
 def query_record_words(spec: KernelSpec) -> int:
-    """Words of a tile of queries in global memory: QueryRecord, which has a count behind the statistics."""
+    """Return the words of a query tile's QueryRecord in global memory: the statistics, and a counter if needed."""
     return query_stats_words(spec) + _COUNT * (spec.last_finishes_dq or spec.adds_dq_in_order)
 
 
 def _panels(spec: KernelSpec) -> tuple[int, int]:
-    """Columns of a box: one panel, WgmmaTile of tile/wgmma_tile.cuh."""
+    """Return the columns of boxes, each one panel of a WgmmaTile of tile/wgmma_tile.cuh."""
     head_panel, value_panel = (64 if dim % 64 == 0 else 32 for dim in (spec.head_dim, spec.value_dim))
     return head_panel, value_panel
 
@@ -121,7 +121,7 @@ def _backward_boxes(spec: KernelSpec) -> dict[str, tuple[int, int]]:
 
 
 def _backward_wide_boxes(spec: KernelSpec) -> Boxes:
-    halves = {"k": (spec.block_kv, 32)} if spec.head_dim % 128 else {}  # half of the columns are whole panels
+    halves = {"k": (spec.block_kv, 32)} if spec.head_dim % 128 else {}  # so that half of head_dim is whole panels
     return _backward_boxes(spec) | halves
 
 
