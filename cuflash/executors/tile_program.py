@@ -138,7 +138,7 @@ def blocks(
             else:
                 values[n] = memories[memory]
                 _write(instruction.op, args, memories[memory])
-            yield block._replace(values=values)
+        yield block._replace(values=values)
 
 
 def _write(op: str, args: list[Any], out: Array) -> None:
