@@ -586,9 +586,10 @@ class Plan:  # numpydoc ignore=PR01
             if name not in wanted:
                 reasons.append(f"{name} must be left out: the plan was created without it")
                 continue
+            shape, dtype = wanted[name]
+            name = name.replace(DOT, "_dot")
             if not is_array(array):
                 raise TypeError(no_array(name, array))
-            shape, dtype = wanted[name]
             reasons += self._location_reasons(name, array)
             if tuple(array.shape) != shape or array.dtype != dtype:
                 fix = f": cast it with {name}.astype({dtype.name!r})" if tuple(array.shape) == shape else ""

@@ -75,6 +75,27 @@ Dropout multiplies P by Z, which is 0 or 1 / (1 - p), before the products with v
 the bounds, with two more roundings in sum_j Z P exp(eta) |v|, in |Z dP| and in dV: those of 1 / (1 - p) and of the
 product. O is then 1 / (1 - p) times a weighted mean of some of the rows of v and of 0.
 
+Tangents. A dot marks a tangent: F_dot is that of the final scores, mu = sum_j P F_dot + P_s s_dot is that of lse, and c
+is the number of each row that is subtracted from F_dot: a computed mean of F_dot over attended keys::
+
+    R    = max_j |F_dot - mu|, enlarged by the errors of F_dot and of the mean; gap = |F_dot - mu| + R >= |F_dot - c|
+    e_Sd = ((k(2 d) + 4) ua + t) |scale| (|Q_dot||K|^T + |Q||K_dot|^T)                (a score function: e_Fd, as e_f)
+    e_w  = P (exp(eta') - 1) (gap + e_Fd) + P e_Fd + 2 ua P exp(eta') (gap + e_Fd)
+    e_m  = sum_j e_w + (k(n) + 8) ua sum_j (P gap + e_w) + 2 ua R                     of mu - c
+    tol_lse_dot = e_m + 4 ua (|mu| + R)
+    tol_o_dot   = sum_j (e_w + (up + t + (k(2 n) + 8) ua) (P gap + e_w) + min(., wp)) |v| + e_m (|O| + tol_O) + R tol_O
+                  + sum_j (P (exp(eta') - 1) + (up + t + (k(2 n) + 8) ua) P exp(eta') + min(P, wp)) |v_dot|
+                  + 3 ua (|O_dot| + R |O| + ...) + u |O_dot| + w
+
+A sink adds P_s (exp(eta_s') - 1) (|s_dot - mu| + R) + 4 ua P_s (...) to e_m. The tangents of gradients are sums of
+products x y, each with an error of |x| e_y + e_x (|y| + e_y) plus the roundings of the product::
+
+    e_Pd  = P (exp(eta') - 1) x + P (e_Fd + tol_lse_dot) + 2 ua P exp(eta') x,    x = |F_dot - mu| + e_Fd + tol_lse_dot
+    e_h   = e_dPd + e_deltad + 2 ua (|dP_dot| + |delta_dot|)                          h = dP_dot - delta_dot
+    e_dFd = |G| e_Pd + (|P_dot| + e_Pd) e_G + P (exp(eta') - 1) |h| + P exp(eta') e_h + 4 ua (...)
+
+and then as for dS above, with |k| and |k_dot| for dq_dot, |q| and |q_dot| for dk_dot, |do| and |do_dot| for dv_dot.
+
 The 8 covers products with the scaled q or k that are scaled back. Sums over a group of heads and over broadcast axes
 count as one sum. Products that underflow in A have an error of wa each. Finally, everything is multiplied by 1.5, for
 the omitted products of small terms and for the freedom of compilers to contract and to reorder.

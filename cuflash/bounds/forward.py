@@ -103,10 +103,7 @@ def forward_tolerances(
     tol_o = np.fmin(by_weights, weights.most * of_mean + cut)
     tol_o = tol_o + model.w + seqlen_kv * model.wa
     return Forward(
-        allowed=allowed,
-        score=score,
-        p=p,
-        log_p=log_p,
+        **{"allowed": allowed, "score": score, "p": p, "log_p": log_p},
         eta=eta,
         lse=lse,
         o=o,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -112,6 +113,8 @@ def push_tolerances(
     tol_o_dot = e_sum + e_rise * (abs_o + forward.tol_o) + spread * forward.tol_o
     tol_o_dot = tol_o_dot + 3 * ua * (abs_o_dot + e_sum + spread * (abs_o + forward.tol_o))
     tol_o_dot = tol_o_dot + model.u * abs_o_dot + model.w + 2 * seqlen_kv * wa + head_dim * wa
+    # The second order reads o_dot as it was stored.
+    tol_o_dot = np.where(abs_o_dot + SECOND_ORDER * tol_o_dot > model.largest, np.inf, tol_o_dot)
     is_row = allowed.any(axis=-1, keepdims=True)
     return Push(
         p_excess=p_excess, from_mean=from_mean, e_final=e_f, pushed=pushed, lse_dot=lse_dot,
@@ -137,12 +140,25 @@ def _final_tangents(
     return pushed.f_dot, pushed.e_f_dot, pushed
 
 
-def second_tolerances(
+class _Finals(NamedTuple):
+    """dF and dF_dot with their errors, those of P and P_dot, and delta_dot with its error."""
+
+    df: Array
+    e_df: Array
+    df_dot: Array
+    e_df_dot: Array
+    p_excess: Array
+    p_dot: Array
+    e_p_dot: Array
+    of_delta: tuple[Array, Array]
+
+
+def _second_finals(
     operands: Operands, forward: Forward, push: Push, do: Array, dlse: Array | float, do_dot: Array,
-    dlse_dot: Array | float, model: Rounding, shapes: tuple[tuple[int, ...], ...],
-) -> tuple[tuple[Array, ...], list[Array], tuple[Array, Array]]:  # fmt: skip
-    """(dF, its error, dF_dot, its error), the bounds on the tangents of dq, dk and dv, and delta_dot with its error."""
-    ua, wa, p, scale = model.ua, model.wa, forward.p, operands.scale
+    dlse_dot: Array | float, model: Rounding,
+) -> _Finals:  # fmt: skip
+    """The tangents of the gradients of final scores."""
+    ua, wa, p = model.ua, model.wa, forward.p
     value_dim = operands.values.shape[-1]
     p_excess, g, e_g = gap_of(operands.values, do, dlse, model, forward)
     p_larger, g_larger = p + p_excess, np.abs(g) + e_g
@@ -168,8 +184,20 @@ def second_tolerances(
     e_df_dot = e_df_dot + 4 * ua * (p_dot_larger * g_larger + p_larger * (np.abs(h) + e_h)) + 3 * wa
     is_allowed = ~np.isneginf(forward.log_p)
     e_p_dot, e_df, e_df_dot = (np.where(is_allowed, x, 0) for x in (e_p_dot, e_df, e_df_dot))
-    finals = df, e_df, df_dot, e_df_dot
+    return _Finals(df, e_df, df_dot, e_df_dot, p_excess, p_dot, e_p_dot, (delta_dot, e_delta))
+
+
+def second_tolerances(
+    operands: Operands, forward: Forward, push: Push, do: Array, dlse: Array | float, do_dot: Array,
+    dlse_dot: Array | float, model: Rounding, shapes: tuple[tuple[int, ...], ...],
+) -> tuple[tuple[Array, ...], list[Array], tuple[Array, Array]]:  # fmt: skip
+    """(dF, its error, dF_dot, its error), the bounds on the tangents of dq, dk and dv, and delta_dot with its error."""
+    ua, wa, p, scale = model.ua, model.wa, forward.p, operands.scale
+    made = _second_finals(operands, forward, push, do, dlse, do_dot, dlse_dot, model)
+    finals, p_larger = made[:4], p + made.p_excess
     ds, e_ds, ds_dot, e_ds_dot = finals if push.pushed is None else _through_slopes(push.pushed, *finals, model)
+    p_dot_larger, is_allowed = np.abs(made.p_dot) + made.e_p_dot, ~np.isneginf(forward.log_p)
+    z, z_rounding = forward.weights.factors, forward.weights.roundoffs * ua
 
     size = math.prod(p.shape[:-2])
     terms_q, terms_k, terms_v = (
@@ -181,10 +209,10 @@ def second_tolerances(
     dot_q, dot_k = (_rounded(ds_dot, e_ds_dot, terms, model) for terms in (terms_q, terms_k))
     dot_k, rounding_k = (np.swapaxes(x, -1, -2) for x in (dot_k, rounding_k))
     of_v = model.up + model.t + (model.k(terms_v) + 2) * ua + z_rounding
-    weights = z * (p_excess + np.minimum(p, max(model.wp, wa)) + of_v * p_larger)
-    weights_dot = z * (e_p_dot + np.minimum(p_dot_larger, max(model.wp, wa)) + of_v * p_dot_larger)
+    weights = z * (made.p_excess + np.minimum(p, max(model.wp, wa)) + of_v * p_larger)
+    weights_dot = z * (made.e_p_dot + np.minimum(p_dot_larger, max(model.wp, wa)) + of_v * p_dot_larger)
     weights, weights_dot, exact, exact_dot = (
-        np.swapaxes(np.where(is_allowed, x, 0), -1, -2) for x in (weights, weights_dot, z * p, z * p_dot)
+        np.swapaxes(np.where(is_allowed, x, 0), -1, -2) for x in (weights, weights_dot, z * p, z * made.p_dot)
     )
     q_shape, k_shape, v_shape = shapes
     results = (
@@ -204,7 +232,7 @@ def second_tolerances(
         rounded_up(tolerance + model.u * np.abs(result) + underflow, result, model)
         for tolerance, result, underflow in zip(tolerances, results, underflows)
     ]
-    return finals, bounds, (delta_dot, e_delta)
+    return finals, bounds, made.of_delta
 
 
 def delta_tangents(

@@ -23,7 +23,7 @@ from ..planning.options import Directions, Options
 from ..planning.scales import RowsPerScale
 from ..plans import Plan, as_arrays, as_mask_of_arrays, named_outputs, outputs_as_arrays, with_numbers
 from ..scores import Score
-from .directions import known_directions
+from .directions import arrays_of, known_directions
 from ._call import Call, composed_score, planned
 
 
@@ -92,8 +92,7 @@ def run(
     layout = layout_key(*arrays.values(), *outs.values(), *dots)
     if layout is None or options.mask is not None and is_foreign(options.mask):
         arrays, outs, options = with_known_arrays(arrays, outs, options)
-        dots = options.tangents.arrays().values() if isinstance(options.tangents, Directions) else ()
-        layout = layout_key(*arrays.values(), *outs.values(), *dots)
+        layout = layout_key(*arrays.values(), *outs.values(), *arrays_of(options.tangents))
     looked_up = lookup(options, layout_key)
     contents, key = looked_up.contents, None
     wants_lse = has_gradient or return_lse

@@ -9,6 +9,11 @@ from ..planning.tangents import shown
 from ..plans import as_arrays
 
 
+def arrays_of(tangents: Any) -> list[Any]:
+    """The arrays of a call's `Directions`; none for a call without."""
+    return [*tangents.arrays().values()] if isinstance(tangents, Directions) else []
+
+
 def known_directions(directions: Directions, arrays: dict[str, Any]) -> Directions:
     """Return tangents and cotangents converted by `as_arrays`; a list gets the dtype of the array that it belongs to.
 

@@ -10,11 +10,11 @@ from ..arrays import Array, ShapeDtype, namespace, summed_to, times_power_of_two
 from ..layouts import reach
 from ..planning.options import DOT
 from ..planning.plan import KernelPlan
-from . import _host_tangents, checks, cpu, gpu, sim, without_keys
+from . import host_tangents, checks, cpu, gpu, sim, without_keys
 
 EXECUTORS: dict[str, Any] = {"cpu": cpu, "gpu": gpu, "sim": sim}
 
-_OF_TANGENTS: dict[str, Any] = {"cpu": _host_tangents}  # executors of the passes "jvp" and "backward_jvp"
+_OF_TANGENTS: dict[str, Any] = {"cpu": host_tangents}  # executors of the passes "jvp" and "backward_jvp"
 
 _OF_EARLIER = ("o", "lse", f"o{DOT}", f"lse{DOT}")  # results of an earlier pass that this pass may read
 _SCALED = "for a scale so far from 1 q and k are copied to memory that a graph would outlive"

@@ -29,7 +29,7 @@ from .tile_dropout import TileDropout
 from .tile_scores import TileScores, coordinates
 
 # A pass of a call; takes the results by name, and the arrays that it reads.
-_Pass: TypeAlias = Callable[["_HostCall", Mapping[str, Array], Mapping[str, Array]], None]
+_Pass: TypeAlias = Callable[["HostCall", Mapping[str, Array], Mapping[str, Array]], None]
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -59,7 +59,7 @@ def bind(
         empty = _empty if check is None else check.empty
         new = {name: empty(name, each.shape, each.dtype) for name, each in (*results.items(), *unwanted.items())}
         read = dict(zip(names, arrays))
-        host_call = _HostCall.of(plan, tiles, numbers, **read, **new)
+        host_call = HostCall.of(plan, tiles, numbers, **read, **new)
         if name != "forward":
             lse, accumulator = host_call.arrays["lse"], plan.problem.accumulator
             empty = lse == -np.inf
@@ -81,12 +81,12 @@ def _empty(name: str, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Ar
     return np.empty(shape, dtype)
 
 
-def _forward(call: _HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
+def _forward(call: HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
     """Compute o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
     run(call.tiling, (call.forward_rows, call.tiles.of_rows()))
 
 
-def _backward(call: _HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
+def _backward(call: HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
     """Compute dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...] over the broadcast leading axes, and, if they
     are among the arrays, dsink [*batch, heads] and the gradients of a score function's arrays."""
     call.arrays["delta"] = np.empty_like(call.arrays["shift"])
@@ -110,7 +110,7 @@ _RowIndex: TypeAlias = tuple[Any, ...]  # an index that selects rows [tiles, row
 
 
 @dataclass(frozen=True, eq=False)
-class _HostCall:
+class HostCall:
     """The arrays of one call, with broadcast leading axes, and the computations on a batch of tiles.
 
     All tiles of a batch visit the same number of rows, so their arrays are stacked along a first axis. The number of
@@ -133,7 +133,7 @@ class _HostCall:
     @classmethod
     def of(
         cls, plan: KernelPlan, tiles: KeptTiles, numbers: Sequence[int] = (), **arrays: Array | None
-    ) -> _HostCall:
+    ) -> HostCall:
         problem, batch = plan.problem, plan.problem.batch
         broadcast = {}
         score = None if problem.score is None else TileScores.of(problem, arrays)
@@ -265,7 +265,7 @@ class _HostCall:
                 mask = partial(self._mask_keys, tiles, steps, value=0)
                 _, ds = self.score.gradients(s, dp, shift, delta, self._row_places(tiles, steps), mask)
             self._mask_keys(tiles, steps, ds, 0)
-            dq = _added(dq, ds.swapaxes(-1, -2) @ k)
+            dq = added(dq, ds.swapaxes(-1, -2) @ k)
         self.write("dq", rows, 0 if dq is None else dq * self.wide(self.plan.problem.scaling.scale))
 
     def sink_gradient(self) -> Array:
@@ -307,7 +307,7 @@ class _HostCall:
                 self._mask_queries(tiles, batch_heads, steps, p, ds)
                 if dropped is not None:
                     dropped.apply(p)
-                dv, dk = _added(dv, p @ do), _added(dk, ds @ q)
+                dv, dk = added(dv, p @ do), added(dk, ds @ q)
         # q includes scale log2(e) / score_factor, or scale / score_factor with a score function; dK needs the scale.
         self.write("dk", keys, 0 if dk is None else dk * self.wide(self.natural * self.score_factor))
         of_kept = 1.0 if self.dropout is None else self.dropout.draws.factor
@@ -345,7 +345,7 @@ class _HostCall:
 class QueryTiles:
     """Some query tiles of a call, for passes over their scores other than attention."""
 
-    _call: _HostCall
+    _call: HostCall
     _tiles: list[Tile]
     _scratch: Array
 
@@ -386,7 +386,7 @@ def over_queries(
     plan: KernelPlan, arrays: Mapping[str, Array], visit: Callable[[QueryTiles], None], *, in_order: bool
 ) -> None:
     """Visit all query tiles of a call, on several threads or in order."""
-    call = _HostCall.of(plan, KeptTiles(plan), **arrays)
+    call = HostCall.of(plan, KeptTiles(plan), **arrays)
 
     def step(tiles: list[Tile], scratch: Array) -> None:
         visit(QueryTiles(call, tiles, scratch))
@@ -406,7 +406,7 @@ def _exp2_of_many_hidden(x: Array, out: Array | None = None) -> Array:
     return np.exp(x, out=out)
 
 
-def _added(total: Array | None, term: Array) -> Array:
+def added(total: Array | None, term: Array) -> Array:
     return term if total is None else np.add(total, term, out=total)
 
 

@@ -98,17 +98,17 @@ class TileScores:
             np.subtract(values[f], lse[block.tiles, None, :], out=p)
             np.exp(p, out=p)
             np.minimum(p, 1, out=p)
-            is_zero = _is_zero(p, None if is_seen is None else is_seen[part])
+            is_zero = zeros_of(p, None if is_seen is None else is_seen[part])
             ds = dp[part]
             ds -= delta[block.tiles, None, :]
             ds *= p
             for load, by_load in zip(loads, by_loads):
                 terms = np.multiply(ds, values[by_load])
-                _clear(terms, is_zero)
+                clear(terms, is_zero)
                 self._add(program, load, block, at[0], terms)
             ds *= values[slope]
-            _clear(p, is_zero)
-            _clear(ds, is_zero)
+            clear(p, is_zero)
+            clear(ds, is_zero)
             if is_read_late:
                 s[part] = p
         return s, dp
@@ -126,7 +126,7 @@ class TileScores:
         np.add.at(total.reshape(-1), np.broadcast_to(flat, terms.shape).ravel(), terms.ravel())
 
 
-def _is_zero(p: Array, is_seen: Array | None) -> Array | None:
+def zeros_of(p: Array, is_seen: Array | None) -> Array | None:
     """Return where elements of P are 0 or masked, or None if no element is."""
     if is_seen is None and p.min() > 0:
         return None
@@ -136,7 +136,7 @@ def _is_zero(p: Array, is_seen: Array | None) -> Array | None:
     return is_zero if is_zero.any() else None
 
 
-def _clear(x: Array, where: Array | None) -> None:
+def clear(x: Array, where: Array | None) -> None:
     """Set elements to 0, whatever they are; None means no elements."""
     if where is not None:
         np.copyto(x, 0, where=where)

@@ -13,7 +13,7 @@ from ..planning.problem import Problem
 from ..scores.program import Program, gradient_loads, pushed
 from ..scores.values import Operands
 from .tile_program import blocks
-from .tile_scores import TileScores, _clear, _is_zero
+from .tile_scores import TileScores, clear, zeros_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +103,7 @@ class ScoreTangents:
             here, values = (block.tiles, block.keys), block.values
             p = np.subtract(values[f], lse[block.tiles, None, :], out=np.empty_like(s[here]))
             np.minimum(np.exp(p, out=p), 1, out=p)
-            is_zero = _is_zero(p, None if is_seen is None else is_seen[here])
+            is_zero = zeros_of(p, None if is_seen is None else is_seen[here])
             p_dot = np.subtract(values[f_dot], lse_dot[block.tiles, None, :], out=np.empty_like(p))
             p_dot *= p
             df_dot = p_dot * gap[here]
@@ -111,10 +111,10 @@ class ScoreTangents:
             df = p * gap[here]
             for load, by_load, by_load_dot in zip(loads, by_loads, by_loads_dot):
                 terms = df_dot * values[by_load] + df * values[by_load_dot]
-                _clear(terms, is_zero)
+                clear(terms, is_zero)
                 self.score._add(program, load, block, at[0], terms)
             ds_dot = df_dot * values[slope] + df * values[slope_dot]
             df *= values[slope]
             for x, made in ((s, p), (s_dot, p_dot), (gap, df), (gap_dot, ds_dot)):
-                _clear(made, is_zero)
+                clear(made, is_zero)
                 np.copyto(x[here], made)

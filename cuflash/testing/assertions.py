@@ -333,7 +333,7 @@ def assert_within_bounds(
     gradients = {} if isinstance(others, EllipsisType) else others
     require_results(example, results, gradients)
     bounds = example.probable_bounds if probable else example.bounds
-    share = 1.0 if _reference_is_finer(example.q.dtype) else 2.0
+    share = 1.0 if reference_is_finer(example.q.dtype) else 2.0
     ratios = []
     for name, result in results.items():
         exact = getattr(example.exact, name)
@@ -423,7 +423,7 @@ def _is_float(dtype: np.dtype) -> bool:
     return dtype.kind == "f" or dtype == BFLOAT16
 
 
-def _reference_is_finer(dtype: DTypeLike) -> bool:
+def reference_is_finer(dtype: DTypeLike) -> bool:
     """True if the oracle is more precise than the results; False for float64 if long double is the same as float64."""
     return bool(np.finfo(np.longdouble).eps < limits(accumulator_dtype(np.dtype(dtype))).eps)
 

@@ -25,7 +25,7 @@ from ..keywords import explains_keywords
 from ..planning.score_operands import numbers_of
 from ..scores.program import Program, derived, pushed
 from ..scores.values import Operands, values
-from .assertions import Example, _reference_is_finer, assert_within, on_lattice
+from .assertions import Example, reference_is_finer, assert_within, on_lattice
 from .memory_layouts import LAYOUTS, laid_out
 from .strategies import examples
 
@@ -299,7 +299,7 @@ def assert_tangents_within_bounds(moving: Moving, **results: Array) -> float:
     __tracebackhide__ = True
     if not results:
         raise TypeError("give at least one of o_dot, lse_dot, dq_dot, dk_dot, dv_dot: nothing would be compared")
-    share = 1.0 if _reference_is_finer(moving.example.q.dtype) else 2.0
+    share = 1.0 if reference_is_finer(moving.example.q.dtype) else 2.0
     ratios = []
     for name, result in results.items():
         exact, bound = getattr(moving.exact, name), getattr(moving.bounds, name)

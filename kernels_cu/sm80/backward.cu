@@ -284,9 +284,12 @@ CUFLASH_DEVICE void make_changed_p_and_ds(Scores& s, Scores& dp, const attention
 }
 
 // Write dK and dV of the tile, by way of the shared memory of its K and V. Called by all threads.
-CUFLASH_DEVICE void write_gradients(const attention::Params& params, const BlockState& state, WarpDk& dk, WarpDv& dv,
+CUFLASH_DEVICE void write_gradients(const attention::Params& params, attention::ChosenArgument<Config> chosen,
+                                    const BlockState& state, WarpDk& dk, WarpDv& dv,
                                     attention::DropoutArgument<Config> dropout) {
   using namespace attention;
+  int& is_last = *reinterpret_cast<int*>(ptx::dynamic_shared<unsigned char>() + p_smem.start);
+  if (!add_parts(params, chosen, state.work, dk, dv, is_last)) return;
   const Shape& shape = params.shape;
   const int kv_head = divmod(state.work.batch_head.head, shape.group_size).quotient;
   dk.scale(shape.softmax_scale);
@@ -381,7 +384,5 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
   }
   ptx::cp_async_wait<0>();
   __syncthreads();  // K and V have arrived, even without a step, and are read
-  int& is_last = *reinterpret_cast<int*>(ptx::dynamic_shared<unsigned char>() + p_smem.start);
-  if (!add_parts(params, chosen, state.work, dk, dv, is_last)) return;
-  write_gradients(params, state, dk, dv, dropout);
+  write_gradients(params, chosen, state, dk, dv, dropout);
 }

@@ -9,7 +9,6 @@ from cuflash import masks, sim
 from cuflash.executors.sim import Simulator
 from cuflash.masks import ChosenBlocks, MaskShape
 from mutations.planting import Edit
-from mutations.python_guards import part
 from test_chosen_kernels import (
     case_of_many_blocks, check_columns, check_far_columns, check_group, check_parts, check_scores,
     check_unions,
@@ -82,30 +81,13 @@ def parts_are_added() -> None:
 
 def plans_are_right(library: ModuleType) -> None:
     """Geometry of tiles, and unions of lists on the host, give right results of every number of lists."""
-    check_group(library, 6, 64, library.masks.Causal("bottom_right"))
+    check_group(library, 6, 64, CAUSAL)
     check_far_columns(library)
 
 
 def sources_are_right(library: ModuleType) -> None:
-    for case in _cases()[:4]:
-        shape, lists, closed, num_kv_heads = case
-        of, kinds = part(library, "masks.shape").MaskShape, library.masks
-        own = None if closed is None else _of_library(library, closed)
-        again = kinds.ChosenBlocks(lists.blocks, lists.block, counts=lists.counts)
-        check_unions(library, (of(*shape), again, own, num_kv_heads))
-
-
-def _of_library(library: ModuleType, closed: masks.Mask) -> object:
-    """Return closed forms as masks of a library."""
-    kinds = library.masks
-    if isinstance(closed, masks.SlidingWindow):
-        return kinds.SlidingWindow(closed.left, closed.right, closed.align)
-    if isinstance(closed, masks.Lengths):
-        return kinds.Lengths(kv=closed.kv)
-    if isinstance(closed, masks.Causal):
-        return kinds.Causal(closed.align)
-    first, second = (_of_library(library, each) for each in closed.operands)
-    return first & second
+    for case in _cases():
+        check_unions(library, case)
 
 
 UNIONS, LIST, COLUMNS = "lists/unions.cu", "lists/chosen.cuh", "lists/columns.cuh"
@@ -246,19 +228,12 @@ FAULTS = {
             MEMBERS, "Column.last", "min(first(chosen) + chosen.queries_per_part, chosen.column_pointers[number + 1])",
             "chosen.column_pointers[number + 1]",
         ),
-        "the first to arrive adds": Edit(
-            "sm80/column_parts.cuh", "add_parts", "== num_parts - 1;", "== 0;"
-        ),
-        "tiles of a block share parts": Edit(
-            "sm80/column_parts.cuh", "add_parts", "+ column.tile * num_parts)", ")"
-        ),
-        "blocks share parts": Edit(
-            SCAN, "lists_columns_scan", "sum_up<kThreads>(parts, chosen.num_blocks, 0);", ""
+        "the last part is not added": Edit(
+            "sm80/column_parts.cuh", "add_parts", "part < num_parts;", "part < num_parts - 1;"
         ),
         "a block of one part more has none": Edit(
             SCAN, "lists_columns_scan", "(length + per_part - 1) / per_part", "length / per_part"
         ),
-        "arrivals are not reset": Edit("sm80/column_parts.cuh", "add_parts", "if (is_last) *arrivals = 0;", ""),
     },
     plans_are_right: {
         "a tile has more heads than share its list": Edit(
@@ -280,9 +255,6 @@ FAULTS = {
         ),
         "bands hide nothing": Edit(
             PLAN, "UnionSource._numbers", "(None, None) if band is None else (band.lower, band.upper)", "(None, None)"
-        ),
-        "counts of bytes have a sign": Edit(
-            PLAN, "UnionSource._numbers", 'dtype.kind == "i"', "True"
         ),
     },
 }  # fmt: skip

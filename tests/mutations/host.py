@@ -80,13 +80,13 @@ def threads_are_right(library):
 FAULTS = {
     magnitudes_are_right: {
         "dk lacks the power of two of its scores": Edit(
-            "executors/cpu.py", "_HostCall.backward_columns", "(self.natural * self.score_factor)", "(self.natural)"
+            "executors/cpu.py", "HostCall.backward_columns", "(self.natural * self.score_factor)", "(self.natural)"
         ),
         "scores lack their power of two": Edit(
-            "executors/cpu.py", "_HostCall.scores", "np.multiply(s, self.wide(self.score_factor), out=s)", "s"
+            "executors/cpu.py", "HostCall.scores", "np.multiply(s, self.wide(self.score_factor), out=s)", "s"
         ),
         "q carries more than the scale's mantissa": Edit(
-            "executors/cpu.py", "_HostCall.of", "lift = max(exponent, 0)", "lift = 0"
+            "executors/cpu.py", "HostCall.of", "lift = max(exponent, 0)", "lift = 0"
         ),
         "scales of any size stay as they are": Edit(
             "planning/problem.py", "Problem.scaling", "-most < exponent <= most", "True"

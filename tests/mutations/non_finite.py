@@ -116,11 +116,11 @@ def parts_follow_the_rule() -> None:
 FAULTS = {
     non_finite_values_go_where_they_should: {
         "P of a NaN row is NaN where it is masked": Edit(
-            "executors/cpu.py", "_HostCall._mask_queries", "], 0",
+            "executors/cpu.py", "HostCall._mask_queries", "], 0",
             "], 0 * x[number, :, each.rows] if x is weights[0] else 0",
         ),
         "dS is NaN where it is masked, for its query": Edit(
-            "executors/cpu.py", "_HostCall._mask_keys", "each.rows], value,",
+            "executors/cpu.py", "HostCall._mask_keys", "each.rows], value,",
             "each.rows], value or 0 * x[number, each.rows],"
         ),
     },

@@ -9,15 +9,15 @@ from mutations.python_guards import (
 
 FAULTS = {
     attention_is_right: {
-        "o is not rescaled": Edit("executors/cpu.py", "_HostCall.forward_rows", "o_acc *= rescale[..., None]", "pass"),
+        "o is not rescaled": Edit("executors/cpu.py", "HostCall.forward_rows", "o_acc *= rescale[..., None]", "pass"),
         "the row maximum is not subtracted from an empty start": Edit(
-            "executors/cpu.py", "_HostCall.forward_rows", "np.maximum(new_max, np.finfo(self.wide).min)", "new_max"
+            "executors/cpu.py", "HostCall.forward_rows", "np.maximum(new_max, np.finfo(self.wide).min)", "new_max"
         ),
         "an empty row has a finite lse": Edit(
-            "executors/cpu.py", "_HostCall.forward_rows", "= row_max", "= np.maximum(row_max, np.finfo(self.wide).min)"
+            "executors/cpu.py", "HostCall.forward_rows", "= row_max", "= np.maximum(row_max, np.finfo(self.wide).min)"
         ),
         "an empty row is divided by 0": Edit(
-            "executors/cpu.py", "_HostCall.forward_rows", "divisor = np.maximum(row_sum, 1)", "divisor = row_sum"
+            "executors/cpu.py", "HostCall.forward_rows", "divisor = np.maximum(row_sum, 1)", "divisor = row_sum"
         ),
         "a bit tile starts at its first key": Edit(
             "executors/_host_tiles.py", "masked_elements", "keys.start % work.block_kv", "0"
@@ -27,25 +27,25 @@ FAULTS = {
             "start=segment.start + remaining + 1)",
         ),
         "heads are grouped by remainder": Edit(
-            "executors/cpu.py", "_HostCall._rows_of", ".h // self.group_size)", ".h % self.plan.problem.num_kv_heads)"
+            "executors/cpu.py", "HostCall._rows_of", ".h // self.group_size)", ".h % self.plan.problem.num_kv_heads)"
         ),
         "only the first head of a group gives dk and dv": Edit(
-            "executors/cpu.py", "_HostCall.backward_columns", "for head in range(self.group_size", "for head in range(1"
+            "executors/cpu.py", "HostCall.backward_columns", "for head in range(self.group_size", "for head in range(1"
         ),
         "dlse has the wrong sign": Edit(
-            "executors/cpu.py", "_HostCall.backward_rows", "delta -= np.where(shift", "delta += np.where(shift"
+            "executors/cpu.py", "HostCall.backward_rows", "delta -= np.where(shift", "delta += np.where(shift"
         ),
         "dq lacks the scale": Edit(
-            "executors/cpu.py", "_HostCall.backward_rows", "dq * self.wide(self.plan.problem.scaling.scale)", "dq"
+            "executors/cpu.py", "HostCall.backward_rows", "dq * self.wide(self.plan.problem.scaling.scale)", "dq"
         ),
         "dk keeps log2(e)": Edit(
-            "executors/cpu.py", "_HostCall.backward_columns", "self.wide(self.natural * self.", "self.wide(self."
+            "executors/cpu.py", "HostCall.backward_columns", "self.wide(self.natural * self.", "self.wide(self."
         ),
         "only the last step gives dv": Edit(
-            "executors/cpu.py", "_HostCall.backward_columns", "_added(dv, p @ do)", "p @ do"
+            "executors/cpu.py", "HostCall.backward_columns", "added(dv, p @ do)", "p @ do"
         ),
         "every batch entry reads the first": Edit(
-            "executors/cpu.py", "_HostCall.row_index", "[(*self.batch_indices[b], h)", "[(*self.batch_indices[0], h)"
+            "executors/cpu.py", "HostCall.row_index", "[(*self.batch_indices[b], h)", "[(*self.batch_indices[0], h)"
         ),
         "batches that are not full are forgotten": Edit(
             "executors/_host_tiles.py", "_batches", "yield from waiting.values()", ""
@@ -57,10 +57,10 @@ FAULTS = {
             "arrays.py", "summed_to", "gradient.sum(axis=(*range(missing), *", "gradient.max(axis=(*range(missing), *"
         ),
         "the scale is left to q alone": Edit(
-            "executors/cpu.py", "_HostCall.of", "problem.scaling.scale * unit", "unit"
+            "executors/cpu.py", "HostCall.of", "problem.scaling.scale * unit", "unit"
         ),
         "row_sum is not rescaled": Edit(
-            "executors/cpu.py", "_HostCall.forward_rows", "row_sum * rescale + p_sum", "row_sum + p_sum"
+            "executors/cpu.py", "HostCall.forward_rows", "row_sum * rescale + p_sum", "row_sum + p_sum"
         ),
     },
     rows_without_a_score_are_right: {

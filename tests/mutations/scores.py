@@ -262,7 +262,7 @@ FAULTS = {
     },
     score_guards.results_are_right: {
         "the function is applied after the mask": Edit(
-            CPU, "_HostCall.forward_rows",
+            CPU, "HostCall.forward_rows",
             "\n            if self.score is not None:\n                self.score.apply(s, self._row_places(tiles, "
             "steps))\n            self._mask_keys(tiles, steps, s, -np.inf)\n            ",
             "\n            self._mask_keys(tiles, steps, s, -np.inf)\n            if self.score is not None:\n        "
@@ -272,12 +272,12 @@ FAULTS = {
         "the function is left out": Edit(
             TILES, "TileScores.apply", "np.copyto(s[block.tiles, block.keys], block.values[f])", "pass"
         ),
-        "weights are powers of two": Edit(CPU, "_HostCall.power", "return np.exp", "return np.exp2"),
+        "weights are powers of two": Edit(CPU, "HostCall.power", "return np.exp", "return np.exp2"),
         "P is made in place of scores that are read later": Edit(
             TILES, "TileScores.gradients", 'instructions[n].op == "s" for n', 'instructions[n].op == "b" for n'
         ),
         "P is not masked": Edit(TILES, "TileScores.gradients", "mask(is_seen.view(np.uint8))", "pass"),
-        "weights of 0 are not looked for": Edit(TILES, "_is_zero", "p.min() > 0", "True"),
+        "weights of 0 are not looked for": Edit(TILES, "zeros_of", "p.min() > 0", "True"),
         "delta is left out": Edit(TILES, "TileScores.gradients", "ds -= delta[block.tiles, None, :]", "pass"),
         "all blocks have the keys of the first": Edit(
             BLOCKS, "Block.of", "self.keys if x.shape[1] >", "slice(self.keys.stop - self.keys.start) if x.shape[1] >"
@@ -303,10 +303,10 @@ FAULTS = {
             "_stacked(keys)[:, :, None], _stacked(queries)[:, None, :]",
         ),
         "the head is that of the keys": Edit(
-            CPU, "_HostCall._row_places", "[(tile.b, tile.h) for tile", "[(tile.b, tile.h // self.group_size) for tile"
+            CPU, "HostCall._row_places", "[(tile.b, tile.h) for tile", "[(tile.b, tile.h // self.group_size) for tile"
         ),
         "scores are in base 2 for the function": Edit(
-            CPU, "_HostCall.of", "unit = LOG2_E if score is None else 1.0", "unit = LOG2_E"
+            CPU, "HostCall.of", "unit = LOG2_E if score is None else 1.0", "unit = LOG2_E"
         ),
         "f's own error is left out of the bound": Edit(
             "bounds/forward.py", "_scores", "score, e_score = (np.where(allowed, x, 0) for x in final[:2])",

@@ -127,19 +127,19 @@ def sm90_is_right() -> None:
 FAULTS = {
     the_host_is_right: {
         "a sink's weight is left out of o": Edit(
-            "executors/cpu.py", "_HostCall.forward_rows", "o = o * factor[..., None]", "pass"
+            "executors/cpu.py", "HostCall.forward_rows", "o = o * factor[..., None]", "pass"
         ),
         "lse leaves the sink out": Edit(
             "executors/cpu.py", "_with_sink", "np.where(is_sink, shift + np.log(total), lse)", "lse"
         ),
         "the sink's gradient has the wrong sign": Edit(
-            "executors/cpu.py", "_HostCall.sink_gradient", "return -np.where(", "return np.where("
+            "executors/cpu.py", "HostCall.sink_gradient", "return -np.where(", "return np.where("
         ),
         "the gradient of no sink is NaN": Edit(
-            "executors/cpu.py", "_HostCall.sink_gradient", "(sink == -np.inf, self.wide(0), terms", "(True, terms, sink"
+            "executors/cpu.py", "HostCall.sink_gradient", "(sink == -np.inf, self.wide(0), terms", "(True, terms, sink"
         ),
         "all tiles have the first head's sink": Edit(
-            "executors/cpu.py", "_HostCall.forward_rows", "1]).reshape(len(tiles), 1)", "1]).reshape(len(tiles), 1)[:1]"
+            "executors/cpu.py", "HostCall.forward_rows", "1]).reshape(len(tiles), 1)", "1]).reshape(len(tiles), 1)[:1]"
         ),
         "without keys lse is as without a sink": Edit(
             "executors/without_keys.py", "_forward", 'arrays["lse"][...] = lse', 'arrays["lse"][...] = -np.inf'
@@ -154,10 +154,10 @@ FAULTS = {
             "planning/plan.py", "KernelPlan.gradients_made", "= self.kernels is None or self.", "= self."
         ),
         "rows without keys give NaN": Edit(
-            "executors/cpu.py", "_HostCall.sink_gradient", "if np.isnan(delta).any():", "if False:"
+            "executors/cpu.py", "HostCall.sink_gradient", "if np.isnan(delta).any():", "if False:"
         ),
         "dlse of rows without keys is forgotten": Edit(
-            "executors/cpu.py", "_HostCall.sink_gradient", 'if "dlse" in self.arrays', "if False"
+            "executors/cpu.py", "HostCall.sink_gradient", 'if "dlse" in self.arrays', "if False"
         ),
         "a gradient without axes is a number": Edit("arrays.py", "summed_to", "keepdims=True", "keepdims=False"),
     },

@@ -196,7 +196,7 @@ def wrong_tangents_are_refused(library: ModuleType) -> None:
         raise AssertionError("a plan of kernels with tangents")
 
 
-HOST, OF_SCORES, RULES = "executors/_host_tangents.py", "executors/tile_tangents.py", "planning/tangents.py"
+HOST, OF_SCORES, RULES = "executors/host_tangents.py", "executors/tile_tangents.py", "planning/tangents.py"
 BOUNDS, PROGRAM = "bounds/tangents.py", "scores/program.py"
 FAULTS = {
     tangents_are_right: {
@@ -238,8 +238,8 @@ FAULTS = {
             HOST, "HostTangents._tile", "(v.x, do.dot), (v.dot, do.x)", "(v.x, do.dot), (None, do.x)"
         ),
         "dQ leaves k's tangent out": Edit(HOST, "HostTangents.backward_rows", "ds.swapaxes(-1, -2) @ k.dot", "0 * dq"),
-        "dK leaves q's tangent out": Edit(HOST, "HostTangents.backward_columns", "_added(dk, ds @ q.dot)", "dk"),
-        "dV leaves do's tangent out": Edit(HOST, "HostTangents.backward_columns", "_added(dv, p @ do.dot)", "dv"),
+        "dK leaves q's tangent out": Edit(HOST, "HostTangents.backward_columns", "added(dk, ds @ q.dot)", "dk"),
+        "dV leaves do's tangent out": Edit(HOST, "HostTangents.backward_columns", "added(dv, p @ do.dot)", "dv"),
         "P_dot is relative to nothing": Edit(
             HOST, "HostTangents._tile", "np.subtract(call.wide(0) if s_dot is None else s_dot, lse_dot[..., None, :],",
             "np.subtract(call.wide(0) if s_dot is None else s_dot, 0 * lse_dot[..., None, :],",
@@ -322,7 +322,7 @@ FAULTS = {
         "terms of slopes' tangents are left out": Edit(
             "bounds/captured.py", "Captured.second_tolerances", "for load in pushed.loads_dot", "for load in ()"
         ),
-        "lse_dot has no error": Edit(BOUNDS, "second_tolerances", "push.e_final + push.tol_lse_dot", "push.e_final"),
+        "lse_dot has no error": Edit(BOUNDS, "_second_finals", "push.e_final + push.tol_lse_dot", "push.e_final"),
     },
     the_reference_is_right: {
         "the mean does not count": Edit("reference.py", "_Pushed.of", "(moved - lse_dot[..., None])", "moved"),

@@ -126,14 +126,14 @@ def in_a_thread(run: Callable[[], Any]) -> Any:
 def at_each_batch(look: Callable[[], Any], cpu: ModuleType = cpu) -> Iterator[list[Any]]:
     """Collect the results of `look` at each batch of the forward pass, on the batch's thread."""
     seen: list[Any] = []
-    original = cpu._HostCall.forward_rows
+    original = cpu.HostCall.forward_rows
 
     def forward_rows(self: Any, *arguments: Any) -> None:
         seen.append(look())
         original(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu._HostCall, "forward_rows", forward_rows)
+        patch.setattr(cpu.HostCall, "forward_rows", forward_rows)
         yield seen
 
 

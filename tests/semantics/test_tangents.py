@@ -534,7 +534,7 @@ def test_a_plan_refuses_what_a_call_refuses() -> None:
         ready.jvp(X, X, X, o, lse, X[0])
     with pytest.raises(UnsupportedProblem, match="no array of this call"):
         ready.jvp(X, X, X, o, lse, tangents={"bias": X})
-    with pytest.raises(UnsupportedProblem, match="lse.dot must have shape"):
+    with pytest.raises(UnsupportedProblem, match="lse_dot must have shape"):
         ready.backward_jvp(o, X, X, X, o, lse, o, lse[0], X)
     for names in ("do", "bias", ("q", "o_dot")):
         with pytest.raises(UnsupportedProblem, match="tangents names"):

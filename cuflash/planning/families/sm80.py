@@ -104,6 +104,7 @@ _UNION_BACKWARD: _Tiles = {
     128: (_Tile(64, 64, 4), _Tile(64, 32, 4)),
     256: (_Tile(64, 64, 8), _Tile(64, 32, 8)),
 }
+_UNION_DIMS = (32, 64, 128, 256)  # of q and v alike
 _MMA_SIDE = 16  # rows and columns of a product
 PARTS = np.dtype([("o_parts", MATRICES), ("lse_parts", MATRICES)], align=True)
 MOST_PARTS = 128  # of the keys of a sequence in decode kernels, kMostParts
@@ -286,8 +287,9 @@ class Sm80(Family):
         UnsupportedProblem
             As `specs`.
         """
-        dims, most = rounded_dims(problem), dict.fromkeys(_OF_UNIONS, ROWS)
-        if problem.score is not None and max(dims) > 64:
+        widest = next(dim for dim in _UNION_DIMS if dim >= max(rounded_dims(problem)))
+        dims, most = (widest, widest), dict.fromkeys(_OF_UNIONS, ROWS)
+        if problem.score is not None and widest > 64:
             most["backward"] = 32  # keys, of which no register is spilled
         chosen = {
             role: replace(
@@ -295,10 +297,7 @@ class Sm80(Family):
             )
             for role, entry in _OF_UNIONS.items()
         }  # fmt: skip
-        statistics = replace(
-            chosen["backward"], entry=_BACKWARD_STATISTICS, precision="ieee", packs_queries=False, is_listed=False
-        )
-        return chosen | {"backward_statistics": statistics}
+        return chosen | {"backward_statistics": self.specs(problem, device)["backward_statistics"]}
 
     def _forward(
         self, problem: Problem, device: DeviceSpec, work: WorkList, unsplit: KernelSpec, num_splits: int | None

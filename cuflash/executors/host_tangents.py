@@ -29,7 +29,7 @@ from ..planning.options import DOT
 from ..planning.plan import KernelPlan
 from . import cpu
 from ._host_tiles import Tile, steps_side_by_side
-from .cpu import _added, _HostCall
+from .cpu import added, HostCall
 from .host_threads import run
 from .launch import BoundCall
 from .tile_scores import coordinates
@@ -44,12 +44,12 @@ def bind(
     return cpu.bind(plan, name, given, results, passes=_PASSES, **options)
 
 
-def _jvp(call: _HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
+def _jvp(call: HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
     """Write the tangents of o and lse, shaped as these."""
     run(call.tiling, (HostTangents.of(call, read).jvp_rows, call.tiles.of_rows()), num_tiles=JVP_TILES)
 
 
-def _backward_jvp(call: _HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
+def _backward_jvp(call: HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
     """Write the tangents of the gradients, under their names and in the shapes of the backward pass."""
     tangents, shift = HostTangents.of(call, read), call.arrays["shift"]
     call.arrays["delta"], call.arrays["delta.dot"] = np.empty_like(shift), np.empty_like(shift)
@@ -94,11 +94,11 @@ class _Side:
 class HostTangents:
     """What a batch of tiles does in the passes "jvp" and "backward_jvp"."""
 
-    call: _HostCall
+    call: HostCall
     score: ScoreTangents | None
 
     @classmethod
-    def of(cls, call: _HostCall, arrays: Mapping[str, Array | None]) -> HostTangents:
+    def of(cls, call: HostCall, arrays: Mapping[str, Array | None]) -> HostTangents:
         """Make the tangents of a call from all its arrays, those of a score function among them."""
         score = None if call.score is None else ScoreTangents.of(call.score, call.plan.problem, arrays)
         return cls(call, score)
@@ -135,11 +135,11 @@ class HostTangents:
                 total = total + np.ones(p.shape[-2], wide) @ f_dot
                 if dropped is not None:
                     dropped.apply(f_dot)
-                o_acc = _added(o_acc, f_dot.swapaxes(-1, -2) @ call.read("v", keys))
+                o_acc = added(o_acc, f_dot.swapaxes(-1, -2) @ call.read("v", keys))
             if "v.dot" in call.arrays:
                 if dropped is not None:
                     dropped.apply(p)
-                o_acc = _added(o_acc, p.swapaxes(-1, -2) @ call.read("v.dot", keys))
+                o_acc = added(o_acc, p.swapaxes(-1, -2) @ call.read("v.dot", keys))
         self._finish(rows, len(tiles), centers, total, np.zeros((), wide) if o_acc is None else o_acc)
 
     def _center(self, centers: _Centers, p: Array, f_dot: Array | None, mask: partial[None]) -> None:
@@ -201,10 +201,10 @@ class HostTangents:
             mask = partial(call._mask_keys, tiles, steps, value=0)
             _, _, ds, ds_dot = self._tile(k, v, q, do, statistics, at, scratch, mask)
             mask(ds_dot)
-            dq = _added(dq, ds_dot.swapaxes(-1, -2) @ k.x)
+            dq = added(dq, ds_dot.swapaxes(-1, -2) @ k.x)
             if k.dot is not None:
                 mask(ds)
-                dq = _added(dq, ds.swapaxes(-1, -2) @ k.dot)
+                dq = added(dq, ds.swapaxes(-1, -2) @ k.dot)
         call.write("dq", rows, 0 if dq is None else dq * call.wide(call.plan.problem.scaling.scale))
 
     def backward_columns(self, tiles: list[Tile], scratch: Array) -> None:
@@ -228,10 +228,10 @@ class HostTangents:
                     dropped = call.dropout.dropped(at)
                     dropped.apply(p)
                     dropped.apply(p_dot)
-                dk, dv = _added(dk, ds_dot @ q.x), _added(dv, p_dot @ do.x)
-                dk = dk if q.dot is None else _added(dk, ds @ q.dot)
-                dv = dv if do.dot is None else _added(dv, p @ do.dot)
-        # q carries scale log2(e) / score_factor, or with a score function scale / score_factor, as in `_HostCall`.
+                dk, dv = added(dk, ds_dot @ q.x), added(dv, p_dot @ do.x)
+                dk = dk if q.dot is None else added(dk, ds @ q.dot)
+                dv = dv if do.dot is None else added(dv, p @ do.dot)
+        # q carries scale log2(e) / score_factor, or with a score function scale / score_factor, as in `HostCall`.
         call.write("dk", keys, 0 if dk is None else dk * call.wide(call.natural * call.score_factor))
         of_kept = 1.0 if call.dropout is None else call.dropout.draws.factor
         call.write("dv", keys, 0 if dv is None else dv if of_kept == 1 else dv * call.wide(of_kept))
@@ -261,7 +261,7 @@ class HostTangents:
         return _Side(call.read(name, index), call.read(dot, index) if dot in call.arrays else None)
 
     def _queries(self, rows: Any) -> _Side:
-        """Queries and their tangents, both times the factor of `_HostCall.read_queries`."""
+        """Queries and their tangents, both times the factor of `HostCall.read_queries`."""
         q = self._read("q", rows)
         factor = self.call.wide(self.call.q_factor)
         return _Side(q.x * factor, None if q.dot is None else q.dot * factor)
