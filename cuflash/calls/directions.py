@@ -10,7 +10,7 @@ from ..plans import as_arrays
 
 
 def arrays_of(tangents: Any) -> list[Any]:
-    """The arrays of a call's `Directions`; none for a call without."""
+    """Return the arrays of a call's `Directions`; an empty list for a call without tangents."""
     return [*tangents.arrays().values()] if isinstance(tangents, Directions) else []
 
 
