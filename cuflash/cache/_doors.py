@@ -143,7 +143,7 @@ def _own_memory_reasons(call: _Rows) -> list[str]:
 def _writeable_reasons(call: _Rows) -> list[str]:
     if all(not isinstance(array, np.ndarray) or array.flags.writeable for array in call.cache.rows.arrays):
         return []
-    return ["the cache must have writeable pages to append to; got read-only arrays: give copies"]
+    return ["the cache must have writeable pages to append to; got read-only arrays: pass copies"]
 
 
 def _new_reasons(call: _Rows) -> list[str]:
