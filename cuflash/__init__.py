@@ -10,7 +10,7 @@ from importlib import import_module
 from threading import RLock
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # where each public name comes from; at run time `__getattr__` imports its module at the first use
+if TYPE_CHECKING:  # the module of each public name; at run time `__getattr__` imports it at first use
     from . import masks as masks, patterns as patterns, reference as reference, scores as scores
     from . import selectors as selectors, study as study
     from .api import attention, attention_hvp, attention_jvp, attention_vjp, plan, precompile
@@ -64,7 +64,7 @@ __all__ = [
     "unpack",
 ]
 
-# The import statements above as a table. A BlockIndex comes with the executors, whose kernels make indices on a GPU.
+# The import statements above as a table. BlockIndex comes with the executors, whose kernels build indices on a GPU.
 _MODULES = {
     "api": ("attention", "attention_hvp", "attention_jvp", "attention_vjp", "plan", "precompile"),
     "arrays": ("ShapeDtype",),
@@ -89,10 +89,10 @@ _MODULES = {
     "study": ("study",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-_one_import = RLock()  # threads that import modules of one package side by side may find one half imported
+_one_import = RLock()  # threads that import modules of one package concurrently may see a partly imported one
 
 
-if not TYPE_CHECKING:  # a type checker would take every name for one that is there
+if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 
     def __getattr__(name: str) -> object:
         if name == "__version__":
@@ -100,9 +100,9 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that is th
 
             try:
                 return metadata.version("cuflash")
-            except metadata.PackageNotFoundError:  # a copy of the sources that is not installed
+            except metadata.PackageNotFoundError:  # a source tree that is not installed
                 return "0+unknown"
-        if name in ("diagnosis", "errors", "jax", "testing", "torch"):  # public too, but few programs need them
+        if name in ("diagnosis", "errors", "jax", "testing", "torch"):  # also public, but few programs need them
             raise AttributeError(f"cuflash.{name} must be imported before it is used: write import cuflash.{name}")
         if name in _MODULE_OF:
             with _one_import:

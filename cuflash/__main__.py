@@ -1,9 +1,9 @@
 """Commands of cuflash; each has --help.
 
-    python -m cuflash             what this machine can run, and what to do about the rest
+    python -m cuflash             what this machine can run, and how to fix the rest
     python -m cuflash doctor      the same
     python -m cuflash memory      bytes of a KV cache
-    python -m cuflash roofline    the least time of a call on a GPU, and what binds it
+    python -m cuflash roofline    the minimal time of a call on a GPU, and its bottleneck
     python -m cuflash study       how much of your own attention block patterns keep
     python -m cuflash --version   the version of cuflash
 """
@@ -21,8 +21,8 @@ from .study.command import study_report
 from .study._roofline import roofline_report
 
 
-def _refused(told: str) -> NoReturn:
-    print(told, file=sys.stderr)
+def _refused(message: str) -> NoReturn:
+    print(message, file=sys.stderr)
     sys.exit(2)
 
 
@@ -54,13 +54,13 @@ def _report(arguments: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may hold what the terminal's encoding has no letter for
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may contain characters that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             print(_report(sys.argv[1:]))
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # `head` has read its last line; Python flushes once more when it ends
+    except BrokenPipeError:  # for example by `head`; Python would flush once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

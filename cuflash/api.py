@@ -74,104 +74,105 @@ def attention(
     out: Any = None,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """Exact attention, softmax(scale q k^T + mask) v, in memory linear in the length.
+    """Compute exact attention, softmax(scale q k^T + mask) v, with memory linear in the sequence length.
 
     Parameters
     ----------
     q : array [..., num_heads, seqlen_q, head_dim] or [seqlen_q, head_dim]
-        Queries, of float16, bfloat16, float32 or float64, with any strides. An array of any library with DLPack is
-        used where it lies, without a copy. Nested lists of numbers are taken wherever an array is. q, k and v may be
-        `Quantized`: o has the dtype from which v was quantised.
+        Queries: float16, bfloat16, float32 or float64, with any strides. Arrays of other libraries are used in place
+        by DLPack, without a copy. Nested lists of numbers are accepted for every array. q, k and v may be `Quantized`:
+        then o has the dtype that v had before quantization.
     k : array [..., num_kv_heads, seqlen_kv, head_dim] or [seqlen_kv, head_dim]
-        Keys, of q's dtype. The axes before the heads broadcast by NumPy's rules. Query head h reads key/value head
+        Keys, in q's dtype. The axes before the heads broadcast by NumPy's rules. Query head h reads key/value head
         h // (num_heads / num_kv_heads).
     v : array [..., num_kv_heads, seqlen_kv, value_dim] or [seqlen_kv, value_dim]
-        Values, of q's dtype.
+        Values, in q's dtype.
     mask : Mask, BlockIndex, bool array, scipy.sparse array, or function of (b, h, i, j), optional
-        True means that the query attends the key. An array broadcasts against
-        (*batch, num_heads, seqlen_q, seqlen_kv): padding of shape (batch, seqlen_kv) is ``pad[:, None, None, :]``. A
-        scipy.sparse array has shape (seqlen_q, seqlen_kv), and a function takes index arrays of batch entries, heads,
-        queries and keys. `mask`, `causal` and `window` are intersected.
+        True means that the query attends the key. An array must broadcast to (*batch, num_heads, seqlen_q, seqlen_kv);
+        for padding of shape (batch, seqlen_kv), pass ``pad[:, None, None, :]``. A scipy.sparse array has shape
+        (seqlen_q, seqlen_kv). A function takes index arrays of batch entries, heads, queries and keys. `mask`,
+        `causal` and `window` are intersected.
     causal : bool, "bottom_right" or "top_left"
-        Queries attend no later keys. "bottom_right" aligns the last query with the last key, "top_left" the first with
-        the first; True needs equal lengths.
+        If not False, queries attend no later keys. "bottom_right" aligns the last query with the last key, "top_left"
+        the first query with the first key; True requires equal lengths.
     window : (left, right), optional
-        Keys on either side of the diagonal that `causal` aligns, inclusive; None is unlimited.
+        Numbers of keys on both sides of the diagonal that `causal` aligns, inclusive; None is unlimited.
     scale : float, optional
-        Factor of the scores, 1 / sqrt(head_dim) unless given. It may be of any size: q and k of 1e20 with a scale of
-        1e-40 have scores as any others.
+        Factor of the scores; default: 1 / sqrt(head_dim). It may be extreme: q and k of about 1e20 with a scale of
+        1e-40 are computed without overflow.
     score : Score, or callable (s, b, h, i, j), optional
-        A function of each score and its place that NumPy's operations make up; `cuflash.scores` has those of the
-        literature, and `cuflash.scores.Score` captures arrays for one. softcap and bias are applied first.
+        A function of each score and its position, in NumPy operations. `cuflash.scores` has functions from the
+        literature, and `cuflash.scores.Score` adds captured arrays to a function. softcap and bias are applied first.
     softcap : float, optional
-        Scores s become softcap tanh(s / softcap); positive.
+        If present, scores s become softcap tanh(s / softcap); must be positive.
     bias : array, optional
-        Added to the scores, after softcap: float16, bfloat16, float32 or float64, that broadcasts to
-        (*batch, num_heads, seqlen_q, seqlen_kv), or (seqlen_q, seqlen_kv) for two-dimensional q, k and v; any strides.
-        -inf hides a key. Unless q is float64, each number of a float64 bias, sink or array of a score function is cast
-        to float32; beyond float32's range it is infinite.
+        Added to the scores after softcap: float16, bfloat16, float32 or float64, with any strides. Must broadcast to
+        (*batch, num_heads, seqlen_q, seqlen_kv), or to (seqlen_q, seqlen_kv) for two-dimensional q, k and v. -inf hides
+        a key. Unless q is float64, a float64 bias, sink or array of a score function is cast to float32, where values
+        out of range become infinite.
     sink : array, optional
-        A logit for each query head that takes part in every softmax of the head and has no value: the weights of a
+        One logit per query head that takes part in every softmax of the head but has no value, so the weights of a
         row's keys add up to less than 1. Shape (num_heads,), or any that broadcasts to (*batch, num_heads); () or (1,)
-        for two-dimensional q, k and v. float16, bfloat16, float32, or float64, which is cast as that of a bias; any
-        strides. -inf is no sink; NaN and +inf make all rows of the head NaN.
+        for two-dimensional q, k and v. float16, bfloat16, float32, or float64, which is cast like a bias; any strides.
+        -inf means no sink; NaN and +inf set all rows of the head to NaN.
     dropout : Dropout, optional
-        Which weights are dropped, after the softmax; lse is that of all of them.
+        Drops weights at random after the softmax; lse includes all of them.
     kernel : {"auto", "sm90", "sm80", "simt", "fa1", "naive"}
-        Kernel family of the gpu and sim executors. "auto" takes the fastest that supports the call; Notes has the
-        rest.
+        Kernel family of the gpu and sim executors. "auto" selects the fastest family that supports the call; see
+        Notes.
     executor : {"auto", "cpu", "gpu", "sim"}
-        "auto" takes "gpu" for arrays on a CUDA device, which must be CuPy's current one; everything runs on its
-        current stream. It takes "cpu" for all other arrays. "sim" runs the GPU's kernels on a simulator, for tests.
+        "auto" selects "gpu" for arrays on a CUDA device, which must be CuPy's current device and whose current stream
+        is used. It selects "cpu" for all other arrays. "sim" runs the GPU kernels on a simulator, for tests.
     precision : {"ieee", "tf32", "tf32x3"}
-        "ieee" multiplies and sums in float32 (float64 for float64). The others multiply float32 on tensor cores of
+        "ieee" multiplies and adds in float32 (float64 for float64). The others multiply float32 on tensor cores of
         compute capability 8.0 or newer: "tf32" rounds the operands of each product to 11 significant bits; "tf32x3"
-        makes three products of their upper and lower halves and errs about as "ieee" does, except that a product with
-        an infinite operand is NaN. `error_bound` bounds each. For FP8 products pass `Quantized` q, k and v.
+        computes three products of their upper and lower halves, with errors similar to "ieee", except that a product
+        with an infinite operand is NaN. See `error_bound` for bounds. For FP8 products pass `Quantized` q, k and v.
     deterministic : bool
-        Whether dq, and gradients of arrays of a score function, must be bitwise repeatable on a GPU. Otherwise thread
-        blocks add to them in the order in which they arrive, where that is faster. All other results are bitwise
-        repeatable either way.
+        If True, dq and the gradients of arrays of a score function are bitwise reproducible on a GPU. Otherwise thread
+        blocks add to them in the order of arrival if that is faster. All other results are bitwise reproducible in
+        either case.
     out : array, or pair (o, lse), optional
-        Arrays that are written to instead of new ones. They must not overlap q, k or v. A call with `Quantized`
-        operands does not take it.
+        Arrays for the results, instead of new ones. They must not overlap q, k or v. Not available with `Quantized`
+        operands.
     return_lse : bool
-        Also return lse.
+        If True, also return lse.
 
     Returns
     -------
     o : array [..., num_heads, seqlen_q, value_dim]
-        C-contiguous, of q's dtype; a NumPy array, or a CuPy array on a GPU. 0 in rows without a key, with or without
+        C-contiguous, in q's dtype; a NumPy array, or a CuPy array on a GPU. Rows without a key are 0, with or without
         a sink.
     lse : array [..., num_heads, seqlen_q]
-        Log-sum-exp of the scores and the sink, natural logarithm, float32 (float64 for float64). In rows without a key
-        it is the sink, or -inf.
+        Log-sum-exp of the scores and the sink, in natural units, float32 (float64 for float64). In rows without a key
+        it is the sink's logit, or -inf.
 
     Raises
     ------
     TypeError
-        An argument is not an array of a known kind.
+        An argument is not an array of a supported library.
     UnsupportedProblem
-        The arguments are invalid or not supported. It lists every reason; nothing has been computed.
+        The arguments are invalid or not supported. Lists every reason; nothing is computed.
     MemoryError
-        The results or the tiles do not fit; inputs stay as they were.
+        The results or the tiles do not fit into memory; inputs are unchanged.
     RuntimeError
         The arrays are on a GPU and CuPy is missing, or the stream is captured before the kernels are compiled.
 
     Notes
     -----
-    FlashAttention-2, arXiv 2307.08691, algorithm 1.
+    The algorithm is FlashAttention-2, arXiv 2307.08691, algorithm 1.
 
-    The families of kernels are:
+    The kernel families are:
 
-    - "sm90": Hopper's own instructions, float16 and bfloat16, compute capability 9.0. Its backward pass is that of
-      "sm80" for block lists with blocks smaller than 64, and for `deterministic=True` with dims above 128.
-    - "sm80": tensor cores, float16 and bfloat16, compute capability 8.0 or newer; float32 with `precision="tf32"` or
-      "tf32x3".
-    - "simt": every dtype, on every supported chip.
-    - "fa1": the loop of FlashAttention-1 on tensor cores, to compare algorithms; float16 and bfloat16, dims up to 128,
-      compute capability 8.0 or newer; no score function, bias, sink or dropout.
-    - "naive": a baseline of three kernels that store every score, so that memory is not linear; float16 and float32.
+    - "sm90": instructions of Hopper, for float16 and bfloat16, compute capability 9.0. Its backward pass is that of
+      "sm80" for block lists with blocks smaller than 64, and for `deterministic=True` with head_dim or value_dim above
+      128.
+    - "sm80": tensor cores, for float16 and bfloat16, compute capability 8.0 or newer; float32 with
+      `precision="tf32"` or "tf32x3".
+    - "simt": every dtype, on every supported GPU.
+    - "fa1": the loop of FlashAttention-1 on tensor cores, to compare algorithms; for float16 and bfloat16, head_dim and
+      value_dim up to 128, compute capability 8.0 or newer; without score functions, bias, sink or dropout.
+    - "naive": a baseline of three kernels that store every score, so memory is not linear; float16 and float32.
 
     Examples
     --------
@@ -244,35 +245,35 @@ def attention_vjp(
     q, k, v : arrays
         As in `attention`.
     mask, causal, window, scale, score, softcap, bias, sink, dropout : optional
-        As in `attention`. The backward pass draws the dropped weights a second time: an array that holds the seed must
-        still hold it then.
+        As in `attention`. The backward pass draws the dropped weights again, so an array that holds the seed must be
+        unchanged until then.
     wrt : str or sequence of str
-        Names of further arrays that `vjp` gives a gradient of: "sink", "bias", and real arrays of the score function.
+        Names of further arrays for which `vjp` returns gradients: "sink", "bias", real arrays of the score function.
     kernel, executor, precision, deterministic, out : optional
         As in `attention`.
     return_lse : bool
-        Return (o, lse) in o's place.
+        If True, return (o, lse) instead of o.
 
     Returns
     -------
     o : array, or pair (o, lse)
-        What `attention` returns. NumPy arrays are read-only as long as `vjp` or a copy of it lives, `out` among them:
-        write to ``o.copy()``.
+        Results of `attention`. NumPy arrays, including `out`, are read-only as long as `vjp` or a copy of it exists; to
+        modify them, copy them first with ``o.copy()``.
     vjp : callable (do, dlse=None) -> Gradients
-        Takes cotangents of o and, optionally, of lse; returns dq, dk, dv of the shapes and dtype of q, k, v, summed
-        over broadcast axes and grouped heads. Of an array that `wrt` names, `Gradients[name]` is the gradient, of its
-        shape and dtype. It reads q, k, v, o and lse again, and further arrays that gradients need: leave them as they
-        are until then. A pickle of it holds them.
+        Takes the gradients of o and, optionally, of lse; returns dq, dk, dv with the shapes and dtype of q, k, v,
+        summed over broadcast axes and grouped heads. `Gradients[name]` is the gradient of an array that `wrt` names,
+        with its shape and dtype. The function reads q, k, v, o, lse and other arrays that gradients depend on again: do
+        not change them until then. A pickle of it contains them.
 
     Raises
     ------
     TypeError, UnsupportedProblem, MemoryError, RuntimeError
-        As `attention`; `vjp` raises them for do and dlse. It also raises RuntimeError if an array that it reads again
-        has changed: always on the host, and on a GPU with CUFLASH_CHECK=1.
+        For the same reasons as in `attention`; `vjp` raises them for do and dlse. It also raises RuntimeError if an
+        array that it reads again has changed: always on the host, and on a GPU with CUFLASH_CHECK=1.
 
     Notes
     -----
-    FlashAttention-2, arXiv 2307.08691, algorithm 2: P is recomputed from lse, dS = P (dP - rowsum(dO O) + dlse).
+    FlashAttention-2, arXiv 2307.08691, algorithm 2: recompute P from lse, then dS = P (dP - rowsum(dO O) + dlse).
 
     Examples
     --------
@@ -336,44 +337,44 @@ def attention_jvp(
     out: Any = None,
     return_lse: bool = False,
 ) -> tuple[Any, Any]:
-    """Compute attention and its tangent: the derivative along tangents of its arrays, by forward-mode differentiation.
+    """Compute attention and its tangent, the derivative along tangents of its arrays, by forward-mode differentiation.
 
     Parameters
     ----------
     q, k, v : arrays
         As in `attention`; NumPy arrays, or arrays of other libraries on the host.
     q_dot, k_dot, v_dot : array, optional
-        Tangents of q, k and v, of their shapes and dtype. An absent one is 0 and costs nothing; one must be there.
+        Tangents of q, k and v, with their shapes and dtype. Omitted ones are 0 at no cost; at least one is required.
     tangents : dict of arrays by name, optional
-        Tangents of further arrays of the call, of their shapes and dtypes: "bias", "sink", and real arrays of the
+        Tangents of further arrays of the call, with their shapes and dtypes: "bias", "sink", and real arrays of the
         score function.
     mask, causal, window, scale, score, softcap, bias, sink, dropout : optional
         As in `attention`.
     kernel, executor, precision, deterministic : optional
-        As in `attention`. Tangents need executor="cpu", which "auto" takes for arrays on the host.
+        As in `attention`. Tangents need executor="cpu", which "auto" selects for arrays on the host.
     out : array, or pair (o, lse), optional
         As in `attention`, for o and lse; tangents are new arrays.
     return_lse : bool
-        Return (o, lse) and (o_dot, lse_dot) instead of o and o_dot.
+        If True, return (o, lse) and (o_dot, lse_dot) instead of o and o_dot.
 
     Returns
     -------
     o : array, or pair (o, lse)
-        What `attention` returns, bit for bit.
+        Bitwise identical to the results of `attention`.
     o_dot : array, or pair (o_dot, lse_dot)
-        The tangents, of the shapes and dtypes of o and lse; 0 in rows without a key, where lse_dot is the tangent of
-        the sink if there is one.
+        The tangents, with the shapes and dtypes of o and lse. In rows without a key, o_dot is 0 and lse_dot is the
+        tangent of the sink, or 0.
 
     Raises
     ------
     TypeError, UnsupportedProblem, MemoryError
-        As `attention`.
+        For the same reasons as in `attention`.
 
     Notes
     -----
-    P_dot = P (S_dot - rowsum(P S_dot)) and o_dot = P_dot v + P v_dot, in memory linear in the length: P is recomputed
-    from lse. Scores' tangents are taken relative to a number of each row, so that a drift that all keys share costs no
-    digits.
+    P_dot = P (S_dot - rowsum(P S_dot)) and o_dot = P_dot v + P v_dot, with memory linear in the length: P is recomputed
+    from lse. Tangents of scores are computed relative to one number per row, so a change that all keys share costs no
+    precision.
 
     Examples
     --------
@@ -426,23 +427,23 @@ def attention_hvp(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> tuple[Any, Gradients, Gradients]:
-    """Compute attention, its gradients, and the tangents of these: Hessian-vector products by forward over reverse.
+    """Compute attention, its gradients, and tangents of the gradients: Hessian-vector products, forward over reverse.
 
-    With `do_dot` and `dlse_dot` left out, the tangents are the Hessian of sum(do * o) + sum(dlse * lse) times the
-    vector that the tangents make.
+    Without `do_dot` and `dlse_dot`, the tangents are the Hessian of sum(do * o) + sum(dlse * lse) times the vector of
+    the arrays' tangents.
 
     Parameters
     ----------
     q, k, v : arrays
         As in `attention_jvp`.
     do : array
-        The gradient of o, of o's shape and dtype.
+        The gradient of o, with o's shape and dtype.
     q_dot, k_dot, v_dot, tangents : optional
         As in `attention_jvp`.
     dlse : array, optional
-        The gradient of lse, of lse's shape and dtype; zero by default.
+        The gradient of lse, with lse's shape and dtype; default: zero.
     do_dot, dlse_dot : array, optional
-        Tangents of do and dlse; of a loss behind attention, its Hessian times the tangents of o and lse.
+        Tangents of do and dlse. For a loss after attention, its Hessian times the tangents of o and lse.
     mask, causal, window, scale, score, softcap, bias, sink, dropout : optional
         As in `attention`.
     wrt : str or tuple of str
@@ -450,21 +451,21 @@ def attention_hvp(
     kernel, executor, precision, deterministic : optional
         As in `attention_jvp`.
     return_lse : bool
-        Return (o, lse) instead of o.
+        If True, return (o, lse) instead of o.
 
     Returns
     -------
     o : array, or pair (o, lse)
-        What `attention` returns.
+        Results of `attention`.
     gradients : Gradients
-        What the vjp of `attention_vjp` returns for do and dlse.
+        Results of the vjp of `attention_vjp` for do and dlse.
     gradients_dot : Gradients
-        Their tangents, under the same names.
+        Their tangents, with the same names.
 
     Raises
     ------
     TypeError, UnsupportedProblem, MemoryError
-        As `attention`.
+        For the same reasons as in `attention`.
 
     Examples
     --------
@@ -509,22 +510,22 @@ def plan(
     device: DeviceSpec | None = None,
     tangents: str | Sequence[str] = (),
 ) -> Plan:
-    """Decide everything about a call once, to run it many times.
+    """Plan a call once, to run it many times.
 
     Parameters
     ----------
     q, k, v : arrays or ShapeDtype
-        As in `attention`; ShapeDtype stands for an array of which only the shape and dtype are known.
+        As in `attention`; a ShapeDtype replaces an array of which only the shape and dtype are known.
     mask, causal, window, scale : optional
         As in `attention`.
     score, softcap, bias : optional
-        As in `attention`; arrays may be `ShapeDtype`. The calls of the plan use the arrays that it was made with, or
-        others of their shapes and dtypes by name: ``forward(q, k, v, bias=another)``.
+        As in `attention`; arrays may be `ShapeDtype`. Calls of the plan use the arrays that it was created with, or
+        others with the same shapes and dtypes that are passed by name: ``forward(q, k, v, bias=another)``.
     sink : array, or ShapeDtype, optional
-        As in `attention`; the calls of the plan take one of its shape and dtype.
+        As in `attention`; calls of the plan take a sink with this shape and dtype.
     dropout : Dropout, optional
-        As in `attention`; a seed may be a `ShapeDtype`. Calls use the array that the plan was made with, or another
-        one: ``forward(q, k, v, dropout_seed=another)``.
+        As in `attention`; a seed may be a `ShapeDtype`. Calls use the array that the plan was created with, or another
+        one that is passed by name: ``forward(q, k, v, dropout_seed=another)``.
     wrt : str or sequence of str
         As in `attention_vjp`.
     kernel, executor, precision, deterministic : optional
@@ -532,8 +533,8 @@ def plan(
     device : DeviceSpec, optional
         Plan for this device instead of the current one. A plan for a GPU runs on any GPU of its compute capability.
     tangents : str or tuple of str
-        Names of arrays, "q", "k" and "v" among them, that ``jvp`` and ``backward_jvp`` will have tangents of: these
-        passes are planned too. They also run without having been named here. Only the cpu executor has them.
+        Names of arrays, including "q", "k" and "v", whose tangents ``jvp`` and ``backward_jvp`` will take: these passes
+        are then part of the plan. They also run without being named here. Only the cpu executor supports them.
 
     Returns
     -------
@@ -544,7 +545,7 @@ def plan(
     Raises
     ------
     TypeError, UnsupportedProblem
-        As `attention`.
+        For the same reasons as in `attention`.
 
     Examples
     --------
@@ -593,12 +594,12 @@ def precompile(
     deterministic: bool = False,
     device: DeviceSpec | None = None,
 ) -> tuple[Compiled, ...]:
-    """Compile the kernels of a call before its data is there: on this machine's GPU, or for any GPU without one.
+    """Compile the kernels of a call in advance: for this machine's GPU, or for any GPU, even without one.
 
     Parameters
     ----------
     q, k, v : arrays or ShapeDtype
-        As in `attention`, but only shapes and dtypes count: ShapeDtype or a NumPy array stands for an array on a GPU.
+        As in `attention`, but only shapes and dtypes matter: ShapeDtype or a NumPy array represents an array on a GPU.
     mask, causal, window, scale : optional
         As in `attention`.
     score, softcap, bias, sink, dropout, wrt : optional
@@ -606,28 +607,28 @@ def precompile(
     kernel, precision, deterministic : optional
         As in `attention`.
     device : DeviceSpec, optional
-        Compile for this GPU; the machine code is returned and not kept. Without it, kernels are loaded on the current
-        device, where a later call finds them, and CuPy's cache keeps them for other processes.
+        Compile for this GPU; the machine code is returned but not cached. By default, kernels are loaded on the
+        current device, where later calls use them, and CuPy's cache stores them for other processes.
 
     Returns
     -------
     tuple of records
-        Of each kernel: `spec`, `architecture`, `seconds`, `is_from_cache`, `resources` (registers, stack, shared memory
-        and spills), the compiler's `log`, and `code`, empty where the driver holds it.
+        For each kernel: `spec`, `architecture`, `seconds`, `is_from_cache`, `resources` (registers, stack, shared
+        memory and spills), the compiler's `log`, and `code`, which is empty if only the driver has it.
 
     Raises
     ------
     TypeError, UnsupportedProblem
-        As `attention`.
+        For the same reasons as in `attention`.
     CompileError, RuntimeError
-        A kernel does not compile; a package or, without `device`, the GPU is missing.
+        A kernel does not compile; a package is missing; or, without `device`, the GPU is missing.
 
     Examples
     --------
     >>> import numpy as np, cuflash
     >>> shape = cuflash.ShapeDtype((8, 4096, 64), np.float32)
-    >>> made = cuflash.precompile(shape, shape, shape, device=cuflash.DeviceSpec.gpu("A100"))
-    >>> [(each.spec.entry.name, each.architecture, each.resources.spill_bytes) for each in made]
+    >>> compiled = cuflash.precompile(shape, shape, shape, device=cuflash.DeviceSpec.gpu("A100"))
+    >>> [(each.spec.entry.name, each.architecture, each.resources.spill_bytes) for each in compiled]
     [('forward', 'sm_80', 0), ('backward_statistics', 'sm_80', 0), ('backward', 'sm_80', 0)]
     """
     options = Options(
@@ -635,7 +636,7 @@ def precompile(
         deterministic,
     )  # fmt: skip
     q, k, v = as_arrays({"q": q, "k": k, "v": v}).values()
-    if device is None:  # arrays on the host stand for their shapes: the kernels are those of a GPU
+    if device is None:  # host arrays only define shapes: the kernels are for a GPU
         q, k, v = (ShapeDtype(x.shape, x.dtype) if type(x) is np.ndarray else x for x in (q, k, v))
     ready = planned(q, k, v, options, device)
     specs, capability = ready._plan.specs.values(), ready._plan.device.compute_capability

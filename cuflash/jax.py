@@ -1,7 +1,7 @@
-"""Attention on JAX's arrays, which JAX differentiates: `cuflash.jax.attention`. Importing it imports JAX.
+"""Attention on JAX arrays, differentiable by JAX: `cuflash.jax.attention`. Importing this module imports JAX.
 
-Arrays on the CPU are NumPy's arrays to the library; what JAX traces there becomes a callback. Arrays on a GPU are taken
-and given by DLPack, outside of what is traced.
+Arrays on the CPU are used as NumPy arrays; traced calls become callbacks there. Arrays on a GPU are exchanged by
+DLPack, outside of traced code.
 """
 
 from __future__ import annotations
@@ -80,56 +80,56 @@ def attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Exact attention of JAX's arrays, which JAX differentiates, from o and from lse.
+    """Compute exact attention of JAX arrays; JAX can differentiate o and lse.
 
     Parameters
     ----------
     q, k, v : jax.Array
-        Of float16, bfloat16, float32 or float64, all the same, on the CPU or on one CUDA device, the one that CuPy has
-        current; shapes as `cuflash.attention` takes them. Inside `jax.jit`, `jax.vmap` and the like on the CPU alone.
-        NumPy's arrays and lists are taken as `jax.numpy.array` takes them, here and in bias, sink and score.
+        float16, bfloat16, float32 or float64, all of one dtype, on the CPU or on a single CUDA device, which must be
+        CuPy's current device; shapes as in `cuflash.attention`. Inside `jax.jit`, `jax.vmap` etc. only on the CPU.
+        NumPy arrays and lists are converted by `jax.numpy.array`, also in bias, sink and score.
     mask, causal, window, scale : optional
-        As in `cuflash.attention`, and known when the call is traced; a mask's arrays may be JAX's, or of any library
-        with DLPack, where q is.
+        As in `cuflash.attention`, but must be known when the call is traced; a mask's arrays may be JAX arrays, or
+        arrays of any library with DLPack, on q's device.
     score : Score, or callable (s, b, h, i, j), optional
-        As in `cuflash.attention`; captured arrays must be JAX's, where q is, and may be traced.
+        As in `cuflash.attention`; captured arrays must be JAX arrays on q's device, and may be traced.
     softcap : float, optional
         As in `cuflash.attention`.
     bias, sink : jax.Array, optional
         As in `cuflash.attention`.
     dropout : Dropout, optional
-        As in `cuflash.attention`, with a number as its seed, known when the call is traced.
+        As in `cuflash.attention`; its seed must be a number that is known when the call is traced.
     kernel : {"auto", "sm90", "sm80", "simt", "fa1", "naive"}
         As in `cuflash.attention`.
     executor : {"auto", "cpu", "gpu", "sim"}
-        "auto" lets the arrays decide: "cpu" or "gpu". "sim" runs the GPU's kernels on a simulator.
+        "auto" selects "cpu" or "gpu" by the arrays' device. "sim" runs the GPU kernels on a simulator.
     precision, deterministic : optional
         As in `cuflash.attention`.
     return_lse : bool
-        Also return lse.
+        If True, also return lse.
 
     Returns
     -------
     o : jax.Array [..., num_heads, seqlen_q, value_dim]
-        Of q's dtype and device. 0 in rows without a key.
+        In q's dtype and on its device. 0 in rows without a key.
     lse : jax.Array [..., num_heads, seqlen_q]
-        Of float32 (float64 for float64), as `cuflash.attention` returns it.
+        float32 (float64 for float64), as returned by `cuflash.attention`.
 
     Raises
     ------
     TypeError
-        An argument that has to be an array is not one.
+        An argument is not an array.
     UnsupportedProblem
-        The arguments are invalid or not supported, as a tracer on a GPU. It lists every reason; nothing has been
-        computed.
+        The arguments are invalid or not supported, such as a tracer on a GPU. Lists every reason; nothing is computed.
     RuntimeError
         The arrays are on a GPU and CuPy is missing.
 
     Notes
     -----
     q, k, v, bias, sink and the real arrays of a score have gradients. Those of bias, sink and score arrays are computed
-    only where JAX differentiates with respect to them. Reverse mode alone, once: `jax.jvp` and second derivatives are
-    refused. `jax.vmap` calls once for each entry: where you can, pass the mapped axis as a leading axis of one call.
+    only if JAX differentiates with respect to them. Only reverse mode is available, and only once: `jax.jvp` and second
+    derivatives are refused. `jax.vmap` runs one call per entry: pass the mapped axis as a leading axis instead if you
+    can.
 
     Examples
     --------
@@ -148,29 +148,29 @@ def attention(
         kernel, executor, precision, deterministic,
     )  # fmt: skip
     options, operands = with_one_score(options)
-    given = {"q": _of_jax(q), "k": _of_jax(k), "v": _of_jax(v), **operands}
-    refuse(_array_reasons(given, executor) + _traced_reasons(options))
-    call = _Call(tuple(given), options, _platform(given.values()))
-    if not _are_traced(given.values()):
-        o, lse = _forward_of(call, (), tuple(given.values())).results
+    arrays = {"q": _of_jax(q), "k": _of_jax(k), "v": _of_jax(v), **operands}
+    refuse(_array_reasons(arrays, executor) + _traced_reasons(options))
+    call = _Call(tuple(arrays), options, _platform(arrays.values()))
+    if not _are_traced(arrays.values()):
+        o, lse = _forward_of(call, (), tuple(arrays.values())).results
         return (o, lse) if return_lse else o
-    if any(_data(array) is None for array in given.values()):
-        call.planned((), given.values())  # refuses what cannot be, before JAX calls anything
-    o, lse = _attention(call, *_varying_alike(given.values(), given.values()))
+    if any(_data(array) is None for array in arrays.values()):
+        call.planned((), arrays.values())  # refuses unsupported arguments before JAX runs anything
+    o, lse = _attention(call, *_varying_alike(arrays.values(), arrays.values()))
     return (o, lse) if return_lse else o
 
 
 def _of_jax(value: Any) -> Any:
-    """Return an array of NumPy, or a list of numbers, as one of JAX, in a dtype that JAX has; any other value as it is.
+    """Return a NumPy array, or a list of numbers, as a JAX array in a dtype that JAX supports; other values unchanged.
 
-    It is a copy, since a later change of NumPy's array must not reach a gradient.
+    It is a copy, since later changes of the NumPy array must not affect gradients.
     """
     is_numpy = isinstance(value, np.ndarray) and is_array(value)
     return jax.numpy.array(value) if is_numpy or isinstance(value, list) else value
 
 
 def _with_arrays_of_jax(score: Any) -> Any:
-    """Return a Score over arrays of JAX in place of NumPy's; any other value as it is."""
+    """Return a Score over JAX arrays instead of NumPy arrays; any other value unchanged."""
     if not isinstance(score, Score) or not any(isinstance(array, np.ndarray) for array in score.arrays.values()):
         return score
     arrays = {name: _of_jax(array) for name, array in score.arrays.items()}
@@ -180,7 +180,7 @@ def _with_arrays_of_jax(score: Any) -> Any:
 
 
 def _varying_alike(arrays: Iterable[Any], others: Iterable[Any]) -> list[Any]:
-    """Return arrays that vary over all axes of a mesh over which `others` do, within `jax.shard_map`."""
+    """Return arrays that vary, within `jax.shard_map`, over all mesh axes over which `others` vary."""
     kinds = [jax.typeof(other) for other in others if isinstance(other, jax.core.Tracer)]
     axes = frozenset[str]().union(*map(_varying_axes, kinds))
     if not axes:
@@ -189,57 +189,57 @@ def _varying_alike(arrays: Iterable[Any], others: Iterable[Any]) -> list[Any]:
 
 
 def _varying_axes(kind: Any) -> frozenset[str]:
-    """Return the axes of a mesh over which values of a type differ."""
-    found = kind.vma if hasattr(kind, "vma") else kind.mat.varying if hasattr(kind, "mat") else ()  # until JAX 0.9
-    return frozenset(found)
+    """Return the mesh axes over which values of a type vary."""
+    axes = kind.vma if hasattr(kind, "vma") else kind.mat.varying if hasattr(kind, "mat") else ()  # until JAX 0.9
+    return frozenset(axes)
 
 
 class _Call:
-    """A call without its arrays: their names, its options, and where they lie."""
+    """A call without its arrays: their names, its options, and their platform."""
 
     def __init__(self, names: tuple[str, ...], options: Options, place: str) -> None:
         score = options.score
-        if isinstance(score, Score):  # otherwise it holds tracers for as long as JAX holds this
+        if isinstance(score, Score):  # otherwise it would hold tracers as long as JAX holds this object
             score = score._with_arrays({name: _shape_of(array) for name, array in score.arrays.items()})
-        bias = None if options.bias is None else _shape_of(options.bias)  # no part of a score where one is wrong
+        bias = None if options.bias is None else _shape_of(options.bias)  # still separate only if invalid
         self.names, self._place = names, place
         self._options = options._replace(score=score, bias=bias, sink=None)
-        self._made: dict[Hashable, Plan] = {}
+        self._plans: dict[Hashable, Plan] = {}
 
     def options(self, wrt: tuple[str, ...], arrays: Sequence[jax.Array]) -> Options:
-        """The options of the call on arrays that hold data, with gradients of the operands that `wrt` names."""
+        """Return the options of the call on arrays with data, with gradients of the operands that `wrt` names."""
         named, score = dict(zip(self.names, arrays)), self._options.score
         if isinstance(score, Score):
             score = score._with_arrays({name: named[name] for name in score.arrays})
         return self._options._replace(score=score, sink=named.get("sink"), wrt=wrt)
 
     def planned(self, wrt: tuple[str, ...], arrays: Iterable[jax.Array]) -> Plan:
-        """The plan of a traced call with gradients of the operands that `wrt` names, made once for the call.
+        """Return the plan of a traced call with gradients of the operands that `wrt` names, created once per call.
 
-        Calls of equal shapes and options look it up. An index on the host keeps the plans of its calls.
+        Calls with equal shapes and options share it. An index on the host caches the plans of its calls.
         """
         shapes = dict(zip(self.names, map(_shape_of, arrays)))
         of_call = wrt, *shapes.values()
-        if of_call not in self._made:
+        if of_call not in self._plans:
             options = self._options._replace(wrt=wrt, sink=shapes.get("sink"))
-            self._made[of_call] = self._found_or_planned(shapes, options)
-        return self._made[of_call]
+            self._plans[of_call] = self._cached_or_planned(shapes, options)
+        return self._plans[of_call]
 
-    def _found_or_planned(self, shapes: dict[str, ShapeDtype], options: Options) -> Plan:
+    def _cached_or_planned(self, shapes: dict[str, ShapeDtype], options: Options) -> Plan:
         looked_up, key = lookup(options, layout_key), None
         if looked_up.contents is None and not checks.is_on():
             key = looked_up.key("jax", (self._place, *shapes.values()), *self.names)
-        found: Plan | None = looked_up.find(key)
-        if found is not None:
+        cached: Plan | None = looked_up.find(key)
+        if cached is not None:
             numbers = numbers_of(options.dropout)
-            return with_numbers(found, numbers) if numbers else found
+            return with_numbers(cached, numbers) if numbers else cached
         if options.executor == "auto":
             options = options._replace(executor="gpu" if self._place == "gpu" else "cpu")
         snapshot = looked_up.snapshot()
-        made = planned(shapes["q"], shapes["k"], shapes["v"], options)
+        plan = planned(shapes["q"], shapes["k"], shapes["v"], options)
         if key is not None:
-            looked_up.keep(key, made._without_arrays(), snapshot)
-        return made
+            looked_up.keep(key, plan._without_arrays(), snapshot)
+        return plan
 
 
 def _shape_of(array: Any) -> ShapeDtype:
@@ -247,7 +247,7 @@ def _shape_of(array: Any) -> ShapeDtype:
 
 
 class _Forward(NamedTuple):
-    """o and lse, the plan that computed them, and the lists that the call made of a mask on a device, or nothing."""
+    """o and lse, the plan that computed them, and the lists that the call built for a mask on a device, if any."""
 
     results: Sequence[jax.Array]
     ready: Plan
@@ -256,12 +256,12 @@ class _Forward(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(call: _Call, *arrays: jax.Array) -> Sequence[jax.Array]:
-    """o and lse of q, k, v and operands."""
+    """Compute o and lse of q, k, v and operands."""
     return _forward_of(call, (), arrays).results
 
 
 def _forward_of(call: _Call, wrt: tuple[str, ...], arrays: Sequence[jax.Array]) -> _Forward:
-    """Run the forward pass: arrays that hold data as `cuflash.attention` does, and traced ones by a callback."""
+    """Run the forward pass: on arrays with data like `cuflash.attention`, on traced arrays by a callback."""
     if not _are_traced(arrays):
         q, k, v, *_ = arrays
         ran = run(q, k, v, call.options(wrt, arrays), None)
@@ -277,13 +277,13 @@ def _forward_of(call: _Call, wrt: tuple[str, ...], arrays: Sequence[jax.Array]) 
     return _Forward(_traced(forward, shapes, arrays), ready, {})
 
 
-def _forward(call: _Call, *given: Any) -> Any:
-    """o and lse, and what the backward pass needs: of the operands those gradients that JAX is going to use."""
-    arrays = [_held_by_jax(each.value) for each in given]
-    wrt = tuple(name for name, each in zip(call.names[3:], given[3:]) if each.perturbed)
-    made = _forward_of(call, wrt, arrays)
-    o, lse = made.results
-    return (o, lse), (jax.tree_util.Partial(partial(_gradients, call, made.ready, made.lists)), o, lse, arrays)
+def _forward(call: _Call, *arguments: Any) -> Any:
+    """Return o and lse, and the data of the backward pass with gradients of those operands that JAX needs."""
+    arrays = [_held_by_jax(each.value) for each in arguments]
+    wrt = tuple(name for name, each in zip(call.names[3:], arguments[3:]) if each.perturbed)
+    forward = _forward_of(call, wrt, arrays)
+    o, lse = forward.results
+    return (o, lse), (jax.tree_util.Partial(partial(_gradients, call, forward.ready, forward.lists)), o, lse, arrays)
 
 
 def _backward(call: _Call, saved: Any, cotangents: Sequence[Any]) -> Any:
@@ -298,21 +298,21 @@ def _backward(call: _Call, saved: Any, cotangents: Sequence[Any]) -> Any:
 def _gradients(
     call: _Call, ready: Plan, lists: dict[str, Array], do: Any, dlse: Any, o: Any, lse: Any, arrays: Sequence[Any]
 ) -> Any:
-    """Gradients of all arrays of a call; None, which JAX takes for zero, of operands that need none."""
+    """Return the gradients of all arrays of a call; None, which JAX treats as zero, for operands without one."""
     wrt = ready._plan.problem.wrt
 
-    def backward(*given: Array) -> Sequence[Array]:
-        do, dlse, o, lse, q, k, v, *operands = given
-        made = ready.backward(do, q, k, v, o, lse, dlse, **dict(zip(call.names[3:], operands)), **lists)
-        return *made, *(made[name] for name in wrt)
+    def backward(*inputs: Array) -> Sequence[Array]:
+        do, dlse, o, lse, q, k, v, *operands = inputs
+        gradients = ready.backward(do, q, k, v, o, lse, dlse, **dict(zip(call.names[3:], operands)), **lists)
+        return *gradients, *(gradients[name] for name in wrt)
 
-    given = do, dlse, o, lse, *arrays
-    if _are_traced(given):
+    inputs = do, dlse, o, lse, *arrays
+    if _are_traced(inputs):
         shapes = [(each.shape, each.dtype) for name, each in zip(call.names, arrays) if name in ("q", "k", "v", *wrt)]
-        found = iter(_traced(backward, shapes, given))
+        results = iter(_traced(backward, shapes, inputs))
     else:
-        found = iter(_as_jax(backward(*given), like=arrays[0]))
-    return tuple(next(found) if name in ("q", "k", "v", *wrt) else None for name in call.names)
+        results = iter(_as_jax(backward(*inputs), like=arrays[0]))
+    return tuple(next(results) if name in ("q", "k", "v", *wrt) else None for name in call.names)
 
 
 _attention.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -323,7 +323,7 @@ def _are_traced(arrays: Iterable[Any]) -> bool:
 
 
 def _as_jax(results: Iterable[Array], like: jax.Array) -> tuple[jax.Array, ...]:
-    """Arrays of NumPy or CuPy as JAX's, where another one lies."""
+    """Return NumPy or CuPy arrays as JAX arrays on the device of `like`."""
     (device,) = like.devices()
     return tuple(
         jax.device_put(array, device) if isinstance(array, np.ndarray) else jax.dlpack.from_dlpack(array)
@@ -334,7 +334,7 @@ def _as_jax(results: Iterable[Array], like: jax.Array) -> tuple[jax.Array, ...]:
 def _traced(
     function: Callable[..., Sequence[Array]], results: Sequence[Any], arrays: Sequence[jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """A pass of a plan on traced arrays, by a callback; `results` are pairs of shape and dtype."""
+    """Run a pass of a plan on traced arrays by a callback; `results` are pairs of shape and dtype."""
 
     def on_host(*arrays: Any) -> tuple[Array, ...]:
         return tuple(function(*map(np.asarray, arrays)))
@@ -349,8 +349,8 @@ def _called_back(on_host: Callable[..., Any], shapes: Sequence[jax.ShapeDtypeStr
 
 
 @_called_back.defjvp
-def _refused(*given: Any) -> Any:
-    """Refuse second derivatives: JAX's own error is about callbacks."""
+def _refused(*arguments: Any) -> Any:
+    """Refuse second derivatives, since JAX's own error would be about callbacks."""
     raise TypeError(
         "gradients of cuflash.jax.attention cannot be differentiated: compute second derivatives through "
         "jax.nn.dot_product_attention"
@@ -358,30 +358,30 @@ def _refused(*given: Any) -> Any:
 
 
 def _platform(arrays: Iterable[jax.Array]) -> str:
-    """Return the platform of arrays, or of a traced computation: "cpu", "gpu" or another of JAX's names."""
+    """Return the platform of arrays, or of a traced computation, by its name in JAX: "cpu", "gpu" or another."""
     held = [data for data in map(_data, arrays) if data is not None]
     return str(next(iter(held[0].devices())).platform) if held else _default_platform()
 
 
 def _default_platform() -> str:
-    """Return the platform on which JAX runs the functions that it traces."""
+    """Return the platform on which JAX runs traced functions."""
     device = jax.config.jax_default_device or jax.devices()[0]
     return device if isinstance(device, str) else str(device.platform)
 
 
 def _data(array: jax.Array) -> jax.Array | None:
-    """The array itself, or the one behind a tracer of `jax.grad` or `jax.vjp`; None for a tracer without data."""
-    found = array.to_concrete_value() if isinstance(array, jax.core.Tracer) else array
-    return None if found is None else _held_by_jax(found)
+    """Return the array, or the one behind a tracer of `jax.grad` or `jax.vjp`; None for a tracer without data."""
+    value = array.to_concrete_value() if isinstance(array, jax.core.Tracer) else array
+    return None if value is None else _held_by_jax(value)
 
 
 def _held_by_jax(value: Any) -> jax.Array:
-    """Return an array or tracer as it is, and as an array an argument of NumPy's that a transformation still holds."""
+    """Return an array or tracer unchanged, and a NumPy argument that a transformation still holds as a JAX array."""
     return value if isinstance(value, jax.Array) else jax.numpy.array(value)
 
 
 def _traced_reasons(options: Options) -> list[str]:
-    """Why options that hold tracers are refused: a plan is made of them when JAX traces the call."""
+    """Return why options with tracers are refused: a plan is created from the options while JAX traces the call."""
     mask, window, reasons = options.mask, options.window, []
     if is_tracer(mask) or isinstance(mask, Mask) and any(map(is_tracer, held_arrays(mask))):
         fix = "close over the mask, or pass bias=jnp.where(mask, 0, -jnp.inf)"
@@ -398,33 +398,33 @@ def _traced_reasons(options: Options) -> list[str]:
     return reasons
 
 
-def _array_reasons(given: dict[str, Any], executor: Any) -> list[str]:
-    """Why q, k, v and operands are no arrays that an executor reaches.
+def _array_reasons(arrays: dict[str, Any], executor: Any) -> list[str]:
+    """Return why q, k, v and operands are not arrays that the executor can access.
 
     Raises
     ------
     TypeError
-        One is no array of JAX.
+        An argument is not a JAX array.
     """
     reasons, platforms = [], set()
-    for name, array in given.items():
+    for name, array in arrays.items():
         if not isinstance(array, jax.Array):
-            raise TypeError(f"{name} must be a jax.Array; got {describe(array)}: jax.numpy.asarray makes one")
+            raise TypeError(f"{name} must be a jax.Array; got {describe(array)}: convert it with jax.numpy.asarray")
         data = _data(array)
         if data is not None and len(data.devices()) > 1 and not jax.sharding.get_abstract_mesh().manual_axes:
             count = len(data.devices())
-            reasons.append(f"{name} must lie on one device; got {count} of them: jax.device_put moves it")
+            reasons.append(f"{name} must be on one device; got {count} devices: move it with jax.device_put")
         platforms.add(_platform([array]))
         if data is None and _platform([array]) != "cpu":
             reasons.append(
-                f"{name} must hold data where attention runs on a GPU; got a tracer, {kind_of(array)}: call "
-                f"cuflash.jax.attention outside of what is traced, or trace it for the CPU within "
+                f"{name} must have data if attention runs on a GPU; got a tracer, {kind_of(array)}: call "
+                f"cuflash.jax.attention outside of traced code, or trace it for the CPU within "
                 f"jax.default_device(jax.devices('cpu')[0])"
             )
     if not reasons and (len(platforms) > 1 or not platforms <= {"cpu", "gpu"}):
-        reasons.append(f"all arrays must lie on the CPU or on one GPU; got {', '.join(sorted(platforms))}: move them")
+        reasons.append(f"all arrays must be on the CPU or on one GPU; got {', '.join(sorted(platforms))}: move them")
     wanted = {"cpu": {"cpu"}, "sim": {"cpu"}, "gpu": {"gpu"}}.get(executor) if isinstance(executor, str) else None
     if not reasons and wanted is not None and platforms != wanted:
-        here = platforms.pop()
-        reasons.append(f"executor={executor!r} takes arrays on {wanted.pop()!r}; got q on {here!r}: move them")
+        platform = platforms.pop()
+        reasons.append(f"executor={executor!r} takes arrays on {wanted.pop()!r}; got q on {platform!r}: move them")
     return reasons

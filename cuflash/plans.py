@@ -1,4 +1,4 @@
-"""Plans that take arrays: they check them, allocate results, and hand both to an executor."""
+"""Plans that take arrays: they check them, allocate results, and pass both to an executor."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from .planning.tangents import arrays_with_tangents, gathered, tangent_reasons, 
 @explains_keywords
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """Gradients of one call; unpacks to dq, dk, dv. `gradients[name]` is that of an array that `wrt` names.
+    """Gradients of one call; unpacks to dq, dk, dv. `gradients[name]` is the gradient of an array named by `wrt`.
 
     Parameters
     ----------
     dq, dk, dv : array
-        Gradients of the shapes and the dtype of q, k and v, summed over the axes that were broadcast.
+        Gradients with the shapes and dtype of q, k and v, summed over broadcast axes.
     others : dict of arrays by name
-        Of the shapes and dtypes of the arrays that `wrt` names.
+        Gradients of the arrays that `wrt` names, with their shapes and dtypes.
 
     Examples
     --------
@@ -67,10 +67,10 @@ class Gradients:
 
     def __getitem__(self, name: str) -> Array:
         if name not in self.others:
-            given_arrays = ", ".join(map(repr, self.others)) or "nothing"
+            names = ", ".join(map(repr, self.others)) or "nothing"
             raise KeyError(
-                f"no gradient of {name!r} was asked for: wrt names {given_arrays}, and those of q, k and v are the "
-                "attributes dq, dk and dv"
+                f"no gradient of {name!r} was requested: wrt names {names}, and those of q, k and v are the attributes "
+                "dq, dk and dv"
             )
         return self.others[name]
 
@@ -80,7 +80,7 @@ _NAMESPACES = {"cpu": "numpy", "gpu": "cupy", "sim": "numpy"}
 
 @dataclass(frozen=True, eq=False)
 class Plan:  # numpydoc ignore=PR01
-    """A plan ready to run: what `cuflash.plan` returns.
+    """A plan that is ready to run, as returned by `cuflash.plan`.
 
     Attributes
     ----------
@@ -100,7 +100,7 @@ class Plan:  # numpydoc ignore=PR01
     _plan: KernelPlan  # problem, mask, device, work and kernels
     executor: str = field(default="cpu")
     _captured: Mapping[str, Array] = field(default_factory=dict, repr=False)  # arrays of the score function
-    _numbers: tuple[int, ...] = ()  # the seed and the offset of dropout, which each call hands to the kernels
+    _numbers: tuple[int, ...] = ()  # the seed and the offset of dropout, which each call passes to the kernels
     _owner: Owner = field(default_factory=Owner, init=False, repr=False)
     _lists: ListsOfPlan | None = field(default=None, repr=False)
 
@@ -110,28 +110,28 @@ class Plan:  # numpydoc ignore=PR01
         Parameters
         ----------
         q, k, v : arrays
-            Arrays of the planned shapes and dtype, with any strides.
+            Arrays with the planned shapes and dtype, and any strides.
         out : array, or pair of arrays (o, lse), optional
-            Arrays that are written to instead of new ones.
+            Arrays for the results, instead of new ones.
         **operands : arrays
-            ``sink=``, if the plan was made with one, and by their names arrays of the score function, in place of those
-            that it was planned with. They have the planned shapes and dtypes, and any strides.
+            ``sink=``, if the plan was created with one, and arrays of the score function by name, instead of those that
+            it was planned with. They must have the planned shapes and dtypes; any strides.
 
         Returns
         -------
         o : array [..., num_heads, seqlen_q, value_dim]
-            As `attention` returns it.
+            As returned by `attention`.
         lse : array [..., num_heads, seqlen_q]
-            As `attention` returns it.
+            As returned by `attention`.
 
         Raises
         ------
         TypeError
             An argument is not an array.
         UnsupportedProblem
-            An array is not what was planned. It lists every reason.
+            An array does not match the plan. Lists every reason.
         RuntimeError
-            The stream is captured and something is not ready: `compile` makes it so.
+            The stream is captured and something is not ready; call `compile` before the capture.
 
         Examples
         --------
@@ -165,13 +165,13 @@ class Plan:  # numpydoc ignore=PR01
         Parameters
         ----------
         do : array
-            The gradient of o, of o's shape and dtype, with any strides.
+            The gradient of o, with o's shape and dtype, and any strides.
         q, k, v, o, lse : arrays
-            What `forward` took and returned.
+            Arguments and results of `forward`.
         dlse : array, optional
-            The gradient of lse, of lse's shape and dtype; zero by default.
+            The gradient of lse, with lse's shape and dtype; default: zero.
         **operands : arrays
-            Arrays that `forward` took by name.
+            Arrays that were passed to `forward` by name.
 
         Returns
         -------
@@ -183,9 +183,9 @@ class Plan:  # numpydoc ignore=PR01
         TypeError
             An argument is not an array.
         UnsupportedProblem
-            An array is not what was planned. It lists every reason.
+            An array does not match the plan. Lists every reason.
         RuntimeError
-            The stream is captured and something is not ready: `compile` makes it so.
+            The stream is captured and something is not ready; call `compile` before the capture.
 
         Examples
         --------
@@ -194,7 +194,7 @@ class Plan:  # numpydoc ignore=PR01
         >>> ready = cuflash.plan(q, k, v, causal=True)
         >>> o, lse = ready.forward(q, k, v)
         >>> dq, dk, dv = ready.backward(np.ones_like(o), q, k, v, o, lse)
-        >>> round(float(dv.sum()), 2)              # each of 2 x 16 queries hands 8 gradients of 1 to its keys
+        >>> round(float(dv.sum()), 2)              # each of 2 x 16 queries distributes 8 gradients of 1 over its keys
         256.0
         """
         arrays = self._arrays_of_backward({"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse}, dlse, operands)
@@ -213,30 +213,30 @@ class Plan:  # numpydoc ignore=PR01
         tangents: Mapping[str, Array] | None = None,
         **operands: Array,
     ) -> tuple[Array, Array]:
-        """Compute the tangents of o and lse along tangents of the arrays that made them.
+        """Compute the tangents of o and lse along tangents of the inputs.
 
         Parameters
         ----------
         q, k, v, o, lse : arrays
-            What `forward` took and returned.
+            Arguments and results of `forward`.
         q_dot, k_dot, v_dot, tangents : optional
-            As in `attention_jvp`. They need not be those that `tangents=` named when the plan was made.
+            As in `attention_jvp`. They may differ from those that `tangents=` named when the plan was created.
         **operands : arrays
-            Arrays that `forward` took by name.
+            Arrays that were passed to `forward` by name.
 
         Returns
         -------
         o_dot : array
-            The tangent of o, of its shape and dtype.
+            The tangent of o, with its shape and dtype.
         lse_dot : array
-            The tangent of lse, of its shape and dtype.
+            The tangent of lse, with its shape and dtype.
 
         Raises
         ------
         TypeError
             An argument is not an array.
         UnsupportedProblem
-            An array is not what was planned, or the plan's executor has no tangents. It lists every reason.
+            An array does not match the plan, or the plan's executor has no tangents. Lists every reason.
 
         Examples
         --------
@@ -274,14 +274,14 @@ class Plan:  # numpydoc ignore=PR01
     ) -> Gradients:
         """Compute the tangents of the gradients that `backward` returns.
 
-        With `do_dot` and `dlse_dot` left out these are products of the Hessian of sum(do * o) + sum(dlse * lse).
+        Without `do_dot` and `dlse_dot` these are Hessian-vector products of sum(do * o) + sum(dlse * lse).
 
         Parameters
         ----------
         do, q, k, v, o, lse : arrays
             As in `backward`.
         o_dot, lse_dot : arrays
-            What `jvp` returned for the same tangents.
+            Results of `jvp` for the same tangents.
         q_dot, k_dot, v_dot : array, optional
             As in `jvp`.
         do_dot : array, optional
@@ -293,7 +293,7 @@ class Plan:  # numpydoc ignore=PR01
         tangents : dict of arrays by name, optional
             As in `jvp`.
         **operands : arrays
-            Arrays that `forward` took by name.
+            Arrays that were passed to `forward` by name.
 
         Returns
         -------
@@ -303,7 +303,7 @@ class Plan:  # numpydoc ignore=PR01
         Raises
         ------
         TypeError, UnsupportedProblem
-            As `jvp`.
+            For the same reasons as in `jvp`.
 
         Examples
         --------
@@ -324,14 +324,14 @@ class Plan:  # numpydoc ignore=PR01
         return named_gradients(self._plan.problem, results)
 
     def _operands_of(self, name: str, operands: Mapping[str, Array]) -> dict[str, Array]:
-        """Return the arrays that a pass other than "forward" reads beside q, k, v and what passes made, by name."""
+        """Return the arrays that a pass other than "forward" reads, except q, k, v and results, by name."""
         problem = self._plan.problem
         if operands:
             require_own_names(f"Plan.{name}", operands, (each.name for each in problem.operands))
-        given = {**self._captured, **operands}
+        captured = {**self._captured, **operands}
         if name == "jvp":
-            return given
-        return {each: array for each, array in given.items() if not problem.is_of_forward(each)}
+            return captured
+        return {each: array for each, array in captured.items() if not problem.is_of_forward(each)}
 
     def _arrays_of_backward(
         self, arrays: dict[str, Array], dlse: Array | None, operands: Mapping[str, Array]
@@ -344,7 +344,7 @@ class Plan:  # numpydoc ignore=PR01
             do, q, k, v, o and lse.
         dlse : array, optional
         operands : dict of arrays by name
-            Those that a call passes in place of captured ones.
+            Arrays that a call passes instead of captured ones.
         """
         if dlse is not None:
             arrays["dlse"] = dlse
@@ -356,7 +356,7 @@ class Plan:  # numpydoc ignore=PR01
         return arrays
 
     def _run(self, name: str, arrays: dict[str, Array], outs: Mapping[str, Array]) -> Sequence[Array]:
-        """Run a pass on arrays by name; results for which there is no array in `outs` are allocated."""
+        """Run a pass on arrays by name; results that are not in `outs` are allocated."""
         if self._lists is not None:
             self._lists.guard.use(gpu.current_target().stream())
         layout = layout_key(*arrays.values(), *outs.values())
@@ -385,22 +385,22 @@ class Plan:  # numpydoc ignore=PR01
         axes: Mapping[str, Sequence[int]] = MappingProxyType({}),
         machine: gpu.Gpu | None = None,
     ) -> BoundPlan:
-        """Bind a pass to the layouts of arrays, which `_require` has accepted.
+        """Bind a pass to the layouts of arrays that `_require` has accepted.
 
         Parameters
         ----------
         name : str
             The pass.
         arrays : dict by name
-            The arrays that the pass reads, in the order of later calls; layouts are enough on a GPU.
+            The arrays that the pass reads, in the order of later calls. Objects with only a layout suffice on a GPU.
         outs : dict of arrays by name
             Results that the caller allocates.
         wants_lse : bool
-            Whether lse must be among the results of "forward".
+            True if lse must be among the results of "forward".
         pins : bool
-            Whether memory that a captured call uses is kept for ever, since its caller does not hold the plan.
+            If True, memory that a captured call uses is held for ever, since the caller does not hold the plan.
         axes, machine : optional
-            As `executors.gpu.bind` takes them.
+            As in `executors.gpu.bind`.
 
         Returns
         -------
@@ -410,13 +410,12 @@ class Plan:  # numpydoc ignore=PR01
         return BoundPlan(plan, self.executor, name, arrays, outs, wants_lse, pins, axes, machine)
 
     def _without_arrays(self) -> Plan:
-        """Return the plan without the arrays of its mask and score function, which its bound calls do not read.
-        """
+        """Return the plan without the arrays of its mask and score function, which its bound calls do not read."""
         return replace(self, _plan=replace(self._plan, mask=Band()), _captured={})
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes that a call takes beside its inputs and outputs; `KernelPlan.workspace_bytes` has the formula.
+        """Bytes that a call needs in addition to its inputs and outputs; see `KernelPlan.workspace_bytes`.
 
         Examples
         --------
@@ -430,12 +429,12 @@ class Plan:  # numpydoc ignore=PR01
 
     @explains_keywords
     def explain(self) -> str:
-        """Describe what was decided and why, and, of kernels that this process compiled, the registers that they take.
+        """Describe the plan's decisions and their reasons, and the registers of kernels that are already compiled.
 
         Returns
         -------
         str
-            A line for each decision.
+            One line per decision.
 
         Examples
         --------
@@ -450,9 +449,10 @@ class Plan:  # numpydoc ignore=PR01
         notes = dict.fromkeys(self._plan.specs, "simulated") if self.executor == "sim" else {}
         capability = self._plan.device.compute_capability if self.executor == "gpu" else None
         for entry, spec in self._plan.specs.items():
-            made = nvrtc.compiled(checks.with_watchdog(spec), capability) if capability is not None else None
-            if made is not None:
-                notes[entry] = f"{made.resources.registers} registers, {made.resources.stack_bytes} bytes of stack"
+            compiled = nvrtc.compiled(checks.with_watchdog(spec), capability) if capability is not None else None
+            if compiled is not None:
+                resources = compiled.resources
+                notes[entry] = f"{resources.registers} registers, {resources.stack_bytes} bytes of stack"
         lines = [f"executor   {self.executor}"]
         if self._plan.rule:
             lines.append(f"kernels    {self._plan.rule}")
@@ -460,17 +460,17 @@ class Plan:  # numpydoc ignore=PR01
 
     @explains_keywords
     def compile(self) -> None:
-        """Make everything ready that the first call would otherwise make, so that calls can be captured too.
+        """Prepare everything that the first call would otherwise prepare, so that calls can also be captured.
 
-        On a GPU these are the kernels of both passes, compiled and loaded on the current device, and the work list
-        there; the call waits until all is ready. Elsewhere it is the work list in the order of the keys.
+        On a GPU this compiles both passes' kernels, loads them on the current device, copies the work list there, and
+        waits for all of this. On other executors it sorts the work list by keys.
 
         Raises
         ------
         UnsupportedProblem
-            The plan is for another GPU than the current one.
+            The plan is for a different kind of GPU than the current one.
         CompileError, RuntimeError
-            A kernel does not compile; CuPy or the GPU is missing.
+            A kernel does not compile; or CuPy or the GPU is missing.
 
         Examples
         --------
@@ -489,25 +489,25 @@ class Plan:  # numpydoc ignore=PR01
     def _require(
         self, name: str, arrays: Mapping[str, Array], outs: Mapping[str, Array], machine: gpu.Gpu | None = None
     ) -> None:
-        """Refuse arrays that a pass of the plan does not take, before anything is allocated or launched.
+        """Refuse arrays that do not match a pass of the plan, before anything is allocated or launched.
 
         Parameters
         ----------
         name : str
             The pass.
         arrays, outs : dict of arrays by name
-            Arrays that the pass reads, and that it writes to.
+            Arrays that the pass reads, and arrays that it writes.
         machine : optional
-            The machine that runs the kernels; the one for CuPy's arrays by default.
+            The machine that runs the kernels; default: the one for CuPy arrays.
 
         Raises
         ------
         TypeError
-            One is not an array.
+            An argument is not an array.
         UnsupportedProblem
-            An array is not what was planned. It lists every reason.
+            An array does not match the plan. Lists every reason.
         RuntimeError
-            The stream is captured and something is not ready: `compile` makes it so.
+            The stream is captured and something is not ready; call `compile` before the capture.
         """
         problem = self._plan.problem
         needed = problem.wrt if name.startswith("backward") else [operand.name for operand in problem.operands]
@@ -522,24 +522,24 @@ class Plan:  # numpydoc ignore=PR01
             shape, dtype = self._wanted[result]
             reasons += self._output_reasons(_name_of_out(result, outs), array, shape, dtype, arrays)
         if len(outs) == 2 and not reasons and overlap(*outs.values()):
-            reasons.append("out[0] and out[1] must not overlap in memory: give each its own")
+            reasons.append("out[0] and out[1] must not overlap in memory: pass separate arrays")
         refuse(reasons)
         self._require_ready(machine)
 
     def _require_ready(self, machine: gpu.Gpu | None = None) -> None:
-        """Refuse to run where something is missing, before anything is allocated or launched.
+        """Refuse to run if something is missing, before anything is allocated or launched.
 
         Parameters
         ----------
         machine : optional
-            The machine that runs the kernels, where it is not the one for CuPy's arrays.
+            The machine that runs the kernels; default: the one for CuPy arrays.
 
         Raises
         ------
         UnsupportedProblem
-            The plan is for another GPU than the current one.
+            The plan is for a different kind of GPU than the current one.
         RuntimeError
-            The stream is captured and something is not ready: `compile` makes it so.
+            The stream is captured and something is not ready; call `compile` before the capture.
         """
         if self.executor != "gpu":
             return
@@ -548,12 +548,12 @@ class Plan:  # numpydoc ignore=PR01
             gpu.require_capturable(self._plan, machine)
 
     def _require_own_device(self) -> None:
-        """Refuse a current device that is not like the one of the plan."""
+        """Refuse to run if the current device does not match the plan's."""
         refuse(other_device_reasons(self._plan.device, gpu.current_device()))
 
     @property
     def _wanted(self) -> dict[str, tuple[tuple[int, ...], np.dtype[np.generic]]]:
-        """Shape and dtype of each array that a pass may be given."""
+        """Shape and dtype of each array that a pass may take."""
         problem = self._plan.problem
         like_o = problem.o_shape(), problem.dtype
         like_lse = problem.lse_shape(), problem.accumulator
@@ -564,28 +564,27 @@ class Plan:  # numpydoc ignore=PR01
             **{"lse": like_lse, "dlse": like_lse, f"lse{DOT}": like_lse},
         }
 
-    def _as_planned(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arrays of other libraries as `as_arrays` takes them, and lists in the planned dtypes.
-        """
-        has_lists = any(map(is_list, given.values()))
+    def _as_planned(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return other libraries' arrays converted by `as_arrays`, and lists as arrays of the planned dtypes."""
+        has_lists = any(map(is_list, arguments.values()))
         dtypes = {name: dtype for name, (_, dtype) in self._wanted.items()} if has_lists else None
         if dtypes is not None:
             dtypes |= {f"{name}{DOT}": dtype for name, (_, dtype) in arrays_with_tangents(self._plan.problem).items()}
-        return as_arrays(given, dtypes)
+        return as_arrays(arguments, dtypes)
 
-    def _input_reasons(self, given: Mapping[str, Array], needed: Sequence[str]) -> list[str]:
-        """Why arrays are not what was planned; operands that are needed must be among them."""
+    def _input_reasons(self, arrays: Mapping[str, Array], needed: Sequence[str]) -> list[str]:
+        """Return why arrays do not match the plan; operands in `needed` must be among them."""
         wanted = self._wanted
         if isinstance(self._plan.work, WorkAtCall):
             wanted[AT_CALL] = (self._plan.work.source.nbytes,), np.dtype(np.uint8)
         reasons = [
-            f"{name} must be given, of shape {wanted[name][0]} and dtype {wanted[name][1]}: the plan was made with it"
+            f"{name} is required, with shape {wanted[name][0]} and dtype {wanted[name][1]}: it is part of the plan"
             for name in needed
-            if name not in given
+            if name not in arrays
         ]
-        for name, array in given.items():
+        for name, array in arrays.items():
             if name not in wanted:
-                reasons.append(f"{name} must not be given: the plan was made without it")
+                reasons.append(f"{name} must be left out: the plan was created without it")
                 continue
             shape, dtype = wanted[name]
             name = name.replace(DOT, "_dot")
@@ -600,7 +599,7 @@ class Plan:  # numpydoc ignore=PR01
         return reasons
 
     def _location_reasons(self, name: str, array: Array) -> list[str]:
-        """Why the executor cannot reach an array, or walk it."""
+        """Return why the executor cannot access an array."""
         wanted_namespace = _NAMESPACES[self.executor]
         if namespace(array).__name__ != wanted_namespace:
             return [
@@ -613,7 +612,7 @@ class Plan:  # numpydoc ignore=PR01
     def _output_reasons(
         self, name: str, array: Any, shape: tuple[int, ...], dtype: Any, inputs: Mapping[str, Array]
     ) -> list[str]:
-        """Why an array cannot be written to as a result."""
+        """Return why an array cannot be written to as a result."""
         if array is None:
             return []
         if not is_array(array) or namespace(array).__name__ != _NAMESPACES[self.executor]:
@@ -625,20 +624,20 @@ class Plan:  # numpydoc ignore=PR01
             reasons.append(f"{name} must have shape {shape} and dtype {dtype}; got {array.shape} and {array.dtype}")
         if isinstance(array, np.ndarray) and not array.flags.writeable:
             reasons.append(
-                f"{name} must be writeable; got a read-only array: pass another one, or release the vjp that reads it"
+                f"{name} must be writeable; got a read-only array: pass another array, or release the vjp that reads it"
             )
         if is_broadcast(array):
             reasons.append(
-                f"{name} must not be a broadcast view; got strides {array.strides}: give an array of its own"
+                f"{name} must not be a broadcast view; got strides {array.strides}: pass a separate array"
             )
         for other, value in inputs.items():
             if namespace(value) is namespace(array) and overlap(array, value):
-                reasons.append(f"{name} must not overlap {other} in memory: give an array of its own")
+                reasons.append(f"{name} must not overlap {other} in memory: pass a separate array")
         return reasons
 
 
 def device_reasons(name: str, array: Array) -> list[str]:
-    """Why an array on a GPU is not on the current one."""
+    """Return why an array on a GPU is not on the current one."""
     (_, current), number = nvrtc.current_device(), device_number(array)
     if number == current:
         return []
@@ -649,20 +648,20 @@ def device_reasons(name: str, array: Array) -> list[str]:
 
 
 def backward_names(has_dlse: bool, operands: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of a backward pass's arrays in the order in which it takes them."""
+    """Return the names of a backward pass's arrays, in order."""
     return "do", "q", "k", "v", "o", "lse", *(("dlse",) if has_dlse else ()), *operands
 
 
 class ListsOfPlan(NamedTuple):
-    """What a plan keeps of lists that kernels made on the device when it was planned.
+    """The part of a plan that concerns lists that kernels built on the device when it was created.
 
     Attributes
     ----------
     shared : KernelPlan
-        The plan of all masks of the layout, which holds no list: its launches are bound.
+        The plan for all masks of this layout, without lists; its launches are bound.
     guard : Lists
-        Makes other streams wait for the lists before they read them, and the memory of the lists wait for those
-        streams before it is freed.
+        Makes other streams wait for the lists before they read them, and delays freeing the lists until those
+        streams have read them.
     """
 
     shared: KernelPlan
@@ -670,65 +669,65 @@ class ListsOfPlan(NamedTuple):
 
 
 def named_outputs(out: Any) -> dict[str, Any]:
-    """Return the arrays of `out=` by the names of the results, without those that are None."""
+    """Return the arrays of `out=` by result name, without those that are None."""
     pair = out if isinstance(out, (tuple, list)) and len(out) == 2 else (out,)
     return {name: array for name, array in zip(("o", "lse"), pair) if array is not None}
 
 
 def _name_of_out(result: str, outs: Mapping[str, Any]) -> str:
-    """Return how a message names an array of `out=`."""
+    """Return the name of an array of `out=` in messages."""
     return "out[1]" if result == "lse" else "out[0]" if "lse" in outs else "out"
 
 
 def outputs_as_arrays(outs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `as_arrays` of arrays that a call writes to, by the names of the results."""
+    """Return arrays that a call writes to, converted by `as_arrays`, by result name."""
     arrays = as_arrays({_name_of_out(result, outs): array for result, array in outs.items()})
     return dict(zip(outs, arrays.values()))
 
 
 def with_numbers(ready: Plan, numbers: tuple[int, ...]) -> Plan:
-    """Return the plan of calls with other numbers, whose launches are the same."""
-    made = replace(ready, _numbers=numbers)
-    object.__setattr__(made, "_owner", ready._owner)
-    return made
+    """Return a plan for calls with a different dropout seed, which shares all launches."""
+    reseeded = replace(ready, _numbers=numbers)
+    object.__setattr__(reseeded, "_owner", ready._owner)
+    return reseeded
 
 
-def as_arrays(given: Mapping[str, Any], dtypes: Mapping[str, Any] | None = None, like: Any = None) -> dict[str, Any]:
-    """Arrays of other libraries as CuPy's or NumPy's, where they lie and without a copy; all else as it is.
+def as_arrays(values: Mapping[str, Any], dtypes: Mapping[str, Any] | None = None, like: Any = None) -> dict[str, Any]:
+    """Return other libraries' arrays as CuPy or NumPy arrays, in place and without a copy; other values unchanged.
 
-    Nested lists of numbers become arrays where the other arrays lie, or `like` does. A list has no dtype of its own:
-    q, k, v, o and do get that of the first of them which is an array, lse and dlse that of its sums.
+    Nested lists of numbers become arrays on the device of the other arrays, or of `like`. A list has no dtype of its
+    own: q, k, v, o and do get the dtype of the first of them that is an array; lse and dlse that of its accumulator.
 
     Parameters
     ----------
     given : dict by name
-        Arrays, or whatever a call is given in their place.
+        Arrays, or other values that a call may receive for them.
     dtypes : dict of dtypes by name, optional
-        For lists under further names, and under these: as `of_list` takes them.
+        Dtypes of lists with these names, in the format of `of_list`.
     like : array, optional
-        An array that is not among these.
+        An array that is not among the values.
 
     Raises
     ------
     UnsupportedProblem
-        One cannot be taken; all reasons at once.
+        A value is not supported; lists all reasons.
     RuntimeError
-        One lies on a GPU, and CuPy is missing.
+        An array is on a GPU, and CuPy is missing.
     """
-    arrays, reasons = dict(given), list[str]()
-    lists = [name for name, value in given.items() if is_list(value) or is_ragged(value)]
-    known = dtypes_of_lists(given) | dict(dtypes or {}) if lists else {}
-    for name, value in given.items():
+    arrays, reasons = dict(values), list[str]()
+    lists = [name for name, value in values.items() if is_list(value) or is_ragged(value)]
+    known = dtypes_of_lists(values) | dict(dtypes or {}) if lists else {}
+    for name, value in values.items():
         try:
             if name in known and name in lists:
                 arrays[name] = of_list(name, value, known[name])
             elif is_foreign(value):
                 arrays[name] = taken(name, value, gpu.namespace() if is_on_cuda(name, value) else np)
             elif is_array(value) and namespace(value).__name__ not in _NAMESPACES.values():
-                fix = "its todense() makes one" if hasattr(value, "todense") else "call this outside of what is traced"
+                fix = "pass its todense()" if hasattr(value, "todense") else "call this outside of traced code"
                 if name in ("q", "k", "v") and is_tracer(value):
                     fix += ", or call cuflash.jax.attention"
-                reasons.append(f"{name} must be an array that DLPack gives away; got {kind_of(value)}: {fix}")
+                reasons.append(f"{name} must support DLPack export; got {kind_of(value)}: {fix}")
         except UnsupportedProblem as error:
             reasons.extend(error.reasons)
     refuse(reasons)
@@ -738,22 +737,22 @@ def as_arrays(given: Mapping[str, Any], dtypes: Mapping[str, Any] | None = None,
 
 
 def as_mask_of_arrays(mask: Any, executor: str, like: Any = None) -> Any:
-    """Return the value of `mask=`, with arrays of other libraries taken as `as_arrays` takes them; all else as it is.
+    """Return the value of `mask=`, with other libraries' arrays converted by `as_arrays`; other values unchanged.
 
-    A list becomes an array where `like` lies.
+    A list becomes an array on the device of `like`.
 
     Raises
     ------
     UnsupportedProblem
-        An array cannot be taken, or lies on a GPU that the executor does not use.
+        An array is not supported, or is on a GPU that the executor does not use.
     RuntimeError
-        One lies on a GPU, and CuPy is missing.
+        An array is on a GPU, and CuPy is missing.
     """
 
     def take(array: Any) -> Any:
         if is_foreign(array) and is_on_cuda("mask", array) and executor != "gpu":
-            told = f"mask's arrays must be where q is; got {kind_of(array)} on a CUDA device with q on the host"
-            raise UnsupportedProblem([f"{told}: copy them to the host, or q, k and v to the device"])
+            refusal = f"mask's arrays must be where q is; got {kind_of(array)} on a CUDA device with q on the host"
+            raise UnsupportedProblem([f"{refusal}: copy them to the host, or q, k and v to the device"])
         return as_arrays({"mask": array}, like=like)["mask"]
 
     if not isinstance(mask, Mask):
@@ -762,7 +761,7 @@ def as_mask_of_arrays(mask: Any, executor: str, like: Any = None) -> Any:
     return mask if is_known else mask.to(take)
 
 
-def named_gradients(problem: Problem, made: Sequence[Array]) -> Gradients:
-    """Gradients in the order of `KernelPlan.gradients` by their names."""
-    dq, dk, dv, *others = made
+def named_gradients(problem: Problem, results: Sequence[Array]) -> Gradients:
+    """Return gradients, which are in the order of `KernelPlan.gradients`, by name."""
+    dq, dk, dv, *others = results
     return Gradients(dq, dk, dv, dict(zip(problem.wrt, others)))

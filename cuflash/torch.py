@@ -1,7 +1,7 @@
-"""Attention on PyTorch's tensors, which PyTorch differentiates: `cuflash.torch.attention`.
+"""Attention on PyTorch tensors, differentiable by PyTorch: `cuflash.torch.attention`.
 
-Importing this module imports PyTorch. Tensors on the CPU are NumPy's arrays to the library, without a copy. Tensors on
-a GPU go to the same bound passes as CuPy's arrays, with memory of PyTorch's allocator, on PyTorch's current stream.
+Importing this module imports PyTorch. Tensors on the CPU are used as NumPy arrays, without a copy. Tensors on a GPU run
+the same bound passes as CuPy arrays, with memory from PyTorch's allocator and on PyTorch's current stream.
 """
 
 from __future__ import annotations
@@ -92,59 +92,59 @@ def attention(
     out: Any = None,
     return_lse: bool = False,
 ) -> Any:
-    """Exact attention of PyTorch's tensors, which PyTorch differentiates, from o and from lse.
+    """Compute exact attention of PyTorch tensors; PyTorch can differentiate o and lse.
 
     Parameters
     ----------
     q, k, v : torch.Tensor
-        Of float16, bfloat16, float32 or float64, all the same, on the CPU or on PyTorch's current CUDA device. Shapes
-        are as `cuflash.attention` takes them, strides any.
+        float16, bfloat16, float32 or float64, all of one dtype, on the CPU or on PyTorch's current CUDA device. Shapes
+        as in `cuflash.attention`, with any strides.
     mask, causal, window, scale : optional
-        As in `cuflash.attention`; a mask's arrays may be tensors, or arrays of any library with DLPack, where q is.
+        As in `cuflash.attention`; a mask's arrays may be tensors, or arrays of any library with DLPack, on q's device.
     score : Score, or callable (s, b, h, i, j), optional
-        As in `cuflash.attention`; captured arrays must be tensors where q is.
+        As in `cuflash.attention`; captured arrays must be tensors on q's device.
     softcap : float, optional
         As in `cuflash.attention`.
     bias, sink : torch.Tensor, optional
         As in `cuflash.attention`.
     dropout : Dropout, optional
-        As in `cuflash.attention`, with a number as its seed.
+        As in `cuflash.attention`; its seed must be a number.
     kernel : {"auto", "sm90", "sm80", "simt", "fa1", "naive"}
         As in `cuflash.attention`.
     executor : {"auto", "cpu", "gpu", "sim"}
-        "auto" lets the tensors decide: "cpu" or "gpu". "sim" runs the GPU's kernels on a simulator.
+        "auto" selects "cpu" or "gpu" by the tensors' device. "sim" runs the GPU kernels on a simulator.
     precision, deterministic : optional
         As in `cuflash.attention`.
     out : torch.Tensor, or pair (o, lse), optional
-        Written to instead of new tensors; must not overlap what is read, nor require gradients. The tensors returned
-        lie in the same memory, and it is they that have gradients.
+        Tensors for the results, instead of new ones; must not overlap the inputs, nor require gradients. The returned
+        tensors share their memory, and carry the gradients.
     return_lse : bool
-        Also return lse.
+        If True, also return lse.
 
     Returns
     -------
     o : torch.Tensor [..., num_heads, seqlen_q, value_dim]
-        Of q's dtype and device. 0 in rows without a key.
+        In q's dtype and on its device. 0 in rows without a key.
     lse : torch.Tensor [..., num_heads, seqlen_q]
-        Of float32 (float64 for float64), as `cuflash.attention` returns it.
+        float32 (float64 for float64), as returned by `cuflash.attention`.
 
     Raises
     ------
     TypeError
-        An argument that has to be a tensor is none.
+        An argument is not a tensor.
     UnsupportedProblem
-        The arguments are invalid or not supported, as tensors are that are sparse, quantised, nested, on the meta
-        device or traced. It lists every reason; nothing has been computed.
+        The arguments are invalid or not supported, such as sparse, quantized, nested, meta or traced tensors. Lists
+        every reason; nothing is computed.
     RuntimeError
-        The tensors are on a GPU and CuPy is missing, or the stream is captured before the same call was made once.
+        The tensors are on a GPU and CuPy is missing, or the stream is captured before the same call has run once.
 
     Notes
     -----
-    On a GPU the axes of o lie in memory in the order of q's, and those of the gradients in the order of q's, k's and
-    v's, where these are dense in some order: a model that keeps tokens before heads copies nothing.
+    On a GPU, the memory order of o's axes is that of q, and those of the gradients are those of q, k and v, if these
+    tensors are dense: a model that stores tokens before heads needs no copies.
     q, k, v, bias, sink and the real tensors of a score have gradients if they require them. Those of bias, sink and
-    score tensors are computed only then. On a GPU nothing waits. A call whose like was made before, forward and
-    backward, can be captured by `torch.cuda.graph`. Gradients are not differentiated again.
+    score tensors are computed only on request. On a GPU no call synchronizes. Once a call has run forward and backward,
+    identical calls can be captured by `torch.cuda.graph`. Second derivatives are not available.
 
     Examples
     --------
@@ -187,41 +187,40 @@ def transformers_attention(
     deterministic: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function for models of Hugging Face transformers, to be registered with its `AttentionInterface`.
+    """Compute attention for Hugging Face transformers models; register it with their `AttentionInterface`.
 
-    Models call it with what their attention needs. An option that it does not know, and that may change results, is
-    refused.
+    Models call it with the options of their attention. An unknown option that could change results is refused.
 
     Parameters
     ----------
     module : torch.nn.Module
-        The attention layer; its `is_causal` counts where the call has none.
+        The attention layer; its `is_causal` is used if the call has none.
     query, key, value : torch.Tensor [batch, num_heads, seqlen, head_dim]
         As in `attention`; keys and values may have fewer heads.
     attention_mask : torch.Tensor, optional
-        True means attend; a mask of floats is added to the scores. With a mask nothing else is hidden: it holds what
-        `is_causal` and `sliding_window` say. Without one, several queries are aligned to the first key, as those of a
-        prompt are with a static cache, and a single query to the last key.
+        True means attend; a floating-point mask is added to the scores. A mask must include the restrictions of
+        `is_causal` and `sliding_window`, which are then ignored. Without a mask, several queries are aligned to the
+        first key, like those of a prompt with a static cache, and a single query to the last key.
     scaling : float, optional
-        The factor of q . k; 1 / sqrt(head_dim) by default.
+        The factor of q . k; default: 1 / sqrt(head_dim).
     dropout : float
-        Probability with which a weight is dropped, by a seed from PyTorch's generator.
+        Probability with which a weight is dropped; the seed comes from PyTorch's generator.
     is_causal : bool, optional
-        Whether a call without a mask is causal; by default what the module says, and True if it says nothing.
+        True if a call without a mask is causal; default: the module's `is_causal`, or True if it has none.
     position_bias : torch.Tensor, optional
-        Added to the scores, with a gradient if it requires one.
+        Added to the scores; has a gradient if it requires one.
     sliding_window : int, optional
-        Keys that a query attends, itself included, where there is no mask; without `is_causal`, as many on either side.
+        Number of keys that a query attends without a mask, including its own; without `is_causal`, on each side.
     softcap : float, optional
         As in `attention`.
     s_aux : torch.Tensor [num_heads], optional
-        Sinks, as `sink` of `attention`.
+        Sink logits, like `sink` of `attention`.
     cu_seq_lens_q, cu_seq_lens_k : torch.Tensor, optional
-        Offsets of sequences that are packed one after the other in a batch of 1.
+        Offsets of sequences that are packed into a batch of 1.
     deterministic : bool, optional
-        As in `attention`; False by default.
+        As in `attention`; default: False.
     **others : object
-        None, False, or an option on which no weight depends, such as `position_ids` and `use_cache`.
+        None, False, or an option that does not affect the weights, such as `position_ids` and `use_cache`.
 
     Returns
     -------
@@ -233,7 +232,7 @@ def transformers_attention(
     Raises
     ------
     TypeError, UnsupportedProblem
-        As `attention` raises them, or an option is not known here.
+        For the same reasons as in `attention`, or an option is unknown.
 
     Examples
     --------
@@ -257,36 +256,36 @@ def transformers_attention(
 
 
 def _called(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Any, return_lse: bool) -> Any:
-    """`attention` with its options as one value."""
+    """Compute `attention` with its options as one value."""
     refuse(flag_reasons("return_lse", return_lse))
     require_number(options.dropout)
     outs = tuple(out) if isinstance(out, (tuple, list)) and len(out) == 2 else (out, None)
     options, operands = with_one_score(options)
     if operands and is_tensor(q):
         operands = {name: _own_integers(name, each, q) for name, each in operands.items()}
-    given = {"q": q, "k": k, "v": v, **operands}
-    has_graph = torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in given.values())
+    tensors = {"q": q, "k": k, "v": v, **operands}
+    has_graph = torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in tensors.values())
     if has_graph and operands:
         needed = (name for name, each in operands.items() if getattr(each, "requires_grad", False))
         options = options._replace(wrt=tuple(needed))
     wants_lse = has_graph or return_lse
     try:
         looked_up = lookup(options, _mask_layout)
-        contents, key = looked_up.contents, _key(given, outs, looked_up, wants_lse)
+        contents, key = looked_up.contents, _key(tensors, outs, looked_up, wants_lse)
         call: _Call | None = looked_up.find(key)
         if call is None:
             lists_at_call = key is not None and contents is not None
-            call = _first(looked_up, key, given, outs, options, lists_at_call, wants_lse)
+            call = _first(looked_up, key, tensors, outs, options, lists_at_call, wants_lse)
         if isinstance(call, _OnGpu) and (contents is not None or options.dropout is not None):
             lists_of = call.lists_of
             lists = () if contents is None or lists_of is None else (lists_of(*contents.arrays),)
             call = _WithContents(call, lists, numbers_of(options.dropout))
         if has_graph:
-            o, lse = _Attention.apply(call, outs, *given.values())
+            o, lse = _Attention.apply(call, outs, *tensors.values())
         else:
-            o, lse = call.forward(outs, *given.values())
+            o, lse = call.forward(outs, *tensors.values())
     except RuntimeError as error:
-        reasons = _tensor_reasons(given, outs)
+        reasons = _tensor_reasons(tensors, outs)
         if reasons:
             raise UnsupportedProblem(reasons) from error
         raise
@@ -294,7 +293,7 @@ def _called(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Any, return_
 
 
 def _own_integers(name: str, array: Any, q: Tensor) -> Any:
-    """Return integers that a Score captured as NumPy's or CuPy's, such as those of `scores.within`, as a tensor."""
+    """Return integers that a Score captured as NumPy or CuPy arrays, such as those of `scores.within`, as a tensor."""
     if type(array) in _PLAIN or name in ("bias", "sink") or is_tensor(array) or not is_array(array):
         return array
     if not is_integer_dtype(array.dtype):
@@ -303,7 +302,7 @@ def _own_integers(name: str, array: Any, q: Tensor) -> Any:
 
 
 class _Attention(torch.autograd.Function):
-    """A call with gradients: what it saves, PyTorch guards against changes in place and frees."""
+    """A call with gradients: PyTorch protects its saved tensors against in-place changes, and frees them."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, outs: _Outs, *tensors: Tensor) -> Any:
@@ -320,28 +319,28 @@ class _Attention(torch.autograd.Function):
         o, lse, *tensors = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do.resolve_neg()
         dlse = None if dlse is None else dlse.resolve_neg()
-        gradients = _Gradients.apply if torch.is_grad_enabled() else _gradients  # enabled by create_graph=True
+        gradients = _Gradients.apply if torch.is_grad_enabled() else _gradients  # true with create_graph=True
         if has_dual_level():
             _require_cotangents(do=do, dlse=dlse)
         try:
-            found = gradients(ctx.call, do, dlse, o, lse, *tensors)
+            results = gradients(ctx.call, do, dlse, o, lse, *tensors)
         except RuntimeError:
             _require_cotangents(do=do, dlse=dlse)
             raise
-        more, needed = iter(found[3:]), ctx.needs_input_grad[5:]
-        return None, None, *found[:3], *(next(more) if is_needed else None for is_needed in needed)
+        more, needed = iter(results[3:]), ctx.needs_input_grad[5:]
+        return None, None, *results[:3], *(next(more) if is_needed else None for is_needed in needed)
 
 
 def _gradients(
     call: _Call, do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and of those operands that require them."""
+    """Return the gradients of q, k, v and of operands that require them."""
     q, k, v, *operands = tensors
     return tuple(call.backward(dlse is not None, do, q, k, v, o, lse, *([] if dlse is None else [dlse]), *operands))
 
 
 class _Gradients(torch.autograd.Function):
-    """The backward pass as a function that refuses to be differentiated: PyTorch would take it for a constant."""
+    """The backward pass as a function that refuses to be differentiated; PyTorch would treat it as a constant."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor | None) -> Any:
@@ -355,10 +354,10 @@ class _Gradients(torch.autograd.Function):
         )
 
 
-def _require_cotangents(**given: Tensor | None) -> None:
-    """Refuse gradients of o and lse that are several at once, or whose own derivatives would be lost."""
+def _require_cotangents(**cotangents: Tensor | None) -> None:
+    """Refuse gradients of o and lse that are batched, or whose own derivatives would be lost."""
     reasons = []
-    for name, each in given.items():
+    for name, each in cotangents.items():
         if each is not None and is_batched(each):
             fix = "call torch.autograd.grad for each, without is_grads_batched=True or vectorize=True"
             reasons.append(f"{name} must be one gradient, outside of torch.vmap; got a batch of them: {fix}")
@@ -367,11 +366,11 @@ def _require_cotangents(**given: Tensor | None) -> None:
     refuse(reasons)
 
 
-_Outs = tuple[Any, Any]  # o and lse, each None where the call makes it
+_Outs = tuple[Any, Any]  # o and lse, each None if the call allocates it
 
 
 class _ByArrays:
-    """A call on arrays that lie where the tensors do: NumPy's on the CPU, else CuPy's, for what is no repeated call."""
+    """A call on NumPy or CuPy arrays that share the tensors' memory, for calls that are not cached on a GPU."""
 
     def __init__(self, names: Iterable[str], options: Options, is_on_gpu: bool) -> None:
         self._names, self._options, self._is_on_gpu = tuple(names), options, is_on_gpu
@@ -395,12 +394,12 @@ class _ByArrays:
         assert self._ready is not None
         with self._within():
             arrays = dict(zip(backward_names(has_dlse, self._names[3:]), map(self._array, tensors)))
-            made = self._ready.backward(**arrays)
-            return tuple(map(_as_tensor, (*made, *(made[name] for name in self._ready._plan.problem.wrt))))
+            gradients = self._ready.backward(**arrays)
+            return tuple(map(_as_tensor, (*gradients, *(gradients[name] for name in self._ready._plan.problem.wrt))))
 
 
 class _OnGpu:
-    """A call on tensors of a GPU that lie in one way: a plan whose passes are bound once, and run again and again."""
+    """A call on GPU tensors of one layout: a plan whose passes are bound once, and then run repeatedly."""
 
     def __init__(
         self,
@@ -424,7 +423,7 @@ class _OnGpu:
     def forward(
         self, outs: _Outs, *tensors: Tensor, lists: Sequence[Tensor] = (), numbers: Sequence[int] = ()
     ) -> Sequence[Any]:
-        """Return o and lse; None for an lse that is not wanted."""
+        """Return o and lse; lse is None if it was not requested."""
         arrays = dict(zip(self._names, (*tensors, *lists)))
         written = dict(zip(self._outs, (each for each in outs if each is not None)))
         results = self._forward.run(arrays, written, numbers)
@@ -456,7 +455,7 @@ class _OnGpu:
 
 
 class _WithContents(NamedTuple):
-    """A call on a GPU with what both passes read beside tensors: the lists of its mask, dropout's seed and offset."""
+    """A GPU call with the other inputs of both passes: the lists of its mask, and dropout's seed and offset."""
 
     call: _OnGpu
     lists: tuple[Tensor, ...]
@@ -473,34 +472,34 @@ _Call = _OnGpu | _ByArrays | _WithContents
 
 
 def _mask_layout(array: Any) -> Hashable:
-    """Key of the layout of a mask's array: a tensor on a GPU, or an array of CuPy's."""
+    """Return the key of the layout of a mask's array, a tensor on a GPU or a CuPy array; None otherwise."""
     if type(array) in _PLAIN:
         return torch_gpu.layout_key(array) if array.is_cuda else None
     return layout_key(array)
 
 
 def _over(arrays: Mapping[str, Any], options: Options) -> Options:
-    """The options of a call with other arrays in place of its tensors, by their names."""
+    """Return the options of a call with other arrays instead of its tensors, by name."""
     score, bias = options.score, options.bias
     if isinstance(score, Score) and score.arrays.keys() <= arrays.keys():
         score = score._with_arrays(arrays)
-    if bias is not None and is_tensor(bias):  # no part of a score, since something is wrong with one of them
+    if bias is not None and is_tensor(bias):  # still separate only if the score or the bias is invalid
         bias = ShapeDtype(tuple(bias.shape), dtype_of(bias))
     return options._replace(score=score, bias=bias, sink=arrays.get("sink"))
 
 
-def _key(given: dict[str, Any], outs: _Outs, looked_up: Lookup, wants_lse: bool) -> Hashable:
-    """Return the key of a call on a GPU, which holds everything but its data; None for calls that are not looked up."""
+def _key(arrays: dict[str, Any], outs: _Outs, looked_up: Lookup, wants_lse: bool) -> Hashable:
+    """Return the key of a call on a GPU, which contains everything except its data; None for other calls."""
     o, lse = outs
-    tensors: tuple[Any, ...] = tuple(given.values())
+    tensors: tuple[Any, ...] = tuple(arrays.values())
     if o is not None or lse is not None:
         tensors += tuple(each for each in outs if each is not None)
     if not _PLAIN.issuperset(map(type, tensors)) or not tensors[0].is_cuda or checks.is_on():
         return None
-    if has_dual_level() or any(map(torch.Tensor.is_neg, tensors)):  # memory that does not hold all of a tensor
+    if has_dual_level() or any(map(torch.Tensor.is_neg, tensors)):  # the memory does not define such tensors
         return None
-    lie = torch_gpu.layout_key(*tensors), o is None, lse is None, wants_lse
-    return looked_up.key("torch", lie, *given)
+    layout = torch_gpu.layout_key(*tensors), o is None, lse is None, wants_lse
+    return looked_up.key("torch", layout, *arrays)
 
 
 def _first(
@@ -512,7 +511,7 @@ def _first(
     lists_at_call: bool,
     wants_lse: bool,
 ) -> _OnGpu | _ByArrays:
-    """Check the arguments of a call that is made for the first time, and return the function that runs it."""
+    """Check the arguments of a call with a new layout or new options, and return the function that runs it."""
     refuse(_tensor_reasons(tensors, outs) or _executor_reasons(tensors["q"].device, options.executor))
     snapshot = looked_up.snapshot()
     is_on_gpu = tensors["q"].is_cuda
@@ -535,7 +534,7 @@ def _first(
 
 
 def _planned(layouts: dict[str, Any], options: Options, lists_at_call: bool) -> Plan:
-    """The plan of a call, which makes the lists of its mask itself if kernels can and its passes can be bound."""
+    """Return the plan of a call; it builds its mask's lists itself if kernels can and its passes can be bound."""
     shapes = {name: ShapeDtype(layout.shape, layout.dtype) for name, layout in layouts.items()}
     q, k, v, options = layouts["q"], layouts["k"], layouts["v"], _over(shapes, options)
     if lists_at_call:
@@ -546,33 +545,34 @@ def _planned(layouts: dict[str, Any], options: Options, lists_at_call: bool) -> 
 
 
 def _executor_reasons(device: Any, executor: Any) -> list[str]:
-    """Why an executor does not reach tensors on a device."""
+    """Return why an executor cannot access tensors on a device."""
     wanted = {"cpu": "cpu", "sim": "cpu", "gpu": "cuda"}.get(executor) if isinstance(executor, str) else None
     if wanted in (None, device.type):
         return []
-    return [f"executor={executor!r} takes tensors on {wanted!r}; got q on {str(device)!r}: move them by to({wanted!r})"]
+    fix = f"move them with .to({wanted!r})"
+    return [f"executor={executor!r} takes tensors on {wanted!r}; got q on {str(device)!r}: {fix}"]
 
 
-def _tensor_reasons(given: dict[str, Any], outs: _Outs) -> list[str]:
-    """Why q, k, v, operands and outputs are no tensors that a kernel can read and write.
+def _tensor_reasons(tensors: dict[str, Any], outs: _Outs) -> list[str]:
+    """Return why q, k, v, operands and outputs are not tensors that a kernel can read and write.
 
     Raises
     ------
     TypeError
-        One is no tensor at all.
+        An argument is not a tensor.
     """
     names = ("out" if outs[1] is None else "out[0]", "out[1]")
     written = {name: each for name, each in zip(names, outs) if each is not None}
-    given, captured = given | written, [name for name in given if name not in ("q", "k", "v", "sink", "bias")]
+    tensors, captured = tensors | written, [name for name in tensors if name not in ("q", "k", "v", "sink", "bias")]
     reasons = []
-    for name, tensor in given.items():
+    for name, tensor in tensors.items():
         if not is_tensor(tensor):
-            raise TypeError(f"{name} must be a torch.Tensor; got {describe(tensor)}: torch.as_tensor makes one")
+            raise TypeError(f"{name} must be a torch.Tensor; got {describe(tensor)}: convert it with torch.as_tensor")
         reasons += tensor_reasons(name, tensor) or _kind_reasons(name, tensor, name in captured)
-    if not reasons and len({tensor.device for tensor in given.values()}) > 1:
-        places = ", ".join(f"{name} on {str(tensor.device)!r}" for name, tensor in given.items())
-        reasons.append(f"all tensors must be on one device; got {places}: move them by to(q.device)")
-    device = given["q"].device
+    if not reasons and len({tensor.device for tensor in tensors.values()}) > 1:
+        places = ", ".join(f"{name} on {str(tensor.device)!r}" for name, tensor in tensors.items())
+        reasons.append(f"all tensors must be on one device; got {places}: move them with .to(q.device)")
+    device = tensors["q"].device
     if not reasons and device.type == "cuda" and device.index != torch.cuda.current_device():
         reasons.append(
             f"tensors must be on the current device, 'cuda:{torch.cuda.current_device()}'; got {str(device)!r}: call "
@@ -584,25 +584,25 @@ def _tensor_reasons(given: dict[str, Any], outs: _Outs) -> list[str]:
 def _kind_reasons(name: str, tensor: Tensor, is_captured: bool) -> list[str]:
     if type(tensor) not in _PLAIN:
         kind = type(tensor).__name__
-        return [f"{name} must be a plain torch.Tensor; got a {kind}: its as_subclass(torch.Tensor) is one"]
+        return [f"{name} must be a plain torch.Tensor; got a {kind}: convert it with .as_subclass(torch.Tensor)"]
     if tensor.device.type not in ("cpu", "cuda"):
-        return [f"{name} must be on 'cpu' or 'cuda'; got {str(tensor.device)!r}: move it by to('cpu')"]
-    if tensor.dtype not in NUMPY_DTYPES and not is_captured:  # a Score looks at what it captures
-        return [f"{name} must be float16, bfloat16, float32 or float64; got {tensor.dtype}: its float() is float32"]
+        return [f"{name} must be on 'cpu' or 'cuda'; got {str(tensor.device)!r}: move it with .to('cpu')"]
+    if tensor.dtype not in NUMPY_DTYPES and not is_captured:  # Score checks captured tensors
+        return [f"{name} must be float16, bfloat16, float32 or float64; got {tensor.dtype}: convert it with .float()"]
     if name.startswith("out") and not is_captured and tensor.requires_grad:
-        return [f"{name} must not require gradients; got a tensor that does: give its detach()"]
+        return [f"{name} must not require gradients; got a tensor that does: pass its .detach()"]
     return []
 
 
-def _returned(outs: _Outs, made: Iterable[Tensor]) -> tuple[Any, ...]:
-    """Return o and lse: arrays that were given, which PyTorch is informed were written to, or new ones."""
+def _returned(outs: _Outs, new_tensors: Iterable[Tensor]) -> tuple[Any, ...]:
+    """Return o and lse: the passed outputs, which PyTorch is informed were written to, or new tensors."""
     increment_version([each for each in outs if each is not None])
-    others = iter(made)
+    others = iter(new_tensors)
     return tuple(next(others, None) if each is None else each for each in outs)
 
 
 def _as_tensor(array: Array) -> Tensor:
-    """Return a tensor of an array's memory."""
-    if array.dtype.kind == "V":  # of ml_dtypes, which DLPack lacks
+    """Return a tensor that shares an array's memory."""
+    if array.dtype.kind == "V":  # a dtype of ml_dtypes, which DLPack lacks
         return torch.from_dlpack(array.view(f"i{array.dtype.itemsize}")).view(TORCH_DTYPES[array.dtype])
     return torch.from_dlpack(array)

@@ -1,4 +1,4 @@
-"""Bound each element of the results of a call: check its arguments, then bound the forward pass and the gradients."""
+"""The public error bound: checks of the arguments, then bounds on the forward pass and the gradients."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class Bounds:
     Parameters
     ----------
     o, lse : array
-        Shaped as `attention` returns them.
+        Shapes as returned by `attention`.
     dq, dk, dv : array or None
-        Shaped as q, k, v; None where no `do` was given.
+        Shapes of q, k, v; None without `do`.
     dsink : array or None
-        Shaped as sink; None where no `do` or no sink was given.
+        Shape of sink; None without `do` or without a sink.
     others : dict of arrays by name
-        Of the gradients of a score function's arrays that `wrt` names, where `do` was given.
+        Bounds on the gradients of the score function's arrays that `wrt` names, if `do` is present.
     o_dot, lse_dot : array or None
-        Of the tangents, where `tangents` were given.
+        Bounds on the tangents, if `tangents` are present.
     dq_dot, dk_dot, dv_dot, dsink_dot, others_dot : array or None
-        Of the tangents of gradients, where both `do` and `tangents` were given.
+        Bounds on the tangents of gradients, if both `do` and `tangents` are present.
 
     Examples
     --------
@@ -103,13 +103,13 @@ def error_bound(
     Parameters
     ----------
     q, k, v : arrays
-        As in `attention`. Their values count as exact, those of `Quantized` ones as they are dequantised;
-        `quantization_bound` says what quantisation changes. The values of bias, sink and captured arrays count as
-        exact too: for float64 ones beside narrower q the bound includes their cast to float32.
+        As in `attention`. Their values are taken as exact, those of `Quantized` arrays after dequantization;
+        `quantization_bound` bounds the change by quantization. The values of bias, sink and captured arrays are taken
+        as exact, too: if they are float64 and q is narrower, the bound includes their cast to float32.
     do : array, optional
-        The gradient of o. With it the gradients are bounded too.
+        The gradient of o. If present, the gradients are bounded, too.
     dlse : array, optional
-        The gradient of lse; zero unless given.
+        The gradient of lse; default: zero.
     mask, causal, window, scale, score, softcap, bias : optional
         As in `attention`.
     wrt : str or sequence of str
@@ -117,40 +117,41 @@ def error_bound(
     sink, dropout, precision : optional
         As in `attention`.
     product_dtype : dtype, optional
-        The dtype that P and dS are rounded to before they multiply v, do, k and q. It is the accumulator's dtype unless
-        given, as in the `cpu` executor; kernels on tensor cores round to float16 or bfloat16. Of `Quantized`
-        operands, float8_e4m3fn stands for the kernels' arithmetic: tensor cores cut sums too.
+        The dtype to which P and dS are rounded before they multiply v, do, k and q. Default: the accumulator's dtype,
+        as in the `cpu` executor; kernels on tensor cores round to float16 or bfloat16. For `Quantized` operands,
+        float8_e4m3fn selects the kernels' arithmetic, in which tensor cores also truncate sums.
     probable : bool
-        Let a sum of n terms err by min(n, 6 sqrt(n)) roundoffs instead of n. That is no guarantee any more (rounding
-        errors that all point one way can exceed it), but at thousands of keys it sees far smaller faults; Higham and
-        Mary, A new approach to probabilistic rounding error analysis (SIAM J. Sci. Comput. 41, 2019).
+        If True, assume that a sum of n terms has an error of min(n, 6 sqrt(n)) roundoffs instead of n. This is not a
+        guarantee (rounding errors that all have the same sign can exceed it), but with thousands of keys it detects far
+        smaller faults; Higham and Mary, A new approach to probabilistic rounding error analysis (SIAM J. Sci. Comput.
+        41, 2019).
     plan : Plan, optional
-        The plan whose results are bounded, as `cuflash.plan` returns it: its mask, scale, score function, dropout and
-        precision count, and what its kernels round P and dS to. Of the options, only `sink`, `probable` and `tangents`
-        may stand beside it.
+        A plan from `cuflash.plan`, whose results are bounded: its mask, scale, score function, dropout and precision
+        are used, and the dtype to which its kernels round P and dS. With it, only the options `sink`, `probable` and
+        `tangents` are allowed.
     tangents : dict of arrays by name, optional
-        Tangents of arrays of the call, of "q", "k", "v", "sink", and "do" and "dlse" among them. With them the results
-        of `attention_jvp` are bounded too, and with `do` those of `attention_hvp`.
+        Tangents of arrays of the call, including "q", "k", "v", "sink", "do" and "dlse". If present, the results of
+        `attention_jvp` are bounded, too, and with `do` those of `attention_hvp`.
 
     Returns
     -------
     Bounds
-        Each result is within its bound of the exact one, element by element. Rows with no key have bound 0, since o is
-        0 and lse is -inf, or the sink, exactly; a float64 sink beside narrower q rounds there too. A bound is infinite
-        where nothing is promised: for a result that its dtype may overflow, for gradients from a dS that may overflow
-        the dtype it is rounded to (65504 in float16), and for scores so large (around 10^6 in float32) that exp(score)
-        has no correct digit.
+        Each element of a result is within its bound of the exact one. Rows without a key have bound 0, since o is 0 and
+        lse is -inf, or the sink, exactly; except that a float64 sink with narrower q is rounded. A bound is infinite if
+        nothing is guaranteed: for a result that may overflow its dtype, for gradients from a dS that may overflow the
+        dtype to which it is rounded (65504 in float16), and for scores so large (around 10^6 in float32) that
+        exp(score) has no correct digit.
 
     Raises
     ------
     TypeError, UnsupportedProblem
-        As `attention` does.
+        For the same reasons as in `attention`.
 
     Notes
     -----
-    Takes some ten float64 arrays of [*batch, num_heads, seqlen_q, seqlen_kv] and the time of a few `reference` calls.
-    For float64 inputs "exact" needs more than float64: give `reference` long doubles. The derivation
-    heads the source of `cuflash.bounds`.
+    Needs about ten float64 arrays of shape [*batch, num_heads, seqlen_q, seqlen_kv] and the time of a few `reference`
+    calls. For float64 inputs the exact result needs more than float64: pass long doubles to `reference`. For the
+    derivation, see the docstring of `cuflash.bounds`.
 
     Examples
     --------
@@ -220,19 +221,19 @@ def _bounds_of_plan(
     probable: bool,
     tangents: Mapping[str, Array] | None,
 ) -> Bounds:
-    """`error_bound` of a plan, beside which `options` and `product_dtype` must be left out."""
+    """Return `error_bound` of a plan; `options` and `product_dtype` must have their defaults."""
     if not isinstance(plan, Plan):
-        raise UnsupportedProblem([f"plan must be a Plan or None; got {describe(plan)}: cuflash.plan makes one"])
-    given = {**options._asdict(), "product_dtype": product_dtype}
+        raise UnsupportedProblem([f"plan must be a Plan or None; got {describe(plan)}: create one with cuflash.plan"])
+    passed = {**options._asdict(), "product_dtype": product_dtype}
     usual = {**Options()._asdict(), "product_dtype": None}
     reasons = [
-        f"{name} must be left out beside plan, which was made with its own; got {describe(value)}"
-        for name, value in given.items()
+        f"{name} must be left out if plan is passed, which has its own; got {describe(value)}"
+        for name, value in passed.items()
         if type(value) is not type(usual[name]) or value != usual[name]
     ]
     reasons += flag_reasons("probable", probable)
     if fp8.are_quantized(*qkv):
-        raise UnsupportedProblem([*reasons, "plan must be None for Quantized q, k and v: plans are of plain arrays"])
+        raise UnsupportedProblem([*reasons, "plan must be None for Quantized q, k and v: plans are for plain arrays"])
     arrays = dict(zip("qkv", qkv)) | {"do": do, "dlse": dlse, "sink": sink}
     q, k, v, do, dlse, sink = host_arrays(plan._as_planned(arrays))
     problem = plan._plan.problem
@@ -256,36 +257,36 @@ def _bounds_of_plan(
     return _dense_bounds(*given_arrays, allowed, problem.softmax_scale, model, captured, weights, None)
 
 
-def _planned_reasons(plan: Plan, given: Mapping[str, Array | None]) -> list[str]:
-    """Why arguments are not those of a plan, or the plan does not hold the arrays of its score function."""
+def _planned_reasons(plan: Plan, arguments: Mapping[str, Array | None]) -> list[str]:
+    """Return why arguments do not match a plan, or why the plan lacks the arrays of its score function."""
     problem = plan._plan.problem
     wanted = {name: (shape, problem.dtype) for name, shape in problem.argument_shapes().items()}
     wanted |= {operand.name: (operand.shape, operand.dtype) for operand in problem.operands}
     reasons = []
-    for name, array in given.items():
+    for name, array in arguments.items():
         if name not in wanted:
             reasons += [] if array is None else [f"{name} must be None, as planned; got {describe(array)}"]
         elif array is None or (tuple(array.shape), array.dtype) != wanted[name]:
             shape, dtype = wanted[name]
             reasons.append(f"{name} must have shape {shape} and dtype {dtype}, as planned; got {describe(array)}")
     return reasons + [
-        f"plan must be made with the array {name}; got one that was made with its shape alone"
+        f"plan must be made with the array {name}; got a plan with only its shape"
         for name in wanted
-        if name not in given and name not in plan._captured
+        if name not in arguments and name not in plan._captured
     ]
 
 
-def _product_dtype(given: DTypeLike | None) -> np.dtype:
-    dtype = as_dtype("product_dtype", given)
+def _product_dtype(requested: DTypeLike | None) -> np.dtype:
+    dtype = as_dtype("product_dtype", requested)
     try:
         limits(dtype)
     except ValueError as error:
-        told = f"product_dtype must be a dtype of floats; got {dtype}: np.float16 is one"
-        raise UnsupportedProblem([told]) from error
+        reason = f"product_dtype must be a floating-point dtype; got {dtype}: pass np.float16, for example"
+        raise UnsupportedProblem([reason]) from error
     return dtype
 
 
-# Overflow to inf, and inf * 0, are answers here: "nothing is promised".
+# Overflow to inf, and inf * 0, are valid here: an infinite bound guarantees nothing.
 @np.errstate(over="ignore", invalid="ignore", under="ignore")
 def _dense_bounds(
     q: Array,
@@ -302,12 +303,12 @@ def _dense_bounds(
     weights: Weights,
     cuts: Cuts | None,
 ) -> Bounds:
-    """`error_bound` with the mask as a bool array, or None, and the scale as a number."""
+    """Return `error_bound` with the mask as a bool array, or None, and the scale as a number."""
     batch = np.broadcast_shapes(*(np.shape(x)[:-3] for x in (q, k, v)))
     queries = with_heads(np.asarray(q).astype(np.float64))
     num_heads = queries.shape[-3]
     allowed = allowed_of(mask, (*batch, num_heads, np.shape(q)[-2], np.shape(k)[-2]))
-    # Keys that no query attends, and rows without a key, change no result, whatever they hold.
+    # Keys that no query attends, and rows without a key, do not affect results, whatever they contain.
     is_seen = allowed.any(axis=-2)[..., None]
     is_row = allowed.any(axis=-1)[..., None]
     queries = np.where(is_row, queries, 0)
@@ -322,26 +323,26 @@ def _dense_bounds(
     tol_o = rounded_up(forward.tol_o, forward.o, model)
     tol_lse = nan_to_inf(SECOND_ORDER * forward.tol_lse[..., 0])
     headed = np.ndim(q) > 2
-    found = dict(zip(("o", "lse"), (tol_o, tol_lse) if headed else (tol_o[0], tol_lse[0])))
+    bounds = dict(zip(("o", "lse"), (tol_o, tol_lse) if headed else (tol_o[0], tol_lse[0])))
     push = operands = None
     if tangents:
         operands = Operands.of((queries, keys, values), tangents, is_row, is_seen, scale)
         push = push_tolerances(operands, forward, tangents, logit, e_logit, model, captured)
-        found |= published(push, model, headed)
+        bounds |= published(push, model, headed)
     if do is None:
-        return Bounds(**found)
+        return Bounds(**bounds)
 
     do = np.where(is_row, with_heads(np.asarray(do).astype(np.float64)), 0)
     counts = is_row | ~np.isneginf(logit)
     dlse = 0.0 if dlse is None else np.where(counts, np.asarray(dlse).astype(np.float64).reshape(is_row.shape), 0)
     shapes = np.shape(q), np.shape(k), np.shape(v)
     df, e_df, tolerances = gradient_tolerances(queries, keys, values, do, dlse, scale, model, forward, shapes)
-    found |= zip(("dq", "dk", "dv"), tolerances)
+    bounds |= zip(("dq", "dk", "dv"), tolerances)
     if sink is not None:
-        found["dsink"] = sink_tolerance(values, do, dlse, logit, e_logit, model, forward, sink)
+        bounds["dsink"] = sink_tolerance(values, do, dlse, logit, e_logit, model, forward, sink)
     if captured is not None and forward.final is not None:
-        found["others"] = captured.tolerances(forward.final, df, e_df, model)
+        bounds["others"] = captured.tolerances(forward.final, df, e_df, model)
     if push is not None and operands is not None:
         moving = moved(do, dlse, tangents, is_row, counts)
-        found |= second_bounds(operands, forward, push, moving, model, captured, shapes, sink, (logit, e_logit))
-    return Bounds(**found)
+        bounds |= second_bounds(operands, forward, push, moving, model, captured, shapes, sink, (logit, e_logit))
+    return Bounds(**bounds)

@@ -1,4 +1,4 @@
-"""The exact forward pass in float64, and how far computed o and lse may be from it."""
+"""The exact forward pass in float64, and tolerances for computed o and lse."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .rounding import Rounding
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """Factors of the weights under dropout, the largest factor, and the number of roundings that it takes."""
+    """Factors of the weights by dropout, the largest factor, and the number of roundings of these factors."""
 
     factors: Array = 1.0
     most: float = 1.0
@@ -37,7 +37,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Forward:
-    """The exact forward pass and its unscaled tolerances, as far as the backward needs them."""
+    """The exact forward pass and its unscaled tolerances, as needed for the gradients."""
 
     allowed: Array
     score: Array  # final, 0 where masked
@@ -125,8 +125,7 @@ def _scores(
     captured: Captured | None,
     cuts: Cuts | None,
 ) -> tuple[Array, Array, Array, ScoreErrors | None, tuple[Array, Array] | None]:
-    """Final scores and their error, the keys that have one, what a score function makes of them, and what it is given.
-    """
+    """Return final scores, their error, the keys that have one, the score function's results, and its inputs."""
     head_dim, transposed = keys.shape[-1], np.swapaxes(keys, -1, -2)
     score = np.where(allowed, scale * (queries @ transposed), 0)
     mass = np.where(allowed, abs(scale) * (np.abs(queries) @ np.abs(transposed)), 0)
@@ -136,20 +135,20 @@ def _scores(
         return score, e_score, allowed, None, None
     raw = score, e_score + head_dim * model.wa * abs(scale)
     final = captured.final(*raw, allowed, model)
-    allowed = allowed & ~(np.isneginf(final.f) & (final.e_f == 0))  # the function hides them
+    allowed = allowed & ~(np.isneginf(final.f) & (final.e_f == 0))  # hidden by the function
     score, e_score = (np.where(allowed, x, 0) for x in final[:2])
     return score, e_score, allowed, final, raw
 
 
 def excess_of(log_p: Array, p: Array, eta: Array) -> Array:
-    """p (exp(eta) - 1), also where exp(eta) overflows and p underflows."""
+    """Return p (exp(eta) - 1), also if exp(eta) overflows and p underflows."""
     return np.where(eta < 1, p * np.expm1(np.minimum(eta, 1)), np.exp(log_p + eta))
 
 
 def _rounding_of_sum(values: Array, rounding: Array, has_sink: Array) -> Array:
-    """Bound the distance of a weighted mean of v's rows from another one, with a relative rounding of the result.
+    """Bound the distance between two weighted means of v's rows, with a relative rounding of the result.
 
-    With a sink 0 is one of the rows.
+    With a sink, 0 is one of the rows.
     """
     if not values.shape[-2]:
         return np.zeros((*values.shape[:-2], 1, values.shape[-1]))

@@ -25,11 +25,11 @@ def gradient_tolerances(
     forward: Forward,
     shapes: tuple[tuple[int, ...], ...],
 ) -> tuple[Array, Array, list[Array]]:
-    """The gradient of final scores and its error; then the bounds on dq, dk and dv, in the shapes of q, k and v."""
+    """Return the gradient of final scores, its error, and the bounds on dq, dk and dv in the shapes of q, k and v."""
     ua, wa = model.ua, model.wa
     p, seqlen_q, seqlen_kv = forward.p, queries.shape[-2], keys.shape[-2]
     size = math.prod(p.shape[:-2])
-    # Numbers of rows that add up to one row of each gradient.
+    # How many rows add up to one row of each gradient.
     terms_q, terms_k, terms_v = (
         rows * (size // max(1, math.prod(shape[:-2]))) for rows, shape in zip((seqlen_kv, seqlen_q, seqlen_q), shapes)
     )
@@ -72,7 +72,7 @@ def gradient_tolerances(
 def gap_of(
     values: Array, do: Array, dlse: Array | float, model: Rounding, forward: Forward
 ) -> tuple[Array, Array, Array]:
-    """The error of P that is computed again from lse; and dP - D + dlse with its error."""
+    """Return the error of P recomputed from lse, and dP - D + dlse with its error."""
     ua, wa, p, o, value_dim = model.ua, model.wa, forward.p, forward.o, values.shape[-1]
     eta = forward.eta + forward.tol_lse + 4 * ua * (np.abs(forward.score) + np.abs(forward.lse))
     p_excess = excess_of(forward.log_p, p, eta)
@@ -91,7 +91,7 @@ def gap_of(
 
 
 def _through_slope(final: ScoreErrors, df: Array, e_df: Array, model: Rounding) -> tuple[Array, Array]:
-    """dS and its error from the gradient of final scores; 0 where that is 0 without error, whatever the slope is."""
+    """Return dS and its error from the gradient of final scores; 0 if that is exactly 0, whatever the slope is."""
     larger, slope = np.abs(df) + e_df, np.abs(final.slope)
     e_ds = slope * e_df + final.e_slope * larger + 2 * model.ua * slope * larger + model.wa
     is_none = larger == 0
@@ -101,7 +101,7 @@ def _through_slope(final: ScoreErrors, df: Array, e_df: Array, model: Rounding) 
 def delta_of(
     values: Array, do: Array, dlse: Array | float, model: Rounding, forward: Forward
 ) -> tuple[Array, Array]:
-    """delta = D - dlse and its error, [..., rows, 1]."""
+    """Return delta = D - dlse and its error, [..., rows, 1]."""
     ua, wa, value_dim = model.ua, model.wa, values.shape[-1]
     k_dv = model.k(value_dim) + 2
     d = np.sum(do * forward.o, axis=-1, keepdims=True)
@@ -115,7 +115,7 @@ def sink_tolerance(
     values: Array, do: Array, dlse: Array | float, logit: Array, e_logit: Array, model: Rounding, forward: Forward,
     sink: Array,
 ) -> Array:  # fmt: skip
-    """The bound on dsink, in the shape of the sink, whose logits err by `e_logit`."""
+    """Return the bound on dsink, in the shape of the sink, whose logits have the error `e_logit`."""
     ua, wa = model.ua, model.wa
     p_sink = np.exp(forward.log_p_sink)
     delta, e_delta = delta_of(values, do, dlse, model, forward)

@@ -1,4 +1,4 @@
-"""Arguments of `error_bound` as arrays of NumPy."""
+"""Arguments of `error_bound` as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..planning.tangents import shown, tangent_reasons
 from ..plans import as_arrays
 
 
-def host_arrays(given: dict[str, Array]) -> list[Array]:
-    """The arguments as NumPy's arrays; None where do, dlse and sink are not given."""
-    arrays = as_arrays(given)
+def host_arrays(arguments: dict[str, Array]) -> list[Array]:
+    """Return the arguments as NumPy arrays; do, dlse and sink may be None."""
+    arrays = as_arrays(arguments)
     for name, array in arrays.items():
         if not is_array(array) and name != "sink" and not (array is None and name in ("do", "dlse")):
             raise TypeError(no_array(name, array))
@@ -32,20 +32,20 @@ def host_arrays(given: dict[str, Array]) -> list[Array]:
 
 
 def host_tangents(reasons: list[str], tangents: Any, problem: Problem) -> dict[str, Array]:
-    """Tangents of a call's arrays by name; appends why there are none."""
+    """Return tangents of a call's arrays by name; append reasons to refuse them."""
     if not tangents or not isinstance(tangents, Mapping):
-        told = f"tangents must be a dict of arrays by name, or None; got {describe(tangents)}"
-        reasons += [] if tangents is None else [f"{told}: write tangents={{'q': q_dot}}"]
+        refusal = f"tangents must be a dict of arrays by name, or None; got {describe(tangents)}"
+        reasons += [] if tangents is None else [f"{refusal}: write tangents={{'q': q_dot}}"]
         return {}
     names = [*tangents]
-    found = dict(zip(names, host_arrays({shown(name): tangents[name] for name in names})))
+    arrays = dict(zip(names, host_arrays({shown(name): tangents[name] for name in names})))
     of_results = {"do": problem.o_shape(), "dlse": problem.lse_shape()}
     for name, shape in of_results.items():
-        reasons += cotangent_reasons(shown(name), found.get(name), shape)
-    others = {name: array for name, array in found.items() if name not in of_results}
+        reasons += cotangent_reasons(shown(name), arrays.get(name), shape)
+    others = {name: array for name, array in arrays.items() if name not in of_results}
     if others:
         reasons += tangent_reasons(Directions("error_bound", others), problem, "cpu")
-    return found
+    return arrays
 
 
 def cotangent_reasons(name: str, array: Array | None, shape: tuple[int, ...]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Roundoffs and underflow of dtypes, as the derivation of the bounds names them."""
+"""Roundoffs and underflow of dtypes, in the notation of `cuflash.bounds`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _OPERAND_ROUNDING = {"ieee": 0.0, "tf32": 2 * 2.0**-11 + 2.0**-22, "tf32x3": 8 *
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """Costs of rounding and underflow in a call's dtypes; letters are those of the derivation in `cuflash.bounds`.
+    """Costs of rounding and underflow in a call's dtypes, in the notation of `cuflash.bounds`.
 
     Attributes
     ----------
     u, ua, up : float
         Unit roundoffs of the storage dtype, of the accumulator, and of the dtype that P and dS are rounded to.
     t : float
-        Relative error that rounded operands bring to a product; 0 unless precision is tf32 or tf32x3.
+        Relative error of a product by rounding its operands; 0 unless precision is tf32 or tf32x3.
     w, wa, wp : float
         Largest error of an element by underflow, in the same three dtypes.
     largest, largest_product, largest_sum : float
         Largest finite number of the storage dtype, of the dtype of P and dS, and of the accumulator.
     probable : bool
-        Whether `k` counts the roundoffs that a sum most probably collects, and not all that it may.
+        If True, `k` counts the roundoffs that a sum most probably collects, instead of the worst case.
     """
 
     u: float
@@ -66,14 +66,14 @@ class Rounding:
         )
 
     def of_quantized(self, are_products_cut: bool) -> Rounding:
-        """Tolerances where operands are rounded to A as they are dequantised, and results to A before T."""
-        made = replace(self, t=2 * self.ua * (1 + self.ua), u=self.u if self.u == self.ua else self.u + 2 * self.ua)
-        return replace(made, wp=LOST_WEIGHT) if are_products_cut else made
+        """Return the model for operands that are rounded to A at dequantization, and results rounded to A before T."""
+        model = replace(self, t=2 * self.ua * (1 + self.ua), u=self.u if self.u == self.ua else self.u + 2 * self.ua)
+        return replace(model, wp=LOST_WEIGHT) if are_products_cut else model
 
     def as_read(self, array: Array) -> tuple[Array, Array]:
-        """Values of an array beside q, k and v as a kernel reads them, and how far rounding them to A may move them.
+        """Return an array (not q, k, v) as kernels read it, and the largest error of rounding its values to A.
 
-        A number of a float64 array that A cannot hold is infinite; every other value counts as it is.
+        A float64 value that overflows A becomes infinite; every other value is returned unrounded.
         """
         if array.dtype != np.float64 or self.ua <= roundoff(array.dtype):
             return array, 0.0
@@ -95,13 +95,13 @@ def roundoff(dtype: np.dtype) -> float:
 
 
 def underflow(dtype: np.dtype) -> float:
-    """Half the smallest subnormal of float16; elsewhere the smallest normal, as CUDA compilers may flush below it."""
+    """Return half the smallest subnormal of float16, or the smallest normal number, since CUDA may flush below it."""
     info = limits(dtype)
     return float(info.smallest_subnormal) / 2 if dtype == np.float16 else float(info.smallest_normal)
 
 
 def rounded_up(tolerance: Array, exact: Array, model: Rounding) -> Array:
-    """The published bound: the margin for second-order terms, and inf where the storage dtype may overflow."""
+    """Return the published bound: with the margin for second-order terms, and inf if the storage dtype may overflow."""
     bound = nan_to_inf(SECOND_ORDER * tolerance)
     return np.where(np.abs(exact) + bound > model.largest, np.inf, bound)
 

@@ -20,7 +20,7 @@ from .rounding import SECOND_ORDER, Rounding, limits, nan_to_inf, rounded_up, ro
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Operands:
-    """q, k, v and their tangents, float64 and for each head; 0 where they do not matter."""
+    """q, k, v and their tangents, in float64 and for each query head; 0 where they do not affect results."""
 
     queries: Array
     keys: Array
@@ -32,17 +32,17 @@ class Operands:
 
     @classmethod
     def of(
-        cls, given: tuple[Array, Array, Array], tangents: Mapping[str, Array], is_row: Array, is_seen: Array,
+        cls, qkv: tuple[Array, Array, Array], tangents: Mapping[str, Array], is_row: Array, is_seen: Array,
         scale: float,
     ) -> Operands:  # fmt: skip
-        """Operands with their tangents; rows without a key and keys that no query attends change no result."""
-        num_heads = given[0].shape[-3]
+        """Return operands with their tangents; rows without a key, and keys that no query attends, are set to 0."""
+        num_heads = qkv[0].shape[-3]
         queries_dot, keys_dot, values_dot = (
             np.where(counts, expand_heads(np.asarray(tangents[name]).astype(np.float64), num_heads), 0)
             if name in tangents else np.zeros(np.shape(x))
-            for name, x, counts in zip("qkv", given, (is_row, is_seen, is_seen))
+            for name, x, counts in zip("qkv", qkv, (is_row, is_seen, is_seen))
         )  # fmt: skip
-        queries, keys, values = given
+        queries, keys, values = qkv
         return cls(
             queries=queries, keys=keys, values=values, queries_dot=queries_dot, keys_dot=keys_dot,
             values_dot=values_dot, scale=scale,
@@ -51,7 +51,7 @@ class Operands:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Push:
-    """The exact tangents of the forward pass and their unscaled tolerances, as far as the second order needs them."""
+    """The exact tangents of the forward pass and their unscaled tolerances, as needed for the tangents of gradients."""
 
     p_excess: Array
     from_mean: Array  # F_dot - lse_dot; 0 where masked
@@ -126,7 +126,7 @@ def push_tolerances(
 def _final_tangents(
     operands: Operands, forward: Forward, model: Rounding, captured: Captured | None, tangents: Mapping[str, Array]
 ) -> tuple[Array, Array, PushedErrors | None]:
-    """The tangents of final scores and their errors, 0 where masked; and what a score function makes of them."""
+    """Return the tangents of final scores, their errors (0 where masked), and the results of the score function."""
     ua, scale, allowed, depth = model.ua, operands.scale, forward.allowed, 2 * operands.keys.shape[-1]
     keys, keys_dot = (np.swapaxes(x, -1, -2) for x in (operands.keys, operands.keys_dot))
     s_dot = np.where(allowed, scale * (operands.queries_dot @ keys + operands.queries @ keys_dot), 0)
@@ -141,7 +141,7 @@ def _final_tangents(
 
 
 class _Finals(NamedTuple):
-    """dF and dF_dot with their errors, those of P and P_dot, and delta_dot with its error."""
+    """dF, dF_dot, P_dot and delta_dot, with their errors and that of P."""
 
     df: Array
     e_df: Array
@@ -157,7 +157,7 @@ def _second_finals(
     operands: Operands, forward: Forward, push: Push, do: Array, dlse: Array | float, do_dot: Array,
     dlse_dot: Array | float, model: Rounding,
 ) -> _Finals:  # fmt: skip
-    """The tangents of the gradients of final scores."""
+    """Return the gradients of final scores and their tangents, with errors."""
     ua, wa, p = model.ua, model.wa, forward.p
     value_dim = operands.values.shape[-1]
     p_excess, g, e_g = gap_of(operands.values, do, dlse, model, forward)
@@ -191,12 +191,12 @@ def second_tolerances(
     operands: Operands, forward: Forward, push: Push, do: Array, dlse: Array | float, do_dot: Array,
     dlse_dot: Array | float, model: Rounding, shapes: tuple[tuple[int, ...], ...],
 ) -> tuple[tuple[Array, ...], list[Array], tuple[Array, Array]]:  # fmt: skip
-    """(dF, its error, dF_dot, its error), the bounds on the tangents of dq, dk and dv, and delta_dot with its error."""
+    """Return (dF, its error, dF_dot, its error), bounds on tangents of dq, dk and dv, and delta_dot with its error."""
     ua, wa, p, scale = model.ua, model.wa, forward.p, operands.scale
-    made = _second_finals(operands, forward, push, do, dlse, do_dot, dlse_dot, model)
-    finals, p_larger = made[:4], p + made.p_excess
+    second = _second_finals(operands, forward, push, do, dlse, do_dot, dlse_dot, model)
+    finals, p_larger = second[:4], p + second.p_excess
     ds, e_ds, ds_dot, e_ds_dot = finals if push.pushed is None else _through_slopes(push.pushed, *finals, model)
-    p_dot_larger, is_allowed = np.abs(made.p_dot) + made.e_p_dot, ~np.isneginf(forward.log_p)
+    p_dot_larger, is_allowed = np.abs(second.p_dot) + second.e_p_dot, ~np.isneginf(forward.log_p)
     z, z_rounding = forward.weights.factors, forward.weights.roundoffs * ua
 
     size = math.prod(p.shape[:-2])
@@ -209,10 +209,10 @@ def second_tolerances(
     dot_q, dot_k = (_rounded(ds_dot, e_ds_dot, terms, model) for terms in (terms_q, terms_k))
     dot_k, rounding_k = (np.swapaxes(x, -1, -2) for x in (dot_k, rounding_k))
     of_v = model.up + model.t + (model.k(terms_v) + 2) * ua + z_rounding
-    weights = z * (made.p_excess + np.minimum(p, max(model.wp, wa)) + of_v * p_larger)
-    weights_dot = z * (made.e_p_dot + np.minimum(p_dot_larger, max(model.wp, wa)) + of_v * p_dot_larger)
+    weights = z * (second.p_excess + np.minimum(p, max(model.wp, wa)) + of_v * p_larger)
+    weights_dot = z * (second.e_p_dot + np.minimum(p_dot_larger, max(model.wp, wa)) + of_v * p_dot_larger)
     weights, weights_dot, exact, exact_dot = (
-        np.swapaxes(np.where(is_allowed, x, 0), -1, -2) for x in (weights, weights_dot, z * p, z * made.p_dot)
+        np.swapaxes(np.where(is_allowed, x, 0), -1, -2) for x in (weights, weights_dot, z * p, z * second.p_dot)
     )
     q_shape, k_shape, v_shape = shapes
     results = (
@@ -232,13 +232,13 @@ def second_tolerances(
         rounded_up(tolerance + model.u * np.abs(result) + underflow, result, model)
         for tolerance, result, underflow in zip(tolerances, results, underflows)
     ]
-    return finals, bounds, made.of_delta
+    return finals, bounds, second.of_delta
 
 
 def delta_tangents(
     forward: Forward, push: Push, do: Array, do_dot: Array, dlse_dot: Array | float, model: Rounding
 ) -> tuple[Array, Array]:
-    """The tangent of delta = rowsum(dO O) - dlse and its error, [..., rows, 1]."""
+    """Return the tangent of delta = rowsum(dO O) - dlse and its error, [..., rows, 1]."""
     ua, value_dim = model.ua, forward.o.shape[-1]
     delta_dot = np.sum(do_dot * forward.o + do * push.o_dot, axis=-1, keepdims=True) - dlse_dot
     error = np.abs(do_dot) * forward.tol_o + np.abs(do) * push.tol_o_dot
@@ -251,7 +251,7 @@ def sink_second_tolerance(
     forward: Forward, push: Push, of_delta: tuple[Array, Array], of_dot: tuple[Array, Array], logit: Array,
     e_logit: Array, model: Rounding, sink: Array,
 ) -> Array:  # fmt: skip
-    """The bound on the tangent of dsink, in the shape of the sink, from delta and delta_dot with their errors."""
+    """Return the bound on the tangent of dsink, in the shape of the sink, from delta, delta_dot and their errors."""
     (delta, e_delta), (delta_dot, e_delta_dot) = of_delta, of_dot
     ua, wa, p_sink = model.ua, model.wa, np.exp(forward.log_p_sink)
     move, e_move = push.sink_dot - push.lse_dot, push.e_sink_dot + push.tol_lse_dot
@@ -274,7 +274,7 @@ def sink_second_tolerance(
 
 
 def published(push: Push, model: Rounding, has_heads: bool) -> dict[str, Array]:
-    """The bounds on o_dot and lse_dot."""
+    """Return the bounds on o_dot and lse_dot."""
     tol_o, tol_lse = rounded_up(push.tol_o_dot, push.o_dot, model), nan_to_inf(SECOND_ORDER * push.tol_lse_dot[..., 0])
     return {"o_dot": tol_o, "lse_dot": tol_lse} if has_heads else {"o_dot": tol_o[0], "lse_dot": tol_lse[0]}
 
@@ -282,7 +282,7 @@ def published(push: Push, model: Rounding, has_heads: bool) -> dict[str, Array]:
 def moved(
     do: Array, dlse: Array | float, tangents: Mapping[str, Array], is_row: Array, counts: Array
 ) -> tuple[Array, Array | float, Array, Array | float]:
-    """dO, dlse and their tangents, 0 in rows where they do not count."""
+    """Return dO, dlse and their tangents, 0 in rows where they have no effect."""
     do_dot = np.zeros(do.shape)
     if "do" in tangents:
         do_dot = np.where(is_row, with_heads(np.asarray(tangents["do"]).astype(np.float64)), 0)
@@ -297,20 +297,20 @@ def second_bounds(
     model: Rounding, captured: Captured | None, shapes: tuple[tuple[int, ...], ...], sink: Array | None,
     logits: tuple[Array, Array],
 ) -> dict[str, Array]:  # fmt: skip
-    """The bounds on the tangents of all gradients, by the names that `Bounds` has for them."""
+    """Return the bounds on the tangents of all gradients, by their names in `Bounds`."""
     do, dlse, do_dot, dlse_dot = moving
     finals, tolerances, delta_dot = second_tolerances(operands, forward, push, *moving, model, shapes)
-    found = dict(zip(("dq_dot", "dk_dot", "dv_dot"), tolerances))
+    bounds = dict(zip(("dq_dot", "dk_dot", "dv_dot"), tolerances))
     if sink is not None:
         delta = delta_of(operands.values, do, dlse, model, forward)
-        found["dsink_dot"] = sink_second_tolerance(forward, push, delta, delta_dot, *logits, model, sink)
+        bounds["dsink_dot"] = sink_second_tolerance(forward, push, delta, delta_dot, *logits, model, sink)
     if captured is not None and push.pushed is not None:
-        found["others_dot"] = captured.second_tolerances(push.pushed, finals, model)
-    return found
+        bounds["others_dot"] = captured.second_tolerances(push.pushed, finals, model)
+    return bounds
 
 
 def _rounded(ds: Array, e_ds: Array, terms: int, model: Rounding) -> Array:
-    """The error of dS, or of its tangent, once it is rounded and summed."""
+    """Return the error of dS, or of its tangent, after rounding and summation."""
     larger = np.abs(ds) + e_ds
     error = e_ds + model.up * larger + np.minimum(larger, model.wp)
     error = np.where(np.abs(ds) + SECOND_ORDER * error > model.largest_product, np.inf, error)
@@ -320,7 +320,7 @@ def _rounded(ds: Array, e_ds: Array, terms: int, model: Rounding) -> Array:
 def _through_slopes(
     pushed: PushedErrors, df: Array, e_df: Array, df_dot: Array, e_df_dot: Array, model: Rounding
 ) -> tuple[Array, Array, Array, Array]:
-    """dS and dS_dot with their errors, from those of final scores; 0 where these are 0 without error."""
+    """Return dS and dS_dot with their errors, from those of final scores; 0 if the latter are exactly 0."""
     ua, wa = model.ua, model.wa
     larger, larger_dot = np.abs(df) + e_df, np.abs(df_dot) + e_df_dot
     slope, slope_dot = np.abs(pushed.slope), np.abs(pushed.slope_dot)

@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens, kept for the queries of later ones."""
+"""Cache of the keys and values of earlier tokens, for the queries of later ones."""
 
 from .kv_cache import KVCache
 

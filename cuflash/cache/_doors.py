@@ -1,4 +1,4 @@
-"""The door of a cache's calls: their arguments are checked once, and what is wrong with them is raised together."""
+"""Entry points of a cache's calls: arguments are checked once, and all reasons to refuse them are raised together."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .arguments import checked_window, not_served, out_reasons, overlap_reasons,
 from .on_device import device_reasons, is_on_device
 from .one_by_one import OwnRowsStep
 from .scoring import ScoreKind, arrays_of, fit_reasons
-from .steps import AskedOptions, AttendStep, Step, StepCall
+from .steps import RequestedOptions, AttendStep, Step, StepCall
 
 
 class _Rows(NamedTuple):
-    """The arguments of `append` as rules read them. `unfit` is why k and v are no rows of the cache."""
+    """The arguments of `append` as the rules read them. `unfit` has the reasons why k and v do not fit the cache."""
 
     cache: CacheState
     k: Array
@@ -34,38 +34,38 @@ class _Rows(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """The arguments of `attention` as rules read them. `unfit` is why q, the window, a flag or the score is refused."""
+    """The arguments of `attention` as the rules read them. `unfit` has reasons to refuse q, window, flags or score."""
 
     cache: CacheState
     q: Array
     counts: Any
     out: Any
     sink: Any
-    options: AskedOptions
+    options: RequestedOptions
     score: Score | None
     unfit: Sequence[str]
 
 
 def checked_rows(cache: CacheState, k: Any, v: Any, counts: Any) -> tuple[Array, Array]:
-    """Return new rows as arrays of the cache's kind, which they fit, and the counts too."""
-    given = as_arrays({"k": k, "v": v}, dict.fromkeys("kv", _row_dtypes(cache)[-1]), like=cache.rows.k)
+    """Return new rows as arrays of the cache's library, after checking that they and the counts fit."""
+    arrays = as_arrays({"k": k, "v": v}, dict.fromkeys("kv", _row_dtypes(cache)[-1]), like=cache.rows.k)
     batch, heads = len(cache.lengths), cache.rows.k.shape[1]
     wanted = {name: (batch, heads, "n", own.shape[3]) for name, own in (("k", cache.rows.k), ("v", cache.rows.v))}
-    unfit = row_reasons(given, cache.rows.k, wanted, _row_dtypes(cache))
-    rows = _Rows(cache, given["k"], given["v"], counts, unfit)
+    unfit = row_reasons(arrays, cache.rows.k, wanted, _row_dtypes(cache))
+    rows = _Rows(cache, arrays["k"], arrays["v"], counts, unfit)
     refuse([reason for rule in _APPEND_RULES for reason in rule(rows)])
     if cache.device is None:
-        cache.steps.keep_append(rows.k, rows.v, Step(given, ("k", "v"), ("k", "v")))
+        cache.steps.keep_append(rows.k, rows.v, Step(arrays, ("k", "v"), ("k", "v")))
     return rows.k, rows.v
 
 
 def checked_queries(
-    cache: CacheState, q: Any, counts: Any, out: Any, sink: Any, options: AskedOptions, score: Score | None,
+    cache: CacheState, q: Any, counts: Any, out: Any, sink: Any, options: RequestedOptions, score: Score | None,
     reasons: Sequence[str],
 ) -> tuple[StepCall, Array, Array | None]:  # fmt: skip
-    """Return the step of a call of `attention` that none was kept for, with q and the sink as arrays.
+    """Return a step for a call of `attention` that has no cached step, and q and the sink as arrays.
 
-    `reasons` refuse the call already.
+    `reasons` are reasons, found by the caller, to refuse the call.
     """
     unfit, window, dtypes = list(reasons), None, _row_dtypes(cache)
     q, sink = as_arrays({"q": q, "sink": sink}, {"q": dtypes[-1]}, like=cache.rows.k).values()
@@ -79,22 +79,22 @@ def checked_queries(
     if refused:
         like = ShapeDtype((1, 1, int(cache.rows.k.shape[3])), dtypes[0])
         *_, scale, kernel, executor, precision = options
-        asked = Options(scale=scale, kernel=kernel, executor=executor, precision=precision)
-        Call.of(like, like, like, asked, reasons=refused)
+        requested = Options(scale=scale, kernel=kernel, executor=executor, precision=precision)
+        Call.of(like, like, like, requested, reasons=refused)
     left, right = window or (None, None)
     kind = None if score is None else ScoreKind.of_score(score)
     words = options.scale, options.kernel, options.executor, options.precision
-    kept = DecodeOptions(left, 0 if options.causal else right, *words, cache.part_keys, kind)
-    return _bound_queries(queries, kept), q, sink
+    decode_options = DecodeOptions(left, 0 if options.causal else right, *words, cache.part_keys, kind)
+    return _bound_queries(queries, decode_options), q, sink
 
 
 def _bound_queries(call: _Queries, options: DecodeOptions) -> StepCall:
-    """Return the step of a call: kernels of the cache if some serve it, otherwise calls of each sequence.
+    """Return the step of a call: kernels for the cache if some support it, otherwise one call per sequence.
 
     Raises
     ------
     UnsupportedProblem
-        No kernel serves the call on a cache that is counted on the device, or on any.
+        No kernel supports the call on a cache that is counted on the device, or on any cache.
     """
     cache, q, sink, score = call.cache, call.q, call.sink, call.score
     o = call.out
@@ -143,7 +143,7 @@ def _own_memory_reasons(call: _Rows) -> list[str]:
 def _writeable_reasons(call: _Rows) -> list[str]:
     if all(not isinstance(array, np.ndarray) or array.flags.writeable for array in call.cache.rows.arrays):
         return []
-    return ["the cache must have writeable pages to append to; got read-only arrays: give copies"]
+    return ["the cache must have writeable pages to append to; got read-only arrays: pass copies"]
 
 
 def _new_reasons(call: _Rows) -> list[str]:
@@ -181,7 +181,7 @@ def _query_reasons(call: _Queries) -> list[str]:
 
 
 def _count_reasons(cache: CacheState, counts: Any, rows: Array, counted: Callable[[Any, int], Any]) -> list[str]:
-    """Why counts cannot say how many rows are each sequence's; a wrong shape of rows allows any count."""
+    """Return why counts cannot be the row counts of the sequences; if rows have a wrong shape, any count passes."""
     reasons: list[str] = []
     with collecting(reasons):
         counts = as_arrays({"counts": counts})["counts"]

@@ -1,4 +1,4 @@
-"""The kernels of a call on a cache: for a few new tokens, or for many, where they serve the call."""
+"""The kernels of a call on a cache, for a few or for many new tokens, if any support the call."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from .scoring import ScoreKind, arrays_of
 from ._state import CacheState
 from .steps import AttendStep
 
-# What may be asked for, and of the decode kernel.
+# Permitted values of `kernel=`, and those that allow the decode kernel.
 _KERNELS, _OF_DECODE = ("auto", *PREFILL_FAMILIES), ("auto", DECODING.family)
 _SIMULATED = DeviceSpec.gpu("H100")
 
 
 class DecodeOptions(NamedTuple):
-    """The arguments of `KVCache.attention` that decide which kernels serve a call.
+    """The arguments of `KVCache.attention` that decide which kernels support a call.
 
     Attributes
     ----------
     left, right : int, optional
-        Keys before and after a query's own position that it sees; None is unlimited.
+        Numbers of keys before and after a query's own position that it attends; None is unlimited.
     scale, kernel, executor, precision
         As in `cuflash.attention`.
     part_keys : int, optional
-        Keys of a part, whatever the length of its sequence.
+        Number of keys of a part, independent of the sequence's length.
     score : ScoreKind, optional
         The score function without its arrays.
     """
@@ -59,13 +59,13 @@ class DecodeOptions(NamedTuple):
 
 
 class SimulatedStep(AttendStep):
-    """The decode kernel, or those of many new tokens, on the simulator.
+    """The decode kernel, or the kernels for many new tokens, on the simulator.
 
     Parameters
     ----------
     kernels : Pass
     arrays : dict by name
-        As `pass_of` takes them.
+        Arrays as in `pass_of`.
     captured : sequence of str
         The names of the score function's arrays.
     """
@@ -78,7 +78,7 @@ class SimulatedStep(AttendStep):
         self, cache: CacheState, q: Array, o: Array, lse: Array | None, counts: Sequence[int] | None,
         sink: Array | None, score: Score | None,
     ) -> None:  # fmt: skip
-        """Write o and lse; of q's rows the first `counts` belong to each sequence, and None stands for all."""
+        """Compute o and lse; of q's rows the first `counts` belong to each sequence; None means all rows."""
         arrays = {
             "q": q, "k": cache.rows.k, "v": cache.rows.v, "sink": sink,
             "o": o, "lse": self.make_lse() if lse is None else lse,
@@ -90,40 +90,40 @@ class SimulatedStep(AttendStep):
 
 
 def pass_of(arrays: dict[str, Array | None], layout: CacheLayout, options: DecodeOptions) -> Pass | None:
-    """The decode kernel, or the kernels for many new tokens of the first family that serves a call; None if none does.
+    """Return the decode kernel, or the first family of prefill kernels that supports a call; None if none does.
 
     Parameters
     ----------
     arrays : dict by name
-        q, k, v, o, lse and sink, scales of 8-bit numbers, and arrays of the score function.
+        q, k, v, o, lse and sink, the scales of FP8 rows, and the arrays of the score function.
     """
-    given = {name: array for name, array in arrays.items() if array is not None}
-    device = _device_of(options, given)
-    if device is None or not _has_layout(given):
+    present = {name: array for name, array in arrays.items() if array is not None}
+    device = _device_of(options, present)
+    if device is None or not _has_layout(present):
         return None
-    shapes = {name: ShapeDtype(array.shape, array.dtype) for name, array in given.items()}
+    shapes = {name: ShapeDtype(array.shape, array.dtype) for name, array in present.items()}
     q, k, v = (shapes[name] for name in "qkv")
     try:
-        passes = _passes(q, k, v, shapes.get("sink"), layout, device, options, "k_scale" in given)
-    except (UnsupportedProblem, TypeError):  # `attention` says all that is wrong with a call
+        passes = _passes(q, k, v, shapes.get("sink"), layout, device, options, "k_scale" in present)
+    except (UnsupportedProblem, TypeError):  # `attention` then raises all reasons
         return None
-    return next((kernels for kernels in passes if _has_maps(kernels, given)), None)
+    return next((kernels for kernels in passes if _has_maps(kernels, present)), None)
 
 
-def _has_maps(kernels: Pass, given: dict[str, Array]) -> bool:
-    """Tell whether the hardware copies boxes of keys and values, where the kernels have it do so."""
+def _has_maps(kernels: Pass, present: dict[str, Array]) -> bool:
+    """True if the hardware can copy boxes of keys and values, for kernels that use such copies."""
     boxes = [each for feature in kernels.features for each in feature.boxes.values() if each[0] in ("k", "v")]
-    return not any(View.of(name, given[name]).boxes(box).reasons(address=0) for name, box in boxes)
+    return not any(View.of(name, present[name]).boxes(box).reasons(address=0) for name, box in boxes)
 
 
-def _device_of(options: DecodeOptions, given: dict[str, Array]) -> DeviceSpec | None:
-    """The device whose kernels would run on what is given; None where there is none."""
+def _device_of(options: DecodeOptions, arrays: dict[str, Array]) -> DeviceSpec | None:
+    """Return the device whose kernels would run on these arrays, or None."""
     names = options.executor, options.kernel, options.precision
     if not all(isinstance(name, str) for name in names) or options.kernel not in _KERNELS:
         return None
-    if not all(map(is_array, given.values())):
+    if not all(map(is_array, arrays.values())):
         return None
-    of_arrays = ("cpu", "sim") if isinstance(given["q"], np.ndarray) else ("gpu",)
+    of_arrays = ("cpu", "sim") if isinstance(arrays["q"], np.ndarray) else ("gpu",)
     executor = of_arrays[0] if options.executor == "auto" else options.executor
     if executor not in of_arrays or executor == "cpu":
         return None
@@ -135,7 +135,7 @@ def _passes(
     q: ShapeDtype, k: ShapeDtype, v: ShapeDtype, sink: ShapeDtype | None, layout: CacheLayout, device: DeviceSpec,
     options: DecodeOptions, is_quantized: bool,
 ) -> tuple[Pass, ...]:  # fmt: skip
-    """The kernels that serve a problem on pages of q's dtype, or of 8-bit numbers, the first ones best."""
+    """Return the kernels that support a problem on pages of q's dtype, or of FP8 rows, best first."""
     k, v = (ShapeDtype(x.shape, q.dtype) if is_quantized else x for x in (k, v))
     problem = problem_of(q, k, v, sink, layout, options)
     if problem is None:
@@ -148,7 +148,7 @@ def _passes(
         return (decode,)
     has_few_rows = problem.group_size * problem.seqlen_q <= MOST_ROWS
     if is_quantized or part_keys is not None and has_few_rows:
-        # Rows of 8 bits are gathered and scaled. Bits would depend on the number of new tokens.
+        # FP8 rows must be gathered and scaled first. With part_keys, bits would depend on the number of new tokens.
         return ()
     families = PREFILL_FAMILIES if kernel == "auto" else (kernel,)
     served = (family for family in families if not prefill_reasons(problem, device, family))
@@ -158,12 +158,12 @@ def _passes(
 def problem_of(
     q: ShapeDtype, k: ShapeDtype, v: ShapeDtype, sink: ShapeDtype | None, layout: CacheLayout, options: DecodeOptions
 ) -> Problem | None:
-    """The problem of keys and values as long as the capacity; None with a sink that is not one number a head.
+    """Return the problem with as many keys and values as the capacity; None if the sink is not one number per head.
 
     Raises
     ------
     UnsupportedProblem
-        There is none, or its score function's arrays do not fit it.
+        There is no such problem, or the arrays of its score function do not fit.
     """
     if sink is not None and sink.ndim != 1:
         return None
@@ -172,13 +172,13 @@ def problem_of(
     return problem if options.score is None else options.score.of(problem)
 
 
-def _has_layout(given: dict[str, Array]) -> bool:
-    """Tell whether kernels can walk arrays, all of which lie on the current device or on the host."""
-    if any(layout_reasons(name, array) for name, array in given.items()):
+def _has_layout(arrays: dict[str, Array]) -> bool:
+    """True if kernels can access the arrays, which are all on the current device or all on the host."""
+    if any(layout_reasons(name, array) for name, array in arrays.items()):
         return False
     for name in ("k", "v"):
-        array = given[name]
+        array = arrays[name]
         if chunk_reasons(name, array.strides, array.dtype.itemsize, address(array)):
             return False
-    places = {device_number(array) for array in given.values()}
+    places = {device_number(array) for array in arrays.values()}
     return places == {None} or places == {nvrtc.current_device()[1]}

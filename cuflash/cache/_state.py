@@ -1,4 +1,4 @@
-"""What a cache holds: its pages, how many positions each sequence has, and the device's copy of both."""
+"""The state of a cache: its pages, the length of each sequence, and the device's copy of both."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from .steps import Steps
 
 
 class CacheState:
-    """The content of a cache.
+    """The state of a cache.
 
     Attributes
     ----------
     is_counted_on_device : bool
-        The device counts positions, and `lengths` are not known here.
+        True if the device counts positions, so that `lengths` are unknown on the host.
     device : OnDevice, optional
         None on the host.
     steps : Steps
-        Its bound calls.
+        The bound calls of the cache.
 
     Parameters
     ----------
     rows : PagedRows
     pages : OwnPages or PagePool
     lengths : list of int
-        Positions of each sequence.
+        Number of positions of each sequence.
     capacity : int
     part_keys : int, optional
     """
@@ -58,25 +58,25 @@ class CacheState:
         return CacheLayout(self.capacity, page_size, self.pages.num_pages, -(-self.capacity // page_size))
 
     def length_array(self) -> Array:
-        """Return positions of each sequence, int32 [batch], where the cache is."""
+        """Return the length of each sequence, int32 [batch], on the device of the cache."""
         if self.is_counted_on_device:
             assert self.device is not None
             return self.device.lengths.copy()
         return namespace(self.rows.k).asarray(np.array(self.lengths, np.int32))
 
     def block_table(self) -> Array:
-        """Return pages of each sequence, int32 [batch, max_pages], where the cache is."""
+        """Return the pages of each sequence, int32 [batch, max_pages], on the device of the cache."""
         xp = namespace(self.rows.k)
         if isinstance(self.pages, PagePool):
             return xp.asarray(self.pages.table(self.layout.max_pages))
         return xp.asarray(np.arange(len(self.lengths), dtype=np.int32)[:, None])
 
     def lengths_now(self) -> list[int]:
-        """Positions of each sequence. The call waits for the device if it counts them."""
+        """Return the length of each sequence; waits for the device if it counts them."""
         return list(map(int, to_host(self.length_array()))) if self.is_counted_on_device else self.lengths
 
     def faults(self) -> list[str]:
-        """Return contradictions of lengths, tables and counts of pages, as sentences."""
+        """Return contradictions among lengths, tables and page counts, as sentences."""
         faults = self.pages.faults() + ([] if self.device is None else self.device.faults())
         for sequence, length in enumerate(self.lengths_now()):
             faults += length_faults(self.pages, sequence, length, self.capacity)
@@ -93,9 +93,9 @@ class CacheState:
         return news
 
     def queried(self, counts: Any, num_rows: int) -> Any:
-        """Return the number of queries of each sequence, which has as many tokens or more.
+        """Return the number of queries of each sequence, after checking that it has at least as many tokens.
 
-        Where the device counts tokens, only checks wait for their numbers.
+        If the device counts tokens, the check runs only with CUFLASH_CHECK, since it waits for the device.
         """
         news = self.counted(counts, num_rows)
         if not self.is_counted_on_device or checks.is_on() and not is_capturing():
@@ -105,7 +105,7 @@ class CacheState:
         return news
 
     def numbers(self, name: str, value: Any) -> Any:
-        """Return a number of each sequence: a list, or an array on the device, which counts from then on."""
+        """Return one number per sequence: a list, or an array on the device, which then counts positions there."""
         value = as_arrays({name: value})[name]
         if self.device is None or not is_on_device(value):
             return numbers(name, value, len(self.lengths))
@@ -114,9 +114,9 @@ class CacheState:
         return value
 
     def count_on_device(self) -> None:
-        """As `KVCache.count_on_device`."""
+        """Start counting on the device, as in `KVCache.count_on_device`."""
         if self.device is None:
-            raise UnsupportedProblem(["the cache must be on a GPU to be counted there; got NumPy arrays: give xp=cupy"])
+            raise UnsupportedProblem(["the cache must be on a GPU to be counted there; got NumPy arrays: pass xp=cupy"])
         if self.is_counted_on_device:
             return
         size = self.pages.page_size
@@ -133,13 +133,13 @@ class CacheState:
         self.is_counted_on_device = True
 
     def on_device(self) -> OnDevice:
-        """Return the arrays of the cache that kernels read, as they are now."""
+        """Return the arrays of the cache that kernels read, updated from the host's state."""
         assert self.device is not None
         self.device.put(None if self.is_counted_on_device else self.lengths, self.pages)
         return self.device
 
     def make_room(self, name: str, stops: list[int]) -> None:
-        """Take pages for sequences that get so long, or refuse the argument of this name."""
+        """Allocate pages for sequences to grow to these lengths, or refuse the argument with this name."""
         wanted = list(growths(self.lengths, stops))
         reasons = [capacity_reason(name, growth, self.capacity) for growth in wanted if growth.stop > self.capacity]
         if not reasons:

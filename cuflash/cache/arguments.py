@@ -1,4 +1,4 @@
-"""Checks of a cache's arguments, shapes, counts and arrays, before any work."""
+"""Checks of a cache's arguments: sizes, counts, shapes and arrays, before any work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PAGE_STEP = 16
 
 
 def size_reasons(**sizes: Any) -> list[str]:
-    """Why numbers are no extents of a cache."""
+    """Return why numbers are not valid sizes of a cache."""
     most = {"head_dim": MAX_HEAD_DIM, "value_dim": MAX_HEAD_DIM}
     return [
         f"{name} must be an int from 1 to {most.get(name, '2**31 - 1')}; got {describe(size)}"
@@ -36,14 +36,14 @@ def size_reasons(**sizes: Any) -> list[str]:
 
 
 def page_size_reasons(page_size: Any, name: str = "page_size") -> list[str]:
-    """Why pages cannot have so many positions; `name` is what messages call the argument."""
+    """Return why pages cannot have this size; `name` is the argument's name in messages."""
     if is_int(page_size) and 0 < page_size <= _LARGEST_PAGE and page_size % _PAGE_STEP == 0:
         return []
     return [f"{name} must be a multiple of {_PAGE_STEP}, at most {_LARGEST_PAGE}; got {describe(page_size)}"]
 
 
 def page_reasons(page_size: Any, num_pages: Any) -> list[str]:
-    """Why a cache cannot have so many pages of this size."""
+    """Return why a cache cannot have this number of pages of this size."""
     reasons = page_size_reasons(page_size)
     if num_pages is None:
         return [*reasons, "num_pages must be given with page_size: batch * capacity / page_size holds everything"]
@@ -51,44 +51,45 @@ def page_reasons(page_size: Any, num_pages: Any) -> list[str]:
 
 
 def part_reasons(part_keys: Any, capacity: Any) -> list[str]:
-    """Why the keys of a cache cannot be cut at multiples of a number of positions."""
+    """Return why the keys of a cache cannot be split at multiples of this number of positions."""
     if part_keys is None:
         return []
     is_right = is_int(part_keys) and part_keys > 0 and part_keys % PART_STEP == 0
     if is_right and not (is_int(capacity) and capacity > MOST_PARTS * part_keys):
         return []
     return [
-        f"part_keys must be a multiple of {PART_STEP} by which the capacity has at most {MOST_PARTS} parts; "
+        f"part_keys must be a multiple of {PART_STEP} that splits the capacity into at most {MOST_PARTS} parts; "
         f"got {describe(part_keys)}"
     ]
 
 
 def dtype_of(dtype: Any, *, has_scales: bool = True) -> np.dtype[np.generic]:
-    """The dtype of a cache, which has scales if it makes its own arrays.
+    """Return the dtype of a cache; it may need scales only if the cache allocates its own arrays.
 
     Raises
     ------
     UnsupportedProblem
-        Attention does not compute with it.
+        Attention does not support the dtype.
     """
-    made = as_dtype("dtype", dtype)
-    if made in SCALED_DTYPES and not has_scales:
+    known_dtype = as_dtype("dtype", dtype)
+    if known_dtype in SCALED_DTYPES and not has_scales:
         raise UnsupportedProblem(
-            ["dtype must be that of pages without scales; got float8_e4m3fn: KVCache(dtype=...) makes pages with them"]
+            ["dtype must be that of pages without scales; got float8_e4m3fn: only KVCache(dtype=...) makes such pages"]
         )
-    known = (*DTYPES, *SCALED_DTYPES)
-    if made not in known:
-        raise UnsupportedProblem([f"dtype must be one of {', '.join(each.name for each in known)}; got {made}"])
-    return made
+    supported = (*DTYPES, *SCALED_DTYPES)
+    if known_dtype not in supported:
+        names = ", ".join(each.name for each in supported)
+        raise UnsupportedProblem([f"dtype must be one of {names}; got {known_dtype}"])
+    return known_dtype
 
 
 def numbers(name: str, value: Any, batch: int | None) -> list[int]:
-    """One int of at least 0 for each sequence, of any number of sequences for None, from a list or a host's array.
+    """Return one int >= 0 per sequence, from a list or a host array; if `batch` is None, of any length.
 
     Raises
     ------
     UnsupportedProblem
-        It is something else.
+        The value is something else.
     """
     listed = listed_ints(value)
     batch = batch if batch is not None or listed is None else len(listed)
@@ -97,21 +98,21 @@ def numbers(name: str, value: Any, batch: int | None) -> list[int]:
         raise UnsupportedProblem(
             [
                 f"{name} must be a list or array of{'' if batch is None else f' {batch}'} ints of at least 0, one for "
-                f"each sequence, on the host, where rows are counted; got {describe(got)}"
+                f"each sequence, on the host, since rows are counted there; got {describe(got)}"
             ]
         )
     return [int(each) for each in listed]
 
 
 def listed_ints(value: Any) -> list[Any] | None:
-    """The items of a list, a tuple, a range or an integer array of NumPy's with one axis; None of anything else."""
+    """Return the items of a list, tuple, range or 1-d NumPy integer array, or None for anything else."""
     if isinstance(value, np.ndarray):
         return value.tolist() if value.ndim == 1 and is_integer_dtype(value.dtype) else None
     return list(value) if isinstance(value, (list, tuple, range)) else None
 
 
 def sequence_reasons(name: str, value: Any, batch: int) -> list[str]:
-    """Why a value is not the number of a sequence of a cache."""
+    """Return why a value is not the number of a sequence of a cache."""
     if is_int(value) and 0 <= value < batch:
         return []
     return [f"{name} must be a sequence's number, from 0 to {batch - 1}; got {describe(value)}"]
@@ -123,14 +124,14 @@ def row_reasons(
     wanted: Mapping[str, tuple[Any, ...]],
     dtypes: Sequence[np.dtype[np.generic]] = (),
 ) -> list[str]:
-    """Why arrays are no rows of a cache like this: a shape may have a name for an extent that is free.
+    """Return why arrays are not rows of a cache with arrays like this one; strings in `wanted` are free extents.
 
-    Their dtype is one of `dtypes`, or of the array that they are like.
+    Their dtype must be in `dtypes`, or by default that of `like`.
 
     Raises
     ------
     TypeError
-        One is not an array.
+        An argument is not an array.
     """
     reasons = []
     require_arrays(arrays)
@@ -148,7 +149,7 @@ def row_reasons(
 
 
 def place_reasons(name: str, array: Array, like: Array) -> list[str]:
-    """Why an array is not where a cache's array is."""
+    """Return why an array is not in the library and on the device of a cache's array."""
     if namespace(array) is not namespace(like):
         home = namespace(like).__name__
         return [f"{name} must be a {home} array, as the cache's are; got {kind_of(array)}: copy it with {COPIES[home]}"]
@@ -161,7 +162,7 @@ def place_reasons(name: str, array: Array, like: Array) -> list[str]:
 
 
 def out_reasons(out: Any, shape: tuple[int, ...], like: Array, inputs: Mapping[str, Array]) -> list[str]:
-    """Why results cannot be written to an array."""
+    """Return why results cannot be written to an array."""
     if out is None:
         return []
     if not is_array(out) or namespace(out) is not namespace(like):
@@ -173,51 +174,51 @@ def out_reasons(out: Any, shape: tuple[int, ...], like: Array, inputs: Mapping[s
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         reasons.append("out must be writeable; got a read-only array")
     if is_broadcast(out):
-        reasons.append(f"out must not be a broadcast view; got strides {out.strides}: give an array of its own")
+        reasons.append(f"out must not be a broadcast view; got strides {out.strides}: pass a separate array")
     return reasons + overlap_reasons("out", out, inputs)
 
 
 def overlap_reasons(name: str, array: Array, others: Mapping[str, Array]) -> list[str]:
-    """Why an array may not lie where others do."""
+    """Return why an array overlaps others in memory."""
     return [
-        f"{name} must not overlap {other} in memory: give a copy"
+        f"{name} must not overlap {other} in memory: pass a copy"
         for other, value in others.items()
         if namespace(value) is namespace(array) and overlap(array, value)
     ]
 
 
 def sink_reasons(sink: Any, q: Array, like: Array) -> list[str]:
-    """Why a value is no sink of queries [batch, num_heads, n, head_dim] to a cache whose arrays lie as one does.
+    """Return why a sink does not fit queries [batch, num_heads, n, head_dim] and a cache with arrays like this one.
 
     Raises
     ------
     TypeError
-        It is no array.
+        The sink is not an array.
     """
     if sink is None:
         return []
     reasons: list[str] = []
     with collecting(reasons):
         operands_of({"sink": sink}, (int(q.shape[0]), int(q.shape[1])))
-    require_arrays({"sink": sink})  # which may be a shape and a dtype alone
+    require_arrays({"sink": sink})  # operands_of also accepts a shape with a dtype
     return reasons + place_reasons("sink", sink, like)
 
 
 def checked_window(window: Any) -> tuple[int | None, int | None] | None:
-    """A window as ints, if it is one."""
+    """Return a window as a pair of ints or None; raise UnsupportedProblem if it is not a window."""
     if window is None:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise UnsupportedProblem([f"window must be (left, right), each an int or None; got {describe(window)}"])
     try:
-        asked = SlidingWindow(*window)
+        sliding = SlidingWindow(*window)
     except UnsupportedProblem as error:
         raise UnsupportedProblem(f"window's {reason}" for reason in error.reasons) from None
-    return asked.left, asked.right
+    return sliding.left, sliding.right
 
 
 def excess_reasons(counts: list[int], num_rows: int) -> list[str]:
-    """Why counts are refused: a sequence has more rows than are given."""
+    """Return why counts are refused: a sequence would get more rows than there are."""
     return [
         f"counts must be at most the number of rows, {num_rows}; got {new} for sequence {sequence}"
         for sequence, new in enumerate(counts)
@@ -225,55 +226,56 @@ def excess_reasons(counts: list[int], num_rows: int) -> list[str]:
     ]
 
 
-def growth_reasons(kept: list[int], lengths: list[int]) -> list[str]:
-    """Why sequences cannot be truncated: one is shorter already."""
+def growth_reasons(new_lengths: list[int], lengths: list[int]) -> list[str]:
+    """Return why sequences cannot be truncated: a sequence is already shorter."""
     return [
         f"lengths must be at most what sequences have; got {new} for sequence {sequence}, which has {length}"
-        for sequence, (new, length) in enumerate(zip(kept, lengths))
+        for sequence, (new, length) in enumerate(zip(new_lengths, lengths))
         if new > length
     ]
 
 
 def require_appended(news: Any, lengths: list[int], *, has_counts: bool) -> None:
-    """Refuse queries whose keys were not appended: a sequence has fewer tokens than queries.
+    """Refuse queries whose keys were not appended: a sequence has more queries than tokens.
 
     Parameters
     ----------
     news : list of int, or array on a device
-        How many rows of q belong to each sequence.
+        The number of rows of q that belong to each sequence.
     lengths : list of int
-        Tokens of each sequence.
+        The number of tokens of each sequence.
     has_counts : bool
-        True if the caller gave `counts`, which then are named.
+        True if the caller passed `counts`; then the message names it.
 
     Raises
     ------
     UnsupportedProblem
-        There are such queries.
+        A sequence has more queries than tokens.
     """
-    given = news if isinstance(news, list) else to_host(news).tolist()
-    short = [sequence for sequence, (new, length) in enumerate(zip(given, lengths)) if new > length]
+    new_counts = news if isinstance(news, list) else to_host(news).tolist()
+    short = [sequence for sequence, (new, length) in enumerate(zip(new_counts, lengths)) if new > length]
     if not short:
         return
     first = short[0]
     name, of_whom = ("counts", f" for sequence {first}") if has_counts else ("q", "")
-    rows, tokens = (f"{n} {word}{'s' * (n != 1)}" for n, word in ((given[first], "row"), (lengths[first], "token")))
+    pairs = ((new_counts[first], "row"), (lengths[first], "token"))
+    rows, tokens = (f"{n} {word}{'s' * (n != 1)}" for n, word in pairs)
     got = f"{name} has {rows}{of_whom} and sequence {first} has {tokens}"
     if len(short) > 1:
         got += f", and {len(short) - 1} more of {len(lengths)} sequences have too few"
     fix = "append their keys and values first"
     if not has_counts and len(short) < len(lengths) and not lengths[first]:
-        fix += ", or give counts= with 0 for idle sequences"
+        fix += ", or pass counts= with 0 for idle sequences"
     raise UnsupportedProblem([f"{name} must have at most as many rows as a sequence has tokens; {got}: {fix}"])
 
 
 def shown_numbers(values: list[int]) -> str:
-    """Numbers of sequences in a repr, of which the middle is left out where there are many."""
+    """Return numbers per sequence as text for a repr; the middle is left out if there are many."""
     return np.array2string(np.array(values), separator=", ", threshold=16, edgeitems=4, max_line_width=10**6)
 
 
 def capacity_reason(name: str, growth: Growth, capacity: int) -> str:
-    """Why a sequence cannot become so long."""
+    """Return why a sequence cannot grow this far."""
     return (
         f"{name} must fit the room of sequence {growth.sequence}; got {growth.stop - growth.length} rows, which need "
         f"{growth.stop} positions, and the cache has {capacity}: truncate or reset the sequence, or make the cache "
@@ -282,19 +284,19 @@ def capacity_reason(name: str, growth: Growth, capacity: int) -> str:
 
 
 def shortage_reason(name: str, shortage: Shortage, num_pages: int) -> str:
-    """Why there are no pages for a sequence's growth."""
+    """Return why there are not enough pages for a sequence to grow."""
     sequence, length, stop = shortage.growth
     more = f"{shortage.wanted} more page{'s' * (shortage.wanted > 1)}"
     return (
-        f"{name} must fit the free pages; got {stop - length} rows for sequence {sequence}, which need {more}, and of "
-        f"{num_pages} there are {shortage.free} free: truncate or reset sequences, or make the cache with more pages"
+        f"{name} must fit the free pages; got {stop - length} rows for sequence {sequence}, which need {more}, but of "
+        f"{num_pages} pages {shortage.free} are free: truncate or reset sequences, or create the cache with more pages"
     )
 
 
 def not_served(q: Array, kernel: Any, sink: Array | None) -> str:
-    """The reason against a call that no kernel serves on a cache that is counted on the device."""
+    """Return the reason to refuse a call that no kernel supports on a cache that is counted on the device."""
     return (
-        "q must be what the cache's kernels serve in a cache that is counted on the device: float16 or bfloat16, "
-        f"head_dim and value_dim in multiples of 8, kernel 'auto', 'sm80' or 'sm90', no sink or one of one axis; got "
+        "q must be supported by the cache's kernels if the cache is counted on the device: float16 or bfloat16, "
+        f"head_dim and value_dim multiples of 8, kernel 'auto', 'sm80' or 'sm90', and no sink or a 1-d one; got "
         f"{q.shape} of {q.dtype}, kernel {describe(kernel)}, sink {describe(sink)}"
     )

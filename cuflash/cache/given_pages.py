@@ -1,4 +1,4 @@
-"""Pages, a page table and lengths that the caller made, checked before a cache works on them."""
+"""Pages, a page table and lengths from the caller, checked before a cache uses them."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ from .paged_rows import PagedRows
 def checked_pages(
     k_pages: Any, v_pages: Any, block_table: Any, lengths: Any
 ) -> tuple[PagedRows, list[list[int]], list[int], int]:
-    """The arrays of pages, the pages of each sequence, its positions, and how many pages it may have.
+    """Return the arrays of pages, the pages and the length of each sequence, and the maximal number of pages.
 
     Raises
     ------
     TypeError
-        The pages or the table are no arrays.
+        The pages or the table are not arrays.
     UnsupportedProblem
-        Shapes or dtypes do not fit each other, or a sequence has fewer pages than it has positions; all reasons at
-        once.
+        Shapes or dtypes do not match, or a sequence has fewer pages than its length needs; lists all reasons.
     """
-    given = as_arrays({"k_pages": k_pages, "v_pages": v_pages}, {"k_pages": np.float64, "v_pages": np.float64})
-    k, v = given.values()
+    pages = as_arrays({"k_pages": k_pages, "v_pages": v_pages}, {"k_pages": np.float64, "v_pages": np.float64})
+    k, v = pages.values()
     shape = ("num_pages", "num_kv_heads", "page_size", "head_dim")
     reasons = row_reasons({"k_pages": k}, k, {"k_pages": shape})
     refuse(reasons)
     reasons += row_reasons({"v_pages": v}, k, {"v_pages": (*k.shape[:3], "value_dim")})
     with collecting(reasons):
         dtype_of(k.dtype, has_scales=False)
-    reasons += overlap_reasons("v_pages", v, {"k_pages": k})  # rows of both are written
+    reasons += overlap_reasons("v_pages", v, {"k_pages": k})  # rows of both are written separately
     page_size, num_pages = int(k.shape[2]), int(k.shape[0])
     reasons += page_reasons(page_size, num_pages) + size_reasons(head_dim=k.shape[3])
-    given = as_arrays({"block_table": block_table, "lengths": lengths}, {"block_table": np.int64}, like=k)
-    table, lengths = given.values()
+    integers = as_arrays({"block_table": block_table, "lengths": lengths}, {"block_table": np.int64}, like=k)
+    table, lengths = integers.values()
     if not (is_array(table) and table.ndim == 2 and is_integer_dtype(table.dtype) and all(table.shape)):
         reasons.append(f"block_table must be an integer array (batch, max_pages); got {describe(table)}")
     positions: list[int] = []
@@ -57,13 +56,14 @@ def _until_negative(row: list[int]) -> list[int]:
 
 
 def _table_reasons(tables: list[list[int]], lengths: list[int], page_size: int, num_pages: int) -> list[str]:
-    """Why pages do not hold what sequences are said to have."""
+    """Return why the pages of sequences do not hold their lengths."""
     reasons = []
     for sequence, (table, length) in enumerate(zip(tables, lengths)):
         wrong = [page for page in table if page >= num_pages]
         if wrong:
             reasons.append(
-                f"block_table must name pages below {num_pages}; got {wrong[0]} for sequence {sequence}: -1 is no page"
+                f"block_table must name pages below {num_pages}; got {wrong[0]} for sequence {sequence}: mark missing "
+                "pages with -1"
             )
         if length > len(table) * page_size:
             reasons.append(

@@ -1,4 +1,4 @@
-"""The cache of keys and values that decoding appends to and attends to."""
+"""The cache of keys and values that decoding steps append to and attend to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .on_device import capture_reasons
 from .paged_rows import PagedRows
 from .pages import OwnPages, PagePool, growths, length_faults
 from .scoring import score_of
-from .steps import AskedOptions, DecodeStep
+from .steps import RequestedOptions, DecodeStep
 
 
 @explains_keywords
@@ -33,61 +33,61 @@ class KVCache:
     Parameters
     ----------
     batch : int
-        Sequences, each with a length of its own.
+        Number of sequences, each with its own length.
     num_kv_heads, head_dim : int
-        Of keys; values have as many heads.
+        Number of heads of keys and values, and size of each key.
     capacity : int
-        The most positions that a sequence may have.
+        The largest number of positions of a sequence.
     dtype : dtype
-        Of keys and values: float16, bfloat16, float32 or float64; or float8_e4m3fn, for rows of 8 bits with a scale
-        each.
+        Dtype of keys and values: float16, bfloat16, float32 or float64; or float8_e4m3fn (FP8), with one scale per
+        row.
     value_dim : int, optional
-        `head_dim` unless given.
+        Default: `head_dim`.
     page_size : int, optional
-        Positions of a page: a multiple of 16, at most 1024; 64 if only `num_pages` is given. Without either the cache
-        is contiguous: it takes the memory of `capacity` positions for every sequence at once.
+        Positions per page: a multiple of 16, at most 1024. Default: 64 if `num_pages` is set; otherwise the cache is
+        contiguous and allocates `capacity` positions for every sequence at once.
     num_pages : int, optional
-        Pages that all sequences share; needed for a cache with pages.
+        Number of pages that all sequences share; required for a cache with pages.
     part_keys : int, optional
-        Keys are cut into parts at multiples of this number of positions, a multiple of 64 of which at most 128 reach
-        the capacity; unless given, the length of a sequence decides. Then a result depends on no later growth of its
-        sequence: decoding token by token has the bits of decoding in chunks of up to 64 rows for each key/value head.
-        Parts of short sequences are fewer, so that they keep less of a GPU busy.
+        Split keys at multiples of `part_keys`, which must be a multiple of 64 with capacity / part_keys <= 128. Then
+        a result does not depend on how far its sequence grows later: decoding token by token is bitwise identical to
+        decoding in chunks of up to 64 rows per key/value head. Short sequences then have fewer parts, which occupy
+        less of a GPU. By default the split depends on the sequence's length.
     xp : module
         `numpy`, or `cupy` for a cache on CuPy's current device.
 
     Raises
     ------
     UnsupportedProblem
-        An argument breaks its rule; all reasons at once.
+        An argument breaks its rule; lists all reasons.
     MemoryError
-        There is no room for the arrays.
+        The arrays do not fit into memory.
 
     Notes
     -----
-    Rows are counted on the host: lengths and page tables are Python's ints, nothing waits for a device, and whatever
-    does not fit is refused before anything is written. A cache on a GPU can be counted there instead
-    (`count_on_device`), and then be captured into CUDA graphs. Calls on one cache follow each other: those on several
-    streams must be ordered by events.
+    By default rows are counted on the host: lengths and page tables are Python ints, no call waits for the device, and
+    invalid arguments are refused before anything is written. A cache on a GPU can be counted there instead
+    (`count_on_device`), and can then be captured into CUDA graphs. Calls on one cache must follow each other: order
+    calls on several streams by events.
 
-    On a GPU one kernel appends for all sequences, one decodes, and others attend from more new tokens: all of them read
-    rows where they lie. They serve float16 and bfloat16 with dims in multiples of 8; up to 64 query rows for each
-    key/value head are decoded. They take score functions, at positions of the cache. Every other call of `attention` is
-    one call of `cuflash.attention` for each sequence, on its own rows alone, which are gathered into contiguous memory
-    where they lie in several pages; a score function is compiled anew there for another batch or capacity. Either way
-    the result of a sequence depends on nothing but its own queries, keys and values: not on the other sequences, nor on
-    their number or order, nor on rows that are not in use, which may hold NaN. On the host and by the cache's kernels
-    it is the same bit for bit for any page table, with pages or without.
+    On a GPU one kernel appends for all sequences, one decodes, and others attend from longer chunks; all of them read
+    the rows in place. They support float16 and bfloat16 with head_dim and value_dim in multiples of 8, and score
+    functions at positions of the cache; up to 64 query rows per key/value head are decoded. Any other call of
+    `attention` calls `cuflash.attention` once per sequence on its own rows, which are first gathered into contiguous
+    memory if they are in several pages; a score function is then compiled again for a different batch or capacity. In
+    both cases the result of a sequence depends only on its own queries, keys and values: not on other sequences, their
+    number or their order, nor on unused rows, which may hold NaN. On the host and with the cache's kernels it is
+    bitwise identical for every page table, and with or without pages.
 
-    A cache of float8_e4m3fn takes rows of float16, bfloat16 or float32 and rounds them once, when they are appended.
-    Each row of a key/value head has a scale in float32, a power of two, so that rows are scaled exactly. Whatever the
-    cache does with a row afterwards moves its 8-bit numbers and its scale. Queries are of any of the three dtypes, and
-    the result is attention to what `rows` returns, in q's dtype.
+    A float8_e4m3fn cache takes rows of float16, bfloat16 or float32 and rounds them once, when they are appended. Each
+    row of a key/value head has a float32 scale, a power of two, so scaling is exact. Later operations move a row's FP8
+    numbers and scale unchanged. Queries may have any of the three dtypes; the result is attention to the rows that
+    `rows` returns, in q's dtype.
 
-    Arrays of other libraries, such as PyTorch's tensors, are taken where they lie, as `attention` takes them.
+    Arrays of other libraries, such as PyTorch tensors, are used in place, as in `attention`.
 
-    On a GPU the cache keeps the launches of its calls, one for each layout and options, and the memory that the kernels
-    of the largest of them need. A later call of the same kind checks nothing but where its arrays lie.
+    On a GPU the cache keeps the launches of its calls, one for each layout and options, and the workspace of the
+    largest of them. A repeated call only checks the addresses of its arrays.
 
     Examples
     --------
@@ -102,7 +102,7 @@ class KVCache:
     >>> cache.attention(q).shape, cache.lengths
     ((2, 4, 1, 8), array([6, 6], dtype=int32))
 
-    With pages, memory is taken as sequences grow, and a fork shares the pages of what it was forked from:
+    With pages, memory is allocated as sequences grow, and a fork shares the pages of its source:
 
     >>> cache = cuflash.KVCache(
     ...     batch=2, num_kv_heads=2, head_dim=8, capacity=100, dtype=np.float32, page_size=16, num_pages=5
@@ -142,7 +142,7 @@ class KVCache:
         refuse(dict.fromkeys(reasons))
         num_own, num_positions = (batch, capacity) if num_pages is None or page_size is None else (num_pages, page_size)
         shape = int(num_own), int(num_kv_heads), int(num_positions)
-        # Made before the page tables: an array for which there is no room is an error, a list of as many items is none.
+        # Before the page tables: arrays that are too large raise MemoryError, but a list of that many items may not.
         arrays = PagedRows.empty(xp, shape, (int(head_dim), int(value_dim)), dtype)
         pages: OwnPages | PagePool = OwnPages(int(batch), int(capacity))
         if page_size is not None and num_pages is not None:
@@ -153,42 +153,41 @@ class KVCache:
     _state: CacheState
 
     def __copy__(self) -> KVCache:
-        """A cache with arrays of its own: two that share arrays would write over each other's rows."""
+        """Return a deep copy: two caches that share arrays would overwrite each other's rows."""
         return deepcopy(self)
 
     @classmethod
     def over(
         cls, k_pages: Array, v_pages: Array, block_table: Array, lengths: Any, *, part_keys: int | None = None
     ) -> KVCache:
-        """A cache over pages that exist, which are used where they lie and not copied.
+        """Return a cache over existing pages, which are used in place without a copy.
 
         Parameters
         ----------
         k_pages : array [num_pages, num_kv_heads, page_size, head_dim]
-            Pages of keys, of any strides.
+            Pages of keys, with any strides.
         v_pages : array [num_pages, num_kv_heads, page_size, value_dim]
-            Pages of values, of any strides. They share no memory with those of keys, as rows of both are written.
+            Pages of values, with any strides. They must not overlap the pages of keys, since both are written.
         block_table : int array [batch, max_pages]
-            Pages of each sequence in the order of its positions, up to the first negative number: all of them are the
-            sequence's to write to. A page of several sequences is written to by none of them.
+            Pages of each sequence in the order of its positions, up to the first negative number. The sequence may
+            write to all of its pages, but no sequence writes to a page that several share.
         lengths : list or int array [batch]
-            Positions that each sequence has. The table and the lengths are read once, and waited for if they are on a
-            device; `cache.block_table` and `cache.lengths` have what becomes of them.
+            Number of positions of each sequence. The table and the lengths are read once; if they are on a device, the
+            call waits for them. Later values are in `cache.block_table` and `cache.lengths`.
         part_keys : int, optional
             As in `KVCache`.
 
         Returns
         -------
         KVCache
-            Its capacity is max_pages * page_size. It takes no pages but those of the table.
+            Its capacity is max_pages * page_size. It uses only the pages in the table.
 
         Raises
         ------
         TypeError
-            The pages or the table are no arrays.
+            The pages or the table are not arrays.
         UnsupportedProblem
-            Shapes or dtypes do not fit each other, or a sequence has fewer pages than it has positions; all reasons at
-            once.
+            Shapes or dtypes do not match, or a sequence has fewer pages than its length needs; lists all reasons.
 
         Examples
         --------
@@ -214,8 +213,8 @@ class KVCache:
     def k(self) -> Array:
         """Keys, [batch, num_kv_heads, capacity, head_dim], or with pages [num_pages, num_kv_heads, page_size, ...].
 
-        Positions that nothing was appended to hold uninitialised memory. ``rows(b)`` returns the keys of sequence b.
-        Those of 8 bits are float8_e4m3fn in NumPy, and uint8 with the same bits in CuPy.
+        Unused positions are uninitialized. ``rows(b)`` returns the keys of sequence b. FP8 keys are float8_e4m3fn in
+        NumPy, and uint8 with the same bits in CuPy.
 
         Examples
         --------
@@ -228,7 +227,7 @@ class KVCache:
 
     @property
     def v(self) -> Array:
-        """Values, as `k` with value_dim. ``rows(b)`` returns those that sequence b has.
+        """Values, like `k` but with value_dim. ``rows(b)`` returns those of sequence b.
 
         Examples
         --------
@@ -241,7 +240,7 @@ class KVCache:
 
     @property
     def k_scale(self) -> Array | None:
-        """Scales of rows of 8-bit keys, float32, of `k`'s shape without its last axis; None for other dtypes.
+        """Scales of the rows of FP8 keys, float32, in `k`'s shape without its last axis; None for other dtypes.
 
         Examples
         --------
@@ -254,7 +253,7 @@ class KVCache:
 
     @property
     def v_scale(self) -> Array | None:
-        """Scales of rows of 8-bit values, of the form of `k_scale`.
+        """Scales of the rows of FP8 values, with the same shape and dtype as `k_scale`.
 
         Examples
         --------
@@ -267,7 +266,7 @@ class KVCache:
 
     @property
     def lengths(self) -> Array:
-        """Positions of each sequence, int32 [batch], where the cache is.
+        """Number of positions of each sequence, int32 [batch], on the device of the cache.
 
         Examples
         --------
@@ -281,9 +280,9 @@ class KVCache:
 
     @property
     def block_table(self) -> Array:
-        """Pages of each sequence in the order of its positions, int32 [batch, max_pages], where the cache is.
+        """Pages of each sequence in the order of its positions, int32 [batch, max_pages], on the device of the cache.
 
-        -1 stands for no page. A contiguous cache has a page for each sequence.
+        Missing pages are -1. A contiguous cache has one page per sequence.
 
         Examples
         --------
@@ -304,22 +303,22 @@ class KVCache:
         Parameters
         ----------
         sequence : int
-            The sequence, from 0 on.
+            The number of the sequence, starting at 0.
 
         Returns
         -------
         k : array [num_kv_heads, length, head_dim]
-            A view if the rows lie next to each other in one page, else a copy. Rows of 8 bits are multiplied by their
-            scales, in float32. If the device counts rows, its length is waited for.
+            A view if the rows are contiguous in one page, otherwise a copy. FP8 rows are multiplied by their scales, in
+            float32. If rows are counted on the device, the call waits for it.
         v : array [num_kv_heads, length, value_dim]
-            As k.
+            Values, like k.
 
         Raises
         ------
         UnsupportedProblem
             The cache has no such sequence.
         RuntimeError
-            The device has counted rows of the sequence that have no page.
+            The device has counted rows of the sequence that are in no page.
 
         Examples
         --------
@@ -338,7 +337,7 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """The most positions that a sequence may have.
+        """The largest number of positions of a sequence.
 
         Examples
         --------
@@ -351,7 +350,7 @@ class KVCache:
 
     @property
     def page_size(self) -> int | None:
-        """Positions of a page; None for a contiguous cache.
+        """Positions per page; None for a contiguous cache.
 
         Examples
         --------
@@ -366,7 +365,7 @@ class KVCache:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that no sequence has; 0 for a contiguous cache, which takes none.
+        """Number of pages that no sequence uses; 0 for a contiguous cache.
 
         Examples
         --------
@@ -382,7 +381,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values, and of their scales, in use or not.
+        """Size in bytes of all keys and values, and of their scales, used or not.
 
         Examples
         --------
@@ -407,24 +406,24 @@ class KVCache:
     # Changes of the content
 
     def append(self, k: Array, v: Array, *, counts: Any = None) -> None:
-        """Add rows at the end of each sequence.
+        """Append rows to each sequence.
 
         Parameters
         ----------
         k : array [batch, num_kv_heads, n, head_dim]
-            Keys of the cache's dtype, where it is; any strides. For a cache of 8 bits of float16, bfloat16 or float32.
+            Keys in the cache's dtype and on its device, with any strides; for FP8: float16, bfloat16 or float32.
         v : array [batch, num_kv_heads, n, value_dim]
-            Values, of k's dtype.
+            Values, in k's dtype.
         counts : list or int array [batch], optional
-            Of the n rows the first counts[b] belong to sequence b; all of them unless given. An int32 array on the
-            cache's device counts rows there from now on, as `count_on_device` does; one on the host does not.
+            The first counts[b] of the n rows belong to sequence b; default: all n. With an int32 array on the cache's
+            device, rows are counted there from then on, as after `count_on_device`; a host array does not change this.
 
         Raises
         ------
         TypeError
-            k or v is no array.
+            k or v is not an array.
         UnsupportedProblem
-            Arrays do not fit, or a sequence has no room; all reasons at once, before anything is written.
+            Arrays do not fit, or a sequence would exceed its capacity or pages; lists all reasons, and writes nothing.
 
         Examples
         --------
@@ -438,12 +437,12 @@ class KVCache:
         cuflash.errors.UnsupportedProblem: k must fit the room of sequence 0; got 2 rows, which need 4 positions, ...
         """
         state = self._state
-        found, k, v = state.steps.append(k, v)
-        if found is None:
+        step_call, k, v = state.steps.append(k, v)
+        if step_call is None:
             k, v = checked_rows(state, k, v, counts)
         news = state.counted(counts, int(k.shape[2]))
         if state.is_counted_on_device:
-            state.on_device().append(k, v, news if counts is not None else None, None, found)
+            state.on_device().append(k, v, news if counts is not None else None, None, step_call)
             return
         lengths = [length + new for length, new in zip(state.lengths, news)]
         if max(lengths) > state.capacity or not state.pages.hold(state.lengths, lengths):
@@ -451,20 +450,20 @@ class KVCache:
         if state.device is None:
             state.rows.write(k, v, list(growths(state.lengths, lengths)), state.pages.tables)
         elif lengths != state.lengths:
-            state.on_device().append(k, v, news if counts is not None else None, lengths, found)
+            state.on_device().append(k, v, news if counts is not None else None, lengths, step_call)
         state.lengths = lengths
 
     def count_on_device(self) -> None:
-        """Count rows on the GPU from now on, so that calls can be captured into CUDA graphs and read nothing back.
+        """Count rows on the GPU from now on, so that calls can be captured into CUDA graphs and never wait for lengths.
 
-        From then on rows that have no room, because the capacity or the pages of a sequence end, are left out, and
-        `check` tells. No page is taken by `append` any more: `reserve` takes them, before a capture. Giving `append` or
-        `attention` counts on the device, or `truncate` lengths, does the same.
+        From then on, rows that exceed the capacity or the pages of a sequence are dropped, and `check` reports them.
+        `append` no longer allocates pages: call `reserve` for that, before a capture. Passing device arrays as `counts`
+        to `append` or `attention`, or as `lengths` to `truncate`, has the same effect.
 
         Raises
         ------
         UnsupportedProblem
-            The cache is on the host, or a sequence would write to a page that another one has, and no page is free.
+            The cache is on the host; or a sequence would write to a page that it shares, and no page is free.
 
         Examples
         --------
@@ -478,20 +477,20 @@ class KVCache:
         self._state.count_on_device()
 
     def truncate(self, lengths: Any) -> None:
-        """Shorten sequences; pages that no position needs any more are free, those that were reserved too.
+        """Shorten sequences and free the pages beyond their new lengths, including reserved ones.
 
-        If the device counts rows, sequences that are shorter than `lengths` stay as they are, and all keep their pages:
-        nothing waits for the device, and the call can be captured into a CUDA graph, as `append` can.
+        If rows are counted on the device, sequences shorter than `lengths` stay unchanged and all keep their pages: the
+        call does not wait for the device, and can be captured into a CUDA graph, like `append`.
 
         Parameters
         ----------
         lengths : list or int array [batch]
-            Positions that remain. An int32 array on the cache's device is taken as by `append`.
+            Positions that remain. A device array has the same effect as for `append`.
 
         Raises
         ------
         UnsupportedProblem
-            A sequence is shorter than that, by the host's count; all reasons at once, before anything is changed.
+            By the host's count a sequence is shorter than that; lists all reasons, and changes nothing.
 
         Examples
         --------
@@ -503,30 +502,30 @@ class KVCache:
         array([2, 5], dtype=int32)
         """
         state = self._state
-        kept = state.numbers("lengths", lengths)
+        new_lengths = state.numbers("lengths", lengths)
         if state.is_counted_on_device:
-            state.on_device().truncate(kept)
+            state.on_device().truncate(new_lengths)
             return
-        refuse(growth_reasons(kept, state.lengths))
-        for sequence, length in enumerate(kept):
+        refuse(growth_reasons(new_lengths, state.lengths))
+        for sequence, length in enumerate(new_lengths):
             state.pages.shrink(sequence, length)
-        state.lengths = kept
+        state.lengths = new_lengths
 
     def reset(self, rows: Any = None) -> None:
-        """Empty some sequences, or all of them; their pages are free, those that were reserved too.
+        """Empty some sequences, or all of them, and free their pages, including reserved ones.
 
-        If the device counts rows, `reserve` gives emptied sequences pages again, before anything is appended to them.
+        If rows are counted on the device, call `reserve` to allocate pages for emptied sequences before appending.
 
         Parameters
         ----------
         rows : list or int array, optional
-            Sequences; all unless given.
+            Sequences to empty; default: all.
 
         Raises
         ------
         UnsupportedProblem
-            There is no such sequence; all reasons at once. Or a stream is being captured, and the cache has pages that
-            are counted on the device.
+            There is no such sequence; lists all reasons. Or a stream is being captured, and the cache has pages and is
+            counted on the device.
 
         Examples
         --------
@@ -551,23 +550,23 @@ class KVCache:
             if state.device is not None and state.is_counted_on_device:
                 state.device.lengths[row] = 0
         if state.is_counted_on_device:
-            state.on_device()  # now, since a graph that is replayed next sends nothing
+            state.on_device()  # now, since a replayed graph copies nothing from the host
 
     def fork(self, source: int, target: int) -> None:
-        """Let a sequence hold what another holds, in place of what it held.
+        """Replace the contents of a sequence by those of another one.
 
-        With pages it shares them, and whichever of the two writes to a shared page first gets a copy of it. A
-        contiguous cache copies at once.
+        With pages, the two share them, and the first to write to a shared page gets a copy of it. A contiguous cache
+        copies the rows immediately.
 
         Parameters
         ----------
         source, target : int
-            Sequences, not the same.
+            Two different sequences.
 
         Raises
         ------
         UnsupportedProblem
-            There is no such sequence, or the source is empty.
+            There is no such sequence, the source is empty, or the cache is counted on the device.
 
         Examples
         --------
@@ -583,32 +582,33 @@ class KVCache:
         state = self._state
         if state.is_counted_on_device:
             raise UnsupportedProblem(
-                ["fork must have lengths on the host; got a cache that is counted on the device: make another one"]
+                ["fork must have lengths on the host; got a cache that is counted on the device: fill another cache"]
             )
         batch = len(state.lengths)
         reasons = sequence_reasons("source", source, batch) + sequence_reasons("target", target, batch)
         if not reasons and source == target:
-            reasons.append(f"target must be another sequence than source; got {target}")
+            reasons.append(f"target must differ from source; got {target}")
         if not reasons and not state.lengths[source]:
-            reasons.append(f"source must hold rows; got sequence {source}, which is empty: reset empties the target")
+            fix = "use reset to empty the target"
+            reasons.append(f"source must hold rows; got sequence {source}, which is empty: {fix}")
         refuse(reasons)
         for copy in state.pages.fork(source, target, state.lengths[source]):
             state.rows.copy(copy)
         state.lengths[target] = state.lengths[source]
 
     def reserve(self, lengths: Any) -> None:
-        """Take pages now, so that appending up to these lengths cannot fail. A contiguous cache has them already.
+        """Allocate pages now, so that appending up to these lengths cannot fail. Has no effect on a contiguous cache.
 
         Parameters
         ----------
         lengths : list or int array [batch]
-            Positions that sequences will have; those that have more already keep what they have.
+            Numbers of positions to allocate for each sequence; longer sequences are unchanged.
 
         Raises
         ------
         UnsupportedProblem
-            They exceed the capacity, or too few pages are free; all reasons at once, before any is taken. Or a stream
-            is being captured, and the cache has pages that are counted on the device.
+            The lengths exceed the capacity, or too few pages are free; lists all reasons, and allocates nothing. Or a
+            stream is being captured, and the cache has pages and is counted on the device.
 
         Examples
         --------
@@ -626,15 +626,15 @@ class KVCache:
             raise UnsupportedProblem(reasons)
         state.make_room("lengths", stops)
         if state.is_counted_on_device:
-            state.on_device()  # now, since a graph that is replayed next sends nothing
+            state.on_device()  # now, since a replayed graph copies nothing from the host
 
     def check(self) -> None:
-        """Prove that lengths, tables and counts of pages agree, and that nothing was left out; waits for a device.
+        """Check that lengths, page tables and page counts agree, and that no rows were dropped; waits for the device.
 
         Raises
         ------
         RuntimeError
-            They do not; each contradiction is named.
+            They do not agree; lists every contradiction.
 
         Examples
         --------
@@ -667,58 +667,58 @@ class KVCache:
         out: Any = None,
         return_lse: bool = False,
     ) -> Array | tuple[Array, Array]:
-        """Attention of the last positions of each sequence to all of its positions.
+        """Compute attention of the last positions of each sequence to all of its positions.
 
-        Query t of n stands at position lengths[b] - n + t of sequence b, whose keys must have been appended before. A
-        call with more queries than a sequence has tokens is refused, with and without `causal`: to attend from further
-        queries, call `cuflash.attention` on the keys and values that `rows` returns. A sequence that is idle in this
-        step has a count of 0.
+        Query t of n has position lengths[b] - n + t in sequence b, so its key must have been appended before. A call
+        with more queries than a sequence has tokens is refused, with and without `causal`: for further queries, call
+        `cuflash.attention` on the keys and values that `rows` returns. For a sequence that is idle in this step, pass a
+        count of 0.
 
-        If rows are counted on the device, nothing waits for the lengths: there queries at positions below 0 attend no
+        If rows are counted on the device, the call does not wait for lengths: queries at positions below 0 attend no
         key, their results are 0, and only ``CUFLASH_CHECK=1`` refuses them.
 
         Parameters
         ----------
         q : array [batch, num_heads, n, head_dim]
-            Of the cache's dtype, or for 8 bits of float16, bfloat16 or float32, where the cache is. Query head h reads
-            key/value head h // (num_heads / num_kv_heads).
+            In the cache's dtype (for FP8: float16, bfloat16 or float32) and on its device. Query head h reads key/value
+            head h // (num_heads / num_kv_heads).
         counts : list or int array [batch], optional
-            Of the n rows the first counts[b] belong to sequence b: row t stands at lengths[b] - counts[b] + t. The
-            rows after them are empty. An int32 array on the cache's device is taken as by `append`.
+            The first counts[b] of the n rows belong to sequence b: row t has position lengths[b] - counts[b] + t. The
+            other rows are empty. A device array has the same effect as for `append`.
         causal : bool
-            No key after a query's own position.
+            If True, no query attends keys after its own position.
         window : (left, right), optional
-            Keys before and after a query's own position, inclusive; None is unlimited.
+            Numbers of keys before and after a query's own position, inclusive; None is unlimited.
         scale : float, optional
             As in `cuflash.attention`.
         score, softcap, bias : optional
-            As in `cuflash.attention`, with positions of the cache: b is the sequence, and i and j are the positions of
-            query and key, so that row t of q has i = lengths[b] - n + t. A bias broadcasts against
-            (batch, num_heads, capacity, capacity), and is read at these positions. Arrays lie where the cache is.
+            As in `cuflash.attention`, at positions of the cache: b is the sequence, and i and j are the positions of
+            query and key, so row t of q has i = lengths[b] - n + t. A bias must broadcast to (batch, num_heads,
+            capacity, capacity), and is read at these positions. Arrays must be on the device of the cache.
         sink, kernel, executor : optional
-            As in `cuflash.attention`. A sink with numbers of its own for each sequence, (batch, num_heads), takes one
-            call for each sequence.
+            As in `cuflash.attention`. If a sink differs between sequences, with shape (batch, num_heads), the call
+            computes one sequence after the other.
         precision : str
             As in `cuflash.attention`.
         out : array [batch, num_heads, n, value_dim], optional
-            Written to instead of a new array; overlaps neither q nor the cache.
+            Array for the result, instead of a new one; must overlap neither q nor the cache.
         return_lse : bool
-            Also return lse.
+            If True, also return lse.
 
         Returns
         -------
         o : array [batch, num_heads, n, value_dim]
-            0 in rows that attend no key: those that `counts` leaves out.
+            0 in rows that attend no key, such as those that `counts` excludes.
         lse : array [batch, num_heads, n]
-            -inf in such rows, or their head's sink.
+            -inf in such rows, or their head's sink logit.
 
         Raises
         ------
         TypeError
-            q is no array.
+            q is not an array.
         UnsupportedProblem
-            The arguments are invalid or not supported, or q has rows whose keys were not appended. It lists every
-            reason; nothing has been computed.
+            The arguments are invalid or not supported, or q has rows whose keys were not appended. Lists every reason;
+            nothing is computed.
 
         Examples
         --------
@@ -730,21 +730,21 @@ class KVCache:
         (2, 3, 1, 4)
         """
         state = self._state
-        options = AskedOptions(causal, window, scale, kernel, executor, precision)
-        scored, reasons, found = None, list[str](), None
+        options = RequestedOptions(causal, window, scale, kernel, executor, precision)
+        scored, reasons, step_call = None, list[str](), None
         if score is not None or softcap is not None or bias is not None:
             with collecting(reasons):
                 scored = score_of(score, softcap, bias, state.rows.k)
         if not reasons and type(return_lse) is bool:
-            found, q, sink = state.steps.decode(q, out, sink, options, scored)
-        if found is None:
+            step_call, q, sink = state.steps.decode(q, out, sink, options, scored)
+        if step_call is None:
             reasons += flag_reasons("return_lse", return_lse)
-            found, q, sink = checked_queries(state, q, counts, out, sink, options, scored, reasons)
+            step_call, q, sink = checked_queries(state, q, counts, out, sink, options, scored, reasons)
         news = state.queried(counts, q.shape[2])
         news = None if counts is None else news
-        o, lse = found.step.make_o() if out is None else out, found.step.make_lse() if return_lse else None
-        if isinstance(found.step, DecodeStep):
-            state.on_device().decode(found, q, o, lse, news, sink, scored)
+        o, lse = step_call.step.make_o() if out is None else out, step_call.step.make_lse() if return_lse else None
+        if isinstance(step_call.step, DecodeStep):
+            state.on_device().decode(step_call, q, o, lse, news, sink, scored)
         else:
-            found.step.attend(state, q, o, lse, news, sink, scored)
+            step_call.step.attend(state, q, o, lse, news, sink, scored)
         return (o, lse) if return_lse else o

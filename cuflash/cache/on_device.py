@@ -1,4 +1,4 @@
-"""The device's copy of a cache's state: lengths, the page table, and a count of what was out of range."""
+"""The device's copy of a cache's state: lengths, the page table, and a counter of out-of-range accesses."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .steps import AppendStep, DecodeStep, StepCall, Steps
 
 
 class OnDevice:
-    """Lengths and the page table of a cache on the current device, as the host last put or let change them.
+    """The lengths and the page table of a cache on the current device, as the host last wrote or kernels updated them.
 
     Parameters
     ----------
-    arrays : PagedRows of CuPy's arrays
-        The cache's pages, and scales of 8-bit numbers.
+    arrays : PagedRows of CuPy arrays
+        The cache's pages, and the scales of FP8 rows.
     layout : CacheLayout
     batch : int
     is_paged : bool
@@ -49,12 +49,12 @@ class OnDevice:
         self.steps = steps
 
     def put(self, lengths: list[int] | None, pages: OwnPages | PagePool) -> None:
-        """Send lengths and the table where they are not what the device has; lengths of None are known there alone.
+        """Copy lengths and the table to the device if they have changed; with None, only the device knows the lengths.
 
         Raises
         ------
         RuntimeError
-            Something would have to be sent inside a stream capture.
+            Something would have to be copied during a stream capture.
         """
         if lengths is None:
             self._known_lengths = None
@@ -73,31 +73,31 @@ class OnDevice:
         to[...] = namespace(to).asarray(array)
 
     def numbers(self, name: str, value: Any) -> Array | None:
-        """Numbers of sequences as the kernels read them, from a list of ints or an array on the device."""
+        """Return numbers per sequence in the form that kernels read, from a list of ints or an array on the device."""
         if value is None or not isinstance(value, list):
             return value
         if is_capturing():
             raise UnsupportedProblem(
-                [f"{name} must lie on the device inside a stream capture; got numbers on the host"]
+                [f"{name} must be on the device inside a stream capture; got numbers on the host"]
             )
         return namespace(self.k).asarray(np.array(value, np.int32))
 
     def truncate(self, lengths: Any) -> None:
-        """Shorten sequences that are longer than lengths, a list of ints or an array on the device."""
+        """Shorten sequences that are longer than `lengths`, a list of ints or an array on the device."""
         namespace(self.k).minimum(self.lengths, self.numbers("lengths", lengths), out=self.lengths)
 
     def append(
-        self, k: Array, v: Array, counts: Any, new_lengths: list[int] | None, found: StepCall | None
+        self, k: Array, v: Array, counts: Any, new_lengths: list[int] | None, step_call: StepCall | None
     ) -> None:
-        """Launch the kernel that writes rows and adds to the lengths; the host then has the lengths, or has not.
+        """Launch the kernel that writes rows and adds to the lengths.
 
-        The step is bound unless one is found.
+        The host's lengths become `new_lengths`, or unknown if None. Without a `step_call` a new step is bound.
         """
         counts = self.numbers("counts", counts)
-        step, addresses = found or self._bound_append(k, v, counts)
+        step, addresses = step_call or self._bound_append(k, v, counts)
         stream = self.steps.current_stream()
         step.launch((*addresses, 0 if counts is None else counts.data.ptr), stream)
-        self._known_lengths = None if new_lengths is None else list(new_lengths)  # the cache changes its own
+        self._known_lengths = None if new_lengths is None else list(new_lengths)  # the cache updates its own list
         self._after(step, stream, k, v, counts)
 
     def _bound_append(self, k: Array, v: Array, counts: Array | None) -> StepCall:
@@ -111,13 +111,13 @@ class OnDevice:
     def decode_step(
         self, kernels: Pass, arrays: Mapping[str, Array | None], captured: Sequence[str]
     ) -> DecodeStep:  # fmt: skip
-        """The step of a call of `attention`; counts of arrived parts, which the kernel leaves at 0, are the cache's.
+        """Return the step of a call of `attention`, with the cache's counters of arrived parts, which end as 0.
 
         Parameters
         ----------
         kernels : Pass
         arrays : dict by name
-            q, k, v, o, lse and sink, scales of 8-bit numbers, and arrays of the score function.
+            q, k, v, o, lse and sink, the scales of FP8 rows, and the arrays of the score function.
         captured : sequence of str
             The names of the score function's arrays.
         """
@@ -126,11 +126,11 @@ class OnDevice:
         return DecodeStep(kernels, {**arrays, **self.tables(None), **arrived}, gpu.current_target(), captured)
 
     def decode(
-        self, found: StepCall, q: Array, o: Array, lse: Array | None, counts: Any, sink: Array | None,
+        self, step_call: StepCall, q: Array, o: Array, lse: Array | None, counts: Any, sink: Array | None,
         score: Score | None = None,
     ) -> None:  # fmt: skip
         """Launch the decode kernel; lse is None if the caller does not need it."""
-        step, addresses = found
+        step, addresses = step_call
         counts, stream = self.numbers("counts", counts), self.steps.current_stream()
         memory = self.steps.memory(step.nbytes)
         of_lse, of_counts = None if lse is None else lse.data.ptr, 0 if counts is None else counts.data.ptr
@@ -138,7 +138,7 @@ class OnDevice:
         self._after(step, stream, q, o, lse, counts, sink, memory, *(() if score is None else score.arrays.values()))
 
     def _after(self, step: AppendStep | DecodeStep, stream: Any, *arrays: Any) -> None:
-        """Keep what a captured call uses as long as the cache, as replays write there; wait if the step is checked."""
+        """Keep the arrays of a captured call as long as the cache, since replays use them; wait for a checked step."""
         if stream.is_capturing():
             self._captured.extend(arrays)
         if step.is_checked:
@@ -149,40 +149,40 @@ class OnDevice:
     def faults(self) -> list[str]:
         """Return the faults that kernels have counted, as sentences. The call waits for the device."""
         number = int(self.num_faults.get()[0])
-        return [f"{number} times a row had no room, or a page, a length or a count was out of range"] * bool(number)
+        return [f"{number} times a row did not fit, or a page, a length or a count was out of range"] * bool(number)
 
     def _require_ready(self, kernels: Pass) -> None:
         if is_capturing():
             gpu.require_compiled(kernels.launches.values(), "make the same call on the cache once before the capture")
 
     def tables(self, counts: Array | None) -> dict[str, Array | None]:
-        """Return the arrays that kernels read beside keys and values, by name."""
+        """Return the arrays that kernels read in addition to keys and values, by name."""
         return {"table": self.table, "lengths": self.lengths, "counts": counts, "num_faults": self.num_faults}
 
 
 def is_capturing() -> bool:
-    """Return whether CuPy's current stream is being captured."""
+    """True if CuPy's current stream is being captured."""
     return bool(gpu.namespace().cuda.get_current_stream().is_capturing())
 
 
 def capture_reasons(what: str, pages: OwnPages | PagePool) -> list[str]:
-    """Why pages, if there are any, do not change hands while CuPy's current stream is being captured."""
+    """Return why pages, if the cache has any, cannot be allocated or freed while CuPy's current stream is captured."""
     if not isinstance(pages, PagePool) or not is_capturing():
         return []
-    return [f"{what} must come before or after a stream capture: a replay takes no pages and gives none back"]
+    return [f"{what} must come before or after a stream capture: a replay neither allocates nor frees pages"]
 
 
 def is_on_device(value: Any) -> bool:
-    """Tell whether a value is an array that lies on a device."""
+    """True if a value is an array on a device."""
     return is_array(value) and not isinstance(value, np.ndarray)
 
 
 def device_reasons(name: str, value: Any, batch: int, like: Array) -> list[str]:
-    """Why an array on a device is not one int32 for each sequence."""
+    """Return why an array on a device does not have one int32 per sequence."""
     is_right = namespace(value) is namespace(like) and tuple(value.shape) == (batch,) and value.dtype == np.int32
     if is_right and value.strides == (4,):
         return []
     return [
         f"{name} on a device must be a contiguous {namespace(like).__name__} array of {batch} int32, one for each "
-        f"sequence; got {kind_of(value)}, {describe(value)}, of strides {value.strides}"
+        f"sequence; got {kind_of(value)}, {describe(value)}, with strides {value.strides}"
     ]

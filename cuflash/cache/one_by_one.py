@@ -1,4 +1,4 @@
-"""Attention to a cache by one call for each sequence, on its own rows alone."""
+"""Attention to a cache by one call per sequence, on its own rows alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EVERY = Band()
 
 
 class _Part(NamedTuple):
-    """Queries that one call attends from, the keys first <= j < stop that it attends to, and its mask."""
+    """Queries of one call, the keys first <= j < stop that it attends, and its mask."""
 
     queries: slice
     first: int
@@ -36,7 +36,7 @@ class _Part(NamedTuple):
 
 
 class OwnRowsStep(AttendStep):
-    """A call of `attention` that is one for each sequence.
+    """A call of `attention` that consists of one call per sequence.
 
     It is checked once, as a call of the most rows that a sequence may have. On the host it is bound once too, and its
     plan is cut to each number of rows; elsewhere each number of rows has a plan. Sequences and later calls with as many
@@ -46,10 +46,10 @@ class OwnRowsStep(AttendStep):
     ----------
     cache : KVCache
     arrays : dict by name
-        q, o, lse and sink, of which the last may be None, and arrays of the score function.
+        q, o, lse and sink, where sink may be None, and arrays of the score function.
     options : DecodeOptions
-        Where it has `part_keys`, each query has a call of its own, up to the rows that the decode kernel takes: its
-        result then depends on no other query.
+        If it has `part_keys`, each query is a separate call, up to the number of rows that the decode kernel takes:
+        its result then does not depend on other queries.
     score : Score, optional
     captured : sequence of str
         The names of the score function's arrays.
@@ -66,15 +66,15 @@ class OwnRowsStep(AttendStep):
         self._is_by_query = options.part_keys is not None and q.shape[2] * (q.shape[1] // rows.k.shape[1]) <= MOST_ROWS
         self._dtype = rows.gathered_dtype(q.dtype)
         k, v = (ShapeDtype((x.shape[1], cache.capacity, x.shape[3]), self._dtype) for x in (rows.k, rows.v))
-        asked = Options(
+        requested = Options(
             sink=_own_sink(sink, 0), score=self._placed, scale=options.scale, kernel=options.kernel,
             executor=options.executor, precision=options.precision,
         )  # fmt: skip
-        self._call = Call.of(q[0].astype(self._dtype, copy=False), k, v, asked)
+        self._call = Call.of(q[0].astype(self._dtype, copy=False), k, v, requested)
         self._plan = self._call.plan()
         self._on_host: BoundPlan | None = None
         if self._call.executor == "cpu":
-            of_names = np.empty(0, self._dtype)  # binding reads no more of an array here
+            of_names = np.empty(0, self._dtype)  # binding on the host needs nothing else of an array
             operands = (*(() if sink is None else ("sink",)), *({} if self._placed is None else self._placed.arrays))
             names = "q", "k", "v", *operands
             outs = {"o": of_names, "lse": of_names}
@@ -84,7 +84,7 @@ class OwnRowsStep(AttendStep):
         self, cache: CacheState, q: Array, o: Array, lse: Array | None, counts: Sequence[int] | None,
         sink: Array | None, score: Score | None,
     ) -> None:  # fmt: skip
-        """Write o and lse of all sequences. Of q's rows the first `counts` belong to each; None stands for all."""
+        """Compute o and lse of all sequences. The first `counts` rows of q belong to each; None means all rows."""
         lse = self.make_lse() if lse is None else lse
         for sequence, (table, length) in enumerate(zip(cache.pages.tables, cache.lengths)):
             own_sink, new = _own_sink(sink, sequence), q.shape[2] if counts is None else counts[sequence]
@@ -108,7 +108,7 @@ class OwnRowsStep(AttendStep):
         return self._placed._with_arrays({**held, "place": xp.asarray(np.array(place, np.int32))}).arrays
 
     def _run(self, arrays: dict[str, Array], part: _Part, o: Array, lse: Array) -> None:
-        """Write o and lse of one call."""
+        """Compute o and lse of one call."""
         seqlen_q, seqlen_kv = part.queries.stop - part.queries.start, part.stop - part.first
         sizes: Hashable = (seqlen_q, seqlen_kv)  # they decide the band
         if self._on_host is None:
@@ -152,14 +152,14 @@ class OwnRowsStep(AttendStep):
 
 
 def _own_sink(sink: Array | None, sequence: int) -> Array | None:
-    """Return the sink of a sequence, of one axis."""
+    """Return the 1-d sink of a sequence."""
     if sink is None or sink.ndim < 2:
         return sink
     return sink[sequence if sink.shape[0] > 1 else 0]
 
 
 def _without_keys(sink: Array | None, lse: Array) -> tuple[Any, Any]:
-    """o and lse of queries that see no key: 0, and -inf or the sink; NaN where the sink is NaN or +inf."""
+    """Return o and lse of queries that attend no key: 0, and -inf or the sink; NaN if the sink is NaN or +inf."""
     if sink is None:
         return 0, -np.inf
     xp, logit = namespace(lse), sink.astype(lse.dtype)[..., None]

@@ -1,4 +1,4 @@
-"""The arrays of a KV cache: keys and values in pages, and of 8-bit numbers the scale of each row."""
+"""The arrays of a KV cache: keys and values in pages, and for FP8 the scale of each row."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .pages import Copy, Growth
 
 
 class PagedRows:
-    """Keys and values [num_pages, num_kv_heads, page_size, dim], of which rows are copied, written and gathered.
+    """Keys and values [num_pages, num_kv_heads, page_size, dim], with functions to copy, write and gather rows.
 
     Parameters
     ----------
     k, v : arrays
     k_scale, v_scale : arrays [num_pages, num_kv_heads, page_size], optional
-        Powers of two that rows of 8-bit numbers are multiplied by.
+        Powers of two by which FP8 rows are multiplied.
     """
 
     def __init__(self, k: Array, v: Array, k_scale: Array | None = None, v_scale: Array | None = None) -> None:
@@ -30,7 +30,7 @@ class PagedRows:
     def empty(
         cls, xp: Namespace, shape: tuple[int, int, int], dims: tuple[int, int], dtype: np.dtype[np.generic]
     ) -> PagedRows:
-        """Rows that hold anything; 8-bit numbers are uint8 in CuPy, which has no such dtype."""
+        """Allocate uninitialized rows; FP8 numbers are uint8 in CuPy, which has no such dtype."""
         stored = np.dtype(np.uint8) if dtype == E4M3 and xp is not np else dtype
         if prod(shape) * max(dims) * stored.itemsize >= 1 << 63:  # NumPy raises a ValueError, and CuPy overflows
             raise MemoryError(f"pages of shape {shape} and rows of {max(dims)} numbers exceed 2^63 bytes")
@@ -43,9 +43,9 @@ class PagedRows:
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
-        """The format of the rows as they are kept."""
-        kept: np.dtype[np.generic] = E4M3 if self.is_quantized else np.dtype(self.k.dtype)
-        return kept
+        """The dtype in which the rows are stored."""
+        stored: np.dtype[np.generic] = E4M3 if self.is_quantized else np.dtype(self.k.dtype)
+        return stored
 
     def gathered_dtype(self, dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
         """Return the dtype of gathered rows for queries of a dtype."""
@@ -55,21 +55,21 @@ class PagedRows:
 
     @property
     def arrays(self) -> list[Array]:
-        """Return what the rows take memory for."""
+        """The arrays that hold the rows."""
         return [array for array in (self.k, self.v, self.k_scale, self.v_scale) if array is not None]
 
     @property
     def scales(self) -> dict[str, Array]:
-        """The scales by the names that kernels have for them; none of plain rows."""
+        """The scales by their names in kernels; empty for plain rows."""
         return {name: x for name, x in (("k_scale", self.k_scale), ("v_scale", self.v_scale)) if x is not None}
 
     def copy(self, copy: Copy) -> None:
-        """Copy the first rows of a page to another, as they are."""
+        """Copy the first rows of a page to another page, bit for bit."""
         for array in self.arrays:
             array[copy.target, :, : copy.rows] = array[copy.source, :, : copy.rows]
 
     def write(self, k: Array, v: Array, growths: Sequence[Growth], tables: Sequence[Sequence[int]]) -> None:
-        """Write the first rows of each sequence to its new positions, all sequences at once."""
+        """Write the first rows of each sequence to its new positions, for all sequences at once."""
         if not growths:
             return
         size, places = self.k.shape[2], []
@@ -78,28 +78,28 @@ class PagedRows:
             pages = np.array(tables[sequence])[positions // size]
             places.append((np.full(len(positions), sequence), positions - length, pages, positions % size))
         xp = namespace(self.k)
-        sequences, given, pages, rows = (xp.asarray(np.concatenate(each)) for each in zip(*places))
+        sequences, sources, pages, rows = (xp.asarray(np.concatenate(each)) for each in zip(*places))
         for to, scale, array in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
-            new = array[sequences, :, given]
+            new = array[sequences, :, sources]
             if scale is not None:
                 new, scale[pages, :, rows] = quantized_rows(new)
             to[pages, :, rows] = new
 
     def gather(self, table: Sequence[int], start: int, stop: int, dtype: Any = np.float32) -> tuple[Array, Array]:
-        """Positions start <= j < stop of a sequence, with rows next to each other: keys and values.
+        """Return the keys and values at positions start <= j < stop of a sequence, contiguous.
 
-        Plain rows are a view if one page holds them so, else a copy; attention has the same bits for either. Rows of
-        8 bits are multiplied by their scales, and exact in bfloat16 and float32: of these it is what `dtype` is, and
-        float32 for any other.
+        Plain rows are a view if they are contiguous in one page, otherwise a copy; attention returns the same bits for
+        both. FP8 rows are multiplied by their scales, which is exact in bfloat16 and float32: the result is bfloat16 if
+        `dtype` is, otherwise float32.
         """
         k, v = (self._gathered(array, table, start, stop) for array in (self.k, self.v))
         if not self.is_quantized:
             return k, v
-        made = self.gathered_dtype(dtype)
+        gathered_dtype = self.gathered_dtype(dtype)
         k_scale, v_scale = (
             self._gathered(scale[..., None], table, start, stop)[..., 0] for scale in self.scales.values()
         )
-        return dequantized_rows(k, k_scale, made), dequantized_rows(v, v_scale, made)
+        return dequantized_rows(k, k_scale, gathered_dtype), dequantized_rows(v, v_scale, gathered_dtype)
 
     def _gathered(self, array: Array, table: Sequence[int], start: int, stop: int) -> Array:
         xp, size = namespace(array), self.k.shape[2]

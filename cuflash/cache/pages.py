@@ -1,4 +1,4 @@
-"""Page tables of a cache: the page of each position of a sequence, as numbers on the host, without keys or values.
+"""Page tables of a cache: the page of each position of a sequence, as numbers on the host, without the arrays.
 
 A page holds `page_size` consecutive positions of all key/value heads. A sequence has a table: page numbers in the order
 of its positions.
@@ -14,7 +14,7 @@ import numpy as np
 
 
 class Growth(NamedTuple):
-    """A sequence that goes from `length` to `stop` positions."""
+    """A sequence that grows from `length` to `stop` positions."""
 
     sequence: int
     length: int
@@ -22,14 +22,14 @@ class Growth(NamedTuple):
 
 
 def growths(lengths: Iterable[int], stops: Iterable[int]) -> Iterator[Growth]:
-    """Yield the growths of those sequences that get longer."""
+    """Yield the growths of sequences that become longer."""
     for sequence, (length, stop) in enumerate(zip(lengths, stops)):
         if stop > length:
             yield Growth(sequence, length, stop)
 
 
 class Copy(NamedTuple):
-    """The first rows of a page that go to another."""
+    """The first rows of a page, to be copied to another page."""
 
     source: int
     target: int
@@ -54,7 +54,7 @@ class OwnPages:
         self.num_free = 0
 
     def hold(self, lengths: Iterable[int], stops: Iterable[int]) -> bool:
-        """Tell whether every sequence has all pages of its own that it needs to get so long."""
+        """True if every sequence exclusively owns all pages that it needs for this length."""
         return True
 
     def shortages(self, growths: Iterable[Growth]) -> list[Shortage]:
@@ -67,7 +67,7 @@ class OwnPages:
         pass
 
     def fork(self, source: int, target: int, length: int) -> list[Copy]:
-        """The rows that have to be copied so that the target holds what the source holds."""
+        """Return the rows to copy so that the target has the contents of the source."""
         return [Copy(source, target, length)]
 
     def faults(self) -> list[str]:
@@ -75,15 +75,15 @@ class OwnPages:
 
 
 class PagePool:
-    """Pages that are taken from a list of free ones, and that several sequences may share until one of them writes.
+    """Pages taken from a free list; several sequences may share a page until one of them writes to it.
 
     Parameters
     ----------
     page_size, num_pages : int
     tables : list of lists of int
-        The pages of each sequence; those that stand in no table are free.
+        The pages of each sequence; pages in no table are free.
     owns_rest : bool
-        Whether pages in no table are free; they are someone else's otherwise.
+        If True, pages in no table are free; otherwise they belong to someone else.
 
     Examples
     --------
@@ -102,12 +102,12 @@ class PagePool:
         self.tables = tables
         self._references = Counter(page for table in tables for page in table)
         rest = range(num_pages) if owns_rest else ()
-        self._free = [page for page in rest if page not in self._references][::-1]  # the last is taken first
+        self._free = [page for page in rest if page not in self._references][::-1]  # the last one is taken first
         self._num_owned = len(self._references) + len(self._free)
-        self.version = 0  # another one whenever a table changes
+        self.version = 0  # changes whenever a table changes
 
     def table(self, max_pages: int) -> Any:
-        """The tables as int32 [batch, max_pages]; -1 stands for no page."""
+        """Return the tables as int32 [batch, max_pages]; -1 marks a missing page."""
         table = np.full((len(self.tables), max_pages), -1, np.int32)
         for row, pages in zip(table, self.tables):
             row[: len(pages)] = pages
@@ -118,29 +118,29 @@ class PagePool:
         return len(self._free)
 
     def hold(self, lengths: Iterable[int], stops: Iterable[int]) -> bool:
-        """Tell whether every sequence has all pages of its own that it needs to get so long."""
+        """True if every sequence exclusively owns all pages that it needs for this length."""
         for sequence, (length, stop) in enumerate(zip(lengths, stops)):
             if stop > length and not self._has_page(sequence, length, stop):
                 return False
         return True
 
     def shortages(self, growths: Iterable[Growth]) -> list[Shortage]:
-        """Growths for which no page is left when they come in this order; those that find none take none."""
-        found, free, dropped = [], len(self._free), dict[int, int]()
+        """Return the growths that lack pages if they are done in this order; those that fail take no pages."""
+        shortages, free, dropped = [], len(self._free), dict[int, int]()
         for growth in growths:
             if self._has_page(*growth):
                 continue
             shared = [page for _, page in self._written(growth) if self._references[page] - dropped.get(page, 0) > 1]
             wanted = max(self._pages(growth.stop) - len(self.tables[growth.sequence]), 0) + len(shared)
             if wanted > free:
-                found.append(Shortage(growth, wanted, free))
+                shortages.append(Shortage(growth, wanted, free))
                 continue
             free -= wanted
             dropped |= {page: dropped.get(page, 0) + 1 for page in shared}
-        return found
+        return shortages
 
     def grow(self, growth: Growth) -> list[Copy]:
-        """Give a sequence pages of its own for the positions that it gets; what has to be copied to them first."""
+        """Give a sequence pages of its own for its new positions; return the rows to copy there first."""
         if self._has_page(*growth):
             return []
         table, copies = self.tables[growth.sequence], []
@@ -155,13 +155,13 @@ class PagePool:
         return copies
 
     def shrink(self, sequence: int, length: int) -> None:
-        """Give back the pages that no position below a length needs."""
+        """Free the pages of a sequence that no position below a length needs."""
         table = self.tables[sequence]
         while len(table) > self._pages(length):
             self._drop(table.pop())
 
     def fork(self, source: int, target: int, length: int) -> list[Copy]:
-        """Let the target share the source's pages in place of its own."""
+        """Let the target share the source's pages instead of its own."""
         shared = self.tables[source][: self._pages(length)]
         self._references.update(shared)
         self.shrink(target, 0)
@@ -182,7 +182,7 @@ class PagePool:
         return faults
 
     def _has_page(self, sequence: int, length: int, stop: int) -> bool:
-        """Tell whether all new positions are on a page that the sequence has, and shares with no other."""
+        """True if all new positions are on one page that the sequence already has, and shares with no other."""
         table, place = self.tables[sequence], length // self.page_size
         return (stop - 1) // self.page_size == place < len(table) and self._references[table[place]] == 1
 
@@ -190,7 +190,7 @@ class PagePool:
         return -(-length // self.page_size)
 
     def _written(self, growth: Growth) -> Iterator[tuple[int, int]]:
-        """Pages that a sequence has and will write to, with their places in its table."""
+        """Yield the pages that a sequence already has and will write to, with their positions in its table."""
         table = self.tables[growth.sequence]
         for place in range(growth.length // self.page_size, min(self._pages(growth.stop), len(table))):
             yield place, table[place]
@@ -210,7 +210,7 @@ class PagePool:
 
 
 def length_faults(pages: OwnPages | PagePool, sequence: int, length: int, capacity: int) -> list[str]:
-    """Why a sequence cannot have so many positions, as a sentence, if it cannot.
+    """Return why a sequence cannot have this many positions, in a list with one sentence or none.
 
     >>> length_faults(OwnPages(2, 40), 1, 41, 40)
     ['sequence 1 has 41 positions and 1 pages of 40']

@@ -1,4 +1,4 @@
-"""Score functions of calls on a cache: one of `score=`, `softcap=` and `bias=`, at the positions of the cache."""
+"""Score functions of calls on a cache: `score=`, `softcap=` and `bias=` as one, at the positions of the cache."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .arguments import place_reasons
 
 
 class ScoreKind(NamedTuple):
-    """A score function without the data of its arrays: equal ones have equal plans.
+    """A score function without the data of its arrays: equal kinds have equal plans.
 
     Attributes
     ----------
     program : Program
     numbers : tuple of float
-        What the program reads beside the arrays.
+        Constants that the program reads, in addition to the arrays.
     shapes : tuple of ShapeDtype
-        Of the program's arrays, in their order.
+        The shapes of the program's arrays, in their order.
     """
 
     program: Program
@@ -37,24 +37,24 @@ class ScoreKind(NamedTuple):
 
     @classmethod
     def of_score(cls, score: Score) -> ScoreKind:
-        """Leave out the data of a score's arrays."""
+        """Drop the data of a score's arrays."""
         shapes = (ShapeDtype(tuple(array.shape), array.dtype) for array in score.arrays.values())
         return cls(score.program, score.numbers, tuple(shapes))
 
     @property
     def arrays(self) -> Mapping[str, ShapeDtype]:
-        """The shapes of the arrays by their names."""
+        """The shapes of the arrays by name."""
         return {array.name: shape for array, shape in zip(self.program.arrays, self.shapes)}
 
     def of(self, problem: Problem) -> Problem:
-        """A problem on a cache, whose keys are as many as the capacity, with the score function.
+        """Add the score function to a problem on a cache, which has as many keys as the capacity.
 
-        Queries and keys stand at positions of the cache, so that arrays have elements for all of these.
+        Queries and keys have positions in the cache, so the arrays must have elements for all of these.
 
         Raises
         ------
         UnsupportedProblem
-            An index might leave its axis, or the bias does not fit; all reasons at once.
+            An index might be out of bounds, or the bias does not fit; lists all reasons.
         """
         positions = MaskShape(problem.batch, problem.num_heads, problem.seqlen_kv, problem.seqlen_kv)
         operands = captured_operands(self, positions, True, problem.accumulator)
@@ -64,37 +64,37 @@ class ScoreKind(NamedTuple):
 
 
 def score_of(score: Any, softcap: Any, bias: Any, like: Array) -> Score | None:
-    """One score function of what a call gives, over arrays of CuPy's or NumPy's; None where it gives none.
+    """Return one score function for the score, softcap and bias of a call, over CuPy or NumPy arrays; None without any.
 
-    A bias that is a list becomes an array where `like` lies.
+    A bias in a list becomes an array on the device of `like`.
 
     Raises
     ------
     TypeError
-        The score is no function, or the bias no array.
+        The score is not a function, or the bias is not an array.
     UnsupportedProblem
-        One of them cannot be; all reasons at once.
+        An argument is not supported; lists all reasons.
     """
-    made = composition(score, softcap, bias, lambda given: as_arrays({"bias": given}, like=like)["bias"])
-    if made is None or not made.arrays:
-        return made
-    arrays = as_arrays(made.arrays)
-    is_own = all(arrays[name] is array for name, array in made.arrays.items())
-    return made if is_own else made._with_arrays(arrays)
+    composed = composition(score, softcap, bias, lambda values: as_arrays({"bias": values}, like=like)["bias"])
+    if composed is None or not composed.arrays:
+        return composed
+    arrays = as_arrays(composed.arrays)
+    is_own = all(arrays[name] is array for name, array in composed.arrays.items())
+    return composed if is_own else composed._with_arrays(arrays)
 
 
 def arrays_of(score: Score) -> dict[str, Array]:
-    """The arrays of a score function by the names that kernels have for them."""
+    """Return the arrays of a score function by their names in kernels."""
     return {array_name(name): array for name, array in score.arrays.items()}
 
 
 def fit_reasons(score: Score, q: Array, k: Array, v: Array, capacity: int) -> list[str]:
-    """Why a score function does not serve queries [batch, num_heads, n, head_dim] on a cache with pages k and v."""
+    """Return why a score function does not fit queries [batch, num_heads, n, head_dim] and a cache's pages k, v."""
     reasons = [
         reason
         for name, array in score.arrays.items()
         for reason in (
-            [f"{name} must be an array here; got its shape alone"]
+            [f"{name} must be an array; got only a shape and dtype"]
             if isinstance(array, ShapeDtype)
             else place_reasons(name, array, k)
         )

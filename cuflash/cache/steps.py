@@ -1,4 +1,4 @@
-"""Calls on a cache that are checked and bound once for each layout of what they give: later ones write addresses."""
+"""Calls on a cache, checked and bound once per layout of their arrays: repeated calls only write addresses."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ..planning.options import Window
 from ..plans import as_arrays
 from ..scores import Score
 
-_ALIGNMENT = 256  # bytes, of arrays that share memory
+_ALIGNMENT = 256  # alignment in bytes of arrays that share memory
 _SCALES = {type(None), float, int}
-_NOT_GIVEN: Hashable = ()  # in place of a layout
+_ABSENT: Hashable = ()  # stands for the layout of an absent array
 
-Extent = tuple[int, int]  # the first address of an array's memory, and the one after its last
+Extent = tuple[int, int]  # the first address of an array's memory, and the first address after it
 
 
-class AskedOptions(NamedTuple):
-    """Arguments of `KVCache.attention` next to arrays and the score function, as a caller passed them, unchecked."""
+class RequestedOptions(NamedTuple):
+    """Arguments of `KVCache.attention` except arrays and the score function, as the caller passed them, unchecked."""
 
     causal: bool
     window: Window | None
@@ -40,21 +40,21 @@ class AskedOptions(NamedTuple):
 
 
 class Step:
-    """A call on arrays of one layout that has been checked.
+    """A checked call on arrays of one layout.
 
     Attributes
     ----------
     is_checked : bool
-        CUFLASH_CHECK was on, so that the kernels are waited for; such a step serves one call alone.
+        True if CUFLASH_CHECK was on, so that calls wait for their kernels; such a step serves only one call.
 
     Parameters
     ----------
     arrays : dict by name
-        Those of the call.
+        The arrays of the call.
     looked_at : sequence of str
-        Arrays whose addresses decide whether a call needs checks.
+        Names of arrays whose addresses decide whether a call needs checks.
     apart : sequence of str
-        Those of them that must lie apart from the cache, and from the others that need not.
+        Those of them that must not overlap the cache, nor the arrays that are not in `apart`.
     """
 
     def __init__(self, arrays: Mapping[str, Any], looked_at: Sequence[str], apart: Sequence[str]) -> None:
@@ -62,9 +62,9 @@ class Step:
         self._spans = [(*reach(arrays[name]), arrays[name].dtype.itemsize - 1, name in apart) for name in looked_at]
 
     def takes(self, addresses: Sequence[int], own: Sequence[Extent]) -> bool:
-        """True if arrays at these addresses need no check: they are aligned, and lie apart from where they must.
+        """True if arrays at these addresses need no check: they are aligned, and those in `apart` overlap no others.
 
-        The last arrays may be left out.
+        The last arrays may be omitted.
         """
         others = own
         for start, (low, high, odd_bits, is_apart) in zip(addresses, self._spans):
@@ -81,12 +81,12 @@ class Step:
 
 
 class AppendStep(Step):
-    """The append kernel, for the addresses of k, v and counts.
+    """The append kernel, which takes the addresses of k, v and counts.
 
     Attributes
     ----------
     launch, wait : callable
-        Launches the kernels on arrays at addresses in the order of the names, on a stream; waits for them.
+        Launches the kernels on addresses in the order of the names, on a stream; waits for them.
     """
 
     def __init__(self, kernels: Pass, arrays: Mapping[str, Array | None], target: LaunchTarget) -> None:
@@ -101,12 +101,12 @@ class AttendStep(Step):
     Attributes
     ----------
     make_o, make_lse : callable
-        Allocate results.
+        Allocate the results.
 
     Parameters
     ----------
     arrays : dict by name
-        q, o, lse and sink, and arrays of the score function by the names of kernels.
+        q, o, lse and sink, and the arrays of the score function by their names in kernels.
     captured : sequence of str
         The names of the score function's arrays.
     """
@@ -115,27 +115,27 @@ class AttendStep(Step):
         o, lse = arrays["o"], arrays["lse"]
         xp = namespace(o)
         self.make_o, self.make_lse = partial(xp.empty, o.shape, o.dtype), partial(xp.empty, lse.shape, lse.dtype)
-        self.given = ("q", *(() if arrays["sink"] is None else ("sink",)), *captured)
-        super().__init__(arrays, (*self.given, "o"), ("o",))
+        self.inputs = ("q", *(() if arrays["sink"] is None else ("sink",)), *captured)
+        super().__init__(arrays, (*self.inputs, "o"), ("o",))
 
 
 class DecodeStep(AttendStep):
-    """The decode kernel, or those of many new tokens.
+    """The decode kernel, or the kernels for many new tokens.
 
-    It takes the addresses of q, the sink and the score function's arrays, as far as there are some, and of o, lse,
-    counts, and the places in a memory that `places` gives.
+    It takes the addresses of q, of the sink and the score function's arrays if present, of o, lse and counts, and of
+    the workspaces that `places` returns.
 
     Attributes
     ----------
     launch, wait : callable
-        As of `AppendStep`.
+        As in `AppendStep`.
     nbytes : int
-        Memory of the kernel's workspaces, and of lse where the caller does not want it.
+        Bytes of the kernel's workspaces, and of lse in case the caller does not need it.
 
     Parameters
     ----------
     arrays : dict by name
-        As `BoundPass.of` takes them, with the workspaces that hold something between calls.
+        As for `BoundPass.of`, with the workspaces that keep their contents between calls.
     """
 
     def __init__(
@@ -145,11 +145,11 @@ class DecodeStep(AttendStep):
         shared = {name: each for name, each in kernels.workspaces.items() if name not in arrays}
         sizes = [*(each.nbytes for each in shared.values()), arrays["lse"].nbytes]
         *self._offsets, self.nbytes = accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
-        bound = BoundPass.of(kernels, arrays, (*self.given, "o", "counts", *shared, "lse"), target)
+        bound = BoundPass.of(kernels, arrays, (*self.inputs, "o", "counts", *shared, "lse"), target)
         self.launch, self.wait = bound.launch, bound.wait
 
     def places(self, memory: int, lse: int | None) -> list[int]:
-        """The addresses of workspaces in memory, and of lse, which lies there too if it has none."""
+        """Return the addresses of workspaces in memory, and of lse, which is also there if its address is None."""
         addresses = [memory + offset for offset in self._offsets]
         if lse is not None:
             addresses[-1] = lse
@@ -164,9 +164,9 @@ class StepCall(NamedTuple):
 
 
 class Steps:
-    """The steps of a cache, and what they share: extents of its memory, and memory that they use one after another.
+    """The steps of a cache, with the extents of its memory, and a workspace that they use one after another.
 
-    A copy of it holds no step: these hold addresses of arrays.
+    A copy has no steps, since these hold addresses of arrays.
 
     Parameters
     ----------
@@ -186,30 +186,30 @@ class Steps:
         return Steps, (self.k, self.v)
 
     def append(self, k: Any, v: Any) -> tuple[StepCall | None, Any, Any]:
-        """Return the append of rows like which some have been checked, or None, and k and v as arrays.
+        """Return a checked append for rows of this layout, or None, and k and v as arrays.
 
-        Where these are tensors, later ones of their layout are rows like these.
+        If these are tensors, later tensors of the same layout use the same step.
         """
-        found = self._found(append_key(self, k, v), [k, v])
-        if found is None and (is_foreign(k) or is_foreign(v)):
-            given, (k, v) = append_key(self, k, v), as_arrays({"k": k, "v": v}).values()
-            found = self._found(append_key(self, k, v), [k, v], given)
-        return found, k, v
+        step_call = self._step_call(append_key(self, k, v), [k, v])
+        if step_call is None and (is_foreign(k) or is_foreign(v)):
+            tensor_key, (k, v) = append_key(self, k, v), as_arrays({"k": k, "v": v}).values()
+            step_call = self._step_call(append_key(self, k, v), [k, v], tensor_key)
+        return step_call, k, v
 
     def decode(
-        self, q: Any, out: Any, sink: Any, options: AskedOptions, score: Score | None = None
+        self, q: Any, out: Any, sink: Any, options: RequestedOptions, score: Score | None = None
     ) -> tuple[StepCall | None, Any, Any]:
-        """Return the call like which one has been checked and bound, or None, and q and the sink as arrays."""
-        found = self._found(decode_key(self, q, out, sink, options, score), _inputs(q, sink, score), None, out)
-        if found is None and (is_foreign(q) or is_foreign(sink)):
-            given = decode_key(self, q, out, sink, options, score)
+        """Return a checked and bound call for these layouts and options, or None, and q and the sink as arrays."""
+        step_call = self._step_call(decode_key(self, q, out, sink, options, score), _inputs(q, sink, score), None, out)
+        if step_call is None and (is_foreign(q) or is_foreign(sink)):
+            tensor_key = decode_key(self, q, out, sink, options, score)
             q, sink = as_arrays({"q": q, "sink": sink}).values()
             key = decode_key(self, q, out, sink, options, score)
-            found = self._found(key, _inputs(q, sink, score), given, out)
-        return found, q, sink
+            step_call = self._step_call(key, _inputs(q, sink, score), tensor_key, out)
+        return step_call, q, sink
 
-    def _found(self, key: Hashable, arrays: list[Any], other: Hashable = None, out: Any = None) -> StepCall | None:
-        """The step of a key, which is that of another key too, if it takes the arrays without a check."""
+    def _step_call(self, key: Hashable, arrays: list[Any], other: Hashable = None, out: Any = None) -> StepCall | None:
+        """Return the step of a key, and cache it for `other` too, if it takes the arrays without a check."""
         step = CALLS.get(key)
         if step is None or type(out) is np.ndarray and not out.flags.writeable:
             return None
@@ -220,13 +220,13 @@ class Steps:
         return StepCall(step, addresses) if step.takes(looked_at, self._own) else None
 
     def keep_append(self, k: Array, v: Array, step: Step) -> StepCall:
-        """Keep the step for rows that have been checked, unless later ones at such addresses would need checks."""
+        """Cache the step for rows that have been checked, unless rows at such addresses need checks at each call."""
         return self._kept(append_key(self, k, v), [k, v], step)
 
     def keep_decode(
-        self, arrays: Mapping[str, Any], out: Any, options: AskedOptions, score: Score | None, step: AttendStep
+        self, arrays: Mapping[str, Any], out: Any, options: RequestedOptions, score: Score | None, step: AttendStep
     ) -> StepCall:
-        """Keep the step for a call that has been checked; `out` is None where each call has an array made."""
+        """Cache the step for a call that has been checked; `out` is None if each call allocates its result."""
         q, sink = arrays["q"], arrays["sink"]
         key = decode_key(self, q, out, sink, options, score)
         return self._kept(key, _inputs(q, sink, score), step, out)
@@ -238,7 +238,7 @@ class Steps:
         return StepCall(step, addresses)
 
     def memory(self, nbytes: int) -> Array:
-        """Return memory of at least `nbytes` bytes, which calls that follow each other share."""
+        """Return memory of at least `nbytes` bytes, which consecutive calls share."""
         if not self._memory or self._memory[-1].nbytes < nbytes:
             least = 2 * self._memory[-1].nbytes if self._memory else 0
             self._memory.append(self._empty((max(nbytes, least),), np.uint8))
@@ -246,35 +246,35 @@ class Steps:
 
 
 def _address(array: Any) -> int:
-    """The address of an array or of a tensor."""
+    """Return the address of an array or a tensor."""
     of_tensor: Callable[[], int] | None = getattr(array, "data_ptr", None)
     return address(array) if of_tensor is None else of_tensor()
 
 
 def _layout(*arrays: Any) -> Hashable:
-    """Key of the layout of arrays of CuPy's, or of tensors that stand for some; None for anything else."""
+    """Return the key of the layout of CuPy arrays, or of tensors convertible to them; None for anything else."""
     of_arrays = layout_key(*arrays)
     of_tensors = tensors_layout(*arrays) if of_arrays is None else None
     return of_arrays if of_tensors is None else (nvrtc.current_number(), of_tensors)
 
 
 def append_key(steps: Steps, k: Any, v: Any) -> Hashable:
-    """Key of the layout of rows of a cache; None for arguments that may not be plain, and under CUFLASH_CHECK."""
+    """Return the key of the layout of a cache's new rows; None for non-plain arguments, and under CUFLASH_CHECK."""
     layout = None if checks.is_on() else _layout(k, v)
     return None if layout is None else ("append", id(steps), layout)
 
 
 def _inputs(q: Any, sink: Any, score: Score | None) -> list[Any]:
-    """The arrays of a call that its kernels take first."""
+    """Return the arrays of a call that its kernels take first."""
     return [q, *(() if sink is None else (sink,)), *(() if score is None else score.arrays.values())]
 
 
 def decode_key(
-    steps: Steps, q: Any, out: Any, sink: Any, options: AskedOptions, score: Score | None = None
+    steps: Steps, q: Any, out: Any, sink: Any, options: RequestedOptions, score: Score | None = None
 ) -> Hashable:
-    """Key of a call of `KVCache.attention`, without its data and counts; None for arguments that may not be plain.
+    """Return the key of a call of `KVCache.attention`, without data and counts; None for non-plain arguments.
 
-    Equal options have one type here: 1 is not True.
+    Types of options are checked, since 1 == True.
     """
     causal, window, scale, kernel, executor, precision = options
     if type(causal) is not bool or type(scale) not in _SCALES or checks.is_on():
@@ -283,10 +283,10 @@ def decode_key(
         return None
     if window is not None and (type(window) is not tuple or not set(map(type, window)) <= {int, type(None)}):
         return None
-    of_out = _NOT_GIVEN if out is None else _layout(out)
-    of_sink = _NOT_GIVEN if sink is None else _layout(sink)
+    of_out = _ABSENT if out is None else _layout(out)
+    of_sink = _ABSENT if sink is None else _layout(sink)
     arrays = () if score is None else score.arrays.values()
-    of_arrays = _layout(*arrays) if arrays else _NOT_GIVEN
+    of_arrays = _layout(*arrays) if arrays else _ABSENT
     of_score = None if score is None else (score.program, score.numbers)
     layout = _layout(q)
     if layout is None or of_out is None or of_sink is None or of_arrays is None:

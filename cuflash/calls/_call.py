@@ -1,4 +1,4 @@
-"""The door of every call: its arguments are checked once, and what is wrong with them is raised together."""
+"""Entry point of every call: its arguments are checked once, and all reasons to refuse it are raised together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..compiler import nvrtc
 from ..errors import collecting, refuse
 from ..executors import checks, gpu
 from ..executors._bound_plan import EXECUTORS
-from ..executors.index_maker import BlockIndex  # plans list the blocks of masks on a device, which its module does
+from ..executors.index_maker import BlockIndex  # this import also lets plans list the blocks of masks on a device
 from ..fp8 import operands as fp8
 from ..layouts import device_number, is_differentiated
 from ..masks._chosen import chosen_masks
@@ -39,7 +39,7 @@ _host = lru_cache(maxsize=1)(DeviceSpec.host)
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Everything about a call but its arrays, the numbers of its dropout and its device, checked.
+    """Everything about a call except its arrays, the seed of its dropout and its device, checked.
 
     Attributes
     ----------
@@ -49,9 +49,9 @@ class Call:
     executor : str
         "cpu", "gpu" or "sim".
     kernel : str
-        "auto", or the family of kernels.
+        "auto", or a kernel family.
     is_deterministic : bool
-        Every gradient must be bitwise repeatable.
+        True if every gradient must be bitwise reproducible.
     """
 
     problem: Problem
@@ -80,18 +80,18 @@ class Call:
         options : Options
             The other arguments.
         device : DeviceSpec, optional
-            The device that the call is planned for; the current one by default.
+            The device that the call is planned for; default: the current one.
         rows : RowsPerScale, optional
-            The rows of q, k and v that share a scale, if these are FP8 operands.
+            How many rows of q, k and v share a scale, if these are FP8 operands.
         reasons : iterable of str
-            Why the call is refused already.
+            Reasons, found by the caller, to refuse the call.
 
         Raises
         ------
         TypeError
-            An argument is not of a kind that it can be.
+            An argument has the wrong type.
         UnsupportedProblem
-            Arguments break their rules. It lists every reason.
+            Arguments break their rules; lists every reason.
         """
         arguments = _Arguments.of(q, k, v, options, device, rows)
         refuse([*reasons, *(reason for rule in _RULES for reason in rule(arguments))])
@@ -107,7 +107,7 @@ class Call:
 
     @property
     def text(self) -> str:
-        """A text from which `parse` makes an equal call.
+        """A text that `parse` converts to an equal call.
 
         Raises
         ------
@@ -118,22 +118,22 @@ class Call:
 
     @property
     def digest(self) -> str:
-        """32 hexadecimal digits of the text."""
+        """The first 32 hexadecimal digits of the text's SHA-256 hash."""
         return call_digest(self.text)
 
     @classmethod
     def parse(cls, text: str) -> Call:
-        """Return the call of a text."""
+        """Return the call that a text describes."""
         call: Call = parsed_call(text, cls)
         return call
 
     def plan(self, device: DeviceSpec | None = None) -> Plan:
-        """Return the plan of the call for a device, by default the current one of its executor.
+        """Return the plan of the call for a device; default: the current device of its executor.
 
         Raises
         ------
         UnsupportedProblem
-            No kernel serves the call on the device. It names each family that could, with its reasons.
+            No kernel supports the call on the device; names each candidate family with its reasons.
         """
         device = device or _device(self.executor)
         if self.executor == "cpu":
@@ -159,16 +159,16 @@ def planned(
     rows: RowsPerScale | None = None,
     reasons: Iterable[str] = (),
 ) -> Plan:
-    """Return the plan of a call with the arrays of its score function; all arguments are those of `Call.of`."""
+    """Return the plan of a call with the arrays of its score function; the arguments are those of `Call.of`."""
     plan = Call.of(q, k, v, options, device, rows, reasons).plan(device)
     captured = {name: each for name, each in _captured(options, q).items() if not isinstance(each, ShapeDtype)}
     return replace(plan, _captured=captured, _numbers=numbers_of(options.dropout))
 
 
 def composed_score(options: Options, q: Any = None) -> Score | None:
-    """Return score, softcap and bias as one Score, over tensors of PyTorch and arrays of JAX where these are passed.
+    """Return score, softcap and bias as one Score, over PyTorch tensors or JAX arrays if these are passed.
 
-    A bias that is a list becomes an array where q is.
+    A bias in a list becomes an array on the device of q.
     """
     if options.score is None and options.softcap is None and options.bias is None:
         return None
@@ -180,7 +180,7 @@ def _as_bias(q: Any, bias: Any) -> Any:
 
 
 def _captured(options: Options, q: Any) -> dict[str, Any]:
-    """Return the arrays of the score function and the seed of dropout, by name."""
+    """Return the arrays of the score function, and the seed of dropout if it is an array, by name."""
     composed = composed_score(options, q)
     arrays = seed_array(options.dropout) | ({} if composed is None else dict(composed.arrays))
     return as_arrays(arrays) if arrays else {}
@@ -188,7 +188,7 @@ def _captured(options: Options, q: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class _Arguments:
-    """The arguments of a call as rules read them, and the problem and mask that they make.
+    """The arguments of a call as the rules read them, with the problem and mask that result.
 
     Attributes
     ----------
@@ -196,15 +196,15 @@ class _Arguments:
         q, k and v.
     options : Options
     executor : str
-        "auto" is resolved. Empty if the argument is not a string.
+        With "auto" resolved. Empty if the argument is not a string.
     device : DeviceSpec, optional
     rows : RowsPerScale, optional
     problem : Problem, optional
-        None if there is none.
+        None if the arguments define no problem.
     mask : Mask, optional
-        Resolved; None if there is none.
+        Resolved; None if the arguments define no mask.
     reasons : list of str
-        Why there is no problem, or no mask.
+        Why the problem or the mask is missing.
     """
 
     arrays: Mapping[str, Array]
@@ -232,11 +232,11 @@ class _Arguments:
             _captured(options, q)
         mask = options.mask
         if type(mask) is BlockIndex and mask._kept is not None:
-            mask = mask._kept.mask  # which has lists of earlier calls
-        # A plan for elsewhere leaves a mask's arrays where they are.
+            mask = mask._kept.mask  # a mask that caches lists of earlier calls
+        # A plan for an explicit device leaves the mask's arrays where they are.
         is_kept = device is not None and isinstance(mask, Mask)
         converted = mask if is_kept else partial(as_mask_of_arrays, mask, executor, q)
-        precision = "ieee" if precision_reasons(q, options.precision) else options.precision  # other reasons count too
+        precision = "ieee" if precision_reasons(q, options.precision) else options.precision  # a rule reports it
         pose = partial(_posed, namespace(q) if is_array(q) else None, sink, options, composed, precision, converted)
         problem, resolved, further = pose(q, k, v)
         reasons += _with_turn(further, pose, q, k, v) if further else []
@@ -246,7 +246,7 @@ class _Arguments:
 
 
 def _executor(arrays: tuple[Any, ...], executor: Any, device: Any) -> Any:
-    """Return the executor that "auto" stands for: where the arrays are, or what a device given is."""
+    """Return the executor for "auto": that of the explicit device, otherwise that of the arrays."""
     if not isinstance(executor, str) or executor != "auto":
         return executor
     if isinstance(device, DeviceSpec):
@@ -257,9 +257,9 @@ def _executor(arrays: tuple[Any, ...], executor: Any, device: Any) -> Any:
 def _posed(
     where: Any, sink: Any, options: Options, composed: Score | None, precision: Any, mask: Any, q: Any, k: Any, v: Any
 ) -> tuple[Problem | None, Mask | None, list[str]]:
-    """Return the problem of a call and its resolved mask, and why there is none; a `partial` makes the mask.
+    """Return the problem of a call, its resolved mask, and the reasons to refuse it; a `partial` creates the mask.
 
-    `where` is the namespace of q, if q is an array.
+    `where` is the namespace of q, or None if q is not an array.
     """
     reasons, resolved = list[str](), None
     problem = problem_of(reasons, q, k, v, scale=options.scale, precision=precision)
@@ -279,9 +279,9 @@ def _posed(
 
 
 def _with_turn(reasons: list[str], pose: Callable[..., Any], *arrays: Any) -> list[str]:
-    """Return reasons to refuse a call; those that vanish if tokens come before heads say how such arrays are passed.
+    """Return reasons to refuse a call, with a hint on those that vanish if the heads axis comes after the tokens axis.
 
-    Arrays look so if they have as many tokens as heads, or more. `pose` returns the reasons for other q, k and v last.
+    The hint is for arrays with at least as many tokens as heads. `pose(q, k, v)` returns the reasons last.
     """
     shapes = [tuple(array.shape) for array in arrays]
     if any(len(shape) < 3 or shape[-3] < shape[-2] for shape in shapes):
@@ -368,7 +368,7 @@ def _family_reasons(call: _Arguments) -> list[str]:
     kernel = call.options.kernel
     if call.problem is None or call.executor == "cpu" or not isinstance(kernel, str):
         return []
-    is_named = kernel in FAMILIES or call.rows is not None  # one family serves FP8, and others are chosen by device
+    is_named = kernel in FAMILIES or call.rows is not None  # one family supports FP8; else the device decides
     return named(kernel, call.problem).reasons(call.problem, None) if is_named else []
 
 
@@ -378,7 +378,7 @@ def _tangent_reasons(call: _Arguments) -> list[str]:
 
 
 def _mask_device_reasons(call: _Arguments) -> list[str]:
-    """Return why kernels on the current device cannot read what the mask holds."""
+    """Return why kernels on the current device cannot read the mask's arrays."""
     if call.mask is None or call.executor != "gpu" or call.device is not None:
         return []
     numbers = {device_number(array) for array in held_arrays(call.mask)} - {None}

@@ -1,4 +1,4 @@
-"""The canonical text of a call: JSON of its records, each with the name of its class; `Call.parse` reads it."""
+"""The canonical text of a call: JSON of its records, each with its class name; `Call.parse` reads it."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def call_text(call: Any) -> str:
     Raises
     ------
     TypeError
-        It holds something that has no text, such as an array or a function.
+        The record holds something without a text, such as an array or a function.
     """
     return json.dumps(_encoded(call), separators=(",", ":"))
 
 
 def call_digest(text: str) -> str:
-    """Return 32 hexadecimal digits that two texts are not expected to share."""
+    """Return 32 hexadecimal digits that practically never collide."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def parsed_call(text: str, kind: type[Any]) -> Any:
-    """Return the record of a text, of a class `kind`."""
+    """Return the record of class `kind` that a text describes."""
     classes = {each.__name__: each for each in (kind, *_RECORDS, *_masks(Mask))}
     return _decoded(json.loads(text), classes)
 

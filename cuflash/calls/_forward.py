@@ -1,4 +1,4 @@
-"""The forward pass of a call: repeated calls are looked up, others are planned, bound and kept."""
+"""The forward pass of a call: repeated calls reuse a bound plan; other calls are planned, bound and cached."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from ._call import Call, composed_score, planned
 
 
 class RepeatedCall(NamedTuple):
-    """What runs a repeated call.
+    """The plan and the bound pass of a repeated call.
 
     Attributes
     ----------
     plan : Plan
-        Without the arrays of the call that it was made for.
+        The plan without the arrays of the call that it was created for.
     forward : BoundPlan
     lists_of : callable, optional
-        Makes the lists of the mask from its arrays, if each call makes them.
+        Builds the lists of the mask from its arrays, if each call must.
     """
 
     plan: Plan
@@ -51,9 +51,9 @@ class Forward(NamedTuple):
     ----------
     plan : Plan
     arrays : dict by name
-        What the pass read, with the lists of the mask if the call made them.
+        The inputs of the pass, with the lists of the mask if the call built them.
     o, lse : array
-        lse may be None if it is not wanted.
+        lse may be None if the caller does not need it.
     """
 
     plan: Plan
@@ -65,9 +65,9 @@ class Forward(NamedTuple):
 def run(
     q: Any, k: Any, v: Any, options: Options, out: Any, return_lse: bool = True, *, has_gradient: bool = True
 ) -> Forward:
-    """Run the forward pass of a call. Its arguments are as a user passed them; the first call like it checks them.
+    """Run the forward pass of a call with the arguments of the user; only the first of identical calls checks them.
 
-    A call that may have a gradient returns lse whatever `return_lse` is, and a plan with the numbers of its dropout.
+    If the call may be differentiated, the result has lse whatever `return_lse` is, and a plan with the dropout seed.
     """
     options, operands = with_one_score(options, q)
     if isinstance(options.causal, np.bool):
@@ -139,9 +139,9 @@ def _planned(
     rows: RowsPerScale | None,
     reasons: list[str],
 ) -> Plan:
-    """Return the plan of a call, which takes its arrays; q, k and v are `Quantized` if there are rows of a scale.
+    """Return the plan of a call after checking its arrays; with `rows`, q, k and v are `Quantized`.
 
-    `reasons` refuse the call already.
+    `reasons` are reasons, found by the caller, to refuse the call.
     """
     if rows is None:
         with collecting(reasons):
@@ -156,7 +156,7 @@ def _planned(
 
 
 def _refuse_quantized(q: Any, k: Any, v: Any, options: Options, reasons: list[str]) -> None:
-    """Refuse `Quantized` operands if there are reasons, with the reasons to refuse the other arguments."""
+    """Refuse `Quantized` operands if there are reasons, together with the reasons to refuse the other arguments."""
     if reasons and all(isinstance(x, Quantized) or is_array(x) for x in (q, k, v)):
         rows = None if options.executor == "cpu" else kernel_calls.rows_per_scale(q, k, v)
         q, k, v = (ShapeDtype(x.shape, np.dtype(np.float32)) for x in (q, k, v))
@@ -167,7 +167,7 @@ def _refuse_quantized(q: Any, k: Any, v: Any, options: Options, reasons: list[st
 def with_known_arrays(
     arrays: dict[str, Any], outs: dict[str, Any], options: Options
 ) -> tuple[dict[str, Any], dict[str, Any], Options]:
-    """Return a call with arrays of other libraries as `as_arrays` takes them; the plan refuses what cannot be taken."""
+    """Return a call with other libraries' arrays converted by `as_arrays`; the plan refuses unsupported arguments."""
     arrays = as_arrays(arrays)
     if type(options.tangents) is Directions:
         options = options._replace(tangents=known_directions(options.tangents, arrays))
@@ -185,9 +185,9 @@ _FIRST_OPERAND, _END_OF_OPERANDS = (Options._fields.index(name) for name in ("sc
 
 
 def with_one_score(options: Options, q: Any = None) -> tuple[Options, dict[str, Any]]:
-    """Return options with one Score in place of score, softcap and bias, and the call's arrays beside q, k and v.
+    """Return options with one Score instead of score, softcap and bias, and the call's arrays besides q, k and v.
 
-    A bias that is a list becomes an array where q is.
+    A bias in a list becomes an array on the device of q.
     """
     score, softcap, bias, sink, dropout = options[_FIRST_OPERAND:_END_OF_OPERANDS]
     if score is softcap is bias is sink is dropout is None:

@@ -1,4 +1,4 @@
-"""Tangents and cotangents of other libraries, and in nested lists, as arrays."""
+"""Tangents and cotangents from other libraries, or in nested lists, converted to arrays."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ..plans import as_arrays
 
 
 def arrays_of(tangents: Any) -> list[Any]:
-    """The arrays of a call's `Directions`; none for a call without."""
+    """Return the arrays of a call's `Directions`; an empty list for a call without tangents."""
     return [*tangents.arrays().values()] if isinstance(tangents, Directions) else []
 
 
 def known_directions(directions: Directions, arrays: dict[str, Any]) -> Directions:
-    """Return tangents and cotangents as `as_arrays` takes them; a list has the dtype of the array beside it.
+    """Return tangents and cotangents converted by `as_arrays`; a list gets the dtype of the array that it belongs to.
 
     Parameters
     ----------
     directions : Directions
     arrays : dict by name
-        The other arrays of the call, as `as_arrays` took them.
+        The other arrays of the call, converted by `as_arrays`.
     """
     known = as_arrays({**arrays, **directions.cotangents})
     named = {shown(name): each for name, each in directions.tangents.items()}

@@ -1,6 +1,6 @@
-"""Plans of masks whose blocks, or row intervals, kernels list on the device, once per plan.
+"""Plans of masks whose blocks, or row intervals, are listed by kernels on the device, once per plan.
 
-All masks of one layout (shapes and dtypes) share the launches of one plan; each has lists of its own.
+All masks of one layout (shapes and dtypes) share the launches of one plan, but each has its own lists.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _OF_INDEX = {"indptr": "row_pointers", "indices": "kv_blocks", "kinds": "kinds",
 
 
 def listed_plan(q: Any, k: Any, v: Any, options: Options) -> Plan | None:
-    """Return a plan with lists that kernels make now, for a mask on the GPU that they list; None for any other call.
+    """Return a plan with lists that kernels build now, if they support this mask on the GPU; None for any other call.
 
-    A call that is refused gives None too: `planned` raises all reasons.
+    Also returns None for a call that must be refused: `planned` then raises all reasons.
     """
     if checks.is_on():
         return None
@@ -43,7 +43,7 @@ def listed_plan(q: Any, k: Any, v: Any, options: Options) -> Plan | None:
         contents, key = looked_up.contents, looked_up.key("plan", layout_key(*arrays.values()), *operands)
         if contents is None or key is None:
             return None
-        shared_call = CALLS.get(key)  # a plan of the layout, and the function that makes its lists
+        shared_call = CALLS.get(key)  # a plan for the layout, and the function that builds its lists
         if shared_call is None:
             options = options._replace(mask=at_each_call(options.mask))
             shared: Plan = planned(arrays["q"], arrays["k"], arrays["v"], options)._without_arrays()
@@ -58,7 +58,7 @@ def listed_plan(q: Any, k: Any, v: Any, options: Options) -> Plan | None:
 
 
 def _with_lists(shared: Plan, lists: Array, captured: dict[str, Array], numbers: tuple[int, ...]) -> Plan:
-    """Return the plan of a mask with these lists, or row intervals; `shared` is the plan of its layout."""
+    """Return the plan of a mask with these lists, or row intervals; `shared` is the plan for its layout."""
     kernel_plan: KernelPlan = shared._plan
     work = kernel_plan.work
     assert isinstance(work, WorkAtCall)

@@ -1,4 +1,4 @@
-"""Translate what a Hugging Face model passes to its attention function into options of attention."""
+"""Options of attention from the arguments that a Hugging Face model passes to its attention function."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ..errors import UnsupportedProblem, refuse
 from ..layouts import is_tensor
 from ..masks import Sequences
 
-# Options that reach an attention function, and on which no weight depends once there is a mask: what they mean was
-# done before the call, or is done after it.
+# Options that reach an attention function but do not affect the weights if there is a mask: they take effect before or
+# after the call.
 _WITHOUT_EFFECT = frozenset(
     "cache_position encoder_hidden_states logits_to_keep max_length_k max_length_q num_items_in_batch "
     "output_hidden_states output_router_logits past_key_values position_embeddings position_ids return_dict seq_idx "
@@ -35,12 +35,12 @@ def model_options(
     """Return the mask, causal, window and bias of a call.
 
     Causal attention of several queries without a mask is aligned to the first key, as in transformers' own function for
-    scaled_dot_product_attention: keys past the last query are places of a static cache that are not written yet.
+    scaled_dot_product_attention: keys after the last query are positions of a static cache that are not written yet.
 
     Raises
     ------
     UnsupportedProblem
-        An option is not known here, or cannot be; all reasons at once.
+        An option is unknown or not supported; lists all reasons.
     """
     reasons = _unknown_reasons(others)
     num_queries, num_keys = int(query.shape[-2]), int(key.shape[-2])
@@ -48,7 +48,7 @@ def model_options(
         is_causal = getattr(module, "is_causal", True)
     mask, bias, window = attention_mask, position_bias, None
     causal: str | bool = "top_left" if is_causal and mask is None and num_queries > 1 else False
-    if sliding_window is not None and mask is None and num_keys > sliding_window:  # else the mask has it
+    if sliding_window is not None and mask is None and num_keys > sliding_window:  # otherwise the mask includes it
         left = sliding_window - 1
         if is_causal:
             causal, window = causal or "bottom_right", (left, 0)
@@ -68,13 +68,13 @@ def model_options(
     elif is_tensor(mask) and mask.is_floating_point():
         mask, bias = None, mask if bias is None else bias + mask
     refuse(reasons)
-    if is_tensor(bias):  # another value is refused by the call
+    if is_tensor(bias):  # a value of another type is refused by the call
         bias = bias.to(query.dtype)
     return {"mask": mask, "causal": causal, "window": window, "bias": bias}
 
 
 def _unknown_reasons(others: Mapping[str, Any]) -> list[str]:
-    """Why options without a parameter of their own are refused; None and False stand for those that are not in use."""
+    """Return why options without a parameter are refused; those that are None or False are not in use."""
     reasons = []
     for name, value in others.items():
         if value is None or value is False or name in _WITHOUT_EFFECT:

@@ -18,11 +18,11 @@ from .unchanged import Held, checksums, held, require_unchanged
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Pullback:
-    """Pulls gradients back through one call of attention: what `cuflash.attention_vjp` returns beside its results.
+    """Function that pulls gradients back through one call of attention; `cuflash.attention_vjp` returns it with o.
 
-    All arrays but the cotangents lie as the plan's own call had them, so that do alone tells which launches serve. They
-    must also hold what they held then: o and lse of NumPy are read-only as long as this object or a copy of it lives,
-    and on the host, or with CUFLASH_CHECK=1, checksums of all of them are compared.
+    All arrays except the cotangents have the layouts of the planned call, so the layout of the cotangents alone selects
+    the launches. Their contents must be unchanged, too: NumPy's o and lse are read-only while this object or a copy of
+    it exists, and on the host, or with CUFLASH_CHECK=1, checksums of all these arrays are compared.
 
     Examples
     --------
@@ -58,23 +58,23 @@ class Pullback:
         object.__setattr__(self, "_held", held(self.o, self.lse))
 
     def _read(self) -> dict[str, Array]:
-        """The arrays that the backward pass reads beside the cotangents, by name."""
+        """Return the arrays that the backward pass reads in addition to the cotangents, by name."""
         is_of_forward = self.ready._plan.problem.is_of_forward
         operands = {name: array for name, array in self.operands.items() if not is_of_forward(name)}
         return {"q": self.q, "k": self.k, "v": self.v, "o": self.o, "lse": self.lse, **operands}
 
     @explains_keywords
     def __call__(self, do: Array, dlse: Array | None = None) -> Gradients:
-        """Gradients of sum(do * o) + sum(dlse * lse).
+        """Return the gradients of sum(do * o) + sum(dlse * lse).
 
         Raises
         ------
         TypeError
             An argument is not an array.
         UnsupportedProblem
-            An argument is not like o, or not like lse. It lists every reason.
+            An argument does not match o or lse; lists every reason.
         RuntimeError
-            An array that the forward pass read or returned holds other values than then.
+            An array that the forward pass read or returned has changed since then.
         """
         if self._sums:
             require_unchanged(self._read(), self._sums)

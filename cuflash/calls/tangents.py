@@ -1,4 +1,4 @@
-"""Calls along tangents: the passes of a call one after the other, once all of its arrays have been checked."""
+"""Calls with tangents: the passes of a call run one after the other, after all of its arrays have been checked."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ._forward import Forward, run
 
 
 class Pushed(NamedTuple):
-    """A forward pass that has run, and what it gave along the tangents.
+    """A forward pass that has run, and its tangents.
 
     Attributes
     ----------
     forward : Forward
     dots : dict of arrays
-        The tangents by the names that passes have for them.
+        The tangents of the inputs, by their names in passes.
     o_dot, lse_dot : array
     """
 
@@ -29,7 +29,7 @@ class Pushed(NamedTuple):
 
 
 class Pulled(NamedTuple):
-    """Results of a call along tangents that has gradients."""
+    """Results of a call with gradients and their tangents."""
 
     o: Array
     lse: Array
@@ -40,15 +40,14 @@ class Pulled(NamedTuple):
 def push(
     q: Any, k: Any, v: Any, directions: Directions, options: Options, out: Any = None, return_lse: Any = True
 ) -> Pushed:
-    """Run "forward" and "jvp" of a call, whose arguments are as a user passed them; the first call like it checks them.
-    """
+    """Run the passes "forward" and "jvp" on a user's arguments; only the first of identical calls checks them."""
     forward = run(q, k, v, options._replace(tangents=directions), out, return_lse)
     plan, dots = forward.plan, directions.arrays()
     tangents = {name: array for name, array in dots.items() if name.endswith(DOT)}
     moving = {name: array for name, array in tangents.items() if name not in (f"do{DOT}", f"dlse{DOT}")}
     if moving:
         o_dot, lse_dot = plan._run("jvp", {**_made(forward), **_operands(plan, "jvp", forward.arrays), **moving}, {})
-    else:  # the cotangents alone move
+    else:  # only the cotangents have tangents
         o_dot, lse_dot = map(namespace(forward.o).zeros_like, (forward.o, forward.lse))
     return Pushed(forward, dots, o_dot, lse_dot)
 
@@ -69,10 +68,10 @@ def pull(
 
 
 def _made(forward: Forward) -> dict[str, Array]:
-    """q, k, v, o and lse of a call by name."""
+    """Return q, k, v, o and lse of a call by name."""
     return {name: forward.arrays[name] for name in ("q", "k", "v")} | {"o": forward.o, "lse": forward.lse}
 
 
 def _operands(plan: Plan, name: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """The arrays of a call beside q, k and v that a pass reads."""
+    """Return the arrays of a call that a pass reads, except q, k and v."""
     return plan._operands_of(name, {each: array for each, array in arrays.items() if each not in ("q", "k", "v")})

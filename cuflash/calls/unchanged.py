@@ -1,4 +1,4 @@
-"""Arrays that a vjp reads a second time: its results are read-only while it lives, and checksums tell the others."""
+"""Protection of arrays that a vjp reads again: results become read-only, and checksums detect other changes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 
 from ..arrays import Array, to_host
 
-_SHORT_BYTES = 1 << 15  # arrays of at most this size are copied for their checksum
-_ODD = np.uint64(0x9E3779B97F4A7C15)  # its multiples are spread over all 64 bits
+_SHORT_BYTES = 1 << 15  # smaller arrays are copied for their checksum
+_ODD = np.uint64(0x9E3779B97F4A7C15)  # its multiples spread over all 64 bits
 
 
 class Held:
-    """Keeps one NumPy array read-only; the array has its own flag back as soon as nothing refers to this object."""
+    """A lock that keeps one NumPy array read-only; deleting it restores the array's own flag."""
 
     __slots__ = ("__weakref__", "array", "was_writeable")
 
@@ -31,28 +31,28 @@ class Held:
 
 
 _NOTHING = nullcontext()
-_held: WeakValueDictionary[int, Held] = WeakValueDictionary()  # by the array's id, which the array in it keeps taken
+_held: WeakValueDictionary[int, Held] = WeakValueDictionary()  # by the id of the array, which Held keeps alive
 
 
 def held(*arrays: Array) -> tuple[Held, ...]:
-    """Make NumPy arrays read-only as long as what is returned lives.
+    """Make NumPy arrays read-only as long as the returned objects exist.
 
-    An array that is held already gets the same object, so that its flag comes back with the end of the last one. An
-    array whose memory NumPy would never make writable again, as that of another library, stays as it is.
+    An array that is already held gets the same object, so its flag is restored when the last one is deleted. An array
+    that NumPy could never make writable again, such as memory of another library, stays unchanged.
     """
-    found = []
+    locks = []
     for array in arrays:
         if isinstance(array, np.ndarray):
             each = _held.get(id(array))
             if each is None and (not array.flags.writeable or _make_writeable(array.view(np.ndarray)[...])):
                 each = _held[id(array)] = Held(array)
             if each is not None:
-                found.append(each)
-    return tuple(found)
+                locks.append(each)
+    return tuple(locks)
 
 
 def writeable(arrays: Any) -> AbstractContextManager[None]:
-    """Let a call write to arrays that earlier vjps hold: they are read-only again afterwards."""
+    """Let a call write to arrays that earlier vjps hold; afterwards they are read-only again."""
     if arrays is None:
         return _NOTHING
     listed = arrays if isinstance(arrays, (tuple, list)) else (arrays,)
@@ -71,7 +71,7 @@ def _lent(lent: list[Held]) -> Iterator[None]:
 
 
 def _make_writeable(array: np.ndarray[Any, Any]) -> bool:
-    """Make an array writable, and return whether NumPy allows it; a view also while the array under it is held."""
+    """Make an array writable, and return True if NumPy allows it; this also works for views of held arrays."""
     owner = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
@@ -87,11 +87,11 @@ def _make_writeable(array: np.ndarray[Any, Any]) -> bool:
 
 
 def checksum(array: Array) -> int:
-    """Return a number that another value anywhere in the array changes, whatever the array's strides.
+    """Return a number that changes if any value in the array changes, independent of the array's strides.
 
-    Elements count as unsigned integers of their bits, so that one NaN differs from another. Each word of eight bytes
-    along the last axis has an odd factor of its own, modulo 2^64: no single word can change and leave the sum of its
-    row.
+    Elements are compared as the integers of their bits, so different NaNs differ. Each 8-byte word along the last axis
+    is multiplied by its own odd factor, modulo 2^64, so no change of a single word leaves the sum of its row
+    unchanged.
     """
     host = array if isinstance(array, np.ndarray) else to_host(array)
     if host.nbytes <= _SHORT_BYTES:
@@ -101,7 +101,7 @@ def checksum(array: Array) -> int:
     words, factors = host.view(f"u{size}"), np.arange(1, -(-length // per_word) + 1, dtype=np.uint64) * _ODD | 1
     if length % per_word == 0 and host.strides[-1] == size:
         words = words.view(np.uint64)
-    else:  # the same sums, element by element
+    else:  # the same sums, computed element by element
         shifts = np.arange(0, 64, 8 * size, dtype=np.uint64)
         factors = (factors[:, None] << shifts).ravel()[:length]
     return zlib.crc32(np.einsum("...i,i->...", words, factors).tobytes())
@@ -112,12 +112,12 @@ def checksums(arrays: Mapping[str, Array]) -> dict[str, int]:
 
 
 def require_unchanged(arrays: Mapping[str, Array], before: Mapping[str, int]) -> None:
-    """Refuse arrays whose checksums are no longer what they were.
+    """Refuse arrays whose checksums have changed.
 
     Raises
     ------
     RuntimeError
-        Naming the arrays.
+        Names the arrays that have changed.
     """
     changed = [name for name, array in arrays.items() if checksum(array) != before[name]]
     if changed:

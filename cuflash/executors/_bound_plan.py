@@ -1,4 +1,4 @@
-"""A pass of a plan that is bound to the layouts of arrays: what runs every call."""
+"""A pass of a plan bound to the layouts of arrays; every call of the library runs one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ EXECUTORS: dict[str, Any] = {"cpu": cpu, "gpu": gpu, "sim": sim}
 
 _OF_TANGENTS: dict[str, Any] = {"cpu": host_tangents}  # executors of the passes "jvp" and "backward_jvp"
 
-_OF_EARLIER = ("o", "lse", f"o{DOT}", f"lse{DOT}")  # what an earlier pass made
+_OF_EARLIER = ("o", "lse", f"o{DOT}", f"lse{DOT}")  # results of an earlier pass that this pass may read
 _SCALED = "for a scale so far from 1 q and k are copied to memory that a graph would outlive"
 _SUMMED = "gradients over broadcast axes are summed in memory that a graph would outlive"
 
 
 class BoundPlan:
-    """A pass of a plan for arrays of one layout.
+    """A pass of a plan, bound to arrays of one layout.
 
     Parameters
     ----------
@@ -33,9 +33,9 @@ class BoundPlan:
     name : str
         The pass.
     arrays, outs : dict of arrays by name
-        What the pass reads, and results that the caller allocates; layouts are enough on a GPU.
+        Inputs of the pass, and the results that the caller allocates. Objects with only a layout suffice on a GPU.
     wants_lse, pins, axes, machine
-        As `Plan._bind` takes them.
+        As in `Plan._bind`.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class BoundPlan:
         self, arrays: Mapping[str, Array], outs: Mapping[str, Array] = MappingProxyType({}),
         numbers: Sequence[int] = (), tiles: KeptTiles | None = None,
     ) -> Sequence[Array]:  # fmt: skip
-        """Return the results of the pass on arrays of the layouts that it was bound to, in the order of the plan's.
+        """Run the pass on arrays of the bound layouts, and return its results in the order of the plan's results.
 
-        An lse that is not wanted is left out. `numbers` are the seed and offset of dropout. On the host a call may have
-        tiles of a plan for other numbers of rows, which the arrays and `outs` have.
+        Without `wants_lse` the lse is left out. `numbers` are the seed and offset of dropout. On the host, `tiles` may
+        be those of a plan for different numbers of rows, which the arrays and `outs` must have.
         """
         own = {} if tiles is None else {"tiles": tiles}
         if self._is_plain:
@@ -102,9 +102,9 @@ class BoundPlan:
         return [outs[name] if name in outs else next(new) for name in self._results]
 
     def may_overlap(self, arrays: Mapping[str, Array], outs: Mapping[str, Array]) -> bool:
-        """Return whether memory of `outs` may overlap that of another array; True on the host, which is not looked at.
+        """True if memory of `outs` may overlap that of another array; always True on the host, which does not compare.
 
-        Memory between an array's first and last element counts as its own.
+        All memory between an array's first and last element counts as the array's.
         """
         if self._machine is None:
             return True
@@ -119,11 +119,11 @@ class BoundPlan:
         )
 
     def _scaled(self, name: str, array: Array) -> Array:
-        """Return q or k times the power of two that `Problem.scaling` takes out of the scale; all else as it is."""
+        """Return q or k times the power of two that `Problem.scaling` takes out of the scale; others unchanged."""
         return times_power_of_two(array, self._exponents[name]) if name in self._exponents else array
 
     def _finished(self, name: str, result: Array) -> Array:
-        """Return a gradient times its power of two, and summed over broadcast axes."""
+        """Return a gradient multiplied by its power of two, and summed over broadcast axes."""
         if self._name.startswith("backward") and name[1:] in self._exponents:
             result = times_power_of_two(result, self._exponents[name[1:]])
         if not self._sums:

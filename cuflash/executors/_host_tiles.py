@@ -1,4 +1,4 @@
-"""Tiles of the `cpu` executor: which rows each of them visits in which steps, and batches of tiles alike."""
+"""Tiles of the `cpu` executor: the rows that each tile visits in each step, and batches of tiles of equal shape."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..blocks.work_list import ListedWork, Segment, WorkList
 from ..planning.host import HostTiling
 from ..planning.plan import KernelPlan
 
-_MOST_KEPT_TILES = 4096  # some hundred bytes each
+_MOST_KEPT_TILES = 4096  # a few hundred bytes each
 BatchHead: TypeAlias = tuple[int, int]  # batch entry, head
 
 
 class PartialSegment:
-    """A segment that needs a mask, the slice of its rows among those of a step, and its intervals once they are known.
+    """A segment that needs a mask, the slice of its rows within a step, and its intervals once they are computed.
 
-    The intervals are the first and last keys of each query of the tile. Gathered rows have none.
+    The intervals are the first and last keys of each query of the tile. Gathered rows have no intervals.
     """
 
     __slots__ = ("bounds", "rows", "segment")
@@ -35,7 +35,7 @@ class PartialSegment:
 
 
 class Step(NamedTuple):
-    """Keys that a tile visits at once: an index of rows, their number, and those that need a mask."""
+    """Keys that a tile visits at once: an index of rows, the number of rows, and the segments that need a mask."""
 
     rows: slice | Array
     num_rows: int
@@ -43,7 +43,7 @@ class Step(NamedTuple):
 
 
 class VisitedRows(NamedTuple):
-    """All that a tile visits of one matrix, in steps of as many rows as a tile of scores has room for."""
+    """All rows of one matrix that a tile visits, in steps that fit into a tile of scores."""
 
     steps: list[Step]
     num_rows: int
@@ -57,9 +57,9 @@ class VisitedRows(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Queries of a head, or keys of a key/value head, and what they visit.
+    """Queries of a head, or keys of a key/value head, and the rows that they visit.
 
-    A tile of keys visits the queries of each head of its group, one visit a head.
+    A tile of keys has one visit for each query head of its group.
     """
 
     b: int
@@ -69,19 +69,19 @@ class Tile(NamedTuple):
 
 
 class KeptTiles:
-    """The batches of tiles of a plan, which the first call makes and later calls use if they are not too many.
+    """Batches of a plan's tiles, which the first call creates and later calls reuse if there are not too many.
 
-    Those of gathered rows are made at each call: they hold numbers of rows, which take more memory.
+    Tiles with gathered rows are created at each call: they hold row numbers, which take more memory.
 
     Attributes
     ----------
     tiling : HostTiling
-        That of the plan.
+        The plan's tiling.
 
     Parameters
     ----------
     plan : KernelPlan
-        One of the host.
+        A plan of the cpu executor.
     """
 
     def __init__(self, plan: KernelPlan) -> None:
@@ -90,11 +90,11 @@ class KeptTiles:
         self._kept: dict[str, list[list[Tile]]] = {}
 
     def of_rows(self) -> Iterator[list[Tile]]:
-        """Yield batches of tiles of queries, last first: under a causal mask those are the longest."""
+        """Yield batches of query tiles, last tile first: under a causal mask the last ones are the longest."""
         return self._batches("rows", self._row_tiles)
 
     def of_columns(self) -> Iterator[list[Tile]]:
-        """Yield batches of tiles of keys."""
+        """Yield batches of key tiles."""
         return self._batches("columns", self._column_tiles)
 
     def _batches(self, side: str, tiles: Callable[[], Iterator[Tile]]) -> Iterator[list[Tile]]:
@@ -124,7 +124,7 @@ class KeptTiles:
         self, visits_of: dict[BatchHead, VisitedRows], visited: Callable[..., Sequence[Segment | GatheredRows]],
         batch_head: BatchHead, rows: slice
     ) -> VisitedRows:  # fmt: skip
-        """Return what some rows of a head visit, made once for all heads that share it."""
+        """Return the rows that a tile of a head visits, computed once for all heads that share them."""
         shared = self.plan.work.owner(*batch_head)
         if shared not in visits_of:
             width = self.tiling.step_width(rows.stop - rows.start)
@@ -133,7 +133,7 @@ class KeptTiles:
 
 
 def steps_side_by_side(tiles: list[Tile], head: int = 0) -> Iterator[tuple[Step, ...]]:
-    """The steps of all tiles of a batch, side by side."""
+    """Return an iterator over tuples with one step of each tile of a batch."""
     return zip(*(tile.visits[head].steps for tile in tiles))
 
 
@@ -144,7 +144,7 @@ def _step(segments: list[Segment]) -> Step:
         if segment.kind != BlockKind.FULL:
             partial.append(PartialSegment(segment, slice(first, count)))
     start, stop = segments[0].start, segments[-1].stop
-    if stop - start == count:  # they follow each other without a gap
+    if stop - start == count:  # the segments are contiguous
         return Step(slice(start, stop), count, partial)
     rows = np.concatenate([np.arange(segment.start, segment.stop) for segment in segments])
     return Step(rows, count, partial)
@@ -161,16 +161,16 @@ def row_numbers(rows: slice | Array) -> Array:
 
 
 def _reversed_tiles(length: int, block: int) -> Iterator[slice]:
-    """Tiles of a length, the last first."""
+    """Return an iterator over the tiles of an axis, last tile first."""
     return (slice(start, min(start + block, length)) for start in reversed(range(0, length, block)))
 
 
 def _batches(tiling: HostTiling, tiles: Iterable[Tile]) -> Iterator[list[Tile]]:
-    """Tiles of one height that visit equally many rows, as many together as `HostTiling.batch_area` has room for.
+    """Yield groups of tiles of equal height and equal numbers of visited rows, as many as fit `HostTiling.batch_area`.
 
-    NumPy's price for a call, and the threads' for handing the interpreter to each other, are paid once a batch.
-    A quarter of all tiles is the most, so that there is something to share; threads are not counted, since results
-    may not depend on them.
+    The overhead of a NumPy call, and of passing the interpreter lock between threads, is paid once per batch.
+    A batch has at most a quarter of all tiles, so that several threads have work. The number of threads does not
+    matter, since results must not depend on it.
     """
     capacity, max_tiles = tiling.batch_area, tiling.num_tiles if tiling.is_small else max(1, tiling.num_tiles // 4)
     waiting: dict[tuple[int, ...], list[Tile]] = {}
@@ -187,7 +187,7 @@ def _batches(tiling: HostTiling, tiles: Iterable[Tile]) -> Iterator[list[Tile]]:
 
 
 def _groups(segments: list[Segment], limit: int) -> Iterator[list[Segment]]:
-    """Segments in steps of at most `limit` rows; bit tiles stay whole, longer runs are cut."""
+    """Yield groups of segments with at most `limit` rows each; bit tiles stay whole, longer runs are cut."""
     group: list[Segment] = []
     remaining = limit
     for segment in segments:
@@ -211,7 +211,7 @@ def masked_elements(
 ) -> Array:
     """Return which elements of a tile and a partial segment are masked, bool [keys, queries].
 
-    The tile's queries or keys are given, and None for the segment's.
+    Pass the tile's own side (queries or keys) as a slice, and None for the side that the segment covers.
     """
     if isinstance(part.segment, GatheredRows):
         assert isinstance(work, ChosenWork)

@@ -1,4 +1,4 @@
-"""The layout of a call's arrays, by which the cache of calls tells calls from each other."""
+"""The layout of a call's arrays, by which the cache of calls distinguishes calls."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _device_layout = attrgetter("shape", "strides", "dtype", "data.device_id")
 
 
 def layout_key(*arrays: Array) -> Hashable:
-    """Return kind, shape, strides, dtype and device of plain arrays; None for anything else.
+    """Return kind, shape, strides, dtype and device of plain arrays; None for any other arrays.
 
-    Calls with equal keys are refused for the same reasons, or for none, except for misaligned addresses.
+    Calls with equal keys are all accepted, or all refused for the same reasons, except for misaligned addresses.
     """
     kind = type(arrays[0])
     for array in arrays:

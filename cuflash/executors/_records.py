@@ -1,4 +1,4 @@
-"""Records that kernels take as arguments, filled from the layouts of arrays; and launches of a pass as data."""
+"""Records that kernels take as arguments, filled from array layouts, and the launches of a pass as data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .tensor_map import BoxedArray, Template
 
 
 class View(NamedTuple):
-    """The layout of an array in memory: all that a kernel needs of it but its address."""
+    """The layout of an array in memory: everything that a kernel needs to know about it except its address."""
 
     name: str
     dtype: np.dtype[np.generic]
@@ -32,7 +32,7 @@ class View(NamedTuple):
 
     @classmethod
     def of_new(cls, name: str, array: ShapeDtype | Workspace, axes: Sequence[int] | None = None) -> View:
-        """The layout of a dense array that is yet to be allocated, its axes in memory from the outermost inwards."""
+        """Return the layout of a dense array that is not allocated yet; `axes` are in memory order, outermost first."""
         steps = dense_strides(array.shape, axes)
         return cls(name, array.dtype, array.shape, tuple(array.dtype.itemsize * step for step in steps))
 
@@ -43,13 +43,13 @@ class View(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """Total size of the elements in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     def boxes(self, box: tuple[int, int]) -> BoxedArray:
-        """Return the array in boxes of rows and columns, with the five axes that a tensor map has.
+        """Return the array in boxes of rows and columns, with the five axes of a tensor map.
 
-        A leading axis of stride 0 has one index.
+        A leading axis of stride 0 gets extent 1.
         """
         axes = [(extent if step else 1, step) for extent, step in zip(self.shape[:-2], self.strides)]
         axes = [(1, 0)] * (5 - len(self.shape)) + axes + list(zip(self.shape, self.strides))[-2:]
@@ -58,14 +58,14 @@ class View(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """A record that kernels take by value, complete but for what calls give.
+    """A record that kernels take by value, complete except for the values that change with each call.
 
     Attributes
     ----------
     record : NumPy record
         A multiple of 8 bytes long.
     addresses : list of (int, str)
-        The words that addresses are added to, with the names of the arrays.
+        The words that addresses are added to, each with the name of its array.
     numbers : list of int
         The words that numbers are added to.
     """
@@ -78,9 +78,9 @@ class Argument(NamedTuple):
     def of(
         cls, feature: Feature, views: Mapping[str, View], tensor_map: Callable[[BoxedArray], Template]
     ) -> Argument:
-        """A feature's record with its numbers, tables' strides and tensor maps.
+        """Return a feature's record with its numbers, the strides of its tables, and its tensor maps.
 
-        Arrays of the type of those of Params are as `fill` leaves them.
+        Fields of type MATRICES stay unset; `fill` sets them.
         """
         argument, fields = cls(record_of(feature.dtype, feature.values), [], []), leaves(feature.dtype)
         for path, start in feature.starts.items():
@@ -105,7 +105,7 @@ class Argument(NamedTuple):
     def put_map(
         self, path: str, name: str, boxed: BoxedArray, tensor_map: Callable[[BoxedArray], Template], start: int = 0
     ) -> None:
-        """Put the map of an array, from `start` bytes on, into a field, unless the hardware cannot copy its boxes."""
+        """Put the tensor map of an array, offset by `start` bytes, into a field, if the hardware can copy its boxes."""
         if boxed.reasons(address=0):
             return
         template = tensor_map(boxed)
@@ -115,14 +115,14 @@ class Argument(NamedTuple):
         self.addresses.append((word, name))
 
     def fill(self, word: int, matrices: tuple[Any, ...]) -> None:
-        """Fill the array of Params' type that starts at a word."""
+        """Fill the MATRICES field that starts at a word."""
         self.words[word : word + MATRICES.itemsize // 8].view(MATRICES)[0] = matrices
 
 
 def arguments_of(
     features: Sequence[Feature], views: Mapping[str, View], tensor_map: Callable[[BoxedArray], Template]
 ) -> dict[str, Argument]:
-    """The records of features by name, where arrays have one batch axis.
+    """Return the records of features by name, for arrays with one batch axis.
 
     Parameters
     ----------
@@ -136,7 +136,7 @@ def arguments_of(
             if kind == MATRICES and name in views:
                 steps = views[name].steps
                 batch, head, row, column = (0, *steps, 0, 0) if name in HEAD_VECTORS else (*steps, 0, 0, 0)[:4]
-                # Kernels read the stride of the one batch axis in the first place or in the last.
+                # Some kernels read the stride of the single batch axis at the first position, others at the last.
                 argument.fill(offset // 8, (0, (batch, batch, batch), head, row, column, 0))
     return arguments
 
@@ -147,9 +147,9 @@ class KernelRecord(NamedTuple):
     Attributes
     ----------
     launch : Launch
-        Which kernel, with how many threads and bytes of shared memory.
+        The kernel, its number of threads and its bytes of shared memory.
     grid : int
-        Thread blocks.
+        Number of thread blocks.
     arguments : tuple of slice
         The words of each argument.
     """
@@ -161,22 +161,22 @@ class KernelRecord(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LaunchRecord:
-    """The launches of a pass over arrays of one layout, complete but for what calls give.
+    """The launches of a pass over arrays of one layout, complete except for the values that change with each call.
 
-    A call gives the addresses of arrays, numbers, and the addresses of workspaces, in this order.
+    A call supplies the addresses of arrays, then numbers, then the addresses of workspaces.
 
     Attributes
     ----------
     words : array of uint64
         The arguments of all kernels.
     places : tuple of Place
-        Which words are what calls give.
+        The words that calls set.
     kernels : tuple of KernelRecord
         In the order of the launches.
     names : tuple of str
-        The arrays.
+        The arrays whose addresses calls supply.
     zeroed : tuple of (int, int)
-        The arrays, by their numbers, that are set to zero before the first kernel, and their bytes.
+        The arrays, by position in `names`, that are set to zero before the first kernel, and their sizes in bytes.
     workspaces : dict of Workspace by name
     """
 
@@ -192,21 +192,21 @@ class LaunchRecord:
         cls, kernels: Pass, templates: Sequence[Mapping[str, Argument]], names: Sequence[str],
         views: Mapping[str, View], workspaces: Mapping[str, Workspace], fixed: Mapping[str, int], num_batch: int = 1,
     ) -> LaunchRecord:  # fmt: skip
-        """The launches of a pass.
+        """Build the launches of a pass.
 
         Parameters
         ----------
         templates : sequence of dict of Argument by name
-            Each kernel is launched once with the arguments of each.
+            One set of arguments per repetition: each kernel is launched once for each set.
         names : sequence of str
-            The arrays whose addresses calls give.
+            The arrays whose addresses calls supply.
         views : dict of View by name
-            Their layouts, if the pass sets them to zero; the memory of such an array has no gaps.
+            Their layouts, needed for arrays that the pass sets to zero; these must be contiguous.
         workspaces : dict of Workspace by name
         fixed : dict of int by name
-            The addresses of arrays that no call gives. Those of all others are 0.
+            Addresses of arrays that are the same in every call. All other arrays get address 0.
         num_batch : int
-            Batch entries of a launch.
+            Batch entries per launch.
         """
         num_numbers = sum(len(argument.numbers) for argument in templates[0].values())
         positions = {name: number for number, name in enumerate(names)}
@@ -242,16 +242,16 @@ class LaunchRecord:
         cls, parts: Sequence[tuple[LaunchRecord, Mapping[str, str]]], names: Sequence[str],
         workspaces: Mapping[str, Workspace],
     ) -> LaunchRecord:  # fmt: skip
-        """The launches of records that take no numbers, one record after the other.
+        """Join the launches of records that take no numbers.
 
         Parameters
         ----------
         parts : sequence of (LaunchRecord, dict of str by name)
-            Each record with the names that its arrays have here, where these are others.
+            Each record, with new names for those of its arrays that are renamed.
         names : sequence of str
-            The arrays whose addresses calls give. An array that is no workspace either has the address 0.
+            The arrays whose addresses calls supply. An array that is neither listed nor a workspace gets address 0.
         workspaces : dict of Workspace by name
-            Further ones than those of the records.
+            Workspaces in addition to those of the records.
         """
         every = {**workspaces, **{name: each for record, _ in parts for name, each in record.workspaces.items()}}
         positions = {name: number for number, name in enumerate((*names, *every))}

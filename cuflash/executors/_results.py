@@ -1,4 +1,4 @@
-"""Merges and compares results of attention on the current CUDA device: a launch for a call, and nothing waits."""
+"""Kernels that merge and compare results of attention on the current CUDA device: one launch per call, asynchronous."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class BoundMerge:
     Parameters
     ----------
     outs, lses : sequence of CuPy arrays
-        Their layouts alone matter.
+        Only their layouts matter.
     target : Gpu
-        The device; the kernel is compiled now.
+        The device; the kernel is compiled immediately.
     """
 
     def __init__(self, outs: Sequence[Array], lses: Sequence[Array], target: gpu.Gpu) -> None:
@@ -38,7 +38,7 @@ class BoundMerge:
         self._captured: list[Array] = []
 
     def __call__(self, outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array] | None:
-        """o and lse of the union of these parts; None where an array lies at an odd address."""
+        """Return o and lse of the union of these parts, or None if an array's address is misaligned."""
         if not self._is_dense:
             outs, lses = (list(map(namespace(outs[0]).ascontiguousarray, each)) for each in (outs, lses))
         of_outs, of_lses = (list(map(self._target.address, each)) for each in (outs, lses))
@@ -58,14 +58,14 @@ class BoundMerge:
 
 
 class BoundComparison:
-    """The kernel that compares results with a mask and without, for results of one shape and dtype.
+    """The kernel that compares results with and without a mask, for results of one shape and dtype.
 
     Parameters
     ----------
     o, lse : CuPy arrays
-        Their shapes and dtypes alone matter.
+        Only their shapes and dtypes matter.
     target : Gpu
-        The device; the kernel is compiled now.
+        The device; the kernel is compiled immediately.
     """
 
     def __init__(self, o: Array, lse: Array, target: gpu.Gpu) -> None:
@@ -75,11 +75,11 @@ class BoundComparison:
         self._captured: list[Array] = []
 
     def __call__(self, *results: Array) -> tuple[Array, Array]:
-        """The masses and the error, for o and lse without the mask and with it, all in C order."""
+        """Return the masses and the error from o and lse without the mask and with it, all in C order."""
         mass, error = (make() for make in self._makers)
         stream = self._current_stream()
         workspaces = self._launches.launch(list(map(self._target.address, (*results, mass, error))), stream)
-        if stream.is_capturing():  # each replay writes there
+        if stream.is_capturing():  # each replay writes to these arrays
             self._captured += [mass, error, *workspaces]
             gpu.hold(self)
         if checks.is_on():
@@ -88,14 +88,14 @@ class BoundComparison:
 
 
 def compared(o: Array, lse: Array, kept_o: Array, kept_lse: Array) -> tuple[Array, Array]:
-    """Compare the results of two calls of attention on CuPy's arrays, without a mask and with it.
+    """Compare the results of two calls of attention on CuPy arrays, one without a mask and one with it.
 
     Returns
     -------
     mass : CuPy array of lse's shape and dtype
-        exp(kept_lse - lse), 1 in rows that have no key without the mask.
+        exp(kept_lse - lse), or 1 in rows that have no key even without the mask.
     error : CuPy float64 array of shape ()
-        The Frobenius norm of the change of o, divided by that of o.
+        Frobenius norm of the change of o, divided by the norm of o.
     """
     key = "compare", layout_key(o, lse, kept_o, kept_lse)
     compare: BoundComparison | None = CALLS.get(key)

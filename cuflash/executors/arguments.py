@@ -1,4 +1,4 @@
-"""Arguments of kernels as a launch takes them: records in one buffer, and tables of the addresses of records."""
+"""Kernel arguments as a launch takes them: records in one buffer, and tables with the addresses of the records."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 
 
 class Place(NamedTuple):
-    """The word of a buffer that holds what a call gives, an address or a number, plus an offset.
+    """The word of a buffer that a call sets to an address or a number plus an offset.
 
     Attributes
     ----------
     word : int
     offset : int
-        Bytes to add to an address; to a number of four bytes, the other half of its word.
+        Bytes added to an address; for a 4-byte number, the other half of its word.
     number : int
-        The place of the address or the number among those of a call.
+        The position of the address or number among those of the call.
     """
 
     word: int
@@ -32,7 +32,7 @@ class KernelArguments(NamedTuple):
     Attributes
     ----------
     table : int
-        The address of a table with the address of each argument, which the CUDA driver takes.
+        The address of the table of argument addresses, which the CUDA driver expects.
     records : tuple of arrays
         The bytes of each argument, as an array of one element.
     """
@@ -42,12 +42,12 @@ class KernelArguments(NamedTuple):
 
 
 class Buffer:
-    """Arguments of the kernels of one call in memory.
+    """The arguments of the kernels of one call, in memory.
 
     Parameters
     ----------
     words : array of uint64
-        The records of all kernels; their tables of addresses are made here.
+        The records of all kernels; their address tables are appended.
     kernels : sequence of sequences of slices
         The words of each argument of each kernel.
     """
@@ -66,14 +66,14 @@ class Buffer:
 
 
 def _as_one(words: Any) -> Any:
-    """Words as an array of one element with one field."""
+    """Return words as an array with one element, which has one field."""
     return words.view(np.dtype([("bytes", np.void, words.nbytes)]))
 
 
 class Arguments:
-    """Arguments of kernels for arrays of one layout, complete but for addresses that each call gives.
+    """Kernel arguments for arrays of one layout, complete except for the addresses that each call sets.
 
-    Calls at once have a buffer each. A launch copies what is in a buffer, so that it serves the next call.
+    Concurrent calls use separate buffers. A launch copies its arguments, so the buffer is free for the next call.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ class Arguments:
     kernels : sequence of sequences of slices
         The words of each argument of each kernel.
     places : sequence of Place
-        Where addresses go.
+        Where the addresses are written.
     """
 
     def __init__(self, words: Any, kernels: Sequence[Sequence[slice]], places: Sequence[Place]) -> None:
@@ -90,7 +90,7 @@ class Arguments:
         self._free: list[Buffer] = []
 
     def take(self, addresses: Sequence[int]) -> Buffer:
-        """A buffer with these addresses, for this call alone until it is given back."""
+        """Return a buffer with these addresses; no other call uses it until `give_back`."""
         try:
             buffer = self._free.pop()
         except IndexError:
@@ -101,5 +101,5 @@ class Arguments:
         return buffer
 
     def give_back(self, buffer: Buffer) -> None:
-        """Let a later call have a buffer whose launches have been made."""
+        """Make a buffer available to later calls, after all its launches are queued."""
         self._free.append(buffer)

@@ -1,11 +1,11 @@
-"""BLAS on one thread while calls multiply on threads of their own.
+"""BLAS limited to one thread while calls use several threads to multiply matrices.
 
-OpenBLAS with threads of its own, BLIS and FlexiBLAS have one number of threads for the whole process, and calls that
-overlap share it: it is noted when a call finds more than one, and given back when the last call ends. MKL and OpenBLAS
-on OpenMP have a number for each thread, which every thread sets and gives back for itself.
+OpenBLAS with its own threads, BLIS and FlexiBLAS have one thread count per process, which overlapping calls share. The
+first call saves a count above one, and the last call to end restores it. MKL and OpenBLAS with OpenMP have a count per
+thread, which each thread sets and restores for itself.
 
-threadpoolctl finds the libraries, whose functions are called without it: from version 3.8 on, the one thread that set
-OpenBLAS's number first can change it, and for all other threads its setter does nothing.
+threadpoolctl finds the libraries, but their functions are called directly: from version 3.8 on, only the thread that
+set OpenBLAS's count first can change it through threadpoolctl, and its setter does nothing on other threads.
 """
 
 from __future__ import annotations
@@ -23,61 +23,61 @@ _NAMES = {
     "blis": ("bli_thread_get_num_threads", "bli_thread_set_num_threads"),
     "flexiblas": ("flexiblas_get_num_threads", "flexiblas_set_num_threads"),
 }
-_PREFIXES, _SUFFIXES = ("", "scipy_"), ("", "64_", "_64")  # what some builds of OpenBLAS add to names of functions
+_PREFIXES, _SUFFIXES = ("", "scipy_"), ("", "64_", "_64")  # added to function names by some builds of OpenBLAS
 
 
 class _OfProcess:
-    """A library with one number of threads for the process."""
+    """A library with one thread count for the whole process."""
 
     def __init__(self, get: Callable[[], int | None], set_: Callable[[int], object]) -> None:
         self._get, self._set = get, set_
-        self._found: int | None = None  # the number to give back
+        self._saved: int | None = None  # the thread count to restore
 
     def hold(self) -> None:
-        """Set one thread; a number that another thread has set during a call is noted as the newest."""
+        """Set one thread; if another thread has set a different count during a call, save that one instead."""
         number = self._get() or 1
         if number > 1:
-            self._found = number
+            self._saved = number
             self._set(1)
 
     def release(self) -> None:
-        """Give back what was noted, unless the number was set anew during the calls: then that stays."""
-        if self._found is not None and self._get() == 1:
-            self._set(self._found)
-        self._found = None
+        """Restore the saved count, unless another thread has changed the count during the calls."""
+        if self._saved is not None and self._get() == 1:
+            self._set(self._saved)
+        self._saved = None
 
 
 class _OfThread:
-    """A library with a number of threads for each thread; `swap` sets it and returns the one before."""
+    """A library with a thread count per thread; `swap` sets it and returns the previous one."""
 
     def __init__(self, swap: Callable[[int], int]) -> None:
         self.swap = swap
 
 
-_lock = threading.RLock()  # a signal handler may make a call while its thread is inside
+_lock = threading.RLock()  # reentrant: a signal handler may make a call while its thread holds the lock
 _users = 0  # threads between `enter` and `leave`
 _known: list[_OfProcess | _OfThread] | None = None
 
 
 def _libraries() -> list[_OfProcess | _OfThread]:
-    """Return the libraries that were loaded at the first call; NumPy's is one of them."""
+    """Return the libraries that were loaded at the first call; NumPy's BLAS is among them."""
     global _known
     if _known is None:
-        _known = [_library(found) for found in ThreadpoolController().select(user_api="blas").lib_controllers]
+        _known = [_library(controller) for controller in ThreadpoolController().select(user_api="blas").lib_controllers]
     return _known
 
 
-def _library(found: Any) -> _OfProcess | _OfThread:
-    if found.internal_api == "mkl":
-        swap = _function(found, "MKL_Set_Num_Threads_Local")  # returns 0 where the thread has no number of its own
+def _library(controller: Any) -> _OfProcess | _OfThread:
+    if controller.internal_api == "mkl":
+        swap = _function(controller, "MKL_Set_Num_Threads_Local")  # returns 0 if the thread has no count of its own
         if swap is not None:
             return _OfThread(swap)
-    if found.internal_api == "openblas" and found.threading_layer == "openmp":
-        of_openmp = _function(found, "omp_get_max_threads"), _function(found, "omp_set_num_threads")
+    if controller.internal_api == "openblas" and controller.threading_layer == "openmp":
+        of_openmp = _function(controller, "omp_get_max_threads"), _function(controller, "omp_set_num_threads")
         if None not in of_openmp:
             return _OfThread(lambda number: _swapped(*of_openmp, number))
-    get, set_ = (_function(found, name) for name in _NAMES.get(found.internal_api, ("", "")))
-    return _OfProcess(get or found.get_num_threads, set_ or found.set_num_threads)
+    get, set_ = (_function(controller, name) for name in _NAMES.get(controller.internal_api, ("", "")))
+    return _OfProcess(get or controller.get_num_threads, set_ or controller.set_num_threads)
 
 
 def _swapped(get: Any, set_: Any, number: int) -> int:
@@ -86,18 +86,18 @@ def _swapped(get: Any, set_: Any, number: int) -> int:
     return before
 
 
-def _function(found: Any, name: str) -> Any:
-    """A function of a library that is loaded; None where it has none of that name."""
+def _function(controller: Any, name: str) -> Any:
+    """Return a function of a loaded library, or None if the library does not have it."""
     for prefix, suffix in product(_PREFIXES, _SUFFIXES) if name else ():
         try:
-            return found.dynlib[f"{prefix}{name}{suffix}"]
+            return controller.dynlib[f"{prefix}{name}{suffix}"]
         except AttributeError:
             continue
     return None
 
 
 def on_one_thread(run: Callable[[], None]) -> None:
-    """Run a function while BLAS multiplies on the calling thread; an interrupt leaves no limit behind."""
+    """Run a function while BLAS uses only the calling thread; the limit is removed even after an interrupt."""
     blas = OneThread()
     try:
         blas.enter()
@@ -105,13 +105,13 @@ def on_one_thread(run: Callable[[], None]) -> None:
     finally:
         try:
             blas.leave()
-        except BaseException:  # an interrupt inside of `leave`, which goes on where it was
+        except BaseException:  # `leave` was interrupted; the second call continues where it stopped
             blas.leave()
             raise
 
 
 class OneThread:
-    """The calling thread's share in holding BLAS on one thread, from `enter` to `leave`; once only."""
+    """The calling thread's part in limiting BLAS to one thread, from `enter` to `leave`; for one use."""
 
     def __init__(self) -> None:
         self._is_inside = False
@@ -128,7 +128,7 @@ class OneThread:
                     self._before.append((library, library.swap(1)))
 
     def leave(self) -> None:
-        """End the limit that no call needs any more; it may be called again after it, or `enter`, was interrupted."""
+        """End the limit if no call needs it any more; can be called again if it, or `enter`, was interrupted."""
         global _users
         while self._before:
             library, number = self._before[-1]
@@ -136,7 +136,7 @@ class OneThread:
             self._before.pop()
         with _lock:
             if self._is_inside:
-                # 0 already in a child that a thread inside has forked
+                # the count may already be 0 in a forked child
                 self._is_inside, _users = False, max(_users - 1, 0)
             if _users == 0:
                 for shared in _known or ():
@@ -145,7 +145,7 @@ class OneThread:
 
 
 def _after_fork() -> None:
-    """Release in a child what other threads of its parent held, since those do not run in the child."""
+    """Release, in a child process, limits of threads of the parent, since these threads do not exist in the child."""
     global _lock, _users
     _lock, _users = threading.RLock(), 0
     for library in _known or ():

@@ -1,4 +1,4 @@
-"""CUFLASH_CHECK=1: every launch is waited for and ends, lists are read before, margins around results and NaN after."""
+"""Checks of CUFLASH_CHECK=1: work lists before launches, that each launch ends, and margins and NaN after it."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ _OFF = (None, "", "0", b"", b"0")
 
 
 def is_on() -> bool:
-    """Return whether the environment asks for checks: CUFLASH_CHECK, set and not 0.
+    """True if CUFLASH_CHECK is set in the environment, and not to 0.
 
-    `os.environ.get` raises and catches an error where a name is not set, which takes 1 us of each call; so this reads
-    the dictionary that `os.environ` keeps.
+    For a missing name, `os.environ.get` raises and catches an error, which takes 1 us of each call; so this reads
+    the dictionary inside `os.environ`.
     """
     return os.environ._data.get(_NAME) not in _OFF  # type: ignore[attr-defined]
 
 
 def with_watchdog(spec: KernelSpec) -> KernelSpec:
-    """The specification that is compiled for a GPU: with a watchdog where checks are on and the kernel could hang."""
+    """Return the specification to compile for a GPU: with a watchdog if checks are on and the kernel could hang."""
     return replace(spec, has_watchdog=True) if is_on() and family_of(spec).waits_at_barriers else spec
 
 
 class _Margins(NamedTuple):
     name: str
     buffer: Array  # bytes
-    nbytes: int  # size of the array between them
+    nbytes: int  # size of the array between the margins
 
 
 class Check:
@@ -51,7 +51,7 @@ class Check:
     Parameters
     ----------
     inputs : dict of arrays by name
-        What the call reads. Where all their elements are finite, results that hold a NaN are an error.
+        Arrays that the call reads. If all their elements are finite, NaN in a result is an error.
     """
 
     def __init__(self, xp: Namespace, inputs: Mapping[str, Array]) -> None:
@@ -60,7 +60,7 @@ class Check:
         self._is_finite = all(bool(xp.isfinite(array).all()) for array in inputs.values())
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        """A new array with margins on both sides."""
+        """Return a new array with margins on both sides."""
         dtype = np.dtype(dtype)
         nbytes = prod(shape) * dtype.itemsize
         buffer = self._xp.full(nbytes + 2 * MARGIN, _PATTERN, np.uint8)
@@ -68,19 +68,19 @@ class Check:
         return buffer[MARGIN : MARGIN + nbytes].view(dtype).reshape(shape)
 
     def workspace(self, name: str, workspace: Workspace) -> Array:
-        """A new workspace with margins on both sides."""
-        made = self.empty(name, workspace.shape, workspace.dtype)
+        """Return a new workspace with margins on both sides."""
+        array = self.empty(name, workspace.shape, workspace.dtype)
         if workspace.is_zeroed:
-            made.fill(0)
-        return made
+            array.fill(0)
+        return array
 
     def after(self, kernel: str, written: Mapping[str, Array]) -> None:
-        """Margins are as they were, and what the kernel wrote holds no NaN that no input brought.
+        """Check that margins are unchanged, and that results have no NaN if all inputs are finite.
 
         Raises
         ------
         RuntimeError
-            Naming the kernel and the array.
+            A check failed; the message names the kernel and the array.
         """
         for name, buffer, nbytes in self._margins:
             for side, part in (("before", buffer[:MARGIN]), ("after", buffer[MARGIN + nbytes :])):
@@ -97,12 +97,12 @@ class Check:
 
 
 def check_lists(work: WorkList, lists: Mapping[str, Array]) -> None:
-    """Check that indices which kernels follow unchecked stay within their arrays.
+    """Check that the indices in lists, which kernels follow unchecked, stay within their arrays.
 
     Raises
     ------
     RuntimeError
-        Naming the list and the first wrong place in it.
+        A check failed; the message names the list and its first wrong position.
     """
     host = {name: to_host(array) for name, array in lists.items()}
     if isinstance(work, ListedWork):
@@ -119,7 +119,7 @@ def check_lists(work: WorkList, lists: Mapping[str, Array]) -> None:
             _require(name, (sizes >= 0) & (sizes <= height), f"has tiles of 0..{height} rows")
             _require(name, host[name][..., [0, -1]] == [0, end], f"starts with 0 and ends with {end}")
         order, numbers = np.sort(host["column_entries"], axis=-1), np.arange(work.num_sequence_tiles[1])
-        _require("column_entries", order == numbers, f"holds each of 0..{len(numbers) - 1} once a matrix")
+        _require("column_entries", order == numbers, f"holds each of 0..{len(numbers) - 1} once per matrix")
 
 
 def _check_list(work: ListedWork, name: str, side: Any, lists: Mapping[str, Any]) -> None:
@@ -135,7 +135,7 @@ def _check_list(work: ListedWork, name: str, side: Any, lists: Mapping[str, Any]
         blocks = index.num_q_blocks if name == "row_order" else index.num_kv_blocks
         _require(name, np.array(side.size == matrices * blocks), f"has {matrices * blocks} elements")
         numbers = np.sort(side.reshape(matrices, blocks), axis=1)
-        _require(name, numbers == np.arange(blocks), f"holds each of 0..{blocks - 1} once a matrix")
+        _require(name, numbers == np.arange(blocks), f"holds each of 0..{blocks - 1} once per matrix")
     side = side[:entries]
     if name in ("kv_blocks", "q_blocks"):
         _in_range(name, side, 0, index.num_kv_blocks if name == "kv_blocks" else index.num_q_blocks)

@@ -27,7 +27,7 @@ from .launch import BoundCall
 from .tile_dropout import TileDropout
 from .tile_scores import TileScores, coordinates
 
-# A pass of a call; it gets the results by name, and the arrays that it reads.
+# A pass of a call; takes the results by name, and the arrays that it reads.
 _Pass: TypeAlias = Callable[["HostCall", Mapping[str, Array], Mapping[str, Array]], None]
 
 LOG2_E = math.log2(math.e)
@@ -37,22 +37,22 @@ LN_2 = math.log(2.0)
 def bind(
     plan: KernelPlan,
     name: str,
-    given: Mapping[str, Array],
+    inputs: Mapping[str, Array],
     results: Mapping[str, ShapeDtype],
     *,
     unwanted: Mapping[str, ShapeDtype] = MappingProxyType({}),
     passes: Mapping[str, _Pass] | None = None,
     **options: Any,
 ) -> BoundCall:
-    """Return the function that runs a pass on arrays named as in `given`.
+    """Return the function that runs a pass on arrays in the order of `inputs`.
 
-    Of `given` the names alone are read, and of the options of `gpu.bind` none but `unwanted`. `passes` has the passes
-    by name: those without tangents by default.
+    Only the names of `inputs` matter, and of the options of `gpu.bind` only `unwanted`. `passes` maps names to
+    passes; default: the passes without tangents.
     """
-    names, run_pass, kept = tuple(given), (passes or _PASSES)[name], KeptTiles(plan)
+    names, run_pass, bound_tiles = tuple(inputs), (passes or _PASSES)[name], KeptTiles(plan)
 
     def call(
-        *arrays: Array, numbers: Sequence[int] = (), check: Check | None = None, tiles: KeptTiles = kept
+        *arrays: Array, numbers: Sequence[int] = (), check: Check | None = None, tiles: KeptTiles = bound_tiles
     ) -> list[Array]:
         empty = _empty if check is None else check.empty
         new = {name: empty(name, each.shape, each.dtype) for name, each in (*results.items(), *unwanted.items())}
@@ -61,7 +61,7 @@ def bind(
         if name != "forward":
             lse, accumulator = host_call.arrays["lse"], tiles.plan.problem.accumulator
             empty = lse == -np.inf
-            # Scores of an empty row are -inf and nothing else; +inf in place of its lse keeps them there.
+            # Scores of an empty row are all -inf; with +inf as its lse, exp(score - lse) is 0 instead of NaN.
             with np.errstate(all="ignore"):
                 in_unit = lse * LOG2_E if host_call.score is None else lse
                 host_call.arrays["shift"] = np.where(empty, np.inf, in_unit).astype(accumulator, copy=False)
@@ -80,17 +80,17 @@ def _empty(name: str, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Ar
 
 
 def _forward(call: HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
-    """Write o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
+    """Compute o [*batch, heads, seqlen_q, value_dim] and lse [*batch, heads, seqlen_q]."""
     run(call.tiles.tiling, (call.forward_rows, call.tiles.of_rows()))
 
 
 def _backward(call: HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
-    """Write dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...] over the broadcast leading axes, and dsink
-    [*batch, heads] and gradients of a score function's arrays if they are among the arrays."""
+    """Compute dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...] over the broadcast leading axes, and, if they
+    are among the arrays, dsink [*batch, heads] and the gradients of a score function's arrays."""
     call.arrays["delta"] = np.empty_like(call.arrays["shift"])
     rows, columns = (call.backward_rows, call.tiles.of_rows()), (call.backward_columns, call.tiles.of_columns())
     if call.score is not None and call.score.adds_gradients:
-        # in order: sums of many tiles in one array must not depend on which is done first
+        # In order, because many tiles add to one array, and the sum must not depend on which is done first.
         run(call.tiles.tiling, rows, in_order=True)
         run(call.tiles.tiling, columns)
     else:
@@ -102,20 +102,20 @@ def _backward(call: HostCall, results: Mapping[str, Array], read: Mapping[str, A
 _PASSES = {"forward": _forward, "backward": _backward}
 
 
-_OF_HEADS = ("sink", "dsink", "sink.dot")  # arrays of one number a head
-_OF_ROWS = ("lse", "shift", "dlse", "delta", "empty", "lse.dot", "dlse.dot", "delta.dot")  # of one number a query
-_OF_SCORE = ("score.", "dscore.")  # names of a score function's arrays, tangents and gradients start so
-_RowIndex: TypeAlias = tuple[Any, ...]  # an index that takes rows [tiles, rows, ...] of several matrices
+_OF_HEADS = ("sink", "dsink", "sink.dot")  # arrays with one number per head
+_OF_ROWS = ("lse", "shift", "dlse", "delta", "empty", "lse.dot", "dlse.dot", "delta.dot")  # with one number per query
+_OF_SCORE = ("score.", "dscore.")  # prefixes of a score function's arrays, tangents and gradients
+_RowIndex: TypeAlias = tuple[Any, ...]  # an index that selects rows [tiles, rows, ...] of several matrices
 
 
 @dataclass(frozen=True, eq=False)
 class HostCall:
-    """The arrays of one call, their leading axes broadcast, and what a batch of its tiles does.
+    """The arrays of one call, with broadcast leading axes, and the computations on a batch of tiles.
 
-    The tiles of a batch visit equally many rows: their arrays are stacked along a first axis. Few calls of NumPy
-    matter as much as few bytes, since each may wait for another thread to hand the interpreter over.
-    Scores are transposed, [tiles, keys, queries]: what belongs to a query is then added along whole rows of memory.
-    They are in base 2, whose power NumPy may have faster, or natural where a score function makes them.
+    All tiles of a batch visit the same number of rows, so their arrays are stacked along a first axis. The number of
+    NumPy calls matters as much as the number of bytes, since each call may wait for the interpreter lock.
+    Scores are transposed, [tiles, keys, queries], so that values per query are added along whole rows of memory.
+    They are in base 2, since NumPy may compute exp2 faster, or in natural units with a score function.
     """
 
     plan: KernelPlan
@@ -154,18 +154,18 @@ class HostCall:
 
     @property
     def power(self) -> Any:
-        """The function that makes weights of scores."""
+        """The function that turns scores into weights."""
         if self.score is not None:
             return np.exp
         return _exp2_of_many_hidden if isinstance(self.plan.work, ChosenWork) else np.exp2
 
     @property
     def natural(self) -> float:
-        """Natural units in a unit of the scores."""
+        """The factor from the unit of the scores to natural units."""
         return LN_2 if self.score is None else 1.0
 
     def row_index(self, batch_heads: list[BatchHead], rows: Sequence[slice | Array]) -> _RowIndex:
-        """The index of some rows of each place: slices, which make a view, for one run of neighbouring heads."""
+        """Return an index of the rows of each (batch entry, head), as slices (a view) for one run of adjacent heads."""
         (b, h), row_set = batch_heads[0], rows[0]
         if any(other is not row_set for other in rows):
             row_set = np.stack([row_numbers(other) for other in rows])
@@ -176,28 +176,28 @@ class HostCall:
         return (*np.array([(*self.batch_indices[b], h) for b, h in batch_heads]).T[..., None], row_set)
 
     def read(self, name: str, row_index: _RowIndex) -> Array:
-        """Rows [tiles, rows, ...], widened to the accumulator's dtype."""
+        """Return rows [tiles, rows, ...], converted to the accumulator's dtype."""
         return self.arrays[name][row_index].astype(self.wide, copy=False)
 
     def write(self, name: str, row_index: _RowIndex, values: Array) -> None:
         self.arrays[name][row_index] = values
 
     def read_queries(self, row_index: _RowIndex) -> Array:
-        """Queries times at most 1, so that none overflows: `scores` has what is missing to scale log2(e)."""
+        """Return queries times a factor <= 1, so that none overflows; `scores` applies the rest of scale log2(e)."""
         return self.read("q", row_index) * self.wide(self.q_factor)
 
     def scores(self, k: Array, q: Array, scratch: Array) -> Array:
-        """Scores before a score function, transposed, in base 2 if there is none."""
+        """Return scores before the score function, transposed; in base 2 if there is no score function."""
         s = _product(k, q, scratch)
         return s if self.score_factor == 1 else np.multiply(s, self.wide(self.score_factor), out=s)
 
     def read_gradients(self, row_index: _RowIndex, name: str = "do") -> Array:
-        """dO, or its tangent; 0 for rows without a key, whose gradients are 0 whatever came."""
+        """Return dO, or its tangent; 0 for rows without a key, whose gradients are 0 whatever dO is."""
         do = self.read(name, row_index)
         return np.where(self.arrays["empty"][row_index][..., None], self.wide(0), do) if "empty" in self.arrays else do
 
     def forward_rows(self, tiles: list[Tile], scratch: Array) -> None:
-        """Tiles of queries through all of their keys: online softmax, then o and lse."""
+        """Run query tiles through all of their keys: online softmax, then o and lse."""
         rows, kv_batch_heads = self._rows_of(tiles)
         q = self.read_queries(rows)
         row_max, row_sum, o_acc = self.wide(-np.inf), self.wide(0), None
@@ -223,7 +223,7 @@ class HostCall:
                 o_acc *= rescale[..., None]
                 o_acc += p_v
             row_max = new_max
-        divisor = np.maximum(row_sum, 1)  # where there is a key, the greatest score adds 1; else o is 0 and lse -inf
+        divisor = np.maximum(row_sum, 1)  # if there is a key, the largest score adds 1; otherwise o is 0 and lse -inf
         o = np.zeros((), self.wide) if o_acc is None else np.divide(o_acc, divisor[..., None], out=o_acc)
         lse = row_max * self.wide(self.natural) + np.log(divisor)
         if "sink" in self.arrays:
@@ -236,7 +236,7 @@ class HostCall:
         self.write("lse", rows, lse)
 
     def backward_rows(self, tiles: list[Tile], scratch: Array) -> None:
-        """delta = rowsum(dO * O) - dlse of tiles of queries, and their dQ."""
+        """Compute delta = rowsum(dO * O) - dlse of query tiles, and their dQ."""
         rows, kv_batch_heads = self._rows_of(tiles)
         do, shift = self.read_gradients(rows), self.read("shift", rows)
         delta = np.vecdot(do, self.read("o", rows))
@@ -261,12 +261,12 @@ class HostCall:
         self.write("dq", rows, 0 if dq is None else dq * self.wide(self.plan.problem.scaling.scale))
 
     def sink_gradient(self) -> Array:
-        """dsink [*batch, heads]: minus the sum over queries of the sink's weight times delta."""
-        with np.errstate(over="ignore"):  # what a narrower dtype cannot hold is infinite
+        """Return dsink [*batch, heads]: minus the sum over queries of the sink's weight times delta."""
+        with np.errstate(over="ignore"):  # values that overflow a narrower dtype become infinite
             sink = self.arrays["sink"].astype(self.wide)[..., None]
         lse, delta = self.arrays["lse"], self.arrays["delta"]
         if np.isnan(delta).any():
-            # In a row without a key o is 0 and lse is the sink: what do holds counts for nothing, and dlse alone does.
+            # In a row without a key, o is 0 and lse is the sink: dO has no effect, NaN included, and only dlse counts.
             is_alone = np.isnan(delta) & (lse == sink) & ~self.arrays["o"].any(axis=-1)
             delta = np.where(is_alone, -self.arrays["dlse"] if "dlse" in self.arrays else 0, delta)
         with np.errstate(all="ignore"):
@@ -274,7 +274,7 @@ class HostCall:
             return -np.where(sink == -np.inf, self.wide(0), terms).sum(axis=-1)
 
     def backward_columns(self, tiles: list[Tile], scratch: Array) -> None:
-        """dK and dV of tiles of keys, summed over the query heads that share them."""
+        """Compute dK and dV of key tiles, summed over the query heads that share them."""
         keys = self.row_index([(tile.b, tile.h) for tile in tiles], [tile.rows for tile in tiles])
         k, v = self.read("k", keys), self.read("v", keys)
         dk: Array | None = None
@@ -300,18 +300,18 @@ class HostCall:
                 if dropped is not None:
                     dropped.apply(p)
                 dv, dk = added(dv, p @ do), added(dk, ds @ q)
-        # q carries scale log2(e) / score_factor, or with a score function scale / score_factor; dK needs the scale.
+        # q includes scale log2(e) / score_factor, or scale / score_factor with a score function; dK needs the scale.
         self.write("dk", keys, 0 if dk is None else dk * self.wide(self.natural * self.score_factor))
         of_kept = 1.0 if self.dropout is None else self.dropout.draws.factor
         self.write("dv", keys, 0 if dv is None else dv if of_kept == 1 else dv * self.wide(of_kept))
 
     def _rows_of(self, tiles: list[Tile]) -> tuple[_RowIndex, list[BatchHead]]:
-        """The rows of tiles of queries, and the key/value heads that these read."""
+        """Return the rows of query tiles, and the key/value heads that they read."""
         rows = self.row_index([(tile.b, tile.h) for tile in tiles], [tile.rows for tile in tiles])
         return rows, [(tile.b, tile.h // self.group_size) for tile in tiles]
 
     def _row_places(self, tiles: list[Tile], steps: tuple[Step, ...]) -> tuple[Array, ...]:
-        """b, h, i and j of the scores of tiles of queries."""
+        """Return b, h, i and j of the scores of query tiles."""
         batch_heads = [(tile.b, tile.h) for tile in tiles]
         return coordinates(batch_heads, [tile.rows for tile in tiles], [step.rows for step in steps])
 
@@ -335,31 +335,31 @@ class HostCall:
 
 @dataclass(frozen=True, eq=False)
 class QueryTiles:
-    """Some tiles of queries of a call, for passes over their scores that are not attention's."""
+    """Some query tiles of a call, for passes over their scores other than attention."""
 
     _call: HostCall
     _tiles: list[Tile]
     _scratch: Array
 
     def __iter__(self) -> Iterator[tuple[tuple[int, ...], slice]]:
-        """The index of each tile's matrix, leading axes and head, and its queries."""
+        """Iterate over the index of each tile's matrix (leading axes and head) and the tile's queries."""
         return (((*self._call.batch_indices[tile.b], tile.h), tile.rows) for tile in self._tiles)
 
     def array(self, name: str) -> Array:
-        """An array of the call, over the broadcast leading axes and the heads."""
+        """Return an array of the call, over the broadcast leading axes and the heads."""
         return self._call.arrays[name]
 
     def read(self, name: str) -> Array:
-        """Rows of all tiles, [tiles, queries, ...], in the accumulator's dtype."""
+        """Return rows of all tiles, [tiles, queries, ...], in the accumulator's dtype."""
         return self._call.read(name, self._call._rows_of(self._tiles)[0])
 
     def write(self, name: str, values: Array) -> None:
         self._call.write(name, self._call._rows_of(self._tiles)[0], values)
 
     def scores(self) -> Iterator[tuple[list[Array], Array]]:
-        """Yield for each step the numbers of each tile's keys, and scores in base 2 [tiles, keys, queries].
+        """Yield for each step the key numbers of each tile, and scores in base 2 [tiles, keys, queries].
 
-        Masked scores are -inf. The next step writes to the memory of the scores.
+        Masked scores are -inf. The next step overwrites the scores.
         """
         call, tiles = self._call, self._tiles
         rows, kv_batch_heads = call._rows_of(tiles)
@@ -377,7 +377,7 @@ class QueryTiles:
 def over_queries(
     plan: KernelPlan, arrays: Mapping[str, Array], visit: Callable[[QueryTiles], None], *, in_order: bool
 ) -> None:
-    """Visit all tiles of queries of a call, on several threads or in order."""
+    """Visit all query tiles of a call, on several threads or in order."""
     call = HostCall.of(KeptTiles(plan), **arrays)
 
     def step(tiles: list[Tile], scratch: Array) -> None:
@@ -387,13 +387,13 @@ def over_queries(
 
 
 def _product(keys: Array, queries: Array, scratch: Array) -> Array:
-    """keys @ queries^T, in memory that is there: fresh pages would take longer than the numbers."""
+    """Return keys @ queries^T in reused memory: touching new pages would take longer than the product."""
     shape = *keys.shape[:-1], queries.shape[-2]
     return np.matmul(keys, queries.swapaxes(-1, -2), out=scratch[: math.prod(shape)].reshape(shape))
 
 
 def _exp2_of_many_hidden(x: Array, out: Array | None = None) -> Array:
-    """Powers of 2, of -inf too, for which `numpy.exp2` takes 20 times as long as for a number."""
+    """Return powers of 2; fast for -inf, too, for which `numpy.exp2` takes 20 times as long as for a finite number."""
     x = np.multiply(x, x.dtype.type(LN_2), out=out)
     return np.exp(x, out=out)
 
@@ -414,13 +414,13 @@ def _with_sink(lse: Array, sink: Array) -> tuple[Array, Array]:
 
 
 def _score_gradient(lse_2: Array, delta: Array, s: Array, dp: Array) -> tuple[Array, Array]:
-    """P and dS / softmax_scale from scores (base 2) and dP, in the memory of both.
+    """Return P and dS / softmax_scale from scores (base 2) and dP, in the memory of both.
 
-    They are masked afterwards: of a row that is NaN, no score would make a P of 0.
+    Both are masked afterwards: if lse is NaN, P is NaN even at masked scores.
     """
     s -= lse_2[..., None, :]
     p = np.exp2(s, out=s)
-    np.minimum(p, 1, out=p)  # at logits of 1e6 and more the rounding of lse alone would lift P above 1
+    np.minimum(p, 1, out=p)  # at logits of 1e6 and more, the rounding of lse alone could make P exceed 1
     dp -= delta[..., None, :]
     dp *= p
     return p, dp

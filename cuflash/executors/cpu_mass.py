@@ -1,4 +1,4 @@
-"""Softmax mass of blocks on the host: BLAS tile by tile, with the tiles, masks and scores of the cpu executor."""
+"""Softmax mass of blocks on the host: tile by tile with BLAS, and with tiles, masks and scores of the cpu executor."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .cpu import LN_2, LOG2_E, QueryTiles, over_queries
 
 
 def block_mass(plan: KernelPlan, arrays: Mapping[str, Array], block: tuple[int, int], *, has_lse: bool) -> None:
-    """Add the weights of each block to mass [*batch, heads, num_q_blocks, num_kv_blocks]; write lse unless given.
+    """Add the weights of each block to mass [*batch, heads, num_q_blocks, num_kv_blocks]; write lse unless `has_lse`.
 
-    Two tiles of queries that share a block add to the same masses, and then in the order of the tiles.
+    If two query tiles share a block, they add to the same masses, and the tiles are then visited in order.
     """
 
     def visit(tiles: QueryTiles) -> None:
@@ -30,14 +30,14 @@ def block_mass(plan: KernelPlan, arrays: Mapping[str, Array], block: tuple[int, 
 
 
 def _from_lse(tiles: QueryTiles) -> tuple[Array, Array]:
-    """Return the terms subtracted from scores in base 2, and the factors of weights, [tiles, queries]."""
+    """Return the terms to subtract from scores in base 2, and the factors of the weights, [tiles, queries]."""
     lse = tiles.read("lse")
     has_key = lse != -np.inf
     return np.where(has_key, lse * lse.dtype.type(LOG2_E), 0), has_key.astype(lse.dtype)
 
 
 def _from_scores(tiles: QueryTiles) -> tuple[Array, Array]:
-    """Return the terms and factors of `_from_lse` from the maximum and the sum of all keys, and write lse."""
+    """Return the terms and factors of `_from_lse` from the row maximum and row sum over all keys, and write lse."""
     wide = tiles.array("lse").dtype.type
     row_max = np.full(tiles.read("lse").shape, wide(-np.inf))
     row_sum = np.zeros_like(row_max)
@@ -53,7 +53,7 @@ def _from_scores(tiles: QueryTiles) -> tuple[Array, Array]:
 
 
 def _add_to_grid(masses: Array, rows: Array, keys: Array, weights: Array, block: tuple[int, int]) -> None:
-    """Sum weights [keys, queries] over the blocks that they lie in, and add the sums to the masses."""
+    """Sum weights [keys, queries] over their blocks, and add the sums to the masses."""
     q_blocks, q_starts = np.unique(rows // block[0], return_index=True)
     kv_blocks, kv_starts = np.unique(keys // block[1], return_index=True)
     sums = np.add.reduceat(np.add.reduceat(weights, kv_starts, axis=0), q_starts, axis=1)

@@ -1,4 +1,4 @@
-"""Masks on a device as what list kernels take: one array of booleans, evaluated where it must be, and row intervals.
+"""Masks on a device in the form that list kernels take: a boolean array, evaluated if necessary, and row intervals.
 
 Every shape is known beforehand, so nothing waits for the device.
 """
@@ -20,18 +20,19 @@ from ..masks.shape import MaskShape
 from ..planning.launches import BATCH_AXES
 from ..planning.list_kernels import ListSource
 
-_MAX_ELEMENTS_AT_ONCE = 1 << 24  # evaluated in one step: bounds the memory of coordinates and intermediate results
+_MAX_ELEMENTS_AT_ONCE = 1 << 24  # per step, which limits the memory of coordinates and intermediate results
 
 
 def evaluated_source(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> tuple[ListSource, tuple[Array, ...]]:
-    """Return the source of the lists of any resolved mask with arrays on a device, and the arrays that it names.
+    """Return the list source of any resolved mask with arrays on a device, and the arrays that the source refers to.
 
-    No extent of the shape is 0. Whole blocks are read at one element of each, and closed forms as row intervals; what
-    remains is evaluated at every element, unless it is one boolean array.
+    No extent of the shape is 0. Masks of whole blocks are read at one element per block, and closed forms as row
+    intervals. The rest is evaluated at every element, unless it is a single boolean array.
 
     Raises
     ------
     MemoryError
+        The grid has more blocks than int32 can count.
         The grid has more blocks than int32 counts.
     """
     xp, over = mask_namespace(mask), extents(mask, shape, mask_namespace(mask))
@@ -61,13 +62,13 @@ def evaluated_source(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> tu
 
 
 def _has_whole(block: tuple[int, int], mask: Mask) -> bool:
-    """Tell whether each block of a size lies in one block of a mask of whole blocks."""
+    """True if each block of this size lies within one block of a mask of whole blocks."""
     own = mask._natural_block if isinstance(mask, BlockGrid) else None
     return own is not None and not any(length % side for length, side in zip(own, block))
 
 
 def _by_blocks(whole: tuple[Mask, ...], grid: tuple[int, ...], block: tuple[int, int], xp: Namespace) -> Array:
-    """Booleans [batch or 1, heads or 1, block rows, block columns] of an intersection of whole blocks."""
+    """Return booleans [batch or 1, heads or 1, block rows, block columns] of an intersection of whole-block masks."""
     first = [
         (xp.arange(extent) * side).reshape([-1 if axis == position else 1 for axis in range(4)])
         for position, (extent, side) in enumerate(zip(grid, (1, 1, *block)))
@@ -76,9 +77,9 @@ def _by_blocks(whole: tuple[Mask, ...], grid: tuple[int, ...], block: tuple[int,
 
 
 def evaluated(mask: Mask, shape: MaskShape, over: tuple[int, int]) -> Array:
-    """Elements of a resolved mask, bool [*over, seqlen_q, seqlen_kv], where it varies over these batch and heads.
+    """Evaluate a resolved mask, bool [*over, seqlen_q, seqlen_kv]; `over` are the batch entries and heads that differ.
 
-    A step evaluates some whole matrices, or some rows of one.
+    Each step evaluates several whole matrices, or several rows of one.
     """
     xp, (batch, num_heads), (seqlen_q, seqlen_kv) = mask_namespace(mask), over, shape[2:]
     allowed = xp.empty((batch * num_heads, seqlen_q, seqlen_kv), dtype=bool)

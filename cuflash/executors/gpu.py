@@ -1,4 +1,4 @@
-"""The `gpu` executor: a plan's kernels on the CUDA device that CuPy has current, on its current stream."""
+"""The `gpu` executor: a plan's kernels on CuPy's current CUDA device and current stream."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _COMPILE_FIRST = "make the same call once, or call plan.compile() before the cap
 
 
 def current_device() -> DeviceSpec:
-    """The device that CuPy has current.
+    """Return CuPy's current device.
 
     Raises
     ------
@@ -62,10 +62,10 @@ def _device_spec(number: int) -> DeviceSpec:
 
 
 class _DeviceLists(Lists):
-    """The arrays of a work list on one device, and the streams that must not be overtaken when they go.
+    """The arrays of a work list on one device, and the streams that must have read them before they are freed.
 
-    CuPy's pool hands freed memory to the next array of the stream that it was made on. So another stream that still
-    reads it is waited for first, by that stream and not by the host.
+    CuPy's pool reuses freed memory for the next array of the stream that it was allocated on. So if another stream
+    still reads the memory, the allocating stream, not the host, first waits for the other one.
     """
 
     def __init__(self, cupy: Any, arrays: dict[str, Array]) -> None:
@@ -73,16 +73,16 @@ class _DeviceLists(Lists):
         self._cupy = cupy
         self._stream = cupy.cuda.get_current_stream()
         self._copied = self._stream.record(cupy.cuda.Event(disable_timing=True))
-        self._is_copied = False  # seen by the host, so that no stream has to wait
+        self._is_copied = False  # known to the host, so that no stream has to wait
         self._other_streams: dict[int, Any] = {}
 
     def use(self, stream: Any) -> None:
-        """Let a stream that launches kernels on the arrays wait until they are there."""
+        """Let a stream that launches kernels on the arrays wait until they are copied."""
         if not self._is_copied:
             self._is_copied = self._copied.done
             if not self._is_copied and stream.is_capturing():
                 raise RuntimeError(
-                    f"the copy of a work list is still under way when a capture reads it: {_COMPILE_FIRST}"
+                    f"the copy of a work list has not finished before a capture reads it: {_COMPILE_FIRST}"
                 )
             if not self._is_copied and stream.ptr != self._stream.ptr:
                 stream.wait_event(self._copied)
@@ -90,7 +90,7 @@ class _DeviceLists(Lists):
             self._other_streams[stream.ptr] = stream
 
     def wait_until_copied(self) -> None:
-        """Wait, once, until the arrays are there for every stream and for captures."""
+        """Wait, once, until the arrays are copied; then all streams and captures can use them."""
         if not self._is_copied:
             self._copied.synchronize()
             self._is_copied = True
@@ -100,11 +100,11 @@ class _DeviceLists(Lists):
         return bool(self._other_streams)
 
     def release_when_read(self) -> bool:
-        """Let the arrays go, unless a stream that may read them is being captured and cannot be waited for."""
+        """Release the arrays, unless a stream that may read them is being captured and cannot be waited for."""
         try:
             if any(stream.is_capturing() for stream in (self._stream, *self._other_streams.values())):
                 return False
-        except self._cupy.cuda.runtime.CUDARuntimeError:  # the default stream, while another is captured
+        except self._cupy.cuda.runtime.CUDARuntimeError:  # for the default stream, while another is captured
             return False
         for stream in self._other_streams.values():
             self._stream.wait_event(stream.record(self._cupy.cuda.Event(disable_timing=True)))
@@ -115,9 +115,9 @@ _NO_LISTS = Lists(MappingProxyType({}))
 
 
 class Gpu:
-    """The current CUDA device as what runs kernels: compiled by CuPy, on CuPy's arrays and stream.
+    """The current CUDA device, which runs kernels that CuPy compiles, on CuPy's arrays and stream.
 
-    A subclass has another library's arrays and stream in their place.
+    A subclass uses another library's arrays and stream instead.
     """
 
     def __init__(self) -> None:
@@ -138,35 +138,35 @@ class Gpu:
         return nvrtc.current_number()
 
     def set_zero(self, array: Array) -> None:
-        """Set an array to zeros, on the current stream."""
+        """Set an array to zeros on the current stream."""
         array.fill(0)
 
     def stream(self) -> Any:
-        """CuPy's current stream."""
+        """Return CuPy's current stream."""
         return namespace().cuda.get_current_stream()
 
     @property
     def current_stream(self) -> Callable[[], Any]:
-        """CuPy's function that returns the current stream, which saves the call of `stream`."""
+        """CuPy's function that returns the current stream; calling it directly saves the call of `stream`."""
         stream: Callable[[], Any] = namespace().cuda.get_current_stream
         return stream
 
     def maker(self, shape: tuple[int, ...], dtype: Any, axes: Sequence[int] | None = None) -> Callable[[], Array]:
-        """A function that allocates an array on the device that is current now, its axes in memory from outermost to
-        innermost, or in C order."""
+        """Return a function that allocates an array on the device that is current now, with its axes in memory from
+        outermost to innermost, or in C order."""
         import cupy
 
         if axes is not None:
             in_memory, back = tuple(shape[axis] for axis in axes), [axes.index(axis) for axis in range(len(axes))]
             return lambda: cupy.ndarray(in_memory, dtype).transpose(back)
-        return partial(cupy.ndarray, shape, dtype)  # cupy.empty calls it, and takes 0.6 us more
+        return partial(cupy.ndarray, shape, dtype)  # cupy.empty calls cupy.ndarray, and takes 0.6 us more
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """A new array of zeros on the current device."""
+        """Return a new array of zeros on the current device."""
         return namespace().zeros(shape, dtype)
 
     def sent(self, array: Array) -> Array:
-        """An array of a work list on the current device."""
+        """Return an array of a work list, copied to the current device."""
         return namespace().asarray(array)
 
     def layout(self, array: Array) -> Array:
@@ -174,39 +174,39 @@ class Gpu:
         return array
 
     def sum_to(self, gradient: Array, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-        """Return the sum of a gradient over the axes that were broadcast, rounded once."""
+        """Return the sum of a gradient over broadcast axes, rounded once."""
         return summed_to(gradient, shape, dtype)
 
     def refuse_copies(self, reason: str) -> None:
-        """Refuse a call under capture that allocates memory which a graph would outlive."""
+        """Raise RuntimeError if the current stream is captured: the call allocates memory that a graph outlives."""
         refuse_capture(reason)
 
     def keep_captured(self, plan: KernelPlan, arrays: Iterable[Array], pins: bool) -> None:
-        """Hold what a captured call allocated, and with `pins` its plan, since each replay writes there."""
+        """Hold the arrays that a captured call allocated, and with `pins` its plan, since each replay uses them."""
         _captured.setdefault(plan, []).extend(arrays)
         if pins:
             hold(plan)
 
     def kept_zeros(self, workspace: Workspace) -> dict[int, Array]:
-        """Arrays for a workspace that hold zeros between calls on the current device, by the stream that keeps each."""
+        """Return, by stream, the arrays for a workspace that stay zero between calls on the current device."""
         return self._zeroed.setdefault((nvrtc.current_device()[1], workspace), {})
 
     def kept_pieces(self) -> dict[int, list[Piece]]:
-        """Pieces for the workspaces of calls on the current device, by the stream that keeps them."""
+        """Return, by stream, the pieces of memory for workspaces of calls on the current device."""
         return self._pieces.setdefault(nvrtc.current_device()[1], {})
 
     def prepare(self, kernels: Pass) -> None:
-        """Compile the kernels of a pass side by side, so that a first call waits for the slowest alone."""
+        """Compile the kernels of a pass in parallel, so that a first call waits only for the slowest."""
         not_compiled = _not_compiled(kernels.launches.values())
         if len(not_compiled) > 1:
             nvrtc.precompile(not_compiled, _capability())
 
     def workspaces(self, needs: Mapping[str, Workspace]) -> Workspaces:
-        """The memory of the workspaces of a pass."""
+        """Return the memory of the workspaces of a pass."""
         return Workspaces(needs, self)
 
     def lists(self, work: WorkList) -> Lists:
-        """The arrays of a work list on the current device, put there once."""
+        """Return the arrays of a work list on the current device, copied there once."""
         return self.device_lists(work) or _NO_LISTS
 
     def device_lists(self, work: WorkList) -> _DeviceLists | None:
@@ -214,12 +214,12 @@ class Gpu:
         import cupy
 
         number = cupy.cuda.runtime.getDevice()
-        found = self._device_lists.get(work, {}).get(number)
-        if found is not None or not work.nbytes:
-            return found
+        device_lists = self._device_lists.get(work, {}).get(number)
+        if device_lists is not None or not work.nbytes:
+            return device_lists
         if cupy.cuda.get_current_stream().is_capturing():
             raise RuntimeError(f"a work list cannot be made inside a stream capture: {_COMPILE_FIRST}")
-        with self._lock:  # not while a list is sent: threads send different ones at the same time
+        with self._lock:  # not held while a list is copied: threads may copy different lists at the same time
             by_device = self._device_lists.setdefault(work, {})
             sending = self._sending.setdefault(work, threading.Lock())
         with sending:
@@ -230,18 +230,18 @@ class Gpu:
             return by_device[number]
 
     def guarded(self, owner: Any, arrays: dict[str, Array]) -> _DeviceLists:
-        """Arrays that the current stream has made, which stay until no stream reads them once `owner` is gone."""
-        made = _DeviceLists(namespace(), arrays)
-        finalize(owner, self._retire, made).atexit = False
-        return made
+        """Return a holder of arrays that the current stream wrote; it outlives `owner` until all streams read them."""
+        device_lists = _DeviceLists(namespace(), arrays)
+        finalize(owner, self._retire, device_lists).atexit = False
+        return device_lists
 
     def _retire(self, device_lists: _DeviceLists) -> None:
-        """A work list is gone, at any moment and on any thread: what others may still read goes with the next copy."""
+        """Handle the deletion of a work list, at any time, on any thread: keep it if other streams may read it."""
         if device_lists.has_other_streams:
             self._to_release.append(device_lists)
 
     def _release_retired(self) -> None:
-        """Release what was retired by now, but for what another thread releases, or what must still wait."""
+        """Release retired lists, except those that another thread releases or that must still wait."""
         for _ in range(len(self._to_release)):
             with suppress(IndexError):
                 device_lists = self._to_release.popleft()
@@ -252,7 +252,7 @@ class Gpu:
         return template(encoded, tiles)
 
     def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Any], None]:
-        """A function (arguments, stream) that launches a kernel, compiled and loaded now."""
+        """Return a function (arguments, stream) that launches a kernel, compiled and loaded now."""
         function, threads = _function(spec, shared_bytes), spec.num_threads
         launch = namespace().cuda.driver.launchKernel
 
@@ -267,7 +267,7 @@ class Gpu:
         Raises
         ------
         RuntimeError
-            It failed.
+            The launch failed.
         """
         import cupy
 
@@ -281,7 +281,7 @@ _GPU = Gpu()
 
 
 def current_target() -> Gpu:
-    """The current CUDA device, on CuPy's arrays and stream."""
+    """Return the current CUDA device with CuPy's arrays and stream."""
     return _GPU
 
 
@@ -296,25 +296,25 @@ def _capability() -> tuple[int, int]:
 
 
 def _not_compiled(launches: Iterable[Launch]) -> list[KernelSpec]:
-    """The kernels that are yet to be compiled, or loaded, for the current device."""
+    """Return the kernels that are not yet compiled and loaded for the current device."""
     capability = _capability()
     guarded = ((checks.with_watchdog(launch.spec), launch.shared_bytes) for launch in launches)
     return [spec for spec, nbytes in guarded if not nvrtc.is_loaded(spec, capability, nbytes)]
 
 
 def namespace() -> Any:
-    """CuPy.
+    """Return CuPy.
 
     Raises
     ------
     RuntimeError
-        It or the GPU is missing.
+        CuPy or the GPU is missing.
     """
     return nvrtc.current_device()[0]
 
 
 def make_ready(plan: KernelPlan) -> None:
-    """Compile and load the kernels of all passes for the current device, and put the work list there; waits for it."""
+    """Compile and load the kernels of all passes for the current device, and copy the work list there; wait."""
     nvrtc.precompile(map(checks.with_watchdog, plan.specs.values()), _capability())
     for launch in _launches(plan):
         _function(launch.spec, launch.shared_bytes)
@@ -328,12 +328,12 @@ def _launches(plan: KernelPlan) -> tuple[Launch, ...]:
 
 
 def require_capturable(plan: KernelPlan, machine: Gpu | None = None) -> None:
-    """Check, while the current stream is captured, that everything is ready that cannot be made during a capture.
+    """Check that everything that cannot be done during a capture is ready, if the current stream is captured.
 
     Raises
     ------
     RuntimeError
-        Something is not, or CUFLASH_CHECK asks for waits.
+        Something is not ready, or CUFLASH_CHECK requires waiting.
     """
     if checks.is_on():
         refuse_capture("CUFLASH_CHECK waits for each kernel, which a stream capture cannot")
@@ -344,24 +344,24 @@ def require_capturable(plan: KernelPlan, machine: Gpu | None = None) -> None:
 
 
 def require_compiled(launches: Iterable[Launch], fix: str) -> None:
-    """Kernels that a capture is about to launch are compiled.
+    """Check that kernels that a capture is about to launch are compiled.
 
     Raises
     ------
     RuntimeError
-        One is not.
+        A kernel is not compiled.
     """
     _refuse_to_compile(_not_compiled(launches), fix)
 
 
 def _refuse_to_compile(specs: list[KernelSpec], fix: str) -> None:
-    """RuntimeError unless there are no specifications."""
+    """Raise RuntimeError if there are any specifications."""
     if specs:
         raise RuntimeError(f"{specs[0].name} is not compiled yet, which a stream capture cannot wait for: {fix}")
 
 
 def refuse_capture(reason: str) -> None:
-    """RuntimeError where the current stream is captured."""
+    """Raise RuntimeError if the current stream is captured."""
     if namespace().cuda.get_current_stream().is_capturing():
         raise RuntimeError(f"this call cannot be captured: {reason}")
 
@@ -369,7 +369,7 @@ def refuse_capture(reason: str) -> None:
 def bind(
     plan: KernelPlan,
     name: str,
-    given: Mapping[str, Array],
+    inputs: Mapping[str, Array],
     results: Mapping[str, ShapeDtype],
     *,
     unwanted: Mapping[str, ShapeDtype] = MappingProxyType({}),
@@ -377,41 +377,41 @@ def bind(
     pins: bool = False,
     machine: Machine | None = None,
 ) -> BoundCall:
-    """Return the function that runs a pass on arrays of one layout on the current device, checked for alignment alone.
+    """Return the function that runs a pass on arrays of one layout on the current device; it checks only alignment.
 
     Parameters
     ----------
     plan : KernelPlan
     name : str
         The pass, "forward" or "backward".
-    given : dict of arrays by name
+    inputs : dict of arrays by name
         Operands whose layout later calls share.
     results : dict of ShapeDtype by name
         Results, which each call allocates.
     unwanted : dict of ShapeDtype by name
         Results that the caller leaves to the kernels, as workspaces.
     axes : dict of sequences of int by name
-        The axes of a result in memory from the outermost inwards, where that is not C order.
+        The order of a result's axes in memory, outermost first, if it is not C order.
     pins : bool
-        Whether memory that a captured call uses is kept for ever, because its caller does not hold the plan.
+        If True, memory that a captured call uses is held for ever, because the caller does not hold the plan.
     machine : Machine, optional
-        The machine that runs the kernels, and the library of its arrays; CuPy's current device by default. `given` may
-        hold layouts alone.
+        The machine that runs the kernels, and the library of its arrays; default: CuPy's current device. Then
+        `inputs` may hold objects with only a layout.
 
     Returns
     -------
     callable
-        Takes arrays in the order of `given`, the `numbers` of the features of the pass, and the checks of the call, and
-        returns new results.
+        Takes arrays in the order of `inputs`, the `numbers` of the features of the pass, and the checks of the call,
+        and returns new results.
 
     Raises
     ------
     UnsupportedProblem
-        The function returned raises it for arrays that do not start at a multiple of their item size.
+        Raised by the returned function for arrays that do not start at a multiple of their item size.
     """
     machine = machine or _GPU
-    bound = bound_pass(plan, name, given, results, unwanted=unwanted, axes=axes, machine=machine)
-    names, item_bits = tuple(given), [array.dtype.itemsize - 1 for array in given.values()]
+    bound = bound_pass(plan, name, inputs, results, unwanted=unwanted, axes=axes, machine=machine)
+    names, item_bits = tuple(inputs), [array.dtype.itemsize - 1 for array in inputs.values()]
     any_bits, sets_zeros, launch = reduce(or_, item_bits), bool(bound.record.zeroed), bound.launch
     makers = [machine.maker(result.shape, result.dtype, axes.get(name)) for name, result in results.items()]
     current_stream, address, layout, keep_captured = (
@@ -431,16 +431,16 @@ def bind(
             bound([*arrays, *checked.values()], stream, check, numbers)
             check.after(f"the {machine.executor} executor", checked)
             return list(checked.values())
-        made = [make() for make in makers]
+        outputs = [make() for make in makers]
         if sets_zeros:
-            workspaces = bound([*arrays, *made], stream, numbers=numbers)
+            workspaces = bound([*arrays, *outputs], stream, numbers=numbers)
         else:
-            addresses += map(address, made)
+            addresses += map(address, outputs)
             addresses += numbers
             workspaces = launch(addresses, stream)
         if is_capturing:
-            keep_captured(plan, [*made, *workspaces], pins)
-        return made
+            keep_captured(plan, [*outputs, *workspaces], pins)
+        return outputs
 
     return call
 
@@ -448,17 +448,17 @@ def bind(
 def bound_pass(
     plan: KernelPlan,
     name: str,
-    given: Mapping[str, Array],
+    inputs: Mapping[str, Array],
     results: Mapping[str, ShapeDtype],
     *,
     unwanted: Mapping[str, ShapeDtype] = MappingProxyType({}),
     axes: Mapping[str, Sequence[int]] = MappingProxyType({}),
     machine: Machine | None = None,
 ) -> BoundPass:
-    """Return the launches of a pass for operands of the layouts of `given` and results; all as `bind` takes it."""
+    """Return the launches of a pass for inputs of these layouts and results; parameters as for `bind`."""
     kernels, machine = plan.passes[name], machine or _GPU
     machine.prepare(kernels)
-    views = *starmap(View.of, given.items()), *(
+    views = *starmap(View.of, inputs.items()), *(
         View.of_new(name, result, axes.get(name)) for name, result in results.items()
     )
     besides = {name: Workspace(result.shape, result.dtype) for name, result in unwanted.items()}
@@ -466,12 +466,12 @@ def bound_pass(
 
 
 def compile_kernels(specs: Iterable[KernelSpec], machine: Gpu) -> None:
-    """Compile and load kernels without shared memory of a size that is asked for.
+    """Compile and load kernels that need no requested size of shared memory.
 
     Raises
     ------
     RuntimeError
-        The stream is captured, and one of them is not loaded yet.
+        The stream is captured, and a kernel is not loaded yet.
     """
     not_loaded = [spec for spec in specs if not nvrtc.is_loaded(spec, _capability())]
     if not_loaded and machine.stream().is_capturing():
@@ -480,12 +480,12 @@ def compile_kernels(specs: Iterable[KernelSpec], machine: Gpu) -> None:
 
 
 def lists_of_calls(plan: KernelPlan, work: WorkAtCall, machine: Gpu | None = None) -> Callable[..., Array]:
-    """A function that gives calls of a plan what they read of a mask, from its arrays, or what an index carries.
+    """Return a function that takes a mask's arrays and returns the lists for calls of a plan, built or from an index.
 
     Raises
     ------
     RuntimeError
-        The stream is captured, and the kernels that make lists are not compiled yet.
+        The stream is captured, and the kernels that build lists are not compiled yet.
     """
     machine = machine or _GPU
     current_stream, address, keep_captured = machine.stream, machine.mask_address, machine.keep_captured
@@ -512,6 +512,6 @@ _captured: WeakKeyDictionary[KernelPlan, list[Array]] = WeakKeyDictionary()
 _pinned: set[Any] = set()
 
 
-def hold(kept: Hashable) -> None:
-    """Keep a plan, what makes lists or a selection, and with it the arrays that it holds, for ever."""
-    _pinned.add(kept)
+def hold(owner: Hashable) -> None:
+    """Keep a plan, a list maker or a selection, and with it the arrays that it holds, for ever."""
+    _pinned.add(owner)

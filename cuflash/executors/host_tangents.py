@@ -1,7 +1,7 @@
-"""Tangents of attention and of its gradients on tiles of the cpu executor, tile by tile as the passes they belong to.
+"""Tangents of attention and of its gradients on tiles of the cpu executor; each pass visits the tiles like its primal.
 
-A dot is a tangent. With S the scores, F the final ones, P = exp(F - lse), Z the factors of dropout and c a number of
-each row, which is the mean of F_dot over the keys that the row attends in its first step that has one::
+A dot marks a tangent. Let S be the scores, F the final scores, P = exp(F - lse), Z the factors of dropout, and c one
+number per row: the mean of F_dot over the keys that the row attends in its first step with such keys::
 
     S_dot = scale (q_dot . k + q . k_dot)                   F_dot = f_s S_dot + sum f_a a_dot
     w     = P (F_dot - c)                                   rise  = sum w + P_sink (sink_dot - c)
@@ -11,7 +11,7 @@ each row, which is the mean of F_dot over the keys that the row attends in its f
     dF_dot    = P_dot (dP - delta) + P (dP_dot - delta_dot) dS_dot = f_s dF_dot + (f_s)_dot dF
     dq_dot    = scale (dS_dot k + dS k_dot)                 dv_dot = (Z P_dot)^T do + (Z P)^T do_dot
 
-Without c a drift of F_dot that all keys share would cost its digits: F_dot - c is small where rise is.
+Without c, a change of F_dot that all keys share would cost precision: F_dot - c is small if rise is.
 """
 
 from __future__ import annotations
@@ -37,25 +37,24 @@ from .tile_tangents import ScoreTangents
 
 
 def bind(
-    plan: KernelPlan, name: str, given: Mapping[str, Array], results: Mapping[str, ShapeDtype], **options: Any
+    plan: KernelPlan, name: str, inputs: Mapping[str, Array], results: Mapping[str, ShapeDtype], **options: Any
 ) -> BoundCall:
-    """Return the function that runs the pass "jvp" or "backward_jvp" on arrays named as in `given`, as `cpu.bind` does.
-    """
-    return cpu.bind(plan, name, given, results, passes=_PASSES, **options)
+    """Return the function that runs the pass "jvp" or "backward_jvp" on arrays in the order of `inputs`."""
+    return cpu.bind(plan, name, inputs, results, passes=_PASSES, **options)
 
 
 def _jvp(call: HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
-    """Write the tangents of o and lse, shaped as these."""
+    """Compute the tangents of o and lse, with the shapes of o and lse."""
     run(call.tiles.tiling, (HostTangents.of(call, read).jvp_rows, call.tiles.of_rows()), num_tiles=JVP_TILES)
 
 
 def _backward_jvp(call: HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
-    """Write the tangents of the gradients, under their names and in the shapes of the backward pass."""
+    """Compute the tangents of the gradients, with the names and shapes of the backward pass."""
     tangents, shift = HostTangents.of(call, read), call.arrays["shift"]
     call.arrays["delta"], call.arrays["delta.dot"] = np.empty_like(shift), np.empty_like(shift)
     rows = tangents.backward_rows, call.tiles.of_rows()
     columns = tangents.backward_columns, call.tiles.of_columns()
-    if call.score is not None and call.score.adds_gradients:  # in an order of their own, as in the backward pass
+    if call.score is not None and call.score.adds_gradients:  # in a fixed order, as in the backward pass
         run(call.tiles.tiling, rows, in_order=True, num_tiles=BACKWARD_JVP_TILES)
         run(call.tiles.tiling, columns, num_tiles=BACKWARD_JVP_TILES)
     else:
@@ -74,7 +73,7 @@ class _Centers:
         self.c, self.has_key = np.zeros(shape, wide), np.zeros(shape, bool)
 
     def see(self, f_dot: Array | None, is_seen: Array) -> None:
-        """Set c of the queries that attend their first keys, from tangents that are 0 where they do not count."""
+        """Set c of queries that attend their first keys; tangents must be 0 for masked keys."""
         count = is_seen.sum(axis=-2)
         if f_dot is not None:
             mean = (f_dot / np.maximum(count, 1).astype(f_dot.dtype)[:, None, :]).sum(axis=-2)
@@ -84,7 +83,7 @@ class _Centers:
 
 @dataclass(frozen=True, eq=False)
 class _Side:
-    """Rows of one matrix and their tangents, None without."""
+    """Rows of one matrix, and their tangents or None."""
 
     x: Array
     dot: Array | None
@@ -92,29 +91,29 @@ class _Side:
 
 @dataclass(frozen=True, eq=False)
 class HostTangents:
-    """What a batch of tiles does in the passes "jvp" and "backward_jvp"."""
+    """The computations on a batch of tiles in the passes "jvp" and "backward_jvp"."""
 
     call: HostCall
     score: ScoreTangents | None
 
     @classmethod
     def of(cls, call: HostCall, arrays: Mapping[str, Array | None]) -> HostTangents:
-        """Make the tangents of a call from all its arrays, those of a score function among them."""
+        """Create the tangents of a call from all its arrays, including those of a score function."""
         score = None if call.score is None else ScoreTangents.of(call.score, call.plan.problem, arrays)
         return cls(call, score)
 
     @property
     def moves_scores(self) -> bool:
-        """Return whether q or k has a tangent."""
+        """True if q or k has a tangent."""
         return "q.dot" in self.call.arrays or "k.dot" in self.call.arrays
 
     @property
     def moves_finals(self) -> bool:
-        """Return whether final scores have tangents."""
+        """True if final scores have tangents."""
         return self.moves_scores or self.score is not None and self.score.moves_arrays
 
     def jvp_rows(self, tiles: list[Tile], scratch: Array) -> None:
-        """Tiles of queries through all of their keys: o_dot and lse_dot from o and lse."""
+        """Run query tiles through all of their keys: o_dot and lse_dot from o and lse."""
         call, wide = self.call, self.call.wide
         rows, kv_batch_heads = call._rows_of(tiles)
         q, shift = self._queries(rows), call.read("shift", rows)
@@ -143,7 +142,7 @@ class HostTangents:
         self._finish(rows, len(tiles), centers, total, np.zeros((), wide) if o_acc is None else o_acc)
 
     def _center(self, centers: _Centers, p: Array, f_dot: Array | None, mask: partial[None]) -> None:
-        """Tell the centers of a step, and set tangents of keys that do not count to 0."""
+        """Update the centers with a step, and set tangents of masked keys to 0."""
         if f_dot is not None:
             mask(f_dot)
             if self.score is not None:
@@ -154,7 +153,7 @@ class HostTangents:
             centers.see(f_dot, is_seen if self.score is None else is_seen & (p != 0))
 
     def _finish(self, rows: Any, num_tiles: int, centers: _Centers, total: Array, o_dot: Array) -> None:
-        """Write o_dot and lse_dot, from the sums of w and of products with the values."""
+        """Compute o_dot and lse_dot from the sums of w and of its products with the values."""
         call, lse = self.call, self.call.read("lse", rows)
         of_kept = 1.0 if call.dropout is None else call.dropout.draws.factor
         if of_kept != 1:
@@ -178,7 +177,7 @@ class HostTangents:
         call.write("lse.dot", rows, lse_dot)
 
     def backward_rows(self, tiles: list[Tile], scratch: Array) -> None:
-        """delta and delta_dot of tiles of queries, and their dq_dot; terms of captured arrays."""
+        """Compute delta, delta_dot and dq_dot of query tiles, and terms of captured arrays."""
         call = self.call
         rows, kv_batch_heads = call._rows_of(tiles)
         do, shift = self._gradients(rows), call.read("shift", rows)
@@ -208,7 +207,7 @@ class HostTangents:
         call.write("dq", rows, 0 if dq is None else dq * call.wide(call.plan.problem.scaling.scale))
 
     def backward_columns(self, tiles: list[Tile], scratch: Array) -> None:
-        """dk_dot and dv_dot of tiles of keys, summed over the query heads that share them."""
+        """Compute dk_dot and dv_dot of key tiles, summed over the query heads that share them."""
         call = self.call
         keys = call.row_index([(tile.b, tile.h) for tile in tiles], [tile.rows for tile in tiles])
         k, v = self._read("k", keys), self._read("v", keys)
@@ -231,19 +230,19 @@ class HostTangents:
                 dk, dv = added(dk, ds_dot @ q.x), added(dv, p_dot @ do.x)
                 dk = dk if q.dot is None else added(dk, ds @ q.dot)
                 dv = dv if do.dot is None else added(dv, p @ do.dot)
-        # q carries scale log2(e) / score_factor, or with a score function scale / score_factor, as in `HostCall`.
+        # q includes scale log2(e) / score_factor, or scale / score_factor with a score function, as in `HostCall`.
         call.write("dk", keys, 0 if dk is None else dk * call.wide(call.natural * call.score_factor))
         of_kept = 1.0 if call.dropout is None else call.dropout.draws.factor
         call.write("dv", keys, 0 if dv is None else dv if of_kept == 1 else dv * call.wide(of_kept))
 
     def sink_gradient(self) -> Array:
-        """The tangent of dsink [*batch, heads]: minus the sum of P_sink ((sink_dot - lse_dot) delta + delta_dot)."""
+        """Return the tangent of dsink [*batch, heads]: -sum P_sink ((sink_dot - lse_dot) delta + delta_dot)."""
         arrays, wide = self.call.arrays, self.call.wide
         with np.errstate(all="ignore"):
             sink = arrays["sink"].astype(wide)[..., None]
             sink_dot = arrays["sink.dot"].astype(wide)[..., None] if "sink.dot" in arrays else wide(0)
             lse, delta, delta_dot = arrays["lse"], arrays["delta"], arrays["delta.dot"]
-            # In a row without a key o is 0 and lse is the sink: what do holds counts for nothing.
+            # In a row without a key, o is 0 and lse is the sink: dO has no effect, NaN included.
             is_alone = (lse == sink) & ~arrays["o"].any(axis=-1) & (np.isnan(delta) | np.isnan(delta_dot))
             delta, delta_dot = (
                 np.where(is_alone, -arrays[name] if name in arrays else 0, each)
@@ -261,20 +260,20 @@ class HostTangents:
         return _Side(call.read(name, index), call.read(dot, index) if dot in call.arrays else None)
 
     def _queries(self, rows: Any) -> _Side:
-        """Queries and their tangents, both times the factor of `HostCall.read_queries`."""
+        """Return queries and their tangents, both times the factor of `HostCall.read_queries`."""
         q = self._read("q", rows)
         factor = self.call.wide(self.call.q_factor)
         return _Side(q.x * factor, None if q.dot is None else q.dot * factor)
 
     def _gradients(self, rows: Any) -> _Side:
-        """dO and its tangent; 0 for rows without a key."""
+        """Return dO and its tangent; 0 for rows without a key."""
         call = self.call
         return _Side(
             call.read_gradients(rows), call.read_gradients(rows, "do.dot") if "do.dot" in call.arrays else None
         )
 
     def _finals(self, k: _Side, q: _Side, at: tuple[Array, ...], scratch: Array) -> tuple[Array, Array | None]:
-        """Final scores, in base 2 if there is no score function, and their tangents in natural units."""
+        """Return final scores, in base 2 if there is no score function, and their tangents in natural units."""
         s, s_dot = self._raw(k, q, scratch)
         if self.score is None:
             return s, s_dot
@@ -287,7 +286,7 @@ class HostTangents:
         return s, f_dot
 
     def _raw(self, k: _Side, q: _Side, scratch: Array) -> tuple[Array, Array | None]:
-        """Scores before a score function, in the call's unit, and their tangents in natural units."""
+        """Return scores before a score function, in the call's unit, and their tangents in natural units."""
         call = self.call
         s_dot = _sum_of_products((k.x, q.dot), (k.dot, q.x), scratch[1:])
         if s_dot is not None:
@@ -295,7 +294,7 @@ class HostTangents:
         return call.scores(k.x, q.x, scratch[0]), s_dot
 
     def _weights(self, s: Array, shift: Array) -> Array:
-        """P from final scores and lse, in place."""
+        """Return P from final scores and lse, in place."""
         s -= shift[..., None, :]
         p = (np.exp2 if self.score is None else np.exp)(s, out=s)
         return np.minimum(p, 1, out=p)
@@ -304,9 +303,9 @@ class HostTangents:
         self, k: _Side, v: _Side, q: _Side, do: _Side, statistics: tuple[Array, ...], at: tuple[Array, ...],
         scratch: Array, mask: partial[None] | None = None,
     ) -> tuple[Array, Array, Array, Array]:  # fmt: skip
-        """P, P_dot, dS and dS_dot, the last two without the scale, to be masked afterwards.
+        """Return P, P_dot, dS and dS_dot, the last two without the scale; all are masked afterwards.
 
-        With a mask, the terms of captured arrays are added to their gradients' tangents.
+        With a mask, the terms of captured arrays are added to the tangents of their gradients.
         """
         call, (shift, lse_dot, delta, delta_dot) = self.call, statistics
         s, s_dot = self._raw(k, q, scratch)
@@ -340,7 +339,7 @@ def _part(memory: Array, shape: tuple[int, ...]) -> Array:
 def _sum_of_products(
     first: tuple[Array | None, Array | None], second: tuple[Array | None, Array | None], scratch: Array
 ) -> Array | None:
-    """The sum of keys @ queries^T of two pairs, of which any may lack a factor; None if both do."""
+    """Return the sum of keys @ queries^T over two pairs, without pairs that lack a factor; None if both do."""
     total: Array | None = None
     for keys, queries in (first, second):
         if keys is not None and queries is not None:

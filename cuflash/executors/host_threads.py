@@ -1,4 +1,4 @@
-"""Threads of the `cpu` executor: batches of tiles on a plan's number of threads, each with memory to work in."""
+"""Threads of the `cpu` executor: they compute batches of tiles, each with its own scratch memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..arrays import Array
 from ..planning.host import HostTiling
 from .blas import on_one_thread
 
-_Step: TypeAlias = Callable[[Any, Array], None]  # computes a batch of tiles, with memory to work in
+_Step: TypeAlias = Callable[[Any, Array], None]  # computes a batch of tiles, with scratch memory
 _Pass: TypeAlias = tuple[_Step, Iterator[Any]]  # the step of a pass, and its batches
 
-_free_scratch: list[Array] = []  # bytes that earlier calls worked in, at most one piece a processor
+_free_scratch: list[Array] = []  # memory of earlier calls, at most one piece per processor
 
 
 @contextmanager
 def _scratch(tiling: HostTiling, num_tiles: int) -> Iterator[Array]:
-    """Memory for some tiles of scores, kept for later calls."""
+    """Yield memory for some tiles of scores, reused by later calls."""
     dtype = tiling.problem.accumulator
     size = num_tiles * tiling.scratch_scores * dtype.itemsize
     try:
@@ -39,8 +39,8 @@ def _scratch(tiling: HostTiling, num_tiles: int) -> Iterator[Array]:
 def run(tiling: HostTiling, *passes: _Pass, in_order: bool = False, num_tiles: int = 2) -> None:
     """Compute every batch of each pass once, one pass after the other, on the plan's number of threads.
 
-    The batches of a pass write to places of their own, or are done in order on one thread, beside BLAS's own. A step
-    has memory for `num_tiles` tiles of scores.
+    The batches of a pass write to separate memory, or are done in order on one thread in addition to BLAS's own. A
+    step has memory for `num_tiles` tiles of scores.
     """
     if tiling.num_workers == 1 or in_order:
         for step, batches in passes:
@@ -55,9 +55,9 @@ def run(tiling: HostTiling, *passes: _Pass, in_order: bool = False, num_tiles: i
 
 
 def _share(tiling: HostTiling, num_tiles: int, step: _Step, batches: Iterator[Any]) -> None:
-    """Do batches on the calling thread and on others, all of which have ended when this returns or raises.
+    """Compute batches on the calling thread and others, all of which have ended when this returns or raises.
 
-    If a thread cannot be started, as while the interpreter exits, fewer threads do the same work, with the same bits.
+    If a thread cannot be started, for example at interpreter exit, fewer threads compute bitwise identical results.
     """
     lock, stop, errors = threading.Lock(), threading.Event(), list[BaseException]()
 

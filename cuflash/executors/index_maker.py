@@ -1,4 +1,4 @@
-"""Makes block indices on the current CUDA device by the kernels of `ListMaker`, without a wait."""
+"""Block indices on the current CUDA device, built by the kernels of `ListMaker` without waiting."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from .launch import LaunchTarget
 from .list_maker import ListMaker
 
 
-# What kernels of lists depend on, if each call hands over the row intervals.
+# The fields of a source that list kernels depend on, if each call passes the row intervals.
 _LAYOUT = attrgetter("strides", "element", "is_whole", "given_rows", "shape", "block", "batch", "num_heads")
 _Maker: TypeAlias = "IndexMaker | IntervalIndexMaker"
 
 
 class IndexMaker:
-    """The kernels that make indices of masks of one layout.
+    """The kernels that build indices of masks of one layout.
 
     Parameters
     ----------
     source : ListSource
     target : LaunchTarget
-        What runs the kernels; they are compiled now.
+        The device that runs the kernels; they are compiled immediately.
     """
 
     def __init__(self, source: ListSource, target: LaunchTarget) -> None:
@@ -54,24 +54,24 @@ class IndexMaker:
             self._facts |= self.lists.launches.lists
 
     def __call__(self, mask: int, stream: Any) -> BlockIndex:
-        """The index of the mask at an address, once the stream has come so far."""
+        """Return the BlockIndex of the boolean mask at this address; its kernels are queued on the stream."""
         return self.index_of(self.lists((mask,), stream))
 
     def index_of(self, lists: Array) -> BlockIndex:
-        """The index that lists make."""
+        """Return the index with these lists."""
         return BlockIndex._of_lists(CarriedLists(lists, self._source), **self._facts)
 
 
 class IntervalIndexMaker:
-    """The kernels that make indices of masks of row intervals of one layout: first the intervals, and then the blocks.
+    """The kernels that build indices of row-interval masks of one layout: first the intervals, then the blocks.
 
     Parameters
     ----------
     intervals : IntervalSource
     blocks : ListSource
-        With `given_rows`; a boolean stands for all blocks.
+        Has `given_rows`; a single boolean stands for all blocks.
     target : Gpu
-        The device; the kernels are compiled now.
+        The device; the kernels are compiled immediately.
     """
 
     def __init__(self, intervals: IntervalSource, blocks: ListSource, target: gpu.Gpu) -> None:
@@ -81,17 +81,17 @@ class IntervalIndexMaker:
         self._address = target.address
 
     def __call__(self, integers: Sequence[int], stream: Any) -> BlockIndex:
-        """The index of the mask with integers at these addresses, once the stream has come so far."""
+        """Return the index of the mask whose integers are at these addresses; its kernels are queued on the stream."""
         self._true.use(stream)
-        found = self._find(integers, stream)
-        start, offsets = self._address(found), self._intervals.offsets
+        intervals = self._find(integers, stream)
+        start, offsets = self._address(intervals), self._intervals.offsets
         mask = self._address(self._true.arrays["mask"])
         lists = self._list((mask, start + offsets["lo"], start + offsets["hi"]), stream)
-        return _of_arrays(self._blocks, lists, **self._intervals.views(found))
+        return _of_arrays(self._blocks, lists, **self._intervals.views(intervals))
 
 
 def _of_arrays(source: ListSource, lists: Array, lo: Array | None, hi: Array | None) -> BlockIndex:
-    """An index of lists that kernels have made, and of the row intervals that they read."""
+    """Return an index with lists that kernels built, and the row intervals that these kernels read."""
     index = BlockIndex(
         seqlen_q=source.shape.seqlen_q, seqlen_kv=source.shape.seqlen_kv, block=source.block, batch=source.batch,
         num_heads=source.num_heads, lo=lo, hi=hi, **source.fields_of(lists),
@@ -102,37 +102,37 @@ def _of_arrays(source: ListSource, lists: Array, lo: Array | None, hi: Array | N
 
 
 def index_of(
-    kept: Array | None, mask: Mask, shape: MaskShape, block: tuple[int, int], key: Hashable = None
+    chosen: Array | None, mask: Mask, shape: MaskShape, block: tuple[int, int], key: Hashable = None
 ) -> BlockIndex:
-    """An index, on the current device, of chosen blocks whose elements a mask allows.
+    """Build an index, on the current device, of the chosen blocks whose elements a mask allows.
 
     Parameters
     ----------
-    kept : CuPy bool array [..., num_q_blocks, num_kv_blocks], or None
-        As `BlockPattern` takes it; None for all blocks of a mask that holds arrays.
+    chosen : CuPy bool array [..., num_q_blocks, num_kv_blocks], or None
+        In the format of `BlockPattern`; None for all blocks of a mask that holds arrays.
     mask : Mask
-        A resolved one beside chosen blocks; `Band()` allows everything.
+        A resolved mask that is intersected with the chosen blocks; `Band()` allows everything.
     shape : MaskShape
     block : (int, int)
-        Sides of the blocks.
+        Block size.
     key : hashable, optional
-        That of a mask without chosen blocks, as `repeated_index` returns it.
+        The key of a mask without chosen blocks, from `repeated_index`.
 
     Returns
     -------
     BlockIndex
-        One that carries lists if the mask of the chosen blocks holds no arrays.
+        It carries lists if the mask holds no arrays.
 
     Raises
     ------
     RuntimeError
         The stream is captured, and the kernels are not compiled yet.
     """
-    if kept is not None:
-        of_kept = maker_of(kept, mask, shape, block)
-        if of_kept is None:
-            return BlockIndex.from_mask(_whole(kept, mask, block), block=block, **shape._asdict())
-        return _made(of_kept, kept)
+    if chosen is not None:
+        maker_of_chosen = maker_of(chosen, mask, shape, block)
+        if maker_of_chosen is None:
+            return BlockIndex.from_mask(_whole(chosen, mask, block), block=block, **shape._asdict())
+        return _made(maker_of_chosen, chosen)
     contents = mask_contents(mask, layout_key)
     maker = None if key is None or contents is None else _maker(key, mask, shape, block)
     if contents is None or maker is None:
@@ -142,16 +142,16 @@ def index_of(
 
 
 def repeated_index(mask: Any, arguments: tuple[Any, ...]) -> tuple[Hashable, BlockIndex | None]:
-    """The key of an index of a mask, and the index if one of a mask that lies alike was made with these arguments.
+    """Return the key of an index of a mask, and the index if an earlier call had these arguments and the same layout.
 
-    Nothing is checked: equal keys mean that the call was made before. The key is None where calls are not remembered.
+    Nothing is checked: equal keys mean that an identical call passed. The key is None if the call cannot be cached.
     """
     contents = mask_contents(mask, layout_key)
     if contents is None:
         return None, None
     try:
         key = "index", contents.key, repr(arguments)  # 1 and True differ
-    except ValueError:  # an int of more digits than Python writes, which is refused
+    except ValueError:  # an int with more digits than Python converts to str, which is refused elsewhere
         return None, None
     cached: tuple[_Maker | None] | None = CALLS.get(key)
     if cached is None or cached[0] is None:
@@ -160,7 +160,7 @@ def repeated_index(mask: Any, arguments: tuple[Any, ...]) -> tuple[Hashable, Blo
 
 
 def _made(maker: _Maker, *arrays: Array) -> BlockIndex:
-    """The index of chosen blocks, or of a mask, of arrays on the current device."""
+    """Return the index of chosen blocks, or of a mask, from arrays on the current device."""
     target = gpu.current_target()
     stream = target.current_stream()
     if stream.is_capturing():
@@ -170,9 +170,9 @@ def _made(maker: _Maker, *arrays: Array) -> BlockIndex:
 
 
 def index_of_mask(mask: Mask, shape: MaskShape, block: tuple[int, int], target: gpu.Gpu) -> BlockIndex:
-    """The index of a mask that holds arrays on the device of `target`.
+    """Return the index of a mask that holds arrays on the device of `target`.
 
-    An index of another mask than `evaluated_source` reads in blocks needs, for a time, a byte for each element.
+    If `evaluated_source` cannot read the mask by blocks, this temporarily needs one byte per element.
     """
     mask, xp = mask.resolve(shape), mask_namespace(mask)
     if 0 in (shape.num_batch, *shape[1:]):
@@ -189,29 +189,29 @@ def index_of_mask(mask: Mask, shape: MaskShape, block: tuple[int, int], target: 
     return _of_arrays(source, lists, lo, hi)
 
 
-def _whole(kept: Array, mask: Mask, block: tuple[int, int]) -> Mask:
-    pattern = BlockPattern(kept, block)
+def _whole(chosen: Array, mask: Mask, block: tuple[int, int]) -> Mask:
+    pattern = BlockPattern(chosen, block)
     return pattern if mask == Band() else pattern & mask
 
 
-def index_key(device: int, kept: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> Hashable:
-    """Key of how an index is made, without the blocks chosen; None where the contents of the mask may change."""
+def index_key(device: int, chosen: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> Hashable:
+    """Return the key of an index maker, which does not depend on the chosen blocks; None if the mask may change."""
     try:
-        return "index", device, tuple(kept.shape), tuple(kept.strides), content(mask), shape, block
+        return "index", device, tuple(chosen.shape), tuple(chosen.strides), content(mask), shape, block
     except TypeError:
         return None
 
 
-def maker_of(kept: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> IndexMaker | None:
-    """Return the maker of indices of blocks that lie as these do; None where the kernels do not serve them."""
-    key = index_key(nvrtc.current_device()[1], kept, mask, shape, block)
-    maker = None if key is None else _maker(key, _whole(kept, mask, block), shape, block)
+def maker_of(chosen: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> IndexMaker | None:
+    """Return the maker of indices of chosen blocks with this layout, or None if no kernel supports them."""
+    key = index_key(nvrtc.current_device()[1], chosen, mask, shape, block)
+    maker = None if key is None else _maker(key, _whole(chosen, mask, block), shape, block)
     assert not isinstance(maker, IntervalIndexMaker)
     return maker
 
 
 def _maker(key: Hashable, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> _Maker | None:
-    """The maker of indices of masks that lie as one does, from the cache; None where the kernels do not serve them."""
+    """Return the maker of indices of masks with this layout, from the cache; None if no kernel supports them."""
     cached: tuple[_Maker | None] | None = CALLS.get(key)
     if cached is None:
         cached = (_new_maker(mask.resolve(shape), shape, block),)
@@ -220,11 +220,11 @@ def _maker(key: Hashable, mask: Mask, shape: MaskShape, block: tuple[int, int]) 
 
 
 def _new_maker(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> _Maker | None:
-    """The maker of indices of resolved masks that lie as one does."""
-    target, found = gpu.current_target(), ListSource.of(mask, shape, block)
-    if found is not None:
+    """Return a new maker of indices of resolved masks with this layout."""
+    target, listed = gpu.current_target(), ListSource.of(mask, shape, block)
+    if listed is not None:
         gpu.compile_kernels(LIST_SPECS.values(), target)
-        return IndexMaker(found[0], target)
+        return IndexMaker(listed[0], target)
     intervals = IntervalSource.of(mask, shape, None)
     if intervals is None:
         return None

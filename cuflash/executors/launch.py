@@ -1,4 +1,4 @@
-"""Launches the kernels of a pass on a machine: the one way for GPUs and for the simulator."""
+"""Launching the kernels of a pass on a machine: the same code serves GPUs and the simulator."""
 
 from __future__ import annotations
 
@@ -23,59 +23,59 @@ from .workspaces import SeparateWorkspaces, Workspaces
 
 
 class BoundCall(Protocol):
-    """A pass on arrays of one layout: it takes them in order, and returns the results that it allocates."""
+    """A pass on arrays of one layout: takes the arrays in order, and returns the results that it allocates."""
 
     def __call__(
         self, *arrays: Array, numbers: Sequence[int] = (), check: Check | None = None
     ) -> Sequence[Array]: ...
 
 
-PACKET_BYTES = 16  # of a store of neighbouring elements
+PACKET_BYTES = 16  # written by one store of neighboring elements
 
 
 class Lists:
-    """The arrays of a work list where kernels read them, by name; here they are ready at any time."""
+    """The arrays of a work list in memory that kernels can read, by name; of this class they are always ready."""
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         self.arrays = arrays
 
     def use(self, stream: Any) -> None:
-        """Prepare the arrays for kernels that are launched on a stream."""
+        """Prepare the arrays for kernels to be launched on a stream."""
 
 
 class LaunchTarget(Protocol):
     """A device that runs kernels: a GPU or the simulator."""
 
     def address(self, array: Array) -> int:
-        """The address of an array's first element, as a kernel sees it."""
+        """Return the address of an array's first element, as a kernel sees it."""
 
     def set_zero(self, array: Array) -> None:
-        """Set an array to zeros, on the current stream."""
+        """Set an array to zeros on the current stream."""
 
     def stream(self) -> Any:
-        """The current stream, on which arrays are allocated."""
+        """Return the current stream, on which arrays are allocated."""
 
     def workspaces(self, needs: Mapping[str, Workspace]) -> SeparateWorkspaces | Workspaces:
-        """The memory of the workspaces of a pass."""
+        """Return the memory of the workspaces of a pass."""
 
     def maker(self, shape: tuple[int, ...], dtype: Any, axes: Sequence[int] | None = None) -> Callable[[], Array]:
-        """Return a function that allocates an array, its axes in memory from the outermost inwards."""
+        """Return a function that allocates an array; `axes` is the order of its axes in memory, outermost first."""
 
     def lists(self, work: WorkList) -> Lists:
-        """The arrays of a work list, put where kernels can read them."""
+        """Return the arrays of a work list, in memory that kernels can read."""
 
     def tensor_map(self, tiles: BoxedArray) -> Template:
-        """The tensor map, but for its address, of arrays of one layout."""
+        """Return the tensor map of arrays of one layout, without the address."""
 
     def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Any], None]:
-        """A function (arguments, stream) that launches a kernel and leaves nothing that reads the arguments."""
+        """Return a function (arguments, stream) that launches a kernel; then the arguments may be reused."""
 
     def wait(self, launch: Launch) -> None:
-        """Wait until a launch has ended; raises RuntimeError where it failed."""
+        """Wait until a launch has ended; raise RuntimeError if it failed."""
 
 
 class Machine(LaunchTarget, Protocol):
-    """A device that runs kernels on arrays of one library, for which passes are bound."""
+    """A device that runs kernels on one library's arrays, and for which passes are bound."""
 
     @property
     def executor(self) -> str:
@@ -96,26 +96,26 @@ class Machine(LaunchTarget, Protocol):
         """Return an object with an array's shape, dtype, strides and address under CuPy's names."""
 
     def keep_captured(self, plan: KernelPlan, arrays: Iterable[Array], pins: bool) -> None:
-        """Hold what a captured call allocated, and with `pins` its plan, since each replay writes there."""
+        """Hold the arrays that a captured call allocated, and with `pins` its plan, since each replay uses them."""
 
 
 class BoundPass:
-    """The launches of a record on a machine; they need nothing but the addresses of arrays.
+    """The launches of a record on a machine; a call only adds the addresses of arrays.
 
     Attributes
     ----------
     record : LaunchRecord
     works : sequence of WorkList
     lists : dict of arrays by name
-        Those of the works, where kernels read them.
+        The arrays of the works, in memory that kernels can read.
 
     Parameters
     ----------
     record : LaunchRecord
     target : LaunchTarget
-        What runs the kernels; they are compiled now.
+        The device that runs the kernels; they are compiled immediately.
     works : sequence of WorkList
-        Whose arrays kernels read.
+        The work lists whose arrays the kernels read.
     """
 
     def __init__(self, record: LaunchRecord, target: LaunchTarget, works: Sequence[WorkList] = ()) -> None:
@@ -134,14 +134,14 @@ class BoundPass:
         cls, plan: KernelPlan, kernels: Pass, views: Sequence[View], target: LaunchTarget,
         unwanted: Mapping[str, Workspace] = MappingProxyType({}),
     ) -> BoundPass:  # fmt: skip
-        """The launches of a pass of attention over arrays of one layout.
+        """Build the launches of a pass of attention over arrays of one layout.
 
         Parameters
         ----------
         views : sequence of View
             The layouts of operands and results.
         unwanted : dict of Workspace by name
-            Results that no caller wants.
+            Results that the caller does not need.
         """
         if any(launch.spec.finishes_dq for launch in kernels.launches.values()):
             _require_whole_packets(views)
@@ -153,22 +153,22 @@ class BoundPass:
         cls, kernels: Pass, arrays: Mapping[str, Array | None], names: Sequence[str], target: LaunchTarget,
         work: WorkList | None = None,
     ) -> BoundPass:  # fmt: skip
-        """The launches of a pass, as `pass_record` takes them."""
+        """Build the launches of a pass; parameters as for `pass_record`."""
         return cls(pass_record(kernels, arrays, names, target, work), target, [] if work is None else [work])
 
     def __call__(
         self, arrays: Sequence[Array], stream: Any, check: Check | None = None, numbers: Sequence[int] = ()
     ) -> list[Array]:
-        """Launch the kernels on arrays in the order of the names; returns what holds the workspaces, for a capture."""
+        """Launch the kernels on arrays in the order of the names; return the workspace arrays, for a capture."""
         for i, _ in self.record.zeroed:
             self._target.set_zero(arrays[i])
         addresses = [*map(self._target.address, arrays), *numbers]
         return self.launch(addresses, stream) if check is None else self._checked(arrays, addresses, stream, check)
 
     def launch(self, addresses: Sequence[int], stream: Any) -> list[Array]:
-        """Launch the kernels on arrays at these addresses, which numbers follow; results are not set to zero.
+        """Launch the kernels on arrays at these addresses, followed by numbers; results are not set to zero first.
 
-        Returns what holds the workspaces, for a capture.
+        Returns the workspace arrays, to be held by a capture.
         """
         workspaces = self._workspaces
         if workspaces is not None:
@@ -186,13 +186,13 @@ class BoundPass:
         return taken.arrays
 
     def wait(self) -> None:
-        """Wait until all launches have ended; raises RuntimeError where one failed."""
+        """Wait until all launches have ended; raise RuntimeError if one failed."""
         self._target.wait(self.record.kernels[-1].launch)
 
     def _checked(
         self, arrays: Sequence[Array], addresses: Sequence[int], stream: Any, check: Check
     ) -> list[Array]:
-        """Launch the kernels one by one, wait for each, and check the arrays that it wrote."""
+        """Launch the kernels one at a time, wait for each, and check the arrays that it wrote."""
         for work in self.works:
             if not isinstance(work, WorkAtCall):
                 check_lists(work, self.lists)
@@ -214,18 +214,18 @@ def pass_record(
     kernels: Pass, arrays: Mapping[str, Array | None], names: Sequence[str], target: LaunchTarget,
     work: WorkList | None = None,
 ) -> LaunchRecord:  # fmt: skip
-    """The launches of a pass whose records its features describe.
+    """Return the launches of a pass whose records are described by its features.
 
     Parameters
     ----------
     arrays : dict by name
-        Those whose layout or address the records hold; None where the kernels take none.
+        The arrays whose layouts or addresses the records hold; None for those that the kernels do not use.
     names : sequence of str
-        The arrays, or workspaces, whose addresses each call gives, in this order. Only their layouts matter.
+        The arrays, or workspaces, whose addresses each call supplies, in this order. Only their layouts matter.
     target : LaunchTarget
-        Where the arrays are.
+        The device of the arrays.
     work : WorkList, optional
-        Its arrays are among those that kernels read.
+        Its arrays are among those that the kernels read.
     """
     views = {name: View.of(name, array) for name, array in arrays.items() if array is not None}
     held = {name: arrays[name] for name in views if name not in names}
@@ -238,12 +238,12 @@ def pass_record(
 
 
 def _require_whole_packets(views: Sequence[View]) -> None:
-    """Refuse a dQ whose rows do not start at multiples of 16 bytes, which kernels that finish dQ store at a time.
+    """Refuse a dQ whose rows do not start at multiples of 16 bytes, the size of one store of kernels that finish dQ.
 
     Raises
     ------
     ValueError
-        A stride of dq is no such multiple. The library's own results never are so.
+        A stride of dq is not a multiple of 16 bytes. Arrays that the library allocates always comply.
     """
     for view in views:
         if view.name == "dq" and any(step % PACKET_BYTES for step in view.strides[:-1]):
@@ -258,7 +258,7 @@ def run(
     check: Check | None = None,
     numbers: Sequence[int] = (),
 ) -> list[Array]:
-    """Launch a pass once on operands and results by name; returns what holds its workspaces."""
+    """Launch a pass once on operands and results by name; return its workspace arrays."""
     views = tuple(View.of(name, array) for name, array in arrays.items())
     bound = BoundPass.of_plan(plan, kernels, views, target)
     return bound(list(arrays.values()), target.stream(), check, numbers)

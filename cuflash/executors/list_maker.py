@@ -1,4 +1,4 @@
-"""Makes what the work of calls reads, at each call on a device: one allocation and some kernels, and nothing waits."""
+"""Work lists built at each call on a device, with one allocation and a few kernels, and without waiting."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .launch import BoundPass, LaunchTarget
 
 
 class ListMaker:
-    """Kernels that list the blocks, join the lists, or find the row intervals, of masks of one layout.
+    """Kernels that list the blocks, join the lists, or compute the row intervals, of masks of one layout.
 
     Attributes
     ----------
     launches : BoundPass
-        For the addresses of arrays and of the bytes that hold the lists.
+        Takes the addresses of the mask's arrays and of the bytes that hold the lists.
     allocate : callable
-        Makes these bytes.
+        Allocates these bytes.
 
     Parameters
     ----------
     source : ListSource, IntervalSource or UnionSource
     target : LaunchTarget
-        What runs the kernels; they are compiled now.
+        The device that runs the kernels; they are compiled immediately.
     """
 
     def __init__(self, source: ListSource | IntervalSource | UnionSource, target: LaunchTarget) -> None:
@@ -37,7 +37,7 @@ class ListMaker:
         self._address = target.address
 
     def __call__(self, arrays: Iterable[int], stream: Any) -> Array:
-        """Launch the kernels on arrays at these addresses; return the bytes that hold the lists once they have run."""
+        """Launch the kernels on arrays at these addresses; return the bytes that will hold the lists on the stream."""
         lists = self.allocate()
         self.launches.launch((*arrays, self._address(lists)), stream)
         return lists

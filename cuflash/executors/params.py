@@ -1,4 +1,4 @@
-"""Fill the records that a launch passes to kernels of attention from arrays, a problem and its work."""
+"""The records that attention kernels receive, filled from arrays, a problem and its work."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from ..planning.plan import KernelPlan
 from ._records import Argument, LaunchRecord, View
 from .tensor_map import BoxedArray, Template
 
-_MAP_BATCH_AXES = 2  # a tensor map has five axes; further ones take a launch for each of their entries
-_NO_STRIDE = -1  # rows that all are the same have no tensor map
+_MAP_BATCH_AXES = 2  # a tensor map has five axes; more batch axes need a launch for each of their entries
+_NO_STRIDE = -1  # broadcast rows have no tensor map
 
 
 def attention_record(
     plan: KernelPlan, kernels: Pass, views: Sequence[View], tensor_map: Callable[[BoxedArray], Template],
     lists: Mapping[str, int], unwanted: Mapping[str, Workspace] = MappingProxyType({}),
 ) -> LaunchRecord:  # fmt: skip
-    """The launches of a pass of attention over arrays of some layouts.
+    """Return the launches of a pass of attention over arrays of these layouts.
 
     Parameters
     ----------
     views : sequence of View
-        Of the arrays that calls give, in their order.
+        The layouts of the arrays whose addresses calls supply, in their order.
     tensor_map : callable
-        Makes tensor maps.
+        Builds tensor maps.
     lists : dict of int by name
         The addresses of the work list's arrays.
     unwanted : dict of Workspace by name
-        Results that no caller wants.
+        Results that the caller does not need.
     """
     workspaces = {**unwanted, **kernels.workspaces}
     every = *views, *(View.of_new(name, workspace) for name, workspace in workspaces.items())
@@ -55,9 +55,9 @@ def attention_record(
 def templates_of(
     plan: KernelPlan, kernels: Pass, views: Sequence[View], tensor_map: Callable[[BoxedArray], Template]
 ) -> list[dict[str, Argument]]:
-    """The records of a pass by name, with "params" and "maps" before those of its features.
+    """Return the records of a pass by name, with "params" and "maps" before those of its features.
 
-    There is more than one of each where leading axes do not fold into `BATCH_AXES`: a launch each.
+    If leading axes do not fold into `BATCH_AXES`, there are several sets of records, with one launch each.
     """
     problem, features = plan.problem, (_params(plan), *kernels.features)
     tables = {AT_CALL} | {name for feature in features for name in feature.tables}
@@ -95,7 +95,7 @@ def templates_of(
 
 
 def _params(plan: KernelPlan) -> Feature:
-    """The record PARAMS but for arrays and what depends on their layouts."""
+    """Return the record PARAMS without the arrays and the fields that depend on their layouts."""
     problem, kernels = plan.problem, plan.kernels
     assert kernels is not None
     sizes = ("num_heads", "group_size", "seqlen_q", "seqlen_kv", "head_dim", "value_dim")
@@ -113,7 +113,7 @@ def _params(plan: KernelPlan) -> Feature:
 
 
 def _put_dq_numbers(shape: Any, plan: KernelPlan, num_kv_heads: int) -> None:
-    """Say whose dQ is finished in order, and how far tiles lead and lag, if there is an order."""
+    """Set which heads finish dQ in a fixed order, and how far tiles lead and lag, if there is an order."""
     assert plan.kernels is not None
     order: DqSemaphoreOrder | None = plan.kernels.order.dq
     if order is not None:
@@ -122,7 +122,7 @@ def _put_dq_numbers(shape: Any, plan: KernelPlan, num_kv_heads: int) -> None:
 
 
 def _strides(view: View, plan: KernelPlan) -> tuple[int, ...]:
-    """Strides in elements over (*batch, heads, rows, columns), 0 where an axis is broadcast or not there."""
+    """Return strides in elements over (*batch, heads, rows, columns), 0 for broadcast or missing axes."""
     problem = plan.problem
     if view.name in HEAD_VECTORS:
         of_axes = [0 if extent == 1 else step // view.dtype.itemsize for step, extent in zip(view.strides, view.shape)]
@@ -141,7 +141,7 @@ def _strides(view: View, plan: KernelPlan) -> tuple[int, ...]:
 def _boxed(
     view: View, plan: KernelPlan, batch: Sequence[tuple[int, int]], steps: Sequence[int], box: tuple[int, int]
 ) -> BoxedArray:
-    """An array [batch, batch, heads, rows, columns] as boxes."""
+    """Return an array [batch, batch, heads, rows, columns] as boxes."""
     heads = plan.problem.num_heads if view.name in ("q", "do", "o") else plan.problem.num_kv_heads
     axes = *batch, (heads, steps[0]), (view.shape[-2], steps[1] or _NO_STRIDE), (view.shape[-1], steps[2])
     shape, strides = zip(*((extent, step * view.dtype.itemsize) for extent, step in axes))
@@ -149,7 +149,7 @@ def _boxed(
 
 
 def _folded(batch: tuple[int, ...], strides: list[tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:
-    """Leading axes as (extent, a stride for each array), neighbours joined where all arrays step through both alike."""
+    """Return leading axes as (extent, stride for each array); neighbors are joined if every array allows it."""
     axes: list[tuple[int, tuple[int, ...]]] = []
     for extent, steps in zip(batch, zip(*strides)):
         if extent == 1:
@@ -162,7 +162,7 @@ def _folded(batch: tuple[int, ...], strides: list[tuple[int, ...]]) -> list[tupl
 
 
 def _work(work: WorkList) -> dict[str, int]:
-    """The numbers of a work list's record."""
+    """Return the numbers of a work list's record."""
     if isinstance(work, IntervalWork):
         lower, upper = (None, None) if work.band is None else (work.band.lower, work.band.upper)
         (batch, num_heads, _), of_rows = (1, 1, 0) if work.lo is None else work.lo.shape, leading_strides(work.lo)

@@ -1,4 +1,4 @@
-"""Launches the kernels of selectors on the current CUDA device, without a wait."""
+"""Selector kernels launched on the current CUDA device, without waiting."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Step = tuple[Pass | BoundPass, Mapping[str, str]]
 def chosen(
     rule: ChoiceRule, scores: Array, shares: Array | None, allowed: Array | None = None, forced: Array | None = None
 ) -> Array:
-    """Choose blocks of each row by the kernel.
+    """Choose blocks of each row with the kernel.
 
     Parameters
     ----------
@@ -34,9 +34,9 @@ def chosen(
     scores : CuPy array [..., rows, columns]
         Float32 or float64.
     shares : CuPy array of that shape and dtype, optional
-        What counts for the rule's mass; each block counts alike unless it is given.
+        The amounts that count toward the rule's mass; default: each block counts equally.
     allowed, forced : CuPy bool arrays that broadcast against them, optional
-        Blocks that may be kept, and blocks that must be if they may, beside those that the rule names.
+        Blocks that may be kept, and blocks that must be kept if allowed, in addition to those that the rule names.
 
     Returns
     -------
@@ -57,37 +57,37 @@ def chosen(
         kernels = rule.kernels(scores.shape, scores.dtype, gpu.current_device().tile_memory_bytes)
         chooser = bound_kernel(kernels, target, ("scores", "shares", "allowed", "forced", "kept"))
         CALLS.put(key, chooser)
-    given = [xp.ascontiguousarray(scores), None if shares is None else xp.ascontiguousarray(shares)]
+    inputs = [xp.ascontiguousarray(scores), None if shares is None else xp.ascontiguousarray(shares)]
     for each in (allowed, forced):
-        given.append(None if each is None else xp.ascontiguousarray(xp.broadcast_to(each, scores.shape)))
-    kept = xp.empty(scores.shape, bool)
-    chooser.launch([0 if each is None else target.address(each) for each in (*given, kept)], target.stream())
-    return kept
+        inputs.append(None if each is None else xp.ascontiguousarray(xp.broadcast_to(each, scores.shape)))
+    result = xp.empty(scores.shape, bool)
+    chooser.launch([0 if each is None else target.address(each) for each in (*inputs, result)], target.stream())
+    return result
 
 
 def bound_kernel(kernels: Pass, target: gpu.Gpu, names: Sequence[str] = ()) -> BoundPass:
-    """A kernel, compiled now, that takes the addresses of what it reads and then of what it writes.
+    """Return a kernel, compiled now, that takes the addresses of the arrays it reads and then those it writes.
 
     Parameters
     ----------
     kernels : Pass
-        Of one launch.
+        A pass with one launch.
     target : Gpu
     names : sequence of str, optional
-        The arrays whose addresses the kernel takes instead.
+        The arrays whose addresses the kernel takes, if not those it reads and writes.
     """
     gpu.compile_kernels(kernels.specs.values(), target)
     return BoundPass.of(kernels, {}, names or arrays_of(kernels), target)
 
 
 def arrays_of(kernels: Pass) -> tuple[str, ...]:
-    """The arrays of a pass of one launch: those that it reads, and then those that it writes."""
+    """Return the arrays of a pass with one launch: first those that it reads, then those that it writes."""
     (launch,) = kernels.launches.values()
     return (*launch.reads, *launch.writes)
 
 
 def drawn(shape: tuple[int, ...], seed: int) -> Array:
-    """Draw scores for the blocks of a grid by the kernel, on the current device."""
+    """Draw random scores for the blocks of a grid with the kernel, on the current device."""
     target = gpu.current_target()
     numbers = gpu.namespace().empty(shape, np.float32)
     bound_kernel(drawing(shape, seed), target).launch((target.address(numbers),), target.stream())
@@ -95,20 +95,20 @@ def drawn(shape: tuple[int, ...], seed: int) -> Array:
 
 
 class Selection:
-    """A selection of blocks by kernels alone, for q and k of one layout.
+    """A selection of blocks that only launches kernels, for q and k of one layout.
 
-    Its kernels share memory that the stream keeps. A call allocates the lists of the index and nothing else.
+    Its kernels share memory that the stream keeps. A call allocates only the lists of the index.
 
     Parameters
     ----------
     steps : sequence of (Pass or BoundPass, dict of str by name)
-        The kernels, compiled now, each with the names that its arrays have here, where these are others. They read q
-        and k, and write to the workspaces, at last to "kept".
+        The kernels, compiled immediately, each with new names for those of its arrays that are renamed. They read q
+        and k, and write to the workspaces; the last one writes "kept".
     workspaces : dict of Workspace by name
     make_index : IndexMaker
     target : Gpu
     prepare : callable (q, k), optional
-        Makes the arrays that are read in place of q and k.
+        Computes the arrays that the kernels read instead of q and k.
     """
 
     def __init__(
@@ -131,48 +131,48 @@ class Selection:
         self._captured: list[Array] = []
 
     def __call__(self, q: Array, k: Array) -> BlockIndex:
-        """The blocks chosen, in an index on the device."""
+        """Return an index on the device of the chosen blocks."""
         stream = self._current_stream()
         if self._prepare is not None:
             q, k = self._prepare(q, k)
         lists = self._allocate()
         taken = self._launches.launch((self._address(q), self._address(k), self._address(lists)), stream)
-        if stream.is_capturing():  # each replay writes there, and reads what lists are made of
+        if stream.is_capturing():  # each replay writes to the lists, and reads their inputs
             self._captured += [*taken, q, k]
             gpu.hold(self)
         return self._make_index(lists)
 
 
 class FixedSelection:
-    """A selection of blocks that depend on the layout of q and k alone: a call makes their index, and chooses nothing.
+    """A selection of blocks that depends only on the layout of q and k: a call builds the index without choosing.
 
-    Each index is a new one, since a caller may write to the arrays of an index on a device.
+    Each call returns a new index, since a caller may write to the arrays of an index on a device.
 
     Parameters
     ----------
-    kept : NumPy bool array [num_q_blocks, num_kv_blocks]
-        The blocks that every head keeps. They are copied to the device now.
+    chosen : NumPy bool array [num_q_blocks, num_kv_blocks]
+        The blocks that every head keeps. They are copied to the device immediately.
     maker_of : callable
-        Returns what makes the index of blocks that lie as a given array of the device does, or None.
+        Returns the index maker for chosen blocks with the layout of a device array, or None.
     target : Gpu
     """
 
-    def __init__(self, kept: Any, maker_of: Callable[[Array], IndexMaker | None], target: gpu.Gpu) -> None:
-        self._lists = target.guarded(self, {"kept": target.sent(kept)})
+    def __init__(self, chosen: Any, maker_of: Callable[[Array], IndexMaker | None], target: gpu.Gpu) -> None:
+        self._lists = target.guarded(self, {"kept": target.sent(chosen)})
         self._make_index = maker_of(self._lists.arrays["kept"])
         self._address = target.mask_address(self._lists.arrays["kept"])
         self._current_stream = target.current_stream
 
     @property
     def makes_index(self) -> bool:
-        """Return whether there are kernels that make the index."""
+        """True if there are kernels that build the index."""
         return self._make_index is not None
 
     def __call__(self, q: Array, k: Array) -> BlockIndex:
-        """The blocks, in a new index on the device."""
+        """Return the blocks in a new index on the device."""
         assert self._make_index is not None
         stream = self._current_stream()
         self._lists.use(stream)
-        if stream.is_capturing():  # each replay reads the blocks, and what lists are made of
+        if stream.is_capturing():  # each replay reads the blocks and the inputs of the lists
             gpu.hold(self)
         return self._make_index(self._address, stream)

@@ -1,4 +1,4 @@
-"""The `sim` executor: a plan's kernels on the simulator, from the text that a GPU runs."""
+"""The `sim` executor: a plan's kernels on the simulator, built from the source that a GPU runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .workspaces import SeparateWorkspaces
 
 
 class _NoStream:
-    """The stream of a machine that has ended each launch before the next one starts."""
+    """The stream of a machine on which each launch ends before the next one starts."""
 
     ptr = 0
 
@@ -38,16 +38,16 @@ _NO_STREAM = _NoStream()
 
 @dataclass(frozen=True)
 class Simulator:
-    """The host, as what runs kernels; tests give it a hostile schedule or a sanitizer.
+    """The host as a machine that runs kernels; tests set an adversarial schedule or a sanitizer.
 
     Attributes
     ----------
     schedule : sim.Schedule
-        In which order threads run and copies arrive.
+        The order in which threads run and copies arrive.
     sanitize : "", "address", "undefined", "thread" or "blocks"
         As in `sim.build`.
     time_limit : float
-        Seconds for each launch.
+        Time limit of each launch in seconds.
     """
 
     executor: ClassVar[str] = "sim"
@@ -63,7 +63,7 @@ class Simulator:
         array.fill(0)
 
     def stream(self) -> _NoStream:
-        """Return the stream of all launches, each of which ends before it returns."""
+        """Return the stream of all launches; each launch has ended when it returns."""
         return _NO_STREAM
 
     @property
@@ -71,7 +71,7 @@ class Simulator:
         return self.stream
 
     def prepare(self, kernels: Pass) -> None:
-        """Compile nothing: a kernel is compiled when it is launched."""
+        """Skip compilation: a kernel is compiled when it is launched."""
 
     def maker(self, shape: tuple[int, ...], dtype: Any, axes: Sequence[int] | None = None) -> Callable[[], Array]:
         """Return a function that allocates an array."""
@@ -82,7 +82,7 @@ class Simulator:
         return array
 
     def keep_captured(self, plan: KernelPlan, arrays: Iterable[Array], pins: bool) -> None:
-        """Keep nothing: the simulator has no captures."""
+        """Hold nothing: the simulator has no captures."""
 
     def workspaces(self, needs: Mapping[str, Workspace]) -> SeparateWorkspaces:
         return SeparateWorkspaces(needs, _workspace, self.address)
@@ -104,11 +104,11 @@ class Simulator:
         kernel((grid,), spec.num_threads, arguments, shared_bytes, self.schedule, time_limit=self.time_limit)
 
     def wait(self, launch: Launch) -> None:
-        """Launches have ended already."""
+        """Return immediately: launches have already ended."""
 
 
 def _workspace(workspace: Workspace) -> Array:
-    """An array with every bit set where a kernel must write before another reads: NaN, if it is a float."""
+    """Return an array with all bits set, NaN for floats, unless kernels need zeros: they must write before reading."""
     fill = 0 if workspace.is_zeroed else 0xFF
     return np.full(workspace.nbytes, fill, np.uint8).view(workspace.dtype).reshape(workspace.shape)
 
@@ -122,18 +122,18 @@ _SIMULATOR = Simulator()
 
 
 def bind(
-    plan: KernelPlan, name: str, given: Mapping[str, Array], results: Mapping[str, ShapeDtype], **options: Any
+    plan: KernelPlan, name: str, inputs: Mapping[str, Array], results: Mapping[str, ShapeDtype], **options: Any
 ) -> BoundCall:
     """Return the function that runs a pass on the simulator, as `gpu.bind` does on a GPU.
 
-    The pass is bound once for each simulator that stands in for the usual one, as tests have it.
+    The pass is bound once for each simulator, since tests replace `_SIMULATOR`.
     """
     bound: dict[Simulator, BoundCall] = {}
 
     def call(*arrays: Array, numbers: Sequence[int] = (), check: Check | None = None) -> Sequence[Array]:
         machine = _SIMULATOR
         if machine not in bound:
-            bound[machine] = gpu.bind(plan, name, given, results, **options, machine=machine)
+            bound[machine] = gpu.bind(plan, name, inputs, results, **options, machine=machine)
         return bound[machine](*arrays, numbers=numbers, check=check)
 
     return call

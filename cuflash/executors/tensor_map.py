@@ -1,4 +1,4 @@
-"""Tensor maps: the 128 bytes by which a kernel has the tensor memory accelerator copy tiles of an array."""
+"""Tensor maps: the 128 bytes that tell the tensor memory accelerator (TMA) how to copy tiles of an array."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ BYTES = 128
 _MAGIC = 0x70616D726F736E65
 _MAX_STRIDE_BYTES = 1 << 40
 _MAX_BOX = 256  # elements along an axis
-# as in sim/runtime/bulk.cpp, where integers are of no kind that is added
+# In the order of sim/runtime/bulk.cpp, which does not support reductions of integers.
 _TYPES = {np.dtype(np.uint8): "UINT8"} | {each.numpy: each.tensor_map for each in KNOWN_DTYPES if each.tensor_map}
 _SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
-# Map in sim/runtime/bulk.cpp.
+# The struct `Map` in sim/runtime/bulk.cpp.
 _SIMULATED = np.dtype(
     [
         ("magic", np.uint64),
@@ -36,7 +36,7 @@ _SIMULATED = np.dtype(
 
 
 class BoxedArray(NamedTuple):
-    """An array, wherever it lies, as boxes that one instruction copies.
+    """An array, at any address, as boxes that one instruction copies.
 
     >>> boxed = BoxedArray(np.dtype(np.float16), (2, 100, 64), (12800, 128, 2), box=(1, 32, 64), swizzle_bytes=128)
     >>> boxed.reasons(address=4096)
@@ -49,9 +49,9 @@ class BoxedArray(NamedTuple):
     shape, strides : tuple of 2 to 5 ints
         Strides in bytes. The last axis is dense; the stride of an axis of one element does not matter.
     box : tuple of ints
-        Elements along each axis that one copy moves, 256 at most; what lies beyond the array is read as zeros.
+        Elements along each axis that one copy moves, at most 256; elements outside the array are read as zeros.
     swizzle_bytes : 0, 32, 64 or 128
-        Width of rows in shared memory whose 16-byte chunks are permuted; a box is no wider.
+        Width of rows in shared memory whose 16-byte chunks are permuted; rows of a box must not be wider.
     """
 
     dtype: np.dtype[np.generic]
@@ -62,15 +62,15 @@ class BoxedArray(NamedTuple):
 
     @property
     def outer_strides(self) -> tuple[int, ...]:
-        """Strides in bytes of all axes but the last."""
+        """Strides in bytes of all axes except the last."""
         return tuple(stride if size != 1 else 16 for size, stride in zip(self.shape[:-1], self.strides[:-1]))
 
     def reasons(self, address: int) -> list[str]:
-        """Why hardware cannot copy boxes of an array that starts at this address."""
+        """Return why hardware cannot copy boxes of an array that starts at this address."""
         reasons = []
         width = self.box[-1] * self.dtype.itemsize
         if not 2 <= len(self.shape) <= 5 or not len(self.shape) == len(self.strides) == len(self.box):
-            reasons.append(f"an array must have 2 to 5 axes and a box as many; got {self.shape} and {self.box}")
+            reasons.append(f"an array must have 2 to 5 axes and a box the same number; got {self.shape} and {self.box}")
         if self.dtype not in _TYPES:
             reasons.append(f"dtype must be float16, bfloat16, float32 or uint8; got {self.dtype}")
         if not all(1 <= size < 2**32 for size in self.shape):
@@ -89,12 +89,12 @@ class BoxedArray(NamedTuple):
 
 
 def simulated(boxed: BoxedArray, address: int) -> Any:
-    """The tensor map of an array for a simulated kernel, as a NumPy scalar of 128 bytes.
+    """Return the tensor map of an array for a simulated kernel, as a NumPy scalar of 128 bytes.
 
     Raises
     ------
     ValueError
-        `BoxedArray.reasons`.
+        The reasons of `BoxedArray.reasons`.
     """
     _check(boxed, address)
     rank = len(boxed.shape)
@@ -109,14 +109,14 @@ def simulated(boxed: BoxedArray, address: int) -> Any:
 
 
 def encoded(boxed: BoxedArray, address: int) -> Any:
-    """Make the tensor map of an array on a GPU, by the CUDA driver.
+    """Return the tensor map of an array on a GPU, encoded by the CUDA driver.
 
     Raises
     ------
     ValueError
-        `BoxedArray.reasons`.
+        The reasons of `BoxedArray.reasons`.
     RuntimeError
-        cuda-bindings is missing, or the driver refuses.
+        cuda-bindings is missing, or the driver returns an error.
     """
     _check(boxed, address)
     try:
@@ -139,37 +139,37 @@ def encoded(boxed: BoxedArray, address: int) -> Any:
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if code:
-        raise RuntimeError(f"the driver makes no tensor map of {boxed} at {address:#x}: {code!r}")
+        raise RuntimeError(f"the driver cannot encode a tensor map of {boxed} at {address:#x}: {code!r}")
     return np.frombuffer(ctypes.string_at(encoded_map.getPtr(), BYTES), f"V{BYTES}")[0]
 
 
 class Template(NamedTuple):
-    """A tensor map but for the address: 16 words of 8 bytes, and which of them it is."""
+    """A tensor map without its address: 16 words of 8 bytes, and the offset of the address word."""
 
     words: tuple[int, ...]
     offset: int
 
 
-_ADDRESSES = 0x5A5A_5A5A_5A50, 0x25A5_A5A5_A5A0  # no array has these; they differ in most bits
+_ADDRESSES = 0x5A5A_5A5A_5A50, 0x25A5_A5A5_A5A0  # no array has these addresses; they differ in most bits
 
 
 @lru_cache(maxsize=4096)
 def template(make: Callable[[BoxedArray, int], Any], boxed: BoxedArray) -> Template:
-    """Fields that tensor maps of arrays of one layout share; `make` is `simulated` or `encoded`.
+    """Return the words that tensor maps of arrays of one layout share; `make` is `simulated` or `encoded`.
 
     Raises
     ------
     RuntimeError
-        Maps of two addresses do not differ in one word that holds them, so none can be made of another.
+        Maps of two addresses do not differ in exactly one word that holds the address, so a template is impossible.
     """
     encoded_maps = [np.frombuffer(make(boxed, address).tobytes(), np.uint64).tolist() for address in _ADDRESSES]
     offsets = [offset for offset, (one, other) in enumerate(zip(*encoded_maps)) if one != other]
     if len(offsets) != 1 or tuple(words[offsets[0]] for words in encoded_maps) != _ADDRESSES:
-        raise RuntimeError("this driver keeps addresses of tensor maps where cuflash cannot write: use kernel='sm80'")
+        raise RuntimeError("this driver stores addresses of tensor maps in an unknown format: use kernel='sm80'")
     return Template(tuple(encoded_maps[0]), offsets[0])
 
 
 def _check(boxed: BoxedArray, address: int) -> None:
     reasons = boxed.reasons(address)
     if reasons:
-        raise ValueError(f"no tensor map of {boxed}: {'; '.join(reasons)}")
+        raise ValueError(f"cannot make a tensor map of {boxed}: {'; '.join(reasons)}")

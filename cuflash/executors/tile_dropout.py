@@ -1,4 +1,4 @@
-"""Dropout on tiles of the cpu executor: which weights are dropped, and what that does to weights and gradients."""
+"""Dropout on tiles of the cpu executor: the dropped weights, and their effect on weights and gradients."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ..planning.problem import Problem
 
 
 class Dropped(NamedTuple):
-    """The weights of tiles that are dropped, bool [tiles, keys, queries], and what the others are multiplied by."""
+    """The dropped weights of tiles, bool [tiles, keys, queries], and the factor of the others."""
 
     where: Array
     factor: float
 
     def apply(self, p: Array) -> None:
-        """Set weights that are dropped to 0, in their place; the others are yet to be multiplied by the factor."""
+        """Set dropped weights to 0 in place; the others are multiplied by the factor later."""
         np.copyto(p, 0, where=self.where)
 
     def apply_to_gradients(self, dp: Array) -> None:
-        """The gradient by all weights from that by the weights that are left, in its place."""
+        """Convert the gradient with respect to dropped-out weights into that with respect to all weights, in place."""
         dp *= dp.dtype.type(self.factor)
         np.copyto(dp, 0, where=self.where)
 
 
 @dataclass(frozen=True, eq=False)
 class TileDropout:
-    """A problem's dropout with its seed. Weights are tiles [tiles, keys, queries].
+    """A problem's dropout with its seed, on weights in tiles [tiles, keys, queries].
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class TileDropout:
     numbers : pair of int
         The seed and the offset.
     num_heads : int
-        Query heads of a batch entry.
+        Query heads per batch entry.
     """
 
     draws: Draws
@@ -48,13 +48,13 @@ class TileDropout:
 
     @classmethod
     def of(cls, problem: Problem, numbers: Sequence[int], array: Array | None) -> TileDropout:
-        """Make the dropout of a problem's tiles, by a seed and an offset; an array may hold the seed."""
+        """Create the dropout of a problem's tiles from a seed and an offset; an array may hold the seed."""
         draws, (seed, offset) = problem.dropout, numbers
         assert draws is not None
         return cls(draws, (seed_of(array) if draws.reads_seed else seed, offset), problem.num_heads)
 
     def dropped(self, at: tuple[Array, ...]) -> Dropped:
-        """Return the weights that are dropped, from b, h, i and j of tiles as `tile_scores.coordinates` has them."""
+        """Return the dropped weights from b, h, i and j of tiles, in the format of `tile_scores.coordinates`."""
         b, h, i, j = at
         heads = (b * self.num_heads + h)[:, 0, 0]
         rows, columns = i[:, 0, :], j[:, :, 0]

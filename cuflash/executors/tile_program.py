@@ -1,7 +1,7 @@
-"""Score programs on tiles of the cpu executor, in blocks that stay in a processor's cache.
+"""Score programs on tiles of the cpu executor, evaluated in blocks that fit into a processor's cache.
 
 An instruction that depends on the score, or on both query and key, has a value for each score of a tile. It is computed
-block by block, in the memory of values that are no longer needed. All other instructions are computed once a tile.
+block by block, and reuses the memory of values that are no longer needed. All others are computed once per tile.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from ..scores._primitives import PRIMITIVES
 from ..scores.program import BlockKind, Instruction, Program, depends
 from ..scores.values import Operands, result
 
-_BLOCK = 1 << 17  # number of scores of a block; with fewer, NumPy's calls themselves take as long as the cache saves
+_BLOCK = 1 << 17  # scores per block; for smaller blocks the overhead of NumPy calls exceeds the gain from the cache
 
 
 class Block(NamedTuple):
-    """A part of tiles of scores [tiles, keys, queries], with the values of a program there.
+    """A part of tiles of scores [tiles, keys, queries], with the values of a program on it.
 
     Attributes
     ----------
     tiles, keys : slice
-        The part of both axes; it has all queries.
+        The part along both axes; it contains all queries.
     values : mapping of int to array or number
-        The values of instructions that were asked for, which broadcast against the block. They last until the next
-        block is made.
+        The values of the requested instructions, which broadcast against the block. They are valid until the next
+        block is computed.
     """
 
     tiles: slice
@@ -37,14 +37,14 @@ class Block(NamedTuple):
     values: Mapping[int, Any]
 
     def of(self, x: Any) -> Any:
-        """The part of an array that broadcasts against the tiles; a number is its own part."""
+        """Return the part of an array that broadcasts against the tiles; numbers are returned unchanged."""
         if np.ndim(x) != 3:
             return x
         return x[self.tiles if len(x) > 1 else slice(None), self.keys if x.shape[1] > 1 else slice(None)]
 
 
 class _Step(NamedTuple):
-    """An instruction that has a value for each score, and the number of the memory that the value is written to."""
+    """An instruction with a value for each score, and the index of the memory for that value."""
 
     n: int
     instruction: Instruction
@@ -52,7 +52,7 @@ class _Step(NamedTuple):
 
 
 class _Schedule(NamedTuple):
-    """The instructions computed once a tile, those computed block by block, and the kinds of a block's memories."""
+    """The instructions computed once per tile, those computed block by block, and the kinds of a block's memories."""
 
     of_tile: tuple[int, ...]
     of_block: tuple[_Step, ...]
@@ -60,10 +60,10 @@ class _Schedule(NamedTuple):
 
 
 @lru_cache(maxsize=128)
-def _schedule(program: Program, kept: frozenset[int]) -> _Schedule:
-    """Order a program's instructions; values of `kept` are not overwritten within a block."""
+def _schedule(program: Program, requested: frozenset[int]) -> _Schedule:
+    """Order a program's instructions; values of `requested` are not overwritten within a block."""
     dependencies = depends(program)
-    varies = ["s" in found or {"i", "j"} <= found for found in dependencies]
+    varies = ["s" in inputs or {"i", "j"} <= inputs for inputs in dependencies]
     last_use = {a: n for n, instruction in enumerate(program.instructions) for a in instruction.args if varies[n]}
     memories: list[BlockKind] = []
     free: dict[BlockKind, list[int]] = {"real": [], "int": [], "bool": []}
@@ -72,8 +72,8 @@ def _schedule(program: Program, kept: frozenset[int]) -> _Schedule:
     for n, instruction in enumerate(program.instructions):
         if not varies[n]:
             continue
-        ended = [a for a in {*instruction.args} if last_use[a] == n and a in memory_of and a not in kept]
-        before, after = ([], ended) if instruction.op == "where" else (ended, [])  # `where` writes before it has read
+        ended = [a for a in {*instruction.args} if last_use[a] == n and a in memory_of and a not in requested]
+        before, after = ([], ended) if instruction.op == "where" else (ended, [])  # `where` writes before it reads all
         for a in before:
             free[memories[memory_of[a]]].append(memory_of[a])
         if instruction.op not in ("s", "s_dot", "load"):
@@ -90,7 +90,7 @@ def _schedule(program: Program, kept: frozenset[int]) -> _Schedule:
 
 
 def blocks(
-    program: Program, operands: Operands, s: Array, at: tuple[Array, ...], kept: frozenset[int],
+    program: Program, operands: Operands, s: Array, at: tuple[Array, ...], requested: frozenset[int],
     s_dot: Array | None = None,
 ) -> Iterator[Block]:
     """Evaluate a program on tiles of scores, block by block.
@@ -100,24 +100,24 @@ def blocks(
     program : Program
     operands : Operands
     s : array [tiles, keys, queries]
-        Scores; a block of them may be overwritten once it has come.
+        Scores; a block of them may be overwritten after it is yielded.
     at : tuple of int arrays
-        b, h, i and j as `tile_scores.coordinates` has them.
-    kept : frozenset of int
-        The instructions whose values are asked for.
+        b, h, i and j in the format of `tile_scores.coordinates`.
+    requested : frozenset of int
+        The instructions whose values each block must have.
     s_dot : array [tiles, keys, queries], optional
-        Tangents of the scores, for a program that reads them; they may be overwritten as the scores may.
+        Tangents of the scores, for a program that reads them; they may be overwritten like the scores.
     """
-    schedule, real = _schedule(program, kept), s.dtype.type
+    schedule, real = _schedule(program, requested), s.dtype.type
     b = at[0]
-    given = dict(zip("bhij", at))
+    by_op = dict(zip("bhij", at))
     of_tile: dict[int, Any] = {}
     for n in schedule.of_tile:
         instruction = program.instructions[n]
         args = [of_tile[a] for a in instruction.args]
-        own = given.get(instruction.op)
+        own = by_op.get(instruction.op)
         of_tile[n] = result(program, operands, instruction, args, b, real) if own is None else own
-    read = {a for step in schedule.of_block for a in step.instruction.args}.union(kept).intersection(of_tile)
+    read = {a for step in schedule.of_block for a in step.instruction.args}.union(requested).intersection(of_tile)
     dtypes: dict[BlockKind, Any] = {"real": s.dtype, "int": np.int64, "bool": np.bool}
     memories: list[Array] = []
     for tiles, keys in _parts(s.shape):
@@ -125,24 +125,24 @@ def blocks(
         part = s[tiles, keys]
         if not memories or memories[0].shape != part.shape:
             memories = [np.empty(part.shape, dtypes[kind]) for kind in schedule.memories]
-        found = {n: block.of(of_tile[n]) for n in read}
+        values = {n: block.of(of_tile[n]) for n in read}
         for n, instruction, memory in schedule.of_block:
-            args = [found[a] for a in instruction.args]
+            args = [values[a] for a in instruction.args]
             if instruction.op == "s":
-                found[n] = part
+                values[n] = part
             elif instruction.op == "s_dot":
                 assert s_dot is not None
-                found[n] = s_dot[tiles, keys]
+                values[n] = s_dot[tiles, keys]
             elif instruction.op == "load":
-                found[n] = result(program, operands, instruction, args, block.of(b), real)
+                values[n] = result(program, operands, instruction, args, block.of(b), real)
             else:
-                found[n] = memories[memory]
+                values[n] = memories[memory]
                 _write(instruction.op, args, memories[memory])
-        yield block._replace(values=found)
+        yield block._replace(values=values)
 
 
 def _write(op: str, args: list[Any], out: Array) -> None:
-    """Write an operation's result to memory, which may be that of an argument unless it is a choice."""
+    """Write an operation's result to memory, which may be an argument's own unless the operation is `where`."""
     if op == "real":
         out[...] = args[0]
     elif op == "where":
@@ -153,7 +153,7 @@ def _write(op: str, args: list[Any], out: Array) -> None:
 
 
 def _parts(shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
-    """Parts of whole tiles, or of one tile's keys, of about `_BLOCK` scores each."""
+    """Yield parts of about `_BLOCK` scores: whole tiles, or some keys of one tile."""
     num_tiles, num_keys, num_queries = shape
     tiles = max(1, _BLOCK // max(1, num_keys * num_queries))
     keys = num_keys if tiles > 1 else max(1, _BLOCK // max(1, num_queries))

@@ -1,4 +1,4 @@
-"""The score function on tiles of the cpu executor: its values, its derivative, and gradients of its arrays."""
+"""The score function on tiles of the cpu executor: its values, its derivative, and the gradients of its arrays."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ class TileScores:
     Attributes
     ----------
     program, slopes, derivatives : Program
-        The function; it and its derivative by the score; these and its derivatives by the arrays that have gradients.
+        The function; the function with its derivative by the score; and these with its derivatives by the captured
+        arrays that have gradients.
     operands : Operands
-    sums : dict by array's number
-        Gradients of captured arrays, which calls of `gradients` add to.
+    sums : dict of arrays by number
+        Gradients of captured arrays, by the array's number; `gradients` adds to them.
     """
 
     program: Program
@@ -38,7 +39,7 @@ class TileScores:
 
     @classmethod
     def of(cls, problem: Problem, arrays: Mapping[str, Array | None]) -> TileScores:
-        """Make the scores of a problem with a score function, on the arrays of a call; gradients start from 0."""
+        """Create the score function of a problem on the arrays of a call; gradients start at 0."""
         program = problem.score
         assert program is not None
         keys = [operand.key for operand in problem.operands if operand.is_captured]
@@ -53,11 +54,11 @@ class TileScores:
 
     @property
     def adds_gradients(self) -> bool:
-        """Return whether captured arrays have gradients."""
+        """True if captured arrays have gradients."""
         return bool(self.sums)
 
     def apply(self, s: Array, at: tuple[Array, ...]) -> None:
-        """Scores become final ones, in their place."""
+        """Replace scores by final scores, in place."""
         (f,) = self.program.results
         for block in blocks(self.program, self.operands, s, at, frozenset((f,))):
             np.copyto(s[block.tiles, block.keys], block.values[f])
@@ -71,34 +72,34 @@ class TileScores:
         at: tuple[Array, ...],
         mask: Callable[[Array], None] | None = None,
     ) -> tuple[Array, Array]:
-        """P and dS / softmax_scale from scores and dP; where P is 0, so is dS, whatever the derivative is.
+        """Return P and dS / softmax_scale from scores and dP; dS is 0 if P is 0, whatever the derivative is.
 
         Both are masked afterwards.
 
         Parameters
         ----------
         lse : array [tiles, queries]
-            Of the final scores; inf for rows without a key.
+            The lse of the final scores; inf for rows without a key.
         mask : callable, optional
-            Sets masked elements of an array to 0. If it is given, the gradients of captured arrays are added to, too.
+            Sets masked elements of an array to 0. If present, the gradients of captured arrays are accumulated, too.
         """
         program = self.slopes if mask is None else self.derivatives
         f, slope, *by_loads = program.results
         loads = self.loads if by_loads else ()
-        kept = frozenset(program.results).union(*(program.instructions[load].args for load in loads))
+        requested = frozenset(program.results).union(*(program.instructions[load].args for load in loads))
         is_read_late = any(program.instructions[n].op == "s" for n in (slope, *by_loads))
         is_seen: Array | None = None
         if mask is not None and loads:
             is_seen = np.ones(s.shape, bool)
             mask(is_seen.view(np.uint8))
-        for block in blocks(program, self.operands, s, at, kept):
-            here, values = (block.tiles, block.keys), block.values
-            p = np.empty_like(s[here]) if is_read_late else s[here]
+        for block in blocks(program, self.operands, s, at, requested):
+            part, values = (block.tiles, block.keys), block.values
+            p = np.empty_like(s[part]) if is_read_late else s[part]
             np.subtract(values[f], lse[block.tiles, None, :], out=p)
             np.exp(p, out=p)
             np.minimum(p, 1, out=p)
-            is_zero = zeros_of(p, None if is_seen is None else is_seen[here])
-            ds = dp[here]
+            is_zero = zeros_of(p, None if is_seen is None else is_seen[part])
+            ds = dp[part]
             ds -= delta[block.tiles, None, :]
             ds *= p
             for load, by_load in zip(loads, by_loads):
@@ -109,11 +110,11 @@ class TileScores:
             clear(p, is_zero)
             clear(ds, is_zero)
             if is_read_late:
-                s[here] = p
+                s[part] = p
         return s, dp
 
     def _add(self, program: Program, load: int, block: Block, b: Array, terms: Array) -> None:
-        """Add terms to the gradient of the elements that a load read: first over what the index does not depend on."""
+        """Add terms to the gradient of the elements that a load read, summed first over axes that the index lacks."""
         instruction = program.instructions[load]
         total = self.sums[instruction.value]
         indices = [block.values[a] for a in instruction.args]
@@ -126,7 +127,7 @@ class TileScores:
 
 
 def zeros_of(p: Array, is_seen: Array | None) -> Array | None:
-    """Return where elements of P are 0 or not seen; None where that is nowhere."""
+    """Return where elements of P are 0 or masked, or None if no element is."""
     if is_seen is None and p.min() > 0:
         return None
     is_zero = np.equal(p, 0)
@@ -136,7 +137,7 @@ def zeros_of(p: Array, is_seen: Array | None) -> Array | None:
 
 
 def clear(x: Array, where: Array | None) -> None:
-    """Set elements to 0, whatever they are; None stands for no element."""
+    """Set elements to 0, whatever they are; None means no elements."""
     if where is not None:
         np.copyto(x, 0, where=where)
 
@@ -144,12 +145,12 @@ def clear(x: Array, where: Array | None) -> None:
 def coordinates(
     places: Sequence[tuple[int, int]], queries: Sequence[slice | Array], keys: Sequence[slice | Array]
 ) -> tuple[Array, ...]:
-    """b, h, i and j of tiles of scores, which broadcast against [tiles, keys, queries].
+    """Return b, h, i and j of tiles of scores, which broadcast against [tiles, keys, queries].
 
     Parameters
     ----------
     places : sequence of (batch entry, query head)
-        One a tile.
+        One per tile.
     queries, keys : sequence of slices or int arrays
         The rows of each tile.
     """
@@ -158,7 +159,7 @@ def coordinates(
 
 
 def _stacked(rows: Sequence[slice | Array]) -> Array:
-    """The numbers of rows, [tiles, rows], or [1, rows] where all tiles have the same."""
+    """Return the row numbers [tiles, rows], or [1, rows] if all tiles have the same rows."""
     first = rows[0]
     alike = [first] if all(each is first for each in rows) else rows
     return np.stack([np.arange(each.start, each.stop) if isinstance(each, slice) else each for each in alike])

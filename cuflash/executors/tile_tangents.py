@@ -1,4 +1,4 @@
-"""The tangent of a score function on tiles of the cpu executor, and tangents of its arrays' gradients."""
+"""The tangent of a score function on tiles of the cpu executor, and the tangents of its arrays' gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .tile_scores import TileScores, clear, zeros_of
 
 @dataclass(frozen=True, eq=False)
 class ScoreTangents:
-    """A problem's score function, pushed forward along the tangents that a call has.
+    """A problem's score function, pushed forward along the tangents of a call.
 
     Scores are tiles [tiles, keys, queries], in natural units.
 
@@ -26,13 +26,13 @@ class ScoreTangents:
     ----------
     score : TileScores
     program, slopes, derivatives : Program
-        Those of `score`, and the tangents of their results.
+        The programs of `score` with the tangents of their results.
     operands : Operands
-        The captured arrays, and behind them the tangents.
+        The captured arrays, followed by their tangents.
     loads : tuple of int
-        Those of `derivatives` whose arrays have gradients.
+        The loads of `derivatives` whose arrays have gradients.
     moves_arrays : bool
-        Some captured array has a tangent.
+        True if a captured array has a tangent.
     """
 
     score: TileScores
@@ -58,13 +58,12 @@ class ScoreTangents:
         return cls(score, program, slopes, derivatives, operands, loads, bool(moved))
 
     def apply(self, s: Array, f_dot: Array, at: tuple[Array, ...]) -> None:
-        """Scores become final ones in their place; `f_dot` holds tangents of scores, if any, and then those of these.
-        """
+        """Replace scores by final scores in place; `f_dot` has the tangents of scores, if any, then of final scores."""
         f, tangent = self.program.results
         for block in blocks(self.program, self.operands, s, at, frozenset((f, tangent)), f_dot):
-            here = block.tiles, block.keys
-            np.copyto(f_dot[here], block.values[tangent])
-            np.copyto(s[here], block.values[f])
+            part = block.tiles, block.keys
+            np.copyto(f_dot[part], block.values[tangent])
+            np.copyto(s[part], block.values[f])
 
     def gradients(
         self,
@@ -77,44 +76,44 @@ class ScoreTangents:
         at: tuple[Array, ...],
         mask: Callable[[Array], None] | None = None,
     ) -> None:
-        """Scores become P, their tangents P_dot, and dP - delta with its tangent becomes dS and dS_dot, without the
-        scale; where P is 0, so are the others, whatever the derivatives are.
+        """Replace scores by P, their tangents by P_dot, and dP - delta and its tangent by dS and dS_dot without the
+        scale; where P is 0, all four are 0, whatever the derivatives are.
 
         Parameters
         ----------
         s_dot : array
-            Memory that need not hold anything where scores have no tangents.
+            Memory whose contents do not matter if scores have no tangents.
         lse, lse_dot : array [tiles, queries]
-            Of the final scores; lse is inf for rows without a key.
+            The lse of the final scores and its tangent; lse is inf for rows without a key.
         mask : callable, optional
-            Sets masked elements of an array to 0. If it is given, the tangents of gradients of captured arrays are
-            added to, too.
+            Sets masked elements of an array to 0. If present, the tangents of gradients of captured arrays are
+            accumulated, too.
         """
         program = self.slopes if mask is None else self.derivatives
         half = len(program.results) // 2
         (f, slope, *by_loads), (f_dot, slope_dot, *by_loads_dot) = program.results[:half], program.results[half:]
         loads = self.loads if by_loads else ()
-        kept = frozenset(program.results).union(*(program.instructions[load].args for load in loads))
+        requested = frozenset(program.results).union(*(program.instructions[load].args for load in loads))
         is_seen: Array | None = None
         if mask is not None and loads:
             is_seen = np.ones(s.shape, bool)
             mask(is_seen.view(np.uint8))
-        for block in blocks(program, self.operands, s, at, kept, s_dot):
-            here, values = (block.tiles, block.keys), block.values
-            p = np.subtract(values[f], lse[block.tiles, None, :], out=np.empty_like(s[here]))
+        for block in blocks(program, self.operands, s, at, requested, s_dot):
+            part, values = (block.tiles, block.keys), block.values
+            p = np.subtract(values[f], lse[block.tiles, None, :], out=np.empty_like(s[part]))
             np.minimum(np.exp(p, out=p), 1, out=p)
-            is_zero = zeros_of(p, None if is_seen is None else is_seen[here])
+            is_zero = zeros_of(p, None if is_seen is None else is_seen[part])
             p_dot = np.subtract(values[f_dot], lse_dot[block.tiles, None, :], out=np.empty_like(p))
             p_dot *= p
-            df_dot = p_dot * gap[here]
-            df_dot += p * gap_dot[here]
-            df = p * gap[here]
+            df_dot = p_dot * gap[part]
+            df_dot += p * gap_dot[part]
+            df = p * gap[part]
             for load, by_load, by_load_dot in zip(loads, by_loads, by_loads_dot):
                 terms = df_dot * values[by_load] + df * values[by_load_dot]
                 clear(terms, is_zero)
                 self.score._add(program, load, block, at[0], terms)
             ds_dot = df_dot * values[slope] + df * values[slope_dot]
             df *= values[slope]
-            for x, made in ((s, p), (s_dot, p_dot), (gap, df), (gap_dot, ds_dot)):
-                clear(made, is_zero)
-                np.copyto(x[here], made)
+            for x, result in ((s, p), (s_dot, p_dot), (gap, df), (gap_dot, ds_dot)):
+                clear(result, is_zero)
+                np.copyto(x[part], result)

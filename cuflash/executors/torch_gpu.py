@@ -1,4 +1,4 @@
-"""The `gpu` executor on PyTorch's tensors: memory of PyTorch's allocator, kernels on PyTorch's current stream."""
+"""The `gpu` executor on PyTorch tensors, with PyTorch's allocator and current stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUMPY_DTYPES = {theirs: ours for ours, theirs in TORCH_DTYPES.items()}
 
 
 def axes_in_memory(tensor: Layout) -> tuple[int, ...] | None:
-    """The axes of a dense tensor in memory, outermost first; None for C order, and where rows are not dense."""
+    """Return the axes of a dense tensor in memory, outermost first; None for C order, or if rows are not dense."""
     strides = [step // tensor.dtype.itemsize for step in tensor.strides]
     last = tensor.ndim - 1
     axes = (*sorted(range(last), key=lambda axis: (-strides[axis], axis)), last)
@@ -31,14 +31,14 @@ def axes_in_memory(tensor: Layout) -> tuple[int, ...] | None:
 
 
 class Pointer(NamedTuple):
-    """An address and the number of its device, by the names that CuPy gives them."""
+    """An address and its device number, with the attribute names of CuPy."""
 
     ptr: int
     device_id: int
 
 
 class Layout(NamedTuple):
-    """The layout of a tensor on a CUDA device, under the names that CuPy's arrays have."""
+    """The layout of a tensor on a CUDA device, with the attribute names of CuPy arrays."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[np.generic]
@@ -55,7 +55,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of_lists(cls, nbytes: int) -> Layout:
-        """Return the layout of lists that a call makes, as bytes."""
+        """Return the layout of the lists that a call builds, as bytes."""
         return cls((nbytes,), np.dtype(np.uint8), (1,), Pointer(0, torch.cuda.current_device()), nbytes)
 
     @property
@@ -67,22 +67,22 @@ class Layout(NamedTuple):
 
 
 def layout_key(*tensors: Any) -> Hashable:
-    """Shapes, strides, dtypes and devices of tensors, and the current device."""
+    """Return shapes, strides, dtypes and devices of tensors, and the current device."""
     return torch._C._cuda_getDevice(), *[(each.shape, each.stride(), each.dtype, each.device) for each in tensors]
 
 
 class TorchGpu(gpu.Gpu):
-    """The current CUDA device as what runs kernels, on PyTorch's tensors and current stream."""
+    """The current CUDA device, which runs kernels on PyTorch's tensors and current stream."""
 
     address = methodcaller("data_ptr")
 
     @staticmethod
     def mask_address(array: Array) -> int:
-        """The address of a mask's array: a tensor, or one of CuPy's, which masks make of tensors."""
+        """Return the address of a mask's array: a tensor, or the CuPy array that a mask made of a tensor."""
         return int(array.data_ptr() if isinstance(array, torch.Tensor) else array.data.ptr)
 
     def set_zero(self, array: Array) -> None:
-        """Set a tensor to zeros, on PyTorch's current stream."""
+        """Set a tensor to zeros on PyTorch's current stream."""
         array.zero_()
 
     def __init__(self) -> None:
@@ -90,21 +90,21 @@ class TorchGpu(gpu.Gpu):
         self._streams: dict[tuple[int, int], Any] = {}
 
     def stream(self) -> Any:
-        """PyTorch's current stream as CuPy names it."""
+        """Return PyTorch's current stream as a CuPy stream."""
         device = torch._C._cuda_getDevice()
-        key = device, torch._C._cuda_getCurrentRawStream(device)  # as PyTorch's compiled code asks for it
-        found = self._streams.get(key)
-        if found is None:
-            found = gpu.namespace().cuda.Stream.from_external(torch.cuda.current_stream())
-            found = self._streams.setdefault(key, found)
-        return found
+        key = device, torch._C._cuda_getCurrentRawStream(device)  # fast: code of torch.compile calls it, too
+        stream = self._streams.get(key)
+        if stream is None:
+            stream = gpu.namespace().cuda.Stream.from_external(torch.cuda.current_stream())
+            stream = self._streams.setdefault(key, stream)
+        return stream
 
     @property
     def current_stream(self) -> Callable[[], Any]:
         return self.stream
 
     def maker(self, shape: tuple[int, ...], dtype: Any, axes: Sequence[int] | None = None) -> Callable[[], Array]:
-        """A function that allocates a tensor on the device that is current now; bytes for what no result can be."""
+        """Return a function that allocates a tensor on the current device; as bytes if no result can have the dtype."""
         shape, kind = _as_tensor_of(shape, dtype)
         strides = dense_strides(shape, axes)
         device = torch.device("cuda", torch.cuda.current_device())
@@ -112,35 +112,35 @@ class TorchGpu(gpu.Gpu):
         return partial(torch.empty_strided, shape, strides, dtype=kind, device=device)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """A new tensor of zeros on the current device."""
+        """Return a new tensor of zeros on the current device."""
         return self.maker(shape, dtype)().zero_()
 
     def sent(self, array: Array) -> Array:
-        """The bytes of an array of a work list on the current device."""
+        """Return the bytes of an array of a work list, copied to the current device."""
         if isinstance(array, np.ndarray):
             device = torch.device("cuda", torch.cuda.current_device())
             return torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy()).to(device)
         return torch.from_dlpack(array.reshape(-1).view(np.uint8))
 
     def device_lists(self, work: WorkList) -> Any:
-        """Return lists on the device after waiting for their copy: a capture of PyTorch may not test for its end."""
-        found = super().device_lists(work)
-        if found is not None:
-            found.wait_until_copied()
-        return found
+        """Return lists on the device after waiting for their copy: a PyTorch capture must not query an event."""
+        device_lists = super().device_lists(work)
+        if device_lists is not None:
+            device_lists.wait_until_copied()
+        return device_lists
 
     def layout(self, array: Array) -> Array:
         return Layout.of(array)
 
     def sum_to(self, gradient: Array, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-        """Return the sum of a gradient over the axes that were broadcast, rounded once."""
+        """Return the sum of a gradient over broadcast axes, rounded once."""
         return gradient.sum_to_size(shape).to(TORCH_DTYPES[dtype])
 
     def refuse_copies(self, reason: str) -> None:
-        """Refuse nothing: a graph of PyTorch owns the memory that its capture allocates."""
+        """Allow the call: a PyTorch graph owns the memory that its capture allocates."""
 
     def keep_captured(self, plan: KernelPlan, arrays: Iterable[Array], pins: bool) -> None:
-        """Hold the plan and with it its work list; a graph of PyTorch owns the memory that its capture allocated."""
+        """Hold the plan and with it its work list; a PyTorch graph owns the memory that its capture allocated."""
         if pins and plan.work.nbytes:
             gpu.hold(plan)
 
@@ -156,5 +156,5 @@ MACHINE = TorchGpu()
 
 
 def stream() -> Any:
-    """PyTorch's current stream as CuPy's stream; a `with` block makes it CuPy's current one."""
+    """Return PyTorch's current stream as a CuPy stream; a `with` block makes it CuPy's current one."""
     return MACHINE.stream()

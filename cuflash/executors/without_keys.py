@@ -17,14 +17,14 @@ from .launch import BoundCall
 def bind(
     plan: KernelPlan,
     name: str,
-    given: Mapping[str, Array],
+    inputs: Mapping[str, Array],
     results: Mapping[str, ShapeDtype],
     *,
     unwanted: Mapping[str, ShapeDtype] = MappingProxyType({}),
     **options: Any,
 ) -> BoundCall:
-    """Return the function that runs a pass on arrays named as in `given`."""
-    names, run_pass = tuple(given), _PASSES[name]
+    """Return the function that runs a pass on arrays in the order of `inputs`."""
+    names, run_pass = tuple(inputs), _PASSES[name]
 
     def call(*arrays: Array, numbers: Sequence[int] = (), check: Check | None = None) -> list[Array]:
         xp = namespace(arrays[0])
@@ -36,7 +36,7 @@ def bind(
 
 
 def _forward(plan: KernelPlan, arrays: Mapping[str, Array]) -> None:
-    """Write o = 0 and lse = -inf, or the sink; NaN in both where the sink is NaN or +inf."""
+    """Write o = 0 and lse = -inf, or the sink; NaN in both if the sink is NaN or +inf."""
     if "sink" not in arrays:
         arrays["o"][...], arrays["lse"][...] = 0, -np.inf
         return
@@ -47,12 +47,12 @@ def _forward(plan: KernelPlan, arrays: Mapping[str, Array]) -> None:
 
 
 def _backward(plan: KernelPlan, arrays: Mapping[str, Array]) -> None:
-    """Write gradients of 0, but for the sink's: lse is the sink, so that it is the sum of dlse."""
+    """Write gradients of 0, except dsink, which is the sum of dlse because lse is the sink."""
     _write_gradients(plan, arrays, "backward", arrays.get("dlse"))
 
 
 def _jvp(plan: KernelPlan, arrays: Mapping[str, Array]) -> None:
-    """Write o_dot = 0, and lse_dot = 0 or the sink's tangent; NaN in both where lse is NaN."""
+    """Write o_dot = 0, and lse_dot = 0 or the sink's tangent; NaN in both if lse is NaN."""
     xp, lse = namespace(arrays["lse"]), arrays["lse"]
     lse_dot = _sink_of_rows(plan, arrays["sink.dot"]) if "sink.dot" in arrays else 0
     arrays["lse.dot"][...] = xp.where(xp.isnan(lse), lse, xp.where(xp.isneginf(lse), 0, lse_dot))
@@ -60,12 +60,12 @@ def _jvp(plan: KernelPlan, arrays: Mapping[str, Array]) -> None:
 
 
 def _backward_jvp(plan: KernelPlan, arrays: Mapping[str, Array]) -> None:
-    """Write tangents of the gradients: 0, but for the sink's, which is the sum of dlse_dot."""
+    """Write tangents of the gradients: 0, except the sink's, which is the sum of dlse_dot."""
     _write_gradients(plan, arrays, "backward_jvp", arrays.get("dlse.dot"))
 
 
 def _write_gradients(plan: KernelPlan, arrays: Mapping[str, Array], name: str, of_lse: Array | None) -> None:
-    """Write zeros to the results of a pass, and the sum of what belongs to lse to the sink's."""
+    """Write zeros to the results of a pass, and the sum of the terms of lse to dsink."""
     for result in plan.kernel_results(name):
         arrays[result][...] = 0
     if "dsink" not in arrays:
@@ -80,7 +80,7 @@ _PASSES = {"forward": _forward, "backward": _backward, "jvp": _jvp, "backward_jv
 
 
 def _sink_of_rows(plan: KernelPlan, sink: Array) -> Array:
-    """The sink in the accumulator's dtype, and in a shape that broadcasts to lse's."""
-    with np.errstate(over="ignore"):  # what a narrower dtype cannot hold is infinite
+    """Return the sink in the accumulator's dtype, in a shape that broadcasts to lse's."""
+    with np.errstate(over="ignore"):  # values that overflow a narrower dtype become infinite
         wide = sink.astype(plan.problem.accumulator)
     return wide[..., None] if plan.problem.has_heads else wide.reshape(1)

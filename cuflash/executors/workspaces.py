@@ -1,4 +1,4 @@
-"""Memory of the workspaces of a pass on a GPU, which calls on one stream use one after another."""
+"""Workspace memory of a pass on a GPU, which calls on one stream use one after another."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 from ..arrays import Array
 from ..planning.launches import Workspace
 
-_PER_THREAD = 2  # cudaStreamPerThread, which is one handle for the streams of many threads
+_PER_THREAD = 2  # cudaStreamPerThread, a single handle for the streams of many threads
 MOST_KEPT = 8 << 20  # bytes that a stream keeps for its calls
-_ALIGNMENT = 256  # bytes, of each workspace in a piece
+_ALIGNMENT = 256  # in bytes, of each workspace in a piece
 
 
 class Piece(NamedTuple):
-    """Bytes on a device."""
+    """A piece of memory on a device."""
 
     nbytes: int
     array: Array
@@ -28,16 +28,16 @@ class Memory(Protocol):
     """Allocator of the current device, with the memory that its streams keep."""
 
     def maker(self, shape: tuple[int, ...], dtype: Any, axes: Sequence[int] | None = None) -> Callable[[], Array]:
-        """A function that allocates an array."""
+        """Return a function that allocates an array."""
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """A new array of zeros."""
+        """Return a new array of zeros."""
 
     def kept_zeros(self, workspace: Workspace) -> dict[int, Array]:
-        """Arrays for a workspace that hold zeros between calls, by the stream that keeps each."""
+        """Return, by stream, the arrays for a workspace that stay zero between calls."""
 
     def kept_pieces(self) -> dict[int, list[Piece]]:
-        """Pieces that no call uses while it launches its kernels, by the stream that keeps them."""
+        """Return, by stream, the pieces that no call uses while it launches its kernels."""
 
     @property
     def address(self) -> Callable[[Array], int]:
@@ -45,7 +45,7 @@ class Memory(Protocol):
 
 
 class Taken(NamedTuple):
-    """The workspaces of one call: their addresses, the arrays that hold them, and the piece that goes back."""
+    """The workspaces of one call: their addresses, the arrays that hold them, and the piece to return to the stream."""
 
     addresses: list[int]
     arrays: list[Array]
@@ -53,7 +53,7 @@ class Taken(NamedTuple):
 
 
 class SeparateWorkspaces:
-    """An array for each workspace of a call, so that no write beyond one hits another.
+    """A separate array for each workspace of a call, so that no out-of-bounds write hits another workspace.
 
     Parameters
     ----------
@@ -68,23 +68,23 @@ class SeparateWorkspaces:
         self._needs, self._make, self._address = list(needs.values()), make, address
 
     def take(self, stream: Any) -> Taken:
-        """New arrays for a call on a stream."""
+        """Allocate new arrays for a call on a stream."""
         arrays = list(map(self._make, self._needs))
         return Taken(list(map(self._address, arrays)), arrays)
 
     def give_back(self, stream: Any, taken: Taken) -> None:
-        """A later call has arrays of its own."""
+        """Return immediately: a later call allocates its own arrays."""
 
 
 class Workspaces:
-    """Memory of the workspaces of a pass: one piece for all of them, but for those that must be zero.
+    """Workspace memory of a pass: one piece for all of them, except those that must be zero.
 
-    Kernels of a stream run one after another, so that a call may use a piece before the kernels of the call that had it
-    have run; only while a call launches its kernels, no other thread has the piece. Workspaces that must be zero are
-    zero again after the kernels, so that a stream keeps an array for each: that saves a memset of 6 us a call.
+    Kernels of a stream run one after another, so a call may use a piece before the kernels of the previous call have
+    run; but while a call launches its kernels, no other thread gets the piece. Workspaces that must be zero are zero
+    again after the kernels, so a stream keeps an array for each of them. This saves a memset of 6 us per call.
 
-    A call under a capture has memory of its own, as replays may overlap with the calls of the stream. So has a call on
-    cudaStreamPerThread, and one whose piece would be large.
+    A call under capture allocates its own memory, since replays may overlap with other calls of the stream. So does a
+    call on cudaStreamPerThread, and one that needs a large piece.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ class Workspaces:
         self._pieces = memory.kept_pieces()
 
     def take(self, stream: Any) -> Taken:
-        """The workspaces of a call on a stream."""
+        """Return the workspaces of a call on a stream."""
         number = stream.ptr
         is_apart = number == _PER_THREAD or bool(stream.is_capturing())
         is_kept = not is_apart and self._nbytes <= MOST_KEPT
@@ -115,8 +115,8 @@ class Workspaces:
             except (KeyError, IndexError):  # no piece is free, or another thread has just taken the last
                 piece = None
             if piece is None or piece.nbytes < self._nbytes:
-                made = self._make()
-                piece = Piece(self._nbytes, made, self._address(made))
+                array = self._make()
+                piece = Piece(self._nbytes, array, self._address(array))
             base = piece.address
         addresses = [base + start for start in self._starts]
         arrays = [] if piece is None else [piece.array]
@@ -131,6 +131,6 @@ class Workspaces:
         return Taken(addresses, arrays, piece if is_kept else None)
 
     def give_back(self, stream: Any, taken: Taken) -> None:
-        """Let later calls on the stream have the memory of a call that has launched its kernels."""
+        """Make the memory of a call that has launched its kernels available to later calls on the stream."""
         if taken.piece is not None:
             self._pieces.setdefault(stream.ptr, []).append(taken.piece)

@@ -15,12 +15,12 @@ FITTING = {
 }  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"dtype": np.dtype(np.float64)}, "dtype must be float16, bfloat16, float32 or uint8; got float64"),
-    "no axis": ({"shape": (), "strides": (2,), "box": (8,)}, "must have 2 to 5 axes and a box as many; got ()"),
-    "one axis": ({"shape": (72,), "strides": (2,), "box": (8,)}, "must have 2 to 5 axes and a box as many; got (72,)"),
+    "no axis": ({"shape": (), "strides": (2,), "box": (8,)}, "must have 2 to 5 axes and a box the same number; got ()"),
+    "one axis": ({"shape": (72,), "strides": (2,), "box": (8,)}, "must have 2 to 5 axes and a box the same number; got (72,)"),
     "six axes": (
         {"shape": (1,) * 6, "strides": (16,) * 5 + (2,), "box": (1,) * 5 + (8,)}, "must have 2 to 5 axes and a box",
     ),
-    "a box of fewer axes": ({"box": (64, 64)}, "a box as many; got (2, 3, 100, 72) and (64, 64)"),
+    "a box of fewer axes": ({"box": (64, 64)}, "a box the same number; got (2, 3, 100, 72) and (64, 64)"),
     "empty": ({"shape": (2, 0, 100, 72)}, "no axis may be empty; got shape (2, 0, 100, 72)"),
     "columns apart": ({"strides": (43200, 14400, 144, 4)}, "the last axis must be dense; got a stride of 4 bytes"),
     "rows at odd places": ({"strides": (43200, 14400, 150, 2)}, "strides must be multiples of 16 bytes below 2**40"),
@@ -39,7 +39,7 @@ def test_what_hardware_cannot_copy_is_refused(name: str) -> None:
     tiles = BoxedArray(**{**FITTING, **changed})
     assert any(reason in each for each in tiles.reasons(4096)), tiles.reasons(4096)
     for make in (simulated, encoded):
-        with pytest.raises(ValueError, match="no tensor map of BoxedArray"):
+        with pytest.raises(ValueError, match="cannot make a tensor map of BoxedArray"):
             make(tiles, 4096)
 
 

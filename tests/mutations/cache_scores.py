@@ -179,7 +179,7 @@ FAULTS = {
             "cache/steps.py", "decode_key", "(score.program, score.numbers)", "score.program"
         ),
         "any arrays are taken": Edit(
-            "cache/steps.py", "decode_key", "_layout(*arrays) if arrays else _NOT_GIVEN", "_NOT_GIVEN"
+            "cache/steps.py", "decode_key", "_layout(*arrays) if arrays else _ABSENT", "_ABSENT"
         ),
     },
     positions_restart: {
@@ -210,7 +210,7 @@ FAULTS = {
             "cache/given_pages.py", "checked_pages", 'overlap_reasons("v_pages", v, {"k_pages": k})', "[]"
         ),
     },
-    refuses(lambda library: _cache(library, part_keys=64, capacity=8193), "has at most 128 parts"): {
+    refuses(lambda library: _cache(library, part_keys=64, capacity=8193), "into at most 128 parts"): {
         "parts are too many": Edit("cache/arguments.py", "part_reasons", "> MOST_PARTS * part_keys", "> 2**40"),
     },
 }  # fmt: skip

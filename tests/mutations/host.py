@@ -121,7 +121,7 @@ FAULTS = {
         "the first call out gives BLAS its threads back": Edit(
             "executors/blas.py", "OneThread.leave", "if _users == 0:", "if True:"
         ),
-        "BLAS is left on one thread": Edit("executors/blas.py", "_OfProcess.release", "self._set(self._found)", "pass"),
+        "BLAS is left on one thread": Edit("executors/blas.py", "_OfProcess.release", "self._set(self._saved)", "pass"),
         "a number of threads set during a call is lost": Edit(
             "executors/blas.py", "_OfProcess.release", "is not None and self._get() == 1", "is not None"
         ),

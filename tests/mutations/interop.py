@@ -48,7 +48,7 @@ FAULTS = {
         ),
         "zeros that JAX leaves out are ones": Edit("jax.py", "_backward", "jax.numpy.zeros(", "jax.numpy.ones("),
         "plans do not differ by what gradients are asked of": Edit(
-            "jax.py", "_Call._found_or_planned", "looked_up.key(",
+            "jax.py", "_Call._cached_or_planned", "looked_up.key(",
             "looked_up._replace(options=options._replace(wrt=())).key(",
         ),
     },
@@ -141,7 +141,7 @@ FAULTS = {
             "tuple(_called_back(on_host, shapes, *arrays))",
         ),
         "arrays that are the same in all parts have other gradients": Edit(
-            "jax.py", "attention", "*_varying_alike(given.values(), given.values())", "*given.values()"
+            "jax.py", "attention", "*_varying_alike(arrays.values(), arrays.values())", "*arrays.values()"
         ),
     },
     interop_guards.masks_of_jax_on_a_device_are_listed: {
@@ -158,7 +158,7 @@ FAULTS = {
             "jax.py", "_gradients", "do, dlse, o, lse, q, k, v, *operands =", "dlse, do, o, lse, q, k, v, *operands ="
         ),
         "gradients of operands are left out": Edit(
-            "jax.py", "_gradients", "return *made, *(made[name] for name in wrt)", "return tuple(made)"
+            "jax.py", "_gradients", "return *gradients, *(gradients[name] for name in wrt)", "return tuple(gradients)"
         ),
         "gradients of held arrays are traced": Edit(
             "jax.py", "_data", "array.to_concrete_value() if", "None if"

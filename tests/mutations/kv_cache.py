@@ -178,7 +178,8 @@ FAULTS = {
             ROWS, "PagedRows.write", "(self.v, self.v_scale, v)", "(self.v, self.k_scale, v)"
         ),
         "rows are read without their scales": Edit(
-            ROWS, "PagedRows.gather", "dequantized_rows(v, v_scale, made)", "dequantized_rows(v, v_scale * 0 + 1, made)"
+            ROWS, "PagedRows.gather", "dequantized_rows(v, v_scale, gathered_dtype)",
+            "dequantized_rows(v, v_scale * 0 + 1, gathered_dtype)",
         ),
         "a window reads the first pages": Edit(
             ROWS, "PagedRows._gathered", "[first : -(-stop // size)]", "[0 : -(-stop // size) - first]"
@@ -246,7 +247,7 @@ FAULTS = {
             STATE, "CacheState.lengths_now", "if self.is_counted_on_device", "if False"
         ),
         "a device keeps lengths that are truncated": Edit(
-            FILE, "KVCache.truncate", "state.on_device().truncate(kept)", "pass"
+            FILE, "KVCache.truncate", "state.on_device().truncate(new_lengths)", "pass"
         ),
         "a device has pages that a reset has freed": Edit(FILE, "KVCache.reset", "state.on_device()", "pass"),
         "a reset is captured": Edit(

@@ -318,7 +318,7 @@ FAULTS = {
         "the bound of an array's gradient is that of one read": Edit(
             "bounds/captured.py", "_gradient_tolerance", "), (tolerance, terms), (masses, mass))", "), (masses, mass))"
         ),
-        "a result is overwritten": Edit(BLOCKS, "_schedule", "and a not in kept", ""),
+        "a result is overwritten": Edit(BLOCKS, "_schedule", "and a not in requested", ""),
     },
     score_guards.compositions_are_right: {
         "biases are equal whatever their dtype": Edit(COMPOSITION, "_key", "type(bias), bias.dtype,", "type(bias),"),

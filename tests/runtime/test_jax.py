@@ -220,7 +220,7 @@ def test_wrong_arrays_are_named():
     (reason,) = reasons_of(attention, q, k[..., :3], v)
     assert reason == "k must have q's head_dim=16 as its last axis; got shape (2, 2, 20, 3)"
     for name in "qkv":
-        with pytest.raises(TypeError, match=rf"{name} must be a jax.Array; got 3.0: jax.numpy.asarray makes"):
+        with pytest.raises(TypeError, match=rf"{name} must be a jax.Array; got 3.0: convert it with jax.numpy.asarray"):
             attention(**{"q": q, "k": k, "v": v, name: 3.0})
 
 
@@ -346,9 +346,9 @@ def test_a_tracer_on_a_gpu_is_refused_in_one_sentence(monkeypatch):
     monkeypatch.setattr(cuflash.jax, "_platform", lambda arrays: "gpu")
     reasons = reasons_of(jax.jit(attention), *jax_inputs())
     assert [reason.partition(": ")[0][2:].rpartition(",")[0] for reason in reasons] == [
-        "must hold data where attention runs on a GPU; got a tracer"
+        "must have data if attention runs on a GPU; got a tracer"
     ] * 3
-    assert "call cuflash.jax.attention outside of what is traced, or trace it for the CPU within jax.def" in reasons[0]
+    assert "call cuflash.jax.attention outside of traced code, or trace it for the CPU within jax.def" in reasons[0]
 
 
 def test_derivatives_of_arrays_that_hold_data_are_taken_where_these_lie(monkeypatch):
@@ -360,7 +360,7 @@ def test_derivatives_of_arrays_that_hold_data_are_taken_where_these_lie(monkeypa
     assert (dq == expected).all() and dq.devices() == q.devices()
     for traced in (jax.jit(jax.grad(lambda q: attention(q, k, v).sum())), jax.vmap(lambda q: attention(q, k[0], v[0]))):
         (reason,) = reasons_of(traced, q)
-        assert reason.startswith("q must hold data where attention runs on a GPU; got a tracer")
+        assert reason.startswith("q must have data if attention runs on a GPU; got a tracer")
 
 
 def test_forward_mode_and_second_derivatives_are_refused():
@@ -406,7 +406,7 @@ def test_arrays_on_a_gpu_are_taken_and_given_without_a_copy(dtype):
     assert_within_bounds(example, lse=np.asarray(lse), **{name: np.asarray(array) for name, array in results.items()})
     with jax.default_device(device):
         reasons = reasons_of(jax.jit(lambda q: call(q, q, q)), q)
-    assert reasons[0].startswith("q must hold data where attention runs on a GPU; got a tracer")
+    assert reasons[0].startswith("q must have data if attention runs on a GPU; got a tracer")
 
 
 @pytest.mark.gpu

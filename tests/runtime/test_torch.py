@@ -254,14 +254,14 @@ def test_a_mask_with_gradients_is_not_sent_to_a_call_that_takes_none_either(call
 @pytest.mark.parametrize("dtype", ["int64", "bool", "complex64", "float8_e4m3fn"])
 def test_other_dtypes_are_refused(dtype):
     (reason, *_) = reasons_of(attention, Q, K.to(getattr(torch, dtype)), V)
-    assert reason == f"k must be float16, bfloat16, float32 or float64; got torch.{dtype}: its float() is float32"
+    assert reason == f"k must be float16, bfloat16, float32 or float64; got torch.{dtype}: convert it with .float()"
 
 
 def test_every_reason_comes_at_once_and_before_any_work():
     out = torch.full(Q.shape, 7.0)
     reasons = reasons_of(attention, Q.to("meta"), K.to_sparse(), V.int(), out=out.requires_grad_())
     assert [reason.split()[0] for reason in reasons] == ["q", "k", "v", "out"] and (out == 7).all()
-    assert "out must not require gradients; got a tensor that does: give its detach()" in reasons
+    assert "out must not require gradients; got a tensor that does: pass its .detach()" in reasons
 
 
 @pytest.mark.parametrize("name", ["q", "v", "out"])
@@ -270,19 +270,19 @@ def test_what_is_no_tensor_is_a_type_error(name):
     with pytest.raises(TypeError, match=rf"{name} must be a torch.Tensor; got an array of shape .*: torch.as_tensor"):
         attention(**arguments)
     if name != "out":
-        with pytest.raises(TypeError, match=rf"{name} must be .*; got list: torch.as_tensor makes one"):
+        with pytest.raises(TypeError, match=rf"{name} must be .*; got list: convert it with torch.as_tensor"):
             attention(**arguments | {name: Q.tolist()})
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"executor": "gpu"}, "executor='gpu' takes tensors on 'cuda'; got q on 'cpu': move them by to('cuda')"),
+        ({"executor": "gpu"}, "executor='gpu' takes tensors on 'cuda'; got q on 'cpu': move them with .to('cuda')"),
         ({"executor": "tpu"}, "executor must be 'auto', 'cpu', 'gpu', 'sim'; got 'tpu'"),
         ({"executor": []}, "executor must be 'auto', 'cpu', 'gpu', 'sim'; got []"),
         ({"return_lse": 1}, "return_lse must be True or False; got 1"),
         ({"scale": float("nan")}, "scale must be a finite number or None; got nan"),
-        ({"out": Q}, "out must not overlap q in memory: give an array of its own"),
+        ({"out": Q}, "out must not overlap q in memory: pass a separate array"),
         ({"out": Q[:, :1].expand(Q.shape)}, "out must not be a broadcast view"),
         ({"out": Q.double()}, "out must have shape (2, 4, 20, 16) and dtype float32; got"),
         ({"causal": "yes"}, "causal must be True, False, 'bottom_right' or 'top_left'; got 'yes'"),
@@ -457,11 +457,11 @@ def test_tensors_must_be_on_one_device_and_on_the_current_one(machines, monkeypa
     q, k, v = map(on_device, (Q, K, V))
     (reason,) = reasons_of(attention, q, K, v)
     places = "q on 'cuda:0', k on 'cpu', v on 'cuda:0'"
-    assert reason == f"all tensors must be on one device; got {places}: move them by to(q.device)"
+    assert reason == f"all tensors must be on one device; got {places}: move them with .to(q.device)"
     (reason,) = reasons_of(attention, q, k, v, out=torch.empty(Q.shape))
     assert "out on 'cpu'" in reason
     (reason,) = reasons_of(attention, q, k, v, executor="cpu")
-    assert reason == "executor='cpu' takes tensors on 'cpu'; got q on 'cuda:0': move them by to('cpu')"
+    assert reason == "executor='cpu' takes tensors on 'cpu'; got q on 'cuda:0': move them with .to('cpu')"
     attention(q, k, v)
     machines[1].cuda.current_device = lambda: 1
     (reason,) = reasons_of(attention, q, k, v)

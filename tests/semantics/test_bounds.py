@@ -181,7 +181,7 @@ def test_a_plan_is_refused_beside_its_options_and_for_other_arrays():
     of_shape = cuflash.plan(q, q, q, bias=cuflash.ShapeDtype((10, 10), np.float32))
     for message, arguments in {
         "plan must be a Plan or None; got 3": {"plan": 3},
-        "product_dtype must be left out beside plan": {"plan": cuflash.plan(q, q, q), "product_dtype": np.float16},
+        "product_dtype must be left out if plan is": {"plan": cuflash.plan(q, q, q), "product_dtype": np.float16},
         "sink must be None, as planned": {"plan": cuflash.plan(q, q, q), "sink": np.ones(2, np.float32)},
         "sink must have shape (2,)": {"plan": cuflash.plan(q, q, q, sink=np.ones(2, np.float32))},
         "plan must be made with the array bias": {"plan": of_shape},

@@ -333,13 +333,13 @@ def test_rows_and_columns_of_what_is_kept_are_those_of_the_shape(places: dict[st
 
 def test_a_plan_needs_the_seed_that_it_was_made_without() -> None:
     ready = cuflash.plan(Q, K, V, dropout=Dropout(0.5, ShapeDtype((), np.int64)))
-    with pytest.raises(UnsupportedProblem, match=r"dropout_seed must be given, of shape \(\) and dtype int64"):
+    with pytest.raises(UnsupportedProblem, match=r"dropout_seed is required, with shape \(\) and dtype int64"):
         ready.forward(Q, K, V)
     with pytest.raises(UnsupportedProblem, match=r"dropout_seed must have shape \(\) and dtype int64; got \(1,\)"):
         ready.forward(Q, K, V, dropout_seed=np.zeros(1, int))
     o, _ = ready.forward(Q, K, V, dropout_seed=np.array(3))
     np.testing.assert_array_equal(o, cuflash.attention(Q, K, V, dropout=Dropout(0.5, 3)))
-    with pytest.raises(UnsupportedProblem, match="dropout_seed must not be given"):
+    with pytest.raises(UnsupportedProblem, match="dropout_seed must be left out"):
         cuflash.plan(Q, K, V, dropout=Dropout(0.5, 3)).forward(Q, K, V, dropout_seed=np.array(3))
 
 

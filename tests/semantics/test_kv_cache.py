@@ -116,7 +116,7 @@ def test_queries_without_keys_have_what_attention_gives_them_beside_a_sink(of_ea
 MISSED = {
     "an empty cache": (0, [0, 0, 0], None, "q has 1 row and sequence 0 has 0 tokens, and 2 more"),
     "an idle sequence": (0, [2, 0, 1], None, "q has 1 row and sequence 1 has 0 tokens: append their keys and values "
-                         "first, or give counts= with 0 for idle sequences"),
+                         "first, or pass counts= with 0 for idle sequences"),
     "a prompt": (50, [10, 50, 60], None, "q has 50 rows and sequence 0 has 10 tokens: append their keys and values"),
     "counts": (50, [10, 50, 60], [9, 51, 3], "must be at most the number of rows, 50; got 51 for sequence 1"),
     "too large counts": (50, [10, 50, 60], [9, 0, 50], ""),
@@ -380,7 +380,7 @@ WRONG = {
     "one length for all": (lambda: a_cache().truncate(1), "lengths must be a list or array of 3 ints"),
     "no such row": (lambda: a_cache().reset([3]), "rows must be a sequence's number, from 0 to 2; got 3"),
     "a row": (lambda: a_cache().reset(1), "rows must be a list of sequences, or None for all; got 1"),
-    "to itself": (lambda: a_cache().fork(1, 1), "target must be another sequence than source; got 1"),
+    "to itself": (lambda: a_cache().fork(1, 1), "target must differ from source; got 1"),
     "of nothing": (lambda: a_cache(0).fork(1, 0), "source must hold rows; got sequence 1, which is empty"),
     "rows and counts": (lambda: a_cache().append(K, K[:, :1], counts=[1]), "2 reasons"),
     "counts as they came": (lambda: a_cache().append(K, K, counts=[1, 2, -3]), "got [1, 2, -3]"),
@@ -417,7 +417,7 @@ WRONG = {
     ),
     "pages of integers": (lambda: KVCache.over(*np.zeros((2, 3, 2, 16, 8), int), TABLE, [0, 0]), "dtype must be one"),
     "one array twice": (
-        lambda: KVCache.over(BOTH, BOTH, TABLE, [0, 0]), "v_pages must not overlap k_pages in memory: give a copy"
+        lambda: KVCache.over(BOTH, BOTH, TABLE, [0, 0]), "v_pages must not overlap k_pages in memory: pass a copy"
     ),
     "values within keys": (
         lambda: KVCache.over(BOTH, BOTH[..., 4:], TABLE, [0, 0]), "v_pages must not overlap k_pages in memory"

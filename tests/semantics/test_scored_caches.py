@@ -88,15 +88,15 @@ WRONG = {
     ),
     "a shape": (
         lambda cache, q: cache.attention(q, score=scores.alibi(ShapeDtype((4,), np.float32))),
-        "slopes must be an array here; got its shape alone",
+        "slopes must be an array; got only a shape and dtype",
     ),
     "all at once": (
         lambda cache, q: cache.attention(q, softcap=-1, scale="x", window=3),
         "3 reasons",
     ),
-    "parts of odd keys": (lambda cache, q: filled(part_keys=100), "part_keys must be a multiple of 64 by which"),
+    "parts of odd keys": (lambda cache, q: filled(part_keys=100), "part_keys must be a multiple of 64 that splits"),
     "too many parts": (
-        lambda cache, q: filled(part_keys=64, capacity=64 * 128 + 1), "the capacity has at most 128 parts; got 64"
+        lambda cache, q: filled(part_keys=64, capacity=64 * 128 + 1), "the capacity into at most 128 parts; got 64"
     ),
     "parts of given pages": (
         lambda cache, q: KVCache.over(*np.ones((2, 3, 2, 16, 8), "f4"), np.array([[0]]), [0], part_keys=-64),

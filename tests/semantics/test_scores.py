@@ -343,7 +343,7 @@ def test_plans_are_made_of_shapes() -> None:
     ready = cuflash.plan(shape, shape, shape, bias=cuflash.ShapeDtype((4, 4), np.float32))
     o, _ = ready.forward(q, q, q, bias=bias)
     np.testing.assert_array_equal(o, cuflash.attention(q, q, q, bias=bias))
-    with pytest.raises(cuflash.UnsupportedProblem, match="bias must be given"):
+    with pytest.raises(cuflash.UnsupportedProblem, match="bias is required"):
         ready.forward(q, q, q)
     assert "score      " in ready.explain() and "arrays bias" in ready.explain()
 

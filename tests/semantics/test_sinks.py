@@ -107,17 +107,17 @@ def test_a_plan_takes_the_sink_that_it_was_made_with() -> None:
     ready = cuflash.plan(Q, K, V, sink=sink, wrt="sink")
     o, lse = ready.forward(Q, K, V, sink=sink)
     assert ready.backward(o, Q, K, V, o, lse, sink=sink)["sink"].shape == (4,)
-    with pytest.raises(UnsupportedProblem, match=r"sink must be given, of shape \(4,\) and dtype float32"):
+    with pytest.raises(UnsupportedProblem, match=r"sink is required, with shape \(4,\) and dtype float32"):
         ready.forward(Q, K, V)
-    with pytest.raises(UnsupportedProblem, match="sink must be given"):
+    with pytest.raises(UnsupportedProblem, match="sink is required"):
         ready.backward(o, Q, K, V, o, lse)
     with pytest.raises(UnsupportedProblem, match=r"sink must have shape \(4,\) and dtype float32; got \(1,\)"):
         ready.forward(Q, K, V, sink=sink[:1])
     with pytest.raises(TypeError, match="sink must be an array"):
         ready.forward(Q, K, V, sink=0.5)
-    with pytest.raises(UnsupportedProblem, match="bias must not be given: the plan was made without it"):
+    with pytest.raises(UnsupportedProblem, match="bias must be left out: the plan was created without it"):
         ready.forward(Q, K, V, sink=sink, bias=sink)
-    with pytest.raises(UnsupportedProblem, match="sink must not be given: the plan was made without it"):
+    with pytest.raises(UnsupportedProblem, match="sink must be left out: the plan was created without it"):
         cuflash.plan(Q, K, V).forward(Q, K, V, sink=sink)
 
 
