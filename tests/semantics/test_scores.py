@@ -566,7 +566,7 @@ OPERATORS: dict[str, tuple[Any, str]] = {
     "or of bits": (lambda: SCORE | SCORE, "scores have no |: compose them with @"),
     "quotient": (lambda: SCORE / 2, "scores have no /: compose them with @"),
     "negative": (lambda: -SCORE, "scores have no unary -: compose them with @"),
-    "composition with a function": (lambda: SCORE @ np.tanh, "@ composes two scores; got ufunc: Score(f) makes one of"),
+    "composition with a function": (lambda: SCORE @ np.tanh, "@ composes two scores; got ufunc: convert a function"),
     "composition of a function": (lambda: (lambda s: s) @ SCORE, "scores have no @: compose them with @"),
     "and": (lambda: SCORE and SCORE, "scores have no truth value: compose them with @"),
     "not": (lambda: not SCORE, "scores have no truth value: compose them with @"),
