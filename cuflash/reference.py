@@ -1,4 +1,4 @@
-"""The specification: what attention and its gradients are, on full matrices and nothing but NumPy.
+"""The specification of attention and its gradients: full matrices, and only NumPy.
 
 >>> import numpy as np
 >>> q = np.zeros((2, 1))
@@ -9,14 +9,14 @@
 >>> o.ravel().tolist(), np.exp(lse).round(9).tolist()
 ([1.0, 1.5], [1.0, 2.0])
 
-Everything here is written to be read beside the paper and to be right, not fast: memory is O(seqlen_q seqlen_kv).
-Arithmetic is float64 whatever comes in, also for a float64 sink beside float32 q, which `cuflash.attention` casts to
-float32 (`error_bound` includes that rounding); long double and complex arguments keep their kind, so that rounding can
-be told from error (long double) and the forward differentiated by a complex step of 1e-20. What `numpy.errstate` asks
-for is raised. Nothing of the tiled code is used, and nothing of it may come to be used, since the two check each other.
+This module follows the papers and is written to be correct, not fast: memory is O(seqlen_q seqlen_kv). Arithmetic is
+float64 for all inputs, also for a float64 sink with float32 q, which `cuflash.attention` casts to float32
+(`error_bound` includes that rounding). Long double and complex arguments are not converted: long double distinguishes
+rounding from errors, and complex arguments differentiate the forward pass by a complex step of 1e-20. `numpy.errstate`
+decides which warnings are raised. The module must not use any of the tiled code, since the two check each other.
 
 NaN and infinities follow the rule of docs/semantics.md. The whole matrix counts as one partial block: P and dS are 0 at
-every place that the mask leaves out, and 0 times a NaN or infinity of v, k, q or do there is NaN.
+masked positions, and 0 times a NaN or infinity of v, k, q or do at these positions is NaN.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ def attention(
     mask : bool array, optional
         True = attend; broadcasts to [*batch, num_heads, seqlen_q, seqlen_kv].
     scale : float, optional
-        What q . k is multiplied by; 1 / sqrt(head_dim) unless given.
+        The factor of q . k. Default: 1 / sqrt(head_dim).
     sink : array, optional
-        A logit that every row of a head has beside its scores, without a value; broadcasts to [*batch, num_heads], or
-        for 2-D arguments to [1].
+        An additional logit of every row of a head, without a value; broadcasts to [*batch, num_heads], or to [1] for
+        2-D arguments.
     score : callable, optional
-        Final scores from scale q k^T, array [*batch, num_heads, seqlen_q, seqlen_kv], with 1 head for 2-D arguments.
-        What it gives where the mask is False does not matter.
+        Computes final scores from scale q k^T, an array [*batch, num_heads, seqlen_q, seqlen_kv] with 1 head for 2-D
+        arguments. Its results at masked positions are ignored.
     weight_factors : array, optional
-        What P is multiplied by before it multiplies v: under dropout 0 where a weight is dropped, else 1 / (1 - p).
-        Broadcasts to [*batch, num_heads, seqlen_q, seqlen_kv].
+        Factors of P before the product with v. For dropout: 0 if a weight is dropped, else 1 / (1 - p). Broadcasts to
+        [*batch, num_heads, seqlen_q, seqlen_kv].
     return_weights : bool
         Also return the weights, for small problems.
 
@@ -82,11 +82,11 @@ def attention(
     o : array [*batch, num_heads, seqlen_q, value_dim], or [seqlen_q, value_dim]
         The output, softmax(scale q k^T) v. A row with no key is 0.
     lse : array [*batch, num_heads, seqlen_q], or [seqlen_q]
-        Natural log of the sum of exp(scale q k^T) over the row's keys, and of exp(sink). A row with no key is -inf, or
-        the sink.
+        Natural logarithm of the sum of exp(scale q k^T) over the row's keys plus exp(sink). For a row with no key, it
+        is the sink, or -inf without a sink.
     weights : array [*batch, num_heads, seqlen_q, seqlen_kv], or [seqlen_q, seqlen_kv]
-        What v is multiplied by, with `return_weights` alone: softmax(scale q k^T), times `weight_factors`. A row sums
-        to 1 without a sink and factors; a row with no key is 0.
+        The factors of v, softmax(scale q k^T) times `weight_factors`; only with `return_weights`. A row sums to 1
+        without a sink and factors; a row with no key is 0.
 
     Raises
     ------
@@ -146,7 +146,7 @@ def attention_vjp(
     do : array
         The gradient of o, shaped as `attention` returns o.
     dlse : array, optional
-        The gradient of lse, shaped as `attention` returns lse; zero unless given.
+        The gradient of lse, shaped as `attention` returns lse; zero by default.
     mask, scale, sink, score : optional
         As in `attention`.
     score_slope : callable, optional
@@ -175,7 +175,7 @@ def attention_vjp(
 
     with D replaced by D - dlse, since the derivative of a row's lse with respect to its scores is P. A sink has
     P = exp(sink - lse) and, having no value, dP = 0; its gradient is the sum of its dS over the rows.
-    Where a score function made the scores, dS is multiplied by its slope. Factors of weights multiply P in dV, and dP.
+    With a score function, dS is multiplied by its slope. Factors of weights multiply P in dV, and dP.
 
     Examples
     --------
@@ -198,7 +198,7 @@ def attention_vjp(
         d = d - np.where(np.isneginf(lse[..., None]), 0, widened(dlse).reshape(d.shape))
     dp = _times(do @ np.swapaxes(values, -1, -2), weight_factors)
     ds = np.where(allowed, probability * (dp - d), 0)
-    if score_slope is not None:  # where P is 0 so is dS, whatever the slope is
+    if score_slope is not None:  # dS is 0 if P is 0, even if the slope is infinite or NaN
         ds = np.where(probability == 0, 0, ds * score_slope(raw))
 
     softmax_scale = default_scale(q, scale)
@@ -238,20 +238,20 @@ def attention_jvp(
     q, k, v : arrays
         As in `attention`.
     q_dot, k_dot, v_dot, sink_dot : arrays, optional
-        Tangents of q, k, v and the sink, of their shapes; zero by default.
+        Tangents of q, k, v and the sink, with their shapes; zero by default.
     mask, scale, sink, score : optional
         As in `attention`.
     score_tangent : callable, optional
-        The tangents of final scores, from scale q k^T and its tangents.
+        Computes the tangents of final scores from scale q k^T and its tangents.
     weight_factors : array, optional
         As in `attention`.
 
     Returns
     -------
     o_dot : array
-        Shaped as o; 0 in rows with no key.
+        The tangent of o, shaped as o; 0 in rows with no key.
     lse_dot : array
-        Shaped as lse; in rows with no key the tangent of the sink, or 0.
+        The tangent of lse, shaped as lse; in rows with no key it is the tangent of the sink, or 0 without a sink.
 
     Notes
     -----
@@ -260,8 +260,8 @@ def attention_jvp(
         S_dot = scale (Q_dot K^T + Q K_dot^T)     mu = rowsum(P S_dot) + P_sink sink_dot
         O_dot = (P * (S_dot - mu)) V + P V_dot    L_dot = mu
 
-    with the tangents of final scores in place of S_dot where a score function makes these. Factors of weights multiply
-    P where it multiplies v or V_dot.
+    With a score function, S_dot stands for the tangents of final scores. Factors of weights multiply P in its products
+    with V and V_dot.
 
     Examples
     --------
@@ -300,25 +300,25 @@ def attention_hvp(
     score_slope_tangent: Callable[[Array, Array], Array] | None = None,
     weight_factors: Array | None = None,
 ) -> tuple[Array, ...]:
-    """Compute the tangents of what `attention_vjp` returns.
+    """Compute the tangents of the results of `attention_vjp`.
 
     Parameters
     ----------
     q, k, v, do, dlse : arrays
         As in `attention_vjp`.
     q_dot, k_dot, v_dot, sink_dot, do_dot, dlse_dot : arrays, optional
-        Tangents of q, k, v, the sink, do and dlse, of their shapes; zero by default.
+        Tangents of q, k, v, the sink, do and dlse, with their shapes; zero by default.
     mask, scale, sink, score, score_slope, weight_factors : optional
         As in `attention_vjp`.
     score_tangent : callable, optional
         As in `attention_jvp`.
     score_slope_tangent : callable, optional
-        The tangents of the slopes, from scale q k^T and its tangents.
+        Computes the tangents of the slopes from scale q k^T and its tangents.
 
     Returns
     -------
     dq_dot, dk_dot, dv_dot : array
-        The tangents of the gradients of q, k and v, of their shapes.
+        The tangents of the gradients of q, k and v, with their shapes.
     dsink_dot : array
         The tangent of the sink's gradient, shaped as sink; only if there is a sink.
 
@@ -377,7 +377,7 @@ def attention_hvp(
 
 
 class _Pushed(NamedTuple):
-    """Attention and its tangents on full matrices; operands come with their tangents, and k and v for each head."""
+    """Attention and its tangents on full matrices: operands with their tangents, k and v expanded to query heads."""
 
     q_and_dot: tuple[Array, Array]
     k_and_dot: tuple[Array, Array]
@@ -408,7 +408,7 @@ class _Pushed(NamedTuple):
         raw_dot = np.broadcast_to(raw_dot, raw.shape)
         moved = raw_dot if score_tangent is None else np.broadcast_to(score_tangent(raw, raw_dot), raw.shape)
         moved = np.where(allowed, moved, 0)
-        if score is not None:  # where P is 0 nothing moves, whatever the tangent is
+        if score is not None:  # tangents are 0 if P is 0, even if that of the score is infinite or NaN
             moved = np.where(probability == 0, 0, moved)
         lse_dot = np.sum(probability * moved, axis=-1)
         if sink is not None and sink_dot is not None:
@@ -425,20 +425,20 @@ class _Pushed(NamedTuple):
 
 
 def _with_dot(x: Array, dot: Array | None, num_heads: int) -> tuple[Array, Array]:
-    """An array for each of some heads, and its tangent, of zeros by default."""
+    """Expand an array and its tangent, zeros by default, to a number of heads."""
     dot = np.zeros(np.shape(x)) if dot is None else dot
     return expand_heads(widened(x), num_heads), expand_heads(widened(dot), num_heads)
 
 
 def _sink_weight(sink: Array, lse: Array) -> Array:
-    """P of the sink in each row; 0 where the sink is -inf."""
+    """Return P of the sink in each row; 0 if the sink is -inf."""
     logit = np.atleast_1d(widened(sink))[..., None]
     is_none = np.isneginf(logit) | np.isneginf(lse)
     return np.where(is_none, 0, np.exp(np.where(is_none, 0, logit - np.where(np.isneginf(lse), 0, lse))))
 
 
 def _times(x: Array, factors: Array | None) -> Array:
-    """P, or dP, times factors; 0 where a factor is 0, whatever x is there."""
+    """Multiply P, or dP, by factors; the product is 0 if the factor is 0, even if x is infinite or NaN."""
     if factors is None:
         return x
     factors = np.asarray(factors)
@@ -446,7 +446,7 @@ def _times(x: Array, factors: Array | None) -> Array:
 
 
 def scores(q: Array, k: Array, v: Array, scale: float | None) -> Array:
-    """scale q k^T [*batch, num_heads, seqlen_q, seqlen_kv]; v counts for the batch."""
+    """Compute scale q k^T [*batch, num_heads, seqlen_q, seqlen_kv], broadcast against the batch axes of v."""
     queries = with_heads(widened(q))
     keys = expand_heads(widened(k), queries.shape[-3])
     score = default_scale(q, scale) * (queries @ np.swapaxes(keys, -1, -2))
@@ -457,30 +457,30 @@ def scores(q: Array, k: Array, v: Array, scale: float | None) -> Array:
 def _softmax(
     raw: Array, mask: Array | None, sink: Array | None, change: Callable[[Array], Array] | None
 ) -> tuple[Array, Array, Array]:
-    """P [*batch, num_heads, seqlen_q, seqlen_kv], lse [*batch, num_heads, seqlen_q], and the mask in the shape of P."""
+    """Return P [*batch, num_heads, seqlen_q, seqlen_kv], lse [*batch, num_heads, seqlen_q], and the mask expanded."""
     score = raw if change is None else np.broadcast_to(change(raw), raw.shape)
     allowed = allowed_of(mask, score.shape)
-    # The maximum by real part: any shift gives the same softmax, so a complex step sees through it.
+    # Take the maximum of the real parts: any shift gives the same softmax, so it does not affect a complex step.
     row_max = np.max(score.real, axis=-1, keepdims=True, initial=-np.inf, where=allowed)
     logit = np.float64(-np.inf) if sink is None else np.atleast_1d(widened(sink))[..., None, None]
     row_max = np.maximum(row_max, logit.real)
     row_max = np.where(np.isneginf(row_max), 0, row_max)  # a row without a score above -inf; -inf - -inf would be NaN
     weight = np.where(allowed, np.exp(np.where(allowed, score - row_max, 0)), 0)
     row_sum = np.sum(weight, axis=-1, keepdims=True) + np.exp(logit - row_max)
-    empty = row_sum == 0  # else the greatest score, or the sink, adds 1
+    empty = row_sum == 0  # otherwise the greatest score, or the sink, contributes 1
     row_sum_or_one = np.where(empty, 1, row_sum)
     lse = np.where(empty, -np.inf, row_max + np.log(row_sum_or_one))
     return np.where(allowed, weight / row_sum_or_one, 0), lse[..., 0], allowed
 
 
 def widened(x: Array) -> Array:
-    """Return an array in float64 or more: long double stays, and complex becomes complex128 at least."""
+    """Convert an array at least to float64, or to complex128 if it is complex; long double stays."""
     array = np.asarray(x)
     return array.astype(np.result_type(array.dtype, np.float64))
 
 
 def with_heads(x: Array) -> Array:
-    """A 2-D argument with a heads axis of 1; others as they are."""
+    """Add a heads axis of length 1 to a 2-D argument; return others unchanged."""
     return x[None] if x.ndim == 2 else x
 
 
@@ -492,7 +492,7 @@ def expand_heads(x: Array, num_heads: int) -> Array:
 
 
 def sum_heads_to(gradient: Array, shape: Sequence[int]) -> Array:
-    """The transpose of `expand_heads` and of broadcasting: sums over each group of heads, then over leading axes."""
+    """Sum over each group of heads, then over leading axes: the transpose of `expand_heads` and of broadcasting."""
     num_kv_heads = shape[-3] if len(shape) > 2 else 1
     *batch, num_heads, rows, columns = gradient.shape
     group = num_heads // num_kv_heads if num_kv_heads else 1
@@ -500,7 +500,7 @@ def sum_heads_to(gradient: Array, shape: Sequence[int]) -> Array:
 
 
 def sum_to(gradient: Array, shape: Sequence[int]) -> Array:
-    """The transpose of broadcasting `shape` to the gradient's: sums over the axes that were stretched."""
+    """Sum over broadcast axes: the transpose of broadcasting `shape` to the gradient's shape."""
     missing = gradient.ndim - len(shape)
     summed = gradient.sum(axis=tuple(range(missing))) if missing > 0 else gradient
     stretched = tuple(axis for axis, extent in enumerate(shape) if extent == 1 != summed.shape[axis])
@@ -508,9 +508,9 @@ def sum_to(gradient: Array, shape: Sequence[int]) -> Array:
 
 
 def allowed_of(mask: Array | None, shape: Sequence[int]) -> Any:
-    """The mask as a full bool array; all True without one."""
+    """Return the mask as a full bool array; all True without a mask."""
     if hasattr(mask, "toarray"):
-        raise TypeError(f"mask must be a boolean array, True = attend; got {describe(mask)}: its toarray() makes one")
+        raise TypeError(f"mask must be a boolean array, True = attend; got {describe(mask)}: pass mask.toarray()")
     allowed = np.asarray(True if mask is None else mask)
     if allowed.dtype != np.bool_:
         raise TypeError(f"mask must be boolean, True = attend; got dtype {allowed.dtype}")

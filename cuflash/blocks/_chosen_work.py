@@ -1,4 +1,4 @@
-"""Work of queries that each choose their blocks: neighbours visit the union of their lists, a bit for each query."""
+"""Work lists for queries that each choose blocks: a tile visits the union of its queries' lists, one bit per query."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .index import BlockIndex
 from .index_mask import IndexMask
 from .work_list import ListedWork
 
-_TILE = 64  # queries of a tile, and at least so many keys of one: the bits of a word
-_LARGEST_BLOCK = 512  # keys; a tile of keys holds whole blocks
+_TILE = 64  # queries per tile, one per bit of a word; also the minimum number of keys per tile
+_LARGEST_BLOCK = 512  # keys; limited because a tile of keys holds whole blocks
 
 
 class Unions(NamedTuple):
-    """What each tile visits: the union of its rows' lists.
+    """For each tile, the union of the lists of its rows.
 
     Attributes
     ----------
     pointers : int64 array [matrices * tiles + 1]
-        Where the entries of each tile start.
+        The start of each tile's entries.
     numbers : int64 array [entries]
-        Ascending within a tile.
+        The listed numbers, ascending within a tile.
     words : uint64 array [entries]
         Bit r is set if row r of the tile has the number in its list.
     """
@@ -43,16 +43,16 @@ class Unions(NamedTuple):
 
     @classmethod
     def of(cls, matrix: Array, row: Array, number: Array, height: int, extents: tuple[int, int, int]) -> Unions:
-        """Join the lists of each `height` rows.
+        """Join the lists of every `height` consecutive rows.
 
         Parameters
         ----------
         matrix, row, number : int64 arrays [members]
-            The numbers in the lists of all rows of all matrices, no number of a row twice.
+            The numbers in the lists of all rows of all matrices, without repetitions within a row.
         height : int
-            Rows of a tile, 64 at most.
+            Rows per tile, at most 64.
         extents : (int, int, int)
-            Matrices, rows of each, and numbers that there are.
+            The number of matrices, the rows of each, and the number of possible numbers.
 
         Examples
         --------
@@ -74,7 +74,7 @@ class Unions(NamedTuple):
         return cls(pointers, key % max(1, num_numbers), words)
 
     def tile(self, number: int) -> tuple[Array, Array]:
-        """Numbers and words of a tile."""
+        """Return the numbers and the words of a tile."""
         entries = slice(self.pointers[number], self.pointers[number + 1])
         return self.numbers[entries], self.words[entries]
 
@@ -85,11 +85,11 @@ class Unions(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ChosenWork(ListedWork):
-    """Work whose queries each have a list of blocks, within row intervals: gathered rows and bits, on the host.
+    """Work on the host for queries that each have a list of blocks, optionally within row intervals.
 
-    The index is in blocks of one query, by list head, and its row intervals cut all of its blocks. A tile of queries
-    visits each block that one of them chose. A tile of keys holds whole blocks, and visits exactly the queries that
-    chose one of these.
+    The index has blocks of one query, per list head, and its row intervals apply to all of its blocks. A tile of
+    queries visits each block that at least one of them chose. A tile of keys holds whole blocks, and visits exactly the
+    queries that chose at least one of them.
     """
 
     heads_of_list: int = 1  # query heads that share a list
@@ -112,14 +112,14 @@ class ChosenWork(ListedWork):
 
     @cached_property
     def rows(self) -> Unions:
-        """Blocks by tiles of queries."""
+        """The blocks that each tile of queries visits."""
         index = self.index
         extents = index.batch * index.num_heads, index.seqlen_q, index.num_kv_blocks
         return Unions.of(*np.divmod(index._block_rows, index.seqlen_q), index.indices, _TILE, extents)
 
     @cached_property
     def columns(self) -> Unions:
-        """Queries by tiles of keys."""
+        """The queries that visit each tile of keys."""
         index = self.index
         matrix, query = np.divmod(index._block_rows, index.seqlen_q)
         extents = index.batch * index.num_heads, index.num_kv_blocks, index.seqlen_q
@@ -130,7 +130,7 @@ class ChosenWork(ListedWork):
         return super().nbytes + self.rows.nbytes + self.columns.nbytes
 
     def make_ready(self) -> None:
-        self.columns  # noqa: B018  (kept by the work)
+        self.columns  # noqa: B018  (a cached property)
 
     def owner(self, b: int, h: int) -> tuple[int, int]:
         index = self.index
@@ -146,8 +146,8 @@ class ChosenWork(ListedWork):
         if index.lo is not None:
             lo, hi = self.bounds(b, h, start, stop)
             first, end = int(lo[0]), int(hi[-1])
-        here = slice(*np.searchsorted(keys, (first, end)))
-        keys, words = keys[here], np.repeat(words, self.block)[here]
+        inside = slice(*np.searchsorted(keys, (first, end)))
+        keys, words = keys[inside], np.repeat(words, self.block)[inside]
         if index.lo is not None and len(keys):
             is_cut = bool(keys[0] < lo[-1] or keys[-1] >= hi[0])
         return _gathered(keys, words, stop - start, 1, is_cut)
@@ -159,23 +159,23 @@ class ChosenWork(ListedWork):
         if index.lo is not None:
             lo, hi = self.bounds(b, h, 0, index.seqlen_q)
             within = np.searchsorted(hi, start, side="right"), np.searchsorted(lo, stop - 1, side="right")
-            here = slice(*np.searchsorted(queries, within))
-            queries, words = queries[here], words[here]
+            inside = slice(*np.searchsorted(queries, within))
+            queries, words = queries[inside], words[inside]
             is_cut = bool((lo[queries] > start).any() or (hi[queries] < stop).any())
         return _gathered(queries, words, -(-(stop - start) // self.block), self.block, is_cut)
 
     def hidden(
         self, batch_head: tuple[int, int], part: GatheredRows, queries: slice | None, keys: slice | None
     ) -> Array:
-        """Return which elements of a tile and of rows that it visits are hidden, bool [keys, queries].
+        """Return which elements of a tile and of the rows that it visits are masked, bool [keys, queries].
 
-        The tile's queries or keys are given, and None for those that it visits.
+        Pass the queries or the keys of the tile, and None for the side that it visits.
         """
         if queries is not None:
             hidden, j = part.unvisited(queries.stop - queries.start), part.rows
             if part.is_cut:
                 lo, hi = self.bounds(*batch_head, queries.start, queries.stop)
-                before, after = map(int, np.searchsorted(j, (lo[-1], hi[0])))  # they never decrease
+                before, after = map(int, np.searchsorted(j, (lo[-1], hi[0])))  # lo and hi never decrease
                 hidden[:before] |= j[:before, None] < lo
                 hidden[after:] |= j[after:, None] >= hi
             return hidden
@@ -201,19 +201,20 @@ def _gathered(rows: Array, words: Array, num_bits: int, tokens: int, is_cut: boo
 
 
 def chosen_work(mask: Mask, shape: MaskShape) -> ChosenWork | None:
-    """The work of a resolved mask on the host whose queries each have a list of blocks, beside row intervals, or None.
+    """Return the work of a resolved host mask whose queries each have a list of blocks; None for other masks.
 
-    Such a mask is a `ChosenBlocks`, or a block index with blocks of one query that are all full within row intervals.
+    Such a mask is a `ChosenBlocks`, or a block index with blocks of one query that are all full within row intervals,
+    optionally intersected with masks of row intervals.
     """
     factors = mask.operands if type(mask) is And else (mask,)
     closed = tuple(factor for factor in factors if factor._has_intervals)
     others = [factor for factor in factors if not factor._has_intervals]
     if len(others) != 1 or 0 in (shape.num_batch, *shape[1:]):
         return None
-    found = _lists(others[0])
-    if found is None or found[0].block[1] > _LARGEST_BLOCK:
+    lists = _lists(others[0])
+    if lists is None or lists[0].block[1] > _LARGEST_BLOCK:
         return None
-    index, heads_of_list = found
+    index, heads_of_list = lists
     lo, hi = index.lo, index.hi
     if closed:
         first, end = row_intervals(And(closed), *shape[2:], *extents(And(closed), shape))
@@ -224,7 +225,7 @@ def chosen_work(mask: Mask, shape: MaskShape) -> ChosenWork | None:
 
 
 def _lists(mask: Mask) -> tuple[BlockIndex, int] | None:
-    """The lists of a mask on the host as an index in blocks of one query, and the query heads that share one."""
+    """Return the lists of a host mask as an index with blocks of one query, and the heads per list."""
     if isinstance(mask, ResolvedChosen) and namespace(mask.source.blocks) is np:
         assert isinstance(mask.cells, BlockSet)
         batch, num_heads, seqlen_q, _ = mask.cells.grid
@@ -236,7 +237,7 @@ def _lists(mask: Mask) -> tuple[BlockIndex, int] | None:
 
 
 def _is_cut_by_rows(index: BlockIndex) -> bool:
-    """Return whether the row intervals of an index, if there are any, are all that cuts its blocks of one query."""
+    """True if the elements of an index with blocks of one query are its blocks, intersected with any row intervals."""
     if (index.kinds == BlockKind.BITS).any():
         return False
     if index.lo is None or index.hi is None:

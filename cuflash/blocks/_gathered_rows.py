@@ -1,4 +1,4 @@
-"""Rows that a tile visits one by one, each by some of the tile's own rows."""
+"""Rows that a tile visits, with a bit for each group of its own rows that visits them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class GatheredRows(NamedTuple):
     Attributes
     ----------
     rows : int64 array [n]
-        Keys that a tile of queries visits, or queries that a tile of keys does, ascending.
+        Keys that a tile of queries visits, or queries that visit a tile of keys, ascending.
     words : uint64 array [n], or None
-        Bit t says that the tile's rows from t * tokens to (t + 1) * tokens visit the row; None if all do.
+        Bit t is set if the tile's rows from t * tokens to (t + 1) * tokens visit the row; None if all do.
     tokens : int
-        Rows of the tile that a bit stands for.
+        Number of rows of the tile per bit.
     is_cut : bool
-        True if row intervals hide some of the pairs.
+        True if row intervals mask some of the pairs.
     """
 
     rows: Array
@@ -36,17 +36,17 @@ class GatheredRows(NamedTuple):
 
     @property
     def is_partial(self) -> bool:
-        """Return whether some of the pairs are hidden."""
+        """True if some of the pairs are masked."""
         return self.words is not None or self.is_cut
 
     def parts(self, width: int) -> Iterator[GatheredRows]:
-        """The rows in runs of at most `width`."""
+        """Yield the rows in parts of at most `width`."""
         for first in range(0, len(self.rows), width):
-            here = slice(first, first + width)
-            yield self._replace(rows=self.rows[here], words=None if self.words is None else self.words[here])
+            part = slice(first, first + width)
+            yield self._replace(rows=self.rows[part], words=None if self.words is None else self.words[part])
 
     def unvisited(self, height: int) -> Array:
-        """Return which rows of a tile of some height do not visit each row, bool [n, height]."""
+        """Return which rows of a tile of this height do not visit each row, bool [n, height]."""
         if self.words is None:
             return np.zeros((len(self.rows), height), bool)
         octets = self.words.astype("<u8", copy=False).view(np.uint8).reshape(-1, 8)

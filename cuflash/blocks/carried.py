@@ -9,20 +9,20 @@ from .index_mask import IndexMask
 
 
 class Owner:
-    """Own cached calls: they leave the cache of calls when nothing refers to this object. Their keys hold its `id`."""
+    """An owner of cached calls, which leave the cache when nothing refers to this object. Their keys hold its `id`."""
 
 
 class KeptIndex(NamedTuple):
-    """The mask of a block index on the host, which keeps its work lists, and the owner of its cached calls.
+    """The mask of a block index on the host, which caches its work lists, and the owner of its cached calls.
 
-    Nothing here may lead back to the index: a circle would keep memory of a device until Python's collector runs.
+    Neither may refer to the index: a reference cycle would hold device memory until Python's garbage collector runs.
 
     Attributes
     ----------
     mask : IndexMask
-        A mask of the same arrays, which holds a copy of the index and not the index itself.
+        A mask with the same arrays; it holds a copy of the index instead of the index itself.
     owner : Owner
-        Calls with the index leave the cache of calls when nothing refers to the index.
+        Calls with the index leave the cache when nothing refers to the index.
     """
 
     mask: IndexMask
@@ -30,14 +30,14 @@ class KeptIndex(NamedTuple):
 
 
 class CarriedLists(NamedTuple):
-    """The lists of an index on a device, in the form that kernels walk; they are made with the index.
+    """The block lists of an index on a device, in the format of the kernels; they are built with the index.
 
     Attributes
     ----------
     lists : uint8 array
-        All of them, one after the other.
+        All lists, one after the other.
     source : ListSource
-        How they lie in the array: one object for all indices of one layout.
+        The positions of the lists in the array: one object for all indices of one layout.
     """
 
     lists: Array
@@ -46,11 +46,11 @@ class CarriedLists(NamedTuple):
     @property
     def arrays(self) -> dict[str, Array]:
         """The lists by name, as `ListedWork.lists` has them."""
-        found: dict[str, Array] = self.source.lists_of(self.lists)
-        return found
+        views: dict[str, Array] = self.source.lists_of(self.lists)
+        return views
 
     @property
     def fields(self) -> dict[str, Array]:
-        """The arrays of an index by the names of its fields, but for the row intervals."""
-        found: dict[str, Array] = self.source.fields_of(self.lists)
-        return found
+        """The arrays of an index by the names of its fields, except for the row intervals."""
+        views: dict[str, Array] = self.source.fields_of(self.lists)
+        return views

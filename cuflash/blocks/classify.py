@@ -1,4 +1,4 @@
-"""Exact classification of a mask's blocks, absent, full or partial: closed forms first, then elements where needed."""
+"""Exact classification of a mask's blocks as absent, full or partial: by closed forms, else element by element."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ..masks.coordinates import elements
 from ..masks.shape import MaskShape
 from ..masks.block_set import BlockSet
 
-_MAX_BLOCKS_PER_SWEEP = 1 << 20  # blocks classified in one sweep: bounds the memory of compiling a mask
-_MAX_ELEMENTS_PER_SWEEP = 1 << 21  # elements evaluated in one sweep, likewise
+_MAX_BLOCKS_PER_SWEEP = 1 << 20  # maximum number of blocks classified at once, to limit memory
+_MAX_ELEMENTS_PER_SWEEP = 1 << 21  # maximum number of elements evaluated at once, to limit memory
 
 
 class BlockKind(IntEnum):
-    """Content of a listed block; blocks that are not listed hold nothing."""
+    """The content of a listed block. Blocks that are not listed have no allowed elements."""
 
     FULL = 1
-    """Every element that exists is allowed."""
+    """All elements within the lengths are allowed."""
     INTERVAL = 2
-    """Row i is allowed the keys lo[i] <= j < hi[i] of it."""
+    """In row i, the keys lo[i] <= j < hi[i] of the block are allowed."""
     BITS = 3
-    """A bit an element."""
+    """One bit per element."""
 
 
 class ClassifiedBlocks(NamedTuple):
-    """The listed blocks of a mask as compressed sparse rows; `BlockIndex` says what each array holds."""
+    """The listed blocks of a mask as compressed sparse rows; `BlockIndex` documents the arrays."""
 
     batch: int
     num_heads: int
@@ -46,7 +46,7 @@ class ClassifiedBlocks(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Blocks:
-    """Blocks by matrix (batch and head as one), block row and block column."""
+    """Blocks by matrix (a batch entry and head), block row and block column."""
 
     matrix: Array
     row: Array
@@ -61,7 +61,7 @@ class _Blocks:
 
 @dataclass(frozen=True, eq=False)
 class _Grid:
-    """All blocks of all matrices, batch entries and heads, over which a mask varies."""
+    """All blocks of all matrices (batch entries and heads) over which a mask varies."""
 
     seqlen_q: int
     seqlen_kv: int
@@ -71,13 +71,13 @@ class _Grid:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Blocks of queries, and of keys."""
+        """The numbers of query blocks and key blocks."""
         return -(-self.seqlen_q // self.block[0]), -(-self.seqlen_kv // self.block[1])
 
     def rectangle(
         self, mask: Mask, matrix: Array, row0: Array, row1: Array, col0: Array, col1: Array
     ) -> tuple[Array, Array]:
-        """`Mask.rectangle` over block rows row0..row1 and columns col0..col1, as two boolean arrays."""
+        """Evaluate `Mask.rectangle` over block rows row0..row1 and columns col0..col1, as two boolean arrays."""
         b, h = np.divmod(matrix, self.num_heads)
         answers = mask.rectangle(
             b,
@@ -91,11 +91,11 @@ class _Grid:
         return may, must
 
     def is_uniform(self, mask: Mask, blocks: _Blocks) -> Array:
-        """Return which blocks a mask is known to allow altogether."""
+        """Return which blocks are known to be allowed entirely by a mask."""
         return self.rectangle(mask, blocks.matrix, blocks.row, blocks.row + 1, blocks.col, blocks.col + 1)[1]
 
     def coordinates(self, blocks: _Blocks) -> tuple[Array, Array, Array, Array, Array]:
-        """b, h [n, 1, 1], i [n, block_q, 1], j [n, 1, block_kv], all in range, and which of the elements exist."""
+        """Return b, h [n, 1, 1], i [n, block_q, 1], j [n, 1, block_kv], clipped to the lengths, and which exist."""
         b, h = np.divmod(blocks.matrix[:, None, None], self.num_heads)
         i = blocks.row[:, None, None] * self.block[0] + np.arange(self.block[0])[:, None]
         j = blocks.col[:, None, None] * self.block[1] + np.arange(self.block[1])
@@ -104,7 +104,7 @@ class _Grid:
 
 
 def classify(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> ClassifiedBlocks:
-    """Descend from large rectangles to single blocks by closed forms; evaluate the blocks they leave undecided."""
+    """Descend from large rectangles to single blocks by closed forms; evaluate the elements of undecided blocks."""
     if 0 in (shape.num_batch, *shape[1:]):
         return _assembled(_Grid(shape.seqlen_q, shape.seqlen_kv, block, 1, 1), [], {}, None)
     if isinstance(mask, BlockSet) and mask.block == block and mask.full.all():
@@ -131,12 +131,12 @@ def classify(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> Classified
 
 
 def _without_bits(blocks: _Blocks, kind: Array) -> tuple[_Blocks, Array, Array]:
-    """Blocks, and the kind and the bit tile of each."""
+    """Return blocks with their kinds, and -1 as the bit tile of each."""
     return blocks, np.broadcast_to(kind, len(blocks)), np.full(len(blocks), -1)
 
 
 def _listed(mask: BlockSet, grid: _Grid) -> ClassifiedBlocks:
-    """Whole blocks at their own size: their numbers say it all."""
+    """List a set of full blocks at its own block size, without evaluating the mask."""
     matrix, cell = np.divmod(mask.keys, grid.size[0] * grid.size[1])
     blocks = _Blocks(matrix, *np.divmod(cell, grid.size[1]))
     return _assembled(grid, [_without_bits(blocks, BlockKind.FULL)], {}, None)
@@ -152,7 +152,7 @@ def extents(mask: Mask, shape: MaskShape, xp: Namespace = np) -> tuple[int, int]
 
 
 def _descend(mask: Mask, grid: _Grid) -> Iterator[tuple[_Blocks, _Blocks]]:
-    """Per strip of the grid: the blocks known to be full, and those that the closed forms leave undecided."""
+    """Yield, for each strip of the grid, the blocks known to be full, and those that closed forms do not decide."""
     num_rows, num_cols = grid.size
     matrices = grid.batch * grid.num_heads
     height = 1 << max(0, (max(_MAX_BLOCKS_PER_SWEEP // num_cols, 1)).bit_length() - 1)
@@ -182,7 +182,7 @@ def _descend_strip(mask: Mask, grid: _Grid, boxes: tuple[Array, ...]) -> tuple[_
 
 
 def _split(matrix: Array, row0: Array, row1: Array, col0: Array, col1: Array) -> tuple[Array, ...]:
-    """Quarter boxes at powers of two, so that the cells of coarser grids stay whole."""
+    """Split boxes into quarters at powers of two, so that the cells of coarser grids stay whole."""
     row_middle, col_middle = row0 + _half(row1 - row0), col0 + _half(col1 - col0)
     quarters = [
         (matrix, top, bottom, left, right)
@@ -195,13 +195,13 @@ def _split(matrix: Array, row0: Array, row1: Array, col0: Array, col1: Array) ->
 
 
 def _half(extent: Array) -> Array:
-    """The largest power of two below the extent; the extent itself where it is 1."""
+    """Return the largest power of two below the extent, or 1 if the extent is 1."""
     power = 1 << (np.frexp(np.maximum(extent - 1, 0).astype(np.float64))[1] - 1).clip(0).astype(np.int64)
     return np.where(extent > 1, power, extent)
 
 
 def _single_blocks(matrix: Array, row0: Array, row1: Array, col0: Array, col1: Array) -> _Blocks:
-    """The single blocks of boxes."""
+    """Return the single blocks of which boxes consist."""
     width, area = col1 - col0, (row1 - row0) * (col1 - col0)
     box = np.repeat(np.arange(len(matrix)), area)
     offset = np.arange(len(box)) - np.repeat(np.cumsum(area) - area, area)
@@ -220,22 +220,22 @@ def _chunks(blocks: _Blocks, elements: int) -> Iterator[_Blocks]:
 
 
 def _overlaps_interval(rows: Mask, grid: _Grid, blocks: _Blocks) -> Array:
-    """Return which blocks hold any key of any row's interval."""
-    kept = [np.zeros(0, bool)]
+    """Return which blocks overlap the interval of at least one row."""
+    overlaps = [np.zeros(0, bool)]
     for chunk in _chunks(blocks, grid.block[0]):
         b, h, i, _, _ = grid.coordinates(chunk)
         lo, hi = rows._closed_form(b, h, i)
         first = chunk.col[:, None, None] * grid.block[1]
-        kept.append(
+        overlaps.append(
             (np.maximum(lo, first) < np.minimum(hi, np.minimum(first + grid.block[1], grid.seqlen_kv))).any((1, 2))
         )
-    return np.concatenate(kept)
+    return np.concatenate(overlaps)
 
 
 def _evaluate(
     factors: tuple[Mask, ...], grid: _Grid, blocks: _Blocks, dictionary: dict[bytes, int]
 ) -> Iterator[tuple[_Blocks, Array, Array]]:
-    """Element by element: the blocks that hold something, their kind, and their bit tile, each new one noted."""
+    """Evaluate blocks element by element; yield nonempty blocks, kinds and bit tiles, and add these to `dictionary`."""
     for chunk in _chunks(blocks, grid.block[0] * grid.block[1]):
         b, h, i, j, exists = grid.coordinates(chunk)
         allowed = exists.copy()
@@ -280,7 +280,7 @@ def _assembled(
 def row_intervals(
     mask: Mask, seqlen_q: int, seqlen_kv: int, batch: int, num_heads: int, xp: Namespace = np
 ) -> tuple[Array, Array]:
-    """A mask's row intervals within the keys that exist, int32 [batch or 1, num_heads or 1, seqlen_q] each, C order."""
+    """Return a mask's row intervals clipped to the keys, int32 [batch or 1, num_heads or 1, seqlen_q], in C order."""
     b, h = xp.arange(batch)[:, None, None], xp.arange(num_heads)[:, None]
     lo, hi = (xp.clip(side, 0, seqlen_kv) for side in mask._closed_form(b, h, xp.arange(seqlen_q)))
     leading = np.broadcast_shapes(lo.shape, hi.shape, (1, 1, seqlen_q))
@@ -289,7 +289,7 @@ def row_intervals(
 
 
 def transposed_intervals(lo: Array, hi: Array, seqlen_kv: int) -> tuple[Array, Array]:
-    """Row intervals seen from the keys: lo and hi never decrease, so the queries of a key are an interval too."""
+    """Return the interval of queries that attend each key; it is one, since lo and hi of rows never decrease."""
     xp, leading = namespace(lo), lo.shape[:-1]
     keys = xp.arange(seqlen_kv)
     first, end = (xp.empty((*leading, seqlen_kv), dtype=np.int32) for _ in range(2))
@@ -308,16 +308,16 @@ def pointers(rows: Array, num_rows: int) -> Array:
 
 
 def pack(allowed: Array) -> Array:
-    """Booleans [..., block_kv] as bits: key 8 c + r is bit r of byte c."""
+    """Pack booleans [..., block_kv] into bits: key 8 c + r is bit r of byte c."""
     xp, (*leading, block_kv) = namespace(allowed), allowed.shape
     num_bytes = -(-block_kv // 8)
-    whole = xp.zeros((*leading, 8 * num_bytes), dtype=bool)  # CuPy packs no axis by itself
+    whole = xp.zeros((*leading, 8 * num_bytes), dtype=bool)  # padded, since CuPy's packbits has no axis argument
     whole[..., :block_kv] = allowed
     return xp.packbits(whole.reshape(-1), bitorder="little").reshape(*leading, num_bytes)
 
 
 def unpack(bits: Array, block_kv: int) -> Array:
-    """Bits back to booleans [..., block_kv]."""
+    """Convert the bits of `pack` to booleans [..., block_kv]."""
     xp, (*leading, num_bytes) = namespace(bits), bits.shape
     elements = xp.unpackbits(bits.reshape(-1), bitorder="little").view(bool)
     return elements.reshape(*leading, 8 * num_bytes)[..., :block_kv]

@@ -1,4 +1,4 @@
-"""Masks turned into lists of blocks, at the block size the user chose; no kernel, no device, no dtype here."""
+"""Block indices: the blocks of a mask at a block size of the user's choice, independent of kernels and dtypes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from .index_mask import IndexMask, chosen_lists
 from .report import IndexReport, elements_of, report_of, row_counts_of
 
 _EVERYTHING = Band()
-_OF_LISTS = ("indptr", "indices", "kinds", "tiles", "bits")  # fields that are views of lists which an index carries
+_OF_LISTS = ("indptr", "indices", "kinds", "tiles", "bits")  # fields that are views of an index's device lists
 
-# The executors, which this room does not import, set two functions. The first returns the key of an index of a mask on
-# a device, made of the mask and of all other arguments as a text, and the index itself if one with this key was made.
-# The second makes an index on a device from the blocks chosen (None for all), a mask, its shape, a block, and the key.
+# The executors set these two functions, because this package must not import them. The first returns the cache key of
+# an index of a mask on a device, built from the mask and the text of all other arguments, and the cached index or None.
+# The second builds an index on a device from the chosen blocks (None for all), a mask, its shape, a block, and the key.
 find_on_device: Callable[[Any, tuple[Any, ...]], tuple[Hashable, BlockIndex | None]] | None = None
 make_on_device: Callable[[Array | None, Mask, MaskShape, tuple[int, int], Hashable], BlockIndex] | None = None
 
@@ -41,11 +41,11 @@ make_on_device: Callable[[Array | None, Mask, MaskShape, tuple[int, int], Hashab
 @explains_keywords(advice="make an index with BlockIndex.from_blocks, BlockIndex.from_mask or BlockIndex.from_scipy")
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class BlockIndex:
-    """The blocks of a mask: absent, full or partial, and the elements of the partial ones.
+    """The blocks of a mask: absent, full or partial, and the elements of the partial blocks.
 
-    Indices of one block size combine by ``& | ^ - ~`` to an index. An index and a mask, a boolean array, a scipy.sparse
-    array of elements or a function of (b, h, i, j), on either side, combine to a mask. Indices are equal if they allow
-    the same elements in the same blocks.
+    ``& | ^ - ~`` combine indices of one block size to an index, and an index on either side with a mask, a boolean
+    array, a scipy.sparse array of elements or a function of (b, h, i, j) to a mask. Indices are equal if they have the
+    same shape and block size and allow the same elements.
 
     Parameters
     ----------
@@ -54,9 +54,9 @@ class BlockIndex:
     block : (int, int)
         Sizes block_q and block_kv in tokens; the length may cut off the last block of a side.
     batch, num_heads : int
-        1 where the index serves every batch entry or head; batch counts the leading axes as one, in C order.
+        1 if the index is the same for every batch entry or head. batch is the product of the leading axes, in C order.
     indptr : int32 array [batch * num_heads * num_q_blocks + 1]
-        Where each block row's entries start in the arrays below (compressed sparse rows, ragged).
+        The start of each block row's entries in the arrays below (compressed sparse rows).
     indices : int32 array [num_entries]
         Key block of each entry, increasing within a row.
     kinds : uint8 array [num_entries]
@@ -70,14 +70,13 @@ class BlockIndex:
 
     Notes
     -----
-    The arrays of an index on the host are read-only: calls with the same index read them once, and keep their copies on
-    a device until the index is gone. They are views: arrays that an index is made of directly must not be written to
-    afterwards.
+    The arrays of an index on the host are read-only: calls with the same index read them once, and cache their device
+    copies until the index is deleted. The arrays are views: do not write to arrays that were passed to the constructor.
 
-    An index made from device arrays stays on the device and is made without waiting for it, so the host does not know
-    how many entries there are: lists then have room for the whole grid, zeros stand behind the last entry, and each
-    block has a bit tile of its own. What shows an index or counts its entries (`num_entries`, `row_counts`, `report`,
-    `picture`, `to_scipy`) waits and copies; nothing else does.
+    An index of device arrays stays on the device and is built without waiting for it, so the host does not know the
+    number of entries. Its lists have space for the whole grid, with zeros after the last entry, and each block has its
+    own bit tile. Methods that show the index or count its entries (`num_entries`, `row_counts`, `report`, `picture`,
+    `to_scipy`) wait for the device and copy to the host; no other method does.
 
     Examples
     --------
@@ -108,7 +107,7 @@ class BlockIndex:
     lo: Array | None = None
     hi: Array | None = None
 
-    __array_priority__ = 1000.0  # above the arrays of NumPy and CuPy, which so leave operators to indices
+    __array_priority__ = 1000.0  # higher than NumPy's and CuPy's arrays, so that their operators defer to indices
 
     def __post_init__(self) -> None:
         for name, array in vars(self).items():
@@ -117,11 +116,12 @@ class BlockIndex:
 
     @classmethod
     def _of_lists(cls, carried: CarriedLists, **facts: Any) -> BlockIndex:
-        """An index of lists on a device, whose arrays are views of these, made when one of them is used first.
+        """Build an index from block lists on a device; its arrays are views of them, created on first use.
 
         Parameters
         ----------
         carried : CarriedLists
+            The block lists.
         **facts
             The other fields.
 
@@ -129,9 +129,9 @@ class BlockIndex:
         -------
         BlockIndex
         """
-        made = object.__new__(cls)
-        vars(made).update(facts, _carried=carried)
-        return made
+        index = object.__new__(cls)
+        vars(index).update(facts, _carried=carried)
+        return index
 
     if not TYPE_CHECKING:
 
@@ -143,47 +143,47 @@ class BlockIndex:
             return vars(self)[name]
 
     def __getstate__(self) -> Any:
-        assert self.indptr is not None  # a copy has the arrays, and not the lists
+        assert self.indptr is not None  # creates the arrays, since a copy has these instead of the device lists
         return without_memos(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.__post_init__()
 
-    # Making one
+    # Constructors
 
     @classmethod
     def from_mask(
         cls, mask: Mask | Array, seqlen_q: int, seqlen_kv: int, block: Any, *, batch: tuple[int, ...] = (),
         num_heads: int = 1,
     ) -> BlockIndex:
-        """Classify every block of a mask exactly: by closed forms where they decide, else element by element.
+        """Classify every block of a mask exactly: by closed forms if they decide, else element by element.
 
         Parameters
         ----------
         mask : Mask, BlockIndex, bool array, scipy.sparse array of elements, or function of (b, h, i, j)
-            Who attends whom.
+            The keys that each query attends.
         seqlen_q, seqlen_kv : int
             Lengths in tokens.
         block : int or (int, int)
             Size of a block in tokens, or block_q and block_kv.
         batch : tuple of int
-            Extents of the leading axes that the mask varies over, if any.
+            Extents of the leading axes, if the mask depends on the batch.
         num_heads : int
-            Number of query heads, where the mask differs from head to head.
+            Number of query heads, if the mask depends on the head.
 
         Returns
         -------
         BlockIndex
-            The index, in arrays where the mask's arrays are.
+            The index, with arrays on the device of the mask's arrays.
 
         Raises
         ------
         TypeError
-            `mask` does not stand for a mask.
+            `mask` cannot be converted to a mask.
         UnsupportedProblem
-            The mask does not fit the lengths, batch and heads; one of them is not an int of at least 0, or more than
-            int32 counts; or the block is not a pair of positive ints.
+            The mask does not fit the lengths, batch and heads; one of these is not an int of at least 0, or exceeds the
+            range of int32; or `block` is not a positive int or a pair of these.
 
         Examples
         --------
@@ -200,23 +200,23 @@ class BlockIndex:
                 return index
         reasons: list[str] = []
         with collecting(reasons):
-            given = with_cupy_arrays(as_mask(mask))
+            converted = with_cupy_arrays(as_mask(mask))
         with collecting(reasons):
             sides = block_pair(block)
         with collecting(reasons):
             shape = MaskShape(batch, num_heads, seqlen_q, seqlen_kv)
             reasons += shape_reasons(shape) or length_reasons(shape)
         refuse(reasons)
-        return cls._of_mask(given, shape, sides, key)
+        return cls._of_mask(converted, shape, sides, key)
 
     @classmethod
     def _of_mask(cls, mask: Mask, shape: MaskShape, block: tuple[int, int], key: Hashable = None) -> BlockIndex:
-        """Classify every block of a mask, whose shape and block were checked."""
+        """Classify every block of a mask, after the shape and the block have been checked."""
         if mask_namespace(mask) is not np:
             assert make_on_device is not None  # set when the executors are imported
             return make_on_device(None, mask, shape, block, key)
-        found = classify(mask.resolve(shape), shape, block)
-        return cls(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block=block, **found._asdict())
+        blocks = classify(mask.resolve(shape), shape, block)
+        return cls(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block=block, **blocks._asdict())
 
     @classmethod
     def from_blocks(
@@ -227,9 +227,9 @@ class BlockIndex:
         Parameters
         ----------
         blocks : bool array [..., num_q_blocks, num_kv_blocks]
-            True where the block is kept; the axes before the last two are batch axes and heads.
+            True if the block is kept; the axes before the last two are batch axes and heads.
         seqlen_q, seqlen_kv : int, optional
-            Lengths in tokens, which may cut off the last block; those of whole blocks by default.
+            Lengths in tokens, which may cut off the last block. Default: the total length of all blocks.
         block : int or (int, int)
             Size of a block in tokens, or block_q and block_kv.
 
@@ -241,7 +241,7 @@ class BlockIndex:
         Raises
         ------
         UnsupportedProblem
-            The blocks are no boolean array, or do not fit the lengths; all reasons at once.
+            `blocks` is not a boolean array, or does not fit the lengths; all reasons at once.
 
         Examples
         --------
@@ -267,31 +267,30 @@ class BlockIndex:
 
     @classmethod
     def from_scipy(cls, matrix: Array, seqlen_q: int, seqlen_kv: int, block: Any = None) -> BlockIndex:
-        """Make an index from a scipy.sparse array of elements, or of blocks: its shape says which.
+        """Make an index from a scipy.sparse array of elements or of blocks, depending on its shape.
 
         Parameters
         ----------
         matrix : scipy.sparse array
-            Of shape [seqlen_q, seqlen_kv] it holds elements, in any format; so it does if its shape is these lengths
-            padded to whole blocks, as `to_scipy` with elements=True returns. Of shape [num_q_blocks, num_kv_blocks] it
-            holds full blocks. A stored zero hides, as an absent one does.
+            Elements, in any format, if the shape is [seqlen_q, seqlen_kv], or these lengths padded to whole blocks as
+            in the result of `to_scipy` with elements=True. Full blocks if the shape is [num_q_blocks, num_kv_blocks].
+            Stored zeros are masked, just as elements that are not stored.
         seqlen_q, seqlen_kv : int
             Lengths in tokens.
         block : int or (int, int), optional
-            Size of a block in tokens, or block_q and block_kv; a BSR array of elements has its blocksize if it is not
-            given.
+            Size of a block in tokens, or block_q and block_kv. Default: the blocksize of a BSR array of elements.
 
         Returns
         -------
         BlockIndex
-            An index for every batch entry and head.
+            An index that is the same for every batch entry and head.
 
         Raises
         ------
         TypeError
             `matrix` is not a scipy.sparse array.
         UnsupportedProblem
-            Its shape is none of these, it keeps elements beyond the lengths, or the block is missing.
+            The shape is none of these, elements beyond the lengths are nonzero, or `block` is missing.
 
         Examples
         --------
@@ -306,8 +305,8 @@ class BlockIndex:
         reasons = count_reasons(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
         with collecting(reasons):
             if block is None and matrix.format != "bsr":
-                fix = "matrix.tobsr((16, 16)) is one"
-                reasons.append(f"block must be given unless matrix is a BSR array of elements; got None: {fix}")
+                fix = "pass block=, or convert with matrix.tobsr((16, 16))"
+                reasons.append(f"block is required unless matrix is a BSR array of elements; got None: {fix}")
             else:
                 block = block_pair(tuple(map(int, matrix.blocksize)) if block is None else block)
         refuse(reasons)
@@ -321,11 +320,11 @@ class BlockIndex:
         shapes = f"{lengths} if it holds elements, or {grid} if it holds blocks of {block}"
         raise UnsupportedProblem([f"matrix must have shape {shapes}; got {matrix.shape}"])
 
-    # Asking it
+    # Properties and conversions
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Batch, heads and lengths: the shape of `toarray()`.
+        """The batch, heads and lengths: the shape of `toarray()`.
 
         Examples
         --------
@@ -337,7 +336,7 @@ class BlockIndex:
 
     @property
     def nnz(self) -> int:
-        """The number of allowed elements, over batch and heads; on a device it waits. `num_entries` counts blocks.
+        """The number of allowed elements, over batch and heads; waits for a device. `num_entries` counts blocks.
 
         Examples
         --------
@@ -357,7 +356,7 @@ class BlockIndex:
 
     @property
     def num_entries(self) -> int:
-        """Number of listed blocks; waits for a device.
+        """The number of listed blocks; waits for a device.
 
         Examples
         --------
@@ -372,7 +371,7 @@ class BlockIndex:
 
     @property
     def density(self) -> float:
-        """Listed blocks over all blocks, full ones and partial ones alike, as in `report`; waits for a device.
+        """The fraction of blocks that are listed, full or partial, as in `report`; waits for a device.
 
         Examples
         --------
@@ -392,7 +391,7 @@ class BlockIndex:
         Parameters
         ----------
         convert : callable
-            Takes an array and returns another.
+            Takes an array and returns the converted array.
 
         Returns
         -------
@@ -402,7 +401,7 @@ class BlockIndex:
         Raises
         ------
         TypeError
-            `convert` cannot be called. What it raises itself passes through.
+            `convert` is not callable. Exceptions that it raises are not caught.
 
         Examples
         --------
@@ -426,7 +425,7 @@ class BlockIndex:
 
     @cached_property
     def _on_host(self) -> BlockIndex:
-        """A copy of the index in NumPy arrays, without the room behind the last entry; making it waits for a device.
+        """A copy of the index in NumPy arrays, without unused space after the last entry; waits for a device.
 
         Examples
         --------
@@ -437,13 +436,13 @@ class BlockIndex:
         """
         if self.is_on_host:
             return self
-        here = self.to(to_host)
-        listed = slice(int(here.indptr[-1]))
-        return replace(here, indices=here.indices[listed], kinds=here.kinds[listed], tiles=here.tiles[listed])
+        copied = self.to(to_host)
+        listed = slice(int(copied.indptr[-1]))
+        return replace(copied, indices=copied.indices[listed], kinds=copied.kinds[listed], tiles=copied.tiles[listed])
 
     @cached_property
     def _kept(self) -> KeptIndex | None:
-        """Return the record that calls with an index on the host share, or None for an index on a device.
+        """The record that calls with an index on the host share; None for an index on a device.
 
         Examples
         --------
@@ -456,7 +455,7 @@ class BlockIndex:
 
     @cached_property
     def _carried(self) -> CarriedLists | None:
-        """Lists that were made with an index on a device; None for an index that calls list anew.
+        """The block lists that were built with an index on a device; None if calls build them.
 
         Examples
         --------
@@ -468,7 +467,7 @@ class BlockIndex:
 
     @cached_property
     def _block_rows(self) -> Array:
-        """Block row of each entry, counted through batch and heads.
+        """The block row of each entry, numbered through batch and heads.
 
         Examples
         --------
@@ -477,7 +476,7 @@ class BlockIndex:
         >>> index._block_rows
         array([0, 1])
         """
-        if not self.is_on_host:  # what stands behind the last entry is given the last row
+        if not self.is_on_host:  # unused space after the last entry is assigned to the last row
             xp, last = namespace(self.indptr), max(len(self.indptr) - 2, 0)
             rows = xp.searchsorted(self.indptr, xp.arange(len(self.indices), dtype=np.int32), side="right") - 1
             return xp.clip(rows, 0, last).astype(np.int32)
@@ -485,9 +484,9 @@ class BlockIndex:
 
     @cached_property
     def _columns(self) -> tuple[Array, Array]:
-        """Pointers and entry numbers, int32, of each block column, counted through batch and heads; rows increase.
+        """Pointers and entry numbers, int32, of the block columns, numbered through batch and heads; rows increase.
 
-        On a device zeros stand behind the last entry.
+        On a device, zeros follow the last entry.
         """
         num_columns = self.batch * self.num_heads * self.num_kv_blocks
         if self.is_on_host:
@@ -503,7 +502,7 @@ class BlockIndex:
         return starts, entries[: len(self.indices)]
 
     def states(self) -> Array:
-        """State of every block of the grid.
+        """Return the state of every block of the grid.
 
         Returns
         -------
@@ -526,12 +525,12 @@ class BlockIndex:
         return states.reshape(self.batch, self.num_heads, self.num_q_blocks, self.num_kv_blocks)
 
     def toarray(self) -> Array:
-        """The mask element by element: for small problems.
+        """Return the mask element by element, for small problems.
 
         Returns
         -------
         bool array [batch, num_heads, seqlen_q, seqlen_kv]
-            True where the query attends the key.
+            True if the query attends the key.
 
         Examples
         --------
@@ -544,20 +543,20 @@ class BlockIndex:
         return self.as_mask().toarray(self.seqlen_q, self.seqlen_kv, batch=(self.batch,), num_heads=self.num_heads)
 
     def to_scipy(self, b: int = 0, h: int = 0, *, elements: bool = False) -> Array:
-        """The index of one batch entry and head as a scipy.sparse array.
+        """Convert one batch entry and head of the index to a scipy.sparse array.
 
         Parameters
         ----------
         b, h : int
-            Batch entry and head; an index that serves all of them has one.
+            Batch entry and head; 0 for an index that is the same for all of them.
         elements : bool
-            Whether the array holds elements instead of blocks.
+            Return elements instead of blocks.
 
         Returns
         -------
         scipy.sparse.csr_array or scipy.sparse.bsr_array
-            CSR of blocks, 1 for a full one and 2 for a partial one; or BSR of booleans, exact, its shape
-            padded to whole blocks.
+            CSR of blocks, 1 if full and 2 if partial; or BSR of the exact elements as booleans, with the shape padded
+            to whole blocks.
 
         Raises
         ------
@@ -574,7 +573,7 @@ class BlockIndex:
         """
         if not self.is_on_host:
             return self._on_host.to_scipy(b, h, elements=elements)
-        from scipy.sparse import bsr_array, csr_array  # late: few calls need SciPy, which is slow to import
+        from scipy.sparse import bsr_array, csr_array  # imported on use, since SciPy is slow to import
 
         row = self._row(b, h)
         refuse(flag_reasons("elements", elements))
@@ -589,7 +588,7 @@ class BlockIndex:
         return bsr_array((blocks.reshape(-1, *self.block), cols, rows), shape=shape, blocksize=self.block)
 
     def row_counts(self) -> Array:
-        """Number of keys that each query attends.
+        """Count the keys that each query attends.
 
         Returns
         -------
@@ -605,10 +604,10 @@ class BlockIndex:
         """
         return row_counts_of(self._on_host)
 
-    # Sets
+    # Operations on sets of elements
 
     def as_mask(self) -> IndexMask:
-        """The index as a mask, to combine it with others or to compile it at another block size.
+        """Return the index as a mask, to combine it with other masks or to list it at another block size.
 
         Returns
         -------
@@ -629,18 +628,18 @@ class BlockIndex:
         return IndexMask(self)
 
     def chosen(self) -> ChosenBlocks:
-        """Return the blocks of each query as lists of an index in blocks of one query; waits for a device.
+        """Convert an index with blocks of one query to a list of blocks for each query; waits for a device.
 
         Returns
         -------
         ChosenBlocks
-            Lists [num_heads, seqlen_q, n], or [batch, num_heads, seqlen_q, n] of an index of several batch entries, in
-            ascending order and with -1 behind them.
+            Lists [num_heads, seqlen_q, n], or [batch, num_heads, seqlen_q, n] if the index has several batch entries,
+            in ascending order and padded with -1.
 
         Raises
         ------
         UnsupportedProblem
-            A block is of several queries, or not full.
+            The blocks have several queries, or one is not full.
 
         Examples
         --------
@@ -682,11 +681,11 @@ class BlockIndex:
         raise TypeError("a block index has no truth value: combine indices with & | ^ - ~, count elements with nnz")
 
     def __eq__(self, other: object) -> bool:
-        """Return whether the other is a block index of the same shape and block that allows the same elements."""
+        """True if the other is a block index of the same shape and block that allows the same elements."""
         if not isinstance(other, BlockIndex):
             return NotImplemented
-        alike = (self.shape, self.block) == (other.shape, other.block)
-        return self is other or alike and (self ^ other)._on_host.num_entries == 0
+        has_same_grid = (self.shape, self.block) == (other.shape, other.block)
+        return self is other or has_same_grid and (self ^ other)._on_host.num_entries == 0
 
     def __hash__(self) -> int:
         return hash((self.shape, self.block))
@@ -707,7 +706,7 @@ class BlockIndex:
         ██·
         ███
         """
-        # zeros stand behind the last entry
+        # zeros after the last entry stay zeros
         listed = namespace(self.kinds).minimum(self.kinds, np.uint8(BlockKind.FULL))
         return replace(
             self, kinds=listed, tiles=-listed.astype(np.int32), bits=self.bits[:0], lo=None, hi=None
@@ -715,7 +714,7 @@ class BlockIndex:
 
     @property
     def T(self) -> BlockIndex:
-        """The index transposed, as `transpose()`.
+        """The transposed index, as returned by `transpose()`.
 
         Examples
         --------
@@ -761,31 +760,31 @@ class BlockIndex:
             hi=hi,
         )
 
-    # Showing it
+    # Reports and pictures
 
     def report(
         self, *, head_dim: int = 64, value_dim: int | None = None, itemsize: int = 4, eligible: BlockIndex | None = None
     ) -> IndexReport:
-        """Density, load of the rows, empty rows, FLOPs and bytes.
+        """Report density, blocks per row, empty rows, FLOPs and bytes.
 
         Parameters
         ----------
         head_dim, value_dim : int
-            For FLOPs and bytes; value_dim is head_dim unless given.
+            Sizes for FLOPs and bytes; value_dim is head_dim by default.
         itemsize : int
-            Bytes of one element of q, k and v.
+            Bytes per element of q, k and v.
         eligible : BlockIndex, optional
-            The denominator of `density`: the causal index, say. Every block of the grid unless given.
+            The denominator of `density`, such as the causal index. Default: all blocks of the grid.
 
         Returns
         -------
         IndexReport
-            A record that prints itself.
+            A record that prints as a table.
 
         Raises
         ------
         UnsupportedProblem
-            A number is too small, or `eligible` is no index of the same blocks.
+            A number is too small, or `eligible` is not an index with the same lengths and blocks.
 
         Examples
         --------
@@ -798,24 +797,24 @@ class BlockIndex:
         return report_of(self._on_host, **counts, eligible=eligible)
 
     def picture(self, b: int = 0, h: int = 0, *, width: int = 64) -> str:
-        """One batch entry and head as text: █ full, ▒ partial, · absent.
+        """Return one batch entry and head as text: █ full, ▒ partial, · absent.
 
         Parameters
         ----------
         b, h : int
-            Batch entry and head; an index that serves all of them has one.
+            Batch entry and head; 0 for an index that is the same for all of them.
         width : int
-            Most characters of a line; a wider grid is drawn coarser.
+            Maximum number of characters per line; a wider grid is drawn coarser.
 
         Returns
         -------
         str
-            A line for each block row.
+            One line per block row.
 
         Raises
         ------
         UnsupportedProblem
-            There is no such batch entry or head, or `width` is no int of at least 1.
+            There is no such batch entry or head, or `width` is not an int of at least 1.
 
         Examples
         --------
@@ -829,19 +828,19 @@ class BlockIndex:
         return as_text(coarser(self._states_of(b, h), step))
 
     def plot(self, b: int = 0, h: int = 0, *, ax: Any = None) -> Any:
-        """One batch entry and head drawn with matplotlib, which is optional; queries run downwards.
+        """Plot one batch entry and head with matplotlib, an optional dependency; queries run downwards.
 
         Parameters
         ----------
         b, h : int
-            Batch entry and head; an index that serves all of them has one.
+            Batch entry and head; 0 for an index that is the same for all of them.
         ax : matplotlib.axes.Axes, optional
-            Where to draw; new axes unless given.
+            Axes to draw on; by default new ones.
 
         Returns
         -------
         matplotlib.axes.Axes
-            The axes that hold the drawing.
+            The axes with the plot.
 
         Raises
         ------
@@ -861,7 +860,7 @@ class BlockIndex:
         return plotted(self._states_of(b, h), (self.seqlen_q, self.seqlen_kv), self.block, ax)
 
     def __repr__(self) -> str:
-        """Two lines, as SciPy's sparse arrays have; an index on a device is not looked at."""
+        """Return two lines, as SciPy's sparse arrays do; does not read an index on a device."""
         block = " x ".join(map(str, self.block))
         held = f"in blocks of {block} on a device"
         if self.is_on_host:
@@ -874,7 +873,7 @@ class BlockIndex:
         )
 
     def _repr_html_(self) -> str:
-        """The first matrix, for notebooks; waits for a device."""
+        """Return a picture of the first matrix for notebooks; waits for a device."""
         picture = as_svg(self._states_of(0, 0)) if self.batch * self.num_heads else ""
         return f"<pre>{escape(repr(self))}</pre>{picture}"
 
@@ -889,7 +888,7 @@ class BlockIndex:
     def _combined(
         self, other: BlockIndex | Mask | Array, combine: Callable[[Mask, Mask | Array], Mask]
     ) -> Any:
-        """A block index of two of them, a mask of an index and anything else that stands for one."""
+        """Combine two block indices to an index, or an index and another mask or array to a mask."""
         if not isinstance(other, BlockIndex):
             return combine(self.as_mask(), other)
         ours, theirs = ((x.seqlen_q, x.seqlen_kv, x.block) for x in (self, other))
@@ -898,19 +897,19 @@ class BlockIndex:
             raise UnsupportedProblem(
                 [
                     f"block indices to combine must share lengths, block, batch and heads (or have 1); got "
-                    f"{(*ours, self.batch, self.num_heads)} and {(*theirs, other.batch, other.num_heads)}: their "
-                    f"as_mask() combine for any"
+                    f"{(*ours, self.batch, self.num_heads)} and {(*theirs, other.batch, other.num_heads)}: combine "
+                    f"their as_mask() instead"
                 ]
             )
         return self._like(combine(self.as_mask(), other.as_mask()), *map(max, extents))
 
     def _like(self, mask: Mask, batch: int, num_heads: int) -> BlockIndex:
-        """A mask in the blocks of this index."""
+        """Build the index of a mask with the lengths and blocks of this index."""
         return BlockIndex.from_mask(mask, *self.shape[2:], self.block, batch=(batch,), num_heads=num_heads)
 
 
 def _read_only(array: Array) -> Array:
-    """Return a view of an array through which its memory cannot be written."""
+    """Return a read-only view of an array."""
     view = array.view()
     view.flags.writeable = False
     return view

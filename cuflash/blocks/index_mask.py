@@ -1,4 +1,4 @@
-"""A block index as a mask, to combine with others or to list in other blocks."""
+"""A block index as a mask, to combine it with other masks or to list it at another block size."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class IndexMask(Mask):
 
     @cached_property
     def works(self) -> dict[tuple[int, int], Any]:
-        """Work of the mask by the size of its blocks: plans with one mask share it, and its copies on devices."""
+        """The work of the mask by block size, which plans with this mask share, together with its device copies."""
         return {}
 
     @property
     def grid(self) -> tuple[int, int, int, int]:
-        """Batch entries, heads, block rows and block columns of the index."""
+        """The numbers of batch entries, heads, block rows and block columns of the index."""
         index = self.index
         return index.batch, index.num_heads, index.num_q_blocks, index.num_kv_blocks
 
@@ -47,13 +47,13 @@ class IndexMask(Mask):
 
     @cached_property
     def table(self) -> LeadingArray:
-        """Entry of each block of an index on a device, one past the capacity for entries where there is no entry."""
+        """The entry of each block of an index on a device; the capacity for a block without an entry."""
         index = self.index
         xp, capacity, num_cells = namespace(index.indptr), len(index.indices), prod(self.grid)
         entry = xp.arange(capacity, dtype=np.int32)
         cell = index._block_rows.astype(np.int64) * index.num_kv_blocks + index.indices
         table = xp.full(num_cells + 1, capacity, dtype=np.int32)
-        table[xp.where(entry < index.indptr[-1], cell, num_cells)] = entry  # the last place is cut off
+        table[xp.where(entry < index.indptr[-1], cell, num_cells)] = entry  # the last element of the table is dropped
         return LeadingArray(table[:-1].reshape(self.grid), (index.batch,), 3)
 
     @property
@@ -112,24 +112,26 @@ class IndexMask(Mask):
         return is_listed, self.index.kinds[position] if len(self.index.kinds) else is_listed
 
     def _clipped(self, entry: Array) -> tuple[Array, Array]:
-        """A position in the lists, any position where there is no entry, and whether there is an entry."""
+        """Return a valid position in the lists for each entry, and whether the entry exists."""
         capacity = len(self.index.indices)
         return namespace(entry).minimum(entry, max(capacity - 1, 0)), entry < capacity
 
 
 def chosen_lists(index: Any) -> Array:
-    """Lists of the blocks of an index on the host with full blocks of one query, int32 [..., heads, seqlen_q, n].
+    """Return the block lists of a host index with full blocks of one query, int32 [..., heads, seqlen_q, n].
 
     Raises
     ------
     UnsupportedProblem
-        A block is of several queries, or not full.
+        The blocks have several queries, or one is not full.
     """
     if index.block[0] != 1:
-        raise UnsupportedProblem([f"the index must be in blocks of one query, as (1, 64); got block={index.block}"])
+        raise UnsupportedProblem(
+            [f"the index must have blocks of one query, such as (1, 64); got block={index.block}"]
+        )
     if (index.kinds != BlockKind.FULL).any():
         raise UnsupportedProblem(
-            ["the index must hold full blocks alone; got partial ones: write index.filled().chosen() & mask"]
+            ["the index must have only full blocks; got partial ones: write index.filled().chosen() & mask"]
         )
     counts = np.diff(index.indptr)
     blocks = np.full((len(counts), int(counts.max(initial=0))), -1, np.int32)

@@ -1,4 +1,4 @@
-"""Numbers that describe a block index."""
+"""Statistics of a block index."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ class IndexReport:
 
     @property
     def density(self) -> float:
-        """Blocks kept over eligible blocks (`denominator` says which those are)."""
+        """The number of kept blocks divided by that of eligible blocks, which `denominator` names."""
         return (self.num_full + self.num_partial) / self.num_eligible if self.num_eligible else 0.0
 
     @property
     def element_density(self) -> float:
-        """Elements allowed over all elements."""
+        """The fraction of elements that are allowed."""
         return self.elements_allowed / self.num_elements if self.num_elements else 0.0
 
     def __str__(self) -> str:
         least, mean, most = self.row_load
-        kept = f"({self.num_full} full + {self.num_partial} partial of {self.num_eligible})"
+        counts = f"({self.num_full} full + {self.num_partial} partial of {self.num_eligible})"
         return "\n".join(
             [
-                f"density             {self.density:.1%} of {self.denominator} {kept}".replace("%", " %"),
+                f"density             {self.density:.1%} of {self.denominator} {counts}".replace("%", " %"),
                 f"elements            {self.elements_allowed} allowed of {self.elements_visited} visited "
                 f"of {self.num_elements}",
                 f"blocks in a row     {least} to {most}, mean {mean:.2f}",
@@ -113,7 +113,7 @@ class ListedBlocks(Protocol):
 def report_of(
     index: ListedBlocks, *, head_dim: int, value_dim: int, itemsize: int, eligible: ListedBlocks | None
 ) -> IndexReport:
-    """Return the report of an index on the host; `BlockIndex.report` has the parameters."""
+    """Return the report of an index on the host; `BlockIndex.report` documents the parameters."""
     matrices = index.batch * index.num_heads
     first_rows = (index._block_rows % max(index.num_q_blocks, 1)) * index.block[0]
     rows = np.minimum(index.block[0], index.seqlen_q - first_rows)
@@ -159,7 +159,7 @@ def row_counts_of(index: ListedBlocks) -> Array:
 
 
 def _entry_intervals(index: ListedBlocks, entries: Array) -> tuple[Array, Array]:
-    """Row intervals [num_entries, block_q] of the chosen entries; empty for rows past the end."""
+    """Return the row intervals [num_entries, block_q] of the chosen entries; empty for rows past the end."""
     block_q = index.block[0]
     if index.lo is None or index.hi is None:
         return np.zeros((0, block_q), np.int64), np.zeros((0, block_q), np.int64)
@@ -186,10 +186,10 @@ def elements_of(index: ListedBlocks, entry: int) -> Array:
 
 
 def _require_same_blocks(index: ListedBlocks, eligible: object) -> None:
-    """Refuse what is no `BlockIndex` of the same blocks, over which no density can be stated."""
+    """Refuse a denominator of the density that is not a `BlockIndex` with the same lengths and blocks."""
     if type(eligible) is not type(index):
         raise UnsupportedProblem([f"eligible must be a BlockIndex or None; got {describe(eligible)}"])
-    here, there = (((each.seqlen_q, each.seqlen_kv), each.block) for each in (index, eligible))
-    if here != there:
-        of_index, got = (f"{lengths} in blocks of {block}" for lengths, block in (here, there))
+    ours, theirs = (((each.seqlen_q, each.seqlen_kv), each.block) for each in (index, eligible))
+    if ours != theirs:
+        of_index, got = (f"{lengths} in blocks of {block}" for lengths, block in (ours, theirs))
         raise UnsupportedProblem([f"eligible must be for lengths {of_index}; got {got}"])

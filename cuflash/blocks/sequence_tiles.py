@@ -1,10 +1,9 @@
-"""Tiles of rows that start and end with packed sequences: where they start, numbered such that a kernel finds them.
+"""Tiles aligned to packed sequences, numbered so that a kernel can compute their positions.
 
-Rows are parted into sequences; those before the first one, and those after the last one, count as a sequence too.
-Sequence n starts at row s[n], and its first tile has the number s[n] // height + n. So as many tiles are enough as the
-rows have multiples of the height, and one more for each sequence; the last tiles of a sequence may be empty. The number
-of the tile that has a row i is between i // height and that plus the number of sequences.
-`kernels_cu/lists/intervals.cu` finds the same from offsets on the device.
+Rows are divided into sequences; those before the first sequence, and those after the last, also count as a sequence.
+Sequence n starts at row s[n], and its first tile has the number s[n] // height + n. So length // height tiles, plus one
+per sequence, are enough; the last tiles of a sequence may be empty. The tile of row i has a number between i // height
+and i // height plus the number of sequences. `kernels_cu/lists/intervals.cu` computes the same from device offsets.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from ..arrays import Array
 
 
 def num_tiles(length: int, height: int, num_sequences: int) -> int:
-    """Numbers of tiles of a matrix.
+    """Return the number of tiles of a matrix.
 
     >>> num_tiles(300, 64, 2)
     6
@@ -24,14 +23,14 @@ def num_tiles(length: int, height: int, num_sequences: int) -> int:
 
 
 def tile_starts(bounds: Array, height: int) -> Array:
-    """The first row of each tile and, behind them, the length, int32 [matrices, tiles + 1].
+    """Return the first row of each tile, followed by the length, int32 [matrices, tiles + 1].
 
     Parameters
     ----------
     bounds : int array [matrices, sequences + 1]
-        The first row of each sequence and, behind them, the length. They start with 0 and never decrease.
+        The first row of each sequence, followed by the length. They start with 0 and never decrease.
     height : int
-        Rows of a tile, at most.
+        Maximum number of rows per tile.
 
     >>> import numpy as np
     >>> tile_starts(np.array([[0, 100, 300]]), 64).tolist()
@@ -40,24 +39,25 @@ def tile_starts(bounds: Array, height: int) -> Array:
     bounds = np.asarray(bounds, np.int64)
     sequences = bounds.shape[1] - 1
     numbers = np.arange(num_tiles(int(bounds[0, -1]), height, sequences))
-    found = []
+    rows = []
     for of_matrix in bounds:
         first_number = of_matrix[:-1] // height + np.arange(sequences)
         sequence = np.searchsorted(first_number, numbers, side="right") - 1
         starts = of_matrix[sequence] + height * (numbers - first_number[sequence])
-        found.append([*np.minimum(starts, of_matrix[sequence + 1]), of_matrix[-1]])
-    return np.array(found, np.int32)
+        rows.append([*np.minimum(starts, of_matrix[sequence + 1]), of_matrix[-1]])
+    return np.array(rows, np.int32)
 
 
 def sequence_bounds(lo: Array, seqlen_kv: int) -> tuple[Array, Array]:
-    """Bounds of the queries, and of the keys, of sequences, as `tile_starts` takes them, from the first keys of rows.
+    """Find the bounds of the queries and keys of sequences, as arguments of `tile_starts`, from the first keys of rows.
 
-    Where one sequence follows another, the first key that queries see moves on by more than one; in a window it moves
-    by one.
+    At the start of a sequence the first key of the row increases by more than one; in a sliding window it increases by
+    one.
 
     Parameters
     ----------
     lo : int array [matrices, seqlen_q]
+        The first key that each query attends.
 
     >>> import numpy as np
     >>> queries, keys = sequence_bounds(np.array([[0, 0, 4, 4, 4]]), 9)

@@ -1,7 +1,7 @@
 """Work lists of kernels: the keys that each tile of queries visits, and the queries that visit each tile of keys.
 
-Implicit work is a few integers or two integers a row and has no list at all; explicit work is a block index and
-its transpose. All three answer the same two questions, `row` and `column`, with segments.
+Implicit work is a band (a few integers) or row intervals (two integers per row), without a list. Explicit work is a
+block index and its transpose. All have the methods `row` and `column`, which return segments.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .index_mask import IndexMask
 from .sequence_tiles import sequence_bounds, tile_starts
 
 
-MAX_LENGTH = 255  # blocks: orders of row intervals count what is longer as this long
+MAX_LENGTH = 255  # in blocks; longer row intervals count as this length when they are sorted
 
 
 class Segment(NamedTuple):
-    """A run of keys (or, in a column, of queries) start <= x < stop under one kind of mask."""
+    """A run of keys (or, in a column, of queries) start <= x < stop with one kind of mask."""
 
     start: int
     stop: int
@@ -48,12 +48,12 @@ class Segment(NamedTuple):
 class IntervalWork:
     """Work whose rows each attend one interval of keys: dense, causal, windows, lengths, prefixes, sorted documents.
 
-    `band` alone says it all where it is given: a few integers, no array of any length.
-    Otherwise `lo` and `hi` [batch or 1, num_heads or 1, seqlen_q] never decrease along a row's index, which makes
-    the keys of a tile of rows, the rows of a tile of keys, and the full part of either binary searches.
-    Where `is_ordered`, kernels take blocks of rows, and of keys, in the order of their lengths. `mean_length` is how
-    many keys a sequence has on average, of those that do not see each other, where the host knows it.
-    Where `sequence_tile` is given, as the rows and keys of a tile, there are tiles that end with their sequences too.
+    If `band` is set, it is the whole description: a few integers, no array.
+    Otherwise `lo` and `hi` [batch or 1, num_heads or 1, seqlen_q] never decrease with the row, so that binary searches
+    find the keys of a tile of rows, the rows of a tile of keys, and the full part of both.
+    If `is_ordered`, kernels process blocks of rows, and of keys, in descending order of their lengths. `mean_length` is
+    the mean number of keys of packed sequences, if the host knows it.
+    If `sequence_tile` is set, to the rows and keys of a tile, the work also has tiles that end with their sequences.
     """
 
     seqlen_q: int
@@ -72,7 +72,7 @@ class IntervalWork:
 
     @cached_property
     def on_host(self) -> IntervalWork:
-        """A copy of the work in NumPy arrays; making it waits for a device."""
+        """A copy of the work in NumPy arrays; waits for a device."""
         if self.lo is None or self.hi is None or namespace(self.lo) is np:
             return self
         return replace(self, lo=to_host(self.lo), hi=to_host(self.hi))
@@ -88,10 +88,10 @@ class IntervalWork:
 
     @cached_property
     def sequence_tiles(self) -> dict[str, Array]:
-        """The first row, and the first key, of each tile that ends with its sequence, int32.
+        """The tiles that end with their sequences, int32, for kernels.
 
-        They are q_blocks [matrices, tiles + 1] and kv_blocks likewise; column_entries [matrices, tiles] numbers the
-        tiles of keys, those that most queries see first.
+        q_blocks [matrices, tiles + 1] has the first row of each tile and kv_blocks, of the same form, the first key.
+        column_entries [matrices, tiles] lists the tiles of keys in descending order of the queries that attend them.
         """
         if self.sequence_tile is None or self.lo is None or self.hi is None:
             return {}
@@ -108,20 +108,20 @@ class IntervalWork:
         return {"q_blocks": starts_q, "kv_blocks": starts_kv, "column_entries": order}
 
     def with_sequence_tiles(self, tile: tuple[int, int]) -> IntervalWork:
-        """This work with tiles of so many queries and keys that end with their sequences."""
+        """Add tiles of at most (queries, keys) that end with their sequences."""
         return replace(self, sequence_tile=tile)
 
     @property
     def num_sequence_tiles(self) -> tuple[int, int]:
-        """Tiles of queries and of keys of a matrix that end with their sequences, empty ones among them."""
-        found = self.sequence_tiles
-        return (found["q_blocks"].shape[1] - 1, found["kv_blocks"].shape[1] - 1) if found else (0, 0)
+        """The numbers of query tiles and key tiles per matrix that end with their sequences, including empty ones."""
+        tiles = self.sequence_tiles
+        return (tiles["q_blocks"].shape[1] - 1, tiles["kv_blocks"].shape[1] - 1) if tiles else (0, 0)
 
     @cached_property
     def orders(self) -> dict[str, Array]:
-        """Numbers of the blocks of rows, and of those of keys, of each matrix, int32, the longest first.
+        """The numbers of the row blocks and key blocks of each matrix, int32, longest first.
 
-        Of equally long ones the last comes first. Lengths are counted in blocks, up to `MAX_LENGTH`.
+        Among equal lengths, the last block comes first. Lengths are counted in blocks, up to `MAX_LENGTH`.
         """
         if not self.is_ordered or self.lo is None or self.hi is None:
             return {}
@@ -142,11 +142,11 @@ class IntervalWork:
         }
 
     def owner(self, b: int, h: int) -> tuple[int, int]:
-        """The batch entry and head whose work this one shares."""
+        """Return the batch entry and head whose work (b, h) shares."""
         return _owner(b, h, (1, 1) if self.lo is None else self.lo.shape)
 
     def bounds(self, b: int, h: int, start: int, stop: int) -> tuple[Array, Array]:
-        """lo and hi of rows start <= i < stop."""
+        """Return lo and hi of rows start <= i < stop."""
         if self.band is not None:
             lo, hi = self.band.intervals(0, 0, np.arange(start, stop))
             return np.clip(lo, 0, self.seqlen_kv), np.clip(hi, 0, self.seqlen_kv)
@@ -166,12 +166,12 @@ class IntervalWork:
         return float((visited @ (last - first + 1.0)).mean() / self.seqlen_q) if visited.size else 0.0
 
     def row(self, b: int, h: int, start: int, stop: int) -> list[Segment]:
-        """The keys that queries start <= i < stop visit."""
+        """Return the keys that queries start <= i < stop visit."""
         lo, hi = self.bounds(b, h, start, stop)
         return _segments_of_run(int(lo[0]), int(hi[-1]), int(lo[-1]), int(hi[0]))
 
     def column(self, b: int, h: int, start: int, stop: int) -> list[Segment]:
-        """The queries that visit keys start <= j < stop."""
+        """Return the queries that visit keys start <= j < stop."""
         return _segments_of_run(
             self._rows_ending_by(b, h, start),
             self._rows_starting_by(b, h, stop - 1),
@@ -197,7 +197,7 @@ class IntervalWork:
 
 
 def _segments_of_run(start: int, stop: int, full_start: int, full_stop: int) -> list[Segment]:
-    """A visited run split into what comes before its full part, that part, and what comes after."""
+    """Split a visited run into the part before its full part, the full part, and the part after it."""
     if start >= stop:
         return []
     if full_start >= full_stop:
@@ -212,7 +212,7 @@ def _segments_of_run(start: int, stop: int, full_start: int, full_stop: int) -> 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ListedWork:
-    """Work listed block by block: by the index in the order of the queries, and in the order of the keys."""
+    """Work listed block by block: a block index, by rows and by columns."""
 
     index: BlockIndex
 
@@ -229,7 +229,7 @@ class ListedWork:
 
     @cached_property
     def max_entries_in_row(self) -> int:
-        """Entries of the longest block row; on a device the most that are possible, which needs no wait."""
+        """The number of entries of the longest block row; on a device an upper bound, which needs no wait."""
         index = self.index
         return int(np.diff(index.indptr).max(initial=0)) if index.is_on_host else index.num_kv_blocks
 
@@ -238,32 +238,35 @@ class ListedWork:
         return self.index._nbytes
 
     def make_ready(self) -> None:
-        """List the blocks in the order of the keys, which backward passes read; otherwise the first of them does."""
-        self.index._columns  # noqa: B018  (kept by the index)
+        """List the blocks by columns now, instead of in the first backward pass."""
+        self.index._columns  # noqa: B018  (a cached property)
 
     @cached_property
     def on_host(self) -> ListedWork:
-        """A copy of the work in NumPy arrays; making it waits for a device."""
+        """A copy of the work in NumPy arrays; waits for a device."""
         return self if self.index.is_on_host else ListedWork(index=self.index._on_host)
 
     @cached_property
     def lists(self) -> dict[str, Array]:
-        """The arrays that kernels read, by name, in C order, where the index is.
+        """The arrays that kernels read, by name, in C order, on the device of the index.
 
-        uint8 are kinds [entries] and bits [tiles, block_q, ceil(block_kv / 8)]. int32 are row_pointers [matrices *
-        num_q_blocks + 1] and column_pointers [matrices * num_kv_blocks + 1], a matrix being a batch entry and head of
-        the index; and, each [entries], kv_blocks and q_blocks within their matrix, tiles, column_entries, which numbers
-        entries column by column, and column_steps, 4 * q_block + kind of each of those. What stands behind the last
-        entry is not read. row_order [matrices * num_q_blocks] and column_order [matrices * num_kv_blocks] number the
-        block rows and columns of each matrix, those of most entries first, and of equally many the last. lo and hi as
-        in `BlockIndex`.
+        A matrix is a batch entry and head of the index.
+
+        - uint8: kinds [entries] and bits [tiles, block_q, ceil(block_kv / 8)].
+        - int32: row_pointers [matrices * num_q_blocks + 1] and column_pointers [matrices * num_kv_blocks + 1].
+        - int32 [entries]: kv_blocks and q_blocks within their matrix; tiles; column_entries, the numbers of the entries
+          column by column; and column_steps, 4 * q_block + kind of each of these. Elements after the last entry are not
+          read.
+        - int32: row_order [matrices * num_q_blocks] and column_order [matrices * num_kv_blocks], the numbers of the
+          block rows and columns of each matrix, in descending order of their entries; among equals, the last is first.
+        - lo and hi as in `BlockIndex`.
         """
         index = self.index
         if index._carried is not None:
             return index._carried.arrays | ({} if index.lo is None else {"lo": index.lo, "hi": index.hi})
         pointers, entries = index._columns
         rows = index._block_rows % max(index.num_q_blocks, 1)
-        found = {
+        lists = {
             "row_pointers": index.indptr,
             "kv_blocks": index.indices,
             "q_blocks": rows,
@@ -277,48 +280,48 @@ class ListedWork:
             "column_order": self._longest_first(pointers, index.num_kv_blocks),
         }
         if index.lo is not None:
-            found |= {"lo": index.lo, "hi": index.hi}
+            lists |= {"lo": index.lo, "hi": index.hi}
         xp, byte_arrays = namespace(index.indptr), ("kinds", "bits")
         return {
             name: xp.ascontiguousarray(array, dtype=np.uint8 if name in byte_arrays else np.int32)
-            for name, array in found.items()
+            for name, array in lists.items()
         }
 
     def _longest_first(self, pointers: Array, num_blocks: int) -> Array:
-        """Numbers of the block rows, or columns, of each matrix, most entries first, so that the last are short.
+        """Sort the block rows, or columns, of each matrix by descending number of entries, so that the last are short.
 
-        Of equally many the last comes first, as it does without a list.
+        Among equals, the last comes first, which is also the order of kernels without a list.
         """
         lengths = (pointers[1:] - pointers[:-1]).reshape(self.index.batch * self.index.num_heads, num_blocks)
         return _longest_first(lengths).reshape(-1)
 
     def owner(self, b: int, h: int) -> tuple[int, int]:
-        """The batch entry and head whose work this one shares."""
+        """Return the batch entry and head whose work (b, h) shares."""
         return _owner(b, h, (self.index.batch, self.index.num_heads))
 
     def bounds(self, b: int, h: int, start: int, stop: int) -> tuple[Array, Array]:
-        """lo and hi of rows start <= i < stop, for segments of kind INTERVAL."""
+        """Return lo and hi of rows start <= i < stop, for segments of kind INTERVAL."""
         lo, hi = self.index.lo, self.index.hi
         assert lo is not None and hi is not None
         owner = _owner(b, h, lo.shape)
         return lo[owner][start:stop], hi[owner][start:stop]
 
     def bit_tile(self, tile: int) -> Array:
-        """A bit tile as booleans [block_q, block_kv]."""
+        """Return a bit tile as booleans [block_q, block_kv]."""
         return unpack(self.index.bits[tile], self.index.block[1])
 
     @cached_property
     def used_keys(self) -> tuple[Array, Array]:
-        """First key and one past the last that any row of each bit tile attends."""
+        """The first key, and one past the last, that any row of each bit tile attends."""
         return _used_range(unpack(np.bitwise_or.reduce(self.index.bits, axis=1), self.index.block[1]))
 
     @cached_property
     def used_rows(self) -> tuple[Array, Array]:
-        """First row and one past the last of each bit tile that attends any key."""
+        """The first row, and one past the last, of each bit tile that attends any key."""
         return _used_range(self.index.bits.any(-1))
 
     def row(self, b: int, h: int, start: int, stop: int) -> Sequence[Segment | GatheredRows]:
-        """The keys that the block row holding queries start <= i < stop visits."""
+        """Return the keys that the block row of queries start <= i < stop visits."""
         index = self.index
         row = self._matrix(b, h) * index.num_q_blocks + start // self.block_q
         entries = slice(int(index.indptr[row]), int(index.indptr[row + 1]))
@@ -329,7 +332,7 @@ class ListedWork:
         return _segments(index, index.indices[entries], entries, self.block_kv, index.seqlen_kv, within, self.used_keys)
 
     def column(self, b: int, h: int, start: int, stop: int) -> Sequence[Segment | GatheredRows]:
-        """The queries that visit the block column holding keys start <= j < stop."""
+        """Return the queries that visit the block column of keys start <= j < stop."""
         index = self.index
         pointers, order = index._columns
         column = self._matrix(b, h) * index.num_kv_blocks + start // self.block_kv
@@ -347,22 +350,22 @@ class ListedWork:
 
 
 def _block_ends(length: int, block: int) -> tuple[Array, Array]:
-    """The first and the last element of each block, int32."""
+    """Return the first and the last element of each block, int32."""
     first = np.arange(0, length, block, dtype=np.int32)
     return first, np.minimum(first + block, length).astype(np.int32) - 1
 
 
 def _in_blocks(lengths: Array, block: int) -> Array:
-    """Lengths in blocks, up to `MAX_LENGTH`."""
+    """Convert lengths to blocks, up to `MAX_LENGTH`."""
     return namespace(lengths).clip(-(-lengths // block), 0, MAX_LENGTH)
 
 
 def _longest_first(lengths: Array) -> Array:
-    """Numbers of rows, int32 [matrices, rows], by their lengths, the longest first; of equal ones the last."""
+    """Return the rows sorted by descending length, int32 [matrices, rows]; among equals, the last comes first."""
     xp, (num_matrices, num_rows) = namespace(lengths), lengths.shape
     if xp is np:
         return np.argsort(lengths, axis=1, kind="stable")[:, ::-1].astype(np.int32)
-    # A place is a count of the rows before it: CuPy's sorts may wait for the device.
+    # Compute each row's position by counting the rows before it, because CuPy's sorts may wait for the device.
     number = xp.arange(num_rows, dtype=np.int64)
     key = lengths.astype(np.int64) * num_rows + number
     place = (key[:, None, :] > key[:, :, None]).sum(axis=2)
@@ -389,7 +392,7 @@ def _segments(
     within: tuple[int, int],
     used: tuple[Array, Array],
 ) -> list[Segment]:
-    """Listed blocks as segments: neighbouring full ones as one, partial ones cut to what any row (or key) uses."""
+    """Convert listed blocks to segments: merge adjacent full ones, and trim partial ones to the keys (or rows) used."""
     segments: list[Segment] = []
     for number, kind, tile in zip(blocks.tolist(), index.kinds[entries].tolist(), index.tiles[entries].tolist()):
         start, stop = number * block, min((number + 1) * block, length)
@@ -407,16 +410,16 @@ def _segments(
 
 WorkList = IntervalWork | ListedWork
 
-LISTED_BLOCK = 128  # at most, for masks that are not made of blocks
-NATURAL_BLOCKS = (16, 512)  # a mask's own blocks are listed as they are within these sizes
+LISTED_BLOCK = 128  # maximum block size for masks without a natural block size
+NATURAL_BLOCKS = (16, 512)  # smallest and largest natural block size that is used unchanged
 
 
 def work_list(mask: Mask, shape: MaskShape, tile: tuple[int, int], *, is_ordered: bool = False) -> WorkList:
-    """The work of a resolved mask at a kernel's tile; a mask made of blocks is listed at its own block size.
+    """Return the work of a resolved mask for a kernel's tile size; a mask of blocks is listed at its own block size.
 
-    Row intervals have orders of blocks of that size, where `is_ordered`.
+    If `is_ordered`, row intervals include orders of blocks of the tile's size.
 
-    Arrays on a device are not looked at: intervals are then taken as they are, with the keys that lie between them.
+    Arrays on a device are not inspected: their row intervals are used even if neighbouring rows have gaps between them.
     """
     xp = mask_namespace(mask)
     intervals = partial(
@@ -425,7 +428,7 @@ def work_list(mask: Mask, shape: MaskShape, tile: tuple[int, int], *, is_ordered
     if type(mask) is Band:
         return intervals(band=mask)
     if 0 not in (shape.num_batch, *shape[1:]) and mask._has_intervals:
-        # On a device the extents show in the intervals' shape, which is cheaper than evaluating elements for them.
+        # On a device the shape of the intervals shows the extents, which is cheaper than evaluating elements.
         over = extents(mask, shape) if xp is np else (shape.num_batch, shape.num_heads)
         lo, hi = row_intervals(mask, shape.seqlen_q, shape.seqlen_kv, *over, xp)
         if xp is not np or _widest_gap(lo, hi) < min(tile[1], LISTED_BLOCK):
@@ -437,7 +440,7 @@ def work_list(mask: Mask, shape: MaskShape, tile: tuple[int, int], *, is_ordered
 
 
 def _work_of_index(mask: IndexMask, block: tuple[int, int]) -> ListedWork:
-    """The work of an index in blocks of a size, made once for all plans with the mask."""
+    """Return the work of an index at a block size; built once for all plans with the mask."""
     work: ListedWork | None = mask.works.get(block)
     if work is None:
         index = mask.index
@@ -449,7 +452,7 @@ def _work_of_index(mask: IndexMask, block: tuple[int, int]) -> ListedWork:
 
 
 def listed_block(mask: Mask, tile: tuple[int, int]) -> tuple[int, int]:
-    """The mask's own block size where that is a fair size for a list, else one that suits the tile."""
+    """Return the mask's own block size if it is in the range for lists, else a size that fits the tile."""
     natural = mask._natural_block or (NATURAL_BLOCKS[1] + 1,) * 2
     block_q, block_kv = (_listed_side(natural_side, side) for natural_side, side in zip(natural, tile))
     return block_q, block_kv
@@ -459,11 +462,11 @@ def _listed_side(natural: int, tile: int) -> int:
     smallest, largest = NATURAL_BLOCKS
     if natural > largest:
         return min(tile, LISTED_BLOCK)
-    return natural * -(-smallest // natural)  # several small blocks at once, which become bits
+    return natural * -(-smallest // natural)  # several small blocks form one listed block with a bit tile
 
 
 def _widest_gap(lo: Array, hi: Array) -> int:
-    """The most keys that lie between the intervals of two neighbouring rows: what walking the hull would waste."""
+    """Return the largest gap, in keys, between the intervals of adjacent rows, which kernels would visit needlessly."""
     gaps = np.where(lo[..., 1:] < hi[..., 1:], lo[..., 1:] - hi[..., :-1], 0)
     return int(gaps.max(initial=0))
 
@@ -471,7 +474,7 @@ def _widest_gap(lo: Array, hi: Array) -> int:
 def requested_mask(
     mask: Any, causal: Any, window: Any, shape: MaskShape, where: Namespace | None = None
 ) -> Mask:
-    """The intersection of everything a call asks for, resolved for a shape; `Band()` when it asks for nothing.
+    """Return the intersection of a call's mask, causal and window, resolved for a shape; `Band()` without any of them.
 
     `where` is the namespace of q, if q is an array.
 
@@ -498,19 +501,20 @@ def requested_mask(
             parts.append(_window(window, align, shape))
     if mask is not None:
         with collecting(reasons):
-            given = as_mask(mask)
-            misplaced = _location_reasons(given, where)
+            converted = as_mask(mask)
+            misplaced = _location_reasons(converted, where)
             reasons.extend(misplaced)
             if not misplaced:
-                parts.append(given.resolve(shape))
+                parts.append(converted.resolve(shape))
     refuse(reasons)
     return intersection(parts)
 
 
 def _location_reasons(mask: Mask, where: Namespace | None) -> list[str]:
-    """Why a mask's arrays cannot be met by q. Lists of blocks made on the host serve a device too: a launch sends them.
+    """Return the reasons why a mask's arrays are not on the device of q.
 
-    What a caller has put on the host is never sent for every call in silence, so all other arrays must be where q is.
+    Block lists on the host are allowed with q on a device, since the launch copies them. All other arrays must be on
+    the device of q, because no call silently copies a caller's host arrays.
     """
     present, plain = (
         {namespace(array) for array in held_arrays(mask, besides)}
@@ -524,8 +528,8 @@ def _location_reasons(mask: Mask, where: Namespace | None) -> list[str]:
     to_host = "cupy.asnumpy" if "cupy" in names else "numpy.asarray"
     convert = "cupy.asarray" if where is not None and where.__name__ == "cupy" else to_host
     return [
-        f"mask's arrays must be where q is; got arrays of {names}{q}: copy them once, as mask.to({convert}) does, or "
-        f"make a BlockIndex of the whole mask"
+        f"mask's arrays must be on the same device as q; got arrays of {names}{q}: copy them once with "
+        f"mask.to({convert}), or make a BlockIndex of the whole mask"
     ]
 
 

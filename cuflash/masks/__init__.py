@@ -1,7 +1,7 @@
 """Masks describe which keys each query attends.
 
-Frozen descriptions, combined by ``& | ^ - ~``. A mask holds no lengths but those it is about, so one mask serves many
-problems; what it can be asked stands in `Mask`.
+Masks are frozen descriptions and combine by ``& | ^ - ~``. Most masks hold no lengths, so one mask serves many
+problems. `Mask` documents their methods.
 
 >>> mask = Causal() & SlidingWindow(1, 0)
 >>> mask.toarray(4).astype(int)

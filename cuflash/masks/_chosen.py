@@ -1,4 +1,4 @@
-"""Blocks of keys that each query chooses, and keys that stand for runs of others."""
+"""Blocks of keys that each query chooses, and compressed keys that each stand for a run of keys."""
 
 from __future__ import annotations
 
@@ -29,42 +29,43 @@ _DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 class ChosenBlocks(Mask):
     """A query attends the blocks of keys in its own list: query i attends key j if j // block is in list i.
 
-    A list is a set: neither its order nor a number that is listed twice changes any bit of a result.
+    A list is a set: results are bitwise identical for any order of the numbers, with or without repetitions.
 
     Parameters
     ----------
     blocks : int32 or int64 array [..., heads, seqlen_q, n], or [seqlen_q, n]
-        The numbers of the blocks that each query attends; -1 stands for none. The axis of heads has extent 1, or one
-        list for each key/value head, which the query heads of its group share, or one for each query head. Leading axes
-        broadcast over the problem's.
+        The numbers of the blocks that each query attends; entries of -1 are ignored. The axis of heads has extent 1, or
+        one list for each key/value head, which the query heads of its group share, or one for each query head. Leading
+        axes broadcast over those of the problem.
     block : int
-        Keys of a block, at least 1. The length may cut off the last block.
+        Keys per block, at least 1. The length may cut off the last block.
     counts : int array [..., heads, seqlen_q], optional
-        The entries of each list that count, the first ones; all of them by default. It broadcasts to the axes of
-        `blocks` before the last.
+        How many entries at the start of each list are used; by default all. It broadcasts to the axes of `blocks`
+        before the last.
 
     Raises
     ------
     TypeError
         `blocks` or `counts` is not an array.
     UnsupportedProblem
-        `blocks` or `counts` has another dtype or too few axes, or `block` is not a size. Calls, and `resolve`, raise it
-        where the lists do not fit the problem, or, on the host, where a number is not that of a block.
+        `blocks` or `counts` has a wrong dtype or too few axes, or `block` is not a positive int. Calls, and `resolve`,
+        raise it if the lists do not fit the problem, or if lists on the host contain a number outside the blocks.
 
     See Also
     --------
     cuflash.selectors : Choose blocks by estimates of their scores.
-    BlockPattern : Blocks of queries that share what they attend.
+    BlockPattern : Blocks of queries that attend the same keys.
 
     Notes
     -----
     This is the mask of native sparse attention (arXiv 2502.11089, section 3.3), of MoBA (arXiv 2502.13189), whose lists
-    differ by query head, and of Quest (arXiv 2406.10774) at block = page size. Integers have no gradients: a selector
-    learns through what its scores also multiply, such as the gates of branches that `merge_vjp` combines.
+    differ by query head, and of Quest (arXiv 2406.10774) at block = page size. Integers have no gradients. To train a
+    selector, let its scores also multiply something differentiable, such as the gates of branches that `merge_vjp`
+    combines.
 
-    Arrays are read at each call and not copied by the mask. On a device they are never looked at by the host: there a
-    number outside the blocks is ignored, and memory is read for none. With ``CUFLASH_CHECK=1`` calls wait, and refuse
-    it.
+    Arrays are read at each call and not copied by the mask. The host never inspects arrays on a device: kernels ignore
+    numbers outside the blocks and read no memory for them. With ``CUFLASH_CHECK=1`` calls wait for the device and
+    refuse such numbers.
 
     Examples
     --------
@@ -116,7 +117,7 @@ class ChosenBlocks(Mask):
 
     @property
     def num_lists(self) -> int:
-        """Lists of a query: the extent of the axis of heads.
+        """The number of lists of each query: the extent of the axis of heads.
 
         Examples
         --------
@@ -137,7 +138,7 @@ class ChosenBlocks(Mask):
         Raises
         ------
         UnsupportedProblem
-            The lists are of another number of heads.
+            The number of lists is none of these.
 
         Examples
         --------
@@ -183,12 +184,13 @@ class ChosenBlocks(Mask):
         seqlen_kv : int
             Length of the keys in tokens.
         num_heads : int, optional
-            Query heads, where lists of key/value heads are to be repeated for the query heads that share them.
+            Number of query heads. Lists of key/value heads are repeated for the query heads that share them. Default:
+            the number of lists.
 
         Returns
         -------
         BlockIndex
-            In blocks of (1, block), where the lists are.
+            With blocks of (1, block), on the device of the lists.
 
         Raises
         ------
@@ -203,27 +205,28 @@ class ChosenBlocks(Mask):
         █··
         ·██
         """
-        package: Any = sys.modules[__name__.partition(".")[0]]  # masks import nothing of what lists them
+        package: Any = sys.modules[__name__.partition(".")[0]]  # avoids a circular import
         num_heads = self.num_lists if num_heads is None else num_heads
         axes = {"batch": tuple(self.blocks.shape[:-3]), "num_heads": num_heads}
         return package.BlockIndex.from_mask(self, self.blocks.shape[-2], seqlen_kv, (1, self.block), **axes)
 
     @explains_keywords
     def distinct(self, queries: int) -> float:
-        """Return how many blocks neighbouring queries choose together, over how many one of them chooses.
+        """Return the ratio of the distinct blocks of a group of neighbouring queries to the blocks of one query.
 
-        Kernels that share keys among neighbours load so many times the blocks of one query. It waits for a device.
+        A kernel that shares keys among neighbours loads this many times the blocks of one query. The call waits for the
+        device.
 
         Parameters
         ----------
         queries : int
-            Neighbours, whose first is query 0, `queries`, 2 `queries` and so on.
+            Queries per group. Groups start at queries 0, `queries`, 2 `queries` and so on.
 
         Returns
         -------
         float
-            From 1, where neighbours choose the same blocks, to `queries`; 0 where no block is chosen. Both numbers are
-            means, over runs of neighbours and over queries.
+            From 1, if neighbours choose the same blocks, to `queries`; 0 if no block is chosen. The numerator is a mean
+            over groups, the denominator a mean over queries.
 
         Raises
         ------
@@ -249,9 +252,9 @@ class ChosenBlocks(Mask):
         return float(num_distinct / num_runs / (num_members / seqlen_q))
 
     def require_numbers(self, seqlen_kv: int) -> None:
-        """Refuse numbers that are not those of blocks, and counts beyond the lists; wait for a device.
+        """Refuse block numbers that are out of range, and counts beyond the lists; wait for the device.
 
-        Calls require them of lists on the host, and with CUFLASH_CHECK=1 of lists on a device.
+        Calls check lists on the host, and with CUFLASH_CHECK=1 also lists on a device.
 
         Parameters
         ----------
@@ -261,7 +264,7 @@ class ChosenBlocks(Mask):
         Raises
         ------
         UnsupportedProblem
-            It names the first of them.
+            Names the first wrong number.
 
         Examples
         --------
@@ -280,7 +283,7 @@ class ChosenBlocks(Mask):
             place = tuple(map(int, np.argwhere(wrong)[0]))
             raise UnsupportedProblem(
                 [
-                    f"blocks must hold block numbers from -1, which stands for none, to {num_blocks - 1} "
+                    f"blocks must hold block numbers from -1, which means no block, to {num_blocks - 1} "
                     f"(seqlen_kv={seqlen_kv} in blocks of {self.block}); got {int(blocks[place])} at {place}"
                 ]
             )
@@ -288,7 +291,7 @@ class ChosenBlocks(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ResolvedChosen(Mask):
-    """Resolved form of `ChosenBlocks`: its arrays, and the same lists as cells of (1, block) by list head."""
+    """The resolved form of `ChosenBlocks`: its arrays, and the same lists as cells of (1, block) per list head."""
 
     source: ChosenBlocks
     shape: MaskShape
@@ -299,7 +302,7 @@ class ResolvedChosen(Mask):
 
     @property
     def heads_of_list(self) -> int:
-        """Query heads that share a list."""
+        """The number of query heads that share a list."""
         return max(1, self.shape.num_heads // max(1, self.source.num_lists))
 
     @property
@@ -308,7 +311,7 @@ class ResolvedChosen(Mask):
 
     @cached_property
     def cells(self) -> BlockSet | BlockGrid:
-        """The chosen blocks of each list head: their sorted numbers on the host, a boolean for each on a device."""
+        """The chosen blocks of each list head: sorted numbers on the host, one boolean per block on a device."""
         source, batch = self.source, self.shape.batch
         blocks = LeadingArray.of(source.blocks, batch, 3).array
         counts = None if source.counts is None else LeadingArray.of(source.counts, batch, 2).array
@@ -331,21 +334,21 @@ class ResolvedChosen(Mask):
 
 
 def sorted_sets(blocks: Array, counts: Array | None) -> tuple[Array, Array]:
-    """Lists of block numbers on the host in ascending order, int64, and which of them are a block for the first time.
+    """Sort lists of block numbers on the host, and mark the first occurrence of each block in its list.
 
     Parameters
     ----------
     blocks : int array [..., n]
-        Numbers of blocks; negative ones stand for none.
+        Block numbers; negative ones are ignored.
     counts : int array, optional
-        Entries that count; it broadcasts to the axes of `blocks` before the last.
+        How many entries at the start of each list are used; broadcasts to the axes of `blocks` before the last.
 
     Returns
     -------
     rows : int64 array [..., n]
         The lists, each sorted.
     is_first : bool array [..., n]
-        False for entries that are none, and for repeated ones.
+        False for ignored and repeated entries.
     """
     blocks = blocks.astype(np.int64)
     if counts is not None:
@@ -357,27 +360,27 @@ def sorted_sets(blocks: Array, counts: Array | None) -> tuple[Array, Array]:
 
 
 def _chosen_cells(blocks: Array, counts: Array | None, num_blocks: int) -> Array:
-    """Whether each query chose each block, bool [..., num_blocks]; numbers outside the blocks are ignored.
+    """Return whether each query chose each block, bool [..., num_blocks]; ignore numbers outside the blocks.
 
-    Any namespace serves, nothing waits for a device, and no number of the lists is an address.
+    Works on arrays of any library, does not wait for the device, and never indexes with a number of the lists.
     """
     xp = namespace(blocks)
     number = xp.arange(num_blocks)
     chosen = xp.zeros((*blocks.shape[:-1], num_blocks), dtype=bool)
     for place in range(blocks.shape[-1]):
-        is_here = blocks[..., place, None] == number
-        chosen = chosen | (is_here if counts is None else is_here & (place < counts)[..., None])
+        is_equal = blocks[..., place, None] == number
+        chosen = chosen | (is_equal if counts is None else is_equal & (place < counts)[..., None])
     return chosen
 
 
 def chosen_masks(mask: Any) -> Iterator[ChosenBlocks]:
-    """The `ChosenBlocks` among the parts of a mask, or of what stands for one."""
+    """Yield the `ChosenBlocks` among the parts of a mask; none for any other value."""
     parts = held_masks(mask) if isinstance(mask, Mask) else ()
     return (part for part in parts if isinstance(part, ChosenBlocks))
 
 
 def _size(block: Any) -> int:
-    """A size of blocks of keys as an int."""
+    """Return the number of keys per block as an int."""
     if isinstance(block, (tuple, list)) and len(block) == 2 and block[0] == 1:
         raise UnsupportedProblem([f"block must be an int of at least 1; got {describe(block)}: write block={block[1]}"])
     size = whole_number("block", block, 1)
@@ -396,9 +399,9 @@ class Compressed(Mask):
     Parameters
     ----------
     length : int
-        Keys that a compressed key stands for.
+        Number of keys that a compressed key stands for.
     stride : int
-        Keys from the start of a run to that of the next.
+        Number of keys from the start of a run to the start of the next.
 
     Raises
     ------
@@ -408,7 +411,7 @@ class Compressed(Mask):
     Notes
     -----
     The compressed branch of native sparse attention (arXiv 2502.11089, equation 7) has length 32 and stride 16. The
-    first ``length - 1`` queries attend nothing: there o = 0 and lse = -inf, with which `merge` leaves the branch out.
+    first ``length - 1`` queries attend nothing: they have o = 0 and lse = -inf, which `merge` ignores.
 
     Examples
     --------
@@ -440,14 +443,15 @@ class Compressed(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Stairs(Mask):
-    """Row i sees the columns j <= (step_q i + last) / step_kv: a causal mask between groups of queries and of keys.
+    """Row i attends the columns j <= (step_q i + last) / step_kv: a causal mask between groups of queries and keys.
 
     Parameters
     ----------
     step_q, step_kv : int
-        Queries of a row and keys of a column.
+        Queries per row and keys per column.
     last : int
-        The key that the last query of row 0 sees last, less whatever a column must hold beside its first key.
+        The last key that the last query of row 0 attends, minus the keys that it must attend after the first key of a
+        column to attend the column.
 
     Examples
     --------

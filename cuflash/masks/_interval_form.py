@@ -1,4 +1,4 @@
-"""Row intervals that a kernel computes from the arrays of a mask, which each call hands over."""
+"""Row intervals that a kernel computes from the mask arrays of each call."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ class IntervalForm(NamedTuple):
     q : int array [*batch, n], or int
         The integers of the queries; an int if the host knows one length for all of them.
     kv : int array [*batch, n], int, or None
-        Those of the keys; None if they are those of the queries.
+        The integers of the keys; None if they equal those of the queries.
     left, right : int or None
-        Keys on either side of the diagonal of a sequence; None is unlimited.
+        Number of keys before and after the diagonal of a sequence; None is unlimited.
     is_bottom_right : bool
-        The diagonal ends with each sequence; otherwise it starts with it.
+        If True, the diagonal passes through the bottom right corner of each sequence's matrix, else through the top
+        left.
     """
 
     kind: Literal["sequences", "lengths", "documents"]
@@ -34,9 +35,9 @@ class IntervalForm(NamedTuple):
 
 
 class KernelIntervals(Mask):
-    """A resolved mask whose row intervals a kernel can compute; `intervals` finds the same by operations on arrays."""
+    """A resolved mask whose row intervals a kernel can compute; `intervals` computes the same with array operations."""
 
     @property
     def interval_form(self) -> IntervalForm | None:
-        """Return from what the kernel computes the intervals, or None if the mask holds no array."""
+        """The inputs from which the kernel computes the intervals, or None if the mask holds no array."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Detect edits of a mask on the host between two calls, by private copies of its contents."""
+"""Detection of changes to a mask on the host between two calls, with private copies of its contents."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Snapshot:
 
     @staticmethod
     def of(mask: Any) -> Snapshot | None:
-        """Copy what a mask holds; None if it holds anything whose edits would not be seen."""
+        """Copy the contents of a mask; return None if changes to any of them could not be detected."""
         try:
             return Snapshot(opaque_values(mask))
         except _Unseen:
             return None
 
     def is_current(self) -> bool:
-        """Return whether the mask still holds what it held."""
+        """True if the contents of the mask have not changed."""
         return all(copy.is_like(held()) for held, copy in self._held)
 
 
 class _Unseen(Exception):
-    """A value may change without being another object."""
+    """Raised for a value that may change in place without detection."""
 
 
 class _Array:
@@ -56,7 +56,7 @@ class _Array:
 
 
 class _Parts:
-    """A function or a sparse array, by the values that make it up."""
+    """A copy of the values of which a function or a sparse array consists."""
 
     def __init__(self, value: Any, inside: tuple[Any, ...]) -> None:
         self.kind, self.parts = type(value), [_copied(part, (*inside, value)) for part in _parts(value)]
@@ -77,7 +77,7 @@ class _Constant:
 
 
 class _Identity:
-    """A value that stays the same as long as it is one object, or a function that calls itself."""
+    """A value that cannot change while it is the same object, or a function that calls itself."""
 
     def __init__(self, value: Any) -> None:
         self.held = ref(value) if type(value) is FunctionType else lambda: value
@@ -87,12 +87,12 @@ class _Identity:
 
 
 def _copied(value: Any, inside: tuple[Any, ...]) -> _Array | _Parts | _Constant | _Identity:
-    """Copy a value that is found inside others.
+    """Copy a value that is nested inside other values.
 
     Raises
     ------
     _Unseen
-        Its edits would not be seen.
+        Changes to the value could not be detected.
     """
     if type(value) is np.ndarray and not value.dtype.hasobject:
         return _Array(value)
@@ -106,8 +106,8 @@ def _copied(value: Any, inside: tuple[Any, ...]) -> _Array | _Parts | _Constant 
 
 
 def _is_fixed(value: Any) -> bool:
-    """Return whether a value stays the same as long as it is one object."""
-    if isinstance(value, (ModuleType, CodeType, np.ufunc)):  # what a function reads of a module is looked at apart
+    """True if a value cannot change while it is the same object."""
+    if isinstance(value, (ModuleType, CodeType, np.ufunc)):  # `_read_of_modules` covers the attributes of modules
         return True
     if isinstance(value, BuiltinFunctionType):
         return value.__self__ is None or isinstance(value.__self__, ModuleType)
@@ -117,7 +117,10 @@ def _is_fixed(value: Any) -> bool:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """All that a tuple, a sparse array or a function reads; names that a function may look up, found or not."""
+    """Yield the values of which a tuple, a sparse array or a function consists.
+
+    For a function these include the globals that it may look up, with a marker for those that are not defined.
+    """
     if type(value) is tuple:
         yield from value
     elif type(value) is FunctionType:
@@ -127,18 +130,21 @@ def _parts(value: Any) -> Iterator[Any]:
         for cell in value.__closure__ or ():
             try:
                 yield cell.cell_contents
-            except ValueError:  # it is empty
+            except ValueError:  # the cell is empty
                 yield _MISSING
         names = tuple(_names(value.__code__))
         yield from (value.__globals__.get(name, _MISSING) for name in names)
         yield from _read_of_modules(value.__globals__, names, [])
-    else:  # flags of a sparse array change as it is read
+    else:  # a sparse array; its flags are left out because reading the array may change them
         yield value.shape
         yield from (part for part in vars(value).values() if token(part) is None)
 
 
 def _read_of_modules(space: Mapping[str, Any], names: tuple[str, ...], seen: list[ModuleType]) -> Iterator[Any]:
-    """The values of these names in modules that a function may reach by them: an attribute is one of its names too."""
+    """Yield the values of these names in the modules that they refer to, and in modules reached through those.
+
+    The names of a function's code include those of attributes.
+    """
     for name in names:
         module = space.get(name)
         if isinstance(module, ModuleType) and module not in seen and module.__name__.partition(".")[0] not in _FIXED:
@@ -159,6 +165,6 @@ def _layout(array: np.ndarray) -> tuple[object, ...]:
 
 
 def _words(array: np.ndarray) -> np.ndarray:
-    """The elements of an array in their order, as integers of eight bytes if they fill some."""
+    """Return the elements of an array in C order as uint64 if their bytes are a multiple of eight, else as uint8."""
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return flat.view(np.uint64) if flat.nbytes % 8 == 0 else flat

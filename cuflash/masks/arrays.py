@@ -1,4 +1,4 @@
-"""Masks of elements: a boolean array, a scipy.sparse array, any rule as a function; and what stands for a mask."""
+"""Masks of elements (a boolean array, a scipy.sparse array, a function), and the conversion of values to masks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Dense(Mask):
     TypeError
         `allowed` is not an array.
     UnsupportedProblem
-        It does not hold booleans, or cannot be taken from its library. Calls, and `resolve`, raise it where it does not
+        `allowed` is not boolean, or its library cannot export it. Calls, and `resolve`, raise it if it does not
         broadcast to the scores.
 
     Examples
@@ -51,7 +51,7 @@ class Dense(Mask):
     allowed: Array
 
     def __post_init__(self) -> None:
-        came = self.allowed
+        argument = self.allowed
         take_arrays(self, {"allowed": "mask"}, np.bool_)
         if not is_array(self.allowed):
             raise TypeError(no_array("mask", self.allowed))
@@ -59,7 +59,7 @@ class Dense(Mask):
             raise UnsupportedProblem(
                 [
                     f"mask must be boolean, True = attend; got dtype {self.allowed.dtype}: "
-                    f"{fix_of_numbers('mask', came, self.allowed.dtype)}"
+                    f"{fix_of_numbers('mask', argument, self.allowed.dtype)}"
                 ]
             )
 
@@ -74,10 +74,10 @@ class Dense(Mask):
 
     def resolve(self, shape: MaskShape) -> Mask:
         full = (*shape.batch, *shape[1:])
-        given = tuple(self.allowed.shape)
-        if not broadcasts_to(given, full):
+        axes = tuple(self.allowed.shape)
+        if not broadcasts_to(axes, full):
             rule = f"mask must broadcast to (*batch, num_heads, seqlen_q, seqlen_kv) = {full}"
-            raise UnsupportedProblem([f"{rule}; got shape {given}{missing_axes('mask', given, full)}"])
+            raise UnsupportedProblem([f"{rule}; got shape {axes}{missing_axes('mask', axes, full)}"])
         return BlockGrid(LeadingArray.of(self.allowed, shape.batch, 3))
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
@@ -89,23 +89,23 @@ class Dense(Mask):
 @explains_keywords
 @dataclass(frozen=True, eq=False, repr=False)
 class Sparse(Mask):
-    """A scipy.sparse array of elements: a query attends the keys that are stored in its row and are not zero.
+    """A scipy.sparse array of elements: a query attends the keys with a nonzero element in its row.
 
     Parameters
     ----------
     matrix : scipy.sparse array [seqlen_q, seqlen_kv]
-        Of booleans or numbers, in any format. A stored zero hides its key, as an absent one does.
+        Booleans or numbers, in any format. A stored zero masks its key, just as an element that is not stored.
 
     Raises
     ------
     TypeError
         `matrix` is not a scipy.sparse array.
     UnsupportedProblem
-        It does not have two axes.
+        `matrix` is not two-dimensional.
 
     Notes
     -----
-    `BlockPattern` takes a scipy.sparse array of blocks.
+    `BlockPattern` accepts a scipy.sparse array of blocks.
 
     Examples
     --------
@@ -144,10 +144,10 @@ class Sparse(Mask):
 
 
 def without_padding(matrix: Array, lengths: tuple[int, int]) -> Array:
-    """A scipy.sparse array of elements without its padding, which must keep nothing."""
-    kept = matrix.tocsr()
-    inside = kept[: lengths[0], : lengths[1]]
-    if (kept != 0).sum() > (inside != 0).sum():
+    """Remove the padding of a scipy.sparse array of elements; refuse it if an element of the padding is nonzero."""
+    rows = matrix.tocsr()
+    inside = rows[: lengths[0], : lengths[1]]
+    if (rows != 0).sum() > (inside != 0).sum():
         raise UnsupportedProblem([f"matrix must keep no element beyond the lengths {lengths}; got some in its padding"])
     return inside
 
@@ -160,8 +160,8 @@ class FromFunction(Mask):
     Parameters
     ----------
     function : callable (b, h, i, j) -> bool array
-        Element-wise over integer arrays that broadcast against each other. What it returns may keep an extent of 1
-        along an axis that the rule does not depend on: a rule that ignores b and h is evaluated once for all.
+        Element-wise over integer arrays that broadcast against each other. The result may have an extent of 1 along an
+        axis on which the rule does not depend: a rule that ignores b and h is evaluated once for all of them.
 
     Raises
     ------
@@ -170,9 +170,9 @@ class FromFunction(Mask):
 
     Notes
     -----
-    Every element is evaluated, tile by tile, never sampled. The function runs as given: it is code, not data.
-    Coordinates are NumPy arrays unless the rule is combined with masks whose arrays are on a device; the answer must
-    be an array of their kind.
+    Every element is evaluated, tile by tile; none is sampled. The function runs unchanged in Python: use only functions
+    that you trust. Coordinates are NumPy arrays, unless the mask is combined with masks whose arrays are on a device.
+    The result must be an array of the same library.
 
     Examples
     --------
@@ -188,7 +188,7 @@ class FromFunction(Mask):
             raise TypeError(f"function must be callable as f(b, h, i, j); got {describe(self.function)}")
         try:
             taken = signature(self.function)
-        except ValueError:  # functions of C may not say what they take
+        except ValueError:  # functions written in C may not have a signature
             return
         try:
             taken.bind(0, 0, 0, 0)
@@ -206,23 +206,23 @@ class FromFunction(Mask):
             note_call(error, f"the mask function {name}", b, h, i, j)
             if isinstance(error, ValueError) and "truth value" in str(error):
                 error.add_note(
-                    "A mask's function receives arrays of indices: write &, |, ~ and numpy.where in place of and, or, "
-                    "not and if, with brackets around comparisons."
+                    "A mask's function receives arrays of indices: write &, |, ~ and numpy.where instead of and, or, "
+                    "not and if, with parentheses around comparisons."
                 )
             raise
-        asked, answered = namespace(b, h, i, j).__name__, namespace(allowed).__name__
-        if asked != answered and is_array(allowed):
+        library, answered = namespace(b, h, i, j).__name__, namespace(allowed).__name__
+        if library != answered and is_array(allowed):
             raise UnsupportedProblem(
                 [
-                    f"FromFunction's function must answer coordinates of {asked} with an array of {asked}; got one of "
-                    f"{answered}: use arrays of {asked}, or make a BlockIndex of the mask with NumPy and pass that"
+                    f"FromFunction's function must return {library} arrays for {library} coordinates; got an array of "
+                    f"{answered}: use arrays of {library}, or build a BlockIndex of the mask with NumPy and pass that"
                 ]
             )
         return checked_answer("FromFunction's function", allowed, b, h, i, j)
 
 
 def as_mask(value: Mask | Array) -> Mask:
-    """The mask that a value stands for: itself, a block index, an array, a scipy.sparse array, or a function.
+    """Convert a value to a mask: a mask, a block index, an array, a scipy.sparse array, or a function.
 
     Raises
     ------
@@ -246,7 +246,7 @@ def as_mask(value: Mask | Array) -> Mask:
     if isinstance(value, type):
         fix = ": call it"
     elif isinstance(value, np.ma.MaskedArray):
-        fix = ": its filled(False) is an array"
+        fix = ": pass mask.filled(False)"
     raise TypeError(
         f"mask must be a Mask, a BlockIndex, a boolean or scipy.sparse array, or a function of (b, h, i, j); got "
         f"{describe(value)}{fix}"
@@ -255,7 +255,7 @@ def as_mask(value: Mask | Array) -> Mask:
 
 @runtime_checkable
 class Indexed(Protocol):
-    """Mask that a block index stands for."""
+    """An object that converts itself to a mask, such as a block index."""
 
     def as_mask(self) -> Mask: ...
 

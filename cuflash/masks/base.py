@@ -1,8 +1,8 @@
-"""A mask as mathematics: what it can be asked, and the algebra of ``& | ^ - ~``.
+"""The base class of masks, and the algebra of ``& | ^ - ~``.
 
-A mask answers element by element, and, where it has a closed form, for a whole rectangle or a whole row at once.
-It knows no lengths but those it is about, and nothing of blocks or kernels. Nothing here recurses over a tree of masks,
-which may be wider and deeper than Python's stack.
+A mask is evaluated element by element, and, if it has a closed form, for a whole rectangle or a whole row at once.
+It is independent of blocks and kernels. Nothing in this module recurses over a tree of masks, because a tree may be
+deeper than Python's stack.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .pictures import as_html, as_text, plotted, shown_states
 from .shape import MaskShape, block_pair, once_checked, whole_shape
 from .written import written
 
-# Methods and properties that describe the elements of a mask; a class must define them together.
 _Value = TypeVar("_Value")
+# Methods and properties that describe the elements of a mask; a class must define them together.
 _ANSWERS = ("__call__", "intervals", "rectangle", "_has_intervals", "_natural_block", "_device_form")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Mask(Described):
-    """Base of all masks: True where query i of head h in batch entry b attends key j.
+    """The base class of all masks: True if query i of head h in batch entry b attends key j.
 
     Masks combine by ``&`` (both allow), ``|`` (either allows), ``^`` (exactly one allows), ``-`` (the first allows and
     the second does not) and ``~`` (not allowed). The other operand, on either side, may also be a block index, a
@@ -40,15 +40,15 @@ class Mask(Described):
 
     Notes
     -----
-    A subclass defines `__call__`, or `intervals`, or both; where it defines one of them anew, the closed forms of its
-    parent are not used.
+    A subclass defines `__call__`, or `intervals`, or both. If it overrides one of them, the closed forms of its parent
+    are not used.
 
-    A plain subclass is equal to itself alone, cannot be hashed, and is planned anew at each call. Calls remember what
-    they planned for a subclass that is a dataclass itself, ``@dataclass(frozen=True, eq=False)``, if its fields are all
-    that it holds, and are numbers, strings, bytes, dtypes, members of an `Enum`, None, masks, or tuples of such. Fields
-    are compared with their types, and by no ``__eq__`` or ``__hash__`` of the subclass. A subclass whose answers depend
-    on what it does not hold, a global variable or what a closure captured, must not be such a dataclass: the library
-    cannot tell when they change.
+    An instance of a plain subclass equals only itself, cannot be hashed, and is planned again at each call. Plans are
+    cached for a subclass that is itself decorated with ``@dataclass(frozen=True, eq=False)``, if it has no attributes
+    except its fields, and if these are numbers, strings, bytes, dtypes, members of an `Enum`, None, masks, or tuples of
+    these. Fields are compared by type and value; an ``__eq__`` or ``__hash__`` of the subclass is not used. A subclass
+    that reads anything else, such as a global variable or a captured variable, must not be such a dataclass: the
+    library cannot detect changes of these.
 
     Examples
     --------
@@ -62,10 +62,10 @@ class Mask(Described):
     TypeError: a mask has no truth value: combine masks with & | ^ - ~ instead of and, or, not
     """
 
-    __array_priority__ = 1000.0  # above the arrays of NumPy and CuPy, which so leave operators to masks
+    __array_priority__ = 1000.0  # higher than NumPy's and CuPy's arrays, so that their operators defer to masks
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Drop inherited closed forms of a class that defines its elements anew: they would contradict these."""
+        """Remove the inherited closed forms from a class that redefines its elements, which they would contradict."""
         super().__init_subclass__(**options)
 
         def place(name: str) -> int:
@@ -79,28 +79,28 @@ class Mask(Described):
             setattr(cls, "resolve", once_checked(cls.resolve))
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        """Element-wise: integer arrays that broadcast against each other in, booleans out.
+        """Return a boolean for each element; the arguments are integer arrays that broadcast against each other.
 
-        ``b`` counts the leading axes as one, in C order. The default reads the closed form of `intervals`.
+        ``b`` numbers the entries of all leading axes in C order. The default implementation evaluates `intervals`.
         """
         lo, hi = self._closed_form(b, h, i)
         return (lo <= j) & (j < hi)
 
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals | None:
-        """Row intervals of the mask, if each row attends one run of keys.
+        """Return the interval of keys that each row attends, if every row attends one contiguous interval.
 
-        For fixed b and h, lo and hi never decrease with i. This makes rows and columns, rectangles and the transposed
-        mask closed forms too. An empty row is one with lo >= hi.
+        For fixed b and h, lo and hi must not decrease with i. Then rows, columns, rectangles and the transposed mask
+        have closed forms, too. A row with lo >= hi is empty.
 
         Parameters
         ----------
         b, h, i : int arrays
-            Batch entry, head and query; they broadcast. b counts the leading axes as one, in C order.
+            Batch entry, head and query; they broadcast. b numbers the entries of all leading axes in C order.
 
         Returns
         -------
         (array, array) or None
-            ``lo, hi`` such that row i attends exactly the keys lo <= j < hi; None without such a closed form.
+            ``lo, hi`` such that row i attends exactly the keys lo <= j < hi; None if the mask has no such closed form.
 
         Examples
         --------
@@ -113,7 +113,7 @@ class Mask(Described):
 
     @property
     def _has_intervals(self) -> bool:
-        """Return whether `intervals` has an answer.
+        """True if `intervals` returns intervals instead of None.
 
         Examples
         --------
@@ -123,7 +123,7 @@ class Mask(Described):
         return self.intervals(0, 0, 0) is not None
 
     def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
-        """Decide rectangles of rows i0 <= i < i1 and keys j0 <= j < j1, none of them empty, without visiting elements.
+        """Decide nonempty rectangles of rows i0 <= i < i1 and keys j0 <= j < j1 without evaluating their elements.
 
         Parameters
         ----------
@@ -137,7 +137,7 @@ class Mask(Described):
         may : bool array
             False proves that no element of the rectangle is allowed.
         must : bool array
-            True proves that every element of it is allowed. ``(True, False)`` is always right.
+            True proves that every element of the rectangle is allowed. ``(True, False)`` is always correct.
 
         Examples
         --------
@@ -168,7 +168,7 @@ class Mask(Described):
         Raises
         ------
         UnsupportedProblem
-            An alignment is needed and not given, or an array's shape does not fit.
+            A required alignment is missing, or an array's shape does not fit.
 
         Examples
         --------
@@ -180,7 +180,7 @@ class Mask(Described):
 
     @property
     def _device_form(self) -> DeviceForm | None:
-        """How kernels read the mask at each call if its arrays are on a device; None if they do not.
+        """The form in which kernels read the mask's device arrays at each call; None if they do not.
 
         Examples
         --------
@@ -192,7 +192,7 @@ class Mask(Described):
 
     @property
     def _natural_block(self) -> tuple[int, int] | None:
-        """The block size that the mask is made of, if it is made of blocks.
+        """The block size of the mask, if it consists of whole blocks.
 
         Examples
         --------
@@ -204,17 +204,17 @@ class Mask(Described):
 
     @explains_keywords
     def on_blocks(self, block: int | tuple[int, int], *, mirrored: bool = False) -> Mask:
-        """Draw the pattern in whole blocks: the new mask says of blocks what this one says of tokens.
+        """Return a mask that applies this pattern to whole blocks instead of tokens.
 
-        Query block I attends key block J where, in this mask, token I attends token J of a problem with one token for
-        each block. Patterns of few tokens, as windows and strides, become block-sparse so without any partial block.
+        Query block I attends key block J if, in this mask, token I attends token J of a problem with one token per
+        block. This turns patterns such as windows and strides into block-sparse masks without partial blocks.
 
         Parameters
         ----------
         block : int or (int, int)
             Size of a block in tokens, or block_q and block_kv.
         mirrored : bool
-            Also keep block (J, I) for each block (I, J), so that causal patterns serve bidirectional attention. The
+            Also keep block (J, I) for each block (I, J), which adapts causal patterns to bidirectional attention. The
             problem must then have as many query blocks as key blocks.
 
         Returns
@@ -225,7 +225,7 @@ class Mask(Described):
         Raises
         ------
         UnsupportedProblem
-            `block` is no size of a block, or `mirrored` neither True nor False.
+            `block` is not a block size, or `mirrored` is neither True nor False.
 
         Examples
         --------
@@ -244,21 +244,21 @@ class Mask(Described):
     def toarray(
         self, seqlen_q: int, seqlen_kv: int | None = None, *, batch: tuple[int, ...] = (), num_heads: int | None = None
     ) -> Array:
-        """The whole mask as a boolean array, True = attend: for small problems, and to look at.
+        """Return the whole mask as a boolean array, True = attend, for small problems and for inspection.
 
         Parameters
         ----------
         seqlen_q, seqlen_kv : int
-            Lengths in tokens; seqlen_kv is seqlen_q unless given.
+            Lengths in tokens; seqlen_kv is seqlen_q by default.
         batch : tuple of int
             Extents of the leading axes.
         num_heads : int, optional
-            Number of query heads. The result has no axis of heads unless it is given.
+            Number of query heads. By default the result has no axis of heads.
 
         Returns
         -------
         bool array [*batch, seqlen_q, seqlen_kv] or [*batch, num_heads, seqlen_q, seqlen_kv]
-            A NumPy array, or an array of the device that holds the mask's arrays.
+            A NumPy array, or an array on the device of the mask's arrays.
 
         Raises
         ------
@@ -288,21 +288,21 @@ class Mask(Described):
     def density(
         self, seqlen_q: int, seqlen_kv: int | None = None, *, batch: tuple[int, ...] = (), num_heads: int = 1
     ) -> float:
-        """Compute the share of pairs of a query and a key that the mask allows, exactly; waits for a device.
+        """Compute the exact fraction of (query, key) pairs that the mask allows; waits for the device.
 
         Parameters
         ----------
         seqlen_q, seqlen_kv : int
             Lengths in tokens; seqlen_kv is seqlen_q by default.
         batch : tuple of int
-            Extents of the leading axes, over which the share is a mean.
+            Extents of the leading axes; the result is the mean over them.
         num_heads : int
-            Number of query heads, likewise.
+            Number of query heads; the result is the mean over them.
 
         Returns
         -------
         float
-            From 0 to 1; 0 where there is no pair. `BlockIndex.density` counts whole blocks instead.
+            From 0 to 1; 0 if there are no pairs. `BlockIndex.density` counts whole blocks instead.
 
         Raises
         ------
@@ -320,7 +320,7 @@ class Mask(Described):
 
     @staticmethod
     def _mask_of(operand: Mask | Array) -> Mask:
-        """The mask that an operand stands for: `as_mask` of the module `arrays`, whose masks derive from this class."""
+        """Convert an operand to a mask; the module `arrays` sets this to its `as_mask`, to avoid a circular import."""
         raise NotImplementedError
 
     def __and__(self, other: Mask | Array) -> Mask:
@@ -363,27 +363,27 @@ class Mask(Described):
         h: int = 0,
         width: int = 64,
     ) -> str:
-        """One batch entry and head of the mask as text: █ all allowed, ▒ some, · none.
+        """Return one batch entry and head of the mask as text: █ all allowed, ▒ some, · none.
 
         Parameters
         ----------
         seqlen_q, seqlen_kv : int
-            Lengths in tokens; seqlen_kv is seqlen_q unless given.
+            Lengths in tokens; seqlen_kv is seqlen_q by default.
         batch : tuple of int
             Extents of the leading axes.
         num_heads : int
             Number of query heads.
         block : int or (int, int)
-            Tokens that a symbol stands for; more where a line would be longer than `width` symbols.
+            Tokens per symbol; increased if a line would be longer than `width` symbols.
         b, h : int
-            Batch entry, counted through the leading axes in C order, and head.
+            Batch entry, numbered through the leading axes in C order, and head.
         width : int
-            Symbols of a line, at most.
+            Maximum number of symbols per line.
 
         Returns
         -------
         str
-            A line for each row of symbols.
+            One line per row of symbols.
 
         Raises
         ------
@@ -420,27 +420,27 @@ class Mask(Described):
         h: int = 0,
         ax: Any = None,
     ) -> Any:
-        """One batch entry and head of the mask drawn with matplotlib, which is optional; queries run downwards.
+        """Plot one batch entry and head of the mask with matplotlib, an optional dependency; queries run downwards.
 
         Parameters
         ----------
         seqlen_q, seqlen_kv : int
-            Lengths in tokens; seqlen_kv is seqlen_q unless given.
+            Lengths in tokens; seqlen_kv is seqlen_q by default.
         batch : tuple of int
             Extents of the leading axes.
         num_heads : int
             Number of query heads.
         block : int or (int, int)
-            Tokens that a cell stands for; more where a side would have more than 512 cells.
+            Tokens per cell; increased if a side would have more than 512 cells.
         b, h : int
-            Batch entry, counted through the leading axes in C order, and head.
+            Batch entry, numbered through the leading axes in C order, and head.
         ax : matplotlib.axes.Axes, optional
-            Where to draw; new axes unless given.
+            Axes to draw on; by default new ones.
 
         Returns
         -------
         matplotlib.axes.Axes
-            The axes that hold the drawing.
+            The axes with the plot.
 
         Raises
         ------
@@ -461,7 +461,7 @@ class Mask(Described):
 
     @property
     def _own_lengths(self) -> tuple[int | None, int | None]:
-        """The lengths of queries and keys that the mask is made for; None where it serves any.
+        """The lengths of queries and keys that the mask requires; None for a length that may be any.
 
         Examples
         --------
@@ -473,7 +473,7 @@ class Mask(Described):
         return None, None
 
     def _repr_html_(self) -> str:
-        """The mask at its own lengths, or at 32 tokens where it has none, for notebooks."""
+        """Return an HTML picture for notebooks, at the mask's own lengths or else at 32 tokens."""
         return as_html(self, self._own_lengths)
 
     def __repr__(self) -> str:
@@ -506,7 +506,7 @@ class Band(Mask):
     Raises
     ------
     TypeError
-        `lower` is given by its place, and `upper` is not.
+        `lower` is a positional argument and `upper` is missing.
     UnsupportedProblem
         A bound is not an int or None, or `lower` is greater than `upper`.
 
@@ -531,8 +531,8 @@ class Band(Mask):
                 reasons.append(f"{name} must be an int, or None for no bound; got {describe(bound)}")
         if not reasons and self.lower is not None and self.upper is not None and self.lower > self.upper:
             reasons.append(
-                f"lower must be at most upper; got {describe(self.lower)} and {describe(self.upper)}, between which no "
-                f"key lies: exchange them, or write ~masks.Band() for nothing"
+                f"lower must be at most upper; got {describe(self.lower)} and {describe(self.upper)}, which allow no "
+                f"key: exchange them, or write ~masks.Band() to attend nothing"
             )
         refuse(reasons)
 
@@ -547,7 +547,7 @@ class Band(Mask):
 
     @property
     def transposed(self) -> Band:
-        """The band of keys seen from the queries: lower <= i - j <= upper.
+        """The band with queries and keys exchanged: lower <= i - j <= upper.
 
         Returns
         -------
@@ -564,7 +564,7 @@ class Band(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OnBlocks(Mask):
-    """A pattern of tokens drawn in whole blocks: what `Mask.on_blocks` returns."""
+    """A pattern of tokens applied to whole blocks: the result of `Mask.on_blocks`."""
 
     mask: Mask
     block: Any  # (int, int) once built
@@ -595,8 +595,8 @@ class OnBlocks(Mask):
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         row, col = widened(i) // self.block[0], widened(j) // self.block[1]
-        kept = elements(self.mask, b, h, row, col)
-        return kept | elements(self.mask, b, h, col, row) if self.mirrored else kept
+        allowed = elements(self.mask, b, h, row, col)
+        return allowed | elements(self.mask, b, h, col, row) if self.mirrored else allowed
 
     def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
         rows = i0 // self.block[0], (i1 - 1) // self.block[0] + 1
@@ -608,12 +608,12 @@ class OnBlocks(Mask):
         return may, must
 
 
-# The algebra
+# The algebra of masks
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Composed(Mask):
-    """A mask made of others: it evaluates the masks at the tips of its tree, and combines their results."""
+    """A combination of masks: evaluates the masks at the leaves of its tree, and combines their results."""
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         def negated(allowed: Array) -> Array:
@@ -630,7 +630,7 @@ class _Composed(Mask):
             (x_not, x_none), (y_not, y_none) = negated(x), negated(y)
             return (x[0] | y[0]) & (x_not | y_not), (x[1] & y_none) | (x_none & y[1])
 
-        found: tuple[Array, Array] = _folded(
+        decided: tuple[Array, Array] = _folded(
             self,
             lambda tip: tip.rectangle(b, h, i0, i1, j0, j1),
             {
@@ -640,7 +640,7 @@ class _Composed(Mask):
             },
             negated,
         )
-        return found
+        return decided
 
     def resolve(self, shape: MaskShape) -> Mask:
         reasons: list[str] = []
@@ -650,15 +650,15 @@ class _Composed(Mask):
                 return tip.resolve(shape)
             return tip
 
-        found: Mask = _rebuilt(self, resolved, _simplified)
+        mask: Mask = _rebuilt(self, resolved, _simplified)
         refuse(dict.fromkeys(reasons))
-        return found
+        return mask
 
     def to(self, convert: Callable[[Array], Array]) -> Self:
         if type(self) not in _NODES:
             return super().to(convert)
-        found: Any = _rebuilt(self, lambda tip: tip.to(convert), lambda node, parts: _composed(type(node), parts))
-        twin: Self = found
+        converted: Any = _rebuilt(self, lambda tip: tip.to(convert), lambda node, parts: _composed(type(node), parts))
+        twin: Self = converted
         return twin
 
     @property
@@ -676,11 +676,11 @@ class _Composed(Mask):
     def __repr__(self) -> str:
         if type(self) not in _NODES:
             return written(self)
-        found = _in_brackets(self)
-        return found if isinstance(self, Not) else found[1:-1]
+        text = _in_brackets(self)
+        return text if isinstance(self, Not) else text[1:-1]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The tree as a list, for `pickle` and `copy`, which recurse."""
+        """Return the tree as a flat list, since `pickle` and `copy` would recurse over the tree."""
         if type(self) not in _NODES:
             return __newobj__, (type(self),), self.__getstate__()
         steps = (
@@ -696,16 +696,16 @@ class _Several(_Composed):
     operands: tuple[Mask, ...]
 
     def __post_init__(self) -> None:
-        """Operands that are of the same kind hand theirs over: many masks make a wide tree, not a deep one."""
+        """Flatten operands of the same kind: combining many masks makes a wide tree instead of a deep one."""
         flat = _flattened(type(self), self.operands)
         if not flat or not all(isinstance(mask, Mask) for mask in self.operands):
-            raise TypeError(f"operands must be masks, one at least; got {self.operands!r}")
+            raise TypeError(f"operands must be masks, at least one; got {self.operands!r}")
         object.__setattr__(self, "operands", flat)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class And(_Several):
-    """A mask that allows what every operand allows."""
+    """A mask that allows the elements that all operands allow."""
 
     __call__ = _Several.__call__
     rectangle = _Several.rectangle
@@ -713,16 +713,16 @@ class And(_Several):
     resolve = _Several.resolve
 
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals | None:
-        found: Intervals | None = None
+        common: Intervals | None = None
         for mask in self.operands:
             bounds = mask.intervals(b, h, i)
             if bounds is None:
                 return None
-            if found is not None:
-                xp = namespace(*found, *bounds)
-                bounds = xp.maximum(found[0], bounds[0]), xp.minimum(found[1], bounds[1])
-            found = bounds
-        return found
+            if common is not None:
+                xp = namespace(*common, *bounds)
+                bounds = xp.maximum(common[0], bounds[0]), xp.minimum(common[1], bounds[1])
+            common = bounds
+        return common
 
     @property
     def _has_intervals(self) -> bool:
@@ -731,17 +731,17 @@ class And(_Several):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Or(_Several):
-    """A mask that allows what any operand allows."""
+    """A mask that allows the elements that at least one operand allows."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Xor(_Several):
-    """Allowed by an odd number of operands: of two, by exactly one."""
+    """A mask that allows the elements that an odd number of operands allow: of two operands, exactly one."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Not(_Composed):
-    """Allowed where the operand is not."""
+    """A mask that allows the elements that its operand does not allow."""
 
     operand: Mask
 
@@ -750,7 +750,7 @@ _NODES = (And, Or, Xor, Not)
 
 
 def _parts(mask: Mask, root: Mask | None = None) -> tuple[Mask, ...]:
-    """Return the children of a node; a leaf, which may be of a class derived from a node's, has none."""
+    """Return the children of a node; a leaf has none, even if its class derives from that of a node."""
     if mask is not root and type(mask) not in _NODES:
         return ()
     if isinstance(mask, Not):
@@ -759,12 +759,12 @@ def _parts(mask: Mask, root: Mask | None = None) -> tuple[Mask, ...]:
 
 
 def _kind(node: Mask) -> Any:
-    """Return which kind of node a mask is, or is derived from."""
+    """Return the class among And, Or, Xor and Not of which a node is an instance."""
     return next(kind for kind in _NODES if isinstance(node, kind))
 
 
 def _walked(mask: Mask) -> Iterator[tuple[Mask, int]]:
-    """All of a tree in the order of its tips: each tip and 0, and each node and n once n of its parts have come."""
+    """Walk a tree: yield (leaf, 0) for each leaf, and (node, n) as soon as n parts of the node have been yielded."""
     rest = [(mask, 0)]
     while rest:
         node, num_parts = rest.pop()
@@ -781,7 +781,7 @@ def _folded(
     of_two: dict[type[Mask], Callable[[_Value, _Value], _Value]],
     negated: Callable[[_Value], _Value],
 ) -> _Value:
-    """The value of a tree from values of its tips, of which no more are kept than the tree is deep."""
+    """Compute the value of a tree from values of its leaves, two at a time; stores at most one value per level."""
     values: list[_Value] = []
     for node, num_parts in _walked(mask):
         if num_parts == 0:
@@ -797,7 +797,7 @@ def _folded(
 def _rebuilt(
     mask: Mask, of_tip: Callable[[Mask], _Value], of_node: Callable[[Mask, list[_Value]], _Value]
 ) -> _Value:
-    """The value of a tree where that of a node takes all of its parts' at once."""
+    """Compute the value of a tree if the value of a node is a function of the values of all of its parts."""
     values: list[_Value] = []
     for node, num_parts in _walked(mask):
         if num_parts == 0:
@@ -809,7 +809,7 @@ def _rebuilt(
 
 
 def _in_brackets(mask: Mask) -> str:
-    """A mask as an operand of another one."""
+    """Format a mask as an operand of another mask, in parentheses if it combines several."""
     signs = {And: "&", Or: "|", Xor: "^"}
 
     def shown(node: Mask, parts: list[str]) -> str:
@@ -824,7 +824,7 @@ def _composed(kind: Any, parts: list[Mask]) -> Mask:
 
 
 def _simplified(node: Mask, parts: list[Mask]) -> Mask:
-    """A node of resolved parts: bands are intersected, and half of all keys is negated as a band."""
+    """Build a node from resolved parts: intersect bands, and negate a band with one bound as a band."""
     if isinstance(node, And):
         return intersection(parts)
     inner = parts[0]
@@ -837,7 +837,7 @@ def _simplified(node: Mask, parts: list[Mask]) -> Mask:
 
 
 def _from_steps(steps: tuple[Any, ...]) -> Mask:
-    """The tree that `_Composed.__reduce__` lists: tips, and after its parts each node as its class and their number."""
+    """Build a tree from the list of `_Composed.__reduce__`: leaves, and (class, number of parts) after the parts."""
     masks: list[Mask] = []
     for step in steps:
         if isinstance(step, Mask):
@@ -849,7 +849,7 @@ def _from_steps(steps: tuple[Any, ...]) -> Mask:
 
 
 def _flattened(kind: type[Mask], masks: Sequence[Mask]) -> tuple[Mask, ...]:
-    """Masks, those of a kind replaced by their operands; a class derived from it may mean something else."""
+    """Replace masks of exactly this class by their operands; a derived class may have another meaning."""
     flat: list[Mask] = []
     for mask in masks:
         if type(mask) is kind and kind in (And, Or, Xor):
@@ -860,9 +860,9 @@ def _flattened(kind: type[Mask], masks: Sequence[Mask]) -> tuple[Mask, ...]:
 
 
 def intersection(masks: Sequence[Mask]) -> Mask:
-    """Return one resolved mask for several resolved ones, whose bands become one band.
+    """Return the intersection of resolved masks, with all bands merged into one band.
 
-    Without any mask everything is allowed.
+    Without masks, everything is allowed.
     """
     masks = _flattened(And, masks)
     bands = [mask for mask in masks if type(mask) is Band]

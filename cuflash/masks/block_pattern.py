@@ -27,7 +27,7 @@ class BlockPattern(Mask):
     Parameters
     ----------
     blocks : bool array [..., num_q_blocks, num_kv_blocks], or 2-D scipy.sparse array
-        True, or stored and not zero, where the block is kept; the axes before the last two broadcast over
+        True, or stored and nonzero, if the block is kept. The axes before the last two broadcast over
         (*batch, num_heads).
     block : int or (int, int)
         Size of a block in tokens, or block_q and block_kv. The length may cut off the last block of either side.
@@ -35,8 +35,8 @@ class BlockPattern(Mask):
     Raises
     ------
     UnsupportedProblem
-        `blocks` is neither a boolean array nor a scipy.sparse array, has fewer axes than two, or `block` is no size;
-        all reasons at once. Calls, and `resolve`, raise it where the blocks do not fit the lengths.
+        `blocks` is neither a boolean array nor a scipy.sparse array, has fewer than two axes, or `block` is not a size;
+        all reasons at once. Calls, and `resolve`, raise it if the blocks do not fit the lengths.
 
     Examples
     --------
@@ -51,7 +51,7 @@ class BlockPattern(Mask):
     block: Any  # (int, int) once built
 
     def __post_init__(self) -> None:
-        reasons, came = list[str](), self.blocks
+        reasons, argument = list[str](), self.blocks
         take_arrays(self, {"blocks": "blocks"}, np.bool_)
         with collecting(reasons):
             object.__setattr__(self, "block", block_pair(self.block))
@@ -60,7 +60,7 @@ class BlockPattern(Mask):
                 reasons.append(f"blocks must have two axes as a scipy.sparse array; got shape {self.blocks.shape}")
         elif not (is_array(self.blocks) and self.blocks.ndim >= 2 and self.blocks.dtype == np.bool_):
             is_numbers = is_array(self.blocks) and self.blocks.dtype.kind in "iuf"
-            fix = f": {fix_of_numbers('blocks', came, self.blocks.dtype)}" if is_numbers else ""
+            fix = f": {fix_of_numbers('blocks', argument, self.blocks.dtype)}" if is_numbers else ""
             reasons.append(
                 f"blocks must be a boolean array (..., num_q_blocks, num_kv_blocks) or a scipy.sparse array; "
                 f"got {describe(self.blocks)}{fix}"
@@ -78,7 +78,7 @@ class BlockPattern(Mask):
         return q, kv
 
     def _require_fit(self, shape: MaskShape) -> None:
-        """Refuse a shape whose blocks are not those of the mask.
+        """Refuse a shape whose grid of blocks differs from that of the mask.
 
         Parameters
         ----------

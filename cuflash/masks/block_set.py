@@ -1,4 +1,4 @@
-"""A set of blocks as a mask: sorted block numbers, and what any rectangle holds of them."""
+"""Sets of blocks as masks: sorted block numbers or a boolean grid, with fast queries of rectangles."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .coordinates import LeadingArray, widened
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockSet(Mask):
-    """A set of blocks by their sorted numbers, some known to be full: what `BlockPattern` and `Sparse` resolve to.
+    """A set of blocks as sorted numbers, some known to be full: the resolved form of `BlockPattern` and `Sparse`.
 
-    Level l of `levels` holds the cells of 2^l by 2^l blocks that contain any block, and whether all of it is full;
-    so a rectangle of any size is answered by four look-ups.
+    Level l of `levels` lists the cells of 2^l by 2^l blocks that contain any block, and whether all blocks of the cell
+    are full. So four look-ups decide a rectangle of any size.
     """
 
     grid: tuple[int, int, int, int]  # batch or 1, heads or 1, num_q_blocks, num_kv_blocks
     block: tuple[int, int]
     keys: Array
     full: Array
-    _natural_block: tuple[int, int] | None = None  # `block`, or None where lists are of blocks of any size
+    _natural_block: tuple[int, int] | None = None  # `block`, or None if block lists may use any block size
 
     @cached_property
     def levels(self) -> list[tuple[Array, Array]]:
@@ -38,7 +38,7 @@ class BlockSet(Mask):
         rows = i0 // self.block[0], (i1 - 1) // self.block[0]
         cols = j0 // self.block[1], (j1 - 1) // self.block[1]
         extent = max(int(np.max(rows[1] - rows[0], initial=0)), int(np.max(cols[1] - cols[0], initial=0)))
-        level = min(extent.bit_length(), len(self.levels) - 1)  # a rectangle then touches at most two cells a side
+        level = min(extent.bit_length(), len(self.levels) - 1)  # a rectangle touches at most two cells per side
         corners = [self.find(b, h, row >> level, col >> level, level) for row in rows for col in cols]
         _, full = self.levels[level]
         may = reduce(np.logical_or, (hit for _, hit in corners))
@@ -46,7 +46,7 @@ class BlockSet(Mask):
         return may, must
 
     def find(self, b: Array, h: Array, row: Array, col: Array, level: int = 0) -> tuple[Array, Array]:
-        """Return the position of a cell's number among the sorted ones of a level, and whether it is present."""
+        """Return the position of a cell's number in the sorted list of a level, and whether it is present."""
         keys, _ = self.levels[level]
         batch, heads, num_rows, num_cols = self.grid
         num_rows, num_cols = _coarse(num_rows, level), _coarse(num_cols, level)
@@ -60,9 +60,9 @@ class BlockSet(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockGrid(Mask):
-    """Blocks as booleans, one for each: what `Dense` resolves to, and `BlockPattern` with an array on a device.
+    """One boolean per block: the resolved form of `Dense`, and of `BlockPattern` with an array on a device.
 
-    Lists are of blocks of any size where there is no `_natural_block`; rectangles then have no closed form.
+    If `_natural_block` is None, block lists may use any block size, and rectangles have no closed form.
     """
 
     blocks: LeadingArray  # heads or 1, num_q_blocks, num_kv_blocks after the leading axes
@@ -71,11 +71,11 @@ class BlockGrid(Mask):
 
     @cached_property
     def sums(self) -> LeadingArray:
-        """Blocks kept above and left of each corner of the grid."""
-        kept = self.blocks.array
-        xp, (*leading, num_rows, num_cols) = namespace(kept), kept.shape
+        """The number of kept blocks above and to the left of each corner of the grid."""
+        is_kept = self.blocks.array
+        xp, (*leading, num_rows, num_cols) = namespace(is_kept), is_kept.shape
         sums = xp.zeros((*leading, num_rows + 1, num_cols + 1), dtype=np.int64)
-        sums[..., 1:, 1:] = xp.cumsum(xp.cumsum(kept, axis=-2, dtype=np.int64), axis=-1)
+        sums[..., 1:, 1:] = xp.cumsum(xp.cumsum(is_kept, axis=-2, dtype=np.int64), axis=-1)
         return LeadingArray(sums, self.blocks.batch, 3)
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
@@ -95,7 +95,7 @@ def _coarse(extent: int, level: int) -> int:
 
 
 def _pyramid(grid: tuple[int, int, int, int], keys: Array, full: Array) -> list[tuple[Array, Array]]:
-    """The cells of each level and whether all blocks in them are full."""
+    """Return the cells of each level, and whether all blocks in them are full."""
     num_rows, num_cols = grid[2:]
     levels = [(keys, full)]
     while num_rows > 1 or num_cols > 1:
@@ -114,7 +114,7 @@ def _pyramid(grid: tuple[int, int, int, int], keys: Array, full: Array) -> list[
 
 
 def sorted_places(matrix: Array) -> tuple[Array, Array]:
-    """Numbers of a scipy.sparse array's cells that are not zero, in C order, and True for each: it is full."""
+    """Return the sorted flat indices of a scipy.sparse array's nonzero elements, and True for each: all are full."""
     stored = matrix.tocoo(copy=True)
     stored.sum_duplicates()
     is_kept = stored.data != 0

@@ -1,4 +1,4 @@
-"""Content by which masks are compared, and the arrays among it."""
+"""The contents by which masks are compared and cached, and the arrays that they hold."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _CONTENT = "_content_of_mask"
 
 
 class DeviceForm(NamedTuple):
-    """The arrays of a mask that kernels read at each call, and all else that decides the mask.
+    """The arrays of a mask that kernels read at each call, and all other values that define the mask.
 
     Attributes
     ----------
     arrays : tuple of arrays
-        In the order in which kernels take them.
+        In the order of the kernels' arguments.
     facts : tuple of hashable
-        Masks of one class whose facts are equal, and whose arrays have equal layouts, differ in contents alone.
+        Masks of one class with equal facts and equal array layouts differ only in the contents of their arrays.
     """
 
     arrays: tuple[Array, ...]
@@ -35,7 +35,7 @@ class DeviceForm(NamedTuple):
 
 
 class Described:
-    """A frozen description: compared by all that it holds, and pickled without what it has computed."""
+    """A frozen description: compared by its contents, and pickled without cached properties."""
 
     @explains_keywords
     def to(self, convert: Callable[[Array], Array]) -> Self:
@@ -44,7 +44,7 @@ class Described:
         Raises
         ------
         TypeError
-            `convert` cannot be called. What it raises itself passes through.
+            `convert` is not callable. Exceptions that it raises are not caught.
 
         Examples
         --------
@@ -77,7 +77,7 @@ class Described:
 
 
 def _converted(value: Any, convert: Callable[[Array], Array]) -> Any:
-    """A field of a mask with the arrays that it holds converted."""
+    """Convert the arrays in a field of a mask."""
     if isinstance(value, Described):
         return value.to(convert)
     if type(value) is tuple:
@@ -88,7 +88,7 @@ def _converted(value: Any, convert: Callable[[Array], Array]) -> Any:
 
 
 class Content:
-    """Identity of a mask in caches; it uses no `__eq__` or `__hash__` that a user's class may define."""
+    """A cache key for a mask; does not call an `__eq__` or `__hash__` that a user's class may define."""
 
     __slots__ = ("_hash", "_tokens")
 
@@ -102,19 +102,19 @@ class Content:
         return self is other or (isinstance(other, Content) and self._tokens == other._tokens)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """None: what it was made of may have other numbers in another process."""
+        """Replace the key by None in pickles, since the ids in the key are not valid in another process."""
         return type(None), ()
 
 
 def content(mask: Described) -> Content:
-    """Key that distinguishes a mask from all others, made once.
+    """Return the key that distinguishes a mask from all others; computed once per mask.
 
     Raises
     ------
     TypeError
-        The mask may hold what it does not declare, or what may change.
+        The mask may hold undeclared attributes, or values that can change.
     """
-    known: Content | str | None = mask.__dict__.get(_CONTENT)  # or why there is none
+    known: Content | str | None = mask.__dict__.get(_CONTENT)  # a str says why the mask has no content
     if known is None:
         tokens = _tokens(mask)
         reasons = (each.why for each in tokens if type(each) is _Opaque)
@@ -125,19 +125,19 @@ def content(mask: Described) -> Content:
 
 
 def has_content(mask: Described) -> bool:
-    """Return whether a mask is known to have a `content`."""
+    """True if the `content` of a mask has been computed and exists."""
     return type(mask.__dict__.get(_CONTENT)) is Content
 
 
 def opaque_values(mask: Any) -> list[Any]:
-    """The values that a mask holds whose contents `content` does not look at; of anything else it alone."""
+    """Return the values of a mask whose contents are not part of `content`; for a value that is not a mask, itself."""
     if not isinstance(mask, Described):
         return [mask]
     return [each.value for each in _tokens(mask) if type(each) is _Opaque]
 
 
 class _Opaque:
-    """A value whose contents are not looked at: it is equal to itself alone."""
+    """A value whose contents are not inspected: it equals only itself."""
 
     __slots__ = ("value", "why")
 
@@ -149,8 +149,8 @@ class _Opaque:
 
 
 def _tokens(mask: Described) -> list[Any]:
-    """All that a mask holds, in order, each value with its type, and for what has parts its type and their number."""
-    found: list[Any] = []
+    """List the contents of a mask in order: values with their types; for masks and tuples, type and number of parts."""
+    tokens: list[Any] = []
     rest: list[tuple[Any, Described]] = [(mask, mask)]
     while rest:
         value, holder = rest.pop()
@@ -158,7 +158,7 @@ def _tokens(mask: Described) -> list[Any]:
         if isinstance(value, Described):
             why = _undeclared(value)
             if why:
-                found.append(_Opaque(value, why))
+                tokens.append(_Opaque(value, why))
                 continue
             parts = [getattr(value, name) for name in _Layout.of(kind).fields]
             holder = value
@@ -169,22 +169,22 @@ def _tokens(mask: Described) -> list[Any]:
             if held is None:
                 why = f"{type(holder).__name__} holds {describe(value)}, whose contents are never hashed"
                 held = _Opaque(value, why)
-            found.append(held)
+            tokens.append(held)
             continue
-        found.append((kind, len(parts)))
+        tokens.append((kind, len(parts)))
         rest.extend((part, holder) for part in reversed(parts))
-    return found
+    return tokens
 
 
 def token(value: Any) -> Any:
-    """A value that never changes, with its type, so that 1, 1.0 and True are three; None for any other value."""
+    """Return a hashable token of an immutable value, in which 1, 1.0 and True differ; None for any other value."""
     kind = type(value)
     if kind in (int, bool, str, bytes, type(None)):
         return kind, value
     if kind in (float, complex):
-        return kind, repr(value)  # tells -0.0 from 0.0, and makes NaN equal to itself
+        return kind, repr(value)  # distinguishes -0.0 from 0.0, and makes NaN equal to itself
     if isinstance(value, Enum):
-        return kind, id(value)  # the class keeps its members
+        return kind, id(value)  # valid because the class keeps its members alive
     if isinstance(value, np.generic) and kind is value.dtype.type and not isinstance(value, np.void):
         return kind, value.dtype.str, value.tobytes()
     if isinstance(value, np.dtype):
@@ -196,12 +196,12 @@ def token(value: Any) -> Any:
 
 
 class _Layout(NamedTuple):
-    """Names of the attributes in which masks of a class hold their content."""
+    """The names of the attributes in which masks of a class hold their content."""
 
-    is_declared: bool  # the class is a dataclass itself, not by a parent alone
+    is_declared: bool  # the class itself is decorated as a dataclass, not only a parent
     fields: tuple[str, ...]
     slots: tuple[str, ...]
-    computed: frozenset[str]  # attributes that the class makes of the others
+    computed: frozenset[str]  # cached values that the class computes from the other attributes
 
     @classmethod
     @lru_cache(maxsize=1024)
@@ -216,18 +216,18 @@ class _Layout(NamedTuple):
 
 
 def _undeclared(mask: Described) -> str:
-    """Why fields may not be all that a mask holds; nothing if they are."""
-    kind: Any = type(mask)  # mypy takes a class for an instance that has no hash
+    """Explain why a mask may hold values besides its fields; return "" if it does not."""
+    kind: Any = type(mask)  # mypy mistakes the class for an instance that cannot be hashed
     layout, name = _Layout.of(kind), kind.__name__
     if not layout.is_declared:
-        return f"{name} is not hashed, since it is no dataclass itself: @dataclass(frozen=True, eq=False) makes it one"
+        return f"{name} is not hashed, since it is not a dataclass itself: add @dataclass(frozen=True, eq=False)"
     besides = vars(mask).keys() | set(layout.slots)
     besides -= layout.computed.union(layout.fields)
-    return f"{name} is not hashed, since it holds {sorted(besides)}, which are no fields" if besides else ""
+    return f"{name} is not hashed, since it holds {sorted(besides)}, which are not fields" if besides else ""
 
 
 def _held_names(mask: Described) -> list[str]:
-    """The names of all values that a mask holds, in fields, slots and other attributes, but for computed ones."""
+    """Return the names of all values that a mask holds, in fields, slots and other attributes, except computed ones."""
     kind: Any = type(mask)
     layout = _Layout.of(kind)
     named = dict.fromkeys((*layout.fields, *layout.slots, *vars(mask)))
@@ -243,7 +243,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _held(value: Any, besides: tuple[type, ...] = ()) -> Iterator[Any]:
-    """A mask, or a part of one, and all values that it holds, except inside objects of the kinds `besides`."""
+    """Yield a mask, or a part of one, and all values nested in it, but do not enter objects of the types `besides`."""
     rest = [value]
     while rest:
         value = rest.pop()
@@ -259,39 +259,41 @@ def _held(value: Any, besides: tuple[type, ...] = ()) -> Iterator[Any]:
 
 
 def held_arrays(value: Any, besides: tuple[type, ...] = ()) -> Iterator[Array]:
-    """The arrays that a mask, or a part of one, holds; those inside objects of the kinds `besides` are left out."""
+    """Yield the arrays nested in a mask, or in a part of one, except those inside objects of the types `besides`."""
     return filter(is_array, _held(value, besides))
 
 
 def held_masks(mask: Described) -> Iterator[Described]:
-    """A mask, and all masks that it holds: the operands of a tree, and those that are drawn in whole blocks."""
+    """Yield a mask and all masks nested in it: the operands of a tree, and the pattern of a mask of whole blocks."""
     return (value for value in _held(mask) if isinstance(value, Described))
 
 
 def mask_namespace(mask: Described | Array) -> Namespace:
-    """The namespace of a mask's arrays; NumPy for a mask without any.
+    """Return the namespace of a mask's arrays; NumPy for a mask without arrays.
 
     Raises
     ------
     UnsupportedProblem
-        Its arrays are of several namespaces.
+        The mask has arrays of several namespaces.
     """
     spaces = {namespace(array) for array in held_arrays(mask)}
     if len(spaces) > 1:
         names = ", ".join(sorted(space.__name__ for space in spaces))
-        raise UnsupportedProblem([f"mask's arrays must all be in one place; got arrays of {names}: copy them there"])
+        raise UnsupportedProblem(
+            [f"mask's arrays must all be of one array library; got arrays of {names}: convert them to one"]
+        )
     return spaces.pop() if spaces else np
 
 
 def without_memos(value: Any) -> Any:
-    """The state of an object for pickles and copies: values that it has computed and kept are left out.
+    """Return the state of an object for pickling and copying, without cached properties.
 
-    The copy computes them anew, since hashes of types differ in another process.
+    The copy computes these again, since hashes of types differ in another process.
     """
     state: Any = object.__getstate__(value)
     values, *slots = state if isinstance(state, tuple) else (state,)
-    kept = {name: held for name, held in (values or {}).items() if not _is_memo(type(value), name)}
-    return (kept, *slots) if slots else kept
+    lasting = {name: held for name, held in (values or {}).items() if not _is_memo(type(value), name)}
+    return (lasting, *slots) if slots else lasting
 
 
 def _is_memo(kind: type, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Coordinates of masks' elements, answers for them, and arrays over the leading axes."""
+"""Coordinates of mask elements, checks of the results of masks, and arrays over the leading axes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ..arrays import Array, Namespace, is_array, namespace
 from ..errors import UnsupportedProblem, refuse
 from .shape import MaskShape, broadcasts_to
 
-UNBOUNDED = 1 << 62  # beyond any key; a coordinate may be added to it, or taken from it, in int64
+UNBOUNDED = 1 << 62  # beyond any key; adding or subtracting a coordinate does not overflow int64
 
-_MOST_PAIRS = 1 << 21  # looked at in one step
+_MOST_PAIRS = 1 << 21  # maximum number of (query, key) pairs evaluated in one step
 
 Intervals: TypeAlias = tuple[Array, Array]
 
 
 def elements(mask: Callable[..., Array], b: Array, h: Array, i: Array, j: Array) -> Array:
-    """Return a mask's answer for coordinates, after a check of its shape and dtype.
+    """Evaluate a mask at coordinates, and check the shape and dtype of the result.
 
     Raises
     ------
     UnsupportedProblem
-        It is no boolean array, or does not broadcast to the coordinates.
+        The result is not a boolean array, or does not broadcast to the coordinates.
     """
     try:
         allowed = mask(b, h, i, j)
@@ -39,14 +39,14 @@ def elements(mask: Callable[..., Array], b: Array, h: Array, i: Array, j: Array)
 
 
 def note_call(error: Exception, who: str, *coordinates: Array) -> None:
-    """Add to the error of a user's rule what it was called with, unless an inner rule has."""
+    """Add the shapes of the arguments to an error raised by a user's function, unless a nested call already has."""
     if not isinstance(error, UnsupportedProblem) and not getattr(error, "__notes__", ()):
         shapes = ", ".join(f"{name} {tuple(np.shape(each))}" for name, each in zip("bhij", coordinates))
         error.add_note(f"Raised in {who}, which was called with integer arrays of the shapes {shapes}.")
 
 
 def share_allowed(mask: Any, shape: MaskShape, xp: Namespace) -> float:
-    """Share of all pairs of a query and a key that a resolved mask allows, counted in steps of bounded memory."""
+    """Return the fraction of all (query, key) pairs that a resolved mask allows, counted in steps of bounded memory."""
     extents, has_intervals = (shape.num_batch, *shape[1:]), mask._has_intervals
     b, h, j = xp.arange(extents[0])[:, None, None, None], xp.arange(extents[1])[:, None, None], xp.arange(extents[3])
     of_query = extents[0] * extents[1] * (1 if has_intervals else extents[3])
@@ -55,15 +55,15 @@ def share_allowed(mask: Any, shape: MaskShape, xp: Namespace) -> float:
         i = xp.arange(first, min(first + step, extents[2]))[:, None]
         if has_intervals:
             lo, hi = (xp.clip(side, 0, extents[3]) for side in mask._closed_form(b, h, i))
-            found = xp.broadcast_to(xp.maximum(hi - lo, 0), (*extents[:2], len(i), 1))
+            counts = xp.broadcast_to(xp.maximum(hi - lo, 0), (*extents[:2], len(i), 1))
         else:
-            found = xp.broadcast_to(elements(mask, b, h, i, j), (*extents[:2], len(i), extents[3]))
-        allowed += int(found.sum(dtype=np.int64))
+            counts = xp.broadcast_to(elements(mask, b, h, i, j), (*extents[:2], len(i), extents[3]))
+        allowed += int(counts.sum(dtype=np.int64))
     return allowed / max(1, int(prod(extents)))
 
 
 def checked_answer(who: str, allowed: Array, *coordinates: Array) -> Array:
-    """An answer for coordinates, if it is one."""
+    """Return the result of a mask for coordinates; refuse one that is not boolean or does not broadcast to them."""
     if getattr(allowed, "dtype", None) != np.bool_:
         kind = getattr(allowed, "dtype", type(allowed).__name__)
         fix = "compare it with 0" if is_array(allowed) else "use i >= j, np.where, & and | instead of if, and, or"
@@ -81,18 +81,18 @@ def checked_answer(who: str, allowed: Array, *coordinates: Array) -> Array:
 
 
 def widened(coordinate: Array) -> Array:
-    """A coordinate as int64, in which no sum with a bound wraps around."""
+    """Convert a coordinate to int64, so that adding a bound does not overflow."""
     return coordinate if getattr(coordinate, "dtype", np.int64) == np.int64 else coordinate.astype(np.int64)
 
 
 def clipped(number: int | None) -> int | None:
-    """Return a bound, or a count, that fits int64 coordinates and compares with each as the number itself does."""
+    """Restrict a bound, or a count, to the range of coordinates, without changing how it compares with them."""
     return None if number is None else max(-UNBOUNDED, min(number, UNBOUNDED))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LeadingArray:
-    """An array whose axes before the last `trailing` broadcast over the leading axes, read without copying it."""
+    """An array whose axes before the last `trailing` ones broadcast over the leading axes, read without a copy."""
 
     array: Array
     batch: tuple[int, ...]
@@ -106,7 +106,7 @@ class LeadingArray:
         return LeadingArray(array.reshape((1,) * missing + tuple(array.shape)), batch, trailing)
 
     def at(self, b: Array, *rest: Array) -> Array:
-        """Elements at flat batch index b and the trailing coordinates; an axis of extent 1 ignores its coordinate."""
+        """Return the elements at flat batch index b and trailing coordinates; ignore the coordinate of an axis of 1."""
         places: tuple[Array, ...] = (0,) * len(self.batch)
         if any(extent != 1 for extent in self.array.shape[: len(self.batch)]):
             places = _unravelled(b, self.batch) if len(self.batch) > 1 else (b,)
@@ -115,7 +115,7 @@ class LeadingArray:
 
 
 def _unravelled(index: Array, extents: tuple[int, ...]) -> tuple[Array, ...]:
-    """`unravel_index`, which waits for a device to check its argument."""
+    """Compute `unravel_index` without the check of its argument, which would wait for the device."""
     places = []
     for extent in reversed(extents):
         places.append(index % extent)
@@ -130,19 +130,19 @@ def per_batch(name: str, value: Array, batch: tuple[int, ...] | None) -> PerBatc
     if not is_array(value):
         return min(int(value), UNBOUNDED)
     if batch is None:
-        raise UnsupportedProblem([f"{name} given per batch entry depends on the batch: call .resolve(shape) first"])
+        raise UnsupportedProblem([f"{name} per batch entry depends on the batch: call .resolve(shape) first"])
     reasons = leading_reasons(name, tuple(value.shape), batch)
     refuse(reasons)
     return LeadingArray.of(value, batch, 0)
 
 
 def of_batch(value: PerBatch, b: Array) -> Array:
-    """Return the ints of batch entries, as int64, the dtype of coordinates."""
+    """Return the value of each batch entry as int64, the dtype of coordinates."""
     return value if isinstance(value, int) else as_int64(value.at(b))
 
 
 def as_int64(numbers: Array) -> Array:
-    """Return integers as int64, the dtype of coordinates; larger numbers of uint64 are beyond all keys."""
+    """Convert integers to int64, the dtype of coordinates; clip larger uint64 numbers, which are beyond all keys."""
     is_widest = numbers.dtype == np.uint64
     return widened(namespace(numbers).minimum(numbers, np.uint64(UNBOUNDED)) if is_widest else numbers)
 
@@ -152,9 +152,9 @@ def leading_reasons(
 ) -> list[str]:
     if broadcasts_to(leading, wanted):
         return []
-    given = "q's axes before its length" if has_heads else "q's axes before its heads"
+    axes = "q's axes before its length" if has_heads else "q's axes before its heads"
     numbers = "batch= and num_heads=" if has_heads else "batch="
     return [
         f"{name}'s leading axes must broadcast to {wanted}; got {leading}: "
-        f"they stand for {given}, or for {numbers} in toarray, picture and BlockIndex.from_mask"
+        f"they stand for {axes}, or for {numbers} in toarray, picture and BlockIndex.from_mask"
     ]

@@ -1,4 +1,4 @@
-"""Masks around the diagonal: causal, windows, combs of keys, and prefixes with a causal rest."""
+"""Masks aligned to the diagonal: causal masks, sliding and dilated windows, and prefix-LM masks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .shape import MaskShape
 
 
 class _Aligned(Mask):
-    """A mask about the diagonal; `align` says which diagonal when the lengths differ."""
+    """A mask aligned to the diagonal; `align` selects the diagonal if the lengths differ."""
 
     align: str | None
 
@@ -31,7 +31,7 @@ class _Aligned(Mask):
         return self._at(shape.seqlen_kv - shape.seqlen_q if self.align == "bottom_right" else 0)
 
     def _at(self, offset: int) -> Mask:
-        """The mask with query i meeting key i + offset on its diagonal."""
+        """Return the mask whose diagonal aligns query i with key i + offset."""
         raise NotImplementedError
 
     def __post_init__(self) -> None:
@@ -41,28 +41,29 @@ class _Aligned(Mask):
 
 
 def alignment_reason(subject: str, argument: str, shape: MaskShape) -> str:
-    """Why a diagonal without an alignment is refused."""
+    """Explain why a mask without an alignment is refused."""
     return (
         f"{subject} is for equal lengths; got seqlen_q={shape.seqlen_q} and seqlen_kv={shape.seqlen_kv}: pass "
-        f"{argument}='bottom_right' (the last query meets the last key) or {argument}='top_left' (the first query "
-        f"meets the first key)"
+        f"{argument}='bottom_right' (aligns the last query with the last key) or {argument}='top_left' (aligns the "
+        f"first query with the first key)"
     )
 
 
 @explains_keywords
 @dataclass(frozen=True, eq=False, repr=False)
 class Causal(_Aligned):
-    """Each query attends the keys up to its diagonal, and no later one.
+    """A query attends the keys up to the diagonal, and no later ones.
 
     Parameters
     ----------
     align : "bottom_right", "top_left" or None
-        Whether the last query meets the last key or the first the first. None is refused when the lengths differ.
+        Align the last query with the last key, or the first query with the first key. None is refused if the lengths
+        differ.
 
     Raises
     ------
     UnsupportedProblem
-        `align` is no alignment. Calls, and `resolve`, raise it where there is none and the lengths differ.
+        `align` is not one of these. Calls, and `resolve`, raise it if `align` is None and the lengths differ.
 
     Examples
     --------
@@ -83,21 +84,21 @@ class Causal(_Aligned):
 @explains_keywords
 @dataclass(frozen=True, eq=False, repr=False)
 class SlidingWindow(_Aligned):
-    """A query sees `left` keys before its diagonal, the diagonal, and `right` keys after it.
+    """A query attends `left` keys before the diagonal, the key on the diagonal, and `right` keys after it.
 
     Parameters
     ----------
     left, right : int or None
-        Keys on either side, inclusive, counted from the aligned diagonal; None is unlimited. left=w, right=0 is
-        w + 1 keys.
+        Number of keys on either side of the aligned diagonal; None is unlimited. With left=w and right=0 a query
+        attends w + 1 keys.
     align : "bottom_right", "top_left" or None
         As in `Causal`.
 
     Raises
     ------
     UnsupportedProblem
-        A side is no int of at least 0 or None, or `align` is no alignment. Calls, and `resolve`, raise it where there
-        is none and the lengths differ.
+        `left` or `right` is neither an int of at least 0 nor None, or `align` is wrong. Calls, and `resolve`, raise it
+        if `align` is None and the lengths differ.
 
     Examples
     --------
@@ -122,22 +123,22 @@ class SlidingWindow(_Aligned):
 @explains_keywords
 @dataclass(frozen=True, eq=False, repr=False)
 class Dilated(_Aligned):
-    """A query sees every `dilation`-th key, counted from its diagonal (Longformer, arXiv 2004.05150, section 3.1).
+    """A query attends every `dilation`-th key, counted from the diagonal (Longformer, arXiv 2004.05150, section 3.1).
 
     Parameters
     ----------
     dilation : int
         Distance between neighbouring keys, at least 1.
     left, right : int or None
-        Steps of `dilation` on either side, inclusive; None is unlimited.
+        Number of attended keys on either side of the diagonal; None is unlimited.
     align : "bottom_right", "top_left" or None
         As in `Causal`.
 
     Raises
     ------
     UnsupportedProblem
-        `dilation` is no int of at least 1, a side no int of at least 0 or None, or `align` no alignment. Calls, and
-        `resolve`, raise it where there is none and the lengths differ.
+        `dilation` is not an int of at least 1, `left` or `right` is neither an int of at least 0 nor None, or `align`
+        is wrong. Calls, and `resolve`, raise it if `align` is None and the lengths differ.
 
     Examples
     --------
@@ -166,7 +167,7 @@ class Dilated(_Aligned):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Comb(Mask):
-    """Keys whose distance j - i - offset is a multiple of `period`; what `Dilated` resolves to."""
+    """Keys whose distance j - i - offset is a multiple of `period`; part of the resolved form of `Dilated`."""
 
     period: int
     offset: int
@@ -184,21 +185,21 @@ class Comb(Mask):
 @explains_keywords
 @dataclass(frozen=True, eq=False, repr=False)
 class PrefixLM(_Aligned):
-    """Every query sees the first `prefix` keys, and the rest causally.
+    """A query attends the first `prefix` keys, and of the others those up to the diagonal.
 
     Parameters
     ----------
     prefix : int or int array [*batch]
-        Length of the prefix; an array broadcasts over the leading axes. Values above seqlen_kv are clipped, and those
-        of an array below 0 too; an int is at least 0.
+        Length of the prefix. An int must be at least 0. An array broadcasts over the leading axes, and negative
+        elements count as 0. Values above seqlen_kv count as seqlen_kv.
     align : "bottom_right", "top_left" or None
         As in `Causal`.
 
     Raises
     ------
     UnsupportedProblem
-        `prefix` is no int of at least 0 or integer array, or `align` is no alignment. Calls, and `resolve`, raise it
-        where there is none and the lengths differ, or an array does not fit the batch.
+        `prefix` is neither an int of at least 0 nor an integer array, or `align` is wrong. Calls, and `resolve`, raise
+        it if `align` is None and the lengths differ, or if an array does not fit the batch.
 
     Examples
     --------
@@ -230,7 +231,7 @@ class PrefixLM(_Aligned):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ResolvedPrefix(Mask):
-    """Resolved form of `PrefixLM`."""
+    """The resolved form of `PrefixLM`."""
 
     prefix: PerBatch
     causal: Mask
@@ -242,7 +243,7 @@ class ResolvedPrefix(Mask):
 
 
 def _band(offset: int, left: int | None, right: int | None) -> Band:
-    """Keys on either side of the diagonal, as far as coordinates reach."""
+    """Return the band of `left` and `right` keys around a diagonal, with bounds clipped to the range of coordinates."""
     return Band(
         None if left is None else clipped(offset - left), None if right is None else clipped(offset + right)
     )

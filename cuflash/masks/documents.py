@@ -21,28 +21,29 @@ from .shape import MaskShape
 @explains_keywords
 @dataclass(frozen=True, eq=False, repr=False)
 class Documents(Mask):
-    """A query sees the keys of its own document.
+    """A query attends the keys of its own document.
 
     Parameters
     ----------
     q_ids : int array [..., seqlen_q]
-        Document of each query; leading axes broadcast over the problem's.
+        Document of each query; leading axes broadcast over those of the problem.
     kv_ids : int array [..., seqlen_kv], optional
-        Document of each key; `q_ids` if queries and keys are the same tokens.
+        Document of each key. Default: `q_ids`, for queries and keys of the same tokens.
 
     Raises
     ------
     UnsupportedProblem
-        The ids are no integer arrays with an axis. Calls, and `resolve`, raise it where they do not fit the lengths.
+        The ids are not integer arrays with at least one axis. Calls, and `resolve`, raise it if they do not fit the
+        lengths.
 
     Notes
     -----
-    Ids in non-decreasing order, as packing leaves them, have a closed form (a row sees one interval of keys);
-    ids in any order are right too, compared element by element.
+    Ids in non-decreasing order, the usual result of packing, have a closed form: a row attends one interval of keys.
+    Host arrays may hold ids in any order; unsorted ids are compared element by element.
 
-    Device arrays are never looked at, since that would wait for the device: there the order is a condition. Equal ids
-    of `q_ids` alone must be neighbours (each run is a document); with `kv_ids`, neither may decrease. Other ids read
-    no memory that is not theirs, and mean nothing; ``Dense(q_ids[:, None] == kv_ids)`` takes ids in any order.
+    Device arrays are not inspected, since that would wait for the device, and must therefore be ordered. Equal ids of
+    `q_ids` alone must be neighbours (each run is a document); with `kv_ids`, neither array may decrease. Other ids give
+    undefined results, but never out-of-bounds reads; ``Dense(q_ids[:, None] == kv_ids)`` accepts ids in any order.
 
     Examples
     --------
@@ -58,10 +59,10 @@ class Documents(Mask):
 
     def __post_init__(self) -> None:
         take_arrays(self, {"q_ids": "q_ids", "kv_ids": "kv_ids"})
-        given = {"q_ids": self.q_ids} if self.kv_ids is None else {"q_ids": self.q_ids, "kv_ids": self.kv_ids}
+        named = {"q_ids": self.q_ids} if self.kv_ids is None else {"q_ids": self.q_ids, "kv_ids": self.kv_ids}
         reasons = [
             f"{name} must be an integer array (..., seqlen); got {describe(ids)}"
-            for name, ids in given.items()
+            for name, ids in named.items()
             if not (is_array(ids) and ids.ndim >= 1 and is_integer_dtype(ids.dtype))
         ]
         refuse(reasons)
@@ -100,9 +101,10 @@ class Documents(Mask):
 
 
 def _document_bounds(q_ids: LeadingArray, kv_ids: LeadingArray) -> tuple[LeadingArray, LeadingArray]:
-    """First key of each query's document, and the one past its last, by binary search in the sorted key ids.
+    """Find the first key of each query's document, and one past the last, by binary search in the sorted key ids.
 
-    Of uint64 and signed ids, those of the queries that the keys' kind does not hold come before all keys, or after.
+    If one array is uint64 and the other signed, query ids outside the range of the keys' dtype are placed before or
+    after all keys.
     """
     leading = np.broadcast_shapes(q_ids.array.shape[:-1], kv_ids.array.shape[:-1])
     xp = namespace(q_ids.array)
@@ -123,27 +125,27 @@ def _document_bounds(q_ids: LeadingArray, kv_ids: LeadingArray) -> tuple[Leading
 
 
 def _share_integers(x: Array, y: Array) -> bool:
-    """Return whether an integer dtype holds the values of both; uint64 and signed integers become float64 together."""
+    """True if an integer dtype holds the values of both; NumPy promotes uint64 and signed integers to float64."""
     return np.result_type(x.dtype, y.dtype).kind in "iu"
 
 
 def _are_equal(x: Array, y: Array) -> Array:
-    """Return which integers are equal, whatever their dtypes."""
+    """Compare integers exactly, for any combination of dtypes."""
     if _share_integers(x, y):
         return x == y
     return (x >= 0) & (y >= 0) & (x.astype(np.uint64) == y.astype(np.uint64))
 
 
 def _run_bounds(ids: LeadingArray) -> tuple[LeadingArray, LeadingArray]:
-    """Return the start and the end of each id's run of equal ids, for queries and keys that share their ids.
+    """Return the start and the end of the run of equal ids at each position, for queries and keys that share their ids.
 
-    Runs are numbered through all batch entries, so that one search serves all of them.
+    Runs are numbered through all batch entries, so that one search serves all entries.
     """
     xp, length = namespace(ids.array), ids.array.shape[-1]
     starts = xp.ones(ids.array.shape, dtype=bool)
     starts[..., 1:] = ids.array[..., 1:] != ids.array[..., :-1]
     runs = xp.cumsum(starts.reshape(-1), dtype=np.int64)
-    before = xp.arange(runs.size) // length * length if runs.size > length else 0  # tokens of the entries before
+    before = xp.arange(runs.size) // length * length if runs.size > length else 0  # tokens of earlier batch entries
     first, end = (
         LeadingArray((xp.searchsorted(runs, runs, side=side) - before).reshape(ids.array.shape), ids.batch, 1)
         for side in ("left", "right")
@@ -153,14 +155,14 @@ def _run_bounds(ids: LeadingArray) -> tuple[LeadingArray, LeadingArray]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SortedDocuments(KernelIntervals):
-    """Resolved form of `Documents` whose ids never decrease, or, without ids of keys, are runs of equal ids."""
+    """The resolved form of `Documents` whose ids never decrease, or, without ids of keys, are runs of equal ids."""
 
     q_ids: LeadingArray
     kv_ids: LeadingArray | None
 
     @cached_property
     def bounds(self) -> tuple[LeadingArray, LeadingArray]:
-        """First key of each query and the one past its last; calls whose kernels find them do not use it."""
+        """The first key of each query and one past its last; not used by calls whose kernels compute them."""
         return _run_bounds(self.q_ids) if self.kv_ids is None else _document_bounds(self.q_ids, self.kv_ids)
 
     @property
@@ -178,7 +180,7 @@ class SortedDocuments(KernelIntervals):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ResolvedDocuments(Mask):
-    """Resolved form of `Documents` whose ids come in any order."""
+    """The resolved form of `Documents` with ids in any order."""
 
     q_ids: LeadingArray
     kv_ids: LeadingArray

@@ -1,4 +1,4 @@
-"""Arguments of masks: arrays of other libraries, numbers of keys on either side, lengths a batch entry."""
+"""Conversion of the arguments of masks: arrays of other libraries, window sides, lengths per batch entry."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _Mask = TypeVar("_Mask", bound=Mask)
 
 
 def take_arrays(mask: Mask, names: dict[str, str], dtype: DTypeLike = np.int64) -> None:
-    """Take the arrays of other libraries in some fields of a mask being made, where they lie and without a copy.
+    """Convert arrays of other libraries in some fields of a new mask, on their device and without a copy.
 
-    `names` are those of fields, with what messages call them. A library whose arrays name their namespace is left to
-    the call, which reads them. Lists become NumPy's arrays, an empty one of `dtype`.
+    `names` maps fields to their names in messages. Device arrays of a library with an array namespace stay as they are;
+    calls read them. Lists become NumPy arrays; `dtype` is that of an empty list.
     """
     reasons: list[str] = []
     for field, name in names.items():
@@ -33,12 +33,12 @@ def take_arrays(mask: Mask, names: dict[str, str], dtype: DTypeLike = np.int64) 
 
 
 def taken_array(name: str, value: Array, dtype: DTypeLike = np.int64) -> Array:
-    """Another library's array as NumPy's or CuPy's, where it lies, and a list of numbers as NumPy's; all else as it is.
+    """Convert another library's array to NumPy or CuPy without a copy, and a list to NumPy; return other values as is.
 
     Raises
     ------
     UnsupportedProblem
-        It cannot be taken.
+        The array cannot be converted.
     """
     if not is_foreign(value):
         return of_list(name, value, dtype)
@@ -48,12 +48,12 @@ def taken_array(name: str, value: Array, dtype: DTypeLike = np.int64) -> Array:
 
 
 def with_cupy_arrays(mask: _Mask) -> _Mask:
-    """The mask with JAX's arrays on CUDA devices taken as CuPy's, where they lie, so that an index can be made of them.
+    """Convert a mask's JAX arrays on CUDA devices to CuPy without a copy, so that a block index can be built from them.
 
     Raises
     ------
     UnsupportedProblem
-        An array cannot be taken.
+        An array cannot be converted.
     """
 
     def take(array: Array) -> Array:
@@ -69,7 +69,7 @@ def convert_sides(mask: Mask, meaning: str) -> None:
 
 
 def converted_side(name: str, side: int | None, meaning: str) -> int | None:
-    """Return one side of a window as an int; None is no limit, which other libraries write as -1."""
+    """Return one side of a window as an int, or None for no limit (which other libraries write as -1)."""
     fix = "write None, which is what -1 means in flash-attention" if is_int(side) and side == -1 else ""
     return None if side is None else whole_number(name, side, 0, meaning, fix)
 

@@ -1,4 +1,4 @@
-"""Lengths of the queries and keys that exist."""
+"""Masks of padding: the lengths of the queries and keys that exist."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ class Lengths(Mask):
     Parameters
     ----------
     q, kv : int, int array [*batch], or None
-        Lengths of queries and keys, one at least; arrays broadcast over the leading axes; None is all. Values above the
-        problem's length are clipped, and those of arrays below 0 too; an int is at least 0.
+        Lengths of queries and keys; at least one is required, and None means all. An int must be at least 0. Arrays
+        broadcast over the leading axes, and negative elements count as 0. Values above the problem's length count as
+        that length.
 
     Raises
     ------
     TypeError
         There is a positional argument, or neither `q` nor `kv`.
     UnsupportedProblem
-        A length is no int of at least 0, integer array or None. Calls, and `resolve`, raise it where an array does not
-        fit the batch.
+        A length is not an int of at least 0, an integer array or None. Calls, and `resolve`, raise it if an array does
+        not fit the batch.
 
     Examples
     --------
@@ -81,7 +82,7 @@ class Lengths(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ResolvedLengths(KernelIntervals):
-    """Resolved form of `Lengths`."""
+    """The resolved form of `Lengths`."""
 
     q: PerBatch
     kv: PerBatch
@@ -94,5 +95,5 @@ class ResolvedLengths(KernelIntervals):
         return IntervalForm("lengths", q, kv)
 
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
-        # Queries past their length get lo = UNBOUNDED: empty, and lo still never decreases.
+        # Queries past their length get lo = UNBOUNDED, an empty interval with which lo still never decreases.
         return (i >= of_batch(self.q, b)) * UNBOUNDED, of_batch(self.kv, b) + 0 * widened(i)

@@ -1,4 +1,4 @@
-"""Masks whose arrays are on a device, without the contents of these arrays, which kernels read at each call."""
+"""Cache keys of masks with device arrays, which exclude the arrays' contents because kernels read them at each call."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ from .shape import MaskShape
 
 
 class MaskContents(NamedTuple):
-    """A mask on a device without the contents of its arrays, and these arrays."""
+    """A cache key of a mask that excludes the contents of its device arrays, and these arrays."""
 
     key: Hashable
     arrays: tuple[Array, ...]
 
 
 def mask_contents(mask: Mask | Array, layout_of: Callable[..., Hashable]) -> MaskContents | None:
-    """Return the contents of a mask that has a `_device_form`, or intersects one that has; None of any other mask.
+    """Return key and arrays of a mask with a `_device_form`, or of an intersection with one such mask; otherwise None.
 
-    `layout_of` tells how arrays lie; masks that differ in nothing but the contents of their arrays have equal keys.
+    `layout_of` returns the layout of arrays. Masks that differ only in the contents of their arrays have equal keys.
     """
     keys: list[Hashable] = []
-    found: tuple[Array, ...] | None = None
+    arrays: tuple[Array, ...] | None = None
     parts: tuple[Mask | Array, ...] = mask.operands if type(mask) is And else (mask,)
     for part in parts:
         form = _own_form(part) if isinstance(part, Mask) else DeviceForm((part,))
         if form is None:
             try:
                 keys.append(content(part))
-            except TypeError:  # it holds what is not looked at here
+            except TypeError:  # it holds values whose contents are not hashed
                 return None
             continue
         layout = None if any(isinstance(array, np.ndarray) for array in form.arrays) else layout_of(*form.arrays)
-        if layout is None or found is not None:
+        if layout is None or arrays is not None:
             return None
         keys.append((type(part), *form.facts, layout))
-        found = form.arrays
-    return None if found is None else MaskContents(tuple(keys), found)
+        arrays = form.arrays
+    return None if arrays is None else MaskContents(tuple(keys), arrays)
 
 
 def _own_form(mask: Mask) -> DeviceForm | None:
-    """Return the `_device_form` that the class of a mask itself defines: a subclass may have other elements."""
+    """Return the `_device_form` if the mask's own class defines it; the elements of a subclass may differ."""
     return mask._device_form if "_device_form" in vars(type(mask)) else None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AtEachCall(Mask):
-    """A mask whose blocks are to be listed at each call of a plan."""
+    """A mask whose block lists a plan builds again at each call."""
 
     mask: Mask
 
@@ -66,7 +66,7 @@ class AtEachCall(Mask):
 
 
 def at_each_call(mask: Mask | Array) -> Mask | Array:
-    """Return a mask that is listed at each call, in place of an argument; what is no mask is left to the plan."""
+    """Wrap a mask argument so that its blocks are listed at each call; the plan refuses other values."""
     try:
         return AtEachCall(as_mask(mask))
     except UnsupportedProblem:
@@ -74,7 +74,7 @@ def at_each_call(mask: Mask | Array) -> Mask | Array:
 
 
 def without_at_each_call(mask: Mask) -> tuple[Mask, bool]:
-    """A resolved mask as it was before `at_each_call`, and whether a part of it came from there."""
+    """Return a resolved mask without the wrappers of `at_each_call`, and whether it had any."""
     parts = mask.operands if type(mask) is And else (mask,)
     inner = [part.mask if isinstance(part, AtEachCall) else part for part in parts]
     return intersection(inner), any(isinstance(part, AtEachCall) for part in parts)

@@ -17,7 +17,7 @@ from .content import mask_namespace
 from .coordinates import elements
 from .shape import MaskShape, block_pair
 
-SYMBOLS = "·█▒"  # one for each state
+SYMBOLS = "·█▒"  # one per state
 COLOURS = ("#ffffff", "#1f4e79", "#9dc3e6")
 MEANINGS = ("absent", "full", "partial")
 _PIXELS = 256  # the longer side of an SVG
@@ -27,12 +27,12 @@ _CELLS = 64  # most cells along the longer side of an SVG
 def shown_states(
     mask: Any, shape: MaskShape, block: Any, b: int, h: int, *, most_cols: int, most_rows: int | None = None
 ) -> tuple[Array, tuple[int, int]]:
-    """States of one matrix of a mask, and the block they are of: a multiple of `block` with no more rows and columns.
+    """Return the states of one matrix of a mask, and their block size: a multiple of `block` within the size limits.
 
     Raises
     ------
     UnsupportedProblem
-        The mask does not fit the shape, the block is none, or there is no such batch entry or head.
+        The mask does not fit the shape, `block` is not a block size, or there is no such batch entry or head.
     """
     reasons: list[str] = []
     with collecting(reasons):
@@ -47,7 +47,7 @@ def shown_states(
 
 
 def place_reasons(b: int, h: int, num_batch: int, num_heads: int) -> list[str]:
-    """Why a batch entry and a head do not choose a matrix."""
+    """Return the reasons why a batch entry or a head is out of range."""
     return [
         f"{name} must be an int from 0 to {extent - 1}; got {describe(place)}"
         if extent
@@ -58,10 +58,10 @@ def place_reasons(b: int, h: int, num_batch: int, num_heads: int) -> list[str]:
 
 
 def states_of(mask: Any, shape: MaskShape, block: tuple[int, int], b: int, h: int) -> Array:
-    """States of one matrix of a resolved mask, uint8 [num_q_blocks, num_kv_blocks]; waits for a device.
+    """Return the states of one matrix of a resolved mask, uint8 [num_q_blocks, num_kv_blocks]; wait for the device.
 
-    Closed forms decide most blocks and the four corners most others; the elements of what is left are evaluated, a row
-    of blocks at a time.
+    Closed forms decide most blocks, and the four corners most others. The elements of the remaining blocks are
+    evaluated, one row of blocks at a time.
     """
     xp, grid = mask_namespace(mask), tuple(-(-length // side) for length, side in zip(shape[2:], block))
     if 0 in grid:
@@ -71,17 +71,17 @@ def states_of(mask: Any, shape: MaskShape, block: tuple[int, int], b: int, h: in
         for length, side in zip(shape[2:], block)
     )
 
-    def here(answer: Array) -> Array:
+    def on_host(answer: Array) -> Array:
         return to_host(xp.broadcast_to(xp.asarray(answer), grid))
 
-    may, must = map(here, mask.rectangle(b, h, top[:, None], end[:, None], left, right))
-    corners = [here(elements(mask, b, h, i[:, None], j)) for i in (top, end - 1) for j in (left, right - 1)]
+    may, must = map(on_host, mask.rectangle(b, h, top[:, None], end[:, None], left, right))
+    corners = [on_host(elements(mask, b, h, i[:, None], j)) for i in (top, end - 1) for j in (left, right - 1)]
     some, every = np.logical_or.reduce(corners), np.logical_and.reduce(corners)
     states = np.where(must & may, 1, 2 * may).astype(np.uint8)
     undecided = (states == 2) & (some == every)
     for row in np.flatnonzero(undecided.any(1)).tolist():
         cols = np.flatnonzero(undecided[row])
-        starts = np.arange(len(cols)) * block[1]  # the last column of blocks alone may be short
+        starts = np.arange(len(cols)) * block[1]  # only the last column of blocks may be short
         j = (cols[:, None] * block[1] + np.arange(block[1])).ravel()
         i = xp.arange(row * block[0], min((row + 1) * block[0], shape.seqlen_q))[:, None]
         j = j[j < shape.seqlen_kv]
@@ -92,7 +92,7 @@ def states_of(mask: Any, shape: MaskShape, block: tuple[int, int], b: int, h: in
 
 
 def coarser(states: Array, step: int) -> Array:
-    """States of groups of step by step blocks: absent if all are, full if all are, else partial."""
+    """Return the states of groups of step by step blocks: absent if all are, full if all are, else partial."""
     rows, cols = (np.arange(0, extent, step) for extent in states.shape)
     if step == 1 or not states.size:
         return states
@@ -105,23 +105,23 @@ def coarser(states: Array, step: int) -> Array:
 
 
 def as_text(states: Array) -> str:
-    """A line of symbols for each row of blocks."""
+    """Return one line of symbols per row of blocks."""
     return "\n".join("".join(SYMBOLS[state] for state in row) for row in states.tolist())
 
 
 def as_html(mask: Any, own: tuple[int | None, int | None]) -> str:
-    """A mask as it is written, and drawn at its own lengths, or at 32 tokens where it has none."""
+    """Return a mask's repr and its picture at its own lengths, or at 32 tokens if it has none."""
     seqlen_q, seqlen_kv = (length or other or 32 for length, other in zip(own, own[::-1]))
     described = f"<pre>{escape(repr(mask))}</pre>"
     try:
         states, _ = shown_states(mask, MaskShape((), 1, seqlen_q, seqlen_kv), 1, 0, 0, most_cols=64, most_rows=64)
-    except UnsupportedProblem:  # it needs an alignment, or varies over batch and heads
+    except UnsupportedProblem:  # the mask needs an alignment, or depends on the batch or the head
         return described
     return f"{described}{as_svg(states)}<br>{seqlen_q} x {seqlen_kv} tokens"
 
 
 def as_svg(states: Array) -> str:
-    """A rectangle for each run of equal states in a row."""
+    """Return an SVG image with one rectangle per run of equal states in a row."""
     states = coarser(states, max(1, -(-max(states.shape) // _CELLS)))
     num_rows, num_cols = states.shape
     side = _PIXELS / max(num_rows, num_cols, 1)
@@ -143,7 +143,7 @@ def as_svg(states: Array) -> str:
 
 
 def plotted(states: Array, lengths: tuple[int, int], block: tuple[int, int], ax: Any) -> Any:
-    """States drawn with matplotlib on axes that count tokens.
+    """Plot states with matplotlib on axes whose unit is the token.
 
     Raises
     ------

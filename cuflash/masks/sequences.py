@@ -1,4 +1,4 @@
-"""Packed sequences: many sequences, one after the other in one array, that do not see each other."""
+"""Packed sequences: many sequences, one after the other in one array, that do not attend each other."""
 
 from __future__ import annotations
 
@@ -26,47 +26,46 @@ _ALIGNMENTS = ("bottom_right", "top_left")
 @explains_keywords
 @dataclass(frozen=True, eq=False, repr=False)
 class Sequences(Mask):
-    """A query sees the keys of its own sequence, of many that are packed one after the other.
+    """A query attends the keys of its own sequence; sequences are packed one after the other.
 
-    A sequence may have other numbers of queries and of keys. Here the first has one query and two keys, the second two
-    queries and three keys, and the last query of each meets its last key:
+    A sequence may have different numbers of queries and keys. In the second example, the first sequence has one query
+    and two keys, the second has two queries and three keys, and the last query of each is aligned with its last key.
 
     Parameters
     ----------
     q_offsets : list of ints, or int array [..., num_sequences + 1]
         Sequence n holds the queries q_offsets[n] <= i < q_offsets[n + 1]. Offsets never decrease, the first is 0 and
-        the last seqlen_q; a sequence may be empty. Leading axes broadcast over the problem's.
+        the last is seqlen_q; a sequence may be empty. Leading axes broadcast over those of the problem.
     kv_offsets : list of ints, or int array [..., num_sequences + 1], optional
-        The same of the keys; `q_offsets` unless given.
+        The offsets of the keys, by the same rules. Default: `q_offsets`.
     causal : bool, "bottom_right" or "top_left"
-        No later keys of the sequence. True needs equal offsets; otherwise say whether the last query of each sequence
-        meets its last key or the first its first.
+        Mask later keys of the sequence. True requires equal offsets. Otherwise "bottom_right" aligns the last query of
+        each sequence with its last key, and "top_left" the first query with the first key.
     window : (left, right), optional
-        Keys on either side of the diagonal that `causal` aligns, inclusive; None is unlimited.
+        Number of keys on either side of the diagonal, which `causal` aligns; None is unlimited.
     allow_gaps : bool
-        The first offset may be greater than 0, and the last less than the length. Queries of no sequence attend no key,
-        and keys of none are not attended.
+        Allow a first offset greater than 0, and a last one less than the length. Queries outside all sequences attend
+        no key, and keys outside all sequences are not attended.
 
     Raises
     ------
     UnsupportedProblem
-        An argument breaks its rule. Calls, and `resolve`, raise it where offsets do not fit the lengths, or no longer
-        keep their rules.
+        An argument breaks its rule. Calls, and `resolve`, raise it if offsets do not fit the lengths, or have been
+        changed so that they break their rules.
 
     Notes
     -----
-    `cuflash.pack` makes the array and its offsets from a list of arrays, and `of` makes the mask from lengths.
+    `cuflash.pack` returns the packed array and its offsets for a list of arrays, and `of` builds the mask from lengths.
 
-    A row attends one run of keys in closed form, so that kernels visit no block between two sequences.
+    A row attends one contiguous interval of keys in closed form, so kernels visit no block between two sequences.
 
-    Arrays of offsets are not copied, so that calls see what is written to them. Those on the host are checked when the
-    mask is made, and by each call again. Offsets on a device are never looked at, since that would wait for the device:
-    there these rules are conditions, and gaps need no argument. Offsets that are out of order give meaningless results,
-    and read no memory that is not theirs.
+    Arrays of offsets are not copied, and calls read their current contents. Host offsets are checked at construction
+    and again at each call. Device offsets are not validated, since that would wait for the device, and may have gaps
+    without `allow_gaps`. Unsorted device offsets give undefined results, but never out-of-bounds reads.
 
-    No result of a sequence depends on the finite values of another, and what stands after the last offset may be NaN.
-    A packed sequence has the results of that sequence alone within the bounds of both; not bit for bit, since tiles
-    start elsewhere.
+    The result of a sequence does not depend on the finite values of another sequence, and values after the last offset
+    may be NaN. The results for a packed and an unpacked sequence agree within their error bounds, but are not bitwise
+    equal, since tiles start at different positions.
 
     Examples
     --------
@@ -118,16 +117,16 @@ class Sequences(Mask):
         window: tuple[int | None, int | None] | None = None,
         allow_gaps: bool = False,
     ) -> Sequences:
-        """The mask of sequences that follow each other without a gap, from their lengths.
+        """Build the mask of sequences without gaps from their lengths.
 
         Parameters
         ----------
         q_lengths : list of ints, or int array [..., num_sequences]
-            Queries of each sequence.
+            Number of queries of each sequence.
         kv_lengths : list of ints, or int array [..., num_sequences], optional
-            Keys of each sequence; `q_lengths` unless given.
+            Number of keys of each sequence. Default: `q_lengths`.
         causal, window, allow_gaps : optional
-            As in `Sequences`; a gap can only be behind the last sequence.
+            As in `Sequences`; the only possible gap is after the last sequence.
 
         Raises
         ------
@@ -149,7 +148,7 @@ class Sequences(Mask):
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """Offsets of queries, and of keys where these were given as another array.
+        """The offsets of queries, and those of keys if they are a different array.
 
         Examples
         --------
@@ -190,16 +189,16 @@ class Sequences(Mask):
         return (lo <= j) & (j < hi)
 
     def _keys_of(self, i: Array, q: Array, kv: Array) -> Intervals:
-        """Return the intervals of keys that queries see, from the offsets of one batch entry.
+        """Return the intervals of keys that queries attend, from the offsets of one batch entry.
 
-        Every bound is clipped to the keys of the query's sequence, without which bounds would decrease from a sequence
-        with more queries than keys to the next. Queries after all sequences have lo beyond all keys, as those past a
-        length have, so that no kernel visits them: they may hold NaN.
+        Every bound is clipped to the keys of the query's sequence; otherwise bounds could decrease after a sequence
+        with more queries than keys. Queries after all sequences get a lo beyond all keys, as in `ResolvedLengths`, so
+        that no kernel visits them and they may hold NaN.
 
         Parameters
         ----------
         i : array of int
-            Numbers of queries.
+            Positions of queries.
         q : array of int [num_sequences + 1]
             Offsets of the sequences' queries.
         kv : array of int [num_sequences + 1]
@@ -208,9 +207,9 @@ class Sequences(Mask):
         Returns
         -------
         lo : array of int
-            The first key that a query sees.
+            The first key that a query attends.
         hi : array of int
-            The key after the last that it sees.
+            One past the last key that it attends.
 
         Examples
         --------
@@ -236,12 +235,12 @@ class Sequences(Mask):
         return xp.where(after > last, UNBOUNDED, lo), hi
 
     def _offset_reasons(self) -> list[str]:
-        """Why the offsets of queries, or those of keys, break their rules by themselves."""
+        """Return the reasons why the offsets of queries, or those of keys, break their rules by themselves."""
         named = zip(("q_offsets", "kv_offsets"), self.arrays)
         return [reason for name, offsets in named for reason in offset_reasons(name, offsets, self.allow_gaps)]
 
     def _pair_reasons(self) -> list[str]:
-        """Why offsets of queries and keys, each of which is fine, do not belong together."""
+        """Return the reasons why offsets of queries and keys do not fit together, if each by itself is valid."""
         if self.kv_offsets is None:
             return []
         if reasons := pair_reasons(self.q_offsets, self.kv_offsets):
@@ -250,16 +249,16 @@ class Sequences(Mask):
         if needs_equal and not self._has_equal_offsets:
             subject = "causal=True" if self.causal else f"window={describe(self.window)}"
             return [
-                f"causal must be 'bottom_right', which lets the last query of each sequence meet its last key, or "
-                f"'top_left', the first its first, where kv_offsets may differ from q_offsets; got {subject}"
+                f"causal must be 'bottom_right', which aligns the last query of each sequence with its last key, or "
+                f"'top_left', the first with the first, if kv_offsets may differ from q_offsets; got {subject}"
             ]
         return []
 
     @property
     def _has_shifted_diagonals(self) -> bool:
-        """True if causal="bottom_right" may align the first query of a sequence with another key than its first.
+        """True if causal="bottom_right" may align the first query of a sequence with a key other than its first.
 
-        Offsets on a device are not read: for them it is True.
+        Offsets on a device are not read; for them the value is True.
 
         Examples
         --------
@@ -274,21 +273,21 @@ class Sequences(Mask):
 
     @property
     def _has_equal_offsets(self) -> bool:
-        """Tell whether keys have the offsets of queries; False of offsets on a device, since nothing waits for it."""
+        """True if keys have the same offsets as queries; False for device offsets, which are not read."""
         kv_offsets = self.kv_offsets
         return kv_offsets is None or (namespace(kv_offsets) is np and np.array_equal(self.q_offsets, kv_offsets))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ResolvedSequences(KernelIntervals):
-    """Resolved form of `Sequences`."""
+    """The resolved form of `Sequences`."""
 
     source: Sequences
     shape: MaskShape
 
     @cached_property
     def bounds(self) -> tuple[LeadingArray, LeadingArray]:
-        """First key of each query and the one past its last; not of calls whose kernels find them."""
+        """The first key of each query and one past its last; not used by calls whose kernels compute them."""
         q, kv = as_int64(self.source.arrays[0]), as_int64(self.source.arrays[-1])
         xp, batch = namespace(q, kv), self.shape.batch
         leading = np.broadcast_shapes(q.shape[:-1], kv.shape[:-1])
@@ -328,7 +327,7 @@ def _checked_window(window: tuple[int | None, int | None] | None) -> tuple[int |
 
 
 def _sums(name: str, lengths: Array) -> Array:
-    """Offsets of sequences of some lengths, int64 [..., num_sequences + 1], where the lengths are."""
+    """Return the offsets of sequences from their lengths, int64 [..., num_sequences + 1], on the same device."""
     lengths = taken_array(name, lengths)
     if not (is_array(lengths) and lengths.ndim >= 1 and is_integer_dtype(lengths.dtype)):
         raise UnsupportedProblem(

@@ -1,4 +1,4 @@
-"""The shape that a mask is resolved for, and the lengths that lists and kernels can count."""
+"""The shape for which a mask is resolved, and the limits on lengths of block lists and kernels."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class _Extents(NamedTuple):
 
 @explains_keywords
 class MaskShape(_Extents):
-    """The shape that a mask is resolved for: leading axes, query heads and the two lengths.
+    """The shape for which a mask is resolved: leading axes, query heads and the two lengths.
 
     Parameters
     ----------
     batch : tuple of int
         Extents of the axes before the heads.
     num_heads : int
-        Query heads.
+        Number of query heads.
     seqlen_q, seqlen_kv : int
         Lengths of queries and keys, in tokens.
 
@@ -60,55 +60,55 @@ class MaskShape(_Extents):
         return prod(self.batch)
 
 
-def missing_axes(name: str, given: tuple[int, ...], scores: tuple[int, ...]) -> str:
-    """Return the end of a message about an array that does not broadcast to the scores: how it gets the axes it lacks.
+def missing_axes(name: str, shape: tuple[int, ...], scores: tuple[int, ...]) -> str:
+    """Return advice for an array that does not broadcast to the scores: how to add the missing axes.
 
     Parameters
     ----------
     name : str
         The array's name in messages.
-    given : tuple of int
-        Its shape.
+    shape : tuple of int
+        The array's shape.
     scores : tuple of int
-        (*batch, num_heads, seqlen_q, seqlen_kv), or the lengths alone.
+        (*batch, num_heads, seqlen_q, seqlen_kv), or only the two lengths.
 
     Returns
     -------
     str
-        Nothing where no way to write the array makes it broadcast.
+        The end of an error message; empty if no rearrangement makes the array broadcast.
 
     Examples
     --------
     >>> missing_axes("bias", (2, 50, 50), (2, 8, 50, 50))
     ': an axis of heads is missing, write bias[:, None]'
     """
-    num_batch, num_axes, batch = len(scores) - 3, len(given), ":" if len(scores) == 4 else "..."
+    num_batch, num_axes, batch = len(scores) - 3, len(shape), ":" if len(scores) == 4 else "..."
     lengths = ", or masks.Lengths(kv=lengths)" if name == "mask" else ""
     ways = []
     if num_batch > 0 and num_axes == num_batch + 1:
-        padding = (*given[:-1], 1, 1, given[-1])
+        padding = (*shape[:-1], 1, 1, shape[-1])
         ways.append((f"for padding of shape (batch, seqlen_kv) write {name}[{batch}, None, None, :]{lengths}", padding))
-        of_queries = (*given[:-1], 1, given[-1], 1)
+        of_queries = (*shape[:-1], 1, shape[-1], 1)
         ways.append((f"for a shape (batch, seqlen_q) write {name}[{batch}, None, :, None]", of_queries))
     if num_axes == 2 and num_batch >= 0:
-        ways.append((f"for one row of each head write {name}[:, None, :]", (given[0], 1, given[1])))
+        ways.append((f"for one row of each head write {name}[:, None, :]", (shape[0], 1, shape[1])))
     if num_batch > 0 and num_axes == num_batch + 2:
         index = ":, None" if num_batch == 1 else "..., None, :, :"
-        ways.append((f"an axis of heads is missing, write {name}[{index}]", (*given[:-2], 1, *given[-2:])))
-        ways.append((f"an axis of queries is missing, write {name}[..., None, :]", (*given[:-1], 1, given[-1])))
+        ways.append((f"an axis of heads is missing, write {name}[{index}]", (*shape[:-2], 1, *shape[-2:])))
+        ways.append((f"an axis of queries is missing, write {name}[..., None, :]", (*shape[:-1], 1, shape[-1])))
     if num_axes > 1:
-        turned = (*given[:-2], given[-1], given[-2])
+        turned = (*shape[:-2], shape[-1], shape[-2])
         ways.append((f"queries come before keys, write {name}.swapaxes(-1, -2)", turned))
-    return next((f": {fix}" for fix, shape in ways if broadcasts_to(shape, scores)), "")
+    return next((f": {fix}" for fix, result in ways if broadcasts_to(result, scores)), "")
 
 
 def broadcasts_to(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Return whether an array of a shape broadcasts to another one by NumPy's rules."""
+    """True if an array of a shape broadcasts to another shape by NumPy's rules."""
     return len(shape) <= len(wanted) and all(have in (1, want) for have, want in zip(shape[::-1], wanted[::-1]))
 
 
 def length_reasons(shape: MaskShape) -> list[str]:
-    """Why lists and kernels, which count in int32, do not take these lengths; a mask itself takes any."""
+    """Return the reasons why block lists and kernels, which use int32, cannot handle these lengths."""
     instead = {
         "seqlen_q": "call once for each part of the queries",
         "seqlen_kv": "attend to each part of the keys, and cuflash.merge the results",
@@ -121,7 +121,7 @@ def length_reasons(shape: MaskShape) -> list[str]:
 
 
 def count_reasons(**lengths: object) -> list[str]:
-    """Why lengths, or numbers of heads, are refused."""
+    """Return the reasons why lengths, or numbers of heads, are refused."""
     return [
         f"{name} must be an int from 0 to 2**63 - 1; got {describe(length)}"
         for name, length in lengths.items()
@@ -130,7 +130,7 @@ def count_reasons(**lengths: object) -> list[str]:
 
 
 def shape_reasons(shape: MaskShape) -> list[str]:
-    """Why no array can have a shape: an extent is not less than 2**63."""
+    """Return the reasons why no array can have a shape: an extent is not less than 2**63."""
     wrong = f"shape's batch must be a tuple of ints from 0 to 2**63 - 1; got {describe(shape.batch)}"
     reasons = [wrong] if any(count_reasons(batch=extent) for extent in shape.batch) else []
     lengths = {"num_heads": shape.num_heads, "seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv}
@@ -138,14 +138,14 @@ def shape_reasons(shape: MaskShape) -> list[str]:
 
 
 def whole_shape(seqlen_q: int, seqlen_kv: int | None, batch: tuple[int, ...], num_heads: int) -> MaskShape:
-    """Return the shape that lengths, batch and heads make, of which arrays can be made."""
+    """Return the shape with these lengths, batch and heads; refuse one that no array can have."""
     shape = MaskShape(batch, num_heads, seqlen_q, seqlen_q if seqlen_kv is None else seqlen_kv)
     refuse(shape_reasons(shape))
     return shape
 
 
 def block_pair(block: Any) -> tuple[int, int]:
-    """block_q and block_kv from one int or two.
+    """Return (block_q, block_kv) from one int or two.
 
     >>> block_pair(64), block_pair((64, 128))
     ((64, 64), (64, 128))
@@ -165,7 +165,7 @@ def block_pair(block: Any) -> tuple[int, int]:
 
 
 def once_checked(inherited: Callable[[_Mask, MaskShape], _Mask]) -> Callable[[_Mask, MaskShape], _Mask]:
-    """Return a mask's `resolve` that returns the mask itself, after an inherited `resolve` has checked the shape."""
+    """Return a `resolve` method that checks the shape with the inherited `resolve`, and returns the mask unchanged."""
 
     def resolve(self: _Mask, shape: MaskShape) -> _Mask:
         inherited(self, shape)

@@ -1,4 +1,4 @@
-"""How a mask prints: as the call that makes it, without defaults, and with long arrays by shape and dtype."""
+"""The repr of a mask: the call that constructs it, without defaults, and with long arrays as shape and dtype."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from ..arrays import is_array, is_sparse
 from .coordinates import LeadingArray
 
-_MOST_LISTED = 8  # elements of an array that are written out
+_MOST_LISTED = 8  # larger arrays are shown by shape and dtype
 
 
 def written(mask: Any) -> str:
-    """Write a mask as a call of its class: fields without a default by their places, others by name if they differ."""
+    """Format a mask as a call of its class: fields without a default by position, others by name if they differ."""
     arguments = []
     for field in fields(mask):
         value = getattr(mask, field.name)

@@ -1,4 +1,4 @@
-"""Score functions: Python functions that change each score before the softmax, and those of the literature.
+"""Score functions: Python functions that change each score before the softmax, and common ones from the literature.
 
 >>> import numpy as np, cuflash
 >>> from cuflash import scores

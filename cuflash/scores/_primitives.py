@@ -1,7 +1,7 @@
-"""The operations of score functions: one record for each, with everything that the library knows about it.
+"""The operations of score functions: one record per operation, with its CUDA text, derivative, error and range.
 
-A new operation is a record in `PRIMITIVES`, and a device function in kernels_cu/attention/score_math.cuh if CUDA has
-none.
+To add an operation, add a record to `PRIMITIVES`, and a device function to kernels_cu/attention/score_math.cuh if CUDA
+does not have one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Signature = Literal["number", "real", "whole", "comparison", "logical", "test", 
 
 
 class Arithmetic(NamedTuple):
-    """Unit roundoff, the smallest normal and the largest number of the dtype in which a kernel computes."""
+    """The unit roundoff, the smallest normal and the largest number of the dtype in which a kernel computes."""
 
     ua: float
     wa: float
@@ -31,9 +31,9 @@ class Arithmetic(NamedTuple):
 
 
 class Approximation(NamedTuple):
-    """An exact value, the largest distance of a kernel's value from it, and whether no rounding makes that negative.
+    """An exact value, a bound on the error of a kernel's value, and whether rounding cannot make that value negative.
 
-    The error of a condition is whether it may turn out the other way.
+    The error of a condition is True if the kernel's value may be the opposite.
     """
 
     value: Reals
@@ -42,10 +42,10 @@ class Approximation(NamedTuple):
 
 
 class Derivation(Protocol):
-    """Adds the instructions of a derivative to a program. Instructions are given by their numbers.
+    """A builder of the instructions of a derivative, which refers to instructions by their numbers.
 
-    Where g is 0 because a branch was not chosen, `times`, `over` and `negative` leave it 0, even if the derivative is
-    infinite or NaN there.
+    If g is 0 because a branch was not chosen, `times`, `over` and `negative` keep it 0, even if the derivative of that
+    branch is infinite or NaN.
     """
 
     zero: int
@@ -60,7 +60,7 @@ class Derivation(Protocol):
 
 
 def error_of_integers(model: Arithmetic, x: Reals, *args: Approximation) -> float:
-    """Return the error of an integer: 0, unless a comparison of reals chose one that it is computed from."""
+    """Return the error of an integer: 0, or inf if it depends on an integer that a comparison of reals chose."""
     return math.inf if any(np.any(np.greater(arg.error, 0)) for arg in args) else 0.0
 
 
@@ -71,40 +71,41 @@ class Primitive:
     Attributes
     ----------
     name : str
-        In programs.
+        The operation's name in programs.
     signature : str
-        Kinds of the arguments and of the result: "number" takes integers to an integer, and otherwise reals to a real;
-        "real" takes reals; "whole" an integer and a positive integer that is part of the program; "comparison" two
-        numbers, and returns a bool, as do "logical" of bools and "test" of a real; "choice" is `where`.
+        Kinds of the arguments and of the result. "number": integers to an integer, or reals to a real. "real": reals to
+        a real. "whole": an integer and a positive constant integer to an integer. "comparison": two numbers to a bool.
+        "logical": bools to a bool. "test": a real to a bool. "choice": `where`.
     value : callable
         The NumPy function.
     cuda : str
-        The expression of C++; ``{}`` stands for each argument.
+        The C++ expression; ``{}`` stands for each argument.
     traced : tuple of callable, optional
         NumPy functions that are traced as this operation. Default: `value`.
     python : str
-        The expression of Python, for messages. Default: a call of `value`.
+        The Python expression, for messages. Default: a call of `value`.
     fold : callable, optional
-        Its value on Python's numbers, if results on constants become constants.
+        The function of Python numbers with which operations on constants are folded into constants.
     derivative : tuple of callable or None
-        For each argument a function of (derivation, g, n, *arguments) that returns g times the derivative of this
-        operation, the instruction n, by that argument. With the adjoint of n as g it is a part of the argument's
-        adjoint, and with the tangent of the argument a part of the tangent of n. None, or an empty tuple: 0 everywhere.
+        For each argument, a function of (derivation, g, n, *arguments) that returns g times the derivative of this
+        operation, the instruction n, with respect to that argument. If g is the adjoint of n, the result is a term of
+        the argument's adjoint; if g is the tangent of the argument, it is a term of the tangent of n. None, or an empty
+        tuple: 0 everywhere.
     error : callable, optional
         Returns the error of a real result, or whether a condition may turn out the other way. Takes the `Arithmetic`,
         the exact result and the `Approximation` of each argument. Default: `error_of_integers`.
     is_nonnegative : callable
-        True if no rounding makes a result negative. Takes whether that holds for each argument.
+        Returns True if rounding cannot make a result negative. Takes the same property of each argument.
     range : callable, optional
-        Returns the least and the greatest result; takes them for each integer argument. Default: the operation is
-        monotone in each argument, so that both are at the ends of their ranges.
+        Returns the least and the greatest result. Takes the range of each integer argument. Default: the operation is
+        monotone in each argument, so that its extremes are at the ends of their ranges.
     trend : callable, optional
-        Returns the sign with which an integer result follows each argument, or an empty tuple if it may follow either
-        way. Takes each argument that is a constant, and None for others.
+        Returns for each argument the sign of the change of an integer result as the argument increases, or an empty
+        tuple if the sign is not fixed. Takes the values of constant arguments, and None for others.
     has_steps : bool
-        An integer result may stay the same while an argument changes.
+        True if an integer result may stay the same while an argument changes.
     is_special : bool
-        Kernels compute it on the special function units.
+        True if kernels compute the operation on the special function units.
     """
 
     name: str
@@ -131,7 +132,7 @@ class Primitive:
         return not self.is_call and self.python.startswith("{}")
 
     def text(self, args: Sequence[str]) -> str:
-        """Return the expression of Python."""
+        """Return the Python expression."""
         return self.python.format(*args) if self.python else f"np.{self.value.__name__}({', '.join(args)})"
 
 
@@ -140,7 +141,7 @@ class Primitive:
 
 def _slope_by_base(d: Derivation, g: int, n: int, a: int, b: int) -> int:
     slope = d.times(g, d.apply("mul", b, d.apply("pow", a, d.apply("sub", b, d.one))))
-    if d.op(b) not in ("const", "number"):  # no number is 0
+    if d.op(b) not in ("const", "number"):  # instructions of these two kinds are not 0
         slope = d.apply("where", d.apply("ne", b, d.zero), slope, d.zero)
     return d.zero if b == d.zero else slope
 
@@ -149,7 +150,7 @@ def _slope_by_exponent(d: Derivation, g: int, n: int, a: int, b: int) -> int:
     if d.op(b) in ("const", "number", "real"):
         return d.zero
     slope = d.times(g, d.apply("mul", n, d.apply("log", a)))
-    if d.op(a) != "number":  # no number is 0, whose logarithm is infinite and whose slope is 0
+    if d.op(a) != "number":  # an instruction "number" is not 0; for 0, the logarithm is infinite and the slope 0
         slope = d.apply("where", d.apply("ne", a, d.zero), slope, d.zero)
     return slope
 
@@ -158,8 +159,8 @@ def _slope_of_tanh(d: Derivation, g: int, n: int, a: int) -> int:
     return d.times(g, d.apply("sub", d.one, d.apply("mul", n, n)))
 
 
-# Errors. Errors of arguments go through the largest change of a function within them, not through its derivative at the
-# value, so that they hold where they are large. Then each operation adds its own roundoff.
+# Errors. The errors of arguments are propagated by the largest change of the function within them instead of its
+# derivative at the value, so that the bounds also hold for large errors. Then each operation adds its own roundoff.
 
 
 def _error_of_sum(model: Arithmetic, x: Reals, a: Approximation, b: Approximation) -> Reals:
@@ -185,9 +186,9 @@ def _error_of_quotient(model: Arithmetic, x: Reals, a: Approximation, b: Approxi
 
 
 def _error_of_power(model: Arithmetic, x: Reals, a: Approximation, b: Approximation) -> Reals:
-    """Return the error of exp(b log(a)), each part as here, for an a that cannot be 0.
+    """Return the error of exp(b log(a)) with the errors of its parts, for an a that cannot be 0.
 
-    With b = 1 or 0, kernels and NumPy err less. 0 to a positive power is 0 exactly.
+    For b = 1 or 0, the errors of kernels and NumPy are smaller. 0 to a positive power is exactly 0.
     """
     log = np.log(np.abs(a.value))
     e_log = _error_of_log(model, log, a._replace(value=np.abs(a.value)))
@@ -229,7 +230,7 @@ def _error_of_tanh(model: Arithmetic, x: Reals, a: Approximation, own: float | N
 
 
 def _error_of_arctan(model: Arithmetic, x: Reals, a: Approximation) -> Reals:
-    """Add 8 ua of the result: 4 units in the last place, which NumPy's may err by; CUDA's errs by 2."""
+    """Add 8 ua of the result: NumPy's error is at most 4 units in the last place, and CUDA's at most 2."""
     nearest = np.maximum(np.abs(a.value) - a.error, 0)
     error: Reals = np.minimum(a.error / (1 + nearest**2), np.pi)
     return error + 8 * model.ua * (np.abs(x) + error) + model.wa
@@ -279,7 +280,7 @@ def _range_of_remainder(x: tuple[int, int], by: tuple[int, int]) -> tuple[int, i
 
 
 def _trend_of_product(a: int | None, b: int | None) -> tuple[int, ...]:
-    """Return the sign of the constant factor, for both factors; nothing if neither is constant."""
+    """Return the sign of the constant factor, for both factors; an empty tuple if neither is constant."""
     factor = a if b is None else b
     return () if factor is None else (_sign(factor), _sign(factor))
 
@@ -386,7 +387,7 @@ PRIMITIVES = {
             derivative=(lambda d, g, n, a: d.over(d.times(g, d.const(0.5)), n),),
             error=_error_of_sqrt, is_nonnegative=lambda args: True, is_special=True,
         ),
-        # 1 / (1 + 2^x), which `scores.products` computes tanh from.
+        # 1 / (1 + 2^x), from which `scores.products` computes tanh.
         Primitive(
             name="logistic", signature="real", value=lambda x: 1 / (1 + np.exp2(x)), traced=(), cuda="logistic({})",
         ),

@@ -1,4 +1,4 @@
-"""`score=`, `softcap=` and `bias=` of a call as one Score, which equal calls do not trace again."""
+"""Composition of a call's `score=`, `softcap=` and `bias=` to one Score, cached so that equal calls do not trace it."""
 
 from __future__ import annotations
 
@@ -10,64 +10,64 @@ from ..arrays import Array
 from .library import composed
 from .score import Score
 
-_MAX_KEPT = 256
+_MAX_CACHED = 256
 
 
-class _Kept(NamedTuple):
-    """A composed score without its arrays, and the names of the arrays that a call has to give it."""
+class _Composition(NamedTuple):
+    """A composed score without its arrays, and the names of the arrays that a call must pass to it."""
 
     score: Score
     names: tuple[str, ...]
 
 
-_without_score: dict[Hashable, _Kept] = {}
-_with_score: WeakKeyDictionary[Score, dict[Hashable, _Kept]] = WeakKeyDictionary()
+_without_score: dict[Hashable, _Composition] = {}
+_with_score: WeakKeyDictionary[Score, dict[Hashable, _Composition]] = WeakKeyDictionary()
 
 
 def composition(
     score: Score | Callable[..., Array] | None, softcap: float | None, bias: Array | None,
     take: Callable[[Array], Array],
 ) -> Score | None:
-    """`library.composed`, which is looked up for a Score, or for no score, with what was composed before.
+    """Compose the arguments as `library.composed` does; compositions with a Score, or without a score, are cached.
 
-    Caps are equal by their type and value, biases by their type, dtype and shape.
+    The cache compares caps by type and value, and biases by type, dtype and shape.
 
     Parameters
     ----------
     score, softcap, bias : object
-        As the call gives them.
+        The arguments of the call.
     take : callable
-        Returns a bias of another library as an array of NumPy's or CuPy's, and any other as it is.
+        Converts a bias of another library to NumPy or CuPy, and returns others unchanged.
 
     Raises
     ------
     TypeError
-        The score is no function, or the bias no array.
+        The score is not a function, or the bias is not an array.
     UnsupportedProblem
-        One of them cannot be; all reasons at once.
+        An argument is not supported; all reasons at once.
     """
     if softcap is bias is None and isinstance(score, Score):
         return score
     key = _key(softcap, bias)
     if key is None or not (score is None or isinstance(score, Score) and "bias" not in score.arrays):
         return composed(score, softcap, take(bias))
-    kept, arrays = (_without_score, {}) if score is None else (_with_score.setdefault(score, {}), score.arrays)
-    found = kept.get(key)
-    if found is not None and not found.names:
-        return found.score
-    if found is not None:
-        return found.score._over({name: bias if name == "bias" else arrays[name] for name in found.names})
+    cache, arrays = (_without_score, {}) if score is None else (_with_score.setdefault(score, {}), score.arrays)
+    cached = cache.get(key)
+    if cached is not None and not cached.names:
+        return cached.score
+    if cached is not None:
+        return cached.score._over({name: bias if name == "bias" else arrays[name] for name in cached.names})
     taken = take(bias)
-    made = composed(score, softcap, taken)
-    if made is not None and taken is bias:
-        if len(kept) >= _MAX_KEPT:
-            kept.clear()
-        kept[key] = _Kept(made._over({}), tuple(made.arrays))
-    return made
+    composite = composed(score, softcap, taken)
+    if composite is not None and taken is bias:
+        if len(cache) >= _MAX_CACHED:
+            cache.clear()
+        cache[key] = _Composition(composite._over({}), tuple(composite.arrays))
+    return composite
 
 
 def _key(softcap: float | None, bias: Array | None) -> Hashable:
-    """Return what decides about a composition beside the score; None where it cannot be a key."""
+    """Return a cache key of the cap and the bias; None if they cannot be part of a key."""
     try:
         key = type(softcap), softcap, *(() if bias is None else (type(bias), bias.dtype, tuple(bias.shape)))
         hash(key)

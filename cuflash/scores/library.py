@@ -25,31 +25,31 @@ from .trace import key_shift, tanh_fast
 __all__ = ["alibi", "alibi_slopes", "bias", "relative_position", "relative_position_2d", "softcap", "temperature"]
 
 _Parameters = ParamSpec("_Parameters")
-_MOST = 1 << 30  # tokens of a sequence, or heads
+_MOST = 1 << 30  # maximum number of tokens or heads
 
 
 def _remade_by_name(make: Callable[_Parameters, Score]) -> Callable[_Parameters, Score]:
-    """Pickles of the scores that a function of this module makes call it again."""
+    """Decorate a function that returns a score, so that pickles of the score call the function again."""
     make = explains_keywords(make)
 
     @wraps(make)
-    def made(*arguments: _Parameters.args, **options: _Parameters.kwargs) -> Score:
-        return make(*arguments, **options)._remade_by(made, *arguments, **options)
+    def wrapper(*arguments: _Parameters.args, **options: _Parameters.kwargs) -> Score:
+        return make(*arguments, **options)._remade_by(wrapper, *arguments, **options)
 
-    return made
+    return wrapper
 
 
 @_remade_by_name
 def softcap(cap: float, *, fast: bool = False) -> Score:
-    """Cap scores smoothly to the range from -cap to cap: cap tanh(s / cap).
+    """Return a score function that limits scores smoothly to the range from -cap to cap: cap tanh(s / cap).
 
     Parameters
     ----------
     cap : float
-        Positive and finite. Another one compiles nothing. Calls refuse one that is too large or too small for float32,
-        or for float64 if q, k and v are.
+        Positive and finite. A different value does not recompile kernels. Calls refuse a value that is too large or too
+        small for float32, or for float64 if q, k and v are float64.
     fast : bool
-        The GPU's own instruction for tanh, which errs by up to 2^-10.9 of cap.
+        Use the GPU's tanh instruction, whose error is at most 2^-10.9 times cap.
 
     Returns
     -------
@@ -59,7 +59,7 @@ def softcap(cap: float, *, fast: bool = False) -> Score:
     Raises
     ------
     UnsupportedProblem
-        The cap is no positive finite number.
+        `cap` is not positive and finite.
 
     Notes
     -----
@@ -80,8 +80,8 @@ def softcap(cap: float, *, fast: bool = False) -> Score:
 
 
 def softcap_reasons(cap: Any) -> list[str]:
-    """Why a number cannot cap scores."""
-    # NumPy's narrow floats become wide: beside one of these the largest float64 is rounded to infinity.
+    """Return the reasons why a value cannot cap scores."""
+    # Compare in float64: a comparison with a narrower NumPy float would round the largest float64 to infinity.
     wide = float(cap) if isinstance(cap, np.floating) else cap
     if is_number(wide) and 0 < wide <= sys.float_info.max:
         return []
@@ -92,14 +92,14 @@ _ALIGNMENTS = (None, "bottom_right", "top_left")
 
 
 def alignment_reasons(align: Any) -> list[str]:
-    """Why a value is not an alignment of positions."""
+    """Return the reasons why a value is not an alignment of positions."""
     if align is None or isinstance(align, str) and align in _ALIGNMENTS:
         return []
     return [f"align must be 'bottom_right', 'top_left' or None; got {describe(align)}"]
 
 
 def _aligned(score: Score, align: str | None) -> Score:
-    """Mark a score of j - i that was made without an alignment, so that calls which need one refuse it."""
+    """Mark a score that depends on j - i and has no alignment, so that calls that need one refuse it."""
     if align is None:
         setattr(score.function, "facts", frozenset((UNALIGNED,)))
     return score
@@ -107,27 +107,27 @@ def _aligned(score: Score, align: str | None) -> Score:
 
 @_remade_by_name
 def alibi(slopes: Array, *, align: str | None = None) -> Score:
-    """A penalty that grows with the distance, by head: s - slopes[h] |i - j|.
+    """Return a penalty proportional to the distance, with a slope per head: s - slopes[h] |i - j|.
 
     Parameters
     ----------
     slopes : array [num_heads]
-        `alibi_slopes` gives the paper's; as a captured array "slopes" they may have a gradient.
+        `alibi_slopes` returns those of the paper. The captured array is called "slopes" and may have a gradient.
     align : "bottom_right", "top_left" or None
-        Whether the last query is at distance 0 from the last key, or the first query from the first key, where the
-        lengths differ. None is "top_left", and is refused beside a mask of unequal lengths that is aligned at the
-        bottom right, such as ``causal="bottom_right"``.
+        If the lengths differ, "bottom_right" gives the last query and the last key the distance 0, and "top_left" the
+        first query and the first key. None means "top_left", but is refused together with a mask of unequal lengths
+        that is aligned at the bottom right, such as ``causal="bottom_right"``.
 
     Returns
     -------
     Score
-        The score function. Called on numbers or arrays, it takes lengths for equal.
+        The score function. If it is called directly on numbers or arrays, it assumes equal lengths.
 
     Raises
     ------
     TypeError, UnsupportedProblem
-        `slopes` is not an array of one axis of reals, or `align` is not an alignment. Calls raise it where an alignment
-        is needed.
+        `slopes` is not a 1-D array of reals, or `align` is not an alignment. Calls raise it if an alignment is
+        required.
 
     Notes
     -----
@@ -146,8 +146,8 @@ def alibi(slopes: Array, *, align: str | None = None) -> Score:
     refuse(alignment_reasons(align))
     if dtype_of(slopes) not in DTYPES:
         method = "to" if is_tensor(slopes) else "astype"
-        told = f"slopes must be {', '.join(map(str, DTYPES))}; got {slopes.dtype}: convert them with slopes.{method}"
-        raise UnsupportedProblem([told])
+        reason = f"slopes must be {', '.join(map(str, DTYPES))}; got {slopes.dtype}: convert them with slopes.{method}"
+        raise UnsupportedProblem([reason])
 
     def alibi(s: Array, b: Array, h: Array, i: Array, j: Array, slopes: Array) -> Array:
         distance = i - j + key_shift(i) if align == "bottom_right" else i - j
@@ -158,14 +158,14 @@ def alibi(slopes: Array, *, align: str | None = None) -> Score:
 
 @explains_keywords
 def alibi_slopes(num_heads: int) -> Array:
-    """The slopes of ALiBi, float32 [num_heads]: 2^(-8 n / num_heads) for n = 1 to num_heads.
+    """Return the slopes of ALiBi, float32 [num_heads]: 2^(-8 n / num_heads) for n = 1 to num_heads.
 
-    For other numbers than powers of two: those of the next lower power, then every other one of the next higher.
+    If num_heads is not a power of two: the slopes for the next lower power, then every other slope for the next higher.
 
     Parameters
     ----------
     num_heads : int
-        Query heads.
+        Number of query heads.
 
     Returns
     -------
@@ -175,7 +175,7 @@ def alibi_slopes(num_heads: int) -> Array:
     Raises
     ------
     UnsupportedProblem
-        num_heads is no int from 1 to 2**30.
+        `num_heads` is not an int from 1 to 2**30.
 
     Examples
     --------
@@ -191,12 +191,12 @@ def alibi_slopes(num_heads: int) -> Array:
 
 @_remade_by_name
 def bias(array: Array) -> Score:
-    """An array added to the scores: what ``bias=`` stands for.
+    """Return a score function that adds an array to the scores, as the argument ``bias=`` does.
 
     Parameters
     ----------
     array : real array that broadcasts against [*batch, num_heads, seqlen_q, seqlen_kv], or [seqlen_q, seqlen_kv]
-        Its name is "bias", so that ``wrt="bias"`` gives its gradient, summed over the axes that were broadcast.
+        The captured array is called "bias": ``wrt="bias"`` returns its gradient, summed over broadcast axes.
 
     Returns
     -------
@@ -206,9 +206,9 @@ def bias(array: Array) -> Score:
     Raises
     ------
     TypeError
-        It is no array.
+        `array` is not an array.
     UnsupportedProblem
-        It holds no reals.
+        The elements are not reals.
 
     Examples
     --------
@@ -224,7 +224,7 @@ def bias(array: Array) -> Score:
         floats = "bias.float()" if is_tensor(array) else "bias.astype(np.float32)"
         fix = "a bool array is a mask: write mask=bias" if dtype == np.bool else f"write {floats}"
         raise UnsupportedProblem([f"bias must be {', '.join(map(str, DTYPES))}; got {array.dtype}: {fix}"])
-    # An axis of length 1 is read at 0: it is broadcast.
+    # An axis of length 1 is broadcast: it is always read at index 0.
     is_single = [extent == 1 for extent in array.shape[-3:]]
     num_leading = max(array.ndim - 3, 0)
 
@@ -239,35 +239,35 @@ def bias(array: Array) -> Score:
 def relative_position(
     table: Array, max_distance: int = 128, *, bidirectional: bool, align: str | None = None
 ) -> Score:
-    """A learnable number for each head and bucket of distances: s + table[h, bucket of j - i].
+    """Return a learnable bias per head and bucket of distances: s + table[h, bucket of j - i].
 
     Parameters
     ----------
     table : real array [num_heads, num_buckets]
-        The learnable numbers.
+        The learnable biases.
     max_distance : int
-        All distances from it on share the last bucket; at most 2^30.
+        Distances of at least this share the last bucket; at most 2^30.
     bidirectional : bool
-        Half of the buckets are for keys after the query; otherwise these share the bucket of distance 0.
+        If True, half of the buckets are for keys after the query; else these keys share the bucket of distance 0.
     align : "bottom_right", "top_left" or None
         As in `alibi`.
 
     Returns
     -------
     Score
-        The score function. Called on numbers or arrays, it takes lengths for equal.
+        The score function. If it is called directly on numbers or arrays, it assumes equal lengths.
 
     Raises
     ------
     TypeError
-        `table` is no array.
+        `table` is not an array.
     UnsupportedProblem
-        `table` has other axes or buckets, or another argument breaks its rule.
+        `table` has wrong axes or too few buckets, or another argument breaks its rule.
 
     Notes
     -----
-    T5, arXiv 1910.10683, section 2.1: half of a direction's buckets are for single distances, the others grow with the
-    logarithm. The buckets are an array of integers, computed once: "bucket".
+    T5, arXiv 1910.10683, section 2.1: half of the buckets of a direction hold one distance each; the sizes of the
+    others grow logarithmically. The bucket of each distance is computed once, in the captured integer array "bucket".
 
     Examples
     --------
@@ -297,7 +297,7 @@ def relative_position(
 
 
 def _beside(array: Array, numbers: Array) -> Array:
-    """Numbers as an array of another's library on its device, as a call takes all of its arrays on one device."""
+    """Convert numbers to the library and the device of an array, since all arrays of a call must be on one device."""
     if isinstance(array, ShapeDtype):
         return numbers
     if is_tensor(array):
@@ -306,7 +306,7 @@ def _beside(array: Array, numbers: Array) -> Array:
 
 
 def _buckets(num_buckets: int, max_distance: int, bidirectional: bool) -> Array:
-    """T5's bucket of each relative position j - i from -max_distance to max_distance, int32."""
+    """Return T5's bucket of each relative position j - i from -max_distance to max_distance, int32."""
     relative = np.arange(-max_distance, max_distance + 1)
     size = num_buckets // 2 if bidirectional else num_buckets
     offset = np.where(relative > 0, size, 0) if bidirectional else 0
@@ -319,14 +319,14 @@ def _buckets(num_buckets: int, max_distance: int, bidirectional: bool) -> Array:
 
 @_remade_by_name
 def relative_position_2d(table: Array, width: int) -> Score:
-    """A learnable number for each head and offset in an image: s + table[h, rows between, columns between].
+    """Return a learnable bias per head and offset in an image: s + table[h, row offset, column offset].
 
     Parameters
     ----------
     table : real array [num_heads, 2 height - 1, 2 width - 1]
-        The learnable numbers.
+        The learnable biases.
     width : int
-        Of the image, whose pixels are the positions in C order.
+        Width of the image; positions number its pixels in C order.
 
     Returns
     -------
@@ -336,9 +336,9 @@ def relative_position_2d(table: Array, width: int) -> Score:
     Raises
     ------
     TypeError
-        `table` is no array.
+        `table` is not an array.
     UnsupportedProblem
-        `width` is no int of at least 1, or `table` has another shape.
+        `width` is not an int of at least 1, or `table` has a wrong shape.
 
     Notes
     -----
@@ -369,12 +369,12 @@ def relative_position_2d(table: Array, width: int) -> Score:
 
 @_remade_by_name
 def temperature(per_head: Array) -> Score:
-    """A factor for each head: s per_head[h].
+    """Return a score function that multiplies the scores of each head by a factor: s per_head[h].
 
     Parameters
     ----------
     per_head : array [num_heads]
-        As a captured array "per_head" it may have a gradient.
+        The factors. The captured array is called "per_head" and may have a gradient.
 
     Returns
     -------
@@ -384,9 +384,9 @@ def temperature(per_head: Array) -> Score:
     Raises
     ------
     TypeError
-        `per_head` is no array.
+        `per_head` is not an array.
     UnsupportedProblem
-        It has another number of axes than one.
+        `per_head` is not one-dimensional.
 
     Examples
     --------
@@ -404,14 +404,14 @@ def temperature(per_head: Array) -> Score:
 
 
 def composed(score: Any, softcap_by: float | None, bias_by: Array) -> Score | None:
-    """Compose `score=`, `softcap=` and `bias=` of a call: the cap is first, then the bias, then the score.
+    """Compose `score=`, `softcap=` and `bias=` of a call: the cap is applied first, then the bias, then the score.
 
     Raises
     ------
     TypeError
-        The score is no function, or the bias no array.
+        The score is not a function, or the bias is not an array.
     UnsupportedProblem
-        One of them cannot be; all reasons at once.
+        An argument is not supported; all reasons at once.
     """
     reasons, parts = list[str](), list[Score]()
     if score is not None:
@@ -428,36 +428,36 @@ def composed(score: Any, softcap_by: float | None, bias_by: Array) -> Score | No
 
 
 def _has_axes(array: Array) -> bool:
-    """Return whether a value has a shape and a dtype: an array, a tensor, or these two alone."""
+    """True if a value has a shape and a dtype: an array, a tensor, or a `ShapeDtype`."""
     return isinstance(array, ShapeDtype) or is_array(array) or is_differentiated(array)
 
 
 def _count(name: str, value: Any) -> int:
-    """A number of heads or tokens as an int; there are no longer sequences.
+    """Return a number of heads or tokens as an int.
 
     Raises
     ------
     UnsupportedProblem
-        It is none.
+        The value is not an int from 1 to 2**30.
     """
     if is_int(value) and 1 <= value <= _MOST:
         return int(value)
     raise UnsupportedProblem([f"{name} must be an int from 1 to 2**30; got {describe(value)}"])
 
 
-_MADE_OF_NUMBERS = {
-    "slopes": "scores.alibi_slopes({}) makes them",
-    "per_head": "np.full(num_heads, {}, np.float32) has the same for all",
+_FIXES_OF_NUMBERS = {
+    "slopes": "pass scores.alibi_slopes({})",
+    "per_head": "for the same number for all heads pass np.full(num_heads, {}, np.float32)",
     "table": "a table to learn may start as np.zeros((num_heads, {}), np.float32)",
 }
 
 
 def _require_axes(name: str, array: Array, rank: int) -> None:
-    """Refuse what is not an array of that many axes."""
+    """Refuse a value that is not an array with this number of axes."""
     if is_number(array):
         number = "num_heads" if name == "slopes" and not is_int(array) else describe(array)
-        made = _MADE_OF_NUMBERS[name].format(number)
-        raise TypeError(f"{name} must be an array with numbers for each head; got {describe(array)}: {made}")
+        fix = _FIXES_OF_NUMBERS[name].format(number)
+        raise TypeError(f"{name} must be an array with numbers for each head; got {describe(array)}: {fix}")
     if not _has_axes(array):
         raise TypeError(no_array(name, array))
     if array.ndim != rank:

@@ -1,4 +1,4 @@
-"""Offsets of sequences that are packed one after the other: what they must be."""
+"""Checks of the offsets of packed sequences."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import numpy as np
 from ..arrays import Array, describe, is_array, is_integer_dtype, namespace
 
 
-_MOST_SHOWN = 8  # offsets in a message
+_MOST_SHOWN = 8  # maximum number of offsets in a message
 
 
 def offset_reasons(name: str, offsets: Array, allow_gaps: bool) -> list[str]:
-    """Why a value is not an array of offsets; what offsets on a device hold is not looked at.
+    """Return the reasons why a value is not an array of offsets; the contents of device arrays are not inspected.
 
-    Unless gaps are allowed, the first sequence starts at row 0.
+    Unless gaps are allowed, the first sequence must start at row 0.
     """
     if not (is_array(offsets) and offsets.ndim >= 1 and offsets.shape[-1] and is_integer_dtype(offsets.dtype)):
-        made = "masks.Sequences.of(lengths) makes the mask from lengths, with its offsets"
+        fix = "for lengths use masks.Sequences.of(lengths)"
         rule = "a list of ints, or an integer array (..., num_sequences + 1)"
-        return [f"{name} must be {rule}; got {describe(offsets)}: {made}"]
+        return [f"{name} must be {rule}; got {describe(offsets)}: {fix}"]
     if namespace(offsets) is not np or not offsets.size:
         return []
     reasons = []
@@ -30,25 +30,25 @@ def offset_reasons(name: str, offsets: Array, allow_gaps: bool) -> list[str]:
     elif has_gap and not allow_gaps:
         shown = _shown(starts != 0, offsets)
         reasons.append(
-            f"{name} must start at 0, where the first sequence does; got {shown}: for lengths write "
-            f"masks.Sequences.of({shown}), or np.cumsum([0, *lengths]); allow_gaps=True leaves the rows before the "
-            f"first sequence out"
+            f"{name} must start at 0, the start of the first sequence; got {shown}: for lengths write "
+            f"masks.Sequences.of({shown}), or np.cumsum([0, *lengths]); for rows before the first sequence pass "
+            f"allow_gaps=True"
         )
     falls = np.argwhere(offsets[..., 1:] < offsets[..., :-1])
     if len(falls):
         place = tuple(falls[0].tolist())
         before, after = int(offsets[place]), int(offsets[(*place[:-1], place[-1] + 1)])
         reasons.append(
-            f"{name} must never decrease; got {after} after {before} at the end of sequence {place[-1]}: they say "
-            "where each sequence starts, and the last one ends; masks.Sequences.of takes lengths"
+            f"{name} must never decrease; got {after} after {before} at the end of sequence {place[-1]}: offsets are "
+            "the start of each sequence and the end of the last one; for lengths use masks.Sequences.of"
         )
     return reasons
 
 
 def end_reasons(name: str, offsets: Array, of_length: str, length: int, allow_gaps: bool) -> list[str]:
-    """Why offsets on the host do not end with the rows that they are offsets of; `of_length` is what these are called.
+    """Return the reasons why host offsets do not end at the length, which messages call `of_length`.
 
-    Unless gaps are allowed, the last sequence ends at the last row.
+    Unless gaps are allowed, the last sequence must end at the last row.
     """
     if namespace(offsets) is not np or not offsets.size:
         return []
@@ -60,12 +60,12 @@ def end_reasons(name: str, offsets: Array, of_length: str, length: int, allow_ga
         return [f"{name} must end at {rule}; got {_shown(ends > length, offsets)}"]
     if allow_gaps:
         return []
-    fix = "allow_gaps=True leaves the rows behind the last sequence out"
+    fix = "for rows after the last sequence pass allow_gaps=True"
     return [f"{name} must end at {of_length}={length}; got {_shown(ends != length, offsets)}: {fix}"]
 
 
 def _shown(is_wrong: Array, offsets: Array) -> str:
-    """The offsets of the first batch entry that breaks a rule, or its first and last ones."""
+    """Format the offsets of the first batch entry that breaks a rule, or its first and last offsets."""
     wrong = offsets[tuple(np.argwhere(is_wrong)[0])].tolist()
     if len(wrong) <= _MOST_SHOWN:
         return str(wrong)
@@ -73,10 +73,10 @@ def _shown(is_wrong: Array, offsets: Array) -> str:
 
 
 def pair_reasons(q_offsets: Array, kv_offsets: Array) -> list[str]:
-    """Why offsets of queries and of keys, each of which is fine, are not those of the same sequences."""
+    """Return the reasons why valid offsets of queries and of keys cannot belong to the same sequences."""
     of_queries, of_keys = (int(offsets.shape[-1]) - 1 for offsets in (q_offsets, kv_offsets))
     if of_queries != of_keys:
-        return [f"kv_offsets must hold as many sequences as q_offsets, {of_queries}; got {of_keys}"]
+        return [f"kv_offsets must have as many sequences as q_offsets, {of_queries}; got {of_keys}"]
     if namespace(q_offsets) is not namespace(kv_offsets):
-        return ["kv_offsets must be where q_offsets is: copy either"]
+        return ["kv_offsets must be on the same device as q_offsets: copy one of them"]
     return []

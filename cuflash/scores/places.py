@@ -1,4 +1,4 @@
-"""Score functions at other places than those of a call: within a packed sequence, or behind the rows of a cache."""
+"""Score functions at positions that differ from those of a call: within a packed sequence, or in a cache."""
 
 from __future__ import annotations
 
@@ -34,47 +34,46 @@ def within(
     allow_gaps: bool = False,
     align: str | None = None,
 ) -> Score:
-    """A score function whose positions start again at 0 in each packed sequence.
+    """Return a score function whose positions start at 0 in each packed sequence.
 
     Parameters
     ----------
     score : Score, or callable (s, b, h, i, j)
-        It is given i - q_offsets[n] and j - kv_offsets[n] in place of i and j, where n is the sequence of the query and
-        that of the key. With align="bottom_right" the position of a query has the sequence's number of keys, less that
-        of its queries, added to it; so it is negative for queries that come before the first key.
+        Called with i - q_offsets[n] and j - kv_offsets[n] instead of i and j, where n is the sequence of the query and
+        of the key, respectively. With align="bottom_right", (keys - queries) of the sequence is added to the position
+        of the query; it is negative for queries before the first key.
     q_offsets : list of ints, or int array [..., num_sequences + 1]
-        As `masks.Sequences` takes them; it refuses the same. The mask of the call is that of the same offsets.
+        Offsets with the rules of `masks.Sequences`. Use a mask with the same offsets in the call.
     kv_offsets : list of ints, or int array [..., num_sequences + 1], optional
-        The same of the keys; `q_offsets` unless given.
+        The offsets of the keys. Default: `q_offsets`.
     seqlen_q, seqlen_kv : int, optional
-        Rows of q and of k; the last offsets by default. Offsets on a device are not looked at, and need them; there
-        seqlen_kv is seqlen_q by default.
+        Lengths of q and k. Default: the last offsets. Required for offsets on a device, which are not inspected; for
+        them seqlen_kv is seqlen_q by default.
     allow_gaps : bool
-        As in `masks.Sequences`; rows behind the last offset need seqlen_q, and seqlen_kv where it differs.
+        As in `masks.Sequences`. Rows after the last offset require seqlen_q, and seqlen_kv if it differs.
     align : "bottom_right", "top_left" or None
-        "bottom_right" gives the last query of each sequence the position of its last key, and "top_left" both firsts
-        position 0. None leaves it to a score that was made with an alignment, which then holds in each sequence; any
-        other score has "top_left".
+        "bottom_right" gives the last query of each sequence the position of its last key. "top_left" gives the first
+        query and the first key position 0. None uses the alignment of the score within each sequence, if it has one,
+        and otherwise "top_left".
 
     Returns
     -------
     Score
-        The score function, with captured arrays of int32 where the offsets are: "q_starts", "kv_starts", and "q_shifts"
-        where there are kv_offsets and an alignment at the bottom right. A call of other offsets compiles nothing. All
-        are made of the offsets as they are now: what is written to an array of offsets afterwards changes a mask of it,
-        and not this function.
+        The score function, with captured int32 arrays on the device of the offsets: "q_starts", "kv_starts", and, with
+        kv_offsets and an alignment at the bottom right, "q_shifts". Different offsets do not recompile kernels. The
+        arrays are computed now: writing to an array of offsets later changes a mask with it, but not this function.
 
     Raises
     ------
     TypeError
-        The score is no function.
+        `score` is not a function.
     UnsupportedProblem
         An argument breaks its rule; all reasons at once.
 
     Notes
     -----
-    A packed sequence has the results of a call of its own, within the bounds of both. A query that attends no key has
-    no position.
+    The results for a packed sequence and for a call with only that sequence agree within their error bounds. The
+    position of a query that attends no key is unspecified.
 
     Examples
     --------
@@ -94,15 +93,15 @@ def within(
     allow_gaps = not reasons and bool(allow_gaps)
     reasons += alignment_reasons(align)
     if is_aligned and align is not None:
-        reasons.append(f"align must be None for a score that has an alignment of its own; got {describe(align)}")
+        reasons.append(f"align must be None for a score that has its own alignment; got {describe(align)}")
     reasons += [
-        f"score must have no array of the name {name}, which is that of an array of within: rename it"
+        f"score must not have an array named {name}, which is the name of an array of within: rename it"
         for name in _STARTS
         if name in score.arrays
     ]
     is_shared, is_one_length = kv_offsets is None, kv_offsets is None and seqlen_kv is None
-    given = {"q_offsets": q_offsets} if is_shared else {"q_offsets": q_offsets, "kv_offsets": kv_offsets}
-    held = {name: _taken_array(name, offsets) for name, offsets in given.items()}
+    named = {"q_offsets": q_offsets} if is_shared else {"q_offsets": q_offsets, "kv_offsets": kv_offsets}
+    held = {name: _taken_array(name, offsets) for name, offsets in named.items()}
     starts: dict[str, Array] = {}
     of_keys = "q_offsets" if is_shared else "kv_offsets"
     of_rows = ("seqlen_q", seqlen_q) if is_one_length else ("seqlen_kv", seqlen_kv)
@@ -130,21 +129,21 @@ def within(
 
     restarted.__name__ = f"within of {score.name}"
     setattr(restarted, "facts", (score.facts if align is None else score.facts - {UNALIGNED}) | {RESTARTED})
-    made = Score._of_reserved(restarted, **score.arrays, **starts)
-    own = [offsets.copy() for offsets in held.values()]  # a pickle is made of the offsets of today
+    traced = Score._of_reserved(restarted, **score.arrays, **starts)
+    own = [offsets.copy() for offsets in held.values()]  # pickles use the present offsets
     options = {"seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "allow_gaps": allow_gaps, "align": align}
-    return made._remade_by(within, score, *own, **options)
+    return traced._remade_by(within, score, *own, **options)
 
 
-def _taken_array(name: str, given: Array) -> Array:
-    """A list of ints, or an array of another library, as an array of NumPy's or CuPy's; any other value as it is.
+def _taken_array(name: str, value: Array) -> Array:
+    """Convert a list of ints, or an array of another library, to NumPy or CuPy; return other values unchanged.
 
     Raises
     ------
     UnsupportedProblem
-        It is an array of another library that cannot be taken, or a list of lists of unequal lengths.
+        An array of another library cannot be converted, or nested lists have unequal lengths.
     """
-    offsets = of_list(name, given, np.int64)
+    offsets = of_list(name, value, np.int64)
     if is_tracer(offsets):
         fix = "close over the offsets, or name them in static_argnames of jax.jit"
         raise UnsupportedProblem([f"{name} must be known when JAX traces the call; got a tracer: {fix}"])
@@ -154,15 +153,15 @@ def _taken_array(name: str, given: Array) -> Array:
 
 
 def _behind(position: Array, start: Array) -> Array:
-    """Return the distance of a position from a start, and 0 before it.
+    """Return the distance of a position from a start, or 0 if it is before the start.
 
-    So its range is known: at least 0 and less than the length, as an index of a captured array must be.
+    So the range is known to be that of an index of a captured array: at least 0 and less than the length.
     """
     return np.maximum(position - np.maximum(start, 0), 0)
 
 
 def _starts(name: str, offsets: Array, of_length: str, length: Any, allow_gaps: bool) -> Array:
-    """The first row of each row's sequence, int32 [..., rows].
+    """Return the first row of each row's sequence, int32 [..., rows].
 
     Raises
     ------
@@ -172,7 +171,7 @@ def _starts(name: str, offsets: Array, of_length: str, length: Any, allow_gaps: 
     xp, reasons = namespace(offsets), offset_reasons(name, offsets, allow_gaps)
     least = int(offsets[..., -1].max(initial=0)) if xp is np and not reasons else 0
     if length is None and xp is not np:
-        reasons.append(f"{of_length} must be given for {name} on a device, which are not looked at; got None")
+        reasons.append(f"{of_length} is required for {name} on a device, which are not inspected; got None")
     elif length is not None and not (is_int(length) and least <= length < 2**31):
         reasons.append(f"{of_length} must be an int of at least {least}, the last of {name}; got {describe(length)}")
     elif length is None and least >= 2**31:
@@ -181,57 +180,57 @@ def _starts(name: str, offsets: Array, of_length: str, length: Any, allow_gaps: 
         reasons += end_reasons(name, offsets, of_length, least if length is None else int(length), allow_gaps)
     refuse(reasons)
     rows = xp.arange(least if length is None else int(length))
-    made = xp.zeros((*offsets.shape[:-1], len(rows)), np.int32)
+    starts = xp.zeros((*offsets.shape[:-1], len(rows)), np.int32)
     for entry in np.ndindex(offsets.shape[:-1]):
         of_entry = offsets[entry].astype(np.int64)
-        made[entry] = of_entry[xp.maximum(xp.searchsorted(of_entry, rows, side="right") - 1, 0)]
-    return made
+        starts[entry] = of_entry[xp.maximum(xp.searchsorted(of_entry, rows, side="right") - 1, 0)]
+    return starts
 
 
 def _shifts(q_offsets: Array, kv_offsets: Array, rows: int) -> Array:
-    """Keys less queries of each query's sequence, int32 [..., rows]; 0 where there are no sequences."""
+    """Return keys minus queries of each query's sequence, int32 [..., rows]; 0 if there are no sequences."""
     xp = namespace(q_offsets)
     leading = np.broadcast_shapes(q_offsets.shape[:-1], kv_offsets.shape[:-1])
-    made, last = xp.zeros((*leading, rows), np.int32), q_offsets.shape[-1] - 2
+    shifts, last = xp.zeros((*leading, rows), np.int32), q_offsets.shape[-1] - 2
     if last < 0:
-        return made
+        return shifts
     ends = (*leading, last + 2)
     q, kv = (xp.broadcast_to(offsets, ends).astype(np.int64) for offsets in (q_offsets, kv_offsets))
     for entry in np.ndindex(leading):
         more = (kv[entry][1:] - kv[entry][:-1]) - (q[entry][1:] - q[entry][:-1])
-        made[entry] = more[xp.clip(xp.searchsorted(q[entry], xp.arange(rows), side="right") - 1, 0, last)]
-    return made
+        shifts[entry] = more[xp.clip(xp.searchsorted(q[entry], xp.arange(rows), side="right") - 1, 0, last)]
+    return shifts
 
 
 def in_cache(score: Score, batch: int, capacity: int) -> Score:
-    """A score function for a call on the rows of one sequence of a cache, without the batch's axis.
+    """Return a score function for a call on the rows of one sequence of a cache, without the batch axis.
 
-    It has the captured arrays of `score` under the names of `names_in_cache`, and an array "place" of three int32: the
-    sequence, and the positions of the first query and of the first key of the call.
+    Its captured arrays are those of `score`, with the names of `names_in_cache`, and an int32 array "place" of three
+    elements: the sequence, and the positions of the first query and of the first key of the call.
     """
     names = names_in_cache(score)
 
     def in_cache(s: Array, b: Array, h: Array, i: Array, j: Array, place: Array, **arrays: Array) -> Array:
         sequence = np.clip(place[0], 0, batch - 1)
         query, key = (np.clip(x + np.clip(place[n], 0, capacity), 0, capacity - 1) for n, x in ((1, i), (2, j)))
-        given = {name: _OfSequence(arrays[own], sequence, score.arrays[name].shape) for name, own in names.items()}
-        with shifted_by(0):  # positions of a cache are those of the whole text
-            return score.function(s, sequence, h, query, key, **given)
+        captured = {name: _OfSequence(arrays[own], sequence, score.arrays[name].shape) for name, own in names.items()}
+        with shifted_by(0):  # query and key positions in a cache both count from the start of the sequence
+            return score.function(s, sequence, h, query, key, **captured)
 
     in_cache.__name__ = score.name
     arrays = {own: score.arrays[name] for name, own in names.items()}
-    made = Score.__new__(Score)
-    made._make(in_cache, {**arrays, _PLACE: np.zeros(3, np.int32)}, [], MAX_ARRAYS + 1)
-    return made
+    cached = Score.__new__(Score)
+    cached._make(in_cache, {**arrays, _PLACE: np.zeros(3, np.int32)}, [], MAX_ARRAYS + 1)
+    return cached
 
 
 def names_in_cache(score: Score) -> Mapping[str, str]:
-    """The names of a score's captured arrays in `in_cache`; none of them is that of a call's argument."""
+    """Return the names of a score's captured arrays in `in_cache`, which cannot equal those of a call's arguments."""
     return {name: f"cached_{name}" for name in score.arrays}
 
 
 class _OfSequence:
-    """A captured array whose axis of the batch is read at a sequence, where a function leaves it to the batch."""
+    """A captured array whose batch axes are read at one sequence if an index of the function starts with `...`."""
 
     def __init__(self, array: Array, sequence: Array, shape: tuple[int, ...]) -> None:
         self._array, self._sequence, self._shape, self.ndim = array, sequence, shape, len(shape)

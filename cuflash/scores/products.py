@@ -1,7 +1,7 @@
 """Score programs of q . k, for kernels that do not multiply the products by the softmax scale first.
 
-Factors of a score before or after its function, such as the softmax scale and the reciprocal of a cap, are joined to
-one factor for each batch entry and head. So a kernel multiplies each score once, or not at all.
+Factors before or after the score function, such as the softmax scale and the reciprocal of a cap, are combined to one
+factor per batch entry and head. So a kernel multiplies each score once, or not at all.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class OfProducts(NamedTuple):
     Attributes
     ----------
     program : Program
-        With instructions that other programs lack: ``scale`` is the softmax scale, ``inverse_scale`` one over it, and
-        ``logistic`` of x is 1 / (1 + 2^x).
+        The program, with instructions that other programs do not have: ``scale`` is the softmax scale,
+        ``inverse_scale`` its reciprocal, and ``logistic`` of x is 1 / (1 + 2^x).
     is_unscaled : bool
-        The result times the softmax scale is the score.
+        True if the result must be multiplied by the softmax scale.
     """
 
     program: Program
@@ -35,7 +35,7 @@ class OfProducts(NamedTuple):
 
 
 def can_take_products(program: Program, numbers: Sequence[float], scale: float) -> bool:
-    """Return whether factors can be joined: they neither overflow nor vanish, and no array is read at a position."""
+    """True if factors can be combined: they neither overflow nor underflow, and no array is read at a position."""
     dependencies = depends(program)
     loads = [n for n, each in enumerate(program.instructions) if each.op == "load"]
     return (
@@ -46,7 +46,7 @@ def can_take_products(program: Program, numbers: Sequence[float], scale: float) 
 
 
 def of_products(program: Program) -> OfProducts:
-    """Return the program of q . k that gives the score of a program with one result."""
+    """Return the program of q . k that computes the score of a program with one result."""
     is_unscaled = curvature(program) == "shift"
     rewriting = _Rewriting(program)
     result = rewriting.unscaled(program.results[0]) if is_unscaled else rewriting.value(program.results[0])
@@ -54,7 +54,7 @@ def of_products(program: Program) -> OfProducts:
 
 
 class _Rewriting:
-    """Instructions of the new program, by those of the old one."""
+    """The construction of the new program from the instructions of the old one."""
 
     def __init__(self, program: Program) -> None:
         self._old, self._new = program, Builder(program.arrays, program.num_numbers)
@@ -63,16 +63,16 @@ class _Rewriting:
         self._values: dict[int, int] = {}
 
     def program(self, result: int) -> Program:
-        kept = needed_for(self._new.instructions, [result])
-        place = {n: count for count, n in enumerate(kept)}
-        instructions = (self._new.instructions[n] for n in kept)
-        made = tuple(each._replace(args=tuple(place[a] for a in each.args)) for each in instructions)
-        return Program(made, self._old.arrays, self._old.num_numbers, (place[result],))
+        needed = needed_for(self._new.instructions, [result])
+        place = {n: count for count, n in enumerate(needed)}
+        instructions = (self._new.instructions[n] for n in needed)
+        renumbered = tuple(each._replace(args=tuple(place[a] for a in each.args)) for each in instructions)
+        return Program(renumbered, self._old.arrays, self._old.num_numbers, (place[result],))
 
     def value(self, n: int) -> int:
         """Return the value of an old instruction."""
         if n not in self._values:
-            self._values[n] = self._made(n)
+            self._values[n] = self._rewritten(n)
         return self._values[n]
 
     def unscaled(self, n: int) -> int:
@@ -84,7 +84,7 @@ class _Rewriting:
             return self._new.put(op, kind, *(self.unscaled(a) for a in args))
         return self._times(n, [self._new.put("inverse_scale", "real")])
 
-    def _made(self, n: int) -> int:
+    def _rewritten(self, n: int) -> int:
         op, kind, args, number = self._old.instructions[n]
         if self._of_tile[n]:
             return self._new.put(op, kind, *(self.value(a) for a in args), value=number)
@@ -93,7 +93,7 @@ class _Rewriting:
         return self._new.put(op, kind, *(self.value(a) for a in args), value=number)
 
     def _times(self, n: int, factors: list[int]) -> int:
-        """Return the value of an old instruction times factors of a tile, joined with the factors that it has."""
+        """Return an old instruction's value times factors of a tile, combined with the factors of the instruction."""
         new = self._new
         while True:
             op, kind, args, _ = self._old.instructions[n]
@@ -102,7 +102,7 @@ class _Rewriting:
                 break
             factors = [*factors, self.value(of_tile[0])]
             n = next(a for a in args if not self._of_tile[a])
-            if self._users[n] > 1 and self._old.instructions[n].op != "s":  # others need its value
+            if self._users[n] > 1 and self._old.instructions[n].op != "s":  # other instructions need its value
                 return new.put("mul", "real", self.value(n), self._product(factors))
         if self._of_tile[n]:
             return self._product([self.value(n), *factors])

@@ -1,6 +1,7 @@
 """Score programs: straight-line programs of a few operations that change a score, and their derivatives.
 
-A `Program` holds no data, no lengths, no addresses and no numbers of the user's: it is what a kernel's text depends on.
+A `Program` holds everything that a kernel's text depends on, and therefore no data, lengths, addresses or numbers of
+the user.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ BlockKind = Literal["real", "int", "bool"]
 Curvature = Literal["shift", "scaled", "curved"]
 
 COORDINATES = ("b", "h", "i", "j")
-# These numbers are part of a program; all others are arguments.
+# These numbers are constants of a program; all others are arguments of kernels.
 FOLDED_NUMBERS = frozenset((0.0, 1.0, -1.0, 2.0, 0.5, -math.inf))
 
-# Operations on integers that are operations on reals too.
+# Operations on integers that exist for reals, too.
 _OF_REALS_TOO = {each.name for each in PRIMITIVES.values() if each.signature in ("number", "choice")}
 _NARROW_INTS = ("int8", "uint8", "int16", "uint16")
 _RECIPROCALS = (2.0**-100, 2.0**100)  # divisors between these have a reciprocal that is normal in float32
 
 
 class ProgramError(ValueError):
-    """An operation that no program can hold; `trace` adds the function and the line."""
+    """Raised for an operation that programs do not support; `trace` adds the function and the line."""
 
 
 class Instruction(NamedTuple):
@@ -39,11 +40,11 @@ class Instruction(NamedTuple):
         "s"; "s_dot", its tangent; "b", "h", "i", "j"; "const", "number"; "real" (int to real); "load"; or the name of
         one of `PRIMITIVES`.
     kind : "real", "int" or "bool"
-        Of the result.
+        The kind of the result.
     args : tuple of int
-        Numbers of earlier instructions; of a load, the indices of the array's last axes.
+        The numbers of earlier instructions that are operands; for a load, the indices of the array's last axes.
     value : bool, int, float or None
-        Of a const, its value; of a number, its slot; of a load, the number of the array. An integer that is a number is
+        The value of a const, the slot of a number, or the number of a load's array. An integer "number" is
         seqlen_kv - seqlen_q of the call.
     """
 
@@ -55,7 +56,7 @@ class Instruction(NamedTuple):
 
 _INPUTS = (Instruction("s", "real"), *(Instruction(coordinate, "int") for coordinate in COORDINATES))
 _INPUT_NUMBERS: dict[tuple[Hashable, ...], int] = {instruction: n for n, instruction in enumerate(_INPUTS)}
-_tuple_of = tuple.__new__  # a NamedTuple's `_make` in a third of the time
+_tuple_of = tuple.__new__  # three times as fast as `_make` of a NamedTuple
 
 
 class ArrayType(NamedTuple):
@@ -64,11 +65,13 @@ class ArrayType(NamedTuple):
     Attributes
     ----------
     name : str
+        The name of the array.
     rank : int
+        The number of axes.
     dtype : str
-        Its name, as in NumPy.
+        The name of the dtype, as in NumPy.
     kind : "real", "int" or "bool"
-        Of what a load of it gives.
+        The kind of loaded elements.
     is_single : tuple of bool
         Whether each axis has length 1.
     """
@@ -81,7 +84,7 @@ class ArrayType(NamedTuple):
 
 
 class _Hashed:
-    """A place for a hash that is computed once; pickles leave it out, since hashes of strings differ by process."""
+    """A slot for a hash that is computed once; pickles omit it, since hashes of strings differ between processes."""
 
     __slots__ = ("_hash",)
     _hash: int
@@ -89,19 +92,19 @@ class _Hashed:
 
 @dataclass(frozen=True, slots=True)
 class Program(_Hashed):
-    """A function of (s, b, h, i, j) as instructions, each of which assigns once.
+    """A function of (s, b, h, i, j) as instructions, each of which defines one value.
 
     Attributes
     ----------
     instructions : tuple of Instruction
-        No two are equal, and each is needed for a result.
+        The instructions; all differ, and each is needed for a result.
     arrays : tuple of ArrayType
-        All captured arrays, read or not.
+        All captured arrays, even if no instruction reads them.
     num_numbers : int
-        Numbers that a run of the program is given.
+        The number of slots for numbers that are arguments.
     results : tuple of int
-        The instruction of f; of a derived program those of f, df/ds, and df/d(load) of each load asked for; of a pushed
-        program those of another program, and then the tangent of each.
+        The instruction of f. For a derived program: f, df/ds, and df/d(load) of each requested load. For a pushed
+        program: the results of the original program, then the tangent of each.
     """
 
     instructions: tuple[Instruction, ...]
@@ -113,9 +116,9 @@ class Program(_Hashed):
         try:
             return self._hash
         except AttributeError:
-            found = hash((self.instructions, self.arrays, self.num_numbers, self.results))
-            object.__setattr__(self, "_hash", found)
-            return found
+            computed = hash((self.instructions, self.arrays, self.num_numbers, self.results))
+            object.__setattr__(self, "_hash", computed)
+            return computed
 
     @property
     def shift_slot(self) -> int | None:
@@ -124,7 +127,7 @@ class Program(_Hashed):
         return next(slots, None)
 
     def num_leading_axes(self, load: Instruction) -> int:
-        """Return how many leading axes of its array a load reads at the batch entry b, to which they broadcast."""
+        """Return how many leading axes of the array a load indexes by the batch entry b, to which they broadcast."""
         array: ArrayType = self.arrays[load.value]
         return array.rank - len(load.args)
 
@@ -145,18 +148,19 @@ class Program(_Hashed):
 
 
 class Builder:
-    """Instructions in the making: equal ones are one, and the simplest is made of each.
+    """A builder of programs, which merges equal instructions and simplifies operations.
 
     Parameters
     ----------
     arrays : iterable of ArrayType
+        The captured arrays.
     num_numbers : int
-        Slots that are taken already, of numbers that are not known here.
+        The number of slots that are already used, whose numbers are unknown to the builder.
 
     Attributes
     ----------
     numbers : list of float
-        The values of the further slots.
+        The numbers in the slots that the builder added.
     """
 
     def __init__(self, arrays: Iterable[ArrayType] = (), num_numbers: int = 0) -> None:
@@ -168,7 +172,7 @@ class Builder:
         self._slots: dict[str, int] = {}
 
     def put(self, op: str, kind: BlockKind, *args: int, value: Array = None) -> int:
-        """The number of this instruction, as it is."""
+        """Add an instruction without simplification, unless an equal one exists, and return its number."""
         key = op, kind, args, value
         instructions = self.instructions
         n = self._found.setdefault(key, len(instructions))
@@ -177,7 +181,7 @@ class Builder:
         return n
 
     def put_inputs(self) -> Iterable[int]:
-        """The numbers of s, b, h, i and j in a builder without instructions."""
+        """Add s, b, h, i and j to a builder without instructions, and return their numbers."""
         self.instructions += _INPUTS
         self._found |= _INPUT_NUMBERS
         return range(len(_INPUTS))
@@ -186,12 +190,12 @@ class Builder:
         return self.instructions[n].kind
 
     def const(self, value: bool | int | float) -> int:
-        """A value that is part of the program."""
+        """Add a constant of the program."""
         kinds: dict[type, BlockKind] = {bool: "bool", int: "int", float: "real"}
         return self.put("const", kinds[type(value)], value=value)
 
     def number(self, value: float) -> int:
-        """A value that a run of the program is given; a few that simplify are part of the program."""
+        """Add a number that is an argument of the program; a few numbers that simplify it become constants."""
         if value in FOLDED_NUMBERS and (value or math.copysign(1, value) > 0):
             return self.const(value)
         slot = self._slots.setdefault(value.hex(), self._num_given + len(self.numbers))
@@ -200,30 +204,30 @@ class Builder:
         return self.put("number", "real", value=slot)
 
     def shift(self) -> int:
-        """seqlen_kv - seqlen_q of the call, an integer: 0 unless `planning.score_operands.numbers_of` puts it in."""
+        """Add seqlen_kv - seqlen_q of the call, an integer: 0 until `planning.score_operands.numbers_of` sets it."""
         slot = self._slots.setdefault("shift", self._num_given + len(self.numbers))
         if slot == self._num_given + len(self.numbers):
             self.numbers.append(0.0)
         return self.put("number", "int", value=slot)
 
     def load(self, array: int, indices: Iterable[int]) -> int:
-        """An element of a captured array; fewer indices than axes leave the leading axes to the batch."""
+        """Add a load from a captured array; if there are fewer indices than axes, b indexes the leading axes."""
         args = tuple(indices)
         if any([self.kind(n) != "int" for n in args]):
             raise ProgramError("an index must be an integer expression of b, h, i, j and integer arrays")
         return self.put("load", self.arrays[array].kind, *args, value=array)
 
     def real(self, n: int) -> int:
-        """A real or an integer as a real."""
+        """Convert a real or an integer to a real."""
         instruction = self.instructions[n]
         if instruction.kind == "real":
             return n
         if instruction.kind == "bool":
-            raise ProgramError("a comparison is no number: use np.where(condition, a, b)")
+            raise ProgramError("a comparison is not a number: use np.where(condition, a, b)")
         return self.number(float(instruction.value)) if instruction.op == "const" else self.put("real", "real", n)
 
     def apply(self, op: str, *args: int) -> int:
-        """The result of one of `PRIMITIVES`, by the simplest instructions."""
+        """Add an operation of `PRIMITIVES`, simplified if possible."""
         signature, kind = PRIMITIVES[op].signature, self.instructions[args[0]].kind
         if signature == "number" and kind == self.instructions[args[-1]].kind != "bool":
             return self._arithmetic(op, kind, *args)
@@ -257,26 +261,26 @@ class Builder:
         return a if a == b else self.put("where", self.kind(a), condition, a, b)
 
     def finish(self, *results: int) -> Program:
-        """The program of what the results need; `numbers` then holds the values of its further slots."""
+        """Return the program of the instructions that the results need, and reduce `numbers` to those that it uses."""
         program, slots = self.program_and_slots(results)
         self.numbers = [self.numbers[slot - self._num_given] for slot in slots if slot >= self._num_given]
         return program
 
     def program_and_slots(self, results: Sequence[int]) -> tuple[Program, list[int]]:
-        """The program of what the results need, and the slots of its numbers, some of which may be new.
+        """Return the program of the instructions that the results need, and the slots of its numbers, old or new.
 
-        Integers that only become reals are reals from the start: it spares conversions, and the values are equal as
+        Integers that are used only as reals are computed as reals. This saves conversions, and the values are equal as
         long as all of them are exact.
         """
-        kept = needed_for(self.instructions, results)
-        only_reals = _only_reals(self.instructions, kept, self.arrays)
+        needed = needed_for(self.instructions, results)
+        only_reals = _only_reals(self.instructions, needed, self.arrays)
         if not only_reals:
-            return self._pruned(results, kept)
+            return self._pruned(results, needed)
         copy = Builder(self.arrays, self._num_given)
         copy.numbers, copy._slots = self.numbers, self._slots
         new: dict[int, int] = {}
         reals: dict[int, int] = {}
-        for n in kept:
+        for n in needed:
             instruction = self.instructions[n]
             if n in only_reals:
                 reals[n] = copy._again_in_reals(instruction, new, reals)
@@ -285,20 +289,20 @@ class Builder:
             else:
                 args = (new[a] for a in instruction.args)
                 new[n] = copy.put(instruction.op, instruction.kind, *args, value=instruction.value)
-        found = [new[n] for n in results]
-        return copy._pruned(found, needed_for(copy.instructions, found))
+        converted = [new[n] for n in results]
+        return copy._pruned(converted, needed_for(copy.instructions, converted))
 
     def _again_in_reals(self, instruction: Instruction, new: dict[int, int], reals: dict[int, int]) -> int:
-        """An operation on integers as one on reals; `new` and `reals` are the numbers of its arguments here."""
+        """Convert an operation on integers to one on reals; `new` and `reals` map old arguments to new numbers."""
         args = [reals[a] if a in reals else new[a] for a in instruction.args]
         return self.apply(instruction.op, *(a if self.kind(a) == "bool" else self.real(a) for a in args))
 
-    def _pruned(self, results: Sequence[int], kept: Sequence[int]) -> tuple[Program, list[int]]:
-        """The program of these results, which need the instructions that are kept, and the slots of its numbers."""
-        place = {n: count for count, n in enumerate(kept)}
-        slots = sorted({self.instructions[n].value for n in kept if self.instructions[n].op == "number"})
+    def _pruned(self, results: Sequence[int], needed: Sequence[int]) -> tuple[Program, list[int]]:
+        """Return the program of these results and of the instructions that they need, and the slots of its numbers."""
+        place = {n: count for count, n in enumerate(needed)}
+        slots = sorted({self.instructions[n].value for n in needed if self.instructions[n].op == "number"})
         instructions = []
-        for n in kept:
+        for n in needed:
             op, kind, args, value = self.instructions[n]
             value = slots.index(value) if op == "number" else value
             instructions.append(_tuple_of(Instruction, (op, kind, tuple([place[a] for a in args]), value)))
@@ -315,7 +319,7 @@ class Builder:
         return instruction.op == "const" and instruction.kind != "bool" and bool(instruction.value == value)
 
     def _folded(self, op: str, kind: BlockKind, *args: int) -> int:
-        """The operation, or its value where all arguments are part of the program."""
+        """Add an operation, or a constant with its value if all arguments are constants."""
         fold = PRIMITIVES[op].fold
         if self.instructions[args[0]].op == self.instructions[args[-1]].op == "const" and fold is not None:
             value = fold(*(self.instructions[n].value for n in args))
@@ -338,7 +342,7 @@ class Builder:
         return self._folded(op, kind, a, b)
 
     def _quotient(self, a: int, b: int) -> int:
-        """a / b; by a number, a product with its reciprocal, which is one more number."""
+        """Add a / b. If b is a number, multiply by its reciprocal, which is a further number."""
         divisor = self.instructions[b]
         if divisor.op == "const" and divisor.value and math.isfinite(divisor.value):
             return self._arithmetic("mul", "real", a, self.const(1.0 / divisor.value))
@@ -350,7 +354,7 @@ class Builder:
 
 
 def needed_for(instructions: Sequence[Instruction], results: Iterable[int]) -> list[int]:
-    """The instructions that these results need, in order."""
+    """Return the instructions that these results need, in order."""
     needed: set[int] = set()
     stack = list(results)
     while stack:
@@ -361,37 +365,37 @@ def needed_for(instructions: Sequence[Instruction], results: Iterable[int]) -> l
     return sorted(needed)
 
 
-def _only_reals(instructions: list[Instruction], kept: list[int], arrays: list[ArrayType]) -> set[int]:
-    """The operations on integers whose result is needed as a real alone, and whose arguments are exact as reals.
+def _only_reals(instructions: list[Instruction], needed: list[int], arrays: list[ArrayType]) -> set[int]:
+    """Return the integer operations whose results are used only as reals, and whose arguments are exact as reals.
 
-    Integers of captured arrays are so where their dtype is narrow; of wider ones, differences would lose everything.
+    Integers of captured arrays are exact as reals if their dtype is narrow; differences of wide ones would cancel.
     """
-    if not any(instructions[n].op == "real" for n in kept):
+    if not any(instructions[n].op == "real" for n in needed):
         return set()
-    uses: dict[int, list[int]] = {n: [] for n in kept}
+    uses: dict[int, list[int]] = {n: [] for n in needed}
     is_wide: set[int] = set()
-    for n in kept:
+    for n in needed:
         instruction = instructions[n]
         for a in instruction.args:
             uses[a].append(n)
         is_wide_load = instruction.op == "load" and arrays[instruction.value].dtype not in _NARROW_INTS
         if instruction.kind == "int" and (is_wide_load or any(a in is_wide for a in instruction.args)):
             is_wide.add(n)
-    found: set[int] = set()
-    for n in reversed(kept):
+    only_reals: set[int] = set()
+    for n in reversed(needed):
         instruction = instructions[n]
         is_arithmetic = instruction.kind == "int" and instruction.op in _OF_REALS_TOO and n not in is_wide
-        if is_arithmetic and uses[n] and all(instructions[m].op == "real" or m in found for m in uses[n]):
-            found.add(n)
-    return found
+        if is_arithmetic and uses[n] and all(instructions[m].op == "real" or m in only_reals for m in uses[n]):
+            only_reals.add(n)
+    return only_reals
 
 
 def depends(program: Program) -> tuple[frozenset[str], ...]:
-    """Return which of "s", "b", "h", "i", "j" each instruction's value depends on; the tangent of s counts as s.
+    """Return on which of "s", "b", "h", "i", "j" each instruction's value depends; the tangent of s counts as s.
 
-    A number and a captured array without axes depend on none.
+    Numbers and captured 0-d arrays depend on none of them.
     """
-    found: list[frozenset[str]] = []
+    dependencies: list[frozenset[str]] = []
     for instruction in program.instructions:
         own = {instruction.op} if instruction.op in ("s", *COORDINATES) else set()
         if instruction.op == "s_dot":
@@ -399,12 +403,12 @@ def depends(program: Program) -> tuple[frozenset[str], ...]:
         if instruction.op == "load":
             leading = program.arrays[instruction.value].is_single[: program.num_leading_axes(instruction)]
             own = {"b"} if not all(leading) else set()
-        found.append(frozenset(own.union(*(found[a] for a in instruction.args))))
-    return tuple(found)
+        dependencies.append(frozenset(own.union(*(dependencies[a] for a in instruction.args))))
+    return tuple(dependencies)
 
 
 def gradient_loads(program: Program, wrt: Iterable[str]) -> tuple[int, ...]:
-    """The loads of real arrays with these names, in order; a program and its derivative have equally many."""
+    """Return the loads of real arrays with these names, in order; a program and its derivative have equally many."""
     names = set(wrt)
     return tuple(
         n
@@ -414,7 +418,7 @@ def gradient_loads(program: Program, wrt: Iterable[str]) -> tuple[int, ...]:
 
 
 def curvature(program: Program) -> Curvature:
-    """"shift": df/ds is 1; "scaled": it does not depend on s; "curved": it does."""
+    """Return "shift" if df/ds is 1, "scaled" if it does not depend on s, "curved" if it does."""
     slopes = derived(program)
     slope = slopes.results[1]
     if slopes.instructions[slope] == Instruction("const", "real", (), 1.0):
@@ -423,9 +427,9 @@ def curvature(program: Program) -> Curvature:
 
 
 def derived(program: Program, wrt: Iterable[str] = ()) -> Program:
-    """The program of f, df/ds and df/d(load) for each load of `gradient_loads(program, wrt)`, in this order.
+    """Return the program of f, df/ds and df/d(load) for each load of `gradient_loads(program, wrt)`, in this order.
 
-    Its arrays and numbers are the program's own.
+    Its arrays and numbers are those of the original program.
     """
     sweep = _ReverseSweep(program)
     f = program.results[0]
@@ -436,20 +440,21 @@ def derived(program: Program, wrt: Iterable[str] = ()) -> Program:
 
 
 def pushed(program: Program, tangents: Iterable[str] = (), *, moves_score: bool = True) -> Program:
-    """The program of all results of a program, and of their tangents, in this order.
+    """Return the program of all results of a program, followed by their tangents.
 
-    The tangent of the score is the instruction "s_dot", and 0 unless `moves_score`. That of a real array named in
-    `tangents` is an array of its kind, called ``name.dot``; these arrays come after the program's own, in their order.
+    The tangent of the score is the instruction "s_dot" if `moves_score`, else 0. The tangent of a real array named in
+    `tangents` is an array of the same type called ``name.dot``; these arrays follow the program's arrays, in their
+    order.
     """
     sweep = _ForwardSweep(program, frozenset(tangents), moves_score)
     return sweep.builder.finish(*program.results, *(sweep.tangents[n] for n in program.results))
 
 
 class _Sweep(Derivation):
-    """Further instructions after those of a program, which make derivatives.
+    """A builder that appends the instructions of derivatives to those of a program.
 
-    A derivative that is 0 because a branch was not chosen stays 0 whatever it is multiplied by, so that a factor which
-    is inf or NaN there does not reach the result: it stays `where(condition, product, 0)`.
+    A derivative that is 0 because a branch was not chosen stays 0 in products, so that an infinite or NaN factor in
+    that branch does not reach the result: a product has the form `where(condition, product, 0)`.
     """
 
     def __init__(self, program: Program, arrays: Sequence[ArrayType]) -> None:
@@ -458,7 +463,7 @@ class _Sweep(Derivation):
             builder.put(instruction.op, instruction.kind, *instruction.args, value=instruction.value)
         self.zero, self.one = builder.const(0.0), builder.const(1.0)
 
-    # What the rules of derivatives are written with.
+    # The methods that the rules of derivatives use.
 
     def op(self, n: int) -> str:
         return self.builder.instructions[n].op
@@ -479,7 +484,7 @@ class _Sweep(Derivation):
         return self._guarded(g, lambda inner: self.apply("neg", inner))
 
     def _guarded(self, g: int, change: Callable[[int], int]) -> int:
-        """An adjoint, changed in the branches that are chosen; 0 stays 0."""
+        """Change an adjoint in the branches that are chosen; 0 stays 0."""
         builder = self.builder
         op, _, args, _ = builder.instructions[g]
         if g == self.zero:
@@ -498,7 +503,7 @@ class _Sweep(Derivation):
 
 
 class _ReverseSweep(_Sweep):
-    """Adjoints df/dx of a program's real instructions."""
+    """The adjoints df/dx of a program's real instructions."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program, program.arrays)
@@ -518,19 +523,19 @@ class _ReverseSweep(_Sweep):
         self._adjoints[n] = self.apply("add", self._adjoints[n], term) if n in self._adjoints else term
 
     def _terms(self, n: int, instruction: Instruction) -> list[tuple[int, int]]:
-        """Return what instruction n adds to the adjoints of its arguments; an integer as a real adds nothing."""
+        """Return the terms that instruction n adds to the adjoints of its arguments; a converted integer adds none."""
         args, g = instruction.args, self._adjoints[n]
         rules = PRIMITIVES[instruction.op].derivative if instruction.op in PRIMITIVES else ()
         return [(a, rule(self, g, n, *args)) for a, rule in zip(args, rules) if rule is not None]
 
 
 class _ForwardSweep(_Sweep):
-    """Tangents of a program's instructions; those of integers and bools are 0.
+    """The tangents of a program's instructions; those of integers and bools are 0.
 
     Attributes
     ----------
     tangents : list of int
-        The instruction that is the tangent of each.
+        For each instruction, the instruction of its tangent.
     """
 
     def __init__(self, program: Program, names: frozenset[str], moves_score: bool) -> None:

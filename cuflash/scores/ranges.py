@@ -1,4 +1,4 @@
-"""Bounds of the integers of a score program: a proof that no index leaves its axis."""
+"""Ranges of the integers of a score program, which prove that indices stay within their axes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ._primitives import PRIMITIVES
 from .program import Instruction, Program
 
 LARGEST = 2**31 - 1  # integers of a program are int32 in kernels
-_MOST_EXACT = 2**24  # float32 holds every integer up to it
-_LONGEST = 40  # characters of an expression that a message shows
+_MOST_EXACT = 2**24  # float32 represents every integer up to this
+_LONGEST = 40  # maximum number of characters of an expression in a message
 
 
 class Range(NamedTuple):
@@ -25,20 +25,20 @@ class Range(NamedTuple):
 
 
 def ranges(program: Program, extents: Mapping[str, int]) -> dict[int, Range]:
-    """The range of each integer instruction, for b, h, i and j below these extents, each at least 1.
+    """Compute the range of each integer instruction, for b, h, i and j below these extents, each at least 1.
 
-    What an integer array holds is not looked at: its dtype says what it may hold, within int32.
+    The contents of integer arrays are not inspected: their range is that of their dtype, within int32.
     """
-    found: dict[int, Range] = {}
+    known: dict[int, Range] = {}
     for n, instruction in enumerate(program.instructions):
         if instruction.kind == "int":
-            given = [found[a] for a in instruction.args if a in found]
-            found[n] = _range_of(program, instruction, given, extents)
-    return found
+            args = [known[a] for a in instruction.args if a in known]
+            known[n] = _range_of(program, instruction, args, extents)
+    return known
 
 
 def _range_of(
-    program: Program, instruction: Instruction, given: Sequence[Range], extents: Mapping[str, int]
+    program: Program, instruction: Instruction, args: Sequence[Range], extents: Mapping[str, int]
 ) -> Range:
     op = instruction.op
     if op in extents:
@@ -51,15 +51,15 @@ def _range_of(
         return integer_range(program.arrays[instruction.value].dtype)
     primitive = PRIMITIVES[op]
     if primitive.range is not None:
-        return Range(*primitive.range(*given))
-    # The others are monotone in each argument while others are held, so that their extremes are at the corners.
+        return Range(*primitive.range(*args))
+    # All other operations are monotone in each argument, so that their extremes are at the corners of the ranges.
     assert primitive.fold is not None, op
-    corners = [primitive.fold(*each) for each in product(*given)]
+    corners = [primitive.fold(*each) for each in product(*args)]
     return Range(min(corners), max(corners))
 
 
 def integer_range(dtype: DTypeLike) -> Range:
-    """Return the range of integers that are loaded from an array: those of its dtype, clipped to int32."""
+    """Return the range of integers that are loaded from an array: that of its dtype, clipped to int32."""
     info = np.iinfo(dtype)
     return Range(max(int(info.min), -LARGEST - 1), min(int(info.max), LARGEST))
 
@@ -67,18 +67,18 @@ def integer_range(dtype: DTypeLike) -> Range:
 def range_reasons(
     program: Program, shapes: Sequence[tuple[int, ...]], batch: tuple[int, ...], extents: Mapping[str, int], dtype: str
 ) -> list[str]:
-    """Why a kernel, which does not look, might read beside a captured array, or overflow.
+    """Return the reasons why a kernel, which does not check indices, might read out of bounds or overflow.
 
     Parameters
     ----------
     shapes : sequence of tuple of int
-        Of the program's arrays.
+        Shapes of the program's arrays.
     batch : tuple of int
         The problem's leading axes.
     extents : mapping of "b", "h", "i" and "j" to int
-        How many of each there are.
+        The number of values of each.
     dtype : str
-        Of the program's reals, float32 or float64.
+        The dtype of the program's reals, float32 or float64.
     """
     if 0 in extents.values():  # nothing is computed
         return []
@@ -88,7 +88,7 @@ def range_reasons(
         if n in known and (known[n].least < -LARGEST - 1 or known[n].most > LARGEST):
             return [
                 f"{expression(program, n)} may be {known[n].least}..{known[n].most} and integers of a score must be "
-                f"within int32: clip what it is made of, or start from reals, as in 1.0 * i"
+                f"within int32: clip its operands, or compute with reals, as in 1.0 * i"
             ]
         if instruction.op == "load":
             reasons += _index_reasons(program, instruction, shapes[instruction.value], known)
@@ -96,7 +96,7 @@ def range_reasons(
             name = program.instructions[instruction.args[0]].op
             if extents.get(name, 0) > _MOST_EXACT:
                 reasons.append(
-                    f"{name} must be at most {_MOST_EXACT} where it becomes a float32; got {extents[name]}: use float64"
+                    f"{name} must be at most {_MOST_EXACT} to be exact in float32; got {extents[name]}: use float64"
                 )
     return list(dict.fromkeys(reasons))
 
@@ -128,24 +128,24 @@ def _index_reasons(
         least, most = known[n]
         if program.instructions[n].op == "h" and extent != most + 1:
             reasons.append(
-                f"axis {axis} of {name} must have an element for each of {most + 1} query heads, as h is its index; "
+                f"axis {axis} of {name} must have an element for each of {most + 1} query heads, since its index is h; "
                 f"got shape {shape}"
             )
             continue
         if least >= 0 and most < extent:
             continue
-        fix = f"clip it, np.clip({expression(program, n)}, 0, {extent - 1})" if extent else "give it elements"
-        holds = [program.arrays[each.value].name for each in _loads_in(program, n)]
-        if holds:
-            which = f"depends on what {' and '.join(dict.fromkeys(holds))} holds"
+        fix = f"clip it, np.clip({expression(program, n)}, 0, {extent - 1})" if extent else "pass a nonempty array"
+        sources = [program.arrays[each.value].name for each in _loads_in(program, n)]
+        if sources:
+            which = f"depends on the contents of {' and '.join(dict.fromkeys(sources))}"
         else:
             which = f"may be {least}..{most}"
-        reasons.append(f"index {axis} of {name} {which} and the axis has {extent}: {fix}")
+        reasons.append(f"index {axis} of {name} {which} and the axis has {extent} elements: {fix}")
     return reasons
 
 
 def _loads_in(program: Program, n: int) -> list[Instruction]:
-    """The loads that an instruction's value is made of."""
+    """Return the loads on which an instruction's value depends."""
     is_needed = {n}
     for m in range(n, -1, -1):
         if m in is_needed:
@@ -154,7 +154,7 @@ def _loads_in(program: Program, n: int) -> list[Instruction]:
 
 
 def expression(program: Program, n: int) -> str:
-    """An instruction as a user would write it; "the index" where that would be long."""
+    """Format an instruction as a user would write it; "the index" if that is too long."""
     texts: list[str | None] = []
     for instruction in program.instructions[: n + 1]:
         args = [texts[a] for a in instruction.args]

@@ -1,10 +1,10 @@
-"""Errors of a score program's results: each value beside its largest distance from the exact one.
+"""Error bounds of a score program's results: each exact value with a bound on a kernel's error.
 
-Errors of arguments go through the largest change of a function within them, not through its derivative at the value,
-so that they hold where they are large. Each operation then adds its own roundoff, in units of the accumulator's ua:
-`PRIMITIVES` has the rules. A number errs by 1 ua of it, and so does an element of a float64 array in float32. An
-integer that becomes a real errs by 1 ua of it beyond 1 / ua. The loss by underflow is added to each result, and a
-result that may overflow has an error of inf.
+The errors of arguments are propagated by the largest change of the function within them instead of its derivative at
+the value, so that the bounds also hold for large errors. Each operation then adds its own roundoff, in units of the
+accumulator's unit roundoff ua; the rules are in `PRIMITIVES`. A number, and an element of a float64 array in float32,
+has a relative error of 1 ua. An integer that is converted to a real has a relative error of 1 ua if it is larger than 1
+/ ua. The loss by underflow is added to each result, and the error of a result that may overflow is inf.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .values import Operands, run
 
 
 class LoadErrors(NamedTuple):
-    """The derivative by a load of an array that has a gradient."""
+    """The derivative with respect to a load of an array that has a gradient."""
 
     array: int
     place: tuple[Array, ...]
@@ -31,7 +31,7 @@ class LoadErrors(NamedTuple):
 
 
 class ScoreErrors(NamedTuple):
-    """Final scores f and their derivative by the scores, with errors, and the derivatives by loads of arrays."""
+    """Final scores f, their derivatives with respect to scores and to loads of arrays, and all errors."""
 
     f: Array
     e_f: Array
@@ -41,9 +41,9 @@ class ScoreErrors(NamedTuple):
 
 
 class PushedErrors(NamedTuple):
-    """Tangents of final scores and of the derivative by the scores, that derivative, and all errors.
+    """Tangents of final scores and of their derivative with respect to scores, that derivative, and all errors.
 
-    The loads are the derivatives by loads of arrays that have gradients, and their tangents.
+    `loads` has the derivatives with respect to loads of arrays that have gradients, and `loads_dot` their tangents.
     """
 
     f_dot: Array
@@ -59,12 +59,12 @@ class PushedErrors(NamedTuple):
 def score_errors(
     program: Program, operands: Operands, wrt: Sequence[str], s: Array, e_s: Array, model: Arithmetic
 ) -> ScoreErrors:
-    """Evaluate a program on all scores [*batch, num_heads, seqlen_q, seqlen_kv] and their errors."""
+    """Evaluate a program and its errors on all scores [*batch, num_heads, seqlen_q, seqlen_kv]."""
     at = _places(s)
     slopes = derived(program, wrt)
     (f, e_f), (slope, e_slope), *by_loads = values_and_errors(slopes, operands, s, e_s, *at, model)
-    found = run(slopes, operands, s, *at)
-    loads = _load_errors(slopes, operands, wrt, at[0], found, by_loads)
+    results = run(slopes, operands, s, *at)
+    loads = _load_errors(slopes, operands, wrt, at[0], results, by_loads)
     f, e_f, slope, e_slope = (np.broadcast_to(x, s.shape) for x in (f, e_f, slope, e_slope))
     return ScoreErrors(f, e_f, slope, e_slope, loads)
 
@@ -73,38 +73,38 @@ def pushed_errors(
     program: Program, operands: Operands, tangents: Sequence[str], wrt: Sequence[str], s: Array, e_s: Array,
     s_dot: Array, e_s_dot: Array, model: Arithmetic,
 ) -> PushedErrors:
-    """Evaluate a program and its tangents on all scores, their tangents and the errors of both.
+    """Evaluate a program, its tangents and the errors of both on all scores and their tangents.
 
-    The operands end with the tangents of the arrays that `tangents` names.
+    The last operands are the tangents of the arrays that `tangents` names.
     """
     at, slopes = _places(s), pushed(derived(program, wrt), tangents)
     results = values_and_errors(slopes, operands, s, e_s, *at, model, s_dot, e_s_dot)
-    found = run(slopes, operands, s, *at, s_dot)
+    run_results = run(slopes, operands, s, *at, s_dot)
     half = len(results) // 2
     (_, slope, *by_loads), (f_dot, slope_dot, *by_loads_dot) = results[:half], results[half:]
     finals = (np.broadcast_to(x, s.shape) for x in (*f_dot, *slope, *slope_dot))
     loads, loads_dot = (
-        _load_errors(slopes, operands, wrt, at[0], found, each) for each in (by_loads, by_loads_dot)
+        _load_errors(slopes, operands, wrt, at[0], run_results, each) for each in (by_loads, by_loads_dot)
     )
     return PushedErrors._make((*finals, loads, loads_dot))
 
 
 def _places(s: Array) -> tuple[Array, Array, Array, Array]:
-    """b, h, i and j of all scores [*batch, num_heads, seqlen_q, seqlen_kv]."""
+    """Return b, h, i and j of all scores [*batch, num_heads, seqlen_q, seqlen_kv]."""
     *batch, num_heads, seqlen_q, seqlen_kv = s.shape
     h, i, j = np.ogrid[:num_heads, :seqlen_q, :seqlen_kv]
     return np.arange(math.prod(batch)).reshape(*batch, 1, 1, 1), h, i, j
 
 
 def _load_errors(
-    program: Program, operands: Operands, wrt: Sequence[str], b: Array, found: Sequence[Array],
+    program: Program, operands: Operands, wrt: Sequence[str], b: Array, results: Sequence[Array],
     by_loads: Sequence[tuple[Array, Array]],
 ) -> tuple[LoadErrors, ...]:
-    """Name the elements that each load reads, beside the derivative by it; `found` are all values of the program."""
+    """Return the elements that each load reads with the derivative; `results` has the values of all instructions."""
     loads = []
     for n, (value, error) in zip(gradient_loads(program, wrt), by_loads, strict=True):
         load = program.instructions[n]
-        place = operands.place(program, load, b, [found[a] for a in load.args])
+        place = operands.place(program, load, b, [results[a] for a in load.args])
         loads.append(LoadErrors(load.value, place, value, error))
     return tuple(loads)
 
@@ -113,25 +113,25 @@ def values_and_errors(
     program: Program, operands: Operands, s: Array, e_s: Array, b: Array, h: Array, i: Array, j: Array,
     model: Arithmetic, s_dot: Array = None, e_s_dot: Array = None,
 ) -> list[tuple[Array, Array]]:
-    """(value, error) of each result, float64; they broadcast against s.
+    """Return (value, error) of each result, float64; they broadcast against s.
 
     Parameters
     ----------
     s, e_s : float64 arrays
-        Exact scores, and how far a kernel's may be from them.
+        Exact scores, and bounds on the errors of a kernel's scores.
     b, h, i, j : int arrays
         As in `values`.
     s_dot, e_s_dot : float64 arrays, optional
-        Exact tangents of the scores, and how far a kernel's may be from them, for a program that reads them.
+        Exact tangents of the scores, and bounds on a kernel's errors, for a program that reads them.
     """
-    values, given = run(program, operands, s, b, h, i, j, s_dot), {"s": e_s, "s_dot": e_s_dot}
+    values, input_errors = run(program, operands, s, b, h, i, j, s_dot), {"s": e_s, "s_dot": e_s_dot}
     approximations: list[Approximation] = []
     with np.errstate(all="ignore"):
         for instruction, x in zip(program.instructions, values):
             args = [approximations[a] for a in instruction.args]
-            is_given = instruction.op in given
-            error: Array = given[instruction.op] if is_given else _error(program, instruction, x, args, model)
-            if instruction.kind == "real" and not is_given:
+            is_input = instruction.op in input_errors
+            error: Array = input_errors[instruction.op] if is_input else _error(program, instruction, x, args, model)
+            if instruction.kind == "real" and not is_input:
                 error = np.where(np.isfinite(x) & (np.abs(x) + error > model.largest), np.inf, error)
                 error = np.where(np.isnan(error), np.inf, error)
             is_nonnegative = _is_nonnegative(instruction, [arg.is_nonnegative for arg in args], operands)
@@ -161,7 +161,7 @@ def _error(program: Program, instruction: Instruction, x: Array, args: list[Appr
 
 
 def _is_nonnegative(instruction: Instruction, args: list[bool], operands: Operands) -> bool:
-    """Return whether no rounding can make a result negative."""
+    """True if rounding cannot make a result negative."""
     op = instruction.op
     if op in ("const", "number"):
         value = instruction.value if op == "const" else operands.numbers[instruction.value]

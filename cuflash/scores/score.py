@@ -1,4 +1,4 @@
-"""A score function with its captured arrays: what `score=` takes."""
+"""A score function with its captured arrays: the argument `score=`."""
 
 from __future__ import annotations
 
@@ -29,55 +29,57 @@ RESERVED = (
     "q", "k", "v", "o", "lse", "do", "dlse", "dq", "dk", "dv", "out", "bias", "sink", "dropout_seed",
     "s", "b", "h", "i", "j", "self",
 )  # fmt: skip
-RESTARTED = "restarted"  # a fact of functions that `within` makes: q_starts and kv_starts have an element for each row
-UNALIGNED = "unaligned"  # a fact of functions of j - i that were made without `align`
+RESTARTED = "restarted"  # a fact of functions that `within` returns: q_starts and kv_starts have an element per row
+UNALIGNED = "unaligned"  # a fact of functions that depend on j - i and have no alignment
 _INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 
 
 class Printing:
-    """Holds the function that prints a program as CUDA; `compiler.score_text`, which imports this module, sets it."""
+    """The function that prints a program as CUDA, which `compiler.score_text` sets to avoid a circular import."""
 
     text: ClassVar[Callable[[Program], str]]
 
 
 @explains_keywords
 class Score:
-    """A function of each score and its place, traced when this is made.
+    """A function of each score and its position, which is traced at construction.
 
     Parameters
     ----------
     function : callable (s, b, h, i, j, **arrays)
-        The function. s is the score, scale q . k; b the batch entry, where the axes before the heads count as one in C
-        order; h the query head; i and j the positions of query and key. Of Python's operators and NumPy's functions
-        those work that have a counterpart in a kernel; another one is refused with the function's line. Plain numbers
-        that the function reads, also from outside of it, are arguments of a kernel: another value compiles nothing.
+        The function. s is the score, scale q . k; b the batch entry, numbered through the axes before the heads in C
+        order; h the query head; i and j the positions of query and key. The function may use the Python operators and
+        NumPy functions that have a counterpart in kernels; others are refused with the line of the function. Plain
+        numbers that the function reads, including global and captured variables, are arguments of kernels: different
+        values do not recompile.
     **arrays : array, or ShapeDtype
-        Captured arrays, which the function takes by name: float16, bfloat16, float32, float64, bool or integers of any
-        width, with any strides, where q is. ``a[x, y]`` takes as many integer expressions as there are axes;
-        ``a[..., h, i, j]`` leaves the axes in front to the batch, against which they broadcast. An array without axes
-        is a number that may have a gradient. Integers beyond int32 count as the nearest of int32.
+        Captured arrays, which the function receives by name: float16, bfloat16, float32, float64, bool or integers of
+        any width, with any strides, on the device of q. ``a[x, y]`` takes one integer expression per axis. With
+        ``a[..., h, i, j]``, the leading axes broadcast against the batch and are indexed by it. A 0-d array is a number
+        that may have a gradient. Integers outside int32 are clipped to int32.
 
     Attributes
     ----------
     program : Program
-        What was traced.
+        The traced program.
     numbers : tuple of float
-        What the program reads beside the arrays.
+        The numbers that the program reads.
     arrays : mapping of str to array
-        What the function captures.
+        The captured arrays.
 
     Raises
     ------
     TypeError
-        A captured array is no array.
+        A captured array is not an array.
     UnsupportedProblem
         The function cannot be traced, or an array cannot be captured; all reasons at once.
 
     Notes
     -----
-    ``(a @ b)(s)`` is ``a(b(s))``. A value of -inf hides a key, as a mask does, but skips no work. At ties of np.minimum
-    and np.maximum the first argument has the derivative; abs and sign have 0 at 0, and so have a power of 0 by its
-    exponent and a power by 0 by its base; of np.where only the branch that is chosen has one.
+    ``(a @ b)(s)`` is ``a(b(s))``. A value of -inf masks a key, but, unlike a mask, does not skip its work. Derivatives
+    at special points: at ties of np.minimum and np.maximum the first argument has the derivative; those of abs and sign
+    at 0 are 0, and so are that of ``0 ** x`` with respect to x and of ``x ** 0`` with respect to x; in np.where only
+    the chosen branch has a derivative.
 
     Examples
     --------
@@ -88,7 +90,7 @@ class Score:
     >>> score = Score(capped, slope=np.array([0.5, 0.25], np.float32))
     >>> score.name
     'capped'
-    >>> float(score(0.0, 0, 1, 8, 4))                       # the function itself, on numbers or arrays
+    >>> float(score(0.0, 0, 1, 8, 4))                       # calls the function on numbers or arrays
     -1.0
     >>> q = k = v = np.ones((2, 16, 8), np.float32)
     >>> cuflash.attention(q, k, v, score=score).shape
@@ -102,7 +104,7 @@ class Score:
 
     @classmethod
     def _of_reserved(cls, function: Callable[..., Array], /, **arrays: Array) -> Score:
-        """Make a Score of the library's own, whose arrays may have names that users' may not have.
+        """Make a Score inside the library, whose arrays may have reserved names.
 
         Parameters
         ----------
@@ -127,9 +129,9 @@ class Score:
         >>> Score._of_reserved(lambda s, b, h, i, j, bias: s + bias[h], bias=np.ones(2)).name
         '<lambda>'
         """
-        made = cls.__new__(cls)
-        made._make(function, arrays, [])
-        return made
+        score = cls.__new__(cls)
+        score._make(function, arrays, [])
+        return score
 
     def _make(
         self, function: Callable[..., Array], arrays: dict[str, Array], reasons: list[str], most: int = MAX_ARRAYS
@@ -165,7 +167,7 @@ class Score:
 
     @property
     def facts(self) -> frozenset[str]:
-        """Return what calls check of the library's own functions; a composed score has the facts of all its parts.
+        """The facts about functions of the library that calls check; a composed score has the facts of all its parts.
 
         Examples
         --------
@@ -176,41 +178,41 @@ class Score:
 
     @cached_property
     def _curvature(self) -> Curvature:
-        """Whether the derivative with respect to s is 1, does not depend on s, or does."""
+        """The kind of the derivative with respect to s: 1, independent of s, or dependent on s."""
         return curvature(self.program)
 
     def __call__(self, s: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
-        """The function itself on numbers, or on arrays that broadcast: for plots and tests.
+        """Evaluate the function on numbers, or on arrays that broadcast, for plots and tests.
 
-        Integers are wide and reals are float32 at least, as in a call: nothing wraps around that a call would not let.
-        Lengths are taken for equal where the function counts from the last query and key.
+        Integers are converted to int64 and reals at least to float32, as in attention calls. A function that counts
+        from the last query and key assumes equal lengths.
 
         Raises
         ------
         UnsupportedProblem
-            Only shapes of the captured arrays are known.
+            A captured array is only a shape and dtype.
         """
         shapes = [name for name, array in self.arrays.items() if isinstance(array, ShapeDtype)]
         if shapes:
-            raise UnsupportedProblem([f"{name} must be an array here; got its shape alone" for name in shapes])
-        given = {name: _widened(_readable(name, array)) for name, array in self.arrays.items()}
-        return self.function(*map(_widened, (s, b, h, i, j)), **given)
+            raise UnsupportedProblem([f"{name} must be an array to evaluate it; got only its shape" for name in shapes])
+        captured = {name: _widened(_readable(name, array)) for name, array in self.arrays.items()}
+        return self.function(*map(_widened, (s, b, h, i, j)), **captured)
 
     def cuda(self, *, backward: bool = False) -> str:
-        """The function as CUDA C++: what kernels are compiled with, for those who want to see it.
+        """Return the CUDA C++ text of the function that is compiled into kernels, for inspection.
 
-        `value` is run for each score. What depends on batch entry and head alone is computed in `of_tile`, and what
-        depends on the query or the key too in `of_query` and `of_key`. Numbers are arguments.
+        `value` runs for each score. Values that depend only on batch entry and head are computed in `of_tile`, and
+        those that also depend on the query or the key in `of_query` and `of_key`. Numbers are arguments.
 
         Parameters
         ----------
         backward : bool
-            The text for backward kernels of a call without ``wrt=``: `value` gives the slope df/ds too.
+            Return the text for backward kernels of a call without ``wrt=``, in which `value` also returns df/ds.
 
         Returns
         -------
         str
-            The text. Hopper's kernels are given the products q . k and elements of large arrays, and so have another.
+            The text. That of Hopper kernels differs, since they pass the products q . k and elements of large arrays.
 
         Raises
         ------
@@ -226,15 +228,15 @@ class Score:
         refuse(flag_reasons("backward", backward))
         return Printing.text(derived(self.program) if backward else self.program)
 
-    __array_ufunc__ = None  # NumPy's arrays leave operators to scores, which refuse them
+    __array_ufunc__ = None  # NumPy arrays defer their operators to scores, which refuse them
 
     def __bool__(self) -> bool:
         raise TypeError(f"scores have no truth value: {_COMPOSED}")
 
     def __matmul__(self, other: Any) -> Score:
-        """The score ``s -> self(other(s))``."""
+        """Return the score ``s -> self(other(s))``."""
         if not isinstance(other, Score):
-            raise TypeError(f"@ composes two scores; got {describe(other)}: Score(f) makes one of a function")
+            raise TypeError(f"@ composes two scores; got {describe(other)}: convert a function with Score(f)")
         shared = [name for name in self.arrays if name in other.arrays and self.arrays[name] is not other.arrays[name]]
         if shared:
             raise UnsupportedProblem(
@@ -255,27 +257,27 @@ class Score:
         return Score._of_reserved(composed, **{**other.arrays, **self.arrays})._remade_by(operator.matmul, self, other)
 
     def renamed(self, names: Mapping[str, str]) -> Score:
-        """Give captured arrays other names, so that a score can be composed with one of its kind.
+        """Return the score with renamed captured arrays, so that a score can be composed with another one of its kind.
 
-        Gradients come under the new names.
+        Gradients have the new names.
 
         Parameters
         ----------
         names : mapping of str to str
-            The new name of each array that gets one, by its old name.
+            The new names by old names, for the arrays to rename.
 
         Returns
         -------
         Score
-            The same function of arrays of these names.
+            The same function with renamed arrays.
 
         Raises
         ------
         TypeError
-            `names` is no mapping.
+            `names` is not a mapping.
         UnsupportedProblem
-            There is no array of an old name, or a new name is no Python name, is reserved, or is another array's; all
-            reasons at once.
+            An old name is unknown, or a new name is not a Python identifier, is reserved, or belongs to another array;
+            all reasons at once.
 
         Examples
         --------
@@ -305,28 +307,28 @@ class Score:
 
         renamed.__name__ = self.name
         setattr(renamed, "facts", self.facts)
-        made = Score._of_reserved(renamed, **{new: self.arrays[old] for old, new in new_names.items()})
-        return made._remade_by(Score.renamed, self, dict(names))
+        score = Score._of_reserved(renamed, **{new: self.arrays[old] for old, new in new_names.items()})
+        return score._remade_by(Score.renamed, self, dict(names))
 
     def _with_arrays(self, arrays: Mapping[str, Array]) -> Score:
-        """Put other arrays of the same dtypes and numbers of axes in place of the captured ones, without tracing again.
+        """Replace the captured arrays by others of the same dtypes and numbers of axes, without tracing again.
 
         Parameters
         ----------
         arrays : mapping of str to array, or ShapeDtype
-            An array in place of each captured one, with axes of length 1 where it has them.
+            A replacement for each captured array, with length 1 along the same axes.
 
         Returns
         -------
         Score
-            The score over these arrays.
+            The score with these arrays.
 
         Raises
         ------
         TypeError
-            `arrays` is no mapping.
+            `arrays` is not a mapping.
         UnsupportedProblem
-            An array is missing, or is not of the traced kind; all reasons at once.
+            An array is missing, or its type differs from the traced one; all reasons at once.
 
         Examples
         --------
@@ -345,27 +347,27 @@ class Score:
                 shape = ", ".join("1" if is_one else "n" for is_one in kind.is_single) + "," * (kind.rank == 1)
                 reasons.append(
                     f"{kind.name} must be a {kind.dtype} array of shape ({shape}), as when the Score was made; got "
-                    f"{describe(array)}: make the Score again after a cast; a module does so in its forward"
+                    f"{describe(array)}: make the Score again after a cast, in a module in its forward method"
                 )
         refuse(reasons)
         return self._over({name: held[name] for name in self.arrays})
 
     def _over(self, arrays: dict[str, Array]) -> Score:
-        """Return the score over arrays that are known to be of the traced kinds."""
-        made = Score.__new__(Score)
-        vars(made).update(vars(self))
-        made._remake, made.arrays = None, MappingProxyType(arrays)
-        return made
+        """Return the score with arrays that are known to have the traced types."""
+        score = Score.__new__(Score)
+        vars(score).update(vars(self))
+        score._remake, score.arrays = None, MappingProxyType(arrays)
+        return score
 
     def _remade_by(self, make: Callable[..., Score], /, *arguments: Any, **options: Any) -> Score:
-        """Return a copy whose pickle calls `make` again, for functions that are made inside of another.
+        """Set the call that unpickles this score, for functions that are local to another function.
 
         Parameters
         ----------
         make : callable
             Returns an equal score.
         *arguments, **options : object
-            What `make` is called with.
+            The arguments of `make`.
 
         Returns
         -------
@@ -384,13 +386,13 @@ class Score:
     def __reduce__(self) -> tuple[Callable[..., Score], tuple[Any, ...]]:
         """Return a call that makes an equal score, for pickles and copies.
 
-        A pickle needs a function that a module holds. Arrays are arguments of the call, never part of the callable:
-        `copy.deepcopy` copies the arguments, with its memo, and takes the callable as it is.
+        Pickling requires a function at module level. Arrays are arguments of the call, never part of the callable:
+        `copy.deepcopy` copies the arguments, with its memo, but not the callable.
         """
         return _made_again, self._remake or (Score._of_reserved, (self.function,), dict(self.arrays))
 
     def __str__(self) -> str:
-        """The program, an instruction a line, and its numbers."""
+        """Return the program, one instruction per line, and its numbers."""
         numbers = [f"number {slot} = {value!r}" for slot, value in enumerate(self.numbers)]
         head = f"{self.name}({', '.join(['s', *COORDINATES, *self.arrays])}):"
         return "\n".join([head, *numbers, str(self.program)])
@@ -405,25 +407,27 @@ def _made_again(make: Callable[..., Score], arguments: tuple[Any, ...], options:
 
 
 def _as_array(name: str, array: Array) -> Array:
-    """A captured array of NumPy's, CuPy's, PyTorch's or JAX's; another library's on the host without a copy.
+    """Return a captured array as a NumPy, CuPy, PyTorch or JAX array, without a copy.
 
-    A list becomes NumPy's array, as `of_list` makes it. Tensors of PyTorch and arrays of JAX stay what they are, since
-    they may need gradients.
+    Lists, and host arrays of other libraries, become NumPy arrays. PyTorch tensors and JAX arrays are not converted,
+    since they may require gradients.
     """
     array = of_list(name, array)
     if isinstance(array, ShapeDtype) or is_differentiated(array):
         return array
     if is_foreign(array):
         if is_on_cuda(name, array):
-            came = f"{kind_of(array)} on a CUDA device"
-            raise UnsupportedProblem([f"{name} must be a NumPy or CuPy array; got {came}: cupy.from_dlpack makes one"])
+            kind = f"{kind_of(array)} on a CUDA device"
+            raise UnsupportedProblem(
+                [f"{name} must be a NumPy or CuPy array; got {kind}: convert it with cupy.from_dlpack"]
+            )
         return taken(name, array, np)
     require_arrays({name: array})
     return array
 
 
 def _readable(name: str, array: Array) -> Array:
-    """A captured array as NumPy's or CuPy's, without a copy and without gradients."""
+    """Convert a captured array to NumPy or CuPy, without a copy and without gradients."""
     if not is_foreign(array):
         return array
     array = array.detach() if is_tensor(array) else array
@@ -431,9 +435,9 @@ def _readable(name: str, array: Array) -> Array:
 
 
 def _widened(x: Array) -> Array:
-    """An array, or a number of NumPy's, in the dtype in which a call computes, which no narrow one overflows.
+    """Convert an array, or a NumPy number, to the dtype in which a call computes, so that narrow ones do not overflow.
 
-    Integers beyond int32 count as the nearest of int32, and 16-bit reals are float32.
+    Integers are clipped to int32 and become int64; 16-bit reals become float32.
     """
     dtype = getattr(x, "dtype", None)
     if dtype in HALVES:
@@ -445,7 +449,7 @@ def _widened(x: Array) -> Array:
 
 @lru_cache(maxsize=512)
 def _array_type(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> ArrayType | None:
-    """Return an array without its data; None for a dtype that cannot be captured."""
+    """Return the type of a captured array; None for a dtype that cannot be captured."""
     kinds: dict[bool, BlockKind] = {dtype in DTYPES: "real", dtype.name in _INTEGERS: "int", dtype == np.bool: "bool"}
     kind = kinds.get(True) if dtype.isnative else None
     if kind is None:
@@ -455,15 +459,15 @@ def _array_type(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> ArrayType
 
 def _type_of(name: str, array: Array) -> ArrayType:
     dtype = array.dtype if type(array) is np.ndarray else dtype_of(array)
-    found = _array_type(name, dtype, tuple(array.shape))
-    if found is None:
+    array_type = _array_type(name, dtype, tuple(array.shape))
+    if array_type is None:
         raise UnsupportedProblem(
             [
                 f"{name}'s dtype must be {', '.join(known.name for known in DTYPES)}, bool or an integer; got "
                 f"{dtype.str if not dtype.isnative else array.dtype}: convert it with {name}.astype"
             ]
         )
-    return found
+    return array_type
 
 
 without_other_operators(Score, "scores", _COMPOSED)

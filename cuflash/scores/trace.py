@@ -1,4 +1,4 @@
-"""Calls a Python function with symbols in the place of numbers, and keeps what it does with them as a `Program`."""
+"""Tracing: a Python function is called with symbols instead of numbers, and its operations become a `Program`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .program import COORDINATES, ArrayType, Builder, Program, ProgramError
 
 MAX_OPERATIONS = 256
 MAX_NUMBERS = 24
-_SYMBOL = "a symbol"  # what a symbol is written as, in messages of other libraries too
+_SYMBOL = "a symbol"  # the start of a symbol's repr, which also appears in messages of other libraries
 _NO_NUMBER = (
     "the score function is traced with symbols, which are not Python numbers: use NumPy's functions instead of math's, "
     "and pass arrays by name instead of lists and arrays from outside, Score(f, table=table)"
@@ -41,12 +41,12 @@ _KNOWN = ", ".join(sorted({function.__name__ for function in _OPS} | set(_OTHERS
 
 
 def trace(function: Callable[..., Array], arrays: Mapping[str, ArrayType]) -> tuple[Program, tuple[float, ...]]:
-    """A function of (s, b, h, i, j, **arrays) as a program, and the numbers that a run of it is given.
+    """Convert a function of (s, b, h, i, j, **arrays) to a program, and return the numbers that it reads.
 
     Raises
     ------
     UnsupportedProblem
-        The function does what no program can; the reason names the function and the line.
+        The function uses an unsupported operation; the reason names the function and the line.
     """
     name = getattr(function, "__name__", type(function).__name__)
     builder = _Tracer(arrays.values())
@@ -60,49 +60,49 @@ def trace(function: Callable[..., Array], arrays: Mapping[str, ArrayType]) -> tu
         result = function(*symbols, **captured)
         program, numbers = _finished(builder, builder.real(_number_of(builder, result, is_result=True)))
     except ProgramError as error:
-        raise UnsupportedProblem([_told(error, name, str(error))]) from None
+        raise UnsupportedProblem([_located(error, name, str(error))]) from None
     except Exception as error:
         is_known = isinstance(error, (IndexError, TypeError, ValueError))
         refusal = (builder.refusal or _refusal_of_others(error)) if is_known else None
         if refusal is None:
             error.add_note(f"Raised in the score function {name}, which was called with symbols for s, b, h, i and j.")
             raise
-        raise UnsupportedProblem([_told(error, name, refusal)]) from error
+        raise UnsupportedProblem([_located(error, name, refusal)]) from error
     reasons = []
     if len(program.instructions) > MAX_OPERATIONS:
-        reasons.append(f"{name} has {len(program.instructions)} operations; {MAX_OPERATIONS} is the most")
+        reasons.append(f"{name} must have at most {MAX_OPERATIONS} operations; got {len(program.instructions)}")
     if program.num_numbers > MAX_NUMBERS:
         reasons.append(
-            f"{name} reads {program.num_numbers} numbers; {MAX_NUMBERS} is the most: give them as an array by name"
+            f"{name} must read at most {MAX_NUMBERS} numbers; got {program.num_numbers}: pass them as an array by name"
         )
     refuse(reasons)
     return program, numbers
 
 
 class _Tracer(Builder):
-    """A builder that keeps why a symbol was no number: a library whose array it indexes raises an error of its own."""
+    """A builder that records why a symbol was refused as a number, since an indexed array raises its own error then."""
 
     refusal: str | None = None
 
 
 def _refusal_of_others(error: Exception) -> str | None:
-    """Return why a function or an operator that takes no symbols is refused; None for any other error."""
-    told = str(error).partition("\n")[0].rstrip(":")
-    if isinstance(error, ValueError) or not any(name in told for name in (Symbol.__name__, _SYMBOL)):
+    """Explain the error of a function or an operator that does not accept symbols; return None for any other error."""
+    message = str(error).partition("\n")[0].rstrip(":")
+    if isinstance(error, ValueError) or not any(name in message for name in (Symbol.__name__, _SYMBOL)):
         return None
     return (
-        f"{told}: use NumPy's functions and Python's operators on s, b, h, i and j, and arrays by name, "
+        f"{message}: use NumPy's functions and Python's operators on s, b, h, i and j, and arrays by name, "
         f"Score(f, table=table)"
     )
 
 
 class _Finished(NamedTuple):
-    """The program of a builder's instructions, and where its numbers are among the builder's and the further ones."""
+    """The program of a builder's instructions, and the slots of its numbers in those of the builder and `further`."""
 
     program: Program
     slots: list[int]
     further: list[float]
-    numbers: tuple[float, ...] | None  # the builder's, where the program depends on them
+    numbers: tuple[float, ...] | None  # those of the builder, if the program depends on them
 
 
 _MAX_FINISHED = 256
@@ -110,29 +110,29 @@ _all_finished: dict[Hashable, _Finished] = {}
 
 
 def _finished(builder: Builder, result: int) -> tuple[Program, tuple[float, ...]]:
-    """`Builder.finish`, which is looked up where equal instructions were finished before.
+    """Finish a builder like `Builder.finish`, with a cache of programs by instructions.
 
-    Instructions hold the slots of numbers and not the numbers, on which a program depends only where an integer of the
-    instructions may become one of them.
+    Instructions contain the slots of numbers instead of the numbers. A program depends on the numbers only if the
+    instructions contain a constant integer, which may become one of them.
     """
     numbers = builder.numbers
     key = result, tuple(builder.instructions), tuple(builder.arrays)
-    found = _all_finished.get(key)
-    if found is None or found.numbers not in (None, tuple(numbers)):
-        given = tuple(numbers)
+    cached = _all_finished.get(key)
+    if cached is None or cached.numbers not in (None, tuple(numbers)):
+        own = tuple(numbers)
         program, slots = builder.program_and_slots([result])
         has_integers = any(each.op == "const" and each.kind == "int" for each in builder.instructions)
-        found = _Finished(program, slots, numbers[len(given) :], given if has_integers else None)
+        cached = _Finished(program, slots, numbers[len(own) :], own if has_integers else None)
         if len(_all_finished) >= _MAX_FINISHED:
             _all_finished.clear()
-        _all_finished[key] = found
-        numbers = list(given)
-    values = numbers + found.further
-    return found.program, tuple([values[slot] for slot in found.slots])
+        _all_finished[key] = cached
+        numbers = list(own)
+    values = numbers + cached.further
+    return cached.program, tuple([values[slot] for slot in cached.slots])
 
 
 class Symbol:
-    """A number that is yet to come: an instruction of a builder, with Python's and NumPy's operators."""
+    """A symbolic number: an instruction of a builder, with the operators of Python and NumPy."""
 
     __slots__ = ("_builder", "_n")
     __hash__ = None  # type: ignore[assignment]
@@ -143,13 +143,13 @@ class Symbol:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise ProgramError(f"a value that is yet to come has no .{name}: use NumPy's functions, as in np.clip(x, 0, 1)")
+        raise ProgramError(f"a traced value has no attribute .{name}: use NumPy's functions, as in np.clip(x, 0, 1)")
 
     def __repr__(self) -> str:
         return f"{_SYMBOL} ({self._builder.kind(self._n)})"
 
     def apply(self, op: str, *inputs: Array) -> Symbol:
-        """The operation of a program on symbols and numbers."""
+        """Add an operation on symbols and numbers to the program."""
         builder = self._builder
         numbers = [
             each._n if type(each) is Symbol and each._builder is builder else _number_of(builder, each)
@@ -170,7 +170,7 @@ class Symbol:
             if self._builder.kind(self._n) == "int":
                 raise ProgramError("np.reciprocal of integers is an integer, 0 or 1 at most: write 1 / x")
             return self.apply("div", 1.0, *inputs)
-        raise ProgramError(f"np.{ufunc.__name__} has no counterpart in a kernel; there are: {_KNOWN}")
+        raise ProgramError(f"np.{ufunc.__name__} has no counterpart in a kernel; use one of: {_KNOWN}")
 
     def __array_function__(
         self, function: Callable[..., Array], types: Sequence[type], args: Sequence[Array], options: Mapping[str, Array]
@@ -183,7 +183,7 @@ class Symbol:
         if function in _SIGNATURES:
             raise ProgramError(f"np.{function.__name__} must be called as {_SIGNATURES[function]} in a score function")
         name = getattr(function, "__name__", str(function))
-        raise ProgramError(f"np.{name} has no counterpart in a kernel; there are: {_KNOWN}")
+        raise ProgramError(f"np.{name} has no counterpart in a kernel; use one of: {_KNOWN}")
 
     def _clipped(self, x: Array, low: Array | None, high: Array | None) -> Symbol:
         if low is not None:
@@ -204,8 +204,7 @@ class Symbol:
 
     def __bool__(self) -> NoReturn:
         raise ProgramError(
-            "a score function may not branch on values that are yet to come: use np.where, & | ~, np.minimum and "
-            "np.maximum"
+            "a score function must not branch on traced values: use np.where, & | ~, np.minimum and np.maximum"
         )
 
     def _no_number(self, *_: Array) -> NoReturn:
@@ -217,7 +216,7 @@ class Symbol:
 
 
 def _set_operators(name: str, op: str) -> None:
-    """Give symbols a binary operator of Python, and the one for a symbol on the right of a number."""
+    """Define a binary Python operator of symbols, and its reflected form for a symbol on the right of a number."""
     setattr(Symbol, f"__{name}__", lambda self, other: self.apply(op, self, other))
     setattr(Symbol, f"__r{name}__", lambda self, other: self.apply(op, other, self))
 
@@ -228,7 +227,7 @@ for _primitive in PRIMITIVES.values():
 
 
 class ArraySymbol:
-    """A captured array whose elements are yet to come: it can be indexed and nothing else."""
+    """A symbolic captured array, which can only be indexed."""
 
     __slots__ = ("_array", "_builder", "_number")
     __hash__ = None  # type: ignore[assignment]
@@ -247,7 +246,7 @@ class ArraySymbol:
         is_batched = bool(indices) and indices[0] is Ellipsis
         indices = indices[is_batched:]
         if any([each is Ellipsis or each is None or isinstance(each, slice) for each in indices]):
-            raise ProgramError(f"{name} takes integer expressions as indices, and ... in front of them alone")
+            raise ProgramError(f"{name} takes integer expressions as indices, and ... only before them")
         if not is_batched and len(indices) != rank or len(indices) > rank:
             raise ProgramError(f"{name} has {rank} axes and takes {rank} indices; got {len(indices)}")
         return Symbol(self._builder, self._builder.load(self._number, [self._index(each) for each in indices]))
@@ -274,9 +273,9 @@ _SHIFT: ContextVar[Array | None] = ContextVar("shift", default=None)
 
 
 def key_shift(position: Array) -> Array:
-    """How far the last key's position is behind the last query's; `position` is one that the function is given.
+    """Return the position of the last key minus that of the last query; `position` is an argument of the function.
 
-    In a call it is seqlen_kv - seqlen_q, and on numbers and arrays 0, unless `shifted_by` says otherwise.
+    The result is seqlen_kv - seqlen_q in a call, and 0 for numbers and arrays; `shifted_by` overrides both.
     """
     shift = _SHIFT.get()
     if shift is not None:
@@ -286,7 +285,7 @@ def key_shift(position: Array) -> Array:
 
 @contextmanager
 def shifted_by(shift: Array) -> Iterator[None]:
-    """Give `key_shift` a value of its own: positions of a cache have none, and a packed sequence has its own."""
+    """Replace the result of `key_shift`, which is 0 for positions in a cache, and differs by packed sequence."""
     token = _SHIFT.set(shift)
     try:
         yield
@@ -295,7 +294,7 @@ def shifted_by(shift: Array) -> Iterator[None]:
 
 
 def tanh_fast(x: Array) -> Array:
-    """The hyperbolic tangent by one instruction of a GPU, to 2^-10.9; NumPy's own on arrays.
+    """Compute tanh with one instruction on a GPU, with an error of 2^-10.9; with NumPy on arrays.
 
     >>> float(tanh_fast(0.0))
     0.0
@@ -304,14 +303,14 @@ def tanh_fast(x: Array) -> Array:
 
 
 def _clip(a: Array, a_min: Array | None, a_max: Array | None) -> Any:
-    """The signature of `numpy.clip`."""
+    """Define the signature of `numpy.clip`."""
 
 
 def _number_of(builder: Builder, value: Array, *, is_result: bool = False) -> int:
-    """The instruction of a symbol or of a number of Python's or NumPy's."""
+    """Return the instruction of a symbol, or add that of a Python or NumPy number."""
     if type(value) is Symbol:
         if value._builder is not builder:
-            raise ProgramError("a symbol of an earlier call came back: keep none of them outside the function")
+            raise ProgramError("the function used a symbol of an earlier call: do not store symbols outside of it")
         return value._n
     if type(value) is float:
         return builder.number(value)
@@ -337,7 +336,7 @@ def _number_of(builder: Builder, value: Array, *, is_result: bool = False) -> in
 
 
 def _takes(function: Callable[..., Array], captured: Mapping[str, Array]) -> bool:
-    """Return whether a plain function's parameters are those of a score function: in a hundredth of inspect's time."""
+    """True if a plain function has the parameters of a score function; a hundred times as fast as `inspect`."""
     if not isinstance(function, FunctionType):
         return False
     code, num_positional = function.__code__, 1 + len(COORDINATES)
@@ -355,29 +354,29 @@ def _require_signature(
         return
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions written in C do not say what they take
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return
     try:
         signature.bind(*symbols, **captured)
     except TypeError as error:
         wanted = ", ".join(["s", *COORDINATES, *captured])
-        given = "arrays stand behind j and are given by name, Score(f, table=table)"
-        raise UnsupportedProblem([f"{name} must take ({wanted}); got {name}{signature}: {error}; {given}"]) from None
+        fix = "arrays follow j and are passed by name, Score(f, table=table)"
+        raise UnsupportedProblem([f"{name} must take ({wanted}); got {name}{signature}: {error}; {fix}"]) from None
 
 
-def _told(error: Exception, name: str, refusal: str) -> str:
-    """A refusal after the line of the function that it is about, with the line's text where the source is at hand.
+def _located(error: Exception, name: str, refusal: str) -> str:
+    """Start a refusal with the function and line that caused it, and the text of the line if the source is available.
 
-    It names an array or a list from outside that the line reads, if there is one.
+    If the line reads an array or a list from outside the function, the result names it.
     """
-    found: tuple[FrameType, int] | None = None
+    location: tuple[FrameType, int] | None = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         module = frame.f_globals.get("__name__", "")
         if module not in (__name__, Builder.__module__) and module.partition(".")[0] != "numpy":
-            found = frame, line
-    if found is None:
+            location = frame, line
+    if location is None:
         return f"{name}: {refusal}"
-    frame, line = found
+    frame, line = location
     code = frame.f_code
     text = linecache.getline(code.co_filename, line, frame.f_globals).strip().rstrip(":")
     for table in (*code.co_freevars, *code.co_names):

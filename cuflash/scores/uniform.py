@@ -1,7 +1,7 @@
-"""Instructions of a score program that have one value in a whole tile of queries and keys.
+"""Instructions of a score program that have a single value in a tile of queries and keys.
 
-An index such as a clipped distance, ``np.clip(j - i, -128, 128)``, is monotone in the query and in the key. So it has
-one value in a tile if it has the same at two corners, and then each captured array has one element that it is read at.
+An index such as a clipped distance, ``np.clip(j - i, -128, 128)``, is monotone in the query and in the key. So it is
+constant in a tile if it is equal at two corners, and then a single element of each captured array is read.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Direction(NamedTuple):
 
 @dataclass(frozen=True)
 class Uniform:
-    """The instructions that are uniform where some integers are.
+    """The instructions that are constant in a tile if some integers are.
 
     Attributes
     ----------
     roots : dict of Direction by int
-        Integers that depend on query and key: monotone, and arguments of the others.
+        Monotone integers that depend on query and key, and on which `values` depend.
     values : frozenset of int
-        Instructions that depend on query and key by the roots alone.
+        Instructions that depend on query and key only through the roots.
     """
 
     roots: dict[int, Direction]
@@ -38,13 +38,13 @@ class Uniform:
 
 
 def uniform(program: Program) -> Uniform:
-    """Find what is uniform in a program: nothing, unless monotone integers alone say where an array is read.
+    """Find the instructions that may be uniform; none unless an array is read at an index of monotone integers only.
 
     >>> import numpy as np
     >>> from cuflash.scores import Score
     >>> table = np.zeros(9, np.float32)
-    >>> made = Score(lambda s, b, h, i, j, table: s + table[np.clip(j - i, -4, 4) + 4], table=table).program
-    >>> [made.instructions[n].op for n in sorted(uniform(made).values)]
+    >>> program = Score(lambda s, b, h, i, j, table: s + table[np.clip(j - i, -4, 4) + 4], table=table).program
+    >>> [program.instructions[n].op for n in sorted(uniform(program).values)]
     ['load']
     """
     instructions, dependencies = program.instructions, depends(program)
@@ -67,7 +67,7 @@ def uniform(program: Program) -> Uniform:
 
 
 def _has_steps(root: int, instructions: Sequence[Instruction]) -> bool:
-    """Return whether an integer may stay the same from one query or key to the next."""
+    """True if an integer may be equal for one query or key and the next."""
     ops = {instructions[n].op for n in needed_for(instructions, [root])}
     return any(PRIMITIVES[op].has_steps for op in ops.intersection(PRIMITIVES))
 
@@ -75,18 +75,18 @@ def _has_steps(root: int, instructions: Sequence[Instruction]) -> bool:
 def _direction(
     instruction: Instruction, instructions: Sequence[Instruction], directions: dict[int, Direction]
 ) -> Direction | None:
-    """Return the signs with which an integer changes with the query and the key; None if it may change both ways."""
+    """Return the signs of an integer's change with the query and the key; None if the sign is not fixed."""
     op = instruction.op
     if instruction.kind != "int":
         return None
     if op in ("b", "h", "const", "number", "i", "j"):
         return Direction(int(op == "i"), int(op == "j"))
-    given = [directions[a] for a in instruction.args if a in directions]
+    known = [directions[a] for a in instruction.args if a in directions]
     rule = PRIMITIVES[op].trend if op in PRIMITIVES else None
-    if rule is None or len(given) < len(instruction.args):
+    if rule is None or len(known) < len(instruction.args):
         return None
     trend = rule(*(instructions[a].value if instructions[a].op == "const" else None for a in instruction.args))
-    signs = [{sign * each for sign, each in zip(trend, pair)} - {0} for pair in zip(*given)]
+    signs = [{sign * each for sign, each in zip(trend, pair)} - {0} for pair in zip(*known)]
     if not trend or any(len(each) > 1 for each in signs):
         return None
     return Direction(*(each.pop() if each else 0 for each in signs))

@@ -14,16 +14,16 @@ from .ranges import integer_range
 
 
 class Operands(NamedTuple):
-    """Inputs of a program beside the scores.
+    """The inputs of a program other than the scores.
 
     Attributes
     ----------
     numbers : sequence of float
-        One a slot.
+        One number per slot.
     arrays : sequence of array
         The captured arrays, in the program's order.
     batch : tuple of int
-        The leading axes that b counts, in C order.
+        The leading axes, whose entries b numbers in C order.
     """
 
     numbers: Sequence[float]
@@ -31,7 +31,7 @@ class Operands(NamedTuple):
     batch: tuple[int, ...] = ()
 
     def place(self, program: Program, load: Instruction, b: Array, indices: Sequence[Array]) -> tuple[Array, ...]:
-        """The index of the elements that a load reads: index arrays that broadcast."""
+        """Return the index of the elements that a load reads: index arrays that broadcast."""
         num_leading = program.num_leading_axes(load)
         if not num_leading:
             return tuple(indices)
@@ -41,7 +41,7 @@ class Operands(NamedTuple):
         return (*(0 if extent == 1 else entry for entry, extent in zip(own, shape)), *indices)
 
     def loaded(self, load: Instruction, place: tuple[Array, ...], real: type[np.floating]) -> Array:
-        """The elements at a place: reals widened or rounded once, integers as int64 within int32."""
+        """Return the elements at a place: reals widened or rounded once, integers as int64 within int32."""
         x = self.arrays[load.value][place]
         if load.kind == "real":
             return np.asarray(x).astype(real, copy=False)
@@ -53,47 +53,47 @@ class Operands(NamedTuple):
 def values(
     program: Program, operands: Operands, s: Array, b: Array, h: Array, i: Array, j: Array, s_dot: Array = None
 ) -> list[Array]:
-    """The results of a program, which broadcast against s.
+    """Evaluate a program; its results broadcast against s.
 
     Parameters
     ----------
     s : array of float32, float64 or wider
-        Scores; everything is computed in their dtype.
+        Scores; all computations use their dtype.
     b, h, i, j : int arrays
         Batch entries, heads, and positions of queries and of keys; they broadcast against s.
     s_dot : array, optional
         The tangent of s, for a program that reads it.
     """
-    found = run(program, operands, s, b, h, i, j, s_dot)
-    return [found[n] for n in program.results]
+    computed = run(program, operands, s, b, h, i, j, s_dot)
+    return [computed[n] for n in program.results]
 
 
 def run(
     program: Program, operands: Operands, s: Array, b: Array, h: Array, i: Array, j: Array, s_dot: Array = None
 ) -> list[Array]:
-    """The value of each instruction."""
+    """Compute the value of each instruction."""
     real = np.asarray(s).dtype.type
-    given = {"s": s, "s_dot": s_dot, "b": b, "h": h, "i": i, "j": j}
-    found: list[Array] = []
+    inputs = {"s": s, "s_dot": s_dot, "b": b, "h": h, "i": i, "j": j}
+    computed: list[Array] = []
     with np.errstate(all="ignore"):
         for instruction in program.instructions:
-            if instruction.op in given:
-                found.append(given[instruction.op])
+            if instruction.op in inputs:
+                computed.append(inputs[instruction.op])
             else:
-                args = [found[n] for n in instruction.args]
-                found.append(result(program, operands, instruction, args, b, real))
-    return found
+                args = [computed[n] for n in instruction.args]
+                computed.append(result(program, operands, instruction, args, b, real))
+    return computed
 
 
 def result(
     program: Program, operands: Operands, instruction: Instruction, args: list[Array], b: Array, real: type[np.floating]
 ) -> Array:
-    """The value of an instruction that is neither the score, nor its tangent, nor a coordinate.
+    """Compute an instruction that is neither the score, nor its tangent, nor a coordinate.
 
     Parameters
     ----------
     args : list
-        The values of its arguments.
+        The values of the instruction's arguments.
     b : int array
         Batch entries.
     real : type

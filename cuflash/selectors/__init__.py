@@ -1,7 +1,7 @@
-"""Selectors: which blocks of scores hold most of the softmax, guessed from q and k for less than the scores cost.
+"""Selectors estimate from q and k which blocks hold most of the softmax, at a lower cost than that of all scores.
 
-Each takes q and k and returns a `BlockIndex`, the `mask` of `attention` and of its gradients. On a device it is made
-there without a synchronisation.
+Each takes q and k and returns a `BlockIndex` for the argument `mask` of `attention` and of its gradients. For device
+arrays the index is built on the device without synchronization.
 
 >>> import numpy as np, cuflash
 >>> from cuflash import selectors

@@ -1,4 +1,4 @@
-"""Bounds of what a selector can do: the exact masses above it, random and local blocks below it."""
+"""Baselines for selectors: the exact masses as an upper bound, random and local blocks as lower bounds."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def oracle(
     scale: float | None = None,
     executor: str = "auto",
 ) -> BlockIndex:
-    """Choose the blocks of most exact mass.
+    """Choose the blocks with the largest exact mass.
 
-    No selector that is forced to keep the same blocks has a higher recall with as many blocks in each row.
+    With the same forced blocks and the same number of blocks in each row, no selector has a higher recall.
 
     Parameters
     ----------
     q, k : arrays
         As in `attention`.
     budget : Budget
-        How many blocks of a row are kept.
+        The number of blocks to keep per row.
     block : int or (int, int)
         Sides block_q and block_kv in tokens.
     forced : Forced
@@ -100,14 +100,14 @@ def random(
     seed: int = 0,
     rng: Rng | None = None,
 ) -> BlockIndex:
-    """Choose blocks at random, each block of a row with equal chances.
+    """Choose blocks at random, each block of a row with equal probability.
 
     Parameters
     ----------
     q, k : arrays
         As in `attention`; only their shapes matter.
     budget : Budget
-        How many blocks of a row are kept; all eligible blocks have the same mass, and scores from 0 to 1.
+        The number of blocks to keep per row. All eligible blocks have the same mass, and random scores from 0 to 1.
     block : int or (int, int)
         Sides block_q and block_kv in tokens.
     forced : Forced
@@ -115,7 +115,7 @@ def random(
     causal, mask, window, scale : optional
         As in `attention`; the index allows what they allow.
     seed : int
-        Equal seeds choose equal blocks, wherever the arrays are.
+        Equal seeds choose equal blocks, on the host and on any device.
     rng : numpy.random.Generator or int, optional
         Instead of `seed`: the seed is drawn from it.
 
@@ -156,7 +156,7 @@ def random(
 
 
 def _drawn(xp: Any, shape: tuple[int, ...], seed: int) -> Array:
-    """Uniform numbers of [0, 1), float32, of 24 bits, that depend on the place and the seed alone."""
+    """Return uniform 24-bit numbers in [0, 1), float32, that depend only on the position and the seed."""
     place, zero = xp.arange(prod(shape), dtype=np.uint64), xp.zeros(1, dtype=np.uint64)
     word, *_ = philox4x32(seed % (1 << 64), [place & np.uint64(0xFFFFFFFF), place >> np.uint64(32), zero, zero])
     return ((word >> np.uint64(8)).astype(np.float32) * np.float32(2**-24)).reshape(shape)
@@ -182,8 +182,8 @@ def local(
     q, k : arrays
         As in `attention`; only their shapes matter.
     budget : Budget
-        How many blocks of a row are kept; all eligible blocks have the same mass, and the distance in tokens between
-        the middles of the block and of the row's diagonal, negative, is the score.
+        The number of blocks to keep per row. All eligible blocks have the same mass; the score is the negative distance
+        in tokens between the middle of the block and the middle of the row's diagonal.
     block : int or (int, int)
         Sides block_q and block_kv in tokens.
     forced : Forced
@@ -218,7 +218,7 @@ def local(
     grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale)
 
     def of_places() -> FixedSelection | None:
-        on_host = replace(grid, q=np.empty(0))  # which blocks are chosen depends on no element of q and k
+        on_host = replace(grid, q=np.empty(0))  # the chosen blocks do not depend on the elements of q and k
         return bound.of_places(grid, on_host.chosen(_nearness(on_host), None, budget, forced))
 
     if (index := bound.first_selected(key, grid, of_places)) is not None:
@@ -228,7 +228,7 @@ def local(
 
 
 def _nearness(grid: Grid) -> Array:
-    """The distance between the middles of blocks and of the diagonal of their rows, negative, float32."""
+    """Return the negative distance between the middles of blocks and of the diagonals of their rows, float32."""
     xp, (num_rows, num_columns) = grid.xp, grid.size
     query = (xp.arange(num_rows)[:, None] + 0.5) * grid.block[0] + grid.offset
     distance = abs(query - (xp.arange(num_columns)[None, :] + 0.5) * grid.block[1])

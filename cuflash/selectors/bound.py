@@ -1,4 +1,4 @@
-"""Selections on a GPU that are remembered: later calls of one layout launch kernels and do nothing else."""
+"""Cached selections on a GPU: later calls with the same layout only launch kernels."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ..study._masses import MAX_DIM, BoundMass, bound_block_mass
 from .budget import Budget, Forced
 from .grid import Grid, of_strides
 
-_MOST_AXES = 6  # that the kernel of means takes
+_MOST_AXES = 6  # maximum number of axes for the kernel of means
 
 
 def key_of(
     name: str, q: Any, k: Any, block: Any, budget: Any, forced: Any, causal: Any, mask: Any, window: Any, scale: Any,
     executor: Any = "auto", *more: Any,
 ) -> Hashable:  # fmt: skip
-    """Return the key of a selector's call; None if it has a mask, or needs more than kernels."""
+    """Return the cache key of a selector's call; None if it has a mask, or cannot run with kernels only."""
     if mask is not None or window is not None:
         return None
     if not (type(budget) is Budget and type(forced) is Forced and executor in ("auto", "gpu")) or checks.is_on():
@@ -43,17 +43,17 @@ def key_of(
 
 
 def selected(key: Hashable, q: Array, k: Array) -> BlockIndex | None:
-    """The index of a remembered selection; None where there is none, or where arrays lie at odd addresses."""
-    found: Selection | FixedSelection | None = CALLS.get(key)
-    if found is None or (q.data.ptr | k.data.ptr) % q.dtype.itemsize:
+    """Return the index of a cached selection; None if there is none, or if arrays are not aligned to their elements."""
+    selection: Selection | FixedSelection | None = CALLS.get(key)
+    if selection is None or (q.data.ptr | k.data.ptr) % q.dtype.itemsize:
         return None
-    return found(q, k)
+    return selection(q, k)
 
 
 def first_selected(
     key: Hashable, grid: Grid, make: Callable[[], Selection | FixedSelection | None]
 ) -> BlockIndex | None:
-    """Return the index of the first call with a key, and keep its selection; None without a key or a selection."""
+    """Return the index of the first call with a key, and cache its selection; None without a key or a selection."""
     selection = None if key is None else make()
     if selection is None:
         return None
@@ -62,7 +62,7 @@ def first_selected(
 
 
 def of_means(grid: Grid, budget: Budget, forced: Forced) -> Selection | None:
-    """The selection by the softmax of means of blocks; None where the kernels do not serve it."""
+    """Bind the selection by the softmax of block means; return None if kernels do not support it."""
     if _is_empty(grid) or grid.q.ndim > _MOST_AXES:
         return None
     of_q, of_k = (_means(x, side) for x, side in zip((grid.q, grid.k), grid.block))
@@ -76,38 +76,38 @@ def of_means(grid: Grid, budget: Budget, forced: Forced) -> Selection | None:
 
 
 def of_antidiagonals(grid: Grid, stride: int, budget: Budget, forced: Forced) -> Selection | None:
-    """The selection by the softmax of antidiagonal sums; None where the kernels do not serve it."""
+    """Bind the selection by the softmax of antidiagonal sums; return None if kernels do not support it."""
     if _is_empty(grid) or grid.shape.seqlen_q % stride or grid.shape.seqlen_kv % stride:
         return None
-    given = (grid.block[0] // stride, grid.block[1] // stride), grid.stairs(stride, stride), grid.scale / stride
+    options = (grid.block[0] // stride, grid.block[1] // stride), grid.stairs(stride, stride), grid.scale / stride
 
     def turned(q: Array, k: Array) -> tuple[Array, Array]:
         return of_strides(q, stride, turned=True), of_strides(k, stride, turned=False)
 
     mass = prepare = None
-    if grid.q.flags.c_contiguous and grid.k.flags.c_contiguous:  # q and k lie as rows of strides do
+    if grid.q.flags.c_contiguous and grid.k.flags.c_contiguous:  # q and k have the layout of joined rows
         q, k = (of_strides(x, stride, turned=False) for x in (grid.q, grid.k))
-        mass = bound_block_mass(q, k, *given, turned_columns=grid.q.shape[-1])
+        mass = bound_block_mass(q, k, *options, turned_columns=grid.q.shape[-1])
     if mass is None:
         q, k = turned(grid.q, grid.k)
-        mass, prepare = bound_block_mass(q, k, *given), turned
+        mass, prepare = bound_block_mass(q, k, *options), turned
     return None if mass is None else _by_scores(
         grid, [(mass.launches, {})], _workspaces(mass), budget, forced, prepare=prepare
     )
 
 
 def of_masses(grid: Grid, budget: Budget, forced: Forced) -> Selection | None:
-    """The selection by the exact masses; None where the kernels do not serve it."""
+    """Bind the selection by exact masses; return None if kernels do not support it."""
     mass = None if _is_empty(grid) else bound_block_mass(grid.q, grid.k, grid.block, grid.mask, grid.scale)
     if mass is None:
         return None
     return _by_scores(grid, [(mass.launches, {})], _workspaces(mass), budget, forced)
 
 
-def of_places(grid: Grid, kept: Any) -> FixedSelection | None:
-    """The selection of the same blocks in each head, a NumPy array; None where no kernels make the index.
+def of_places(grid: Grid, blocks: Any) -> FixedSelection | None:
+    """Bind the selection of the same blocks, a NumPy array, in each head; return None if no kernel builds the index.
 
-    Nor is there one inside a stream capture, where the copy of the blocks would be a part of the graph.
+    The result is also None during stream capture, because the copy of the blocks would become part of the graph.
     """
     if _is_empty(grid) or gpu.current_target().stream().is_capturing():
         return None
@@ -116,16 +116,16 @@ def of_places(grid: Grid, kept: Any) -> FixedSelection | None:
         of_heads = namespace(of_head).broadcast_to(of_head, (*grid.heads, *grid.size))
         return maker_of(of_heads, grid.mask, grid.shape, grid.block)
 
-    selection = FixedSelection(kept, maker, gpu.current_target())
+    selection = FixedSelection(blocks, maker, gpu.current_target())
     return selection if selection.makes_index else None
 
 
 def of_compressed_keys(grid: Grid, compression: tuple[int, int], budget: Budget, forced: Forced) -> Selection | None:
-    """The selection by masses of means of overlapping runs of keys; None where the kernels do not serve it."""
+    """Bind the selection by masses of means of overlapping runs of keys; return None if kernels do not support it."""
     length, stride = compression
     if _is_empty(grid) or grid.q.ndim > _MOST_AXES or grid.k.ndim >= _MOST_AXES:
         return None
-    # Means of one row are queries in the accumulator's dtype, and means of runs are compressed keys.
+    # Means of single rows convert queries to the accumulator's dtype; means of runs are the compressed keys.
     runs = runs_of_rows(grid.k, length, stride)
     queries, keys = _means(grid.q, 1), _means(runs, length)
     keys = keys._replace(shape=(*keys.shape[:-2], keys.shape[-1]))
@@ -144,9 +144,9 @@ def of_compressed_keys(grid: Grid, compression: tuple[int, int], budget: Budget,
 
 
 def of_slashes(grid: Grid, vertical: Budget, slash: Budget, num_queries: int, forced: Forced) -> Selection | None:
-    """The selection of blocks that chosen keys and distances cross; None where the kernels do not serve it."""
+    """Bind the selection of blocks that contain chosen keys and distances; return None if kernels do not support it."""
     seqlen_q, seqlen_kv = grid.shape.seqlen_q, grid.shape.seqlen_kv
-    # The selector calls `block_mass` for all other widths and scales, which refuses those that it does not serve.
+    # For other widths and scales, the selector calls `block_mass`, which refuses those that it does not support.
     is_served = 1 <= grid.q.shape[-1] <= MAX_DIM and 2**-64 <= abs(grid.scale) <= 2**64
     if _is_empty(grid) or max(grid.q.ndim, grid.k.ndim) > _MOST_AXES or not is_served:
         return None
@@ -179,7 +179,7 @@ def of_slashes(grid: Grid, vertical: Budget, slash: Budget, num_queries: int, fo
 
 
 def _rule_of_row(budget: Budget, length: int) -> ChoiceRule:
-    """The rule that chooses among the numbers of one row by a budget alone."""
+    """Return the rule that chooses among the numbers of one row only by a budget."""
     return ChoiceRule(
         lengths=(1, length), block=(1, 1), offset=0, is_causal=False, count=max(budget.top_k or 0, budget.min_blocks),
         mass=float(budget.part or 0), threshold=None, num_sinks=0, num_local=0, has_diagonal=False,
@@ -187,7 +187,7 @@ def _rule_of_row(budget: Budget, length: int) -> ChoiceRule:
 
 
 def of_page_bounds(grid: Grid, budget: Budget, forced: Forced) -> Selection | None:
-    """The selection of pages by bounds of their scores; None where the kernels do not serve it."""
+    """Bind the selection of pages by bounds of their scores; return None if kernels do not support it."""
     if _is_empty(grid) or max(grid.q.ndim, grid.k.ndim) > _MOST_AXES:
         return None
     bounds = Workspace((*grid.heads, *grid.size), accumulator_dtype(grid.q.dtype))
@@ -196,7 +196,7 @@ def of_page_bounds(grid: Grid, budget: Budget, forced: Forced) -> Selection | No
 
 
 def of_chance(grid: Grid, seed: int, budget: Budget, forced: Forced) -> Selection | None:
-    """The selection by numbers that the kernel draws; None where the kernels do not serve it."""
+    """Bind the selection by random numbers that a kernel draws; return None if kernels do not support it."""
     if _is_empty(grid):
         return None
     shape = (*grid.heads, *grid.size)
@@ -209,18 +209,18 @@ def _is_empty(grid: Grid) -> bool:
 
 
 def _means(rows: Any, side: int) -> Workspace:
-    """The memory of means of blocks of so many rows."""
+    """Return the workspace for means of blocks of `side` rows."""
     return Workspace(means_shape(rows.shape, side), accumulator_dtype(rows.dtype))
 
 
 def _masses(grid: Grid, q: Workspace, k: Workspace, block: tuple[int, int], mask: Any) -> BoundMass | None:
-    """The masses of rows that lie in workspaces."""
+    """Bind the computation of masses from rows in workspaces."""
     rows = [namespace(grid.q).empty(each.shape, each.dtype) for each in (q, k)]
     return bound_block_mass(rows[0], rows[1], block, mask, grid.scale)
 
 
 def _workspaces(mass: BoundMass) -> dict[str, Workspace]:
-    """The memory of masses and of lse."""
+    """Return the workspaces for masses and lse."""
     return {name: Workspace(each.shape, each.dtype) for name, each in mass.results.items()}
 
 
@@ -228,12 +228,12 @@ def _by_scores(
     grid: Grid, steps: Sequence[Step], workspaces: dict[str, Workspace], budget: Budget, forced: Forced,
     *, has_shares: bool = True, prepare: Callable[[Array, Array], tuple[Array, Array]] | None = None,
 ) -> Selection | None:  # fmt: skip
-    """A selection by scores, which the first workspace holds; None where no kernels make the index.
+    """Bind a selection by the scores in the first workspace; return None if no kernel builds the index.
 
     Parameters
     ----------
     has_shares : bool
-        Whether scores are masses, or multiples of them in each row; else all blocks count alike.
+        True if scores are proportional to the masses of their row; else all blocks have equal weight.
     """
     make_index = _maker(grid)
     if make_index is None:
@@ -248,6 +248,6 @@ def _by_scores(
 
 
 def _maker(grid: Grid) -> IndexMaker | None:
-    """Return the maker of an index from the kept blocks, bool [*heads, rows, columns]; None if no kernels make one."""
-    kept = namespace(grid.q).empty((*grid.heads, *grid.size), bool)
-    return maker_of(kept, grid.mask, grid.shape, grid.block)
+    """Return the builder of an index from blocks, bool [*heads, rows, columns]; None if no kernel builds the index."""
+    blocks = namespace(grid.q).empty((*grid.heads, *grid.size), bool)
+    return maker_of(blocks, grid.mask, grid.shape, grid.block)

@@ -23,28 +23,27 @@ _NOT_FORCED, _NOT_ELIGIBLE = (int(_FORCED) + 1) << 32, int(_MAGNITUDE) << 32
 class Budget:
     """The number of blocks that each block row keeps: exactly one of `top_k`, `mass`, `threshold` and `density`.
 
-    Blocks are taken in the order of their scores, the highest first; of equal ones the lower number. Blocks that are
-    forced come before all others and count. Scores are compared in float32.
+    Blocks are kept in descending order of their scores; among equal scores, the lower block number comes first. Forced
+    blocks come before all others and count toward the budget. Scores are compared in float32.
 
     Parameters
     ----------
     top_k : int, optional
-        So many blocks, or all that are eligible where there are fewer, or all that are forced where there are more.
+        Number of blocks per row; fewer if fewer are eligible, more if more are forced.
     mass : float, optional
-        The fewest blocks whose estimated shares of the softmax add up to this part, in (0, 1], of all eligible ones.
+        Keep the fewest blocks whose estimated masses sum to at least this fraction, in (0, 1], of all eligible blocks'.
     threshold : float, optional
-        The blocks of at least this score.
+        Keep the blocks with at least this score.
     min_blocks : int
-        At least so many blocks, where there are as many eligible ones.
+        Minimum number of blocks per row; fewer if fewer are eligible.
     density : float, optional
-        This share, in (0, 1], of the blocks that are eligible in the row, rounded up: the fewest blocks whose number
-        over that of the eligible ones is at least `density`. Eligible are the blocks of which the masks allow a key,
-        under `causal` those up to the diagonal.
+        Fraction, in (0, 1], of the row's eligible blocks to keep, rounded up to whole blocks. A block is eligible if
+        the masks allow a key in it; with `causal`, these are the blocks up to the diagonal.
 
     Raises
     ------
     UnsupportedProblem
-        Not exactly one of the four is given, or a number is out of its range.
+        Not exactly one of the four is set, or a number is out of range.
 
     Examples
     --------
@@ -64,9 +63,9 @@ class Budget:
 
     def __post_init__(self) -> None:
         reasons = []
-        given = [name for name in ("top_k", "mass", "threshold", "density") if getattr(self, name) is not None]
-        if len(given) != 1:
-            got = " and ".join(given) or "none of them"
+        set_names = [name for name in ("top_k", "mass", "threshold", "density") if getattr(self, name) is not None]
+        if len(set_names) != 1:
+            got = " and ".join(set_names) or "none of them"
             reasons.append(f"a budget must have exactly one of top_k, mass, threshold and density; got {got}")
         if self.top_k is not None and not (is_int(self.top_k) and self.top_k >= 1):
             reasons.append(f"top_k must be an int of at least 1; got {describe(self.top_k)}")
@@ -81,10 +80,9 @@ class Budget:
 
     @property
     def part(self) -> float | None:
-        """The part of all shares that the kept blocks hold; every block has the same share for a density.
+        """The fraction of the total weight that the kept blocks must hold; for a density, all blocks have equal weight.
 
-        A density is lowered by less than any number of blocks can tell, so that 0.55 of 100 blocks, whose product is
-        rounded to more than 55, are 55.
+        A density is reduced by a tiny amount, so that 0.55 of 100 blocks is 55 although the rounded product exceeds 55.
 
         Examples
         --------
@@ -95,11 +93,12 @@ class Budget:
 
     @lru_cache(maxsize=64)
     def halves(self) -> tuple[Budget, Budget]:
-        """Split the budget into a half, rounded up, and the rest, of one block at least; a threshold is that of both.
+        """Split the budget into a half, rounded up, and the rest, at least one block; both halves have the threshold.
 
         Returns
         -------
         first, second : Budget
+            The two halves.
 
         Examples
         --------
@@ -118,17 +117,17 @@ class Budget:
 @explains_keywords
 @dataclass(frozen=True, kw_only=True)
 class Forced:
-    """Blocks that every selector keeps, whatever their scores, as far as the masks allow a key of them.
+    """Blocks that are always kept, unless the mask excludes them entirely.
 
     Parameters
     ----------
     sink : int
-        So many blocks at the start of the keys.
+        Number of blocks at the start of the keys.
     local : int
-        So many blocks that end with the block of the row's last diagonal key.
+        Number of blocks that end with the block of the row's last diagonal key.
     diagonal : bool
-        All blocks that hold a diagonal key of the row: key i, or with ``causal="bottom_right"`` the key that query i
-        meets in that alignment.
+        All blocks with a diagonal key of the row: key i for query i, or with ``causal="bottom_right"`` key
+        i + seqlen_kv - seqlen_q.
 
     Raises
     ------
@@ -158,16 +157,16 @@ class Forced:
 
 @dataclass(frozen=True, eq=False)
 class Diagonal:
-    """The blocks that hold diagonal keys of each block row, made once for what is eligible and what is forced.
+    """The blocks with diagonal keys of each block row, from which eligible and forced blocks are computed.
 
     Attributes
     ----------
     column : int64 array [num_kv_blocks]
-        Numbers of the blocks.
+        The numbers of the blocks.
     first, last : int64 array [num_q_blocks, 1]
-        The first and the last block that hold a diagonal key of the row.
+        The first and the last block with a diagonal key of the row.
     is_met : bool array [num_q_blocks, num_kv_blocks]
-        Blocks up to the last one: those that a causal mask allows a key of.
+        The blocks up to the last one, in which a causal mask allows keys.
     """
 
     column: Array
@@ -177,7 +176,7 @@ class Diagonal:
 
     @classmethod
     def of(cls, xp: Any, lengths: tuple[int, int], block: tuple[int, int], offset: int) -> Diagonal:
-        """Make the diagonal of a grid of blocks where query i meets key i + offset."""
+        """Make the diagonal of a grid of blocks that aligns query i with key i + offset."""
         num_rows, num_columns = (-(-length // side) for length, side in zip(lengths, block))
         column = xp.arange(num_columns)
         stops = xp.arange(block[0], (num_rows + 1) * block[0], block[0])[:, None]
@@ -187,13 +186,13 @@ class Diagonal:
 
     def forced(self, forced: Forced) -> Array:
         """Return the blocks that are forced, bool [num_q_blocks, num_kv_blocks]."""
-        # Local and diagonal blocks are two runs that end with the same block, so that the longer one is both.
+        # The local and the diagonal blocks are runs that end with the same block, so the longer one contains the other.
         first = self.first
         if forced.local or not forced.diagonal:
             first = self.last - (forced.local - 1)
             first = namespace(first).minimum(first, self.first) if forced.diagonal else first
-        kept = (self.column >= first) & self.is_met
-        return kept | (self.column < forced.sink) if forced.sink else kept
+        is_forced = (self.column >= first) & self.is_met
+        return is_forced | (self.column < forced.sink) if forced.sink else is_forced
 
 
 def choose(scores: Array, weights: Array, eligible: Any, forced: Any, budget: Budget) -> Array:
@@ -202,11 +201,11 @@ def choose(scores: Array, weights: Array, eligible: Any, forced: Any, budget: Bu
     Parameters
     ----------
     scores : array [..., num_kv_blocks]
-        What decides the order; NaN comes last.
-    weights : array of that shape
-        The share of each block, which counts for ``Budget(mass=)``; for ``Budget(density=)`` all count alike.
+        The scores that determine the order; NaN comes last.
+    weights : array [..., num_kv_blocks]
+        The mass of each block for ``Budget(mass=)``; for ``Budget(density=)`` all blocks have equal weight.
     eligible, forced : bool arrays that broadcast against them, or None
-        Blocks that may be kept, and blocks that must be if they may; None for all, and for none.
+        Blocks that may be kept (None: all), and eligible blocks that must be kept (None: none).
     """
     xp = namespace(scores)
     if 0 in scores.shape:
@@ -224,24 +223,24 @@ def choose(scores: Array, weights: Array, eligible: Any, forced: Any, budget: Bu
             of_mass = _last_needed(in_order, shares if eligible is None else shares * eligible, part)
             last = xp.maximum(last, of_mass) if count else of_mass
         last = xp.clip(last, _NOT_FORCED - 1, _NOT_ELIGIBLE - 1)
-    kept = keys <= last
+    is_kept = keys <= last
     if budget.threshold is None:
-        return kept
+        return is_kept
     above = scores >= budget.threshold
-    return kept | (above if eligible is None else above & eligible)
+    return is_kept | (above if eligible is None else above & eligible)
 
 
 def _keys(scores: Array, eligible: Any, forced: Any) -> Array:
-    """Numbers, int64, all of a row different, whose order is the one in which blocks are taken.
+    """Compute sort keys, int64 and distinct within a row, in whose ascending order blocks are kept.
 
-    The upper half is the place of the score as float32, where -0 and 0 are equal and NaN is the least, and the lower
-    half is the number of the block. Forced blocks are below `_NOT_FORCED`, and those that are not eligible are not
-    below `_NOT_ELIGIBLE`.
+    The upper half encodes the float32 score in descending order, where -0 equals 0 and NaN is the least; the lower half
+    is the block number. Keys of forced blocks are less than `_NOT_FORCED`, and those of ineligible blocks are at least
+    `_NOT_ELIGIBLE`.
     """
     xp = namespace(scores)
     negated = np.float32(0) - xp.fmax(scores, -np.inf).astype(np.float32, copy=False)
     bits = negated.view(np.int32)
-    places = bits ^ ((bits >> 31) & _MAGNITUDE)  # in the order of the numbers that the bits stand for
+    places = bits ^ ((bits >> 31) & _MAGNITUDE)  # integers in the order of the floats with these bits
     if forced is not None:
         places = xp.where(forced, _FORCED, places)
     if eligible is not None:
@@ -250,11 +249,11 @@ def _keys(scores: Array, eligible: Any, forced: Any) -> Array:
 
 
 def _last_needed(in_order: Array, shares: Array, mass: float) -> Array:
-    """The greatest of the fewest first keys whose blocks hold a part of the shares of a row, int64 [..., 1]."""
+    """Return the last key that is needed for the first blocks to hold a fraction of the row's mass, int64 [..., 1]."""
     xp, num_blocks = namespace(shares), shares.shape[-1]
     starts = xp.arange(0, shares.size, num_blocks).reshape(*shares.shape[:-1], 1)
     sums = xp.cumsum(xp.take(shares.reshape(-1), (in_order & _BLOCK) + starts), axis=-1)
     before = xp.zeros(shares.shape, dtype=np.float64)
     before[..., 1:] = sums[..., :-1]
-    is_needed = ~(before >= mass * sums[..., -1:])  # every block is where the sum is NaN
+    is_needed = ~(before >= mass * sums[..., -1:])  # all blocks are needed if the sum is NaN
     return xp.where(is_needed, in_order, _NOT_FORCED - 1).max(axis=-1)[..., None]

@@ -1,4 +1,4 @@
-"""Native sparse attention's selection of blocks, from attention to compressed keys."""
+"""Native sparse attention's selection of blocks by attention to compressed keys."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def nsa(
     Parameters
     ----------
     q, k : arrays
-        As in `attention`; k has at least as many keys as a compressed one stands for.
+        As in `attention`; k must have at least `compression[0]` keys.
     budget : Budget
-        How many blocks of a row are kept; NSA keeps 16, those that are forced included.
+        The number of blocks to keep per row; NSA keeps 16, including forced blocks.
     block : int or (int, int)
         Sides block_q and block_kv in tokens; NSA has block_q = 1. block_kv is a multiple of the stride.
     compression : (int, int)
-        Keys that a compressed key stands for, and the stride from one to the next, which divides that number.
+        Number of keys that a compressed key represents, and the stride between compressed keys, which must divide it.
     forced : Forced
         Blocks that are always kept.
     causal, mask, window, scale : optional
-        As in `attention`; the index allows what they allow, and hidden queries and keys enter no estimate.
+        As in `attention`; the index applies them, and masked queries and keys do not affect the estimates.
     executor : {"auto", "cpu", "gpu", "sim"}
-        As in `block_mass`, which multiplies.
+        As in `block_mass`, which computes the products.
 
     Returns
     -------
@@ -62,9 +62,9 @@ def nsa(
 
     Notes
     -----
-    Native sparse attention, arXiv 2502.11089, equations 8 to 12, with means in place of the learned compression: the
-    softmax over compressed keys, under `causal` those that end by the query, is handed to the blocks that they lie in
-    and summed over the heads of a group and the queries of a block.
+    Native sparse attention, arXiv 2502.11089, equations 8 to 12, with means instead of the learned compression. The
+    softmax over compressed keys (with `causal`, over those that end by the query) is distributed to their blocks, and
+    summed over the heads of a group and the queries of a block.
 
     Examples
     --------
@@ -110,7 +110,7 @@ def nsa(
 
 
 def _chosen(grid: Grid, scores: Array, budget: Budget, forced: Forced) -> BlockIndex:
-    """The index of blocks chosen by their masses, which are summed over the heads of a group."""
+    """Choose blocks by their masses, summed over the heads of a group, and return their index."""
     if grid.has_heads:
         groups = grid.k.shape[-3]
         size = grid.shape.num_heads // groups if groups else 1
@@ -125,7 +125,7 @@ def _checked_compression(compression: Any) -> tuple[int, int]:
         raise UnsupportedProblem(
             [
                 f"compression must be two ints of at least 1, keys and a stride that divides them; got "
-                f"{describe(compression)}: (32, 16) is NSA's"
+                f"{describe(compression)}: NSA uses (32, 16)"
             ]
         )
     return int(compression[0]), int(compression[1])

@@ -42,26 +42,27 @@ def pooled(
     q, k : arrays
         As in `attention`.
     budget : Budget
-        How many blocks of a row are kept.
+        The number of blocks to keep per row.
     block : int or (int, int)
         Sides block_q and block_kv in tokens.
     forced : Forced
         Blocks that are always kept.
     causal, mask, window, scale : optional
-        As in `attention`; the index allows what they allow, and hidden queries and keys enter no estimate.
+        As in `attention`; the index applies them, and masked queries and keys do not affect the estimates.
     pool_queries : bool
-        False: every query chooses blocks of its own by the means of keys, under `causal` among those that end before
-        it, and a block of queries keeps what any of them chose.
+        If False, each query chooses its own blocks by the means of keys (with `causal`, among blocks that end before
+        it), and a block of queries keeps the union of their choices.
     self_similarity : float, optional
-        Blocks of rows whose mean cosine with each other is less than this are no good means: such a block of keys is
-        kept in every row and takes no part in the softmax, and such a block of queries keeps everything. From -1 to 1.
+        A threshold from -1 to 1 for the mean cosine similarity between the rows of a block. The mean represents a block
+        with a lower similarity poorly: such a block of keys is kept in every row and excluded from the softmax, and
+        such a block of queries keeps all blocks.
     executor : {"auto", "cpu", "gpu", "sim"}
-        As in `block_mass`, which multiplies.
+        As in `block_mass`, which computes the products.
 
     Returns
     -------
     BlockIndex
-        In arrays where q is; on a device it is made without a synchronisation unless `mask` holds arrays of the host.
+        With arrays on the device of q. It is built without synchronization, unless `mask` holds host arrays.
 
     Raises
     ------
@@ -140,25 +141,25 @@ def antidiagonal(
 ) -> BlockIndex:
     """Choose blocks by the softmax of sums of scores along antidiagonals, as XAttention does.
 
-    The scores of a cell of stride by stride elements are represented by the sum along its antidiagonal, which meets
-    every vertical and every slash that crosses the cell.
+    The sum along the antidiagonal of a cell of stride by stride elements represents the scores of the cell, since the
+    antidiagonal crosses every column and every diagonal of the cell.
 
     Parameters
     ----------
     q, k : arrays
         As in `attention`.
     budget : Budget
-        How many blocks of a row are kept.
+        The number of blocks to keep per row.
     block : int or (int, int)
         Sides block_q and block_kv in tokens, multiples of `stride`.
     stride : int
-        Side of a cell; 4096 / head_dim at most.
+        Side of a cell, at most 4096 / head_dim.
     forced : Forced
         Blocks that are always kept.
     causal, mask, window, scale : optional
-        As in `attention`; the index allows what they allow, and hidden queries and keys enter no estimate.
+        As in `attention`; the index applies them, and masked queries and keys do not affect the estimates.
     executor : {"auto", "cpu", "gpu", "sim"}
-        As in `block_mass`, which multiplies.
+        As in `block_mass`, which computes the products.
 
     Returns
     -------
@@ -172,7 +173,7 @@ def antidiagonal(
 
     Notes
     -----
-    XAttention, arXiv 2503.16428, algorithm 1, where ``budget=Budget(mass=0.9)``.
+    XAttention, arXiv 2503.16428, algorithm 1, which uses ``budget=Budget(mass=0.9)``.
 
     Examples
     --------
@@ -217,10 +218,10 @@ def _by_query(
     grid: Grid, means: Array | None, budget: Budget, forced: Forced, left_out: Any, executor: str,
     self_similarity: float | None = None,
 ) -> BlockIndex:  # fmt: skip
-    """The union, over a block of queries, of the blocks that each query chooses; without means under a mask."""
+    """Return the union, over a block of queries, of the blocks that each query chooses; `means` is None under masks."""
     xp, (block_q, block_kv) = grid.xp, grid.block
     of_queries = replace(grid, block=(1, block_kv))
-    # A block that ends after the query is chosen only where it is forced.
+    # A block that ends after the query is chosen only if it is forced.
     ends = (xp.arange(grid.size[1]) + 1)[None, :] * block_kv
     is_past = ends <= xp.arange(grid.shape.seqlen_q)[:, None] + grid.offset + 1
     if means is None:
@@ -236,14 +237,14 @@ def _by_query(
     must = must if left_out is None else must | left_out
     may = is_past | must | (not grid.is_causal)
     may = may if eligible is None else eligible & may
-    kept = of_queries.chosen(mass, mass, budget, forced, left_out, may)
-    rows = xp.zeros((*kept.shape[:-2], grid.size[0] * block_q, kept.shape[-1]), dtype=bool)
-    rows[..., : grid.shape.seqlen_q, :] = kept
-    return grid.index(rows.reshape(*kept.shape[:-2], grid.size[0], block_q, kept.shape[-1]).any(axis=-2))
+    chosen = of_queries.chosen(mass, mass, budget, forced, left_out, may)
+    rows = xp.zeros((*chosen.shape[:-2], grid.size[0] * block_q, chosen.shape[-1]), dtype=bool)
+    rows[..., : grid.shape.seqlen_q, :] = chosen
+    return grid.index(rows.reshape(*chosen.shape[:-2], grid.size[0], block_q, chosen.shape[-1]).any(axis=-2))
 
 
 def _self_similarity(x: Array, side: int) -> Array:
-    """Mean cosine between the rows of each block, with each row and itself among the pairs, [..., num_blocks]."""
+    """Compute the mean cosine over all pairs of rows of each block, including equal rows, [..., num_blocks]."""
     means = block_means(masked.directions_of(x.astype(accumulator_dtype(x.dtype))), side)
     return (means * means).sum(axis=-1)
 

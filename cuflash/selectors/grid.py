@@ -1,4 +1,4 @@
-"""The blocks of a selection: which of them a mask allows, and the index that chosen ones make."""
+"""The grid of blocks of a selection: eligible and forced blocks, and the index of the chosen ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Grid:
     block: tuple[int, int]
     mask: Mask
     is_causal: bool
-    offset: int  # query i meets key i + offset on the diagonal
+    offset: int  # the diagonal aligns query i with key i + offset
     has_own_mask: bool
     scale: float
     has_heads: bool
@@ -48,21 +48,21 @@ class Grid:
         cls, q: Array, k: Array, block: Any, budgets: dict[str, Any], forced: Any, causal: Any, mask: Any, window: Any,
         scale: Any, reasons: Sequence[str] = (),
     ) -> Grid:  # fmt: skip
-        """Check the arguments of a selector, which others of its arguments may break by `reasons`.
+        """Check the arguments of a selector; `reasons` are those why its other arguments are refused.
 
         Raises
         ------
         TypeError
-            q or k is not an array of a known kind, or `mask` stands for no mask.
+            q or k is not an array of a supported library, or `mask` cannot be converted to a mask.
         UnsupportedProblem
             An argument breaks its rule; all reasons at once.
         """
         reasons = list(reasons)
         for name, budget in budgets.items():
             if not isinstance(budget, Budget):
-                reasons.append(f"{name} must be a Budget; got {describe(budget)}: selectors.Budget(top_k=8) is one")
+                reasons.append(f"{name} must be a Budget; got {describe(budget)}: write selectors.Budget(top_k=8)")
         if not isinstance(forced, Forced):
-            reasons.append(f"forced must be a Forced; got {describe(forced)}: selectors.Forced(sink=1) is one")
+            reasons.append(f"forced must be a Forced; got {describe(forced)}: write selectors.Forced(sink=1)")
         options = Options(mask, causal, window, scale=scale)
         key = None if reasons else options.key(layout_key(q, k), "grid", repr(block))
         known = CALLS.get(key)
@@ -72,13 +72,13 @@ class Grid:
         require_arrays({"q": q, "k": k})
         if namespace(q) is not namespace(k):
             raise UnsupportedProblem([*reasons, "q and k must be of one kind: copy one of them explicitly"])
-        sides, call, found = (1, 1), None, list[str]()
+        sides, call, of_call = (1, 1), None, list[str]()
         with collecting(reasons):
             sides = block_pair(block)
         v = k[..., :1] if k.ndim >= 2 else k
-        with collecting(found):
+        with collecting(of_call):
             call = Call.of(q, k, v, options)
-        reasons += reasons_without_v(found, q, k, (q, k, v))
+        reasons += reasons_without_v(of_call, q, k, (q, k, v))
         if reasons or call is None:
             raise UnsupportedProblem(reasons)
         problem, shape = call.problem, call.problem.mask_shape
@@ -98,17 +98,17 @@ class Grid:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Rows and columns of blocks."""
+        """The numbers of rows and columns of blocks."""
         return -(-self.shape.seqlen_q // self.block[0]), -(-self.shape.seqlen_kv // self.block[1])
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """The leading axes of scores: batch and query heads, no axis for q of two axes."""
+        """The leading axes of scores: batch and query heads, or none if q has two axes."""
         return (*self.shape.batch, self.shape.num_heads) if self.has_heads else ()
 
     @property
     def is_masked(self) -> bool:
-        """Return whether estimates have to look at the mask: at one of the caller's, or where rows attend nothing."""
+        """True if estimates depend on the mask: on the caller's, or on a causal mask with empty rows or unused keys."""
         num_batch, num_heads = self.shape.num_batch, self.shape.num_heads
         seqlen_q, seqlen_kv = self.shape.seqlen_q, self.shape.seqlen_kv
         if 0 in (num_batch, num_heads, seqlen_q, seqlen_kv):
@@ -116,25 +116,25 @@ class Grid:
         return self.has_own_mask or self.is_causal and (self.offset < 0 or seqlen_q + self.offset < seqlen_kv)
 
     def leading(self, x: Array) -> Array:
-        """An array [batch or 1, num_heads or 1, ...] of a mask, with the leading axes of scores."""
+        """Reshape an array [batch or 1, num_heads or 1, ...] of a mask to the leading axes of scores."""
         batch = self.shape.batch if x.shape[0] > 1 else (1,) * len(self.shape.batch)
         return x.reshape((*batch, *x.shape[1:]) if self.has_heads else x.shape[2:])
 
     def of_query_heads(self, of_kv_heads: Array) -> Array:
-        """Rows of key/value heads [..., kv_heads, n, dim] for each query head that reads them."""
+        """Repeat rows of key/value heads [..., kv_heads, n, dim] for each query head that reads them."""
         if not self.has_heads or of_kv_heads.shape[-3] == self.shape.num_heads:
             return of_kv_heads
         return self.xp.repeat(of_kv_heads, self.shape.num_heads // max(of_kv_heads.shape[-3], 1), axis=-3)
 
     @cached_property
     def diagonal(self) -> Diagonal:
-        """Return the positions at which the diagonal crosses the blocks."""
+        """The blocks that the diagonal crosses."""
         return Diagonal.of(self.xp, (self.shape.seqlen_q, self.shape.seqlen_kv), self.block, self.offset)
 
     def eligible(self) -> Any:
-        """Return which blocks hold an element that the masks allow, bool, broadcasts against [*heads, rows, columns].
+        """Return which blocks have an allowed element, bool, broadcasts against [*heads, rows, columns].
 
-        None for all of them.
+        The result is None if all blocks have one.
         """
         xp = self.xp
         if not self.has_own_mask:
@@ -143,14 +143,14 @@ class Grid:
         return self.leading(xp.asarray(index.states() != 0))
 
     def stairs(self, step_q: int, step_kv: int, needed_keys: int = 1) -> Mask | None:
-        """The causal mask between groups of so many queries and of so many keys; None without one.
+        """Return the causal mask between groups of `step_q` queries and `step_kv` keys; None if not causal.
 
-        A group of queries sees the groups of keys of which its last query sees the first `needed_keys`.
+        A group of queries attends a group of keys if its last query attends the first `needed_keys` of the group.
         """
         return Stairs(step_q, step_kv, step_q + self.offset - needed_keys) if self.is_causal else None
 
     def rule(self, budget: Budget, forced: Forced) -> ChoiceRule:
-        """Everything that decides which blocks of a row are kept but their scores and a mask of the caller's."""
+        """Return the rule that decides which blocks of a row are kept, for any scores and any mask of the caller."""
         return ChoiceRule(
             lengths=(self.shape.seqlen_q, self.shape.seqlen_kv), block=self.block, offset=self.offset,
             is_causal=self.is_causal and not self.has_own_mask, count=max(budget.top_k or 0, budget.min_blocks),
@@ -167,10 +167,10 @@ class Grid:
         extra: Any = None,
         allowed: Any = None,
     ) -> Array:
-        """The blocks that a budget keeps, bool of the scores' shape.
+        """Choose blocks by a budget; return a bool array with the shape of the scores.
 
-        `shares` None counts all blocks alike. `extra` are further blocks that are forced, and `allowed` those that may
-        be kept, where fewer may than the masks allow. On a device a kernel chooses.
+        If `shares` is None, all blocks have equal weight. `extra` are additional forced blocks. `allowed` are the
+        blocks that may be kept, if fewer than the masks allow. On a device, a kernel chooses.
         """
         if self.xp.__name__ == "cupy":
             allowed = self.eligible() if allowed is None and self.has_own_mask else allowed
@@ -182,20 +182,20 @@ class Grid:
         return choose(scores, shares, allowed, must if extra is None else must | extra, budget)
 
     def forced(self, forced: Forced) -> Array:
-        """The blocks that must be kept where they are eligible, bool [rows, columns]."""
+        """Return the blocks that must be kept if they are eligible, bool [rows, columns]."""
         return self.diagonal.forced(forced)
 
-    def index(self, kept: Array) -> BlockIndex:
-        """An index of the blocks kept, bool [*heads, rows, columns], whose elements the masks allow."""
+    def index(self, blocks: Array) -> BlockIndex:
+        """Return the index of blocks, bool [*heads, rows, columns], restricted to the elements that the masks allow."""
         if self.xp.__name__ == "cupy":
-            return index_of(kept, self.mask, self.shape, self.block)
-        pattern = BlockPattern(kept, self.block)
+            return index_of(blocks, self.mask, self.shape, self.block)
+        pattern = BlockPattern(blocks, self.block)
         whole = pattern if self.mask == Band() else pattern & self.mask
         return BlockIndex.from_mask(whole, block=self.block, **self.shape._asdict())
 
 
 def block_means(x: Array, side: int) -> Array:
-    """Means of rows over blocks of a side, [..., num_blocks, dim], in the accumulator's dtype."""
+    """Compute the means of blocks of `side` rows, [..., num_blocks, dim], in the accumulator's dtype."""
     xp, length, dtype = namespace(x), x.shape[-2], accumulator_dtype(x.dtype)
     num_blocks = -(-length // side)
     blocks = padded(x, num_blocks * side).reshape(*x.shape[:-2], num_blocks, side, x.shape[-1])
@@ -207,18 +207,18 @@ def block_means(x: Array, side: int) -> Array:
 
 
 def padded(x: Array, length: int) -> Array:
-    """Rows with rows of zeros behind them, as many as make a length; the same array where none is missing."""
+    """Pad rows with zeros to a length; return the same array if it has that length."""
     if x.shape[-2] == length:
         return x
-    made = namespace(x).zeros((*x.shape[:-2], length, x.shape[-1]), dtype=x.dtype)
-    made[..., : x.shape[-2], :] = x
-    return made
+    longer = namespace(x).zeros((*x.shape[:-2], length, x.shape[-1]), dtype=x.dtype)
+    longer[..., : x.shape[-2], :] = x
+    return longer
 
 
 def of_strides(x: Array, stride: int, *, turned: bool) -> Array:
     """Join each run of `stride` rows of x to one row: [..., n, d] becomes [..., n / stride, stride d].
 
-    `turned` rows are joined from the last of a run to the first, so that the product of a turned row of q and a row of
+    If `turned`, the rows of a run are joined in reverse order, so that the product of a reversed row of q and a row of
     k is the sum of the scores on an antidiagonal.
     """
     groups = x.reshape(*x.shape[:-2], x.shape[-2] // stride, stride, x.shape[-1])

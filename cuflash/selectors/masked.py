@@ -1,7 +1,7 @@
-"""Estimates under masks: those of a block row depend on its queries that have a key, and on the keys that these attend.
+"""Estimates under masks, which depend only on queries that attend a key, and on the keys that these attend.
 
-Blocks that a mask allows altogether are estimated as without a mask, from whole arrays. The others, which for masks of
-closed form are few, are evaluated element by element and replace what the whole arrays gave.
+Blocks that a mask allows entirely are estimated as without a mask, from whole arrays. The other blocks, which are few
+for masks with closed forms, are evaluated element by element and replace the estimates from whole arrays.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from ..blocks.index import BlockIndex
 from ..masks.coordinates import elements
 from .grid import Grid, block_means, of_strides, padded
 
-_MOST_NUMBERS = 1 << 21  # of one step: bounds the memory of estimates
+_MOST_NUMBERS = 1 << 21  # maximum number of array elements per step, to limit memory
 
 
 class Cut(NamedTuple):
-    """Blocks that a mask may cut, of the batch entries and heads that they stand for.
+    """Blocks that a mask may allow only in part, for all batch entries and heads that share them.
 
     Attributes
     ----------
     place : tuple of int arrays that broadcast to [n, batch, heads]
         Batch entry, head, block row and block column.
     queries : int array [n, 1, 1, block_q]
+        Positions of queries; those past the end are replaced by the last position.
     keys : int array [n, 1, 1, block_kv]
-        Positions; those past the end are the last one.
+        Positions of keys; those past the end are replaced by the last position.
     allowed : bool array [n, 1, 1, block_q, block_kv]
+        The elements of the mask, False past the end.
     """
 
     place: tuple[Array, Array, Array, Array]
@@ -47,8 +49,9 @@ class MaskedBlocks:
     Attributes
     ----------
     grid : Grid
+        The grid.
     block : (int, int)
-        Sides of the blocks, which need not be those of the grid.
+        Sides of the blocks, which may differ from those of the grid.
     """
 
     grid: Grid
@@ -60,12 +63,12 @@ class MaskedBlocks:
 
     @cached_property
     def states(self) -> Array:
-        """States of blocks as `BlockIndex.states` has them, where q is; they broadcast against [*heads, ...]."""
+        """The result of `BlockIndex.states` on the device of q, in a shape that broadcasts against [*heads, ...]."""
         return self.grid.leading(self.grid.xp.asarray(self.index.states()))
 
     @cached_property
     def live(self) -> Array:
-        """Return which queries attend a key, bool [batch or 1, num_heads or 1, seqlen_q], where the index is."""
+        """The queries that attend a key, bool [batch or 1, num_heads or 1, seqlen_q], on the device of the index."""
         if self.index.is_on_host:
             return self.index.row_counts() > 0
         whole_rows = MaskedBlocks(self.grid, (1, self.grid.shape.seqlen_kv))
@@ -73,19 +76,19 @@ class MaskedBlocks:
 
     @cached_property
     def has_key(self) -> Array:
-        """Return `live` on the device of q, in a shape that broadcasts against [*heads, seqlen_q]."""
+        """The array `live` on the device of q, in a shape that broadcasts against [*heads, seqlen_q]."""
         return self.grid.leading(self.grid.xp.asarray(self.live)[..., None])[..., 0]
 
     def queries(self) -> Array:
-        """Return q in the accumulator's dtype, 0 where a query attends no key."""
+        """Return q in the accumulator's dtype, with zeros for queries that attend no key."""
         wide = self.grid.q.astype(accumulator_dtype(self.grid.q.dtype))
         return self.grid.xp.where(self.has_key[..., None], wide, wide.dtype.type(0))
 
     def cut(self, first: int, stop: int, dim: int) -> Iterator[Cut]:
-        """Blocks of the block rows first <= row < stop that are neither full nor empty, in steps of bounded memory.
+        """Yield the partial blocks of the block rows first <= row < stop, in steps of bounded memory.
 
-        On a device, where the host does not know which these are, all blocks. `dim` is the number of columns that a
-        caller reads of each query and key.
+        On a device, yield all blocks, since the host does not know which are partial. `dim` is the number of columns of
+        each query and key that the caller reads.
         """
         shape, index = self.grid.shape, self.index
         xp: Any = np if index.is_on_host else self.grid.xp
@@ -121,7 +124,7 @@ class MaskedBlocks:
 
 
 class Rows:
-    """Rows of q or of k by batch entry, query head and position."""
+    """The rows of q or of k by batch entry, query head and position."""
 
     def __init__(self, grid: Grid, x: Array) -> None:
         shape, num_heads = grid.shape, x.shape[-3] if grid.has_heads else 1
@@ -131,17 +134,17 @@ class Rows:
         )
 
     def of(self, cut: Cut, positions: Array) -> Array:
-        """Rows [n, batch, heads, length, dim] at positions [n, 1, 1, length] of cut blocks."""
+        """Return the rows [n, batch, heads, length, dim] at positions [n, 1, 1, length] of blocks."""
         b, h, _, _ = cut.place
         return self._rows[b[..., None], h[..., None] // self._group, positions]
 
 
 def products(x: Array, y: Array) -> Array:
-    """Products of rows x [..., m, dim] and y [..., n, dim], [..., m, n]; on a device without a library of matrices."""
+    """Multiply rows x [..., m, dim] and y [..., n, dim] to [..., m, n]; on a device without a matrix library."""
     if isinstance(x, np.ndarray):
-        with np.errstate(invalid="ignore", over="ignore"):  # of rows that no query attends
-            made: Array = x @ y.swapaxes(-1, -2)
-            return made
+        with np.errstate(invalid="ignore", over="ignore"):  # for rows that no query attends
+            product: Array = x @ y.swapaxes(-1, -2)
+            return product
     sums = namespace(x).zeros((*np.broadcast_shapes(x.shape[:-2], y.shape[:-2]), x.shape[-2], y.shape[-2]), x.dtype)
     for column in range(x.shape[-1]):
         sums = sums + x[..., :, None, column] * y[..., None, :, column]
@@ -149,7 +152,7 @@ def products(x: Array, y: Array) -> Array:
 
 
 def softmax(scores: Array, is_seen: Array) -> Array:
-    """Softmax along the last axis over what is seen; 0 elsewhere, and in rows that see nothing."""
+    """Compute the softmax along the last axis over the elements that are seen; other elements are 0."""
     xp = namespace(scores)
     scores = xp.where(is_seen, scores, -np.inf)
     largest = scores.max(axis=-1, keepdims=True)
@@ -159,23 +162,23 @@ def softmax(scores: Array, is_seen: Array) -> Array:
 
 
 def mean_of_blocks(x: Array, side: int, counts: Array) -> Array:
-    """Sums of rows over blocks of a side, over the counts [..., blocks] of rows that are not 0."""
+    """Sum rows over blocks of `side` rows, and divide by the counts [..., blocks] of rows that are not 0."""
     xp, num_blocks = namespace(x), -(-x.shape[-2] // side)
     sums = padded(x, num_blocks * side).reshape(*x.shape[:-2], num_blocks, side, x.shape[-1]).sum(axis=-2)
     return sums / xp.maximum(counts, 1)[..., None].astype(x.dtype)
 
 
 def count_of_blocks(has_key: Array, side: int) -> Array:
-    """Return how many rows of each block of a side have a key."""
+    """Return how many rows of each block of `side` rows have a key."""
     num_blocks = -(-has_key.shape[-1] // side)
     flags = padded(has_key[..., None], num_blocks * side)[..., 0]
     return flags.reshape(*has_key.shape[:-1], num_blocks, side).sum(axis=-1)
 
 
 def mass_of_means(grid: Grid, threshold: float | None) -> tuple[Array, Array | None]:
-    """Softmax of mean queries times mean keys, and which blocks hold rows that are not similar; None without threshold.
+    """Return the softmax of mean queries times mean keys, and the blocks of dissimilar rows or None without threshold.
 
-    The mean of a block's keys is over those that a query of the block row attends.
+    The mean of a block's keys is over the keys that at least one query of the block row attends.
     """
     blocks = MaskedBlocks(grid, grid.block)
     counts, queries = count_of_blocks(blocks.has_key, grid.block[0]), blocks.queries()
@@ -190,22 +193,23 @@ def mass_of_means(grid: Grid, threshold: float | None) -> tuple[Array, Array | N
 
 
 def mass_by_query(grid: Grid, is_past: Array | None, threshold: float | None) -> tuple[Array, Array, Array | None]:
-    """Softmax of each query times the means of those keys of a block that it attends.
+    """Compute the softmax of each query times the means of the keys of each block that it attends.
 
     Parameters
     ----------
     grid : Grid
+        The grid.
     is_past : bool array [seqlen_q, columns], optional
-        Blocks that take part in the softmax of a query, under `causal`.
+        With `causal`, the blocks over which the softmax of each query extends.
     threshold : float, optional
-        Blocks whose keys are less similar are found too.
+        The similarity below which the keys of a block count as dissimilar.
 
     Returns
     -------
     mass, attended : arrays [*heads, seqlen_q, columns]
-        Masses, and which blocks hold keys that a query attends.
-    unlike : bool array of that shape, or None
-        Which blocks hold keys that are not similar, of those that the block row attends.
+        The masses, and whether the query attends a key of the block.
+    unlike : bool array [*heads, seqlen_q, columns], or None
+        Whether the keys of the block that the block row attends are dissimilar; None without threshold.
     """
     xp, num_queries, blocks = grid.xp, grid.shape.seqlen_q, MaskedBlocks(grid, grid.block)
     sums, counts = (x[..., :num_queries, :] for x in sums_by_query(grid, blocks, 0, grid.size[0]))
@@ -221,11 +225,11 @@ def mass_by_query(grid: Grid, is_past: Array | None, threshold: float | None) ->
 def _of_mean_keys(
     grid: Grid, blocks: MaskedBlocks, of_queries: Array, threshold: float | None
 ) -> tuple[Array, Array | None]:
-    """Scores [*heads, rows, columns] of mean keys, and which of the blocks have keys that are not similar."""
+    """Return scores [*heads, rows, columns] of mean keys, and the blocks of dissimilar keys or None."""
     xp, (num_rows, num_columns), dim = grid.xp, grid.size, grid.k.shape[-1]
     shape = grid.shape
     keys = grid.k.astype(of_queries.dtype)
-    with np.errstate(invalid="ignore", over="ignore"):  # of rows that no query attends
+    with np.errstate(invalid="ignore", over="ignore"):  # for rows that no query attends
         scores = products(of_queries, grid.of_query_heads(block_means(grid.k, grid.block[1])))
     scores = xp.broadcast_to(scores, (*grid.heads, num_rows, num_columns)).copy()
     unlike, directions = None, None
@@ -249,25 +253,25 @@ def _of_mean_keys(
 
 
 def directions_of(x: Array) -> Array:
-    """Rows divided by their lengths; rows of zeros stay."""
+    """Divide rows by their norms; rows of zeros stay zero."""
     xp = namespace(x)
     norms = xp.sqrt((x * x).sum(axis=-1))[..., None]
     return x / xp.where(norms == 0, 1, norms)
 
 
 def sums_by_query(grid: Grid, blocks: MaskedBlocks, first: int, stop: int) -> tuple[Array, Array]:
-    """For the queries of some block rows, sums of q . k over the keys that each attends of a block, and their numbers.
+    """Sum q . k over the keys that each query attends in each block, for the queries of block rows first to stop.
 
     Returns
     -------
     sums, counts : arrays [*heads, (stop - first) * block_q, columns]
-        Queries past the end have sums and counts of 0.
+        The sums, and the numbers of keys; both are 0 for queries past the end.
     """
     xp, shape, (block_q, block_kv) = grid.xp, grid.shape, blocks.block
     num_queries, num_columns = (stop - first) * block_q, blocks.index.num_kv_blocks
     q, keys = (x.astype(accumulator_dtype(x.dtype)) for x in (grid.q, grid.k))
     lengths = xp.minimum(shape.seqlen_kv - xp.arange(0, num_columns * block_kv, block_kv), block_kv)
-    with np.errstate(invalid="ignore", over="ignore"):  # of rows that no query attends
+    with np.errstate(invalid="ignore", over="ignore"):  # for rows that no query attends
         of_blocks = grid.of_query_heads(block_means(grid.k, block_kv) * lengths[:, None].astype(keys.dtype))
     sums = products(padded(q[..., first * block_q : stop * block_q, :], num_queries), of_blocks)
     is_full = xp.repeat(blocks.states[..., first:stop, :] == 1, block_q, axis=-2)
@@ -286,21 +290,21 @@ def sums_by_query(grid: Grid, blocks: MaskedBlocks, first: int, stop: int) -> tu
 
 
 def row_steps(grid: Grid, num_rows: int, numbers_of_row: int) -> Iterator[tuple[int, int]]:
-    """Runs first <= row < stop of block rows in which arrays of so many numbers a row have a bounded size."""
+    """Yield runs first <= row < stop of block rows, so that arrays of `numbers_of_row` per row have a limited size."""
     step = max(1, 8 * _MOST_NUMBERS // max(1, numbers_of_row * grid.shape.num_batch * grid.shape.num_heads))
     for first in range(0, num_rows, step):
         yield first, min(first + step, num_rows)
 
 
 def mass_of_runs(grid: Grid, length: int, stride: int) -> Array:
-    """Masses [*heads, rows, columns] of blocks by softmax over means of runs of keys that a query attends.
+    """Compute masses [*heads, rows, columns] of blocks by softmax over means of runs of keys that a query attends.
 
-    A run is seen if the query attends a key of it and, under `causal`, if it ends by the query.
+    A query sees a run if it attends one of its keys and, with `causal`, if the run ends by the query.
     """
     xp, shape, block_q, num_rows = grid.xp, grid.shape, grid.block[0], grid.size[0]
     blocks, num_parts = MaskedBlocks(grid, (block_q, stride)), length // stride
     count = (shape.seqlen_kv - length) // stride + 1
-    ends, made = xp.arange(count) * stride + length - 1, []
+    ends, parts = xp.arange(count) * stride + length - 1, []
     for first, stop in row_steps(grid, num_rows, block_q * blocks.index.num_kv_blocks):
         sums, counts = sums_by_query(grid, blocks, first, stop)
         of_runs, attended = (sum(x[..., n : n + count] for n in range(num_parts)) for x in (sums, counts))
@@ -309,12 +313,12 @@ def mass_of_runs(grid: Grid, length: int, stride: int) -> Array:
             is_seen = is_seen & (ends <= xp.arange(first * block_q, stop * block_q)[:, None] + grid.offset)
         scores = of_runs * of_runs.dtype.type(grid.scale) / xp.maximum(attended, 1).astype(of_runs.dtype)
         mass = _mean_of_queries(softmax(scores, is_seen), is_seen.any(axis=-1), block_q)
-        made.append(mass_of_blocks(grid, mass, num_parts, stride))
-    return xp.concatenate(made, axis=-2)
+        parts.append(mass_of_blocks(grid, mass, num_parts, stride))
+    return xp.concatenate(parts, axis=-2)
 
 
 def mass_of_blocks(grid: Grid, mass: Array, num_parts: int, stride: int) -> Array:
-    """Sum the masses of runs of keys over blocks; each of the parts of a run, `stride` keys, lies in one block."""
+    """Sum the masses of runs of keys over blocks; each part of a run, `stride` keys, is in one block."""
     num_columns, parts_of_block = grid.size[1], grid.block[1] // stride
     pieces = grid.xp.zeros((*mass.shape[:-1], num_columns * parts_of_block), dtype=mass.dtype)
     for n in range(num_parts):
@@ -323,16 +327,16 @@ def mass_of_blocks(grid: Grid, mass: Array, num_parts: int, stride: int) -> Arra
 
 
 def _mean_of_queries(mass: Array, has_key: Array, block_q: int) -> Array:
-    """Masses of queries summed over blocks of them, over the number of queries that see anything."""
+    """Sum the masses of queries over blocks of queries, and divide by the number of queries with a key."""
     by_block = mass.reshape(*mass.shape[:-2], -1, block_q, mass.shape[-1]).sum(axis=-2)
     counts = has_key.reshape(*has_key.shape[:-1], -1, block_q).sum(axis=-1)
     return by_block / namespace(mass).maximum(counts, 1)[..., None].astype(mass.dtype)
 
 
 def mass_of_antidiagonals(grid: Grid, stride: int) -> Array:
-    """Masses [*heads, rows, columns] of blocks by softmax over sums of scores on antidiagonals of cells.
+    """Compute masses [*heads, rows, columns] of blocks by softmax over sums of scores on antidiagonals of cells.
 
-    An element counts in its cell if its query attends any key, and its key is attended from the row of cells.
+    An element counts in its cell if its query attends a key, and if a query in the row of cells attends its key.
     """
     xp, shape, (num_rows, num_columns), dim = grid.xp, grid.shape, grid.size, grid.k.shape[-1]
     cells, per_row = MaskedBlocks(grid, (stride, stride)), grid.block[0] // stride
@@ -341,7 +345,7 @@ def mass_of_antidiagonals(grid: Grid, stride: int) -> Array:
     queries = padded(queries, cells.index.num_q_blocks * stride)
     rows = of_strides(queries, stride, turned=True)
     columns = grid.of_query_heads(of_strides(padded(keys, num_cells * stride), stride, turned=False))
-    of_queries, of_keys, made = Rows(grid, queries), Rows(grid, keys), []
+    of_queries, of_keys, parts = Rows(grid, queries), Rows(grid, keys), []
     for first, stop in row_steps(grid, num_rows, per_row * num_cells):
         begin, end = first * per_row, min(stop * per_row, cells.index.num_q_blocks)
         shown = (*grid.heads, end - begin, num_cells)
@@ -360,19 +364,19 @@ def mass_of_antidiagonals(grid: Grid, stride: int) -> Array:
         mass = _mean_of_queries(mass, has_key, per_row).swapaxes(-1, -2)
         by_column = padded(mass, num_columns * (grid.block[1] // stride))
         by_column = by_column.reshape(*mass.shape[:-2], num_columns, -1, mass.shape[-1]).sum(axis=-2)
-        made.append(by_column.swapaxes(-1, -2))
-    return xp.concatenate(made, axis=-2)
+        parts.append(by_column.swapaxes(-1, -2))
+    return xp.concatenate(parts, axis=-2)
 
 
 def bounds_of_pages(grid: Grid, bounds: Array) -> tuple[Array, Array]:
-    """Upper bounds of the scores of each query and page over the keys that the query attends, and where there are any.
+    """Bound the scores of each query and page over the keys that the query attends, and return which pages have one.
 
     Parameters
     ----------
     grid : Grid
-        Of blocks of one query and a page.
+        A grid with blocks of one query and one page.
     bounds : array [*heads, seqlen_q, num_pages]
-        Those over all keys of a page, which are right where a query attends all of them.
+        The bounds over all keys of a page, which stay valid if the query attends all of them.
     """
     xp, shape, blocks = grid.xp, grid.shape, MaskedBlocks(grid, grid.block)
     q, k = (x.astype(accumulator_dtype(x.dtype)) for x in (grid.q, grid.k))
@@ -389,20 +393,23 @@ def bounds_of_pages(grid: Grid, bounds: Array) -> tuple[Array, Array]:
 
 
 def last_queries(grid: Grid, most: int) -> tuple[Array, Array, Array]:
-    """The last queries that attend a key: their positions, the queries, and the keys that each attends.
+    """Select the last queries that attend a key.
 
-    Where there are fewer, others that attend nothing stand in their places, as rows of zeros.
+    If there are fewer than `most`, queries that attend no key fill up the rest, as rows of zeros.
 
     Returns
     -------
     positions : int array, broadcasts against [*heads, rows, 1]
+        The positions of the queries.
     queries : array [*heads, rows, dim]
+        The queries.
     allowed : bool array, broadcasts against [*heads, rows, seqlen_kv]
+        The keys that each query attends.
     """
     xp, shape, blocks = grid.xp, grid.shape, MaskedBlocks(grid, grid.block)
     at, number = namespace(blocks.live), namespace(blocks.live).arange(shape.seqlen_q)
     order = at.sort(at.where(blocks.live, number, number - shape.seqlen_q), axis=-1)
-    order = order[..., shape.seqlen_q - min(most, shape.seqlen_q) :]  # live queries in order, after any others
+    order = order[..., shape.seqlen_q - min(most, shape.seqlen_q) :]  # queries with a key in order, after any others
     rows = order[..., None] % shape.seqlen_q
     b, h = at.arange(rows.shape[0])[:, None, None, None], at.arange(rows.shape[1])[:, None, None]
     allowed = at.broadcast_to(

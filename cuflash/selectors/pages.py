@@ -1,4 +1,4 @@
-"""Quest's selection of pages for decoding: an upper bound of a query's scores from the least and greatest keys."""
+"""Quest's selection of pages for decoding, by an upper bound of a query's scores from the least and greatest keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def page_bounds(q: Array, k: Array, *, page_size: int = 16) -> Array:
     q, k : arrays
         As in `attention`.
     page_size : int
-        Keys of a page.
+        Number of keys per page.
 
     Returns
     -------
@@ -75,30 +75,30 @@ def quest(
     Parameters
     ----------
     q : array [..., num_heads, seqlen_q, head_dim]
-        Few queries, as in decoding: bounds are products of q with two keys a page. For a cache [batch, num_heads, n,
-        head_dim], of what its `attention` takes.
+        A few queries, as in decoding; bounds are computed from two keys per page. For a cache, an array
+        [batch, num_heads, n, head_dim] as for its `attention`.
     k : array as in `attention`, or KVCache
-        Keys, or a cache, whose sequences are chosen for one by one.
+        Keys, or a cache; pages are chosen for each of its sequences.
     budget : Budget
-        How many pages a query keeps: `top_k`, `density` or `threshold`, which is compared with the bound.
+        The number of pages that a query keeps: `top_k`, `density` or `threshold`, which is compared with the bound.
     block : int or (1, int), optional
-        Keys of a page, as other selectors call it; blocks have one query.
+        Number of keys per page, with the name that other selectors use; blocks have one query.
     page_size : int, optional
-        The same. By default that of a cache with pages, and else 16.
+        Number of keys per page. Default: that of a cache with pages, else 16.
     forced : Forced
         Pages that are always kept.
     causal : bool, "bottom_right" or "top_left"
-        As in `attention`; by default the last query meets the last key.
+        As in `attention`. The default aligns the last query with the last key.
     mask, window : optional
-        As in `attention`; the index allows what they allow, and bounds are over the keys that a query attends. A mask
-        for a cache is that of all its sequences alike.
+        As in `attention`; the index applies them, and bounds are over the keys that a query attends. A mask for a cache
+        applies to each of its sequences.
     scale : float, optional
-        Bounds are multiplied by it, as scores are. By default they are bounds of q . k.
+        A factor of the bounds, as of scores. Default: bounds of q . k.
 
     Returns
     -------
     BlockIndex, or tuple of BlockIndex
-        In blocks of one query and one page; for a cache one for each sequence, of the keys that it has.
+        An index with blocks of one query and one page; for a cache, one index per sequence, for its present length.
 
     Raises
     ------
@@ -131,7 +131,7 @@ def quest(
     with collecting(reasons):
         sides = _sides(block, page_size)
     if isinstance(budget, Budget) and budget.mass is not None:
-        reasons.append("budget must have top_k, density or threshold, since bounds are no shares; got mass")
+        reasons.append("budget must have top_k, density or threshold, since bounds are not masses; got mass")
     grid = Grid.of(q, k, sides, {"budget": budget}, forced, causal, mask, window, scale, reasons)
     key = None if grid.is_masked else key
     if (index := bound.first_selected(key, grid, lambda: bound.of_page_bounds(grid, budget, forced))) is not None:
@@ -145,12 +145,12 @@ def quest(
 
 
 def _sides(block: Any, page_size: Any) -> tuple[int, int]:
-    """One query and the keys of a page.
+    """Return the block size, (1, keys per page).
 
     Raises
     ------
     UnsupportedProblem
-        Either is no number of keys, or they differ.
+        One of the arguments is not a number of keys, or they differ.
     """
     if page_size is not None:
         page_size = whole_number("page_size", page_size, 1)
@@ -158,18 +158,18 @@ def _sides(block: Any, page_size: Any) -> tuple[int, int]:
         return 1, 16 if page_size is None else page_size
     keys = block_pair(block)[1]
     if not is_int(block) and block[0] != 1:
-        raise UnsupportedProblem([f"block must be an int or (1, keys), since queries choose alone; got {block}"])
+        raise UnsupportedProblem([f"block must be an int or (1, keys), since each query chooses; got {block}"])
     if page_size not in (None, keys):
-        raise UnsupportedProblem([f"block must be page_size if both are given; got {block} and {page_size}"])
+        raise UnsupportedProblem([f"block must equal page_size if both are passed; got {block} and {page_size}"])
     return 1, keys
 
 
 def _bounds(grid: Grid) -> Array:
-    """Upper bounds [*heads, seqlen_q, num_pages]."""
+    """Compute upper bounds of scores, [*heads, seqlen_q, num_pages]."""
     xp, (_, page) = grid.xp, grid.block
     wide = accumulator_dtype(grid.q.dtype)
     num_pages, length = grid.size[1], grid.shape.seqlen_kv
-    # A page that the length cuts off is filled with its own last key.
+    # Fill a page that the length cuts off with its own last key.
     keys = xp.minimum(xp.arange(num_pages * page), max(length - 1, 0))
     pages = grid.k[..., keys, :].astype(wide).reshape(*grid.k.shape[:-2], num_pages, page, grid.k.shape[-1])
     least, greatest = map(grid.of_query_heads, (pages.min(axis=-2), pages.max(axis=-2)))
@@ -178,7 +178,7 @@ def _bounds(grid: Grid) -> Array:
 
 
 def _of_cache(q: Any, cache: KVCache, block: Any, page_size: Any, **options: Any) -> tuple[Any, ...]:
-    """The pages that each sequence of a cache keeps."""
+    """Choose the pages of each sequence of a cache."""
     batch = len(cache.lengths)
     of_list = {"q": cache.k.dtype if cache.k.dtype in DTYPES else np.float32}
     q = as_arrays({"q": q}, of_list, like=cache.k)["q"]
@@ -187,7 +187,7 @@ def _of_cache(q: Any, cache: KVCache, block: Any, page_size: Any, **options: Any
         raise UnsupportedProblem([f"q must have shape ({batch}, num_heads, n, head_dim); got shape {tuple(q.shape)}"])
     if block is None and page_size is None:
         page_size = cache.page_size
-    if cache.k_scale is not None:  # whose rows are float32; q is converted exactly
+    if cache.k_scale is not None:  # the rows of a quantized cache are float32; the conversion of q is exact
         q = q.astype(np.float32, copy=False)
     return tuple(
         quest(q[sequence], cache.rows(sequence)[0], block=block, page_size=page_size, **options)

@@ -1,4 +1,4 @@
-"""MInference's and FlexPrefill's selection of whole columns and diagonals, from the last queries."""
+"""The vertical-slash selection of MInference and FlexPrefill: whole columns and diagonals, from the last queries."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ def vertical_slash(
     q, k : arrays
         As in `attention`.
     budget : Budget, optional
-        How many keys and diagonals are kept: half of it are keys and half are diagonals, at least one of each. An odd
-        `top_k` is rounded up for keys, and a threshold is that of both.
+        The number of keys plus diagonals to keep, half of each and at least one. Half of an odd `top_k` is rounded up
+        for keys. A threshold applies to both.
     vertical, slash : Budget, optional
-        How many keys, and how many diagonals, are kept, instead of half of `budget` each. A diagonal is the elements of
-        one distance between a query and a key, from 0 on.
+        The numbers of keys and of diagonals to keep, instead of half of `budget` each. A diagonal is the set of
+        elements with the same distance, at least 0, between query and key.
     block : int or (int, int)
         Sides block_q and block_kv in tokens.
     forced : Forced
         Blocks that are always kept.
     causal, mask, window, scale : optional
-        As in `attention`; the index allows what they allow, and hidden queries and keys enter no estimate.
+        As in `attention`; the index applies them, and masked queries and keys do not affect the estimates.
     num_queries : int
-        Weights are summed over so many queries: the last ones that attend a key, or all of them if there are fewer.
+        Number of queries over which weights are summed: the last ones that attend a key, or all if there are fewer.
     executor : {"auto", "cpu", "gpu", "sim"}
-        As in `block_mass`, which multiplies.
+        As in `block_mass`, which computes the products.
 
     Returns
     -------
@@ -72,7 +72,8 @@ def vertical_slash(
     Notes
     -----
     MInference, arXiv 2407.02490, algorithm 2, with ``Budget(top_k=...)`` as `vertical` and as `slash`; FlexPrefill,
-    arXiv 2502.20766, algorithm 3, with ``Budget(mass=...)`` as both. Keys after a query lie on no diagonal of these.
+    arXiv 2502.20766, algorithm 3, with ``Budget(mass=...)`` as both. Keys after a query are not on any of the
+    diagonals.
 
     Examples
     --------
@@ -108,24 +109,24 @@ def vertical_slash(
     start_q, start_kv = xp.arange(num_rows)[:, None] * block_q, xp.arange(num_columns)[None, :] * block_kv
     stop_q, stop_kv = xp.minimum(start_q + block_q, seqlen_q), xp.minimum(start_kv + block_kv, seqlen_kv)
     has_key = _has_any(xp, keys, start_kv, stop_kv)
-    # The distances between queries and keys of a block run from its upper right to its lower left corner.
+    # The distances between queries and keys of a block increase from its upper right to its lower left corner.
     has_distance = _has_any(xp, distances, start_q + grid.offset - stop_kv + 1, stop_q + grid.offset - start_kv)
-    kept, eligible = grid.forced(forced) | has_key | has_distance, grid.eligible()
-    return grid.index(kept if eligible is None else kept & eligible)
+    chosen, eligible = grid.forced(forced) | has_key | has_distance, grid.eligible()
+    return grid.index(chosen if eligible is None else chosen & eligible)
 
 
 def _budgets_of(budget: Any, vertical: Any, slash: Any) -> tuple[Any, Any]:
-    """The budgets of keys and of diagonals: those that are given, and half of the one budget where one is missing.
+    """Return the budgets of keys and of diagonals; half of the common budget replaces a missing one.
 
     Raises
     ------
     UnsupportedProblem
-        One is missing, and there is no budget.
+        A budget is missing, and there is no common budget.
     """
     if budget is None and vertical is not None and slash is not None:
         return vertical, slash
     if not isinstance(budget, Budget):
-        missing = [name for name, given in (("vertical", vertical), ("slash", slash)) if given is None]
+        missing = [name for name, part in (("vertical", vertical), ("slash", slash)) if part is None]
         if budget is None:
             raise UnsupportedProblem(
                 [
@@ -139,7 +140,7 @@ def _budgets_of(budget: Any, vertical: Any, slash: Any) -> tuple[Any, Any]:
 
 
 def _sums(grid: Grid, num_queries: int, executor: str) -> tuple[Array, Array]:
-    """Masses of the last queries summed by key, and by distance between query and key."""
+    """Sum the masses of the last queries by key, and by distance between query and key."""
     xp, seqlen_q, seqlen_kv = grid.xp, grid.shape.seqlen_q, grid.shape.seqlen_kv
     if grid.has_own_mask:
         positions, last, allowed = masked.last_queries(grid, num_queries)
@@ -148,7 +149,7 @@ def _sums(grid: Grid, num_queries: int, executor: str) -> tuple[Array, Array]:
         first = max(seqlen_q - num_queries, 0)
         positions, last = xp.arange(first, seqlen_q)[:, None], grid.q[..., first:, :]
         mass = block_mass(last, grid.k, block=1, scale=grid.scale, mask=grid.stairs(1, 1, 1 - first), executor=executor)
-    # Distance o of the query at a position is the key in column position + offset - o.
+    # The key at distance o from the query at a position is in column position + offset - o.
     column = positions + grid.offset - xp.arange(max(seqlen_q + grid.offset, 0))
     exists, column = (column >= 0) & (column < seqlen_kv), xp.clip(column, 0, seqlen_kv - 1)
     if grid.has_own_mask:
@@ -159,7 +160,7 @@ def _sums(grid: Grid, num_queries: int, executor: str) -> tuple[Array, Array]:
 
 
 def _has_any(xp: Any, chosen: Array, start: Array, stop: Array) -> Array:
-    """Return for each row whether a position start <= x < stop is chosen; both ends may be out of range."""
+    """Return for each row whether any position start <= x < stop is chosen; both ends may be out of range."""
     length = chosen.shape[-1]
     sums = xp.zeros((*chosen.shape[:-1], length + 1), dtype=np.int64)
     sums[..., 1:] = xp.cumsum(chosen, axis=-1)

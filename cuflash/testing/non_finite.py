@@ -200,9 +200,9 @@ def _gradients(
 
 
 def _weighs_beside_sink(example: Example, score: Array, counts: Array) -> Array:
-    """True for rows whose keys have more than 1/400 of the weight, compared with the sink.
+    """Return which rows have keys whose weight is more than 1/400 of the sink's.
 
-    With less weight a row may behave as one without a key, because o rounds to 0 and lse to the sink.
+    With less weight, a row may behave like a row without a key, because o rounds to 0 and lse to the sink.
     """
     with np.errstate(invalid="ignore"):
         of_keys = np.logaddexp.reduce(np.where(counts, score, -np.inf), axis=-1)

@@ -163,12 +163,12 @@ class Moving:
         )  # fmt: skip
 
     def _wide(self, x: Array) -> Array:
-        """An array in a dtype beside which the rounding of results shows."""
+        """Convert an array to a dtype with a smaller unit roundoff than that of the results."""
         is_narrow = np.dtype(accumulator_dtype(self.example.q.dtype)).itemsize < 8
         return None if x is None else np.asarray(x).astype(np.float64 if is_narrow else np.longdouble)
 
     def _of_score(self, is_slope: bool, moves: bool = False) -> Callable[..., Array]:
-        """The score's program, or its derivative by the score, as a function of scores, or of these and tangents."""
+        """Return the score's program, or its slope with respect to s, as a function of scores and optional tangents."""
         example = self.example
         score, shape = example.score, example.problem.mask_shape
         assert score is not None
@@ -200,12 +200,12 @@ def with_tangents(example: Example, kinds: Mapping[str, str], seed: int = 0, lay
     example : Example
         The operands.
     kinds : dict of str
-        By the names of the arrays: "normal", "lattice" (integers -2..2), "zero", "one_hot", or "drift", which all rows
-        of an array share but for a little.
+        By the names of the arrays: "normal", "lattice" (integers -2..2), "zero", "one_hot", or "drift", which is nearly
+        equal for all rows of an array.
     seed : int
         Seed of the values.
     layout : str
-        The memory layout of those that have two axes or more; see `laid_out`.
+        The memory layout of tangents with at least two axes; see `laid_out`.
 
     Returns
     -------
@@ -237,7 +237,7 @@ def with_tangents(example: Example, kinds: Mapping[str, str], seed: int = 0, lay
 
 @explains_keywords
 def movings(**drawn: Any) -> st.SearchStrategy[Moving]:
-    """Strategy for examples with tangents of some of their arrays.
+    """Return a strategy for examples with tangents of some of their arrays.
 
     Parameters
     ----------
@@ -281,7 +281,7 @@ def assert_tangents_within_bounds(moving: Moving, **results: Array) -> float:
     Returns
     -------
     float
-        The largest error as a share of its bound.
+        The largest ratio of an error to its bound.
 
     Raises
     ------
@@ -298,7 +298,7 @@ def assert_tangents_within_bounds(moving: Moving, **results: Array) -> float:
     """
     __tracebackhide__ = True
     if not results:
-        raise TypeError("give at least one of o_dot, lse_dot, dq_dot, dk_dot, dv_dot: nothing would be compared")
+        raise TypeError("pass at least one of o_dot, lse_dot, dq_dot, dk_dot, dv_dot: nothing would be compared")
     share = 1.0 if reference_is_finer(moving.example.q.dtype) else 2.0
     ratios = []
     for name, result in results.items():
@@ -309,10 +309,10 @@ def assert_tangents_within_bounds(moving: Moving, **results: Array) -> float:
 
 
 def _arrays(example: Example) -> dict[str, Array]:
-    """The arrays of an example that may have tangents, by name."""
+    """Return the arrays of an example that may have tangents, by name."""
     own = {name: getattr(example, name) for name in ("q", "k", "v", "do", "dlse", "sink")}
-    found = {name: x for name, x in own.items() if x is not None}
+    arrays = {name: x for name, x in own.items() if x is not None}
     if example.score is not None:
         kinds = {array.name: array.kind for array in example.score.program.arrays}
-        found |= {name: x for name, x in example.score.arrays.items() if kinds[name] == "real"}
-    return found
+        arrays |= {name: x for name, x in example.score.arrays.items() if kinds[name] == "real"}
+    return arrays

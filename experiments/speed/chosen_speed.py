@@ -1,18 +1,18 @@
-"""What does attention to 16 blocks that each query chooses cost beside dense attention, and beside lists of blocks?
+"""What does attention to 16 blocks that each query chooses cost, compared with dense attention and with block lists?
 
     python -m experiments chosen_speed                                    # a check, then 4096 and 16384 tokens
     python -m experiments chosen_speed --seqlens 4096 --groups 1,4,16     # other groups of heads
     python -m experiments chosen_speed --regimes random,0.6,0.8,sink --seqlens 4096,16384,32768
 
-It needs an NVIDIA GPU of compute capability 8.0 or newer, and CuPy. bfloat16, 128 columns, 64 query heads in groups of
-`groups`, causal; every query attends its own block of 64 keys and `chosen` - 1 others before it. Regimes: random
-blocks; "0.8", in which each query keeps 80 % of the blocks of the query before it; "sink", random blocks of which one
-is block 0. Results and gradients of a few drawn problems are compared with the specification in float64 first, within
-their bounds.
+It needs an NVIDIA GPU of compute capability 8.0 or newer, and CuPy. The dtype is bfloat16, head_dim is 128, and 64
+query heads are in groups of `groups`. Attention is causal: every query attends its own block of 64 keys and `chosen` -
+1 blocks before it. Regimes: "random" blocks; "0.8", in which each query keeps 80 % of the blocks of the previous query;
+"sink", random blocks of which one is block 0. First, results and gradients of a few random problems are compared with
+the specification in float64, within their bounds.
 
-Rows of `chosen` join lists on the device in each call; `dense` is causal attention without lists; `listed` walks the
-same blocks in an index of (1, 64), by the kernels of sm90, whose making is not timed. `distinct` is how many blocks a
-tile's queries choose together over those of one.
+Rows: `chosen` joins lists on the device in each call; `dense` is causal attention without lists; `listed` visits the
+same blocks in an index with blocks of (1, 64), by the sm90 kernels, without the time to build the index. `distinct` is
+the ratio of the distinct blocks of a tile's queries to the blocks of one query.
 
 Found:  nothing yet: it has not run on a GPU.
 
@@ -33,8 +33,8 @@ from harness import Record, gpu_versions, main, time_on_device, why_no_gpu
 from rich.table import Table
 
 HEADS, DIM, BLOCK = 64, 128, 64
-REGIMES = ("random", "sink")  # beside shares such as "0.8"
-_LISTED_TO = 16384  # tokens, beyond which an index takes too long
+REGIMES = ("random", "sink")  # in addition to shares such as "0.8"
+_LISTED_TO = 16384  # tokens; building an index for more takes too long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ def _share(regime: str) -> float:
 
 
 def lists_of(seqlen: int, num_lists: int, chosen: int, regime: str) -> np.ndarray[Any, Any]:
-    """Blocks of each query, int32 [lists, seqlen, chosen]: its own one first, others before it, -1 for none.
+    """Draw the blocks of each query, int32 [lists, seqlen, chosen]: first its own, then earlier ones, padded with -1.
 
     >>> lists_of(130, 1, 3, "sink")[0, [0, 70, 129]].tolist()
     [[0, -1, -1], [1, 0, -1], [2, 0, 1]]
@@ -77,7 +77,7 @@ def lists_of(seqlen: int, num_lists: int, chosen: int, regime: str) -> np.ndarra
     if regime == "sink":
         score[..., 0] = 2
     score[:, np.arange(seqlen), own] = 4
-    if regime not in REGIMES:  # a query keeps so many of the blocks of the query before it
+    if regime not in REGIMES:  # a query keeps this share of the blocks of the previous query
         is_kept = rng.random(score.shape, np.float32) < float(regime)
         for i in range(1, seqlen):
             last = np.argpartition(-score[:, i - 1], min(chosen, own[-1]), axis=-1)[:, :chosen]
@@ -114,7 +114,7 @@ def check() -> None:
 
 
 def calls_of(seqlen: int, group: int, lists: Any, is_listed: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Pass and way, and the call."""
+    """Yield the name of a pass and a way to compute it, and the call."""
     import cupy
 
     def normal(heads: int) -> Any:
@@ -138,7 +138,7 @@ def calls_of(seqlen: int, group: int, lists: Any, is_listed: bool) -> Iterator[t
 
 
 def run(config: Config) -> Iterator[Record]:
-    """The rows of all cases, after a check of results."""
+    """Check results, then yield the rows of all cases."""
     if reason := why_no_gpu():
         sys.exit(f"chosen_speed times kernels on a GPU: {reason}")
     import cupy
@@ -165,15 +165,15 @@ def run(config: Config) -> Iterator[Record]:
 
 
 def table(records: list[Record]) -> Table:
-    """Times of this run."""
-    made, columns = Table(title="Blocks that each query chooses"), (
+    """Tabulate the times of this run."""
+    times, columns = Table(title="Blocks that each query chooses"), (
         "seqlen", "group", "regime", "pass", "way", "ms", "of_dense", "distinct"
     )  # fmt: skip
     for column in columns:
-        made.add_column(column)
+        times.add_column(column)
     for record in records:
-        made.add_row(*(f"{x:.4g}" if isinstance(x := record[column], float) else str(x) for column in columns))
-    return made
+        times.add_row(*(f"{x:.4g}" if isinstance(x := record[column], float) else str(x) for column in columns))
+    return times
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Folds of long tables in the pages: about ten rows are shown, and all of them open with a click."""
+"""Collapsible long tables in the pages: about ten rows are shown, and all of them after a click."""
 
 import re
 

@@ -71,7 +71,7 @@ def of_library(library: Any, mask: Any) -> Any:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Any, Any, Any, int]:
-    """Draw a shape, lists for it in any layout, closed forms beside them, and the heads of a group."""
+    """Draw a shape, lists for it in any layout, an optional mask with a closed form, and the heads of a group."""
     group, num_kv_heads = draw(st.sampled_from([1, 2, 3, 5, 8, 16, 48, 80])), draw(st.integers(1, 2))
     batch = draw(st.sampled_from([(), (1,), (2,), (2, 3), (1, 2, 2)]))
     shape = MaskShape(batch, group * num_kv_heads, draw(st.integers(1, 200)), draw(st.integers(1, 300)))
@@ -90,9 +90,9 @@ def problem_of(library: Any, shape: MaskShape, num_kv_heads: int) -> Any:
 def members_of(shape: MaskShape, lists: Any, closed: Any, num_lists: int) -> np.ndarray[Any, Any]:
     """Return whether each query chose each block and attends a key of it, bool [*batch, lists, seqlen_q, blocks]."""
     num_blocks = -(-shape.seqlen_kv // lists.block)
-    found = sets_of(lists, shape._replace(num_heads=num_lists))
-    chose = np.array([[number in each for number in range(num_blocks)] for each in found.reshape(-1)], bool)
-    chose = chose.reshape(*found.shape, num_blocks)
+    sets = sets_of(lists, shape._replace(num_heads=num_lists))
+    chose = np.array([[number in each for number in range(num_blocks)] for each in sets.reshape(-1)], bool)
+    chose = chose.reshape(*sets.shape, num_blocks)
     if closed is None:
         return chose
     table = closed.toarray(**shape._asdict())
@@ -105,14 +105,14 @@ def members_of(shape: MaskShape, lists: Any, closed: Any, num_lists: int) -> np.
 
 def unions_as_arrays(tiling: Any, members: np.ndarray[Any, Any]) -> list[tuple[list[int], list[int]]]:
     """Return blocks and words of each tile, from the definition."""
-    height, found = tiling.queries_per_tile, []
+    height, unions = tiling.queries_per_tile, []
     for rows in members.reshape(-1, *members.shape[-2:]):
         for first in range(0, len(rows), height):
             tile = rows[first : first + height]
             blocks = np.flatnonzero(tile.any(0))
             words = [sum(1 << int(row) for row in np.flatnonzero(tile[:, block])) for block in blocks]
-            found.append((blocks.tolist(), words))
-    return found
+            unions.append((blocks.tolist(), words))
+    return unions
 
 
 def made_unions(source: Any, views: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
@@ -135,11 +135,11 @@ def source_of(library: Any, case: Any, convert: Any) -> tuple[Any, Any, list[Any
 
 
 def check_unions(library: Any, case: Any, machine: Any = None) -> None:
-    """The kernel joins lists as NumPy does."""
+    """Assert that the kernel joins lists as NumPy does."""
     work, lists, arrays = source_of(library, case, device_double.DeviceArray)
     maker = part(library, "executors.list_maker").ListMaker(work.source, machine or Simulator())
-    made = maker([array._host.ctypes.data for array in arrays], None)
-    require_unions(case, work, work.source.views(made))
+    buffer = maker([array._host.ctypes.data for array in arrays], None)
+    require_unions(case, work, work.source.views(buffer))
 
 
 def require_unions(case: Any, work: Any, views: Any) -> None:
@@ -160,8 +160,8 @@ def test_the_kernel_joins_lists_as_numpy_does(executor: str) -> None:
         import cupy
 
         work, _, arrays = source_of(cuflash, case, to_device)
-        made = ListMaker(work.source, gpu.Gpu())([array.data.ptr for array in arrays], cupy.cuda.get_current_stream())
-        require_unions(case, work, {name: cupy.asnumpy(each) for name, each in work.source.views(made).items()})
+        buffer = ListMaker(work.source, gpu.Gpu())([array.data.ptr for array in arrays], cupy.cuda.get_current_stream())
+        require_unions(case, work, {name: cupy.asnumpy(each) for name, each in work.source.views(buffer).items()})
 
     check()
 
@@ -192,7 +192,7 @@ def test_any_order_of_threads_joins_the_same_lists() -> None:
 
 
 def check_columns(library: Any, case: Any, machine: Any = None) -> None:
-    """The kernels list the queries of each block as NumPy does, in ascending order."""
+    """Assert that the kernels list the queries of each block as NumPy does, in ascending order."""
     shape, lists, closed, num_kv_heads = case
     num_blocks = -(-shape.seqlen_kv // lists.block)
     lists = replace(lists, blocks=np.where(lists.blocks < 0, -1, lists.blocks % num_blocks))
@@ -205,19 +205,19 @@ def check_columns(library: Any, case: Any, machine: Any = None) -> None:
     plan = library.plan(*arrays, mask=mask, executor="sim", kernel="sm80")._plan
     tiling = plan.work.tiling
     launches = {name: plan.kernels.backward.launches[name] for name in tiling.column_launches}
-    made = {name: np.full(each.shape, -1, each.dtype) for name, each in tiling.columns.items()}
+    outputs = {name: np.full(each.shape, -1, each.dtype) for name, each in tiling.columns.items()}
     kernels = part(library, "planning.launches").Pass(launches, features=(plan.work.feature,))
-    part(library, "executors.launch").run(plan, kernels, machine or Simulator(), made)
+    part(library, "executors.launch").run(plan, kernels, machine or Simulator(), outputs)
     members = members_of(shape, lists, None, tiling.num_lists)
     if tiling.batch == 1:
         members = members.reshape(-1, *members.shape[-3:])[:1]
     for number, rows in enumerate(members.reshape(-1, *members.shape[-2:])):
-        pointers = made["column_pointers"][number]
-        queries = made["queries"].reshape(-1)
+        pointers = outputs["column_pointers"][number]
+        queries = outputs["queries"].reshape(-1)
         assert pointers[0] == number * tiling.max_members
         for block in range(tiling.num_blocks):
-            found = queries[pointers[block] : pointers[block + 1]]
-            assert found.tolist() == np.flatnonzero(rows[:, block]).tolist()
+            listed = queries[pointers[block] : pointers[block + 1]]
+            assert listed.tolist() == np.flatnonzero(rows[:, block]).tolist()
 
 
 @needs_compiler
@@ -263,14 +263,14 @@ def test_all_blocks_are_no_mask(run: Run) -> None:
     def check(example: Example) -> None:
         number = -(-example.problem.seqlen_kv // example.mask.block)
         every = np.broadcast_to(np.arange(number), (example.problem.seqlen_q, number))
-        found = run.everything(example.but(mask=ChosenBlocks(every, example.mask.block)))
-        assert_within_bounds(run.rounded(example.but(mask=None)), **found)
+        results = run.everything(example.but(mask=ChosenBlocks(every, example.mask.block)))
+        assert_within_bounds(run.rounded(example.but(mask=None)), **results)
 
     check()
 
 
 def groups_example(group: int, block: int, **changed: Any) -> Example:
-    """Return an example of groups of so many heads, with several tiles of queries and steps of a tile of keys."""
+    """Return an example with `group` heads per list, several tiles of queries and several steps of a tile of keys."""
     rng = np.random.default_rng(group)
     seqlen_q, num_blocks = 150 if group < 16 else 40, -(-200 // block)
     mask = ChosenBlocks(rng.integers(-1, num_blocks, (2, 2, seqlen_q, 3)), block)
@@ -282,7 +282,7 @@ def groups_example(group: int, block: int, **changed: Any) -> Example:
 
 
 def check_group(library: Any, group: int, block: int, closed: Any = None, **options: Any) -> None:
-    """All results of groups of so many heads are within their bounds."""
+    """Assert that all results with `group` heads per list are within their bounds."""
     example = groups_example(group, block)
     if closed is not None:
         example = example.but(mask=example.mask & closed)
@@ -300,7 +300,7 @@ def test_groups_of_any_size_share_their_keys(group: int, closed: Any) -> None:
 
 
 def check_far_columns(library: Any) -> None:
-    """Rows that fill no chunk, K and V that broadcast over the batch, and a list for each query head."""
+    """Assert bounds for rows that fill no chunk, K and V that broadcast over the batch, and a list per query head."""
     rng = np.random.default_rng(0)
     mask = ChosenBlocks(rng.integers(-1, 4, (4, 70, 2)), 64)
     structure = testing.Structure(
@@ -329,7 +329,7 @@ def popular_example(block: int = 64) -> Example:
 
 
 def check_parts(library: Any, queries_per_part: int = 40, block: int = 64) -> None:
-    """Several thread blocks share the keys of a block that many queries chose."""
+    """Assert that several thread blocks share the keys of a block that many queries chose."""
     example, lists = popular_example(block), part(library, "planning.chosen_lists")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(lists, "QUERIES_PER_PART", queries_per_part)
@@ -347,7 +347,7 @@ def test_parts_of_what_many_queries_chose_are_added(queries_per_part: int, block
 
 
 def check_scores(library: Any, name: str) -> None:
-    """Score functions of the head, the query and the key change the scores of rows of several heads."""
+    """Assert that score functions of head, query and key change the scores of rows of several heads."""
     rng, example = np.random.default_rng(0), groups_example(6, 64)
     scores = part(library, "scores")
     score = {
@@ -379,11 +379,11 @@ def test_gradients_have_the_same_bits_under_every_schedule(monkeypatch: pytest.M
     results = []
     for machine in (Simulator(), *map(Simulator, hostile_schedules("chosen", 1)), *blocks_together("chosen", most=1)):
         arrays = {name: getattr(example, name) for name in "qkv"}
-        made = {name: np.zeros(each.shape, each.dtype) for name, each in plan.results("forward").items()}
-        run_pass(plan, plan.kernels.forward, machine, arrays | made)
+        outputs = {name: np.zeros(each.shape, each.dtype) for name, each in plan.results("forward").items()}
+        run_pass(plan, plan.kernels.forward, machine, arrays | outputs)
         gradients = {name: np.zeros(each.shape, each.dtype) for name, each in plan.gradients_made.items()}
-        run_pass(plan, plan.kernels.backward, machine, arrays | made | cotangents | gradients)
-        results.append(made | gradients)
+        run_pass(plan, plan.kernels.backward, machine, arrays | outputs | cotangents | gradients)
+        results.append(outputs | gradients)
     for other in results[1:]:
         for name, x in results[0].items():
             np.testing.assert_array_equal(x, other[name], err_msg=name)
@@ -400,16 +400,16 @@ WAYS = {
     "lists": lambda take, turn: ChosenBlocks(take(LISTS[turn]), 64),
     "lists for all": lambda take, turn: ChosenBlocks(take(LISTS[turn, 0, :1].astype(np.int32)), 64),
     "counts": lambda take, turn: ChosenBlocks(take(LISTS[turn]), 64, counts=take(LISTS[turn, 0, :, :, 0] % 3)),
-    "beside intervals": lambda take, turn: (
+    "within intervals": lambda take, turn: (
         ChosenBlocks(take(LISTS[turn].swapaxes(1, 2)).swapaxes(1, 2), 64) & masks.Causal("bottom_right")
         & masks.Lengths(kv=120)
     ),
 }  # fmt: skip
 
 
-def require_bounds(mask: Any, **found: Any) -> None:
+def require_bounds(mask: Any, **results: Any) -> None:
     """Require that results of a call are within their bounds; the mask holds arrays of the host."""
-    assert_within_bounds(SIM80.rounded(Example(q=Q, k=K, v=V, mask=mask, do=DO)), **found)
+    assert_within_bounds(SIM80.rounded(Example(q=Q, k=K, v=V, mask=mask, do=DO)), **results)
 
 
 def plans_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,8 +509,8 @@ def test_new_lists_wait_for_nothing_and_can_be_captured(name: str) -> None:
                 array[...] = cupy.asarray(contents)
             graph.launch(stream)
             stream.synchronize()
-            found = {"o": o.get(), "dq": dq.get(), "dk": dk.get(), "dv": dv.get()}
-            require_bounds(WAYS[name](np.asarray, turn), **found)
+            results = {"o": o.get(), "dq": dq.get(), "dk": dk.get(), "dv": dv.get()}
+            require_bounds(WAYS[name](np.asarray, turn), **results)
 
 
 # Which kernels a call takes

@@ -85,9 +85,9 @@ def test_every_order_of_arrivals_gives_dq(order: tuple[int, ...]) -> None:
     with WAYS["lists"].plans():
         WAYS["lists"].check(plan_of(example), example)
         machine = Ordered(sim.Schedule(order="first_warp", resident_blocks=number), "blocks", order=order)
-        found = call(example, SIM90, machine, margin=ALIGNED)
-        assert_within_bounds(example, **found)
-        parts = sums_of_parts(example, found["o"], found["lse"])
+        outputs = call(example, SIM90, machine, margin=ALIGNED)
+        assert_within_bounds(example, **outputs)
+        parts = sums_of_parts(example, outputs["o"], outputs["lse"])
         (left,) = machine.sums
         others = [parts.sum() - part for part in parts]
         assert int(np.argmin(np.abs(np.array(others) - left[..., 0, :].sum(dtype=np.float64)))) == order[-1]
@@ -98,7 +98,7 @@ def test_every_order_of_arrivals_gives_dq(order: tuple[int, ...]) -> None:
         ):
             again = call(example, SIM90, Ordered(schedule, "blocks", order=order), margin=ALIGNED)
             assert_within_bounds(example, **again)
-            assert all(found[name].tobytes() == again[name].tobytes() for name in ("dk", "dv"))
+            assert all(outputs[name].tobytes() == again[name].tobytes() for name in ("dk", "dv"))
 
 
 BANDS: dict[str, Callable[[int], Structure]] = {
@@ -123,8 +123,8 @@ def test_tiles_of_a_band_share_dq_in_any_schedule(name: str, num_tiles: int, see
         schedule = sim.Schedule(
             seed=seed, order=orders[seed], copies="late" if seed else "eager", resident_blocks=num_tiles
         )
-        found = call(example, SIM90, Simulator(schedule, "blocks"), margin=ALIGNED)
-    assert_within_bounds(example, **found)
+        outputs = call(example, SIM90, Simulator(schedule, "blocks"), margin=ALIGNED)
+    assert_within_bounds(example, **outputs)
 
 
 # In a process of its own, which the sanitizer may end. `sys.argv`: the name of a test's structure, then the edit to

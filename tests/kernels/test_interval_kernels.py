@@ -268,7 +268,7 @@ def test_offsets_of_a_repeated_call_are_checked_again(cupy):
         cuflash.attention(*arrays, mask=masks.Sequences(cupy.asarray(OFFSETS[0])))
     wrong = {
         "leading axes must broadcast": masks.Sequences(cupy.asarray(np.zeros((3, 4), np.int64))),
-        "must be where q is": masks.Sequences(OFFSETS[0]),
+        "must be on the same device as q": masks.Sequences(OFFSETS[0]),
     }
     for reason, mask in wrong.items():
         with pytest.raises(cuflash.UnsupportedProblem, match=reason):

@@ -304,7 +304,7 @@ def test_an_output_in_the_gaps_of_an_input_is_written_to_each_time(cupy):
         (lambda cupy: cupy.asarray(KEPT.astype(np.int8)), "must be boolean, True = attend; got dtype int8"),
         (lambda cupy: masks.BlockPattern(cupy.asarray(BLOCKS[:, :4]), 8), r"blocks must have shape \(\.\.\., 5, 5\)"),
         (lambda cupy: cupy_machine.Ndarray(KEPT, 1), "must be on the current device, 0; got device 1"),
-        (lambda cupy: KEPT, "mask's arrays must be where q is"),
+        (lambda cupy: KEPT, "mask's arrays must be on the same device as q"),
     ],
     ids=["shape", "dtype", "blocks", "device", "host"],
 )

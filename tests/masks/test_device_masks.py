@@ -353,7 +353,7 @@ def test_runs_of_ids_in_any_order_are_documents_on_a_device():
 )
 def test_arrays_of_a_mask_must_be_where_q_is(mask):
     shape = MaskShape((), 1, 4, 4)
-    with pytest.raises(UnsupportedProblem, match="mask's arrays must be where q is"):
+    with pytest.raises(UnsupportedProblem, match="mask's arrays must be on the same device as q"):
         requested_mask(mask, False, None, shape, device.namespace)
     q = np.ones((4, 2), np.float32)
     with pytest.raises(UnsupportedProblem, match="mask's arrays must be where q is"):
@@ -362,9 +362,10 @@ def test_arrays_of_a_mask_must_be_where_q_is(mask):
 
 def test_arrays_of_a_mask_must_be_in_one_place():
     mask = masks.Lengths(kv=np.array(2)) & masks.Documents(device.to_device(np.zeros(4, int)))
-    with pytest.raises(UnsupportedProblem, match="mask.s arrays must be where q is; got arrays of .* and "):
+    reason = "mask.s arrays must be on the same device as q; got arrays of .* and "
+    with pytest.raises(UnsupportedProblem, match=reason):
         requested_mask(mask, False, None, MaskShape((), 1, 4, 4))
-    with pytest.raises(UnsupportedProblem, match="all be in one place"):
+    with pytest.raises(UnsupportedProblem, match="must all be of one array library"):
         BlockIndex.from_mask(mask, 4, 4, 2)
 
 
@@ -379,10 +380,10 @@ def test_lists_of_blocks_made_on_the_host_serve_a_device():
 def test_a_function_answers_where_it_is_asked():
     shape, lengths = MaskShape((2,), 1, 8, 8), masks.Lengths(kv=device.to_device(np.array([3, 8])))
     host = np.ones((8, 8), bool)
-    with pytest.raises(UnsupportedProblem, match="or make a BlockIndex of the mask with NumPy"):
+    with pytest.raises(UnsupportedProblem, match="or build a BlockIndex of the mask with NumPy"):
         BlockIndex.from_mask(lengths & masks.FromFunction(lambda b, h, i, j: host), block=4, **shape._asdict())
     closed_over = device.to_device(host)
-    with pytest.raises(UnsupportedProblem, match="must answer coordinates of numpy with an array of numpy"):
+    with pytest.raises(UnsupportedProblem, match="must return numpy arrays for numpy coordinates"):
         BlockIndex.from_mask(masks.FromFunction(lambda b, h, i, j: closed_over), block=4, **shape._asdict())
     with pytest.raises(LeavesNamespace):
         rule = masks.FromFunction(lambda b, h, i, j: np.less_equal(j, i))

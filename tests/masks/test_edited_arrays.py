@@ -176,7 +176,7 @@ def test_scores_and_masks_refuse_what_are_no_offsets_in_the_same_words() -> None
     for value in (None, 3, "ab", [0, 0.5], np.zeros((2, 0), int), np.array(3), np.array([0.0, 2.0]), [["a"]]):
         words = refused(lambda value=value: masks.Sequences(value))
         assert words == refused(lambda value=value: scores.within(alibi, value))
-        assert "masks.Sequences.of(lengths) makes the mask from lengths" in words
+        assert "for lengths use masks.Sequences.of(lengths)" in words
 
 
 def test_a_score_within_sequences_and_its_pickles_keep_their_offsets() -> None:

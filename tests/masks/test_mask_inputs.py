@@ -528,7 +528,7 @@ def test_a_rule_that_asks_for_the_truth_of_an_array_is_told_what_to_write(name):
         with pytest.raises(ValueError) as refused:
             ask()
         text = "\n".join([str(refused.value), *getattr(refused.value, "__notes__", [])])
-        note = "write &, |, ~ and numpy.where in place of and, or, not and if"
+        note = "write &, |, ~ and numpy.where instead of and, or, not and if"
         of_one_element = "must return a boolean array; got bool: use i >= j, np.where, & and | instead of if, and, or"
         assert "truth value" in text and note in text or of_one_element in text
 
@@ -887,7 +887,7 @@ def check_classes(library):
                 assert (seen(library, "cpu", 8, 8, mine) == (expected if type(mine) is cls else ~expected)).all(), cls
             q, v = np.zeros((8, 1), np.float32), np.eye(8, dtype=np.float32)
             assert ((library.plan(q, q, v, mask=cls(n)).forward(q, q, v)[0] > 0) == expected).all()
-    with pytest.raises(TypeError, match="is not hashed, since it is no dataclass itself"):
+    with pytest.raises(TypeError, match="is not hashed, since it is not a dataclass itself"):
         contents.content(AsItsParent(kv=3))
 
 
@@ -1125,5 +1125,5 @@ def test_masks_print_short(text):
 
 def test_trees_are_made_of_masks():
     for operands in ((), (1, masks.Causal())):
-        with pytest.raises(TypeError, match="operands must be masks, one at least; got"):
+        with pytest.raises(TypeError, match="operands must be masks, at least one; got"):
             And(operands)

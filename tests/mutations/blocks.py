@@ -38,7 +38,7 @@ def gradients_in_turns_are_right() -> None:
 
 
 def last_arrivals_are_right() -> None:
-    """Tiles arrive one after another, so that none has to wait; the last one finishes dQ."""
+    """Assert dQ if tiles arrive one after another, so that none has to wait and the last one finishes dQ."""
     example = one_tile_of_queries(3)
     with WAYS["lists"].plans():
         machine = Ordered(sim.Schedule(order="first_warp", resident_blocks=3), "blocks", order=(2, 0, 1))

@@ -224,11 +224,11 @@ FAULTS = {
     },
     narrow_steps_are_right: {
         "each step has the words of the first": Edit(
-            "blocks/_gathered_rows.py", "GatheredRows.parts", "self.words[here]", "self.words[: len(self.rows[here])]"
+            "blocks/_gathered_rows.py", "GatheredRows.parts", "self.words[part]", "self.words[: len(self.rows[part])]"
         ),
         "a step begins where the last one began": Edit(
-            "blocks/_gathered_rows.py", "GatheredRows.parts", "here = slice(first, first + width)",
-            "here = slice(max(first - 1, 0), first + width)",
+            "blocks/_gathered_rows.py", "GatheredRows.parts", "part = slice(first, first + width)",
+            "part = slice(max(first - 1, 0), first + width)",
         ),
     },
     queries_are_apart: {

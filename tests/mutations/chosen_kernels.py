@@ -21,7 +21,7 @@ CAUSAL = masks.Causal("bottom_right")
 
 
 def _cases() -> list[tuple[MaskShape, ChosenBlocks, masks.Mask | None, int]]:
-    """Return lists of groups of several sizes, in several layouts, and beside several intervals."""
+    """Return lists of groups of several sizes, in several layouts, and with several masks of intervals."""
     rng, shape = np.random.default_rng(0), MaskShape((2, 3), 6, 130, 300)
     by_group = rng.integers(-1, 5, (2, 1, 130, 2, 4)).swapaxes(-3, -2)
     counts = rng.integers(0, 4, (2, 1, 2, 130), endpoint=True).astype(np.uint8)
@@ -38,14 +38,14 @@ def _cases() -> list[tuple[MaskShape, ChosenBlocks, masks.Mask | None, int]]:
 
 
 def lists_are_joined() -> None:
-    """Kernels join lists as NumPy does, in any order of threads."""
+    """Assert that kernels join lists as NumPy does, in any order of threads."""
     for number, case in enumerate(_cases()):
         schedule = sim.Schedule(seed=number, order=("random", "priorities")[number % 2], shuffle_lanes=True)
         check_unions(cuflash, case, Simulator(schedule))
 
 
 def queries_are_listed() -> None:
-    """Kernels list the queries of each block as NumPy does, in any order of threads."""
+    """Assert that kernels list the queries of each block as NumPy does, in any order of threads."""
     long = MaskShape((), 2, 5000, 200)  # several chunks
     lists = ChosenBlocks(np.random.default_rng(0).integers(-1, 4, (5000, 2)), 64)
     for number, case in enumerate([*_cases(), (long, lists, None, 1)]):
@@ -59,7 +59,7 @@ def many_blocks_come_in_ranges() -> None:
 
 
 def tiles_are_right() -> None:
-    """All results of groups whose heads fill no tile, whose queries fill none, and beside intervals."""
+    """Assert all results of groups whose heads or queries do not fill a tile, with and without intervals."""
     check_group(cuflash, 12, 64, CAUSAL & masks.Lengths(kv=170))
     check_group(cuflash, 3, 64)
 
@@ -74,13 +74,13 @@ def scores_are_right() -> None:
 
 
 def parts_are_added() -> None:
-    """Several thread blocks share the keys of a block that many queries chose."""
+    """Assert that several thread blocks share the keys of a block that many queries chose."""
     check_parts(cuflash)
     check_parts(cuflash, 9, 128)
 
 
 def plans_are_right(library: ModuleType) -> None:
-    """Geometry of tiles, and unions of lists on the host, give right results of every number of lists."""
+    """Assert that tilings, and unions of lists on the host, give correct results for any number of lists."""
     check_group(library, 6, 64, CAUSAL)
     check_far_columns(library)
 

@@ -219,7 +219,7 @@ FAULTS = {
         ),
         "what is in no field is left out": Edit(
             "masks/content.py", "_undeclared",
-            'f"{name} is not hashed, since it holds {sorted(besides)}, which are no fields" if besides else',
+            'f"{name} is not hashed, since it holds {sorted(besides)}, which are not fields" if besides else',
             'f"{name} is not hashed, since it holds {sorted(besides)}, " if False else',
         ),
     },

@@ -216,8 +216,8 @@ FAULTS = {
     },
     score_guards.programs_are_simple: {
         "finished programs keep the first numbers": Edit(
-            TRACE, "_finished", "found.program, tuple([values[slot] for slot in found.slots])",
-            "found.program, tuple(found.further) + tuple([values[0] for slot in found.slots[len(found.further) :]])",
+            TRACE, "_finished", "cached.program, tuple([values[slot] for slot in cached.slots])",
+            "cached.program, tuple(cached.further) + tuple([values[0] for _ in cached.slots[len(cached.further) :]])",
         ),
         "finished programs forget their arrays": Edit(TRACE, "_finished", ", tuple(builder.arrays)", ""),
         "a read at the batch entry depends on none": Edit(

@@ -46,28 +46,28 @@ def second(library: ModuleType, moving: Moving, **options: Any) -> dict[str, np.
     return dict(zip(("o_dot", "lse_dot", "dq", "dk", "dv"), (o_dot, lse_dot, *dots))) | named
 
 
-def same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+def same(outputs: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
     for name, x in expected.items():
-        np.testing.assert_allclose(found[name], x, rtol=1e-9, atol=1e-11, err_msg=name)
+        np.testing.assert_allclose(outputs[name], x, rtol=1e-9, atol=1e-11, err_msg=name)
 
 
 def tangents_are_right(library: ModuleType) -> None:
-    """Results of the copy are within bounds of the specification, with every tangent and with some."""
+    """Assert that results of the copy are within bounds of the specification, with all tangents and with some."""
     for names in (NAMES, ("q",), ("k", "do"), ("v", "sink"), ("dlse",)):
         moving = with_tangents(STRUCTURE.example(), dict.fromkeys(names, "normal"))
         if not moving.of_call():
             continue
-        found = second(library, moving)
-        bounded = {name if name in ("o_dot", "lse_dot") else f"{name}_dot": x for name, x in found.items()}
+        outputs = second(library, moving)
+        bounded = {name if name in ("o_dot", "lse_dot") else f"{name}_dot": x for name, x in outputs.items()}
         assert_tangents_within_bounds(moving, **bounded)
     example = LONG.example()
     moving = Moving(example, {"k": np.where(np.arange(40000)[:, None] < 20000, 0 * example.k, np.float32(4))})
-    found = second(library, moving)
-    assert_tangents_within_bounds(moving, **{name: found[name] for name in ("o_dot", "lse_dot")})
+    outputs = second(library, moving)
+    assert_tangents_within_bounds(moving, **{name: outputs[name] for name in ("o_dot", "lse_dot")})
 
 
 def every_feature_is_right(library: ModuleType) -> None:
-    """A score function with arrays, a bias, a sink and dropout give what they give in the installed library."""
+    """Compare a score function with arrays, a bias, a sink and dropout with results of the installed library."""
     example, rng = STRUCTURE.example(), np.random.default_rng(0)
     arrays = {"temperature": 1 + 0.3 * rng.standard_normal(4), "slope": 0.1 * rng.standard_normal(4)}
     bias = rng.standard_normal((4, 40, 70))
@@ -87,7 +87,7 @@ def every_feature_is_right(library: ModuleType) -> None:
 
 
 def a_drift_costs_no_digits(library: ModuleType) -> None:
-    """In float16, where o is rounded most, tangents of keys that drift far together are within their bounds."""
+    """Assert bounds in float16, which rounds o most, for large tangents that are nearly equal for all keys."""
     example = Structure(num_heads=2, seqlen_q=60, seqlen_kv=90, head_dim=16, dtype="float16").example()
     moving = with_tangents(example, {"k": "drift"})
     o_dot = library.attention_jvp(example.q, example.k, example.v, **moving.of_call())[1]
@@ -95,12 +95,12 @@ def a_drift_costs_no_digits(library: ModuleType) -> None:
 
 
 def rules_hold(library: ModuleType) -> None:
-    """Rows without a key, of scores of -inf and of NaN, and calls without keys, follow the rules."""
+    """Assert the rules for rows without a key, with scores of -inf or NaN, and for calls without keys."""
     moving = with_tangents(STRUCTURE.example(), dict.fromkeys(NAMES, "normal"))
-    found = second(library, moving)
-    assert not found["o_dot"][..., ::3, :].any() and not found["dq"][..., ::3, :].any()
+    outputs = second(library, moving)
+    assert not outputs["o_dot"][..., ::3, :].any() and not outputs["dq"][..., ::3, :].any()
     wanted = np.broadcast_to(moving.tangents["sink"][:, None], (2, 4, 14))
-    np.testing.assert_array_equal(found["lse_dot"][..., ::3], wanted)
+    np.testing.assert_array_equal(outputs["lse_dot"][..., ::3], wanted)
     poisoned = {name: x.copy() for name, x in moving.tangents.items()}
     poisoned["do"][..., ::3, :] = np.nan
     poisoned["sink"][1] = np.inf
@@ -122,7 +122,7 @@ def rules_hold(library: ModuleType) -> None:
 
 
 def bounds_are_sharp(library: ModuleType) -> None:
-    """The bounds of the copy equal those of the installed library."""
+    """Assert that the bounds of the copy equal those of the installed library."""
     error_bound = import_module(f"{library.__name__}.bounds").error_bound
     example, rng = STRUCTURE.example(), np.random.default_rng(0)
     moving = with_tangents(example, dict.fromkeys(NAMES, "normal"))
@@ -131,7 +131,7 @@ def bounds_are_sharp(library: ModuleType) -> None:
     operands = [x.astype(np.float16) for x in (example.q, example.k, example.v, example.do)]
     dots = {name: x if name in ("sink", "dlse") else x.astype(np.float16) for name, x in moving.tangents.items()}
     for extra in ({}, {"temperature": slope, "slope": slope}):
-        found, expected = (
+        outputs, expected = (
             bound(
                 *operands, dlse=example.dlse, mask=example.dense_mask, sink=example.sink, tangents={**dots, **extra},
                 **({"score": each.scores.Score(curved, **arrays), "wrt": ("slope",)} if extra else {}),
@@ -139,13 +139,13 @@ def bounds_are_sharp(library: ModuleType) -> None:
             for each, bound in ((library, error_bound), (cuflash, cuflash.error_bound))
         )  # fmt: skip
         for name in ("o_dot", "lse_dot", "dq_dot", "dk_dot", "dv_dot", "dsink_dot"):
-            np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=1e-9, err_msg=name)
+            np.testing.assert_allclose(getattr(outputs, name), getattr(expected, name), rtol=1e-9, err_msg=name)
         for name, bound in expected.others_dot.items():
-            np.testing.assert_allclose(found.others_dot[name], bound, rtol=1e-9)
+            np.testing.assert_allclose(outputs.others_dot[name], bound, rtol=1e-9)
 
 
 def the_reference_is_right(library: ModuleType) -> None:
-    """The copy's specification gives what the installed one gives, which complex steps confirm."""
+    """Compare the copy's specification with the installed one, which complex steps confirm."""
     moving = with_tangents(STRUCTURE.example(), dict.fromkeys(NAMES, "normal"))
     example, factors = moving.example, np.random.default_rng(0).integers(0, 3, (2, 4, 40, 70))
     dots = {f"{name}_dot": x for name, x in moving.tangents.items()}
@@ -159,19 +159,19 @@ def the_reference_is_right(library: ModuleType) -> None:
         results = []
         for each in (import_module(f"{library.__name__}.reference"), cuflash.reference):
             first = {name: f for name, f in extra.items() if "slope" not in name}
-            found = each.attention_jvp(example.q, example.k, example.v, **of_jvp, **fixed, **first)
+            outputs = each.attention_jvp(example.q, example.k, example.v, **of_jvp, **fixed, **first)
             gradients = each.attention_hvp(
                 example.q, example.k, example.v, example.do, dlse=example.dlse, **dots, **fixed, **extra
             )
-            results.append(dict(enumerate((*found, *gradients))))
+            results.append(dict(enumerate((*outputs, *gradients))))
         same(*results)
 
 
 def wrong_tangents_are_refused(library: ModuleType) -> None:
-    """What has no tangent is refused, in a sentence each."""
+    """Assert that tangents of other arguments are refused, each with its own reason."""
     x = np.ones((2, 3, 4), np.float32)
     score = library.scores.Score(lambda s, b, h, i, j, ids: s + ids[j], ids=np.arange(3))
-    for options, told in (
+    for options, message in (
         ({}, "attention_jvp needs at least one tangent"),
         ({"q_dot": x[0]}, "q_dot must have q's shape"),
         ({"q_dot": x.astype(np.float64)}, "q_dot must have q's shape"),
@@ -185,9 +185,9 @@ def wrong_tangents_are_refused(library: ModuleType) -> None:
         try:
             library.attention_jvp(x, x, x, **options)
         except library.UnsupportedProblem as error:
-            assert told in str(error), error
+            assert message in str(error), error
         else:
-            raise AssertionError(told)
+            raise AssertionError(message)
     try:
         library.plan(x, x, x, tangents="q", device=library.DeviceSpec.gpu("H100"))
     except library.UnsupportedProblem as error:

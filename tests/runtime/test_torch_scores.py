@@ -133,7 +133,7 @@ def test_a_cast_module_says_that_the_score_is_to_be_made_again():
         module(Q.float(), K.float(), V.float())
     assert caught.value.reasons == (
         "slopes must be a float64 array of shape (n,), as when the Score was made; got an array of shape (4,) and "
-        "dtype float32: make the Score again after a cast; a module does so in its forward",
+        "dtype float32: make the Score again after a cast, in a module in its forward method",
     )
     module.scores["of"] = scores.alibi(module.slopes)
     assert module(Q.float(), K.float(), V.float()).requires_grad
@@ -322,7 +322,7 @@ BAD = {
     "slopes of fewer heads": (
         lambda: {"score": scores.alibi(SLOPE[:3])},
         cuflash.UnsupportedProblem,
-        r"axis 0 of slopes must have an element for each of 4 query heads, as h is its index; got shape \(3,\)",
+        r"axis 0 of slopes must have an element for each of 4 query heads, since its index is h; got shape \(3,\)",
     ),
     "a cap of 0": (lambda: {"softcap": 0.0}, cuflash.UnsupportedProblem, "softcap must be a positive finite number"),
     "no function": (lambda: {"score": 3}, TypeError, "score must be a Score or a function"),

@@ -607,11 +607,11 @@ MADE_WRONGLY = {
     ),
     "an index of several queries a block": (
         lambda: BlockIndex.from_blocks(np.eye(2, dtype=bool), block=2).chosen(), UnsupportedProblem,
-        "the index must be in blocks of one query, as (1, 64); got block=(2, 2)",
+        "the index must have blocks of one query, such as (1, 64); got block=(2, 2)",
     ),
     "an index with partial blocks": (
         lambda: BlockIndex.from_mask(masks.Causal(), 4, 4, (1, 2)).chosen(), UnsupportedProblem,
-        "the index must hold full blocks alone; got partial ones: write index.filled().chosen() & mask",
+        "the index must have only full blocks; got partial ones: write index.filled().chosen() & mask",
     ),
 }  # fmt: skip
 
@@ -636,7 +636,7 @@ CALLED_WRONGLY = {
     "leading axes": (ChosenBlocks(LISTS[None].repeat(3, 0), 2), "blocks's leading axes must broadcast to (); got (3,)"),
     "a number after the last block": (
         ChosenBlocks(at(1, 4, 2, value=5), 2),
-        "blocks must hold block numbers from -1, which stands for none, to 4 (seqlen_kv=10 in blocks of 2); "
+        "blocks must hold block numbers from -1, which means no block, to 4 (seqlen_kv=10 in blocks of 2); "
         "got 5 at (1, 4, 2)",
     ),
     "a number before none": (ChosenBlocks(at(0, 3, 0, value=-2), 2), "got -2 at (0, 3, 0)"),

@@ -276,7 +276,7 @@ def test_a_wrong_dropout_is_refused(arguments, message) -> None:
 
 
 def check_rng(library: Any) -> None:
-    """A generator is drawn from once; an int stands for a new generator."""
+    """Assert that a seed takes one draw from a generator, and that an int seeds a new generator."""
     rng, alike = np.random.default_rng(7), np.random.default_rng(7)
     first, second = (library.Dropout(0.5, rng=rng) for _ in range(2))
     assert first.seed == int(alike.integers(1 << 64, dtype=np.uint64)) != second.seed

@@ -256,12 +256,12 @@ WRONG = {
     "decreasing": (lambda: masks.Sequences(np.array([0, 5, 3])), "q_offsets must never decrease; got 3 after 5"),
     "negative": (lambda: masks.Sequences(np.array([-1, 5])), "q_offsets must start at 0 or later; got -1"),
     "floats": (lambda: masks.Sequences(np.array([0.0, 5.0])), "q_offsets must be a list of ints, or an integer"),
-    "a word": (lambda: masks.Sequences("ab"), "masks.Sequences.of(lengths) makes the mask from lengths"),
+    "a word": (lambda: masks.Sequences("ab"), "for lengths use masks.Sequences.of(lengths)"),
     "nothing": (lambda: masks.Sequences(np.zeros(0, int)), "q_offsets must be a list of ints, or an integer array"),
     "booleans": (lambda: masks.Sequences(np.array([False, True])), "q_offsets must be a list of ints, or an integer"),
     "unequal numbers": (lambda: masks.Sequences(OFFSETS, OFFSETS[:2]), "as many sequences as q_offsets, 2; got 1"),
     "no alignment": (
-        lambda: masks.Sequences(OFFSETS, 2 * OFFSETS, causal=True), "causal must be 'bottom_right', which lets the last"
+        lambda: masks.Sequences(OFFSETS, 2 * OFFSETS, causal=True), "causal must be 'bottom_right', which aligns"
     ),
     "no alignment of a window": (
         lambda: masks.Sequences(OFFSETS, 2 * OFFSETS, window=(1, 0)), "may differ from q_offsets; got window=(1, 0)"
@@ -287,7 +287,7 @@ WRONG = {
         lambda: masks.Sequences(np.tile(OFFSETS, (2, 1)))(0, 0, OFFSETS, OFFSETS), "call .resolve(shape) first"
     ),
     "negative lengths": (lambda: masks.Sequences.of(np.array([3, -1])), "q_lengths must be at least 0; got -1"),
-    "lengths as offsets": (lambda: masks.Sequences([5, 3]), "the last one ends; masks.Sequences.of takes lengths"),
+    "lengths as offsets": (lambda: masks.Sequences([5, 3]), "of the last one; for lengths use masks.Sequences.of"),
     "lengths of words": (lambda: masks.Sequences.of(["a"]), "q_lengths must be a list of ints of at least 0"),
     "both lengths": (lambda: masks.Sequences.of([-1], 3), "2 reasons"),
     "not a list": (lambda: cuflash.pack(OFFSETS), "arrays must be a list of arrays"),
@@ -344,7 +344,7 @@ def test_offsets_leave_no_gaps_unless_these_are_asked_for(offsets):
             continue
         words = refused(call)
         assert "must start at 0" in words if offsets[0] else "must end at" in words, name
-        assert "allow_gaps=True leaves" in words and str(offsets[-1]) in words, name
+        assert "pass allow_gaps=True" in words and str(offsets[-1]) in words, name
 
 
 def test_lengths_in_the_place_of_offsets_are_told_the_call_that_takes_them() -> None:
@@ -381,7 +381,7 @@ def test_wrong_sequences_are_refused_with_a_reason(name):
 def test_arrays_of_another_place_are_refused(device):
     with device.transfers_allowed():
         on_device = device.to_device(OFFSETS)
-    assert "kv_offsets must be where q_offsets is" in refused(lambda: masks.Sequences(OFFSETS, on_device))
+    assert "kv_offsets must be on the same device as q_offsets" in refused(lambda: masks.Sequences(OFFSETS, on_device))
     x = np.ones((1, 10, 4), np.float32)
     message = refused(lambda: cuflash.attention(x, x, x, mask=masks.Sequences(on_device)))
     assert "mask's arrays must be where q is" in message

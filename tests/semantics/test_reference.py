@@ -78,7 +78,7 @@ def test_arithmetic_is_float64_or_wider(given_dtype, dtype):
 
 
 def test_an_additive_mask_is_refused():
-    with pytest.raises(TypeError, match=r"boolean array, True = attend; got Causal: its toarray\(\) makes one"):
+    with pytest.raises(TypeError, match=r"boolean array, True = attend; got Causal: pass mask.toarray\(\)"):
         reference.attention(np.ones((3, 2)), np.ones((3, 2)), np.ones((3, 2)), masks.Causal())
     with pytest.raises(TypeError, match="mask must be boolean, True = attend; got dtype float64"):
         reference.attention(*np.ones((3, 2, 2)), mask=np.zeros((2, 2)))

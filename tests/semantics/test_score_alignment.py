@@ -287,7 +287,7 @@ WRONG = {
     "a word of within": (lambda: scores.within(alibi(), [0, 3], align=3), "'top_left' or None; got 3"),
     "two alignments": (
         lambda: scores.within(alibi(align="bottom_right"), [0, 3], align="top_left"),
-        "align must be None for a score that has an alignment of its own; got 'top_left'",
+        "align must be None for a score that has its own alignment; got 'top_left'",
     ),
     "lengths that float32 does not distinguish": (
         lambda: cuflash.plan(

@@ -359,7 +359,7 @@ WRONG = [
     ({"bias": np.zeros((2, 3), np.float32)}, r"bias must broadcast to .* = \(2, 3, 3\); got \(2, 3\)"),
     (
         {"score": scores.alibi(np.zeros(1))},
-        r"axis 0 of slopes must have an element for each of 2 query heads, as h is its index; got shape \(1,\)",
+        r"axis 0 of slopes must have an element for each of 2 query heads, since its index is h; got shape \(1,\)",
     ),
     ({"score": scores.alibi(np.zeros(2)), "wrt": "slope"}, "wrt must name array .* there are 'slopes'; got 'slope'"),
     (
@@ -566,14 +566,14 @@ OPERATORS: dict[str, tuple[Any, str]] = {
     "or of bits": (lambda: SCORE | SCORE, "scores have no |: compose them with @"),
     "quotient": (lambda: SCORE / 2, "scores have no /: compose them with @"),
     "negative": (lambda: -SCORE, "scores have no unary -: compose them with @"),
-    "composition with a function": (lambda: SCORE @ np.tanh, "@ composes two scores; got ufunc: Score(f) makes one of"),
+    "composition with a function": (lambda: SCORE @ np.tanh, "@ composes two scores; got ufunc: convert a function"),
     "composition of a function": (lambda: (lambda s: s) @ SCORE, "scores have no @: compose them with @"),
     "and": (lambda: SCORE and SCORE, "scores have no truth value: compose them with @"),
     "not": (lambda: not SCORE, "scores have no truth value: compose them with @"),
     "slopes of a number of heads": (
         lambda: scores.alibi(8), "slopes must be an array with numbers for each head; got 8: scores.alibi_slopes(8) mak"
     ),
-    "one slope": (lambda: scores.alibi(0.5), "got 0.5: scores.alibi_slopes(num_heads) makes them"),
+    "one slope": (lambda: scores.alibi(0.5), "got 0.5: pass scores.alibi_slopes(num_heads)"),
     "one temperature": (lambda: scores.temperature(2.0), "got 2.0: np.full(num_heads, 2.0, np.float32) has the same"),
     "a list of words": (lambda: scores.alibi(["a"]), "slopes must be an array"),
     "a number as a bias": (lambda: scores.bias(1.0), "must be an array"),

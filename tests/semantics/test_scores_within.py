@@ -80,9 +80,9 @@ def test_offsets_of_each_batch_entry_are_its_own_and_others_compile_nothing() ->
 ALIBI = scores.alibi(np.ones(2))
 WRONG = {
     "fewer rows": (lambda: scores.within(ALIBI, [0, 5], seqlen_q=4), "seqlen_q must be an int of at least 5, the last"),
-    "more rows": (lambda: scores.within(ALIBI, [0, 5], seqlen_q=6), "q_offsets must end at seqlen_q=6; got [0, 5]: al"),
+    "more rows": (lambda: scores.within(ALIBI, [0, 5], seqlen_q=6), "must end at seqlen_q=6; got [0, 5]: for rows"),
     "far": (lambda: scores.within(ALIBI, [0, 2**31]), "q_offsets must be below 2**31; got 2147483648"),
-    "twice": (lambda: scores.within(scores.within(ALIBI, [0, 1]), [0, 1]), "score must have no array of the name q_st"),
+    "twice": (lambda: scores.within(scores.within(ALIBI, [0, 1]), [0, 1]), "score must not have an array named q_st"),
     "all": (lambda: scores.within(ALIBI, [1, 0], "x", seqlen_q=1.5), "4 reasons"),
 }
 

@@ -53,15 +53,15 @@ def second(moving: Moving) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]
     """Return the gradients and their tangents."""
     example = moving.example
     wrt = [*example.wrt, *(["sink"] if example.sink is not None else [])]
-    _, *found = cuflash.attention_hvp(
+    _, *outputs = cuflash.attention_hvp(
         example.q, example.k, example.v, example.do, dlse=example.dlse, **moving.of_call(has_gradients=True),
         **options_of(example), wrt=wrt,
     )  # fmt: skip
-    named = [dict(zip(("dq", "dk", "dv"), each)) | {f"d{name}": each[name] for name in wrt} for each in found]
+    named = [dict(zip(("dq", "dk", "dv"), each)) | {f"d{name}": each[name] for name in wrt} for each in outputs]
     return named[0], named[1]
 
 
-def made(formula: Formula, seed: int) -> tuple[Any, Operands, list[str], dict[str, np.ndarray]]:
+def drawn_program(formula: Formula, seed: int) -> tuple[Any, Operands, list[str], dict[str, np.ndarray]]:
     """Return a score of a formula, its operands, the names of its real arrays, and tangents of these."""
     arrays = formula.arrays(SHAPE, seed, np.float32)
     score = cuflash.scores.Score(formula, **arrays)
@@ -93,10 +93,10 @@ def test_the_reference_is_the_complex_step_of_the_forward_pass() -> None:
     o, lse = reference.attention(**arrays, **fixed)
     has_lse = np.isfinite(lse.real)
     fixed |= {"sink": example.sink, "sink_dot": dots["sink"]}
-    found, lse_dot = reference.attention_jvp(
+    outputs, lse_dot = reference.attention_jvp(
         example.q, example.k, example.v, dots["q"], dots["k"], dots["v"], **fixed
     )
-    np.testing.assert_allclose(found, o.imag / 1e-20, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(outputs, o.imag / 1e-20, rtol=0, atol=1e-13)
     np.testing.assert_allclose(lse_dot[has_lse], (lse.imag / 1e-20)[has_lse], rtol=0, atol=1e-13)
 
 
@@ -112,9 +112,9 @@ def test_the_reference_is_the_central_difference_of_gradients() -> None:
         reference.attention_vjp(**{name: x + sign * step * dots[f"{name}_dot"] for name, x in wide.items()}, **fixed)
         for sign in (1, -1)
     ]
-    for found, plus, minus in zip(reference.attention_hvp(**wide, **dots, **fixed), *ends, strict=True):
+    for outputs, plus, minus in zip(reference.attention_hvp(**wide, **dots, **fixed), *ends, strict=True):
         slope = (plus - minus) / (2 * step)
-        assert_within("tangent", found, slope, 1e-10 * float(np.abs(slope).max()))
+        assert_within("tangent", outputs, slope, 1e-10 * float(np.abs(slope).max()))
 
 
 # Agreement within bounds
@@ -123,19 +123,19 @@ def test_the_reference_is_the_central_difference_of_gradients() -> None:
 @settings(max_examples=MANY or 25)
 @given(movings(**SMALL, has_sink=True, has_dropout=True))
 def test_tangents_are_within_their_bounds(moving: Moving) -> None:
-    found, (_, dots) = push(moving), second(moving)
-    named = {name: found[name] for name in ("o_dot", "lse_dot")} | {f"{name}_dot": x for name, x in dots.items()}
+    outputs, (_, dots) = push(moving), second(moving)
+    named = {name: outputs[name] for name in ("o_dot", "lse_dot")} | {f"{name}_dot": x for name, x in dots.items()}
     target(assert_tangents_within_bounds(moving, **named))
     example = moving.example
     o, lse = cuflash.attention(example.q, example.k, example.v, **options_of(example), return_lse=True)
-    same({"o": o, "lse": lse}, {name: found[name] for name in ("o", "lse")})
+    same({"o": o, "lse": lse}, {name: outputs[name] for name in ("o", "lse")})
 
 
 @settings(max_examples=MANY or 15)
 @given(movings(**SMALL | {"most_scores": 1 << 11}, has_score=True))
 def test_tangents_of_score_functions_are_within_their_bounds(moving: Moving) -> None:
-    found, (_, dots) = push(moving), second(moving)
-    named = {name: found[name] for name in ("o_dot", "lse_dot")}
+    outputs, (_, dots) = push(moving), second(moving)
+    named = {name: outputs[name] for name in ("o_dot", "lse_dot")}
     named |= {f"{name}_dot": dots[name] for name in ("dq", "dk", "dv")}
     assert_tangents_within_bounds(moving, **named)
 
@@ -166,15 +166,15 @@ def test_tangents_of_the_gradients_of_arrays_are_differences_of_these(dtype: str
         sink = example.sink.astype(np.float64) + step * dots["sink"]
         call = {**fixed, "score": moved, "bias": bias + step * dots["bias"], "sink": sink}
         (o, lse), vjp = cuflash.attention_vjp(q, k, v, return_lse=True, **call)
-        found = vjp(do, dlse)
-        return [*found, *(found[name] for name in names)]
+        outputs = vjp(do, dlse)
+        return [*outputs, *(outputs[name] for name in names)]
 
     # A difference of fourth order errs by about step^4 of the numbers, and by their rounding over the step.
     step = 2.0**-12
     near, far = ([plus - minus for plus, minus in zip(gradients(by), gradients(-by))] for by in (step, 2 * step))
     exact = [(8 * once - twice) / (12 * step) for once, twice in zip(near, far, strict=True)]
     call = {**fixed, "score": score, "bias": bias, "sink": example.sink}
-    _, _, found = cuflash.attention_hvp(
+    _, _, outputs = cuflash.attention_hvp(
         example.q, example.k, example.v, example.do, dlse=example.dlse, **own.of_call(has_gradients=True),
         tangents=dots, **call,
     )  # fmt: skip
@@ -183,7 +183,7 @@ def test_tangents_of_the_gradients_of_arrays_are_differences_of_these(dtype: str
     )
     of_others = {**bounds.others_dot, "sink": bounds.dsink_dot}
     every = [bounds.dq_dot, bounds.dk_dot, bounds.dv_dot, *(of_others[name] for name in names)]
-    gradients_dot = *found, *map(found.__getitem__, names)
+    gradients_dot = *outputs, *map(outputs.__getitem__, names)
     for name, got, wanted, bound in zip(("q", "k", "v", *names), gradients_dot, exact, every):
         difference = 2.0**-30 * float(np.abs(wanted).max())
         assert_within(name, got.astype(np.float64), wanted, bound + difference)
@@ -194,8 +194,8 @@ def test_a_drift_that_all_keys_share_costs_no_digits(dtype: str) -> None:
     """Were tangents of scores not taken relative to a number of their row, o's rounding would be multiplied by it."""
     example = Structure(num_heads=2, seqlen_q=60, seqlen_kv=700, head_dim=16, dtype=dtype).example()
     moving = with_tangents(example, {"k": "drift"})
-    found = push(moving)
-    assert_tangents_within_bounds(moving, o_dot=found["o_dot"], lse_dot=found["lse_dot"])
+    outputs = push(moving)
+    assert_tangents_within_bounds(moving, o_dot=outputs["o_dot"], lse_dot=outputs["lse_dot"])
     drift = np.abs(moving.exact.lse_dot).max() * np.finfo(np.float16).eps * np.abs(moving.example.exact.o).max()
     assert moving.bounds.o_dot.max() < drift / 4
 
@@ -206,20 +206,20 @@ def test_a_drift_that_all_keys_share_costs_no_digits(dtype: str) -> None:
 @settings(max_examples=MANY or 15)
 @given(movings(**SMALL, dtypes=["float32", "float64"], has_sink=True))
 def test_pushing_forward_is_dual_to_pulling_back(moving: Moving) -> None:
-    example, found = moving.example, push(moving)
+    example, outputs = moving.example, push(moving)
     options = options_of(example)
     wrt = ("sink",)
     o, vjp = cuflash.attention_vjp(example.q, example.k, example.v, **options, wrt=wrt)
     gradients = vjp(example.do, example.dlse)
     pulled = {"q": gradients.dq, "k": gradients.dk, "v": gradients.dv, "sink": gradients["sink"]}
     of_pulled = {name: getattr(example.bounds, f"d{name}") for name in pulled}
-    forward = inner(example.do, found["o_dot"])
+    forward = inner(example.do, outputs["o_dot"])
     off = float(np.sum(np.abs(example.do) * moving.bounds.o_dot))
-    size = inner(np.abs(example.do), np.abs(found["o_dot"]))
+    size = inner(np.abs(example.do), np.abs(outputs["o_dot"]))
     if example.dlse is not None:
-        forward += inner(example.dlse, found["lse_dot"])
+        forward += inner(example.dlse, outputs["lse_dot"])
         off += float(np.sum(np.abs(example.dlse) * moving.bounds.lse_dot))
-        size += inner(np.abs(example.dlse), np.abs(found["lse_dot"]))
+        size += inner(np.abs(example.dlse), np.abs(outputs["lse_dot"]))
     backward = 0.0
     for name, gradient in pulled.items():
         if name in moving.tangents:
@@ -263,8 +263,8 @@ def test_tangents_of_zero_give_zeros(moving: Moving) -> None:
     still = Moving(moving.example, {name: np.zeros_like(x) for name, x in moving.tangents.items()})
     is_finite = all(np.isfinite(x).all() for x in second(still)[0].values())
     if is_finite and np.isfinite(push(still)["o"]).all():
-        found, (_, dots) = push(still), second(still)
-        for x in (found["o_dot"], found["lse_dot"], *dots.values()):
+        outputs, (_, dots) = push(still), second(still)
+        for x in (outputs["o_dot"], outputs["lse_dot"], *dots.values()):
             assert not x[~np.isnan(x)].any()  # where a slope is infinite, 0 times it is NaN
 
 
@@ -299,11 +299,11 @@ def test_rows_without_a_key_have_tangents_of_zero() -> None:
     example = replace(FULL, dropout=None, dtype="float32", sink_dtype="float32").example()
     without = with_tangents(example.but(sink=None), {"q": "normal", "v": "normal"})
     for moving in (with_tangents(example, EVERY), without):
-        found = push(moving)
-        assert not found["o_dot"][..., ::3, :].any()
+        outputs = push(moving)
+        assert not outputs["o_dot"][..., ::3, :].any()
         sink_dot = moving.tangents.get("sink", np.zeros(4, np.float32))
         wanted = np.broadcast_to(sink_dot[:, None], (2, 4, 14))
-        np.testing.assert_array_equal(found["lse_dot"][..., ::3], wanted)
+        np.testing.assert_array_equal(outputs["lse_dot"][..., ::3], wanted)
         assert not second(moving)[1]["dq"][..., ::3, :].any()
 
 
@@ -311,9 +311,9 @@ def test_a_call_without_keys_has_tangents_of_zero() -> None:
     for seqlen_kv, mask in ((0, None), (7, masks.Dense(np.zeros((5, 1), bool)))):
         example = Structure(num_heads=2, seqlen_q=5, seqlen_kv=seqlen_kv, sink=(2,), mask=mask).example()
         moving = with_tangents(example, EVERY)
-        found, (_, dots) = push(moving), second(moving)
-        assert not found["o_dot"].any() and not any(dots[name].any() for name in ("dq", "dk", "dv"))
-        np.testing.assert_array_equal(found["lse_dot"], np.repeat(moving.tangents["sink"][:, None], 5, axis=1))
+        outputs, (_, dots) = push(moving), second(moving)
+        assert not outputs["o_dot"].any() and not any(dots[name].any() for name in ("dq", "dk", "dv"))
+        np.testing.assert_array_equal(outputs["lse_dot"], np.repeat(moving.tangents["sink"][:, None], 5, axis=1))
         np.testing.assert_allclose(dots["dsink"], moving.tangents["dlse"].sum(axis=-1), rtol=1e-6)
 
 
@@ -348,10 +348,10 @@ def test_nan_and_infinities_reach_what_they_should() -> None:
 def test_keys_that_all_move_alike_leave_the_output() -> None:
     example = Structure(num_heads=2, seqlen_q=30, seqlen_kv=50, dtype="float32").example()
     moving = Moving(example, {"k": np.broadcast_to(example.k[:, :1], example.k.shape)})
-    found = push(moving)
-    assert_within("o_dot", found["o_dot"], np.zeros(found["o_dot"].shape), moving.bounds.o_dot)
+    outputs = push(moving)
+    assert_within("o_dot", outputs["o_dot"], np.zeros(outputs["o_dot"].shape), moving.bounds.o_dot)
     shift = example.problem.softmax_scale * (example.q.astype(np.float64) @ example.k[:, :1].swapaxes(-1, -2))[..., 0]
-    assert_within("lse_dot", found["lse_dot"], shift, moving.bounds.lse_dot)
+    assert_within("lse_dot", outputs["lse_dot"], shift, moving.bounds.lse_dot)
 
 
 def test_values_that_all_move_alike_move_the_output_so() -> None:
@@ -378,14 +378,14 @@ def test_packed_sequences_are_one_call_each() -> None:
     example = Structure(num_heads=2, seqlen_q=90, seqlen_kv=90, dtype="float64").example()
     packed = example.but(mask=masks.Sequences(offsets, causal=True))
     moving = with_tangents(packed, dict.fromkeys(("q", "k", "v", "do"), "normal"))
-    found, (_, dots) = push(moving), second(moving)
+    outputs, (_, dots) = push(moving), second(moving)
     for start, stop in zip(offsets, offsets[1:]):
         part = {name: getattr(example, name)[:, start:stop] for name in ("q", "k", "v", "do", "dlse")}
         cut = Example(**part, mask=masks.Causal())
         one = Moving(cut, {name: x[:, start:stop] for name, x in moving.tangents.items()})
         alone, (_, alone_dots) = push(one), second(one)
         for name, x in (alone | alone_dots).items():
-            np.testing.assert_allclose((found | dots)[name][:, start:stop], x, rtol=1e-9, atol=1e-12, err_msg=name)
+            np.testing.assert_allclose((outputs | dots)[name][:, start:stop], x, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
 def test_listed_blocks_are_their_dense_mask() -> None:
@@ -394,10 +394,10 @@ def test_listed_blocks_are_their_dense_mask() -> None:
     moving = with_tangents(example, dict.fromkeys(("q", "k", "v", "do"), "normal"))
     other = Moving(example.but(mask=example.dense_mask), moving.tangents)
     for results in (push, lambda each: second(each)[1]):
-        found = results(other)
+        outputs = results(other)
         for name, x in results(moving).items():
             bound = getattr(moving.bounds, name if name in ("o", "lse", "o_dot", "lse_dot") else f"{name}_dot")
-            assert_within(name, x, found[name], 2 * bound)
+            assert_within(name, x, outputs[name], 2 * bound)
 
 
 def test_parts_of_the_keys_merge_to_the_whole() -> None:
@@ -424,8 +424,8 @@ def test_rows_of_several_steps_have_one_center() -> None:
     own = with_tangents(example, {"q": "normal", "v": "normal", "do": "normal"}).tangents
     later = np.where(np.arange(40000)[:, None] < 20000, 0 * example.k, np.float32(4))
     moving = Moving(example, {**own, "k": later})
-    found, (_, dots) = push(moving), second(moving)
-    named = {name: found[name] for name in ("o_dot", "lse_dot")} | {f"{name}_dot": x for name, x in dots.items()}
+    outputs, (_, dots) = push(moving), second(moving)
+    named = {name: outputs[name] for name in ("o_dot", "lse_dot")} | {f"{name}_dot": x for name, x in dots.items()}
     assert_tangents_within_bounds(moving, **named)
 
 
@@ -435,7 +435,7 @@ def test_rows_of_several_steps_have_one_center() -> None:
 @settings(max_examples=MANY or 60)
 @given(formula=formulas(), seed=st.integers(0, 2**32 - 1))
 def test_a_pushed_program_gives_what_dual_numbers_give(formula: Formula, seed: int) -> None:
-    score, operands, names, dots = made(formula, seed)
+    score, operands, names, dots = drawn_program(formula, seed)
     s, at = some_scores(seed), places()
     s_dot = some_scores(seed + 1)
     program = pushed(score.program, names)
@@ -445,8 +445,8 @@ def test_a_pushed_program_gives_what_dual_numbers_give(formula: Formula, seed: i
     given_ = {name: Elements(x, dots[name].astype(np.longdouble)) if name in names else x for name, x in wide.items()}
     given_ = {name: x[()] if isinstance(x, Elements) and not x.value.ndim else x for name, x in given_.items()}
     with np.errstate(all="ignore"):
-        found = formula(Dual(s.astype(np.longdouble), {"t": s_dot.astype(np.longdouble)}), **at, **given_)
-    exact = found.tangents.get("t", 0.0) if isinstance(found, Dual) else 0.0
+        outputs = formula(Dual(s.astype(np.longdouble), {"t": s_dot.astype(np.longdouble)}), **at, **given_)
+    exact = outputs.tangents.get("t", 0.0) if isinstance(outputs, Dual) else 0.0
     off = np.abs(tangent - exact)
     is_right = (off <= 2 * error) | (np.isnan(tangent) & np.isnan(exact)) | (tangent == exact)
     assert is_right.all(), score
@@ -456,7 +456,7 @@ def test_a_pushed_program_gives_what_dual_numbers_give(formula: Formula, seed: i
 @given(formula=formulas(), seed=st.integers(0, 2**32 - 1))
 def test_second_derivatives_of_a_program_commute(formula: Formula, seed: int) -> None:
     """The slope's tangent along an array is the tangent along the score of the derivative by that array."""
-    score, operands, names, _ = made(formula, seed)
+    score, operands, names, _ = drawn_program(formula, seed)
     s, at = some_scores(seed), places()
     for name in names:
         if not gradient_loads(score.program, [name]):
@@ -488,7 +488,7 @@ IDS = cuflash.scores.Score(lambda s, b, h, i, j, ids: s + ids[j], ids=np.arange(
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({}, "attention_jvp needs at least one tangent; got none: pass q_dot=, k_dot=, v_dot= or tangents=, or call"),
         ({"q_dot": X[0]}, r"q_dot must have q's shape \(2, 3, 4\) and dtype float32; got \(3, 4\) and float32: np"),
@@ -502,10 +502,10 @@ IDS = cuflash.scores.Score(lambda s, b, h, i, j, ids: s + ids[j], ids=np.arange(
         ({"tangents": {"sink": np.ones(1)}, "sink": np.ones(2, np.float32)}, r"tangents\['sink'\] must have sink's"),
     ],
 )  # fmt: skip
-def test_a_wrong_tangent_is_refused(options: dict[str, Any], told: str) -> None:
+def test_a_wrong_tangent_is_refused(options: dict[str, Any], message: str) -> None:
     cuflash.attention_jvp(X, X, X, X)
     for _ in range(2):
-        with pytest.raises(UnsupportedProblem, match=told):
+        with pytest.raises(UnsupportedProblem, match=message):
             cuflash.attention_jvp(X, X, X, **options)
 
 
@@ -570,12 +570,12 @@ def test_a_plan_has_both_passes() -> None:
         own = {"q_dot": dots["q"], "k_dot": dots["k"], "v_dot": dots["v"], "tangents": {"sink": dots["sink"]}}
         o_dot, lse_dot = each.jvp(*arrays, o, lse, **own, sink=example.sink)
         same({"o_dot": o_dot, "lse_dot": lse_dot}, {name: push(moving)[name] for name in ("o_dot", "lse_dot")})
-        found = each.backward_jvp(
+        outputs = each.backward_jvp(
             example.do, *arrays, o, lse, o_dot, lse_dot, **own, do_dot=dots["do"], dlse=example.dlse,
             dlse_dot=dots["dlse"], sink=example.sink,
         )  # fmt: skip
         expected = {name: second(moving)[1][name] for name in ("dq", "dk", "dsink")}
-        same({"dq": found.dq, "dk": found.dk, "dsink": found["sink"]}, expected)
+        same({"dq": outputs.dq, "dk": outputs.dk, "dsink": outputs["sink"]}, expected)
 
 
 def test_double_backward_and_reverse_over_forward_are_passes_of_a_plan() -> None:
