@@ -154,7 +154,7 @@ FAULTS = {
         "large ids are negative": Edit(
             INTEGERS, "Integers.exact", "{!is_signed && bits < 0, bits}", "{false, bits}"
         ),
-        "closed forms hide nothing": Edit(KERNEL, "Matrix._keys_of", "if (params.rows_lo == nullptr)", "if (true)"),
+        "closed forms hide nothing": Edit(KERNEL, "Matrix.keys_of", "if (params.rows_lo == nullptr)", "if (true)"),
         "a short last block reaches past the end": Edit(
             KERNEL, "row_length", "(end < params.seqlen_q ? end : params.seqlen_q) - 1", "params.seqlen_q - 1"
         ),
