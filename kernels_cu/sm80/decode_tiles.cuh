@@ -22,7 +22,7 @@ static_assert(kRowGroups * kKeyGroups == kNumWarps && kKeysOfWarp % 16 == 0 && k
 constexpr QTile q_smem{0};
 template <class Stage>
 CUFLASH_DEVICE Stage stage_smem(int number) {
-  static_assert(Stage::kBytes % 128 == 0, "chunks of a row are distinguished by their addresses");
+  static_assert(Stage::kBytes % 128 == 0, "chunks of a row are told apart by their addresses");
   return {QTile::kBytes + number * Stage::kBytes};
 }
 CUFLASH_DEVICE int key_group() { return threadIdx.x / 32 / kRowGroups; }

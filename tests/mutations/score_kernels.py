@@ -228,7 +228,8 @@ FAULTS = {
             "attention/score.cuh", "exponent_scale", "? 1.0 :", "? shape.softmax_scale :"
         ),
         "gradients have the positions of the first keys": Edit(
-            "sm80/backward.cu", "make_changed_p_and_ds", "{state.work.first, state.work.last},", "{0, state.work.last},"
+            "attention/members_slopes.cuh", "scores_to_p_and_ds_of_step",
+            "{work.first, work.last}, is_masked, row, Tile", "{0, work.last}, is_masked, row, Tile",
         ),
         "hidden elements are taken for seen ones": Edit(
             "attention/fragment_slopes.cuh", "scores_to_p_and_ds_of_rows",
