@@ -2,7 +2,7 @@
 Masks: bands around the diagonal
 ================================
 A mask says which keys (columns) each query (row) attends. `mask.plot(seqlen_q, seqlen_kv)` draws it with matplotlib:
-dark elements are attended. `mask.picture` prints the same as text, and a notebook shows a mask by itself.
+dark elements are attended. `mask.picture` prints it as text, and notebooks display masks automatically.
 """
 
 import matplotlib.pyplot as plt
@@ -35,8 +35,8 @@ show(
 # %%
 # Unequal lengths
 # ---------------
-# If there are fewer queries than keys, as in decoding, the diagonal has two places. `align="bottom_right"` aligns the last
-# query with the last key, `"top_left"` the first query with the first key. `Band` takes the two bounds of key - query.
+# If there are fewer queries than keys, as in decoding, the diagonal can be aligned in two ways: `align="bottom_right"` aligns the
+# last query with the last key, `"top_left"` the first query with the first key. `Band` takes the two bounds of key - query.
 
 figure, panels = plt.subplots(1, 3, figsize=(9, 2.2), layout="constrained")
 for axes, align in zip(panels, ("top_left", "bottom_right")):

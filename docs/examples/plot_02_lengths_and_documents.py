@@ -1,7 +1,7 @@
 """
 Masks: padding, prefixes and documents
 ======================================
-Batches hold sequences of different lengths: as padding, or packed one after the other (varlen, `cu_seqlens`).
+A batch of sequences with different lengths is either padded, or packed into one array (varlen, `cu_seqlens`).
 """
 
 import matplotlib.pyplot as plt
@@ -22,8 +22,8 @@ def show(**named: masks.Mask) -> None:
 
 
 # %%
-# `Lengths` cuts off padding. In `PrefixLM` every query attends the prefix. `Documents` takes an id for each token, and
-# keeps documents apart; `Sequences` takes offsets, such as the `cu_seqlens` of FlashAttention.
+# `Lengths` cuts off padding. In `PrefixLM` every query attends the prefix. `Documents` takes an id per token, and
+# separates documents; `Sequences` takes offsets, such as the `cu_seqlens` of FlashAttention.
 
 documents = np.repeat([0, 1, 2], [6, 11, 7])
 show(
@@ -34,10 +34,10 @@ show(
 )
 
 # %%
-# Combined with others
-# --------------------
+# Combined masks
+# --------------
 # A document mask combines with every other mask: here packed text with a causal window, and a picture book whose pages
-# attend themselves in both directions while the text before is a prefix.
+# attend themselves in both directions while earlier text is a prefix.
 
 show(
     causal_documents=masks.Causal() & masks.Documents(documents),

@@ -1,8 +1,8 @@
 """
-Masks: the algebra, and rules of your own
-=========================================
+Masks: the algebra, and your own rules
+======================================
 Masks combine with `&`, `|`, `^` (in exactly one of the two), `-` (without) and `~` (not). Functions of the indices and
-boolean arrays take part as they are.
+boolean arrays can be used directly.
 """
 
 import matplotlib.pyplot as plt
@@ -31,23 +31,23 @@ show(
     window_and_sinks=masks.Causal() & (masks.SlidingWindow(4, 0) | masks.Lengths(kv=2)),
     not_causal=~masks.Causal(),
     with_a_hole=masks.Causal() - (masks.Lengths(kv=12) - masks.Lengths(kv=6)),
-    in_one_alone=masks.SlidingWindow(8, 8) ^ masks.Documents(documents),
+    in_only_one=masks.SlidingWindow(8, 8) ^ masks.Documents(documents),
 )
 
 # %%
-# A rule of your own
-# ------------------
-# `FromFunction` takes any function of batch entry, head, query and key that returns booleans for arrays of indices. Next
-# to a mask, a plain function or a boolean array is enough.
+# Your own rule
+# -------------
+# `FromFunction` takes any function of batch entry, head, query and key that returns booleans for arrays of indices. A
+# mask combines with a plain function or a boolean array directly.
 
 side = 6  # a picture of 4 rows of 6 pixels, read row by row
-neighbours = masks.FromFunction(
+neighbors = masks.FromFunction(
     lambda b, h, i, j: (abs(i // side - j // side) <= 1)
     & (abs(i % side - j % side) <= 1)
 )
 rng = np.random.default_rng(0)
 show(
-    neighbours_in_an_image=neighbours,
+    neighbors_in_an_image=neighbors,
     every_third_key=masks.Causal() & (lambda b, h, i, j: (i - j) % 3 == 0),
     any_booleans=masks.Causal() & (rng.random((SEQLEN, SEQLEN)) < 0.3),
 )

@@ -23,10 +23,10 @@ for axes, block in zip(panels, (16, 32, 64, 128)):
 print(BlockIndex.from_mask(mask, 512, 512, 64).report(head_dim=64))
 
 # %%
-# Blocks that you choose
-# ----------------------
-# `BlockPattern` takes a boolean for each block, `ChosenBlocks` a list of key blocks for each query, as the top-k of native
-# sparse attention does.
+# Chosen blocks
+# -------------
+# `BlockPattern` takes a boolean per block, `ChosenBlocks` a list of key blocks per query, such as the top-k of native
+# sparse attention.
 
 rng = np.random.default_rng(0)
 pattern = masks.BlockPattern(np.tri(8, dtype=bool) & (rng.random((8, 8)) < 0.5), 8)

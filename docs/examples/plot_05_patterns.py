@@ -25,7 +25,7 @@ def show(**named: masks.Mask) -> None:
 
 
 # %%
-# Patterns made of blocks are drawn for given lengths.
+# Patterns of blocks are created for given lengths.
 
 show(
     butterfly=patterns.butterfly(SEQLEN, block=BLOCK),
@@ -35,8 +35,8 @@ show(
 )
 
 # %%
-# Patterns made of windows and combs hold no lengths. They count in tokens, so that thin ones touch many blocks:
-# `strided` attends few keys, and still no block below the diagonal is skipped.
+# Patterns of windows and combs do not depend on lengths. They count in tokens, so that thin ones touch many blocks:
+# `strided` attends few keys, but no block below the diagonal is skipped.
 
 show(
     longformer=patterns.longformer((64, 64), 32),
@@ -46,10 +46,10 @@ show(
 )
 
 # %%
-# On whole blocks
-# ---------------
-# `on_blocks` takes blocks for tokens, so that any mask becomes a pattern of whole blocks: here the comb of `strided`.
-# `filled` keeps every element of each block that an index touches. `BlockPattern` takes a boolean for each block.
+# Patterns of whole blocks
+# ------------------------
+# `on_blocks` applies a mask to blocks instead of tokens, so that any mask becomes a pattern of whole blocks: here the comb
+# of `strided`. `filled` keeps every element of each block that an index touches. `BlockPattern` takes a boolean per block.
 
 comb = patterns.strided(4).on_blocks(BLOCK)
 filled = BlockIndex.from_mask(patterns.fixed(128, 16), SEQLEN, SEQLEN, BLOCK).filled()

@@ -14,7 +14,7 @@ QUERIES, KEYS = np.ogrid[:SEQLEN, :SEQLEN]
 
 
 def show(**named: scores.Score) -> None:
-    """Draw one panel per function: what it adds to a score of 0, by query and key."""
+    """Draw one panel per function: its addition to a score of 0, by query and key."""
     figure, panels = plt.subplots(
         1,
         len(named),
@@ -47,7 +47,7 @@ def draw(**named: scores.Score) -> None:
 # %%
 # Functions of the score alone
 # ----------------------------
-# `softcap` keeps scores between its cap and its negative. `temperature` multiplies them by a factor for each head.
+# `softcap` keeps scores between its cap and its negative. `temperature` multiplies them by a factor per head.
 
 draw(
     softcap_of_15=scores.softcap(15.0),
@@ -57,8 +57,8 @@ draw(
 # %%
 # Functions of the distance
 # -------------------------
-# `alibi` subtracts a penalty that grows with the distance, with a slope for each head. `relative_position` adds a learned
-# number for each bucket of distances: near the diagonal a bucket is one distance, and farther away it is wider.
+# `alibi` subtracts a penalty that grows with the distance, with a slope per head. `relative_position` adds a learned
+# number per bucket of distances: near the diagonal a bucket has one distance, and farther away it is wider.
 
 learned = np.sin(np.arange(16.0))[None]
 show(

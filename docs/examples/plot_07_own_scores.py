@@ -1,6 +1,6 @@
 """
-Score functions of your own
-===========================
+Your own score functions
+========================
 A score function is a Python function of the score and of the batch entry, head, query and key, traced once and compiled
 into every kernel. Captured arrays, passed by name, get gradients.
 """

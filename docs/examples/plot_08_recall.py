@@ -1,7 +1,7 @@
 """
 How much of real attention does a pattern keep?
 ===============================================
-`recall` returns the share of the softmax that a mask keeps, for q, k and v of your own. Here they are those of a sentence
+`recall` returns the share of the softmax that a mask keeps, for your q, k and v. Here they come from a sentence
 encoder (MiniLM) on the opening of *Pride and Prejudice*, from ``experiments/data`` of the repository.
 """
 
@@ -30,7 +30,7 @@ axes.set(xlabel="head", ylabel="share of the softmax kept", ylim=(0, 1))
 axes.legend(fontsize="small", loc="lower left")
 
 # %%
-# The heads differ: some attend to neighbours, which a window keeps; others to the first token, which a few first keys
-# keep. ``python -m cuflash study my.npz`` makes this comparison for an archive of your own.
+# The heads differ: some attend to neighboring tokens, which a window keeps; others to the first token, which a few first
+# keys keep. ``python -m cuflash study my.npz`` makes this comparison for your own archive.
 
 plt.show()

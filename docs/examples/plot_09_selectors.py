@@ -2,7 +2,7 @@
 Selectors on a real head
 ========================
 A selector chooses, for each block of queries, a few blocks of keys (top-k) from q and k. `oracle` chooses the blocks with
-the largest exact mass, which nothing can beat; `local` takes the nearest blocks, and `random` any.
+the largest exact mass, which is the upper limit; `local` takes the nearest blocks, and `random` random ones.
 """
 
 import cuflash

@@ -1,7 +1,7 @@
 """
 Gradients through any mask
 ==========================
-`attention_vjp` returns the result and a function that pulls a gradient back to q, k and v, through the mask that you gave.
+`attention_vjp` returns the result and a function that computes the gradients of q, k and v, through any mask.
 """
 
 import cuflash
@@ -16,7 +16,7 @@ o, vjp = cuflash.attention_vjp(q, k, v, mask=mask)
 dq, dk, dv = vjp(do)
 
 # %%
-# A directional derivative checks the gradient: central differences agree until rounding takes over.
+# A directional derivative checks the gradient: central differences agree until rounding errors dominate.
 
 step = rng.standard_normal(q.shape)
 slope = (dq * step).sum()

@@ -1,7 +1,7 @@
 """
 Packed sequences (varlen)
 =========================
-`pack` joins sequences of unequal lengths into one array, without padding, and `masks.Sequences` keeps them apart. Offsets
+`pack` joins sequences of unequal lengths into one array, without padding, and `masks.Sequences` separates them. Offsets
 are the `cu_seqlens` of FlashAttention.
 """
 

@@ -53,7 +53,7 @@ for paged in ({}, {"page_size": 16, "num_pages": 4}):
 # %%
 # Bytes of a cache
 # ----------------
-# Fewer key/value heads make a smaller cache: the reason for GQA.
+# Fewer key/value heads need a smaller cache, which is the reason for GQA.
 
 _, axes = plt.subplots(figsize=(6, 3), layout="constrained")
 context = np.array([1024, 4096, 16384, 65536])

@@ -19,7 +19,7 @@ for axes, each in zip(
     axes.set(title=f"seed {each.seed}, offset {each.offset}", xticks=[], yticks=[])
 
 # %%
-# The mean over many steps tends to attention without dropout.
+# The mean over many steps approaches attention without dropout.
 
 rng = np.random.default_rng(0)
 q, k, v = rng.standard_normal((3, 4, 64, 16))

@@ -1,9 +1,9 @@
 """
 A property test that finds a bug
 ================================
-The attention below is right for equal numbers of heads and wrong for grouped ones (GQA): it pairs query heads with
+This attention is correct for equal numbers of heads and wrong for grouped heads (GQA): it pairs query heads with
 key/value heads by modulo. `cuflash.testing` draws examples, compares with the exact result within error bounds, and shrinks
-the failure to one line that replays.
+the failure to one line that reproduces it.
 """
 
 import cuflash

@@ -6,12 +6,12 @@
 // of a sequence.
 namespace cuflash::attention {
 
-// The new rows of a sequence stand at positions length <= j < length + num_rows.
+// The new rows of a sequence have the positions length <= j < length + num_rows.
 struct NewRows {
   int length, num_rows;
 };
 
-// Return the number of given rows that belong to a sequence and fit into it, and their first position. The sequence's
+// Return the number of new rows that belong to a sequence and fit into it, and their first position. The sequence's
 // first block counts numbers that are out of range.
 CUFLASH_DEVICE NewRows new_rows(const Append& params, int sequence, int block) {
   const CachePages& cache = params.cache;

@@ -50,8 +50,8 @@ struct KvBlock {
   BlockKind kind;
   int entry;  // entry of the list, if the mask is bits
 
-  // Return the mask of a query in this block. Call it once for a row: inlined at each use, it would be most of a
-  // kernel's code.
+  // Return the mask of a query in this block. Call it once per row: if it were inlined at each use, it would be most of
+  // a kernel's code.
   CUFLASH_DEVICE RowMask row_mask(const Params& params, const BatchHead& batch_head, int i) const {
     const int length = params.shape.seqlen_kv;
     if (kind == BlockKind::kFull) return {0, length, nullptr, 0};
@@ -243,8 +243,9 @@ class BlockIterator {
   int entry_ = -1;
 };
 
-// Move a short last step that does not end at the matrix's end to an earlier start, if the tile's range allows it. Rows
-// past a step may hold anything, and 0 times NaN is not 0; past the end of the matrix, TMA writes zeros.
+// Move a short last step that does not end at the end of the matrix to an earlier start, if the tile's range allows it.
+// Without this, rows past the step would hold arbitrary values, and 0 times NaN is not 0. Past the end of the matrix,
+// TMA writes zeros.
 template <int Width, bool IsListed>
 CUFLASH_DEVICE bool shift_short_block(KvBlock& block, const VisitRange& visit_range, int length) {
   const bool is_shifted =

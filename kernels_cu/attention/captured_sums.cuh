@@ -1,7 +1,7 @@
 #pragma once
 #include <ptx/types.cuh>
 
-// The gradient of a score function's array from sums whose bits do not depend on the order of additions.
+// The gradient of a score function's array, from sums that are bitwise reproducible in every order of additions.
 namespace cuflash::attention {
 
 enum class SumsOperation : int64_t { kSetZero, kRound, kAddParts };

@@ -25,7 +25,7 @@ struct ChosenLists {
   int32_t queries_per_part, num_parts, max_parts;  // num_parts thread blocks share a tile of keys, at most
   int32_t padding;
 
-  // Return which queries of its tile chose the block of an entry.
+  // Return the word of an entry, which has a bit for each query of the tile that chose the entry's block.
   CUFLASH_DEVICE uint64_t word(int entry) const {
     const uint32_t* const low = words + static_cast<int64_t>(entry) * words_per_entry;
     return words_per_entry == 2 ? static_cast<uint64_t>(low[1]) << 32 | low[0] : low[0];

@@ -3,8 +3,8 @@
 #include <tile/copy_async.cuh>
 #include <tile/tf32.cuh>
 
-// Constants of a kernel on tensor cores, from its specification, and the tiles of its operands in shared memory, named
-// as in FlashAttention-2 (arXiv 2307.08691).
+// Constants of a tensor-core kernel, from its specification, and the tiles of its operands in shared memory, named as
+// in FlashAttention-2 (arXiv 2307.08691).
 namespace cuflash {
 
 using Element = Config::Element;
@@ -31,7 +31,7 @@ CUFLASH_DEVICE tile::Matrix<T> rows(T* data, const attention::Matrices& matrices
   return {data + first * matrices.row_stride, matrices.row_stride, matrices.column_stride, last - first, num_columns};
 }
 
-// Return whether a matrix has as many columns as the tile. Call it once, before the steps.
+// Return whether a matrix has as many columns as the tile. Call it once, before the first step.
 template <class Tile, class T>
 CUFLASH_DEVICE bool has_full_rows(T* data, const attention::Matrices& matrices, int num_columns) {
   return tile::has_full_rows<Tile>(rows(data, matrices, num_columns, 0, 0));

@@ -22,7 +22,7 @@ using PTile = tile::SharedTile<Accumulator, kBlockQ, kBlockKv>;
 template <class... Tiles>
 constexpr int kBytesOf = static_cast<int>(sizeof(Accumulator)) * (Tiles::kElements + ...);
 
-// Number of neighbouring columns that a thread sums.
+// Number of neighboring columns that a thread sums.
 constexpr int kRun = tile::Vector<Accumulator>::kLength;
 
 }  // namespace cuflash

@@ -4,7 +4,8 @@
 // The parameters of kernels that work on a KV cache. cuflash/planning/decoding.py has the same records as NumPy dtypes.
 namespace cuflash::attention {
 
-// Keys and values of several sequences, in pages of `page_size` positions. A contiguous cache has one page a sequence.
+// Keys and values of several sequences, in pages of `page_size` positions. A contiguous cache has one page per
+// sequence.
 struct CachePages {
   Matrices k, v;  // [num_pages, kv heads, page_size, dim]
   const int32_t* table;  // [batch, max_pages] the pages of each sequence; if null, page b belongs to sequence b
@@ -22,7 +23,7 @@ struct Decode {
   float* stats_parts;  // [batch, kv heads, max_parts, group_size * num_queries, 2] maximum and sum of each row
   int32_t* arrivals;  // [batch, kv heads] number of parts that are written; 0 before and after a launch
   int32_t group_size, num_queries, max_parts;
-  int32_t left, right;  // a query sees so many keys before and after its own position
+  int32_t left, right;  // keys before and after its own position that a query sees
   double softmax_scale;
 };
 

@@ -42,8 +42,8 @@ struct Part {
   int start, stop;
 };
 
-// Return a part of a sequence's keys. The cuts depend on the number of keys alone: parts have at least Width keys, and
-// there are at most max_parts of them. In kernels of parts at fixed positions the cuts are multiples of kPartKeys.
+// Return a part of a sequence's keys. The parts depend on the number of keys alone: each has at least Width keys, and
+// there are at most max_parts of them. In kernels with parts at fixed positions, parts start at multiples of kPartKeys.
 template <int Width>
 CUFLASH_DEVICE Part part_of(const Decode& params, const Sequence& of, int number) {
   if constexpr (Config::kPartKeys > 0) {

@@ -4,18 +4,19 @@
 #include <ptx/math.cuh>
 #include <tile/philox.cuh>
 
-// Dropout of weights: each is 0 or is multiplied by `factor`. The seed and the weight's position alone decide which.
-// cuflash/dropout/weights.py computes the same on the host, and defines which number belongs to which weight.
+// Dropout of weights: each is set to 0 or multiplied by `factor`. The seed and the weight's position alone decide
+// which. cuflash/dropout/weights.py computes the same on the host, and defines which random number belongs to which
+// weight.
 namespace cuflash::attention {
 
-// A kernel argument, in kernels whose specification has dropout: its parameters.
+// A kernel argument: the parameters of dropout, in kernels whose specification has it.
 struct Dropout {
-  uint64_t seed;  // if the kernel does not read the seed from an array
-  const uint64_t* dropout_seed;  // if it does
+  uint64_t seed;  // used unless the kernel reads the seed from an array
+  const uint64_t* dropout_seed;  // the array with the seed, or null
   uint32_t offset;
   uint32_t either[8];  // for each bit of an 8-bit threshold, from the lowest on: all bits set if the bit is 0
   double factor;  // 1 / (1 - p)
-  float single_factor;  // `factor` as a float, since arithmetic of doubles waits for products of tensor cores
+  float single_factor;  // `factor` as a float, since double arithmetic waits for tensor-core products
 };
 
 struct NoDropout : Dropout {};
@@ -53,10 +54,10 @@ class Draws {
   CUFLASH_DEVICE PhiloxWords counter(uint32_t head, uint32_t row, uint32_t column) const {
     return {{row, column, head, dropout_.offset}};
   }
-  // Return a bit for each kept weight of two cells, those of the first cell in the lower half. A weight's number has
-  // one bit in each half of a cell's words, the lowest bit in the first. All numbers are compared with the threshold at
-  // once, from the lowest bit on: a number is no less than the threshold if its bit is greater, or if the bits are
-  // equal and the bits below are no less.
+  // Return a bit for each kept weight of two cells, those of the first cell in the lower half. The random number of a
+  // weight has one bit in each half of a cell's words, the lowest bit in the first word. All numbers are compared with
+  // the threshold at once, from the lowest bit on: a number is at least the threshold if its bit is greater, or if the
+  // bits are equal and the number formed by the lower bits is at least the threshold's.
   CUFLASH_DEVICE uint32_t kept(const PhiloxWords& first, const PhiloxWords& second) const {
     uint32_t is_kept = ~0u;
 #pragma unroll
@@ -73,7 +74,7 @@ class Draws {
   uint64_t seed_;
 };
 
-// Draws weight by weight, and keeps the words of the last cell, since neighbouring weights are mostly in one cell.
+// Draws weight by weight, and keeps the words of the last cell, since successive weights are mostly in one cell.
 class WeightDraw {
  public:
   explicit CUFLASH_DEVICE WeightDraw(const Draws& draws) : draws_(draws) {}
@@ -112,8 +113,8 @@ struct KeptWeights {
   }
 };
 
-// Return the kept weights of a thread, at positions that `position_of` returns for its rows and columns. The loop is
-// not unrolled, which keeps the code short.
+// Return the kept weights of a thread, at the positions that `position_of` returns for its rows and columns. The loop
+// is not unrolled, to keep the code short.
 template <class Tile, class PositionOf>
 CUFLASH_DEVICE KeptWeights<Tile> kept_weights(const Draws& draws, PositionOf position_of) {
   using Kept = KeptWeights<Tile>;
@@ -195,8 +196,8 @@ struct KeptFragments {
 };
 
 // Return the kept weights of a thread in the accumulator layout. `first_row` and `first_column` are the position of the
-// tile's first weight. If both are multiples of 16, two threads with neighbouring rows draw every other cell of both,
-// and exchange bits. Called by whole warps.
+// tile's first weight. If both are multiples of 16, two threads with neighboring rows each draw every other cell of
+// both threads, and exchange bits. Called by whole warps.
 template <bool IsTransposed, class Tile>
 CUFLASH_DEVICE KeptFragments<Tile, IsTransposed> kept_fragments(const Tile&, const Draws& draws, uint32_t head,
                                                                 int first_row, int first_column) {
@@ -211,7 +212,7 @@ CUFLASH_DEVICE KeptFragments<Tile, IsTransposed> kept_fragments(const Tile&, con
     for_each_score_by_rows<Tile>([&](int i, int j) { kept.set(i, j, scattered.at(i, j)); });
     return kept;
   }
-  const int number = row % 2;  // the thread draws every other one of the tiles of 16 x 16
+  const int number = row % 2;  // which of every two 16 x 16 tiles the thread draws
   const uint32_t row_cell = row / 16 * 4 + row % 8 / 2, column_cell = column / 16 * 4 + column % 8 / 2;
   const uint32_t own = (IsTransposed ? 0x00ff00ffu : 0x0f0f0f0fu) << (IsTransposed ? 8 : 4) * number;
   const int shift = IsTransposed ? (number == 0 ? 8 : 24) : (number == 0 ? 4 : 28);

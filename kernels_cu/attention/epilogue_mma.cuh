@@ -10,11 +10,11 @@ using DqPartition = tile::WarpPartition<kBlockQ, kHeadDim, kNumWarps>;
 using WarpDq = DqPartition::Tile;
 static_assert(DqPartition::kNumOwnerWarps == kNumWarps, "a part that two warps hold would be added twice");
 
-// Layout of a query tile's sums of dQ, which the kernels that add and the kernel that rounds have in common.
+// Layout of a query tile's sums of dQ, shared by the kernels that add to them and the kernel that rounds them.
 using DqSumLayout = tile::AccumulatorLayout<WarpDq, Config::kDqAtomicWidth == 4 ? 4 : 1>;
 
-// Stage the rows of a gradient in free shared memory before they are stored; float32 gradients, which are summed over
-// broadcast axes afterwards, are stored at once.
+// Stage the rows of a gradient in free shared memory before they are stored. float32 gradients, which are summed over
+// broadcast axes afterwards, are stored directly.
 template <class Gradient, class Tile>
 CUFLASH_DEVICE void stage_gradient(const attention::Matrices& to, const attention::WorkTile& work, int head,
                                    int num_columns, Tile staging, Gradient& gradient) {

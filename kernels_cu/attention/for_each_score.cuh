@@ -1,9 +1,8 @@
 #pragma once
 #include <ptx/types.cuh>
 
-// The loop over a thread's elements of a tile of scores. It visits one column after the other, or one row, so that
-// values which all elements of a column or row share are live there alone. The order decides how ptxas allocates
-// registers.
+// The loop over a thread's elements of a score tile. It visits one column, or one row, after the other, so that values
+// which the elements of a column or row share are live only there. The order decides how ptxas allocates registers.
 namespace cuflash::attention {
 
 // Call visit(i, j, of_column) for a thread's elements in the columns first <= j < last. `of_column` is what

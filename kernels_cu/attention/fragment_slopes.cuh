@@ -1,14 +1,14 @@
 #pragma once
-// first, since its `probability` with the approximate exponential must be found
+// included first, since the `probability` with the approximate exponential must be declared before it is used
 #include <attention/score_gradient_mma.cuh>
 #include <attention/score_slopes.cuh>
 
-// Gradients of scores that a score function has changed, in kernels on tensor cores.
+// Gradients of scores that a score function has changed, in tensor-core kernels.
 namespace cuflash::attention {
 
-// Make P and dS as `scores_to_p_and_ds` does, of scores in the accumulator layout of tensor cores, whose rows are
-// queries. In a masked step, `masked_score` marks hidden scores. `holds` is false for warps whose elements other warps
-// hold too.
+// Compute P and dS as `scores_to_p_and_ds` does, from scores in the accumulator layout of tensor cores whose rows are
+// queries. In a masked step, `masked_score` marks masked scores. `holds` is false for warps whose elements other warps
+// hold, too.
 template <class Tile, class Score>
 CUFLASH_DEVICE void scores_to_p_and_ds_of_rows(Tile& s, Tile& dp, const Score& score, const Shape& shape,
                                                const BatchHead& batch_head, const Positions& queries,

@@ -13,9 +13,9 @@ struct ScoreMask {
   CUFLASH_DEVICE bool allows(int query, int key) const { return bits >> (query * NumKeys + key) & 1; }
 };
 
-// Return the mask of a thread's scores in a step, of queries query_of(i) < last_query and keys key_of(j) < last_key.
-// The loop over queries is not unrolled: its body would be most of a kernel's code, and instruction fetches cost time
-// as well.
+// Return the mask of a thread's scores in a step, for the queries query_of(i) < last_query and the keys key_of(j) <
+// last_key. The loop over queries is not unrolled: its body would be most of a kernel's code, and instruction fetches
+// take time, too.
 template <int NumQueries, int NumKeys, class QueryOf, class KeyOf>
 CUFLASH_DEVICE ScoreMask<NumKeys> score_mask(const Params& params, const BatchHead& batch_head, const KvBlock& block,
                                              QueryOf query_of, int last_query, KeyOf key_of, int last_key) {
@@ -52,7 +52,7 @@ CUFLASH_DEVICE ScoreMask<Tile::kRows> score_mask_of_keys(const Params& params, c
       [&](int i) { return work.first + Tile::row(i); }, work.last);
 }
 
-// Set the scores of a step that masks hide, and those past the end of the step, to a value.
+// Set the masked scores of a step, and those past the end of the step, to a value.
 template <class T, int Rows, int Columns>
 CUFLASH_DEVICE void mask_scores(tile::RegisterTile<T, Rows, Columns>& s, const Params& params, const WorkTile& work,
                                 const KvBlock& block, T value = ptx::negative_infinity<T>()) {

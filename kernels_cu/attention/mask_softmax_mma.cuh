@@ -21,15 +21,16 @@ struct PackedQuery {
   CUFLASH_DEVICE int operator()(int row) const { return row % seqlen_q; }
 };
 
-// Return the value that marks masked scores in backward passes: a NaN that no arithmetic produces, which is recognised
-// by its bits. -inf does not serve, since it can be a score.
+// Return the value that marks masked scores in backward passes: a NaN that no arithmetic produces, which is recognized
+// by its bits. -inf cannot mark them, since it can be a score.
 constexpr uint32_t kMaskedScore = 0x7fc5a5a5u;
 CUFLASH_DEVICE float masked_score() { return __uint_as_float(kMaskedScore); }
 CUFLASH_DEVICE bool is_masked_score(float s) { return __float_as_uint(s) == kMaskedScore; }
 
-// Set the scores of a step that `row_mask_of` (a function of a row of the tile) hides, and those past the end of the
-// step, to a value. A thread's columns rise, so the columns before a key are its first ones, and the mask of a row is
-// one bit a column. A step starts at a whole byte of the mask's bits, since the widths of steps are multiples of 8.
+// Set the scores of a step that `row_mask_of` (a function of a row of the tile) masks, and those past the end of the
+// step, to a value. A thread's columns ascend, so the columns before a key are its first ones, and the mask of a row
+// has one bit per column. A step starts at a whole byte of the mask's bits, since the widths of steps are multiples of
+// 8.
 template <bool HasBits, class Tile, class RowMaskOf>
 CUFLASH_DEVICE void mask_rows(Tile& s, const KvBlock& block, float value, RowMaskOf row_mask_of) {
   constexpr int kWords = (Tile::kColumns + 31) / 32;
@@ -88,7 +89,7 @@ CUFLASH_DEVICE RowMask row_mask_of_row(const Params& params, const WorkTile& wor
   return row_mask;
 }
 
-// Set the scores of a step that masks hide to a value.
+// Set the masked scores of a step to a value.
 template <bool HasBits, class Tile, class Queries = UnpackedQuery>
 CUFLASH_DEVICE void mask_scores(Tile& s, const Params& params, const WorkTile& work, const KvBlock& block, float value,
                                 Queries query_of = {}) {
@@ -96,20 +97,20 @@ CUFLASH_DEVICE void mask_scores(Tile& s, const Params& params, const WorkTile& w
 }
 
 // Running maximum and sum of a warp's rows (FlashAttention-2, arXiv 2307.08691, algorithm 1). Scores are the products q
-// k^T; the scale, times log2(e), is applied in the exponent. Rescaling is lazy: a row keeps its maximum until the new
-// one would scale P by more than 2^8 (2^14 in a step that skips the maximum). P stays below float16's 65504, and O is
+// k^T; the exponent applies the scale times log2(e). Rescaling is lazy: a row keeps its maximum until the new one would
+// scale P by more than 2^8 (2^14 in a step that skips the maximum). So P stays below float16's limit of 65504, and O is
 // rarely rescaled.
 template <int Rows>
 struct LazySoftmax {
   static constexpr int kRows = Rows;  // rows per thread
   static constexpr float kMaxRise = 8;
   static constexpr float kMaxRowSum = 1 << 14;  // upper limit of the sum of a thread's weights in a row of a step
-  // above it, the rounding of a score times the scale would change digits of O
+  // above it, the rounding error of a score times the scale would change digits of O
   static constexpr float kLargestPlainScore = 1 << 14;
 
   float row_max[kRows], row_sum[kRows];  // row_sum covers the thread's own columns
   // Reasons why a step must compute maxima. kNoKeyYet: some of the warp's queries have attended no key yet. kLargeMax:
-  // a maximum is so large that the rounding of a score times the scale would be a large exponent.
+  // a maximum is so large that its rounding error after scaling would be a large exponent.
   enum MaxReason { kNoKeyYet = 1, kLargeMax = 2 };
   int max_reasons = kNoKeyYet;
 
@@ -127,8 +128,8 @@ struct LazySoftmax {
     return scale == 0 ? 1 : fabsf(scale);
   }
 
-  // Return whether q k^T must be negated so that weights grow with it, since the scale is not positive. The test
-  // compares the bits of the double: its arithmetic would wait for the products that the tensor cores have started.
+  // Return whether q k^T must be negated so that weights grow with it, because the scale is not positive. The test
+  // compares the bits of the double: double arithmetic would wait for the products that the tensor cores have started.
   static CUFLASH_DEVICE bool needs_negation(double softmax_scale) { return __double_as_longlong(softmax_scale) <= 0; }
 
   template <class Tile>
@@ -137,7 +138,7 @@ struct LazySoftmax {
     s.scale(bits << 1 == 0 ? 0 : -1);
   }
 
-  // Turn scores into weights under the old maxima, and add the weights up. Return false, with the scores lost, if a
+  // Turn scores into weights under the old maxima, and sum the weights. Return false, with the scores lost, if a
   // thread's sum exceeds kMaxRowSum: then a weight may be too large for float16, and some maximum has risen by more
   // than kMaxRise. Called by whole warps.
   template <class Tile>
@@ -198,7 +199,7 @@ struct LazySoftmax {
     for (int i = 0; i < kRows; ++i) o.scale_row(i, factor[i]);
   }
 
-  // Subtract large maxima from the scores before these are scaled.
+  // Subtract large maxima from the scores before the scores are scaled.
   template <class Tile>
   CUFLASH_DEVICE void subtract_max(Tile& s) const {
 #pragma unroll
@@ -207,7 +208,7 @@ struct LazySoftmax {
       for (int j = 0; j < Tile::kColumns; ++j) s.at(i, j) -= shift(i);
   }
 
-  // Turn scores, from which large maxima were subtracted, into weights, and add them up.
+  // Turn scores, from which large maxima were subtracted, into weights, and sum them.
   template <class Tile>
   CUFLASH_DEVICE void exp_scores(Tile& s, float softmax_scale_log2) {
 #pragma unroll
@@ -226,7 +227,7 @@ struct LazySoftmax {
 
   // Divide o by its row sums, and compute the natural log-sum-exp of the rows. Rows without a key have o = 0 and lse =
   // -inf. All rows are computed at once, so that none waits for another. Multiplications and additions are explicit
-  // instructions, so that calls at two places of a kernel round alike. Called by whole warps.
+  // instructions, so that all call sites in a kernel round identically. Called by whole warps.
   template <class OutputTile>
   CUFLASH_DEVICE void finalize(OutputTile& o, float softmax_scale_log2, float (&lse)[kRows]) const {
     float sum[kRows];
@@ -235,7 +236,7 @@ struct LazySoftmax {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const bool is_empty = row_max[i] == ptx::negative_infinity<float>() && sum[i] == 0;
-      const float divisor = is_empty ? 1 : sum[i];  // log 1 leaves lse at the maximum
+      const float divisor = is_empty ? 1 : sum[i];  // with it, the log of 1 leaves lse at the maximum
       o.scale_row(i, ptx::reciprocal_approx(divisor));
       lse[i] = ptx::fma(row_max[i], softmax_scale_log2 * static_cast<float>(kLn2), ptx::log_accurate(divisor));
     }

@@ -1,7 +1,7 @@
 #pragma once
 #include <attention/tile_scheduler.cuh>
 
-// The grid of blocks whose softmax weights are summed. Its blocks need not be those of a list or of a tile.
+// The grid of blocks whose softmax weights are summed. Its blocks can differ from those of a list or a tile.
 namespace cuflash::attention {
 
 // A kernel argument: the parameters of a kernel that sums weights over blocks.
@@ -9,8 +9,8 @@ struct MassGrid {
   Matrices mass;  // [num_q_blocks, num_kv_blocks], accumulators
   int64_t block_q, block_kv;
   int64_t has_lse;  // lse is an input; otherwise the kernel computes it from the keys that it walks, and writes it
-  // If not 0, rows of q consist of groups of so many columns, and the groups of k are multiplied by those of q in
-  // reverse order. Only kernels that take rows in chunks read it, and each chunk lies in one group.
+  // If not 0, rows of q consist of groups of this number of columns, and the groups of k are multiplied by those of q
+  // in reverse order. Only kernels that process rows in chunks read it, and each chunk is within one group.
   int64_t turned_columns;
   float* row_masses;  // [thread blocks, num_kv_blocks, queries of a tile]; null for kernels that do not use it
 
@@ -26,7 +26,7 @@ struct MassGrid {
   }
 };
 
-// Return the number of queries of a thread block: as many whole rows of the grid as a tile of queries holds, and at
+// Return the number of queries of a thread block: as many whole rows of the grid as fit into a tile of queries, but at
 // least one.
 CUFLASH_DEVICE int mass_queries(const MassGrid& grid, int tile_rows) {
   const int block = static_cast<int>(grid.block_q);

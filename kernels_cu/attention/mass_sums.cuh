@@ -4,10 +4,10 @@
 #include <attention/score.cuh>
 
 // The softmax mass of every block of a grid: exp(s - lse) summed over the keys and the queries of the block. A thread
-// block owns whole rows of the grid, so that no two blocks add to one mass, and walks the keys of their queries once.
-// lse of a query may be known only after its last key: so the sum of its weights over each block of keys is kept in
-// global memory as a logarithm, and these sums are added over the queries of a block afterwards. Kernels differ in how
-// they copy and multiply rows of q and k.
+// block owns whole rows of the grid, so that no two thread blocks add to one mass, and walks the keys of their queries
+// once. The lse of a query may be known only after its last key. Therefore the sum of its weights over each block of
+// keys is kept in global memory as a logarithm, and these sums are added over the queries of a block afterwards.
+// Kernels differ in how they copy and multiply rows of q and k.
 namespace cuflash {
 
 constexpr int kNumStages = Config::kNumStages;
@@ -31,7 +31,7 @@ struct RowMasses {
   }
 };
 
-// A tile of queries, its lse in base 2 (infinite for queries without a key), and the number of the next rows of the
+// A tile of queries, its lse in base 2 (infinite for queries without a key), and the index of the next rows of the
 // grid.
 struct MassTile {
   float row_shift[kBlockQ];
@@ -40,8 +40,8 @@ struct MassTile {
   attention::VisitRange visit_range;
 };
 
-// The sums of a walk over keys, in the order of the keys. The row sums of `softmax` are those of the block of keys that
-// the last step was in. Members are called by whole warps.
+// The sums of a walk over keys, in the order of the keys. The row sums of `softmax` are those of the key block that the
+// last step was in. Members are called by whole warps.
 class KeySums {
  public:
   Softmax softmax;
@@ -60,11 +60,11 @@ class KeySums {
   // Return whether a step that has begun ends with the block of keys, or before it.
   CUFLASH_DEVICE bool holds(const attention::KvBlock& block) const { return block.stop <= stop_; }
 
-  // Turn the scores of a step that lies in one block of keys into weights under the old maxima, and add the weights up.
-  // Return false, with the scores lost, if maxima must be updated.
+  // Turn the scores of a step within one key block into weights under the old maxima, and sum the weights. Return
+  // false, with the scores lost, if maxima must be updated.
   CUFLASH_DEVICE bool try_add_with_stale_max(Scores& s) { return softmax.try_exp_with_stale_max(s, scale_log2_); }
 
-  // Turn the scores of a step that has begun into weights, and add them up.
+  // Turn the scores of a step that has begun into weights, and sum them.
   CUFLASH_DEVICE void add(Scores& s, const attention::KvBlock& block) {
     float factor[Scores::kRows];
     if (softmax.update_max(s, scale_log2_, factor)) {
@@ -88,7 +88,7 @@ class KeySums {
   }
 
  private:
-  // Store the sums of rows over the block of keys, which has ended.
+  // Store the sums of rows over the key block, which has ended.
   CUFLASH_DEVICE void close() {
     if (number_ < 0) return;
 #pragma unroll
@@ -102,7 +102,7 @@ class KeySums {
     }
   }
 
-  // Add the weights of a step that lies in several blocks; `sum` is the first block's sum of earlier steps.
+  // Add the weights of a step that spans several blocks; `sum` is the first block's sum of earlier steps.
   CUFLASH_DEVICE void add_parts(Scores& p, const attention::KvBlock& block, float (&sum)[Scores::kRows]) {
     if ((block_kv_ | block.start) % 8 == 0) return add_eights(p, block, sum);
 #pragma unroll 1
@@ -123,7 +123,7 @@ class KeySums {
     }
   }
 
-  // Add the weights of a step that lies in several blocks, none of which ends within eight columns of the tile.
+  // Add the weights of a step that spans several blocks, none of which ends within eight columns of the tile.
   CUFLASH_DEVICE void add_eights(Scores& p, const attention::KvBlock& block, float (&sum)[Scores::kRows]) {
 #pragma unroll
     for (int j = 0; j < Scores::kColumns; j += 2) {
@@ -152,7 +152,7 @@ class KeySums {
     stop_ += block_kv_;
   }
 
-  // Return a bit for each of the thread's columns of a step that lie at or after a column. Weights past the last key
+  // Return a bit for each of the thread's columns of a step that are at or after a column. Weights past the last key
   // are 0.
   static CUFLASH_DEVICE uint32_t columns_from(int column) {
     static_assert(Scores::kColumns <= 32 && Scores::column(2) == 8, "each of a thread's columns has a bit");
@@ -163,13 +163,13 @@ class KeySums {
   RowMasses row_masses_;
   float scale_log2_;
   int block_kv_, number_ = -1, stop_ = 0;  // of the block of keys
-  float sum_before_[Scores::kRows] = {};  // of the thread's columns, in blocks before
+  float sum_before_[Scores::kRows] = {};  // sums over the thread's columns, in earlier blocks
 };
 
 // Sum over the queries of each block. Called by all threads, between barriers.
 CUFLASH_DEVICE void add_masses(const attention::Params& params, const attention::MassGrid& grid,
                                const RowMasses& row_masses, const MassTile& tile) {
-  constexpr int kAtOnce = 4;  // blocks of keys whose logarithms a warp waits for together
+  constexpr int kAtOnce = 4;  // key blocks whose logarithms a warp loads together
   const attention::WorkTile& work = tile.work;
   const attention::BlockCuts queries{work.first, work.last, static_cast<int>(grid.block_q)};
   const auto mass = attention::matrix<float>(grid.mass, work.batch_head, work.batch_head.head, 0, 0);
@@ -195,12 +195,12 @@ CUFLASH_DEVICE void add_masses(const attention::Params& params, const attention:
     }
 }
 
-// Stands for O in `LazySoftmax::finalize`.
+// Used instead of O in `LazySoftmax::finalize`.
 struct NoOutput {
   CUFLASH_DEVICE void scale_row(int, float) const {}
 };
 
-// Store lse of a tile's queries for `add_masses`, and write it to global memory if it was not given. Called by the
+// Store lse of a tile's queries for `add_masses`, and write it to global memory if it is not an input. Called by the
 // warps that hold scores, after their walks.
 CUFLASH_DEVICE void save_shifts(const attention::Params& params, const attention::MassGrid& grid,
                                 const Softmax& softmax, float scale_log2, MassTile& tile) {
@@ -241,7 +241,7 @@ CUFLASH_DEVICE tile::Matrix<Element> keys_of(const attention::Params& params, co
   return attention::matrix<Element>(params.k, work.batch_head, head, shape.seqlen_kv, shape.head_dim);
 }
 
-// Complete the scores of a step: apply the score function, negate scores if the scale is not positive, and set hidden
+// Complete the scores of a step: apply the score function, negate scores if the scale is not positive, and set masked
 // scores to -inf.
 template <class Score>
 CUFLASH_DEVICE void finish_scores(Scores& s, const Score& score, const attention::Params& params,
@@ -254,7 +254,7 @@ CUFLASH_DEVICE void finish_scores(Scores& s, const Score& score, const attention
     mask_scores<Config::kIsListed>(s, params, work, block, ptx::negative_infinity<float>());
 }
 
-// Call `add_tile` for all tiles that a thread block owns; it stores lse, and the sums of rows over blocks of keys.
+// Call `add_tile` for all tiles that a thread block owns; it stores lse, and the sums of rows over key blocks.
 template <class AddTile>
 CUFLASH_DEVICE void add_all_tiles(const attention::Params& params, const attention::MassGrid& grid, MassTile& tile,
                                   AddTile add_tile) {
@@ -268,7 +268,7 @@ CUFLASH_DEVICE void add_all_tiles(const attention::Params& params, const attenti
     WorkTile work = owned;
     for (; work.first < owned.last; work.first = work.last) {
       work.last = min(query_tile_end<Listed>(params, work.first, kBlockQ), owned.last);
-      __syncthreads();  // the tile before is finished
+      __syncthreads();  // the previous tile is finished
       if (threadIdx.x == 0) {
         if (work.first == owned.first) tile.next_number = next_tile_number(params, num_rows);
         save_tile(params, work, tile);

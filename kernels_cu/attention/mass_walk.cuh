@@ -5,8 +5,8 @@
 // multiply them. Rows that are longer than a tile are split into chunks.
 namespace cuflash {
 
-// The message beside a chunk of K: its step of the walk, and whether it is the last chunk of the step. A message
-// without a step ends the walk.
+// The message next to a chunk of K: the chunk's step of the walk, and whether it is the last chunk of the step. A
+// message without a step ends the walk.
 struct Chunk {
   attention::KvBlock block;
   bool has_block, is_last_of_block;
@@ -83,7 +83,7 @@ CUFLASH_DEVICE void walk_keys(const attention::Params& params, const attention::
 #pragma unroll 1
   for (int slot = 0;; slot = slot + 1 == kNumStages ? 0 : slot + 1) {
     ptx::cp_async_wait<kNumStages - 2>();
-    __syncthreads();  // the chunk has arrived, and the chunk before it is read
+    __syncthreads();  // the chunk has arrived, and the previous chunk is read
     const Chunk& chunk = state.chunks[slot];
     if (!chunk.has_block) break;
     loader.start(slot == 0 ? kNumStages - 1 : slot - 1);

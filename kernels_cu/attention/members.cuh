@@ -4,8 +4,9 @@
 #include <attention/score.cuh>
 #include <tile/copy_async.cuh>
 
-// Queries that each choose their blocks of keys. A tile has the rows of neighbouring queries, query after query, each
-// with all heads that share its list. It walks the union of their lists; a word says which of its queries chose a block.
+// Queries that each choose their key blocks. A tile has the rows of neighboring queries, query after query, each with
+// all heads that share its list. It walks the union of their lists; a word has a bit for each of its queries that chose
+// a block.
 namespace cuflash::attention {
 
 // How BlockIterator walks a union. The range of a tile says which blocks need no mask.
@@ -19,8 +20,8 @@ CUFLASH_DEVICE int64_t list_head(const ChosenLists& chosen, const BatchHead& bat
          divmod(batch_head.head, chosen.heads_per_list).quotient * chosen.head_stride;
 }
 
-// Return the tile that a block works on: queries of one head, or below, neighbours, of whose heads `batch_head.head` is
-// the first.
+// Return the tile that a block works on: queries of one head, or below, neighboring queries of the heads from
+// `batch_head.head` on.
 template <class Listed>
 CUFLASH_DEVICE WorkTile tile_of_block(const Params& params, NoChosenLists, int height, int num_parts = 1) {
   return query_tile<Listed>(params, height, num_parts);
@@ -61,13 +62,14 @@ CUFLASH_DEVICE tile::StackedRows<T> rows_of_tile(const ChosenLists& chosen, cons
           (work.last - work.first) * chosen.heads_per_tile};
 }
 
-// Return the head and the query of a row of a tile of neighbours; of a row past the last one, those of the last query.
+// Return the head and the query of a row of a tile of neighboring queries; rows past the last query have its head and
+// index.
 CUFLASH_DEVICE HeadAndQuery head_and_query_of_neighbours(const ChosenLists& chosen, const WorkTile& work, int row) {
   const DivMod number = divmod(row, chosen.heads_per_tile);
   return {work.batch_head.head + number.remainder, min(work.first + number.quotient, work.last - 1)};
 }
 
-// Which queries chose the block of a step, in kernels whose queries all share their blocks.
+// Which queries chose the block of a step, in kernels whose queries all visit the same blocks.
 struct EveryQuery {
   CUFLASH_DEVICE EveryQuery(NoChosenLists, const WorkTile&) {}
   CUFLASH_DEVICE void read(const KvBlock&) {}
@@ -106,7 +108,7 @@ class Members {
 template <class Config, class Tile>
 using MembersOf = tile::Conditional<Config::kPacksQueries, Members<Tile>, EveryQuery>;
 
-// Set the scores of a step that masks hide to a value: those of queries that did not choose its block too.
+// Set the masked scores of a step to a value, and those of queries that did not choose its block.
 template <bool HasBits, class Tile>
 CUFLASH_DEVICE void mask_step(Tile& s, const Params& params, const WorkTile& work, const KvBlock& block, float value,
                               EveryQuery) {
@@ -118,10 +120,11 @@ CUFLASH_DEVICE void mask_step(Tile& s, const Params& params, const WorkTile& wor
   mask_rows<false>(s, block, value, [&](int row) { return members.row_mask(params, work, block, row); });
 }
 
-// The place of a tile of keys in the lists of queries: its block, and the part of its queries that a thread block has.
+// The position of a tile of keys in the lists of queries: its block, and the part of its queries that a thread block
+// has.
 struct Column {
-  int64_t number;  // of the block's pointers
-  int tile;  // of the block
+  int64_t number;  // index of the block's pointers
+  int tile;  // tile within the block
   int part;
 
   CUFLASH_DEVICE Column(const Params& params, const ChosenLists& chosen, const WorkTile& work, int height)
@@ -131,7 +134,7 @@ struct Column {
     tile = block.remainder / height;
   }
 
-  // Return the first place of the part in the list of queries, and the one past its last.
+  // Return the first index of the part in the list of queries, and the index past its last one.
   CUFLASH_DEVICE int first(const ChosenLists& chosen) const {
     return chosen.column_pointers[number] + part * chosen.queries_per_part;
   }
@@ -140,7 +143,7 @@ struct Column {
   }
 };
 
-// Return how many thread blocks share a tile of keys at most, and whether this one has a part of it.
+// Return the largest number of thread blocks that share a tile of keys, and whether this one has a part of it.
 constexpr CUFLASH_DEVICE int parts_of_keys(NoChosenLists) { return 1; }
 CUFLASH_DEVICE int parts_of_keys(const ChosenLists& chosen) { return chosen.num_parts; }
 CUFLASH_DEVICE bool has_part_of_keys(const Params&, NoChosenLists, const WorkTile&) { return true; }
@@ -149,7 +152,7 @@ CUFLASH_DEVICE bool has_part_of_keys(const Params& params, const ChosenLists& ch
   return column.part == 0 || column.first(chosen) < column.last(chosen);
 }
 
-// Return the queries of one head, or of a tile's heads, that visit a tile of keys: in the second case, their places in
+// Return the queries of one head, or of a tile's heads, that visit a tile of keys: in the second case, as indices into
 // the list of queries.
 CUFLASH_DEVICE VisitRange visit_range_of_keys(const Params& params, const ChosenLists& chosen, const WorkTile& work) {
   const VisitRange queries = visit_range_of_keys(params, work);
@@ -169,8 +172,8 @@ CUFLASH_DEVICE VisitRange visit_range_of_keys(const Params& params, NoChosenList
   return visit_range_of_keys(params, work);
 }
 
-// Walks the queries that chose a block of keys, as many at a time as a tile has. A step's `start` and `stop` are places
-// in the list of queries.
+// Walks the queries that chose a key block, as many at a time as a tile has. A step's `start` and `stop` are indices
+// into the list of queries.
 class ColumnIterator {
  public:
   CUFLASH_DEVICE ColumnIterator(const ChosenLists& chosen, const VisitRange& visit_range)
@@ -200,7 +203,7 @@ CUFLASH_DEVICE auto queries_of_keys(const Params&, const ChosenLists& chosen, co
   return ColumnIterator(chosen, visit_range);
 }
 
-// Return how many heads a tile has of each query, and below, how many rows a step of queries.
+// Return the number of heads per query in a tile, and below, the number of rows in a step of queries.
 CUFLASH_DEVICE int heads_per_tile(NoChosenLists) { return 1; }
 CUFLASH_DEVICE int heads_per_tile(const ChosenLists& chosen) { return chosen.heads_per_tile; }
 template <class Chosen>
@@ -216,7 +219,7 @@ CUFLASH_DEVICE tile::GatheredRows<T> gathered_rows(const ChosenLists& chosen, co
   return {{heads, matrices.row_stride, rows_of_step(chosen, block)}, chosen.queries + block.start};
 }
 
-// Set the scores of a step of a tile of keys that masks hide to a value.
+// Set the masked scores of a step of a tile of keys to a value.
 template <bool HasBits, class Tile>
 CUFLASH_DEVICE void mask_step_of_keys(Tile& s, const Params& params, NoChosenLists, const WorkTile& work,
                                       const KvBlock& block, float value) {

@@ -2,7 +2,7 @@
 #include <attention/epilogue_mma.cuh>
 #include <attention/members.cuh>
 
-// The gradient of queries, of one head or of neighbours that each choose their blocks of keys.
+// The gradient of queries, of one head or of neighboring queries that each choose their key blocks.
 namespace cuflash {
 
 // Stage and store the rows of a tile. Called by all threads.

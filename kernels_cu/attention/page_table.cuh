@@ -2,12 +2,12 @@
 #include <attention/block_iterator.cuh>
 #include <attention/feature_argument.cuh>
 
-// Keys and values that lie in the pages of a KV cache: which page holds a position. cuflash/planning/prefill.py has the
-// record as a NumPy dtype.
+// Keys and values in the pages of a KV cache: which page holds a position. cuflash/planning/prefill.py has the record
+// as a NumPy dtype.
 namespace cuflash::attention {
 
-// A kernel argument, in kernels whose specification is paged. K and V of Params then are stacks of pages [num_pages, kv
-// heads, page_size, dim], and a batch entry is a sequence. A contiguous cache has one page a sequence.
+// A kernel argument, in kernels whose specification is paged. K and V of Params are then stacks of pages [num_pages, kv
+// heads, page_size, dim], and a batch entry is a sequence. A contiguous cache has one page per sequence.
 struct Pages {
   const int32_t* table;  // [batch, max_pages] the pages of each sequence; if null, page b belongs to sequence b
   const int32_t* lengths;  // [batch] number of positions of each sequence
@@ -73,8 +73,9 @@ CUFLASH_DEVICE WorkTile query_tile_of_sequence(const Params& params, const Pages
   return work;
 }
 
-// Align the steps of a visit range to multiples of their width, whatever the queries see: so the cuts of a sum do not
-// depend on the pages. The first key that a query sees is kept in first_entry, which is free without a list.
+// Align the steps of a visit range to multiples of their width, whichever keys the queries see, so that the partition
+// of a sum does not depend on the pages. The first key that a query sees is kept in first_entry, which is unused
+// without a list.
 CUFLASH_DEVICE void align_steps(VisitRange& visit_range, int width) {
   visit_range.first_entry = visit_range.start;
   visit_range.start -= visit_range.start % width;

@@ -1,10 +1,10 @@
 #pragma once
 #include <ptx/types.cuh>
 
-// The parameters of the kernels that round arrays to 8 bits. cuflash/planning/quantizing.py has the same records.
+// The parameters of the kernels that round arrays to FP8. cuflash/planning/quantizing.py has the same records.
 namespace cuflash::attention {
 
-// Dense arrays [matrices, rows, kHeadDim]; a thread block takes a block of rows.
+// Dense arrays [matrices, rows, kHeadDim]; a thread block rounds a block of rows.
 struct Quantize {
   const void* x;
   uint8_t* data;

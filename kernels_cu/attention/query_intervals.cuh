@@ -1,7 +1,7 @@
 #pragma once
 #include <attention/page_table.cuh>
 
-// The parameters of the kernel that finds the keys of a cache that each query sees. cuflash/planning/prefill.py has the
+// The parameters of the kernel that computes the cached keys that each query sees. cuflash/planning/prefill.py has the
 // record as a NumPy dtype.
 namespace cuflash::attention {
 
@@ -12,7 +12,7 @@ struct QueryIntervals {
   int32_t* hi;
   int32_t* tile_counter;  // tile counter of the kernel that follows; null if it has none
   int32_t num_heads, value_dim;
-  int32_t left, right;  // a query sees so many keys before and after its own position
+  int32_t left, right;  // keys before and after its own position that a query sees
   int32_t blocks_per_sequence, unused;
 };
 

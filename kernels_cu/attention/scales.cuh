@@ -2,7 +2,7 @@
 #include <attention/feature_argument.cuh>
 #include <attention/params.cuh>
 
-// Scales of operands of 8 bits: a kernel argument, in kernels whose specification is quantised.
+// Scales of FP8 operands: a kernel argument, in kernels whose specification is quantized.
 namespace cuflash::attention {
 
 // A scale for each run of rows of q, k and v, from row 0 on. planning/families/sm90_fp8.py has the same record.

@@ -34,8 +34,8 @@ struct Position {
 };
 
 // Positions of rows or columns that have constant distances from the first one, as a score function takes them. If it
-// reads no array at a position, positions may exceed the last one; then the real numbers too are sums instead of
-// conversions, which are slow.
+// reads no array at a position, positions may exceed the last one, and their real numbers are computed as sums instead
+// of conversions, which are slow.
 template <class Score>
 class PositionsOf {
  public:

@@ -11,11 +11,11 @@ struct Function {
   using Number = Config::Accumulator;  // type in which the function computes
   static constexpr bool kIsDerived = false;  // has derivatives, for backward passes
   static constexpr bool kAddsGradients = false;  // adds to the gradients of captured arrays
-  static constexpr bool kReadsAtPositions = false;  // reads captured arrays at positions of queries or keys
-  static constexpr bool kNeedsDistancesAlone = false;  // positions are only subtracted from each other
-  static constexpr bool kIsShift = false;  // its derivative by the score is 1
+  static constexpr bool kReadsAtPositions = false;  // reads captured arrays at query or key positions
+  static constexpr bool kNeedsDistancesAlone = false;  // uses positions only in differences
+  static constexpr bool kIsShift = false;  // its derivative with respect to the score is 1
   static constexpr bool kSlopesNeedScore = false;  // its derivatives depend on the score
-  static constexpr bool kIsStaged = false;  // takes an element of the array that is staged in shared memory
+  static constexpr bool kIsStaged = false;  // reads an array that is staged in shared memory
   static constexpr bool kStoresGradient = false;  // kernels store the gradient of that array themselves
   static constexpr bool kCanBeUniform = false;  // all scores of a tile may read the same elements of captured arrays
   static constexpr bool kTakesProducts = false;  // takes q k^T, which is not multiplied by the softmax scale

@@ -14,21 +14,21 @@ CUFLASH_DEVICE T lse_in_base_2(T lse) {
   return lse == ptx::negative_infinity<T>() ? -lse : lse * T(kLog2E);
 }
 
-// Return P = exp2(scale log2(e) s - lse) of a score s. At logits of 1e6 and more, the rounding of lse alone would lift
-// P above 1, hence the minimum.
+// Return P = exp2(scale log2(e) s - lse) of a score s. At logits of 1e6 and more, the rounding error of lse alone would
+// raise P above 1; the minimum prevents this.
 template <class T>
 CUFLASH_DEVICE T probability(T s, T softmax_scale_log2, T lse_2) {
   return tile::min_or_nan(ptx::exp2_accurate(s * softmax_scale_log2 - lse_2), T(1));
 }
 
-// Return dS = P (dP - delta) of an attended key. A P of 0 does not hide a dP or delta that is NaN or infinite.
+// Return dS = P (dP - delta) of an attended key. A P of 0 does not suppress a dP or delta that is NaN or infinite.
 template <class T>
 CUFLASH_DEVICE T score_gradient(T p, T dp, T delta) {
   return p * (dp - delta);
 }
 
-// Return whether P marks a masked element: tiles of keys hold -0 there, which no exponential is. The dS of such an
-// element is 0, whatever dP and delta hold.
+// Return whether P marks a masked element: tiles of keys use -0 as the mark, which no exponential returns. The dS of
+// such an element is 0, whatever dP and delta are.
 CUFLASH_DEVICE bool is_masked(float p) { return __float_as_uint(p) == 0x80000000u; }
 CUFLASH_DEVICE bool is_masked(double p) {
   return static_cast<unsigned long long>(__double_as_longlong(p)) == 0x8000000000000000ull;
@@ -82,7 +82,7 @@ CUFLASH_DEVICE void score_gradients_of_queries(const tile::RegisterTile<T, Rows,
   mask_scores(dp, params, work, block, T(0));
 }
 
-// Store lse (base 2) and delta of a step's queries in shared memory behind the rows of the queries: in columns `Column`
+// Store lse (base 2) and delta of a step's queries in shared memory after the rows of the queries: in column `Column`
 // and the next one of a tile whose rows are padded. Called by all threads.
 template <int Column, class T, int Rows, int Columns, int Pitch>
 CUFLASH_DEVICE void load_statistics(tile::SharedTile<T, Rows, Columns, Pitch> to, const KvBlock& block,

@@ -27,8 +27,8 @@ CUFLASH_DEVICE RowStatistics<Tile> row_statistics(const Column& lse, const Colum
 }
 
 // Return P = exp2(scale log2(e) s - lse) of a score s, in the parts that kernels interleave with products: the
-// exponent, its power, and the minimum with 1. At logits of 1e6 and more, the rounding of lse alone would lift P above
-// 1.
+// exponent, its power, and the minimum with 1. At logits of 1e6 and more, the rounding error of lse alone would raise P
+// above 1.
 CUFLASH_DEVICE float score_exponent(float s, float softmax_scale_log2, float lse_2) {
   return ptx::fma(s, softmax_scale_log2, -lse_2);
 }
@@ -38,7 +38,7 @@ CUFLASH_DEVICE float probability(float s, float softmax_scale_log2, float lse_2)
   return clamp_probability(unclamped_probability(score_exponent(s, softmax_scale_log2, lse_2)));
 }
 
-// Replace q k^T by P and dP by dS = P (dP - delta). Masked elements have `masked_score` in the place of q k^T.
+// Replace q k^T by P and dP by dS = P (dP - delta). Masked elements have `masked_score` instead of q k^T.
 template <bool IsMasked, class Tile>
 CUFLASH_DEVICE void score_gradients(Tile& s, Tile& dp, float softmax_scale_log2, const RowStatistics<Tile>& row) {
   for_each_score_by_rows<Tile>([&](int i, int j) {
@@ -49,8 +49,8 @@ CUFLASH_DEVICE void score_gradients(Tile& s, Tile& dp, float softmax_scale_log2,
   });
 }
 
-// Multiply dP = dO V^T, and replace q k^T by P in a step without a mask. P is made while the tensor cores multiply, a
-// few of its columns after each 16 columns of dO. `store_columns` is called with the number of each group of eight
+// Multiply dP = dO V^T, and replace q k^T by P in a step without a mask. P is computed while the tensor cores multiply,
+// a few of its columns after each 16 columns of dO. `store_columns` is called with the index of each group of eight
 // columns of P that is ready.
 template <class Tile, class Do, class V, class StoreColumns = tile::NoOp>
 CUFLASH_DEVICE void overlap_probabilities_with_dp(Tile& s, Tile& dp, Do do_smem, V v_smem, float softmax_scale_log2,

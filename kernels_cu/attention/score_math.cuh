@@ -5,8 +5,8 @@
 #include <tile/global_sum.cuh>
 #include <tile/thread_bins.cuh>
 
-// The operations of a score function that are more than an operator of C++. cuflash/compiler/score_text.py prints calls
-// of them. Like NumPy's, they return NaN if an argument is NaN.
+// The operations of a score function that are not C++ operators. cuflash/compiler/score_text.py prints calls of them.
+// Like NumPy's, they return NaN if an argument is NaN.
 namespace cuflash::score {
 
 CUFLASH_DEVICE float absolute(float x) { return ::fabsf(x); }
@@ -38,7 +38,8 @@ CUFLASH_DEVICE int floor_divide(int x, int by) { return x / by - (x % by < 0); }
 CUFLASH_DEVICE int remainder(int x, int by) { return x % by + (x % by < 0 ? by : 0); }
 
 // Return tanh(x) = 1 - 2 / (1 + exp 2x), with the exponential in base 2. Its error is below 8 units of 2^-24: 2^-22.5
-// of the exponential, which counts half at most, three units of the quotient's roundings, and that of the result.
+// of the exponential, at most half of which reaches the result, three units from the roundings of the quotient, and the
+// rounding of the result.
 CUFLASH_DEVICE float tangent(float x) {
   constexpr float kTwoLog2E = 2.88539008177792681f;
   return ptx::fma(-2.0f, ptx::reciprocal_approx(1.0f + ptx::exp2_approx(x * kTwoLog2E)), 1.0f);
@@ -56,14 +57,13 @@ CUFLASH_DEVICE T df_times(T df, T slope) {
   return df == 0 ? T(0) : df * slope;
 }
 
-// Return an element of a captured array in the type in which programs compute.
+// Return an element of a captured array in the type in which the function computes.
 template <class T, class Element>
 CUFLASH_DEVICE T real(Element x) {
   return static_cast<T>(tile::to_accumulator(x));
 }
 
-// Return an element of a captured array of integers as an int; numbers beyond the range of int become the nearest
-// limit.
+// Return an element of a captured array of integers as an int; numbers outside the range of int are clamped to it.
 template <class Element>
 CUFLASH_DEVICE int whole(Element x) {
   constexpr int kMost = 0x7fffffff;

@@ -82,7 +82,8 @@ CUFLASH_DEVICE void scores_to_p_and_ds(ElementOf s, Tile& dp, const Score& score
   if (adds) score.flush(score_sums);
 }
 
-// Make dS of a tile of queries in one step, as `scores_to_p_and_ds` does, in the place of dP; P is not needed any more.
+// Compute dS of a tile of queries in one step, as `scores_to_p_and_ds` does, in the registers of dP; P is no longer
+// needed.
 template <class T, int NumRows, int NumColumns, int Kept, class Score>
 CUFLASH_DEVICE void scores_to_p_and_ds_of_queries(tile::RegisterTile<T, NumRows, NumColumns>& s,
                                                   tile::RegisterTile<T, NumRows, NumColumns>& dp, const Score& score,
@@ -98,7 +99,7 @@ CUFLASH_DEVICE void scores_to_p_and_ds_of_queries(tile::RegisterTile<T, NumRows,
       [&](int i) { return delta[i]; }, Score::kAddsGradients);
 }
 
-// Make P and dS of a tile of keys in one step, as `scores_to_p_and_ds` does. Its rows are keys; statistics are
+// Compute P and dS of a tile of keys in one step, as `scores_to_p_and_ds` does. Its rows are keys; statistics are
 // functions of the column of a query in the tile.
 template <class T, int NumRows, int NumColumns, class Score, class ElementOf, class LseOf, class DeltaOf>
 CUFLASH_DEVICE void scores_to_p_and_ds_of_keys(ElementOf s, tile::RegisterTile<T, NumRows, NumColumns>& dp,

@@ -3,13 +3,13 @@
 #include <attention/softmax_simt.cuh>
 #include <attention/tile_scheduler.cuh>
 
-// Attention sinks: a logit of each head that takes part in its softmax and has no value. A row (o, lse) without it is
+// Attention sinks: a logit per head that takes part in its softmax and has no value. A row (o, lse) without it is
 // merged with (0, sink).
 namespace cuflash::attention {
 
 // A kernel argument, in kernels whose specification has a sink.
 struct Sink {
-  Matrices sink;  // one number a head
+  Matrices sink;  // one number per head
   Matrices dsink;  // its gradient, an accumulator if is_accumulator, else of `dtype`
   int64_t dtype;
 };
@@ -36,7 +36,7 @@ CUFLASH_DEVICE T sink_logit(NoSink, const BatchHead&, int) {
   return ptx::negative_infinity<T>();
 }
 
-// Return the weight of a logit beside another: exp(logit - other).
+// Return the weight of a logit relative to another: exp(logit - other).
 template <class T>
 CUFLASH_DEVICE T sink_weight(T logit, T other) {
   return ptx::exp2_accurate((logit - other) * T(kLog2E));
@@ -54,8 +54,9 @@ CUFLASH_DEVICE T merge_sink(T& lse, T sink) {
 
 // Compute dsink of the head that a block works on: minus the sum over queries of the sink's weight times delta. If
 // heads or batch entries share an element of dsink, the block of the first of them sums over all of them. `delta_of`
-// maps a batch entry and head and a query to delta. Each thread sums every Threads-th query, then threads are added in
-// pairs in a fixed order: results repeat bit for bit. `partial_sums` is shared memory for a number of each thread.
+// returns delta of a batch entry and head and a query. Each thread sums every Threads-th query; then the sums of
+// threads are added in pairs in a fixed order, so that results are bitwise reproducible. `partial_sums` is shared
+// memory with a number for each thread.
 template <class T, int Threads, class DeltaOf>
 CUFLASH_DEVICE void sum_sink_gradient(const Params& params, const Sink& sink, T* partial_sums, DeltaOf delta_of) {
   const Shape& shape = params.shape;
@@ -88,7 +89,7 @@ CUFLASH_DEVICE void sum_sink_gradient(const Params& params, const Sink& sink, T*
   }
   partial_sums[threadIdx.x] = sum;
   for (int half = Threads / 2; half > 0; half /= 2) {
-    __syncthreads();  // the sums of the round before are stored
+    __syncthreads();  // the sums of the previous round are stored
     if (static_cast<int>(threadIdx.x) < half) partial_sums[threadIdx.x] += partial_sums[threadIdx.x + half];
   }
   if (threadIdx.x != 0) return;

@@ -2,17 +2,17 @@
 #include <attention/softmax_simt.cuh>
 #include <tile/warp_tile.cuh>
 
-// The softmax of weights that are rounded to 8 bits.
+// The softmax of weights that are rounded to FP8.
 namespace cuflash::attention {
 
-// Online softmax whose weights are rounded to e4m3, times 2^4; the format holds at most 448. Scales differ from step to
-// step, so that maxima are of scores times scale times log2(e). A maximum stays until it rises by more than kMaxRise,
-// or, in steps that skip the maximum, until a thread's sum of weights in a row exceeds 448. Such a maximum may then be
-// larger than all scores of its row, and weights smaller, but the largest weight is still at least 2^2.
+// Online softmax whose weights are rounded to e4m3, times 2^4; the format's largest number is 448. Scales differ from
+// step to step, so maxima are taken of the scores times the scale times log2(e). A maximum stays until it rises by more
+// than kMaxRise, or, in steps that skip the maximum, until a thread's sum of weights in a row exceeds 448. The maximum
+// may then be larger than all scores of its row, and weights smaller, but the largest weight is still at least 2^2.
 //
 // The tensor cores sum the values of several steps under one scale. If the scale of a step's values is 2^shift times
-// that of the sum, the weights of the step are multiplied by it: they are 2^(4 + shift) exp(s - max). Sums of weights
-// leave the factor out.
+// that of the sum, the weights of the step are multiplied by 2^shift: they are 2^(4 + shift) exp(s - max). Sums of
+// weights omit this factor.
 template <int Rows>
 struct QuantizedSoftmax {
   static constexpr int kRows = Rows;  // rows per thread
@@ -66,7 +66,7 @@ struct QuantizedSoftmax {
     return has_maximum ? kHasMaximum : kHasRisen;
   }
 
-  // Turn scores into weights, and add them up.
+  // Turn scores into weights, and sum them.
   template <class Tile>
   CUFLASH_DEVICE void exp_scores(Tile& s, const float (&scale_log2)[kRows], float shift, float unshift) {
 #pragma unroll
@@ -90,7 +90,7 @@ struct QuantizedSoftmax {
     constexpr int kGroups = P::kNumFragments, kFirst = kGroups / 2;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      if (group == kFirst) {  // the vote keeps the instructions after it behind it
+      if (group == kFirst) {  // the vote keeps later instructions from moving ahead of it
 #pragma unroll
         for (int i = 0; i < kRows; ++i) is_small &= sum[i] <= kLargestSum;
         is_small = __all_sync(0xffffffffu, is_small);
@@ -120,9 +120,9 @@ struct QuantizedSoftmax {
     for (int i = 0; i < kRows; ++i) row_sum[i] = ptx::fma(sum[i], unshift, row_sum[i]);
   }
 
-  // Raise maxima so that no sum of weights is too large, and add the weights up; sums and weights are scaled by
-  // `factor`. Return false, and change nothing, if weights are infinite: then the scores must be computed again. Called
-  // by whole warps.
+  // Raise maxima so that no sum of weights is too large, and sum the weights; sums and weights are scaled by `factor`.
+  // Return false, and change nothing, if weights are infinite: then the scores must be computed again. Called by whole
+  // warps.
   template <class Tile>
   CUFLASH_DEVICE bool lower_weights(Tile& s, float unshift, float (&sum)[kRows], float (&factor)[kRows]) {
     float largest[kRows];

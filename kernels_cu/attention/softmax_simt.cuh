@@ -9,8 +9,7 @@ constexpr double kLog2E = 1.4426950408889634;
 constexpr double kLn2 = 0.6931471805599453;
 
 // Running maximum and sum of a tile's rows (FlashAttention-2, arXiv 2307.08691, algorithm 1), in base 2: scores are
-// multiplied by log2(e) before, so that exp2 of them is the exp of the paper. A thread keeps the sum of its own
-// columns.
+// multiplied by log2(e) first, so that their exp2 is the exp of the paper. A thread holds the sum of its own columns.
 template <class T, int Rows>
 struct OnlineSoftmax {
   static constexpr int kRows = tile::kRowsPerThread<Rows>;

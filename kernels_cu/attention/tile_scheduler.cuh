@@ -3,7 +3,7 @@
 #include <tile/copy.cuh>
 #include <tile/counter.cuh>
 
-// The tile scheduler: maps a thread block to its work tiles. Kernels read their block's number only here.
+// The tile scheduler: maps a thread block to its work tiles. Only this file reads the index of the thread block.
 namespace cuflash::attention {
 
 // A batch entry and a head: the matrices of one softmax.
@@ -21,8 +21,8 @@ struct WorkTile {
   CUFLASH_DEVICE bool is_empty() const { return first >= last; }
 };
 
-// Tells whether the work is listed, and whether its tiles have an order, as those of a list do: as constants of the
-// kernel, or as values at run time.
+// Whether the work is listed, and whether its tiles have an order, as those of a list do: as constants of the kernel,
+// or as values at run time.
 template <bool IsListed, bool IsOrdered = IsListed>
 struct StaticListed {
   static CUFLASH_DEVICE bool has_list(const WorkList&) { return IsListed; }
@@ -38,9 +38,9 @@ CUFLASH_DEVICE int64_t list_index(const WorkList& list, const BatchHead& batch_h
   return batch_head.batch_index * list.list_batch_stride + batch_head.head * list.list_head_stride;
 }
 
-// Quotient and remainder of two numbers that are not negative. The divisor is mostly a power of two: then a shift
-// replaces the division, which takes about a hundred cycles. Shifts, and a list that is read before the first copies,
-// gained 2 to 5 % of sm80's dense forward passes of 4096 tokens (sm80_steps.log of b648872e, 6).
+// Quotient and remainder of two nonnegative numbers. The divisor is usually a power of two: then a shift replaces the
+// division, which takes about a hundred cycles. Shifts, and a list that is read before the first copies, gained 2 to 5
+// % of sm80's dense forward passes of 4096 tokens (sm80_steps.log of b648872e, 6).
 struct DivMod {
   int quotient, remainder;
 };
@@ -83,8 +83,9 @@ struct TileOrder {
   int batch_head_number, rank;
 };
 
-// Return the tile with a number. The tiles that start last decide how long other blocks idle: so heads alternate, each
-// with its longest tiles first. The plan sets the number of heads that alternate at a time, heads_per_l2_group.
+// Return the tile with a number. The tiles that start last decide how long other blocks idle. Therefore heads
+// alternate, each with its longest tiles first. The plan sets the number of heads that alternate at a time,
+// heads_per_l2_group.
 CUFLASH_DEVICE TileOrder tile_order_at(const TileAxis& axis, const TileScheduler& scheduler, int number) {
   const int heads_per_group = min(axis.heads_per_l2_group, scheduler.num_batch_heads);
   const DivMod groups = divmod(number, heads_per_group * scheduler.num_tiles);
@@ -107,7 +108,7 @@ CUFLASH_DEVICE WorkTile work_tile(const Params& params, const TileAxis& axis, co
   work.batch_head.batch_index = shape.first_batch + batch_entry;
   for (int dim = kBatchAxes - 1; dim >= 0; --dim) {
     const int extent = shape.batch[dim];
-    // avoids a slow division, as there is mostly one batch axis
+    // avoids a slow division, as there is usually one batch axis
     work.batch_head.batch[dim] = batch_entry < extent ? batch_entry : batch_entry % extent;
     batch_entry = batch_entry < extent ? 0 : batch_entry / extent;
   }
@@ -147,8 +148,8 @@ CUFLASH_DEVICE WorkTile query_tile(const Params& params, int height, int num_par
   return work_tile(params, query_axis<Listed>(params), height, divmod(blockIdx.x, num_parts).quotient);
 }
 
-// Return the tile of a block in reverse order. A kernel that runs before or after another one thus finds in the level-2
-// cache the tiles that the other ended with, or leaves there those that it starts with.
+// Return the tile of a block in reverse order. Thus a kernel that runs before or after another one finds in the L2
+// cache the tiles that the other ended with, or leaves there those that the other starts with.
 template <class Listed>
 CUFLASH_DEVICE WorkTile query_tile_reversed(const Params& params, int height) {
   TileAxis queries = query_axis<Listed>(params);
@@ -182,7 +183,7 @@ CUFLASH_DEVICE WorkTile query_tile_at(const Params& params, int height, int numb
 CUFLASH_DEVICE TileAxis uncut_query_axis(const Params& params) {
   return {params.shape.seqlen_q, 1, 0, nullptr, true, params.shape.heads_per_l2_group};
 }
-// Return the tile of `height` queries that a thread block works on, whatever the blocks of a list are.
+// Return the tile of `height` queries that a thread block works on, independent of the blocks of a list.
 CUFLASH_DEVICE WorkTile query_rows(const Params& params, int height) {
   return work_tile(params, uncut_query_axis(params), height, blockIdx.x);
 }
@@ -258,8 +259,8 @@ CUFLASH_DEVICE WorkTile key_tile_at(const Params& params, int height, int number
 
 // The order of tiles in kernels that finish dQ of the first heads themselves (sm90/dq_semaphore.cuh). The last tiles of
 // keys of a group of heads are taken `last_tile_lead` rounds before its other tiles, and its first tiles
-// `first_tile_lag` rounds after them, between tiles of other groups. So no tile waits for one that is taken later, and
-// most tiles wait for tiles that are already done.
+// `first_tile_lag` rounds after them, between tiles of other groups. Thus no tile waits for one that is taken later,
+// and most tiles wait for tiles that are already done.
 struct FusedDqTileOrder {
   int batch_heads, num_tiles, num_groups, last_tile_lead, first_tile_lag;
 
@@ -320,8 +321,8 @@ CUFLASH_DEVICE int next_tile_number(const Params& params, int num_tiles) {
   if (fetched == num_tiles - 1) *next = 0;
   return gridDim.x + fetched;
 }
-// Return the next tile from the counter, which here also has a block's first tile, so that tiles are taken in order,
-// whichever blocks start first.
+// Return the next tile from the counter, which also supplies a block's first tile here, so that tiles are taken in
+// order, whichever blocks start first.
 CUFLASH_DEVICE int next_tile_number_in_order(const Params& params, int num_tiles) {
   int32_t* const next = params.tile_counter;
   const int fetched = tile::fetch_increment(next);

@@ -1,6 +1,6 @@
 // Appends the new keys and values of each sequence to a KV cache. The positions follow from the lengths on the device,
 // so that a graph with this kernel can be replayed. Several blocks copy the rows of a sequence; the last block to read
-// its length sets the new one. Rows for which there is no room are dropped and counted.
+// its length sets the new one. Rows that do not fit are dropped and counted.
 #include <attention/append_work.cuh>
 
 namespace cuflash::cache {

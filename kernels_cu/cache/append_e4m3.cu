@@ -1,7 +1,7 @@
 // Rounds the new keys and values of each sequence to e4m3, with a scale for each row of a head, and appends them to a
 // KV cache as append.cu does. A scale is the least power of two for which no quotient exceeds 448, so that division and
 // multiplication by it are exact. Numbers below 2^-126 count as 0, numbers above 1.875 2^127 count as 1.875 2^127: the
-// next number in 8 bits would be infinite. A row that holds NaN or an infinity becomes NaN.
+// next FP8 number times the scale would be infinite. A row that holds NaN or an infinity becomes NaN.
 #include <attention/append_work.cuh>
 #include <attention/cache_scales.cuh>
 #include <tile/e4m3.cuh>
@@ -55,8 +55,8 @@ class Row {
   }
 
  private:
-  // Return the bits of the largest magnitude. Bits of floats that are not negative have the order of the numbers, and
-  // NaN is the largest.
+  // Return the bits of the largest magnitude. The bits of nonnegative floats have the order of the numbers, and those
+  // of NaN are the largest.
   CUFLASH_DEVICE uint32_t largest_bits() const {
     uint32_t largest = 0;
 #pragma unroll

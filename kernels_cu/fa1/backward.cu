@@ -97,7 +97,7 @@ CUFLASH_DEVICE void add_queries(const attention::Params& params, const attention
   const auto sums = sums_of_tile<WarpDq>(params, params.dq_sum, keys.batch_head, queries.start);
   WarpDq dq, added;
   tile::gemm_nn(added, ds_smem, k_smem);
-  ptx::compiler_barrier();  // loads of dQ that start earlier would take registers from dK and dV
+  ptx::compiler_barrier();  // loads of dQ that started earlier would take registers from dK and dV
   sums.load(dq);
 #pragma unroll
   for (int i = 0; i < WarpDq::kRows; ++i)
@@ -147,7 +147,7 @@ CUFLASH_DEVICE void write_dq(const attention::Params& params, const attention::B
     WarpDq dq;
     sums_of_tile<WarpDq>(params, params.dq_sum, batch_head, queries.first).load(dq);
     dq.scale(params.shape.softmax_scale);
-    __syncthreads();  // the tile that was staged before is read
+    __syncthreads();  // the previously staged tile is read
     write_gradient(params.dq, {batch_head, queries.first, queries.last}, batch_head.head, params.shape.head_dim,
                    QTile{kQOffset}, dq);
   }

@@ -66,7 +66,7 @@ CUFLASH_DEVICE bool fills_tiles(const attention::WorkTile& keys, const attention
          keys.last - keys.first == kBlockKv;
 }
 
-// Set the scores that the mask hides in an inner iteration to a value.
+// Set the masked scores of an inner iteration to a value.
 template <class Scores>
 CUFLASH_DEVICE void mask_iteration(Scores& s, const attention::Params& params, const attention::WorkTile& keys,
                                    const attention::KvBlock& queries, float value) {

@@ -1,7 +1,7 @@
-// Rounds blocks of rows to e4m3, each with a scale of its own. If rows are rotated, random signs and a Hadamard matrix
-// are applied before, in the same pass. A lane holds 16 columns of a row in registers, two chunks of eight neighbours
-// that are half a row apart: loads bring whole lines, and four stages of the Hadamard matrix need no other lane. Sums
-// and differences have the order of cuflash/fp8/rotation.py, so that results have the host's bits.
+// Rounds blocks of rows to e4m3, each with its own scale. If rows are rotated, random signs and a Hadamard matrix are
+// applied before, in the same pass. A lane holds 16 columns of a row in registers, two chunks of eight neighboring
+// columns that are half a row apart: loads read whole cache lines, and four stages of the Hadamard matrix need no other
+// lane. Sums and differences have the order of cuflash/fp8/rotation.py, so that results equal the host's bit for bit.
 #include <attention/quantize_params.cuh>
 #include <ptx/math.cuh>
 #include <ptx/shared.cuh>
@@ -88,8 +88,8 @@ CUFLASH_DEVICE uint32_t block_maximum(const float (&x)[kRows][kColumns], uint32_
   return warp_maximum(ptx::lane() < Config::kNumWarps ? of_warps[ptx::lane()] : 0);
 }
 
-// Divides by a number with three operations a quotient, which rounds to the number of e4m3 to which the nearest float
-// does: test_numbers_beside_ties_fall_to_the_side_of_the_host has all quotients that could be exceptions. Divisors lie
+// Divides by a number with three operations per quotient, which rounds to the same e4m3 number as the nearest float
+// does: test_numbers_beside_ties_fall_to_the_side_of_the_host has all quotients that could be exceptions. Divisors are
 // between 2^-60 and 2^60, so that no quotient that does not round to 0 has a remainder below the smallest normal float.
 class Divisor {
  public:
@@ -152,7 +152,7 @@ fp8_quantize(const __grid_constant__ cuflash::attention::Quantize params) {
     }
   }
   uint32_t* const of_warps = ptx::dynamic_shared<uint32_t>();
-  float units = 1.0f;  // of the numbers: large if rotated ones may be out of range
+  float units = 1.0f;  // unit of the numbers: large if rotated ones may be out of range
   if (params.signs != nullptr) {
     if (block_maximum(x, of_warps) >= kLarge) units = kLargeUnits;
     __syncthreads();

@@ -1,4 +1,4 @@
-// Transposes values in e4m3 and puts their keys into the order in which fp8 kernels hold weights: of 16 keys, thread t
+// Transposes values in e4m3 and puts their keys into the order in which FP8 kernels hold weights: of 16 keys, thread t
 // of four holds 2t, 2t + 1, 2t + 8 and 2t + 9. Keys past the last one are zeros. A thread block transposes 128 keys of
 // a matrix.
 #include <attention/quantize_params.cuh>
@@ -14,7 +14,7 @@ constexpr int kKeys = Config::kBlockKv, kGroups = kKeys / 16;
 constexpr int kWords = Config::kHeadDim / 4;  // 32-bit words per row
 static_assert(kGroups == 8 && kWords % 4 == 0, "eight groups of keys and four words of a row are a warp's");
 
-// Return the index of a word of a key's row in shared memory. Rows of different groups lie in different banks.
+// Return the index of a word of a key's row in shared memory. Rows of different groups are in different banks.
 CUFLASH_DEVICE int word_index(int key, int word) {
   constexpr int kSwizzled = kWords % 32 == 0 ? 8 : kWords % 16 == 0 ? 4 : kWords % 8 == 0 ? 2 : 1;
   return key * kWords + (word ^ key / 16 % kSwizzled * 4);

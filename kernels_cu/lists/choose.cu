@@ -1,4 +1,4 @@
-// Chooses blocks of each row of a grid, one warp for each row.
+// Chooses blocks of each row of a grid, one warp per row.
 #include <lists/row_choice.cuh>
 
 extern "C" __global__ void __launch_bounds__(32 * cuflash::Config::kNumWarps)

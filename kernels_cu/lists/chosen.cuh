@@ -2,12 +2,12 @@
 #include <lists/integers.cuh>
 #include <ptx/thread.cuh>
 
-// The parameters of the kernel that joins the lists of neighbouring queries. cuflash/planning/chosen_lists.py has the
+// The parameters of the kernel that joins the lists of neighboring queries. cuflash/planning/chosen_lists.py has the
 // same record as a NumPy dtype. A list head is a batch entry with the heads that share lists.
 namespace cuflash::lists {
 
 struct ChosenParams {
-  const void* blocks;  // integers [*batch, list heads, seqlen_q, num_chosen]: numbers of blocks; others are none
+  const void* blocks;  // integers [*batch, list heads, seqlen_q, num_chosen]: block indices; others are ignored
   const void* counts;  // integers [*batch, list heads, seqlen_q]: entries of each list that count; null if all do
   int64_t blocks_batch_strides[kBatchAxes];  // in bytes, 0 where an axis is broadcast; so are all strides
   int64_t counts_batch_strides[kBatchAxes];
@@ -24,7 +24,7 @@ struct ChosenParams {
   int32_t seqlen_q, seqlen_kv, num_chosen, block, num_blocks;
   int32_t blocks_itemsize, counts_itemsize, is_counts_signed;
   int32_t queries_per_tile, num_tiles, words_per_entry, max_entries;  // max_entries of a tile: from one to the next
-  int32_t blocks_at_once;  // for which shared memory has words
+  int32_t blocks_at_once;  // blocks for which shared memory has words
   int32_t padding;
 };
 
@@ -47,7 +47,7 @@ class ChosenList {
     hi_ = params.hi == nullptr ? query + params.upper + 1 : params.hi[query];
   }
 
-  // Return the block of an entry, or -1 if the entry is none, or if the query attends no key of its block.
+  // Return the block of an entry, or -1 if the entry is out of range, or if the query attends no key of its block.
   CUFLASH_DEVICE int at(int place) const {
     const int64_t block = blocks_.at(place);
     if (place >= count_ || block < 0 || block >= params_.num_blocks) return -1;

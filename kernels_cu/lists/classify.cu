@@ -91,8 +91,8 @@ CUFLASH_DEVICE int kind_of_whole_block(const MaskMatrix& matrix, int q_block, in
   return __any_sync(0xffffffffu, has_some) ? kInterval : kAbsent;
 }
 
-// Return the kind of a cell where neither end of the intervals decreases from one query to the next. The intervals of
-// the first and the last query decide it; where they do not, the function returns kBits.
+// Return the kind of a cell if neither end of the intervals decreases from one query to the next. The intervals of the
+// first and the last query decide it; if they do not, the function returns kBits.
 CUFLASH_DEVICE Kind kind_by_ends(const MaskMatrix& matrix, int q_block, int kv_block) {
   const Params& params = matrix.params;
   const int query = q_block * params.block_q, key = kv_block * params.block_kv;

@@ -3,9 +3,9 @@
 #include <ptx/shared.cuh>
 #include <ptx/thread.cuh>
 
-// Three kernels list the queries that chose each block of keys from the unions of tiles, as a stable counting sort:
-// lists_columns_count counts them for each chunk of tiles, lists_columns_scan sums the counts up, and lists_columns_fill
-// writes the queries. No result depends on the order in which threads come.
+// Three kernels list the queries that chose each key block from the unions of tiles, as a stable counting sort:
+// lists_columns_count counts them for each chunk of tiles, lists_columns_scan computes running sums of the counts, and
+// lists_columns_fill writes the queries. No result depends on the order in which threads run.
 namespace cuflash::lists {
 
 using attention::ChosenLists;
@@ -27,8 +27,8 @@ struct Chunk {
   }
 };
 
-// Call visit(tile, block, word) for the entries of a chunk whose blocks are first <= x < last, the lanes of a warp for
-// different blocks of one tile, tile after tile. Called by whole warps.
+// Call visit(tile, block, word) for the entries of a chunk whose blocks are first <= x < last: tile after tile, with
+// the lanes of a warp on different blocks of one tile. Called by whole warps.
 template <class Visit>
 CUFLASH_DEVICE void for_each_entry(const ChosenLists& chosen, const int32_t* kv_blocks, const Chunk& chunk, int first,
                                    int last, Visit visit) {
@@ -38,7 +38,7 @@ CUFLASH_DEVICE void for_each_entry(const ChosenLists& chosen, const int32_t* kv_
       const int block = kv_blocks[entry];
       if (block >= first && block < last) visit(tile, block, chosen.word(entry));
     }
-    __syncwarp();  // the next tile finds what this one has changed
+    __syncwarp();  // the next tile reads what this one has changed
   }
 }
 

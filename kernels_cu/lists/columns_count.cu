@@ -1,4 +1,4 @@
-// Counts the queries in each chunk of tiles that chose each block of keys, a warp for each chunk.
+// Counts the queries in each chunk of tiles that chose each key block, one warp per chunk.
 #include <attention/params.cuh>
 #include <lists/columns.cuh>
 

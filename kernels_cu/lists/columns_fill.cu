@@ -1,4 +1,4 @@
-// Writes the queries that chose each block of keys, in ascending order, a warp for each chunk of tiles.
+// Writes the queries that chose each key block, in ascending order, one warp per chunk of tiles.
 #include <attention/params.cuh>
 #include <lists/columns.cuh>
 
@@ -7,14 +7,14 @@ lists_columns_fill(const __grid_constant__ cuflash::attention::Params params CUF
   using namespace cuflash;
   using namespace cuflash::lists;
   if (blockIdx.x >= chosen.num_list_heads * chosen.num_chunks) return;
-  int32_t* const places = ptx::dynamic_shared<int32_t>();  // of the next query of each block
+  int32_t* const places = ptx::dynamic_shared<int32_t>();  // index of the next query of each block
   const Chunk chunk(chosen, blockIdx.x);
   const int32_t* const pointers = chosen.column_pointers + chunk.list_head * (chosen.num_blocks + 1);
   for (int base = 0; base < chosen.num_blocks; base += chosen.blocks_at_once) {
     const int num_blocks = min(chosen.blocks_at_once, chosen.num_blocks - base);
     for (int block = ptx::lane(); block < num_blocks; block += 32)
       places[block] = pointers[base + block] + chunk.counts(chosen)[base + block];
-    __syncwarp();  // all places are written
+    __syncwarp();  // all indices are written
     for_each_entry(chosen, params.work.kv_blocks, chunk, base, base + num_blocks,
                    [&](int tile, int block, uint64_t word) {
                      int place = places[block - base];
@@ -23,6 +23,6 @@ lists_columns_fill(const __grid_constant__ cuflash::attention::Params params CUF
                        chosen.queries[place++] = first_query + __popcll(~word & (word - 1));
                      places[block - base] = place;
                    });
-    __syncwarp();  // all places are read
+    __syncwarp();  // all indices are read
   }
 }

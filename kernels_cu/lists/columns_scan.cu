@@ -1,5 +1,6 @@
-// Sums the counts of chunks up, a thread block for each list head: each chunk gets the count of the chunks before it,
-// and each block of keys the place where its queries start. Blocks with more queries than a part get places for parts.
+// Computes running sums of the counts of chunks, one thread block per list head: each chunk gets the count of the
+// chunks before it, and each key block the index at which its queries start. Blocks with more queries than a part also
+// get indices of parts.
 #include <attention/params.cuh>
 #include <lists/columns.cuh>
 #include <lists/running_sums.cuh>

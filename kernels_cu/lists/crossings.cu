@@ -1,11 +1,10 @@
-// Keeps the blocks that a chosen key or a chosen distance between a query and a key crosses, and those that are forced,
-// as far as blocks may be kept: one thread for each block of each matrix. cuflash/selectors/slashes.py is the
-// specification.
+// Keeps the blocks that are crossed by a chosen key or a chosen distance between a query and a key, and the forced
+// blocks, if they may be kept: one thread per block of each matrix. cuflash/selectors/slashes.py is the specification.
 #include <lists/row_choice.cuh>
 
 namespace cuflash::lists {
 
-// Return whether one of the bits from `start` to `stop` is set, of those from 0 to `length`.
+// Return whether a bit in start <= x < stop is set, ignoring positions outside of 0 <= x < length.
 CUFLASH_DEVICE bool has_any(const uint32_t* words, int64_t start, int64_t stop, int64_t length) {
   start = start > 0 ? start : 0;
   stop = stop < length ? stop : length;

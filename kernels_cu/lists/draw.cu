@@ -1,5 +1,5 @@
-// Draws random scores of blocks: a number of [0, 1) with 24 bits for each cell of a grid, by Philox from a key and the
-// cell's number. cuflash/selectors/baselines.py is the specification.
+// Draws random scores of blocks: a number in [0, 1) with 24 bits for each cell of a grid, by Philox from a key and the
+// cell's index. cuflash/selectors/baselines.py is the specification.
 #include <lists/selection.cuh>
 #include <tile/philox.cuh>
 

@@ -1,6 +1,5 @@
-// Writes the lists: entries row after row, one warp for each row; their numbers column after column, one thread block
-// for 32 columns; the orders of rows and columns, one thread for each; and zeros in the unused part behind the last
-// entry.
+// Writes the lists: entries row after row, one warp per row; their indices column after column, one thread block per 32
+// columns; the orders of rows and columns, one thread each; and zeros in the unused part after the last entry.
 #include <lists/params.cuh>
 #include <ptx/shared.cuh>
 
@@ -22,7 +21,7 @@ CUFLASH_DEVICE void list_row(const Params& params, int row) {
 
 // The rows of a block column. Each warp of a thread block lists a part of them, each lane for one column.
 struct ColumnPart {
-  static constexpr int kBatch = 16;  // rows that are read at once, whose loads do not wait for stores
+  static constexpr int kBatch = 16;  // rows that are read at once, so that their loads do not wait for stores
 
   const Params& params;
   int kv_block, first_row, start, stop;  // the first row is the matrix's; start and stop are relative to it
@@ -78,8 +77,8 @@ CUFLASH_DEVICE void list_columns(const Params& params, int first_column) {
   part.list(place);
 }
 
-// Write a block row or column of a matrix at its place in the order of lengths: most entries first, and the last one
-// first among equals.
+// Write a block row or column of a matrix at its place in the order of lengths: most entries first; of equal lengths,
+// the last row or column first.
 CUFLASH_DEVICE void put_in_order(const int32_t* pointers, int32_t* order, int number, int num_blocks) {
   const int first = number / num_blocks * num_blocks;
   const int length = pointers[number + 1] - pointers[number];
@@ -93,7 +92,7 @@ CUFLASH_DEVICE void put_in_order(const int32_t* pointers, int32_t* order, int nu
   order[first + num_before] = number - first;
 }
 
-// Set the part of the lists behind the last entry to 0.
+// Set the part of the lists after the last entry to 0.
 CUFLASH_DEVICE void clear_unused_entries(const Params& params) {
   const int num_entries = params.row_pointers[params.num_rows()], num_cells = params.num_cells();
   const int stride = gridDim.x * kThreads;

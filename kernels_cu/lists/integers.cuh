@@ -9,7 +9,7 @@ constexpr int64_t kFar = 1LL << 62;  // beyond any key
 
 // An integer of any type, in the order of integers.
 struct Integer {
-  bool is_beyond;  // 2^63 or more: only a uint64 is
+  bool is_beyond;  // 2^63 or more, which only a uint64 can be
   int64_t bits;
 
   CUFLASH_DEVICE bool operator==(const Integer& other) const {

@@ -1,5 +1,5 @@
-// Orders the blocks of queries, those of keys, and the tiles of keys that end with sequences, of each matrix by length:
-// the longest first, and the last one first among equals. A warp finds the place of a block by counting the blocks that
+// Orders the query blocks, the key blocks, and the tiles of keys that end with sequences, of each matrix by length: the
+// longest first; of equal lengths, the last one first. A warp finds the place of a block by counting the blocks that
 // come before it.
 #include <lists/interval_params.cuh>
 #include <ptx/thread.cuh>

@@ -1,7 +1,7 @@
 #pragma once
 #include <lists/integers.cuh>
 
-// The parameters of the kernel that finds the row intervals of a mask whose arrays are on the device.
+// The parameters of the kernel that computes the row intervals of a mask whose arrays are on the device.
 // cuflash/planning/interval_kernels.py has the same record as a NumPy dtype. A matrix is a batch entry and head of the
 // intervals.
 namespace cuflash::lists {
@@ -15,7 +15,7 @@ enum IntervalKind : int32_t {
 
 struct IntervalParams {
   const void* q_integers;  // those of the queries; null for kLengths if the host knows q_length
-  const void* kv_integers;  // those of the keys; null if they are those of the queries, or the host knows kv_length
+  const void* kv_integers;  // of the keys; null if equal to those of the queries, or if the host knows kv_length
   int64_t q_batch_strides[kBatchAxes];  // in bytes, 0 where an axis is broadcast; so are the next three
   int64_t kv_batch_strides[kBatchAxes];
   int64_t q_stride, kv_stride;
@@ -24,16 +24,16 @@ struct IntervalParams {
   int64_t rows_batch_stride, rows_head_stride;  // in elements
   int32_t* lo;  // [matrix, query] the query sees lo <= j < hi
   int32_t* hi;
-  // [matrix, q block] blocks of keys that a block of queries sees; null without orders
+  // [matrix, q block] number of key blocks that a query block sees; null without orders
   int32_t* row_lengths;
-  int32_t* column_lengths;  // [matrix, kv block] blocks of queries that see a block of keys
+  int32_t* column_lengths;  // [matrix, kv block] number of query blocks that see a key block
   // [matrix, q block] blocks of queries, the longest first; as in attention/params.cuh
   int32_t* row_order;
   int32_t* column_order;
   // [matrix, q tile, and one more] first query of tiles that end with sequences, or null
   int32_t* q_blocks;
   int32_t* kv_blocks;  // [matrix, kv tile, and one more] likewise of keys
-  int32_t* tile_lengths;  // [matrix, kv tile] blocks of queries that see a tile of keys
+  int32_t* tile_lengths;  // [matrix, kv tile] number of query blocks that see a tile of keys
   int32_t* column_entries;  // [matrix, kv tile] tiles of keys, the longest first
   int64_t left, right;  // keys on either side of the diagonal of a sequence
   int64_t q_length, kv_length;  // of kLengths, without an array
@@ -44,7 +44,7 @@ struct IntervalParams {
   int32_t is_q_signed, is_kv_signed;
   int32_t is_bottom_right;  // the diagonal ends with each sequence; else it starts with it
   int32_t block_q, block_kv, num_q_blocks, num_kv_blocks;
-  int32_t tile_q, tile_kv, num_q_tiles, num_kv_tiles;  // tiles that end with sequences; 0 without
+  int32_t tile_q, tile_kv, num_q_tiles, num_kv_tiles;  // tiles that end with sequences; 0 if absent
   IntervalKind kind;
 };
 

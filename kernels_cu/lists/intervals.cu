@@ -1,6 +1,6 @@
-// Finds the keys that each query sees from integers on the device, a thread a query: offsets of packed sequences,
-// lengths, or ids of documents. If blocks are ordered, it also counts the blocks of the other side that each block
-// sees.
+// Computes the keys that each query sees from integers on the device, one thread per query: offsets of packed
+// sequences, lengths, or document ids. If blocks are ordered, it also counts the key blocks that each query block sees,
+// and the query blocks that see each key block.
 #include <lists/integers.cuh>
 #include <lists/interval_params.cuh>
 #include <ptx/thread.cuh>
@@ -18,10 +18,11 @@ struct Interval {
   int64_t lo, hi;
 };
 
-// Return the keys of a query, as masks.Sequences defines them. Queries after all sequences start beyond all keys.
+// Return the keys of a query, as masks.Sequences defines them. The interval of a query after all sequences starts past
+// all keys.
 CUFLASH_DEVICE Interval keys_of_sequence(const IntervalParams& params, const Integers& q, const Integers& kv,
                                          int query) {
-  int after = 0;  // number of offsets that are not beyond the query
+  int after = 0;  // number of offsets that are at most the query's index
   for (int end = params.num_offsets; after < end;) {
     const int middle = (after + end) / 2;
     if (q.at(middle) <= query) after = middle + 1;
@@ -34,14 +35,16 @@ CUFLASH_DEVICE Interval keys_of_sequence(const IntervalParams& params, const Int
   return {after > last ? kFar : clipped(diagonal - params.left, start, stop), hi};
 }
 
-// Return the keys of a query, as masks.Lengths defines them. Queries past their length start beyond all keys.
+// Return the keys of a query, as masks.Lengths defines them. The interval of a query past its length starts past all
+// keys.
 CUFLASH_DEVICE Interval keys_of_lengths(const IntervalParams& params, const Integers& q, const Integers& kv,
                                         int query) {
   const int64_t q_length = q.data == nullptr ? params.q_length : q.at(0);
   return {query < q_length ? 0 : kFar, kv.data == nullptr ? params.kv_length : kv.at(0)};
 }
 
-// Return the first number of a range for which a condition holds, which holds for all that follow; else the end.
+// Return the first number of a range for which a condition holds, or its end; the condition holds for all later
+// numbers, too.
 template <class Condition>
 CUFLASH_DEVICE int first_for_which(Condition holds, int first, int end) {
   while (first < end) {
@@ -52,8 +55,8 @@ CUFLASH_DEVICE int first_for_which(Condition holds, int first, int end) {
   return first;
 }
 
-// Return the keys of a query, as masks.Documents defines them. Queries and keys with the same ids: the run of equal ids
-// around the query. Otherwise the ids of neither decrease.
+// Return the keys of a query, as masks.Documents defines them. If queries and keys share their ids, they are the run of
+// equal ids around the query. Otherwise the ids of queries and keys each never decrease.
 CUFLASH_DEVICE Interval keys_of_document(const IntervalParams& params, const Integers& q, const Integers& kv,
                                          int query) {
   const Integer id = q.exact(query);
@@ -93,14 +96,14 @@ struct Matrix {
     return {lo > rows_lo ? lo : rows_lo, hi < rows_hi ? hi : rows_hi};
   }
 
-  // Return the number of queries that see a key of a range: of those whose intervals start at or before its last key,
-  // less those whose intervals end at or before its first key. Called by whole warps: one half counts starts and the
-  // other ends, and each lane tests another query, since each test is a search in the offsets.
+  // Return the number of queries that see a key of a range: the queries whose intervals start at or before its last
+  // key, minus those whose intervals end at or before its first key. Called by whole warps: one half counts starts and
+  // the other counts ends. Each lane tests a different query, since each test is a search in the offsets.
   CUFLASH_DEVICE int num_queries_of(int first_key, int last_key) const {
     constexpr int kLanes = 16;
     const bool counts_ends = ptx::lane() >= kLanes;
     const int key = counts_ends ? first_key : last_key;
-    int counted = 0, end = params.seqlen_q;  // queries before `counted` count, those from `end` on do not
+    int counted = 0, end = params.seqlen_q;  // queries before `counted` are counted, those from `end` on are not
     while (__any_sync(0xffffffffu, counted < end)) {
       const int step = (end - counted + kLanes - 1) / kLanes, query = counted + (ptx::lane() % kLanes + 1) * step - 1;
       bool counts = false;
@@ -116,13 +119,13 @@ struct Matrix {
   }
 };
 
-// Return how many blocks a range of so many positions takes at least, but at most kMaxLength.
+// Return the minimum number of blocks that contain `length` positions, clamped to kMaxLength.
 CUFLASH_DEVICE int num_blocks_of(int length, int block) {
   return static_cast<int>(clipped(length > 0 ? (length - 1) / block + 1 : 0, 0, kMaxLength));
 }
 
-// Return the length by which a block of queries is ordered, and below a block of keys: how many blocks of the other
-// side the intervals of its queries, or the queries that see its keys, take.
+// Return the length by which a query block is ordered, and below a key block: the number of blocks on the other side
+// that the intervals of its queries, or the queries that see its keys, cover.
 CUFLASH_DEVICE int row_length(const Matrix& matrix, int number) {
   const IntervalParams& params = matrix.params;
   const int first = number * params.block_q, end = first + params.block_q;
@@ -138,8 +141,8 @@ CUFLASH_DEVICE int column_length(const Matrix& matrix, int number) {
   return num_blocks_of(matrix.num_queries_of(first, last), params.block_q);
 }
 
-// Return the first row of a tile that ends with its sequence, as cuflash/blocks/sequence_tiles.py numbers them. Rows
-// before the first sequence, and behind the last one, count as one each.
+// Return the first row of a tile that ends with its sequence, as cuflash/blocks/sequence_tiles.py numbers them. The
+// rows before the first sequence count as a sequence, and so do those after the last one.
 CUFLASH_DEVICE int tile_start(const Integers& offsets, int num_offsets, int length, int height, int number) {
   const auto bound = [&](int sequence) {
     return static_cast<int>(sequence == 0            ? 0
@@ -166,7 +169,8 @@ CUFLASH_DEVICE int start_of_kv_tile(const Matrix& matrix, int number) {
   const IntervalParams& params = matrix.params;
   return tile_start(matrix.kv, params.num_offsets, params.seqlen_kv, params.tile_kv, number);
 }
-// Return the length by which such a tile of keys is ordered: how many tiles of queries see it. Called by whole warps.
+// Return the length by which such a tile of keys is ordered: the number of query tiles that see it. Called by whole
+// warps.
 CUFLASH_DEVICE int tile_length(const Matrix& matrix, int number) {
   const int first = start_of_kv_tile(matrix, number), end = start_of_kv_tile(matrix, number + 1);
   return num_blocks_of(matrix.num_queries_of(first, end - 1), matrix.params.tile_q);
@@ -178,8 +182,8 @@ extern "C" __global__ void __launch_bounds__(32 * cuflash::Config::kNumWarps, cu
 lists_intervals(const __grid_constant__ cuflash::lists::IntervalParams params) {
   using namespace cuflash;
   using namespace cuflash::lists;
-  // A warp for each block of keys and each tile of keys; then a thread for each block of queries, each start of a tile
-  // and each query.
+  // A warp computes each key block and each tile of keys; then a thread computes each query block, each start of a
+  // tile, and each query.
   const int num_columns = params.row_order == nullptr ? 0 : params.num_kv_blocks;
   const int num_rows = params.row_order == nullptr ? 0 : params.num_q_blocks;
   const int num_tiles = params.q_blocks == nullptr ? 0 : params.num_kv_tiles;

@@ -1,6 +1,6 @@
-// Bounds the scores of each query and page of keys from above, one warp for each pair: the sum over columns of the
-// greater product of the query with the least and with the greatest key of the page. NaN stays NaN.
-// cuflash/selectors/pages.py is the specification.
+// Computes upper bounds of the scores of each query and page of keys, one warp per pair: the sum over columns of the
+// greater of the query's products with the page's least and greatest key. NaN stays NaN. cuflash/selectors/pages.py is
+// the specification.
 #include <lists/selection.cuh>
 #include <tile/element.cuh>
 

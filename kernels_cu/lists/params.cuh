@@ -1,9 +1,9 @@
 #pragma once
 #include <ptx/thread.cuh>
 
-// Four kernels list the blocks of a mask on the device: lists_classify decides each block of the grid, lists_ranks
-// numbers the listed blocks of each block row and counts them by rows and columns, lists_pointers sums the counts up,
-// and lists_entries writes the lists that attention kernels walk.
+// Four kernels list the blocks of a mask on the device: lists_classify determines the kind of each block of the grid,
+// lists_ranks numbers the listed blocks of each block row and counts them by rows and columns, lists_pointers computes
+// running sums of the counts, and lists_entries writes the lists that attention kernels walk.
 namespace cuflash::lists {
 
 constexpr int kBatchAxes = 3;
@@ -29,7 +29,7 @@ struct Params {
   int32_t* q_blocks;
   uint8_t* kinds;
   int32_t* tiles;
-  // [cell, block_q, ceil(block_kv / 8)]; null where blocks of the mask are whole
+  // [cell, block_q, ceil(block_kv / 8)]; null if blocks of the mask are whole
   uint8_t* bits;
   int32_t* column_pointers;
   int32_t* column_entries;
@@ -40,7 +40,7 @@ struct Params {
   int32_t num_matrices, num_heads;
   int32_t seqlen_q, seqlen_kv;
   int32_t block_q, block_kv, num_q_blocks, num_kv_blocks;
-  int32_t divisor_q, divisor_kv;  // queries and keys that an element of the mask stands for
+  int32_t divisor_q, divisor_kv;  // queries and keys per element of the mask
   int32_t padding;
 
   CUFLASH_DEVICE int num_rows() const { return num_matrices * num_q_blocks; }

@@ -1,5 +1,5 @@
-// Sums the counts of block rows, in the first thread block, and of block columns, in the second: the results are the
-// starts of their entries.
+// Computes running sums of the counts of block rows, in the first thread block, and of block columns, in the second.
+// The results are the starts of their entries.
 #include <lists/params.cuh>
 #include <lists/running_sums.cuh>
 

@@ -1,6 +1,5 @@
-// Numbers the listed cells of each block row, one warp for each row, and counts them; counts those of each block
-// column, one thread for each column. The count of a row or column is stored where the entries of the next one will
-// start.
+// Numbers and counts the listed cells of each block row, one warp per row, and counts those of each block column, one
+// thread per column. The count of a row or column is stored where the start of the next one's entries will be.
 #include <lists/params.cuh>
 
 namespace cuflash::lists {

@@ -3,10 +3,10 @@
 #include <ptx/math.cuh>
 #include <ptx/shared.cuh>
 
-// Chooses blocks of a row of a grid: those of the highest scores, the lower number among equal scores, as many as a
-// budget allows; forced blocks come first. Every block has a place in the order, a number that is lower the sooner the
-// block is taken. The last place that is taken is found by bisection, which counts the blocks before a place, or adds
-// up their shares. cuflash/selectors/budget.py is the specification.
+// Chooses blocks of a row of a grid: those with the highest scores, and the lower index among equal scores, as many as
+// a budget allows; forced blocks come first. Every block has a place in the order, a number that is lower the earlier
+// the block is taken. The last place that is taken is found by bisection, which counts the blocks before a place, or
+// sums their shares. cuflash/selectors/budget.py is the specification.
 namespace cuflash::lists {
 
 using Accumulator = Config::Accumulator;
@@ -35,8 +35,8 @@ struct WarpOfRow {
   }
 };
 
-// A thread block that chooses from a row. All of its threads call each function of `Row`. Its warps add up their sums
-// in shared memory, always in one order.
+// A thread block that chooses from a row. All of its threads call each function of `Row`. Its warps add their sums in
+// shared memory, always in the same order.
 struct BlockOfRow {
   static constexpr int kThreads = kSelectionThreads;
   static constexpr int kBytes = sizeof(double) * Config::kNumWarps;
@@ -58,7 +58,7 @@ struct BlockOfRow {
   }
 };
 
-// The end of the chosen blocks: all blocks of places before one, and of this place the blocks up to a column.
+// The end of the chosen blocks: all blocks with earlier places are chosen, and of this place the blocks up to a column.
 struct End {
   uint32_t place;
   int column;
@@ -68,7 +68,7 @@ struct End {
   }
 };
 
-// A row of the grid: which of its blocks may be kept, and which must be.
+// A row of the grid: which of its blocks may be kept, and which must be kept.
 struct BlocksOfRow {
   const Choice& choice;
   int64_t first;  // number of the row's first cell
@@ -117,8 +117,8 @@ struct Row : BlocksOfRow {
     places = storage;
   }
 
-  // Return the place of a block. Places have the order of the scores as floats, the highest first: -0 is 0, and NaN is
-  // below all numbers.
+  // Return the place of a block. Places have the order of the scores as floats, the highest first: -0 equals 0, and NaN
+  // is below all numbers.
   CUFLASH_DEVICE uint32_t new_place(int column) const {
     if (!is_eligible(column)) return kNotEligiblePlace;
     if (is_forced(column)) return kForcedPlace;
@@ -147,8 +147,8 @@ struct Row : BlocksOfRow {
     return threads.sum(sum);
   }
 
-  // Return the greatest place for which `is_taken` holds. It holds for 0, and for no place after one for which it does
-  // not.
+  // Return the greatest place for which `is_taken` holds. It holds for 0, and if it fails for a place, it fails for all
+  // later ones.
   template <class IsTaken>
   static CUFLASH_DEVICE uint32_t last_place(IsTaken is_taken) {
     uint32_t found = 0;
@@ -178,8 +178,8 @@ struct Row : BlocksOfRow {
     return {last, end};
   }
 
-  // Return the end of the fewest first blocks whose shares add up to a part of all shares, `mass`; of all blocks if a
-  // share is NaN.
+  // Return the end of the shortest prefix of blocks whose shares sum to at least the part `mass` of all shares; the end
+  // of all blocks if a share is NaN.
   CUFLASH_DEVICE End end_of_mass(double mass) const {
     const double needed = mass * shares_before(kNotEligiblePlace);
     const uint32_t last = last_place([&](uint32_t at) { return !(shares_before(at) >= needed); });

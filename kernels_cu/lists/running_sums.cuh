@@ -5,8 +5,8 @@
 // Running sums by a thread block.
 namespace cuflash::lists {
 
-// Replace counts [1 <= x <= length] by the sums of all counts up to each of them and of `start`, which comes before
-// them. Each of Threads threads sums up a part. Called by all threads, once all counts are written.
+// Replace each count [1 <= x <= length] by the sum of `start` and all counts up to it. Each of Threads threads sums a
+// part. Called by all threads, once all counts are written.
 template <int Threads>
 CUFLASH_DEVICE void sum_up(int32_t* counts, int length, int start) {
   int* const sums = ptx::dynamic_shared<int>();

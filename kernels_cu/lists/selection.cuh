@@ -2,8 +2,8 @@
 #include <ptx/thread.cuh>
 
 // The parameters of the kernels of selectors: lists_pool computes means of blocks of rows, lists_draw draws scores of
-// blocks, lists_spread adds up the masses of compressed keys, lists_key_scores multiplies queries by single keys,
-// lists_slash_sums adds up the masses of keys and of distances, whose choice lists_crossings hands to blocks,
+// blocks, lists_spread sums the masses of compressed keys, lists_key_scores multiplies queries by single keys,
+// lists_slash_sums sums the masses of keys and of distances, lists_crossings converts a choice of these into blocks,
 // lists_page_bounds bounds the scores of pages, and lists_choose and lists_choose_wide choose blocks by their scores.
 // cuflash/planning/selection_kernels.py has the same records as NumPy dtypes.
 namespace cuflash::lists {
@@ -14,22 +14,22 @@ constexpr int kSelectionThreads = 32 * Config::kNumWarps;
 // of its columns.
 struct Choice {
   const void* scores;  // accumulators
-  const void* shares;  // accumulators: shares that count for `mass`; null if all eligible blocks count alike
+  const void* shares;  // accumulators: shares that count for `mass`; null if all eligible blocks have equal shares
   const uint8_t* allowed;  // whether each block may be kept; null if all may
-  const uint8_t* forced;  // blocks that must be kept if they may, beside those of the numbers below; or null
+  const uint8_t* forced;  // blocks that must be kept if they may, in addition to those of the fields below; or null
   // a byte for each block, or with `keeps_bits` a bit, in words of 32 of a row from the lowest bit on
   uint8_t* kept;
-  double mass;  // the part of the shares that kept blocks hold, or 0
-  double threshold;  // the score from which on blocks are kept
+  double mass;  // the part of all shares that the kept blocks must reach, or 0
+  double threshold;  // blocks with at least this score are kept
   int64_t offset;  // query i and key i + offset are on the diagonal
   int32_t num_rows, num_q_blocks, num_kv_blocks;
   int32_t seqlen_q, block_q, block_kv;
-  int32_t count;  // blocks that are kept at least
+  int32_t count;  // minimum number of kept blocks
   int32_t has_threshold;
   int32_t is_causal;  // blocks after a row's last diagonal one may not be kept
   int32_t num_sinks, num_local, has_diagonal;  // forced blocks
-  int32_t keeps_places;  // shared memory has room for the places of all rows that a thread block chooses from
-  int32_t keeps_bits;  // of lists_choose_wide alone
+  int32_t keeps_places;  // true if shared memory has room for the places of all rows that a thread block chooses from
+  int32_t keeps_bits;  // read by lists_choose_wide only
 };
 // The parameters of lists_choose_wide.
 struct Choices {
@@ -54,7 +54,8 @@ struct Pooling {
 };
 
 // The parameters of lists_spread: masses [groups, heads of a group, num_q_blocks, num_compressed] of compressed keys,
-// and the scores [groups, heads of a group, num_q_blocks, num_kv_blocks] of blocks. Keys lie in parts of equal length.
+// and the scores [groups, heads of a group, num_q_blocks, num_kv_blocks] of blocks. Keys are divided into parts of
+// equal length.
 struct Spread {
   const void* masses;  // accumulators
   void* scores;  // accumulators, the same for each head of a group
@@ -76,16 +77,16 @@ struct StridedRows {
 // queries, keys] in base 2, and the runs [*batch, heads, queries, runs] of keys.
 struct KeyScores {
   StridedRows q, k;
-  void* scores;  // accumulators, -inf where a causal mask has no key
+  void* scores;  // accumulators, -inf if the causal mask excludes the key
   void* runs;  // as KeyRun
   double scale_log2;  // the softmax scale times log2(e)
-  int64_t first_diagonal_key;  // the last key, which need not exist, that query 0 sees under a causal mask
+  int64_t first_diagonal_key;  // the last key, which may not exist, that query 0 sees under a causal mask
   int32_t batch[3];
   int32_t num_heads, group_size, num_rows, num_keys, num_columns;
   int32_t is_causal, padding;
 };
 
-// The greatest score of a query and a run of keys, and the sum of exp2(score - greatest), 0 if no key is seen.
+// The greatest score of a query and a run of keys, and the sum of exp2(score - greatest), or 0 if no key is seen.
 struct KeyRun {
   Config::Accumulator greatest, sum;
 };
@@ -103,12 +104,12 @@ struct SlashSums {
   int32_t padding;
 };
 
-// The parameters of lists_crossings: bits of chosen keys [matrices, keys], as a choice keeps them, after them those of
-// chosen distances [matrices, distances], and the blocks that they cross.
+// The parameters of lists_crossings: bits of chosen keys [matrices, keys], as a choice stores them, followed by those
+// of chosen distances [matrices, distances], and the blocks that they cross.
 struct Crossings {
   const uint32_t* chosen;
   uint8_t* kept;
-  Choice grid;  // without arrays and scores: which blocks may be kept, and which must be
+  Choice grid;  // without arrays and scores: which blocks may be kept, and which must be kept
   int32_t seqlen_kv, num_distances;
 };
 

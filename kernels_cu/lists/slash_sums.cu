@@ -1,6 +1,6 @@
-// Adds up masses of single keys over the rows of each key, and over the rows of each distance between a query and a
-// key: one thread for each sum, in the order of the rows. A mass is the exponential of a score less its row's lse,
-// which each thread block makes of the row's runs of keys. cuflash/selectors/slashes.py is the specification.
+// Sums the masses of single keys over the rows of each key, and over the rows of each distance between a query and a
+// key: one thread per sum, in the order of the rows. A mass is the exponential of a score minus its row's lse, which
+// each thread block computes from the row's runs of keys. cuflash/selectors/slashes.py is the specification.
 #include <lists/selection.cuh>
 #include <ptx/math.cuh>
 #include <ptx/shared.cuh>
@@ -49,7 +49,7 @@ lists_slash_sums(const __grid_constant__ cuflash::lists::SlashSums sums) {
   Accumulator sum = 0;
   for (int first = 0; first < sums.num_rows; first += kBlockQ) {
     const int last = min(first + kBlockQ, sums.num_rows);
-    __syncthreads();  // the rows before are read
+    __syncthreads();  // the previous rows are read
     for (int row = first + ptx::thread_index() / 32; row < last; row += Config::kNumWarps) {
       const RowMass mass = mass_of_row(runs + static_cast<int64_t>(row) * sums.num_runs, sums.num_runs);
       if (ptx::lane() == 0) rows[row - first] = mass;

@@ -1,5 +1,5 @@
-// Adds up the masses of compressed keys, which stand for overlapping runs of keys, over blocks of keys and over the
-// heads of a group: one thread for each block of each group, whose sum it writes for each head of the group.
+// Sums the masses of compressed keys, which represent overlapping runs of keys, over blocks of keys and over the heads
+// of a group: one thread per block of each group, which writes its sum for each head of the group.
 // cuflash/selectors/compressed.py is the specification.
 #include <lists/selection.cuh>
 
@@ -13,7 +13,7 @@ lists_spread(const __grid_constant__ cuflash::lists::Spread spread) {
   const int64_t first_row =
       rows / spread.num_q_blocks * spread.group_size * spread.num_q_blocks + rows % spread.num_q_blocks;
   const int column = static_cast<int>(cell % spread.num_kv_blocks);
-  // The block holds the parts from `start` to `stop`, and compressed key c the num_parts parts from c on.
+  // The block has the parts from `start` to `stop`, and compressed key c the num_parts parts from c on.
   const int start = column * spread.parts_of_block, stop = start + spread.parts_of_block;
   const int first = start - spread.num_parts + 1 > 0 ? start - spread.num_parts + 1 : 0;
   const int last = stop < spread.num_compressed ? stop : spread.num_compressed;

@@ -1,4 +1,4 @@
-// Joins the lists of neighbouring queries, a warp for each tile of queries: every block that one of them chose, in
+// Joins the lists of neighboring queries, one warp per tile of queries: every block that one of them chose, in
 // ascending order, with a bit for each query that chose it. A list is a set, since bits are set and not counted.
 #include <lists/chosen.cuh>
 #include <ptx/shared.cuh>
@@ -10,7 +10,7 @@ extern "C" __global__ void __launch_bounds__(32) lists_unions(const __grid_const
   const int tile = blockIdx.x, lane = ptx::lane(), num_words = params.words_per_entry;
   const int batch_head = tile / params.num_tiles, first_query = tile % params.num_tiles * params.queries_per_tile;
   const int num_queries = min(params.queries_per_tile, params.seqlen_q - first_query);
-  int entry = tile * params.max_entries;  // int32 numbers all entries
+  int entry = tile * params.max_entries;  // an int32 can number all entries
   if (lane == 0) params.ranges[2 * tile] = entry;
   for (int base = 0; base < params.num_blocks; base += params.blocks_at_once) {
     const int num_blocks = min(params.blocks_at_once, params.num_blocks - base);

@@ -1,5 +1,6 @@
 // Backward of standard attention: dk = dS^T q softmax_scale and dv = P^T do, summed over the query heads that share a
-// key/value head. One block makes one tile of either, from all queries: it is the same product of other matrices.
+// key/value head. A thread block computes one tile of dk or dv, from all queries: it is the same product of different
+// matrices.
 #include <attention/config_simt.cuh>
 #include <attention/naive_matrix.cuh>
 #include <attention/score_gradient.cuh>

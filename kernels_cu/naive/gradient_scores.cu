@@ -1,5 +1,6 @@
-// Backward of standard attention: P = exp2(S - lse) in S's place, and dS = P (dP - delta) beside it, where dP = do v^T
-// and delta = rowsum(do o) - dlse. One block makes one tile of both, and delta of its rows again.
+// Backward of standard attention: P = exp2(S - lse), which overwrites S, and dS = P (dP - delta) in a second matrix,
+// where dP = do v^T and delta = rowsum(do o) - dlse. A thread block computes one tile of both, and recomputes delta of
+// its rows.
 #include <attention/dropout.cuh>
 #include <attention/mask_simt.cuh>
 #include <attention/score_gradient.cuh>
@@ -12,7 +13,8 @@ constexpr int kSharedBytes = kBytesOf<DoTile, VTile>;
 
 }  // namespace cuflash::naive
 
-// Four blocks a multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more blocks.
+// Four blocks per multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more
+// blocks.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
 naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params,
                       const __grid_constant__ cuflash::naive::ScoreMatrices matrices CUFLASH_FEATURES) {

@@ -1,4 +1,4 @@
-// Standard attention, third of three kernels: o = P v. One block makes one tile of o, from all keys.
+// Standard attention, third of three kernels: o = P v. A thread block computes one tile of o, from all keys.
 #include <naive/products.cuh>
 
 namespace cuflash::naive {
@@ -7,7 +7,8 @@ constexpr int kSharedBytes = kBytesOf<PTile, VTile> + kBlockKv * static_cast<int
 
 }  // namespace cuflash::naive
 
-// Four blocks a multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more blocks.
+// Four blocks per multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more
+// blocks.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
 naive_output(const __grid_constant__ cuflash::attention::Params params,
              const __grid_constant__ cuflash::naive::ScoreMatrices matrices) {

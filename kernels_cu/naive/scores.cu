@@ -1,6 +1,6 @@
-// Standard attention, first of three kernels: S = q k^T softmax_scale log2(e), a whole matrix in global memory, -inf
-// where the mask hides a score. The factor log2(e) allows exp2 later. One block computes one tile of S, whatever the
-// mask.
+// Standard attention, first of three kernels: S = q k^T softmax_scale log2(e), a whole matrix in global memory, -inf if
+// the mask excludes an element. The factor log2(e) allows exp2 later. A thread block computes one tile of S, whatever
+// the mask.
 #include <attention/mask_simt.cuh>
 #include <attention/score.cuh>
 #include <attention/softmax_simt.cuh>
@@ -12,7 +12,8 @@ constexpr int kSharedBytes = kBytesOf<QTile, KTile>;
 
 }  // namespace cuflash::naive
 
-// Four blocks a multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more blocks.
+// Four blocks per multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more
+// blocks.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
 naive_scores(const __grid_constant__ cuflash::attention::Params params,
              const __grid_constant__ cuflash::naive::ScoreMatrices matrices CUFLASH_FEATURES) {

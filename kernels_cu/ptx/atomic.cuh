@@ -1,4 +1,4 @@
-// Atomic additions to global memory; only the addition to an int returns the value from before.
+// Atomic additions to global memory; only the addition to an int returns the previous value.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-red
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace cuflash::ptx {
 
-// The sum is rounded to nearest after each addition, and additions come in any order; subnormal sums of floats become 0.
+// The sum is rounded to nearest after each addition, and additions occur in any order; subnormal sums of floats become 0.
 CUFLASH_DEVICE void red_add(float* address, float value) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
 }
@@ -25,7 +25,7 @@ CUFLASH_DEVICE int fetch_add(int* address, int value) {
   return before;
 }
 
-// Adds to four neighbouring floats, of which the first lies at a multiple of 16 bytes; each sum is separate. From sm_90 on.
+// Adds to four consecutive floats, the first of which is aligned to 16 bytes; each sum is separate. From sm_90 on.
 CUFLASH_DEVICE void red_add_4(float* address, const float (&values)[4]) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(values[0]), "f"(values[1]),
                "f"(values[2]), "f"(values[3])

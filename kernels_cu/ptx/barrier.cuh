@@ -11,7 +11,7 @@ CUFLASH_DEVICE void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Counts towards barrier `id` and goes on. Called by all 32 lanes of a warp.
+// Arrives at barrier `id` and continues. Called by all 32 lanes of a warp.
 CUFLASH_DEVICE void bar_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

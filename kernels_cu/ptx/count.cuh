@@ -11,8 +11,8 @@ CUFLASH_DEVICE void red_add_release(int* counter, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }
 // Waits until the masked bits of a counter reach a threshold, with acquire order: this thread then sees all writes that others
-// made before their additions. Called by whole warps: if one lane alone waits, ptxas takes registers from the whole kernel. In a
-// kernel with a watchdog, the wait ends with a fault after four seconds.
+// made before their additions. Called by whole warps: if only one lane waited, ptxas would take registers from the whole
+// kernel. In a kernel with a watchdog, the wait ends with a fault after four seconds.
 CUFLASH_DEVICE void wait_for_counter(const int* counter, int mask, int threshold) {
   const uint64_t started_at = Config::kHasWatchdog ? assembly::nanoseconds() : 0;
   while (true) {

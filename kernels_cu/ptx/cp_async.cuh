@@ -31,7 +31,7 @@ CUFLASH_DEVICE void cp_async_cg_16(uint32_t destination, const void* source, int
 // Closes the group of all copies that this thread issued since its last commit; an empty group counts too.
 CUFLASH_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most kPending of this thread's newest groups are in flight. Other threads need a barrier besides.
+// Waits until at most kPending of this thread's newest groups are in flight. Other threads also need a barrier.
 template <int kPending>
 CUFLASH_DEVICE void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

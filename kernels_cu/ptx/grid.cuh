@@ -9,7 +9,7 @@ namespace cuflash::ptx {
 // Waits until the grids before this one have ended and their writes are visible.
 CUFLASH_DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// The next grid may start once all blocks have called this or have ended; it does not see this grid's writes by that.
+// The next grid may start once all blocks have called this or have ended; this does not make this grid's writes visible to it.
 CUFLASH_DEVICE void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

@@ -1,6 +1,6 @@
 // 8x8 matrices of 16-bit elements between shared memory and registers, one to four at a time.
-// Lane i gives the address of row i % 8 of matrix i / 8, 16 bytes aligned to 16; lanes past the last row are ignored.
-// Lane i holds elements (i / 4, 2 * (i % 4)) and its right neighbour of each matrix, the left one in the lower half;
+// Lane i passes the address of row i % 8 of matrix i / 8, 16 bytes aligned to 16; lanes past the last row are ignored.
+// Lane i holds elements (i / 4, 2 * (i % 4)) and its right neighbor of each matrix, the left one in the lower half;
 // with _trans the matrix in registers is the transpose of the one in shared memory.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-ldmatrix and -stmatrix (sm_90)
 #pragma once

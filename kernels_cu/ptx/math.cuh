@@ -74,15 +74,15 @@ CUFLASH_DEVICE float min_or_nan(float x, float y) {
   return z;
 }
 
-// A word whose bits from number `first` on are set: all of them if `first` is negative, none from 32 on.
+// A word in which bit `first` and all higher bits are set: all bits if `first` is negative, no bit from 32 on.
 CUFLASH_DEVICE uint32_t bits_at_or_above(int first) {
   uint32_t bits;
   asm("shl.b32 %0, %1, %2;" : "=r"(bits) : "r"(~0u), "r"(max(first, 0)));
   return bits;
 }
 
-// Four bytes of x, which are numbers 0 to 3, and y, 4 to 7. Four bits of the selector choose each byte, those of the
-// lowest byte first. With the fourth bit set, all bits of the byte are the highest one of the chosen byte.
+// Four bytes chosen from x, which has bytes 0 to 3, and y, 4 to 7. Four bits of the selector choose each byte, those of the
+// lowest byte first. If the highest of these four bits is set, all bits of the byte equal the highest one of the chosen byte.
 CUFLASH_DEVICE uint32_t permute_bytes(uint32_t x, uint32_t y, uint32_t selector) {
   uint32_t z;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(selector));
@@ -137,7 +137,7 @@ CUFLASH_DEVICE BFloat16 bfloat16_by_integers(float x) {
   return {static_cast<uint16_t>(is_nan ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
 }
 
-// Two floats as one register of an mma operand, `lo` in the lower half: the instruction names the upper first.
+// Two floats as one register of an mma operand, `lo` in the lower half: the instruction takes the upper one first.
 CUFLASH_DEVICE uint32_t pack2(Half, float lo, float hi) {
   uint32_t y;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
@@ -151,7 +151,7 @@ CUFLASH_DEVICE uint32_t pack2(BFloat16, float lo, float hi) {
 }
 
 // Four floats as one register of an operand of 8-bit elements, `a` in the lowest byte: rounded to nearest, ties to even, and
-// beyond 448 to it; NaN stays NaN. From sm_89 on.
+// clamped to 448 in magnitude; NaN stays NaN. From sm_89 on.
 CUFLASH_DEVICE uint32_t pack4(Float8E4M3, float a, float b, float c, float d) {
   uint32_t y;
   asm("{\n.reg .b16 lo, hi;\ncvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;\n"

@@ -15,8 +15,8 @@ CUFLASH_DEVICE uint64_t nanoseconds() {
   return time;
 }
 
-// Ends the kernel with an error by a store to address 0. A trap would be an exit from the wait loop, for which ptxas
-// serialises wgmma (C7512).
+// Ends the kernel with an error by a store to address 0. A trap would be an exit from the wait loop, for which ptxas serializes
+// wgmma (C7512).
 CUFLASH_DEVICE void fault() { asm volatile("st.global.u32 [%0], 0;" ::"l"(0ull) : "memory"); }
 
 }  // namespace cuflash::assembly
@@ -28,7 +28,7 @@ CUFLASH_DEVICE void mbarrier_init(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// Lets asynchronous copies, and other blocks of a cluster, see the barriers that this thread made.
+// Makes the barriers that this thread initialized visible to asynchronous copies and to other blocks of a cluster.
 CUFLASH_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 // Arrives with release order: threads that wait for the phase see this thread's earlier writes.

@@ -58,7 +58,7 @@ CUFLASH_DEVICE void mma_m8n8k4(double& d0, double& d1, double a, double b) {
                : "d"(a), "d"(b));
 }
 
-// From sm_90 on; chips after sm_90 have it made of the other.
+// From sm_90 on; chips after sm_90 emulate it by the other instruction.
 CUFLASH_DEVICE void mma_m16n8k4(double& d0, double& d1, double& d2, double& d3, double a0, double a1, double b) {
   asm volatile("mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
                : "+d"(d0), "+d"(d1), "+d"(d2), "+d"(d3)

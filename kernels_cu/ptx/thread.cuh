@@ -1,4 +1,4 @@
-// Numbers of a thread. Each call reads them anew, so that values derived from them need not stay in registers.
+// Indices of a thread. Each call reads them again, so that values derived from them need not stay in registers.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#special-registers
 #pragma once
 
@@ -26,7 +26,7 @@ CUFLASH_DEVICE int opaque(int x) {
   return x;
 }
 
-// Keeps loads on their side of this line, so that the loads of many rows do not occupy registers at once.
+// Keeps loads from moving across this line, so that the loads of many rows do not occupy registers at once.
 CUFLASH_DEVICE void compiler_barrier() { asm volatile("" ::: "memory"); }
 
 }  // namespace cuflash::ptx

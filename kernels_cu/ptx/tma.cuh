@@ -10,10 +10,10 @@
 
 namespace cuflash::ptx {
 
-// An opaque record that cuTensorMapEncodeTiled makes. It is passed only as a __grid_constant__ parameter.
+// An opaque record that cuTensorMapEncodeTiled writes. It is passed only as a __grid_constant__ parameter.
 struct alignas(64) TensorMap { uint64_t words[16]; };
 
-// Tells the level-2 cache how long to keep the data that a copy reads.
+// How long the L2 cache keeps the data that a copy reads.
 enum class Cache : uint64_t {
   kNormal = 0x1000000000000000, kEvictFirst = 0x12F0000000000000, kEvictLast = 0x14F0000000000000
 };
@@ -46,7 +46,7 @@ CUFLASH_DEVICE void tma_load_5d(uint32_t destination, const TensorMap* map, uint
                : "memory");
 }
 
-// Prefetches a box into the level-2 cache, where a later copy finds it.
+// Prefetches a box into the L2 cache, where a later copy finds it.
 CUFLASH_DEVICE void tma_prefetch_5d(const TensorMap* map, int x0, int x1, int x2, int x3, int x4) {
   asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(x0), "r"(x1),
                "r"(x2), "r"(x3), "r"(x4)
@@ -69,7 +69,7 @@ CUFLASH_DEVICE void tma_store_4d(const TensorMap* map, uint32_t source, int x0, 
                : "memory");
 }
 
-// The first lane issues the copy; whole warps call this, since inside a branch of one lane the compiler would serialise wgmma.
+// The first lane issues the copy; whole warps call this, since inside a branch of one lane the compiler would serialize wgmma.
 CUFLASH_DEVICE void tma_store_5d(const TensorMap* map, uint32_t source, int x0, int x1, int x2, int x3, int x4) {
   asm volatile("{\n"
                ".reg .pred is_first;\n"
@@ -128,7 +128,7 @@ CUFLASH_DEVICE void bulk_add(float* destination, uint32_t source, int bytes) {
 // Closes the group of all copies to global memory that this thread issued since its last commit; empty ones count too.
 CUFLASH_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until all but the newest kPending groups of this thread have read their sources, which may be written again.
+// Waits until all but the newest kPending groups of this thread have read their sources, which may then be overwritten.
 template <int kPending>
 CUFLASH_DEVICE void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");

@@ -1,7 +1,7 @@
-// Compares the results of attention with a mask and without: the softmax mass exp(kept_lse - lse) that the mask keeps of
-// each query, and the Frobenius norm of the change of o, divided by that of o. Each thread block adds up squares of some
-// elements, and the one that ends last adds the sums of all in their order, so that the error has the same bits in each
-// call. cuflash/study/recall.py is the specification.
+// Compares the results of attention with and without a mask: for each query the softmax mass exp(kept_lse - lse) that
+// the mask keeps, and the Frobenius norm of the change of o, divided by that of o. Each thread block sums the squares
+// of some elements, and the one that ends last adds the sums of all blocks in order, so that the error is bitwise
+// reproducible. cuflash/study/recall.py is the specification.
 #include <ptx/arrival.cuh>
 #include <ptx/shared.cuh>
 #include <results/params.cuh>
@@ -50,7 +50,7 @@ results_compare(const __grid_constant__ cuflash::results::Comparison of) {
   for (int64_t row = first; row < of.num_rows; row += step) {
     const Accumulator lse = static_cast<const Accumulator*>(of.lse)[row];
     const Accumulator kept = static_cast<const Accumulator*>(of.kept_lse)[row];
-    // A difference above 0 comes by rounding alone.
+    // A difference above 0 can only result from rounding.
     static_cast<Accumulator*>(of.mass)[row] = lse == ptx::negative_infinity<Accumulator>()
                                                   ? Accumulator(1)
                                                   : ptx::exp_accurate(tile::min_or_nan(kept - lse, Accumulator(0)));

@@ -21,8 +21,8 @@ struct Merge {
   int32_t padding;
 };
 
-// The parameters of results_compare: the results [rows, columns] and [rows] without a mask and with it, and what they
-// say of the mask.
+// The parameters of results_compare: the results [rows, columns] and [rows] without a mask and with it, and the
+// measures that compare them.
 struct Comparison {
   const void* o;
   const void* lse;  // accumulators; so is kept_lse

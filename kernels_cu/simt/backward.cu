@@ -1,7 +1,6 @@
 // FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2) in one walk over the scores. A thread block computes
 // dK and dV of one tile of keys, and adds to dQ atomically, in no fixed order. Scores are transposed: rows are keys. Q,
-// dO, Q again and the sum for dQ share one tile of shared memory, one after the other; P and then dS have a tile of
-// their own.
+// dO, Q again and the sum for dQ use one tile of shared memory in turn; P and then dS use a second tile.
 #include <attention/block_iterator.cuh>
 #include <attention/config_simt.cuh>
 #include <attention/dropout.cuh>
@@ -16,19 +15,19 @@ constexpr int kWidest = kHeadDim > kValueDim ? kHeadDim : kValueDim;
 constexpr int kDqWidth = tile::kMmaRows > 0   ? 32
                          : kHeadDim % 64 == 0 ? 64
                                               : kHeadDim;  // columns of dQ in registers at a time
-constexpr int kUnroll = 1;  // steps of a product that are unrolled: more gain little, and compile half as long again
-// the product of scores, for which registers of operands are free
+constexpr int kUnroll = 1;  // unrolled steps of a product: more gain little, and compile half as long again
+// the product of scores has free registers for its operands
 constexpr int kScoreUnroll = tile::kMmaRows > 0 ? tile::kMmaUnroll : kUnroll;
 // Multiply-adds read these only along rows, by vectors; tensor cores read along columns too.
 constexpr int kPadding = tile::kMmaRows > 0 ? tile::kPadding<Accumulator> : 0;
 using KRows = tile::SharedTile<Accumulator, kBlockKv, kHeadDim, kHeadDim + kPadding>;
 using VRows = tile::SharedTile<Accumulator, kBlockKv, kValueDim, kValueDim + kPadding>;
-// With rows that start 8 banks apart, four rows are written at once without a bank conflict; with 64 queries there is
-// no space for the padding.
+// With rows that start 8 banks apart, four rows are written at once without a bank conflict. With 64 queries, the
+// padding does not fit.
 constexpr int kPtPadding = kPadding == 0 && kBlockQ > 64 ? 8 : kPadding;
 using PtTile = tile::SharedTile<Accumulator, kBlockKv, kBlockQ, kBlockQ + kPtPadding>;
 
-// Q, dO and dQ share one tile, one after the other; behind each row are lse and delta of its query.
+// Q, dO and dQ use one tile in turn; each row is followed by lse and delta of its query.
 template <int Columns>
 using SharedSlot = tile::SharedTile<Accumulator, kBlockQ, Columns, kWidest + tile::kPadding<Accumulator>>;
 constexpr int kSharedBytes = kBytesOf<KRows, VRows, PtTile, SharedSlot<kHeadDim>>;
@@ -105,30 +104,30 @@ simt_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
       __syncthreads();  // dQ and dS of the last step are read
       load_statistics<kWidest>(q_smem, block, lse, delta);
       tile::load(q_smem, q.rows(block.start, block.stop));
-      __syncthreads();  // Q, and K and V before the first step, are there
+      __syncthreads();  // Q has arrived, and K and V before the first step
       scores.fill(0);
       tile::gemm_add_nt<kScoreUnroll>(scores, k_smem, q_smem);
       if constexpr (!kHasScore) probabilities_of_keys(scores, params, work, block, lse_2);
       tile::store(p_smem, scores);  // with a score function, S, which only its own thread reads
-      __syncthreads();  // P is there, and Q is read
+      __syncthreads();  // P is stored, and Q is read
       // The gradients of a query without a key are 0, whatever its rows hold.
       tile::load(do_smem, d_o.rows(block.start, block.stop),
                  [&](int row) { return lse_2(row) != -ptx::negative_infinity<Accumulator>(); });
-      __syncthreads();  // dO is there
+      __syncthreads();  // dO has arrived
       if constexpr (!kHasScore && !Config::kHasDropout) tile::gemm_add_nn<kUnroll>(dv, p_smem, do_smem);
       scores.fill(0);
       tile::gemm_add_nt<kScoreUnroll>(scores, v_smem, do_smem);
       const auto p_at = [&](int i, int j) -> Accumulator& { return p_smem.at(scores.row(i), scores.column(j)); };
       make_changed_p_and_ds(p_at, scores, params, work, block, lse_2, delta_of, score_function, dropout);
       if constexpr (kHasScore || Config::kHasDropout) {
-        __syncthreads();  // P is there
+        __syncthreads();  // P is stored
         tile::gemm_add_nn<kUnroll>(dv, p_smem, do_smem);
       }
       __syncthreads();  // P and dO are read
       if constexpr (!kHasScore && !Config::kHasDropout) score_gradients_of_keys(scores, p_at, delta_of);
       tile::store(p_smem, scores);
       tile::load(q_smem, q.rows(block.start, block.stop));
-      __syncthreads();  // dS and Q are there
+      __syncthreads();  // dS is stored, and Q has arrived
       tile::gemm_add_nn<kUnroll>(dk, p_smem, q_smem);
       __syncthreads();  // Q is read
       const Interval keys = visited_keys(params, work, block);
@@ -140,7 +139,7 @@ simt_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
         dq_frag.scale(shape.softmax_scale);
         tile::store(dq_smem.columns<kDqWidth>(column), dq_frag);
       }
-      __syncthreads();  // dQ is there
+      __syncthreads();  // dQ is stored
       tile::add(dq.rows(block.start, block.stop), dq_smem);
     }
   }

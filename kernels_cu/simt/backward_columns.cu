@@ -1,5 +1,5 @@
-// The columns' half of FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2): dK and dV of one tile of keys,
-// summed over the query heads that share it, P recomputed from lse. Scores are transposed here: rows are keys.
+// The column half of FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2): dK and dV of one tile of keys,
+// summed over the query heads that share it, with P recomputed from lse. Scores are transposed here: rows are keys.
 #include <attention/block_iterator.cuh>
 #include <attention/config_simt.cuh>
 #include <attention/dropout.cuh>
@@ -11,7 +11,7 @@
 namespace cuflash::simt {
 
 using PtTile = tile::SharedTile<Accumulator, kBlockKv, kBlockQ>;
-// Steps of a product that are unrolled; 3 % slower than four, and compiled in 2/3
+// Unrolled steps of a product. One is 3 % slower than four, and compiles in 2/3 of the time.
 constexpr int kUnroll = tile::kMmaRows > 0 ? 4 : 1;
 constexpr int kSharedBytes = kBytesOf<KTile, VTile, QTile, DoTile, PtTile>;
 
@@ -58,7 +58,7 @@ simt_backward_columns(const __grid_constant__ cuflash::attention::Params params 
       tile::load(do_smem, d_o.rows(block.start, block.stop), [&](int row) {
         return lse.at(block.start + row, 0) != ptx::negative_infinity<Accumulator>();
       });
-      __syncthreads();  // Q and dO, and K and V before the first step, are there
+      __syncthreads();  // Q and dO have arrived, and K and V before the first step
       tile::RegisterTile<Accumulator, kBlockKv, kBlockQ> s, dp;
       s.fill(0);
       dp.fill(0);
@@ -80,11 +80,11 @@ simt_backward_columns(const __grid_constant__ cuflash::attention::Params params 
       }
       if constexpr (Config::kHasDropout) drop_weights(s, kept);
       tile::store(p_smem, s);
-      __syncthreads();  // P is there
+      __syncthreads();  // P is stored
       tile::gemm_add_nn<kUnroll>(dv, p_smem, do_smem);
       __syncthreads();  // P is read
       tile::store(p_smem, dp);
-      __syncthreads();  // dS is there
+      __syncthreads();  // dS is stored
       tile::gemm_add_nn<kUnroll>(dk, p_smem, q_smem);
     }
   }

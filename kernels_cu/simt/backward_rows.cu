@@ -1,5 +1,5 @@
-// The rows' half of FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2): delta = rowsum(dO o O) - dlse and
-// dQ of one tile of queries, P recomputed from lse. The columns' half reads delta; results repeat bit for bit.
+// The row half of FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2): delta = rowsum(dO o O) - dlse and
+// dQ of one tile of queries, with P recomputed from lse. The column half reads delta; results are bitwise reproducible.
 #include <attention/block_iterator.cuh>
 #include <attention/config_simt.cuh>
 #include <attention/dropout.cuh>
@@ -48,7 +48,7 @@ simt_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
     __syncthreads();  // K and dS of the last step are read
     tile::load(k_smem, k.rows(block.start, block.stop));
     tile::load(v_smem, v.rows(block.start, block.stop));
-    __syncthreads();  // K and V, and Q and dO before the first step, are there
+    __syncthreads();  // K and V have arrived, and Q and dO before the first step
     tile::RegisterTile<Accumulator, kBlockQ, kBlockKv> s, dp;
     s.fill(0);
     dp.fill(0);
@@ -60,7 +60,7 @@ simt_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
     if constexpr (kHasScore) scores_to_p_and_ds_of_queries(s, dp, score_function, params, work, block, lse_2, delta);
     else score_gradients_of_queries(s, dp, params, work, block, lse_2, delta);
     tile::store(ds_smem, dp);
-    __syncthreads();  // dS is there
+    __syncthreads();  // dS is stored
     tile::gemm_add_nn(dq, ds_smem, k_smem);
   }
   dq.scale(shape.softmax_scale);

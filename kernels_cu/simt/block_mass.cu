@@ -1,7 +1,7 @@
 // The softmax mass of every block of a grid: exp(s - lse) summed over the keys and the queries of the block. A thread
-// block owns whole rows of the grid, so that no two add to one mass. It walks the keys of its queries once if lse is
-// given; else twice, first for lse. Where head_dim is wider than a tile of shared memory, scores are summed over chunks
-// of it.
+// block owns whole rows of the grid, so that no two add to one mass. It walks the keys of its queries once if lse is an
+// input, otherwise twice, first for lse. If head_dim is wider than a tile of shared memory, scores are summed over
+// chunks of it.
 #include <attention/block_iterator.cuh>
 #include <attention/block_mass.cuh>
 #include <attention/config_simt.cuh>
@@ -28,10 +28,10 @@ CUFLASH_DEVICE void step_scores(Scores& s, Accumulator* smem, const attention::P
   s.fill(0);
   for (int first = 0; first < head_dim; first += kHeadDim) {
     const int last = min(first + kHeadDim, head_dim);
-    __syncthreads();  // Q and K before are read, and so are the weights of the last step
+    __syncthreads();  // the previous Q and K are read, and so are the weights of the last step
     if (loads_q || head_dim > kHeadDim) tile::load(q_smem, q.columns(first, last));
     tile::load(k_smem, k.columns(first, last));
-    __syncthreads();  // Q and K are there
+    __syncthreads();  // Q and K have arrived
     tile::gemm_add_nt(s, q_smem, k_smem);
   }
   if constexpr (kHasScore) score_of_queries(s, score, params.shape.softmax_scale, work, block, kLog2E);
@@ -59,7 +59,7 @@ simt_block_mass(const __grid_constant__ cuflash::attention::Params params,
   const auto lse = matrix<Accumulator>(params.lse, batch_head, batch_head.head, shape.seqlen_q, 1);
 
   clear_masses<Accumulator, tile::kThreads>(grid, shape, owned);
-  __syncthreads();  // they are 0
+  __syncthreads();  // the masses are 0
   WorkTile work = owned;
   for (; work.first < owned.last; work.first = work.last) {
     work.last = min(query_tile_end(params, work.first, kBlockQ), owned.last);
@@ -106,7 +106,7 @@ simt_block_mass(const __grid_constant__ cuflash::attention::Params params,
         for (int j = 0; j < Scores::kColumns; ++j)
           s.at[i][j] = ptx::exp2_accurate(s.at[i][j] - shift[i]) * factor[i];
       tile::store(p_smem, s);
-      __syncthreads();  // the weights are there
+      __syncthreads();  // the weights are stored
       add_masses(grid, batch_head, p_smem, work.first, work.last, block.start, block.stop);
     }
     __syncthreads();  // Q of this tile is read

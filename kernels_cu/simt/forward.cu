@@ -1,6 +1,5 @@
 // FlashAttention-2's forward pass (arXiv 2307.08691, algorithm 1), with products and sums in true float32 or float64. A
-// thread block works on one tile of queries and walks their keys; K and V share one tile of shared memory, one after
-// the other.
+// thread block works on one tile of queries and walks their keys; K and V use one tile of shared memory in turn.
 #include <attention/config_simt.cuh>
 #include <attention/dropout.cuh>
 #include <attention/mask_simt.cuh>
@@ -48,7 +47,7 @@ simt_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
   for (KvBlock block; blocks.next(block);) {
     __syncthreads();  // V and P of the last step are read
     tile::load(k_smem, k.rows(block.start, block.stop));
-    __syncthreads();  // K, and Q before the first step, is there
+    __syncthreads();  // K has arrived, and Q before the first step
     tile::RegisterTile<Accumulator, kBlockQ, kBlockKv> s;
     s.fill(0);
     tile::gemm_add_nt(s, q_smem, k_smem);
@@ -60,7 +59,7 @@ simt_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
     softmax.update(s, o);
     if constexpr (Config::kHasDropout) drop_weights(s, kept_weights_of_queries(s, dropout, shape, work, block));
     tile::store(p_smem, s);
-    __syncthreads();  // V and P are there
+    __syncthreads();  // V has arrived, and P is stored
     tile::gemm_add_nn(o, p_smem, v_smem);
   }
 

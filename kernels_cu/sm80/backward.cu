@@ -21,18 +21,18 @@ using Scores = ScorePartition::Tile;
 using WarpDk = tile::WarpPartition<kBlockKv, kHeadDim, kNumWarps>::Tile;
 using WarpDv = tile::WarpPartition<kBlockKv, kValueDim, kNumWarps>::Tile;
 
-constexpr bool kMakesPAndDsTogether = kHasScore || Config::kHasDropout;  // P and dS are made together, after dP
+constexpr bool kMakesPAndDsTogether = kHasScore || Config::kHasDropout;  // P and dS are computed together, after dP
 static_assert(!Config::kHasDropout || !Config::kPacksQueries, "rows of several heads have no cells of drawn weights");
 constexpr bool kIsNarrow = kHeadDim + kValueDim <= 256;
 constexpr int kNumScores = Scores::kRows * Scores::kColumns;  // scores per thread
-// P is made while the tensor cores multiply dP: with elements of 16 bits, if the registers hold both.
+// P is computed while the tensor cores multiply dP, if elements have 16 bits and the registers hold both.
 constexpr bool kOverlapsP = sizeof(Element) == 2 && kNumScores <= 32;
-// P is also stored while dP is multiplied, and dS while dV is multiplied, which takes one more barrier: if the products
-// are long enough. At 256 columns and 16384 tokens that saves 2.5 % of the backward pass.
+// P is also stored while dP is multiplied, and dS while dV is multiplied, which needs one more barrier, if the products
+// are long enough. At 256 columns and 16384 tokens this saves 2.5 % of the backward pass.
 constexpr bool kOverlapsDs =
     kOverlapsP && !kIsNarrow && kValueDim >= 64 && ScorePartition::kNumOwnerWarps == kNumWarps;
-// P and dS are rounded and stored at once, which halves their registers, in masked and unmasked steps apart: if the
-// registers do not hold both for longer. That saves 6 % at 32 columns (sm80_steps.log of b648872e, 8).
+// P and dS are rounded and stored at once, which halves their registers, in separate code for masked and unmasked
+// steps, if the registers cannot hold both for longer. This saves 6 % at 32 columns (sm80_steps.log of b648872e, 8).
 constexpr bool kStoresScoresEarly = kOverlapsDs || (sizeof(Element) == 2 && kNumScores > 32);
 // Warps test whether they are the first owner of their scores even if every warp is: with this test, ptxas orders the
 // instructions after it better, which gains 2 % of the backward pass at 128 columns without a list.
@@ -47,8 +47,8 @@ constexpr PTile ds_smem{p_smem.start + PTile::kBytes};
 constexpr int kStatisticsOffset = ds_smem.start + PTile::kBytes;  // the stages of lse and delta
 constexpr int kStateOffset = kStatisticsOffset + kNumStages * 2 * kBlockQ * static_cast<int>(sizeof(float));
 
-// State of a thread block, of its tile and its present query head, that lies in shared memory, so that registers are
-// left for accumulators.
+// State of a thread block, of its tile and its current query head. It is in shared memory, to leave registers for
+// accumulators.
 struct BlockState {
   attention::WorkTile work;
   attention::VisitRange visit_range;
@@ -74,7 +74,7 @@ CUFLASH_DEVICE void load_k(const attention::Params& params, const attention::Wor
   tile::load_async<kThreads>(k_smem, visible_k, first - work.first);
 }
 
-// Return the range of queries of the present head that visit the tile.
+// Return the range of queries of the current head that visit the tile.
 CUFLASH_DEVICE attention::VisitRange visit_range_of_head(const attention::Params& params,
                                                          attention::ChosenArgument<Config> chosen,
                                                          const attention::WorkTile& work) {
@@ -134,8 +134,8 @@ CUFLASH_DEVICE tile::Matrix<float> statistics(int stage, int which, int num_rows
   return {all + (2 * stage + which) * kBlockQ, 1, 1, num_rows, 1};
 }
 
-// Start to copy a block of as many queries as a tile has, whose rows fill the tiles. Narrow tiles leave registers to
-// compute all addresses before the first copy.
+// Start to copy a block of as many queries as a tile has, whose rows fill the tiles. Narrow tiles leave enough
+// registers to compute all addresses before the first copy.
 CUFLASH_DEVICE void load_full_block(const attention::Params& params, const BlockState& state, int first, int stage) {
   using QRows = tile::FullTileCopy<kThreads, Element, kBlockQ, kHeadDim>;
   using DoRows = tile::FullTileCopy<kThreads, Element, kBlockQ, kValueDim>;
@@ -180,7 +180,7 @@ CUFLASH_DEVICE void load_partial_block(const attention::Params& params, const Bl
 // Start to copy the block of queries of a step, if it exists.
 CUFLASH_DEVICE void load_block(const attention::Params& params, attention::NoChosenLists, const BlockState& state,
                                bool in_bounds, const attention::KvBlock& block, int stage) {
-  // ptxas spills registers if && stands here
+  // ptxas spills registers with && instead of &
   const bool is_full_block = in_bounds & state.rows_fill_tiles & (block.stop - block.start == kBlockQ);
   if (in_bounds && !is_full_block) load_partial_block(params, state, block, stage);
   if (__builtin_expect(is_full_block, true)) load_full_block(params, state, block.start, stage);
@@ -216,8 +216,8 @@ CUFLASH_DEVICE void store_scores(const Scores& p, const Scores& ds) {
   tile::store(ds_smem, ds);
 }
 
-// Make P and dS of a step without a mask, and add P^T dO to dV. P is made and stored while the tensor cores multiply dP
-// = dO V^T, and dS while they multiply P^T dO.
+// Compute P and dS of a step without a mask, and add P^T dO to dV. P is computed and stored while the tensor cores
+// multiply dP = dO V^T, and dS while they multiply P^T dO.
 template <class Row>
 CUFLASH_DEVICE void add_dv_overlapped(WarpDv& dv, Scores& s, OTile do_smem, float softmax_scale_log2, const Row& row) {
   constexpr int kNumKSteps = kBlockQ / 16;
@@ -235,7 +235,7 @@ CUFLASH_DEVICE void add_dv_overlapped(WarpDv& dv, Scores& s, OTile do_smem, floa
   });
 }
 
-// Make P and dS of a step in which all queries see all keys, from the products S.
+// Compute P and dS of a step in which all queries see all keys, from the products S.
 CUFLASH_DEVICE void make_scores_of_full_step(WarpDv& dv, Scores& s, Scores& dp, OTile do_smem,
                                              const tile::Matrix<float>& lse, const tile::Matrix<float>& delta,
                                              const BlockState& state) {
@@ -283,7 +283,7 @@ CUFLASH_DEVICE void make_changed_p_and_ds(Scores& s, Scores& dp, const attention
   }
 }
 
-// Write dK and dV of the tile, by way of the shared memory of its K and V. Called by all threads.
+// Write dK and dV of the tile, through the shared memory of its K and V. Called by all threads.
 CUFLASH_DEVICE void write_gradients(const attention::Params& params, attention::ChosenArgument<Config> chosen,
                                     const BlockState& state, WarpDk& dk, WarpDv& dv,
                                     attention::DropoutArgument<Config> dropout) {
@@ -326,7 +326,8 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
     bool has_block = blocks.next(block);
     load_block(params, chosen, state, has_block, block, 0);
     ptx::cp_async_commit();
-    // The block after the next is looked up now, so that loads from a list arrive while this block is multiplied.
+    // The block after the next is looked up now, so that loads from a list arrive while the current block is
+    // multiplied.
     bool has_next_block = blocks.next(next_block);
     for (int stage = 0; has_block; stage = kNumStages - 1 - stage) {
       const QTile q_smem{kQOffset + stage * QTile::kBytes};

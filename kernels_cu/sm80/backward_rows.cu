@@ -1,6 +1,6 @@
-// dQ of FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2), for calls whose results must repeat bit for
-// bit. A thread block computes dQ of one tile of queries and recomputes P from lse. Each warp keeps its rows of P, dS
-// and dQ in registers.
+// dQ of FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2), for calls whose results must be bitwise
+// reproducible. A thread block computes dQ of one tile of queries and recomputes P from lse. Each warp keeps its rows
+// of P, dS and dQ in registers.
 #include <attention/dropout_gradient_mma.cuh>
 #include <attention/epilogue_mma.cuh>
 #include <attention/fragment_slopes.cuh>
@@ -114,7 +114,7 @@ sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
   bool has_block = blocks.next(block);
   if (has_block) load_block(params, state, block, 0);
   ptx::cp_async_commit();
-  // The block after the next is looked up now, so that loads from a list arrive while this block is multiplied.
+  // The block after the next is looked up now, so that loads from a list arrive while the current block is multiplied.
   bool has_next_block = blocks.next(next_block);
   for (int stage = 0; has_block; stage = kNumStages - 1 - stage) {
     const KTile k_smem{kKOffset + stage * KTile::kBytes};

@@ -4,8 +4,8 @@
 
 namespace cuflash::sm80 {
 
-// State of a thread block that keeps a tile of queries and walks blocks of keys. It lies in shared memory, so that
-// registers are left for accumulators.
+// State of a thread block that keeps a tile of queries and walks blocks of keys. It is in shared memory, to leave
+// registers for accumulators.
 struct BlockState {
   Element* k;
   Element* v;

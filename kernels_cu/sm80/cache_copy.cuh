@@ -5,7 +5,7 @@
 namespace cuflash::sm80 {
 
 // Copies the rows of K and V that a warp reads, together with the other warps that read them, so that no other warp has
-// to wait. The size of a page is a multiple of 16 rows, so 16 keys lie in one page. Pages are looked up one step before
+// to wait. The size of a page is a multiple of 16 rows, so 16 keys are in one page. Pages are looked up one step before
 // their rows are copied.
 template <class Stage>
 class CacheCopy {
@@ -64,7 +64,7 @@ class CacheCopy {
   static constexpr int kRowsOfThreads = 32 * kRowGroups / Stage::kThreadsPerRow;
   static constexpr int kRowsPerPass = kRowsOfThreads < kUnit ? kRowsOfThreads : kUnit;
 
-  // The number of a thread among those that copy the same keys.
+  // The index of a thread among those that copy the same keys.
   static CUFLASH_DEVICE int thread() { return threadIdx.x % (32 * kRowGroups); }
   static CUFLASH_DEVICE int own_row() { return thread() / Stage::kThreadsPerRow; }
   static CUFLASH_DEVICE int own_chunk() { return thread() % Stage::kThreadsPerRow; }

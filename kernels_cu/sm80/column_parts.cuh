@@ -2,8 +2,8 @@
 #include <attention/members.cuh>
 #include <ptx/arrival.cuh>
 
-// Sums of dK and dV of keys that many queries chose: several thread blocks have a part of the queries each, and the last
-// of them to arrive adds the parts in their order, so that results repeat bit for bit.
+// Sums of dK and dV of keys that many queries chose. Several thread blocks each process a part of the queries, and the
+// last of them to arrive adds the parts in order, so that results are bitwise reproducible.
 namespace cuflash::sm80 {
 
 // Call visit(element, number) for a thread's elements of a tile; `number` counts them over the threads of the block.
@@ -16,7 +16,7 @@ CUFLASH_DEVICE void for_each_sum(Tile& sums, Visit visit) {
       visit(sums.at(i, j), (i * Tile::kColumns + j) * kThreads + static_cast<int>(threadIdx.x));
 }
 
-// Return whether dk and dv are the sums over all queries: in the thread block that arrives last, they are afterwards.
+// Return whether dk and dv are the sums over all queries, which they are in the thread block that arrives last.
 // `is_last` is shared memory for an int. Called by all threads.
 template <class WarpDk, class WarpDv>
 CUFLASH_DEVICE bool add_parts(const attention::Params&, attention::NoChosenLists, const attention::WorkTile&, WarpDk&,

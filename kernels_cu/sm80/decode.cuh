@@ -1,12 +1,12 @@
 // Attention of a few new tokens to the keys and values of a cache (split-KV decoding: Flash-Decoding, T. Dao et al.,
 // 2023). A thread block works on a part of the keys of one sequence for one key/value head. The rows of its tile are
-// the queries of all heads that share the key/value head. Its warps share the keys, not the rows: each warp has a
-// softmax of its own, and the warps merge at the end. The number of parts of a sequence depends on its length alone,
-// and the block that ends last merges the parts in their order. So results of a sequence have the same bits whatever
-// else is in the batch and wherever its pages lie.
+// the queries of all heads that share the key/value head. Its warps share the keys, not the rows: each warp has its own
+// softmax, and the warps merge at the end. The number of parts of a sequence depends on its length alone, and the block
+// that ends last merges the parts in order. Therefore the results of a sequence are bitwise identical whatever else is
+// in the batch and wherever its pages are.
 //
 // A kernel passes a type `Stage`, which defines how a pipeline stage holds keys and values:
-//   Arrays                 the arguments of the kernel beside its parameters
+//   Arrays                 the arguments of the kernel in addition to its parameters
 //   KTile, VTile, Stored   tiles of keys and values, and the type of their elements
 //   kThreadsPerRow         number of threads that share the copy of a row
 //   kBytes                 size of a stage in bytes, a multiple of 128; a stage is constructed from its first byte
@@ -54,7 +54,7 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
 
   const int num_steps = (part.stop - part.start + kBlockKv - 1) / kBlockKv;  // 0 for an empty sequence
   CacheCopy<Stage> copy(params, arrays, number, kv_head, of, part);
-#pragma unroll 1  // keeps the code small: it is loaded once
+#pragma unroll 1  // keeps the code small: the cache loads it once
   for (int stage = 0; stage < kNumStages - 1; ++stage) {
     if (stage < num_steps) copy.start_next(stage);
     ptx::cp_async_commit();
@@ -76,7 +76,7 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
   int stage = 0, free_stage = kNumStages - 1;
   for (int step = 0; step < num_steps; ++step) {
     ptx::cp_async_wait<kNumStages - 2>();
-    sync_key_group();  // keys and values of the step have arrived, and those of the step before are read
+    sync_key_group();  // keys and values of the step have arrived, and those of the previous step are read
     if (step + kNumStages - 1 < num_steps) copy.start_next(free_stage);
     ptx::cp_async_commit();
     Scores s;

@@ -15,7 +15,7 @@ constexpr int kNumStages = Config::kNumStages;
 constexpr int kRowGroups = kBlockQ / 16, kKeyGroups = kNumWarps / kRowGroups, kKeysOfWarp = kBlockKv / kKeyGroups;
 using Scores = tile::WarpTile<1, kKeysOfWarp / 8, kRowGroups, kKeyGroups>;
 using Output = tile::WarpTile<1, kValueDim / 8, kRowGroups>;
-using Softmax = attention::LazySoftmax<Scores::kRows>;  // its scale alone is used, since a warp shares its maxima
+using Softmax = attention::LazySoftmax<Scores::kRows>;  // only its scale is used, since warps merge their maxima
 static_assert(kRowGroups * kKeyGroups == kNumWarps && kKeysOfWarp % 16 == 0 && kBlockKv % 16 == 0,
               "warps share evenly");
 
@@ -32,7 +32,7 @@ CUFLASH_DEVICE void sync_key_group() {
   else __syncthreads();
 }
 
-// Sizes of the merge buffer, in floats. It takes the place of queries, keys and values once all warps have read them.
+// Sizes of the merge buffer, in floats. It overwrites queries, keys and values once all warps have read them.
 constexpr int kFloatsOfWarp = Output::kColumnTiles * 4 * 32;
 constexpr int kStatsFloats = 2 * kKeyGroups * kBlockQ;
 constexpr int kMergeFloats = kStatsFloats + kKeyGroups / 2 * kRowGroups * kFloatsOfWarp;

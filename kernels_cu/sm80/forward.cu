@@ -1,9 +1,9 @@
 // FlashAttention-2's forward pass (arXiv 2307.08691, algorithm 1) on the tensor cores of Ampere. A thread block works
 // on one tile of queries and walks their keys; each warp keeps its rows of S, P and O in registers. K of the next step
 // is copied while the softmax of this step runs, and V while its scores are multiplied. If there are too few tiles for
-// the chip, several blocks share the keys of a tile (split-KV), and combine.cu merges their parts. If there are few
-// queries too, a tile holds those of all heads that share a key/value head (pack_gqa). If queries choose their blocks, a
-// tile holds neighbouring ones with all heads that share their lists (packs_queries).
+// the chip, several blocks share the keys of a tile (split-KV), and combine.cu merges their parts. If there are also
+// few queries, a tile holds those of all heads that share a key/value head (pack_gqa). If queries choose their blocks,
+// a tile holds neighboring queries with all heads that share their lists (packs_queries).
 #include <attention/config_mma.cuh>
 #include <attention/dropout.cuh>
 #include <attention/members.cuh>
@@ -28,12 +28,12 @@ using Walk = tile::Conditional<kPacksQueries, attention::OverUnions, attention::
 using MembersOfTile = attention::MembersOf<Config, Scores>;
 
 constexpr QTile q_smem{0};
-constexpr OTile o_smem{0};  // takes the place of Q, once Q is read
+constexpr OTile o_smem{0};  // overwrites Q, once Q is read
 constexpr KTile k_smem{QTile::kBytes > OTile::kBytes ? QTile::kBytes : OTile::kBytes};
 constexpr VTile v_smem{k_smem.start + KTile::kBytes};
 constexpr int kStateOffset = v_smem.start + VTile::kBytes;
 
-// Return the tile of a thread block, which other blocks may share.
+// Return the tile of a thread block, which several blocks may share.
 CUFLASH_DEVICE attention::WorkTile tile_of_block(const attention::Params& params, attention::NoPages,
                                                  attention::ChosenArgument<Config> chosen) {
   if (kPackGqa) return attention::packed_query_tile(params, kBlockQ, params.shape.num_splits);
@@ -103,7 +103,7 @@ CUFLASH_DEVICE void load_block(Tile to, Element* data, const attention::Matrices
 }
 
 // Start to copy the rows of K, or of V, of a step from the pages of a sequence. Rows that are not visited become 0, and
-// rows that have no page too; the latter are counted.
+// so do rows that have no page, which are counted.
 template <class Tile>
 CUFLASH_DEVICE void load_block(Tile to, Element* data, const attention::Matrices& matrices, int num_columns,
                                const attention::KvBlock& block, bool, const attention::Pages& pages,
@@ -164,7 +164,7 @@ CUFLASH_DEVICE void score_step(Scores& s, const attention::Params& params, const
   apply_score(s, score, params.shape.softmax_scale, work.batch_head, query_of, {block.start, block.stop}, 1);
 }
 
-// Set weights of a step that are dropped to 0.
+// Set dropped weights of a step to 0.
 CUFLASH_DEVICE void drop_step(Scores& p, const attention::Params& params, const attention::WorkTile& work,
                               int first_key, attention::DropoutArgument<Config> dropout) {
   using namespace attention;
@@ -206,7 +206,7 @@ CUFLASH_DEVICE void write_part(const attention::Params& params, const SplitParts
   }
 }
 
-// Return the sink of each row of a tile, as a function of its number.
+// Return the sink of each row of a tile, as a function of its index.
 CUFLASH_DEVICE auto sink_of_rows(attention::SinkArgument<Config> sink, const attention::WorkTile& work,
                                  attention::NoChosenLists) {
   const float logit = attention::sink_logit<float>(sink, work.batch_head, work.batch_head.head);
@@ -220,7 +220,7 @@ CUFLASH_DEVICE auto sink_of_rows(attention::SinkArgument<Config> sink, const att
   };
 }
 
-// Write lse, and O by way of shared memory in the place of Q.
+// Write lse, and O through the shared memory of Q.
 CUFLASH_DEVICE void write_results(const attention::Params& params, const BlockState& state, const Softmax& softmax,
                                   Output& o, attention::SinkArgument<Config> sink,
                                   attention::DropoutArgument<Config> dropout,

@@ -65,8 +65,8 @@ struct Backward : BackwardEpilogue<Config> {
     return true;
   }
 
-  // Make P and dS of a step whose weights a score function or dropout changes, as operands of products, and store dS in
-  // shared memory. If dP does not run ahead, it is multiplied here.
+  // Compute P and dS of a step whose weights a score function or dropout changes, as operands of products, and store dS
+  // in shared memory. If dP does not run ahead, it is multiplied here.
   static CUFLASH_DEVICE void make_changed_step(Scores& s, Scores& dp, PackedScores& p, PackedScores& ds, Kept& kept,
                                                const StepQueries& queries, const PipelineState& state, int part,
                                                const attention::Shape& shape, const score::Function& score,
@@ -104,11 +104,11 @@ struct Backward : BackwardEpilogue<Config> {
     return Config::kFinishesDqInOrder && flags & StepMessage::kFinalizesDq ? DqFinish::kWithSums : DqFinish::kNot;
   }
 
-  // Run a consumer warpgroup: walk all steps, tile after tile. Each accumulator is a fresh variable per iteration, so
+  // Run a consumer warpgroup: walk all steps, tile after tile. Each accumulator is a new variable per iteration, so
   // that ptxas sees no wgmma registers carried over the loop. No wgmma may be in flight at the back edge of the loop;
-  // otherwise ptxas serialises them (advisory C7510). There is one loop, with one step per iteration, so that addresses
+  // otherwise ptxas serializes them (advisory C7510). There is one loop, with one step per iteration, so that addresses
   // of operands are uniform in the warp. Here dP of the next step is multiplied before this step ends, and its P is
-  // made meanwhile.
+  // computed meanwhile.
   static CUFLASH_DEVICE void consume_with_next_dp(const attention::Params& params, int part,
                                                   const score::Function& score, DropoutArgument dropout) {
     SharedStorage& smem = shared();
@@ -172,7 +172,7 @@ struct Backward : BackwardEpilogue<Config> {
       if (!end_step(params, dk, dv, dq, dq_staging, state, flags, dq_finish, part, score, dropout, of_steps)) return;
       Scores next_s;
       start_scores(next_s, next_state, part);
-      // this wait contains a branch, without which ptxas serialises the products
+      // this wait contains a branch, without which ptxas serializes the products
       tile::wait_full(smem.d_o[next_state.stage], next_state.phase);
       tile::wait_wgmma<1>(dk);
       tile::fence_registers(ds);
@@ -180,7 +180,7 @@ struct Backward : BackwardEpilogue<Config> {
       tile::arrive(smem.q[state.stage].empty);
       start_dp(next_dp, next_state, part);
       const StepPositions next_positions = positions_of_step(next_state.stage);
-      const Step next_step(score, next_positions);  // computed, as the numbers of dropout are, while products run
+      const Step next_step(score, next_positions);  // computed while products run, as the random numbers of dropout are
       draw_step(kept, next_positions, dropout, params.shape);
       tile::wait_wgmma<1>(next_s);
       make_step_p(next_s, next_step, delta, next_lse_2, next_state, first_query, flags, softmax_scale_log2);
@@ -247,7 +247,7 @@ struct Backward : BackwardEpilogue<Config> {
       if (!end_step(params, dk, dv, dq, dq_staging, state, flags, dq_finish, part, score, dropout, of_steps)) return;
       Scores next_s;
       start_scores(next_s, next_state, part);
-      // this wait contains a branch, without which ptxas serialises the products
+      // this wait contains a branch, without which ptxas serializes the products
       tile::wait_full(smem.d_o[next_state.stage], next_state.phase);
       tile::wait_wgmma<0>(next_s);
       ptx::fence_registers(tile::accumulators(dk));

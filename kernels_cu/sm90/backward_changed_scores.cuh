@@ -17,7 +17,7 @@ struct BackwardChangedScores : ChangedWeights<Config> {
   template <class Score>
   using StepScoreOf = typename Base::template StepScoreIf<Scores, Score>;
 
-  // P is made while dP is multiplied, if slopes do not depend on scores and registers hold dP of the next step.
+  // P is computed while dP is multiplied, if slopes do not depend on scores and registers hold dP of the next step.
   static constexpr bool kMakesPEarly = kChangesWeights && !kMakesPAndDsTogether && kDpRunsAhead;
 
   // Call visit(i, j) for a thread's elements of 16 queries.
@@ -41,8 +41,8 @@ struct BackwardChangedScores : ChangedWeights<Config> {
     });
   }
 
-  // Replace q k^T by P for all queries of a step. P is made as in a plain step, then corrected if the step is not
-  // plain: so all steps share one piece of code, which saves instruction fetches.
+  // Replace q k^T by P for all queries of a step. P is computed as in a plain step, then corrected if the step is not
+  // plain: thus all steps share one piece of code, which saves instruction fetches.
   template <class Step>
   static CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, const StepQueries& queries, float scale) {
     const AllOfThread all(queries);
@@ -63,14 +63,14 @@ struct BackwardChangedScores : ChangedWeights<Config> {
     if constexpr (Config::kHasDropout) kept = Base::template kept_weights_of_step<Scores>(dropout, shape, positions);
   }
 
-  // Selects one of two copies of a function at compile time: for plain steps, or for others.
+  // Selects one of two copies of a function at compile time: for plain steps, or for all others.
   template <bool Value>
   struct IsPlain {
     static constexpr bool kValue = Value;
   };
 
-  // Make P and dS of a step from P (or q k^T) and dP, pack them as left operands of products, and store dS transposed
-  // for the product dQ. P loses the weights that dropout drops, as the product dV needs it.
+  // Compute P and dS of a step from P (or q k^T) and dP, pack them as left operands of products, and store dS
+  // transposed for the product dQ. P loses the weights that dropout drops, as the product dV needs it.
   template <bool IsPlain, class Score>
   static CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p, PackedScores& ds,
                                                    const Kept& kept, const StepQueries& queries,

@@ -1,7 +1,7 @@
-// dQ of a backward pass on Hopper, up to 128 columns, for calls whose dQ must repeat bit for bit and for lists of small
-// blocks: the loop of FlashAttention-2 (arXiv 2307.08691, algorithm 2) with the products of FlashAttention-3 (arXiv
-// 2407.08608). A tile has 64 queries, and P is recomputed from lse. One warpgroup of a thread block loads Q, dO, and K
-// and V of each step; the other one multiplies. P, dS and dQ stay in registers. A second thread block on the
+// dQ of a backward pass on Hopper, up to 128 columns, for calls whose dQ must be bitwise reproducible and for lists of
+// small blocks: the loop of FlashAttention-2 (arXiv 2307.08691, algorithm 2) with the products of FlashAttention-3
+// (arXiv 2407.08608). A tile has 64 queries, and P is recomputed from lse. One warpgroup of a thread block loads Q, dO,
+// and K and V of each step; the other one multiplies. P, dS and dQ stay in registers. A second thread block on the
 // multiprocessor multiplies while this one computes P and dS.
 #include <attention/score_gradient_mma.cuh>
 #include <sm90/query_stats.cuh>
@@ -34,8 +34,8 @@ struct BackwardRows : KvPipeline<Config> {
     }
   };
 
-  // Return lse and delta of a thread's rows. The kernel before has stored them by tiles of queries. Without a list it
-  // cuts tiles from the first query on, and this kernel cuts them from the last one.
+  // Return lse and delta of a thread's rows. The previous kernel has stored them by tiles of queries. Without a list,
+  // it cuts tiles from the first query on, and this kernel cuts them from the last one.
   static CUFLASH_DEVICE Statistics row_statistics(const attention::Params& params, const QueryState& query_state,
                                                   const attention::WorkTile& work) {
     const auto* const all = QueryTiles::query_records(query_state, work.batch_head);
@@ -62,7 +62,7 @@ struct BackwardRows : KvPipeline<Config> {
     });
   }
 
-  // Replace dP by dS; dP of masked elements may hold anything, and their dS is 0.
+  // Replace dP by dS; dP of masked elements is arbitrary, and their dS is 0.
   template <bool IsPlain>
   static CUFLASH_DEVICE void make_ds(Scores& p, Scores& dp, const Statistics& stats) {
     attention::for_each_score<Scores>([&](int i, int j) {
@@ -84,9 +84,9 @@ struct BackwardRows : KvPipeline<Config> {
     tile::start_gemm_nt(dp, tile::KMajor<SmemDo>(do_smem(0)), tile::KMajor<SmemV>(v_smem(stage)));
   }
 
-  // Add all keys of a tile to its dQ. Scores and dP of the next step are queued behind the product dQ of this one, and
-  // P is made under dP. Q and dO are released after the last dP, so that those of the next tile are loaded while the
-  // results are written.
+  // Add all keys of a tile to its dQ. Scores and dP of the next step are queued after the product dQ of this one, and P
+  // is computed during the product dP. Q and dO are released after the last dP, so that those of the next tile are
+  // loaded while the results are written.
   static CUFLASH_DEVICE void process_tile(const attention::Params& params, const QueryState& query_state, Dq& dq,
                                           const WorkTileInfo& tile_info, unsigned& num_k_blocks) {
     SharedStorage& smem = shared();

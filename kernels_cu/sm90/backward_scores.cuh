@@ -53,7 +53,7 @@ struct BackwardScores : BackwardTiles<Config> {
   }
 
   // Clamp P to 1 and set masked elements of P, or of dS, to 0, in a step that is not plain. Called after all of P or dS
-  // is made.
+  // is computed.
   template <bool IsP>
   static CUFLASH_DEVICE void clamp_and_mask(Scores& x, const StepQueries& queries) {
     const MaskOfThread mask(queries);
@@ -63,8 +63,8 @@ struct BackwardScores : BackwardTiles<Config> {
     ptx::fence_registers(tile::accumulators(x));
   }
 
-  // Replace S by P and dP by dS, once dP has arrived. They are made as in a plain step, then corrected if the step is
-  // not plain: so all steps share one piece of code, which saves instruction fetches.
+  // Replace S by P and dP by dS, once dP has arrived. They are computed as in a plain step, then corrected if the step
+  // is not plain: thus all steps share one piece of code, which saves instruction fetches.
   static CUFLASH_DEVICE void make_p_and_ds(Scores& s, Scores& dp, const QueryValues& lse_2, const StepQueries& queries,
                                            float softmax_scale_log2) {
     QueryValues delta;

@@ -35,7 +35,7 @@ struct BackwardStatistics : QueryTileStats<Config> {
   }
 
   // Call write(row, delta) with each row of a full tile whose rows are full, and return true; return false for other
-  // tiles, which for_each_delta serves. A thread loads a few chunks of O and of dO at a time, which saves 2 % of a
+  // tiles, which for_each_delta handles. A thread loads a few chunks of O and of dO at a time, which saves 2 % of a
   // causal backward pass of 1024 tokens at 64 columns (sm90_steps.log of b648872e, 28).
   template <class Write>
   static CUFLASH_DEVICE bool for_each_delta_of_full_tile(const attention::Params& params,

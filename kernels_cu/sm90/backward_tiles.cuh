@@ -23,7 +23,8 @@ struct BackwardTiles : QPipeline<Config> {
 
   // The part of dQ that a warpgroup computes: all columns if a step has 64 queries, half of the columns if it has 128.
   static constexpr int kRowParts = kBlockQ / 64;
-  // With 64 queries a step, registers hold S and dP of the next step too: its P is made while its dP is multiplied.
+  // With 64 queries per step, registers also hold S and dP of the next step, whose P is computed while its dP is
+  // multiplied.
   static constexpr bool kDpRunsAhead = kRowParts == 1;
   using KOfWarpgroup = tile::WgmmaTile<Element, kBlockKv, kHeadDim * kRowParts / kNumConsumers>;
 
@@ -60,7 +61,7 @@ struct BackwardTiles : QPipeline<Config> {
     CUFLASH_DEVICE bool at(int i, int j) const { return bits[i][Scores::column(j) / 32] >> Scores::column(j) % 32 & 1; }
   };
 
-  // Values of the thread's queries, lse or delta. Some are loaded into registers in advance, so that products which
+  // Values of the thread's queries, lse or delta. Some are loaded into registers in advance, so that products that
   // start meanwhile do not delay them; the others are loaded at use.
   struct QueryValues {
     static constexpr int kPrefetched = 1024 / kBlockQ;

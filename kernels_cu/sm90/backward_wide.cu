@@ -29,7 +29,7 @@ struct BackwardWide : QPipeline<Config> {
   struct GradientPart {
     static constexpr int kPanelsPerWarpgroup = Left::kNumPanels / kNumConsumers;
     static constexpr bool kSharesLastPanel = Left::kNumPanels % kNumConsumers != 0;
-    // number of products besides that of the first panel
+    // number of products in addition to that of the first panel
     static constexpr int kOtherGemms = kPanelsPerWarpgroup - 1 + kSharesLastPanel;
     static constexpr int kLast = Left::kNumPanels - 1;
     static_assert(kPanelsPerWarpgroup == 1 || kPanelsPerWarpgroup == 2, "128 to 256 columns");
@@ -64,7 +64,7 @@ struct BackwardWide : QPipeline<Config> {
       if constexpr (kSharesLastPanel)
         tile::start_gemm_add_tt(last_panel, Columns(left, kLast), Keys(right, part * kBlockKv / kNumConsumers));
     }
-    // Keep accesses to the sums on their side of this line. Called after the wait for their products.
+    // Keep accesses to the sums from moving across this line. Called after the wait for their products.
     CUFLASH_DEVICE void fence_registers() {
       each(0, [](auto& sums, int, int) { ptx::fence_registers(tile::accumulators(sums)); });
     }
@@ -179,7 +179,7 @@ struct BackwardWide : QPipeline<Config> {
     });
   }
 
-  // Write dK and dV of a tile, after its last step, by way of the shared memory of its K and V.
+  // Write dK and dV of a tile, after its last step, through the shared memory of its K and V.
   static CUFLASH_DEVICE void write_gradients(const attention::Params& params, const attention::WorkTile& work,
                                              WarpgroupDk& dk, WarpgroupDv& dv, int part) {
     using namespace attention;
@@ -201,8 +201,9 @@ struct BackwardWide : QPipeline<Config> {
     release_kv();
   }
 
-  // Run a consumer warpgroup: walk all steps, tile after tile. The tensor cores always have one more product than the
-  // one that is waited for: P is made under dP, dS under dV, and dQ is added under dK and under the next scores.
+  // Run a consumer warpgroup: walk all steps, tile after tile. The tensor cores always have one product queued in
+  // addition to the one that is waited for: P is computed during the product dP, dS during dV, and dQ is added during
+  // dK and the next scores.
   static CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
     using namespace attention;
     SharedStorage& smem = shared();

@@ -1,7 +1,7 @@
 // The softmax mass of every block of a grid (attention/mass_sums.cuh), on the tensor cores of Hopper. The last warp of
-// a thread block loads rows of q and k into shared memory, by TMA where TMA can copy them. The other warps multiply
-// them, 64 rows of queries for each warpgroup, and sum weights. Warpgroups wait for data alone and not for each other,
-// so that one multiplies while another computes exponentials.
+// a thread block loads rows of q and k into shared memory, by TMA if TMA can copy them. The other warps multiply them,
+// 64 rows of queries per warpgroup, and sum weights. Warpgroups wait only for data and not for each other, so that one
+// multiplies while another computes exponentials.
 #include <attention/mass_sums.cuh>
 #include <sm90/tensor_maps.cuh>
 
@@ -19,8 +19,8 @@ struct BlockMass {
   static CUFLASH_DEVICE SmemQ q_smem(int stage) { return {kSplitsHeadDim ? stage * SmemQ::kBytes : 0}; }
   static CUFLASH_DEVICE SmemK k_smem(int stage) { return {kNumQSlots * SmemQ::kBytes + stage * SmemK::kBytes}; }
 
-  // The message beside a chunk of K: its step of the walk, and whether it is the last chunk of the step. A message
-  // without a step ends the walk.
+  // The message next to a chunk of K: the chunk's step of the walk, and whether it is the last chunk of the step. A
+  // message without a step ends the walk.
   struct StepMessage {
     attention::KvBlock block;
     int has_block, is_last_of_block;
@@ -38,7 +38,7 @@ struct BlockMass {
   static CUFLASH_DEVICE int stage_of(unsigned count) { return count % kNumStages; }
   static CUFLASH_DEVICE int phase_of(unsigned count) { return count / kNumStages % 2; }
 
-  // Numbers of chunks of K, and of tiles, that a warp has processed.
+  // Counts of the chunks of K, and of the tiles, that a warp has processed.
   struct Counts {
     unsigned chunks = 0, tiles = 0;
   };
@@ -101,7 +101,7 @@ struct BlockMass {
   static CUFLASH_DEVICE void recompute_scores(Scores& s, int stage) {
     constexpr int kInPanel = SmemQ::kPanelWidth / 16;
     s.fill(0);
-#pragma unroll 1  // rare, so the code is kept short
+#pragma unroll 1  // executed rarely, so the code is kept short
     for (int k = 0; k < kHeadDim / 16; ++k) {
       const auto q = tile::left_k_major(q_smem(0).panel(k / kInPanel), s.warp_row());
       const auto keys = tile::right_k_major(k_smem(stage).panel(k / kInPanel), 0);
@@ -130,7 +130,7 @@ struct BlockMass {
     return stage;
   }
 
-  // Walk the keys of a tile. Steps that no mask cuts skip the maximum, if all rows have one and none has risen by much.
+  // Walk the keys of a tile. Unmasked steps skip the maximum, if all rows have one and none has risen by much.
   template <class Score>
   static CUFLASH_DEVICE void walk_keys(const attention::Params& params, const attention::MassGrid& grid,
                                        const RowMasses& row_masses, const Score& score, Counts& counts) {
@@ -173,7 +173,7 @@ struct BlockMass {
     save_shifts(params, grid, sums.softmax, scale_log2, smem.tile);
   }
 
-  // Initialise the barriers. Called by one thread, before the roles start.
+  // Initialize the barriers. Called by one thread, before the roles start.
   static CUFLASH_DEVICE void init_barriers() {
     for (const tile::PipelineSlot& slot : shared().chunks) {
       ptx::mbarrier_init(ptx::shared_address(&slot.full), (1 + kSplitsHeadDim) * tile::kArrivalsPerWarp);

@@ -15,8 +15,8 @@ struct ChangedWeights : BackwardScores<Config> {
   using typename Base::SmemArray, typename Base::StepMessage;
 
   static constexpr bool kChangesWeights = kHasScore || Config::kHasDropout;
-  // If slopes depend on scores, P and dS are made together, of S, once dP has arrived. Else P is made while dP is
-  // multiplied.
+  // If slopes depend on scores, P and dS are computed together from S, once dP has arrived. Otherwise P is computed
+  // while dP is multiplied.
   static constexpr bool kMakesPAndDsTogether = kHasScore && score::Function::kSlopesNeedScore;
   static constexpr bool kHasSlopes = kHasScore && (!score::Function::kIsShift || score::Function::kAddsGradients);
 
@@ -93,8 +93,8 @@ struct ChangedWeights : BackwardScores<Config> {
 
     using StepSums = typename Score::OfScoreSums;  // sums of several steps
 
-    // Add the sums of a step to memory; those of a uniform step join `of_steps`, the sums of steps that read the same
-    // elements. Called by whole warps.
+    // Add the sums of a step to memory; those of a uniform step are added to `of_steps`, the sums of steps that read
+    // the same elements. Called by whole warps.
     CUFLASH_DEVICE void flush(const Sums& sums, StepSums& of_steps) const {
       if constexpr (Score::kAddsGradients) {
 #pragma unroll
@@ -160,7 +160,7 @@ struct ChangedWeights : BackwardScores<Config> {
       else return sums.of_score;
     }
 
-    // What the scores of a query have in common, and its sums.
+    // The values that the scores of a query share, and its sums.
     struct Column {
       int query;
       typename Score::OfQuery of_query;
@@ -204,8 +204,8 @@ struct ChangedWeights : BackwardScores<Config> {
                        kHasBins ? kept_df : df.at(i, j), slopes, sums.of_tile, column.sums, sums.of_key[i],
                        sums_of_scores<Form>(sums));
         if constexpr (!Score::kIsShift) {
-          // If the slope is finite, a P of 0 makes dS 0 by itself; whether it is finite needs one test if the whole
-          // tile has one slope.
+          // If the slope is finite, a P of 0 makes dS 0 by itself; if the whole tile has one slope, a single test
+          // decides whether it is finite.
           const T ds = df.at(i, j) * slopes.d0;
           df.at(i, j) = !score::is_finite(slopes.d0) && p.at(i, j) == 0 ? T(0) : ds;
         }
@@ -240,7 +240,7 @@ struct ChangedWeights : BackwardScores<Config> {
     typename Score::OfKey of_key_[Tile::kRows];
   };
 
-  // The type that stands for a step's score function in kernels without one.
+  // The type that replaces a step's score function in kernels without one.
   template <class Tile>
   struct NoStepScore {
     struct Sums {};

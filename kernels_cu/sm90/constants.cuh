@@ -5,7 +5,8 @@
 #include <attention/sink.cuh>
 #include <sm90/tensor_maps.cuh>
 
-// What all parts of Hopper's pipelines take from the specification of a kernel, their template parameter Config.
+// The constants that all parts of Hopper's pipelines take from the specification of a kernel, their template parameter
+// Config.
 namespace cuflash::sm90 {
 
 constexpr int kWarpgroupThreads = 128;  // threads per warpgroup

@@ -15,7 +15,7 @@ struct ConvertDq : QueryTileStats<Config> {
     const DqSumLayout sum(matrix<float>(params.dq_sum, work.batch_head, work.batch_head.head, 0, 0).data +
                           tile * params.dq_sum.row_stride);
     WarpDq dq;
-    // in their order, tiles of keys store sums unless none visits the queries
+    // tiles of keys that add in order store the sums, unless none visits the queries
     bool has_sums = true;
     if constexpr (Config::kAddsDqInOrder)
       has_sums = dq_count(query_records(query_state, work.batch_head)[tile])->count != 0;

@@ -2,24 +2,23 @@
 #include <sm90/sequence_parts.cuh>
 #include <tile/counter.cuh>
 
-// Sums of dQ where few tiles of keys visit a tile of queries. The first one that arrives stores its part of dQ, so that
-// no kernel sets the sums to 0 before. The others wait until it has, and add theirs. The last one waits until all others
-// are done, takes their sums and finishes dQ, so that no kernel rounds it. A tile waits only for tiles that arrived
-// before it. planning/families/sm90_dq.py has the times.
+// Sums of dQ if few tiles of keys visit a tile of queries. The first one that arrives stores its part of dQ, so that no
+// kernel has to set the sums to 0 before. The others wait until it has, and add theirs. The last one waits until all
+// others are done, loads their sums and finishes dQ, so that no further kernel rounds it. A tile waits only for tiles
+// that arrived before it. planning/families/sm90_dq.py has the times.
 namespace cuflash::sm90 {
 
 // The tiles of keys that visit a tile of queries.
 struct DqVisitors {
-  int num;  // how many, if the last to arrive finishes dQ
-  int last;  // the number of the last one, if they add in their order
+  int num;  // number of visitors, if the last to arrive finishes dQ
+  int last;  // index of the last visitor, if they add in order
 };
 
 // Count of the tiles of keys that have arrived at a tile of queries, plus kArrivalIsDone for each tile that is done.
-// Thread blocks change it while others copy the statistics of the queries, which therefore are no part of it.
-//
-// In kernels whose sums of dQ repeat bit for bit (kAddsDqInOrder), the tiles of keys that visit a tile of queries take
-// their turns from the end of the sequence: the last one stores its part of dQ, and each of the others adds its own
-// after its successor. There it counts the tiles that are done.
+// Thread blocks change it while others copy the statistics of the queries; therefore the statistics do not contain it.
+// In kernels whose sums of dQ are bitwise reproducible (kAddsDqInOrder), the tiles of keys that visit a tile of queries
+// add in turn from the end of the sequence: the last one stores its part of dQ, and each of the others adds its own
+// after its successor. In these kernels, the count is that of the tiles that are done.
 struct alignas(16) DqCount {
   int count, unused[3];
 };
@@ -31,7 +30,7 @@ struct DqArrival {
   int num_awaited;  // how many of these must be done first
   bool is_last;
 
-  // Return the arrival of a tile that found the counter at `count`, if `num` tiles will arrive.
+  // Return the arrival of a tile that read `count` from the counter, if `num` tiles will arrive.
   static CUFLASH_DEVICE DqArrival of(int count, int num) {
     const int before = count % kArrivalIsDone;
     const bool is_last = before == num - 1;
@@ -70,8 +69,8 @@ CUFLASH_DEVICE int num_visiting_key_tiles(const Params& params, const WorkTile& 
   return lo < params.shape.seqlen_kv ? max((hi + Width - 1) / Width - lo / Width, 0) : 0;
 }
 
-// Return the number of the last tile of Width keys that visits a tile of queries, or 0 if none does: a negative number
-// could be taken for NaN by the checks of CUFLASH_CHECK, which read all statistics as float.
+// Return the index of the last tile of Width keys that visits a tile of queries, or 0 if none does: a negative number
+// could be taken for NaN by the checks of CUFLASH_CHECK, which read all statistics as floats.
 template <int Width>
 CUFLASH_DEVICE int last_visiting_key_tile(const Params& params, const WorkTile& work) {
   return max((interval(params, work.batch_head, work.last - 1).hi + Width - 1) / Width - 1, 0);

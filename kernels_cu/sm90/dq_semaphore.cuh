@@ -5,10 +5,10 @@
 #include <tile/counter.cuh>
 
 // The order of sums of dQ, for the heads whose dQ the backward kernel finishes. Of the tiles of keys that visit a
-// query, the last one along the sequence stores its part of dQ, those before it add theirs, and the first one takes the
-// sums, adds its own part, and writes dQ. So no kernel sets sums to 0 before, and none rounds them afterwards. Every
-// query must see the first tile of keys, and every tile of keys some query, as without a mask or under a causal one.
-// Blocks take tiles in the order of FusedDqTileOrder; within a head, a tile waits only for tiles that were taken
+// query, the last one along the sequence stores its part of dQ, those before it add theirs, and the first one loads the
+// sums, adds its own part, and writes dQ. Thus no kernel sets sums to 0 before, and none rounds them afterwards. Every
+// query must see the first tile of keys, and some query must see each tile of keys, as without a mask or under a causal
+// one. Blocks take tiles in the order of FusedDqTileOrder; within a head, a tile waits only for tiles that were taken
 // earlier.
 namespace cuflash::sm90 {
 
@@ -84,7 +84,7 @@ CUFLASH_DEVICE bool stores_dq(const Params& params, const WorkTile& queries) {
   return is_dq_fused(params, queries.batch_head) && interval(params, queries.batch_head, queries.last - 1).hi > Width;
 }
 
-// Wait as an operation demands; below, signal it once the copies to the sums are complete. Called by a whole warp.
+// Wait as an operation requires; below, signal it once the copies to the sums are complete. Called by a whole warp.
 CUFLASH_DEVICE void wait_dq_semaphore(const DqSemaphoreOp& op, bool finishes) {
   if (finishes) {
     tile::wait_at_least(&op.semaphore->done, op.awaited_bits_or_count);

@@ -18,7 +18,7 @@ struct DqWriter : QCopyWarps<Config> {
     ptx::bulk_wait_read<kPending>();
     __syncwarp();
     if (!is_end) ptx::bar_arrive(kDqEmpty + part, kWarpgroupThreads + 32);
-    __syncwarp();  // lanes advance together, so that the simulator sees a lane that arrives too early
+    __syncwarp();  // lanes advance together, so that the simulator detects a lane that arrives too early
   }
 
   // Return the address of a part of the staging buffer.
@@ -72,7 +72,7 @@ struct DqWriter : QCopyWarps<Config> {
   static CUFLASH_DEVICE void dq_writer() {
     SharedStorage& smem = shared();
     int phase = 0;
-    int* unsignalled = nullptr;  // counter of the step before, whose additions are signalled once they are complete
+    int* unsignalled = nullptr;  // counter of the previous step, whose additions are signaled once they are complete
     for (PipelineState state;; state = state.next()) {
       tile::wait_full(smem.q[state.stage], state.phase);
       const StepMessage& message = smem.messages[state.stage];
@@ -86,7 +86,7 @@ struct DqWriter : QCopyWarps<Config> {
       const int num_before = Config::kAddsDqInOrder && !is_end ? num_key_tiles_before(state.stage) : 0;
       tile::arrive(smem.q[state.stage].empty);
       if (dq.awaited_bits_or_count != 0) wait_dq_semaphore(dq, finishes);
-      if (finishes) {  // the tile before has signalled that its copies are complete
+      if (finishes) {  // the previous tile has signaled that its copies are complete
         load_dq_sum(sum, phase);
         phase ^= 1;
 #pragma unroll
@@ -112,12 +112,12 @@ struct DqWriter : QCopyWarps<Config> {
     }
   }
 
-  // Run the dQ writer where the last tile of keys that arrives at a tile of queries finishes its dQ. A warp
-  // signals its earlier additions before it waits, so that no two blocks wait for each other. Called by a warp.
+  // Run the dQ writer if the last tile of keys that arrives at a tile of queries finishes its dQ. A warp signals its
+  // earlier additions before it waits, so that no two blocks wait for each other. Called by a warp.
   static CUFLASH_DEVICE void dq_writer_fused() {
     SharedStorage& smem = shared();
     int phase = 0, count = 0;
-    int* unsignalled = nullptr;  // counter of the step before, whose additions are signalled once they are complete
+    int* unsignalled = nullptr;  // counter of the previous step, whose additions are signaled once they are complete
     const auto signal_previous = [&] {
       if (unsignalled == nullptr) return;
       tile::wait_bulk_copies();
@@ -137,7 +137,7 @@ struct DqWriter : QCopyWarps<Config> {
       const auto arrival = DqArrival::of(count, smem.queries[state.stage].stats.visitors.num);
       const bool is_last = arrival.is_last, is_first = arrival.before == 0;
       if (count / kArrivalIsDone < arrival.num_awaited) signal_previous();
-      wait_for_arrivals(arrival, message.arrivals);  // in acquire order, which the count by itself has not
+      wait_for_arrivals(arrival, message.arrivals);  // with acquire order, which the count does not have by itself
       if (!is_first) ptx::fence_proxy_async_global();
       if (ptx::elect_one())
         smem.dq_finish = !is_last ? DqFinish::kNot : is_first ? DqFinish::kAlone : DqFinish::kWithSums;

@@ -2,7 +2,7 @@
 #include <sm90/forward_epilogue.cuh>
 
 // The drawer warpgroup, which draws the weights that dropout keeps. It runs ahead of the consumers, so that they need
-// not draw between their products. A thread draws for the consumer threads that have its number in their warpgroups.
+// not draw between their products. A thread draws for the consumer threads that have its index in their warpgroups.
 namespace cuflash::sm90 {
 
 template <class Config>

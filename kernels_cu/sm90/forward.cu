@@ -1,7 +1,7 @@
 // FlashAttention-3's forward pass (arXiv 2407.08608, algorithm 2) on Hopper. One warpgroup of a thread block loads
 // tiles of Q, K and V into shared memory; the other warpgroups multiply them, 64 rows of queries each. Scores of the
-// next step are multiplied while the scores of this one become weights, and while the weights of the step before are
-// multiplied by V. Warpgroups start products in turn, so that the softmax of one runs under the products of another.
+// next step are multiplied while the scores of this one become weights, and while the weights of the previous step are
+// multiplied by V. Warpgroups start products alternately, so that the softmax of one overlaps the products of another.
 // Blocks take further tiles until none is left.
 #include <attention/dropout.cuh>
 #include <attention/score.cuh>
@@ -19,8 +19,8 @@ struct Forward : DrawnWeights<Config> {
   // Consumers test the barriers of the next slots while they compute weights; at 64 columns this costs more than it
   // saves.
   static constexpr bool kTestsBarriersEarly = kHeadDim > 64;
-  // The masked steps of a tile and its last one skip the maximum too. They then release K later, for which two
-  // warpgroups, which need more keys in the same time, would wait.
+  // The masked steps of a tile and its last one skip the maximum, too. They then release K later, which would delay two
+  // warpgroups, because each of them needs more keys in the same time.
   static constexpr bool kSkipsMaxOnMasked = kNumConsumers == 3;
   // A score function keeps its values in registers of the consumers, unless it reads arrays at positions.
   static constexpr bool kKeepsScoreInRegisters = kHasScore && !score::Function::kReadsAtPositions;
@@ -58,7 +58,7 @@ struct Forward : DrawnWeights<Config> {
   }
 
   // Skip the rest of a tile, whose keys the warpgroup's queries do not see: take part in the ping-pong, and release K
-  // and V; but not the last V if `keeps_last_v`.
+  // and V, except the last V if `keeps_last_v`.
   static CUFLASH_DEVICE void skip_blocks(int group, unsigned& num_k_blocks, bool keeps_last_v) {
     for (bool is_end = false; !is_end; ++num_k_blocks) {
       const int stage = stage_of(num_k_blocks), phase = phase_of(num_k_blocks);
@@ -77,7 +77,7 @@ struct Forward : DrawnWeights<Config> {
     }
   }
 
-  // Return the number of this thread's warpgroup among the consumers.
+  // Return the index of this thread's warpgroup among the consumers.
   static CUFLASH_DEVICE int consumer_number() { return Scores::warp_row() / 64; }
 
   // Replace the scores of a step by their score function, before masks hide any.
@@ -90,7 +90,7 @@ struct Forward : DrawnWeights<Config> {
                     array_smem(stage, consumer_number()));
   }
 
-  // Compute the values of the score function that all steps of a tile have in common.
+  // Compute the values of the score function that all steps of a tile share.
   static CUFLASH_DEVICE void prepare_tile_score(ScoresOfTile& of_tile, const score::Function& function,
                                                 unsigned num_tiles_done, PagesArgument pages) {
     if constexpr (kHasScore)
@@ -98,7 +98,7 @@ struct Forward : DrawnWeights<Config> {
                       pages);
   }
 
-  // Find which weights of a step dropout keeps. Called while its scores are multiplied.
+  // Determine which weights of a step dropout keeps. Called while its scores are multiplied.
   static CUFLASH_DEVICE void draw_step(const attention::Params& params, DropoutArgument dropout, Kept& kept,
                                        unsigned num_tiles_done, unsigned num_k_blocks) {
     if constexpr (kHasDrawers) {
@@ -127,7 +127,7 @@ struct Forward : DrawnWeights<Config> {
                                               unsigned num_tiles_done, unsigned num_k_blocks) {
     constexpr int kInPanel = SmemQ::kPanelWidth / 16;
     s.fill(0);
-#pragma unroll 1  // rare, so the code is kept short
+#pragma unroll 1  // executed rarely, so the code is kept short
     for (int k = 0; k < kHeadDim / 16; ++k) {
       const auto q = tile::left_k_major(q_smem(q_stage_of(num_tiles_done)).panel(k / kInPanel), s.warp_row());
       const auto keys = tile::right_k_major(k_smem(stage_of(num_k_blocks)).panel(k / kInPanel), 0);
@@ -159,8 +159,8 @@ struct Forward : DrawnWeights<Config> {
     tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
   }
 
-  // Operands of the next products: Q, K of the block `num_k_blocks`, and V of the block before. Descriptors and
-  // barriers are read while weights are made: the same loads under products would have a long latency.
+  // Operands of the next products: Q, K of the block `num_k_blocks`, and V of the previous block. Descriptors and
+  // barriers are read while weights are computed: the same loads during products would have a long latency.
   class NextOperands {
    public:
     NextOperands() = default;
@@ -196,8 +196,8 @@ struct Forward : DrawnWeights<Config> {
     bool has_k_, has_v_;
   };
 
-  // Return whether a step is plain: unmasked, without a maximum, and not the last one. Plain steps are a straight piece
-  // of code of their own, since jumps wait for instruction fetches.
+  // Return whether a step is plain: unmasked, without a maximum, and not the last one. Plain steps have a separate
+  // straight-line piece of code, since jumps wait for instruction fetches.
   static CUFLASH_DEVICE bool is_plain(int flags) {
     constexpr int kPlainFlags = StepMessage::kSkipMax | StepMessage::kUnmasked;
     return (flags & (kPlainFlags | StepMessage::kLastForWarpgroup)) == kPlainFlags;
@@ -290,9 +290,9 @@ struct Forward : DrawnWeights<Config> {
     }
   }
 
-  // Run a consumer warpgroup with two stages of Q. The first scores of the next tile are multiplied under the last step
-  // of a tile, whose results are written when the next tile has its first weights; provided that the warpgroup takes
-  // part in all steps of the tile.
+  // Run a consumer warpgroup with two stages of Q. The first scores of the next tile are multiplied during the last
+  // step of a tile, whose results are written when the next tile has its first weights, provided that the warpgroup
+  // takes part in all steps of the tile.
   static CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, const TensorMaps& maps,
                                                        int group, SinkArgument sink, const score::Function& function,
                                                        DropoutArgument dropout, PagesArgument pages) {
@@ -368,7 +368,7 @@ struct Forward : DrawnWeights<Config> {
     if (group == kNumConsumers) ping_pong_signal();
     if constexpr (kQStages == 1) consume_with_one_q_stage(params, maps, group, sink, function, dropout, pages);
     else consume_with_two_q_stages(params, maps, group, sink, function, dropout, pages);
-    if (group == 1) ping_pong_wait();  // takes the last signal, for which no other warpgroup waits
+    if (group == 1) ping_pong_wait();  // consumes the last signal, for which no other warpgroup waits
   }
 
   // Run a thread block.

@@ -1,9 +1,9 @@
-// FlashAttention-3's forward pass in 8 bits (arXiv 2407.08608, section 3.3) on Hopper. Q, K and V are numbers of e4m3
-// with a scale for each block of rows, and V is transposed, with its keys in the order in which a thread holds a row of
-// P, so that weights stay in their lanes. P V of kStepsOfSum steps is summed by the tensor cores, which keep 14 bits of
-// it, and then added to O in float32. Weights are multiplied by V while the scores of the next step become weights.
-// There is no ping-pong between warpgroups: a step has more softmax than products, so that ping-pong costs 1 to 2 %
-// with 128 columns. Blocks take further tiles until none is left.
+// FlashAttention-3's FP8 forward pass (arXiv 2407.08608, section 3.3) on Hopper. Q, K and V are e4m3 with a scale for
+// each block of rows, and V is transposed, with its keys in the order in which a thread holds a row of P, so that
+// weights stay in their lanes. The tensor cores sum P V over kStepsOfSum steps with a precision of 14 bits, and the sum
+// is then added to O in float32. Weights are multiplied by V while the scores of the next step become weights. There is
+// no ping-pong between warpgroups: a step spends more time on softmax than on products, so that ping-pong costs 1 to 2
+// % with 128 columns. Blocks take further tiles until none is left.
 #include <attention/score.cuh>
 #include <attention/sink.cuh>
 #include <attention/softmax_fp8.cuh>
@@ -29,7 +29,7 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
   static CUFLASH_DEVICE float scale_of_row(const float* of_head, const attention::Matrices& scales, int row,
                                            int64_t rows_of_a_scale) {
     const int rows = static_cast<int>(rows_of_a_scale);
-    // mostly the first case, in which the compiler replaces the division by a shift
+    // usually the first case, in which the compiler replaces the division by a shift
     return of_head[(rows == kBlockKv ? row / kBlockKv : row / rows) * scales.row_stride];
   }
 
@@ -52,7 +52,7 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
               scale_of_row(of_tile.of_values, scales.v_scale, first_key, scales.v_rows)};
     }
 
-    // Store the scales of a step. Its values are added to the sum of the step before if that sum has few steps and a
+    // Store the scales of a step. Its values are added to the sum of the previous step if that sum has few steps and a
     // similar scale.
     static CUFLASH_DEVICE void store_scales(const ScalesOfStep& scales, int stage, bool is_first) {
       if (!is_first_lane()) return;
@@ -108,7 +108,7 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
     }
   }
 
-  // Convert an element of Q or K. Its bits, moved, are those of a float that is 2^120 times smaller.
+  // Convert an element of Q or K. Its bits, shifted, are those of a float that is 2^120 times smaller.
   static CUFLASH_DEVICE float e4m3_to_float(const uint8_t* e4m3) {
     const uint32_t bits = *e4m3;
     return __uint_as_float((bits & 0x7f) << 20 | (bits & 0x80) << 24) * 0x1p120f;
@@ -125,7 +125,7 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
     const SmemQ q = q_smem(q_stage_of(num_tiles_done));
     const SmemK k = k_smem(stage_of(num_k_blocks));
     s.fill(0);
-#pragma unroll 1  // rare, so the code is kept short
+#pragma unroll 1  // executed rarely, so the code is kept short
     for (int column = 0; column < kHeadDim; ++column) {
       const int at = ptx::opaque(column);  // opaque, so that no address stays in a register
       float query[Scores::kRows];
@@ -166,8 +166,8 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
     }
   };
 
-  // Operands of the products that a step starts. They are computed before its weights are ready, so that little is left
-  // to do before the products start.
+  // Operands of the products that a step starts. They are computed before its weights are ready, so that little remains
+  // to be done before the products start.
   class NextOperands {
    public:
     NextOperands() = default;
@@ -180,7 +180,7 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
       v_.descriptor.materialize();
     }
 
-    // Return kOperandsArrived if the operands are there already, and 0 otherwise.
+    // Return kOperandsArrived if the operands have arrived, and 0 otherwise.
     static CUFLASH_DEVICE int arrival_flag(unsigned num_k_blocks) {
       const bool has_k = tile::try_wait_full(shared().k[stage_of(num_k_blocks)], phase_of(num_k_blocks)),
                  has_v = tile::try_wait_full(shared().v[stage_of(num_k_blocks - 1)], phase_of(num_k_blocks - 1));

@@ -37,7 +37,7 @@ struct ForwardFp8Epilogue : ForwardFp8Storage<Config> {
   static CUFLASH_DEVICE void stage_and_store(T, const TensorMaps& maps, const EpilogueTarget& target, const Output& o) {
     using SmemO = tile::WgmmaTile<T, kBlockQ, kValueDim>;
     const SmemO o_smem{kSmemOOffset};
-    ptx::bulk_wait_read<0>();  // TMA has read the tile before
+    ptx::bulk_wait_read<0>();  // TMA has read the previous tile
     __syncwarp();
     store_boxes<T>(maps, target, o_smem, o);
   }

@@ -2,7 +2,7 @@
 #include <attention/softmax_fp8.cuh>
 #include <sm90/forward_tiles.cuh>
 
-// Register tiles and shared memory of sm90_forward_fp8, beside those of sm90/forward_tiles.cuh and sm90/kv_storage.cuh.
+// Register tiles and shared memory of sm90_forward_fp8 that sm90/forward_tiles.cuh and sm90/kv_storage.cuh do not have.
 namespace cuflash::sm90 {
 
 template <class Config>
@@ -15,10 +15,10 @@ struct ForwardFp8Storage : ForwardTiles<Config> {
   using Softmax = attention::QuantizedSoftmax<Scores::kRows>;
   using RowScales = float[Scores::kRows];
   static constexpr int kStepsOfSum = 512 / kBlockKv;  // upper limit of the steps in a sum: 512 keys, as in fp8/cuts.py
-  // weights absorb a scale that differs from the sum's by at most so many powers of two
+  // weights absorb a scale that differs from the sum's by at most this power of two
   static constexpr float kLargestShift = 1;
 
-  // Scales of steps, which are stored beside the messages.
+  // Scales of steps, which are stored next to the messages.
   struct alignas(16) StepScales {
     struct alignas(16) Step {
       float key;
@@ -26,7 +26,7 @@ struct ForwardFp8Storage : ForwardTiles<Config> {
       float ended_scale;  // scale of the sum that ends before the step; negative if the step continues the sum
     };
     Step steps[kNumStages];
-    // Used by the producer alone: the scales of K and of V that the tile has, and the sum of the last step.
+    // Used by the producer alone: the scales of K and of V of the tile, and the sum of the last step.
     const float *of_keys, *of_values;
     float sum_scale, sum_scale_log2;
     int num_steps_of_sum;

@@ -9,7 +9,7 @@ template <class Config>
 struct ForwardHooks {
   using Element = typename Config::Element;
 
-  // Write lse = -inf and o = 0 of queries that see no key, or what their sink makes of them. Called by a warp.
+  // Write lse = -inf and o = 0, or their merge with the sink, for queries that see no key. Called by a warp.
   static CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const attention::WorkTile& work,
                                               attention::SinkArgument<Config> sink) {
     using namespace attention;

@@ -7,8 +7,8 @@
 // tiles until none is left. This file has the masks and barriers of consumers and the roles of warps.
 namespace cuflash::sm90 {
 
-// Numbers of the producer warps: the first loads Q, dO and K, the second V, and the third schedules tiles. The fourth
-// loads the staged array, or stores the scales of operands of 8 bits.
+// Indices of the producer warps: the first loads Q, dO and K, the second V, and the third schedules tiles. The fourth
+// loads the staged array, or stores the scales of FP8 operands.
 enum ProducerWarp { kLoadsKeys, kLoadsValues, kSchedulesTiles };
 
 template <class Config>
@@ -31,8 +31,8 @@ struct KvPipeline : KvProducer<Config> {
     return shared().messages[stage_of(num_k_blocks)].flags[group % kNumConsumers];
   }
 
-  // Set the scores of a step that masks hide, and those of keys that the step before had, to -inf; in a backward pass
-  // to `masked_score`.
+  // Set the masked scores of a step, and those of keys that the previous step had, to -inf, or in a backward pass to
+  // `masked_score`.
   template <class Tile>
   static CUFLASH_DEVICE void mask_block(const attention::Params& params, Tile& s, const WorkTileInfo& tile_info,
                                         const StepMessage& message) {
@@ -46,7 +46,7 @@ struct KvPipeline : KvProducer<Config> {
     });
   }
 
-  // Initialise the barriers of the ring of kept weights, if the kernel has one.
+  // Initialize the barriers of the ring of kept weights, if the kernel has one.
   static CUFLASH_DEVICE void init_kept_barriers(const NoKeptRing&) {}
   static CUFLASH_DEVICE void init_kept_barriers(const KeptRing& ring) {
     for (const tile::PipelineSlot& slot : ring.kept) {
@@ -55,7 +55,7 @@ struct KvPipeline : KvProducer<Config> {
     }
   }
 
-  // Initialise the barriers of all slots. Called by one thread, before the roles start.
+  // Initialize the barriers of all slots. Called by one thread, before the roles start.
   static CUFLASH_DEVICE void init_barriers() {
     tile::PipelineSlot* const slots = shared().q;
     for (int i = 0; i < kQStages + 2 * kNumStages; ++i) {
@@ -84,7 +84,7 @@ struct KvPipeline : KvProducer<Config> {
   //   write_empty_rows(params, work, sink)
   //       write the results of a tile whose queries see no key
   //   read_scales(scales, tile_info, key, is_first), store_scales(scales_of_step, stage, is_first)
-  //       with operands of 8 bits: return the scales of a step, and store them beside its message
+  //       for FP8 operands: return the scales of a step, and store them next to its message
   template <class Hooks>
   static CUFLASH_DEVICE void produce(const attention::Params& params, const TensorMaps& maps, SinkArgument sink,
                                      PagesArgument pages, ScalesArgument scales, const score::Function& score,

@@ -36,7 +36,7 @@ struct KvProducer : KvTileScheduler<Config> {
     const attention::Matrices& matrices = kOperand == kDo ? params.do_ : (&params.q)[kOperand];
     // the rows of V are columns of the tensor map's matrix
     constexpr bool kIsTransposed = Config::kIsQuantized && kOperand == kV;
-    // operands of 8 bits always have a tensor map
+    // FP8 operands always have a tensor map
     if (Config::kIsQuantized || (has_tensor_map(map, matrices) && !zero_fills)) {
       if (is_first_lane())
         tile::tma_load_boxes<OperandElement>(boxes_of<kOperand>(stage), map, tile_info.coords[kOperand],
@@ -78,8 +78,8 @@ struct KvProducer : KvTileScheduler<Config> {
     copy.start((&maps.q)[kOperand], slot);
   }
 
-  // Return the flags of a step for a warpgroup. Further entries of a list may lie anywhere, so with a list only the
-  // last block of the tile is known to be the last one for the warpgroup.
+  // Return the flags of a step for a warpgroup. Later entries of a list may be anywhere, so with a list only the last
+  // block of the tile is known to be the last one for the warpgroup.
   static CUFLASH_DEVICE int step_flags(const attention::Params& params, const attention::KvBlock& block,
                                        const GroupVisitRange& group_range, bool is_shifted, bool is_last_of_tile) {
     using attention::BlockKind;
@@ -89,7 +89,7 @@ struct KvProducer : KvTileScheduler<Config> {
       group_block.kind = BlockKind::kFull;
     const bool is_unmasked = !is_shifted && attention::is_unmasked<kBlockKv>(group_block);
     const bool is_last = is_last_of_tile || (!Config::kIsListed && block.stop >= group_range.stop);
-    // in a backward pass the exponent of P has the sign
+    // in a backward pass, the exponent of P includes the sign
     const bool needs_negation = !kLoadsDo && attention::LazySoftmax<2>::needs_negation(params.shape.softmax_scale);
     return (is_unmasked && !needs_negation) * StepMessage::kUnmasked + is_last * StepMessage::kLastForWarpgroup +
            is_last_of_tile * StepMessage::kLastOfTile;
@@ -101,12 +101,12 @@ struct KvProducer : KvTileScheduler<Config> {
     return block.stop - block.start < kBlockKv && block.stop < length;
   }
 
-  // Steps keep their start and are not moved back at the end of a range: steps of a list, of pages and of operands of 8
-  // bits, the latter two at multiples of their width.
+  // Steps keep their start and are not moved back at the end of a range: steps of a list, of pages and of FP8 operands,
+  // the latter two at multiples of their width.
   static constexpr bool kKeepsSteps = Config::kIsListed || Config::kIsPaged || Config::kIsQuantized;
 
   // Return whether queries that belong to no sequence follow those of the tile, in its slot. Q must be 0 there, since
-  // it may hold NaN, and the rows of a warp decide together whether maxima rise.
+  // it may be NaN, and the rows of a warp decide together whether maxima rise.
   static CUFLASH_DEVICE bool ends_before_unused_queries(const attention::Params& params,
                                                         const attention::WorkTile& work) {
     return work.last < min(work.first + kBlockQ, params.shape.seqlen_q);
@@ -115,7 +115,7 @@ struct KvProducer : KvTileScheduler<Config> {
   // Load Q, dO and K of all tiles, and write the message of each step. Called by a warp.
   static CUFLASH_DEVICE void load_keys(const attention::Params& params, const TensorMaps& maps, PagesArgument pages) {
     using namespace attention;
-    unsigned num_k_blocks = 0, num_tiles_done = 0;  // numbers of blocks and tiles that are loaded
+    unsigned num_k_blocks = 0, num_tiles_done = 0;  // counts of the blocks and tiles that are loaded
     while (true) {
       const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);
       const int q_stage = q_stage_of(num_tiles_done);
@@ -160,8 +160,8 @@ struct KvProducer : KvTileScheduler<Config> {
   }
 
   // Walk the steps of all tiles: call `visit(tile_info, block, num_blocks, is_first)` for each, with the number of
-  // steps before it and whether it is the first of its tile. Called by a warp that reads tile messages, beside the one
-  // that copies K.
+  // steps before it and whether it is the first of its tile. Called by a warp that reads tile messages, other than the
+  // one that copies K.
   template <class Visit>
   static CUFLASH_DEVICE void walk_steps(const attention::Params& params, Visit visit) {
     using namespace attention;
@@ -191,8 +191,8 @@ struct KvProducer : KvTileScheduler<Config> {
     });
   }
 
-  // Store the scales of all steps of operands of 8 bits. The barrier of K counts the arrival of this warp beside that
-  // of the warp that copies K, which would keep consumers waiting if it read the scales too. Called by a warp.
+  // Store the scales of all steps of FP8 operands. The barrier of K counts the arrival of this warp in addition to that
+  // of the warp that copies K, which would delay consumers if it also read the scales. Called by a warp.
   template <class Hooks>
   static CUFLASH_DEVICE void write_scales(const attention::Params&, attention::NoScales) {}
   template <class Hooks>

@@ -10,7 +10,7 @@
 // Q, K, V and dO, messages, and barriers.
 namespace cuflash::sm90 {
 
-constexpr int kNumTileInfos = 4;  // one tile each is scheduled, loaded, multiplied and written
+constexpr int kNumTileInfos = 4;  // one tile each is being scheduled, loaded, multiplied and written
 constexpr int kKeptStages = 2;
 
 constexpr int kBoxRows = 16;  // rows of a warp, which TMA stores at a time
@@ -31,7 +31,7 @@ struct alignas(16) EpilogueTarget {  // where the epilogue writes O and lse
 // Return whether this is the first lane of its warp, which acts for all.
 CUFLASH_DEVICE bool is_first_lane() { return tile::lane() == 0; }
 
-// Wait until a slot is empty. All threads of the warp wait: threads that waited for the first one alone could keep it
+// Wait until a slot is empty. All threads of the warp wait: if the first one waited alone, the others could keep it
 // from advancing.
 CUFLASH_DEVICE void wait_slot_empty(const tile::PipelineSlot& slot, int phase) {
   tile::wait_empty(slot, phase);
@@ -50,7 +50,7 @@ struct KvStorage : Constants<Config> {
   static constexpr bool kIsSmallTile = Config::kIsListed && kNumConsumers == 1 && !Config::kIsQuantized;
   static constexpr int kQStages =
       kHeadDim <= 128 && kValueDim <= 128 && !kIsSmallTile && !kLoadsDo && !kStagesArray ? 2 : 1;
-  // A warpgroup after the consumers draws the numbers of dropout, ahead of them (sm90/drawn_weights.cuh).
+  // A warpgroup after the consumers draws the random numbers of dropout, ahead of them (sm90/drawn_weights.cuh).
   static constexpr bool kHasDrawers = Config::kHasDropout && kThreads == kWarpgroupThreads * (2 + kNumConsumers);
   // The next tile is scheduled during the first step of a tile, not the last one, since loads from a list have a long
   // latency.
@@ -59,7 +59,7 @@ struct KvStorage : Constants<Config> {
   using OperandElement = tile::Conditional<Config::kIsQuantized, ptx::Float8E4M3, Element>;
   using SmemQ = tile::WgmmaTile<OperandElement, kBlockQ, kHeadDim>;
   using SmemK = tile::WgmmaTile<OperandElement, kBlockKv, kHeadDim>;
-  // FP8: V is transposed, since tensor cores read operands of 8 bits along the summed dimension
+  // FP8: V is transposed, since tensor cores read FP8 operands along the summed dimension
   using SmemV = tile::Conditional<Config::kIsQuantized, tile::WgmmaTile<OperandElement, kValueDim, kBlockKv>,
                                   tile::WgmmaTile<OperandElement, kBlockKv, kValueDim>>;
   static CUFLASH_DEVICE SmemQ q_smem(int slot) { return {slot * SmemQ::kBytes}; }
@@ -78,7 +78,7 @@ struct KvStorage : Constants<Config> {
     int kv_head, is_end;
     tile::TmaCoords coords[kV + 1 + kLoadsDo];  // coordinates of the operands
     int is_band;
-    // if is_band: the interval of the first row; the interval of each further row is one key further on
+    // if is_band: the interval of the first row; the interval of each later row is one key later
     attention::Interval band;
   };
   // Message of the producer about a step.
@@ -86,10 +86,10 @@ struct KvStorage : Constants<Config> {
     // Written by the producer. kUnmasked: every score of this KV block is visible, and the scale is positive.
     // kLastForWarpgroup: the warpgroup's queries see no key of the tile's further blocks. kLastOfTile: the tile has no
     // further block.
-    // Added by a consumer. kEpiloguePending: results of the tile before are yet to be written. kSkipMax: the step does
-    // not look for maxima. kOStoreInFlight: TMA still reads O of the tile before from the slot of its Q.
-    // kValuesPending: products with V of the step before are in flight. kOperandsArrived: K of the next step and V of
-    // this one are there.
+    // Added by a consumer. kEpiloguePending: results of the previous tile are not written yet. kSkipMax: the step does
+    // not compute maxima. kOStoreInFlight: TMA still reads O of the previous tile from the slot of its Q.
+    // kValuesPending: products with V of the previous step are in flight. kOperandsArrived: K of the next step and V of
+    // this one have arrived.
     enum Flag {
       kUnmasked = 1,
       kLastForWarpgroup = 2,
@@ -101,11 +101,11 @@ struct KvStorage : Constants<Config> {
       kOperandsArrived = 128
     };
     attention::KvBlock block;
-    int unread_start;  // keys before it belong to the step before
+    int unread_start;  // keys before it belong to the previous step
     int flags[kNumConsumers];
   };
 
-  // The bits of weights that dropout keeps, in the layout of the consumers' threads: a ring of its own.
+  // The bits of weights that dropout keeps, in the layout of the consumers' threads, in a separate ring.
   struct NoKeptRing {};
   struct KeptRing {
     static constexpr int kNumWords = (kBlockKv / 16 + 3) / 4;  // words per thread
@@ -126,8 +126,8 @@ struct KvStorage : Constants<Config> {
     return *reinterpret_cast<SharedStorage*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset);
   }
 
-  // Elements of the staged array of each step, and their slots, behind all other shared memory. The queries of each
-  // consumer warpgroup have a slot of their own, so that it is filled again as soon as this warpgroup has read it.
+  // Elements of the staged array of each step, and their slots, after all other shared memory. The queries of each
+  // consumer warpgroup have a separate slot, so that it is filled again as soon as this warpgroup has read it.
   using SmemArray = StagedArray<64, kStagesArray ? kBlockKv : 64>;
   static CUFLASH_DEVICE SmemArray array_smem(int stage, int consumer) {
     return {aligned_for_array(kStorageEnd) + (stage * kNumConsumers + consumer) * SmemArray::kBytes};

@@ -43,8 +43,9 @@ struct KvTileScheduler : KvStorage<Config> {
     return {visit_range.stop, visit_range.full_start, visit_range.full_stop};
   }
 
-  // Find whether the queries of a tile attend a band, and return the interval of the first one: each query's interval
-  // ends one key after that of the query before, and starts one key after it too, or at key 0. Called by a warp.
+  // Determine whether the queries of a tile attend a band, and return the interval of the first one: each query's
+  // interval ends one key after that of the previous query, and also starts one key after it, or at key 0. Called by a
+  // warp.
   static CUFLASH_DEVICE bool find_band(const attention::Params& params, const attention::WorkTile& work,
                                        attention::Interval& band) {
     using namespace attention;
@@ -65,7 +66,7 @@ struct KvTileScheduler : KvStorage<Config> {
     return __all_sync(0xffffffffu, is_band) && (lo_moves || lo_stays);
   }
 
-  // Schedule the tiles of this block. A tile is scheduled when the steps of the one before are loaded
+  // Schedule the tiles of this block. A tile is scheduled when the steps of the previous one are loaded
   // (kFetchesTileEarly: when its first step is): tiles taken earlier might be started sooner by another block. Called
   // by a warp.
   template <class Hooks>
@@ -74,7 +75,7 @@ struct KvTileScheduler : KvStorage<Config> {
     using namespace attention;
     const int num_tiles = num_query_tiles<Listed>(params, kBlockQ);
     unsigned num_tiles_done = 0;
-    WorkTile queries{};  // where sequences are cut: queries of the last number that no tile has yet
+    WorkTile queries{};  // if sequences are cut: queries of the last number that no tile has yet
     for (bool is_first = true;; is_first = false) {
       const tile::PipelineSlot& tile_info_slot = shared().tile_info_slots[tile_info_index(num_tiles_done)];
       // the first tile does not wait

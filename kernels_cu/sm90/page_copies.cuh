@@ -22,7 +22,7 @@ class PageCopy {
     row_of_page_ = attention::divmod(position, pages.page_size).remainder;
   }
 
-  // Count the boxes that lack their page.
+  // Count the boxes whose page is missing.
   CUFLASH_DEVICE void count_faults() const {
     if (!has_page_) ptx::fetch_add(pages_.num_faults, 1);
   }
@@ -40,7 +40,7 @@ class PageCopy {
     __syncwarp();
   }
 
-  // Start TMA copies of the other boxes. TMA fills with 0 what lies outside of the tensor, so a missing page reads
+  // Start TMA copies of the other boxes. TMA fills positions outside of the tensor with 0, so a missing page reads
   // nothing.
   CUFLASH_DEVICE void start(const tile::TensorMapParam& map, const tile::PipelineSlot& slot) const {
     const uint32_t barrier = ptx::shared_address(&slot.full);

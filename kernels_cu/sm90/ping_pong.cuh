@@ -2,7 +2,7 @@
 #include <sm90/kv_pipeline.cuh>
 
 // The order in which consumer warpgroups of forward kernels start products: one after the other (FlashAttention-3's
-// ping-pong), so that the softmax of one runs under the products of the others.
+// ping-pong), so that the softmax of one overlaps the products of the others.
 namespace cuflash::sm90 {
 
 constexpr int kPingPongBarrier = 1, kQEmptyBarrier = 4;  // numbers of named barriers, one for each consumer warpgroup

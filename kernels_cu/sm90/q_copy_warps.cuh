@@ -96,7 +96,7 @@ struct QCopyWarps : QProducer<Config> {
     tile::copy<kCopyThreads>(tile::TmaBoxes(array_smem(stage)), part, thread, [](int) { return true; });
   }
 
-  // Run a copy warp: compute the row masks of each step, copy the operands that its message leaves to threads, and
+  // Run a copy warp: compute the row masks of each step, copy the operands that its message assigns to threads, and
   // start the copies of K and V.
   template <class Score>
   static CUFLASH_DEVICE void prepare_steps(const attention::Params& params, const TensorMaps& maps,
@@ -123,7 +123,7 @@ struct QCopyWarps : QProducer<Config> {
       if (message.is(StepMessage::kLoadsK)) {
         const WorkTile& tile = work().tile;
         const auto kv_head = [&] { return tile.batch_head.head / shape.group_size; };
-        // Without this wait, one copy warp could arrive for this K while another one still copies the K before it.
+        // Without this wait, one copy warp could arrive for this K while another one still copies the previous K.
         tile::wait_empty(smem.k, k_phase(message.flags));
         __syncwarp();
         if (thread() == 0) {

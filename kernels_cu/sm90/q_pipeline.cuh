@@ -34,7 +34,7 @@ struct QPipeline : DqWriter<Config> {
     return flags & (StepMessage::kLoadsV | StepMessage::kEndOfWork);
   }
 
-  // If a step loads K for another head, release the K before, whose products have ended, and wait for the new one.
+  // If a step loads K for another head, release the previous K, whose products have ended, and wait for the new one.
   static CUFLASH_DEVICE void wait_next_head_k(int flags) {
     if ((flags & (StepMessage::kLoadsK | StepMessage::kLoadsV)) != StepMessage::kLoadsK) return;
     SharedStorage& smem = shared();
@@ -50,7 +50,7 @@ struct QPipeline : DqWriter<Config> {
   }
   static CUFLASH_DEVICE void release_kv() { tile::arrive(shared().k.empty); }  // V is released with K
 
-  // Run the role of each warp of a thread block. `consume` is called by the consumer warpgroups, with the number of the
+  // Run the role of each warp of a thread block. `consume` is called by the consumer warpgroups, with the index of the
   // warpgroup among them.
   template <class Consume>
   static CUFLASH_DEVICE void run_roles(const attention::Params& params, const TensorMaps& maps,

@@ -15,8 +15,8 @@ struct QProducer : QStorage<Config> {
       typename Base::QueryIterator, typename Base::QueryStats, typename Base::SharedStorage, typename Base::SmemArray,
       typename Base::StepMessage;
 
-  // Return the end of the keys that lie in the slots of a tile. Where sequences are cut, those past a short tile are
-  // keys of the next sequence.
+  // Return the end of the keys that are in the slots of a tile. If sequences are cut, the keys past a short tile belong
+  // to the next sequence.
   static CUFLASH_DEVICE int end_of_keys(const attention::Params& params, const attention::WorkTile& work) {
     if constexpr (Config::kCutsSequences) return min(work.first + kBlockKv, params.shape.seqlen_kv);
     else return work.last;
@@ -31,14 +31,14 @@ struct QProducer : QStorage<Config> {
             min(end_of_keys(params, work), interval(params, work.batch_head, params.shape.seqlen_q - 1).hi)};
   }
 
-  // Return the number of a step's tile of queries.
+  // Return the index of a step's tile of queries.
   static CUFLASH_DEVICE int step_number(const attention::Params& params, const attention::KvBlock& block) {
     if constexpr (Config::kCutsSequences) return block.entry;
     else return attention::query_tile_number<Listed>(params, block.start, kBlockQ);
   }
 
-  // Return whether a query past a short step, in its slot, has no key. Where sequences are cut, the others are queries
-  // of the next sequences. Called by the first warp.
+  // Return whether a query past a short step, in its slot, has no key. If sequences are cut, these queries belong to
+  // the next sequences. Called by the first warp.
   static CUFLASH_DEVICE bool has_empty_rows_past(const attention::Params& params,
                                                  const attention::BatchHead& batch_head,
                                                  const attention::KvBlock& block) {
@@ -51,8 +51,8 @@ struct QProducer : QStorage<Config> {
     return __any_sync(0xffffffffu, is_empty);
   }
 
-  // Return whether the slot of a step has rows that must be 0: queries without a key, whatever Q and dO hold there, and
-  // rows of the matrix past the step. Called by the first warp.
+  // Return whether the slot of a step has rows that must be 0: queries without a key, whose Q and dO may be arbitrary,
+  // and rows of the matrix past the step. Called by the first warp.
   static CUFLASH_DEVICE bool has_rows_to_zero(const attention::Params& params, const HeadWork& work,
                                               const attention::KvBlock& block) {
     using namespace attention;
@@ -70,7 +70,7 @@ struct QProducer : QStorage<Config> {
     return work.records[step_number(params, block)].stats.has_empty_rows;
   }
 
-  // Start the copies of an operand, or leave them to the copy warps (`threads_copy`). `extra_bytes` of other copies
+  // Start the copies of an operand, or assign them to the copy warps (`threads_copy`). `extra_bytes` of other copies
   // arrive at the same barrier.
   static CUFLASH_DEVICE void load_operand(const tile::TmaBoxes& to, const TensorMapParam& map,
                                           const tile::TmaCoords& at, int first, const tile::PipelineSlot& slot,
@@ -110,8 +110,8 @@ struct QProducer : QStorage<Config> {
     return smem.has_tile;
   }
 
-  // Store the range of queries that visit a tile of keys, and the first tile of them, where sequences are cut. Called
-  // by the first warp.
+  // Store the range of queries that visit a tile of keys, and the first tile of them, if sequences are cut. Called by
+  // the first warp.
   template <class Range>
   static CUFLASH_DEVICE void store_part_range(const attention::Params& params, const attention::WorkTile& work,
                                               attention::VisitRange visit_range, Range& to) {
@@ -120,7 +120,7 @@ struct QProducer : QStorage<Config> {
     if (ptx::elect_one()) to = {visit_range, queries};
   }
 
-  // Find the range of queries that visit a tile of keys. If the mask has an interval for each query, eight threads
+  // Compute the range of queries that visit a tile of keys. If the mask has an interval for each query, eight threads
   // search together for each end of the range. Called by the first warp.
   static CUFLASH_DEVICE void find_visit_range(const attention::Params& params, const attention::WorkTile& work) {
     using namespace attention;
@@ -146,13 +146,14 @@ struct QProducer : QStorage<Config> {
     VisitRange visit_range{found(0), found(1), found(2), found(3)};
     if constexpr (Config::kCutsSequences) return store_part_range(params, work, visit_range, shared().visit_range);
     if (!ptx::elect_one()) return;
-    // Keys past those of the last query have no visitor: aligned to tiles, their range would hold the last tile.
+    // No query sees keys past the last query's range. Without this test, rounding their empty range to tile boundaries
+    // would include the last query tile.
     if (visit_range.start >= params.shape.seqlen_q) visit_range.stop = visit_range.start = 0;
     find_list_entries(params, work, visit_range);
     static_cast<VisitRange&>(shared().visit_range) = aligned_to_tiles(params, visit_range, kBlockQ);
   }
 
-  // Find the staged array of a head. Return the flag of steps whose elements TMA cannot copy. Called by one thread.
+  // Locate the staged array of a head. Return the flag of steps whose elements TMA cannot copy. Called by one thread.
   template <class Work, class Score, class Map>
   static CUFLASH_DEVICE int find_array(Work& work, const Score& score, const Map& map) {
     if constexpr (kStagesArray) {
@@ -173,8 +174,8 @@ struct QProducer : QStorage<Config> {
                               ptx::shared_address(&shared().q[stage].full), key);
   }
 
-  // Advance the tile to the next head. The HeadWork of the head before keeps its slot if a step was sent for it. Return
-  // the slot of the new one. Called by the first warp.
+  // Advance the tile to the next head. The HeadWork of the previous head keeps its slot if a step was sent for it.
+  // Return the slot of the new one. Called by the first warp.
   static CUFLASH_DEVICE int advance_head(int work_slot, bool has_sent_step) {
     SharedStorage& smem = shared();
     const int next_work_slot = has_sent_step ? (work_slot + 1) % kNumHeadWorks : work_slot;
@@ -185,7 +186,7 @@ struct QProducer : QStorage<Config> {
     return next_work_slot;
   }
 
-  // Store what the steps of a head have in common. Called by one thread.
+  // Store the values that the steps of a head share. Called by one thread.
   static CUFLASH_DEVICE void store_head_work(const attention::Params& params, const TensorMaps& maps,
                                              const QueryState& query_state, HeadWork& head_work,
                                              const score::Function& score,
@@ -209,8 +210,8 @@ struct QProducer : QStorage<Config> {
     }
   }
 
-  // Advance the schedule of dQ by a step, and store in the step's message what it waits for and signals. Called by one
-  // thread.
+  // Advance the schedule of dQ by a step, and store in the step's message the tiles that it waits for and the bits that
+  // it signals. Called by one thread.
   static CUFLASH_DEVICE void advance_dq_schedule(HeadWork& head_work, StepMessage& message,
                                                  const attention::KvBlock& block, int seqlen_q) {
     constexpr int kSemaphoreFlags = StepMessage::kStoresDq | StepMessage::kUsesDqSemaphore;
@@ -328,7 +329,7 @@ struct QProducer : QStorage<Config> {
                                      StagedMapArgument staged_map) {
     SharedStorage& smem = shared();
     PipelineState state;
-    int work_slot = 0;  // index of the present HeadWork
+    int work_slot = 0;  // index of the current HeadWork
     bool has_sent_step = false;
     while (advance_tile(params, work_slot)) {
       if (!smem.works[work_slot].tile.is_empty())

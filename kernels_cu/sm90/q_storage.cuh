@@ -6,7 +6,7 @@
 #include <sm90/tensor_maps.cuh>
 #include <tile/pipeline.cuh>
 
-// The messages and barriers of the pipeline over queries (sm90/q_pipeline.cuh), which lie in shared memory beside its
+// The messages and barriers of the pipeline over queries (sm90/q_pipeline.cuh), which are in shared memory next to its
 // tiles.
 namespace cuflash::sm90 {
 
@@ -87,17 +87,17 @@ struct QStorage : QTiles<Config> {
   static CUFLASH_DEVICE int do_stage(const PipelineState& state) { return kDoStages == 1 ? 0 : state.stage; }
   static CUFLASH_DEVICE int do_phase(const PipelineState& state) { return kDoStages == 1 ? state.stage : state.phase; }
 
-  // A tile of keys with a query head: addresses and flags that all of its steps have in common.
+  // A tile of keys with a query head: addresses and flags that all of its steps share.
   struct HeadWork : tile::Conditional<kStagesArray, ArrayCoords, NoArrayCoords> {
     attention::WorkTile tile;
     typename Base::QueryRecord* records;  // of the head, one for each tile of queries
     float* dq_sum;
     tile::TmaCoords q_coords, do_coords;
-    int flags;  // flags that all steps have
+    int flags;  // flags that all steps share
     DqSchedule dq;
   };
 
-  // The range of queries that visit a tile of keys, and what walks its steps: tiles of sequences where these are cut.
+  // The range of queries that visit a tile of keys, and the walk over its steps: tiles of sequences if these are cut.
   using QueryRange = tile::Conditional<Config::kCutsSequences, PartRange<kBlockQ>, attention::VisitRange>;
   using QueryIterator = tile::Conditional<Config::kCutsSequences, PartIterator<kBlockQ>,
                                           attention::BlockIterator<kBlockQ, attention::OverQBlocks, Listed>>;
@@ -116,7 +116,7 @@ struct QStorage : QTiles<Config> {
     // as flags of a message, and the visit range of a head.
     int has_tile, kv_phases;
     QueryRange visit_range;
-    DqFinish dq_finish;  // of the present step, if the last tile that arrives finishes dQ
+    DqFinish dq_finish;  // of the current step, if the last tile that arrives finishes dQ
     uint64_t dq_sum_loaded;  // sums of dQ have arrived in the staging buffer
   };
   static constexpr int kStorageEnd = kStorageOffset + static_cast<int>(sizeof(SharedStorage));
@@ -124,14 +124,14 @@ struct QStorage : QTiles<Config> {
     return *reinterpret_cast<SharedStorage*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset);
   }
 
-  // The step's elements of a captured array, behind all else; they are loaded and released with the step's Q.
+  // The step's elements of a captured array, after all else; they are loaded and released with the step's Q.
   using SmemArray = StagedArray<kStagesArray ? kBlockQ : 64, kStagesArray ? kBlockKv : 64>;
   static CUFLASH_DEVICE SmemArray array_smem(int stage) {
     return {aligned_for_array(kStorageEnd) + stage * SmemArray::kBytes};
   }
 
-  // The bins in which a consumer warp adds up the gradient of a short table, behind all else: kNumBins for each lane. A
-  // kernel that has them stages no array.
+  // The bins in which a consumer warp sums the gradient of a short table, after all else: kNumBins for each lane. A
+  // kernel that has them does not stage an array.
   static_assert(!kStagesArray || score::Function::kNumBins == 0, "bins and the staged array would overlap");
   static CUFLASH_DEVICE score::Function::Number* bins_of_warp() {
     const int warp = (ptx::thread_index() - kWarpgroupThreads) / 32;

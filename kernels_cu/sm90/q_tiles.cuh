@@ -7,7 +7,7 @@
 // (sm90/q_pipeline.cuh).
 namespace cuflash::sm90 {
 
-// Numbers of named barriers. Each of the last three stands for two: the next number is the second consumer warpgroup's.
+// Numbers of named barriers. Each of the last three denotes two: the next number is the second consumer warpgroup's.
 constexpr int kConsumersSync = 1, kDsEmpty = 2, kDqEmpty = 4, kDqFull = 6;
 
 template <class Config>
@@ -43,7 +43,7 @@ struct QTiles : QueryTileStats<Config> {
   static_assert(!(Config::kFinishesDqInOrder || Config::kLastFinishesDq || Config::kAddsDqInOrder) ||
                     (kMakesDq && !kIsWide),
                 "dQ is staged where tiles wait for each other");
-  // Up to 128 columns, P is not clamped to 1 unless some lse is large.
+  // Up to 128 columns, P is clamped to 1 only if some lse is large.
   static constexpr bool kSkipsClamp = !kIsWide;
   // Tiles of scores in shared memory: if wide, P of even steps, P of odd steps and dS; else dS if dQ is computed.
   static constexpr int kNumScoreTiles = kIsWide ? 3 : kMakesDq ? 1 : 0;

@@ -1,7 +1,7 @@
 #pragma once
 #include <attention/params.cuh>
 
-// What the kernels of a backward pass on Hopper hand to each other about queries, beside the sums of dQ.
+// The data about queries, other than the sums of dQ, that the kernels of a backward pass on Hopper pass to each other.
 namespace cuflash::sm90 {
 
 struct DqSemaphore;

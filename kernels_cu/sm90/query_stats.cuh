@@ -28,9 +28,10 @@ struct QueryTileStats : GradientEpilogue<Config> {
       return nonempty[row / 16] >> row % 16 & 1;
     }
   };
-  // Tiles of keys count at a tile of queries: as they arrive, or as they are done in their order (sm90/dq_arrivals.cuh).
+  // Tiles of keys are counted at a tile of queries: as they arrive, or as they are done in order
+  // (sm90/dq_arrivals.cuh).
   static constexpr bool kCountsDqTiles = Config::kLastFinishesDq || Config::kAddsDqInOrder;
-  // The statistics of a tile in global memory, with the count behind what is copied.
+  // The statistics of a tile in global memory, with the count after the copied part.
   struct PlainRecord {
     QueryStats stats;
   };
@@ -39,10 +40,10 @@ struct QueryTileStats : GradientEpilogue<Config> {
     DqCount dq;
   };
   using QueryRecord = tile::Conditional<kCountsDqTiles, CountingRecord, PlainRecord>;
-  // The rounding of a larger lse in base 2 may raise P by a thousandth above 1.
+  // With a larger lse in base 2, its rounding error may raise P by a thousandth above 1.
   static constexpr float kLargestPlainLse2 = 1 << 14;
 
-  // Return the tile of queries that a thread block works on; below, the number of its statistics and sums of dQ.
+  // Return the tile of queries that a thread block works on; below, the index of its statistics and sums of dQ.
   static CUFLASH_DEVICE attention::WorkTile own_query_tile(const attention::Params& params) {
     if constexpr (Config::kCutsSequences) return query_part_reversed<kBlockQ>(params).work;
     else return attention::query_tile_reversed<Listed>(params, kBlockQ);

@@ -4,10 +4,10 @@
 #include <tile/range.cuh>
 
 // Tiles that start and end with packed sequences, of queries and of keys, in the backward pass. Arrays of the work list
-// have where they start: cuflash/blocks/sequence_tiles.py numbers them. A tile may be empty.
+// have their first rows: cuflash/blocks/sequence_tiles.py numbers them. A tile may be empty.
 namespace cuflash::sm90 {
 
-// The first rows of the tiles of a batch entry and head, and the length behind them; a tile has at most Height rows.
+// The first rows of the tiles of a batch entry and head, followed by the length; a tile has at most Height rows.
 template <int Height>
 struct SequenceParts {
   const int32_t* starts;
@@ -30,9 +30,9 @@ struct SequenceParts {
   // A tile is never higher than Height, whatever offsets a caller gave.
   CUFLASH_DEVICE int last(int number) const { return min(starts[number + 1], starts[number] + Height); }
 
-  // Return the number of the tile that has a row, or num_tiles if there is no such row. Called by a warp.
+  // Return the index of the tile that has a row, or num_tiles if no tile has it. Called by a warp.
   CUFLASH_DEVICE int find(int row) const {
-    for (int from = row / Height; from < num_tiles; from += 32) {  // tiles before have at most Height rows each
+    for (int from = row / Height; from < num_tiles; from += 32) {  // earlier tiles have at most Height rows each
       const uint32_t is_behind = __ballot_sync(0xffffffffu, starts[min(from + ptx::lane() + 1, num_tiles)] > row);
       if (is_behind != 0) return from + __ffs(is_behind) - 1;
     }
@@ -47,7 +47,7 @@ CUFLASH_DEVICE int num_visiting_parts(const Params& params, const WorkTile& quer
   const auto keys = SequenceParts<Height>::of_keys(params, queries.batch_head);
   const int lo = interval(params, queries.batch_head, queries.first).lo,
             hi = interval(params, queries.batch_head, queries.last - 1).hi;
-  // each sequence has at most one tile more than its length has multiples of Height
+  // each sequence has at most one tile more than its length divided by Height
   const int end = min(keys.num_tiles, hi / Height + 1 + keys.num_tiles - keys.length / Height);
   return tile::warp_sum(lo / Height, end, [&](int number) {
     const int first = keys.first(number), last = keys.last(number);
@@ -55,7 +55,7 @@ CUFLASH_DEVICE int num_visiting_parts(const Params& params, const WorkTile& quer
   });
 }
 
-// A tile of queries or of keys, and its number within its matrix.
+// A tile of queries or of keys, and its index within its matrix.
 struct SequencePart {
   WorkTile work;
   int number;
@@ -75,7 +75,7 @@ CUFLASH_DEVICE SequencePart query_part_reversed(const Params& params) {
   return part;
 }
 
-// Return the axis of keys, cut into tiles, which blocks take by their length, the longest of a head first.
+// Return the axis of keys, divided into tiles, which blocks take in order of length, the longest of a head first.
 CUFLASH_DEVICE TileAxis key_parts(const Params& params) {
   return {params.work.num_kv_blocks,         params.shape.group_size, 1, params.work.column_entries, false,
           params.shape.kv_heads_per_l2_group};
@@ -95,13 +95,13 @@ CUFLASH_DEVICE WorkTile key_part_at(const Params& params, int rank) {
   return work;
 }
 
-// The queries that visit a tile of keys: a range of rows, and the tiles that have them, from number first_entry on.
+// The queries that visit a tile of keys: a range of rows, and the tiles that have them, from index first_entry on.
 template <int Height>
 struct PartRange : VisitRange {
   SequenceParts<Height> parts;
 };
 
-// Walks the tiles of queries that visit a tile of keys. The entry of a block is its number.
+// Walks the tiles of queries that visit a tile of keys. The entry of a block is its index.
 template <int Height>
 class PartIterator {
  public:

@@ -4,11 +4,11 @@
 
 // Tiles of Height queries of packed sequences, whose steps have Width keys. Queries are divided into blocks of Height
 // positions: a block has the tiles that start in it. A tile of a long sequence starts where a multiple of Height keys
-// precede its first query, so that its last step ends with its diagonal, and it has queries of this sequence alone:
+// precedes its first query, so that its last step ends with its diagonal, and it has queries of this sequence only:
 // those of the next one would walk all keys of this one. Whatever the row intervals are, each query is in one tile.
 namespace cuflash::sm90 {
 
-// The row intervals of a batch entry and head, which are arrays here: loads in no branch overlap.
+// The row intervals of a batch entry and head, which are arrays here: loads outside of branches overlap.
 struct RowIntervals {
   const int32_t* lo;
   const int32_t* hi;
@@ -21,9 +21,9 @@ struct RowIntervals {
   }
 };
 
-// Return the first query of first < x < last whose sequence is not that of the query before it, else `last`; there are
-// at most Height. Where one sequence follows another, the first key that queries see moves on by more than one; in a
-// window it moves by one. Called by a warp.
+// Return the first query in first < x < last whose sequence differs from that of the previous query, else `last`; the
+// range has at most Height queries. Where one sequence follows another, the first key that queries see advances by more
+// than one; in a window it advances by one. Called by a warp.
 template <int Height>
 CUFLASH_DEVICE int next_sequence(const RowIntervals& rows, int first, int last) {
   bool starts[Height / 32];
@@ -41,17 +41,17 @@ CUFLASH_DEVICE int next_sequence(const RowIntervals& rows, int first, int last) 
   return found;
 }
 
-// Return where the tiles of the block of positions from `position` on start: there, or, under a diagonal, with the next
-// query that a multiple of Height keys of its sequence precede, but not behind the start of the next sequence. A
-// sequence that ends in this block and came to it with less than Height keys moves nothing, since such short ones share
-// tiles. Called by a warp.
+// Return the first query of the tiles of the block of positions from `position` on: `position` itself, or, under a
+// diagonal, the next query that a multiple of Height keys of its sequence precedes, but not after the start of the next
+// sequence. A sequence that ends in this block and has fewer than Height keys before it changes nothing, since such
+// short sequences share tiles. Called by a warp.
 template <int Height>
 CUFLASH_DEVICE int start_of_tiles(const RowIntervals& rows, int length, int position) {
   if (position == 0 || position >= length) return min(position, length);
   const int next = next_sequence<Height>(rows, position, min(position + Height, length)), last = next - 1;
   const int first_lo = rows.lo[position], first_hi = rows.hi[position];
   const int last_lo = rows.lo[last], last_hi = rows.hi[last];
-  const bool has_diagonal = first_lo == last_lo && last_hi - first_hi == last - position;  // not so in a window
+  const bool has_diagonal = first_lo == last_lo && last_hi - first_hi == last - position;  // false in a window
   const int keys_before = first_hi - first_lo - 1;
   if (!has_diagonal || (next < position + Height && keys_before < Height)) return position;
   return min(position + (Height - keys_before % Height) % Height, next);

@@ -5,7 +5,7 @@
 #include <tile/pipeline.cuh>
 
 // Staged arrays: a score function reads a captured array of 16-bit numbers, such as a bias, at the query and the key of
-// a score. Producers load the elements of a step into shared memory, beside the step's keys or queries.
+// a score. Producers load the elements of a step into shared memory, next to the step's keys or queries.
 namespace cuflash::sm90 {
 
 constexpr bool kStagesArray = score::Function::kIsStaged;
@@ -15,7 +15,7 @@ constexpr bool kStagesArray = score::Function::kIsStaged;
 template <int Rows, int Columns>
 using StagedArray = tile::WgmmaTile<ptx::Half, Rows, Columns>;
 constexpr int kArrayAlignment = 1024;
-// Return the first offset from `end` on at which slots can lie.
+// Return the first offset from `end` on that is aligned for slots.
 CUFLASH_DEVICE constexpr int aligned_for_array(int end) {
   return (end + kArrayAlignment - 1) / kArrayAlignment * kArrayAlignment;
 }
@@ -66,8 +66,8 @@ constexpr bool kIsSame = false;
 template <class A>
 constexpr bool kIsSame<A, A> = true;
 
-// A score function bound to a value beside its arguments: a number of the staged array, or the values of a uniform
-// tile.
+// A score function bound to a value in addition to its arguments: a number of the staged array, or the values of a
+// uniform tile.
 template <class Score, class Value>
 struct WithValue {
   using Number = typename Score::Number;

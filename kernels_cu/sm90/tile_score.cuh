@@ -5,7 +5,7 @@
 // Score functions in the forward pass on Hopper.
 namespace cuflash::sm90 {
 
-// A score function at a thread's queries of a tile: values that do not depend on keys are computed once a tile.
+// A score function at a thread's queries of a tile: values that do not depend on keys are computed once per tile.
 template <class Config, class Tile, class Score>
 class TileScore {
  public:
@@ -30,7 +30,7 @@ class TileScore {
       constexpr int kFragments = Panel::kChunks / 2;  // of 16 columns each
       uint32_t words[4];
       float pairs[Tile::kRows][2];
-      // opaque, since addresses of further stages would take registers from step to step
+      // opaque, since addresses of further stages would occupy registers across steps
       const uint32_t first =
           ptx::opaque(staged.panel(0).address(Tile::warp_row() % 64 + ptx::lane() % 16, ptx::lane() / 16));
       apply_to_each(s, score, softmax_scale, block, [&](int i, int j, const auto&... arguments) {
@@ -93,7 +93,7 @@ class TileScore {
   attention::QueryPosition<Config> position_;
 };
 
-// The type that stands for a tile's score function in kernels without one.
+// The type that replaces a tile's score function in kernels without one.
 template <class Config, class Tile>
 struct NoTileScore {
   template <class Score>

@@ -7,7 +7,7 @@
 namespace cuflash::tile {
 
 // A block's matrix of sums in global memory, in the order of the accumulator's registers: Run registers of a thread are
-// neighbours, so that each access of a warp fills whole cache lines. Readers must share the matrix among NumWarps warps
+// adjacent, so that each access of a warp fills whole cache lines. Readers must divide the matrix among NumWarps warps
 // in the same way as writers.
 template <class Tile, int Run, int NumWarps = 0>
 struct AccumulatorLayout {
@@ -25,7 +25,7 @@ struct AccumulatorLayout {
     return data + (i * Tile::kColumnTiles + j) * 128 + e / Run * 32 + e % Run;
   }
 
-  // Add a part to the matrix atomically: it has the warp's columns from 8 * `first` on.
+  // Add a part to the matrix atomically: the warp's columns from 8 * `first` on.
   template <class Part>
   CUFLASH_DEVICE void atomic_add(const Part& part, int first = 0) const {
 #pragma unroll

@@ -54,7 +54,7 @@ constexpr int kLoadColumns = 8, kLoadRows = kThreads / kLoadColumns;
 CUFLASH_DEVICE int load_row() { return threadIdx.x / kLoadColumns; }
 CUFLASH_DEVICE int load_column() { return threadIdx.x % kLoadColumns; }
 
-// Copy a matrix to shared memory, widened; zeros past its ends and in rows that are not kept. Called by all threads.
+// Copy a matrix to shared memory, widened; zeros past its ends and in rows that are not valid. Called by all threads.
 template <class T, int Rows, int Columns, int Pitch, class Element, class IsRowValid = AllRowsValid>
 CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns, Pitch> to, Matrix<Element> from, IsRowValid is_row_valid = {}) {
   for (int row = load_row(); row < Rows; row += kLoadRows) {
@@ -108,7 +108,7 @@ CUFLASH_DEVICE void store(SharedTile<T, Rows, Columns, Pitch> to, const Register
     }
 }
 
-// Copy registers to global memory, narrowed, as far as the matrix goes. Called by all threads.
+// Copy registers to global memory, narrowed, within the bounds of the matrix. Called by all threads.
 template <class T, int Rows, int Columns, int Run, class Element>
 CUFLASH_DEVICE void store(Matrix<Element> to, const RegisterTile<T, Rows, Columns, Run>& from) {
   using Tile = RegisterTile<T, Rows, Columns, Run>;
@@ -148,7 +148,7 @@ CUFLASH_DEVICE void store_vectorized(Matrix<Element> to, const RegisterTile<T, R
   }
 }
 
-// Add shared memory atomically to global memory, as far as the matrix goes. Called by all threads.
+// Add shared memory atomically to global memory, within the bounds of the matrix. Called by all threads.
 template <class T, int Rows, int Columns, int Pitch>
 CUFLASH_DEVICE void add(Matrix<T> to, SharedTile<T, Rows, Columns, Pitch> from) {
   const int64_t stride = kLoadColumns * to.column_stride;

@@ -13,7 +13,7 @@ struct alignas(16) Chunk {
   T at[kChunkOf<T>];
 };
 
-// A chunk that is only moved; if it had elements, they would be stored one by one.
+// A chunk that is only moved. If it had elements, they would be stored one by one.
 struct alignas(16) Bits128 {
   uint64_t at[2];
 };
@@ -42,7 +42,7 @@ CUFLASH_DEVICE bool has_full_rows(const Matrix<T>& matrix) {
 }
 
 // The copy of a full tile whose rows are full (`has_full_rows`): the chunks of a thread and their addresses. If several
-// copies are constructed before the first one starts, their addresses are computed side by side.
+// copies are constructed before the first one starts, the computations of their addresses overlap.
 template <int Threads, class T, int Rows, int Columns>
 class FullTileCopy {
  public:
@@ -130,7 +130,7 @@ struct StackedRows {
   CUFLASH_DEVICE T& at(int i, int column) const { return row(i)[column * first.column_stride]; }
 };
 
-// Rows of several matrices, of which a list says the first, the second and so on.
+// Rows of several matrices, whose numbers are in a list.
 template <class T>
 struct GatheredRows : StackedRows<T> {
   const int32_t* matrices;  // numbers of the matrices
@@ -170,7 +170,7 @@ CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, RowsOf<T> from
 }
 
 // Start to copy gathered rows, which consist of as many columns as the tile has, in chunks that a single instruction
-// copies; rows past the last one become 0. The addresses of a thread's rows are loaded side by side. Called by all
+// copies; rows past the last one become 0. The loads of the addresses of a thread's rows overlap. Called by all
 // Threads.
 template <int Threads, class T, int Rows, int Columns>
 CUFLASH_DEVICE void load_full_rows_async(SwizzledTile<T, Rows, Columns> to, const GatheredRows<T>& from) {
@@ -201,8 +201,7 @@ CUFLASH_DEVICE void load_async(Matrix<float> to, Matrix<float> from) {
     ptx::cp_async_ca_4(ptx::shared_address(&to.at(row, 0)), &from.at(row, 0), 4);
 }
 
-// Copy a tile from shared to global memory chunk by chunk, as far as the rows and columns of `to` extend. Called by all
-// Threads.
+// Copy a tile from shared to global memory chunk by chunk, within the bounds of `to`. Called by all Threads.
 template <int Threads, class RowsOfT, class T, int Rows, int Columns>
 CUFLASH_DEVICE void store_chunks(const RowsOfT& to, int num_columns, bool is_aligned,
                                  SwizzledTile<T, Rows, Columns> from) {
@@ -223,8 +222,8 @@ CUFLASH_DEVICE void store_chunks(const RowsOfT& to, int num_columns, bool is_ali
     }
 }
 
-// Copy a tile from shared to global memory, as far as the matrix extends. Called by all Threads, after the barrier
-// behind the tile's stores.
+// Copy a tile from shared to global memory, within the bounds of the matrix. Called by all Threads, after the barrier
+// that follows the tile's stores.
 template <int Threads, class T, int Rows, int Columns>
 CUFLASH_DEVICE void store(Matrix<T> to, SwizzledTile<T, Rows, Columns> from) {
   constexpr int kChunk = kChunkOf<T>;

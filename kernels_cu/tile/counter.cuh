@@ -15,7 +15,7 @@ CUFLASH_DEVICE int start_fetch_increment(int* counter) { return ptx::lane() == 0
 CUFLASH_DEVICE int broadcast_lane_0(int number) { return __shfl_sync(0xffffffffu, number, 0); }
 
 // Wait until a counter has all of these bits, or has reached a number. Copies that this warp starts afterwards read the
-// data that others signalled by it. Called by whole warps.
+// data whose completion the counter signals. Called by whole warps.
 CUFLASH_DEVICE void wait_for_bits(const int* counter, int bits) {
   ptx::wait_for_counter(counter, bits, bits);
   ptx::fence_proxy_async_global();

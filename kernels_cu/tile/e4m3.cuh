@@ -3,7 +3,7 @@
 #include <tile/shared_tile.cuh>
 #include <tile/warp_tile.cuh>
 
-// Numbers of 8 bits in tiles that the tensor cores multiply in 16 bits. Both formats of 16 bits hold each of them
+// FP8 numbers in tiles that the tensor cores multiply as 16-bit numbers. Both 16-bit formats represent each of them
 // exactly.
 namespace cuflash::tile {
 
@@ -11,19 +11,19 @@ namespace cuflash::tile {
 CUFLASH_DEVICE ptx::Float8E4M3 to_e4m3(float x) {
   const uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7fffffffu;
   // The mantissa of a float has 20 bits more, and its exponent is larger by 120. Adding half of the last place that is
-  // kept, less one if that place is even, and then cutting rounds to nearest.
+  // kept, less one if that place is even, and then truncating rounds to nearest.
   const uint32_t normal = (magnitude - (120u << 23) + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20;
-  // Below 2^-6 the last place is 2^-9, as that of floats from 2^14 on: the sum with 2^14 is rounded there.
+  // Below 2^-6 the last place is 2^-9, as that of floats from 2^14 on: adding 2^14 rounds there.
   const uint32_t subnormal = __float_as_uint(__uint_as_float(magnitude) + 16384.0f) - __float_as_uint(16384.0f);
   return {static_cast<unsigned char>((magnitude < 0x3c800000u ? subnormal : normal) | (bits >> 24 & 0x80u))};
 }
 
-// Four numbers of 8 bits in two registers of 16-bit numbers: the first and third, and the second and fourth.
+// Four FP8 numbers in two registers of 16-bit numbers: the first and third, and the second and fourth.
 struct Widened {
   uint32_t even, odd;
 };
-// Widen four numbers. Their bits are moved to the places of the wider format, which makes the numbers smaller by a
-// power of two, by which they are multiplied. A NaN becomes 480.
+// Widen four numbers. Their bits are moved to the places of the wider format, which divides the numbers by a power of
+// two; a multiplication reverses this. A NaN becomes 480.
 CUFLASH_DEVICE Widened widened(ptx::Half, uint32_t x) {
   constexpr uint32_t kBits = 0x3f803f80u, kSigns = 0x80008000u, kFactors = 0x5c005c00u;  // 2^8
   return {ptx::multiply2(ptx::Half{}, (x << 7 & kBits) | (x << 8 & kSigns), kFactors),
@@ -40,7 +40,7 @@ template <int Rows, int Columns>
 using E4M3Tile = SwizzledTile<ptx::Float8E4M3, Rows, Columns>;
 
 // Load a fragment of 16 columns of a left operand, in the order of the columns that `widened` returns: columns 4t, 4t +
-// 2 and 4t + 1, 4t + 3 take the place of 2t, 2t + 1 and 2t + 8, 2t + 9.
+// 2 and 4t + 1, 4t + 3 replace 2t, 2t + 1 and 2t + 8, 2t + 9.
 template <class T, int Rows, int Columns>
 CUFLASH_DEVICE void load_interleaved(uint32_t (&frag)[4], SwizzledTile<T, Rows, Columns> a, int first_row, int k) {
   struct alignas(8) Pairs {
@@ -83,7 +83,7 @@ class InterleavedRows {
   uint32_t kept_[IsKept ? Columns / 16 : 1][4];
 };
 
-// c = a b^T, where b has 8 bits. Called by whole warps.
+// c = a b^T, where b is FP8. Called by whole warps.
 template <class Tile, bool IsKept, class T, int Rows, int Columns, int Depth>
 CUFLASH_DEVICE void gemm_nt(Tile& c, const InterleavedRows<IsKept, T, Rows, Depth>& a, E4M3Tile<Columns, Depth> b) {
   static_assert(Tile::kRowTiles == 1 && Depth % 32 == 0, "a warp has 16 rows, and two chunks of b are 32 columns");
@@ -108,8 +108,8 @@ CUFLASH_DEVICE void gemm_nt(Tile& c, const InterleavedRows<IsKept, T, Rows, Dept
   }
 }
 
-// c += a b, where b has 8 bits, and a is a product of the same warp, rounded to bfloat16. The even ones of sixteen
-// columns of c are one tile, and the odd ones the next; `interleaved_column` returns the column.
+// c += a b, where b is FP8, and a is a product of the same warp, rounded to bfloat16. The even ones of sixteen columns
+// of c are one tile, and the odd ones the next; `interleaved_column` returns the column.
 template <class Tile, class Left, int Depth, int Columns>
 CUFLASH_DEVICE void gemm_add_nn(Tile& c, const Left& a, E4M3Tile<Depth, Columns> b) {
   static_assert(8 * Left::kColumnTiles == Depth && 8 * Tile::kColumnTiles == Columns && Tile::kRowTiles == 1,

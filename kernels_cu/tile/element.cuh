@@ -22,7 +22,7 @@ CUFLASH_DEVICE double maximum(double x, double y) { return fmax(x, y); }
 template <class T>
 CUFLASH_DEVICE T min_or_nan(T x, T y) { return y < x ? y : x; }
 
-// The least finite number, which replaces -inf where -inf - (-inf) could arise.
+// The least finite number, used instead of -inf if -inf - (-inf) could arise.
 template <class T>
 CUFLASH_DEVICE T lowest();
 template <>

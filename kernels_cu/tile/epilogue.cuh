@@ -22,7 +22,7 @@ CUFLASH_DEVICE void transpose_in_quad(uint32_t (&words)[4]) {
   }
 }
 
-// Round a warp's part to T and store it to global memory, as far as the matrix goes. Called by whole warps.
+// Round a warp's part to T and store it to global memory, within the bounds of the matrix. Called by whole warps.
 template <class T, class Tile>
 CUFLASH_DEVICE void store(Matrix<T> to, const Tile& from) {
   constexpr int kChunks = Tile::kColumnTiles / 4;  // a thread's chunks per row
@@ -64,7 +64,7 @@ CUFLASH_DEVICE void store(Matrix<T> to, const Tile& from) {
       const int row = from.first_row() + from.row(i), column = first_column + 32 * j;
       if (row >= to.num_rows) continue;
       uint64_t(&words)[2] = chunks[i][j].at;
-#pragma unroll 1  // rare, so the code is kept short
+#pragma unroll 1  // executed rarely, so the code is kept short
       for (int x = column; x < min(column + kChunkOf<T>, to.num_columns); ++x) {
         to.at(row, x) = {static_cast<unsigned short>(words[0])};
         words[0] = words[0] >> 16 | words[1] << 48;

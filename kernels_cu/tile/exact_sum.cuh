@@ -23,8 +23,8 @@ struct FloatFormat<double> {
   static CUFLASH_DEVICE uint64_t bits(double x) { return static_cast<uint64_t>(__double_as_longlong(x)); }
 };
 
-// The words of a sum: digits in units of the least subnormal number, the lowest first, then the numbers of NaN, +inf
-// and -inf among the terms. A word has room for 2^39 digits of one sign.
+// The words of a sum: digits in units of the least subnormal number, the lowest first, then the counts of NaN, +inf and
+// -inf among the terms. A word has room for 2^39 digits of one sign.
 template <class T>
 struct ExactSum {
   using Format = FloatFormat<T>;
@@ -72,7 +72,7 @@ struct ExactSum {
     for_digits(words, sign, [&](int digit, int64_t value) {
       if (value != 0) top = max(top, digit);
     });
-    // Digits below the fourth from the top change no bit that a double has.
+    // Digits below the fourth from the top do not change any bit of a double.
     const int lowest = max(top - 3, 0);
     double sum = 0, unit = 1;
     for_digits(words, sign, [&](int digit, int64_t value) {

@@ -4,7 +4,7 @@
 #include <tile/exact_sum.cuh>
 
 // Sums in global memory that many thread blocks add to: numbers, which are rounded after each addition, or the words of
-// exact sums, which have the same bits whatever the order of additions is.
+// exact sums, whose bits do not depend on the order of additions.
 namespace cuflash::tile {
 
 // Add x to a sum, atomically.
@@ -42,8 +42,8 @@ struct RunningSum {
     sum += x;
   }
 
-  // Add each thread's x to an element, as `add` does, if all threads of the warp have the same element in each call.
-  // Called by whole warps.
+  // Add each thread's x to an element, as `add` does, provided that in each call all threads of the warp pass the same
+  // element. Called by whole warps.
   CUFLASH_DEVICE void join(Address* element, T x) {
     if (element != address) {
       flush();

@@ -20,7 +20,7 @@ struct PhiloxKey {
 };
 
 // Run one round on several counters, in place. The counters are interleaved, since each instruction of one counter
-// waits for the one before.
+// waits for the previous one.
 template <int Num>
 CUFLASH_DEVICE void philox_round(PhiloxWords (&counters)[Num], const PhiloxKey& key) {
 #pragma unroll

@@ -16,10 +16,11 @@ struct PipelineSlot {
 };
 
 // Number of lanes of a warp that arrive. One lane arrives for its warp; in kernels with a watchdog each lane does,
-// since NVIDIA's racecheck, which runs on these, follows no order from one lane through __syncwarp to another.
+// since NVIDIA's racecheck, which runs on these kernels, does not track an order from one lane through __syncwarp to
+// another.
 constexpr int kArrivalsPerWarp = Config::kHasWatchdog ? 32 : 1;
 
-// Return the thread's number in its warp.
+// Return the thread's index in its warp.
 CUFLASH_DEVICE int lane() { return ptx::lane(); }
 
 // Wait until the slot is full.
@@ -77,7 +78,7 @@ struct TmaCoords {
   int x, y, z;
 };
 
-// Start TMA copies of the rows from `first` on into the slot, one panel a copy. Columns are those from `first_column`
+// Start TMA copies of the rows from `first` on into the slot, one panel per copy. Columns are those from `first_column`
 // on. The barrier must expect their bytes. Called by one thread.
 template <class T = ptx::Half>
 CUFLASH_DEVICE void start_tma_boxes(const TmaBoxes& to, const TensorMapParam& from, TmaCoords matrix, int first,
@@ -101,7 +102,7 @@ CUFLASH_DEVICE void tma_load_boxes(const TmaBoxes& to, const TensorMapParam& fro
   start_tma_boxes<T>(to, from, matrix, first, barrier, first_column);
 }
 
-// Prefetch the rows that `tma_load_boxes` would copy into the level-2 cache by TMA. Called by one thread.
+// Prefetch the rows that `tma_load_boxes` would copy into the L2 cache by TMA. Called by one thread.
 CUFLASH_DEVICE void tma_prefetch_boxes(const TmaBoxes& to, const TensorMapParam& from, TmaCoords matrix, int first) {
 #pragma unroll
   for (int column = 0; column < to.columns; column += to.width)
@@ -109,7 +110,7 @@ CUFLASH_DEVICE void tma_prefetch_boxes(const TmaBoxes& to, const TensorMapParam&
 }
 
 // Fill the slot by threads, for matrices that TMA cannot copy: `thread` is one of Threads that share the work; rows
-// past the matrix and rows that are not kept become zeros.
+// past the matrix and rows that are not valid become zeros.
 template <int Threads, class T, class IsRowValid>
 CUFLASH_DEVICE void copy(const TmaBoxes& to, const Matrix<T>& from, int thread, IsRowValid is_row_valid) {
   const int chunks = to.columns / kChunkOf<T>, chunks_per_panel = to.width / kChunkOf<T>;
@@ -137,8 +138,8 @@ CUFLASH_DEVICE void copy(const TmaBoxes& to, const Matrix<T>& from, int thread, 
   ptx::fence_proxy_async();
 }
 
-// Store the tile to global memory by threads, as far as the matrix goes: `thread` is one of Threads that share the
-// work.
+// Store the tile to global memory by threads, within the bounds of the matrix: `thread` is one of Threads that share
+// the work.
 template <int Threads, class T>
 CUFLASH_DEVICE void copy(const Matrix<T>& to, const TmaBoxes& from, int thread) {
   const int chunks = from.columns / kChunkOf<T>, chunks_per_panel = from.width / kChunkOf<T>;

@@ -6,9 +6,9 @@ namespace cuflash::tile {
 
 constexpr int kMmaRows = Config::kMmaRows;  // rows of the mma instruction; 0: products are multiply-adds
 
-// 128 threads, as 16 rows of 8: a warp reads 4 rows of one operand, which broadcast, and 8 of the other, a vector each.
-// Tensor cores need 8 rows of 4 threads in every warp, and two neighbouring columns of a product in a thread: so
-// columns come in runs of at least two.
+// 128 threads, as 16 rows of 8: a warp reads 4 rows of one operand, which are broadcast, and 8 of the other, a vector
+// each. Tensor cores need 8 rows of 4 threads in every warp, and two adjacent columns of a product in a thread.
+// Therefore columns come in runs of at least two.
 constexpr int kThreads = 128;
 constexpr int kColumnLanes = kMmaRows > 0 ? 4 : 8;
 constexpr int kRowLanes = kThreads / kColumnLanes;
@@ -66,7 +66,7 @@ struct RegisterTile {
   }
 };
 
-// Reductions over a row: the threads that share it are neighbours. Called by whole warps.
+// Reductions over a row: the threads that share it are adjacent. Called by whole warps.
 template <class T>
 CUFLASH_DEVICE T row_sum(T x) {
 #pragma unroll

@@ -8,8 +8,8 @@ template <class T>
 constexpr int kChunkOf = 16 / sizeof(T);  // elements in 16 bytes: a row of a matrix that ldmatrix moves
 
 // A matrix in shared memory, row after row. The chunks of a row are permuted, so that the same chunk of eight
-// consecutive rows lies in different banks: ldmatrix and copies have no bank conflicts. Nor have reads of two chunks of
-// floats in four rows that are consecutive or two apart.
+// consecutive rows is in different banks: ldmatrix and copies have no bank conflicts. Reads of two chunks of floats in
+// four rows that are consecutive or two apart have none, either.
 template <class T, int Rows, int Columns>
 struct SwizzledTile {
   static constexpr int kRows = Rows;
@@ -24,16 +24,16 @@ struct SwizzledTile {
   int start;  // bytes from the start of shared memory, which is a multiple of 128
 
   // Return the number with which the chunks of a row are permuted, by exclusive or. It is itself an exclusive or over
-  // the bits of the row's number.
+  // the bits of the row's index.
   static CUFLASH_DEVICE int swizzle(int row) {
     return sizeof(T) == 4 && kSwizzledChunks == 8 ? row % 2 * 2 ^ row / 2 % 2 * 7 ^ row / 4 % 2 * 4
         : row / (8 / kSwizzledChunks) % kSwizzledChunks;
   }
   // Return the offset of a chunk from the start of the matrix, in bytes.
   static CUFLASH_DEVICE int offset(int row, int chunk) { return (row * kChunks + (chunk ^ swizzle(row))) * 16; }
-  // Return the offset or address of the chunk that lies `chunks` further on in its row, and `rows` rows below. Rows
-  // must be a multiple of 8, or bits that the row's number lacks; chunks must be a multiple of 2 unless counted from
-  // chunk 0. After loops are unrolled, it is computed from one register.
+  // Return the offset or address of the chunk that is `chunks` later in its row, and `rows` rows below. Rows must be a
+  // multiple of 8, or bits that are 0 in the row's index; chunks must be a multiple of 2 unless counted from chunk 0.
+  // After loops are unrolled, it is computed from one register.
   template <class Offset>
   static CUFLASH_DEVICE Offset advanced(Offset from, int rows, int chunks) {
     return (from ^ static_cast<Offset>((chunks % kSwizzledChunks ^ swizzle(rows)) * 16)) +

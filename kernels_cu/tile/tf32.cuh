@@ -1,9 +1,9 @@
 #pragma once
 #include <tile/warp_tile.cuh>
 
-// Products of floats on the tensor cores, which multiply tf32: floats of 11 significant bits. Operands are rounded to
+// Products of floats on the tensor cores, which multiply tf32: floats with 11 significant bits. Operands are rounded to
 // tf32. If kTf32Products is 3, each is split into two such numbers instead, hi + lo, and three of their four products
-// are summed: a split leaves out 2^-23 of an operand, and lo lo is at most 2^-22 of a product.
+// are summed: a split drops at most 2^-23 of an operand, and lo lo is at most 2^-22 of a product.
 namespace cuflash::tile {
 
 constexpr int kTf32Products = Config::kTf32Products;
@@ -36,7 +36,7 @@ CUFLASH_DEVICE void multiply_add(float (&d)[4], const Tf32<4>& a, const Tf32<2>&
 }
 
 // Fragments of a matrix that is read across its rows, word by word, since ldmatrix transposes only 16-bit elements. Of
-// each eight rows a thread reads two: t and t + 4, or the neighbours 2 t and 2 t + 1, with t = lane % 4.
+// each eight rows a thread reads two: t and t + 4, or the adjacent rows 2 t and 2 t + 1, with t = lane % 4.
 template <class Matrix, int NumTiles, bool IsLeft, bool Adjacent>
 struct TransposedWords {
   static constexpr bool kUsesXorOffset = (NumTiles & (NumTiles - 1)) == 0;  // as in MnMajorFragments
@@ -65,7 +65,7 @@ CUFLASH_DEVICE void load(uint32_t (&frag)[4], const TransposedWords<Matrix, Tile
   for (int e = 0; e < 4; ++e) frag[e] = from.at(tile, k, IsLeft ? e / 2 : e % 2, IsLeft ? e % 2 : e / 2);
 }
 
-// A product of the same warp as a left operand: its neighbouring columns are those that the operand needs.
+// A product of the same warp as a left operand: its adjacent columns are those that the operand needs.
 template <class Tile>
 struct FragmentSource {
   const Tile& tile;
@@ -77,8 +77,8 @@ CUFLASH_DEVICE void load(uint32_t (&frag)[4], const FragmentSource<Tile>& from, 
   for (int e = 0; e < 4; ++e) frag[e] = __float_as_uint(from.tile.tiles[tile][k][e % 2 * 2 + e / 2]);
 }
 
-// Tensor cores round sums towards zero. So the contribution of three products to c is summed from zero every time, and
-// then added with rounding to nearest; as many tiles of columns at once as registers allow.
+// Tensor cores round sums towards zero. Therefore the contribution of three products to c is summed from zero every
+// time, and then added with rounding to nearest, for as many tiles of columns at once as registers allow.
 constexpr CUFLASH_DEVICE int tiles_per_pass(int row_tiles, int column_tiles) {
   const int registers = row_tiles * column_tiles > 16 ? 16 : 32;
   int most = column_tiles;

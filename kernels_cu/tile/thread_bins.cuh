@@ -2,16 +2,16 @@
 #include <ptx/thread.cuh>
 #include <tile/global_sum.cuh>
 
-// Bins in shared memory in which the threads of a warp add up the gradient of a short table.
+// Bins in shared memory in which the threads of a warp sum the gradient of a short table.
 namespace cuflash::tile {
 
 // Sums of a warp for the elements of a short row of a matrix in global memory, such as a table of 32 numbers. Each
-// thread has a bin of its own for each element, in shared memory: no two threads write one word, and lanes write
+// thread has a separate bin for each element, in shared memory: no two threads write one word, and lanes write
 // different banks. Bins of a warp are [NumBins][32] numbers.
 template <class T, int NumBins>
 struct ThreadBins {
   T* row = nullptr;  // first of the elements whose sums the bins hold; null before the first row
-  int64_t stride = 0;  // distance of neighbouring elements
+  int64_t stride = 0;  // distance of neighboring elements
 
   // Add x to an element of the row.
   static CUFLASH_DEVICE void add(T* bins, int element, T x) { bins[32 * element + ptx::lane()] += x; }
@@ -26,7 +26,7 @@ struct ThreadBins {
     stride = new_stride;
   }
 
-  // Add the sums to the row in memory: a lane adds up the bins of an element. Called by whole warps.
+  // Add the sums to the row in memory: a lane sums the bins of an element. Called by whole warps.
   CUFLASH_DEVICE void flush(const T* bins) const {
     if (row == nullptr) return;
     __syncwarp();

@@ -5,12 +5,12 @@
 #include <ptx/thread.cuh>
 #include <tile/swizzled_tile.cuh>
 
-// Matrices in the registers of warps as the tensor cores hold them, and their products.
+// Matrices in the registers of warps, in the layout of the tensor cores, and their products.
 namespace cuflash::tile {
 
 // A part of a block's matrix in the registers of one warp: RowTiles x ColumnTiles results of mma_m16n8k16. The block's
-// warps stand in RowGroups rows. A thread holds two rows of each 16 and two neighbouring columns of each 8: row i of
-// the thread is row first_row() + row(i) of the block's matrix, and so are columns.
+// warps form RowGroups rows. A thread holds two rows of each 16 and two adjacent columns of each 8: row i of the thread
+// is row first_row() + row(i) of the block's matrix, and likewise for columns.
 template <int RowTiles, int ColumnTiles, int RowGroups, int ColumnGroups = 1>
 struct WarpTile {
   static constexpr int kRowTiles = RowTiles;
@@ -22,7 +22,7 @@ struct WarpTile {
 
   static CUFLASH_DEVICE int warp_row() { return threadIdx.x / 32 % RowGroups * 16 * RowTiles; }
   static CUFLASH_DEVICE int warp_column() { return threadIdx.x / 32 / RowGroups % ColumnGroups * 8 * ColumnTiles; }
-  // Warps beyond the number of parts hold parts that other warps hold too.
+  // Warps whose index exceeds the number of parts hold copies of parts of other warps.
   static CUFLASH_DEVICE bool is_first_owner() { return threadIdx.x / 32 < RowGroups * ColumnGroups; }
   static CUFLASH_DEVICE int first_row() { return warp_row() + ptx::lane() / 4; }
   static CUFLASH_DEVICE int first_column() { return warp_column() + ptx::lane() % 4 * 2; }
@@ -49,8 +49,9 @@ struct WarpTile {
   }
 };
 
-// Return in how many rows `num_warps` warps share a matrix of `rows` x `columns`: among the numbers that give each warp
-// pairs of fragments, the one with which warps read least of their operands; 0 if there is none.
+// Return the number of rows in which `num_warps` warps share a matrix of `rows` x `columns`: among the numbers for
+// which each warp has pairs of fragments, the one with which warps read least of their operands; 0 if there is no such
+// number.
 constexpr CUFLASH_DEVICE int row_groups(int rows, int columns, int num_warps) {
   int best = 0, min_read = rows + columns + 1;
   for (int groups = 1; groups <= num_warps; ++groups) {
@@ -79,7 +80,7 @@ struct WarpPartition {
   using Tile = WarpTile<Rows / kRowGroups / 16, Columns / kColumnGroups / 8, kRowGroups, kColumnGroups>;
 };
 
-// Return the sum, and below the maximum, over a row of a warp's tile, which four neighbouring threads share. Called by
+// Return the sum, and below the maximum, over a row of a warp's tile, which four adjacent threads share. Called by
 // whole warps.
 CUFLASH_DEVICE float quad_sum(float x) {
 #pragma unroll
@@ -235,7 +236,7 @@ CUFLASH_DEVICE void gemm_add_nn(Tile& c, const Left& a, SwizzledTile<T, Depth, C
   }
 }
 
-// Two neighbouring columns of a row.
+// Two adjacent columns of a row.
 struct alignas(8) Float2 {
   float at[2];
 };

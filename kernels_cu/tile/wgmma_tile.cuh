@@ -6,7 +6,7 @@
 #include <tile/copy_async.cuh>
 #include <tile/swizzled_tile.cuh>
 
-// Matrices in shared memory in the layout in which TMA copies them and wgmma multiplies them.
+// Matrices in shared memory in the layout that TMA writes and wgmma reads.
 namespace cuflash::tile {
 
 // Return the number of columns of a panel: those of the widest swizzle, 128 bytes, or else half of them.
@@ -36,21 +36,21 @@ struct WgmmaTile {
   CUFLASH_DEVICE Panel panel(int number) const { return {start + number * Panel::kBytes}; }
 };
 
-// Return a value that is equal in all threads of a warp, in a form that tells the compiler so: one uniform register
-// then holds it, and products are issued without gaps.
+// Return a value that is equal in all threads of a warp, in a form that lets the compiler prove it: one uniform
+// register then holds it, and products are issued without gaps.
 template <class Tile>
 CUFLASH_DEVICE Tile warp_uniform(Tile tile) {
   return {__shfl_sync(0xffffffffu, tile.start, 0)};
 }
 
-// The descriptor of an operand in shared memory, and of parts that lie `bytes` further on in it.
+// The descriptor of an operand in shared memory, and of parts that start `bytes` later in it.
 template <ptx::Swizzle kSwizzle, int kLeadingBytes, int kStrideBytes>
 class WgmmaDescriptor {
  public:
   WgmmaDescriptor() = default;
   explicit CUFLASH_DEVICE WgmmaDescriptor(uint32_t address) : low_word_(static_cast<uint32_t>(descriptor(address))) {}
   CUFLASH_DEVICE uint64_t at(int bytes) const { return descriptor(0) >> 32 << 32 | (low_word_ + bytes / 16); }
-  CUFLASH_DEVICE void materialize() { low_word_ = ptx::opaque(low_word_); }  // computed here, not where it is used
+  CUFLASH_DEVICE void materialize() { low_word_ = ptx::opaque(low_word_); }  // computed here, not at its use
 
  private:
   static constexpr CUFLASH_DEVICE uint64_t descriptor(uint32_t address) {
@@ -118,7 +118,7 @@ struct PackedOperand {
 };
 
 // A product rounded to e4m3, as the left operand of the next product, whose other operand has its columns k in the
-// order `e4m3_column`: so each thread has all numbers that it needs.
+// order `e4m3_column`, so that each thread has all numbers that it needs.
 template <class Tile>
 struct E4M3Operand {
   static constexpr int kNumFragments = Tile::kColumnTiles / 4;
@@ -133,7 +133,7 @@ struct E4M3Operand {
   // Pack 32 columns.
   CUFLASH_DEVICE void pack(const Tile& from, int k) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {  // rows g and g + 8 of the first 16 columns, then of the others
+    for (int e = 0; e < 4; ++e) {  // rows g and g + 8 of the first 16 columns, then of the last 16
       const auto& left = from.tiles[0][4 * k + e / 2 * 2];
       const auto& right = from.tiles[0][4 * k + e / 2 * 2 + 1];
       const int row = e % 2 * 2;
@@ -242,8 +242,8 @@ CUFLASH_DEVICE void wait_wgmma(Tile& c) {
   ptx::wgmma_wait<kPending>();
   ptx::fence_registers(accumulators(c));
 }
-// Keep other accesses to an operand's registers on their side of this line. Call it after the wait for the products
-// that read the operand, before its registers are packed anew.
+// Keep other accesses to an operand's registers from moving across this line. Call it after the wait for the products
+// that read the operand, before its registers are packed again.
 template <class T, class Left>
 CUFLASH_DEVICE void fence_registers(PackedOperand<T, Left>& a) {
 #pragma unroll
