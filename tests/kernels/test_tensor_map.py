@@ -16,7 +16,9 @@ FITTING = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"dtype": np.dtype(np.float64)}, "dtype must be float16, bfloat16, float32 or uint8; got float64"),
     "no axis": ({"shape": (), "strides": (2,), "box": (8,)}, "must have 2 to 5 axes and a box the same number; got ()"),
-    "one axis": ({"shape": (72,), "strides": (2,), "box": (8,)}, "must have 2 to 5 axes and a box the same number; got (72,)"),
+    "one axis": (
+        {"shape": (72,), "strides": (2,), "box": (8,)}, "must have 2 to 5 axes and a box the same number; got (72,)"
+    ),
     "six axes": (
         {"shape": (1,) * 6, "strides": (16,) * 5 + (2,), "box": (1,) * 5 + (8,)}, "must have 2 to 5 axes and a box",
     ),
