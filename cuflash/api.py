@@ -438,12 +438,14 @@ def attention_hvp(
         As in `attention_jvp`.
     do : array
         The gradient of o, with o's shape and dtype.
-    q_dot, k_dot, v_dot, tangents : optional
+    q_dot, k_dot, v_dot : arrays, optional
         As in `attention_jvp`.
     dlse : array, optional
         The gradient of lse, with lse's shape and dtype; default: zero.
     do_dot, dlse_dot : array, optional
         Tangents of do and dlse. For a loss after attention, its Hessian times the tangents of o and lse.
+    tangents : dict of arrays by name, optional
+        As in `attention_jvp`.
     mask, causal, window, scale, score, softcap, bias, sink, dropout : optional
         As in `attention`.
     wrt : str or tuple of str

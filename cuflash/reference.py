@@ -237,9 +237,13 @@ def attention_jvp(
     ----------
     q, k, v : arrays
         As in `attention`.
-    q_dot, k_dot, v_dot, sink_dot : arrays, optional
-        Tangents of q, k, v and the sink, with their shapes; zero by default.
-    mask, scale, sink, score : optional
+    q_dot, k_dot, v_dot : arrays, optional
+        Tangents of q, k and v, with their shapes; zero by default.
+    mask, scale, sink : optional
+        As in `attention`.
+    sink_dot : array, optional
+        The tangent of the sink, with its shape; zero by default.
+    score : callable, optional
         As in `attention`.
     score_tangent : callable, optional
         Computes the tangents of final scores from scale q k^T and its tangents.
@@ -304,16 +308,28 @@ def attention_hvp(
 
     Parameters
     ----------
-    q, k, v, do, dlse : arrays
+    q, k, v, do : arrays
         As in `attention_vjp`.
-    q_dot, k_dot, v_dot, sink_dot, do_dot, dlse_dot : arrays, optional
-        Tangents of q, k, v, the sink, do and dlse, with their shapes; zero by default.
-    mask, scale, sink, score, score_slope, weight_factors : optional
+    q_dot, k_dot, v_dot, do_dot : arrays, optional
+        Tangents of q, k, v and do, with their shapes; zero by default.
+    dlse : array, optional
+        As in `attention_vjp`.
+    dlse_dot : array, optional
+        The tangent of dlse, with its shape; zero by default.
+    mask, scale, sink : optional
+        As in `attention_vjp`.
+    sink_dot : array, optional
+        The tangent of the sink, with its shape; zero by default.
+    score : callable, optional
         As in `attention_vjp`.
     score_tangent : callable, optional
         As in `attention_jvp`.
+    score_slope : callable, optional
+        As in `attention_vjp`.
     score_slope_tangent : callable, optional
         Computes the tangents of the slopes from scale q k^T and its tangents.
+    weight_factors : array, optional
+        As in `attention_vjp`.
 
     Returns
     -------

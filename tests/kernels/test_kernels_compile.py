@@ -204,7 +204,7 @@ def of_scores(name: str) -> set[KernelSpec]:
     lists = masks.ChosenBlocks(np.zeros((5000, 1), np.int32), 64)
     for dim, options in product((64, 128), changes[3:5]):
         x = ShapeDtype((heads, 5000, dim), BFLOAT16)
-        specs |= set(cuflash.plan(x, x, x, mask=lists, executor="gpu", device=device, **options).plan.specs.values())
+        specs |= set(cuflash.plan(x, x, x, mask=lists, executor="gpu", device=device, **options)._plan.specs.values())
     x = ShapeDtype((heads, 5000, 64), np.dtype(np.float32))
     capped = cuflash.plan(x, x, x, kernel="simt", executor="gpu", device=device, softcap=50.0)._plan.specs
     return specs | {capped[entry] for entry in ("forward", "backward")} | of_scored_caches(name, changes)
