@@ -306,7 +306,7 @@ class BlockIndex:
         with collecting(reasons):
             if block is None and matrix.format != "bsr":
                 fix = "pass block=, or convert with matrix.tobsr((16, 16))"
-                reasons.append(f"block is required unless matrix is a BSR array of elements; got None: {fix}")
+                reasons.append(f"block must be an int or a pair if matrix is not a BSR array of elements; got None: {fix}")
             else:
                 block = block_pair(tuple(map(int, matrix.blocksize)) if block is None else block)
         refuse(reasons)

@@ -86,8 +86,7 @@ def run(
                 return scaled._replace(o=scaled.o.astype(v.source_dtype, copy=False))
         arrays, rows = kernel_calls.kernel_arrays(q, k, v), kernel_calls.rows_per_scale(q, k, v)
         facts = (v.source_dtype, q.shape, k.shape, v.shape, rows)
-    arrays |= operands
-    outs = {} if out is None else named_outputs(out)
+    arrays, outs = arrays | operands, {} if out is None else named_outputs(out)
     dots = options.tangents.arrays().values() if isinstance(options.tangents, Directions) else ()
     layout = layout_key(*arrays.values(), *outs.values(), *dots)
     if layout is None or options.mask is not None and is_foreign(options.mask):

@@ -323,7 +323,7 @@ def cases(config: Config) -> Iterator[tuple[str, Case]]:
             causal = masks.Causal("bottom_right")
             yield "dense", case(0, **more, head_dim=128, value_dim=128)._replace(is_large=True)
             yield "causal", case(0, causal, **more, head_dim=64, value_dim=64)._replace(is_large=True)
-            long, blocks = {"seqlen_q": 140, "seqlen_kv": 1200}, np.arange(20).reshape(2, 10) > 0
+            long, blocks = {"seqlen_q": 140, "seqlen_kv": 2200}, np.arange(36).reshape(2, 18) > 0
             yield "blocks of 128", case(0, masks.BlockPattern(blocks, 128), **long, head_dim=64, value_dim=64)
         if kernel == "sm80" and precision == "ieee":
             lists = np.random.default_rng(turn).integers(-1, -(-keys // 16), (1, rows, 3))

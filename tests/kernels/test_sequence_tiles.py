@@ -35,7 +35,7 @@ def tiles_of(mask: masks.Mask, seqlen_q: int, seqlen_kv: int, place: str = "sim"
     """Return the first and last query of each tile, in order of the blocks that have them."""
     listed = sequence_tiles(mask, seqlen_q, seqlen_kv, HEIGHT, WIDTH)
     left = listed.launch.on_gpu() if place == "gpu" else listed.launch.on_simulator(HOSTILE)
-    assert isinstance(listed._plan.work, IntervalWork) and listed._plan.work.lo is not None
+    assert isinstance(listed.plan.work, IntervalWork) and listed.plan.work.lo is not None
     tiles, counts = left[1], left[2]
     taken = [(int(first), int(last)) for first, last in tiles[: counts.sum()]]
     blocks = np.repeat(np.arange(len(counts)), counts)

@@ -55,6 +55,7 @@ CHANGED = {
     "cuts_sequences": True,
     "mma_rows": 8,
     "is_split": True,
+    "packs_queries": True,
     "pack_gqa": True,
     "precision": "tf32",
     "has_watchdog": True,

@@ -24,7 +24,7 @@ ASKED_BY_THE_LIBRARY = {
     *("intervals", "rectangle", "resolve"),
 }
 # Names of the caller's own, of arrays or of results, are keywords of these.
-OPEN = {"Plan.forward", "Plan.backward", "Score", "Example.but"}
+OPEN = {"Plan.forward", "Plan.backward", "Plan.jvp", "Plan.backward_jvp", "Score", "Example.but"}
 OPEN |= {"assert_non_finite", "assert_not_finite_where_due"}
 OPEN |= {"transformers_attention"}  # models pass what they like: the function refuses by itself what it does not know
 

@@ -51,7 +51,9 @@ def drawn_score(formula: Formula, seed: int, dtype: type = np.float32) -> tuple[
 
 
 def wide(array: np.ndarray, dtype: type = np.float64) -> np.ndarray:
-    return array.astype(dtype) if array.dtype.kind not in "iub" else array
+    """Return an array with exact arithmetic: reals as `dtype`, and integers as int64, whose negation does not wrap."""
+    kind = array.dtype.kind
+    return array if kind == "b" else array.astype(np.int64 if kind in "iu" else dtype)
 
 
 @settings(max_examples=150)
