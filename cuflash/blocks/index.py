@@ -305,8 +305,8 @@ class BlockIndex:
         reasons = count_reasons(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
         with collecting(reasons):
             if block is None and matrix.format != "bsr":
-                fix = "pass block=, or convert with matrix.tobsr((16, 16))"
-                reasons.append(f"block must be an int or a pair if matrix is not a BSR array of elements; got None: {fix}")
+                rule = "block must be an int or a pair if matrix is not a BSR array of elements"
+                reasons.append(f"{rule}; got None: pass block=, or convert with matrix.tobsr((16, 16))")
             else:
                 block = block_pair(tuple(map(int, matrix.blocksize)) if block is None else block)
         refuse(reasons)

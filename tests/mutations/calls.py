@@ -98,7 +98,7 @@ def imported_late(library):
 
 
 def unserved_dtypes_are_not_sent_to_simt(library):
-    plan = library.plan(HALF, HALF, HALF, device="H100")._plan
+    plan = library.plan(HALF, HALF, HALF, device=library.DeviceSpec.gpu("H100"))._plan
     families = part(library, "planning.routing").FAMILIES.values()
     problem = replace(plan.problem, dtype=np.dtype(ml_dtypes.float8_e5m2))
     return not any("or use" in reason for family in families for reason in family.reasons(problem, plan.device))

@@ -130,7 +130,7 @@ FAULTS = {
             "packing.py", "_axis_reasons", "if not -array.ndim <= axis < array.ndim:", "if False:"
         ),
     },
-    refuses(lambda library: library.pack([np.ones((2, 3)), np.ones((2, 4))]), "arrays[1] must be of"): {
+    refuses(lambda library: library.pack([np.ones((2, 3)), np.ones((2, 4))]), "arrays[1] must have"): {
         "sequences of other dims are joined": Edit(
             "packing.py", "_mismatch_reasons", "not _match(array, first, axis) or", ""
         ),

@@ -105,7 +105,8 @@ def check_scored(library, problem):
     if causal or lengths[0] == lengths[1]:
         window = (5, 3)
         eligible = eligible & library.masks.SlidingWindow(*window, causal or None).toarray(*lengths)
-    options = {"window": window, "softcap": 2.0, "bias": bias, "score": library.scores.bias(offset).renamed({"bias": "offset"})}
+    score = library.scores.bias(offset).renamed({"bias": "offset"})
+    options = {"window": window, "softcap": 2.0, "bias": bias, "score": score}
     recalled = library.study.recall(q, k, v, mask=mask, causal=causal, **options)
     has_key = np.broadcast_to(eligible.any(-1), q.shape[:-1])
     exact = np.where(has_key, (weights(q, k, eligible, bias + offset, 2.0) * allowed).sum(-1), 1)
