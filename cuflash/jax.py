@@ -85,7 +85,7 @@ def attention(
     Parameters
     ----------
     q, k, v : jax.Array
-        float16, bfloat16, float32 or float64, all of one dtype, on the CPU or on a single CUDA device, which must be
+        Arrays of one dtype, float16, bfloat16, float32 or float64, on the CPU or on a single CUDA device, which must be
         CuPy's current device; shapes as in `cuflash.attention`. Inside `jax.jit`, `jax.vmap` etc. only on the CPU.
         NumPy arrays and lists are converted by `jax.numpy.array`, also in bias, sink and score.
     mask, causal, window, scale : optional
@@ -113,7 +113,7 @@ def attention(
     o : jax.Array [..., num_heads, seqlen_q, value_dim]
         In q's dtype and on its device. 0 in rows without a key.
     lse : jax.Array [..., num_heads, seqlen_q]
-        float32 (float64 for float64), as returned by `cuflash.attention`.
+        In float32 (float64 for float64), as returned by `cuflash.attention`.
 
     Raises
     ------

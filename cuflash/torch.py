@@ -97,8 +97,8 @@ def attention(
     Parameters
     ----------
     q, k, v : torch.Tensor
-        float16, bfloat16, float32 or float64, all of one dtype, on the CPU or on PyTorch's current CUDA device. Shapes
-        as in `cuflash.attention`, with any strides.
+        Tensors of one dtype, float16, bfloat16, float32 or float64, on the CPU or on PyTorch's current CUDA device.
+        Shapes as in `cuflash.attention`, with any strides.
     mask, causal, window, scale : optional
         As in `cuflash.attention`; a mask's arrays may be tensors, or arrays of any library with DLPack, on q's device.
     score : Score, or callable (s, b, h, i, j), optional
@@ -126,7 +126,7 @@ def attention(
     o : torch.Tensor [..., num_heads, seqlen_q, value_dim]
         In q's dtype and on its device. 0 in rows without a key.
     lse : torch.Tensor [..., num_heads, seqlen_q]
-        float32 (float64 for float64), as returned by `cuflash.attention`.
+        In float32 (float64 for float64), as returned by `cuflash.attention`.
 
     Raises
     ------

@@ -28,7 +28,7 @@ class Peaks:
     flops_32, flops_64 : float
         Multiplications and additions of fused multiply-add units.
     exponentials : float
-        exp2, or other special functions, of float32.
+        Results of exp2, or of other special functions, in float32.
     l2_bytes : float
         Bytes between a multiprocessor and the level-2 cache.
 
