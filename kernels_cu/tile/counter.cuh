@@ -28,6 +28,7 @@ CUFLASH_DEVICE void wait_at_least(const int* counter, int threshold) {
 // Reset counters to 0, while no other warp reads them. Called by whole warps.
 template <class Counts>
 CUFLASH_DEVICE void reset_counter(Counts* semaphore) {
+  __syncwarp();  // no lane of this warp still reads them in a wait
   if (ptx::lane() == 0) *semaphore = {};
 }
 

@@ -254,7 +254,7 @@ FAULTS = {
             FILE, "KVCache.reset", 'capture_reasons("reset", state.pages)', "[]"
         ),
     },
-    refuses(forked_without_room, "got 1 rows for sequence 1, which need 1 more page, and of 1 there are 0 free"): {
+    refuses(forked_without_room, "got 1 rows for sequence 1, which need 1 more page, but of 1 pages 0 are free"): {
         "shared pages are not counted as wanted": Edit(PAGES, "PagePool.shortages", "+ len(shared)", ""),
     },
     refuses(lambda library: (lambda x: x.append(x.k[:, :, :2], x.v[:, :, :2]))(filled(library)), "must not overlap"): {

@@ -196,7 +196,7 @@ def test_a_reservation_keeps_pages_from_the_others() -> None:
     cache.reserve([33, 0, 0])
     assert cache.num_free_pages == 1
     message = refused(lambda: cache.append(*normal(2, 3, HEADS, 17, 8), counts=[0, 17, 0]))
-    assert "got 17 rows for sequence 1, which need 2 more pages, and of 4 there are 1 free" in message
+    assert "got 17 rows for sequence 1, which need 2 more pages, but of 4 pages 1 are free" in message
     cache.append(*normal(2, 3, HEADS, 48, 8), counts=[48, 0, 0])
     assert cache.num_free_pages == 1 and cache.lengths.tolist() == [48, 0, 0]
 
@@ -209,7 +209,7 @@ def test_the_last_page_goes_to_the_first_that_asks() -> None:
     cache.append(*normal(2, 3, HEADS, 1, 8), counts=[1, 1, 0])
     assert cache.num_free_pages == 0 and cache.lengths.tolist() == [4, 4, 0]
     message = refused(lambda: cache.append(*normal(2, 3, HEADS, 13, 8)))
-    assert message.count("rows for sequence") == 3 and "sequence 2, which need 1 more page, and" in message
+    assert message.count("rows for sequence") == 3 and "sequence 2, which need 1 more page, but" in message
 
 
 def test_a_refused_call_changes_nothing() -> None:
@@ -246,7 +246,7 @@ def test_pages_of_another_layout_are_used_where_they_lie() -> None:
     more = normal(2, 1, HEADS, 2, 8)
     cache.append(*more)
     assert np.array_equal(pages[:, 2, 14:16], more[:, 0].swapaxes(1, 2))
-    assert "which need 1 more page, and" in refused(lambda: cache.append(*more))
+    assert "which need 1 more page, but" in refused(lambda: cache.append(*more))
 
 
 @pytest.mark.parametrize("executor", ["cpu", pytest.param("sim", marks=needs_compiler)])

@@ -571,10 +571,10 @@ OPERATORS: dict[str, tuple[Any, str]] = {
     "and": (lambda: SCORE and SCORE, "scores have no truth value: compose them with @"),
     "not": (lambda: not SCORE, "scores have no truth value: compose them with @"),
     "slopes of a number of heads": (
-        lambda: scores.alibi(8), "slopes must be an array with numbers for each head; got 8: scores.alibi_slopes(8) mak"
+        lambda: scores.alibi(8), "slopes must be an array with numbers for each head; got 8: pass scores.alibi_slopes(8)"
     ),
     "one slope": (lambda: scores.alibi(0.5), "got 0.5: pass scores.alibi_slopes(num_heads)"),
-    "one temperature": (lambda: scores.temperature(2.0), "got 2.0: np.full(num_heads, 2.0, np.float32) has the same"),
+    "one temperature": (lambda: scores.temperature(2.0), "got 2.0: for the same number for all heads pass np.full("),
     "a list of words": (lambda: scores.alibi(["a"]), "slopes must be an array"),
     "a number as a bias": (lambda: scores.bias(1.0), "must be an array"),
     "a bias of a call": (lambda: cuflash.attention(Q, Q, Q, bias=1.0), "bias must be"),
