@@ -546,8 +546,8 @@ def test_tiles_of_neighbours_are_taken_where_kernels_serve_the_call() -> None:
     ]  # fmt: skip
     assert not any(isinstance(each._plan.work, UnionWork) for each in others)
     assert "4 neighbouring queries, with 16 heads each" in planned(lists(64), group=16).explain()
-    assert "lists of blocks, one for each query, are listed" in others[0].explain()
-    assert "lists of blocks" not in planned(None).explain()
+    assert "block lists per query are not joined" in others[0].explain()
+    assert "block lists per query" not in planned(None).explain()
 
 
 @pytest.mark.parametrize(
