@@ -163,7 +163,7 @@ def tensors_without_elements_are_named(library: ModuleType) -> None:
         for call in (library.attention, module.attention):
             with pytest.raises(part(library, "errors").UnsupportedProblem, match=f"^q must .*; got .*{words}.*: "):
                 call(tensor, k, v)
-    with pytest.raises(part(library, "errors").UnsupportedProblem, match="q must have data if attention runs on a GPU; got a tracer.* batch"):
+    with pytest.raises(part(library, "errors").UnsupportedProblem, match="q must have data .* a tracer.* batch"):
         torch.vmap(lambda x: module.attention(x, k, v))(q[None])
 
     class Tagged(torch.Tensor):

@@ -571,7 +571,7 @@ OPERATORS: dict[str, tuple[Any, str]] = {
     "and": (lambda: SCORE and SCORE, "scores have no truth value: compose them with @"),
     "not": (lambda: not SCORE, "scores have no truth value: compose them with @"),
     "slopes of a number of heads": (
-        lambda: scores.alibi(8), "slopes must be an array with numbers for each head; got 8: pass scores.alibi_slopes(8)"
+        lambda: scores.alibi(8), "slopes must be an array with numbers for each head; got 8: pass scores.alibi_slopes"
     ),
     "one slope": (lambda: scores.alibi(0.5), "got 0.5: pass scores.alibi_slopes(num_heads)"),
     "one temperature": (lambda: scores.temperature(2.0), "got 2.0: for the same number for all heads pass np.full("),
