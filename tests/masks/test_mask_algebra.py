@@ -202,7 +202,7 @@ REFUSED = {
     ),
     "no block": (
         lambda: BlockIndex.from_scipy(scipy.sparse.csr_array(np.eye(4)), 4, 4), UnsupportedProblem,
-        r"block must be given.*matrix.tobsr\(\(16, 16\)\) is one",
+        r"block must be .* if matrix is not a BSR array.*matrix.tobsr\(\(16, 16\)\)",
     ),
     "an array of NumPy": (
         lambda: BlockIndex.from_scipy(np.eye(2), 4, 4, 2), TypeError, "must be a scipy.sparse array; got ndarray"
