@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 WIDTHS = (1400, 390)
 SHOWN = ("index", "tutorial", "performance", "api", "generated/cuflash.attention", "gallery/index")
-# What readers of other libraries' documentation look for.
+# Search words of readers who know other libraries.
 WORDS = (
     "GQA", "MQA", "varlen", "cu_seqlens", "ragged", "BSHD", "paged", "top-k", "RoPE", "sliding window", "score_mod",
     "is_causal", "softcap", "ALiBi", "FP8", "split-KV",

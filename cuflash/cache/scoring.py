@@ -47,7 +47,7 @@ class ScoreKind(NamedTuple):
         return {array.name: shape for array, shape in zip(self.program.arrays, self.shapes)}
 
     def of(self, problem: Problem) -> Problem:
-        """Add the score function to a problem on a cache, which has as many keys as the capacity.
+        """Add the score function to a problem on a cache, whose number of keys is the capacity.
 
         Queries and keys have positions in the cache, so the arrays must have elements for all of these.
 

@@ -1,6 +1,6 @@
 """Dropout of attention weights on the host. kernels_cu/attention/dropout.cuh is the same on the device.
 
-Each weight has a random number of 8 bits, which depends only on the seed and on the weight's position. One call of
+Each weight has an 8-bit random number, which depends only on the seed and on the weight's position. One call of
 Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011) yields the random bits of sixteen
 weights, a cell of four queries and four keys. The seed is the key, and the counter has four words::
 

@@ -123,7 +123,7 @@ class KeySums {
     }
   }
 
-  // Add the weights of a step that spans several blocks, none of which ends within eight columns of the tile.
+  // Add the weights of a step that spans several blocks. All blocks end at multiples of eight columns of the tile.
   CUFLASH_DEVICE void add_eights(Scores& p, const attention::KvBlock& block, float (&sum)[Scores::kRows]) {
 #pragma unroll
     for (int j = 0; j < Scores::kColumns; j += 2) {

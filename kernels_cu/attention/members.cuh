@@ -69,7 +69,7 @@ CUFLASH_DEVICE HeadAndQuery head_and_query_of_neighbours(const ChosenLists& chos
   return {work.batch_head.head + number.remainder, min(work.first + number.quotient, work.last - 1)};
 }
 
-// Which queries chose the block of a step, in kernels whose queries all visit the same blocks.
+// The queries that chose the block of a step, in kernels whose queries all visit the same blocks: all of them.
 struct EveryQuery {
   CUFLASH_DEVICE EveryQuery(NoChosenLists, const WorkTile&) {}
   CUFLASH_DEVICE void read(const KvBlock&) {}
@@ -77,7 +77,7 @@ struct EveryQuery {
   static constexpr CUFLASH_DEVICE bool has_all() { return true; }
 };
 
-// Which queries of a tile chose the block of a step, and whether those of a warp's rows did. Tile is that of scores.
+// The queries of a tile that chose the block of a step, and whether those of a warp's rows did. Tile holds the scores.
 template <class Tile>
 class Members {
  public:

@@ -37,9 +37,9 @@ CUFLASH_DEVICE bool is_finite(T x) {
 CUFLASH_DEVICE int floor_divide(int x, int by) { return x / by - (x % by < 0); }
 CUFLASH_DEVICE int remainder(int x, int by) { return x % by + (x % by < 0 ? by : 0); }
 
-// Return tanh(x) = 1 - 2 / (1 + exp 2x), with the exponential in base 2. Its error is below 8 units of 2^-24: 2^-22.5
-// of the exponential, at most half of which reaches the result, three units from the roundings of the quotient, and the
-// rounding of the result.
+// Return tanh(x) = 1 - 2 / (1 + exp 2x), with the exponential in base 2. Its error is below 8 units of 2^-24. The
+// exponential errs by 2^-22.5, and at most half of that reaches the result; the quotient adds three
+// units, and the result is rounded once more.
 CUFLASH_DEVICE float tangent(float x) {
   constexpr float kTwoLog2E = 2.88539008177792681f;
   return ptx::fma(-2.0f, ptx::reciprocal_approx(1.0f + ptx::exp2_approx(x * kTwoLog2E)), 1.0f);

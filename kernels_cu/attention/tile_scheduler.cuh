@@ -21,8 +21,8 @@ struct WorkTile {
   CUFLASH_DEVICE bool is_empty() const { return first >= last; }
 };
 
-// Whether the work is listed, and whether its tiles have an order, as those of a list do: as constants of the kernel,
-// or as values at run time.
+// Two flags: the work is listed, and its tiles have an order (those of a list do). This type holds them as compile-time
+// constants, the next one as run-time values.
 template <bool IsListed, bool IsOrdered = IsListed>
 struct StaticListed {
   static CUFLASH_DEVICE bool has_list(const WorkList&) { return IsListed; }

@@ -44,13 +44,13 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-# Tiles by the compiled dimension, best first. The first tiles have as many keys as the kernels of the paper's authors,
+# Tiles by the compiled dimension, best first. The first tiles have the number of keys of the kernels by the paper's authors,
 # because the running sums are read and written once per tile of keys.
 _FORWARD_TILES: dict[int, tuple[_Tile, ...]] = {
     64: (_Tile(128, 256, 2), _Tile(64, 128, 1)),
     128: (_Tile(128, 128, 2), _Tile(64, 128, 2), _Tile(64, 64, 1)),
 }
-# Maximum queries and keys of a backward tile: as many keys as sm80's tile, and few enough queries that their sums fit
+# Maximum queries and keys of a backward tile: the keys of sm80's tile, and few enough queries that their sums fit
 # registers in addition to the state of the two loops.
 _LARGEST_BACKWARD = {64: (64, 128), 128: (32, 128)}
 

@@ -83,7 +83,7 @@ struct Thread : Identity {
   int store_groups = 0;                   // number of groups committed so far
 };
 
-// Lanes that execute one warp operation together, some of which have arrived.
+// Lanes that execute one warp operation together; not all of them have arrived yet.
 struct Rendezvous {
   uint32_t mask = 0, arrived = 0;         // mask 0: free
   const Operation* operation = nullptr;
