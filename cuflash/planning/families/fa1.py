@@ -44,7 +44,7 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-# Tiles by the compiled dimension, best first. The first tiles have the number of keys of the kernels by the paper's authors,
+# Tiles by the compiled dimension, best first. The first tiles have the key counts of the authors' kernels,
 # because the running sums are read and written once per tile of keys.
 _FORWARD_TILES: dict[int, tuple[_Tile, ...]] = {
     64: (_Tile(128, 256, 2), _Tile(64, 128, 1)),
