@@ -108,8 +108,14 @@ def call(structure: strategies.Structure, executor: str) -> Call:
     if executor == "gpu":
         q, k, v, do = (to_device(x, layout) for x, layout in zip((q, k, v, do), structure.layouts, strict=False))
         dlse, sink = (None if x is None else to_device(x, "contiguous") for x in (dlse, sink))
-        if structure.seed // 4 % 2 and "Documents" not in repr(mask):  # a device cannot know whether ids are sorted
+        if "Documents" in repr(mask):  # a device cannot know whether ids are sorted
+            mask = cuflash.BlockIndex.from_mask(mask, block=32, **structure.mask_shape._asdict())
+        else:
             mask = masked(mask, executor)
+        if score is not None:
+            score = cuflash.scores.Score(
+                structure.score, **{name: to_device(x, "contiguous") for name, x in score.arrays.items()}
+            )
     wrt = (*example.wrt, *(("sink",) if sink is not None else ()))
     options = {"mask": mask, "scale": example.scale, "score": score, "sink": sink, "dropout": example.dropout}
     options |= {"wrt": wrt, "executor": executor, "deterministic": bool(structure.seed // 8 % 2)}
