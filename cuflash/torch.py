@@ -27,6 +27,7 @@ from .executors.torch_gpu import NUMPY_DTYPES, TORCH_DTYPES, Layout
 from .keywords import explains_keywords
 from .layouts import dtype_of, has_dual_level, is_batched, is_tensor, taken, tensor_reasons
 from .masks.one_array import at_each_call
+from .masks.places import Places
 from .planning.dropout_launches import numbers_of, require_number
 from .planning.list_kernels import AT_CALL, WorkAtCall
 from .planning._call_cache import CALLS
@@ -89,6 +90,8 @@ def attention(
     executor: ExecutorName = "auto",
     precision: Precision = "ieee",
     deterministic: bool = False,
+    q_start: int = 0,
+    kv_start: int = 0,
     out: Any = None,
     return_lse: bool = False,
 ) -> Any:
@@ -113,7 +116,7 @@ def attention(
         As in `cuflash.attention`.
     executor : {"auto", "cpu", "gpu", "sim"}
         "auto" selects "cpu" or "gpu" by the tensors' device. "sim" runs the GPU kernels on a simulator.
-    precision, deterministic : optional
+    precision, deterministic, q_start, kv_start : optional
         As in `cuflash.attention`.
     out : torch.Tensor, or pair (o, lse), optional
         Tensors for the results, instead of new ones; must not overlap the inputs, nor require gradients. The returned
@@ -160,7 +163,7 @@ def attention(
     """
     options = Options(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
-        deterministic,
+        deterministic, places=Places.of(q_start, kv_start),
     )  # fmt: skip
     if torch.compiler.is_compiling():
         called: Any = torch.compiler.disable(_called)(q, k, v, options, out, return_lse)
