@@ -82,7 +82,7 @@ def _score(spec: KernelSpec, included: set[str], host: bool) -> str:
     printed = score_text.text(
         spec.score, spec.score_wrt, spec.accumulator, spec.score_sums,
         is_staged=spec.score_is_staged, is_stored=spec.score_is_stored, num_bins=spec.score_bins,
-        takes_products=spec.score_takes_products,
+        is_placed=spec.score_is_placed, takes_products=spec.score_takes_products,
     )  # fmt: skip
     return f'{functions}#line 1 "cuflash/compiler/score_text.py: text()"\n{printed}'
 

@@ -17,7 +17,7 @@ import torch
 from torch._C import _are_functorch_transforms_active as is_transforming
 from torch.autograd import Function
 
-from ..errors import refuse
+from ..errors import UnsupportedProblem, refuse
 from ..layouts import has_dual_level
 from ..planning.options import DOT
 from ._passes import Call
@@ -97,7 +97,7 @@ def _with_passes(kind: Any) -> Any:
 
     def vmap(info: Any, in_dims: Any, call: AnyCall, wrt: Sequence[str], *tensors: Any) -> Any:
         if not isinstance(call, Transformed):
-            refuse(
+            raise UnsupportedProblem(
                 [
                     "gradients of a call outside of torch.vmap must not be batched: make the call inside torch.vmap, "
                     "or differentiate it with torch.func.vjp"

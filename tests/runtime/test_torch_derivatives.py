@@ -159,7 +159,8 @@ def test_double_backward_runs_the_passes_of_tangents(moving):
     inputs = leaves(tensors)
     do, dlse = leaves([as_tensor(example.do), as_tensor(example.dlse)])
     gradients = torch.autograd.grad(call(*inputs), inputs, [do, dlse], create_graph=True)
-    moved = [(each, as_tensor(moving.tangents[name])) for name, each in zip(names, gradients) if name in moving.tangents]
+    tangents = moving.tangents
+    moved = [(each, as_tensor(tangents[name])) for name, each in zip(names, gradients) if name in tangents]
     of_do, of_dlse, *of_inputs = torch.autograd.grad(*zip(*moved), [do, dlse, *inputs])
     assert equal(of_do, o_dot) and equal(of_dlse, lse_dot)
     expected = [*products, *(products[name] for name in wrt)]
@@ -203,6 +204,7 @@ def test_transformations_of_torch_func_agree(feature):
 @pytest.mark.parametrize("feature", FEATURES)
 def test_hessians_and_jacobians_are_batches_of_products(feature):
     call, (q, k, v, *operands) = of_feature(feature)
+
     def values(q):
         return call(q, k, v, *operands)[0][0, 0, 0]
 

@@ -28,6 +28,19 @@ STATISTICS_INPUTS = ("o", "lse", "do", "dlse")
 BACKWARD_INPUTS = ("q", "k", "v", "lse", "do")
 
 
+def _place_reasons(problem: Problem) -> list[str]:
+    """Return why no kernel serves a call at its places in a larger call."""
+    if problem.places.is_whole:
+        return []
+    fix = "use executor='cpu'"
+    reasons = []
+    if problem.dropout is not None:
+        reasons.append(f"dropout of a part of a longer sequence (q_start=, kv_start=) does not run on kernels: {fix}")
+    if problem.score is not None and problem.places.q_runs:
+        reasons.append(f"score functions of queries that are not adjacent do not run on kernels: {fix}")
+    return reasons
+
+
 class Family(ABC):
     """The kernels for one generation of hardware, in ``kernels_cu/<name>/``.
 
@@ -76,6 +89,7 @@ class Family(ABC):
             for operand in problem.operands
             if not operand.is_captured and operand.name not in self.operands
         ]
+        reasons += _place_reasons(problem)
         return reasons if device is None or reasons else self._device_reasons(problem, device)
 
     def _dtype_reasons(self, problem: Problem) -> list[str]:
