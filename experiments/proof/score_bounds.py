@@ -1,20 +1,20 @@
-"""How near do errors with random score functions come to their bounds?
+"""How close to their bounds are the errors of random score functions?
 
     python -m experiments score_bounds                     # 20,000 examples a dtype
     python -m experiments score_bounds --examples 500      # minutes
 
-Draws examples from `cuflash.testing.structures` with a random score function, whose real arrays all have gradients,
-or with a sink; runs forward and backward on the host, and keeps the largest error as a share of its bound for every
-dtype and result. `captured` is of the gradients of the function's arrays. A shard's number is the seed of its examples.
+Draws examples from `cuflash.testing.structures` with a random score function, whose real arrays all have gradients, or
+with a sink; runs both passes on the host, and records the largest error divided by its bound for every dtype and
+result. `captured` covers the gradients of the function's arrays. The number of a shard is the seed of its examples.
 
-Every finished shard is kept in build/results/score_bounds_shards.csv, so that a run that was interrupted continues
-where it ended: shards of the same size and commit are not drawn again, unless the commit has uncommitted changes. The
-result is written after each shard, and its column `examples` says how many it stands for.
+Every finished shard is stored in build/results/score_bounds_shards.csv, so that an interrupted run continues: shards of
+the same size and commit are not drawn again, unless the commit has uncommitted changes. The result is written after
+each shard, and its column `examples` is the number of examples so far.
 
 Expect: never above 1.
-Found:  at most 0.67 of the bound in the 20,000 examples of each dtype that are published.
+Found:  at most 0.67 of the bound over the 20,000 published examples of each dtype.
 
-Cost: 40 ms of one core for each example.
+Cost: 40 ms per example on one core.
 """
 
 import functools
@@ -95,7 +95,7 @@ def run(config: Config) -> Iterator[Record]:
     stored = kept_shards(config.shard_size)
     done = {shard: stored[shard] for shard in wanted if shard in stored}
     todo = [shard for shard in wanted if shard not in stored]
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # for the processes started below: each has a core
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # for the processes started below, of which each has one core
     with multiprocessing.get_context("spawn").Pool(config.processes) as pool:
         results = pool.imap(functools.partial(draw_shard, size=config.shard_size), todo)
         for dtype, number in track(todo, "shards"):

@@ -1,14 +1,15 @@
-"""How near do errors come to their bounds?  A bound that is never half used would let real faults through.
+"""How close to their bounds are errors? If errors never exceed half of a bound, the bound would hide real faults.
 
     python -m experiments tolerance_health                    # 100,000 examples; continues after an interruption
     python -m experiments tolerance_health --examples 2000    # a few minutes
 
-Draws examples from `cuflash.testing.structures` (lengths off a tile, masks of every kind, strided views, scales to
-1e4), runs forward and backward, and keeps the largest error as a share of its bound for every dtype and output.
-Shards are seeded, so that a shard's number is all that is needed to draw it again.
+Draws examples from `cuflash.testing.structures` (lengths that are not multiples of a tile, masks of every kind, strided
+views, scales up to 1e4), runs both passes, and records the largest error divided by its bound for every dtype and
+output. The number of a shard is its seed, and therefore all that is needed to draw it again.
 
 Expect: never above 1, and above 0.05 somewhere for every output.
-Found:  at most 0.67 (one rounding of a 16-bit result over the margin of 1.5), at most 0.15 for lse; never above 1.
+Found:  at most 0.67 (one rounding of a 16-bit result divided by the margin of 1.5), at most 0.15 for lse; never above
+1.
 
 Cost: Hours on two cores, minutes for 2,000 examples.
 """
@@ -52,7 +53,7 @@ class Config:
 
     @property
     def shards(self) -> list[tuple[str, int]]:
-        """(dtype, number) of every shard, dtypes in turn."""
+        """(dtype, number) of every shard, with dtypes in rotation."""
         count = math.ceil(self.examples / len(self.dtypes) / self.size)
         return [(dtype, number) for number in range(count) for dtype in self.dtypes]
 
@@ -83,9 +84,9 @@ def run(config: Config) -> list[Record]:
     """Return one record per dtype: the largest share of each output over all shards."""
     done = _unfinished(config)
     todo = [shard for shard in config.shards if shard not in done]
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # for the processes started below: each has a core
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # for the processes started below, of which each has one core
     context = multiprocessing.get_context("spawn")
-    ignore_interrupts = (signal.signal, (signal.SIGINT, signal.SIG_IGN))  # this process ends the others
+    ignore_interrupts = (signal.signal, (signal.SIGINT, signal.SIG_IGN))  # this process ends the others after Ctrl-C
     with context.Pool(config.processes, *ignore_interrupts) as pool:
         results = pool.imap_unordered(functools.partial(draw_shard, size=config.size), todo)
         for _ in track(todo, "shards"):

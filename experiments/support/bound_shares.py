@@ -1,4 +1,4 @@
-"""Errors of drawn examples as shares of their bounds: the largest of each result, and the examples that gave them."""
+"""Errors of random examples relative to their bounds: the largest of each result, and their examples."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def largest_shares(
     seed: int,
     size: int,
 ) -> Record:
-    """Draw examples from a seed, and keep the largest share of each result with the structure that gave it.
+    """Draw examples from a seed; return the largest relative error of each result with the structure of its example.
 
-    `shares` returns the largest error over its bound of each result of an example; more than 1 is outside.
+    `shares` returns, for each result of an example, the largest error divided by its bound; more than 1 is a violation.
     """
     record: Record = {"examples": 0, "outside": 0} | dict.fromkeys(names, 0.0)
     worst = dict.fromkeys((f"worst_{name}" for name in names), "")

@@ -3,8 +3,8 @@
 #include <tile/copy_async.cuh>
 #include <tile/tf32.cuh>
 
-// Constants of a tensor-core kernel, from its specification, and the tiles of its operands in shared memory, named as
-// in FlashAttention-2 (arXiv 2307.08691).
+// Constants of a tensor-core kernel, from its specification, and the layouts of its operands in shared memory, with the
+// names of FlashAttention-2 (arXiv 2307.08691).
 namespace cuflash {
 
 using Element = Config::Element;

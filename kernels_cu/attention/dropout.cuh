@@ -14,7 +14,7 @@ struct Dropout {
   uint64_t seed;  // used unless the kernel reads the seed from an array
   const uint64_t* dropout_seed;  // the array with the seed, or null
   uint32_t offset;
-  uint32_t either[8];  // for each bit of an 8-bit threshold, from the lowest on: all bits set if the bit is 0
+  uint32_t either[8];  // for each bit of the threshold, the lowest first: all bits set if the bit is 0
   double factor;  // 1 / (1 - p)
   float single_factor;  // `factor` as a float, since double arithmetic waits for tensor-core products
 };
@@ -74,7 +74,8 @@ class Draws {
   uint64_t seed_;
 };
 
-// Draws weight by weight, and keeps the words of the last cell, since successive weights are mostly in one cell.
+// Draws the bits of single weights, and caches the words of the last cell, since successive weights are mostly in one
+// cell.
 class WeightDraw {
  public:
   explicit CUFLASH_DEVICE WeightDraw(const Draws& draws) : draws_(draws) {}

@@ -88,9 +88,9 @@ CUFLASH_DEVICE uint32_t block_maximum(const float (&x)[kRows][kColumns], uint32_
   return warp_maximum(ptx::lane() < Config::kNumWarps ? of_warps[ptx::lane()] : 0);
 }
 
-// Divides by a number with three operations per quotient, which rounds to the same e4m3 number as the nearest float
-// does: test_numbers_beside_ties_fall_to_the_side_of_the_host has all quotients that could be exceptions. Divisors are
-// between 2^-60 and 2^60, so that no quotient that does not round to 0 has a remainder below the smallest normal float.
+// Divides by a number with three operations per quotient. The quotient rounds to the same e4m3 number as the correctly
+// rounded float; test_numbers_beside_ties_fall_to_the_side_of_the_host checks all possible exceptions. Divisors are
+// between 2^-60 and 2^60, so that any quotient that does not round to 0 has a normal remainder.
 class Divisor {
  public:
   explicit CUFLASH_DEVICE Divisor(float divisor) : divisor_(divisor), reciprocal_(1.0f / divisor) {}
@@ -152,7 +152,7 @@ fp8_quantize(const __grid_constant__ cuflash::attention::Quantize params) {
     }
   }
   uint32_t* const of_warps = ptx::dynamic_shared<uint32_t>();
-  float units = 1.0f;  // unit of the numbers: large if rotated ones may be out of range
+  float units = 1.0f;  // unit of the numbers: larger than 1 if rotated numbers may overflow
   if (params.signs != nullptr) {
     if (block_maximum(x, of_warps) >= kLarge) units = kLargeUnits;
     __syncthreads();

@@ -49,7 +49,7 @@ CUFLASH_DEVICE attention::WorkTile tile_of_block(const attention::Params& params
 CUFLASH_DEVICE attention::VisitRange visit_range_of_block(const attention::Params& params, attention::WorkTile work,
                                                           attention::ChosenArgument<Config> chosen) {
   using namespace attention;
-  if (kPackGqa) work.last = params.shape.seqlen_q;  // all heads have the same queries
+  if (kPackGqa) work.last = params.shape.seqlen_q;  // the queries are the same for all heads
   VisitRange full_range = visit_range_of_tile(params, chosen, work);
   if (Config::kIsPaged) align_steps(full_range, kBlockKv);
   const int num_splits = params.shape.num_splits;

@@ -227,7 +227,7 @@ def _ordered(problem: Problem, specs: dict[str, KernelSpec], work: WorkList) -> 
 
 
 def _with_cut_sequences(problem: Problem, work: WorkList, specs: dict[str, KernelSpec]) -> dict[str, KernelSpec]:
-    """Return the kernels; those of the backward pass use sequence-aligned tiles if the work has them in their size.
+    """Return the kernels; those of the backward pass use sequence-aligned tiles if the work has tiles of their size.
 
     The backward kernel must also compute dQ, with additions in any order. Staged arrays and gradients of sinks need
     tiles that start at multiples of the tile size, and bins of a table leave too little shared memory.

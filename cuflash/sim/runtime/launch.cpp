@@ -197,7 +197,7 @@ void run_residents(Residents& residents, unsigned char* shared, size_t room) {
   };
   current = &launch->host;
   for (size_t slot = 0; slot < residents.ctas.size(); ++slot) start_next(slot);
-  // A failure that the host finds comes back here.
+  // After a failure that the host detects, execution continues here.
   if (setjmp(residents.host_place) == 0)
     while (residents.num_running && !launch->failed) {
       schedule(false);
