@@ -55,7 +55,7 @@ class Push:
 
     p_excess: Array
     from_mean: Array  # F_dot - lse_dot; 0 where masked
-    e_final: Array  # of F_dot
+    e_final: Array  # error of F_dot
     pushed: PushedErrors | None
     lse_dot: Array  # [..., rows, 1]
     tol_lse_dot: Array

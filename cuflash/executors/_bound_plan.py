@@ -18,7 +18,7 @@ EXECUTORS: dict[str, Any] = {"cpu": cpu, "gpu": gpu, "sim": sim}
 _OF_TANGENTS: dict[str, Any] = {"cpu": host_tangents}  # executors of the passes "jvp" and "backward_jvp"
 
 _OF_EARLIER = ("o", "lse", f"o{DOT}", f"lse{DOT}")  # results of an earlier pass that this pass may read
-_SCALED = "for a scale so far from 1 q and k are copied to memory that a graph would outlive"
+_SCALED = "for a scale so far from 1, q and k are copied to memory that a graph would outlive"
 _SUMMED = "gradients over broadcast axes are summed in memory that a graph would outlive"
 
 

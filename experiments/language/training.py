@@ -121,7 +121,7 @@ class Recipe:
     block: int
     seed: int = 0
     rate: float = 3e-3
-    dtype: str = "float32"  # of activations; weights are kept in float32
+    dtype: str = "float32"  # dtype of activations; weights are always float32
     device: str = "numpy"
 
     @property

@@ -47,7 +47,7 @@ WAYS = ("forward", "backward", "both")
 KERNELS = {"standard": "naive", "fa1": "fa1", "dense": "auto", "butterfly": "auto"}
 BLOCK = 128
 LONGEST_CHECKED = 4096
-LENGTHS = tuple(2**exponent for exponent in range(7, 17))  # of the paper's tables
+LENGTHS = tuple(2**exponent for exponent in range(7, 17))  # sequence lengths of the paper's tables
 # Milliseconds of tables 18 to 20 by the method that corresponds to the paper's; a list ends where memory ran out.
 PAPER_MS: dict[tuple[str, str], tuple[float, ...]] = {
     ("standard", "forward"): (0.21, 0.22, 0.43, 1.27, 4.32, 16.47, 67.77),

@@ -52,7 +52,7 @@ from harness import UNPUBLISHED, atomic_path, why_no_gpu
 PLACES = 64
 LAUNCH_EACH = 8  # calls of a case between two empty launches
 THREADS = {"attention in 1 thread": 1, "attention in 8 threads": 8}  # threads of a round
-CALLS_OF_THREAD = 128  # in a round
+CALLS_OF_THREAD = 128  # calls per thread in a round
 HEADS, KV_HEADS, HEAD_DIM, BLOCK, PAGE = 16, 4, 64, 64, 16
 OPERATIONS = (
     "attention", "grouped heads", "out=", "dropout", "attention_vjp", "vjp", "plan.forward", "plan.backward",

@@ -173,7 +173,7 @@ def measured(config: Config, head_dim: int, mask: str, seqlen: int) -> Record:
         if named_blocks(mask) is not None:
             raise ValueError("takes no list of blocks")
         calls["cudnn"] = cudnn_fp8(batch, num_heads, seqlen, head_dim, mask == "causal")
-    except Exception as missing:  # of packages that may be missing, or that do not support the case
+    except Exception as missing:  # raised by packages that are missing or do not support the case
         note = f"cudnn: {str(missing).splitlines()[0][:100] if str(missing) else type(missing).__name__}"
     timings = time_on_device(calls, repeats=config.repeats)
     ours, cudnn, half, prepare = (timings.get(name) for name in ("ours", "cudnn", "bfloat16", "prepare"))

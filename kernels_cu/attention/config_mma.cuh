@@ -19,8 +19,8 @@ constexpr int kThreads = 32 * kNumWarps;
 using QTile = tile::SwizzledTile<Element, kBlockQ, kHeadDim>;
 using KTile = tile::SwizzledTile<Element, kBlockKv, kHeadDim>;
 using VTile = tile::SwizzledTile<Element, kBlockKv, kValueDim>;
-using OTile = tile::SwizzledTile<Element, kBlockQ, kValueDim>;  // of O and dO
-using PTile = tile::SwizzledTile<Element, kBlockQ, kBlockKv>;  // of P and dS
+using OTile = tile::SwizzledTile<Element, kBlockQ, kValueDim>;  // tile of O and dO
+using PTile = tile::SwizzledTile<Element, kBlockQ, kBlockKv>;  // tile of P and dS
 
 using Listed = attention::StaticListed<Config::kIsListed, Config::kIsOrdered>;
 

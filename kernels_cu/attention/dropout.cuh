@@ -213,7 +213,7 @@ CUFLASH_DEVICE KeptFragments<Tile, IsTransposed> kept_fragments(const Tile&, con
     for_each_score_by_rows<Tile>([&](int i, int j) { kept.set(i, j, scattered.at(i, j)); });
     return kept;
   }
-  const int number = row % 2;  // which of every two 16 x 16 tiles the thread draws
+  const int number = row % 2;  // the number, 0 or 1, of the 16 x 16 tiles of each pair that the thread draws
   const uint32_t row_cell = row / 16 * 4 + row % 8 / 2, column_cell = column / 16 * 4 + column % 8 / 2;
   const uint32_t own = (IsTransposed ? 0x00ff00ffu : 0x0f0f0f0fu) << (IsTransposed ? 8 : 4) * number;
   const int shift = IsTransposed ? (number == 0 ? 8 : 24) : (number == 0 ? 4 : 28);

@@ -18,7 +18,7 @@ constexpr int kChunkStride = Config::kHeadDim / 2;  // columns from one chunk of
 constexpr int kLanesOfRow = Config::kHeadDim / kColumns, kRowsOfWarp = 32 / kLanesOfRow;
 constexpr int kRows = Config::kBlockQ / (Config::kNumWarps * kRowsOfWarp);  // rows per lane
 static_assert(kRows * Config::kNumWarps * kRowsOfWarp == Config::kBlockQ, "warps share the rows");
-constexpr float kSmallestScale = 0x1p-126f, kLargestScale = 0x1.fffffep127f;  // of normal floats
+constexpr float kSmallestScale = 0x1p-126f, kLargestScale = 0x1.fffffep127f;  // the range of normal floats
 constexpr float kLargeUnits = 256.0f;
 constexpr uint32_t kLarge = (127u + 119u) << 23;  // bits of 2^119; the sum of 256 such numbers overflows
 constexpr float kLeastDivisor = 0x1p-60f, kMostDivisor = 0x1p60f;  // range of a `Divisor`

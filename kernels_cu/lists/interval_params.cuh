@@ -14,7 +14,7 @@ enum IntervalKind : int32_t {
 };
 
 struct IntervalParams {
-  const void* q_integers;  // those of the queries; null for kLengths if the host knows q_length
+  const void* q_integers;  // of the queries; null for kLengths if the host knows q_length
   const void* kv_integers;  // of the keys; null if equal to those of the queries, or if the host knows kv_length
   int64_t q_batch_strides[kBatchAxes];  // in bytes, 0 for a broadcast axis; also the next three
   int64_t kv_batch_strides[kBatchAxes];

@@ -78,7 +78,7 @@ struct StridedRows {
 struct KeyScores {
   StridedRows q, k;
   void* scores;  // accumulators, -inf if the causal mask excludes the key
-  void* runs;  // as KeyRun
+  void* runs;  // KeyRun records
   double scale_log2;  // the softmax scale times log2(e)
   int64_t first_diagonal_key;  // the last key, possibly beyond the keys, that query 0 attends under a causal mask
   int32_t batch[3];
@@ -96,7 +96,7 @@ struct KeyRun {
 // first_diagonal_key - o.
 struct SlashSums {
   const void* scores;  // accumulators; so are the sums
-  const void* runs;  // as KeyRun
+  const void* runs;  // KeyRun records
   void* of_keys;
   void* of_distances;
   int64_t first_diagonal_key;
@@ -125,7 +125,7 @@ struct PageBounds {
 
 // The parameters of lists_draw.
 struct Draw {
-  float* numbers;  // of each cell
+  float* numbers;  // [cells]
   uint64_t num_cells;
   uint64_t seed;
 };

@@ -81,5 +81,5 @@ results_compare(const __grid_constant__ cuflash::results::Comparison of) {
   const double infinite = -ptx::negative_infinity<double>();
   of.error[0] = sums.whole != 0 ? ptx::sqrt_accurate(sums.change) / ptx::sqrt_accurate(sums.whole)
                                 : sums.change != 0 ? infinite : 0;
-  *of.num_arrived = 0;  // for the next launch
+  *of.num_arrived = 0;  // reset for the next launch
 }

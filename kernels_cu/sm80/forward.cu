@@ -283,7 +283,7 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
     load_block(v_smem, v, params.v, shape.value_dim, block, rows_fill_tiles, pages, state);
     ptx::cp_async_commit();
     Scores s;
-    const bool is_visited = members.has_any();  // by queries of the warp
+    const bool is_visited = members.has_any();  // true if a query of the warp visits the block
     if (is_visited) tile::gemm_nt(s, q_smem, k_smem);
     ptx::cp_async_wait<0>();
     __syncthreads();  // V has arrived; K is read

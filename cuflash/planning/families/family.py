@@ -19,7 +19,7 @@ from ..tile_order import heads_per_wave
 
 # Kernels are compiled for the problem's dimensions, rounded up to one of these.
 DIMS = (32, 64, 96, 128, 192, 256)
-SIMT_DTYPES = (*UP_TO_FLOAT32, np.dtype(np.float64))  # that the simt family serves
+SIMT_DTYPES = (*UP_TO_FLOAT32, np.dtype(np.float64))  # dtypes that the simt family serves
 WIDEST_CHUNK = 128  # columns of q and k that the block mass kernels load at a time
 
 # Arrays that kernels read, by kind of kernel.

@@ -318,7 +318,7 @@ def forward_spec(
     if largest is not None:
         block_q = next((rows for rows in (2 * ROWS, ROWS) if rows <= block_q and largest[0] % rows == 0), ROWS)
         if block_q == ROWS:
-            block_kv = min(block_kv, ROWS)  # so that several thread blocks fit a multiprocessor
+            block_kv = min(block_kv, ROWS)  # several thread blocks then fit a multiprocessor
         if largest[1] % block_kv:
             block_kv = max(_MMA_COLUMNS, power_of_two(min(largest[1], block_kv)))
     is_staged = largest is None and block_q > ROWS and width <= 128 and can_stage(problem)
