@@ -145,7 +145,7 @@ class Printer:
     # Parts of the structure.
 
     def _facts(self) -> list[str]:
-        """Return constants that select code in kernels, which header attention/score_function.cuh explains."""
+        """Return the constants that select code in kernels; header attention/score_function.cuh explains them."""
         dependencies = depends(self.program)
         loads = [n for n, each in enumerate(self.program.instructions) if each.op == "load" and n != self.staged]
         slopes = self.program.results[1:]
@@ -220,7 +220,7 @@ class Printer:
         return " ".join(lines)
 
     def _leading(self) -> dict[str, tuple[str, int]]:
-        """Return the offsets of a batch entry that are needed, by name suffix: array or gradient, number of axes."""
+        """Return the pointer and the number of batch axes of each required offset, by suffix of the offset's name."""
         offsets = {}
         for n, load in enumerate(self.program.instructions):
             if load.op != "load" or not self.program.num_leading_axes(load):

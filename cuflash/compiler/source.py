@@ -16,7 +16,8 @@ from . import score_text
 from .params_layout import assertions
 
 _INSTALLED = Path(__file__).parents[1] / "kernels_cu"
-KERNELS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "kernels_cu"  # the second in a clone
+# The second folder if cuflash is not installed
+KERNELS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "kernels_cu"
 HOST = Path(__file__).parents[1] / "sim"  # the simulator, whose ptx/ folder replaces that of kernels_cu/
 
 _ELEMENTS = {each.numpy: each.element for each in KNOWN_DTYPES}

@@ -75,7 +75,7 @@ class KernelPlan:
 
     @property
     def is_kernels_alone(self) -> bool:
-        """True if kernels alone execute a call: it is not empty, and q and k are not scaled before the kernels."""
+        """True if kernels alone execute a call: it is not empty, and q and k are not scaled before the first kernel."""
         return not self.is_empty and not any(self.problem.scaling[1:])
 
     @property
