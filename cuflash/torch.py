@@ -27,7 +27,6 @@ from .executors.torch_gpu import NUMPY_DTYPES, TORCH_DTYPES, Layout
 from .keywords import explains_keywords
 from .layouts import dtype_of, has_dual_level, is_batched, is_tensor, taken, tensor_reasons
 from .masks.one_array import at_each_call
-from .masks.places import Places
 from .planning.dropout_launches import numbers_of, require_number
 from .planning.list_kernels import AT_CALL, WorkAtCall
 from .planning._call_cache import CALLS
@@ -163,7 +162,7 @@ def attention(
     """
     options = Options(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
-        deterministic, places=Places.of(q_start, kv_start),
+        deterministic, q_start, kv_start,
     )  # fmt: skip
     if torch.compiler.is_compiling():
         called: Any = torch.compiler.disable(_called)(q, k, v, options, out, return_lse)

@@ -173,11 +173,11 @@ def error_bound(
     >>> bool((of_kernels > of_host).any())                      # the kernels round P to float16 too
     True
     """
+    options = Options(
+        mask, causal, window, scale, score, softcap, bias, None, dropout, wrt, precision=precision, q_start=q_start,
+        kv_start=kv_start,
+    )  # fmt: skip
     if plan is not None:
-        options = Options(
-            mask=mask, causal=causal, window=window, scale=scale, score=score, softcap=softcap, bias=bias, wrt=wrt,
-            dropout=dropout, precision=precision, places=Places.of(q_start, kv_start),
-        )  # fmt: skip
         return _bounds_of_plan(plan, (q, k, v), do, dlse, sink, options, product_dtype, probable, tangents)
     reasons, storage, quantized = flag_reasons("probable", probable), None, (q, k, v)
     if fp8.are_quantized(q, k, v):
@@ -188,11 +188,7 @@ def error_bound(
     with collecting(reasons):
         product_dtype = None if product_dtype is None else _product_dtype(product_dtype)
     # A call on the simulator may have any precision.
-    options = Options(
-        mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, executor="sim", precision=precision,
-        places=Places.of(q_start, kv_start),
-    )  # fmt: skip
-    call = None
+    options, call = options._replace(sink=sink, executor="sim"), None
     with collecting(reasons):
         call = Call.of(q, k, v, options)
     if call is not None:
@@ -228,9 +224,8 @@ def _bounds_of_plan(
     """Return `error_bound` of a plan; `options` and `product_dtype` must have their defaults."""
     if not isinstance(plan, Plan):
         raise UnsupportedProblem([f"plan must be a Plan or None; got {describe(plan)}: create one with cuflash.plan"])
-    passed = {**options._asdict(), **options.places._asdict(), "product_dtype": product_dtype}
-    usual = {**Options()._asdict(), **Places()._asdict(), "product_dtype": None}
-    del passed["places"]
+    passed = {**options._asdict(), "product_dtype": product_dtype}
+    usual = {**Options()._asdict(), "product_dtype": None}
     reasons = [
         f"{name} must be left out if plan is passed, which has its own; got {describe(value)}"
         for name, value in passed.items()
@@ -254,7 +249,7 @@ def _bounds_of_plan(
         held = [to_host(plan._captured[array.name]) for array in problem.score.arrays]
         operands = ProgramOperands(problem.numbers, held, problem.whole_shape.batch)
         parts = gradient_in_parts(problem)
-        captured = Captured(problem.score, operands, problem.wrt, parts, problem.places)
+        captured = Captured(problem.score, operands, problem.wrt, parts, problem.places or Places())
     if problem.dropout is not None:
         seed, offset = plan._numbers
         dropout = Dropout(1 - 1 / problem.dropout.factor, plan._captured.get(SEED, seed), offset)
