@@ -144,8 +144,9 @@ def clear(x: Array, where: Array | None) -> None:
 
 
 def coordinates(
-    places: Places | None, heads: Sequence[tuple[int, int]], queries: Sequence[slice | Array], keys: Sequence[slice | Array]
-) -> tuple[Array, ...]:
+    places: Places | None, heads: Sequence[tuple[int, int]], queries: Sequence[slice | Array],
+    keys: Sequence[slice | Array],
+) -> tuple[Array, ...]:  # fmt: skip
     """Return b, h, i and j of tiles of scores, which broadcast against [tiles, keys, queries].
 
     Parameters
