@@ -25,7 +25,6 @@ from .keywords import explains_keywords
 from .layouts import is_tracer, kind_of
 from .masks.base import Mask
 from .masks.content import held_arrays
-from .masks.places import Places
 from .planning.dropout_launches import numbers_of, require_number
 from .planning.list_kernels import AT_CALL
 from .planning.lookup import lookup
@@ -148,7 +147,7 @@ def attention(
     require_number(dropout)
     options = Options(
         mask, causal, window, scale, _with_arrays_of_jax(score), softcap, _of_jax(bias), _of_jax(sink), dropout, (),
-        kernel, executor, precision, deterministic, places=Places.of(q_start, kv_start),
+        kernel, executor, precision, deterministic, q_start, kv_start,
     )  # fmt: skip
     options, operands = with_one_score(options)
     arrays = {"q": _of_jax(q), "k": _of_jax(k), "v": _of_jax(v), **operands}

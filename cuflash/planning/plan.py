@@ -143,9 +143,11 @@ class KernelPlan:
         Their tangents, which are the results of the pass "backward_jvp", have the same names.
         """
         problem = self.problem
-        wide = ("k", "v") if problem.wide_gradients else ()
-        dtypes = {name: problem.accumulator if name in wide else problem.dtype for name in "qkv"}
-        arguments = {f"d{name}": ShapeDtype(shape, dtypes[name]) for name, shape in problem.argument_shapes().items()}
+        dtype, of_keys = problem.dtype, problem.accumulator if problem.wide_gradients else problem.dtype
+        arguments = {
+            f"d{name}": ShapeDtype(shape, dtype if name == "q" else of_keys)
+            for name, shape in problem.argument_shapes().items()
+        }
         others = [operand for operand in problem.operands if operand.name in problem.wrt]
         return arguments | {f"d{operand.key}": ShapeDtype(operand.shape, operand.dtype) for operand in others}
 

@@ -144,7 +144,7 @@ def _changed(
     """Return a launch whose kernel runs the program, and accumulates gradients if the program returns their slopes."""
     arrays = tuple(array_name(array.name) for array in program.arrays)
     adds = len(program.results) > 2
-    is_placed = not problem.places.is_whole
+    is_placed = problem.places is not None
     spec = replace(launch.spec, score=program, score_wrt=wrt, score_sums=sums, score_is_placed=is_placed)
     gradients = tables(program, wrt, sums)[len(program.arrays) :] if adds else ()
     return replace(
@@ -178,10 +178,9 @@ def _feature(program: Program, wrt: tuple[str, ...], problem: Problem, sums: tup
     with np.errstate(over="ignore"):  # numbers beyond float32's range become infinite
         numbers = np.asarray(problem.numbers, problem.accumulator).tolist()
     values = _values(program, numbers, problem.whole_shape.batch, _room_for_numbers(program, problem.accumulator))
-    places = problem.places
-    if not places.is_whole:
-        values["starts"] = list(places.starts)
-    record = layout(program, wrt, problem.accumulator, sums, not places.is_whole)
+    if problem.places is not None:
+        values["starts"] = list(problem.places.starts)
+    record = layout(program, wrt, problem.accumulator, sums, problem.places is not None)
     return Feature(NAME, record, values, tables(program, wrt, sums))
 
 

@@ -18,7 +18,6 @@ from ..dropout import Dropout
 from ..errors import refuse
 from ..keywords import explains_keywords
 from ..layouts import has_dual_level, is_tensor
-from ..masks.places import Places
 from ..planning.dropout_launches import require_number
 from ..planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, Window,
@@ -148,7 +147,7 @@ def attention(
     """
     options = Options(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
-        deterministic, places=Places.of(q_start, kv_start),
+        deterministic, q_start, kv_start,
     )  # fmt: skip
     if torch.compiler.is_compiling():
         called: Any = torch.compiler.disable(_called)(q, k, v, options, out, return_lse)

@@ -30,7 +30,7 @@ BACKWARD_INPUTS = ("q", "k", "v", "lse", "do")
 
 def _place_reasons(problem: Problem) -> list[str]:
     """Return why no kernel serves a call at its places in a larger call."""
-    if problem.places.is_whole:
+    if problem.places is None:
         return []
     fix = "use executor='cpu'"
     reasons = []
