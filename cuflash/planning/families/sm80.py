@@ -39,6 +39,7 @@ from .family import (
     resident_blocks,
     rounded_dims,
 )
+from .simt import Simt
 
 
 class _Tile(NamedTuple):
@@ -278,6 +279,16 @@ class Sm80(Family):
             num_splits=num_splits,
             is_repeatable="backward_rows" in chosen,
         )
+
+    def tangent_reasons(self, problem: Problem) -> list[str]:
+        if problem.precision == "ieee":
+            return []
+        return [f"precision={problem.precision!r} does not support tangents: use precision='ieee'"]
+
+    def jvp_spec(
+        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
+    ) -> KernelSpec:
+        return Simt().jvp_spec(problem, device, largest)
 
     def union_specs(self, problem: Problem, device: DeviceSpec, block: int) -> dict[str, KernelSpec]:
         """Return the kernels for block lists per query, in blocks of `block` keys, by role.
