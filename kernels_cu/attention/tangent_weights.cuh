@@ -24,7 +24,7 @@ CUFLASH_DEVICE T score_tangent(T& s, T s_dot, const Score& score, const OfTile& 
 }
 
 // Replace q k^T by the score function of q k^T times `scale`, and the tangents of q k^T by those of the score function.
-// Rows are queries.
+// Rows are queries of one head.
 template <class Tile, class Score>
 CUFLASH_DEVICE void score_tangents_of_queries(Tile& s, Tile& s_dot, const Score& score, typename Score::Number scale,
                                               const WorkTile& work, const KvBlock& block) {
@@ -62,10 +62,10 @@ struct RowTangents {
     }
   }
 
-  // Set the centers of rows that attend their first keys. `is_seen` is a function of a thread's row and column.
-  // Called by whole warps; `row_sum` adds a number of each thread that shares a row.
+  // Set the centers of rows that attend their first keys, from tangents times `scale`. `is_seen` is a function of a
+  // thread's row and column. Called by whole warps; `row_sum` adds a number of each thread that shares a row.
   template <class Tile, class IsSeen, class RowSum>
-  CUFLASH_DEVICE void find_centers(Tile& f_dot, IsSeen is_seen, RowSum row_sum) {
+  CUFLASH_DEVICE void find_centers(Tile& f_dot, T scale, IsSeen is_seen, RowSum row_sum) {
     constexpr uint32_t kAll = Rows == 32 ? ~0u : (1u << Rows) - 1;
     if (!__any_sync(0xffffffffu, has_key != kAll)) return;
 #pragma unroll
@@ -74,38 +74,38 @@ struct RowTangents {
 #pragma unroll
       for (int j = 0; j < Tile::kColumns; ++j) {
         if (!is_seen(i, j)) continue;
-        total += kMovesScores ? element(f_dot, i, j) : T(0);
+        if constexpr (kMovesScores) total += element(f_dot, i, j) * scale;
         count += 1;
       }
       count = row_sum(count);
       total = row_sum(total);
       if (has_key >> i & 1 || count == 0) continue;
-      center[i] = kMovesScores ? total / count : T(0);
+      center[i] = total / count;
       has_key |= 1u << i;
     }
   }
 };
 
-// Replace scores, times `scale_log2`, by P, and their tangents, times `scale`, by w. Masked elements become -0 and 0.
-// Called by whole warps.
-template <class Tile, class T, int Rows, class IsAllowed, class RowSum>
+// Replace scores, times `scale_log2`, by P, and their tangents, times `scale`, by w. Masked elements, for which
+// `is_allowed` is false, become -0 and 0. Called by whole warps.
+template <bool IsMasked, class Tile, class T, int Rows, class IsAllowed, class RowSum>
 CUFLASH_DEVICE void weights_and_tangents(Tile& s, Tile& s_dot, RowTangents<T, Rows>& rows, T scale_log2, T scale,
                                          IsAllowed is_allowed, RowSum row_sum) {
   // With a score function a weight of 0 hides a key, whatever its derivatives are.
-  const auto is_seen = [&](int i, int j) { return kHasScore ? element(s, i, j) != 0 : !is_masked(element(s, i, j)); };
+  const auto is_seen = [&](int i, int j) {
+    return kHasScore ? element(s, i, j) != 0 : !IsMasked || !is_masked(element(s, i, j));
+  };
   for_each_score_by_rows<Tile>([&](int i, int j) {
     T& p = element(s, i, j);
-    p = is_allowed(i, j) ? probability(p, scale_log2, rows.lse_2[i]) : -T(0);
-    if constexpr (kMovesScores) {
-      T& f_dot = element(s_dot, i, j);
-      f_dot = is_seen(i, j) ? f_dot * scale : T(0);
-    }
+    p = !IsMasked || is_allowed(i, j) ? probability(p, scale_log2, rows.lse_2[i]) : -T(0);
+    if constexpr (kMovesScores && (IsMasked || kHasScore))
+      if (!is_seen(i, j)) element(s_dot, i, j) = 0;
   });
-  rows.find_centers(s_dot, is_seen, row_sum);
+  rows.find_centers(s_dot, scale, is_seen, row_sum);
   if constexpr (kMovesScores)
     for_each_score_by_rows<Tile>([&](int i, int j) {
       T& w = element(s_dot, i, j);
-      w = element(s, i, j) * (w - rows.center[i]);
+      w = element(s, i, j) * ptx::fma(w, scale, -rows.center[i]);
       rows.sum[i] += w;
     });
 }

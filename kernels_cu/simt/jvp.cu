@@ -25,7 +25,7 @@ CUFLASH_DEVICE void update(Scores& s, Scores& s_dot, attention::RowTangents<Accu
   else if constexpr (kHasScore) score_of_queries(s, score_function, scale, work, block, 1.0);
   const bool is_full = block.kind == BlockKind::kFull && block.stop - block.start == kBlockKv;
   const auto mask = is_full ? ScoreMask<Scores::kColumns>{~0ull} : score_mask_of_queries<Scores>(params, work, block);
-  weights_and_tangents(
+  weights_and_tangents<true>(
       s, s_dot, rows, Accumulator((kHasScore ? 1.0 : params.shape.softmax_scale) * kLog2E),
       kHasScore ? Accumulator(1) : scale, [&](int i, int j) { return mask.allows(i, j); },
       [](Accumulator x) { return tile::row_sum(x); });

@@ -142,7 +142,7 @@ FAULTS = {
         "all heads have the first one's sink": Edit(
             WEIGHTS, "row_result", "sink_logit<T>(sink, batch_head, head)", "sink_logit<T>(sink, batch_head, 0)"
         ),
-        "dropped weights move": Edit(JVP, "simt_jvp", "drop_weights(s_dot, kept);", ""),
+        "dropped weights move": Edit(JVP, "simt_jvp", "drop_weights(s_dot, kept);", ";"),
         "dropped weights carry values' tangents": Edit(JVP, "simt_jvp", "drop_weights(s, kept);", ""),
         "kept weights are not scaled": Edit(JVP, "simt_jvp", "o_dot.scale_row(i, dropout.factor);", ""),
         "the score function takes no tangent": Edit(
