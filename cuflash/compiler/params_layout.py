@@ -28,6 +28,7 @@ from ..planning.selection_kernels import (
     CHOICE, CHOICES, CROSSINGS, DRAW, KEY_SCORES, PAGE_BOUNDS, POOLED_ROWS, POOLING, SLASH_SUMS, SPREAD, STRIDED_ROWS,
 )  # fmt: skip
 from ..planning.sinks import SINK
+from ..planning.tangent_launches import TANGENTS
 
 # The records that each header declares. The namespace of a record is the folder of its header.
 _RECORDS = {
@@ -45,6 +46,7 @@ _RECORDS = {
     },
     "attention/chosen_lists.cuh": {"ChosenLists": CHOSEN_LISTS},
     "attention/sink.cuh": {"Sink": SINK},
+    "attention/tangents.cuh": {"Tangents": TANGENTS},
     "attention/dropout.cuh": {"Dropout": DROPOUT},
     "attention/scales.cuh": {"Scales": SCALES},
     "attention/decode_params.cuh": {"CachePages": CACHE_PAGES, "Decode": DECODE},

@@ -81,9 +81,9 @@ def mass_kernel(problem: Problem, device: DeviceSpec, block_kv: int, *, is_liste
 def unions(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str) -> UnionWork | None:
     """Return the work of kernels that walk unions of block lists if the mask lists blocks per query; otherwise None.
 
-    Only the sm80 family has such kernels. They support neither gradients of captured arrays nor dropout.
+    Only the sm80 family has such kernels. They support neither gradients of captured arrays nor dropout nor tangents.
     """
-    if kernel not in ("auto", SM80) or problem.dropout is not None:
+    if kernel not in ("auto", SM80) or problem.dropout is not None or problem.tangents:
         return None
     if problem.score is not None and captured_wrt(problem):
         return None

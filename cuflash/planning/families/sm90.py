@@ -95,6 +95,14 @@ class Sm90(Family):
     def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:
         return LIST_BLOCK
 
+    def tangent_reasons(self, problem: Problem) -> list[str]:
+        return []
+
+    def jvp_spec(
+        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
+    ) -> KernelSpec:
+        return Sm80().jvp_spec(problem, device, largest)
+
     def with_sequence_tiles(self, work: WorkList) -> WorkList:
         if not isinstance(work, IntervalWork) or not work.is_ordered:
             return work
