@@ -8,7 +8,8 @@ from mutations.planting import Edit
 FAULTS = {
     interop_guards.tensors_are_right: {
         "no gradient of o is a gradient of ones": Edit(
-            "torch/_functions.py", "_pulled_back", "torch.zeros_like(o) if do is None", "torch.ones_like(o) if do is None"
+            "torch/_functions.py", "_pulled_back", "torch.zeros_like(o) if do is None",
+            "torch.ones_like(o) if do is None"
         ),
         "a negated gradient is read without its sign": Edit(
             "torch/_functions.py", "_gradients", "do.resolve_neg()", "do"
@@ -20,7 +21,8 @@ FAULTS = {
             "torch/__init__.py", "_called", "options = options._replace(wrt=tuple(needed))", "pass"
         ),
         "a given output is returned for the other": Edit(
-            "torch/_tensors.py", "returned", "None else each for each in outs", "None else each for each in reversed(outs)"
+            "torch/_tensors.py", "returned", "None else each for each in outs",
+            "None else each for each in reversed(outs)"
         ),
     },
     interop_guards.scores_of_tensors_are_right: {
@@ -99,7 +101,8 @@ FAULTS = {
             "torch/_functions.py", "_Tangent.backward", "each if dot is not None else None for", "each for"
         ),
         "the gradient of a tangent is that of o": Edit(
-            "torch/_functions.py", "_Tangent.backward", "_Second.apply(call, wrt, u, u_lse, o, lse, o_dot, lse_dot, None",
+            "torch/_functions.py", "_Tangent.backward",
+            "_Second.apply(call, wrt, u, u_lse, o, lse, o_dot, lse_dot, None",
             "_Second.apply(call, wrt, u, u_lse, o, lse, o_dot, lse_dot, u",
         ),
         "gradients of tangents read lse_dot's as none": Edit(
@@ -113,19 +116,22 @@ FAULTS = {
             "torch/_functions.py", "_Gradients.backward", "None if dlse is None else lse_dot", "None"
         ),
         "the tangent of do is lost": Edit(
-            "torch/_functions.py", "_Gradients.jvp", "o_dot, lse_dot, do_dot, dlse_dot,", "o_dot, lse_dot, None, dlse_dot,"
+            "torch/_functions.py", "_Gradients.jvp", "o_dot, lse_dot, do_dot, dlse_dot,",
+            "o_dot, lse_dot, None, dlse_dot,"
         ),
         "the tangent of dlse is lost": Edit(
-            "torch/_functions.py", "_Gradients.jvp", "o_dot, lse_dot, do_dot, dlse_dot,", "o_dot, lse_dot, do_dot, None,"
+            "torch/_functions.py", "_Gradients.jvp", "o_dot, lse_dot, do_dot, dlse_dot,",
+            "o_dot, lse_dot, do_dot, None,"
         ),
         "a second derivative is a constant": Edit(
-            "torch/_functions.py", "_refuse_third", "refuse(", "(lambda reasons: None)("
+            "torch/_functions.py", "_Second.backward", "_refuse_third()", "return (None,) * 50"
         ),
         "results of operands are in the order of the plan": Edit(
             "torch/_functions.py", "_placed", "by_name.get(name) for name in call.names[3:]", "iter(results[3:])"
         ),
         "tensors that all calls share are not repeated": Edit(
-            "torch/_transformed.py", "_at_front", "tensor.expand(size, *tensor.shape) if axis is None", "tensor[None] if axis is None"
+            "torch/_transformed.py", "_at_front", "tensor.expand(size, *tensor.shape) if axis is None",
+            "tensor[None] if axis is None"
         ),
         "a mapped axis stays where it is": Edit(
             "torch/_transformed.py", "_at_front", "tensor.movedim(axis, 0)", "tensor"

@@ -219,6 +219,7 @@ def test_transformations_of_torch_func_agree(feature):
 @pytest.mark.parametrize("feature", FEATURES)
 def test_hessians_and_jacobians_are_batches_of_products(feature):
     call, (q, k, v, *operands) = of_feature(feature)
+
     def values(q):
         return call(q, k, v, *operands)[0][0, 0, 0]
 
