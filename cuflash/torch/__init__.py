@@ -18,6 +18,7 @@ from ..dropout import Dropout
 from ..errors import refuse
 from ..keywords import explains_keywords
 from ..layouts import has_dual_level, is_tensor
+from ..masks.places import Places
 from ..planning.dropout_launches import require_number
 from ..planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, Window,
@@ -74,6 +75,8 @@ def attention(
     executor: ExecutorName = "auto",
     precision: Precision = "ieee",
     deterministic: bool = False,
+    q_start: int = 0,
+    kv_start: int = 0,
     out: Any = None,
     return_lse: bool = False,
 ) -> Any:
@@ -98,7 +101,7 @@ def attention(
         As in `cuflash.attention`.
     executor : {"auto", "cpu", "gpu", "sim"}
         "auto" selects "cpu" or "gpu" by the tensors' device. "sim" runs the GPU kernels on a simulator.
-    precision, deterministic : optional
+    precision, deterministic, q_start, kv_start : optional
         As in `cuflash.attention`.
     out : torch.Tensor, or pair (o, lse), optional
         Tensors for the results, instead of new ones; must not overlap the inputs, nor require gradients. The returned
@@ -145,7 +148,7 @@ def attention(
     """
     options = Options(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
-        deterministic,
+        deterministic, places=Places.of(q_start, kv_start),
     )  # fmt: skip
     if torch.compiler.is_compiling():
         called: Any = torch.compiler.disable(_called)(q, k, v, options, out, return_lse)
