@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -648,11 +648,6 @@ def device_reasons(name: str, array: Array) -> list[str]:
         f"{name} must be on the current device, {current}; got device {number}: "
         f"call within cupy.cuda.Device({number}), with all arrays there"
     ]
-
-
-def backward_names(has_dlse: bool, operands: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of a backward pass's arrays, in order."""
-    return "do", "q", "k", "v", "o", "lse", *(("dlse",) if has_dlse else ()), *operands
 
 
 class ListsOfPlan(NamedTuple):
