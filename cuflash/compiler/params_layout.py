@@ -19,6 +19,7 @@ from ..planning.families._passes import QUERY_STATE
 from ..planning.families.fa1 import RUNNING
 from ..planning.families.naive import SCORE_MATRICES
 from ..planning.families.sm80 import PARTS
+from ..planning.few_queries import DECODE_PARTS
 from ..planning.launches import MATRICES, TENSOR_MAP_PARAM
 from ..planning.interval_kernels import INTERVAL_PARAMS
 from ..planning.list_kernels import LIST_PARAMS
@@ -47,7 +48,7 @@ _RECORDS = {
     "attention/sink.cuh": {"Sink": SINK},
     "attention/dropout.cuh": {"Dropout": DROPOUT},
     "attention/scales.cuh": {"Scales": SCALES},
-    "attention/decode_params.cuh": {"CachePages": CACHE_PAGES, "Decode": DECODE},
+    "attention/decode_params.cuh": {"CachePages": CACHE_PAGES, "Decode": DECODE, "DecodeParts": DECODE_PARTS},
     "attention/append_params.cuh": {"Append": APPEND},
     "attention/cache_scales.cuh": {"CacheScales": CACHE_SCALES},
     "attention/mass_grid.cuh": {"MassGrid": MASS_GRID},

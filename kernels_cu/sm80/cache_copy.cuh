@@ -23,6 +23,7 @@ class CacheCopy {
     pages_of_step_ = step.quotient;
     rows_of_step_ = step.remainder;
     look_up();
+    are_chunks_ = !Stage::kMayBeUnaligned || (has_chunks(k_, cache_.k) && has_chunks(v_, cache_.v));
   }
 
   // Start to copy the rows of the next step. Rows outside the part of the sequence become 0.
@@ -48,9 +49,9 @@ class CacheCopy {
       const int64_t from_page = is_page ? page : 0;
       const int to = key_group() * kKeysOfWarp + unit * kUnit;
       copy_rows(stage.keys(), to, k_ + from_page * cache_.k.batch_strides[0] + rows[unit] * cache_.k.row_stride,
-                cache_.k.row_stride, cache_.head_dim, first_row, last_row);
+                cache_.k, cache_.head_dim, first_row, last_row);
       copy_rows(stage.values(), to, v_ + from_page * cache_.v.batch_strides[0] + rows[unit] * cache_.v.row_stride,
-                cache_.v.row_stride, cache_.value_dim, first_row, last_row);
+                cache_.v, cache_.value_dim, first_row, last_row);
       if (thread() < 32)
         stage.start_scales(arrays_, to, {{static_cast<int>(from_page)}, 0, kv_head_}, rows[unit], first_row, last_row);
     }
@@ -94,12 +95,21 @@ class CacheCopy {
     ++number;
   }
 
+  // Return whether rows consist of aligned chunks.
+  static CUFLASH_DEVICE bool has_chunks(const Stored* first_chunk, const attention::Matrices& matrices) {
+    return tile::has_aligned_chunks(tile::Matrix<const Stored>{first_chunk, matrices.row_stride, matrices.column_stride,
+                                                               0, 0});
+  }
+
   // Start to copy a thread's chunks of 16 rows, of which rows first_row <= x < last_row exist. Other rows become 0.
   template <class Tile>
-  static CUFLASH_DEVICE void copy_rows(Tile tile, int to, const Stored* from, int64_t row_stride, int num_columns,
-                                       int first_row, int last_row) {
+  CUFLASH_DEVICE void copy_rows(Tile tile, int to, const Stored* from, const attention::Matrices& matrices,
+                                int num_columns, int first_row, int last_row) const {
     static_assert(Tile::kChunks % Stage::kThreadsPerRow == 0, "threads copy as many chunks");
     if (kRowsOfThreads > kRowsPerPass && own_row() >= kRowsPerPass) return;
+    if constexpr (Stage::kMayBeUnaligned)
+      if (!are_chunks_) return copy_elements(tile, to, from, matrices, num_columns, first_row, last_row);
+    const int64_t row_stride = matrices.row_stride;
     const uint32_t start = tile.address(to + own_row(), own_chunk());
 #pragma unroll
     for (int row = 0; row < kUnit; row += kRowsPerPass) {
@@ -113,6 +123,29 @@ class CacheCopy {
     }
   }
 
+  // Copy the same chunks element by element.
+  template <class Tile>
+  static CUFLASH_DEVICE void copy_elements(Tile tile, int to, const Stored* from, const attention::Matrices& matrices,
+                                           int num_columns, int first_row, int last_row) {
+    constexpr int kChunk = Tile::kChunk;
+    const Stored* const first_column = from - own_chunk() * kChunk;
+#pragma unroll 1
+    for (int row = 0; row < kUnit; row += kRowsPerPass) {
+      const bool is_there = own_row() + row >= first_row && own_row() + row < last_row;
+#pragma unroll 1
+      for (int chunk = own_chunk(); chunk < Tile::kChunks; chunk += Stage::kThreadsPerRow) {
+        tile::Chunk<Stored> x{};
+#pragma unroll
+        for (int e = 0; e < kChunk; ++e) {
+          const int column = chunk * kChunk + e;
+          if (is_there && column < num_columns)
+            x.at[e] = first_column[row * matrices.row_stride + column * matrices.column_stride];
+        }
+        *tile.template pointer<tile::Chunk<Stored>>(tile.offset(to + own_row() + row, chunk)) = x;
+      }
+    }
+  }
+
   const attention::CachePages& cache_;
   const typename Stage::Arrays& arrays_;
   const int sequence_, kv_head_, first_key_, stop_;
@@ -122,6 +155,7 @@ class CacheCopy {
   int number_, row_;  // page number in the table, and row in the page, of the key that is looked up next
   int pages_of_step_, rows_of_step_;
   int pages_[kUnits], rows_[kUnits];
+  bool are_chunks_;
 };
 
 }  // namespace cuflash::sm80

@@ -14,6 +14,7 @@
 //   queries                returns the queries of the warp, once they are in shared memory
 //   multiply, add          multiply queries by the keys of the stage, and add its values times their weights
 //   column, store_row      the columns of a thread's output, and a store of one of its rows
+//   kMayBeUnaligned        rows may start anywhere and have any strides; otherwise they consist of aligned chunks
 #pragma once
 #include <attention/score.cuh>
 #include <sm80/cache_copy.cuh>
@@ -22,38 +23,41 @@
 namespace cuflash::sm80 {
 
 // Replace the scores of a step by their score function. Rows of the tile are the queries of all heads of the group.
-template <class Score>
-CUFLASH_DEVICE void score_step(Scores& s, const Decode& params, const Sequence& of, const attention::BatchHead& heads,
+template <class Queries, class Score>
+CUFLASH_DEVICE void score_step(Scores& s, const Decode& params, const Queries& own, const attention::BatchHead& heads,
                                const attention::Positions& keys, const Score& score) {
   const int last_row = params.group_size * params.num_queries - 1;
   const auto query_of = [&](int i) {
     const attention::DivMod row = attention::divmod(min(attention::row_of(s, i), last_row), params.num_queries);
-    return attention::HeadAndQuery{heads.head + row.quotient, max(0, of.length - of.count + row.remainder)};
+    return attention::HeadAndQuery{heads.head + row.quotient, own.position(row.remainder)};
   };
   attention::apply_score(s, score, params.softmax_scale, heads, query_of, keys, 1);
 }
 
-// The body of a decode kernel. Each thread block computes one part of one sequence for one key/value head.
-template <class Stage, class Score>
-CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& arrays,
-                           attention::SinkArgument<Config> sink, const Score& score) {
+// What a thread block works on: a part of the keys that the queries of a key/value head attend.
+struct DecodeTile {
+  attention::BatchHead heads;  // the first query head
+  int sequence, kv_head;  // where keys and values are
+  int number;  // of the pair of batch entry and key/value head
+  Sequence of;
+  Part part;
+};
+
+// The body of a decode kernel. `own` has the keys that each row of the tile attends, as `NewTokens` does.
+template <class Stage, class Queries, class Score>
+CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& arrays, const DecodeTile& work,
+                           const Queries& own, attention::SinkArgument<Config> sink, const Score& score) {
   using namespace attention;
   static_assert(4 * kMergeFloats <= kBytesOfStages<Stage>, "there is room for what is merged");
-  const DivMod by_part = divmod(blockIdx.x, params.max_parts),
-               by_head = divmod(by_part.quotient, params.cache.num_kv_heads);
-  const int number = by_head.quotient, kv_head = by_head.remainder;
-  const Sequence of = sequence(params, number);
-  const Part part = part_of<kBlockKv>(params, of, by_part.remainder);
-  if (part.number >= part.num_parts) return;
-  if (!of.is_valid && threadIdx.x == 0) ptx::fetch_add(params.cache.num_faults, 1);
-  const BatchHead heads{{number}, number, kv_head * params.group_size};
+  const BatchHead& heads = work.heads;
+  const Part& part = work.part;
   const auto q = matrix<Element>(params.q, heads, heads.head, params.num_queries, params.cache.head_dim);
   const int num_rows = params.group_size * params.num_queries;
   tile::load_async<kThreads>(q_smem, tile::StackedRows<Element>{q, params.q.head_stride, num_rows});
   ptx::cp_async_commit();
 
   const int num_steps = (part.stop - part.start + kBlockKv - 1) / kBlockKv;  // 0 for an empty sequence
-  CacheCopy<Stage> copy(params, arrays, number, kv_head, of, part);
+  CacheCopy<Stage> copy(params, arrays, work.sequence, work.kv_head, work.of, part);
 #pragma unroll 1  // keeps the code small: the cache loads it once
   for (int stage = 0; stage < kNumStages - 1; ++stage) {
     if (stage < num_steps) copy.start_next(stage);
@@ -61,7 +65,7 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
   }
   const float softmax_scale_log2 = Softmax::scale_log2(kHasScore ? 1.0 : params.softmax_scale);
   const bool has_lower_rows = kRowGroups > 1 || num_rows > 8;
-  const Interval seen = seen_by_all(params, of);
+  const Interval seen = own.seen_by_all();
   RowStats stats;
 #pragma unroll
   for (int i = 0; i < Scores::kRows; ++i) {
@@ -82,11 +86,11 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
     Scores s;
     stage_smem<Stage>(stage).multiply(s, queries);
     const int start = part.start + step * kBlockKv, stop = min(start + kBlockKv, part.stop);
-    if constexpr (kHasScore) score_step(s, params, of, heads, {start, stop}, score);
+    if constexpr (kHasScore) score_step(s, params, own, heads, {start, stop}, score);
     else if (Softmax::needs_negation(params.softmax_scale)) Softmax::negate(s, params.softmax_scale);
     if (start < seen.lo || start + kBlockKv > min(seen.hi, part.stop))
       mask_rows<false>(s, KvBlock{start, stop, BlockKind::kInterval, 0}, ptx::negative_infinity<float>(),
-                       [&](int row) { return packed_row_mask(params, of, row); });
+                       [&](int row) { return own.row_mask(row); });
     stats.update(s, o, softmax_scale_log2, has_lower_rows);
     stage_smem<Stage>(stage).add(o, s);
     free_stage = stage;
@@ -97,12 +101,29 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
     if (key_group() == 0) write_results<Stage>(params, heads, stats, o, softmax_scale_log2, sink);
     return;
   }
-  const int64_t first_row = static_cast<int64_t>(by_part.quotient) * params.max_parts * num_rows;
+  const int64_t first_row = static_cast<int64_t>(work.number) * params.max_parts * num_rows;
   if (key_group() == 0) write_part<Stage>(params, first_row + part.number * num_rows, stats, o);
-  int* const arrivals = params.arrivals + by_part.quotient;
+  int* const arrivals = params.arrivals + work.number;
   if (!arrives_last(arrivals, part.num_parts)) return;
   merge_parts(params, heads, first_row, part.num_parts, softmax_scale_log2, sink);
   if (threadIdx.x == 0) *arrivals = 0;  // reset for the next launch: all parts of this one have arrived
+}
+
+// The body of a decode kernel whose keys and values are in a cache.
+template <class Stage, class Score>
+CUFLASH_DEVICE void decode_cache(const Decode& params, const typename Stage::Arrays& arrays,
+                                 attention::SinkArgument<Config> sink, const Score& score) {
+  using namespace attention;
+  const DivMod by_part = divmod(blockIdx.x, params.max_parts),
+               by_head = divmod(by_part.quotient, params.cache.num_kv_heads);
+  const int number = by_head.quotient, kv_head = by_head.remainder;
+  const Sequence of = sequence(params, number);
+  const Part part = part_of<kBlockKv>(params, of, by_part.remainder);
+  if (part.number >= part.num_parts) return;
+  if (!of.is_valid && threadIdx.x == 0) ptx::fetch_add(params.cache.num_faults, 1);
+  const BatchHead heads{{number}, number, kv_head * params.group_size};
+  decode<Stage>(params, arrays, {heads, number, kv_head, by_part.quotient, of, part}, NewTokens{params, of}, sink,
+                score);
 }
 
 }  // namespace cuflash::sm80
