@@ -20,7 +20,7 @@ from poison import MARGIN, Guarded, PoisonedGpu
 from test_score_kernels import Probe
 
 import cuflash
-from cuflash import DeviceSpec, ShapeDtype, masks
+from cuflash import DeviceSpec, masks
 
 RUNS = [pytest.param(SIM, marks=needs_compiler), pytest.param(GPU, marks=pytest.mark.gpu)]
 on_kernels = pytest.mark.parametrize("run", RUNS, ids=str)
@@ -166,51 +166,68 @@ def test_score_functions_know_positions(run: Run, mask: masks.Mask | None) -> No
     probe.check(probe.run_results(run, is_backward=False))
 
 
-# Which plans have the kernel.
+# Which plans have the kernel. Checks take the library as an argument where planted faults have them as guards.
 
 
 def plan_of(
-    rows: int = 1, heads: tuple[int, int] = (8, 2), dim: int = 64, dtype: Any = np.float16, **options: Any
+    library: Any, rows: int = 1, heads: tuple[int, int] = (8, 2), dim: int = 64, dtype: Any = np.float16, **options: Any
 ) -> KernelPlan:
-    q, k = ShapeDtype((2, heads[0], rows, dim), dtype), ShapeDtype((2, heads[1], 1000, dim), dtype)
-    return cuflash.plan(q, k, k, **{"device": DeviceSpec.gpu("H100"), **options})._plan
+    shape = library.ShapeDtype
+    q, k = shape((2, heads[0], rows, dim), dtype), shape((2, heads[1], 1000, dim), dtype)
+    return library.plan(q, k, k, **{"device": library.DeviceSpec.gpu("H100"), **options})._plan
 
 
-OTHERS: dict[str, dict[str, Any]] = {
-    "too many rows": {"rows": 5},
-    "a family's name": {"kernel": "sm80"},
-    "dropout": {"dropout": cuflash.Dropout(0.1, seed=0)},
-    "float32": {"dtype": np.float32},
-    "an odd head_dim": {"dim": 36},
-    "a mask of each head": {"mask": WindowsOfHeads()},
-    "a block list": {"mask": masks.Dilated(2, align="bottom_right")},
-    "an old chip": {"device": DeviceSpec.gpu("T4")},
-}
+def other_calls(library: Any) -> dict[str, dict[str, Any]]:
+    """Return the options of calls that the kernel does not serve."""
+
+    class Heads(library.masks.Mask):  # type: ignore[misc]
+        intervals = WindowsOfHeads.intervals
+
+    return {
+        "too many rows": {"rows": 5},
+        "a family's name": {"kernel": "sm80"},
+        "dropout": {"dropout": library.Dropout(0.1, seed=0)},
+        "float32": {"dtype": np.float32},
+        "an odd head_dim": {"dim": 36},
+        "a mask of each head": {"mask": Heads()},
+        "a block list": {"mask": library.masks.Dilated(2, align="bottom_right")},
+        "chosen blocks": {"mask": library.masks.ChosenBlocks(np.zeros((1, 2), np.int32), block=64)},
+        "an old chip": {"device": library.DeviceSpec.gpu("T4")},
+    }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_calls_take_other_kernels(name: str) -> None:
-    assert takes_the_kernel(plan_of()) and not takes_the_kernel(plan_of(**OTHERS[name]))
+def check_plans(library: Any) -> None:
+    assert takes_the_kernel(plan_of(library))
+    for name, options in other_calls(library).items():
+        assert not takes_the_kernel(plan_of(library, **options)), name
 
 
-def test_the_rule_is_told_and_gradients_keep_their_kernels() -> None:
-    plan = plan_of()
-    by_name = plan_of(kernel="sm80")
+def test_other_calls_take_other_kernels() -> None:
+    check_plans(cuflash)
+
+
+def check_rule(library: Any) -> None:
+    """Check that a plan names the kernel, which merges its parts, and that gradients keep their kernels."""
+    plan, by_name = plan_of(library), plan_of(library, kernel="sm80")
     assert "few queries" in plan.rule and "few queries" not in by_name.rule
     assert plan.kernels.backward.specs == by_name.kernels.backward.specs
     assert list(plan.kernels.forward.launches) == ["forward"]
 
 
-@pytest.mark.parametrize(
-    "batch, keys, parts", [(1, 64, 1), (1, 65, 2), (1, 1 << 16, 64), (200, 1 << 16, 64)], ids=str
-)
-def test_parts_follow_from_the_chip_the_heads_and_the_keys(batch: int, keys: int, parts: int) -> None:
-    q, k = (ShapeDtype((batch, 2, length, 128), ml_dtypes.bfloat16) for length in (1, keys))
-    plan = cuflash.plan(q, k, k, device=DeviceSpec.gpu("H100"))._plan
-    assert plan.kernels.num_splits == parts
-    assert plan.kernels.forward.launches["forward"].grid(batch) == 2 * batch * parts
+def test_the_rule_names_the_kernel_and_gradients_keep_theirs() -> None:
+    check_rule(cuflash)
 
 
-def test_a_window_bounds_the_parts() -> None:
-    window = plan_of(mask=masks.SlidingWindow(100, 0, "bottom_right"))
-    assert window.kernels.num_splits == 2 < plan_of().kernels.num_splits
+def check_parts(library: Any) -> None:
+    """Check that parts follow from the chip, the heads and the keys that a query sees."""
+    for batch, keys, parts in ((1, 64, 1), (1, 65, 2), (1, 1 << 16, 64), (200, 1 << 16, 64)):
+        q, k = (library.ShapeDtype((batch, 2, length, 128), ml_dtypes.bfloat16) for length in (1, keys))
+        plan = library.plan(q, k, k, device=library.DeviceSpec.gpu("H100"))._plan
+        assert plan.kernels.num_splits == parts
+        assert plan.kernels.forward.launches["forward"].grid(batch) == 2 * batch * parts
+    window = plan_of(library, mask=library.masks.SlidingWindow(100, 0, "bottom_right"))
+    assert window.kernels.num_splits == 2 < plan_of(library).kernels.num_splits
+
+
+def test_parts_follow_from_the_chip_the_heads_and_the_keys() -> None:
+    check_parts(cuflash)
