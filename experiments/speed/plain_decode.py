@@ -51,7 +51,7 @@ class Config:
             sizes_of(",".join(self.sizes))
         except ValueError:
             raise ValueError("sizes are sequences x keys, such as 16x4096") from None
-        if min(*self.queries, self.heads, self.kv_heads, self.replays, default=0) < 1:
+        if min((*self.queries, self.heads, self.kv_heads, self.replays)) < 1:
             raise ValueError("queries, heads, kv_heads and replays must be positive")
         if self.heads % self.kv_heads:
             raise ValueError("kv_heads must divide heads")
