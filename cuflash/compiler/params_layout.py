@@ -13,6 +13,7 @@ from ..planning.appending import APPEND
 from ..planning.captured_sums import CAPTURED_SUMS
 from ..planning.block_mass import MASS_GRID
 from ..planning.chosen_lists import CHOSEN_LISTS, CHOSEN_PARAMS
+from ..planning.chosen_pages import CHOSEN_PAGES
 from ..planning.decoding import CACHE_PAGES, CACHE_SCALES, DECODE
 from ..planning.dropout_launches import DROPOUT
 from ..planning.families._passes import QUERY_STATE
@@ -45,6 +46,7 @@ _RECORDS = {
         "Matrices": MATRICES, "Shape": SHAPE, "WorkList": WORK, "Params": PARAMS,
     },
     "attention/chosen_lists.cuh": {"ChosenLists": CHOSEN_LISTS},
+    "attention/chosen_pages.cuh": {"ChosenPages": CHOSEN_PAGES},
     "attention/sink.cuh": {"Sink": SINK},
     "attention/dropout.cuh": {"Dropout": DROPOUT},
     "attention/scales.cuh": {"Scales": SCALES},

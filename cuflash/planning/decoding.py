@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -160,24 +161,45 @@ def decode_pass(
         The cache holds FP8 numbers and scales instead of keys and values of q's dtype.
     """
     spec = decode_spec(problem, device, part_keys, is_quantized=is_quantized)
-    if part_keys is None:
-        max_parts = parts_of(problem, device, -(-layout.capacity // spec.block_kv))
-    else:
+    max_parts = parts_of(problem, device, -(-layout.capacity // spec.block_kv))
+    if part_keys is not None:
         max_parts = -(-layout.capacity // part_keys)
-    heads, workspaces = (problem.mask_shape.num_batch, problem.num_kv_heads), part_workspaces(problem, spec, max_parts)
-    scales = scale_features(is_quantized)
+    pairs = problem.mask_shape.num_batch, problem.num_kv_heads
+    workspaces = part_workspaces(pairs, problem.group_size * problem.seqlen_q, spec, max_parts)
+    return pass_of_parts(problem, layout, spec, workspaces, window_numbers(layout, left, right))
+
+
+def pass_of_parts(
+    problem: Problem, layout: CacheLayout, spec: KernelSpec, workspaces: Mapping[str, Workspace],
+    window: Mapping[str, int], lists: Feature | None = None,
+) -> Pass:  # fmt: skip
+    """Return the launch of a decode kernel.
+
+    Parameters
+    ----------
+    workspaces : dict of Workspace by name
+        As from `part_workspaces`.
+    window : dict of int
+        As from `window_numbers`.
+    lists : Feature, optional
+        The lists of kernels with chosen blocks.
+    """
+    is_quantized, max_parts = spec.entry is DECODING_E4M3, workspaces["o_parts"].shape[-3]
+    others = (*scale_features(is_quantized), *(() if lists is None else (lists,)))
     launch = Launch(
-        spec=spec, tiles=prod(heads) * max_parts,
+        spec=spec, tiles=prod(workspaces["o_parts"].shape[:-2]),
         reads=(*FORWARD_INPUTS, *SCALE_NAMES * is_quantized, "table", "lengths", "counts"),
-        writes=("o", "lse", "num_faults", *workspaces), features=("decode", *(each.name for each in scales)),
+        writes=("o", "lse", "num_faults", *workspaces), features=("decode", *(each.name for each in others)),
+    )  # fmt: skip
+    cache = layout.numbers(
+        problem.mask_shape.num_batch, problem.num_kv_heads, (problem.head_dim, problem.value_dim)
     )  # fmt: skip
     numbers = {
-        "cache": layout.numbers(*heads, (problem.head_dim, problem.value_dim)), "group_size": problem.group_size,
-        "num_queries": problem.seqlen_q, "max_parts": max_parts, "softmax_scale": problem.kernel_scale,
-        **window_numbers(layout, left, right),
+        "cache": cache, "group_size": problem.group_size, "num_queries": problem.seqlen_q, "max_parts": max_parts,
+        "softmax_scale": problem.kernel_scale, **window,
     }  # fmt: skip
     decode = Feature("decode", DECODE, numbers, (*TABLES, *workspaces), names=OF_CACHE)
-    kernels = Pass({"decode": launch}, workspaces, (decode, *scales))
+    kernels = Pass({"decode": launch}, dict(workspaces), (decode, *others))
     return with_score_argument(sink_forward(kernels, problem, "decode"), problem, "decode")
 
 
@@ -200,14 +222,16 @@ def parts_of(problem: Problem, device: DeviceSpec, num_steps: int) -> int:
     return min(num_parts(problem, device), 1 << (most - 1).bit_length())
 
 
-def part_workspaces(problem: Problem, spec: KernelSpec, max_parts: int) -> dict[str, Workspace]:
-    """Return the memory for the parts of all sequences: o, maxima and sums of rows, and how many parts are written."""
-    heads, rows = (problem.mask_shape.num_batch, problem.num_kv_heads), problem.group_size * problem.seqlen_q
+def part_workspaces(pairs: tuple[int, ...], rows: int, spec: KernelSpec, max_parts: int) -> dict[str, Workspace]:
+    """Return the memory for parts of `rows` rows: o, maxima and sums of rows, and how many parts are written.
+
+    `pairs` are the extents of sequences and key/value heads, which have parts of their own.
+    """
     single = np.dtype(np.float32)
     return {
-        "o_parts": Workspace((*heads, max_parts, rows, spec.value_dim), single),
-        "stats_parts": Workspace((*heads, max_parts, rows, 2), single),
-        "arrivals": Workspace(heads, np.dtype(np.int32), is_zeroed=True),
+        "o_parts": Workspace((*pairs, max_parts, rows, spec.value_dim), single),
+        "stats_parts": Workspace((*pairs, max_parts, rows, 2), single),
+        "arrivals": Workspace(pairs, np.dtype(np.int32), is_zeroed=True),
     }
 
 

@@ -44,7 +44,8 @@ def with_few_queries(kernels: Kernels, problem: Problem, device: DeviceSpec, wor
     """Return the kernels with a forward pass for few queries: one launch, whose blocks also merge their parts."""
     spec = replace(decode_spec(problem, device), entry=_FEW_QUERIES)
     num_parts = parts_of(problem, device, max_steps(problem, work, spec))
-    workspaces = part_workspaces(problem, spec, num_parts)
+    pairs = problem.mask_shape.num_batch, problem.num_kv_heads
+    workspaces = part_workspaces(pairs, problem.group_size * problem.seqlen_q, spec, num_parts)
     launch = Launch(
         spec=spec, tiles=problem.num_kv_heads * num_parts, reads=FORWARD_INPUTS, writes=("o", "lse", *workspaces),
         features=("decode_parts",),

@@ -13,5 +13,5 @@ sm80_decode(const __grid_constant__ cuflash::attention::Decode params CUFLASH_FE
   using namespace cuflash;
   using namespace cuflash::sm80;
   using namespace cuflash::attention;
-  decode_cache<PlainStage>(params, {}, sink, score_function);
+  decode_cache<PlainStage>(params, {}, chosen_pages, sink, score_function);
 }

@@ -66,5 +66,5 @@ sm80_decode_e4m3(const __grid_constant__ cuflash::attention::Decode params,
   using namespace cuflash;
   using namespace cuflash::sm80;
   using namespace cuflash::attention;
-  decode_cache<ScaledStage>(params, scales, sink, score_function);
+  decode_cache<ScaledStage>(params, scales, chosen_pages, sink, score_function);
 }

@@ -55,6 +55,6 @@ sm80_few_queries(const __grid_constant__ cuflash::attention::Params params,
   const Part part = part_of<kBlockKv>(of_entry, of, by_part.remainder);
   if (part.number >= part.num_parts) return;
   const int kv_head = divmod(heads.head, params.shape.group_size).quotient;
-  decode<PlainStage>(of_entry, {}, {heads, 0, kv_head, by_part.quotient, of, part},
-                     PackedQueries{params, heads, keys}, sink, score_function);
+  decode<PlainStage>(of_entry, {}, {heads, 0, kv_head, by_part.quotient, part},
+                     QueriesInOrder<PackedQueries>{{params, heads, keys}, of.first_key}, sink, score_function);
 }

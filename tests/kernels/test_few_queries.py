@@ -42,6 +42,7 @@ class WindowsOfHeads(masks.Mask):
 STRUCTURES = {
     "dense": Structure(**_FEW),
     "causal": Structure(**_FEW, mask=masks.Causal("bottom_right")),
+    "causal, across steps": Structure(**{**_FEW, "seqlen_kv": 130}, mask=masks.Causal("bottom_right")),
     "causal, from the first key": Structure(**_FEW, mask=masks.Causal("top_left")),
     "window": Structure(**_FEW, mask=masks.SlidingWindow(70, 20, "bottom_right")),
     "more queries than keys": Structure(**{**_FEW, "seqlen_kv": 3}, mask=masks.Causal("bottom_right")),

@@ -7,7 +7,7 @@ from types import ModuleType
 import numpy as np
 from cuflash import sim
 from cuflash.testing import assert_within_bounds
-from executors import SIM
+from executors import SIM, blocks_together
 from mutations.planting import Edit
 from test_few_queries import STRUCTURES, check_parts, check_plans, check_rule, forward
 from test_score_kernels import Probe
@@ -15,7 +15,7 @@ from test_score_kernels import Probe
 from cuflash import masks
 
 SIGNS = (AssertionError, sim.SimulationError)  # exceptions by which guards see a fault
-_SOME = ("lengths, causal", "window", "columns first", "axes that do not fold")
+_SOME = ("lengths, causal", "causal, across steps", "window", "strides of two", "axes that do not fold")
 
 
 def results_are_right() -> None:
@@ -33,6 +33,13 @@ def other_keys_never_matter() -> None:
     k[0], v[0], k[1, :, 170:], v[1, :, 170:] = np.nan, np.inf, np.nan, np.inf
     for x, y in zip(forward(example), forward(example.but(k=k, v=v))):
         assert x.tobytes() == y.tobytes()
+
+
+def parts_are_apart() -> None:
+    """Assert that blocks that run at the same time give the bits of blocks that run one after the other."""
+    example = SIM.rounded(STRUCTURES["causal"].example())
+    for machine in blocks_together("parts", most=1):
+        assert all(x.tobytes() == y.tobytes() for x, y in zip(forward(example), forward(example, machine=machine)))
 
 
 def scores_are_right() -> None:
@@ -65,9 +72,8 @@ FAULTS = {
         "values are those of the first batch entry": Edit(
             KERNEL, "decode_of", "of.cache.v = of_batch_entry(params.v, heads);", "of.cache.v = params.v;"
         ),
-        "heads of a group have their own keys": Edit(
-            KERNEL, "sm80_few_queries", "divmod(heads.head, params.shape.group_size).quotient",
-            "min(heads.head, params.shape.num_heads / params.shape.group_size - 1)",
+        "all heads have the keys of the first": Edit(
+            KERNEL, "sm80_few_queries", "divmod(heads.head, params.shape.group_size).quotient", "0"
         ),
         "the columns of a row follow each other": Edit(
             COPY, "CacheCopy.copy_elements", "column * matrices.column_stride", "column"
@@ -78,6 +84,8 @@ FAULTS = {
         "blocks of a head have the first part": Edit(
             KERNEL, "sm80_few_queries", "by_part.remainder", "0"
         ),
+    },
+    parts_are_apart: {
         "heads of one batch entry share parts": Edit(
             KERNEL, "sm80_few_queries", "0, kv_head, by_part.quotient,", "0, kv_head, heads.batch_index,"
         ),
@@ -87,7 +95,7 @@ FAULTS = {
             KERNEL, "sm80_few_queries", "max(keys.start, keys.stop)", "params.shape.seqlen_kv"
         ),
         "rows past the end are copied as elements": Edit(
-            COPY, "CacheCopy.start_next", "= is_page ? stop_ - position : 0", "= is_page ? kUnit : 0"
+            COPY, "CacheCopy.start_next", "? valid_.hi - position : 0", "? kUnit : 0"
         ),
     },
     scores_are_right: {
@@ -103,7 +111,9 @@ FAULTS = {
         "parts of a window are those of all keys": Edit(
             PLAN, "with_few_queries", "max_steps(problem, work, spec)", "-(-problem.seqlen_kv // spec.block_kv)"
         ),
-        "a grid has one part": Edit(PLAN, "with_few_queries", "problem.num_kv_heads * num_parts", "problem.num_kv_heads"),
+        "a grid has one part": Edit(
+            PLAN, "with_few_queries", "problem.num_kv_heads * num_parts", "problem.num_kv_heads"
+        ),
         "a family's name is auto": Edit(
             "planning/plan.py", "gpu_plan", 'kernel == "auto" and takes_few_queries(', "takes_few_queries("
         ),
