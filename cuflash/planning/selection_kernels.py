@@ -22,7 +22,7 @@ CHOICE = np.dtype(
         ("offset", np.int64),
         *((name, np.int32) for name in ("num_rows", "num_q_blocks", "num_kv_blocks", "seqlen_q", "block_q")),
         *((name, np.int32) for name in ("block_kv", "count", "has_threshold", "is_causal", "num_sinks", "num_local")),
-        *((name, np.int32) for name in ("has_diagonal", "keeps_places", "keeps_bits")),
+        *((name, np.int32) for name in ("has_diagonal", "keeps_places", "keeps_bits", "most", "list_length")),
     ],
     align=True,
 )
@@ -139,6 +139,10 @@ class ChoiceRule:
         Number of blocks kept at the start of the keys, and before and including the last diagonal block.
     has_diagonal : bool
         Blocks with a diagonal key are kept.
+    most : int
+        Maximum number of kept blocks; 0 for no such rule.
+    list_length : int
+        Entries of each row's list of block numbers; 0 if kept blocks are booleans.
     """
 
     lengths: tuple[int, int]
@@ -151,6 +155,8 @@ class ChoiceRule:
     num_sinks: int
     num_local: int
     has_diagonal: bool
+    most: int = 0
+    list_length: int = 0
 
     def kernels(self, shape: tuple[int, ...], dtype: np.dtype[np.generic], room: int = _ROOM) -> Pass:
         """Return the launch for scores of a shape [..., rows, columns].
@@ -172,7 +178,7 @@ class ChoiceRule:
         Returns
         -------
         Pass
-            It takes the arrays scores, shares, allowed, forced and kept.
+            It takes the arrays scores, shares, allowed, forced and kept, which are booleans or int32 lists.
         """
         if shape[-1] > _WIDE and prod(shape[:-1]) <= _FEW:
             return wide_choosing((self,), (shape,), dtype, room)
@@ -192,7 +198,8 @@ class ChoiceRule:
             "count": min(self.count, num_kv_blocks), "has_threshold": self.threshold is not None,
             "is_causal": self.is_causal, "num_sinks": min(self.num_sinks, num_kv_blocks),
             "num_local": min(self.num_local, num_kv_blocks), "has_diagonal": self.has_diagonal,
-            "keeps_places": keeps_places, "keeps_bits": keeps_bits,
+            "keeps_places": keeps_places, "keeps_bits": keeps_bits, "most": min(self.most, num_kv_blocks),
+            "list_length": self.list_length,
         }  # fmt: skip
 
 

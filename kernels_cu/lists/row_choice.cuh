@@ -159,7 +159,14 @@ struct Row : BlocksOfRow {
 
   // Return the end of the first `count` blocks.
   CUFLASH_DEVICE End end_of_count(int count) const {
-    const uint32_t last = last_place([&](uint32_t at) { return count_before(at) < count; });
+    uint32_t exact = 0;  // a place before which there are `count` blocks, if one is met
+    const uint32_t last = last_place([&](uint32_t at) {
+      if (exact != 0) return at < exact;
+      const int before = count_before(at);
+      if (before == count) exact = at;
+      return before < count;
+    });
+    if (exact != 0) return {exact, -1};
     int missing = count - count_before(last), end = -1;
     for (int start = 0; start < choice.num_kv_blocks && missing > 0; start += Threads::kThreads) {
       if constexpr (Threads::kThreads > 32) {
@@ -212,6 +219,20 @@ struct Row : BlocksOfRow {
   }
 };
 
+// Write the columns for which `is_kept` holds, ascending, as a list; -1 fills the rest. Called by a warp.
+template <class IsKept>
+CUFLASH_DEVICE void write_list(int32_t* list, int length, int num_columns, IsKept is_kept) {
+  int count = 0;
+  for (int start = 0; start < num_columns && count < length; start += 32) {
+    const int column = start + ptx::lane();
+    const uint32_t bits = __ballot_sync(0xffffffffu, column < num_columns && is_kept(column));
+    const int at = count + __popc(bits & ((1u << ptx::lane()) - 1));
+    if ((bits >> ptx::lane() & 1) != 0 && at < length) list[at] = column;
+    count += __popc(bits);
+  }
+  for (int at = count + ptx::lane(); at < length; at += 32) list[at] = -1;
+}
+
 // Write which blocks of a row are kept. `storage` is shared memory for the row's places, if they are stored.
 template <class Threads>
 CUFLASH_DEVICE void choose_of_row(Row<Threads>& row, uint32_t* storage) {
@@ -226,16 +247,25 @@ CUFLASH_DEVICE void choose_of_row(Row<Threads>& row, uint32_t* storage) {
     const End of_mass = row.end_of_mass(choice.mass);
     if (end.is_before(of_mass)) end = of_mass;
   }
+  End of_all{kNotEligiblePlace, -1};
+  if (choice.most > 0) of_all = row.end_of_count(choice.most);
   const auto is_kept = [&](int column) {
-    const uint32_t place = row.place(column);
-    if (place == kNotEligiblePlace) return false;
-    return !end.is_before(End{place, column}) ||
+    const End at{row.place(column), column};
+    if (at.place == kNotEligiblePlace || of_all.is_before(at)) return false;
+    return !end.is_before(at) ||
            (choice.has_threshold && row.score(column) >= static_cast<Accumulator>(choice.threshold));
   };
+  const int64_t number = row.first / choice.num_kv_blocks;
+  if (choice.list_length > 0) {
+    if (row.threads.index() < 32)
+      write_list(reinterpret_cast<int32_t*>(choice.kept) + number * choice.list_length, choice.list_length,
+                 choice.num_kv_blocks, is_kept);
+    return;
+  }
   if constexpr (Threads::kThreads > 32) {
     if (choice.keeps_bits) {
       const int num_words = (choice.num_kv_blocks + 31) / 32;
-      uint32_t* const words = reinterpret_cast<uint32_t*>(choice.kept) + row.first / choice.num_kv_blocks * num_words;
+      uint32_t* const words = reinterpret_cast<uint32_t*>(choice.kept) + number * num_words;
       for (int word = row.threads.index() / 32; word < num_words; word += Threads::kThreads / 32) {
         const int column = word * 32 + ptx::lane();
         const uint32_t bits = __ballot_sync(0xffffffffu, column < choice.num_kv_blocks && is_kept(column));
