@@ -22,6 +22,7 @@ from ..planning.families.sm80 import PARTS
 from ..planning.launches import MATRICES, TENSOR_MAP_PARAM
 from ..planning.interval_kernels import INTERVAL_PARAMS
 from ..planning.list_kernels import LIST_PARAMS
+from ..planning.query_scores import QUERY_SCORES
 from ..planning.prefill import PAGES, QUERY_INTERVALS
 from ..planning.scales import SCALES
 from ..planning.selection_kernels import (
@@ -39,6 +40,7 @@ _RECORDS = {
         "KeyScores": KEY_SCORES, "Crossings": CROSSINGS, "SlashSums": SLASH_SUMS, "Spread": SPREAD,
         "StridedRows": STRIDED_ROWS, "PageBounds": PAGE_BOUNDS,
     },
+    "lists/query_scores.cuh": {"QueryScores": QUERY_SCORES},
     "results/params.cuh": {"Merge": MERGE, "Comparison": COMPARISON},
     "attention/params.cuh": {
         "Matrices": MATRICES, "Shape": SHAPE, "WorkList": WORK, "Params": PARAMS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,8 @@ from ..planning.selection_kernels import ChoiceRule, drawing
 from . import gpu
 from ._records import LaunchRecord
 from .index_maker import IndexMaker
-from .launch import BoundPass, pass_record
+from .launch import BoundPass, pass_record, run_alone
+from .sim import Simulator
 
 Step = tuple[Pass | BoundPass, Mapping[str, str]]
 
@@ -64,6 +65,32 @@ def chosen(
     result = xp.empty(scores.shape, bool)
     chooser.launch([0 if each is None else target.address(each) for each in (*inputs, result)], target.stream())
     return result
+
+
+def launched(kernels: Pass, arrays: Mapping[str, Array], key: Hashable, executor: str) -> None:
+    """Launch a kernel on arrays, on the current device or, with executor="sim", in the simulator.
+
+    Parameters
+    ----------
+    kernels : Pass
+        A pass with one launch.
+    arrays : dict of arrays by name
+        Those that it reads and writes.
+    key : hashable
+        Equal for equal kernels on arrays of equal layouts.
+    executor : str
+        The name of the executor.
+    """
+    if executor == "sim":
+        run_alone(kernels, arrays, Simulator())
+        return
+    target = gpu.current_target()
+    key = "launched", nvrtc.current_device()[1], key
+    bound: BoundPass | None = CALLS.get(key)
+    if bound is None:
+        bound = bound_kernel(kernels, target)
+        CALLS.put(key, bound)
+    bound.launch([target.address(arrays[name]) for name in arrays_of(kernels)], target.stream())
 
 
 def bound_kernel(kernels: Pass, target: gpu.Gpu, names: Sequence[str] = ()) -> BoundPass:

@@ -15,6 +15,7 @@ from . import bound, masked
 from .budget import Budget, Forced
 from .by_query import GROUP, Estimate, selected
 from .grid import Grid, block_means
+from .query_scores import RunKeys, chosen_by_kernel
 
 _INITIAL_AND_LOCAL = Forced(sink=1, local=2)
 
@@ -113,6 +114,13 @@ def nsa(
     length, stride = compression
     if compressed_k is None and not grid.has_own_mask:
         compressed_k = means_of_runs(grid.k, length, stride)
+        if grid.block[0] == 1:  # as keys of attention have them
+            compressed_k = compressed_k.astype(grid.k.dtype)
+    if compressed_k is not None:
+        runs = RunKeys(compressed_k, stride, length, (length // stride, grid.block[1] // stride), lse)
+        chosen = chosen_by_kernel(grid, runs, budget, forced, executor, share=GROUP)
+        if chosen is not None:
+            return chosen
 
     def estimate(piece: Grid) -> Estimate:
         if compressed_k is None:

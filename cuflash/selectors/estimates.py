@@ -17,6 +17,7 @@ from . import bound, masked
 from .budget import Budget, Forced
 from .by_query import Estimate, kept_blocks, selected, share_reasons
 from .grid import Grid, block_means, of_strides, padded
+from .query_scores import RunKeys, chosen_by_kernel
 
 _DIAGONAL = Forced()
 
@@ -114,6 +115,10 @@ def pooled(
     if (index := bound.first_selected(key, grid, lambda: bound.of_means(grid, budget, forced))) is not None:
         return index
     estimates = _ByMeans(grid, forced, self_similarity, executor)
+    if grid.block[0] == 1 and not grid.is_masked and self_similarity is None:
+        chosen = estimates.chosen(budget, share, not pool_queries)
+        if chosen is not None:
+            return chosen
     if pool_queries or grid.block[0] == 1:
         estimate = estimates.of_blocks if pool_queries else estimates.of_queries
         return selected(grid, budget, forced, estimate, share=share, has_extra=self_similarity is not None)
@@ -230,16 +235,27 @@ class _ByMeans:
         if grid.is_masked:
             return
         self._means = block_means(grid.k, grid.block[1])
+        if grid.block[0] == 1:  # as keys of attention have them
+            self._means = self._means.astype(grid.k.dtype)
         if threshold is not None:
             of_keys = _self_similarity(grid.k, grid.block[1]) < threshold
             self._left_out = grid.of_query_heads(of_keys[..., None])[..., 0][..., None, :]
+
+    def chosen(self, budget: Budget, share: str, is_past_only: bool) -> ChosenBlocks | None:
+        """Return the choice of each query by a kernel; None if no kernel serves the call."""
+        block_kv = self._whole.block[1]
+        runs = RunKeys(self._means, block_kv, block_kv if is_past_only else 1, (1, 1))
+        return chosen_by_kernel(
+            self._whole, runs, budget, self._forced, self._executor, share=share, is_past_only=is_past_only
+        )
 
     def of_blocks(self, grid: Grid) -> Estimate:
         """Estimate by the softmax of mean queries times mean keys."""
         if self._whole.is_masked:
             mass, unlike = masked.mass_of_means(grid, self._threshold)
             return Estimate(mass, mass, unlike)
-        mass = self._mass(block_means(grid.q, grid.block[0]), grid.stairs(*grid.block), grid)
+        queries = block_means(grid.q, grid.block[0]).astype(self._means.dtype, copy=False)
+        mass = self._mass(queries, grid.stairs(*grid.block), grid)
         if self._threshold is None:
             return Estimate(mass, mass)
         return Estimate(

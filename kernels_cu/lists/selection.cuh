@@ -33,6 +33,7 @@ struct Choice {
   int32_t keeps_bits;  // read by lists_choose_wide only
   int32_t most;  // maximum number of kept blocks, or 0
   int32_t list_length;  // entries of a row's list, ascending and then -1; 0 if the row is not a list
+  int32_t is_past_only;  // blocks that end after the row's last query may be kept only if they are forced
 };
 // The parameters of lists_choose_wide.
 struct Choices {

@@ -264,7 +264,7 @@ FAULTS = {
     selector_guards.selections_tell_kernels_where: {
         "runs begin at each row": Edit(LAUNCHES, "runs_of_rows", "row_step * stride", "row_step"),
         "all batch entries share keys": Edit(
-            LAUNCHES, "_of_rows", "step if extent == size else 0", "0"
+            LAUNCHES, "layout_of_rows", "step if extent == size else 0", "0"
         ),
         "exponentials are in base e": Edit(LAUNCHES, "key_scoring", "scale * log2(e)", "scale"),
         "queries before key 0 have distances": Edit(LAUNCHES, "num_distances", "seqlen_q + offset", "seqlen_q"),
