@@ -210,6 +210,11 @@ class UnionTiling:
             "blocks_at_once": self.blocks_at_once(1),
         }  # fmt: skip
 
+    def boxes(self, boxes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return the boxes of a kernel's tensor maps: those of queries have all rows of a tile, query after query."""
+        rows = self.queries_per_tile, self.heads_per_tile
+        return {name: box if name in ("k", "v") else (*rows, box[-1]) for name, box in boxes.items() if name != "o"}
+
     @property
     def columns(self) -> dict[str, Workspace]:
         """Workspaces of the kernels that list the queries of each block."""

@@ -25,7 +25,7 @@ struct BackwardRows : KvPipeline<Config> {
   struct BackwardRowsHooks {
     // Write dq = 0 of queries that see no key. Called by a warp.
     static CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const attention::WorkTile& work,
-                                                SinkArgument) {
+                                                SinkArgument, ChosenArgument) {
       using namespace attention;
       const int head = work.batch_head.head, num_columns = params.shape.head_dim;
       if (params.dq.is_accumulator)
@@ -102,7 +102,7 @@ struct BackwardRows : KvPipeline<Config> {
       if (is_plain) {
         make_p<true>(s, stats, smem.softmax_scale_log2);
       } else {
-        mask_block(params, s, tile_info, smem.messages[stage]);
+        mask_block(params, s, tile_info, smem.messages[stage], chosen);
         make_p<false>(s, stats, smem.softmax_scale_log2);
       }
       tile::wait_wgmma<0>(dp);
@@ -149,7 +149,7 @@ struct BackwardRows : KvPipeline<Config> {
     __syncthreads();
     if (threadIdx.x < kWarpgroupThreads) {
       ptx::setmaxnreg_dec<kProducerRegisters>();
-      produce<BackwardRowsHooks>(params, maps, sink, pages, scales, score_function, staged_map);
+      produce<BackwardRowsHooks>(params, maps, sink, pages, scales, score_function, staged_map, chosen);
     } else {
       ptx::setmaxnreg_inc<kConsumerRegisters>();
       consume(params, query_state);

@@ -23,6 +23,7 @@ struct Matrix {
   CUFLASH_DEVICE Matrix columns(int first, int last) const {
     return {data + first * column_stride, row_stride, column_stride, num_rows, last - first};
   }
+  CUFLASH_DEVICE T* row(int number) const { return data + number * row_stride; }
   CUFLASH_DEVICE T& at(int row, int column) const { return data[row * row_stride + column * column_stride]; }
 };
 

@@ -111,16 +111,16 @@ CUFLASH_DEVICE void tma_prefetch_boxes(const TmaBoxes& to, const TensorMapParam&
 
 // Fill the slot by threads, for matrices that TMA cannot copy: `thread` is one of Threads that share the work; rows
 // past the matrix and rows that are not valid become zeros.
-template <int Threads, class T, class IsRowValid>
-CUFLASH_DEVICE void copy(const TmaBoxes& to, const Matrix<T>& from, int thread, IsRowValid is_row_valid) {
+template <int Threads, class T, template <class> class RowsOf, class IsRowValid>
+CUFLASH_DEVICE void copy(const TmaBoxes& to, const RowsOf<T>& from, int thread, IsRowValid is_row_valid) {
   const int chunks = to.columns / kChunkOf<T>, chunks_per_panel = to.width / kChunkOf<T>;
   const bool is_aligned = has_aligned_chunks(from);
 #pragma unroll 1
   for (int x = thread; x < to.rows * chunks; x += Threads) {
     const int row = x / chunks, chunk = x % chunks;
     const bool in_bounds = row < from.num_rows && is_row_valid(row);
-    const int remaining = in_bounds ? min(max(from.num_columns - chunk * kChunkOf<T>, 0), kChunkOf<T>) : 0;
-    const T* const data = remaining > 0 ? &from.at(row, chunk * kChunkOf<T>) : from.data;
+    const int remaining = in_bounds ? min(max(first_of(from).num_columns - chunk * kChunkOf<T>, 0), kChunkOf<T>) : 0;
+    const T* const data = remaining > 0 ? &from.at(row, chunk * kChunkOf<T>) : first_of(from).data;
     const int at = to.at(row, chunk, chunks_per_panel);
     if (is_aligned) {
       ptx::cp_async_cg_16(ptx::shared_address(ptx::dynamic_shared<unsigned char>() + at), data, 2 * remaining);
@@ -130,7 +130,7 @@ CUFLASH_DEVICE void copy(const TmaBoxes& to, const Matrix<T>& from, int thread, 
 #pragma unroll 1
     for (int e = remaining - 1; e >= 0; --e) {
       words.at[1] = words.at[1] << 16 | words.at[0] >> 48;
-      words.at[0] = words.at[0] << 16 | data[e * from.column_stride].bits;
+      words.at[0] = words.at[0] << 16 | data[e * first_of(from).column_stride].bits;
     }
     *reinterpret_cast<Bits128*>(ptx::dynamic_shared<unsigned char>() + at) = words;
   }

@@ -11,7 +11,7 @@ from ..launches import Kernels, Pass
 from ..problem import Problem
 from ..sinks import sink_forward
 from ..spec import KernelSpec
-from ._passes import backward_pass
+from ._passes import backward_pass, tile_counters
 from .family import FORWARD_INPUTS, launch_of
 
 
@@ -27,7 +27,9 @@ def union_kernels(
     """
     tiling, feature = work.tiling, work.feature
     tiles = problem.num_heads // tiling.heads_per_tile * tiling.num_tiles
-    launch = launch_of(specs["forward"], device, tiles, FORWARD_INPUTS, ("o", "lse"), (NAME,))
+    counted = tile_counters(specs["forward"], is_zeroed=True)
+    launch = launch_of(specs["forward"], device, tiles, FORWARD_INPUTS, ("o", "lse", *counted), (NAME,))
+    launch = replace(launch, boxes=tiling.boxes(launch.boxes))
     backward = backward_pass(problem, device, work, specs)
     launches = {**tiling.column_launches, **backward.launches}
     by_keys, parts = launches["backward"], tiling.parts(specs["backward"])
@@ -37,7 +39,7 @@ def union_kernels(
     )  # fmt: skip
     launches["backward_rows"] = replace(launches["backward_rows"], tiles=tiles, features=(NAME,))
     return Kernels(
-        forward=sink_forward(Pass({"forward": launch}, features=(feature,)), problem, "forward"),
+        forward=sink_forward(Pass({"forward": launch}, counted, (feature,)), problem, "forward"),
         backward=replace(
             backward, launches=launches, workspaces={**backward.workspaces, **tiling.columns, **parts},
             features=(*backward.features, feature),

@@ -175,6 +175,16 @@ class Family(ABC):
             As in `specs`.
         """
 
+    def union_specs(self, problem: Problem, device: DeviceSpec, block: int) -> dict[str, KernelSpec]:
+        """Return the kernels for block lists per query, in blocks of `block` keys, by role; {} if there are none.
+
+        Raises
+        ------
+        UnsupportedProblem
+            As in `specs`.
+        """
+        return {}
+
     def mass_spec(
         self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
     ) -> KernelSpec | None:

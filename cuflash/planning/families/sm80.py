@@ -280,13 +280,6 @@ class Sm80(Family):
         )
 
     def union_specs(self, problem: Problem, device: DeviceSpec, block: int) -> dict[str, KernelSpec]:
-        """Return the kernels for block lists per query, in blocks of `block` keys, by role.
-
-        Raises
-        ------
-        UnsupportedProblem
-            As in `specs`.
-        """
         widest = next(dim for dim in _UNION_DIMS if dim >= max(rounded_dims(problem)))
         dims, most = (widest, widest), dict.fromkeys(_OF_UNIONS, ROWS)
         if problem.score is not None and widest > 64:

@@ -23,8 +23,10 @@ from ..score_bins import num_bins
 from ..spec import SM90, KernelSpec
 from ..staged_array import can_stage, can_store_gradient, staged_load
 from ..tile_order import forward_order, heads_per_wave
+from ..chosen_lists import UnionWork
 from . import sm90_dq, sm90_storage
 from ._passes import backward_pass, forward_pass
+from ._unions import union_kernels
 from .family import Family, first_fitting, list_block_of, resident_blocks, rounded_dims
 from .sm80 import Sm80, power_of_two
 from .sm90_storage import BACKWARD, BACKWARD_STATISTICS, FORWARD, ROWS
@@ -137,6 +139,8 @@ class Sm90(Family):
         *,
         deterministic: bool = False,
     ) -> Kernels:
+        if isinstance(work, UnionWork):
+            return union_kernels(problem, device, work, self.union_specs(problem, device, work.tiling.block))
         largest = list_block_of(work)
         num_keys = None if largest is not None else _mean_visible_keys(work, problem)
         chosen = self.specs(problem, device, largest, deterministic=deterministic, num_keys=num_keys)
@@ -150,6 +154,19 @@ class Sm90(Family):
             backward=backward_pass(problem, device, work, chosen, order.dq), order=order,
             is_repeatable="backward_rows" in chosen or backward.adds_dq_in_order,
         )  # fmt: skip
+
+    def union_specs(self, problem: Problem, device: DeviceSpec, block: int) -> dict[str, KernelSpec]:
+        widest = max(rounded_dims(problem))
+        if problem.score is not None or widest > max(_LISTED_SMALL):
+            return {}
+        width = next(width for width in _LISTED_SMALL if width >= widest)
+        blocks, stages = _LISTED_SMALL[width]
+        forward = KernelSpec(
+            entry=FORWARD, dtype=problem.dtype, head_dim=width, value_dim=width, block_q=ROWS,
+            block_kv=min(block, ROWS), num_warps=8, min_blocks=blocks, is_listed=True, num_stages=stages,
+            packs_queries=True,
+        )  # fmt: skip
+        return _SM80.union_specs(problem, device, block) | {"forward": forward}
 
     def _with_fused_dq(
         self,

@@ -11,6 +11,7 @@ _NUM_TILE_INFOS = 4  # work tiles in flight
 _SLOT, _BARRIER, _TILE_INFO, _GROUP_RANGE, _MESSAGE, _FLAGS, _OTHER = 16, 8, 140, 12, 20, 4, 8
 _ARRAY_ALIGNMENT = 1024  # alignment of a staged array's slots, whose rows are swizzled by bits of their addresses
 _KEPT_STAGES = 2  # steps for which dropout's keep bits are drawn ahead
+_MEMBERS, _WARPS = 8, 4  # bytes of a step's members, and warps of a tile of neighbouring queries, each with flags
 _COORDS = 12  # additional bytes of a tile's message if dO is loaded too
 _ARRAY_COORDS = 16  # additional bytes of a tile's message if an array is staged
 _COUNT = 4  # words of a counter of key tiles
@@ -86,7 +87,8 @@ def storage_bytes(spec: KernelSpec, q_stages: int) -> int:
     if spec.num_warps == 4 * (2 + groups):  # one warpgroup draws dropout's random bits
         words = spec.block_q * 2 * -(-spec.block_kv // 64)
         storage += _KEPT_STAGES * (_SLOT + 4 * words)
-    storage += (_MESSAGE + _FLAGS * groups) * stages + _OTHER
+    message = _MEMBERS + _MESSAGE + _FLAGS * _WARPS if spec.packs_queries else _MESSAGE + _FLAGS * groups
+    storage += (message + message % _MEMBERS * spec.packs_queries) * stages + _OTHER
     return storage + -storage % 16
 
 
