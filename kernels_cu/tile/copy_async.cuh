@@ -130,11 +130,7 @@ struct StackedRows {
   CUFLASH_DEVICE T& at(int i, int column) const { return row(i)[column * first.column_stride]; }
 };
 
-// Return the matrix that rows belong to, or the first of several.
-template <class T>
-CUFLASH_DEVICE const Matrix<T>& first_of(const Matrix<T>& rows) {
-  return rows;
-}
+// Return the first of the matrices that rows belong to.
 template <class T>
 CUFLASH_DEVICE const Matrix<T>& first_of(const StackedRows<T>& rows) {
   return rows.first;

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from ..chosen_lists import NAME, UnionWork
 from ..device import DeviceSpec
-from ..launches import Kernels, Pass
+from ..launches import Feature, Kernels, Pass
 from ..problem import Problem
 from ..sinks import sink_forward
-from ..spec import KernelSpec
-from ._passes import backward_pass, tile_counters
+from ..spec import SM90, KernelSpec
+from ._passes import QUERY_STATE, backward_pass, tile_counters
 from .family import FORWARD_INPUTS, launch_of
 
 
@@ -37,11 +37,18 @@ def union_kernels(
         by_keys, tiles=by_keys.tiles * tiling.num_parts, reads=(*by_keys.reads, *tiling.columns, *parts),
         writes=(*by_keys.writes, *parts), features=(NAME,),
     )  # fmt: skip
-    launches["backward_rows"] = replace(launches["backward_rows"], tiles=tiles, features=(NAME,))
+    rows = replace(launches["backward_rows"], tiles=tiles, features=(NAME,))
+    if rows.spec.family == SM90:
+        counted = tile_counters(rows.spec, is_zeroed=True)
+        rows = replace(
+            rows, boxes=tiling.boxes(rows.boxes), reads=(*rows.reads, *counted), writes=(*rows.writes, *counted),
+            features=("query_state", NAME),
+        )  # fmt: skip
+    launches["backward_rows"] = rows
     return Kernels(
         forward=sink_forward(Pass({"forward": launch}, counted, (feature,)), problem, "forward"),
         backward=replace(
-            backward, launches=launches, workspaces={**backward.workspaces, **tiling.columns, **parts},
-            features=(*backward.features, feature),
+            backward, launches=launches, workspaces={**backward.workspaces, **tiling.columns, **parts, **counted},
+            features=(*backward.features, Feature("query_state", QUERY_STATE), feature),
         ),
     )  # fmt: skip

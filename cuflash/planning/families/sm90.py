@@ -166,7 +166,9 @@ class Sm90(Family):
             block_kv=min(block, ROWS), num_warps=8, min_blocks=blocks, is_listed=True, num_stages=stages,
             packs_queries=True,
         )  # fmt: skip
-        return _SM80.union_specs(problem, device, block) | {"forward": forward}
+        stages = _NARROW_STAGES if width <= 64 else _STAGES
+        rows = replace(forward, entry=sm90_storage.BACKWARD_ROWS, min_blocks=2, num_stages=stages)
+        return _SM80.union_specs(problem, device, block) | {"forward": forward, "backward_rows": rows}
 
     def _with_fused_dq(
         self,
