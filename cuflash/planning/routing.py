@@ -100,7 +100,7 @@ def unions(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str) -> tup
         if family.name == SM90 and kernel == "auto" and tiles < device.num_processors:
             continue
         with suppress(UnsupportedProblem):  # no tile fits
-            if family.union_specs(problem, device, tiling.block):
+            if family.union_specs(problem, device, tiling.block, tiling.heads_per_tile):
                 return family, work
     return None
 

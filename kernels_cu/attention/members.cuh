@@ -160,12 +160,15 @@ struct Column {
   int tile;  // tile within the block
   int part;
 
-  CUFLASH_DEVICE Column(const Params& params, const ChosenLists& chosen, const WorkTile& work, int height)
-      : part(split_index(chosen.num_parts)) {
+  CUFLASH_DEVICE Column(const Params& params, const ChosenLists& chosen, const WorkTile& work, int part, int height)
+      : part(part) {
     const DivMod block = divmod(work.first, params.work.block_kv);
     number = list_head(chosen, work.batch_head) * (chosen.num_blocks + 1) + block.quotient;
     tile = block.remainder / height;
   }
+  // The column of a thread block that has a single part.
+  CUFLASH_DEVICE Column(const Params& params, const ChosenLists& chosen, const WorkTile& work, int height)
+      : Column(params, chosen, work, split_index(chosen.num_parts), height) {}
 
   // Return the first index of the part in the list of queries, and the index past its last one.
   CUFLASH_DEVICE int first(const ChosenLists& chosen) const {

@@ -62,8 +62,9 @@ struct KvProducer : KvTileScheduler<Config> {
                                           const WorkTileInfo& tile_info, bool zero_fills) {
     load_operand<kOperand>(params, maps, slot, stage, tile_info, tile_info.work.first, tile_info.work.last, zero_fills);
   }
-  // Start to copy Q or dO of neighboring queries. A box of the tensor map has all rows of a tile: its queries, and of
-  // each the heads that share its list. It leaves the slot's rows past them as they are.
+  // Start to copy Q or dO of neighboring queries. A box of the tensor map has the heads of a query that share its list
+  // and, in a forward pass, all queries of a tile. The kernel of a backward pass that gathers queries uses the same map.
+  // The slot's rows past the boxes stay as they are.
   template <Operand kOperand>
   static CUFLASH_DEVICE void load_queries(const attention::Params& params, const TensorMaps& maps,
                                           const attention::ChosenLists& chosen, const tile::PipelineSlot& slot,
@@ -72,14 +73,19 @@ struct KvProducer : KvTileScheduler<Config> {
     const attention::Matrices& matrices = kOperand == kDo ? params.do_ : params.q;
     const tile::TmaBoxes to = boxes_of<kOperand>(stage);
     if (has_tensor_map(map, matrices)) {
-      if (is_first_lane()) {
-        const uint32_t barrier = ptx::shared_address(&slot.full);
-        const tile::TmaCoords& coords = tile_info.coords[kOperand];
-        const int num_rows = chosen.queries_per_tile * chosen.heads_per_tile;
-        ptx::mbarrier_arrive_expect_tx(barrier, static_cast<int>(sizeof(Element)) * num_rows * to.columns);
-        tile::start_tma_boxes<Element>(to, map, {tile_info.work.first, coords.y, coords.z}, coords.x, barrier);
-      } else if (tile::lane() < tile::kArrivalsPerWarp) {
-        ptx::mbarrier_arrive(ptx::shared_address(&slot.full));
+      const uint32_t barrier = ptx::shared_address(&slot.full);
+      const tile::TmaCoords& coords = tile_info.coords[kOperand];
+      const int row_bytes = static_cast<int>(sizeof(Element)) * to.columns, heads = chosen.heads_per_tile;
+      if (is_first_lane())
+        ptx::mbarrier_arrive_expect_tx(barrier, row_bytes * chosen.queries_per_tile * heads);
+      else if (tile::lane() < tile::kArrivalsPerWarp) ptx::mbarrier_arrive(barrier);
+      __syncwarp();  // the barrier expects the bytes before they arrive
+      const int num_boxes = kLoadsDo ? chosen.queries_per_tile : 1;
+#pragma unroll 1
+      for (int x = tile::lane(); x < num_boxes; x += 32) {
+        tile::TmaBoxes box = to;
+        box.start += 2 * x * heads * to.width;
+        tile::start_tma_boxes<Element>(box, map, {tile_info.work.first + x, coords.y, coords.z}, coords.x, barrier);
       }
       return;
     }
@@ -94,16 +100,10 @@ struct KvProducer : KvTileScheduler<Config> {
   static CUFLASH_DEVICE void clear_rows_past_boxes(attention::NoChosenLists) {}
   static CUFLASH_DEVICE void clear_rows_past_boxes(const attention::ChosenLists& chosen) {
     const int num_rows = chosen.queries_per_tile * chosen.heads_per_tile;
-    clear_rows_from(boxes_of<kQ>(0), num_rows);
-    if constexpr (kLoadsDo) clear_rows_from(boxes_of<kDo>(0), num_rows);
+    tile::clear_rows_from(boxes_of<kQ>(0), num_rows);
+    if constexpr (kLoadsDo) tile::clear_rows_from(boxes_of<kDo>(0), num_rows);
     ptx::fence_proxy_async();
-  }
-  static CUFLASH_DEVICE void clear_rows_from(const tile::TmaBoxes& boxes, int first) {
-    const int chunks = boxes.columns / tile::kChunkOf<Element>, chunks_per_panel = boxes.width / tile::kChunkOf<Element>;
-#pragma unroll 1
-    for (int x = first * chunks + tile::lane(); x < boxes.rows * chunks; x += 32)
-      *reinterpret_cast<tile::Bits128*>(ptx::dynamic_shared<unsigned char>() +
-                                        boxes.at(x / chunks, x % chunks, chunks_per_panel)) = {};
+    __syncwarp();
   }
 
   // Return the flags of a step for the rows of a lane's warp, of which `own` are queries that chose blocks.

@@ -302,20 +302,23 @@ def check_group(
 
 
 @needs_compiler
-@pytest.mark.parametrize("group", [1, 3, 16, 80])
+@pytest.mark.parametrize("group", [1, 3, 12, 16, 80])
 @pytest.mark.parametrize("closed", [None, masks.Causal("bottom_right") & masks.Lengths(kv=170)], ids=["alone", "cut"])
 @on_kernels
 def test_groups_of_any_size_share_their_keys(kernel: str, group: int, closed: Any) -> None:
     check_group(cuflash, group, 64 if group != 3 else 32, closed, kernel)
 
 
-def check_far_columns(library: Any, kernel: str = "sm80") -> None:
-    """Assert bounds for rows that fill no chunk, K and V that broadcast over the batch, and a list per query head."""
-    rng = np.random.default_rng(0)
-    mask = ChosenBlocks(rng.integers(-1, 4, (4, 70, 2)), 64)
+def check_far_columns(library: Any, kernel: str = "sm80", group: int = 2) -> None:
+    """Assert bounds for rows that fill no chunk, and K and V that broadcast over the batch.
+
+    Groups of two heads have a list for each query head, larger ones a list for each key/value head.
+    """
+    rng, num_heads = np.random.default_rng(0), 2 * group
+    mask = ChosenBlocks(rng.integers(-1, 4, (num_heads if group == 2 else 2, 70, 2)), 64)
     structure = testing.Structure(
-        q_batch=(2,), k_batch=(1,), v_batch=(2,), num_heads=4, num_kv_heads=2, seqlen_q=70, seqlen_kv=200, head_dim=13,
-        value_dim=9, dtype="float16", mask=mask, layouts=("padded",) * 5,
+        q_batch=(2,), k_batch=(1,), v_batch=(2,), num_heads=num_heads, num_kv_heads=2, seqlen_q=70, seqlen_kv=200,
+        head_dim=13, value_dim=9, dtype="float16", mask=mask, layouts=("padded",) * 5,
     )  # fmt: skip
     example = SIM80.rounded(structure.example())
     (o, lse), vjp = library.attention_vjp(
@@ -326,9 +329,9 @@ def check_far_columns(library: Any, kernel: str = "sm80") -> None:
 
 
 @needs_compiler
-@on_kernels
-def test_rows_that_fill_no_tile_and_broadcast_keys_are_served(kernel: str) -> None:
-    check_far_columns(cuflash, kernel)
+@pytest.mark.parametrize("kernel, group", [("sm80", 2), ("sm90", 2), ("sm90", 9)])
+def test_rows_that_fill_no_tile_and_broadcast_keys_are_served(kernel: str, group: int) -> None:
+    check_far_columns(cuflash, kernel, group)
 
 
 def popular_example(block: int = 64) -> Example:

@@ -175,8 +175,15 @@ class Family(ABC):
             As in `specs`.
         """
 
-    def union_specs(self, problem: Problem, device: DeviceSpec, block: int) -> dict[str, KernelSpec]:
-        """Return the kernels for block lists per query, in blocks of `block` keys, by role; {} if there are none.
+    def union_specs(self, problem: Problem, device: DeviceSpec, block: int, heads: int) -> dict[str, KernelSpec]:
+        """Return the kernels for block lists per query, by role; {} if there are none.
+
+        Parameters
+        ----------
+        block : int
+            Keys of a block.
+        heads : int
+            Query heads of a tile.
 
         Raises
         ------

@@ -62,6 +62,7 @@ _STAGED_KEYS = 128  # keys of a step if elements of a captured array are staged
 _LISTED_SMALL = {64: (3, _STAGES), 128: (2, _STAGES + 1)}
 
 
+_MOST_GATHERED = 8  # queries of a step of gathered queries, as kMaxGathered of sm90/q_storage.cuh
 _SAMPLED_QUERIES = 256  # number of queries sampled for the mean number of attended keys
 
 
@@ -140,7 +141,8 @@ class Sm90(Family):
         deterministic: bool = False,
     ) -> Kernels:
         if isinstance(work, UnionWork):
-            return union_kernels(problem, device, work, self.union_specs(problem, device, work.tiling.block))
+            specs = self.union_specs(problem, device, work.tiling.block, work.tiling.heads_per_tile)
+            return union_kernels(problem, device, work, specs)
         largest = list_block_of(work)
         num_keys = None if largest is not None else _mean_visible_keys(work, problem)
         chosen = self.specs(problem, device, largest, deterministic=deterministic, num_keys=num_keys)
@@ -155,7 +157,7 @@ class Sm90(Family):
             is_repeatable="backward_rows" in chosen or backward.adds_dq_in_order,
         )  # fmt: skip
 
-    def union_specs(self, problem: Problem, device: DeviceSpec, block: int) -> dict[str, KernelSpec]:
+    def union_specs(self, problem: Problem, device: DeviceSpec, block: int, heads: int) -> dict[str, KernelSpec]:
         widest = max(rounded_dims(problem))
         if problem.score is not None or widest > max(_LISTED_SMALL):
             return {}
@@ -168,7 +170,10 @@ class Sm90(Family):
         )  # fmt: skip
         stages = _NARROW_STAGES if width <= 64 else _STAGES
         rows = replace(forward, entry=sm90_storage.BACKWARD_ROWS, min_blocks=2, num_stages=stages)
-        return _SM80.union_specs(problem, device, block) | {"forward": forward, "backward_rows": rows}
+        specs = _SM80.union_specs(problem, device, block, heads) | {"forward": forward, "backward_rows": rows}
+        if heads != problem.group_size or ROWS // heads > _MOST_GATHERED or block % ROWS:
+            return specs
+        return specs | {"backward": replace(rows, entry=BACKWARD)}
 
     def _with_fused_dq(
         self,

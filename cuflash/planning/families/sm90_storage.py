@@ -16,6 +16,7 @@ _COORDS = 12  # additional bytes of a tile's message if dO is loaded too
 _ARRAY_COORDS = 16  # additional bytes of a tile's message if an array is staged
 _COUNT = 4  # words of a counter of key tiles
 _QUERY_PARTS = 24  # additional bytes of a range of queries if backward tiles are aligned to sequences
+_GATHERED, _PART, _LAST_PART = 32, 24, 4  # additional bytes if queries are gathered
 _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 88, 104, 48
 _MAX_SHARED_BYTES, _STORAGE_BYTES = 227 << 10, 5 << 10  # as in sm90/q_tiles.cuh
 _MASS_MESSAGE, _MASS_TILE = 24, 56  # as in sm90/block_mass.cu; the tile without its queries
@@ -38,6 +39,8 @@ def _walk_of_queries_bytes(spec: KernelSpec, more: int, do_stages: int) -> int:
     work = _BACKWARD_WORK + _ARRAY_COORDS * spec.score_is_staged
     storage = stages * (queries + _BACKWARD_MESSAGE + _BARRIER) + (stages + 1) * work + _BACKWARD_OTHER
     storage += _QUERY_PARTS * spec.cuts_sequences
+    gathered = stages * _GATHERED + (stages + 1) * _PART + _LAST_PART
+    storage += (gathered + -gathered % 16) * spec.packs_queries
     storage += _SLOT * (2 + stages + do_stages)
     storage += -storage % 16
     bins = 4 * WARP_LANES * spec.score_bins * (spec.num_warps - 4)
