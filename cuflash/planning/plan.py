@@ -300,7 +300,8 @@ def _routed_work(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str) 
     """Return the family that `kernel` selects, the reason, and the work list."""
     union = unions(problem, mask, device, kernel)
     if union is not None:
-        return FAMILIES[SM80], "neighbouring queries, each with its own blocks, walk the union of these", union
+        family, joined = union
+        return family, "neighbouring queries, each with its own blocks, walk the union of these", joined
     family, why = routed(problem, device) if kernel == "auto" else (named(kernel, problem), "")
     work = _work(problem, mask, device, family)
     other = rerouted(family, work) if kernel == "auto" else None
