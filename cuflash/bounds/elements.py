@@ -15,6 +15,7 @@ from ..errors import UnsupportedProblem, collecting, refuse
 from ..fp8 import operands as fp8
 from ..fp8.cuts import Cuts
 from ..keywords import explains_keywords
+from ..masks.places import Places
 from ..planning.dropout_launches import SEED
 from ..planning.options import Causality, MaskLike, Options, ScoreLike
 from ..planning.staged_array import gradient_in_parts
@@ -93,6 +94,8 @@ def error_bound(
     sink: Array | None = None,
     dropout: Dropout | None = None,
     precision: str = "ieee",
+    q_start: int = 0,
+    kv_start: int = 0,
     product_dtype: DTypeLike | None = None,
     probable: bool = False,
     plan: Plan | None = None,
@@ -114,7 +117,7 @@ def error_bound(
         As in `attention`.
     wrt : str or sequence of str
         As in `attention_vjp`.
-    sink, dropout, precision : optional
+    sink, dropout, precision, q_start, kv_start : optional
         As in `attention`.
     product_dtype : dtype, optional
         The dtype to which P and dS are rounded before they multiply v, do, k and q. Default: the accumulator's dtype,
@@ -173,7 +176,7 @@ def error_bound(
     if plan is not None:
         options = Options(
             mask=mask, causal=causal, window=window, scale=scale, score=score, softcap=softcap, bias=bias, wrt=wrt,
-            dropout=dropout, precision=precision,
+            dropout=dropout, precision=precision, places=Places.of(q_start, kv_start),
         )  # fmt: skip
         return _bounds_of_plan(plan, (q, k, v), do, dlse, sink, options, product_dtype, probable, tangents)
     reasons, storage, quantized = flag_reasons("probable", probable), None, (q, k, v)
@@ -186,8 +189,9 @@ def error_bound(
         product_dtype = None if product_dtype is None else _product_dtype(product_dtype)
     # A call on the simulator may have any precision.
     options = Options(
-        mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, executor="sim", precision=precision
-    )
+        mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, executor="sim", precision=precision,
+        places=Places.of(q_start, kv_start),
+    )  # fmt: skip
     call = None
     with collecting(reasons):
         call = Call.of(q, k, v, options)
@@ -224,8 +228,9 @@ def _bounds_of_plan(
     """Return `error_bound` of a plan; `options` and `product_dtype` must have their defaults."""
     if not isinstance(plan, Plan):
         raise UnsupportedProblem([f"plan must be a Plan or None; got {describe(plan)}: create one with cuflash.plan"])
-    passed = {**options._asdict(), "product_dtype": product_dtype}
-    usual = {**Options()._asdict(), "product_dtype": None}
+    passed = {**options._asdict(), **options.places._asdict(), "product_dtype": product_dtype}
+    usual = {**Options()._asdict(), **Places()._asdict(), "product_dtype": None}
+    del passed["places"]
     reasons = [
         f"{name} must be left out if plan is passed, which has its own; got {describe(value)}"
         for name, value in passed.items()
@@ -247,8 +252,9 @@ def _bounds_of_plan(
     captured = dropout = None
     if problem.score is not None:
         held = [to_host(plan._captured[array.name]) for array in problem.score.arrays]
-        operands = ProgramOperands(problem.numbers, held, problem.batch)
-        captured = Captured(problem.score, operands, problem.wrt, gradient_in_parts(problem))
+        operands = ProgramOperands(problem.numbers, held, problem.whole_shape.batch)
+        parts = gradient_in_parts(problem)
+        captured = Captured(problem.score, operands, problem.wrt, parts, problem.places)
     if problem.dropout is not None:
         seed, offset = plan._numbers
         dropout = Dropout(1 - 1 / problem.dropout.factor, plan._captured.get(SEED, seed), offset)

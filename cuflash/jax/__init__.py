@@ -15,6 +15,7 @@ from ..arrays import flag_reasons, is_array
 from ..errors import refuse
 from ..keywords import explains_keywords
 from ..layouts import is_tracer
+from ..masks.places import Places
 from ..planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, Window,
 )  # fmt: skip
@@ -72,6 +73,8 @@ def attention(
     executor: ExecutorName = "auto",
     precision: Precision = "ieee",
     deterministic: bool = False,
+    q_start: int = 0,
+    kv_start: int = 0,
     return_lse: bool = False,
 ) -> Any:
     """Compute exact attention of JAX arrays; JAX can differentiate o and lse.
@@ -97,7 +100,7 @@ def attention(
         As in `cuflash.attention`.
     executor : {"auto", "cpu", "gpu", "sim"}
         "auto" selects "cpu" or "gpu" by the arrays' device. "sim" runs the GPU kernels on a simulator.
-    precision, deterministic : optional
+    precision, deterministic, q_start, kv_start : optional
         As in `cuflash.attention`.
     return_lse : bool
         If True, also return lse.
@@ -137,7 +140,7 @@ def attention(
     """
     options = Options(
         mask, causal, window, scale, _with_arrays_of_jax(score), softcap, _of_jax(bias), _of_jax(sink), dropout, (),
-        kernel, executor, precision, deterministic,
+        kernel, executor, precision, deterministic, places=Places.of(q_start, kv_start),
     )  # fmt: skip
     refuse(flag_reasons("return_lse", return_lse) + traced_reasons(options))
     call, arrays, options = JaxCall.of(_of_jax(q), _of_jax(k), _of_jax(v), options)

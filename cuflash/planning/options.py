@@ -11,6 +11,7 @@ from ..blocks.index import BlockIndex
 from ..dropout import Dropout
 from ..masks.base import Mask
 from ..masks.content import content
+from ..masks.places import Places
 from ..scores.score import Score
 
 Causality: TypeAlias = bool | Literal["bottom_right", "top_left"]
@@ -53,6 +54,8 @@ class CallOptions(TypedDict, total=False):
     executor: ExecutorName
     precision: Precision
     deterministic: bool
+    q_start: int
+    kv_start: int
 
 
 class VjpOptions(CallOptions, total=False):
@@ -97,7 +100,8 @@ class Options(NamedTuple):
     """All arguments of a call except q, k, v and output arrays, unchecked and as the caller passed them.
 
     The public functions list these arguments with their types, and pass them on as this one value. An argument of all
-    calls is a field of this class, a key of `CallOptions`, and a parameter of each public function.
+    calls is a field of this class, a key of `CallOptions`, and a parameter of each public function. `places` holds
+    q_start and kv_start.
     """
 
     mask: MaskLike | None = None
@@ -115,6 +119,7 @@ class Options(NamedTuple):
     precision: str = "ieee"
     deterministic: bool = False
     tangents: Directions | str | Sequence[str] = ()  # names, or a `Directions`
+    places: Places = Places()
 
     def key(self, layout: Hashable, *more: Hashable) -> Hashable:
         """Return the key of a call in the cache; it does not depend on the call's data.
@@ -133,12 +138,14 @@ class Options(NamedTuple):
             and True), softcap and bias have not been merged into one Score, or the mask's contents may change.
         """
         mask, causal, window, scale, score, softcap, bias, _, dropout, wrt = self[:_FIRST_WORD]
-        kernel, executor, precision, deterministic, tangents = words = self[_FIRST_WORD:]
+        kernel, executor, precision, deterministic, tangents, _ = words = self[_FIRST_WORD:]
         if layout is None or not (softcap is bias is None and (mask is None or isinstance(mask, Mask))):
             return None
         if type(scale) not in _SCALES or type(deterministic) not in _FLAGS or type(causal) not in (bool, str):
             return None
         if not (type(kernel) is type(executor) is type(precision) is str and type(dropout) in _DROPOUTS):
+            return None
+        if self.places is not _WHOLE and not set(map(type, self.places.starts)) <= {int}:
             return None
         wrt = tuple(wrt) if isinstance(wrt, list) else wrt
         if type(wrt) is not str and (type(wrt) is not tuple or wrt and set(map(type, wrt)) != {str}):
@@ -149,7 +156,7 @@ class Options(NamedTuple):
             names = tuple(tangents.arrays()) if type(tangents) is Directions else tangents
             if type(names) is not tuple or set(map(type, names)) != {str}:
                 return None
-            words = *words[:-1], names
+            words = *words[:-2], names, self.places
         program = None
         if score is not None:
             if not isinstance(score, Score):
@@ -164,3 +171,4 @@ class Options(NamedTuple):
 
 
 _FIRST_WORD = Options._fields.index("kernel")
+_WHOLE = Places.of(0, 0)

@@ -75,7 +75,7 @@ class KernelPlan:
 
     @property
     def is_kernels_alone(self) -> bool:
-        """True if kernels alone execute a call: it is not empty, and q and k are not scaled before the kernels."""
+        """True if kernels alone execute a call: it is not empty, and q and k are not scaled before the first kernel."""
         return not self.is_empty and not any(self.problem.scaling[1:])
 
     @property
@@ -143,7 +143,9 @@ class KernelPlan:
         Their tangents, which are the results of the pass "backward_jvp", have the same names.
         """
         problem = self.problem
-        arguments = {f"d{name}": ShapeDtype(shape, problem.dtype) for name, shape in problem.argument_shapes().items()}
+        wide = ("k", "v") if problem.wide_gradients else ()
+        dtypes = {name: problem.accumulator if name in wide else problem.dtype for name in "qkv"}
+        arguments = {f"d{name}": ShapeDtype(shape, dtypes[name]) for name, shape in problem.argument_shapes().items()}
         others = [operand for operand in problem.operands if operand.name in problem.wrt]
         return arguments | {f"d{operand.key}": ShapeDtype(operand.shape, operand.dtype) for operand in others}
 
