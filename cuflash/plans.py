@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -650,11 +650,6 @@ def device_reasons(name: str, array: Array) -> list[str]:
     ]
 
 
-def backward_names(has_dlse: bool, operands: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of a backward pass's arrays, in order."""
-    return "do", "q", "k", "v", "o", "lse", *(("dlse",) if has_dlse else ()), *operands
-
-
 class ListsOfPlan(NamedTuple):
     """The part of a plan that concerns lists that kernels built on the device when it was created.
 
@@ -754,7 +749,7 @@ def as_mask_of_arrays(mask: Any, executor: str, like: Any = None) -> Any:
 
     def take(array: Any) -> Any:
         if is_foreign(array) and is_on_cuda("mask", array) and executor != "gpu":
-            refusal = f"mask's arrays must be where q is; got {kind_of(array)} on a CUDA device with q on the host"
+            refusal = f"mask's arrays must be on q's device; got {kind_of(array)} on a CUDA device with q on the host"
             raise UnsupportedProblem([f"{refusal}: copy them to the host, or q, k and v to the device"])
         return as_arrays({"mask": array}, like=like)["mask"]
 

@@ -4,8 +4,8 @@
 // Copies of K and V from the rows or pages of a cache into the stages of a decode kernel (sm80/decode.cuh).
 namespace cuflash::sm80 {
 
-// Copies the rows of K and V that a warp reads, together with the other warps that read them, so that no other warp has
-// to wait. The size of a page is a multiple of 16 rows, so 16 keys are in one page. Pages are looked up one step before
+// Copies the rows of K and V that a group of warps reads. Only these warps copy them, so no other warp has to wait. The
+// size of a page is a multiple of 16 rows, so that 16 aligned keys are in one page. Pages are looked up one step before
 // their rows are copied.
 template <class Stage>
 class CacheCopy {
@@ -119,7 +119,7 @@ class CacheCopy {
   int next_;  // the position of the warp's first key in the next step
   const Stored *const k_, *const v_;
   const int32_t* const table_;  // the sequence's row of the page table
-  int number_, row_;  // page number in the table, and row in the page, of the key that is looked up next
+  int number_, row_;  // page index in the table, and row in the page, of the key to look up next
   int pages_of_step_, rows_of_step_;
   int pages_[kUnits], rows_[kUnits];
 };
