@@ -392,6 +392,7 @@ def test_flops_are_those_of_the_paper(load) -> None:
     [
         ("speed_vs_peers", {}), ("block_sparsity", {"gpu": True}), ("tile_sweep", {"gpu": True}), ("gpu_proof", {}),
         ("score_functions", {}), ("torch_calls", {}), ("training_step", {}), ("dropout", {}), ("speed_fp8", {}),
+        ("derivatives", {}),
     ],
 )  # fmt: skip
 def test_without_a_gpu_an_experiment_on_one_says_so(load, monkeypatch: pytest.MonkeyPatch, name: str, options) -> None:
