@@ -5,6 +5,7 @@
 # make docs    installs into .venv-docs, then builds docs/_build/html; a warning, a broken link or a lost search word is an error
 # make site-check  looks at the built pages in Chromium, which apt installs, and writes screenshots to build/site
 # make release builds dist/ for the tag at HEAD, checks it and writes its notes; uploads nothing
+# make soak    draws examples for SECONDS, 600 by default, and adds the shares of their bounds to experiments/results/soak.csv
 # make types lint cover clean
 # Needs make, python3 (3.11 or newer, with venv) and g++. PYTHON=python3.13 picks another Python;
 # CUDA=cuda13, CUDA=cuda12 or CUDA= (none) overrides what the NVIDIA driver says. Tests run on all cores at once, but one
@@ -27,7 +28,7 @@ extra  = $(if $(CUDA),$(comma)$(CUDA))
 # The name of the stamp holds the choice of CUDA: another driver, another install.
 stamp  = $(VENV)/.installed-$(1)$(if $(CUDA),-$(CUDA))
 
-.PHONY: demo gallery test interop docs site-check release types lint cover clean
+.PHONY: demo gallery soak test interop docs site-check release types lint cover clean
 demo: $(call stamp,experiments)
 	$(RUN) -m experiments block_sparsity --speed-seqlens 4096 --repeats 3
 
@@ -35,6 +36,11 @@ GALLERY = selector_shootout crossover pattern_zoo flash_ladder flashattention1_t
   train_language_model long_range
 gallery: $(call stamp,experiments)
 	for name in $(GALLERY); do $(RUN) -m experiments $$name || exit; done
+
+SECONDS  ?= 600
+EXECUTORS = cpu$(if $(CUDA),$(comma)gpu)
+soak: $(call stamp,experiments)
+	$(RUN) -m experiments soak --publish --seconds $(SECONDS) --executors $(EXECUTORS)
 
 # Bytecode is kept in the environment: tests start many processes, each of which would compile the library anew.
 test: $(call stamp,test)

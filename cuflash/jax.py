@@ -78,6 +78,8 @@ def attention(
     executor: ExecutorName = "auto",
     precision: Precision = "ieee",
     deterministic: bool = False,
+    q_start: int = 0,
+    kv_start: int = 0,
     return_lse: bool = False,
 ) -> Any:
     """Compute exact attention of JAX arrays; JAX can differentiate o and lse.
@@ -103,7 +105,7 @@ def attention(
         As in `cuflash.attention`.
     executor : {"auto", "cpu", "gpu", "sim"}
         "auto" selects "cpu" or "gpu" by the arrays' device. "sim" runs the GPU kernels on a simulator.
-    precision, deterministic : optional
+    precision, deterministic, q_start, kv_start : optional
         As in `cuflash.attention`.
     return_lse : bool
         If True, also return lse.
@@ -145,7 +147,7 @@ def attention(
     require_number(dropout)
     options = Options(
         mask, causal, window, scale, _with_arrays_of_jax(score), softcap, _of_jax(bias), _of_jax(sink), dropout, (),
-        kernel, executor, precision, deterministic,
+        kernel, executor, precision, deterministic, q_start, kv_start,
     )  # fmt: skip
     options, operands = with_one_score(options)
     arrays = {"q": _of_jax(q), "k": _of_jax(k), "v": _of_jax(v), **operands}

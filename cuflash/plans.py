@@ -751,7 +751,7 @@ def as_mask_of_arrays(mask: Any, executor: str, like: Any = None) -> Any:
 
     def take(array: Any) -> Any:
         if is_foreign(array) and is_on_cuda("mask", array) and executor != "gpu":
-            refusal = f"mask's arrays must be where q is; got {kind_of(array)} on a CUDA device with q on the host"
+            refusal = f"mask's arrays must be on q's device; got {kind_of(array)} on a CUDA device with q on the host"
             raise UnsupportedProblem([f"{refusal}: copy them to the host, or q, k and v to the device"])
         return as_arrays({"mask": array}, like=like)["mask"]
 

@@ -16,7 +16,8 @@ from . import score_text
 from .params_layout import assertions
 
 _INSTALLED = Path(__file__).parents[1] / "kernels_cu"
-KERNELS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "kernels_cu"  # the second in a clone
+# The second folder if cuflash is not installed
+KERNELS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "kernels_cu"
 HOST = Path(__file__).parents[1] / "sim"  # the simulator, whose ptx/ folder replaces that of kernels_cu/
 
 _ELEMENTS = {each.numpy: each.element for each in KNOWN_DTYPES}
@@ -83,7 +84,7 @@ def _score(spec: KernelSpec, included: set[str], host: bool) -> str:
     printed = score_text.text(
         spec.score, spec.score_wrt, spec.accumulator, spec.score_sums,
         is_staged=spec.score_is_staged, is_stored=spec.score_is_stored, num_bins=spec.score_bins,
-        takes_products=spec.score_takes_products,
+        is_placed=spec.score_is_placed, takes_products=spec.score_takes_products,
     )  # fmt: skip
     return f'{functions}#line 1 "cuflash/compiler/score_text.py: text()"\n{printed}'
 

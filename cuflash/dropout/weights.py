@@ -30,7 +30,7 @@ from .philox import philox4x32
 
 __all__ = ["Dropout", "Draws", "keep_mask", "seed_of"]
 
-LEVELS = 1 << 8  # how many values the random number of a weight has
+LEVELS = 1 << 8  # number of values of a weight's random number
 SEED_DTYPES = (np.dtype(np.int64), np.dtype(np.uint64))
 _MASK = (1 << 32) - 1
 

@@ -53,7 +53,7 @@ PARAMS = np.dtype(
     ],
     align=True,
 )
-TABLES = ("tile_counter", "lo", "hi", *LISTS)  # arrays of PARAMS that have no strides there
+TABLES = ("tile_counter", "lo", "hi", *LISTS)  # arrays of PARAMS that kernels receive without strides
 OF_RECORDS_WITHIN = {path: path.rpartition(".")[2] for path in leaves(PARAMS) if "." in path}  # array names by path
 TENSOR_MAP_ARRAYS = ("q", "k", "v", "do", "o")
 # Kernels of the sm90 family take this record in addition to PARAMS.

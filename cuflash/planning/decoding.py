@@ -275,7 +275,7 @@ def decode_spec(
 
 
 def _min_blocks(widest: int, num_warps: int, num_stages: int) -> int:
-    """Return how many thread blocks the registers of a multiprocessor must suffice for."""
+    """Return the thread blocks per multiprocessor that the compiler must leave enough registers for."""
     if widest > 128 or num_warps > 8 or num_stages > _STAGES_OF_TWO_BLOCKS:
         return 1
     return 3 if num_warps == 4 and num_stages == _STAGES_OF_MANY_BLOCKS else 2

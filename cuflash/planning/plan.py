@@ -76,7 +76,7 @@ class KernelPlan:
 
     @property
     def is_kernels_alone(self) -> bool:
-        """True if kernels alone execute a call: it is not empty, and q and k are not scaled before the kernels."""
+        """True if kernels alone execute a call: it is not empty, and q and k are not scaled before the first kernel."""
         return not self.is_empty and not any(self.problem.scaling[1:])
 
     @property
@@ -144,7 +144,11 @@ class KernelPlan:
         Their tangents, which are the results of the pass "backward_jvp", have the same names.
         """
         problem = self.problem
-        arguments = {f"d{name}": ShapeDtype(shape, problem.dtype) for name, shape in problem.argument_shapes().items()}
+        dtype, of_keys = problem.dtype, problem.accumulator if problem.wide_gradients else problem.dtype
+        arguments = {
+            f"d{name}": ShapeDtype(shape, dtype if name == "q" else of_keys)
+            for name, shape in problem.argument_shapes().items()
+        }
         others = [operand for operand in problem.operands if operand.name in problem.wrt]
         return arguments | {f"d{operand.key}": ShapeDtype(operand.shape, operand.dtype) for operand in others}
 

@@ -161,6 +161,8 @@ class KernelSpec:
         The kernel stores the gradient of that array, or its part of it, because no other thread block adds to it.
     score_bins : int
         Elements of a table's row whose gradient each thread accumulates in bins in shared memory; 0 without bins.
+    score_is_placed : bool
+        The function's record has the first batch entry, head, query and key of the call in a larger one.
     score_takes_products : bool
         The kernel passes q . k without the softmax scale to the score function (`scores.products`).
     """
@@ -201,6 +203,7 @@ class KernelSpec:
     score_is_staged: bool = False
     score_is_stored: bool = False
     score_bins: int = 0
+    score_is_placed: bool = False
     score_takes_products: bool = False
 
     @property

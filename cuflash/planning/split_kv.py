@@ -35,7 +35,7 @@ def num_splits(problem: Problem, work: WorkList, forward: KernelSpec, tiles: int
     max_splits = max(1, min(steps // min_steps, _MAX_WAVES * num_blocks // tiles, _MAX_SPLITS))
     busy = {}
     for splits in range(1, max_splits + 1):
-        if splits == 1 or -(-steps // splits) < -(-steps // (splits - 1)):  # else the longest block is not shorter
+        if splits == 1 or -(-steps // splits) < -(-steps // (splits - 1)):  # otherwise the longest block is not shorter
             busy[splits] = tiles * splits / num_blocks / -(-tiles * splits // num_blocks)
     return min(splits for splits, share in busy.items() if share >= _GOOD_SHARE * max(busy.values()))
 

@@ -7,8 +7,8 @@ namespace cuflash::attention {
 
 // A sequence of the cache. Its new rows, those of the queries, are its last positions.
 struct Sequence {
-  int length, count, first_key;  // number of positions and of new rows; the first key that a new row sees
-  bool is_valid;  // both numbers were in their range
+  int length, count, first_key;  // number of positions and of new rows; the first key that a new row attends
+  bool is_valid;  // true if length and count are within their ranges
 };
 
 CUFLASH_DEVICE Sequence sequence(const Decode& params, int number) {
@@ -64,7 +64,7 @@ struct PackedQueries {
 
 // The keys start <= j < stop of a block.
 struct Part {
-  int number, num_parts;  // among the parts of the sequence
+  int number, num_parts;  // number of this part, and number of parts of the sequence
   int start, stop;
 };
 

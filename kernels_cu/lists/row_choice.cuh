@@ -133,7 +133,7 @@ struct Row : BlocksOfRow {
     return static_cast<double>(static_cast<const Accumulator*>(choice.shares)[first + column]);
   }
 
-  // Return the number, and below the sum of shares, of the blocks whose places come before `place_of_end`.
+  // Return the number, and below the sum of shares, of the blocks before `place_of_end`.
   CUFLASH_DEVICE int count_before(uint32_t place_of_end) const {
     int count = 0;
     for (int column = threads.index(); column < choice.num_kv_blocks; column += Threads::kThreads)

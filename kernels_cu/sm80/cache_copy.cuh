@@ -25,9 +25,9 @@ struct ChosenKeysOf {
   CUFLASH_DEVICE attention::Interval valid(const Part&) const { return chosen.seen(); }
 };
 
-// Copies the rows of K and V that a warp reads, together with the other warps that read them, so that no other warp has
-// to wait. The sizes of pages and of chosen blocks are multiples of 16 rows, so 16 keys are in one page. Pages are
-// looked up one step before their rows are copied.
+// Copies the rows of K and V that a group of warps reads. Only these warps copy them, so no other warp has to wait. The
+// sizes of pages and of chosen blocks are multiples of 16 rows, so that 16 aligned keys are in one page. Pages are looked
+// up one step before their rows are copied.
 template <class Stage, class Keys>
 class CacheCopy {
  public:
@@ -186,7 +186,7 @@ class CacheCopy {
   int next_;  // the place of the warp's first key in the next step
   const Stored *const k_, *const v_;
   const int32_t* const table_;  // the sequence's row of the page table
-  int number_, row_;  // page number in the table, and row in the page, of the key that is looked up next
+  int number_, row_;  // page index in the table, and row in the page, of the key to look up next
   int pages_of_step_, rows_of_step_;
   int pages_[kUnits], rows_[kUnits];
   int position_ = 0;  // of the key that is looked up next, if keys are chosen

@@ -89,7 +89,7 @@ def _mass_bytes(spec: KernelSpec) -> int:
 
 
 def _two_walks_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of rows of both dimensions on both sides, and of scores."""
+    """Return the bytes of queries and dO, of keys and values, and of scores."""
     return _with_scores(spec, (spec.block_q + spec.block_kv) * sum(_padded_dims(spec)))
 
 
@@ -308,7 +308,7 @@ def accumulator_words(spec: KernelSpec) -> int:
 
 
 def _is_simt_tile(spec: KernelSpec) -> bool:
-    """True if the threads divide the tile's rows evenly, and its accumulators fit their registers."""
+    """True if the threads divide the tile's rows evenly, and its accumulators fit the registers."""
     entry, words = _entry(spec), accumulator_words(spec)
     rows, step = rows_and_step(spec)
     if spec.mma_rows:  # the dQ of a step has `step` rows

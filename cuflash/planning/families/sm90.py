@@ -227,7 +227,7 @@ def _ordered(problem: Problem, specs: dict[str, KernelSpec], work: WorkList) -> 
 
 
 def _with_cut_sequences(problem: Problem, work: WorkList, specs: dict[str, KernelSpec]) -> dict[str, KernelSpec]:
-    """Return the kernels; those of the backward pass use sequence-aligned tiles if the work has them in their size.
+    """Return the kernels; those of the backward pass use sequence-aligned tiles if the work has tiles of their size.
 
     The backward kernel must also compute dQ, with additions in any order. Staged arrays and gradients of sinks need
     tiles that start at multiples of the tile size, and bins of a table leave too little shared memory.
@@ -318,7 +318,7 @@ def forward_spec(
     if largest is not None:
         block_q = next((rows for rows in (2 * ROWS, ROWS) if rows <= block_q and largest[0] % rows == 0), ROWS)
         if block_q == ROWS:
-            block_kv = min(block_kv, ROWS)  # so that several thread blocks fit a multiprocessor
+            block_kv = min(block_kv, ROWS)  # several thread blocks then fit a multiprocessor
         if largest[1] % block_kv:
             block_kv = max(_MMA_COLUMNS, power_of_two(min(largest[1], block_kv)))
     is_staged = largest is None and block_q > ROWS and width <= 128 and can_stage(problem)
