@@ -25,9 +25,9 @@ struct ChosenKeysOf {
   CUFLASH_DEVICE attention::Interval valid(const Part&) const { return chosen.seen(); }
 };
 
-// Copies the rows of K and V that a warp reads, together with the other warps that read them, so that no other warp has
-// to wait. The sizes of pages and of chosen blocks are multiples of 16 rows, so 16 keys are in one page. Pages are
-// looked up one step before their rows are copied.
+// Copies the rows of K and V that a group of warps reads. Only these warps copy them, so no other warp has to wait. The
+// sizes of pages and of chosen blocks are multiples of 16 rows, so that 16 aligned keys are in one page. Pages are looked
+// up one step before their rows are copied.
 template <class Stage, class Keys>
 class CacheCopy {
  public:
