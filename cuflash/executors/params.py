@@ -170,7 +170,8 @@ def _work(work: WorkList) -> dict[str, int]:
         lower, upper = (None, None) if work.band is None else (work.band.lower, work.band.upper)
         (batch, num_heads, _), of_rows = (1, 1, 0) if work.lo is None else work.lo.shape, leading_strides(work.lo)
         block, grid = (work.block_q, work.block_kv), work.num_sequence_tiles
-        shared = (num_heads if batch > 1 else 0, 1 if num_heads > 1 else 0)  # of the orders
+        # Strides of the orders over batch entries and heads, in matrices
+        shared = (num_heads if batch > 1 else 0, 1 if num_heads > 1 else 0)
     else:
         index, lower, upper = work.index, None, None
         shared = (index.num_heads if index.batch > 1 else 0, 1 if index.num_heads > 1 else 0)

@@ -498,7 +498,7 @@ def _work_on_host(mask: Mask, problem: Problem) -> UnionWork | None:
 
 
 def _closed_rows(closed: tuple[Mask, ...], shape: MaskShape) -> IntervalWork | None:
-    """Return the intersection of row intervals without arrays, or None if it depends on the batch entry or head."""
+    """Return the intersection of row intervals without arrays, or None if it varies with the batch entry or head."""
     joined, over = intersection(closed), extents(And(closed), shape) if closed else (1, 1)
     work = IntervalWork(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=1, block_kv=1)
     if type(joined) is Band:

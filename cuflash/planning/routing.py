@@ -55,6 +55,7 @@ def routed(problem: Problem, device: DeviceSpec) -> tuple[Family, str]:
     128, if a block list has blocks below 128 x 128, and for all block lists with `deterministic=True`.
 
     sm80 is used instead of sm90, because it is faster, if there are fewer tiles of 128 queries than multiprocessors.
+    The forward pass of few queries has a kernel of its own (`few_queries.takes_few_queries`).
     """
     if problem.rows_per_scale is not None:
         return _FP8, "FP8 (e4m3) operands on Hopper's tensor cores"
@@ -84,11 +85,13 @@ def mass_kernel(problem: Problem, device: DeviceSpec, block_kv: int, *, is_liste
 def unions(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str) -> tuple[Family, UnionWork] | None:
     """Return the family whose kernels walk unions of block lists, and their work; None if none serves the call.
 
-    The mask must list blocks per query. The kernels support neither gradients of captured arrays nor dropout, those of
-    sm90 no score function. sm80 is used instead of sm90 if there are fewer tiles than multiprocessors.
+    The mask must list blocks per query. The kernels support neither gradients of captured arrays nor dropout nor tangents,
+    those of sm90 no score function. sm80 is used instead of sm90 if there are fewer tiles than multiprocessors.
     """
     names = [name for name in _UNION_FAMILIES if kernel in ("auto", name)]
-    if not names or problem.dropout is not None or (problem.score is not None and captured_wrt(problem)):
+    if not names or problem.tangents or problem.dropout is not None:
+        return None
+    if problem.score is not None and captured_wrt(problem):
         return None
     families = [FAMILIES[name] for name in names if _serves(FAMILIES[name], problem, device)]
     work = union_work(mask, problem) if families else None

@@ -16,10 +16,10 @@ Rows: `chosen` joins lists on the device in each call, and so does `sm80`, by th
 serves the group. `distinct` is the ratio of the distinct blocks of a tile's queries to the blocks of one query. Rows of
 `listed` are from before these kernels: they visit the same blocks in an index with blocks of (1, 64).
 
-Found:  on an H200 with 4096 tokens and random blocks, the forward pass takes 0.24 of the time of lists of (1, 64), and
-the backward pass 0.36; against dense causal attention they take 2.3 and 1.6 of its time.
+Found:  on an H200 with 4096 tokens and random blocks, the forward pass takes 0.24 times the time with lists of (1, 64),
+and the backward pass 0.36 times; relative to dense causal attention, they take 2.3 and 1.6 times as long.
 
-Cost: 90 seconds of a GPU, of which compiling takes 40.
+Cost: 90 seconds of a GPU, 40 of them for compiling.
 """
 
 import sys
@@ -151,7 +151,7 @@ def _is_hopper() -> bool:
 
 
 def calls_of(seqlen: int, group: int, lists: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield the name of a pass and a way to compute it, and the call."""
+    """Yield the name of a pass, the name of a method, and the call."""
     import cupy
 
     def normal(heads: int) -> Any:

@@ -34,8 +34,8 @@ constexpr bool kOverlapsDs =
 // P and dS are rounded and stored at once, which halves their registers, in separate code for masked and unmasked
 // steps, if the registers cannot hold both for longer. This saves 6 % at 32 columns (sm80_steps.log of b648872e, 8).
 constexpr bool kStoresScoresEarly = kOverlapsDs || (sizeof(Element) == 2 && kNumScores > 32);
-// Warps test whether they are the first owner of their scores even if every warp is: with this test, ptxas orders the
-// instructions after it better, which gains 2 % of the backward pass at 128 columns without a list.
+// Warps test whether they are the first owner of their scores even if every warp is. With this test, ptxas orders the
+// following instructions better, which saves 2 % of the backward pass at 128 columns without a list.
 constexpr bool kChecksOwner = ScorePartition::kNumOwnerWarps < kNumWarps || (!Config::kIsListed && kNumScores <= 32);
 
 constexpr KTile k_smem{0};

@@ -80,7 +80,7 @@ template <class T, int Rows, int Columns, int Pitch, class IsRowValid = AllRowsV
 CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns, Pitch> to, Matrix<T> from, IsRowValid is_row_valid = {}) {
   constexpr int kVector = Vector<T>::kLength, kWidth = kLoadColumns * kVector;
   constexpr int kVectors = (Columns + kWidth - 1) / kWidth;
-  constexpr int kUnroll = kVectors < 4 ? 4 / kVectors : 1;  // four loads in flight, or a row
+  constexpr int kUnroll = kVectors < 4 ? 4 / kVectors : 1;  // number of loads in flight: four, or a whole row
   if (!has_aligned_vectors(from)) return load<T, Rows, Columns, Pitch, T>(to, from, is_row_valid);
 #pragma unroll kUnroll
   for (int row = load_row(); row < Rows; row += kLoadRows) {

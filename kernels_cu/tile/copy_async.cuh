@@ -13,7 +13,7 @@ struct alignas(16) Chunk {
   T at[kChunkOf<T>];
 };
 
-// A chunk that is only moved. If it had elements, they would be stored one by one.
+// A chunk that is only copied. If it had elements, they would be stored one by one.
 struct alignas(16) Bits128 {
   uint64_t at[2];
 };

@@ -57,7 +57,7 @@ CUFLASH_DEVICE uint32_t transpose_bits_in_warp(uint32_t bits) {
 // Layout of a tile in a slot: boxes, side by side, that TMA copies one at a time.
 struct TmaBoxes {
   int start;  // bytes from the start of shared memory
-  int rows, columns;  // of the tile
+  int rows, columns;  // size of the tile
   int width;  // columns of a box
 
   CUFLASH_DEVICE TmaBoxes(int start, int rows, int columns, int width)

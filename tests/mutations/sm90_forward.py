@@ -130,7 +130,8 @@ FAULTS = {
         ),
         "lost scores are not masked again": Edit(
             "sm90/forward.cu", "process_other_block",
-            "if (!(flags & StepMessage::kUnmasked)) negate_and_mask(params, s, num_tiles_done, num_k_blocks, chosen); if",
+            "if (!(flags & StepMessage::kUnmasked)) negate_and_mask(params, s, num_tiles_done, num_k_blocks, chosen); "
+            "if",
             "if (!(flags & StepMessage::kUnmasked) && !recomputes) negate_and_mask(params, s, num_tiles_done, "
             "num_k_blocks, chosen); if",
         ),

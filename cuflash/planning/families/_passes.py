@@ -11,6 +11,7 @@ import numpy as np
 from ...blocks.work_list import IntervalWork, WorkList
 from ..device import DeviceSpec
 from ..launches import MATRICES, DqSemaphoreOrder, Feature, Launch, Pass, Workspace
+from ..options import DOT
 from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
@@ -35,6 +36,17 @@ def forward_pass(
     counters = tile_counters(spec, is_zeroed=True)
     launch = launch_of(spec, device, num_tiles(spec, problem, work), reads, ("o", "lse", *counters))
     return sink_forward(Pass({"forward": launch}, counters), problem, "forward")
+
+
+def jvp_pass(problem: Problem, device: DeviceSpec, work: WorkList, spec: KernelSpec) -> Pass:
+    """Return a pass of one kernel that computes the tangents of o and lse; `spec` names the tangents."""
+    tangents = [name for name in spec.tangents if name != "score"]
+    moves_means = spec.moves_scores or "sink" in tangents
+    reads = ("q", "k", *("v",) * spec.moves_scores, *("o",) * moves_means, "lse")
+    reads = (*reads, *(f"{name}{DOT}" for name in tangents))
+    launch = launch_of(spec, device, num_tiles(spec, problem, work), reads, (f"o{DOT}", f"lse{DOT}"))
+    kernels = Pass({"jvp": launch})
+    return sink_forward(kernels, problem, "jvp") if moves_means else kernels
 
 
 def backward_pass(

@@ -98,6 +98,14 @@ class Sm90(Family):
     def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:
         return LIST_BLOCK
 
+    def tangent_reasons(self, problem: Problem) -> list[str]:
+        return []
+
+    def jvp_spec(
+        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
+    ) -> KernelSpec:
+        return Sm80().jvp_spec(problem, device, largest)
+
     def with_sequence_tiles(self, work: WorkList) -> WorkList:
         if not isinstance(work, IntervalWork) or not work.is_ordered:
             return work
@@ -251,7 +259,7 @@ def _ordered(problem: Problem, specs: dict[str, KernelSpec], work: WorkList) -> 
 
 
 def _with_cut_sequences(problem: Problem, work: WorkList, specs: dict[str, KernelSpec]) -> dict[str, KernelSpec]:
-    """Return the kernels; those of the backward pass use sequence-aligned tiles if the work has them in their size.
+    """Return the kernels; those of the backward pass use sequence-aligned tiles if the work has tiles of their size.
 
     The backward kernel must also compute dQ, with additions in any order. Staged arrays and gradients of sinks need
     tiles that start at multiples of the tile size, and bins of a table leave too little shared memory.
@@ -342,7 +350,7 @@ def forward_spec(
     if largest is not None:
         block_q = next((rows for rows in (2 * ROWS, ROWS) if rows <= block_q and largest[0] % rows == 0), ROWS)
         if block_q == ROWS:
-            block_kv = min(block_kv, ROWS)  # so that several thread blocks fit a multiprocessor
+            block_kv = min(block_kv, ROWS)  # several thread blocks then fit a multiprocessor
         if largest[1] % block_kv:
             block_kv = max(_MMA_COLUMNS, power_of_two(min(largest[1], block_kv)))
     is_staged = largest is None and block_q > ROWS and width <= 128 and can_stage(problem)

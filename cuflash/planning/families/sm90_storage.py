@@ -19,7 +19,7 @@ _QUERY_PARTS = 24  # additional bytes of a range of queries if backward tiles ar
 _GATHERED, _PART, _LAST_PART = 32, 24, 4  # additional bytes if queries are gathered
 _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 88, 104, 48
 _MAX_SHARED_BYTES, _STORAGE_BYTES = 227 << 10, 5 << 10  # as in sm90/q_tiles.cuh
-_MASS_MESSAGE, _MASS_TILE = 24, 56  # as in sm90/block_mass.cu; the tile without its queries
+_MASS_MESSAGE, _MASS_TILE = 24, 56  # as in sm90/block_mass.cu; the tile's size without its queries
 
 
 def _mass_bytes(spec: KernelSpec) -> int:
@@ -126,7 +126,7 @@ def _backward_boxes(spec: KernelSpec) -> dict[str, tuple[int, int]]:
 
 
 def _backward_wide_boxes(spec: KernelSpec) -> Boxes:
-    halves = {"k": (spec.block_kv, 32)} if spec.head_dim % 128 else {}  # so that half of head_dim is whole panels
+    halves = {"k": (spec.block_kv, 32)} if spec.head_dim % 128 else {}  # half of head_dim then consists of whole panels
     return _backward_boxes(spec) | halves
 
 
