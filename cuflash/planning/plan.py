@@ -28,9 +28,9 @@ from .launches import Kernels, Pass
 from .list_kernels import work_of_kernels
 from .options import DOT
 from .problem import Problem
-from .routing import FAMILIES, named, rerouted, routed, unions
+from .routing import named, rerouted, routed, unions
 from .score_launches import stored_gradient, with_score
-from .spec import SM80, KernelSpec
+from .spec import KernelSpec
 from .tangent_launches import with_tangents
 from .tangents import arrays_with_tangents
 
