@@ -6,6 +6,7 @@
 (8, 256, 64)
 """
 
+import sys
 from importlib import import_module
 from threading import RLock
 from typing import TYPE_CHECKING
@@ -63,6 +64,9 @@ __all__ = [
     "study",
     "unpack",
 ]
+
+if not getattr(sys, "_is_gil_enabled", lambda: True)():  # the caches of calls rely on it; no test has run without it
+    raise ImportError("cuflash needs the global interpreter lock, which is disabled: set PYTHON_GIL=1")
 
 # The import statements above as a table. BlockIndex comes with the executors, whose kernels build indices on a GPU.
 _MODULES = {

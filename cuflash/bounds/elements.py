@@ -185,12 +185,12 @@ def error_bound(
         refuse(reasons)
         storage, (q, k, v) = v.source_dtype, (x.scaled(np.float64) for x in (q, k, v))
     q, k, v, do, dlse, sink = host_arrays({"q": q, "k": k, "v": v, "do": do, "dlse": dlse, "sink": sink})
+    call = None
     with collecting(reasons):
         product_dtype = None if product_dtype is None else _product_dtype(product_dtype)
-    # A call on the simulator may have any precision.
-    options, call = options._replace(sink=sink, executor="sim"), None
     with collecting(reasons):
-        call = Call.of(q, k, v, options)
+        # A call on the simulator may have any precision.
+        call = Call.of(q, k, v, options._replace(sink=sink, executor="sim"))
     if call is not None:
         reasons += cotangent_reasons("do", do, call.problem.o_shape())
         reasons += cotangent_reasons("dlse", dlse, call.problem.lse_shape())
@@ -200,14 +200,14 @@ def error_bound(
     problem, composed = call.problem, composed_score(options, q)
     allowed = call.mask.toarray(**problem.mask_shape._asdict())
     model = Rounding.of(storage or problem.dtype, precision, product_dtype, probable)
-    cuts = None
+    cuts = Cuts.of(*quantized) if storage is not None and product_dtype == E4M3 else None
     if storage is not None:
-        cuts = Cuts.of(*quantized) if product_dtype == E4M3 else None
         model = model.of_quantized(are_products_cut=cuts is not None)
     captured = None if composed is None else Captured.of(composed, problem)
-    weights = Weights.of(dropout, problem)
-    given_arrays = q, k, v, do, dlse, sink, tangents or {}
-    return _dense_bounds(*given_arrays, allowed, problem.softmax_scale, model, captured, weights, cuts)
+    arrays = q, k, v, do, dlse, sink, tangents or {}
+    return _dense_bounds(
+        *arrays, allowed, problem.softmax_scale, model, captured, Weights.of(dropout, problem), cuts
+    )
 
 
 def _bounds_of_plan(

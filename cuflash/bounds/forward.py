@@ -18,7 +18,7 @@ from .rounding import Rounding
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """Factors of the weights by dropout, the largest factor, and the number of roundings of these factors."""
+    """Dropout's factors of the weights, their maximum, and how many times each factor is rounded."""
 
     factors: Array = 1.0
     most: float = 1.0
@@ -131,7 +131,7 @@ def _scores(
     captured: Captured | None,
     cuts: Cuts | None,
 ) -> tuple[Array, Array, Array, ScoreErrors | None, tuple[Array, Array] | None]:
-    """Return final scores, their error, the keys that have one, the score function's results, and its inputs."""
+    """Return final scores, their errors, the attended keys, the results of the score function, and its inputs."""
     head_dim, transposed = keys.shape[-1], np.swapaxes(keys, -1, -2)
     score = np.where(allowed, scale * (queries @ transposed), 0)
     mass = np.where(allowed, abs(scale) * (np.abs(queries) @ np.abs(transposed)), 0)

@@ -189,7 +189,7 @@ def _captured(options: Options, q: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class _Arguments:
-    """The arguments of a call as the rules read them, with the problem and mask that result.
+    """The arguments of a call, in the form in which the rules check them, and the resulting problem and mask.
 
     Attributes
     ----------

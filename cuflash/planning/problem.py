@@ -301,7 +301,9 @@ def array_reasons(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def reasons_without_v(reasons: list[str], q: Array, k: Array, planned: tuple[Any, Any, Any]) -> list[str]:
-    """Return the reasons against a call of q and k alone; `reasons` are those of the q, k and v planned instead."""
+    """Return the reasons to refuse q and k: their own, and those of `reasons` that are not about the arrays in
+    `planned`.
+    """
     of_planned = array_reasons(dict(zip("qkv", planned)))
     return array_reasons({"q": q, "k": k}) + [reason for reason in reasons if reason not in of_planned]
 
@@ -360,7 +362,7 @@ def _scale_reasons(scale: Any) -> list[str]:
         if scale is None or is_number(number) and math.isfinite(number):
             return []
     fix = ""
-    if "Tracer" in type(scale).__name__:  # as JAX's
+    if "Tracer" in type(scale).__name__:  # a traced value of JAX
         fix = ": name it in static_argnames, or multiply q by it"
     elif is_differentiated(scale):
         fix = ": pass float(scale), or score=cuflash.scores.temperature(per_head) for a scale that has a gradient"

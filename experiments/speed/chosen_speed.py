@@ -11,13 +11,13 @@ query heads are in groups of `groups`. Attention is causal: every query attends 
 the specification in float64, within their bounds.
 
 Rows: `chosen` joins lists on the device in each call; `dense` is causal attention without lists; `listed` visits the
-same blocks in an index with blocks of (1, 64), by the sm90 kernels, without the time to build the index. `distinct` is
-the ratio of the distinct blocks of a tile's queries to the blocks of one query.
+same blocks by an index with blocks of (1, 64), with the sm90 kernels, not counting the time to build the index.
+`distinct` is the ratio of the distinct blocks of a tile's queries to the blocks of one query.
 
-Found:  on an H200 with 4096 tokens and random blocks, the forward pass takes 0.24 of the time of lists of (1, 64), and
-the backward pass 0.36; against dense causal attention they take 2.3 and 1.6 of its time.
+Found:  on an H200 with 4096 tokens and random blocks, the forward pass takes 0.24 times the time with lists of (1, 64),
+and the backward pass 0.36 times; relative to dense causal attention, they take 2.3 and 1.6 times as long.
 
-Cost: 90 seconds of a GPU, of which compiling takes 40.
+Cost: 90 seconds of a GPU, 40 of them for compiling.
 """
 
 import sys
@@ -115,7 +115,7 @@ def check() -> None:
 
 
 def calls_of(seqlen: int, group: int, lists: Any, is_listed: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield the name of a pass and a way to compute it, and the call."""
+    """Yield the name of a pass, the name of a method, and the call."""
     import cupy
 
     def normal(heads: int) -> Any:

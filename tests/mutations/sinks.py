@@ -219,10 +219,10 @@ FAULTS = {
             "attention/sink.cuh", "sum_sink_gradient", "if (logit == ptx::negative_infinity<T>()) continue;", ""
         ),
         "halves are read as bfloat16": Edit(
-            "attention/sink.cuh", "sink_logit", "return of(ptx::Half());", "return of(ptx::BFloat16());"
+            "attention/sink.cuh", "of_head", "return of(ptx::Half());", "return of(ptx::BFloat16());"
         ),
         "a float64 sink is read as float32": Edit(
-            "attention/sink.cuh", "sink_logit", "return of(double());", "return of(float());"
+            "attention/sink.cuh", "of_head", "return of(double());", "return of(float());"
         ),
         "a float64 sink has a float32 gradient": Edit(
             "attention/sink.cuh", "sum_sink_gradient", "write(double());", "write(float());"
