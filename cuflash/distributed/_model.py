@@ -24,7 +24,7 @@ class Machine(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What the model needs to know of a call.
+    """The numbers of a call that the model reads.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class Shape(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Seconds of a pass on each device: its products, the bytes that a device receives, and the share of linear speed."""
+    """The model of a pass: seconds of products, and the bytes that a device receives with their seconds."""
 
     compute: float
     nbytes: float
