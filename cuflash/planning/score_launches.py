@@ -163,7 +163,7 @@ def with_pushed_score(kernels: Pass, problem: Problem) -> Pass:
     if names or moves_score:
         program = pushed(program, names, moves_score=moves_score)
     launches = {
-        role: _changed(launch, program, (), ()) if launch.spec.entry.applies_score else launch
+        role: _changed(launch, problem, program, (), ()) if launch.spec.entry.applies_score else launch
         for role, launch in kernels.launches.items()
     }
     return _pass(kernels, launches, _feature(program, (), problem, ()))
