@@ -210,6 +210,18 @@ class Family(ABC):
         """
         raise UnsupportedProblem(self.tangent_reasons(problem))
 
+    def backward_jvp_specs(
+        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
+    ) -> tuple[KernelSpec, KernelSpec]:
+        """Return the kernels that compute tangents of gradients, for tiles of queries and for tiles of keys.
+
+        Raises
+        ------
+        UnsupportedProblem
+            As in `jvp_spec`.
+        """
+        raise UnsupportedProblem(self.tangent_reasons(problem))
+
     def mass_spec(
         self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
     ) -> KernelSpec | None:

@@ -40,6 +40,7 @@ from .family import (
     resident_blocks,
     rounded_dims,
 )
+from .simt import Simt
 
 
 class _Tile(NamedTuple):
@@ -310,6 +311,11 @@ class Sm80(Family):
             _JVP, problem, rounded_dims(problem), device, largest, problem.seqlen_q, tangents=("q", "k", "v")
         )  # fmt: skip
         return replace(spec, tangents=tangents_of_kernels(problem))
+
+    def backward_jvp_specs(
+        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
+    ) -> tuple[KernelSpec, KernelSpec]:
+        return Simt().backward_jvp_specs(problem, device, largest)
 
     def union_specs(self, problem: Problem, device: DeviceSpec, block: int) -> dict[str, KernelSpec]:
         """Return the kernels for block lists per query, in blocks of `block` keys, by role.
