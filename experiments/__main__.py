@@ -1,11 +1,11 @@
-"""Run an experiment, or list all of them with what they ask, what they found and what they cost.
+"""Run an experiment, or list all of them with their questions, findings and costs.
 
     python -m experiments                           # the names, each with question, finding and cost
     python -m experiments block_sparsity --help     # the flags of one
     python -m experiments block_sparsity            # run it
     python -m experiments sweep crossover --help    # run it over many configurations, on several machines
 
-It is called in the folder of a clone, with the packages of ``pip install -e '.[experiments]'``.
+Run it in the folder of a clone, after ``pip install -e '.[experiments]'``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 SUBJECTS = {
     "sparsity": "Block sparsity", "speed": "Speed and memory", "proof": "Correctness", "language": "A language model",
-    "sweeps": "Sweeps", "support": "Tables and pictures of the pages",
+    "derivatives": "Derivatives in PyTorch", "sweeps": "Sweeps", "support": "Tables and pictures of the pages",
 }  # fmt: skip
 
 
@@ -33,7 +33,7 @@ def scripts(folder: Path) -> dict[str, Path]:
 
 
 def summary(path: Path) -> dict[str, str]:
-    """Return a script's question, and what its docstring says in the paragraphs Found and Cost."""
+    """Return a script's question, and the paragraphs Found and Cost of its docstring."""
     text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
     parts = {"question": text.split("\n")[0]}
     for name in ("Found", "Cost"):
@@ -70,7 +70,7 @@ def advice(module: str) -> str:
 
 
 def complaint(error: Exception) -> str | None:
-    """Return one line about what a machine lacks; None if the program is at fault, or nothing reads its output."""
+    """Return a line that says what the machine lacks, or None for errors of the program and a closed output."""
     if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and error.name:
@@ -81,7 +81,7 @@ def complaint(error: Exception) -> str | None:
 
 
 def flags_of(path: Path) -> list[str]:
-    """Return a line for each flag of an experiment, read from the source of its Config, which need not be imported."""
+    """Return a line for each flag of an experiment, read from the source of its Config without importing it."""
     tree = ast.parse(path.read_text("utf-8"))
     configs = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Config"]
     lines = []
@@ -128,6 +128,6 @@ if __name__ == "__main__":
             sys.exit(main(sys.argv[1:]))
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # `head` has read its last line; Python flushes once more when it ends
+    except BrokenPipeError:  # `head` has read its last line; Python flushes once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -1,1 +1,1 @@
-"""Lists the blocks of a mask that hold anything: which are full, and what the others hold."""
+"""Block indexes and work lists: the listed blocks of a mask, which of them are full, and the elements of the others."""

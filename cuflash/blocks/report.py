@@ -192,4 +192,4 @@ def _require_same_blocks(index: ListedBlocks, eligible: object) -> None:
     ours, theirs = (((each.seqlen_q, each.seqlen_kv), each.block) for each in (index, eligible))
     if ours != theirs:
         of_index, got = (f"{lengths} in blocks of {block}" for lengths, block in (ours, theirs))
-        raise UnsupportedProblem([f"eligible must be for lengths {of_index}; got {got}"])
+        raise UnsupportedProblem([f"eligible must be an index for lengths {of_index}; got {got}"])

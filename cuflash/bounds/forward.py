@@ -8,6 +8,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..dropout import Dropout
+from ..masks.places import Places
 from ..fp8.cuts import Cuts
 from ..planning.problem import Problem
 from ..scores.roundoff import ScoreErrors
@@ -17,7 +18,7 @@ from .rounding import Rounding
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """Factors of the weights by dropout, the largest factor, and the number of roundings of these factors."""
+    """Dropout's factors of the weights, their maximum, and how many times each factor is rounded."""
 
     factors: Array = 1.0
     most: float = 1.0
@@ -28,7 +29,12 @@ class Weights:
         if dropout is None or problem.dropout is None:
             return cls()
         shape, factor = problem.mask_shape, problem.dropout.factor
-        return cls(factor * dropout.keep((*shape.batch, *shape[1:])), factor, 2)
+        whole, places = problem.whole_shape, problem.places or Places()
+        queries, keys = places.queries(np.arange(shape.seqlen_q)), places.kv_start + np.arange(shape.seqlen_kv)
+        factors = dropout.keep((whole.num_batch, *whole[1:]), queries, keys)
+        b, h = places.batch_start, places.head_start
+        factors = factors[b : b + shape.num_batch, h : h + shape.num_heads]
+        return cls(factor * factors.reshape(*shape.batch, *factors.shape[1:]), factor, 2)
 
     @property
     def is_dropping(self) -> bool:
@@ -125,7 +131,7 @@ def _scores(
     captured: Captured | None,
     cuts: Cuts | None,
 ) -> tuple[Array, Array, Array, ScoreErrors | None, tuple[Array, Array] | None]:
-    """Return final scores, their error, the keys that have one, the score function's results, and its inputs."""
+    """Return final scores, their errors, the attended keys, the results of the score function, and its inputs."""
     head_dim, transposed = keys.shape[-1], np.swapaxes(keys, -1, -2)
     score = np.where(allowed, scale * (queries @ transposed), 0)
     mass = np.where(allowed, abs(scale) * (np.abs(queries) @ np.abs(transposed)), 0)

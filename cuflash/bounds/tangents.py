@@ -55,7 +55,7 @@ class Push:
 
     p_excess: Array
     from_mean: Array  # F_dot - lse_dot; 0 where masked
-    e_final: Array  # of F_dot
+    e_final: Array  # error of F_dot
     pushed: PushedErrors | None
     lse_dot: Array  # [..., rows, 1]
     tol_lse_dot: Array
@@ -113,7 +113,7 @@ def push_tolerances(
     tol_o_dot = e_sum + e_rise * (abs_o + forward.tol_o) + spread * forward.tol_o
     tol_o_dot = tol_o_dot + 3 * ua * (abs_o_dot + e_sum + spread * (abs_o + forward.tol_o))
     tol_o_dot = tol_o_dot + model.u * abs_o_dot + model.w + 2 * seqlen_kv * wa + head_dim * wa
-    # The second order reads o_dot as it was stored.
+    # Tangents of gradients read the stored o_dot, which has been rounded.
     tol_o_dot = np.where(abs_o_dot + SECOND_ORDER * tol_o_dot > model.largest, np.inf, tol_o_dot)
     is_row = allowed.any(axis=-1, keepdims=True)
     return Push(

@@ -140,7 +140,7 @@ def _planned(
 ) -> Plan:
     """Return the plan of a call after checking its arrays; with `rows`, q, k and v are `Quantized`.
 
-    `reasons` are reasons, found by the caller, to refuse the call.
+    `reasons` are the caller's reasons to refuse the call.
     """
     if rows is None:
         with collecting(reasons):

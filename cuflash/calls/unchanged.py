@@ -122,6 +122,6 @@ def require_unchanged(arrays: Mapping[str, Array], before: Mapping[str, int]) ->
     changed = [name for name, array in arrays.items() if checksum(array) != before[name]]
     if changed:
         raise RuntimeError(
-            f"{' and '.join(changed)} must stay unchanged until vjp is called; got other values than attention_vjp "
-            f"had: change a copy, {changed[0]}.copy(), or call attention_vjp again"
+            f"{' and '.join(changed)} must stay unchanged until vjp is called; got different values from "
+            f"those of attention_vjp: change a copy, {changed[0]}.copy(), or call attention_vjp again"
         )

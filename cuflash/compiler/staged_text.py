@@ -1,4 +1,4 @@
-"""The part of a score function's text for an array of which kernels stage tiles, and store its gradient's."""
+"""The text of a score function that stages tiles of a captured array, and stores those of the array's gradient."""
 
 from __future__ import annotations
 

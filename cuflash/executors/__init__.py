@@ -1,1 +1,1 @@
-"""Runs plans on arrays: on the host, on a GPU, and on the simulator of one."""
+"""Executors, which run plans on arrays: on the host, on a GPU, and on a simulated GPU."""

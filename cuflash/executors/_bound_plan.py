@@ -15,10 +15,8 @@ from ._host_tiles import KeptTiles
 
 EXECUTORS: dict[str, Any] = {"cpu": cpu, "gpu": gpu, "sim": sim}
 
-_OF_TANGENTS: dict[str, Any] = {"cpu": host_tangents}  # executors of the passes "jvp" and "backward_jvp"
-
 _OF_EARLIER = ("o", "lse", f"o{DOT}", f"lse{DOT}")  # results of an earlier pass that this pass may read
-_SCALED = "for a scale so far from 1 q and k are copied to memory that a graph would outlive"
+_SCALED = "for a scale so far from 1, q and k are copied to memory that a graph would outlive"
 _SUMMED = "gradients over broadcast axes are summed in memory that a graph would outlive"
 
 
@@ -65,7 +63,7 @@ class BoundPlan:
         self._copies = _SCALED if self._exponents else _SUMMED if self._sums else ""
         read = {each: self._scaled(each, array) for each, array in arrays.items()}
         options = {"machine": self._machine} if machine is not None else {}
-        executors = _OF_TANGENTS if name.endswith("jvp") else EXECUTORS
+        executors = {**EXECUTORS, "cpu": host_tangents} if name.endswith("jvp") else EXECUTORS
         executes = without_keys if plan.is_empty else executors[executor]
         self._call = executes.bind(
             plan, name, {**problem.keyed(read), **outs}, new, unwanted=unwanted, axes=axes, pins=pins, **options
@@ -102,7 +100,8 @@ class BoundPlan:
         return [outs[name] if name in outs else next(new) for name in self._results]
 
     def may_overlap(self, arrays: Mapping[str, Array], outs: Mapping[str, Array]) -> bool:
-        """True if memory of `outs` may overlap that of another array; always True on the host, which does not compare.
+        """True if memory of `outs` may overlap that of another array; always True on the host, where this is not
+        compared.
 
         All memory between an array's first and last element counts as the array's.
         """
@@ -119,7 +118,7 @@ class BoundPlan:
         )
 
     def _scaled(self, name: str, array: Array) -> Array:
-        """Return q or k times the power of two that `Problem.scaling` takes out of the scale; others unchanged."""
+        """Return q or k times the power of two that `Problem.scaling` factors out of the scale; others unchanged."""
         return times_power_of_two(array, self._exponents[name]) if name in self._exponents else array
 
     def _finished(self, name: str, result: Array) -> Array:

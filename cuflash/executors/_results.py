@@ -49,7 +49,7 @@ class BoundMerge:
             return o, lse
         stream = self._current_stream()
         self._launches.launch((*of_outs, *of_lses, self._target.address(o), self._target.address(lse)), stream)
-        if stream.is_capturing():  # each replay reads copies, and writes there
+        if stream.is_capturing():  # each replay reads the copies and writes to these results
             self._captured += [o, lse, *(() if self._is_dense else (*outs, *lses))]
             gpu.hold(self)
         if checks.is_on():

@@ -82,7 +82,7 @@ class _DeviceLists(Lists):
             self._is_copied = self._copied.done
             if not self._is_copied and stream.is_capturing():
                 raise RuntimeError(
-                    f"the copy of a work list has not finished before a capture reads it: {_COMPILE_FIRST}"
+                    f"a capture reads a work list whose copy has not finished: {_COMPILE_FIRST}"
                 )
             if not self._is_copied and stream.ptr != self._stream.ptr:
                 stream.wait_event(self._copied)
@@ -104,7 +104,8 @@ class _DeviceLists(Lists):
         try:
             if any(stream.is_capturing() for stream in (self._stream, *self._other_streams.values())):
                 return False
-        except self._cupy.cuda.runtime.CUDARuntimeError:  # for the default stream, while another is captured
+        # Raised for the default stream while another stream is captured
+        except self._cupy.cuda.runtime.CUDARuntimeError:
             return False
         for stream in self._other_streams.values():
             self._stream.wait_event(stream.record(self._cupy.cuda.Event(disable_timing=True)))
@@ -456,7 +457,7 @@ def bound_pass(
     machine: Machine | None = None,
 ) -> BoundPass:
     """Return the launches of a pass for inputs of these layouts and results; parameters as for `bind`."""
-    kernels, machine = plan.passes[name], machine or _GPU
+    kernels, machine = plan.pass_of(name, inputs), machine or _GPU
     machine.prepare(kernels)
     views = *starmap(View.of, inputs.items()), *(
         View.of_new(name, result, axes.get(name)) for name, result in results.items()

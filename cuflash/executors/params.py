@@ -139,11 +139,14 @@ def _strides(view: View, plan: KernelPlan) -> tuple[int, ...]:
 
 
 def _boxed(
-    view: View, plan: KernelPlan, batch: Sequence[tuple[int, int]], steps: Sequence[int], box: tuple[int, int]
+    view: View, plan: KernelPlan, batch: Sequence[tuple[int, int]], steps: Sequence[int], box: tuple[int, ...]
 ) -> BoxedArray:
-    """Return an array [batch, batch, heads, rows, columns] as boxes."""
-    heads = plan.problem.num_heads if view.name in ("q", "do", "o") else plan.problem.num_kv_heads
-    axes = *batch, (heads, steps[0]), (view.shape[-2], steps[1] or _NO_STRIDE), (view.shape[-1], steps[2])
+    """Return an array as boxes of (rows, columns), or of (queries, heads, columns)."""
+    num_heads = plan.problem.num_heads if view.name in ("q", "do", "o") else plan.problem.num_kv_heads
+    heads, rows = (num_heads, steps[0]), (view.shape[-2], steps[1] or _NO_STRIDE)
+    if len(box) == 3:
+        heads, rows = rows, (num_heads, steps[0] or _NO_STRIDE)
+    axes = *batch, heads, rows, (view.shape[-1], steps[2])
     shape, strides = zip(*((extent, step * view.dtype.itemsize) for extent, step in axes))
     return View(view.name, view.dtype, shape, strides).boxes(box)
 
@@ -167,7 +170,8 @@ def _work(work: WorkList) -> dict[str, int]:
         lower, upper = (None, None) if work.band is None else (work.band.lower, work.band.upper)
         (batch, num_heads, _), of_rows = (1, 1, 0) if work.lo is None else work.lo.shape, leading_strides(work.lo)
         block, grid = (work.block_q, work.block_kv), work.num_sequence_tiles
-        shared = (num_heads if batch > 1 else 0, 1 if num_heads > 1 else 0)  # of the orders
+        # Strides of the orders over batch entries and heads, in matrices
+        shared = (num_heads if batch > 1 else 0, 1 if num_heads > 1 else 0)
     else:
         index, lower, upper = work.index, None, None
         shared = (index.num_heads if index.batch > 1 else 0, 1 if index.num_heads > 1 else 0)

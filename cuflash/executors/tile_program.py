@@ -73,7 +73,8 @@ def _schedule(program: Program, requested: frozenset[int]) -> _Schedule:
         if not varies[n]:
             continue
         ended = [a for a in {*instruction.args} if last_use[a] == n and a in memory_of and a not in requested]
-        before, after = ([], ended) if instruction.op == "where" else (ended, [])  # `where` writes before it reads all
+        # `where` writes its result before it has read all arguments
+        before, after = ([], ended) if instruction.op == "where" else (ended, [])
         for a in before:
             free[memories[memory_of[a]]].append(memory_of[a])
         if instruction.op not in ("s", "s_dot", "load"):

@@ -104,7 +104,7 @@ class TorchGpu(gpu.Gpu):
         return self.stream
 
     def maker(self, shape: tuple[int, ...], dtype: Any, axes: Sequence[int] | None = None) -> Callable[[], Array]:
-        """Return a function that allocates a tensor on the current device; as bytes if no result can have the dtype."""
+        """Return a function that allocates a tensor on the current device, or its bytes if PyTorch lacks the dtype."""
         shape, kind = _as_tensor_of(shape, dtype)
         strides = dense_strides(shape, axes)
         device = torch.device("cuda", torch.cuda.current_device())

@@ -13,7 +13,7 @@ from ..planning.launches import Workspace
 
 _PER_THREAD = 2  # cudaStreamPerThread, a single handle for the streams of many threads
 MOST_KEPT = 8 << 20  # bytes that a stream keeps for its calls
-_ALIGNMENT = 256  # in bytes, of each workspace in a piece
+_ALIGNMENT = 256  # alignment in bytes of each workspace within a piece
 
 
 class Piece(NamedTuple):

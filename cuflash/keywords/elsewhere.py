@@ -13,7 +13,7 @@ _WEIGHTS = (
     "cuflash.reference.attention(q, k, np.eye(seqlen_kv)) holds them"
 )
 _CACHE = "call append(k, v) and then attention(q) of a cuflash.KVCache, which counts the tokens of each sequence"
-_PAGES = "call cuflash.KVCache.over(k_pages, v_pages, block_table, lengths), and attention(q) of what it returns"
+_PAGES = "call cuflash.KVCache.over(k_pages, v_pages, block_table, lengths), and attention(q) of the cache"
 _TILES = "leave it out: tiles and splits are chosen for the problem and the GPU; kernel= names a family of kernels"
 _SIZES = "leave it out: sizes come from the arrays, [batch, num_heads, seqlen, head_dim]"
 _AXES = (
@@ -32,7 +32,7 @@ _TABLE: tuple[tuple[str, *tuple[str, ...]], ...] = (
     ("value value_layer value_states values", "use v="),
     ("qkv", "use q=, k= and v=: three arrays [batch, num_heads, seqlen, head_dim]"),
     ("kv", "use k= and v=: two arrays [batch, num_kv_heads, seqlen, head_dim]"),
-    ("grad_output grad_out dout", "call cuflash.attention_vjp, and vjp(do) of what it returns", "use do="),
+    ("grad_output grad_out dout", "call cuflash.attention_vjp, and vjp(do) of its result", "use do="),
     ("softmax_lse", "use return_lse=True", "use lse="),
     ("v_a v_b", "call cuflash.merge(outs, lses)", "use outs=[o_a, o_b]"),
     ("s_a s_b", "call cuflash.merge(outs, lses)", "use lses=[lse_a, lse_b]"),
@@ -126,7 +126,7 @@ _TABLE: tuple[tuple[str, *tuple[str, ...]], ...] = (
         "norm_factor",
         "use scale=",
     ),
-    ("score_mod", "use score=, a function of (s, b, h, i, j) that NumPy's operations make up"),
+    ("score_mod", "use score=, a function of (s, b, h, i, j) in NumPy operations"),
     (
         "attn_bias",
         'use bias= (numbers that are added to scores), causal="top_left" for LowerTriangularMask, or '
@@ -184,7 +184,7 @@ _TABLE: tuple[tuple[str, *tuple[str, ...]], ...] = (
     ),
     (
         "device stream",
-        "leave it out: calls run where the arrays are, on the current stream",
+        "leave it out: calls run on the device of the arrays, on the current stream",
         "use xp=numpy or xp=cupy",
     ),
     # Results
@@ -246,8 +246,8 @@ _TABLE: tuple[tuple[str, *tuple[str, ...]], ...] = (
 
 # Sentences that apply to one call only: the call, the names, and the sentence.
 _OF_ONE_CALL = (
-    ("KVCache.attention", "is_causal", "use causal=, True by default: the last query stands at the last position"),
-    ("KVCache.attention", "mask", "use causal= and window=(left, 0); queries attend their own sequence alone"),
+    ("KVCache.attention", "is_causal", "use causal=, True by default: the last query is at the last position"),
+    ("KVCache.attention", "mask", "use causal= and window=(left, 0); queries attend only their own sequence"),
     ("KVCache", "num_heads", "use num_kv_heads=, the heads of keys and values"),
     (
         "Sequences.of",

@@ -15,7 +15,7 @@ MAX_CALLS = 1024
 class _Entry:
     """A cached call: the callable or plan that runs it, all keys of its owner, and the number of its last use.
 
-    `place` is the number under which the call is in the cache's queue; it may be an earlier use.
+    `place` is the entry's number in the queue of the cache; it may be the number of an earlier use.
     """
 
     __slots__ = ("call", "keys", "last_use", "place")

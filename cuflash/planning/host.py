@@ -18,7 +18,8 @@ _LEAST_BLOCK_KV, _MOST_BLOCK_KV = 512, 4096  # the backward pass holds block_kv^
 # Under a short window, or in short sequences, a taller tile visits more keys, and most of its scores are masked. Each
 # pair is the height of a flatter tile, used if tall tiles visit more than `factor` times the keys that it visits.
 _FLAT_TILES = ((64, 4), (128, 2))
-JVP_TILES, BACKWARD_JVP_TILES = 3, 5  # tiles of scores that a worker holds in these passes; two in others
+# Tiles of scores that a worker holds in the passes "jvp" and "backward_jvp"; others hold two
+JVP_TILES, BACKWARD_JVP_TILES = 3, 5
 _SHARED_SCORES = 1 << 23  # problems with fewer scores are not distributed over threads
 
 

@@ -154,7 +154,9 @@ class IntervalSource(SourceOfResults):
 
     @classmethod
     def of(cls, mask: Mask, shape: MaskShape, block: tuple[int, int] | None) -> IntervalSource | None:
-        """Return the source of a resolved mask: one factor has an `IntervalForm`, others no arrays; None otherwise."""
+        """Return the source of a resolved mask if one factor has an `IntervalForm` and all others hold no arrays, else
+        None.
+        """
         parts = kept_and_closed(mask, lambda factor: interval_form(factor) is not None)
         if parts is None or not are_served(shape):
             return None

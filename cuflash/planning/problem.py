@@ -18,6 +18,7 @@ from ..dropout import Draws
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..layouts import is_differentiated
 from ..masks.content import without_memos
+from ..masks.places import Places
 from ..masks.shape import MaskShape, length_reasons
 from ..scores.program import Program
 from ..scores.score import Score
@@ -79,6 +80,11 @@ class Problem:
         Rows that share a scale, if q, k and v are FP8 (e4m3); `dtype` is then the dtype of o.
     tangents : tuple of str
         Names of arrays that have tangents.
+    places : Places, optional
+        Where the arrays stand in a larger call, whose positions the score function and dropout take; None for a call
+        that is not a part of another.
+    wide_gradients : bool
+        dk and dv are in the accumulator's dtype, to be added to those of other calls before they are rounded.
     """
 
     q_batch: tuple[int, ...]
@@ -102,6 +108,8 @@ class Problem:
     dropout: Draws | None = None
     rows_per_scale: RowsPerScale | None = None
     tangents: tuple[str, ...] = ()
+    places: Places | None = None
+    wide_gradients: bool = False
 
     def __getstate__(self) -> Any:
         return without_memos(self)
@@ -159,6 +167,11 @@ class Problem:
     @cached_property
     def mask_shape(self) -> MaskShape:
         return MaskShape(self.batch, self.num_heads, self.seqlen_q, self.seqlen_kv)
+
+    @property
+    def whole_shape(self) -> MaskShape:
+        """The shape of the larger call, which bounds the positions of score functions and masks."""
+        return self.mask_shape if self.places is None else self.places.whole(self.mask_shape)
 
     @cached_property
     def accumulator(self) -> np.dtype[np.generic]:
@@ -261,9 +274,9 @@ def with_operands(
         operands = operands_of(arrays, problem.heads_shape())
     if score is not None:
         with collecting(reasons):
-            operands += captured_operands(score, problem.mask_shape, problem.has_heads, problem.accumulator)
+            operands += captured_operands(score, problem.whole_shape, problem.has_heads, problem.accumulator)
         with collecting(reasons):
-            numbers = numbers_of(score, problem.mask_shape, problem.accumulator)
+            numbers = numbers_of(score, problem.whole_shape, problem.accumulator)
     draws, seeds = None, tuple[Operand, ...]()
     with collecting(reasons):
         draws, seeds = dropout_of(dropout)
@@ -288,7 +301,9 @@ def array_reasons(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def reasons_without_v(reasons: list[str], q: Array, k: Array, planned: tuple[Any, Any, Any]) -> list[str]:
-    """Return the reasons against a call of q and k alone; `reasons` are those of the q, k and v planned instead."""
+    """Return the reasons to refuse q and k: their own, and those of `reasons` that are not about the arrays in
+    `planned`.
+    """
     of_planned = array_reasons(dict(zip("qkv", planned)))
     return array_reasons({"q": q, "k": k}) + [reason for reason in reasons if reason not in of_planned]
 
@@ -347,7 +362,7 @@ def _scale_reasons(scale: Any) -> list[str]:
         if scale is None or is_number(number) and math.isfinite(number):
             return []
     fix = ""
-    if "Tracer" in type(scale).__name__:  # as JAX's
+    if "Tracer" in type(scale).__name__:  # a traced value of JAX
         fix = ": name it in static_argnames, or multiply q by it"
     elif is_differentiated(scale):
         fix = ": pass float(scale), or score=cuflash.scores.temperature(per_head) for a scale that has a gradient"

@@ -104,7 +104,8 @@ _WARPS = 4
 _SIZES = {"choose_wide": (0, 0, 0, 32), "key_scores": (64, 64, 32, _WARPS), "slash_sums": (64, 0, 0, 32)}
 _ROOM = 48 << 10  # bytes of shared memory that a thread block can use on every chip
 _SUM_BYTES = 8  # bytes of a warp's sum, if a whole thread block works on one row
-_WIDE, _FEW = 1024, 256  # see `ChoiceRule.launch`
+# The number of columns from which a row gets a thread block, and the most such rows; see `ChoiceRule.kernels`
+_WIDE, _FEW = 1024, 256
 
 
 def selection_spec(entry: str, dtype: np.dtype[np.generic]) -> KernelSpec:

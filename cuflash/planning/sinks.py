@@ -65,7 +65,9 @@ def sink_backward(
 
 
 def gradient_spec(dtype: np.dtype[np.generic], like: KernelSpec | None = None) -> KernelSpec:
-    """Return the kernel that computes a sink's gradient if o has this dtype; the simt family's reads no tiles."""
+    """Return the kernel that computes a sink's gradient, for o of this dtype; by default the simt family's, without
+    tiles.
+    """
     if like is None:
         like = KernelSpec(entry=_ENTRY, dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16)
     return replace(

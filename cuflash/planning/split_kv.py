@@ -26,7 +26,7 @@ def num_splits(problem: Problem, work: WorkList, forward: KernelSpec, tiles: int
     num_blocks : int
         Thread blocks of the forward kernel that the GPU holds at once.
     """
-    steps = _max_steps(problem, work, forward)
+    steps = max_steps(problem, work, forward)
     if tiles >= _FULL_SHARE * num_blocks or steps < _MIN_STEPS:
         return 1
     rows = min(forward.block_q, problem.seqlen_q * (problem.group_size if forward.pack_gqa else 1))
@@ -35,12 +35,12 @@ def num_splits(problem: Problem, work: WorkList, forward: KernelSpec, tiles: int
     max_splits = max(1, min(steps // min_steps, _MAX_WAVES * num_blocks // tiles, _MAX_SPLITS))
     busy = {}
     for splits in range(1, max_splits + 1):
-        if splits == 1 or -(-steps // splits) < -(-steps // (splits - 1)):  # else the longest block is not shorter
+        if splits == 1 or -(-steps // splits) < -(-steps // (splits - 1)):  # otherwise the longest block is not shorter
             busy[splits] = tiles * splits / num_blocks / -(-tiles * splits // num_blocks)
     return min(splits for splits, share in busy.items() if share >= _GOOD_SHARE * max(busy.values()))
 
 
-def _max_steps(problem: Problem, work: WorkList, forward: KernelSpec) -> int:
+def max_steps(problem: Problem, work: WorkList, forward: KernelSpec) -> int:
     """Return the steps of the longest tile of queries, or an upper bound that needs no data from a device."""
     if isinstance(work, ListedWork):
         return work.max_entries_in_row * -(-work.block_kv // forward.block_kv)

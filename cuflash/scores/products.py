@@ -108,7 +108,7 @@ class _Rewriting:
             return self._product([self.value(n), *factors])
         if op == "s":
             return new.put("mul", "real", new.put("s", "real"), self._product([new.put("scale", "real"), *factors]))
-        if op == "tanh":  # of x: 1 - 2 / (1 + 2^(2 log2(e) x))
+        if op == "tanh":  # tanh x = 1 - 2 / (1 + 2^(2 log2(e) x))
             exponent = self._times(args[0], [new.const(_TWO_LOG2_E)])
             one = self._product(factors) if factors else new.const(1.0)
             logistic = new.put("logistic", "real", exponent)

@@ -267,7 +267,8 @@ class Builder:
         return program
 
     def program_and_slots(self, results: Sequence[int]) -> tuple[Program, list[int]]:
-        """Return the program of the instructions that the results need, and the slots of its numbers, old or new.
+        """Return the program of the instructions that the results need, and the slots of its numbers in the builder's
+        list.
 
         Integers that are used only as reals are computed as reals. This saves conversions, and the values are equal as
         long as all of them are exact.

@@ -97,7 +97,7 @@ def _refusal_of_others(error: Exception) -> str | None:
 
 
 class _Finished(NamedTuple):
-    """The program of a builder's instructions, and the slots of its numbers in those of the builder and `further`."""
+    """The program of a builder's instructions, and where its numbers are among those of the builder and `further`."""
 
     program: Program
     slots: list[int]

@@ -1,6 +1,11 @@
 """A test kit for attention functions: exact results, derived error bounds, and strategies that search for failures.
 
-This is a complete test file for your own attention function, in whatever language it is written:
+`check` tests your own attention function with all of the kit, in whatever language it is written:
+
+    def test_my_attention():
+        testing.check(my_attention, my_gradients)
+
+This test file has its parts, with settings of your own:
 
     from hypothesis import given, settings, strategies
     from cuflash import testing
@@ -39,6 +44,7 @@ if find_spec("hypothesis") is None:
         name="hypothesis",
     )
 
+from ._check import check
 from ._chosen_strategy import chosen
 from .assertions import (
     Example,
@@ -60,6 +66,7 @@ __all__ = [
     "assert_non_finite",
     "assert_within",
     "assert_within_bounds",
+    "check",
     "chosen",
     "examples",
     "masks",

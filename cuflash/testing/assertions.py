@@ -357,7 +357,7 @@ def require_results(example: Example, results: Mapping[str, Array], others: Mapp
     if not isinstance(others, Mapping):
         raise TypeError(f"others must be a dict of the score's gradients by name; got {describe(others)}")
     if not results and not others:
-        raise TypeError(f"results must be at least one of {', '.join(_RESULTS)}, others; got none to compare")
+        raise TypeError(f"results must be at least one of {', '.join(_RESULTS)}, others; got none")
     if unknown := [name for name in results if name not in _RESULTS]:
         raise TypeError(f"results must be among {', '.join(_RESULTS)}; got {', '.join(unknown)}")
     gradients = [name for name in results if name.startswith("d")] + [f"d{name}" for name in others]

@@ -1,4 +1,4 @@
-"""Examples with tangents of their arrays: exact derivatives along these, bounds, and what to assert.
+"""Examples with tangents of their arrays: the exact derivatives along these, their bounds, and an assertion.
 
 >>> import numpy as np
 >>> from cuflash.testing import Structure
@@ -37,7 +37,7 @@ KINDS = ("normal", "lattice", "zero", "one_hot", "drift")
 @explains_keywords
 @dataclass(frozen=True, eq=False)
 class Moving:
-    """An example whose arrays move along tangents.
+    """An example with tangents of its arrays.
 
     Parameters
     ----------
@@ -106,9 +106,9 @@ class Moving:
 
     @cached_property
     def exact(self) -> Bounds:
-        """Exact tangents by the names that bounds have: those of o and lse, and of dq, dk, dv and dsink.
+        """The exact tangents of o, lse, dq, dk, dv and dsink, under the names that the bounds have.
 
-        Those of other gradients are left out.
+        Tangents of other gradients are left out.
 
         Examples
         --------
@@ -193,7 +193,7 @@ class Moving:
 
 @explains_keywords
 def with_tangents(example: Example, kinds: Mapping[str, str], seed: int = 0, layout: str = "contiguous") -> Moving:
-    """Give some arrays of an example tangents, filled by a generator of `seed`.
+    """Add random tangents of some arrays to an example.
 
     Parameters
     ----------

@@ -1,15 +1,16 @@
-"""What do queries, keys and values of a trained causal language model look like?  Saves some, for the experiments.
+"""What do queries, keys and values of a trained causal language model look like? Saves some of them for the
+experiments.
 
     python -m experiments capture_language_model            # on the host, for hours
     python -m experiments capture_language_model --gpu      # on a GPU, in a minute
 
-Trains the model of `train_language_model` with exact attention for longer, on the source of Python's standard
-library, and writes language_activations.npz: q, k and v of one layer on text that no step saw, float16, before
-scaling. k and v are repeated for the query heads that read them, so that all three have as many heads. The archive
-goes to build/results, or with --publish to experiments/data. A training that was interrupted continues from its
+Trains the model of `train_language_model` for longer, with exact attention, on the source of Python's standard library.
+Then writes language_activations.npz: q, k and v of one layer on text that was not used for training, float16, before
+scaling. k and v are repeated for the query heads that share them, so all three have the same number of heads. The
+archive goes to build/results, or with --publish to experiments/data. An interrupted training continues from its
 checkpoint in build/checkpoints.
 
-Found:  results of the training are in the archive's provenance and in data/README.md.
+Found:  the archive's provenance and data/README.md have the results of the training.
 
 Cost: A minute of a GPU, hours on two cores.
 """
@@ -32,7 +33,9 @@ from training import CHECKPOINTS, Recipe, Training, library_text, trained_on
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The training, and the layer that is kept, from 1 on; the defaults with --gpu made the committed archive."""
+    """Configuration of the training, and the number of the saved layer, from 1 on; the committed archive was made with
+    --gpu.
+    """
 
     gpu: bool = False
     context: int = 512
@@ -60,7 +63,7 @@ class Config:
 
 
 def capture(config: Config) -> dict[str, Any]:
-    """Train, and record what attention of the layer is called with."""
+    """Train, and record the arguments of the layer's attention calls."""
     xp: Any = np
     if config.gpu:
         if reason := why_no_gpu():

@@ -2,14 +2,14 @@
 
     python -m experiments model
 
-The model is a small decoder: embeddings of characters and positions, layers of grouped-head attention and of a
-perceptron, each behind an RMS norm. Gradients are written out; attention's come from `cuflash.attention_vjp`. It
-trains on the first page of Pride and Prejudice, within a minute on a CPU. `--xp cupy` does the same on a GPU.
+The model is a small decoder: embeddings of characters and positions, and layers of grouped-query attention and a
+perceptron, each after an RMS norm. Gradients are written out; those of attention come from `cuflash.attention_vjp`. The
+model is trained on the first page of Pride and Prejudice, within a minute on a CPU. `--xp cupy` does the same on a GPU.
 
-Without a cache, each new character costs a pass over all earlier ones. With one, it costs a pass over itself, and
-reads the keys and values of the earlier ones. Both write the same text.
+Without a cache, each new character takes a pass over all earlier ones. With a cache, it takes a pass over itself, which
+reads the keys and values of the earlier characters. Both generate the same text.
 
-Found:  both ways write the same text, and the cached way writes more characters in a second.
+Found:  both ways generate the same text, and the one with a cache generates more characters per second.
 
 Cost: A minute on two cores.
 """
@@ -30,8 +30,8 @@ from command_line import Parser
 
 TEXT = Path(__file__).parents[1] / "data" / "text.txt"
 Parameters = dict[str, Any]  # arrays by name
-Pull = Callable[[Any], Any]  # from the gradient of a result to the gradient of the argument
-Attend = Callable[..., tuple[Any, Callable[[Any], Any]]]  # q, k, v -> o, and from dO to dQ, dK, dV
+Pull = Callable[[Any], Any]  # maps the gradient of a result to the gradient of the argument
+Attend = Callable[..., tuple[Any, Callable[[Any], Any]]]  # q, k, v -> o, and a function from dO to dQ, dK, dV
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Config:
 
 
 def shapes_of(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters: weights are [inputs, outputs]; gains follow."""
+    """Return the shapes of the parameters: first weights [inputs, outputs], then gains."""
     width = config.width
     shapes: dict[str, tuple[int, ...]] = {
         "characters": (config.vocabulary, width), "positions": (config.context, width)
@@ -68,7 +68,7 @@ def shapes_of(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def parameters(config: Config, seed: int = 0, dtype: Any = np.float32) -> Parameters:
-    """Return random weights, and gains of 1."""
+    """Return random weights, and gains equal to 1."""
     rng = np.random.default_rng(seed)
 
     def drawn(name: str, shape: tuple[int, ...]) -> Any:
@@ -81,14 +81,14 @@ def parameters(config: Config, seed: int = 0, dtype: Any = np.float32) -> Parame
 
 
 def views(flat: Any, shapes: dict[str, tuple[int, ...]]) -> Parameters:
-    """Split a vector into parts by the names and shapes of some parameters."""
+    """Split a vector into views, one for each named parameter."""
     sizes = [math.prod(shape) for shape in shapes.values()]
     ends = np.cumsum(sizes).tolist()
     parts = zip(shapes.items(), sizes, ends, strict=True)
     return {name: flat[end - size : end].reshape(shape) for (name, shape), size, end in parts}
 
 
-# Layers: each returns its result and what pulls a gradient back through it. Gradients of parameters go to a dict.
+# Layers: each returns its result and its pullback. The pullback stores gradients of parameters in a dict.
 
 
 def linear(x: Any, weights: Parameters, name: str, gradients: Parameters) -> tuple[Any, Pull]:
@@ -132,7 +132,7 @@ def attention(
     x: Any, weights: Parameters, layer: int, config: Config, gradients: Parameters,
     cache: cuflash.KVCache | None = None, attend: Attend = exact,
 ) -> tuple[Any, Pull | None]:  # fmt: skip
-    """Compute the attention of a layer; with a cache, x has the new tokens alone, and there is no gradient."""
+    """Compute the attention of a layer; with a cache, x has only the new tokens, and there is no gradient."""
     heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
     projections, pulls = {}, {}
     for name, num_heads in heads.items():
@@ -164,7 +164,7 @@ def forward(
 ) -> tuple[Any, Callable[[Any], Parameters]]:  # fmt: skip
     """Return logits [batch, tokens, vocabulary], and the function that gives the gradients of all parameters.
 
-    With caches, one for each layer, `tokens` are those that the caches do not hold yet, and `attend` is not called.
+    With caches, one for each layer, `tokens` are the tokens that are not in the caches yet, and `attend` is not called.
     """
     gradients: Parameters = {}
     first = 0 if caches is None else int(caches[0].lengths[0])
@@ -223,7 +223,7 @@ def loss_and_gradients(
 def adam(
     weights: Parameters, means: Parameters, squares: Parameters, gradients: Parameters, step: int, rate: float
 ) -> None:
-    """Change the weights, and both running means, by the gradients of step 1, 2, ..."""
+    """Update the weights and both running means from the gradients of a step; steps are numbered from 1."""
     for name, gradient in gradients.items():
         means[name] += 0.1 * (gradient - means[name])
         squares[name] += 0.01 * (gradient * gradient - squares[name])
@@ -234,7 +234,7 @@ def adam(
 def train(
     weights: Parameters, text: Any, config: Config, *, steps: int, batch: int, seed: int = 0, rate: float = 1e-2
 ) -> list[float]:
-    """Run Adam on random pieces of the text; change the weights, and return the loss of each step."""
+    """Run Adam on random pieces of the text; update the weights in place, and return the loss of each step."""
     rng, losses = np.random.default_rng(seed), []
     means, squares = ({name: 0 * array for name, array in weights.items()} for _ in range(2))
     for step in range(1, steps + 1):
@@ -250,7 +250,7 @@ def train(
 
 
 class Written(NamedTuple):
-    """Characters that the model wrote, how long it took, and the bytes of the caches."""
+    """The characters that the model generated, the time that this took, and the bytes of the caches."""
 
     tokens: list[int]
     seconds: float
@@ -275,7 +275,7 @@ def write(weights: Parameters, prompt: Any, count: int, config: Config, *, is_ca
 
 
 def read_text() -> tuple[Any, str]:
-    """Return the text as numbers of characters, and the characters."""
+    """Return the text as indices of characters, and the characters."""
     lines = [line for line in TEXT.read_text("utf-8").splitlines() if not line.startswith("#")]
     text = "\n".join(lines).strip()
     alphabet = "".join(sorted(set(text)))

@@ -1,32 +1,33 @@
-"""Does a model that trains through tiled attention learn what one learns through naive attention, and how fast?
+"""Does a model that trains with tiled attention learn the same as one with naive attention, and how fast?
 
     python -m experiments train_language_model           # a small model on the host, in under a minute
     python -m experiments train_language_model --gpu     # a larger one on a GPU
     python -m experiments train_language_model --long    # GPT-2 small's layers on a GPU at 1k, 4k and 16k tokens
 
-The model of model.py learns the source of Python's standard library, character by character. Runs of one seed start
-at the same weights and see the same text; only attention differs: `naive`, array formulas that keep the matrix of
-weights; `exact`, cuflash's; `sink_local` and `butterfly`, block-sparse patterns; and `wrong_key`, exact attention in
-which every sixteenth key is that of the token before it. Over the first `compared_steps` steps each loss may differ
-from naive's by sqrt(eps) of it, so that half of the digits survive. `wrong_key` ends at the first step that breaks
-this, which shows that the bound sees such a fault. Tokens per second are of the median step; on the host BLAS has one
-thread. Peak memory is what the gradients of one step take in addition to the weights: the most bytes of NumPy's arrays,
-or the bytes that CuPy's pool took from the device. The longest context is the largest power of two whose gradients, of
-one sequence, fit in `budget_mib`. The held-out loss is of pieces that no step saw, in nats a character.
+The model of model.py learns the source of Python's standard library, character by character. Runs with the same seed
+start with the same weights and see the same text; only attention differs. `naive` is array formulas that store the
+weight matrix, `exact` is cuflash, `sink_local` and `butterfly` are block-sparse patterns, and `wrong_key` is exact
+attention with a planted fault: every sixteenth key is that of the previous token. Over the first `compared_steps`
+steps, each loss may differ from the naive loss by a relative sqrt(eps), so that half of the digits agree. `wrong_key`
+ends at the first step that violates this, which shows that the bound detects such a fault. Tokens per second are those
+of the median step; on the host BLAS has one thread. Peak memory is the memory of the gradients of one step in addition
+to the weights: the maximum of NumPy's arrays, or the bytes that CuPy's pool took from the device. The longest context
+is the largest power of two for which the gradients of one sequence fit in `budget_mib`. The held-out loss is measured
+on text that was not used for training, in nats per character.
 
 `--long` times whole steps, gradients and Adam, of 12 layers of width 768 with 12 heads of 64 in float16, with a
-vocabulary of characters. FlashAttention's paper (arXiv 2205.14135, table 2) trains GPT-2 small on 8 A100 at 1k tokens
-3.5 times as fast as Huggingface's implementation and 1.7 times as fast as Megatron's, and at 4k tokens (table 4) 1.3
-times as fast as Megatron's at 1k; the speed-up of this model, over naive attention of CuPy's array operations, stands
-next to the first of these.
+vocabulary of characters. For comparison: in FlashAttention's paper (arXiv 2205.14135, table 2), GPT-2 small on 8 A100
+at 1k tokens trains 3.5 times as fast as Huggingface's implementation and 1.7 times as fast as Megatron's, and at 4k
+tokens (table 4) 1.3 times as fast as Megatron's at 1k. The table shows the speed-up of this model over naive attention
+in CuPy next to the first of these numbers.
 
-A run that was interrupted continues from its checkpoints in build/checkpoints; one that ended leaves none.
+An interrupted run continues from its checkpoints in build/checkpoints; a finished run removes them.
 
-Found:  over 200 steps on the host losses with exact attention differ from naive ones by at most 0.012 % of them, a
-third of what the bound allows, and the wrong key is seen at the second step. Patterns with 29 % and 32 % of the
-elements cost nothing in so short a training: their held-out losses are 2.70 and 2.72, that of naive attention 2.73. On
-an H100 steps of GPT-2 small's layers with exact attention are 4.7 times as fast as with naive attention at 1024 tokens,
-and 13.9 times at 4096.
+Found:  over 200 steps on the host, the relative difference of losses with exact and naive attention is at most 0.012 %,
+a third of the bound, and the wrong key is detected at the second step. Patterns with 29 % and 32 % of the elements do
+not increase the loss in so short a training: their held-out losses are 2.70 and 2.72, and that of naive attention is
+2.73. On an H100, steps of GPT-2 small's layers are 4.7 times as fast with exact attention as with naive attention at
+1024 tokens, and 13.9 times at 4096.
 
 Cost: Under a minute on two cores; --gpu and --long two minutes of a GPU each.
 """
@@ -50,12 +51,12 @@ from rich.table import Table
 from training import ALPHABET, CHECKPOINTS, Recipe, Training, attentions, block_indices, density, library_text, pieces
 
 NAMES = ("naive", "exact", "sink_local", "butterfly", "wrong_key")
-PUBLISHED_SPEEDUP = {1024: 3.5}  # FlashAttention, table 2: GPT-2 small against Huggingface
+PUBLISHED_SPEEDUP = {1024: 3.5}  # FlashAttention, table 2: GPT-2 small relative to Huggingface
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sizes of the host's run; fields that begin with gpu or long are those of the other two."""
+    """Sizes of the run on the host; fields that start with gpu or long are those of the other two runs."""
 
     gpu: bool = False
     long: bool = False
@@ -100,7 +101,7 @@ class Config:
 
     @property
     def recipe(self) -> Recipe:
-        """The run with naive attention."""
+        """The configuration of the run with naive attention."""
         if self.gpu:
             sizes = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "width": 128}
             sizes |= {"context": self.gpu_context}
@@ -126,7 +127,7 @@ def peak_bytes(xp: Any, call: Callable[[], object], limit: int = 0) -> int | Non
         return peak if not limit or peak <= limit else None
     try:
         return peak_on_device(call, limit)[1]
-    except MemoryError:  # CuPy's OutOfMemoryError is one
+    except MemoryError:  # includes CuPy's OutOfMemoryError
         return None
 
 
@@ -220,7 +221,7 @@ def run_long(config: Config, xp: Any) -> Iterator[Record]:
                     yield row | {"note": "does not fit"}
                     continue
                 seconds = float(np.median(list(timed_steps(run, text, attend, xp))[2:]))
-            except MemoryError:  # CuPy's OutOfMemoryError is one
+            except MemoryError:  # includes CuPy's OutOfMemoryError
                 yield row | {"note": "does not fit"}
                 continue
             naive_s = seconds if name == "naive" else naive_s

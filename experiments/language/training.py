@@ -1,8 +1,8 @@
-"""Training of the language model on source text, in steps that an interruption loses at most a few of.
+"""Training of the language model on source text; an interruption loses only the last few steps.
 
 A run is its configuration, its state and its attention. `Training.continued` continues from the newest checkpoint of an
-equal configuration. Which tokens a step sees depends on the seed and the step's number alone, so that an interrupted
-run ends with the same weights, bit for bit, as one that was not.
+equal configuration. The tokens of a step depend only on the seed and the step's number, so that an interrupted run ends
+with bitwise the same weights as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from harness import atomic_path
 
 CHECKPOINTS = Path(__file__).parents[2] / "build" / "checkpoints"  # which git ignores
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))  # other characters become "?"
-HELD_OUT = 0.1  # share of the text, at its end, that no step sees
+HELD_OUT = 0.1  # fraction of the text, at its end, that is not used for training
 
 
 def library_text(most: int) -> np.ndarray:
@@ -121,7 +121,7 @@ class Recipe:
     block: int
     seed: int = 0
     rate: float = 3e-3
-    dtype: str = "float32"  # of activations; weights are kept in float32
+    dtype: str = "float32"  # dtype of activations; weights are always float32
     device: str = "numpy"
 
     @property
@@ -130,7 +130,7 @@ class Recipe:
 
     @property
     def key(self) -> str:
-        """A name that no other recipe has."""
+        """A name that is different for every recipe."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return f"{self.attention}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
@@ -143,7 +143,9 @@ def drawn(config: model.Config, seed: int) -> np.ndarray:
 
 @dataclass
 class Training:
-    """A run: its weights in one vector, Adam's means and squares, and the loss and seconds of each step done."""
+    """A run: its weights in one vector, Adam's running means and squares, and the loss and seconds of each finished
+    step.
+    """
 
     recipe: Recipe
     flat: Any
@@ -169,14 +171,14 @@ class Training:
             return cls(recipe, **arrays, losses=file["losses"].tolist(), seconds=file["seconds"].tolist())
 
     def save(self, folder: Path) -> None:
-        """Write the checkpoint, whole or not at all."""
+        """Write the checkpoint atomically."""
         parts = {part: getattr(self, part) for part in ("flat", "means", "squares")}
         arrays = {part: x if isinstance(x, np.ndarray) else x.get() for part, x in parts.items()}
         with atomic_path(folder / f"{self.recipe.key}.npz") as partial, partial.open("wb") as file:
             np.savez(file, losses=np.array(self.losses), seconds=np.array(self.seconds), **arrays)
 
     def forget(self, folder: Path) -> None:
-        """Remove the checkpoint of a run that has ended, so that the next call starts from the beginning."""
+        """Remove the checkpoint of a finished run, so that the next call starts from the beginning."""
         (folder / f"{self.recipe.key}.npz").unlink(missing_ok=True)
 
     @property
@@ -199,7 +201,7 @@ class Training:
         return loss
 
     def steps(self, text: Any, attend: model.Attend, folder: Path, *, every: int) -> Iterator[float]:
-        """Yield the losses of all steps that are not done yet, with a checkpoint every `every` steps and at the end."""
+        """Yield the losses of all remaining steps; write a checkpoint every `every` steps and at the end."""
         while len(self.losses) < self.recipe.steps:
             loss = self.step(text, attend)
             if len(self.losses) % every == 0 or len(self.losses) == self.recipe.steps:
@@ -207,7 +209,7 @@ class Training:
             yield loss
 
     def held_out_loss(self, text: Any, attend: model.Attend, count: int = 8) -> float:
-        """Return the mean loss on pieces of the text that no step has seen."""
+        """Return the mean loss on text that was not used for training."""
         xp, length = model.xp_of(text), self.recipe.model.context + 1
         first = trained_on(text)
         starts = np.linspace(first, len(text) - length, count).astype(int)

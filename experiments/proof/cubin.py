@@ -1,9 +1,10 @@
-"""Contents of a cubin that decide how its functions run: instructions, constants, registers, memory; without names.
+"""The contents of a cubin that decide how its functions run: instructions, constants, registers, memory, but no names.
 
-A cubin is a 64-bit ELF file. Of a function `f` it holds `.text.f` (instructions of 16 bytes), `.nv.constant<bank>.f`,
-`.nv.shared.f` and `.nv.info.f`, a list of attributes; `.nv.info` has the attributes of all functions. Debug sections,
-symbols and strings are left out, and so are `.nv.merc` and `.nv.capmerc`, the same code once more in the form from
-which a driver may make another chip's. A symbol is replaced by what it stands for, so that a new name changes nothing.
+A cubin is a 64-bit ELF file. For a function `f` it has the sections `.text.f` (instructions of 16 bytes),
+`.nv.constant<bank>.f`, `.nv.shared.f`, and `.nv.info.f`, a list of attributes; `.nv.info` has the attributes of all
+functions. Debug sections, symbols and strings are ignored. So are `.nv.merc` and `.nv.capmerc`, which hold the same
+code in a form that a driver can translate for other chips. A symbol is replaced by its meaning, so that renaming
+changes nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ Function = dict[str, Any]  # by field: "instructions", "registers", "constant ba
 
 _SYMBOLS, _NO_BITS, _RELOCATIONS = 2, 8, {4: "<QQq", 9: "<QQ"}  # types of sections; the format of relocations
 _FUNCTION = 2  # type of a symbol
-# Attributes (EIATTR) that have a field of their own or, the fourth, numbers of symbols in them. All of .nv.info begin
-# with the number of a symbol, and so does the third.
+# Attributes (EIATTR) with separate fields in the result, except the fourth, whose value contains symbol numbers. Each
+# entry of .nv.info starts with a symbol number, and so does the third attribute.
 _REGISTERS, _FRAME, _PARAMETERS, _EXTERNS, _BARRIERS = 0x2F, 0x11, 0x0A, 0x0F, 0x4C
 _ADDRESSES = 4  # the constant bank that holds addresses of global variables
-_READS_CONSTANTS, _BARRIER_OPERATION = (3, 5), 0x11D  # forms of operands; in a barrier's those bits are its number
+_READS_CONSTANTS, _BARRIER_OPERATION = (3, 5), 0x11D  # forms of operands; for a barrier, they encode its number
 
 
 class _Section(NamedTuple):
@@ -40,7 +41,9 @@ class _Symbol(NamedTuple):
 
 
 def functions(elf: bytes) -> dict[str, Function]:
-    """Return the kernels of a cubin with the functions they call: "kernel" if there is one, else "kernel 1", ..."""
+    """Return the functions of a cubin by name: the only kernel is "kernel", several are "kernel 1" etc., with their
+    callees.
+    """
     sections = _sections(elf)
     symbols = _symbols(sections)
     every = []
@@ -53,7 +56,9 @@ def functions(elf: bytes) -> dict[str, Function]:
 
 
 def _function(text: _Section, inside: set[int], sections: list[_Section], symbols: list[_Symbol]) -> Function:
-    """Read the function of a section .text.<name>; `inside` numbers the symbols of it and of what it calls there."""
+    """Read the function of a section .text.<name>; `inside` numbers the function's own symbols and those of its
+    callees.
+    """
     name = text.name.removeprefix(".text.")
     function: Function = {"instructions": text.data, "registers": 0, "stack bytes": 0, "shared bytes": 0, "barriers": 0}
     for attribute, value in _attributes(_data(sections, ".nv.info")):
@@ -76,7 +81,7 @@ def _function(text: _Section, inside: set[int], sections: list[_Section], symbol
         if section.name == f".nv.shared.{name}":
             function["shared bytes"] = section.size
         elif section.name.startswith(".nv.constant") and of in ("", name):
-            # Addresses of variables that are never read stand in an order that depends on names.
+            # The order of the addresses of variables that are never read depends on names.
             if bank != str(_ADDRESSES) or _reads_addresses(text.data):
                 function[f"constant bank {bank}"] = section.data
                 function[f"relocations of constant bank {bank}"] = _relocations(section.name, sections, symbols)
@@ -106,7 +111,9 @@ def _symbols(sections: list[_Section]) -> list[_Symbol]:
 
 
 def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield numbers and values of a .nv.info section; a value has two bytes, or in format 4 as many as these say."""
+    """Yield numbers and values of a .nv.info section; a value has two bytes, or in format 4 the number of bytes that
+    these state.
+    """
     place = 0
     while place < len(data):
         form, attribute, size = struct.unpack_from("<BBH", data, place)
@@ -116,7 +123,7 @@ def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _relocations(target: str, sections: list[_Section], symbols: list[_Symbol]) -> list[str]:
-    """Return the relocations of a section: offset, type, what the symbol stands for, addend."""
+    """Return the relocations of a section: offset, type, meaning of the symbol, addend."""
     return [
         f"{offset:#x} {info & 0xFFFFFFFF} {_meaning(symbols[info >> 32], sections)} {sum(addend)}"
         for section in sections
@@ -138,7 +145,7 @@ def _meaning(symbol: _Symbol, sections: list[_Section]) -> str:
 
 
 def _reads_addresses(code: bytes) -> bool:
-    """Return whether an instruction takes an operand from the constant bank of addresses, or looks as if it did."""
+    """Return whether an instruction reads, or may read, an operand from the constant bank of addresses."""
     return any(
         low >> 54 & 31 == _ADDRESSES and low >> 9 & 7 in _READS_CONSTANTS and low & 0x1FF != _BARRIER_OPERATION
         for low, _ in struct.iter_unpack("<QQ", code)

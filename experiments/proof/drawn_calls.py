@@ -1,4 +1,4 @@
-"""Calls that are drawn once and kept as text, so that the bits of their results can be compared with an earlier tree's.
+"""Random calls, stored as text, whose results can be compared bitwise between two versions of the source tree.
 
 A call is an expression of the functions below: `gradients(Structure(...))` of an example of cuflash.testing, or
 `packed(7)`, `options(7)`, `fp8(7)`, `cached(7)`, `selected(7)` and `masses(7)`, whose arguments follow from a seed.
@@ -24,12 +24,12 @@ Arrays = dict[str, Any]
 HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 FLOATS = (*HALVES, np.dtype(np.float32), np.dtype(np.float64))
 FAMILIES = ("sm90", "sm80", "simt")
-NUM_SEEDS = 100  # of each function of a seed
-MOST_CHARACTERS = 500  # of the text of a call: an array of booleans may take thousands
+NUM_SEEDS = 100  # for each function that takes a seed
+MOST_CHARACTERS = 500  # maximum length of a call's text: an array of booleans may take thousands
 
 
 def drawn_calls(total: int) -> list[str]:
-    """Return this many calls as text; the same ones for the same versions of cuflash.testing and Hypothesis."""
+    """Return this number of calls as text; they depend only on the versions of cuflash.testing and Hypothesis."""
     seeded = [f"{function.__name__}({seed})" for function in SEEDED for seed in range(NUM_SEEDS)]
     plain = _drawn_structures(wanted := (total - len(seeded)) // 2)
     odd = _drawn_structures(wanted, has_sink=True, has_score=True, has_dropout=True, has_non_finite=True)
@@ -37,7 +37,7 @@ def drawn_calls(total: int) -> list[str]:
 
 
 def _drawn_structures(wanted: int, **features: bool) -> list[str]:
-    """Return calls of `gradients` on different small structures whose text is short."""
+    """Return calls of `gradients` on different small structures with short texts."""
     drawn = dict[str, None]()
     small = strategies.structures(widest=64, most_scores=1 << 13, most_rows=400, **features)
 
@@ -55,9 +55,10 @@ def _drawn_structures(wanted: int, **features: bool) -> list[str]:
 
 
 def digest(call: str, executor: str) -> str:
-    """Return a digest of a call's results; of a refusal, its class and a digest of its text.
+    """Return a digest of a call's results, or the class of a refusal and a digest of its text.
 
-    On the simulator calls take the kernel families in turn, and the default one if a family does not serve the call.
+    On the simulator, calls use the kernel families in rotation, or the default family if that one does not serve the
+    call.
     """
     try:
         return digest_of(eval(call, NAMES)(executor=executor))  # noqa: S307, of text that this module wrote
@@ -66,7 +67,7 @@ def digest(call: str, executor: str) -> str:
 
 
 def digest_of(results: Arrays) -> str:
-    """Return a digest of all bits of arrays, their names, dtypes and shapes."""
+    """Return a digest of the bits, names, dtypes and shapes of arrays."""
     digest = hashlib.sha256()
     for name, array in sorted(results.items()):
         array = np.asarray(array)
@@ -76,7 +77,7 @@ def digest_of(results: Arrays) -> str:
 
 
 def _attempt(call: Callable[..., Arrays], seed: int, executor: str) -> Arrays:
-    """Make a call by the family whose turn it is, or by the default one if that family does not serve it."""
+    """Make a call with the family whose turn it is, or with the default family if that one does not serve it."""
     if executor == "sim":
         with suppress(UnsupportedProblem):
             return call(executor=executor, kernel=FAMILIES[seed % len(FAMILIES)])
@@ -148,7 +149,7 @@ def packed(seed: int) -> Callable[[str], Arrays]:
 
 
 def options(seed: int) -> Callable[[str], Arrays]:
-    """Return a call of both passes with arguments that examples lack, as causal, window, softcap, bias and indices."""
+    """Return a call of both passes with arguments that examples lack: causal, window, softcap, bias and indices."""
     rng = np.random.default_rng([2, seed])
     batch, num_heads, num_kv_heads, head_dim = _sizes(rng)
     seqlen_q, seqlen_kv = (int(length) for length in rng.integers(1, 150, 2))
@@ -215,7 +216,7 @@ def fp8(seed: int) -> Callable[[str], Arrays]:
 
 
 def cached(seed: int) -> Callable[[str], Arrays]:
-    """Return some steps of a KV cache: a prompt, then tokens one by one, in pages or not, in FP8 or not."""
+    """Return some steps of a KV cache: a prompt, then single tokens, with or without pages and FP8."""
     rng = np.random.default_rng([4, seed])
     batch, num_heads, num_kv_heads, head_dim = _sizes(rng)
     dtype = FLOATS[seed % 3]
@@ -244,7 +245,7 @@ def cached(seed: int) -> Callable[[str], Arrays]:
 
 
 def selected(seed: int) -> Callable[[str], Arrays]:
-    """Return the blocks that a selector chooses, and attention to them."""
+    """Return a selection of blocks, and attention to them."""
     rng = np.random.default_rng([6, seed])
     batch, num_heads, num_kv_heads, head_dim = _sizes(rng)
     tokens, dtype = int(rng.integers(33, 200)), FLOATS[seed % 4]
@@ -267,7 +268,7 @@ def selected(seed: int) -> Callable[[str], Arrays]:
 
 
 def masses(seed: int) -> Callable[[str], Arrays]:
-    """Return sums of weights by blocks, what a mask keeps, the merge of two halves, error bounds, and the reference."""
+    """Return block masses, the recall of a mask, the merge of two halves, error bounds, and the reference."""
     rng = np.random.default_rng([7, seed])
     batch, num_heads, num_kv_heads, head_dim = _sizes(rng)
     tokens, dtype = int(rng.integers(2, 150)), FLOATS[seed % 4]

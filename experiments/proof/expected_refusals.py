@@ -1,7 +1,7 @@
-"""A plugin of pytest that writes the class and text of each refusal that a test expects: `-p expected_refusals`.
+"""A pytest plugin that records the class and the text of each refusal that a test expects: `-p expected_refusals`.
 
-The environment's CUFLASH_REFUSALS is the folder of its files, one for each process. A refusal is an exception that
-passes through a function of the library, where a test expects it by `pytest.raises`.
+The environment variable CUFLASH_REFUSALS names the folder of its files, one for each process. A refusal is an exception
+that a function of the library raises inside `pytest.raises`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import cuflash
 import pytest
 
 LIBRARY = str(Path(cuflash.__file__).parent)
-# Text that differs from run to run, or with the place of a line: addresses, temporary folders, the tree's own folder.
+# Parts of texts that depend on the run or on line numbers: addresses, temporary folders, the folder of the source tree.
 _VARYING = (
     (re.compile(r"0x[0-9a-f]+"), "0x..."), (re.compile(r"/tmp/[^\s:,']+"), "/tmp/..."),
     (re.compile(r", line \d+"), ", line ..."), (re.compile(r"(\.cuh?):\d+"), r"\1:..."),
@@ -27,7 +27,7 @@ _exit = pytest.RaisesExc.__exit__
 
 
 def refusal(error: BaseException) -> tuple[str, str]:
-    """Return the class and the text of an exception, without what differs from run to run."""
+    """Return the class and the text of an exception, without parts that depend on the run."""
     text = str(error).replace(str(Path(LIBRARY).parent), "...")
     for pattern, constant in _VARYING:
         text = pattern.sub(constant, text)

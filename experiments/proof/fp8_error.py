@@ -5,19 +5,20 @@
     python -m experiments fp8_error --gpu                              # the kernel, on a GPU of compute capability 9.0
     python -m experiments fp8_error --sim --queries 256                # the kernel on the simulator
 
-Attention of q, k and v quantised to e4m3 in every way against the specification in float64 on the operands as they were
-drawn, float16: root mean squares of the error of o. The operands are those of FlashAttention-3 (arXiv 2407.08608,
-section 4.3), N(0, 1) + N(0, 100) Bernoulli(0.001), and plain N(0, 1). The cpu executor rounds nothing else to 8 bits.
-Kernels round the weights too, and tensor cores cut sums: their errors are in files of their own. `queries` is how many
-queries of each head are computed, 0 for all. `share` is the largest error over the bound, quantization_bound and
-error_bound together, on the first head and as many queries as `bounded`.
+Attention of q, k and v that are quantized to e4m3 in several ways is compared with the specification in float64 on the
+original float16 operands; errors are root mean squares over o. The operands have the distribution of FlashAttention-3
+(arXiv 2407.08608, section 4.3), N(0, 1) + N(0, 100) Bernoulli(0.001), or are N(0, 1). The cpu executor rounds nothing
+else to FP8. Kernels also round the weights, and tensor cores truncate sums; their errors are in separate files.
+`queries` is the number of computed queries per head, 0 for all. `share` is the largest error divided by its bound (the
+sum of quantization_bound and error_bound) on the first `bounded` queries of the first head.
 
-Expect: with outliers a rotation of q and k halves the error of one scale for a tensor; without outliers all are alike.
-Found:  with outliers a rotation makes the error of one scale for a tensor 2.0 times smaller at 128 columns and 2048
-        rows and 2.7 times at 8192, at 64 columns 1.9 and 2.2 times: the more scores there are, the more weight goes to
-        keys whose outliers meet a query's. The table is in docs/fp8.md.
+Expect: with outliers, rotating q and k halves the error of one scale per tensor; without outliers, all methods are
+equal.
+Found:  with outliers, a rotation reduces the error of one scale per tensor by a factor of 2.0 at head_dim 128 and 2048
+rows, and of 2.7 at 8192 rows; at head_dim 64 by 1.9 and 2.2. The more scores there are, the more weight goes to keys
+whose outliers coincide with a query's. The table is in docs/fp8.md.
 
-Cost: Minutes on two cores; --gpu half a minute of a GPU, and as long on the host for the exact results.
+Cost: Minutes on two cores; --gpu half a minute of a GPU, and the same time on the host for the exact results.
 """
 
 import itertools

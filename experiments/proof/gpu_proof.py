@@ -1,29 +1,30 @@
-"""Do repeated calls on a GPU give the same bits, and do NVIDIA's sanitizers find nothing?
+"""Are repeated calls on a GPU bitwise equal, and do NVIDIA's sanitizers report nothing?
 
     python -m experiments gpu_proof                                                # needs CuPy and a GPU
     python -m experiments gpu_proof --sections repeats
     python -m experiments gpu_proof --sections sanitizers --jobs 16                # 16 processes at a time
     python -m experiments gpu_proof --sections sanitizers --tools racecheck --families sm90
 
-`repeats`: for each family on tensor cores, dtype, head_dim and mask, `forwards` forward calls at a size of several
-blocks for every one that the GPU holds at once, and `gradients` backward calls: dk and dv of the usual one, all three
-with deterministic=True. Each is compared with the first on the device, bit by bit; the host waits at the end alone.
-Backward calls whose kernels are another family's are left to that one.
+`repeats`: for each tensor-core family, dtype, head_dim and mask, makes `forwards` forward calls and `gradients`
+backward calls (dk and dv of the default call, and all three gradients with deterministic=True). Each call has several
+thread blocks per block slot of the GPU. Its results are compared bitwise on the device with those of the first call;
+the host waits only at the end. If another family serves a backward call, the call is counted for that family.
 
-`sanitizers`: `cases`, which with calls on KV caches launch every kernel that the GPU can be given, in a child process
-for each tool of compute-sanitizer and each family, `jobs` of them at a time. CuPy's memory pool is off, so that each
-array is an allocation of its own. No kernel is left out, CuPy's neither: what initcheck does not see written counts as
-unwritten. And it must find what is: in its control, one case of each family, k is left unwritten; except for sm90,
-whose k the tensor memory accelerator reads: that it misses. It misses what the accelerator writes too, so sm90 writes o
-over zeros, and sums of dQ. racecheck is shown sm90's watched kernels: it knows no order that goes from one lane through
-__syncwarp to what another one does, and in these every lane arrives at a barrier where in others one does for its warp.
+`sanitizers`: runs `cases`, which together with calls on KV caches launch every kernel that the GPU can run, in a child
+process for each tool of compute-sanitizer and each family, `jobs` processes at a time. CuPy's memory pool is disabled,
+so that each array is a separate allocation. No kernel is excluded, not even CuPy's, because initcheck treats memory
+that it has not seen written as uninitialized. As a control, initcheck must report errors in one case per family in
+which k is left unwritten. sm90 has no control, since initcheck does not see reads by the tensor memory accelerator
+(TMA). It does not see TMA's writes either, so o and the sums of dQ are set to zero before sm90's kernels write them.
+racecheck runs on sm90's kernels with watchdogs: it does not track an order from one lane through __syncwarp to another
+lane, and with a watchdog every lane arrives at barriers, instead of one lane per warp.
 
-Rows of the result that a run does not measure stay as they are; it ends with an error if a row is not as it should be.
+Rows of the result that a run does not measure are left unchanged; the run ends with an error if a row shows a failure.
 
-Expect: no repeat differs, no tool reports an error, and initcheck does where k is unwritten.
-Found:  of sm80 and sm90 no repeat differs, 24,000 forward calls and 4,400 gradients. The sanitizers find what was left
-unwritten, and else nothing but eight reports of racecheck: of sm90's gradients that finish dQ, where it does not follow
-bar.arrive (sm90_steps.log of b648872e, 28 and 29).
+Expect: no repeat differs, no tool reports an error, and initcheck reports errors if k is unwritten.
+Found:  no repeat of sm80 and sm90 differs, over 24,000 forward calls and 4,400 gradients. initcheck reports the
+unwritten arrays. All other reports are eight of racecheck, for sm90's gradients that finish dQ, where it does not
+follow bar.arrive (sm90_steps.log of b648872e, 28 and 29).
 
 Cost: Half an hour of a GPU, most of it under the sanitizers.
 """
@@ -82,10 +83,11 @@ from workloads import draw
 SECTIONS = ("repeats", "sanitizers")
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 SLOWEST_FIRST = ("racecheck", "memcheck", "initcheck", "synccheck")
-OPTIONS = {"memcheck": ("--report-api-errors", "no")}  # bindings ask the driver for functions that it may not have
-WATCHED = ("racecheck",)  # what CUFLASH_CHECK asks for: sm90's barriers count every lane, as racecheck needs
-UNSEEN = ("sm90",)  # families whose accelerator, which initcheck does not see, reads k, and writes o and sums of dQ
-CONTROL = "initcheck, k unwritten"  # which has to report errors
+OPTIONS = {"memcheck": ("--report-api-errors", "no")}  # CuPy asks the driver for functions that it may not have
+# Tools that run with CUFLASH_CHECK, so that every lane arrives at sm90's barriers, as racecheck needs
+WATCHED = ("racecheck",)
+UNSEEN = ("sm90",)  # families whose k, o and sums of dQ are accessed by TMA, which initcheck does not see
+CONTROL = "initcheck, k unwritten"  # must report errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +173,7 @@ def bits(x: Any) -> Any:
 
 
 def differing(call: Callable[[], Sequence[Any]], calls: int) -> int:
-    """Return how many calls gave other bits than the first; the host waits for this number alone."""
+    """Return how many calls gave other bits than the first one; the only function that synchronizes the host."""
     import cupy
 
     expected, count = [bits(x) for x in call()], cupy.zeros((), np.int64)
@@ -197,7 +199,7 @@ def run_repeats(config: Config, device: DeviceSpec) -> Iterator[Record]:
             if way == "forward":
                 return list(ready.forward(q, k, v))
             dq, dk, dv = ready.backward(do, q, k, v, o, lse)
-            return [dq, dk, dv] if way.endswith("deterministic") else [dk, dv]  # dq is added up in any order
+            return [dq, dk, dv] if way.endswith("deterministic") else [dk, dv]  # the order in which dq is summed varies
 
         begin = time.perf_counter()
         errors = differing(call, calls)
@@ -209,9 +211,9 @@ def run_repeats(config: Config, device: DeviceSpec) -> Iterator[Record]:
         cupy.get_default_memory_pool().free_all_blocks()
 
 
-# Sanitizers: which calls
+# Sanitizers: the calls
 
-as_of_large_calls = patch.object(sm90, "MIN_TILES_PER_PROCESSOR", 0)  # the tiles that are chosen meanwhile
+as_of_large_calls = patch.object(sm90, "MIN_TILES_PER_PROCESSOR", 0)  # for the choice of tiles inside the `with` block
 
 
 class Case(NamedTuple):
@@ -220,9 +222,11 @@ class Case(NamedTuple):
     kernel: str
     precision: str
     deterministic: bool
-    is_device_mask: bool  # the mask's arrays are on the device, and its list is made there
+    is_device_mask: bool  # the mask's arrays are on the device, and kernels build its list
     structure: Structure
-    is_large: bool = False  # as if the GPU had few multiprocessors: its blocks finish dQ, as of calls of many heads
+    has_tangents: bool = False  # the tangents of o and lse are computed, too
+    # Planned as for a GPU with few multiprocessors, so that blocks finish dQ, as in calls with many heads
+    is_large: bool = False
 
     def device(self, device: DeviceSpec) -> DeviceSpec:
         """Return the device for which the case is planned."""
@@ -254,7 +258,7 @@ class Case(NamedTuple):
         shapes = [cuflash.ShapeDtype(x.shape, x.dtype) for x in (example.q, example.k, example.v)]
         sink = {} if example.sink is None else {"sink": cuflash.ShapeDtype(example.sink.shape, example.sink.dtype)}
         options = {**self.options, **sink, "wrt": tuple(sink), "device": self.device(device)}
-        options["dropout"] = example.dropout
+        options |= {"dropout": example.dropout, "tangents": ("q", "k", "v") if self.has_tangents else ()}
         return cuflash.plan(*shapes, mask=self.mask, **options, executor="gpu")._plan
 
 
@@ -274,7 +278,7 @@ def kinds_of_mask(rows: int, keys: int) -> dict[str, masks.Mask | None]:
     """Return masks by the kind of work that kernels walk."""
     rng = np.random.default_rng(0)
     some = {side: rng.random((-(-rows // side), -(-keys // side))) < 0.5 for side in (16, 128, 64)}
-    some[128][0] = some[64][0] = True  # few as they are, at least a row
+    some[128][0] = some[64][0] = True  # at least one row is listed
     return {
         "dense": None,
         "causal": masks.Causal("bottom_right"),
@@ -310,9 +314,14 @@ def cases(config: Config) -> Iterator[tuple[str, Case]]:
 
         for number, (kind, mask) in enumerate(kinds.items(), turn):
             yield kind, case(number, mask)
+        moves = precision == "ieee" and kernel not in ("fa1", "naive")
         if kernel != "fa1":
-            yield "dense", case(turn, sink=(4,))
-            yield "causal", case(turn, masks.Causal("bottom_right"), dropout=cuflash.Dropout(0.3, seed=turn))
+            causal, dropout = masks.Causal("bottom_right"), cuflash.Dropout(0.3, seed=turn)
+            yield "dense", case(turn, sink=(4,))._replace(has_tangents=moves)
+            yield "causal", case(turn, causal, dropout=dropout)._replace(has_tangents=moves)
+        if moves:
+            yield "lengths", case(turn, kinds["lengths"])._replace(has_tangents=True)
+            yield "blocks of 64", case(turn, kinds["blocks of 64"])._replace(has_tangents=True)
         if kernel in ("sm80", "sm90"):
             for number in (0, 1):
                 yield "dense", case(number, head_dim=256, value_dim=256)
@@ -333,10 +342,12 @@ def cases(config: Config) -> Iterator[tuple[str, Case]]:
             for group_size in (1, 4):
                 few = {"seqlen_q": 3, "seqlen_kv": 1100, "num_kv_heads": 4 // group_size}
                 yield "few queries", case(turn, **few, head_dim=64, value_dim=64)
+                if precision == "ieee":  # by a kernel that no family's name selects
+                    yield "few queries", case(turn, **few, head_dim=64, value_dim=64)._replace(kernel="auto")
 
 
 def control(kernel: str) -> Case:
-    """Return a case that reads all of k, in the family's fastest way."""
+    """Return a case that reads all of k, on the fastest path of the family."""
     dtype = "float32" if kernel == "simt" else "float16"
     structure = Structure(q_batch=(1,), k_batch=(1,), v_batch=(1,), seqlen_q=128, seqlen_kv=128, head_dim=64,
                           value_dim=64, dtype=dtype)  # fmt: skip
@@ -368,13 +379,15 @@ def run_case(case: Case, *, leaves_k_unwritten: bool = False) -> None:
     dlse = None if example.dlse is None else to_device(np.ascontiguousarray(example.dlse), "contiguous")
     with zeros_for_sums(ready._plan) if case.kernel in UNSEEN else nullcontext():
         ready.backward(do, q, k, v, o, lse, dlse=dlse, **sink)
+    if case.has_tangents:
+        ready.jvp(q, k, v, o, lse, q, k, v, **sink)
     if case.makes_lists:
         cuflash.attention(q, k, v, mask=mask, out=out, **case.options, **sink)
     cupy.cuda.get_current_stream().synchronize()
 
 
-# Calls on caches: dtype, query heads, new rows, page size or None, and whether rows are stored in FP8. Two key/value
-# heads of 64 dims, 300 positions.
+# Calls on caches: dtype, query heads, new rows, page size or None, and whether rows are stored in FP8. Caches have two
+# key/value heads of head_dim 64, and 300 positions.
 CACHES = (
     ("float16", 2, 1, None, False), ("float16", 8, 5, 16, False), ("bfloat16", 4, 20, 64, False),
     ("float32", 2, 3, 16, False), ("float16", 2, 1, 16, True), ("bfloat16", 4, 20, None, True),
@@ -401,7 +414,7 @@ def specs_of_caches(device: DeviceSpec) -> set[KernelSpec]:
 
 
 def run_caches() -> int:
-    """Append to caches and attend to them, by counts on the host and on the device; return the number of calls."""
+    """Append to caches and attend to them, with counts on the host and on the device; return the number of calls."""
     import cupy
 
     for dtype, heads, rows, page_size, has_8_bits in CACHES:
@@ -428,7 +441,7 @@ def specs_of_masses(device: DeviceSpec) -> set[KernelSpec]:
 
 
 def run_masses() -> int:
-    """Sum masses of blocks with short last blocks under a mask; return the number of calls."""
+    """Sum block masses under a mask, with short last blocks; return the number of calls."""
     import cupy
 
     for dtype in MASS_DTYPES:
@@ -438,12 +451,12 @@ def run_masses() -> int:
 
 
 def specs_of_selectors() -> set[KernelSpec]:
-    """Return the selector kernels for the dtypes of these calls."""
+    """Return the kernels of selectors for the dtypes of these calls."""
     return every_selection_spec(tuple(as_dtype("dtype", dtype) for dtype in MASS_DTYPES))
 
 
 def run_selectors() -> int:
-    """Choose blocks by every selector that has kernels of its own; return the number of calls."""
+    """Choose blocks with every selector that has separate kernels; return the number of calls."""
     import cupy
 
     few = {"budget": cuflash.selectors.Budget(top_k=2)}
@@ -465,7 +478,9 @@ def specs_of_results() -> set[KernelSpec]:
 
 
 def run_results() -> int:
-    """Merge three parts, of rows that thread blocks share, and measure the recall of a window; return the calls."""
+    """Merge three parts whose rows are shared by thread blocks, and measure the recall of a window; return the number
+    of calls.
+    """
     import cupy
 
     for dtype in MASS_DTYPES:
@@ -511,7 +526,7 @@ def specs_of_captured_sums() -> set[KernelSpec]:
 
 
 def run_captured_sums() -> int:
-    """Compute repeatable gradients of a bias that the batch shares, and of slopes; return the number of calls."""
+    """Compute deterministic gradients of slopes, and of a bias that the batch shares; return the number of calls."""
     import cupy
 
     x = cupy.full((2, 2, 90, 32), 1, np.float32)
@@ -539,7 +554,7 @@ def zeros_for_sums(plan: KernelPlan) -> Iterator[None]:
         yield
 
 
-DONE = "cases done:"  # and how many, as the child's last line
+DONE = "cases done:"  # the start of the child's last line, followed by the number of cases
 
 
 def child(argument: str) -> None:
@@ -567,7 +582,7 @@ def child(argument: str) -> None:
     print(DONE, done, flush=True)
 
 
-# Sanitizers: the parent
+# Sanitizers: the parent process
 
 
 def sanitizer() -> str:
@@ -585,13 +600,15 @@ def sanitizer() -> str:
 
 
 def errors_in(output: str) -> int | None:
-    """Return the counts in the last lines of a tool, of each process; None if the tool itself failed."""
+    """Return the error counts in a tool's last lines, one for each process, or None if the tool itself failed."""
     matches = re.findall(r"ERROR SUMMARY: (\d+) errors?$|RACECHECK SUMMARY: (\d+) hazard", output, re.MULTILINE)
     return sum(int(errors or hazards) for errors, hazards in matches) if matches else None
 
 
 def under(tool: str, name: str, request: dict[str, Any], timeout_s: int) -> Record:
-    """Run a child process under a tool; return cases, errors, seconds, and what else went wrong."""
+    """Run a child process under a tool; return the numbers of cases and errors, the seconds, and a description of other
+    failures.
+    """
     paths = [*FOLDERS, str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     code = "import sys, gpu_proof; gpu_proof.child(sys.argv[1])"
     command = [tool, "--tool", name, *OPTIONS.get(name, ()), sys.executable, "-c", code, json.dumps(request)]
@@ -602,7 +619,7 @@ def under(tool: str, name: str, request: dict[str, Any], timeout_s: int) -> Reco
         try:
             output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the tool, and what it watches
+            os.killpg(process.pid, signal.SIGKILL)  # the tool, and the process that it checks
             output, _ = process.communicate()
             note = f"stopped after {timeout_s} s"
     done = re.search(f"^{DONE} (\\d+)$", output, re.MULTILINE)
@@ -621,7 +638,7 @@ def under(tool: str, name: str, request: dict[str, Any], timeout_s: int) -> Reco
 
 
 def run_sanitizers(config: Config, device: DeviceSpec) -> Iterator[Record]:
-    """Yield a record for each tool and family, and one of initcheck's control for each family."""
+    """Yield a record for each tool and family, and one for each family of initcheck's control."""
     tool, runs = sanitizer(), families(config, device)
     version_text = subprocess.run([tool, "--version"], capture_output=True, text=True, check=False).stdout
     version = re.search(r"[Vv]ersion (\S+)", version_text)
@@ -636,7 +653,7 @@ def run_sanitizers(config: Config, device: DeviceSpec) -> Iterator[Record]:
     specs |= specs_of_quantized(device) if "sm90" in runs else set()
     if set(config.tools) & set(WATCHED):
         specs |= {replace(spec, has_watchdog=True) for spec in specs if spec.family == "sm90"}
-    nvrtc.precompile(specs, device.compute_capability)  # into CuPy's cache, where each child finds them
+    nvrtc.precompile(specs, device.compute_capability)  # into CuPy's cache, from which each child loads them
     jobs = [(name, family) for name in sorted(config.tools, key=SLOWEST_FIRST.index) for family in runs]
     if "initcheck" in config.tools:
         jobs += [(CONTROL, family) for family in runs if family not in UNSEEN]
@@ -663,7 +680,7 @@ def run(config: Config) -> Iterator[Record]:
 
 
 def is_wrong(record: Record) -> bool:
-    """Return whether a row is not what the proof needs."""
+    """Return whether a row shows a failure."""
     has_errors = record["errors"] is None or record["errors"] > 0
     return bool(record.get("note")) or has_errors != (record["check"] == CONTROL)
 

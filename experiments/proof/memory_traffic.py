@@ -1,25 +1,23 @@
-"""Do kernels move as many bytes of a GPU's memory as the papers' model of input and output says?
+"""Do kernels move the number of bytes of GPU memory that the papers' I/O model predicts?
 
     python -m experiments memory_traffic           # the model's bytes, from plans: no GPU, a second
     python -m experiments memory_traffic --gpu     # compared with NVIDIA's profiler counters, by ncu
 
-FlashAttention's argument (arXiv 2205.14135, theorem 2) counts what moves between a GPU's memory and its chip. Standard
-attention moves its matrices of scores, Theta(N d + N^2) elements. FlashAttention-1 keeps M bytes of K and V on the chip
-and moves Q and O past them, Theta(N^2 d^2 / M). FlashAttention-2 and 3 keep Q and O, and move K and V past them, which
-thread blocks that run together find in the level-2 cache: each array moves about once.
+FlashAttention's argument (arXiv 2205.14135, theorem 2) counts the data that moves between a GPU's memory and its chip.
+Standard attention moves its matrices of scores, Theta(N d + N^2) elements. FlashAttention-1 keeps M bytes of K and V on
+the chip and streams Q and O, Theta(N^2 d^2 / M). FlashAttention-2 and 3 keep Q and O on the chip and stream K and V,
+which concurrent thread blocks find in the level-2 cache, so that each array moves about once.
 
-The model of "fa1" is `traffic` of its family, which `plan.explain()` prints. That of other kernels counts each array
-that a kernel reads or writes once. A cache that holds an array between two turns makes the counters smaller than the
-model, and an array that is read again makes them larger. At these lengths the sums of all heads of "fa1" are larger
-than the cache.
+The model of "fa1" is `traffic` of its family, which `plan.explain()` prints. For other kernels, the model counts each
+array that a kernel reads or writes once. The counters are smaller than the model if an array stays in the cache between
+two kernels, and larger if an array is read again. At these lengths, the sums of all heads of "fa1" exceed the cache.
 
-Counters are `dram__bytes_read.sum` and `dram__bytes_write.sum` of every kernel of a call, by `ncu --csv` in one process
-for all lengths, which empties the caches before each kernel. ncu needs a permission to read counters; where it lacks
-it, the experiment ends with what ncu says.
+The counters are `dram__bytes_read.sum` and `dram__bytes_write.sum` of every kernel of a call, from `ncu --csv` in one
+process for all lengths, with caches flushed before each kernel. ncu needs a permission to read counters; without it,
+the experiment ends with ncu's message.
 
-Found:  on an H100, from 2048 to 16384 tokens, FlashAttention-1's loops move 0.99 to 1.00 of what the model says, and
-the passes of sm90 0.95 to 1.13: bytes of the former grow with the square of the length, and those of the latter with
-the length.
+Found:  on an H100, from 2048 to 16384 tokens, FlashAttention-1's loops move 0.99 to 1.00 of the predicted bytes, and
+the passes of sm90 0.95 to 1.13. The former grow with the square of the length, and the latter linearly.
 
 Cost: A second on one core; --gpu half a minute of a GPU under its profiler.
 """
@@ -42,7 +40,7 @@ from rich.table import Table
 from traffic_model import WAYS, modelled
 
 KERNELS = ("naive", "fa1", "sm80", "sm90")
-MOST_OF_MEMORY = 0.6  # of a GPU, for a workspace: that of the forward pass stays in the pool
+MOST_OF_MEMORY = 0.6  # fraction of a GPU's memory for a workspace, because the pool retains that of the forward pass
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 CALL = "import sys; sys.path[:0] = {folders!r}; import memory_traffic; memory_traffic.call({calls!r})"
 
@@ -112,7 +110,7 @@ def counted(calls: Sequence[tuple[tuple[int, ...], Sequence[str]]]) -> list[dict
 def parsed(printed: str) -> list[tuple[str, int]]:
     """Parse the names of kernels in launch order, and the bytes that each read and wrote.
 
-    ncu prints messages, and then a table of comma-separated values.
+    ncu prints messages, then a table of comma-separated values.
 
     Raises
     ------
@@ -168,7 +166,7 @@ def run(config: Config) -> Iterator[Record]:
         }
         for seqlen in track(config.seqlens, "plans")
     }  # fmt: skip
-    try:  # the last family first, which fits at every length
+    try:  # the last family comes first; it fits at every length
         calls = [(config.shape(seqlen), tuple(reversed(fitting))) for seqlen, fitting in plans.items()]
         counters = counted(calls) if config.gpu else [{} for _ in calls]
     except RuntimeError as error:

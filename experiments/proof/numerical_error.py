@@ -1,22 +1,22 @@
-"""How far is attention from the exact result, by dtype, length, logits and outliers, and how far is plain NumPy?
+"""How far is attention from the exact result, by dtype, length, logits and outliers, compared with plain NumPy?
 
     python -m experiments numerical_error                              # under a minute on 2 cores
     python -m experiments numerical_error --seqlens 4096,16384 --dtypes float16,bfloat16
     python -m experiments numerical_error --gpu                        # kernels of a GPU, up to 16384 tokens
 
 Both get the same rounded q, k and v. "plain" is standard attention that keeps S and P in the dtype of its arguments, as
-a few lines of NumPy or PyTorch do: products are summed in float32 and rounded where they are stored. "tiled" is
-cuflash's cpu executor, which keeps scores and sums in float32 (float64 for float64), or with --gpu the kernels that
-`kernel="auto"` chooses, next to the same few lines in CuPy. The exact result is that of the same inputs in float64.
-Errors are the root of the mean square over that of the exact result.
+a few lines of NumPy or PyTorch do: products are summed in float32 and rounded when they are stored. "tiled" is
+cuflash's cpu executor, which keeps scores and sums in float32 (float64 for float64). With --gpu, "tiled" is the kernels
+that `kernel="auto"` chooses, and "plain" the same lines in CuPy. The exact result is computed in float64 from the same
+inputs. Errors are relative: the RMS error divided by the RMS of the exact result.
 
-Logits are scaled so that their standard deviation is `logit_std`. `outliers` is the share of elements of q and k that
-are 10 times as large, the distribution by which FlashAttention-3 (arXiv 2407.08608, section 4.3) judges 8-bit formats.
+Logits are scaled to the standard deviation `logit_std`. `outliers` is the fraction of elements of q and k that are
+multiplied by 10, the distribution with which FlashAttention-3 (arXiv 2407.08608, section 4.3) tests FP8.
 
-Expect: in 16 bits "tiled" is at the rounding of its result, and "plain", which stores S and P, some times above it; in
-float32 both are alike.
-Found:  in float16 at 4096 tokens "tiled" errs by at most 0.00021, the rounding of its result, and "plain" by 0.00057 to
-0.0020; in float32 both err alike.
+Expect: in 16 bits, the error of "tiled" is that of rounding the result, and the error of "plain", which stores S and P,
+is several times larger; in float32 both errors are similar.
+Found:  in float16 at 4096 tokens, the error of "tiled" is at most 0.00021, that of rounding the result, and the error
+of "plain" is 0.00057 to 0.0020; in float32 both errors are similar.
 
 Cost: Under a minute on two cores; --gpu seconds of a GPU.
 """
@@ -44,7 +44,7 @@ DTYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Calls that are compared; every combination is one row."""
+    """The calls to compare; every combination is one row."""
 
     gpu: bool = False
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")

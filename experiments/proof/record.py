@@ -1,31 +1,31 @@
-"""Does a change leave refusals, results, machine code and host times as they were?
+"""Does a change leave refusals, results, machine code and host times unchanged?
 
     python -m experiments record compare                       # the working tree against the kept record; no GPU
     python -m experiments record compare --parts results       # some parts of it
     python -m experiments record make                          # keep the record of the working tree
     python -m experiments record make --parts times            # on a GPU
 
-The record lies in experiments/results/record:
+The record is in experiments/results/record:
 
-- refusals.csv: class and text of each refusal that tests expect, outside those of planted faults
-- results.csv: drawn calls as text, with digests of all bits of their results on the cpu executor and on the simulator
-- kernels.csv: for each kernel and architecture the number of specifications of the compile gate, a digest of their
-  texts and launch resources, and one of their machine code
-- times.csv: host time of the calls of `host_time`
+- refusals.csv: class and text of each refusal that tests expect, except those of planted faults
+- results.csv: random calls as text, with digests of all bits of their results on the cpu executor and on the simulator
+- kernels.csv: for each kernel and architecture, the number of specifications of the compile gate, a digest of their
+texts and launch resources, and a digest of their machine code
+- times.csv: host times of the calls of `host_time`
 
-Bits on the cpu executor depend on the processor, its BLAS and NumPy; machine code on NVRTC's version. record.csv names
-what the record was made with. Where that differs, check out the record's commit, `make` the record there, and compare
-with that folder, `--with FOLDER`. The first kernels and times were made from a copy of the tree whose history ended at
-an earlier commit, so their commit, 2f05b6d5, was entered by hand.
+Bits on the cpu executor depend on the processor, its BLAS and NumPy; machine code depends on NVRTC's version.
+record.csv lists the versions with which the record was made. If yours differ, check out the record's commit, `make` the
+record there, and compare with that folder, `--with FOLDER`. The first kernels and times were made from a copy of the
+tree with a truncated history, so their commit, 2f05b6d5, was entered by hand.
 
-`compare` compiles only kernels whose texts differ from the record's. A changed row is printed as a row of the record
-(-) and one of the tree (+); a host time counts as changed if it rose by more than `MOST_RISE_US` after both were
-divided by their launch times.
+`compare` compiles only kernels whose texts differ from the record's. For each change it prints the row of the record
+(-) and the row of the tree (+). A host time, scaled by the ratio of the launch times, counts as changed if it exceeds
+the record's by more than `MOST_RISE_US` microseconds.
 
 Expect: no changed row; exit status 0, otherwise 1.
-Found:  nothing that is kept: each change lists the rows that it is meant to change.
+Found:  no result is stored: each change lists the rows that it changes on purpose.
 
-Cost: 12 minutes of two cores to compare; an hour more to compile all kernels; minutes of a GPU for times.
+Cost: 12 minutes on two cores to compare; one more hour to compile all kernels; minutes of a GPU for times.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def cores() -> int:
 
 
 def refusals(_: Path) -> list[Row]:
-    """Run the tests and return class and text of each refusal that they expect."""
+    """Run the tests, and return the class and the text of each refusal that they expect."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"CUFLASH_REFUSALS": folder, "PYTHONPATH": str(Path(__file__).parent)}
         tests = [f"tests/{name}" for name in FOLDERS_OF_TESTS]
@@ -73,7 +73,7 @@ def refusals(_: Path) -> list[Row]:
 
 
 def results(records: Path) -> list[Row]:
-    """Repeat the kept calls, or draw new ones if none are kept, and return the digests of their results."""
+    """Repeat the recorded calls, or draw new ones if none are recorded, and return the digests of their results."""
     path = records / "results.csv"
     calls = [row[0] for row in _rows(path)[1:]] if path.exists() else drawn_calls.drawn_calls(NUM_CALLS)
     executors = ("cpu", "sim")
@@ -86,7 +86,9 @@ def results(records: Path) -> list[Row]:
 
 
 def kernels(records: Path) -> list[Row]:
-    """Return digests of the texts and the machine code of all kernels; code of equal texts is that of the record."""
+    """Return digests of the texts and the machine code of all kernels; for equal texts, the record has the machine
+    code.
+    """
     path = records / "kernels.csv"
     before = {row[:4]: row[4] for row in _rows(path)[1:]} if path.exists() else {}
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(cores()) as pool:
@@ -147,7 +149,7 @@ def _write(path: Path, rows: Sequence[Row]) -> None:
 
 
 def changes(part: str, before: Sequence[Row], after: Sequence[Row]) -> list[str]:
-    """Return the rows that only one side has, those of the record first; of times, those that rose."""
+    """Return the rows that only one side has, those of the record first; for times, the rows that rose."""
     if part == "times":
         return _risen(before, after)
     old, new = set(before), set(after)
@@ -191,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _made_with(path: Path, part: str) -> list[Row]:
-    """Return the rows of record.csv, with what this machine is in the row of a part."""
+    """Return the rows of record.csv, with this machine's versions in the row of a part."""
     facts = machine()
     header = ("part", *facts)
     recorded = {row[0]: row for row in _rows(path)[1:]} if path.exists() else {}

@@ -1,4 +1,4 @@
-"""Does a change of names or files leave the machine code of all kernels as it was?
+"""Does a change of names or files leave the machine code of all kernels unchanged?
 
     python -m experiments same_machine_code main                       # every kernel, against a commit or branch
     python -m experiments same_machine_code main --quick               # few kernels that have everything once
@@ -6,21 +6,21 @@
     python -m experiments same_machine_code main --renamed is_packed=pack_gqa,sm90_convert_dq=sm80_convert_dq
 
 Both trees, the working tree and the commit BASE, list their kernels: all that the compile gate
-(tests/kernels/test_kernels_compile.py) lists, and those of `LISTED`, `UNEQUAL` and `WATCHED`, which the gate does not.
-What the library would hand to NVRTC for each, a text and options, is compiled here; no GPU is needed. Kernels are
-matched by specification and architecture, and compared function by function: instructions, relocations, constants,
-registers, stack, static shared memory, barriers and ptxas' other attributes (`cubin.functions`), and the dynamic shared
-memory that a launch asks for. Names, line numbers and debug information do not count. Fields of a specification that
-only one tree has do not count either; `--renamed` gives the new names of BASE's fields and kernels.
+(tests/kernels/test_kernels_compile.py) lists, and those of `LISTED`, `UNEQUAL` and `WATCHED`, which the gate does not
+list. For each kernel, the text and the options that the library would pass to NVRTC are compiled; no GPU is needed.
+Kernels are matched by specification and architecture, and compared function by function: instructions, relocations,
+constants, registers, stack, static shared memory, barriers and other ptxas attributes (`cubin.functions`), and the
+dynamic shared memory of a launch. Names, line numbers, debug information, and fields of a specification that only one
+tree has are ignored; `--renamed` gives the new names of BASE's fields and kernels.
 
-Kernels whose texts differ only in comments, white space and line numbers are not compiled: their machine code is
-equal. Of the others, functions are kept in `--cache` by text and options, so that a tree is compiled once. From an
-empty cache, a tree whose texts all differ takes 70 minutes of one core. `--quick` compares few kernels of sm_80, sm_90
-and sm_90a, so that each kernel has each architecture, each value of each field, each pair of dimensions, each tile and
-each combination of flags once.
+Kernels whose texts differ only in comments, white space and line numbers are not compiled, because their machine code
+is equal. Functions of other kernels are stored in `--cache` by text and options, so that a tree is compiled once. With
+an empty cache, a tree in which all texts differ takes 70 minutes on one core. `--quick` compares few kernels of sm_80,
+sm_90 and sm_90a: each kernel with each architecture, each value of each field, each pair of dimensions, each tile and
+each combination of flags at least once.
 
-Expect: "the same machine code", exit status 0; else every difference, exit status 1.
-Found:  nothing that is kept: each call lists the kernels whose code differs, and ends with status 1 if there are some.
+Expect: "the same machine code" and exit status 0; otherwise every difference and exit status 1.
+Found:  no result is stored: each run lists the kernels whose code differs, and ends with status 1 if there are any.
 
 Cost: Seconds if only comments differ; with --quick, 5 minutes of two cores for a family whose texts all differ.
 """
@@ -57,15 +57,15 @@ ROOT = Path(__file__).resolve().parents[2]
 GATE = "test_kernels_compile.py"
 CACHE = Path(tempfile.gettempdir()) / "cuflash_machine_code"
 QUICK_ARCHITECTURES = ("sm_80", "sm_90", "sm_90a")
-MOST_SHOWN = 40  # differences on the terminal; a file has all
+MOST_SHOWN = 40  # maximum number of differences on the terminal; a file has all of them
 
-# Beyond the gate, whose kernels walk no list, have equal dimensions and are not watched.
+# Kernels that the gate lacks: with lists, with unequal dimensions, and with watchdogs.
 ARCHITECTURES = {"T4": "sm_75", "A100": "sm_80", "H100": "sm_90"}
 LISTED = (("T4", "A100", "H100"), ((64, 64), (128, 128)), ((16, 64), (64, 64), (128, 128)))  # chips, dims, blocks
 UNEQUAL = (("H100",), ((192, 128), (64, 128)), (None, (128, 128)))
 WATCHED = (64, 128, 256)  # head_dim of kernels of the sm90 family in float16
 WATCHED_FIELDS = ("is_watched", "has_watchdog")  # the first of these that a specification has
-DEFAULTS = {field.name: str(field.default) for field in fields(KernelSpec)}  # of this tree's fields
+DEFAULTS = {field.name: str(field.default) for field in fields(KernelSpec)}  # defaults of this tree's fields
 
 
 class Kernel(NamedTuple):
@@ -80,9 +80,10 @@ class Kernel(NamedTuple):
 
 
 class Given(NamedTuple):
-    """File of the text that the library hands to NVRTC for a kernel, and the resources of its launch.
+    """The file with the text that the library passes to NVRTC for a kernel, and the resources of its launch.
 
-    A file is named by what the machine code can depend on: texts that differ only in comments have one name.
+    A file name is a digest of everything that affects the machine code: texts that differ only in comments have the
+    same name.
     """
 
     text: Path
@@ -95,7 +96,7 @@ class Given(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A field of a function that is not the same before and after."""
+    """A field of a function that differs between the two trees."""
 
     kernel: str
     function: str
@@ -107,7 +108,7 @@ class Difference(NamedTuple):
         return f"{self.kernel}: {self.function}: {self.field}: {self.before} -> {self.after}"
 
 
-# Kernels that a tree would compile. This part runs in one process a tree, which imports that tree's library.
+# Kernels that a tree would compile. This part runs in one process per tree, which imports that tree's library.
 
 
 def specifications(gate: Mapping[str, Any]) -> set[tuple[Any, str]]:
@@ -134,7 +135,7 @@ def by_kernel(root: Path) -> tuple[dict[Kernel, Any], Callable[[Any, str], objec
     The imported cuflash must come from that tree.
     """
     (path,) = root.glob(f"tests/**/{GATE}")
-    os.environ["CUFLASH_PROFILE"] = "long"  # the gate then chooses nothing
+    os.environ["CUFLASH_PROFILE"] = "long"  # so that the gate lists all kernels
     sys.path[:0] = sorted({str(module.parent) for module in root.glob("tests/**/*.py")})
     gate = runpy.run_path(str(path))
     spec_of = {}
@@ -151,11 +152,11 @@ def _entry(spec: Any) -> str:
 
 
 class _Stop(Exception):
-    """The exception that leaves the library in place of a compilation."""
+    """The exception by which the library is left before it compiles."""
 
 
 class _Recorder:
-    """Stands for cuda.core.Program: keeps what it is given."""
+    """A replacement for cuda.core.Program that records its arguments."""
 
     def __init__(self, text: str, language: str, options: Any) -> None:
         self.arguments = text, [option.decode() for option in options.as_bytes("nvrtc")]
@@ -165,9 +166,9 @@ class _Recorder:
 
 
 def serve(root: Path, path: Path, wanted: Path | None = None) -> None:
-    """Write a tree's kernels to a file or, of those whose numbers `wanted` holds, all that is `Given`.
+    """Write a tree's kernels to a file or, for the kernels whose numbers are in `wanted`, their `Given` objects.
 
-    Texts are written next to the file of numbers, one at a time: those of all kernels take gigabytes.
+    Texts are written next to the file of numbers, one at a time, because those of all kernels take gigabytes.
     """
     specs, compile_one = by_kernel(root)
     kernels = sorted(specs)
@@ -191,11 +192,11 @@ def serve(root: Path, path: Path, wanted: Path | None = None) -> None:
 def _launch_shared_bytes(spec: Any) -> int:
     """Return the dynamic shared memory of a launch, from its specification or family.
 
-    Trees from before families were objects have ``cuflash.tiles.shared_bytes``.
+    Older trees, in which families were not objects, have ``cuflash.tiles.shared_bytes``.
     """
     of_no_family = ("cache", "fp8", "lists", "results")
     if _entry(spec) in ("sink_gradient", "captured_sums") or spec.family in of_no_family:
-        return 0  # a sum for each thread, and `num_threads` is a field that is compared; and nothing
+        return 0  # the size depends only on `num_threads`, a field that is compared
     if hasattr(spec, "shared_bytes"):
         return int(spec.shared_bytes)
     for module, function in (("cuflash.planning.routing", "family_of"), ("cuflash.tiles", "shared_bytes")):
@@ -208,7 +209,7 @@ def _launch_shared_bytes(spec: Any) -> int:
 
 
 def served(root: Path, folder: Path, wanted: Sequence[int] | None = None) -> Any:
-    """Return the output of `serve` in a process that imports the library of that tree, and has a folder of its own."""
+    """Return the output of `serve` in a process with a separate folder, which imports that tree's library."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "served.json"]
     if wanted is not None:
@@ -240,7 +241,7 @@ def unpack(root: Path, commit: str, folder: Path) -> None:
         archive.extractall(folder, filter="data")
 
 
-# From texts to functions
+# Compilation of texts to functions
 
 
 _COMMENTS = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
@@ -264,7 +265,7 @@ def compared_text(text: str) -> str:
 
 @lru_cache(maxsize=64)
 def _compared_part(text: str) -> str:
-    """Return what counts of a part of a text, which is the same for many specifications of a kernel."""
+    """Return the compared part of a text, which many specifications of a kernel share."""
     return bare(text) if re.search(r"\b__(LINE|FILE|COUNTER|DATE|TIME)__\b", text) is None else text
 
 
@@ -320,7 +321,7 @@ def cached_functions(cache: Path, text: str, options: Sequence[str]) -> dict[str
 
 
 def kept_file(cache: Path, path: Path, options: Sequence[str]) -> dict[str, cubin.Function]:
-    """Return the functions of the text in a file, as `cached_functions` does."""
+    """Return the functions of the text in a file; see `cached_functions`."""
     return cached_functions(cache, path.read_text("utf-8"), options)
 
 
@@ -355,7 +356,7 @@ def _there(*is_there: bool) -> tuple[str, str]:
 
 
 def _both(field: str, before: Any, after: Any) -> tuple[str, str]:
-    """Return how a field is shown; of bytes only their number, and where the first differs."""
+    """Return how a difference is shown: of bytes, only their number and the position of the first difference."""
     if not (isinstance(before, bytes) and isinstance(after, bytes)):
         return tuple("missing" if each is None else str(each) for each in (before, after))  # type: ignore[return-value]
     size, unit = (16, "instructions") if field == "instructions" else (1, "bytes")
@@ -369,9 +370,9 @@ def _both(field: str, before: Any, after: Any) -> tuple[str, str]:
 def matched(
     before: Sequence[Kernel], after: Sequence[Kernel], renamed: Mapping[str, str]
 ) -> tuple[dict[Kernel, int], dict[Kernel, int], set[str]]:
-    """Match the kernels of two trees: return their indices by common fields, and the fields that only one tree has.
+    """Match the kernels of two trees: return pairs of indices, and the names of the fields that only one tree has.
 
-    Kernels that differ from others by a new field alone are left out: their value is not the field's default.
+    Kernels that differ from others only in a new field are left out, because the field does not have its default value.
 
     Raises
     ------
@@ -410,12 +411,12 @@ def matched(
 
 
 def quick(kernels: Iterable[Kernel]) -> list[Kernel]:
-    """Choose few kernels that cover whatever one of them covers: next that adds most, of these the narrowest."""
+    """Choose few kernels that cover everything that any kernel covers: greedily by new coverage, then by width."""
     of_quick = (kernel for kernel in kernels if kernel.architecture in QUICK_ARCHITECTURES)
     heap = [(-len(_parts(kernel)), _width(kernel), kernel) for kernel in of_quick]
     heapq.heapify(heap)
     selected, covered = [], set[object]()
-    while heap:  # a kernel never adds more than before: one that still adds as much is the best
+    while heap:  # the coverage that a kernel adds never grows, so one whose value is up to date and largest is the best
         before, width, kernel = heapq.heappop(heap)
         adds = _parts(kernel) - covered
         if len(adds) == -before:
@@ -435,7 +436,9 @@ _DIMS, _TILE = ("head_dim", "value_dim"), ("block_q", "block_kv", "num_warps", "
 
 
 def _parts(kernel: Kernel) -> set[object]:
-    """Return what a kernel covers: architecture, each field, both dimensions, the tile, all other fields but dtype."""
+    """Return what a kernel covers: architecture, each field, both dimensions, the tile, and all other fields except the
+    dtype.
+    """
     said = kernel.specification
     values = dict(said)
     flags = tuple(pair for pair in said if pair[0] not in (*_DIMS, *_TILE, "dtype"))
@@ -471,7 +474,7 @@ def _progress(number: int, total: int, differs: bool) -> None:
         print(f"{number} of {total} kernels compared", end=end, file=sys.stderr, flush=True)
 
 
-# The command
+# The command line
 
 
 def _comma_separated(text: str) -> tuple[str, ...]:
@@ -479,8 +482,8 @@ def _comma_separated(text: str) -> tuple[str, ...]:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    sys.path.append(str(Path(__file__).parents[1] / "support"))  # for a call of this file itself
-    from command_line import Parser  # the other tree, which --serve runs in, may have none
+    sys.path.append(str(Path(__file__).parents[1] / "support"))  # for direct runs of this file
+    from command_line import Parser  # the other tree, in which --serve runs, may not have this module
 
     parser = Parser(__doc__)
     parser.add_argument("base", metavar="BASE", help="a commit")
@@ -503,7 +506,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _nothing_chosen(kernels: Sequence[Kernel]) -> str:
-    """Return what to choose if no kernel is requested."""
+    """Return the value for an option that selects no kernel."""
     families = sorted({kernel.name.partition("_")[0] for kernel in kernels})
     architectures = sorted({kernel.architecture for kernel in kernels})
     return (
@@ -513,7 +516,7 @@ def _nothing_chosen(kernels: Sequence[Kernel]) -> str:
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """Compare; the exit status."""
+    """Compare both trees, and return the exit status."""
     options = arguments(argv)
     renamed = dict(pair.split("=", 1) for pair in options.renamed)
 

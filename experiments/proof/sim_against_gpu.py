@@ -1,19 +1,20 @@
-"""Is the simulator's number the GPU's?  Both run the same kernels on the same arrays; this compares what they return.
+"""Does the simulator give the same numbers as the GPU? Both run the same kernels on the same arrays.
 
     python -m experiments sim_against_gpu                     # needs CuPy and a GPU; minutes, most of them compiling
     python -m experiments sim_against_gpu --dtypes float32    # an eighth of it
 
-Every case runs forward and backward on executor "sim" and on executor "gpu", in the same memory layouts, and once more
-with operands of small integers and q = 0, where results are known to the last rounding and few operations round at all.
-All of them on the kernels of plain multiply-adds, and 16-bit ones on each family of the tensor cores too, whose
-bounds allow for the rounding of P and dS.
+Every case runs forward and backward on the executors "sim" and "gpu", with the same memory layouts, and once more with
+small integers as operands and q = 0, for which results are known up to the last rounding and few operations round. All
+cases run on the simt kernels; 16-bit cases also run on each tensor-core family, whose bounds allow for the rounding of
+P and dS.
 
-Expect: |sim - gpu| far below the bound on either, for exp2 and the order of some sums differ in last places; and the
-same bits for lattice operands in o, as their sums are exact; not on tensor cores, where o is a sum times an approximate
-reciprocal, which the simulator rounds to nearest.
-Found:  on an H100 all 64 cases of simt: at most 0.03 of the bound in float32 and float64, 1.2 in 16 bits, where both
-round results to the storage dtype and two right ones may differ by 2; the lattice probes pass with the same bits
-everywhere. All 64 on tensor cores: at most 0.6; the probes pass, 42 of them with the same bits.
+Expect: |sim - gpu| is far below either bound, since exp2 and the order of some sums differ in the last places. For
+integer operands, o has the same bits, as their sums are exact; except on tensor cores, where o is a sum times an
+approximate reciprocal, which the simulator rounds to nearest.
+Found:  on an H100, in all 64 cases of simt, at most 0.03 of the bound in float32 and float64, and 1.2 in 16 bits, where
+both results are rounded to the storage dtype and two correct results may differ by twice the bound; the integer probes
+pass with the same bits everywhere. In all 64 cases on tensor cores, at most 0.6; the probes pass, 42 of them with the
+same bits.
 
 Cost: Minutes of a GPU, most of them compiling.
 """
@@ -65,7 +66,7 @@ class Config:
 
 
 def kinds_of_mask(config: Config) -> dict[str, masks.Mask | None]:
-    """Return every kind of work that a kernel iterates over."""
+    """Return every kind of work that a kernel iterates over, by name."""
     rng = np.random.default_rng(config.seed)
     rows, keys = config.seqlen_q, config.seqlen_kv
 
@@ -92,7 +93,7 @@ def kinds_of_mask(config: Config) -> dict[str, masks.Mask | None]:
 def cases(config: Config) -> Iterator[tuple[str, Structure]]:
     """Yield the kind of mask and the structure.
 
-    Each mask meets each dtype, then each pair of dims; groups and layouts alternate.
+    Each mask is combined with each dtype, then with each pair of dims; groups and layouts alternate.
     """
     kinds = kinds_of_mask(config)
     grid = [(kind, dtype, (32, 32)) for kind, dtype in itertools.product(kinds, config.dtypes)]
@@ -126,7 +127,7 @@ def masked(mask: Any, executor: str) -> Any:
 
 
 def results(example: Example, executor: str, layout: str, kernel: str) -> dict[str, Any]:
-    """Run both passes on one executor; return the results as NumPy's arrays."""
+    """Run both passes on one executor; return the results as NumPy arrays."""
     q, k, v, do, dlse = (getattr(example, name) for name in ("q", "k", "v", "do", "dlse"))
     if executor == "gpu":
         q, k, v, do = (to_device(x, layout) for x in (q, k, v, do))
@@ -140,7 +141,7 @@ def results(example: Example, executor: str, layout: str, kernel: str) -> dict[s
 
 
 def probes_agree(example: Example, layout: str, kernel: str) -> tuple[bool, bool]:
-    """Return whether the exact probes pass on the GPU, and whether each returned the simulator's bits there."""
+    """Return whether the exact probes pass on the GPU, and whether each gives the simulator's bits."""
     agree = True
 
     def attend(q: Any, k: Any, v: Any, *, mask: Any, scale: float | None) -> tuple[Any, Any]:
@@ -187,7 +188,7 @@ def takes_bfloat16() -> bool:
     try:
         ones = to_device(np.ones((2, 3), ml_dtypes.bfloat16), "contiguous")
         return bool(ones.astype(np.float32).sum().item() == 6) and cupy.empty(1, ones.dtype).dtype == ones.dtype
-    except Exception:  # whatever this version says to a dtype that it does not know
+    except Exception:  # CuPy versions raise different errors for an unknown dtype
         return False
 
 

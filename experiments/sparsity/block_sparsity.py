@@ -1,24 +1,24 @@
-"""How much of real attention do static block patterns keep, and does the time follow the blocks?
+"""How much of real attention do static block patterns keep, and is the time proportional to the blocks?
 
     python -m experiments block_sparsity            # on the host: `make demo`
     python -m experiments block_sparsity --gpu      # its GPU part alone: from which density on do blocks pay?
 
-Recall: the softmax mass of the dense attention that falls on kept blocks, exp(lse_sparse - lse_dense), exact, averaged
-over the rows of all heads of three layers of a sentence encoder (data/README.md). Error: |o_sparse - o_dense| over
-|o_dense|, Frobenius norms. Density: kept blocks over all blocks of the grid, partial ones counted whole; the encoder is
-bidirectional, so any block could be kept. A pattern enters a budget with its densest form that this budget allows and
-the next smaller one does not. Oracle: in every head the blocks of most true mass of each block row.
-Speed: medians of calls made in turn, plans made before, on as many tokens as wanted of the same statistics
-(`workloads.same_statistics`).
-On a GPU: random blocks, equally many in each head and the diagonal among them, standard normal data of 16k tokens, the
-level-2 cache written over before each call. The break-even density is where a block-sparse call takes the time of the
-dense one, between the densities measured.
+Recall: the softmax mass of dense attention in the kept blocks, exp(lse_sparse - lse_dense), averaged over the rows of
+all heads of three layers of a sentence encoder (data/README.md). Error: |o_sparse - o_dense| / |o_dense|, Frobenius
+norms. Density: kept blocks divided by all blocks of the grid, where partial blocks count as whole; the encoder is
+bidirectional, so any block could be kept. For each budget, a pattern has a row for its densest size within the budget,
+unless that size also fits the next smaller budget. Oracle: the blocks with the most softmax mass in every block row of
+every head. Speed: medians of alternating calls of existing plans, on sequences of any length with the statistics of the
+captured ones (`workloads.same_statistics`). On a GPU: random blocks, equally many in each head and including the
+diagonal, standard normal data of 16k tokens, with the level-2 cache flushed before each call. The break-even density,
+interpolated between measured densities, is where a block-sparse call takes as long as the dense call.
 
-Expect: windows and sinks do well in local heads, no static pattern comes near the oracle, time is proportional.
-Found:  in a quarter of the blocks of 32, the first one and a window keep 50 % of the mass (67 % in layer 2, 37 % in
-layer 5), random blocks 40 % and the oracle 57 %: what is lost is mostly spread too widely for any choice of blocks. At
-an eighth of the blocks calls are 2.7 to 5.5 times faster than dense, not 8: short tiles pay for gathering keys and for
-Python, the more so at head_dim 32.
+Expect: windows and sinks do well in local heads, no static pattern comes close to the oracle, and time is proportional
+to density.
+Found:  with a quarter of the blocks of 32, the first block and a window keep 50 % of the mass (67 % in layer 2, 37 % in
+layer 5), random blocks 40 % and the oracle 57 %: most of the lost mass is spread too widely for any choice of blocks.
+With an eighth of the blocks, calls are 2.7 to 5.5 times faster than dense calls, not 8 times, because short tiles have
+overhead for gathering keys and for Python, especially at head_dim 32.
 
 Cost: About two minutes on two cores; --gpu minutes of a GPU.
 """
@@ -95,7 +95,7 @@ class Config:
 def within_budgets(
     sizes: Iterable[masks.Mask], budgets: tuple[float, ...], shape: masks.MaskShape, block: int
 ) -> dict[float, tuple[masks.Mask, BlockIndex]]:
-    """Return, for each budget, the densest mask within it and that mask's index.
+    """Return, for each budget, the densest mask within it and the mask's index.
 
     Masks within the next smaller budget are left out.
     """
@@ -131,9 +131,9 @@ def run_recall(config: Config) -> list[Record]:
 
 
 def check(mask: masks.Mask, q: np.ndarray, k: np.ndarray, v: np.ndarray, executor: str) -> None:
-    """Check the timed calls, forward and backward: within the bounds of the reference, seen from 64 rows.
+    """Check the timed calls, forward and backward, against the bounds of the reference, for 64 rows.
 
-    Only those rows have a gradient to send back, so only they need the reference.
+    Only these rows have a nonzero gradient of o, so the reference needs no other rows.
     """
     rows = np.linspace(0, q.shape[-2] - 1, 64).astype(int)
     head, row, key = np.ogrid[: len(q), : len(rows), : k.shape[-2]]
@@ -163,7 +163,7 @@ def calls_of(name: str, mask: Any, arrays: tuple[np.ndarray, ...], executor: str
 
 
 def run_speed(config: Config) -> list[Record]:
-    """Time of each pattern against dense, one record a pattern, length, block and budget."""
+    """Time each pattern against dense attention, one record per pattern, length, block size and budget."""
     records = []
     cases = [(seqlen, block) for seqlen in config.speed_seqlens for block in config.speed_blocks]
     for seqlen, block in track(cases, "speed"):
@@ -198,7 +198,7 @@ def on_gpu(mask: Any, config: Config, arrays: tuple[Any, ...]) -> tuple[str, dic
     share = check.share(o=o, lse=lse, dq=gradients.dq, dk=gradients.dk, dv=gradients.dv)
     if not share <= 1:
         raise AssertionError(f"a call to be timed is wrong: {share:.3g} times its bound, {mask}")
-    families = dict.fromkeys(plan._plan.specs[way].family for way in WAYS)  # a list's passes may be of two
+    families = dict.fromkeys(plan._plan.specs[way].family for way in WAYS)  # the passes of a list may use two families
     return ", ".join(families), both_passes(plan, q, k, v, do, o, lse)
 
 
@@ -236,7 +236,7 @@ def run_gpu(config: Config) -> list[Record]:
 
 
 def gpu_row(config: Config, seqlen: int, block: int, density: float, times: Mapping[str, Timing]) -> Record:
-    """Return times and rates of one density, and those of the dense call."""
+    """Return the times and rates at one density, and those of the dense call."""
     exact = num_kept(seqlen, block, density) / (seqlen // block) ** 2
     shape = {"seqlen": seqlen, "num_heads": config.gpu_num_heads, "head_dim": config.gpu_head_dim}
     row: Record = {"part": "gpu", **shape, "dtype": config.gpu_dtype, "block": block, "density": exact}
@@ -273,7 +273,7 @@ def part(records: list[Record], name: str) -> list[Record]:
 
 
 def finding(records: list[Record]) -> str:
-    """Return two sentences made from the numbers."""
+    """Return two sentences about the numbers."""
     recall, speed = part(records, "recall"), part(records, "speed")
     budget = min((row["budget"] for row in recall if row["pattern"] == "oracle"), key=lambda x: abs(x - 0.25))
     at_budget = {row["pattern"]: row for row in recall if row["budget"] == budget}
@@ -332,7 +332,7 @@ def table(records: list[Record]) -> Group | Table:
 
 
 def gpu_plot(records: list[Record]) -> Figure:
-    """Time over dense time, over density, a panel a pass."""
+    """Plot time relative to dense over density, one panel per pass."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     for axes, way in zip(figure.subplots(1, 2), WAYS, strict=True):
         for seqlen, block in dict.fromkeys((row["seqlen"], row["block"]) for row in records):

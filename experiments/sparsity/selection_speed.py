@@ -1,19 +1,20 @@
-"""What do block masses and selections of blocks cost on a GPU, compared with attention, dense and to the selection?
+"""What do block masses and selections of blocks cost on a GPU, compared with dense attention and attention to the
+selection?
 
     python -m experiments selection_speed --publish                    # 4 heads of 128, 16384 and 65536 tokens, float16
     python -m experiments selection_speed --seqlens 16384              # a part of it
 
-Every row is a call on the device, in turn with the dense call of its length: `block_mass` in blocks of 128, with lse of
-an earlier call and without; a selection of 128-token blocks such that at most a quarter of those of the dense call are
-kept; and the selection with the attention to what it chose. A selection is repeated in each call. Calls are timed
-between events of the stream. `us` is the host time of a warm call. Random q and k do not change the time:
-equally many blocks are kept in each row, whatever q and k are.
+Every row is a call on the device, timed alternately with the dense call of the same length: `block_mass` in blocks of
+128, with and without an lse of an earlier call; a selection of 128-token blocks that keeps at most a quarter of the
+dense call's blocks; and the selection followed by attention to the selected blocks. Each call repeats the selection.
+Times are measured between CUDA events. `us` is the host time of a warm call. Random q and k do not affect the time,
+because the number of kept blocks per row does not depend on q and k.
 
-Expect: a mass of blocks costs half of the products of attention, so half of its time or a little more; means cost next
-to nothing; antidiagonals of 8 a sixteenth of the products.
+Expect: block masses need half of the products of attention, and so half of its time or slightly more; means cost almost
+nothing; antidiagonals of 8 need a sixteenth of the products.
 Found:  at 65536 tokens a selection by means takes 0.04 of the dense call, and 0.08 with a causal mask; antidiagonals of
-8 take 0.18 and 0.33, which the level-2 cache binds; masses take 0.76 to 1.22 of the dense call. Selection and attention
-are ahead of dense attention from 16384 tokens on; selection_steps.log of b648872e has what was tried.
+8, limited by the level-2 cache, take 0.18 and 0.33; masses take 0.76 to 1.22 of the dense call. Selection and attention
+together are faster than dense attention from 16384 tokens on; selection_steps.log of b648872e lists the experiments.
 
 Cost: Half a minute of a GPU.
 """
@@ -46,7 +47,7 @@ SELECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Every length, full and causal, has a dense call and the selections."""
+    """The lengths to measure; each has a dense call and the selections, with and without a causal mask."""
 
     seqlens: tuple[int, ...] = (16384, 65536)
     num_heads: int = 4
@@ -120,7 +121,7 @@ def run(config: Config) -> Iterator[Record]:
 
 
 def table(records: list[Record]) -> Table:
-    """Time and share of the dense call's time, by length."""
+    """Tabulate times, absolute and relative to the dense call, by length."""
     result = Table(title="ms, and time / dense time")
     for column in ("tokens", "causal", "call", "density", "ms", "of dense", "host us"):
         result.add_column(column, justify="left" if column == "call" else "right")

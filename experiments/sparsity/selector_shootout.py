@@ -1,4 +1,4 @@
-"""How much of the softmax does each selector of blocks find, and what does finding it cost?
+"""How much of the softmax mass does each block selector find, and what does the selection cost?
 
     python -m experiments selector_shootout                                    # a minute on two cores
     python -m experiments selector_shootout --data minilm --top-ks 2,4         # a part of it
@@ -6,31 +6,29 @@
     python -m experiments selector_shootout --data my.npz --causal --names oracle,pooled,my_module:selector
 
 Data: activations of four heads of layer 2 of a sentence encoder, bidirectional, and of four heads of a layer of a
-language model of source text, causal (`language`; data/README.md has both); and heads of known structure, causal:
-`clusters`, whose queries and keys belong to one of eight topics that change every 32 tokens;
-`columns`, where all queries attend a few keys; `slashes`, where each attends the keys at a few distances. All hold
-noise in addition.
-Every selector keeps as many blocks in each row, those on the diagonal among them if the data is causal; of
-`vertical_slash`, which keeps columns and diagonals, as many of both, a power of two, as cross no more blocks over all
-than the budget has, and one of both at least. Recall is exact, the mean over queries; error is |o_sparse - o_dense|
-over |o_dense|, and gradient_error the same of dq, dk and dv together, for a normal gradient of o. Times are medians of
-calls made in turn: both_ms of a selection and attention to what it chose, select_ms of the selection, attention_ms of
-a call with an index made before. On a GPU the heads of known structure are 16 heads of 16384 tokens, in blocks of 64.
-`quest`, which is for decoding, chooses pages of 16 keys for each of the last 32 queries, next to the selectors that
-have no structure in mind.
-Data of one's own are an .npz file of q, k and v, [..., heads, tokens, dim], causal with --causal. A selector of one's
-own is MODULE:NAME of a function `(q, k, *, block, budget, causal, forced)` that returns an index, as those of
-`cuflash.selectors` are.
+language model of source text, causal (`language`; data/README.md describes both); and causal heads with a known
+structure and noise: in `clusters`, queries and keys belong to one of eight topics that change every 32 tokens; in
+`columns`, all queries attend a few keys; in `slashes`, each query attends the keys at a few distances. Every selector
+keeps the same number of blocks in each row, including the diagonal if the data is causal. `vertical_slash` keeps
+columns and diagonals: as many of each, a power of two, as cross no more blocks in total than the budget allows, but at
+least one. Recall is exact, and averaged over the queries; error is |o_sparse - o_dense| / |o_dense|, and gradient_error
+the same for dq, dk and dv together, for a random gradient of o. Times are medians of alternating calls: both_ms for a
+selection and attention to it, select_ms for the selection, attention_ms for a call with an existing index. On a GPU,
+the data with a known structure has 16 heads of 16384 tokens, in blocks of 64. `quest`, a selector for decoding, chooses
+pages of 16 keys for each of the last 32 queries, and is compared with the selectors that assume no structure. Your own
+data is an .npz file of q, k and v, [..., heads, tokens, dim], causal with --causal. Your own selector is MODULE:NAME of
+a function `(q, k, *, block, budget, causal, forced)` that returns an index, like those of `cuflash.selectors`.
 
-Expect: nothing with as many blocks in each row above the oracle, every selector above random, antidiagonals where
-structure is finer than a block.
-Found:  with 4 of 16 blocks a row the oracle keeps 86 % of the encoder's mass, means and antidiagonals 83 %, compressed
-keys 82 %, and the blocks nearest to the diagonal 76 %. The language model's heads look at the last characters: two
-blocks hold all but 0.2 % of their mass, by `local` as by the oracle, and random blocks 93 %. Clusters of a block's size
-all three find. On columns antidiagonals keep 69 % and means 66 % of what the oracle finds in 78 %. Antidiagonals of
-sharp slashes keep 48 %, less than random blocks with 66 %: a sum over eight distances of which one counts. Columns and
-diagonals in equal numbers, by powers of two, keep less than random blocks on columns (42 % and 57 %), and the most, 91
-%, on slashes except for the oracle. The times are of a busy machine with one thread.
+Expect: at equal numbers of blocks per row, nothing is better than the oracle, every selector is better than random, and
+antidiagonals are best if the structure is finer than a block.
+Found:  with 4 of 16 blocks per row, the oracle keeps 86 % of the encoder's mass, means and antidiagonals 83 %,
+compressed keys 82 %, and the blocks nearest to the diagonal 76 %. The language model's heads attend the last
+characters: two blocks hold all but 0.2 % of their mass, with `local` as with the oracle, and random blocks 93 %. All
+three find clusters of the size of a block. On columns, antidiagonals keep 69 % and means 66 %, where the oracle keeps
+78 %. On sharp slashes, antidiagonals keep 48 %, less than the 66 % of random blocks, because they sum over eight
+distances of which one matters. Equal numbers of columns and diagonals, by powers of two, keep less than random blocks
+on columns (42 % and 57 %), and 91 % on slashes, the most except for the oracle. The times were measured on a busy
+machine with one thread.
 
 Cost: A minute on two cores; --gpu half a minute of a GPU.
 """
@@ -59,7 +57,7 @@ from workloads import activations, language_activations
 
 SELECTORS = ("oracle", "pooled", "antidiagonal", "nsa", "vertical_slash", "local", "random")
 OF_PAGES = ("oracle", "quest", "local", "random")
-PAGE, LAST = 16, 32  # keys of a page, and queries that choose some
+PAGE, LAST = 16, 32  # keys of a page, and number of queries that choose pages
 CAPTURED = ("minilm", "language")  # 512 tokens
 CALLS = ("select", "attention", "both", "dense")
 Heads = tuple[Any, Any, Any, bool | str]  # q, k, v and whether, or how, the mask is causal
@@ -67,7 +65,9 @@ Heads = tuple[Any, Any, Any, bool | str]  # q, k, v and whether, or how, the mas
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Every combination is a row; fields that begin with gpu are those of heads of known structure with --gpu."""
+    """The configuration; every combination is a row. Fields that start with gpu apply to data of known structure with
+    --gpu.
+    """
 
     gpu: bool = False
     data: tuple[str, ...] = (*CAPTURED, "clusters", "columns", "slashes")
@@ -100,7 +100,7 @@ class Config:
 
     @property
     def own(self) -> tuple[str, ...]:
-        """Selectors of one's own."""
+        """The user's own selectors."""
         return tuple(name for name in self.names if ":" in name)
 
     def sizes(self, data: str) -> tuple[int, int, tuple[int, ...], int]:
@@ -115,7 +115,7 @@ def is_file(data: str) -> bool:
 
 
 def of_file(path: Path, causal: bool) -> Heads:
-    """Load heads from a file, those of all batch entries concatenated."""
+    """Load heads from a file; those of all batch entries are concatenated."""
     q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in load_heads(path))
     return q, k, v, causal
 
@@ -150,7 +150,7 @@ def columns(seqlen: int, num_heads: int) -> Heads:
 
 
 def slashes(seqlen: int, num_heads: int) -> Heads:
-    """Return heads with rotary positions, whose scores depend only on the distance and peak at three distances."""
+    """Return heads with rotary positions, whose scores depend only on the distance, with peaks at three distances."""
     q, k, v = _noise(seqlen, num_heads)
     frequencies = 2 * np.pi * np.random.default_rng(1).integers(1, seqlen // 2, 16) / seqlen
     angles = np.arange(seqlen)[:, None] * frequencies
@@ -210,7 +210,7 @@ def gradients(heads: Heads, index: Any = None) -> list[Any]:
 
 
 def distance(actual: list[Any], right: list[Any]) -> float:
-    """Return the norm of the difference relative to the norm of the right arrays."""
+    """Return the norm of the difference divided by the norm of the right-hand arrays."""
     wide = [(x.astype(np.float32), y.astype(np.float32)) for x, y in zip(actual, right, strict=True)]
     apart = sum(float(((x - y) ** 2).sum()) for x, y in wide)
     return (apart / sum(float((y * y).sum()) for _, y in wide)) ** 0.5

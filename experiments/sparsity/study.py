@@ -1,4 +1,4 @@
-"""Which block patterns keep the attention of one's own queries, keys and values?
+"""Which block patterns keep the attention of your own queries, keys and values?
 
     python -m experiments study                                                   # heads of a sentence encoder
     python -m experiments study --archive my.npz --causal --patterns window,my_module:mask
@@ -6,12 +6,11 @@
 
 The measurements of `python -m cuflash study`, as an experiment that can be swept. It takes an archive of q, k and v,
 [..., heads, tokens, dim] or [tokens, dim]; patterns by name, as MODULE:NAME or as an .npz file of blocks; and maximum
-densities. A pattern that has no size within a density gets a row without recall, whose density is that of its smallest
-size.
+densities. If no size of a pattern fits a density, its row has no recall, and the density of its smallest size.
 
-Expect: no pattern above the oracle of the same density.
-Found:  in blocks of 32 of the encoder's heads, the oracle keeps 76 % of the mass with half of the blocks, windows and
-random blocks 65 % and 59 %.
+Expect: no pattern is better than the oracle of the same density.
+Found:  with half of the blocks of 32 of the encoder's heads, the oracle keeps 76 % of the mass, windows 65 % and random
+blocks 59 %.
 
 Cost: Half a minute on two cores.
 """
@@ -34,7 +33,7 @@ CAPTURED = "minilm"
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The defaults are a quick form on the encoder's heads."""
+    """The configuration; the defaults are a short run on the encoder's heads."""
 
     archive: str = field(default=CAPTURED, metadata={"help": "an .npz file of q, k and v"})
     patterns: tuple[str, ...] = PATTERNS

@@ -1,22 +1,23 @@
-"""Is a change of the kernels faster? The same calls by two versions of cuflash on one GPU, in turn.
+"""Is a change of the kernels faster? Times the same calls of two versions of cuflash alternately on one GPU.
 
     mkdir before; git archive HEAD~1 cuflash kernels_cu | tar x -C before
     python -m experiments before_after --before before                      # gradients, full and causal
     python -m experiments before_after --before before --masks blocks64_0.125 --head-dims 128 --seqlens 16384
     python -m experiments before_after --before before --deterministic
 
-`--before` names a folder with another version's cuflash/ and kernels_cu/. Each version has a process of its own, which
-draws the same arrays and times batches of `repeats` calls when it is asked to, the level-2 cache written over before
-each call. Batches take turns, `rounds` of each: medians of their medians, and the width of the middle half. So what
-slows the chip slows both; lines of long calls still differ by up to 8 % between pairs of processes, within a pair by
-far less (sm90_steps.log of b648872e, 24). ratio is the time before over the time after; `difference` is the largest of
-two heads' results, after against before, over the largest element: what another order of sums changes, or more.
+`--before` names a folder with another version's cuflash/ and kernels_cu/. Each version runs in a separate process,
+which draws the same arrays and times batches of `repeats` calls on request, with the level-2 cache flushed before each
+call. The versions alternate for `rounds` batches each; the result is the median of the batches' medians, and the width
+of the middle half. Whatever slows the chip therefore slows both. Even so, long calls differ by up to 8 % between pairs
+of processes, but far less within a pair (sm90_steps.log of b648872e, 24). `ratio` is the time before divided by the
+time after. `difference` is the largest difference between the results of both versions in two heads, divided by the
+largest element; a different order of sums changes it, too.
 
-Needs an NVIDIA GPU and CuPy. Rows that a run does not measure stay as they are.
+Needs an NVIDIA GPU and CuPy. Rows that a run does not measure are left unchanged.
 
-Found:  each change that was measured has its lines in results/before_after.csv, with both commits.
+Found:  each measured change has rows in results/before_after.csv, with both commits.
 
-Cost: Minutes of a GPU, most of them compiling two versions.
+Cost: Minutes of a GPU, mostly for compiling two versions.
 """
 
 import functools
@@ -46,7 +47,7 @@ CASE = ("gpu", "pass", "head_dim", "mask", "seqlen", "batch", "heads", "determin
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Configuration; all calls are of bfloat16."""
+    """Configuration; all calls use bfloat16."""
 
     before: str = ""
     passes: tuple[str, ...] = ("backward",)
@@ -101,30 +102,30 @@ def cases(config: Config) -> list[Case]:
     ]  # fmt: skip
 
 
-# A version's own process
+# The process of one version
 
 
 def serve() -> None:
-    """Answer each line of standard input with a line: prepare a case or, for a number n, time n calls."""
+    """Answer each line of standard input with one line: prepare a case, or for a number n, time n calls."""
     call: Any = None
     for line in sys.stdin:
         request = json.loads(line)
         if isinstance(request, int):
             answer: Any = time_on_device({"call": call}, repeats=request, warmup=1)["call"].median_ms
         else:
-            call = None  # its arrays go before others come
+            call = None  # frees its arrays before others are allocated
             call, answer = ready(Case(**request["case"]), Path(request["results"]))
         print(json.dumps(answer), flush=True)
 
 
 @functools.cache
 def drawn(size: int) -> list[Any]:
-    """Draw q, k, v and do of this many elements; the cases of a run share them."""
+    """Draw q, k, v and do with this number of elements; all cases of a run share them."""
     return draw(size, dtype=np.dtype(ml_dtypes.bfloat16))
 
 
 def ready(case: Case, results: Path) -> tuple[Any, list[str]]:
-    """Return a call and the kernels that it launches. Results of the first and the last head are written to a file."""
+    """Return a call and the kernels that it launches; write the results of the first and last head to a file."""
     import cupy
 
     cupy.get_default_memory_pool().free_all_blocks()
@@ -144,11 +145,11 @@ def ready(case: Case, results: Path) -> tuple[Any, list[str]]:
     return call, [spec.name for spec in plan._plan.specs.values()]
 
 
-# Both
+# The process that compares both versions
 
 
 class Version:
-    """A process that serves a version of the library."""
+    """A child process that runs one version of the library."""
 
     def __init__(self, folder: Path) -> None:
         paths = [str(folder.resolve()), *FOLDERS]
@@ -159,7 +160,7 @@ class Version:
     def ask(self, what: Any) -> Any:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
-        with suppress(BrokenPipeError):  # then there is no answer
+        with suppress(BrokenPipeError):  # the missing answer is detected below
             stdin.write(json.dumps(what) + "\n")
             stdin.flush()
         line = stdout.readline()

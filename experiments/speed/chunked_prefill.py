@@ -3,18 +3,18 @@
     python -m experiments chunked_prefill                        # all cases; rows of packed.csv
     python -m experiments chunked_prefill --cases chunks         # one of them
 
-It needs an NVIDIA GPU, CuPy and PyTorch. A case is the new tokens of some sequences and the tokens that each has before
-them, in bfloat16, 32 query heads that share 8 key/value heads of 128 dims. `chunks` are 4 sequences of 8192 tokens,
-the last 512 of them new; `unequal` are 8 sequences of 512 to 16384 tokens, with 64 to 512 new ones.
+It needs an NVIDIA GPU, CuPy and PyTorch. A case consists of new tokens of some sequences and the tokens before them, in
+bfloat16, with 32 query heads that share 8 key/value heads of head_dim 128. `chunks` has 4 sequences of 8192 tokens, of
+which the last 512 are new; `unequal` has 8 sequences of 512 to 16384 tokens, of which 64 to 512 are new.
 
-Rows of `cuflash` are `KVCache.attention` on a contiguous cache and on pages of 256, 64 and 16 in random order, by the
-kernels of sm90 and of sm80, with counts on the device. `cuflash, packed` attends on the same tokens as packed
-sequences, which a cache does not need to be; so does FlashAttention-2, as PyTorch builds it. FlashInfer, on pages of
-16, takes part where it can be imported. Each result is compared with the one of packed sequences: `error` is the
-largest difference. Times are taken as in packed.py; `ratio` is the time of the fastest other library over a row's own.
+Rows of `cuflash` are `KVCache.attention` on a contiguous cache and on pages of 256, 64 and 16 tokens in random order,
+with the kernels of sm90 and of sm80, and counts on the device. `cuflash, packed` and PyTorch's FlashAttention-2 attend
+to the same tokens as packed sequences, which is simpler than a cache. FlashInfer, on pages of 16, is included if it can
+be imported. Each result is compared with that of packed sequences: `error` is the largest difference. Times are
+measured as in packed.py; `ratio` is the time of the fastest other library divided by the row's time.
 
-Found:  on an H100 a chunk takes 0.42 to 0.61 of the time of PyTorch's FlashAttention on packed sequences, and by the
-kernels of sm80 1.2 to 1.4 times as long; docs/kv_cache.md has the table.
+Found:  on an H100 a chunk takes 0.42 to 0.61 times the time of PyTorch's FlashAttention on packed sequences, and with
+the kernels of sm80 1.2 to 1.4 times; docs/kv_cache.md has the table.
 
 Cost: Two minutes of a GPU.
 """
@@ -35,11 +35,11 @@ from peers import versions
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 PAGE_SIZES = (256, 64, 16)
 OURS = "cuflash"
-_MOST_ERROR = 0.05  # of elements of about 0.1: a rounding of bfloat16 at the largest of them
+_MOST_ERROR = 0.05  # for elements of about 0.1: the largest of them are rounded to bfloat16
 
 
 class Case(NamedTuple):
-    """Sequences of these lengths, of which the last `news` are new."""
+    """Sequences with these lengths, of which the last `news` tokens are new."""
 
     lengths: tuple[int, ...]
     news: tuple[int, ...]
@@ -75,7 +75,7 @@ class Config:
 
 
 class Tokens:
-    """The tokens of a case, CuPy's: packed, and as rows of each sequence."""
+    """The tokens of a case as CuPy arrays, packed and as separate rows of each sequence."""
 
     def __init__(self, case: Case) -> None:
         import cupy
@@ -208,7 +208,7 @@ def measured(name: str, config: Config) -> Iterator[Record]:
             calls[library] = make()
             bits = calls[library]().transpose(0, 1).contiguous().view(torch.int16)
             results[library] = cupy.from_dlpack(bits).view(ml_dtypes.bfloat16)
-        except Exception as error:  # whatever another library says to what it does not serve
+        except Exception as error:  # other libraries raise different errors for unsupported cases
             calls.pop(library, None)
             notes[library] = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             print(f"{name}, {library}: {notes[library]}", file=sys.stderr)
@@ -235,7 +235,7 @@ def measured(name: str, config: Config) -> Iterator[Record]:
 
 
 def run(config: Config) -> Iterator[Record]:
-    """Yield the rows of all cases, with the versions that a GPU's numbers depend on."""
+    """Yield the rows of all cases, with the versions that GPU measurements depend on."""
     reason = why_no_gpu()
     if reason:
         sys.exit(f"chunked_prefill compares libraries on a GPU: {reason}")

@@ -2,15 +2,17 @@
 
     python -m experiments cpu_speed        # pip install torch adds the PyTorch rows
 
-Times are medians of calls made in turn in one process, float32, head_dim 64. Ratios say over what.
-Memory is the peak resident set over what was resident before the call, less the results, in a process of its own.
+Times are medians of alternating calls in one process, float32, head_dim 64; the table names the denominators of ratios.
+Memory is the increase of the peak resident set during the call, minus the results, in a separate process.
 
-Expect: forward within a small factor of its two matmuls, block-sparse time in proportion to density, memory O(seqlen).
-Found:  at 4096 tokens forward takes 1.2 times its two matmuls (whose times spread by a twelfth in this run). It is
-level with plain NumPy at 512 tokens and faster from 1024 on. Time over density is 1.13, 1.17, 1.30, 1.41 at 0.5, 0.25,
-0.125, 0.1, and 1.06, 1.08, 1.21, 1.24 backward: products of short tiles, queries read and results written once whatever
-the density, and threads that wait for the interpreter. 64k tokens take 5 MiB in addition to inputs and results.
-PyTorch's forward takes 0.81 of ours. Published with --seconds 3.
+Expect: the forward pass takes a small multiple of its two matrix products, block-sparse time is proportional to the
+density, and memory is O(seqlen).
+Found:  at 4096 tokens, the forward pass takes 1.2 times its two matrix products (whose times vary by a twelfth in this
+run). It is as fast as plain NumPy at 512 tokens, and faster from 1024 tokens on. Time divided by density is 1.13, 1.17,
+1.30 and 1.41 at densities of 0.5, 0.25, 0.125 and 0.1, and 1.06, 1.08, 1.21 and 1.24 for the backward pass, because
+products of short tiles are slower, queries and results move once whatever the density, and threads wait for the
+interpreter. 64k tokens take 5 MiB in addition to inputs and results. PyTorch's forward pass takes 0.81 times our time.
+Published with --seconds 3.
 
 Cost: Minutes on two cores.
 """
@@ -45,7 +47,7 @@ class Config:
     short_seqlens: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
     memory_seqlen: int = 65536
     window: int = 1023
-    seconds: float = 6.0  # for each group of calls that are timed in turn
+    seconds: float = 6.0  # for each group of alternating calls
 
     def __post_init__(self) -> None:
         if min(self.num_heads, self.seqlen, self.head_dim, self.block, self.memory_seqlen, *self.short_seqlens) < 1:
@@ -61,7 +63,7 @@ def draw(num_heads: int, seqlen: int, head_dim: int) -> Arrays:
 
 
 def plain_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Compute attention as one writes it in NumPy: whole matrices, in place if that costs nothing."""
+    """Compute attention in plain NumPy: whole matrices, in place wherever that costs nothing."""
     s = q @ k.swapaxes(-1, -2)
     s *= np.float32(q.shape[-1] ** -0.5)
     s -= s.max(-1, keepdims=True)
@@ -91,9 +93,9 @@ def record(measure: str, timing: Timing, over: Timing | None = None, ratio_of: s
 
 
 def run_dense(config: Config) -> list[Record]:
-    """Time dense calls, the two matrix products they need, and plain NumPy, with all BLAS threads; then PyTorch.
+    """Time dense calls, the two matrix products that they need, and plain NumPy with all BLAS threads; then PyTorch.
 
-    PyTorch has threads of its own that stay awake for a while, so it comes when all else is done.
+    PyTorch runs last, because its threads keep spinning for a while after a call.
     """
     records = []
     lengths = sorted({*config.short_seqlens, config.seqlen})
@@ -131,7 +133,7 @@ def torch_calls(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray) -> 
     """Return PyTorch's scaled_dot_product_attention on the same data; empty if PyTorch is not installed."""
     if importlib.util.find_spec("torch") is None:
         return {}
-    import torch  # only here: two seconds and 200 MB
+    import torch  # imported here only, since it takes two seconds and 200 MB
 
     sdpa = torch.nn.functional.scaled_dot_product_attention
     tensors = [torch.from_numpy(x)[None].requires_grad_() for x in (q, k, v)]
@@ -150,7 +152,7 @@ def torch_calls(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray) -> 
 
 
 def run_density(config: Config) -> list[Record]:
-    """Time random blocks: time relative to all blocks, times density; 1 means proportional."""
+    """Time random blocks: time relative to all blocks, divided by density; 1 means proportional."""
     q, k, v, do = draw(config.num_heads, config.seqlen, config.head_dim)
     calls: dict[str, dict[float, Callable[[], object]]] = {"block-sparse forward": {}, "block-sparse backward": {}}
     exact_density = {}
@@ -187,7 +189,9 @@ def run_memory(config: Config) -> list[Record]:
 
 
 def peak_mib(config: Config, name: str, is_backward: bool) -> tuple[float, float]:
-    """Return the peak resident MiB of one call without its arguments and results, and the MiB of those."""
+    """Return the peak resident MiB of a call without its arguments and results, and the MiB of its arguments and
+    results.
+    """
     arguments: dict[str, Any] = {"causal": {"causal": True}, "window": {"window": (config.window, 0)}}[name]
 
     def call(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray) -> Arrays:
@@ -196,10 +200,10 @@ def peak_mib(config: Config, name: str, is_backward: bool) -> tuple[float, float
         o, vjp = cuflash.attention_vjp(q, k, v, **arguments)
         return (o, *vjp(do))
 
-    call(*draw(1, 512, config.head_dim))  # imports and BLAS buffers are not the problem's
+    call(*draw(1, 512, config.head_dim))  # allocates buffers of imports and BLAS before the measurement
     arrays = draw(1, config.memory_seqlen, config.head_dim)
     before = _status_kib("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here: man proc
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak: man proc
     results = call(*arrays)
     beyond = _status_kib("VmHWM") - before
     bytes_out, bytes_in = (sum(x.nbytes for x in xs) for xs in (results, arrays))
@@ -219,7 +223,7 @@ def run(config: Config) -> list[Record]:
 
 
 def table(records: list[Record]) -> Table:
-    """Return the measurements as rows."""
+    """Tabulate the measurements."""
     result = Table(title="cpu executor, float32")
     for column in ("measure", "seqlen", "density", "ms", "± ms", "MiB", "ratio", "of what"):
         result.add_column(column, justify="left" if column in ("measure", "of what") else "right")

@@ -3,20 +3,19 @@
     python -m experiments decode                             # all sizes
     python -m experiments decode --csv decode.csv --quick    # the smallest one, a few repeats
 
-It needs an NVIDIA GPU and CuPy. A row is one new token for each sequence of a batch, 32 query heads that share 8
-key/value heads of 128 dims, in bfloat16. Calls are captured into a CUDA graph, in turn on caches that together are
-larger than the level-2 cache, and the graph is replayed; `us` is the median over the replays, divided by the calls.
-`gb_per_s` counts the keys and values that a call reads. `ratio` is the time of the fastest other library over a row's
-own: above 1, the row is faster than all of them.
+It needs an NVIDIA GPU and CuPy. A row is one new token for each sequence of a batch, with 32 query heads that share 8
+key/value heads of head_dim 128, in bfloat16. Calls are captured into a CUDA graph, in rotation over caches that
+together exceed the level-2 cache, and the graph is replayed; `us` is the median over the replays, divided by the number
+of calls. `gb_per_s` counts the keys and values that a call reads. `ratio` is the time of the fastest other library
+divided by the row's time: above 1, the row is faster than all of them.
 
-Rows of `cuflash` are `KVCache.attention` on a contiguous cache, on pages of 64 and of 16 in random order, and
-`KVCache.append`; FP8 calls use caches of float8_e4m3fn, whose bytes include the scales. Next to them are,
-each where it can be imported, PyTorch's scaled_dot_product_attention with FlashAttention-2 and with cuDNN, the
-packages of FlashAttention-2, -3 and -4, and FlashInfer on pages of 16. Last rows have the host's time of `append` and
-`attention` outside of a graph, on CuPy's arrays and on PyTorch's tensors. A plot of GB/s, over the sizes, is next to
-the CSV.
+Rows of `cuflash` are `KVCache.attention` on a contiguous cache and on pages of 64 and of 16 tokens in random order, and
+`KVCache.append`; FP8 calls use caches of float8_e4m3fn, whose bytes include the scales. If they can be imported, there
+are also rows of PyTorch's scaled_dot_product_attention with FlashAttention-2 and with cuDNN, of the packages of
+FlashAttention-2, -3 and -4, and of FlashInfer on pages of 16. The last rows have the host time of `append` and
+`attention` without a graph, on CuPy arrays and on PyTorch tensors. A plot of GB/s by size is written next to the CSV.
 
-Found:  long caches are read at nearly the rate of the GPU's memory, by cuflash and by the fastest other libraries;
+Found:  cuflash and the fastest other libraries read long caches at nearly the rate of the GPU's memory;
 docs/kv_cache.md has the table.
 
 Cost: Minutes of a GPU.
@@ -46,18 +45,18 @@ COLUMNS = (
 )  # fmt: skip
 _ROTATED_BYTES = 128 << 20  # more than twice the level-2 cache of an H100
 _MOST_CALLS = 20
-_MANY_BYTES = 1 << 30  # of a call, of which a graph then has few
-_ROOM = 1 << 13  # positions of a cache that rows are appended to
+_MANY_BYTES = 1 << 30  # bytes of a call, above which a graph has few calls
+_ROOM = 1 << 13  # number of cache positions for appended rows
 
 
 class Case(NamedTuple):
-    """Something to time: `prepare` makes a call on arrays of its own, `capture` what replays calls and times them."""
+    """A benchmark case: `prepare` returns a call on new arrays, `capture` a function that replays and times calls."""
 
     library: str
     operation: str
     prepare: Callable[[], Callable[[], Any]]
     capture: Callable[[list[Callable[[], Any]]], Callable[[], float]]
-    position_bytes: int = 4 * HEAD_DIM  # of a key/value head
+    position_bytes: int = 4 * HEAD_DIM  # bytes per key/value head
 
 
 def captured_by_cupy(calls: list[Callable[[], Any]]) -> Callable[[], float]:
@@ -67,7 +66,7 @@ def captured_by_cupy(calls: list[Callable[[], Any]]) -> Callable[[], float]:
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.runtime.deviceSynchronize()
     with stream:
-        calls[0]()  # compiles
+        calls[0]()  # compiles the kernels
         stream.synchronize()
         stream.begin_capture()
         results = [call() for call in calls]
@@ -192,7 +191,7 @@ def cases_of_torch(batch: int, keys: int) -> Iterator[Case]:
 
         def by_kvcache(package: str = package) -> Callable[[], Any]:
             attend = getattr(import_module(package), "flash_attn_with_kvcache", None)
-            if attend is None:  # FlashAttention-4's package makes a folder of the same name
+            if attend is None:  # FlashAttention-4's package creates an empty module with the same name
                 raise ImportError(f"{package} has no flash_attn_with_kvcache")
             k, v = (x.transpose(1, 2).contiguous() for x in pair())
             lengths = torch.full((batch,), keys, dtype=torch.int32, device="cuda")
@@ -212,7 +211,7 @@ def cases_of_torch(batch: int, keys: int) -> Iterator[Case]:
 
         page, pages = 16, keys // 16
         room = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-        options = {"use_tensor_cores": True, "backend": "fa2"}  # fa3, its own choice on Hopper, does not split keys
+        options = {"use_tensor_cores": True, "backend": "fa2"}  # fa3, the default on Hopper, does not split keys
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(room, "NHD", **options)
         starts = torch.arange(0, batch + 1, dtype=torch.int32, device="cuda") * pages
         last = torch.full((batch,), page, dtype=torch.int32, device="cuda")
@@ -278,7 +277,7 @@ def host_time(calls: int, zeros: Callable[..., Any]) -> dict[str, Any]:
 
 
 def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add to the rows of one size the time of the fastest other library relative to theirs.
+    """Add to the rows of one size the ratio of the fastest other library's time to their own.
 
     >>> rows = [{"library": "cuflash", "operation": "attention", "us": "8"}]
     >>> with_ratios([*rows, {"library": "other", "operation": "attention", "us": "10"}])[0]["ratio"]
@@ -305,7 +304,7 @@ def sizes_of(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def rows_of(batch: int, keys: int, replays: int, operations: str = "") -> list[dict[str, Any]]:
-    """Time one size, for operations that start with a prefix; calls that fail are printed and left out."""
+    """Time one size, for operations whose names start with a prefix; failed calls are printed and left out."""
     import cupy
 
     cases, rows = list(cases_of_cuflash(batch, keys)), []
@@ -395,7 +394,7 @@ def plot(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the rows that there are so far, all of them or none."""
+    """Write the current rows atomically."""
     with atomic_path(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", restval="")
         writer.writeheader()

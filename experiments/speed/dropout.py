@@ -1,17 +1,17 @@
-"""What does dropout cost? Attention with dropout against plain attention, forward and backward.
+"""What does dropout cost? Times attention with dropout and plain attention, forward and backward.
 
     python -m experiments dropout                                          # 8192 tokens, 16 heads of 64 and of 128
     python -m experiments dropout --head-dims 128 --seqlens 1024,8192
 
-Needs an NVIDIA GPU and CuPy. Before a case is timed, the weights that the kernels keep are compared, bit by bit, with
-those of `Dropout.keep`: with q = 0 and an identity as v, o shows them. Times are of the device's part of `attention`
-and of a `vjp`, called on CuPy arrays in turn with plain attention, with the level-2 cache written over before each
-call. TFLOP/s count the products of plain attention; of_plain is the time of plain attention over that with dropout.
-Where kernels of another family serve the backward pass under dropout, `plain` is still what plain attention takes by
-itself; plain_same_ms is the time of plain attention by the family that serves dropout.
+Needs an NVIDIA GPU and CuPy. Before a case is timed, the weights that the kernels keep are compared bitwise with those
+of `Dropout.keep`: with q = 0 and an identity matrix as v, o shows them. Times are device times of `attention` and of a
+`vjp` on CuPy arrays, alternating with plain attention, with the level-2 cache flushed before each call. TFLOP/s count
+the products of plain attention; `of_plain` is the time of plain attention divided by that with dropout. If another
+family serves the backward pass with dropout, `plain` is still the time of plain attention with its default family, and
+plain_same_ms is the time of plain attention with the family that serves dropout.
 
-Found:  on an H100 a forward pass of 8192 tokens takes 1.6 to 2.0 times the time of plain attention, and a backward one
-1.2 to 1.5, since kernels draw the bits of each weight; docs/dropout.md has the table.
+Found:  on an H100, a forward pass of 8192 tokens takes 1.6 to 2.0 times as long as plain attention, and a backward pass
+1.2 to 1.5 times, since kernels draw random bits for each weight; docs/dropout.md has the table.
 
 Cost: Two minutes of a GPU.
 """
@@ -97,7 +97,7 @@ def measured(config: Config, head_dim: int, mask: str, seqlen: int) -> Iterator[
 
 
 def run(config: Config) -> Iterator[Record]:
-    """Yield one row for each number of columns, mask, length and pass."""
+    """Yield one row for each head_dim, mask, length and pass."""
     for head_dim, mask, seqlen in cases_on_gpu(config.head_dims, config.masks, config.seqlens):
         yield from measured(config, head_dim, mask, seqlen)
 

@@ -1,18 +1,19 @@
-"""How many exponentials does a multiprocessor compute per cycle, one by one and as packed 16-bit pairs?
+"""How many exponentials does a multiprocessor compute per cycle, as single numbers and as packed 16-bit pairs?
 
     python -m experiments exponential_rate
 
-FP8 attention weights have 4 significant bits of an exponential, and PTX has `ex2.approx` for two numbers of 16
-bits in one register. If that made two results in the time of one, such weights would cost half. A row is an
-instruction: one thread block on each multiprocessor, whose threads each make `rounds` times eight exponentials in
-independent chains. `per_cycle` is their number over the cycles of the multiprocessor's clock, from the beginning of
-the first thread to the end of the last: the median over the multiprocessors, and of `repeats` launches the best.
+FP8 attention weights have 4 significant bits of an exponential, and PTX has an `ex2.approx` for two 16-bit numbers in
+one register. If it computed two results in the time of one, such weights would cost half. Each row is an instruction:
+one thread block per multiprocessor runs, whose threads each compute `rounds` times eight exponentials in independent
+chains. `per_cycle` is the number of results divided by the clock cycles of the multiprocessor from the start of the
+first thread to the end of the last: the median over the multiprocessors, and the best of `repeats` launches.
 
 Needs an NVIDIA GPU of compute capability 9.0 or newer, and CuPy.
 
-Expect: 16 results in a cycle of each instruction, which is what roofline counts with: packed ones save nothing.
-Found:  NVRTC 13.0 makes two instructions of the unit for exponentials from each packed one (fp8_steps.log of b648872e).
-No rate was published yet.
+Expect: 16 results per cycle with each instruction, the rate that roofline assumes, so that packed instructions save
+nothing.
+Found:  NVRTC 13.0 compiles each packed instruction to two instructions of the unit for exponentials (fp8_steps.log of
+b648872e). No rate has been published yet.
 
 Cost: Seconds of a GPU.
 """
@@ -24,9 +25,9 @@ import numpy as np
 from harness import Record, gpu_versions, main, track, why_no_gpu
 from rich.table import Table
 
-OLDEST = (9, 0)  # compute capability: older ones have no bf16x2
+OLDEST = (9, 0)  # compute capability: older GPUs have no bf16x2
 CHAINS, THREADS = 8, 1024
-# Instructions, with the numbers that each makes at once.
+# Instructions, with the number of results of each.
 INSTRUCTIONS = {
     "ex2.approx.ftz.f32": ("{.reg .f32 y; mov.b32 y, %0; ex2.approx.ftz.f32 y, y; mov.b32 %0, y;}", 1),
     "ex2.approx.f16x2": ("ex2.approx.f16x2 %0, %0;", 2),
@@ -76,7 +77,7 @@ def source(instruction: str) -> str:
 
 
 def per_cycle(instruction: str, rounds: int, cycles: np.ndarray) -> float:
-    """Return the results per multiprocessor and cycle, from the cycles that each multiprocessor took."""
+    """Return the results per multiprocessor and cycle, from the cycles of each multiprocessor."""
     return THREADS * CHAINS * rounds * INSTRUCTIONS[instruction][1] / float(np.median(cycles))
 
 
@@ -95,7 +96,7 @@ def run(config: Config) -> Iterator[Record]:
     for instruction in track(config.instructions, "instructions"):
         kernel = cupy.RawKernel(source(instruction), "exponentials")
         rates = []
-        for _ in range(config.repeats + 1):  # the first launch is not counted
+        for _ in range(config.repeats + 1):  # the first launch is ignored
             kernel((blocks,), (THREADS,), (cycles, results, np.int32(config.rounds)))
             rates.append(per_cycle(instruction, config.rounds, cycles.get()))
         row = {"instruction": instruction, "results_at_once": INSTRUCTIONS[instruction][1]}

@@ -1,22 +1,21 @@
-"""What does each step of the FlashAttention papers bring, in time and in memory, over the length?
+"""What does each step of the FlashAttention papers gain in time and memory, by length?
 
     python -m experiments flash_ladder           # on the host: standard attention in NumPy and the cpu executor
     python -m experiments flash_ladder --gpu     # on a GPU: naive, simt, fa1, sm80 and sm90 kernels in float16
 
-The kernels of a run compute the same attention on the same standard normal data, and their calls are timed in turn,
-after some rows of their results and gradients were found within their error bounds. TFLOP/s count the products of the
-paper, 2 forward and 5 backward, half of them when causal; on a GPU the share is that of its tensor cores' rate for 16
-bits. Peak memory is the most that a call allocates in addition to arguments and results: on a GPU in CuPy's pool, on
-the host in NumPy's arrays, without the buffers that BLAS keeps. Workspace is what a plan says that its larger pass
-takes. Moved are the bytes of device memory that the papers' model counts, which `memory_traffic` compares with the
-profiler's.
+The kernels of a run compute the same attention on the same standard normal data. Some rows of their results and
+gradients are first checked against their error bounds, then calls are timed alternately. TFLOP/s count the products of
+the paper, 2 forward and 5 backward, half of them if causal; on a GPU there is also the fraction of its tensor-core rate
+for 16 bits. Peak memory is the largest allocation of a call in addition to arguments and results: on a GPU in CuPy's
+pool, on the host in NumPy arrays, without BLAS's buffers. Workspace is the plan's number for its larger pass. Moved is
+the number of bytes of device memory in the papers' model, which `memory_traffic` compares with the profiler's counters.
 
-"plain" is attention as a few lines of NumPy: it stores the matrix of scores, and its backward pass makes the weights
-again from lse. "naive" are kernels that do the same on a GPU, as long as the matrices fit its memory.
+"plain" is attention in a few lines of NumPy: it stores the matrix of scores, and its backward pass recomputes the
+weights from lse. "naive" are kernels that do the same on a GPU, if the matrices fit its memory.
 
-Expect: memory of "plain" and "naive" grows with the square of the length, that of all others at most with the length.
-Found:  on the host, at 2048 tokens and without a mask, the cpu executor takes 5 MiB where standard attention takes 64
-forward and 128 backward.
+Expect: the memory of "plain" and "naive" grows with the square of the length, that of the others at most linearly.
+Found:  on the host, at 2048 tokens and without a mask, the cpu executor takes 5 MiB; standard attention takes 64 MiB
+forward and 128 MiB backward.
 
 Cost: A minute on two cores; --gpu two minutes of a GPU.
 """
@@ -54,7 +53,7 @@ Peaks = dict[tuple[str, str, int, str], int]  # bytes, by kernel, mask, length a
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Calls that are timed; every combination is one row."""
+    """The calls to time; every combination is one row."""
 
     gpu: bool = False
     masks: tuple[str, ...] = MASKS
@@ -132,7 +131,7 @@ def kernels_of(config: Config, seqlen: int, mask: str) -> dict[str, Any]:
         for name in GPU_KERNELS
         if name in config.gpu_kernels
     }
-    most = 0.6 * memory_of_device()  # the forward pass's workspace stays in the pool
+    most = 0.6 * memory_of_device()  # the pool retains the forward pass's workspace
     return {name: ready for name, ready in plans.items() if ready.workspace_bytes < most}
 
 
@@ -152,7 +151,7 @@ def draw(config: Config, seqlen: int) -> list[Any]:
 def host_peaks(config: Config) -> Peaks:
     """Return the peak bytes of NumPy arrays other than arguments and results, measured in a fresh process.
 
-    Buffers that the library keeps for later calls count in each.
+    Buffers that the library keeps for later calls are included in each measurement.
     """
     peaks: Peaks = {}
     tracemalloc.start()
@@ -162,7 +161,8 @@ def host_peaks(config: Config) -> Peaks:
         results = tuple(call())
         return results, tracemalloc.get_traced_memory()[1] - sum(x.nbytes for x in (*held, *results))
 
-    for name, (seqlen, mask) in itertools.product(("plain", "cpu"), config.cases):  # "plain" before there are buffers
+    # "plain" first, while the library has no buffers
+    for name, (seqlen, mask) in itertools.product(("plain", "cpu"), config.cases):
         arrays, ready = draw(config, seqlen), kernels_of(config, seqlen, mask)[name]
         q, k, v, do = arrays
         (o, lse), peaks[name, mask, seqlen, "forward"] = measured(partial(ready.forward, q, k, v), *arrays)
@@ -187,7 +187,7 @@ def device_peaks(ready: Any, arrays: list[Any]) -> dict[str, int]:
 
 
 def checked(name: str, ready: Any, arrays: list[Any], check: SpotCheck) -> dict[str, Callable[[], object]]:
-    """Return both passes ready to time, after some rows of them were found right.
+    """Return both passes ready to time, after checking some rows of their results.
 
     Raises
     ------
@@ -249,7 +249,7 @@ def rows(config: Config, seqlen: int, mask: str, peaks: Peaks) -> Iterator[Recor
 
 
 def run_host(config: Config) -> Iterator[Record]:
-    """Measure memory first, in a separate process, then times."""
+    """Measure memory in a separate process, then times."""
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         peaks = pool.submit(host_peaks, config).result()
     for case in track(config.cases, "lengths and masks"):
@@ -257,7 +257,7 @@ def run_host(config: Config) -> Iterator[Record]:
 
 
 def run_gpu(config: Config) -> Iterator[Record]:
-    """Compile every kernel at once, then measure."""
+    """Compile all kernels in parallel, then measure."""
     if reason := why_no_gpu():
         sys.exit(f"flash_ladder --gpu times kernels on a GPU: {reason}")
     import cupy
@@ -277,7 +277,7 @@ def run_gpu(config: Config) -> Iterator[Record]:
 
 
 def run(config: Config) -> Iterator[Record]:
-    """Run the host's part, or a GPU's."""
+    """Run the part for the host, or the part for a GPU."""
     return run_gpu(config) if config.gpu else run_host(config)
 
 

@@ -1,24 +1,24 @@
-"""How do FlashAttention-1's tables look with our kernels: time and memory from 128 to 65536 tokens?
+"""What do FlashAttention-1's tables look like with our kernels: time and memory from 128 to 65536 tokens?
 
     python -m experiments flashattention1_tables           # on the host, in under a minute: NumPy and the cpu executor
     python -m experiments flashattention1_tables --gpu     # on a GPU: float16, 16 batch entries, 8 heads of 64
 
-The paper (arXiv 2205.14135, appendix E, tables 18 to 21: no mask, no dropout) times standard attention of PyTorch, its
-own kernels, and block-sparse ones on an A100 with 40 GB. Here "standard" is our naive family, three kernels forward
-that store every score; "fa1" is the paper's own loop on tensor cores; "dense" is what `kernel="auto"` chooses;
-"butterfly" is the same with the pattern of the paper's block-sparse kernels, in blocks of 128 and with all strides,
-whose density is in the rows. "pytorch" is standard attention of PyTorch, as in the paper, where PyTorch is installed.
-On the host "standard" is the same in a few lines of NumPy, and "dense" the cpu executor.
+The paper (arXiv 2205.14135, appendix E, tables 18 to 21: no mask, no dropout) times PyTorch's standard attention, its
+own kernels, and block-sparse ones on an A100 with 40 GB. Here "standard" is our naive family, three forward kernels
+that store every score; "fa1" is the paper's loop on tensor cores; "dense" is the choice of `kernel="auto"`; "butterfly"
+is the same with the pattern of the paper's block-sparse kernels, in blocks of 128 and with all strides, whose density
+is in the rows. "pytorch" is PyTorch's standard attention, as in the paper, if PyTorch is installed. On the host,
+"standard" is the same in a few lines of NumPy, and "dense" is the cpu executor.
 
-Times of the paper are its published milliseconds. Ratios compare across machines, and milliseconds do not: "over
-standard" is the time of standard attention over a method's, for the rows of this run and for the paper's table. Memory
-is that of all arrays of a call with its gradients, as it is planned. A method that needs more memory than there is has
-no row.
+Times of the paper are its published milliseconds. Ratios can be compared across machines, but milliseconds cannot:
+"over standard" is the time of standard attention divided by a method's time, for this run and for the paper's table.
+Memory is the planned memory of all arrays of a call with its gradients. A method that needs more memory than the
+machine has gets no row.
 
-Up to 4096 tokens some rows of results and gradients were found within their error bounds before they were timed.
+Up to 4096 tokens, some rows of results and gradients are checked against their error bounds before they are timed.
 
-Expect: dense is at least twice as fast as standard from 1024 tokens on, and its memory grows with the length.
-Found:  memory of standard attention grows with the square of the length, and that of all other methods with the length.
+Expect: dense is at least twice as fast as standard from 1024 tokens on, and its memory grows linearly.
+Found:  the memory of standard attention grows with the square of the length, and that of all other methods linearly.
 
 Cost: Under a minute on two cores; --gpu a minute of a GPU.
 """
@@ -47,8 +47,8 @@ WAYS = ("forward", "backward", "both")
 KERNELS = {"standard": "naive", "fa1": "fa1", "dense": "auto", "butterfly": "auto"}
 BLOCK = 128
 LONGEST_CHECKED = 4096
-LENGTHS = tuple(2**exponent for exponent in range(7, 17))  # of the paper's tables
-# Milliseconds of tables 18 to 20 by the method that stands for the paper's; where a list ends, memory did.
+LENGTHS = tuple(2**exponent for exponent in range(7, 17))  # sequence lengths of the paper's tables
+# Milliseconds of tables 18 to 20 by the method that corresponds to the paper's; a list ends where memory ran out.
 PAPER_MS: dict[tuple[str, str], tuple[float, ...]] = {
     ("standard", "forward"): (0.21, 0.22, 0.43, 1.27, 4.32, 16.47, 67.77),
     ("standard", "backward"): (0.26, 0.29, 0.78, 2.44, 8.82, 33.87),
@@ -65,12 +65,13 @@ PAPER_MB: dict[str, tuple[float, ...]] = {
     "standard": (36, 104, 336, 1184, 4416, 17024),
     "fa1": (22, 44, 104, 209, 418, 836, 1672, 3344, 6688, 13376),
 }
-OF_PAPER = {"pytorch": "standard", "dense": "fa1"}  # the paper's method with which each further one is compared
+# The methods of the paper with which the methods that it lacks are compared
+OF_PAPER = {"pytorch": "standard", "dense": "fa1"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Lengths and methods; every combination that fits memory is a row for each pass."""
+    """Lengths and methods; every combination that fits memory has a row for each pass."""
 
     gpu: bool = False
     methods: tuple[str, ...] = METHODS
@@ -116,7 +117,7 @@ def density(method: str, seqlen: int) -> float:
 
 
 class PyTorch:
-    """Standard attention of PyTorch: two products and a softmax, and what its autograd makes of them."""
+    """PyTorch's standard attention: two products and a softmax, with autograd."""
 
     def __init__(self, q: Any, k: Any, v: Any, do: Any) -> None:
         import torch
@@ -185,7 +186,8 @@ def calls_of(ready: Any, arrays: list[Any]) -> dict[str, Callable[[], object]]:
 def methods_of(config: Config, seqlen: int) -> list[str]:
     """Return the methods that run on this machine and fit its memory.
 
-    Standard attention takes a matrix of scores forward, which CuPy's pool keeps, and two backward.
+    Standard attention takes one matrix of scores in the forward pass, which CuPy's pool retains, and two in the
+    backward pass.
     """
     chosen = [name for name in METHODS if name in config.methods]
     if not config.gpu:
@@ -194,7 +196,7 @@ def methods_of(config: Config, seqlen: int) -> list[str]:
 
     free, _ = cupy.cuda.Device().mem_info
     batch, num_heads, _, _ = config.shape(seqlen)
-    matrices = {"standard": 3 * 4, "pytorch": 5 * 2}  # bytes of a score: of PyTorch some copies in 16 bits
+    matrices = {"standard": 3 * 4, "pytorch": 5 * 2}  # bytes per score; PyTorch has several copies in 16 bits
     fits = {name: batch * num_heads * seqlen**2 * size < 0.85 * free for name, size in matrices.items()}
     try:
         import torch  # noqa: F401
@@ -206,9 +208,9 @@ def methods_of(config: Config, seqlen: int) -> list[str]:
 def passes(
     config: Config, method: str, arrays: list[Any], checks: dict[bool, SpotCheck]
 ) -> tuple[Any, dict[str, Callable[[], object]]]:
-    """Return a plan and its passes; up to some length, after checking some rows of the results.
+    """Return a plan and its passes; up to a limit of the length, after checking some rows of the results.
 
-    `checks` keeps what methods that have a mask, and those that have none, share.
+    `checks` stores the expected results, which all methods with a mask share, and all methods without one.
     """
     if method == "pytorch":
         model = PyTorch(*arrays)
@@ -223,7 +225,7 @@ def passes(
 
 
 def measured(config: Config, seqlen: int, arrays: list[Any]) -> dict[str, tuple[dict[str, Timing], float | None]]:
-    """Time the passes and plan the memory of each method: alternately on the host, one by one on a GPU."""
+    """Time the passes and plan the memory of each method: alternately on the host, one after the other on a GPU."""
     results: dict[str, tuple[dict[str, Timing], float | None]] = {}
     in_turn: dict[str, Callable[[], object]] = {}
     checks: dict[bool, SpotCheck] = {}
@@ -243,7 +245,8 @@ def measured(config: Config, seqlen: int, arrays: list[Any]) -> dict[str, tuple[
 def timed_on_device(config: Config, calls: dict[str, Callable[[], object]]) -> dict[str, Timing]:
     """Time the passes of a method: as many repeats as the budget allows, at least three, or one long call.
 
-    Above a second first calls stand for all: what they do once is a hundredth of that.
+    If the first call takes more than a second, it counts as the measurement, because one-time work is a hundredth of
+    it.
     """
     timings = time_on_device(calls, repeats=1, warmup=0)
     total_s = sum(timing.median_ms for timing in timings.values()) / 1e3

@@ -1,29 +1,29 @@
-"""How long does a warm call keep the host, for arrays of CuPy, PyTorch and JAX?
+"""How long does a warm call occupy the host, for arrays of CuPy, PyTorch and JAX?
 
     python -m experiments host_time                                          # 10^4 calls a case
     python -m experiments host_time --budget-s 100                           # as many as fit, for a short look
     python -m experiments host_time --csv rows.csv --libraries cupy cuflash.torch --masks none --tokens 256
 
-It needs an NVIDIA GPU and CuPy; PyTorch's and JAX's rows are left out, with a line that says so, where the library or
-its GPU is missing. A row is the median over the calls of a case, in microseconds, from before a call until it returns;
-the device is waited for between calls, outside of what is timed, so that its queue never holds the host up. Calls take
-their inputs in turn from 64 places in memory. Where each call has a new mask, making it is timed apart, as `mask_us`.
-An empty launch of CuPy and PyTorch's scaled_dot_product_attention are timed for comparison. Hosts change their clock
-from one minute to the next, so empty launches are timed between the calls of each case too: `launch_us` is their
-median, by which the times of two rows are compared.
+It needs an NVIDIA GPU and CuPy. If PyTorch or JAX, or its GPU support, is missing, its rows are left out, and a line
+says so. A row is the median over the calls of a case, in microseconds, from the start of a call until it returns.
+Between calls the host waits for the device, which is not timed, so that a full queue never delays a call. Calls use
+inputs at 64 places in memory in rotation. If each call has a new mask, creating it is timed separately, as `mask_us`.
+An empty launch of CuPy and PyTorch's scaled_dot_product_attention are timed for comparison. Since hosts change their
+clock from one minute to the next, empty launches are also timed between the calls of each case: `launch_us` is their
+median, by which times of two rows are compared.
 
-Rows of `cupy` are calls of `cuflash.attention` and others on CuPy's arrays. Rows of `torch` and `jax` are the same
-calls on tensors and arrays of these libraries, which DLPack hands over; `cuflash.torch` and `cuflash.jax` are the
-functions of these modules. A vjp's time is that of the backward pass alone; `out=` is `attention` with it, and
-`dropout` is `attention` with a new offset in each call. A selector chooses a quarter of the blocks of a causal call,
-and makes their index; `vertical_slash` keeps as many keys, and as many distances, as others keep blocks of a row, and
-`quest` chooses a quarter of the pages for the last query.
+Rows of `cupy` are calls of `cuflash.attention` and other functions on CuPy arrays. Rows of `torch` and `jax` are the
+same calls on tensors and arrays of these libraries, which are passed by DLPack; `cuflash.torch` and `cuflash.jax` are
+the functions of these modules. The time of a vjp is that of the backward pass alone; `out=` is `attention` with this
+argument, and `dropout` is `attention` with a new offset in each call. A selector chooses a quarter of the blocks of a
+causal call, and builds their index; `vertical_slash` keeps as many keys, and as many distances, as other selectors keep
+blocks per row, and `quest` chooses a quarter of the pages for the last query.
 
-Rows of threads are rounds in which 1, or 8, threads call `cuflash.attention` at once, each on a stream of its own; `us`
-is the time of a round over the calls of all its threads, so that 10^6 / us are the calls per second. Threads gain while
-launches are in CUDA's driver, outside of Python's global lock; all else runs under the lock, one thread at a time.
+Rows of threads are rounds in which 1 or 8 threads call `cuflash.attention` concurrently, each on its own stream; `us`
+is the time of a round divided by the calls of all its threads, so that 10^6 / us is the number of calls per second.
+Threads overlap only in launches by CUDA's driver, which run outside of Python's global lock.
 
-Found:  the host time of a warm call on CuPy's arrays is some tens of microseconds; docs/performance.md has the table.
+Found:  a warm call on CuPy arrays occupies the host for some tens of microseconds; docs/performance.md has the table.
 
 Cost: An hour of a GPU with 10^4 calls a case, minutes with --budget-s 100.
 """
@@ -52,7 +52,7 @@ from harness import UNPUBLISHED, atomic_path, why_no_gpu
 PLACES = 64
 LAUNCH_EACH = 8  # calls of a case between two empty launches
 THREADS = {"attention in 1 thread": 1, "attention in 8 threads": 8}  # threads of a round
-CALLS_OF_THREAD = 128  # in a round
+CALLS_OF_THREAD = 128  # calls per thread in a round
 HEADS, KV_HEADS, HEAD_DIM, BLOCK, PAGE = 16, 4, 64, 64, 16
 OPERATIONS = (
     "attention", "grouped heads", "out=", "dropout", "attention_vjp", "vjp", "plan.forward", "plan.backward",
@@ -77,7 +77,9 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A call to time: `prepare(turn, mask)` makes, untimed, what `call` takes, and `calls` are those that it makes."""
+    """A call to time: `prepare(turn, mask)` creates, untimed, the arguments of `call`; `calls` are the numbers of
+    calls.
+    """
 
     library: str
     operation: str
@@ -107,7 +109,7 @@ def cases_by_dlpack(library: str, inputs: Inputs) -> Iterator[Case]:
     last: dict[int, tuple[Any, Any]] = {}  # the last plan, by the identity of its mask, which the plan keeps
 
     def planned(turn: int, mask: Any) -> tuple[Any, ...]:
-        """Return the plan of a mask, which is made once for all calls with the mask, and arrays."""
+        """Return the plan of a mask, created once for all calls with the mask, and arrays."""
         if id(mask) not in last:
             last.clear()
             last[id(mask)] = mask, cuflash.plan(*inputs.places[turn][:3], mask=mask)
@@ -115,7 +117,7 @@ def cases_by_dlpack(library: str, inputs: Inputs) -> Iterator[Case]:
 
     yield Case(library, "attention", lambda turn, mask: (*inputs.places[turn][:3], mask), attention)
     yield Case(library, "grouped heads", lambda turn, mask: (*inputs.narrow[turn], mask), attention)
-    if library != "jax":  # whose arrays are not written to
+    if library != "jax":  # jax arrays cannot be written to
         yield Case(
             library, "out=", lambda turn, mask: (*inputs.places[turn][:3], mask, inputs.outs[turn]),
             lambda q, k, v, mask, out: attention(q, k, v, mask, out=out),
@@ -215,7 +217,7 @@ def cases_of_selectors(inputs: Inputs) -> Iterator[Case]:
     }
     for name in SELECTORS:
         select = partial(getattr(selectors, name.partition(".")[2]), **options.get(name, of_blocks | {"budget": few}))
-        first = tokens - 1 if name == "selectors.quest" else 0  # which chooses for the last query alone
+        first = tokens - 1 if name == "selectors.quest" else 0  # quest chooses for the last query only
 
         def inputs_from(turn: int, mask: Any, first: int = first) -> tuple[Any, Any]:
             q, k = inputs.places[turn][:2]
@@ -443,7 +445,7 @@ def versions() -> dict[str, str]:
 
 
 def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the rows that there are so far, all of them or none."""
+    """Write the current rows atomically."""
     with atomic_path(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()

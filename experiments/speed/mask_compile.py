@@ -1,12 +1,14 @@
-"""How long does it take to turn a mask into the list of work a kernel walks, and how much memory?
+"""How long does it take to convert a mask to a kernel's work list, and how much memory?
 
     python -m experiments mask_compile
 
-Causal attention within documents at 128k tokens, and a butterfly at a million: masks whose dense form has 2 GB and
-137 GB of bits. Times are medians; memory is the peak that Python and NumPy allocate during one call, and what is kept.
+Causal attention within documents at 128k tokens, and a butterfly at a million tokens: masks whose dense forms have 2 GB
+and 137 GB of bits. Times are medians. Memory is the peak of allocations by Python and NumPy during one call, and the
+memory of the result.
 
-Expect: closed forms answer for rows and blocks, so neither time nor memory grows with seqlen squared.
-Found:  6 ms for causal and documents at 128k tokens, 26 ms for a butterfly at 1M; listing all blocks: 69 MiB at most.
+Expect: closed forms decide rows and blocks, so neither time nor memory grows with seqlen squared.
+Found:  6 ms for causal and documents at 128k tokens, 26 ms for a butterfly at 1M tokens; listing all blocks takes at
+most 69 MiB.
 
 Cost: Half a minute on one core.
 """
@@ -44,7 +46,7 @@ def document_ids(seqlen: int, mean_document: int) -> np.ndarray:
 
 
 def packed(seqlen: int, config: Config) -> Callable[[], masks.Mask]:
-    """Return a function that creates the mask of causal attention within documents; the ids are drawn before."""
+    """Return a function that creates the mask of causal attention within documents, whose ids are drawn before."""
     ids = document_ids(seqlen, config.mean_document)
     return lambda: masks.Causal() & masks.Documents(ids)
 
@@ -55,7 +57,7 @@ def butterfly(seqlen: int, config: Config) -> Callable[[], masks.Mask]:
 
 
 def check(mask: masks.Mask, seqlen: int, block: int) -> None:
-    """Assert that the index of a mask, if it is small enough, holds exactly the elements of the mask."""
+    """Assert that the index of a small mask has exactly the elements of the mask; large masks are not checked."""
     shape = masks.MaskShape((), 1, seqlen, seqlen)
     index = BlockIndex.from_mask(mask, block=block, **shape._asdict())
     if not np.array_equal(index.toarray()[0], mask.toarray(**shape._asdict())):
@@ -80,7 +82,7 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 
 def run(config: Config) -> list[Record]:
-    """Yield one record for each mask and product of it; making the mask itself is one."""
+    """Yield one record for each mask and object computed from it, including the mask itself."""
     records = []
     cases = (("causal & documents", packed, config.documents_seqlen), ("butterfly", butterfly, config.butterfly_seqlen))
     for name, maker, seqlen in track(cases, "masks"):
@@ -99,7 +101,7 @@ def run(config: Config) -> list[Record]:
 
 
 def table(records: list[Record]) -> Table:
-    """Return the measurements as rows."""
+    """Tabulate the measurements."""
     result = Table(title="masks compiled on the host")
     for column in ("mask", "seqlen", "made", "ms", "± ms", "peak MiB", "kept MiB"):
         result.add_column(column, justify="left" if column in ("mask", "made") else "right")

@@ -3,26 +3,27 @@
     python -m experiments packed                                            # all cases and libraries
     python -m experiments packed --cases mixed,window --peers torch_flash   # some of them
 
-It needs an NVIDIA GPU, CuPy and PyTorch. A case is a set of causal sequences that stand one after the other in one
-array, in bfloat16 with 128 dims: `mixed` are 16 sequences of 64 to 4096 tokens, with as many key/value heads as query
-heads and (`mixed_gqa`) with fewer, `short` are 256 of 128 tokens on average, and `window` is one sequence of 8192 whose
-queries see 1024 keys each. Every library computes o (and what its backward pass needs) and then the three gradients;
-FlashInfer, which has no backward pass, computes o alone.
+It needs an NVIDIA GPU, CuPy and PyTorch. A case is a set of causal sequences, concatenated in one array, in bfloat16
+with head_dim 128. `mixed` has 16 sequences of 64 to 4096 tokens, with as many key/value heads as query heads, and
+`mixed_gqa` the same with fewer key/value heads; `short` has 256 sequences of 128 tokens on average; `window` is one
+sequence of 8192 tokens, in which each query attends 1024 keys. Every library computes o (and what its backward pass
+needs), then the three gradients; FlashInfer, which has no backward pass, computes only o.
 
-Rows of `cuflash` run a plan that is made once for the mask, on CuPy arrays. Rows of `cuflash, as called` call
-`attention`, or the function that `attention_vjp` returns, each time, with a mask that is made once from offsets on the
-device, as all layers of a model share it; those of `cuflash, new mask` make the mask for each call, and their kernels
-include those that find each query's keys. `host_us` is the host time of a call without synchronization.
-Other libraries take part where they can be imported and serve the case; a row says why one does not.
+Rows of `cuflash` run a plan that is created once for the mask, on CuPy arrays. Rows of `cuflash, as called` call
+`attention`, or the function that `attention_vjp` returns, with a mask that is created once from offsets on the device,
+as for all layers of a model. Rows of `cuflash, new mask` create the mask for each call, and include the kernels that
+find each query's keys. `host_us` is the host time of a call without synchronization. Other libraries are included if
+they can be imported and serve the case; otherwise a row gives the reason.
 
-Before it is timed, some rows of two heads and their gradients are compared with float64; `error` is the largest share
-of our kernels' bound, which may be 2 for others, which may round once more. Methods take turns, each call between two
-events with the level-2 cache written over before it: medians, and the width of their middle half. TFLOP/s count two
-products forward and five backward, over the scores that the mask keeps. `ratio` is the time of the fastest other
-library over a row's own: above 1, the row is faster than all of them.
+Before a case is timed, some rows of two heads and their gradients are compared with float64; `error` is the largest
+error divided by our kernels' bound, and may be up to 2 for other libraries, which may round once more. Methods
+alternate, and each call is timed between CUDA events, with the level-2 cache flushed before it: medians, and the width
+of the middle half. TFLOP/s count two products forward and five backward, over the scores that the mask allows. `ratio`
+is the time of the fastest other library divided by the row's time: above 1, the row is faster than all of them.
 
-Found:  on an H200 sequences of 64 to 4096 tokens take 0.97 to 1.06 times the time of the fastest other library, short
-ones 1.05 to 1.15 forward and 0.55 backward, and windows 0.90 to 1.05; docs/packed_sequences.md has the table.
+Found:  on an H200, sequences of 64 to 4096 tokens take 0.97 to 1.06 times as long as with the fastest other library,
+short ones 1.05 to 1.15 times forward and 0.55 backward, and windows 0.90 to 1.05 times; docs/packed_sequences.md has
+the table.
 
 Cost: Minutes of a GPU.
 """
@@ -45,7 +46,7 @@ from speed_vs_peers import as_cupy, as_torch
 from spot_check import SpotCheck
 
 HEAD_DIM = 128
-WAYS = {"forward": 2, "backward": 5}  # with the products of each
+WAYS = {"forward": 2, "backward": 5}  # with the number of products of each
 OURS = ("cuflash", "cuflash, as called", "cuflash, new mask")
 _MIXED = (863, 1123, 456, 3314, 3432, 2997, 2935, 68, 1350, 2924, 3767, 3052, 520, 1278, 934, 3747)
 _SHORT = tuple(np.random.default_rng(0).integers(16, 241, 256).tolist())
@@ -351,7 +352,7 @@ def measured(name: str, config: Config) -> Iterator[Record]:
 
 
 def calls_of(methods: Mapping[str, Method], way: str, do: Any) -> dict[str, Callable[[], Any]]:
-    """Return the call of a pass by library, of the libraries that have the pass; a backward pass makes no mask."""
+    """Return the call of a pass by library, for the libraries that have the pass; a backward pass creates no mask."""
     if way == "forward":
         return {library: method.forward for library, method in methods.items()}
     return {
@@ -383,7 +384,7 @@ def rows_of(
     errors: Mapping[str, float],
     notes: Mapping[str, str],
 ) -> Iterator[Record]:
-    """Yield one row per library; those of cuflash have the time of the fastest other library relative to theirs."""
+    """Yield one row per library; those of cuflash have the ratio of the fastest other library's time to their own."""
     case = CASES[name]
     others = [timing.median_ms for library, timing in times.items() if library not in OURS]
     for library in (*times, *notes):
@@ -402,7 +403,7 @@ def rows_of(
 
 
 def run(config: Config) -> Iterator[Record]:
-    """Yield the rows of all cases, with the versions that a GPU's numbers depend on."""
+    """Yield the rows of all cases, with the versions that GPU measurements depend on."""
     reason = why_no_gpu()
     if reason:
         sys.exit(f"packed compares libraries on a GPU: {reason}")

@@ -1,20 +1,19 @@
-"""What does a score function, a bias or a sink cost? Each against plain attention, and against the best peer.
+"""What does a score function, a bias or a sink cost, compared with plain attention and with the fastest peer?
 
     python -m experiments score_functions                                    # 8192 tokens, 16 heads of 128, bfloat16
     python -m experiments score_functions --scores softcap,bias --peers ''   # two of them, without peers
 
-Needs an NVIDIA GPU and CuPy; PyTorch for FlexAttention, and flash-attn-4 for FlashAttention-4. Before a case is
-timed, its results and gradients for a shorter problem, by the same family of kernels, must be within their error
-bounds. Times are of the device's part of `attention` and of a `vjp`, called on CuPy arrays in turn with plain
-attention, with the level-2 cache written over before each call. TFLOP/s count the products of plain attention.
-of_plain is the time of plain attention over the case's; ratio is the time of the fastest peer over ours. All heads
-share one bias in the cases of that name; gradients of the repeatable one have deterministic=True, which plain
-attention next to it and peers have not. FlexAttention's tanh is exact, its backward pass gives the gradient of a
-captured array where the case asks for one, and it has no sink. FlashAttention-4 is timed with its cap, by the GPU's
-own tanh, and with its sink, of which its backward pass gives no gradient here.
+Needs an NVIDIA GPU and CuPy; PyTorch for FlexAttention, and flash-attn-4 for FlashAttention-4. Before a case is timed,
+its results and gradients for a shorter problem, by the same family of kernels, are checked against their error bounds.
+Times are device times of `attention` and of a `vjp` on CuPy arrays, alternating with plain attention, with the level-2
+cache flushed before each call. TFLOP/s count the products of plain attention. `of_plain` is the time of plain attention
+divided by the case's; `ratio` is the time of the fastest peer divided by ours. In the cases named bias, all heads share
+one bias. The gradients of the reproducible bias use deterministic=True, unlike plain attention next to it and the
+peers. FlexAttention's tanh is exact, its backward pass computes the gradient of a captured array if the case has one,
+and it has no sink. FlashAttention-4 is timed with its cap, by the GPU's approximate tanh, and with its sink, whose
+gradient its backward pass does not compute here.
 
-Found:  a sink costs nothing that can be measured, and a bias with its gradient costs the most; docs/scores.md has the
-table.
+Found:  a sink costs nothing measurable, and a bias with its gradient costs the most; docs/scores.md has the table.
 
 Cost: Minutes of a GPU.
 """
@@ -33,7 +32,7 @@ from rich.table import Table
 from workloads import flops
 
 BUCKETS, MAX_DISTANCE, CAP = 32, 128, 50.0
-WIDTH = 64  # pixels of a row of the image
+WIDTH = 64  # pixels per row of the image
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +59,9 @@ class Config:
 
 @dataclass(frozen=True)
 class Case:
-    """A feature: options of a call made of captured arrays, the names that have a gradient, and a peer's own form."""
+    """A feature: options of a call made from captured arrays, the names that have gradients, and the form that peers
+    take.
+    """
 
     arrays: Callable[[int, int], dict[str, np.ndarray]]  # of num_heads and seqlen
     options: Callable[[dict[str, Any]], dict[str, Any]]
@@ -289,7 +290,7 @@ def peers_of(
             peer = PEERS[name](case, *arguments)
             peer.backward()
             peers[name] = peer
-        except Exception as error:  # whatever a compiler of its own says
+        except Exception as error:  # compilers of peers raise different errors
             notes[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"[:120]
     return peers, notes
 

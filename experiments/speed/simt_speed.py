@@ -1,29 +1,30 @@
-"""How near do the simt kernels come to what a GPU's plain multiply-adds allow, and what is the overhead of a call?
+"""How close do the simt kernels come to a GPU's rate of multiply-adds, and what is the overhead of a call?
 
     python -m experiments simt_speed        # needs an NVIDIA GPU and CuPy
 
-Rates count the products of the paper (forward 2, backward 5 of seqlen_q * seqlen_kv * dim multiply-adds, halved by
-nothing: no mask) over the median time of calls between two events, the host ahead of the device, against the rate of a
-loop of multiply-adds on the same card in the same run. The backward pass makes these five, with dQ summed by atomic
-additions; with deterministic=True, where every result is bitwise repeatable, it makes seven, dQ by rows and dK and dV
-by columns: the rows of both say what the promise costs. The naive kernels, which keep whole matrices of scores, are
-the baseline: what tiles bring. Block-sparse rates are over the dense one, per kept block. Host time is that of a call
-on the host alone; a work list is timed on the host until the device has it; memory is what CuPy's pool holds at its
-peak without arguments and results. Kernels are compiled one after another; of those on tensor cores the sum of a plan's
-is given, and what `plan.compile()` takes, which compiles them at once, on threads, in a new process without a cache.
+Rates are the products of the paper (forward 2, backward 5 of seqlen_q * seqlen_kv * dim multiply-adds, without a mask)
+divided by the median time of calls between two events, relative to the rate of a loop of multiply-adds on the same card
+in the same run. The backward pass computes these five products, with dQ summed by atomic additions; with
+deterministic=True, where every result is bitwise reproducible, it computes seven, dQ by rows and dK and dV by columns,
+so that the rows of both show the cost of determinism. The naive kernels, which store whole matrices of scores, are the
+baseline. Block-sparse rates are per kept block, relative to the dense rate. Host time is that of a call without the
+device; a work list is timed until it is on the device; memory is the peak of CuPy's pool without arguments and results.
+Kernels are compiled one after another. For tensor-core kernels there are the sum of a plan's compile times, and the
+time of `plan.compile()`, which compiles them in parallel, in a new process without a cache.
 
-Expect: half of the multiply-adds' rate forward: what a thread's registers hold decides how often shared memory is read.
-Found:  on an H100 forward float32 reaches 0.59 and 0.55 of the multiply-adds' rate at head_dim 64 and 128, backward
-0.48 and 0.45, where one walk adds to dq by atomics and five products are made, not seven; float64, on tensor cores,
-0.85 and 0.98 forward, 0.68 and 0.61 backward. At a density of 0.125 the forward pass works at 0.91 of its dense rate,
-the backward pass at 0.99. The naive kernels reach 0.12 to 0.17 forward, 0.15 to 0.16 backward. A warm call takes 19 to
-22 us of the host here, gradients 36 us; on other hosts of the same kind 21 to 40 and 36 to 69
-(simt_tiles.log of b648872e); a device's work list of causal and documents at 128k tokens 0.7 to 0.9 ms until it is
-there. Of simt the slowest kernel takes 1.6 s to compile, and up to 2.1 s on those other hosts. On the slowest of
-them `plan.compile()` takes 3.4 to 3.7 s from cold for sm80's kernels and 3.2 to 3.6 for sm90's, whose times add up to
-5.5 to 6.4 and 5.5 to 5.8.
+Expect: half of the rate of multiply-adds in the forward pass, because the registers of a thread limit how rarely shared
+memory is read.
+Found:  on an H100, the float32 forward pass reaches 0.59 and 0.55 of the rate of multiply-adds at head_dim 64 and 128,
+and the backward pass, which adds to dq by atomics and so computes five products instead of seven, 0.48 and 0.45;
+float64, on tensor cores, reaches 0.85 and 0.98 forward, and 0.68 and 0.61 backward. At a density of 0.125, the forward
+pass runs at 0.91 of its dense rate, the backward pass at 0.99. The naive kernels reach 0.12 to 0.17 forward, 0.15 to
+0.16 backward. A warm call takes 19 to 22 us of the host, and gradients take 36 us; on other hosts of the same type, 21
+to 40 and 36 to 69 (simt_tiles.log of b648872e). The work list of causal attention within documents at 128k tokens is on
+the device after 0.7 to 0.9 ms. The slowest simt kernel takes 1.6 s to compile, and up to 2.1 s on those other hosts. On
+the slowest of them, `plan.compile()` takes 3.4 to 3.7 s without a cache for sm80's kernels and 3.2 to 3.6 s for sm90's,
+whose separate compile times add up to 5.5 to 6.4 s and 5.5 to 5.8 s.
 
-Cost: Minutes of a GPU, most of them compiling.
+Cost: Minutes of a GPU, most of them for compiling.
 """
 
 import itertools
@@ -111,7 +112,7 @@ def tensor_core_families(device: DeviceSpec) -> list[str]:
 
 
 def check(q: Any, k: Any, v: Any, o: Any) -> None:
-    """Assert that the timed forward is right on its first head and 64 queries, within the bound of the reference."""
+    """Assert that the first 64 queries of the timed call's first head are within the bounds of the reference."""
     q, k, v, o = (x[:1].get() for x in (q[:, :64], k, v, o[:, :64]))
     error = np.abs(o - cuflash.reference.attention(q, k, v)[0])
     if not (error <= cuflash.error_bound(q, k, v).o).all():
@@ -133,7 +134,7 @@ def run_rates(config: Config) -> list[Record]:
 
 
 def rates(config: Config, dtype: Any, head_dim: int, kernel: str, peak: float) -> list[Record]:
-    """Yield the rates of both passes of a family, and of its repeatable backward pass if it has another."""
+    """Yield the rates of both passes of a family, and of its deterministic backward pass if that is a different one."""
     q, k, v, do = draw(config.num_heads, config.seqlen, head_dim, dtype=dtype)
     plan = cuflash.plan(q, k, v, kernel=kernel)
     o, lse = plan.forward(q, k, v)
@@ -182,7 +183,8 @@ def run_costs(config: Config) -> list[Record]:
     import cupy
 
     records = []
-    q, k, v, do = draw(2, 4, 16, 64)  # kernels shorter than calls: longer ones could fill the queue, and calls wait
+    # Kernels shorter than calls, because longer ones could fill the queue and delay calls
+    q, k, v, do = draw(2, 4, 16, 64)
     others = [[x.copy() for x in (q, k, v)] for _ in range(8)]
     dilated, vjps = masks.Dilated(3), [cuflash.attention_vjp(*arrays)[1] for arrays in others]
     calls: dict[str, Callable[[int], object]] = {
@@ -196,7 +198,7 @@ def run_costs(config: Config) -> list[Record]:
         calls[f"kernel='{family}'"] = lambda turn, family=family: cuflash.attention(*halves[turn], kernel=family)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in track(range(config.host_calls), "host"):
-        for name, call in calls.items():  # in turn: a slow moment of the host falls on all
+        for name, call in calls.items():  # alternately, so that a slow moment of the host affects all calls
             begin = time.perf_counter()
             call(turn % 8)
             seconds[name].append(time.perf_counter() - begin)
@@ -235,7 +237,7 @@ def run_memory(config: Config) -> list[Record]:
 
 
 def compile_alone(plan: KernelPlan, device: DeviceSpec) -> list[nvrtc.Compiled]:
-    """Compile a plan's kernels one after another, each alone."""
+    """Compile a plan's kernels one after another."""
     assert device.compute_capability is not None
     return [kernel for spec in plan.specs.values() for kernel in nvrtc.precompile([spec], device.compute_capability)]
 
@@ -250,7 +252,7 @@ def compile_rates(config: Config, device: DeviceSpec) -> None:
             compile_alone(cuflash.plan(x, x, x, **options)._plan, device)
 
 
-# In a process of its own, which has compiled nothing. `sys.argv`: kernel, heads, seqlen, head_dim.
+# Runs in a separate process, which has compiled nothing. `sys.argv`: kernel, heads, seqlen, head_dim.
 CHILD = """
 import sys, time
 import cupy, cuflash, ml_dtypes, numpy as np
@@ -276,7 +278,7 @@ def seconds_from_cold(kernel: str, *shape: int) -> float:
 
 
 def run_compile(config: Config, device: DeviceSpec) -> list[Record]:
-    """Compile the kernels on tensor cores of a forward and a backward call: the sum of their times, and all at once."""
+    """Measure the compile times of tensor-core kernels for both passes: the sum over kernels, and all in parallel."""
     records = []
     cases = list(itertools.product(tensor_core_families(device), config.compile_dims))
     for kernel, head_dim in track(cases, "compiling"):
@@ -294,7 +296,7 @@ def run_compile(config: Config, device: DeviceSpec) -> list[Record]:
 
 
 def run(config: Config) -> list[Record]:
-    """Yield one record for every measure, with the versions that a GPU's numbers depend on."""
+    """Yield one record for every measurement, with the versions that GPU measurements depend on."""
     if reason := why_no_gpu():
         sys.exit(f"simt_speed times kernels on a GPU: {reason}")
     nvrtc.current_device()
@@ -310,7 +312,7 @@ def run(config: Config) -> list[Record]:
 
 
 def table(records: list[Record]) -> Table:
-    """Return the measurements as rows."""
+    """Tabulate the measurements."""
     result = Table(title="simt kernels")
     columns = ("measure", "dtype", "seqlen", "head_dim", "density", "ms", "tflops", "ratio", "us", "mib", "registers")
     for column in columns:

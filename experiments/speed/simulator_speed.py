@@ -1,14 +1,15 @@
-"""How long does a kernel take on the simulator, and does a right kernel ever get a false report?
+"""How long does a kernel take on the simulator, and does a correct kernel ever get a false report?
 
     python -m experiments simulator_speed        # needs g++
 
-The build is from cold, runtime and kernel, in a folder of its own; the call is the median of forward calls. Schedules
-are random: any order of threads, copies early, late or at random moments, lanes shuffled, memory poisoned.
+The build starts without a cache, for runtime and kernel, in a separate folder; the call is the median of forward calls.
+Schedules are random: any order of threads; copies that complete early, late or at random moments; shuffled lanes;
+poisoned memory.
 
-Expect: seconds to build, tens of milliseconds to run, no report and the same bits whatever the schedule.
-Found:  3.7 s to build, 24 ms forward and 47 ms backward at 200 tokens; on the same machine 3.1 to 3.8 s and 20 to 23 ms
-where a loop in Python takes 0.9 s, 4.0 to 6.4 s and 21 to 43 ms where it takes longer (test_times.log of b648872e);
-2,000 schedules, no report, the same bits.
+Expect: seconds to build, tens of milliseconds to run, no report, and the same bits for every schedule.
+Found:  3.7 s to build, 24 ms forward and 47 ms backward at 200 tokens. On the same machine, when a Python loop takes
+0.9 s, 3.1 to 3.8 s and 20 to 23 ms; when the loop takes longer, 4.0 to 6.4 s and 21 to 43 ms (test_times.log of
+b648872e). 2,000 schedules, no report, the same bits.
 
 Cost: Minutes on two cores.
 """
@@ -32,7 +33,7 @@ COPIES = ("eager", "late", "random")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The timed shape (heads, seqlen, head_dim) and how many schedules a small problem is run under."""
+    """The timed shape (heads, seqlen, head_dim), and the number of schedules for a small problem."""
 
     num_heads: int = 2
     seqlen: int = 200
@@ -86,7 +87,9 @@ def run_calls(config: Config) -> list[Record]:
 
 
 def run_schedules(config: Config) -> Record:
-    """Run both passes under random schedules; count those that are reported, and those that have other bits."""
+    """Run both passes with random schedules; count those that are reported, and those whose results have different
+    bits.
+    """
     q, k, v, do = draw(1, 24, 16)
     plan = cuflash.plan(q, k, v, causal=True, executor="sim")._plan
     first, others, reports = None, 0, 0
@@ -110,12 +113,12 @@ def run_schedules(config: Config) -> Record:
 
 
 def run(config: Config) -> list[Record]:
-    """Yield one record for every measure."""
+    """Yield one record for every measurement."""
     return [run_build(config), *run_calls(config), run_schedules(config)]
 
 
 def table(records: list[Record]) -> Table:
-    """Return the measurements as rows."""
+    """Tabulate the measurements."""
     result = Table(title="the simulator")
     columns = ("measure", "kernel", "seqlen", "head_dim", "ms", "spread_ms", "runs", "reports", "other_bits")
     for column in columns:

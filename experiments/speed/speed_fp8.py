@@ -1,21 +1,21 @@
-"""How fast is FP8 attention, compared with cuDNN's and with our own in bfloat16?
+"""How fast is FP8 attention, compared with cuDNN's and with our own bfloat16 attention?
 
     python -m experiments speed_fp8                                    # 64 and 128 columns, full, causal and lists
     python -m experiments speed_fp8 --head-dims 128 --masks full --seqlens 16384
 
-Needs an NVIDIA GPU of compute capability 9.0 and CuPy; cuDNN's kernel needs PyTorch and cuDNN's Python front end, and
-is left out, with the reason, where it cannot be had. Every case holds `tokens` tokens of `hidden` channels, standard
-normal. Operands are quantised in blocks of 128 rows with q and k rotated; cuDNN's have one scale of 1. Before a case
-is timed, the last 128 rows of a head are compared with float64 of what was dequantised: `error` is the largest error
-as a share of the bound. The methods take turns, each call between two events with the level-2 cache written over
-before it: medians, and the width of their middle half. `of_cudnn` and `of_bfloat16` are the times of these over ours,
-and `ratio` is the time of `peer` over ours: cuDNN in FP8 where it runs, our own kernel in bfloat16 elsewhere.
-`prepare_ms` is the time of `quantize` for q, k and v, with the transposition of v, and `prepare_share` its share of
-our time. TFLOP/s count two products of the scores that the mask keeps.
+Needs an NVIDIA GPU of compute capability 9.0 and CuPy. cuDNN's kernel needs PyTorch and cuDNN's Python front end;
+without them it is left out, with the reason. Every case has `tokens` tokens of `hidden` channels, standard normal.
+Operands are quantized in blocks of 128 rows, with q and k rotated; those of cuDNN have one scale of 1. Before a case is
+timed, the last 128 rows of a head are compared with float64 attention of the dequantized arrays: `error` is the largest
+error divided by its bound. The methods alternate, and each call is timed between CUDA events, with the level-2 cache
+flushed before it: medians, and the width of the middle half. `of_cudnn` and `of_bfloat16` are their times divided by
+ours. `ratio` is the time of `peer` divided by ours: cuDNN in FP8 if it runs, otherwise our own bfloat16 kernel.
+`prepare_ms` is the time of `quantize` for q, k and v and of the transposition of v, and `prepare_share` is this time
+divided by our time. TFLOP/s count two products of the scores that the mask allows.
 
-Found:  on an H100, full and causal FP8 calls take 0.86 to 0.96 of the time of our own bfloat16 at head_dim 128,
-and 1.09 to 1.13 with 64; lists of an eighth of the blocks 0.85 to 0.96 with 128. cuDNN's 8 bits take 0.86 to 0.98 of
-our time with 128 columns (fp8_steps.log of b648872e).
+Found:  on an H100, full and causal FP8 calls take 0.86 to 0.96 times as long as our own bfloat16 calls at head_dim 128,
+and 1.09 to 1.13 times at 64; lists of an eighth of the blocks take 0.85 to 0.96 times as long at 128. cuDNN's FP8 takes
+0.86 to 0.98 times our time at head_dim 128 (fp8_steps.log of b648872e).
 
 Cost: Minutes of a GPU.
 """
@@ -96,7 +96,7 @@ def share_of_bound(x8: tuple[cuflash.Quantized, ...], mask: masks.Mask | None, o
 
 
 def cudnn_fp8(batch: int, num_heads: int, seqlen: int, head_dim: int, is_causal: bool) -> Callable[[], object]:
-    """Return a call of cuDNN's FP8 forward pass in e4m3, on its own tensors.
+    """Return a call of cuDNN's FP8 (e4m3) forward pass on PyTorch tensors.
 
     Raises
     ------
@@ -156,7 +156,7 @@ def measured(config: Config, head_dim: int, mask: str, seqlen: int) -> Record:
     x = [cupy.asarray(each.astype(ml_dtypes.bfloat16)) for each in drawn]
     rotation = cuflash.Rotation(head_dim)
     x8, requested_mask = quantized(x, rotation), mask_of(mask, num_heads, seqlen)
-    index: Any = requested_mask  # lists of blocks are made once, as for all layers of a model
+    index: Any = requested_mask  # block lists are built once, as for all layers of a model
     if requested_mask is not None and (blocks := named_blocks(mask)) is not None:
         sizes = {"batch": (batch,), "num_heads": num_heads}
         index = cuflash.BlockIndex.from_mask(requested_mask, seqlen, seqlen, blocks[0], **sizes)
@@ -173,7 +173,7 @@ def measured(config: Config, head_dim: int, mask: str, seqlen: int) -> Record:
         if named_blocks(mask) is not None:
             raise ValueError("takes no list of blocks")
         calls["cudnn"] = cudnn_fp8(batch, num_heads, seqlen, head_dim, mask == "causal")
-    except Exception as missing:  # of packages that may be absent, or of what they support
+    except Exception as missing:  # raised by packages that are missing or do not support the case
         note = f"cudnn: {str(missing).splitlines()[0][:100] if str(missing) else type(missing).__name__}"
     timings = time_on_device(calls, repeats=config.repeats)
     ours, cudnn, half, prepare = (timings.get(name) for name in ("ours", "cudnn", "bfloat16", "prepare"))
@@ -191,7 +191,7 @@ def measured(config: Config, head_dim: int, mask: str, seqlen: int) -> Record:
 
 
 def run(config: Config) -> Iterator[Record]:
-    """Yield one row for each number of columns, mask and length."""
+    """Yield one row for each head_dim, mask and length."""
     for head_dim, mask, seqlen in cases_on_gpu(config.head_dims, config.masks, config.seqlens):
         yield measured(config, head_dim, mask, seqlen)
 

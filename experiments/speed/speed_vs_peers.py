@@ -1,28 +1,29 @@
-"""Who is faster on the same data? cuflash and its peers on one GPU, timed in turn in one process.
+"""Who is faster on the same data? Times cuflash and its peers alternately on one GPU in one process.
 
     python -m experiments speed_vs_peers                                             # bfloat16, full and causal
     python -m experiments speed_vs_peers --masks blocks128 --head-dims 128 --seqlens 16384 --peers flex,flash_attn_4
     python -m experiments speed_vs_peers --dtypes float32 --peers sdpa_efficient --kernel simt
     python -m experiments speed_vs_peers --dtypes float32 --peers sdpa_efficient --precision tf32x3
 
-Needs an NVIDIA GPU, CuPy and PyTorch; of the peers (peers.py) those that are missing, or cannot serve a case, are
-recorded with the reason. `--masks` takes full, causal, blocks<size>_<density>, and blocks<size> for every one of
-`--densities`: random blocks, equally many in each head, the diagonal among them. Rows of the result that a run does
-not measure stay as they are, those that it measures are written one by one.
+Needs an NVIDIA GPU, CuPy and PyTorch; peers (peers.py) that are missing, or cannot serve a case, are recorded with the
+reason. `--masks` takes full, causal, blocks<size>_<density>, and blocks<size> for all `--densities`: random blocks,
+equally many in each head and including the diagonal. Rows of the result that a run does not measure are left unchanged;
+measured rows are written one by one.
 
-Every case holds `tokens` tokens of `hidden` channels, standard normal. Every method computes o and, where its
-interface gives it, lse. Before it is timed some rows of two heads, and the gradients that they send, are compared with
-float64 (spot_check.py): errors are shares of our kernels' bound, up to 2 for a peer, which may round once more. Then
-the methods take turns, each call between two events with the level-2 cache written over before it: medians, and the
-width of their middle half. The backward pass is timed alone. A method that takes less than 0.04 ms is timed again as a
-CUDA graph; `graphs` names it. FlashAttention-3's package takes JAX's arrays, on a stream that such events do not see:
-as many calls as take 50 ms are queued and waited for as one, after the other methods, and the time is divided; the
-cache is written over before the first of them. ratio is the peer's time over ours. TFLOP/s count the paper's products,
-forward 2 and backward 5, half of them when causal, those of kept blocks when block-sparse. gemm_tflops is the rate of
-torch.matmul on 8192 x 8192 bfloat16 matrices in the same run.
+Every case has `tokens` tokens of `hidden` channels, standard normal. Every method computes o and, if its interface
+returns it, lse. Before it is timed, some rows of two heads and the gradients for them are compared with float64
+(spot_check.py): errors are divided by our kernels' bound, and may be up to 2 for a peer, which may round once more.
+Then the methods alternate, and each call is timed between CUDA events, with the level-2 cache flushed before it:
+medians, and the width of the middle half. The backward pass is timed alone. A method that takes less than 0.04 ms is
+timed again as a CUDA graph; `graphs` names it. FlashAttention-3's package takes JAX arrays, and runs on a stream that
+such events do not cover. Its calls are timed after the other methods: as many as take 50 ms are queued, the host waits
+for all of them, and the time is divided by their number; the cache is flushed before the first one. `ratio` is the
+peer's time divided by ours. TFLOP/s count the paper's products, forward 2 and backward 5, half of them if causal, and
+those of kept blocks if block-sparse. gemm_tflops is the rate of torch.matmul on 8192 x 8192 bfloat16 matrices in the
+same run.
 
-Found:  on an H100 in bfloat16 the fastest peer and cuflash lie within a few hundredths of each other in the mean; the
-README and docs/performance.md have the tables.
+Found:  on an H100 in bfloat16, the mean times of the fastest peer and of cuflash differ by a few per cent; the README
+and docs/performance.md have the tables.
 
 Cost: An hour of a GPU for all cases, minutes for one head_dim.
 """
@@ -52,11 +53,12 @@ from workloads import blocks_name, flops, named_blocks, num_kept, random_blocks
 
 WAYS = ("forward", "backward")
 DTYPES = ("float16", "bfloat16", "float32")
-# Columns that distinguish the rows of a result. Rows of an older commit stay: a set of cases is of one commit.
+# Columns that distinguish the rows of a result. Rows of an older commit stay; a set of cases has rows of one commit.
 CASE = ("gpu", "dtype", "pass", "head_dim", "mask", "seqlen", "batch", "heads", "request", "kernel", "commit")
 OURS = "cuflash"
 GRAPH_BELOW_MS = 0.04
-Prepared = Callable[[], Callable[[], object]]  # makes a pass ready on the current stream: what runs it
+# Prepares a pass on the current stream, and returns a function that runs it
+Prepared = Callable[[], Callable[[], object]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,7 @@ class Config:
 
     @property
     def mask_names(self) -> tuple[str, ...]:
-        """The masks, with a bare block size spelled out for every density."""
+        """The masks; a block size alone stands for one mask per density."""
         names = list[str]()
         for mask in self.masks:
             bare = re.fullmatch(r"blocks(\d+)", mask)
@@ -165,7 +167,7 @@ def as_torch(x: np.ndarray) -> Any:
 
 
 class Ours:
-    """cuflash's passes, in the form of a peer's; takes PyTorch's tensors."""
+    """cuflash's passes on PyTorch tensors, with the interface of a peer."""
 
     num_calls = 1
 
@@ -200,7 +202,7 @@ class Ours:
 
         def replayed() -> Callable[[], object]:
             graph.launch(cupy.cuda.get_current_stream())
-            return call  # what the graph reads lives as long as it
+            return call  # keeps alive what the graph reads
 
         return replayed
 
@@ -211,9 +213,10 @@ class Wrong(Exception):
 
 @contextmanager
 def noted(notes: dict[str, str], name: str) -> Iterator[None]:
-    """Record in `notes` why a method is left out; of cuflash's own errors only unsupported problems and wrong results.
+    """Record in `notes` why a method is left out; of cuflash's errors, only unsupported problems and wrong results are
+    accepted.
 
-    PyTorch says why a kernel cannot serve in warnings before an error that does not.
+    PyTorch issues warnings with the reasons why a kernel cannot serve, before an error without them.
     """
     expected = (cuflash.UnsupportedProblem, MemoryError, Wrong) if name == OURS else (Exception,)
     with warnings.catch_warnings(record=True) as said:
@@ -229,7 +232,7 @@ def noted(notes: dict[str, str], name: str) -> Iterator[None]:
 def checked(name: str, check: SpotCheck, results: Mapping[str, Any]) -> float:
     """Return the largest error over its bound.
 
-    Raises Wrong if it exceeds 1, or 2 for a peer, which may round once more.
+    Raise Wrong if it exceeds 1, or 2 for a peer, which may round once more.
     """
     share = check.share(**results)
     if not share <= (1 if name == OURS else 2):
@@ -275,7 +278,7 @@ def compare(case: Case, config: Config) -> Iterator[Record]:
 def timed(
     prepared: Mapping[str, Prepared], contenders: Mapping[str, Any], notes: dict[str, str], repeats: int
 ) -> tuple[dict[str, Timing], set[str]]:
-    """Time the methods alternately; also return the names of those that were short enough to be timed as graphs."""
+    """Time the methods alternately; also return the names of those that were timed as graphs, being short."""
     calls: dict[str, Callable[[], object]] = {}
     for name, make in prepared.items():
         with noted(notes, name):
@@ -334,7 +337,7 @@ def gemm_tflops(repeats: int, size: int = 8192) -> float:
 
 
 def run(config: Config) -> Iterator[Record]:
-    """Yield a record for each case, pass and peer, with the versions that a GPU's numbers depend on."""
+    """Yield a record for each case, pass and peer, with the versions that GPU measurements depend on."""
     reason = why_no_gpu() or ("PyTorch is not installed" if find_spec("torch") is None else None)
     if reason:
         sys.exit(f"speed_vs_peers compares methods on a GPU: {reason}")
@@ -376,20 +379,20 @@ def rate(row: Mapping[str, Any], column: str) -> float | None:
 
 
 def over_best(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the best peer's time over cuflash's, of the rows of one case."""
+    """Return the best peer's time divided by cuflash's, for the rows of one case."""
     ratios = [float(row["ratio"]) for row in rows if row.get("ratio")]
     return min(ratios, default=None)
 
 
 def mask_kind(row: Mapping[str, Any]) -> str:
-    """Return full, causal or random blocks: the cases that are summed up together."""
+    """Return full, causal or random blocks: the groups of cases that one mean covers."""
     return str(row["mask"]) if named_blocks(row["mask"]) is None else "random blocks"
 
 
 class Lead(NamedTuple):
-    """The best peer's time over cuflash's in a set of cases; more than 1 where cuflash is faster."""
+    """The best peer's time divided by cuflash's in a set of cases; above 1, cuflash is faster."""
 
-    mean: float  # geometric
+    mean: float  # geometric mean
     least: float
     most: float
     num_cases: int
@@ -399,7 +402,7 @@ class Lead(NamedTuple):
 def leads(
     rows: Sequence[Mapping[str, Any]], name: Callable[[Mapping[str, Any]], Hashable]
 ) -> dict[Hashable, Lead]:
-    """Return the leader of each set of cases, named by `name`, over those that have a time of ours and of a peer."""
+    """Return the leader of each set of cases, grouped by `name`, among the cases with a time of ours and of a peer."""
     ratios: dict[Hashable, list[float]] = {}
     for case in by_case(rows).values():
         best = over_best(case)
@@ -444,7 +447,7 @@ def table(records: list[Record]) -> Table:
 def plot(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
     """Plot TFLOP/s over length: a panel per pass, mask (full or causal) and head_dim; None if there is only one length.
 
-    Panels of one head_dim stand side by side, those of several in a column each.
+    Panels with the same head_dim are side by side; if there are several values of head_dim, each has a column.
     """
     rows = [row for row in rows if named_blocks(row["mask"]) is None]
     if len({row["seqlen"] for row in rows}) < 2:

@@ -1,28 +1,28 @@
-"""Which tile suits a device? The choices in cuflash/planning/families/*.py are this script's to check.
+"""Which tile is fastest on a device? Checks the choices of tiles in cuflash/planning/families/*.py.
 
     python -m experiments tile_sweep                                                      # the host
     python -m experiments tile_sweep --gpu                                                # a GPU with CuPy
     python -m experiments tile_sweep --gpu --families sm80 --passes backward --head-dims 64
     python -m experiments tile_sweep --gpu --families sm90                                # a Hopper GPU
 
-Host part: forward and backward of the cpu executor, float32, for tiles of scores of every shape, with the tiles on
-threads of their own (BLAS on one) or one after the other (BLAS on all); and the two exponentials of NumPy.
-GPU part: every tile of a kernel that `candidates` holds to be worth a compiler's time, bfloat16 on tensor cores and
-float32 on simt. Each is compiled, how many is printed first; one that spills more than `most_stack` bytes, or against
-which the compiler has advice (products that it serialised), is only written down. The others are compiled again by
-CuPy, which tells neither of what its cache holds, checked (spot_check.py) and timed in turn, medians with the level-2
-cache written over before each call. Of Hopper's kernels the `widths` widest tiles of each height that registers and
-shared memory have room for are tried, and more stages for the tile that is chosen: 12 tiles at most. What is
-timed is the whole pass: a backward kernel together with its other kernels, which keep the tiles they have. TFLOP/s
-count the paper's products, `chosen` says what `cuflash.plan` takes, `note` why a tile was not timed. Rows of the result
-that a run does not measure stay as they are.
+Host part: both passes of the cpu executor, float32, for tiles of scores of every shape, with the tiles on separate
+threads (and BLAS on one) or one after the other (and BLAS on all); and the two exponentials of NumPy. GPU part: every
+tile of a kernel that `candidates` yields, in bfloat16 on tensor cores and float32 on simt. All of them are compiled;
+their number is printed first. A tile that spills more than `most_stack` bytes, or for which the compiler reports an
+advisory (serialized products), is only recorded. The others are compiled again by CuPy, whose cache does not record
+either, then checked (spot_check.py) and timed alternately: medians, with the level-2 cache flushed before each call.
+For Hopper's kernels, the `widths` widest tiles of each height that fit registers and shared memory are tried, and more
+stages for the chosen tile: at most 12 tiles. The whole pass is timed: a backward kernel together with the other kernels
+of its pass, whose tiles stay the same. TFLOP/s count the paper's products, `chosen` is the choice of `cuflash.plan`,
+`note` the reason why a tile was not timed. Rows of the result that a run does not measure are left unchanged.
 
-Expect: tall tiles, as many keys as stream through the cache well; threads win by the share of softmax in the work. On a
-GPU the tiles with most products for what they load, as long as registers hold them.
-Found:  threads win 1.2 to 1.4 times; forward hardly depends on the tile from 256 queries on, backward slows by a third
-once its two tiles of scores leave the level-2 cache. 512 x 512 is best in both. exp2 takes half of exp's time.
+Expect: tall tiles, with as many keys as stream well through the cache; threads are faster by the fraction of softmax in
+the work. On a GPU, the tiles with the most products per loaded element, as long as registers suffice.
+Found:  threads are 1.2 to 1.4 times faster; the forward time hardly depends on the tile from 256 queries on, and the
+backward pass slows down by a third once its two tiles of scores exceed the level-2 cache. 512 x 512 is best in both.
+exp2 takes half of exp's time.
 
-Cost: Minutes on two cores; --gpu an hour, most of it compiling.
+Cost: Minutes on two cores; --gpu an hour, most of it for compiling.
 """
 
 import itertools
@@ -53,16 +53,16 @@ from workloads import draw, flops
 
 
 class Tried(NamedTuple):
-    """Tiles of a kernel on Hopper. Stages beyond the first number are tried with the chosen tile alone."""
+    """Tiles of a kernel on Hopper. More than the first number of stages is tried with the chosen tile only."""
 
     blocks_q: tuple[int, ...]
     blocks_kv: tuple[int, ...]
     stages: tuple[int, ...]
-    filled: Callable[[KernelSpec], float]  # share of a consumer's registers that accumulators and operands take
+    filled: Callable[[KernelSpec], float]  # fraction of a consumer's registers that accumulators and operands take
 
 
 def filled_forward(spec: KernelSpec) -> float:
-    """Return the fraction of a warpgroup's registers that S, P in half as many registers, and O fill."""
+    """Return the fraction of a warpgroup's registers that S, P (half as many registers) and O take."""
     registers = {1: 200 if spec.min_blocks > 1 else 255, 2: 224, 3: 160}[spec.block_q // ROWS]
     return (spec.block_kv * 3 / 4 + spec.value_dim / 2) / registers
 
@@ -79,7 +79,7 @@ SM90 = {
 
 DTYPES = {"sm90": ml_dtypes.bfloat16, "sm80": ml_dtypes.bfloat16, "simt": np.float32}
 HEAD_DIMS = {"sm90": (64, 128, 256), "sm80": (64, 128, 256), "simt": (64, 128)}
-# The kernels whose tiles are swept, by family; what is timed of all but the first is the backward pass.
+# The kernels whose tiles are swept, by family; except for the first one, the backward pass is timed.
 PASSES = {
     "sm90": tuple(SM90),
     "sm80": ("forward", "backward", "backward_rows"),
@@ -172,7 +172,7 @@ def run_host(config: Config) -> list[Record]:
     return records
 
 
-# A GPU: which tiles are worth a compiler's time
+# A GPU: the tiles that are worth compiling
 
 
 def accumulator_words(spec: KernelSpec) -> float:
@@ -189,10 +189,10 @@ def accumulator_words(spec: KernelSpec) -> float:
 
 
 def fills_registers(spec: KernelSpec) -> bool:
-    """Return whether accumulators take 1/4 to 3/4 of a thread's registers; for simt 1/16 is enough.
+    """Return whether accumulators take 1/4 to 3/4 of a thread's registers; for simt, 1/16 is enough.
 
-    Of more some spill: operands and addresses want the rest. With fewer too little is multiplied for what is loaded;
-    but simt keeps float32 in shared memory, and some chips have room for little of it.
+    With more, some kernels spill, because operands and addresses need the rest. With fewer, too little is multiplied
+    per loaded element; but simt keeps float32 in shared memory, which is small on some chips.
     """
     registers = min(256, (1 << 16) // (spec.num_threads * spec.min_blocks))
     least = registers / (16 if spec.family == "simt" else 4)
@@ -200,7 +200,7 @@ def fills_registers(spec: KernelSpec) -> bool:
 
 
 def sm80_tiles_of(base: KernelSpec) -> Iterator[KernelSpec]:
-    """Yield tiles at most twice as long as wide that warps share evenly; the smallest, for short blocks, are square."""
+    """Yield tiles at most twice as long as wide that warps share evenly, and small square ones for short blocks."""
     sides, threads_at_once = (16, 32, 64, 128, 256), (256, 384) if base.entry.name == "forward" else (256,)
     stages = (1,) if base.entry.name == "forward" else (1, 2)
     for block_q, block_kv, num_warps, num_stages in itertools.product(sides, sides, (1, 2, 4, 8), stages):
@@ -215,11 +215,11 @@ def sm80_tiles_of(base: KernelSpec) -> Iterator[KernelSpec]:
 
 
 def sm90_tiles_of(base: KernelSpec, device: DeviceSpec, widths: int) -> Iterator[KernelSpec]:
-    """Yield the widest tiles of each height that fit, twice a multiprocessor where that pays; and more stages."""
+    """Yield the widest tiles of each height that fit, twice per multiprocessor if that is faster, and more stages."""
     tried = SM90[base.entry.name]
     for block_q in tried.blocks_q:
         shape = replace(base, block_q=block_q, num_stages=tried.stages[0])
-        if base.entry.name == "forward":  # registers move between warpgroups: other numbers of blocks would hang
+        if base.entry.name == "forward":  # registers move between warpgroups, so other numbers of blocks would hang
             shape = replace(shape, num_warps=4 * (1 + block_q // ROWS))
         for min_blocks in (2, 1) if base.entry.name == "forward" and block_q == ROWS else (1,):
             every = (replace(shape, block_kv=block_kv, min_blocks=min_blocks) for block_kv in tried.blocks_kv)
@@ -231,15 +231,16 @@ def sm90_tiles_of(base: KernelSpec, device: DeviceSpec, widths: int) -> Iterator
 
 
 def finds_room(spec: KernelSpec, device: DeviceSpec) -> bool:
-    """Return whether registers may suffice, and shared memory does, for the blocks that an sm90 kernel needs."""
+    """Return whether registers may suffice, and shared memory does, for the required blocks of an sm90 kernel."""
     room = (device.tile_memory_bytes + 1024) // spec.min_blocks - 1024
     fits = SM90[spec.entry.name].filled(spec) <= 7 / 8 and spec.shared_bytes <= room
     return fits and is_shared_evenly(spec)
 
 
 def is_shared_evenly(spec: KernelSpec) -> bool:
-    """Return whether the threads of a block have equal parts of all that they multiply."""
-    if spec.family == "sm90":  # of dQ a warpgroup makes 64 rows, or of 64 rows half the columns, in whole panels
+    """Return whether the threads of a block have equal parts of all products."""
+    # Of dQ, a warpgroup computes 64 rows, or if the tile has only 64 rows, half of the columns in whole panels
+    if spec.family == "sm90":
         return spec.entry.name != "backward" or spec.block_q * spec.head_dim % (2 * 64 * ROWS) == 0
     if spec.family == "simt":
         rows, step = simt.rows_and_step(spec)
@@ -253,7 +254,7 @@ def is_shared_evenly(spec: KernelSpec) -> bool:
 
 
 def candidates(base: KernelSpec, device: DeviceSpec, widths: int = Config.widths) -> list[KernelSpec]:
-    """Return the kernel at every tile that is legal by arithmetic and worth timing."""
+    """Yield the kernel with every legal tile that is worth timing."""
     if base.family == "sm90":
         specs = dict.fromkeys(sm90_tiles_of(base, device, widths))
         return [spec for spec in specs if finds_room(spec, device)]
@@ -274,7 +275,7 @@ def candidates(base: KernelSpec, device: DeviceSpec, widths: int = Config.widths
 
 
 def kernel_of(plan: KernelPlan, entry: str) -> KernelSpec:
-    """Return the kernel of an entry in the plan, or the one that the simt family could have."""
+    """Return the kernel of an entry in the plan, or the kernel that the simt family could use."""
     return plan.specs.get(entry) or replace(plan.specs["forward"], entry=SIMT_ENTRIES[entry])
 
 
@@ -296,7 +297,7 @@ def at_kernel(plan: KernelPlan, spec: KernelSpec) -> KernelPlan:
     elif spec.family == "sm90" and spec.entry.name != "forward":
         tile = {"block_q": spec.block_q, "block_kv": spec.block_kv}
         specs |= {entry: replace(plan.specs[entry], **tile) for entry in ("backward_statistics", "convert_dq")}
-    elif spec.name == "simt_backward":  # which plans of few columns do without
+    elif spec.name == "simt_backward":  # plans with few columns do not use it
         specs["backward_statistics"] = replace(spec, entry=simt.BACKWARD_STATISTICS, block_q=64, block_kv=8)
     return with_specs(plan, specs)
 
@@ -336,7 +337,7 @@ def compiled(specs: Sequence[KernelSpec], architecture: str) -> dict[KernelSpec,
     def tried(spec: KernelSpec) -> nvrtc.Compiled | CompileError:
         try:
             return nvrtc.cubin(spec, architecture)
-        except CompileError as error:  # registers do not even suffice for one product
+        except CompileError as error:  # there are not enough registers for a single product
             return error
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -354,7 +355,7 @@ def fault_of(outcome: nvrtc.Compiled | CompileError, most_stack: int) -> str:
 
 
 def run_gpu(config: Config) -> Iterator[Record]:
-    """Yield one record per kernel, head_dim, mask and tile, with the versions that a GPU's numbers depend on."""
+    """Yield one record per kernel, head_dim, mask and tile, with the versions that GPU measurements depend on."""
     if reason := why_no_gpu():
         sys.exit(f"tile_sweep --gpu times kernels on a GPU: {reason}")
     import cupy
@@ -400,7 +401,7 @@ def sweep(
     check: SpotCheck,
     config: Config,
 ) -> list[Record]:
-    """Check and time one kernel at each tile."""
+    """Check and time a kernel with each tile."""
     import cupy
 
     q, k, v, do = arrays
@@ -440,7 +441,7 @@ def sweep(
 
 
 def name_of(spec: KernelSpec) -> str:
-    """Name a tile: queries x keys, warps, the fewest blocks of a multiprocessor, stages."""
+    """Name a tile: queries x keys, warps, minimum number of blocks per multiprocessor, stages."""
     return f"{spec.block_q}x{spec.block_kv} w{spec.num_warps} b{spec.min_blocks} s{spec.num_stages}"
 
 
@@ -448,7 +449,7 @@ def name_of(spec: KernelSpec) -> str:
 
 
 def run(config: Config) -> Iterable[Record]:
-    """Run the host's part, or a GPU's."""
+    """Run the part for the host, or the part for a GPU."""
     return run_gpu(config) if config.gpu else run_host(config)
 
 

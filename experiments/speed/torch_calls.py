@@ -3,14 +3,14 @@
     python -m experiments torch_calls                              # all rows
     python -m experiments torch_calls --tokens 1024 --densities 0.5
 
-It needs an NVIDIA GPU with CuPy and PyTorch; FlashAttention-4's rows are left out, with a line that says so, where the
-package is missing. All libraries are called as a user calls them, one call after the other: a time is that of a batch
-of calls from the first until the device has done the last, over the number of calls, so that the host counts where it
-is slower than the device. The backward pass is `torch.autograd.grad` on a kept graph. `of_best` is the best time of the
-other libraries over ours.
+It needs an NVIDIA GPU with CuPy and PyTorch; FlashAttention-4's rows are left out, with a message, if the package is
+missing. All libraries are called as users call them, one call after the other: a time is that of a batch of calls, from
+the first call until the device has finished the last one, divided by the number of calls, so that the host's time
+counts where it is longer than the device's. The backward pass is `torch.autograd.grad` on a retained graph. `of_best`
+is the best time of the other libraries divided by ours.
 
-Found:  on an H100 the fastest other library takes 1.04 to 1.19 times as long at 1024 tokens, and on lists of blocks
-1.08 to 1.92 times; results/torch_calls.csv has all times.
+Found:  on an H100, the fastest other library takes 1.04 to 1.19 times as long at 1024 tokens, and 1.08 to 1.92 times as
+long for block lists; results/torch_calls.csv has all times.
 
 Cost: Minutes of a GPU.
 """
@@ -36,7 +36,7 @@ class Config:
     """The cases to time; the defaults are the published run."""
 
     tokens: int = 1024
-    all_tokens: int = 16384  # of a batch: its size is all_tokens / tokens
+    all_tokens: int = 16384  # number of tokens of a batch: its size is all_tokens / tokens
     width: int = 2048  # heads times head_dim
     head_dims: tuple[int, ...] = (64, 128)
     list_tokens: int = 16384

@@ -3,11 +3,11 @@
     python -m experiments training_step
 
 It needs an NVIDIA GPU with CuPy, PyTorch and transformers. A step is the forward pass, the loss and the backward pass
-of a model with random weights in bfloat16; its time lasts until the device is done. The attention function is that of
-the page on transformers. `of_sdpa` is our time over that of PyTorch's scaled_dot_product_attention.
+of a model with random weights in bfloat16, timed until the device has finished. The attention function is that of
+docs/transformers.md. `of_sdpa` is our time divided by that of PyTorch's scaled_dot_product_attention.
 
-Found:  on an H100 a step takes 0.97 to 1.07 times as long as with PyTorch's attention, and single steps spread more
-than that; results/training_step.csv has the times.
+Found:  on an H100, a step takes 0.97 to 1.07 times as long as with PyTorch's attention, less than the variation of
+single steps; results/training_step.csv has the times.
 
 Cost: A minute of a GPU.
 """
@@ -23,7 +23,7 @@ from harness import Record, gpu_versions, main, time_alternately, track, why_no_
 from rich.table import Table
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
-OURS = "exact"  # as the page registers it
+OURS = "exact"  # the name under which docs/transformers.md registers it
 WAYS = ("sdpa", OURS)
 ROW = ("attention", "tokens")
 
@@ -38,11 +38,11 @@ class Config:
     layers: int = 4
     heads: int = 16
     kv_heads: int = 4
-    repeats: int = 100  # a step waits for the host, whose times spread
+    repeats: int = 100  # the step waits for the host, whose times vary
 
 
 def register() -> None:
-    """Run the first block of code of the page on transformers, which registers the attention function."""
+    """Run the first code block of docs/transformers.md, which registers the attention function."""
     text = PAGE.read_text("utf-8")
     exec(compile(text.split("```python\n", 1)[1].split("```", 1)[0], str(PAGE), "exec"), {})
 

@@ -1,4 +1,4 @@
-"""Command lines of the experiments: a wrong flag is one line on standard error, and so is a folder without room."""
+"""Command lines of the experiments, in which an invalid flag or an unusable folder gives one line on standard error."""
 
 import argparse
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaint is one line, and whose help is the text of a module as it stands."""
+    """A parser that reports errors in one line, and whose help is the docstring of a module."""
 
     def __init__(self, description: str | None) -> None:
         super().__init__(
@@ -25,9 +25,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def check_values(config_type: Any, values: Mapping[str, Any]) -> None:
-    """Refuse values of a dataclass's fields that no experiment takes.
+    """Refuse values of a dataclass's fields that no experiment accepts.
 
-    Numbers must be finite and positive, or not negative where the field's default holds a 0; lists must not be empty.
+    Numbers must be finite and positive, or at least 0 if the field's default contains a 0; lists must not be empty.
 
     Raises
     ------
@@ -50,7 +50,7 @@ def check_values(config_type: Any, values: Mapping[str, Any]) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """End the program with one line if no file could be written to a folder, which is not made."""
+    """End the program with one line if files cannot be written to a folder, which is not created."""
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):

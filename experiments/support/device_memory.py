@@ -1,4 +1,4 @@
-"""The most memory of a GPU that a call takes at once."""
+"""The peak GPU memory of a call."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -7,11 +7,11 @@ Result = TypeVar("Result")
 
 
 def peak_on_device(call: Callable[[], Result], limit: int = 0) -> tuple[Result, int]:
-    """Return the result of a call, and the bytes that CuPy took from the device for it; a nonzero limit bounds them.
+    """Return the result of a call, and the bytes that CuPy allocated for it; a nonzero limit bounds them.
 
-    The call has a memory pool of its own, from which nothing returns to the device before the end, so that what the
-    pool took is the peak. It runs on cudaStreamPerThread, where no memory is kept for later calls and none of earlier
-    ones is there: on other streams a call finds its workspace made if it is small.
+    The call has a separate memory pool, from which nothing returns to the device before the end, so that the size of
+    the pool is the peak. It runs on cudaStreamPerThread, for which the library retains no workspaces; on other streams,
+    small workspaces of earlier calls would be reused.
 
     Raises
     ------

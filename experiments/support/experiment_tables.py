@@ -1,4 +1,4 @@
-"""Tables of docs/experiments.md and docs/fp8.md, from rows of experiments on sparsity, memory, training and 8 bits."""
+"""Tables of docs/experiments.md and docs/fp8.md, from rows of experiments on sparsity, memory, training and FP8."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,8 @@ from block_sparsity import pays_below
 from peer_tables import markdown
 
 Row = dict[str, str]
-BOUNDS = ("oracle", "local", "random")  # of selectors: the most that is there to recall, and what one has to beat
+# Selectors that are bounds: the best possible recall, and those that every selector should exceed
+BOUNDS = ("oracle", "local", "random")
 
 
 def number(row: Row, name: str, form: str = ".3g") -> str:
@@ -102,7 +103,7 @@ def ladder(rows: list[Row]) -> str:
 
 
 def language(rows: list[Row]) -> str:
-    """Return the table of the losses that each attention of a training reached, with times and memory."""
+    """Tabulate the losses of each attention in a training, with times and memory."""
     names = {"step": "", "loss": ".4f", "held_out_loss": ".4f", "gap": ".1e", "bound": ".1e", "density": ".2f"}
     names |= {"tokens_per_s": ".3g", "peak_mib": ".3g", "longest_context": ""}
     lines = (

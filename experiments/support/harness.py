@@ -1,11 +1,11 @@
-"""Shared by all experiments: flags from a Config, the machine's record, progress, timing, files written whole or not.
+"""Functions that all experiments share: flags from a Config, the machine's record, progress, timing, atomic files.
 
     records = harness.main(Config, run, table, plot)     # the last line of an experiment
 
-An experiment is `Config` (a frozen dataclass whose defaults are the published run), `run(config) -> records`,
-`table(records) -> what rich prints` and `plot(records) -> matplotlib figure` (or no plot). An experiment that is also
-run in parts names the columns that tell its rows apart, `replacing=`: each row is then written when it is measured, in
-place of the row of the same name, and all other rows stay.
+An experiment consists of `Config` (a frozen dataclass whose defaults are the published run), `run(config) -> records`,
+`table(records) -> what rich prints` and optionally `plot(records) -> matplotlib figure`. An experiment that can be run
+in parts names the columns that identify a row, `replacing=`: each measured row is then written at once, in place of the
+row with the same values, and all other rows stay.
 """
 
 import argparse
@@ -44,9 +44,11 @@ matplotlib.use("Agg")
 
 EXPERIMENTS = Path(__file__).parents[1]
 RESULTS = EXPERIMENTS / "results"
-UNPUBLISHED = EXPERIMENTS.parent / "build" / "results"  # which git ignores
-FOLDERS = [str(EXPERIMENTS / name) for name in ("support", "speed", "sparsity", "proof", "language", "sweeps")]
-FLUSH_BYTES = 512 << 20  # many times any level-2 cache; 0.2 ms of writing, in which the host queues what is timed
+UNPUBLISHED = EXPERIMENTS.parent / "build" / "results"  # ignored by git
+SUBJECTS = "support", "speed", "sparsity", "proof", "language", "derivatives", "sweeps"
+FOLDERS = [str(EXPERIMENTS / name) for name in SUBJECTS]
+# Many times any level-2 cache; writing it takes 0.2 ms, in which the host queues the timed calls
+FLUSH_BYTES = 512 << 20
 Record = dict[str, Any]
 Item = TypeVar("Item")
 Config = TypeVar("Config")
@@ -60,13 +62,13 @@ class Timing(NamedTuple):
     repeats: int
 
     def over(self, calls: int) -> "Timing":
-        """Return the time of one of as many calls."""
+        """Return the time of one call, if this is the time of `calls` calls."""
         return Timing(self.median_ms / calls, self.spread_ms / calls, self.repeats)
 
 
 @functools.cache
 def machine() -> Record:
-    """Return the machine's record: CPU, GPU, system, versions, commit, date; all text or integers."""
+    """Return the machine's record: CPU, GPU, system, versions, commit, date; all values are text or integers."""
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
     return {
         "cpu": _cpu_model(),
@@ -85,7 +87,8 @@ def machine() -> Record:
 
 def _commit() -> str:
     git = ("git", "-C", str(Path(__file__).parents[2]))
-    code = ("cuflash", "kernels_cu", "experiments/*.py")  # results and pages may change between two experiments
+    # Files whose changes make a commit dirty; results and pages may change between two experiments
+    code = ("cuflash", "kernels_cu", "experiments/*.py")
     changed = _output(*git, "status", "--porcelain", "--", *code)
     return _output(*git, "rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
 
@@ -113,9 +116,9 @@ def track(items: Sequence[Item], label: str) -> Iterator[Item]:
 def time_alternately(
     calls: Mapping[str, Callable[[], object]], *, repeats: int, warmup: int = 1, budget_s: float = float("inf")
 ) -> dict[str, Timing]:
-    """Time calls in turn, so that a slow minute of the machine slows them all: name -> Timing.
+    """Time calls alternately, so that a slow minute of the machine slows all of them: name -> Timing.
 
-    After `budget_s` seconds no new round starts, but there are always three, or `repeats` where that is less.
+    No new round starts after `budget_s` seconds, but there are at least three rounds, or `repeats` if that is less.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -133,10 +136,10 @@ def time_alternately(
 
 
 def time_on_device(calls: Mapping[str, Callable[[], object]], *, repeats: int, warmup: int = 3) -> dict[str, Timing]:
-    """Time calls on CuPy's current stream in turn, each between two events: name -> Timing.
+    """Time calls on CuPy's current stream alternately, each between two events: name -> Timing.
 
-    Before each the level-2 cache is written over. Nothing waits in between, and the host is done with a call while the
-    device still writes: what is timed is the device's part of a call alone.
+    The level-2 cache is flushed before each call. Nothing waits in between, and the host has queued a call before the
+    flush ends, so that only the device's time is measured.
     """
     import cupy
 
@@ -162,7 +165,7 @@ def time_on_device(calls: Mapping[str, Callable[[], object]], *, repeats: int, w
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limit BLAS to one thread: for small matrices more threads gain nothing, and wait long on a busy machine."""
+    """Limit BLAS to one thread: with small matrices more threads do not help, and wait for long on a busy machine."""
     with threadpool_limits(1, "blas"):
         yield
 
@@ -170,7 +173,7 @@ def one_thread() -> Iterator[None]:
 def why_no_gpu() -> str | None:
     """Return why no GPU can be used, or None if one can.
 
-    The function needs nothing of the library, since before_after.py imports it together with older versions.
+    This does not import the library, since before_after.py uses it together with older versions.
     """
     try:
         import cupy
@@ -191,7 +194,7 @@ def cases_on_gpu(*axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def gpu_versions() -> Record:
-    """Return what a GPU's measurement depends on besides the machine's record."""
+    """Return the versions that a GPU measurement depends on in addition to the machine's record."""
     import cupy
 
     return {
@@ -208,7 +211,7 @@ def _timing(seconds: list[float]) -> Timing:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`; it is renamed to `path` only if the block ends without an exception."""
+    """Yield a temporary path next to `path`, which is renamed to `path` only if the block ends without an exception."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
@@ -219,9 +222,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_csv(path: Path, records: Sequence[Record], replacing: Sequence[str] = ()) -> None:
-    """Write one row for each record, the machine's columns last; records may lack columns that others have.
+    """Write one row for each record, with the machine's columns last; records may lack columns that others have.
 
-    With `replacing`, columns that tell rows apart, rows of the file that no record replaces stay, where they are.
+    With `replacing`, columns that identify a row, other rows of the file stay where they are.
     """
     rows = [{name: _text(value) for name, value in (machine() | record).items()} for record in records]
     if replacing:
@@ -263,7 +266,7 @@ def _text(value: object) -> str:
 
 
 def check_names(config: object, known: Mapping[str, Iterable[str]]) -> None:
-    """Refuse a configuration whose fields name what is not known.
+    """Refuse a configuration whose fields contain unknown names.
 
     Raises
     ------
@@ -278,9 +281,10 @@ def check_names(config: object, known: Mapping[str, Iterable[str]]) -> None:
 def parse_config(
     config_type: Callable[..., Config], doc: str | None, argv: Sequence[str] | None = None
 ) -> tuple[Config, Path]:
-    """Parse (config, results folder) from the command line: a flag per field of the dataclass, --results, --publish.
+    """Parse (config, results folder) from the command line: a flag for each field of the dataclass, --results,
+    --publish.
 
-    A field's metadata may hold the words of its help.
+    A field's metadata may contain its help text.
     """
     parser = Parser(doc)
     types = typing.get_type_hints(config_type)
@@ -330,7 +334,7 @@ def main(
     replacing: Sequence[str] | Callable[[Config], Sequence[str]] = (),
     name: Callable[[Config], str] | None = None,
 ) -> list[Record]:
-    """Parse, run, print the table, write results/NAME.csv and NAME.png, NAME being the script's unless `name` says."""
+    """Parse, run, print the table, and write results/NAME.csv and NAME.png; NAME is `name`, or the script's name."""
     source = Path(inspect.getfile(run))
     config, results = parse_config(config_type, sys.modules[run.__module__].__doc__)
     stem = source.stem if name is None else name(config)

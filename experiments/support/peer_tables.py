@@ -1,8 +1,8 @@
-"""The tables and plots of speed_vs_peers' rows: what is published of them, and who leads, computed.
+"""The tables and plots of speed_vs_peers' rows: which rows are published, and who leads.
 
-A table holds the calls of one request on one GPU, in one dtype: `kernel="auto"`, or a kernel family by name. Rows
-without a request are of runs that did not record it; they stand under the family that served them. In a table each pass
-and kind of mask is a set of cases of one commit.
+A table shows the calls of one request on one GPU, in one dtype: `kernel="auto"`, or a kernel family by name. Rows of
+runs that did not record a request are listed under the family that served them. In a table, each pass and kind of mask
+is a set of cases of one commit.
 """
 
 import re
@@ -26,12 +26,12 @@ Row = Mapping[str, Any]
 
 
 class Request(NamedTuple):
-    """Calls that a table shows."""
+    """The calls that a table shows."""
 
     gpu: str
     dtype: str
     kernel: str  # requested; empty if that was not recorded
-    served: str  # the family that served; empty where the request is known
+    served: str  # the family that served the call; empty if the request is known
 
     def __str__(self) -> str:
         how = f'kernel="{self.kernel}"' if self.kernel else f"served by {self.served}"
@@ -51,7 +51,7 @@ def grouped(rows: Iterable[Row], name: Any) -> dict[Any, list[Row]]:
 
 
 def published(rows: Iterable[Row]) -> dict[Request, Chosen]:
-    """Return the rows that each request's table shows; each pass and kind of mask is of one commit."""
+    """Return the rows of each request's table; each pass and kind of mask is of one commit."""
     chosen_of = {}
     for request, group in grouped(rows, request_of).items():
         sets = grouped(group, lambda row: (row["pass"], mask_kind(row)))
@@ -63,7 +63,7 @@ def published(rows: Iterable[Row]) -> dict[Request, Chosen]:
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """Return for each request a sentence on who leads, every case, a plot, and what is missing."""
+    """Return, for each request, a sentence about who leads, a table of all cases, a plot, and the missing cases."""
     parts = []
     for request, chosen in published(rows).items():
         parts.append(f"#### {request}")
@@ -81,7 +81,7 @@ def tables(rows: Sequence[Row]) -> str:
 
 
 def beside_flash_attention_3(rows: Sequence[Row]) -> str:
-    """Return every case of the newest commit that was timed together with FlashAttention-3 itself."""
+    """Return all cases of the newest commit that were timed together with FlashAttention-3."""
     timed = [row for row in committed(rows) if row["peer"] == "flash_attn_3" and row.get("peer_ms")]
     if not timed:
         return "*Not measured yet.*"
@@ -156,7 +156,7 @@ def lead_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def lead(rows: Sequence[Row]) -> str:
-    """Return a plot, and the sentence that it shows."""
+    """Return a plot, and the sentence that summarizes it."""
     shown = lead_rows(rows)
     if not shown:
         return "*There is no row of a committed tree.*"

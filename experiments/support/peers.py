@@ -1,9 +1,9 @@
 """Attention of other libraries: PyTorch's three fused kernels, FlexAttention, FlashAttention's packages.
 
-Each peer is a function of a mask that returns its `attend(q, k, v) -> o`, all [batch, heads, seqlen, head_dim] to the
-eye, and in memory as it likes them best: heads first, or tokens first (`TOKENS_FIRST`; the views between the two cost
-nothing). Backward is `torch.autograd.grad` on a retained graph: the same kernels as called directly, and what autograd
-adds is host time, which the clock does not see. PyTorch is imported on demand: it takes seconds.
+Each peer is a function of a mask that returns `attend(q, k, v) -> o`. Arrays have shape [batch, heads, seqlen,
+head_dim], and each peer's preferred memory layout: heads first, or tokens first (`TOKENS_FIRST`; the conversions are
+views). The backward pass is `torch.autograd.grad` on a retained graph: it runs the same kernels as a direct call, and
+autograd's overhead is host time, which is not measured. PyTorch is imported on demand, since that takes seconds.
 """
 
 import importlib.metadata
@@ -19,16 +19,16 @@ import numpy as np
 from harness import Record
 
 Attend = Callable[[Any, Any, Any], Any]
-FLEX_BLOCK = 128  # FlexAttention's default, which its tiles divide
+FLEX_BLOCK = 128  # FlexAttention's default, a multiple of its tiles
 
 
 class Unavailable(Exception):
-    """A peer cannot serve; the text says why."""
+    """The error of a peer that cannot serve a case; its text is the reason."""
 
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """Call of a peer: a mask by its kind, and random blocks as they are.
+    """The call that a peer should make: the kind of its mask, and the random blocks.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ def sdpa_flash(wanted: Wanted) -> Attend:
 
 
 def sdpa_efficient(wanted: Wanted) -> Attend:
-    """Return xFormers' memory-efficient kernels as built into PyTorch; the only ones of the three for float32."""
+    """Return xFormers' memory-efficient kernels as built into PyTorch, the only ones of them for float32."""
     return _sdpa(wanted, "EFFICIENT_ATTENTION")
 
 
@@ -75,13 +75,13 @@ def _sdpa(wanted: Wanted, backend: str) -> Attend:
 def flex(wanted: Wanted) -> Attend:
     """Return FlexAttention, compiled for the shape, with the mask as a BlockMask of its default block size, 128.
 
-    Blocks of 128 are listed as full, with no rule to evaluate. Finer ones leave partial blocks, whose elements the
+    Blocks of 128 are listed as full, so no rule is evaluated. Smaller ones give partial blocks, whose elements the
     compiled kernel looks up in the table of blocks.
     """
     import torch
     from torch.nn.attention import flex_attention as flexible
 
-    torch._dynamo.reset()  # or the eighth shape of a process would be one recompilation too many
+    torch._dynamo.reset()  # otherwise the eighth shape of a process would exceed the limit of recompilations
     compiled = torch.compile(flexible.flex_attention, dynamic=False, fullgraph=True)
     block_masks: dict[int, Any] = {}
 
@@ -111,7 +111,7 @@ def _flex_mask(flexible: ModuleType, wanted: Wanted, seqlen: int, device: Any) -
 
 
 def partial_and_full(blocks: np.ndarray, factor: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the blocks `factor` times as long of which some parts are kept, and all: bool [heads, grid, grid]."""
+    """Return the blocks, `factor` times as long, of which some or all parts are kept: bool [heads, grid, grid]."""
     heads, grid, _ = blocks.shape
     coarse = grid // factor
     parts = blocks.reshape(heads, coarse, factor, coarse, factor)
@@ -208,7 +208,7 @@ class Peer:
         """Return the backward pass after a forward pass on the current stream; its result has dq, dk and dv by name."""
         import torch
 
-        inputs = [x.detach().requires_grad_() for x in self._inputs]  # new leaves, which belong to this stream
+        inputs = [x.detach().requires_grad_() for x in self._inputs]  # new leaf tensors, which belong to this stream
         o, do = self._attend(*inputs), self._laid_out(do)
 
         def backward() -> dict[str, Any]:
@@ -238,7 +238,7 @@ class Peer:
 
         def replayed() -> Callable[[], object]:
             graph.replay()
-            return call  # what the graph reads lives as long as it
+            return call  # keeps alive what the graph reads
 
         return replayed
 
@@ -246,9 +246,9 @@ class Peer:
 class JaxPeer:
     """The passes of a peer that takes JAX's arrays, [batch, seqlen, heads, head_dim], over PyTorch's tensors.
 
-    JAX's kernels run on a stream of its own, which the events of ours do not see. So a timed call queues `num_calls`
-    calls, as many as take `TIMED_S` seconds together, and waits for the last: next to them, what the first costs the
-    host and what waiting costs are little.
+    JAX's kernels run on its own stream, which our events do not cover. So a timed call queues `num_calls` calls, as
+    many as take `TIMED_S` seconds together, and waits for the last one: the host time of the first call, and of
+    waiting, is then negligible.
     """
 
     TIMED_S = 0.05
@@ -282,11 +282,11 @@ class JaxPeer:
         return torch.from_dlpack(jax.block_until_ready(x)).transpose(1, 2)
 
     def forward(self) -> dict[str, Any]:
-        """Return o, by its name."""
+        """Return o by name."""
         return {"o": self._of_torch(self._attend(*self._inputs))}
 
     def backward(self, do: Any) -> Callable[[], dict[str, Any]]:
-        """Return the backward pass alone, after a forward pass: a function of dq, dk, dv, by their names."""
+        """Return the backward pass alone, after a forward pass: a function that returns dq, dk and dv by name."""
         call = self._backward(do)
         return lambda: dict(zip(("dq", "dk", "dv"), map(self._of_torch, call()), strict=True))
 
@@ -302,7 +302,7 @@ class JaxPeer:
         self.num_calls = max(4, math.ceil(self.TIMED_S / (time.perf_counter() - start)))
 
         def calls() -> object:
-            torch.cuda.synchronize()  # what is on PyTorch's stream ends first
+            torch.cuda.synchronize()  # work on PyTorch's stream ends first
             return jax.block_until_ready([call() for _ in range(self.num_calls)][-1])
 
         return calls

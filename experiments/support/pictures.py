@@ -3,8 +3,8 @@
     python -m experiments pictures              # writes build/results/masks.png
     python -m experiments pictures --publish    # writes docs/images/masks.png
 
-Each panel is one head of a mask in blocks: absent (white), partial (light) and full (dark). The picture is a function
-of the library alone: there is no measurement in it.
+Each panel is one head of a mask in blocks: absent (white), partial (light) and full (dark). The picture depends only on
+the library, since it shows no measurement.
 
 Cost: Seconds on one core.
 """

@@ -1,8 +1,8 @@
-"""Selection of the rows of a result that may be published, and of those that one table may combine.
+"""Selection of the result rows that may be published, and of the rows that one table may combine.
 
-A row can be made again only if its tree was committed: rows whose commit is unknown or ends in `-dirty` are left out.
-Numbers of different commits never meet in one line or one mean: a set of cases that is summed up is of one commit, the
-one that measured most of the cases, and of equals the newest. What such a set lacks is named.
+A row can be reproduced only if its tree was committed: rows whose commit is unknown or ends in `-dirty` are left out.
+One line or one mean never combines different commits: a set of cases has the rows of the commit that measured the most
+cases, or among equals the newest. Missing cases are named.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ def committed(rows: Iterable[Row]) -> list[Row]:
 
 
 def of_one_commit(rows: Sequence[Row], line: str) -> Sequence[Row]:
-    """Return the rows of one line of a table as they are, if all are of one commit.
+    """Return the rows of one line of a table unchanged, if all are of one commit.
 
     Raises
     ------
@@ -52,7 +52,9 @@ class Chosen(NamedTuple):
 
 
 def newest_fullest(rows: Sequence[Row], case: Sequence[str]) -> Chosen:
-    """Choose the commit with most cases among those that measured these rows; of equals the newest, then the last."""
+    """Choose the commit with the most cases among those that measured these rows; among equals the newest, then the
+    last.
+    """
     wanted = list(dict.fromkeys(_case(row, case) for row in rows))
     by_commit: dict[str, list[Row]] = {}
     for row in committed(rows):

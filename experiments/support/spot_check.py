@@ -7,14 +7,14 @@ import cuflash
 import numpy as np
 from cuflash import masks
 
-_SCORES = 2**18  # of a head's rows that are recomputed; the bound holds some thirty arrays of them
+_SCORES = 2**18  # number of recomputed scores per head; the bound allocates some thirty arrays of this size
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SpotCheck:
-    """Expected results of a call on arrays [batch, heads, seqlen, head_dim] at some places.
+    """Expected results of a call on arrays [batch, heads, seqlen, head_dim] at some positions.
 
-    Gradients are those of `do`, which is 0 but in the rows that are recomputed: so dk and dv are known for all keys.
+    Gradients are those of `do`, which is nonzero only in the recomputed rows, so that dk and dv are known for all keys.
 
     Attributes
     ----------
@@ -35,9 +35,11 @@ class SpotCheck:
 
     @classmethod
     def of(cls, q: Any, k: Any, v: Any, mask: masks.Mask | None, precision: str = "ieee") -> "SpotCheck":
-        """Check arrays of CuPy or NumPy at the first head of the first batch entry, and the last head of the last."""
+        """Return the checks of CuPy or NumPy arrays at the first head of the first batch entry, and the last head of
+        the last one.
+        """
         batch, num_heads, seqlen, _ = q.shape
-        places = list(dict.fromkeys([(0, 0), (batch - 1, num_heads - 1)]))  # one, of a single head
+        places = list(dict.fromkeys([(0, 0), (batch - 1, num_heads - 1)]))  # a single one if there is one head
         rows = np.linspace(0, seqlen - 1, min(64, seqlen, max(16, _SCORES // seqlen))).astype(int)
         queries, keys, values = (np.stack([on_host(x[place]) for place in places]) for x in (q, k, v))
         queries = queries[:, rows]
@@ -51,7 +53,7 @@ class SpotCheck:
         cotangents = np.random.default_rng(0).standard_normal(queries.shape).astype(queries.dtype)
         for place, cotangent in zip(places, cotangents, strict=True):
             do[place][rows] = cotangent
-        product = queries.dtype if queries.dtype.itemsize == 2 else None  # tensor cores multiply what is rounded
+        product = queries.dtype if queries.dtype.itemsize == 2 else None  # tensor cores multiply rounded operands
         exact = cuflash.reference.attention(queries, keys, values, mask=allowed)
         exact += cuflash.reference.attention_vjp(queries, keys, values, cotangents, mask=allowed)
         options = {"mask": allowed, "precision": precision, "product_dtype": product}
@@ -88,7 +90,8 @@ def on_host(x: Any) -> np.ndarray:
 
 
 def share_of_bound(first: Any, second: Any, bound: Any) -> float:
-    """Return the largest |first - second| / bound; infinite if one is NaN or infinite and the other is not the same.
+    """Return the largest |first - second| / bound; infinite if one element is NaN or infinite and the other is
+    different.
 
     Raises
     ------

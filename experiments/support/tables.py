@@ -3,8 +3,8 @@
     python -m experiments tables            # rewrite the tables, and draw the plots
     python -m experiments tables --check    # fail if a page's tables are not what the results say
 
-A table stands in a page between `<!-- table:NAME -->` and `<!-- /table -->`; NAME is one of `TABLES`. Where there is no
-result yet it says so. Only rows of committed trees are shown, and no line mixes commits (published.py).
+A table in a page is between `<!-- table:NAME -->` and `<!-- /table -->`; NAME is one of `TABLES`. If there is no result
+yet, the page says so. Only rows of committed trees are shown, and no line combines commits (published.py).
 
 Cost: Seconds on one core.
 """
@@ -58,7 +58,7 @@ def recall(rows: list[Row]) -> str:
 
 
 def sparse_speed(rows: list[Row]) -> str:
-    """Time of block-sparse attention against dense."""
+    """Tabulate the time of block-sparse attention relative to dense attention."""
     forms = {"density": ".2f", "forward_ms": ".0f", "forward_speedup": ".2f"}
     forms |= {"backward_ms": ".0f", "backward_speedup": ".2f"}
     header = ["pattern", "seqlen", "block", "density", "forward ms", "speed-up", "backward ms", "speed-up"]
@@ -94,13 +94,17 @@ def mask_compile(rows: list[Row]) -> str:
     )
 
 
-def tolerance_health(rows: list[Row]) -> str:
-    """Tabulate the largest error over its bound."""
-    outputs = ("o", "lse", "dq", "dk", "dv")
+def soak(rows: list[Row]) -> str:
+    """Tabulate the largest error over its bound for each executor, dtype and family of kernels."""
+    names = ("executor", "dtype", "family", "examples", "outside")
+    outputs = ("o", "lse", "dq", "dk", "dv", "captured", "dsink")
     return markdown(
-        ["dtype", "examples", *outputs],
-        ([row["dtype"], row["examples"], *(number(row, name, ".3f") for name in outputs)] for row in rows),
-    )
+        [*names, *outputs],
+        (
+            [*(row[name] for name in names), *(number(row, name, ".3f") for name in outputs)]
+            for row in rows if row["feature"] == "any"
+        ),
+    )  # fmt: skip
 
 
 def simt_speed(rows: list[Row]) -> str:
@@ -195,7 +199,9 @@ def selection_speed(rows: list[Row]) -> str:
 
 
 def beside_plain(rows: list[Row]) -> str:
-    """Tabulate the time of plain attention over that with scores, sinks or dropout; for scores, of peers' too."""
+    """Tabulate the time of plain attention divided by that with scores, sinks or dropout; for scores, also those of
+    peers.
+    """
     first = "score" if "score" in rows[0] else "p"
     header = [first, "mask", "pass", "kernel", "head_dim", "ms", "TFLOP/s", "of plain"]
     lines = [
@@ -227,7 +233,7 @@ def torch_calls(rows: list[Row]) -> str:
 
 
 def training_step(rows: list[Row]) -> str:
-    """Tabulate a training step of a Llama model with PyTorch's attention and with ours."""
+    """Tabulate training steps of a Llama model with PyTorch's attention and with ours."""
     header = ["tokens", "sequences", "attention", "ms", "of PyTorch's", "error of gradients"]
     lines = (
         [row["tokens"], row["batch"], row["attention"], number(row, "ms", ".1f"), number(row, "of_sdpa", ".2f")]
@@ -251,7 +257,7 @@ def prefill(rows: list[Row]) -> str:
 
 
 def of_libraries(rows: list[Row]) -> str:
-    """Return times by case, pass and library, with the fastest other library's time over the row's own."""
+    """Return times by case, pass and library, with the ratio of the fastest other library's time to the row's own."""
     if not rows:
         return "*Not measured yet.*"
     header = ["case", "pass", "library", "ms", "TFLOP/s", "fastest other / own", "host us"]
@@ -316,7 +322,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "beside-flash-attention-3": ("speed_vs_peers", peer_tables.beside_flash_attention_3),  # codespell:ignore
     "simulator-speed": ("simulator_speed", simulator_speed),
     "sim-against-gpu": ("sim_against_gpu", sim_against_gpu),
-    "tolerance-health": ("tolerance_health", tolerance_health),
+    "soak": ("soak", soak),
     "decode": ("decode", decode),
     "host-time": ("host_time", host_time),
     "torch-calls": ("torch_calls", torch_calls),
@@ -333,7 +339,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
 }
 
 
-# Tables that choose their rows themselves, and say which commits these are of.
+# Tables that select their own rows, and print their commits.
 OF_PEERS = ("speed-vs-peers", "peers-lead", "beside-flash-attention-3")  # codespell:ignore
 CHOOSING = (
     *OF_PEERS, "decode", "host-time", "torch-calls", "training-step", "scores", "dropout", "packed", "prefill",
@@ -343,7 +349,7 @@ CHOOSING = (
 
 
 def written(text: str, results: Path = RESULTS) -> str:
-    """Return the page with every marked table rendered again."""
+    """Return the page with every marked table written again."""
 
     def table(match: re.Match[str]) -> str:
         begin, name, end = match.groups()

@@ -1,4 +1,4 @@
-"""The bytes of a GPU's memory that kernels read and write, by the papers' model of input and output."""
+"""The bytes of GPU memory that kernels read and write, by the papers' I/O model."""
 
 from typing import Any
 
@@ -9,7 +9,9 @@ WAYS = ("forward", "backward")
 
 
 def modelled(ready: Any) -> dict[tuple[str, str], int]:
-    """Return the bytes of each kernel of a plan, by pass and name: for "fa1" by its loops, else each array once."""
+    """Return the bytes of each kernel of a plan, by pass and name: for "fa1" those of its loops, otherwise each array
+    once.
+    """
     plan = ready._plan
     if plan.family.name == "fa1":
         both = traffic(plan.problem, plan.kernels, plan.visited_scores)

@@ -1,4 +1,6 @@
-"""Data and masks: captured activations, more of their kind, normal arrays, families of blocks, masks by name."""
+"""Data and masks of experiments: captured activations, data with the same statistics, normal arrays, patterns, masks by
+name.
+"""
 
 import re
 from collections.abc import Iterator
@@ -10,7 +12,7 @@ from cuflash import masks, patterns
 
 ARCHIVE = Path(__file__).parents[1] / "data" / "minilm_activations.npz"
 LANGUAGE = ARCHIVE.with_name("language_activations.npz")
-LAYERS, NUM_HEADS = (0, 2, 5), 12  # what the archive holds
+LAYERS, NUM_HEADS = (0, 2, 5), 12  # contents of the archive
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -39,8 +41,8 @@ def draw(*shape: int, dtype: Any = np.float32) -> list[Any]:
 def same_statistics(seqlen: int, num_heads: int) -> Arrays:
     """Draw float32 q, k, v (num_heads, seqlen, 32) of any length with the statistics of the first heads of layer 2.
 
-    Token t is captured token t mod 512, (x - mean + z) / sqrt(2) + mean, with z normal of the covariance that q, k and
-    v of this head have together: mean and covariance stay what they were, and no two tokens are alike.
+    Token t is the captured token x = t mod 512, changed to (x - mean + z) / sqrt(2) + mean, where z is normal with the
+    joint covariance of q, k and v of this head. Mean and covariance are preserved, and no two tokens are equal.
     """
     joint = np.concatenate([x[1, :num_heads] for x in activations()], axis=-1)
     rng = np.random.default_rng(0)
@@ -53,7 +55,7 @@ def same_statistics(seqlen: int, num_heads: int) -> Arrays:
     return q, k, v
 
 
-# Families: one pattern in all its sizes, on a square grid of blocks, bidirectional as the encoder is
+# Patterns in all their sizes, on a square grid of blocks, bidirectional like the encoder
 
 
 def window(grid: int, block: int) -> Iterator[masks.Mask]:
@@ -93,19 +95,19 @@ def strided(grid: int, block: int) -> Iterator[masks.Mask]:
 
 
 def fixed(grid: int, block: int) -> Iterator[masks.Mask]:
-    """Yield segments of `stride` blocks and the last block of each; causal, so joined with its transpose."""
+    """Yield segments of `stride` blocks and the last block of each, joined with the transpose since it is causal."""
     for stride in range(1, grid + 1):
         yield patterns.fixed(stride, 1).on_blocks(block, mirrored=True)
 
 
 def random(grid: int, block: int) -> Iterator[masks.Mask]:
-    """Yield masks of random blocks: as many in every row, the diagonal one among them, in each head others."""
+    """Yield masks of random blocks: equally many in every row, including the diagonal, and different in each head."""
     for count in range(1, grid + 1):
         yield patterns.random(grid * block, block=block, density=count / grid, num_heads=NUM_HEADS)
 
 
 def oracle(q: np.ndarray, k: np.ndarray, grid: int) -> Iterator[masks.Mask]:
-    """Yield the blocks with the most true softmax mass in every block row and head; no static pattern knows them."""
+    """Yield the blocks with the most softmax mass in every block row and head, which no static pattern can know."""
     s = q @ k.swapaxes(-1, -2) * np.float32(q.shape[-1] ** -0.5)
     p = np.exp(s - s.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
@@ -145,7 +147,7 @@ def named_blocks(mask: str) -> tuple[int, float] | None:
 
 
 def num_kept(seqlen: int, block: int, density: float) -> int:
-    """Return the number of blocks that a head keeps of a square grid: a share, rounded, and at least the diagonal.
+    """Return the number of blocks that a head keeps of a square grid: a rounded fraction, at least the diagonal.
 
     Raises
     ------
@@ -170,7 +172,7 @@ def random_blocks(num_heads: int, seqlen: int, block: int, density: float) -> np
 
 
 def share_kept(mask: str, seqlen: int) -> float:
-    """Return the share of scores that counts as computed: half of them if causal."""
+    """Return the fraction of scores that counts as computed: half of them if causal."""
     blocks = named_blocks(mask)
     if blocks is None:
         return {"full": 1.0, "causal": 0.5}[mask]
@@ -178,6 +180,6 @@ def share_kept(mask: str, seqlen: int) -> float:
 
 
 def flops(way: str, mask: str, *, seqlen: int, batch: int, num_heads: int, head_dim: int) -> float:
-    """Return the paper's operations: 2 products forward and 5 backward, for each score that the mask keeps."""
+    """Return the paper's operations: 2 products forward and 5 backward, for each score that the mask allows."""
     products = {"forward": 2, "backward": 5}[way]
     return products * 2 * batch * num_heads * seqlen**2 * head_dim * share_kept(mask, seqlen)

@@ -1,4 +1,4 @@
-"""A task that only waits: the tests of sweeps, and the experiment on their overhead, run it."""
+"""A task that only waits, for the tests of sweeps and the experiment on their overhead."""
 
 import time
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The length of a nap, and a number that tells equal naps apart."""
+    """The duration of a nap, and a number that distinguishes equal naps."""
 
     seconds: float = 1.0
     number: int = 0

@@ -12,11 +12,11 @@ from tasks import Task, measure
 
 
 def run(tasks: Sequence[Task], *, scheduler: str, workers: int) -> Iterator[tuple[Task, bool]]:
-    """Yield each task with whether it succeeded, as they end.
+    """Yield each task when it ends, with True if it succeeded.
 
-    Without the address of a scheduler, processes of this machine are the workers. A task whose worker dies goes to
-    another one, up to three times. Workers see the folder of results and a clone at the same paths; they pin their GPUs
-    themselves, as dask-cuda's do.
+    Without the address of a scheduler, processes of this machine are the workers. A task whose worker dies is sent to
+    another one, up to three times. Workers have the folder of results and a clone at the same paths; they select their
+    own GPUs, as dask-cuda's do.
     """
     cloudpickle.register_pickle_by_value(module)  # a worker cannot import it before its path is set
     with ExitStack() as stack:

@@ -11,11 +11,11 @@ from typing import Any
 
 from tasks import Task, measure
 
-POOLS = 3  # a worker that is killed ends its pool; the tasks that it leaves go to a new one
+POOLS = 3  # maximum number of pools: a killed worker ends its pool, and its unfinished tasks run in a new one
 
 
 def begin(numbers: Any, num_gpus: int, num_threads: int) -> None:
-    """Set a worker's GPU, if there are any, and its share of the cores for BLAS."""
+    """Set a worker's GPU, if there are any, and its fraction of the cores for BLAS."""
     import threadpoolctl
 
     number = numbers.get()
@@ -25,7 +25,7 @@ def begin(numbers: Any, num_gpus: int, num_threads: int) -> None:
 
 
 def run(tasks: Sequence[Task], *, workers: int, gpus: int) -> Iterator[tuple[Task, bool]]:
-    """Yield each task with whether it succeeded, as they end; tasks that killed their workers fail."""
+    """Yield each task when it ends, with True if it succeeded; tasks that killed their workers fail."""
     context, left = multiprocessing.get_context("spawn"), dict.fromkeys(tasks)
     num_threads = max(1, (os.cpu_count() or 1) // workers)
     for _ in range(POOLS):

@@ -14,10 +14,10 @@ from tasks import Task, measure
 def run(
     tasks: Sequence[Task], *, folder: Path, cluster: str, parameters: Mapping[str, str | int]
 ) -> Iterator[tuple[Task, bool]]:
-    """Yield each task with whether it succeeded, in the order in which they were given.
+    """Yield each task, with True if it succeeded, in the order of `tasks`.
 
-    Slurm restarts jobs whose nodes were taken away. A job sees the folder of results and a clone at the same paths,
-    and the GPUs that Slurm gives it.
+    Slurm restarts jobs whose nodes were taken away. A job has the folder of results and a clone at the same paths, and
+    the GPUs that Slurm assigns to it.
     """
     cloudpickle.register_pickle_by_value(module)  # a job cannot import it before its path is set
     executor = submitit.AutoExecutor(folder, cluster=cluster or None)

@@ -5,21 +5,21 @@
     python -m experiments sweep crossover --over ... --engine submitit --folder logs --parameter slurm_partition=gpu
 
 A combination is one task, and its rows are one file: DIR/sweeps/NAME/HASH.json, with configuration, machine and
-seconds. A sweep that was interrupted, or lost workers, continues when the same command is given again: what is done is
-not measured again, as long as the code is of the same commit. A task that fails leaves HASH.failed.json with its
-trace, and the sweep continues; the next call tries it again. At the end DIR/sweeps/NAME.csv has the rows of this sweep
-and of all earlier ones of the experiment, which differ in the columns of flags and of the commit; delete files of
-DIR/sweeps/NAME to drop rows. A flag of several values, such as seqlens, gets one of them in each task.
+seconds. An interrupted sweep, or one that lost workers, continues when you run the same command again: finished tasks
+of the same commit are not measured again. A failed task leaves HASH.failed.json with its traceback, and the sweep
+continues; the next run tries it again. At the end, DIR/sweeps/NAME.csv has the rows of this sweep and of all earlier
+ones of the experiment, which differ in the columns of flags and of the commit; delete files of DIR/sweeps/NAME to drop
+rows. A flag that takes several values, such as seqlens, gets one of them in each task.
 
-A flag may name what is yours: `sweep study --over patterns=window,my_module:mask --fixed archive=my.npz`, and `sweep
-selector_shootout --over names=pooled,my_module:selector`. Modules and files of the folder in which the sweep is called
-are found by its workers, and a task whose module or file has changed is measured again.
+A flag may name your own files: `sweep study --over patterns=window,my_module:mask --fixed archive=my.npz`, and `sweep
+selector_shootout --over names=pooled,my_module:selector`. Workers find modules and files in the folder in which you run
+the sweep, and a task whose module or file has changed is measured again.
 
-Engines: `local` (processes of this machine; with --gpus N each has a GPU of its own), `dask` (the workers of a
-scheduler, or processes), `submitit` (Slurm; --cluster debug or local runs jobs here). The latter two are installed by
-pip install -e '.[experiments,sweeps]'.
+Engines: `local` (processes of this machine; with --gpus N each has its own GPU), `dask` (the workers of a scheduler, or
+processes), `submitit` (Slurm; --cluster debug or local runs jobs on this machine). To install the latter two: pip
+install -e '.[experiments,sweeps]'.
 
-Cost: that of its tasks, and a few seconds.
+Cost: that of its tasks, plus a few seconds.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def parsed(config_type: Any, text: str) -> tuple[str, tuple[Any, ...]]:
 
 
 def combinations(config_type: Any, over: Sequence[str], fixed: Sequence[str]) -> list[dict[str, Any]]:
-    """Return, for each configuration, the fields that differ from the default.
+    """Return, for each configuration, the fields that differ from their defaults.
 
     Raises
     ------
@@ -110,7 +110,7 @@ def combinations(config_type: Any, over: Sequence[str], fixed: Sequence[str]) ->
 
 
 def own_digest(config: Mapping[str, Any]) -> str:
-    """Return a digest of the .npz files and of the modules of MODULE:NAME that values name; empty if none."""
+    """Return a digest of the .npz files and of the modules of MODULE:NAME among the values; empty if there are none."""
     texts = [text for value in config.values() for text in (value if isinstance(value, tuple) else (value,))]
     digest = hashlib.sha256()
     is_own = False
@@ -157,7 +157,7 @@ def rows_of(tasks: Sequence[Task]) -> list[Record]:
 
 
 def run(tasks: Sequence[Task], engine: Any, options: Mapping[str, Any]) -> list[Task]:
-    """Run the tasks that are not done by an engine's module, and return those that failed."""
+    """Run the remaining tasks with the module of an engine, and return those that failed."""
     left = [task for task in tasks if not task.result.exists()]
     if not left:
         return []
@@ -206,7 +206,7 @@ def arguments(argv: Sequence[str] | None = None) -> tuple[list[Task], str, dict[
 
 
 def _numbers(texts: Sequence[str]) -> dict[str, str | int]:
-    """NAME=VALUE as a dictionary, in which digits are an integer."""
+    """Parse NAME=VALUE pairs to a dictionary, in which digits become an integer."""
     pairs = (text.partition("=")[::2] for text in texts)
     return {name: int(value) if value.isdecimal() else value for name, value in pairs}
 

@@ -3,16 +3,15 @@
     python -m experiments sweep_overhead                              # two minutes, processes of this machine
     python -m experiments sweep_overhead --engines local,dask,submitit --seconds 5
 
-Tasks that only wait run on `workers` processes, each engine in turn; submitit runs them as processes of this machine,
-all at once. Overhead is the time from the first call to the last result, over the time that the tasks sleep in a row
-on one worker, minus 1: it holds the start of the workers, the import of the library in each, and the files. Other
-programs on the machine make it larger. They do not change `cpu_s`, the seconds that the sweep and its workers keep a
-processor: the naps need none, so that `cpu_overhead`, these seconds for each worker over the time that it sleeps, is
-what a sweep adds to its tasks on a machine with nothing else to do.
+Tasks that only wait run on `workers` processes, with one engine after the other; submitit runs all of them at once as
+processes of this machine. Overhead is the time from the first call to the last result, divided by the time that one
+worker's tasks sleep, minus 1: it includes the start of the workers, the import of the library in each, and the files.
+Other programs on the machine increase it. They do not change `cpu_s`, the CPU seconds of the sweep and its workers:
+naps need no CPU time, so that `cpu_overhead`, these seconds per worker divided by the time that it sleeps, is the
+overhead of a sweep on an idle machine.
 
-Found:  on a machine with nothing else to do, one-minute tasks, two after another on each worker, take 0.6 % longer by
-processes of that machine and 0.9 % by dask; a task that submitit starts on its own takes 2.7 % longer. The start of the
-workers is nearly all of it.
+Found:  on an idle machine, one-minute tasks, two per worker, take 0.6 % longer with processes of that machine and 0.9 %
+with dask; a task that submitit starts separately takes 2.7 % longer. Nearly all of this is the start of the workers.
 
 Cost: twice `seconds` for each engine.
 """

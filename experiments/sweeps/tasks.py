@@ -1,7 +1,8 @@
-"""One configuration of an experiment as a task of a sweep: what a worker runs, and the file that it leaves.
+"""One configuration of an experiment as a task of a sweep, and the file with its result.
 
 A task is a frozen value of text, numbers and a path, so that any engine can send it. Its file is named by a hash of
-experiment, configuration and commit, and takes its name when it is complete: a task whose file is there is done.
+experiment, configuration and commit, and is renamed to this name when it is complete: a task whose file exists is
+finished.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ FOLDERS = tuple(str(folder) for folder in Path(__file__).parents[1].iterdir() if
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """An experiment's name, the fields of its configuration that are not the default, and the folder of results.
+    """An experiment's name, the fields of its configuration that differ from their defaults, and the folder of results.
 
-    `own` is a digest of the modules and files of one's own that the values name; these are found from `place`.
+    `own` is a digest of the user's modules and files that the values name; these are found from `place`.
     """
 
     experiment: str
@@ -38,26 +39,26 @@ class Task:
 
     @property
     def stem(self) -> Path:
-        """Path of the result without its ending."""
+        """The path of the result without its suffix."""
         named = [self.experiment, sorted(self.values), self.commit, *filter(None, [self.own])]
         text = json.dumps(named, default=str)
         return self.folder / hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def result(self) -> Path:
-        """The file of a task that was done."""
+        """The file of a finished task."""
         return self.stem.with_suffix(".json")
 
     @property
     def failure(self) -> Path:
-        """The file that tells why a task failed."""
+        """The file with the traceback of a failed task."""
         return self.stem.with_suffix(".failed.json")
 
 
 def measure(task: Task) -> bool:
-    """Run a task in this process and write its file; whether it succeeded. What the experiment prints is dropped.
+    """Run a task in this process and write its file; return True if it succeeded. The experiment's output is discarded.
 
-    A task that is done, which an engine may restart after a worker died, is left as it is.
+    A finished task, which an engine may restart after a worker died, is left unchanged.
     """
     if task.result.exists():
         return True

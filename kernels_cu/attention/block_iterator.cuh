@@ -70,7 +70,8 @@ struct KvBlock {
 };
 
 // The range of keys that a tile of queries visits, or of queries that visit a tile of keys: start <= x < stop, of which
-// full_start <= x < full_stop needs no mask. If there is a list, its entries first_entry <= x < last_entry.
+// full_start <= x < full_stop needs no mask. With a list, the range also has the list's entries first_entry <= x <
+// last_entry.
 struct VisitRange {
   int start, stop, full_start, full_stop;
   int first_entry, last_entry;

@@ -10,15 +10,17 @@ namespace cuflash::attention {
 struct ChosenLists {
   const int32_t* ranges;  // [list head, tile, 2] the entries of a tile: first <= x < last
   const uint32_t* words;  // [entry, words_per_entry] bit r: query r of the tile chose the block
-  int32_t* chunk_counts;  // [list head, chunk, block] queries in a chunk of tiles that chose a block, then in those before
+  // [list head, chunk, block] number of queries in a chunk of tiles that chose a block, later the number before the
+  // chunk
+  int32_t* chunk_counts;
   int32_t* column_pointers;  // [list head, num_blocks + 1] where the queries of each block start
   int32_t* queries;  // [list head, max_members] those that chose a block, ascending, block after block
-  // [list head, num_blocks + 1] where the parts of each block's sums start: of blocks with more queries than a part
+  // [list head, num_blocks + 1] first part of each block's sums; only blocks with more queries than a part have parts
   int32_t* part_pointers;
   float* column_parts;  // [batch entry and key/value head, max_parts, tiles of a block] sums of dK and dV, by thread
   int32_t* part_arrivals;  // [batch entry and key/value head, tile of keys] parts that are written; zeros before and after
   int32_t batch_stride, head_stride;  // in list heads; 0 if an axis shares lists
-  int32_t num_list_heads, heads_per_list;  // in all; heads of q that share a list
+  int32_t num_list_heads, heads_per_list;  // number in all batch entries; heads of q that share a list
   int32_t heads_per_tile, queries_per_tile, num_tiles;  // tiles of a list head
   int32_t num_blocks, words_per_entry, max_members;
   int32_t num_chunks, blocks_at_once;  // chunks of tiles of a list head; blocks for which shared memory has counts

@@ -3,8 +3,8 @@
 #include <tile/copy_async.cuh>
 #include <tile/tf32.cuh>
 
-// Constants of a tensor-core kernel, from its specification, and the tiles of its operands in shared memory, named as
-// in FlashAttention-2 (arXiv 2307.08691).
+// Constants of a tensor-core kernel, from its specification, and the layouts of its operands in shared memory, with the
+// names of FlashAttention-2 (arXiv 2307.08691).
 namespace cuflash {
 
 using Element = Config::Element;
@@ -19,8 +19,8 @@ constexpr int kThreads = 32 * kNumWarps;
 using QTile = tile::SwizzledTile<Element, kBlockQ, kHeadDim>;
 using KTile = tile::SwizzledTile<Element, kBlockKv, kHeadDim>;
 using VTile = tile::SwizzledTile<Element, kBlockKv, kValueDim>;
-using OTile = tile::SwizzledTile<Element, kBlockQ, kValueDim>;  // of O and dO
-using PTile = tile::SwizzledTile<Element, kBlockQ, kBlockKv>;  // of P and dS
+using OTile = tile::SwizzledTile<Element, kBlockQ, kValueDim>;  // tile of O and dO
+using PTile = tile::SwizzledTile<Element, kBlockQ, kBlockKv>;  // tile of P and dS
 
 using Listed = attention::StaticListed<Config::kIsListed, Config::kIsOrdered>;
 

@@ -1,8 +1,8 @@
 #pragma once
 #include <tile/shared_tile.cuh>
 
-// Constants of a kernel of multiply-adds, from its specification, and the tiles of its operands in shared memory, named
-// as in FlashAttention-2 (arXiv 2307.08691).
+// Constants of a simt kernel, from its specification, and the layouts of its operands in shared memory, with the names
+// of FlashAttention-2 (arXiv 2307.08691).
 namespace cuflash {
 
 using Accumulator = Config::Accumulator;

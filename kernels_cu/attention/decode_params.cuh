@@ -11,7 +11,7 @@ struct CachePages {
   const int32_t* table;  // [batch, max_pages] the pages of each sequence; if null, page b belongs to sequence b
   int32_t* lengths;  // [batch] number of positions of each sequence
   const int32_t* counts;  // [batch] number of the new rows that belong to each sequence; if null, all of them
-  int32_t* num_faults;  // counts values of the three arrays above that are out of range
+  int32_t* num_faults;  // count of out-of-range values in the three arrays above
   int32_t batch, num_pages, max_pages, page_size;
   int32_t capacity, num_kv_heads, head_dim, value_dim;
 };
@@ -25,6 +25,13 @@ struct Decode {
   int32_t group_size, num_queries, max_parts;
   int32_t left, right;  // keys before and after its own position that a query sees
   double softmax_scale;
+};
+
+// Memory for the parts of keys in arrays instead of a cache, as in Decode.
+struct DecodeParts {
+  float* o_parts;
+  float* stats_parts;
+  int32_t* arrivals;
 };
 
 }  // namespace cuflash::attention

@@ -14,7 +14,7 @@ struct Dropout {
   uint64_t seed;  // used unless the kernel reads the seed from an array
   const uint64_t* dropout_seed;  // the array with the seed, or null
   uint32_t offset;
-  uint32_t either[8];  // for each bit of an 8-bit threshold, from the lowest on: all bits set if the bit is 0
+  uint32_t either[8];  // for each bit of the threshold, the lowest first: all bits set if the bit is 0
   double factor;  // 1 / (1 - p)
   float single_factor;  // `factor` as a float, since double arithmetic waits for tensor-core products
 };
@@ -74,7 +74,8 @@ class Draws {
   uint64_t seed_;
 };
 
-// Draws weight by weight, and keeps the words of the last cell, since successive weights are mostly in one cell.
+// Draws the bits of single weights, and caches the words of the last cell, since successive weights are mostly in one
+// cell.
 class WeightDraw {
  public:
   explicit CUFLASH_DEVICE WeightDraw(const Draws& draws) : draws_(draws) {}
@@ -212,7 +213,7 @@ CUFLASH_DEVICE KeptFragments<Tile, IsTransposed> kept_fragments(const Tile&, con
     for_each_score_by_rows<Tile>([&](int i, int j) { kept.set(i, j, scattered.at(i, j)); });
     return kept;
   }
-  const int number = row % 2;  // which of every two 16 x 16 tiles the thread draws
+  const int number = row % 2;  // the number, 0 or 1, of the 16 x 16 tiles of each pair that the thread draws
   const uint32_t row_cell = row / 16 * 4 + row % 8 / 2, column_cell = column / 16 * 4 + column % 8 / 2;
   const uint32_t own = (IsTransposed ? 0x00ff00ffu : 0x0f0f0f0fu) << (IsTransposed ? 8 : 4) * number;
   const int shift = IsTransposed ? (number == 0 ? 8 : 24) : (number == 0 ? 4 : 28);

@@ -35,7 +35,7 @@ CUFLASH_DEVICE void for_each_score(Visit visit) {
   for_each_score<Tile>(0, Tile::kColumns, visit);
 }
 
-// Call visit(i, j, of_row) for a thread's elements, one row after the other. `of_row` is what row_of(i) returns.
+// Call visit(i, j, of_row) for a thread's elements, row by row. `of_row` is the result of row_of(i).
 template <class Tile, class RowOf, class Visit>
 CUFLASH_DEVICE void for_each_score_by_rows(RowOf row_of, Visit visit) {
 #pragma unroll

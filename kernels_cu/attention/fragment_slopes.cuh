@@ -1,5 +1,5 @@
 #pragma once
-// included first, since the `probability` with the approximate exponential must be declared before it is used
+// Included first, since the `probability` with the approximate exponential must be declared before its use.
 #include <attention/score_gradient_mma.cuh>
 #include <attention/score_slopes.cuh>
 

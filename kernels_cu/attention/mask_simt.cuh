@@ -2,7 +2,7 @@
 #include <attention/block_iterator.cuh>
 #include <tile/register_tile.cuh>
 
-// Masks on scores in the registers of kernels of multiply-adds.
+// Masks on scores in the registers of simt kernels.
 namespace cuflash::attention {
 
 // Mask of a thread's scores: a bit for each key of each of its queries.

@@ -105,7 +105,7 @@ struct LazySoftmax {
   static constexpr int kRows = Rows;  // rows per thread
   static constexpr float kMaxRise = 8;
   static constexpr float kMaxRowSum = 1 << 14;  // upper limit of the sum of a thread's weights in a row of a step
-  // above it, the rounding error of a score times the scale would change digits of O
+  // above it, the rounding error of the scaled score would affect digits of O
   static constexpr float kLargestPlainScore = 1 << 14;
 
   float row_max[kRows], row_sum[kRows];  // row_sum covers the thread's own columns

@@ -162,7 +162,7 @@ class KeySums {
 
   RowMasses row_masses_;
   float scale_log2_;
-  int block_kv_, number_ = -1, stop_ = 0;  // of the block of keys
+  int block_kv_, number_ = -1, stop_ = 0;  // number and end of the current key block
   float sum_before_[Scores::kRows] = {};  // sums over the thread's columns, in earlier blocks
 };
 
@@ -174,7 +174,7 @@ CUFLASH_DEVICE void add_masses(const attention::Params& params, const attention:
   const attention::BlockCuts queries{work.first, work.last, static_cast<int>(grid.block_q)};
   const auto mass = attention::matrix<float>(grid.mass, work.batch_head, work.batch_head.head, 0, 0);
   const int num_kv_blocks = grid.num_kv_blocks(params.shape), num_blocks = queries.count();
-  const int number = threadIdx.x % 32;  // in the warp
+  const int number = threadIdx.x % 32;  // the thread's number in its warp
   for (int n = 0; n < num_blocks; ++n)
     for (int first = threadIdx.x / 32; first < num_kv_blocks; first += kAtOnce * kNumWarps) {
       float sum[kAtOnce] = {};

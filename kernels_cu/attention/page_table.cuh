@@ -12,9 +12,9 @@ struct Pages {
   const int32_t* table;  // [batch, max_pages] the pages of each sequence; if null, page b belongs to sequence b
   const int32_t* lengths;  // [batch] number of positions of each sequence
   const int32_t* counts;  // [batch] number of the queries that belong to each sequence; if null, all of them
-  int32_t* num_faults;  // counts values of the three arrays above that are out of range
+  int32_t* num_faults;  // count of out-of-range values in the three arrays above
   int32_t num_pages, max_pages, page_size, capacity;
-  int32_t num_queries;  // per sequence, in use or not
+  int32_t num_queries;  // rows per sequence, used or not
   int32_t box_rows;  // rows of a page that one TMA copy loads
 };
 
@@ -25,7 +25,7 @@ constexpr NoPages pages{};
 
 // The rows of a sequence. Its queries are its last positions.
 struct SequenceRows {
-  int length, count;  // number of positions, and of queries that belong to the sequence
+  int length, count;  // true if length and count are within their ranges
   bool is_valid;  // both numbers were in their range
 };
 CUFLASH_DEVICE SequenceRows rows_of_sequence(const Pages& pages, int sequence) {

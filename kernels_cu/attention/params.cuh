@@ -14,13 +14,13 @@ struct Matrices {
   int64_t head_stride;
   int64_t row_stride;
   int64_t column_stride;
-  // elements have the accumulator's type: lse, and gradients that are summed over broadcast axes
+  // true if elements have the accumulator's type: lse, and gradients that are later summed over broadcast axes
   int64_t is_accumulator;
 };
 
 struct Shape {
   int32_t batch[kBatchAxes];
-  int32_t first_batch;  // first batch entry of this launch, as masks count them
+  int32_t first_batch;  // first batch entry of this launch, in the numbering of masks
   int32_t num_heads;  // number of query heads
   int32_t group_size;  // query heads that share a key/value head
   int32_t seqlen_q;
@@ -31,7 +31,7 @@ struct Shape {
   int32_t kv_heads_per_l2_group;  // number of heads whose tiles of keys are taken alternately
   int32_t num_splits;  // number of blocks that share the keys of a tile
   int32_t num_fused_dq_heads;  // number of pairs of batch entry and head whose dQ the backward kernel finishes
-  // rounds by which the last tiles of these heads are taken earlier, and their first tiles later
+  // number of rounds by which the last tiles of these heads are taken earlier, and their first tiles later
   int32_t last_tile_lead, first_tile_lag;
   double softmax_scale;
 };
@@ -42,25 +42,25 @@ struct WorkList {
   const int32_t* lo;  // [batch or 1, heads or 1, seqlen_q] lo <= j < hi; null if the mask is a band
   const int32_t* hi;
   int64_t interval_batch_stride, interval_head_stride;
-  const int32_t* row_pointers;  // [batch or 1, heads or 1, num_q_blocks], then one more; null without a list
-  // [entries], as are q_blocks, kinds and tiles. Without a list, in kernels that cut sequences: the first key of each
-  // tile that ends with its sequence, [batch or 1, heads or 1, num_kv_blocks + 1], and in q_blocks likewise queries
+  const int32_t* row_pointers;  // [batch or 1, heads or 1, num_q_blocks] and one final element; null without a list
+  // [entries], like q_blocks, kinds and tiles. Without a list, in kernels with sequence-aligned tiles: the first key of
+  // each such tile, [batch or 1, heads or 1, num_kv_blocks + 1]; q_blocks then has the first query of each tile
   const int32_t* kv_blocks;
   const int32_t* q_blocks;
   const uint8_t* kinds;
   const int32_t* tiles;
   const uint8_t* bits;  // [tile, block_q, ceil(block_kv / 8)] key 8 c + r is bit r of byte c
-  const int32_t* column_pointers;  // [batch or 1, heads or 1, num_kv_blocks], then one more
-  // entry numbers, column after column; without a list the tiles of keys that kv_blocks has, the longest first
+  const int32_t* column_pointers;  // [batch or 1, heads or 1, num_kv_blocks] and one final element
+  // numbers of the entries, column by column; without a list, the key tiles of kv_blocks, the longest first
   const int32_t* column_entries;
   const int32_t* column_steps;  // [entries] 4 * q_block + kind, in the order of column_entries
-  // [batch or 1, heads or 1, num_q_blocks] block rows, those of most entries first, or of most keys without a list, if
-  // the kernel takes an order; else null
+  // [batch or 1, heads or 1, num_q_blocks] block rows in descending order of their entries, or without a list of their
+  // keys, if the kernel uses an order; otherwise null
   const int32_t* row_order;
-  const int32_t* column_order;  // [batch or 1, heads or 1, num_kv_blocks] block columns likewise
-  int32_t list_batch_stride, list_head_stride;  // counted in matrices of the list; 0 if an axis shares them
+  const int32_t* column_order;  // [batch or 1, heads or 1, num_kv_blocks] block columns in the same order
+  int32_t list_batch_stride, list_head_stride;  // in matrices of the list; 0 if all entries of an axis share them
   int32_t block_q, block_kv;  // sizes of a block of the list, or of the orders
-  int32_t num_q_blocks, num_kv_blocks;  // blocks of a list, or tiles that end with their sequences
+  int32_t num_q_blocks, num_kv_blocks;  // blocks of a list, or sequence-aligned tiles
 };
 
 struct Params {

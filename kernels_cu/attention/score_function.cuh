@@ -19,7 +19,7 @@ struct Function {
   static constexpr bool kStoresGradient = false;  // kernels store the gradient of that array themselves
   static constexpr bool kCanBeUniform = false;  // all scores of a tile may read the same elements of captured arrays
   static constexpr bool kTakesProducts = false;  // takes q k^T, which is not multiplied by the softmax scale
-  static constexpr bool kIsUnscaled = false;  // then: leaves the softmax scale to the exponent
+  static constexpr bool kIsUnscaled = false;  // if so: leaves the softmax scale to the exponent
   static constexpr int kNumBins = 0;  // elements of a short table whose gradient each thread adds up in bins
 };
 }  // namespace score

@@ -9,7 +9,7 @@ namespace cuflash::attention {
 // A batch entry and a head: the matrices of one softmax.
 struct BatchHead {
   int batch[kBatchAxes];
-  int batch_index;  // batch entry, as masks count them
+  int batch_index;  // batch entry, in the numbering of masks
   int head;  // query head
 };
 
@@ -45,7 +45,7 @@ struct DivMod {
   int quotient, remainder;
 };
 CUFLASH_DEVICE DivMod divmod(int number, int by) {
-  // opaque, so that values derived from it are computed again for each tile and take no registers
+  // opaque to the compiler, so that dependent values are computed again for each tile and take no registers
   by = ptx::opaque(by);
   if ((by & (by - 1)) == 0) return {number >> (31 - __clz(by)), number & (by - 1)};
   const int quotient = static_cast<unsigned>(number) / static_cast<unsigned>(by);
@@ -56,9 +56,9 @@ CUFLASH_DEVICE DivMod divmod(int number, int by) {
 // the rows.
 struct TileAxis {
   int length, heads_per_row_group;
-  int block;  // size of a block of the order
-  const int32_t* order;  // order of blocks; null without one
-  bool is_last_longest;  // the last rows visit the most blocks, as under a causal mask; without a list
+  int block;  // block size of the order
+  const int32_t* order;  // order of the blocks, or null
+  bool is_last_longest;  // true if the last rows visit the most blocks, as under a causal mask, and there is no list
   int heads_per_l2_group;
 };
 
@@ -108,7 +108,7 @@ CUFLASH_DEVICE WorkTile work_tile(const Params& params, const TileAxis& axis, co
   work.batch_head.batch_index = shape.first_batch + batch_entry;
   for (int dim = kBatchAxes - 1; dim >= 0; --dim) {
     const int extent = shape.batch[dim];
-    // avoids a slow division, as there is usually one batch axis
+    // avoids a slow division, because there is usually one batch axis
     work.batch_head.batch[dim] = batch_entry < extent ? batch_entry : batch_entry % extent;
     batch_entry = batch_entry < extent ? 0 : batch_entry / extent;
   }
@@ -265,7 +265,7 @@ struct FusedDqTileOrder {
   int batch_heads, num_tiles, num_groups, last_tile_lead, first_tile_lag;
 
   CUFLASH_DEVICE TileOrder at(int number) const {
-    // opaque, so that values derived from it are computed again for each tile and take no registers
+    // opaque to the compiler, so that dependent values are computed again for each tile and take no registers
     const int batch_heads = ptx::opaque(this->batch_heads);
     const int inner = batch_heads * (num_tiles - 2), tiles_per_round = batch_heads * num_tiles;
     int round = 0, from = 0;  // first position in the round; a round has last tiles, then inner tiles, then first tiles
@@ -329,7 +329,7 @@ CUFLASH_DEVICE int next_tile_number_in_order(const Params& params, int num_tiles
   if (fetched + 1 - num_tiles == static_cast<int>(gridDim.x)) *next = 0;
   return fetched;
 }
-// Reset the counter; called in a kernel that runs before.
+// Reset the counter; called by an earlier kernel.
 CUFLASH_DEVICE void reset_tile_counter(const Params& params) {
   int32_t* const next = params.tile_counter;
   if (next != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *next = 0;

@@ -17,7 +17,7 @@ using Element = Config::Element;
 
 constexpr int kThreads = 32 * Config::kNumWarps;
 constexpr int kColumnsOfLane = 8;  // rows have at most 256 columns
-constexpr uint32_t kLastExponent = 127 + 120;  // of a scale: 256 2^120 is more than a float holds
+constexpr uint32_t kLastExponent = 127 + 120;  // biased exponent of the largest scale: 256 2^120 exceeds float's range
 
 // A row of keys or values of one head in the registers of a warp: a lane holds every 32nd column.
 class Row {
@@ -39,7 +39,7 @@ class Row {
     const auto data = attention::matrix<ptx::Float8E4M3>(to, place, head, 0, 0);
     const uint32_t largest = largest_bits();
     const bool is_finite = largest < 0x7f800000u;
-    // The sum carries into the exponent if the mantissa is above that of 448 = 1.75 2^8.
+    // If the mantissa exceeds that of 448 = 1.75 2^8, the sum carries into the exponent.
     const uint32_t exponent = max((largest + 0x1fffffu) >> 23, 9u) - 8;
     const float inverse = __uint_as_float((254 - exponent) << 23);
     const float most = exponent == kLastExponent ? 240.0f : 448.0f;

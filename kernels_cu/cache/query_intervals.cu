@@ -15,7 +15,7 @@ constexpr int kThreads = 32 * Config::kNumWarps;
 // Write the interval of keys that a query attends. Neither bound ever decreases from one query to the next.
 CUFLASH_DEVICE void write_interval(const QueryIntervals& params, const SequenceRows& of, int sequence, int row) {
   const int position = of.length - of.count + row;
-  int lo = 0, hi = 0;  // for a position before the first one
+  int lo = 0, hi = 0;  // empty for a position before the first one
   if (row >= of.count) {
     lo = params.pages.capacity;
     hi = of.length;

@@ -24,7 +24,7 @@ constexpr PTile p_smem{kDoOffset + kNumStages * OTile::kBytes};
 constexpr PTile ds_smem{p_smem.start + PTile::kBytes};
 constexpr int kStateOffset = ds_smem.start + PTile::kBytes;
 
-// Return a query head by its number among those that share the block's key/value head.
+// Return a query head by its number in the group that shares the block's key/value head.
 CUFLASH_DEVICE attention::BatchHead query_head(const attention::Params& params, int number) {
   attention::BatchHead batch_head = attention::own_kv_batch_head(params);
   batch_head.head += number;

@@ -32,8 +32,8 @@ CUFLASH_DEVICE Statistics& statistics_of(const Running& running, const attention
   return reinterpret_cast<Statistics&>(all.at(query, 0));
 }
 
-// Factors of a thread's rows by which an inner iteration scales O and the product that it adds. Rows that attend no key
-// in an iteration are skipped, so that they keep O, l and m bit for bit.
+// A thread's rows: the factors by which an inner iteration scales O and the added product. Rows that attend no key in
+// an iteration are skipped, so that the bits of their O, l and m stay the same.
 struct TurnFactors {
   float old_o[Scores::kRows], new_o[Scores::kRows];
   bool is_skipped[Scores::kRows];
@@ -58,7 +58,7 @@ CUFLASH_DEVICE TurnFactors update_softmax(Scores& s, Statistics (&rows)[Scores::
       tile_sum += s.at(i, j);
     }
     tile_sum = tile::quad_sum(tile_sum);
-    factors.is_skipped[i] = tile_max == ptx::negative_infinity<float>() && tile_sum == 0;  // a sum may be NaN
+    factors.is_skipped[i] = tile_max == ptx::negative_infinity<float>() && tile_sum == 0;  // a sum may be NaN here
     const float row_max = fmaxf(rows[i].row_max, tile_max);
     const float old_sum = ptx::exp2_approx((rows[i].row_max - finite(row_max)) * softmax_scale_log2) * rows[i].row_sum;
     const float tile_factor = ptx::exp2_approx((shift - finite(row_max)) * softmax_scale_log2);

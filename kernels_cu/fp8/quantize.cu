@@ -18,7 +18,7 @@ constexpr int kChunkStride = Config::kHeadDim / 2;  // columns from one chunk of
 constexpr int kLanesOfRow = Config::kHeadDim / kColumns, kRowsOfWarp = 32 / kLanesOfRow;
 constexpr int kRows = Config::kBlockQ / (Config::kNumWarps * kRowsOfWarp);  // rows per lane
 static_assert(kRows * Config::kNumWarps * kRowsOfWarp == Config::kBlockQ, "warps share the rows");
-constexpr float kSmallestScale = 0x1p-126f, kLargestScale = 0x1.fffffep127f;  // of normal floats
+constexpr float kSmallestScale = 0x1p-126f, kLargestScale = 0x1.fffffep127f;  // the range of normal floats
 constexpr float kLargeUnits = 256.0f;
 constexpr uint32_t kLarge = (127u + 119u) << 23;  // bits of 2^119; the sum of 256 such numbers overflows
 constexpr float kLeastDivisor = 0x1p-60f, kMostDivisor = 0x1p60f;  // range of a `Divisor`
@@ -88,9 +88,9 @@ CUFLASH_DEVICE uint32_t block_maximum(const float (&x)[kRows][kColumns], uint32_
   return warp_maximum(ptx::lane() < Config::kNumWarps ? of_warps[ptx::lane()] : 0);
 }
 
-// Divides by a number with three operations per quotient, which rounds to the same e4m3 number as the nearest float
-// does: test_numbers_beside_ties_fall_to_the_side_of_the_host has all quotients that could be exceptions. Divisors are
-// between 2^-60 and 2^60, so that no quotient that does not round to 0 has a remainder below the smallest normal float.
+// Divides by a number with three operations per quotient. The quotient rounds to the same e4m3 number as the correctly
+// rounded float; test_numbers_beside_ties_fall_to_the_side_of_the_host checks all possible exceptions. Divisors are
+// between 2^-60 and 2^60, so that any quotient that does not round to 0 has a normal remainder.
 class Divisor {
  public:
   explicit CUFLASH_DEVICE Divisor(float divisor) : divisor_(divisor), reciprocal_(1.0f / divisor) {}
@@ -152,7 +152,7 @@ fp8_quantize(const __grid_constant__ cuflash::attention::Quantize params) {
     }
   }
   uint32_t* const of_warps = ptx::dynamic_shared<uint32_t>();
-  float units = 1.0f;  // unit of the numbers: large if rotated ones may be out of range
+  float units = 1.0f;  // unit of the numbers: larger than 1 if rotated numbers may overflow
   if (params.signs != nullptr) {
     if (block_maximum(x, of_warps) >= kLarge) units = kLargeUnits;
     __syncthreads();

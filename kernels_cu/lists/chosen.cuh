@@ -1,15 +1,21 @@
 #pragma once
-#include <lists/integers.cuh>
+#include <attention/integers.cuh>
 #include <ptx/thread.cuh>
 
 // The parameters of the kernel that joins the lists of neighboring queries. cuflash/planning/chosen_lists.py has the
 // same record as a NumPy dtype. A list head is a batch entry with the heads that share lists.
 namespace cuflash::lists {
 
+using attention::Integers;
+using attention::integers_of;
+using attention::kBatchAxes;
+
 struct ChosenParams {
-  const void* blocks;  // integers [*batch, list heads, seqlen_q, num_chosen]: block indices; others are ignored
-  const void* counts;  // integers [*batch, list heads, seqlen_q]: entries of each list that count; null if all do
-  int64_t blocks_batch_strides[kBatchAxes];  // in bytes, 0 where an axis is broadcast; so are all strides
+  // Integers [*batch, list heads, seqlen_q, num_chosen]: block indices; numbers that are out of range are ignored
+  const void* blocks;
+  // Integers [*batch, list heads, seqlen_q]: number of valid entries of each list; null if all are valid
+  const void* counts;
+  int64_t blocks_batch_strides[kBatchAxes];  // in bytes, 0 for a broadcast axis; also all strides below
   int64_t counts_batch_strides[kBatchAxes];
   int64_t blocks_head_stride, blocks_row_stride, blocks_stride, counts_head_stride, counts_row_stride;
   int64_t lower, upper;  // lower <= j - i <= upper: keys that query i may attend; if lo is null
@@ -23,7 +29,8 @@ struct ChosenParams {
   int32_t num_heads;  // list heads of a batch entry
   int32_t seqlen_q, seqlen_kv, num_chosen, block, num_blocks;
   int32_t blocks_itemsize, counts_itemsize, is_counts_signed;
-  int32_t queries_per_tile, num_tiles, words_per_entry, max_entries;  // max_entries of a tile: from one to the next
+  // Max_entries: distance between the entries of two tiles
+  int32_t queries_per_tile, num_tiles, words_per_entry, max_entries;
   int32_t blocks_at_once;  // blocks for which shared memory has words
   int32_t padding;
 };

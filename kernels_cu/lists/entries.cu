@@ -24,7 +24,7 @@ struct ColumnPart {
   static constexpr int kBatch = 16;  // rows that are read at once, so that their loads do not wait for stores
 
   const Params& params;
-  int kv_block, first_row, start, stop;  // the first row is the matrix's; start and stop are relative to it
+  int kv_block, first_row, start, stop;  // the first row is that of the matrix; start and stop are relative to it
 
   CUFLASH_DEVICE ColumnPart(const Params& p, int column)
       : params(p), kv_block(column % p.num_kv_blocks), first_row(column / p.num_kv_blocks * p.num_q_blocks) {

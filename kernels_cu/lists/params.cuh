@@ -22,7 +22,7 @@ struct Params {
   const int32_t* lo;  // row intervals that the mask is intersected with, or null
   const int32_t* hi;
   int64_t interval_batch_stride, interval_head_stride;  // strides in elements
-  uint8_t* grid_kinds;  // [cells] a Kind; the other results but bits are as in attention/params.cuh
+  uint8_t* grid_kinds;  // [cells] a Kind; all other results except bits are described in attention/params.cuh
   int32_t* ranks;  // [cells] rank of each listed cell in its block row
   int32_t* row_pointers;
   int32_t* kv_blocks;

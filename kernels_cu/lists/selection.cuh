@@ -14,7 +14,7 @@ constexpr int kSelectionThreads = 32 * Config::kNumWarps;
 // of its columns.
 struct Choice {
   const void* scores;  // accumulators
-  const void* shares;  // accumulators: shares that count for `mass`; null if all eligible blocks have equal shares
+  const void* shares;  // accumulators: shares for `mass`; null if all eligible blocks have equal shares
   const uint8_t* allowed;  // whether each block may be kept; null if all may
   const uint8_t* forced;  // blocks that must be kept if they may, in addition to those of the fields below; or null
   // a byte for each block, or with `keeps_bits` a bit, in words of 32 of a row from the lowest bit on, or with
@@ -29,7 +29,7 @@ struct Choice {
   int32_t has_threshold;
   int32_t is_causal;  // blocks after a row's last diagonal one may not be kept
   int32_t num_sinks, num_local, has_diagonal;  // forced blocks
-  int32_t keeps_places;  // true if shared memory has room for the places of all rows that a thread block chooses from
+  int32_t keeps_places;  // true if shared memory holds the places of all rows from which a thread block chooses
   int32_t keeps_bits;  // read by lists_choose_wide only
   int32_t most;  // maximum number of kept blocks, or 0
   int32_t list_length;  // entries of a row's list, ascending and then -1; 0 if the row is not a list
@@ -37,7 +37,7 @@ struct Choice {
 };
 // The parameters of lists_choose_wide.
 struct Choices {
-  Choice first, second;  // the second one may have no rows
+  Choice first, second;  // the second choice may have no rows
 };
 
 // An array [*batch, heads, rows, columns], and the means [batch and heads, blocks, columns] of its blocks of rows, in C
@@ -45,7 +45,7 @@ struct Choices {
 struct PooledRows {
   const void* data;
   void* means;  // accumulators
-  int64_t batch_strides[3];  // in elements; so are the others
+  int64_t batch_strides[3];  // in elements, like all other strides
   int64_t head_stride, row_stride, column_stride;
   int32_t batch[3];
   int32_t num_heads, num_rows, num_columns;
@@ -73,7 +73,7 @@ struct Spread {
 // An array [*batch, heads, rows, columns].
 struct StridedRows {
   const void* data;
-  int64_t batch_strides[3];  // in elements; so are the others
+  int64_t batch_strides[3];  // in elements, like all other strides
   int64_t head_stride, row_stride, column_stride;
 };
 
@@ -82,9 +82,9 @@ struct StridedRows {
 struct KeyScores {
   StridedRows q, k;
   void* scores;  // accumulators, -inf if the causal mask excludes the key
-  void* runs;  // as KeyRun
+  void* runs;  // KeyRun records
   double scale_log2;  // the softmax scale times log2(e)
-  int64_t first_diagonal_key;  // the last key, which may not exist, that query 0 sees under a causal mask
+  int64_t first_diagonal_key;  // the last key, possibly beyond the keys, that query 0 attends under a causal mask
   int32_t batch[3];
   int32_t num_heads, group_size, num_rows, num_keys, num_columns;
   int32_t is_causal, padding;
@@ -100,7 +100,7 @@ struct KeyRun {
 // first_diagonal_key - o.
 struct SlashSums {
   const void* scores;  // accumulators; so are the sums
-  const void* runs;  // as KeyRun
+  const void* runs;  // KeyRun records
   void* of_keys;
   void* of_distances;
   int64_t first_diagonal_key;
@@ -129,7 +129,7 @@ struct PageBounds {
 
 // The parameters of lists_draw.
 struct Draw {
-  float* numbers;  // of each cell
+  float* numbers;  // [cells]
   uint64_t num_cells;
   uint64_t seed;
 };

@@ -13,7 +13,7 @@ struct Squares {
   double change, whole;
 };
 
-// Shared memory: the sums of each warp, and whether the thread block has ended last.
+// Shared memory: the sums of each warp, and a flag that is set if the thread block is the last one to end.
 struct Shared {
   Squares of_warps[Config::kNumWarps];
   int32_t is_last, padding;
@@ -50,7 +50,7 @@ results_compare(const __grid_constant__ cuflash::results::Comparison of) {
   for (int64_t row = first; row < of.num_rows; row += step) {
     const Accumulator lse = static_cast<const Accumulator*>(of.lse)[row];
     const Accumulator kept = static_cast<const Accumulator*>(of.kept_lse)[row];
-    // A difference above 0 can only result from rounding.
+    // only rounding can make the difference positive
     static_cast<Accumulator*>(of.mass)[row] = lse == ptx::negative_infinity<Accumulator>()
                                                   ? Accumulator(1)
                                                   : ptx::exp_accurate(tile::min_or_nan(kept - lse, Accumulator(0)));
@@ -81,5 +81,5 @@ results_compare(const __grid_constant__ cuflash::results::Comparison of) {
   const double infinite = -ptx::negative_infinity<double>();
   of.error[0] = sums.whole != 0 ? ptx::sqrt_accurate(sums.change) / ptx::sqrt_accurate(sums.whole)
                                 : sums.change != 0 ? infinite : 0;
-  *of.num_arrived = 0;  // for the next launch
+  *of.num_arrived = 0;  // reset for the next launch
 }

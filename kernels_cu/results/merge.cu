@@ -18,7 +18,7 @@ results_merge(const __grid_constant__ cuflash::results::Merge merge) {
   using namespace cuflash;
   using Accumulator = Config::Accumulator;
   using Element = Config::Element;
-  constexpr int kColumns = 4;  // of a thread, at most
+  constexpr int kColumns = 4;  // columns per thread, at most
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * results::kThreads + ptx::thread_index();
   const int64_t row = thread / merge.threads_per_row;
   const int first_column = static_cast<int>(thread % merge.threads_per_row);

@@ -15,8 +15,9 @@ constexpr int kWidest = kHeadDim > kValueDim ? kHeadDim : kValueDim;
 constexpr int kDqWidth = tile::kMmaRows > 0   ? 32
                          : kHeadDim % 64 == 0 ? 64
                                               : kHeadDim;  // columns of dQ in registers at a time
-constexpr int kUnroll = 1;  // unrolled steps of a product: more gain little, and compile half as long again
-// the product of scores has free registers for its operands
+// Steps of a product that are unrolled: more gain little, and take half as long again to compile.
+constexpr int kUnroll = 1;
+// The registers of the product of scores leave room for its operands.
 constexpr int kScoreUnroll = tile::kMmaRows > 0 ? tile::kMmaUnroll : kUnroll;
 // Multiply-adds read these only along rows, by vectors; tensor cores read along columns too.
 constexpr int kPadding = tile::kMmaRows > 0 ? tile::kPadding<Accumulator> : 0;
@@ -110,7 +111,7 @@ simt_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
       if constexpr (!kHasScore) probabilities_of_keys(scores, params, work, block, lse_2);
       tile::store(p_smem, scores);  // with a score function, S, which only its own thread reads
       __syncthreads();  // P is stored, and Q is read
-      // The gradients of a query without a key are 0, whatever its rows hold.
+      // The gradients of a query without a key are 0, whatever its rows contain.
       tile::load(do_smem, d_o.rows(block.start, block.stop),
                  [&](int row) { return lse_2(row) != -ptx::negative_infinity<Accumulator>(); });
       __syncthreads();  // dO has arrived

@@ -54,7 +54,7 @@ simt_backward_columns(const __grid_constant__ cuflash::attention::Params params 
       __syncthreads();  // Q and dS of the last step are read
       load_statistics<kHeadDim>(q_smem, block, lse, delta);
       tile::load(q_smem, q.rows(block.start, block.stop));
-      // The gradients of a query without a key are 0, whatever its rows hold.
+      // The gradients of a query without a key are 0, whatever its rows contain.
       tile::load(do_smem, d_o.rows(block.start, block.stop), [&](int row) {
         return lse.at(block.start + row, 0) != ptx::negative_infinity<Accumulator>();
       });

@@ -2,6 +2,7 @@
 // a tile of keys and walks the blocks of queries that visit it, over the query heads that share its key/value head. dK
 // and dV stay in registers. The product for dQ of each step is added to sums in global memory, unless backward_rows.cu
 // computes dQ.
+#include <attention/column_parts.cuh>
 #include <attention/dropout_gradient_mma.cuh>
 #include <attention/empty_rows.cuh>
 #include <attention/epilogue_mma.cuh>
@@ -10,7 +11,6 @@
 #include <attention/members_slopes.cuh>
 #include <attention/score_gradient_mma.cuh>
 #include <ptx/cp_async.cuh>
-#include <sm80/column_parts.cuh>
 
 namespace cuflash::sm80 {
 
@@ -34,8 +34,8 @@ constexpr bool kOverlapsDs =
 // P and dS are rounded and stored at once, which halves their registers, in separate code for masked and unmasked
 // steps, if the registers cannot hold both for longer. This saves 6 % at 32 columns (sm80_steps.log of b648872e, 8).
 constexpr bool kStoresScoresEarly = kOverlapsDs || (sizeof(Element) == 2 && kNumScores > 32);
-// Warps test whether they are the first owner of their scores even if every warp is: with this test, ptxas orders the
-// instructions after it better, which gains 2 % of the backward pass at 128 columns without a list.
+// Warps test whether they are the first owner of their scores even if every warp is. With this test, ptxas orders the
+// following instructions better, which saves 2 % of the backward pass at 128 columns without a list.
 constexpr bool kChecksOwner = ScorePartition::kNumOwnerWarps < kNumWarps || (!Config::kIsListed && kNumScores <= 32);
 
 constexpr KTile k_smem{0};
@@ -289,7 +289,11 @@ CUFLASH_DEVICE void write_gradients(const attention::Params& params, attention::
                                     attention::DropoutArgument<Config> dropout) {
   using namespace attention;
   int& is_last = *reinterpret_cast<int*>(ptx::dynamic_shared<unsigned char>() + p_smem.start);
-  if (!add_parts(params, chosen, state.work, dk, dv, is_last)) return;
+  if constexpr (Config::kPacksQueries) {
+    const Column column(params, chosen, state.work, kBlockKv);
+    const SumThreads threads{kThreads, static_cast<int>(threadIdx.x)};
+    if (!add_parts<kBlockKv>(params, chosen, state.work, column, dk, dv, is_last, threads, [] { __syncthreads(); })) return;
+  }
   const Shape& shape = params.shape;
   const int kv_head = divmod(state.work.batch_head.head, shape.group_size).quotient;
   dk.scale(shape.softmax_scale);

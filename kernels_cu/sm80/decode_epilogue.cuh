@@ -3,8 +3,8 @@
 #include <ptx/arrival.cuh>
 #include <sm80/decode_softmax.cuh>
 
-// Results of a decode kernel (sm80/decode.cuh) in global memory: those of a whole sequence, those of a part of one, and
-// the merge of parts by the block that ends last.
+// Writes results of a decode kernel (sm80/decode.cuh) to global memory: those of a whole sequence or of a part, and the
+// merged results, computed by the block that ends last.
 namespace cuflash::sm80 {
 
 // Write lse of a row, and return the factor by which its o must be multiplied.
@@ -75,10 +75,11 @@ CUFLASH_DEVICE bool arrives_last(int* arrivals, int num_parts) {
 CUFLASH_DEVICE void merge_parts(const Decode& params, const attention::BatchHead& heads, int64_t first_row,
                                 int num_parts, float softmax_scale_log2, attention::SinkArgument<Config> sink) {
   using Vector = tile::Vector<float>;
-  constexpr int kVectors = kValueDim / 4, kAhead = kNumWarps > 4 ? 8 : 16;  // more warps have fewer registers each
+  // Kernels with more warps have fewer registers per thread.
+  constexpr int kVectors = kValueDim / 4, kAhead = kNumWarps > 4 ? 8 : 16;
   const int own = threadIdx.x;
   const int num_rows = params.group_size * params.num_queries, num_vectors = num_rows * kVectors;
-  float* const weights = merge_room();  // maxima first, then weights
+  float* const weights = merge_room();  // first maxima, later weights
   float* const sums = weights + kMostParts * kBlockQ;
   float* const factors = sums + kMostParts * kBlockQ;
   const auto* const stats = reinterpret_cast<const tile::Float2*>(params.stats_parts) + first_row;

@@ -4,7 +4,7 @@
 // The online softmax of each warp of a decode kernel (sm80/decode.cuh), and the merge of the warps' results.
 namespace cuflash::sm80 {
 
-// Running maximum and sum of a thread's rows, in units of q k^T. They depend on the row's own scores alone.
+// Running maximum and sum of a thread's rows, in units of q k^T. They depend only on the row's own scores.
 struct RowStats {
   float max[Scores::kRows], sum[Scores::kRows];
 

@@ -49,7 +49,7 @@ CUFLASH_DEVICE attention::WorkTile tile_of_block(const attention::Params& params
 CUFLASH_DEVICE attention::VisitRange visit_range_of_block(const attention::Params& params, attention::WorkTile work,
                                                           attention::ChosenArgument<Config> chosen) {
   using namespace attention;
-  if (kPackGqa) work.last = params.shape.seqlen_q;  // all heads have the same queries
+  if (kPackGqa) work.last = params.shape.seqlen_q;  // the queries are the same for all heads
   VisitRange full_range = visit_range_of_tile(params, chosen, work);
   if (Config::kIsPaged) align_steps(full_range, kBlockKv);
   const int num_splits = params.shape.num_splits;
@@ -283,7 +283,7 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
     load_block(v_smem, v, params.v, shape.value_dim, block, rows_fill_tiles, pages, state);
     ptx::cp_async_commit();
     Scores s;
-    const bool is_visited = members.has_any();  // by queries of the warp
+    const bool is_visited = members.has_any();  // true if a query of the warp visits the block
     if (is_visited) tile::gemm_nt(s, q_smem, k_smem);
     ptx::cp_async_wait<0>();
     __syncthreads();  // V has arrived; K is read

@@ -10,10 +10,11 @@ namespace cuflash::tile {
 // Round a number to e4m3: to nearest, ties to even, at most 448. NaN is not supported.
 CUFLASH_DEVICE ptx::Float8E4M3 to_e4m3(float x) {
   const uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7fffffffu;
-  // The mantissa of a float has 20 bits more, and its exponent is larger by 120. Adding half of the last place that is
-  // kept, less one if that place is even, and then truncating rounds to nearest.
+  // A float has 20 more mantissa bits than an e4m3 number, and its exponent is larger by 120. Adding half of the last
+  // retained place, less one if that place is even, and then truncating rounds to nearest.
   const uint32_t normal = (magnitude - (120u << 23) + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20;
-  // Below 2^-6 the last place is 2^-9, as that of floats from 2^14 on: adding 2^14 rounds there.
+  // Below 2^-6 the last place of e4m3 is 2^-9. Floats from 2^14 on have the same last place, so adding 2^14 rounds to
+  // it.
   const uint32_t subnormal = __float_as_uint(__uint_as_float(magnitude) + 16384.0f) - __float_as_uint(16384.0f);
   return {static_cast<unsigned char>((magnitude < 0x3c800000u ? subnormal : normal) | (bits >> 24 & 0x80u))};
 }
@@ -139,7 +140,7 @@ CUFLASH_DEVICE void gemm_add_nn(Tile& c, const Left& a, E4M3Tile<Depth, Columns>
   }
 }
 
-// Return the column that a thread's column j stands for in a product that `gemm_add_nn` computed.
+// Return the column of the matrix to which a thread's column j of `gemm_add_nn` corresponds.
 template <class Tile>
 CUFLASH_DEVICE int interleaved_column(const Tile& c, int j) {
   return 2 * c.first_column() + 16 * (j / 4) + 2 * (j % 2) + j / 2 % 2;

@@ -15,10 +15,10 @@ CUFLASH_DEVICE void to_element(float x, ptx::BFloat16& to) { to = ptx::from_floa
 CUFLASH_DEVICE void to_element(float x, float& to) { to = x; }
 CUFLASH_DEVICE void to_element(double x, double& to) { to = x; }
 
-// Return the larger of two numbers; of a number and a NaN, the number.
+// Return the larger of two numbers, or the number if the other one is NaN.
 CUFLASH_DEVICE float maximum(float x, float y) { return fmaxf(x, y); }
 CUFLASH_DEVICE double maximum(double x, double y) { return fmax(x, y); }
-// Return the smaller of two numbers; NaN if x is NaN, where fminf would return y.
+// Return the smaller of two numbers; NaN if x is NaN, unlike fminf, which would return y.
 template <class T>
 CUFLASH_DEVICE T min_or_nan(T x, T y) { return y < x ? y : x; }
 

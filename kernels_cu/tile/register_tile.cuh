@@ -6,9 +6,9 @@ namespace cuflash::tile {
 
 constexpr int kMmaRows = Config::kMmaRows;  // rows of the mma instruction; 0: products are multiply-adds
 
-// 128 threads, as 16 rows of 8: a warp reads 4 rows of one operand, which are broadcast, and 8 of the other, a vector
-// each. Tensor cores need 8 rows of 4 threads in every warp, and two adjacent columns of a product in a thread.
-// Therefore columns come in runs of at least two.
+// 128 threads, as 16 rows of 8: a warp reads 4 rows of one operand, which are broadcast, and 8 rows of the other, one
+// vector each. Tensor cores need 8 rows of 4 threads in every warp, and two adjacent columns of a product per thread.
+// Therefore columns form runs of at least two.
 constexpr int kThreads = 128;
 constexpr int kColumnLanes = kMmaRows > 0 ? 4 : 8;
 constexpr int kRowLanes = kThreads / kColumnLanes;

@@ -10,13 +10,13 @@ namespace cuflash::tile {
 // different banks. Bins of a warp are [NumBins][32] numbers.
 template <class T, int NumBins>
 struct ThreadBins {
-  T* row = nullptr;  // first of the elements whose sums the bins hold; null before the first row
-  int64_t stride = 0;  // distance of neighboring elements
+  T* row = nullptr;  // first element whose sum is in the bins; null before the first row
+  int64_t stride = 0;  // distance between neighboring elements
 
   // Add x to an element of the row.
   static CUFLASH_DEVICE void add(T* bins, int element, T x) { bins[32 * element + ptx::lane()] += x; }
 
-  // Let the bins hold sums for this row from now on. Called by whole warps.
+  // Assign the bins to this row from now on. Called by whole warps.
   CUFLASH_DEVICE void start(T* bins, T* new_row, int64_t new_stride) {
     if (new_row == row) return;
     flush(bins);

@@ -114,7 +114,7 @@ struct KMajorFragments {
 template <class Matrix, int NumTiles>
 struct MnMajorFragments {
   static constexpr bool kIsTransposed = true;
-  // then a warp's first chunk is aligned to its tiles
+  // true if a warp's first chunk is aligned to its tiles
   static constexpr bool kUsesXorOffset = (NumTiles & (NumTiles - 1)) == 0;
   Matrix matrix;
   int row, chunk;

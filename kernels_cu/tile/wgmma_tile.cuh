@@ -107,6 +107,12 @@ struct PackedOperand {
 #pragma unroll
     for (int k = 0; k < kNumFragments; ++k) pack(from, k);
   }
+  CUFLASH_DEVICE void clear() {
+#pragma unroll
+    for (auto& fragment : fragments)
+#pragma unroll
+      for (uint32_t& pair : fragment) pair = 0;
+  }
   // Pack 16 columns.
   CUFLASH_DEVICE void pack(const Tile& from, int k) {
 #pragma unroll
@@ -117,8 +123,8 @@ struct PackedOperand {
   }
 };
 
-// A product rounded to e4m3, as the left operand of the next product, whose other operand has its columns k in the
-// order `e4m3_column`, so that each thread has all numbers that it needs.
+// A product rounded to e4m3, as the left operand of the next product. The columns k of the other operand are in the
+// order of `e4m3_column`, so that each thread holds all the numbers that it needs.
 template <class Tile>
 struct E4M3Operand {
   static constexpr int kNumFragments = Tile::kColumnTiles / 4;
@@ -142,8 +148,8 @@ struct E4M3Operand {
   }
 };
 
-// Return the column of a product at `place` of an E4M3Operand: of each 16, thread t of four has 2t, 2t + 1, 2t + 8 and
-// 2t + 9 in a row.
+// Return the column of a product at `place` of an E4M3Operand: of every 16 columns, thread t of four holds 2t, 2t + 1,
+// 2t + 8 and 2t + 9, in this order.
 constexpr CUFLASH_DEVICE int e4m3_column(int place) {
   const int thread = place % 16 / 4, element = place % 4;
   return place / 16 * 16 + element / 2 * 8 + thread * 2 + element % 2;

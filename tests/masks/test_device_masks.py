@@ -356,7 +356,7 @@ def test_arrays_of_a_mask_must_be_where_q_is(mask):
     with pytest.raises(UnsupportedProblem, match="mask's arrays must be on the same device as q"):
         requested_mask(mask, False, None, shape, device.namespace)
     q = np.ones((4, 2), np.float32)
-    with pytest.raises(UnsupportedProblem, match="mask's arrays must be where q is"):
+    with pytest.raises(UnsupportedProblem, match="mask's arrays must be on q's device"):
         attention(q, q, q, mask=sent(mask, device.to_device))
 
 

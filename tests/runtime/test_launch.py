@@ -375,7 +375,7 @@ def test_foreign_arrays_of_masks_on_a_device_are_taken_where_they_lie(cupy):
     mask = launch.as_mask_of_arrays(Foreign(TRI, (2, 0)), "gpu")
     assert type(mask) is cupy.ndarray and (mask.get() == TRI).all()
     (reason,) = reasons_of(cuflash.attention, Q, K, V, mask=Foreign(TRI, (2, 0)))
-    assert "mask's arrays must be where q is" in reason and "Foreign on a CUDA device with q on the host" in reason
+    assert "mask's arrays must be on q's device" in reason and "Foreign on a CUDA device with q on the host" in reason
     held = masks.Documents(Foreign(IDS, (2, 0))).q_ids, masks.Lengths(kv=Foreign(IDS, (2, 0))).kv
     assert all(type(each) is cupy.ndarray and (each.get() == IDS).all() for each in held)
     assert type(masks.Dense(Foreign(TRI, (2, 0))).allowed) is cupy.ndarray

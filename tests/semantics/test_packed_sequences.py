@@ -384,6 +384,6 @@ def test_arrays_of_another_place_are_refused(device):
     assert "kv_offsets must be on the same device as q_offsets" in refused(lambda: masks.Sequences(OFFSETS, on_device))
     x = np.ones((1, 10, 4), np.float32)
     message = refused(lambda: cuflash.attention(x, x, x, mask=masks.Sequences(on_device)))
-    assert "mask's arrays must be where q is" in message
+    assert "mask's arrays must be on q's device" in message
     assert "causal must be 'bottom_right'" in refused(lambda: masks.Sequences(on_device, on_device + 0, causal=True))
     assert masks.Sequences(on_device, on_device, causal=True).kv_offsets is None

@@ -110,7 +110,7 @@ class FlashAttention1(Family):
         *,
         deterministic: bool = False,
     ) -> dict[str, KernelSpec]:
-        """Return the kernels by entry; the backward kernel, which shares sm80's products, has a part of sm80's tile."""
+        """Return the kernels by entry; the backward kernel shares sm80's products, so its tile is cut from sm80's."""
         width = _width(problem)
         most = _LARGEST_BACKWARD[width]
         block = tuple(map(min, most, largest or most))

@@ -19,13 +19,26 @@ from ..tile_order import heads_per_wave
 
 # Kernels are compiled for the problem's dimensions, rounded up to one of these.
 DIMS = (32, 64, 96, 128, 192, 256)
-SIMT_DTYPES = (*UP_TO_FLOAT32, np.dtype(np.float64))  # that the simt family serves
+SIMT_DTYPES = (*UP_TO_FLOAT32, np.dtype(np.float64))  # dtypes that the simt family serves
 WIDEST_CHUNK = 128  # columns of q and k that the block mass kernels load at a time
 
 # Arrays that kernels read, by kind of kernel.
 FORWARD_INPUTS = ("q", "k", "v")
 STATISTICS_INPUTS = ("o", "lse", "do", "dlse")
 BACKWARD_INPUTS = ("q", "k", "v", "lse", "do")
+
+
+def _place_reasons(problem: Problem) -> list[str]:
+    """Return why no kernel serves a call at its places in a larger call."""
+    if problem.places is None:
+        return []
+    fix = "use executor='cpu'"
+    reasons = []
+    if problem.dropout is not None:
+        reasons.append(f"dropout of a part of a longer sequence (q_start=, kv_start=) does not run on kernels: {fix}")
+    if problem.score is not None and problem.places.q_runs:
+        reasons.append(f"score functions of queries that are not adjacent do not run on kernels: {fix}")
+    return reasons
 
 
 class Family(ABC):
@@ -76,7 +89,14 @@ class Family(ABC):
             for operand in problem.operands
             if not operand.is_captured and operand.name not in self.operands
         ]
+        reasons += _place_reasons(problem)
+        if problem.tangents:
+            reasons += self.tangent_reasons(problem)
         return reasons if device is None or reasons else self._device_reasons(problem, device)
+
+    def tangent_reasons(self, problem: Problem) -> list[str]:
+        """Return why the family has no kernels for tangents of a problem."""
+        return [f"kernel={self.name!r} does not support tangents; got some: use kernel='auto'"]
 
     def _dtype_reasons(self, problem: Problem) -> list[str]:
         if problem.precision != "ieee":
@@ -87,7 +107,7 @@ class Family(ABC):
         return [f"kernel={self.name!r} takes {served}; got {problem.dtype}: {self._instead(problem)}"]
 
     def _instead(self, problem: Problem) -> str:
-        """Return what to do about a dtype that the family does not serve."""
+        """Return the fix for a dtype that the family does not serve, as the end of an error message."""
         return "convert q, k and v" + (", or use kernel='simt'" if problem.dtype in SIMT_DTYPES else "")
 
     def _device_reasons(self, problem: Problem, device: DeviceSpec) -> list[str]:
@@ -175,6 +195,38 @@ class Family(ABC):
             As in `specs`.
         """
 
+    def jvp_spec(
+        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
+    ) -> KernelSpec:
+        """Return the kernel that computes the tangents of o and lse along those that the problem names.
+
+        Its tile is the same for all tangents, so that an absent tangent and one of zeros give the same bits. It may be
+        a kernel of another family than that of the forward pass, whose work list it walks.
+
+        Raises
+        ------
+        UnsupportedProblem
+            The family has no such kernel, or no tile fits the device's shared memory.
+        """
+        raise UnsupportedProblem(self.tangent_reasons(problem))
+
+    def union_specs(self, problem: Problem, device: DeviceSpec, block: int, heads: int) -> dict[str, KernelSpec]:
+        """Return the kernels for block lists per query, by role; {} if there are none.
+
+        Parameters
+        ----------
+        block : int
+            Keys of a block.
+        heads : int
+            Query heads of a tile.
+
+        Raises
+        ------
+        UnsupportedProblem
+            As in `specs`.
+        """
+        return {}
+
     def mass_spec(
         self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
     ) -> KernelSpec | None:
@@ -194,7 +246,7 @@ def resident_blocks(spec: KernelSpec, device: DeviceSpec) -> int:
 def order_of_waves(
     problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
 ) -> TileOrder:
-    """Return how many heads' tiles alternate under a band: those of one wave of thread blocks, for each kernel."""
+    """Return, for each kernel, how many heads' tiles alternate under a band: those of one wave of thread blocks."""
     return TileOrder(
         heads_per_wave(work, resident_blocks(forward, device), -(-problem.seqlen_q // forward.block_q)),
         heads_per_wave(work, resident_blocks(backward, device), -(-problem.seqlen_kv // backward.block_kv)),

@@ -44,7 +44,7 @@ struct Transfer {
   std::vector<unsigned char> data;   // for a store: the source bytes at its issue, and later those that it has read
   Type type = Type::other;
   Mbarrier* barrier = nullptr;
-  unsigned phase = 0;        // of the barrier at the issue
+  unsigned phase = 0;        // phase of the barrier when the copy was issued
   int group = 0;
   bool adds = false, is_read = false, is_written = false, is_waited_for = false;
 };

@@ -141,7 +141,7 @@ struct FenceRound { Location where; uint32_t lanes = 0; bool was_whole = false; 
 struct Cta : Block {
   int thread_count = 0, warp_count = 0, alive = 0;
   int running_warp = 0;
-  int change_points = 0;                  // how many more times priorities may change
+  int change_points = 0;                  // number of changes of priorities that are left
   unsigned char* shared = nullptr;
   size_t shared_bytes = 0;
   Thread** threads = nullptr;
@@ -177,7 +177,7 @@ struct Launch {
   Random random;
   Thread host;                            // the OS thread, on its own stack
   pthread_t os_thread;
-  std::vector<std::vector<FenceRound>> fence_rounds;   // of the warps of each slot
+  std::vector<std::vector<FenceRound>> fence_rounds;   // by slot, then by warp
   Residents* residents = nullptr;         // set if several blocks run concurrently
   bool failed = false;
   std::atomic<bool> in_kernel{false};     // true if no lock is held, so that a signal may abandon the kernel

@@ -9,7 +9,7 @@ namespace cuflash::sim {
 
 inline float half_to_float(uint16_t bits) {
   const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, rest = bits & 0x7fff;
-  // Read as a float the exponent is 112 too small, which one exact multiplication corrects, subnormals included.
+  // Read as a float, the exponent is 112 too small. One exact multiplication corrects this, also for subnormal numbers.
   const uint32_t scaled = std::bit_cast<uint32_t>(std::bit_cast<float>(rest << 13) * 0x1p112f);
   return std::bit_cast<float>((rest >= 0x7c00 ? 0x7f800000 | rest << 13 : scaled) | sign);
 }

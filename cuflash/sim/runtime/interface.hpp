@@ -71,7 +71,7 @@ void cp_async_wait_all(Location where);
 // ---- barriers in shared memory ----
 void mbarrier_init(uint32_t address, int count, Location where);
 void fence_mbarrier_init(Location where);
-void mbarrier_arrive(uint32_t address, int bytes, const char* name, Location where);   // and announces bytes
+void mbarrier_arrive(uint32_t address, int bytes, const char* name, Location where);   // arrives and announces bytes
 bool mbarrier_wait(uint32_t address, int parity, bool persists, const char* name, Location where);
 
 // ---- copies of tiles ----

@@ -136,7 +136,7 @@ void start_block(Cta& cta, int slot, unsigned char* shared) {
   cta.block_dim = dim3(request.block);
   cta.thread_count = cta.alive = static_cast<int>(request.block);
   cta.warp_count = (cta.thread_count + 31) / 32;
-  cta.running_warp = cta.warp_count - 1;   // so that round robin starts with warp 0
+  cta.running_warp = cta.warp_count - 1;   // round robin then starts with warp 0
   cta.slot = slot;
   cta.threads = pool.data() + static_cast<ptrdiff_t>(slot) * cta.thread_count;
   cta.shared = shared;
@@ -197,7 +197,7 @@ void run_residents(Residents& residents, unsigned char* shared, size_t room) {
   };
   current = &launch->host;
   for (size_t slot = 0; slot < residents.ctas.size(); ++slot) start_next(slot);
-  // A failure that the host finds comes back here.
+  // After a failure that the host detects, execution continues here.
   if (setjmp(residents.host_place) == 0)
     while (residents.num_running && !launch->failed) {
       schedule(false);

@@ -18,7 +18,7 @@
 #define __host__
 #define __constant__ const
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-#define __forceinline__ inline __attribute__((always_inline))  // so that their reports name the kernel's line
+#define __forceinline__ inline __attribute__((always_inline))  // reports then name the kernel's line
 #else
 #define __forceinline__ inline  // compiles in two thirds of the time, and runs no slower
 #endif

@@ -7,7 +7,7 @@ namespace cuflash::sim {
 
 namespace {
 
-constexpr uint32_t kTurn = 8;   // average number of steps before another block runs
+constexpr uint32_t kTurn = 8;   // mean number of steps before another block runs
 
 bool can_run(const Cta* cta) {
   for (int w = 0; cta && w < cta->warp_count; ++w)

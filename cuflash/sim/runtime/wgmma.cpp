@@ -58,7 +58,7 @@ struct Product {
   Accumulator* accumulator;
   int group;
   bool is_done = false;
-  std::vector<Chunk> seen;     // operands at the issue
+  std::vector<Chunk> seen;     // operands as they were when the product was issued
   Location where;
   void* caller;
   void* engine;

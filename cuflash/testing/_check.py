@@ -1,0 +1,207 @@
+"""The whole kit on one function: bounds, exact probes and properties, with one printed line for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import hypothesis
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+
+from ..arrays import describe, whole_number
+from ..errors import collecting, refuse
+from ..keywords import explains_keywords
+from .assertions import Attend, Example, as_pair, as_results, assert_exact_probes, assert_within_bounds
+from .properties import (
+    FORWARD_PROPERTIES,
+    GRADIENT_PROPERTIES,
+    PAIR_PROPERTIES,
+    Pull,
+    check_non_finite_values_reach_what_they_should,
+)
+from .strategies import examples
+
+Property = Callable[..., None]
+_PER_PROPERTY = 8  # a property gets this fraction of the examples, because the bounds detect nearly every fault
+_ADDED = ("has_sink", "has_non_finite")  # options that add examples; all others apply to every example
+
+
+class _Line(NamedTuple):
+    """A line of the report: its name, the examples to draw and their number, and the check of one example."""
+
+    name: str
+    drawn: st.SearchStrategy[Example]
+    most: int
+    check: Callable[[Example], float | None]
+
+
+@explains_keywords
+def check(
+    attend: Attend,
+    gradients: Pull | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    properties: Sequence[Property] | None = None,
+    max_examples: int = 200,
+    seed: int = 0,
+) -> None:
+    """Test an attention function with the whole kit, and print one line for each property.
+
+    Parameters
+    ----------
+    attend : callable
+        The function under test, `(q, k, v, *, mask, scale) -> (o, lse)`, with a bool array or None as the mask. With
+        ``options={"has_sink": True}`` it also takes `sink`, whose default must be None.
+    gradients : callable, optional
+        Its gradients, `(q, k, v, do, *, dlse, mask, scale) -> (dq, dk, dv)`; with a sink, `(dq, dk, dv, dsink)`.
+    options : dict, optional
+        Arguments of `examples`, to leave out what the functions do not support, such as
+        ``{"dtypes": ["float32"], "grouped_heads": False}``. "has_sink" adds examples with sinks, and "has_non_finite"
+        adds examples with NaN and infinities, which need `gradients`.
+    properties : sequence, optional
+        Elements of `FORWARD_PROPERTIES`, `GRADIENT_PROPERTIES` and `PAIR_PROPERTIES`. Default: all that apply to the
+        functions. An empty list leaves the bounds and the exact probes, which suit a function that ignores `mask`.
+    max_examples : int
+        Number of examples for the bounds and for the exact probes. Each property gets an eighth of it.
+    seed : int
+        Seed of the examples.
+
+    Raises
+    ------
+    AssertionError
+        A property fails. The message has the smallest failing example of every property that fails, as source.
+    TypeError
+        A function does not return its arrays, or a property needs `gradients` or is not an element of the lists.
+    UnsupportedProblem
+        Another argument is invalid; all reasons at once.
+
+    Notes
+    -----
+    Errors that the functions raise are not caught; Hypothesis adds the example to them.
+
+    Examples
+    --------
+    >>> from cuflash import reference, testing
+    >>> few = {"dtypes": ["float64"], "longest": 20}
+    >>> testing.check(reference.attention, options=few, max_examples=16, properties=testing.FORWARD_PROPERTIES[:1])
+    ok      o and lse are within their bounds               16 examples
+    ok      the exact probes pass                           16 examples
+    ok      order of keys does not matter                   2 examples
+    """
+    options = {} if options is None else options
+    drawn = _strategies(options, max_examples, seed)
+    failures, number = [], 0
+    for number, line in enumerate(_lines(attend, gradients, options, properties, max_examples, drawn), start=1):
+        count, failure = _outcome(line, seed + (number << 32))
+        state, detail = ("ok", f"{count} examples") if failure is None else ("FAILED", str(failure).partition("\n")[0])
+        print(f"{state:8}{line.name:48}{detail}", flush=True)
+        failures += [] if failure is None else [f"{line.name}: {failure}"]
+    if failures:
+        raise AssertionError("\n\n".join([f"{len(failures)} of {number} properties fail", *failures]))
+
+
+def _strategies(options: Mapping[str, Any], max_examples: int, seed: int) -> dict[str, st.SearchStrategy[Example]]:
+    """Return strategies for plain examples (""), and for those that each option of `_ADDED` adds."""
+    reasons: list[str] = []
+    for name, value, least in (("max_examples", max_examples, 1), ("seed", seed, 0)):
+        with collecting(reasons):
+            whole_number(name, value, least)
+    if not isinstance(options, Mapping):
+        refuse([*reasons, f"options must be a dict of arguments of testing.examples; got {describe(options)}"])
+    reasons += [
+        f"options must not have {name}, which changes the function: draw testing.examples({name}=True), and compare "
+        f"the results with assert_within_bounds"
+        for name in ("has_score", "has_dropout")
+        if options.get(name)
+    ]
+    plain = {name: value for name, value in options.items() if name not in _ADDED}
+    drawn = {}
+    with collecting(reasons):
+        drawn = {"": examples(**plain), **{name: examples(**plain, **{name: options[name]}) for name in _ADDED if name in options}}
+    refuse(reasons)
+    return drawn
+
+
+def _lines(
+    attend: Attend,
+    gradients: Pull | None,
+    options: Mapping[str, Any],
+    properties: Sequence[Property] | None,
+    most: int,
+    drawn: Mapping[str, st.SearchStrategy[Example]],
+) -> Iterator[_Line]:
+    if properties is None:
+        properties = [each for each in _of_functions(gradients) if each is not _NON_FINITE or options.get("has_non_finite")]
+    _require(properties, gradients)
+    for suffix, name in (("", ""), (" with a sink", "has_sink")):
+        if not name or options.get(name):
+            yield _Line(f"o and lse are within their bounds{suffix}", drawn[name], most, partial(_forward, attend))
+            if gradients is not None:
+                yield _Line(f"gradients are within their bounds{suffix}", drawn[name], most, partial(_backward, gradients))
+    yield _Line("the exact probes pass", drawn[""], most, partial(assert_exact_probes, attend))
+    for each in properties:
+        functions = (attend,) if each in FORWARD_PROPERTIES else (gradients,)
+        functions = (attend, gradients) if each in PAIR_PROPERTIES else functions
+        of_property = drawn["has_non_finite" if each is _NON_FINITE and "has_non_finite" in drawn else ""]
+        yield _Line(_name_of(each), of_property, -(-most // _PER_PROPERTY), partial(each, *functions))
+
+
+_NON_FINITE = check_non_finite_values_reach_what_they_should
+
+
+def _of_functions(gradients: Pull | None) -> tuple[Property, ...]:
+    return FORWARD_PROPERTIES if gradients is None else (*FORWARD_PROPERTIES, *GRADIENT_PROPERTIES, *PAIR_PROPERTIES)
+
+
+def _require(properties: Sequence[Property], gradients: Pull | None) -> None:
+    for each in properties:
+        if each not in _of_functions(check):
+            raise TypeError(f"properties must be elements of lists such as FORWARD_PROPERTIES; got {describe(each)}")
+        if each not in _of_functions(gradients):
+            raise TypeError(f"gradients must be passed for the property {_name_of(each)!r}")
+
+
+def _name_of(each: Property) -> str:
+    return each.__name__.removeprefix("check_").replace("_", " ")
+
+
+def _forward(attend: Attend, example: Example) -> float:
+    forward = example.but(do=None, dlse=None, origin=example.origin)  # exact gradients would take most of the time
+    o, lse = as_pair(attend(forward.q, forward.k, forward.v, **_keywords(forward)), forward)
+    return assert_within_bounds(forward, o=o, lse=lse)
+
+
+def _backward(gradients: Pull, example: Example) -> float:
+    names = ("q", "k", "v") if example.sink is None else ("q", "k", "v", "sink")
+    results = gradients(example.q, example.k, example.v, example.do, dlse=example.dlse, **_keywords(example))
+    shapes = {f"d{name}": getattr(example, name).shape for name in names}
+    return assert_within_bounds(example, **dict(zip(shapes, as_results(results, shapes, example))))
+
+
+def _keywords(example: Example) -> dict[str, Any]:
+    sink = {} if example.sink is None else {"sink": example.sink}
+    return {"mask": example.dense_mask, "scale": example.scale, **sink}
+
+
+def _outcome(line: _Line, seed: int) -> tuple[int, AssertionError | None]:
+    """Return how many examples were checked, and the failure with the smallest example, or None."""
+    count = 0
+
+    @hypothesis.seed(seed)
+    @settings(
+        max_examples=line.most, deadline=None, database=None, derandomize=False, print_blob=False,
+        report_multiple_bugs=False, suppress_health_check=tuple(HealthCheck), phases=(Phase.generate, Phase.shrink),
+    )  # fmt: skip
+    @hypothesis.given(line.drawn)
+    def test(example: Example) -> None:
+        nonlocal count
+        count += 1
+        line.check(example)
+
+    try:
+        test()
+    except AssertionError as failure:
+        return count, failure
+    return count, None
