@@ -1,10 +1,11 @@
 # make demo    installs, then runs the block-sparsity study
 # make test    installs, then runs every test that this machine can run
 # make gallery installs, then runs the quick form of the experiments of docs/experiments.md, into build/results
-# make interop installs JAX for the CPU into .venv-interop, then runs the tests of JAX's arrays
+# make interop installs JAX and PyTorch for the CPU into .venv-interop, then runs the tests of their arrays
 # make docs    installs into .venv-docs, then builds docs/_build/html; a warning, a broken link or a lost search word is an error
 # make site-check  looks at the built pages in Chromium, which apt installs, and writes screenshots to build/site
 # make release builds dist/ for the tag at HEAD, checks it and writes its notes; uploads nothing
+# make soak    draws examples for SECONDS, 600 by default, and adds the shares of their bounds to experiments/results/soak.csv
 # make types lint cover clean
 # Needs make, python3 (3.11 or newer, with venv) and g++. PYTHON=python3.13 picks another Python;
 # CUDA=cuda13, CUDA=cuda12 or CUDA= (none) overrides what the NVIDIA driver says. Tests run on all cores at once, but one
@@ -27,7 +28,7 @@ extra  = $(if $(CUDA),$(comma)$(CUDA))
 # The name of the stamp holds the choice of CUDA: another driver, another install.
 stamp  = $(VENV)/.installed-$(1)$(if $(CUDA),-$(CUDA))
 
-.PHONY: demo gallery test interop docs site-check release types lint cover clean
+.PHONY: demo gallery soak test interop docs site-check release types lint cover clean
 demo: $(call stamp,experiments)
 	$(RUN) -m experiments block_sparsity --speed-seqlens 4096 --repeats 3
 
@@ -36,12 +37,17 @@ GALLERY = selector_shootout crossover pattern_zoo flash_ladder flashattention1_t
 gallery: $(call stamp,experiments)
 	for name in $(GALLERY); do $(RUN) -m experiments $$name || exit; done
 
+SECONDS  ?= 600
+EXECUTORS = cpu$(if $(CUDA),$(comma)gpu)
+soak: $(call stamp,experiments)
+	$(RUN) -m experiments soak --publish --seconds $(SECONDS) --executors $(EXECUTORS)
+
 # Bytecode is kept in the environment: tests start many processes, each of which would compile the library anew.
 test: $(call stamp,test)
 	PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX='$(abspath $(VENV))/bytecode' $(RUN) -m pytest $(if $(CUDA),,--numprocesses=auto --dist=worksteal)
 
 interop: $(INTEROP)/.installed
-	$(INTEROP)/bin/python -m pytest -k jax
+	$(INTEROP)/bin/python -m pytest -k 'jax or torch'
 
 # Pages of names and files that are gone would stay otherwise.
 docs: $(DOCS)/.installed
@@ -87,7 +93,8 @@ $(DOCS)/.installed: setup.cfg pyproject.toml | $(RUN)
 	$(DOCS)/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[docs]'
 	@touch $@
 
-# JAX stays out of it too: `make test` is the same with and without it.
+# JAX and PyTorch stay out of it too: `make test` is the same with and without them. setup.cfg says how to
+# get PyTorch without CUDA.
 $(INTEROP)/.installed: setup.cfg pyproject.toml | $(RUN)
 	$(RUN) -m venv $(INTEROP)
 	$(INTEROP)/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[testing,interop]' 'pytest>=9'

@@ -6,6 +6,7 @@
 (8, 256, 64)
 """
 
+import sys
 from importlib import import_module
 from threading import RLock
 from typing import TYPE_CHECKING
@@ -64,6 +65,9 @@ __all__ = [
     "unpack",
 ]
 
+if not getattr(sys, "_is_gil_enabled", lambda: True)():  # the caches of calls rely on it; no test has run without it
+    raise ImportError("cuflash needs the global interpreter lock, which is disabled: set PYTHON_GIL=1")
+
 # The import statements above as a table. BlockIndex comes with the executors, whose kernels build indices on a GPU.
 _MODULES = {
     "api": ("attention", "attention_hvp", "attention_jvp", "attention_vjp", "plan", "precompile"),
@@ -102,7 +106,7 @@ if not TYPE_CHECKING:  # otherwise a type checker would accept every name
                 return metadata.version("cuflash")
             except metadata.PackageNotFoundError:  # a source tree that is not installed
                 return "0+unknown"
-        if name in ("diagnosis", "errors", "jax", "testing", "torch"):  # also public, but few programs need them
+        if name in ("diagnosis", "distributed", "errors", "jax", "testing", "torch"):  # few programs need these
             raise AttributeError(f"cuflash.{name} must be imported before it is used: write import cuflash.{name}")
         if name in _MODULE_OF:
             with _one_import:

@@ -71,6 +71,8 @@ def attention(
     executor: ExecutorName = "auto",
     precision: Precision = "ieee",
     deterministic: bool = False,
+    q_start: int = 0,
+    kv_start: int = 0,
     out: Any = None,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array]:
@@ -132,6 +134,10 @@ def attention(
         If True, dq and the gradients of arrays of a score function are bitwise reproducible on a GPU. Otherwise thread
         blocks add to them in the order of arrival if that is faster. All other results are bitwise reproducible in
         either case.
+    q_start, kv_start : int
+        Positions of the first query and the first key in a longer sequence, of which q, k and v are a part: masks,
+        score functions, bias and dropout see these positions, and arrays in them cover the sequence up to the last
+        query and key of the call. For chunked prefill, pass all keys so far and the chunk's start as `q_start`.
     out : array, or pair (o, lse), optional
         Arrays for the results, instead of new ones. They must not overlap q, k or v. Not available with `Quantized`
         operands.
@@ -179,16 +185,19 @@ def attention(
     >>> import numpy as np, cuflash
     >>> rng = np.random.default_rng(0)
     >>> q, k, v = rng.standard_normal((3, 2, 4, 100, 64), dtype=np.float32)   # batch 2, heads 4, seqlen 100
-    >>> o = cuflash.attention(q, k, v, causal=True)
-    >>> o.shape
+    >>> o_causal = cuflash.attention(q, k, v, causal=True)
+    >>> o_causal.shape
     (2, 4, 100, 64)
     >>> o, lse = cuflash.attention(q, k, v, mask=cuflash.masks.SlidingWindow(15, 0), return_lse=True)
     >>> lse.shape
     (2, 4, 100)
+    >>> chunk = cuflash.attention(q[:, :, 60:80], k[:, :, :80], v[:, :, :80], causal=True, q_start=60)
+    >>> bool(np.allclose(chunk, o_causal[:, :, 60:80], atol=1e-6))
+    True
     """
     options = Options(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
-        deterministic,
+        deterministic, q_start, kv_start,
     )  # fmt: skip
     _, _, o, lse = run(q, k, v, options, out, return_lse, has_gradient=False)
     return (o, lse) if return_lse else o
@@ -235,6 +244,8 @@ def attention_vjp(
     executor: ExecutorName = "auto",
     precision: Precision = "ieee",
     deterministic: bool = False,
+    q_start: int = 0,
+    kv_start: int = 0,
     out: Any = None,
     return_lse: bool = False,
 ) -> tuple[Any, Callable[..., Gradients]]:
@@ -249,7 +260,7 @@ def attention_vjp(
         unchanged until then.
     wrt : str or sequence of str
         Names of further arrays for which `vjp` returns gradients: "sink", "bias", real arrays of the score function.
-    kernel, executor, precision, deterministic, out : optional
+    kernel, executor, precision, deterministic, q_start, kv_start, out : optional
         As in `attention`.
     return_lse : bool
         If True, return (o, lse) instead of o.
@@ -287,7 +298,7 @@ def attention_vjp(
     """
     options = Options(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, kernel, executor, precision,
-        deterministic,
+        deterministic, q_start, kv_start,
     )  # fmt: skip
     with writeable(out):
         plan, arrays, o, lse = run(q, k, v, options, out, return_lse)
@@ -334,6 +345,8 @@ def attention_jvp(
     executor: ExecutorName = "auto",
     precision: Precision = "ieee",
     deterministic: bool = False,
+    q_start: int = 0,
+    kv_start: int = 0,
     out: Any = None,
     return_lse: bool = False,
 ) -> tuple[Any, Any]:
@@ -350,7 +363,7 @@ def attention_jvp(
         score function.
     mask, causal, window, scale, score, softcap, bias, sink, dropout : optional
         As in `attention`.
-    kernel, executor, precision, deterministic : optional
+    kernel, executor, precision, deterministic, q_start, kv_start : optional
         As in `attention`. Tangents need executor="cpu", which "auto" selects for arrays on the host.
     out : array, or pair (o, lse), optional
         As in `attention`, for o and lse; tangents are new arrays.
@@ -389,7 +402,7 @@ def attention_jvp(
     """
     options = Options(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
-        deterministic,
+        deterministic, q_start, kv_start,
     )  # fmt: skip
     directions = Directions("attention_jvp", gathered(tangents, q=q_dot, k=k_dot, v=v_dot))
     with writeable(out):
@@ -425,6 +438,8 @@ def attention_hvp(
     executor: ExecutorName = "auto",
     precision: Precision = "ieee",
     deterministic: bool = False,
+    q_start: int = 0,
+    kv_start: int = 0,
     return_lse: bool = False,
 ) -> tuple[Any, Gradients, Gradients]:
     """Compute attention, its gradients, and tangents of the gradients: Hessian-vector products, forward over reverse.
@@ -450,7 +465,7 @@ def attention_hvp(
         As in `attention`.
     wrt : str or tuple of str
         As in `attention_vjp`.
-    kernel, executor, precision, deterministic : optional
+    kernel, executor, precision, deterministic, q_start, kv_start : optional
         As in `attention_jvp`.
     return_lse : bool
         If True, return (o, lse) instead of o.
@@ -482,7 +497,7 @@ def attention_hvp(
     """
     options = Options(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, kernel, executor, precision,
-        deterministic,
+        deterministic, q_start, kv_start,
     )  # fmt: skip
     dots = gathered(tangents, q=q_dot, k=k_dot, v=v_dot, do=do_dot, dlse=dlse_dot)
     o, lse, gradients, gradients_dot = pull(q, k, v, do, dlse, dots, options, return_lse)
@@ -509,6 +524,8 @@ def plan(
     executor: ExecutorName = "auto",
     precision: Precision = "ieee",
     deterministic: bool = False,
+    q_start: int = 0,
+    kv_start: int = 0,
     device: DeviceSpec | None = None,
     tangents: str | Sequence[str] = (),
 ) -> Plan:
@@ -530,13 +547,13 @@ def plan(
         one that is passed by name: ``forward(q, k, v, dropout_seed=another)``.
     wrt : str or sequence of str
         As in `attention_vjp`.
-    kernel, executor, precision, deterministic : optional
+    kernel, executor, precision, deterministic, q_start, kv_start : optional
         As in `attention`.
     device : DeviceSpec, optional
         Plan for this device instead of the current one. A plan for a GPU runs on any GPU of its compute capability.
     tangents : str or tuple of str
         Names of arrays, including "q", "k" and "v", whose tangents ``jvp`` and ``backward_jvp`` will take: these passes
-        are then part of the plan. They also run without being named here. Only the cpu executor supports them.
+        are then part of the plan, and `compile` compiles their kernels. They also run without being named here.
 
     Returns
     -------
@@ -569,7 +586,7 @@ def plan(
     """
     options = Options(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, kernel, executor, precision,
-        deterministic, tangents,
+        deterministic, q_start, kv_start, tangents,
     )  # fmt: skip
     listed = listed_plan(q, k, v, options) if options.mask is not None and device is None else None
     return listed or planned(q, k, v, options, device)
@@ -594,7 +611,10 @@ def precompile(
     kernel: KernelFamily = "auto",
     precision: Precision = "ieee",
     deterministic: bool = False,
+    q_start: int = 0,
+    kv_start: int = 0,
     device: DeviceSpec | None = None,
+    tangents: str | Sequence[str] = (),
 ) -> tuple[Compiled, ...]:
     """Compile the kernels of a call in advance: for this machine's GPU, or for any GPU, even without one.
 
@@ -606,11 +626,13 @@ def precompile(
         As in `attention`.
     score, softcap, bias, sink, dropout, wrt : optional
         As in `plan`.
-    kernel, precision, deterministic : optional
+    kernel, precision, deterministic, q_start, kv_start : optional
         As in `attention`.
     device : DeviceSpec, optional
         Compile for this GPU; the machine code is returned but not cached. By default, kernels are loaded on the
         current device, where later calls use them, and CuPy's cache stores them for other processes.
+    tangents : str or tuple of str
+        As in `plan`: the kernels of these passes are compiled, too.
 
     Returns
     -------
@@ -635,7 +657,7 @@ def precompile(
     """
     options = Options(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, kernel, "gpu", precision,
-        deterministic,
+        deterministic, q_start, kv_start, tangents,
     )  # fmt: skip
     q, k, v = as_arrays({"q": q, "k": k, "v": v}).values()
     if device is None:  # host arrays only define shapes: the kernels are for a GPU

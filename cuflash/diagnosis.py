@@ -24,6 +24,7 @@ from .planning.device import DeviceSpec
 
 _CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 _OLDEST_DRIVER = (12, 0)
+_TESTED = "9.0"  # the compute capability of the GPUs on which the test suite has run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +181,11 @@ def _gpus(subject: str) -> Finding:
         detail = first_line or f"{path} ends with status {run.returncode} and prints nothing"
         return Finding(subject=subject, status="missing", detail=detail)
     chips = [line.rpartition(", ") for line in run.stdout.strip().splitlines()]
-    return Finding(subject=subject, detail="; ".join(f"{name}, sm_{cap.replace('.', '')}" for name, _, cap in chips))
+    others = sorted({cap for *_, cap in chips} - {_TESTED})
+    of_others = f"kernels for {', '.join(others)} were compiled and simulated"
+    advice = f"tests have run on compute capability {_TESTED}; {of_others}"
+    detail = "; ".join(f"{name}, sm_{cap.replace('.', '')}" for name, _, cap in chips)
+    return Finding(subject=subject, detail=detail, advice=advice if others else "")
 
 
 def _nvrtc(subject: str) -> Finding:

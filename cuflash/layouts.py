@@ -280,8 +280,8 @@ def tensor_reasons(name: str, value: Any) -> list[str]:
         return [f"{name} must hold its values; got a lazily negated view: pass {name}.resolve_neg()"]
     if has_dual_level() and torch.autograd.forward_ad.unpack_dual(value).tangent is not None:
         return [
-            f"{name} must not carry a tangent, because attention has no forward-mode derivative; got a dual tensor: "
-            f"pass torch.autograd.forward_ad.unpack_dual({name}).primal, or differentiate with torch.autograd.grad"
+            f"{name} must not carry a tangent, which NumPy calls and outputs do not use; got a dual tensor: pass "
+            f"torch.autograd.forward_ad.unpack_dual({name}).primal, or call cuflash.torch.attention"
         ]
     return []
 
@@ -293,8 +293,10 @@ _FIX_OF_SUBCLASS = {
 
 
 def has_dual_level() -> bool:
-    """True if PyTorch is inside `torch.autograd.forward_ad.dual_level`; outside of it tensors have no tangents."""
-    return bool(getattr(sys.modules["torch"].autograd.forward_ad, "_current_level", 0) >= 0)
+    """True if tensors may have tangents: PyTorch is inside `torch.autograd.forward_ad.dual_level`, and uses them."""
+    torch = sys.modules["torch"]
+    is_inside = getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
+    return bool(is_inside and torch._C._is_fwd_grad_enabled())
 
 
 def _is_fake(tensor: Any) -> bool:
@@ -307,7 +309,7 @@ def _fix_of_tracer(tensor: Any) -> str:
     if is_batched(tensor):
         return "call this outside of torch.vmap: leading axes are batch axes, so call it once on the whole batch"
     if sys.modules["torch"]._C._functorch.is_gradtrackingtensor(tensor):
-        return "call this outside of torch.func, and differentiate cuflash.torch.attention with torch.autograd.grad"
+        return "call this outside of torch.func, or call cuflash.torch.attention"
     return "call this outside of torch.compile, torch.export, torch.vmap and torch.func"
 
 
@@ -351,8 +353,13 @@ def dtypes_of_lists(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_differentiated(value: object) -> bool:
     """True if a value is an array of PyTorch or JAX; this imports neither."""
+    return is_tensor(value) or is_jax_array(value)
+
+
+def is_jax_array(value: object) -> bool:
+    """True if a value is an array of JAX, or a tracer of one; this does not import JAX."""
     jax_array = getattr(sys.modules.get("jax"), "Array", None)
-    return is_tensor(value) or jax_array is not None and isinstance(value, jax_array)
+    return jax_array is not None and isinstance(value, jax_array)
 
 
 def is_tracer(value: object) -> bool:

@@ -9,12 +9,15 @@ from typing import TypeAlias
 import numpy as np
 
 from ..arrays import Array
+from ..masks.places import Places
 from ..planning.problem import Problem
 from ..planning.staged_array import gradient_in_parts
 from ..scores import Score
 from ..scores.program import Program
 from ..scores._primitives import Arithmetic
-from ..scores.roundoff import LoadErrors, PushedErrors, ScoreErrors, pushed_errors, score_errors
+from ..scores.roundoff import (
+    Coordinates, LoadErrors, PushedErrors, ScoreErrors, coordinates_of, pushed_errors, score_errors,
+)  # fmt: skip
 from ..scores.values import Operands
 from .host import host_arrays
 from .rounding import SECOND_ORDER, Rounding, limits, nan_to_inf, roundoff, underflow
@@ -34,18 +37,19 @@ class Captured:
     operands: Operands
     wrt: tuple[str, ...]
     in_parts: str | None
+    places: Places
 
     @classmethod
     def of(cls, score: Score, problem: Problem) -> Captured:
         arrays = host_arrays(dict(score.arrays))
-        operands = Operands(problem.numbers, arrays, problem.batch)
-        return cls(score.program, operands, problem.wrt, gradient_in_parts(problem))
+        operands = Operands(problem.numbers, arrays, problem.whole_shape.batch)
+        return cls(score.program, operands, problem.wrt, gradient_in_parts(problem), problem.places or Places())
 
     def final(self, s: Array, e_s: Array, allowed: Array, model: Rounding) -> ScoreErrors:
         """Return final scores and derivatives, with errors; all of them are 0 if the mask is False."""
         arithmetic = Arithmetic(model.ua, model.wa, model.largest_sum)
         operands = self.operands._replace(arrays=[model.as_read(array)[0] for array in self.operands.arrays])
-        errors = score_errors(self.program, operands, self.wrt, s, e_s, arithmetic)
+        errors = score_errors(self.program, operands, self.wrt, s, e_s, arithmetic, self._at(s))
         loads = (
             load._replace(value=np.where(allowed, load.value, 0), error=np.where(allowed, load.error, 0))
             for load in errors.loads
@@ -62,7 +66,8 @@ class Captured:
         arrays = (*self.operands.arrays, *(np.asarray(tangents[name]) for name in names))
         operands = self.operands._replace(arrays=[model.as_read(array)[0] for array in arrays])
         arithmetic = Arithmetic(model.ua, model.wa, model.largest_sum)
-        pushed = pushed_errors(self.program, operands, names, self.wrt, s, e_s, s_dot, e_s_dot, arithmetic)
+        along = s, e_s, s_dot, e_s_dot, arithmetic, self._at(s)
+        pushed = pushed_errors(self.program, operands, names, self.wrt, *along)
         loads, loads_dot = (
             tuple(
                 load._replace(value=np.where(allowed, load.value, 0), error=np.where(allowed, load.error, 0))
@@ -83,6 +88,10 @@ class Captured:
         df, e_df, df_dot, e_df_dot = finals
         terms = [(load, df_dot, e_df_dot) for load in pushed.loads]
         return self._bounds_on_sums([*terms, *((load, df, e_df) for load in pushed.loads_dot)], model)
+
+    def _at(self, s: Array) -> Coordinates:
+        """Return the coordinates of scores in the larger call, if the call is a part of one."""
+        return self.places.coordinates(*coordinates_of(s))
 
     def _bounds_on_sums(self, terms: list[_Terms], model: Rounding) -> dict[str, Array]:
         bounds = {}

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..dropout import Dropout
+from ..masks.places import Places
 from ..fp8.cuts import Cuts
 from ..planning.problem import Problem
 from ..scores.roundoff import ScoreErrors
@@ -28,7 +29,12 @@ class Weights:
         if dropout is None or problem.dropout is None:
             return cls()
         shape, factor = problem.mask_shape, problem.dropout.factor
-        return cls(factor * dropout.keep((*shape.batch, *shape[1:])), factor, 2)
+        whole, places = problem.whole_shape, problem.places or Places()
+        queries, keys = places.queries(np.arange(shape.seqlen_q)), places.kv_start + np.arange(shape.seqlen_kv)
+        factors = dropout.keep((whole.num_batch, *whole[1:]), queries, keys)
+        b, h = places.batch_start, places.head_start
+        factors = factors[b : b + shape.num_batch, h : h + shape.num_heads]
+        return cls(factor * factors.reshape(*shape.batch, *factors.shape[1:]), factor, 2)
 
     @property
     def is_dropping(self) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from ..arrays import Array, describe, flag_reasons
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
+from ..masks import ChosenBlocks
 from ..planning.options import ScoreLike
 from ..plans import as_arrays
 from ._doors import checked_queries, checked_rows
@@ -654,6 +655,7 @@ class KVCache:
         q: Array,
         *,
         counts: Any = None,
+        mask: ChosenBlocks | None = None,
         causal: bool = True,
         window: tuple[int | None, int | None] | None = None,
         scale: float | None = None,
@@ -685,6 +687,11 @@ class KVCache:
         counts : list or int array [batch], optional
             The first counts[b] of the n rows belong to sequence b: row t has position lengths[b] - counts[b] + t. The
             other rows are empty. A device array has the same effect as for `append`.
+        mask : masks.ChosenBlocks, optional
+            The blocks of positions that each query attends, of those that the other arguments allow: block n of
+            sequence b has positions n * block <= j < (n + 1) * block. With pages, a block is a multiple of a page, or a
+            divisor that is a multiple of 16. A block that no query chose is not read, so that its rows may hold NaN.
+            Lists are arrays of the cache's library, and are read at each call.
         causal : bool
             If True, no query attends keys after its own position.
         window : (left, right), optional
@@ -736,15 +743,18 @@ class KVCache:
             with collecting(reasons):
                 scored = score_of(score, softcap, bias, state.rows.k)
         if not reasons and type(return_lse) is bool:
-            step_call, q, sink = state.steps.decode(q, out, sink, options, scored)
+            if mask is None or type(mask) is ChosenBlocks:
+                step_call, q, sink = state.steps.decode(q, out, sink, options, scored, mask)
         if step_call is None:
             reasons += flag_reasons("return_lse", return_lse)
-            step_call, q, sink = checked_queries(state, q, counts, out, sink, options, scored, reasons)
+            step_call, q, sink = checked_queries(state, q, counts, out, sink, options, scored, mask, reasons)
+        elif mask is not None and state.device is None:
+            mask.require_numbers(state.capacity)
         news = state.queried(counts, q.shape[2])
         news = None if counts is None else news
         o, lse = step_call.step.make_o() if out is None else out, step_call.step.make_lse() if return_lse else None
         if isinstance(step_call.step, DecodeStep):
-            state.on_device().decode(step_call, q, o, lse, news, sink, scored)
+            state.on_device().decode(step_call, q, o, lse, news, sink, scored, mask)
         else:
-            step_call.step.attend(state, q, o, lse, news, sink, scored)
+            step_call.step.attend(state, q, o, lse, news, sink, scored, mask)
         return (o, lse) if return_lse else o

@@ -19,6 +19,7 @@ from ..layouts import device_number, is_differentiated
 from ..masks._chosen import chosen_masks
 from ..masks.base import Mask
 from ..masks.content import held_arrays
+from ..masks.places import Places, placed
 from ..planning.device import DeviceSpec
 from ..planning.dropout_launches import numbers_of, seed_array
 from ..planning.options import Options
@@ -263,18 +264,25 @@ def _posed(
     """
     reasons, resolved = list[str](), None
     problem = problem_of(reasons, q, k, v, scale=options.scale, precision=precision)
+    whole = None if problem is None else problem.mask_shape
+    if problem is not None and (options.q_start or options.kv_start or options.places):
+        places = options.places or Places(options.q_start, options.kv_start)
+        reasons += (place_reasons := places.reasons(problem.mask_shape))
+        problem = problem if place_reasons else replace(problem, places=places)
+        whole = None if place_reasons else problem.whole_shape
     with collecting(reasons):
         if problem is not None:
             problem = with_operands(problem, {"sink": sink}, options.wrt, composed, options.dropout)
-    if problem is not None:
+    if problem is not None and whole is not None:
         with collecting(reasons):
             mask = mask() if isinstance(mask, partial) else mask
             for chosen in chosen_masks(mask):
-                chosen.require_heads(problem.num_heads, problem.num_kv_heads)
+                chosen.require_heads(whole.num_heads, whole.num_heads // max(1, problem.group_size))
                 if checks.is_on():
-                    chosen.require_numbers(problem.seqlen_kv)
-            resolved = requested_mask(mask, options.causal, options.window, problem.mask_shape, where)
-        reasons += alignment_reasons(composed, mask, options.causal, problem.mask_shape)
+                    chosen.require_numbers(whole.seqlen_kv)
+            resolved = requested_mask(mask, options.causal, options.window, whole, where)
+            resolved = resolved if problem.places is None else placed(resolved, problem.places)
+        reasons += alignment_reasons(composed, mask, options.causal, whole)
     return problem, resolved, reasons
 
 

@@ -12,12 +12,14 @@ import numpy as np
 
 from ..dropout import Draws
 from ..masks.base import Mask
+from ..masks.places import Places
+from ..masks.shape import MaskShape
 from ..planning.operands import Operand
 from ..planning.problem import Problem
 from ..planning.scales import RowsPerScale
 from ..scores.program import ArrayType, Instruction, Program
 
-_RECORDS = (Problem, Operand, Draws, RowsPerScale, Program, Instruction, ArrayType)
+_RECORDS = (Problem, Places, MaskShape, Operand, Draws, RowsPerScale, Program, Instruction, ArrayType)
 _PLAIN = (type(None), bool, int, float, str)
 
 

@@ -32,7 +32,9 @@ def text(
     is_staged: bool = False,
     is_stored: bool = False,
     num_bins: int = 0,
+    is_placed: bool = False,
     takes_products: bool = False,
+    is_pushed: bool = False,
 ) -> str:
     """Return a program as C++ that replaces kernels_cu/attention/score_function.cuh.
 
@@ -53,14 +55,20 @@ def text(
         True if kernels store the gradient of the staged array themselves.
     num_bins : int
         Number of bins per thread for the gradient of a short table, see `planning.score_bins`; 0 without bins.
+    is_placed : bool
+        True if the structure has the first batch entry, head, query and key of the call, which positions are counted
+        from.
     takes_products : bool
         True if kernels pass q . k and the softmax scale separately to the function, see `scores.products`.
+    is_pushed : bool
+        True if the second half of the program's results are the tangents of the first half: kernels also pass the
+        tangent of the score to the function.
     """
     facts = {"kTakesProducts": takes_products, "kIsUnscaled": False}
     staged = staged_load(program) if is_staged else None
     if takes_products:
         program, facts["kIsUnscaled"] = of_products(program)
-    return Printer(program, wrt, accumulator, sums, staged, is_stored, num_bins, facts).text()
+    return Printer(program, wrt, accumulator, sums, staged, is_stored, num_bins, is_placed, facts, is_pushed).text()
 
 
 Printing.text = text
@@ -78,19 +86,21 @@ class Printer:
         staged: int | None,
         is_stored: bool,
         num_bins: int,
+        is_placed: bool,
         facts: Mapping[str, bool],
+        is_pushed: bool,
     ) -> None:
-        self.num_bins, self._of_products = num_bins, facts
+        self.num_bins, self.is_placed, self._of_products = num_bins, is_placed, facts
         self.program, self.wrt, self.sums = program, wrt, sums
         self.kinds = dict(zip(wrt, sums))  # how the gradient of an array is summed, by its name; default OWN
-        self.accumulator, self.layout = accumulator, layout(program, wrt, accumulator, sums)
-        has_slopes_of_arrays = len(program.results) > 2
+        self.accumulator, self.layout = accumulator, layout(program, wrt, accumulator, sums, is_placed)
+        has_slopes_of_arrays = len(program.results) > (4 if is_pushed else 2)
         self.loads = gradient_loads(program, wrt) if has_slopes_of_arrays else ()
         self.staged, self.stored = staged, staged if is_stored else None
         self.levels = [_level(names) for names in depends(program)]
         # Values that functions take as parameters, with the names of these parameters.
         self.renamed = {} if staged is None else {staged: "staged"}
-        self.extra_parameters = "" if staged is None else ", T staged"
+        self.extra_parameters = ", T s_dot" if is_pushed else "" if staged is None else ", T staged"
         # Values that functions of other levels use, as members of the structure of the value's level.
         self.exported = self._exported()
         # Positions that are used only as reals, which functions take as parameters in addition to the integers.
@@ -101,6 +111,7 @@ class Printer:
         }  # fmt: skip
 
         self.uniform = UniformText(self)
+        self.uniform.is_useful &= not is_pushed
 
     def text(self) -> str:
         is_derived = len(self.program.results) > 1
@@ -176,6 +187,8 @@ class Printer:
                 lines.append(f"  T numbers[{field.shape[0]}];")
             elif name == "batch_extents":
                 lines.append(f"  int64_t batch_extents[{num_leading(self.program)}];")
+            elif name == "starts":
+                lines.append("  int starts[4];")
             elif name in names:
                 kind, member = names[name]
                 lines.append(f"  {kind}* {member};")
@@ -234,7 +247,7 @@ class Printer:
             kind, number = member.split("_")
             skipped = self.num_part_axes(int(number)) if kind == "gradient" else 0
             of = f"batch_extents + {extents - axes}, {member}_strides" + f" + {skipped}" * bool(skipped)
-            lines.append(f"    tile.at{name} = leading_offset<{axes}>(b, {of});")
+            lines.append(f"    tile.at{name} = leading_offset<{axes}>({self._position('b')}, {of});")
         for n in self._arrays_with_parts():
             terms = (f"{axis} * gradient_{n}_strides[{at}]" for at, axis in enumerate(axes_of_parts(self._kind(n))))
             lines.append(f"    tile.part_{n} = {' + '.join(terms)};")
@@ -384,7 +397,9 @@ class Printer:
     def _expression(self, instruction: Instruction, level: str) -> str:
         op = instruction.op
         args = [self._named(n, level) for n in instruction.args]
-        if op in ("s", "b", "h", "i", "j", "scale"):
+        if op in ("b", "h", "i", "j"):
+            return self._position(op)
+        if op in ("s", "s_dot", "scale"):
             return op
         if op == "inverse_scale":
             return "ptx::reciprocal_approx(scale)"
@@ -393,8 +408,15 @@ class Printer:
         if op == "load":
             return self._load(instruction, level)
         if op == "real" and self.program.instructions[instruction.args[0]].op in ("i", "j"):
-            return f"real_{self.program.instructions[instruction.args[0]].op}"
+            position = self.program.instructions[instruction.args[0]].op
+            return self._position(position, "real_")
         return f"static_cast<T>({args[0]})" if op == "real" else PRIMITIVES[op].cuda.format(*args)
+
+    def _position(self, op: str, prefix: str = "") -> str:
+        """Return a coordinate of the score in the larger call, if the call is a part of one."""
+        start = f"starts[{'bhij'.index(op)}]"
+        start = f"static_cast<T>({start})" if prefix else start
+        return f"({prefix}{op} + {start})" if self.is_placed else f"{prefix}{op}"
 
     def _load(self, load: Instruction, level: str) -> str:
         element = f"*{self.place(load, level, 'array')}"

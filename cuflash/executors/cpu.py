@@ -288,7 +288,8 @@ class HostCall:
                 s, dp = self.scores(k, q, scratch[0]), _product(v, do, scratch[1])
                 at: tuple[Array, ...] = ()
                 if self.score is not None or self.dropout is not None:
-                    at = coordinates(batch_heads, [step.rows for step in steps], [tile.rows for tile in tiles])
+                    queries, own = [step.rows for step in steps], [tile.rows for tile in tiles]
+                    at = coordinates(self.plan.problem.places, batch_heads, queries, own)
                 dropped = None if self.dropout is None else self.dropout.dropped(at)
                 if dropped is not None:
                     dropped.apply_to_gradients(dp)
@@ -312,8 +313,8 @@ class HostCall:
 
     def _row_places(self, tiles: list[Tile], steps: tuple[Step, ...]) -> tuple[Array, ...]:
         """Return b, h, i and j of the scores of query tiles."""
-        batch_heads = [(tile.b, tile.h) for tile in tiles]
-        return coordinates(batch_heads, [tile.rows for tile in tiles], [step.rows for step in steps])
+        batch_heads, places = [(tile.b, tile.h) for tile in tiles], self.plan.problem.places
+        return coordinates(places, batch_heads, [tile.rows for tile in tiles], [step.rows for step in steps])
 
     def _mask_keys(self, tiles: list[Tile], steps: tuple[Step, ...], x: Array, value: float) -> None:
         """Set scores, or dS, of masked keys to a value."""

@@ -219,7 +219,8 @@ class HostTangents:
                 rows = call.row_index(batch_heads, [step.rows for step in steps])
                 q, do, at = self._queries(rows), self._gradients(rows), tuple[Array, ...]()
                 if self._reads_places:
-                    at = coordinates(batch_heads, [step.rows for step in steps], [tile.rows for tile in tiles])
+                    queries, own = [step.rows for step in steps], [tile.rows for tile in tiles]
+                    at = coordinates(call.plan.problem.places, batch_heads, queries, own)
                 statistics = tuple(call.read(name, rows) for name in ("shift", "lse.dot", "delta", "delta.dot"))
                 p, p_dot, ds, ds_dot = self._tile(k, v, q, do, statistics, at, scratch)
                 call._mask_queries(tiles, batch_heads, steps, p, p_dot, ds, ds_dot)

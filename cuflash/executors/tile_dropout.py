@@ -39,7 +39,7 @@ class TileDropout:
     numbers : pair of int
         The seed and the offset.
     num_heads : int
-        Query heads per batch entry.
+        Query heads per batch entry of the larger call, if the call is a part of one.
     """
 
     draws: Draws
@@ -51,7 +51,7 @@ class TileDropout:
         """Create the dropout of a problem's tiles from a seed and an offset; an array may hold the seed."""
         draws, (seed, offset) = problem.dropout, numbers
         assert draws is not None
-        return cls(draws, (seed_of(array) if draws.reads_seed else seed, offset), problem.num_heads)
+        return cls(draws, (seed_of(array) if draws.reads_seed else seed, offset), problem.whole_shape.num_heads)
 
     def dropped(self, at: tuple[Array, ...]) -> Dropped:
         """Return the dropped weights from b, h, i and j of tiles, in the format of `tile_scores.coordinates`."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..arrays import Array
+from ..masks.places import Places
 from ..planning.problem import Problem
 from ..scores.program import Program, derived, gradient_loads
 from ..scores.values import Operands
@@ -43,7 +44,7 @@ class TileScores:
         program = problem.score
         assert program is not None
         keys = [operand.key for operand in problem.operands if operand.is_captured]
-        operands = Operands(problem.numbers, [arrays[key] for key in keys], problem.batch)
+        operands = Operands(problem.numbers, [arrays[key] for key in keys], problem.whole_shape.batch)
         gradients: dict[int, Array] = {number: arrays.get(f"d{key}") for number, key in enumerate(keys)}
         sums = {number: total for number, total in gradients.items() if total is not None}
         for total in sums.values():
@@ -143,19 +144,23 @@ def clear(x: Array, where: Array | None) -> None:
 
 
 def coordinates(
-    places: Sequence[tuple[int, int]], queries: Sequence[slice | Array], keys: Sequence[slice | Array]
-) -> tuple[Array, ...]:
+    places: Places | None, heads: Sequence[tuple[int, int]], queries: Sequence[slice | Array],
+    keys: Sequence[slice | Array],
+) -> tuple[Array, ...]:  # fmt: skip
     """Return b, h, i and j of tiles of scores, which broadcast against [tiles, keys, queries].
 
     Parameters
     ----------
-    places : sequence of (batch entry, query head)
+    places : Places, optional
+        Where the call stands in a larger one, whose coordinates these are.
+    heads : sequence of (batch entry, query head)
         One per tile.
     queries, keys : sequence of slices or int arrays
         The rows of each tile.
     """
-    b, h = np.array(places, np.int64).T[..., None, None]
-    return b, h, _stacked(queries)[:, None, :], _stacked(keys)[:, :, None]
+    b, h = np.array(heads, np.int64).T[..., None, None]
+    at = b, h, _stacked(queries)[:, None, :], _stacked(keys)[:, :, None]
+    return at if places is None else places.coordinates(*at)
 
 
 def _stacked(rows: Sequence[slice | Array]) -> Array:

@@ -11,6 +11,7 @@ from ..blocks.index import BlockIndex
 from ..dropout import Dropout
 from ..masks.base import Mask
 from ..masks.content import content
+from ..masks.places import Places
 from ..scores.score import Score
 
 Causality: TypeAlias = bool | Literal["bottom_right", "top_left"]
@@ -53,6 +54,8 @@ class CallOptions(TypedDict, total=False):
     executor: ExecutorName
     precision: Precision
     deterministic: bool
+    q_start: int
+    kv_start: int
 
 
 class VjpOptions(CallOptions, total=False):
@@ -114,7 +117,10 @@ class Options(NamedTuple):
     executor: str = "auto"
     precision: str = "ieee"
     deterministic: bool = False
+    q_start: int = 0
+    kv_start: int = 0
     tangents: Directions | str | Sequence[str] = ()  # names, or a `Directions`
+    places: Places | None = None  # of a call on one of several devices, instead of q_start and kv_start
 
     def key(self, layout: Hashable, *more: Hashable) -> Hashable:
         """Return the key of a call in the cache; it does not depend on the call's data.
@@ -133,12 +139,14 @@ class Options(NamedTuple):
             and True), softcap and bias have not been merged into one Score, or the mask's contents may change.
         """
         mask, causal, window, scale, score, softcap, bias, _, dropout, wrt = self[:_FIRST_WORD]
-        kernel, executor, precision, deterministic, tangents = words = self[_FIRST_WORD:]
+        kernel, executor, precision, deterministic, q_start, kv_start, tangents, places = words = self[_FIRST_WORD:]
         if layout is None or not (softcap is bias is None and (mask is None or isinstance(mask, Mask))):
             return None
         if type(scale) not in _SCALES or type(deterministic) not in _FLAGS or type(causal) not in (bool, str):
             return None
         if not (type(kernel) is type(executor) is type(precision) is str and type(dropout) in _DROPOUTS):
+            return None
+        if type(q_start) is not int or type(kv_start) is not int or places is not None:
             return None
         wrt = tuple(wrt) if isinstance(wrt, list) else wrt
         if type(wrt) is not str and (type(wrt) is not tuple or wrt and set(map(type, wrt)) != {str}):
@@ -149,7 +157,7 @@ class Options(NamedTuple):
             names = tuple(tangents.arrays()) if type(tangents) is Directions else tangents
             if type(names) is not tuple or set(map(type, names)) != {str}:
                 return None
-            words = *words[:-1], names
+            words = *words[:-2], names
         program = None
         if score is not None:
             if not isinstance(score, Score):

@@ -18,6 +18,7 @@ from ..dropout import Draws
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..layouts import is_differentiated
 from ..masks.content import without_memos
+from ..masks.places import Places
 from ..masks.shape import MaskShape, length_reasons
 from ..scores.program import Program
 from ..scores.score import Score
@@ -79,6 +80,11 @@ class Problem:
         Rows that share a scale, if q, k and v are FP8 (e4m3); `dtype` is then the dtype of o.
     tangents : tuple of str
         Names of arrays that have tangents.
+    places : Places, optional
+        Where the arrays stand in a larger call, whose positions the score function and dropout take; None for a call
+        that is not a part of another.
+    wide_gradients : bool
+        dk and dv are in the accumulator's dtype, to be added to those of other calls before they are rounded.
     """
 
     q_batch: tuple[int, ...]
@@ -102,6 +108,8 @@ class Problem:
     dropout: Draws | None = None
     rows_per_scale: RowsPerScale | None = None
     tangents: tuple[str, ...] = ()
+    places: Places | None = None
+    wide_gradients: bool = False
 
     def __getstate__(self) -> Any:
         return without_memos(self)
@@ -159,6 +167,11 @@ class Problem:
     @cached_property
     def mask_shape(self) -> MaskShape:
         return MaskShape(self.batch, self.num_heads, self.seqlen_q, self.seqlen_kv)
+
+    @property
+    def whole_shape(self) -> MaskShape:
+        """The shape of the larger call, which bounds the positions of score functions and masks."""
+        return self.mask_shape if self.places is None else self.places.whole(self.mask_shape)
 
     @cached_property
     def accumulator(self) -> np.dtype[np.generic]:
@@ -261,9 +274,9 @@ def with_operands(
         operands = operands_of(arrays, problem.heads_shape())
     if score is not None:
         with collecting(reasons):
-            operands += captured_operands(score, problem.mask_shape, problem.has_heads, problem.accumulator)
+            operands += captured_operands(score, problem.whole_shape, problem.has_heads, problem.accumulator)
         with collecting(reasons):
-            numbers = numbers_of(score, problem.mask_shape, problem.accumulator)
+            numbers = numbers_of(score, problem.whole_shape, problem.accumulator)
     draws, seeds = None, tuple[Operand, ...]()
     with collecting(reasons):
         draws, seeds = dropout_of(dropout)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..scores.program import Program, derived
+from ..scores.program import Program, derived, pushed
 from .captured_sums import OWN, address_rank, kinds_of_sums, sums_name, with_captured_sums
 from .launches import Feature, Kernels, Launch, Pass
 from .problem import Problem
@@ -36,12 +36,14 @@ def num_leading(program: Program) -> int:
 
 
 def layout(
-    program: Program, wrt: Sequence[str], accumulator: np.dtype[np.generic], sums: Sequence[str] = ()
-) -> np.dtype[np.generic]:
+    program: Program, wrt: Sequence[str], accumulator: np.dtype[np.generic], sums: Sequence[str] = (),
+    is_placed: bool = False,
+) -> np.dtype[np.generic]:  # fmt: skip
     """Return the dtype of the record of a program's arrays and numbers, which `compiler.score_text` declares in CUDA.
 
     The field ``numbers`` holds the program's numbers in the dtype that kernels compute in, padded with zeros to a
-    multiple of 8 bytes; ``batch_extents`` holds the extents of the batch axes. Each array has a field with its address,
+    multiple of 8 bytes; ``batch_extents`` holds the extents of the batch axes. ``starts`` holds the first batch entry,
+    head, query and key of a call that is a part of a larger one. Each array has a field with its address,
     and one with its strides in elements.
     """
     fields: list[tuple[Any, ...]] = []
@@ -49,6 +51,8 @@ def layout(
         fields.append(("numbers", accumulator, (_room_for_numbers(program, accumulator),)))
     if num_leading(program):
         fields.append(("batch_extents", np.int64, (num_leading(program),)))
+    if is_placed:
+        fields.append(("starts", np.int32, (4,)))
     for name, rank in _pointers(program, wrt, sums):
         fields.append((name, np.uint64))
         if rank:
@@ -99,11 +103,11 @@ def with_score(
     is_repeatable = kernels.is_repeatable and (deterministic or all(kind == OWN for kind in kinds))
     sums = kinds if deterministic else ()
     forward = {
-        role: _changed(launch, program, (), ()) if launch.spec.entry.applies_score else launch
+        role: _changed(launch, problem, program, (), ()) if launch.spec.entry.applies_score else launch
         for role, launch in kernels.forward.launches.items()
     }
     backward = {
-        role: _changed(launch, slopes if launch.spec.entry.adds_gradients else slope, wrt, sums)
+        role: _changed(launch, problem, slopes if launch.spec.entry.adds_gradients else slope, wrt, sums)
         if launch.spec.entry.applies_score
         else launch
         for role, launch in kernels.backward.launches.items()
@@ -134,16 +138,35 @@ def captured_wrt(problem: Problem) -> tuple[str, ...]:
     return tuple(operand.name for operand in problem.operands if operand.is_captured and operand.name in problem.wrt)
 
 
-def _changed(launch: Launch, program: Program, wrt: tuple[str, ...], sums: tuple[str, ...]) -> Launch:
+def _changed(
+    launch: Launch, problem: Problem, program: Program, wrt: tuple[str, ...], sums: tuple[str, ...]
+) -> Launch:
     """Return a launch whose kernel runs the program, and accumulates gradients if the program returns their slopes."""
     arrays = tuple(array_name(array.name) for array in program.arrays)
     adds = len(program.results) > 2
+    is_placed = problem.places is not None
+    spec = replace(launch.spec, score=program, score_wrt=wrt, score_sums=sums, score_is_placed=is_placed)
     gradients = tables(program, wrt, sums)[len(program.arrays) :] if adds else ()
     return replace(
-        launch, spec=replace(launch.spec, score=program, score_wrt=wrt, score_sums=sums),
-        reads=(*launch.reads, *arrays, *gradients), writes=(*launch.writes, *gradients),
+        launch, spec=spec, reads=(*launch.reads, *arrays, *gradients), writes=(*launch.writes, *gradients),
         features=(*launch.features, NAME, *[MAP_NAME] * launch.spec.score_is_staged),
     )  # fmt: skip
+
+
+def with_pushed_score(kernels: Pass, problem: Problem) -> Pass:
+    """Return a pass whose kernels apply the problem's score function, and differentiate it along the tangents."""
+    program = problem.score
+    if program is None:
+        return kernels
+    names = [operand.name for operand in problem.operands if operand.is_captured and operand.name in problem.tangents]
+    moves_score = not {"q", "k"}.isdisjoint(problem.tangents)
+    if names or moves_score:
+        program = pushed(program, names, moves_score=moves_score)
+    launches = {
+        role: _changed(launch, problem, program, (), ()) if launch.spec.entry.applies_score else launch
+        for role, launch in kernels.launches.items()
+    }
+    return _pass(kernels, launches, _feature(program, (), problem, ()))
 
 
 def with_score_argument(kernels: Pass, problem: Problem, role: str) -> Pass:
@@ -151,7 +174,7 @@ def with_score_argument(kernels: Pass, problem: Problem, role: str) -> Pass:
     program = problem.score
     if program is None:
         return kernels
-    launches = {**kernels.launches, role: _changed(kernels.launches[role], program, (), ())}
+    launches = {**kernels.launches, role: _changed(kernels.launches[role], problem, program, (), ())}
     return _pass(kernels, launches, _feature(program, (), problem, ()))
 
 
@@ -170,8 +193,11 @@ def _map_feature(spec: KernelSpec) -> Feature:
 def _feature(program: Program, wrt: tuple[str, ...], problem: Problem, sums: tuple[str, ...]) -> Feature:
     with np.errstate(over="ignore"):  # numbers beyond float32's range become infinite
         numbers = np.asarray(problem.numbers, problem.accumulator).tolist()
-    values = _values(program, numbers, problem.batch, _room_for_numbers(program, problem.accumulator))
-    return Feature(NAME, layout(program, wrt, problem.accumulator, sums), values, tables(program, wrt, sums))
+    values = _values(program, numbers, problem.whole_shape.batch, _room_for_numbers(program, problem.accumulator))
+    if problem.places is not None:
+        values["starts"] = list(problem.places.starts)
+    record = layout(program, wrt, problem.accumulator, sums, problem.places is not None)
+    return Feature(NAME, record, values, tables(program, wrt, sums))
 
 
 def _values(program: Program, numbers: Sequence[float], batch: tuple[int, ...], room: int) -> dict[str, Any]:

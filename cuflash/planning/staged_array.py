@@ -46,10 +46,13 @@ def staged_array(program: Program | None) -> ArrayType | None:
 
 
 def can_stage(problem: Problem) -> bool:
-    """True if the problem's score function reads an array that can be staged, and TMA can copy its rows."""
+    """True if the problem's score function reads an array that can be staged, and TMA can copy its rows.
+
+    Copies start at the positions of the call, so a part of a larger call does not stage arrays.
+    """
     array = staged_array(problem.score)
     operand = None if array is None else problem.operand(array.name)
-    return operand is not None and operand.shape[-1] % _PACKET == 0
+    return operand is not None and operand.shape[-1] % _PACKET == 0 and problem.places is None
 
 
 def gradient_in_parts(problem: Problem) -> str | None:

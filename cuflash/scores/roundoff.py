@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from ..arrays import Array
 from ._primitives import PRIMITIVES, Approximation, Arithmetic, error_of_integers
 from .program import FOLDED_NUMBERS, Instruction, Program, derived, gradient_loads, pushed
 from .values import Operands, run
+
+
+Coordinates: TypeAlias = tuple[Array, Array, Array, Array]  # b, h, i and j of scores
 
 
 class LoadErrors(NamedTuple):
@@ -57,10 +60,14 @@ class PushedErrors(NamedTuple):
 
 
 def score_errors(
-    program: Program, operands: Operands, wrt: Sequence[str], s: Array, e_s: Array, model: Arithmetic
-) -> ScoreErrors:
-    """Evaluate a program and its errors on all scores [*batch, num_heads, seqlen_q, seqlen_kv]."""
-    at = _places(s)
+    program: Program, operands: Operands, wrt: Sequence[str], s: Array, e_s: Array, model: Arithmetic,
+    at: Coordinates | None = None,
+) -> ScoreErrors:  # fmt: skip
+    """Evaluate a program and its errors on all scores [*batch, num_heads, seqlen_q, seqlen_kv].
+
+    `at` has their coordinates, which start at 0 by default.
+    """
+    at = at or coordinates_of(s)
     slopes = derived(program, wrt)
     (f, e_f), (slope, e_slope), *by_loads = values_and_errors(slopes, operands, s, e_s, *at, model)
     results = run(slopes, operands, s, *at)
@@ -71,13 +78,13 @@ def score_errors(
 
 def pushed_errors(
     program: Program, operands: Operands, tangents: Sequence[str], wrt: Sequence[str], s: Array, e_s: Array,
-    s_dot: Array, e_s_dot: Array, model: Arithmetic,
+    s_dot: Array, e_s_dot: Array, model: Arithmetic, at: Coordinates,
 ) -> PushedErrors:
     """Evaluate a program, its tangents and the errors of both on all scores and their tangents.
 
     The last operands are the tangents of the arrays that `tangents` names.
     """
-    at, slopes = _places(s), pushed(derived(program, wrt), tangents)
+    slopes = pushed(derived(program, wrt), tangents)
     results = values_and_errors(slopes, operands, s, e_s, *at, model, s_dot, e_s_dot)
     run_results = run(slopes, operands, s, *at, s_dot)
     half = len(results) // 2
@@ -89,7 +96,7 @@ def pushed_errors(
     return PushedErrors._make((*finals, loads, loads_dot))
 
 
-def _places(s: Array) -> tuple[Array, Array, Array, Array]:
+def coordinates_of(s: Array) -> Coordinates:
     """Return b, h, i and j of all scores [*batch, num_heads, seqlen_q, seqlen_kv]."""
     *batch, num_heads, seqlen_q, seqlen_kv = s.shape
     h, i, j = np.ogrid[:num_heads, :seqlen_q, :seqlen_kv]

@@ -94,13 +94,17 @@ def mask_compile(rows: list[Row]) -> str:
     )
 
 
-def tolerance_health(rows: list[Row]) -> str:
-    """Tabulate the largest error over its bound."""
-    outputs = ("o", "lse", "dq", "dk", "dv")
+def soak(rows: list[Row]) -> str:
+    """Tabulate the largest error over its bound for each executor, dtype and family of kernels."""
+    names = ("executor", "dtype", "family", "examples", "outside")
+    outputs = ("o", "lse", "dq", "dk", "dv", "captured", "dsink")
     return markdown(
-        ["dtype", "examples", *outputs],
-        ([row["dtype"], row["examples"], *(number(row, name, ".3f") for name in outputs)] for row in rows),
-    )
+        [*names, *outputs],
+        (
+            [*(row[name] for name in names), *(number(row, name, ".3f") for name in outputs)]
+            for row in rows if row["feature"] == "any"
+        ),
+    )  # fmt: skip
 
 
 def simt_speed(rows: list[Row]) -> str:
@@ -318,7 +322,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "beside-flash-attention-3": ("speed_vs_peers", peer_tables.beside_flash_attention_3),  # codespell:ignore
     "simulator-speed": ("simulator_speed", simulator_speed),
     "sim-against-gpu": ("sim_against_gpu", sim_against_gpu),
-    "tolerance-health": ("tolerance_health", tolerance_health),
+    "soak": ("soak", soak),
     "decode": ("decode", decode),
     "host-time": ("host_time", host_time),
     "torch-calls": ("torch_calls", torch_calls),

@@ -2,6 +2,7 @@
 // a tile of keys and walks the blocks of queries that visit it, over the query heads that share its key/value head. dK
 // and dV stay in registers. The product for dQ of each step is added to sums in global memory, unless backward_rows.cu
 // computes dQ.
+#include <attention/column_parts.cuh>
 #include <attention/dropout_gradient_mma.cuh>
 #include <attention/empty_rows.cuh>
 #include <attention/epilogue_mma.cuh>
@@ -10,7 +11,6 @@
 #include <attention/members_slopes.cuh>
 #include <attention/score_gradient_mma.cuh>
 #include <ptx/cp_async.cuh>
-#include <sm80/column_parts.cuh>
 
 namespace cuflash::sm80 {
 
@@ -289,7 +289,11 @@ CUFLASH_DEVICE void write_gradients(const attention::Params& params, attention::
                                     attention::DropoutArgument<Config> dropout) {
   using namespace attention;
   int& is_last = *reinterpret_cast<int*>(ptx::dynamic_shared<unsigned char>() + p_smem.start);
-  if (!add_parts(params, chosen, state.work, dk, dv, is_last)) return;
+  if constexpr (Config::kPacksQueries) {
+    const Column column(params, chosen, state.work, kBlockKv);
+    const SumThreads threads{kThreads, static_cast<int>(threadIdx.x)};
+    if (!add_parts<kBlockKv>(params, chosen, state.work, column, dk, dv, is_last, threads, [] { __syncthreads(); })) return;
+  }
   const Shape& shape = params.shape;
   const int kv_head = divmod(state.work.batch_head.head, shape.group_size).quotient;
   dk.scale(shape.softmax_scale);

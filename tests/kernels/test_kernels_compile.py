@@ -52,6 +52,7 @@ from executors import is_long
 CHIPS = ("T4", "A100", "RTX 3090", "L4", "H100", "B200", "RTX 5090")
 MOST_SPECS, MOST_SPECS_OF_A_GPU = 14000, 10000
 LENGTHS = (1, 1000)  # a tile of few queries, and a whole one
+TANGENTS = (("q",), ("k", "v"), ("q", "k", "v"))  # the long profile has no others either
 SIZES_OF_TILES = {"block_q", "block_kv", "num_warps", "min_blocks", "num_stages"}
 Limit: TypeAlias = tuple[int, int] | None
 # Bytes by exception. 256: no tile is smaller, and it holds 16 rows of 512 sums. 128: the next smaller tile, which does
@@ -128,6 +129,8 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
                 family_specs = FAMILIES[family].specs(problem, device, limit, deterministic=deterministic)
                 specs |= set(family_specs.values())
                 if family in ("simt", "sm80"):
+                    moving = (replace(problem, tangents=names) for names in TANGENTS)
+                    specs |= {FAMILIES[family].jvp_spec(each, device, limit) for each in moving}
                     least = 1 if family == "simt" else 128
                     specs.add(mass_kernel(problem, device, least, is_listed=limit is not None))
                 if family == "sm90":  # queries that see many keys, or few, of one problem and of a thousand
@@ -172,7 +175,8 @@ def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
         specs = {gradient_spec(spec.dtype, spec)}
     else:
         specs = {gradient_spec(spec.dtype), sums_spec(spec.accumulator)} if spec.name == "simt_forward" else set()
-    takes_it = spec.entry.name in ("forward", "combine", "softmax") and not spec.is_split and spec.family != "fa1"
+    takes_it = spec.entry.name in ("forward", "combine", "softmax", "jvp") and not spec.is_split
+    takes_it &= spec.family != "fa1"
     return specs | ({replace(spec, has_sink=True)} if takes_it else set())
 
 
@@ -200,14 +204,22 @@ def of_scores(name: str) -> set[KernelSpec]:
             x, x, x, kernel=kernel, executor="gpu", device=device, deterministic=repeats, **options
         )._plan.specs
         specs |= {planned[entry] for entry in ("forward", "backward")}
+        if not repeats:
+            named = {"bias"} & options.keys()
+            moving = cuflash.plan(
+                x, x, x, kernel=kernel, executor="gpu", device=device, tangents=("q", "k", "v", *named), **options
+            )
+            specs.add(moving._plan.specs["jvp"])
         specs |= {spec for spec in planned.values() if spec.adds_dq_in_order or spec.entry.name == "captured_sums"}
     lists = masks.ChosenBlocks(np.zeros((5000, 1), np.int32), 64)
     for dim, options in product((64, 128), changes[3:5]):
         x = ShapeDtype((heads, 5000, dim), BFLOAT16)
         specs |= set(cuflash.plan(x, x, x, mask=lists, executor="gpu", device=device, **options)._plan.specs.values())
     x = ShapeDtype((heads, 5000, 64), np.dtype(np.float32))
-    capped = cuflash.plan(x, x, x, kernel="simt", executor="gpu", device=device, softcap=50.0)._plan.specs
-    return specs | {capped[entry] for entry in ("forward", "backward")} | of_scored_caches(name, changes)
+    capped = cuflash.plan(
+        x, x, x, kernel="simt", executor="gpu", device=device, softcap=50.0, tangents=("q", "k", "v")
+    )._plan.specs
+    return specs | {capped[entry] for entry in ("forward", "backward", "jvp")} | of_scored_caches(name, changes)
 
 
 def of_scored_caches(name: str, changes: Iterable[dict[str, Any]]) -> set[KernelSpec]:

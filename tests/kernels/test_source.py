@@ -67,7 +67,7 @@ CHANGED = {
     "score_wrt": ("slope",),
     "score_sums": ("exact",),
     "score_is_staged": True, "score_is_stored": True, "score_bins": 4,
-    "score_takes_products": True,
+    "score_takes_products": True, "score_is_placed": True,
 }
 
 
@@ -87,7 +87,7 @@ def test_every_field_changes_the_text(kernels: Path, spec: Make, field: str) -> 
     others = {
         "score_wrt": scored, "score_sums": {**scored, "score_wrt": ("slope",)}, "score_is_staged": BIASED,
         "score_is_stored": {**BIASED, "score_is_staged": True}, "score_bins": BINNED,
-        "score_takes_products": scored,
+        "score_takes_products": scored, "score_is_placed": scored,
     }.get(field, {})  # fmt: skip
     plain = spec("plain", **others)
     changed = replace(plain, **{"entry" if field == "family" else field: CHANGED[field]})

@@ -299,7 +299,8 @@ FAULTS = {
         "blocks must have 1, 2 (num_kv_heads) or 8 (num_heads) heads; got 4",
     ): {
         "lists may be of any groups of heads": Edit(
-            "calls/_call.py", "_posed", "chosen.require_heads(problem.num_heads, problem.num_kv_heads)", "pass"
+            "calls/_call.py", "_posed",
+            "chosen.require_heads(whole.num_heads, whole.num_heads // max(1, problem.group_size))", "pass"
         ),
     },
 }  # fmt: skip

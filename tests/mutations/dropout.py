@@ -148,7 +148,7 @@ FAULTS = {
     },
     bounds_are_sharp: {
         "what dropout multiplies does not round": Edit(
-            "bounds/forward.py", "Weights.of", ".batch, *shape[1:])), factor, 2", ".batch, *shape[1:])), factor, 1"
+            "bounds/forward.py", "Weights.of", "*factors.shape[1:]), factor, 2", "*factors.shape[1:]), factor, 1"
         ),
         "dropped weights count in dv": Edit(
             "bounds/gradients.py", "gradient_tolerances", "weights = z * (", "weights = ("

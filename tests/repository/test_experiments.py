@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import cuflash
 import cupy_machine
@@ -239,30 +240,36 @@ def test_what_a_tool_says_becomes_a_row(load, tmp_path: Path) -> None:
     )
 
 
-def test_tolerance_health_counts_its_examples_and_goes_on_where_it_was(load, tmp_path: Path) -> None:
-    experiment = load("tolerance_health")
-    config = experiment.Config(
-        examples=8, shard_size=4, dtypes=("float16", "float32"), processes=1, unfinished=tmp_path / "unfinished.csv"
-    )
-    shards = [experiment.draw_shard(shard, 4) for shard in config.shards[1:]]
-    load("harness").write_csv(config.unfinished, shards)
-    assert experiment._unfinished(config).keys() == {*config.shards[1:]}
-    records = experiment.run(config)
-    assert [(row["dtype"], row["outside"]) for row in records] == [("float16", 0), ("float32", 0)]
-    assert all(row["examples"] >= 4 and all(0 <= row[name] <= 1 for name in experiment.OUTPUTS) for row in records)
-    assert not config.unfinished.exists()
-    assert experiment.table(records).row_count == 2
+def test_soak_adds_up_over_runs_and_draws_other_examples(load, tmp_path: Path) -> None:
+    soak, path = load("soak"), tmp_path / "soak.csv"
+    for number in range(2):
+        batch, rows, outside = soak.draw(soak.Batch("cpu", "float32", number, 6))
+        every = next(row for row in rows if row["feature"] == soak.EVERY)
+        assert not outside and every["examples"] >= 6 and 0 < every["dq"] <= 1
+        assert every["worst"].startswith("Structure(")
+        assert {"mask none", "values normal"} & {row["feature"] for row in rows}
+        assert all(row["examples"] <= every["examples"] for row in rows)
+        ledger = soak.ledger_of(path)
+        totals = [soak.added(ledger, row, batch) for row in rows]
+        load("harness").write_csv(path, totals, soak.KEY)
+    ledger = soak.ledger_of(path)
+    total = ledger["cpu", "host", "float32", "auto", soak.EVERY]
+    assert int(total["examples"]) >= 12 and total["outside"] == "0" and total["batches"] == "2"
+    assert next(soak.batches(soak.Config(dtypes=("float32",)), ledger)).number == 2
+    assert soak.table(list(ledger.values())).row_count == 1
 
 
-def test_score_bounds_keeps_the_largest_share_of_each_result(load) -> None:
-    experiment = load("score_bounds")
-    drawn = [experiment.draw_shard(("float32", seed), 4) for seed in range(2)]
-    total = load("bound_shares").summary("float32", drawn, experiment.RESULTS)
-    assert total["examples"] == sum(record["examples"] for record in drawn) == 8 and total["outside"] == 0
-    for name in experiment.RESULTS:
-        assert total[name] == max(record[name] for record in drawn) <= 1
-        assert (total[f"worst_{name}"] != "") == (total[name] > 0)
-    assert total["dq"] > 0 and experiment.table([total]).row_count == 1
+def test_soak_reports_an_example_outside_its_bounds(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    soak, vjp_of = load("soak"), cuflash.attention_vjp
+
+    def wrong(*arrays: np.ndarray, **options: Any) -> Any:
+        (o, lse), vjp = vjp_of(*arrays, **options)
+        return (o, lse + 1), vjp
+
+    monkeypatch.setattr(soak.cuflash, "attention_vjp", wrong)
+    _, rows, outside = soak.draw(soak.Batch("cpu", "float32", 0, 4))
+    assert outside and all(text.startswith("cpu, auto: Structure(") for text in outside)
+    assert next(row for row in rows if row["feature"] == soak.EVERY)["outside"] == len(outside)
 
 
 # Tables of the README
@@ -385,6 +392,7 @@ def test_flops_are_those_of_the_paper(load) -> None:
     [
         ("speed_vs_peers", {}), ("block_sparsity", {"gpu": True}), ("tile_sweep", {"gpu": True}), ("gpu_proof", {}),
         ("score_functions", {}), ("torch_calls", {}), ("training_step", {}), ("dropout", {}), ("speed_fp8", {}),
+        ("derivatives", {}),
     ],
 )  # fmt: skip
 def test_without_a_gpu_an_experiment_on_one_says_so(load, monkeypatch: pytest.MonkeyPatch, name: str, options) -> None:
@@ -584,6 +592,6 @@ def test_every_selector_is_timed(load) -> None:
     assert set(cases) == every - {"selectors.page_bounds"} == set(experiment.SELECTORS)
     for name, case in cases.items():
         index = case.call(*case.prepare(3, None))
-        rows = (index.states() > 0).sum(-1)
+        rows = (index.blocks >= 0 if name == "selectors.quest" else index.states() > 0).sum(-1)
         keeps_more = name in ("selectors.vertical_slash", "selectors.quest", "selectors.nsa")  # pages, or forced blocks
         assert rows.min() >= 1 and (rows.max() > 1) == keeps_more

@@ -249,7 +249,7 @@ def test_advice_names_the_extra_that_lists_the_module(module: str, extra: str) -
 @pytest.mark.parametrize("missing", [("hypothesis",), ("rich", "matplotlib", "scipy")])
 def test_help_is_told_without_optional_packages(missing: tuple[str, ...]) -> None:
     """All names in one process, which blocks the packages."""
-    names = ["gpu_proof", "tolerance_health", "sim_against_gpu", "pattern_zoo", "study"]
+    names = ["gpu_proof", "soak", "sim_against_gpu", "pattern_zoo", "study"]
     code = f"""
 import sys
 sys.modules.update(dict.fromkeys({missing!r}))

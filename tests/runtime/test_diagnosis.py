@@ -142,6 +142,17 @@ def test_gpus_are_named_with_their_architecture(
     monkeypatch.setenv("PATH", _program(tmp_path, "nvidia-smi", script))
     finding = room.doctor()["GPUs"]
     assert (finding.status, words in finding.detail) == (status, True)
+    assert ("kernels for 7.5 were compiled and simulated" in finding.advice) == ("7.5" in script)
+    assert not finding.advice or "7.5" in script
+
+
+def test_python_without_its_lock_is_refused_at_import() -> None:
+    code = "import sys; sys._is_gil_enabled = lambda: False; import cuflash"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == (
+        "ImportError: cuflash needs the global interpreter lock, which is disabled: set PYTHON_GIL=1"
+    )
 
 
 def test_a_missing_nvrtc_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

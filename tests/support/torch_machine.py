@@ -14,9 +14,9 @@ from typing import Any
 import cupy_machine
 import torch
 
-import cuflash.torch
 from cuflash import layouts
 from cuflash.executors import torch_gpu
+from cuflash.torch import _passes, _tensors
 
 
 class DeviceTensor(torch.Tensor):
@@ -123,6 +123,7 @@ def installed(monkeypatch: Any, cache: Path) -> Iterator[tuple[cupy_machine.Cupy
         monkeypatch.setattr(layouts, "_is_plain", lambda value, torch: type(value) is DeviceTensor)
         monkeypatch.setattr(torch_gpu, "torch", machine)
         monkeypatch.setattr(torch_gpu, "MACHINE", torch_gpu.TorchGpu())
-        monkeypatch.setattr(cuflash.torch, "torch", machine)
-        monkeypatch.setattr(cuflash.torch, "_PLAIN", cuflash.torch._PLAIN | {DeviceTensor})
+        for module in (_tensors, _passes):
+            monkeypatch.setattr(module, "torch", machine)
+            monkeypatch.setattr(module, "PLAIN", _tensors.PLAIN | {DeviceTensor})
         yield cupy, machine

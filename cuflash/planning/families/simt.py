@@ -15,6 +15,7 @@ from ..launches import Kernels, Launch, Pass, TileOrder, Workspace
 from ..problem import Problem
 from ..sinks import sink_backward
 from ..spec import SIMT, Entry, KernelSpec
+from ..tangent_launches import tangents_of_kernels
 from ._passes import forward_pass
 from .family import (
     BACKWARD_INPUTS,
@@ -83,6 +84,12 @@ def _forward_bytes(spec: KernelSpec) -> int:
     return _with_scores(spec, spec.block_q * _padded_dims(spec)[0] + spec.block_kv * max(_padded_dims(spec)))
 
 
+def _jvp_bytes(spec: KernelSpec) -> int:
+    """Return the bytes of the forward kernel, and of the tangents of queries."""
+    of_queries = spec.block_q * _padded_dims(spec)[0] * spec.accumulator.itemsize
+    return _forward_bytes(spec) + of_queries * ("q" in spec.tangents)
+
+
 def _mass_bytes(spec: KernelSpec) -> int:
     """Return the bytes of queries, keys and scores."""
     return _with_scores(spec, (spec.block_q + spec.block_kv) * _padded_dims(spec)[0])
@@ -125,6 +132,10 @@ BACKWARD = _Entry(
     num_scores=1, sums=("head_dim", "value_dim"), registers=160, mma_registers=144, max_rows=64,  # 128 rows spill
     min_step=16, adds_to_dq=True,
 )  # fmt: skip
+JVP = _Entry(
+    name="jvp", shared_bytes=_jvp_bytes, applies_score=True, draws_dropout=True, has_exponentials=True,
+    products=(3, 2), num_scores=2, sums=("value_dim",), registers=112, mma_registers=176,
+)  # fmt: skip
 BACKWARD_STATISTICS = Entry(family=SIMT, name="backward_statistics", loads_do=True)
 _MASS_SIDES = {np.dtype(np.float32): 64, np.dtype(np.float64): 32}  # sides of block_mass's tile, by accumulator
 _STATISTICS_BLOCK_Q = 64  # queries per tile of backward_statistics, which has no products and no accumulators
@@ -163,12 +174,13 @@ class Simt(Family):
         return {entry.name: self._spec(entry, problem, device, largest) for entry in (FORWARD, *backward)}
 
     def _spec(
-        self, entry: Entry, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None
-    ) -> KernelSpec:
+        self, entry: Entry, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None,
+        tangents: tuple[str, ...] = (),
+    ) -> KernelSpec:  # fmt: skip
         head_dim, value_dim = rounded_dims(problem)
         smallest = KernelSpec(
             entry=entry, dtype=problem.dtype, head_dim=head_dim, value_dim=value_dim,
-            block_q=_SIDES[-1], block_kv=_SIDES[-1],
+            block_q=_SIDES[-1], block_kv=_SIDES[-1], tangents=tangents,
         )  # fmt: skip
         if isinstance(entry, _Entry):
             return self._largest_fitting(smallest, device, largest or (_SIDES[0], _SIDES[0]))
@@ -206,6 +218,15 @@ class Simt(Family):
             order=self._order(problem, device, work, chosen["forward"], [*chosen.values()][-1]),
             is_repeatable=not is_one_walk,
         )
+
+    def tangent_reasons(self, problem: Problem) -> list[str]:
+        return []
+
+    def jvp_spec(
+        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
+    ) -> KernelSpec:
+        spec = self._spec(JVP, problem, device, largest, ("q",))
+        return replace(spec, tangents=tangents_of_kernels(problem))
 
     def _order(
         self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec

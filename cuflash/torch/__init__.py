@@ -1,0 +1,274 @@
+"""Attention on PyTorch tensors, differentiable by PyTorch: `cuflash.torch.attention`.
+
+Importing this module imports PyTorch. Tensors on the CPU are used as NumPy arrays, without a copy. Tensors on a GPU run
+the same bound passes as CuPy arrays, with memory from PyTorch's allocator and on PyTorch's current stream.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Unpack, overload
+
+import torch
+from torch._C import _are_functorch_transforms_active as _is_transforming
+
+from ..arrays import flag_reasons
+from ..calls._forward import with_one_score
+from ..calls.model_options import model_options
+from ..dropout import Dropout
+from ..errors import refuse
+from ..keywords import explains_keywords
+from ..layouts import has_dual_level, is_tensor
+from ..planning.dropout_launches import require_number
+from ..planning.options import (
+    AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, Window,
+)  # fmt: skip
+from ._functions import Attention, Recorded
+from ._passes import ran
+from ._tensors import Tensor, own_integers
+from ._transformed import Transformed
+
+__all__ = ["attention", "transformers_attention"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, out: Any = None, return_lse: Literal[False] = False,
+    **options: Unpack[CallOptions],
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, out: Any = None, return_lse: Literal[True],
+    **options: Unpack[CallOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, out: Any = None, return_lse: bool,
+    **options: Unpack[CallOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+@explains_keywords
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: MaskLike | None = None,
+    causal: Causality = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    score: ScoreLike | None = None,
+    softcap: float | None = None,
+    bias: AnyArray | None = None,
+    sink: AnyArray | None = None,
+    dropout: Dropout | None = None,
+    kernel: KernelFamily = "auto",
+    executor: ExecutorName = "auto",
+    precision: Precision = "ieee",
+    deterministic: bool = False,
+    q_start: int = 0,
+    kv_start: int = 0,
+    out: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    """Compute exact attention of PyTorch tensors; PyTorch can differentiate o and lse twice, in both modes.
+
+    Parameters
+    ----------
+    q, k, v : torch.Tensor
+        Tensors of one dtype, float16, bfloat16, float32 or float64, on the CPU or on PyTorch's current CUDA device.
+        Shapes as in `cuflash.attention`, with any strides.
+    mask, causal, window, scale : optional
+        As in `cuflash.attention`; a mask's arrays may be tensors, or arrays of any library with DLPack, on q's device.
+    score : Score, or callable (s, b, h, i, j), optional
+        As in `cuflash.attention`; captured arrays must be tensors on q's device.
+    softcap : float, optional
+        As in `cuflash.attention`.
+    bias, sink : torch.Tensor, optional
+        As in `cuflash.attention`.
+    dropout : Dropout, optional
+        As in `cuflash.attention`; its seed must be a number.
+    kernel : {"auto", "sm90", "sm80", "simt", "fa1", "naive"}
+        As in `cuflash.attention`.
+    executor : {"auto", "cpu", "gpu", "sim"}
+        "auto" selects "cpu" or "gpu" by the tensors' device. "sim" runs the GPU kernels on a simulator.
+    precision, deterministic, q_start, kv_start : optional
+        As in `cuflash.attention`.
+    out : torch.Tensor, or pair (o, lse), optional
+        Tensors for the results, instead of new ones; must not overlap the inputs, nor require gradients. The returned
+        tensors share their memory, and carry the gradients.
+    return_lse : bool
+        If True, also return lse.
+
+    Returns
+    -------
+    o : torch.Tensor [..., num_heads, seqlen_q, value_dim]
+        In q's dtype and on its device. 0 in rows without a key.
+    lse : torch.Tensor [..., num_heads, seqlen_q]
+        In float32 (float64 for float64), as returned by `cuflash.attention`.
+
+    Raises
+    ------
+    TypeError
+        An argument is not a tensor.
+    UnsupportedProblem
+        The arguments are invalid or not supported, such as sparse, quantized, nested, meta or traced tensors. Lists
+        every reason; nothing is computed.
+    RuntimeError
+        The tensors are on a GPU and CuPy is missing, or the stream is captured before the same call has run once.
+
+    Notes
+    -----
+    On a GPU, the memory order of o's axes is that of q, and those of the gradients are those of q, k and v, if these
+    tensors are dense: a model that stores tokens before heads needs no copies.
+    q, k, v, bias, sink and the real tensors of a score have gradients if they require them. Those of bias, sink and
+    score tensors are computed only on request. On a GPU no call synchronizes. Once a call has run forward and backward,
+    identical calls can be captured by `torch.cuda.graph`.
+    Tangents of `torch.func.jvp` and `torch.autograd.forward_ad`, second derivatives in every order except a tangent of a
+    tangent, and `torch.vmap` run passes of the library, with memory linear in the length; on a GPU they are refused. A
+    third derivative is refused.
+
+    Examples
+    --------
+    >>> import torch, cuflash.torch
+    >>> q, k, v = torch.randn(3, 2, 4, 100, 64).requires_grad_()
+    >>> bias = torch.zeros(4, 100, 100, requires_grad=True)
+    >>> o, lse = cuflash.torch.attention(q, k, v, bias=bias, causal=True, return_lse=True)
+    >>> o.shape, lse.shape
+    (torch.Size([2, 4, 100, 64]), torch.Size([2, 4, 100]))
+    >>> dq, dbias = torch.autograd.grad(o.sum() + lse.sum(), (q, bias))
+    >>> dq.shape, dbias.shape
+    (torch.Size([2, 4, 100, 64]), torch.Size([4, 100, 100]))
+    """
+    options = Options(
+        mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
+        deterministic, q_start, kv_start,
+    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        called: Any = torch.compiler.disable(_called)(q, k, v, options, out, return_lse)
+        return called
+    return _called(q, k, v, options, out, return_lse)
+
+
+def transformers_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    deterministic: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention for Hugging Face transformers models; register it with their `AttentionInterface`.
+
+    Models call it with the options of their attention. An unknown option that could change results is refused.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The attention layer; its `is_causal` is used if the call has none.
+    query, key, value : torch.Tensor [batch, num_heads, seqlen, head_dim]
+        As in `attention`; keys and values may have fewer heads.
+    attention_mask : torch.Tensor, optional
+        True means attend; a floating-point mask is added to the scores. A mask must include the restrictions of
+        `is_causal` and `sliding_window`, which are then ignored. Without a mask, several queries are aligned to the
+        first key, like those of a prompt with a static cache, and a single query to the last key.
+    scaling : float, optional
+        The factor of q . k; default: 1 / sqrt(head_dim).
+    dropout : float
+        Probability with which a weight is dropped; the seed comes from PyTorch's generator.
+    is_causal : bool, optional
+        True if a call without a mask is causal; default: the module's `is_causal`, or True if it has none.
+    position_bias : torch.Tensor, optional
+        Added to the scores; has a gradient if it requires one.
+    sliding_window : int, optional
+        Number of keys that a query attends without a mask, including its own; without `is_causal`, on each side.
+    softcap : float, optional
+        As in `attention`.
+    s_aux : torch.Tensor [num_heads], optional
+        Sink logits, like `sink` of `attention`.
+    cu_seq_lens_q, cu_seq_lens_k : torch.Tensor, optional
+        Offsets of sequences that are packed into a batch of 1.
+    deterministic : bool, optional
+        As in `attention`; default: False.
+    **others : object
+        None, False, or an option that does not affect the weights, such as `position_ids` and `use_cache`.
+
+    Returns
+    -------
+    o : torch.Tensor [batch, seqlen, num_heads, value_dim]
+        The output, with tokens before heads.
+    weights : None
+        Attention weights are never stored.
+
+    Raises
+    ------
+    TypeError, UnsupportedProblem
+        For the same reasons as in `attention`, or an option is unknown.
+
+    Examples
+    --------
+    >>> import torch, cuflash.torch
+    >>> layer = torch.nn.Module()
+    >>> q, k, v = torch.randn(3, 2, 4, 16, 8)
+    >>> o, weights = cuflash.torch.transformers_attention(layer, q, k, v, is_causal=True, use_cache=False)
+    >>> o.shape, weights
+    (torch.Size([2, 16, 4, 8]), None)
+    """
+    options = model_options(
+        module, query, key, attention_mask, is_causal=is_causal, position_bias=position_bias,
+        sliding_window=sliding_window, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k, others=others,
+    )  # fmt: skip
+    dropped = Dropout(dropout, seed=int(torch.randint(1 << 62, (), device="cpu"))) if dropout else None
+    o = attention(
+        query, key, value, **options, scale=scaling, softcap=softcap, sink=s_aux, dropout=dropped,
+        deterministic=bool(deterministic),
+    )  # fmt: skip
+    return o.transpose(1, 2).contiguous(), None
+
+
+def _called(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Any, return_lse: bool) -> Any:
+    """Compute `attention` with its options as one value."""
+    refuse(flag_reasons("return_lse", return_lse))
+    require_number(options.dropout)
+    if _is_transforming() or has_dual_level():
+        o, lse = _transformed(q, k, v, options, out)
+        return (o, lse) if return_lse else o
+    outs = tuple(out) if isinstance(out, (tuple, list)) and len(out) == 2 else (out, None)
+    options, operands = with_one_score(options)
+    if operands and is_tensor(q):
+        operands = {name: own_integers(name, each, q) for name, each in operands.items()}
+    tensors = {"q": q, "k": k, "v": v, **operands}
+    has_graph = torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in tensors.values())
+    if has_graph and operands:
+        needed = (name for name, each in operands.items() if getattr(each, "requires_grad", False))
+        options = options._replace(wrt=tuple(needed))
+    _, o, lse = ran(tensors, outs, options, has_graph or return_lse, Recorded.apply if has_graph else None)
+    return (o, lse) if return_lse else o
+
+
+def _transformed(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Any) -> Any:
+    """Return o and lse of tensors that have tangents, or belong to a transformation of torch.func."""
+    if out is not None:
+        fix = "leave it out, and use the returned tensors"
+        refuse([f"out must be None for tensors with tangents and within torch.func; got {type(out).__name__}: {fix}"])
+    call, tensors = Transformed.of(q, k, v, options)
+    return Attention.apply(call, (), *tensors)

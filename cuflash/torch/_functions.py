@@ -1,0 +1,286 @@
+"""Attention and its derivatives as functions that PyTorch differentiates and batches.
+
+Four passes suffice for one more derivative of each:
+
+- the tangent of `_Attention` is `_Tangent` (pass "jvp"), its gradient `_Gradients` (pass "backward");
+- the tangent of `_Gradients` is `_Second` (pass "backward_jvp"), and so is its gradient, with respect to do `_Tangent`;
+- the gradient of `_Tangent` is `_Gradients` with respect to tangents, and `_Second` with respect to the other arrays;
+- `_Second` refuses: third derivatives are not supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+from torch._C import _are_functorch_transforms_active as is_transforming
+from torch.autograd import Function
+
+from ..errors import UnsupportedProblem
+from ..layouts import has_dual_level
+from ..planning.options import DOT
+from ._passes import Call
+from ._tensors import Tensor, require_cotangents
+from ._transformed import Transformed
+
+AnyCall: TypeAlias = Call | Transformed
+
+
+class Recorded(Function):
+    """A call with gradients: PyTorch protects its saved tensors against in-place changes, and frees them."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, outs: Any, *tensors: Tensor) -> Any:
+        o, lse = call.forward(outs, *tensors)
+        if outs[0] is not None or outs[1] is not None:
+            o, lse = o.detach(), lse.detach()
+        ctx.call = call
+        ctx.save_for_backward(o, lse, *tensors)
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
+        return None, None, *_pulled_back(ctx, ctx.needs_input_grad[2:], do, dlse)
+
+
+def _pulled_back(ctx: Any, needed: Sequence[bool], do: Tensor | None, dlse: Tensor | None) -> Iterable[Any]:
+    """Return the gradients of a call's tensors; None for operands without one."""
+    o, lse, *tensors = ctx.saved_tensors
+    do = torch.zeros_like(o) if do is None else do
+    call: AnyCall = ctx.call
+    wrt = tuple(name for name, is_needed in zip(call.names[3:], needed[3:]) if is_needed)
+    is_plain = not (torch.is_grad_enabled() or isinstance(call, Transformed) or is_transforming() or has_dual_level())
+    gradients = _gradients if is_plain else _Gradients.apply  # the former cannot be differentiated
+    try:
+        results = gradients(call, wrt, do, dlse, o, lse, *tensors)
+    except RuntimeError:
+        require_cotangents(do=do, dlse=dlse)
+        raise
+    more = iter(results[3:])
+    return *results[:3], *(next(more) if is_needed else None for is_needed in needed[3:])
+
+
+def _gradients(
+    call: AnyCall, wrt: Sequence[str], do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, *tensors: Tensor
+) -> Sequence[Tensor]:
+    """Return the gradients of q, k, v and of the operands that `wrt` names."""
+    q, k, v, *operands = tensors
+    arrays = {"do": do.resolve_neg(), "q": q, "k": k, "v": v, "o": o, "lse": lse}
+    if dlse is not None:
+        arrays["dlse"] = dlse.resolve_neg()
+    return _run(call, "backward", wrt, arrays | dict(zip(call.names[3:], operands)))
+
+
+def _run(call: AnyCall, name: str, wrt: Sequence[str], arrays: dict[str, Tensor]) -> Sequence[Tensor]:
+    """Run the pass "backward" or "backward_jvp", and return its results for q, k, v and the operands in `wrt`."""
+    if isinstance(call, Transformed):
+        call = call.on({each: arrays[each] for each in call.names}, wrt)
+    results = call.run(name, arrays)
+    if len(results) == 3 + len(wrt):
+        return results
+    by_name = dict(zip(call.wrt, results[3:]))
+    return *results[:3], *(by_name[each] for each in wrt)
+
+
+def _with_passes(kind: Any) -> Any:
+    """Let a function save its tensors for both modes, and batch it; its arguments are (call, wrt, *tensors)."""
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.call, ctx.wrt, *tensors = inputs
+        if kind.saves_results:
+            tensors = *output, *tensors
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.set_materialize_grads(False)
+
+    def vmap(info: Any, in_dims: Any, call: AnyCall, wrt: Sequence[str], *tensors: Any) -> Any:
+        if not isinstance(call, Transformed):
+            fix = "make the call inside torch.vmap, or differentiate it with torch.func.vjp"
+            raise UnsupportedProblem([f"gradients of a call outside of torch.vmap must not be batched: {fix}"])
+        names = kind.names_of(call)
+        results = call.batched(
+            info.batch_size, dict(zip(names, tensors)), dict(zip(names, in_dims[2:])), wrt,
+            lambda *each: kind.apply(call, wrt, *each), kind.results_of(call, wrt),
+        )  # fmt: skip
+        return results, (0,) * len(results)
+
+    kind.setup_context, kind.vmap = staticmethod(setup_context), staticmethod(vmap)
+    return kind
+
+
+def _dotted(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"{name}{DOT}" for name in names)
+
+
+@_with_passes
+class Attention(Function):
+    """A call whose tensors have tangents, or are those of a transformation of torch.func."""
+
+    saves_results = True
+
+    @staticmethod
+    def names_of(call: AnyCall) -> tuple[str, ...]:
+        return call.names
+
+    @staticmethod
+    def results_of(call: AnyCall, wrt: Sequence[str]) -> tuple[str, ...]:
+        return "o", "lse"
+
+    @staticmethod
+    def forward(call: Transformed, wrt: Sequence[str], *tensors: Tensor) -> Any:
+        return call.forward(*(tensor.detach() for tensor in tensors))
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
+        return None, None, *_pulled_back(ctx, ctx.needs_input_grad[2:], do, dlse)
+
+    @staticmethod
+    def jvp(ctx: Any, call: None, wrt: None, *dots: Tensor | None) -> Any:
+        o, lse, *tensors = ctx.saved_tensors
+        # Autocast may give a tangent another dtype.
+        dots = tuple(None if dot is None else dot.to(tensor.dtype) for dot, tensor in zip(dots, tensors))
+        return _Tangent.apply(ctx.call, (), o, lse, *tensors, *dots)
+
+
+@_with_passes
+class _Tangent(Function):
+    """The tangents of o and lse: a function of o, lse, the call's tensors and their tangents."""
+
+    saves_results = True
+
+    @staticmethod
+    def names_of(call: AnyCall) -> tuple[str, ...]:
+        return "o", "lse", *call.names, *_dotted(call.names)
+
+    @staticmethod
+    def results_of(call: AnyCall, wrt: Sequence[str]) -> tuple[str, ...]:
+        return f"o{DOT}", f"lse{DOT}"
+
+    @staticmethod
+    def forward(call: AnyCall, wrt: Sequence[str], *tensors: Tensor | None) -> Any:
+        arrays = _present(_Tangent.names_of(call), tensors)
+        if isinstance(call, Transformed):
+            call = call.on({each: arrays[each] for each in call.names}, ())
+        o_dot, lse_dot = call.run("jvp", arrays)
+        return o_dot, lse_dot
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor | None, u_lse: Tensor | None) -> Any:
+        call, (o_dot, lse_dot, o, lse, *both) = ctx.call, ctx.saved_tensors
+        num = len(call.names)
+        tensors, needed = both[:num], ctx.needs_input_grad[4:]
+        u = torch.zeros_like(o) if u is None else u
+        of_primals: Sequence[Any] = [None] * num
+        if any(needed[:num]):
+            wrt = _named(call, needed[:num])
+            second = _Second.apply(call, wrt, u, u_lse, o, lse, o_dot, lse_dot, None, None, *both)
+            of_primals = _placed(call, wrt, second)
+        of_tangents: Sequence[Any] = [None] * num
+        if any(needed[num:]):
+            wrt = _named(call, needed[num:])
+            of_tangents = _placed(call, wrt, _Gradients.apply(call, wrt, u, u_lse, o, lse, *tensors))
+        present = (each if dot is not None else None for each, dot in zip(of_tangents, both[num:]))
+        return None, None, None, None, *of_primals, *present
+
+    @staticmethod
+    def jvp(ctx: Any, *dots: Any) -> NoReturn:
+        fix = "take torch.func.jvp of torch.func.grad, or finite differences of the tangent"
+        rule = "attention must not have a tangent of its tangent, which no pass computes; got one"
+        raise UnsupportedProblem([f"{rule}: {fix}"])
+
+
+@_with_passes
+class _Gradients(Function):
+    """The gradients of q, k, v and the operands in `wrt`: a function of do, dlse, o, lse and the call's tensors."""
+
+    saves_results = False
+
+    @staticmethod
+    def names_of(call: AnyCall) -> tuple[str, ...]:
+        return "do", "dlse", "o", "lse", *call.names
+
+    @staticmethod
+    def results_of(call: AnyCall, wrt: Sequence[str]) -> tuple[str, ...]:
+        return "q", "k", "v", *wrt
+
+    @staticmethod
+    def forward(call: AnyCall, wrt: Sequence[str], *tensors: Any) -> Any:
+        return tuple(_gradients(call, wrt, *tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        call, (do, dlse, o, lse, *tensors) = ctx.call, ctx.saved_tensors
+        if all(each is None for each in cotangents):
+            return (None,) * len(ctx.needs_input_grad)
+        dots = _placed(call, ctx.wrt, cotangents)
+        o_dot, lse_dot = _Tangent.apply(call, (), o, lse, *tensors, *dots)
+        needed, of_tensors = ctx.needs_input_grad[6:], [None] * len(tensors)
+        if any(needed):
+            wrt = _named(call, needed)
+            second = _Second.apply(call, wrt, do, dlse, o, lse, o_dot, lse_dot, None, None, *tensors, *dots)
+            of_tensors = _placed(call, wrt, second)
+        return None, None, o_dot, None if dlse is None else lse_dot, None, None, *of_tensors
+
+    @staticmethod
+    def jvp(
+        ctx: Any, call: None, wrt: None, do_dot: Any, dlse_dot: Any, o_dot: Any, lse_dot: Any, *dots: Any
+    ) -> Any:
+        do, dlse, o, lse, *tensors = ctx.saved_tensors
+        if all(dot is None for dot in dots):  # linear in do and dlse
+            do_dot = torch.zeros_like(do) if do_dot is None else do_dot
+            return _Gradients.apply(ctx.call, ctx.wrt, do_dot, dlse_dot, o, lse, *tensors)
+        dlse = torch.zeros_like(lse) if dlse is None and dlse_dot is not None else dlse
+        return _Second.apply(
+            ctx.call, ctx.wrt, do, dlse, o, lse, o_dot, lse_dot, do_dot, dlse_dot, *tensors, *dots
+        )  # fmt: skip
+
+
+@_with_passes
+class _Second(Function):
+    """The tangents of gradients: a function of all tensors of the other passes and of their tangents."""
+
+    saves_results = False
+
+    @staticmethod
+    def names_of(call: AnyCall) -> tuple[str, ...]:
+        of_passes = "do", "dlse", "o", "lse", *_dotted(("o", "lse", "do", "dlse"))
+        return *of_passes, *call.names, *_dotted(call.names)
+
+    @staticmethod
+    def results_of(call: AnyCall, wrt: Sequence[str]) -> tuple[str, ...]:
+        return "q", "k", "v", *wrt
+
+    @staticmethod
+    def forward(call: AnyCall, wrt: Sequence[str], *tensors: Tensor | None) -> Any:
+        return tuple(_run(call, "backward_jvp", wrt, _present(_Second.names_of(call), tensors)))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> NoReturn:
+        _refuse_third()
+
+    @staticmethod
+    def jvp(ctx: Any, *dots: Any) -> NoReturn:
+        _refuse_third()
+
+
+def _refuse_third() -> NoReturn:
+    fix = "take finite differences of the second, and leave torch.autograd.forward_ad.dual_level before backward"
+    raise UnsupportedProblem([f"attention must be differentiated at most twice; got a third derivative: {fix}"])
+
+
+def _present(names: Iterable[str], tensors: Iterable[Tensor | None]) -> dict[str, Tensor]:
+    """Return the tensors that are not None, by name, with their values in memory."""
+    return {name: tensor.resolve_neg() for name, tensor in zip(names, tensors) if tensor is not None}
+
+
+def _named(call: AnyCall, needed: Iterable[bool]) -> tuple[str, ...]:
+    """Return the names of the operands that need a gradient."""
+    return tuple(name for name, is_needed in zip(call.names[3:], [*needed][3:]) if is_needed)
+
+
+def _placed(call: AnyCall, wrt: Sequence[str], results: Sequence[Any]) -> list[Any]:
+    """Return results for q, k, v and the operands in `wrt` in the order of the call's tensors, with None for others."""
+    by_name = dict(zip(wrt, results[3:]))
+    return [*results[:3], *(by_name.get(name) for name in call.names[3:])]

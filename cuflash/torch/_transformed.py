@@ -1,0 +1,182 @@
+"""Calls whose tensors PyTorch transforms: planned where their tensors hold data, and batched by a leading axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._C._functorch import is_functionaltensor
+
+from ..arrays import ShapeDtype, describe, is_array
+from ..calls._call import composed_score
+from ..calls._forward import with_one_score
+from ..errors import refuse
+from ..layouts import dtype_of, is_tensor, tensor_reasons
+from ..masks.arrays import FromFunction
+from ..masks.base import Mask
+from ..masks.content import held_masks
+from ..planning.options import DOT, Options
+from ..scores import Score
+from ._passes import Call, looked_up_call, ran
+from ._tensors import Tensor, own_integers
+
+_MASKS = Mask.__module__.rpartition(".")[0]
+_ALIGNED = ("sink", "bias")  # operands that may have batch axes, aligned to the last ones of q, k and v
+
+
+class Transformed:
+    """A call without its tensors, which may be those of a transformation, with tangents, or in a batch.
+
+    Attributes
+    ----------
+    names : tuple of str
+        The names of the tensors: q, k, v and operands.
+    """
+
+    def __init__(self, names: tuple[str, ...], options: Options) -> None:
+        self.names, self._options = names, options
+        self._calls: dict[Hashable, Call] = {}
+
+    @classmethod
+    def of(cls, q: Any, k: Any, v: Any, options: Options) -> tuple[Transformed, list[Tensor]]:
+        """Split the arguments of a call into tensors and everything else.
+
+        Raises
+        ------
+        TypeError
+            q, k or v is not a tensor.
+        """
+        tensors = {"q": q, "k": k, "v": v}
+        operands = {"sink": options.sink, "bias": options.bias}
+        score = options.score
+        if isinstance(score, Score):
+            operands |= score.arrays
+            shapes = {name: _without_data(array) for name, array in score.arrays.items()}
+            score = score._with_arrays(shapes)
+        tensors |= {name: each for name, each in operands.items() if is_tensor(each)}
+        reasons = list[str]()
+        for name, tensor in tensors.items():
+            if not is_tensor(tensor):
+                fix = "convert it with torch.as_tensor"
+                raise TypeError(f"{name} must be a torch.Tensor; got {describe(tensor)}: {fix}")
+            if is_functionaltensor(tensor):
+                reasons += tensor_reasons(name, tensor)
+        refuse(reasons)
+        without = {name: _without_data(getattr(options, name)) for name in _ALIGNED}
+        return cls(tuple(tensors), options._replace(score=score, **without)), [*tensors.values()]
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute o and lse of tensors with data."""
+        named, options = self._with_one_score(dict(zip(self.names, tensors)), ())
+        call, o, lse = ran(named, (None, None), options, True)
+        self._calls[_layout(tensors), ()] = call
+        return o, lse
+
+    def on(self, tensors: dict[str, Tensor], wrt: Sequence[str]) -> Call:
+        """Return the call on tensors with data, with gradients of the operands that `wrt` names."""
+        key = _layout(tensors.values()), tuple(wrt)
+        if key not in self._calls:
+            named, options = self._with_one_score(tensors, wrt)
+            self._calls[key] = looked_up_call(named, (None, None), options, True)
+        return self._calls[key]
+
+    def _with_one_score(self, tensors: dict[str, Tensor], wrt: Sequence[str]) -> tuple[dict[str, Any], Options]:
+        """Return the tensors and options of a call whose softcap, bias and score are one Score over tensors."""
+        options = self._options
+        own = {name: tensors.get(name, getattr(options, name)) for name in _ALIGNED}
+        score = options.score
+        if isinstance(score, Score):
+            arrays = {name: tensors.get(name, array) for name, array in score.arrays.items()}
+            score = score._with_arrays(arrays)
+        options, operands = with_one_score(options._replace(score=score, wrt=tuple(wrt), **own))
+        operands = {name: own_integers(name, each, tensors["q"]) for name, each in operands.items()}
+        return {name: tensors[name] for name in ("q", "k", "v")} | operands, options
+
+    def batched(
+        self, size: int, tensors: Mapping[str, Any], axes: Mapping[str, int | None], wrt: Sequence[str],
+        apply: Callable[..., Sequence[Tensor]], results: Sequence[str],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Run a pass on a batch of calls: as one call with another leading axis if that gives the same results.
+
+        Parameters
+        ----------
+        size : int
+            The number of calls.
+        tensors : dict by name
+            The tensors of the pass; None for those that are absent.
+        axes : dict by name
+            The mapped axis of each tensor; None for a tensor that all calls share.
+        wrt : sequence of str
+            The names of operands with gradients.
+        apply : callable
+            Runs the pass on tensors in the order of `tensors`.
+        results : sequence of str
+            The name of each result, or of the tensor whose gradient it is.
+        """
+        others = {name for name in self.names[3:] if name not in _ALIGNED}
+        mapped = {name.removesuffix(DOT) for name, axis in axes.items() if axis is not None}
+        if self._reads_batch_entries or others & (mapped | set(wrt)):
+            each = [apply(*(_entry(tensors[name], axes[name], n) for name in tensors)) for n in range(size)]
+            return tuple(map(torch.stack, zip(*each)))
+        front = {
+            name: _at_front(tensor, axes[name], size) if name.removesuffix(DOT) not in others else tensor
+            for name, tensor in tensors.items()
+        }
+        rank = max(3, *(front[name].ndim - 1 for name in ("q", "k", "v")))
+        ranks = dict.fromkeys(("q", "k", "v", "o", "do", "bias"), rank) | {"lse": rank - 1, "dlse": rank - 1}
+        ranks["sink"] = rank - 2
+        aligned = [
+            tensor if tensor is None or name.removesuffix(DOT) not in ranks
+            else _of_rank(tensor, 1 + ranks[name.removesuffix(DOT)])
+            for name, tensor in front.items()
+        ]  # fmt: skip
+        has_heads = any(front[name].ndim > 3 for name in ("q", "k", "v"))
+        return tuple(
+            result.reshape(front[name].shape) if name in front
+            else result if has_heads else result.squeeze(1)
+            for name, result in zip(results, apply(*aligned))
+        )  # fmt: skip
+
+    @property
+    def _reads_batch_entries(self) -> bool:
+        """True if results depend on the number of a batch entry, which another leading axis changes."""
+        options = self._options
+        composed = composed_score(options._replace(bias=None))
+        reads_b = composed is not None and any(each.op == "b" for each in composed.program.instructions)
+        return reads_b or options.dropout is not None or not _is_uniform(options.mask)
+
+
+def _is_uniform(mask: Any) -> bool:
+    """True if a mask is that of each of its batch entries after another leading axis is added."""
+    if not isinstance(mask, Mask):
+        return mask is None or is_tensor(mask) or is_array(mask)
+    parts = [*held_masks(mask)]
+    are_own = all(type(part).__module__.rpartition(".")[0] == _MASKS for part in parts)
+    return are_own and not any(isinstance(part, FromFunction) for part in parts)
+
+
+def _layout(tensors: Any) -> Hashable:
+    return tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors)
+
+
+def _without_data(array: Any) -> Any:
+    """Return the shape and dtype of a tensor; any other value unchanged."""
+    return ShapeDtype(tuple(array.shape), dtype_of(array)) if is_tensor(array) else array
+
+
+def _entry(tensor: Any, axis: int | None, number: int) -> Any:
+    """Return one entry of a mapped tensor; other values unchanged."""
+    return tensor if axis is None else tensor.select(axis, number)
+
+
+def _at_front(tensor: Any, axis: int | None, size: int) -> Any:
+    """Return a tensor whose leading axis is the mapped one; a tensor that all calls share is repeated, not copied."""
+    if tensor is None:
+        return None
+    return tensor.expand(size, *tensor.shape) if axis is None else tensor.movedim(axis, 0)
+
+
+def _of_rank(tensor: Tensor, rank: int) -> Tensor:
+    """Return a tensor with further axes of length 1 after its leading axis."""
+    return tensor[(slice(None), *[None] * (rank - tensor.ndim))]
