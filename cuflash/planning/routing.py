@@ -24,7 +24,7 @@ from .spec import SIMT, SM80, SM90, KernelSpec
 FAMILIES: dict[str, Family] = {family.name: family for family in (Simt(), Sm80(), Sm90(), Naive(), FlashAttention1())}
 PREFILL_FAMILIES = (SM90, SM80)  # families with prefill kernels for a paged cache; the first that serves a call is used
 EIGHT_BITS = SM90  # the value of kernel=, other than "auto", that selects the FP8 family
-_UNION_FAMILIES = (SM90, SM80)  # families with kernels for block lists per query; the first that serves a call is used
+_UNION_FAMILIES = (SM90, SM80)  # families with kernels for block lists per query; the first that serves it is used
 _MASS_FAMILIES = (SM90, SM80, SIMT)  # families with kernels for block masses; the first that serves a call is used
 _FP8 = Sm90Fp8()
 _TALLEST = 128  # queries per tile in most kernels of the sm90 family
@@ -85,8 +85,9 @@ def mass_kernel(problem: Problem, device: DeviceSpec, block_kv: int, *, is_liste
 def unions(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str) -> tuple[Family, UnionWork] | None:
     """Return the family whose kernels walk unions of block lists, and their work; None if none serves the call.
 
-    The mask must list blocks per query. The kernels support neither gradients of captured arrays nor dropout nor tangents,
-    those of sm90 no score function. sm80 is used instead of sm90 if there are fewer tiles than multiprocessors.
+    The mask must list blocks per query. The kernels support neither gradients of captured arrays nor dropout nor
+    tangents, those of sm90 no score function. sm80 is used instead of sm90 if there are fewer tiles than
+    multiprocessors.
     """
     names = [name for name in _UNION_FAMILIES if kernel in ("auto", name)]
     if not names or problem.tangents or problem.dropout is not None:
