@@ -32,8 +32,9 @@ from .spec import SIMT, Entry, KernelSpec
 
 ROWS = 64  # rows of a tile: neighbouring queries, each with all heads that share its list and its keys
 _TILES_OF_CHUNK = 64  # as kTilesOfChunk of kernels_cu/attention/chosen_lists.cuh
+_COLUMN_WARPS = 8  # warps that share the tiles of a chunk; each has its own counts
 _NARROW_BLOCKS, _STEP = (16, 32), 64  # supported keys per block: these, and multiples of 64
-_SHARED_BYTES = 32 << 10  # shared memory for the words or counts that a warp processes at a time
+_SHARED_BYTES = 32 << 10  # shared memory for the words or counts that a thread block processes at a time
 _POINTER = np.uint64
 _RESULTS = ("ranges", "kv_blocks", "words")
 _COLUMNS = ("chunk_counts", "column_pointers", "queries")
@@ -95,9 +96,9 @@ UNIONS = _spec(Entry(family="lists", name="unions", runs_as=SIMT), 1, packs_quer
 COLUMN_SPECS = {
     entry.name: _spec(entry, num_warps, packs_queries=True)
     for entry, num_warps in {
-        Entry(family="lists", name="columns_count", runs_as=SIMT): 1,
+        Entry(family="lists", name="columns_count", runs_as=SIMT): _COLUMN_WARPS,
         Entry(family="lists", name="columns_scan", runs_as=SIMT, shared_bytes=_sum_bytes): 8,
-        Entry(family="lists", name="columns_fill", runs_as=SIMT): 1,
+        Entry(family="lists", name="columns_fill", runs_as=SIMT): _COLUMN_WARPS,
     }.items()
 }  # fmt: skip
 
@@ -190,7 +191,7 @@ class UnionTiling:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks of tiles per list head; a warp counts the queries of a chunk."""
+        """Number of chunks of tiles per list head; a thread block counts the queries of a chunk."""
         return -(-self.num_tiles // _TILES_OF_CHUNK)
 
     def blocks_at_once(self, words: int) -> int:
@@ -214,7 +215,7 @@ class UnionTiling:
         }  # fmt: skip
         return numbers | {
             "batch_stride": self.num_lists if self.batch > 1 else 0, "head_stride": int(self.num_lists > 1),
-            "blocks_at_once": self.blocks_at_once(1),
+            "blocks_at_once": self.blocks_at_once(_COLUMN_WARPS),
         }  # fmt: skip
 
     def boxes(self, boxes: Mapping[str, tuple[int, ...]], num_queries: int) -> dict[str, tuple[int, ...]]:
@@ -246,7 +247,7 @@ class UnionTiling:
     @property
     def column_launches(self) -> dict[str, Launch]:
         """The kernels that list the queries of each block, over the lists of all batch entries."""
-        counts, row_bytes = _COLUMNS[:1], 4 * self.blocks_at_once(1)
+        counts, row_bytes = _COLUMNS[:1], 4 * _COLUMN_WARPS * self.blocks_at_once(_COLUMN_WARPS)
         scanned = (*_COLUMNS[:2], *_PARTS[:1]) if self.num_parts > 1 else _COLUMNS[:2]
         described = {
             "columns_count": (self.num_chunks, (), counts, row_bytes),

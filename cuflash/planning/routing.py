@@ -85,8 +85,9 @@ def mass_kernel(problem: Problem, device: DeviceSpec, block_kv: int, *, is_liste
 def unions(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str) -> tuple[Family, UnionWork] | None:
     """Return the family whose kernels walk unions of block lists, and their work; None if none serves the call.
 
-    The mask must list blocks per query. The kernels support neither gradients of captured arrays nor dropout nor tangents,
-    those of sm90 no score function. sm80 is used instead of sm90 if there are fewer tiles than multiprocessors.
+    The mask must list blocks per query. The kernels support neither gradients of captured arrays nor dropout nor
+    tangents, those of sm90 no score function. sm80 is used instead of sm90 if there are fewer tiles than
+    multiprocessors.
     """
     names = [name for name in _UNION_FAMILIES if kernel in ("auto", name)]
     if not names or problem.tangents or problem.dropout is not None:

@@ -37,15 +37,15 @@ struct ForwardHooks {
     const auto o = rows_of_tile<Element>(chosen, params.o, work, params.shape.value_dim);
 #pragma unroll 1
     for (int row = 0; row < o.num_rows; ++row) {
-      float row_lse = ptx::negative_infinity<float>();
-      Element zero = {};
+      float of_row = ptx::negative_infinity<float>();
+      Element empty = {};
       if constexpr (Config::kHasSink) {
         const int head = head_and_query_of_neighbours(chosen, work, row).head;
-        tile::to_element(0 * merge_sink(row_lse, sink_logit<float>(sink, work.batch_head, head)), zero);
+        tile::to_element(0 * merge_sink(of_row, sink_logit<float>(sink, work.batch_head, head)), empty);
       }
-      if (is_first_lane()) lse.at(row, 0) = row_lse;
+      if (is_first_lane()) *lse.row(row) = of_row;
 #pragma unroll 1
-      for (int column = ptx::lane(); column < params.shape.value_dim; column += 32) o.at(row, column) = zero;
+      for (int column = ptx::lane(); column < params.shape.value_dim; column += 32) o.at(row, column) = empty;
     }
   }
 };

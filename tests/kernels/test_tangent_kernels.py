@@ -90,7 +90,10 @@ def test_tangents_are_within_their_bounds(run: Run) -> None:
 
 @on_kernels
 def test_tangents_of_score_functions_are_within_their_bounds(run: Run) -> None:
-    holds_for(run, lambda moving: check(run, moving), has_score=True)
+    def agree_with_scores(moving: Moving) -> None:
+        check(run, moving)
+
+    holds_for(run, agree_with_scores, has_score=True)
 
 
 def curved(s, b, h, i, j, temperature, slope):
@@ -233,6 +236,15 @@ def test_masks_of_every_kind_are_their_dense_mask(run: Run, dtype: str) -> None:
             **TWO, num_heads=4, num_kv_heads=2, seqlen_q=150, seqlen_kv=180, mask=mask, dtype=dtype
         ).example()  # fmt: skip
         check(run, with_tangents(example, QKV))
+
+
+@on_kernels
+@pytest.mark.parametrize(("dtype", "dims"), [("float16", (128, 128)), ("bfloat16", (64, 48)), ("float16", (136, 200))])
+def test_wide_rows_are_within_their_bounds(run: Run, dtype: str, dims: tuple[int, int]) -> None:
+    """Whole tiles of 16-bit rows, and tiles of more than 128 columns."""
+    sizes = {"seqlen_q": 140, "seqlen_kv": 200, "head_dim": dims[0], "value_dim": dims[1], "dtype": dtype}
+    for mask in (None, masks.Causal("bottom_right")):
+        check(run, with_tangents(Structure(num_heads=2, num_kv_heads=1, mask=mask, **sizes).example(), QKV))
 
 
 @on_kernels
