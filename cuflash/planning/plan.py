@@ -310,10 +310,13 @@ def gpu_plan(
     rule = f"{family.name}, by kernel='auto': {why}" if kernel == "auto" else f"{family.name}, chosen by name"
     if not isinstance(work, UnionWork) and next(chosen_masks(mask), None) is not None:
         rule += NOT_JOINED
-    return KernelPlan(
+    plan = KernelPlan(
         problem=problem, mask=mask, device=device, work=work, family=family, rule=rule,
         kernels=kernels,
     )  # fmt: skip
+    if problem.tangents:
+        assert plan.passes  # whose kernels may be missing, or have no tile
+    return plan
 
 
 def _routed_work(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str) -> tuple[Family, str, WorkList]:
