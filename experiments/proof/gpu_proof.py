@@ -406,7 +406,8 @@ def specs_of_caches(device: DeviceSpec) -> set[KernelSpec]:
         problem = Problem.of(q, k, k)
         if not decode_reasons(problem, device):
             spec = decode_spec(problem, device, is_quantized=has_8_bits)
-            specs |= {spec, replace(spec, has_sink=True), replace(spec, is_chosen=True)}
+            of_token = decode_spec(replace(problem, seqlen_q=1), device, is_quantized=has_8_bits)
+            specs |= {spec, replace(spec, has_sink=True), replace(of_token, is_chosen=True)}
         elif not prefill_reasons(problem, device, "sm90"):
             spec, of_queries = prefill_spec(problem, device, "sm90"), intervals_spec(problem.dtype)
             specs |= {spec, of_queries, replace(spec, has_sink=True), replace(of_queries, has_sink=True)}

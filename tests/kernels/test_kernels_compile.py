@@ -105,6 +105,8 @@ SPILLS = {
     **{("sm80_decode_e4m3 with a sink", dtype, 128): 24 for dtype in _HALVES},  # on sm_120; 16 on sm_90
     # Of 64 rows, whose 16 warps leave 128 registers a thread.
     ("sm80_decode scored", BFLOAT16, 128): 8,  # on sm_80
+    **{("sm80_decode of chosen blocks", dtype, 128): 8 for dtype in _HALVES},  # of 32 rows, on sm_80
+    **{("sm80_decode_e4m3 of chosen blocks", dtype, 128): 16 for dtype in _HALVES},
     **{
         (f"sm80_{entry}{scored} in fixed parts", BFLOAT16, 128): 8
         for entry, scored in product(("decode", "decode_e4m3"), ("", " scored"))
@@ -373,6 +375,7 @@ def faults(compiled: Compiled) -> list[str]:
     name = spec.name + " watched" * spec.has_watchdog + " scored" * (spec.score is not None)
     name += " dropped" * spec.has_dropout
     name += " in pages" * (spec.score is not None and spec.is_paged) + " in fixed parts" * bool(spec.part_keys)
+    name += " of chosen blocks" * spec.is_chosen
     known = SPILLS.get((name, spec.dtype, spec.head_dim), 0)
     if spec.has_sink:
         known = SPILLS.get((f"{name} with a sink", spec.dtype, spec.head_dim), known)
