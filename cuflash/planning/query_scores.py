@@ -105,7 +105,7 @@ class QueryChoice:
         return (device.compute_capability or (0, 0)) >= (8, 0) and of_tile > 0
 
     def _queries_per_tile(self, spec: KernelSpec, num_keys: int, room: int) -> int:
-        """Return the queries of a thread block: as many as fit, or up to a quarter less if two thread blocks then fit."""
+        """Return the queries of a thread block: as many as fit, or a quarter less if two thread blocks then fit."""
         fixed = self._shared_bytes(spec, num_keys, 0)
         of_query = self._shared_bytes(spec, num_keys, 1) - fixed
         most = _ROWS // self.heads_of_list
@@ -113,7 +113,7 @@ class QueryChoice:
         return of_two if 4 * of_two >= 3 * of_one else of_one
 
     def _shared_bytes(self, spec: KernelSpec, num_keys: int, num_queries: int) -> int:
-        """Return the bytes of operands, of weights, of the scores of queries, and of the places of a row of each warp."""
+        """Return the bytes of operands, weights, scores of queries, and places of a row of each warp."""
         num_blocks = -(-self.rule.lengths[1] // self.rule.block[1])
         operands = (_ROWS + 2 * _KEYS) * spec.head_dim * spec.dtype.itemsize
         weights = 4 * _ROWS * (_KEYS + 4) if self.heads_of_list > 1 else 0
