@@ -79,7 +79,8 @@ RUN_IN_LONG = (
     chosen_kernels.parts_are_added, chosen_kernels.scores_are_right, chosen_kernels.plans_are_right,
     ranks.ranks_agree, ranks.buffers_are_used_in_turn, ranks.faults_end_all_ranks,
     ranks.bits_do_not_depend_on_the_order_of_arrival, ranks.parts_are_rows_of_the_whole,
-    ranks.kernels_see_places, chosen_kernels.sources_are_right, tangent_kernels.simt_is_right, tangent_kernels.every_feature_is_right,
+    ranks.kernels_see_places, chosen_kernels.sources_are_right, tangent_kernels.simt_is_right,
+    tangent_kernels.every_feature_is_right,
 )  # fmt: skip
 
 
