@@ -150,9 +150,10 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
                     for group_size in {1, 2 if limit is None else 1}:
                         split = sm80.split_spec(family_specs["forward"], problem, device, group_size)
                         specs |= {split, sm80.combine_spec(split)}
-                    if limit is None and dtype in _HALVES:
-                        for block in (16, 32, 64):
-                            specs |= set(FAMILIES[family].union_specs(problem, device, block).values())
+                if family in ("sm80", "sm90") and limit is None and dtype in _HALVES:
+                    group = Problem.of(ShapeDtype((16, length, head_dim), dtype), k, v)
+                    for block in (16, 32, 64):
+                        specs |= set(FAMILIES[family].union_specs(group, device, block, group.group_size).values())
     return specs
 
 
