@@ -305,7 +305,7 @@ def test_the_model_hides_the_exchange_behind_products(method):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["causal", "documents", "lists"])
+@pytest.mark.parametrize("name", ["causal", "lists"])
 def test_ranks_may_run_kernels(name):
     arrays = arrays_of((2, 40, 16), 2)
     check(2, arrays, OPTIONS[name](40, 2) | {"executor": "sim"}, block=8, method="gather")

@@ -42,7 +42,7 @@ CALLS = {
     "a sink": {"sink": np.linspace(-1, 1, HEADS, dtype=np.float32), "causal": True},
     "dropout": {"dropout": Dropout(0.3, seed=5), "causal": True},
 }
-ON_KERNELS = [name for name in CALLS if name != "dropout"]
+ON_KERNELS = ("causal", "documents", "a function", "alibi", "a bias", "a table", "a sink")  # kernels that differ
 RUNS_OF_QUERIES = ((0, 13), (13, 40)), ((3, 17), (0, 3), (17, 40))
 
 
