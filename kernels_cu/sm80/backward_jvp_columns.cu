@@ -56,6 +56,7 @@ sm80_backward_jvp_columns(const __grid_constant__ cuflash::attention::Params par
   tile::load_async<kThreads>(v_smem, of_keys(params.v, shape.value_dim));
   if constexpr (Config::kHasKDot) tile::load_async<kThreads>(k_dot_smem, of_keys(tangents.k_dot, shape.head_dim));
   if constexpr (Config::kHasVDot) tile::load_async<kThreads>(v_dot_smem, of_keys(tangents.v_dot, shape.value_dim));
+  ptx::cp_async_commit();
   auto* const statistics = reinterpret_cast<Statistics*>(ptx::dynamic_shared<unsigned char>() + kStatisticsOffset);
 
   Dk dk;

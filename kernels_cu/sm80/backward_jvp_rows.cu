@@ -45,6 +45,7 @@ sm80_backward_jvp_rows(const __grid_constant__ cuflash::attention::Params params
   if constexpr (Config::kHasQDot) tile::load_async<kThreads>(q_dot_smem, of_queries(tangents.q_dot, shape.head_dim));
   if constexpr (Config::kHasDoDot)
     tile::load_async<kThreads>(do_dot_smem, of_queries(tangents.do_dot, shape.value_dim));
+  ptx::cp_async_commit();
   auto* const statistics = reinterpret_cast<Statistics*>(ptx::dynamic_shared<unsigned char>() + kStatisticsOffset);
   for (int row = threadIdx.x / 32; row < kBlockQ; row += kNumWarps) {
     const auto of_row = store_query_tangents<float>(params, tangents, sink, work, row, ptx::lane(), 32,

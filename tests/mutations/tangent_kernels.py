@@ -264,7 +264,7 @@ FAULTS = {
             GRADIENTS, "gradient_tangents", "ptx::fma(df_dot, slope, df * slope_dot)", "df_dot * slope"
         ),
         "gradients of scores are those of final scores": Edit(
-            GRADIENTS, "gradient_tangents", "dp.at[i][j] = df * slope;", "dp.at[i][j] = df;"
+            GRADIENTS, "gradient_tangents", "element(dp, i, j) = df * slope;", "element(dp, i, j) = df;"
         ),
         "captured arrays do not move": Edit(GRADIENTS, "gradient_tangents", "f_dot = moved.d1;", ""),
     },
