@@ -224,7 +224,7 @@ class Case(NamedTuple):
     deterministic: bool
     is_device_mask: bool  # the mask's arrays are on the device, and kernels build its list
     structure: Structure
-    has_tangents: bool = False  # the tangents of o and lse are computed, too
+    has_tangents: bool = False  # the tangents of o and lse, and of gradients, are computed, too
     # Planned as for a GPU with few multiprocessors, so that blocks finish dQ, as in calls with many heads
     is_large: bool = False
 
@@ -380,7 +380,8 @@ def run_case(case: Case, *, leaves_k_unwritten: bool = False) -> None:
     with zeros_for_sums(ready._plan) if case.kernel in UNSEEN else nullcontext():
         ready.backward(do, q, k, v, o, lse, dlse=dlse, **sink)
     if case.has_tangents:
-        ready.jvp(q, k, v, o, lse, q, k, v, **sink)
+        o_dot, lse_dot = ready.jvp(q, k, v, o, lse, q, k, v, **sink)
+        ready.backward_jvp(do, q, k, v, o, lse, o_dot, lse_dot, q, k, v, dlse=dlse, **sink)
     if case.makes_lists:
         cuflash.attention(q, k, v, mask=mask, out=out, **case.options, **sink)
     cupy.cuda.get_current_stream().synchronize()
