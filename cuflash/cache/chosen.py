@@ -59,8 +59,7 @@ def mask_reasons(cache: CacheState, mask: Any, q: Array) -> list[str]:
 
 
 class ChosenRowsStep(AttendStep):
-    """A call of `attention` on chosen blocks that makes one call per sequence and query, with the keys of that sequence
-    only.
+    """A call of `attention` on chosen blocks: one call per sequence and query, with the keys of that sequence only.
 
     Parameters
     ----------

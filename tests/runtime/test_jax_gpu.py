@@ -24,7 +24,7 @@ ALLOWED = (RNG.random((40, 40)) < 0.6) | np.eye(40, dtype=bool)
 
 @pytest.fixture(params=["machine", pytest.param("gpu", marks=pytest.mark.gpu)])
 def place(request, monkeypatch, tmp_path):
-    """CuPy with the device of JAX that shares its memory; `share` makes an array of CuPy."""
+    """Return CuPy with the JAX device that shares its memory; `share` converts an array to CuPy."""
     if request.param == "gpu":
         import cupy
 
@@ -87,8 +87,8 @@ def test_results_and_gradients_have_the_bits_of_cupy(place, case):
 
     def pulled(q, k, v, do, arrays):
         def call(q, k, v, arrays):
-            given = iter(arrays)
-            return attention(q, k, v, **make(jnp, lambda array: next(given)), return_lse=True, deterministic=True)
+            following = iter(arrays)
+            return attention(q, k, v, **make(jnp, lambda array: next(following)), return_lse=True, deterministic=True)
 
         results, vjp = jax.vjp(lambda *x: call(*x, arrays), q, k, v)
         more = []

@@ -162,11 +162,11 @@ BALANCED = {  # the largest work of a rank, divided by the mean
 def test_layouts_by_cost_are_balanced(name, size):
     mask, most = BALANCED[name]
     n = RANDOM.shape[0] * 8
-    found = costs(mask, n, 8)
-    loads = found.loads(dealt("auto", found.work, n, 8, size))
-    assert loads.sum() == found.work.sum()
+    cost = costs(mask, n, 8)
+    loads = cost.loads(dealt("auto", cost.work, n, 8, size))
+    assert loads.sum() == cost.work.sum()
     assert loads.max() <= most * loads.mean()
-    rows = dealt("auto", found.work, n, 8, size)
+    rows = dealt("auto", cost.work, n, 8, size)
     assert np.array_equal(np.sort(np.concatenate(rows.of_rank)), np.arange(n))
     share = -(-n // 8 // size)
     assert all(len(each) <= 8 * (share + -(-n // 8 // (8 * size))) for each in rows.of_rank)
@@ -183,12 +183,12 @@ def test_zigzag_gives_each_rank_two_chunks():
 def test_needed_keys_are_those_of_the_mask(n, size, seed):
     """Keys that a rank gathers, in whole blocks, contain those that its rows attend, and no other blocks."""
     allowed = np.random.default_rng(seed).random((n, n)) < 0.1
-    found, block = costs(cuflash.masks.BlockPattern(allowed, 1), n, 4), 4
-    rows = dealt("auto", found.work, n, block, size)
+    cost, block = costs(cuflash.masks.BlockPattern(allowed, 1), n, 4), 4
+    rows = dealt("auto", cost.work, n, block, size)
     for rank in range(size):
         attended = allowed[rows.of_rank[rank]].any(axis=0)
         blocks = np.add.reduceat(attended, np.arange(0, n, block)) > 0
-        assert np.array_equal(found.needed(rows, rows, rank), np.repeat(blocks, block)[:n])
+        assert np.array_equal(cost.needed(rows, rows, rank), np.repeat(blocks, block)[:n])
 
 
 # Schedules
