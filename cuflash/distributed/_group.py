@@ -20,8 +20,24 @@ __all__ = ["Group", "PeerLost", "run"]
 _Result = TypeVar("_Result")
 
 
+@explains_keywords
 class PeerLost(RuntimeError):
-    """The error of a rank whose group has lost another rank: it raised, returned, or did not answer in time."""
+    """The error of a rank whose group has lost another rank: it raised, returned, or did not answer in time.
+
+    Parameters
+    ----------
+    reason : str
+        Which rank was lost, and where.
+
+    Examples
+    --------
+    >>> print(PeerLost("rank 1 returned before attention, where rank 0 waited"))
+    rank 1 returned before attention, where rank 0 waited. This group is closed: start the ranks again
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"{reason}. This group is closed: start the ranks again")
 
 
 @dataclass
@@ -63,7 +79,7 @@ class _Meeting:
     def require_open(self) -> None:
         """Raise `PeerLost` if the group is closed."""
         if self.error:
-            raise PeerLost(f"{self.error}. This group is closed: start the ranks again")
+            raise PeerLost(self.error)
 
 
 @explains_keywords

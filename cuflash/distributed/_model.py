@@ -23,7 +23,7 @@ class Machine(NamedTuple):
     link: float = 280e9
 
 
-class Shape(NamedTuple):
+class CallSize(NamedTuple):
     """The numbers of a call that the model reads.
 
     Attributes
@@ -62,7 +62,7 @@ class Estimate(NamedTuple):
         return self.compute / (self.compute + self.exchange) if self.compute else 1.0
 
 
-def received(shape: Shape, method: str, *, backward: bool) -> float:
+def received(shape: CallSize, method: str, *, backward: bool) -> float:
     """Return the bytes that a device receives in a pass if it needs all keys.
 
     K and V of all rows, over all heads, are KV bytes. A device gathers (P - 1) / P of them, and in the backward pass
@@ -77,7 +77,7 @@ def received(shape: Shape, method: str, *, backward: bool) -> float:
     return others / size * kv * (1 + group)
 
 
-def estimate(shape: Shape, method: str, machine: Machine, *, backward: bool) -> Estimate:
+def estimate(shape: CallSize, method: str, machine: Machine, *, backward: bool) -> Estimate:
     """Return the model's time of a pass."""
     flops = (10.0 if backward else 4.0) * shape.scores * shape.head_dim
     compute = flops / shape.size / (machine.backward_rate if backward else machine.forward_rate)

@@ -17,9 +17,8 @@ from ..masks.shape import MaskShape, count_reasons
 from ..planning.options import Options
 from ..planning.plan_cache import plan_for
 from ..plans import Plan
-from . import _model
 from ._layout import Costs, Rows, block_reasons, dealt
-from ._model import METHODS
+from ._model import METHODS, CallSize, Machine, estimate, received
 from ._schedule import NUM_BUFFERS, Step, exchanging_heads, gathering, head_groups
 
 
@@ -192,21 +191,21 @@ class Posed:
         queries = shape.num_batch * (shape.num_heads // self.size) * shape.seqlen_q * head_dim
         return (2 * keys + 4 * queries) * dtype.itemsize
 
-    def model_shape(self, head_dim: int = 128, itemsize: int = 2) -> _model.Shape:
+    def model_shape(self, head_dim: int = 128, itemsize: int = 2) -> CallSize:
         """Return what the cost model reads."""
         shape, loads = self.shape, self.costs.loads(self.queries)
         imbalance = float(loads.max() / loads.mean()) if loads.any() else 1.0
         scores = min(float(loads.sum()) * self.block**2, float(np.prod([shape.num_batch, *shape[1:]])))
-        return _model.Shape(
+        return CallSize(
             size=self.size, rows=shape.num_batch * shape.seqlen_kv, num_heads=shape.num_heads,
             num_kv_heads=self.num_kv_heads, head_dim=head_dim, itemsize=itemsize, scores=scores, imbalance=imbalance,
         )  # fmt: skip
 
     def model_bytes(self, method: str) -> float:
         """Return the bytes that a device receives in both passes, by the cost model."""
-        return sum(_model.received(self.model_shape(), method, backward=backward) for backward in (False, True))
+        return sum(received(self.model_shape(), method, backward=backward) for backward in (False, True))
 
-    def explain(self, head_dim: int, dtype: np.dtype[np.generic], machine: _model.Machine) -> str:
+    def explain(self, head_dim: int, dtype: np.dtype[np.generic], machine: Machine) -> str:
         """Return a text about the layout, what moves, and the cost model of both methods."""
         shape = self.model_shape(head_dim, dtype.itemsize)
         traffic = self.traffic(head_dim, head_dim, dtype)
@@ -227,7 +226,7 @@ class Posed:
         ]
         for method in METHODS:
             for name in ("forward", "backward"):
-                each = _model.estimate(shape, method, machine, backward=name == "backward")
+                each = estimate(shape, method, machine, backward=name == "backward")
                 lines.append(
                     f"model      {method} {name}: products {each.compute * 1e3:.3g} ms, exchange "
                     f"{each.exchange * 1e3:.3g} ms, {each.efficiency:.3f} of linear speed if nothing is hidden"

@@ -22,8 +22,8 @@ from ..dropout import Dropout
 from ..scores import Score
 from . import _batching, _derivatives
 from ._call import JaxCall
-from ._checks import array_reasons, has_no_data, require, traced_reasons
-from ._primitives import bind
+from ._checks import array_reasons, has_no_data, holds_data, require, traced_reasons
+from ._primitives import bind, executed, pass_of
 
 __all__ = ["attention"]
 
@@ -143,6 +143,9 @@ def attention(
     )  # fmt: skip
     refuse(flag_reasons("return_lse", return_lse) + traced_reasons(options))
     call, arrays, options = JaxCall.of(_of_jax(q), _of_jax(k), _of_jax(v), options)
+    if isinstance(executor, str) and all(map(holds_data, map(type, arrays.values()))):
+        o, lse = executed(pass_of(call, "forward", arrays), list(arrays.values()))
+        return (o, lse) if return_lse else o
     refuse(array_reasons(arrays))
     if not isinstance(executor, str) or any(map(has_no_data, arrays.values())):
         require(arrays, options)
@@ -156,6 +159,8 @@ def _of_jax(value: Any) -> Any:
     It is a copy, since later changes of the NumPy array must not affect gradients. Tracers that hold a NumPy array are
     copied, too.
     """
+    if value is None or holds_data(type(value)):
+        return value
     held = value.to_concrete_value() if is_tracer(value) else value
     is_numpy = isinstance(held, np.ndarray) and is_array(held)
     return jax.numpy.array(value) if is_numpy or isinstance(value, list) else value

@@ -79,8 +79,7 @@ class JaxCall:
         if isinstance(mask, Mask) and any(isinstance(each, jax.Array) for each in held_arrays(mask)):
             mask = mask.to(lambda array: _slot_of(array, slots))
         arrays = {"q": q, "k": k, "v": v, **operands, **seed, **slots}
-        sink = None if options.sink is None else _shape_of(options.sink)
-        without = options._replace(mask=mask, score=score, sink=sink)
+        without = options._replace(mask=mask, score=score, sink=None)
         looked_up = lookup(without, _layout_of)
         dtypes = {name: getattr(array, "dtype", None) for name, array in arrays.items()}
         call = cls(without, dtypes, looked_up, not slots or looked_up.contents is not None)

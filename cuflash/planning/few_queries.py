@@ -20,7 +20,7 @@ from .split_kv import max_steps
 
 FEW_QUERIES = "; forward, its few queries are decoded"  # what a plan's rule says of the kernel
 _MOST_ROWS = 16  # rows of a tile, the queries of a group of heads, up to which the kernel is used
-_FEW_QUERIES = replace(DECODING, name="few_queries", has_exponentials=True, products=(1, 1))
+FEW_QUERIES_ENTRY = replace(DECODING, name="few_queries", has_exponentials=True, products=(1, 1))
 _TABLES = ("o_parts", "stats_parts", "arrivals")
 DECODE_PARTS = np.dtype([(name, np.uint64) for name in _TABLES], align=True)
 
@@ -42,7 +42,7 @@ def takes_few_queries(problem: Problem, device: DeviceSpec, work: WorkList) -> b
 
 def with_few_queries(kernels: Kernels, problem: Problem, device: DeviceSpec, work: WorkList) -> Kernels:
     """Return the kernels with a forward pass for few queries: one launch, whose blocks also merge their parts."""
-    spec = replace(decode_spec(problem, device), entry=_FEW_QUERIES)
+    spec = replace(decode_spec(problem, device), entry=FEW_QUERIES_ENTRY)
     num_parts = parts_of(problem, device, max_steps(problem, work, spec))
     pairs = problem.mask_shape.num_batch, problem.num_kv_heads
     workspaces = part_workspaces(pairs, problem.group_size * problem.seqlen_q, spec, num_parts)

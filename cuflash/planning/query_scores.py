@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import e, log2, prod
+from math import e, log2
 from typing import Any
 
 import numpy as np

@@ -24,7 +24,7 @@ from .spec import SIMT, SM80, SM90, KernelSpec
 FAMILIES: dict[str, Family] = {family.name: family for family in (Simt(), Sm80(), Sm90(), Naive(), FlashAttention1())}
 PREFILL_FAMILIES = (SM90, SM80)  # families with prefill kernels for a paged cache; the first that serves a call is used
 EIGHT_BITS = SM90  # the value of kernel=, other than "auto", that selects the FP8 family
-_UNION_FAMILIES = (SM90, SM80)  # families with kernels for block lists per query; the first that serves a call is used
+_UNION_FAMILIES = (SM90, SM80)  # families with kernels for block lists per query; the first that serves it is used
 _MASS_FAMILIES = (SM90, SM80, SIMT)  # families with kernels for block masses; the first that serves a call is used
 _FP8 = Sm90Fp8()
 _TALLEST = 128  # queries per tile in most kernels of the sm90 family

@@ -58,7 +58,7 @@ from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Structure
 from cuflash.planning.families import sm90
 from cuflash.arrays import as_dtype
-from cuflash.planning.appending import append_spec
+from cuflash.planning.appending import append_spec, bounds_spec
 from cuflash.planning.captured_sums import sums_spec
 from cuflash.planning.decoding import decode_reasons, decode_spec
 from cuflash.planning.prefill import intervals_spec, prefill_reasons, prefill_spec
@@ -401,12 +401,12 @@ def specs_of_caches(device: DeviceSpec) -> set[KernelSpec]:
     """Return the KV-cache kernels that these calls launch."""
     specs = set()
     for dtype, heads, rows, _, has_8_bits in CACHES:
-        specs.add(append_spec(as_dtype("dtype", dtype), is_quantized=has_8_bits))
+        specs |= {append_spec(as_dtype("dtype", dtype), is_quantized=has_8_bits), bounds_spec(as_dtype("dtype", dtype))}
         q, k = (cuflash.ShapeDtype((3, *shape, 64), dtype) for shape in ((heads, rows), (2, 300)))
         problem = Problem.of(q, k, k)
         if not decode_reasons(problem, device):
             spec = decode_spec(problem, device, is_quantized=has_8_bits)
-            specs |= {spec, replace(spec, has_sink=True)}
+            specs |= {spec, replace(spec, has_sink=True), replace(spec, is_chosen=True)}
         elif not prefill_reasons(problem, device, "sm90"):
             spec, of_queries = prefill_spec(problem, device, "sm90"), intervals_spec(problem.dtype)
             specs |= {spec, of_queries, replace(spec, has_sink=True), replace(of_queries, has_sink=True)}
@@ -421,11 +421,15 @@ def run_caches() -> int:
         pages = {} if page_size is None else {"page_size": page_size, "num_pages": 60}
         q_dtype = as_dtype("dtype", dtype)
         cache_dtype = as_dtype("dtype", "float8_e4m3fn") if has_8_bits else q_dtype
+        if pages and not has_8_bits:
+            pages["keeps_page_bounds"] = True
         cache = cuflash.KVCache(batch=3, dtype=cache_dtype, xp=cupy, **_CACHE, **pages)
         k, q = (cupy.full((3, *shape, 64), 1, q_dtype) for shape in ((2, 200), (heads, rows)))
         cache.append(k, k, counts=[200, 0, 130])
         if q_dtype.itemsize == 2:
             cache.attention(q)
+            lists = cupy.asarray(np.random.default_rng(0).integers(-1, 4, (2, rows, 3)))
+            cache.attention(q, mask=masks.ChosenBlocks(lists, 64))
             cache.reserve([290, 90, 290])
             counts = cupy.asarray(np.array([90, 90, 5], np.int32))
             cache.append(k, k, counts=counts)

@@ -27,9 +27,10 @@ from cuflash.compiler import source as sources
 from cuflash.arrays import BFLOAT16, DTYPES, UP_TO_FLOAT32
 from cuflash.compiler.nvrtc import Compiled
 from cuflash.planning._result_kernels import every_result_spec
-from cuflash.planning.appending import append_spec
+from cuflash.planning.appending import append_spec, bounds_spec
 from cuflash.planning.chosen_lists import COLUMN_SPECS, UNIONS
 from cuflash.planning.decoding import decode_spec
+from cuflash.planning.few_queries import FEW_QUERIES_ENTRY
 from cuflash.planning.prefill import intervals_spec, prefill_spec
 from cuflash.planning.problem import PRECISIONS, Problem
 from cuflash.planning.spec import KernelSpec
@@ -149,9 +150,10 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
                     for group_size in {1, 2 if limit is None else 1}:
                         split = sm80.split_spec(family_specs["forward"], problem, device, group_size)
                         specs |= {split, sm80.combine_spec(split)}
-                    if limit is None and dtype in _HALVES:
-                        for block in (16, 32, 64):
-                            specs |= set(FAMILIES[family].union_specs(problem, device, block).values())
+                if family in ("sm80", "sm90") and limit is None and dtype in _HALVES:
+                    group = Problem.of(ShapeDtype((16, length, head_dim), dtype), k, v)
+                    for block in (16, 32, 64):
+                        specs |= set(FAMILIES[family].union_specs(group, device, block, group.group_size).values())
     return specs
 
 
@@ -245,6 +247,7 @@ def of_caches(name: str) -> set[KernelSpec]:
     """Return the KV-cache kernels for a known GPU, 16-bit and FP8, for few and for many rows, also with a sink."""
     device = DeviceSpec.gpu(name)
     specs = {append_spec(dtype) for dtype in DTYPES if dtype != BFLOAT16 or name != "T4"}
+    specs |= {bounds_spec(spec.dtype) for spec in specs}
     specs |= {append_spec(spec.dtype, is_quantized=True) for spec in specs if spec.dtype in UP_TO_FLOAT32}
     for dtype, dim, rows, batch in product(_HALVES, (64, 128, 256), (16, 32, 64), (1, 2, 100)):
         q, k = ShapeDtype((batch, rows, 1, dim), dtype), ShapeDtype((batch, 1, 1000, dim), dtype)
@@ -254,6 +257,10 @@ def of_caches(name: str) -> set[KernelSpec]:
                 spec = decode_spec(problem, device, is_quantized=is_quantized)
                 assert spec.shared_bytes <= device.tile_memory_bytes
                 specs |= {spec, replace(spec, has_sink=True)}
+                if rows <= 32 or dim <= 128:
+                    specs.add(replace(spec, is_chosen=True))
+                if rows == 16 and not is_quantized:
+                    specs.add(replace(spec, entry=FEW_QUERIES_ENTRY))
         for family in PREFILL_FAMILIES:
             if not FAMILIES[family].reasons(problem, device):
                 spec = prefill_spec(problem, device, family)

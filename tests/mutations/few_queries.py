@@ -15,7 +15,7 @@ from test_score_kernels import Probe
 from cuflash import masks
 
 SIGNS = (AssertionError, sim.SimulationError)  # exceptions by which guards see a fault
-_SOME = ("lengths, causal", "causal, across steps", "window", "strides of two", "axes that do not fold")
+_SOME = ("lengths, causal", "causal, across steps", "window", "from the last element", "axes that do not fold")
 
 
 def results_are_right() -> None:

@@ -7,6 +7,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 from mutations.planting import Edit
+from mutations.python_guards import part
+from test_query_scores import TELLING, check_lists
 from test_query_selectors import DIM, HEADS, KV_HEADS, NAMES, RUN, STRIDE, check
 from test_selection_kernels import check_choice
 
@@ -19,7 +21,8 @@ BY_QUERY, BUDGET, ESTIMATES, NSA = (
     f"selectors/{name}.py" for name in ("by_query", "budget", "estimates", "compressed")
 )
 BASELINES, PAGES, SLASHES = (f"selectors/{name}.py" for name in ("baselines", "pages", "slashes"))
-CHOOSE = "lists/row_choice.cuh"
+CHOOSE, SCORES = "lists/row_choice.cuh", "lists/query_scores.cu"
+PLANNING = "planning/query_scores.py"
 KINDS = (
     (False, {}, {"top_k": 3}), (True, {"sink": 1, "local": 2}, {"top_k": 4}),
     ("bottom_right", {"diagonal": False}, {"density": 0.4}), (True, {}, {"mass": 0.6, "max_blocks": 3}),
@@ -52,8 +55,9 @@ def compressed_keys_are_right(library: ModuleType) -> None:
             options = {"compressed_k": keys, "library": library}
             check(CPU, "nsa", (40, 40), True, {"diagonal": False}, budget, "group", 1, lse=lse, **options)
     of = library.selectors
-    few = {"block": (1, 8), "compression": (RUN, STRIDE), "budget": of.Budget(threshold=0.01, max_blocks=4, min_blocks=0)}
-    assert (of.nsa(q, keys, **few, forced=of.Forced(diagonal=False), lse=lse + 50, causal=False).blocks == -1).all()
+    few = of.Budget(threshold=0.01, max_blocks=4, min_blocks=0)
+    none = {"block": (1, 8), "compression": (RUN, STRIDE), "forced": of.Forced(diagonal=False)}
+    assert (of.nsa(q, keys, budget=few, lse=lse + 50, **none).blocks == -1).all()
 
 
 def columns_and_diagonals_are_listed(library: ModuleType) -> None:
@@ -81,10 +85,102 @@ def the_kernel_lists() -> None:
         scores[:, ::3] = np.round(scores[:, ::3] * 2) / 2
         shares = (rng.integers(1, 5, scores.shape) / 64).astype(np.float32)
         budget = cuflash.selectors.Budget(**rule)
-        check_choice("sim", (scores, shares, None, None, budget, must, (181 + 2 * (turn % 2), 450), (8, 5), 269, turn < 2))
+        lengths = (181 + 2 * (turn % 2), 450)
+        check_choice("sim", (scores, shares, None, None, budget, must, lengths, (8, 5), 269, turn < 2))
+
+
+def the_kernel_scores() -> None:
+    for number, case in enumerate(TELLING):
+        check_lists("sim", case, ("first_warp", "last_warp", "round_robin")[number % 3])
+
+
+def kernels_are_described(library: ModuleType) -> None:
+    for case in TELLING:
+        check_lists("sim", case, planning=part(library, "planning.query_scores"))
 
 
 FAULTS = {
+    the_kernel_scores: {
+        "a query sees the key after its last": Edit(SCORES, "num_seen", "params.step) + 1", "params.step) + 2"),
+        "tiles overlap": Edit(SCORES, "tile_of", "(num_tiles - 1 - number % num_tiles) * of_tile", "0"),
+        "lists of a key/value head are those of the first": Edit(
+            SCORES, "tile_of", "tile.matrix % num_lists * params.heads_of_list", "0"
+        ),
+        "heads of a group have keys of their own": Edit(SCORES, "tile_of", "head / params.group_size", "head"),
+        "batch entries share queries": Edit(
+            SCORES, "tile_of", "tile.q_start += place * params.q.batch_strides[axis];", ""
+        ),
+        "batch entries share the lse": Edit(
+            SCORES, "tile_of", "tile.lse_start += place * params.lse.batch_strides[axis];", ""
+        ),
+        "a tile of keys is read before it has arrived": Edit(
+            SCORES, "walk_keys", "ptx::cp_async_wait<0>(); __syncthreads(); start", "__syncthreads(); start"
+        ),
+        "keys are replaced before all warps have read them": Edit(
+            SCORES, "walk_keys", "ptx::cp_async_wait<0>(); __syncthreads(); start", "ptx::cp_async_wait<0>(); start"
+        ),
+        "every tile of keys is the first": Edit(SCORES, "walk_keys", "k.rows(first,", "k.rows(0 * first,"),
+        "the lse is in base 2": Edit(SCORES, "ThreadRows", "lse * 1.44269504088896340736f", "lse"),
+        "the lse is that of the first head": Edit(
+            SCORES, "ThreadRows", "+ row % params.heads_of_list * params.lse.head_stride", ""
+        ),
+        "sums are not rescaled": Edit(SCORES, "find_shifts", "sum[i] *= ptx::exp2_approx(greatest[i] - most);", ""),
+        "a thread's sum is the row's": Edit(
+            SCORES, "find_shifts", "sum[i] * ptx::exp2_approx(greatest[i] - most)", "sum[i]"
+        ),
+        "keys that a query does not see have weights": Edit(
+            SCORES, "store_scores", "first + column < rows.num_seen[i] ?", "true ?"
+        ),
+        "weights are summed before all heads have stored them": Edit(
+            SCORES, "store_scores", "else __syncthreads();", ""
+        ),
+        "weights of lanes are summed before they are stored": Edit(
+            SCORES, "store_scores", "if (is_local) __syncwarp();", "if (is_local) ;"
+        ),
+        "a query has the weights of its first head": Edit(
+            SCORES, "store_scores", "(query * params.heads_of_list + head)", "(query * params.heads_of_list)"
+        ),
+        "tiles of scores replace each other": Edit(
+            SCORES, "store_scores", "scores[query * pitch + first + column] = sum;",
+            "scores[query * pitch + column] = sum;",
+        ),
+        "a run lies in its first block": Edit(
+            SCORES, "ScoresOfKeys", "static_cast<float>(end - begin) * keys[n]",
+            "n >= start ? static_cast<float>(end > begin) * keys[n] : 0.0f",
+        ),
+        "blocks have the runs that begin in them": Edit(
+            SCORES, "ScoresOfKeys", "start - params.num_parts + 1 > 0 ? start - params.num_parts + 1 : 0", "start"
+        ),
+        "keys without scores are read": Edit(SCORES, "ScoresOfKeys", "n < stop && n < num_keys", "n < stop"),
+        "all eligible blocks have equal shares": Edit(
+            SCORES, "ScoresOfKeys", "params.has_shares ? static_cast<double>(score(row, column)) : 1.0", "1.0"
+        ),
+        "scores are read before they are stored": Edit(
+            SCORES, "lists_query_scores", "__syncthreads(); const int warp", "const int warp"
+        ),
+        "warps have the places of the first": Edit(
+            SCORES, "lists_query_scores", "places + warp * params.place_columns", "places"
+        ),
+        "blocks that end after the query are chosen": Edit(
+            CHOOSE, "BlocksOfRow", "!choice.is_past_only ||", "true ||"
+        ),
+        "columns after the diagonal end one too early": Edit(
+            CHOOSE, "BlocksOfRow", "static_cast<int>(diagonal_last) + 1 : 0", "static_cast<int>(diagonal_last) : 0"
+        ),
+    },
+    kernels_are_described: {
+        "exponentials are in base e": Edit(PLANNING, "QueryChoice.kernels", "self.scale * log2(e)", "self.scale"),
+        "a tile has 64 queries": Edit(
+            PLANNING, "QueryChoice.kernels", "num_lists * -(-rule.lengths[0] // of_tile)",
+            "num_lists * -(-rule.lengths[0] // 64)",
+        ),
+        "the lse has the strides of bytes": Edit(
+            PLANNING, "_layout_of_lse", "step // lse.dtype.itemsize", "step"
+        ),
+        "parts are exchanged": Edit(
+            PLANNING, "QueryChoice.kernels", '"num_parts": self.parts[0]', '"num_parts": self.parts[1]'
+        ),
+    },
     lists_are_right: {
         "pieces begin at query 0": Edit(BY_QUERY, "_pieces", "offset = grid.offset + first", "offset = grid.offset"),
         "a piece has the queries of the first": Edit(
@@ -121,10 +217,12 @@ FAULTS = {
             ESTIMATES, "_ByMeans.of_queries", "grid.stairs(1, block_kv, block_kv)", "grid.stairs(1, block_kv)"
         ),
         "blocks that end after the query are chosen": Edit(
-            ESTIMATES, "_ByMeans.of_queries", "allowed = is_past | must | (not grid.is_causal)", "allowed = is_past | True"
+            ESTIMATES, "_ByMeans.of_queries", "allowed = is_past | must | (not grid.is_causal)",
+            "allowed = is_past | True",
         ),
         "rows of queries are one query": Edit(
-            ESTIMATES, "_ByMeans.of_blocks", "block_means(grid.q, grid.block[0])", "block_means(grid.q, grid.shape.seqlen_q)"
+            ESTIMATES, "_ByMeans.of_blocks", "block_means(grid.q, grid.block[0])",
+            "block_means(grid.q, grid.shape.seqlen_q)",
         ),
     },
     compressed_keys_are_right: {
@@ -140,7 +238,9 @@ FAULTS = {
     },
     columns_and_diagonals_are_listed: {
         "forced blocks have no room": Edit(BY_QUERY, "list_length", "+ _num_forced(forced)", ""),
-        "halves have the whole maximum": Edit(BUDGET, "Budget.halves", "(most - most // 2, max(most // 2, 1))", "(most, most)"),
+        "halves have the whole maximum": Edit(
+            BUDGET, "Budget.halves", "(most - most // 2, max(most // 2, 1))", "(most, most)"
+        ),
     },
     the_kernel_lists: {
         "the maximum is for blocks of the budget alone": Edit(
@@ -156,8 +256,8 @@ FAULTS = {
         "lists of rows replace each other": Edit(
             CHOOSE, "choose_of_row", "number * choice.list_length", "0 * choice.list_length"
         ),
-        "a place before which there are enough blocks counts": Edit(
-            CHOOSE, "Row", "if (exact != 0) return {exact, -1};", "if (exact != 0) return {exact, choice.num_kv_blocks};"
+        "a place before which there are too few blocks is the end": Edit(
+            CHOOSE, "Row", "if (before == count) exact = at;", "if (before <= count) exact = at;"
         ),
     },
 }  # fmt: skip

@@ -150,6 +150,8 @@ class _OnMachine:
         self._runner, self.scratch, self._runs = runner, runner.scratch, runs
 
     def __call__(self, context, results, *buffers):
+        for buffer in results:  # memory of a device holds anything
+            np.asarray(buffer).reshape(-1).view(np.uint8)[...] = 0xFF
         with self._runs._subnormal_numbers():
             self._runner(SimpleNamespace(stream=0), results, *buffers)
 

@@ -12,7 +12,8 @@ jax = pytest.importorskip("jax", reason="JAX is not installed")
 
 import cuflash.jax  # noqa: E402
 import cupy_machine  # noqa: E402
-from cuflash import masks, scores  # noqa: E402
+from library_parts import part  # noqa: E402
+from cuflash import masks  # noqa: E402
 from test_jax import on_a_machine  # noqa: E402
 
 jnp = jax.numpy
@@ -44,28 +45,31 @@ def place(request, monkeypatch, tmp_path):
 CASES = {
     "causal": (lambda of, x: {"causal": True}, ()),
     "operands": (
-        lambda of, x: {"score": scores.alibi(x(np.arange(4, dtype=np.float32))), "sink": x(np.ones(4, np.float32))},
+        lambda of, x: {"score": of.scores.alibi(x(np.arange(4, dtype=np.float32))), "sink": x(np.ones(4, np.float32))},
         ("sink", "slopes"),
     ),
-    "elements": (lambda of, x: {"mask": masks.Dense(x(ALLOWED)) & masks.Causal()}, ()),
-    "lengths": (lambda of, x: {"mask": masks.Lengths(kv=x(np.array([40, 13])))}, ()),
-    "sequences": (lambda of, x: {"mask": masks.Sequences(x(np.array([0, 7, 40])), causal=True)}, ()),
-    "blocks of the host": (lambda of, x: {"mask": masks.BlockPattern(np.tri(5, dtype=bool), 8)}, ()),
+    "a table": (
+        lambda of, x: {"score": of.scores.relative_position(x(np.ones((4, 8), np.float32)), 40, bidirectional=True)},
+        ("table",),
+    ),
+    "sm90": (lambda of, x: {"kernel": "sm90"}, ()),
+    "elements": (lambda of, x: {"mask": of.masks.Dense(x(ALLOWED)) & of.masks.Causal()}, ()),
+    "lengths": (lambda of, x: {"mask": of.masks.Lengths(kv=x(np.array([40, 13])))}, ()),
+    "sequences": (lambda of, x: {"mask": of.masks.Sequences(x(np.array([0, 7, 40])), causal=True)}, ()),
+    "blocks of the host": (lambda of, x: {"mask": of.masks.BlockPattern(np.tri(5, dtype=bool), 8)}, ()),
     "a scale far from 1": (lambda of, x: {"scale": 2.0**-70}, ()),
-    "dropout": (lambda of, x: {"dropout": cuflash.Dropout(0.25, x(np.array([3, 5], np.uint32)), 2)}, ()),
+    "dropout": (lambda of, x: {"dropout": of.Dropout(0.25, x(np.array([3, 5], np.uint32)), 2)}, ()),
 }  # fmt: skip
-
-
-def host_seed(options):
-    """Return options with a dropout whose seed is a number, which calls on CuPy's arrays take."""
-    if "dropout" in options:
-        options["dropout"] = cuflash.Dropout(0.25, 3 + (5 << 32), 2)
-    return options
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_results_and_gradients_have_the_bits_of_cupy(place, case):
-    make, wrt = CASES[case]
+    check_case(cuflash, place.share, case)
+
+
+def check_case(library, share, case):
+    """Compare a call on JAX's arrays, jitted and not, with one on CuPy's arrays, which `share` makes."""
+    (make, wrt), attention = CASES[case], part(library, "jax").attention
     q, k, v, do = map(jnp.asarray, (Q, K, V, DO))
     held = []
 
@@ -73,13 +77,13 @@ def test_results_and_gradients_have_the_bits_of_cupy(place, case):
         held.append(jnp.asarray(array))
         return held[-1]
 
-    make(jnp, of_jax)
+    make(library, of_jax)
     if case == "dropout":
-        theirs = host_seed({"dropout": None})
+        theirs = {"dropout": library.Dropout(0.25, 3 + (5 << 32), 2)}
     else:
-        theirs = make(None, place.share)
-    ours_q, ours_k, ours_v, ours_do = map(place.share, (Q, K, V, DO))
-    (o, lse), vjp = cuflash.attention_vjp(
+        theirs = make(library, share)
+    ours_q, ours_k, ours_v, ours_do = map(share, (Q, K, V, DO))
+    (o, lse), vjp = library.attention_vjp(
         ours_q, ours_k, ours_v, **theirs, wrt=wrt, return_lse=True, deterministic=True
     )
     gradients = vjp(ours_do, lse)
@@ -88,12 +92,12 @@ def test_results_and_gradients_have_the_bits_of_cupy(place, case):
     def pulled(q, k, v, do, arrays):
         def call(q, k, v, arrays):
             following = iter(arrays)
-            return attention(q, k, v, **make(jnp, lambda array: next(following)), return_lse=True, deterministic=True)
+            return attention(q, k, v, **make(library, lambda array: next(following)), return_lse=True, deterministic=True)
 
         results, vjp = jax.vjp(lambda *x: call(*x, arrays), q, k, v)
         more = []
         if wrt:
-            reals = {"slopes": 0, "sink": 1}
+            reals = {"slopes": 0, "table": 0, "sink": 1}
             _, of = jax.vjp(lambda arrays: call(q, k, v, arrays), arrays)
             more = [of((do, results[1]))[0][reals[name]] for name in wrt]
         return [*results, *vjp((do, results[1])), *more]
@@ -101,6 +105,24 @@ def test_results_and_gradients_have_the_bits_of_cupy(place, case):
     for run in (pulled, jax.jit(pulled)):
         for actual, wanted in zip(run(q, k, v, do, held), expected, strict=True):
             np.testing.assert_array_equal(np.asarray(actual), wanted)
+
+
+def check_atomic_sums(library):
+    """Compare gradients that kernels add up in any order with those in a fixed one."""
+    q, k, v, table = map(jnp.asarray, (Q, K, V, np.ones((4, 8), np.float32)))
+
+    def loss(table, deterministic):
+        score = library.scores.relative_position(table, 40, bidirectional=True)
+        o = part(library, "jax").attention(q, k, v, score=score, deterministic=deterministic)
+        return (o.astype(np.float32) ** 2).sum()
+
+    expected = jax.grad(loss)(table, True)
+    for _ in range(2):
+        np.testing.assert_allclose(jax.grad(loss)(table, False), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_gradients_that_kernels_add_up_start_at_zero(place):
+    check_atomic_sums(cuflash)
 
 
 def test_gradients_over_broadcast_axes_have_the_bits_of_cupy(place):

@@ -25,7 +25,7 @@ OPTIONS = {
     "lists": lambda n, heads: {"mask": lambda b, h, i, j: (i // 8 * 7 + j // 8 * 3 + h + b) % 4 == 0},
     "empty rows": lambda n, heads: {"mask": lambda b, h, i, j: (i // 5 % 3 > 0) & (j > i)},
     "alibi": lambda n, heads: {"score": scores.alibi(scores.alibi_slopes(heads)), "causal": True},
-    "a bias": lambda n, heads: {"bias": np.sin(np.arange(heads * n * n, dtype=np.float32)).reshape(heads, n, n), "wrt": "bias"},
+    "a bias": lambda n, heads: {"bias": np.sin(np.arange(1.0 * heads * n * n)).reshape(heads, n, n), "wrt": "bias"},
     "a sink": lambda n, heads: {"sink": np.linspace(-1, 1, heads, dtype=np.float32), "wrt": "sink"},
     "dropout": lambda n, heads: {"dropout": Dropout(0.25, seed=3), "causal": True},
 }
@@ -162,11 +162,11 @@ BALANCED = {  # the largest work of a rank, divided by the mean
 def test_layouts_by_cost_are_balanced(name, size):
     mask, most = BALANCED[name]
     n = RANDOM.shape[0] * 8
-    cost = costs(mask, n, 8)
-    loads = cost.loads(dealt("auto", cost.work, n, 8, size))
-    assert loads.sum() == cost.work.sum()
+    blocks = costs(mask, n, 8)
+    rows = dealt("auto", blocks.work, n, 8, size)
+    loads = blocks.loads(rows)
+    assert loads.sum() == blocks.work.sum()
     assert loads.max() <= most * loads.mean()
-    rows = dealt("auto", cost.work, n, 8, size)
     assert np.array_equal(np.sort(np.concatenate(rows.of_rank)), np.arange(n))
     share = -(-n // 8 // size)
     assert all(len(each) <= 8 * (share + -(-n // 8 // (8 * size))) for each in rows.of_rank)
@@ -183,12 +183,12 @@ def test_zigzag_gives_each_rank_two_chunks():
 def test_needed_keys_are_those_of_the_mask(n, size, seed):
     """Keys that a rank gathers, in whole blocks, contain those that its rows attend, and no other blocks."""
     allowed = np.random.default_rng(seed).random((n, n)) < 0.1
-    cost, block = costs(cuflash.masks.BlockPattern(allowed, 1), n, 4), 4
-    rows = dealt("auto", cost.work, n, block, size)
+    needs, block = costs(masks.BlockPattern(allowed, 1), n, 4), 4
+    rows = dealt("auto", needs.work, n, block, size)
     for rank in range(size):
         attended = allowed[rows.of_rank[rank]].any(axis=0)
         blocks = np.add.reduceat(attended, np.arange(0, n, block)) > 0
-        assert np.array_equal(cost.needed(rows, rows, rank), np.repeat(blocks, block)[:n])
+        assert np.array_equal(needs.needed(rows, rows, rank), np.repeat(blocks, block)[:n])
 
 
 # Schedules

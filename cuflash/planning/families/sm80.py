@@ -40,6 +40,7 @@ from .family import (
     resident_blocks,
     rounded_dims,
 )
+from .simt import Simt
 
 
 class _Tile(NamedTuple):
@@ -311,6 +312,11 @@ class Sm80(Family):
             _JVP, problem, rounded_dims(problem), device, largest, problem.seqlen_q, tangents=("q", "k", "v")
         )  # fmt: skip
         return replace(spec, tangents=tangents_of_kernels(problem))
+
+    def backward_jvp_specs(
+        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
+    ) -> tuple[KernelSpec, KernelSpec]:
+        return Simt().backward_jvp_specs(problem, device, largest)
 
     def union_specs(self, problem: Problem, device: DeviceSpec, block: int, heads: int) -> dict[str, KernelSpec]:
         widest = next(dim for dim in _UNION_DIMS if dim >= max(rounded_dims(problem)))
