@@ -484,9 +484,7 @@ def specs_of_results() -> set[KernelSpec]:
 
 
 def run_results() -> int:
-    """Merge three parts whose rows are shared by thread blocks, and measure the recall of a window; return the number
-    of calls.
-    """
+    """Merge three parts with shared rows, and measure the recall of a window; return the number of calls."""
     import cupy
 
     for dtype in MASS_DTYPES:
@@ -612,9 +610,7 @@ def errors_in(output: str) -> int | None:
 
 
 def under(tool: str, name: str, request: dict[str, Any], timeout_s: int) -> Record:
-    """Run a child process under a tool; return the numbers of cases and errors, the seconds, and a description of other
-    failures.
-    """
+    """Run a child process under a tool; return the counts of cases and errors, the seconds, and other failures."""
     paths = [*FOLDERS, str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     code = "import sys, gpu_proof; gpu_proof.child(sys.argv[1])"
     command = [tool, "--tool", name, *OPTIONS.get(name, ()), sys.executable, "-c", code, json.dumps(request)]
