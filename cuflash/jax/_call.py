@@ -99,12 +99,12 @@ class JaxCall:
             if (what, key) not in self._own:
                 self._own[what, key] = make()
             return self._own[what, key]
-        found = looked_up.find(full)
-        if found is None:
+        cached = looked_up.find(full)
+        if cached is None:
             snapshot = looked_up.snapshot()
-            found = make()
-            looked_up.keep(full, found, snapshot)
-        return found
+            cached = make()
+            looked_up.keep(full, cached, snapshot)
+        return cached
 
     def plan(self, executor: str, shapes: Mapping[str, tuple[int, ...]], wrt: tuple[str, ...]) -> Plan:
         """Return the plan for arrays of these shapes, whose mask reads no operand."""
