@@ -20,7 +20,6 @@ from .dropout import Dropout
 from .executors import checks
 from .fp8 import Quantized
 from .keywords import explains_keywords
-from .masks.places import Places
 from .planning.device import DeviceSpec
 from .planning.options import (
     AnyArray, CallOptions, Causality, Directions, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike,
@@ -198,7 +197,7 @@ def attention(
     """
     options = Options(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
-        deterministic, places=Places.of(q_start, kv_start),
+        deterministic, q_start, kv_start,
     )  # fmt: skip
     _, _, o, lse = run(q, k, v, options, out, return_lse, has_gradient=False)
     return (o, lse) if return_lse else o
@@ -299,7 +298,7 @@ def attention_vjp(
     """
     options = Options(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, kernel, executor, precision,
-        deterministic, places=Places.of(q_start, kv_start),
+        deterministic, q_start, kv_start,
     )  # fmt: skip
     with writeable(out):
         plan, arrays, o, lse = run(q, k, v, options, out, return_lse)
@@ -403,7 +402,7 @@ def attention_jvp(
     """
     options = Options(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
-        deterministic, places=Places.of(q_start, kv_start),
+        deterministic, q_start, kv_start,
     )  # fmt: skip
     directions = Directions("attention_jvp", gathered(tangents, q=q_dot, k=k_dot, v=v_dot))
     with writeable(out):
@@ -498,7 +497,7 @@ def attention_hvp(
     """
     options = Options(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, kernel, executor, precision,
-        deterministic, places=Places.of(q_start, kv_start),
+        deterministic, q_start, kv_start,
     )  # fmt: skip
     dots = gathered(tangents, q=q_dot, k=k_dot, v=v_dot, do=do_dot, dlse=dlse_dot)
     o, lse, gradients, gradients_dot = pull(q, k, v, do, dlse, dots, options, return_lse)
@@ -554,7 +553,7 @@ def plan(
         Plan for this device instead of the current one. A plan for a GPU runs on any GPU of its compute capability.
     tangents : str or tuple of str
         Names of arrays, including "q", "k" and "v", whose tangents ``jvp`` and ``backward_jvp`` will take: these passes
-        are then part of the plan. They also run without being named here. Only the cpu executor supports them.
+        are then part of the plan, and `compile` compiles their kernels. They also run without being named here.
 
     Returns
     -------
@@ -587,7 +586,7 @@ def plan(
     """
     options = Options(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, kernel, executor, precision,
-        deterministic, tangents, Places.of(q_start, kv_start),
+        deterministic, q_start, kv_start, tangents,
     )  # fmt: skip
     listed = listed_plan(q, k, v, options) if options.mask is not None and device is None else None
     return listed or planned(q, k, v, options, device)
@@ -615,6 +614,7 @@ def precompile(
     q_start: int = 0,
     kv_start: int = 0,
     device: DeviceSpec | None = None,
+    tangents: str | Sequence[str] = (),
 ) -> tuple[Compiled, ...]:
     """Compile the kernels of a call in advance: for this machine's GPU, or for any GPU, even without one.
 
@@ -631,6 +631,8 @@ def precompile(
     device : DeviceSpec, optional
         Compile for this GPU; the machine code is returned but not cached. By default, kernels are loaded on the
         current device, where later calls use them, and CuPy's cache stores them for other processes.
+    tangents : str or tuple of str
+        As in `plan`: the kernels of these passes are compiled, too.
 
     Returns
     -------
@@ -655,7 +657,7 @@ def precompile(
     """
     options = Options(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, kernel, "gpu", precision,
-        deterministic, places=Places.of(q_start, kv_start),
+        deterministic, q_start, kv_start, tangents,
     )  # fmt: skip
     q, k, v = as_arrays({"q": q, "k": k, "v": v}).values()
     if device is None:  # host arrays only define shapes: the kernels are for a GPU

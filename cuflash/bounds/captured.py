@@ -43,7 +43,7 @@ class Captured:
     def of(cls, score: Score, problem: Problem) -> Captured:
         arrays = host_arrays(dict(score.arrays))
         operands = Operands(problem.numbers, arrays, problem.whole_shape.batch)
-        return cls(score.program, operands, problem.wrt, gradient_in_parts(problem), problem.places)
+        return cls(score.program, operands, problem.wrt, gradient_in_parts(problem), problem.places or Places())
 
     def final(self, s: Array, e_s: Array, allowed: Array, model: Rounding) -> ScoreErrors:
         """Return final scores and derivatives, with errors; all of them are 0 if the mask is False."""

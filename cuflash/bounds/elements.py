@@ -173,11 +173,11 @@ def error_bound(
     >>> bool((of_kernels > of_host).any())                      # the kernels round P to float16 too
     True
     """
+    options = Options(
+        mask, causal, window, scale, score, softcap, bias, None, dropout, wrt, precision=precision, q_start=q_start,
+        kv_start=kv_start,
+    )  # fmt: skip
     if plan is not None:
-        options = Options(
-            mask=mask, causal=causal, window=window, scale=scale, score=score, softcap=softcap, bias=bias, wrt=wrt,
-            dropout=dropout, precision=precision, places=Places.of(q_start, kv_start),
-        )  # fmt: skip
         return _bounds_of_plan(plan, (q, k, v), do, dlse, sink, options, product_dtype, probable, tangents)
     reasons, storage, quantized = flag_reasons("probable", probable), None, (q, k, v)
     if fp8.are_quantized(q, k, v):
@@ -185,16 +185,12 @@ def error_bound(
         refuse(reasons)
         storage, (q, k, v) = v.source_dtype, (x.scaled(np.float64) for x in (q, k, v))
     q, k, v, do, dlse, sink = host_arrays({"q": q, "k": k, "v": v, "do": do, "dlse": dlse, "sink": sink})
-    with collecting(reasons):
-        product_dtype = None if product_dtype is None else _product_dtype(product_dtype)
-    # A call on the simulator may have any precision.
-    options = Options(
-        mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, executor="sim", precision=precision,
-        places=Places.of(q_start, kv_start),
-    )  # fmt: skip
     call = None
     with collecting(reasons):
-        call = Call.of(q, k, v, options)
+        product_dtype = None if product_dtype is None else _product_dtype(product_dtype)
+    with collecting(reasons):
+        # A call on the simulator may have any precision.
+        call = Call.of(q, k, v, options._replace(sink=sink, executor="sim"))
     if call is not None:
         reasons += cotangent_reasons("do", do, call.problem.o_shape())
         reasons += cotangent_reasons("dlse", dlse, call.problem.lse_shape())
@@ -204,14 +200,14 @@ def error_bound(
     problem, composed = call.problem, composed_score(options, q)
     allowed = call.mask.toarray(**problem.mask_shape._asdict())
     model = Rounding.of(storage or problem.dtype, precision, product_dtype, probable)
-    cuts = None
+    cuts = Cuts.of(*quantized) if storage is not None and product_dtype == E4M3 else None
     if storage is not None:
-        cuts = Cuts.of(*quantized) if product_dtype == E4M3 else None
         model = model.of_quantized(are_products_cut=cuts is not None)
     captured = None if composed is None else Captured.of(composed, problem)
-    weights = Weights.of(dropout, problem)
-    given_arrays = q, k, v, do, dlse, sink, tangents or {}
-    return _dense_bounds(*given_arrays, allowed, problem.softmax_scale, model, captured, weights, cuts)
+    arrays = q, k, v, do, dlse, sink, tangents or {}
+    return _dense_bounds(
+        *arrays, allowed, problem.softmax_scale, model, captured, Weights.of(dropout, problem), cuts
+    )
 
 
 def _bounds_of_plan(
@@ -228,9 +224,8 @@ def _bounds_of_plan(
     """Return `error_bound` of a plan; `options` and `product_dtype` must have their defaults."""
     if not isinstance(plan, Plan):
         raise UnsupportedProblem([f"plan must be a Plan or None; got {describe(plan)}: create one with cuflash.plan"])
-    passed = {**options._asdict(), **options.places._asdict(), "product_dtype": product_dtype}
-    usual = {**Options()._asdict(), **Places()._asdict(), "product_dtype": None}
-    del passed["places"]
+    passed = {**options._asdict(), "product_dtype": product_dtype}
+    usual = {**Options()._asdict(), "product_dtype": None}
     reasons = [
         f"{name} must be left out if plan is passed, which has its own; got {describe(value)}"
         for name, value in passed.items()
@@ -254,7 +249,7 @@ def _bounds_of_plan(
         held = [to_host(plan._captured[array.name]) for array in problem.score.arrays]
         operands = ProgramOperands(problem.numbers, held, problem.whole_shape.batch)
         parts = gradient_in_parts(problem)
-        captured = Captured(problem.score, operands, problem.wrt, parts, problem.places)
+        captured = Captured(problem.score, operands, problem.wrt, parts, problem.places or Places())
     if problem.dropout is not None:
         seed, offset = plan._numbers
         dropout = Dropout(1 - 1 / problem.dropout.factor, plan._captured.get(SEED, seed), offset)

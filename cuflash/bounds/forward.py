@@ -8,6 +8,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..dropout import Dropout
+from ..masks.places import Places
 from ..fp8.cuts import Cuts
 from ..planning.problem import Problem
 from ..scores.roundoff import ScoreErrors
@@ -28,7 +29,7 @@ class Weights:
         if dropout is None or problem.dropout is None:
             return cls()
         shape, factor = problem.mask_shape, problem.dropout.factor
-        whole, places = problem.whole_shape, problem.places
+        whole, places = problem.whole_shape, problem.places or Places()
         queries, keys = places.queries(np.arange(shape.seqlen_q)), places.kv_start + np.arange(shape.seqlen_kv)
         factors = dropout.keep((whole.num_batch, *whole[1:]), queries, keys)
         b, h = places.batch_start, places.head_start

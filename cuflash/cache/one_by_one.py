@@ -13,6 +13,7 @@ from ..calls._call import Call
 from ..executors._bound_plan import BoundPlan
 from ..executors._host_tiles import KeptTiles
 from ..executors._layout_key import layout_key
+from ..masks import ChosenBlocks
 from ..masks.base import Band
 from ..planning._call_cache import CALLS
 from ..planning.decoding import MOST_ROWS
@@ -67,7 +68,7 @@ class OwnRowsStep(AttendStep):
         self._dtype = rows.gathered_dtype(q.dtype)
         k, v = (ShapeDtype((x.shape[1], cache.capacity, x.shape[3]), self._dtype) for x in (rows.k, rows.v))
         requested = Options(
-            sink=_own_sink(sink, 0), score=self._placed, scale=options.scale, kernel=options.kernel,
+            sink=sink_of(sink, 0), score=self._placed, scale=options.scale, kernel=options.kernel,
             executor=options.executor, precision=options.precision,
         )  # fmt: skip
         self._call = Call.of(q[0].astype(self._dtype, copy=False), k, v, requested)
@@ -82,14 +83,14 @@ class OwnRowsStep(AttendStep):
 
     def attend(
         self, cache: CacheState, q: Array, o: Array, lse: Array | None, counts: Sequence[int] | None,
-        sink: Array | None, score: Score | None,
+        sink: Array | None, score: Score | None, chosen: ChosenBlocks | None = None,
     ) -> None:  # fmt: skip
         """Compute o and lse of all sequences. The first `counts` rows of q belong to each; None means all rows."""
         lse = self.make_lse() if lse is None else lse
         for sequence, (table, length) in enumerate(zip(cache.pages.tables, cache.lengths)):
-            own_sink, new = _own_sink(sink, sequence), q.shape[2] if counts is None else counts[sequence]
+            own_sink, new = sink_of(sink, sequence), q.shape[2] if counts is None else counts[sequence]
             if new < q.shape[2]:
-                o[sequence], lse[sequence] = _without_keys(own_sink, lse)
+                o[sequence], lse[sequence] = results_without_keys(own_sink, lse)
             for part in self._parts(length, new):
                 k, v = cache.rows.gather(table, part.first, part.stop, q.dtype)
                 arrays = {"q": q[sequence, :, part.queries], "k": k, "v": v}
@@ -151,14 +152,14 @@ class OwnRowsStep(AttendStep):
             yield _Part(slice(0, new), first, length, band)
 
 
-def _own_sink(sink: Array | None, sequence: int) -> Array | None:
+def sink_of(sink: Array | None, sequence: int) -> Array | None:
     """Return the 1-d sink of a sequence."""
     if sink is None or sink.ndim < 2:
         return sink
     return sink[sequence if sink.shape[0] > 1 else 0]
 
 
-def _without_keys(sink: Array | None, lse: Array) -> tuple[Any, Any]:
+def results_without_keys(sink: Array | None, lse: Array) -> tuple[Any, Any]:
     """Return o and lse of queries that attend no key: 0, and -inf or the sink; NaN if the sink is NaN or +inf."""
     if sink is None:
         return 0, -np.inf

@@ -19,7 +19,7 @@ from ..layouts import device_number, is_differentiated
 from ..masks._chosen import chosen_masks
 from ..masks.base import Mask
 from ..masks.content import held_arrays
-from ..masks.places import placed
+from ..masks.places import Places, placed
 from ..planning.device import DeviceSpec
 from ..planning.dropout_launches import numbers_of, seed_array
 from ..planning.options import Options
@@ -264,15 +264,16 @@ def _posed(
     """
     reasons, resolved = list[str](), None
     problem = problem_of(reasons, q, k, v, scale=options.scale, precision=precision)
-    place_reasons = [] if problem is None else options.places.reasons(problem.mask_shape)
-    if problem is not None and not place_reasons:
-        problem = replace(problem, places=options.places)
-    reasons += place_reasons
+    whole = None if problem is None else problem.mask_shape
+    if problem is not None and (options.q_start or options.kv_start or options.places):
+        places = options.places or Places(options.q_start, options.kv_start)
+        reasons += (place_reasons := places.reasons(problem.mask_shape))
+        problem = problem if place_reasons else replace(problem, places=places)
+        whole = None if place_reasons else problem.whole_shape
     with collecting(reasons):
         if problem is not None:
             problem = with_operands(problem, {"sink": sink}, options.wrt, composed, options.dropout)
-    if problem is not None and not place_reasons:
-        whole = problem.whole_shape
+    if problem is not None and whole is not None:
         with collecting(reasons):
             mask = mask() if isinstance(mask, partial) else mask
             for chosen in chosen_masks(mask):
@@ -280,7 +281,7 @@ def _posed(
                 if checks.is_on():
                     chosen.require_numbers(whole.seqlen_kv)
             resolved = requested_mask(mask, options.causal, options.window, whole, where)
-            resolved = placed(resolved, problem.places)
+            resolved = resolved if problem.places is None else placed(resolved, problem.places)
         reasons += alignment_reasons(composed, mask, options.causal, whole)
     return problem, resolved, reasons
 

@@ -144,13 +144,14 @@ def clear(x: Array, where: Array | None) -> None:
 
 
 def coordinates(
-    places: Places, heads: Sequence[tuple[int, int]], queries: Sequence[slice | Array], keys: Sequence[slice | Array]
-) -> tuple[Array, ...]:
+    places: Places | None, heads: Sequence[tuple[int, int]], queries: Sequence[slice | Array],
+    keys: Sequence[slice | Array],
+) -> tuple[Array, ...]:  # fmt: skip
     """Return b, h, i and j of tiles of scores, which broadcast against [tiles, keys, queries].
 
     Parameters
     ----------
-    places : Places
+    places : Places, optional
         Where the call stands in a larger one, whose coordinates these are.
     heads : sequence of (batch entry, query head)
         One per tile.
@@ -158,7 +159,8 @@ def coordinates(
         The rows of each tile.
     """
     b, h = np.array(heads, np.int64).T[..., None, None]
-    return places.coordinates(b, h, _stacked(queries)[:, None, :], _stacked(keys)[:, :, None])
+    at = b, h, _stacked(queries)[:, None, :], _stacked(keys)[:, :, None]
+    return at if places is None else places.coordinates(*at)
 
 
 def _stacked(rows: Sequence[slice | Array]) -> Array:

@@ -15,7 +15,6 @@ from ..arrays import flag_reasons, is_array
 from ..errors import refuse
 from ..keywords import explains_keywords
 from ..layouts import is_tracer
-from ..masks.places import Places
 from ..planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, Window,
 )  # fmt: skip
@@ -143,7 +142,7 @@ def attention(
     """
     options = Options(
         mask, causal, window, scale, _with_arrays_of_jax(score), softcap, _of_jax(bias), _of_jax(sink), dropout, (),
-        kernel, executor, precision, deterministic, places=Places.of(q_start, kv_start),
+        kernel, executor, precision, deterministic, q_start, kv_start,
     )  # fmt: skip
     refuse(flag_reasons("return_lse", return_lse) + traced_reasons(options))
     call, arrays, options = JaxCall.of(_of_jax(q), _of_jax(k), _of_jax(v), options)

@@ -39,16 +39,6 @@ class Places(NamedTuple):
     q_runs: tuple[tuple[int, int], ...] = ()
     of_all: MaskShape | None = None
 
-    @classmethod
-    def of(cls, q_start: int, kv_start: int) -> Places:
-        """Return the places of a call whose queries and keys start at these positions, unchecked."""
-        return cls(q_start, kv_start) if q_start or kv_start else _WHOLE
-
-    @property
-    def is_whole(self) -> bool:
-        """True if the call is not a part of a larger one."""
-        return self == _WHOLE
-
     @property
     def starts(self) -> tuple[int, int, int, int]:
         """The first batch entry, head, query and key."""
@@ -56,8 +46,8 @@ class Places(NamedTuple):
 
     def whole(self, shape: MaskShape) -> MaskShape:
         """Return the shape of the larger call, of which a call of this shape is a part."""
-        if self.of_all is not None or self.is_whole:
-            return self.of_all or shape
+        if self.of_all is not None:
+            return self.of_all
         last = self.q_runs[-1][1] if self.q_runs else self.q_start + shape.seqlen_q
         return MaskShape(shape.batch, self.head_start + shape.num_heads, last, self.kv_start + shape.seqlen_kv)
 
@@ -79,7 +69,7 @@ class Places(NamedTuple):
             for name, start in (("q_start", self.q_start), ("kv_start", self.kv_start))
             if not (is_int(start) and 0 <= start <= MAX_SEQLEN)
         ]
-        if reasons or self.is_whole:
+        if reasons:
             return reasons
         ends = self.whole(shape)
         return [
@@ -87,9 +77,6 @@ class Places(NamedTuple):
             for name, length, start in (("q_start", "seqlen_q", self.q_start), ("kv_start", "seqlen_kv", self.kv_start))
             if getattr(ends, length) > MAX_SEQLEN
         ]
-
-
-_WHOLE = Places()
 
 
 @lru_cache(maxsize=64)
@@ -102,8 +89,6 @@ def _positions(runs: tuple[tuple[int, int], ...]) -> Array:
 
 def placed(mask: Mask, places: Places) -> Mask:
     """Return the part of a resolved mask that a call at some places sees, in the call's own coordinates."""
-    if places.is_whole:
-        return mask
     parts = mask.operands if type(mask) is And else (mask,)
     return intersection([_placed(part, places) for part in parts])
 
@@ -135,6 +120,13 @@ class Placed(Mask):
     @property
     def _has_intervals(self) -> bool:
         return self.mask._has_intervals
+
+    @property
+    def _natural_block(self) -> tuple[int, int] | None:
+        block, places = self.mask._natural_block, self.places
+        if block is None or places.q_runs or places.q_start % block[0] or places.kv_start % block[1]:
+            return None
+        return block
 
     def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
         last = self.places.queries(i1 - 1)

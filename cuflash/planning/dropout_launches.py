@@ -90,10 +90,12 @@ def require_number(dropout: Any) -> None:
 
 def with_dropout(kernels: Kernels, draws: Draws) -> Kernels:
     """Return the launches with dropout in each kernel that computes weights or gradients of scores."""
-    return replace(kernels, forward=_pass(kernels.forward, draws), backward=_pass(kernels.backward, draws))
+    forward, backward = (pass_with_dropout(each, draws) for each in (kernels.forward, kernels.backward))
+    return replace(kernels, forward=forward, backward=backward)
 
 
-def _pass(kernels: Pass, draws: Draws) -> Pass:
+def pass_with_dropout(kernels: Pass, draws: Draws) -> Pass:
+    """Return a pass with dropout in each kernel that computes weights or gradients of scores."""
     launches: Mapping[str, Launch] = {
         role: _drawing(launch, draws) if launch.spec.entry.draws_dropout else launch
         for role, launch in kernels.launches.items()

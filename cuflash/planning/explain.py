@@ -80,13 +80,13 @@ def _described_dropout(draws: Draws, seed: int, offset: int) -> str:
 def _described_kernels(plan: KernelPlan, notes: Mapping[str, str]) -> list[str]:
     kernels = plan.kernels
     assert kernels is not None
-    launches = {**kernels.forward.launches, **kernels.backward.launches}
+    launches = {role: launch for each in plan.passes.values() for role, launch in each.launches.items()}
     num_batch = plan.problem.mask_shape.num_batch
     lines = [
         _described_launch(launch, num_batch, notes.get(entry, "not compiled yet"))
         for entry, launch in launches.items()
     ]
-    if "combine" in launches:
+    if "combine" in launches or kernels.num_splits > 1:
         packed = ", which holds a group's heads" if launches["forward"].spec.pack_gqa else ""
         lines.append(f"splits     {kernels.num_splits} blocks share the keys of a tile{packed}")
     if "scores" in kernels.forward.workspaces:

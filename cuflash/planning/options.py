@@ -100,8 +100,7 @@ class Options(NamedTuple):
     """All arguments of a call except q, k, v and output arrays, unchecked and as the caller passed them.
 
     The public functions list these arguments with their types, and pass them on as this one value. An argument of all
-    calls is a field of this class, a key of `CallOptions`, and a parameter of each public function. `places` holds
-    q_start and kv_start.
+    calls is a field of this class, a key of `CallOptions`, and a parameter of each public function.
     """
 
     mask: MaskLike | None = None
@@ -118,8 +117,10 @@ class Options(NamedTuple):
     executor: str = "auto"
     precision: str = "ieee"
     deterministic: bool = False
+    q_start: int = 0
+    kv_start: int = 0
     tangents: Directions | str | Sequence[str] = ()  # names, or a `Directions`
-    places: Places = Places()
+    places: Places | None = None  # of a call on one of several devices, instead of q_start and kv_start
 
     def key(self, layout: Hashable, *more: Hashable) -> Hashable:
         """Return the key of a call in the cache; it does not depend on the call's data.
@@ -138,14 +139,14 @@ class Options(NamedTuple):
             and True), softcap and bias have not been merged into one Score, or the mask's contents may change.
         """
         mask, causal, window, scale, score, softcap, bias, _, dropout, wrt = self[:_FIRST_WORD]
-        kernel, executor, precision, deterministic, tangents, _ = words = self[_FIRST_WORD:]
+        kernel, executor, precision, deterministic, q_start, kv_start, tangents, places = words = self[_FIRST_WORD:]
         if layout is None or not (softcap is bias is None and (mask is None or isinstance(mask, Mask))):
             return None
         if type(scale) not in _SCALES or type(deterministic) not in _FLAGS or type(causal) not in (bool, str):
             return None
         if not (type(kernel) is type(executor) is type(precision) is str and type(dropout) in _DROPOUTS):
             return None
-        if self.places is not _WHOLE and not set(map(type, self.places.starts)) <= {int}:
+        if type(q_start) is not int or type(kv_start) is not int or places is not None:
             return None
         wrt = tuple(wrt) if isinstance(wrt, list) else wrt
         if type(wrt) is not str and (type(wrt) is not tuple or wrt and set(map(type, wrt)) != {str}):
@@ -156,7 +157,7 @@ class Options(NamedTuple):
             names = tuple(tangents.arrays()) if type(tangents) is Directions else tangents
             if type(names) is not tuple or set(map(type, names)) != {str}:
                 return None
-            words = *words[:-2], names, self.places
+            words = *words[:-2], names
         program = None
         if score is not None:
             if not isinstance(score, Score):
@@ -171,4 +172,3 @@ class Options(NamedTuple):
 
 
 _FIRST_WORD = Options._fields.index("kernel")
-_WHOLE = Places.of(0, 0)

@@ -80,8 +80,9 @@ class Problem:
         Rows that share a scale, if q, k and v are FP8 (e4m3); `dtype` is then the dtype of o.
     tangents : tuple of str
         Names of arrays that have tangents.
-    places : Places
-        Where the arrays stand in a larger call, whose positions the score function and dropout take.
+    places : Places, optional
+        Where the arrays stand in a larger call, whose positions the score function and dropout take; None for a call
+        that is not a part of another.
     wide_gradients : bool
         dk and dv are in the accumulator's dtype, to be added to those of other calls before they are rounded.
     """
@@ -107,7 +108,7 @@ class Problem:
     dropout: Draws | None = None
     rows_per_scale: RowsPerScale | None = None
     tangents: tuple[str, ...] = ()
-    places: Places = Places()
+    places: Places | None = None
     wide_gradients: bool = False
 
     def __getstate__(self) -> Any:
@@ -170,7 +171,7 @@ class Problem:
     @property
     def whole_shape(self) -> MaskShape:
         """The shape of the larger call, which bounds the positions of score functions and masks."""
-        return self.places.whole(self.mask_shape)
+        return self.mask_shape if self.places is None else self.places.whole(self.mask_shape)
 
     @cached_property
     def accumulator(self) -> np.dtype[np.generic]:

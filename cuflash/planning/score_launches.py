@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..scores.program import Program, derived
+from ..scores.program import Program, derived, pushed
 from .captured_sums import OWN, address_rank, kinds_of_sums, sums_name, with_captured_sums
 from .launches import Feature, Kernels, Launch, Pass
 from .problem import Problem
@@ -144,13 +144,32 @@ def _changed(
     """Return a launch whose kernel runs the program, and accumulates gradients if the program returns their slopes."""
     arrays = tuple(array_name(array.name) for array in program.arrays)
     adds = len(program.results) > 2
-    is_placed = not problem.places.is_whole
+    is_placed = problem.places is not None
     spec = replace(launch.spec, score=program, score_wrt=wrt, score_sums=sums, score_is_placed=is_placed)
     gradients = tables(program, wrt, sums)[len(program.arrays) :] if adds else ()
     return replace(
         launch, spec=spec, reads=(*launch.reads, *arrays, *gradients), writes=(*launch.writes, *gradients),
         features=(*launch.features, NAME, *[MAP_NAME] * launch.spec.score_is_staged),
     )  # fmt: skip
+
+
+def with_pushed_score(kernels: Pass, problem: Problem) -> Pass:
+    """Return a pass whose kernels apply the problem's score function, or its derivative if they compute gradients, and
+    differentiate it along the tangents."""
+    program = problem.score
+    if program is None:
+        return kernels
+    if any(launch.spec.entry.loads_do for launch in kernels.launches.values()):
+        program = derived(program)
+    names = [operand.name for operand in problem.operands if operand.is_captured and operand.name in problem.tangents]
+    moves_score = not {"q", "k"}.isdisjoint(problem.tangents)
+    if names or moves_score:
+        program = pushed(program, names, moves_score=moves_score)
+    launches = {
+        role: _changed(launch, problem, program, (), ()) if launch.spec.entry.applies_score else launch
+        for role, launch in kernels.launches.items()
+    }
+    return _pass(kernels, launches, _feature(program, (), problem, ()))
 
 
 def with_score_argument(kernels: Pass, problem: Problem, role: str) -> Pass:
@@ -178,10 +197,9 @@ def _feature(program: Program, wrt: tuple[str, ...], problem: Problem, sums: tup
     with np.errstate(over="ignore"):  # numbers beyond float32's range become infinite
         numbers = np.asarray(problem.numbers, problem.accumulator).tolist()
     values = _values(program, numbers, problem.whole_shape.batch, _room_for_numbers(program, problem.accumulator))
-    places = problem.places
-    if not places.is_whole:
-        values["starts"] = list(places.starts)
-    record = layout(program, wrt, problem.accumulator, sums, not places.is_whole)
+    if problem.places is not None:
+        values["starts"] = list(problem.places.starts)
+    record = layout(program, wrt, problem.accumulator, sums, problem.places is not None)
     return Feature(NAME, record, values, tables(program, wrt, sums))
 
 

@@ -140,12 +140,17 @@ class KernelSpec:
         The kernel reads the seed of dropout from an array.
     is_paged : bool
         Keys and values are stored in the pages of a cache.
+    is_chosen : bool
+        Each query attends chosen blocks of the keys in a cache.
     part_keys : int
         Keys per part if parts start at multiples of this number; 0 if parts depend on the length of their sequence.
     is_quantized : bool
         q, k and v are FP8 (e4m3) with scales, and `dtype` is the dtype of o.
     splits_head_dim : bool
         Rows of q and k are longer than `head_dim`, and are loaded in chunks of `head_dim` elements.
+    tangents : tuple of str
+        The arrays along whose tangents the kernel differentiates: "q", "k", "v", "sink", and "score" if arrays of the
+        score function have tangents.
     score : Program, optional
         The score function; its derivative for kernels that compute gradients.
     score_wrt : tuple of str
@@ -191,9 +196,11 @@ class KernelSpec:
     has_dropout: bool = False
     reads_dropout_seed: bool = False
     is_paged: bool = False
+    is_chosen: bool = False
     part_keys: int = 0
     is_quantized: bool = False
     splits_head_dim: bool = False
+    tangents: tuple[str, ...] = ()
     score: Program | None = None
     score_wrt: tuple[str, ...] = ()
     score_sums: tuple[str, ...] = ()
@@ -228,6 +235,11 @@ class KernelSpec:
         return self.finishes_dq_in_order or self.last_finishes_dq
 
     @property
+    def moves_scores(self) -> bool:
+        """True if scores, or arrays of the score function, have tangents."""
+        return not {"q", "k", "score"}.isdisjoint(self.tangents)
+
+    @property
     def accumulator(self) -> np.dtype[np.generic]:
         """The dtype of accumulators: float64 for float64, else float32."""
         return accumulator_dtype(self.dtype)
@@ -237,6 +249,7 @@ class KernelSpec:
         return 32 * self.num_warps
 
     def __str__(self) -> str:
-        listed = [field.name for field in fields(self)[1:] if not field.name.startswith("score")]
+        listed = [field.name for field in fields(self)[1:] if not field.name.startswith(("score", "tangents"))]
         of_score = [] if self.score is None else [f"score {len(self.score.instructions)} operations"]
-        return " ".join([self.name, *(f"{name} {getattr(self, name)}" for name in listed), *of_score])
+        moved = [f"tangents of {', '.join(self.tangents)}"] if self.tangents else []
+        return " ".join([self.name, *(f"{name} {getattr(self, name)}" for name in listed), *moved, *of_score])

@@ -52,7 +52,7 @@ def can_stage(problem: Problem) -> bool:
     """
     array = staged_array(problem.score)
     operand = None if array is None else problem.operand(array.name)
-    return operand is not None and operand.shape[-1] % _PACKET == 0 and problem.places.is_whole
+    return operand is not None and operand.shape[-1] % _PACKET == 0 and problem.places is None
 
 
 def gradient_in_parts(problem: Problem) -> str | None:

@@ -18,7 +18,6 @@ from ..dropout import Dropout
 from ..errors import refuse
 from ..keywords import explains_keywords
 from ..layouts import has_dual_level, is_tensor
-from ..masks.places import Places
 from ..planning.dropout_launches import require_number
 from ..planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, Window,
@@ -80,7 +79,7 @@ def attention(
     out: Any = None,
     return_lse: bool = False,
 ) -> Any:
-    """Compute exact attention of PyTorch tensors; PyTorch can differentiate o and lse.
+    """Compute exact attention of PyTorch tensors; PyTorch can differentiate o and lse twice, in both modes.
 
     Parameters
     ----------
@@ -132,7 +131,10 @@ def attention(
     tensors are dense: a model that stores tokens before heads needs no copies.
     q, k, v, bias, sink and the real tensors of a score have gradients if they require them. Those of bias, sink and
     score tensors are computed only on request. On a GPU no call synchronizes. Once a call has run forward and backward,
-    identical calls can be captured by `torch.cuda.graph`. Second derivatives are not available.
+    identical calls can be captured by `torch.cuda.graph`.
+    Tangents of `torch.func.jvp` and `torch.autograd.forward_ad`, second derivatives in every order except a tangent of a
+    tangent, and `torch.vmap` run passes of the library, with memory linear in the length; on a GPU they are refused. A
+    third derivative is refused.
 
     Examples
     --------
@@ -148,7 +150,7 @@ def attention(
     """
     options = Options(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
-        deterministic, places=Places.of(q_start, kv_start),
+        deterministic, q_start, kv_start,
     )  # fmt: skip
     if torch.compiler.is_compiling():
         called: Any = torch.compiler.disable(_called)(q, k, v, options, out, return_lse)

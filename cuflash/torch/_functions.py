@@ -17,7 +17,7 @@ import torch
 from torch._C import _are_functorch_transforms_active as is_transforming
 from torch.autograd import Function
 
-from ..errors import UnsupportedProblem, refuse
+from ..errors import UnsupportedProblem
 from ..layouts import has_dual_level
 from ..planning.options import DOT
 from ._passes import Call
@@ -97,12 +97,8 @@ def _with_passes(kind: Any) -> Any:
 
     def vmap(info: Any, in_dims: Any, call: AnyCall, wrt: Sequence[str], *tensors: Any) -> Any:
         if not isinstance(call, Transformed):
-            raise UnsupportedProblem(
-                [
-                    "gradients of a call outside of torch.vmap must not be batched: make the call inside torch.vmap, "
-                    "or differentiate it with torch.func.vjp"
-                ]
-            )
+            fix = "make the call inside torch.vmap, or differentiate it with torch.func.vjp"
+            raise UnsupportedProblem([f"gradients of a call outside of torch.vmap must not be batched: {fix}"])
         names = kind.names_of(call)
         results = call.batched(
             info.batch_size, dict(zip(names, tensors)), dict(zip(names, in_dims[2:])), wrt,
@@ -191,8 +187,8 @@ class _Tangent(Function):
     @staticmethod
     def jvp(ctx: Any, *dots: Any) -> NoReturn:
         fix = "take torch.func.jvp of torch.func.grad, or finite differences of the tangent"
-        refuse([f"attention must not have a tangent of its tangent, which no pass computes; got one: {fix}"])
-        raise AssertionError
+        rule = "attention must not have a tangent of its tangent, which no pass computes; got one"
+        raise UnsupportedProblem([f"{rule}: {fix}"])
 
 
 @_with_passes
@@ -271,8 +267,7 @@ class _Second(Function):
 
 def _refuse_third() -> NoReturn:
     fix = "take finite differences of the second, and leave torch.autograd.forward_ad.dual_level before backward"
-    refuse([f"attention must be differentiated at most twice; got a third derivative: {fix}"])
-    raise AssertionError
+    raise UnsupportedProblem([f"attention must be differentiated at most twice; got a third derivative: {fix}"])
 
 
 def _present(names: Iterable[str], tensors: Iterable[Tensor | None]) -> dict[str, Tensor]:

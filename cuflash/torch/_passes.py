@@ -69,8 +69,7 @@ class _ByArrays:
             arrays = {each: self._array(tensor) for each, tensor in tensors.items()}
             if self._ready is None:
                 options = _over({each: arrays[each] for each in self.names}, self._options)
-                q, k, v = (arrays[each] for each in self.names[:3])
-                self._ready = planned(q, k, v, options)
+                self._ready = planned(arrays["q"], arrays["k"], arrays["v"], options)
             arrays = _read_by(name, arrays, self._ready._plan.problem)
             return tuple(map(as_tensor, self._ready._run(name, arrays, {})))
 

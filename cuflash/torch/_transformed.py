@@ -21,6 +21,7 @@ from ..scores import Score
 from ._passes import Call, looked_up_call, ran
 from ._tensors import Tensor, own_integers
 
+_MASKS = Mask.__module__.rpartition(".")[0]
 _ALIGNED = ("sink", "bias")  # operands that may have batch axes, aligned to the last ones of q, k and v
 
 
@@ -151,9 +152,8 @@ def _is_uniform(mask: Any) -> bool:
     if not isinstance(mask, Mask):
         return mask is None or is_tensor(mask) or is_array(mask)
     parts = [*held_masks(mask)]
-    return all(type(part).__module__.startswith("cuflash.masks.") for part in parts) and not any(
-        isinstance(part, FromFunction) for part in parts
-    )
+    are_own = all(type(part).__module__.rpartition(".")[0] == _MASKS for part in parts)
+    return are_own and not any(isinstance(part, FromFunction) for part in parts)
 
 
 def _layout(tensors: Any) -> Hashable:

@@ -58,7 +58,7 @@ from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Structure
 from cuflash.planning.families import sm90
 from cuflash.arrays import as_dtype
-from cuflash.planning.appending import append_spec
+from cuflash.planning.appending import append_spec, bounds_spec
 from cuflash.planning.captured_sums import sums_spec
 from cuflash.planning.decoding import decode_reasons, decode_spec
 from cuflash.planning.prefill import intervals_spec, prefill_reasons, prefill_spec
@@ -224,6 +224,7 @@ class Case(NamedTuple):
     deterministic: bool
     is_device_mask: bool  # the mask's arrays are on the device, and kernels build its list
     structure: Structure
+    has_tangents: bool = False  # the tangents of o and lse are computed, too
     # Planned as for a GPU with few multiprocessors, so that blocks finish dQ, as in calls with many heads
     is_large: bool = False
 
@@ -257,7 +258,7 @@ class Case(NamedTuple):
         shapes = [cuflash.ShapeDtype(x.shape, x.dtype) for x in (example.q, example.k, example.v)]
         sink = {} if example.sink is None else {"sink": cuflash.ShapeDtype(example.sink.shape, example.sink.dtype)}
         options = {**self.options, **sink, "wrt": tuple(sink), "device": self.device(device)}
-        options["dropout"] = example.dropout
+        options |= {"dropout": example.dropout, "tangents": ("q", "k", "v") if self.has_tangents else ()}
         return cuflash.plan(*shapes, mask=self.mask, **options, executor="gpu")._plan
 
 
@@ -313,9 +314,14 @@ def cases(config: Config) -> Iterator[tuple[str, Case]]:
 
         for number, (kind, mask) in enumerate(kinds.items(), turn):
             yield kind, case(number, mask)
+        moves = precision == "ieee" and kernel not in ("fa1", "naive")
         if kernel != "fa1":
-            yield "dense", case(turn, sink=(4,))
-            yield "causal", case(turn, masks.Causal("bottom_right"), dropout=cuflash.Dropout(0.3, seed=turn))
+            causal, dropout = masks.Causal("bottom_right"), cuflash.Dropout(0.3, seed=turn)
+            yield "dense", case(turn, sink=(4,))._replace(has_tangents=moves)
+            yield "causal", case(turn, causal, dropout=dropout)._replace(has_tangents=moves)
+        if moves:
+            yield "lengths", case(turn, kinds["lengths"])._replace(has_tangents=True)
+            yield "blocks of 64", case(turn, kinds["blocks of 64"])._replace(has_tangents=True)
         if kernel in ("sm80", "sm90"):
             for number in (0, 1):
                 yield "dense", case(number, head_dim=256, value_dim=256)
@@ -336,6 +342,8 @@ def cases(config: Config) -> Iterator[tuple[str, Case]]:
             for group_size in (1, 4):
                 few = {"seqlen_q": 3, "seqlen_kv": 1100, "num_kv_heads": 4 // group_size}
                 yield "few queries", case(turn, **few, head_dim=64, value_dim=64)
+                if precision == "ieee":  # by a kernel that no family's name selects
+                    yield "few queries", case(turn, **few, head_dim=64, value_dim=64)._replace(kernel="auto")
 
 
 def control(kernel: str) -> Case:
@@ -371,6 +379,8 @@ def run_case(case: Case, *, leaves_k_unwritten: bool = False) -> None:
     dlse = None if example.dlse is None else to_device(np.ascontiguousarray(example.dlse), "contiguous")
     with zeros_for_sums(ready._plan) if case.kernel in UNSEEN else nullcontext():
         ready.backward(do, q, k, v, o, lse, dlse=dlse, **sink)
+    if case.has_tangents:
+        ready.jvp(q, k, v, o, lse, q, k, v, **sink)
     if case.makes_lists:
         cuflash.attention(q, k, v, mask=mask, out=out, **case.options, **sink)
     cupy.cuda.get_current_stream().synchronize()
@@ -391,12 +401,12 @@ def specs_of_caches(device: DeviceSpec) -> set[KernelSpec]:
     """Return the KV-cache kernels that these calls launch."""
     specs = set()
     for dtype, heads, rows, _, has_8_bits in CACHES:
-        specs.add(append_spec(as_dtype("dtype", dtype), is_quantized=has_8_bits))
+        specs |= {append_spec(as_dtype("dtype", dtype), is_quantized=has_8_bits), bounds_spec(as_dtype("dtype", dtype))}
         q, k = (cuflash.ShapeDtype((3, *shape, 64), dtype) for shape in ((heads, rows), (2, 300)))
         problem = Problem.of(q, k, k)
         if not decode_reasons(problem, device):
             spec = decode_spec(problem, device, is_quantized=has_8_bits)
-            specs |= {spec, replace(spec, has_sink=True)}
+            specs |= {spec, replace(spec, has_sink=True), replace(spec, is_chosen=True)}
         elif not prefill_reasons(problem, device, "sm90"):
             spec, of_queries = prefill_spec(problem, device, "sm90"), intervals_spec(problem.dtype)
             specs |= {spec, of_queries, replace(spec, has_sink=True), replace(of_queries, has_sink=True)}
@@ -411,11 +421,15 @@ def run_caches() -> int:
         pages = {} if page_size is None else {"page_size": page_size, "num_pages": 60}
         q_dtype = as_dtype("dtype", dtype)
         cache_dtype = as_dtype("dtype", "float8_e4m3fn") if has_8_bits else q_dtype
+        if pages and not has_8_bits:
+            pages["keeps_page_bounds"] = True
         cache = cuflash.KVCache(batch=3, dtype=cache_dtype, xp=cupy, **_CACHE, **pages)
         k, q = (cupy.full((3, *shape, 64), 1, q_dtype) for shape in ((2, 200), (heads, rows)))
         cache.append(k, k, counts=[200, 0, 130])
         if q_dtype.itemsize == 2:
             cache.attention(q)
+            lists = cupy.asarray(np.random.default_rng(0).integers(-1, 4, (2, rows, 3)))
+            cache.attention(q, mask=masks.ChosenBlocks(lists, 64))
             cache.reserve([290, 90, 290])
             counts = cupy.asarray(np.array([90, 90, 5], np.int32))
             cache.append(k, k, counts=counts)

@@ -105,7 +105,21 @@ struct QStorage : QTiles<Config> {
   // The number of steps in flight between producer and copy warps, and one more that the producer prepares.
   static constexpr int kNumHeadWorks = kNumStages + 1;
 
-  struct SharedStorage {
+  // If queries choose their blocks: what else the producer stores about work tiles and steps.
+  static constexpr bool kPacksQueries = Config::kPacksQueries;
+  static constexpr int kMaxGathered = 8;  // queries of a step, at most
+  struct NoGatheredWork {};
+  struct GatheredWork {
+    struct Part {
+      const float *lse, *delta;  // of the first query of the first head
+      int number;  // which part of the queries of its keys a work tile has
+    };
+    Part parts[kNumHeadWorks];
+    int queries_of_steps[kNumStages][kMaxGathered];
+    int is_last_part;  // this block adds the sums of all parts
+  };
+
+  struct SharedStorage : tile::Conditional<kPacksQueries, GatheredWork, NoGatheredWork> {
     StageQueries queries[kNumStages];
     tile::PipelineSlot k, v, q[kNumStages], d_o[kDoStages];
     uint64_t message_ready[kNumStages];  // signals copy warps that the message is written

@@ -20,7 +20,8 @@ struct QTiles : QueryTileStats<Config> {
   static constexpr int kNumConsumers = kMakesDq ? 2 : 1;
   // Registers per thread: at launch, and of each role after warpgroups have redistributed them.
   static constexpr int kRegistersPerThread = kMakesDq ? 168 : 128;
-  static constexpr int kProducerRegisters = kMakesDq || kHeadDim > 64 || kValueDim > 64 ? 24 : 40;
+  static constexpr int kProducerRegisters =
+      kMakesDq || kHeadDim > 64 || kValueDim > 64 ? (Config::kPacksQueries ? 24 : 24) : 40;
   static constexpr int kConsumerRegisters = kMakesDq ? 240 : 256 - kProducerRegisters;
   static_assert(kProducerRegisters + kNumConsumers * kConsumerRegisters <= kRegistersPerThread * (1 + kNumConsumers),
                 "warpgroups cannot take more registers than the block has");

@@ -27,9 +27,10 @@ from cuflash.compiler import source as sources
 from cuflash.arrays import BFLOAT16, DTYPES, UP_TO_FLOAT32
 from cuflash.compiler.nvrtc import Compiled
 from cuflash.planning._result_kernels import every_result_spec
-from cuflash.planning.appending import append_spec
+from cuflash.planning.appending import append_spec, bounds_spec
 from cuflash.planning.chosen_lists import COLUMN_SPECS, UNIONS
 from cuflash.planning.decoding import decode_spec
+from cuflash.planning.few_queries import FEW_QUERIES_ENTRY
 from cuflash.planning.prefill import intervals_spec, prefill_spec
 from cuflash.planning.problem import PRECISIONS, Problem
 from cuflash.planning.spec import KernelSpec
@@ -52,6 +53,7 @@ from executors import is_long
 CHIPS = ("T4", "A100", "RTX 3090", "L4", "H100", "B200", "RTX 5090")
 MOST_SPECS, MOST_SPECS_OF_A_GPU = 14000, 10000
 LENGTHS = (1, 1000)  # a tile of few queries, and a whole one
+TANGENTS = (("q",), ("k", "v"), ("q", "k", "v"))  # the long profile has no others either
 SIZES_OF_TILES = {"block_q", "block_kv", "num_warps", "min_blocks", "num_stages"}
 Limit: TypeAlias = tuple[int, int] | None
 # Bytes by exception. 256: no tile is smaller, and it holds 16 rows of 512 sums. 128: the next smaller tile, which does
@@ -128,6 +130,8 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
                 family_specs = FAMILIES[family].specs(problem, device, limit, deterministic=deterministic)
                 specs |= set(family_specs.values())
                 if family in ("simt", "sm80"):
+                    moving = (replace(problem, tangents=names) for names in TANGENTS)
+                    specs |= {FAMILIES[family].jvp_spec(each, device, limit) for each in moving}
                     least = 1 if family == "simt" else 128
                     specs.add(mass_kernel(problem, device, least, is_listed=limit is not None))
                 if family == "sm90":  # queries that see many keys, or few, of one problem and of a thousand
@@ -146,9 +150,10 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
                     for group_size in {1, 2 if limit is None else 1}:
                         split = sm80.split_spec(family_specs["forward"], problem, device, group_size)
                         specs |= {split, sm80.combine_spec(split)}
-                    if limit is None and dtype in _HALVES:
-                        for block in (16, 32, 64):
-                            specs |= set(FAMILIES[family].union_specs(problem, device, block).values())
+                if family in ("sm80", "sm90") and limit is None and dtype in _HALVES:
+                    group = Problem.of(ShapeDtype((16, length, head_dim), dtype), k, v)
+                    for block in (16, 32, 64):
+                        specs |= set(FAMILIES[family].union_specs(group, device, block, group.group_size).values())
     return specs
 
 
@@ -172,7 +177,8 @@ def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
         specs = {gradient_spec(spec.dtype, spec)}
     else:
         specs = {gradient_spec(spec.dtype), sums_spec(spec.accumulator)} if spec.name == "simt_forward" else set()
-    takes_it = spec.entry.name in ("forward", "combine", "softmax") and not spec.is_split and spec.family != "fa1"
+    takes_it = spec.entry.name in ("forward", "combine", "softmax", "jvp") and not spec.is_split
+    takes_it &= spec.family != "fa1"
     return specs | ({replace(spec, has_sink=True)} if takes_it else set())
 
 
@@ -200,14 +206,22 @@ def of_scores(name: str) -> set[KernelSpec]:
             x, x, x, kernel=kernel, executor="gpu", device=device, deterministic=repeats, **options
         )._plan.specs
         specs |= {planned[entry] for entry in ("forward", "backward")}
+        if not repeats:
+            named = {"bias"} & options.keys()
+            moving = cuflash.plan(
+                x, x, x, kernel=kernel, executor="gpu", device=device, tangents=("q", "k", "v", *named), **options
+            )
+            specs.add(moving._plan.specs["jvp"])
         specs |= {spec for spec in planned.values() if spec.adds_dq_in_order or spec.entry.name == "captured_sums"}
     lists = masks.ChosenBlocks(np.zeros((5000, 1), np.int32), 64)
     for dim, options in product((64, 128), changes[3:5]):
         x = ShapeDtype((heads, 5000, dim), BFLOAT16)
         specs |= set(cuflash.plan(x, x, x, mask=lists, executor="gpu", device=device, **options)._plan.specs.values())
     x = ShapeDtype((heads, 5000, 64), np.dtype(np.float32))
-    capped = cuflash.plan(x, x, x, kernel="simt", executor="gpu", device=device, softcap=50.0)._plan.specs
-    return specs | {capped[entry] for entry in ("forward", "backward")} | of_scored_caches(name, changes)
+    capped = cuflash.plan(
+        x, x, x, kernel="simt", executor="gpu", device=device, softcap=50.0, tangents=("q", "k", "v")
+    )._plan.specs
+    return specs | {capped[entry] for entry in ("forward", "backward", "jvp")} | of_scored_caches(name, changes)
 
 
 def of_scored_caches(name: str, changes: Iterable[dict[str, Any]]) -> set[KernelSpec]:
@@ -233,6 +247,7 @@ def of_caches(name: str) -> set[KernelSpec]:
     """Return the KV-cache kernels for a known GPU, 16-bit and FP8, for few and for many rows, also with a sink."""
     device = DeviceSpec.gpu(name)
     specs = {append_spec(dtype) for dtype in DTYPES if dtype != BFLOAT16 or name != "T4"}
+    specs |= {bounds_spec(spec.dtype) for spec in specs}
     specs |= {append_spec(spec.dtype, is_quantized=True) for spec in specs if spec.dtype in UP_TO_FLOAT32}
     for dtype, dim, rows, batch in product(_HALVES, (64, 128, 256), (16, 32, 64), (1, 2, 100)):
         q, k = ShapeDtype((batch, rows, 1, dim), dtype), ShapeDtype((batch, 1, 1000, dim), dtype)
@@ -242,6 +257,10 @@ def of_caches(name: str) -> set[KernelSpec]:
                 spec = decode_spec(problem, device, is_quantized=is_quantized)
                 assert spec.shared_bytes <= device.tile_memory_bytes
                 specs |= {spec, replace(spec, has_sink=True)}
+                if rows <= 32 or dim <= 128:
+                    specs.add(replace(spec, is_chosen=True))
+                if rows == 16 and not is_quantized:
+                    specs.add(replace(spec, entry=FEW_QUERIES_ENTRY))
         for family in PREFILL_FAMILIES:
             if not FAMILIES[family].reasons(problem, device):
                 spec = prefill_spec(problem, device, family)

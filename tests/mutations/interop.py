@@ -8,33 +8,33 @@ from mutations.planting import Edit
 FAULTS = {
     interop_guards.tensors_are_right: {
         "no gradient of o is a gradient of ones": Edit(
-            "torch.py", "_Attention.backward", "torch.zeros_like(o) if do is None", "torch.ones_like(o) if do is None"
+            "torch/_functions.py", "_pulled_back", "torch.zeros_like(o) if do is None",
+            "torch.ones_like(o) if do is None"
         ),
         "a negated gradient is read without its sign": Edit(
-            "torch.py", "_Attention.backward", "else do.resolve_neg()", "else do"
+            "torch/_functions.py", "_gradients", "do.resolve_neg()", "do"
         ),
         "the gradient of lse is dropped": Edit(
-            "torch.py", "_Attention.backward", "dlse = None if dlse is None else dlse.resolve_neg()", "dlse = None"
+            "torch/_functions.py", "_gradients", "if dlse is not None:", "if False:"
         ),
         "no gradient of a sink is requested": Edit(
-            "torch.py", "_called", "options = options._replace(wrt=tuple(needed))", "pass"
+            "torch/__init__.py", "_called", "options = options._replace(wrt=tuple(needed))", "pass"
         ),
         "a given output is returned for the other": Edit(
-            "torch.py", "_returned", "None else each for each in outs", "None else each for each in reversed(outs)"
-        ),
-        "operands follow instead of dlse": Edit(
-            "plans.py", "backward_names", '*(("dlse",) if has_dlse else ()), *operands',
-            '*operands, *(("dlse",) if has_dlse else ())',
+            "torch/_tensors.py", "returned", "None else each for each in outs",
+            "None else each for each in reversed(outs)"
         ),
     },
     interop_guards.scores_of_tensors_are_right: {
         "all operands have gradients": Edit(
-            "torch.py", "_called", 'if getattr(each, "requires_grad", False))', "if each.is_floating_point())"
+            "torch/__init__.py", "_called", 'if getattr(each, "requires_grad", False))', "if each.is_floating_point())"
         ),
         "gradients of operands are the next one's": Edit(
-            "torch.py", "_Attention.backward", "next(more) if is_needed else None for", "next(more, None) for"
+            "torch/_functions.py", "_pulled_back", "next(more) if is_needed else None for", "next(more, None) for"
         ),
-        "a captured tensor has to be one of floats": Edit("torch.py", "_kind_reasons", "and not is_captured:", ":"),
+        "a captured tensor has to be one of floats": Edit(
+            "torch/_tensors.py", "_kind_reasons", "and not is_captured:", ":"
+        ),
         "a Score of the library loses its tensors": Edit(
             "scores/score.py", "_as_array", "(array, ShapeDtype) or is_differentiated(array)", "(array, ShapeDtype)"
         ),
@@ -53,11 +53,10 @@ FAULTS = {
     },
     interop_guards.writing_is_told: {
         "PyTorch is not told that outputs were written to": Edit(
-            "torch.py", "_returned", "increment_version([each for each in outs if each is not None])", "pass"
+            "torch/_tensors.py", "returned", "increment_version([each for each in outs if each is not None])", "pass"
         ),
         "gradients are constants to PyTorch": Edit(
-            "torch.py", "_Attention.backward", "_Gradients.apply if torch.is_grad_enabled() else _gradients",
-            "_gradients",
+            "torch/_functions.py", "_pulled_back", "not (torch.is_grad_enabled() or", "not (",
         ),
     },
     interop_guards.bfloat16_is_taken_and_given: {
@@ -68,7 +67,9 @@ FAULTS = {
             "layouts.py", "_of_extended", "xp.from_dlpack(value.view(integers)).view(dtype)",
             "xp.from_dlpack(value.view(integers))",
         ),
-        "results of bfloat16 go by DLPack": Edit("torch.py", "_as_tensor", 'if array.dtype.kind == "V":', "if False:"),
+        "results of bfloat16 go by DLPack": Edit(
+            "torch/_tensors.py", "as_tensor", 'if array.dtype.kind == "V":', "if False:"
+        ),
     },
     interop_guards.tensors_without_elements_are_named: {
         "a meta tensor holds data": Edit(
@@ -86,20 +87,74 @@ FAULTS = {
     },
     interop_guards.tangents_are_refused: {
         "a tangent is lost": Edit("layouts.py", "tensor_reasons", ".tangent is not None:", ".tangent is False:"),
-        "a repeated call on a GPU loses a tangent": Edit("torch.py", "_key", "has_dual_level() or", ""),
+        "a repeated call on a GPU loses a tangent": Edit("torch/__init__.py", "_called", "or has_dual_level()", ""),
         "the tangent of a gradient is lost": Edit(
-            "torch.py", "_Attention.backward", "if has_dual_level():", "if False:"
+            "torch/_functions.py", "_pulled_back", "or has_dual_level())", ")"
         ),
         "a batch of gradients is not a batch": Edit(
-            "torch.py", "_require_cotangents", "if each is not None and is_batched(each):", "if False:"
+            "torch/_tensors.py", "require_cotangents", "if each is not None and is_batched(each):", "if False:"
+        ),
+    },
+    interop_guards.derivatives_of_tensors_are_right: {
+        "absent tangents of a tangent have gradients": Edit(
+            "torch/_functions.py", "_Tangent.backward", "each if dot is not None else None for", "each for"
+        ),
+        "the gradient of a tangent is that of o": Edit(
+            "torch/_functions.py", "_Tangent.backward",
+            "_Second.apply(call, wrt, u, u_lse, o, lse, o_dot, lse_dot, None",
+            "_Second.apply(call, wrt, u, u_lse, o, lse, o_dot, lse_dot, u",
+        ),
+        "gradients of tangents read lse_dot's as none": Edit(
+            "torch/_functions.py", "_Tangent.backward", "_Gradients.apply(call, wrt, u, u_lse,",
+            "_Gradients.apply(call, wrt, u, None,",
+        ),
+        "double backward has no gradient of do": Edit(
+            "torch/_functions.py", "_Gradients.backward", "return None, None, o_dot,", "return None, None, None,"
+        ),
+        "double backward has no gradient of dlse": Edit(
+            "torch/_functions.py", "_Gradients.backward", "None if dlse is None else lse_dot", "None"
+        ),
+        "the tangent of do is lost": Edit(
+            "torch/_functions.py", "_Gradients.jvp", "o_dot, lse_dot, do_dot, dlse_dot,",
+            "o_dot, lse_dot, None, dlse_dot,"
+        ),
+        "the tangent of dlse is lost": Edit(
+            "torch/_functions.py", "_Gradients.jvp", "o_dot, lse_dot, do_dot, dlse_dot,",
+            "o_dot, lse_dot, do_dot, None,"
+        ),
+        "a second derivative is a constant": Edit(
+            "torch/_functions.py", "_Second.backward", "_refuse_third()", "return (None,) * 50"
+        ),
+        "results of operands are in the order of the plan": Edit(
+            "torch/_functions.py", "_placed", "by_name.get(name) for name in call.names[3:]", "iter(results[3:])"
+        ),
+        "tensors that all calls share are not repeated": Edit(
+            "torch/_transformed.py", "_at_front", "tensor.expand(size, *tensor.shape) if axis is None",
+            "tensor[None] if axis is None"
+        ),
+        "a mapped axis stays where it is": Edit(
+            "torch/_transformed.py", "_at_front", "tensor.movedim(axis, 0)", "tensor"
+        ),
+        "matrices in a batch are heads": Edit("torch/_transformed.py", "Transformed.batched", "max(3, *", "max(2, *"),
+        "a batch draws other weights than its calls": Edit(
+            "torch/_transformed.py", "Transformed._reads_batch_entries", "or options.dropout is not None", ""
+        ),
+        "a batch counts its entries": Edit(
+            "torch/_transformed.py", "Transformed._reads_batch_entries", "return reads_b or", "return"
+        ),
+        "functions as masks count the entries of a batch": Edit(
+            "torch/_transformed.py", "_is_uniform", "isinstance(part, FromFunction) for", "False for"
+        ),
+        "gradients of arrays of a score are sums over a batch": Edit(
+            "torch/_transformed.py", "Transformed.batched", "others & (mapped | set(wrt))", "others & mapped"
         ),
     },
     interop_guards.own_integers_are_taken: {
         "integers of the library are not tensors": Edit(
-            "torch.py", "_own_integers", "if not is_integer_dtype(array.dtype):", "if True:"
+            "torch/_tensors.py", "own_integers", "if not is_integer_dtype(array.dtype):", "if True:"
         ),
         "a bias of integers is the library's own": Edit(
-            "torch.py", "_own_integers", 'name in ("bias", "sink") or', ""
+            "torch/_tensors.py", "own_integers", 'name in ("bias", "sink") or', ""
         ),
     },
     interop_guards.models_are_served: {

@@ -20,6 +20,7 @@ from ..launches import MATRICES, Feature, Kernels, Pass, TileOrder, Workspace
 from ..problem import Problem
 from ..sinks import sink_forward
 from ..spec import SM80, Entry, KernelSpec
+from ..tangent_launches import tangents_of_kernels
 from ..split_kv import num_splits as best_num_splits
 from ..tile_order import listed_heads, listed_kv_heads
 from ._passes import backward_pass, forward_pass
@@ -39,6 +40,7 @@ from .family import (
     resident_blocks,
     rounded_dims,
 )
+from .simt import Simt
 
 
 class _Tile(NamedTuple):
@@ -65,6 +67,11 @@ _ROWS: _Tiles = {
     64: (_Tile(128, 64, 4, 2),),
     128: (_Tile(64, 64, 4, 2), _Tile(64, 32, 4, 2)),
     256: (_Tile(128, 64, 8), _Tile(64, 32, 4, 2), _Tile(64, 32, 4, 1)),
+}
+_JVP_TILES: _Tiles = {
+    64: (_Tile(128, 64, 4), _Tile(64, 64, 4)),
+    128: (_Tile(64, 64, 4), _Tile(64, 32, 4)),
+    256: (_Tile(64, 32, 4), _Tile(32, 32, 2)),
 }
 _BACKWARD_TILES: _Tiles = {
     64: (_Tile(128, 128, 8, 2), _Tile(64, 64, 4, 2), _Tile(32, 32, 2, 2), _Tile(16, 16, 1, 2)),
@@ -125,6 +132,15 @@ def _rows_bytes(spec: KernelSpec) -> int:
     """Return the bytes of queries and dO, and of keys and values of all stages."""
     elements = (spec.block_q + spec.num_stages * spec.block_kv) * (spec.head_dim + spec.value_dim)
     return spec.dtype.itemsize * elements + 2 * _POINTER + _STATE
+
+
+def _jvp_bytes(spec: KernelSpec) -> int:
+    """Return the bytes of queries, whose tile also stages o_dot, of keys and values, and of their tangents."""
+    head_dim, value_dim, named = spec.head_dim, spec.value_dim, spec.tangents
+    rows_of_q = max(head_dim, value_dim) + head_dim * ("q" in named)
+    rows_of_k = head_dim * (1 + ("k" in named)) + value_dim * (spec.moves_scores + ("v" in named))
+    elements = spec.block_q * rows_of_q + spec.block_kv * rows_of_k
+    return spec.dtype.itemsize * elements + 4 * _POINTER + _STATE
 
 
 def _backward_bytes(spec: KernelSpec) -> int:
@@ -193,6 +209,10 @@ _BACKWARD = _TiledEntry(
     adds_gradients=True, draws_dropout=True, has_exponentials=True, products=(3, 2),
     tiles={"ieee": _BACKWARD_TILES, "tf32": _TF32_BACKWARD, "tf32x3": _TF32_BACKWARD},
     max_accumulators={"ieee": 208, "tf32": 192, "tf32x3": 128},
+)  # fmt: skip
+_JVP = _TiledEntry(
+    name="jvp", shared_bytes=_jvp_bytes, applies_score=True, draws_dropout=True, has_exponentials=True,
+    products=(3, 2), tiles={"ieee": _JVP_TILES},
 )  # fmt: skip
 _OF_UNIONS = {
     "forward": replace(_FORWARD, tiles={"ieee": _UNION_FORWARD}, is_shortened=False),
@@ -268,7 +288,8 @@ class Sm80(Family):
     ) -> Kernels:
         """Return the launches. `num_splits` thread blocks share each tile's keys; the default is the fastest number."""
         if isinstance(work, UnionWork):
-            return union_kernels(problem, device, work, self.union_specs(problem, device, work.tiling.block))
+            specs = self.union_specs(problem, device, work.tiling.block, work.tiling.heads_per_tile)
+            return union_kernels(problem, device, work, specs)
         chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic)
         forward, num_splits = self._forward(problem, device, work, chosen["forward"], num_splits)
         return Kernels(
@@ -279,14 +300,25 @@ class Sm80(Family):
             is_repeatable="backward_rows" in chosen,
         )
 
-    def union_specs(self, problem: Problem, device: DeviceSpec, block: int) -> dict[str, KernelSpec]:
-        """Return the kernels for block lists per query, in blocks of `block` keys, by role.
+    def tangent_reasons(self, problem: Problem) -> list[str]:
+        if problem.precision == "ieee":
+            return []
+        return [f"precision={problem.precision!r} does not support tangents: use precision='ieee'"]
 
-        Raises
-        ------
-        UnsupportedProblem
-            As in `specs`.
-        """
+    def jvp_spec(
+        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
+    ) -> KernelSpec:
+        spec = _fitting(
+            _JVP, problem, rounded_dims(problem), device, largest, problem.seqlen_q, tangents=("q", "k", "v")
+        )  # fmt: skip
+        return replace(spec, tangents=tangents_of_kernels(problem))
+
+    def backward_jvp_specs(
+        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
+    ) -> tuple[KernelSpec, KernelSpec]:
+        return Simt().backward_jvp_specs(problem, device, largest)
+
+    def union_specs(self, problem: Problem, device: DeviceSpec, block: int, heads: int) -> dict[str, KernelSpec]:
         widest = next(dim for dim in _UNION_DIMS if dim >= max(rounded_dims(problem)))
         dims, most = (widest, widest), dict.fromkeys(_OF_UNIONS, ROWS)
         if problem.score is not None and widest > 64:
@@ -389,6 +421,7 @@ def _fitting(
     device: DeviceSpec,
     largest: tuple[int, int] | None,
     num_queries: int,
+    tangents: tuple[str, ...] = (),
 ) -> KernelSpec:
     """Return a kernel with the first of its tiles that fits."""
     tiles = next(tiles for width, tiles in entry.tiles[problem.precision].items() if width >= max(dims))
@@ -400,7 +433,7 @@ def _fitting(
             entry=entry, dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1],
             block_q=tile.block_q, block_kv=tile.block_kv, num_warps=tile.num_warps,
             min_blocks=max(1, tile.threads_per_processor // (32 * tile.num_warps)), is_listed=largest is not None,
-            num_stages=tile.num_stages, precision=problem.precision,
+            num_stages=tile.num_stages, precision=problem.precision, tangents=tangents,
         )
         for tile in _candidates(tiles, dims, largest, max_accumulators)
     )  # fmt: skip

@@ -1,0 +1,194 @@
+"""Layouts: which rank holds which rows, dealt by what the rows cost, and which keys each rank needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, describe, is_array, is_int, of_list
+from ..blocks.index import BlockIndex
+from ..errors import UnsupportedProblem
+from ..masks.base import Mask
+from ..masks.shape import MaskShape
+
+LAYOUTS = ("auto", "contiguous", "zigzag")
+_CHUNKS_OF_RANK = 8  # few runs of rows for each rank, since every run is a copy
+_COSTLY = 4  # blocks that cost more than this many times the mean are dealt singly
+_MOST_EXCHANGES = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of a sequence, dealt to ranks in blocks.
+
+    Attributes
+    ----------
+    owners : int array [num_blocks]
+        The rank that holds each block.
+    seqlen, block, size : int
+        Rows of the sequence and of a block; ranks.
+    """
+
+    owners: Array
+    seqlen: int
+    block: int
+    size: int
+
+    @cached_property
+    def of_rank(self) -> tuple[Array, ...]:
+        """The positions of each rank's rows, in ascending order."""
+        owners = np.repeat(self.owners, self.block)[: self.seqlen]
+        return tuple(np.flatnonzero(owners == rank) for rank in range(self.size))
+
+    def runs(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Return the positions first <= i < stop of a rank's rows."""
+        rows = self.of_rank[rank]
+        if not len(rows):
+            return ()
+        ends = np.flatnonzero(np.diff(rows) > 1)
+        firsts, lasts = rows[np.r_[0, ends + 1]], rows[np.r_[ends, len(rows) - 1]]
+        return tuple((int(first), int(last) + 1) for first, last in zip(firsts, lasts))
+
+    def local(self, rank: int, rows: Array) -> Array:
+        """Return where these positions are among a rank's rows, which include them."""
+        return np.searchsorted(self.of_rank[rank], rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """The blocks of a mask, from which layouts are dealt.
+
+    Attributes
+    ----------
+    work : int array [num_q_blocks]
+        Blocks that the rows of a block attend, summed over batch entries and heads.
+    needs : bool array [num_q_blocks, num_kv_blocks]
+        True if a row of the block attends a key of the other block.
+    """
+
+    work: Array
+    needs: Array
+
+    @classmethod
+    def of(cls, mask: Mask, shape: MaskShape, block: int) -> Costs:
+        """Classify the blocks of a resolved mask."""
+        index = BlockIndex.from_mask(
+            mask, shape.seqlen_q, shape.seqlen_kv, block, batch=shape.batch, num_heads=shape.num_heads
+        )
+        states = index.states() > 0
+        alike = shape.num_batch * shape.num_heads // max(1, states.shape[0] * states.shape[1])
+        return cls(alike * states.sum(axis=(0, 1, 3), dtype=np.int64), states.any(axis=(0, 1)))
+
+    def loads(self, rows: Rows) -> Array:
+        """Return the work of each rank."""
+        return np.bincount(rows.owners, self.work, rows.size)
+
+    def needed(self, queries: Rows, keys: Rows, rank: int) -> Array:
+        """Return which keys a rank's rows attend, as a bool array [seqlen_kv]; whole blocks of keys."""
+        blocks = self.needs[queries.owners == rank].any(axis=0)
+        return np.repeat(blocks, keys.block)[: keys.seqlen]
+
+
+def dealt(layout: Any, work: Array, seqlen: int, block: int, size: int) -> Rows:
+    """Return the rows of a layout: a name, or the rank of each block.
+
+    Raises
+    ------
+    UnsupportedProblem
+        The layout is neither.
+    """
+    num_blocks = -(-seqlen // block)
+    if isinstance(layout, str) and layout in LAYOUTS:
+        numbers = np.arange(num_blocks)
+        if layout == "contiguous":
+            owners = numbers * size // max(1, num_blocks)
+        elif layout == "zigzag":
+            chunk = numbers * 2 * size // max(1, num_blocks)
+            owners = np.minimum(chunk, 2 * size - 1 - chunk)
+        else:
+            owners = _by_cost(work, size)
+        return Rows(owners, seqlen, block, size)
+    owners = of_list("layout", layout, np.int64)
+    if not (is_array(owners) and owners.shape == (num_blocks,) and owners.dtype.kind in "iu"):
+        names = ", ".join(map(repr, LAYOUTS))
+        raise UnsupportedProblem(
+            [f"layout must be {names}, or the rank of each of the {num_blocks} blocks; got {describe(layout)}"]
+        )
+    if num_blocks and not (owners.min() >= 0 and owners.max() < size):
+        raise UnsupportedProblem(
+            [f"layout must have ranks from 0 to {size - 1}; got {int(owners.min())} to {int(owners.max())}"]
+        )
+    return Rows(np.asarray(owners, np.int64), seqlen, block, size)
+
+
+def _by_cost(work: Array, size: int) -> Array:
+    """Return the rank of each block: chunks of blocks, the costliest first, each to the rank with the least work.
+
+    No rank gets more blocks than an equal share and one chunk. Ties go by position, so that all ranks deal alike.
+    """
+    pieces = _pieces(work, size)
+    owners, loads, counts = np.zeros(len(work), np.int64), np.zeros(size, np.int64), np.zeros(size, np.int64)
+    most = -(-len(work) // size) + max((stop - first for first, stop in pieces), default=0) - 1
+    costs = [int(work[first:stop].sum()) for first, stop in pieces]
+    piece_owners = [0] * len(pieces)
+    for number in sorted(range(len(pieces)), key=lambda n: (-costs[n], n)):
+        first, stop = pieces[number]
+        fits = [rank for rank in range(size) if counts[rank] + stop - first <= most] or list(range(size))
+        rank = min(fits, key=lambda r: (loads[r], counts[r], r))
+        piece_owners[number] = rank
+        loads[rank] += costs[number]
+        counts[rank] += stop - first
+    _exchange(pieces, costs, piece_owners, loads)
+    for (first, stop), rank in zip(pieces, piece_owners):
+        owners[first:stop] = rank
+    return owners
+
+
+def _pieces(work: Array, size: int) -> list[tuple[int, int]]:
+    """Return ranges of blocks that are dealt together: chunks without costly blocks, and costly blocks."""
+    if not len(work):
+        return []
+    chunk = -(-len(work) // (_CHUNKS_OF_RANK * size))
+    is_costly = work > _COSTLY * work.mean()
+    is_first = np.arange(len(work)) % chunk == 0
+    is_first[1:] |= is_costly[1:] | is_costly[:-1]
+    firsts = np.flatnonzero(is_first)
+    return [(int(first), int(stop)) for first, stop in zip(firsts, [*firsts[1:], len(work)])]
+
+
+def _exchange(pieces: list[tuple[int, int]], costs: list[int], owners: list[int], loads: Array) -> None:
+    """Exchange pieces of equal length between the rank with the most work and another while the most work falls."""
+    for _ in range(_MOST_EXCHANGES):
+        most = int(loads.argmax())
+        best, gain = None, 0
+        for one, two in combinations(range(len(pieces)), 2):
+            if owners[two] == most:
+                one, two = two, one
+            if owners[one] != most or owners[two] == most or _length(pieces[one]) != _length(pieces[two]):
+                continue
+            moved = costs[one] - costs[two]
+            improved = min(moved, int(loads[most]) - int(loads[owners[two]]) - moved)
+            if improved > gain:
+                best, gain = (one, two), improved
+        if best is None:
+            return
+        one, two = best
+        moved = costs[one] - costs[two]
+        loads[most] -= moved
+        loads[owners[two]] += moved
+        owners[one], owners[two] = owners[two], owners[one]
+
+
+def _length(piece: tuple[int, int]) -> int:
+    return piece[1] - piece[0]
+
+
+def block_reasons(block: Any) -> list[str]:
+    """Return why a number of rows cannot be a block of layouts."""
+    if is_int(block) and block >= 1:
+        return []
+    return [f"block must be an int of at least 1; got {describe(block)}"]

@@ -1,0 +1,87 @@
+"""The cost model of calls on several devices: bytes that each method moves, and the time of both passes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+METHODS = ("gather", "heads")
+
+
+class Machine(NamedTuple):
+    """Rates of a device and its links.
+
+    Attributes
+    ----------
+    forward_rate, backward_rate : float
+        FLOP/s of the passes.
+    link : float
+        Bytes per second that a device receives.
+    """
+
+    forward_rate: float = 720e12
+    backward_rate: float = 560e12
+    link: float = 280e9
+
+
+class CallSize(NamedTuple):
+    """The numbers of a call that the model reads.
+
+    Attributes
+    ----------
+    size : int
+        Devices.
+    rows : int
+        Queries and keys over all batch entries.
+    num_heads, num_kv_heads, head_dim, itemsize : int
+    scores : float
+        Scores that the mask keeps, over all batch entries and query heads.
+    imbalance : float
+        The largest share of the work of a device, divided by the mean.
+    """
+
+    size: int
+    rows: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    itemsize: int
+    scores: float
+    imbalance: float = 1.0
+
+
+class Estimate(NamedTuple):
+    """The model of a pass: seconds of products, and the bytes that a device receives with their seconds."""
+
+    compute: float
+    nbytes: float
+    exchange: float
+
+    @property
+    def efficiency(self) -> float:
+        """The share of linear speed if no exchange is hidden behind products."""
+        return self.compute / (self.compute + self.exchange) if self.compute else 1.0
+
+
+def received(shape: CallSize, method: str, *, backward: bool) -> float:
+    """Return the bytes that a device receives in a pass if it needs all keys.
+
+    K and V of all rows, over all heads, are KV bytes. A device gathers (P - 1) / P of them, and in the backward pass
+    also gets float32 gradients of its rows from the others. If heads are exchanged, it gets Q, K and V of its heads and
+    returns O; in the backward pass it gets dO and returns dQ, dK and dV.
+    """
+    size, group = shape.size, shape.num_heads / max(1, shape.num_kv_heads)
+    kv = 2.0 * shape.rows * shape.num_kv_heads * shape.head_dim * shape.itemsize
+    others = (size - 1) / size
+    if method == "gather":
+        return others * kv * (1 + 4 / shape.itemsize * backward)
+    return others / size * kv * (1 + group)
+
+
+def estimate(shape: CallSize, method: str, machine: Machine, *, backward: bool) -> Estimate:
+    """Return the model's time of a pass."""
+    flops = (10.0 if backward else 4.0) * shape.scores * shape.head_dim
+    compute = flops / shape.size / (machine.backward_rate if backward else machine.forward_rate)
+    if method == "gather":
+        compute *= shape.imbalance
+    nbytes = received(shape, method, backward=backward)
+    return Estimate(compute, nbytes, nbytes / machine.link)

@@ -1,0 +1,442 @@
+"""Context parallelism: one call of attention on the rows of several ranks."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import numpy as np
+
+from ..arrays import Array, as_dtype, describe, is_array
+from ..errors import UnsupportedProblem, collecting
+from ..keywords import explains_keywords
+from ..planning.options import Options, VjpOptions
+from ._agreement import fingerprint
+from ._group import Group
+from ._model import Machine
+from ._passes import Pullback, RankCall, Shared, agreed
+from ._posed import Part, Posed, argument_reasons
+
+__all__ = ["ContextParallel"]
+
+
+@explains_keywords
+class ContextParallel:
+    """One call of attention whose rows are on the ranks of a group.
+
+    Every rank makes this object with equal arguments, and calls the same methods in the same order.
+
+    Parameters
+    ----------
+    group : Group
+        The group of this rank, from `run`.
+    seqlen : int
+        Queries of the whole sequence.
+    num_heads : int
+        Query heads.
+    num_kv_heads : int, optional
+        Key/value heads; default: `num_heads`.
+    seqlen_kv : int, optional
+        Keys, which then have a layout of their own. Default: there are as many keys as queries, in the same layout.
+    batch : tuple of int
+        Extents of the axes before the heads.
+    layout : "auto", "contiguous", "zigzag" or int array
+        Which rank holds which rows. "auto" deals chunks by their work under the mask, so that ranks have equal work;
+        "zigzag" gives rank r the chunks r and 2 size - 1 - r of 2 size chunks. An array has the rank of each block.
+    method : "auto", "gather" or "heads"
+        "gather" moves keys and values to the queries; "heads" moves rows so that each rank computes whole heads, and
+        needs `num_kv_heads` to be a multiple of the ranks. "auto" takes the method that moves fewer bytes.
+    block : int
+        Rows that stay together in a layout.
+    **options : optional
+        Options of `cuflash.attention`, and `wrt` of `cuflash.attention_vjp`. Arrays in them are whole on every rank.
+
+    Raises
+    ------
+    UnsupportedProblem
+        An argument breaks its rule, or ranks pass different arguments; every rank raises it, before anything moves.
+    PeerLost
+        Another rank raised, returned, or did not answer within the timeout of the group.
+
+    Notes
+    -----
+    With "gather", results of a row agree with those of one device within their error bounds, and gradients of keys are
+    added in the order of ranks, so that all bits repeat for equal layouts. Groups of 1, 1, 2, 2, ... key/value heads
+    follow each other, and the keys of the next group move while one is computed.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuflash import distributed
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 4, 256, 32), dtype=np.float32)
+    >>> def rank(group):
+    ...     cp = distributed.ContextParallel(group, seqlen=256, num_heads=4, causal=True, block=16)
+    ...     o, vjp = cp.attention_vjp(cp.shard(q), cp.shard(k), cp.shard(v))
+    ...     dq, dk, dv = vjp(np.ones_like(o))
+    ...     return cp.unshard(o)
+    >>> o, _ = distributed.run(rank, size=2)
+    >>> o.shape
+    (4, 256, 32)
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        seqlen: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        seqlen_kv: int | None = None,
+        batch: tuple[int, ...] = (),
+        layout: Any = "auto",
+        method: str = "auto",
+        block: int = 128,
+        **options: Unpack[VjpOptions],
+    ) -> None:
+        if not isinstance(group, Group):
+            raise TypeError(f"group must be a Group, which run passes to each rank; got {describe(group)}")
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        arguments = {
+            "seqlen": seqlen, "num_heads": num_heads, "num_kv_heads": kv_heads,
+            "seqlen_kv": seqlen_kv, "batch": batch, "layout": layout, "method": method, "block": block,
+        }  # fmt: skip
+        reasons = argument_reasons(arguments, group.size)
+        if not reasons:
+            with collecting(reasons):
+                self._posed = Posed.of(arguments, Options(**options), group.size)
+        texts = {name: fingerprint(value) for name, value in (arguments | options).items()}
+        agreed(group, "ContextParallel", texts, reasons)
+        self._group, self._parts = group, dict[Any, list[Part]]()
+
+    # The layout.
+
+    @property
+    def rows(self) -> Array:
+        """Positions of this rank's queries, in ascending order.
+
+        Returns
+        -------
+        int array [local rows]
+            Ascending.
+
+        Examples
+        --------
+        >>> from cuflash.distributed import ContextParallel, run
+        >>> run(lambda group: ContextParallel(group, seqlen=4, num_heads=1, causal=True, block=1).rows.tolist(), size=2)
+        [[0, 3], [1, 2]]
+        """
+        return self._posed.queries.of_rank[self._group.rank]
+
+    @property
+    def kv_rows(self) -> Array:
+        """Positions of this rank's keys, in ascending order; those of its queries if both have one layout.
+
+        Returns
+        -------
+        int array [local rows]
+            Ascending.
+
+        Examples
+        --------
+        >>> from cuflash.distributed import ContextParallel, run
+        >>> run(lambda group: ContextParallel(group, seqlen=2, seqlen_kv=4, num_heads=1).kv_rows.tolist(), size=1)
+        [[0, 1, 2, 3]]
+        """
+        return self._posed.keys.of_rank[self._group.rank]
+
+    @property
+    def loads(self) -> Array:
+        """Blocks of the mask that each rank's queries attend, over all batch entries and heads.
+
+        Returns
+        -------
+        float array [ranks]
+            In the order of ranks.
+
+        Examples
+        --------
+        >>> from cuflash.distributed import ContextParallel, run
+        >>> run(lambda group: ContextParallel(group, seqlen=4, num_heads=1, causal=True, block=1).loads, size=2)[0]
+        array([5., 5.])
+        """
+        return self._posed.costs.loads(self._posed.queries)
+
+    def shard(self, x: Array) -> Array:
+        """Return this rank's rows of an array of the whole sequence.
+
+        Parameters
+        ----------
+        x : array [..., seqlen, dim]
+            Rows are those of queries if the axis before the last has `seqlen` elements, else those of keys.
+
+        Returns
+        -------
+        array [..., local rows, dim]
+            A copy.
+
+        Raises
+        ------
+        UnsupportedProblem
+            The array has another number of rows.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from cuflash.distributed import ContextParallel, run
+        >>> x = np.arange(4.0)[None, :, None]
+        >>> def rank(group):
+        ...     return ContextParallel(group, seqlen=4, num_heads=1, causal=True, block=1).shard(x).ravel().tolist()
+        >>> run(rank, size=2)
+        [[0.0, 3.0], [1.0, 2.0]]
+        """
+        lengths = dict.fromkeys((self._posed.shape.seqlen_q, self._posed.shape.seqlen_kv))
+        if not is_array(x) or x.ndim < 2 or x.shape[-2] not in lengths:
+            wanted = " or ".join(map(str, lengths))
+            raise UnsupportedProblem([f"x must be an array with {wanted} rows (axis -2); got {describe(x)}"])
+        rows = self.rows if x.shape[-2] == self._posed.shape.seqlen_q else self.kv_rows
+        return np.ascontiguousarray(x[..., rows, :])
+
+    def unshard(self, x: Array) -> Array:
+        """Return all rows of an array of which each rank has its own rows of queries, in order, on every rank.
+
+        Parameters
+        ----------
+        x : array [..., local rows, dim]
+            Such as o or dq; of dk and dv if keys have the layout of queries.
+
+        Returns
+        -------
+        array [..., seqlen, dim]
+            A new array.
+
+        Raises
+        ------
+        UnsupportedProblem
+            An array does not have the rows of its rank.
+        PeerLost
+            Another rank is lost.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from cuflash.distributed import ContextParallel, run
+        >>> x = np.arange(4.0)[None, :, None]
+        >>> def rank(group):
+        ...     cp = ContextParallel(group, seqlen=4, num_heads=1, causal=True, block=1)
+        ...     return cp.unshard(cp.shard(x)).ravel().tolist()
+        >>> run(rank, size=2)
+        [[0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 3.0]]
+        """
+        group, reasons = self._group, list[str]()
+        if not is_array(x) or x.ndim < 2 or x.shape[-2] != len(self.rows):
+            reasons.append(f"x must have the {len(self.rows)} rows of this rank (axis -2); got {describe(x)}")
+        texts = {} if reasons else {"x": _like(x)}
+        ranks = agreed(group, "unshard", texts, reasons, Shared({"x": x}))
+        whole = np.empty((*x.shape[:-2], self._posed.shape.seqlen_q, x.shape[-1]), x.dtype)
+        for rows, part in zip(self._posed.queries.of_rank, (each.inputs["x"] for each in ranks)):
+            whole[..., rows, :] = part
+        group.exchange("the end of unshard", None)  # no rank may change its rows before all have copied them
+        return whole
+
+    # Attention.
+
+    def attention(self, q: Array, k: Array, v: Array, *, return_lse: bool = False) -> Any:
+        """Compute attention of this rank's queries to the keys of all ranks.
+
+        Parameters
+        ----------
+        q : array [*batch, num_heads, local rows, head_dim]
+            This rank's queries, as `shard` returns them.
+        k, v : array [*batch, num_kv_heads, local rows, head_dim or value_dim]
+            This rank's keys and values.
+        return_lse : bool
+            If True, also return lse.
+
+        Returns
+        -------
+        o : array [*batch, num_heads, local rows, value_dim]
+            Rows of what `cuflash.attention` returns for the whole sequence.
+        lse : array [*batch, num_heads, local rows]
+            Only with `return_lse`.
+
+        Raises
+        ------
+        UnsupportedProblem
+            Arrays do not fit the layout, or those of other ranks; every rank raises it.
+        PeerLost
+            Another rank is lost.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> from cuflash import distributed
+        >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 64, 16))
+        >>> def rank(group):
+        ...     cp = distributed.ContextParallel(group, seqlen=64, num_heads=2, causal=True, block=8)
+        ...     return cp.unshard(cp.attention(cp.shard(q), cp.shard(k), cp.shard(v)))
+        >>> bool(np.allclose(distributed.run(rank, size=3)[1], cuflash.attention(q, k, v, causal=True)))
+        True
+        """
+        call = self._start("attention", q, k, v)
+        return (call.o, call.lse) if return_lse else call.o
+
+    def attention_vjp(self, q: Array, k: Array, v: Array, *, return_lse: bool = False) -> tuple[Any, Pullback]:
+        """Compute attention, and return it with the function that pulls gradients back through it.
+
+        Parameters
+        ----------
+        q, k, v : arrays
+            As in `attention`. They must be unchanged until the function has been called.
+        return_lse : bool
+            If True, return (o, lse) instead of o.
+
+        Returns
+        -------
+        o : array, or pair (o, lse)
+            As `attention` returns them.
+        vjp : callable (do, dlse=None) -> Gradients
+            Takes this rank's rows of the gradients of o and lse. Returns this rank's rows of dq, dk and dv; gradients
+            of arrays that `wrt` names are whole on every rank. All ranks call it.
+
+        Raises
+        ------
+        UnsupportedProblem
+            Arrays do not fit the layout, or those of other ranks; every rank raises it.
+        PeerLost
+            Another rank is lost.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from cuflash import distributed
+        >>> x = np.ones((1, 8, 4), np.float32)
+        >>> def rank(group):
+        ...     cp = distributed.ContextParallel(group, seqlen=8, num_heads=1, block=2)
+        ...     o, vjp = cp.attention_vjp(cp.shard(x), cp.shard(x), cp.shard(x))
+        ...     return vjp(o).dv.shape
+        >>> distributed.run(rank, size=2)
+        [(1, 4, 4), (1, 4, 4)]
+        """
+        call = self._start("attention", q, k, v)
+        return ((call.o, call.lse) if return_lse else call.o), Pullback(call)
+
+    def _start(self, what: str, q: Array, k: Array, v: Array) -> RankCall:
+        """Check the arrays of all ranks, and run the forward pass."""
+        arrays, parts = {"q": q, "k": k, "v": v}, list[Part]()
+        reasons = [reason for name, array in arrays.items() for reason in self._array_reasons(name, array)]
+        if not reasons:
+            with collecting(reasons):
+                parts = self._planned(q, k, v)
+        texts = {} if reasons else {name: _like(array) for name, array in arrays.items()}
+        call = RankCall(self._group, self._posed, parts, agreed(self._group, what, texts, reasons, Shared(arrays)))
+        call.forward()
+        return call
+
+    def _array_reasons(self, name: str, array: Any) -> list[str]:
+        posed, is_query = self._posed, name == "q"
+        rows, heads = (self.rows, posed.shape.num_heads) if is_query else (self.kv_rows, posed.num_kv_heads)
+        if type(array) is not np.ndarray:
+            return [f"{name} must be a NumPy array; got {describe(array)}"]
+        if array.ndim >= 2 and array.shape[-2] != len(rows):
+            fix = f"make it by shard(), or take rows of the global array at cp.{'rows' if is_query else 'kv_rows'}"
+            return [f"{name} has {array.shape[-2]} rows here and this rank's layout has {len(rows)}: {fix}"]
+        shape = (*posed.shape.batch, heads, len(rows))
+        if array.shape[:-1] != shape:
+            wanted = ", ".join(map(str, (*shape, "dim")))
+            return [f"{name} must have shape ({wanted}) on this rank; got {array.shape}"]
+        return []
+
+    def _planned(self, q: Array, k: Array, v: Array) -> list[Part]:
+        """Return the groups of heads of this rank with their plans, which later calls on like arrays reuse."""
+        key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype
+        if key not in self._parts:
+            rank = self._group.rank
+            self._parts[key] = [self._posed.part(rank, heads, q, k, v) for heads in self._posed.kv_groups(rank)]
+        return self._parts[key]
+
+    # What moves.
+
+    def traffic(self, head_dim: int, value_dim: int | None = None, dtype: Any = "float32") -> dict[str, Array]:
+        """Return the bytes that ranks receive from each other, counted from the steps of both passes.
+
+        Parameters
+        ----------
+        head_dim : int
+            Elements of a row of q and k.
+        value_dim : int, optional
+            Elements of a row of v; default: `head_dim`.
+        dtype : dtype
+            The dtype of q, k and v.
+
+        Returns
+        -------
+        dict of int arrays [ranks, ranks]
+            For the passes "forward" and "backward": what the rank of the row receives from the rank of the column.
+
+        Examples
+        --------
+        >>> from cuflash.distributed import ContextParallel, run
+        >>> def rank(group):
+        ...     cp = ContextParallel(group, seqlen=8, num_heads=1, block=1, method="gather")
+        ...     return cp.traffic(16)["forward"].tolist()
+        >>> run(rank, size=2)[0]
+        [[0, 512], [512, 0]]
+        """
+        return self._posed.traffic(head_dim, head_dim if value_dim is None else value_dim, as_dtype("dtype", dtype))
+
+    def workspace_bytes(self, head_dim: int, dtype: Any = "float32") -> int:
+        """Return the memory of a rank besides its own rows and results.
+
+        Parameters
+        ----------
+        head_dim : int
+            Elements of a row of q, k and v.
+        dtype : dtype
+            Their dtype.
+
+        Returns
+        -------
+        int
+            Bytes: two buffers of keys and values of the largest group of heads, and two of their gradients; or all rows
+            of the rank's own heads.
+
+        Examples
+        --------
+        >>> from cuflash.distributed import ContextParallel, run
+        >>> def rank(group):
+        ...     return ContextParallel(group, seqlen=8, num_heads=1, method="gather").workspace_bytes(16)
+        >>> run(rank, size=1)
+        [4096]
+        """
+        return self._posed.workspace_bytes(head_dim, as_dtype("dtype", dtype))
+
+    def explain(self, head_dim: int = 128, dtype: Any = "float16", machine: Machine | None = None) -> str:
+        """Return a text about the layout, the bytes that move, and what the cost model expects of both methods.
+
+        Parameters
+        ----------
+        head_dim : int
+            Elements of a row of q, k and v.
+        dtype : dtype
+            Their dtype.
+        machine : Machine, optional
+            Rates of devices and links; default: those of an H200 with NVLink.
+
+        Returns
+        -------
+        str
+            Lines of text.
+
+        Examples
+        --------
+        >>> from cuflash.distributed import ContextParallel, run
+        >>> def rank(group):
+        ...     return ContextParallel(group, seqlen=8192, num_heads=32, num_kv_heads=8, causal=True).explain()
+        >>> print(run(rank, size=8)[0])  # doctest: +ELLIPSIS
+        ranks      8, method heads: 4 query heads and 1 key/value heads on each
+        rows       1024 to 1024 queries in ...
+        """
+        return self._posed.explain(head_dim, as_dtype("dtype", dtype), machine or Machine())
+
+
+def _like(x: Array) -> str:
+    return f"{x.dtype} {(*x.shape[:-2], '...', x.shape[-1])}"

@@ -1,0 +1,110 @@
+"""The steps of a call on all ranks, each with the steps that it waits for: data without arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+COPY, ATTEND, TAKE, ADD = "copy", "attend", "take", "add"
+NUM_BUFFERS = 2  # a rank copies the next group while it computes one
+
+
+class Step(NamedTuple):
+    """A step of a call.
+
+    Attributes
+    ----------
+    kind : str
+        "copy" moves the inputs of a group to a rank, "attend" computes the group, "take" moves results of a group from
+        the rank that computed them, and "add" adds what was taken, in the order of ranks.
+    rank, source : int
+        The rank that does the step, and the rank whose arrays it reads.
+    group : int
+        The group of heads.
+    after : tuple of int
+        Numbers of the steps that must be done before.
+    """
+
+    kind: str
+    rank: int
+    source: int
+    group: int
+    after: tuple[int, ...] = ()
+
+
+class _Builder:
+    """Steps in the making, which are found again by what they do."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self._numbers: dict[tuple[str, int, int, int], int] = {}
+
+    def add(self, kind: str, rank: int, source: int, group: int, after: Iterator[int] | Sequence[int]) -> None:
+        self._numbers[kind, rank, source, group] = len(self.steps)
+        self.steps.append(Step(kind, rank, source, group, tuple(after)))
+
+    def number(self, kind: str, rank: int, source: int, group: int) -> list[int]:
+        """Return the number of a step in a list, which is empty if no such step exists."""
+        number = self._numbers.get((kind, rank, source, group))
+        return [] if number is None else [number]
+
+
+def gathering(size: int, num_groups: int, needs: Callable[[int, int], bool], *, returns: bool) -> tuple[Step, ...]:
+    """Return the steps of a pass in which each rank gathers keys and values, one group of heads after the other.
+
+    Parameters
+    ----------
+    needs : callable (rank, source) -> bool
+        True if the rank attends keys that the source holds.
+    returns : bool
+        The pass computes gradients of keys, whose owners take and add them.
+    """
+    build, ranks = _Builder(), range(size)
+    for group in range(num_groups):
+        before = group - NUM_BUFFERS
+        for rank in ranks:
+            is_free = build.number(ATTEND, rank, rank, before)
+            sources = [source for source in ranks if needs(rank, source)]
+            for source in sources:
+                build.add(COPY, rank, source, group, is_free)
+            copied = [n for source in sources for n in build.number(COPY, rank, source, group)]
+            taken = [n for owner in ranks for n in build.number(TAKE, owner, rank, before)] if returns else []
+            build.add(ATTEND, rank, rank, group, [*copied, *is_free, *taken])
+        for rank in ranks if returns else ():
+            sources = [source for source in ranks if needs(source, rank)]
+            is_free = build.number(ADD, rank, rank, before)
+            for source in sources:
+                build.add(TAKE, rank, source, group, [*build.number(ATTEND, source, source, group), *is_free])
+            build.add(ADD, rank, rank, group, [n for each in sources for n in build.number(TAKE, rank, each, group)])
+    return tuple(build.steps)
+
+
+def exchanging_heads(size: int, holds: Callable[[int], bool]) -> tuple[Step, ...]:
+    """Return the steps of a pass in which each rank gathers all rows of its own heads, and returns rows of results.
+
+    `holds` says whether a rank has rows. The group of a step is the rank that computes the heads.
+    """
+    build, ranks = _Builder(), range(size)
+    for rank in ranks:
+        for source in filter(holds, ranks):
+            build.add(COPY, rank, source, rank, ())
+        copied = [n for source in ranks for n in build.number(COPY, rank, source, rank)]
+        build.add(ATTEND, rank, rank, rank, copied)
+    for rank in filter(holds, ranks):
+        for source in ranks:
+            build.add(TAKE, rank, source, source, build.number(ATTEND, source, source, source))
+    return tuple(build.steps)
+
+
+def head_groups(num_kv_heads: int) -> tuple[tuple[int, int], ...]:
+    """Return the groups of key/value heads: 1, 1, 2, 2, ... heads, the first ones small to expose little of a copy.
+
+    >>> head_groups(8)
+    ((0, 1), (1, 2), (2, 4), (4, 6), (6, 8))
+    """
+    groups, first = list[tuple[int, int]](), 0
+    while first < num_kv_heads:
+        stop = min(first + (1 if first < 2 else 2), num_kv_heads)
+        groups.append((first, stop))
+        first = stop
+    return tuple(groups)
