@@ -1,7 +1,7 @@
 # make demo    installs, then runs the block-sparsity study
 # make test    installs, then runs every test that this machine can run
 # make gallery installs, then runs the quick form of the experiments of docs/experiments.md, into build/results
-# make interop installs JAX for the CPU into .venv-interop, then runs the tests of JAX's arrays
+# make interop installs JAX and PyTorch for the CPU into .venv-interop, then runs the tests of their arrays
 # make docs    installs into .venv-docs, then builds docs/_build/html; a warning, a broken link or a lost search word is an error
 # make site-check  looks at the built pages in Chromium, which apt installs, and writes screenshots to build/site
 # make release builds dist/ for the tag at HEAD, checks it and writes its notes; uploads nothing
@@ -47,7 +47,7 @@ test: $(call stamp,test)
 	PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX='$(abspath $(VENV))/bytecode' $(RUN) -m pytest $(if $(CUDA),,--numprocesses=auto --dist=worksteal)
 
 interop: $(INTEROP)/.installed
-	$(INTEROP)/bin/python -m pytest -k jax
+	$(INTEROP)/bin/python -m pytest -k 'jax or torch'
 
 # Pages of names and files that are gone would stay otherwise.
 docs: $(DOCS)/.installed
@@ -93,7 +93,8 @@ $(DOCS)/.installed: setup.cfg pyproject.toml | $(RUN)
 	$(DOCS)/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[docs]'
 	@touch $@
 
-# JAX stays out of it too: `make test` is the same with and without it.
+# JAX and PyTorch stay out of it too: `make test` is the same with and without them. setup.cfg says how to
+# get PyTorch without CUDA.
 $(INTEROP)/.installed: setup.cfg pyproject.toml | $(RUN)
 	$(RUN) -m venv $(INTEROP)
 	$(INTEROP)/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[testing,interop]' 'pytest>=9'

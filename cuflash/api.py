@@ -553,7 +553,7 @@ def plan(
         Plan for this device instead of the current one. A plan for a GPU runs on any GPU of its compute capability.
     tangents : str or tuple of str
         Names of arrays, including "q", "k" and "v", whose tangents ``jvp`` and ``backward_jvp`` will take: these passes
-        are then part of the plan. They also run without being named here. Only the cpu executor supports them.
+        are then part of the plan, and `compile` compiles their kernels. They also run without being named here.
 
     Returns
     -------
@@ -614,6 +614,7 @@ def precompile(
     q_start: int = 0,
     kv_start: int = 0,
     device: DeviceSpec | None = None,
+    tangents: str | Sequence[str] = (),
 ) -> tuple[Compiled, ...]:
     """Compile the kernels of a call in advance: for this machine's GPU, or for any GPU, even without one.
 
@@ -630,6 +631,8 @@ def precompile(
     device : DeviceSpec, optional
         Compile for this GPU; the machine code is returned but not cached. By default, kernels are loaded on the
         current device, where later calls use them, and CuPy's cache stores them for other processes.
+    tangents : str or tuple of str
+        As in `plan`: the kernels of these passes are compiled, too.
 
     Returns
     -------
@@ -654,7 +657,7 @@ def precompile(
     """
     options = Options(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, wrt, kernel, "gpu", precision,
-        deterministic, q_start, kv_start,
+        deterministic, q_start, kv_start, tangents,
     )  # fmt: skip
     q, k, v = as_arrays({"q": q, "k": k, "v": v}).values()
     if device is None:  # host arrays only define shapes: the kernels are for a GPU

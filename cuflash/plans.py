@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -324,14 +324,17 @@ class Plan:  # numpydoc ignore=PR01
         return named_gradients(self._plan.problem, results)
 
     def _operands_of(self, name: str, operands: Mapping[str, Array]) -> dict[str, Array]:
-        """Return the arrays that a pass other than "forward" reads, except q, k, v and results, by name."""
-        problem = self._plan.problem
+        """Return the arrays that a pass reads, as `_read_by` does; `operands` are keywords of the caller."""
         if operands:
-            require_own_names(f"Plan.{name}", operands, (each.name for each in problem.operands))
+            require_own_names(f"Plan.{name}", operands, (each.name for each in self._plan.problem.operands))
+        return self._read_by(name, operands)
+
+    def _read_by(self, name: str, operands: Mapping[str, Array]) -> dict[str, Array]:
+        """Return the arrays that a pass other than "forward" reads, except q, k, v and results, by name."""
         captured = {**self._captured, **operands}
         if name == "jvp":
             return captured
-        return {each: array for each, array in captured.items() if not problem.is_of_forward(each)}
+        return {each: array for each, array in captured.items() if not self._plan.problem.is_of_forward(each)}
 
     def _arrays_of_backward(
         self, arrays: dict[str, Array], dlse: Array | None, operands: Mapping[str, Array]
@@ -645,11 +648,6 @@ def device_reasons(name: str, array: Array) -> list[str]:
         f"{name} must be on the current device, {current}; got device {number}: "
         f"call within cupy.cuda.Device({number}), with all arrays there"
     ]
-
-
-def backward_names(has_dlse: bool, operands: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of a backward pass's arrays, in order."""
-    return "do", "q", "k", "v", "o", "lse", *(("dlse",) if has_dlse else ()), *operands
 
 
 class ListsOfPlan(NamedTuple):

@@ -160,7 +160,7 @@ class DecodeStep(AttendStep):
 
 
 class StepCall(NamedTuple):
-    """A step with the addresses that its kernels take first: of k and v, or of q, the sink and captured arrays."""
+    """A step, with the addresses that its kernels take first: of k and v, or of q, the sink and captured arrays."""
 
     step: Any
     addresses: list[int]
@@ -213,7 +213,7 @@ class Steps:
         return step_call, q, sink
 
     def _step_call(self, key: Hashable, arrays: list[Any], other: Hashable = None, out: Any = None) -> StepCall | None:
-        """Return the step of a key, and cache it for `other` too, if it takes the arrays without a check."""
+        """Return the step of a key if it accepts the arrays without a check, and cache it for `other`, too."""
         step = CALLS.get(key)
         if step is None or type(out) is np.ndarray and not out.flags.writeable:
             return None
@@ -283,7 +283,7 @@ def _lists(chosen: ChosenBlocks) -> list[Any]:
 def lists_of(chosen: ChosenBlocks | None) -> dict[str, Any]:
     """Return lists [batch, heads, rows, entries] and their counts [batch, heads, rows] by their names in kernels.
 
-    Axes that all share have extent 1.
+    Axes along which all lists are shared have extent 1.
     """
     arrays = zip(TABLES, [] if chosen is None else _lists(chosen), (4, 3))
     return {name: array[(None,) * (rank - array.ndim)] for name, array, rank in arrays}

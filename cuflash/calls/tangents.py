@@ -74,4 +74,4 @@ def _made(forward: Forward) -> dict[str, Array]:
 
 def _operands(plan: Plan, name: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
     """Return the arrays of a call that a pass reads, except q, k and v."""
-    return plan._operands_of(name, {each: array for each, array in arrays.items() if each not in ("q", "k", "v")})
+    return plan._read_by(name, {each: array for each, array in arrays.items() if each not in ("q", "k", "v")})

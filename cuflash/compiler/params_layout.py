@@ -24,12 +24,14 @@ from ..planning.few_queries import DECODE_PARTS
 from ..planning.launches import MATRICES, TENSOR_MAP_PARAM
 from ..planning.interval_kernels import INTERVAL_PARAMS
 from ..planning.list_kernels import LIST_PARAMS
+from ..planning.query_scores import QUERY_SCORES
 from ..planning.prefill import PAGES, QUERY_INTERVALS
 from ..planning.scales import SCALES
 from ..planning.selection_kernels import (
     CHOICE, CHOICES, CROSSINGS, DRAW, KEY_SCORES, PAGE_BOUNDS, POOLED_ROWS, POOLING, SLASH_SUMS, SPREAD, STRIDED_ROWS,
 )  # fmt: skip
 from ..planning.sinks import SINK
+from ..planning.tangent_launches import TANGENTS
 
 # The records that each header declares. The namespace of a record is the folder of its header.
 _RECORDS = {
@@ -41,6 +43,7 @@ _RECORDS = {
         "KeyScores": KEY_SCORES, "Crossings": CROSSINGS, "SlashSums": SLASH_SUMS, "Spread": SPREAD,
         "StridedRows": STRIDED_ROWS, "PageBounds": PAGE_BOUNDS,
     },
+    "lists/query_scores.cuh": {"QueryScores": QUERY_SCORES},
     "results/params.cuh": {"Merge": MERGE, "Comparison": COMPARISON},
     "attention/params.cuh": {
         "Matrices": MATRICES, "Shape": SHAPE, "WorkList": WORK, "Params": PARAMS,
@@ -48,6 +51,7 @@ _RECORDS = {
     "attention/chosen_lists.cuh": {"ChosenLists": CHOSEN_LISTS},
     "attention/chosen_pages.cuh": {"ChosenPages": CHOSEN_PAGES},
     "attention/sink.cuh": {"Sink": SINK},
+    "attention/tangents.cuh": {"Tangents": TANGENTS},
     "attention/dropout.cuh": {"Dropout": DROPOUT},
     "attention/scales.cuh": {"Scales": SCALES},
     "attention/decode_params.cuh": {"CachePages": CACHE_PAGES, "Decode": DECODE, "DecodeParts": DECODE_PARTS},

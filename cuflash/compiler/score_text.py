@@ -15,7 +15,7 @@ from ..planning.score_launches import layout, num_leading, tables
 from ..planning.staged_array import staged_load
 from ..scores._primitives import PRIMITIVES
 from ..scores.products import of_products
-from ..scores.program import Instruction, Program, depends, gradient_loads, needed_for
+from ..scores.program import COORDINATES, Instruction, Program, depends, gradient_loads, needed_for
 from ..scores.score import Printing
 from .staged_text import ELEMENTS, constant, staged_matrices
 from .uniform_text import KINDS, UniformText
@@ -34,6 +34,7 @@ def text(
     num_bins: int = 0,
     is_placed: bool = False,
     takes_products: bool = False,
+    is_pushed: bool = False,
 ) -> str:
     """Return a program as C++ that replaces kernels_cu/attention/score_function.cuh.
 
@@ -59,12 +60,15 @@ def text(
         from.
     takes_products : bool
         True if kernels pass q . k and the softmax scale separately to the function, see `scores.products`.
+    is_pushed : bool
+        True if the second half of the program's results are the tangents of the first half: kernels also pass the
+        tangent of the score to the function.
     """
     facts = {"kTakesProducts": takes_products, "kIsUnscaled": False}
     staged = staged_load(program) if is_staged else None
     if takes_products:
         program, facts["kIsUnscaled"] = of_products(program)
-    return Printer(program, wrt, accumulator, sums, staged, is_stored, num_bins, is_placed, facts).text()
+    return Printer(program, wrt, accumulator, sums, staged, is_stored, num_bins, is_placed, facts, is_pushed).text()
 
 
 Printing.text = text
@@ -84,18 +88,19 @@ class Printer:
         num_bins: int,
         is_placed: bool,
         facts: Mapping[str, bool],
+        is_pushed: bool,
     ) -> None:
         self.num_bins, self.is_placed, self._of_products = num_bins, is_placed, facts
         self.program, self.wrt, self.sums = program, wrt, sums
         self.kinds = dict(zip(wrt, sums))  # how the gradient of an array is summed, by its name; default OWN
         self.accumulator, self.layout = accumulator, layout(program, wrt, accumulator, sums, is_placed)
-        has_slopes_of_arrays = len(program.results) > 2
+        has_slopes_of_arrays = len(program.results) > (4 if is_pushed else 2)
         self.loads = gradient_loads(program, wrt) if has_slopes_of_arrays else ()
         self.staged, self.stored = staged, staged if is_stored else None
         self.levels = [_level(names) for names in depends(program)]
         # Values that functions take as parameters, with the names of these parameters.
         self.renamed = {} if staged is None else {staged: "staged"}
-        self.extra_parameters = "" if staged is None else ", T staged"
+        self.extra_parameters = ", T s_dot" if is_pushed else "" if staged is None else ", T staged"
         # Values that functions of other levels use, as members of the structure of the value's level.
         self.exported = self._exported()
         # Positions that are used only as reals, which functions take as parameters in addition to the integers.
@@ -106,6 +111,7 @@ class Printer:
         }  # fmt: skip
 
         self.uniform = UniformText(self)
+        self.uniform.is_useful &= not is_pushed
 
     def text(self) -> str:
         is_derived = len(self.program.results) > 1
@@ -391,9 +397,9 @@ class Printer:
     def _expression(self, instruction: Instruction, level: str) -> str:
         op = instruction.op
         args = [self._named(n, level) for n in instruction.args]
-        if op in ("b", "h", "i", "j"):
+        if op in COORDINATES:
             return self._position(op)
-        if op in ("s", "scale"):
+        if op in ("s", "s_dot", "scale"):
             return op
         if op == "inverse_scale":
             return "ptx::reciprocal_approx(scale)"
@@ -402,15 +408,13 @@ class Printer:
         if op == "load":
             return self._load(instruction, level)
         if op == "real" and self.program.instructions[instruction.args[0]].op in ("i", "j"):
-            position = self.program.instructions[instruction.args[0]].op
-            return self._position(position, "real_")
+            return self._position(self.program.instructions[instruction.args[0]].op, "real_")
         return f"static_cast<T>({args[0]})" if op == "real" else PRIMITIVES[op].cuda.format(*args)
 
     def _position(self, op: str, prefix: str = "") -> str:
         """Return a coordinate of the score in the larger call, if the call is a part of one."""
-        start = f"starts[{'bhij'.index(op)}]"
-        start = f"static_cast<T>({start})" if prefix else start
-        return f"({prefix}{op} + {start})" if self.is_placed else f"{prefix}{op}"
+        place = COORDINATES.index(op)
+        return f"({prefix}{op} + starts[{place}])" if self.is_placed else f"{prefix}{op}"
 
     def _load(self, load: Instruction, level: str) -> str:
         element = f"*{self.place(load, level, 'array')}"

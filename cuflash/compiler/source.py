@@ -28,8 +28,9 @@ _FEATURES = {
     "has_sink": "cuflash::attention::Sink sink", "score": "cuflash::score::Function score_function",
     "score_is_staged": "cuflash::sm90::StagedMap staged_map",
     "has_dropout": "cuflash::attention::Dropout dropout", "is_paged": "cuflash::attention::Pages pages",
-    "is_quantized": "cuflash::attention::Scales scales",
+    "is_quantized": "cuflash::attention::Scales scales", "tangents": "cuflash::attention::Tangents tangents",
 }  # fmt: skip
+_TANGENTS = ("q", "k", "v", "sink", "score", "do")  # arrays, or groups of arrays, whose tangents kernels may read
 _TF32_PRODUCTS = {"ieee": 0, "tf32": 1, "tf32x3": 3}  # number of TF32 products that replace one float32 product
 _SHARED_BYTES = re.compile(r"^constexpr int kSharedBytes =", re.MULTILINE)
 _INCLUDE = re.compile(r"\s*#\s*include(.*)")  # also matches include_next
@@ -42,13 +43,16 @@ def constants(spec: KernelSpec) -> str:
     lines = [f"using Element = {_ELEMENTS[spec.dtype]};", f"using Accumulator = {accumulator};"]
     lines.append(f"static constexpr int kTf32Products = {_TF32_PRODUCTS[spec.precision]};")
     for field in fields(spec)[2:]:
-        if field.name == "precision" or field.name.startswith("score"):
+        if field.name in ("precision", "tangents") or field.name.startswith("score"):
             continue
         name = "".join(word.capitalize() for word in field.name.split("_"))
         value = getattr(spec, field.name)
         type_name, text = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", str(value))
         lines.append(f"static constexpr {type_name} k{name} = {text};")
     lines.append(f"static constexpr bool kIsBackward = {str(spec.entry.loads_do).lower()};")
+    if spec.tangents:
+        flags = {f"kHas{name.capitalize()}Dot": str(name in spec.tangents).lower() for name in _TANGENTS}
+        lines += [f"static constexpr bool {name} = {value};" for name, value in flags.items()]
     features = "".join(f", const __grid_constant__ {each}" for name, each in _FEATURES.items() if getattr(spec, name))
     lines = ["namespace cuflash {", "struct Config {", *lines, "};", "}  // namespace cuflash"]
     return "\n".join([*lines, f"#define CUFLASH_FEATURES {features}", ""])
@@ -84,7 +88,7 @@ def _score(spec: KernelSpec, included: set[str], host: bool) -> str:
     printed = score_text.text(
         spec.score, spec.score_wrt, spec.accumulator, spec.score_sums,
         is_staged=spec.score_is_staged, is_stored=spec.score_is_stored, num_bins=spec.score_bins,
-        is_placed=spec.score_is_placed, takes_products=spec.score_takes_products,
+        is_placed=spec.score_is_placed, takes_products=spec.score_takes_products, is_pushed=spec.moves_scores,
     )  # fmt: skip
     return f'{functions}#line 1 "cuflash/compiler/score_text.py: text()"\n{printed}'
 

@@ -15,8 +15,6 @@ from ._host_tiles import KeptTiles
 
 EXECUTORS: dict[str, Any] = {"cpu": cpu, "gpu": gpu, "sim": sim}
 
-_OF_TANGENTS: dict[str, Any] = {"cpu": host_tangents}  # executors of the passes "jvp" and "backward_jvp"
-
 _OF_EARLIER = ("o", "lse", f"o{DOT}", f"lse{DOT}")  # results of an earlier pass that this pass may read
 _SCALED = "for a scale so far from 1, q and k are copied to memory that a graph would outlive"
 _SUMMED = "gradients over broadcast axes are summed in memory that a graph would outlive"
@@ -65,7 +63,7 @@ class BoundPlan:
         self._copies = _SCALED if self._exponents else _SUMMED if self._sums else ""
         read = {each: self._scaled(each, array) for each, array in arrays.items()}
         options = {"machine": self._machine} if machine is not None else {}
-        executors = _OF_TANGENTS if name.endswith("jvp") else EXECUTORS
+        executors = {**EXECUTORS, "cpu": host_tangents} if name.endswith("jvp") else EXECUTORS
         executes = without_keys if plan.is_empty else executors[executor]
         self._call = executes.bind(
             plan, name, {**problem.keyed(read), **outs}, new, unwanted=unwanted, axes=axes, pins=pins, **options

@@ -457,7 +457,7 @@ def bound_pass(
     machine: Machine | None = None,
 ) -> BoundPass:
     """Return the launches of a pass for inputs of these layouts and results; parameters as for `bind`."""
-    kernels, machine = plan.passes[name], machine or _GPU
+    kernels, machine = plan.pass_of(name, inputs), machine or _GPU
     machine.prepare(kernels)
     views = *starmap(View.of, inputs.items()), *(
         View.of_new(name, result, axes.get(name)) for name, result in results.items()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from .launches import BATCH_AXES, MATRICES, TENSOR_MAP_PARAM, leaves
+from .options import DOT
 from .scales import SCALE_ARRAYS
 
 UNLIMITED = 1 << 40  # beyond any length, and far from overflow
@@ -58,5 +59,9 @@ OF_RECORDS_WITHIN = {path: path.rpartition(".")[2] for path in leaves(PARAMS) if
 TENSOR_MAP_ARRAYS = ("q", "k", "v", "do", "o")
 # Kernels of the sm90 family take this record in addition to PARAMS.
 TENSOR_MAPS = np.dtype([(name, TENSOR_MAP_PARAM) for name in TENSOR_MAP_ARRAYS])
-ROW_VECTORS = ("lse", "dlse", "delta", "query_stats", "lse_parts", *SCALE_ARRAYS)  # one number per row
-HEAD_VECTORS = ("sink", "dsink")  # one number per head
+# one number per row
+ROW_VECTORS = (
+    "lse", f"lse{DOT}", "dlse", f"dlse{DOT}", "delta", "delta.own", f"delta{DOT}", "query_stats", "lse_parts",
+    *SCALE_ARRAYS,
+)
+HEAD_VECTORS = ("sink", f"sink{DOT}", "dsink")  # one number per head

@@ -80,7 +80,7 @@ def _described_dropout(draws: Draws, seed: int, offset: int) -> str:
 def _described_kernels(plan: KernelPlan, notes: Mapping[str, str]) -> list[str]:
     kernels = plan.kernels
     assert kernels is not None
-    launches = {**kernels.forward.launches, **kernels.backward.launches}
+    launches = {role: launch for each in plan.passes.values() for role, launch in each.launches.items()}
     num_batch = plan.problem.mask_shape.num_batch
     lines = [
         _described_launch(launch, num_batch, notes.get(entry, "not compiled yet"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -20,16 +20,19 @@ from ..masks.content import without_memos
 from .chosen_lists import NOT_JOINED, UnionsAtCall, UnionWork
 from .device import DeviceSpec
 from .dropout_launches import with_dropout
-from .families.family import Family
+from .families._passes import backward_jvp_pass, jvp_pass
+from .families.family import Family, list_block_of
 from .few_queries import with_few_queries
 from .host import HostTiling, host_tile, in_flat_tiles
 from .launches import Kernels, Pass
 from .list_kernels import work_of_kernels
 from .options import DOT
 from .problem import Problem
-from .routing import FAMILIES, named, rerouted, routed, unions
-from .score_launches import stored_gradient, with_score
-from .spec import SM80, KernelSpec
+from .routing import named, rerouted, routed, unions
+from .score_launches import captured_wrt, stored_gradient, with_score
+from .spec import KernelSpec
+from .tangent_launches import with_tangents
+from .tangents import arrays_with_tangents
 
 _OF_ARGUMENTS = ("dq", "dk", "dv")
 _AXES_OF_A_LAUNCH = 2  # batch axes that one launch always covers, also with tensor maps
@@ -88,7 +91,51 @@ class KernelPlan:
     @property
     def passes(self) -> Mapping[str, Pass]:
         """The launches of each pass by its name; empty on the host."""
-        return {} if self.kernels is None else self.kernels.passes
+        return {} if self.kernels is None else {**self.kernels.passes, **self._tangent_passes}
+
+    def pass_of(self, name: str, arrays: Collection[str]) -> Pass:
+        """Return the launches of a pass that reads these arrays, by the names that executors use.
+
+        Raises
+        ------
+        UnsupportedProblem
+            The plan's family has no kernels for the pass.
+        """
+        problem = self.problem
+        if name in (own := self.passes) and not name.endswith("jvp"):
+            return own[name]
+        keys = problem.keyed({f"{each}{DOT}": each for each in arrays_with_tangents(problem)})
+        tangents = tuple(each for key, each in keys.items() if key in arrays)
+        is_planned = tangents == problem.tangents and name in self._tangent_passes
+        return self._tangent_passes[name] if is_planned else self._tangent_pass(name, tangents)
+
+    @cached_property
+    def _tangent_passes(self) -> Mapping[str, Pass]:
+        """The passes that compute tangents along those that the problem names, by name."""
+        tangents = self.problem.tangents
+        names = tuple(name for name in tangents if name not in ("do", "dlse"))
+        own = {"jvp": self._tangent_pass("jvp", names)} if names else {}
+        if tangents and not _captured_gradient_reasons(self.problem):
+            own["backward_jvp"] = self._tangent_pass("backward_jvp", tangents)
+        return own
+
+    def _tangent_pass(self, name: str, tangents: tuple[str, ...]) -> Pass:
+        """Return the launches of a pass that computes tangents along those of the arrays with these names."""
+        assert self.family is not None
+        problem = replace(self.problem, tangents=tangents)
+        reasons = self.family.tangent_reasons(problem)
+        if isinstance(self.work, UnionWork):
+            rule = "tangents must be planned for a mask that chooses blocks for each query"
+            reasons.append(f"{rule}; the plan has none: write plan(tangents={tangents})")
+        if name == "backward_jvp":
+            reasons += _captured_gradient_reasons(problem)
+        refuse(reasons)
+        largest = list_block_of(self.work)
+        if name == "jvp":
+            spec = self.family.jvp_spec(problem, self.device, largest)
+            return with_tangents(jvp_pass(problem, self.device, self.work, spec), problem)
+        specs = self.family.backward_jvp_specs(problem, self.device, largest)
+        return with_tangents(backward_jvp_pass(problem, self.device, self.work, *specs), problem)
 
     @cached_property
     def specs(self) -> dict[str, KernelSpec]:
@@ -119,8 +166,8 @@ class KernelPlan:
         if self.kernels is None:
             assert self.tiling is not None
             return self.tiling.workspace_bytes
-        backward = self.kernels.backward.nbytes + self._summed_bytes
-        return max(self.kernels.forward.nbytes, backward) + self.list_bytes
+        summed = dict.fromkeys(("backward", "backward_jvp"), self._summed_bytes)
+        return max(each.nbytes + summed.get(name, 0) for name, each in self.passes.items()) + self.list_bytes
 
     def results(self, name: str) -> dict[str, ShapeDtype]:
         """Return the shapes and dtypes of the results that a pass returns to the caller, by name."""
@@ -214,6 +261,15 @@ class KernelPlan:
         return total
 
 
+def _captured_gradient_reasons(problem: Problem) -> list[str]:
+    """Return why kernels do not compute the tangents of the gradients of captured arrays."""
+    return [
+        f"wrt must not name {name!r} in second derivatives on a GPU, which have no kernel for gradients of a score "
+        "function's arrays: leave it out, or pass NumPy arrays"
+        for name in captured_wrt(problem)
+    ]
+
+
 def host_plan(problem: Problem, mask: Mask, device: DeviceSpec) -> KernelPlan:
     """Return the plan of a call on the host."""
     block_q, block_kv = host_tile(problem, device)
@@ -254,17 +310,21 @@ def gpu_plan(
     rule = f"{family.name}, by kernel='auto': {why}" if kernel == "auto" else f"{family.name}, chosen by name"
     if not isinstance(work, UnionWork) and next(chosen_masks(mask), None) is not None:
         rule += NOT_JOINED
-    return KernelPlan(
+    plan = KernelPlan(
         problem=problem, mask=mask, device=device, work=work, family=family, rule=rule,
         kernels=kernels,
     )  # fmt: skip
+    if problem.tangents:
+        assert plan.passes  # whose kernels may be missing, or have no tile
+    return plan
 
 
 def _routed_work(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str) -> tuple[Family, str, WorkList]:
     """Return the family that `kernel` selects, the reason, and the work list."""
     union = unions(problem, mask, device, kernel)
     if union is not None:
-        return FAMILIES[SM80], "neighbouring queries, each with its own blocks, walk the union of these", union
+        family, joined = union
+        return family, "neighbouring queries, each with its own blocks, walk the union of these", joined
     family, why = routed(problem, device) if kernel == "auto" else (named(kernel, problem), "")
     work = _work(problem, mask, device, family)
     other = rerouted(family, work) if kernel == "auto" else None

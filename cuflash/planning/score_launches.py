@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..scores.program import Program, derived
+from ..scores.program import Program, derived, pushed
 from .captured_sums import OWN, address_rank, kinds_of_sums, sums_name, with_captured_sums
 from .launches import Feature, Kernels, Launch, Pass
 from .problem import Problem
@@ -151,6 +151,25 @@ def _changed(
         launch, spec=spec, reads=(*launch.reads, *arrays, *gradients), writes=(*launch.writes, *gradients),
         features=(*launch.features, NAME, *[MAP_NAME] * launch.spec.score_is_staged),
     )  # fmt: skip
+
+
+def with_pushed_score(kernels: Pass, problem: Problem) -> Pass:
+    """Return a pass whose kernels apply the problem's score function, or its derivative if they compute gradients, and
+    differentiate it along the tangents."""
+    program = problem.score
+    if program is None:
+        return kernels
+    if any(launch.spec.entry.loads_do for launch in kernels.launches.values()):
+        program = derived(program)
+    names = [operand.name for operand in problem.operands if operand.is_captured and operand.name in problem.tangents]
+    moves_score = not {"q", "k"}.isdisjoint(problem.tangents)
+    if names or moves_score:
+        program = pushed(program, names, moves_score=moves_score)
+    launches = {
+        role: _changed(launch, problem, program, (), ()) if launch.spec.entry.applies_score else launch
+        for role, launch in kernels.launches.items()
+    }
+    return _pass(kernels, launches, _feature(program, (), problem, ()))
 
 
 def with_score_argument(kernels: Pass, problem: Problem, role: str) -> Pass:

@@ -148,6 +148,9 @@ class KernelSpec:
         q, k and v are FP8 (e4m3) with scales, and `dtype` is the dtype of o.
     splits_head_dim : bool
         Rows of q and k are longer than `head_dim`, and are loaded in chunks of `head_dim` elements.
+    tangents : tuple of str
+        The arrays along whose tangents the kernel differentiates: "q", "k", "v", "sink", and "score" if arrays of the
+        score function have tangents.
     score : Program, optional
         The score function; its derivative for kernels that compute gradients.
     score_wrt : tuple of str
@@ -197,6 +200,7 @@ class KernelSpec:
     part_keys: int = 0
     is_quantized: bool = False
     splits_head_dim: bool = False
+    tangents: tuple[str, ...] = ()
     score: Program | None = None
     score_wrt: tuple[str, ...] = ()
     score_sums: tuple[str, ...] = ()
@@ -231,6 +235,11 @@ class KernelSpec:
         return self.finishes_dq_in_order or self.last_finishes_dq
 
     @property
+    def moves_scores(self) -> bool:
+        """True if scores, or arrays of the score function, have tangents."""
+        return not {"q", "k", "score"}.isdisjoint(self.tangents)
+
+    @property
     def accumulator(self) -> np.dtype[np.generic]:
         """The dtype of accumulators: float64 for float64, else float32."""
         return accumulator_dtype(self.dtype)
@@ -240,6 +249,7 @@ class KernelSpec:
         return 32 * self.num_warps
 
     def __str__(self) -> str:
-        listed = [field.name for field in fields(self)[1:] if not field.name.startswith("score")]
+        listed = [field.name for field in fields(self)[1:] if not field.name.startswith(("score", "tangents"))]
         of_score = [] if self.score is None else [f"score {len(self.score.instructions)} operations"]
-        return " ".join([self.name, *(f"{name} {getattr(self, name)}" for name in listed), *of_score])
+        moved = [f"tangents of {', '.join(self.tangents)}"] if self.tangents else []
+        return " ".join([self.name, *(f"{name} {getattr(self, name)}" for name in listed), *moved, *of_score])

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays import describe, is_array, namespace, no_array
 from ..errors import UnsupportedProblem
+from ..layouts import COPIES, kind_of, layout_reasons
 from .options import DOT, Directions
 from .problem import Problem
 
@@ -74,20 +75,17 @@ def tangent_reasons(tangents: Any, problem: Problem | None, executor: str) -> li
             rule = "tangents must be a name, or a tuple or list of names"
             return [f"{rule}; got {describe(tangents)}: write tangents=('q', 'k', 'v')"]
         names = [*listed]
-    if executor in ("gpu", "sim"):
-        fix = "pass NumPy arrays, for example from cupy.asnumpy, or use finite differences"
-        reasons.append(f"executor must be 'cpu' for tangents, which no GPU kernel supports; got {executor!r}: {fix}")
+    cotangents = tangents.cotangents if isinstance(tangents, Directions) else {}
     if problem is None:
         return reasons
-    cotangents = tangents.cotangents if isinstance(tangents, Directions) else {}
     wanted = arrays_with_tangents(problem)
     known = [name for name in wanted if name in cotangents or name not in ("do", "dlse")]
     reasons += [reason for name in dict.fromkeys(names) for reason in _name_reasons(name, known, problem)]
     if isinstance(tangents, Directions):
         for name, array in cotangents.items():
-            reasons += _array_reasons(name, name, array, *wanted[name])
+            reasons += _array_reasons(name, name, array, *wanted[name], executor)
         for name, array in tangents.tangents.items():
-            reasons += _array_reasons(name, shown(name), array, *wanted[name]) if name in known else []
+            reasons += _array_reasons(name, shown(name), array, *wanted[name], executor) if name in known else []
     return reasons
 
 
@@ -137,15 +135,20 @@ def _name_reasons(name: str, known: list[str], problem: Problem) -> list[str]:
     return [f"tangents must name arrays of this call, which are {arrays}; got {describe(name)}"]
 
 
-def _array_reasons(name: str, label: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[str]:
+def _array_reasons(
+    name: str, label: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any], executor: str
+) -> list[str]:
     """Return why an array cannot be the tangent of array `name`, or the gradient of a result; `label` is its name."""
     if not is_array(array):
         raise TypeError(no_array(label, array))
-    if namespace(array).__name__ != "numpy":
-        return [f"{label} must be a NumPy array for executor='cpu'; got a CuPy array: copy it with .get()"]
+    place = "cupy" if executor == "gpu" else "numpy"
+    if namespace(array).__name__ != place:
+        rule = f"{label} must be a {place} array for executor={executor!r}"
+        return [f"{rule}; got {kind_of(array)}: copy it with {COPIES[place]}"]
+    reasons = [] if executor == "cpu" else layout_reasons(label, array)
     actual = tuple(array.shape)
     if actual == shape and array.dtype == dtype:
-        return []
+        return reasons
     like = f"{name}'s" if label != name else "o's" if name == "do" else "lse's"
     fixes = []
     if actual != shape:
@@ -153,4 +156,4 @@ def _array_reasons(name: str, label: str, array: Any, shape: tuple[int, ...], dt
     if array.dtype != dtype:
         fixes.append(f"cast it with {label}.astype({dtype.name!r})")
     rule = f"{label} must have {like} shape {shape} and dtype {dtype}"
-    return [f"{rule}; got {actual} and {array.dtype}: {', '.join(fixes)}"]
+    return [*reasons, f"{rule}; got {actual} and {array.dtype}: {', '.join(fixes)}"]

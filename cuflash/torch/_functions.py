@@ -17,7 +17,7 @@ import torch
 from torch._C import _are_functorch_transforms_active as is_transforming
 from torch.autograd import Function
 
-from ..errors import UnsupportedProblem, refuse
+from ..errors import UnsupportedProblem
 from ..layouts import has_dual_level
 from ..planning.options import DOT
 from ._passes import Call
@@ -28,7 +28,7 @@ AnyCall: TypeAlias = Call | Transformed
 
 
 class Recorded(Function):
-    """A call with gradients: PyTorch protects its saved tensors against in-place changes, and frees them."""
+    """A call with gradients: PyTorch guards its saved tensors against in-place changes, and frees them."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, outs: Any, *tensors: Tensor) -> Any:
@@ -97,12 +97,8 @@ def _with_passes(kind: Any) -> Any:
 
     def vmap(info: Any, in_dims: Any, call: AnyCall, wrt: Sequence[str], *tensors: Any) -> Any:
         if not isinstance(call, Transformed):
-            raise UnsupportedProblem(
-                [
-                    "gradients of a call outside of torch.vmap must not be batched: make the call inside torch.vmap, "
-                    "or differentiate it with torch.func.vjp"
-                ]
-            )
+            fix = "make the call inside torch.vmap, or differentiate it with torch.func.vjp"
+            raise UnsupportedProblem([f"gradients of a call outside of torch.vmap must not be batched: {fix}"])
         names = kind.names_of(call)
         results = call.batched(
             info.batch_size, dict(zip(names, tensors)), dict(zip(names, in_dims[2:])), wrt,
@@ -143,7 +139,7 @@ class Attention(Function):
     @staticmethod
     def jvp(ctx: Any, call: None, wrt: None, *dots: Tensor | None) -> Any:
         o, lse, *tensors = ctx.saved_tensors
-        # Autocast may give a tangent another dtype.
+        # Autocast may change the dtype of a tangent.
         dots = tuple(None if dot is None else dot.to(tensor.dtype) for dot, tensor in zip(dots, tensors))
         return _Tangent.apply(ctx.call, (), o, lse, *tensors, *dots)
 
@@ -191,8 +187,8 @@ class _Tangent(Function):
     @staticmethod
     def jvp(ctx: Any, *dots: Any) -> NoReturn:
         fix = "take torch.func.jvp of torch.func.grad, or finite differences of the tangent"
-        refuse([f"attention must not have a tangent of its tangent, which no pass computes; got one: {fix}"])
-        raise AssertionError
+        rule = "attention must not have a tangent of its tangent, which no pass computes; got one"
+        raise UnsupportedProblem([f"{rule}: {fix}"])
 
 
 @_with_passes
@@ -271,8 +267,7 @@ class _Second(Function):
 
 def _refuse_third() -> NoReturn:
     fix = "take finite differences of the second, and leave torch.autograd.forward_ad.dual_level before backward"
-    refuse([f"attention must be differentiated at most twice; got a third derivative: {fix}"])
-    raise AssertionError
+    raise UnsupportedProblem([f"attention must be differentiated at most twice; got a third derivative: {fix}"])
 
 
 def _present(names: Iterable[str], tensors: Iterable[Tensor | None]) -> dict[str, Tensor]:
@@ -281,7 +276,7 @@ def _present(names: Iterable[str], tensors: Iterable[Tensor | None]) -> dict[str
 
 
 def _named(call: AnyCall, needed: Iterable[bool]) -> tuple[str, ...]:
-    """Return the names of the operands that need a gradient."""
+    """Return the names of the operands that need gradients."""
     return tuple(name for name, is_needed in zip(call.names[3:], [*needed][3:]) if is_needed)
 
 

@@ -69,8 +69,7 @@ class _ByArrays:
             arrays = {each: self._array(tensor) for each, tensor in tensors.items()}
             if self._ready is None:
                 options = _over({each: arrays[each] for each in self.names}, self._options)
-                q, k, v = (arrays[each] for each in self.names[:3])
-                self._ready = planned(q, k, v, options)
+                self._ready = planned(arrays["q"], arrays["k"], arrays["v"], options)
             arrays = _read_by(name, arrays, self._ready._plan.problem)
             return tuple(map(as_tensor, self._ready._run(name, arrays, {})))
 
@@ -143,7 +142,7 @@ class _OnGpu:
 
 
 def _read_by(name: str, arrays: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
-    """Return the arrays that a pass reads: all, except operands that only the forward pass and its tangent read."""
+    """Return the arrays that a pass reads: all except operands that only the forward pass and its tangent read."""
     if name == "jvp":
         return dict(arrays)
     return {each: array for each, array in arrays.items() if not problem.is_of_forward(each)}

@@ -224,6 +224,7 @@ class Case(NamedTuple):
     deterministic: bool
     is_device_mask: bool  # the mask's arrays are on the device, and kernels build its list
     structure: Structure
+    has_tangents: bool = False  # the tangents of o and lse, and of gradients, are computed, too
     # Planned as for a GPU with few multiprocessors, so that blocks finish dQ, as in calls with many heads
     is_large: bool = False
 
@@ -257,7 +258,7 @@ class Case(NamedTuple):
         shapes = [cuflash.ShapeDtype(x.shape, x.dtype) for x in (example.q, example.k, example.v)]
         sink = {} if example.sink is None else {"sink": cuflash.ShapeDtype(example.sink.shape, example.sink.dtype)}
         options = {**self.options, **sink, "wrt": tuple(sink), "device": self.device(device)}
-        options["dropout"] = example.dropout
+        options |= {"dropout": example.dropout, "tangents": ("q", "k", "v") if self.has_tangents else ()}
         return cuflash.plan(*shapes, mask=self.mask, **options, executor="gpu")._plan
 
 
@@ -313,9 +314,14 @@ def cases(config: Config) -> Iterator[tuple[str, Case]]:
 
         for number, (kind, mask) in enumerate(kinds.items(), turn):
             yield kind, case(number, mask)
+        moves = precision == "ieee" and kernel not in ("fa1", "naive")
         if kernel != "fa1":
-            yield "dense", case(turn, sink=(4,))
-            yield "causal", case(turn, masks.Causal("bottom_right"), dropout=cuflash.Dropout(0.3, seed=turn))
+            causal, dropout = masks.Causal("bottom_right"), cuflash.Dropout(0.3, seed=turn)
+            yield "dense", case(turn, sink=(4,))._replace(has_tangents=moves)
+            yield "causal", case(turn, causal, dropout=dropout)._replace(has_tangents=moves)
+        if moves:
+            yield "lengths", case(turn, kinds["lengths"])._replace(has_tangents=True)
+            yield "blocks of 64", case(turn, kinds["blocks of 64"])._replace(has_tangents=True)
         if kernel in ("sm80", "sm90"):
             for number in (0, 1):
                 yield "dense", case(number, head_dim=256, value_dim=256)
@@ -373,6 +379,9 @@ def run_case(case: Case, *, leaves_k_unwritten: bool = False) -> None:
     dlse = None if example.dlse is None else to_device(np.ascontiguousarray(example.dlse), "contiguous")
     with zeros_for_sums(ready._plan) if case.kernel in UNSEEN else nullcontext():
         ready.backward(do, q, k, v, o, lse, dlse=dlse, **sink)
+    if case.has_tangents:
+        o_dot, lse_dot = ready.jvp(q, k, v, o, lse, q, k, v, **sink)
+        ready.backward_jvp(do, q, k, v, o, lse, o_dot, lse_dot, q, k, v, dlse=dlse, **sink)
     if case.makes_lists:
         cuflash.attention(q, k, v, mask=mask, out=out, **case.options, **sink)
     cupy.cuda.get_current_stream().synchronize()
@@ -475,9 +484,7 @@ def specs_of_results() -> set[KernelSpec]:
 
 
 def run_results() -> int:
-    """Merge three parts whose rows are shared by thread blocks, and measure the recall of a window; return the number
-    of calls.
-    """
+    """Merge three parts with shared rows, and measure the recall of a window; return the number of calls."""
     import cupy
 
     for dtype in MASS_DTYPES:
@@ -603,9 +610,7 @@ def errors_in(output: str) -> int | None:
 
 
 def under(tool: str, name: str, request: dict[str, Any], timeout_s: int) -> Record:
-    """Run a child process under a tool; return the numbers of cases and errors, the seconds, and a description of other
-    failures.
-    """
+    """Run a child process under a tool; return the counts of cases and errors, the seconds, and other failures."""
     paths = [*FOLDERS, str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     code = "import sys, gpu_proof; gpu_proof.child(sys.argv[1])"
     command = [tool, "--tool", name, *OPTIONS.get(name, ()), sys.executable, "-c", code, json.dumps(request)]

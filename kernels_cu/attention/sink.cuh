@@ -20,16 +20,22 @@ template <class Config>
 using SinkArgument = FeatureArgument<Config::kHasSink, Sink, NoSink>;
 constexpr NoSink sink{};
 
+// Return a head's number from an array of one number per head.
+template <class T>
+CUFLASH_DEVICE T of_head(const Matrices& numbers, int64_t dtype, const BatchHead& batch_head, int head) {
+  const auto of = [&](auto zero) {
+    return static_cast<T>(tile::to_accumulator(matrix<decltype(zero)>(numbers, batch_head, head, 1, 1).at(0, 0)));
+  };
+  if (dtype == kHalfSink) return of(ptx::Half());
+  if (dtype == kBFloat16Sink) return of(ptx::BFloat16());
+  if (dtype == kDoubleSink) return of(double());
+  return of(float());
+}
+
 // Return the sink of a head; -inf in kernels without a sink.
 template <class T>
 CUFLASH_DEVICE T sink_logit(const Sink& sink, const BatchHead& batch_head, int head) {
-  const auto of = [&](auto zero) {
-    return static_cast<T>(tile::to_accumulator(matrix<decltype(zero)>(sink.sink, batch_head, head, 1, 1).at(0, 0)));
-  };
-  if (sink.dtype == kHalfSink) return of(ptx::Half());
-  if (sink.dtype == kBFloat16Sink) return of(ptx::BFloat16());
-  if (sink.dtype == kDoubleSink) return of(double());
-  return of(float());
+  return of_head<T>(sink.sink, sink.dtype, batch_head, head);
 }
 template <class T>
 CUFLASH_DEVICE T sink_logit(NoSink, const BatchHead&, int) {

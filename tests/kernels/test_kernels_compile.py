@@ -37,7 +37,7 @@ from cuflash.planning.spec import KernelSpec
 from cuflash.planning.families import sm80
 from cuflash.planning.families.sm90 import SHORT_SEQUENCES, in_small_tiles
 from cuflash.planning.families.sm90_fp8 import Sm90Fp8
-from cuflash.planning.families.family import DIMS
+from cuflash.planning.families.family import DIMS, Family
 from cuflash.planning.routing import FAMILIES, PREFILL_FAMILIES, mass_kernel
 from cuflash.planning.interval_kernels import INTERVAL_SPECS
 from cuflash.planning.list_kernels import LIST_SPECS
@@ -53,6 +53,8 @@ from executors import is_long
 CHIPS = ("T4", "A100", "RTX 3090", "L4", "H100", "B200", "RTX 5090")
 MOST_SPECS, MOST_SPECS_OF_A_GPU = 14000, 10000
 LENGTHS = (1, 1000)  # a tile of few queries, and a whole one
+TANGENTS = (("q",), ("k", "v"), ("q", "k", "v"))  # the long profile has no others either
+SECOND_TANGENTS = (("q", "k", "v"), ("q", "k", "v", "do"), ("do",))
 SIZES_OF_TILES = {"block_q", "block_kv", "num_warps", "min_blocks", "num_stages"}
 Limit: TypeAlias = tuple[int, int] | None
 # Bytes by exception. 256: no tile is smaller, and it holds 16 rows of 512 sums. 128: the next smaller tile, which does
@@ -99,6 +101,9 @@ SPILLS = {
     ("sm90_forward scored in pages", BFLOAT16, 64): 48,
     ("sm90_forward scored in pages", BFLOAT16, 128): 16,
     ("sm90_forward scored in pages", BFLOAT16, 256): 64,
+    # Four tiles of scores, and sums of 128 columns. A step of 16 rows was not timed.
+    **{("sm80_backward_jvp_rows", dtype, 128): 8 for dtype in _HALVES},  # on sm_90
+    **{("sm80_backward_jvp_columns", dtype, 128): 164 for dtype in _HALVES},  # on sm_120
     # With a sink, of tiles that plain attention has. Neither was timed with one.
     **{("sm90_forward with a sink", dtype, 64): 20 for dtype in _HALVES},  # of 256 queries
     **{("sm80_decode_e4m3 with a sink", dtype, 128): 24 for dtype in _HALVES},  # on sm_120; 16 on sm_90
@@ -133,6 +138,8 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
                 if family in ("simt", "sm80"):
                     least = 1 if family == "simt" else 128
                     specs.add(mass_kernel(problem, device, least, is_listed=limit is not None))
+                if family in ("simt", "sm80") and precision == "ieee" and limit is None:
+                    specs |= of_tangents(FAMILIES[family], problem, device, limit)
                 if family == "sm90":  # queries that see many keys, or few, of one problem and of a thousand
                     many = (ShapeDtype((1000, *x.shape), dtype) for x in (q, k, v))
                     thousand = Problem.of(*many, precision=precision)
@@ -149,9 +156,19 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
                     for group_size in {1, 2 if limit is None else 1}:
                         split = sm80.split_spec(family_specs["forward"], problem, device, group_size)
                         specs |= {split, sm80.combine_spec(split)}
-                    if limit is None and dtype in _HALVES:
-                        for block in (16, 32, 64):
-                            specs |= set(FAMILIES[family].union_specs(problem, device, block).values())
+                if family in ("sm80", "sm90") and limit is None and dtype in _HALVES:
+                    group = Problem.of(ShapeDtype((16, length, head_dim), dtype), k, v)
+                    for block in (16, 32, 64):
+                        specs |= set(FAMILIES[family].union_specs(group, device, block, group.group_size).values())
+    return specs
+
+
+def of_tangents(family: Family, problem: Problem, device: DeviceSpec, limit: Limit) -> set[KernelSpec]:
+    """Return a family's kernels for tangents, and for tangents of gradients."""
+    specs = {family.jvp_spec(replace(problem, tangents=names), device, limit) for names in TANGENTS}
+    for names in SECOND_TANGENTS:
+        with suppress(UnsupportedProblem):  # no tile fits
+            specs |= set(family.backward_jvp_specs(replace(problem, tangents=names), device, limit))
     return specs
 
 
@@ -175,7 +192,8 @@ def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
         specs = {gradient_spec(spec.dtype, spec)}
     else:
         specs = {gradient_spec(spec.dtype), sums_spec(spec.accumulator)} if spec.name == "simt_forward" else set()
-    takes_it = spec.entry.name in ("forward", "combine", "softmax") and not spec.is_split and spec.family != "fa1"
+    takes_it = spec.entry.name in ("forward", "combine", "softmax", "jvp", "backward_jvp_rows") and not spec.is_split
+    takes_it &= spec.family != "fa1"
     return specs | ({replace(spec, has_sink=True)} if takes_it else set())
 
 
@@ -203,14 +221,22 @@ def of_scores(name: str) -> set[KernelSpec]:
             x, x, x, kernel=kernel, executor="gpu", device=device, deterministic=repeats, **options
         )._plan.specs
         specs |= {planned[entry] for entry in ("forward", "backward")}
+        if not repeats:
+            named = {"bias"} & options.keys()
+            moving = cuflash.plan(
+                x, x, x, kernel=kernel, executor="gpu", device=device, tangents=("q", "k", "v", *named), **options
+            )
+            specs |= {spec for spec in moving._plan.specs.values() if "jvp" in spec.entry.name}
         specs |= {spec for spec in planned.values() if spec.adds_dq_in_order or spec.entry.name == "captured_sums"}
     lists = masks.ChosenBlocks(np.zeros((5000, 1), np.int32), 64)
     for dim, options in product((64, 128), changes[3:5]):
         x = ShapeDtype((heads, 5000, dim), BFLOAT16)
         specs |= set(cuflash.plan(x, x, x, mask=lists, executor="gpu", device=device, **options)._plan.specs.values())
     x = ShapeDtype((heads, 5000, 64), np.dtype(np.float32))
-    capped = cuflash.plan(x, x, x, kernel="simt", executor="gpu", device=device, softcap=50.0)._plan.specs
-    return specs | {capped[entry] for entry in ("forward", "backward")} | of_scored_caches(name, changes)
+    capped = cuflash.plan(
+        x, x, x, kernel="simt", executor="gpu", device=device, softcap=50.0, tangents=("q", "k", "v")
+    )._plan.specs
+    return specs | {capped[entry] for entry in ("forward", "backward", "jvp")} | of_scored_caches(name, changes)
 
 
 def of_scored_caches(name: str, changes: Iterable[dict[str, Any]]) -> set[KernelSpec]:

@@ -8,33 +8,33 @@ from mutations.planting import Edit
 FAULTS = {
     interop_guards.tensors_are_right: {
         "no gradient of o is a gradient of ones": Edit(
-            "torch.py", "_Attention.backward", "torch.zeros_like(o) if do is None", "torch.ones_like(o) if do is None"
+            "torch/_functions.py", "_pulled_back", "torch.zeros_like(o) if do is None",
+            "torch.ones_like(o) if do is None"
         ),
         "a negated gradient is read without its sign": Edit(
-            "torch.py", "_Attention.backward", "else do.resolve_neg()", "else do"
+            "torch/_functions.py", "_gradients", "do.resolve_neg()", "do"
         ),
         "the gradient of lse is dropped": Edit(
-            "torch.py", "_Attention.backward", "dlse = None if dlse is None else dlse.resolve_neg()", "dlse = None"
+            "torch/_functions.py", "_gradients", "if dlse is not None:", "if False:"
         ),
         "no gradient of a sink is requested": Edit(
-            "torch.py", "_called", "options = options._replace(wrt=tuple(needed))", "pass"
+            "torch/__init__.py", "_called", "options = options._replace(wrt=tuple(needed))", "pass"
         ),
         "a given output is returned for the other": Edit(
-            "torch.py", "_returned", "None else each for each in outs", "None else each for each in reversed(outs)"
-        ),
-        "operands follow instead of dlse": Edit(
-            "plans.py", "backward_names", '*(("dlse",) if has_dlse else ()), *operands',
-            '*operands, *(("dlse",) if has_dlse else ())',
+            "torch/_tensors.py", "returned", "None else each for each in outs",
+            "None else each for each in reversed(outs)"
         ),
     },
     interop_guards.scores_of_tensors_are_right: {
         "all operands have gradients": Edit(
-            "torch.py", "_called", 'if getattr(each, "requires_grad", False))', "if each.is_floating_point())"
+            "torch/__init__.py", "_called", 'if getattr(each, "requires_grad", False))', "if each.is_floating_point())"
         ),
         "gradients of operands are the next one's": Edit(
-            "torch.py", "_Attention.backward", "next(more) if is_needed else None for", "next(more, None) for"
+            "torch/_functions.py", "_pulled_back", "next(more) if is_needed else None for", "next(more, None) for"
         ),
-        "a captured tensor has to be one of floats": Edit("torch.py", "_kind_reasons", "and not is_captured:", ":"),
+        "a captured tensor has to be one of floats": Edit(
+            "torch/_tensors.py", "_kind_reasons", "and not is_captured:", ":"
+        ),
         "a Score of the library loses its tensors": Edit(
             "scores/score.py", "_as_array", "(array, ShapeDtype) or is_differentiated(array)", "(array, ShapeDtype)"
         ),
@@ -44,21 +44,19 @@ FAULTS = {
     },
     interop_guards.scores_of_jax_are_right: {
         "all operands have a gradient": Edit(
-            "jax.py", "_forward", "if each.perturbed)", 'if each.value.dtype.kind == "f")'
+            "jax/_derivatives.py", "_wrt", "return tuple(name for name in names if",
+            "return tuple(name for name in ('bias', 'table') if",
         ),
-        "zeros that JAX leaves out are ones": Edit("jax.py", "_backward", "jax.numpy.zeros(", "jax.numpy.ones("),
         "plans do not differ by what gradients are asked of": Edit(
-            "jax.py", "_Call._cached_or_planned", "looked_up.key(",
-            "looked_up._replace(options=options._replace(wrt=())).key(",
+            "jax/_call.py", "JaxCall.cached_plan", "key = executor, own, wrt,", "key = executor, own,"
         ),
     },
     interop_guards.writing_is_told: {
         "PyTorch is not told that outputs were written to": Edit(
-            "torch.py", "_returned", "increment_version([each for each in outs if each is not None])", "pass"
+            "torch/_tensors.py", "returned", "increment_version([each for each in outs if each is not None])", "pass"
         ),
         "gradients are constants to PyTorch": Edit(
-            "torch.py", "_Attention.backward", "_Gradients.apply if torch.is_grad_enabled() else _gradients",
-            "_gradients",
+            "torch/_functions.py", "_pulled_back", "not (torch.is_grad_enabled() or", "not (",
         ),
     },
     interop_guards.bfloat16_is_taken_and_given: {
@@ -69,7 +67,9 @@ FAULTS = {
             "layouts.py", "_of_extended", "xp.from_dlpack(value.view(integers)).view(dtype)",
             "xp.from_dlpack(value.view(integers))",
         ),
-        "results of bfloat16 go by DLPack": Edit("torch.py", "_as_tensor", 'if array.dtype.kind == "V":', "if False:"),
+        "results of bfloat16 go by DLPack": Edit(
+            "torch/_tensors.py", "as_tensor", 'if array.dtype.kind == "V":', "if False:"
+        ),
     },
     interop_guards.tensors_without_elements_are_named: {
         "a meta tensor holds data": Edit(
@@ -87,20 +87,74 @@ FAULTS = {
     },
     interop_guards.tangents_are_refused: {
         "a tangent is lost": Edit("layouts.py", "tensor_reasons", ".tangent is not None:", ".tangent is False:"),
-        "a repeated call on a GPU loses a tangent": Edit("torch.py", "_key", "has_dual_level() or", ""),
+        "a repeated call on a GPU loses a tangent": Edit("torch/__init__.py", "_called", "or has_dual_level()", ""),
         "the tangent of a gradient is lost": Edit(
-            "torch.py", "_Attention.backward", "if has_dual_level():", "if False:"
+            "torch/_functions.py", "_pulled_back", "or has_dual_level())", ")"
         ),
         "a batch of gradients is not a batch": Edit(
-            "torch.py", "_require_cotangents", "if each is not None and is_batched(each):", "if False:"
+            "torch/_tensors.py", "require_cotangents", "if each is not None and is_batched(each):", "if False:"
+        ),
+    },
+    interop_guards.derivatives_of_tensors_are_right: {
+        "absent tangents of a tangent have gradients": Edit(
+            "torch/_functions.py", "_Tangent.backward", "each if dot is not None else None for", "each for"
+        ),
+        "the gradient of a tangent is that of o": Edit(
+            "torch/_functions.py", "_Tangent.backward",
+            "_Second.apply(call, wrt, u, u_lse, o, lse, o_dot, lse_dot, None",
+            "_Second.apply(call, wrt, u, u_lse, o, lse, o_dot, lse_dot, u",
+        ),
+        "gradients of tangents read lse_dot's as none": Edit(
+            "torch/_functions.py", "_Tangent.backward", "_Gradients.apply(call, wrt, u, u_lse,",
+            "_Gradients.apply(call, wrt, u, None,",
+        ),
+        "double backward has no gradient of do": Edit(
+            "torch/_functions.py", "_Gradients.backward", "return None, None, o_dot,", "return None, None, None,"
+        ),
+        "double backward has no gradient of dlse": Edit(
+            "torch/_functions.py", "_Gradients.backward", "None if dlse is None else lse_dot", "None"
+        ),
+        "the tangent of do is lost": Edit(
+            "torch/_functions.py", "_Gradients.jvp", "o_dot, lse_dot, do_dot, dlse_dot,",
+            "o_dot, lse_dot, None, dlse_dot,"
+        ),
+        "the tangent of dlse is lost": Edit(
+            "torch/_functions.py", "_Gradients.jvp", "o_dot, lse_dot, do_dot, dlse_dot,",
+            "o_dot, lse_dot, do_dot, None,"
+        ),
+        "a second derivative is a constant": Edit(
+            "torch/_functions.py", "_Second.backward", "_refuse_third()", "return (None,) * 50"
+        ),
+        "results of operands are in the order of the plan": Edit(
+            "torch/_functions.py", "_placed", "by_name.get(name) for name in call.names[3:]", "iter(results[3:])"
+        ),
+        "tensors that all calls share are not repeated": Edit(
+            "torch/_transformed.py", "_at_front", "tensor.expand(size, *tensor.shape) if axis is None",
+            "tensor[None] if axis is None"
+        ),
+        "a mapped axis stays where it is": Edit(
+            "torch/_transformed.py", "_at_front", "tensor.movedim(axis, 0)", "tensor"
+        ),
+        "matrices in a batch are heads": Edit("torch/_transformed.py", "Transformed.batched", "max(3, *", "max(2, *"),
+        "a batch draws other weights than its calls": Edit(
+            "torch/_transformed.py", "Transformed._reads_batch_entries", "or options.dropout is not None", ""
+        ),
+        "a batch counts its entries": Edit(
+            "torch/_transformed.py", "Transformed._reads_batch_entries", "return reads_b or", "return"
+        ),
+        "functions as masks count the entries of a batch": Edit(
+            "torch/_transformed.py", "_is_uniform", "isinstance(part, FromFunction) for", "False for"
+        ),
+        "gradients of arrays of a score are sums over a batch": Edit(
+            "torch/_transformed.py", "Transformed.batched", "others & (mapped | set(wrt))", "others & mapped"
         ),
     },
     interop_guards.own_integers_are_taken: {
         "integers of the library are not tensors": Edit(
-            "torch.py", "_own_integers", "if not is_integer_dtype(array.dtype):", "if True:"
+            "torch/_tensors.py", "own_integers", "if not is_integer_dtype(array.dtype):", "if True:"
         ),
         "a bias of integers is the library's own": Edit(
-            "torch.py", "_own_integers", 'name in ("bias", "sink") or', ""
+            "torch/_tensors.py", "own_integers", 'name in ("bias", "sink") or', ""
         ),
     },
     interop_guards.models_are_served: {
@@ -125,55 +179,98 @@ FAULTS = {
     },
     interop_guards.arrays_of_numpy_are_taken_by_jax: {
         "an array of NumPy is none for JAX": Edit(
-            "jax.py", "_of_jax", "jax.numpy.array(value) if is_numpy or isinstance(value, list) else value", "value"
+            "jax/__init__.py", "_of_jax", "jax.numpy.array(value) if is_numpy or isinstance(value, list) else value",
+            "value",
         ),
         "captured arrays have dtypes that JAX lacks": Edit(
-            "jax.py", "_with_arrays_of_jax",
+            "jax/__init__.py", "_with_arrays_of_jax",
             "if all(array.dtype == score.arrays[name].dtype for name, array in arrays.items()):", "if True:",
-        ),
-        "NumPy's arguments have no device": Edit(
-            "jax.py", "_held_by_jax", "value if isinstance(value, jax.Array) else jax.numpy.array(value)", "value"
         ),
     },
     interop_guards.parts_of_a_mesh_are_differentiated: {
         "results are the same in all parts": Edit(
-            "jax.py", "_traced", "tuple(_varying_alike(_called_back(on_host, shapes, *arrays), arrays))",
-            "tuple(_called_back(on_host, shapes, *arrays))",
+            "jax/_primitives.py", "_types", "if not _varying_axes(like):", "if True:"
         ),
         "arrays that are the same in all parts have other gradients": Edit(
-            "jax.py", "attention", "*_varying_alike(arrays.values(), arrays.values())", "*arrays.values()"
+            "jax/_primitives.py", "bind", "*varying_alike(arrays.values())", "*arrays.values()"
         ),
     },
     interop_guards.masks_of_jax_on_a_device_are_listed: {
-        "gradients are those of no mask": Edit("jax.py", "_forward_of", "if name == AT_CALL}", "if name is None}"),
-        "arrays that hold data are called back": Edit(
-            "jax.py", "_forward_of", "if not _are_traced(arrays):", "if False:"
+        "lists lie where the workspaces lie": Edit(
+            "executors/xla_gpu.py", "XlaPass.launch", "scratch + self._lists_start", "scratch"
+        ),
+        "the host evaluates masks of arrays": Edit(
+            "jax/_runs.py", "_gpu_plan", "planned if call.looked_up.contents is None else at_each_call(planned)",
+            "planned",
+        ),
+    },
+    interop_guards.passes_of_jax_on_a_device_are_right: {
+        "counters are not set to zero": Edit("executors/xla_gpu.py", "_Workspaces.take", ".zeros(need", ".empty(need"),
+        "results that kernels add to are not set to zero": Edit(
+            "executors/xla_gpu.py", "XlaPass.launch", "for place, nbytes in bound.launches.record.zeroed:",
+            "for place, nbytes in ():",
+        ),
+        "arguments of kernels are in another order": Edit(
+            "executors/xla_gpu.py", "XlaPass.launch", "[*arrays, *lists, *results]", "[*results, *lists, *arrays]"
         ),
     },
     interop_guards.traced_options_are_named: {
-        "a traced mask is an array": Edit("jax.py", "_traced_reasons", "if is_tracer(mask) or", "if"),
+        "a traced scale is a number": Edit(
+            "jax/_checks.py", "traced_reasons", "if is_tracer(options.scale):", "if False:"
+        ),
     },
     interop_guards.arrays_of_jax_are_right: {
         "cotangents are taken in the other order": Edit(
-            "jax.py", "_gradients", "do, dlse, o, lse, q, k, v, *operands =", "dlse, do, o, lse, q, k, v, *operands ="
+            "jax/_derivatives.py", "_cotangents", "(do, dlse), (o, _) = cotangents, one.results",
+            "(dlse, do), (o, _) = cotangents, one.results",
         ),
         "gradients of operands are left out": Edit(
-            "jax.py", "_gradients", "return *gradients, *(gradients[name] for name in wrt)", "return tuple(gradients)"
-        ),
-        "gradients of held arrays are traced": Edit(
-            "jax.py", "_data", "array.to_concrete_value() if", "None if"
+            "jax/_derivatives.py", "_gradients", '("q", "k", "v", *wrt)', '("q", "k", "v")'
         ),
         "a number is an array of JAX": Edit(
-            "jax.py", "_array_reasons", "if not isinstance(array, jax.Array):", "if False:"
+            "jax/_checks.py", "array_reasons", "if not isinstance(array, jax.Array):", "if False:"
         ),
-        "a tracer on a GPU becomes a callback": Edit(
-            "jax.py", "_array_reasons", 'if data is None and _platform([array]) != "cpu":', "if False:"
+        "a sink is left out": Edit("jax/_call.py", "JaxCall.planned", 'sink=of.get("sink")', "sink=None"),
+        "calls do not differ by dtypes": Edit(
+            "jax/_call.py", "JaxCall.cached", "tuple(self.dtypes.items()), ", ""
         ),
-        "a sink of arrays that hold data is left out": Edit(
-            "jax.py", "_Call.options", 'sink=named.get("sink")', "sink=None"
+        "subnormal numbers are flushed": Edit(
+            "jax/_runs.py", "_subnormal_numbers", "ctypes.pythonapi.fesetenv(ctypes.c_void_p(-1))", "pass"
         ),
-        "tracers are read": Edit(
-            "jax.py", "_are_traced", "any(isinstance(array, jax.core.Tracer) for array in arrays)", "False"
+    },
+    interop_guards.second_derivatives_of_jax_are_right: {
+        "o_dot of the cotangents is that of zeros": Edit(
+            "jax/_derivatives.py", "_second_transpose",
+            'dict(zip((f"o{DOT}", f"lse{DOT}"), of_results))',
+            'dict(zip((f"o{DOT}", f"lse{DOT}"), map(jax.numpy.zeros_like, of_results)))',
+        ),
+        "tangents of cotangents are left out": Edit(
+            "jax/_derivatives.py", "_backward_jvp", "_with_suffix(dots | of_cotangents)", "_with_suffix(dots)"
+        ),
+        "tangents of tangents are left out": Edit(
+            "jax/_derivatives.py", "_jvp_jvp", "if again:", "if False:"
+        ),
+        "derivatives of the tangent are left out": Edit("jax/_derivatives.py", "_jvp_jvp", "if twice:", "if False:"),
+        "gradients of repeated arrays are not summed": Edit(
+            "jax/_derivatives.py", "_transposed", "_summed(results[name], array.aval)", "results[name]"
+        ),
+    },
+    interop_guards.mapped_calls_of_jax_are_right: {
+        "entries share the gradients of arrays that they share": Edit(
+            "jax/_batching.py", "_spread", 'spread |= {"q", "k", "v", *one.wrt}', "pass"
+        ),
+        "the mapped axis is the last of the batch": Edit(
+            "jax/_batching.py", "_at_once", "leading = (array.shape[0], *missing,",
+            "leading = (*missing, array.shape[0],",
+        ),
+        "mapped calls draw the weights of one large call": Edit(
+            "jax/_batching.py", "_takes_an_axis", "if options.dropout is not None:", "if False:"
+        ),
+        "batch entries are numbered through all mapped entries": Edit(
+            "jax/_batching.py", "_takes_an_axis", 'if any(each.op == "b" for', 'if any(each.op == "" for'
+        ),
+        "masks of functions number the entries": Edit(
+            "jax/_batching.py", "_takes_an_axis", "if FromFunction in kinds or", "if"
         ),
     },
 }  # fmt: skip

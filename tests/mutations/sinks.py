@@ -219,10 +219,10 @@ FAULTS = {
             "attention/sink.cuh", "sum_sink_gradient", "if (logit == ptx::negative_infinity<T>()) continue;", ""
         ),
         "halves are read as bfloat16": Edit(
-            "attention/sink.cuh", "sink_logit", "return of(ptx::Half());", "return of(ptx::BFloat16());"
+            "attention/sink.cuh", "of_head", "return of(ptx::Half());", "return of(ptx::BFloat16());"
         ),
         "a float64 sink is read as float32": Edit(
-            "attention/sink.cuh", "sink_logit", "return of(double());", "return of(float());"
+            "attention/sink.cuh", "of_head", "return of(double());", "return of(float());"
         ),
         "a float64 sink has a float32 gradient": Edit(
             "attention/sink.cuh", "sum_sink_gradient", "write(double());", "write(float());"
@@ -273,8 +273,8 @@ FAULTS = {
     sm90_is_right: {
         "o of a tile keeps the weights without a sink": Edit(
             "sm90/forward_tiles.cuh", "merge_sink_into",
-            "o.scale_row(i, attention::merge_sink(row_lse[i], logit));",
-            "attention::merge_sink(row_lse[i], logit);",
+            "o.scale_row(i, attention::merge_sink(row_lse[i], logit_of(o.first_row() + o.row(i))));",
+            "attention::merge_sink(row_lse[i], logit_of(o.first_row() + o.row(i)));",
         ),
         "tiles without a key know no sink": Edit(
             "sm90/forward_hooks.cuh", "write_empty_rows", ", 0) = row_lse;", ", 0) = ptx::negative_infinity<float>();"

@@ -259,8 +259,8 @@ def test_every_reason_comes_at_once_and_before_any_work():
 @pytest.mark.parametrize("name", ["q", "v", "out"])
 def test_what_is_no_tensor_is_a_type_error(name):
     arguments = {"q": Q, "k": K, "v": V, name: Q.numpy()}
-    message = rf"{name} must be a torch.Tensor; got an array of shape .*: convert it with torch.as_tensor"
-    with pytest.raises(TypeError, match=message):
+    sentence = rf"{name} must be a torch.Tensor; got an array of shape .*: convert it with torch.as_tensor"
+    with pytest.raises(TypeError, match=sentence):
         attention(**arguments)
     if name != "out":
         with pytest.raises(TypeError, match=rf"{name} must be .*; got list: convert it with torch.as_tensor"):

@@ -498,7 +498,7 @@ IDS = cuflash.scores.Score(lambda s, b, h, i, j, ids: s + ids[j], ids=np.arange(
         ({"tangents": {"q": X}}, "tangents must not name 'q': pass q_dot="),
         ({"tangents": {"q_dot": X}}, "'q_dot', the tangent of a tangent, .* third derivatives .* finite differences"),
         ({"tangents": X}, "tangents must be a dict of arrays by name, or None; got .*: write tangents="),
-        ({"q_dot": X, "executor": "sim"}, "executor must be 'cpu' for tangents, which no GPU kernel .* got 'sim'"),
+        ({"q_dot": X, "executor": "sim", "kernel": "naive"}, "kernel='naive' does not support tangents; got some: use"),
         ({"tangents": {"sink": np.ones(1)}, "sink": np.ones(2, np.float32)}, r"tangents\['sink'\] must have sink's"),
     ],
 )  # fmt: skip
@@ -541,10 +541,10 @@ def test_a_plan_refuses_what_a_call_refuses() -> None:
             cuflash.plan(X, X, X, tangents=names)
     with pytest.raises(UnsupportedProblem, match="tangents must be a name, or a tuple or list of names; got 3"):
         cuflash.plan(X, X, X, tangents=3)
-    with pytest.raises(UnsupportedProblem, match="executor must be 'cpu' for tangents"):
-        cuflash.plan(X, X, X, tangents="q", device=cuflash.DeviceSpec.gpu("H100"))
-    simulated = cuflash.plan(X, X, X, executor="sim")
-    with pytest.raises(UnsupportedProblem, match="executor must be 'cpu' for tangents"):
+    with pytest.raises(UnsupportedProblem, match="kernel='naive' does not support tangents"):
+        cuflash.plan(X, X, X, tangents="q", kernel="naive", device=cuflash.DeviceSpec.gpu("H100"))
+    simulated = cuflash.plan(X, X, X, executor="sim", kernel="naive")
+    with pytest.raises(UnsupportedProblem, match="kernel='naive' does not support tangents"):
         simulated.jvp(X, X, X, o, lse, X)
 
 

@@ -11,9 +11,11 @@ import numpy as np
 from ...blocks.work_list import IntervalWork, WorkList
 from ..device import DeviceSpec
 from ..launches import MATRICES, DqSemaphoreOrder, Feature, Launch, Pass, Workspace
+from ..options import DOT
 from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
+from ..tangent_launches import DELTA
 from .family import (
     BACKWARD_INPUTS, FORWARD_INPUTS, STATISTICS_INPUTS, key_tiles, launch_of, num_tiles, query_tiles,
 )  # fmt: skip
@@ -23,7 +25,7 @@ QUERY_STATE = np.dtype([("query_stats", MATRICES), ("dq_semaphores", np.uint64)]
 _COUNTS = 2  # counters of a head's semaphore
 
 
-def _counters(spec: KernelSpec, *, is_zeroed: bool = False) -> dict[str, Workspace]:
+def tile_counters(spec: KernelSpec, *, is_zeroed: bool = False) -> dict[str, Workspace]:
     """Return the workspace of the next tile that a persistent block takes; empty for other kernels."""
     return {"tile_counter": Workspace((1,), np.dtype(np.int32), is_zeroed)} if spec.entry.is_persistent else {}
 
@@ -32,9 +34,48 @@ def forward_pass(
     problem: Problem, device: DeviceSpec, work: WorkList, spec: KernelSpec, reads: tuple[str, ...] = FORWARD_INPUTS
 ) -> Pass:
     """Return a forward pass of one kernel, with its workspace and its sink."""
-    counters = _counters(spec, is_zeroed=True)
+    counters = tile_counters(spec, is_zeroed=True)
     launch = launch_of(spec, device, num_tiles(spec, problem, work), reads, ("o", "lse", *counters))
     return sink_forward(Pass({"forward": launch}, counters), problem, "forward")
+
+
+def jvp_pass(problem: Problem, device: DeviceSpec, work: WorkList, spec: KernelSpec) -> Pass:
+    """Return a pass of one kernel that computes the tangents of o and lse; `spec` names the tangents."""
+    tangents = [name for name in spec.tangents if name != "score"]
+    moves_means = spec.moves_scores or "sink" in tangents
+    reads = ("q", "k", *("v",) * spec.moves_scores, *("o",) * moves_means, "lse")
+    reads = (*reads, *(f"{name}{DOT}" for name in tangents))
+    launch = launch_of(spec, device, num_tiles(spec, problem, work), reads, (f"o{DOT}", f"lse{DOT}"))
+    kernels = Pass({"jvp": launch})
+    return sink_forward(kernels, problem, "jvp") if moves_means else kernels
+
+
+def backward_jvp_pass(
+    problem: Problem, device: DeviceSpec, work: WorkList, rows: KernelSpec, columns: KernelSpec
+) -> Pass:
+    """Return a pass of two kernels that computes the tangents of gradients; `rows` also computes delta."""
+    dots = [f"{name}{DOT}" for name in rows.tangents if name not in ("score", "sink")]
+    deltas = DELTA, f"delta{DOT}"
+    inputs = ("q", "k", "v", "do", "lse", f"lse{DOT}", *dots)
+    of_rows = (*inputs, "o", f"o{DOT}", "dlse", f"dlse{DOT}")
+    launches = {
+        rows.entry.name: launch_of(rows, device, num_tiles(rows, problem, work), of_rows, ("dq", *deltas)),
+        columns.entry.name: launch_of(
+            columns, device, num_tiles(columns, problem, work), (*inputs, *deltas), ("dk", "dv")
+        ),
+    }
+    workspace = Workspace(problem.lse_shape(), problem.accumulator)
+    kernels = Pass(launches, dict.fromkeys(deltas, workspace))
+    if "sink" not in problem.wrt:
+        return kernels
+    first = launches[rows.entry.name]
+    launches[rows.entry.name] = replace(
+        first, spec=replace(rows, has_sink=True), writes=(*first.writes, "delta"), features=("sink",),
+        reads=(*first.reads, "sink", *(f"sink{DOT}",) * ("sink" in rows.tangents)),
+    )  # fmt: skip
+    kernels = sink_backward(replace(kernels, workspaces={**kernels.workspaces, "delta": workspace}), problem)
+    roles = {"sink_gradient": "backward_jvp_sink"}  # roles of a plan's passes differ
+    return replace(kernels, launches={roles.get(role, role): launch for role, launch in kernels.launches.items()})
 
 
 def backward_pass(
@@ -72,7 +113,7 @@ def backward_pass(
     if words is not None:
         of_queries = {"query_stats": Workspace((*leading, rows * words(backward)), problem.accumulator)}
         features = (Feature("query_state", QUERY_STATE, tables=("dq_semaphores",)),)
-    names, counted = tuple(feature.name for feature in features), _counters(backward)
+    names, counted = tuple(feature.name for feature in features), tile_counters(backward)
     if dq_order is not None:
         counted["dq_semaphores"] = Workspace((problem.num_batch_heads, _COUNTS), np.dtype(np.int32))
     workspaces = {**of_queries, **counted}

@@ -90,7 +90,13 @@ class Family(ABC):
             if not operand.is_captured and operand.name not in self.operands
         ]
         reasons += _place_reasons(problem)
+        if problem.tangents:
+            reasons += self.tangent_reasons(problem)
         return reasons if device is None or reasons else self._device_reasons(problem, device)
+
+    def tangent_reasons(self, problem: Problem) -> list[str]:
+        """Return why the family has no kernels for tangents of a problem."""
+        return [f"kernel={self.name!r} does not support tangents; got some: use kernel='auto'"]
 
     def _dtype_reasons(self, problem: Problem) -> list[str]:
         if problem.precision != "ieee":
@@ -188,6 +194,50 @@ class Family(ABC):
         UnsupportedProblem
             As in `specs`.
         """
+
+    def jvp_spec(
+        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
+    ) -> KernelSpec:
+        """Return the kernel that computes the tangents of o and lse along those that the problem names.
+
+        Its tile is the same for all tangents, so that an absent tangent and one of zeros give the same bits. It may be
+        a kernel of another family than that of the forward pass, whose work list it walks.
+
+        Raises
+        ------
+        UnsupportedProblem
+            The family has no such kernel, or no tile fits the device's shared memory.
+        """
+        raise UnsupportedProblem(self.tangent_reasons(problem))
+
+    def backward_jvp_specs(
+        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
+    ) -> tuple[KernelSpec, KernelSpec]:
+        """Return the kernels that compute tangents of gradients, for tiles of queries and for tiles of keys.
+
+        Raises
+        ------
+        UnsupportedProblem
+            As in `jvp_spec`.
+        """
+        raise UnsupportedProblem(self.tangent_reasons(problem))
+
+    def union_specs(self, problem: Problem, device: DeviceSpec, block: int, heads: int) -> dict[str, KernelSpec]:
+        """Return the kernels for block lists per query, by role; {} if there are none.
+
+        Parameters
+        ----------
+        block : int
+            Keys of a block.
+        heads : int
+            Query heads of a tile.
+
+        Raises
+        ------
+        UnsupportedProblem
+            As in `specs`.
+        """
+        return {}
 
     def mass_spec(
         self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool

@@ -15,6 +15,7 @@ from ..launches import Kernels, Launch, Pass, TileOrder, Workspace
 from ..problem import Problem
 from ..sinks import sink_backward
 from ..spec import SIMT, Entry, KernelSpec
+from ..tangent_launches import tangents_of_kernels
 from ._passes import forward_pass
 from .family import (
     BACKWARD_INPUTS,
@@ -35,6 +36,7 @@ from .family import (
 _THREADS = 128  # threads of a block, kThreads of the kernels
 _SPARE_REGISTERS = 32
 _SIDES = (128, 64, 32, 16, 8)  # possible rows, or columns, of a tile
+_STATISTICS = 4  # numbers of a query that kernels for tangents of gradients keep in shared memory
 _SMALLEST_ROWS = 16  # minimum rows that the threads of a block can be distributed over
 
 
@@ -83,6 +85,26 @@ def _forward_bytes(spec: KernelSpec) -> int:
     return _with_scores(spec, spec.block_q * _padded_dims(spec)[0] + spec.block_kv * max(_padded_dims(spec)))
 
 
+def _jvp_bytes(spec: KernelSpec) -> int:
+    """Return the bytes of the forward kernel, and of the tangents of queries."""
+    of_queries = spec.block_q * _padded_dims(spec)[0] * spec.accumulator.itemsize
+    return _forward_bytes(spec) + of_queries * ("q" in spec.tangents)
+
+
+def _backward_jvp_rows_bytes(spec: KernelSpec) -> int:
+    """Return the bytes of queries, dO and their tangents, of a buffer for rows of keys, and of scores."""
+    (head_dim, value_dim), named = _padded_dims(spec), spec.tangents
+    row = head_dim * (1 + ("q" in named)) + value_dim * (1 + ("do" in named))
+    return _with_scores(spec, spec.block_q * row + spec.block_kv * max(head_dim, value_dim))
+
+
+def _backward_jvp_columns_bytes(spec: KernelSpec) -> int:
+    """Return the bytes of keys, values and their tangents, of a buffer for queries, of statistics and scores."""
+    (head_dim, value_dim), named = _padded_dims(spec), spec.tangents
+    row = head_dim * (1 + ("k" in named)) + value_dim * (1 + ("v" in named))
+    return _with_scores(spec, spec.block_kv * row + spec.block_q * (max(head_dim, value_dim) + _STATISTICS))
+
+
 def _mass_bytes(spec: KernelSpec) -> int:
     """Return the bytes of queries, keys and scores."""
     return _with_scores(spec, (spec.block_q + spec.block_kv) * _padded_dims(spec)[0])
@@ -125,6 +147,20 @@ BACKWARD = _Entry(
     num_scores=1, sums=("head_dim", "value_dim"), registers=160, mma_registers=144, max_rows=64,  # 128 rows spill
     min_step=16, adds_to_dq=True,
 )  # fmt: skip
+JVP = _Entry(
+    name="jvp", shared_bytes=_jvp_bytes, applies_score=True, draws_dropout=True, has_exponentials=True,
+    products=(3, 2), num_scores=2, sums=("value_dim",), registers=112, mma_registers=176,
+)  # fmt: skip
+BACKWARD_JVP_ROWS = _Entry(
+    name="backward_jvp_rows", shared_bytes=_backward_jvp_rows_bytes, loads_do=True, applies_score=True,
+    draws_dropout=True, has_exponentials=True, products=(5, 3), num_scores=4, sums=("head_dim",), registers=112,
+    mma_registers=144,
+)  # fmt: skip
+BACKWARD_JVP_COLUMNS = _Entry(
+    name="backward_jvp_columns", shared_bytes=_backward_jvp_columns_bytes, loads_do=True, holds_keys=True,
+    applies_score=True, draws_dropout=True, has_exponentials=True, products=(5, 5), num_scores=4,
+    sums=("head_dim", "value_dim"), registers=144, mma_registers=144,
+)  # fmt: skip
 BACKWARD_STATISTICS = Entry(family=SIMT, name="backward_statistics", loads_do=True)
 _MASS_SIDES = {np.dtype(np.float32): 64, np.dtype(np.float64): 32}  # sides of block_mass's tile, by accumulator
 _STATISTICS_BLOCK_Q = 64  # queries per tile of backward_statistics, which has no products and no accumulators
@@ -163,12 +199,13 @@ class Simt(Family):
         return {entry.name: self._spec(entry, problem, device, largest) for entry in (FORWARD, *backward)}
 
     def _spec(
-        self, entry: Entry, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None
-    ) -> KernelSpec:
+        self, entry: Entry, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None,
+        tangents: tuple[str, ...] = (),
+    ) -> KernelSpec:  # fmt: skip
         head_dim, value_dim = rounded_dims(problem)
         smallest = KernelSpec(
             entry=entry, dtype=problem.dtype, head_dim=head_dim, value_dim=value_dim,
-            block_q=_SIDES[-1], block_kv=_SIDES[-1],
+            block_q=_SIDES[-1], block_kv=_SIDES[-1], tangents=tangents,
         )  # fmt: skip
         if isinstance(entry, _Entry):
             return self._largest_fitting(smallest, device, largest or (_SIDES[0], _SIDES[0]))
@@ -206,6 +243,25 @@ class Simt(Family):
             order=self._order(problem, device, work, chosen["forward"], [*chosen.values()][-1]),
             is_repeatable=not is_one_walk,
         )
+
+    def tangent_reasons(self, problem: Problem) -> list[str]:
+        return []
+
+    def jvp_spec(
+        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
+    ) -> KernelSpec:
+        spec = self._spec(JVP, problem, device, largest, ("q",))
+        return replace(spec, tangents=tangents_of_kernels(problem))
+
+    def backward_jvp_specs(
+        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
+    ) -> tuple[KernelSpec, KernelSpec]:
+        every, named = ("q", "k", "v", "do"), tangents_of_kernels(problem)
+        rows, columns = (
+            replace(self._spec(entry, problem, device, largest, every), tangents=named)
+            for entry in (BACKWARD_JVP_ROWS, BACKWARD_JVP_COLUMNS)
+        )
+        return rows, columns
 
     def _order(
         self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec

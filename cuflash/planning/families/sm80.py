@@ -20,6 +20,7 @@ from ..launches import MATRICES, Feature, Kernels, Pass, TileOrder, Workspace
 from ..problem import Problem
 from ..sinks import sink_forward
 from ..spec import SM80, Entry, KernelSpec
+from ..tangent_launches import tangents_of_kernels
 from ..split_kv import num_splits as best_num_splits
 from ..tile_order import listed_heads, listed_kv_heads
 from ._passes import backward_pass, forward_pass
@@ -39,6 +40,7 @@ from .family import (
     resident_blocks,
     rounded_dims,
 )
+from .simt import Simt
 
 
 class _Tile(NamedTuple):
@@ -66,6 +68,15 @@ _ROWS: _Tiles = {
     128: (_Tile(64, 64, 4, 2), _Tile(64, 32, 4, 2)),
     256: (_Tile(128, 64, 8), _Tile(64, 32, 4, 2), _Tile(64, 32, 4, 1)),
 }
+_JVP_TILES: _Tiles = {
+    64: (_Tile(128, 64, 4), _Tile(64, 64, 4)),
+    128: (_Tile(64, 64, 4), _Tile(64, 32, 4)),
+    256: (_Tile(64, 32, 4), _Tile(32, 32, 2)),
+}
+# Kernels that differentiate gradients have four tiles of scores, of 16 rows in each warp.
+_BACKWARD_JVP_ROWS_TILES: _Tiles = {64: (_Tile(64, 64, 4), _Tile(64, 32, 4)), 128: (_Tile(64, 32, 4), _Tile(32, 16, 2))}
+_BACKWARD_JVP_COLUMNS_TILES: _Tiles = {64: (_Tile(32, 64, 4),), 128: (_Tile(32, 64, 4), _Tile(16, 32, 2))}
+_MOST_COLUMNS_OF_SECOND = 128  # of rows for which registers hold the sums of these kernels
 _BACKWARD_TILES: _Tiles = {
     64: (_Tile(128, 128, 8, 2), _Tile(64, 64, 4, 2), _Tile(32, 32, 2, 2), _Tile(16, 16, 1, 2)),
     128: (_Tile(64, 128, 8, 2), _Tile(64, 64, 4), _Tile(32, 32, 2, 2), _Tile(16, 16, 1, 2)),
@@ -112,6 +123,7 @@ MASS_CHUNK = 64  # columns per chunk if the block mass kernel loads rows in chun
 _MASS_QUERIES, _LEAST_MASS_KEYS = 128, 8  # queries of that kernel's tile, and its smallest block of keys
 _WORK_TILE, _VISIT_RANGE, _SCALE, _POINTER, _FLAG = 28, 24, 4, 8, 8  # bytes of a thread block's state in shared memory
 _CHUNK, _MATRIX = 20, 32  # bytes of a step and of an operand in the block mass kernel
+_STATISTICS = 4  # numbers of a query that kernels for tangents of gradients keep in shared memory
 _STATE = _WORK_TILE + _VISIT_RANGE + _SCALE + _FLAG
 
 
@@ -125,6 +137,29 @@ def _rows_bytes(spec: KernelSpec) -> int:
     """Return the bytes of queries and dO, and of keys and values of all stages."""
     elements = (spec.block_q + spec.num_stages * spec.block_kv) * (spec.head_dim + spec.value_dim)
     return spec.dtype.itemsize * elements + 2 * _POINTER + _STATE
+
+
+def _jvp_bytes(spec: KernelSpec) -> int:
+    """Return the bytes of queries, whose tile also stages o_dot, of keys and values, and of their tangents."""
+    head_dim, value_dim, named = spec.head_dim, spec.value_dim, spec.tangents
+    rows_of_q = max(head_dim, value_dim) + head_dim * ("q" in named)
+    rows_of_k = head_dim * (1 + ("k" in named)) + value_dim * (spec.moves_scores + ("v" in named))
+    elements = spec.block_q * rows_of_q + spec.block_kv * rows_of_k
+    return spec.dtype.itemsize * elements + 4 * _POINTER + _STATE
+
+
+def _backward_jvp_bytes(spec: KernelSpec) -> int:
+    """Return the bytes of queries, dO, keys, values and their tangents, and of the statistics of queries."""
+    of_queries, of_keys = _tangent_rows(spec)
+    elements = spec.block_q * of_queries + spec.block_kv * of_keys
+    return spec.dtype.itemsize * elements + 4 * _STATISTICS * spec.block_q
+
+
+def _tangent_rows(spec: KernelSpec) -> tuple[int, int]:
+    """Return the columns of all operands of a query, and of a key, with their tangents."""
+    head_dim, value_dim, named = spec.head_dim, spec.value_dim, spec.tangents
+    of_queries = head_dim * (1 + ("q" in named)) + value_dim * (1 + ("do" in named))
+    return of_queries, head_dim * (1 + ("k" in named)) + value_dim * (1 + ("v" in named))
 
 
 def _backward_bytes(spec: KernelSpec) -> int:
@@ -193,6 +228,19 @@ _BACKWARD = _TiledEntry(
     adds_gradients=True, draws_dropout=True, has_exponentials=True, products=(3, 2),
     tiles={"ieee": _BACKWARD_TILES, "tf32": _TF32_BACKWARD, "tf32x3": _TF32_BACKWARD},
     max_accumulators={"ieee": 208, "tf32": 192, "tf32x3": 128},
+)  # fmt: skip
+_JVP = _TiledEntry(
+    name="jvp", shared_bytes=_jvp_bytes, applies_score=True, draws_dropout=True, has_exponentials=True,
+    products=(3, 2), tiles={"ieee": _JVP_TILES},
+)  # fmt: skip
+_BACKWARD_JVP_ROWS = _TiledEntry(
+    name="backward_jvp_rows", shared_bytes=_backward_jvp_bytes, loads_do=True, applies_score=True,
+    draws_dropout=True, has_exponentials=True, products=(5, 3), tiles={"ieee": _BACKWARD_JVP_ROWS_TILES},
+)  # fmt: skip
+_BACKWARD_JVP_COLUMNS = _TiledEntry(
+    name="backward_jvp_columns", shared_bytes=_backward_jvp_bytes, loads_do=True, holds_keys=True,
+    applies_score=True, draws_dropout=True, has_exponentials=True, products=(5, 5),
+    tiles={"ieee": _BACKWARD_JVP_COLUMNS_TILES},
 )  # fmt: skip
 _OF_UNIONS = {
     "forward": replace(_FORWARD, tiles={"ieee": _UNION_FORWARD}, is_shortened=False),
@@ -268,7 +316,8 @@ class Sm80(Family):
     ) -> Kernels:
         """Return the launches. `num_splits` thread blocks share each tile's keys; the default is the fastest number."""
         if isinstance(work, UnionWork):
-            return union_kernels(problem, device, work, self.union_specs(problem, device, work.tiling.block))
+            specs = self.union_specs(problem, device, work.tiling.block, work.tiling.heads_per_tile)
+            return union_kernels(problem, device, work, specs)
         chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic)
         forward, num_splits = self._forward(problem, device, work, chosen["forward"], num_splits)
         return Kernels(
@@ -279,14 +328,35 @@ class Sm80(Family):
             is_repeatable="backward_rows" in chosen,
         )
 
-    def union_specs(self, problem: Problem, device: DeviceSpec, block: int) -> dict[str, KernelSpec]:
-        """Return the kernels for block lists per query, in blocks of `block` keys, by role.
+    def tangent_reasons(self, problem: Problem) -> list[str]:
+        if problem.precision == "ieee":
+            return []
+        return [f"precision={problem.precision!r} does not support tangents: use precision='ieee'"]
 
-        Raises
-        ------
-        UnsupportedProblem
-            As in `specs`.
-        """
+    def jvp_spec(
+        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
+    ) -> KernelSpec:
+        spec = _fitting(
+            _JVP, problem, rounded_dims(problem), device, largest, problem.seqlen_q, tangents=("q", "k", "v")
+        )  # fmt: skip
+        return replace(spec, tangents=tangents_of_kernels(problem))
+
+    def backward_jvp_specs(
+        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
+    ) -> tuple[KernelSpec, KernelSpec]:
+        """Return the kernels; simt's for rows of more columns than registers have sums for."""
+        if max(rounded_dims(problem)) > _MOST_COLUMNS_OF_SECOND:
+            return Simt().backward_jvp_specs(problem, device, largest)
+        every, named = ("q", "k", "v", "do"), tangents_of_kernels(problem)
+        rows, columns = (
+            _fitting(entry, problem, rounded_dims(problem), device, largest, problem.seqlen_q, tangents=every)
+            for entry in (_BACKWARD_JVP_ROWS, _BACKWARD_JVP_COLUMNS)
+        )
+        num_warps = max(1, columns.block_kv // _MMA_SIDE)
+        columns = replace(columns, num_warps=num_warps, min_blocks=max(1, 8 // num_warps))
+        return replace(rows, tangents=named), replace(columns, tangents=named)
+
+    def union_specs(self, problem: Problem, device: DeviceSpec, block: int, heads: int) -> dict[str, KernelSpec]:
         widest = next(dim for dim in _UNION_DIMS if dim >= max(rounded_dims(problem)))
         dims, most = (widest, widest), dict.fromkeys(_OF_UNIONS, ROWS)
         if problem.score is not None and widest > 64:
@@ -389,6 +459,7 @@ def _fitting(
     device: DeviceSpec,
     largest: tuple[int, int] | None,
     num_queries: int,
+    tangents: tuple[str, ...] = (),
 ) -> KernelSpec:
     """Return a kernel with the first of its tiles that fits."""
     tiles = next(tiles for width, tiles in entry.tiles[problem.precision].items() if width >= max(dims))
@@ -400,7 +471,7 @@ def _fitting(
             entry=entry, dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1],
             block_q=tile.block_q, block_kv=tile.block_kv, num_warps=tile.num_warps,
             min_blocks=max(1, tile.threads_per_processor // (32 * tile.num_warps)), is_listed=largest is not None,
-            num_stages=tile.num_stages, precision=problem.precision,
+            num_stages=tile.num_stages, precision=problem.precision, tangents=tangents,
         )
         for tile in _candidates(tiles, dims, largest, max_accumulators)
     )  # fmt: skip
