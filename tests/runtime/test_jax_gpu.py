@@ -135,6 +135,26 @@ def test_gradients_over_broadcast_axes_have_the_bits_of_cupy(place):
         np.testing.assert_array_equal(np.asarray(actual), wanted)
 
 
+def test_tangents_and_second_derivatives_have_the_bits_of_cupy(place):
+    arrays = [array.astype(np.float32) for array in (Q, K, V, DO)]
+    q, k, v, do = map(jnp.asarray, arrays)
+    of_q, of_k, of_v, of_do = map(place.share, arrays)
+    dots = {"q_dot": of_q, "k_dot": of_k, "v_dot": of_v}
+    (o, lse), (o_dot, lse_dot) = cuflash.attention_jvp(of_q, of_k, of_v, **dots, causal=True, return_lse=True)
+    call = partial(attention, causal=True, return_lse=True, deterministic=True)
+    results = jax.jit(lambda *x: jax.jvp(call, x, x))(q, k, v)
+    for actual, wanted in zip(jax.tree.leaves(results), (o, lse, o_dot, lse_dot), strict=True):
+        np.testing.assert_array_equal(np.asarray(actual), wanted.get())
+    pulled = cuflash.attention_hvp(of_q, of_k, of_v, of_do, **dots, causal=True, deterministic=True)
+
+    def gradients(*x):
+        return jax.vjp(lambda *x: call(*x)[0], *x)[1](do)
+
+    results = jax.jit(lambda *x: jax.jvp(gradients, x, x))(q, k, v)
+    for actual, wanted in zip(jax.tree.leaves(results), (*pulled[1], *pulled[2]), strict=True):
+        np.testing.assert_array_equal(np.asarray(actual), wanted.get())
+
+
 def test_mapped_steps_and_empty_calls_are_right(place):
     q, k, v = map(jnp.asarray, (Q, K, V))
     lengths = jnp.array([[40, 13], [3, 9]])
