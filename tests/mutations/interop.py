@@ -210,9 +210,6 @@ FAULTS = {
             "executors/xla_gpu.py", "XlaPass.launch", "for place, nbytes in bound.launches.record.zeroed:",
             "for place, nbytes in ():",
         ),
-        "arguments of kernels are in another order": Edit(
-            "executors/xla_gpu.py", "XlaPass.launch", "[*arrays, *lists, *results]", "[*results, *lists, *arrays]"
-        ),
     },
     interop_guards.traced_options_are_named: {
         "a traced scale is a number": Edit(

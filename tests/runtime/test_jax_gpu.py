@@ -181,6 +181,17 @@ def test_steps_in_a_loop_read_what_earlier_steps_wrote(place):
     np.testing.assert_array_equal(jax.jit(looped)(q), expected)
 
 
+def test_arrays_of_cupy_in_masks_are_read_at_each_call(place):
+    q, k, v = map(jnp.asarray, (Q, K, V))
+    for number in range(2):
+        cells = (np.random.default_rng(number).random((40, 40)) < 0.5) | np.eye(40, dtype=bool)
+        mask = masks.Dense(place.share(cells))
+        expected = cuflash.attention(*map(place.share, (Q, K, V)), mask=mask).get()
+        np.testing.assert_array_equal(np.asarray(attention(q, k, v, mask=mask)), expected)
+        jitted = jax.jit(lambda q, mask=mask: attention(q, k, v, mask=mask))
+        np.testing.assert_array_equal(np.asarray(jitted(q)), expected)
+
+
 def test_masks_that_no_kernel_lists_are_refused(place):
     q, k, v = map(jnp.asarray, (Q, K, V))
     sentence = r"mask holds an array that JAX passes and no kernel lists \(Not\): make a BlockIndex outside of jax.jit"
