@@ -225,7 +225,7 @@ FAULTS = {
             "jax/_derivatives.py", "_gradients", '("q", "k", "v", *wrt)', '("q", "k", "v")'
         ),
         "a number is an array of JAX": Edit(
-            "jax/_checks.py", "array_reasons", "if not isinstance(array, jax.Array):", "if False:"
+            "jax/_checks.py", "array_reasons", "if not isinstance(array, (jax.Array, np.ndarray)):", "if False:"
         ),
         "a sink is left out": Edit("jax/_call.py", "JaxCall.planned", 'sink=of.get("sink")', "sink=None"),
         "calls do not differ by dtypes": Edit(
