@@ -310,8 +310,14 @@ def decode_key(
     arrays = () if score is None else score.arrays.values()
     of_arrays = _layout(*arrays) if arrays else _ABSENT
     of_score = None if score is None else (score.program, score.numbers)
-    layout, of_lists = _layout(q), _ABSENT if chosen is None else _layout(*_lists(chosen))
-    if layout is None or of_out is None or of_sink is None or of_arrays is None or of_lists is None:
+    if chosen is None:
+        layout, of_lists = _layout(q), _ABSENT
+    else:
+        lists, of_lists = _lists(chosen), chosen.block
+        layout = _layout(q, *lists)
+        if layout is None:  # arrays of two libraries
+            pair = _layout(q), _layout(*lists)
+            layout = None if None in pair else pair
+    if layout is None or None in (of_out, of_sink, of_arrays):
         return None
-    block = None if chosen is None else chosen.block
-    return "decode", id(steps), layout, of_out, of_sink, of_arrays, of_score, options, of_lists, block
+    return "decode", id(steps), layout, of_out, of_sink, of_arrays, of_score, options, of_lists

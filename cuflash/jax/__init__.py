@@ -81,12 +81,14 @@ def attention(
     Parameters
     ----------
     q, k, v : jax.Array
-        Arrays of one dtype, float16, bfloat16, float32 or float64, on the CPU or on a single CUDA device, which must be
-        CuPy's current device; shapes as in `cuflash.attention`. Inside `jax.jit`, `jax.vmap` etc. only on the CPU.
-        NumPy arrays and lists are converted by `jax.numpy.array`, also in bias, sink and score.
-    mask, causal, window, scale : optional
-        As in `cuflash.attention`, but must be known when the call is traced; a mask's arrays may be JAX arrays, or
-        arrays of any library with DLPack, on q's device.
+        Arrays of one dtype, float16, bfloat16, float32 or float64, on the CPU or on one CUDA device, traced or not;
+        shapes as in `cuflash.attention`. NumPy arrays and lists are converted by `jax.numpy.array`, also in bias, sink
+        and score.
+    mask : optional
+        As in `cuflash.attention`. Its arrays may be JAX arrays, traced or not. On a GPU, kernels must be able to list
+        the blocks of a mask with such arrays: one mask of arrays, possibly intersected with masks in closed form.
+    causal, window, scale : optional
+        As in `cuflash.attention`, but must be known when the call is traced.
     score : Score, or callable (s, b, h, i, j), optional
         As in `cuflash.attention`; captured arrays must be JAX arrays on q's device, and may be traced.
     softcap : float, optional
@@ -94,7 +96,8 @@ def attention(
     bias, sink : jax.Array, optional
         As in `cuflash.attention`.
     dropout : Dropout, optional
-        As in `cuflash.attention`; its seed must be a number that is known when the call is traced.
+        As in `cuflash.attention`. Its seed may also be a key of `jax.random.key` or an array of two uint32, traced or
+        not; p and offset must be known when the call is traced.
     kernel : {"auto", "sm90", "sm80", "simt", "fa1", "naive"}
         As in `cuflash.attention`.
     executor : {"auto", "cpu", "gpu", "sim"}
@@ -116,16 +119,16 @@ def attention(
     TypeError
         An argument is not an array.
     UnsupportedProblem
-        The arguments are invalid or not supported, such as a tracer on a GPU. Lists every reason; nothing is computed.
+        The arguments are invalid or not supported. Lists every reason; nothing is computed.
     RuntimeError
         The arrays are on a GPU and CuPy is missing.
 
     Notes
     -----
     q, k, v, bias, sink and the real arrays of a score have gradients. Those of bias, sink and score arrays are computed
-    only if JAX differentiates with respect to them. Only reverse mode is available, and only once: `jax.jvp` and second
-    derivatives are refused. `jax.vmap` runs one call per entry: pass the mapped axis as a leading axis instead if you
-    can.
+    only if JAX differentiates with respect to them. Forward mode and second derivatives are available on the CPU, but no
+    third derivative, and no `jax.jvp` of `jax.jvp`. `jax.vmap` adds a batch axis to one call; a call with dropout, or
+    whose score function or mask reads b, runs once per entry.
 
     Examples
     --------

@@ -357,16 +357,28 @@ def test_tangents_of_gradients_have_every_feature(run: Run, dtype: str) -> None:
 
 
 @on_kernels
-def test_masks_of_every_kind_serve_second_derivatives(run: Run) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_masks_of_every_kind_serve_second_derivatives(run: Run, dtype: str) -> None:
     rng = np.random.default_rng(0)
     for mask in (
         masks.BlockPattern(rng.random((4, 7, 8)) < 0.6, 24) & masks.Dilated(2, align="top_left"),
         masks.SlidingWindow(50, 20, "top_left"),
         masks.Causal("bottom_right") & masks.Lengths(q=np.array([150, 60]), kv=np.array([130, 170])),
     ):
-        example = Structure(**TWO, num_heads=4, num_kv_heads=2, seqlen_q=150, seqlen_kv=180, mask=mask).example()
-        for names in ("qkv", ("k", "do")):
+        example = Structure(
+            **TWO, num_heads=4, num_kv_heads=2, seqlen_q=150, seqlen_kv=180, mask=mask, dtype=dtype
+        ).example()  # fmt: skip
+        for names in ("qkv", ("k", "do")) if dtype == "float32" else (("q", "k", "v", "do"),):
             check_gradients(run, with_tangents(example, dict.fromkeys(names, "normal")))
+
+
+@on_kernels
+@pytest.mark.parametrize(("dtype", "dims"), [("float16", (128, 128)), ("bfloat16", (64, 48)), ("float16", (136, 20))])
+def test_wide_rows_have_second_derivatives(run: Run, dtype: str, dims: tuple[int, int]) -> None:
+    """Whole tiles of 16-bit rows, and tiles of more than 128 columns."""
+    sizes = {"seqlen_q": 140, "seqlen_kv": 200, "head_dim": dims[0], "value_dim": dims[1], "dtype": dtype}
+    example = Structure(num_heads=2, num_kv_heads=1, mask=masks.Causal("bottom_right"), **sizes).example()
+    check_gradients(run, with_tangents(example, QKV | {"do": "normal"}))
 
 
 @on_kernels

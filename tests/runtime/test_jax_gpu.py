@@ -25,7 +25,7 @@ ALLOWED = (RNG.random((40, 40)) < 0.6) | np.eye(40, dtype=bool)
 
 @pytest.fixture(params=["machine", pytest.param("gpu", marks=pytest.mark.gpu)])
 def place(request, monkeypatch, tmp_path):
-    """Return CuPy with the JAX device that shares its memory; `share` converts an array to CuPy."""
+    """Yield CuPy and the device of JAX that shares its memory; `share` makes an array of CuPy."""
     if request.param == "gpu":
         import cupy
 
@@ -91,8 +91,8 @@ def check_case(library, share, case):
 
     def pulled(q, k, v, do, arrays):
         def call(q, k, v, arrays):
-            following = iter(arrays)
-            return attention(q, k, v, **make(library, lambda array: next(following)), return_lse=True, deterministic=True)
+            values = iter(arrays)
+            return attention(q, k, v, **make(library, lambda array: next(values)), return_lse=True, deterministic=True)
 
         results, vjp = jax.vjp(lambda *x: call(*x, arrays), q, k, v)
         more = []
