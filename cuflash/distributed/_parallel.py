@@ -352,7 +352,7 @@ class ContextParallel:
         return []
 
     def _planned(self, q: Array, k: Array, v: Array) -> list[Part]:
-        """Return the groups of heads of this rank with their plans, which later calls on like arrays reuse."""
+        """Return this rank's groups of heads with their plans, which later calls of equal layout reuse."""
         key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype
         if key not in self._parts:
             rank = self._group.rank

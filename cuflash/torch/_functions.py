@@ -1,6 +1,6 @@
 """Attention and its derivatives as functions that PyTorch differentiates and batches.
 
-Four passes suffice for one more derivative of each:
+The derivatives of the four functions are again these functions:
 
 - the tangent of `_Attention` is `_Tangent` (pass "jvp"), its gradient `_Gradients` (pass "backward");
 - the tangent of `_Gradients` is `_Second` (pass "backward_jvp"), and so is its gradient, with respect to do `_Tangent`;

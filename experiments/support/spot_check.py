@@ -68,7 +68,7 @@ class SpotCheck:
         Raises
         ------
         TypeError
-            No result came.
+            There is no result to check.
         """
         if not results:
             raise TypeError(f"give at least one of {', '.join(self.exact)}: nothing would be compared")
