@@ -40,13 +40,14 @@ class OnDevice:
     ) -> None:  # fmt: skip
         xp = namespace(arrays.k)
         self.k, self.v, self.scales, self.layout = arrays.k, arrays.v, arrays.scales, layout
+        self.key_bounds = arrays.key_bounds
         self.lengths = xp.zeros((batch,), np.int32)
         self.num_faults = xp.zeros((1,), np.int32)
         self.table = xp.full((batch, layout.max_pages), -1, np.int32) if is_paged else None
         self._known_lengths: list[int] | None = [0] * batch
         self._known_version = -1
         self._arrived_blocks = xp.zeros((batch,), np.int32)
-        self._arrived_parts: dict[int, Array] = {}  # by their number
+        self._arrived_parts: dict[int, Array] = {}  # by number of counters
         self._captured: list[Any] = []
         self.steps = steps
 
@@ -104,10 +105,13 @@ class OnDevice:
 
     def _bound_append(self, k: Array, v: Array, counts: Array | None) -> StepCall:
         shape, dtype = tuple(map(int, k.shape)), np.dtype(k.dtype)
-        kernels = append_pass(shape, int(v.shape[3]), dtype, self.layout, is_quantized=bool(self.scales))
+        kernels = append_pass(
+            shape, int(v.shape[3]), dtype, self.layout, is_quantized=bool(self.scales),
+            keeps_bounds=self.key_bounds is not None,
+        )  # fmt: skip
         self._require_ready(kernels)
         arrays = {**self.tables(counts), **self.scales, "k": k, "v": v, "cache_k": self.k, "cache_v": self.v}
-        arrays |= {"arrivals": self._arrived_blocks}
+        arrays |= {"arrivals": self._arrived_blocks, "key_bounds": self.key_bounds}
         return self.steps.keep_append(k, v, AppendStep(kernels, arrays, gpu.current_target()))
 
     def decode_step(
@@ -129,7 +133,7 @@ class OnDevice:
         return DecodeStep(kernels, {**arrays, **self.tables(None), **arrived}, gpu.current_target(), captured)
 
     def _arrivals(self, number: int) -> Array:
-        """Return as many counters of arrived parts, which kernels leave as 0, for all calls with that number."""
+        """Return an array of this many counters of arrived parts, which kernels leave at 0; calls share it."""
         if number not in self._arrived_parts:
             self._arrived_parts[number] = namespace(self.k).zeros((number,), np.int32)
         return self._arrived_parts[number]

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from ..planning._params import PARAMS, SHAPE, TENSOR_MAPS, WORK
 from ..planning._result_kernels import COMPARISON, MERGE
-from ..planning.appending import APPEND
+from ..planning.appending import APPEND, KEY_BOUNDS
 from ..planning.captured_sums import CAPTURED_SUMS
 from ..planning.block_mass import MASS_GRID
 from ..planning.chosen_lists import CHOSEN_LISTS, CHOSEN_PARAMS
@@ -55,7 +55,7 @@ _RECORDS = {
     "attention/dropout.cuh": {"Dropout": DROPOUT},
     "attention/scales.cuh": {"Scales": SCALES},
     "attention/decode_params.cuh": {"CachePages": CACHE_PAGES, "Decode": DECODE, "DecodeParts": DECODE_PARTS},
-    "attention/append_params.cuh": {"Append": APPEND},
+    "attention/append_params.cuh": {"Append": APPEND, "KeyBounds": KEY_BOUNDS},
     "attention/cache_scales.cuh": {"CacheScales": CACHE_SCALES},
     "attention/mass_grid.cuh": {"MassGrid": MASS_GRID},
     "attention/captured_sums.cuh": {"CapturedSums": CAPTURED_SUMS},

@@ -30,7 +30,7 @@ _FEATURES = {
     "has_dropout": "cuflash::attention::Dropout dropout", "is_paged": "cuflash::attention::Pages pages",
     "is_quantized": "cuflash::attention::Scales scales", "tangents": "cuflash::attention::Tangents tangents",
 }  # fmt: skip
-_TANGENTS = ("q", "k", "v", "sink", "score")  # arrays, or groups of arrays, whose tangents kernels may read
+_TANGENTS = ("q", "k", "v", "sink", "score", "do")  # arrays, or groups of arrays, whose tangents kernels may read
 _TF32_PRODUCTS = {"ieee": 0, "tf32": 1, "tf32x3": 3}  # number of TF32 products that replace one float32 product
 _SHARED_BYTES = re.compile(r"^constexpr int kSharedBytes =", re.MULTILINE)
 _INCLUDE = re.compile(r"\s*#\s*include(.*)")  # also matches include_next

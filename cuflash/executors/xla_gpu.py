@@ -54,21 +54,28 @@ class XlaStream(NamedTuple):
 
 
 class _Workspaces:
-    """Workspaces in one piece of memory that comes with the stream; those that must be zero come first."""
+    """Workspaces in one piece of memory that comes with the stream, except those that must be zero.
 
-    def __init__(self, needs: Mapping[str, Workspace]) -> None:
-        sizes = [-(-need.nbytes // _ALIGNMENT) * _ALIGNMENT for need in needs.values()]
-        zeroed = [need.is_zeroed for need in needs.values()]
-        order = sorted(range(len(sizes)), key=lambda place: not zeroed[place])
-        starts = dict(zip(order, accumulate((sizes[place] for place in order), initial=0)))
-        self._starts = [starts[place] for place in range(len(sizes))]
-        self.nbytes, self._zeros = sum(sizes), sum(size for size, is_zeroed in zip(sizes, zeroed) if is_zeroed)
+    These are zero again after the kernels, as for other calls, so each stream keeps an array for each of them.
+    """
+
+    def __init__(self, needs: Mapping[str, Workspace], machine: XlaGpu) -> None:
+        sizes = [0 if need.is_zeroed else -(-need.nbytes // _ALIGNMENT) * _ALIGNMENT for need in needs.values()]
+        *self._starts, self.nbytes = accumulate(sizes, initial=0)
+        self._zeros = [
+            (place, need, machine.kept_zeros(need)) for place, need in enumerate(needs.values()) if need.is_zeroed
+        ]
 
     def take(self, stream: XlaStream) -> Taken:
-        """Return the addresses of the workspaces of a call, after setting to zero what must be zero."""
-        if self._zeros:
-            _set_zero(stream.workspace, self._zeros, stream.ptr)
-        return Taken([stream.workspace + start for start in self._starts], [])
+        """Return the addresses of the workspaces of a call on a stream."""
+        addresses = [stream.workspace + start for start in self._starts]
+        for place, need, by_stream in self._zeros:
+            zeros = by_stream.get(stream.ptr)
+            if zeros is None:
+                with as_cupy_stream(stream.ptr):
+                    zeros = by_stream.setdefault(stream.ptr, gpu.namespace().zeros(need.shape, need.dtype))
+            addresses[place] = zeros.data.ptr
+        return Taken(addresses, [])
 
     def give_back(self, stream: XlaStream, taken: Taken) -> None:
         """Return immediately: the memory belongs to XLA."""
@@ -82,7 +89,7 @@ class XlaGpu(gpu.Gpu):
     """The current CUDA device, which runs kernels on buffers and streams of XLA."""
 
     def workspaces(self, needs: Mapping[str, Workspace]) -> Any:
-        return _Workspaces(needs)
+        return _Workspaces(needs, self)
 
     def device_lists(self, work: WorkList) -> Any:
         """Return lists on the device after waiting, once, for their copy."""
@@ -187,7 +194,7 @@ class XlaPass:
 
 
 def within(device: int, work: Callable[[], None]) -> None:
-    """Do work while a device is the current one; threads of XLA may have another current device."""
+    """Call a function while a device is the current one; threads of XLA may have another current device."""
     cuda = gpu.namespace().cuda
     if cuda.runtime.getDevice() == device:
         work()

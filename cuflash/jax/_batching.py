@@ -24,6 +24,7 @@ from ._runs import Pass
 
 # The axes of a mask's arrays after those that broadcast over the batch.
 _OWN_AXES: Mapping[type, int] = {Lengths: 0, Documents: 1, Sequences: 1, Dense: 3, BlockPattern: 3}
+_ROOM = Mask.__module__.rpartition(".")[0]  # users may define masks elsewhere
 _WITH_ROWS = ("q", "k", "v", "o", "do")  # arrays of heads, rows and columns
 _OF_LSE = ("lse", "dlse")
 _OF_RESULTS = ("o", "lse", "do", "dlse")
@@ -72,7 +73,7 @@ def _takes_an_axis(one: Pass, mapped: set[str]) -> bool:
     if not isinstance(mask, Mask):  # an array of elements
         return hasattr(mask, "ndim") and mask.ndim <= 3
     kinds = {type(each) for each in held_masks(mask)}
-    if FromFunction in kinds or not all(kind.__module__.startswith("cuflash.") for kind in kinds):
+    if FromFunction in kinds or not all(kind.__module__.startswith(_ROOM) for kind in kinds):
         return False
     with_arrays = {kind for kind in kinds if kind in _OWN_AXES}
     return not any(name.startswith(MASK) for name in mapped) or len(with_arrays) == 1
@@ -130,7 +131,7 @@ def _own_axes(one: Pass, name: str) -> int:
     return ranks[name]
 
 
-def register() -> None:
+def batch_passes() -> None:
     """Register the rule of all passes with JAX."""
     for primitive in PRIMITIVES.values():
         batching.primitive_batchers[primitive] = _batched

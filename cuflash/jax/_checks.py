@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -15,6 +16,14 @@ from ..planning.device import DeviceSpec
 from ..planning.options import Options
 from ..scores import Score
 
+_KNOWN = {type(None), bool, int, float, str}
+
+
+@lru_cache(maxsize=64)
+def holds_data(kind: Any) -> bool:
+    """True if all values of a type are arrays of JAX with data."""
+    return issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
+
 
 def has_no_data(array: Any) -> bool:
     """True if an array is a tracer without data, unlike those of `jax.grad` outside of traced functions."""
@@ -24,6 +33,8 @@ def has_no_data(array: Any) -> bool:
 def traced_reasons(options: Options) -> list[str]:
     """Return why options that are tracers are refused: a plan is created from the options while JAX traces the call."""
     window, reasons = options.window, []
+    if window is None and {type(options.scale), type(options.causal), type(options.softcap)} <= _KNOWN:
+        return []
     if is_tracer(options.scale):
         fix = "name it in static_argnames of jax.jit, or multiply q by it"
         reasons.append(f"scale must be a Python number when JAX traces the call; got a tracer: {fix}")
@@ -46,10 +57,10 @@ def array_reasons(arrays: Mapping[str, Any]) -> list[str]:
     """
     reasons, platforms = [], set()
     for name, array in arrays.items():
-        if not isinstance(array, jax.Array):
+        if not isinstance(array, (jax.Array, np.ndarray)):
             raise TypeError(f"{name} must be a jax.Array; got {describe(array)}: convert it with jax.numpy.asarray")
         value = array.to_concrete_value() if isinstance(array, jax.core.Tracer) else array
-        if not isinstance(value, jax.Array):  # None, or an array of NumPy that a transformation holds
+        if not isinstance(value, jax.Array):  # None, or a NumPy array that a transformation holds
             continue
         devices = value.devices()
         if len(devices) > 1 and not jax.sharding.get_abstract_mesh().manual_axes:
@@ -62,7 +73,7 @@ def array_reasons(arrays: Mapping[str, Any]) -> list[str]:
 
 
 def require(arrays: Mapping[str, Any], options: Options) -> None:
-    """Refuse a call that no platform supports, before JAX traces it; lowering it refuses the rest.
+    """Refuse a call that no platform supports, before JAX traces it; lowering refuses the others.
 
     Raises
     ------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -10,7 +10,9 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from ..errors import refuse
 from ._call import JaxCall
+from ._checks import array_reasons
 from ._runs import Pass, prepared
 
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu"}  # names of platforms in lowerings, and of devices
@@ -31,8 +33,16 @@ def bind(
     shapes : dict of tuple of int by name
         The shapes to which arrays are broadcast, if these differ from their own.
     """
-    one = Pass(call, name, tuple(arrays), tuple(shapes.get(each, array.shape) for each, array in arrays.items()), wrt)
-    return bind_pass(one, *varying_alike(arrays.values()))
+    return bind_pass(pass_of(call, name, arrays, shapes, wrt), *varying_alike(arrays.values()))
+
+
+def pass_of(
+    call: JaxCall, name: str, arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    wrt: tuple[str, ...] = (),
+) -> Pass:  # fmt: skip
+    """Return a pass on arrays by name; parameters as for `bind`."""
+    own = [shapes.get(each, array.shape) for each, array in arrays.items()]
+    return Pass(call, name, tuple(arrays), tuple(own), wrt)
 
 
 def bind_pass(one: Pass, *arrays: Any) -> list[Any]:
@@ -42,7 +52,7 @@ def bind_pass(one: Pass, *arrays: Any) -> list[Any]:
 
 
 def varying_alike(values: Iterable[Any]) -> list[Any]:
-    """Return arrays that vary, within `jax.shard_map`, over all mesh axes over which one of them varies."""
+    """Return the arrays, all varying within `jax.shard_map` over the mesh axes over which any of them varies."""
     arrays = list(values)
     kinds = [jax.typeof(each) for each in arrays if isinstance(each, jax.core.Tracer)]
     axes = frozenset[str]().union(*map(_varying_axes, kinds))
@@ -58,7 +68,7 @@ def _varying_axes(kind: Any) -> frozenset[str]:
 
 
 def _types(*kinds: Any, **parameters: Any) -> list[Any]:
-    """Return the types of the results of a pass; within `jax.shard_map` they vary as the arrays do."""
+    """Return the types of the results of a pass; within `jax.shard_map` they vary like the arrays."""
     like, results = kinds[0], Pass(**parameters).results
     if not _varying_axes(like):
         return [jax.core.ShapedArray(each.shape, each.dtype) for each in results]
@@ -81,13 +91,21 @@ def _lowered(platform: str) -> Callable[..., Any]:
 
 def _executed(*arrays: Any, **parameters: Any) -> list[Any]:
     """Run a pass on arrays with data, by a jitted function that the cache of calls holds."""
-    one = Pass(**parameters)
-    (platform,) = {device.platform for device in jax.numpy.asarray(arrays[0]).devices()}
-    shapes = [array.shape for array in arrays]
-    results: list[Any] = one.call.cached(
-        "jax", lambda: jax.jit(prepared(one, platform, shapes)), platform, one.name, one.names, one.shapes,
-        tuple(shapes), one.wrt,
-    )(*arrays)  # fmt: skip
+    return executed(Pass(**parameters), arrays)
+
+
+def executed(one: Pass, arrays: Sequence[Any]) -> list[Any]:
+    """Run a pass on arrays with data, as JAX's rule of the primitive does."""
+    first = arrays[0] if hasattr(arrays[0], "devices") else jax.numpy.asarray(arrays[0])
+    (device,) = first.devices()
+    call, name, names, shapes, wrt = one
+    in_memory = tuple([array.shape for array in arrays])
+
+    def make() -> Any:
+        refuse(array_reasons(dict(zip(names, arrays))))
+        return jax.jit(prepared(one, device.platform, in_memory))
+
+    results: list[Any] = call.cached("jax", make, device.platform, name, names, shapes, in_memory, wrt)(*arrays)
     return results
 
 
@@ -108,7 +126,7 @@ def _refused(*arrays: Any, **parameters: Any) -> Any:
     raise NotImplementedError(THIRD)
 
 
-# The derivative of "jvp" with respect to all but the tangents. It can only be transposed.
+# The derivative of "jvp" with respect to everything except the tangents. It can only be transposed.
 CURVATURE = Primitive("cuflash_curvature")
 CURVATURE.multiple_results = True
 CURVATURE.def_impl(_refused)

@@ -60,5 +60,8 @@ TENSOR_MAP_ARRAYS = ("q", "k", "v", "do", "o")
 # Kernels of the sm90 family take this record in addition to PARAMS.
 TENSOR_MAPS = np.dtype([(name, TENSOR_MAP_PARAM) for name in TENSOR_MAP_ARRAYS])
 # one number per row
-ROW_VECTORS = ("lse", f"lse{DOT}", "dlse", "delta", "query_stats", "lse_parts", *SCALE_ARRAYS)
+ROW_VECTORS = (
+    "lse", f"lse{DOT}", "dlse", f"dlse{DOT}", "delta", "delta.own", f"delta{DOT}", "query_stats", "lse_parts",
+    *SCALE_ARRAYS,
+)
 HEAD_VECTORS = ("sink", f"sink{DOT}", "dsink")  # one number per head

@@ -20,16 +20,16 @@ from ..masks.content import without_memos
 from .chosen_lists import NOT_JOINED, UnionsAtCall, UnionWork
 from .device import DeviceSpec
 from .dropout_launches import with_dropout
-from .families._passes import jvp_pass
+from .families._passes import backward_jvp_pass, jvp_pass
 from .families.family import Family, list_block_of
-from .few_queries import FEW_QUERIES, takes_few_queries, with_few_queries
+from .few_queries import with_few_queries
 from .host import HostTiling, host_tile, in_flat_tiles
 from .launches import Kernels, Pass
 from .list_kernels import work_of_kernels
 from .options import DOT
 from .problem import Problem
 from .routing import named, rerouted, routed, unions
-from .score_launches import stored_gradient, with_score
+from .score_launches import captured_wrt, stored_gradient, with_score
 from .spec import KernelSpec
 from .tangent_launches import with_tangents
 from .tangents import arrays_with_tangents
@@ -106,13 +106,18 @@ class KernelPlan:
             return own[name]
         keys = problem.keyed({f"{each}{DOT}": each for each in arrays_with_tangents(problem)})
         tangents = tuple(each for key, each in keys.items() if key in arrays)
-        return self._tangent_passes[name] if tangents == problem.tangents else self._tangent_pass(name, tangents)
+        is_planned = tangents == problem.tangents and name in self._tangent_passes
+        return self._tangent_passes[name] if is_planned else self._tangent_pass(name, tangents)
 
     @cached_property
     def _tangent_passes(self) -> Mapping[str, Pass]:
         """The passes that compute tangents along those that the problem names, by name."""
-        names = [name for name in self.problem.tangents if name not in ("do", "dlse")]
-        return {"jvp": self._tangent_pass("jvp", tuple(names))} if names else {}
+        tangents = self.problem.tangents
+        names = tuple(name for name in tangents if name not in ("do", "dlse"))
+        own = {"jvp": self._tangent_pass("jvp", names)} if names else {}
+        if tangents and not _captured_gradient_reasons(self.problem):
+            own["backward_jvp"] = self._tangent_pass("backward_jvp", tangents)
+        return own
 
     def _tangent_pass(self, name: str, tangents: tuple[str, ...]) -> Pass:
         """Return the launches of a pass that computes tangents along those of the arrays with these names."""
@@ -122,9 +127,15 @@ class KernelPlan:
         if isinstance(self.work, UnionWork):
             rule = "tangents must be planned for a mask that chooses blocks for each query"
             reasons.append(f"{rule}; the plan has none: write plan(tangents={tangents})")
+        if name == "backward_jvp":
+            reasons += _captured_gradient_reasons(problem)
         refuse(reasons)
-        spec = self.family.jvp_spec(problem, self.device, list_block_of(self.work))
-        return with_tangents(jvp_pass(problem, self.device, self.work, spec), problem)
+        largest = list_block_of(self.work)
+        if name == "jvp":
+            spec = self.family.jvp_spec(problem, self.device, largest)
+            return with_tangents(jvp_pass(problem, self.device, self.work, spec), problem)
+        specs = self.family.backward_jvp_specs(problem, self.device, largest)
+        return with_tangents(backward_jvp_pass(problem, self.device, self.work, *specs), problem)
 
     @cached_property
     def specs(self) -> dict[str, KernelSpec]:
@@ -155,7 +166,7 @@ class KernelPlan:
         if self.kernels is None:
             assert self.tiling is not None
             return self.tiling.workspace_bytes
-        summed = {"backward": self._summed_bytes}
+        summed = dict.fromkeys(("backward", "backward_jvp"), self._summed_bytes)
         return max(each.nbytes + summed.get(name, 0) for name, each in self.passes.items()) + self.list_bytes
 
     def results(self, name: str) -> dict[str, ShapeDtype]:
@@ -250,6 +261,15 @@ class KernelPlan:
         return total
 
 
+def _captured_gradient_reasons(problem: Problem) -> list[str]:
+    """Return why kernels do not compute the tangents of the gradients of captured arrays."""
+    return [
+        f"wrt must not name {name!r} in second derivatives on a GPU, which have no kernel for gradients of a score "
+        "function's arrays: leave it out, or pass NumPy arrays"
+        for name in captured_wrt(problem)
+    ]
+
+
 def host_plan(problem: Problem, mask: Mask, device: DeviceSpec) -> KernelPlan:
     """Return the plan of a call on the host."""
     block_q, block_kv = host_tile(problem, device)
@@ -278,9 +298,9 @@ def gpu_plan(
     """
     family, why, work = _routed_work(problem, mask, device, kernel)
     kernels = family.launches(problem, device, work, deterministic=deterministic)
-    if kernel == "auto" and takes_few_queries(problem, device, work):
-        kernels = with_few_queries(kernels, problem, device, work)
-        why += FEW_QUERIES
+    if kernel == "auto":
+        of_family, kernels = kernels, with_few_queries(kernels, problem, device, work)
+        why += f"; few queries: {kernels.forward.launches['forward'].spec.name}" * (kernels is not of_family)
     reasons = _tile_reasons(kernels, problem.mask_shape.num_batch)
     if problem.score is not None:
         kernels = with_score(kernels, problem, deterministic=deterministic, is_whole=_visits_all(work))
@@ -290,10 +310,13 @@ def gpu_plan(
     rule = f"{family.name}, by kernel='auto': {why}" if kernel == "auto" else f"{family.name}, chosen by name"
     if not isinstance(work, UnionWork) and next(chosen_masks(mask), None) is not None:
         rule += NOT_JOINED
-    return KernelPlan(
+    plan = KernelPlan(
         problem=problem, mask=mask, device=device, work=work, family=family, rule=rule,
         kernels=kernels,
     )  # fmt: skip
+    if problem.tangents:
+        assert plan.passes  # whose kernels may be missing, or have no tile
+    return plan
 
 
 def _routed_work(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str) -> tuple[Family, str, WorkList]:

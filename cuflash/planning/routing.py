@@ -24,7 +24,7 @@ from .spec import SIMT, SM80, SM90, KernelSpec
 FAMILIES: dict[str, Family] = {family.name: family for family in (Simt(), Sm80(), Sm90(), Naive(), FlashAttention1())}
 PREFILL_FAMILIES = (SM90, SM80)  # families with prefill kernels for a paged cache; the first that serves a call is used
 EIGHT_BITS = SM90  # the value of kernel=, other than "auto", that selects the FP8 family
-_UNION_FAMILIES = (SM90, SM80)  # families with kernels for block lists per query; the first that serves a call is used
+_UNION_FAMILIES = (SM90, SM80)  # families with kernels for block lists per query; the first that serves it is used
 _MASS_FAMILIES = (SM90, SM80, SIMT)  # families with kernels for block masses; the first that serves a call is used
 _FP8 = Sm90Fp8()
 _TALLEST = 128  # queries per tile in most kernels of the sm90 family
@@ -55,7 +55,7 @@ def routed(problem: Problem, device: DeviceSpec) -> tuple[Family, str]:
     128, if a block list has blocks below 128 x 128, and for all block lists with `deterministic=True`.
 
     sm80 is used instead of sm90, because it is faster, if there are fewer tiles of 128 queries than multiprocessors.
-    The forward pass of few queries has a kernel of its own (`few_queries.takes_few_queries`).
+    The forward pass of few queries has a kernel of its own (`few_queries.with_few_queries`).
     """
     if problem.rows_per_scale is not None:
         return _FP8, "FP8 (e4m3) operands on Hopper's tensor cores"

@@ -154,10 +154,13 @@ def _changed(
 
 
 def with_pushed_score(kernels: Pass, problem: Problem) -> Pass:
-    """Return a pass whose kernels apply the problem's score function, and differentiate it along the tangents."""
+    """Return a pass whose kernels apply the problem's score function, or its derivative if they compute gradients, and
+    differentiate it along the tangents."""
     program = problem.score
     if program is None:
         return kernels
+    if any(launch.spec.entry.loads_do for launch in kernels.launches.values()):
+        program = derived(program)
     names = [operand.name for operand in problem.operands if operand.is_captured and operand.name in problem.tangents]
     moves_score = not {"q", "k"}.isdisjoint(problem.tangents)
     if names or moves_score:

@@ -13,14 +13,18 @@ from .problem import Problem
 from .score_launches import with_pushed_score
 
 NAME = "tangents"  # the feature's name
-_ARRAYS = ("q", "k", "v", "o", "lse", "sink")
-TANGENTS = np.dtype([(f"{name}_dot", MATRICES) for name in _ARRAYS], align=True)
+DELTA = "delta.own"  # the workspace of delta, in addition to "delta.dot", its tangent
+_ARRAYS = {
+    **{f"{name}_dot": f"{name}{DOT}" for name in ("q", "k", "v", "o", "lse", "sink", "do", "dlse")}, "delta": DELTA,
+    "delta_dot": f"delta{DOT}",
+}  # fmt: skip
+TANGENTS = np.dtype([(field, MATRICES) for field in _ARRAYS], align=True)
 
 
 def tangents_of_kernels(problem: Problem) -> tuple[str, ...]:
     """Return the tangents of a problem as `KernelSpec.tangents` names them."""
     captured = any(operand.is_captured and operand.name in problem.tangents for operand in problem.operands)
-    return tuple(name for name in ("q", "k", "v", "sink") if name in problem.tangents) + ("score",) * captured
+    return tuple(name for name in ("q", "k", "v", "sink", "do") if name in problem.tangents) + ("score",) * captured
 
 
 def with_tangents(kernels: Pass, problem: Problem) -> Pass:
@@ -28,9 +32,9 @@ def with_tangents(kernels: Pass, problem: Problem) -> Pass:
     kernels = with_pushed_score(kernels, problem)
     if problem.dropout is not None:
         kernels = pass_with_dropout(kernels, problem.dropout)
-    feature = Feature(NAME, TANGENTS, names={f"{name}_dot": f"{name}{DOT}" for name in _ARRAYS})
     launches = {
         role: replace(launch, features=(*launch.features, NAME)) if launch.spec.tangents else launch
         for role, launch in kernels.launches.items()
     }
+    feature = Feature(NAME, TANGENTS, names=_ARRAYS)
     return replace(kernels, launches=launches, features=(*kernels.features, feature))

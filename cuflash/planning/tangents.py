@@ -76,10 +76,6 @@ def tangent_reasons(tangents: Any, problem: Problem | None, executor: str) -> li
             return [f"{rule}; got {describe(tangents)}: write tangents=('q', 'k', 'v')"]
         names = [*listed]
     cotangents = tangents.cotangents if isinstance(tangents, Directions) else {}
-    if cotangents and executor in ("gpu", "sim"):
-        rule = "executor must be 'cpu' for tangents of gradients, which no GPU kernel supports"
-        fix = "pass NumPy arrays, for example from cupy.asnumpy, or use finite differences"
-        reasons.append(f"{rule}; got {executor!r}: {fix}")
     if problem is None:
         return reasons
     wanted = arrays_with_tangents(problem)

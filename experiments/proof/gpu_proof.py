@@ -58,7 +58,7 @@ from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Structure
 from cuflash.planning.families import sm90
 from cuflash.arrays import as_dtype
-from cuflash.planning.appending import append_spec
+from cuflash.planning.appending import append_spec, bounds_spec
 from cuflash.planning.captured_sums import sums_spec
 from cuflash.planning.decoding import decode_reasons, decode_spec
 from cuflash.planning.prefill import intervals_spec, prefill_reasons, prefill_spec
@@ -225,7 +225,7 @@ class Case(NamedTuple):
     deterministic: bool
     is_device_mask: bool  # the mask's arrays are on the device, and kernels build its list
     structure: Structure
-    has_tangents: bool = False  # the tangents of o and lse are computed, too
+    has_tangents: bool = False  # the tangents of o and lse, and of gradients, are computed, too
     # Planned as for a GPU with few multiprocessors, so that blocks finish dQ, as in calls with many heads
     is_large: bool = False
 
@@ -381,7 +381,8 @@ def run_case(case: Case, *, leaves_k_unwritten: bool = False) -> None:
     with zeros_for_sums(ready._plan) if case.kernel in UNSEEN else nullcontext():
         ready.backward(do, q, k, v, o, lse, dlse=dlse, **sink)
     if case.has_tangents:
-        ready.jvp(q, k, v, o, lse, q, k, v, **sink)
+        o_dot, lse_dot = ready.jvp(q, k, v, o, lse, q, k, v, **sink)
+        ready.backward_jvp(do, q, k, v, o, lse, o_dot, lse_dot, q, k, v, dlse=dlse, **sink)
     if case.makes_lists:
         cuflash.attention(q, k, v, mask=mask, out=out, **case.options, **sink)
     cupy.cuda.get_current_stream().synchronize()
@@ -402,12 +403,13 @@ def specs_of_caches(device: DeviceSpec) -> set[KernelSpec]:
     """Return the KV-cache kernels that these calls launch."""
     specs = set()
     for dtype, heads, rows, _, has_8_bits in CACHES:
-        specs.add(append_spec(as_dtype("dtype", dtype), is_quantized=has_8_bits))
+        specs |= {append_spec(as_dtype("dtype", dtype), is_quantized=has_8_bits), bounds_spec(as_dtype("dtype", dtype))}
         q, k = (cuflash.ShapeDtype((3, *shape, 64), dtype) for shape in ((heads, rows), (2, 300)))
         problem = Problem.of(q, k, k)
         if not decode_reasons(problem, device):
             spec = decode_spec(problem, device, is_quantized=has_8_bits)
-            specs |= {spec, replace(spec, has_sink=True)}
+            of_token = decode_spec(replace(problem, seqlen_q=1), device, is_quantized=has_8_bits)
+            specs |= {spec, replace(spec, has_sink=True), replace(of_token, is_chosen=True)}
         elif not prefill_reasons(problem, device, "sm90"):
             spec, of_queries = prefill_spec(problem, device, "sm90"), intervals_spec(problem.dtype)
             specs |= {spec, of_queries, replace(spec, has_sink=True), replace(of_queries, has_sink=True)}
@@ -422,11 +424,15 @@ def run_caches() -> int:
         pages = {} if page_size is None else {"page_size": page_size, "num_pages": 60}
         q_dtype = as_dtype("dtype", dtype)
         cache_dtype = as_dtype("dtype", "float8_e4m3fn") if has_8_bits else q_dtype
+        if pages and not has_8_bits:
+            pages["keeps_page_bounds"] = True
         cache = cuflash.KVCache(batch=3, dtype=cache_dtype, xp=cupy, **_CACHE, **pages)
         k, q = (cupy.full((3, *shape, 64), 1, q_dtype) for shape in ((2, 200), (heads, rows)))
         cache.append(k, k, counts=[200, 0, 130])
         if q_dtype.itemsize == 2:
             cache.attention(q)
+            lists = cupy.asarray(np.random.default_rng(0).integers(-1, 4, (2, rows, 3)))
+            cache.attention(q, mask=masks.ChosenBlocks(lists, 64))
             cache.reserve([290, 90, 290])
             counts = cupy.asarray(np.array([90, 90, 5], np.int32))
             cache.append(k, k, counts=counts)
@@ -482,9 +488,7 @@ def specs_of_results() -> set[KernelSpec]:
 
 
 def run_results() -> int:
-    """Merge three parts whose rows are shared by thread blocks, and measure the recall of a window; return the number
-    of calls.
-    """
+    """Merge three parts with shared rows, and measure the recall of a window; return the number of calls."""
     import cupy
 
     for dtype in MASS_DTYPES:
@@ -610,9 +614,7 @@ def errors_in(output: str) -> int | None:
 
 
 def under(tool: str, name: str, request: dict[str, Any], timeout_s: int) -> Record:
-    """Run a child process under a tool; return the numbers of cases and errors, the seconds, and a description of other
-    failures.
-    """
+    """Run a child process under a tool; return the counts of cases and errors, the seconds, and other failures."""
     paths = [*FOLDERS, str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     code = "import sys, gpu_proof; gpu_proof.child(sys.argv[1])"
     command = [tool, "--tool", name, *OPTIONS.get(name, ()), sys.executable, "-c", code, json.dumps(request)]

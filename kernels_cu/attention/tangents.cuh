@@ -9,6 +9,8 @@ namespace cuflash::attention {
 struct Tangents {
   Matrices q_dot, k_dot, v_dot, o_dot, lse_dot;
   Matrices sink_dot;  // one number per head, of the sink's dtype
+  // In passes that differentiate gradients, o_dot and lse_dot are read; delta and its tangent are workspaces.
+  Matrices do_dot, dlse_dot, delta, delta_dot;
 };
 
 // Whether scores, or arrays of the score function, have tangents.

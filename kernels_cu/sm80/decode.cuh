@@ -70,7 +70,7 @@ struct QueryOfChosenBlocks {
     const attention::Interval seen = keys.chosen.seen();
     const bool is_part = start + key_group() * kKeysOfWarp < part.stop;
     const int first = position_of_warp(start, part.stop);
-    const int lo = is_part ? seen.lo - first : kKeysOfWarp, hi = is_part ? seen.hi - first : 0;
+    const int lo = seen.lo - first, hi = is_part ? seen.hi - first : 0;
     if (lo <= 0 && hi >= kKeysOfWarp) return;
 #pragma unroll
     for (int j = 0; j < Scores::kColumns; ++j) {

@@ -33,7 +33,7 @@ struct Backward : BackwardEpilogue<Config> {
       dq_finish = smem.dq_finish;
     }
     const bool finishes = dq_finish != DqFinish::kNot;
-    // one branch for both cases, so that all other steps are one piece of code
+    // one branch for both cases, so that all other steps share one piece of code
     if (starts_next_tile(flags) || finishes) {
       if (starts_next_tile(flags)) release_kv();
       tile::wait_wgmma<0>(dk);
@@ -47,7 +47,7 @@ struct Backward : BackwardEpilogue<Config> {
           finish_sums(score, of_steps);
           return false;
         }
-        if constexpr (Config::kAddsDqInOrder) {  // which tile comes next differs from call to call
+        if constexpr (Config::kAddsDqInOrder) {  // the next tile varies from call to call
           finish_sums(score, of_steps);
           of_steps = {};
         }
@@ -105,6 +105,13 @@ struct Backward : BackwardEpilogue<Config> {
     return Config::kFinishesDqInOrder && flags & StepMessage::kFinalizesDq ? DqFinish::kWithSums : DqFinish::kNot;
   }
 
+  // Return where a thread stores dS, if this kernel computes dQ.
+  static CUFLASH_DEVICE int address_of_ds() {
+    if constexpr (kMakesDq)  // opaque, so that it is not recomputed in each step
+      return ptx::opaque(tile::transposed_address(ds_smem, Scores::warp_row()));
+    else return 0;
+  }
+
   // Run a consumer warpgroup: walk all steps, tile after tile. Each accumulator is a new variable per iteration, so
   // that ptxas sees no wgmma registers carried over the loop. No wgmma may be in flight at the back edge of the loop;
   // otherwise ptxas serializes them (advisory C7510). There is one loop, with one step per iteration, so that addresses
@@ -121,9 +128,7 @@ struct Backward : BackwardEpilogue<Config> {
     float* const dq_staging =
         reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + kDqOffset) + DqSumLayout::thread_offset();
     const float softmax_scale_log2 = smem.softmax_scale_log2;
-    int ds_address = 0;
-    if constexpr (kMakesDq)  // opaque, so that it is not recomputed in each step
-      ds_address = ptx::opaque(tile::transposed_address(ds_smem, Scores::warp_row()));
+    const int ds_address = address_of_ds();
     Kept kept;
     SumsOfSteps of_steps;
     wait_kv(flags);
@@ -183,7 +188,7 @@ struct Backward : BackwardEpilogue<Config> {
       tile::arrive(smem.q[state.stage].empty);
       start_dp(next_dp, next_state, part);
       const StepPositions next_positions = positions_of_step(next_state.stage);
-      const Step next_step(score, next_positions);  // computed while products run, as the random numbers of dropout are
+      const Step next_step(score, next_positions);  // computed while products run, like the random numbers of dropout
       draw_step(kept, next_positions, dropout, params.shape);
       tile::wait_wgmma<1>(next_s);
       make_step_p(next_s, next_step, delta, next_lse_2, next_state, first_query, flags, softmax_scale_log2);
@@ -205,9 +210,7 @@ struct Backward : BackwardEpilogue<Config> {
     float* const dq_staging =
         reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + kDqOffset) + DqSumLayout::thread_offset();
     const float softmax_scale_log2 = smem.softmax_scale_log2;
-    int ds_address = 0;
-    if constexpr (kMakesDq)  // opaque, so that it is not recomputed in each step
-      ds_address = ptx::opaque(tile::transposed_address(ds_smem, Scores::warp_row()));
+    const int ds_address = address_of_ds();
     Kept kept;
     SumsOfSteps of_steps;
     wait_kv(flags);

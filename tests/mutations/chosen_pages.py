@@ -1,4 +1,4 @@
-"""Faults in attention to chosen blocks of a cache: the kernel, its plans, and the rules of lists."""
+"""Faults in attention to chosen blocks of a cache: the kernel, the rules of lists, and bounds of pages."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from cuflash import sim
 from executors import SIM
 from mutations.planting import Edit
 from test_chosen_pages import KINDS, check_all_chosen, check_eight_bits, check_refusals, check_results, check_scores
+from test_page_bounds import check_bounds, check_kernel
 
-SIGNS = (AssertionError, sim.SimulationError, pytest.fail.Exception)  # exceptions by which guards see a fault
+# Exceptions by which guards see a fault.
+SIGNS = (AssertionError, sim.SimulationError, pytest.fail.Exception, AttributeError)
 
 
 def results_are_right() -> None:
@@ -40,13 +42,20 @@ def lists_are_checked(library: ModuleType) -> None:
     check_refusals(library)
 
 
+def bounds_are_kept(library: ModuleType) -> None:
+    check_bounds(library)
+
+
+def kernels_keep_bounds() -> None:
+    check_kernel(SIM)
+
+
 LIST, SET, COPY, BODY = (
     "attention/chosen_pages.cuh", "tile/bit_set.cuh", "sm80/cache_copy.cuh", "sm80/decode.cuh"
 )  # fmt: skip
-PLAN, RULES = "planning/chosen_pages.py", "cache/chosen.py"
+RULES, ROWS, BOUNDS = "cache/chosen.py", "cache/paged_rows.py", "cache/key_bounds.cu"
 FAULTS = {
     results_are_right: {
-        "-1 is block 0": Edit(LIST, "ChosenKeys.ChosenKeys", "block < 0 ||", "block < -1 ||"),
         "a repeated entry counts twice": Edit(SET, "BitSet.insert", "atomicOr(", "atomicXor("),
         "words start where the lane is": Edit(SET, "BitSet.list", "count + before - own", "count + before"),
         "the last number is left out": Edit(
@@ -92,7 +101,7 @@ FAULTS = {
     },
     windows_are_right: {
         "keys before the window are attended": Edit(
-            BODY, "QueryOfChosenBlocks.mask", "is_part ? seen.lo - first : kKeysOfWarp", "is_part ? 0 : kKeysOfWarp"
+            BODY, "QueryOfChosenBlocks.mask", "lo = seen.lo - first", "lo = 0"
         ),
         "a block has one step": Edit(
             LIST, "ChosenKeys.position", "* block_ + at.remainder", "* block_ + at.remainder % 64"
@@ -115,6 +124,36 @@ FAULTS = {
         ),
         "the query is the last one": Edit(
             BODY, "decode_cache", "max(0, of.length - of.count + row)", "max(0, of.length - 1)"
+        ),
+    },
+    bounds_are_kept: {
+        "a second append starts again": Edit(
+            ROWS, "PagedRows._widen", "if start < growth.length else keys", "if False else keys"
+        ),
+        "a new page has the bounds of the old one": Edit(
+            ROWS, "PagedRows._widen", "if start < growth.length else", "if start <= growth.length else"
+        ),
+        "a copy has no bounds": Edit(
+            ROWS, "PagedRows.copy", "self.key_bounds[copy.target] = self.key_bounds[copy.source]", "pass"
+        ),
+        "bounds are those of sequences": Edit(ROWS, "PagedRows._widen", "table[start // size]", "growth.sequence"),
+    },
+    kernels_keep_bounds: {
+        "a second append starts again": Edit(
+            BOUNDS, "cache_key_bounds", "is_new = start >= rows.length", "is_new = true"
+        ),
+        "a page has the bounds of the one before": Edit(
+            BOUNDS, "cache_key_bounds", "is_new = start >= rows.length", "is_new = start > rows.length"
+        ),
+        "the last new row is left out": Edit(BOUNDS, "cache_key_bounds", "row < last; ++row", "row < last - 1; ++row"),
+        "rows of the next page count": Edit(
+            BOUNDS, "cache_key_bounds", "min(rows.num_rows, start + cache.page_size - rows.length)", "rows.num_rows"
+        ),
+        "a logical page is a physical one": Edit(
+            BOUNDS, "cache_key_bounds", "attention::page_of(cache, sequence, start)", "start / cache.page_size"
+        ),
+        "greatest keys are least ones": Edit(
+            BOUNDS, "cache_key_bounds", "high = greater(high, x);", "high = lesser(high, x);"
         ),
     },
     lists_are_checked: {

@@ -199,16 +199,16 @@ FAULTS = {
         "lists lie where the workspaces lie": Edit(
             "executors/xla_gpu.py", "XlaPass.launch", "scratch + self._lists_start", "scratch"
         ),
-        "counters are not set to zero": Edit(
-            "executors/xla_gpu.py", "_Workspaces.take", "if self._zeros:", "if False:"
-        ),
-        "results that kernels add to are not set to zero": Edit(
-            "executors/xla_gpu.py", "XlaPass.launch", "for place, nbytes in bound.launches.record.zeroed:",
-            "for place, nbytes in ():",
-        ),
         "the host evaluates masks of arrays": Edit(
             "jax/_runs.py", "_gpu_plan", "planned if call.looked_up.contents is None else at_each_call(planned)",
             "planned",
+        ),
+    },
+    interop_guards.passes_of_jax_on_a_device_are_right: {
+        "counters are not set to zero": Edit("executors/xla_gpu.py", "_Workspaces.take", ".zeros(need", ".empty(need"),
+        "results that kernels add to are not set to zero": Edit(
+            "executors/xla_gpu.py", "XlaPass.launch", "for place, nbytes in bound.launches.record.zeroed:",
+            "for place, nbytes in ():",
         ),
     },
     interop_guards.traced_options_are_named: {
@@ -225,12 +225,9 @@ FAULTS = {
             "jax/_derivatives.py", "_gradients", '("q", "k", "v", *wrt)', '("q", "k", "v")'
         ),
         "a number is an array of JAX": Edit(
-            "jax/_checks.py", "array_reasons", "if not isinstance(array, jax.Array):", "if False:"
+            "jax/_checks.py", "array_reasons", "if not isinstance(array, (jax.Array, np.ndarray)):", "if False:"
         ),
-        "an operand is taken for another": Edit(
-            "jax/_call.py", "JaxCall.of", "without = options._replace(mask=mask, score=score, sink=sink)",
-            "without = options._replace(mask=mask, score=score, sink=None)",
-        ),
+        "a sink is left out": Edit("jax/_call.py", "JaxCall.planned", 'sink=of.get("sink")', "sink=None"),
         "calls do not differ by dtypes": Edit(
             "jax/_call.py", "JaxCall.cached", "tuple(self.dtypes.items()), ", ""
         ),

@@ -366,6 +366,20 @@ def masks_of_jax_on_a_device_are_listed(library: ModuleType) -> None:
             raise AssertionError(error) from error
 
 
+def passes_of_jax_on_a_device_are_right(library: ModuleType) -> None:
+    """Compare passes on buffers of JAX with those on CuPy's arrays, on the stand-in for a GPU."""
+    jax = pytest.importorskip("jax")
+    from test_jax import on_a_machine
+    from test_jax_gpu import check_atomic_sums, check_case, check_workspaces
+
+    with a_machine_for(library) as machine, pytest.MonkeyPatch.context() as patch:
+        on_a_machine(patch, machine, library)
+        check_workspaces(library, machine)
+        with jax.default_device(jax.devices("cpu")[0]):
+            check_case(library, machine.asarray, "sm90")
+            check_atomic_sums(library)
+
+
 def arrays_of_jax_are_right(library: ModuleType) -> None:
     """Check that results and gradients of JAX's arrays, traced and not, equal those of arrays."""
     jax, module = pytest.importorskip("jax"), part(library, "jax")
@@ -378,10 +392,14 @@ def arrays_of_jax_are_right(library: ModuleType) -> None:
             result, vjp = jax.vjp(lambda q, k, v, sink: call(q, k, v, sink=sink), q, k, v, sink)
             return result, vjp((do, dlse))
 
+        module.attention(*(array.astype(np.float32) for array in arrays[:3]), sink=arrays[3], causal=True)
         for run in (pulled, jax.jit(pulled)):
             actual, pulled_back = run(*arrays)
             for ours, theirs in zip((*actual, *pulled_back), (*results, *gradients), strict=True):
                 assert (np.asarray(ours) == theirs).all()
+        tiny = V * 1e-310
+        o = module.attention(*arrays[:2], jax.numpy.asarray(tiny))
+        assert (np.asarray(o) == library.attention(Q, K, tiny)).all() and np.asarray(o).any()
         with pytest.raises(TypeError, match="q must be a jax.Array"):
             module.attention(3.0, *arrays[1:3])
 

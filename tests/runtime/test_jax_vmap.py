@@ -76,6 +76,10 @@ CASES = {
         (np.stack([Q, -Q, 2 * Q]), K, K), (0, None, None),
         call(mask=lambda library: lambda b, h, i, j: j <= i + b),
     ),
+    "a mask of a function": (
+        (np.stack([Q, -Q, 2 * Q]), K, K), (0, None, None),
+        call(mask=lambda library: library.masks.FromFunction(lambda b, h, i, j: j <= b + 1) | library.masks.Causal()),
+    ),
     "a score of the batch entry": (
         (np.stack([Q, -Q, 2 * Q]), K, K), (0, None, None),
         call(score=lambda library: lambda s, b, h, i, j: s + b * j),

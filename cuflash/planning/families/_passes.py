@@ -15,6 +15,7 @@ from ..options import DOT
 from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
 from ..spec import KernelSpec
+from ..tangent_launches import DELTA
 from .family import (
     BACKWARD_INPUTS, FORWARD_INPUTS, STATISTICS_INPUTS, key_tiles, launch_of, num_tiles, query_tiles,
 )  # fmt: skip
@@ -47,6 +48,34 @@ def jvp_pass(problem: Problem, device: DeviceSpec, work: WorkList, spec: KernelS
     launch = launch_of(spec, device, num_tiles(spec, problem, work), reads, (f"o{DOT}", f"lse{DOT}"))
     kernels = Pass({"jvp": launch})
     return sink_forward(kernels, problem, "jvp") if moves_means else kernels
+
+
+def backward_jvp_pass(
+    problem: Problem, device: DeviceSpec, work: WorkList, rows: KernelSpec, columns: KernelSpec
+) -> Pass:
+    """Return a pass of two kernels that computes the tangents of gradients; `rows` also computes delta."""
+    dots = [f"{name}{DOT}" for name in rows.tangents if name not in ("score", "sink")]
+    deltas = DELTA, f"delta{DOT}"
+    inputs = ("q", "k", "v", "do", "lse", f"lse{DOT}", *dots)
+    of_rows = (*inputs, "o", f"o{DOT}", "dlse", f"dlse{DOT}")
+    launches = {
+        rows.entry.name: launch_of(rows, device, num_tiles(rows, problem, work), of_rows, ("dq", *deltas)),
+        columns.entry.name: launch_of(
+            columns, device, num_tiles(columns, problem, work), (*inputs, *deltas), ("dk", "dv")
+        ),
+    }
+    workspace = Workspace(problem.lse_shape(), problem.accumulator)
+    kernels = Pass(launches, dict.fromkeys(deltas, workspace))
+    if "sink" not in problem.wrt:
+        return kernels
+    first = launches[rows.entry.name]
+    launches[rows.entry.name] = replace(
+        first, spec=replace(rows, has_sink=True), writes=(*first.writes, "delta"), features=("sink",),
+        reads=(*first.reads, "sink", *(f"sink{DOT}",) * ("sink" in rows.tangents)),
+    )  # fmt: skip
+    kernels = sink_backward(replace(kernels, workspaces={**kernels.workspaces, "delta": workspace}), problem)
+    roles = {"sink_gradient": "backward_jvp_sink"}  # roles of a plan's passes differ
+    return replace(kernels, launches={roles.get(role, role): launch for role, launch in kernels.launches.items()})
 
 
 def backward_pass(

@@ -210,6 +210,18 @@ class Family(ABC):
         """
         raise UnsupportedProblem(self.tangent_reasons(problem))
 
+    def backward_jvp_specs(
+        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
+    ) -> tuple[KernelSpec, KernelSpec]:
+        """Return the kernels that compute tangents of gradients, for tiles of queries and for tiles of keys.
+
+        Raises
+        ------
+        UnsupportedProblem
+            As in `jvp_spec`.
+        """
+        raise UnsupportedProblem(self.tangent_reasons(problem))
+
     def union_specs(self, problem: Problem, device: DeviceSpec, block: int, heads: int) -> dict[str, KernelSpec]:
         """Return the kernels for block lists per query, by role; {} if there are none.
 

@@ -36,6 +36,7 @@ from .family import (
 _THREADS = 128  # threads of a block, kThreads of the kernels
 _SPARE_REGISTERS = 32
 _SIDES = (128, 64, 32, 16, 8)  # possible rows, or columns, of a tile
+_STATISTICS = 4  # numbers of a query that kernels for tangents of gradients keep in shared memory
 _SMALLEST_ROWS = 16  # minimum rows that the threads of a block can be distributed over
 
 
@@ -90,6 +91,20 @@ def _jvp_bytes(spec: KernelSpec) -> int:
     return _forward_bytes(spec) + of_queries * ("q" in spec.tangents)
 
 
+def _backward_jvp_rows_bytes(spec: KernelSpec) -> int:
+    """Return the bytes of queries, dO and their tangents, of a buffer for rows of keys, and of scores."""
+    (head_dim, value_dim), named = _padded_dims(spec), spec.tangents
+    row = head_dim * (1 + ("q" in named)) + value_dim * (1 + ("do" in named))
+    return _with_scores(spec, spec.block_q * row + spec.block_kv * max(head_dim, value_dim))
+
+
+def _backward_jvp_columns_bytes(spec: KernelSpec) -> int:
+    """Return the bytes of keys, values and their tangents, of a buffer for queries, of statistics and scores."""
+    (head_dim, value_dim), named = _padded_dims(spec), spec.tangents
+    row = head_dim * (1 + ("k" in named)) + value_dim * (1 + ("v" in named))
+    return _with_scores(spec, spec.block_kv * row + spec.block_q * (max(head_dim, value_dim) + _STATISTICS))
+
+
 def _mass_bytes(spec: KernelSpec) -> int:
     """Return the bytes of queries, keys and scores."""
     return _with_scores(spec, (spec.block_q + spec.block_kv) * _padded_dims(spec)[0])
@@ -135,6 +150,16 @@ BACKWARD = _Entry(
 JVP = _Entry(
     name="jvp", shared_bytes=_jvp_bytes, applies_score=True, draws_dropout=True, has_exponentials=True,
     products=(3, 2), num_scores=2, sums=("value_dim",), registers=112, mma_registers=176,
+)  # fmt: skip
+BACKWARD_JVP_ROWS = _Entry(
+    name="backward_jvp_rows", shared_bytes=_backward_jvp_rows_bytes, loads_do=True, applies_score=True,
+    draws_dropout=True, has_exponentials=True, products=(5, 3), num_scores=4, sums=("head_dim",), registers=112,
+    mma_registers=144,
+)  # fmt: skip
+BACKWARD_JVP_COLUMNS = _Entry(
+    name="backward_jvp_columns", shared_bytes=_backward_jvp_columns_bytes, loads_do=True, holds_keys=True,
+    applies_score=True, draws_dropout=True, has_exponentials=True, products=(5, 5), num_scores=4,
+    sums=("head_dim", "value_dim"), registers=144, mma_registers=144,
 )  # fmt: skip
 BACKWARD_STATISTICS = Entry(family=SIMT, name="backward_statistics", loads_do=True)
 _MASS_SIDES = {np.dtype(np.float32): 64, np.dtype(np.float64): 32}  # sides of block_mass's tile, by accumulator
@@ -227,6 +252,16 @@ class Simt(Family):
     ) -> KernelSpec:
         spec = self._spec(JVP, problem, device, largest, ("q",))
         return replace(spec, tangents=tangents_of_kernels(problem))
+
+    def backward_jvp_specs(
+        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
+    ) -> tuple[KernelSpec, KernelSpec]:
+        every, named = ("q", "k", "v", "do"), tangents_of_kernels(problem)
+        rows, columns = (
+            replace(self._spec(entry, problem, device, largest, every), tangents=named)
+            for entry in (BACKWARD_JVP_ROWS, BACKWARD_JVP_COLUMNS)
+        )
+        return rows, columns
 
     def _order(
         self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec

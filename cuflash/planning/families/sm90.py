@@ -106,6 +106,11 @@ class Sm90(Family):
     ) -> KernelSpec:
         return Sm80().jvp_spec(problem, device, largest)
 
+    def backward_jvp_specs(
+        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
+    ) -> tuple[KernelSpec, KernelSpec]:
+        return Sm80().backward_jvp_specs(problem, device, largest)
+
     def with_sequence_tiles(self, work: WorkList) -> WorkList:
         if not isinstance(work, IntervalWork) or not work.is_ordered:
             return work

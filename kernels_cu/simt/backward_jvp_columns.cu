@@ -1,0 +1,137 @@
+// The tangents of dK and dV of one tile of keys, summed over the query heads that share it. Scores are transposed: rows
+// are keys. dO, Q and their tangents use one tile of shared memory in turn. Results are bitwise reproducible.
+#include <attention/config_simt.cuh>
+#include <attention/gradient_tangents.cuh>
+#include <ptx/shared.cuh>
+#include <tile/gemm_simt.cuh>
+
+namespace cuflash::simt {
+
+constexpr int kWidest = kHeadDim > kValueDim ? kHeadDim : kValueDim;
+using QueryTile = tile::SharedTile<Accumulator, kBlockQ, kWidest>;
+using PtTile = tile::SharedTile<Accumulator, kBlockKv, kBlockQ>;
+using Scores = tile::RegisterTile<Accumulator, kBlockKv, kBlockQ>;
+using Statistics = attention::QueryTangents<Accumulator>;
+constexpr int kSharedBytes = kBytesOf<KTile, VTile, QueryTile, PtTile> + Config::kHasKDot * kBytesOf<KTile> +
+    Config::kHasVDot * kBytesOf<VTile> + kBlockQ * static_cast<int>(sizeof(Statistics));
+
+}  // namespace cuflash::simt
+
+extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
+simt_backward_jvp_columns(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
+  using namespace cuflash;
+  using namespace cuflash::simt;
+  using namespace cuflash::attention;
+  const Shape& shape = params.shape;
+  WorkTile work = key_tile(params, kBlockKv);
+  if (work.is_empty()) return;
+  const int first_head = work.batch_head.head, kv_head = first_head / shape.group_size;
+
+  Accumulator* const smem = ptx::dynamic_shared<Accumulator>();
+  const KTile k_smem{smem};
+  const VTile v_smem{k_smem.data + KTile::kElements};
+  const QTile q_smem{v_smem.data + VTile::kElements};  // Q, or its tangent
+  const DoTile do_smem{q_smem.data};  // dO, or its tangent
+  const PtTile p_smem{q_smem.data + QueryTile::kElements};
+  const KTile k_dot_smem{p_smem.data + PtTile::kElements};
+  const VTile v_dot_smem{k_dot_smem.data + KTile::kElements * Config::kHasKDot};
+  auto* const statistics =
+      reinterpret_cast<Statistics*>(v_dot_smem.data + VTile::kElements * Config::kHasVDot);
+  const auto of_keys = [&](const Matrices& x, int columns) {
+    return matrix<Element>(x, work.batch_head, kv_head, shape.seqlen_kv, columns).rows(work.first, work.last);
+  };
+  tile::load(k_smem, of_keys(params.k, shape.head_dim));
+  tile::load(v_smem, of_keys(params.v, shape.value_dim));
+  if constexpr (Config::kHasKDot) tile::load(k_dot_smem, of_keys(tangents.k_dot, shape.head_dim));
+  if constexpr (Config::kHasVDot) tile::load(v_dot_smem, of_keys(tangents.v_dot, shape.value_dim));
+
+  tile::RegisterTile<Accumulator, kBlockKv, kHeadDim, kRun> dk;
+  tile::RegisterTile<Accumulator, kBlockKv, kValueDim, kRun> dv;
+  dk.fill(0);
+  dv.fill(0);
+  for (int head = first_head; head < first_head + shape.group_size; ++head) {
+    work.batch_head.head = head;
+    const auto lse = matrix<Accumulator>(params.lse, work.batch_head, head, shape.seqlen_q, 1);
+    const VisitRange visit_range = visit_range_of_keys(params, work);
+    BlockIterator<kBlockQ, OverQBlocks> blocks(params, visit_range);
+    for (KvBlock block; blocks.next(block);) {
+      const auto rows_of = [&](const Matrices& x, int columns) {
+        return matrix<Element>(x, work.batch_head, head, shape.seqlen_q, columns).rows(block.start, block.stop);
+      };
+      const auto load_q = [&](const Matrices& x) {
+        __syncthreads();  // what the tile held is read, and so is the tile of weights
+        tile::load(q_smem, rows_of(x, shape.head_dim));
+      };
+      const auto load_do = [&](const Matrices& x) {
+        __syncthreads();  // what the tile held is read, and so is the tile of weights
+        // The gradients of a query without a key are 0, whatever its rows hold.
+        tile::load(do_smem, rows_of(x, shape.value_dim), [&](int row) {
+          return lse.at(block.start + row, 0) != ptx::negative_infinity<Accumulator>();
+        });
+      };
+      Scores s, s_dot, dp, dp_dot;
+      s.fill(0);
+      s_dot.fill(0);
+      dp.fill(0);
+      dp_dot.fill(0);
+      if constexpr (Config::kHasQDot) {
+        load_q(tangents.q_dot);
+        __syncthreads();  // the rows have arrived, and K and V before the first step
+        tile::gemm_add_nt(s_dot, k_smem, q_smem);
+      }
+      load_q(params.q);
+      for (int row = threadIdx.x; row < kBlockQ; row += tile::kThreads)
+        statistics[row] = query_tangents<Accumulator>(params, tangents, work.batch_head, block.start + row,
+                                                      block.start + row < block.stop);
+      __syncthreads();  // the rows and their statistics have arrived, and K and V before the first step
+      tile::gemm_add_nt(s, k_smem, q_smem);
+      if constexpr (Config::kHasKDot) tile::gemm_add_nt(s_dot, k_dot_smem, q_smem);
+      if constexpr (Config::kHasDoDot) {
+        load_do(tangents.do_dot);
+        __syncthreads();  // the rows have arrived
+        tile::gemm_add_nt(dp_dot, v_smem, do_smem);
+      }
+      load_do(params.do_);
+      __syncthreads();  // the rows have arrived
+      tile::gemm_add_nt(dp, v_smem, do_smem);
+      if constexpr (Config::kHasVDot) tile::gemm_add_nt(dp_dot, v_dot_smem, do_smem);
+      KeptWeights<Scores> kept;
+      if constexpr (Config::kHasDropout) {
+        kept = kept_weights_of_keys(s, dropout, shape, work, block);
+        drop_gradients(dp, kept, static_cast<Accumulator>(dropout.factor));
+        drop_gradients(dp_dot, kept, static_cast<Accumulator>(dropout.factor));
+      }
+      const auto mask = score_mask_of_keys<Scores>(params, work, block);
+      gradient_tangents<attention::Rows::kKeys>(
+          s, s_dot, dp, dp_dot, score_function, params, work, block, [&](int i, int j) { return mask.allows(j, i); },
+          [&](int j) { return statistics[Scores::column(j)]; });
+      if constexpr (Config::kHasDropout) {
+        drop_weights(s, kept);
+        drop_weights(s_dot, kept);
+      }
+      tile::store(p_smem, s_dot);
+      __syncthreads();  // P_dot is stored
+      tile::gemm_add_nn(dv, p_smem, do_smem);
+      if constexpr (Config::kHasDoDot) {
+        load_do(tangents.do_dot);
+        tile::store(p_smem, s);
+        __syncthreads();  // P is stored, and the rows have arrived
+        tile::gemm_add_nn(dv, p_smem, do_smem);
+      }
+      if constexpr (Config::kHasQDot) {
+        load_q(tangents.q_dot);
+        tile::store(p_smem, dp);
+        __syncthreads();  // dS is stored, and the rows have arrived
+        tile::gemm_add_nn(dk, p_smem, q_smem);
+      }
+      load_q(params.q);
+      tile::store(p_smem, dp_dot);
+      __syncthreads();  // dS_dot is stored, and the rows have arrived
+      tile::gemm_add_nn(dk, p_smem, q_smem);
+    }
+  }
+  dk.scale(shape.softmax_scale);
+  if constexpr (Config::kHasDropout) dv.scale(dropout.factor);
+  store_gradient<Element>(params.dk, work, kv_head, shape.seqlen_kv, shape.head_dim, dk);
+  store_gradient<Element>(params.dv, work, kv_head, shape.seqlen_kv, shape.value_dim, dv);
+}
