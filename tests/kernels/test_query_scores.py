@@ -164,7 +164,9 @@ TELLING = [
     case_of(4, 1, 60, (33, 290), (1, 1), "bottom_right", True, False, False, BUDGETS[4], {"diagonal": False}, 3),
     case_of(3, 2, 8, (70, 260), (2, 4), False, True, False, True, {"density": 0.3}, {}, 4),
     case_of(8, 2, 40, (21, 290), (2, 4), True, True, False, False, {"threshold": 0.3, "max_blocks": 30}, {}, 6),
-    case_of(1, 2, 8, (70, 420), (1, 1), "bottom_right", False, False, False, {"top_k": 7}, {"sink": 2}, 7, is_tied=True),
+    case_of(
+        1, 2, 8, (70, 420), (1, 1), "bottom_right", False, False, False, {"top_k": 7}, {"sink": 2}, 7, is_tied=True
+    ),
     case_of(16, 1, 64, (11, 400), (2, 4), "bottom_right", True, False, True, {"top_k": 4}, {"diagonal": False}, 5),
 ]
 
