@@ -175,19 +175,24 @@ struct ScoresOfKeys {
   }
 };
 
+// Keep the first Half of 2 Half columns or, in lanes with the bit 2 Half, the others, and add those of the other lane.
+template <int Half>
+CUFLASH_DEVICE void sum_halves(float (&x)[Scores::kColumns]) {
+  const bool is_upper = (ptx::lane() & 2 * Half) != 0;
+#pragma unroll
+  for (int j = 0; j < Half; ++j) {
+    const float own = is_upper ? x[Half + j] : x[j], other = is_upper ? x[j] : x[Half + j];
+    x[j] = own + __shfl_xor_sync(0xffffffffu, other, 2 * Half);
+  }
+}
+
 // Sum columns over the eight rows that lanes of equal remainders by 4 hold, and store the sums. In each of three steps a
 // lane keeps half of its columns. Called by whole warps.
 CUFLASH_DEVICE void store_sums(float (&x)[Scores::kColumns], float* to, int num_columns) {
   static_assert(Scores::kColumns == 16, "three steps leave a pair of columns");
-#pragma unroll
-  for (int half = 8, bit = 16; half > 1; half /= 2, bit /= 2) {
-    const bool is_upper = (ptx::lane() & bit) != 0;
-#pragma unroll
-    for (int j = 0; j < half; ++j) {
-      const float own = is_upper ? x[half + j] : x[j], other = is_upper ? x[j] : x[half + j];
-      x[j] = own + __shfl_xor_sync(0xffffffffu, other, bit);
-    }
-  }
+  sum_halves<8>(x);
+  sum_halves<4>(x);
+  sum_halves<2>(x);
   const int lane = ptx::lane(), pair = lane / 16 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2;
   const int column = 8 * pair + Scores::first_column();
   if (column < num_columns) to[column] = x[0];
