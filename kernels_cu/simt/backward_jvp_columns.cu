@@ -15,6 +15,28 @@ using Statistics = attention::QueryTangents<Accumulator>;
 constexpr int kSharedBytes = kBytesOf<KTile, VTile, QueryTile, PtTile> + Config::kHasKDot * kBytesOf<KTile> +
     Config::kHasVDot * kBytesOf<VTile> + kBlockQ * static_cast<int>(sizeof(Statistics));
 
+// Turn products into P, P_dot, dS and dS_dot, as `gradient_tangents` does.
+CUFLASH_DEVICE void differentiate(Scores& s, Scores& s_dot, Scores& dp, Scores& dp_dot, const Statistics* statistics,
+                                  const score::Function& score_function, attention::DropoutArgument<Config> dropout,
+                                  const attention::Params& params, const attention::WorkTile& work,
+                                  const attention::KvBlock& block) {
+  using namespace attention;
+  KeptWeights<Scores> kept;
+  if constexpr (Config::kHasDropout) {
+    kept = kept_weights_of_keys(s, dropout, params.shape, work, block);
+    drop_gradients(dp, kept, static_cast<Accumulator>(dropout.factor));
+    drop_gradients(dp_dot, kept, static_cast<Accumulator>(dropout.factor));
+  }
+  const auto mask = score_mask_of_keys<Scores>(params, work, block);
+  gradient_tangents<attention::Rows::kKeys>(
+      s, s_dot, dp, dp_dot, score_function, params, work, block, [&](int i, int j) { return mask.allows(j, i); },
+      [&](int j) { return statistics[Scores::column(j)]; });
+  if constexpr (Config::kHasDropout) {
+    drop_weights(s, kept);
+    drop_weights(s_dot, kept);
+  }
+}
+
 }  // namespace cuflash::simt
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
@@ -95,20 +117,7 @@ simt_backward_jvp_columns(const __grid_constant__ cuflash::attention::Params par
       __syncthreads();  // the rows have arrived
       tile::gemm_add_nt(dp, v_smem, do_smem);
       if constexpr (Config::kHasVDot) tile::gemm_add_nt(dp_dot, v_dot_smem, do_smem);
-      KeptWeights<Scores> kept;
-      if constexpr (Config::kHasDropout) {
-        kept = kept_weights_of_keys(s, dropout, shape, work, block);
-        drop_gradients(dp, kept, static_cast<Accumulator>(dropout.factor));
-        drop_gradients(dp_dot, kept, static_cast<Accumulator>(dropout.factor));
-      }
-      const auto mask = score_mask_of_keys<Scores>(params, work, block);
-      gradient_tangents<attention::Rows::kKeys>(
-          s, s_dot, dp, dp_dot, score_function, params, work, block, [&](int i, int j) { return mask.allows(j, i); },
-          [&](int j) { return statistics[Scores::column(j)]; });
-      if constexpr (Config::kHasDropout) {
-        drop_weights(s, kept);
-        drop_weights(s_dot, kept);
-      }
+      differentiate(s, s_dot, dp, dp_dot, statistics, score_function, dropout, params, work, block);
       tile::store(p_smem, s_dot);
       __syncthreads();  // P_dot is stored
       tile::gemm_add_nn(dv, p_smem, do_smem);

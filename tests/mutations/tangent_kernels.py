@@ -125,7 +125,7 @@ FAULTS = {
             JVP, "simt_jvp", "blocks.next(block);) { __syncthreads();", "blocks.next(block);) {"
         ),
         "lse_dot of the last row is lost": Edit(
-            JVP, "simt_jvp", "is_row_leader() && in_bounds)", "is_row_leader() && row < lse.num_rows - 1)"
+            JVP, "write_results", "is_row_leader() && in_bounds)", "is_row_leader() && row < lse.num_rows - 1)"
         ),
         "tangents of scores are not scaled": Edit(
             JVP, "update", "kHasScore ? Accumulator(1) : scale,", "Accumulator(1),"
@@ -171,7 +171,7 @@ FAULTS = {
         ),
         "dropped weights move": Edit(JVP, "simt_jvp", "drop_weights(s_dot, kept);", ";"),
         "dropped weights carry values' tangents": Edit(JVP, "simt_jvp", "drop_weights(s, kept);", ""),
-        "kept weights are not scaled": Edit(JVP, "simt_jvp", "o_dot.scale_row(i, dropout.factor);", ""),
+        "kept weights are not scaled": Edit(JVP, "write_results", "o_dot.scale_row(i, dropout.factor);", ";"),
         "the score function takes no tangent": Edit(
             WEIGHTS, "score_tangent", "moved, s_dot * scale)", "moved, s_dot * T(0))"
         ),
@@ -240,7 +240,7 @@ FAULTS = {
             ROWS, "simt_backward_jvp_rows", "__syncthreads(); tile::gemm_add_nn(dq, ds_smem, k_smem); } }", "} }"
         ),
         "dP_dot is not dropped": Edit(
-            ROWS, "simt_backward_jvp_rows", "drop_gradients(dp_dot, kept,", "if (false) drop_gradients(dp_dot, kept,"
+            ROWS, "differentiate", "drop_gradients(dp_dot, kept,", "if (false) drop_gradients(dp_dot, kept,"
         ),
         "the tile is overwritten before it is read": Edit(
             ROWS, "simt_backward_jvp_rows", "{ __syncthreads(); tile::load(to,", "{ tile::load(to,"
@@ -251,7 +251,7 @@ FAULTS = {
         "dq is not scaled": Edit(ROWS, "simt_backward_jvp_rows", "dq.scale(shape.softmax_scale);", ""),
         "dK leaves q's tangent out": Edit(COLUMNS, "simt_backward_jvp_columns", "tile::store(p_smem, dp);", ""),
         "dV leaves do's tangent out": Edit(COLUMNS, "simt_backward_jvp_columns", "tile::store(p_smem, s);", ""),
-        "P_dot is not dropped in dV": Edit(COLUMNS, "simt_backward_jvp_columns", "drop_weights(s_dot, kept);", ""),
+        "P_dot is not dropped in dV": Edit(COLUMNS, "differentiate", "drop_weights(s_dot, kept);", ";"),
         "dO is overwritten before it is read": Edit(
             COLUMNS, "simt_backward_jvp_columns", "{ __syncthreads(); tile::load(do_smem,", "{ tile::load(do_smem,"
         ),
