@@ -15,6 +15,22 @@ using Statistics = attention::QueryTangents<Accumulator>;
 constexpr int kSharedBytes = kBytesOf<KTile, VTile, QueryTile, PtTile> + Config::kHasKDot * kBytesOf<KTile> +
     Config::kHasVDot * kBytesOf<VTile> + kBlockQ * static_cast<int>(sizeof(Statistics));
 
+CUFLASH_DEVICE void clear_scores(Scores& s, Scores& s_dot, Scores& dp, Scores& dp_dot) {
+  s.fill(0);
+  s_dot.fill(0);
+  dp.fill(0);
+  dp_dot.fill(0);
+}
+
+// Load the statistics of a step's queries.
+CUFLASH_DEVICE void load_statistics(Statistics* to, const attention::Params& params,
+                                    const attention::Tangents& tangents, const attention::BatchHead& batch_head,
+                                    const attention::KvBlock& block) {
+  for (int row = threadIdx.x; row < kBlockQ; row += tile::kThreads)
+    to[row] = attention::query_tangents<Accumulator>(params, tangents, batch_head, block.start + row,
+                                                     block.start + row < block.stop);
+}
+
 // Turn products into P, P_dot, dS and dS_dot, as `gradient_tangents` does.
 CUFLASH_DEVICE void differentiate(Scores& s, Scores& s_dot, Scores& dp, Scores& dp_dot, const Statistics* statistics,
                                   const score::Function& score_function, attention::DropoutArgument<Config> dropout,
@@ -92,19 +108,14 @@ simt_backward_jvp_columns(const __grid_constant__ cuflash::attention::Params par
         });
       };
       Scores s, s_dot, dp, dp_dot;
-      s.fill(0);
-      s_dot.fill(0);
-      dp.fill(0);
-      dp_dot.fill(0);
+      clear_scores(s, s_dot, dp, dp_dot);
       if constexpr (Config::kHasQDot) {
         load_q(tangents.q_dot);
         __syncthreads();  // the rows have arrived, and K and V before the first step
         tile::gemm_add_nt(s_dot, k_smem, q_smem);
       }
       load_q(params.q);
-      for (int row = threadIdx.x; row < kBlockQ; row += tile::kThreads)
-        statistics[row] = query_tangents<Accumulator>(params, tangents, work.batch_head, block.start + row,
-                                                      block.start + row < block.stop);
+      load_statistics(statistics, params, tangents, work.batch_head, block);
       __syncthreads();  // the rows and their statistics have arrived, and K and V before the first step
       tile::gemm_add_nt(s, k_smem, q_smem);
       if constexpr (Config::kHasKDot) tile::gemm_add_nt(s_dot, k_dot_smem, q_smem);
