@@ -249,11 +249,11 @@ FAULTS = {
             ROWS, "simt_backward_jvp_rows", "(ds_smem, dp_dot); __syncthreads();", "(ds_smem, dp_dot);"
         ),
         "dq is not scaled": Edit(ROWS, "simt_backward_jvp_rows", "dq.scale(shape.softmax_scale);", ""),
-        "dK leaves q's tangent out": Edit(COLUMNS, "simt_backward_jvp_columns", "tile::store(p_smem, dp);", ""),
-        "dV leaves do's tangent out": Edit(COLUMNS, "simt_backward_jvp_columns", "tile::store(p_smem, s);", ""),
+        "dK leaves q's tangent out": Edit(COLUMNS, "simt_backward_jvp_columns", "tile::store(tiles.p, dp);", ""),
+        "dV leaves do's tangent out": Edit(COLUMNS, "simt_backward_jvp_columns", "tile::store(tiles.p, s);", ""),
         "P_dot is not dropped in dV": Edit(COLUMNS, "differentiate", "drop_weights(s_dot, kept);", ";"),
         "dO is overwritten before it is read": Edit(
-            COLUMNS, "simt_backward_jvp_columns", "{ __syncthreads(); tile::load(do_smem,", "{ tile::load(do_smem,"
+            COLUMNS, "simt_backward_jvp_columns", "{ __syncthreads(); tile::load(tiles.d_o,", "{ tile::load(tiles.d_o,"
         ),
         "one head of a group gives dk and dv": Edit(
             COLUMNS, "simt_backward_jvp_columns", "head < first_head + shape.group_size", "head < first_head + 1"
