@@ -106,7 +106,7 @@ if not TYPE_CHECKING:  # otherwise a type checker would accept every name
                 return metadata.version("cuflash")
             except metadata.PackageNotFoundError:  # a source tree that is not installed
                 return "0+unknown"
-        if name in ("diagnosis", "distributed", "errors", "jax", "testing", "torch"):  # also public, but few programs need them
+        if name in ("diagnosis", "distributed", "errors", "jax", "testing", "torch"):  # few programs need these
             raise AttributeError(f"cuflash.{name} must be imported before it is used: write import cuflash.{name}")
         if name in _MODULE_OF:
             with _one_import:

@@ -353,8 +353,13 @@ def dtypes_of_lists(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_differentiated(value: object) -> bool:
     """True if a value is an array of PyTorch or JAX; this imports neither."""
+    return is_tensor(value) or is_jax_array(value)
+
+
+def is_jax_array(value: object) -> bool:
+    """True if a value is an array of JAX, or a tracer of one; this does not import JAX."""
     jax_array = getattr(sys.modules.get("jax"), "Array", None)
-    return is_tensor(value) or jax_array is not None and isinstance(value, jax_array)
+    return jax_array is not None and isinstance(value, jax_array)
 
 
 def is_tracer(value: object) -> bool:

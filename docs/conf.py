@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import cuflash
+import cuflash.distributed
 import cuflash.testing
 from numpydoc.xref import DEFAULT_LINKS
 
@@ -51,7 +52,7 @@ numpydoc_xref_ignore = "all"
 # Types of parameters that are public classes are links; numpydoc's own links lead to other sites.
 numpydoc_xref_aliases = {name: name for name in DEFAULT_LINKS} | {
     name: f"{module.__name__}.{name}"
-    for module in (cuflash, cuflash.masks, cuflash.scores, cuflash.selectors, cuflash.study, cuflash.testing)
+    for module in (cuflash, cuflash.distributed, cuflash.masks, cuflash.scores, cuflash.selectors, cuflash.study, cuflash.testing)
     for name in module.__all__
     if isinstance(getattr(module, name), type)
 }

@@ -22,7 +22,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 SUBJECTS = {
     "sparsity": "Block sparsity", "speed": "Speed and memory", "proof": "Correctness", "language": "A language model",
-    "sweeps": "Sweeps", "support": "Tables and pictures of the pages",
+    "derivatives": "Derivatives in PyTorch", "sweeps": "Sweeps", "support": "Tables and pictures of the pages",
 }  # fmt: skip
 
 

@@ -18,13 +18,14 @@ from ._passes import DecodeOptions, SimulatedStep, pass_of
 from ._state import CacheState
 from .arguments import checked_window, not_served, out_reasons, overlap_reasons, row_reasons, sink_reasons
 from .on_device import device_reasons, is_on_device
+from .chosen import ChosenRowsStep, form_of, mask_reasons
 from .one_by_one import OwnRowsStep
 from .scoring import ScoreKind, arrays_of, fit_reasons
-from .steps import RequestedOptions, AttendStep, Step, StepCall
+from .steps import RequestedOptions, AttendStep, Step, StepCall, lists_of
 
 
 class _Rows(NamedTuple):
-    """The arguments of `append` as the rules read them. `unfit` has the reasons why k and v do not fit the cache."""
+    """The arguments of `append` as the rules check them; `unfit` has the reasons why k and v do not fit the cache."""
 
     cache: CacheState
     k: Array
@@ -34,7 +35,7 @@ class _Rows(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """The arguments of `attention` as the rules read them. `unfit` has reasons to refuse q, window, flags or score."""
+    """The arguments of `attention` as the rules check them; `unfit` has reasons to refuse some of them."""
 
     cache: CacheState
     q: Array
@@ -43,6 +44,7 @@ class _Queries(NamedTuple):
     sink: Any
     options: RequestedOptions
     score: Score | None
+    mask: Any
     unfit: Sequence[str]
 
 
@@ -61,11 +63,11 @@ def checked_rows(cache: CacheState, k: Any, v: Any, counts: Any) -> tuple[Array,
 
 def checked_queries(
     cache: CacheState, q: Any, counts: Any, out: Any, sink: Any, options: RequestedOptions, score: Score | None,
-    reasons: Sequence[str],
+    mask: Any, reasons: Sequence[str],
 ) -> tuple[StepCall, Array, Array | None]:  # fmt: skip
     """Return a step for a call of `attention` that has no cached step, and q and the sink as arrays.
 
-    `reasons` are reasons, found by the caller, to refuse the call.
+    `reasons` are the caller's reasons to refuse the call.
     """
     unfit, window, dtypes = list(reasons), None, _row_dtypes(cache)
     q, sink = as_arrays({"q": q, "sink": sink}, {"q": dtypes[-1]}, like=cache.rows.k).values()
@@ -74,7 +76,7 @@ def checked_queries(
     unfit += flag_reasons("causal", options.causal)
     wanted = {"q": (len(cache.lengths), "num_heads", "n", cache.rows.k.shape[3])}
     unfit = row_reasons({"q": q}, cache.rows.k, wanted, dtypes) + unfit
-    queries = _Queries(cache, q, counts, out, sink, options, score, unfit)
+    queries = _Queries(cache, q, counts, out, sink, options, score, mask, unfit)
     refused = [reason for rule in _ATTENTION_RULES for reason in rule(queries)]
     if refused:
         like = ShapeDtype((1, 1, int(cache.rows.k.shape[3])), dtypes[0])
@@ -84,7 +86,8 @@ def checked_queries(
     left, right = window or (None, None)
     kind = None if score is None else ScoreKind.of_score(score)
     words = options.scale, options.kernel, options.executor, options.precision
-    decode_options = DecodeOptions(left, 0 if options.causal else right, *words, cache.part_keys, kind)
+    lists = None if mask is None else form_of(mask)
+    decode_options = DecodeOptions(left, 0 if options.causal else right, *words, cache.part_keys, kind, lists)
     return _bound_queries(queries, decode_options), q, sink
 
 
@@ -102,19 +105,21 @@ def _bound_queries(call: _Queries, options: DecodeOptions) -> StepCall:
         o = namespace(q).empty((*q.shape[:3], cache.rows.v.shape[3]), q.dtype)
     lse = namespace(q).empty(q.shape[:3], accumulator_dtype(q.dtype))
     arrays = {"q": q, "k": cache.rows.k, "v": cache.rows.v, "o": o, "lse": lse, "sink": sink, **cache.rows.scales}
-    arrays |= {} if score is None else arrays_of(score)
+    arrays |= lists_of(call.mask) | ({} if score is None else arrays_of(score))
     names = [] if score is None else list(map(array_name, score.arrays))
     kernels = pass_of(arrays, cache.layout, options)
     step: AttendStep
     if kernels is None and cache.is_counted_on_device:
         raise UnsupportedProblem([not_served(q, options.kernel, sink)])
-    if kernels is None:
+    if kernels is None and call.mask is not None:
+        step = ChosenRowsStep(cache, arrays, options, names)
+    elif kernels is None:
         step = OwnRowsStep(cache, arrays, options, score, names)
     elif cache.device is None:
         step = SimulatedStep(kernels, arrays, names)
     else:
         step = cache.on_device().decode_step(kernels, arrays, names)
-    return cache.steps.keep_decode(arrays, call.out, call.options, score, step)
+    return cache.steps.keep_decode(arrays, call.out, call.options, score, call.mask, step)
 
 
 def _row_dtypes(cache: CacheState) -> tuple[np.dtype[np.generic], ...]:
@@ -174,6 +179,10 @@ def _score_reasons(call: _Queries) -> list[str]:
     return fit_reasons(call.score, call.q, call.cache.rows.k, call.cache.rows.v, call.cache.capacity)
 
 
+def _mask_reasons(call: _Queries) -> list[str]:
+    return [] if call.unfit else mask_reasons(call.cache, call.mask, call.q)
+
+
 def _query_reasons(call: _Queries) -> list[str]:
     cache, q = call.cache, call.q
     is_fitting = q.ndim == 4 and q.shape[2] <= cache.capacity
@@ -181,7 +190,7 @@ def _query_reasons(call: _Queries) -> list[str]:
 
 
 def _count_reasons(cache: CacheState, counts: Any, rows: Array, counted: Callable[[Any, int], Any]) -> list[str]:
-    """Return why counts cannot be the row counts of the sequences; if rows have a wrong shape, any count passes."""
+    """Return why counts are not valid numbers of rows; if rows have a wrong shape, any count is accepted."""
     reasons: list[str] = []
     with collecting(reasons):
         counts = as_arrays({"counts": counts})["counts"]
@@ -195,5 +204,6 @@ _APPEND_RULES: tuple[Callable[[_Rows], Sequence[str]], ...] = (
     _unfit_reasons, _pair_reasons, _own_memory_reasons, _writeable_reasons, _new_reasons,
 )  # fmt: skip
 _ATTENTION_RULES: tuple[Callable[[_Queries], Sequence[str]], ...] = (
-    _unfit_reasons, _out_reasons, _capacity_reasons, _sink_reasons, _score_reasons, _query_reasons,
+    _unfit_reasons, _out_reasons, _capacity_reasons, _sink_reasons, _score_reasons, _mask_reasons,
+    _query_reasons,
 )  # fmt: skip

@@ -16,6 +16,8 @@ from ..executors._records import View
 from ..executors.launch import run_alone
 from ..executors.sim import Simulator
 from ..layouts import address, device_number, layout_reasons
+from ..masks import ChosenBlocks
+from ..planning.chosen_pages import ChosenForm, chosen_pass, chosen_reasons
 from ..planning.decoding import MOST_ROWS, CacheLayout, chunk_reasons, decode_pass, decode_reasons
 from ..planning.device import DeviceSpec
 from ..planning.families.sm80 import DECODING
@@ -26,7 +28,7 @@ from ..planning.routing import PREFILL_FAMILIES
 from ..scores import Score
 from .scoring import ScoreKind, arrays_of
 from ._state import CacheState
-from .steps import AttendStep
+from .steps import AttendStep, lists_of
 
 # Permitted values of `kernel=`, and those that allow the decode kernel.
 _KERNELS, _OF_DECODE = ("auto", *PREFILL_FAMILIES), ("auto", DECODING.family)
@@ -46,6 +48,8 @@ class DecodeOptions(NamedTuple):
         Number of keys of a part, independent of the sequence's length.
     score : ScoreKind, optional
         The score function without its arrays.
+    chosen : ChosenForm, optional
+        The lists of chosen blocks without their contents.
     """
 
     left: int | None
@@ -56,6 +60,7 @@ class DecodeOptions(NamedTuple):
     precision: str
     part_keys: int | None = None
     score: ScoreKind | None = None
+    chosen: ChosenForm | None = None
 
 
 class SimulatedStep(AttendStep):
@@ -76,9 +81,9 @@ class SimulatedStep(AttendStep):
 
     def attend(
         self, cache: CacheState, q: Array, o: Array, lse: Array | None, counts: Sequence[int] | None,
-        sink: Array | None, score: Score | None,
+        sink: Array | None, score: Score | None, chosen: ChosenBlocks | None = None,
     ) -> None:  # fmt: skip
-        """Compute o and lse; of q's rows the first `counts` belong to each sequence; None means all rows."""
+        """Compute o and lse. The first `counts` rows of q belong to each sequence; None means all rows."""
         arrays = {
             "q": q, "k": cache.rows.k, "v": cache.rows.v, "sink": sink,
             "o": o, "lse": self.make_lse() if lse is None else lse,
@@ -86,7 +91,7 @@ class SimulatedStep(AttendStep):
             "counts": None if counts is None else np.array(counts, np.int32), "num_faults": np.zeros(1, np.int32),
         }  # fmt: skip
         captured = {} if score is None else arrays_of(score)
-        run_alone(self._kernels, arrays | cache.rows.scales | captured, Simulator())
+        run_alone(self._kernels, arrays | cache.rows.scales | captured | lists_of(chosen), Simulator())
 
 
 def pass_of(arrays: dict[str, Array | None], layout: CacheLayout, options: DecodeOptions) -> Pass | None:
@@ -141,6 +146,17 @@ def _passes(
     if problem is None:
         return ()
     left, right, kernel, part_keys = options.left, options.right, options.kernel, options.part_keys
+    if options.chosen is not None:
+        lists = options.chosen
+        if kernel not in _OF_DECODE or chosen_reasons(
+            problem, device, layout, lists, part_keys, is_quantized=is_quantized
+        ):
+            return ()
+        return (
+            chosen_pass(
+                problem, device, layout, lists, left=left, right=right, part_keys=part_keys, is_quantized=is_quantized
+            ),
+        )
     if kernel in _OF_DECODE and not decode_reasons(problem, device, is_quantized=is_quantized):
         decode = decode_pass(
             problem, device, layout, left=left, right=right, part_keys=part_keys, is_quantized=is_quantized

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import (
-    DTYPES, SCALED_DTYPES, Array, as_dtype, describe, is_array, is_int, is_integer_dtype, namespace,
+    DTYPES, SCALED_DTYPES, Array, as_dtype, describe, flag_reasons, is_array, is_int, is_integer_dtype, namespace,
     require_arrays, to_host,
 )  # fmt: skip
 from ..errors import UnsupportedProblem, collecting
@@ -48,6 +48,18 @@ def page_reasons(page_size: Any, num_pages: Any) -> list[str]:
     if num_pages is None:
         return [*reasons, "num_pages must be given with page_size: batch * capacity / page_size holds everything"]
     return reasons + size_reasons(num_pages=num_pages)
+
+
+def bound_reasons(keeps_page_bounds: Any, is_paged: bool, dtype: Any) -> list[str]:
+    """Return why a cache of a dtype cannot keep the least and the greatest keys of its pages."""
+    reasons = flag_reasons("keeps_page_bounds", keeps_page_bounds)
+    if reasons or not keeps_page_bounds:
+        return reasons
+    if not is_paged:
+        reasons.append("keeps_page_bounds must be False without pages; got True: pass page_size and num_pages")
+    if dtype in SCALED_DTYPES:
+        reasons.append(f"keeps_page_bounds must be False for keys with scales; got True for {dtype}")
+    return reasons
 
 
 def part_reasons(part_keys: Any, capacity: Any) -> list[str]:

@@ -10,13 +10,14 @@ import numpy as np
 from ..arrays import Array, describe, flag_reasons
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
+from ..masks import ChosenBlocks
 from ..planning.options import ScoreLike
 from ..plans import as_arrays
 from ._doors import checked_queries, checked_rows
 from ._state import CacheState
 from .arguments import (
-    PAGE_SIZE, dtype_of, growth_reasons, listed_ints, numbers, page_reasons, part_reasons, sequence_reasons,
-    shown_numbers, size_reasons,
+    PAGE_SIZE, bound_reasons, dtype_of, growth_reasons, listed_ints, numbers, page_reasons, part_reasons,
+    sequence_reasons, shown_numbers, size_reasons,
 )  # fmt: skip
 from .given_pages import checked_pages
 from .on_device import capture_reasons
@@ -53,6 +54,9 @@ class KVCache:
         a result does not depend on how far its sequence grows later: decoding token by token is bitwise identical to
         decoding in chunks of up to 64 rows per key/value head. Short sequences then have fewer parts, which occupy
         less of a GPU. By default the split depends on the sequence's length.
+    keeps_page_bounds : bool
+        If True, `append` keeps the least and the greatest keys of each page in `page_bounds`, from which
+        `selectors.quest` chooses pages without reading their keys. It needs pages, and another dtype than FP8.
     xp : module
         `numpy`, or `cupy` for a cache on CuPy's current device.
 
@@ -126,6 +130,7 @@ class KVCache:
         page_size: int | None = None,
         num_pages: int | None = None,
         part_keys: int | None = None,
+        keeps_page_bounds: bool = False,
         xp: Any = np,
     ) -> None:
         value_dim = head_dim if value_dim is None else value_dim
@@ -137,6 +142,7 @@ class KVCache:
         if is_paged:
             page_size = PAGE_SIZE if page_size is None else page_size
             reasons += page_reasons(page_size, num_pages)
+        reasons += bound_reasons(keeps_page_bounds, is_paged, dtype)
         if getattr(xp, "__name__", None) not in ("numpy", "cupy"):
             reasons.append(f"xp must be the module numpy or cupy; got {describe(xp)}")
         refuse(dict.fromkeys(reasons))
@@ -144,6 +150,8 @@ class KVCache:
         shape = int(num_own), int(num_kv_heads), int(num_positions)
         # Before the page tables: arrays that are too large raise MemoryError, but a list of that many items may not.
         arrays = PagedRows.empty(xp, shape, (int(head_dim), int(value_dim)), dtype)
+        if keeps_page_bounds:
+            arrays.keep_bounds()
         pages: OwnPages | PagePool = OwnPages(int(batch), int(capacity))
         if page_size is not None and num_pages is not None:
             pages = PagePool(int(page_size), int(num_pages), [[] for _ in range(batch)])
@@ -263,6 +271,28 @@ class KVCache:
         dtype('float32')
         """
         return self._state.rows.v_scale
+
+    @property
+    def page_bounds(self) -> Array | None:
+        """The least and the greatest keys of each page, [num_pages, num_kv_heads, 2, head_dim], in the keys' dtype.
+
+        None unless the cache keeps them. Each number bounds the keys of a page in one column; NaN if one of them is
+        NaN. After `truncate`, bounds may be wider than the remaining keys.
+
+        Examples
+        --------
+        >>> import numpy as np, cuflash
+        >>> cache = cuflash.KVCache(
+        ...     batch=1, num_kv_heads=1, head_dim=2, capacity=64, dtype=np.float32, page_size=16, num_pages=4,
+        ...     keeps_page_bounds=True,
+        ... )
+        >>> k = np.array([[[[1, 5], [2, 3]]]], np.float32)
+        >>> cache.append(k, k)
+        >>> cache.page_bounds[0, 0]
+        array([[1., 3.],
+               [2., 5.]], dtype=float32)
+        """
+        return self._state.rows.key_bounds
 
     @property
     def lengths(self) -> Array:
@@ -654,6 +684,7 @@ class KVCache:
         q: Array,
         *,
         counts: Any = None,
+        mask: ChosenBlocks | None = None,
         causal: bool = True,
         window: tuple[int | None, int | None] | None = None,
         scale: float | None = None,
@@ -685,6 +716,11 @@ class KVCache:
         counts : list or int array [batch], optional
             The first counts[b] of the n rows belong to sequence b: row t has position lengths[b] - counts[b] + t. The
             other rows are empty. A device array has the same effect as for `append`.
+        mask : masks.ChosenBlocks, optional
+            The blocks of positions that each query attends, of those that the other arguments allow: block n of
+            sequence b has positions n * block <= j < (n + 1) * block. With pages, a block is a multiple of a page, or a
+            divisor that is a multiple of 16. A block that no query chose is not read, so that its rows may hold NaN.
+            Lists are arrays of the cache's library, and are read at each call.
         causal : bool
             If True, no query attends keys after its own position.
         window : (left, right), optional
@@ -736,15 +772,18 @@ class KVCache:
             with collecting(reasons):
                 scored = score_of(score, softcap, bias, state.rows.k)
         if not reasons and type(return_lse) is bool:
-            step_call, q, sink = state.steps.decode(q, out, sink, options, scored)
+            if mask is None or type(mask) is ChosenBlocks:
+                step_call, q, sink = state.steps.decode(q, out, sink, options, scored, mask)
         if step_call is None:
             reasons += flag_reasons("return_lse", return_lse)
-            step_call, q, sink = checked_queries(state, q, counts, out, sink, options, scored, reasons)
+            step_call, q, sink = checked_queries(state, q, counts, out, sink, options, scored, mask, reasons)
+        elif mask is not None and state.device is None:
+            mask.require_numbers(state.capacity)
         news = state.queried(counts, q.shape[2])
         news = None if counts is None else news
         o, lse = step_call.step.make_o() if out is None else out, step_call.step.make_lse() if return_lse else None
         if isinstance(step_call.step, DecodeStep):
-            state.on_device().decode(step_call, q, o, lse, news, sink, scored)
+            state.on_device().decode(step_call, q, o, lse, news, sink, scored, mask)
         else:
-            step_call.step.attend(state, q, o, lse, news, sink, scored)
+            step_call.step.attend(state, q, o, lse, news, sink, scored, mask)
         return (o, lse) if return_lse else o

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from ..arrays import Array, describe, is_array, namespace
 from ..errors import UnsupportedProblem
 from ..executors import gpu
 from ..layouts import kind_of
+from ..masks import ChosenBlocks
 from ..planning.appending import append_pass
 from ..planning.decoding import CacheLayout
 from ..planning.launches import Pass
@@ -38,13 +40,14 @@ class OnDevice:
     ) -> None:  # fmt: skip
         xp = namespace(arrays.k)
         self.k, self.v, self.scales, self.layout = arrays.k, arrays.v, arrays.scales, layout
+        self.key_bounds = arrays.key_bounds
         self.lengths = xp.zeros((batch,), np.int32)
         self.num_faults = xp.zeros((1,), np.int32)
         self.table = xp.full((batch, layout.max_pages), -1, np.int32) if is_paged else None
         self._known_lengths: list[int] | None = [0] * batch
         self._known_version = -1
         self._arrived_blocks = xp.zeros((batch,), np.int32)
-        self._arrived_parts = xp.zeros((batch, int(self.k.shape[1])), np.int32)
+        self._arrived_parts: dict[int, Array] = {}  # by number of counters
         self._captured: list[Any] = []
         self.steps = steps
 
@@ -102,10 +105,13 @@ class OnDevice:
 
     def _bound_append(self, k: Array, v: Array, counts: Array | None) -> StepCall:
         shape, dtype = tuple(map(int, k.shape)), np.dtype(k.dtype)
-        kernels = append_pass(shape, int(v.shape[3]), dtype, self.layout, is_quantized=bool(self.scales))
+        kernels = append_pass(
+            shape, int(v.shape[3]), dtype, self.layout, is_quantized=bool(self.scales),
+            keeps_bounds=self.key_bounds is not None,
+        )  # fmt: skip
         self._require_ready(kernels)
         arrays = {**self.tables(counts), **self.scales, "k": k, "v": v, "cache_k": self.k, "cache_v": self.v}
-        arrays |= {"arrivals": self._arrived_blocks}
+        arrays |= {"arrivals": self._arrived_blocks, "key_bounds": self.key_bounds}
         return self.steps.keep_append(k, v, AppendStep(kernels, arrays, gpu.current_target()))
 
     def decode_step(
@@ -117,17 +123,24 @@ class OnDevice:
         ----------
         kernels : Pass
         arrays : dict by name
-            q, k, v, o, lse and sink, the scales of FP8 rows, and the arrays of the score function.
+            q, k, v, o, lse and sink, the scales of FP8 rows, and the arrays of the score function and of lists.
         captured : sequence of str
             The names of the score function's arrays.
         """
         self._require_ready(kernels)
-        arrived = {name: self._arrived_parts for name, each in kernels.workspaces.items() if each.is_zeroed}
+        zeroed = {name: each.shape for name, each in kernels.workspaces.items() if each.is_zeroed}
+        arrived = {name: self._arrivals(prod(shape)) for name, shape in zeroed.items()}
         return DecodeStep(kernels, {**arrays, **self.tables(None), **arrived}, gpu.current_target(), captured)
+
+    def _arrivals(self, number: int) -> Array:
+        """Return an array of this many counters of arrived parts, which kernels leave at 0; calls share it."""
+        if number not in self._arrived_parts:
+            self._arrived_parts[number] = namespace(self.k).zeros((number,), np.int32)
+        return self._arrived_parts[number]
 
     def decode(
         self, step_call: StepCall, q: Array, o: Array, lse: Array | None, counts: Any, sink: Array | None,
-        score: Score | None = None,
+        score: Score | None = None, chosen: ChosenBlocks | None = None,
     ) -> None:  # fmt: skip
         """Launch the decode kernel; lse is None if the caller does not need it."""
         step, addresses = step_call
@@ -135,7 +148,8 @@ class OnDevice:
         memory = self.steps.memory(step.nbytes)
         of_lse, of_counts = None if lse is None else lse.data.ptr, 0 if counts is None else counts.data.ptr
         step.launch((*addresses, o.data.ptr, of_counts, *step.places(memory.data.ptr, of_lse)), stream)
-        self._after(step, stream, q, o, lse, counts, sink, memory, *(() if score is None else score.arrays.values()))
+        captured = () if score is None else score.arrays.values()
+        self._after(step, stream, q, o, lse, counts, sink, memory, *captured, chosen)
 
     def _after(self, step: AppendStep | DecodeStep, stream: Any, *arrays: Any) -> None:
         """Keep the arrays of a captured call as long as the cache, since replays use them; wait for a checked step."""

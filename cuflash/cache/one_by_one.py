@@ -1,4 +1,4 @@
-"""Attention to a cache by one call per sequence, on its own rows alone."""
+"""Attention to a cache by one call per sequence, with the rows of that sequence only."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..calls._call import Call
 from ..executors._bound_plan import BoundPlan
 from ..executors._host_tiles import KeptTiles
 from ..executors._layout_key import layout_key
+from ..masks import ChosenBlocks
 from ..masks.base import Band
 from ..planning._call_cache import CALLS
 from ..planning.decoding import MOST_ROWS
@@ -38,9 +39,9 @@ class _Part(NamedTuple):
 class OwnRowsStep(AttendStep):
     """A call of `attention` that consists of one call per sequence.
 
-    It is checked once, as a call of the most rows that a sequence may have. On the host it is bound once too, and its
-    plan is cut to each number of rows; elsewhere each number of rows has a plan. Sequences and later calls with as many
-    rows find what was planned or bound for them in the cache of calls.
+    It is checked once, as a call with the most rows that a sequence may have. On the host it is also bound once, and
+    its plan is cut to each number of rows; elsewhere, each number of rows has a plan. Sequences and later calls with
+    the same number of rows find plans and bound passes in the cache of calls.
 
     Parameters
     ----------
@@ -67,14 +68,14 @@ class OwnRowsStep(AttendStep):
         self._dtype = rows.gathered_dtype(q.dtype)
         k, v = (ShapeDtype((x.shape[1], cache.capacity, x.shape[3]), self._dtype) for x in (rows.k, rows.v))
         requested = Options(
-            sink=_own_sink(sink, 0), score=self._placed, scale=options.scale, kernel=options.kernel,
+            sink=sink_of(sink, 0), score=self._placed, scale=options.scale, kernel=options.kernel,
             executor=options.executor, precision=options.precision,
         )  # fmt: skip
         self._call = Call.of(q[0].astype(self._dtype, copy=False), k, v, requested)
         self._plan = self._call.plan()
         self._on_host: BoundPlan | None = None
         if self._call.executor == "cpu":
-            of_names = np.empty(0, self._dtype)  # binding on the host needs nothing else of an array
+            of_names = np.empty(0, self._dtype)  # binding on the host uses only the dtype
             operands = (*(() if sink is None else ("sink",)), *({} if self._placed is None else self._placed.arrays))
             names = "q", "k", "v", *operands
             outs = {"o": of_names, "lse": of_names}
@@ -82,14 +83,14 @@ class OwnRowsStep(AttendStep):
 
     def attend(
         self, cache: CacheState, q: Array, o: Array, lse: Array | None, counts: Sequence[int] | None,
-        sink: Array | None, score: Score | None,
+        sink: Array | None, score: Score | None, chosen: ChosenBlocks | None = None,
     ) -> None:  # fmt: skip
         """Compute o and lse of all sequences. The first `counts` rows of q belong to each; None means all rows."""
         lse = self.make_lse() if lse is None else lse
         for sequence, (table, length) in enumerate(zip(cache.pages.tables, cache.lengths)):
-            own_sink, new = _own_sink(sink, sequence), q.shape[2] if counts is None else counts[sequence]
+            own_sink, new = sink_of(sink, sequence), q.shape[2] if counts is None else counts[sequence]
             if new < q.shape[2]:
-                o[sequence], lse[sequence] = _without_keys(own_sink, lse)
+                o[sequence], lse[sequence] = results_without_keys(own_sink, lse)
             for part in self._parts(length, new):
                 k, v = cache.rows.gather(table, part.first, part.stop, q.dtype)
                 arrays = {"q": q[sequence, :, part.queries], "k": k, "v": v}
@@ -110,7 +111,7 @@ class OwnRowsStep(AttendStep):
     def _run(self, arrays: dict[str, Array], part: _Part, o: Array, lse: Array) -> None:
         """Compute o and lse of one call."""
         seqlen_q, seqlen_kv = part.queries.stop - part.queries.start, part.stop - part.first
-        sizes: Hashable = (seqlen_q, seqlen_kv)  # they decide the band
+        sizes: Hashable = (seqlen_q, seqlen_kv)  # the numbers of rows determine the band
         if self._on_host is None:
             arrays["q"] = namespace(arrays["q"]).ascontiguousarray(arrays["q"], self._dtype)
             sizes = layout_key(*arrays.values())
@@ -151,14 +152,14 @@ class OwnRowsStep(AttendStep):
             yield _Part(slice(0, new), first, length, band)
 
 
-def _own_sink(sink: Array | None, sequence: int) -> Array | None:
+def sink_of(sink: Array | None, sequence: int) -> Array | None:
     """Return the 1-d sink of a sequence."""
     if sink is None or sink.ndim < 2:
         return sink
     return sink[sequence if sink.shape[0] > 1 else 0]
 
 
-def _without_keys(sink: Array | None, lse: Array) -> tuple[Any, Any]:
+def results_without_keys(sink: Array | None, lse: Array) -> tuple[Any, Any]:
     """Return o and lse of queries that attend no key: 0, and -inf or the sink; NaN if the sink is NaN or +inf."""
     if sink is None:
         return 0, -np.inf

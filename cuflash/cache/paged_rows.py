@@ -21,10 +21,21 @@ class PagedRows:
     k, v : arrays
     k_scale, v_scale : arrays [num_pages, num_kv_heads, page_size], optional
         Powers of two by which FP8 rows are multiplied.
+
+    Attributes
+    ----------
+    key_bounds : array [num_pages, num_kv_heads, 2, head_dim], optional
+        The least and the greatest keys of each page, if `keep_bounds` was called.
     """
 
     def __init__(self, k: Array, v: Array, k_scale: Array | None = None, v_scale: Array | None = None) -> None:
         self.k, self.v, self.k_scale, self.v_scale = k, v, k_scale, v_scale
+        self.key_bounds: Array | None = None
+
+    def keep_bounds(self) -> None:
+        """Keep the least and the greatest keys of each page from now on; call it before rows are written."""
+        num_pages, heads, _, head_dim = self.k.shape
+        self.key_bounds = namespace(self.k).empty((num_pages, heads, 2, head_dim), self.k.dtype)
 
     @classmethod
     def empty(
@@ -67,6 +78,8 @@ class PagedRows:
         """Copy the first rows of a page to another page, bit for bit."""
         for array in self.arrays:
             array[copy.target, :, : copy.rows] = array[copy.source, :, : copy.rows]
+        if self.key_bounds is not None:
+            self.key_bounds[copy.target] = self.key_bounds[copy.source]
 
     def write(self, k: Array, v: Array, growths: Sequence[Growth], tables: Sequence[Sequence[int]]) -> None:
         """Write the first rows of each sequence to its new positions, for all sequences at once."""
@@ -84,6 +97,22 @@ class PagedRows:
             if scale is not None:
                 new, scale[pages, :, rows] = quantized_rows(new)
             to[pages, :, rows] = new
+        if self.key_bounds is not None:
+            for growth in growths:
+                self._widen(k, growth, tables[growth.sequence])
+
+    def _widen(self, k: Array, growth: Growth, table: Sequence[int]) -> None:
+        """Add new keys of a sequence, the first rows of k, to the bounds of their pages."""
+        xp, size = namespace(self.k), self.k.shape[2]
+        assert self.key_bounds is not None
+        for start in range(growth.length - growth.length % size, growth.stop, size):
+            bounds = self.key_bounds[table[start // size]]
+            first = max(start, growth.length) - growth.length
+            keys = k[growth.sequence, :, first : min(start + size, growth.stop) - growth.length]
+            for side, of in ((0, xp.minimum), (1, xp.maximum)):
+                known = bounds[:, side : side + 1] if start < growth.length else keys[:, :1]
+                with np.errstate(invalid="ignore"):  # NaN in keys of bfloat16
+                    bounds[:, side] = of.reduce(xp.concatenate([known, keys], axis=1), axis=1)
 
     def gather(self, table: Sequence[int], start: int, stop: int, dtype: Any = np.float32) -> tuple[Array, Array]:
         """Return the keys and values at positions start <= j < stop of a sequence, contiguous.

@@ -15,7 +15,9 @@ from ..executors._layout_key import layout_key
 from ..executors import checks
 from ..executors.launch import BoundPass, LaunchTarget
 from ..layouts import address, is_foreign, reach, tensors_layout
+from ..masks import ChosenBlocks
 from ..planning._call_cache import CALLS
+from ..planning.chosen_pages import TABLES
 from ..planning.launches import Pass
 from ..planning.options import Window
 from ..plans import as_arrays
@@ -106,7 +108,7 @@ class AttendStep(Step):
     Parameters
     ----------
     arrays : dict by name
-        q, o, lse and sink, and the arrays of the score function by their names in kernels.
+        q, o, lse and sink, the arrays of the score function by their names in kernels, and those of `lists_of`.
     captured : sequence of str
         The names of the score function's arrays.
     """
@@ -115,15 +117,16 @@ class AttendStep(Step):
         o, lse = arrays["o"], arrays["lse"]
         xp = namespace(o)
         self.make_o, self.make_lse = partial(xp.empty, o.shape, o.dtype), partial(xp.empty, lse.shape, lse.dtype)
-        self.inputs = ("q", *(() if arrays["sink"] is None else ("sink",)), *captured)
+        lists = (name for name in TABLES if name in arrays)
+        self.inputs = ("q", *(() if arrays["sink"] is None else ("sink",)), *captured, *lists)
         super().__init__(arrays, (*self.inputs, "o"), ("o",))
 
 
 class DecodeStep(AttendStep):
     """The decode kernel, or the kernels for many new tokens.
 
-    It takes the addresses of q, of the sink and the score function's arrays if present, of o, lse and counts, and of
-    the workspaces that `places` returns.
+    It takes the addresses of q, of the sink, of the arrays of the score function and of lists if present, of o, lse and
+    counts, and of the workspaces that `places` returns.
 
     Attributes
     ----------
@@ -157,7 +160,7 @@ class DecodeStep(AttendStep):
 
 
 class StepCall(NamedTuple):
-    """A step with the addresses that its kernels take first: of k and v, or of q, the sink and captured arrays."""
+    """A step, with the addresses that its kernels take first: of k and v, or of q, the sink and captured arrays."""
 
     step: Any
     addresses: list[int]
@@ -197,19 +200,20 @@ class Steps:
         return step_call, k, v
 
     def decode(
-        self, q: Any, out: Any, sink: Any, options: RequestedOptions, score: Score | None = None
-    ) -> tuple[StepCall | None, Any, Any]:
+        self, q: Any, out: Any, sink: Any, options: RequestedOptions, score: Score | None = None,
+        chosen: ChosenBlocks | None = None,
+    ) -> tuple[StepCall | None, Any, Any]:  # fmt: skip
         """Return a checked and bound call for these layouts and options, or None, and q and the sink as arrays."""
-        step_call = self._step_call(decode_key(self, q, out, sink, options, score), _inputs(q, sink, score), None, out)
+        key = decode_key(self, q, out, sink, options, score, chosen)
+        step_call = self._step_call(key, _inputs(q, sink, score, chosen), None, out)
         if step_call is None and (is_foreign(q) or is_foreign(sink)):
-            tensor_key = decode_key(self, q, out, sink, options, score)
             q, sink = as_arrays({"q": q, "sink": sink}).values()
-            key = decode_key(self, q, out, sink, options, score)
-            step_call = self._step_call(key, _inputs(q, sink, score), tensor_key, out)
+            own_key = decode_key(self, q, out, sink, options, score, chosen)
+            step_call = self._step_call(own_key, _inputs(q, sink, score, chosen), key, out)
         return step_call, q, sink
 
     def _step_call(self, key: Hashable, arrays: list[Any], other: Hashable = None, out: Any = None) -> StepCall | None:
-        """Return the step of a key, and cache it for `other` too, if it takes the arrays without a check."""
+        """Return the step of a key if it accepts the arrays without a check, and cache it for `other`, too."""
         step = CALLS.get(key)
         if step is None or type(out) is np.ndarray and not out.flags.writeable:
             return None
@@ -224,12 +228,13 @@ class Steps:
         return self._kept(append_key(self, k, v), [k, v], step)
 
     def keep_decode(
-        self, arrays: Mapping[str, Any], out: Any, options: RequestedOptions, score: Score | None, step: AttendStep
-    ) -> StepCall:
+        self, arrays: Mapping[str, Any], out: Any, options: RequestedOptions, score: Score | None,
+        chosen: ChosenBlocks | None, step: AttendStep,
+    ) -> StepCall:  # fmt: skip
         """Cache the step for a call that has been checked; `out` is None if each call allocates its result."""
         q, sink = arrays["q"], arrays["sink"]
-        key = decode_key(self, q, out, sink, options, score)
-        return self._kept(key, _inputs(q, sink, score), step, out)
+        key = decode_key(self, q, out, sink, options, score, chosen)
+        return self._kept(key, _inputs(q, sink, score, chosen), step, out)
 
     def _kept(self, key: Hashable, arrays: list[Any], step: Step, out: Any = None) -> StepCall:
         addresses = list(map(_address, arrays))
@@ -264,14 +269,30 @@ def append_key(steps: Steps, k: Any, v: Any) -> Hashable:
     return None if layout is None else ("append", id(steps), layout)
 
 
-def _inputs(q: Any, sink: Any, score: Score | None) -> list[Any]:
+def _inputs(q: Any, sink: Any, score: Score | None, chosen: ChosenBlocks | None) -> list[Any]:
     """Return the arrays of a call that its kernels take first."""
-    return [q, *(() if sink is None else (sink,)), *(() if score is None else score.arrays.values())]
+    arrays = () if score is None else score.arrays.values()
+    lists = () if chosen is None else _lists(chosen)
+    return [q, *(() if sink is None else (sink,)), *arrays, *lists]
+
+
+def _lists(chosen: ChosenBlocks) -> list[Any]:
+    return [chosen.blocks] if chosen.counts is None else [chosen.blocks, chosen.counts]
+
+
+def lists_of(chosen: ChosenBlocks | None) -> dict[str, Any]:
+    """Return lists [batch, heads, rows, entries] and their counts [batch, heads, rows] by their names in kernels.
+
+    Axes along which all lists are shared have extent 1.
+    """
+    arrays = zip(TABLES, [] if chosen is None else _lists(chosen), (4, 3))
+    return {name: array[(None,) * (rank - array.ndim)] for name, array, rank in arrays}
 
 
 def decode_key(
-    steps: Steps, q: Any, out: Any, sink: Any, options: RequestedOptions, score: Score | None = None
-) -> Hashable:
+    steps: Steps, q: Any, out: Any, sink: Any, options: RequestedOptions, score: Score | None = None,
+    chosen: ChosenBlocks | None = None,
+) -> Hashable:  # fmt: skip
     """Return the key of a call of `KVCache.attention`, without data and counts; None for non-plain arguments.
 
     Types of options are checked, since 1 == True.
@@ -288,7 +309,14 @@ def decode_key(
     arrays = () if score is None else score.arrays.values()
     of_arrays = _layout(*arrays) if arrays else _ABSENT
     of_score = None if score is None else (score.program, score.numbers)
-    layout = _layout(q)
-    if layout is None or of_out is None or of_sink is None or of_arrays is None:
+    if chosen is None:
+        layout, of_lists = _layout(q), _ABSENT
+    else:
+        lists, of_lists = _lists(chosen), chosen.block
+        layout = _layout(q, *lists)
+        if layout is None:  # arrays of two libraries
+            pair = _layout(q), _layout(*lists)
+            layout = None if None in pair else pair
+    if layout is None or None in (of_out, of_sink, of_arrays):
         return None
-    return "decode", id(steps), layout, of_out, of_sink, of_arrays, of_score, options
+    return "decode", id(steps), layout, of_out, of_sink, of_arrays, of_score, options, of_lists

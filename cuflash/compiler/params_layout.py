@@ -9,19 +9,22 @@ from collections.abc import Collection
 
 from ..planning._params import PARAMS, SHAPE, TENSOR_MAPS, WORK
 from ..planning._result_kernels import COMPARISON, MERGE
-from ..planning.appending import APPEND
+from ..planning.appending import APPEND, KEY_BOUNDS
 from ..planning.captured_sums import CAPTURED_SUMS
 from ..planning.block_mass import MASS_GRID
 from ..planning.chosen_lists import CHOSEN_LISTS, CHOSEN_PARAMS
+from ..planning.chosen_pages import CHOSEN_PAGES
 from ..planning.decoding import CACHE_PAGES, CACHE_SCALES, DECODE
 from ..planning.dropout_launches import DROPOUT
 from ..planning.families._passes import QUERY_STATE
 from ..planning.families.fa1 import RUNNING
 from ..planning.families.naive import SCORE_MATRICES
 from ..planning.families.sm80 import PARTS
+from ..planning.few_queries import DECODE_PARTS
 from ..planning.launches import MATRICES, TENSOR_MAP_PARAM
 from ..planning.interval_kernels import INTERVAL_PARAMS
 from ..planning.list_kernels import LIST_PARAMS
+from ..planning.query_scores import QUERY_SCORES
 from ..planning.prefill import PAGES, QUERY_INTERVALS
 from ..planning.scales import SCALES
 from ..planning.selection_kernels import (
@@ -40,17 +43,19 @@ _RECORDS = {
         "KeyScores": KEY_SCORES, "Crossings": CROSSINGS, "SlashSums": SLASH_SUMS, "Spread": SPREAD,
         "StridedRows": STRIDED_ROWS, "PageBounds": PAGE_BOUNDS,
     },
+    "lists/query_scores.cuh": {"QueryScores": QUERY_SCORES},
     "results/params.cuh": {"Merge": MERGE, "Comparison": COMPARISON},
     "attention/params.cuh": {
         "Matrices": MATRICES, "Shape": SHAPE, "WorkList": WORK, "Params": PARAMS,
     },
     "attention/chosen_lists.cuh": {"ChosenLists": CHOSEN_LISTS},
+    "attention/chosen_pages.cuh": {"ChosenPages": CHOSEN_PAGES},
     "attention/sink.cuh": {"Sink": SINK},
     "attention/tangents.cuh": {"Tangents": TANGENTS},
     "attention/dropout.cuh": {"Dropout": DROPOUT},
     "attention/scales.cuh": {"Scales": SCALES},
-    "attention/decode_params.cuh": {"CachePages": CACHE_PAGES, "Decode": DECODE},
-    "attention/append_params.cuh": {"Append": APPEND},
+    "attention/decode_params.cuh": {"CachePages": CACHE_PAGES, "Decode": DECODE, "DecodeParts": DECODE_PARTS},
+    "attention/append_params.cuh": {"Append": APPEND, "KeyBounds": KEY_BOUNDS},
     "attention/cache_scales.cuh": {"CacheScales": CACHE_SCALES},
     "attention/mass_grid.cuh": {"MassGrid": MASS_GRID},
     "attention/captured_sums.cuh": {"CapturedSums": CAPTURED_SUMS},

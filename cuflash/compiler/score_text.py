@@ -15,7 +15,7 @@ from ..planning.score_launches import layout, num_leading, tables
 from ..planning.staged_array import staged_load
 from ..scores._primitives import PRIMITIVES
 from ..scores.products import of_products
-from ..scores.program import Instruction, Program, depends, gradient_loads, needed_for
+from ..scores.program import COORDINATES, Instruction, Program, depends, gradient_loads, needed_for
 from ..scores.score import Printing
 from .staged_text import ELEMENTS, constant, staged_matrices
 from .uniform_text import KINDS, UniformText
@@ -395,7 +395,7 @@ class Printer:
     def _expression(self, instruction: Instruction, level: str) -> str:
         op = instruction.op
         args = [self._named(n, level) for n in instruction.args]
-        if op in ("b", "h", "i", "j"):
+        if op in COORDINATES:
             return self._position(op)
         if op in ("s", "s_dot", "scale"):
             return op
@@ -406,15 +406,13 @@ class Printer:
         if op == "load":
             return self._load(instruction, level)
         if op == "real" and self.program.instructions[instruction.args[0]].op in ("i", "j"):
-            position = self.program.instructions[instruction.args[0]].op
-            return self._position(position, "real_")
+            return self._position(self.program.instructions[instruction.args[0]].op, "real_")
         return f"static_cast<T>({args[0]})" if op == "real" else PRIMITIVES[op].cuda.format(*args)
 
     def _position(self, op: str, prefix: str = "") -> str:
         """Return a coordinate of the score in the larger call, if the call is a part of one."""
-        start = f"starts[{'bhij'.index(op)}]"
-        start = f"static_cast<T>({start})" if prefix else start
-        return f"({prefix}{op} + {start})" if self.is_placed else f"{prefix}{op}"
+        place = COORDINATES.index(op)
+        return f"({prefix}{op} + starts[{place}])" if self.is_placed else f"{prefix}{op}"
 
     def _load(self, load: Instruction, level: str) -> str:
         element = f"*{self.place(load, level, 'array')}"

@@ -24,6 +24,7 @@ _ELEMENTS = {each.numpy: each.element for each in KNOWN_DTYPES}
 # The kernel parameter that each feature field of a specification adds, in the order of `Launch.features`.
 _FEATURES = {
     "is_split": "cuflash::sm80::Parts parts", "packs_queries": "cuflash::attention::ChosenLists chosen",
+    "is_chosen": "cuflash::attention::ChosenPages chosen_pages",
     "has_sink": "cuflash::attention::Sink sink", "score": "cuflash::score::Function score_function",
     "score_is_staged": "cuflash::sm90::StagedMap staged_map",
     "has_dropout": "cuflash::attention::Dropout dropout", "is_paged": "cuflash::attention::Pages pages",

@@ -1,4 +1,4 @@
-"""What ranks compare before anything moves: the arguments of a call as short texts that differ if the arguments do."""
+"""Comparison of the arguments of all ranks before anything moves, as texts that differ if the arguments do."""
 
 from __future__ import annotations
 

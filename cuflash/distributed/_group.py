@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..arrays import describe, is_int, is_number, require_callable
-from ..errors import UnsupportedProblem, refuse
+from ..errors import refuse
 from ..keywords import explains_keywords
 from ._schedule import Step
 
@@ -20,19 +20,34 @@ __all__ = ["Group", "PeerLost", "run"]
 _Result = TypeVar("_Result")
 
 
+@explains_keywords
 class PeerLost(RuntimeError):
-    """The error of a rank whose group has lost another rank: it raised, returned, or did not answer in time."""
+    """The error of a rank whose group has lost another rank: it raised, returned, or did not answer in time.
+
+    Parameters
+    ----------
+    reason : str
+        Which rank was lost, and where.
+
+    Examples
+    --------
+    >>> print(PeerLost("rank 1 returned before attention, where rank 0 waited"))
+    rank 1 returned before attention, where rank 0 waited. This group is closed: start the ranks again
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"{reason}. This group is closed: start the ranks again")
 
 
 @dataclass
 class _Meeting:
-    """What the ranks of a group share; `changed` guards all of it."""
+    """The state that the ranks of a group share; `changed` guards all of it."""
 
     size: int
     timeout: float
     changed: threading.Condition = field(default_factory=threading.Condition)
     error: str = ""  # why the group is closed
-    refusal: UnsupportedProblem | None = None  # what all ranks raise together
     number: int = 0  # of the present exchange
     values: dict[int, tuple[str, Any]] = field(default_factory=dict)
     results: tuple[tuple[str, Any], ...] = ()
@@ -54,18 +69,21 @@ class _Meeting:
             The group is closed.
         """
         deadline = time.monotonic() + seconds
-        while not self.error and not is_over():
+        while not is_over():
             left = deadline - time.monotonic()
             if left <= 0:
                 self.close(f"{what()} within {seconds:g} s")
-                break
+            self.require_open()
             self.changed.wait(left)
+
+    def require_open(self) -> None:
+        """Raise `PeerLost` if the group is closed."""
         if self.error:
-            raise PeerLost(f"{self.error}. This group is closed: start the ranks again")
+            raise PeerLost(self.error)
 
 
 @explains_keywords
-class Group:
+class Group:  # numpydoc ignore=PR01
     """A rank's view of the ranks that work together: threads of this process, each with NumPy arrays.
 
     `run` makes the groups and passes one to each rank. All ranks make the same calls in the same order.
@@ -138,22 +156,23 @@ class Group:
         meeting = self._meeting
         if meeting.returned and not meeting.error:
             ranks = _listed(sorted(meeting.returned))
-            meeting.close(f"{ranks} returned before {what}, which rank {self.rank} asked for")
-        if meeting.error:
-            raise PeerLost(f"{meeting.error}. This group is closed: start the ranks again")
+            meeting.close(f"{ranks} returned before {what}, where rank {self.rank} waited")
+        meeting.require_open()
 
     def _missing(self, what: str) -> str:
         values = self._meeting.values
         missing = [rank for rank in range(self.size) if rank not in values]
         return f"{_listed(missing)} did not arrive at {what}, where {_listed(sorted(values))} waited,"
 
-    def _perform(self, call: int, what: str, steps: Sequence[Step], do: Callable[[Step], None]) -> None:
-        """Do the steps of this rank, each after those that it waits for, and wait until no rank reads this rank's arrays.
+    def _perform(self, what: str, steps: Sequence[Step], do: Callable[[Step], None]) -> None:
+        """Run the steps of this rank when they are ready, and wait until no rank reads the arrays of this rank.
 
-        With a seed, ready steps are done in an order drawn from it.
+        All ranks start together. With a seed, ready steps are run in an order drawn from it.
         """
-        meeting = self._meeting
-        done = meeting.done.setdefault(call, set())
+        meeting, (number, _) = self._meeting, self._exchanged(what, None)
+        with meeting.changed:  # all ranks have finished the steps of earlier calls
+            meeting.done = {number: meeting.done.get(number, set())}
+            done = meeting.done[number]
         own = [number for number, step in enumerate(steps) if step.rank == self.rank]
         read = {number for number, step in enumerate(steps) if step.source == self.rank}
 
@@ -177,7 +196,8 @@ class Group:
     def _waits(what: str, steps: Sequence[Step], number: int, done: set[int]) -> str:
         late = sorted({steps[other].rank for other in steps[number].after if other not in done})
         step = steps[number]
-        return f"{_listed(late)} did not finish what rank {step.rank} waits for in {what} ({step.kind}, group {step.group})"
+        needed = f"what rank {step.rank} needs to {step.kind} in {what} (group {step.group})"
+        return f"{_listed(late)} did not finish {needed}"
 
     @staticmethod
     def _reads(what: str, steps: Sequence[Step], late: set[int]) -> str:
@@ -271,8 +291,9 @@ def run(
             meeting.changed.wait(left)
     own = [(rank, error) for rank, error in errors if not isinstance(error, PeerLost)]
     for rank, error in own or errors:
-        if not isinstance(error, UnsupportedProblem):
-            error.add_note(f"Raised by rank {rank} of {size}.")
+        if not isinstance(error, Exception):  # SystemExit of a rank must not end the program
+            raise PeerLost(f"rank {rank} raised {type(error).__name__}: {error}") from error
+        error.add_note(f"Raised by rank {rank} of {size}.")
         raise error
     if meeting.error:
         raise PeerLost(meeting.error)

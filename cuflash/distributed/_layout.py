@@ -76,8 +76,12 @@ class Costs:
     @classmethod
     def of(cls, mask: Mask, shape: MaskShape, block: int) -> Costs:
         """Classify the blocks of a resolved mask."""
-        states = BlockIndex.from_mask(mask, shape.seqlen_q, shape.seqlen_kv, block, **_leading(shape)).states() > 0
-        return cls(states.sum(axis=(0, 1, 3), dtype=np.int64), states.any(axis=(0, 1)))
+        index = BlockIndex.from_mask(
+            mask, shape.seqlen_q, shape.seqlen_kv, block, batch=shape.batch, num_heads=shape.num_heads
+        )
+        states = index.states() > 0
+        alike = shape.num_batch * shape.num_heads // max(1, states.shape[0] * states.shape[1])
+        return cls(alike * states.sum(axis=(0, 1, 3), dtype=np.int64), states.any(axis=(0, 1)))
 
     def loads(self, rows: Rows) -> Array:
         """Return the work of each rank."""
@@ -89,17 +93,13 @@ class Costs:
         return np.repeat(blocks, keys.block)[: keys.seqlen]
 
 
-def _leading(shape: MaskShape) -> dict[str, Any]:
-    return {"batch": shape.batch, "num_heads": shape.num_heads}
-
-
 def dealt(layout: Any, work: Array, seqlen: int, block: int, size: int) -> Rows:
     """Return the rows of a layout: a name, or the rank of each block.
 
     Raises
     ------
     UnsupportedProblem
-        The layout is neither.
+        The layout is neither a known name nor a list of ranks.
     """
     num_blocks = -(-seqlen // block)
     if isinstance(layout, str) and layout in LAYOUTS:

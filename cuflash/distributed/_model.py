@@ -8,14 +8,19 @@ METHODS = ("gather", "heads")
 
 
 class Machine(NamedTuple):
-    """Rates of a device and its links.
+    """Rates of a device and its links, which `ContextParallel.explain` reads; the defaults are assumptions for an H200.
 
-    Attributes
+    Parameters
     ----------
     forward_rate, backward_rate : float
         FLOP/s of the passes.
     link : float
         Bytes per second that a device receives.
+
+    Examples
+    --------
+    >>> Machine(link=50e9).link
+    50000000000.0
     """
 
     forward_rate: float = 720e12
@@ -23,8 +28,8 @@ class Machine(NamedTuple):
     link: float = 280e9
 
 
-class Shape(NamedTuple):
-    """What the model needs to know of a call.
+class CallSize(NamedTuple):
+    """The numbers of a call that the model reads.
 
     Attributes
     ----------
@@ -50,7 +55,7 @@ class Shape(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Seconds of a pass on each device: its products, the bytes that a device receives, and the share of linear speed."""
+    """The model of a pass: seconds of products, and the bytes that a device receives with their seconds."""
 
     compute: float
     nbytes: float
@@ -62,7 +67,7 @@ class Estimate(NamedTuple):
         return self.compute / (self.compute + self.exchange) if self.compute else 1.0
 
 
-def received(shape: Shape, method: str, *, backward: bool) -> float:
+def received(shape: CallSize, method: str, *, backward: bool) -> float:
     """Return the bytes that a device receives in a pass if it needs all keys.
 
     K and V of all rows, over all heads, are KV bytes. A device gathers (P - 1) / P of them, and in the backward pass
@@ -77,7 +82,7 @@ def received(shape: Shape, method: str, *, backward: bool) -> float:
     return others / size * kv * (1 + group)
 
 
-def estimate(shape: Shape, method: str, machine: Machine, *, backward: bool) -> Estimate:
+def estimate(shape: CallSize, method: str, machine: Machine, *, backward: bool) -> Estimate:
     """Return the model's time of a pass."""
     flops = (10.0 if backward else 4.0) * shape.scores * shape.head_dim
     compute = flops / shape.size / (machine.backward_rate if backward else machine.forward_rate)

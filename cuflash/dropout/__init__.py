@@ -2,9 +2,9 @@
 
 from .generators import Rng, generator_of, seed_drawn_from
 from .philox import philox4x32
-from .weights import LEVELS, SEED_DTYPES, Draws, Dropout, keep_mask, seed_of
+from .weights import LEVELS, SEED_DTYPES, Draws, Dropout, is_key, keep_mask, seed_of
 
 __all__ = [
-    "LEVELS", "SEED_DTYPES", "Draws", "Dropout", "Rng", "generator_of", "keep_mask", "philox4x32", "seed_drawn_from",
-    "seed_of",
+    "LEVELS", "SEED_DTYPES", "Draws", "Dropout", "Rng", "generator_of", "is_key", "keep_mask", "philox4x32",
+    "seed_drawn_from", "seed_of",
 ]  # fmt: skip

@@ -15,6 +15,7 @@ exchange the bits. The kernels compare all numbers of two cells with 256 p at on
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, NamedTuple
@@ -24,15 +25,16 @@ import numpy as np
 from ..arrays import Array, ShapeDtype, describe, is_array, is_int, is_number, to_host
 from ..errors import UnsupportedProblem, refuse
 from ..keywords import explains_keywords
-from ..layouts import is_tracer
+from ..layouts import is_jax_array
 from .generators import Rng, rng_reasons, seed_drawn_from
 from .philox import philox4x32
 
-__all__ = ["Dropout", "Draws", "keep_mask", "seed_of"]
+__all__ = ["Dropout", "Draws", "is_key", "keep_mask", "seed_of"]
 
 LEVELS = 1 << 8  # number of values of a weight's random number
 SEED_DTYPES = (np.dtype(np.int64), np.dtype(np.uint64))
 _MASK = (1 << 32) - 1
+_KEY_OF_TWO_WORDS = "key<fry>"  # of threefry, JAX's default
 
 
 class Draws(NamedTuple):
@@ -74,6 +76,7 @@ class Dropout:
     seed : int, or 0-d array
         64 bits. A 0-d array of int64 or uint64 must be on the same device as q. Each call reads it when the kernels
         run: a replayed CUDA graph drops different weights after the array has been set to a different seed.
+        `cuflash.jax.attention` also takes a key of `jax.random.key`, or an array of two uint32, the low one first.
         Required unless there is an `rng`.
     offset : int
         32 bits, for example the training step. Different offsets drop different weights.
@@ -203,8 +206,16 @@ class Dropout:
 
 def seed_of(array: Array) -> int:
     """Return the seed that an array of any DLPack library holds, as the 64 bits that kernels read."""
+    if is_jax_array(array):
+        host = np.asarray(sys.modules["jax"].random.key_data(array) if is_key(array) else array)
+        return int(host.reshape(-1).view(np.uint64)[0])
     host = array if is_array(array) else np.from_dlpack(array)
     return int(to_host(host)) % (1 << 64)
+
+
+def is_key(array: Array) -> bool:
+    """True if an array is a key of `jax.random.key`."""
+    return is_jax_array(array) and str(array.dtype).startswith("key<")
 
 
 def keep_mask(draws: Draws, numbers: tuple[int, int], heads: Array, i: Array, j: Array) -> Array:
@@ -235,9 +246,13 @@ def keep_mask(draws: Draws, numbers: tuple[int, int], heads: Array, i: Array, j:
 def _seed_reasons(seed: Any) -> list[str]:
     if is_int(seed):
         return [] if 0 <= seed < 1 << 64 else [f"seed must be an int from 0 to 2^64 - 1; got {describe(seed)}"]
-    if is_tracer(seed):
-        fix = "name the seed in static_argnames of jax.jit; each new one is traced again"
-        return [f"seed must be an int when JAX traces the call; got a tracer: {fix}"]
+    if is_jax_array(seed):
+        is_plain_key = is_key(seed) and not seed.shape and str(seed.dtype) == _KEY_OF_TWO_WORDS
+        are_words = not is_key(seed) and tuple(seed.shape) == (2,) and seed.dtype == np.uint32
+        if is_plain_key or are_words or not is_key(seed) and not seed.shape and seed.dtype in SEED_DTYPES:
+            return []
+        rule = "seed must be a key of jax.random.key, two numbers of uint32, or a 0-d array of int64 or uint64"
+        return [f"{rule}; got shape {tuple(seed.shape)} and {seed.dtype}: pass jax.random.bits(key, 2, 'uint32')"]
     is_known = is_array(seed) or isinstance(seed, ShapeDtype)
     if not is_known and (isinstance(seed, np.generic) or not hasattr(seed, "__dlpack__")):
         fixes = {

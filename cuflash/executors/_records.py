@@ -46,15 +46,15 @@ class View(NamedTuple):
         """Total size of the elements in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
-    def boxes(self, box: tuple[int, int]) -> BoxedArray:
-        """Return the array in boxes of rows and columns, with the five axes of a tensor map.
+    def boxes(self, box: tuple[int, ...]) -> BoxedArray:
+        """Return the array in boxes of its last axes, with the five axes of a tensor map.
 
         A leading axis of stride 0 gets extent 1.
         """
         axes = [(extent if step else 1, step) for extent, step in zip(self.shape[:-2], self.strides)]
         axes = [(1, 0)] * (5 - len(self.shape)) + axes + list(zip(self.shape, self.strides))[-2:]
         shape, strides = (tuple(side) for side in zip(*axes))
-        return BoxedArray(self.dtype, shape, strides, (1, 1, 1, *box), box[1] * self.dtype.itemsize)
+        return BoxedArray(self.dtype, shape, strides, (*[1] * (5 - len(box)), *box), box[-1] * self.dtype.itemsize)
 
 
 class Argument(NamedTuple):

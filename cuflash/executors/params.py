@@ -139,11 +139,14 @@ def _strides(view: View, plan: KernelPlan) -> tuple[int, ...]:
 
 
 def _boxed(
-    view: View, plan: KernelPlan, batch: Sequence[tuple[int, int]], steps: Sequence[int], box: tuple[int, int]
+    view: View, plan: KernelPlan, batch: Sequence[tuple[int, int]], steps: Sequence[int], box: tuple[int, ...]
 ) -> BoxedArray:
-    """Return an array [batch, batch, heads, rows, columns] as boxes."""
-    heads = plan.problem.num_heads if view.name in ("q", "do", "o") else plan.problem.num_kv_heads
-    axes = *batch, (heads, steps[0]), (view.shape[-2], steps[1] or _NO_STRIDE), (view.shape[-1], steps[2])
+    """Return an array as boxes of (rows, columns), or of (queries, heads, columns)."""
+    num_heads = plan.problem.num_heads if view.name in ("q", "do", "o") else plan.problem.num_kv_heads
+    heads, rows = (num_heads, steps[0]), (view.shape[-2], steps[1] or _NO_STRIDE)
+    if len(box) == 3:
+        heads, rows = rows, (num_heads, steps[0] or _NO_STRIDE)
+    axes = *batch, heads, rows, (view.shape[-1], steps[2])
     shape, strides = zip(*((extent, step * view.dtype.itemsize) for extent, step in axes))
     return View(view.name, view.dtype, shape, strides).boxes(box)
 

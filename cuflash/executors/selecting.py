@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from ..arrays import Array, namespace
 from ..blocks.index import BlockIndex
 from ..blocks.work_list import WorkList
 from ..compiler import nvrtc
+from ..masks import ChosenBlocks
 from ..planning._call_cache import CALLS
 from ..planning.launches import Pass, Workspace
 from ..planning.list_kernels import AT_CALL
@@ -18,7 +19,8 @@ from ..planning.selection_kernels import ChoiceRule, drawing
 from . import gpu
 from ._records import LaunchRecord
 from .index_maker import IndexMaker
-from .launch import BoundPass, pass_record
+from .launch import BoundPass, pass_record, run_alone
+from .sim import Simulator
 
 Step = tuple[Pass | BoundPass, Mapping[str, str]]
 
@@ -65,6 +67,32 @@ def chosen(
     return result
 
 
+def launched(kernels: Pass, arrays: Mapping[str, Array], key: Hashable, executor: str) -> None:
+    """Launch a kernel on arrays, on the current device or, with executor="sim", in the simulator.
+
+    Parameters
+    ----------
+    kernels : Pass
+        A pass with one launch.
+    arrays : dict of arrays by name
+        Those that it reads and writes.
+    key : hashable
+        Equal for equal kernels on arrays of equal layouts.
+    executor : str
+        The name of the executor.
+    """
+    if executor == "sim":
+        run_alone(kernels, arrays, Simulator())
+        return
+    target = gpu.current_target()
+    key = "launched", nvrtc.current_device()[1], key
+    bound: BoundPass | None = CALLS.get(key)
+    if bound is None:
+        bound = bound_kernel(kernels, target)
+        CALLS.put(key, bound)
+    bound.launch([target.address(arrays[name]) for name in arrays_of(kernels)], target.stream())
+
+
 def bound_kernel(kernels: Pass, target: gpu.Gpu, names: Sequence[str] = ()) -> BoundPass:
     """Return a kernel, compiled now, that takes the addresses of the arrays it reads and then those it writes.
 
@@ -94,44 +122,72 @@ def drawn(shape: tuple[int, ...], seed: int) -> Array:
     return numbers
 
 
+class Lists(NamedTuple):
+    """The array that each call of a selection allocates, and what it becomes.
+
+    Attributes
+    ----------
+    steps : sequence of (BoundPass, dict of str by name)
+        The kernels that write the array from "kept"; none if the kernels of the selection write it.
+    allocate : callable
+        Returns the array.
+    result_of : callable
+        Returns the result of a call from the array.
+    """
+
+    steps: Sequence[Step]
+    allocate: Callable[[], Array]
+    result_of: Callable[[Array], Any]
+
+    @classmethod
+    def of_index(cls, make_index: IndexMaker) -> Lists:
+        """Return the lists of a block index."""
+        lists = make_index.lists
+        return cls(((lists.launches, {"mask": "kept"}),), lists.allocate, make_index.index_of)
+
+    @classmethod
+    def of_queries(cls, shape: tuple[int, ...], block: int, target: gpu.Gpu) -> Lists:
+        """Return the lists [..., length] of queries that choose for themselves."""
+        return cls((), target.maker(shape, np.dtype(np.int32)), lambda lists: ChosenBlocks(lists, block))
+
+
 class Selection:
     """A selection of blocks that only launches kernels, for q and k of one layout.
 
-    Its kernels share memory that the stream keeps. A call allocates only the lists of the index.
+    Its kernels share memory that the stream keeps. A call allocates only the lists of its result.
 
     Parameters
     ----------
     steps : sequence of (Pass or BoundPass, dict of str by name)
         The kernels, compiled immediately, each with new names for those of its arrays that are renamed. They read q
-        and k, and write to the workspaces; the last one writes "kept".
+        and k, and write to the workspaces; the last one writes "kept", or the lists of queries.
     workspaces : dict of Workspace by name
-    make_index : IndexMaker
+    lists : Lists
     target : Gpu
     prepare : callable (q, k), optional
         Computes the arrays that the kernels read instead of q and k.
     """
 
     def __init__(
-        self, steps: Sequence[Step], workspaces: Mapping[str, Workspace], make_index: IndexMaker, target: gpu.Gpu,
+        self, steps: Sequence[Step], workspaces: Mapping[str, Workspace], lists: Lists, target: gpu.Gpu,
         prepare: Callable[[Array, Array], tuple[Array, Array]] | None = None,
     ) -> None:  # fmt: skip
         own = [spec for step, _ in steps if isinstance(step, Pass) for spec in step.specs.values()]
         gpu.compile_kernels(own, target)
-        lists = make_index.lists
         parts, works = list[tuple[LaunchRecord, Mapping[str, str]]](), list[WorkList]()
-        for step, names in (*steps, (lists.launches, {"mask": "kept"})):
+        for step, names in (*steps, *lists.steps):
             if isinstance(step, Pass):
                 parts.append((pass_record(step, {}, arrays_of(step), target), names))
             else:
                 parts.append((step.record, names))
                 works += step.works
         self._launches = BoundPass(LaunchRecord.joined(parts, ("q", "k", AT_CALL), workspaces), target, works)
-        self._make_index, self._allocate, self._address = make_index.index_of, lists.allocate, target.address
+        self._result_of, self._allocate, self._address = lists.result_of, lists.allocate, target.address
         self._current_stream, self._prepare = target.current_stream, prepare
         self._captured: list[Array] = []
 
-    def __call__(self, q: Array, k: Array) -> BlockIndex:
-        """Return an index on the device of the chosen blocks."""
+    def __call__(self, q: Array, k: Array) -> Any:
+        """Return an index, or lists of queries, on the device of the chosen blocks."""
         stream = self._current_stream()
         if self._prepare is not None:
             q, k = self._prepare(q, k)
@@ -140,7 +196,7 @@ class Selection:
         if stream.is_capturing():  # each replay writes to the lists, and reads their inputs
             self._captured += [*taken, q, k]
             gpu.hold(self)
-        return self._make_index(lists)
+        return self._result_of(lists)
 
 
 class FixedSelection:

@@ -121,6 +121,13 @@ class Placed(Mask):
     def _has_intervals(self) -> bool:
         return self.mask._has_intervals
 
+    @property
+    def _natural_block(self) -> tuple[int, int] | None:
+        block, places = self.mask._natural_block, self.places
+        if block is None or places.q_runs or places.q_start % block[0] or places.kv_start % block[1]:
+            return None
+        return block
+
     def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
         last = self.places.queries(i1 - 1)
         b, h, first, j0 = self.places.coordinates(b, h, i0, j0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,6 +20,10 @@ APPEND = np.dtype(
     ],
     align=True,
 )
+KEY_BOUNDS = np.dtype(
+    [("key_bounds", np.uint64), *((name, np.int32) for name in ("pages_per_sequence", "padding"))], align=True
+)
+_KEY_BOUNDS = Entry(family="cache", name="key_bounds", runs_as=SIMT)
 _APPEND = Entry(family="cache", name="append", runs_as=SIMT)
 _APPEND_E4M3 = Entry(family="cache", name="append_e4m3", runs_as=SIMT)
 _WARPS = 8
@@ -35,8 +40,9 @@ def append_pass(
     layout: CacheLayout,
     *,
     is_quantized: bool = False,
+    keeps_bounds: bool = False,
 ) -> Pass:
-    """Return the launch that appends keys and values to a cache, whose pages are the arrays cache_k and cache_v.
+    """Return the launches that append keys and values to a cache, whose pages are the arrays cache_k and cache_v.
 
     Parameters
     ----------
@@ -46,6 +52,8 @@ def append_pass(
         Dtype of the new rows.
     is_quantized : bool
         The kernel rounds the rows to FP8, the dtype of the cache.
+    keeps_bounds : bool
+        A kernel before it updates the least and greatest keys of pages, the array key_bounds.
     """
     batch, heads, rows, head_dim = k_shape
     work, of_block = rows * heads * max(head_dim, value_dim) * dtype.itemsize, 32 * _WARPS * _BYTES_OF_A_THREAD
@@ -65,7 +73,24 @@ def append_pass(
         "append", APPEND, {"cache": cache, "num_rows": rows, "blocks_per_sequence": blocks}, (*TABLES, *workspaces),
         names=OF_CACHE | {"cache.k": "cache_k", "cache.v": "cache_v"},
     )  # fmt: skip
-    return Pass({"append": launch}, workspaces, (append, *scales))
+    kernels = Pass({"append": launch}, workspaces, (append, *scales))
+    if not keeps_bounds:
+        return kernels
+    pages = (rows + layout.page_size - 2) // layout.page_size + 1
+    bounds = Feature("key_bounds", KEY_BOUNDS, {"pages_per_sequence": pages}, ("key_bounds",))
+    first = Launch(
+        spec=bounds_spec(dtype), tiles=-(-batch * pages * heads // _WARPS),
+        reads=("k", "table", "counts", "lengths", "key_bounds"), writes=("key_bounds",),
+        features=("append", "key_bounds"),
+    )  # fmt: skip
+    return replace(
+        kernels, launches={"key_bounds": first, **kernels.launches}, features=(*kernels.features, bounds)
+    )  # fmt: skip
+
+
+def bounds_spec(dtype: np.dtype[np.generic]) -> KernelSpec:
+    """Return the kernel that updates the least and greatest keys of pages; it depends on nothing but the dtype."""
+    return replace(append_spec(dtype), entry=_KEY_BOUNDS)
 
 
 def append_spec(dtype: np.dtype[np.generic], *, is_quantized: bool = False) -> KernelSpec:

@@ -32,13 +32,15 @@ from .spec import SIMT, Entry, KernelSpec
 
 ROWS = 64  # rows of a tile: neighbouring queries, each with all heads that share its list and its keys
 _TILES_OF_CHUNK = 64  # as kTilesOfChunk of kernels_cu/attention/chosen_lists.cuh
+_COLUMN_WARPS = 8  # warps that share the tiles of a chunk; each has its own counts
 _NARROW_BLOCKS, _STEP = (16, 32), 64  # supported keys per block: these, and multiples of 64
-_SHARED_BYTES = 32 << 10  # shared memory for the words or counts that a warp processes at a time
+_SHARED_BYTES = 32 << 10  # shared memory for the words or counts that a thread block processes at a time
 _POINTER = np.uint64
 _RESULTS = ("ranges", "kv_blocks", "words")
 _COLUMNS = ("chunk_counts", "column_pointers", "queries")
 _PARTS = ("part_pointers", "column_parts", "part_arrivals")
-QUERIES_PER_PART = 4096  # queries of a key block per thread block; dK and dV of several parts are added in order
+QUERIES_PER_PART = 512  # fewest queries of a key block per thread block; dK and dV of parts are added in order
+_PARTS_IN_ALL = 1024  # parts in all, about: a few for each thread block that a GPU holds at once
 NAME = "chosen"  # the feature's name
 NOT_JOINED = (
     "; block lists per query are not joined: only the sm80 kernels join the lists of neighbouring queries, for 16-bit "
@@ -94,9 +96,9 @@ UNIONS = _spec(Entry(family="lists", name="unions", runs_as=SIMT), 1, packs_quer
 COLUMN_SPECS = {
     entry.name: _spec(entry, num_warps, packs_queries=True)
     for entry, num_warps in {
-        Entry(family="lists", name="columns_count", runs_as=SIMT): 1,
+        Entry(family="lists", name="columns_count", runs_as=SIMT): _COLUMN_WARPS,
         Entry(family="lists", name="columns_scan", runs_as=SIMT, shared_bytes=_sum_bytes): 8,
-        Entry(family="lists", name="columns_fill", runs_as=SIMT): 1,
+        Entry(family="lists", name="columns_fill", runs_as=SIMT): _COLUMN_WARPS,
     }.items()
 }  # fmt: skip
 
@@ -116,8 +118,8 @@ class UnionTiling:
         Keys of a block.
     group_size : int
         Query heads that share a key/value head.
-    queries_per_part : int
-        Maximum number of queries that one thread block adds to dK and dV of a key block.
+    least_queries : int
+        Fewest queries of a part: one thread block adds a part of the queries to dK and dV of a key block.
     """
 
     shape: MaskShape
@@ -126,7 +128,7 @@ class UnionTiling:
     num_chosen: int
     block: int
     group_size: int
-    queries_per_part: int = field(default_factory=lambda: QUERIES_PER_PART)
+    least_queries: int = field(default_factory=lambda: QUERIES_PER_PART)
 
     @property
     def heads_per_list(self) -> int:
@@ -137,6 +139,12 @@ class UnionTiling:
         """Number of query heads in a tile, as many as fit; they share a list and a key/value head."""
         shared = math.gcd(self.heads_per_list, self.group_size)
         return max(heads for heads in range(1, min(shared, ROWS) + 1) if shared % heads == 0)
+
+    @property
+    def queries_per_part(self) -> int:
+        """Maximum number of queries that one thread block adds to dK and dV of a key block."""
+        fair = self.num_list_heads * self.max_members // _PARTS_IN_ALL
+        return max(self.least_queries, 1 << fair.bit_length() if fair else 0)
 
     @property
     def num_parts(self) -> int:
@@ -183,7 +191,7 @@ class UnionTiling:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks of tiles per list head; a warp counts the queries of a chunk."""
+        """Number of chunks of tiles per list head; a thread block counts the queries of a chunk."""
         return -(-self.num_tiles // _TILES_OF_CHUNK)
 
     def blocks_at_once(self, words: int) -> int:
@@ -207,8 +215,13 @@ class UnionTiling:
         }  # fmt: skip
         return numbers | {
             "batch_stride": self.num_lists if self.batch > 1 else 0, "head_stride": int(self.num_lists > 1),
-            "blocks_at_once": self.blocks_at_once(1),
+            "blocks_at_once": self.blocks_at_once(_COLUMN_WARPS),
         }  # fmt: skip
+
+    def boxes(self, boxes: Mapping[str, tuple[int, ...]], num_queries: int) -> dict[str, tuple[int, ...]]:
+        """Return the boxes of a kernel's tensor maps: those of queries have all heads of a tile."""
+        rows = num_queries, self.heads_per_tile
+        return {name: box if name in ("k", "v") else (*rows, box[-1]) for name, box in boxes.items() if name != "o"}
 
     @property
     def columns(self) -> dict[str, Workspace]:
@@ -234,7 +247,7 @@ class UnionTiling:
     @property
     def column_launches(self) -> dict[str, Launch]:
         """The kernels that list the queries of each block, over the lists of all batch entries."""
-        counts, row_bytes = _COLUMNS[:1], 4 * self.blocks_at_once(1)
+        counts, row_bytes = _COLUMNS[:1], 4 * _COLUMN_WARPS * self.blocks_at_once(_COLUMN_WARPS)
         scanned = (*_COLUMNS[:2], *_PARTS[:1]) if self.num_parts > 1 else _COLUMNS[:2]
         described = {
             "columns_count": (self.num_chunks, (), counts, row_bytes),

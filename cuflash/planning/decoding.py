@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -99,11 +100,11 @@ def decode_reasons(problem: Problem, device: DeviceSpec, *, is_quantized: bool =
     rows = problem.group_size * problem.seqlen_q
     if not 1 <= rows <= MOST_ROWS:
         reasons.append(f"q must have 1 to {MOST_ROWS} rows per key/value head; got {rows}")
-    return reasons + chunked_dim_reasons(problem, is_quantized=is_quantized)
+    return reasons + chunked_dim_reasons(problem, is_quantized=is_quantized) + scale_reasons(problem)
 
 
 def chunked_dim_reasons(problem: Problem, *, is_quantized: bool = False) -> list[str]:
-    """Return why kernels that copy rows of a cache in chunks do not serve a problem's dtype, dimensions or scale."""
+    """Return why kernels that copy rows of keys and values in chunks do not serve a problem's dtype or dimensions."""
     reasons = []
     if problem.precision != "ieee" or problem.dtype.itemsize != 2:
         reasons.append(f"q must be float16 or bfloat16; got {problem.dtype} at precision {problem.precision!r}")
@@ -111,10 +112,15 @@ def chunked_dim_reasons(problem: Problem, *, is_quantized: bool = False) -> list
     for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):
         if dim * itemsize % _CHUNK:
             reasons.append(f"{name} must be a multiple of {_CHUNK // itemsize}; got {dim}")
-    scaling = problem.scaling
-    if (scaling.q_exponent, scaling.k_exponent) != (0, 0):
-        reasons.append(f"scale must be 0, or from 2**-64 to 2**64 in magnitude; got {problem.softmax_scale}")
     return reasons
+
+
+def scale_reasons(problem: Problem) -> list[str]:
+    """Return why kernels that read a cache in place do not serve a problem's scale: keys would have to be scaled."""
+    scaling = problem.scaling
+    if (scaling.q_exponent, scaling.k_exponent) == (0, 0):
+        return []
+    return [f"scale must be 0, or from 2**-64 to 2**64 in magnitude; got {problem.softmax_scale}"]
 
 
 def chunk_reasons(name: str, strides: tuple[int, ...], itemsize: int, address: int) -> list[str]:
@@ -156,33 +162,45 @@ def decode_pass(
         The cache holds FP8 numbers and scales instead of keys and values of q's dtype.
     """
     spec = decode_spec(problem, device, part_keys, is_quantized=is_quantized)
-    shape = problem.mask_shape
-    rows = problem.group_size * problem.seqlen_q
-    if part_keys is None:
-        most = max(1, min(MOST_PARTS, -(-layout.capacity // spec.block_kv)))
-        max_parts = min(num_parts(problem, device), 1 << (most - 1).bit_length())
-    else:
+    max_parts = parts_of(problem, device, -(-layout.capacity // spec.block_kv))
+    if part_keys is not None:
         max_parts = -(-layout.capacity // part_keys)
-    heads = (shape.num_batch, problem.num_kv_heads)
-    single = np.dtype(np.float32)
-    workspaces = {
-        "o_parts": Workspace((*heads, max_parts, rows, spec.value_dim), single),
-        "stats_parts": Workspace((*heads, max_parts, rows, 2), single),
-        "arrivals": Workspace(heads, np.dtype(np.int32), is_zeroed=True),
-    }
-    scales = scale_features(is_quantized)
+    pairs = problem.mask_shape.num_batch, problem.num_kv_heads
+    workspaces = part_workspaces(pairs, problem.group_size * problem.seqlen_q, spec, max_parts)
+    return pass_of_parts(problem, layout, spec, workspaces, window_numbers(layout, left, right))
+
+
+def pass_of_parts(
+    problem: Problem, layout: CacheLayout, spec: KernelSpec, workspaces: Mapping[str, Workspace],
+    window: Mapping[str, int], lists: Feature | None = None,
+) -> Pass:  # fmt: skip
+    """Return the launch of a decode kernel.
+
+    Parameters
+    ----------
+    workspaces : dict of Workspace by name
+        As from `part_workspaces`.
+    window : dict of int
+        As from `window_numbers`.
+    lists : Feature, optional
+        The lists of kernels with chosen blocks.
+    """
+    is_quantized, max_parts = spec.entry is DECODING_E4M3, workspaces["o_parts"].shape[-3]
+    others = (*scale_features(is_quantized), *(() if lists is None else (lists,)))
     launch = Launch(
-        spec=spec, tiles=prod(heads) * max_parts,
+        spec=spec, tiles=prod(workspaces["o_parts"].shape[:-2]),
         reads=(*FORWARD_INPUTS, *SCALE_NAMES * is_quantized, "table", "lengths", "counts"),
-        writes=("o", "lse", "num_faults", *workspaces), features=("decode", *(each.name for each in scales)),
+        writes=("o", "lse", "num_faults", *workspaces), features=("decode", *(each.name for each in others)),
+    )  # fmt: skip
+    cache = layout.numbers(
+        problem.mask_shape.num_batch, problem.num_kv_heads, (problem.head_dim, problem.value_dim)
     )  # fmt: skip
     numbers = {
-        "cache": layout.numbers(*heads, (problem.head_dim, problem.value_dim)), "group_size": problem.group_size,
-        "num_queries": problem.seqlen_q, "max_parts": max_parts, "softmax_scale": problem.kernel_scale,
-        **window_numbers(layout, left, right),
+        "cache": cache, "group_size": problem.group_size, "num_queries": problem.seqlen_q, "max_parts": max_parts,
+        "softmax_scale": problem.kernel_scale, **window,
     }  # fmt: skip
     decode = Feature("decode", DECODE, numbers, (*TABLES, *workspaces), names=OF_CACHE)
-    kernels = Pass({"decode": launch}, workspaces, (decode, *scales))
+    kernels = Pass({"decode": launch}, dict(workspaces), (decode, *others))
     return with_score_argument(sink_forward(kernels, problem, "decode"), problem, "decode")
 
 
@@ -196,6 +214,25 @@ def window_numbers(layout: CacheLayout, left: int | None, right: int | None) -> 
     return {
         "left": layout.capacity if left is None else min(left, layout.capacity),
         "right": layout.capacity - 1 if right is None else min(right, layout.capacity - 1),
+    }
+
+
+def parts_of(problem: Problem, device: DeviceSpec, num_steps: int) -> int:
+    """Return the maximum number of parts of a sequence that takes at most this many steps."""
+    most = max(1, min(MOST_PARTS, num_steps))
+    return min(num_parts(problem, device), 1 << (most - 1).bit_length())
+
+
+def part_workspaces(pairs: tuple[int, ...], rows: int, spec: KernelSpec, max_parts: int) -> dict[str, Workspace]:
+    """Return the memory for parts of `rows` rows: o, maxima and sums of rows, and how many parts are written.
+
+    `pairs` are the extents of sequences and key/value heads, which have parts of their own.
+    """
+    single = np.dtype(np.float32)
+    return {
+        "o_parts": Workspace((*pairs, max_parts, rows, spec.value_dim), single),
+        "stats_parts": Workspace((*pairs, max_parts, rows, 2), single),
+        "arrivals": Workspace(pairs, np.dtype(np.int32), is_zeroed=True),
     }
 
 

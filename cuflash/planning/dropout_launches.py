@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import describe, is_flag, is_number
-from ..dropout import SEED_DTYPES, Draws, Dropout
+from ..dropout import SEED_DTYPES, Draws, Dropout, is_key
 from ..errors import UnsupportedProblem
 from .launches import Feature, Kernels, Launch, Pass
 from .operands import Operand
@@ -46,16 +46,25 @@ def dropout_of(dropout: Any) -> tuple[Draws | None, tuple[Operand, ...]]:
         return None, ()
     if dropout._array is None:
         return dropout._draws, ()
-    dtype = np.dtype(dropout._array.dtype)
+    dtype = dropout._array.dtype
     if tuple(dropout._array.shape) or dtype not in SEED_DTYPES:
         rule = "seed must be a 0-d array of int64 or uint64"
         raise UnsupportedProblem([f"{rule}; got {describe(dropout._array)}: use np.array(3), for example"])
-    return dropout._draws, (Operand(SEED, (), dtype),)
+    return dropout._draws, (Operand(SEED, (), np.dtype(dtype)),)
 
 
 def seed_array(dropout: Any) -> dict[str, Any]:
-    """Return the array that holds the seed, under the name of its operand; empty if the seed is a number."""
+    """Return the array that holds the seed, under the name of its operand; empty if the seed is a number.
+
+    Raises
+    ------
+    UnsupportedProblem
+        The seed is a key of JAX.
+    """
     is_read = isinstance(dropout, Dropout) and dropout._draws.threshold and dropout._array is not None
+    if is_read and is_key(dropout._array):
+        rule = "seed must be an int, or a 0-d array of int64 or uint64, for this function; got a key of JAX"
+        raise UnsupportedProblem([f"{rule}: call cuflash.jax.attention"])
     return {SEED: dropout._array} if is_read else {}
 
 

@@ -86,7 +86,7 @@ def _described_kernels(plan: KernelPlan, notes: Mapping[str, str]) -> list[str]:
         _described_launch(launch, num_batch, notes.get(entry, "not compiled yet"))
         for entry, launch in launches.items()
     ]
-    if "combine" in launches:
+    if "combine" in launches or kernels.num_splits > 1:
         packed = ", which holds a group's heads" if launches["forward"].spec.pack_gqa else ""
         lines.append(f"splits     {kernels.num_splits} blocks share the keys of a tile{packed}")
     if "scores" in kernels.forward.workspaces:

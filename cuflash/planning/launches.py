@@ -141,8 +141,9 @@ class Launch:
     max_blocks : int, optional
         Maximum number of thread blocks of a persistent kernel, which take another tile when they finish one. Other
         kernels have one thread block per tile.
-    boxes : dict of (rows, columns) by array name
-        Boxes that the kernel copies by tensor maps; empty for kernels without tensor maps.
+    boxes : dict of (rows, columns) or (queries, heads, columns) by array name
+        Boxes that the kernel copies by tensor maps; empty for kernels without tensor maps. A box of neighbouring
+        queries has several heads of each.
     features : tuple of str
         Names of those features of the pass that the kernel takes as parameters.
     skipped_tiles : callable, optional
@@ -156,7 +157,7 @@ class Launch:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     max_blocks: int | None = None
-    boxes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    boxes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     features: tuple[str, ...] = ()
     skipped_tiles: Callable[[int], int] | None = None
     row_bytes: int = 0
@@ -217,7 +218,7 @@ class Pass:
         return sum(workspace.nbytes for workspace in self.workspaces.values())
 
     @property
-    def boxes(self) -> Mapping[str, tuple[int, int]]:
+    def boxes(self) -> Mapping[str, tuple[int, ...]]:
         """Boxes of the tensor maps that the pass's kernels share."""
         return next((launch.boxes for launch in self.launches.values() if launch.boxes), MappingProxyType({}))
 

@@ -22,14 +22,15 @@ from .device import DeviceSpec
 from .dropout_launches import with_dropout
 from .families._passes import backward_jvp_pass, jvp_pass
 from .families.family import Family, list_block_of
+from .few_queries import with_few_queries
 from .host import HostTiling, host_tile, in_flat_tiles
 from .launches import Kernels, Pass
 from .list_kernels import work_of_kernels
 from .options import DOT
 from .problem import Problem
-from .routing import FAMILIES, named, rerouted, routed, unions
+from .routing import named, rerouted, routed, unions
 from .score_launches import captured_wrt, stored_gradient, with_score
-from .spec import SM80, KernelSpec
+from .spec import KernelSpec
 from .tangent_launches import with_tangents
 from .tangents import arrays_with_tangents
 
@@ -297,6 +298,9 @@ def gpu_plan(
     """
     family, why, work = _routed_work(problem, mask, device, kernel)
     kernels = family.launches(problem, device, work, deterministic=deterministic)
+    if kernel == "auto":
+        of_family, kernels = kernels, with_few_queries(kernels, problem, device, work)
+        why += f"; few queries: {kernels.forward.launches['forward'].spec.name}" * (kernels is not of_family)
     reasons = _tile_reasons(kernels, problem.mask_shape.num_batch)
     if problem.score is not None:
         kernels = with_score(kernels, problem, deterministic=deterministic, is_whole=_visits_all(work))
@@ -319,7 +323,8 @@ def _routed_work(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str) 
     """Return the family that `kernel` selects, the reason, and the work list."""
     union = unions(problem, mask, device, kernel)
     if union is not None:
-        return FAMILIES[SM80], "neighbouring queries, each with its own blocks, walk the union of these", union
+        family, joined = union
+        return family, "neighbouring queries, each with its own blocks, walk the union of these", joined
     family, why = routed(problem, device) if kernel == "auto" else (named(kernel, problem), "")
     work = _work(problem, mask, device, family)
     other = rerouted(family, work) if kernel == "auto" else None

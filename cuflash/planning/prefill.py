@@ -10,7 +10,7 @@ import numpy as np
 
 from ..arrays import ShapeDtype
 from ._params import OF_RECORDS_WITHIN, PARAMS, TENSOR_MAPS, UNLIMITED
-from .decoding import TABLES, CacheLayout, chunked_dim_reasons, window_numbers
+from .decoding import TABLES, CacheLayout, chunked_dim_reasons, scale_reasons, window_numbers
 from .device import DeviceSpec
 from .families.family import FORWARD_INPUTS, launch_of
 from .launches import BATCH_AXES, MATRICES, Feature, Launch, Pass, Workspace
@@ -50,7 +50,7 @@ def prefill_reasons(problem: Problem, device: DeviceSpec, family: str) -> list[s
     reasons = FAMILIES[family].reasons(problem, device)
     if problem.seqlen_q < 1:
         reasons.append("q must have at least one row")
-    return reasons + chunked_dim_reasons(problem)
+    return reasons + chunked_dim_reasons(problem) + scale_reasons(problem)
 
 
 def prefill_spec(problem: Problem, device: DeviceSpec, family: str) -> KernelSpec:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from ..blocks.work_list import ListedWork, WorkList
 from ..errors import UnsupportedProblem
 from ..masks.base import Mask
@@ -22,6 +24,7 @@ from .spec import SIMT, SM80, SM90, KernelSpec
 FAMILIES: dict[str, Family] = {family.name: family for family in (Simt(), Sm80(), Sm90(), Naive(), FlashAttention1())}
 PREFILL_FAMILIES = (SM90, SM80)  # families with prefill kernels for a paged cache; the first that serves a call is used
 EIGHT_BITS = SM90  # the value of kernel=, other than "auto", that selects the FP8 family
+_UNION_FAMILIES = (SM90, SM80)  # families with kernels for block lists per query; the first that serves it is used
 _MASS_FAMILIES = (SM90, SM80, SIMT)  # families with kernels for block masses; the first that serves a call is used
 _FP8 = Sm90Fp8()
 _TALLEST = 128  # queries per tile in most kernels of the sm90 family
@@ -52,6 +55,7 @@ def routed(problem: Problem, device: DeviceSpec) -> tuple[Family, str]:
     128, if a block list has blocks below 128 x 128, and for all block lists with `deterministic=True`.
 
     sm80 is used instead of sm90, because it is faster, if there are fewer tiles of 128 queries than multiprocessors.
+    The forward pass of few queries has a kernel of its own (`few_queries.with_few_queries`).
     """
     if problem.rows_per_scale is not None:
         return _FP8, "FP8 (e4m3) operands on Hopper's tensor cores"
@@ -78,27 +82,35 @@ def mass_kernel(problem: Problem, device: DeviceSpec, block_kv: int, *, is_liste
     return next(spec for spec in specs if spec is not None)
 
 
-def unions(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str) -> UnionWork | None:
-    """Return the work of kernels that walk unions of block lists if the mask lists blocks per query; otherwise None.
+def unions(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str) -> tuple[Family, UnionWork] | None:
+    """Return the family whose kernels walk unions of block lists, and their work; None if none serves the call.
 
-    Only the sm80 family has such kernels. They support neither gradients of captured arrays nor dropout nor tangents.
+    The mask must list blocks per query. The kernels support neither gradients of captured arrays nor dropout nor
+    tangents, those of sm90 no score function. sm80 is used instead of sm90 if there are fewer tiles than
+    multiprocessors.
     """
-    if kernel not in ("auto", SM80) or problem.dropout is not None or problem.tangents:
+    names = [name for name in _UNION_FAMILIES if kernel in ("auto", name)]
+    if not names or problem.tangents or problem.dropout is not None:
         return None
     if problem.score is not None and captured_wrt(problem):
         return None
-    family = FAMILIES[SM80]
-    assert isinstance(family, Sm80)
-    if problem.dtype not in family.dtypes or family.reasons(problem, device):
-        return None
-    work = union_work(mask, problem)
+    families = [FAMILIES[name] for name in names if _serves(FAMILIES[name], problem, device)]
+    work = union_work(mask, problem) if families else None
     if work is None:
         return None
-    try:
-        family.union_specs(problem, device, work.tiling.block)
-    except UnsupportedProblem:  # no tile fits
-        return None
-    return work
+    tiling = work.tiling
+    tiles = problem.num_batch_heads // tiling.heads_per_tile * tiling.num_tiles
+    for family in families:
+        if family.name == SM90 and kernel == "auto" and tiles < device.num_processors:
+            continue
+        with suppress(UnsupportedProblem):  # no tile fits
+            if family.union_specs(problem, device, tiling.block, tiling.heads_per_tile):
+                return family, work
+    return None
+
+
+def _serves(family: Family, problem: Problem, device: DeviceSpec) -> bool:
+    return problem.dtype in family.dtypes and not family.reasons(problem, device)
 
 
 def rerouted(family: Family, work: WorkList) -> tuple[Family, str] | None:

@@ -22,7 +22,8 @@ CHOICE = np.dtype(
         ("offset", np.int64),
         *((name, np.int32) for name in ("num_rows", "num_q_blocks", "num_kv_blocks", "seqlen_q", "block_q")),
         *((name, np.int32) for name in ("block_kv", "count", "has_threshold", "is_causal", "num_sinks", "num_local")),
-        *((name, np.int32) for name in ("has_diagonal", "keeps_places", "keeps_bits")),
+        *((name, np.int32) for name in ("has_diagonal", "keeps_places", "keeps_bits", "most", "list_length")),
+        ("is_past_only", np.int32),
     ],
     align=True,
 )
@@ -140,6 +141,12 @@ class ChoiceRule:
         Number of blocks kept at the start of the keys, and before and including the last diagonal block.
     has_diagonal : bool
         Blocks with a diagonal key are kept.
+    most : int
+        Maximum number of kept blocks; 0 for no such rule.
+    list_length : int
+        Entries of each row's list of block numbers; 0 if kept blocks are booleans.
+    is_past_only : bool
+        Blocks that end after the last query of a row are kept only if they are forced.
     """
 
     lengths: tuple[int, int]
@@ -152,6 +159,9 @@ class ChoiceRule:
     num_sinks: int
     num_local: int
     has_diagonal: bool
+    most: int = 0
+    list_length: int = 0
+    is_past_only: bool = False
 
     def kernels(self, shape: tuple[int, ...], dtype: np.dtype[np.generic], room: int = _ROOM) -> Pass:
         """Return the launch for scores of a shape [..., rows, columns].
@@ -173,18 +183,18 @@ class ChoiceRule:
         Returns
         -------
         Pass
-            It takes the arrays scores, shares, allowed, forced and kept.
+            It takes the arrays scores, shares, allowed, forced and kept, which are booleans or int32 lists.
         """
         if shape[-1] > _WIDE and prod(shape[:-1]) <= _FEW:
             return wide_choosing((self,), (shape,), dtype, room)
         places = 4 * _WARPS * shape[-1]
         fits = places <= _ROOM
         return Pass.of_kernel(
-            selection_spec("choose", dtype), -(-prod(shape[:-1]) // _WARPS), CHOICE, self._numbers(shape, fits),
+            selection_spec("choose", dtype), -(-prod(shape[:-1]) // _WARPS), CHOICE, self.numbers(shape, fits),
             reads=_OF_CHOICE[:-1], writes=("kept",), row_bytes=places if fits else 0,
         )  # fmt: skip
 
-    def _numbers(self, shape: tuple[int, ...], keeps_places: bool, *, keeps_bits: bool = False) -> dict[str, Any]:
+    def numbers(self, shape: tuple[int, ...], keeps_places: bool, *, keeps_bits: bool = False) -> dict[str, Any]:
         *_, num_q_blocks, num_kv_blocks = shape
         return {
             "mass": self.mass, "threshold": self.threshold or 0.0, "offset": self.offset,
@@ -193,7 +203,8 @@ class ChoiceRule:
             "count": min(self.count, num_kv_blocks), "has_threshold": self.threshold is not None,
             "is_causal": self.is_causal, "num_sinks": min(self.num_sinks, num_kv_blocks),
             "num_local": min(self.num_local, num_kv_blocks), "has_diagonal": self.has_diagonal,
-            "keeps_places": keeps_places, "keeps_bits": keeps_bits,
+            "keeps_places": keeps_places, "keeps_bits": keeps_bits, "most": min(self.most, num_kv_blocks),
+            "list_length": self.list_length, "is_past_only": self.is_past_only,
         }  # fmt: skip
 
 
@@ -221,7 +232,7 @@ def wide_choosing(
     of_sums = most = _SUM_BYTES * spec.num_warps
     for part, suffix, rule, shape in zip(("first", "second"), ("", "_2"), rules, shapes):
         needed = of_sums + 4 * shape[-1]
-        numbers[part] = rule._numbers(shape, needed <= room, keeps_bits=len(rules) == 2)
+        numbers[part] = rule.numbers(shape, needed <= room, keeps_bits=len(rules) == 2)
         most = max(most, needed if needed <= room else 0)
         names |= {f"{part}.{name}": name + suffix for name in _OF_CHOICE[:-1]} | {f"{part}.kept": "kept"}
     return Pass.of_kernel(
@@ -345,7 +356,7 @@ def key_scoring(
         The row of q that is the first query.
     """
     num_rows, num_keys = q.shape[-2] - first_row, k.shape[-2]
-    num_matrices, numbers = _of_rows(q, k, batch)
+    num_matrices, numbers = layout_of_rows(q, k, batch)
     numbers |= {
         "scale_log2": scale * log2(e), "first_diagonal_key": first_diagonal_key or 0, "num_rows": num_rows,
         "num_keys": num_keys, "is_causal": first_diagonal_key is not None,
@@ -406,7 +417,7 @@ def crossing(rule: ChoiceRule, shape: tuple[int, ...]) -> Pass:
         [..., rows, columns], in blocks.
     """
     numbers = {
-        "grid": rule._numbers(shape, False), "seqlen_kv": rule.lengths[1],
+        "grid": rule.numbers(shape, False), "seqlen_kv": rule.lengths[1],
         "num_distances": num_distances(rule.lengths[0], rule.offset),
     }  # fmt: skip
     dtype = np.dtype(np.float32)  # unused, since the kernel reads no scores
@@ -426,7 +437,7 @@ def page_bounding(q: Any, k: Any, batch: tuple[int, ...], page_size: int) -> Pas
         Keys of a page.
     """
     num_pages = -(-k.shape[-2] // page_size)
-    num_matrices, numbers = _of_rows(q, k, batch)
+    num_matrices, numbers = layout_of_rows(q, k, batch)
     num_bounds = num_matrices * q.shape[-2] * num_pages
     numbers |= {
         "num_queries": q.shape[-2], "num_keys": k.shape[-2], "num_pages": num_pages, "page_size": page_size,
@@ -441,7 +452,7 @@ def page_bounding(q: Any, k: Any, batch: tuple[int, ...], page_size: int) -> Pas
 _OF_ROWS = {"q.data": "q", "k.data": "k"}
 
 
-def _of_rows(q: Any, k: Any, batch: tuple[int, ...]) -> tuple[int, dict[str, Any]]:
+def layout_of_rows(q: Any, k: Any, batch: tuple[int, ...]) -> tuple[int, dict[str, Any]]:
     """Return the number of (batch, head) pairs, and the numbers of the record about the layouts of q and k."""
     sizes = (1,) * (BATCH_AXES - len(batch)) + batch
     num_heads, kv_heads = (array.shape[-3] if array.ndim > 2 else 1 for array in (q, k))

@@ -140,6 +140,8 @@ class KernelSpec:
         The kernel reads the seed of dropout from an array.
     is_paged : bool
         Keys and values are stored in the pages of a cache.
+    is_chosen : bool
+        Each query attends chosen blocks of the keys in a cache.
     part_keys : int
         Keys per part if parts start at multiples of this number; 0 if parts depend on the length of their sequence.
     is_quantized : bool
@@ -194,6 +196,7 @@ class KernelSpec:
     has_dropout: bool = False
     reads_dropout_seed: bool = False
     is_paged: bool = False
+    is_chosen: bool = False
     part_keys: int = 0
     is_quantized: bool = False
     splits_head_dim: bool = False

@@ -26,7 +26,7 @@ def num_splits(problem: Problem, work: WorkList, forward: KernelSpec, tiles: int
     num_blocks : int
         Thread blocks of the forward kernel that the GPU holds at once.
     """
-    steps = _max_steps(problem, work, forward)
+    steps = max_steps(problem, work, forward)
     if tiles >= _FULL_SHARE * num_blocks or steps < _MIN_STEPS:
         return 1
     rows = min(forward.block_q, problem.seqlen_q * (problem.group_size if forward.pack_gqa else 1))
@@ -40,7 +40,7 @@ def num_splits(problem: Problem, work: WorkList, forward: KernelSpec, tiles: int
     return min(splits for splits, share in busy.items() if share >= _GOOD_SHARE * max(busy.values()))
 
 
-def _max_steps(problem: Problem, work: WorkList, forward: KernelSpec) -> int:
+def max_steps(problem: Problem, work: WorkList, forward: KernelSpec) -> int:
     """Return the steps of the longest tile of queries, or an upper bound that needs no data from a device."""
     if isinstance(work, ListedWork):
         return work.max_entries_in_row * -(-work.block_kv // forward.block_kv)

@@ -14,9 +14,11 @@ from ..dropout import Rng, philox4x32, seed_drawn_from
 from ..errors import collecting
 from ..executors.selecting import FixedSelection, drawn
 from ..keywords import explains_keywords
+from ..masks import ChosenBlocks
 from ..study._masses import block_mass
 from . import bound
 from .budget import Budget, Forced
+from .by_query import Estimate, selected, share_reasons
 from .grid import Grid
 
 _DIAGONAL = Forced()
@@ -34,8 +36,9 @@ def oracle(
     mask: Any = None,
     window: Any = None,
     scale: float | None = None,
+    share: str = "query",
     executor: str = "auto",
-) -> BlockIndex:
+) -> BlockIndex | ChosenBlocks:
     """Choose the blocks with the largest exact mass.
 
     With the same forced blocks and the same number of blocks in each row, no selector has a higher recall.
@@ -47,17 +50,19 @@ def oracle(
     budget : Budget
         The number of blocks to keep per row.
     block : int or (int, int)
-        Sides block_q and block_kv in tokens.
+        Sides block_q and block_kv in tokens. If block_q is 1, each query has its own list of blocks.
     forced : Forced
         Blocks that are always kept.
     causal, mask, window, scale : optional
         As in `attention`; the index allows what they allow.
+    share : {"query", "group"}
+        As in `pooled`.
     executor : {"auto", "cpu", "gpu", "sim"}
         As in `block_mass`, which it calls.
 
     Returns
     -------
-    BlockIndex
+    BlockIndex, or ChosenBlocks if block_q is 1
         As `pooled` returns it.
 
     Raises
@@ -75,14 +80,20 @@ def oracle(
     >>> bool(best.mass.mean() >= near.mass.mean())
     True
     """
-    key = bound.key_of("oracle", q, k, block, budget, forced, causal, mask, window, scale, executor)
+    key = None
+    if share == "query":
+        key = bound.key_of("oracle", q, k, block, budget, forced, causal, mask, window, scale, executor)
     if (index := bound.selected(key, q, k)) is not None:
         return index
-    grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale)
+    grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale, share_reasons(share))
     if (index := bound.first_selected(key, grid, lambda: bound.of_masses(grid, budget, forced))) is not None:
         return index
-    mass = block_mass(grid.q, grid.k, block=grid.block, mask=grid.mask, scale=grid.scale, executor=executor)
-    return grid.index(grid.chosen(mass, mass, budget, forced))
+
+    def estimate(piece: Grid) -> Estimate:
+        mass = block_mass(piece.q, piece.k, block=piece.block, mask=piece.mask, scale=piece.scale, executor=executor)
+        return Estimate(mass, mass)
+
+    return selected(grid, budget, forced, estimate, share=share)
 
 
 @explains_keywords
@@ -97,9 +108,10 @@ def random(
     mask: Any = None,
     window: Any = None,
     scale: float | None = None,
+    share: str = "query",
     seed: int = 0,
     rng: Rng | None = None,
-) -> BlockIndex:
+) -> BlockIndex | ChosenBlocks:
     """Choose blocks at random, each block of a row with equal probability.
 
     Parameters
@@ -109,11 +121,13 @@ def random(
     budget : Budget
         The number of blocks to keep per row. All eligible blocks have the same mass, and random scores from 0 to 1.
     block : int or (int, int)
-        Sides block_q and block_kv in tokens.
+        Sides block_q and block_kv in tokens. If block_q is 1, each query has its own list of blocks.
     forced : Forced
         Blocks that are always kept.
     causal, mask, window, scale : optional
         As in `attention`; the index allows what they allow.
+    share : {"query", "group"}
+        As in `pooled`.
     seed : int
         Equal seeds choose equal blocks, on the host and on any device.
     rng : numpy.random.Generator or int, optional
@@ -121,7 +135,7 @@ def random(
 
     Returns
     -------
-    BlockIndex
+    BlockIndex, or ChosenBlocks if block_q is 1
         As `pooled` returns it.
 
     Raises
@@ -140,26 +154,49 @@ def random(
     if rng is not None:
         seed = seed_drawn_from(rng)
     key = None
-    if type(seed) is int:
+    if type(seed) is int and share == "query":
         key = bound.key_of("random", q, k, block, budget, forced, causal, mask, window, scale, "auto", seed)
     if (index := bound.selected(key, q, k)) is not None:
         return index
-    reasons: list[str] = []
+    reasons = share_reasons(share)
     with collecting(reasons):
         seed = whole_number("seed", seed, 0)
     grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale, reasons)
     if (index := bound.first_selected(key, grid, lambda: bound.of_chance(grid, seed, budget, forced))) is not None:
         return index
     shape = (*grid.heads, *grid.size)
-    scores = drawn(shape, seed) if grid.xp.__name__ == "cupy" and 0 not in shape else _drawn(grid.xp, shape, seed)
-    return grid.index(grid.chosen(scores, None, budget, forced))
+
+    def estimate(piece: Grid) -> Estimate:
+        if piece is grid and grid.xp.__name__ == "cupy" and 0 not in shape:
+            return Estimate(drawn(shape, seed), None)
+        rows = slice(piece.first_query, piece.first_query + piece.size[0])
+        return Estimate(_drawn(grid.xp, shape, seed, rows), None)
+
+    return selected(grid, budget, forced, estimate, share=share)
 
 
-def _drawn(xp: Any, shape: tuple[int, ...], seed: int) -> Array:
-    """Return uniform 24-bit numbers in [0, 1), float32, that depend only on the position and the seed."""
-    place, zero = xp.arange(prod(shape), dtype=np.uint64), xp.zeros(1, dtype=np.uint64)
+def _drawn(xp: Any, shape: tuple[int, ...], seed: int, rows: slice | None = None) -> Array:
+    """Return uniform 24-bit numbers in [0, 1), float32, that depend only on the position and the seed.
+
+    Parameters
+    ----------
+    xp : module
+        The namespace of the result.
+    shape : tuple of int
+        [..., rows, columns]
+    seed : int
+        The seed.
+    rows : slice, optional
+        The rows of which to return the numbers; all by default.
+    """
+    *over, num_rows, num_columns = shape
+    of_rows = xp.arange(num_rows, dtype=np.uint64)[slice(None) if rows is None else rows]
+    matrix = xp.arange(prod(over), dtype=np.uint64)[:, None, None]
+    place = (matrix * np.uint64(num_rows) + of_rows[:, None]) * np.uint64(num_columns)
+    place = (place + xp.arange(num_columns, dtype=np.uint64)).reshape(*over, len(of_rows), num_columns)
+    zero = xp.zeros(1, dtype=np.uint64)
     word, *_ = philox4x32(seed % (1 << 64), [place & np.uint64(0xFFFFFFFF), place >> np.uint64(32), zero, zero])
-    return ((word >> np.uint64(8)).astype(np.float32) * np.float32(2**-24)).reshape(shape)
+    return (word >> np.uint64(8)).astype(np.float32) * np.float32(2**-24)
 
 
 @explains_keywords
@@ -174,7 +211,8 @@ def local(
     mask: Any = None,
     window: Any = None,
     scale: float | None = None,
-) -> BlockIndex:
+    share: str = "query",
+) -> BlockIndex | ChosenBlocks:
     """Choose the blocks nearest to the diagonal.
 
     Parameters
@@ -185,15 +223,17 @@ def local(
         The number of blocks to keep per row. All eligible blocks have the same mass; the score is the negative distance
         in tokens between the middle of the block and the middle of the row's diagonal.
     block : int or (int, int)
-        Sides block_q and block_kv in tokens.
+        Sides block_q and block_kv in tokens. If block_q is 1, each query has its own list of blocks.
     forced : Forced
         Blocks that are always kept.
     causal, mask, window, scale : optional
         As in `attention`; the index allows what they allow.
+    share : {"query", "group"}
+        As in `pooled`.
 
     Returns
     -------
-    BlockIndex
+    BlockIndex, or ChosenBlocks if block_q is 1
         As `pooled` returns it.
 
     Raises
@@ -212,10 +252,12 @@ def local(
     ·█▒·
     ··█▒
     """
-    key = bound.key_of("local", q, k, block, budget, forced, causal, mask, window, scale)
+    key = None
+    if share == "query":
+        key = bound.key_of("local", q, k, block, budget, forced, causal, mask, window, scale)
     if (index := bound.selected(key, q, k)) is not None:
         return index
-    grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale)
+    grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale, share_reasons(share))
 
     def of_places() -> FixedSelection | None:
         on_host = replace(grid, q=np.empty(0))  # the chosen blocks do not depend on the elements of q and k
@@ -223,8 +265,11 @@ def local(
 
     if (index := bound.first_selected(key, grid, of_places)) is not None:
         return index
-    scores = grid.xp.broadcast_to(_nearness(grid), (*grid.heads, *grid.size))
-    return grid.index(grid.chosen(scores, None, budget, forced))
+
+    def estimate(piece: Grid) -> Estimate:
+        return Estimate(piece.xp.broadcast_to(_nearness(piece), (*piece.heads, *piece.size)), None)
+
+    return selected(grid, budget, forced, estimate, share=share)
 
 
 def _nearness(grid: Grid) -> Array:

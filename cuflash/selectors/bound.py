@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,11 @@ from ..blocks.index import BlockIndex
 from ..executors._layout_key import layout_key
 from ..executors import checks, gpu
 from ..executors.index_maker import IndexMaker, maker_of
-from ..executors.selecting import FixedSelection, Selection, Step
+from ..executors.selecting import FixedSelection, Lists, Selection, Step
+from ..masks import ChosenBlocks
 from ..planning._call_cache import CALLS
 from ..planning.launches import Workspace
+from ..planning.list_kernels import AT_CALL
 from ..planning.options import Options
 from ..planning.selection_kernels import (
     ChoiceRule, crossing, drawing, key_scoring, means_shape, num_distances, num_key_runs, num_words, page_bounding,
@@ -22,6 +25,7 @@ from ..planning.selection_kernels import (
 )  # fmt: skip
 from ..study._masses import MAX_DIM, BoundMass, bound_block_mass
 from .budget import Budget, Forced
+from .by_query import length_within
 from .grid import Grid, of_strides
 
 _MOST_AXES = 6  # maximum number of axes for the kernel of means
@@ -42,18 +46,19 @@ def key_of(
     return None if key is None else ("select", key)
 
 
-def selected(key: Hashable, q: Array, k: Array) -> BlockIndex | None:
-    """Return the index of a cached selection; None if there is none, or if arrays are not aligned to their elements."""
+def selected(key: Hashable, q: Array, k: Array) -> BlockIndex | ChosenBlocks | None:
+    """Return the result of a cached selection; None if absent, or if arrays are not aligned to their elements."""
     selection: Selection | FixedSelection | None = CALLS.get(key)
     if selection is None or (q.data.ptr | k.data.ptr) % q.dtype.itemsize:
         return None
-    return selection(q, k)
+    result: BlockIndex | ChosenBlocks = selection(q, k)
+    return result
 
 
 def first_selected(
     key: Hashable, grid: Grid, make: Callable[[], Selection | FixedSelection | None]
-) -> BlockIndex | None:
-    """Return the index of the first call with a key, and cache its selection; None without a key or a selection."""
+) -> BlockIndex | ChosenBlocks | None:
+    """Return the result of the first call with a key, and cache its selection; None without a key or a selection."""
     selection = None if key is None else make()
     if selection is None:
         return None
@@ -63,7 +68,7 @@ def first_selected(
 
 def of_means(grid: Grid, budget: Budget, forced: Forced) -> Selection | None:
     """Bind the selection by the softmax of block means; return None if kernels do not support it."""
-    if _is_empty(grid) or grid.q.ndim > _MOST_AXES:
+    if _is_empty(grid) or grid.q.ndim > _MOST_AXES or grid.block[0] == 1:
         return None
     of_q, of_k = (_means(x, side) for x, side in zip((grid.q, grid.k), grid.block))
     mass = _masses(grid, of_q, of_k, (1, 1), grid.stairs(*grid.block))
@@ -109,7 +114,7 @@ def of_places(grid: Grid, blocks: Any) -> FixedSelection | None:
 
     The result is also None during stream capture, because the copy of the blocks would become part of the graph.
     """
-    if _is_empty(grid) or gpu.current_target().stream().is_capturing():
+    if _is_empty(grid) or gpu.current_target().stream().is_capturing() or grid.block[0] == 1:
         return None
 
     def maker(of_head: Array) -> IndexMaker | None:
@@ -123,7 +128,7 @@ def of_places(grid: Grid, blocks: Any) -> FixedSelection | None:
 def of_compressed_keys(grid: Grid, compression: tuple[int, int], budget: Budget, forced: Forced) -> Selection | None:
     """Bind the selection by masses of means of overlapping runs of keys; return None if kernels do not support it."""
     length, stride = compression
-    if _is_empty(grid) or grid.q.ndim > _MOST_AXES or grid.k.ndim >= _MOST_AXES:
+    if _is_empty(grid) or grid.q.ndim > _MOST_AXES or grid.k.ndim >= _MOST_AXES or grid.block[0] == 1:
         return None
     # Means of single rows convert queries to the accumulator's dtype; means of runs are the compressed keys.
     runs = runs_of_rows(grid.k, length, stride)
@@ -148,7 +153,7 @@ def of_slashes(grid: Grid, vertical: Budget, slash: Budget, num_queries: int, fo
     seqlen_q, seqlen_kv = grid.shape.seqlen_q, grid.shape.seqlen_kv
     # For other widths and scales, the selector calls `block_mass`, which refuses those that it does not support.
     is_served = 1 <= grid.q.shape[-1] <= MAX_DIM and 2**-64 <= abs(grid.scale) <= 2**64
-    if _is_empty(grid) or max(grid.q.ndim, grid.k.ndim) > _MOST_AXES or not is_served:
+    if _is_empty(grid) or max(grid.q.ndim, grid.k.ndim) > _MOST_AXES or not is_served or grid.block[0] == 1:
         return None
     make_index = _maker(grid)
     if make_index is None:
@@ -175,11 +180,11 @@ def of_slashes(grid: Grid, vertical: Budget, slash: Budget, num_queries: int, fo
         "of_keys": Workspace(shapes[0], dtype), "of_distances": Workspace(shapes[1], dtype),
         "kept": Workspace(blocks, np.dtype(bool)),
     }  # fmt: skip
-    return Selection(steps, workspaces, make_index, gpu.current_target())
+    return Selection(steps, workspaces, Lists.of_index(make_index), gpu.current_target())
 
 
 def _rule_of_row(budget: Budget, length: int) -> ChoiceRule:
-    """Return the rule that chooses among the numbers of one row only by a budget."""
+    """Return the rule that chooses numbers of a single row by a budget alone."""
     return ChoiceRule(
         lengths=(1, length), block=(1, 1), offset=0, is_causal=False, count=max(budget.top_k or 0, budget.min_blocks),
         mass=float(budget.part or 0), threshold=None, num_sinks=0, num_local=0, has_diagonal=False,
@@ -235,16 +240,20 @@ def _by_scores(
     has_shares : bool
         True if scores are proportional to the masses of their row; else all blocks have equal weight.
     """
-    make_index = _maker(grid)
-    if make_index is None:
-        return None
-    scores, shape = next(iter(workspaces)), (*grid.heads, *grid.size)
+    scores, shape, target = next(iter(workspaces)), (*grid.heads, *grid.size), gpu.current_target()
     rule, room = grid.rule(budget, forced), gpu.current_device().tile_memory_bytes
     names = {"scores": scores} | ({"shares": scores} if has_shares and budget.density is None else {})
+    length = length_within(grid, budget, forced)
+    if length is None:
+        make_index = _maker(grid)
+        if make_index is None:
+            return None
+        lists, workspaces = Lists.of_index(make_index), workspaces | {"kept": Workspace(shape, np.dtype(bool))}
+    else:
+        rule, names["kept"] = replace(rule, list_length=length), AT_CALL
+        lists = Lists.of_queries((*shape[:-1], length), grid.block[1], target)
     steps = (*steps, (rule.kernels(shape, workspaces[scores].dtype, room), names))
-    return Selection(
-        steps, workspaces | {"kept": Workspace(shape, np.dtype(bool))}, make_index, gpu.current_target(), prepare
-    )
+    return Selection(steps, workspaces, lists, target, prepare)
 
 
 def _maker(grid: Grid) -> IndexMaker | None:

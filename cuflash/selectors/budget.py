@@ -39,6 +39,9 @@ class Budget:
     density : float, optional
         Fraction, in (0, 1], of the row's eligible blocks to keep, rounded up to whole blocks. A block is eligible if
         the masks allow a key in it; with `causal`, these are the blocks up to the diagonal.
+    max_blocks : int, optional
+        Maximum number of blocks per row. It is the length of the lists of selectors whose blocks have one query, which
+        need it with `mass` and `threshold`.
 
     Raises
     ------
@@ -48,7 +51,7 @@ class Budget:
     Examples
     --------
     >>> Budget(top_k=8)
-    Budget(top_k=8, mass=None, threshold=None, min_blocks=1, density=None)
+    Budget(top_k=8, mass=None, threshold=None, min_blocks=1, density=None, max_blocks=None)
     >>> Budget(density=0.25).density
     0.25
     >>> Budget(mass=0.9, min_blocks=2).mass
@@ -60,6 +63,7 @@ class Budget:
     threshold: float | None = None
     min_blocks: int = 1
     density: float | None = None
+    max_blocks: int | None = None
 
     def __post_init__(self) -> None:
         reasons = []
@@ -76,6 +80,13 @@ class Budget:
             reasons.append(f"threshold must be a finite number; got {describe(self.threshold)}")
         if not (is_int(self.min_blocks) and self.min_blocks >= 0):
             reasons.append(f"min_blocks must be an int of at least 0; got {describe(self.min_blocks)}")
+        if self.max_blocks is not None and not reasons:
+            least = max(1, self.min_blocks, self.top_k or 0)
+            if not (is_int(self.max_blocks) and self.max_blocks >= least):
+                reasons.append(
+                    f"max_blocks must be an int of at least {least}, the minimum of the other arguments; got "
+                    f"{describe(self.max_blocks)}"
+                )
         refuse(reasons)
 
     @property
@@ -105,12 +116,19 @@ class Budget:
         >>> [half.top_k for half in Budget(top_k=5).halves()]
         [3, 2]
         """
+        most = self.max_blocks
+        many = (None, None) if most is None else (most - most // 2, max(most // 2, 1))
         if self.threshold is not None:
-            return self, self
+            few = [self.min_blocks if limit is None else min(self.min_blocks, limit) for limit in many]
+            of_both = [replace(self, min_blocks=least, max_blocks=limit) for least, limit in zip(few, many)]
+            return of_both[0], of_both[1]
         name, whole = next((name, x) for name in ("top_k", "mass", "density") if (x := getattr(self, name)) is not None)
         parts = (whole - whole // 2, max(whole // 2, 1)) if name == "top_k" else (whole / 2, whole / 2)
-        few = self.min_blocks - self.min_blocks // 2, self.min_blocks // 2
-        of_both = [replace(self, **{name: part}, min_blocks=least) for part, least in zip(parts, few)]
+        few = [self.min_blocks - self.min_blocks // 2, self.min_blocks // 2]
+        of_both = [
+            replace(self, **{name: part}, min_blocks=least, max_blocks=limit)
+            for part, least, limit in zip(parts, few, many)
+        ]
         return of_both[0], of_both[1]
 
 
@@ -224,10 +242,12 @@ def choose(scores: Array, weights: Array, eligible: Any, forced: Any, budget: Bu
             last = xp.maximum(last, of_mass) if count else of_mass
         last = xp.clip(last, _NOT_FORCED - 1, _NOT_ELIGIBLE - 1)
     is_kept = keys <= last
-    if budget.threshold is None:
+    if budget.threshold is not None:
+        above = scores >= budget.threshold
+        is_kept = is_kept | (above if eligible is None else above & eligible)
+    if budget.max_blocks is None or budget.max_blocks >= scores.shape[-1]:
         return is_kept
-    above = scores >= budget.threshold
-    return is_kept | (above if eligible is None else above & eligible)
+    return is_kept & (keys <= xp.sort(keys, axis=-1)[..., budget.max_blocks - 1 : budget.max_blocks])
 
 
 def _keys(scores: Array, eligible: Any, forced: Any) -> Array:

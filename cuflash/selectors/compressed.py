@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..arrays import Array, describe, is_int
+from ..arrays import Array, accumulator_dtype, describe, is_array, is_int, namespace, no_array
 from ..blocks.index import BlockIndex
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
+from ..masks import ChosenBlocks
+from ..plans import as_arrays
 from ..study._masses import block_mass, require_served
 from . import bound, masked
 from .budget import Budget, Forced
+from .by_query import GROUP, Estimate, selected
 from .grid import Grid, block_means
+from .query_scores import RunKeys, chosen_by_kernel
 
 _INITIAL_AND_LOCAL = Forced(sink=1, local=2)
 
@@ -29,8 +33,10 @@ def nsa(
     mask: Any = None,
     window: Any = None,
     scale: float | None = None,
+    compressed_k: Array | None = None,
+    lse: Array | None = None,
     executor: str = "auto",
-) -> BlockIndex:
+) -> BlockIndex | ChosenBlocks:
     """Choose blocks by attention to compressed keys, the same for all query heads that share a key/value head.
 
     Parameters
@@ -40,20 +46,26 @@ def nsa(
     budget : Budget
         The number of blocks to keep per row; NSA keeps 16, including forced blocks.
     block : int or (int, int)
-        Sides block_q and block_kv in tokens; NSA has block_q = 1. block_kv is a multiple of the stride.
+        Sides block_q and block_kv in tokens; NSA has block_q = 1, with which each query has its own list. block_kv is a
+        multiple of the stride.
     compression : (int, int)
         Number of keys that a compressed key represents, and the stride between compressed keys, which must divide it.
     forced : Forced
         Blocks that are always kept.
     causal, mask, window, scale : optional
         As in `attention`; the index applies them, and masked queries and keys do not affect the estimates.
+    compressed_k : array [..., num_kv_heads, runs, head_dim], optional
+        The compressed keys, such as those that a layer has learned, instead of means; without `mask` and `window`.
+    lse : array [..., num_heads, seqlen_q], optional
+        The lse that `attention` returns for the same compressed keys, with ``mask=masks.Compressed(*compression)`` if
+        `causal`. It spares one of two walks over the compressed keys; without `mask` and `window`.
     executor : {"auto", "cpu", "gpu", "sim"}
         As in `block_mass`, which computes the products.
 
     Returns
     -------
-    BlockIndex
-        As `pooled` returns it.
+    BlockIndex, or ChosenBlocks if block_q is 1
+        As `pooled` returns it; lists are for key/value heads.
 
     Raises
     ------
@@ -62,9 +74,9 @@ def nsa(
 
     Notes
     -----
-    Native sparse attention, arXiv 2502.11089, equations 8 to 12, with means instead of the learned compression. The
-    softmax over compressed keys (with `causal`, over those that end by the query) is distributed to their blocks, and
-    summed over the heads of a group and the queries of a block.
+    Native sparse attention, arXiv 2502.11089, equations 8 to 12, with means unless `compressed_k` is set. The softmax
+    over compressed keys (with `causal`, over those that end by the query) is distributed to their blocks, and summed
+    over the heads of a group and the queries of a block.
 
     Examples
     --------
@@ -75,11 +87,12 @@ def nsa(
     >>> index.num_heads, bool((index.states()[0, 0] == index.states()[0, 1]).all())
     (4, True)
     """
-    key = bound.key_of("nsa", q, k, block, budget, forced, causal, mask, window, scale, executor, compression)
+    key = None
+    if compressed_k is None and lse is None:
+        key = bound.key_of("nsa", q, k, block, budget, forced, causal, mask, window, scale, executor, compression)
     if (index := bound.selected(key, q, k)) is not None:
         return index
-    reasons: list[str] = []
-    grid = None
+    reasons, grid = list[str](), None
     with collecting(reasons):
         grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale)
     with collecting(reasons):
@@ -91,32 +104,77 @@ def nsa(
             reasons.append(f"k must have at least {compression[0]} keys to compress; got {grid.shape.seqlen_kv}")
     if reasons or grid is None:
         raise UnsupportedProblem(reasons)
+    compressed_k, lse = _optional_arrays(grid, compression, compressed_k, lse)
     if grid.has_own_mask:
         require_served(grid.q, grid.k, grid.scale, executor)
-        return _chosen(grid, masked.mass_of_runs(grid, *compression), budget, forced)
     index = bound.first_selected(key, grid, lambda: bound.of_compressed_keys(grid, compression, budget, forced))
     if index is not None:
         return index
     length, stride = compression
-    num_parts, num_keys = length // stride, grid.shape.seqlen_kv
+    if compressed_k is None and not grid.has_own_mask:
+        compressed_k = means_of_runs(grid.k, length, stride)
+        compressed_k = compressed_k.astype(grid.k.dtype) if grid.block[0] == 1 else compressed_k  # as keys are
+    if compressed_k is not None:
+        runs = RunKeys(compressed_k, stride, length, (length // stride, grid.block[1] // stride), lse)
+        if (chosen := chosen_by_kernel(grid, runs, budget, forced, executor, share=GROUP)) is not None:
+            return chosen
+
+    def estimate(piece: Grid) -> Estimate:
+        if compressed_k is None:
+            mass = masked.mass_of_runs(piece, length, stride)
+            return Estimate(mass, mass)
+        rows = slice(piece.first_query, piece.first_query + piece.shape.seqlen_q)
+        mass = block_mass(
+            piece.q.astype(compressed_k.dtype), compressed_k, block=(piece.block[0], 1), scale=piece.scale,
+            mask=piece.stairs(1, stride, length), lse=None if lse is None else lse[..., rows], executor=executor,
+        )  # fmt: skip
+        mass = masked.mass_of_blocks(piece, mass, length // stride, stride)
+        return Estimate(mass, mass)
+
+    return selected(grid, budget, forced, estimate, share=GROUP)
+
+
+def means_of_runs(k: Array, length: int, stride: int) -> Array:
+    """Compute the means of runs of `length` keys that start at every `stride`-th key, in the accumulator's dtype."""
+    num_parts, num_keys = length // stride, k.shape[-2]
     count = (num_keys - length) // stride + 1
-    parts = block_means(grid.k[..., : num_keys // stride * stride, :], stride)
-    compressed = sum(parts[..., n : n + count, :] for n in range(num_parts)) / num_parts
-    mass = block_mass(
-        grid.q.astype(parts.dtype), compressed, block=(grid.block[0], 1), scale=grid.scale,
-        mask=grid.stairs(1, stride, length), executor=executor,
-    )  # fmt: skip
-    return _chosen(grid, masked.mass_of_blocks(grid, mass, num_parts, stride), budget, forced)
+    parts = block_means(k[..., : num_keys // stride * stride, :], stride)
+    total: Array = sum(parts[..., n : n + count, :] for n in range(num_parts)) / num_parts
+    return total
 
 
-def _chosen(grid: Grid, scores: Array, budget: Budget, forced: Forced) -> BlockIndex:
-    """Choose blocks by their masses, summed over the heads of a group, and return their index."""
-    if grid.has_heads:
-        groups = grid.k.shape[-3]
-        size = grid.shape.num_heads // groups if groups else 1
-        scores = scores.reshape(*grid.shape.batch, groups, size, *grid.size).sum(axis=-3)
-        scores = grid.xp.repeat(scores, size, axis=-3)
-    return grid.index(grid.chosen(scores, scores, budget, forced))
+def _optional_arrays(
+    grid: Grid, compression: tuple[int, int], compressed_k: Any, lse: Any
+) -> tuple[Array | None, Array | None]:
+    """Return the checked compressed keys and their lse.
+
+    Raises
+    ------
+    TypeError
+        One of them is not an array.
+    UnsupportedProblem
+        One of them does not fit q and k, or there is a mask.
+    """
+    count = (grid.shape.seqlen_kv - compression[0]) // compression[1] + 1
+    of_k = (*grid.k.shape[:-2], count, grid.k.shape[-1])
+    of_lse = (*grid.heads, grid.shape.seqlen_q)
+    wide, reasons, arrays = accumulator_dtype(grid.q.dtype), [], []
+    for name, x, shape, dtypes in (
+        ("compressed_k", compressed_k, of_k, {grid.q.dtype, wide}), ("lse", lse, of_lse, {wide})
+    ):  # fmt: skip
+        if x is not None:
+            x = as_arrays({name: x})[name]
+            if not is_array(x):
+                raise TypeError(no_array(name, x))
+            if grid.has_own_mask:
+                reasons.append(f"{name} must be None with mask or window, which change the compressed keys")
+            elif x.shape != shape or x.dtype not in dtypes or namespace(x) is not grid.xp:
+                kinds = " or ".join(sorted(map(str, dtypes)))
+                reasons.append(f"{name} must be on q's device, with shape {shape} and dtype {kinds}; got {describe(x)}")
+        arrays.append(x)
+    if reasons:
+        raise UnsupportedProblem(reasons)
+    return arrays[0], arrays[1]
 
 
 def _checked_compression(compression: Any) -> tuple[int, int]:

@@ -11,10 +11,13 @@ from ..arrays import Array, accumulator_dtype, describe, is_number, whole_number
 from ..blocks.index import BlockIndex
 from ..errors import collecting, refuse
 from ..keywords import explains_keywords
+from ..masks import ChosenBlocks
 from ..study._masses import block_mass, require_served
 from . import bound, masked
 from .budget import Budget, Forced
+from .by_query import Estimate, kept_blocks, selected, share_reasons
 from .grid import Grid, block_means, of_strides, padded
+from .query_scores import RunKeys, chosen_by_kernel
 
 _DIAGONAL = Forced()
 
@@ -33,8 +36,9 @@ def pooled(
     scale: float | None = None,
     pool_queries: bool = True,
     self_similarity: float | None = None,
+    share: str = "query",
     executor: str = "auto",
-) -> BlockIndex:
+) -> BlockIndex | ChosenBlocks:
     """Choose blocks by the softmax of mean-pooled queries and keys.
 
     Parameters
@@ -44,7 +48,7 @@ def pooled(
     budget : Budget
         The number of blocks to keep per row.
     block : int or (int, int)
-        Sides block_q and block_kv in tokens.
+        Sides block_q and block_kv in tokens. If block_q is 1, each query has its own list of blocks.
     forced : Forced
         Blocks that are always kept.
     causal, mask, window, scale : optional
@@ -56,13 +60,19 @@ def pooled(
         A threshold from -1 to 1 for the mean cosine similarity between the rows of a block. The mean represents a block
         with a lower similarity poorly: such a block of keys is kept in every row and excluded from the softmax, and
         such a block of queries keeps all blocks.
+    share : {"query", "group"}
+        Whether each query head has its own choice, or the query heads that share a key/value head have one, by the sum
+        of their masses.
     executor : {"auto", "cpu", "gpu", "sim"}
         As in `block_mass`, which computes the products.
 
     Returns
     -------
-    BlockIndex
-        With arrays on the device of q. It is built without synchronization, unless `mask` holds host arrays.
+    BlockIndex, or ChosenBlocks if block_q is 1
+        With arrays on the device of q. It is built without synchronization, unless `mask` holds host arrays. An index
+        applies the masks; `ChosenBlocks` has only the choice, in lists of ascending block numbers for query heads, or
+        for key/value heads with ``share="group"``, so that `causal`, `mask` and `window` are arguments of `attention`,
+        too.
 
     Raises
     ------
@@ -73,7 +83,8 @@ def pooled(
     -----
     ==============================  ==================================================================================
     MInference's block-sparse head  ``block=64, budget=Budget(top_k=...)`` (arXiv 2407.02490, algorithm 3)
-    MoBA                            ``pool_queries=False, budget=Budget(top_k=...)`` (arXiv 2502.13189, equations 5, 6)
+    MoBA                            ``block=(1, c), pool_queries=False, budget=Budget(top_k=...)`` (arXiv 2502.13189,
+                                    equations 5, 6)
     VSA                             ``block=64, budget=Budget(top_k=...)`` after its order of tokens in cubes (arXiv
                                     2505.13389, section 2)
     SpargeAttn's prediction         ``block=(128, 64), self_similarity=0.6, budget=Budget(mass=0.98)`` (arXiv
@@ -90,38 +101,33 @@ def pooled(
     [1, 2, 3, 3, 3, 3, 3, 3]
     """
     key = None
-    if pool_queries is True and self_similarity is None:
+    if pool_queries is True and self_similarity is None and share == "query":
         key = bound.key_of("pooled", q, k, block, budget, forced, causal, mask, window, scale, executor)
     if (index := bound.selected(key, q, k)) is not None:
         return index
-    reasons = _similarity_reasons(self_similarity)
+    reasons = _similarity_reasons(self_similarity) + share_reasons(share)
     if not isinstance(pool_queries, (bool, np.bool)):
         reasons.append(f"pool_queries must be True or False; got {describe(pool_queries)}")
     grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale, reasons)
-    block_q, block_kv = grid.block
     if grid.is_masked:
         require_served(grid.q, grid.k, grid.scale, executor)
-        if not pool_queries:
-            return _by_query(grid, None, budget, forced, None, executor, self_similarity)
-        mass, unlike = masked.mass_of_means(grid, self_similarity)
-        return grid.index(grid.chosen(mass, mass, budget, forced, unlike))
+        key = None
     if (index := bound.first_selected(key, grid, lambda: bound.of_means(grid, budget, forced))) is not None:
         return index
-    means, extra, left_out = block_means(grid.k, block_kv), None, None
-    if self_similarity is not None:
-        of_keys = _self_similarity(grid.k, block_kv) < self_similarity
-        left_out = grid.of_query_heads(of_keys[..., None])[..., 0][..., None, :]
-        extra = left_out
-    if not pool_queries:
-        return _by_query(grid, means, budget, forced, left_out, executor)
-    if self_similarity is not None:
-        extra = left_out | (_self_similarity(grid.q, block_q) < self_similarity)[..., :, None]
-    mass = block_mass(
-        block_means(grid.q, block_q), means, block=1, scale=grid.scale, mask=grid.stairs(block_q, block_kv),
-        executor=executor,
-    )  # fmt: skip
-    mass = mass if left_out is None else mass * (~left_out)
-    return grid.index(grid.chosen(mass, mass, budget, forced, extra))
+    estimates = _ByMeans(grid, forced, self_similarity, executor)
+    if grid.block[0] == 1 and not grid.is_masked and self_similarity is None:
+        chosen = estimates.chosen(budget, share, not pool_queries)
+        if chosen is not None:
+            return chosen
+    if pool_queries or grid.block[0] == 1:
+        estimate = estimates.of_blocks if pool_queries else estimates.of_queries
+        return selected(grid, budget, forced, estimate, share=share, has_extra=self_similarity is not None)
+    of_queries = replace(grid, block=(1, grid.block[1]))
+    chosen = kept_blocks(of_queries, estimates.of_queries(of_queries), budget, forced, share)
+    rows = grid.xp.zeros((*chosen.shape[:-2], grid.size[0] * grid.block[0], chosen.shape[-1]), dtype=bool)
+    rows[..., : grid.shape.seqlen_q, :] = chosen
+    rows = rows.reshape(*chosen.shape[:-2], grid.size[0], grid.block[0], chosen.shape[-1]).any(axis=-2)
+    return grid.index(rows if share == "query" else grid.of_query_heads(rows))
 
 
 @explains_keywords
@@ -138,7 +144,7 @@ def antidiagonal(
     window: Any = None,
     scale: float | None = None,
     executor: str = "auto",
-) -> BlockIndex:
+) -> BlockIndex | ChosenBlocks:
     """Choose blocks by the softmax of sums of scores along antidiagonals, as XAttention does.
 
     The sum along the antidiagonal of a cell of stride by stride elements represents the scores of the cell, since the
@@ -151,7 +157,7 @@ def antidiagonal(
     budget : Budget
         The number of blocks to keep per row.
     block : int or (int, int)
-        Sides block_q and block_kv in tokens, multiples of `stride`.
+        Sides block_q and block_kv in tokens, multiples of `stride`. If block_q is 1, each query has its own list.
     stride : int
         Side of a cell, at most 4096 / head_dim.
     forced : Forced
@@ -163,7 +169,7 @@ def antidiagonal(
 
     Returns
     -------
-    BlockIndex
+    BlockIndex, or ChosenBlocks if block_q is 1
         As `pooled` returns it.
 
     Raises
@@ -198,49 +204,85 @@ def antidiagonal(
     refuse(reasons)
     if grid.is_masked:
         require_served(grid.q, grid.k, grid.scale, executor)
-        mass = masked.mass_of_antidiagonals(grid, stride)
-        return grid.index(grid.chosen(mass, mass, budget, forced))
+        key = None
     index = bound.first_selected(key, grid, lambda: bound.of_antidiagonals(grid, stride, budget, forced))
     if index is not None:
         return index
-    rows, columns = (
-        of_strides(padded(x, -(-x.shape[-2] // stride) * stride), stride, turned=turned)
-        for x, turned in ((grid.q, True), (grid.k, False))
-    )
-    mass = block_mass(
-        rows, columns, block=(grid.block[0] // stride, grid.block[1] // stride), scale=grid.scale / stride,
-        mask=grid.stairs(stride, stride), executor=executor,
-    )  # fmt: skip
-    return grid.index(grid.chosen(mass, mass, budget, forced))
 
-
-def _by_query(
-    grid: Grid, means: Array | None, budget: Budget, forced: Forced, left_out: Any, executor: str,
-    self_similarity: float | None = None,
-) -> BlockIndex:  # fmt: skip
-    """Return the union, over a block of queries, of the blocks that each query chooses; `means` is None under masks."""
-    xp, (block_q, block_kv) = grid.xp, grid.block
-    of_queries = replace(grid, block=(1, block_kv))
-    # A block that ends after the query is chosen only if it is forced.
-    ends = (xp.arange(grid.size[1]) + 1)[None, :] * block_kv
-    is_past = ends <= xp.arange(grid.shape.seqlen_q)[:, None] + grid.offset + 1
-    if means is None:
-        mass, eligible, left_out = masked.mass_by_query(grid, is_past if grid.is_causal else None, self_similarity)
-    else:
-        eligible = of_queries.eligible()
+    def estimate(piece: Grid) -> Estimate:
+        if grid.is_masked:
+            mass = masked.mass_of_antidiagonals(piece, stride)
+            return Estimate(mass, mass)
+        rows, columns = (
+            of_strides(padded(x, -(-x.shape[-2] // stride) * stride), stride, turned=turned)
+            for x, turned in ((piece.q, True), (piece.k, False))
+        )
         mass = block_mass(
-            grid.q.astype(means.dtype), means, block=1, scale=grid.scale, mask=grid.stairs(1, block_kv, block_kv),
-            executor=executor,
+            rows, columns, block=(grid.block[0] // stride, grid.block[1] // stride), scale=grid.scale / stride,
+            mask=piece.stairs(stride, stride), executor=executor,
         )  # fmt: skip
-    mass = mass if left_out is None else mass * (~left_out)
-    must = of_queries.forced(forced)
-    must = must if left_out is None else must | left_out
-    may = is_past | must | (not grid.is_causal)
-    may = may if eligible is None else eligible & may
-    chosen = of_queries.chosen(mass, mass, budget, forced, left_out, may)
-    rows = xp.zeros((*chosen.shape[:-2], grid.size[0] * block_q, chosen.shape[-1]), dtype=bool)
-    rows[..., : grid.shape.seqlen_q, :] = chosen
-    return grid.index(rows.reshape(*chosen.shape[:-2], grid.size[0], block_q, chosen.shape[-1]).any(axis=-2))
+        return Estimate(mass, mass)
+
+    return selected(grid, budget, forced, estimate)
+
+
+class _ByMeans:
+    """Estimates of blocks, of a whole grid or of some of its rows, by means of keys."""
+
+    def __init__(self, grid: Grid, forced: Forced, threshold: float | None, executor: str) -> None:
+        self._whole, self._forced, self._threshold, self._executor = grid, forced, threshold, executor
+        self._left_out: Any = None  # blocks of dissimilar keys
+        if grid.is_masked:
+            return
+        self._means = block_means(grid.k, grid.block[1])
+        if grid.block[0] == 1:  # the dtype of attention's keys
+            self._means = self._means.astype(grid.k.dtype)
+        if threshold is not None:
+            of_keys = _self_similarity(grid.k, grid.block[1]) < threshold
+            self._left_out = grid.of_query_heads(of_keys[..., None])[..., 0][..., None, :]
+
+    def chosen(self, budget: Budget, share: str, is_past_only: bool) -> ChosenBlocks | None:
+        """Return the choice of each query by a kernel; None if no kernel serves the call."""
+        block_kv = self._whole.block[1]
+        runs = RunKeys(self._means, block_kv, block_kv if is_past_only else 1, (1, 1))
+        return chosen_by_kernel(
+            self._whole, runs, budget, self._forced, self._executor, share=share, is_past_only=is_past_only
+        )
+
+    def of_blocks(self, grid: Grid) -> Estimate:
+        """Estimate by the softmax of mean queries times mean keys."""
+        if self._whole.is_masked:
+            mass, unlike = masked.mass_of_means(grid, self._threshold)
+            return Estimate(mass, mass, unlike)
+        queries = block_means(grid.q, grid.block[0]).astype(self._means.dtype, copy=False)
+        mass = self._mass(queries, grid.stairs(*grid.block), grid)
+        if self._threshold is None:
+            return Estimate(mass, mass)
+        return Estimate(
+            mass, mass, self._left_out | (_self_similarity(grid.q, grid.block[0]) < self._threshold)[..., :, None]
+        )
+
+    def of_queries(self, grid: Grid) -> Estimate:
+        """Estimate by the softmax of each query times mean keys; `grid` has blocks of one query."""
+        xp, (_, block_kv) = grid.xp, grid.block
+        # A block that ends after the query is chosen only if it is forced.
+        ends = (xp.arange(grid.size[1]) + 1)[None, :] * block_kv
+        is_past = ends <= xp.arange(grid.shape.seqlen_q)[:, None] + grid.offset + 1
+        if self._whole.is_masked:
+            whole = self._whole
+            mass, may, left_out = masked.mass_by_query(whole, is_past if grid.is_causal else None, self._threshold)
+            mass = mass if left_out is None else mass * (~left_out)
+        else:
+            may, left_out = grid.eligible(), self._left_out
+            mass = self._mass(grid.q.astype(self._means.dtype), grid.stairs(1, block_kv, block_kv), grid)
+        must = grid.forced(self._forced)
+        must = must if left_out is None else must | left_out
+        allowed = is_past | must | (not grid.is_causal)
+        return Estimate(mass, mass, left_out, allowed if may is None else may & allowed)
+
+    def _mass(self, queries: Array, mask: Any, grid: Grid) -> Array:
+        mass = block_mass(queries, self._means, block=1, scale=grid.scale, mask=mask, executor=self._executor)
+        return mass if self._left_out is None else mass * (~self._left_out)
 
 
 def _self_similarity(x: Array, side: int) -> Array:

@@ -42,13 +42,14 @@ class Grid:
     has_own_mask: bool
     scale: float
     has_heads: bool
+    first_query: int = 0  # position of the first query, if the grid has some rows of another grid
 
     @classmethod
     def of(
         cls, q: Array, k: Array, block: Any, budgets: dict[str, Any], forced: Any, causal: Any, mask: Any, window: Any,
         scale: Any, reasons: Sequence[str] = (),
     ) -> Grid:  # fmt: skip
-        """Check the arguments of a selector; `reasons` are those why its other arguments are refused.
+        """Check the arguments of a selector; `reasons` are the reasons to refuse its other arguments.
 
         Raises
         ------
@@ -156,6 +157,7 @@ class Grid:
             is_causal=self.is_causal and not self.has_own_mask, count=max(budget.top_k or 0, budget.min_blocks),
             mass=float(budget.part or 0), threshold=None if budget.threshold is None else float(budget.threshold),
             num_sinks=forced.sink, num_local=forced.local, has_diagonal=bool(forced.diagonal),
+            most=budget.max_blocks or 0,
         )  # fmt: skip
 
     def chosen(

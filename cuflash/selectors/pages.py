@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import DTYPES, Array, accumulator_dtype, is_int, require_arrays, whole_number
+from ..arrays import DTYPES, Array, accumulator_dtype, is_int, namespace, require_arrays, whole_number
 from ..cache import KVCache
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
+from ..masks import ChosenBlocks
 from ..masks.shape import block_pair
 from ..plans import as_arrays
 from . import bound, masked
 from .budget import Budget, Forced
+from .by_query import Estimate, selected, share_reasons
 from .grid import Grid
 
 _DIAGONAL = Forced()
@@ -69,7 +71,8 @@ def quest(
     mask: Any = None,
     window: Any = None,
     scale: float | None = None,
-) -> Any:
+    share: str = "query",
+) -> ChosenBlocks:
     """Choose pages of keys by an upper bound of each query's scores.
 
     Parameters
@@ -90,15 +93,20 @@ def quest(
     causal : bool, "bottom_right" or "top_left"
         As in `attention`. The default aligns the last query with the last key.
     mask, window : optional
-        As in `attention`; the index applies them, and bounds are over the keys that a query attends. A mask for a cache
-        applies to each of its sequences.
+        As in `attention`; bounds are over the keys that a query attends. A mask for a cache applies to each of its
+        sequences.
     scale : float, optional
         A factor of the bounds, as of scores. Default: bounds of q . k.
+    share : {"query", "group"}
+        Whether each query head has its own choice, or the query heads that share a key/value head have one, by the
+        greatest of their bounds.
 
     Returns
     -------
-    BlockIndex, or tuple of BlockIndex
-        An index with blocks of one query and one page; for a cache, one index per sequence, for its present length.
+    ChosenBlocks
+        The pages that each query keeps, in lists of ascending page numbers for query heads, or for key/value heads with
+        ``share="group"``, on the device of q; -1 fills the rest. `causal`, `mask` and `window` are arguments of
+        `attention`, too. For a cache, page numbers start at the first key of each sequence.
 
     Raises
     ------
@@ -114,19 +122,19 @@ def quest(
     >>> import numpy as np
     >>> from cuflash.selectors import Budget, quest
     >>> q, k = np.random.default_rng(0).standard_normal((2, 4, 64, 16))
-    >>> index = quest(q[:, -1:], k, budget=Budget(top_k=2), block=8)
-    >>> index.block, (index.states() > 0).sum(-1).ravel().tolist()
-    ((1, 8), [2, 2, 2, 2])
+    >>> chosen = quest(q[:, -1:], k, budget=Budget(top_k=2), block=8)
+    >>> chosen.block, chosen.blocks.shape
+    (8, (4, 1, 2))
     """
     if isinstance(k, KVCache):
         return _of_cache(q, k, block, page_size, budget=budget, forced=forced, causal=causal, mask=mask,
-                         window=window, scale=scale)  # fmt: skip
+                         window=window, scale=scale, share=share)  # fmt: skip
     key = None
-    if scale is None and isinstance(budget, Budget) and budget.mass is None:
+    if scale is None and share == "query" and isinstance(budget, Budget) and budget.mass is None:
         key = bound.key_of("quest", q, k, (block, page_size), budget, forced, causal, mask, window, None)
-    if (index := bound.selected(key, q, k)) is not None:
-        return index
-    reasons: list[str] = []
+    if isinstance(chosen := bound.selected(key, q, k), ChosenBlocks):
+        return chosen
+    reasons = share_reasons(share)
     sides = 1, 16
     with collecting(reasons):
         sides = _sides(block, page_size)
@@ -134,14 +142,21 @@ def quest(
         reasons.append("budget must have top_k, density or threshold, since bounds are not masses; got mass")
     grid = Grid.of(q, k, sides, {"budget": budget}, forced, causal, mask, window, scale, reasons)
     key = None if grid.is_masked else key
-    if (index := bound.first_selected(key, grid, lambda: bound.of_page_bounds(grid, budget, forced))) is not None:
-        return index
+    chosen = bound.first_selected(key, grid, lambda: bound.of_page_bounds(grid, budget, forced))
+    if isinstance(chosen, ChosenBlocks):
+        return chosen
     if scale is not None:
         grid = replace(grid, q=grid.q.astype(accumulator_dtype(grid.q.dtype)) * grid.scale)
-    bounds, allowed = _bounds(grid), None
-    if grid.is_masked:
-        bounds, allowed = masked.bounds_of_pages(grid, bounds)
-    return grid.index(grid.chosen(bounds, bounds, budget, forced, allowed=allowed))
+
+    def estimate(piece: Grid) -> Estimate:
+        bounds, allowed = _bounds(piece), None
+        if grid.is_masked:
+            bounds, allowed = masked.bounds_of_pages(piece, bounds)
+        return Estimate(bounds, None, allowed=allowed)
+
+    chosen = selected(grid, budget, forced, estimate, share=share, by="max", columns=max(1, grid.q.shape[-1]))
+    assert isinstance(chosen, ChosenBlocks)
+    return chosen
 
 
 def _sides(block: Any, page_size: Any) -> tuple[int, int]:
@@ -177,7 +192,7 @@ def _bounds(grid: Grid) -> Array:
     return xp.maximum(q * least[..., None, :, :], q * greatest[..., None, :, :]).sum(axis=-1)
 
 
-def _of_cache(q: Any, cache: KVCache, block: Any, page_size: Any, **options: Any) -> tuple[Any, ...]:
+def _of_cache(q: Any, cache: KVCache, block: Any, page_size: Any, **options: Any) -> ChosenBlocks:
     """Choose the pages of each sequence of a cache."""
     batch = len(cache.lengths)
     of_list = {"q": cache.k.dtype if cache.k.dtype in DTYPES else np.float32}
@@ -189,7 +204,12 @@ def _of_cache(q: Any, cache: KVCache, block: Any, page_size: Any, **options: Any
         page_size = cache.page_size
     if cache.k_scale is not None:  # the rows of a quantized cache are float32; the conversion of q is exact
         q = q.astype(np.float32, copy=False)
-    return tuple(
+    chosen = [
         quest(q[sequence], cache.rows(sequence)[0], block=block, page_size=page_size, **options)
         for sequence in range(batch)
-    )
+    ]
+    xp, length = namespace(q), max(each.blocks.shape[-1] for each in chosen)
+    lists = xp.full((batch, *chosen[0].blocks.shape[:-1], length), -1, dtype=np.int32)
+    for sequence, each in enumerate(chosen):
+        lists[sequence, ..., : each.blocks.shape[-1]] = each.blocks
+    return ChosenBlocks(lists, chosen[0].block)

@@ -10,10 +10,11 @@ from ..arrays import Array, describe, whole_number
 from ..blocks.index import BlockIndex
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
-from ..masks.arrays import Dense
+from ..masks import ChosenBlocks, Dense
 from ..study._masses import block_mass
 from . import bound, masked
 from .budget import Budget, Forced, choose
+from .by_query import count_within, list_length, result
 from .grid import Grid
 
 _DIAGONAL = Forced()
@@ -35,7 +36,7 @@ def vertical_slash(
     scale: float | None = None,
     num_queries: int = 64,
     executor: str = "auto",
-) -> BlockIndex:
+) -> BlockIndex | ChosenBlocks:
     """Choose columns and diagonals that the last queries attend, and keep the blocks that they cross.
 
     Parameters
@@ -49,7 +50,7 @@ def vertical_slash(
         The numbers of keys and of diagonals to keep, instead of half of `budget` each. A diagonal is the set of
         elements with the same distance, at least 0, between query and key.
     block : int or (int, int)
-        Sides block_q and block_kv in tokens.
+        Sides block_q and block_kv in tokens. If block_q is 1, each query has its own list of blocks.
     forced : Forced
         Blocks that are always kept.
     causal, mask, window, scale : optional
@@ -61,7 +62,7 @@ def vertical_slash(
 
     Returns
     -------
-    BlockIndex
+    BlockIndex, or ChosenBlocks if block_q is 1
         As `pooled` returns it.
 
     Raises
@@ -96,13 +97,16 @@ def vertical_slash(
         num_queries = whole_number("num_queries", num_queries, 1)
     budgets = {"vertical": vertical, "slash": slash}
     grid = Grid.of(q, k, block, budgets, forced, causal, mask, window, scale, reasons)
+    seqlen_q, seqlen_kv = grid.shape.seqlen_q, grid.shape.seqlen_kv
+    # A query crosses one block of each key and of each diagonal.
+    counts = count_within(vertical, seqlen_kv), count_within(slash, max(seqlen_q + grid.offset, 0))
+    length = list_length(grid, forced, *counts)
     index = bound.first_selected(key, grid, lambda: bound.of_slashes(grid, vertical, slash, num_queries, forced))
     if index is not None:
         return index
     xp, (block_q, block_kv), (num_rows, num_columns) = grid.xp, grid.block, grid.size
-    seqlen_q, seqlen_kv = grid.shape.seqlen_q, grid.shape.seqlen_kv
     if not seqlen_kv:
-        return grid.index(xp.zeros((*grid.heads, num_rows, num_columns), bool))
+        return result(grid, xp.zeros((*grid.heads, num_rows, num_columns), bool), length)
     by_key, by_distance = _sums(grid, num_queries, executor)
     keys = choose(by_key, by_key, None, None, vertical)
     distances = choose(by_distance, by_distance, None, None, slash)
@@ -112,7 +116,8 @@ def vertical_slash(
     # The distances between queries and keys of a block increase from its upper right to its lower left corner.
     has_distance = _has_any(xp, distances, start_q + grid.offset - stop_kv + 1, stop_q + grid.offset - start_kv)
     chosen, eligible = grid.forced(forced) | has_key | has_distance, grid.eligible()
-    return grid.index(chosen if eligible is None else chosen & eligible)
+    chosen = xp.broadcast_to(chosen if eligible is None else chosen & eligible, (*grid.heads, num_rows, num_columns))
+    return result(grid, chosen, length)
 
 
 def _budgets_of(budget: Any, vertical: Any, slash: Any) -> tuple[Any, Any]:

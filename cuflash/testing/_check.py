@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,6 +25,8 @@ from .strategies import examples
 
 Property = Callable[..., None]
 _PER_PROPERTY = 8  # a property gets this fraction of the examples, because the bounds detect nearly every fault
+_NON_FINITE = check_non_finite_values_reach_what_they_should
+_PHASES = (Phase.generate, Phase.shrink)
 _ADDED = ("has_sink", "has_non_finite")  # options that add examples; all others apply to every example
 
 
@@ -35,6 +37,27 @@ class _Line(NamedTuple):
     drawn: st.SearchStrategy[Example]
     most: int
     check: Callable[[Example], float | None]
+
+    def outcome(self, seed: int) -> tuple[int, AssertionError | None]:
+        """Return how many examples were checked, and the failure with the smallest example, or None."""
+        count = 0
+
+        @hypothesis.seed(seed)
+        @settings(
+            max_examples=self.most, deadline=None, database=None, derandomize=False, print_blob=False,
+            report_multiple_bugs=False, suppress_health_check=tuple(HealthCheck), phases=_PHASES,
+        )  # fmt: skip
+        @hypothesis.given(self.drawn)
+        def test(example: Example) -> None:
+            nonlocal count
+            count += 1
+            self.check(example)
+
+        try:
+            test()
+        except AssertionError as failure:
+            return count, failure
+        return count, None
 
 
 @explains_keywords
@@ -83,23 +106,25 @@ def check(
 
     Examples
     --------
-    >>> from cuflash import reference, testing
+    >>> import cuflash
+    >>> from cuflash import testing
+    >>> def attend(q, k, v, *, mask, scale):
+    ...     return cuflash.attention(q, k, v, mask=mask, scale=scale, return_lse=True)
     >>> few = {"dtypes": ["float64"], "longest": 20}
-    >>> testing.check(reference.attention, options=few, max_examples=16, properties=testing.FORWARD_PROPERTIES[:1])
+    >>> testing.check(attend, options=few, max_examples=16, properties=testing.FORWARD_PROPERTIES[:1])
     ok      o and lse are within their bounds               16 examples
     ok      the exact probes pass                           16 examples
     ok      order of keys does not matter                   2 examples
     """
-    options = {} if options is None else options
-    drawn = _strategies(options, max_examples, seed)
-    failures, number = [], 0
-    for number, line in enumerate(_lines(attend, gradients, options, properties, max_examples, drawn), start=1):
-        count, failure = _outcome(line, seed + (number << 32))
+    lines = _lines(attend, gradients, {} if options is None else options, properties, max_examples, seed)
+    failures = []
+    for number, line in enumerate(lines):
+        count, failure = line.outcome(seed + (number << 32))
         state, detail = ("ok", f"{count} examples") if failure is None else ("FAILED", str(failure).partition("\n")[0])
         print(f"{state:8}{line.name:48}{detail}", flush=True)
         failures += [] if failure is None else [f"{line.name}: {failure}"]
     if failures:
-        raise AssertionError("\n\n".join([f"{len(failures)} of {number} properties fail", *failures]))
+        raise AssertionError("\n\n".join([f"{len(failures)} of {len(lines)} properties fail", *failures]))
 
 
 def _strategies(options: Mapping[str, Any], max_examples: int, seed: int) -> dict[str, st.SearchStrategy[Example]]:
@@ -119,7 +144,8 @@ def _strategies(options: Mapping[str, Any], max_examples: int, seed: int) -> dic
     plain = {name: value for name, value in options.items() if name not in _ADDED}
     drawn = {}
     with collecting(reasons):
-        drawn = {"": examples(**plain), **{name: examples(**plain, **{name: options[name]}) for name in _ADDED if name in options}}
+        added = {name: examples(**plain, **{name: options[name]}) for name in _ADDED if name in options}
+        drawn = {"": examples(**plain), **added}
     refuse(reasons)
     return drawn
 
@@ -130,25 +156,27 @@ def _lines(
     options: Mapping[str, Any],
     properties: Sequence[Property] | None,
     most: int,
-    drawn: Mapping[str, st.SearchStrategy[Example]],
-) -> Iterator[_Line]:
+    seed: int,
+) -> list[_Line]:
+    """Return the lines of the report, after a check of all arguments."""
+    drawn = _strategies(options, most, seed)
     if properties is None:
-        properties = [each for each in _of_functions(gradients) if each is not _NON_FINITE or options.get("has_non_finite")]
+        is_finite = not options.get("has_non_finite")
+        properties = [each for each in _of_functions(gradients) if not (is_finite and each is _NON_FINITE)]
     _require(properties, gradients)
-    for suffix, name in (("", ""), (" with a sink", "has_sink")):
-        if not name or options.get(name):
-            yield _Line(f"o and lse are within their bounds{suffix}", drawn[name], most, partial(_forward, attend))
-            if gradients is not None:
-                yield _Line(f"gradients are within their bounds{suffix}", drawn[name], most, partial(_backward, gradients))
-    yield _Line("the exact probes pass", drawn[""], most, partial(assert_exact_probes, attend))
+    lines = []
+    for suffix, name in (("", ""), (" with a sink", "has_sink"))[: 1 + bool(options.get("has_sink"))]:
+        lines.append(_Line(f"o and lse are within their bounds{suffix}", drawn[name], most, partial(_forward, attend)))
+        if gradients is not None:
+            backward = partial(_backward, gradients)
+            lines.append(_Line(f"gradients are within their bounds{suffix}", drawn[name], most, backward))
+    lines.append(_Line("the exact probes pass", drawn[""], most, partial(assert_exact_probes, attend)))
     for each in properties:
-        functions = (attend,) if each in FORWARD_PROPERTIES else (gradients,)
+        functions: tuple[Any, ...] = (attend,) if each in FORWARD_PROPERTIES else (gradients,)
         functions = (attend, gradients) if each in PAIR_PROPERTIES else functions
-        of_property = drawn["has_non_finite" if each is _NON_FINITE and "has_non_finite" in drawn else ""]
-        yield _Line(_name_of(each), of_property, -(-most // _PER_PROPERTY), partial(each, *functions))
-
-
-_NON_FINITE = check_non_finite_values_reach_what_they_should
+        of_property = drawn.get("has_non_finite" if each is _NON_FINITE else "", drawn[""])
+        lines.append(_Line(_name_of(each), of_property, -(-most // _PER_PROPERTY), partial(each, *functions)))
+    return lines
 
 
 def _of_functions(gradients: Pull | None) -> tuple[Property, ...]:
@@ -157,7 +185,7 @@ def _of_functions(gradients: Pull | None) -> tuple[Property, ...]:
 
 def _require(properties: Sequence[Property], gradients: Pull | None) -> None:
     for each in properties:
-        if each not in _of_functions(check):
+        if each not in (*FORWARD_PROPERTIES, *GRADIENT_PROPERTIES, *PAIR_PROPERTIES):
             raise TypeError(f"properties must be elements of lists such as FORWARD_PROPERTIES; got {describe(each)}")
         if each not in _of_functions(gradients):
             raise TypeError(f"gradients must be passed for the property {_name_of(each)!r}")
@@ -177,31 +205,10 @@ def _backward(gradients: Pull, example: Example) -> float:
     names = ("q", "k", "v") if example.sink is None else ("q", "k", "v", "sink")
     results = gradients(example.q, example.k, example.v, example.do, dlse=example.dlse, **_keywords(example))
     shapes = {f"d{name}": getattr(example, name).shape for name in names}
-    return assert_within_bounds(example, **dict(zip(shapes, as_results(results, shapes, example))))
+    arrays: dict[str, Any] = dict(zip(shapes, as_results(results, shapes, example)))
+    return assert_within_bounds(example, **arrays)
 
 
 def _keywords(example: Example) -> dict[str, Any]:
     sink = {} if example.sink is None else {"sink": example.sink}
     return {"mask": example.dense_mask, "scale": example.scale, **sink}
-
-
-def _outcome(line: _Line, seed: int) -> tuple[int, AssertionError | None]:
-    """Return how many examples were checked, and the failure with the smallest example, or None."""
-    count = 0
-
-    @hypothesis.seed(seed)
-    @settings(
-        max_examples=line.most, deadline=None, database=None, derandomize=False, print_blob=False,
-        report_multiple_bugs=False, suppress_health_check=tuple(HealthCheck), phases=(Phase.generate, Phase.shrink),
-    )  # fmt: skip
-    @hypothesis.given(line.drawn)
-    def test(example: Example) -> None:
-        nonlocal count
-        count += 1
-        line.check(example)
-
-    try:
-        test()
-    except AssertionError as failure:
-        return count, failure
-    return count, None

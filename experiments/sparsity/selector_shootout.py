@@ -44,7 +44,7 @@ import cuflash
 import matplotlib.pyplot as plt
 import numpy as np
 from block_sparsity import sent
-from cuflash import selectors
+from cuflash import masks, selectors
 from cuflash.selectors import Budget, Forced
 from cuflash.study.command import load_heads
 from cuflash.study.own_patterns import loaded
@@ -65,9 +65,7 @@ Heads = tuple[Any, Any, Any, bool | str]  # q, k, v and whether, or how, the mas
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The configuration; every combination is a row. Fields that start with gpu apply to data of known structure with
-    --gpu.
-    """
+    """Every combination is a row; fields that start with gpu apply to data of known structure with --gpu."""
 
     gpu: bool = False
     data: tuple[str, ...] = (*CAPTURED, "clusters", "columns", "slashes")
@@ -171,7 +169,7 @@ def selection(name: str, heads: Heads, block: int | tuple[int, int], top_k: int)
         options["page_size"] = options.pop("block")[1]
     if name != "vertical_slash":
         selector = loaded(name) if ":" in name else getattr(selectors, name)
-        return lambda: selector(q, k, budget=Budget(top_k=top_k), **options)
+        return lambda: under(causal, selector(q, k, budget=Budget(top_k=top_k), **options))
     most = selectors.local(q, k, budget=Budget(top_k=top_k), **options).num_entries
     count = 1
     while True:
@@ -179,6 +177,22 @@ def selection(name: str, heads: Heads, block: int | tuple[int, int], top_k: int)
         if wider.num_entries > most or 2 * count > q.shape[-2]:
             return lambda: selectors.vertical_slash(q, k, **_lines(count), **options)
         count *= 2
+
+
+def under(causal: bool | str, chosen: Any) -> Any:
+    """Return blocks that queries chose under their causal mask; an index has it already."""
+    if not causal or not isinstance(chosen, masks.ChosenBlocks):
+        return chosen
+    return chosen & masks.Causal(causal if isinstance(causal, str) else None)
+
+
+def density(mask: Any, heads: Heads, block: Any) -> float:
+    """Return the share of all blocks that are kept."""
+    q, k, *_ = heads
+    index = mask if isinstance(mask, cuflash.BlockIndex) else cuflash.BlockIndex.from_mask(
+        mask, q.shape[-2], k.shape[-2], block, num_heads=len(q)
+    )  # fmt: skip
+    return index.num_entries / (index.num_q_blocks * index.num_kv_blocks * index.num_heads)
 
 
 def _lines(count: int) -> dict[str, Budget]:
@@ -248,10 +262,9 @@ def rows(
         select = selection(name, heads, block, top_k)
         index = select()
         recalled = cuflash.study.recall(q, k, v, mask=index, causal=causal)
-        grid = index.num_q_blocks * index.num_kv_blocks * index.num_heads
         yield {
             "data": data, "selector": name, "top_k": top_k, "block": f"1 x {PAGE}" if names == OF_PAGES else block,
-            "seqlen": k.shape[-2], "num_heads": len(q), "dtype": q.dtype.name, "density": index.num_entries / grid,
+            "seqlen": k.shape[-2], "num_heads": len(q), "dtype": q.dtype.name, "density": density(index, heads, block),
             "recall": float(recalled.mass.mean()), "error": float(recalled.output_error),
             "gradient_error": distance(gradients(heads, index), right),
             **timed(config, heads, select, index), **constants,

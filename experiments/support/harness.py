@@ -45,7 +45,8 @@ matplotlib.use("Agg")
 EXPERIMENTS = Path(__file__).parents[1]
 RESULTS = EXPERIMENTS / "results"
 UNPUBLISHED = EXPERIMENTS.parent / "build" / "results"  # ignored by git
-FOLDERS = [str(EXPERIMENTS / name) for name in ("support", "speed", "sparsity", "proof", "language", "sweeps")]
+SUBJECTS = "support", "speed", "sparsity", "proof", "language", "derivatives", "sweeps"
+FOLDERS = [str(EXPERIMENTS / name) for name in SUBJECTS]
 # Many times any level-2 cache; writing it takes 0.2 ms, in which the host queues the timed calls
 FLUSH_BYTES = 512 << 20
 Record = dict[str, Any]

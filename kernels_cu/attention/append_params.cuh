@@ -11,4 +11,11 @@ struct Append {
   int32_t num_rows, blocks_per_sequence;
 };
 
+// The least and the greatest keys of each page, for the kernel that keeps them.
+struct KeyBounds {
+  void* key_bounds;  // [num_pages, kv heads, 2, head_dim], in the dtype of keys
+  int32_t pages_per_sequence;  // pages that new rows of a sequence may go to
+  int32_t padding;
+};
+
 }  // namespace cuflash::attention

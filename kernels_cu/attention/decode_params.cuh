@@ -27,4 +27,11 @@ struct Decode {
   double softmax_scale;
 };
 
+// Memory for the parts of keys in arrays instead of a cache, as in Decode.
+struct DecodeParts {
+  float* o_parts;
+  float* stats_parts;
+  int32_t* arrivals;
+};
+
 }  // namespace cuflash::attention

@@ -36,6 +36,32 @@ CUFLASH_DEVICE Interval seen_by_all(const Decode& params, const Sequence& of) {
   return {max(0, of.length - 1 - params.left), min(of.count - 1, params.right) + first + 1};
 }
 
+// The queries of a tile that are new rows of a sequence, for the body of a decode kernel.
+struct NewTokens {
+  const Decode& params;
+  const Sequence& of;
+
+  CUFLASH_DEVICE RowMask row_mask(int row) const { return packed_row_mask(params, of, row); }
+  CUFLASH_DEVICE Interval seen_by_all() const { return attention::seen_by_all(params, of); }
+  CUFLASH_DEVICE int position(int number) const { return max(0, of.length - of.count + number); }
+};
+
+// The queries of a tile that are those of all heads that share a key/value head, for the body of a decode kernel.
+struct PackedQueries {
+  const Params& params;
+  const BatchHead& heads;
+  VisitRange keys;
+
+  CUFLASH_DEVICE RowMask row_mask(int row) const {
+    const int num_queries = params.shape.seqlen_q;
+    if (row >= params.shape.group_size * num_queries) return {0, 0, nullptr, 0};
+    const Interval own = interval(params, heads, row % num_queries);
+    return {own.lo, own.hi, nullptr, 0};
+  }
+  CUFLASH_DEVICE Interval seen_by_all() const { return {keys.full_start, keys.full_stop}; }
+  CUFLASH_DEVICE int position(int number) const { return number; }
+};
+
 // The keys start <= j < stop of a block.
 struct Part {
   int number, num_parts;  // number of this part, and number of parts of the sequence

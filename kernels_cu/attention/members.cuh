@@ -20,6 +20,11 @@ CUFLASH_DEVICE int64_t list_head(const ChosenLists& chosen, const BatchHead& bat
          divmod(batch_head.head, chosen.heads_per_list).quotient * chosen.head_stride;
 }
 
+// Return the axis of queries, cut into tiles of neighbors with the heads that share their lists.
+CUFLASH_DEVICE TileAxis axis_of_neighbours(const Params& params, const ChosenLists& chosen) {
+  return {params.shape.seqlen_q, chosen.heads_per_tile, 0, nullptr, true, params.shape.heads_per_l2_group};
+}
+
 // Return the tile that a block works on: queries of one head, or below, neighboring queries of the heads from
 // `batch_head.head` on.
 template <class Listed>
@@ -28,9 +33,26 @@ CUFLASH_DEVICE WorkTile tile_of_block(const Params& params, NoChosenLists, int h
 }
 template <class Listed>
 CUFLASH_DEVICE WorkTile tile_of_block(const Params& params, const ChosenLists& chosen, int, int = 1) {
-  const TileAxis queries{params.shape.seqlen_q, chosen.heads_per_tile, 0, nullptr, true,
-                         params.shape.heads_per_l2_group};
-  return work_tile(params, queries, chosen.queries_per_tile, thread_block());
+  return work_tile(params, axis_of_neighbours(params, chosen), chosen.queries_per_tile, thread_block());
+}
+
+// Return the number of such tiles, for persistent blocks; below, the tile with a number.
+template <class Listed>
+CUFLASH_DEVICE int num_tiles_of_queries(const Params& params, NoChosenLists, int height) {
+  return num_query_tiles<Listed>(params, height);
+}
+template <class>
+CUFLASH_DEVICE int num_tiles_of_queries(const Params& params, const ChosenLists& chosen, int) {
+  const TileScheduler scheduler(params.shape, axis_of_neighbours(params, chosen), chosen.queries_per_tile);
+  return scheduler.num_batch_heads * scheduler.num_tiles;
+}
+template <class Listed>
+CUFLASH_DEVICE WorkTile tile_of_queries_at(const Params& params, NoChosenLists, int height, int number) {
+  return query_tile_at<Listed>(params, height, number);
+}
+template <class>
+CUFLASH_DEVICE WorkTile tile_of_queries_at(const Params& params, const ChosenLists& chosen, int, int number) {
+  return work_tile(params, axis_of_neighbours(params, chosen), chosen.queries_per_tile, number);
 }
 
 // Return the keys that the queries of a tile may visit, and the entries of the union of their lists.
@@ -69,6 +91,21 @@ CUFLASH_DEVICE HeadAndQuery head_and_query_of_neighbours(const ChosenLists& chos
   return {work.batch_head.head + number.remainder, min(work.first + number.quotient, work.last - 1)};
 }
 
+// Return the bits of the queries that some rows of a tile belong to.
+CUFLASH_DEVICE uint64_t queries_of_rows(const ChosenLists& chosen, int first_row, int num_rows) {
+  const int first = divmod(first_row, chosen.heads_per_tile).quotient;
+  const int last = divmod(first_row + num_rows - 1, chosen.heads_per_tile).quotient;
+  return ~0ull >> (63 - last) & ~0ull << first;
+}
+
+// Return the keys that a row of a tile attends in a step whose block the queries with a bit in `word` chose.
+CUFLASH_DEVICE RowMask row_mask_of_neighbour(const Params& params, const ChosenLists& chosen, const WorkTile& work,
+                                             const KvBlock& block, uint64_t word, int row) {
+  const int number = divmod(row, chosen.heads_per_tile).quotient;
+  if ((word >> number & 1) == 0) return {0, 0, nullptr, 0};
+  return block.row_mask(params, work.batch_head, work.first + number);
+}
+
 // The queries that chose the block of a step, in kernels whose queries all visit the same blocks: all of them.
 struct EveryQuery {
   CUFLASH_DEVICE EveryQuery(NoChosenLists, const WorkTile&) {}
@@ -82,11 +119,9 @@ template <class Tile>
 class Members {
  public:
   CUFLASH_DEVICE Members(const ChosenLists& chosen, const WorkTile& work)
-      : chosen_(chosen), num_queries_(work.last - work.first) {
-    const int first = divmod(Tile::warp_row(), chosen.heads_per_tile).quotient;
-    const int last = divmod(Tile::warp_row() + 16 * Tile::kRowTiles - 1, chosen.heads_per_tile).quotient;
-    of_warp_ = ~0ull >> (63 - last) & ~0ull << first;
-  }
+      : chosen_(chosen),
+        num_queries_(work.last - work.first),
+        of_warp_(queries_of_rows(chosen, Tile::warp_row(), 16 * Tile::kRowTiles)) {}
 
   CUFLASH_DEVICE void read(const KvBlock& block) { word_ = chosen_.word(block.entry); }
   CUFLASH_DEVICE bool has_any() const { return (word_ & of_warp_) != 0; }
@@ -94,9 +129,7 @@ class Members {
 
   // Return the keys that a row of the tile attends in the step.
   CUFLASH_DEVICE RowMask row_mask(const Params& params, const WorkTile& work, const KvBlock& block, int row) const {
-    const int number = divmod(row, chosen_.heads_per_tile).quotient;
-    if ((word_ >> number & 1) == 0) return {0, 0, nullptr, 0};
-    return block.row_mask(params, work.batch_head, work.first + number);
+    return row_mask_of_neighbour(params, chosen_, work, block, word_, row);
   }
 
  private:
@@ -127,12 +160,15 @@ struct Column {
   int tile;  // tile within the block
   int part;
 
-  CUFLASH_DEVICE Column(const Params& params, const ChosenLists& chosen, const WorkTile& work, int height)
-      : part(split_index(chosen.num_parts)) {
+  CUFLASH_DEVICE Column(const Params& params, const ChosenLists& chosen, const WorkTile& work, int part, int height)
+      : part(part) {
     const DivMod block = divmod(work.first, params.work.block_kv);
     number = list_head(chosen, work.batch_head) * (chosen.num_blocks + 1) + block.quotient;
     tile = block.remainder / height;
   }
+  // The column of a thread block that has a single part.
+  CUFLASH_DEVICE Column(const Params& params, const ChosenLists& chosen, const WorkTile& work, int height)
+      : Column(params, chosen, work, split_index(chosen.num_parts), height) {}
 
   // Return the first index of the part in the list of queries, and the index past its last one.
   CUFLASH_DEVICE int first(const ChosenLists& chosen) const {

@@ -16,17 +16,8 @@ template <class Gradient, class Tile>
 CUFLASH_DEVICE void write_gradient_of_queries(const attention::ChosenLists& chosen, const attention::Matrices& to,
                                               const attention::WorkTile& work, int num_columns, Tile staging,
                                               Gradient& gradient) {
-  if (to.is_accumulator) {
-    const auto rows = attention::rows_of_tile<float>(chosen, to, work, num_columns);
-#pragma unroll
-    for (int i = 0; i < Gradient::kRows; ++i)
-#pragma unroll
-      for (int j = 0; j < Gradient::kColumns; ++j) {
-        const int row = gradient.first_row() + Gradient::row(i), column = gradient.first_column() + Gradient::column(j);
-        if (row < rows.num_rows && column < num_columns) rows.at(row, column) = gradient.at(i, j);
-      }
-    return;
-  }
+  if (to.is_accumulator)
+    return attention::write_accumulators(attention::rows_of_tile<float>(chosen, to, work, num_columns), gradient);
   tile::store(staging, gradient);
   __syncthreads();  // all rows are staged
   tile::store<kThreads>(attention::rows_of_tile<Element>(chosen, to, work, num_columns), staging);

@@ -1,6 +1,7 @@
 #pragma once
 #include <attention/mask_softmax_mma.cuh>
 #include <attention/score_gradient.cuh>
+#include <tile/copy_async.cuh>
 
 // P, dS and the epilogue of gradients in the accumulator layout of tensor cores.
 namespace cuflash::attention {
@@ -89,6 +90,18 @@ CUFLASH_DEVICE void write_accumulators(const Matrices& to, const WorkTile& work,
     for (int j = 0; j < Gradient::kColumns; ++j)
       if (first_column + Gradient::column(j) < num_columns) row[Gradient::column(j)] = gradient.at(i, j);
   }
+}
+
+// Write the rows of a gradient in float32 to rows of several heads.
+template <class Gradient>
+CUFLASH_DEVICE void write_accumulators(const tile::StackedRows<float>& to, Gradient& gradient) {
+#pragma unroll
+  for (int i = 0; i < Gradient::kRows; ++i)
+#pragma unroll
+    for (int j = 0; j < Gradient::kColumns; ++j) {
+      const int row = gradient.first_row() + Gradient::row(i), column = gradient.first_column() + Gradient::column(j);
+      if (row < to.num_rows && column < to.first.num_columns) to.at(row, column) = gradient.at(i, j);
+    }
 }
 
 }  // namespace cuflash::attention

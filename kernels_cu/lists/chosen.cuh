@@ -1,10 +1,14 @@
 #pragma once
-#include <lists/integers.cuh>
+#include <attention/integers.cuh>
 #include <ptx/thread.cuh>
 
 // The parameters of the kernel that joins the lists of neighboring queries. cuflash/planning/chosen_lists.py has the
 // same record as a NumPy dtype. A list head is a batch entry with the heads that share lists.
 namespace cuflash::lists {
+
+using attention::Integers;
+using attention::integers_of;
+using attention::kBatchAxes;
 
 struct ChosenParams {
   // Integers [*batch, list heads, seqlen_q, num_chosen]: block indices; numbers that are out of range are ignored

@@ -5,20 +5,24 @@
 
 // Three kernels list the queries that chose each key block from the unions of tiles, as a stable counting sort:
 // lists_columns_count counts them for each chunk of tiles, lists_columns_scan computes running sums of the counts, and
-// lists_columns_fill writes the queries. No result depends on the order in which threads run.
+// lists_columns_fill writes the queries. The warps of a thread block share the tiles of a chunk. No result depends on
+// the order in which threads run.
 namespace cuflash::lists {
 
 using attention::ChosenLists;
 
-// A chunk of tiles of a list head.
+constexpr int kTilesOfWarp = attention::kTilesOfChunk / Config::kNumWarps;
+CUFLASH_DEVICE int warp_of_chunk() { return threadIdx.x / 32; }
+
+// A chunk of tiles of a list head, and those of a warp.
 struct Chunk {
   int64_t list_head;
   int number, first_tile, last_tile;
 
   CUFLASH_DEVICE Chunk(const ChosenLists& chosen, int in_grid)
       : list_head(in_grid / chosen.num_chunks), number(in_grid % chosen.num_chunks) {
-    first_tile = number * attention::kTilesOfChunk;
-    last_tile = min(first_tile + attention::kTilesOfChunk, chosen.num_tiles);
+    first_tile = number * attention::kTilesOfChunk + warp_of_chunk() * kTilesOfWarp;
+    last_tile = min(first_tile + kTilesOfWarp, chosen.num_tiles);
   }
 
   // Return the chunk's counts of all blocks.
@@ -27,8 +31,8 @@ struct Chunk {
   }
 };
 
-// Call visit(tile, block, word) for the entries of a chunk whose blocks are first <= x < last: tile after tile, with
-// the lanes of a warp on different blocks of one tile. Called by whole warps.
+// Call visit(tile, block, word) for the entries of a warp's tiles whose blocks are first <= x < last: tile after tile,
+// with the lanes on different blocks of one tile. Called by whole warps.
 template <class Visit>
 CUFLASH_DEVICE void for_each_entry(const ChosenLists& chosen, const int32_t* kv_blocks, const Chunk& chunk, int first,
                                    int last, Visit visit) {
@@ -40,6 +44,18 @@ CUFLASH_DEVICE void for_each_entry(const ChosenLists& chosen, const int32_t* kv_
     }
     __syncwarp();  // the next tile reads what this one has changed
   }
+}
+
+// Count the queries of each warp's tiles that chose each of the blocks first <= x < last: counts[warp, blocks_at_once].
+// Called by all threads.
+CUFLASH_DEVICE void count_queries(const ChosenLists& chosen, const int32_t* kv_blocks, const Chunk& chunk, int first,
+                                  int last, int32_t* counts) {
+  int32_t* const of_warp = counts + warp_of_chunk() * chosen.blocks_at_once;
+  for (int block = ptx::lane(); block < last - first; block += 32) of_warp[block] = 0;
+  __syncwarp();  // all counts are 0
+  for_each_entry(chosen, kv_blocks, chunk, first, last,
+                 [&](int, int block, uint64_t word) { of_warp[block - first] += __popcll(word); });
+  __syncthreads();  // all warps have counted
 }
 
 }  // namespace cuflash::lists

@@ -1,10 +1,12 @@
 #pragma once
-#include <lists/integers.cuh>
+#include <attention/integers.cuh>
 
 // The parameters of the kernel that computes the row intervals of a mask whose arrays are on the device.
 // cuflash/planning/interval_kernels.py has the same record as a NumPy dtype. A matrix is a batch entry and head of the
 // intervals.
 namespace cuflash::lists {
+
+using attention::kBatchAxes;
 
 // The integers in the arrays of a mask.
 enum IntervalKind : int32_t {

@@ -1,11 +1,15 @@
 // Computes the keys that each query sees from integers on the device, one thread per query: offsets of packed
 // sequences, lengths, or document ids. If blocks are ordered, it also counts the key blocks that each query block sees,
 // and the query blocks that see each key block.
-#include <lists/integers.cuh>
 #include <lists/interval_params.cuh>
 #include <ptx/thread.cuh>
 
 namespace cuflash::lists {
+
+using attention::Integer;
+using attention::Integers;
+using attention::integers_of;
+using attention::kFar;
 
 constexpr int kThreads = 32 * Config::kNumWarps;
 constexpr int kMaxLength = 255;  // in blocks: orders count longer ranges as this long

@@ -73,16 +73,23 @@ struct BlocksOfRow {
   const Choice& choice;
   int64_t first;  // number of the row's first cell
   int64_t diagonal_first, diagonal_last;  // first and last column on the diagonal
+  int64_t last_key;  // the last key that the row's last query attends under a causal mask
+  int num_columns;  // columns after the last one that may be eligible are not visited
 
   CUFLASH_DEVICE BlocksOfRow(const Choice& of, int row)
       : choice(of), first(static_cast<int64_t>(row) * of.num_kv_blocks) {
     const int64_t start = static_cast<int64_t>(row % of.num_q_blocks) * of.block_q, stop = start + of.block_q;
     diagonal_first = floor_divided(start + of.offset, of.block_kv);
-    diagonal_last = floor_divided((stop < of.seqlen_q ? stop : of.seqlen_q) + of.offset - 1, of.block_kv);
+    last_key = (stop < of.seqlen_q ? stop : of.seqlen_q) + of.offset - 1;
+    diagonal_last = floor_divided(last_key, of.block_kv);
+    const bool is_cut = of.is_causal && diagonal_last + 1 < of.num_kv_blocks;
+    num_columns = is_cut ? (diagonal_last >= 0 ? static_cast<int>(diagonal_last) + 1 : 0) : of.num_kv_blocks;
   }
 
   CUFLASH_DEVICE bool is_eligible(int column) const {
     return (!choice.is_causal || column <= diagonal_last) &&
+           (!choice.is_past_only || (column + 1) * static_cast<int64_t>(choice.block_kv) <= last_key + 1 ||
+            is_forced(column)) &&
            (choice.allowed == nullptr || choice.allowed[first + column]);
   }
 
@@ -95,23 +102,35 @@ struct BlocksOfRow {
   }
 };
 
-// A row of the grid, and the threads that choose from it.
-template <class Threads>
+// Scores and shares that are stored as arrays.
+struct StoredScores {
+  CUFLASH_DEVICE Accumulator score(const BlocksOfRow& row, int column) const {
+    return static_cast<const Accumulator*>(row.choice.scores)[row.first + column];
+  }
+  CUFLASH_DEVICE double share(const BlocksOfRow& row, int column) const {
+    if (row.choice.shares == nullptr) return 1.0;
+    return static_cast<double>(static_cast<const Accumulator*>(row.choice.shares)[row.first + column]);
+  }
+};
+
+// A row of the grid, its scores, and the threads that choose from it.
+template <class Threads, class Scores = StoredScores>
 struct Row : BlocksOfRow {
   const Threads threads;
+  const Scores scores;
   uint32_t* places = nullptr;  // the places of the row's blocks, if they are stored
 
-  CUFLASH_DEVICE Row(const Choice& of, int row, Threads of_row) : BlocksOfRow(of, row), threads(of_row) {}
+  CUFLASH_DEVICE Row(const Choice& of, int row, Threads of_row, Scores of_blocks = {})
+      : BlocksOfRow(of, row), threads(of_row), scores(of_blocks) {}
 
-  CUFLASH_DEVICE Accumulator score(int column) const {
-    return static_cast<const Accumulator*>(choice.scores)[first + column];
-  }
+  CUFLASH_DEVICE Accumulator score(int column) const { return scores.score(*this, column); }
+  CUFLASH_DEVICE double share(int column) const { return scores.share(*this, column); }
 
   CUFLASH_DEVICE uint32_t place(int column) const { return places == nullptr ? new_place(column) : places[column]; }
 
   // Store the places of all blocks in shared memory.
   CUFLASH_DEVICE void keep_places(uint32_t* storage) {
-    for (int column = threads.index(); column < choice.num_kv_blocks; column += Threads::kThreads)
+    for (int column = threads.index(); column < num_columns; column += Threads::kThreads)
       storage[column] = new_place(column);
     threads.wait();
     places = storage;
@@ -128,21 +147,16 @@ struct Row : BlocksOfRow {
     return static_cast<uint32_t>(bits ^ (bits >> 31 & 0x7fffffff)) ^ 0x80000000u;
   }
 
-  CUFLASH_DEVICE double share(int column) const {
-    if (choice.shares == nullptr) return 1.0;
-    return static_cast<double>(static_cast<const Accumulator*>(choice.shares)[first + column]);
-  }
-
-  // Return the number, and below the sum of shares, of the blocks before `place_of_end`.
+  // Return the number, and below the sum of shares, of the blocks whose places come before `place_of_end`.
   CUFLASH_DEVICE int count_before(uint32_t place_of_end) const {
     int count = 0;
-    for (int column = threads.index(); column < choice.num_kv_blocks; column += Threads::kThreads)
+    for (int column = threads.index(); column < num_columns; column += Threads::kThreads)
       count += place(column) < place_of_end;
     return threads.sum(count);
   }
   CUFLASH_DEVICE double shares_before(uint32_t place_of_end) const {
     double sum = 0;
-    for (int column = threads.index(); column < choice.num_kv_blocks; column += Threads::kThreads)
+    for (int column = threads.index(); column < num_columns; column += Threads::kThreads)
       sum += place(column) < place_of_end ? share(column) : 0.0;
     return threads.sum(sum);
   }
@@ -159,9 +173,16 @@ struct Row : BlocksOfRow {
 
   // Return the end of the first `count` blocks.
   CUFLASH_DEVICE End end_of_count(int count) const {
-    const uint32_t last = last_place([&](uint32_t at) { return count_before(at) < count; });
+    uint32_t exact = 0;  // a place before which there are `count` blocks, if one is met
+    const uint32_t last = last_place([&](uint32_t at) {
+      if (exact != 0) return at < exact;
+      const int before = count_before(at);
+      if (before == count) exact = at;
+      return before < count;
+    });
+    if (exact != 0) return {exact, -1};
     int missing = count - count_before(last), end = -1;
-    for (int start = 0; start < choice.num_kv_blocks && missing > 0; start += Threads::kThreads) {
+    for (int start = 0; start < num_columns && missing > 0; start += Threads::kThreads) {
       if constexpr (Threads::kThreads > 32) {
         const int count_of_run = threads.sum(static_cast<int>(is_at(start + threads.index(), last)));
         if (count_of_run <= missing) {  // all blocks of this place in the run are taken
@@ -185,7 +206,7 @@ struct Row : BlocksOfRow {
     const uint32_t last = last_place([&](uint32_t at) { return !(shares_before(at) >= needed); });
     double sum = shares_before(last);
     int end = -1;
-    for (int start = 0; start < choice.num_kv_blocks && !(sum >= needed); start += Threads::kThreads) {
+    for (int start = 0; start < num_columns && !(sum >= needed); start += Threads::kThreads) {
       if constexpr (Threads::kThreads > 32) {
         const int column = start + threads.index();
         const double sum_of_run = threads.sum(is_at(column, last) ? share(column) : 0.0);
@@ -208,13 +229,27 @@ struct Row : BlocksOfRow {
 
   // Return whether a block has a place.
   CUFLASH_DEVICE bool is_at(int column, uint32_t at) const {
-    return column < choice.num_kv_blocks && place(column) == at;
+    return column < num_columns && place(column) == at;
   }
 };
 
+// Write the columns for which `is_kept` holds, ascending, as a list; -1 fills the rest. Called by a warp.
+template <class IsKept>
+CUFLASH_DEVICE void write_list(int32_t* list, int length, int num_columns, IsKept is_kept) {
+  int count = 0;
+  for (int start = 0; start < num_columns && count < length; start += 32) {
+    const int column = start + ptx::lane();
+    const uint32_t bits = __ballot_sync(0xffffffffu, column < num_columns && is_kept(column));
+    const int at = count + __popc(bits & ((1u << ptx::lane()) - 1));
+    if ((bits >> ptx::lane() & 1) != 0 && at < length) list[at] = column;
+    count += __popc(bits);
+  }
+  for (int at = count + ptx::lane(); at < length; at += 32) list[at] = -1;
+}
+
 // Write which blocks of a row are kept. `storage` is shared memory for the row's places, if they are stored.
-template <class Threads>
-CUFLASH_DEVICE void choose_of_row(Row<Threads>& row, uint32_t* storage) {
+template <class Threads, class Scores>
+CUFLASH_DEVICE void choose_of_row(Row<Threads, Scores>& row, uint32_t* storage) {
   const Choice& choice = row.choice;
   if (choice.keeps_places) row.keep_places(storage);
   End end{kForcedPlace, choice.num_kv_blocks};
@@ -226,16 +261,26 @@ CUFLASH_DEVICE void choose_of_row(Row<Threads>& row, uint32_t* storage) {
     const End of_mass = row.end_of_mass(choice.mass);
     if (end.is_before(of_mass)) end = of_mass;
   }
+  End of_all{kNotEligiblePlace, -1};
+  if (choice.most > 0) of_all = row.end_of_count(choice.most);
   const auto is_kept = [&](int column) {
-    const uint32_t place = row.place(column);
-    if (place == kNotEligiblePlace) return false;
-    return !end.is_before(End{place, column}) ||
+    if (column >= row.num_columns) return false;
+    const End at{row.place(column), column};
+    if (at.place == kNotEligiblePlace || of_all.is_before(at)) return false;
+    return !end.is_before(at) ||
            (choice.has_threshold && row.score(column) >= static_cast<Accumulator>(choice.threshold));
   };
+  const int64_t number = row.first / choice.num_kv_blocks;
+  if (choice.list_length > 0) {
+    if (row.threads.index() < 32)
+      write_list(reinterpret_cast<int32_t*>(choice.kept) + number * choice.list_length, choice.list_length,
+                 row.num_columns, is_kept);
+    return;
+  }
   if constexpr (Threads::kThreads > 32) {
     if (choice.keeps_bits) {
       const int num_words = (choice.num_kv_blocks + 31) / 32;
-      uint32_t* const words = reinterpret_cast<uint32_t*>(choice.kept) + row.first / choice.num_kv_blocks * num_words;
+      uint32_t* const words = reinterpret_cast<uint32_t*>(choice.kept) + number * num_words;
       for (int word = row.threads.index() / 32; word < num_words; word += Threads::kThreads / 32) {
         const int column = word * 32 + ptx::lane();
         const uint32_t bits = __ballot_sync(0xffffffffu, column < choice.num_kv_blocks && is_kept(column));

@@ -17,7 +17,8 @@ struct Choice {
   const void* shares;  // accumulators: shares for `mass`; null if all eligible blocks have equal shares
   const uint8_t* allowed;  // whether each block may be kept; null if all may
   const uint8_t* forced;  // blocks that must be kept if they may, in addition to those of the fields below; or null
-  // one byte per block, or with `keeps_bits` one bit, the lowest bit of a row's words first
+  // a byte for each block, or with `keeps_bits` a bit, in words of 32 of a row from the lowest bit on, or with
+  // `list_length` an int32 for each entry of a row's list
   uint8_t* kept;
   double mass;  // the part of all shares that the kept blocks must reach, or 0
   double threshold;  // blocks with at least this score are kept
@@ -30,6 +31,9 @@ struct Choice {
   int32_t num_sinks, num_local, has_diagonal;  // forced blocks
   int32_t keeps_places;  // true if shared memory holds the places of all rows from which a thread block chooses
   int32_t keeps_bits;  // read by lists_choose_wide only
+  int32_t most;  // maximum number of kept blocks, or 0
+  int32_t list_length;  // entries of a row's list, ascending and then -1; 0 if the row is not a list
+  int32_t is_past_only;  // blocks that end after the row's last query may be kept only if they are forced
 };
 // The parameters of lists_choose_wide.
 struct Choices {

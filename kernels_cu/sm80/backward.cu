@@ -2,6 +2,7 @@
 // a tile of keys and walks the blocks of queries that visit it, over the query heads that share its key/value head. dK
 // and dV stay in registers. The product for dQ of each step is added to sums in global memory, unless backward_rows.cu
 // computes dQ.
+#include <attention/column_parts.cuh>
 #include <attention/dropout_gradient_mma.cuh>
 #include <attention/empty_rows.cuh>
 #include <attention/epilogue_mma.cuh>
@@ -10,7 +11,6 @@
 #include <attention/members_slopes.cuh>
 #include <attention/score_gradient_mma.cuh>
 #include <ptx/cp_async.cuh>
-#include <sm80/column_parts.cuh>
 
 namespace cuflash::sm80 {
 
@@ -283,13 +283,26 @@ CUFLASH_DEVICE void make_changed_p_and_ds(Scores& s, Scores& dp, const attention
   }
 }
 
+// Return whether dk and dv are the sums over all queries, which other thread blocks may share.
+CUFLASH_DEVICE bool add_parts_of_block(const attention::Params&, attention::NoChosenLists, const attention::WorkTile&,
+                                       WarpDk&, WarpDv&, int&) {
+  return true;
+}
+CUFLASH_DEVICE bool add_parts_of_block(const attention::Params& params, const attention::ChosenLists& chosen,
+                                       const attention::WorkTile& work, WarpDk& dk, WarpDv& dv, int& is_last) {
+  const attention::Column column(params, chosen, work, kBlockKv);
+  const attention::SumThreads threads{kThreads, static_cast<int>(threadIdx.x)};
+  return attention::add_parts<kBlockKv>(params, chosen, work, column, dk, dv, is_last, threads,
+                                        [] { __syncthreads(); });
+}
+
 // Write dK and dV of the tile, through the shared memory of its K and V. Called by all threads.
 CUFLASH_DEVICE void write_gradients(const attention::Params& params, attention::ChosenArgument<Config> chosen,
                                     const BlockState& state, WarpDk& dk, WarpDv& dv,
                                     attention::DropoutArgument<Config> dropout) {
   using namespace attention;
   int& is_last = *reinterpret_cast<int*>(ptx::dynamic_shared<unsigned char>() + p_smem.start);
-  if (!add_parts(params, chosen, state.work, dk, dv, is_last)) return;
+  if (!add_parts_of_block(params, chosen, state.work, dk, dv, is_last)) return;
   const Shape& shape = params.shape;
   const int kv_head = divmod(state.work.batch_head.head, shape.group_size).quotient;
   dk.scale(shape.softmax_scale);

@@ -14,6 +14,7 @@
 //   queries                returns the queries of the warp, once they are in shared memory
 //   multiply, add          multiply queries by the keys of the stage, and add its values times their weights
 //   column, store_row      the columns of a thread's output, and a store of one of its rows
+//   kMayBeUnaligned        rows may start anywhere and have any strides; otherwise they consist of aligned chunks
 #pragma once
 #include <attention/score.cuh>
 #include <sm80/cache_copy.cuh>
@@ -22,38 +23,96 @@
 namespace cuflash::sm80 {
 
 // Replace the scores of a step by their score function. Rows of the tile are the queries of all heads of the group.
-template <class Score>
-CUFLASH_DEVICE void score_step(Scores& s, const Decode& params, const Sequence& of, const attention::BatchHead& heads,
+template <class Queries, class Score>
+CUFLASH_DEVICE void score_step(Scores& s, const Decode& params, const Queries& own, const attention::BatchHead& heads,
                                const attention::Positions& keys, const Score& score) {
   const int last_row = params.group_size * params.num_queries - 1;
   const auto query_of = [&](int i) {
     const attention::DivMod row = attention::divmod(min(attention::row_of(s, i), last_row), params.num_queries);
-    return attention::HeadAndQuery{heads.head + row.quotient, max(0, of.length - of.count + row.remainder)};
+    return attention::HeadAndQuery{heads.head + row.quotient, own.position(row.remainder)};
   };
   attention::apply_score(s, score, params.softmax_scale, heads, query_of, keys, 1);
 }
 
-// The body of a decode kernel. Each thread block computes one part of one sequence for one key/value head.
-template <class Stage, class Score>
-CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& arrays,
-                           attention::SinkArgument<Config> sink, const Score& score) {
+// Queries that attend keys in the order of their positions. `Rows` has the keys of each row of the tile.
+template <class Rows>
+struct QueriesInOrder : Rows {
+  using Keys = AllKeys;
+
+  AllKeys keys;
+  attention::Interval seen;  // by all rows
+
+  CUFLASH_DEVICE QueriesInOrder(const Rows& rows, int first_key)
+      : Rows(rows), keys{first_key}, seen(rows.seen_by_all()) {}
+  CUFLASH_DEVICE attention::Positions positions(int start, int stop) const { return {start, stop}; }
+  // Set the scores of keys that a row does not attend to -inf, in the step that starts with a key.
+  CUFLASH_DEVICE void mask(Scores& s, int start, int stop, const Part& part) const {
+    if (start < seen.lo || start + kBlockKv > min(seen.hi, part.stop))
+      attention::mask_rows<false>(s, attention::KvBlock{start, stop, attention::BlockKind::kInterval, 0},
+                                  ptx::negative_infinity<float>(), [&](int row) { return this->row_mask(row); });
+  }
+};
+
+// A query that attends chosen blocks, for all heads that share them. The keys of a step are places.
+struct QueryOfChosenBlocks {
+  using Keys = ChosenKeysOf;
+
+  Keys keys;
+  int query_position;
+
+  CUFLASH_DEVICE int position(int) const { return query_position; }
+  CUFLASH_DEVICE attention::Positions positions(int start, int) const {
+    const attention::Interval seen = keys.chosen.seen();
+    const int first = position_of_warp(start, keys.chosen.num_places());
+    return {first - key_group() * kKeysOfWarp, max(1, min(first + kKeysOfWarp, seen.hi))};
+  }
+  CUFLASH_DEVICE void mask(Scores& s, int start, int, const Part& part) const {
+    const attention::Interval seen = keys.chosen.seen();
+    const bool is_part = start + key_group() * kKeysOfWarp < part.stop;
+    const int first = position_of_warp(start, part.stop);
+    const int lo = seen.lo - first, hi = is_part ? seen.hi - first : 0;
+    if (lo <= 0 && hi >= kKeysOfWarp) return;
+#pragma unroll
+    for (int j = 0; j < Scores::kColumns; ++j) {
+      const int key = Scores::first_column() - key_group() * kKeysOfWarp + Scores::column(j);
+#pragma unroll
+      for (int i = 0; i < Scores::kRows; ++i)
+        if (key < lo || key >= hi) s.at(i, j) = ptx::negative_infinity<float>();
+    }
+  }
+
+ private:
+  // Return the position of the warp's first key in a step; 0 past the last place.
+  CUFLASH_DEVICE int position_of_warp(int start, int stop) const {
+    const int place = start + key_group() * kKeysOfWarp;
+    return place < stop ? keys.position(place) : 0;
+  }
+};
+
+// What a thread block works on: a part of the keys that the queries of a key/value head attend.
+struct DecodeTile {
+  attention::BatchHead heads;  // the first query head
+  int sequence, kv_head;  // where keys and values are
+  int number;  // among all that have parts of their own
+  Part part;
+};
+
+// The body of a decode kernel. `own` has the keys that each row of the tile attends: QueriesInOrder or
+// QueryOfChosenBlocks.
+template <class Stage, class Queries, class Score>
+CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& arrays, const DecodeTile& work,
+                           const Queries& own, attention::SinkArgument<Config> sink, const Score& score) {
   using namespace attention;
   static_assert(4 * kMergeFloats <= kBytesOfStages<Stage>, "there is room for what is merged");
-  const DivMod by_part = divmod(blockIdx.x, params.max_parts),
-               by_head = divmod(by_part.quotient, params.cache.num_kv_heads);
-  const int number = by_head.quotient, kv_head = by_head.remainder;
-  const Sequence of = sequence(params, number);
-  const Part part = part_of<kBlockKv>(params, of, by_part.remainder);
-  if (part.number >= part.num_parts) return;
-  if (!of.is_valid && threadIdx.x == 0) ptx::fetch_add(params.cache.num_faults, 1);
-  const BatchHead heads{{number}, number, kv_head * params.group_size};
+  const BatchHead& heads = work.heads;
+  const Part& part = work.part;
   const auto q = matrix<Element>(params.q, heads, heads.head, params.num_queries, params.cache.head_dim);
   const int num_rows = params.group_size * params.num_queries;
   tile::load_async<kThreads>(q_smem, tile::StackedRows<Element>{q, params.q.head_stride, num_rows});
   ptx::cp_async_commit();
 
   const int num_steps = (part.stop - part.start + kBlockKv - 1) / kBlockKv;  // 0 for an empty sequence
-  CacheCopy<Stage> copy(params, arrays, number, kv_head, of, part);
+  CacheCopy<Stage, typename Queries::Keys> copy(params, arrays, work.sequence, work.kv_head, own.keys, part);
 #pragma unroll 1  // keeps the code small: the cache loads it once
   for (int stage = 0; stage < kNumStages - 1; ++stage) {
     if (stage < num_steps) copy.start_next(stage);
@@ -61,7 +120,6 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
   }
   const float softmax_scale_log2 = Softmax::scale_log2(kHasScore ? 1.0 : params.softmax_scale);
   const bool has_lower_rows = kRowGroups > 1 || num_rows > 8;
-  const Interval seen = seen_by_all(params, of);
   RowStats stats;
 #pragma unroll
   for (int i = 0; i < Scores::kRows; ++i) {
@@ -82,11 +140,9 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
     Scores s;
     stage_smem<Stage>(stage).multiply(s, queries);
     const int start = part.start + step * kBlockKv, stop = min(start + kBlockKv, part.stop);
-    if constexpr (kHasScore) score_step(s, params, of, heads, {start, stop}, score);
+    if constexpr (kHasScore) score_step(s, params, own, heads, own.positions(start, stop), score);
     else if (Softmax::needs_negation(params.softmax_scale)) Softmax::negate(s, params.softmax_scale);
-    if (start < seen.lo || start + kBlockKv > min(seen.hi, part.stop))
-      mask_rows<false>(s, KvBlock{start, stop, BlockKind::kInterval, 0}, ptx::negative_infinity<float>(),
-                       [&](int row) { return packed_row_mask(params, of, row); });
+    own.mask(s, start, stop, part);
     stats.update(s, o, softmax_scale_log2, has_lower_rows);
     stage_smem<Stage>(stage).add(o, s);
     free_stage = stage;
@@ -97,12 +153,63 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
     if (key_group() == 0) write_results<Stage>(params, heads, stats, o, softmax_scale_log2, sink);
     return;
   }
-  const int64_t first_row = static_cast<int64_t>(by_part.quotient) * params.max_parts * num_rows;
+  const int64_t first_row = static_cast<int64_t>(work.number) * params.max_parts * num_rows;
   if (key_group() == 0) write_part<Stage>(params, first_row + part.number * num_rows, stats, o);
-  int* const arrivals = params.arrivals + by_part.quotient;
+  int* const arrivals = params.arrivals + work.number;
   if (!arrives_last(arrivals, part.num_parts)) return;
   merge_parts(params, heads, first_row, part.num_parts, softmax_scale_log2, sink);
   if (threadIdx.x == 0) *arrivals = 0;  // reset for the next launch: all parts of this one have arrived
+}
+
+// The body of a decode kernel whose keys and values are in a cache.
+template <class Stage, class Score>
+CUFLASH_DEVICE void decode_cache(const Decode& params, const typename Stage::Arrays& arrays, attention::NoChosenPages,
+                                 attention::SinkArgument<Config> sink, const Score& score) {
+  using namespace attention;
+  const DivMod by_part = divmod(blockIdx.x, params.max_parts),
+               by_head = divmod(by_part.quotient, params.cache.num_kv_heads);
+  const int number = by_head.quotient, kv_head = by_head.remainder;
+  const Sequence of = sequence(params, number);
+  const Part part = part_of<kBlockKv>(params, of, by_part.remainder);
+  if (part.number >= part.num_parts) return;
+  if (!of.is_valid && threadIdx.x == 0) ptx::fetch_add(params.cache.num_faults, 1);
+  const BatchHead heads{{number}, number, kv_head * params.group_size};
+  decode<Stage>(params, arrays, {heads, number, kv_head, by_part.quotient, part},
+                QueriesInOrder<NewTokens>{{params, of}, of.first_key}, sink, score);
+}
+
+// Return the matrices whose first row is a row of these.
+CUFLASH_DEVICE attention::Matrices from_row(attention::Matrices matrices, int row, int itemsize) {
+  matrices.data = static_cast<unsigned char*>(matrices.data) + row * matrices.row_stride * itemsize;
+  return matrices;
+}
+
+// The body of a decode kernel, as above, if each new token chooses blocks of its sequence. A thread block works on one
+// new token, for the heads that share its list.
+template <class Stage, class Score>
+CUFLASH_DEVICE void decode_cache(const Decode& params, const typename Stage::Arrays& arrays,
+                                 const attention::ChosenPages& chosen, attention::SinkArgument<Config> sink,
+                                 const Score& score) {
+  using namespace attention;
+  const DivMod by_part = divmod(blockIdx.x, params.max_parts),
+               by_list = divmod(by_part.quotient, chosen.num_list_heads), at = divmod(by_list.quotient, chosen.num_rows);
+  const int number = at.quotient, row = at.remainder, list_head = by_list.remainder;
+  const Sequence of = sequence(params, number);
+  if (!of.is_valid && by_part.remainder == 0 && threadIdx.x == 0) ptx::fetch_add(params.cache.num_faults, 1);
+  const RowMask seen = packed_row_mask(params, of, row);
+  const ChosenKeys keys(chosen, OwnList(chosen, number, list_head, row), {seen.lo, seen.hi}, room_of_list<Stage>());
+  const Part part = part_of<kBlockKv>(params, {keys.num_places(), 1, 0, true}, by_part.remainder);
+  if (part.number >= part.num_parts) return;
+  Decode own = params;
+  own.q = from_row(params.q, row, sizeof(Element));
+  own.o = from_row(params.o, row, sizeof(Element));
+  own.lse = from_row(params.lse, row, sizeof(float));
+  own.num_queries = 1;
+  own.group_size = chosen.heads_per_list;
+  const BatchHead heads{{number}, number, list_head * chosen.heads_per_list};
+  const int kv_head = divmod(heads.head, params.group_size).quotient;
+  decode<Stage>(own, arrays, {heads, number, kv_head, by_part.quotient, part},
+                QueryOfChosenBlocks{{keys}, max(0, of.length - of.count + row)}, sink, score);
 }
 
 }  // namespace cuflash::sm80

@@ -14,6 +14,7 @@ struct ScaledStage {
   using Stored = ptx::Float8E4M3;
   using Queries = tile::InterleavedRows<(kNumWarps <= 4 && kHeadDim <= 128), Element, kBlockQ, kHeadDim>;
   using WarpV = tile::E4M3Tile<kKeysOfWarp, kValueDim>;
+  static constexpr bool kMayBeUnaligned = false;
   static constexpr int kThreadsPerRow = KTile::kChunks % 8 == 0 && VTile::kChunks % 8 == 0 ? 8 : 4;
   static constexpr int kScales = KTile::kBytes + VTile::kBytes, kBytes = kScales + 2 * 4 * kBlockKv;
 
@@ -65,5 +66,5 @@ sm80_decode_e4m3(const __grid_constant__ cuflash::attention::Decode params,
   using namespace cuflash;
   using namespace cuflash::sm80;
   using namespace cuflash::attention;
-  decode<ScaledStage>(params, scales, sink, score_function);
+  decode_cache<ScaledStage>(params, scales, chosen_pages, sink, score_function);
 }

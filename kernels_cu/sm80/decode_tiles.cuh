@@ -45,6 +45,12 @@ constexpr int kBytesOfStages = QTile::kBytes + kNumStages * Stage::kBytes;
 template <class Stage>
 constexpr int kBytesOfDecode = kBytesOfStages<Stage> > 4 * kPartsFloats ? kBytesOfStages<Stage> : 4 * kPartsFloats;
 
+// Shared memory for the list of chosen blocks, after the stages. Only kernels with such lists have it.
+template <class Stage>
+CUFLASH_DEVICE uint32_t* room_of_list() {
+  return reinterpret_cast<uint32_t*>(ptx::dynamic_shared<unsigned char>() + kBytesOfDecode<Stage>);
+}
+
 CUFLASH_DEVICE float* merge_room() { return ptx::dynamic_shared<float>(); }
 
 }  // namespace cuflash::sm80

@@ -3,7 +3,8 @@
 // it takes the next tile. One warpgroup loads Q, dO and the statistics of the queries. Two warpgroups multiply, 64 keys
 // each. They compute S and dP transposed, so that P and dS, and dK and dV, stay in registers. Only dS passes through
 // shared memory, for the product dQ, whose parts are summed in global memory. If sm90/backward_rows.cu computes dQ,
-// this kernel does not, and one warpgroup multiplies.
+// this kernel does not, and one warpgroup multiplies. If queries choose their blocks, it
+// walks the queries that chose the tile's keys (packs_queries).
 #include <sm90/backward_epilogue.cuh>
 
 namespace cuflash::sm90 {
@@ -25,14 +26,14 @@ struct Backward : BackwardEpilogue<Config> {
   static CUFLASH_DEVICE bool end_step(const attention::Params& params, WarpDk& dk, WarpDv& dv, WarpDq& dq,
                                       float* dq_staging, const PipelineState& state, int flags, DqFinish dq_finish,
                                       int part, const score::Function& score, DropoutArgument dropout,
-                                      SumsOfSteps& of_steps) {
+                                      ChosenArgument chosen, SumsOfSteps& of_steps) {
     SharedStorage& smem = shared();
     if constexpr (Config::kLastFinishesDq) {
       wait_dq(part);
       dq_finish = smem.dq_finish;
     }
     const bool finishes = dq_finish != DqFinish::kNot;
-    // one branch for both cases, so that all other steps are one piece of code
+    // one branch for both cases, so that all other steps share one piece of code
     if (starts_next_tile(flags) || finishes) {
       if (starts_next_tile(flags)) release_kv();
       tile::wait_wgmma<0>(dk);
@@ -41,12 +42,12 @@ struct Backward : BackwardEpilogue<Config> {
         finish_dq(params, dq, dq_staging, smem.messages[state.stage], part, dq_finish == DqFinish::kWithSums);
       else if constexpr (kMakesDq) stage_dq(dq, dq_staging, part);
       if (starts_next_tile(flags)) {
-        write_gradients(params, smem.works[smem.messages[state.stage].work].tile, dk, dv, dropout);
+        write_gradients(params, smem.messages[state.stage].work, dk, dv, dropout, chosen);
         if (flags & StepMessage::kEndOfWork) {
           finish_sums(score, of_steps);
           return false;
         }
-        if constexpr (Config::kAddsDqInOrder) {  // which tile comes next differs from call to call
+        if constexpr (Config::kAddsDqInOrder) {  // the next tile varies from call to call
           finish_sums(score, of_steps);
           of_steps = {};
         }
@@ -104,13 +105,21 @@ struct Backward : BackwardEpilogue<Config> {
     return Config::kFinishesDqInOrder && flags & StepMessage::kFinalizesDq ? DqFinish::kWithSums : DqFinish::kNot;
   }
 
+  // Return where a thread stores dS, if this kernel computes dQ.
+  static CUFLASH_DEVICE int address_of_ds() {
+    if constexpr (kMakesDq)  // opaque, so that it is not recomputed in each step
+      return ptx::opaque(tile::transposed_address(ds_smem, Scores::warp_row()));
+    else return 0;
+  }
+
   // Run a consumer warpgroup: walk all steps, tile after tile. Each accumulator is a new variable per iteration, so
   // that ptxas sees no wgmma registers carried over the loop. No wgmma may be in flight at the back edge of the loop;
   // otherwise ptxas serializes them (advisory C7510). There is one loop, with one step per iteration, so that addresses
   // of operands are uniform in the warp. Here dP of the next step is multiplied before this step ends, and its P is
   // computed meanwhile.
   static CUFLASH_DEVICE void consume_with_next_dp(const attention::Params& params, int part,
-                                                  const score::Function& score, DropoutArgument dropout) {
+                                                  const score::Function& score, DropoutArgument dropout,
+                                                  ChosenArgument chosen) {
     SharedStorage& smem = shared();
     PipelineState state;
     int flags = wait_step(state);
@@ -119,9 +128,7 @@ struct Backward : BackwardEpilogue<Config> {
     float* const dq_staging =
         reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + kDqOffset) + DqSumLayout::thread_offset();
     const float softmax_scale_log2 = smem.softmax_scale_log2;
-    int ds_address = 0;
-    if constexpr (kMakesDq)  // opaque, so that it is not recomputed in each step
-      ds_address = ptx::opaque(tile::transposed_address(ds_smem, Scores::warp_row()));
+    const int ds_address = address_of_ds();
     Kept kept;
     SumsOfSteps of_steps;
     wait_kv(flags);
@@ -169,7 +176,8 @@ struct Backward : BackwardEpilogue<Config> {
       if constexpr (kMakesDq) ptx::fence_registers(tile::accumulators(dq));
       if constexpr (kReleasesDo) tile::arrive(smem.d_o[state.stage].empty);
       wait_next_head_k(flags);
-      if (!end_step(params, dk, dv, dq, dq_staging, state, flags, dq_finish, part, score, dropout, of_steps)) return;
+      if (!end_step(params, dk, dv, dq, dq_staging, state, flags, dq_finish, part, score, dropout, chosen, of_steps))
+        return;
       Scores next_s;
       start_scores(next_s, next_state, part);
       // this wait contains a branch, without which ptxas serializes the products
@@ -180,7 +188,7 @@ struct Backward : BackwardEpilogue<Config> {
       tile::arrive(smem.q[state.stage].empty);
       start_dp(next_dp, next_state, part);
       const StepPositions next_positions = positions_of_step(next_state.stage);
-      const Step next_step(score, next_positions);  // computed while products run, as the random numbers of dropout are
+      const Step next_step(score, next_positions);  // computed while products run, like the random numbers of dropout
       draw_step(kept, next_positions, dropout, params.shape);
       tile::wait_wgmma<1>(next_s);
       make_step_p(next_s, next_step, delta, next_lse_2, next_state, first_query, flags, softmax_scale_log2);
@@ -192,7 +200,8 @@ struct Backward : BackwardEpilogue<Config> {
   }
   // As above, if registers do not hold dP of the next step.
   static CUFLASH_DEVICE void consume_without_next_dp(const attention::Params& params, int part,
-                                                     const score::Function& score, DropoutArgument dropout) {
+                                                     const score::Function& score, DropoutArgument dropout,
+                                                     ChosenArgument chosen) {
     SharedStorage& smem = shared();
     PipelineState state;
     int flags = wait_step(state);
@@ -201,9 +210,7 @@ struct Backward : BackwardEpilogue<Config> {
     float* const dq_staging =
         reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + kDqOffset) + DqSumLayout::thread_offset();
     const float softmax_scale_log2 = smem.softmax_scale_log2;
-    int ds_address = 0;
-    if constexpr (kMakesDq)  // opaque, so that it is not recomputed in each step
-      ds_address = ptx::opaque(tile::transposed_address(ds_smem, Scores::warp_row()));
+    const int ds_address = address_of_ds();
     Kept kept;
     SumsOfSteps of_steps;
     wait_kv(flags);
@@ -244,7 +251,8 @@ struct Backward : BackwardEpilogue<Config> {
       if constexpr (kReleasesDo) tile::arrive(smem.d_o[state.stage].empty);
       flags = wait_step(next_state);
       wait_next_head_k(flags);
-      if (!end_step(params, dk, dv, dq, dq_staging, state, flags, dq_finish, part, score, dropout, of_steps)) return;
+      if (!end_step(params, dk, dv, dq, dq_staging, state, flags, dq_finish, part, score, dropout, chosen, of_steps))
+        return;
       Scores next_s;
       start_scores(next_s, next_state, part);
       // this wait contains a branch, without which ptxas serializes the products
@@ -259,17 +267,18 @@ struct Backward : BackwardEpilogue<Config> {
   }
 
   static CUFLASH_DEVICE void consume(const attention::Params& params, int part, const score::Function& score,
-                                     DropoutArgument dropout) {
-    if constexpr (kDpRunsAhead) consume_with_next_dp(params, part, score, dropout);
-    else consume_without_next_dp(params, part, score, dropout);
+                                     DropoutArgument dropout, ChosenArgument chosen) {
+    if constexpr (kDpRunsAhead) consume_with_next_dp(params, part, score, dropout, chosen);
+    else consume_without_next_dp(params, part, score, dropout, chosen);
   }
 
   // Run a thread block.
   static CUFLASH_DEVICE void run(const attention::Params& params, const TensorMaps& maps,
                                  const QueryState& query_state, DropoutArgument dropout,
-                                 const score::Function& score_function, StagedMapArgument staged_map) {
-    const auto consume_part = [&](int part) { consume(params, part, score_function, dropout); };
-    run_roles(params, maps, query_state, consume_part, score_function, staged_map);
+                                 const score::Function& score_function, StagedMapArgument staged_map,
+                                 ChosenArgument chosen) {
+    const auto consume_part = [&](int part) { consume(params, part, score_function, dropout, chosen); };
+    run_roles(params, maps, query_state, consume_part, score_function, staged_map, chosen);
   }
 };
 
@@ -290,5 +299,5 @@ sm90_backward(const __grid_constant__ cuflash::attention::Params params,
               const __grid_constant__ cuflash::sm90::QueryState query_state CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::sm90;
-  Backward::run(params, maps, query_state, dropout, score_function, staged_map);
+  Backward::run(params, maps, query_state, dropout, score_function, staged_map, chosen);
 }

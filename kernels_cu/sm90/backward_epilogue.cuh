@@ -1,4 +1,5 @@
 #pragma once
+#include <attention/column_parts.cuh>
 #include <sm90/backward_changed_scores.cuh>
 
 // Results of sm90_backward: dQ of a step, which is multiplied, then staged for the dQ writer or finished; and dK and dV
@@ -8,10 +9,10 @@ namespace cuflash::sm90 {
 template <class Config>
 struct BackwardEpilogue : BackwardChangedScores<Config> {
   using Base = BackwardChangedScores<Config>;
-  using typename Base::DqSumLayout, typename Base::DropoutArgument, typename Base::Element, typename Base::KOfWarpgroup,
+  using typename Base::ChosenArgument, typename Base::DqSumLayout, typename Base::DropoutArgument, typename Base::Element, typename Base::KOfWarpgroup,
       typename Base::Listed, typename Base::SmemDs, typename Base::StepMessage, typename Base::WarpDk,
       typename Base::WarpDq, typename Base::WarpDv;
-  using Base::ds_smem, Base::kBlockQ, Base::kMakesDq, Base::kNumConsumers, Base::kRowParts, Base::k_smem, Base::shared,
+  using Base::ds_smem, Base::kBlockQ, Base::kBlockKv, Base::kMakesDq, Base::kNumConsumers, Base::kPacksQueries, Base::kRowParts, Base::k_smem, Base::shared,
       Base::write_gradient;
 
   // Start the product dQ of a step, a part of it for each warpgroup. Called by both warpgroups, when they have stored
@@ -57,9 +58,25 @@ struct BackwardEpilogue : BackwardChangedScores<Config> {
     ptx::bar_arrive(kDqFull + part, kWarpgroupThreads + 32);
   }
 
+  // Return whether dk and dv are the sums over all queries, which other thread blocks may share.
+  static CUFLASH_DEVICE bool add_parts(const attention::Params&, attention::NoChosenLists, int, WarpDk&,
+                                       WarpDv&) {
+    return true;
+  }
+  static CUFLASH_DEVICE bool add_parts(const attention::Params& params, const attention::ChosenLists& chosen,
+                                       int work_slot, WarpDk& dk, WarpDv& dv) {
+    const attention::WorkTile& work = shared().works[work_slot].tile;
+    const attention::Column column(params, chosen, work, shared().parts[work_slot].number, kBlockKv);
+    const attention::SumThreads threads{kWarpgroupThreads, static_cast<int>(threadIdx.x) - kWarpgroupThreads};
+    return attention::add_parts<kBlockKv>(params, chosen, work, column, dk, dv, shared().is_last_part, threads,
+                                          [] { ptx::bar_sync(kConsumersSync, kWarpgroupThreads); });
+  }
+
   // Write dK and dV of a tile, after its last step.
-  static CUFLASH_DEVICE void write_gradients(const attention::Params& params, const attention::WorkTile& work,
-                                             WarpDk& dk, WarpDv& dv, DropoutArgument dropout) {
+  static CUFLASH_DEVICE void write_gradients(const attention::Params& params, int work_slot, WarpDk& dk,
+                                             WarpDv& dv, DropoutArgument dropout, ChosenArgument chosen) {
+    if (!add_parts(params, chosen, work_slot, dk, dv)) return;
+    const attention::WorkTile& work = shared().works[work_slot].tile;
     const int kv_head = work.batch_head.head / params.shape.group_size;
     dk.scale(params.shape.softmax_scale);
     if constexpr (Config::kHasDropout) dv.scale(dropout.single_factor);

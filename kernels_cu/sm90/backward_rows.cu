@@ -2,7 +2,8 @@
 // small blocks: the loop of FlashAttention-2 (arXiv 2307.08691, algorithm 2) with the products of FlashAttention-3
 // (arXiv 2407.08608). A tile has 64 queries, and P is recomputed from lse. One warpgroup of a thread block loads Q, dO,
 // and K and V of each step; the other one multiplies. P, dS and dQ stay in registers. A second thread block on the
-// multiprocessor multiplies while this one computes P and dS.
+// multiprocessor multiplies while this one computes P and dS. If queries choose their blocks, a tile has neighboring
+// queries with all heads that share their lists (packs_queries).
 #include <attention/score_gradient_mma.cuh>
 #include <sm90/query_stats.cuh>
 #include <sm90/kv_pipeline.cuh>
@@ -25,19 +26,26 @@ struct BackwardRows : KvPipeline<Config> {
   struct BackwardRowsHooks {
     // Write dq = 0 of queries that see no key. Called by a warp.
     static CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const attention::WorkTile& work,
-                                                SinkArgument) {
+                                                SinkArgument, attention::NoChosenLists) {
       using namespace attention;
       const int head = work.batch_head.head, num_columns = params.shape.head_dim;
       if (params.dq.is_accumulator)
         tile::clear(matrix<float>(params.dq, work.batch_head, head, 0, num_columns).rows(work.first, work.last));
       else tile::clear(matrix<Element>(params.dq, work.batch_head, head, 0, num_columns).rows(work.first, work.last));
     }
+    static CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const attention::WorkTile& work,
+                                                SinkArgument, const attention::ChosenLists& chosen) {
+      using namespace attention;
+      const int num_columns = params.shape.head_dim;
+      if (params.dq.is_accumulator) tile::clear(rows_of_tile<float>(chosen, params.dq, work, num_columns));
+      else tile::clear(rows_of_tile<Element>(chosen, params.dq, work, num_columns));
+    }
   };
 
   // Return lse and delta of a thread's rows. The previous kernel has stored them by tiles of queries. Without a list,
   // it cuts tiles from the first query on, and this kernel cuts them from the last one.
   static CUFLASH_DEVICE Statistics row_statistics(const attention::Params& params, const QueryState& query_state,
-                                                  const attention::WorkTile& work) {
+                                                  const attention::WorkTile& work, attention::NoChosenLists) {
     const auto* const all = QueryTiles::query_records(query_state, work.batch_head);
     Statistics stats;
 #pragma unroll
@@ -51,6 +59,14 @@ struct BackwardRows : KvPipeline<Config> {
       stats.delta[i] = in_bounds ? query_stats_of_tile.delta[query - first] : 0;
     }
     return stats;
+  }
+
+  // Return lse and delta of a thread's rows of neighboring queries.
+  static CUFLASH_DEVICE Statistics row_statistics(const attention::Params& params, const QueryState&,
+                                                  const attention::WorkTile& work,
+                                                  const attention::ChosenLists& chosen) {
+    return attention::row_statistics<Scores>(attention::rows_of_tile<float>(chosen, params.lse, work, 1),
+                                             attention::rows_of_tile<float>(chosen, params.delta, work, 1));
   }
 
   // Replace q k^T by P; masked scores keep their mark.
@@ -88,29 +104,31 @@ struct BackwardRows : KvPipeline<Config> {
   // is computed during the product dP. Q and dO are released after the last dP, so that those of the next tile are
   // loaded while the results are written.
   static CUFLASH_DEVICE void process_tile(const attention::Params& params, const QueryState& query_state, Dq& dq,
-                                          const WorkTileInfo& tile_info, unsigned& num_k_blocks) {
+                                          const WorkTileInfo& tile_info, unsigned& num_k_blocks,
+                                          ChosenArgument chosen) {
     SharedStorage& smem = shared();
     Scores s, dp;
     start_scores(s, num_k_blocks);
     start_dp(dp, num_k_blocks);
     // loaded while the products run
-    const Statistics stats = row_statistics(params, query_state, tile_info.work);
+    const Statistics stats = row_statistics(params, query_state, tile_info.work, chosen);
     tile::wait_wgmma<1>(s);
     while (true) {
       const int stage = stage_of(num_k_blocks), flags = flags_of_warpgroup(0, num_k_blocks);
-      const bool is_plain = flags & StepMessage::kUnmasked;
+      const bool is_plain = flags & StepMessage::kUnmasked, has_member = !(flags & StepMessage::kNoMember);
       if (is_plain) {
         make_p<true>(s, stats, smem.softmax_scale_log2);
-      } else {
-        mask_block(params, s, tile_info, smem.messages[stage]);
+      } else if (!kPacksQueries || has_member) {
+        mask_block(params, s, tile_info, smem.messages[stage], chosen);
         make_p<false>(s, stats, smem.softmax_scale_log2);
       }
       tile::wait_wgmma<0>(dp);
       tile::arrive(smem.v[stage].empty);
       if (is_plain) make_ds<true>(s, dp, stats);
-      else make_ds<false>(s, dp, stats);
+      else if (!kPacksQueries || has_member) make_ds<false>(s, dp, stats);
       PackedDs ds;
       ds = dp;
+      if (kPacksQueries && !has_member) ds.clear();
       tile::start_gemm_add_nn(dq, ds, tile::MnMajor<SmemK>(k_smem(stage)));
       ++num_k_blocks;
       if (flags & StepMessage::kLastOfTile) break;
@@ -126,22 +144,37 @@ struct BackwardRows : KvPipeline<Config> {
     tile::arrive(smem.k[stage_of(num_k_blocks - 1)].empty);
   }
 
-  static CUFLASH_DEVICE void consume(const attention::Params& params, const QueryState& query_state) {
+  // Write dQ of a tile.
+  static CUFLASH_DEVICE void write_dq(const attention::Params& params, const attention::WorkTile& work, Dq& dq,
+                                      attention::NoChosenLists) {
+    QueryTiles::write_gradient(params.dq, work, work.batch_head.head, params.shape.head_dim, dq);
+  }
+  static CUFLASH_DEVICE void write_dq(const attention::Params& params, const attention::WorkTile& work, Dq& dq,
+                                      const attention::ChosenLists& chosen) {
+    const int num_columns = params.shape.head_dim;
+    if (params.dq.is_accumulator)
+      return attention::write_accumulators(attention::rows_of_tile<float>(chosen, params.dq, work, num_columns), dq);
+    tile::store(attention::rows_of_tile<Element>(chosen, params.dq, work, num_columns), dq);
+  }
+
+  static CUFLASH_DEVICE void consume(const attention::Params& params, const QueryState& query_state,
+                                     ChosenArgument chosen) {
     unsigned num_k_blocks = 0;
     for (unsigned num_tiles_done = 0; wait_tile(num_tiles_done); ++num_tiles_done) {
       const WorkTileInfo& tile_info = shared().tile_infos[tile_info_index(num_tiles_done)];
       Dq dq;
       dq.fill(0);
-      process_tile(params, query_state, dq, tile_info, num_k_blocks);
+      process_tile(params, query_state, dq, tile_info, num_k_blocks, chosen);
       dq.scale(params.shape.softmax_scale);
-      QueryTiles::write_gradient(params.dq, tile_info.work, tile_info.work.batch_head.head, params.shape.head_dim, dq);
+      write_dq(params, tile_info.work, dq, chosen);
     }
   }
 
   // Run a thread block.
   static CUFLASH_DEVICE void run(const attention::Params& params, const TensorMaps& maps, SinkArgument sink,
                                  PagesArgument pages, ScalesArgument scales, const score::Function& score_function,
-                                 StagedMapArgument staged_map, const QueryState& query_state) {
+                                 StagedMapArgument staged_map, const QueryState& query_state,
+                                 ChosenArgument chosen) {
     if (threadIdx.x == 0) {
       init_barriers();
       shared().softmax_scale_log2 = params.shape.softmax_scale * attention::kLog2E;
@@ -149,10 +182,10 @@ struct BackwardRows : KvPipeline<Config> {
     __syncthreads();
     if (threadIdx.x < kWarpgroupThreads) {
       ptx::setmaxnreg_dec<kProducerRegisters>();
-      produce<BackwardRowsHooks>(params, maps, sink, pages, scales, score_function, staged_map);
+      produce<BackwardRowsHooks>(params, maps, sink, pages, scales, score_function, staged_map, chosen);
     } else {
       ptx::setmaxnreg_inc<kConsumerRegisters>();
-      consume(params, query_state);
+      consume(params, query_state, chosen);
     }
   }
 };
@@ -164,8 +197,8 @@ constexpr int kSharedBytes = BackwardRows::kArraysEnd;
 extern "C" __global__ void __launch_bounds__(cuflash::sm90::BackwardRows::kThreads, cuflash::Config::kMinBlocks)
 sm90_backward_rows(const __grid_constant__ cuflash::attention::Params params,
                    const __grid_constant__ cuflash::sm90::TensorMaps maps,
-                   const __grid_constant__ cuflash::sm90::QueryState query_state) {
+                   const __grid_constant__ cuflash::sm90::QueryState query_state CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::sm90;
-  BackwardRows::run(params, maps, sink, pages, scales, score_function, staged_map, query_state);
+  BackwardRows::run(params, maps, sink, pages, scales, score_function, staged_map, query_state, chosen);
 }

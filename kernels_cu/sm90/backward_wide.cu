@@ -277,7 +277,8 @@ struct BackwardWide : QPipeline<Config> {
   static CUFLASH_DEVICE void run(const attention::Params& params, const TensorMaps& maps,
                                  const QueryState& query_state, const score::Function& score_function,
                                  StagedMapArgument staged_map) {
-    run_roles(params, maps, query_state, [&](int part) { consume(params, part); }, score_function, staged_map);
+    run_roles(params, maps, query_state, [&](int part) { consume(params, part); }, score_function, staged_map,
+              chosen);
   }
 };
 

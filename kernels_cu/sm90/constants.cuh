@@ -1,4 +1,5 @@
 #pragma once
+#include <attention/chosen_lists.cuh>
 #include <attention/dropout.cuh>
 #include <attention/page_table.cuh>
 #include <attention/scales.cuh>
@@ -26,6 +27,7 @@ struct Constants {
   using PagesArgument = attention::PagesArgument<Config>;
   using ScalesArgument = attention::ScalesArgument<Config>;
   using DropoutArgument = attention::DropoutArgument<Config>;
+  using ChosenArgument = attention::ChosenArgument<Config>;
 };
 
 }  // namespace cuflash::sm90

@@ -208,20 +208,26 @@ struct Forward : DrawnWeights<Config> {
   static CUFLASH_DEVICE bool process_other_block(const attention::Params& params, const ScoresOfTile& of_tile,
                                                  const score::Function& function, Scores& s, Softmax& softmax,
                                                  unsigned num_tiles_done, unsigned num_k_blocks, int flags,
-                                                 bool scores_are_lost) {
+                                                 bool scores_are_lost, ChosenArgument chosen) {
     bool p_is_ready = false;
+    if constexpr (kPacksQueries)
+      if (flags & StepMessage::kNoMember) {  // other warps of the tile visit the block
+        s.fill(0);
+        release_k(num_k_blocks, flags & StepMessage::kLastForWarpgroup);
+        return true;
+      }
     if constexpr (kSkipsMaxOnMasked) {
 #pragma unroll 1
       for (int recomputes = scores_are_lost; recomputes < 2 && !p_is_ready; ++recomputes) {
         if (recomputes) recompute_scores(of_tile, function, s, num_tiles_done, num_k_blocks);
-        if (!(flags & StepMessage::kUnmasked)) negate_and_mask(params, s, num_tiles_done, num_k_blocks);
+        if (!(flags & StepMessage::kUnmasked)) negate_and_mask(params, s, num_tiles_done, num_k_blocks, chosen);
         if (!(flags & StepMessage::kSkipMax) || recomputes) break;
         p_is_ready = softmax.try_exp_with_stale_max(s, shared().softmax_scale_log2);
       }
       release_k(num_k_blocks, flags & StepMessage::kLastForWarpgroup);
     } else {
       if (scores_are_lost) recompute_scores(of_tile, function, s, num_tiles_done, num_k_blocks);
-      if (!(flags & StepMessage::kUnmasked)) negate_and_mask(params, s, num_tiles_done, num_k_blocks);
+      if (!(flags & StepMessage::kUnmasked)) negate_and_mask(params, s, num_tiles_done, num_k_blocks, chosen);
       release_k(num_k_blocks, flags & StepMessage::kLastForWarpgroup);
     }
     return p_is_ready;
@@ -245,7 +251,8 @@ struct Forward : DrawnWeights<Config> {
   // Run a consumer warpgroup with one stage of Q.
   static CUFLASH_DEVICE void consume_with_one_q_stage(const attention::Params& params, const TensorMaps& maps,
                                                       int group, SinkArgument sink, const score::Function& function,
-                                                      DropoutArgument dropout, PagesArgument pages) {
+                                                      DropoutArgument dropout, PagesArgument pages,
+                                                      ChosenArgument chosen) {
     unsigned num_k_blocks = 0;
     for (unsigned num_tiles_done = 0; wait_tile(num_tiles_done); ++num_tiles_done) {
       Softmax softmax;
@@ -270,7 +277,7 @@ struct Forward : DrawnWeights<Config> {
         } else {
           float factor[Softmax::kRows];
           p_is_ready = process_other_block(params, of_tile, function, s, softmax, num_tiles_done, num_k_blocks, flags,
-                                           was_plain);
+                                           was_plain, chosen);
           max_has_risen = !p_is_ready && softmax.update_max(s, shared().softmax_scale_log2, factor);
           tile::wait_wgmma<0>(o);
           if (!is_first) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
@@ -286,7 +293,7 @@ struct Forward : DrawnWeights<Config> {
       }
       add_last_v(o, p, num_k_blocks);
       if (!(flags & StepMessage::kLastOfTile)) skip_blocks(group, num_k_blocks, false);
-      epilogue(params, maps, num_tiles_done, softmax, o, true, sink, dropout);
+      epilogue(params, maps, num_tiles_done, softmax, o, true, sink, dropout, chosen);
     }
   }
 
@@ -295,7 +302,8 @@ struct Forward : DrawnWeights<Config> {
   // takes part in all steps of the tile.
   static CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, const TensorMaps& maps,
                                                        int group, SinkArgument sink, const score::Function& function,
-                                                       DropoutArgument dropout, PagesArgument pages) {
+                                                       DropoutArgument dropout, PagesArgument pages,
+                                                       ChosenArgument chosen) {
     unsigned num_k_blocks = 0, num_tiles_done = 0;
     while (wait_tile(num_tiles_done)) {
       Softmax softmax, previous_softmax;
@@ -325,12 +333,12 @@ struct Forward : DrawnWeights<Config> {
         } else {
           float factor[Softmax::kRows];
           p_is_ready = process_other_block(params, of_tile, function, s, softmax, num_tiles_done, num_k_blocks, flags,
-                                           was_plain);
+                                           was_plain, chosen);
           max_has_risen = !p_is_ready && softmax.update_max(s, shared().softmax_scale_log2, factor);
           tile::wait_wgmma<0>(o);
           if (num_k_blocks > 0) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
           if (is_first) {
-            epilogue(params, maps, num_tiles_done - 1, previous_softmax, o, false, sink, dropout);
+            epilogue(params, maps, num_tiles_done - 1, previous_softmax, o, false, sink, dropout, chosen);
             o.fill(0);
           }
           if (!p_is_ready) make_p(s, softmax, o, max_has_risen && !is_first, factor);
@@ -355,7 +363,7 @@ struct Forward : DrawnWeights<Config> {
       }
       add_last_v(o, p, num_k_blocks);
       if (!(flags & StepMessage::kLastOfTile)) skip_blocks(group, num_k_blocks, true);
-      epilogue(params, maps, num_tiles_done - 1, softmax, o, true, sink, dropout);
+      epilogue(params, maps, num_tiles_done - 1, softmax, o, true, sink, dropout, chosen);
       release_q(num_tiles_done - 1);
       if (flags & StepMessage::kLastOfTile) return;
     }
@@ -364,17 +372,18 @@ struct Forward : DrawnWeights<Config> {
   // Run a consumer warpgroup.
   static CUFLASH_DEVICE void consume(const attention::Params& params, const TensorMaps& maps, int group,
                                      SinkArgument sink, const score::Function& function, DropoutArgument dropout,
-                                     PagesArgument pages) {
+                                     PagesArgument pages, ChosenArgument chosen) {
     if (group == kNumConsumers) ping_pong_signal();
-    if constexpr (kQStages == 1) consume_with_one_q_stage(params, maps, group, sink, function, dropout, pages);
-    else consume_with_two_q_stages(params, maps, group, sink, function, dropout, pages);
+    if constexpr (kQStages == 1) consume_with_one_q_stage(params, maps, group, sink, function, dropout, pages, chosen);
+    else consume_with_two_q_stages(params, maps, group, sink, function, dropout, pages, chosen);
     if (group == 1) ping_pong_wait();  // consumes the last signal, for which no other warpgroup waits
   }
 
   // Run a thread block.
   static CUFLASH_DEVICE void run(const attention::Params& params, const TensorMaps& maps, SinkArgument sink,
                                  PagesArgument pages, ScalesArgument scales, DropoutArgument dropout,
-                                 const score::Function& score_function, StagedMapArgument staged_map) {
+                                 const score::Function& score_function, StagedMapArgument staged_map,
+                                 ChosenArgument chosen) {
     // uniform in the warp, so that branches do not diverge
     const int group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
     if (threadIdx.x == 0) {
@@ -385,13 +394,13 @@ struct Forward : DrawnWeights<Config> {
     __syncthreads();
     if (group == 0) {
       if constexpr (kReallocatesRegisters) ptx::setmaxnreg_dec<kProducerRegisters>();
-      produce<ForwardHooks<Config>>(params, maps, sink, pages, scales, score_function, staged_map);
+      produce<ForwardHooks<Config>>(params, maps, sink, pages, scales, score_function, staged_map, chosen);
     } else if (kHasDrawers && group == kNumConsumers + 1) {
       ptx::setmaxnreg_dec<kDrawerRegisters>();
       draw_steps<Scores>(params, dropout);
     } else {
       if constexpr (kReallocatesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
-      consume(params, maps, group, sink, score_function, dropout, pages);
+      consume(params, maps, group, sink, score_function, dropout, pages, chosen);
     }
   }
 };
@@ -405,5 +414,5 @@ sm90_forward(const __grid_constant__ cuflash::attention::Params params,
              const __grid_constant__ cuflash::sm90::TensorMaps maps CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::sm90;
-  Forward::run(params, maps, sink, pages, scales, dropout, score_function, staged_map);
+  Forward::run(params, maps, sink, pages, scales, dropout, score_function, staged_map, chosen);
 }

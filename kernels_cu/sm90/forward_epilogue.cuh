@@ -11,10 +11,10 @@ namespace cuflash::sm90 {
 template <class Config>
 struct ForwardEpilogue : ForwardTiles<Config> {
   using Base = ForwardTiles<Config>;
-  using typename Base::DropoutArgument, typename Base::Element, typename Base::Output, typename Base::Scores,
+  using typename Base::ChosenArgument, typename Base::DropoutArgument, typename Base::Element, typename Base::Output, typename Base::Scores,
       typename Base::SinkArgument, typename Base::SmemQ;
-  using Base::kBlockQ, Base::kHeadDim, Base::kPingPong, Base::kQStages, Base::kValueDim, Base::merge_sink_into,
-      Base::own_group, Base::q_smem, Base::q_stage_of, Base::shared, Base::store_lse, Base::tile_info_index;
+  using Base::kBlockQ, Base::kHeadDim, Base::kPacksQueries, Base::kPingPong, Base::kQStages, Base::kValueDim, Base::merge_sink_into,
+      Base::own_group, Base::q_smem, Base::q_stage_of, Base::shared, Base::sink_of_rows, Base::store_lse, Base::tile_info_index;
 
   using Softmax = attention::LazySoftmax<Scores::kRows>;
 
@@ -26,14 +26,14 @@ struct ForwardEpilogue : ForwardTiles<Config> {
   // Write lse and O of a tile. If TMA can store O, each warp stages its rows in the slot of Q and stores them as a box.
   static CUFLASH_DEVICE void epilogue(const attention::Params& params, const TensorMaps& maps, unsigned num_tiles_done,
                                       const Softmax& softmax, Output& o, bool is_last, SinkArgument sink,
-                                      DropoutArgument dropout) {
+                                      DropoutArgument dropout, ChosenArgument chosen) {
     using namespace attention;
-    const BatchHead& batch_head = shared().tile_infos[tile_info_index(num_tiles_done)].work.batch_head;
-    const float logit = sink_logit<float>(sink, batch_head, batch_head.head);
+    const WorkTile& work = shared().tile_infos[tile_info_index(num_tiles_done)].work;
+    const auto logit_of = sink_of_rows(sink, work, chosen);
     float row_lse[Output::kRows];
     softmax.finalize(o, shared().softmax_scale_log2, row_lse);
     if constexpr (Config::kHasDropout) o.scale(dropout.factor);
-    merge_sink_into(o, row_lse, logit);
+    merge_sink_into(o, row_lse, logit_of);
     const EpilogueTarget target = shared().tile_infos[tile_info_index(num_tiles_done)].epilogue_target;
     if (kStoresOByTma && target.uses_tma_store) {
       // The warpgroup's products must have read Q. With ping-pong, the wait before the next tile's first products
@@ -41,11 +41,10 @@ struct ForwardEpilogue : ForwardTiles<Config> {
       if (!kPingPong || is_last) ptx::bar_sync(kQEmptyBarrier + own_group(), kWarpgroupThreads);
       store_boxes<Element>(maps, target, SmemO{q_smem(q_stage_of(num_tiles_done)).start}, o);
     } else {
-      const WorkTile& work = shared().tile_infos[tile_info_index(num_tiles_done)].work;
-      const auto all = matrix<Element>(params.o, work.batch_head, work.batch_head.head, 0, params.shape.value_dim);
-      tile::store(all.rows(work.first, work.last), o);
+      tile::store(rows_of_tile<Element>(chosen, params.o, work, params.shape.value_dim), o);
     }
-    store_lse(params, target, o, row_lse);
+    if constexpr (kPacksQueries) store_lse(rows_of_tile<float>(chosen, params.lse, work, 1), o, row_lse);
+    else store_lse(params, target, o, row_lse);
   }
 
   // Release the slot of a tile's Q, one of two, once TMA has read O from it.

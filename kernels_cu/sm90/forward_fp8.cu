@@ -275,7 +275,7 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
           bool max_has_risen = is_plain && softmax.lower_weights(s, step.unshift, sum, factor);
           if (!max_has_risen) {
             if (is_plain) recompute_scores(s, num_tiles_done, num_k_blocks);
-            if (!(flags & StepMessage::kUnmasked)) negate_and_mask(params, s, num_tiles_done, num_k_blocks);
+            if (!(flags & StepMessage::kUnmasked)) negate_and_mask(params, s, num_tiles_done, num_k_blocks, chosen);
             const Softmax::Rise rise = softmax.update_max(s, factors.scale, factor);
             max_has_risen = rise != Softmax::kHasNotRisen;
             if (max_has_risen && __all_sync(0xffffffffu, rise == Softmax::kHasMaximum)) flags |= StepMessage::kSkipMax;
@@ -327,7 +327,7 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
     __syncthreads();
     if (group == 0) {
       if constexpr (kReallocatesRegisters) ptx::setmaxnreg_dec<kProducerRegisters>();
-      produce<Fp8Hooks>(params, maps, sink, pages, scales, score_function, staged_map);
+      produce<Fp8Hooks>(params, maps, sink, pages, scales, score_function, staged_map, chosen);
     } else {
       if constexpr (kReallocatesRegisters) ptx::setmaxnreg_inc<kConsumerRegisters>();
       consume_tiles(params, maps, group, sink, scales);

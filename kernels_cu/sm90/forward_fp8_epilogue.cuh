@@ -52,7 +52,7 @@ struct ForwardFp8Epilogue : ForwardFp8Storage<Config> {
     const float logit = sink_logit<float>(sink, batch_head, batch_head.head);
     float row_lse[Output::kRows];
     softmax.finalize(o, row_lse);
-    merge_sink_into(o, row_lse, logit);
+    merge_sink_into(o, row_lse, [&](int) { return logit; });
     const EpilogueTarget target = tile_info.epilogue_target;
     if (kStoresOByTma && target.uses_tma_store) {
       stage_and_store(Element{}, maps, target, o);

@@ -14,10 +14,10 @@ enum ProducerWarp { kLoadsKeys, kLoadsValues, kSchedulesTiles };
 template <class Config>
 struct KvPipeline : KvProducer<Config> {
   using Base = KvProducer<Config>;
-  using typename Base::KeptRing, typename Base::NoKeptRing, typename Base::PagesArgument, typename Base::ScalesArgument,
-      typename Base::SinkArgument, typename Base::StepMessage, typename Base::WorkTileInfo;
-  using Base::array_slot, Base::kLoadsDo, Base::kNumConsumers, Base::kNumStages, Base::kQStages, Base::load_array,
-      Base::load_keys, Base::load_values, Base::q_phase_of, Base::q_stage_of, Base::schedule_tiles, Base::shared,
+  using typename Base::ChosenArgument, typename Base::KeptRing, typename Base::NoKeptRing, typename Base::PagesArgument,
+      typename Base::ScalesArgument, typename Base::SinkArgument, typename Base::StepMessage, typename Base::WorkTileInfo;
+  using Base::array_slot, Base::kLoadsDo, Base::kNumConsumers, Base::kNumStages, Base::kPacksQueries, Base::kQStages,
+      Base::load_array, Base::load_keys, Base::load_values, Base::q_phase_of, Base::q_stage_of, Base::schedule_tiles, Base::shared,
       Base::stage_of, Base::tile_info_index, Base::write_scales;
 
   // Wait for the Q of a tile. Return false if no tile is left.
@@ -26,17 +26,21 @@ struct KvPipeline : KvProducer<Config> {
     return !shared().tile_infos[tile_info_index(num_tiles_done)].is_end;
   }
 
-  // Return the flags of a step for a warpgroup.
+  // Return the flags of a step for a warpgroup, or if queries choose their blocks for the warp.
   static CUFLASH_DEVICE int flags_of_warpgroup(int group, unsigned num_k_blocks) {
-    return shared().messages[stage_of(num_k_blocks)].flags[group % kNumConsumers];
+    return shared().messages[stage_of(num_k_blocks)].flags[kPacksQueries ? threadIdx.x / 32 % 4 : group % kNumConsumers];
   }
 
   // Set the masked scores of a step, and those of keys that the previous step had, to -inf, or in a backward pass to
   // `masked_score`.
   template <class Tile>
   static CUFLASH_DEVICE void mask_block(const attention::Params& params, Tile& s, const WorkTileInfo& tile_info,
-                                        const StepMessage& message) {
+                                        const StepMessage& message, ChosenArgument chosen) {
     const float hidden = kLoadsDo ? attention::masked_score() : ptx::negative_infinity<float>();
+    if constexpr (kPacksQueries)
+      return attention::mask_rows<false>(s, message.block, hidden, [&](int row) {
+        return attention::row_mask_of_neighbour(params, chosen, tile_info.work, message.block, message.members, row);
+      });
     if (!Config::kIsListed && tile_info.is_band)
       return attention::mask_band(s, message.block, hidden, tile_info.band, message.unread_start);
     attention::mask_rows<Config::kIsListed>(s, message.block, hidden, [&](int row) {
@@ -81,18 +85,18 @@ struct KvPipeline : KvProducer<Config> {
   }
 
   // Run the role of a producer warp. `Hooks` has what kernels do themselves:
-  //   write_empty_rows(params, work, sink)
+  //   write_empty_rows(params, work, sink, chosen)
   //       write the results of a tile whose queries see no key
   //   read_scales(scales, tile_info, key, is_first), store_scales(scales_of_step, stage, is_first)
   //       for FP8 operands: return the scales of a step, and store them next to its message
   template <class Hooks>
   static CUFLASH_DEVICE void produce(const attention::Params& params, const TensorMaps& maps, SinkArgument sink,
                                      PagesArgument pages, ScalesArgument scales, const score::Function& score,
-                                     StagedMapArgument staged_map) {
+                                     StagedMapArgument staged_map, ChosenArgument chosen) {
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    if (warp == kLoadsKeys) load_keys(params, maps, pages);
+    if (warp == kLoadsKeys) load_keys(params, maps, pages, chosen);
     else if (warp == kLoadsValues) load_values(params, maps, pages);
-    else if (warp == kSchedulesTiles) Base::template schedule_tiles<Hooks>(params, maps, sink, pages);
+    else if (warp == kSchedulesTiles) Base::template schedule_tiles<Hooks>(params, maps, sink, pages, chosen);
     else if constexpr (kStagesArray) load_array(params, score, staged_map);
     else Base::template write_scales<Hooks>(params, scales);
   }

@@ -11,10 +11,11 @@ namespace cuflash::sm90 {
 template <class Config>
 struct KvProducer : KvTileScheduler<Config> {
   using Base = KvTileScheduler<Config>;
-  using typename Base::Element, typename Base::Listed, typename Base::OperandElement, typename Base::PagesArgument,
-      typename Base::SmemArray, typename Base::StepMessage, typename Base::WorkTileInfo;
+  using typename Base::ChosenArgument, typename Base::Element, typename Base::Listed, typename Base::OperandElement,
+      typename Base::PagesArgument, typename Base::SmemArray, typename Base::StepMessage, typename Base::Walk,
+      typename Base::WorkTileInfo;
   using Base::array_slot, Base::array_smem, Base::do_smem, Base::kBlockKv, Base::kBlockQ, Base::kFetchesTileEarly,
-      Base::kLoadsDo, Base::kNumConsumers, Base::k_smem, Base::phase_of, Base::q_phase_of, Base::q_smem,
+      Base::kLoadsDo, Base::kNumConsumers, Base::kNumFlags, Base::kPacksQueries, Base::k_smem, Base::phase_of, Base::q_phase_of, Base::q_smem,
       Base::q_stage_of, Base::shared, Base::stage_of, Base::tile_info_index, Base::v_smem, Base::wait_tile_info;
 
   // Return the boxes that TMA copies into the slot of an operand.
@@ -52,6 +53,71 @@ struct KvProducer : KvTileScheduler<Config> {
       tile::copy<32>(boxes_of<kOperand>(stage), all.rows(first, last), tile::lane(), [](int) { return true; });
       tile::arrive(slot.full);
     }
+  }
+
+  // Start to copy Q or dO of a tile into an empty slot. Called by a warp.
+  template <Operand kOperand>
+  static CUFLASH_DEVICE void load_queries(const attention::Params& params, const TensorMaps& maps,
+                                          attention::NoChosenLists, const tile::PipelineSlot& slot, int stage,
+                                          const WorkTileInfo& tile_info, bool zero_fills) {
+    load_operand<kOperand>(params, maps, slot, stage, tile_info, tile_info.work.first, tile_info.work.last, zero_fills);
+  }
+  // Start to copy Q or dO of neighboring queries. A box of the tensor map has the heads of a query that share its list
+  // and, in a forward pass, all queries of a tile. The kernel of a backward pass that gathers queries uses the same map.
+  // The slot's rows past the boxes stay as they are.
+  template <Operand kOperand>
+  static CUFLASH_DEVICE void load_queries(const attention::Params& params, const TensorMaps& maps,
+                                          const attention::ChosenLists& chosen, const tile::PipelineSlot& slot,
+                                          int stage, const WorkTileInfo& tile_info, bool) {
+    const TensorMapParam& map = (&maps.q)[kOperand];
+    const attention::Matrices& matrices = kOperand == kDo ? params.do_ : params.q;
+    const tile::TmaBoxes to = boxes_of<kOperand>(stage);
+    if (has_tensor_map(map, matrices)) {
+      const uint32_t barrier = ptx::shared_address(&slot.full);
+      const tile::TmaCoords& coords = tile_info.coords[kOperand];
+      const int row_bytes = static_cast<int>(sizeof(Element)) * to.columns, heads = chosen.heads_per_tile;
+      if (is_first_lane())
+        ptx::mbarrier_arrive_expect_tx(barrier, row_bytes * chosen.queries_per_tile * heads);
+      else if (tile::lane() < tile::kArrivalsPerWarp) ptx::mbarrier_arrive(barrier);
+      __syncwarp();  // the barrier expects the bytes before they arrive
+      const int num_boxes = kLoadsDo ? chosen.queries_per_tile : 1;
+#pragma unroll 1
+      for (int x = tile::lane(); x < num_boxes; x += 32) {
+        tile::TmaBoxes box = to;
+        box.start += 2 * x * heads * to.width;
+        tile::start_tma_boxes<Element>(box, map, {tile_info.work.first + x, coords.y, coords.z}, coords.x, barrier);
+      }
+      return;
+    }
+    const int num_columns = kOperand == kDo ? params.shape.value_dim : params.shape.head_dim;
+    tile::copy<32>(to, attention::rows_of_tile<Element>(chosen, matrices, tile_info.work, num_columns), tile::lane(),
+                   [](int) { return true; });
+    tile::arrive(slot.full);
+  }
+
+  // Set rows of the slots of Q and dO to 0 that no box has: their scores are finite then, and never stored. Called by a
+  // warp, before it loads the first tile.
+  static CUFLASH_DEVICE void clear_rows_past_boxes(attention::NoChosenLists) {}
+  static CUFLASH_DEVICE void clear_rows_past_boxes(const attention::ChosenLists& chosen) {
+    const int num_rows = chosen.queries_per_tile * chosen.heads_per_tile;
+    tile::clear_rows_from(boxes_of<kQ>(0), num_rows);
+    if constexpr (kLoadsDo) tile::clear_rows_from(boxes_of<kDo>(0), num_rows);
+    ptx::fence_proxy_async();
+    __syncwarp();
+  }
+
+  // Return the flags of a step for the rows of a lane's warp, of which `own` are queries that chose blocks.
+  static CUFLASH_DEVICE int flags_of_members(int flags, uint64_t members, uint64_t own) {
+    if ((members & own) == 0) return (flags & ~StepMessage::kUnmasked) | StepMessage::kNoMember;
+    return (members & own) == own ? flags : flags & ~StepMessage::kUnmasked;
+  }
+
+  // Return the queries of a tile whose rows belong to a lane's warp; none in kernels whose queries choose no blocks.
+  static CUFLASH_DEVICE uint64_t queries_of_lane(attention::NoChosenLists, const attention::WorkTile&) { return 0; }
+  static CUFLASH_DEVICE uint64_t queries_of_lane(const attention::ChosenLists& chosen,
+                                                 const attention::WorkTile& work) {
+    const uint64_t of_tile = ~0ull >> (64 - (work.last - work.first));
+    return of_tile & attention::queries_of_rows(chosen, 16 * (tile::lane() % kNumFlags), 16);
   }
 
   // Start to copy the rows of K or V of a step into an empty slot. `zero_fills`: rows past them must become 0. Called
@@ -113,9 +179,11 @@ struct KvProducer : KvTileScheduler<Config> {
   }
 
   // Load Q, dO and K of all tiles, and write the message of each step. Called by a warp.
-  static CUFLASH_DEVICE void load_keys(const attention::Params& params, const TensorMaps& maps, PagesArgument pages) {
+  static CUFLASH_DEVICE void load_keys(const attention::Params& params, const TensorMaps& maps, PagesArgument pages,
+                                       ChosenArgument chosen) {
     using namespace attention;
-    unsigned num_k_blocks = 0, num_tiles_done = 0;  // counts of the blocks and tiles that are loaded
+    unsigned num_k_blocks = 0, num_tiles_done = 0;  // counts of loaded blocks and tiles
+    clear_rows_past_boxes(chosen);
     while (true) {
       const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);
       const int q_stage = q_stage_of(num_tiles_done);
@@ -125,24 +193,28 @@ struct KvProducer : KvTileScheduler<Config> {
         if constexpr (kLoadsDo) tile::arrive(q.full);
         return tile::arrive(q.full);
       }
-      BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, tile_info.visit_range);
+      BlockIterator<kBlockKv, Walk, Listed> blocks(params, tile_info.visit_range);
       KvBlock block;
+      const uint64_t own = queries_of_lane(chosen, tile_info.work);
       for (bool is_first = true; blocks.next(block); is_first = false) {
         const int stage = stage_of(num_k_blocks), start = block.start;
         const tile::PipelineSlot& k = shared().k[stage];
         const bool is_shifted =
             shift_short_block<kBlockKv, kKeepsSteps>(block, tile_info.visit_range, params.shape.seqlen_kv);
         const bool is_last_of_tile = !blocks.has_next();
-        const int flags = step_flags(params, block, tile_info.group_ranges[min(tile::lane(), kNumConsumers - 1)],
-                                     is_shifted, is_last_of_tile);
+        int flags = step_flags(params, block, tile_info.group_ranges[min(tile::lane(), kNumConsumers - 1)], is_shifted,
+                               is_last_of_tile);
+        uint64_t members = 0;
+        if constexpr (kPacksQueries) flags = flags_of_members(flags, members = chosen.word(block.entry), own);
         if (kFetchesTileEarly ? is_first : is_last_of_tile)
           tile::arrive(shared().tile_info_slots[tile_info_index(num_tiles_done + 1)].empty);
         wait_slot_empty(k, phase_of(num_k_blocks));
         StepMessage& message = shared().messages[stage];
-        if (tile::lane() < kNumConsumers) message.flags[tile::lane()] = flags;
+        if (tile::lane() < kNumFlags) message.flags[tile::lane()] = flags;
         if (is_first_lane()) {
           message.block = block;
           message.unread_start = start;
+          if constexpr (kPacksQueries) message.members = members;
         }
         __syncwarp();
         load_step<kK>(params, maps, pages, k, stage, tile_info, block,
@@ -150,10 +222,9 @@ struct KvProducer : KvTileScheduler<Config> {
         ++num_k_blocks;
         if (!is_first) continue;
         wait_slot_empty(q, q_phase_of(num_tiles_done));
-        load_operand<kQ>(params, maps, q, q_stage, tile_info, tile_info.work.first, tile_info.work.last,
+        load_queries<kQ>(params, maps, chosen, q, q_stage, tile_info,
                          Config::kIsPaged && ends_before_unused_queries(params, tile_info.work));
-        if constexpr (kLoadsDo)
-          load_operand<kDo>(params, maps, q, q_stage, tile_info, tile_info.work.first, tile_info.work.last, false);
+        if constexpr (kLoadsDo) load_queries<kDo>(params, maps, chosen, q, q_stage, tile_info, false);
       }
       ++num_tiles_done;
     }
@@ -171,7 +242,7 @@ struct KvProducer : KvTileScheduler<Config> {
     for (unsigned num_tiles_done = 0;; ++num_tiles_done) {
       const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);
       if (tile_info.is_end) return;
-      BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, tile_info.visit_range);
+      BlockIterator<kBlockKv, Walk, Listed> blocks(params, tile_info.visit_range);
       bool is_first = true;
       for (KvBlock block; blocks.next(block); ++num_blocks, is_first = false)
         visit(tile_info, block, num_blocks, is_first);

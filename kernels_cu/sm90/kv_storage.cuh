@@ -1,5 +1,5 @@
 #pragma once
-#include <attention/block_iterator.cuh>
+#include <attention/members.cuh>
 #include <sm90/constants.cuh>
 #include <sm90/staged_array.cuh>
 #include <sm90/tensor_maps.cuh>
@@ -45,6 +45,11 @@ struct KvStorage : Constants<Config> {
   using Base::kBlockKv, Base::kBlockQ, Base::kHeadDim, Base::kNumStages, Base::kThreads, Base::kValueDim;
 
   static constexpr int kNumConsumers = kBlockQ / 64;
+  // Queries that each choose their blocks: a tile has the rows of neighboring queries (attention/members.cuh).
+  static constexpr bool kPacksQueries = Config::kPacksQueries;
+  using Walk = tile::Conditional<kPacksQueries, attention::OverUnions, attention::OverKvBlocks>;
+  static_assert(!kPacksQueries || (kNumConsumers == 1 && Config::kIsListed && !kHasScore && !Config::kHasDropout),
+                "flags of a warp assume that its rows need only masks");
   static constexpr bool kLoadsDo = Config::kIsBackward;  // dO is loaded with Q
   // Several thread blocks with such tiles share a multiprocessor.
   static constexpr bool kIsSmallTile = Config::kIsListed && kNumConsumers == 1 && !Config::kIsQuantized;
@@ -82,10 +87,16 @@ struct KvStorage : Constants<Config> {
     attention::Interval band;
   };
   // Message of the producer about a step.
-  struct StepMessage {
+  struct NoMemberWord {};
+  struct MemberWord {
+    uint64_t members;  // a bit for each query of the tile that chose the block
+  };
+  // Flags differ by warpgroup, or if queries choose their blocks by warp.
+  static constexpr int kNumFlags = kPacksQueries ? 4 : kNumConsumers;
+  struct StepMessage : tile::Conditional<kPacksQueries, MemberWord, NoMemberWord> {
     // Written by the producer. kUnmasked: every score of this KV block is visible, and the scale is positive.
     // kLastForWarpgroup: the warpgroup's queries see no key of the tile's further blocks. kLastOfTile: the tile has no
-    // further block.
+    // further block. kNoMember: no query of the warp chose the block.
     // Added by a consumer. kEpiloguePending: results of the previous tile are not written yet. kSkipMax: the step does
     // not compute maxima. kOStoreInFlight: TMA still reads O of the previous tile from the slot of its Q.
     // kValuesPending: products with V of the previous step are in flight. kOperandsArrived: K of the next step and V of
@@ -98,11 +109,12 @@ struct KvStorage : Constants<Config> {
       kSkipMax = 16,
       kOStoreInFlight = 32,
       kValuesPending = 64,
-      kOperandsArrived = 128
+      kOperandsArrived = 128,
+      kNoMember = 256
     };
     attention::KvBlock block;
     int unread_start;  // keys before it belong to the previous step
-    int flags[kNumConsumers];
+    int flags[kNumFlags];
   };
 
   // The bits of weights that dropout keeps, in the layout of the consumers' threads, in a separate ring.

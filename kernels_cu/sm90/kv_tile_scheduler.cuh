@@ -11,8 +11,8 @@ namespace cuflash::sm90 {
 template <class Config>
 struct KvTileScheduler : KvStorage<Config> {
   using Base = KvStorage<Config>;
-  using typename Base::Element, typename Base::Listed, typename Base::PagesArgument, typename Base::SinkArgument,
-      typename Base::WorkTileInfo;
+  using typename Base::ChosenArgument, typename Base::Element, typename Base::Listed, typename Base::PagesArgument,
+      typename Base::SinkArgument, typename Base::Walk, typename Base::WorkTileInfo;
   using Base::kBlockKv, Base::kBlockQ, Base::kLoadsDo, Base::kNumConsumers, Base::shared, Base::tile_info_index,
       Base::tile_info_phase;
 
@@ -25,11 +25,12 @@ struct KvTileScheduler : KvStorage<Config> {
   }
 
   // Return the tile with a number. With pages, queries that belong to no sequence are cut off.
-  static CUFLASH_DEVICE attention::WorkTile tile_at(const attention::Params& params, attention::NoPages, int number) {
-    return attention::query_tile_at<Listed>(params, kBlockQ, number);
+  static CUFLASH_DEVICE attention::WorkTile tile_at(const attention::Params& params, attention::NoPages,
+                                                    ChosenArgument chosen, int number) {
+    return attention::tile_of_queries_at<Listed>(params, chosen, kBlockQ, number);
   }
   static CUFLASH_DEVICE attention::WorkTile tile_at(const attention::Params& params, const attention::Pages& pages,
-                                                    int number) {
+                                                    ChosenArgument, int number) {
     return attention::query_tile_of_sequence<Listed>(params, pages, kBlockQ, number);
   }
 
@@ -71,11 +72,11 @@ struct KvTileScheduler : KvStorage<Config> {
   // by a warp.
   template <class Hooks>
   static CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const TensorMaps& maps, SinkArgument sink,
-                                            PagesArgument pages) {
+                                            PagesArgument pages, ChosenArgument chosen) {
     using namespace attention;
-    const int num_tiles = num_query_tiles<Listed>(params, kBlockQ);
+    const int num_tiles = num_tiles_of_queries<Listed>(params, chosen, kBlockQ);
     unsigned num_tiles_done = 0;
-    WorkTile queries{};  // if sequences are cut: queries of the last number that no tile has yet
+    WorkTile queries{};  // if sequences are cut: queries of the last block of positions that are not in a tile yet
     for (bool is_first = true;; is_first = false) {
       const tile::PipelineSlot& tile_info_slot = shared().tile_info_slots[tile_info_index(num_tiles_done)];
       // the first tile does not wait
@@ -87,20 +88,20 @@ struct KvTileScheduler : KvStorage<Config> {
       VisitRange visit_range{};
       if (!is_end) {
         if constexpr (Config::kCutsSequences) {
-          if (takes_number) queries = queries_of_block<kBlockQ>(params, tile_at(params, pages, number));
+          if (takes_number) queries = queries_of_block<kBlockQ>(params, tile_at(params, pages, chosen, number));
           if (!queries.is_empty()) work = take_tile<kBlockQ, kBlockKv>(params, queries);
         } else {
-          work = tile_at(params, pages, number);
+          work = tile_at(params, pages, chosen, number);
         }
         if (work.is_empty()) continue;
-        visit_range = visit_range_of_queries(params, work);
+        visit_range = visit_range_of_tile(params, chosen, work);
         if (Config::kIsPaged) align_steps(visit_range, kBlockKv);
         if (Config::kIsQuantized && visit_range.start < visit_range.stop)
           visit_range.start -= visit_range.start % kBlockKv;
         if (kStagesArray && visit_range.start < visit_range.stop)
-          visit_range.start -= visit_range.start % 8;  // 16 bytes
-        if (!BlockIterator<kBlockKv, OverKvBlocks, Listed>(params, visit_range).has_next()) {
-          Hooks::write_empty_rows(params, work, sink);
+          visit_range.start -= visit_range.start % 8;  // 16 bytes of an array
+        if (!BlockIterator<kBlockKv, Walk, Listed>(params, visit_range).has_next()) {
+          Hooks::write_empty_rows(params, work, sink, chosen);
           continue;
         }
       }

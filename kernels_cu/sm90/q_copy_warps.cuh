@@ -1,5 +1,5 @@
 #pragma once
-#include <sm90/q_producer.cuh>
+#include <sm90/gathered_queries.cuh>
 
 // The copy warps of the producer warpgroup: they compute the row masks of a step, and copy the rows that TMA cannot.
 namespace cuflash::sm90 {
@@ -8,13 +8,13 @@ namespace cuflash::sm90 {
 CUFLASH_DEVICE uint32_t bit_range(int lo, int hi) { return ptx::bits_at_or_above(lo) & ~ptx::bits_at_or_above(hi); }
 
 template <class Config>
-struct QCopyWarps : QProducer<Config> {
-  using Base = QProducer<Config>;
-  using typename Base::Element, typename Base::HeadWork, typename Base::PipelineState, typename Base::QueryStats,
+struct QCopyWarps : GatheredQueries<Config> {
+  using Base = GatheredQueries<Config>;
+  using typename Base::ChosenArgument, typename Base::Element, typename Base::HeadWork, typename Base::PipelineState, typename Base::QueryStats,
       typename Base::SharedStorage, typename Base::StageQueries, typename Base::StepMessage;
   using Base::array_smem, Base::do_phase, Base::do_smem, Base::do_stage, Base::kBlockKv, Base::kBlockQ,
       Base::kCopyThreads, Base::kDoStages, Base::kIsWide, Base::kKeyWords, Base::kNumStages, Base::kQueryWords,
-      Base::k_phase, Base::k_smem, Base::load_operand, Base::q_smem, Base::shared, Base::v_smem, Base::visible_keys;
+      Base::k_phase, Base::k_smem, Base::kLargestPlainLse2, Base::load_operand, Base::q_smem, Base::shared, Base::v_smem, Base::visible_keys;
 
   static_assert(kIsWide || kBlockQ % kCopyThreads == 0,
                 "every copy thread computes masks of the same number of queries");
@@ -51,8 +51,9 @@ struct QCopyWarps : QProducer<Config> {
   }
 
   // Compute the row masks of a step. Called by all copy warps.
-  static CUFLASH_DEVICE void compute_row_masks(const attention::Params& params, const HeadWork& work,
-                                               const StepMessage& message, StageQueries& queries, int thread) {
+  static CUFLASH_DEVICE void compute_row_masks(const attention::Params& params, attention::NoChosenLists,
+                                               const HeadWork& work,
+                                               const StepMessage& message, StageQueries& queries, int thread, int) {
     using namespace attention;
     if constexpr (!kIsWide)
       if (params.work.lo == nullptr && message.block.kind != BlockKind::kBits)
@@ -73,10 +74,68 @@ struct QCopyWarps : QProducer<Config> {
     }
   }
 
+  // Store the statistics of a step's gathered queries; the statistics of other steps are copied with Q. Called by all
+  // copy warps.
+  static CUFLASH_DEVICE void store_statistics(const attention::Params&, attention::NoChosenLists, const StepMessage&,
+                                              int, int) {}
+  static CUFLASH_DEVICE void store_statistics(const attention::Params& params, const attention::ChosenLists& chosen,
+                                              const StepMessage& message, int stage, int row) {
+    using namespace attention;
+    static_assert(kBlockQ == kCopyThreads, "a copy thread has one row");
+    const DivMod number_and_head = divmod(row, chosen.heads_per_tile);
+    const bool in_bounds = number_and_head.quotient < message.block.stop - message.block.start;
+    const int query = in_bounds ? shared().queries_of_steps[stage][number_and_head.quotient] : 0;
+    const auto value = [&](const float* first, const Matrices& from) {
+      return first[(in_bounds ? number_and_head.remainder : 0) * from.head_stride + query * from.row_stride];
+    };
+    const float lse = value(shared().parts[message.work].lse, params.lse),
+                delta = value(shared().parts[message.work].delta, params.delta);
+    QueryStats& stats = shared().queries[stage].stats;
+    const float lse_2 = in_bounds ? lse_in_base_2(lse) : -ptx::negative_infinity<float>();
+    stats.lse_2[row] = lse_2;
+    stats.delta[row] = in_bounds ? delta : 0.0f;
+    const bool is_large = lse_2 != -ptx::negative_infinity<float>() && fabsf(lse_2) > kLargestPlainLse2;
+    const bool has_large = __any_sync(0xffffffffu, is_large);
+    if (ptx::lane() == 0) (row < 32 ? stats.has_large_lse : stats.has_empty_rows) = has_large;
+  }
+
+  // Compute the row masks of a step of gathered queries. Called by all copy warps.
+  static CUFLASH_DEVICE void compute_row_masks(const attention::Params& params, const attention::ChosenLists& chosen,
+                                               const HeadWork& work, const StepMessage& message, StageQueries& queries,
+                                               int row, int stage) {
+    using namespace attention;
+    const int number = divmod(row, chosen.heads_per_tile).quotient;
+    const bool in_bounds = number < message.block.stop - message.block.start;
+    const int query = in_bounds ? shared().queries_of_steps[stage][number] : 0;
+    const Interval keys = interval(params, work.tile.batch_head, query);
+    const int lo = keys.lo - work.tile.first, hi = in_bounds ? min(keys.hi, work.tile.last) - work.tile.first : 0;
+#pragma unroll 1
+    for (int x = 0; x < kKeyWords; ++x)
+      queries.row_masks[32 * x + row % 32][row / 32] =
+          tile::transpose_bits_in_warp(bit_range(lo - 32 * x, hi - 32 * x));
+  }
+
+  // Copy the gathered rows of Q or dO of a step that TMA cannot copy.
+  template <class Tile>
+  static CUFLASH_DEVICE void copy_queries(const attention::Params&, const attention::ChosenLists& chosen,
+                                          const attention::Matrices& from, const StepMessage& message, int num_columns,
+                                          Tile to, int row, int stage) {
+    using namespace attention;
+    const BatchHead& batch_head = shared().works[message.work].tile.batch_head;
+    const DivMod query_and_head = divmod(row, chosen.heads_per_tile);
+    const bool in_bounds = query_and_head.quotient < message.block.stop - message.block.start;
+    const auto all =
+        matrix<Element>(from, batch_head, batch_head.head + (in_bounds ? query_and_head.remainder : 0), 0, num_columns);
+    const bool is_aligned = tile::has_aligned_chunks(all) && from.head_stride % tile::kChunkOf<Element> == 0;
+    tile::copy_row(tile::TmaBoxes(to), row, all.row(in_bounds ? shared().queries_of_steps[stage][query_and_head.quotient] : 0), in_bounds,
+                   num_columns, is_aligned, from.column_stride);
+  }
+
   // Copy the rows of Q or dO of a step that TMA cannot copy. Rows of queries that see no key become 0.
   template <class Tile>
-  static CUFLASH_DEVICE void copy_queries(const attention::Params& params, const attention::Matrices& from,
-                                          const StepMessage& message, int num_columns, Tile to, int thread) {
+  static CUFLASH_DEVICE void copy_queries(const attention::Params& params, attention::NoChosenLists,
+                                          const attention::Matrices& from, const StepMessage& message, int num_columns,
+                                          Tile to, int thread, int) {
     using namespace attention;
     const BatchHead& batch_head = shared().works[message.work].tile.batch_head;
     const auto all = matrix<Element>(from, batch_head, batch_head.head, params.shape.seqlen_q, num_columns);
@@ -100,22 +159,23 @@ struct QCopyWarps : QProducer<Config> {
   // start the copies of K and V.
   template <class Score>
   static CUFLASH_DEVICE void prepare_steps(const attention::Params& params, const TensorMaps& maps,
-                                           const Score& score) {
+                                           const Score& score, ChosenArgument chosen) {
     using namespace attention;
     SharedStorage& smem = shared();
     const Shape& shape = params.shape;
     // recomputed at each use, as are the following values, to save registers
     const auto thread = [] { return ptx::thread_index() - 32; };
     for (int number = 0;; number = number == 2 * kNumStages - 1 ? 0 : number + 1) {
-      const PipelineState state{number % kNumStages, number / kNumStages};  // derived from one register
+      const PipelineState state{number % kNumStages, number / kNumStages};  // state is derived from one register
       ptx::mbarrier_wait(ptx::shared_address(&smem.message_ready[state.stage]), state.phase);
       const StepMessage& message = smem.messages[state.stage];
       if (message.is(StepMessage::kEndOfWork)) return tile::arrive(smem.q[state.stage].full);
       const auto work = [&]() -> const HeadWork& { return smem.works[message.work]; };
+      store_statistics(params, chosen, message, state.stage, thread());
       if (message.is(StepMessage::kMasked))
-        compute_row_masks(params, work(), message, smem.queries[state.stage], thread());
+        compute_row_masks(params, chosen, work(), message, smem.queries[state.stage], thread(), state.stage);
       if (message.is(StepMessage::kThreadsCopyQ))
-        copy_queries(params, params.q, message, shape.head_dim, q_smem(state.stage), thread());
+        copy_queries(params, chosen, params.q, message, shape.head_dim, q_smem(state.stage), thread(), state.stage);
       if constexpr (kStagesArray)
         if (message.is(StepMessage::kThreadsCopyArray))
           load_array(score, work().tile, message.block, state.stage, thread());
@@ -151,7 +211,8 @@ struct QCopyWarps : QProducer<Config> {
       if constexpr (kDoStages < kNumStages)  // otherwise dO is released together with Q
         tile::wait_empty(smem.d_o[do_stage(state)], do_phase(state));
       if (message.is(StepMessage::kThreadsCopyDo))
-        copy_queries(params, params.do_, message, shape.value_dim, do_smem(do_stage(state)), thread());
+        copy_queries(params, chosen, params.do_, message, shape.value_dim, do_smem(do_stage(state)), thread(),
+                     state.stage);
       tile::arrive(smem.d_o[do_stage(state)].full);
     }
   }

@@ -12,20 +12,21 @@ template <class Config>
 struct QPipeline : DqWriter<Config> {
   using Base = DqWriter<Config>;
   using typename Base::PipelineState, typename Base::SharedStorage, typename Base::StepMessage;
+  using typename Base::ChosenArgument;
   using Base::dq_writer, Base::dq_writer_fused, Base::kConsumerRegisters, Base::kCopyThreads, Base::kDoStages,
-      Base::kHasDqWriter, Base::kNumConsumers, Base::kNumStages, Base::kProducerRegisters,
-      Base::kProducerThreads, Base::kSkipsClamp, Base::k_phase, Base::prepare_steps, Base::produce, Base::shared,
+      Base::kHasDqWriter, Base::kNumConsumers, Base::kNumStages, Base::kPacksQueries, Base::kProducerRegisters,
+      Base::kProducerThreads, Base::kSkipsClamp, Base::k_phase, Base::prepare_steps, Base::produce_steps, Base::shared,
       Base::v_phase;
 
-  // Wait for a step, and return its flags. Call it before the products of the step are started: loads from shared
-  // memory have a long latency under products.
+  // Wait for a step, and return its flags. Call it before the products of the step are started, because loads from
+  // shared memory have a long latency during products.
   static CUFLASH_DEVICE int wait_step(const PipelineState& state) {
     SharedStorage& smem = shared();
     tile::wait_full(smem.q[state.stage], state.phase);
     int flags = smem.messages[state.stage].flags;
     if constexpr (kSkipsClamp) flags |= smem.queries[state.stage].stats.has_large_lse ? StepMessage::kLargeLse : 0;
     // With a score function, results of queries that it hides from all keys must not matter.
-    if constexpr (kHasScore) flags |= smem.queries[state.stage].stats.has_empty_rows ? StepMessage::kLargeLse : 0;
+    if constexpr (kHasScore || kPacksQueries) flags |= smem.queries[state.stage].stats.has_empty_rows ? StepMessage::kLargeLse : 0;
     return flags;
   }
 
@@ -48,14 +49,14 @@ struct QPipeline : DqWriter<Config> {
     tile::wait_full(smem.k, k_phase(flags));
     tile::wait_full(smem.v, v_phase(flags));
   }
-  static CUFLASH_DEVICE void release_kv() { tile::arrive(shared().k.empty); }  // V is released with K
+  static CUFLASH_DEVICE void release_kv() { tile::arrive(shared().k.empty); }  // K and V are released together
 
   // Run the role of each warp of a thread block. `consume` is called by the consumer warpgroups, with the index of the
   // warpgroup among them.
   template <class Consume>
   static CUFLASH_DEVICE void run_roles(const attention::Params& params, const TensorMaps& maps,
                                        const QueryState& query_state, Consume consume, const score::Function& score,
-                                       StagedMapArgument staged_map) {
+                                       StagedMapArgument staged_map, ChosenArgument chosen) {
     // uniform in the warp, so that branches do not diverge
     const int group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
     if (threadIdx.x == 0) {
@@ -77,8 +78,8 @@ struct QPipeline : DqWriter<Config> {
     if (group == 0) {
       ptx::setmaxnreg_dec<kProducerRegisters>();
       const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-      if (warp == 0) produce(params, maps, query_state, score, staged_map);
-      else if (32 * warp < kProducerThreads) prepare_steps(params, maps, score);
+      if (warp == 0) produce_steps(params, maps, query_state, score, staged_map, chosen);
+      else if (32 * warp < kProducerThreads) prepare_steps(params, maps, score, chosen);
       else if constexpr (Config::kLastFinishesDq) dq_writer_fused();
       else if constexpr (kHasDqWriter) dq_writer();
     } else {

@@ -23,16 +23,23 @@ struct Matrix {
   CUFLASH_DEVICE Matrix columns(int first, int last) const {
     return {data + first * column_stride, row_stride, column_stride, num_rows, last - first};
   }
+  CUFLASH_DEVICE T* row(int number) const { return data + number * row_stride; }
   CUFLASH_DEVICE T& at(int row, int column) const { return data[row * row_stride + column * column_stride]; }
 };
 
-// Set a matrix to zero. Called by a warp.
+// Return the matrix that rows belong to.
 template <class T>
-CUFLASH_DEVICE void clear(const Matrix<T>& matrix) {
+CUFLASH_DEVICE const Matrix<T>& first_of(const Matrix<T>& rows) {
+  return rows;
+}
+
+// Set the rows of a matrix, or of several, to zero. Called by a warp.
+template <class Rows>
+CUFLASH_DEVICE void clear(const Rows& rows) {
 #pragma unroll 1
-  for (int row = 0; row < matrix.num_rows; ++row)
+  for (int row = 0; row < rows.num_rows; ++row)
 #pragma unroll 1
-    for (int column = ptx::lane(); column < matrix.num_columns; column += 32) matrix.at(row, column) = {};
+    for (int column = ptx::lane(); column < first_of(rows).num_columns; column += 32) rows.at(row, column) = {};
 }
 
 // Return whether rows are whole vectors that start at multiples of 16 bytes.

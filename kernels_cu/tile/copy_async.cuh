@@ -130,6 +130,16 @@ struct StackedRows {
   CUFLASH_DEVICE T& at(int i, int column) const { return row(i)[column * first.column_stride]; }
 };
 
+// Return the first of the matrices that rows belong to.
+template <class T>
+CUFLASH_DEVICE const Matrix<T>& first_of(const StackedRows<T>& rows) {
+  return rows.first;
+}
+template <class T>
+CUFLASH_DEVICE bool has_aligned_chunks(const StackedRows<T>& rows) {
+  return has_aligned_chunks(rows.first) && rows.stride % kChunkOf<T> == 0;
+}
+
 // Rows of several matrices, whose numbers are in a list.
 template <class T>
 struct GatheredRows : StackedRows<T> {
@@ -147,7 +157,7 @@ CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, RowsOf<T> from
   constexpr int kChunk = kChunkOf<T>;
   using Tile = SwizzledTile<T, Rows, Columns>;
   using Partition = ChunkPartition<Threads, Tile>;
-  const bool is_aligned = has_aligned_chunks(from.first) && from.stride % kChunk == 0;
+  const bool is_aligned = has_aligned_chunks(from);
 #pragma unroll 1  // registers are for accumulators
   for (int row = Partition::first_row(); row < Rows; row += Partition::kRowsPerPass) {
     const bool in_bounds = row < from.num_rows;
@@ -250,8 +260,7 @@ CUFLASH_DEVICE void store(Matrix<T> to, SwizzledTile<T, Rows, Columns> from) {
 // Copy a tile from shared to global memory, as `store` does, to stacked rows. Called by all Threads.
 template <int Threads, class T, int Rows, int Columns>
 CUFLASH_DEVICE void store(StackedRows<T> to, SwizzledTile<T, Rows, Columns> from) {
-  const bool is_aligned = has_aligned_chunks(to.first) && to.stride % kChunkOf<T> == 0;
-  store_chunks<Threads>(to, to.first.num_columns, is_aligned, from);
+  store_chunks<Threads>(to, to.first.num_columns, has_aligned_chunks(to), from);
 }
 
 }  // namespace cuflash::tile

@@ -22,9 +22,10 @@ CUFLASH_DEVICE void transpose_in_quad(uint32_t (&words)[4]) {
   }
 }
 
-// Round a warp's part to T and store it to global memory, within the bounds of the matrix. Called by whole warps.
-template <class T, class Tile>
-CUFLASH_DEVICE void store(Matrix<T> to, const Tile& from) {
+// Round a warp's part to T and store it to global memory, within the bounds of a matrix or of stacked rows. Called by
+// whole warps.
+template <class T, template <class> class RowsOf, class Tile>
+CUFLASH_DEVICE void store(RowsOf<T> to, const Tile& from) {
   constexpr int kChunks = Tile::kColumnTiles / 4;  // a thread's chunks per row
   static_assert(sizeof(T) == 2 && Tile::kColumnTiles % 4 == 0, "four threads store 8 columns each");
   Bits128 chunks[Tile::kRows][kChunks];
@@ -43,15 +44,14 @@ CUFLASH_DEVICE void store(Matrix<T> to, const Tile& from) {
                       words[2] | static_cast<uint64_t>(words[3]) << 32};
     }
   const int first_column = from.warp_column() + ptx::lane() % 4 * 8;
-  const bool has_full_rows = to.column_stride == 1 && to.row_stride % kChunkOf<T> == 0 &&
-      reinterpret_cast<uint64_t>(to.data) % sizeof(Bits128) == 0 &&
-      from.warp_column() + 8 * Tile::kColumnTiles <= to.num_columns;
+  const int num_columns = first_of(to).num_columns;
+  const bool has_full_rows = has_aligned_chunks(to) && from.warp_column() + 8 * Tile::kColumnTiles <= num_columns;
   if (has_full_rows) {
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i) {
       const int row = from.first_row() + from.row(i);
       if (row >= to.num_rows) continue;
-      Bits128* const data = reinterpret_cast<Bits128*>(to.data + row * to.row_stride + first_column);
+      Bits128* const data = reinterpret_cast<Bits128*>(to.row(row) + first_column);
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) data[4 * j] = chunks[i][j];
     }
@@ -65,7 +65,7 @@ CUFLASH_DEVICE void store(Matrix<T> to, const Tile& from) {
       if (row >= to.num_rows) continue;
       uint64_t(&words)[2] = chunks[i][j].at;
 #pragma unroll 1  // executed rarely, so the code is kept short
-      for (int x = column; x < min(column + kChunkOf<T>, to.num_columns); ++x) {
+      for (int x = column; x < min(column + kChunkOf<T>, num_columns); ++x) {
         to.at(row, x) = {static_cast<unsigned short>(words[0])};
         words[0] = words[0] >> 16 | words[1] << 48;
         words[1] >>= 16;

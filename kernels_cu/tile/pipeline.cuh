@@ -109,33 +109,63 @@ CUFLASH_DEVICE void tma_prefetch_boxes(const TmaBoxes& to, const TensorMapParam&
     ptx::tma_prefetch_5d(&from.map, column, first, matrix.x, matrix.y, matrix.z);
 }
 
+// Copy 16 bytes of a row to the slot: `remaining` elements, then zeros. The data arrive after cp_async_wait_all.
+template <class T>
+CUFLASH_DEVICE void copy_chunk(int at, const T* data, int remaining, bool is_aligned, int64_t column_stride) {
+  if (is_aligned) {
+    ptx::cp_async_cg_16(ptx::shared_address(ptx::dynamic_shared<unsigned char>() + at), data, 2 * remaining);
+    return;
+  }
+  Bits128 words{};
+#pragma unroll 1
+  for (int e = remaining - 1; e >= 0; --e) {
+    words.at[1] = words.at[1] << 16 | words.at[0] >> 48;
+    words.at[0] = words.at[0] << 16 | data[e * column_stride].bits;
+  }
+  *reinterpret_cast<Bits128*>(ptx::dynamic_shared<unsigned char>() + at) = words;
+}
+
 // Fill the slot by threads, for matrices that TMA cannot copy: `thread` is one of Threads that share the work; rows
 // past the matrix and rows that are not valid become zeros.
-template <int Threads, class T, class IsRowValid>
-CUFLASH_DEVICE void copy(const TmaBoxes& to, const Matrix<T>& from, int thread, IsRowValid is_row_valid) {
+template <int Threads, class T, template <class> class RowsOf, class IsRowValid>
+CUFLASH_DEVICE void copy(const TmaBoxes& to, const RowsOf<T>& from, int thread, IsRowValid is_row_valid) {
   const int chunks = to.columns / kChunkOf<T>, chunks_per_panel = to.width / kChunkOf<T>;
   const bool is_aligned = has_aligned_chunks(from);
 #pragma unroll 1
   for (int x = thread; x < to.rows * chunks; x += Threads) {
     const int row = x / chunks, chunk = x % chunks;
     const bool in_bounds = row < from.num_rows && is_row_valid(row);
-    const int remaining = in_bounds ? min(max(from.num_columns - chunk * kChunkOf<T>, 0), kChunkOf<T>) : 0;
-    const T* const data = remaining > 0 ? &from.at(row, chunk * kChunkOf<T>) : from.data;
-    const int at = to.at(row, chunk, chunks_per_panel);
-    if (is_aligned) {
-      ptx::cp_async_cg_16(ptx::shared_address(ptx::dynamic_shared<unsigned char>() + at), data, 2 * remaining);
-      continue;
-    }
-    Bits128 words{};
-#pragma unroll 1
-    for (int e = remaining - 1; e >= 0; --e) {
-      words.at[1] = words.at[1] << 16 | words.at[0] >> 48;
-      words.at[0] = words.at[0] << 16 | data[e * from.column_stride].bits;
-    }
-    *reinterpret_cast<Bits128*>(ptx::dynamic_shared<unsigned char>() + at) = words;
+    const int remaining = in_bounds ? min(max(first_of(from).num_columns - chunk * kChunkOf<T>, 0), kChunkOf<T>) : 0;
+    const T* const data = remaining > 0 ? &from.at(row, chunk * kChunkOf<T>) : first_of(from).data;
+    copy_chunk(to.at(row, chunk, chunks_per_panel), data, remaining, is_aligned, first_of(from).column_stride);
   }
   ptx::cp_async_wait_all();
   ptx::fence_proxy_async();
+}
+
+// Fill a row of the slot by one thread; a row that is not valid becomes zeros.
+template <class T>
+CUFLASH_DEVICE void copy_row(const TmaBoxes& to, int row, const T* data, bool is_valid, int num_columns,
+                             bool is_aligned, int64_t column_stride) {
+  const int chunks_per_panel = to.width / kChunkOf<T>;
+#pragma unroll 1
+  for (int chunk = 0; chunk < to.columns / kChunkOf<T>; ++chunk) {
+    const int column = chunk * kChunkOf<T>;
+    const int remaining = is_valid ? min(max(num_columns - column, 0), kChunkOf<T>) : 0;
+    copy_chunk(to.at(row, chunk, chunks_per_panel), remaining > 0 ? data + column * column_stride : data, remaining,
+               is_aligned, column_stride);
+  }
+  ptx::cp_async_wait_all();
+  ptx::fence_proxy_async();
+}
+
+// Set rows of the slot from `first` on to 0. Called by a warp.
+CUFLASH_DEVICE void clear_rows_from(const TmaBoxes& boxes, int first) {
+  const int chunks = boxes.columns / kChunkOf<ptx::Half>, chunks_per_panel = boxes.width / kChunkOf<ptx::Half>;
+#pragma unroll 1
+  for (int x = first * chunks + ptx::lane(); x < boxes.rows * chunks; x += 32)
+    *reinterpret_cast<Bits128*>(ptx::dynamic_shared<unsigned char>() +
+                                boxes.at(x / chunks, x % chunks, chunks_per_panel)) = {};
 }
 
 // Store the tile to global memory by threads, within the bounds of the matrix: `thread` is one of Threads that share

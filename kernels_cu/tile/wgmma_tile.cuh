@@ -107,6 +107,12 @@ struct PackedOperand {
 #pragma unroll
     for (int k = 0; k < kNumFragments; ++k) pack(from, k);
   }
+  CUFLASH_DEVICE void clear() {
+#pragma unroll
+    for (auto& fragment : fragments)
+#pragma unroll
+      for (uint32_t& pair : fragment) pair = 0;
+  }
   // Pack 16 columns.
   CUFLASH_DEVICE void pack(const Tile& from, int k) {
 #pragma unroll

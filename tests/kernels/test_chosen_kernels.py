@@ -35,9 +35,16 @@ from test_list_kernels import passes
 import cuflash
 
 EXECUTORS = [pytest.param("sim", marks=needs_compiler), pytest.param("gpu", marks=pytest.mark.gpu)]
-SIM80, GPU80 = (replace(run, kernel="sm80") for run in (SIM, GPU))
-on_sm80 = pytest.mark.parametrize(
-    "run", [pytest.param(SIM80, marks=needs_compiler), pytest.param(GPU80, marks=pytest.mark.gpu)], ids=str
+SIM80, SIM90 = (replace(SIM, kernel=kernel) for kernel in ("sm80", "sm90"))
+KERNELS = ("sm80", "sm90")
+on_kernels = pytest.mark.parametrize("kernel", KERNELS)
+on_runs = pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(replace(run, kernel=kernel), marks=mark, id=f"{run}-{kernel}")
+        for run, mark in ((SIM, needs_compiler), (GPU, pytest.mark.gpu))
+        for kernel in KERNELS
+    ],
 )
 DRAWN = {"dtypes": ["float16"], "most_scores": 1 << 14, "longest": 200, "widest": 16}
 CLOSED = [
@@ -233,7 +240,7 @@ def test_the_kernels_list_the_queries_of_each_block_as_numpy_does() -> None:
 # Results
 
 
-@on_sm80
+@on_runs
 def test_results_are_within_their_bounds(run: Run) -> None:
     @settings(run.settings, max_examples=settings.default.max_examples if is_long() else 12)
     @given(chosen(has_sink=True))
@@ -243,7 +250,7 @@ def test_results_are_within_their_bounds(run: Run) -> None:
     check()
 
 
-@on_sm80
+@on_runs
 def test_order_and_repetition_change_no_bit(run: Run) -> None:
     @settings(run.settings, max_examples=settings.default.max_examples if is_long() else 3)
     @given(chosen(has_intervals=False), st.integers(0, 2**32 - 1))
@@ -256,7 +263,7 @@ def test_order_and_repetition_change_no_bit(run: Run) -> None:
     check()
 
 
-@on_sm80
+@on_runs
 def test_all_blocks_are_no_mask(run: Run) -> None:
     @settings(run.settings, max_examples=settings.default.max_examples if is_long() else 2)
     @given(chosen(has_intervals=False))
@@ -281,43 +288,50 @@ def groups_example(group: int, block: int, **changed: Any) -> Example:
     return SIM80.rounded(replace(structure, **changed).example())
 
 
-def check_group(library: Any, group: int, block: int, closed: Any = None, **options: Any) -> None:
+def check_group(
+    library: Any, group: int, block: int, closed: Any = None, kernel: str = "sm80", **options: Any
+) -> None:
     """Assert that all results with `group` heads per list are within their bounds."""
     example = groups_example(group, block)
     if closed is not None:
         example = example.but(mask=example.mask & closed)
-    given_ = {"mask": of_library(library, example.mask), "executor": "sim", "kernel": "sm80", **options}
+    given_ = {"mask": of_library(library, example.mask), "executor": "sim", "kernel": kernel, **options}
     (o, lse), vjp = library.attention_vjp(example.q, example.k, example.v, return_lse=True, **given_)
     dq, dk, dv = vjp(example.do, example.dlse)
     assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv)
 
 
 @needs_compiler
-@pytest.mark.parametrize("group", [1, 3, 16, 80])
+@pytest.mark.parametrize("group", [1, 3, 12, 16, 80])
 @pytest.mark.parametrize("closed", [None, masks.Causal("bottom_right") & masks.Lengths(kv=170)], ids=["alone", "cut"])
-def test_groups_of_any_size_share_their_keys(group: int, closed: Any) -> None:
-    check_group(cuflash, group, 64 if group != 3 else 32, closed)
+@on_kernels
+def test_groups_of_any_size_share_their_keys(kernel: str, group: int, closed: Any) -> None:
+    check_group(cuflash, group, 64 if group != 3 else 32, closed, kernel)
 
 
-def check_far_columns(library: Any) -> None:
-    """Assert bounds for rows that fill no chunk, K and V that broadcast over the batch, and a list per query head."""
-    rng = np.random.default_rng(0)
-    mask = ChosenBlocks(rng.integers(-1, 4, (4, 70, 2)), 64)
+def check_far_columns(library: Any, kernel: str = "sm80", group: int = 2) -> None:
+    """Assert bounds for rows that fill no chunk, and K and V that broadcast over the batch.
+
+    Groups of two heads have a list for each query head, larger ones a list for each key/value head.
+    """
+    rng, num_heads = np.random.default_rng(0), 2 * group
+    mask = ChosenBlocks(rng.integers(-1, 4, (num_heads if group == 2 else 2, 70, 2)), 64)
     structure = testing.Structure(
-        q_batch=(2,), k_batch=(1,), v_batch=(2,), num_heads=4, num_kv_heads=2, seqlen_q=70, seqlen_kv=200, head_dim=13,
-        value_dim=9, dtype="float16", mask=mask, layouts=("padded",) * 5,
+        q_batch=(2,), k_batch=(1,), v_batch=(2,), num_heads=num_heads, num_kv_heads=2, seqlen_q=70, seqlen_kv=200,
+        head_dim=13, value_dim=9, dtype="float16", mask=mask, layouts=("padded",) * 5,
     )  # fmt: skip
     example = SIM80.rounded(structure.example())
     (o, lse), vjp = library.attention_vjp(
-        example.q, example.k, example.v, mask=of_library(library, mask), executor="sim", return_lse=True, kernel="sm80"
+        example.q, example.k, example.v, mask=of_library(library, mask), executor="sim", return_lse=True, kernel=kernel
     )
     dq, dk, dv = vjp(example.do, example.dlse)
     assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv)
 
 
 @needs_compiler
-def test_rows_that_fill_no_tile_and_broadcast_keys_are_served() -> None:
-    check_far_columns(cuflash)
+@pytest.mark.parametrize("kernel, group", [("sm80", 2), ("sm90", 2), ("sm90", 9)])
+def test_rows_that_fill_no_tile_and_broadcast_keys_are_served(kernel: str, group: int) -> None:
+    check_far_columns(cuflash, kernel, group)
 
 
 def popular_example(block: int = 64) -> Example:
@@ -328,13 +342,13 @@ def popular_example(block: int = 64) -> Example:
     return example.but(mask=ChosenBlocks(blocks, block) & masks.Causal("bottom_right"))
 
 
-def check_parts(library: Any, queries_per_part: int = 40, block: int = 64) -> None:
+def check_parts(library: Any, queries_per_part: int = 40, block: int = 64, kernel: str = "sm80") -> None:
     """Assert that several thread blocks share the keys of a block that many queries chose."""
     example, lists = popular_example(block), part(library, "planning.chosen_lists")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(lists, "QUERIES_PER_PART", queries_per_part)
         (o, lse), vjp = library.attention_vjp(
-            example.q, example.k, example.v, mask=example.mask, executor="sim", kernel="sm80", return_lse=True
+            example.q, example.k, example.v, mask=example.mask, executor="sim", kernel=kernel, return_lse=True
         )
         dq, dk, dv = vjp(example.do, example.dlse)
     part(library, "testing.assertions").assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv)
@@ -342,8 +356,9 @@ def check_parts(library: Any, queries_per_part: int = 40, block: int = 64) -> No
 
 @needs_compiler
 @pytest.mark.parametrize("queries_per_part, block", [(40, 64), (9, 128)])
-def test_parts_of_what_many_queries_chose_are_added(queries_per_part: int, block: int) -> None:
-    check_parts(cuflash, queries_per_part, block)
+@on_kernels
+def test_parts_of_what_many_queries_chose_are_added(kernel: str, queries_per_part: int, block: int) -> None:
+    check_parts(cuflash, queries_per_part, block, kernel)
 
 
 def check_scores(library: Any, name: str) -> None:
@@ -370,10 +385,11 @@ def test_score_functions_change_scores_of_chosen_blocks(name: str) -> None:
 
 
 @needs_compiler
-def test_gradients_have_the_same_bits_under_every_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("run", [SIM80, SIM90], ids=KERNELS)
+def test_gradients_have_the_same_bits_under_every_schedule(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     monkeypatch.setattr(chosen_lists, "QUERIES_PER_PART", 40)
     example = popular_example()
-    plan = SIM80.kernel_plan(example)
+    plan = run.kernel_plan(example)
     assert plan.work.tiling.num_parts == 4
     cotangents = {"do": example.do, "dlse": example.dlse}
     results = []
@@ -538,9 +554,11 @@ def test_tiles_of_neighbours_are_taken_where_kernels_serve_the_call() -> None:
         planned(lists(64), softcap=9.0),
     ]  # fmt: skip
     assert all(isinstance(each._plan.work, UnionWork) and each._plan.family.name == "sm80" for each in served)
+    on_hopper = planned(lists(64), kernel="sm90")
+    assert isinstance(on_hopper._plan.work, UnionWork) and on_hopper._plan.family.name == "sm90"
     others = [
         planned(lists(24)), planned(lists(64), np.float32), planned(lists(64), device="T4"), planned(~lists(64)),
-        planned(lists(64) | masks.Lengths(kv=3)), planned(lists(64), kernel="sm90"),
+        planned(lists(64) | masks.Lengths(kv=3)), planned(lists(64), kernel="sm90", softcap=9.0),
         planned(lists(64), bias=ShapeDtype((8, 100, 200), np.dtype(np.float16)), wrt="bias"),
         planned(lists(64), dropout=cuflash.Dropout(0.1, 1)), planned(lists(64), kernel="simt"),
     ]  # fmt: skip

@@ -27,9 +27,10 @@ from cuflash.compiler import source as sources
 from cuflash.arrays import BFLOAT16, DTYPES, UP_TO_FLOAT32
 from cuflash.compiler.nvrtc import Compiled
 from cuflash.planning._result_kernels import every_result_spec
-from cuflash.planning.appending import append_spec
+from cuflash.planning.appending import append_spec, bounds_spec
 from cuflash.planning.chosen_lists import COLUMN_SPECS, UNIONS
 from cuflash.planning.decoding import decode_spec
+from cuflash.planning.few_queries import FEW_QUERIES_ENTRY
 from cuflash.planning.prefill import intervals_spec, prefill_spec
 from cuflash.planning.problem import PRECISIONS, Problem
 from cuflash.planning.spec import KernelSpec
@@ -40,6 +41,7 @@ from cuflash.planning.families.family import DIMS, Family
 from cuflash.planning.routing import FAMILIES, PREFILL_FAMILIES, mass_kernel
 from cuflash.planning.interval_kernels import INTERVAL_SPECS
 from cuflash.planning.list_kernels import LIST_SPECS
+from cuflash.planning.query_scores import every_query_spec
 from cuflash.planning.selection_kernels import every_selection_spec
 from cuflash.planning.quantizing import quantize_spec, transpose_spec
 from cuflash.planning.scales import RowsPerScale
@@ -108,6 +110,8 @@ SPILLS = {
     **{("sm80_decode_e4m3 with a sink", dtype, 128): 24 for dtype in _HALVES},  # on sm_120; 16 on sm_90
     # Of 64 rows, whose 16 warps leave 128 registers a thread.
     ("sm80_decode scored", BFLOAT16, 128): 8,  # on sm_80
+    **{("sm80_decode of chosen blocks", dtype, 128): 8 for dtype in _HALVES},  # of 32 rows, on sm_80
+    **{("sm80_decode_e4m3 of chosen blocks", dtype, 128): 16 for dtype in _HALVES},
     **{
         (f"sm80_{entry}{scored} in fixed parts", BFLOAT16, 128): 8
         for entry, scored in product(("decode", "decode_e4m3"), ("", " scored"))
@@ -153,9 +157,10 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
                     for group_size in {1, 2 if limit is None else 1}:
                         split = sm80.split_spec(family_specs["forward"], problem, device, group_size)
                         specs |= {split, sm80.combine_spec(split)}
-                    if limit is None and dtype in _HALVES:
-                        for block in (16, 32, 64):
-                            specs |= set(FAMILIES[family].union_specs(problem, device, block).values())
+                if family in ("sm80", "sm90") and limit is None and dtype in _HALVES:
+                    group = Problem.of(ShapeDtype((16, length, head_dim), dtype), k, v)
+                    for block in (16, 32, 64):
+                        specs |= set(FAMILIES[family].union_specs(group, device, block, group.group_size).values())
     return specs
 
 
@@ -258,6 +263,7 @@ def of_caches(name: str) -> set[KernelSpec]:
     """Return the KV-cache kernels for a known GPU, 16-bit and FP8, for few and for many rows, also with a sink."""
     device = DeviceSpec.gpu(name)
     specs = {append_spec(dtype) for dtype in DTYPES if dtype != BFLOAT16 or name != "T4"}
+    specs |= {bounds_spec(spec.dtype) for spec in specs}
     specs |= {append_spec(spec.dtype, is_quantized=True) for spec in specs if spec.dtype in UP_TO_FLOAT32}
     for dtype, dim, rows, batch in product(_HALVES, (64, 128, 256), (16, 32, 64), (1, 2, 100)):
         q, k = ShapeDtype((batch, rows, 1, dim), dtype), ShapeDtype((batch, 1, 1000, dim), dtype)
@@ -267,6 +273,10 @@ def of_caches(name: str) -> set[KernelSpec]:
                 spec = decode_spec(problem, device, is_quantized=is_quantized)
                 assert spec.shared_bytes <= device.tile_memory_bytes
                 specs |= {spec, replace(spec, has_sink=True)}
+                if rows <= 32 or dim <= 128:
+                    specs.add(replace(spec, is_chosen=True))
+                if rows == 16 and not is_quantized:
+                    specs.add(replace(spec, entry=FEW_QUERIES_ENTRY))
         for family in PREFILL_FAMILIES:
             if not FAMILIES[family].reasons(problem, device):
                 spec = prefill_spec(problem, device, family)
@@ -304,7 +314,7 @@ def every_target() -> list[tuple[KernelSpec, str]]:
             of_chip = sorted(of_scores(chip), key=lambda spec: (str(spec), str(spec.score), spec.score_wrt))
             targets += [(spec, room.architecture(spec, capability)) for spec in of_chip]
         others = {*LIST_SPECS.values(), *INTERVAL_SPECS.values(), UNIONS, *COLUMN_SPECS.values()}
-        others |= set(every_selection_spec(DTYPES))
+        others |= set(every_selection_spec(DTYPES)) | (every_query_spec(DTYPES) if capability >= (8, 0) else set())
         others |= every_result_spec(DTYPES)
         targets += [(spec, room.architecture(spec, capability)) for spec in sorted(others, key=str)]
     return targets
@@ -379,6 +389,7 @@ def faults(compiled: Compiled) -> list[str]:
     name = spec.name + " watched" * spec.has_watchdog + " scored" * (spec.score is not None)
     name += " dropped" * spec.has_dropout
     name += " in pages" * (spec.score is not None and spec.is_paged) + " in fixed parts" * bool(spec.part_keys)
+    name += " of chosen blocks" * spec.is_chosen
     known = SPILLS.get((name, spec.dtype, spec.head_dim), 0)
     if spec.has_sink:
         known = SPILLS.get((f"{name} with a sink", spec.dtype, spec.head_dim), known)

@@ -140,10 +140,10 @@ FAULTS = {
     decode_is_scored: {
         "all heads of a group are its first": Edit(DECODE, "score_step", "heads.head + row.quotient", "heads.head"),
         "queries stand at the start": Edit(
-            DECODE, "score_step", "of.length - of.count + row.remainder", "row.remainder"
+            "attention/decode_work.cuh", "NewTokens.position", "of.length - of.count + number", "number"
         ),
         "keys count from the part's first": Edit(
-            DECODE, "decode", "s, params, of, heads, {start, stop}", "s, params, of, heads, {start - part.start, stop}"
+            DECODE, "decode", "own.positions(start, stop)", "own.positions(start - part.start, stop)"
         ),
         "the scale is applied again": Edit(DECODE, "decode", "kHasScore ? 1.0 : params.softmax_scale",
                                            "params.softmax_scale"),

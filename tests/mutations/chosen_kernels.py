@@ -79,6 +79,16 @@ def parts_are_added() -> None:
     check_parts(cuflash, 9, 128)
 
 
+def tiles_on_hopper_are_right() -> None:
+    """Assert all results of the kernels with TMA, of groups that fill a tile's rows and that do not."""
+    check_group(cuflash, 12, 64, CAUSAL & masks.Lengths(kv=170), "sm90")
+    check_far_columns(cuflash, "sm90", 9)
+
+
+def parts_on_hopper_are_added() -> None:
+    check_parts(cuflash, kernel="sm90")
+
+
 def plans_are_right(library: ModuleType) -> None:
     """Assert that tilings, and unions of lists on the host, give correct results for any number of lists."""
     check_group(library, 6, 64, CAUSAL)
@@ -92,6 +102,7 @@ def sources_are_right(library: ModuleType) -> None:
 
 UNIONS, LIST, COLUMNS = "lists/unions.cu", "lists/chosen.cuh", "lists/columns.cuh"
 COUNT, SCAN, FILL = "lists/columns_count.cu", "lists/columns_scan.cu", "lists/columns_fill.cu"
+KEYS, GATHERED, COPY_WARPS = "sm90/kv_producer.cuh", "sm90/gathered_queries.cuh", "sm90/q_copy_warps.cuh"
 MEMBERS, COPY, PLAN = "attention/members.cuh", "tile/copy_async.cuh", "planning/chosen_lists.py"
 FAULTS = {
     lists_are_joined: {
@@ -119,7 +130,7 @@ FAULTS = {
     },
     queries_are_listed: {
         "a query counts once for each tile": Edit(
-            COUNT, "lists_columns_count", "+= __popcll(word)", "+= 1"
+            COLUMNS, "count_queries", "+= __popcll(word)", "+= 1"
         ),
         "sums hold the chunk itself": Edit(
             SCAN, "lists_columns_scan", "count_of(chunk) = before;", "count_of(chunk) = before + own[chunk];"
@@ -127,7 +138,12 @@ FAULTS = {
         "list heads write over each other": Edit(
             SCAN, "lists_columns_scan", "blockIdx.x * chosen.max_members", "0"
         ),
-        "a place is not advanced": Edit(FILL, "lists_columns_fill", "places[block - base] = place;", ""),
+        "a place is not advanced": Edit(FILL, "lists_columns_fill", "of_warp[block - base] = place;", ""),
+        "warps write over each other": Edit(FILL, "lists_columns_fill", "place += count;", ""),
+        "a warp is not counted": Edit(
+            COUNT, "lists_columns_count", "count += counts[warp * chosen.blocks_at_once + block];",
+            "if (warp > 0) count += counts[warp * chosen.blocks_at_once + block];",
+        ),
         "queries are counted from the tile": Edit(
             FILL, "lists_columns_fill", "tile * chosen.queries_per_tile", "0"
         ),
@@ -135,8 +151,8 @@ FAULTS = {
             FILL, "lists_columns_fill", "+ chunk.counts(chosen)[base + block]", ""
         ),
         "the last chunk is longer than the tiles": Edit(
-            COLUMNS, "Chunk.Chunk", "min(first_tile + attention::kTilesOfChunk, chosen.num_tiles)",
-            "first_tile + attention::kTilesOfChunk - (number == chosen.num_chunks - 1)",
+            COLUMNS, "Chunk.Chunk", "min(first_tile + kTilesOfWarp, chosen.num_tiles)",
+            "first_tile + kTilesOfWarp - (number == chosen.num_chunks - 1)",
         ),
     },
     many_blocks_come_in_ranges: {
@@ -144,7 +160,7 @@ FAULTS = {
             UNIONS, "lists_unions", "params.kv_blocks[place] = base + block;", "params.kv_blocks[place] = block;"
         ),
         "counts of later ranges are lost": Edit(
-            COUNT, "lists_columns_count", "[base + block] = counts[block]", "[block] = counts[block]"
+            COUNT, "lists_columns_count", "[base + block] = count;", "[block] = count;"
         ),
         "blocks of other ranges are counted": Edit(
             COLUMNS, "for_each_entry", "if (block >= first && block < last)", "if (block < last)"
@@ -158,7 +174,7 @@ FAULTS = {
             MEMBERS, "rows_of_tile", "(work.last - work.first) * chosen.heads_per_tile", "64"
         ),
         "neighbours see each other's blocks": Edit(
-            MEMBERS, "Members.row_mask", "if ((word_ >> number & 1) == 0) return {0, 0, nullptr, 0};", ""
+            MEMBERS, "row_mask_of_neighbour", "if ((word >> number & 1) == 0) return {0, 0, nullptr, 0};", ""
         ),
         "a block that all chose is whole": Edit(
             "sm80/forward.cu", "sm80_forward", "!is_unmasked<kBlockKv>(block) || !members.has_all()",
@@ -169,7 +185,7 @@ FAULTS = {
             "!is_unmasked<kBlockKv>(block)",
         ),
         "warps skip blocks of their last query": Edit(
-            MEMBERS, "Members.Members", "~0ull >> (63 - last) & ~0ull << first", "1ull << first"
+            MEMBERS, "queries_of_rows", "~0ull >> (63 - last) & ~0ull << first", "1ull << first"
         ),
         "each step has the word of the next": Edit(
             "sm80/backward_rows.cu", "sm80_backward_rows", "members.read(block);",
@@ -229,10 +245,64 @@ FAULTS = {
             "chosen.column_pointers[number + 1]",
         ),
         "the last part is not added": Edit(
-            "sm80/column_parts.cuh", "add_parts", "part < num_parts;", "part < num_parts - 1;"
+            "attention/column_parts.cuh", "add_parts", "part < num_parts;", "part < num_parts - 1;"
         ),
         "a block of one part more has none": Edit(
             SCAN, "lists_columns_scan", "(length + per_part - 1) / per_part", "length / per_part"
+        ),
+    },
+    tiles_on_hopper_are_right: {
+        "a warp skips blocks that only some of its queries chose": Edit(
+            KEYS, "KvProducer.flags_of_members", "(members & own) == 0", "(members & own) != own"
+        ),
+        "blocks that a query of the warp chose are whole": Edit(
+            KEYS, "KvProducer.flags_of_members", "(members & own) == own ? flags", "true ? flags"
+        ),
+        "warps have the members of the first": Edit(
+            KEYS, "KvProducer.queries_of_lane", "16 * (tile::lane() % kNumFlags)", "0"
+        ),
+        "boxes have the tile's first query": Edit(
+            KEYS, "KvProducer.load_queries", "tile_info.work.first + x", "tile_info.work.first"
+        ),
+        "boxes follow each other row by row": Edit(
+            KEYS, "KvProducer.load_queries", "2 * x * heads * to.width", "2 * x * to.width"
+        ),
+        "weights of a skipped block are scores": Edit("sm90/forward.cu", "process_other_block", "s.fill(0);", ""),
+        "gradients of a skipped block count": Edit("sm90/backward_rows.cu", "process_tile", "ds.clear();", ""),
+        "lse of a tile is delta": Edit(
+            "sm90/backward_rows.cu", "row_statistics", "rows_of_tile<float>(chosen, params.lse, work, 1)",
+            "rows_of_tile<float>(chosen, params.delta, work, 1)",
+        ),
+        "slots of idle rows are left": Edit(
+            GATHERED, "clear_rows_past_boxes", "tile::clear_rows_from(tile::TmaBoxes(do_smem(stage)), num_rows);", ""
+        ),
+        "the first step reads the column before": Edit(
+            GATHERED, "step_before", "max(first, stop - chosen.queries_per_tile)", "stop - chosen.queries_per_tile"
+        ),
+        "gathered queries see all keys": Edit(
+            GATHERED, "own_query", "keys.lo <= work.first && keys.hi >= work.last", "true"
+        ),
+        "lanes gather the same rows": Edit(GATHERED, "gather", "ptx::lane() * box_bytes", "0"),
+        "statistics are the first head's": Edit(
+            COPY_WARPS, "store_statistics", "(in_bounds ? number_and_head.remainder : 0)", "0"
+        ),
+        "masks are those of the first query": Edit(
+            COPY_WARPS, "compute_row_masks", "shared().queries_of_steps[stage][number]",
+            "shared().queries_of_steps[stage][0]",
+        ),
+        "threads copy rows of the first query": Edit(
+            COPY_WARPS, "copy_queries", "shared().queries_of_steps[stage][query_and_head.quotient]",
+            "shared().queries_of_steps[stage][0]",
+        ),
+    },
+    parts_on_hopper_are_added: {
+        "each part is the first": Edit(
+            GATHERED, "load_part", "const Column column(params, chosen, work, part, kBlockKv);",
+            "const Column column(params, chosen, work, 0, kBlockKv);",
+        ),
+        "parts without a query clear gradients": Edit(GATHERED, "load_part", "if (part > 0) return false;", ""),
+        "sums of parts have one place": Edit(
+            "sm90/backward_epilogue.cuh", "add_parts", "shared().parts[work_slot].number", "0"
         ),
     },
     plans_are_right: {

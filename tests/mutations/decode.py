@@ -76,10 +76,10 @@ FAULTS = {
             "sm80/decode.cuh", "decode", "num_steps) copy.start_next(free_stage);", "num_steps) copy.start_next(stage);"
         ),
         "rows past the end are copied": Edit(
-            "sm80/cache_copy.cuh", "CacheCopy.start_next", "= is_page ? stop_ - position : 0", "= is_page ? kUnit : 0"
+            "sm80/cache_copy.cuh", "CacheCopy.start_next", "? valid_.hi - position : 0", "? kUnit : 0"
         ),
         "rows before the window are copied": Edit(
-            "sm80/cache_copy.cuh", "CacheCopy.start_next", "is_page ? first_key_ - position :", "is_page ? 0 :"
+            "sm80/cache_copy.cuh", "CacheCopy.start_next", "is_page ? valid_.lo - position :", "is_page ? 0 :"
         ),
         "a page is that of the step after": Edit(
             "sm80/cache_copy.cuh", "CacheCopy.start_next", "next_ += kBlockKv; look_up();", "next_ += kBlockKv;"

@@ -44,12 +44,11 @@ FAULTS = {
     },
     interop_guards.scores_of_jax_are_right: {
         "all operands have a gradient": Edit(
-            "jax.py", "_forward", "if each.perturbed)", 'if each.value.dtype.kind == "f")'
+            "jax/_derivatives.py", "_wrt", "return tuple(name for name in names if",
+            "return tuple(name for name in ('bias', 'table') if",
         ),
-        "zeros that JAX leaves out are ones": Edit("jax.py", "_backward", "jax.numpy.zeros(", "jax.numpy.ones("),
         "plans do not differ by what gradients are asked of": Edit(
-            "jax.py", "_Call._cached_or_planned", "looked_up.key(",
-            "looked_up._replace(options=options._replace(wrt=())).key(",
+            "jax/_call.py", "JaxCall.cached_plan", "key = executor, own, wrt,", "key = executor, own,"
         ),
     },
     interop_guards.writing_is_told: {
@@ -180,55 +179,95 @@ FAULTS = {
     },
     interop_guards.arrays_of_numpy_are_taken_by_jax: {
         "an array of NumPy is none for JAX": Edit(
-            "jax.py", "_of_jax", "jax.numpy.array(value) if is_numpy or isinstance(value, list) else value", "value"
+            "jax/__init__.py", "_of_jax", "jax.numpy.array(value) if is_numpy or isinstance(value, list) else value",
+            "value",
         ),
         "captured arrays have dtypes that JAX lacks": Edit(
-            "jax.py", "_with_arrays_of_jax",
+            "jax/__init__.py", "_with_arrays_of_jax",
             "if all(array.dtype == score.arrays[name].dtype for name, array in arrays.items()):", "if True:",
-        ),
-        "NumPy's arguments have no device": Edit(
-            "jax.py", "_held_by_jax", "value if isinstance(value, jax.Array) else jax.numpy.array(value)", "value"
         ),
     },
     interop_guards.parts_of_a_mesh_are_differentiated: {
         "results are the same in all parts": Edit(
-            "jax.py", "_traced", "tuple(_varying_alike(_called_back(on_host, shapes, *arrays), arrays))",
-            "tuple(_called_back(on_host, shapes, *arrays))",
+            "jax/_primitives.py", "_types", "if not _varying_axes(like):", "if True:"
         ),
         "arrays that are the same in all parts have other gradients": Edit(
-            "jax.py", "attention", "*_varying_alike(arrays.values(), arrays.values())", "*arrays.values()"
+            "jax/_primitives.py", "bind", "*varying_alike(arrays.values())", "*arrays.values()"
         ),
     },
     interop_guards.masks_of_jax_on_a_device_are_listed: {
-        "gradients are those of no mask": Edit("jax.py", "_forward_of", "if name == AT_CALL}", "if name is None}"),
-        "arrays that hold data are called back": Edit(
-            "jax.py", "_forward_of", "if not _are_traced(arrays):", "if False:"
+        "lists lie where the workspaces lie": Edit(
+            "executors/xla_gpu.py", "XlaPass.launch", "scratch + self._lists_start", "scratch"
+        ),
+        "the host evaluates masks of arrays": Edit(
+            "jax/_runs.py", "_gpu_plan", "planned if call.looked_up.contents is None else at_each_call(planned)",
+            "planned",
+        ),
+    },
+    interop_guards.passes_of_jax_on_a_device_are_right: {
+        "counters are not set to zero": Edit("executors/xla_gpu.py", "_Workspaces.take", ".zeros(need", ".empty(need"),
+        "results that kernels add to are not set to zero": Edit(
+            "executors/xla_gpu.py", "XlaPass.launch", "for place, nbytes in bound.launches.record.zeroed:",
+            "for place, nbytes in ():",
         ),
     },
     interop_guards.traced_options_are_named: {
-        "a traced mask is an array": Edit("jax.py", "_traced_reasons", "if is_tracer(mask) or", "if"),
+        "a traced scale is a number": Edit(
+            "jax/_checks.py", "traced_reasons", "if is_tracer(options.scale):", "if False:"
+        ),
     },
     interop_guards.arrays_of_jax_are_right: {
         "cotangents are taken in the other order": Edit(
-            "jax.py", "_gradients", "do, dlse, o, lse, q, k, v, *operands =", "dlse, do, o, lse, q, k, v, *operands ="
+            "jax/_derivatives.py", "_cotangents", "(do, dlse), (o, _) = cotangents, one.results",
+            "(dlse, do), (o, _) = cotangents, one.results",
         ),
         "gradients of operands are left out": Edit(
-            "jax.py", "_gradients", "return *gradients, *(gradients[name] for name in wrt)", "return tuple(gradients)"
-        ),
-        "gradients of held arrays are traced": Edit(
-            "jax.py", "_data", "array.to_concrete_value() if", "None if"
+            "jax/_derivatives.py", "_gradients", '("q", "k", "v", *wrt)', '("q", "k", "v")'
         ),
         "a number is an array of JAX": Edit(
-            "jax.py", "_array_reasons", "if not isinstance(array, jax.Array):", "if False:"
+            "jax/_checks.py", "array_reasons", "if not isinstance(array, (jax.Array, np.ndarray)):", "if False:"
         ),
-        "a tracer on a GPU becomes a callback": Edit(
-            "jax.py", "_array_reasons", 'if data is None and _platform([array]) != "cpu":', "if False:"
+        "a sink is left out": Edit("jax/_call.py", "JaxCall.planned", 'sink=of.get("sink")', "sink=None"),
+        "calls do not differ by dtypes": Edit(
+            "jax/_call.py", "JaxCall.cached", "tuple(self.dtypes.items()), ", ""
         ),
-        "a sink of arrays that hold data is left out": Edit(
-            "jax.py", "_Call.options", 'sink=named.get("sink")', "sink=None"
+        "subnormal numbers are flushed": Edit(
+            "jax/_runs.py", "_subnormal_numbers", "ctypes.pythonapi.fesetenv(ctypes.c_void_p(-1))", "pass"
         ),
-        "tracers are read": Edit(
-            "jax.py", "_are_traced", "any(isinstance(array, jax.core.Tracer) for array in arrays)", "False"
+    },
+    interop_guards.second_derivatives_of_jax_are_right: {
+        "o_dot of the cotangents is that of zeros": Edit(
+            "jax/_derivatives.py", "_second_transpose",
+            'dict(zip((f"o{DOT}", f"lse{DOT}"), of_results))',
+            'dict(zip((f"o{DOT}", f"lse{DOT}"), map(jax.numpy.zeros_like, of_results)))',
+        ),
+        "tangents of cotangents are left out": Edit(
+            "jax/_derivatives.py", "_backward_jvp", "_with_suffix(dots | of_cotangents)", "_with_suffix(dots)"
+        ),
+        "tangents of tangents are left out": Edit(
+            "jax/_derivatives.py", "_jvp_jvp", "if again:", "if False:"
+        ),
+        "derivatives of the tangent are left out": Edit("jax/_derivatives.py", "_jvp_jvp", "if twice:", "if False:"),
+        "gradients of repeated arrays are not summed": Edit(
+            "jax/_derivatives.py", "_transposed", "_summed(results[name], array.aval)", "results[name]"
+        ),
+    },
+    interop_guards.mapped_calls_of_jax_are_right: {
+        "entries share the gradients of arrays that they share": Edit(
+            "jax/_batching.py", "_spread", 'spread |= {"q", "k", "v", *one.wrt}', "pass"
+        ),
+        "the mapped axis is the last of the batch": Edit(
+            "jax/_batching.py", "_at_once", "leading = (array.shape[0], *missing,",
+            "leading = (*missing, array.shape[0],",
+        ),
+        "mapped calls draw the weights of one large call": Edit(
+            "jax/_batching.py", "_takes_an_axis", "if options.dropout is not None:", "if False:"
+        ),
+        "batch entries are numbered through all mapped entries": Edit(
+            "jax/_batching.py", "_takes_an_axis", 'if any(each.op == "b" for', 'if any(each.op == "" for'
+        ),
+        "masks of functions number the entries": Edit(
+            "jax/_batching.py", "_takes_an_axis", "if FromFunction in kinds or", "if"
         ),
     },
 }  # fmt: skip

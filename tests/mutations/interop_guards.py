@@ -106,7 +106,7 @@ def scores_of_jax_are_right(library: ModuleType) -> None:
         for run in (pulled, jax.jit(pulled)):
             with watched(part(library, "calls._call").Call, "of") as calls:
                 ours, actual, dtable, dbias = run(table, places, bias)
-            assert {arguments[3].wrt for arguments in calls} == {(), ("table",), ("bias",)}
+            assert not calls or {arguments[3].wrt for arguments in calls} == {(), ("table",), ("bias",)}
             assert (np.asarray(ours) == o).all() and (np.asarray(actual) == o).all()
             assert (np.asarray(dtable) == gradients["table"]).all() and (np.asarray(dbias) == gradients["bias"]).all()
 
@@ -350,9 +350,9 @@ def traced_options_are_named(library: ModuleType) -> None:
     jax, module = pytest.importorskip("jax"), part(library, "jax")
     with jax.default_device(jax.devices("cpu")[0]):
         q, k, v = (jax.numpy.asarray(array, np.float32) for array in (Q, K, V))
-        sentence = "^mask must be .* when JAX traces the call; got a tracer: "
+        sentence = "^scale must be .* when JAX traces the call; got a tracer: "
         with pytest.raises(part(library, "errors").UnsupportedProblem, match=sentence):
-            jax.jit(lambda x: module.attention(q, k, v, mask=x > 0))(jax.numpy.ones((6, 6)))
+            jax.jit(lambda x: module.attention(q, k, v, scale=x))(1.0)
 
 
 def masks_of_jax_on_a_device_are_listed(library: ModuleType) -> None:
@@ -364,6 +364,20 @@ def masks_of_jax_on_a_device_are_listed(library: ModuleType) -> None:
             check_device_masks(patch, machine, library)
         except part(library, "errors").UnsupportedProblem as error:
             raise AssertionError(error) from error
+
+
+def passes_of_jax_on_a_device_are_right(library: ModuleType) -> None:
+    """Compare passes on buffers of JAX with those on CuPy's arrays, on the stand-in for a GPU."""
+    jax = pytest.importorskip("jax")
+    from test_jax import on_a_machine
+    from test_jax_gpu import check_atomic_sums, check_case, check_workspaces
+
+    with a_machine_for(library) as machine, pytest.MonkeyPatch.context() as patch:
+        on_a_machine(patch, machine, library)
+        check_workspaces(library, machine)
+        with jax.default_device(jax.devices("cpu")[0]):
+            check_case(library, machine.asarray, "sm90")
+            check_atomic_sums(library)
 
 
 def arrays_of_jax_are_right(library: ModuleType) -> None:
@@ -378,16 +392,40 @@ def arrays_of_jax_are_right(library: ModuleType) -> None:
             result, vjp = jax.vjp(lambda q, k, v, sink: call(q, k, v, sink=sink), q, k, v, sink)
             return result, vjp((do, dlse))
 
+        module.attention(*(array.astype(np.float32) for array in arrays[:3]), sink=arrays[3], causal=True)
         for run in (pulled, jax.jit(pulled)):
             actual, pulled_back = run(*arrays)
             for ours, theirs in zip((*actual, *pulled_back), (*results, *gradients), strict=True):
                 assert (np.asarray(ours) == theirs).all()
+        tiny = V * 1e-310
+        o = module.attention(*arrays[:2], jax.numpy.asarray(tiny))
+        assert (np.asarray(o) == library.attention(Q, K, tiny)).all() and np.asarray(o).any()
         with pytest.raises(TypeError, match="q must be a jax.Array"):
             module.attention(3.0, *arrays[1:3])
-        platform, module._default_platform = module._default_platform, lambda: "gpu"
-        try:
-            pulled(*arrays)  # of arrays that lie on the CPU, wherever JAX would run what it traces
-            with pytest.raises(part(library, "errors").UnsupportedProblem, match="^3 reasons:\n- q must have data"):
-                jax.jit(module.attention)(*arrays[:3])
-        finally:
-            module._default_platform = platform
+
+
+def second_derivatives_of_jax_are_right(library: ModuleType) -> None:
+    """Compare gradients of gradients and of tangents with those of dense formulas."""
+    jax, module = pytest.importorskip("jax"), part(library, "jax")
+    from test_jax_derivatives import COMBINATIONS, arrays, dense
+
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+
+        def ours(q, k, v, bias, sink):
+            mask = library.masks.Lengths(kv=jax.numpy.asarray(np.array([3, 5])))
+            return module.attention(q, k, v, bias=bias, sink=sink, softcap=4.0, mask=mask, return_lse=True)
+
+        names = "grad of grad", "jvp of grad", "grad of jvp", "grad of jvp along its tangent", "grad of vmap of grad"
+        for name in names:
+            actual, expected = (jax.tree.leaves(COMBINATIONS[name](each, arrays())) for each in (ours, dense))
+            for one, other in zip(actual, expected, strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
+
+
+def mapped_calls_of_jax_are_right(library: ModuleType) -> None:
+    """Compare `jax.vmap` with one call per entry."""
+    jax = pytest.importorskip("jax")
+    from test_jax_vmap import check_mapped_calls
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        check_mapped_calls(library)

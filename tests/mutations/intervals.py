@@ -108,7 +108,7 @@ def calls_read_offsets_anew(library: ModuleType) -> None:
     assert contents_of(documents(offsets, offsets), layout).arrays == (offsets,)
 
 
-INTEGERS = "lists/integers.cuh"
+INTEGERS = "attention/integers.cuh"
 KERNEL, ORDERS, SOURCE = "lists/intervals.cu", "lists/interval_orders.cu", "planning/interval_kernels.py"
 TILES, CHOICE, PARTS = "sm90/sequence_tiles.cuh", "planning/families/sm90.py", "blocks/sequence_tiles.py"
 FAULTS = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 from types import ModuleType
 from typing import Any
@@ -31,19 +33,51 @@ def results_are_compared(library: ModuleType) -> None:
     o = np.asarray(example.exact.o, np.float64)
     assert check(example, o=o) <= 1 and non_finite(example, o=o) <= 1
     for each in (check, non_finite):
-        refused(TypeError, "give at least one", each, example)
+        refused(TypeError, "results must be at least one of", each, example)
         refused(TypeError, "o must be an array; got None", each, example, o=None)
         refused(AssertionError, "o has shape", each, example, o=o[:1])
         refused(AssertionError, "o has dtype complex128", each, example, o=o.astype(complex))
         refused(AssertionError, "o has dtype float16", each, example, o=np.zeros(o.shape, np.float16))
         refused(TypeError, "dq needs an example with do", each, example.but(do=None, dlse=None), dq=o)
-    refused(TypeError, "give at least one", check, example, others={})
+    refused(TypeError, "results must be at least one of", check, example, others={})
     refused(TypeError, "x must be an array of real", kit.assert_within, "x", 1j * o, o, np.inf)
     refused(AssertionError, r"x\[0\] .* off by 1, 1.004 times", kit.assert_within, "x", [1.004], [0.0], [1.0])
 
 
+def every_line_is_checked(library: ModuleType) -> None:
+    """Check that `check` runs each line, on the examples that its options add, and reports what fails."""
+    kit = part(library, "testing")
+    properties, few = kit.FORWARD_PROPERTIES[:1], {"dtypes": ["float64"], "longest": 8, "has_sink": True}
+
+    def lines_of(attend: Any) -> list[str]:
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text), contextlib.suppress(AssertionError):
+            kit.check(attend, options=few, max_examples=24, properties=properties)
+            text.write("passed")
+        return text.getvalue().splitlines()
+
+    def right(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        return library.attention(q, k, v, return_lse=True, **options)
+
+    def without_sinks(q: Any, k: Any, v: Any, *, mask: Any, scale: Any, sink: Any = None) -> Any:
+        return right(q, k, v, mask=mask, scale=scale)
+
+    for attend, states in ((right, ["ok", "ok", "ok", "ok", "passed"]), (without_sinks, ["ok", "FAILED", "ok", "ok"])):
+        assert [line.split()[0] for line in lines_of(attend)] == states
+    refused(TypeError, "gradients must be passed", kit.check, right, properties=kit.GRADIENT_PROPERTIES)
+
+
 ASSERTIONS = "testing/assertions.py"
+CHECK = "testing/_check.py"
 FAULTS = {
+    every_line_is_checked: {
+        "a failure is not reported": Edit(CHECK, "check", "if failures:", "if False:"),
+        "examples have no sinks": Edit(CHECK, "_strategies", "{name: options[name]}", "{name: False}"),
+        "functions get no sink": Edit(CHECK, "_keywords", '{"sink": example.sink}', "{}"),
+        "a property needs no gradients": Edit(
+            CHECK, "_require", "if each not in _of_functions(gradients):", "if False:"
+        ),
+    },
     results_are_compared: {
         "no result passes": Edit(ASSERTIONS, "require_results", "if not results and not others:", "if False:"),
         "a None is not compared": Edit(

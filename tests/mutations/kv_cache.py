@@ -186,11 +186,11 @@ FAULTS = {
         ),
         "the first query has no result": Edit(ONE, "OwnRowsStep._parts", "slice(0, new)", "slice(1, new)"),
         "rows that are not counted keep what they had": Edit(
-            ONE, "OwnRowsStep.attend", "o[sequence], lse[sequence] = _without_keys(own_sink, lse)", "pass"
+            ONE, "OwnRowsStep.attend", "o[sequence], lse[sequence] = results_without_keys(own_sink, lse)", "pass"
         ),
-        "a sink of inf without keys is a number": Edit(ONE, "_without_keys", "xp.isposinf(logit)", "False"),
+        "a sink of inf without keys is a number": Edit(ONE, "results_without_keys", "xp.isposinf(logit)", "False"),
         "all sequences have the first one's sink": Edit(
-            ONE, "_own_sink", "sink[sequence if sink.shape[0] > 1 else 0]", "sink[0]"
+            ONE, "sink_of", "sink[sequence if sink.shape[0] > 1 else 0]", "sink[0]"
         ),
         "sequences of other lengths have the first one's tiles": Edit(
             ONE, "OwnRowsStep._run", "= (seqlen_q, seqlen_kv)", "= (seqlen_q,)"

@@ -32,7 +32,8 @@ EVERY_BUDGET = [
     cuflash.selectors.Budget(**rule)
     for rule in (
         {"top_k": 1}, {"top_k": 5}, {"mass": 0.5}, {"mass": 0.75, "min_blocks": 3}, {"mass": 1.0}, {"threshold": 0.5},
-        {"threshold": 9.0, "min_blocks": 4}, {"top_k": 9},
+        {"threshold": 9.0, "min_blocks": 4}, {"top_k": 9}, {"threshold": -0.5, "max_blocks": 5},
+        {"mass": 0.9, "max_blocks": 3},
     )
 ]  # fmt: skip
 
@@ -74,13 +75,13 @@ def the_kernel_chooses() -> None:
     """Check ties, zeros of both signs and NaN; forced and forbidden blocks; diagonals that start before key 0."""
     rng = np.random.default_rng(0)
     for turn, budget in enumerate(EVERY_BUDGET):
-        lengths, block = (90, 64 + 30 * (turn % 2)), (8, 5)
+        lengths, block = (90 + turn % 3 // 2, 64 + 30 * (turn % 2)), (8, 5)
         scores = (rng.integers(-3, 4, (2, 12, -(-lengths[1] // 5))) / 4).astype(np.float32)
         scores.reshape(-1)[rng.integers(0, scores.size, 40)] = np.resize([np.nan, -np.nan, -0.0, np.inf, -np.inf], 40)
         allowed, forced = (rng.random(scores.shape) < odds for odds in (0.7, 0.1))
         shares = (rng.integers(0, 5, scores.shape) / 64).astype(np.float32)
         must = cuflash.selectors.Forced(sink=turn % 2, local=turn % 3, diagonal=turn % 2 == 0)
-        case = scores, shares, allowed, forced, budget, must, lengths, block, lengths[1] - 90, turn % 3 == 0
+        case = scores, shares, allowed, forced, budget, must, lengths, block, lengths[1] - lengths[0], turn % 3 == 0
         check_choice("sim", case)
         check_choice("sim", (scores, None, None, None, *case[4:]))
 
@@ -160,7 +161,7 @@ def selections_share_memory(library: ModuleType) -> None:
         lengths=(2, 4), block=(1, 1), offset=0, is_causal=False, count=1, mass=0.0, threshold=None, num_sinks=0,
         num_local=0, has_diagonal=False,
     )  # fmt: skip
-    grid = SimpleNamespace(heads=(1,), size=(2, 4), rule=lambda budget, forced: rule)
+    grid = SimpleNamespace(heads=(1,), size=(2, 4), block=(2, 2), rule=lambda budget, forced: rule)
     drawing, (q, k) = planning.drawing((2, 4), 0), np.empty((2, 5))
     steps = [(drawing, {"numbers": "means"}), (drawing, {"numbers": "scores"})]
     needs = {
@@ -316,8 +317,8 @@ def selectors_take_caches(library: ModuleType) -> None:
     for pages, side in (({"page_size": 64, "num_pages": 1}, 64), ({}, 16), ({"page_size": 32, "num_pages": 2}, 32)):
         cache = library.KVCache(**sizes, **pages, dtype="float8_e4m3fn")
         cache.append(rows, rows)
-        (index,) = of.quest(np.ones((1, 2, 1, 8), np.float16), cache, budget=of.Budget(top_k=1))
-        assert index.block == (1, side)
+        chosen = of.quest(np.ones((1, 2, 1, 8), np.float16), cache, budget=of.Budget(top_k=1))
+        assert chosen.block == side
 
 
 def densities_are_counted(library: ModuleType) -> None:

@@ -127,7 +127,7 @@ FAULTS = {
         "NaN comes first": Edit(CHOOSE, "Row", "as_float != as_float", "false"),
         "scores above 0 are in reverse": Edit(CHOOSE, "Row", "bits ^ (bits >> 31 & 0x7fffffff)", "bits"),
         "equal scores are all taken": Edit(
-            CHOOSE, "choose_of_row", "!end.is_before(End{place, column})", "place <= end.place"
+            CHOOSE, "choose_of_row", "!end.is_before(at)", "at.place <= end.place"
         ),
         "forced blocks beyond the budget are dropped": Edit(
             CHOOSE, "choose_of_row", "if (end.is_before(of_count)) end", "end"
@@ -171,7 +171,7 @@ FAULTS = {
             CHOOSE, "choose_of_row", "word * 32 + ptx::lane()", "word * 32 + (ptx::lane() ^ 1)"
         ),
         "bits of rows replace each other": Edit(
-            CHOOSE, "choose_of_row", "row.first / choice.num_kv_blocks * num_words", "0"
+            CHOOSE, "choose_of_row", "number * num_words", "0"
         ),
         "the second grid is the first": Edit(
             WIDE, "lists_choose_wide", "? choices.first : choices.second", "? choices.first : choices.first"
@@ -264,7 +264,7 @@ FAULTS = {
     selector_guards.selections_tell_kernels_where: {
         "runs begin at each row": Edit(LAUNCHES, "runs_of_rows", "row_step * stride", "row_step"),
         "all batch entries share keys": Edit(
-            LAUNCHES, "_of_rows", "step if extent == size else 0", "0"
+            LAUNCHES, "layout_of_rows", "step if extent == size else 0", "0"
         ),
         "exponentials are in base e": Edit(LAUNCHES, "key_scoring", "scale * log2(e)", "scale"),
         "queries before key 0 have distances": Edit(LAUNCHES, "num_distances", "seqlen_q + offset", "seqlen_q"),
@@ -325,9 +325,6 @@ FAULTS = {
         ),
         "queries of a group are not reversed": Edit(GRID, "of_strides", "groups[..., ::-1, :]", "groups"),
         "sums of scores are not means": Edit(ESTIMATES, "antidiagonal", "grid.scale / stride", "grid.scale"),
-        "heads of a group choose for themselves": Edit(
-            NSA, "_chosen", ".sum(axis=-3)", "[..., 0, :, :]"
-        ),
         "compressed keys may end after the query": Edit(NSA, "nsa", "stairs(1, stride, length)", "stairs(1, 1)"),
         "a compressed key lies in its first block": Edit(
             MASKED, "mass_of_blocks", "pieces[..., n : n + mass.shape[-1]] += mass",

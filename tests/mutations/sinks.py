@@ -273,8 +273,8 @@ FAULTS = {
     sm90_is_right: {
         "o of a tile keeps the weights without a sink": Edit(
             "sm90/forward_tiles.cuh", "merge_sink_into",
-            "o.scale_row(i, attention::merge_sink(row_lse[i], logit));",
-            "attention::merge_sink(row_lse[i], logit);",
+            "o.scale_row(i, attention::merge_sink(row_lse[i], logit_of(o.first_row() + o.row(i))));",
+            "attention::merge_sink(row_lse[i], logit_of(o.first_row() + o.row(i)));",
         ),
         "tiles without a key know no sink": Edit(
             "sm90/forward_hooks.cuh", "write_empty_rows", ", 0) = row_lse;", ", 0) = ptx::negative_infinity<float>();"

@@ -338,9 +338,9 @@ FAULTS = {
         ),
         "the queries of a block are those of its positions": Edit(
             "sm90/kv_tile_scheduler.cuh", "schedule_tiles",
-            "if (takes_number) queries = queries_of_block<kBlockQ>(params, tile_at(params, pages, number));",
-            "if (takes_number) { queries = queries_of_block<kBlockQ>(params, tile_at(params, pages, number)); "
-            "queries.last = tile_at(params, pages, number).last; }",
+            "if (takes_number) queries = queries_of_block<kBlockQ>(params, tile_at(params, pages, chosen, number));",
+            "if (takes_number) { queries = queries_of_block<kBlockQ>(params, tile_at(params, pages, chosen, number)); "
+            "queries.last = tile_at(params, pages, chosen, number).last; }",
         ),
     },
     sm90_guards.gradients_of_cut_sequences_are_right: {

@@ -64,7 +64,7 @@ FAULTS = {
         ),
         "Q is not left": Edit("sm90/backward_rows.cu", "process_tile", "tile::arrive(smem.q[0].empty);", ""),
         "Q is left before it is multiplied": Edit(
-            "sm90/backward_rows.cu", "process_tile", ".work);", ".work); tile::arrive(smem.q[0].empty);"
+            "sm90/backward_rows.cu", "process_tile", ".work, chosen);", ".work, chosen); tile::arrive(smem.q[0].empty);"
         ),
         "dQ is written before it is there": Edit(
             "sm90/backward_rows.cu", "process_tile", "tile::wait_wgmma<0>(dq);", ""

@@ -130,16 +130,17 @@ FAULTS = {
         ),
         "lost scores are not masked again": Edit(
             "sm90/forward.cu", "process_other_block",
-            "if (!(flags & StepMessage::kUnmasked)) negate_and_mask(params, s, num_tiles_done, num_k_blocks); if",
+            "if (!(flags & StepMessage::kUnmasked)) negate_and_mask(params, s, num_tiles_done, num_k_blocks, chosen); "
+            "if",
             "if (!(flags & StepMessage::kUnmasked) && !recomputes) negate_and_mask(params, s, num_tiles_done, "
-            "num_k_blocks); if",
+            "num_k_blocks, chosen); if",
         ),
         "masks are read after others may write them": Edit(
             "sm90/forward.cu", "process_other_block",
-            "if (!(flags & StepMessage::kUnmasked)) negate_and_mask(params, s, num_tiles_done, num_k_blocks); "
+            "if (!(flags & StepMessage::kUnmasked)) negate_and_mask(params, s, num_tiles_done, num_k_blocks, chosen); "
             "release_k(num_k_blocks, flags & StepMessage::kLastForWarpgroup);",
             "release_k(num_k_blocks, flags & StepMessage::kLastForWarpgroup); if (!(flags & StepMessage::kUnmasked)) "
-            "negate_and_mask(params, s, num_tiles_done, num_k_blocks);",
+            "negate_and_mask(params, s, num_tiles_done, num_k_blocks, chosen);",
         ),
         "scores are made again of the first stage": Edit(
             "sm90/forward.cu", "recompute_scores", "(k_smem(stage_of(num_k_blocks)).panel", "(k_smem(0).panel"
@@ -176,7 +177,7 @@ FAULTS = {
             "next_operands = NextOperands(group, num_tiles_done, num_k_blocks); ++num_k_blocks;",
         ),
         "a warpgroup has the mask of the first": Edit(
-            "sm90/kv_pipeline.cuh", "flags_of_warpgroup", ".flags[group % kNumConsumers];", ".flags[0];"
+            "sm90/kv_pipeline.cuh", "flags_of_warpgroup", ": group % kNumConsumers];", ": 0];"
         ),
         "warpgroups see what the tile's first rows see": Edit(
             "sm90/kv_tile_scheduler.cuh", "schedule_tiles", "work, 64 * tile::lane());", "work, 0);"
@@ -267,7 +268,7 @@ FAULTS = {
             "sm90/kv_producer.cuh", "load_keys", "if constexpr (kLoadsDo) tile::arrive(q.full);", ""
         ),
         "dO is not brought": Edit(
-            "sm90/kv_producer.cuh", "load_keys", "(kLoadsDo) load_operand<kDo>", "(false) load_operand<kDo>"
+            "sm90/kv_producer.cuh", "load_keys", "(kLoadsDo) load_queries<kDo>", "(false) load_queries<kDo>"
         ),
         "dO is that of another head": Edit(
             "sm90/kv_tile_scheduler.cuh", "schedule_tiles",

@@ -24,22 +24,23 @@ from lexing import Language, language_of
 
 import cuflash
 from mutations import (
-    attention, blocks, cache_e4m3, cache_scores, cache_steps, calls, chosen, chosen_kernels, decode, dq_in_order,
-    dropout, fa1, fp8, fp8_kernels, host, interop, intervals, kernel_guards, kit, kv_cache, lists, mask_algebra,
-    mask_inputs, mass_guards, non_finite, planting, prefill, pullbacks, python, python_guards, results, reuse,
-    score_kernels, score_products, scores, selector_guards, selectors, sequences, simt, sinks, sm80, sm90_backward,
-    sm90_backward_rows, sm90_backward_wide, sm90_forward, sm90_guards, staged_arrays, study, tangent_kernels, tangents,
-    tile,
+    attention, blocks, cache_e4m3, cache_scores, cache_steps, calls, chosen, chosen_kernels, chosen_pages, decode,
+    dq_in_order, dropout, fa1, few_queries, fp8, fp8_kernels, host, interop, intervals, kernel_guards, kit,
+    kv_cache, lists, mask_algebra, mask_inputs, mass_guards, non_finite, planting, prefill, pullbacks, python,
+    python_guards, query_selectors, ranks, results, reuse, score_kernels, score_products, scores, selector_guards,
+    selectors, sequences, simt, sinks, sm80, sm90_backward, sm90_backward_rows, sm90_backward_wide, sm90_forward,
+    sm90_guards, staged_arrays, study, tangent_kernels, tangents, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
 OF_INPUTS = (
     calls, mask_inputs, sequences, kv_cache, interop, fp8, study, cache_steps, reuse, pullbacks, kit, chosen, tangents,
+    ranks,
 )  # fmt: skip
 # Faults of Python and of kernels.
 OF_BOTH = (
     lists, intervals, non_finite, cache_scores, score_kernels, score_products, selectors, sinks, dropout, fa1,
-    staged_arrays, dq_in_order, results, chosen_kernels, tangent_kernels,
+    staged_arrays, dq_in_order, results, chosen_kernels, chosen_pages, few_queries, tangent_kernels, query_selectors,
 )  # fmt: skip
 OF_KERNELS = (
     simt, attention, tile, sm80, decode, cache_e4m3, prefill, sm90_forward, sm90_backward, sm90_backward_rows,
@@ -79,7 +80,9 @@ RUN_IN_LONG = (
     chosen_kernels.parts_are_added, chosen_kernels.scores_are_right, chosen_kernels.plans_are_right,
     chosen_kernels.sources_are_right, tangent_kernels.simt_is_right, tangent_kernels.every_feature_is_right,
     tangent_kernels.sm80_is_right, tangent_kernels.second_derivatives_are_right,
-    tangent_kernels.scores_have_second_derivatives,
+    tangent_kernels.scores_have_second_derivatives, ranks.ranks_agree, ranks.buffers_are_used_in_turn,
+    ranks.faults_end_all_ranks, ranks.bits_do_not_depend_on_the_order_of_arrival, ranks.parts_are_rows_of_the_whole,
+    ranks.kernels_see_places,
 )  # fmt: skip
 
 

@@ -172,7 +172,7 @@ FAULTS = {
             "chunk",
         ),
         "the last column is not copied": Edit(
-            "tile/pipeline.cuh", "copy", "int e = remaining - 1; e >= 0", "int e = remaining - 2; e >= 0"
+            "tile/pipeline.cuh", "copy_chunk", "int e = remaining - 1; e >= 0", "int e = remaining - 2; e >= 0"
         ),
         "only the first panel is brought": Edit(
             "tile/pipeline.cuh", "start_tma_boxes", "< to.columns; column += to.width", "< to.width; column += to.width"
@@ -202,10 +202,10 @@ FAULTS = {
             "tile/epilogue.cuh", "store", ">= to.num_rows) continue; Bits128", "> to.num_rows) continue; Bits128"
         ),
         "chunks past the last column are stored": Edit(
-            "tile/epilogue.cuh", "store", "from.warp_column() + 8 * Tile::kColumnTiles <= to.num_columns", "true"
+            "tile/epilogue.cuh", "store", "from.warp_column() + 8 * Tile::kColumnTiles <= num_columns", "true"
         ),
         "the last element of a short chunk is lost": Edit(
-            "tile/epilogue.cuh", "store", "+ kChunkOf<T>, to.num_columns); ++", "+ kChunkOf<T>, to.num_columns - 1); ++"
+            "tile/epilogue.cuh", "store", "+ kChunkOf<T>, num_columns); ++", "+ kChunkOf<T>, num_columns - 1); ++"
         ),
     },
     sm90_guards.gradients_are_right: {

@@ -20,7 +20,7 @@ from typing import Any
 SURFACE = Path(__file__).with_name("public_surface.txt")
 MODULES = (
     "cuflash", "cuflash.masks", "cuflash.patterns", "cuflash.scores", "cuflash.selectors", "cuflash.reference",
-    "cuflash.study", "cuflash.testing",
+    "cuflash.study", "cuflash.testing", "cuflash.distributed",
 )  # fmt: skip
 BY_NAME = ("cuflash.diagnosis.doctor", "cuflash.errors.CompileError")  # public names of modules with other contents
 

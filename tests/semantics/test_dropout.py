@@ -388,5 +388,27 @@ def test_jax_differentiates_attention_with_dropout() -> None:
         assert all(np.array_equal(x, y) for x, y in zip(gradients, vjp(o), strict=True))
         other = cuflash.jax.attention(*map(jax.numpy.asarray, (Q, K, V)), dropout=Dropout(0.5, 3, 2))
         np.testing.assert_array_equal(other, cuflash.attention(Q, K, V, dropout=Dropout(0.5, 3, 2)))
-        with pytest.raises(UnsupportedProblem, match="dropout's seed must be an int for this function; got an array"):
-            cuflash.jax.attention(*map(jax.numpy.asarray, (Q, K, V)), dropout=Dropout(0.5, np.array(3)))
+
+
+def test_seeds_of_jax_are_keys_and_words() -> None:
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    import cuflash.jax
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        arrays, key = list(map(jax.numpy.asarray, (Q, K, V))), jax.random.key(5)  # of the words 0 and 5
+
+        def call(seed: Any) -> Any:
+            return cuflash.jax.attention(*arrays, dropout=Dropout(0.5, seed, 7))
+
+        for seed, number in ((key, 5 << 32), (jax.numpy.array([5, 1], np.uint32), 5 + (1 << 32))):
+            expected = cuflash.attention(Q, K, V, dropout=Dropout(0.5, number, 7))
+            for output in (call(seed), jax.jit(call)(seed), jax.vmap(call)(seed[None])[0], call(number)):
+                np.testing.assert_array_equal(output, expected)
+            assert (Dropout(0.5, seed, 7).keep((2, 4, 4)) == Dropout(0.5, number, 7).keep((2, 4, 4))).all()
+        np.testing.assert_array_equal(call(np.array(3)), call(3))
+        with pytest.raises(UnsupportedProblem, match="seed must be an int, or a 0-d array .*; got a key of JAX: call "):
+            cuflash.attention(Q, K, V, dropout=Dropout(0.5, key))
+        wide = jax.random.key(5, impl="rbg")
+        for wrong in (wide, jax.numpy.zeros(3, np.uint32), jax.random.split(key), jax.numpy.int32(3)):
+            with pytest.raises(UnsupportedProblem, match=r"seed must be a key of .*: pass jax.random.bits\(key, 2, "):
+                Dropout(0.5, wrong)

@@ -49,7 +49,7 @@ def cache(to: To) -> Any:
     )
     chosen = selectors.quest(to(Q[:, None, :1]), kv_cache, budget=BUDGET)
     kv_cache.reset(to(np.array([1])))
-    return o, kv_cache.lengths, *(index.toarray() for index in chosen)
+    return o, kv_cache.lengths, chosen.blocks
 
 
 def pages(to: To) -> Any:
@@ -120,7 +120,7 @@ CALLS: dict[str, Callable[[To], Any]] = {
     "local": lambda to: index(selectors.local(to(Q), to(K), budget=BUDGET, block=2)),
     "oracle": lambda to: index(selectors.oracle(to(Q), to(K), budget=BUDGET, block=2, mask=to(MASK))),
     "pooled": lambda to: index(selectors.pooled(to(Q), to(K), budget=BUDGET, block=2)),
-    "quest": lambda to: index(selectors.quest(to(Q), to(K), budget=BUDGET)),
+    "quest": lambda to: selectors.quest(to(Q), to(K), budget=BUDGET).blocks,
     "page_bounds": lambda to: selectors.page_bounds(to(Q), to(K)),
 }
 

@@ -34,7 +34,11 @@ def selected(name: str, q: Any, k: Any, budget: Any = {"top_k": 2}, library: Any
     given_options = {"block": (1, 6) if name == "quest" else (4, 6), "forced": of.Forced(diagonal=False)}
     given_options |= OPTIONS.get(name, {}) | options
     function = "pooled" if name in ("alike", "moba", "alike moba") else name
+    if name == "quest" and "threshold" in budget:
+        budget = budget | {"max_blocks": -(-k.shape[-2] // 6)}
     index = getattr(of, function)(q, k, budget=of.Budget(**budget), **given_options)
+    if isinstance(index, library.masks.ChosenBlocks):
+        index = index.index(k.shape[-2])
     shape = BATCH, HEADS, index.num_q_blocks, index.num_kv_blocks
     return np.broadcast_to(index._on_host.states() > 0, shape)
 

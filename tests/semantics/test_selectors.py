@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import device_double
@@ -44,7 +45,20 @@ def select(name: str, run: Run, q: Any, k: Any, *, top_k: int = 3, **options: An
     if name == "quest":
         options["page_size"] = options.pop("block")
     q, k = (run.put(x) if isinstance(x, np.ndarray) else x for x in (q, k))
-    return getattr(selectors, name)(q, k, **given_budget, **options)
+    return indexed(getattr(selectors, name)(q, k, **given_budget, **options), q, k, options)
+
+
+def indexed(chosen: Any, q: Any, k: Any, options: Any) -> Any:
+    """Return the index of the blocks that queries chose, under the masks of the call; an index stays as it is."""
+    if not isinstance(chosen, masks.ChosenBlocks):
+        return chosen
+    causal, mask = options.get("causal", "bottom_right"), chosen & options.get("mask", masks.Band())
+    if causal:
+        mask = mask & masks.Causal(causal if isinstance(causal, str) else None)
+    if "window" in options:
+        mask = mask & masks.SlidingWindow(*options["window"], "bottom_right")
+    axes = {"batch": q.shape[:-3], "num_heads": q.shape[-3] if q.ndim > 2 else 1}
+    return cuflash.BlockIndex.from_mask(mask, q.shape[-2], k.shape[-2], (1, chosen.block), **axes)
 
 
 def by_sorting(
@@ -65,15 +79,21 @@ def by_sorting(
     chosen = set(order[: max(count, budget.min_blocks)])
     if budget.threshold is not None:
         chosen |= {j for j in order if scores[j] >= budget.threshold}
+    if budget.max_blocks is not None:
+        chosen = set([j for j in order if j in chosen][: budget.max_blocks])
     return sorted(int(j) for j in chosen)
 
 
 SCORES = st.sampled_from([0.0, -0.0, 0.25, 0.5, 1.0, -1.0, 3.0, np.inf, -np.inf, np.nan])
+MAXIMA = st.one_of(st.none(), st.integers(4, 12))
+FEWEST = st.integers(0, 4)
 BUDGETS = st.one_of(
-    st.builds(Budget, top_k=st.integers(1, 9), min_blocks=st.integers(0, 4)),
-    st.builds(Budget, mass=st.sampled_from([0.125, 0.5, 0.75, 1.0]), min_blocks=st.integers(0, 4)),
-    st.builds(Budget, threshold=st.sampled_from([-1.0, 0.25, 2.0]), min_blocks=st.integers(0, 4)),
-    st.builds(Budget, density=st.sampled_from([0.1, 0.25, 0.29, 1 / 3, 0.55, 0.6, 1.0]), min_blocks=st.integers(0, 4)),
+    st.builds(Budget, top_k=st.integers(1, 9), min_blocks=FEWEST),
+    st.builds(Budget, mass=st.sampled_from([0.125, 0.5, 0.75, 1.0]), min_blocks=FEWEST, max_blocks=MAXIMA),
+    st.builds(Budget, threshold=st.sampled_from([-1.0, 0.25, 2.0]), min_blocks=FEWEST, max_blocks=MAXIMA),
+    st.builds(
+        Budget, density=st.sampled_from([0.1, 0.25, 0.29, 1 / 3, 0.55, 0.6, 1.0]), min_blocks=FEWEST, max_blocks=MAXIMA
+    ),
 )
 
 
@@ -304,12 +324,13 @@ def test_pages_of_a_cache_are_those_of_its_rows() -> None:
     cache.append(v, k, counts=[3, 41])
     q = rng.standard_normal((2, 4, 1, 8), np.float32)
     actual = selectors.quest(q, cache, budget=Budget(top_k=2))
-    for sequence, index in enumerate(actual):
+    assert actual.block == 16 and actual.blocks.shape == (2, 4, 1, 2)
+    for sequence in range(2):
         rows, values = cache.rows(sequence)
-        assert index.shape == (1, 4, 1, (73, 41)[sequence]) and index.block == (1, 16)
+        assert rows.shape[-2] == (73, 41)[sequence]
         again = selectors.quest(q[sequence], rows, budget=Budget(top_k=2))
-        np.testing.assert_array_equal(index.states(), again.states())
-        assert np.isfinite(cuflash.attention(q[sequence], rows, values, mask=index)).all()
+        np.testing.assert_array_equal(actual.blocks[sequence], again.blocks)
+        assert np.isfinite(cuflash.attention(q[sequence], rows, values, mask=again, causal="bottom_right")).all()
 
 
 @on_every_executor
@@ -457,11 +478,13 @@ CHOOSING = sorted(set(selectors.__all__) - {"Budget", "Forced", "page_bounds"})
 def test_all_selectors_take_the_same_arguments(name: str, budget: Budget) -> None:
     """One loop calls them all: with blocks, a budget, causality, a window and a mask as `attention` takes them."""
     q, k = np.random.default_rng(0).standard_normal((2, 2, 130, 8), np.float32)
+    if name == "quest" and budget.threshold is not None:
+        budget = replace(budget, max_blocks=5)  # of five pages
     options: dict[str, Any] = {"block": 32, "budget": budget, "forced": Forced(diagonal=False)}
     limits = {"causal": "bottom_right", "window": (50, 0), "mask": masks.Lengths(q=100, kv=90), "scale": 0.5}
     select = getattr(selectors, name)
     for more in ({}, *({name: value} for name, value in limits.items()), limits):
-        index = select(q, k, **options, **more)
+        index = indexed(select(q, k, **options, **more), q, k, more)
         accepted = {name: value for name, value in more.items() if name != "scale"}
         accepted.setdefault("causal", "bottom_right" if name == "quest" else False)
         both = masks.Band() & accepted.get("mask", masks.Band())
@@ -507,9 +530,14 @@ def test_a_page_of_quest_is_a_block() -> None:
     q, k = np.random.default_rng(4).standard_normal((2, 2, 64, 8))
     expected = selectors.quest(q[:, -2:], k, page_size=8, budget=FEW)
     for given_options in ({"block": 8}, {"block": (1, 8)}, {"block": 8, "page_size": 8}):
-        assert selectors.quest(q[:, -2:], k, budget=FEW, **given_options) == expected
+        assert_equal_lists(selectors.quest(q[:, -2:], k, budget=FEW, **given_options), expected)
     flipped = selectors.quest(-q[:, -2:], k, block=8, budget=FEW)
-    assert selectors.quest(q[:, -2:], k, block=8, budget=FEW, scale=-2.0) == flipped
+    assert_equal_lists(selectors.quest(q[:, -2:], k, block=8, budget=FEW, scale=-2.0), flipped)
+
+
+def assert_equal_lists(actual: Any, expected: Any) -> None:
+    assert actual.block == expected.block
+    np.testing.assert_array_equal(actual.blocks, expected.blocks)
 
 
 PAGED = {
@@ -532,14 +560,13 @@ def test_pages_of_quest_are_those_of_the_cache(case: str, dtype: str) -> None:
     for each in dtypes:
         q = rng.standard_normal((1, 4, 1, 8)).astype(each)
         cache.attention(q)
-        (index,) = selectors.quest(q, cache, budget=FEW)
-        assert index.block == (1, expected)
-        (given_pages,) = selectors.quest(q, cache, budget=FEW, block=4)
-        assert given_pages.block == (1, 4)
+        chosen = selectors.quest(q, cache, budget=FEW)
+        assert chosen.block == expected
+        assert selectors.quest(q, cache, budget=FEW, block=4).block == 4
         if each != "bfloat16":
-            assert selectors.quest(Foreign(q), cache, budget=FEW)[0] == index
+            assert_equal_lists(selectors.quest(Foreign(q), cache, budget=FEW), chosen)
     over = cuflash.KVCache.over(np.zeros((3, 2, 16, 8)), np.zeros((3, 2, 16, 8)), np.array([[2], [1]]), [3, 16])
-    assert selectors.quest(np.zeros((2, 2, 1, 8)), over, budget=FEW)[0].block == (1, 16)
+    assert selectors.quest(np.zeros((2, 2, 1, 8)), over, budget=FEW).block == 16
 
 
 @pytest.mark.parametrize("sequence", [-1, 2, 0.0, "0"])

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import cupy_double
@@ -235,7 +235,10 @@ class Cupy(cupy_double.Double):
         cuda.get_current_stream = lambda: self.stream
         cuda.runtime.getDeviceProperties = lambda number: H100
         cuda.runtime.getDeviceCount = lambda: 2
+        cuda.runtime.getDevice = lambda: self.device
+        cuda.runtime.memsetAsync = lambda start, value, nbytes, stream: ctypes.memset(start, value, nbytes)
         cuda.driver.launchKernel = self._launch
+        self.lib = SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=self._as_strided))
 
     @property
     def launched(self) -> list[str]:
@@ -267,6 +270,9 @@ class Cupy(cupy_double.Double):
         function.launch(grid, threads, shared_bytes, self.streams[stream], table)
 
     # Arrays.
+
+    def _as_strided(self, array: Ndarray, shape: tuple[int, ...], strides: tuple[int, ...]) -> Ndarray:
+        return Ndarray(np.lib.stride_tricks.as_strided(array.host, shape, strides), array.data.device_id)
 
     def empty(self, shape: Any, dtype: Any) -> Ndarray:
         host = np.empty(shape, dtype)

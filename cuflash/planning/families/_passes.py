@@ -25,7 +25,7 @@ QUERY_STATE = np.dtype([("query_stats", MATRICES), ("dq_semaphores", np.uint64)]
 _COUNTS = 2  # counters of a head's semaphore
 
 
-def _counters(spec: KernelSpec, *, is_zeroed: bool = False) -> dict[str, Workspace]:
+def tile_counters(spec: KernelSpec, *, is_zeroed: bool = False) -> dict[str, Workspace]:
     """Return the workspace of the next tile that a persistent block takes; empty for other kernels."""
     return {"tile_counter": Workspace((1,), np.dtype(np.int32), is_zeroed)} if spec.entry.is_persistent else {}
 
@@ -34,7 +34,7 @@ def forward_pass(
     problem: Problem, device: DeviceSpec, work: WorkList, spec: KernelSpec, reads: tuple[str, ...] = FORWARD_INPUTS
 ) -> Pass:
     """Return a forward pass of one kernel, with its workspace and its sink."""
-    counters = _counters(spec, is_zeroed=True)
+    counters = tile_counters(spec, is_zeroed=True)
     launch = launch_of(spec, device, num_tiles(spec, problem, work), reads, ("o", "lse", *counters))
     return sink_forward(Pass({"forward": launch}, counters), problem, "forward")
 
@@ -113,7 +113,7 @@ def backward_pass(
     if words is not None:
         of_queries = {"query_stats": Workspace((*leading, rows * words(backward)), problem.accumulator)}
         features = (Feature("query_state", QUERY_STATE, tables=("dq_semaphores",)),)
-    names, counted = tuple(feature.name for feature in features), _counters(backward)
+    names, counted = tuple(feature.name for feature in features), tile_counters(backward)
     if dq_order is not None:
         counted["dq_semaphores"] = Workspace((problem.num_batch_heads, _COUNTS), np.dtype(np.int32))
     workspaces = {**of_queries, **counted}

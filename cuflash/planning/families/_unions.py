@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..chosen_lists import NAME, UnionWork
+from ..chosen_lists import NAME, UnionTiling, UnionWork
 from ..device import DeviceSpec
-from ..launches import Kernels, Pass
+from ..launches import Feature, Kernels, Launch, Pass, Workspace
 from ..problem import Problem
 from ..sinks import sink_forward
-from ..spec import KernelSpec
-from ._passes import backward_pass
+from ..spec import SM90, KernelSpec
+from ._passes import QUERY_STATE, backward_pass, tile_counters
 from .family import FORWARD_INPUTS, launch_of
 
 
@@ -27,19 +27,36 @@ def union_kernels(
     """
     tiling, feature = work.tiling, work.feature
     tiles = problem.num_heads // tiling.heads_per_tile * tiling.num_tiles
-    launch = launch_of(specs["forward"], device, tiles, FORWARD_INPUTS, ("o", "lse"), (NAME,))
+    counted = tile_counters(specs["forward"], is_zeroed=True)
+    launch = launch_of(specs["forward"], device, tiles, FORWARD_INPUTS, ("o", "lse", *counted), (NAME,))
+    launch = replace(launch, boxes=tiling.boxes(launch.boxes, tiling.queries_per_tile))
     backward = backward_pass(problem, device, work, specs)
     launches = {**tiling.column_launches, **backward.launches}
     by_keys, parts = launches["backward"], tiling.parts(specs["backward"])
-    launches["backward"] = replace(
+    by_keys = replace(
         by_keys, tiles=by_keys.tiles * tiling.num_parts, reads=(*by_keys.reads, *tiling.columns, *parts),
         writes=(*by_keys.writes, *parts), features=(NAME,),
     )  # fmt: skip
-    launches["backward_rows"] = replace(launches["backward_rows"], tiles=tiles, features=(NAME,))
+    rows = replace(launches["backward_rows"], tiles=tiles, features=(NAME,))
+    launches |= {"backward": _with_boxes(by_keys, tiling), "backward_rows": _with_boxes(rows, tiling)}
+    counters: dict[str, Workspace] = {}
+    for role in ("backward", "backward_rows"):
+        counters |= tile_counters(specs[role], is_zeroed=True)
     return Kernels(
-        forward=sink_forward(Pass({"forward": launch}, features=(feature,)), problem, "forward"),
+        forward=sink_forward(Pass({"forward": launch}, counted, (feature,)), problem, "forward"),
         backward=replace(
-            backward, launches=launches, workspaces={**backward.workspaces, **tiling.columns, **parts},
-            features=(*backward.features, feature),
+            backward, launches=launches, workspaces={**backward.workspaces, **tiling.columns, **parts, **counters},
+            features=(*backward.features, Feature("query_state", QUERY_STATE), feature),
         ),
+    )  # fmt: skip
+
+
+def _with_boxes(launch: Launch, tiling: UnionTiling) -> Launch:
+    """Return the launch of a kernel of the backward pass; those of sm90 share tensor maps and a counter of tiles."""
+    if launch.spec.family != SM90:
+        return launch
+    counted = tile_counters(launch.spec)
+    return replace(
+        launch, boxes=tiling.boxes(launch.boxes, 1), reads=tuple(dict.fromkeys((*launch.reads, *counted))),
+        writes=tuple(dict.fromkeys((*launch.writes, *counted))), features=("query_state", *launch.features),
     )  # fmt: skip

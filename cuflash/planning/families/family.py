@@ -222,6 +222,23 @@ class Family(ABC):
         """
         raise UnsupportedProblem(self.tangent_reasons(problem))
 
+    def union_specs(self, problem: Problem, device: DeviceSpec, block: int, heads: int) -> dict[str, KernelSpec]:
+        """Return the kernels for block lists per query, by role; {} if there are none.
+
+        Parameters
+        ----------
+        block : int
+            Keys of a block.
+        heads : int
+            Query heads of a tile.
+
+        Raises
+        ------
+        UnsupportedProblem
+            As in `specs`.
+        """
+        return {}
+
     def mass_spec(
         self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
     ) -> KernelSpec | None:

@@ -238,7 +238,8 @@ class Sm80(Family):
     ) -> Kernels:
         """Return the launches. `num_splits` thread blocks share each tile's keys; the default is the fastest number."""
         if isinstance(work, UnionWork):
-            return union_kernels(problem, device, work, self.union_specs(problem, device, work.tiling.block))
+            specs = self.union_specs(problem, device, work.tiling.block, work.tiling.heads_per_tile)
+            return union_kernels(problem, device, work, specs)
         chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic)
         forward, num_splits = self._forward(problem, device, work, chosen["forward"], num_splits)
         return Kernels(
@@ -277,14 +278,7 @@ class Sm80(Family):
         columns = replace(columns, num_warps=num_warps, min_blocks=max(1, 8 // num_warps))
         return replace(rows, tangents=named), replace(columns, tangents=named)
 
-    def union_specs(self, problem: Problem, device: DeviceSpec, block: int) -> dict[str, KernelSpec]:
-        """Return the kernels for block lists per query, in blocks of `block` keys, by role.
-
-        Raises
-        ------
-        UnsupportedProblem
-            As in `specs`.
-        """
+    def union_specs(self, problem: Problem, device: DeviceSpec, block: int, heads: int) -> dict[str, KernelSpec]:
         widest = next(dim for dim in _UNION_DIMS if dim >= max(rounded_dims(problem)))
         dims, most = (widest, widest), dict.fromkeys(_OF_UNIONS, ROWS)
         if problem.score is not None and widest > 64:

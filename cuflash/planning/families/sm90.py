@@ -23,8 +23,10 @@ from ..score_bins import num_bins
 from ..spec import SM90, KernelSpec
 from ..staged_array import can_stage, can_store_gradient, staged_load
 from ..tile_order import forward_order, heads_per_wave
+from ..chosen_lists import UnionWork
 from . import sm90_dq, sm90_storage
 from ._passes import backward_pass, forward_pass
+from ._unions import union_kernels
 from .family import Family, first_fitting, list_block_of, resident_blocks, rounded_dims
 from .sm80 import Sm80, power_of_two
 from .sm90_storage import BACKWARD, BACKWARD_STATISTICS, FORWARD, ROWS
@@ -60,6 +62,7 @@ _STAGED_KEYS = 128  # keys of a step if elements of a captured array are staged
 _LISTED_SMALL = {64: (3, _STAGES), 128: (2, _STAGES + 1)}
 
 
+_MOST_GATHERED = 8  # queries of a step of gathered queries, as kMaxGathered of sm90/q_storage.cuh
 _SAMPLED_QUERIES = 256  # number of queries sampled for the mean number of attended keys
 
 
@@ -150,6 +153,9 @@ class Sm90(Family):
         *,
         deterministic: bool = False,
     ) -> Kernels:
+        if isinstance(work, UnionWork):
+            specs = self.union_specs(problem, device, work.tiling.block, work.tiling.heads_per_tile)
+            return union_kernels(problem, device, work, specs)
         largest = list_block_of(work)
         num_keys = None if largest is not None else _mean_visible_keys(work, problem)
         chosen = self.specs(problem, device, largest, deterministic=deterministic, num_keys=num_keys)
@@ -163,6 +169,24 @@ class Sm90(Family):
             backward=backward_pass(problem, device, work, chosen, order.dq), order=order,
             is_repeatable="backward_rows" in chosen or backward.adds_dq_in_order,
         )  # fmt: skip
+
+    def union_specs(self, problem: Problem, device: DeviceSpec, block: int, heads: int) -> dict[str, KernelSpec]:
+        widest = max(rounded_dims(problem))
+        if problem.score is not None or widest > max(_LISTED_SMALL):
+            return {}
+        width = next(width for width in _LISTED_SMALL if width >= widest)
+        blocks, stages = _LISTED_SMALL[width]
+        forward = KernelSpec(
+            entry=FORWARD, dtype=problem.dtype, head_dim=width, value_dim=width, block_q=ROWS,
+            block_kv=min(block, ROWS), num_warps=8, min_blocks=blocks, is_listed=True, num_stages=stages,
+            packs_queries=True,
+        )  # fmt: skip
+        stages = _NARROW_STAGES if width <= 64 else _STAGES
+        rows = replace(forward, entry=sm90_storage.BACKWARD_ROWS, min_blocks=2, num_stages=stages)
+        specs = _SM80.union_specs(problem, device, block, heads) | {"forward": forward, "backward_rows": rows}
+        if heads != problem.group_size or ROWS // heads > _MOST_GATHERED or block % ROWS:
+            return specs
+        return specs | {"backward": replace(rows, entry=BACKWARD)}
 
     def _with_fused_dq(
         self,

@@ -11,10 +11,12 @@ _NUM_TILE_INFOS = 4  # work tiles in flight
 _SLOT, _BARRIER, _TILE_INFO, _GROUP_RANGE, _MESSAGE, _FLAGS, _OTHER = 16, 8, 140, 12, 20, 4, 8
 _ARRAY_ALIGNMENT = 1024  # alignment of a staged array's slots, whose rows are swizzled by bits of their addresses
 _KEPT_STAGES = 2  # steps for which dropout's keep bits are drawn ahead
+_MEMBERS, _WARPS = 8, 4  # bytes of a step's members, and warps of a tile of neighbouring queries, each with flags
 _COORDS = 12  # additional bytes of a tile's message if dO is loaded too
 _ARRAY_COORDS = 16  # additional bytes of a tile's message if an array is staged
 _COUNT = 4  # words of a counter of key tiles
 _QUERY_PARTS = 24  # additional bytes of a range of queries if backward tiles are aligned to sequences
+_GATHERED, _PART, _LAST_PART = 32, 24, 4  # additional bytes if queries are gathered
 _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 88, 104, 48
 _MAX_SHARED_BYTES, _STORAGE_BYTES = 227 << 10, 5 << 10  # as in sm90/q_tiles.cuh
 _MASS_MESSAGE, _MASS_TILE = 24, 56  # as in sm90/block_mass.cu; the tile's size without its queries
@@ -37,6 +39,8 @@ def _walk_of_queries_bytes(spec: KernelSpec, more: int, do_stages: int) -> int:
     work = _BACKWARD_WORK + _ARRAY_COORDS * spec.score_is_staged
     storage = stages * (queries + _BACKWARD_MESSAGE + _BARRIER) + (stages + 1) * work + _BACKWARD_OTHER
     storage += _QUERY_PARTS * spec.cuts_sequences
+    gathered = stages * _GATHERED + (stages + 1) * _PART + _LAST_PART
+    storage += (gathered + -gathered % 16) * spec.packs_queries
     storage += _SLOT * (2 + stages + do_stages)
     storage += -storage % 16
     bins = 4 * WARP_LANES * spec.score_bins * (spec.num_warps - 4)
@@ -86,7 +90,8 @@ def storage_bytes(spec: KernelSpec, q_stages: int) -> int:
     if spec.num_warps == 4 * (2 + groups):  # one warpgroup draws dropout's random bits
         words = spec.block_q * 2 * -(-spec.block_kv // 64)
         storage += _KEPT_STAGES * (_SLOT + 4 * words)
-    storage += (_MESSAGE + _FLAGS * groups) * stages + _OTHER
+    message = _MEMBERS + _MESSAGE + _FLAGS * _WARPS if spec.packs_queries else _MESSAGE + _FLAGS * groups
+    storage += (message + message % _MEMBERS * spec.packs_queries) * stages + _OTHER
     return storage + -storage % 16
 
 

@@ -1,10 +1,9 @@
 #pragma once
-#include <ptx/types.cuh>
+#include <attention/params.cuh>
 
 // Integers of any type in the arrays of a mask.
-namespace cuflash::lists {
+namespace cuflash::attention {
 
-constexpr int kBatchAxes = 3;
 constexpr int64_t kFar = 1LL << 62;  // beyond any key
 
 // An integer of any type, in the order of integers.
@@ -60,4 +59,4 @@ CUFLASH_DEVICE const unsigned char* integers_of(const int32_t* batch, const void
   return data;
 }
 
-}  // namespace cuflash::lists
+}  // namespace cuflash::attention

@@ -1,0 +1,276 @@
+"""A call on several ranks without its arrays: its shape, mask, layout, method and steps, equal on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import Array, ShapeDtype, accumulator_dtype, describe, is_int
+from ..blocks.work_list import requested_mask
+from ..calls._call import planned
+from ..masks.places import Places
+from ..masks.shape import MaskShape, count_reasons
+from ..planning.options import Options
+from ..planning.plan_cache import plan_for
+from ..plans import Plan
+from ._layout import Costs, Rows, block_reasons, dealt
+from ._model import METHODS, CallSize, Machine, estimate, received
+from ._schedule import ADD, ATTEND, COPY, NUM_BUFFERS, Step, exchanging_heads, finished, gathering, head_groups
+
+
+class Part(NamedTuple):
+    """A group of heads of one rank's call.
+
+    Attributes
+    ----------
+    kv_heads, heads : slice
+        The key/value heads and the query heads of the group.
+    plan : Plan
+        The plan of the rank's queries and all keys, for these heads.
+    operands : dict of arrays by name
+        Arrays that the plan takes besides q, k and v, except those of a score function.
+    """
+
+    kv_heads: slice
+    heads: slice
+    plan: Plan
+    operands: dict[str, Array]
+
+
+@dataclass(frozen=True, eq=False)
+class Posed:
+    """A call on several ranks.
+
+    Attributes
+    ----------
+    size : int
+        Ranks.
+    shape : MaskShape
+        The shape of the whole call.
+    num_kv_heads, block : int
+    method : str
+        "gather" or "heads".
+    options : Options
+    costs : Costs
+    queries, keys : Rows
+        The layouts.
+    """
+
+    size: int
+    shape: MaskShape
+    num_kv_heads: int
+    block: int
+    method: str
+    options: Options
+    costs: Costs
+    queries: Rows
+    keys: Rows
+    _moved: dict[tuple[int, int], Array] = field(default_factory=dict, init=False)
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], options: Options, size: int) -> Posed:
+        """Return a call with its layouts and its method.
+
+        Raises
+        ------
+        UnsupportedProblem
+            The mask does not fit the shape, or the layout is none.
+        """
+        block, kv_heads, method = arguments["block"], int(arguments["num_kv_heads"]), arguments["method"]
+        seqlen, seqlen_kv = arguments["seqlen"], arguments["seqlen_kv"]
+        num_keys = seqlen if seqlen_kv is None else seqlen_kv
+        shape = MaskShape(arguments["batch"], arguments["num_heads"], seqlen, num_keys)
+        mask = requested_mask(options.mask, options.causal, options.window, shape)
+        costs = Costs.of(mask, shape, block)
+        queries = keys = dealt(arguments["layout"], costs.work, shape.seqlen_q, block, size)
+        if seqlen_kv is not None:
+            keys = dealt("contiguous", costs.needs.any(axis=0), shape.seqlen_kv, block, size)
+        call = cls(size, shape, kv_heads, block, "gather", options, costs, queries, keys)
+        if method == "auto":
+            sizes = {each: call.model_bytes(each) for each in METHODS if each == "gather" or kv_heads % size == 0}
+            method = min(sizes, key=lambda each: sizes[each])
+        return replace(call, method=method)
+
+    def kv_groups(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Return the first key/value head of each group that a rank computes, and one past the last."""
+        if self.method == "gather" and self.size > 1:
+            return head_groups(self.num_kv_heads)
+        return (self.own_heads(rank)[1],)  # all heads if there is one rank
+
+    def own_heads(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the query heads and the key/value heads of a rank whose method is "heads"."""
+        own, own_kv = self.shape.num_heads // self.size, self.num_kv_heads // self.size
+        return (rank * own, rank * own + own), (rank * own_kv, rank * own_kv + own_kv)
+
+    def moved(self, rank: int, source: int) -> Array:
+        """Return the positions of the keys of a source that a rank gathers."""
+        rows = self._moved.get((rank, source))
+        if rows is None:
+            needed, held = self.costs.needed(self.queries, self.keys, rank), self.keys.of_rank[source]
+            rows = self._moved[rank, source] = held[needed[held]]
+        return rows
+
+    @cached_property
+    def steps(self) -> dict[str, tuple[Step, ...]]:
+        """The steps of the passes "forward" and "backward" on all ranks."""
+        if self.method == "heads":
+            counts = [len(self.queries.of_rank[n]) + len(self.keys.of_rank[n]) for n in range(self.size)]
+            steps = exchanging_heads(self.size, lambda rank: counts[rank] > 0)
+            return {"forward": steps, "backward": steps}
+        needs = [[len(self.moved(rank, source)) > 0 for source in range(self.size)] for rank in range(self.size)]
+        groups = len(self.kv_groups(0))
+        return {
+            name: gathering(self.size, groups, lambda rank, source: needs[rank][source], returns=name == "backward")
+            for name in ("forward", "backward")
+        }
+
+    def part(self, rank: int, kv_heads: tuple[int, int], q: Array, k: Array, v: Array) -> Part:
+        """Return a group of heads of a rank's call on arrays like these."""
+        first, stop = kv_heads
+        ratio, whole = self.shape.num_heads // self.num_kv_heads, self.shape
+        heads = slice(first * ratio, stop * ratio)
+        runs = self.queries.runs(rank) if self.method == "gather" else ((0, whole.seqlen_q),)
+        start = runs[0][0] if runs else 0
+        places = Places(start, 0, 0, heads.start, runs if len(runs) > 1 else (), whole)
+        options = self.options if self.size == 1 else self.options._replace(places=places)
+        operands = dict[str, Array]()
+        if options.sink is not None:
+            sink = np.asarray(options.sink)
+            operands["sink"] = sink[..., heads] if sink.shape[-1:] == (whole.num_heads,) else sink
+            options = options._replace(sink=operands["sink"])
+        rows = sum(end - begin for begin, end in runs), whole.seqlen_kv, whole.seqlen_kv
+        counts = heads.stop - heads.start, stop - first, stop - first
+        shapes = (
+            ShapeDtype((*whole.batch, count, length, x.shape[-1]), x.dtype)
+            for x, count, length in zip((q, k, v), counts, rows)
+        )
+        ready = planned(next(shapes), next(shapes), next(shapes), options)
+        if self.method == "gather":
+            plan, kernel = ready._plan, None if ready.executor == "cpu" else options.kernel
+            problem = replace(plan.problem, wide_gradients=True)
+            wide = plan_for(problem, plan.mask, plan.device, kernel, bool(options.deterministic))
+            ready = replace(ready, _plan=wide)
+        return Part(slice(first, stop), heads, ready, operands)
+
+    # What moves.
+
+    def step_bytes(self, name: str, step: Step, dims: tuple[int, int], dtype: np.dtype[np.generic]) -> int:
+        """Return the bytes that a step of a pass receives; `dims` are those of rows of k and of v."""
+        if step.kind in (ATTEND, ADD) or step.rank == step.source:
+            return 0
+        is_copy, wide, (head_dim, value_dim) = step.kind == COPY, accumulator_dtype(dtype).itemsize, dims
+        reader, holder = (step.rank, step.source) if is_copy else (step.source, step.rank)
+        if self.method == "gather":
+            first, stop = self.kv_groups(0)[step.group]
+            rows = len(self.moved(reader, holder)) * (stop - first) * self.shape.num_batch
+            return rows * (head_dim + value_dim) * (dtype.itemsize if is_copy else wide)
+        (first, stop), (first_kv, stop_kv) = self.own_heads(step.group)
+        queries = len(self.queries.of_rank[holder]) * (stop - first) * self.shape.num_batch
+        keys = len(self.keys.of_rank[holder]) * (stop_kv - first_kv) * self.shape.num_batch
+        if is_copy == (name == "forward"):  # q, k and v, or their gradients
+            return (queries * head_dim + keys * (head_dim + value_dim)) * dtype.itemsize
+        return queries * (value_dim * dtype.itemsize + wide * (not is_copy))  # o and lse, or the gradient of o
+
+    def traffic(self, dims: tuple[int, int], dtype: np.dtype[np.generic]) -> dict[str, Array]:
+        """Return the bytes that each rank (rows) receives from each other (columns), by pass."""
+        matrices = {name: np.zeros((self.size, self.size), np.int64) for name in self.steps}
+        for name, steps in self.steps.items():
+            for step in steps:
+                matrices[name][step.rank, step.source] += self.step_bytes(name, step, dims, dtype)
+        return matrices
+
+    def seconds(self, name: str, head_dim: int, dtype: np.dtype[np.generic], machine: Machine) -> float:
+        """Return how long a pass takes by the cost model if copies and products overlap where steps allow it."""
+        shape, loads = self.model_shape(head_dim, dtype.itemsize), self.costs.loads(self.queries)
+        whole = estimate(shape._replace(imbalance=1.0), self.method, machine, backward=name == "backward").compute
+        shares = loads / loads.mean() if loads.any() and self.method == "gather" else np.ones(self.size)
+
+        def of_step(step: Step) -> float:
+            if step.kind != ATTEND:
+                return self.step_bytes(name, step, (head_dim, head_dim), dtype) / machine.link
+            first, stop = self.kv_groups(step.rank)[step.group if self.method == "gather" else 0]
+            part = (stop - first) / self.num_kv_heads if self.method == "gather" else 1.0
+            return whole * part * float(shares[step.rank])
+
+        return finished(self.steps[name], of_step)
+
+    def workspace_bytes(self, head_dim: int, dtype: np.dtype[np.generic]) -> int:
+        """Return the memory of a rank besides its rows and results."""
+        shape, wide = self.shape, accumulator_dtype(dtype).itemsize
+        heads = max((stop - first for first, stop in self.kv_groups(0)), default=0)
+        keys = shape.num_batch * heads * shape.seqlen_kv * 2 * head_dim
+        if self.method == "gather":
+            return NUM_BUFFERS * keys * (dtype.itemsize + wide)
+        queries = shape.num_batch * (shape.num_heads // self.size) * shape.seqlen_q * head_dim
+        return (2 * keys + 4 * queries) * dtype.itemsize
+
+    def model_shape(self, head_dim: int = 128, itemsize: int = 2) -> CallSize:
+        """Return what the cost model reads."""
+        shape, loads = self.shape, self.costs.loads(self.queries)
+        imbalance = float(loads.max() / loads.mean()) if loads.any() else 1.0
+        scores = min(float(loads.sum()) * self.block**2, float(np.prod([shape.num_batch, *shape[1:]])))
+        return CallSize(
+            size=self.size, rows=shape.num_batch * shape.seqlen_kv, num_heads=shape.num_heads,
+            num_kv_heads=self.num_kv_heads, head_dim=head_dim, itemsize=itemsize, scores=scores, imbalance=imbalance,
+        )  # fmt: skip
+
+    def model_bytes(self, method: str) -> float:
+        """Return the bytes that a device receives in both passes, by the cost model."""
+        return sum(received(self.model_shape(), method, backward=backward) for backward in (False, True))
+
+    def explain(self, head_dim: int, dtype: np.dtype[np.generic], machine: Machine) -> str:
+        """Return a text about the layout, what moves, and the cost model of both methods."""
+        shape = self.model_shape(head_dim, dtype.itemsize)
+        traffic = self.traffic((head_dim, head_dim), dtype)
+        forward, backward = (int(each.sum(axis=1).max(initial=0)) for each in traffic.values())
+        groups = ", ".join(str(stop - first) for first, stop in self.kv_groups(0))
+        heads = f"key/value heads in groups of {groups}"
+        if self.method == "heads":
+            (_, own), (_, own_kv) = self.own_heads(0)
+            heads = f"{own} query heads and {own_kv} key/value heads on each"
+        counts = [len(rows) for rows in self.queries.of_rank]
+        runs = [len(self.queries.runs(rank)) for rank in range(self.size)]
+        lines = [
+            f"ranks      {self.size}, method {self.method}: {heads}",
+            f"rows       {min(counts)} to {max(counts)} queries in {min(runs)} to {max(runs)} runs, block {self.block}",
+            f"work       {shape.imbalance:.3f} of the mean on the rank with the most",
+            f"bytes      {forward} forward and {backward} backward, received by the rank that receives the most",
+            f"workspace  {self.workspace_bytes(head_dim, dtype)} bytes",
+        ]
+        for method in METHODS:
+            for name in ("forward", "backward"):
+                each = estimate(shape, method, machine, backward=name == "backward")
+                lines.append(
+                    f"model      {method} {name}: products {each.compute * 1e3:.3g} ms, exchange "
+                    f"{each.exchange * 1e3:.3g} ms, {each.efficiency:.3f} of linear speed if nothing is hidden"
+                )
+        for name in self.steps:
+            linear = estimate(shape._replace(imbalance=1.0), self.method, machine, backward=name == "backward").compute
+            seconds = self.seconds(name, head_dim, dtype, machine)
+            share = linear / seconds if seconds else 1.0
+            spent = f"{seconds * 1e3:.3g} ms, {share:.3f} of linear speed"
+            lines.append(f"model      {self.method} {name} with overlap: {spent}")
+        return "\n".join(lines)
+
+
+def argument_reasons(arguments: Mapping[str, Any], size: int) -> list[str]:
+    """Return why the arguments of a call on several ranks break their rules."""
+    counts = {name: arguments[name] for name in ("seqlen", "num_heads", "num_kv_heads", "seqlen_kv")}
+    reasons = count_reasons(**{name: each for name, each in counts.items() if each is not None})
+    reasons += block_reasons(arguments["block"])
+    heads, kv_heads, method = (arguments[name] for name in ("num_heads", "num_kv_heads", "method"))
+    is_name = isinstance(method, str)
+    if not (is_name and method in ("auto", *METHODS)):
+        reasons.append(f"method must be 'auto', 'gather' or 'heads'; got {describe(method)}")
+    if reasons:
+        return reasons
+    if not (is_int(heads) and is_int(kv_heads) and kv_heads > 0 and heads % kv_heads == 0):
+        return [f"num_heads must be a multiple of num_kv_heads; got {describe(heads)} and {describe(kv_heads)}"]
+    if method == "heads" and kv_heads % size:
+        rule = f"method='heads' needs num_kv_heads ({kv_heads}) to be a multiple of the {size} ranks"
+        return [f"{rule}: use method='gather'"]
+    return []

@@ -1,0 +1,137 @@
+"""Passes under `jax.vmap`: one call with one more batch axis, or one call per entry if calls number their batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.interpreters import batching
+
+from ..blocks.index import BlockIndex
+from ..masks.arrays import Dense, FromFunction
+from ..masks.base import Mask
+from ..masks.block_pattern import BlockPattern
+from ..masks.content import held_masks
+from ..masks.documents import Documents
+from ..masks.lengths import Lengths
+from ..masks.sequences import Sequences
+from ..planning.options import DOT
+from ..scores import Score
+from ._call import MASK
+from ._primitives import PRIMITIVES, bind_pass
+from ._runs import Pass
+
+# The axes of a mask's arrays after those that broadcast over the batch.
+_OWN_AXES: Mapping[type, int] = {Lengths: 0, Documents: 1, Sequences: 1, Dense: 3, BlockPattern: 3}
+_ROOM = Mask.__module__.rpartition(".")[0]  # users may define masks elsewhere
+_WITH_ROWS = ("q", "k", "v", "o", "do")  # arrays of heads, rows and columns
+_OF_LSE = ("lse", "dlse")
+_OF_RESULTS = ("o", "lse", "do", "dlse")
+
+
+def _batched(arrays: Sequence[Any], axes: Sequence[int | None], **parameters: Any) -> tuple[list[Any], list[int]]:
+    one = Pass(**parameters)
+    mapped = {name for name, axis in zip(one.names, axes) if axis is not None}
+    moved = [
+        array if axis is None else jax.numpy.moveaxis(array, axis, 0) for array, axis in zip(arrays, axes)
+    ]
+    if not _takes_an_axis(one, mapped):
+        results = _in_turn(one, moved, mapped)
+    else:
+        results = _at_once(one, moved, mapped)
+    return results, [0] * len(results)
+
+
+def _in_turn(one: Pass, arrays: Sequence[Any], mapped: set[str]) -> list[Any]:
+    """Run a pass for each entry of the mapped axis."""
+
+    def of_entry(entry: dict[str, Any]) -> list[Any]:
+        return bind_pass(one, *({**dict(zip(one.names, arrays)), **entry}[name] for name in one.names))
+
+    entries = {name: array for name, array in zip(one.names, arrays) if name in mapped}
+    results: list[Any] = jax.lax.map(of_entry, entries)
+    return results
+
+
+def _takes_an_axis(one: Pass, mapped: set[str]) -> bool:
+    """True if one more batch axis changes nothing but the batch: nothing numbers the batch entries."""
+    options, of = one.call.options, one.of
+    if options.dropout is not None:
+        return False
+    if isinstance(options.score, Score):
+        if any(each.op == "b" for each in options.score.program.instructions):
+            return False
+        captured = {name for name in mapped if name.removesuffix(DOT) in options.score.arrays}
+        if captured and (len(of["q"]) == 2 or "bias" in of and len(of["bias"]) < 3):
+            return False
+    mask = options.mask
+    if mask is None:
+        return True
+    if isinstance(mask, BlockIndex):
+        return mask.batch == 1
+    if not isinstance(mask, Mask):  # an array of elements
+        return hasattr(mask, "ndim") and mask.ndim <= 3
+    kinds = {type(each) for each in held_masks(mask)}
+    if FromFunction in kinds or not all(kind.__module__.startswith(_ROOM) for kind in kinds):
+        return False
+    with_arrays = {kind for kind in kinds if kind in _OWN_AXES}
+    return not any(name.startswith(MASK) for name in mapped) or len(with_arrays) == 1
+
+
+def _at_once(one: Pass, arrays: Sequence[Any], mapped: set[str]) -> list[Any]:
+    """Run a pass on arrays with one more batch axis."""
+    of, has_heads = one.of, len(one.of["q"]) > 2
+    (size,) = {array.shape[0] for name, array in zip(one.names, arrays) if name in mapped}
+    spread = _spread(one, mapped)
+    ranks = [len(of[name]) - 3 for name in ("q", "k", "v")]
+    num_batch = max(*ranks, 0)
+    added, shapes = [], []
+    for name, array in zip(one.names, arrays):
+        own, own_shape = array.shape[name in mapped :], of[name]
+        if not has_heads and name.removesuffix(DOT) in (*_WITH_ROWS, *_OF_LSE):
+            own, own_shape = (1, *own), (1, *own_shape)
+        missing = (1,) * (num_batch + _own_axes(one, name) - len(own_shape))
+        is_mapped = name in mapped
+        leading = (array.shape[0], *missing, *(1,) * (len(own_shape) - len(own))) if is_mapped else ()
+        added.append(array.reshape(*leading, *own))
+        shapes.append((size, *missing, *own_shape) if is_mapped or name in spread else own_shape)
+    results = bind_pass(one._replace(shapes=tuple(shapes)), *added)
+    return [result.reshape(size, *each.shape) for result, each in zip(results, one.results)]
+
+
+def _spread(one: Pass, mapped: set[str]) -> set[str]:
+    """Return the names of arrays that are not mapped but must have the mapped axis, along which they repeat."""
+    own = [name for name in one.names if not name.endswith(DOT)]
+    spread = {name for name in own if name in _OF_RESULTS}
+    if one.name.startswith("backward"):  # each entry has gradients
+        spread |= {"q", "k", "v", *one.wrt}
+    spread |= {name for name in own if {name, f"{name}{DOT}"} & mapped and f"{name}{DOT}" in one.names}
+    if not {"q", "k", "v"} & (mapped | spread):
+        spread.add("q")
+    return {name for name in one.names if name.removesuffix(DOT) in spread} - mapped
+
+
+def _own_axes(one: Pass, name: str) -> int:
+    """Return the number of an array's axes after those that broadcast over the batch."""
+    name = name.removesuffix(DOT)
+    if name in _WITH_ROWS:
+        return 3
+    if name in _OF_LSE:
+        return 2
+    if name == "sink":
+        return 1
+    if name.startswith(MASK):
+        mask: Any = one.call.options.mask
+        return next(_OWN_AXES[type(each)] for each in held_masks(mask) if type(each) in _OWN_AXES)
+    if name == "bias":
+        return 3
+    score: Any = one.call.options.score
+    ranks: dict[str, int] = {array.name: array.rank for array in score.program.arrays}
+    return ranks[name]
+
+
+def batch_passes() -> None:
+    """Register the rule of all passes with JAX."""
+    for primitive in PRIMITIVES.values():
+        batching.primitive_batchers[primitive] = _batched

@@ -1,0 +1,185 @@
+"""Calls as parameters of primitives: everything except arrays, which are operands of the primitives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..arrays import Namespace, ShapeDtype
+from ..calls._call import planned
+from ..calls._forward import with_one_score
+from ..dropout import Dropout, is_key, seed_of
+from ..executors import checks
+from ..executors._layout_key import layout_key
+from ..masks.arrays import Dense
+from ..masks.base import Mask
+from ..masks.content import held_arrays
+from ..planning.dropout_launches import SEED, numbers_of
+from ..planning.lookup import Lookup, lookup
+from ..planning.options import Options
+from ..planning.tangents import tangents_among
+from ..plans import Plan, with_numbers
+from ..scores import Score
+
+MASK = "mask."  # prefix of the names of a mask's arrays
+_SEED = ShapeDtype((), np.dtype(np.uint64))
+
+
+class Slot:
+    """The place of one of a mask's arrays in a mask without arrays."""
+
+    def __init__(self, number: int, array: Any) -> None:
+        self.number, self.shape, self.dtype = number, tuple(array.shape), np.dtype(array.dtype)
+        self.ndim = len(self.shape)
+
+    def __array_namespace__(self) -> Namespace:
+        return jax.numpy
+
+
+@dataclass(frozen=True, eq=False)
+class JaxCall:
+    """A call without its arrays.
+
+    Attributes
+    ----------
+    options : Options
+        Shapes and dtypes, and in masks slots, replace all arrays except those of NumPy in masks.
+    dtypes : dict by name
+        The dtypes of all arrays.
+    looked_up : Lookup
+        The parts of the call's key.
+    has_key : bool
+        True if calls with equal keys are equal: the mask holds no arrays that the key leaves out and JAX does not pass.
+    """
+
+    options: Options
+    dtypes: Mapping[str, Any]
+    looked_up: Lookup
+    has_key: bool
+    _own: dict[Hashable, Any] = field(default_factory=dict)  # what calls without a key use instead of the cache
+
+    @classmethod
+    def of(cls, q: Any, k: Any, v: Any, options: Options) -> tuple[JaxCall, dict[str, Any], Options]:
+        """Return the call, its arrays by name, and its options with one score."""
+        seed = {}
+        if isinstance(options.dropout, Dropout) and options.dropout._draws.threshold:
+            seed[SEED] = _seed_words(options.dropout.seed)
+            options = options._replace(dropout=replace(options.dropout, seed=_SEED))
+        if isinstance(options.mask, jax.Array):
+            options = options._replace(mask=Dense(options.mask))
+        options, operands = with_one_score(options)
+        operands.pop(SEED, None)
+        score, mask, slots = options.score, options.mask, dict[str, Any]()
+        if isinstance(score, Score):
+            score = score._over({name: _shape_of(array) for name, array in score.arrays.items()})
+        if isinstance(mask, Mask) and any(isinstance(each, jax.Array) for each in held_arrays(mask)):
+            mask = mask.to(lambda array: _slot_of(array, slots))
+        arrays = {"q": q, "k": k, "v": v, **operands, **seed, **slots}
+        without = options._replace(mask=mask, score=score, sink=None)
+        looked_up = lookup(without, _layout_of)
+        dtypes = {name: getattr(array, "dtype", None) for name, array in arrays.items()}
+        call = cls(without, dtypes, looked_up, bool(slots) == (looked_up.contents is not None))
+        return call, arrays, options
+
+    @property
+    def has_slots(self) -> bool:
+        """True if the mask's arrays are among the operands."""
+        return any(name.startswith(MASK) for name in self.dtypes)
+
+    def cached(self, what: str, make: Callable[[], Any], *key: Hashable) -> Any:
+        """Return an object that depends on the call and on a key, from the cache of calls if possible."""
+        looked_up, full = self.looked_up, None
+        if self.has_key and not checks.is_on():
+            full = looked_up.key(what, key, tuple(self.dtypes.items()), numbers_of(self.options.dropout))
+        if full is None:
+            if (what, key) not in self._own:
+                self._own[what, key] = make()
+            return self._own[what, key]
+        cached = looked_up.find(full)
+        if cached is None:
+            snapshot = looked_up.snapshot()
+            cached = make()
+            looked_up.keep(full, cached, snapshot)
+        return cached
+
+    def plan(self, executor: str, shapes: Mapping[str, tuple[int, ...]], wrt: tuple[str, ...]) -> Plan:
+        """Return the plan for arrays of these shapes, whose mask reads no operand."""
+        return self.cached_plan(executor, shapes, wrt, lambda: self.options.mask)
+
+    def cached_plan(
+        self, executor: str, shapes: Mapping[str, tuple[int, ...]], wrt: tuple[str, ...], mask: Callable[[], Any]
+    ) -> Plan:
+        """Return a plan for arrays of these shapes; passes that read more or fewer arrays share it.
+
+        `mask` returns the mask to plan with.
+        """
+        own = tuple((name, shapes.get(name)) for name in self.dtypes)
+        key = executor, own, wrt, tuple(tangents_among(shapes))
+        plan: Plan = self.cached("jax plan", lambda: self.planned(executor, shapes, wrt, mask()), *key)
+        return plan
+
+    def planned(
+        self, executor: str, shapes: Mapping[str, tuple[int, ...]], wrt: tuple[str, ...], mask: Any
+    ) -> Plan:
+        """Return a new plan for arrays of these shapes, with a mask that holds its arrays."""
+        of = {name: ShapeDtype(shape, self.dtypes[name]) for name, shape in shapes.items() if name in self.dtypes}
+        score = self.options.score
+        if isinstance(score, Score):
+            score = _with_leading_axes(score, of)
+        options = self.options._replace(
+            mask=mask, score=score, sink=of.get("sink"), wrt=wrt, executor=executor,
+            tangents=tuple(name for name in tangents_among(shapes) if name in of),
+        )  # fmt: skip
+        ready = planned(of["q"], of["k"], of["v"], options)._without_arrays()
+        return with_numbers(ready, numbers_of(self.options.dropout))
+
+    def mask_over(self, arrays: Mapping[str, Any]) -> Any:
+        """Return the mask with arrays, by the names of operands, in its slots."""
+        mask: Any = self.options.mask
+        return mask.to(lambda each: arrays[f"{MASK}{each.number}"] if isinstance(each, Slot) else each)
+
+
+def _slot_of(array: Any, slots: dict[str, Any]) -> Any:
+    """Return the slot of a mask's array, after adding it to `slots`; return an array of another library unchanged."""
+    if not isinstance(array, jax.Array):
+        return array
+    slot = Slot(len(slots), array)
+    slots[f"{MASK}{slot.number}"] = array
+    return slot
+
+
+def _layout_of(*arrays: Any) -> Hashable:
+    if all(isinstance(array, Slot) for array in arrays):
+        return tuple((array.shape, array.dtype) for array in arrays)
+    return layout_key(*arrays)
+
+
+def _shape_of(array: Any) -> ShapeDtype:
+    return ShapeDtype(tuple(array.shape), array.dtype)
+
+
+def _seed_words(seed: Any) -> Any:
+    """Return a seed as two 32-bit words, the lower one first; a 64-bit array is returned unchanged."""
+    if isinstance(seed, jax.Array):
+        return jax.random.key_data(seed) if is_key(seed) else seed
+    number = seed if isinstance(seed, int) else seed_of(seed)
+    return jax.numpy.asarray(np.array([number & 0xFFFFFFFF, number >> 32], np.uint32))
+
+
+def _with_leading_axes(score: Score, shapes: Mapping[str, ShapeDtype]) -> Score:
+    """Return a score over arrays that may have more axes than it was traced with; these broadcast over the batch."""
+    arrays = tuple(_with_rank(kind, shapes[kind.name].shape) for kind in score.program.arrays)
+    over = score._over({name: shapes[name] for name in score.arrays})
+    if arrays != score.program.arrays:
+        over.program = replace(score.program, arrays=arrays)
+    return over
+
+
+def _with_rank(kind: Any, shape: tuple[int, ...]) -> Any:
+    missing = len(shape) - kind.rank
+    is_single = (*(extent == 1 for extent in shape[:missing]), *kind.is_single)
+    return kind._replace(rank=len(shape), is_single=is_single) if missing else kind

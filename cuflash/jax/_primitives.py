@@ -1,0 +1,135 @@
+"""A primitive of JAX for each pass: its types, and how it is lowered and executed on each platform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from ..errors import refuse
+from ._call import JaxCall
+from ._checks import array_reasons
+from ._runs import Pass, prepared
+
+PLATFORMS = {"cpu": "cpu", "cuda": "gpu"}  # names of platforms in lowerings, and of devices
+THIRD = (
+    "attention has first and second derivatives in JAX, and no jvp of jvp; a third derivative or a jvp of jvp was "
+    "requested: take finite differences of the second or the first"
+)
+
+
+def bind(
+    call: JaxCall, name: str, arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    wrt: tuple[str, ...] = (),
+) -> list[Any]:  # fmt: skip
+    """Run a pass on arrays by name.
+
+    Parameters
+    ----------
+    shapes : dict of tuple of int by name
+        The shapes to which arrays are broadcast, if these differ from their own.
+    """
+    return bind_pass(pass_of(call, name, arrays, shapes, wrt), *varying_alike(arrays.values()))
+
+
+def pass_of(
+    call: JaxCall, name: str, arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    wrt: tuple[str, ...] = (),
+) -> Pass:  # fmt: skip
+    """Return a pass on arrays by name; parameters as for `bind`."""
+    own = [shapes.get(each, array.shape) for each, array in arrays.items()]
+    return Pass(call, name, tuple(arrays), tuple(own), wrt)
+
+
+def bind_pass(one: Pass, *arrays: Any) -> list[Any]:
+    """Run a pass on its arrays in order."""
+    results: list[Any] = PRIMITIVES[one.name].bind(*arrays, **one._asdict())
+    return results
+
+
+def varying_alike(values: Iterable[Any]) -> list[Any]:
+    """Return the arrays, all varying within `jax.shard_map` over the mesh axes over which any of them varies."""
+    arrays = list(values)
+    kinds = [jax.typeof(each) for each in arrays if isinstance(each, jax.core.Tracer)]
+    axes = frozenset[str]().union(*map(_varying_axes, kinds))
+    if not axes:
+        return arrays
+    return [jax.lax.pcast(each, tuple(axes - _varying_axes(jax.typeof(each))), to="varying") for each in arrays]
+
+
+def _varying_axes(kind: Any) -> frozenset[str]:
+    """Return the mesh axes over which values of a type vary."""
+    axes = kind.vma if hasattr(kind, "vma") else kind.mat.varying if hasattr(kind, "mat") else ()  # until JAX 0.9
+    return frozenset(axes)
+
+
+def _types(*kinds: Any, **parameters: Any) -> list[Any]:
+    """Return the types of the results of a pass; within `jax.shard_map` they vary like the arrays."""
+    like, results = kinds[0], Pass(**parameters).results
+    if not _varying_axes(like):
+        return [jax.core.ShapedArray(each.shape, each.dtype) for each in results]
+    return [
+        like.update(
+            shape=each.shape, dtype=each.dtype, weak_type=False,
+            sharding=like.sharding.update(spec=jax.sharding.PartitionSpec(*[None] * each.ndim)),
+        )
+        for each in results
+    ]  # fmt: skip
+
+
+def _lowered(platform: str) -> Callable[..., Any]:
+    def run(*arrays: Any, **parameters: Any) -> list[Any]:
+        return prepared(Pass(**parameters), platform, [array.shape for array in arrays])(*arrays)
+
+    lowered: Callable[..., Any] = mlir.lower_fun(run, multiple_results=True)
+    return lowered
+
+
+def _executed(*arrays: Any, **parameters: Any) -> list[Any]:
+    """Run a pass on arrays with data, by a jitted function that the cache of calls holds."""
+    return executed(Pass(**parameters), arrays)
+
+
+def executed(one: Pass, arrays: Sequence[Any]) -> list[Any]:
+    """Run a pass on arrays with data, as JAX's rule of the primitive does."""
+    first = arrays[0] if hasattr(arrays[0], "devices") else jax.numpy.asarray(arrays[0])
+    (device,) = first.devices()
+    call, name, names, shapes, wrt = one
+    in_memory = tuple([array.shape for array in arrays])
+
+    def make() -> Any:
+        refuse(array_reasons(dict(zip(names, arrays))))
+        return jax.jit(prepared(one, device.platform, in_memory))
+
+    results: list[Any] = call.cached("jax", make, device.platform, name, names, shapes, in_memory, wrt)(*arrays)
+    return results
+
+
+def _primitive(name: str) -> Primitive:
+    primitive = Primitive(f"cuflash_{name}")
+    primitive.multiple_results = True
+    primitive.def_impl(_executed)
+    primitive.def_abstract_eval(_types)
+    for platform, place in PLATFORMS.items():
+        mlir.register_lowering(primitive, _lowered(place), platform=platform)
+    return primitive
+
+
+PRIMITIVES = {name: _primitive(name) for name in ("forward", "jvp", "backward", "backward_jvp")}
+
+
+def _refused(*arrays: Any, **parameters: Any) -> Any:
+    raise NotImplementedError(THIRD)
+
+
+# The derivative of "jvp" with respect to everything except the tangents. It can only be transposed.
+CURVATURE = Primitive("cuflash_curvature")
+CURVATURE.multiple_results = True
+CURVATURE.def_impl(_refused)
+CURVATURE.def_abstract_eval(_types)
+mlir.register_lowering(CURVATURE, _refused)
+PRIMITIVES["curvature"] = CURVATURE

@@ -1,0 +1,283 @@
+"""Passes on buffers of XLA: the functions that XLA calls, on the CPU and on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental.buffer_callback import buffer_callback
+
+from ..arrays import Array, ShapeDtype, accumulator_dtype
+from ..errors import UnsupportedProblem
+from ..executors import checks, gpu, xla_gpu
+from ..executors._records import View
+from ..layouts import dense_strides
+from ..masks.one_array import at_each_call
+from ..planning.dropout_launches import SEED
+from ..planning.list_kernels import AT_CALL, WorkAtCall
+from ..planning.options import DOT
+from ..plans import Plan
+from ._call import MASK, JaxCall
+
+_ENVIRONMENT_BYTES = 64  # at least the size of C's fenv_t
+_LIKE_LSE = ("lse", "dlse")
+
+
+class Pass(NamedTuple):
+    """A pass of a call with its arrays: the parameters of a primitive.
+
+    Attributes
+    ----------
+    call : JaxCall
+    name : str
+        "forward", "jvp", "backward" or "backward_jvp".
+    names : tuple of str
+        The names of the arrays, in order.
+    shapes : tuple of tuple of int
+        The shapes to which the arrays are broadcast, without a copy.
+    wrt : tuple of str
+        The operands whose gradients are results.
+    """
+
+    call: JaxCall
+    name: str
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    wrt: tuple[str, ...] = ()
+
+    @property
+    def of(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the arrays by name."""
+        return dict(zip(self.names, self.shapes))
+
+    @property
+    def results(self) -> list[ShapeDtype]:
+        """The shapes and dtypes of the results."""
+        of = self.of
+        if self.name.startswith("backward"):
+            return [ShapeDtype(of[name], self.dtype(name)) for name in ("q", "k", "v", *self.wrt)]
+        q, k, v = of["q"], of["k"], of["v"]
+        lse = (*np.broadcast_shapes(q[:-3], k[:-3], v[:-3]), *q[-3:-1])
+        return [ShapeDtype((*lse, v[-1]), self.dtype("o")), ShapeDtype(lse, self.dtype("lse"))]
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """Return the dtype of an array as plans know it."""
+        name = name.removesuffix(DOT)
+        dtypes = self.call.dtypes
+        if name == SEED:
+            return np.dtype(np.uint64)
+        if name in _LIKE_LSE:
+            return accumulator_dtype(np.dtype(dtypes["q"]))
+        dtype: np.dtype[Any] = np.dtype(dtypes["q" if name in ("o", "do") else name])
+        return dtype
+
+
+def prepared(one: Pass, platform: str, shapes: Sequence[tuple[int, ...]]) -> Callable[..., list[Any]]:
+    """Return the function that runs a pass on JAX arrays on a platform; `shapes` are the shapes of its arrays."""
+    runner: OnHost | OnGpu = RUNNERS[platform](one, shapes)
+    number = len(one.results)
+    results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (*one.results, *runner.scratch)]
+
+    def run(*arrays: Any) -> list[Any]:
+        return list(buffer_callback(runner, results)(*arrays))[:number]
+
+    return run
+
+
+def _require_executor(executor: Any, platform: str, *others: str) -> None:
+    """Refuse an executor that cannot access arrays on a platform."""
+    if executor in ("cpu", "sim", "gpu") and executor not in (platform, *others):
+        wanted = "gpu" if executor == "gpu" else "cpu"
+        taken = f"executor={executor!r} takes arrays on {wanted!r}"
+        raise UnsupportedProblem([f"{taken}; got q on {platform!r}: move them"])
+
+
+def _names_of_arrays(one: Pass, plan: Plan) -> list[str]:
+    """Return the names of the arrays that a pass reads, without those of the mask."""
+    is_of_forward, is_backward = plan._plan.problem.is_of_forward, one.name.startswith("backward")
+    names = [name for name in one.names if not name.startswith(MASK)]
+    return [name for name in names if not (is_backward and is_of_forward(name.removesuffix(DOT)))]
+
+
+@contextmanager
+def _subnormal_numbers() -> Iterator[None]:
+    """Run with C's default floating-point environment: XLA's threads flush subnormal numbers to 0."""
+    before = ctypes.create_string_buffer(_ENVIRONMENT_BYTES)
+    ctypes.pythonapi.fegetenv(before)
+    ctypes.pythonapi.fesetenv(ctypes.c_void_p(-1))  # FE_DFL_ENV
+    try:
+        yield
+    finally:
+        ctypes.pythonapi.fesetenv(before)
+
+
+class OnHost:
+    """A pass on the CPU, as XLA calls it.
+
+    Attributes
+    ----------
+    scratch : list of ShapeDtype
+        Memory that a call needs in addition to its results.
+
+    Parameters
+    ----------
+    one : Pass
+    shapes : sequence of tuple of int
+        The shapes of the arrays in memory.
+    """
+
+    scratch: Sequence[ShapeDtype] = ()
+
+    def __init__(self, one: Pass, shapes: Sequence[tuple[int, ...]]) -> None:
+        options = one.call.options
+        _require_executor(options.executor, "cpu", "sim")
+        executor = "cpu" if options.executor == "auto" else options.executor
+        self._names, self._shapes, self._name = one.names, one.shapes, one.name
+        if one.call.has_slots:  # the mask may differ at each call; everything else is checked now
+            plan = one.call.planned(executor, one.of, one.wrt, None)
+            self._plan_of = partial(_plan_with_mask, one, executor)
+        else:
+            plan = one.call.plan(executor, one.of, one.wrt)
+            self._plan_of = partial(_same, plan)
+        self._read = _names_of_arrays(one, plan)
+
+    def __call__(self, context: Any, results: Sequence[Any], *buffers: Any) -> None:
+        with _subnormal_numbers():
+            self._run(results, buffers)
+
+    def _run(self, results: Sequence[Any], buffers: Sequence[Any]) -> None:
+        arrays = dict[str, Any]()
+        for name, shape, buffer in zip(self._names, self._shapes, buffers):
+            array = np.asarray(buffer)
+            if name == SEED:
+                arrays[name] = array.reshape(-1).view(np.uint64).reshape(())
+            else:
+                arrays[name] = array if array.shape == shape else np.broadcast_to(array, shape)
+        read = {name: arrays[name] for name in self._read}
+        for buffer, result in zip(results, self._plan_of(arrays)._run(self._name, read, {})):
+            np.asarray(buffer)[...] = result
+
+
+def _same(plan: Plan, arrays: Mapping[str, Array]) -> Plan:
+    return plan
+
+
+def _plan_with_mask(one: Pass, executor: str, arrays: Mapping[str, Array]) -> Plan:
+    """Return the plan for the arrays of the mask of one call."""
+    return one.call.planned(executor, one.of, one.wrt, one.call.mask_over(arrays))
+
+
+class OnGpu:
+    """A pass on a GPU, as XLA calls it: it launches kernels on XLA's buffers, without synchronization.
+
+    Attributes
+    ----------
+    scratch : list of ShapeDtype
+        Memory that a call needs in addition to its results.
+
+    Parameters
+    ----------
+    one : Pass
+    shapes : sequence of tuple of int
+        The shapes of the arrays in memory.
+    """
+
+    def __init__(self, one: Pass, shapes: Sequence[tuple[int, ...]]) -> None:
+        _require_executor(one.call.options.executor, "gpu")
+        ready, contents = _gpu_plan(one), one.call.looked_up.contents
+        plan = ready._plan
+        work, self._lists_of = plan.work, None
+        is_listed = isinstance(work, WorkAtCall)
+        self._ready, self._name, self._numbers = ready, one.name, ready._numbers
+        self._views = {
+            name: _view(one.dtype(name), shape, in_memory)
+            for name, shape, in_memory in zip(one.names, one.shapes, shapes)
+        }
+        self._read = _names_of_arrays(one, ready)
+        places = {name: place for place, name in enumerate(one.names)}
+        self._places = [places[name] for name in self._read]
+        self._of_mask, self._held = list[int](), tuple[Array, ...]()
+        if contents is not None and one.call.has_slots:
+            self._of_mask = [places[f"{MASK}{slot.number}"] for slot in contents.arrays]
+        elif contents is not None and is_listed:
+            self._held = contents.arrays
+        self.scratch: list[ShapeDtype] = []
+        self._results = [_view(each.dtype, each.shape, each.shape) for each in one.results]
+        is_plain = plan.is_kernels_alone and plan.results(one.name) == plan.kernel_results(one.name)
+        self._xla_pass: xla_gpu.XlaPass | None = None
+        if is_plain and not checks.is_on():
+            inputs = plan.problem.keyed({name: self._views[name] for name in self._read})
+            views = [view._replace(name=name) for name, view in inputs.items()]
+            self._xla_pass = xla_gpu.XlaPass(plan, one.name, views, is_listed)
+            if self._xla_pass.scratch_bytes:
+                self.scratch = [ShapeDtype((self._xla_pass.scratch_bytes,), np.dtype(np.uint8))]
+        elif isinstance(work, WorkAtCall):
+            self._lists_of = gpu.lists_of_calls(plan, work)
+
+    def __call__(self, context: Any, results: Sequence[Any], *buffers: Any) -> None:
+        device = buffers[0].__dlpack_device__()[1]
+        run = self._with_cupy if self._xla_pass is None else self._launch
+        xla_gpu.within(device, lambda: run(device, context.stream, results, buffers))
+
+    def _launch(self, device: int, stream: int, results: Sequence[Any], buffers: Sequence[Any]) -> None:
+        """Launch the kernels of the pass on the buffers."""
+        assert self._xla_pass is not None
+        addresses = list(map(xla_gpu.address, buffers))
+        written = list(map(xla_gpu.address, results))
+        scratch = written.pop() if self.scratch else 0
+        of_mask = [addresses[place] for place in self._of_mask] or [array.data.ptr for array in self._held]
+        arrays = [addresses[place] for place in self._places]
+        self._xla_pass.launch(device, stream, arrays, of_mask, written, scratch, self._numbers)
+
+    def _with_cupy(self, device: int, stream: int, results: Sequence[Any], buffers: Sequence[Any]) -> None:
+        """Run the pass on CuPy arrays in the buffers' memory, if it is checked or does more than launch kernels."""
+        with xla_gpu.as_cupy_stream(stream):
+            views = zip(self._views.items(), buffers)
+            arrays = {name: xla_gpu.as_cupy(buffer, view, device) for (name, view), buffer in views}
+            read = {name: arrays[name] for name in self._read}
+            if self._lists_of is not None:
+                names = list(self._views)
+                of_mask = [arrays[names[place]] for place in self._of_mask] or self._held
+                read[AT_CALL] = self._lists_of(*of_mask)
+            for buffer, view, result in zip(results, self._results, self._ready._run(self._name, read, {})):
+                xla_gpu.as_cupy(buffer, view, device)[...] = result
+
+
+def _gpu_plan(one: Pass) -> Plan:
+    """Return the plan of a pass on the current GPU.
+
+    Raises
+    ------
+    UnsupportedProblem
+        The call is not supported, or kernels cannot list the mask from arrays that JAX passes.
+    """
+    call, of = one.call, one.of
+
+    def mask() -> Any:
+        masks = {name: xla_gpu.without_data(of[name], one.dtype(name)) for name in of if name.startswith(MASK)}
+        planned = call.mask_over(masks) if masks else call.options.mask
+        return planned if call.looked_up.contents is None else at_each_call(planned)
+
+    ready = call.cached_plan("gpu", of, one.wrt, mask)
+    if call.has_slots and not isinstance(ready._plan.work, WorkAtCall):
+        kind = type(call.options.mask).__name__
+        fix = "make a BlockIndex outside of jax.jit, or pass a boolean array or a BlockPattern"
+        raise UnsupportedProblem([f"mask holds an array that JAX passes and no kernel lists ({kind}): {fix}"])
+    return ready
+
+
+def _view(dtype: np.dtype[Any], shape: tuple[int, ...], in_memory: tuple[int, ...]) -> View:
+    """Return the layout of a dense array that is broadcast to a shape."""
+    if dtype == np.uint64 and in_memory == (2,):  # a seed in two words
+        return View("", dtype, (), ())
+    steps = zip(in_memory, dense_strides(in_memory))
+    strides = [step * dtype.itemsize if extent != 1 else 0 for extent, step in steps]
+    return View("", dtype, shape, (*[0] * (len(shape) - len(strides)), *strides))
+
+
+RUNNERS: dict[str, Callable[[Pass, Sequence[tuple[int, ...]]], OnHost | OnGpu]] = {"cpu": OnHost, "gpu": OnGpu}

@@ -1,0 +1,307 @@
+"""Faults in calls on a part of a longer sequence, and in calls on several ranks."""
+
+from __future__ import annotations
+
+import time
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from cuflash.compiler import source
+from library_parts import part
+from mutations.planting import Edit
+
+import cuflash
+
+SIGNS = (AssertionError, ValueError, IndexError, RuntimeError, KeyError)  # exceptions by which guards see a fault
+LENGTH, HEADS = 45, 8
+RNG = np.random.default_rng(0)
+Q, K, V, DO = RNG.standard_normal((4, 2, HEADS, LENGTH, 8), dtype=np.float32)
+TABLE = RNG.standard_normal((HEADS, LENGTH, LENGTH), dtype=np.float32)
+SINK = np.linspace(-1, 1, HEADS, dtype=np.float32)
+
+
+def _options(library: ModuleType) -> dict[str, dict[str, Any]]:
+    return {
+        "causal": {"causal": True},
+        "a window and a bias": {"window": (11, 0), "bias": TABLE, "wrt": "bias"},
+        "a function": {"mask": lambda b, h, i, j: (7 * (i // 3) + 3 * (j // 5) + h) % 4 > 0},
+        "dropout and a sink": {"dropout": library.Dropout(0.25, seed=3), "sink": SINK, "wrt": "sink", "causal": True},
+        "sequences": {"mask": library.masks.Sequences([0, 10, 31, LENGTH], causal=True)},
+    }
+
+
+def _expected(name: str) -> dict[str, np.ndarray]:
+    (o, lse), vjp = cuflash.attention_vjp(Q, K, V, return_lse=True, **_options(cuflash)[name])
+    gradients = vjp(DO)
+    results = {"o": o, "lse": lse, "dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
+    return results | {f"d{each}": gradients[each] for each in gradients.others}
+
+
+def _on_ranks(library: ModuleType, name: str, size: int, seed: int, **how: Any) -> dict[str, np.ndarray]:
+    distributed = part(library, "distributed")
+
+    def rank(group: Any) -> dict[str, np.ndarray]:
+        options = {"seqlen": LENGTH, "num_heads": HEADS, "batch": (2,), "block": 4, "method": "gather"}
+        cp = distributed.ContextParallel(group, **options | how, **_options(library)[name])
+        (o, lse), vjp = cp.attention_vjp(*(cp.shard(x) for x in (Q, K, V)), return_lse=True)
+        gradients = vjp(cp.shard(DO))
+        rows = {"o": o, "lse": lse[..., None], "dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
+        whole = {each: cp.unshard(x) for each, x in rows.items()}
+        whole["lse"] = whole["lse"][..., 0]
+        return whole | {f"d{each}": gradients[each] for each in gradients.others}
+
+    return distributed.run(rank, size=size, timeout=5, seed=seed)[0]
+
+
+def ranks_agree(library: ModuleType) -> None:
+    """Check the results of ranks against those of one call."""
+    for name in _options(library):
+        expected = _expected(name)
+        layouts = ({"layout": "auto"}, {"layout": "contiguous"}, {"method": "heads", "size": 2})
+        for seed, how in enumerate(layouts):
+            results = _on_ranks(library, name, **{"size": 3, "seed": seed} | how)
+            for each, exact in expected.items():
+                np.testing.assert_allclose(results[each], exact, atol=3e-5, err_msg=f"{name} {how} {each}")
+
+
+def buffers_are_used_in_turn(library: ModuleType) -> None:
+    """Check results in many orders of ready steps, with ranks that read late."""
+    passes = part(library, "distributed._passes")
+    perform = passes.RankCall.perform
+
+    def late(call: Any, name: str, act: Any) -> None:
+        def acting(step: Any) -> None:
+            if step.kind in ("attend", "take"):
+                time.sleep(0.003 * (call.group.rank + 1))
+            act(step)
+
+        perform(call, name, acting)
+
+    passes.RankCall.perform = late
+    expected = _expected("causal")
+    for seed in range(4):
+        results = _on_ranks(library, "causal", 2, seed)
+        for each, exact in expected.items():
+            np.testing.assert_allclose(results[each], exact, atol=3e-5, err_msg=each)
+
+
+def bits_do_not_depend_on_the_order_of_arrival(library: ModuleType) -> None:
+    """Check that any order of ready steps gives equal bits."""
+    first, *others = (_on_ranks(library, "causal", 5, seed) for seed in range(6))
+    for other in others:
+        assert all(np.array_equal(other[each], x) for each, x in first.items())
+
+
+def arrays_are_read_before_a_call_returns(library: ModuleType) -> None:
+    """Check that a rank may change its arrays when its call has returned, although others read late."""
+    distributed, passes = part(library, "distributed"), part(library, "distributed._passes")
+    gather = passes.RankCall.gather
+
+    def late(call: Any, step: Any) -> None:
+        time.sleep(0.02 * call.group.rank)
+        gather(call, step)
+
+    passes.RankCall.gather = late
+
+    def rank(group: Any) -> np.ndarray:
+        cp = distributed.ContextParallel(group, seqlen=LENGTH, num_heads=HEADS, batch=(2,), block=4, method="gather")
+        q, k, v = (cp.shard(x) for x in (Q, K, V))
+        o = cp.attention(q, k, v)
+        k[...] = v[...] = np.nan
+        return cp.unshard(o)
+
+    np.testing.assert_allclose(distributed.run(rank, size=2, timeout=5)[0], cuflash.attention(Q, K, V), atol=1e-5)
+
+
+def _raised(library: ModuleType, rank: Any, size: int = 2) -> list[str]:
+    """Return what each rank raises, in the order of ranks."""
+    distributed, texts = part(library, "distributed"), [""] * size
+
+    def caught(group: Any) -> None:
+        try:
+            rank(group)
+        except Exception as error:
+            texts[group.rank] = f"{type(error).__name__}: {error}"
+            raise
+
+    try:
+        distributed.run(caught, size=size, timeout=1)
+    except Exception:
+        return texts
+    return texts
+
+
+def faults_end_all_ranks(library: ModuleType) -> None:
+    """Check what ranks raise if one of them raises, returns, or makes another call."""
+    distributed = part(library, "distributed")
+
+    def parallel(group: Any, **options: Any) -> Any:
+        return distributed.ContextParallel(group, **{"seqlen": 16, "num_heads": 1, "block": 4} | options)
+
+    def raises(group: Any) -> None:
+        if group.rank:
+            raise OSError("a disk is full")
+        parallel(group)
+
+    def differs(group: Any) -> None:
+        parallel(group, causal=group.rank == 0)
+
+    def calls_another(group: Any) -> None:
+        cp, x = parallel(group), np.ones((1, 8, 4), np.float32)
+        cp.unshard(x) if group.rank else cp.attention(x, x, x)
+
+    def does_not_fit(group: Any) -> None:
+        x = np.ones((1, 8 - group.rank, 4), np.float32)
+        parallel(group).attention(x, x, x)
+
+    closed = "PeerLost: rank 1 raised OSError: a disk is full. This group is closed: start the ranks again"
+    assert _raised(library, raises) == [closed, "OSError: a disk is full"]
+    alike = "UnsupportedProblem: ranks must ask for the same call: rank 0"
+    assert _raised(library, differs) == [f"{alike} has causal=True, rank 1 has causal=False"] * 2
+    assert _raised(library, calls_another) == [f"{alike} asks for attention, rank 1 for unshard"] * 2
+    first, second = _raised(library, does_not_fit)
+    assert first == second and "rank 1: q has 7 rows here and this rank's layout has 8" in first
+
+
+def _without_gradients(library: ModuleType, name: str) -> dict[str, Any]:
+    return {each: x for each, x in _options(library)[name].items() if each != "wrt"}
+
+
+def parts_are_rows_of_the_whole(library: ModuleType) -> None:
+    """Check calls on parts of the queries and of the keys on the host."""
+    for name in ("causal", "sequences", "dropout and a sink"):
+        whole = cuflash.attention(Q, K, V, **_without_gradients(cuflash, name))
+        for first in (7, 20, 40):
+            rows = library.attention(Q[..., first:, :], K, V, q_start=first, **_without_gradients(library, name))
+            np.testing.assert_allclose(rows, whole[..., first:, :], atol=1e-5)
+    for mask_of in (lambda masks: masks.Band(-6, 2), lambda masks: masks.PrefixLM(23, "top_left")):
+        whole, mask = cuflash.attention(Q, K, V, mask=mask_of(cuflash.masks)), mask_of(library.masks)
+        q, parts = Q[..., 5:, :], []
+        for keys in (slice(0, 18), slice(18, LENGTH)):
+            k, v = K[..., keys, :], V[..., keys, :]
+            parts.append(library.attention(q, k, v, mask=mask, q_start=5, kv_start=keys.start, return_lse=True))
+        np.testing.assert_allclose(cuflash.merge(*zip(*parts))[0], whole[..., 5:, :], atol=1e-5)
+
+
+def rectangles_are_those_of_elements(library: ModuleType) -> None:
+    """Check what the mask of a part proves of rectangles."""
+    room = part(library, "masks.places")
+    for places in (room.Places(5, 18), room.Places(kv_start=7, q_runs=((3, 9), (20, 34)))):
+        mask = room.Placed(library.masks.Band(-9, 2), places)
+        dense = mask.toarray(20, 20)
+        for i in range(0, 20, 4):
+            for j in range(0, 20, 4):
+                may, must = mask.rectangle(0, 0, i, i + 4, j, j + 4)
+                allowed = dense[i : i + 4, j : j + 4]
+                assert (may or not allowed.any()) and (not must or allowed.all())
+        for i, j in np.ndindex(20, 20):
+            assert mask.rectangle(0, 0, i, i + 1, j, j + 1) == (dense[i, j], dense[i, j])
+
+
+def kernels_see_places(library: ModuleType) -> None:
+    """Check a score function of positions in the simulator."""
+    part(library, "compiler.source").KERNELS = source.KERNELS
+    whole = cuflash.attention(Q, K, V, bias=TABLE)
+    rows = library.attention(Q[..., 13:, :], K, V, bias=TABLE, q_start=13, executor="sim")
+    np.testing.assert_allclose(rows, whole[..., 13:, :], atol=1e-5)
+
+
+POSED, PASSES, STEPS, GROUP = (f"distributed/_{name}.py" for name in ("posed", "passes", "schedule", "group"))
+PLACES = "masks/places.py"
+FAULTS = {
+    ranks_agree: {
+        "queries start at 0": Edit(POSED, "Posed.part", "Places(start, 0, 0,", "Places(0, 0, 0,"),
+        "queries are adjacent": Edit(POSED, "Posed.part", "runs if len(runs) > 1 else ()", "()"),
+        "heads start at 0": Edit(POSED, "Posed.part", "0, 0, heads.start, runs", "0, 0, 0, runs"),
+        "every group has the first sinks": Edit(
+            POSED, "Posed.part", "sink[..., heads]", "sink[..., : heads.stop - heads.start]"
+        ),
+        "keys that some rows do not attend stay": Edit(
+            "distributed/_layout.py", "Costs.needed", ".any(axis=0)", ".all(axis=0)"
+        ),
+        "all rows of a rank's keys are copied to the needed ones": Edit(
+            PASSES, "RankCall.gather", "[..., local, :]", "[..., : len(rows), :]"
+        ),
+        "gradients of other arrays are those of the first rank": Edit(
+            PASSES, "_in_order", "total += part", "pass"
+        ),
+        "gradients of other arrays are those of the last group": Edit(
+            PASSES, "_Backward._gradients", "self.others.get(name, 0)", "0"
+        ),
+        "gradients of a sink belong to the first heads": Edit(
+            PASSES, "_Backward._of_all_heads", "whole[..., part.heads]", "whole[..., : dsink.shape[-1]]"
+        ),
+        "only the first rank's gradients of keys count": Edit(
+            PASSES, "_Backward._add", "range(posed.size)", "range(1)"
+        ),
+        "results of heads go to the first heads": Edit(
+            PASSES, "RankCall._heads_forward", "posed.own_heads(step.source)", "posed.own_heads(0)"
+        ),
+        "rows are counted twice where runs meet": Edit(
+            "distributed/_layout.py", "Rows.runs", "int(last) + 1)", "int(last) + 2)"
+        ),
+        "random weights of a part are those of its own heads": Edit(
+            "executors/tile_dropout.py", "TileDropout.of", "problem.whole_shape.num_heads", "1"
+        ),
+    },
+    buffers_are_used_in_turn: {
+        "keys are copied over those in use": Edit(
+            STEPS, "gathering", "is_free = build.number(ATTEND, rank, rank, before)", "is_free = []"
+        ),
+        "gradients are written over those in use": Edit(STEPS, "gathering", "if returns else [", "if False else ["),
+        "a group is computed before its keys are there": Edit(STEPS, "gathering", "[*copied, *is_free", "[*is_free"),
+        "gradients are taken before they are there": Edit(
+            STEPS, "_return", "[*build.number(ATTEND, source, source, group), *is_free]", "is_free"
+        ),
+    },
+    bits_do_not_depend_on_the_order_of_arrival: {
+        "gradients are added in the order of arrival": Edit(
+            PASSES, "_Backward._add", "for source in range(posed.size):",
+            "for source in [n for _, n, _ in self._taken]:",
+        ),
+    },
+    arrays_are_read_before_a_call_returns: {
+        "a call returns while others read": Edit(
+            GROUP, "Group._perform", "if step.source == self.rank", "if step.source == -1"
+        ),
+    },
+    faults_end_all_ranks: {
+        "a rank that raises is not noticed": Edit(
+            GROUP, "run.work", 'meeting.close(f"rank {rank} raised {type(error).__name__}: {error}")', "pass"
+        ),
+        "ranks may have different options": Edit(
+            "distributed/_agreement.py", "disagreement", "if text != calls[0].get(name):", "if False:"
+        ),
+        "ranks may make different calls": Edit(GROUP, "_call_reasons", "if call != calls[0]", "if False"),
+        "only the rank with a reason refuses": Edit(
+            PASSES, "agreed", "of_ranks = [own for own, _, _ in answers]", "of_ranks = [tuple(reasons)]"
+        ),
+        "a closed group hides what all ranks refuse": Edit(
+            GROUP, "_Meeting.wait", "while not is_over():", "while self.error or not is_over():"
+        ),
+    },
+    parts_are_rows_of_the_whole: {
+        "a band has its place with the wrong sign": Edit(
+            PLACES, "_placed", "places.q_start - places.kv_start", "places.kv_start - places.q_start"
+        ),
+        "intervals of keys start at 0": Edit(PLACES, "Placed.intervals", "bounds[1] - start", "bounds[1]"),
+        "keys start at 0": Edit(PLACES, "Places.coordinates", "j + self.kv_start", "j"),
+        "queries of the host start at 0": Edit(PLACES, "Places.queries", "return i + self.q_start", "return i"),
+    },
+    rectangles_are_those_of_elements: {
+        "a rectangle ends at a key of the call": Edit(PLACES, "Placed.rectangle", "j1 + self.places.kv_start", "j1"),
+        "a rectangle ends before its last query": Edit(PLACES, "Placed.rectangle", "last + 1", "last"),
+        "queries past the last one are not clipped": Edit(
+            PLACES, "Places.queries", "xp.clip(i, 0, len(positions) - 1)", "i % 6"
+        ),
+    },
+    kernels_see_places: {
+        "kernels exchange starts": Edit(
+            "compiler/score_text.py", "Printer._position", "COORDINATES.index(op)", "COORDINATES.index(op) ^ 1"
+        ),
+        "kernels count from 0": Edit(
+            "planning/score_launches.py", "_feature", "list(problem.places.starts)", "[0, 0, 0, 0]"
+        ),
+    },
+}  # fmt: skip

@@ -1,0 +1,546 @@
+"""Ranks, as threads with NumPy arrays, give the rows of one call; a rank that fails ends the others."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from cuflash.distributed import ContextParallel, Machine, PeerLost, run
+from cuflash.distributed import _model as model
+from cuflash.distributed._layout import Costs, dealt
+from cuflash.distributed._schedule import ADD, ATTEND, COPY, NUM_BUFFERS, TAKE, exchanging_heads, gathering
+from cuflash.masks.shape import MaskShape
+from cuflash.testing import assert_within
+from executors import needs_compiler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash import Dropout, UnsupportedProblem, masks, scores
+
+OPTIONS = {
+    "all keys": lambda n, heads: {},
+    "causal": lambda n, heads: {"causal": True},
+    "a window": lambda n, heads: {"window": (n // 5, 3)},
+    "documents": lambda n, heads: {"mask": masks.Sequences([0, n // 7, n // 2, n], causal=True)},
+    "lists": lambda n, heads: {"mask": lambda b, h, i, j: (i // 8 * 7 + j // 8 * 3 + h + b) % 4 == 0},
+    "empty rows": lambda n, heads: {"mask": lambda b, h, i, j: (i // 5 % 3 > 0) & (j > i)},
+    "alibi": lambda n, heads: {"score": scores.alibi(scores.alibi_slopes(heads)), "causal": True},
+    "a bias": lambda n, heads: {"bias": np.sin(np.arange(1.0 * heads * n * n)).reshape(heads, n, n), "wrt": "bias"},
+    "a sink": lambda n, heads: {"sink": np.linspace(-1, 1, heads, dtype=np.float32), "wrt": "sink"},
+    "dropout": lambda n, heads: {"dropout": Dropout(0.25, seed=3), "causal": True},
+}
+
+
+def arrays_of(shape, num_kv_heads, seqlen_kv=None, dtype="float32", seed=0):
+    rng = np.random.default_rng(seed)
+    *batch, heads, n, dim = shape
+    of_keys = (*batch, num_kv_heads, n if seqlen_kv is None else seqlen_kv, dim)
+    shapes = {"q": shape, "k": of_keys, "v": of_keys, "do": shape}
+    return {name: rng.standard_normal(each).astype(dtype) for name, each in shapes.items()}
+
+
+def on_ranks(size, arrays, options, *, seed=None, dlse=None, repeat=1, **layout):
+    """Return o, dq, dk, dv and other gradients of all rows from each rank, and what was made of its layout."""
+    q, k, v, do = arrays.values()
+
+    def rank(group):
+        heads = {"num_heads": q.shape[-3], "num_kv_heads": k.shape[-3]}
+        cp = ContextParallel(group, seqlen=q.shape[-2], batch=q.shape[:-3], **heads, **layout, **options)
+        for _ in range(repeat):
+            (o, lse), vjp = cp.attention_vjp(cp.shard(q), cp.shard(k), cp.shard(v), return_lse=True)
+            gradients = vjp(cp.shard(do), None if dlse is None else dlse[..., cp.rows])
+        whole = {"o": o, "lse": lse[..., None], "dq": gradients.dq}
+        whole = {name: cp.unshard(each) for name, each in whole.items()} | {"lse": cp.unshard(lse[..., None])[..., 0]}
+        keys = {"dk": gradients.dk, "dv": gradients.dv}
+        return whole, keys, cp.kv_rows, gradients.others
+
+    results = []
+    for whole, keys, _, others in (ranks := run(rank, size=size, timeout=30, seed=seed)):
+        for name in keys:
+            whole[name] = np.zeros_like(k if name == "dk" else v)
+            for _, each, rows, _ in ranks:
+                whole[name][..., rows, :] = each[name]
+        results.append(whole | {f"d{name}": each for name, each in others.items()})
+    return results
+
+
+def one_call(arrays, options, dlse=None):
+    q, k, v, do = arrays.values()
+    (o, lse), vjp = cuflash.attention_vjp(q, k, v, return_lse=True, **options)
+    gradients = vjp(do, dlse)
+    results = {"o": o, "lse": lse, "dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
+    return results | {f"d{name}": each for name, each in gradients.others.items()}
+
+
+def check(size, arrays, options, dlse=None, **how):
+    posed = {name: each for name, each in options.items() if name != "executor"}
+    bound = cuflash.error_bound(*arrays.values(), dlse=dlse, **posed)
+    expected = one_call(arrays, options, dlse)
+    ranks = on_ranks(size, arrays, options, dlse=dlse, **how)
+    for name, exact in expected.items():
+        of_name = bound.others[name[1:]] if name[1:] in bound.others else getattr(bound, name)
+        for results in ranks:
+            assert_within(name, results[name], exact, 2 * of_name)
+    return ranks, expected
+
+
+@st.composite
+def problems(draw, size):
+    kv_heads = draw(st.sampled_from([1, 2, 4]))
+    heads, n = kv_heads * draw(st.sampled_from([1, 2])), draw(st.integers(1, 70))
+    batch = draw(st.sampled_from([(), (2,)]))
+    method = draw(st.sampled_from(["gather", "heads"])) if kv_heads % size == 0 else "gather"
+    layout = draw(st.sampled_from(["auto", "contiguous", "zigzag", "drawn"]))
+    block = draw(st.sampled_from([1, 4, 16]))
+    if layout == "drawn":
+        layout = draw(st.lists(st.integers(0, size - 1), min_size=-(-n // block), max_size=-(-n // block)))
+    seed, name = draw(st.integers(0, 1 << 20)), draw(st.sampled_from(sorted(OPTIONS)))
+    arrays = arrays_of((*batch, heads, n, 8), kv_heads, seed=seed)
+    return arrays, OPTIONS[name](n, heads), {"method": method, "layout": layout, "block": block, "seed": seed}
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_drawn_problems_agree_with_one_call(size):
+    """The examples of a profile are shared out to 1 to 8 ranks."""
+
+    @settings(settings.default, max_examples=settings.default.max_examples // 8)
+    @given(problems(size))
+    def agree(problem):
+        arrays, options, how = problem
+        check(size, arrays, options, **how)
+
+    agree()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_ranks_agree_with_one_call(name):
+    arrays = arrays_of((2, 4, 75, 16), 2)
+    check(3, arrays, OPTIONS[name](75, 4), block=8, seed=1)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_exchanged_heads_have_the_bits_of_one_call(name):
+    ranks, expected = check(2, arrays_of((4, 64, 16), 2), OPTIONS[name](64, 4), method="heads", block=8, seed=4)
+    for results in ranks:
+        for each, exact in expected.items():
+            assert np.array_equal(results[each], exact), each
+
+
+@pytest.mark.parametrize("method", ["gather", "heads"])
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_other_dtypes_and_gradients_of_lse(dtype, method):
+    """Gradients of keys are added before they are rounded."""
+    arrays = arrays_of((4, 60, 16), 4, dtype=dtype)
+    dlse = np.linspace(-1, 1, 240).reshape(4, 60).astype("float64" if dtype == "float64" else "float32")
+    check(4, arrays, {"causal": True}, dlse, method=method, block=4, seed=2, repeat=2)
+
+
+def test_any_order_of_ready_steps_gives_equal_bits():
+    arrays, options = arrays_of((6, 61, 8), 6), {"causal": True}
+    first, *others = (on_ranks(4, arrays, options, seed=seed, block=4, method="gather")[0] for seed in (None, 1, 2, 3))
+    for each in others:
+        assert all(np.array_equal(each[name], first[name]) for name in first)
+
+
+def test_keys_may_have_their_own_layout():
+    arrays = arrays_of((2, 40, 8), 1, seqlen_kv=52)
+    for method, size in (("gather", 3), ("heads", 1)):
+        check(size, arrays, {"causal": "bottom_right"}, seqlen_kv=52, block=8, method=method, seed=0)
+
+
+# Layouts
+
+
+def costs(mask, n, block):
+    shape = MaskShape((), 1, n, n)
+    return Costs.of(mask.resolve(shape), shape, block)
+
+
+RANDOM = np.random.default_rng(0).random((128, 128)) < np.linspace(0.05, 0.4, 128)[:, None]
+BALANCED = {  # the largest work of a rank, divided by the mean
+    "causal": (masks.Causal(), 1.01),
+    "documents": (masks.Sequences.of([512, 192, 128, 64, 64, 64], causal=True), 1.05),
+    "lists with unequal rows": (masks.BlockPattern(RANDOM, 8), 1.05),
+    "dense rows and columns": (masks.SlidingWindow(16, 0) | (lambda b, h, i, j: (i < 64) | (j < 64)), 1.05),
+}
+
+
+@pytest.mark.parametrize("name", BALANCED)
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_layouts_by_cost_are_balanced(name, size):
+    mask, most = BALANCED[name]
+    n = RANDOM.shape[0] * 8
+    blocks = costs(mask, n, 8)
+    rows = dealt("auto", blocks.work, n, 8, size)
+    loads = blocks.loads(rows)
+    assert loads.sum() == blocks.work.sum()
+    assert loads.max() <= most * loads.mean()
+    assert np.array_equal(np.sort(np.concatenate(rows.of_rank)), np.arange(n))
+    share = -(-n // 8 // size)
+    assert all(len(each) <= 8 * (share + -(-n // 8 // (8 * size))) for each in rows.of_rank)
+
+
+def test_zigzag_gives_each_rank_two_chunks():
+    rows = dealt("zigzag", np.ones(8, np.int64), 64, 8, 4)
+    assert [rows.runs(rank) for rank in range(4)] == [
+        ((0, 8), (56, 64)), ((8, 16), (48, 56)), ((16, 24), (40, 48)), ((24, 40),),
+    ]  # fmt: skip
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 1000))
+def test_needed_keys_are_those_of_the_mask(n, size, seed):
+    """Keys that a rank gathers, in whole blocks, contain those that its rows attend, and no other blocks."""
+    allowed = np.random.default_rng(seed).random((n, n)) < 0.1
+    needs, block = costs(masks.BlockPattern(allowed, 1), n, 4), 4
+    rows = dealt("auto", needs.work, n, block, size)
+    for rank in range(size):
+        attended = allowed[rows.of_rank[rank]].any(axis=0)
+        blocks = np.add.reduceat(attended, np.arange(0, n, block)) > 0
+        assert np.array_equal(needs.needed(rows, rows, rank), np.repeat(blocks, block)[:n])
+
+
+# Schedules
+
+
+@pytest.mark.parametrize("steps", [
+    gathering(3, 5, lambda rank, source: (rank + source) % 2 == 0, returns=True),
+    gathering(4, 3, lambda rank, source: True, returns=False),
+    exchanging_heads(4, lambda rank: rank != 2),
+])  # fmt: skip
+def test_steps_wait_only_for_earlier_ones(steps):
+    for number, step in enumerate(steps):
+        assert all(other < number for other in step.after)
+    assert len({step[:4] for step in steps}) == len(steps)
+
+
+def test_buffers_are_reused_after_they_were_read():
+    steps = gathering(2, 4, lambda rank, source: True, returns=True)
+    numbers = {step[:4]: number for number, step in enumerate(steps)}
+    for kind, rank, source, group, after in steps:
+        if group < NUM_BUFFERS:
+            continue
+        before = group - NUM_BUFFERS
+        if kind == COPY:
+            assert numbers[ATTEND, rank, rank, before] in after
+        if kind == ATTEND:
+            assert {numbers[TAKE, owner, rank, before] for owner in range(2)} <= {*after}
+        if kind == ADD:
+            assert {numbers[TAKE, rank, each, group] for each in range(2)} <= {*after}
+
+
+# What moves
+
+
+def test_traffic_counts_what_moves(monkeypatch):
+    """Bytes counted from the copies of a call equal those of `traffic`."""
+    from cuflash.distributed import _passes as passes
+
+    arrays, counted = arrays_of((4, 64, 8), 2), {"forward": 0}
+    gather = passes.RankCall.gather
+
+    def counting(call, step):
+        gather(call, step)
+        if step.rank != step.source:
+            heads = call.parts[step.group].kv_heads
+            counted["forward"] += len(call.posed.moved(step.rank, step.source)) * (heads.stop - heads.start) * 16 * 4
+
+    monkeypatch.setattr(passes.RankCall, "gather", counting)
+    q, k, v, _ = arrays.values()
+
+    def rank(group):
+        cp = ContextParallel(
+            group, seqlen=64, num_heads=4, num_kv_heads=2, window=(9, 0), block=4, method="gather", layout="contiguous"
+        )
+        cp.attention(cp.shard(q), cp.shard(k), cp.shard(v))
+        return cp.traffic(8)
+
+    traffic = run(rank, size=3)[0]
+    assert counted["forward"] == traffic["forward"].sum()
+    assert traffic["forward"].sum() < 0.4 * 2 * 64 * 2 * 8 * 2 * 4, "only keys of a window move"
+    assert (traffic["backward"] == traffic["forward"] + traffic["forward"].T).all(), "float32 gradients return"
+
+
+@pytest.mark.parametrize("method", model.METHODS)
+@pytest.mark.parametrize("kv_heads", [8, 32])
+def test_the_model_counts_the_bytes_of_the_steps(method, kv_heads):
+    def rank(group):
+        cp = ContextParallel(
+            group, seqlen=256, num_heads=32, num_kv_heads=kv_heads, block=8, method=method, layout="contiguous"
+        )
+        return cp.traffic(128, dtype="float16"), cp._posed.model_shape(128, 2)
+
+    traffic, shape = run(rank, size=8)[0]
+    for name in ("forward", "backward"):
+        counted = traffic[name].sum(axis=1).max()
+        expected = model.received(shape, method, backward=name == "backward")
+        assert counted == pytest.approx(expected, rel=0.02)
+
+
+def test_the_method_with_fewer_bytes_is_chosen():
+    def methods(size, heads, kv_heads):
+        def rank(group):
+            cp = ContextParallel(group, seqlen=64, num_heads=heads, num_kv_heads=kv_heads, block=8)
+            return cp._posed.method
+
+        return set(run(rank, size=size))
+
+    assert methods(2, 4, 4) == methods(4, 16, 4) == {"heads"}
+    assert methods(3, 4, 4) == {"gather"}
+    assert methods(2, 32, 2) == {"gather"}
+
+
+@pytest.mark.parametrize("method", model.METHODS)
+def test_the_model_hides_the_exchange_behind_products(method):
+    def rank(group):
+        cp = ContextParallel(
+            group, seqlen=4096, num_heads=32, num_kv_heads=8, causal=True, block=32, method=method
+        )
+        return cp._posed
+
+    posed, machine = run(rank, size=4)[0], Machine()
+    half = np.dtype(np.float16)
+    for name in ("forward", "backward"):
+        shape = posed.model_shape(128, 2)
+        alone = model.estimate(shape, method, machine, backward=name == "backward")
+        assert posed.seconds(name, 128, half, machine._replace(link=1e30)) == pytest.approx(alone.compute)
+        slow = machine._replace(link=1e9)
+        received = posed.traffic((128, 128), half)[name].sum(axis=1).max() / slow.link
+        assert received <= posed.seconds(name, 128, half, slow) <= 1.6 * received + alone.compute
+        seconds = posed.seconds(name, 128, half, machine)
+        assert alone.compute <= seconds <= alone.compute + alone.exchange * 1.1
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["causal", "lists"])
+def test_ranks_may_run_kernels(name):
+    arrays = arrays_of((2, 40, 16), 2)
+    check(2, arrays, OPTIONS[name](40, 2) | {"executor": "sim"}, block=8, method="gather")
+
+
+def test_explain_prints_both_methods():
+    def rank(group):
+        cp = ContextParallel(group, seqlen=4096, num_heads=32, num_kv_heads=8, causal=True)
+        return cp.explain(machine=Machine(link=50e9)), cp.workspace_bytes(128, "float16")
+
+    (text, nbytes), *others = run(rank, size=4)
+    assert all(each == (text, nbytes) for each in others)
+    assert "gather forward" in text and "heads backward" in text and f"{nbytes} bytes" in text
+
+
+# Faults
+
+
+def sharded(group, **options):
+    cp = ContextParallel(group, seqlen=64, num_heads=2, block=8, method="gather", **options)
+    x = np.ones((2, 64, 8), np.float32)
+    return cp, [cp.shard(x) for _ in range(3)]
+
+
+@pytest.mark.parametrize("step", range(9))
+def test_a_rank_that_raises_at_any_step_ends_the_others(step, monkeypatch):
+    from cuflash.distributed import _passes as passes
+
+    ended, done = [], []
+    perform = passes.RankCall.perform
+
+    def failing(call, name, act):
+        def acting(each):
+            if call.group.rank == 1:
+                done.append(each)
+                if len(done) == step + 1:
+                    raise OSError("a disk is full")
+            act(each)
+
+        perform(call, name, acting)
+
+    monkeypatch.setattr(passes.RankCall, "perform", failing)
+
+    def rank(group):
+        try:
+            cp, (q, k, v) = sharded(group, causal=True)
+            o, vjp = cp.attention_vjp(q, k, v)
+            vjp(o)
+        except PeerLost as error:
+            ended.append(str(error))
+            raise
+
+    start = time.monotonic()
+    with pytest.raises(OSError, match="a disk is full"):
+        run(rank, size=3, timeout=20, seed=step)
+    assert time.monotonic() - start < 10
+    assert ended == ["rank 1 raised OSError: a disk is full. This group is closed: start the ranks again"] * 2
+
+
+def test_a_rank_that_exits_ends_the_others():
+    def rank(group):
+        if group.rank == 1:
+            raise SystemExit(3)
+        sharded(group)
+
+    with pytest.raises(PeerLost, match="rank 1 raised SystemExit: 3"):
+        run(rank, size=2)
+
+
+@pytest.mark.parametrize("returns_first", [True, False])
+def test_a_rank_that_returns_ends_the_others(returns_first):
+    def rank(group):
+        is_early = (group.rank == 1) == returns_first
+        time.sleep(0 if is_early else 0.1)
+        if group.rank == 0:
+            sharded(group)
+
+    with pytest.raises(PeerLost, match="rank 1 returned before ContextParallel, where rank"):
+        run(rank, size=2, timeout=20)
+
+
+def test_a_rank_that_does_not_answer_ends_the_others_in_time():
+    released = threading.Event()
+
+    def rank(group):
+        if group.rank == 2:
+            released.wait(20)
+        sharded(group)
+
+    start = time.monotonic()
+    try:
+        with pytest.raises(PeerLost, match="rank 2 did not arrive at ContextParallel, where ranks 0, 1 waited"):
+            run(rank, size=3, timeout=0.3)
+    finally:
+        released.set()
+    assert time.monotonic() - start < 5
+
+
+def test_a_rank_that_stops_in_a_pass_ends_the_others_in_time(monkeypatch):
+    from cuflash.distributed import _passes as passes
+
+    gather, released = passes.RankCall.gather, threading.Event()
+
+    def stopping(call, step):
+        if call.group.rank == 1:
+            released.wait(20)
+        gather(call, step)
+
+    monkeypatch.setattr(passes.RankCall, "gather", stopping)
+
+    def rank(group):
+        cp, arrays = sharded(group)
+        cp.attention(*arrays)
+
+    try:
+        with pytest.raises(PeerLost, match="rank 1 did not finish the forward pass within 0.5 s"):
+            run(rank, size=2, timeout=0.5)
+    finally:
+        released.set()
+
+
+def refused(rank, size=3):
+    """Return what all ranks raise, which must be the same sentences."""
+    errors = []
+
+    def caught(group):
+        try:
+            rank(group)
+        except UnsupportedProblem as error:
+            errors.append(error.reasons)
+            raise
+
+    with pytest.raises(UnsupportedProblem):
+        run(caught, size=size, timeout=20)
+    assert errors == errors[:1] * size
+    return errors[0]
+
+
+DIFFERENT = {
+    "rank 0 has causal=True, rank 2 has causal=False": {"causal": (True, True, False)},
+    "rank 0 has seqlen=64, rank 1 has seqlen=65": {"seqlen": (64, 65, 64)},
+    "rank 0 has block=8, rank 2 has block=16": {"block": (8, 8, 16)},
+    "rank 0 has layout='auto', rank 1 has layout='zigzag'": {"layout": ("auto", "zigzag", "auto")},
+}
+
+
+@pytest.mark.parametrize("sentence", DIFFERENT)
+def test_ranks_that_disagree_are_refused(sentence):
+    ((name, values),) = DIFFERENT[sentence].items()
+
+    def rank(group):
+        ContextParallel(group, **{"seqlen": 64, "num_heads": 2, "block": 8} | {name: values[group.rank]})
+
+    assert refused(rank) == (f"ranks must ask for the same call: {sentence}",)
+
+
+def test_ranks_with_different_contents_of_arrays_are_refused():
+    def rank(group):
+        ContextParallel(group, seqlen=8, num_heads=1, mask=np.eye(8, dtype=bool) ^ (group.rank == 1))
+
+    assert "rank 0 has mask=" in refused(rank)[0]
+
+
+def test_ranks_that_ask_for_other_calls_are_refused():
+    def rank(group):
+        cp, (q, k, v) = sharded(group)
+        cp.unshard(q) if group.rank == 1 else cp.attention(q, k, v)
+
+    assert refused(rank) == ("ranks must ask for the same call: rank 0 asks for attention, rank 1 for unshard",)
+
+
+WRONG = {
+    "method='heads' needs num_kv_heads (4) to be a multiple of the 3 ranks: use method='gather'": {"method": "heads"},
+    "num_heads must be a multiple of num_kv_heads; got 4 and 3": {"num_kv_heads": 3},
+    "method must be 'auto', 'gather' or 'heads'; got 'ring'": {"method": "ring"},
+    "block must be an int of at least 1; got 0": {"block": 0},
+    "seqlen must be an int from 0 to 2**63 - 1; got -1": {"seqlen": -1},
+    "layout must be 'auto', 'contiguous', 'zigzag', or the rank of each of the 8 blocks; got 3.5": {"layout": 3.5},
+    "q_start must be left out: ranks see the positions of the whole sequence; got 3": {"q_start": 3},
+    "layout must have ranks from 0 to 2; got 0 to 3": {"layout": [0, 1, 2, 3, 0, 1, 2, 0]},
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_wrong_arguments_are_refused_on_every_rank(sentence):
+    def rank(group):
+        ContextParallel(group, **{"seqlen": 64, "num_heads": 4, "block": 8} | WRONG[sentence])
+
+    assert refused(rank) == (sentence,)
+
+
+def test_arrays_that_do_not_fit_are_refused_on_every_rank():
+    def rank(group):
+        cp, (q, k, v) = sharded(group, layout="contiguous")
+        cp.attention(q, k[:, :5] if group.rank == 1 else k, v)
+
+    (reason,) = refused(rank)
+    assert reason == (
+        "rank 1: k has 5 rows here and this rank's layout has 24: make it by shard(), or take rows of the global array "
+        "at cp.kv_rows"
+    )
+
+
+def test_arrays_of_other_dtypes_are_refused_on_every_rank():
+    def rank(group):
+        cp, arrays = sharded(group)
+        cp.attention(*(x.astype(np.float64 if group.rank == 2 else np.float32) for x in arrays))
+
+    assert refused(rank)[0].startswith("ranks must ask for the same call: rank 0 has q=float32")
+
+
+def test_a_group_goes_on_after_a_refusal():
+    def rank(group):
+        cp, (q, k, v) = sharded(group)
+        with pytest.raises(UnsupportedProblem):
+            cp.attention(q[:1], k, v)
+        return cp.unshard(cp.attention(q, k, v)).shape
+
+    assert run(rank, size=2) == [(2, 64, 8)] * 2
+
+
+@pytest.mark.parametrize("arguments", [{"size": 0}, {"size": 1.5}, {"size": 2, "timeout": 0}, {"size": 2, "seed": -1}])
+def test_wrong_arguments_of_run_are_refused(arguments):
+    with pytest.raises(UnsupportedProblem):
+        run(lambda group: None, **arguments)
+    with pytest.raises(TypeError):
+        run(3, size=2)
+    with pytest.raises(TypeError):
+        ContextParallel(None, seqlen=8, num_heads=1)
+    with pytest.raises(TypeError, match="causall"):
+        run(lambda group: ContextParallel(group, seqlen=8, num_heads=1, causall=True), size=1)
