@@ -15,7 +15,7 @@ from ..errors import UnsupportedProblem, collecting
 from ..layouts import COPIES, device_number, is_broadcast, kind_of, overlap
 from ..masks import SlidingWindow
 from ..planning.decoding import PART_STEP
-from ..planning.families.sm80 import MOST_PARTS
+from ..planning.families.sm80_storage import MOST_PARTS
 from ..planning.operands import operands_of
 from ..planning.problem import MAX_HEAD_DIM
 from .pages import Growth, Shortage

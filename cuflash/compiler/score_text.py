@@ -94,8 +94,7 @@ class Printer:
         self.program, self.wrt, self.sums = program, wrt, sums
         self.kinds = dict(zip(wrt, sums))  # how the gradient of an array is summed, by its name; default OWN
         self.accumulator, self.layout = accumulator, layout(program, wrt, accumulator, sums, is_placed)
-        has_slopes_of_arrays = len(program.results) > (4 if is_pushed else 2)
-        self.loads = gradient_loads(program, wrt) if has_slopes_of_arrays else ()
+        self.loads = gradient_loads(program, wrt) if len(program.results) > (4 if is_pushed else 2) else ()
         self.staged, self.stored = staged, staged if is_stored else None
         self.levels = [_level(names) for names in depends(program)]
         # Values that functions take as parameters, with the names of these parameters.
@@ -110,8 +109,7 @@ class Printer:
             and all(user.op == "real" for user in program.instructions if n in user.args)
         }  # fmt: skip
 
-        self.uniform = UniformText(self)
-        self.uniform.is_useful &= not is_pushed
+        self.uniform = UniformText(self, is_wanted=not is_pushed)
 
     def text(self) -> str:
         is_derived = len(self.program.results) > 1

@@ -38,11 +38,11 @@ class UniformText:
     overloads of ``value``, ``add`` and ``flush`` take these values.
     """
 
-    def __init__(self, printer: Printer) -> None:
+    def __init__(self, printer: Printer, *, is_wanted: bool) -> None:
         self._printer, program = printer, printer.program
         shared = uniform(program)
         self._loads = printer.loads_of("score")
-        self.is_useful = bool(shared.values) and printer.staged is None
+        self.is_useful = is_wanted and bool(shared.values) and printer.staged is None
         self.is_useful &= all(n in shared.values for _, n in self._loads)
         self._roots = shared.roots
         indices = {a for _, n in self._loads for a in program.instructions[n].args}

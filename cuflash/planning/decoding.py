@@ -11,7 +11,8 @@ import numpy as np
 
 from .device import DeviceSpec
 from .families.family import FORWARD_INPUTS
-from .families.sm80 import DECODING, DECODING_E4M3, MOST_PARTS
+from .families.sm80 import DECODING, DECODING_E4M3
+from .families.sm80_storage import MOST_PARTS
 from .launches import MATRICES, Feature, Launch, Pass, Workspace
 from .problem import Problem
 from .routing import FAMILIES

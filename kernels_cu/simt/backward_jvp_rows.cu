@@ -13,6 +13,24 @@ using Scores = tile::RegisterTile<Accumulator, kBlockQ, kBlockKv>;
 constexpr int kSharedBytes = kBytesOf<QTile, DoTile, KvTile, PTile> + Config::kHasQDot * kBytesOf<QTile> +
     Config::kHasDoDot * kBytesOf<DoTile>;
 
+// Turn products into dS and dS_dot, as `gradient_tangents` does.
+CUFLASH_DEVICE void differentiate(Scores& s, Scores& s_dot, Scores& dp, Scores& dp_dot,
+                                  const attention::QueryTangents<Accumulator> (&row)[Scores::kRows],
+                                  const score::Function& score_function, attention::DropoutArgument<Config> dropout,
+                                  const attention::Params& params, const attention::WorkTile& work,
+                                  const attention::KvBlock& block) {
+  using namespace attention;
+  if constexpr (Config::kHasDropout) {
+    const auto kept = kept_weights_of_queries(dp, dropout, params.shape, work, block);
+    drop_gradients(dp, kept, static_cast<Accumulator>(dropout.factor));
+    drop_gradients(dp_dot, kept, static_cast<Accumulator>(dropout.factor));
+  }
+  const auto mask = score_mask_of_queries<Scores>(params, work, block);
+  gradient_tangents<attention::Rows::kQueries>(
+      s, s_dot, dp, dp_dot, score_function, params, work, block, [&](int i, int j) { return mask.allows(i, j); },
+      [&](int i) { return row[i]; });
+}
+
 }  // namespace cuflash::simt
 
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 2)
@@ -76,15 +94,7 @@ simt_backward_jvp_rows(const __grid_constant__ cuflash::attention::Params params
     load_step(k_smem, params.k, shape.head_dim);
     tile::gemm_add_nt(s, q_smem, k_smem);
     if constexpr (Config::kHasQDot) tile::gemm_add_nt(s_dot, q_dot_smem, k_smem);
-    if constexpr (Config::kHasDropout) {
-      const auto kept = kept_weights_of_queries(dp, dropout, shape, work, block);
-      drop_gradients(dp, kept, static_cast<Accumulator>(dropout.factor));
-      drop_gradients(dp_dot, kept, static_cast<Accumulator>(dropout.factor));
-    }
-    const auto mask = score_mask_of_queries<Scores>(params, work, block);
-    gradient_tangents<attention::Rows::kQueries>(
-        s, s_dot, dp, dp_dot, score_function, params, work, block, [&](int i, int j) { return mask.allows(i, j); },
-        [&](int i) { return row[i]; });
+    differentiate(s, s_dot, dp, dp_dot, row, score_function, dropout, params, work, block);
     tile::store(ds_smem, dp_dot);
     __syncthreads();  // dS_dot is stored
     tile::gemm_add_nn(dq, ds_smem, k_smem);

@@ -14,6 +14,7 @@ constexpr int kWidest = kHeadDim > kValueDim ? kHeadDim : kValueDim;
 using KvTile = tile::SharedTile<Accumulator, kBlockKv, kWidest>;
 constexpr int kSharedBytes = kBytesOf<QTile, KvTile, PTile> + (Config::kHasQDot ? kBytesOf<QTile> : 0);
 using Scores = tile::RegisterTile<Accumulator, kBlockQ, kBlockKv>;
+using Output = tile::RegisterTile<Accumulator, kBlockQ, kValueDim, kRun>;
 
 // Turn scores into weights and their tangents, as `weights_and_tangents` does.
 CUFLASH_DEVICE void update(Scores& s, Scores& s_dot, attention::RowTangents<Accumulator, Scores::kRows>& rows,
@@ -29,6 +30,39 @@ CUFLASH_DEVICE void update(Scores& s, Scores& s_dot, attention::RowTangents<Accu
       s, s_dot, rows, Accumulator((kHasScore ? 1.0 : params.shape.softmax_scale) * kLog2E),
       kHasScore ? Accumulator(1) : scale, [&](int i, int j) { return mask.allows(i, j); },
       [](Accumulator x) { return tile::row_sum(x); });
+}
+
+// Write o_dot and lse_dot.
+CUFLASH_DEVICE void write_results(const attention::Params& params, const attention::Tangents& tangents,
+                                  const attention::WorkTile& work,
+                                  const attention::RowTangents<Accumulator, Scores::kRows>& rows, Output& o_dot,
+                                  attention::SinkArgument<Config> sink, attention::DropoutArgument<Config> dropout) {
+  using namespace attention;
+  const BatchHead& batch_head = work.batch_head;
+  const auto of_tile = [&](auto zero, const Matrices& x, int columns) {
+    return matrix<decltype(zero)>(x, batch_head, batch_head.head, params.shape.seqlen_q, columns)
+        .rows(work.first, work.last);
+  };
+  const auto o = of_tile(Element{}, params.o, params.shape.value_dim);
+  const auto lse = of_tile(Accumulator(), params.lse, 1), lse_dot = of_tile(Accumulator(), tangents.lse_dot, 1);
+#pragma unroll
+  for (int i = 0; i < o_dot.kRows; ++i) {
+    const int row = o_dot.row(i);
+    const bool in_bounds = row < lse.num_rows;
+    const auto result = row_result(tile::row_sum(rows.sum[i]), rows.center[i], rows.has_key >> i & 1,
+                                   in_bounds ? lse.at(row, 0) : Accumulator(0), sink, tangents, batch_head,
+                                   batch_head.head);
+    if constexpr (Config::kHasDropout) o_dot.scale_row(i, dropout.factor);
+#pragma unroll
+    for (int j = 0; j < o_dot.kColumns; ++j) {
+      const int column = o_dot.column(j);
+      const bool is_read = (kMovesScores || Config::kHasSinkDot) && in_bounds && column < o.num_columns;
+      const Accumulator of_o = is_read ? tile::to_accumulator(o.at(row, column)) : Accumulator(0);
+      o_dot.at[i][j] = result.o_dot(o_dot.at[i][j], of_o);
+    }
+    if (tile::is_row_leader() && in_bounds) lse_dot.at(row, 0) = result.lse_dot;
+  }
+  tile::store_vectorized(of_tile(Element{}, tangents.o_dot, params.shape.value_dim), o_dot);
 }
 
 }  // namespace cuflash::simt
@@ -62,7 +96,7 @@ simt_jvp(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATU
 
   const auto lse = matrix<Accumulator>(params.lse, batch_head, head, shape.seqlen_q, 1).rows(work.first, work.last);
   RowTangents<Accumulator, Scores::kRows> rows(lse, [](int i) { return Scores::row(i); });
-  tile::RegisterTile<Accumulator, kBlockQ, kValueDim, kRun> o_dot;
+  Output o_dot;
   o_dot.fill(0);
   const VisitRange visit_range = visit_range_of_queries(params, work);
   BlockIterator<kBlockKv, OverKvBlocks> blocks(params, visit_range);
@@ -103,24 +137,5 @@ simt_jvp(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATU
     }
   }
 
-  const auto o = of_queries(params.o, shape.value_dim);
-  const auto lse_dot = matrix<Accumulator>(tangents.lse_dot, batch_head, head, shape.seqlen_q, 1).rows(work.first,
-                                                                                                       work.last);
-#pragma unroll
-  for (int i = 0; i < o_dot.kRows; ++i) {
-    const int row = o_dot.row(i);
-    const bool in_bounds = row < lse.num_rows;
-    const auto result = row_result(tile::row_sum(rows.sum[i]), rows.center[i], rows.has_key >> i & 1,
-                                   in_bounds ? lse.at(row, 0) : Accumulator(0), sink, tangents, batch_head, head);
-    if constexpr (Config::kHasDropout) o_dot.scale_row(i, dropout.factor);
-#pragma unroll
-    for (int j = 0; j < o_dot.kColumns; ++j) {
-      const int column = o_dot.column(j);
-      const bool is_read = (kMovesScores || Config::kHasSinkDot) && in_bounds && column < o.num_columns;
-      const Accumulator of_o = is_read ? tile::to_accumulator(o.at(row, column)) : Accumulator(0);
-      o_dot.at[i][j] = result.o_dot(o_dot.at[i][j], of_o);
-    }
-    if (tile::is_row_leader() && in_bounds) lse_dot.at(row, 0) = result.lse_dot;
-  }
-  tile::store_vectorized(of_queries(tangents.o_dot, shape.value_dim), o_dot);
+  write_results(params, tangents, work, rows, o_dot, sink, dropout);
 }

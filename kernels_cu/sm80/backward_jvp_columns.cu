@@ -38,6 +38,31 @@ CUFLASH_DEVICE void mask_step(Scores& s, const attention::Params& params, const 
   });
 }
 
+// Turn products into P, P_dot, dS and dS_dot, as `gradient_tangents` does.
+CUFLASH_DEVICE void differentiate(Scores& s, Scores& s_dot, Scores& dp, Scores& dp_dot, const Statistics* statistics,
+                                  const score::Function& score_function, attention::DropoutArgument<Config> dropout,
+                                  const attention::Params& params, const attention::WorkTile& work,
+                                  const attention::KvBlock& block) {
+  using namespace attention;
+  KeptFragments<Scores, true> kept;
+  if constexpr (Config::kHasDropout) {
+    kept = kept_fragments<true>(s, Draws(dropout), head_number(params.shape, work.batch_head, work.batch_head.head),
+                                work.first, block.start);
+    drop_gradients(dp, kept, dropout.single_factor);
+    drop_gradients(dp_dot, kept, dropout.single_factor);
+  }
+  const bool is_masked = !is_unmasked<kBlockQ>(block) || work.last - work.first != kBlockKv;
+  if (is_masked) mask_step(s, params, work, block);
+  gradient_tangents<attention::Rows::kKeys>(
+      s, s_dot, dp, dp_dot, score_function, params, work, block,
+      [&](int i, int j) { return !is_masked || !is_masked_score(s.at(i, j)); },
+      [&](int j) { return statistics[Scores::first_column() + Scores::column(j)]; });
+  if constexpr (Config::kHasDropout) {
+    drop_weights(s, kept);
+    drop_weights(s_dot, kept);
+  }
+}
+
 }  // namespace cuflash::sm80
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::Config::kMinBlocks)
@@ -92,24 +117,7 @@ sm80_backward_jvp_columns(const __grid_constant__ cuflash::attention::Params par
       multiply_with_tangents<Config::kHasKDot, Config::kHasQDot>(s, s_dot, k_smem, k_dot_smem, q_smem, q_dot_smem);
       multiply_with_tangents<Config::kHasVDot, Config::kHasDoDot>(dp, dp_dot, v_smem, v_dot_smem, do_smem,
                                                                   do_dot_smem);
-      using Kept = KeptFragments<Scores, true>;
-      Kept kept;
-      if constexpr (Config::kHasDropout) {
-        kept = kept_fragments<true>(s, Draws(dropout), head_number(shape, work.batch_head, head), work.first,
-                                    block.start);
-        drop_gradients(dp, kept, dropout.single_factor);
-        drop_gradients(dp_dot, kept, dropout.single_factor);
-      }
-      const bool is_masked = !is_unmasked<kBlockQ>(block) || work.last - work.first != kBlockKv;
-      if (is_masked) mask_step(s, params, work, block);
-      gradient_tangents<attention::Rows::kKeys>(
-          s, s_dot, dp, dp_dot, score_function, params, work, block,
-          [&](int i, int j) { return !is_masked || !is_masked_score(s.at(i, j)); },
-          [&](int j) { return statistics[Scores::first_column() + Scores::column(j)]; });
-      if constexpr (Config::kHasDropout) {
-        drop_weights(s, kept);
-        drop_weights(s_dot, kept);
-      }
+      differentiate(s, s_dot, dp, dp_dot, statistics, score_function, dropout, params, work, block);
       tile::gemm_add_nn(dv, s_dot, do_smem);
       if constexpr (Config::kHasDoDot) tile::gemm_add_nn(dv, s, do_dot_smem);
       tile::gemm_add_nn(dk, dp_dot, q_smem);

@@ -1,5 +1,5 @@
-// The tangent of dQ of one tile of queries on the tensor cores of Ampere, and the statistics of its rows that the kernel
-// for columns reads. Each warp keeps its rows of scores in registers. Results are bitwise reproducible.
+// The tangent of dQ of one tile of queries on the tensor cores of Ampere, and the statistics of its rows, which the
+// kernel for columns reads. Each warp keeps its rows of scores in registers. Results are bitwise reproducible.
 // score_gradient_mma.cuh is included first, since the `probability` with the approximate exponential must be declared
 // before it is used.
 #include <attention/score_gradient_mma.cuh>

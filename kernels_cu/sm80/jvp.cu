@@ -168,7 +168,8 @@ sm80_jvp(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATU
   if constexpr (Config::kHasQDot) tile::load_async<kThreads>(q_dot_smem, of_queries(tangents.q_dot));
   auto& state = *reinterpret_cast<TangentState*>(ptx::dynamic_shared<unsigned char>() + kStateOffset);
   if (threadIdx.x == 0) save_state(params, tangents, work, visit_range, state);
-  const auto lse = matrix<float>(params.lse, batch_head, batch_head.head, shape.seqlen_q, 1).rows(work.first, work.last);
+  const auto lse =
+      matrix<float>(params.lse, batch_head, batch_head.head, shape.seqlen_q, 1).rows(work.first, work.last);
   Rows rows(lse, [](int i) { return Scores::first_row() + Scores::row(i); });
   Output o_dot;
   o_dot.fill(0);

@@ -125,7 +125,7 @@ FAULTS = {
             JVP, "simt_jvp", "blocks.next(block);) { __syncthreads();", "blocks.next(block);) {"
         ),
         "lse_dot of the last row is lost": Edit(
-            JVP, "simt_jvp", "is_row_leader() && in_bounds)", "is_row_leader() && row < lse.num_rows - 1)"
+            JVP, "write_results", "is_row_leader() && in_bounds)", "is_row_leader() && row < lse.num_rows - 1)"
         ),
         "tangents of scores are not scaled": Edit(
             JVP, "update", "kHasScore ? Accumulator(1) : scale,", "Accumulator(1),"
@@ -153,7 +153,6 @@ FAULTS = {
         "w is not summed": Edit(WEIGHTS, "weights_and_tangents", "rows.sum[i] += w;", ""),
         "rows without a key move": Edit(WEIGHTS, "row_result", "is_empty || !has_key", "is_empty"),
         "a row of -inf moves": Edit(WEIGHTS, "row_result", "is_empty ? T(0) : center", "false ? T(0) : center"),
-        "NaN of lse is lost": Edit(WEIGHTS, "o_dot", "lse != lse ? lse : is_zero", "is_zero"),
         "hidden keys move": Edit(
             WEIGHTS, "weights_and_tangents", "if (!is_seen(i, j)) element(s_dot, i, j) = 0;", ";"
         ),
@@ -171,7 +170,7 @@ FAULTS = {
         ),
         "dropped weights move": Edit(JVP, "simt_jvp", "drop_weights(s_dot, kept);", ";"),
         "dropped weights carry values' tangents": Edit(JVP, "simt_jvp", "drop_weights(s, kept);", ""),
-        "kept weights are not scaled": Edit(JVP, "simt_jvp", "o_dot.scale_row(i, dropout.factor);", ""),
+        "kept weights are not scaled": Edit(JVP, "write_results", "o_dot.scale_row(i, dropout.factor);", ";"),
         "the score function takes no tangent": Edit(
             WEIGHTS, "score_tangent", "moved, s_dot * scale)", "moved, s_dot * T(0))"
         ),
@@ -207,9 +206,6 @@ FAULTS = {
         "steps are not the next ones": Edit(MMA, "sm80_jvp", "block = next_block;", ""),
         "dropped weights move": Edit(MMA, "drop_step", "drop_weights(s_dot, kept);", ";"),
         "kept weights are not scaled": Edit(MMA, "write_results", "o_dot.scale(dropout.single_factor);", ";"),
-        "results are stored before Q is read": Edit(
-            MMA, "write_results", "ptx::cp_async_wait<0>(); __syncthreads(); tile::store(o_smem", "tile::store(o_smem"
-        ),
     },
     second_derivatives_are_right: {
         "delta does not move with o": Edit(
@@ -240,7 +236,7 @@ FAULTS = {
             ROWS, "simt_backward_jvp_rows", "__syncthreads(); tile::gemm_add_nn(dq, ds_smem, k_smem); } }", "} }"
         ),
         "dP_dot is not dropped": Edit(
-            ROWS, "simt_backward_jvp_rows", "drop_gradients(dp_dot, kept,", "if (false) drop_gradients(dp_dot, kept,"
+            ROWS, "differentiate", "drop_gradients(dp_dot, kept,", "if (false) drop_gradients(dp_dot, kept,"
         ),
         "the tile is overwritten before it is read": Edit(
             ROWS, "simt_backward_jvp_rows", "{ __syncthreads(); tile::load(to,", "{ tile::load(to,"
@@ -249,11 +245,11 @@ FAULTS = {
             ROWS, "simt_backward_jvp_rows", "(ds_smem, dp_dot); __syncthreads();", "(ds_smem, dp_dot);"
         ),
         "dq is not scaled": Edit(ROWS, "simt_backward_jvp_rows", "dq.scale(shape.softmax_scale);", ""),
-        "dK leaves q's tangent out": Edit(COLUMNS, "simt_backward_jvp_columns", "tile::store(p_smem, dp);", ""),
-        "dV leaves do's tangent out": Edit(COLUMNS, "simt_backward_jvp_columns", "tile::store(p_smem, s);", ""),
-        "P_dot is not dropped in dV": Edit(COLUMNS, "simt_backward_jvp_columns", "drop_weights(s_dot, kept);", ""),
+        "dK leaves q's tangent out": Edit(COLUMNS, "simt_backward_jvp_columns", "tile::store(tiles.p, dp);", ""),
+        "dV leaves do's tangent out": Edit(COLUMNS, "simt_backward_jvp_columns", "tile::store(tiles.p, s);", ""),
+        "P_dot is not dropped in dV": Edit(COLUMNS, "differentiate", "drop_weights(s_dot, kept);", ";"),
         "dO is overwritten before it is read": Edit(
-            COLUMNS, "simt_backward_jvp_columns", "{ __syncthreads(); tile::load(do_smem,", "{ tile::load(do_smem,"
+            COLUMNS, "simt_backward_jvp_columns", "{ __syncthreads(); tile::load(tiles.d_o,", "{ tile::load(tiles.d_o,"
         ),
         "one head of a group gives dk and dv": Edit(
             COLUMNS, "simt_backward_jvp_columns", "head < first_head + shape.group_size", "head < first_head + 1"

@@ -23,6 +23,7 @@ from ..spec import SM80, Entry, KernelSpec
 from ..tangent_launches import tangents_of_kernels
 from ..split_kv import num_splits as best_num_splits
 from ..tile_order import listed_heads, listed_kv_heads
+from . import sm80_storage
 from ._passes import backward_pass, forward_pass
 from ._unions import union_kernels
 from .family import (
@@ -118,88 +119,8 @@ _UNION_BACKWARD: _Tiles = {
 _UNION_DIMS = (32, 64, 128, 256)  # dimensions of these kernels, both head_dim and value_dim
 _MMA_SIDE = 16  # rows and columns of a warp's products are multiples of this
 PARTS = np.dtype([("o_parts", MATRICES), ("lse_parts", MATRICES)], align=True)
-MOST_PARTS = 128  # maximum number of parts of a sequence in decode kernels, kMostParts
 MASS_CHUNK = 64  # columns per chunk if the block mass kernel loads rows in chunks
 _MASS_QUERIES, _LEAST_MASS_KEYS = 128, 8  # queries of that kernel's tile, and its smallest block of keys
-_WORK_TILE, _VISIT_RANGE, _SCALE, _POINTER, _FLAG = 28, 24, 4, 8, 8  # bytes of a thread block's state in shared memory
-_CHUNK, _MATRIX = 20, 32  # bytes of a step and of an operand in the block mass kernel
-_STATISTICS = 4  # numbers of a query that kernels for tangents of gradients keep in shared memory
-_STATE = _WORK_TILE + _VISIT_RANGE + _SCALE + _FLAG
-
-
-def _forward_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of queries, whose tile also stages o, and of keys and values."""
-    elements = spec.block_q * max(spec.head_dim, spec.value_dim) + spec.block_kv * (spec.head_dim + spec.value_dim)
-    return spec.dtype.itemsize * elements + 2 * _POINTER + _STATE
-
-
-def _rows_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of queries and dO, and of keys and values of all stages."""
-    elements = (spec.block_q + spec.num_stages * spec.block_kv) * (spec.head_dim + spec.value_dim)
-    return spec.dtype.itemsize * elements + 2 * _POINTER + _STATE
-
-
-def _jvp_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of queries, whose tile also stages o_dot, of keys and values, and of their tangents."""
-    head_dim, value_dim, named = spec.head_dim, spec.value_dim, spec.tangents
-    rows_of_q = max(head_dim, value_dim) + head_dim * ("q" in named)
-    rows_of_k = head_dim * (1 + ("k" in named)) + value_dim * (spec.moves_scores + ("v" in named))
-    elements = spec.block_q * rows_of_q + spec.block_kv * rows_of_k
-    return spec.dtype.itemsize * elements + 4 * _POINTER + _STATE
-
-
-def _backward_jvp_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of queries, dO, keys, values and their tangents, and of the statistics of queries."""
-    of_queries, of_keys = _tangent_rows(spec)
-    elements = spec.block_q * of_queries + spec.block_kv * of_keys
-    return spec.dtype.itemsize * elements + 4 * _STATISTICS * spec.block_q
-
-
-def _tangent_rows(spec: KernelSpec) -> tuple[int, int]:
-    """Return the columns of all operands of a query, and of a key, with their tangents."""
-    head_dim, value_dim, named = spec.head_dim, spec.value_dim, spec.tangents
-    of_queries = head_dim * (1 + ("q" in named)) + value_dim * (1 + ("do" in named))
-    return of_queries, head_dim * (1 + ("k" in named)) + value_dim * (1 + ("v" in named))
-
-
-def _backward_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of keys and values, of queries, dO and their statistics for all stages, and of P and dS."""
-    rows = spec.block_kv + spec.num_stages * spec.block_q
-    elements = rows * (spec.head_dim + spec.value_dim) + 2 * spec.block_q * spec.block_kv
-    return spec.dtype.itemsize * elements + 2 * 4 * spec.num_stages * spec.block_q + 5 * _POINTER + _STATE
-
-
-def _convert_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of a tile of rounded dQ."""
-    return spec.dtype.itemsize * spec.block_q * spec.head_dim
-
-
-def _combine_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of the sums of all groups of threads."""
-    return (8 if spec.value_dim > 192 else 16) * spec.value_dim * 4
-
-
-def _mass_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of queries and keys of all stages, and of the queries' lse."""
-    slots = spec.num_stages * (spec.block_kv + spec.splits_head_dim * spec.block_q)
-    rows = slots + (0 if spec.splits_head_dim else spec.block_q)
-    state = 4 * (spec.block_q + 1) + _WORK_TILE + _VISIT_RANGE + spec.num_stages * _CHUNK
-    return spec.dtype.itemsize * rows * spec.head_dim + state + -state % _POINTER + 2 * _MATRIX
-
-
-def _decode_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of queries and of keys and values of all stages, or of the parts' weights if these need more."""
-    return _tiles_or_parts(spec, (spec.head_dim + spec.value_dim) * spec.dtype.itemsize)
-
-
-def _decode_e4m3_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of `_decode_bytes` for FP8 rows, with a scale for each row of keys and of values."""
-    return _tiles_or_parts(spec, spec.head_dim + spec.value_dim + 2 * _SCALE)
-
-
-def _tiles_or_parts(spec: KernelSpec, row: int) -> int:
-    tiles = spec.block_q * spec.head_dim * spec.dtype.itemsize + spec.num_stages * spec.block_kv * row
-    return max(tiles, (2 * MOST_PARTS + 1) * spec.block_q * 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,30 +136,31 @@ class _TiledEntry(Entry):
 
 
 _FORWARD = _TiledEntry(
-    name="forward", shared_bytes=_forward_bytes, applies_score=True, draws_dropout=True, has_exponentials=True,
+    name="forward", shared_bytes=sm80_storage.forward_bytes,
+    applies_score=True, draws_dropout=True, has_exponentials=True,
     products=(1, 1), tiles={"ieee": _FORWARD_TILES, "tf32": _TF32_FORWARD, "tf32x3": _TF32X3_FORWARD},
     is_shortened=True,
 )  # fmt: skip
 _BACKWARD_ROWS = _TiledEntry(
-    name="backward_rows", shared_bytes=_rows_bytes, loads_do=True, applies_score=True, draws_dropout=True,
+    name="backward_rows", shared_bytes=sm80_storage.rows_bytes, loads_do=True, applies_score=True, draws_dropout=True,
     has_exponentials=True, products=(2, 1), tiles={"ieee": _ROWS, "tf32": _TF32_ROWS, "tf32x3": _TF32_ROWS},
 )  # fmt: skip
 _BACKWARD = _TiledEntry(
-    name="backward", shared_bytes=_backward_bytes, loads_do=True, holds_keys=True, applies_score=True,
+    name="backward", shared_bytes=sm80_storage.backward_bytes, loads_do=True, holds_keys=True, applies_score=True,
     adds_gradients=True, draws_dropout=True, has_exponentials=True, products=(3, 2),
     tiles={"ieee": _BACKWARD_TILES, "tf32": _TF32_BACKWARD, "tf32x3": _TF32_BACKWARD},
     max_accumulators={"ieee": 208, "tf32": 192, "tf32x3": 128},
 )  # fmt: skip
 _JVP = _TiledEntry(
-    name="jvp", shared_bytes=_jvp_bytes, applies_score=True, draws_dropout=True, has_exponentials=True,
+    name="jvp", shared_bytes=sm80_storage.jvp_bytes, applies_score=True, draws_dropout=True, has_exponentials=True,
     products=(3, 2), tiles={"ieee": _JVP_TILES},
 )  # fmt: skip
 _BACKWARD_JVP_ROWS = _TiledEntry(
-    name="backward_jvp_rows", shared_bytes=_backward_jvp_bytes, loads_do=True, applies_score=True,
+    name="backward_jvp_rows", shared_bytes=sm80_storage.backward_jvp_bytes, loads_do=True, applies_score=True,
     draws_dropout=True, has_exponentials=True, products=(5, 3), tiles={"ieee": _BACKWARD_JVP_ROWS_TILES},
 )  # fmt: skip
 _BACKWARD_JVP_COLUMNS = _TiledEntry(
-    name="backward_jvp_columns", shared_bytes=_backward_jvp_bytes, loads_do=True, holds_keys=True,
+    name="backward_jvp_columns", shared_bytes=sm80_storage.backward_jvp_bytes, loads_do=True, holds_keys=True,
     applies_score=True, draws_dropout=True, has_exponentials=True, products=(5, 5),
     tiles={"ieee": _BACKWARD_JVP_COLUMNS_TILES},
 )  # fmt: skip
@@ -248,13 +170,13 @@ _OF_UNIONS = {
     "backward_rows": replace(_BACKWARD_ROWS, tiles={"ieee": _UNION_ROWS}),
 }
 _BACKWARD_STATISTICS = Entry(family=SM80, name="backward_statistics", loads_do=True)
-_CONVERT_DQ = Entry(family=SM80, name="convert_dq", shared_bytes=_convert_bytes)
-_COMBINE = Entry(family=SM80, name="combine", shared_bytes=_combine_bytes)
+_CONVERT_DQ = Entry(family=SM80, name="convert_dq", shared_bytes=sm80_storage.convert_bytes)
+_COMBINE = Entry(family=SM80, name="combine", shared_bytes=sm80_storage.combine_bytes)
 _BLOCK_MASS = Entry(
-    family=SM80, name="block_mass", shared_bytes=_mass_bytes, is_persistent=True, applies_score=True
+    family=SM80, name="block_mass", shared_bytes=sm80_storage.mass_bytes, is_persistent=True, applies_score=True
 )  # fmt: skip
-DECODING = Entry(family=SM80, name="decode", shared_bytes=_decode_bytes, applies_score=True)
-DECODING_E4M3 = Entry(family=SM80, name="decode_e4m3", shared_bytes=_decode_e4m3_bytes, applies_score=True)
+DECODING = Entry(family=SM80, name="decode", shared_bytes=sm80_storage.decode_bytes, applies_score=True)
+DECODING_E4M3 = Entry(family=SM80, name="decode_e4m3", shared_bytes=sm80_storage.decode_e4m3_bytes, applies_score=True)
 
 
 class Sm80(Family):
