@@ -96,6 +96,21 @@ def exchanging_heads(size: int, holds: Callable[[int], bool]) -> tuple[Step, ...
     return tuple(build.steps)
 
 
+def finished(steps: Sequence[Step], seconds: Callable[[Step], float]) -> float:
+    """Return when the last step ends if each rank computes and receives at the same time, both in the order of steps.
+
+    >>> finished([Step(COPY, 0, 1, 0), Step(ATTEND, 0, 0, 0, (0,)), Step(COPY, 0, 1, 1)], lambda step: 2.0)
+    4.0
+    """
+    ends, is_free = list[float](), dict[tuple[bool, int], float]()
+    for step in steps:
+        engine = step.kind == ATTEND, step.rank
+        start = max([is_free.get(engine, 0.0), *(ends[number] for number in step.after)])
+        is_free[engine] = start + seconds(step)
+        ends.append(is_free[engine])
+    return max(ends, default=0.0)
+
+
 def head_groups(num_kv_heads: int) -> tuple[tuple[int, int], ...]:
     """Return the groups of key/value heads: 1, 1, 2, 2, ... heads, the first ones small to expose little of a copy.
 

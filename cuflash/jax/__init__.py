@@ -1,7 +1,7 @@
 """Attention on JAX arrays, differentiable by JAX: `cuflash.jax.attention`. Importing this module imports JAX.
 
-Each pass is a primitive of JAX. Its arrays, those of masks and scores included, are operands of a call that XLA makes:
-on the CPU to the `cpu` executor, on a GPU to a function that launches kernels on XLA's buffers and stream.
+Each pass is a JAX primitive. Its arrays, including those of masks and scores, are operands of a call that XLA makes: on
+the CPU to the `cpu` executor, on a GPU to a function that launches kernels on XLA's buffers and stream.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ def attention(
 def _of_jax(value: Any) -> Any:
     """Return a NumPy array, or a list of numbers, as a JAX array in a dtype that JAX supports; other values unchanged.
 
-    It is a copy, since later changes of the NumPy array must not affect gradients. So is a tracer that holds one.
+    It is a copy, since later changes of the NumPy array must not affect gradients. Tracers that hold a NumPy array are
+    copied, too.
     """
     kind: Any = type(value)
     if value is None or holds_data(kind):

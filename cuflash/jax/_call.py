@@ -60,11 +60,11 @@ class JaxCall:
     dtypes: Mapping[str, Any]
     looked_up: Lookup
     has_key: bool
-    _own: dict[Hashable, Any] = field(default_factory=dict)  # what calls without a key use instead of the cache
+    _own: dict[Hashable, Any] = field(default_factory=dict)  # used instead of the cache by calls without a key
 
     @classmethod
     def of(cls, q: Any, k: Any, v: Any, options: Options) -> tuple[JaxCall, dict[str, Any], Options]:
-        """Return a call, its arrays by name, and its options with one score."""
+        """Return the call, its arrays by name, and its options with one score."""
         seed = {}
         if isinstance(options.dropout, Dropout) and options.dropout._draws.threshold:
             seed[SEED] = _seed_words(options.dropout.seed)
@@ -113,7 +113,7 @@ class JaxCall:
     def cached_plan(
         self, executor: str, shapes: Mapping[str, tuple[int, ...]], wrt: tuple[str, ...], mask: Callable[[], Any]
     ) -> Plan:
-        """Return a plan for arrays of these shapes; passes that read more arrays or fewer share it.
+        """Return a plan for arrays of these shapes; passes that read more or fewer arrays share it.
 
         `mask` returns the mask to plan with.
         """
@@ -144,7 +144,7 @@ class JaxCall:
 
 
 def _slot_of(array: Any, slots: dict[str, Any]) -> Any:
-    """Return the slot of a mask's array, which is added to `slots`; an array of another library as it is."""
+    """Return the slot of a mask's array, after adding it to `slots`; return an array of another library unchanged."""
     if not isinstance(array, jax.Array):
         return array
     slot = Slot(len(slots), array)
@@ -163,7 +163,7 @@ def _shape_of(array: Any) -> ShapeDtype:
 
 
 def _seed_words(seed: Any) -> Any:
-    """Return a seed as two words of 32 bits, the low one first, or as the 64-bit array that it is."""
+    """Return a seed as two 32-bit words, the lower one first; a 64-bit array is returned unchanged."""
     if isinstance(seed, jax.Array):
         return jax.random.key_data(seed) if is_key(seed) else seed
     number = seed if isinstance(seed, int) else seed_of(seed)

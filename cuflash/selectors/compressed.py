@@ -114,7 +114,7 @@ def nsa(
     length, stride = compression
     if compressed_k is None and not grid.has_own_mask:
         compressed_k = means_of_runs(grid.k, length, stride)
-        if grid.block[0] == 1:  # as keys of attention have them
+        if grid.block[0] == 1:  # the dtype of attention's keys
             compressed_k = compressed_k.astype(grid.k.dtype)
     if compressed_k is not None:
         runs = RunKeys(compressed_k, stride, length, (length // stride, grid.block[1] // stride), lse)

@@ -224,7 +224,7 @@ class Case(NamedTuple):
     deterministic: bool
     is_device_mask: bool  # the mask's arrays are on the device, and kernels build its list
     structure: Structure
-    has_tangents: bool = False  # the tangents of o and lse are computed, too
+    has_tangents: bool = False  # the tangents of o and lse, and of gradients, are computed, too
     # Planned as for a GPU with few multiprocessors, so that blocks finish dQ, as in calls with many heads
     is_large: bool = False
 
@@ -380,7 +380,8 @@ def run_case(case: Case, *, leaves_k_unwritten: bool = False) -> None:
     with zeros_for_sums(ready._plan) if case.kernel in UNSEEN else nullcontext():
         ready.backward(do, q, k, v, o, lse, dlse=dlse, **sink)
     if case.has_tangents:
-        ready.jvp(q, k, v, o, lse, q, k, v, **sink)
+        o_dot, lse_dot = ready.jvp(q, k, v, o, lse, q, k, v, **sink)
+        ready.backward_jvp(do, q, k, v, o, lse, o_dot, lse_dot, q, k, v, dlse=dlse, **sink)
     if case.makes_lists:
         cuflash.attention(q, k, v, mask=mask, out=out, **case.options, **sink)
     cupy.cuda.get_current_stream().synchronize()
@@ -406,7 +407,8 @@ def specs_of_caches(device: DeviceSpec) -> set[KernelSpec]:
         problem = Problem.of(q, k, k)
         if not decode_reasons(problem, device):
             spec = decode_spec(problem, device, is_quantized=has_8_bits)
-            specs |= {spec, replace(spec, has_sink=True), replace(spec, is_chosen=True)}
+            of_token = decode_spec(replace(problem, seqlen_q=1), device, is_quantized=has_8_bits)
+            specs |= {spec, replace(spec, has_sink=True), replace(of_token, is_chosen=True)}
         elif not prefill_reasons(problem, device, "sm90"):
             spec, of_queries = prefill_spec(problem, device, "sm90"), intervals_spec(problem.dtype)
             specs |= {spec, of_queries, replace(spec, has_sink=True), replace(of_queries, has_sink=True)}
@@ -482,9 +484,7 @@ def specs_of_results() -> set[KernelSpec]:
 
 
 def run_results() -> int:
-    """Merge three parts whose rows are shared by thread blocks, and measure the recall of a window; return the number
-    of calls.
-    """
+    """Merge three parts with shared rows, and measure the recall of a window; return the number of calls."""
     import cupy
 
     for dtype in MASS_DTYPES:
@@ -610,9 +610,7 @@ def errors_in(output: str) -> int | None:
 
 
 def under(tool: str, name: str, request: dict[str, Any], timeout_s: int) -> Record:
-    """Run a child process under a tool; return the numbers of cases and errors, the seconds, and a description of other
-    failures.
-    """
+    """Run a child process under a tool; return the counts of cases and errors, the seconds, and other failures."""
     paths = [*FOLDERS, str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     code = "import sys, gpu_proof; gpu_proof.child(sys.argv[1])"
     command = [tool, "--tool", name, *OPTIONS.get(name, ()), sys.executable, "-c", code, json.dumps(request)]

@@ -43,7 +43,7 @@ def cases(draw: Any) -> dict[str, Any]:
     """Draw groups whose heads share warps or not, widths of all classes, and runs of keys that overlap or not."""
     parts = draw(st.sampled_from([(1, 1), (2, 4), (3, 2), (1, 3), (4, 4)]))
     return case_of(
-        draw(st.sampled_from([1, 2, 3, 5, 16, 20, 48, 64])), draw(st.sampled_from([1, 2])),
+        draw(st.sampled_from([1, 2, 3, 5, 8, 16, 20, 48, 64])), draw(st.sampled_from([1, 2])),
         draw(st.sampled_from([8, 40, 130] if is_long() else [8, 40])),
         (draw(st.integers(1, 80)), draw(st.integers(16, 420))), parts,
         draw(st.sampled_from([False, True, "bottom_right"])), draw(st.booleans()),
@@ -135,7 +135,7 @@ def check_lists(executor: str, case: dict[str, Any], order: str = "round_robin",
 
 def run(executor: str, choice: QueryChoice, q: Any, k: Any, lse: Any, lists: Any, order: str) -> None:
     arrays = {"q": q, "k": k, AT_CALL: lists} | ({} if lse is None else {"lse": lse})
-    kernels = choice.kernels(q, k, lse, (2,))
+    kernels = choice.kernels(q, k, lse, (2,), DeviceSpec.gpu("A100").tile_memory_bytes)
     if executor == "sim":
         run_alone(kernels, arrays, Simulator(schedule=Schedule(order=order, copies="late")))
         return
@@ -160,6 +160,7 @@ TELLING = [
     case_of(1, 2, 64, (90, 300), (1, 1), True, False, True, False, {"top_k": 4}, {"diagonal": False}, 2),
     case_of(4, 1, 60, (33, 290), (1, 1), "bottom_right", True, False, False, BUDGETS[4], {"diagonal": False}, 3),
     case_of(3, 2, 8, (70, 260), (2, 4), False, True, False, True, {"density": 0.3}, {}, 4),
+    case_of(8, 2, 40, (21, 290), (2, 4), True, True, False, False, {"threshold": 0.3, "max_blocks": 30}, {}, 6),
     case_of(16, 1, 64, (11, 400), (2, 4), "bottom_right", True, False, True, {"top_k": 4}, {"diagonal": False}, 5),
 ]
 
@@ -186,7 +187,8 @@ def test_the_kernel_serves_16_bits_that_fit_shared_memory() -> None:
     q = np.zeros((1, 9, 64), np.float16)
     choice = QueryChoice(**facts, heads_of_list=16)
     assert choice.is_served(q, 5000, h100) and not choice.is_served(q, 5000, t4)
-    assert not QueryChoice(**facts, heads_of_list=1).is_served(q, 5000, h100)  # 64 rows of 5000 scores
+    assert QueryChoice(**facts, heads_of_list=1).is_served(q, 5000, h100)
+    assert not QueryChoice(**facts, heads_of_list=1).is_served(q, 60000, h100)  # a row of scores is too long
     assert not QueryChoice(**facts, heads_of_list=65).is_served(q, 500, h100)
     assert not choice.is_served(q.astype(np.float32), 500, h100)
     assert not choice.is_served(np.zeros((1, 9, 257), np.float16), 500, h100)

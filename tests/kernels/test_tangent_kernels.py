@@ -307,6 +307,125 @@ def test_bits_do_not_depend_on_the_schedule(monkeypatch: pytest.MonkeyPatch, dty
         same(push(SIM, moving), expected)
 
 
+# Tangents of gradients
+
+
+def pull(run: Run, moving: Moving, **options: Any) -> dict[str, np.ndarray]:
+    """Return the tangents of the gradients."""
+    example = moving.example
+    keywords = {"scale": example.scale, "score": example.score, "dropout": example.dropout}
+    arrays = {"sink": example.sink, "dlse": example.dlse, **moving.of_call(has_gradients=True)}
+    if example.sink is not None:
+        keywords["wrt"] = "sink"
+    if run.is_on_device and example.score is not None:
+        captured = {name: run.put(x) for name, x in example.score.arrays.items()}
+        keywords["score"] = cuflash.scores.Score._of_reserved(example.score.function, **captured)
+    _, _, dots = cuflash.attention_hvp(
+        *map(run.put, (example.q, example.k, example.v, example.do)), **keywords, **run.options,
+        **{name: put(run, x) for name, x in arrays.items() if x is not None},
+        mask=run.put_mask(example.mask, example.q, example.k, example.v), **options,
+    )  # fmt: skip
+    named = dict(zip(("dq_dot", "dk_dot", "dv_dot"), dots)) | {f"d{name}_dot": dots[name] for name in dots.others}
+    return {name: run.get(x) for name, x in named.items()}
+
+
+def check_gradients(run: Run, moving: Moving) -> None:
+    """Assert that tangents of gradients are within their bounds."""
+    moving = Moving(run.rounded(moving.example), moving.tangents)
+    assert_tangents_within_bounds(moving, **pull(run, moving))
+
+
+@on_kernels
+def test_tangents_of_gradients_are_within_their_bounds(run: Run) -> None:
+    def agree_second(moving: Moving) -> None:
+        check_gradients(run, moving)
+
+    drawn = {"has_sink": True, "has_dropout": True}
+    run.settings(given(movings(**(drawn if is_long() else dict(run.drawn) | drawn)))(agree_second))()
+
+
+@on_kernels
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_tangents_of_gradients_have_every_feature(run: Run, dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {"temperature": 1 + 0.3 * rng.standard_normal(4), "slope": 0.1 * rng.standard_normal(4)}
+    score = cuflash.scores.Score(curved, **{name: x.astype(np.float32) for name, x in arrays.items()})
+    example = replace(FULL, dtype=dtype).example().but(score=score)
+    kinds = EVERY | dict.fromkeys(("temperature", "do", "dlse"), "normal")
+    for names in (kinds, ("temperature",) if dtype == "float64" else ("v", "do")):
+        check_gradients(run, with_tangents(example, {name: kinds[name] for name in names}, layout="padded"))
+
+
+@on_kernels
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_masks_of_every_kind_serve_second_derivatives(run: Run, dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    for mask in (
+        masks.BlockPattern(rng.random((4, 7, 8)) < 0.6, 24) & masks.Dilated(2, align="top_left"),
+        masks.SlidingWindow(50, 20, "top_left"),
+        masks.Causal("bottom_right") & masks.Lengths(q=np.array([150, 60]), kv=np.array([130, 170])),
+    ):
+        example = Structure(
+            **TWO, num_heads=4, num_kv_heads=2, seqlen_q=150, seqlen_kv=180, mask=mask, dtype=dtype
+        ).example()  # fmt: skip
+        for names in ("qkv", ("k", "do")) if dtype == "float32" else (("q", "k", "v", "do"),):
+            check_gradients(run, with_tangents(example, dict.fromkeys(names, "normal")))
+
+
+@on_kernels
+@pytest.mark.parametrize(("dtype", "dims"), [("float16", (128, 128)), ("bfloat16", (64, 48)), ("float16", (136, 20))])
+def test_wide_rows_have_second_derivatives(run: Run, dtype: str, dims: tuple[int, int]) -> None:
+    """Whole tiles of 16-bit rows, and tiles of more than 128 columns."""
+    sizes = {"seqlen_q": 140, "seqlen_kv": 200, "head_dim": dims[0], "value_dim": dims[1], "dtype": dtype}
+    example = Structure(num_heads=2, num_kv_heads=1, mask=masks.Causal("bottom_right"), **sizes).example()
+    check_gradients(run, with_tangents(example, QKV | {"do": "normal"}))
+
+
+@on_kernels
+def test_the_hessian_is_symmetric(run: Run) -> None:
+    example = FULL.example()
+    first, other = (with_tangents(example, EVERY, seed=seed) for seed in (1, 2))
+    products, off = [], 0.0
+    for one, two in ((first, other), (other, first)):
+        dots = pull(run, one)
+        wide = {name: np.float64(x) for name, x in two.tangents.items()}
+        products.append(sum(np.sum(np.float64(dots[f"d{name}_dot"]) * x) for name, x in wide.items()))
+        off += sum(np.sum(getattr(one.bounds, f"d{name}_dot") * np.abs(x)) for name, x in two.tangents.items())
+    assert abs(products[0] - products[1]) <= off
+
+
+@on_kernels
+def test_rows_without_a_key_have_no_second_derivative(run: Run) -> None:
+    """do and its tangent do not count there, NaN included; of the sink's gradient dlse_dot counts."""
+    example = replace(FULL, dropout=None, mask=masks.Dense(ROWS)).example()
+    moving = with_tangents(example, EVERY | {"do": "normal", "dlse": "normal"})
+    wanted = pull(run, moving)
+    assert not wanted["dq_dot"][..., ::3, :].any()
+    do, do_dot = example.do.copy(), moving.tangents["do"].copy()
+    do[..., ::3, :] = do_dot[..., ::3, :] = np.nan
+    outputs = pull(run, Moving(example.but(do=do), {**moving.tangents, "do": do_dot}))
+    for name in ("dq_dot", "dsink_dot"):
+        np.testing.assert_array_equal(outputs[name], wanted[name], err_msg=name)
+
+
+@on_kernels
+def test_absent_tangents_of_gradients_are_zeros(run: Run) -> None:
+    every = with_tangents(FULL.example(), EVERY | {"do": "normal", "dlse": "normal"})
+    for names in (("v", "dlse"), ("k", "sink"), ("q", "do")):
+        own = {name: every.tangents[name] for name in names}
+        full = {name: own.get(name, np.zeros_like(x)) for name, x in every.tangents.items()}
+        same(pull(run, Moving(every.example, own)), pull(run, Moving(every.example, full)))
+
+
+@needs_compiler
+def test_bits_of_second_derivatives_do_not_depend_on_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    moving = with_tangents(FULL.example(), EVERY | {"do": "normal"})
+    expected = pull(SIM, moving)
+    for schedule in hostile_schedules("tangents of gradients", 3):
+        monkeypatch.setattr(simulated, "_SIMULATOR", Simulator(schedule))
+        same(pull(SIM, moving), expected)
+
+
 # Plans
 
 
@@ -346,7 +465,13 @@ def test_precompile_compiles_what_tangents_names(nvrtc: Any) -> None:
         (SHAPE, {"kernel": "naive"}, "kernel='naive' does not support tangents; got some: use kernel='auto'"),
         (SHAPE, {"precision": "tf32"}, "precision='tf32' does not support tangents: use precision='ieee'"),
     ],
-)  # fmt: skip
+)
 def test_what_has_no_kernel_is_refused(x: Any, options: dict[str, Any], rule: str) -> None:
     with pytest.raises(UnsupportedProblem, match=rule):
         cuflash.plan(x, x, x, device=DeviceSpec.gpu("H100"), tangents="q", **options)
+
+
+def test_gradients_of_captured_arrays_have_no_second_kernel() -> None:
+    x, bias = np.ones((2, 20, 8), np.float32), np.zeros((2, 20, 20), np.float32)
+    with pytest.raises(UnsupportedProblem, match="wrt must not name 'bias' in second derivatives on a GPU"):
+        cuflash.attention_hvp(x, x, x, x, x, bias=bias, wrt="bias", executor="sim")

@@ -257,7 +257,8 @@ FAULTS = {
     },
     bits_do_not_depend_on_the_order_of_arrival: {
         "gradients are added in the order of arrival": Edit(
-            PASSES, "_Backward._add", "for source in range(posed.size):", "for source in [n for _, n, _ in self._taken]:"
+            PASSES, "_Backward._add", "for source in range(posed.size):",
+            "for source in [n for _, n, _ in self._taken]:",
         ),
     },
     arrays_are_read_before_a_call_returns: {
