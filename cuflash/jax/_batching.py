@@ -133,5 +133,5 @@ def _own_axes(one: Pass, name: str) -> int:
 
 def batch_passes() -> None:
     """Register the rule of all passes with JAX."""
-    for primitive in PRIMITIVES.values():
-        batching.primitive_batchers[primitive] = _batched
+    for primitive in PRIMITIVES.values():  # the documentation is built with a stand-in for JAX that has no items
+        batching.primitive_batchers.__setitem__(primitive, _batched)

@@ -60,7 +60,7 @@ class JaxCall:
     dtypes: Mapping[str, Any]
     looked_up: Lookup
     has_key: bool
-    _own: dict[Hashable, Any] = field(default_factory=dict)  # what calls without a key use instead of the cache
+    _own: dict[Hashable, Any] = field(default_factory=dict)  # used instead of the cache by calls without a key
 
     @classmethod
     def of(cls, q: Any, k: Any, v: Any, options: Options) -> tuple[JaxCall, dict[str, Any], Options]:

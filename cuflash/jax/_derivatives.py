@@ -189,11 +189,11 @@ def _third(*arguments: Any, **parameters: Any) -> Any:
 
 def differentiate_passes() -> None:
     """Register the rules of all passes with JAX."""
-    ad.primitive_jvps |= {
+    ad.primitive_jvps.update({
         PRIMITIVES["forward"]: _forward_jvp, PRIMITIVES["jvp"]: _jvp_jvp, PRIMITIVES["backward"]: _backward_jvp,
         PRIMITIVES["backward_jvp"]: _second_jvp, PRIMITIVES["curvature"]: _third,
-    }  # fmt: skip
-    ad.primitive_transposes |= {
+    })  # fmt: skip
+    ad.primitive_transposes.update({
         PRIMITIVES["jvp"]: _jvp_transpose, PRIMITIVES["backward"]: _backward_transpose,
         PRIMITIVES["backward_jvp"]: _second_transpose, PRIMITIVES["curvature"]: _curvature_transpose,
-    }  # fmt: skip
+    })  # fmt: skip
