@@ -25,7 +25,7 @@ from .steps import RequestedOptions, AttendStep, Step, StepCall, lists_of
 
 
 class _Rows(NamedTuple):
-    """The arguments of `append` as the rules read them. `unfit` has the reasons why k and v do not fit the cache."""
+    """The arguments of `append` as the rules check them; `unfit` has the reasons why k and v do not fit the cache."""
 
     cache: CacheState
     k: Array
@@ -35,7 +35,7 @@ class _Rows(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """The arguments of `attention` as the rules read them. `unfit` has reasons to refuse q, window, flags or score."""
+    """The arguments of `attention` as the rules check them; `unfit` has reasons to refuse some of them."""
 
     cache: CacheState
     q: Array
@@ -67,7 +67,7 @@ def checked_queries(
 ) -> tuple[StepCall, Array, Array | None]:  # fmt: skip
     """Return a step for a call of `attention` that has no cached step, and q and the sink as arrays.
 
-    `reasons` are reasons, found by the caller, to refuse the call.
+    `reasons` are the caller's reasons to refuse the call.
     """
     unfit, window, dtypes = list(reasons), None, _row_dtypes(cache)
     q, sink = as_arrays({"q": q, "sink": sink}, {"q": dtypes[-1]}, like=cache.rows.k).values()
@@ -190,7 +190,7 @@ def _query_reasons(call: _Queries) -> list[str]:
 
 
 def _count_reasons(cache: CacheState, counts: Any, rows: Array, counted: Callable[[Any, int], Any]) -> list[str]:
-    """Return why counts cannot be the row counts of the sequences; if rows have a wrong shape, any count passes."""
+    """Return why counts are not valid numbers of rows; if rows have a wrong shape, any count is accepted."""
     reasons: list[str] = []
     with collecting(reasons):
         counts = as_arrays({"counts": counts})["counts"]

@@ -83,7 +83,7 @@ class SimulatedStep(AttendStep):
         self, cache: CacheState, q: Array, o: Array, lse: Array | None, counts: Sequence[int] | None,
         sink: Array | None, score: Score | None, chosen: ChosenBlocks | None = None,
     ) -> None:  # fmt: skip
-        """Compute o and lse; of q's rows the first `counts` belong to each sequence; None means all rows."""
+        """Compute o and lse. The first `counts` rows of q belong to each sequence; None means all rows."""
         arrays = {
             "q": q, "k": cache.rows.k, "v": cache.rows.v, "sink": sink,
             "o": o, "lse": self.make_lse() if lse is None else lse,

@@ -59,7 +59,7 @@ def mask_reasons(cache: CacheState, mask: Any, q: Array) -> list[str]:
 
 
 class ChosenRowsStep(AttendStep):
-    """A call of `attention` on chosen blocks that consists of one call per sequence and query, on its own keys alone.
+    """A call of `attention` on chosen blocks: one call per sequence and query, with the keys of that sequence only.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ class ChosenRowsStep(AttendStep):
 
 
 def _list_of(chosen: ChosenBlocks, sequence: int, row: int, stop: int) -> ChosenBlocks:
-    """Return the list of one query, without numbers of blocks that start at or after position `stop`."""
+    """Return the list of one query, without the numbers of blocks that start at or after position `stop`."""
     lists = lists_of(chosen)
     blocks = _own(lists["blocks"], sequence)[:, row : row + 1]
     xp, counts = namespace(blocks), None

@@ -16,7 +16,7 @@ from .paged_rows import PagedRows
 def checked_pages(
     k_pages: Any, v_pages: Any, block_table: Any, lengths: Any
 ) -> tuple[PagedRows, list[list[int]], list[int], int]:
-    """Return the arrays of pages, the pages and the length of each sequence, and the maximal number of pages.
+    """Return the arrays of pages, the pages and the length of each sequence, and the maximum number of pages.
 
     Raises
     ------

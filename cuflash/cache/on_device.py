@@ -47,7 +47,7 @@ class OnDevice:
         self._known_lengths: list[int] | None = [0] * batch
         self._known_version = -1
         self._arrived_blocks = xp.zeros((batch,), np.int32)
-        self._arrived_parts: dict[int, Array] = {}  # by their number
+        self._arrived_parts: dict[int, Array] = {}  # by number of counters
         self._captured: list[Any] = []
         self.steps = steps
 
@@ -133,7 +133,7 @@ class OnDevice:
         return DecodeStep(kernels, {**arrays, **self.tables(None), **arrived}, gpu.current_target(), captured)
 
     def _arrivals(self, number: int) -> Array:
-        """Return as many counters of arrived parts, which kernels leave as 0, for all calls with that number."""
+        """Return an array of this many counters of arrived parts, which kernels leave at 0; calls share it."""
         if number not in self._arrived_parts:
             self._arrived_parts[number] = namespace(self.k).zeros((number,), np.int32)
         return self._arrived_parts[number]

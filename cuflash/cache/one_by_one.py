@@ -1,4 +1,4 @@
-"""Attention to a cache by one call per sequence, on its own rows alone."""
+"""Attention to a cache by one call per sequence, with the rows of that sequence only."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class _Part(NamedTuple):
 class OwnRowsStep(AttendStep):
     """A call of `attention` that consists of one call per sequence.
 
-    It is checked once, as a call of the most rows that a sequence may have. On the host it is bound once too, and its
-    plan is cut to each number of rows; elsewhere each number of rows has a plan. Sequences and later calls with as many
-    rows find what was planned or bound for them in the cache of calls.
+    It is checked once, as a call with the most rows that a sequence may have. On the host it is also bound once, and
+    its plan is cut to each number of rows; elsewhere, each number of rows has a plan. Sequences and later calls with
+    the same number of rows find plans and bound passes in the cache of calls.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ class OwnRowsStep(AttendStep):
         self._plan = self._call.plan()
         self._on_host: BoundPlan | None = None
         if self._call.executor == "cpu":
-            of_names = np.empty(0, self._dtype)  # binding on the host needs nothing else of an array
+            of_names = np.empty(0, self._dtype)  # binding on the host uses only the dtype
             operands = (*(() if sink is None else ("sink",)), *({} if self._placed is None else self._placed.arrays))
             names = "q", "k", "v", *operands
             outs = {"o": of_names, "lse": of_names}
@@ -111,7 +111,7 @@ class OwnRowsStep(AttendStep):
     def _run(self, arrays: dict[str, Array], part: _Part, o: Array, lse: Array) -> None:
         """Compute o and lse of one call."""
         seqlen_q, seqlen_kv = part.queries.stop - part.queries.start, part.stop - part.first
-        sizes: Hashable = (seqlen_q, seqlen_kv)  # they decide the band
+        sizes: Hashable = (seqlen_q, seqlen_kv)  # the numbers of rows determine the band
         if self._on_host is None:
             arrays["q"] = namespace(arrays["q"]).ascontiguousarray(arrays["q"], self._dtype)
             sizes = layout_key(*arrays.values())

@@ -22,7 +22,7 @@ class Growth(NamedTuple):
 
 
 def growths(lengths: Iterable[int], stops: Iterable[int]) -> Iterator[Growth]:
-    """Yield the growths of sequences that become longer."""
+    """Yield the growths of the sequences that become longer."""
     for sequence, (length, stop) in enumerate(zip(lengths, stops)):
         if stop > length:
             yield Growth(sequence, length, stop)
@@ -140,7 +140,7 @@ class PagePool:
         return shortages
 
     def grow(self, growth: Growth) -> list[Copy]:
-        """Give a sequence pages of its own for its new positions; return the rows to copy there first."""
+        """Add pages to a sequence for its new positions, shared with no other; return the rows to copy there first."""
         if self._has_page(*growth):
             return []
         table, copies = self.tables[growth.sequence], []

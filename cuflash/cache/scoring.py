@@ -64,7 +64,7 @@ class ScoreKind(NamedTuple):
 
 
 def score_of(score: Any, softcap: Any, bias: Any, like: Array) -> Score | None:
-    """Return one score function for the score, softcap and bias of a call, over CuPy or NumPy arrays; None without any.
+    """Return one score function for the score, softcap and bias of a call, over CuPy or NumPy arrays, or None.
 
     A bias in a list becomes an array on the device of `like`.
 

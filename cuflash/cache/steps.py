@@ -160,7 +160,7 @@ class DecodeStep(AttendStep):
 
 
 class StepCall(NamedTuple):
-    """A step with the addresses that its kernels take first: of k and v, or of q, the sink and captured arrays."""
+    """A step, with the addresses that its kernels take first: of k and v, or of q, the sink and captured arrays."""
 
     step: Any
     addresses: list[int]
@@ -213,7 +213,7 @@ class Steps:
         return step_call, q, sink
 
     def _step_call(self, key: Hashable, arrays: list[Any], other: Hashable = None, out: Any = None) -> StepCall | None:
-        """Return the step of a key, and cache it for `other` too, if it takes the arrays without a check."""
+        """Return the step of a key if it accepts the arrays without a check, and cache it for `other`, too."""
         step = CALLS.get(key)
         if step is None or type(out) is np.ndarray and not out.flags.writeable:
             return None
@@ -272,21 +272,20 @@ def append_key(steps: Steps, k: Any, v: Any) -> Hashable:
 def _inputs(q: Any, sink: Any, score: Score | None, chosen: ChosenBlocks | None) -> list[Any]:
     """Return the arrays of a call that its kernels take first."""
     arrays = () if score is None else score.arrays.values()
-    return [q, *(() if sink is None else (sink,)), *arrays, *_lists(chosen)]
+    lists = () if chosen is None else _lists(chosen)
+    return [q, *(() if sink is None else (sink,)), *arrays, *lists]
 
 
-def _lists(chosen: ChosenBlocks | None) -> list[Any]:
-    if chosen is None:
-        return []
+def _lists(chosen: ChosenBlocks) -> list[Any]:
     return [chosen.blocks] if chosen.counts is None else [chosen.blocks, chosen.counts]
 
 
 def lists_of(chosen: ChosenBlocks | None) -> dict[str, Any]:
     """Return lists [batch, heads, rows, entries] and their counts [batch, heads, rows] by their names in kernels.
 
-    Axes that all share have extent 1.
+    Axes along which all lists are shared have extent 1.
     """
-    arrays = zip(TABLES, _lists(chosen), (4, 3))
+    arrays = zip(TABLES, [] if chosen is None else _lists(chosen), (4, 3))
     return {name: array[(None,) * (rank - array.ndim)] for name, array, rank in arrays}
 
 
@@ -310,8 +309,14 @@ def decode_key(
     arrays = () if score is None else score.arrays.values()
     of_arrays = _layout(*arrays) if arrays else _ABSENT
     of_score = None if score is None else (score.program, score.numbers)
-    layout, of_lists = _layout(q), _ABSENT if chosen is None else _layout(*_lists(chosen))
-    if layout is None or of_out is None or of_sink is None or of_arrays is None or of_lists is None:
+    if chosen is None:
+        layout, of_lists = _layout(q), _ABSENT
+    else:
+        lists, of_lists = _lists(chosen), chosen.block
+        layout = _layout(q, *lists)
+        if layout is None:  # arrays of two libraries
+            pair = _layout(q), _layout(*lists)
+            layout = None if None in pair else pair
+    if layout is None or None in (of_out, of_sink, of_arrays):
         return None
-    block = None if chosen is None else chosen.block
-    return "decode", id(steps), layout, of_out, of_sink, of_arrays, of_score, options, of_lists, block
+    return "decode", id(steps), layout, of_out, of_sink, of_arrays, of_score, options, of_lists

@@ -408,17 +408,13 @@ class Printer:
         if op == "load":
             return self._load(instruction, level)
         if op == "real" and self.program.instructions[instruction.args[0]].op in ("i", "j"):
-            position = self.program.instructions[instruction.args[0]].op
-            return self._position(position, "real_")
+            return self._position(self.program.instructions[instruction.args[0]].op, "real_")
         return f"static_cast<T>({args[0]})" if op == "real" else PRIMITIVES[op].cuda.format(*args)
 
     def _position(self, op: str, prefix: str = "") -> str:
         """Return a coordinate of the score in the larger call, if the call is a part of one."""
-        if not self.is_placed:
-            return f"{prefix}{op}"
         place = COORDINATES.index(op)
-        start = f"starts[{place}]"
-        return f"({prefix}{op} + static_cast<T>({start}))" if prefix else f"({op} + {start})"
+        return f"({prefix}{op} + starts[{place}])" if self.is_placed else f"{prefix}{op}"
 
     def _load(self, load: Instruction, level: str) -> str:
         element = f"*{self.place(load, level, 'array')}"

@@ -83,7 +83,7 @@ class _Meeting:
 
 
 @explains_keywords
-class Group:
+class Group:  # numpydoc ignore=PR01
     """A rank's view of the ranks that work together: threads of this process, each with NumPy arrays.
 
     `run` makes the groups and passes one to each rank. All ranks make the same calls in the same order.

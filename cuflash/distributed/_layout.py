@@ -99,7 +99,7 @@ def dealt(layout: Any, work: Array, seqlen: int, block: int, size: int) -> Rows:
     Raises
     ------
     UnsupportedProblem
-        The layout is neither.
+        The layout is neither a known name nor a list of ranks.
     """
     num_blocks = -(-seqlen // block)
     if isinstance(layout, str) and layout in LAYOUTS:

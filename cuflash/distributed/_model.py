@@ -8,14 +8,19 @@ METHODS = ("gather", "heads")
 
 
 class Machine(NamedTuple):
-    """Rates of a device and its links.
+    """Rates of a device and its links, which `ContextParallel.explain` reads; the defaults are assumptions for an H200.
 
-    Attributes
+    Parameters
     ----------
     forward_rate, backward_rate : float
         FLOP/s of the passes.
     link : float
         Bytes per second that a device receives.
+
+    Examples
+    --------
+    >>> Machine(link=50e9).link
+    50000000000.0
     """
 
     forward_rate: float = 720e12

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import Array, as_dtype, describe, is_array
 from ..errors import UnsupportedProblem, collecting
-from ..keywords import explains_keywords
+from ..keywords import explains_keywords, require_own_names
 from ..planning.options import Options, VjpOptions
 from ._agreement import fingerprint
 from ._group import Group
@@ -99,7 +99,13 @@ class ContextParallel:
             "seqlen": seqlen, "num_heads": num_heads, "num_kv_heads": kv_heads,
             "seqlen_kv": seqlen_kv, "batch": batch, "layout": layout, "method": method, "block": block,
         }  # fmt: skip
-        reasons = argument_reasons(arguments, group.size)
+        require_own_names("ContextParallel", options, VjpOptions.__annotations__)
+        if unknown := [name for name in options if name not in VjpOptions.__annotations__]:
+            raise TypeError(f"ContextParallel() got an unexpected keyword argument {unknown[0]!r}")
+        reasons = argument_reasons(arguments, group.size) + [
+            f"{name} must be left out: ranks see the positions of the whole sequence; got {describe(options[name])}"
+            for name in ("q_start", "kv_start") if name in options
+        ]  # fmt: skip
         if not reasons:
             with collecting(reasons):
                 self._posed = Posed.of(arguments, Options(**options), group.size)
@@ -346,7 +352,7 @@ class ContextParallel:
         return []
 
     def _planned(self, q: Array, k: Array, v: Array) -> list[Part]:
-        """Return the groups of heads of this rank with their plans, which later calls on like arrays reuse."""
+        """Return this rank's groups of heads with their plans, which later calls of equal layout reuse."""
         key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype
         if key not in self._parts:
             rank = self._group.rank
@@ -381,7 +387,8 @@ class ContextParallel:
         >>> run(rank, size=2)[0]
         [[0, 512], [512, 0]]
         """
-        return self._posed.traffic(head_dim, head_dim if value_dim is None else value_dim, as_dtype("dtype", dtype))
+        dims = head_dim, head_dim if value_dim is None else value_dim
+        return self._posed.traffic(dims, as_dtype("dtype", dtype))
 
     def workspace_bytes(self, head_dim: int, dtype: Any = "float32") -> int:
         """Return the memory of a rank besides its own rows and results.

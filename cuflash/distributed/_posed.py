@@ -19,7 +19,7 @@ from ..planning.plan_cache import plan_for
 from ..plans import Plan
 from ._layout import Costs, Rows, block_reasons, dealt
 from ._model import METHODS, CallSize, Machine, estimate, received
-from ._schedule import NUM_BUFFERS, Step, exchanging_heads, gathering, head_groups
+from ._schedule import ADD, ATTEND, COPY, NUM_BUFFERS, Step, exchanging_heads, finished, gathering, head_groups
 
 
 class Part(NamedTuple):
@@ -97,9 +97,9 @@ class Posed:
 
     def kv_groups(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Return the first key/value head of each group that a rank computes, and one past the last."""
-        if self.method == "gather":
+        if self.method == "gather" and self.size > 1:
             return head_groups(self.num_kv_heads)
-        return (self.own_heads(rank)[1],)
+        return (self.own_heads(rank)[1],)  # all heads if there is one rank
 
     def own_heads(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the query heads and the key/value heads of a rank whose method is "heads"."""
@@ -158,28 +158,45 @@ class Posed:
 
     # What moves.
 
-    def traffic(self, head_dim: int, value_dim: int, dtype: np.dtype[np.generic]) -> dict[str, Array]:
+    def step_bytes(self, name: str, step: Step, dims: tuple[int, int], dtype: np.dtype[np.generic]) -> int:
+        """Return the bytes that a step of a pass receives; `dims` are those of rows of k and of v."""
+        if step.kind in (ATTEND, ADD) or step.rank == step.source:
+            return 0
+        is_copy, wide, (head_dim, value_dim) = step.kind == COPY, accumulator_dtype(dtype).itemsize, dims
+        reader, holder = (step.rank, step.source) if is_copy else (step.source, step.rank)
+        if self.method == "gather":
+            first, stop = self.kv_groups(0)[step.group]
+            rows = len(self.moved(reader, holder)) * (stop - first) * self.shape.num_batch
+            return rows * (head_dim + value_dim) * (dtype.itemsize if is_copy else wide)
+        (first, stop), (first_kv, stop_kv) = self.own_heads(step.group)
+        queries = len(self.queries.of_rank[holder]) * (stop - first) * self.shape.num_batch
+        keys = len(self.keys.of_rank[holder]) * (stop_kv - first_kv) * self.shape.num_batch
+        if is_copy == (name == "forward"):  # q, k and v, or their gradients
+            return (queries * head_dim + keys * (head_dim + value_dim)) * dtype.itemsize
+        return queries * (value_dim * dtype.itemsize + wide * (not is_copy))  # o and lse, or the gradient of o
+
+    def traffic(self, dims: tuple[int, int], dtype: np.dtype[np.generic]) -> dict[str, Array]:
         """Return the bytes that each rank (rows) receives from each other (columns), by pass."""
-        item, wide, both = dtype.itemsize, accumulator_dtype(dtype).itemsize, head_dim + value_dim
-        matrices = {name: np.zeros((self.size, self.size), np.int64) for name in ("forward", "backward")}
-        forward, backward = matrices.values()
-        for rank in range(self.size):
-            for source in set(range(self.size)) - {rank}:
-                if self.method == "gather":
-                    elements = len(self.moved(rank, source)) * self.num_kv_heads * self.shape.num_batch * both
-                    forward[rank, source] += elements * item
-                    backward[rank, source] += elements * item
-                    backward[source, rank] += elements * wide
-                    continue
-                (first, stop), (first_kv, stop_kv) = self.own_heads(rank)
-                queries = len(self.queries.of_rank[source]) * (stop - first) * self.shape.num_batch
-                keys = len(self.keys.of_rank[source]) * (stop_kv - first_kv) * self.shape.num_batch
-                of_inputs = (queries * head_dim + keys * both) * item
-                forward[rank, source] += of_inputs
-                forward[source, rank] += queries * (value_dim * item + wide)
-                backward[rank, source] += queries * value_dim * item
-                backward[source, rank] += of_inputs
+        matrices = {name: np.zeros((self.size, self.size), np.int64) for name in self.steps}
+        for name, steps in self.steps.items():
+            for step in steps:
+                matrices[name][step.rank, step.source] += self.step_bytes(name, step, dims, dtype)
         return matrices
+
+    def seconds(self, name: str, head_dim: int, dtype: np.dtype[np.generic], machine: Machine) -> float:
+        """Return how long a pass takes by the cost model if copies and products overlap where steps allow it."""
+        shape, loads = self.model_shape(head_dim, dtype.itemsize), self.costs.loads(self.queries)
+        whole = estimate(shape._replace(imbalance=1.0), self.method, machine, backward=name == "backward").compute
+        shares = loads / loads.mean() if loads.any() and self.method == "gather" else np.ones(self.size)
+
+        def of_step(step: Step) -> float:
+            if step.kind != ATTEND:
+                return self.step_bytes(name, step, (head_dim, head_dim), dtype) / machine.link
+            first, stop = self.kv_groups(step.rank)[step.group if self.method == "gather" else 0]
+            part = (stop - first) / self.num_kv_heads if self.method == "gather" else 1.0
+            return whole * part * float(shares[step.rank])
+
+        return finished(self.steps[name], of_step)
 
     def workspace_bytes(self, head_dim: int, dtype: np.dtype[np.generic]) -> int:
         """Return the memory of a rank besides its rows and results."""
@@ -208,7 +225,7 @@ class Posed:
     def explain(self, head_dim: int, dtype: np.dtype[np.generic], machine: Machine) -> str:
         """Return a text about the layout, what moves, and the cost model of both methods."""
         shape = self.model_shape(head_dim, dtype.itemsize)
-        traffic = self.traffic(head_dim, head_dim, dtype)
+        traffic = self.traffic((head_dim, head_dim), dtype)
         forward, backward = (int(each.sum(axis=1).max(initial=0)) for each in traffic.values())
         groups = ", ".join(str(stop - first) for first, stop in self.kv_groups(0))
         heads = f"key/value heads in groups of {groups}"
@@ -231,6 +248,12 @@ class Posed:
                     f"model      {method} {name}: products {each.compute * 1e3:.3g} ms, exchange "
                     f"{each.exchange * 1e3:.3g} ms, {each.efficiency:.3f} of linear speed if nothing is hidden"
                 )
+        for name in self.steps:
+            linear = estimate(shape._replace(imbalance=1.0), self.method, machine, backward=name == "backward").compute
+            seconds = self.seconds(name, head_dim, dtype, machine)
+            share = linear / seconds if seconds else 1.0
+            spent = f"{seconds * 1e3:.3g} ms, {share:.3f} of linear speed"
+            lines.append(f"model      {self.method} {name} with overlap: {spent}")
         return "\n".join(lines)
 
 

@@ -70,13 +70,21 @@ def gathering(size: int, num_groups: int, needs: Callable[[int, int], bool], *, 
             copied = [n for source in sources for n in build.number(COPY, rank, source, group)]
             taken = [n for owner in ranks for n in build.number(TAKE, owner, rank, before)] if returns else []
             build.add(ATTEND, rank, rank, group, [*copied, *is_free, *taken])
-        for rank in ranks if returns else ():
-            sources = [source for source in ranks if needs(source, rank)]
-            is_free = build.number(ADD, rank, rank, before)
-            for source in sources:
-                build.add(TAKE, rank, source, group, [*build.number(ATTEND, source, source, group), *is_free])
-            build.add(ADD, rank, rank, group, [n for each in sources for n in build.number(TAKE, rank, each, group)])
+        if returns and group > 0:  # after the copies for this group, which need not wait for gradients
+            _return(build, size, group - 1, needs)
+    if returns and num_groups:
+        _return(build, size, num_groups - 1, needs)
     return tuple(build.steps)
+
+
+def _return(build: _Builder, size: int, group: int, needs: Callable[[int, int], bool]) -> None:
+    """Add the steps that take the gradients of a group to the owners of the keys, and add them."""
+    for rank in range(size):
+        sources = [source for source in range(size) if needs(source, rank)]
+        is_free = build.number(ADD, rank, rank, group - NUM_BUFFERS)
+        for source in sources:
+            build.add(TAKE, rank, source, group, [*build.number(ATTEND, source, source, group), *is_free])
+        build.add(ADD, rank, rank, group, [n for each in sources for n in build.number(TAKE, rank, each, group)])
 
 
 def exchanging_heads(size: int, holds: Callable[[int], bool]) -> tuple[Step, ...]:
@@ -94,6 +102,21 @@ def exchanging_heads(size: int, holds: Callable[[int], bool]) -> tuple[Step, ...
         for source in ranks:
             build.add(TAKE, rank, source, source, build.number(ATTEND, source, source, source))
     return tuple(build.steps)
+
+
+def finished(steps: Sequence[Step], seconds: Callable[[Step], float]) -> float:
+    """Return when the last step ends if each rank computes and receives at the same time, both in the order of steps.
+
+    >>> finished([Step(COPY, 0, 1, 0), Step(ATTEND, 0, 0, 0, (0,)), Step(COPY, 0, 1, 1)], lambda step: 2.0)
+    4.0
+    """
+    ends, is_free = list[float](), dict[tuple[bool, int], float]()
+    for step in steps:
+        engine = step.kind == ATTEND, step.rank
+        start = max([is_free.get(engine, 0.0), *(ends[number] for number in step.after)])
+        is_free[engine] = start + seconds(step)
+        ends.append(is_free[engine])
+    return max(ends, default=0.0)
 
 
 def head_groups(num_kv_heads: int) -> tuple[tuple[int, int], ...]:

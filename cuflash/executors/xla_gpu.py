@@ -194,7 +194,7 @@ class XlaPass:
 
 
 def within(device: int, work: Callable[[], None]) -> None:
-    """Do work while a device is the current one; threads of XLA may have another current device."""
+    """Call a function while a device is the current one; threads of XLA may have another current device."""
     cuda = gpu.namespace().cuda
     if cuda.runtime.getDevice() == device:
         work()

@@ -1,7 +1,7 @@
 """Attention on JAX arrays, differentiable by JAX: `cuflash.jax.attention`. Importing this module imports JAX.
 
-Each pass is a primitive of JAX. Its arrays, those of masks and scores included, are operands of a call that XLA makes:
-on the CPU to the `cpu` executor, on a GPU to a function that launches kernels on XLA's buffers and stream.
+Each pass is a JAX primitive. Its arrays, including those of masks and scores, are operands of a call that XLA makes: on
+the CPU to the `cpu` executor, on a GPU to a function that launches kernels on XLA's buffers and stream.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from ..planning.options import (
 )  # fmt: skip
 from ..dropout import Dropout
 from ..scores import Score
-from . import _batching, _derivatives
+from ._batching import batch_passes
 from ._call import JaxCall
 from ._checks import array_reasons, has_no_data, holds_data, require, traced_reasons
+from ._derivatives import differentiate_passes
 from ._primitives import bind, executed, pass_of
 
 __all__ = ["attention"]
 
-_derivatives.register()
-_batching.register()
+differentiate_passes()
+batch_passes()
 
 
 def __dir__() -> list[str]:
@@ -81,12 +82,14 @@ def attention(
     Parameters
     ----------
     q, k, v : jax.Array
-        Arrays of one dtype, float16, bfloat16, float32 or float64, on the CPU or on a single CUDA device, which must be
-        CuPy's current device; shapes as in `cuflash.attention`. Inside `jax.jit`, `jax.vmap` etc. only on the CPU.
-        NumPy arrays and lists are converted by `jax.numpy.array`, also in bias, sink and score.
-    mask, causal, window, scale : optional
-        As in `cuflash.attention`, but must be known when the call is traced; a mask's arrays may be JAX arrays, or
-        arrays of any library with DLPack, on q's device.
+        Arrays of one dtype, float16, bfloat16, float32 or float64, on the CPU or on one CUDA device, traced or not;
+        shapes as in `cuflash.attention`. NumPy arrays and lists are converted by `jax.numpy.array`, also in bias, sink
+        and score.
+    mask : optional
+        As in `cuflash.attention`. Its arrays may be JAX arrays, traced or not. On a GPU, kernels must be able to list
+        the blocks of a mask with such arrays: one mask of arrays, possibly intersected with masks in closed form.
+    causal, window, scale : optional
+        As in `cuflash.attention`, but must be known when the call is traced.
     score : Score, or callable (s, b, h, i, j), optional
         As in `cuflash.attention`; captured arrays must be JAX arrays on q's device, and may be traced.
     softcap : float, optional
@@ -94,7 +97,8 @@ def attention(
     bias, sink : jax.Array, optional
         As in `cuflash.attention`.
     dropout : Dropout, optional
-        As in `cuflash.attention`; its seed must be a number that is known when the call is traced.
+        As in `cuflash.attention`. Its seed may also be a key of `jax.random.key` or an array of two uint32, traced or
+        not; p and offset must be known when the call is traced.
     kernel : {"auto", "sm90", "sm80", "simt", "fa1", "naive"}
         As in `cuflash.attention`.
     executor : {"auto", "cpu", "gpu", "sim"}
@@ -116,16 +120,16 @@ def attention(
     TypeError
         An argument is not an array.
     UnsupportedProblem
-        The arguments are invalid or not supported, such as a tracer on a GPU. Lists every reason; nothing is computed.
+        The arguments are invalid or not supported. Lists every reason; nothing is computed.
     RuntimeError
         The arrays are on a GPU and CuPy is missing.
 
     Notes
     -----
     q, k, v, bias, sink and the real arrays of a score have gradients. Those of bias, sink and score arrays are computed
-    only if JAX differentiates with respect to them. Only reverse mode is available, and only once: `jax.jvp` and second
-    derivatives are refused. `jax.vmap` runs one call per entry: pass the mapped axis as a leading axis instead if you
-    can.
+    only if JAX differentiates with respect to them. Forward mode and second derivatives are available, but no third
+    derivative, and no `jax.jvp` of `jax.jvp`. `jax.vmap` adds a batch axis to one call; a call with dropout, or whose
+    score function or mask reads b, runs once per entry.
 
     Examples
     --------
@@ -156,9 +160,11 @@ def attention(
 def _of_jax(value: Any) -> Any:
     """Return a NumPy array, or a list of numbers, as a JAX array in a dtype that JAX supports; other values unchanged.
 
-    It is a copy, since later changes of the NumPy array must not affect gradients. So is a tracer that holds one.
+    It is a copy, since later changes of the NumPy array must not affect gradients. Tracers that hold a NumPy array are
+    copied, too.
     """
-    if value is None or holds_data(type(value)):
+    kind: Any = type(value)
+    if value is None or holds_data(kind):
         return value
     held = value.to_concrete_value() if is_tracer(value) else value
     is_numpy = isinstance(held, np.ndarray) and is_array(held)

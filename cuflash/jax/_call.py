@@ -52,19 +52,19 @@ class JaxCall:
         The dtypes of all arrays.
     looked_up : Lookup
         The parts of the call's key.
-    is_listed : bool
-        True if kernels can list the mask from its arrays at each call.
+    has_key : bool
+        True if calls with equal keys are equal: the mask holds no arrays that the key leaves out and JAX does not pass.
     """
 
     options: Options
     dtypes: Mapping[str, Any]
     looked_up: Lookup
-    is_listed: bool
+    has_key: bool
     _own: dict[Hashable, Any] = field(default_factory=dict)  # what calls without a key use instead of the cache
 
     @classmethod
     def of(cls, q: Any, k: Any, v: Any, options: Options) -> tuple[JaxCall, dict[str, Any], Options]:
-        """Return a call, its arrays by name, and its options with one score."""
+        """Return the call, its arrays by name, and its options with one score."""
         seed = {}
         if isinstance(options.dropout, Dropout) and options.dropout._draws.threshold:
             seed[SEED] = _seed_words(options.dropout.seed)
@@ -82,7 +82,7 @@ class JaxCall:
         without = options._replace(mask=mask, score=score, sink=None)
         looked_up = lookup(without, _layout_of)
         dtypes = {name: getattr(array, "dtype", None) for name, array in arrays.items()}
-        call = cls(without, dtypes, looked_up, not slots or looked_up.contents is not None)
+        call = cls(without, dtypes, looked_up, bool(slots) == (looked_up.contents is not None))
         return call, arrays, options
 
     @property
@@ -93,18 +93,18 @@ class JaxCall:
     def cached(self, what: str, make: Callable[[], Any], *key: Hashable) -> Any:
         """Return an object that depends on the call and on a key, from the cache of calls if possible."""
         looked_up, full = self.looked_up, None
-        if self.is_listed and not checks.is_on():
+        if self.has_key and not checks.is_on():
             full = looked_up.key(what, key, tuple(self.dtypes.items()), numbers_of(self.options.dropout))
         if full is None:
             if (what, key) not in self._own:
                 self._own[what, key] = make()
             return self._own[what, key]
-        found = looked_up.find(full)
-        if found is None:
+        cached = looked_up.find(full)
+        if cached is None:
             snapshot = looked_up.snapshot()
-            found = make()
-            looked_up.keep(full, found, snapshot)
-        return found
+            cached = make()
+            looked_up.keep(full, cached, snapshot)
+        return cached
 
     def plan(self, executor: str, shapes: Mapping[str, tuple[int, ...]], wrt: tuple[str, ...]) -> Plan:
         """Return the plan for arrays of these shapes, whose mask reads no operand."""
@@ -113,7 +113,7 @@ class JaxCall:
     def cached_plan(
         self, executor: str, shapes: Mapping[str, tuple[int, ...]], wrt: tuple[str, ...], mask: Callable[[], Any]
     ) -> Plan:
-        """Return a plan for arrays of these shapes; passes that read more arrays or fewer share it.
+        """Return a plan for arrays of these shapes; passes that read more or fewer arrays share it.
 
         `mask` returns the mask to plan with.
         """
@@ -144,7 +144,7 @@ class JaxCall:
 
 
 def _slot_of(array: Any, slots: dict[str, Any]) -> Any:
-    """Return the slot of a mask's array, which is added to `slots`; an array of another library as it is."""
+    """Return the slot of a mask's array, after adding it to `slots`; return an array of another library unchanged."""
     if not isinstance(array, jax.Array):
         return array
     slot = Slot(len(slots), array)
@@ -163,7 +163,7 @@ def _shape_of(array: Any) -> ShapeDtype:
 
 
 def _seed_words(seed: Any) -> Any:
-    """Return a seed as two words of 32 bits, the low one first, or as the 64-bit array that it is."""
+    """Return a seed as two 32-bit words, the lower one first; a 64-bit array is returned unchanged."""
     if isinstance(seed, jax.Array):
         return jax.random.key_data(seed) if is_key(seed) else seed
     number = seed if isinstance(seed, int) else seed_of(seed)

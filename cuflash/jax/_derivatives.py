@@ -16,7 +16,7 @@ from ..planning.options import DOT
 from ._primitives import PRIMITIVES, THIRD, bind
 from ._runs import Pass
 
-_TWICE = ".dot.dot"  # suffix of the name of an array that the tangent is differentiated by
+_TWICE = ".dot.dot"  # suffix of the name of an array's second tangent
 _OF_RESULTS = ("do", "dlse", "o", "lse")
 
 
@@ -62,7 +62,7 @@ def _summed(gradient: Any, like: Any) -> Any:
 
 
 def _transposed(one: Pass, arrays: Sequence[Any], results: Mapping[str, Any]) -> list[Any]:
-    """Return the cotangents of a linear pass in the order of its arrays: None for arrays that are known."""
+    """Return the cotangents of a linear pass in the order of its arrays; None for nonlinear arguments."""
     return [
         _summed(results[name], array.aval) if ad.is_undefined_primal(array) and name in results else None
         for name, array in zip(one.names, arrays)
@@ -70,13 +70,13 @@ def _transposed(one: Pass, arrays: Sequence[Any], results: Mapping[str, Any]) ->
 
 
 def _linear(one: Pass, arrays: Sequence[Any], suffix: str) -> list[str]:
-    """Return the names of the arrays, without their suffix, with respect to which a pass is transposed."""
+    """Return the names, without suffix, of the arrays with respect to which a pass is transposed."""
     names = (name for name, array in zip(one.names, arrays) if ad.is_undefined_primal(array))
     return [name.removesuffix(suffix) for name in names]
 
 
 def _wrt(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the operands among the names of arrays."""
+    """Return those names of arrays that are operands."""
     return tuple(name for name in names if name not in ("q", "k", "v", *_OF_RESULTS))
 
 
@@ -187,7 +187,7 @@ def _third(*arguments: Any, **parameters: Any) -> Any:
     raise NotImplementedError(THIRD)
 
 
-def register() -> None:
+def differentiate_passes() -> None:
     """Register the rules of all passes with JAX."""
     ad.primitive_jvps |= {
         PRIMITIVES["forward"]: _forward_jvp, PRIMITIVES["jvp"]: _jvp_jvp, PRIMITIVES["backward"]: _backward_jvp,

@@ -52,7 +52,7 @@ def bind_pass(one: Pass, *arrays: Any) -> list[Any]:
 
 
 def varying_alike(values: Iterable[Any]) -> list[Any]:
-    """Return arrays that vary, within `jax.shard_map`, over all mesh axes over which one of them varies."""
+    """Return the arrays, all varying within `jax.shard_map` over the mesh axes over which any of them varies."""
     arrays = list(values)
     kinds = [jax.typeof(each) for each in arrays if isinstance(each, jax.core.Tracer)]
     axes = frozenset[str]().union(*map(_varying_axes, kinds))
@@ -68,7 +68,7 @@ def _varying_axes(kind: Any) -> frozenset[str]:
 
 
 def _types(*kinds: Any, **parameters: Any) -> list[Any]:
-    """Return the types of the results of a pass; within `jax.shard_map` they vary as the arrays do."""
+    """Return the types of the results of a pass; within `jax.shard_map` they vary like the arrays."""
     like, results = kinds[0], Pass(**parameters).results
     if not _varying_axes(like):
         return [jax.core.ShapedArray(each.shape, each.dtype) for each in results]
@@ -126,7 +126,7 @@ def _refused(*arrays: Any, **parameters: Any) -> Any:
     raise NotImplementedError(THIRD)
 
 
-# The derivative of "jvp" with respect to all but the tangents. It can only be transposed.
+# The derivative of "jvp" with respect to everything except the tangents. It can only be transposed.
 CURVATURE = Primitive("cuflash_curvature")
 CURVATURE.multiple_results = True
 CURVATURE.def_impl(_refused)

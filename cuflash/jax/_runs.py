@@ -52,7 +52,7 @@ class Pass(NamedTuple):
 
     @property
     def of(self) -> dict[str, tuple[int, ...]]:
-        """The shapes by name."""
+        """The shapes of the arrays by name."""
         return dict(zip(self.names, self.shapes))
 
     @property
@@ -78,7 +78,7 @@ class Pass(NamedTuple):
 
 
 def prepared(one: Pass, platform: str, shapes: Sequence[tuple[int, ...]]) -> Callable[..., list[Any]]:
-    """Return the function of JAX's arrays that runs a pass on a platform; `shapes` are those of its arrays."""
+    """Return the function that runs a pass on JAX arrays on a platform; `shapes` are the shapes of its arrays."""
     runner: OnHost | OnGpu = RUNNERS[platform](one, shapes)
     number = len(one.results)
     results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (*one.results, *runner.scratch)]
@@ -106,7 +106,7 @@ def _names_of_arrays(one: Pass, plan: Plan) -> list[str]:
 
 @contextmanager
 def _subnormal_numbers() -> Iterator[None]:
-    """Let a thread of XLA, which flushes subnormal numbers to 0, compute as other threads do."""
+    """Run with C's default floating-point environment: XLA's threads flush subnormal numbers to 0."""
     before = ctypes.create_string_buffer(_ENVIRONMENT_BYTES)
     ctypes.pythonapi.fegetenv(before)
     ctypes.pythonapi.fesetenv(ctypes.c_void_p(-1))  # FE_DFL_ENV
@@ -138,7 +138,7 @@ class OnHost:
         _require_executor(options.executor, "cpu", "sim")
         executor = "cpu" if options.executor == "auto" else options.executor
         self._names, self._shapes, self._name = one.names, one.shapes, one.name
-        if one.call.has_slots:  # the mask differs at each call; all else is refused now
+        if one.call.has_slots:  # the mask may differ at each call; everything else is checked now
             plan = one.call.planned(executor, one.of, one.wrt, None)
             self._plan_of = partial(_plan_with_mask, one, executor)
         else:
@@ -173,7 +173,7 @@ def _plan_with_mask(one: Pass, executor: str, arrays: Mapping[str, Array]) -> Pl
 
 
 class OnGpu:
-    """A pass on a GPU, as XLA calls it: it launches kernels on XLA's buffers, and waits for nothing.
+    """A pass on a GPU, as XLA calls it: it launches kernels on XLA's buffers, without synchronization.
 
     Attributes
     ----------
@@ -206,8 +206,6 @@ class OnGpu:
             self._of_mask = [places[f"{MASK}{slot.number}"] for slot in contents.arrays]
         elif contents is not None and is_listed:
             self._held = contents.arrays
-        if isinstance(work, WorkAtCall):
-            self._lists_of = gpu.lists_of_calls(plan, work)
         self.scratch: list[ShapeDtype] = []
         self._results = [_view(each.dtype, each.shape, each.shape) for each in one.results]
         is_plain = plan.is_kernels_alone and plan.results(one.name) == plan.kernel_results(one.name)
@@ -218,6 +216,8 @@ class OnGpu:
             self._xla_pass = xla_gpu.XlaPass(plan, one.name, views, is_listed)
             if self._xla_pass.scratch_bytes:
                 self.scratch = [ShapeDtype((self._xla_pass.scratch_bytes,), np.dtype(np.uint8))]
+        elif isinstance(work, WorkAtCall):
+            self._lists_of = gpu.lists_of_calls(plan, work)
 
     def __call__(self, context: Any, results: Sequence[Any], *buffers: Any) -> None:
         device = buffers[0].__dlpack_device__()[1]
@@ -235,7 +235,7 @@ class OnGpu:
         self._xla_pass.launch(device, stream, arrays, of_mask, written, scratch, self._numbers)
 
     def _with_cupy(self, device: int, stream: int, results: Sequence[Any], buffers: Sequence[Any]) -> None:
-        """Run the pass on CuPy arrays in the buffers' memory, if it takes more than kernels or is checked."""
+        """Run the pass on CuPy arrays in the buffers' memory, if it is checked or does more than launch kernels."""
         with xla_gpu.as_cupy_stream(stream):
             views = zip(self._views.items(), buffers)
             arrays = {name: xla_gpu.as_cupy(buffer, view, device) for (name, view), buffer in views}

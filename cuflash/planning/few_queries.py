@@ -1,4 +1,4 @@
-"""Plans of attention with few queries: the loop of the decode kernels over keys and values in arrays."""
+"""Plans of attention with few queries: a forward pass whose thread blocks share keys, whatever the family."""
 
 from __future__ import annotations
 
@@ -10,41 +10,59 @@ from ..blocks.work_list import IntervalWork, WorkList
 from .chosen_lists import UnionWork
 from .decoding import chunked_dim_reasons, decode_spec, part_workspaces, parts_of
 from .device import DeviceSpec
-from .families.family import FORWARD_INPUTS
+from .families.family import FORWARD_INPUTS, resident_blocks
 from .families.sm80 import DECODING
 from .launches import Feature, Kernels, Launch, Pass
 from .problem import Problem
 from .routing import FAMILIES
 from .sinks import sink_forward
+from .spec import SM80
 from .split_kv import max_steps
 
-FEW_QUERIES = "; forward, its few queries are decoded"  # what a plan's rule says of the kernel
-_MOST_ROWS = 16  # rows of a tile, the queries of a group of heads, up to which the kernel is used
+# Rows are the queries of all heads that share a key/value head. On an H200, the decode loop is the fastest up to 8
+# rows, and sm80's split-KV kernels above: results/plain_decode.csv.
+_MOST_DECODED, _MOST_ROWS = 8, 64
 FEW_QUERIES_ENTRY = replace(DECODING, name="few_queries", has_exponentials=True, products=(1, 1))
 _TABLES = ("o_parts", "stats_parts", "arrivals")
 DECODE_PARTS = np.dtype([(name, np.uint64) for name in _TABLES], align=True)
 
 
-def takes_few_queries(problem: Problem, device: DeviceSpec, work: WorkList) -> bool:
-    """True if the kernel for few queries serves a problem's forward pass, faster than kernels for any number of them.
+def with_few_queries(kernels: Kernels, problem: Problem, device: DeviceSpec, work: WorkList) -> Kernels:
+    """Return the kernels with another forward pass if there are few queries, each of which attends an interval of keys.
 
-    The rows of its tile are the queries of all heads that share a key/value head, which must attend the same keys.
+    It is the decode loop over arrays if that serves the problem, else sm80's split-KV kernels instead of sm90's tiles.
     """
-    if not isinstance(work, IntervalWork) or isinstance(work, UnionWork) or problem.dropout is not None:
-        return False
+    if not isinstance(work, IntervalWork) or isinstance(work, UnionWork):
+        return kernels
     rows, shape = problem.group_size * problem.seqlen_q, problem.mask_shape
     if not 1 <= rows <= _MOST_ROWS or 0 in (shape.num_batch, shape.seqlen_kv):
-        return False
-    if problem.group_size > 1 and work.lo is not None and work.lo.shape[1] > 1:
-        return False
-    return not FAMILIES[DECODING.family].reasons(problem, device) and not chunked_dim_reasons(problem)
+        return kernels
+    if FAMILIES[SM80].reasons(problem, device):
+        return kernels
+    if rows <= _MOST_DECODED and _is_decoded(problem, work):
+        return _decoded(kernels, problem, device, work)
+    other = FAMILIES[SM80].launches(problem, device, work)
+    if other.forward.specs == kernels.forward.specs:
+        return kernels
+    return replace(kernels, forward=other.forward, num_splits=other.num_splits)
 
 
-def with_few_queries(kernels: Kernels, problem: Problem, device: DeviceSpec, work: WorkList) -> Kernels:
-    """Return the kernels with a forward pass for few queries: one launch, whose blocks also merge their parts."""
+def _is_decoded(problem: Problem, work: IntervalWork) -> bool:
+    """True if the decode loop serves a problem: the heads of a tile attend the same keys, whose rows are chunks."""
+    if problem.dropout is not None or problem.group_size > 1 and work.lo is not None and work.lo.shape[1] > 1:
+        return False
+    return not chunked_dim_reasons(problem)
+
+
+def _decoded(kernels: Kernels, problem: Problem, device: DeviceSpec, work: WorkList) -> Kernels:
+    """Return the kernels with a forward pass of one launch, whose blocks also merge their parts.
+
+    There are as many parts as the GPU holds at once; more of them would only be merged.
+    """
     spec = replace(decode_spec(problem, device), entry=FEW_QUERIES_ENTRY)
-    num_parts = parts_of(problem, device, max_steps(problem, work, spec))
     pairs = problem.mask_shape.num_batch, problem.num_kv_heads
+    at_once = max(1, resident_blocks(spec, device) // (pairs[0] * pairs[1]))
+    num_parts = min(parts_of(problem, device, max_steps(problem, work, spec)), at_once)
     workspaces = part_workspaces(pairs, problem.group_size * problem.seqlen_q, spec, num_parts)
     launch = Launch(
         spec=spec, tiles=problem.num_kv_heads * num_parts, reads=FORWARD_INPUTS, writes=("o", "lse", *workspaces),

@@ -154,9 +154,7 @@ class IntervalSource(SourceOfResults):
 
     @classmethod
     def of(cls, mask: Mask, shape: MaskShape, block: tuple[int, int] | None) -> IntervalSource | None:
-        """Return the source of a resolved mask if one factor has an `IntervalForm` and all others hold no arrays, else
-        None.
-        """
+        """Return the source of a resolved mask with one `IntervalForm` and no other arrays, or None."""
         parts = kept_and_closed(mask, lambda factor: interval_form(factor) is not None)
         if parts is None or not are_served(shape):
             return None

@@ -22,7 +22,7 @@ from .device import DeviceSpec
 from .dropout_launches import with_dropout
 from .families._passes import backward_jvp_pass, jvp_pass
 from .families.family import Family, list_block_of
-from .few_queries import FEW_QUERIES, takes_few_queries, with_few_queries
+from .few_queries import with_few_queries
 from .host import HostTiling, host_tile, in_flat_tiles
 from .launches import Kernels, Pass
 from .list_kernels import work_of_kernels
@@ -298,9 +298,9 @@ def gpu_plan(
     """
     family, why, work = _routed_work(problem, mask, device, kernel)
     kernels = family.launches(problem, device, work, deterministic=deterministic)
-    if kernel == "auto" and takes_few_queries(problem, device, work):
-        kernels = with_few_queries(kernels, problem, device, work)
-        why += FEW_QUERIES
+    if kernel == "auto":
+        of_family, kernels = kernels, with_few_queries(kernels, problem, device, work)
+        why += f"; few queries: {kernels.forward.launches['forward'].spec.name}" * (kernels is not of_family)
     reasons = _tile_reasons(kernels, problem.mask_shape.num_batch)
     if problem.score is not None:
         kernels = with_score(kernels, problem, deterministic=deterministic, is_whole=_visits_all(work))
@@ -310,10 +310,13 @@ def gpu_plan(
     rule = f"{family.name}, by kernel='auto': {why}" if kernel == "auto" else f"{family.name}, chosen by name"
     if not isinstance(work, UnionWork) and next(chosen_masks(mask), None) is not None:
         rule += NOT_JOINED
-    return KernelPlan(
+    plan = KernelPlan(
         problem=problem, mask=mask, device=device, work=work, family=family, rule=rule,
         kernels=kernels,
     )  # fmt: skip
+    if problem.tangents:
+        assert plan.passes  # whose kernels may be missing, or have no tile
+    return plan
 
 
 def _routed_work(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str) -> tuple[Family, str, WorkList]:

@@ -301,9 +301,7 @@ def array_reasons(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def reasons_without_v(reasons: list[str], q: Array, k: Array, planned: tuple[Any, Any, Any]) -> list[str]:
-    """Return the reasons to refuse q and k: their own, and those of `reasons` that are not about the arrays in
-    `planned`.
-    """
+    """Return the reasons to refuse q and k: their own, and those of `reasons` that do not concern `planned`."""
     of_planned = array_reasons(dict(zip("qkv", planned)))
     return array_reasons({"q": q, "k": k}) + [reason for reason in reasons if reason not in of_planned]
 

@@ -24,7 +24,7 @@ QUERY_SCORES = np.dtype(
         ("batch", np.int32, (BATCH_AXES,)),
         *((name, np.int32) for name in ("num_heads", "group_size", "heads_of_list", "num_keys", "num_columns")),
         *((name, np.int32) for name in ("step", "length", "num_parts", "parts_of_block", "sums_weights")),
-        *((name, np.int32) for name in ("has_shares", "place_columns", "padding")),
+        *((name, np.int32) for name in ("has_shares", "place_columns", "queries_per_tile", "keeps_places", "padding")),
     ],
     align=True,
 )
@@ -63,7 +63,7 @@ class QueryChoice:
     sums_weights: bool
     has_shares: bool
 
-    def kernels(self, q: Any, k: Any, lse: Any, batch: tuple[int, ...]) -> Pass:
+    def kernels(self, q: Any, k: Any, lse: Any, batch: tuple[int, ...], room: int) -> Pass:
         """Return the launch; it takes the arrays q, k, lse and the lists, under the name `AT_CALL`.
 
         Parameters
@@ -74,33 +74,51 @@ class QueryChoice:
             [..., heads, queries] in the accumulator's dtype.
         batch : tuple of int
             The shape that the leading axes broadcast to.
+        room : int
+            Maximum bytes of shared memory of a thread block.
         """
         spec, rule = _spec(q.dtype, q.shape[-1]), self.rule
         num_matrices, numbers = layout_of_rows(q, k, batch)
         num_blocks = -(-rule.lengths[1] // rule.block[1])
-        of_tile, num_lists = _ROWS // self.heads_of_list, num_matrices // self.heads_of_list
+        of_tile, num_lists = self._queries_per_tile(spec, k.shape[-2], room), num_matrices // self.heads_of_list
         choice = rule.numbers((num_lists, rule.lengths[0], num_blocks), True)
         of_lse = {"lse": {"column_stride": 0}} if lse is None else {"lse": _layout_of_lse(lse, batch)}
         numbers = numbers | of_lse | {
             "choice": choice, "scale_log2": self.scale * log2(e), "heads_of_list": self.heads_of_list,
             "num_keys": k.shape[-2], "step": self.step, "length": self.length, "num_parts": self.parts[0],
             "parts_of_block": self.parts[1], "sums_weights": self.sums_weights, "has_shares": self.has_shares,
-            "place_columns": _place_columns(num_blocks),
+            "place_columns": _place_columns(num_blocks), "queries_per_tile": of_tile,
+            "keeps_places": not _reuses_keys(spec, num_blocks),
         }  # fmt: skip
         reads = ("q", "k") if lse is None else ("q", "k", "lse")
         names = {f"{name}.data": name for name in reads} | {"choice.kept": AT_CALL}
         return Pass.of_kernel(
             spec, num_lists * -(-rule.lengths[0] // of_tile), QUERY_SCORES, numbers, reads=reads, writes=(AT_CALL,),
-            names=names, row_bytes=_shared_bytes(spec, k.shape[-2], num_blocks, of_tile),
+            names=names, row_bytes=self._shared_bytes(spec, k.shape[-2], of_tile),
         )  # fmt: skip
 
     def is_served(self, q: Any, num_keys: int, device: DeviceSpec) -> bool:
-        """True if the kernel supports the dtype, the widths, and rows of so many keys on a device."""
+        """True if the kernel supports the dtype, the widths, and rows of `num_keys` keys on a device."""
         if q.dtype.itemsize != 2 or not 1 <= q.shape[-1] <= _WIDTHS[-1] or self.heads_of_list > _ROWS:
             return False
-        num_blocks, of_tile = -(-self.rule.lengths[1] // self.rule.block[1]), _ROWS // self.heads_of_list
-        needed = _shared_bytes(_spec(q.dtype, q.shape[-1]), num_keys, num_blocks, of_tile)
-        return (device.compute_capability or (0, 0)) >= (8, 0) and needed <= device.tile_memory_bytes
+        of_tile = self._queries_per_tile(_spec(q.dtype, q.shape[-1]), num_keys, device.tile_memory_bytes)
+        return (device.compute_capability or (0, 0)) >= (8, 0) and of_tile > 0
+
+    def _queries_per_tile(self, spec: KernelSpec, num_keys: int, room: int) -> int:
+        """Return the queries of a thread block: as many as fit, or a quarter less if two thread blocks then fit."""
+        fixed = self._shared_bytes(spec, num_keys, 0)
+        of_query = self._shared_bytes(spec, num_keys, 1) - fixed
+        most = _ROWS // self.heads_of_list
+        of_one, of_two = (min(most, max(0, (each - fixed) // of_query)) for each in (room, room // 2 - 1024))
+        return of_two if 4 * of_two >= 3 * of_one else of_one
+
+    def _shared_bytes(self, spec: KernelSpec, num_keys: int, num_queries: int) -> int:
+        """Return the bytes of operands, weights, scores of queries, and places of a row of each warp."""
+        num_blocks = -(-self.rule.lengths[1] // self.rule.block[1])
+        operands = (_ROWS + 2 * _KEYS) * spec.head_dim * spec.dtype.itemsize
+        weights = 4 * _ROWS * (_KEYS + 4) if self.heads_of_list > 1 else 0
+        places = 0 if _reuses_keys(spec, num_blocks) else 4 * _WARPS * _place_columns(num_blocks)
+        return operands + weights + places + 4 * num_queries * (-(-num_keys // 32) * 32 + 1)
 
 
 def _spec(dtype: np.dtype[np.generic], width: int) -> KernelSpec:
@@ -115,11 +133,9 @@ def _place_columns(num_blocks: int) -> int:
     return -(-num_blocks // 32) * 32
 
 
-def _shared_bytes(spec: KernelSpec, num_keys: int, num_blocks: int, num_queries: int) -> int:
-    """Return the bytes of operands, of weights, of the scores of queries, and of the places of a row of each warp."""
-    operands = (_ROWS + 2 * _KEYS) * spec.head_dim * spec.dtype.itemsize
-    scores = num_queries * (-(-num_keys // 32) * 32 + 1) + _WARPS * _place_columns(num_blocks)
-    return operands + 4 * (_ROWS * (_KEYS + 4) + scores)
+def _reuses_keys(spec: KernelSpec, num_blocks: int) -> bool:
+    """True if the places of a row of each warp fit in the memory of the tiles of keys."""
+    return 4 * _WARPS * _place_columns(num_blocks) <= 2 * _KEYS * spec.head_dim * spec.dtype.itemsize
 
 
 def _layout_of_lse(lse: Any, batch: tuple[int, ...]) -> dict[str, Any]:

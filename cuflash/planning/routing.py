@@ -55,7 +55,7 @@ def routed(problem: Problem, device: DeviceSpec) -> tuple[Family, str]:
     128, if a block list has blocks below 128 x 128, and for all block lists with `deterministic=True`.
 
     sm80 is used instead of sm90, because it is faster, if there are fewer tiles of 128 queries than multiprocessors.
-    The forward pass of few queries has a kernel of its own (`few_queries.takes_few_queries`).
+    The forward pass of few queries has a kernel of its own (`few_queries.with_few_queries`).
     """
     if problem.rows_per_scale is not None:
         return _FP8, "FP8 (e4m3) operands on Hopper's tensor cores"

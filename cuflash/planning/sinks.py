@@ -65,9 +65,7 @@ def sink_backward(
 
 
 def gradient_spec(dtype: np.dtype[np.generic], like: KernelSpec | None = None) -> KernelSpec:
-    """Return the kernel that computes a sink's gradient, for o of this dtype; by default the simt family's, without
-    tiles.
-    """
+    """Return the kernel that computes a sink's gradient for o of this dtype; by default that of the simt family."""
     if like is None:
         like = KernelSpec(entry=_ENTRY, dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16)
     return replace(

@@ -13,7 +13,7 @@ from .problem import Problem
 from .score_launches import with_pushed_score
 
 NAME = "tangents"  # the feature's name
-DELTA = "delta.own"  # the workspace of delta, beside "delta.dot", its tangent
+DELTA = "delta.own"  # the workspace of delta, in addition to "delta.dot", its tangent
 _ARRAYS = {
     **{f"{name}_dot": f"{name}{DOT}" for name in ("q", "k", "v", "o", "lse", "sink", "do", "dlse")}, "delta": DELTA,
     "delta_dot": f"delta{DOT}",

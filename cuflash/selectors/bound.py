@@ -184,7 +184,7 @@ def of_slashes(grid: Grid, vertical: Budget, slash: Budget, num_queries: int, fo
 
 
 def _rule_of_row(budget: Budget, length: int) -> ChoiceRule:
-    """Return the rule that chooses among the numbers of one row only by a budget."""
+    """Return the rule that chooses numbers of a single row by a budget alone."""
     return ChoiceRule(
         lengths=(1, length), block=(1, 1), offset=0, is_causal=False, count=max(budget.top_k or 0, budget.min_blocks),
         mass=float(budget.part or 0), threshold=None, num_sinks=0, num_local=0, has_diagonal=False,

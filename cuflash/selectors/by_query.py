@@ -81,7 +81,7 @@ def selected(
 
 
 def result(grid: Grid, blocks: Array, length: int | None) -> BlockIndex | ChosenBlocks:
-    """Return the index of the blocks that are kept, or their lists if there is a length."""
+    """Return the index of the kept blocks, or their lists if `length` is not None."""
     return grid.index(blocks) if length is None else ChosenBlocks(lists_of(blocks, length), grid.block[1])
 
 
@@ -101,7 +101,7 @@ def kept_blocks(
 
 
 def _of_groups(grid: Grid, x: Array, how: str) -> Array:
-    """Reduce an array of query heads [..., heads or 1, rows, columns] to one of key/value heads."""
+    """Reduce an array of query heads [..., heads or 1, rows, columns] to key/value heads."""
     if not grid.has_heads or x.ndim < 3 or x.shape[-3] != grid.shape.num_heads:
         return x
     kv_heads = grid.k.shape[-3]
@@ -125,7 +125,7 @@ def count_within(budget: Budget, num_blocks: int) -> int | None:
 
 
 def list_length(grid: Grid, forced: Forced, *counts: int | None) -> int | None:
-    """Return the length of each query's list, for budgets that keep these numbers; None if block_q is not 1.
+    """Return the length of each query's list for budgets that keep these numbers of blocks; None if block_q is not 1.
 
     Raises
     ------

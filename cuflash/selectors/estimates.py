@@ -235,7 +235,7 @@ class _ByMeans:
         if grid.is_masked:
             return
         self._means = block_means(grid.k, grid.block[1])
-        if grid.block[0] == 1:  # as keys of attention have them
+        if grid.block[0] == 1:  # the dtype of attention's keys
             self._means = self._means.astype(grid.k.dtype)
         if threshold is not None:
             of_keys = _self_similarity(grid.k, grid.block[1]) < threshold

@@ -42,14 +42,14 @@ class Grid:
     has_own_mask: bool
     scale: float
     has_heads: bool
-    first_query: int = 0  # position of the first query, if the grid has some rows of another one
+    first_query: int = 0  # position of the first query, if the grid has some rows of another grid
 
     @classmethod
     def of(
         cls, q: Array, k: Array, block: Any, budgets: dict[str, Any], forced: Any, causal: Any, mask: Any, window: Any,
         scale: Any, reasons: Sequence[str] = (),
     ) -> Grid:  # fmt: skip
-        """Check the arguments of a selector; `reasons` are those why its other arguments are refused.
+        """Check the arguments of a selector; `reasons` are the reasons to refuse its other arguments.
 
         Raises
         ------

@@ -77,15 +77,12 @@ def chosen_by_kernel(
         sums_weights=heads > 1 or runs.parts != (1, 1) or budget.mass is not None or budget.threshold is not None,
         has_shares=budget.mass is not None,
     )  # fmt: skip
-    if not choice.is_served(grid.q, runs.keys.shape[-2], _device(executor)):
+    device = DeviceSpec.gpu("H100") if executor == "sim" else gpu.current_device()
+    if not choice.is_served(grid.q, runs.keys.shape[-2], device):
         return None
     num_lists = (grid.shape.num_heads // heads,) if grid.has_heads else ()
     lists = grid.xp.empty((*grid.shape.batch, *num_lists, grid.size[0], length), np.int32)
     arrays = {"q": grid.q, "k": runs.keys, AT_CALL: lists} | ({} if runs.lse is None else {"lse": runs.lse})
-    kernels = choice.kernels(grid.q, runs.keys, runs.lse, grid.shape.batch)
+    kernels = choice.kernels(grid.q, runs.keys, runs.lse, grid.shape.batch, device.tile_memory_bytes)
     launched(kernels, arrays, (choice, layout_key(*arrays.values())), executor)
     return ChosenBlocks(lists, grid.block[1])
-
-
-def _device(executor: str) -> DeviceSpec:
-    return DeviceSpec.gpu("H100") if executor == "sim" else gpu.current_device()

@@ -1,6 +1,6 @@
 """Attention and its derivatives as functions that PyTorch differentiates and batches.
 
-Four passes suffice for one more derivative of each:
+The derivatives of the four functions are again these functions:
 
 - the tangent of `_Attention` is `_Tangent` (pass "jvp"), its gradient `_Gradients` (pass "backward");
 - the tangent of `_Gradients` is `_Second` (pass "backward_jvp"), and so is its gradient, with respect to do `_Tangent`;
@@ -28,7 +28,7 @@ AnyCall: TypeAlias = Call | Transformed
 
 
 class Recorded(Function):
-    """A call with gradients: PyTorch protects its saved tensors against in-place changes, and frees them."""
+    """A call with gradients: PyTorch guards its saved tensors against in-place changes, and frees them."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, outs: Any, *tensors: Tensor) -> Any:
@@ -139,7 +139,7 @@ class Attention(Function):
     @staticmethod
     def jvp(ctx: Any, call: None, wrt: None, *dots: Tensor | None) -> Any:
         o, lse, *tensors = ctx.saved_tensors
-        # Autocast may give a tangent another dtype.
+        # Autocast may change the dtype of a tangent.
         dots = tuple(None if dot is None else dot.to(tensor.dtype) for dot, tensor in zip(dots, tensors))
         return _Tangent.apply(ctx.call, (), o, lse, *tensors, *dots)
 
@@ -276,7 +276,7 @@ def _present(names: Iterable[str], tensors: Iterable[Tensor | None]) -> dict[str
 
 
 def _named(call: AnyCall, needed: Iterable[bool]) -> tuple[str, ...]:
-    """Return the names of the operands that need a gradient."""
+    """Return the names of the operands that need gradients."""
     return tuple(name for name, is_needed in zip(call.names[3:], [*needed][3:]) if is_needed)
 
 

@@ -142,7 +142,7 @@ class _OnGpu:
 
 
 def _read_by(name: str, arrays: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
-    """Return the arrays that a pass reads: all, except operands that only the forward pass and its tangent read."""
+    """Return the arrays that a pass reads: all except operands that only the forward pass and its tangent read."""
     if name == "jvp":
         return dict(arrays)
     return {each: array for each, array in arrays.items() if not problem.is_of_forward(each)}

@@ -1,4 +1,4 @@
-"""Calls whose tensors PyTorch transforms: planned where their tensors hold data, and batched by a leading axis."""
+"""Calls on tensors under PyTorch's transformations: planned when their tensors hold data, batched by an axis."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Transformed:
 
 
 def _is_uniform(mask: Any) -> bool:
-    """True if a mask is that of each of its batch entries after another leading axis is added."""
+    """True if a mask gives each of its batch entries the same elements after another leading axis is added."""
     if not isinstance(mask, Mask):
         return mask is None or is_tensor(mask) or is_array(mask)
     parts = [*held_masks(mask)]
@@ -161,7 +161,7 @@ def _layout(tensors: Any) -> Hashable:
 
 
 def _without_data(array: Any) -> Any:
-    """Return the shape and dtype of a tensor; any other value unchanged."""
+    """Return a tensor as its shape and dtype; any other value unchanged."""
     return ShapeDtype(tuple(array.shape), dtype_of(array)) if is_tensor(array) else array
 
 

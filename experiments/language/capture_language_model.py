@@ -33,9 +33,7 @@ from training import CHECKPOINTS, Recipe, Training, library_text, trained_on
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Configuration of the training, and the number of the saved layer, from 1 on; the committed archive was made with
-    --gpu.
-    """
+    """The training and the number of the saved layer, from 1 on; the committed archive was made with --gpu."""
 
     gpu: bool = False
     context: int = 512

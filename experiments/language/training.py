@@ -143,9 +143,7 @@ def drawn(config: model.Config, seed: int) -> np.ndarray:
 
 @dataclass
 class Training:
-    """A run: its weights in one vector, Adam's running means and squares, and the loss and seconds of each finished
-    step.
-    """
+    """A run: its weights in one vector, Adam's running means and squares, and the loss and time of each step."""
 
     recipe: Recipe
     flat: Any

@@ -41,9 +41,7 @@ class _Symbol(NamedTuple):
 
 
 def functions(elf: bytes) -> dict[str, Function]:
-    """Return the functions of a cubin by name: the only kernel is "kernel", several are "kernel 1" etc., with their
-    callees.
-    """
+    """Return the functions of a cubin, callees included; the only kernel is "kernel", several are "kernel 1" etc."""
     sections = _sections(elf)
     symbols = _symbols(sections)
     every = []
@@ -56,9 +54,7 @@ def functions(elf: bytes) -> dict[str, Function]:
 
 
 def _function(text: _Section, inside: set[int], sections: list[_Section], symbols: list[_Symbol]) -> Function:
-    """Read the function of a section .text.<name>; `inside` numbers the function's own symbols and those of its
-    callees.
-    """
+    """Read the function of a section .text.<name>; `inside` numbers its own symbols and those of its callees."""
     name = text.name.removeprefix(".text.")
     function: Function = {"instructions": text.data, "registers": 0, "stack bytes": 0, "shared bytes": 0, "barriers": 0}
     for attribute, value in _attributes(_data(sections, ".nv.info")):
@@ -111,9 +107,7 @@ def _symbols(sections: list[_Section]) -> list[_Symbol]:
 
 
 def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield numbers and values of a .nv.info section; a value has two bytes, or in format 4 the number of bytes that
-    these state.
-    """
+    """Yield numbers and values of a .nv.info section: two bytes each, or in format 4 as many as these state."""
     place = 0
     while place < len(data):
         form, attribute, size = struct.unpack_from("<BBH", data, place)

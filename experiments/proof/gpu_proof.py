@@ -66,6 +66,7 @@ from cuflash.planning.launches import Launch
 from cuflash.planning.chosen_lists import COLUMN_SPECS, UNIONS
 from cuflash.planning.interval_kernels import INTERVAL_SPECS
 from cuflash.planning.list_kernels import LIST_SPECS
+from cuflash.planning.query_scores import every_query_spec
 from cuflash.planning.selection_kernels import every_selection_spec
 from cuflash.planning._result_kernels import every_result_spec
 from cuflash.planning.problem import Problem
@@ -224,7 +225,7 @@ class Case(NamedTuple):
     deterministic: bool
     is_device_mask: bool  # the mask's arrays are on the device, and kernels build its list
     structure: Structure
-    has_tangents: bool = False  # the tangents of o and lse are computed, too
+    has_tangents: bool = False  # the tangents of o and lse, and of gradients, are computed, too
     # Planned as for a GPU with few multiprocessors, so that blocks finish dQ, as in calls with many heads
     is_large: bool = False
 
@@ -380,7 +381,8 @@ def run_case(case: Case, *, leaves_k_unwritten: bool = False) -> None:
     with zeros_for_sums(ready._plan) if case.kernel in UNSEEN else nullcontext():
         ready.backward(do, q, k, v, o, lse, dlse=dlse, **sink)
     if case.has_tangents:
-        ready.jvp(q, k, v, o, lse, q, k, v, **sink)
+        o_dot, lse_dot = ready.jvp(q, k, v, o, lse, q, k, v, **sink)
+        ready.backward_jvp(do, q, k, v, o, lse, o_dot, lse_dot, q, k, v, dlse=dlse, **sink)
     if case.makes_lists:
         cuflash.attention(q, k, v, mask=mask, out=out, **case.options, **sink)
     cupy.cuda.get_current_stream().synchronize()
@@ -406,7 +408,8 @@ def specs_of_caches(device: DeviceSpec) -> set[KernelSpec]:
         problem = Problem.of(q, k, k)
         if not decode_reasons(problem, device):
             spec = decode_spec(problem, device, is_quantized=has_8_bits)
-            specs |= {spec, replace(spec, has_sink=True), replace(spec, is_chosen=True)}
+            of_token = decode_spec(replace(problem, seqlen_q=1), device, is_quantized=has_8_bits)
+            specs |= {spec, replace(spec, has_sink=True), replace(of_token, is_chosen=True)}
         elif not prefill_reasons(problem, device, "sm90"):
             spec, of_queries = prefill_spec(problem, device, "sm90"), intervals_spec(problem.dtype)
             specs |= {spec, of_queries, replace(spec, has_sink=True), replace(of_queries, has_sink=True)}
@@ -456,7 +459,8 @@ def run_masses() -> int:
 
 def specs_of_selectors() -> set[KernelSpec]:
     """Return the kernels of selectors for the dtypes of these calls."""
-    return every_selection_spec(tuple(as_dtype("dtype", dtype) for dtype in MASS_DTYPES))
+    dtypes = tuple(as_dtype("dtype", dtype) for dtype in MASS_DTYPES)
+    return every_selection_spec(dtypes) | {spec for spec in every_query_spec(dtypes) if spec.head_dim == 64}
 
 
 def run_selectors() -> int:
@@ -473,7 +477,9 @@ def run_selectors() -> int:
         x = cupy.full((2, 200, 64), 1, as_dtype("dtype", dtype))
         for name, options in calls.items():
             getattr(cuflash.selectors, name)(x, x, **options)
-    return len(calls) * len(MASS_DTYPES)
+        for select in (cuflash.selectors.nsa, cuflash.selectors.pooled):
+            select(x, x, **few, block=(1, 32), causal=True)
+    return (len(calls) + 2) * len(MASS_DTYPES)
 
 
 def specs_of_results() -> set[KernelSpec]:
@@ -482,9 +488,7 @@ def specs_of_results() -> set[KernelSpec]:
 
 
 def run_results() -> int:
-    """Merge three parts whose rows are shared by thread blocks, and measure the recall of a window; return the number
-    of calls.
-    """
+    """Merge three parts with shared rows, and measure the recall of a window; return the number of calls."""
     import cupy
 
     for dtype in MASS_DTYPES:
@@ -610,9 +614,7 @@ def errors_in(output: str) -> int | None:
 
 
 def under(tool: str, name: str, request: dict[str, Any], timeout_s: int) -> Record:
-    """Run a child process under a tool; return the numbers of cases and errors, the seconds, and a description of other
-    failures.
-    """
+    """Run a child process under a tool; return the counts of cases and errors, the seconds, and other failures."""
     paths = [*FOLDERS, str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     code = "import sys, gpu_proof; gpu_proof.child(sys.argv[1])"
     command = [tool, "--tool", name, *OPTIONS.get(name, ()), sys.executable, "-c", code, json.dumps(request)]

@@ -86,9 +86,7 @@ def results(records: Path) -> list[Row]:
 
 
 def kernels(records: Path) -> list[Row]:
-    """Return digests of the texts and the machine code of all kernels; for equal texts, the record has the machine
-    code.
-    """
+    """Return digests of the texts and machine code of all kernels; for equal texts, the code is the record's."""
     path = records / "kernels.csv"
     before = {row[:4]: row[4] for row in _rows(path)[1:]} if path.exists() else {}
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(cores()) as pool:

@@ -436,9 +436,7 @@ _DIMS, _TILE = ("head_dim", "value_dim"), ("block_q", "block_kv", "num_warps", "
 
 
 def _parts(kernel: Kernel) -> set[object]:
-    """Return what a kernel covers: architecture, each field, both dimensions, the tile, and all other fields except the
-    dtype.
-    """
+    """Return what a kernel covers: architecture, fields, pair of dimensions, tile, combination of flags."""
     said = kernel.specification
     values = dict(said)
     flags = tuple(pair for pair in said if pair[0] not in (*_DIMS, *_TILE, "dtype"))

@@ -157,9 +157,7 @@ def table(records: list[Record]) -> Group:
 
 
 def plot(records: list[Record]) -> Any:
-    """Plot time relative to dense over density, one row per pass and one column per length, with dots where it reaches
-    1.
-    """
+    """Plot relative time over density, one row per pass and one column per length, with dots where it is 1."""
     seqlens = list(dict.fromkeys(row["seqlen"] for row in records))
     size = (3.8 * len(seqlens), 5.8)
     figure, axes = plt.subplots(len(WAYS), len(seqlens), figsize=size, sharex=True, squeeze=False)

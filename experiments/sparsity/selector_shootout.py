@@ -65,9 +65,7 @@ Heads = tuple[Any, Any, Any, bool | str]  # q, k, v and whether, or how, the mas
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The configuration; every combination is a row. Fields that start with gpu apply to data of known structure with
-    --gpu.
-    """
+    """Every combination is a row; fields that start with gpu apply to data of known structure with --gpu."""
 
     gpu: bool = False
     data: tuple[str, ...] = (*CAPTURED, "clusters", "columns", "slashes")

@@ -189,9 +189,7 @@ def run_memory(config: Config) -> list[Record]:
 
 
 def peak_mib(config: Config, name: str, is_backward: bool) -> tuple[float, float]:
-    """Return the peak resident MiB of a call without its arguments and results, and the MiB of its arguments and
-    results.
-    """
+    """Return the peak resident MiB of a call without its arguments and results, and the MiB of these."""
     arguments: dict[str, Any] = {"causal": {"causal": True}, "window": {"window": (config.window, 0)}}[name]
 
     def call(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray) -> Arrays:

@@ -210,7 +210,7 @@ def passes(
 ) -> tuple[Any, dict[str, Callable[[], object]]]:
     """Return a plan and its passes; up to a limit of the length, after checking some rows of the results.
 
-    `checks` stores the expected results, which all methods with a mask share, and all methods without one.
+    `checks` stores the expected results: all methods with a mask share one, and all methods without a mask another.
     """
     if method == "pytorch":
         model = PyTorch(*arrays)

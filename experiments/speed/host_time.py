@@ -77,9 +77,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A call to time: `prepare(turn, mask)` creates, untimed, the arguments of `call`; `calls` are the numbers of
-    calls.
-    """
+    """A call to time: `prepare(turn, mask)` creates the arguments of `call`, untimed; `calls` are the call numbers."""
 
     library: str
     operation: str

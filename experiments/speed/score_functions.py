@@ -59,9 +59,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Case:
-    """A feature: options of a call made from captured arrays, the names that have gradients, and the form that peers
-    take.
-    """
+    """A feature: options with captured arrays, the names that have gradients, and the form that peers take."""
 
     arrays: Callable[[int, int], dict[str, np.ndarray]]  # of num_heads and seqlen
     options: Callable[[dict[str, Any]], dict[str, Any]]

@@ -87,9 +87,7 @@ def run_calls(config: Config) -> list[Record]:
 
 
 def run_schedules(config: Config) -> Record:
-    """Run both passes with random schedules; count those that are reported, and those whose results have different
-    bits.
-    """
+    """Run both passes with random schedules; count reports, and results with different bits."""
     q, k, v, do = draw(1, 24, 16)
     plan = cuflash.plan(q, k, v, causal=True, executor="sim")._plan
     first, others, reports = None, 0, 0

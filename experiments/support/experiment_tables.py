@@ -37,6 +37,32 @@ def shootout(rows: list[Row]) -> str:
     return "\n\n".join(parts)
 
 
+def chosen_recall(rows: list[Row]) -> str:
+    """Tabulate recall and errors by the queries that share a choice, and the distinct blocks of neighboring queries."""
+    queries = sorted({row["rows"] for row in rows}, key=int)
+    counts = [name.removeprefix("distinct_") for name in rows[0] if name.startswith("distinct_")]
+    lines = []
+    for key in dict.fromkeys((row["data"], row["n"], row["selector"]) for row in rows):
+        row_of = {row["rows"]: row for row in rows if (row["data"], row["n"], row["selector"]) == key}
+        cells = (
+            f"{number(row_of[each], 'recall', '.3f')} ({number(row_of[each], 'error', '.2f')}, "
+            f"{number(row_of[each], 'gradient_error', '.2f')})" if each in row_of else "" for each in queries
+        )  # fmt: skip
+        distinct = (number(row_of.get("1", {}), f"distinct_{count}", ".2f") for count in counts)
+        lines.append([*key, *cells, *distinct])
+    header = ["data", "blocks", "selector", *(f"rows of {each}" for each in queries)]
+    return markdown([*header, *(f"blocks of {count} queries" for count in counts)], lines)
+
+
+def nsa_layer(rows: list[Row]) -> str:
+    """Tabulate losses, the time of a step, and the differences of the layer's gradients."""
+    forms = {"loss": ".3f", "held_out_loss": ".3f", "ms_per_step": ".0f"}
+    forms |= {"difference": ".1e", "autograd_difference": ".1e"}
+    lines = ([row["attention"], *(number(row, name, form) for name, form in forms.items())] for row in rows)
+    header = ["attention", "loss", "held-out loss", "ms a step", "gradients and quotients", "gradients and autograd"]
+    return markdown(header, lines)
+
+
 def by_sizes(rows: list[Row]) -> dict[str, list[Row]]:
     """Group the selector rows by (sequence length, block size); the rows of a group share the same budgets."""
     groups: dict[str, list[Row]] = {}
@@ -212,6 +238,8 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "selectors-unbeaten": ("selector_shootout", unbeaten),
     "selector-shootout-gpu": ("selector_shootout_gpu", shootout),
     "selectors-unbeaten-gpu": ("selector_shootout_gpu", unbeaten),
+    "chosen-recall": ("chosen_recall", chosen_recall),
+    "nsa-layer": ("nsa_layer", nsa_layer),
     "crossover": ("crossover", crossover),
     "crossover-gpu": ("crossover_gpu", crossover),
     "pattern-zoo": ("pattern_zoo", zoo),

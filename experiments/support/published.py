@@ -52,9 +52,7 @@ class Chosen(NamedTuple):
 
 
 def newest_fullest(rows: Sequence[Row], case: Sequence[str]) -> Chosen:
-    """Choose the commit with the most cases among those that measured these rows; among equals the newest, then the
-    last.
-    """
+    """Choose the commit with the most cases of these rows; among equals the newest, then the last."""
     wanted = list(dict.fromkeys(_case(row, case) for row in rows))
     by_commit: dict[str, list[Row]] = {}
     for row in committed(rows):

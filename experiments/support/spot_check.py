@@ -35,9 +35,7 @@ class SpotCheck:
 
     @classmethod
     def of(cls, q: Any, k: Any, v: Any, mask: masks.Mask | None, precision: str = "ieee") -> "SpotCheck":
-        """Return the checks of CuPy or NumPy arrays at the first head of the first batch entry, and the last head of
-        the last one.
-        """
+        """Return the checks of CuPy or NumPy arrays at the first head and the last head of the batch."""
         batch, num_heads, seqlen, _ = q.shape
         places = list(dict.fromkeys([(0, 0), (batch - 1, num_heads - 1)]))  # a single one if there is one head
         rows = np.linspace(0, seqlen - 1, min(64, seqlen, max(16, _SCORES // seqlen))).astype(int)
@@ -70,7 +68,7 @@ class SpotCheck:
         Raises
         ------
         TypeError
-            No result came.
+            There is no result to check.
         """
         if not results:
             raise TypeError(f"give at least one of {', '.join(self.exact)}: nothing would be compared")

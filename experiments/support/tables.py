@@ -199,9 +199,7 @@ def selection_speed(rows: list[Row]) -> str:
 
 
 def beside_plain(rows: list[Row]) -> str:
-    """Tabulate the time of plain attention divided by that with scores, sinks or dropout; for scores, also those of
-    peers.
-    """
+    """Tabulate the time of plain attention over that with scores, sinks or dropout; for scores, also of peers."""
     first = "score" if "score" in rows[0] else "p"
     header = [first, "mask", "pass", "kernel", "head_dim", "ms", "TFLOP/s", "of plain"]
     lines = [

@@ -1,6 +1,4 @@
-"""Data and masks of experiments: captured activations, data with the same statistics, normal arrays, patterns, masks by
-name.
-"""
+"""Data and masks of experiments: captured and normal arrays, patterns in all sizes, masks by name."""
 
 import re
 from collections.abc import Iterator

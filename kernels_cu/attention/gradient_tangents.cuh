@@ -7,7 +7,7 @@
 #include <attention/sink.cuh>
 #include <attention/tangents.cuh>
 
-// The tangents of P and dS in register tiles of kernels of multiply-adds. A dot marks a tangent. With D = rowsum(dO o O)
+// The tangents of P and dS, for all families. A dot marks a tangent. With D = rowsum(dO o O)
 // - dlse, and F for final scores,
 //
 //   P_dot  = P (F_dot - lse_dot)                     dF  = P (dP - D)
@@ -31,12 +31,14 @@ CUFLASH_DEVICE QueryTangents<T> query_tangents(const Params& params, const Tange
           at(tangents.delta), at(tangents.delta_dot)};
 }
 
-// Compute the statistics of a row of a tile and store D and D_dot. Threads that share a row call it together. If the
-// sink has a gradient, also store (sink_dot - lse_dot) D + D_dot, of which the tangent of that gradient is a sum: in a
-// row without a key, o is 0 and lse the sink, so that only dlse_dot counts there.
-template <class Tile, class T, class SinkRecord>
+// Compute the statistics of a row of a tile and store D and D_dot. The threads that share the row call it together,
+// each for the columns from `first_column` on in steps of `stride`; `row_sum` adds up their numbers. If the sink has a
+// gradient, (sink_dot - lse_dot) D + D_dot is stored, too, of which the tangent of that gradient is a sum: in a row
+// without a key, o is 0 and lse the sink, so that only dlse_dot counts there.
+template <class T, class SinkRecord, class RowSum>
 CUFLASH_DEVICE QueryTangents<T> store_query_tangents(const Params& params, const Tangents& tangents,
-                                                     const SinkRecord& sink, const WorkTile& work, int row) {
+                                                     const SinkRecord& sink, const WorkTile& work, int row,
+                                                     int first_column, int stride, RowSum row_sum) {
   using Element = Config::Element;
   const BatchHead& batch_head = work.batch_head;
   const int head = batch_head.head, length = params.shape.seqlen_q, query = work.first + row;
@@ -52,23 +54,21 @@ CUFLASH_DEVICE QueryTangents<T> store_query_tangents(const Params& params, const
   const T lse_dot = in_bounds ? rows_of(T(), tangents.lse_dot, 1).at(query, 0) : T(0);
   const bool is_empty = lse == ptx::negative_infinity<T>();
   T delta = 0, delta_dot = 0, has_o = 0;
-  for (int j = 0; j < Tile::kColumns; ++j) {
-    const int column = Tile::column(j);
-    if (is_empty || column >= o.num_columns) continue;
+  for (int column = first_column; !is_empty && column < o.num_columns; column += stride) {
     const T of_o = tile::to_accumulator(o.at(query, column)), of_do = tile::to_accumulator(d_o.at(query, column));
     delta += of_do * of_o;
     delta_dot += of_do * tile::to_accumulator(o_dot.at(query, column));
     if constexpr (Config::kHasDoDot) delta_dot += tile::to_accumulator(do_dot.at(query, column)) * of_o;
     if (of_o != 0) has_o = 1;
   }
-  delta = tile::row_sum(delta);
-  delta_dot = tile::row_sum(delta_dot);
-  has_o = tile::row_max(has_o);
+  delta = row_sum(delta);
+  delta_dot = row_sum(delta_dot);
+  has_o = row_sum(has_o);
   T dlse_dot = 0;
   if (!is_empty && params.dlse.data != nullptr) delta -= rows_of(T(), params.dlse, 1).at(query, 0);
   if (!is_empty && tangents.dlse_dot.data != nullptr) dlse_dot = rows_of(T(), tangents.dlse_dot, 1).at(query, 0);
   delta_dot -= dlse_dot;
-  if (in_bounds && tile::is_row_leader()) {
+  if (in_bounds && first_column == 0) {
     rows_of(T(), tangents.delta, 1).at(query, 0) = delta;
     rows_of(T(), tangents.delta_dot, 1).at(query, 0) = delta_dot;
     if constexpr (Config::kHasSink) {
@@ -95,7 +95,7 @@ CUFLASH_DEVICE void gradient_tangents(Tile& s, Tile& s_dot, Tile& dp, Tile& dp_d
   const Positions rows{work.first, work.last}, columns{block.start, block.stop};
   for_each_score_by_rows<Tile>([&](int i, int j) {
     const QueryTangents<T> row = row_of(kRowsAreQueries ? i : j);
-    T f = s.at[i][j], f_dot = s_dot.at[i][j] * scale, slope = 1, slope_dot = 0;
+    T f = element(s, i, j), f_dot = element(s_dot, i, j) * scale, slope = 1, slope_dot = 0;
     T p;
     if constexpr (kHasScore) {
       const int of_row = rows.at(attention::row_of(s, i)), of_column = columns.at(column_of(s, j));
@@ -118,16 +118,16 @@ CUFLASH_DEVICE void gradient_tangents(Tile& s, Tile& s_dot, Tile& dp, Tile& dp_d
     }
     const bool is_seen = is_allowed(i, j) && row.lse_2 != -ptx::negative_infinity<T>() && (!kHasScore || p != 0);
     if (!is_seen) {
-      s.at[i][j] = s_dot.at[i][j] = dp.at[i][j] = dp_dot.at[i][j] = 0;
+      element(s, i, j) = element(s_dot, i, j) = element(dp, i, j) = element(dp_dot, i, j) = 0;
       return;
     }
     const T p_dot = p * ((kMovesScores ? f_dot : T(0)) - row.lse_dot);
-    const T gap = dp.at[i][j] - row.delta, gap_dot = dp_dot.at[i][j] - row.delta_dot;
+    const T gap = element(dp, i, j) - row.delta, gap_dot = element(dp_dot, i, j) - row.delta_dot;
     const T df = p * gap, df_dot = ptx::fma(p_dot, gap, p * gap_dot);
-    s.at[i][j] = p;
-    s_dot.at[i][j] = p_dot;
-    dp.at[i][j] = df * slope;
-    dp_dot.at[i][j] = kHasScore ? ptx::fma(df_dot, slope, df * slope_dot) : df_dot;
+    element(s, i, j) = p;
+    element(s_dot, i, j) = p_dot;
+    element(dp, i, j) = df * slope;
+    element(dp_dot, i, j) = kHasScore ? ptx::fma(df_dot, slope, df * slope_dot) : df_dot;
   });
 }
 

@@ -2,8 +2,8 @@
 // storing scores in global memory. A thread block has neighbouring queries of the heads that share a list, up to 64
 // rows, and walks the keys that they see; the scores of its queries stay in shared memory. cuflash/selectors is the
 // specification.
+#include <lists/few_columns.cuh>
 #include <lists/query_scores.cuh>
-#include <lists/row_choice.cuh>
 #include <tile/copy_async.cuh>
 #include <tile/warp_tile.cuh>
 
@@ -24,7 +24,7 @@ using Scores = tile::WarpTile<1, kBlockKv / 8, kNumWarps>;
 constexpr int kKeysStart = QTile::kBytes;
 constexpr int kWeightsStart = kKeysStart + 2 * KTile::kBytes;
 constexpr int kWeightPitch = kBlockKv + 4;  // rows of a tile of weights begin in different banks
-constexpr int kScoresStart = kWeightsStart + kBlockQ * kWeightPitch * 4;
+constexpr int kWeightsBytes = kBlockQ * kWeightPitch * 4;  // for lists that several heads share
 
 // Return the first element of rows that are only read: copies take pointers to elements that are not constant.
 CUFLASH_DEVICE Element* elements(const StridedRows& rows) {
@@ -49,7 +49,7 @@ CUFLASH_DEVICE int num_seen(const QueryScores& params, int query) {
 }
 
 CUFLASH_DEVICE QueryTile tile_of(const QueryScores& params, int number) {
-  const int of_tile = kBlockQ / params.heads_of_list, seqlen_q = params.choice.seqlen_q;
+  const int of_tile = params.queries_per_tile, seqlen_q = params.choice.seqlen_q;
   const int num_tiles = (seqlen_q + of_tile - 1) / of_tile;
   QueryTile tile;
   tile.matrix = number / num_tiles;
@@ -175,12 +175,53 @@ struct ScoresOfKeys {
   }
 };
 
+// Sum columns over the eight rows that lanes of equal remainders by 4 hold, and store the sums. In each of three steps a
+// lane keeps half of its columns. Called by whole warps.
+CUFLASH_DEVICE void store_sums(float (&x)[Scores::kColumns], float* to, int num_columns) {
+  static_assert(Scores::kColumns == 16, "three steps leave a pair of columns");
+#pragma unroll
+  for (int half = 8, bit = 16; half > 1; half /= 2, bit /= 2) {
+    const bool is_upper = (ptx::lane() & bit) != 0;
+#pragma unroll
+    for (int j = 0; j < half; ++j) {
+      const float own = is_upper ? x[half + j] : x[j], other = is_upper ? x[j] : x[half + j];
+      x[j] = own + __shfl_xor_sync(0xffffffffu, other, bit);
+    }
+  }
+  const int lane = ptx::lane(), pair = lane / 16 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2;
+  const int column = 8 * pair + Scores::first_column();
+  if (column < num_columns) to[column] = x[0];
+  if (column + 1 < num_columns) to[column + 1] = x[1];
+}
+
 // Store the scores of a tile of keys: products, or weights that are summed over the heads of a list. Called by all
 // threads.
 CUFLASH_DEVICE void store_scores(const QueryScores& params, const QueryTile& queries, const ThreadRows& rows, Scores& s,
                                  int first, float* scores, int pitch) {
   const float scale = static_cast<float>(params.scale_log2);
   const bool is_summed = params.heads_of_list > 1;
+  const int num_columns = min(kBlockKv, queries.num_keys - first);
+  if (params.heads_of_list == 8 || params.heads_of_list == 16) {  // a thread's rows are of two queries, or of one
+    float sums[Scores::kRows][Scores::kColumns];
+#pragma unroll
+    for (int i = 0; i < Scores::kRows; ++i)
+#pragma unroll
+      for (int j = 0; j < Scores::kColumns; ++j) {
+        const bool is_seen = first + Scores::first_column() + Scores::column(j) < rows.num_seen[i];
+        sums[i][j] = is_seen ? ptx::exp2_approx(s.at(i, j) * scale - rows.shift[i]) : 0.0f;
+      }
+    const int query = Scores::warp_row() / params.heads_of_list;
+    if (params.heads_of_list == 16) {
+#pragma unroll
+      for (int j = 0; j < Scores::kColumns; ++j) sums[0][j] += sums[1][j];
+      store_sums(sums[0], scores + query * pitch + first, query < queries.num_queries ? num_columns : 0);
+    } else {
+#pragma unroll
+      for (int i = 0; i < Scores::kRows; ++i)
+        store_sums(sums[i], scores + (query + i) * pitch + first, query + i < queries.num_queries ? num_columns : 0);
+    }
+    return;
+  }
   float* const weights = reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + kWeightsStart);
 #pragma unroll
   for (int i = 0; i < Scores::kRows; ++i) {
@@ -202,7 +243,6 @@ CUFLASH_DEVICE void store_scores(const QueryScores& params, const QueryTile& que
   const int first_query = is_local ? ptx::thread_index() / 32 * of_warp : 0;
   const int last_query = is_local ? min(first_query + of_warp, queries.num_queries) : queries.num_queries;
   const int num_threads = is_local ? 32 : kThreads, thread = is_local ? ptx::lane() : ptx::thread_index();
-  const int num_columns = min(kBlockKv, queries.num_keys - first);
   for (int at = thread; at < (last_query - first_query) * kBlockKv; at += num_threads) {
     const int query = first_query + at / kBlockKv, column = at % kBlockKv;
     if (column >= num_columns) continue;
@@ -225,18 +265,27 @@ lists_query_scores(const __grid_constant__ cuflash::lists::QueryScores params) {
   tile::load_async<kThreads>(QTile{0},
                              tile::StackedRows<Element>{heads, params.q.row_stride, queries.num_rows(params)});
   const int pitch = (params.num_keys + 31) / 32 * 32 + 1;  // neighbouring queries are in different banks
-  float* const scores = reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + kScoresStart);
+  unsigned char* const storage = ptx::dynamic_shared<unsigned char>();
+  const int scores_start = kWeightsStart + (params.heads_of_list > 1 ? kWeightsBytes : 0);
+  float* const scores = reinterpret_cast<float*>(storage + scores_start);
   ThreadRows rows(params, queries);
   if (params.sums_weights && params.lse.data == nullptr) find_shifts(params, queries, rows);
   walk_keys(params, queries, [&](Scores& s, int first) {
     store_scores(params, queries, rows, s, first, scores, pitch);
   });
   __syncthreads();  // all scores are stored
-  const int warp = ptx::thread_index() / 32;
-  uint32_t* const places = reinterpret_cast<uint32_t*>(scores + kBlockQ / params.heads_of_list * pitch);
+  const int warp = ptx::thread_index() / 32, places_start = scores_start + 4 * params.queries_per_tile * pitch;
+  uint32_t* const places =
+      reinterpret_cast<uint32_t*>(storage + (params.keeps_places ? places_start : kKeysStart));
+  const Choice& choice = params.choice;
+  const bool has_count_alone = choice.mass == 0 && !choice.has_threshold && choice.count > 0;
   for (int query = warp; query < queries.num_queries; query += kNumWarps) {
     const int row = static_cast<int>(queries.matrix * params.choice.seqlen_q) + queries.first_query + query;
     Row<WarpOfRow, ScoresOfKeys> blocks(params.choice, row, {}, {scores + query * pitch, params, queries.num_keys});
+    if (has_count_alone && blocks.num_columns <= kFewColumns) {
+      list_few(blocks);
+      continue;
+    }
     choose_of_row(blocks, places + warp * params.place_columns);
     __syncwarp();  // the places are read
   }

@@ -18,6 +18,8 @@ struct QueryScores {
   int32_t sums_weights;  // scores are sums of softmax weights over heads and parts instead of products
   int32_t has_shares;  // the scores are also the shares
   int32_t place_columns;  // columns for whose places each warp has shared memory, a multiple of 32
+  int32_t queries_per_tile;
+  int32_t keeps_places;  // whether places have memory after the scores; otherwise they replace the tiles of keys
   int32_t padding;
 };
 

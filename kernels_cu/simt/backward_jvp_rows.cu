@@ -46,8 +46,8 @@ simt_backward_jvp_rows(const __grid_constant__ cuflash::attention::Params params
   QueryTangents<Accumulator> row[dq.kRows];
 #pragma unroll
   for (int i = 0; i < dq.kRows; ++i)
-    row[i] = store_query_tangents<tile::RegisterTile<Accumulator, kBlockQ, kValueDim>, Accumulator>(
-        params, tangents, sink, work, dq.row(i));
+    row[i] = store_query_tangents<Accumulator>(params, tangents, sink, work, dq.row(i), tile::column_lane(),
+                                               tile::kColumnLanes, [](Accumulator x) { return tile::row_sum(x); });
   dq.fill(0);
   const VisitRange visit_range = visit_range_of_queries(params, work);
   BlockIterator<kBlockKv, OverKvBlocks> blocks(params, visit_range);

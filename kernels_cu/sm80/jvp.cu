@@ -10,6 +10,7 @@
 #include <attention/tangent_weights.cuh>
 #include <ptx/cp_async.cuh>
 #include <sm80/block_state.cuh>
+#include <sm80/tangent_tiles.cuh>
 
 namespace cuflash::sm80 {
 
@@ -34,20 +35,6 @@ struct TangentState {
   Element* v_dot;
 };
 constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(TangentState));
-
-// Start to copy the rows of a step.
-template <class Tile>
-CUFLASH_DEVICE void load_rows(Tile to, Element* data, const attention::Matrices& matrices, int num_columns,
-                              const attention::KvBlock& block, bool rows_fill_tiles) {
-  if (__builtin_expect(rows_fill_tiles && block.stop - block.start == kBlockKv, true)) {
-    const int64_t row_stride = matrices.row_stride;
-    tile::FullTileCopy<kThreads, Element, kBlockKv,
-        Tile::kChunks * Tile::kChunk>(to, data + block.start * row_stride, row_stride)
-        .start();
-  } else {
-    tile::load_async<kThreads, false>(to, rows(data, matrices, num_columns, block.start, block.stop));
-  }
-}
 
 // Start to copy K and its tangent; below, V and its tangent.
 CUFLASH_DEVICE void load_k(const attention::Params& params, const attention::Tangents& tangents,
@@ -87,26 +74,6 @@ CUFLASH_DEVICE void save_state(const attention::Params& params, const attention:
   state.block.visit_range = visit_range;
   state.block.softmax_scale_log2 = (kHasScore ? 1.0 : shape.softmax_scale) * kLog2E;
   state.block.rows_fill_tiles = rows_fill_tiles;
-}
-
-// Compute S = Q K^T, and S_dot = Q_dot K^T + Q K_dot^T. Fragments of K and of Q are read once for both.
-CUFLASH_DEVICE void multiply_scores(Scores& s, Scores& s_dot) {
-  using tile::load;
-  const auto q = tile::left_k_major(q_smem, s.warp_row()), q_dot = tile::left_k_major(q_dot_smem, s.warp_row());
-  const auto k = tile::right_k_major(k_smem, 0), k_dot = tile::right_k_major(k_dot_smem, 0);
-#pragma unroll
-  for (int step = 0; step < kHeadDim / 16; ++step) {
-    uint32_t q_frag[kRowTiles][4], q_dot_frag[kRowTiles][4];
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-      load(q_frag[i], q, i, step);
-      if constexpr (Config::kHasQDot) load(q_dot_frag[i], q_dot, i, step);
-    }
-    tile::mma_k_step<Element>(s, q_frag, k, step, step == 0);
-    if constexpr (Config::kHasQDot) tile::mma_k_step<Element>(s_dot, q_dot_frag, k, step, step == 0);
-    if constexpr (Config::kHasKDot)
-      tile::mma_k_step<Element>(s_dot, q_frag, k_dot, step, step == 0 && !Config::kHasQDot);
-  }
 }
 
 // Turn scores into weights and their tangents, as `weights_and_tangents` does.
@@ -217,7 +184,7 @@ sm80_jvp(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATU
     load_v(params, tangents, state, block);
     ptx::cp_async_commit();
     Scores s, s_dot;
-    multiply_scores(s, s_dot);
+    multiply_with_tangents<Config::kHasQDot, Config::kHasKDot>(s, s_dot, q_smem, q_dot_smem, k_smem, k_dot_smem);
     ptx::cp_async_wait<0>();
     __syncthreads();  // V has arrived; K is read
     has_block = blocks.next(next_block);

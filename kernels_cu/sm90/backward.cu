@@ -33,7 +33,7 @@ struct Backward : BackwardEpilogue<Config> {
       dq_finish = smem.dq_finish;
     }
     const bool finishes = dq_finish != DqFinish::kNot;
-    // one branch for both cases, so that all other steps are one piece of code
+    // one branch for both cases, so that all other steps share one piece of code
     if (starts_next_tile(flags) || finishes) {
       if (starts_next_tile(flags)) release_kv();
       tile::wait_wgmma<0>(dk);
@@ -47,7 +47,7 @@ struct Backward : BackwardEpilogue<Config> {
           finish_sums(score, of_steps);
           return false;
         }
-        if constexpr (Config::kAddsDqInOrder) {  // which tile comes next differs from call to call
+        if constexpr (Config::kAddsDqInOrder) {  // the next tile varies from call to call
           finish_sums(score, of_steps);
           of_steps = {};
         }
@@ -188,7 +188,7 @@ struct Backward : BackwardEpilogue<Config> {
       tile::arrive(smem.q[state.stage].empty);
       start_dp(next_dp, next_state, part);
       const StepPositions next_positions = positions_of_step(next_state.stage);
-      const Step next_step(score, next_positions);  // computed while products run, as the random numbers of dropout are
+      const Step next_step(score, next_positions);  // computed while products run, like the random numbers of dropout
       draw_step(kept, next_positions, dropout, params.shape);
       tile::wait_wgmma<1>(next_s);
       make_step_p(next_s, next_step, delta, next_lse_2, next_state, first_query, flags, softmax_scale_log2);

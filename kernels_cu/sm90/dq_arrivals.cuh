@@ -27,7 +27,7 @@ constexpr int kArrivalIsDone = 1 << 16;
 // An arrival of a tile of keys at a tile of queries. The last tile of keys to arrive there finishes dQ.
 struct DqArrival {
   int before;  // number of tiles that arrived before
-  int num_awaited;  // how many of these must be done first
+  int num_awaited;  // number of these tiles that must be done first
   bool is_last;
 
   // Return the arrival of a tile that read `count` from the counter, if `num` tiles will arrive.

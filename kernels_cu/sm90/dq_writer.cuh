@@ -11,8 +11,7 @@ struct DqWriter : QCopyWarps<Config> {
   using typename Base::PipelineState, typename Base::SharedStorage, typename Base::StepMessage;
   using Base::dq_offset, Base::kBlockKv, Base::kDqPartBytes, Base::kNumConsumers, Base::shared;
 
-  // Release a part of the staging buffer of dQ, once at most kPending bulk copies have yet to be read. Called by a
-  // warp.
+  // Release a part of the staging buffer of dQ, once all but kPending bulk copies have read theirs. Called by a warp.
   template <int kPending>
   static CUFLASH_DEVICE void release_dq(int part, bool is_end) {
     ptx::bulk_wait_read<kPending>();

@@ -117,7 +117,7 @@ struct GatheredQueries : QProducer<Config> {
     OwnQuery own = own_query(params, chosen, work, block);
     for (bool loads_kv = true; block.stop > first; loads_kv = false) {
       const KvBlock next_block = step_before(chosen, first, block.start);
-      const OwnQuery next_own = own_query(params, chosen, work, next_block);  // arrives while this step waits
+      const OwnQuery next_own = own_query(params, chosen, work, next_block);  // loaded while this step waits
       const bool is_masked = !__all_sync(0xffffffffu, own.sees_all);
       StepMessage& message = smem.messages[state.stage];
       // all threads of the warp wait, so that none misses a phase

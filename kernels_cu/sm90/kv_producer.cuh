@@ -182,7 +182,7 @@ struct KvProducer : KvTileScheduler<Config> {
   static CUFLASH_DEVICE void load_keys(const attention::Params& params, const TensorMaps& maps, PagesArgument pages,
                                        ChosenArgument chosen) {
     using namespace attention;
-    unsigned num_k_blocks = 0, num_tiles_done = 0;  // counts of the blocks and tiles that are loaded
+    unsigned num_k_blocks = 0, num_tiles_done = 0;  // counts of loaded blocks and tiles
     clear_rows_past_boxes(chosen);
     while (true) {
       const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);

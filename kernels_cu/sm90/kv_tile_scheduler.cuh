@@ -76,7 +76,7 @@ struct KvTileScheduler : KvStorage<Config> {
     using namespace attention;
     const int num_tiles = num_tiles_of_queries<Listed>(params, chosen, kBlockQ);
     unsigned num_tiles_done = 0;
-    WorkTile queries{};  // if sequences are cut: queries of the last number that no tile has yet
+    WorkTile queries{};  // if sequences are cut: queries of the last block of positions that are not in a tile yet
     for (bool is_first = true;; is_first = false) {
       const tile::PipelineSlot& tile_info_slot = shared().tile_info_slots[tile_info_index(num_tiles_done)];
       // the first tile does not wait
@@ -99,7 +99,7 @@ struct KvTileScheduler : KvStorage<Config> {
         if (Config::kIsQuantized && visit_range.start < visit_range.stop)
           visit_range.start -= visit_range.start % kBlockKv;
         if (kStagesArray && visit_range.start < visit_range.stop)
-          visit_range.start -= visit_range.start % 8;  // 16 bytes
+          visit_range.start -= visit_range.start % 8;  // 16 bytes of an array
         if (!BlockIterator<kBlockKv, Walk, Listed>(params, visit_range).has_next()) {
           Hooks::write_empty_rows(params, work, sink, chosen);
           continue;

@@ -166,7 +166,7 @@ struct QCopyWarps : GatheredQueries<Config> {
     // recomputed at each use, as are the following values, to save registers
     const auto thread = [] { return ptx::thread_index() - 32; };
     for (int number = 0;; number = number == 2 * kNumStages - 1 ? 0 : number + 1) {
-      const PipelineState state{number % kNumStages, number / kNumStages};  // derived from one register
+      const PipelineState state{number % kNumStages, number / kNumStages};  // state is derived from one register
       ptx::mbarrier_wait(ptx::shared_address(&smem.message_ready[state.stage]), state.phase);
       const StepMessage& message = smem.messages[state.stage];
       if (message.is(StepMessage::kEndOfWork)) return tile::arrive(smem.q[state.stage].full);

@@ -18,8 +18,8 @@ struct QPipeline : DqWriter<Config> {
       Base::kProducerThreads, Base::kSkipsClamp, Base::k_phase, Base::prepare_steps, Base::produce_steps, Base::shared,
       Base::v_phase;
 
-  // Wait for a step, and return its flags. Call it before the products of the step are started: loads from shared
-  // memory have a long latency under products.
+  // Wait for a step, and return its flags. Call it before the products of the step are started, because loads from
+  // shared memory have a long latency during products.
   static CUFLASH_DEVICE int wait_step(const PipelineState& state) {
     SharedStorage& smem = shared();
     tile::wait_full(smem.q[state.stage], state.phase);
@@ -49,7 +49,7 @@ struct QPipeline : DqWriter<Config> {
     tile::wait_full(smem.k, k_phase(flags));
     tile::wait_full(smem.v, v_phase(flags));
   }
-  static CUFLASH_DEVICE void release_kv() { tile::arrive(shared().k.empty); }  // V is released with K
+  static CUFLASH_DEVICE void release_kv() { tile::arrive(shared().k.empty); }  // K and V are released together
 
   // Run the role of each warp of a thread block. `consume` is called by the consumer warpgroups, with the index of the
   // warpgroup among them.

@@ -37,8 +37,8 @@ struct QProducer : QStorage<Config> {
     else return attention::query_tile_number<Listed>(params, block.start, kBlockQ);
   }
 
-  // Return whether a query past a short step, in its slot, has no key. If sequences are cut, these queries belong to
-  // the next sequences. Called by the first warp.
+  // Return whether a query in the slot of a short step, after the step's queries, has no key. If sequences are cut,
+  // these queries belong to the next sequences. Called by the first warp.
   static CUFLASH_DEVICE bool has_empty_rows_past(const attention::Params& params,
                                                  const attention::BatchHead& batch_head,
                                                  const attention::KvBlock& block) {
@@ -61,7 +61,8 @@ struct QProducer : QStorage<Config> {
     if constexpr (kHasScore)  // a score function may hide a query from all keys
       if (work.records[step_number(params, block)].stats.has_empty_rows) return true;
     if (block.kind == BlockKind::kFull) return false;
-    if (!Listed::has_list(params.work) && params.work.lo == nullptr) {  // a band: queries without a key are at its ends
+    // Under a band, queries without a key are at the ends
+    if (!Listed::has_list(params.work) && params.work.lo == nullptr) {
       const BatchHead& batch_head = work.tile.batch_head;
       const Interval first = interval(params, batch_head, block.start),
                      last = interval(params, batch_head, block.stop - 1);
@@ -341,7 +342,7 @@ struct QProducer : QStorage<Config> {
     __syncwarp();
     if (ptx::elect_one()) {
       smem.messages[state.stage].flags = StepMessage::kEndOfWork;
-      smem.queries[state.stage].stats.has_large_lse = 0;  // every consumer reads it with a step
+      smem.queries[state.stage].stats.has_large_lse = 0;  // every consumer reads it in each step
       if constexpr (kHasScore) smem.queries[state.stage].stats.has_empty_rows = 0;
       ptx::mbarrier_arrive(ptx::shared_address(&smem.q[state.stage].full));
       ptx::mbarrier_arrive(ptx::shared_address(&smem.message_ready[state.stage]));

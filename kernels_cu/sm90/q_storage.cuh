@@ -90,7 +90,7 @@ struct QStorage : QTiles<Config> {
   // A tile of keys with a query head: addresses and flags that all of its steps share.
   struct HeadWork : tile::Conditional<kStagesArray, ArrayCoords, NoArrayCoords> {
     attention::WorkTile tile;
-    typename Base::QueryRecord* records;  // of the head, one for each tile of queries
+    typename Base::QueryRecord* records;  // of the head, one record for each tile of queries
     float* dq_sum;
     tile::TmaCoords q_coords, do_coords;
     int flags;  // flags that all steps share
@@ -105,14 +105,14 @@ struct QStorage : QTiles<Config> {
   // The number of steps in flight between producer and copy warps, and one more that the producer prepares.
   static constexpr int kNumHeadWorks = kNumStages + 1;
 
-  // If queries choose their blocks: what else the producer stores about work tiles and steps.
+  // If queries choose their blocks: additional values that the producer stores about work tiles and steps.
   static constexpr bool kPacksQueries = Config::kPacksQueries;
-  static constexpr int kMaxGathered = 8;  // queries of a step, at most
+  static constexpr int kMaxGathered = 8;  // maximum number of queries of a step
   struct NoGatheredWork {};
   struct GatheredWork {
     struct Part {
       const float *lse, *delta;  // of the first query of the first head
-      int number;  // which part of the queries of its keys a work tile has
+      int number;  // index of the work tile's part among those of its keys' queries
     };
     Part parts[kNumHeadWorks];
     int queries_of_steps[kNumStages][kMaxGathered];
@@ -138,14 +138,15 @@ struct QStorage : QTiles<Config> {
     return *reinterpret_cast<SharedStorage*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset);
   }
 
-  // The step's elements of a captured array, after all else; they are loaded and released with the step's Q.
+  // The step's elements of a captured array, at the end of shared memory; they are loaded and released with the step's
+  // Q.
   using SmemArray = StagedArray<kStagesArray ? kBlockQ : 64, kStagesArray ? kBlockKv : 64>;
   static CUFLASH_DEVICE SmemArray array_smem(int stage) {
     return {aligned_for_array(kStorageEnd) + stage * SmemArray::kBytes};
   }
 
-  // The bins in which a consumer warp sums the gradient of a short table, after all else: kNumBins for each lane. A
-  // kernel that has them does not stage an array.
+  // The bins in which a consumer warp sums the gradient of a short table, at the end of shared memory: kNumBins for
+  // each lane. Kernels with bins do not stage an array.
   static_assert(!kStagesArray || score::Function::kNumBins == 0, "bins and the staged array would overlap");
   static CUFLASH_DEVICE score::Function::Number* bins_of_warp() {
     const int warp = (ptx::thread_index() - kWarpgroupThreads) / 32;

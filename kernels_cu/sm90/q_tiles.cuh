@@ -46,7 +46,8 @@ struct QTiles : QueryTileStats<Config> {
                 "dQ is staged where tiles wait for each other");
   // Up to 128 columns, P is clamped to 1 only if some lse is large.
   static constexpr bool kSkipsClamp = !kIsWide;
-  // Tiles of scores in shared memory: if wide, P of even steps, P of odd steps and dS; else dS if dQ is computed.
+  // Tiles of scores in shared memory: for wide tiles, P of even steps, P of odd steps and dS; otherwise dS, if dQ is
+  // computed.
   static constexpr int kNumScoreTiles = kIsWide ? 3 : kMakesDq ? 1 : 0;
 
   using SmemK =
@@ -65,19 +66,19 @@ struct QTiles : QueryTileStats<Config> {
   static_assert(kDoStages == kNumStages || kNumStages == 2, "with one stage of dO, the stage of Q is the phase of dO");
   // Messages always have the block of the step: score functions and dropout depend on it.
   static constexpr bool kMessagesHaveBlocks = kHasScore || Config::kHasDropout;
-  // dO is released apart from Q if it has fewer stages. At 128 columns it always is: ptxas then orders the instructions
-  // after the release such that the kernel is 5 % faster.
+  // dO is released separately from Q if it has fewer stages. At 128 columns it always is: ptxas then orders the
+  // instructions after the release such that the kernel is 5 % faster.
   static constexpr bool kReleasesDo = kDoStages < kNumStages || (!kIsWide && kBlockQ == 64);
 
   static constexpr SmemK k_smem{0};
   static constexpr SmemV v_smem{SmemK::kBytes};
-  static constexpr int kQOffset = v_smem.start + SmemV::kBytes;  // the stages of Q, followed by the stages of dO
+  static constexpr int kQOffset = v_smem.start + SmemV::kBytes;  // the stages of Q, followed by those of dO
   static constexpr int kDoOffset = kQOffset + kNumStages * SmemQ::kBytes;
   static constexpr int kScoreOffset = kDoOffset + kDoStages * SmemDo::kBytes;
   // staging buffer of dQ, a part for each warpgroup
   static constexpr int kDqOffset = kScoreOffset + kNumScoreTiles * kScoreBytes;
   static constexpr int kDqPartBytes = 4 * kBlockQ * kHeadDim / kNumConsumers;
-  static constexpr bool kHasDqWriter = kMakesDq && !kIsWide;  // through the staging buffer
+  static constexpr bool kHasDqWriter = kMakesDq && !kIsWide;  // through the staging buffer of dQ
   static constexpr int kStorageOffset = kDqOffset + (kHasDqWriter ? kNumConsumers * kDqPartBytes : 0);
   static CUFLASH_DEVICE SmemQ q_smem(int stage) { return {kQOffset + stage * SmemQ::kBytes}; }
   static CUFLASH_DEVICE SmemDo do_smem(int stage) { return {kDoOffset + stage * SmemDo::kBytes}; }

@@ -14,7 +14,7 @@ struct QueryTileStats : GradientEpilogue<Config> {
   using typename Base::Listed;
   using Base::kBlockQ, Base::kHeadDim, Base::kValueDim;
 
-  // 16 bits per word: words of 32 bits could be taken for NaN by kernels with a watchdog
+  // 16 bits per word: kernels with a watchdog could take 32-bit words for NaN
   static constexpr int kNonemptyWords = kBlockQ / 16;
   struct alignas(16) QueryStats {
     float lse_2[kBlockQ];  // in base 2; +inf for queries without a key, and past the tile
@@ -54,7 +54,7 @@ struct QueryTileStats : GradientEpilogue<Config> {
     else return attention::query_tile_number<L>(params, work.first, kBlockQ);
   }
 
-  // Return the count of a record; null in kernels that have none.
+  // Return the count of a record, or null in kernels without counts.
   static CUFLASH_DEVICE DqCount* dq_count(QueryRecord& record) {
     if constexpr (kCountsDqTiles) return &record.dq;
     else return nullptr;

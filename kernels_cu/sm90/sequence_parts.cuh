@@ -27,7 +27,7 @@ struct SequenceParts {
   }
 
   CUFLASH_DEVICE int first(int number) const { return starts[number]; }
-  // A tile is never higher than Height, whatever offsets a caller gave.
+  // A tile is never higher than Height, whatever the offsets.
   CUFLASH_DEVICE int last(int number) const { return min(starts[number + 1], starts[number] + Height); }
 
   // Return the index of the tile that has a row, or num_tiles if no tile has it. Called by a warp.
@@ -95,7 +95,7 @@ CUFLASH_DEVICE WorkTile key_part_at(const Params& params, int rank) {
   return work;
 }
 
-// The queries that visit a tile of keys: a range of rows, and the tiles that have them, from index first_entry on.
+// The queries that visit a tile of keys: a range of rows, and the tiles that contain them, from index first_entry on.
 template <int Height>
 struct PartRange : VisitRange {
   SequenceParts<Height> parts;

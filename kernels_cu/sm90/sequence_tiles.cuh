@@ -51,7 +51,8 @@ CUFLASH_DEVICE int start_of_tiles(const RowIntervals& rows, int length, int posi
   const int next = next_sequence<Height>(rows, position, min(position + Height, length)), last = next - 1;
   const int first_lo = rows.lo[position], first_hi = rows.hi[position];
   const int last_lo = rows.lo[last], last_hi = rows.hi[last];
-  const bool has_diagonal = first_lo == last_lo && last_hi - first_hi == last - position;  // false in a window
+  // False if the tile is in a window
+  const bool has_diagonal = first_lo == last_lo && last_hi - first_hi == last - position;
   const int keys_before = first_hi - first_lo - 1;
   if (!has_diagonal || (next < position + Height && keys_before < Height)) return position;
   return min(position + (Height - keys_before % Height) % Height, next);

@@ -27,7 +27,7 @@ class TileScore {
                             Staged staged) const {
     if constexpr (Score::kIsStaged) {
       using Panel = typename Staged::Panel;
-      constexpr int kFragments = Panel::kChunks / 2;  // of 16 columns each
+      constexpr int kFragments = Panel::kChunks / 2;  // fragments of 16 columns each
       uint32_t words[4];
       float pairs[Tile::kRows][2];
       // opaque, since addresses of further stages would occupy registers across steps

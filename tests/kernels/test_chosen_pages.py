@@ -217,7 +217,8 @@ def check_eight_bits(run: Run) -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_reads_lists_at_each_replay(cupy: Any) -> None:
+def test_a_graph_reads_lists_at_each_replay() -> None:
+    cupy = pytest.importorskip("cupy")
     call, kind = drawn(NEW | {"heads": 4}, (300, 64, 193)), KINDS["a list of each key/value head"]
     blocks = cupy.asarray(np.random.default_rng(0).integers(-1, 5, (3, 2, 1, 3)).astype(np.int32))
     cache, q = cache_of(Run("gpu"), call, kind.pages), cupy.asarray(call.q)

@@ -26,7 +26,7 @@ RUNS = [pytest.param(SIM, marks=needs_compiler), pytest.param(GPU, marks=pytest.
 on_kernels = pytest.mark.parametrize("run", RUNS, ids=str)
 _TWO = {"q_batch": (2,), "k_batch": (2,), "v_batch": (2,)}
 _FEW: dict[str, Any] = {
-    **_TWO, "num_heads": 4, "num_kv_heads": 2, "seqlen_q": 5, "seqlen_kv": 300, "head_dim": 24, "value_dim": 40,
+    **_TWO, "num_heads": 4, "num_kv_heads": 2, "seqlen_q": 4, "seqlen_kv": 300, "head_dim": 24, "value_dim": 40,
     "dtype": "bfloat16",
 }  # fmt: skip
 
@@ -49,9 +49,9 @@ STRUCTURES = {
     "no key": Structure(**_FEW, mask=masks.Band(400, None)),
     "lengths": Structure(**_FEW, mask=masks.Lengths(kv=np.array([0, 170]))),
     "lengths, causal": Structure(
-        **_FEW, mask=masks.Lengths(q=np.array([3, 5]), kv=np.array([170, 1])) & masks.Causal("bottom_right")
+        **_FEW, mask=masks.Lengths(q=np.array([3, 4]), kv=np.array([170, 1])) & masks.Causal("bottom_right")
     ),
-    "documents": Structure(**_FEW, mask=masks.Documents(np.arange(5) // 2, np.arange(300) // 80)),
+    "documents": Structure(**_FEW, mask=masks.Documents(np.arange(4) // 2, np.arange(300) // 80)),
     "windows of each head": Structure(
         **{**_FEW, "num_kv_heads": 4},
         mask=WindowsOfHeads(),
@@ -61,7 +61,7 @@ STRUCTURES = {
     "columns first": Structure(**_FEW, layouts=("transposed",) * 5),
     "from the last element": Structure(**_FEW, layouts=("negative",) * 5),
     "padded rows": Structure(**_FEW, layouts=("padded",) * 5),
-    "without heads": Structure(has_heads=False, seqlen_q=16, seqlen_kv=300, head_dim=8, value_dim=32, dtype="float16"),
+    "without heads": Structure(has_heads=False, seqlen_q=8, seqlen_kv=300, head_dim=8, value_dim=32, dtype="float16"),
     "axes that do not fold": Structure(
         q_batch=(2, 1, 3, 1), k_batch=(1, 2, 1, 2), v_batch=(2, 2, 1, 1), num_heads=2, num_kv_heads=1, seqlen_q=3,
         seqlen_kv=150, dtype="bfloat16", mask=masks.Causal("bottom_right"),
@@ -110,12 +110,12 @@ def test_results_are_within_their_bounds(run: Run, name: str) -> None:
 @st.composite
 def drawn(draw: st.DrawFn) -> Example:
     """Return an example of a call that takes the kernel."""
-    group, kv_heads = draw(st.integers(1, 16)), draw(st.integers(1, 2))
+    group, kv_heads = draw(st.integers(1, 8)), draw(st.integers(1, 2))
     dims = st.integers(1, 8).map(lambda chunks: 8 * chunks)
     batches = draw(st.sampled_from([((), (), ()), ((2,), (2,), (1,)), ((2, 1), (1, 2), (2, 2))]))
     return Structure(
         **dict(zip(("q_batch", "k_batch", "v_batch"), batches)), num_heads=group * kv_heads, num_kv_heads=kv_heads,
-        seqlen_q=draw(st.integers(1, 16 // group)), seqlen_kv=draw(st.integers(1, 400)), head_dim=draw(dims),
+        seqlen_q=draw(st.integers(1, 8 // group)), seqlen_kv=draw(st.integers(1, 400)), head_dim=draw(dims),
         value_dim=draw(dims), dtype=draw(st.sampled_from(["float16", "bfloat16"])),
         mask=draw(st.sampled_from([None, *(each.mask for each in (STRUCTURES[name] for name in _DRAWN))])),
         layouts=tuple(draw(st.sampled_from(LAYOUTS)) for _ in range(5)),
@@ -162,7 +162,7 @@ def test_keys_that_no_query_attends_never_matter(run: Run) -> None:
 @on_kernels
 @pytest.mark.parametrize("mask", [None, masks.Lengths(kv=np.array([31, 600]))], ids=["dense", "lengths"])
 def test_score_functions_know_positions(run: Run, mask: masks.Mask | None) -> None:
-    probe = Probe("float16", mask, batch=(2,), heads=(4, 1), lengths=(3, 600))
+    probe = Probe("float16", mask, batch=(2,), heads=(4, 1), lengths=(2, 600))
     assert takes_the_kernel(cuflash.plan(probe.q, probe.k, probe.v, mask=mask, device=DeviceSpec.gpu("H100"))._plan)
     probe.check(probe.run_results(run, is_backward=False))
 
@@ -171,10 +171,10 @@ def test_score_functions_know_positions(run: Run, mask: masks.Mask | None) -> No
 
 
 def plan_of(
-    library: Any, rows: int = 1, heads: tuple[int, int] = (8, 2), dim: int = 64, dtype: Any = np.float16, **options: Any
+    library: Any, rows: int = 1, dim: int = 64, dtype: Any = np.float16, batch: int = 2, **options: Any
 ) -> KernelPlan:
     shape = library.ShapeDtype
-    q, k = shape((2, heads[0], rows, dim), dtype), shape((2, heads[1], 1000, dim), dtype)
+    q, k = shape((batch, 8, rows, dim), dtype), shape((batch, 2, 1000, dim), dtype)
     return library.plan(q, k, k, **{"device": library.DeviceSpec.gpu("H100"), **options})._plan
 
 
@@ -185,7 +185,7 @@ def other_calls(library: Any) -> dict[str, dict[str, Any]]:
         intervals = WindowsOfHeads.intervals
 
     return {
-        "too many rows": {"rows": 5},
+        "too many rows": {"rows": 3},
         "a family's name": {"kernel": "sm80"},
         "dropout": {"dropout": library.Dropout(0.1, seed=0)},
         "float32": {"dtype": np.float32},
@@ -213,6 +213,11 @@ def check_rule(library: Any) -> None:
     assert "few queries" in plan.rule and "few queries" not in by_name.rule
     assert plan.kernels.backward.specs == by_name.kernels.backward.specs
     assert list(plan.kernels.forward.launches) == ["forward"]
+    many = {"rows": 16, "batch": 64}  # tiles for all multiprocessors, of which sm90's would be nearly empty
+    plan, by_name = plan_of(library, **many), plan_of(library, **many, kernel="sm90")
+    assert plan.rule.startswith("sm90") and "few queries: sm80_forward" in plan.rule
+    assert plan.specs["forward"].is_split and plan.kernels.backward.specs == by_name.kernels.backward.specs
+    assert plan_of(library, **many | {"rows": 17}).specs["forward"].name == "sm90_forward"
 
 
 def test_the_rule_names_the_kernel_and_gradients_keep_theirs() -> None:
@@ -221,7 +226,7 @@ def test_the_rule_names_the_kernel_and_gradients_keep_theirs() -> None:
 
 def check_parts(library: Any) -> None:
     """Check that parts follow from the chip, the heads and the keys that a query sees."""
-    for batch, keys, parts in ((1, 64, 1), (1, 65, 2), (1, 1 << 16, 64), (200, 1 << 16, 64)):
+    for batch, keys, parts in ((1, 64, 1), (1, 65, 2), (1, 1 << 16, 64), (40, 1 << 16, 4), (300, 1 << 16, 1)):
         q, k = (library.ShapeDtype((batch, 2, length, 128), ml_dtypes.bfloat16) for length in (1, keys))
         plan = library.plan(q, k, k, device=library.DeviceSpec.gpu("H100"))._plan
         assert plan.kernels.num_splits == parts

@@ -37,10 +37,11 @@ from cuflash.planning.spec import KernelSpec
 from cuflash.planning.families import sm80
 from cuflash.planning.families.sm90 import SHORT_SEQUENCES, in_small_tiles
 from cuflash.planning.families.sm90_fp8 import Sm90Fp8
-from cuflash.planning.families.family import DIMS
+from cuflash.planning.families.family import DIMS, Family
 from cuflash.planning.routing import FAMILIES, PREFILL_FAMILIES, mass_kernel
 from cuflash.planning.interval_kernels import INTERVAL_SPECS
 from cuflash.planning.list_kernels import LIST_SPECS
+from cuflash.planning.query_scores import every_query_spec
 from cuflash.planning.selection_kernels import every_selection_spec
 from cuflash.planning.quantizing import quantize_spec, transpose_spec
 from cuflash.planning.scales import RowsPerScale
@@ -54,6 +55,7 @@ CHIPS = ("T4", "A100", "RTX 3090", "L4", "H100", "B200", "RTX 5090")
 MOST_SPECS, MOST_SPECS_OF_A_GPU = 14000, 10000
 LENGTHS = (1, 1000)  # a tile of few queries, and a whole one
 TANGENTS = (("q",), ("k", "v"), ("q", "k", "v"))  # the long profile has no others either
+SECOND_TANGENTS = (("q", "k", "v"), ("q", "k", "v", "do"), ("do",))
 SIZES_OF_TILES = {"block_q", "block_kv", "num_warps", "min_blocks", "num_stages"}
 Limit: TypeAlias = tuple[int, int] | None
 # Bytes by exception. 256: no tile is smaller, and it holds 16 rows of 512 sums. 128: the next smaller tile, which does
@@ -100,11 +102,16 @@ SPILLS = {
     ("sm90_forward scored in pages", BFLOAT16, 64): 48,
     ("sm90_forward scored in pages", BFLOAT16, 128): 16,
     ("sm90_forward scored in pages", BFLOAT16, 256): 64,
+    # Four tiles of scores, and sums of 128 columns. A step of 16 rows was not timed.
+    **{("sm80_backward_jvp_rows", dtype, 128): 8 for dtype in _HALVES},  # on sm_90
+    **{("sm80_backward_jvp_columns", dtype, 128): 164 for dtype in _HALVES},  # on sm_120
     # With a sink, of tiles that plain attention has. Neither was timed with one.
     **{("sm90_forward with a sink", dtype, 64): 20 for dtype in _HALVES},  # of 256 queries
     **{("sm80_decode_e4m3 with a sink", dtype, 128): 24 for dtype in _HALVES},  # on sm_120; 16 on sm_90
     # Of 64 rows, whose 16 warps leave 128 registers a thread.
     ("sm80_decode scored", BFLOAT16, 128): 8,  # on sm_80
+    **{("sm80_decode of chosen blocks", dtype, 128): 8 for dtype in _HALVES},  # of 32 rows, on sm_80
+    **{("sm80_decode_e4m3 of chosen blocks", dtype, 128): 16 for dtype in _HALVES},
     **{
         (f"sm80_{entry}{scored} in fixed parts", BFLOAT16, 128): 8
         for entry, scored in product(("decode", "decode_e4m3"), ("", " scored"))
@@ -130,10 +137,10 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
                 family_specs = FAMILIES[family].specs(problem, device, limit, deterministic=deterministic)
                 specs |= set(family_specs.values())
                 if family in ("simt", "sm80"):
-                    moving = (replace(problem, tangents=names) for names in TANGENTS)
-                    specs |= {FAMILIES[family].jvp_spec(each, device, limit) for each in moving}
                     least = 1 if family == "simt" else 128
                     specs.add(mass_kernel(problem, device, least, is_listed=limit is not None))
+                if family in ("simt", "sm80") and precision == "ieee" and limit is None and head_dim == value_dim:
+                    specs |= of_tangents(FAMILIES[family], problem, device, limit)
                 if family == "sm90":  # queries that see many keys, or few, of one problem and of a thousand
                     many = (ShapeDtype((1000, *x.shape), dtype) for x in (q, k, v))
                     thousand = Problem.of(*many, precision=precision)
@@ -157,6 +164,15 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
     return specs
 
 
+def of_tangents(family: Family, problem: Problem, device: DeviceSpec, limit: Limit) -> set[KernelSpec]:
+    """Return a family's kernels for tangents, and for tangents of gradients."""
+    specs = {family.jvp_spec(replace(problem, tangents=names), device, limit) for names in TANGENTS}
+    for names in SECOND_TANGENTS:
+        with suppress(UnsupportedProblem):  # no tile fits
+            specs |= set(family.backward_jvp_specs(replace(problem, tangents=names), device, limit))
+    return specs
+
+
 def of_intervals(specs: Mapping[str, KernelSpec]) -> set[KernelSpec]:
     """Return the sm90 kernels that replace those for a band if the work is row intervals."""
     names = ("backward", "backward_statistics", "convert_dq")
@@ -177,7 +193,7 @@ def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
         specs = {gradient_spec(spec.dtype, spec)}
     else:
         specs = {gradient_spec(spec.dtype), sums_spec(spec.accumulator)} if spec.name == "simt_forward" else set()
-    takes_it = spec.entry.name in ("forward", "combine", "softmax", "jvp") and not spec.is_split
+    takes_it = spec.entry.name in ("forward", "combine", "softmax", "jvp", "backward_jvp_rows") and not spec.is_split
     takes_it &= spec.family != "fa1"
     return specs | ({replace(spec, has_sink=True)} if takes_it else set())
 
@@ -211,7 +227,7 @@ def of_scores(name: str) -> set[KernelSpec]:
             moving = cuflash.plan(
                 x, x, x, kernel=kernel, executor="gpu", device=device, tangents=("q", "k", "v", *named), **options
             )
-            specs.add(moving._plan.specs["jvp"])
+            specs |= {spec for spec in moving._plan.specs.values() if "jvp" in spec.entry.name}
         specs |= {spec for spec in planned.values() if spec.adds_dq_in_order or spec.entry.name == "captured_sums"}
     lists = masks.ChosenBlocks(np.zeros((5000, 1), np.int32), 64)
     for dim, options in product((64, 128), changes[3:5]):
@@ -298,7 +314,7 @@ def every_target() -> list[tuple[KernelSpec, str]]:
             of_chip = sorted(of_scores(chip), key=lambda spec: (str(spec), str(spec.score), spec.score_wrt))
             targets += [(spec, room.architecture(spec, capability)) for spec in of_chip]
         others = {*LIST_SPECS.values(), *INTERVAL_SPECS.values(), UNIONS, *COLUMN_SPECS.values()}
-        others |= set(every_selection_spec(DTYPES))
+        others |= set(every_selection_spec(DTYPES)) | (every_query_spec(DTYPES) if capability >= (8, 0) else set())
         others |= every_result_spec(DTYPES)
         targets += [(spec, room.architecture(spec, capability)) for spec in sorted(others, key=str)]
     return targets
@@ -373,6 +389,7 @@ def faults(compiled: Compiled) -> list[str]:
     name = spec.name + " watched" * spec.has_watchdog + " scored" * (spec.score is not None)
     name += " dropped" * spec.has_dropout
     name += " in pages" * (spec.score is not None and spec.is_paged) + " in fixed parts" * bool(spec.part_keys)
+    name += " of chosen blocks" * spec.is_chosen
     known = SPILLS.get((name, spec.dtype, spec.head_dim), 0)
     if spec.has_sink:
         known = SPILLS.get((f"{name} with a sink", spec.dtype, spec.head_dim), known)

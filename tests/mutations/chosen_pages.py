@@ -11,7 +11,8 @@ from mutations.planting import Edit
 from test_chosen_pages import KINDS, check_all_chosen, check_eight_bits, check_refusals, check_results, check_scores
 from test_page_bounds import check_bounds, check_kernel
 
-SIGNS = (AssertionError, sim.SimulationError, pytest.fail.Exception, AttributeError)  # exceptions by which guards see a fault
+# Exceptions by which guards see a fault.
+SIGNS = (AssertionError, sim.SimulationError, pytest.fail.Exception, AttributeError)
 
 
 def results_are_right() -> None:

@@ -104,18 +104,17 @@ FAULTS = {
         ),
     },
     plans_are_right: {
-        "any number of rows is few": Edit(PLAN, "takes_few_queries", "not 1 <= rows <= _MOST_ROWS", "rows < 1"),
-        "heads of a group share any mask": Edit(PLAN, "takes_few_queries", "problem.group_size > 1 and", "False and"),
-        "no weight is dropped": Edit(PLAN, "takes_few_queries", "or problem.dropout is not None", ""),
-        "lists are intervals": Edit(PLAN, "takes_few_queries", "or isinstance(work, UnionWork)", ""),
+        "rows beyond a half tile are decoded": Edit(PLAN, "with_few_queries", "rows <= _MOST_DECODED and", ""),
+        "any number of rows is few": Edit(PLAN, "with_few_queries", "1 <= rows <= _MOST_ROWS", "1 <= rows"),
+        "heads of a group share any mask": Edit(PLAN, "_is_decoded", "problem.group_size > 1 and", "False and"),
+        "no weight is dropped": Edit(PLAN, "_is_decoded", "problem.dropout is not None or", ""),
+        "lists are intervals": Edit(PLAN, "with_few_queries", "or isinstance(work, UnionWork)", ""),
+        "nearly empty tiles stay": Edit(PLAN, "with_few_queries", "forward=other.forward, ", ""),
         "parts of a window are those of all keys": Edit(
-            PLAN, "with_few_queries", "max_steps(problem, work, spec)", "-(-problem.seqlen_kv // spec.block_kv)"
+            PLAN, "_decoded", "max_steps(problem, work, spec)", "-(-problem.seqlen_kv // spec.block_kv)"
         ),
-        "a grid has one part": Edit(
-            PLAN, "with_few_queries", "problem.num_kv_heads * num_parts", "problem.num_kv_heads"
-        ),
-        "a family's name is auto": Edit(
-            "planning/plan.py", "gpu_plan", 'kernel == "auto" and takes_few_queries(', "takes_few_queries("
-        ),
+        "more parts than run at once": Edit(PLAN, "_decoded", ", at_once)", ", 128)"),
+        "a grid has one part": Edit(PLAN, "_decoded", "problem.num_kv_heads * num_parts", "problem.num_kv_heads"),
+        "a family's name is auto": Edit("planning/plan.py", "gpu_plan", 'if kernel == "auto": of_family', "if True: of_family"),
     },
 }  # fmt: skip

@@ -12,12 +12,12 @@ from cuflash import masks, sim
 from cuflash.executors import sim as simulated
 from cuflash.executors.sim import Simulator
 from cuflash.testing import Structure
-from cuflash.testing.tangents import Moving, with_tangents
+from cuflash.testing.tangents import Moving
 from executors import SIM, Run
 from mutations.planting import Edit
 
 SIGNS = (AssertionError, sim.SimulationError)  # exceptions by which guards see a fault
-SIMT = replace(SIM, kernel="simt")
+SIMT, SM80 = (replace(SIM, kernel=kernel) for kernel in ("simt", "sm80"))
 PLAIN = replace(checks.FULL, dropout=None, sink=None)
 
 
@@ -27,11 +27,12 @@ def _tangents_are_right(run: Run, dtype: str) -> None:
     for structure in (PLAIN, listed):
         example = replace(structure, dtype=dtype).example()
         for names in ("qkv", "v"):
-            checks.check(run, with_tangents(example, dict.fromkeys(names, "normal")))
+            checks.check(run, checks.moved_along(example, dict.fromkeys(names, "normal"), layout="padded"))
     example = Structure(seqlen_q=50, seqlen_kv=700, head_dim=20, value_dim=12, dtype=dtype).example()
     later = np.where(np.arange(700)[:, None] < 300, 0 * example.k, example.k.dtype.type(4))
     checks.check(run, Moving(example, {"k": later}))
-    checks.test_rows_without_a_key_have_tangents_of_zero(run)
+    if dtype == "float32":
+        checks.test_rows_without_a_key_have_tangents_of_zero(run)
 
 
 def simt_is_right() -> None:
@@ -42,13 +43,37 @@ def simt_is_right() -> None:
     checks.test_nan_and_infinities_reach_what_they_should(SIMT)
 
 
+def sm80_is_right() -> None:
+    """Check under schedules in which copies land late."""
+    for schedule in (sim.Schedule(copies="late"), sim.Schedule(seed=1, order="random", copies="random")):
+        with patch.object(simulated, "_SIMULATOR", Simulator(schedule)):
+            _tangents_are_right(SM80, "float16")
+            checks.check(SM80, checks.moved_along(replace(checks.FULL, dtype="float16").example(), checks.EVERY))
+
+
+def second_derivatives_are_right() -> None:
+    """Check all tangents and some, with every feature, and rows without a key."""
+    example = checks.FULL.example()
+    every = checks.EVERY | {"do": "normal", "dlse": "normal"}
+    for order in ("round_robin", "random"):
+        with patch.object(simulated, "_SIMULATOR", Simulator(sim.Schedule(seed=1, order=order))):
+            checks.check_gradients(SIMT, checks.moved_along(example, every))
+    for names in ("v", ("k", "sink"), ("q", "do")):
+        checks.check_gradients(SIMT, checks.moved_along(example, {name: every[name] for name in names}))
+    checks.test_rows_without_a_key_have_no_second_derivative(SIMT)
+
+
+def scores_have_second_derivatives() -> None:
+    checks.test_tangents_of_gradients_have_every_feature(SIMT, "float64")
+
+
 def every_feature_is_right() -> None:
     """Check a score function with arrays, a sink and dropout."""
     checks.test_every_feature_at_once_is_within_its_bounds(SIMT, "float32")
     example = checks.FULL.example()
-    checks.check(SIMT, with_tangents(example, checks.EVERY))
+    checks.check(SIMT, checks.moved_along(example, checks.EVERY))
     for dtype in ("float16", "float64"):
-        moving = with_tangents(example.but(sink=example.sink.astype(dtype)), {"sink": "normal"})
+        moving = checks.moved_along(example.but(sink=example.sink.astype(dtype)), {"sink": "normal"})
         checks.check(SIMT, moving)
 
 
@@ -67,7 +92,9 @@ def plans_are_right(library: ModuleType) -> None:
     assert [len(spec.score.arrays) for spec in specs] == [1, 1, 2]
 
 
-WEIGHTS, JVP = "attention/tangent_weights.cuh", "simt/jvp.cu"
+WEIGHTS, GRADIENTS = "attention/tangent_weights.cuh", "attention/gradient_tangents.cuh"
+JVP, MMA, PRODUCTS = "simt/jvp.cu", "sm80/jvp.cu", "sm80/tangent_tiles.cuh"
+ROWS, COLUMNS = "simt/backward_jvp_rows.cu", "simt/backward_jvp_columns.cu"
 FAULTS = {
     simt_is_right: {
         "k's tangent moves no score": Edit(JVP, "simt_jvp", "tile::gemm_add_nt(s_dot, q_smem, k_smem);", ""),
@@ -112,13 +139,13 @@ FAULTS = {
             WEIGHTS, "find_centers", "if (has_key >> i & 1 || count", "if (count"
         ),
         "tangents are relative to nothing": Edit(
-            WEIGHTS, "find_centers", "center[i] = kMovesScores ? total / count : T(0);", ""
+            WEIGHTS, "find_centers", "center[i] = total / count;", ""
         ),
         "the center has masked keys": Edit(
             WEIGHTS, "find_centers", "if (!is_seen(i, j)) continue;", ""
         ),
         "all rows of a thread have the first one's center": Edit(
-            WEIGHTS, "weights_and_tangents", "(w - rows.center[i])", "(w - rows.center[0])"
+            WEIGHTS, "weights_and_tangents", "scale, -rows.center[i])", "scale, -rows.center[0])"
         ),
         "a row has the keys of its first thread": Edit(
             WEIGHTS, "find_centers", "total = row_sum(total);", "total = total * 8;"
@@ -128,7 +155,7 @@ FAULTS = {
         "a row of -inf moves": Edit(WEIGHTS, "row_result", "is_empty ? T(0) : center", "false ? T(0) : center"),
         "NaN of lse is lost": Edit(WEIGHTS, "o_dot", "lse != lse ? lse : is_zero", "is_zero"),
         "hidden keys move": Edit(
-            WEIGHTS, "weights_and_tangents", "is_seen(i, j) ? f_dot * scale : T(0)", "f_dot * scale"
+            WEIGHTS, "weights_and_tangents", "if (!is_seen(i, j)) element(s_dot, i, j) = 0;", ";"
         ),
     },
     every_feature_is_right: {
@@ -150,6 +177,97 @@ FAULTS = {
         ),
         "the score's tangent is not scaled": Edit(WEIGHTS, "score_tangent", "s_dot * scale", "s_dot"),
     },
+    sm80_is_right: {
+        "K is read before it is there": Edit(
+            MMA, "sm80_jvp", "ptx::cp_async_wait<0>(); __syncthreads(); load_v(", "load_v("
+        ),
+        "V is read before it is there": Edit(
+            MMA, "sm80_jvp", "ptx::cp_async_wait<0>(); __syncthreads(); has_block =", "has_block ="
+        ),
+        "K is overwritten before it is read": Edit(
+            MMA, "sm80_jvp", "__syncthreads(); has_block =", "has_block ="
+        ),
+        "k's tangent moves no score": Edit(
+            PRODUCTS, "multiply_with_tangents", "if constexpr (HasBDot) tile", "if constexpr (false) tile"
+        ),
+        "q's tangent is q": Edit(PRODUCTS, "multiply_with_tangents", "left_k_major(a_dot,", "left_k_major(a,"),
+        "without q's tangent scores begin with others": Edit(
+            PRODUCTS, "multiply_with_tangents", "step == 0 && !HasADot", "false"
+        ),
+        "k's tangent has the strides of k": Edit(
+            MMA, "load_k", "state.k_dot, tangents.k_dot, columns", "state.k_dot, params.k, columns"
+        ),
+        "v's tangent is v": Edit(MMA, "save_state", "start(VTile{0}, tangents.v_dot,", "start(VTile{0}, params.v,"),
+        "weights of values' tangents are those of scores'": Edit(
+            MMA, "sm80_jvp", "gemm_add_nn(o_dot, s, v_dot_smem)", "gemm_add_nn(o_dot, s_dot, v_dot_smem)"
+        ),
+        "scores are not masked": Edit(
+            MMA, "update", "mask_scores<Config::kIsListed>(s, params, state.work, block, masked_score());", ""
+        ),
+        "steps are not the next ones": Edit(MMA, "sm80_jvp", "block = next_block;", ""),
+        "dropped weights move": Edit(MMA, "drop_step", "drop_weights(s_dot, kept);", ";"),
+        "kept weights are not scaled": Edit(MMA, "write_results", "o_dot.scale(dropout.single_factor);", ";"),
+        "results are stored before Q is read": Edit(
+            MMA, "write_results", "ptx::cp_async_wait<0>(); __syncthreads(); tile::store(o_smem", "tile::store(o_smem"
+        ),
+    },
+    second_derivatives_are_right: {
+        "delta does not move with o": Edit(
+            GRADIENTS, "store_query_tangents", "delta_dot += of_do * tile::to_accumulator(o_dot.at(query, column));", ""
+        ),
+        "delta does not move with do": Edit(
+            GRADIENTS, "store_query_tangents", "tile::to_accumulator(do_dot.at(query, column)) * of_o", "0"
+        ),
+        "dlse does not move": Edit(GRADIENTS, "store_query_tangents", "delta_dot -= dlse_dot;", ""),
+        "the sink's gradient does not move with the sink": Edit(
+            GRADIENTS, "store_query_tangents", "(logit_dot - lse_dot) * delta + delta_dot", "delta_dot"
+        ),
+        "do_dot of rows without keys counts": Edit(
+            GRADIENTS, "store_query_tangents", "lse == logit && has_o == 0", "false"
+        ),
+        "P_dot is relative to nothing": Edit(GRADIENTS, "gradient_tangents", "T(0)) - row.lse_dot)", "T(0)))"),
+        "dF does not move with P": Edit(
+            GRADIENTS, "gradient_tangents", "ptx::fma(p_dot, gap, p * gap_dot)", "p * gap_dot"
+        ),
+        "masked keys move": Edit(GRADIENTS, "gradient_tangents", "is_allowed(i, j) && row.lse_2", "row.lse_2"),
+        "dP does not move with v": Edit(
+            ROWS, "simt_backward_jvp_rows", "tile::gemm_add_nt(dp_dot, do_smem, v_smem);", ""
+        ),
+        "dP does not move with do": Edit(
+            ROWS, "simt_backward_jvp_rows", "tile::gemm_add_nt(dp_dot, do_dot_smem, v_smem);", ";"
+        ),
+        "dQ leaves k's tangent out": Edit(
+            ROWS, "simt_backward_jvp_rows", "__syncthreads(); tile::gemm_add_nn(dq, ds_smem, k_smem); } }", "} }"
+        ),
+        "dP_dot is not dropped": Edit(
+            ROWS, "simt_backward_jvp_rows", "drop_gradients(dp_dot, kept,", "if (false) drop_gradients(dp_dot, kept,"
+        ),
+        "the tile is overwritten before it is read": Edit(
+            ROWS, "simt_backward_jvp_rows", "{ __syncthreads(); tile::load(to,", "{ tile::load(to,"
+        ),
+        "dS_dot is read before it is there": Edit(
+            ROWS, "simt_backward_jvp_rows", "(ds_smem, dp_dot); __syncthreads();", "(ds_smem, dp_dot);"
+        ),
+        "dq is not scaled": Edit(ROWS, "simt_backward_jvp_rows", "dq.scale(shape.softmax_scale);", ""),
+        "dK leaves q's tangent out": Edit(COLUMNS, "simt_backward_jvp_columns", "tile::store(p_smem, dp);", ""),
+        "dV leaves do's tangent out": Edit(COLUMNS, "simt_backward_jvp_columns", "tile::store(p_smem, s);", ""),
+        "P_dot is not dropped in dV": Edit(COLUMNS, "simt_backward_jvp_columns", "drop_weights(s_dot, kept);", ""),
+        "dO is overwritten before it is read": Edit(
+            COLUMNS, "simt_backward_jvp_columns", "{ __syncthreads(); tile::load(do_smem,", "{ tile::load(do_smem,"
+        ),
+        "one head of a group gives dk and dv": Edit(
+            COLUMNS, "simt_backward_jvp_columns", "head < first_head + shape.group_size", "head < first_head + 1"
+        ),
+    },
+    scores_have_second_derivatives: {
+        "slopes do not move": Edit(
+            GRADIENTS, "gradient_tangents", "ptx::fma(df_dot, slope, df * slope_dot)", "df_dot * slope"
+        ),
+        "gradients of scores are those of final scores": Edit(
+            GRADIENTS, "gradient_tangents", "element(dp, i, j) = df * slope;", "element(dp, i, j) = df;"
+        ),
+        "captured arrays do not move": Edit(GRADIENTS, "gradient_tangents", "f_dot = moved.d1;", ""),
+    },
     plans_are_right: {
         "captured arrays do not move": Edit(
             "planning/score_launches.py", "with_pushed_score", "pushed(program, names,", "pushed(program, (),"
@@ -158,7 +276,7 @@ FAULTS = {
             "planning/families/simt.py", "Simt.jvp_spec", 'largest, ("q",))', "largest, problem.tangents)"
         ),
         "a plan's own tangents are taken for those of the call": Edit(
-            "planning/plan.py", "KernelPlan.pass_of", "if tangents == problem.tangents else", "if problem.tangents else"
+            "planning/plan.py", "KernelPlan.pass_of", "is_planned = tangents == problem.tangents and", "is_planned ="
         ),
         "arrays of results are tangents": Edit(
             "planning/plan.py", "KernelPlan.pass_of", "keys.items() if key in arrays)", "keys.items())"

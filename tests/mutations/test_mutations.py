@@ -25,9 +25,9 @@ from lexing import Language, language_of
 import cuflash
 from mutations import (
     attention, blocks, cache_e4m3, cache_scores, cache_steps, calls, chosen, chosen_kernels, chosen_pages, decode,
-    distributed, dq_in_order, dropout, fa1, few_queries, fp8, fp8_kernels, host, interop, intervals, kernel_guards, kit,
+    dq_in_order, dropout, fa1, few_queries, fp8, fp8_kernels, host, interop, intervals, kernel_guards, kit,
     kv_cache, lists, mask_algebra, mask_inputs, mass_guards, non_finite, planting, prefill, pullbacks, python,
-    python_guards, query_selectors, results, reuse, score_kernels, score_products, scores, selector_guards,
+    python_guards, query_selectors, ranks, results, reuse, score_kernels, score_products, scores, selector_guards,
     selectors, sequences, simt, sinks, sm80, sm90_backward, sm90_backward_rows, sm90_backward_wide, sm90_forward,
     sm90_guards, staged_arrays, study, tangent_kernels, tangents, tile,
 )  # fmt: skip
@@ -35,7 +35,7 @@ from mutations.planting import Edit, planted
 
 OF_INPUTS = (
     calls, mask_inputs, sequences, kv_cache, interop, fp8, study, cache_steps, reuse, pullbacks, kit, chosen, tangents,
-    distributed,
+    ranks,
 )  # fmt: skip
 # Faults of Python and of kernels.
 OF_BOTH = (
@@ -63,6 +63,7 @@ OF_LONG_RUNS = (
     non_finite.kept_scores_follow_the_rule, cache_scores.sm90_prefill_is_scored,
     score_kernels.warps_that_share_elements_are_exact, score_kernels.nothing_past_the_end_matters,
     fp8_kernels.fp8_is_scheduled_right, chosen_kernels.large_groups_and_single_heads_are_right,
+    tangent_kernels.sm80_is_right, tangent_kernels.scores_have_second_derivatives,
 )  # fmt: skip
 # In a short run other tests show that these pass: they make the same checks, or have structures of the same kinds.
 RUN_IN_LONG = (
@@ -77,9 +78,11 @@ RUN_IN_LONG = (
     chosen.queries_are_apart, chosen_kernels.lists_are_joined, chosen_kernels.queries_are_listed,
     chosen_kernels.many_blocks_come_in_ranges, chosen_kernels.large_groups_and_single_heads_are_right,
     chosen_kernels.parts_are_added, chosen_kernels.scores_are_right, chosen_kernels.plans_are_right,
-    distributed.ranks_agree, distributed.buffers_are_used_in_turn, distributed.faults_end_all_ranks,
-    distributed.bits_do_not_depend_on_the_order_of_arrival, distributed.parts_are_rows_of_the_whole,
-    distributed.kernels_see_places, chosen_kernels.sources_are_right, tangent_kernels.simt_is_right, tangent_kernels.every_feature_is_right,
+    chosen_kernels.sources_are_right, tangent_kernels.simt_is_right, tangent_kernels.every_feature_is_right,
+    tangent_kernels.sm80_is_right, tangent_kernels.second_derivatives_are_right,
+    tangent_kernels.scores_have_second_derivatives, ranks.ranks_agree, ranks.buffers_are_used_in_turn,
+    ranks.faults_end_all_ranks, ranks.bits_do_not_depend_on_the_order_of_arrival, ranks.parts_are_rows_of_the_whole,
+    ranks.kernels_see_places,
 )  # fmt: skip
 
 

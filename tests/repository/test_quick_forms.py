@@ -16,6 +16,7 @@ pytest.importorskip("rich", reason="the experiments need rich: pip install -e '.
 Load = Callable[[str], ModuleType]
 
 ON_THE_HOST: dict[str, dict[str, Any]] = {
+    "chosen_recall": {"data": ("language",), "ns": (2,), "rows": (1, 16)},
     "cpu_score_functions": {"tokens": 32, "heads": 2, "head_dim": 8, "repeats": 1},
     "cpu_speed": {
         "num_heads": 1, "seqlen": 256, "densities": (1.0, 0.25), "block": 32, "short_seqlens": (64,),
@@ -29,6 +30,10 @@ ON_THE_HOST: dict[str, dict[str, Any]] = {
     },
     "mask_compile": {
         "documents_seqlen": 5000, "mean_document": 100, "butterfly_seqlen": 8192, "block": 64, "repeats": 1
+    },
+    "nsa_layer": {
+        "kinds": ("nsa", "moba", "rows", "dense"), "context": 32, "block": 4, "run": 4, "stride": 2, "window": 6,
+        "batch": 1, "steps": 2, "characters": 4000, "checked_tokens": 12, "blocks": 2,
     },
     "numerical_error": {
         "dtypes": ("float16", "float64"), "seqlens": (64,), "logit_stds": (8.0,), "outliers": (0.0, 0.01)

@@ -11,7 +11,8 @@ from cuflash.distributed._layout import Costs, dealt
 from cuflash.distributed._schedule import ADD, ATTEND, COPY, NUM_BUFFERS, TAKE, exchanging_heads, gathering
 from cuflash.masks.shape import MaskShape
 from cuflash.testing import assert_within
-from hypothesis import given
+from executors import needs_compiler
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
@@ -73,7 +74,8 @@ def one_call(arrays, options, dlse=None):
 
 
 def check(size, arrays, options, dlse=None, **how):
-    bound = cuflash.error_bound(*arrays.values(), dlse=dlse, **options)
+    posed = {name: each for name, each in options.items() if name != "executor"}
+    bound = cuflash.error_bound(*arrays.values(), dlse=dlse, **posed)
     expected = one_call(arrays, options, dlse)
     ranks = on_ranks(size, arrays, options, dlse=dlse, **how)
     for name, exact in expected.items():
@@ -84,8 +86,8 @@ def check(size, arrays, options, dlse=None, **how):
 
 
 @st.composite
-def problems(draw):
-    size, kv_heads = draw(st.integers(1, 8)), draw(st.sampled_from([1, 2, 4]))
+def problems(draw, size):
+    kv_heads = draw(st.sampled_from([1, 2, 4]))
     heads, n = kv_heads * draw(st.sampled_from([1, 2])), draw(st.integers(1, 70))
     batch = draw(st.sampled_from([(), (2,)]))
     method = draw(st.sampled_from(["gather", "heads"])) if kv_heads % size == 0 else "gather"
@@ -95,13 +97,20 @@ def problems(draw):
         layout = draw(st.lists(st.integers(0, size - 1), min_size=-(-n // block), max_size=-(-n // block)))
     seed, name = draw(st.integers(0, 1 << 20)), draw(st.sampled_from(sorted(OPTIONS)))
     arrays = arrays_of((*batch, heads, n, 8), kv_heads, seed=seed)
-    return size, arrays, OPTIONS[name](n, heads), {"method": method, "layout": layout, "block": block, "seed": seed}
+    return arrays, OPTIONS[name](n, heads), {"method": method, "layout": layout, "block": block, "seed": seed}
 
 
-@given(problems())
-def test_drawn_problems_agree_with_one_call(problem):
-    size, arrays, options, how = problem
-    check(size, arrays, options, **how)
+@pytest.mark.parametrize("size", range(1, 9))
+def test_drawn_problems_agree_with_one_call(size):
+    """The examples of a profile are shared out to 1 to 8 ranks."""
+
+    @settings(settings.default, max_examples=settings.default.max_examples // 8)
+    @given(problems(size))
+    def agree(problem):
+        arrays, options, how = problem
+        check(size, arrays, options, **how)
+
+    agree()
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -281,6 +290,34 @@ def test_the_method_with_fewer_bytes_is_chosen():
     assert methods(2, 32, 2) == {"gather"}
 
 
+@pytest.mark.parametrize("method", model.METHODS)
+def test_the_model_hides_the_exchange_behind_products(method):
+    def rank(group):
+        cp = ContextParallel(
+            group, seqlen=4096, num_heads=32, num_kv_heads=8, causal=True, block=32, method=method
+        )
+        return cp._posed
+
+    posed, machine = run(rank, size=4)[0], Machine()
+    half = np.dtype(np.float16)
+    for name in ("forward", "backward"):
+        shape = posed.model_shape(128, 2)
+        alone = model.estimate(shape, method, machine, backward=name == "backward")
+        assert posed.seconds(name, 128, half, machine._replace(link=1e30)) == pytest.approx(alone.compute)
+        slow = machine._replace(link=1e9)
+        received = posed.traffic((128, 128), half)[name].sum(axis=1).max() / slow.link
+        assert received <= posed.seconds(name, 128, half, slow) <= 1.6 * received + alone.compute
+        seconds = posed.seconds(name, 128, half, machine)
+        assert alone.compute <= seconds <= alone.compute + alone.exchange * 1.1
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["causal", "lists"])
+def test_ranks_may_run_kernels(name):
+    arrays = arrays_of((2, 40, 16), 2)
+    check(2, arrays, OPTIONS[name](40, 2) | {"executor": "sim"}, block=8, method="gather")
+
+
 def test_explain_prints_both_methods():
     def rank(group):
         cp = ContextParallel(group, seqlen=4096, num_heads=32, num_kv_heads=8, causal=True)
@@ -454,6 +491,7 @@ WRONG = {
     "block must be an int of at least 1; got 0": {"block": 0},
     "seqlen must be an int from 0 to 2**63 - 1; got -1": {"seqlen": -1},
     "layout must be 'auto', 'contiguous', 'zigzag', or the rank of each of the 8 blocks; got 3.5": {"layout": 3.5},
+    "q_start must be left out: ranks see the positions of the whole sequence; got 3": {"q_start": 3},
     "layout must have ranks from 0 to 2; got 0 to 3": {"layout": [0, 1, 2, 3, 0, 1, 2, 0]},
 }
 
@@ -504,3 +542,5 @@ def test_wrong_arguments_of_run_are_refused(arguments):
         run(3, size=2)
     with pytest.raises(TypeError):
         ContextParallel(None, seqlen=8, num_heads=1)
+    with pytest.raises(TypeError, match="causall"):
+        run(lambda group: ContextParallel(group, seqlen=8, num_heads=1, causall=True), size=1)

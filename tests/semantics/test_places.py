@@ -42,7 +42,7 @@ CALLS = {
     "a sink": {"sink": np.linspace(-1, 1, HEADS, dtype=np.float32), "causal": True},
     "dropout": {"dropout": Dropout(0.3, seed=5), "causal": True},
 }
-ON_KERNELS = [name for name in CALLS if name != "dropout"]
+ON_KERNELS = ("causal", "documents", "a function", "alibi", "a bias", "a table", "a sink")  # kernels that differ
 RUNS_OF_QUERIES = ((0, 13), (13, 40)), ((3, 17), (0, 3), (17, 40))
 
 
@@ -176,3 +176,20 @@ def test_wrong_places_are_refused(reason):
 def test_kernels_refuse_what_they_cannot_place():
     with pytest.raises(UnsupportedProblem, match="dropout of a part of a longer sequence"):
         cuflash.attention(Q, K, V, q_start=3, dropout=Dropout(0.3, seed=5), executor="sim")
+
+
+def test_tangents_of_a_part_are_rows_of_the_whole():
+    options = {"score": scores.alibi(scores.alibi_slopes(HEADS)), "causal": True}
+    q, k, v, q_dot = (x.astype(np.float64) for x in (Q, K, V, DO))
+    whole = cuflash.attention_jvp(q, k, v, q_dot, **options)
+    part = cuflash.attention_jvp(q[:, :, 13:], k, v, q_dot[:, :, 13:], q_start=13, **options)
+    for each, exact in zip(part, whole):
+        np.testing.assert_allclose(each, exact[:, :, 13:], atol=1e-12)
+
+
+def test_a_plan_of_a_part_has_its_places():
+    ready = cuflash.plan(Q[:, :, 13:], K, V, causal=True, q_start=13)
+    o, _ = ready.forward(Q[:, :, 13:], K, V)
+    assert np.array_equal(o, cuflash.attention(Q[:, :, 13:], K, V, causal=True, q_start=13))
+    call = Call.of(Q[:, :, 13:], K, V, Options(causal=True, q_start=13))
+    assert Call.parse(call.text) == call

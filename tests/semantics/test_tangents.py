@@ -548,11 +548,6 @@ def test_a_plan_refuses_what_a_call_refuses() -> None:
         simulated.jvp(X, X, X, o, lse, X)
 
 
-def test_tangents_of_gradients_have_no_kernel() -> None:
-    with pytest.raises(UnsupportedProblem, match="executor must be 'cpu' for tangents of gradients, .* got 'sim'"):
-        cuflash.attention_hvp(X, X, X, X, X, executor="sim")
-
-
 def test_out_is_written_by_the_call() -> None:
     out = np.empty_like(X), np.empty((2, 3), np.float32)
     (o, lse), _ = cuflash.attention_jvp(X, X, X, X, out=out, return_lse=True)

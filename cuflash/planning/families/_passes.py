@@ -73,7 +73,9 @@ def backward_jvp_pass(
         first, spec=replace(rows, has_sink=True), writes=(*first.writes, "delta"), features=("sink",),
         reads=(*first.reads, "sink", *(f"sink{DOT}",) * ("sink" in rows.tangents)),
     )  # fmt: skip
-    return sink_backward(replace(kernels, workspaces={**kernels.workspaces, "delta": workspace}), problem)
+    kernels = sink_backward(replace(kernels, workspaces={**kernels.workspaces, "delta": workspace}), problem)
+    roles = {"sink_gradient": "backward_jvp_sink"}  # roles of a plan's passes differ
+    return replace(kernels, launches={roles.get(role, role): launch for role, launch in kernels.launches.items()})
 
 
 def backward_pass(

@@ -99,7 +99,7 @@ def _backward_jvp_rows_bytes(spec: KernelSpec) -> int:
 
 
 def _backward_jvp_columns_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of keys, values and their tangents, of a buffer for rows of queries, of statistics and scores."""
+    """Return the bytes of keys, values and their tangents, of a buffer for queries, of statistics and scores."""
     (head_dim, value_dim), named = _padded_dims(spec), spec.tangents
     row = head_dim * (1 + ("k" in named)) + value_dim * (1 + ("v" in named))
     return _with_scores(spec, spec.block_kv * row + spec.block_q * (max(head_dim, value_dim) + _STATISTICS))
@@ -159,7 +159,7 @@ BACKWARD_JVP_ROWS = _Entry(
 BACKWARD_JVP_COLUMNS = _Entry(
     name="backward_jvp_columns", shared_bytes=_backward_jvp_columns_bytes, loads_do=True, holds_keys=True,
     applies_score=True, draws_dropout=True, has_exponentials=True, products=(5, 5), num_scores=4,
-    sums=("head_dim", "value_dim"), registers=144, mma_registers=160,
+    sums=("head_dim", "value_dim"), registers=144, mma_registers=144,
 )  # fmt: skip
 BACKWARD_STATISTICS = Entry(family=SIMT, name="backward_statistics", loads_do=True)
 _MASS_SIDES = {np.dtype(np.float32): 64, np.dtype(np.float64): 32}  # sides of block_mass's tile, by accumulator

@@ -73,6 +73,10 @@ _JVP_TILES: _Tiles = {
     128: (_Tile(64, 64, 4), _Tile(64, 32, 4)),
     256: (_Tile(64, 32, 4), _Tile(32, 32, 2)),
 }
+# Kernels that differentiate gradients have four tiles of scores, of 16 rows in each warp.
+_BACKWARD_JVP_ROWS_TILES: _Tiles = {64: (_Tile(64, 64, 4), _Tile(64, 32, 4)), 128: (_Tile(64, 32, 4), _Tile(32, 16, 2))}
+_BACKWARD_JVP_COLUMNS_TILES: _Tiles = {64: (_Tile(32, 64, 4),), 128: (_Tile(32, 64, 4), _Tile(16, 32, 2))}
+_MOST_COLUMNS_OF_SECOND = 128  # of rows for which registers hold the sums of these kernels
 _BACKWARD_TILES: _Tiles = {
     64: (_Tile(128, 128, 8, 2), _Tile(64, 64, 4, 2), _Tile(32, 32, 2, 2), _Tile(16, 16, 1, 2)),
     128: (_Tile(64, 128, 8, 2), _Tile(64, 64, 4), _Tile(32, 32, 2, 2), _Tile(16, 16, 1, 2)),
@@ -119,6 +123,7 @@ MASS_CHUNK = 64  # columns per chunk if the block mass kernel loads rows in chun
 _MASS_QUERIES, _LEAST_MASS_KEYS = 128, 8  # queries of that kernel's tile, and its smallest block of keys
 _WORK_TILE, _VISIT_RANGE, _SCALE, _POINTER, _FLAG = 28, 24, 4, 8, 8  # bytes of a thread block's state in shared memory
 _CHUNK, _MATRIX = 20, 32  # bytes of a step and of an operand in the block mass kernel
+_STATISTICS = 4  # numbers of a query that kernels for tangents of gradients keep in shared memory
 _STATE = _WORK_TILE + _VISIT_RANGE + _SCALE + _FLAG
 
 
@@ -141,6 +146,20 @@ def _jvp_bytes(spec: KernelSpec) -> int:
     rows_of_k = head_dim * (1 + ("k" in named)) + value_dim * (spec.moves_scores + ("v" in named))
     elements = spec.block_q * rows_of_q + spec.block_kv * rows_of_k
     return spec.dtype.itemsize * elements + 4 * _POINTER + _STATE
+
+
+def _backward_jvp_bytes(spec: KernelSpec) -> int:
+    """Return the bytes of queries, dO, keys, values and their tangents, and of the statistics of queries."""
+    of_queries, of_keys = _tangent_rows(spec)
+    elements = spec.block_q * of_queries + spec.block_kv * of_keys
+    return spec.dtype.itemsize * elements + 4 * _STATISTICS * spec.block_q
+
+
+def _tangent_rows(spec: KernelSpec) -> tuple[int, int]:
+    """Return the columns of all operands of a query, and of a key, with their tangents."""
+    head_dim, value_dim, named = spec.head_dim, spec.value_dim, spec.tangents
+    of_queries = head_dim * (1 + ("q" in named)) + value_dim * (1 + ("do" in named))
+    return of_queries, head_dim * (1 + ("k" in named)) + value_dim * (1 + ("v" in named))
 
 
 def _backward_bytes(spec: KernelSpec) -> int:
@@ -213,6 +232,15 @@ _BACKWARD = _TiledEntry(
 _JVP = _TiledEntry(
     name="jvp", shared_bytes=_jvp_bytes, applies_score=True, draws_dropout=True, has_exponentials=True,
     products=(3, 2), tiles={"ieee": _JVP_TILES},
+)  # fmt: skip
+_BACKWARD_JVP_ROWS = _TiledEntry(
+    name="backward_jvp_rows", shared_bytes=_backward_jvp_bytes, loads_do=True, applies_score=True,
+    draws_dropout=True, has_exponentials=True, products=(5, 3), tiles={"ieee": _BACKWARD_JVP_ROWS_TILES},
+)  # fmt: skip
+_BACKWARD_JVP_COLUMNS = _TiledEntry(
+    name="backward_jvp_columns", shared_bytes=_backward_jvp_bytes, loads_do=True, holds_keys=True,
+    applies_score=True, draws_dropout=True, has_exponentials=True, products=(5, 5),
+    tiles={"ieee": _BACKWARD_JVP_COLUMNS_TILES},
 )  # fmt: skip
 _OF_UNIONS = {
     "forward": replace(_FORWARD, tiles={"ieee": _UNION_FORWARD}, is_shortened=False),
@@ -316,7 +344,17 @@ class Sm80(Family):
     def backward_jvp_specs(
         self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
     ) -> tuple[KernelSpec, KernelSpec]:
-        return Simt().backward_jvp_specs(problem, device, largest)
+        """Return the kernels; simt's for rows of more columns than registers have sums for."""
+        if max(rounded_dims(problem)) > _MOST_COLUMNS_OF_SECOND:
+            return Simt().backward_jvp_specs(problem, device, largest)
+        every, named = ("q", "k", "v", "do"), tangents_of_kernels(problem)
+        rows, columns = (
+            _fitting(entry, problem, rounded_dims(problem), device, largest, problem.seqlen_q, tangents=every)
+            for entry in (_BACKWARD_JVP_ROWS, _BACKWARD_JVP_COLUMNS)
+        )
+        num_warps = max(1, columns.block_kv // _MMA_SIDE)
+        columns = replace(columns, num_warps=num_warps, min_blocks=max(1, 8 // num_warps))
+        return replace(rows, tangents=named), replace(columns, tangents=named)
 
     def union_specs(self, problem: Problem, device: DeviceSpec, block: int, heads: int) -> dict[str, KernelSpec]:
         widest = next(dim for dim in _UNION_DIMS if dim >= max(rounded_dims(problem)))

@@ -252,12 +252,13 @@ FAULTS = {
         "gradients are written over those in use": Edit(STEPS, "gathering", "if returns else [", "if False else ["),
         "a group is computed before its keys are there": Edit(STEPS, "gathering", "[*copied, *is_free", "[*is_free"),
         "gradients are taken before they are there": Edit(
-            STEPS, "gathering", "[*build.number(ATTEND, source, source, group), *is_free]", "is_free"
+            STEPS, "_return", "[*build.number(ATTEND, source, source, group), *is_free]", "is_free"
         ),
     },
     bits_do_not_depend_on_the_order_of_arrival: {
         "gradients are added in the order of arrival": Edit(
-            PASSES, "_Backward._add", "for source in range(posed.size):", "for source in [n for _, n, _ in self._taken]:"
+            PASSES, "_Backward._add", "for source in range(posed.size):",
+            "for source in [n for _, n, _ in self._taken]:",
         ),
     },
     arrays_are_read_before_a_call_returns: {
