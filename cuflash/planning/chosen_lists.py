@@ -155,7 +155,8 @@ class UnionTiling:
     @property
     def max_parts(self) -> int:
         """Maximum number of parts per list head, counting only blocks with more than one part."""
-        return 2 * self.max_members // self.queries_per_part if self.num_parts > 1 else 0
+        whole = self.max_members // self.queries_per_part  # each long block has at most one part that is not whole
+        return whole + min(whole, self.num_blocks) if self.num_parts > 1 else 0
 
     @property
     def num_list_heads(self) -> int:

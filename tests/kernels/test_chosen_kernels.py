@@ -579,7 +579,7 @@ def test_a_tile_has_as_many_neighbours_as_rows_hold(group: int, heads: int, quer
 
 
 def test_workspaces_are_counted() -> None:
-    """Bytes of unions, and of the queries of each block, follow from the shapes alone."""
+    """Bytes of unions, of the queries of each block and of sums of parts follow from the shapes alone."""
     seqlen, n, heads = 4096, 16, 4
     q, k = (ShapeDtype((h, seqlen, 128), np.dtype(np.float16)) for h in (64, heads))
     mask = AtEachCall(ChosenBlocks(device_double.to_device(np.zeros((heads, seqlen, n), np.int32)), 64))
@@ -589,6 +589,8 @@ def test_workspaces_are_counted() -> None:
     unions = tiles * (2 * 4 + min(4 * n, blocks) * 8)
     columns = heads * 4 * (seqlen * n + blocks + 1 + seqlen // 4 // 64 * blocks)
     delta = 64 * seqlen * 4
-    assert plan.workspace_bytes == pytest.approx(unions + columns + delta, rel=0.01)
+    parts = heads * (seqlen * n // 512 + blocks) * 64 * 2 * 128 * 4
+    assert plan.workspace_bytes == pytest.approx(unions + columns + delta + parts, rel=0.01)
+    assert plan.workspace_bytes - parts == pytest.approx(unions + columns + delta, rel=0.01)
     keys_and_values = 2 * heads * seqlen * 128 * 2
     assert unions + columns < 0.5 * keys_and_values

@@ -183,8 +183,11 @@ class Sm90(Family):
         )  # fmt: skip
         stages = _NARROW_STAGES if width <= 64 else _STAGES
         rows = replace(forward, entry=sm90_storage.BACKWARD_ROWS, min_blocks=2, num_stages=stages)
-        specs = _SM80.union_specs(problem, device, block, heads) | {"forward": forward, "backward_rows": rows}
-        if heads != problem.group_size or ROWS // heads > _MOST_GATHERED or block % ROWS:
+        specs = _SM80.union_specs(problem, device, block, heads) | {"forward": forward}
+        if heads != problem.group_size:  # the backward kernels are proven on a GPU for whole groups alone
+            return specs
+        specs["backward_rows"] = rows
+        if ROWS // heads > _MOST_GATHERED or block % ROWS:
             return specs
         return specs | {"backward": replace(rows, entry=BACKWARD)}
 
