@@ -13,6 +13,9 @@ Ways: `few queries` is what `cuflash.attention` selects; `split` are the kernels
 keys of a tile among thread blocks; `cache` is `KVCache.attention` on a contiguous cache; `FlashAttention-2` and `cuDNN`
 are PyTorch's kernels. `of_flash` is the time over that of FlashAttention-2.
 
+Found:  on an H200, with 16 parts as for caches, one query takes 0.64 of FlashAttention-2's time at 64 x 8192 keys, 0.89
+at 1 x 65536 and 1.09 at 16 x 4096, where more parts than run at once only cost their merge.
+
 Cost: A minute of a GPU.
 """
 

@@ -108,9 +108,6 @@ FAULTS = {
         ),
     },
     all_blocks_are_all_keys: {
-        "the last block is whole": Edit(
-            LIST, "ChosenKeys.num_places", "min(block_, seen_.hi - count_[num_blocks] * block_)", "block_"
-        ),
         "places end with the first block": Edit(LIST, "ChosenKeys.num_places", "(num_blocks - 1) * block_ +", ""),
     },
     eight_bits_are_right: {
