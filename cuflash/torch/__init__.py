@@ -9,7 +9,10 @@ from __future__ import annotations
 from typing import Any, Literal, Unpack, overload
 
 import torch
-from torch._C import _are_functorch_transforms_active as _is_transforming
+from torch._C import (
+    _are_functorch_transforms_active as _is_transforming, _is_any_autocast_enabled as _is_any_autocast,
+    _len_torch_dispatch_stack as _num_modes,
+)  # fmt: skip
 
 from ..arrays import flag_reasons
 from ..calls._forward import with_one_score
@@ -23,8 +26,9 @@ from ..planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, Window,
 )  # fmt: skip
 from ._functions import Attention, Recorded
+from ._operators import compiled
 from ._passes import ran
-from ._tensors import Tensor, own_integers
+from ._tensors import Tensor, in_autocast, own_integers
 from ._transformed import Transformed
 
 __all__ = ["attention", "transformers_attention"]
@@ -132,9 +136,10 @@ def attention(
     q, k, v, bias, sink and the real tensors of a score have gradients if they require them. Those of bias, sink and
     score tensors are computed only on request. On a GPU no call synchronizes. Once a call has run forward and backward,
     identical calls can be captured by `torch.cuda.graph`.
-    Tangents of `torch.func.jvp` and `torch.autograd.forward_ad`, second derivatives in every order except a tangent of a
-    tangent, and `torch.vmap` run passes of the library, with memory linear in the length; on a GPU they are refused. A
-    third derivative is refused.
+    Tangents of `torch.func.jvp` and `torch.autograd.forward_ad`, second derivatives in every order except a tangent of
+    a tangent, and `torch.vmap` run passes of the library, with memory linear in the length; on a GPU tangents and
+    second derivatives are refused. A third derivative is refused. `torch.compile` sees one operator per pass. Under
+    `torch.autocast` q, k and v are cast like those of `scaled_dot_product_attention`.
 
     Examples
     --------
@@ -152,9 +157,9 @@ def attention(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
         deterministic, q_start, kv_start,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
-        called: Any = torch.compiler.disable(_called)(q, k, v, options, out, return_lse)
-        return called
+    if torch.compiler.is_compiling() and out is None:
+        o, lse = compiled(q, k, v, options)
+        return (o, lse) if return_lse else o
     return _called(q, k, v, options, out, return_lse)
 
 
@@ -249,8 +254,10 @@ def _called(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Any, return_
     """Compute `attention` with its options as one value."""
     refuse(flag_reasons("return_lse", return_lse))
     require_number(options.dropout)
-    if _is_transforming() or has_dual_level():
-        o, lse = _transformed(q, k, v, options, out)
+    if _is_any_autocast() and is_tensor(q) and is_tensor(k) and is_tensor(v):
+        q, k, v = in_autocast(q, k, v)
+    if _is_transforming() or _num_modes() or has_dual_level():
+        o, lse = _of_transforms(q, k, v, options, out)
         return (o, lse) if return_lse else o
     outs = tuple(out) if isinstance(out, (tuple, list)) and len(out) == 2 else (out, None)
     options, operands = with_one_score(options)
@@ -265,7 +272,7 @@ def _called(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Any, return_
     return (o, lse) if return_lse else o
 
 
-def _transformed(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Any) -> Any:
+def _of_transforms(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Any) -> Any:
     """Return o and lse of tensors that have tangents, or belong to a transformation of torch.func."""
     if out is not None:
         fix = "leave it out, and use the returned tensors"

@@ -11,7 +11,7 @@ The derivatives of the four functions are again these functions:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import torch
 from torch._C import _are_functorch_transforms_active as is_transforming
@@ -19,12 +19,10 @@ from torch.autograd import Function
 
 from ..errors import UnsupportedProblem
 from ..layouts import has_dual_level
-from ..planning.options import DOT
 from ._passes import Call
+from ._operators import derivative, differentiate, forward
 from ._tensors import Tensor, require_cotangents
-from ._transformed import Transformed
-
-AnyCall: TypeAlias = Call | Transformed
+from ._transformed import AnyCall, Transformed, names_of, run_pass
 
 
 class Recorded(Function):
@@ -66,22 +64,16 @@ def _gradients(
     call: AnyCall, wrt: Sequence[str], do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, *tensors: Tensor
 ) -> Sequence[Tensor]:
     """Return the gradients of q, k, v and of the operands that `wrt` names."""
-    q, k, v, *operands = tensors
-    arrays = {"do": do.resolve_neg(), "q": q, "k": k, "v": v, "o": o, "lse": lse}
-    if dlse is not None:
-        arrays["dlse"] = dlse.resolve_neg()
-    return _run(call, "backward", wrt, arrays | dict(zip(call.names[3:], operands)))
+    do, dlse = do.resolve_neg(), None if dlse is None else dlse.resolve_neg()
+    return _run(call, "backward", wrt, (do, dlse, o, lse, *tensors))
 
 
-def _run(call: AnyCall, name: str, wrt: Sequence[str], arrays: dict[str, Tensor]) -> Sequence[Tensor]:
-    """Run the pass "backward" or "backward_jvp", and return its results for q, k, v and the operands in `wrt`."""
+def _run(call: AnyCall, name: str, wrt: Sequence[str], tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """Run a pass other than "forward" on tensors in the order of `names_of`."""
     if isinstance(call, Transformed):
-        call = call.on({each: arrays[each] for each in call.names}, wrt)
-    results = call.run(name, arrays)
-    if len(results) == 3 + len(wrt):
-        return results
-    by_name = dict(zip(call.wrt, results[3:]))
-    return *results[:3], *(by_name[each] for each in wrt)
+        return derivative(call, name, wrt, tensors)
+    named = zip(names_of(name, call), tensors)
+    return run_pass(call, name, wrt, {each: tensor for each, tensor in named if tensor is not None})
 
 
 def _with_passes(kind: Any) -> Any:
@@ -99,38 +91,24 @@ def _with_passes(kind: Any) -> Any:
         if not isinstance(call, Transformed):
             fix = "make the call inside torch.vmap, or differentiate it with torch.func.vjp"
             raise UnsupportedProblem([f"gradients of a call outside of torch.vmap must not be batched: {fix}"])
-        names = kind.names_of(call)
         results = call.batched(
-            info.batch_size, dict(zip(names, tensors)), dict(zip(names, in_dims[2:])), wrt,
-            lambda *each: kind.apply(call, wrt, *each), kind.results_of(call, wrt),
-        )  # fmt: skip
+            kind.runs, info.batch_size, tensors, in_dims[2:], wrt, lambda *each: kind.apply(call, wrt, *each)
+        )
         return results, (0,) * len(results)
 
     kind.setup_context, kind.vmap = staticmethod(setup_context), staticmethod(vmap)
     return kind
 
 
-def _dotted(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(f"{name}{DOT}" for name in names)
-
-
 @_with_passes
 class Attention(Function):
     """A call whose tensors have tangents, or are those of a transformation of torch.func."""
 
-    saves_results = True
-
-    @staticmethod
-    def names_of(call: AnyCall) -> tuple[str, ...]:
-        return call.names
-
-    @staticmethod
-    def results_of(call: AnyCall, wrt: Sequence[str]) -> tuple[str, ...]:
-        return "o", "lse"
+    runs, saves_results = "forward", True
 
     @staticmethod
     def forward(call: Transformed, wrt: Sequence[str], *tensors: Tensor) -> Any:
-        return call.forward(*(tensor.detach() for tensor in tensors))
+        return forward(call, tensors)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
@@ -148,22 +126,11 @@ class Attention(Function):
 class _Tangent(Function):
     """The tangents of o and lse: a function of o, lse, the call's tensors and their tangents."""
 
-    saves_results = True
-
-    @staticmethod
-    def names_of(call: AnyCall) -> tuple[str, ...]:
-        return "o", "lse", *call.names, *_dotted(call.names)
-
-    @staticmethod
-    def results_of(call: AnyCall, wrt: Sequence[str]) -> tuple[str, ...]:
-        return f"o{DOT}", f"lse{DOT}"
+    runs, saves_results = "jvp", True
 
     @staticmethod
     def forward(call: AnyCall, wrt: Sequence[str], *tensors: Tensor | None) -> Any:
-        arrays = _present(_Tangent.names_of(call), tensors)
-        if isinstance(call, Transformed):
-            call = call.on({each: arrays[each] for each in call.names}, ())
-        o_dot, lse_dot = call.run("jvp", arrays)
+        o_dot, lse_dot = _run(call, "jvp", (), _resolved(tensors))
         return o_dot, lse_dot
 
     @staticmethod
@@ -195,15 +162,7 @@ class _Tangent(Function):
 class _Gradients(Function):
     """The gradients of q, k, v and the operands in `wrt`: a function of do, dlse, o, lse and the call's tensors."""
 
-    saves_results = False
-
-    @staticmethod
-    def names_of(call: AnyCall) -> tuple[str, ...]:
-        return "do", "dlse", "o", "lse", *call.names
-
-    @staticmethod
-    def results_of(call: AnyCall, wrt: Sequence[str]) -> tuple[str, ...]:
-        return "q", "k", "v", *wrt
+    runs, saves_results = "backward", False
 
     @staticmethod
     def forward(call: AnyCall, wrt: Sequence[str], *tensors: Any) -> Any:
@@ -241,20 +200,11 @@ class _Gradients(Function):
 class _Second(Function):
     """The tangents of gradients: a function of all tensors of the other passes and of their tangents."""
 
-    saves_results = False
-
-    @staticmethod
-    def names_of(call: AnyCall) -> tuple[str, ...]:
-        of_passes = "do", "dlse", "o", "lse", *_dotted(("o", "lse", "do", "dlse"))
-        return *of_passes, *call.names, *_dotted(call.names)
-
-    @staticmethod
-    def results_of(call: AnyCall, wrt: Sequence[str]) -> tuple[str, ...]:
-        return "q", "k", "v", *wrt
+    runs, saves_results = "backward_jvp", False
 
     @staticmethod
     def forward(call: AnyCall, wrt: Sequence[str], *tensors: Tensor | None) -> Any:
-        return tuple(_run(call, "backward_jvp", wrt, _present(_Second.names_of(call), tensors)))
+        return tuple(_run(call, "backward_jvp", wrt, _resolved(tensors)))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> NoReturn:
@@ -270,9 +220,9 @@ def _refuse_third() -> NoReturn:
     raise UnsupportedProblem([f"attention must be differentiated at most twice; got a third derivative: {fix}"])
 
 
-def _present(names: Iterable[str], tensors: Iterable[Tensor | None]) -> dict[str, Tensor]:
-    """Return the tensors that are not None, by name, with their values in memory."""
-    return {name: tensor.resolve_neg() for name, tensor in zip(names, tensors) if tensor is not None}
+def _resolved(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Return tensors with their values in memory."""
+    return [None if tensor is None else tensor.resolve_neg() for tensor in tensors]
 
 
 def _named(call: AnyCall, needed: Iterable[bool]) -> tuple[str, ...]:
@@ -284,3 +234,6 @@ def _placed(call: AnyCall, wrt: Sequence[str], results: Sequence[Any]) -> list[A
     """Return results for q, k, v and the operands in `wrt` in the order of the call's tensors, with None for others."""
     by_name = dict(zip(wrt, results[3:]))
     return [*results[:3], *(by_name.get(name) for name in call.names[3:])]
+
+
+differentiate(Attention, {"jvp": _Tangent, "backward": _Gradients, "backward_jvp": _Second})

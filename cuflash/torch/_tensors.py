@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,6 +17,7 @@ from ..layouts import is_batched, is_tensor, tensor_reasons
 Tensor: TypeAlias = torch.Tensor
 Outs: TypeAlias = tuple[Any, Any]  # o and lse, each None if the call allocates it
 
+_CAST = {torch.float16, torch.bfloat16, torch.float32}
 PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
@@ -27,6 +28,15 @@ def own_integers(name: str, array: Any, q: Tensor) -> Any:
     if not is_integer_dtype(array.dtype):
         return array
     return torch.tensor(array, device=q.device) if type(array) is np.ndarray else torch.from_dlpack(array)
+
+
+def in_autocast(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+    """Return q, k and v in the dtype of autocast if that is enabled, as for `scaled_dot_product_attention`."""
+    device = q.device.type
+    if not torch.is_autocast_enabled(device):
+        return q, k, v
+    narrow = torch.get_autocast_dtype(device)
+    return [each.to(narrow) if each.dtype in _CAST else each for each in (q, k, v)]
 
 
 def executor_reasons(device: Any, executor: Any) -> list[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch._C._functorch import is_functionaltensor
@@ -31,11 +31,14 @@ class Transformed:
     Attributes
     ----------
     names : tuple of str
-        The names of the tensors: q, k, v and operands.
+        The names of the tensors: q, k, v, operands and, within compiled code, a mask.
+    name : str, optional
+        The name by which operators find the call.
     """
 
     def __init__(self, names: tuple[str, ...], options: Options) -> None:
         self.names, self._options = names, options
+        self.name: str | None = None
         self._calls: dict[Hashable, Call] = {}
 
     @classmethod
@@ -89,54 +92,56 @@ class Transformed:
         if isinstance(score, Score):
             arrays = {name: tensors.get(name, array) for name, array in score.arrays.items()}
             score = score._with_arrays(arrays)
-        options, operands = with_one_score(options._replace(score=score, wrt=tuple(wrt), **own))
+        mask = tensors.get("mask", options.mask)
+        options, operands = with_one_score(options._replace(mask=mask, score=score, wrt=tuple(wrt), **own))
         operands = {name: own_integers(name, each, tensors["q"]) for name, each in operands.items()}
         return {name: tensors[name] for name in ("q", "k", "v")} | operands, options
 
     def batched(
-        self, size: int, tensors: Mapping[str, Any], axes: Mapping[str, int | None], wrt: Sequence[str],
-        apply: Callable[..., Sequence[Tensor]], results: Sequence[str],
+        self, name: str, size: int, inputs: Sequence[Any], in_dims: Sequence[int | None], wrt: Sequence[str],
+        apply: Callable[..., Sequence[Tensor]],
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """Run a pass on a batch of calls: as one call with another leading axis if that gives the same results.
 
         Parameters
         ----------
+        name : str
+            The pass.
         size : int
             The number of calls.
-        tensors : dict by name
+        inputs : sequence of tensors
             The tensors of the pass; None for those that are absent.
-        axes : dict by name
+        in_dims : sequence of int or None
             The mapped axis of each tensor; None for a tensor that all calls share.
         wrt : sequence of str
             The names of operands with gradients.
         apply : callable
-            Runs the pass on tensors in the order of `tensors`.
-        results : sequence of str
-            The name of each result, or of the tensor whose gradient it is.
+            Runs the pass on tensors in the order of `inputs`.
         """
-        others = {name for name in self.names[3:] if name not in _ALIGNED}
-        mapped = {name.removesuffix(DOT) for name, axis in axes.items() if axis is not None}
+        names = names_of(name, self)
+        tensors, axes = dict(zip(names, inputs)), dict(zip(names, in_dims))
+        others = {each for each in self.names[3:] if each not in _ALIGNED}
+        mapped = {each.removesuffix(DOT) for each, axis in axes.items() if axis is not None}
         if self._reads_batch_entries or others & (mapped | set(wrt)):
-            each = [apply(*(_entry(tensors[name], axes[name], n) for name in tensors)) for n in range(size)]
-            return tuple(map(torch.stack, zip(*each)))
+            alone = [apply(*(_entry(tensors[each], axes[each], n) for each in tensors)) for n in range(size)]
+            return tuple(map(torch.stack, zip(*alone)))
         front = {
-            name: _at_front(tensor, axes[name], size) if name.removesuffix(DOT) not in others else tensor
-            for name, tensor in tensors.items()
+            each: _at_front(tensor, axes[each], size) if each.removesuffix(DOT) not in others else tensor
+            for each, tensor in tensors.items()
         }
-        rank = max(3, *(front[name].ndim - 1 for name in ("q", "k", "v")))
+        rank = max(3, *(front[each].ndim - 1 for each in ("q", "k", "v")))
         ranks = dict.fromkeys(("q", "k", "v", "o", "do", "bias"), rank) | {"lse": rank - 1, "dlse": rank - 1}
         ranks["sink"] = rank - 2
         aligned = [
-            tensor if tensor is None or name.removesuffix(DOT) not in ranks
-            else _of_rank(tensor, 1 + ranks[name.removesuffix(DOT)])
-            for name, tensor in front.items()
+            tensor if tensor is None or each.removesuffix(DOT) not in ranks
+            else _of_rank(tensor, 1 + ranks[each.removesuffix(DOT)])
+            for each, tensor in front.items()
         ]  # fmt: skip
-        has_heads = any(front[name].ndim > 3 for name in ("q", "k", "v"))
-        return tuple(
-            result.reshape(front[name].shape) if name in front
-            else result if has_heads else result.squeeze(1)
-            for name, result in zip(results, apply(*aligned))
-        )  # fmt: skip
+        has_heads = any(front[each].ndim > 3 for each in ("q", "k", "v"))
+        results = dict(zip(results_of(name, wrt), apply(*aligned)))
+        if not name.startswith("backward"):
+            return tuple(result if has_heads else result.squeeze(1) for result in results.values())
+        return tuple(result.reshape(front[of].shape) for of, result in results.items())
 
     @property
     def _reads_batch_entries(self) -> bool:
@@ -145,6 +150,38 @@ class Transformed:
         composed = composed_score(options._replace(bias=None))
         reads_b = composed is not None and any(each.op == "b" for each in composed.program.instructions)
         return reads_b or options.dropout is not None or not _is_uniform(options.mask)
+
+
+AnyCall: TypeAlias = Call | Transformed
+
+
+def names_of(name: str, call: AnyCall) -> tuple[str, ...]:
+    """Return the names of the tensors that a pass reads, in the order of its function of PyTorch."""
+    dots = tuple(f"{each}{DOT}" for each in call.names)
+    if name == "forward":
+        return call.names
+    if name == "jvp":
+        return "o", "lse", *call.names, *dots
+    if name == "backward":
+        return "do", "dlse", "o", "lse", *call.names
+    of_results = (f"{each}{DOT}" for each in ("o", "lse", "do", "dlse"))
+    return "do", "dlse", "o", "lse", *of_results, *call.names, *dots
+
+
+def results_of(name: str, wrt: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the tensors that have the shapes of a pass's results."""
+    return ("q", "k", "v", *wrt) if name.startswith("backward") else ("o", "lse")
+
+
+def run_pass(call: AnyCall, name: str, wrt: Sequence[str], arrays: dict[str, Tensor]) -> Sequence[Tensor]:
+    """Run a pass other than "forward"; return its results, which are those of q, k, v and `wrt` for gradients."""
+    if isinstance(call, Transformed):
+        call = call.on({each: arrays[each] for each in call.names}, wrt)
+    results = call.run(name, {each: tensor for each, tensor in arrays.items() if each != "mask"})
+    if name == "jvp" or len(results) == 3 + len(wrt):
+        return results
+    by_name = dict(zip(call.wrt, results[3:]))
+    return *results[:3], *(by_name[each] for each in wrt)
 
 
 def _is_uniform(mask: Any) -> bool:

@@ -12,7 +12,8 @@ points.
 `gradients` is the relative difference of the gradients of a step in float64 from those with attention by PyTorch's
 operations, which store the weights: `ms` and `naive_ms` are times of a whole step with either.
 
-Found:  {FOUND}
+Found:  after 300 steps the slope is 1.4 with a penalty of 10, and 8.7 with 0.1. Gradients of both attentions differ
+by a relative 3e-16.
 
 Cost: About a minute on two cores.
 """
@@ -38,7 +39,7 @@ class Config:
     width: int = 32
     heads: int = 4
     layers: int = 2
-    timed_points: tuple[int, ...] = (64, 1024)
+    timed_points: tuple[int, ...] = (64, 256)
     repeats: int = 3
     seed: int = 0
 

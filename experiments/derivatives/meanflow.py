@@ -1,22 +1,24 @@
 """Does a MeanFlow whose tangents go through attention learn to sample in one step?
 
-    python -m experiments meanflow                       # on the host, in about two minutes
+    python -m experiments meanflow                       # on the host, in some minutes
     python -m experiments meanflow --steps 6000          # better samples
 
-A flow moves noise to data along a velocity. MeanFlow (Geng et al., arXiv 2505.13447) learns the mean velocity u(z, r, t)
-between two times, with which one step goes all the way. Its loss contains the derivative of u along the flow, a tangent
-through the whole network: `torch.func.jvp` calls `cuflash.torch.attention`, whose tangent pass needs memory linear in
-the number of points. The tangent is detached, so that training needs no second derivative. `flow` is plain flow
-matching, with the same network and as many training steps.
+A flow moves noise to data along a velocity. MeanFlow (Geng et al., arXiv 2505.13447) learns the mean velocity u(z, r,
+t) between two times, with which one step goes all the way. Its loss contains the derivative of u along the flow, a
+tangent through the whole network: `torch.func.jvp` calls `cuflash.torch.attention`, whose tangent pass needs memory
+linear in the number of points. The tangent is detached, so that training needs no second derivative. `flow` is plain
+flow matching, with the same network and as many training steps.
 
 A sample is a set of points on a ring with a random center, so that points must attend each other. The table has the
 energy distance between generated sets and the data, in the law of two points of a set; `data` is that of two samples of
 the data. `gradients` is the relative difference of the loss's gradients in float64 from those with attention by
 PyTorch's operations, and `through` the same if the tangent is differentiated, too.
 
-Found:  {FOUND}
+Found:  one step of MeanFlow generates sets at an energy distance of 0.013, and one step of plain flow matching at
+0.53; 16 steps of the latter reach 0.024, and two samples of the data 0.006. Gradients of both attentions
+differ by a relative 3e-16, also through the tangent.
 
-Cost: About two minutes on two cores.
+Cost: Three minutes on an idle core.
 """
 
 import sys
@@ -38,7 +40,7 @@ class Config:
     """Sizes of the network and of training."""
 
     methods: tuple[str, ...] = METHODS
-    steps: int = 2000
+    steps: int = 1500
     batch: int = 32
     points: int = 16
     width: int = 32

@@ -127,7 +127,7 @@ def test_the_python_blocks_of_a_page_print_what_it_shows(
     run_blocks(page, ())
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # PyTorch's own, where it loads forward mode
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, where it loads forward mode or compiles
 @pytest.mark.parametrize(("name", "package"), NEEDS)
 def test_the_python_blocks_that_need_a_package_print_what_their_page_shows(
     name: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,229 @@
+"""Attention as operators of PyTorch's dispatcher, for compilers and modes that trace or count operators.
+
+An operator gets the tensors of a call, and the name of a `Transformed`, which has everything else. Eager calls do not
+pass through here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch._C import _AutoDispatchBelowAutograd as _below_autograd, _len_torch_dispatch_stack as num_modes
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
+from torch._functorch.utils import enable_single_level_autograd_function
+
+from ..dropout import Dropout
+from ..errors import refuse
+from ..layouts import dense_strides
+from ..masks.base import Mask
+from ..planning.dropout_launches import require_number
+from ..planning.options import Options
+from ..scores import Score
+from ._tensors import Tensor, in_autocast
+from ._transformed import Transformed, names_of, results_of, run_pass
+
+_TAGS = (torch.Tag.needs_exact_strides,)
+_LIBRARY = torch.library.Library("cuflash", "DEF")
+_LIBRARY.define("forward(Tensor[] tensors, str call) -> (Tensor, Tensor)", tags=_TAGS)
+_LIBRARY.define("derivative(str name, Tensor?[] tensors, str[] wrt, str call) -> Tensor[]", tags=_TAGS)
+
+_numbers = count()
+_calls: WeakValueDictionary[str, Transformed] = WeakValueDictionary()
+_traced: list[Transformed] = []  # graphs hold names alone
+
+
+def name_of(call: Transformed, is_traced: bool) -> str:
+    """Return the name by which operators find a call, as long as something holds it, or always if it is traced."""
+    if call.name is None:
+        call.name = str(next(_numbers))
+        _calls[call.name] = call
+    if is_traced:
+        _traced.append(call)
+    return call.name
+
+
+def forward(call: Transformed, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Compute o and lse; modes of PyTorch's dispatcher see one operator."""
+    if not _are_traced(tensors):
+        return call.forward(*(tensor.detach() for tensor in tensors))
+    with torch.enable_grad(), _below_autograd():  # transformations below this one still differentiate
+        o, lse = torch.ops.cuflash.forward(list(tensors), name_of(call, _has_proxies()))
+    return o, lse
+
+
+def derivative(
+    call: Transformed, name: str, wrt: Sequence[str], tensors: Sequence[Tensor | None]
+) -> Sequence[Tensor]:
+    """Run a pass other than "forward" on tensors in the order of `names_of`; modes see one operator."""
+    if not _are_traced(tensors):
+        named = zip(names_of(name, call), tensors)
+        return run_pass(call, name, wrt, {each: tensor for each, tensor in named if tensor is not None})
+    text = name_of(call, _has_proxies())
+    with torch.enable_grad(), _below_autograd():
+        results: Sequence[Tensor] = torch.ops.cuflash.derivative(name, list(tensors), list(wrt), text)
+    return results
+
+
+def differentiate(forward: Any, functions: dict[str, Any]) -> None:
+    """Let functions of PyTorch differentiate the operators.
+
+    Parameters
+    ----------
+    forward : class
+        The function for "forward".
+    functions : dict of classes
+        The functions for other passes, by name.
+    """
+
+    def recorded(function: Any, call: str, wrt: Sequence[str], tensors: Sequence[Tensor | None]) -> Any:
+        # Function.apply would enter the transformation again to which the dispatcher has descended.
+        with enable_single_level_autograd_function():
+            return super(torch.autograd.Function, function).apply(_calls[call], tuple(wrt), *tensors)
+
+    def derivative(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str) -> list[Tensor]:
+        return [*recorded(functions[name], call, wrt, tensors)]
+
+    _LIBRARY.impl("forward", lambda tensors, call: recorded(forward, call, (), tensors), "Autograd")
+    _LIBRARY.impl("derivative", derivative, "Autograd")
+
+
+def _has_proxies() -> bool:
+    """True if a graph is traced that will run later, as by `make_fx`."""
+    module = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return module is not None and module.get_proxy_mode() is not None
+
+
+def _are_traced(tensors: Sequence[Tensor | None]) -> bool:
+    """True if a mode sees operators, or tensors have no data, as while a function is compiled."""
+    if num_modes():
+        return True
+    fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ())
+    return any(each is not None and (is_wrapped(each) or isinstance(each, fake)) for each in tensors)
+
+
+def compiled(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Compute o and lse within `torch.compile`, which traces this function."""
+    tensors: dict[str, Any] = dict(zip(("q", "k", "v"), in_autocast(q, k, v)))
+    mask, causal, window, scale, score, softcap, bias, sink, dropout, _, *words = options[:14]
+    draws = (dropout.p, dropout.seed, dropout.offset) if isinstance(dropout, Dropout) else dropout
+    if isinstance(mask, torch.Tensor):
+        tensors["mask"], mask = mask, None
+    if sink is not None:
+        tensors["sink"] = sink
+    if bias is not None:
+        tensors["bias"] = bias
+    if isinstance(score, Score):
+        for name, array in score.arrays.items():
+            if isinstance(array, torch.Tensor):
+                tensors[name] = array
+    name = _named(tuple(tensors), mask, causal, window, scale, score, softcap, draws, *words)
+    o, lse = torch.ops.cuflash.forward(list(tensors.values()), name)
+    return o, lse
+
+
+def _named(
+    names: tuple[str, ...], mask: Any, causal: Any, window: Any, scale: Any, score: Any, softcap: Any, draws: Any,
+    *words: Any,
+) -> str:  # fmt: skip
+    """Return the name of a call, while its function is compiled: its arguments are constants of the graph."""
+    if isinstance(mask, Mask) and not all(hasattr(mask, each.name) for each in fields(mask)):
+        fix = "create it before, or pass a boolean tensor"
+        refuse([f"mask must exist when a function is compiled; got a {type(mask).__name__} that it creates: {fix}"])
+    dropout = Dropout(*draws) if isinstance(draws, tuple) else draws
+    require_number(dropout)
+    options = Options(mask, causal, window, scale, score, softcap, None, None, dropout, (), *words)
+    return name_of(Transformed(names, options), is_traced=True)
+
+
+_OPERATIONS = ("__and__", "__rand__", "__or__", "__ror__", "__xor__", "__rxor__", "__sub__", "__rsub__", "__invert__")
+for _constant in (_named, *(getattr(Mask, name) for name in _OPERATIONS)):
+    _constant._dynamo_marked_constant = True  # what torch.compiler.assume_constant_result sets, without importing it
+
+
+def _forward(tensors: Sequence[Tensor], call: str) -> tuple[Tensor, Tensor]:
+    o, lse = _calls[call].forward(*tensors)
+    strides, of_lse = _strides(*tensors[:3])
+    return _with_strides(o, strides), _with_strides(lse, of_lse)
+
+
+def _derivative(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str) -> list[Tensor]:
+    transformed = _calls[call]
+    arrays = {each: x for each, x in zip(names_of(name, transformed), tensors) if x is not None}
+    results = run_pass(transformed, name, wrt, arrays)
+    return [_with_strides(x, _dense(arrays[of])) for x, of in zip(results, results_of(name, wrt))]
+
+
+def _with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """Return a tensor with the strides that the operator promises."""
+    if tensor.stride() == tuple(strides):
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    batch = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    lse = (*batch, *q.shape[-3:-1])
+    return (*lse, v.shape[-1]), lse
+
+
+def _strides(q: Tensor, k: Tensor, v: Tensor) -> tuple[Sequence[int], Sequence[int]]:
+    o, lse = _shapes(q, k, v)
+    return _dense(q, o), dense_strides(lse)
+
+
+def _dense(like: Tensor, shape: Sequence[Any] = ()) -> Sequence[int]:
+    """Return the strides of a result that lies as `like` if that is dense and on a GPU, else in C order."""
+    shape = shape or tuple(like.shape)
+    last = like.ndim - 1
+    if not like.is_cuda or len(shape) != like.ndim:
+        return dense_strides(shape)
+    axes = (*sorted(range(last), key=lambda axis: (-like.stride(axis), axis)), last)
+    lies_so = zip(like.shape, like.stride(), dense_strides(tuple(like.shape), axes))
+    is_dense = all(extent == 1 or step == dense for extent, step, dense in lies_so)
+    return dense_strides(shape, axes if is_dense else None)
+
+
+def _fake_forward(tensors: Sequence[Tensor], call: str) -> tuple[Tensor, Tensor]:
+    q, k, v = tensors[:3]
+    (o, lse), (strides, of_lse) = _shapes(q, k, v), _strides(q, k, v)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty_strided(o, strides), q.new_empty_strided(lse, of_lse, dtype=wide)
+
+
+def _fake_derivative(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str) -> list[Tensor]:
+    arrays = dict(zip(names_of(name, _calls[call]), tensors))
+    likes = (arrays[of] for of in results_of(name, wrt))
+    return [like.new_empty_strided(like.shape, _dense(like)) for like in likes if like is not None]
+
+
+def _batched_forward(info: Any, in_dims: Any, tensors: Sequence[Tensor], call: str) -> Any:
+    def apply(*each: Tensor) -> Sequence[Tensor]:
+        results: Sequence[Tensor] = torch.ops.cuflash.forward(list(each), call)
+        return results
+
+    return _calls[call].batched("forward", info.batch_size, tensors, in_dims[0], (), apply), (0, 0)
+
+
+def _batched_derivative(
+    info: Any, in_dims: Any, name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str
+) -> Any:
+    def apply(*each: Tensor) -> Sequence[Tensor]:
+        results: Sequence[Tensor] = torch.ops.cuflash.derivative(name, list(each), wrt, call)
+        return results
+
+    results = _calls[call].batched(name, info.batch_size, tensors, in_dims[1], wrt, apply)
+    return [*results], [0] * len(results)
+
+
+_LIBRARY.impl("forward", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("derivative", _derivative, "CompositeExplicitAutograd")
+torch.library.register_fake("cuflash::forward", _fake_forward, lib=_LIBRARY)
+torch.library.register_fake("cuflash::derivative", _fake_derivative, lib=_LIBRARY)
+torch.library.register_vmap("cuflash::forward", _batched_forward, lib=_LIBRARY)
+torch.library.register_vmap("cuflash::derivative", _batched_derivative, lib=_LIBRARY)

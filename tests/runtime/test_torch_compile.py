@@ -1,0 +1,142 @@
+"""Attention within compiled functions and below modes of PyTorch's dispatcher: one operator per pass, the same bits."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from torch.utils.checkpoint import (  # noqa: E402
+    CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts,
+)  # fmt: skip
+
+import cuflash.torch  # noqa: E402
+from cuflash import BlockIndex, masks, scores  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # compilers emit their own
+
+attention = cuflash.torch.attention
+
+
+def drawn(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+Q, K, V = drawn(2, 4, 32, 16, seed=0), drawn(2, 2, 32, 16, seed=1), drawn(2, 2, 32, 16, seed=2)
+BIAS, SINK = drawn(4, 32, 32, seed=3), drawn(4, seed=4)
+ALLOWED = BIAS[0] > 0
+SLOPES = drawn(4, seed=5).abs().requires_grad_()
+SCORE, LENGTHS = scores.alibi(SLOPES), masks.Lengths(kv=torch.tensor([32, 20]))
+WINDOW = masks.Causal() & masks.SlidingWindow(8, 0)
+INDEX = BlockIndex.from_mask(masks.Causal(), 32, 32, 16)
+CALLS = {
+    "plain": lambda q, k, v: attention(q, k, v),
+    "causal": lambda q, k, v: attention(q, k, v, causal=True, scale=0.3),
+    "window": lambda q, k, v: attention(q, k, v, window=(3, 0), deterministic=True),
+    "softcap": lambda q, k, v: attention(q, k, v, softcap=5.0),
+    "bias and sink": lambda q, k, v: attention(q, k, v, bias=BIAS, sink=SINK),
+    "a mask in closed form": lambda q, k, v: attention(q, k, v, mask=WINDOW),
+    "a new mask": lambda q, k, v: attention(q, k, v, mask=masks.Causal("top_left")),
+    "lengths": lambda q, k, v: attention(q, k, v, mask=LENGTHS),
+    "a tensor as mask": lambda q, k, v: attention(q, k, v, mask=ALLOWED),
+    "an index": lambda q, k, v: attention(q, k, v, mask=INDEX),
+    "a score": lambda q, k, v: attention(q, k, v, score=SCORE),
+    "a function as score": lambda q, k, v: attention(q, k, v, score=lambda s, b, h, i, j: s - abs(i - j)),
+    "dropout": lambda q, k, v: attention(q, k, v, dropout=cuflash.Dropout(0.3, seed=4)),
+    "lse": lambda q, k, v: sum(each.sum() for each in attention(q, k, v, return_lse=True)),
+    "matrices": lambda q, k, v: attention(q[0, 0], k[0, 0], v[0, 0]),
+    "torch.func.grad": lambda q, k, v: torch.func.grad(lambda q: attention(q, k, v).square().sum())(q),
+    "torch.vmap": lambda q, k, v: torch.vmap(lambda q: attention(q, k[0], v[0], causal=True))(q),
+}  # fmt: skip
+
+
+def results(function):
+    """Return a function's value, and gradients of its square with respect to q, k, v and the slopes."""
+    inputs = [each.clone().requires_grad_() for each in (Q, K, V)]
+    value = function(*inputs)
+    return value, *torch.autograd.grad(value.square().sum(), [*inputs, SLOPES], allow_unused=True)
+
+
+def require_equal(first, other):
+    assert all(x is y is None or torch.equal(x, y) for x, y in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", CALLS)
+def test_compiled_calls_have_no_graph_break_and_the_same_bits(name, backend):
+    torch._dynamo.reset()
+    require_equal(results(torch.compile(CALLS[name], backend=backend, fullgraph=True)), results(CALLS[name]))
+
+
+def test_a_compiled_call_follows_its_arguments():
+    """Another mask compiles again; another tensor as mask does not."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda mask: attention(Q, K, V, mask=mask), backend="eager", fullgraph=True)
+    for mask in (WINDOW, LENGTHS, ALLOWED, ~ALLOWED, WINDOW):
+        assert torch.equal(compiled(mask), attention(Q, K, V, mask=mask))
+
+
+def test_dynamic_lengths_have_the_same_bits():
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, k, v: attention(q, k, v, causal=True), backend="aot_eager", fullgraph=True, dynamic=True
+    )
+    for length in (32, 20, 9):
+        tensors = [each[:, :, :length].contiguous() for each in (Q, K, V)]
+        assert torch.equal(compiled(*tensors), attention(*tensors, causal=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_casts_what_it_casts_for_pytorch(dtype):
+    def call(q, k, v):
+        return attention(q, k, v, causal=True)
+
+    with torch.autocast("cpu", dtype):
+        eager = call(Q, K, V)
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(call, backend="eager", fullgraph=True)(Q, K, V), eager)
+        assert call(Q.double(), K.double(), V.double()).dtype == torch.float64
+    assert eager.dtype == dtype and torch.equal(eager, call(Q.to(dtype), K.to(dtype), V.to(dtype)))
+
+
+def test_operators_keep_the_rules_of_operators():
+    name = cuflash.torch._operators._named(("q", "k", "v"), None, False, None, None, None, None, None, *WORDS)
+    tensors = [each.clone().requires_grad_() for each in (Q, K, V)]
+    torch.library.opcheck(torch.ops.cuflash.forward.default, (tensors, name))
+
+
+WORDS = "auto", "auto", "ieee", False
+
+
+def test_selective_checkpointing_keeps_results_of_attention(monkeypatch):
+    counts = []
+    forward = cuflash.torch._transformed.Transformed.forward
+    monkeypatch.setattr(
+        cuflash.torch._transformed.Transformed, "forward", lambda *tensors: counts.append(1) or forward(*tensors)
+    )
+
+    def policy(ctx, operator, *arguments, **options):
+        is_ours = operator == torch.ops.cuflash.forward.default
+        return CheckpointPolicy.MUST_SAVE if is_ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def call(q, k, v):
+        return attention(q.sin(), k.sin(), v.sin(), causal=True)
+
+    def checkpointed(q, k, v):
+        return checkpoint(
+            call, q, k, v, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+        )
+
+    ours = results(checkpointed)
+    assert len(counts) == 1
+    require_equal(ours, results(call))
+
+
+def test_linearize_and_fake_tensors_see_operators():
+    _, slope = torch.func.linearize(lambda q: attention(q, K, V), Q)
+    torch.testing.assert_close(slope(K.repeat(1, 2, 1, 1)), torch.func.jvp(
+        lambda q: attention(q, K, V), (Q,), (K.repeat(1, 2, 1, 1),)
+    )[1])  # fmt: skip
+    with torch._subclasses.FakeTensorMode() as mode:
+        o, lse = attention(*map(mode.from_tensor, (Q, K, V)), return_lse=True)
+    assert o.shape == Q.shape and lse.shape == Q.shape[:-1]
