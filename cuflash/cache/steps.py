@@ -272,12 +272,11 @@ def append_key(steps: Steps, k: Any, v: Any) -> Hashable:
 def _inputs(q: Any, sink: Any, score: Score | None, chosen: ChosenBlocks | None) -> list[Any]:
     """Return the arrays of a call that its kernels take first."""
     arrays = () if score is None else score.arrays.values()
-    return [q, *(() if sink is None else (sink,)), *arrays, *_lists(chosen)]
+    lists = () if chosen is None else _lists(chosen)
+    return [q, *(() if sink is None else (sink,)), *arrays, *lists]
 
 
-def _lists(chosen: ChosenBlocks | None) -> list[Any]:
-    if chosen is None:
-        return []
+def _lists(chosen: ChosenBlocks) -> list[Any]:
     return [chosen.blocks] if chosen.counts is None else [chosen.blocks, chosen.counts]
 
 
@@ -286,7 +285,7 @@ def lists_of(chosen: ChosenBlocks | None) -> dict[str, Any]:
 
     Axes along which all lists are shared have extent 1.
     """
-    arrays = zip(TABLES, _lists(chosen), (4, 3))
+    arrays = zip(TABLES, [] if chosen is None else _lists(chosen), (4, 3))
     return {name: array[(None,) * (rank - array.ndim)] for name, array, rank in arrays}
 
 

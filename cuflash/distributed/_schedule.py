@@ -70,13 +70,21 @@ def gathering(size: int, num_groups: int, needs: Callable[[int, int], bool], *, 
             copied = [n for source in sources for n in build.number(COPY, rank, source, group)]
             taken = [n for owner in ranks for n in build.number(TAKE, owner, rank, before)] if returns else []
             build.add(ATTEND, rank, rank, group, [*copied, *is_free, *taken])
-        for rank in ranks if returns else ():
-            sources = [source for source in ranks if needs(source, rank)]
-            is_free = build.number(ADD, rank, rank, before)
-            for source in sources:
-                build.add(TAKE, rank, source, group, [*build.number(ATTEND, source, source, group), *is_free])
-            build.add(ADD, rank, rank, group, [n for each in sources for n in build.number(TAKE, rank, each, group)])
+        if returns and group > 0:  # after the copies for this group, which need not wait for gradients
+            _return(build, size, group - 1, needs)
+    if returns and num_groups:
+        _return(build, size, num_groups - 1, needs)
     return tuple(build.steps)
+
+
+def _return(build: _Builder, size: int, group: int, needs: Callable[[int, int], bool]) -> None:
+    """Add the steps that take the gradients of a group to the owners of the keys, and add them."""
+    for rank in range(size):
+        sources = [source for source in range(size) if needs(source, rank)]
+        is_free = build.number(ADD, rank, rank, group - NUM_BUFFERS)
+        for source in sources:
+            build.add(TAKE, rank, source, group, [*build.number(ATTEND, source, source, group), *is_free])
+        build.add(ADD, rank, rank, group, [n for each in sources for n in build.number(TAKE, rank, each, group)])
 
 
 def exchanging_heads(size: int, holds: Callable[[int], bool]) -> tuple[Step, ...]:

@@ -20,15 +20,16 @@ from ..planning.options import (
 )  # fmt: skip
 from ..dropout import Dropout
 from ..scores import Score
-from . import _batching, _derivatives
+from ._batching import batch_passes
 from ._call import JaxCall
 from ._checks import array_reasons, has_no_data, holds_data, require, traced_reasons
+from ._derivatives import differentiate_passes
 from ._primitives import bind, executed, pass_of
 
 __all__ = ["attention"]
 
-_derivatives.register()
-_batching.register()
+differentiate_passes()
+batch_passes()
 
 
 def __dir__() -> list[str]:
@@ -126,9 +127,9 @@ def attention(
     Notes
     -----
     q, k, v, bias, sink and the real arrays of a score have gradients. Those of bias, sink and score arrays are computed
-    only if JAX differentiates with respect to them. Forward mode and second derivatives are available on the CPU, but no
-    third derivative, and no `jax.jvp` of `jax.jvp`. `jax.vmap` adds a batch axis to one call; a call with dropout, or
-    whose score function or mask reads b, runs once per entry.
+    only if JAX differentiates with respect to them. Forward mode and second derivatives are available, but no third
+    derivative, and no `jax.jvp` of `jax.jvp`. `jax.vmap` adds a batch axis to one call; a call with dropout, or whose
+    score function or mask reads b, runs once per entry.
 
     Examples
     --------
@@ -162,7 +163,8 @@ def _of_jax(value: Any) -> Any:
     It is a copy, since later changes of the NumPy array must not affect gradients. Tracers that hold a NumPy array are
     copied, too.
     """
-    if value is None or holds_data(type(value)):
+    kind: Any = type(value)
+    if value is None or holds_data(kind):
         return value
     held = value.to_concrete_value() if is_tracer(value) else value
     is_numpy = isinstance(held, np.ndarray) and is_array(held)

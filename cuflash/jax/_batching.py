@@ -131,7 +131,7 @@ def _own_axes(one: Pass, name: str) -> int:
     return ranks[name]
 
 
-def register() -> None:
+def batch_passes() -> None:
     """Register the rule of all passes with JAX."""
     for primitive in PRIMITIVES.values():
         batching.primitive_batchers[primitive] = _batched

@@ -52,15 +52,15 @@ class JaxCall:
         The dtypes of all arrays.
     looked_up : Lookup
         The parts of the call's key.
-    is_listed : bool
-        True if kernels can list the mask from its arrays at each call.
+    has_key : bool
+        True if calls with equal keys are equal: the mask holds no arrays that the key leaves out and JAX does not pass.
     """
 
     options: Options
     dtypes: Mapping[str, Any]
     looked_up: Lookup
-    is_listed: bool
-    _own: dict[Hashable, Any] = field(default_factory=dict)  # used instead of the cache by calls without a key
+    has_key: bool
+    _own: dict[Hashable, Any] = field(default_factory=dict)  # what calls without a key use instead of the cache
 
     @classmethod
     def of(cls, q: Any, k: Any, v: Any, options: Options) -> tuple[JaxCall, dict[str, Any], Options]:
@@ -82,7 +82,7 @@ class JaxCall:
         without = options._replace(mask=mask, score=score, sink=None)
         looked_up = lookup(without, _layout_of)
         dtypes = {name: getattr(array, "dtype", None) for name, array in arrays.items()}
-        call = cls(without, dtypes, looked_up, not slots or looked_up.contents is not None)
+        call = cls(without, dtypes, looked_up, bool(slots) == (looked_up.contents is not None))
         return call, arrays, options
 
     @property
@@ -93,7 +93,7 @@ class JaxCall:
     def cached(self, what: str, make: Callable[[], Any], *key: Hashable) -> Any:
         """Return an object that depends on the call and on a key, from the cache of calls if possible."""
         looked_up, full = self.looked_up, None
-        if self.is_listed and not checks.is_on():
+        if self.has_key and not checks.is_on():
             full = looked_up.key(what, key, tuple(self.dtypes.items()), numbers_of(self.options.dropout))
         if full is None:
             if (what, key) not in self._own:

@@ -20,7 +20,7 @@ _KNOWN = {type(None), bool, int, float, str}
 
 
 @lru_cache(maxsize=64)
-def holds_data(kind: type) -> bool:
+def holds_data(kind: Any) -> bool:
     """True if all values of a type are arrays of JAX with data."""
     return issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
 

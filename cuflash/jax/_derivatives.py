@@ -187,7 +187,7 @@ def _third(*arguments: Any, **parameters: Any) -> Any:
     raise NotImplementedError(THIRD)
 
 
-def register() -> None:
+def differentiate_passes() -> None:
     """Register the rules of all passes with JAX."""
     ad.primitive_jvps |= {
         PRIMITIVES["forward"]: _forward_jvp, PRIMITIVES["jvp"]: _jvp_jvp, PRIMITIVES["backward"]: _backward_jvp,

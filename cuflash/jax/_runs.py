@@ -206,8 +206,6 @@ class OnGpu:
             self._of_mask = [places[f"{MASK}{slot.number}"] for slot in contents.arrays]
         elif contents is not None and is_listed:
             self._held = contents.arrays
-        if isinstance(work, WorkAtCall):
-            self._lists_of = gpu.lists_of_calls(plan, work)
         self.scratch: list[ShapeDtype] = []
         self._results = [_view(each.dtype, each.shape, each.shape) for each in one.results]
         is_plain = plan.is_kernels_alone and plan.results(one.name) == plan.kernel_results(one.name)
@@ -218,6 +216,8 @@ class OnGpu:
             self._xla_pass = xla_gpu.XlaPass(plan, one.name, views, is_listed)
             if self._xla_pass.scratch_bytes:
                 self.scratch = [ShapeDtype((self._xla_pass.scratch_bytes,), np.dtype(np.uint8))]
+        elif isinstance(work, WorkAtCall):
+            self._lists_of = gpu.lists_of_calls(plan, work)
 
     def __call__(self, context: Any, results: Sequence[Any], *buffers: Any) -> None:
         device = buffers[0].__dlpack_device__()[1]

@@ -16,7 +16,7 @@ from .launches import Feature, Kernels, Launch, Pass
 from .problem import Problem
 from .routing import FAMILIES
 from .sinks import sink_forward
-from .spec import SM80, SM90
+from .spec import SM80
 from .split_kv import max_steps
 
 # Rows are the queries of all heads that share a key/value head. On an H200, the decode loop is the fastest up to 8
@@ -41,9 +41,9 @@ def with_few_queries(kernels: Kernels, problem: Problem, device: DeviceSpec, wor
         return kernels
     if rows <= _MOST_DECODED and _is_decoded(problem, work):
         return _decoded(kernels, problem, device, work)
-    if kernels.forward.launches["forward"].spec.family != SM90:
-        return kernels
     other = FAMILIES[SM80].launches(problem, device, work)
+    if other.forward.specs == kernels.forward.specs:
+        return kernels
     return replace(kernels, forward=other.forward, num_splits=other.num_splits)
 
 

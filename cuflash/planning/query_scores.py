@@ -98,7 +98,7 @@ class QueryChoice:
         )  # fmt: skip
 
     def is_served(self, q: Any, num_keys: int, device: DeviceSpec) -> bool:
-        """True if the kernel supports the dtype, the widths, and rows of this number of keys on a device."""
+        """True if the kernel supports the dtype, the widths, and rows of `num_keys` keys on a device."""
         if q.dtype.itemsize != 2 or not 1 <= q.shape[-1] <= _WIDTHS[-1] or self.heads_of_list > _ROWS:
             return False
         of_tile = self._queries_per_tile(_spec(q.dtype, q.shape[-1]), num_keys, device.tile_memory_bytes)

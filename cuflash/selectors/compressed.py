@@ -92,8 +92,7 @@ def nsa(
         key = bound.key_of("nsa", q, k, block, budget, forced, causal, mask, window, scale, executor, compression)
     if (index := bound.selected(key, q, k)) is not None:
         return index
-    reasons: list[str] = []
-    grid = None
+    reasons, grid = list[str](), None
     with collecting(reasons):
         grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale)
     with collecting(reasons):
@@ -114,12 +113,10 @@ def nsa(
     length, stride = compression
     if compressed_k is None and not grid.has_own_mask:
         compressed_k = means_of_runs(grid.k, length, stride)
-        if grid.block[0] == 1:  # the dtype of attention's keys
-            compressed_k = compressed_k.astype(grid.k.dtype)
+        compressed_k = compressed_k.astype(grid.k.dtype) if grid.block[0] == 1 else compressed_k  # as keys are
     if compressed_k is not None:
         runs = RunKeys(compressed_k, stride, length, (length // stride, grid.block[1] // stride), lse)
-        chosen = chosen_by_kernel(grid, runs, budget, forced, executor, share=GROUP)
-        if chosen is not None:
+        if (chosen := chosen_by_kernel(grid, runs, budget, forced, executor, share=GROUP)) is not None:
             return chosen
 
     def estimate(piece: Grid) -> Estimate:

@@ -132,8 +132,8 @@ def attention(
     q, k, v, bias, sink and the real tensors of a score have gradients if they require them. Those of bias, sink and
     score tensors are computed only on request. On a GPU no call synchronizes. Once a call has run forward and backward,
     identical calls can be captured by `torch.cuda.graph`.
-    Tangents of `torch.func.jvp` and `torch.autograd.forward_ad`, second derivatives in every order except a tangent of a
-    tangent, and `torch.vmap` run passes of the library, with memory linear in the length; on a GPU they are refused. A
+    Tangents of `torch.func.jvp` and `torch.autograd.forward_ad`, second derivatives in every order except a tangent of
+    a tangent, and `torch.vmap` run passes of the library, with memory linear in the length; on a GPU they are refused. A
     third derivative is refused.
 
     Examples

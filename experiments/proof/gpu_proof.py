@@ -66,6 +66,7 @@ from cuflash.planning.launches import Launch
 from cuflash.planning.chosen_lists import COLUMN_SPECS, UNIONS
 from cuflash.planning.interval_kernels import INTERVAL_SPECS
 from cuflash.planning.list_kernels import LIST_SPECS
+from cuflash.planning.query_scores import every_query_spec
 from cuflash.planning.selection_kernels import every_selection_spec
 from cuflash.planning._result_kernels import every_result_spec
 from cuflash.planning.problem import Problem
@@ -458,7 +459,8 @@ def run_masses() -> int:
 
 def specs_of_selectors() -> set[KernelSpec]:
     """Return the kernels of selectors for the dtypes of these calls."""
-    return every_selection_spec(tuple(as_dtype("dtype", dtype) for dtype in MASS_DTYPES))
+    dtypes = tuple(as_dtype("dtype", dtype) for dtype in MASS_DTYPES)
+    return every_selection_spec(dtypes) | {spec for spec in every_query_spec(dtypes) if spec.head_dim == 64}
 
 
 def run_selectors() -> int:
@@ -475,7 +477,9 @@ def run_selectors() -> int:
         x = cupy.full((2, 200, 64), 1, as_dtype("dtype", dtype))
         for name, options in calls.items():
             getattr(cuflash.selectors, name)(x, x, **options)
-    return len(calls) * len(MASS_DTYPES)
+        for select in (cuflash.selectors.nsa, cuflash.selectors.pooled):
+            select(x, x, **few, block=(1, 32), causal=True)
+    return (len(calls) + 2) * len(MASS_DTYPES)
 
 
 def specs_of_results() -> set[KernelSpec]:

@@ -26,7 +26,7 @@ from typing import Any
 import cuflash
 import ml_dtypes
 import numpy as np
-from decode import captured_by_cupy, captured_by_torch, sizes_of
+from graph_times import captured_by_cupy, captured_by_torch, sizes_of
 from harness import Record, gpu_versions, main, why_no_gpu
 from rich.table import Table
 

@@ -63,28 +63,25 @@ CUFLASH_DEVICE void list_few(const Row& row) {
   });
   least = __reduce_min_sync(0xffffffffu, least);
   greatest = __reduce_max_sync(0xffffffffu, greatest);
-  const int num_forced = places.count_before(kForcedPlace + 1), count = choice.count;
   uint32_t end = greatest + 1;  // places before it are chosen, and some blocks of place `tied`
   uint32_t tied = kNotEligiblePlace;
   int missing = 0;
-  if (num_forced >= count || least == kNotEligiblePlace) {
-    end = kForcedPlace + 1;
-  } else if (places.count_before(end) > count) {
-    // There are fewer than `count` blocks before `least`, and more before `end`.
+  if (least != kNotEligiblePlace && places.count_before(end) > choice.count) {
+    // There are more than `count` blocks before `end`, and only forced ones before `least`.
     while (true) {
       if (end - least == 1) {
         end = tied = least;
-        missing = count - places.count_before(least);
+        missing = choice.count - places.count_before(least);
         break;
       }
       const uint32_t middle = place_between(least, end);
       const int before = places.count_before(middle);
-      if (before < count) {
+      if (before < choice.count) {
         least = middle;
         continue;
       }
       end = middle;
-      if (before == count) break;
+      if (before == choice.count) break;
     }
   }
   int length = 0;

@@ -105,6 +105,13 @@ struct Backward : BackwardEpilogue<Config> {
     return Config::kFinishesDqInOrder && flags & StepMessage::kFinalizesDq ? DqFinish::kWithSums : DqFinish::kNot;
   }
 
+  // Return where a thread stores dS, if this kernel computes dQ.
+  static CUFLASH_DEVICE int address_of_ds() {
+    if constexpr (kMakesDq)  // opaque, so that it is not recomputed in each step
+      return ptx::opaque(tile::transposed_address(ds_smem, Scores::warp_row()));
+    else return 0;
+  }
+
   // Run a consumer warpgroup: walk all steps, tile after tile. Each accumulator is a new variable per iteration, so
   // that ptxas sees no wgmma registers carried over the loop. No wgmma may be in flight at the back edge of the loop;
   // otherwise ptxas serializes them (advisory C7510). There is one loop, with one step per iteration, so that addresses
@@ -121,9 +128,7 @@ struct Backward : BackwardEpilogue<Config> {
     float* const dq_staging =
         reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + kDqOffset) + DqSumLayout::thread_offset();
     const float softmax_scale_log2 = smem.softmax_scale_log2;
-    int ds_address = 0;
-    if constexpr (kMakesDq)  // opaque, so that it is not recomputed in each step
-      ds_address = ptx::opaque(tile::transposed_address(ds_smem, Scores::warp_row()));
+    const int ds_address = address_of_ds();
     Kept kept;
     SumsOfSteps of_steps;
     wait_kv(flags);
@@ -205,9 +210,7 @@ struct Backward : BackwardEpilogue<Config> {
     float* const dq_staging =
         reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + kDqOffset) + DqSumLayout::thread_offset();
     const float softmax_scale_log2 = smem.softmax_scale_log2;
-    int ds_address = 0;
-    if constexpr (kMakesDq)  // opaque, so that it is not recomputed in each step
-      ds_address = ptx::opaque(tile::transposed_address(ds_smem, Scores::warp_row()));
+    const int ds_address = address_of_ds();
     Kept kept;
     SumsOfSteps of_steps;
     wait_kv(flags);

@@ -41,6 +41,7 @@ from cuflash.planning.families.family import DIMS, Family
 from cuflash.planning.routing import FAMILIES, PREFILL_FAMILIES, mass_kernel
 from cuflash.planning.interval_kernels import INTERVAL_SPECS
 from cuflash.planning.list_kernels import LIST_SPECS
+from cuflash.planning.query_scores import every_query_spec
 from cuflash.planning.selection_kernels import every_selection_spec
 from cuflash.planning.quantizing import quantize_spec, transpose_spec
 from cuflash.planning.scales import RowsPerScale
@@ -138,7 +139,7 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
                 if family in ("simt", "sm80"):
                     least = 1 if family == "simt" else 128
                     specs.add(mass_kernel(problem, device, least, is_listed=limit is not None))
-                if family in ("simt", "sm80") and precision == "ieee" and limit is None:
+                if family in ("simt", "sm80") and precision == "ieee" and limit is None and head_dim == value_dim:
                     specs |= of_tangents(FAMILIES[family], problem, device, limit)
                 if family == "sm90":  # queries that see many keys, or few, of one problem and of a thousand
                     many = (ShapeDtype((1000, *x.shape), dtype) for x in (q, k, v))
@@ -313,7 +314,7 @@ def every_target() -> list[tuple[KernelSpec, str]]:
             of_chip = sorted(of_scores(chip), key=lambda spec: (str(spec), str(spec.score), spec.score_wrt))
             targets += [(spec, room.architecture(spec, capability)) for spec in of_chip]
         others = {*LIST_SPECS.values(), *INTERVAL_SPECS.values(), UNIONS, *COLUMN_SPECS.values()}
-        others |= set(every_selection_spec(DTYPES))
+        others |= set(every_selection_spec(DTYPES)) | (every_query_spec(DTYPES) if capability >= (8, 0) else set())
         others |= every_result_spec(DTYPES)
         targets += [(spec, room.architecture(spec, capability)) for spec in sorted(others, key=str)]
     return targets

@@ -10,8 +10,8 @@ import pytest
 from cuflash import DeviceSpec, ShapeDtype, UnsupportedProblem, masks
 from cuflash.executors import sim as simulated
 from cuflash.executors.sim import Simulator
-from cuflash.testing import Structure, assert_within
-from cuflash.testing.tangents import Moving, assert_tangents_within_bounds, movings, with_tangents
+from cuflash.testing import Example, Structure, assert_within, tangents as of_tests
+from cuflash.testing.tangents import Moving, assert_tangents_within_bounds, movings
 from executors import GPU, SIM, Run, hostile_schedules, is_long, needs_compiler
 from hypothesis import given
 
@@ -27,6 +27,11 @@ FULL = Structure(
     **TWO, num_heads=4, num_kv_heads=2, seqlen_q=90, seqlen_kv=150, head_dim=20, value_dim=12, sink=(4,),
     mask=masks.Dense(ROWS) & masks.Causal("bottom_right"), dropout=cuflash.Dropout(0.3, seed=5),
 )  # fmt: skip
+
+
+def moved_along(example: Example, kinds: dict[str, str], seed: int = 11, layout: str = "contiguous") -> Moving:
+    """Give an example tangents of another seed than its own, so that they differ from its arrays."""
+    return of_tests.with_tangents(example, kinds, seed, layout)
 
 
 def put(run: Run, x: Any) -> Any:
@@ -109,13 +114,13 @@ def test_every_feature_at_once_is_within_its_bounds(run: Run, dtype: str) -> Non
     example = replace(FULL, dtype=dtype).example().but(score=score)
     kinds = EVERY | {"temperature": "normal", "slope": "lattice"}
     for names in (kinds, ("slope",), ("v",)):
-        check(run, with_tangents(example, {name: kinds[name] for name in names}, layout="padded"))
+        check(run, moved_along(example, {name: kinds[name] for name in names}, layout="padded"))
 
 
 @on_kernels
 def test_an_absent_tangent_is_one_of_zeros(run: Run) -> None:
     example = replace(FULL, dtype="float16").example()
-    every = with_tangents(example, EVERY).tangents
+    every = moved_along(example, EVERY).tangents
     for names in (("v",), ("k", "sink"), ("q",), ("sink",)):
         own = {name: every[name] for name in names}
         full = {name: own.get(name, np.zeros_like(x)) for name, x in every.items()}
@@ -127,7 +132,7 @@ def test_a_drift_that_all_keys_share_costs_no_digits(run: Run) -> None:
     """Were tangents of scores not taken relative to a number of their row, o's rounding would be multiplied by it."""
     mask = masks.Dense(np.arange(700) % 70 <= np.arange(60)[:, None])
     example = Structure(num_heads=2, seqlen_q=60, seqlen_kv=700, head_dim=16, dtype="float16", mask=mask).example()
-    moving = with_tangents(run.rounded(example), {"k": "drift"})
+    moving = moved_along(run.rounded(example), {"k": "drift"})
     check(run, moving)
     drift = np.abs(moving.exact.lse_dot).max() * np.finfo(np.float16).eps * np.abs(moving.example.exact.o).max()
     assert moving.bounds.o_dot.max() < drift / 4
@@ -147,8 +152,8 @@ def test_rows_of_several_steps_have_one_center(run: Run) -> None:
 @on_kernels
 def test_rows_without_a_key_have_tangents_of_zero(run: Run) -> None:
     example = replace(FULL, dropout=None, mask=masks.Dense(ROWS)).example()
-    without = with_tangents(example.but(sink=None), {"q": "normal", "v": "normal"})
-    for moving in (with_tangents(example, EVERY), without):
+    without = moved_along(example.but(sink=None), {"q": "normal", "v": "normal"})
+    for moving in (moved_along(example, EVERY), without):
         outputs = push(run, moving)
         assert not outputs["o_dot"][..., ::3, :].any()
         sink_dot = moving.tangents.get("sink", np.zeros(4, np.float32))
@@ -160,7 +165,7 @@ def test_absent_keys_do_not_matter(run: Run) -> None:
     blocks = masks.BlockPattern(np.array([[1, 0], [1, 0]], bool), (64, 512))
     for mask, seen in ((blocks, 512), (masks.Lengths(kv=600), 600)):
         example = Structure(num_heads=2, seqlen_q=128, seqlen_kv=1024, head_dim=4, mask=mask).example()
-        moving = with_tangents(example, QKV)
+        moving = moved_along(example, QKV)
         poisoned = {name: x.copy() for name, x in moving.tangents.items()}
         for name in "kv":
             poisoned[name][:, seen:] = np.nan
@@ -201,7 +206,7 @@ def test_nan_and_infinities_reach_what_they_should(run: Run) -> None:
 
 @on_kernels
 def test_grouped_heads_are_repeated_ones(run: Run) -> None:
-    moving = with_tangents(replace(FULL, dropout=None).example(), EVERY)
+    moving = moved_along(replace(FULL, dropout=None).example(), EVERY)
     repeated = {name: np.repeat(getattr(moving.example, name), 2, axis=-3) for name in "kv"}
     dots = {name: np.repeat(x, 2, axis=-3) if name in "kv" else x for name, x in moving.tangents.items()}
     same(push(run, moving), push(run, Moving(moving.example.but(**repeated), dots)))
@@ -211,7 +216,7 @@ def test_grouped_heads_are_repeated_ones(run: Run) -> None:
 def test_packed_sequences_are_one_call_each(run: Run) -> None:
     offsets = np.array([0, 30, 31, 90])
     example = Structure(num_heads=2, seqlen_q=90, seqlen_kv=90, mask=masks.Sequences(offsets, causal=True)).example()
-    moving = with_tangents(example, QKV)
+    moving = moved_along(example, QKV)
     outputs = check(run, moving)
     for start, stop in zip(offsets, offsets[1:]):
         part = {name: getattr(example, name)[:, start:stop] for name in "qkv"}
@@ -235,7 +240,7 @@ def test_masks_of_every_kind_are_their_dense_mask(run: Run, dtype: str) -> None:
         example = Structure(
             **TWO, num_heads=4, num_kv_heads=2, seqlen_q=150, seqlen_kv=180, mask=mask, dtype=dtype
         ).example()  # fmt: skip
-        check(run, with_tangents(example, QKV))
+        check(run, moved_along(example, QKV))
 
 
 @on_kernels
@@ -244,12 +249,12 @@ def test_wide_rows_are_within_their_bounds(run: Run, dtype: str, dims: tuple[int
     """Whole tiles of 16-bit rows, and tiles of more than 128 columns."""
     sizes = {"seqlen_q": 140, "seqlen_kv": 200, "head_dim": dims[0], "value_dim": dims[1], "dtype": dtype}
     for mask in (None, masks.Causal("bottom_right")):
-        check(run, with_tangents(Structure(num_heads=2, num_kv_heads=1, mask=mask, **sizes).example(), QKV))
+        check(run, moved_along(Structure(num_heads=2, num_kv_heads=1, mask=mask, **sizes).example(), QKV))
 
 
 @on_kernels
 def test_powers_of_two_come_through_exactly(run: Run) -> None:
-    moving = with_tangents(FULL.example(), EVERY)
+    moving = moved_along(FULL.example(), EVERY)
     once, scaled = push(run, moving), push(run, moving.scaled(2.0**-4))
     for name in ("o_dot", "lse_dot"):
         np.testing.assert_array_equal(scaled[name], 2.0**-4 * once[name], err_msg=name)
@@ -261,14 +266,14 @@ def test_scales_of_any_size_are_taken(run: Run, scale: float) -> None:
     small = 2.0**-40 if scale > 1 else 1.0
     example = Structure(num_heads=2, seqlen_q=40, seqlen_kv=50, scale=scale).example()
     example = example.but(q=(example.q * small).astype(np.float32))
-    moving = with_tangents(example, QKV)
+    moving = moved_along(example, QKV)
     factors = {"q": small, "k": small, "v": 1}
     check(run, Moving(example, {name: x * np.float32(factors[name]) for name, x in moving.tangents.items()}))
 
 
 @on_kernels
 def test_pushing_forward_is_dual_to_pulling_back(run: Run) -> None:
-    moving = with_tangents(FULL.example(), EVERY)
+    moving = moved_along(FULL.example(), EVERY)
     example, outputs = moving.example, push(run, moving)
     pulled = run.everything(example)
     pairs = [(example.do, outputs["o_dot"], moving.bounds.o_dot)]
@@ -285,13 +290,13 @@ def test_axes_that_do_not_fold_take_several_launches(run: Run) -> None:
         q_batch=(2, 2, 2, 2), k_batch=(2, 1, 2, 1), v_batch=(1, 2, 1, 2), num_heads=2, seqlen_q=20, seqlen_kv=30,
         sink=(2,), mask=masks.Causal("bottom_right"),
     ).example()  # fmt: skip
-    check(run, with_tangents(example, EVERY))
+    check(run, moved_along(example, EVERY))
 
 
 @on_kernels
 def test_calls_without_keys_have_tangents_of_zero(run: Run) -> None:
     example = Structure(num_heads=2, seqlen_q=5, seqlen_kv=0, sink=(2,)).example()
-    moving = with_tangents(example, EVERY)
+    moving = moved_along(example, EVERY)
     outputs = push(run, moving)
     assert not outputs["o_dot"].any()
     np.testing.assert_array_equal(outputs["lse_dot"], np.repeat(moving.tangents["sink"][:, None], 5, axis=1))
@@ -300,7 +305,7 @@ def test_calls_without_keys_have_tangents_of_zero(run: Run) -> None:
 @needs_compiler
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 def test_bits_do_not_depend_on_the_schedule(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    moving = with_tangents(replace(FULL, dtype=dtype).example(), EVERY)
+    moving = moved_along(replace(FULL, dtype=dtype).example(), EVERY)
     expected = push(SIM, moving)
     for schedule in hostile_schedules(f"tangents {dtype}", 3):
         monkeypatch.setattr(simulated, "_SIMULATOR", Simulator(schedule))
@@ -353,7 +358,7 @@ def test_tangents_of_gradients_have_every_feature(run: Run, dtype: str) -> None:
     example = replace(FULL, dtype=dtype).example().but(score=score)
     kinds = EVERY | dict.fromkeys(("temperature", "do", "dlse"), "normal")
     for names in (kinds, ("temperature",) if dtype == "float64" else ("v", "do")):
-        check_gradients(run, with_tangents(example, {name: kinds[name] for name in names}, layout="padded"))
+        check_gradients(run, moved_along(example, {name: kinds[name] for name in names}, layout="padded"))
 
 
 @on_kernels
@@ -369,7 +374,7 @@ def test_masks_of_every_kind_serve_second_derivatives(run: Run, dtype: str) -> N
             **TWO, num_heads=4, num_kv_heads=2, seqlen_q=150, seqlen_kv=180, mask=mask, dtype=dtype
         ).example()  # fmt: skip
         for names in ("qkv", ("k", "do")) if dtype == "float32" else (("q", "k", "v", "do"),):
-            check_gradients(run, with_tangents(example, dict.fromkeys(names, "normal")))
+            check_gradients(run, moved_along(example, dict.fromkeys(names, "normal")))
 
 
 @on_kernels
@@ -378,13 +383,13 @@ def test_wide_rows_have_second_derivatives(run: Run, dtype: str, dims: tuple[int
     """Whole tiles of 16-bit rows, and tiles of more than 128 columns."""
     sizes = {"seqlen_q": 140, "seqlen_kv": 200, "head_dim": dims[0], "value_dim": dims[1], "dtype": dtype}
     example = Structure(num_heads=2, num_kv_heads=1, mask=masks.Causal("bottom_right"), **sizes).example()
-    check_gradients(run, with_tangents(example, QKV | {"do": "normal"}))
+    check_gradients(run, moved_along(example, QKV | {"do": "normal"}))
 
 
 @on_kernels
 def test_the_hessian_is_symmetric(run: Run) -> None:
     example = FULL.example()
-    first, other = (with_tangents(example, EVERY, seed=seed) for seed in (1, 2))
+    first, other = (moved_along(example, EVERY, seed=seed) for seed in (1, 2))
     products, off = [], 0.0
     for one, two in ((first, other), (other, first)):
         dots = pull(run, one)
@@ -398,7 +403,7 @@ def test_the_hessian_is_symmetric(run: Run) -> None:
 def test_rows_without_a_key_have_no_second_derivative(run: Run) -> None:
     """do and its tangent do not count there, NaN included; of the sink's gradient dlse_dot counts."""
     example = replace(FULL, dropout=None, mask=masks.Dense(ROWS)).example()
-    moving = with_tangents(example, EVERY | {"do": "normal", "dlse": "normal"})
+    moving = moved_along(example, EVERY | {"do": "normal", "dlse": "normal"})
     wanted = pull(run, moving)
     assert not wanted["dq_dot"][..., ::3, :].any()
     do, do_dot = example.do.copy(), moving.tangents["do"].copy()
@@ -410,7 +415,7 @@ def test_rows_without_a_key_have_no_second_derivative(run: Run) -> None:
 
 @on_kernels
 def test_absent_tangents_of_gradients_are_zeros(run: Run) -> None:
-    every = with_tangents(FULL.example(), EVERY | {"do": "normal", "dlse": "normal"})
+    every = moved_along(FULL.example(), EVERY | {"do": "normal", "dlse": "normal"})
     for names in (("v", "dlse"), ("k", "sink"), ("q", "do")):
         own = {name: every.tangents[name] for name in names}
         full = {name: own.get(name, np.zeros_like(x)) for name, x in every.tangents.items()}
@@ -419,7 +424,7 @@ def test_absent_tangents_of_gradients_are_zeros(run: Run) -> None:
 
 @needs_compiler
 def test_bits_of_second_derivatives_do_not_depend_on_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    moving = with_tangents(FULL.example(), EVERY | {"do": "normal"})
+    moving = moved_along(FULL.example(), EVERY | {"do": "normal"})
     expected = pull(SIM, moving)
     for schedule in hostile_schedules("tangents of gradients", 3):
         monkeypatch.setattr(simulated, "_SIMULATOR", Simulator(schedule))
@@ -435,7 +440,7 @@ HALF = ShapeDtype((8, 1000, 64), np.dtype(np.float16))
 
 @needs_compiler
 def test_a_plan_takes_tangents_that_it_was_not_planned_for() -> None:
-    moving = with_tangents(replace(FULL, dropout=None, sink=None).example(), QKV)
+    moving = moved_along(replace(FULL, dropout=None, sink=None).example(), QKV)
     example = moving.example
     arrays = example.q, example.k, example.v
     plain = cuflash.plan(*arrays, mask=example.mask, executor="sim")

@@ -269,9 +269,9 @@ FAULTS = {
         ),
         "weights of a skipped block are scores": Edit("sm90/forward.cu", "process_other_block", "s.fill(0);", ""),
         "gradients of a skipped block count": Edit("sm90/backward_rows.cu", "process_tile", "ds.clear();", ""),
-        "lse of a tile is one head's": Edit(
+        "lse of a tile is delta": Edit(
             "sm90/backward_rows.cu", "row_statistics", "rows_of_tile<float>(chosen, params.lse, work, 1)",
-            "rows_of_tile<float>(attention::NoChosenLists(), params.lse, work, 1)",
+            "rows_of_tile<float>(chosen, params.delta, work, 1)",
         ),
         "slots of idle rows are left": Edit(
             GATHERED, "clear_rows_past_boxes", "tile::clear_rows_from(tile::TmaBoxes(do_smem(stage)), num_rows);", ""
@@ -285,10 +285,6 @@ FAULTS = {
         "lanes gather the same rows": Edit(GATHERED, "gather", "ptx::lane() * box_bytes", "0"),
         "statistics are the first head's": Edit(
             COPY_WARPS, "store_statistics", "(in_bounds ? number_and_head.remainder : 0)", "0"
-        ),
-        "rows past a step have statistics": Edit(
-            COPY_WARPS, "store_statistics", "in_bounds ? lse_in_base_2(lse) : -ptx::negative_infinity<float>()",
-            "lse_in_base_2(lse)",
         ),
         "masks are those of the first query": Edit(
             COPY_WARPS, "compute_row_masks", "shared().queries_of_steps[stage][number]",

@@ -115,6 +115,6 @@ FAULTS = {
         ),
         "more parts than run at once": Edit(PLAN, "_decoded", ", at_once)", ", 128)"),
         "a grid has one part": Edit(PLAN, "_decoded", "problem.num_kv_heads * num_parts", "problem.num_kv_heads"),
-        "a family's name is auto": Edit("planning/plan.py", "gpu_plan", 'kernel == "auto"', "True"),
+        "a family's name is auto": Edit("planning/plan.py", "gpu_plan", 'if kernel == "auto": of_family', "if True: of_family"),
     },
 }  # fmt: skip

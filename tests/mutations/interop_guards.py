@@ -370,10 +370,11 @@ def passes_of_jax_on_a_device_are_right(library: ModuleType) -> None:
     """Compare passes on buffers of JAX with those on CuPy's arrays, on the stand-in for a GPU."""
     jax = pytest.importorskip("jax")
     from test_jax import on_a_machine
-    from test_jax_gpu import check_atomic_sums, check_case
+    from test_jax_gpu import check_atomic_sums, check_case, check_workspaces
 
     with a_machine_for(library) as machine, pytest.MonkeyPatch.context() as patch:
         on_a_machine(patch, machine, library)
+        check_workspaces(library, machine)
         with jax.default_device(jax.devices("cpu")[0]):
             check_case(library, machine.asarray, "sm90")
             check_atomic_sums(library)

@@ -21,7 +21,7 @@ BY_QUERY, BUDGET, ESTIMATES, NSA = (
     f"selectors/{name}.py" for name in ("by_query", "budget", "estimates", "compressed")
 )
 BASELINES, PAGES, SLASHES = (f"selectors/{name}.py" for name in ("baselines", "pages", "slashes"))
-CHOOSE, SCORES = "lists/row_choice.cuh", "lists/query_scores.cu"
+CHOOSE, SCORES, FEW = "lists/row_choice.cuh", "lists/query_scores.cu", "lists/few_columns.cuh"
 PLANNING = "planning/query_scores.py"
 KINDS = (
     (False, {}, {"top_k": 3}), (True, {"sink": 1, "local": 2}, {"top_k": 4}),
@@ -91,7 +91,7 @@ def the_kernel_lists() -> None:
 
 def the_kernel_scores() -> None:
     for number, case in enumerate(TELLING):
-        check_lists("sim", case, ("first_warp", "last_warp", "round_robin")[number % 3])
+        check_lists("sim", case, ("first_warp", "round_robin", "last_warp")[number % 3])
 
 
 def kernels_are_described(library: ModuleType) -> None:
@@ -164,6 +164,23 @@ FAULTS = {
         "blocks that end after the query are chosen": Edit(
             CHOOSE, "BlocksOfRow", "!choice.is_past_only ||", "true ||"
         ),
+        "equal scores are all taken": Edit(FEW, "list_few", "< missing; missing -=", "< missing + 32; missing -="),
+        "no equal score is taken": Edit(FEW, "list_few", "end = tied = least;", "end = least;"),
+        "ties of columns before do not count": Edit(
+            FEW, "list_few", "missing -= __popc(ties) < missing ? __popc(ties) : missing;", ""
+        ),
+        "blocks before the least are counted": Edit(
+            FEW, "list_few", "missing = choice.count - places.count_before(least);", "missing = choice.count;"
+        ),
+        "rows without a block to choose are searched": Edit(FEW, "list_few", "least != kNotEligiblePlace &&", ""),
+        "columns of a lane replace each other": Edit(FEW, "list_few", "length += __popc(bits);", ""),
+        "a row has the list of the first": Edit(
+            FEW, "list_few", "row.first / choice.num_kv_blocks * choice.list_length", "0"
+        ),
+        "pairs of columns are exchanged": Edit(
+            SCORES, "store_sums", "lane / 8 % 2 * 2 + lane / 4 % 2", "lane / 4 % 2 * 2 + lane / 8 % 2"
+        ),
+        "rows of one half are summed": Edit(SCORES, "store_scores", "sums[0][j] += sums[1][j];", "(void)0;"),
         "columns after the diagonal end one too early": Edit(
             CHOOSE, "BlocksOfRow", "static_cast<int>(diagonal_last) + 1 : 0", "static_cast<int>(diagonal_last) : 0"
         ),

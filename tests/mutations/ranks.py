@@ -252,7 +252,7 @@ FAULTS = {
         "gradients are written over those in use": Edit(STEPS, "gathering", "if returns else [", "if False else ["),
         "a group is computed before its keys are there": Edit(STEPS, "gathering", "[*copied, *is_free", "[*is_free"),
         "gradients are taken before they are there": Edit(
-            STEPS, "gathering", "[*build.number(ATTEND, source, source, group), *is_free]", "is_free"
+            STEPS, "_return", "[*build.number(ATTEND, source, source, group), *is_free]", "is_free"
         ),
     },
     bits_do_not_depend_on_the_order_of_arrival: {

@@ -12,7 +12,7 @@ from cuflash import masks, sim
 from cuflash.executors import sim as simulated
 from cuflash.executors.sim import Simulator
 from cuflash.testing import Structure
-from cuflash.testing.tangents import Moving, with_tangents
+from cuflash.testing.tangents import Moving
 from executors import SIM, Run
 from mutations.planting import Edit
 
@@ -27,7 +27,7 @@ def _tangents_are_right(run: Run, dtype: str) -> None:
     for structure in (PLAIN, listed):
         example = replace(structure, dtype=dtype).example()
         for names in ("qkv", "v"):
-            checks.check(run, with_tangents(example, dict.fromkeys(names, "normal")))
+            checks.check(run, checks.moved_along(example, dict.fromkeys(names, "normal"), layout="padded"))
     example = Structure(seqlen_q=50, seqlen_kv=700, head_dim=20, value_dim=12, dtype=dtype).example()
     later = np.where(np.arange(700)[:, None] < 300, 0 * example.k, example.k.dtype.type(4))
     checks.check(run, Moving(example, {"k": later}))
@@ -48,7 +48,7 @@ def sm80_is_right() -> None:
     for schedule in (sim.Schedule(copies="late"), sim.Schedule(seed=1, order="random", copies="random")):
         with patch.object(simulated, "_SIMULATOR", Simulator(schedule)):
             _tangents_are_right(SM80, "float16")
-            checks.check(SM80, with_tangents(replace(checks.FULL, dtype="float16").example(), checks.EVERY))
+            checks.check(SM80, checks.moved_along(replace(checks.FULL, dtype="float16").example(), checks.EVERY))
 
 
 def second_derivatives_are_right() -> None:
@@ -57,9 +57,9 @@ def second_derivatives_are_right() -> None:
     every = checks.EVERY | {"do": "normal", "dlse": "normal"}
     for order in ("round_robin", "random"):
         with patch.object(simulated, "_SIMULATOR", Simulator(sim.Schedule(seed=1, order=order))):
-            checks.check_gradients(SIMT, with_tangents(example, every))
+            checks.check_gradients(SIMT, checks.moved_along(example, every))
     for names in ("v", ("k", "sink"), ("q", "do")):
-        checks.check_gradients(SIMT, with_tangents(example, {name: every[name] for name in names}))
+        checks.check_gradients(SIMT, checks.moved_along(example, {name: every[name] for name in names}))
     checks.test_rows_without_a_key_have_no_second_derivative(SIMT)
 
 
@@ -71,9 +71,9 @@ def every_feature_is_right() -> None:
     """Check a score function with arrays, a sink and dropout."""
     checks.test_every_feature_at_once_is_within_its_bounds(SIMT, "float32")
     example = checks.FULL.example()
-    checks.check(SIMT, with_tangents(example, checks.EVERY))
+    checks.check(SIMT, checks.moved_along(example, checks.EVERY))
     for dtype in ("float16", "float64"):
-        moving = with_tangents(example.but(sink=example.sink.astype(dtype)), {"sink": "normal"})
+        moving = checks.moved_along(example.but(sink=example.sink.astype(dtype)), {"sink": "normal"})
         checks.check(SIMT, moving)
 
 
@@ -182,7 +182,7 @@ FAULTS = {
             MMA, "sm80_jvp", "ptx::cp_async_wait<0>(); __syncthreads(); load_v(", "load_v("
         ),
         "V is read before it is there": Edit(
-            MMA, "sm80_jvp", "ptx::cp_async_wait<0>(); __syncthreads(); has_block =", "__syncthreads(); has_block ="
+            MMA, "sm80_jvp", "ptx::cp_async_wait<0>(); __syncthreads(); has_block =", "has_block ="
         ),
         "K is overwritten before it is read": Edit(
             MMA, "sm80_jvp", "__syncthreads(); has_block =", "has_block ="

@@ -78,13 +78,11 @@ RUN_IN_LONG = (
     chosen.queries_are_apart, chosen_kernels.lists_are_joined, chosen_kernels.queries_are_listed,
     chosen_kernels.many_blocks_come_in_ranges, chosen_kernels.large_groups_and_single_heads_are_right,
     chosen_kernels.parts_are_added, chosen_kernels.scores_are_right, chosen_kernels.plans_are_right,
-    distributed.ranks_agree, distributed.buffers_are_used_in_turn, distributed.faults_end_all_ranks,
-    distributed.bits_do_not_depend_on_the_order_of_arrival, distributed.parts_are_rows_of_the_whole,
-    distributed.kernels_see_places, chosen_kernels.sources_are_right, tangent_kernels.simt_is_right,
-    tangent_kernels.every_feature_is_right, tangent_kernels.sm80_is_right,
-    tangent_kernels.second_derivatives_are_right, tangent_kernels.scores_have_second_derivatives, ranks.ranks_agree,
-    ranks.buffers_are_used_in_turn, ranks.faults_end_all_ranks, ranks.bits_do_not_depend_on_the_order_of_arrival,
-    ranks.parts_are_rows_of_the_whole, ranks.kernels_see_places,
+    chosen_kernels.sources_are_right, tangent_kernels.simt_is_right, tangent_kernels.every_feature_is_right,
+    tangent_kernels.sm80_is_right, tangent_kernels.second_derivatives_are_right,
+    tangent_kernels.scores_have_second_derivatives, ranks.ranks_agree, ranks.buffers_are_used_in_turn,
+    ranks.faults_end_all_ranks, ranks.bits_do_not_depend_on_the_order_of_arrival, ranks.parts_are_rows_of_the_whole,
+    ranks.kernels_see_places,
 )  # fmt: skip
 
 

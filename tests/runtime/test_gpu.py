@@ -266,6 +266,7 @@ def _attend_in_a_child(answers):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*fork.*:RuntimeWarning")  # of JAX, if another test imported it
 def test_a_forked_child_is_told_so(cupy):
     cuflash.attention(*sent(cupy, *drawn(3, 2, 16, 8)))
     context = multiprocessing.get_context("fork")

@@ -93,6 +93,16 @@ def test_gradients_of_broadcast_axes_are_summed():
     assert all((np.asarray(ours) == theirs).all() for ours, theirs in zip((dq, dk, dv), vjp(np.ones_like(Q))))
 
 
+def test_places_are_those_of_the_whole():
+    q, k, v = jax_inputs()
+    options = {"causal": True, "dropout": cuflash.Dropout(0.5, 3), "q_start": 8}
+    expected = cuflash.attention(Q[..., 8:, :], K, V, **options)
+    step = jax.jit(lambda q: attention(q, k, v, **options))
+    assert (np.asarray(step(q[..., 8:, :])) == expected).all()
+    assert (np.asarray(jax.vmap(step)(q[None, ..., 8:, :])) == expected).all()
+    assert (np.asarray(attention(q[..., 8:, :], k, v, **options)) == expected).all()
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -106,3 +106,26 @@ def test_derivatives_are_those_of_dense_formulas(name, is_jitted):
     results, expected = map(jax.tree.leaves, (of(ours), of(dense)))
     for actual, wanted in zip(results, expected, strict=True):
         np.testing.assert_allclose(actual, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["", "jit"])
+def test_third_derivatives_are_refused_in_words(outer):
+    q, k, v, *_ = arrays()
+
+    def of_q(q):
+        return (cuflash.jax.attention(q, k, v) ** 2).sum()
+
+    def pushed(function):
+        return lambda q: jax.jvp(function, (q,), (q,))[1]
+
+    sentence = "attention has first and second derivatives in JAX, and no jvp of jvp; .*: take finite differences"
+    for third in (jax.grad(pushed(jax.grad(of_q))), pushed(pushed(jax.grad(of_q))), pushed(pushed(of_q))):
+        with pytest.raises(NotImplementedError, match=sentence):
+            outer(lambda q, third=third: jnp.sum(third(q)))(q)
+
+
+def test_hessian_vector_products_run_each_pass_once():
+    q, k, v, *_ = arrays()
+    gradient = jax.grad(lambda q: (cuflash.jax.attention(q, k, v) ** 2).sum())
+    product = str(jax.make_jaxpr(lambda q: jax.jvp(gradient, (q,), (q,)))(q))
+    assert [product.count(f"cuflash_{name}[") for name in ("forward", "jvp", "backward", "backward_jvp")] == [1] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import partial
 from types import SimpleNamespace
 
@@ -121,6 +122,28 @@ def check_atomic_sums(library):
         np.testing.assert_allclose(jax.grad(loss)(table, False), expected, rtol=1e-3, atol=1e-3)
 
 
+def check_workspaces(library, machine):
+    """Check that workspaces are apart, and that those that must be zero are, once for each stream."""
+    xla_gpu, launches = part(library, "executors.xla_gpu"), part(library, "planning.launches")
+    needs = {
+        "sums": launches.Workspace((3,), np.dtype(np.float64)),
+        "counter": launches.Workspace((5,), np.dtype(np.int32), is_zeroed=True),
+        "parts": launches.Workspace((7,), np.dtype(np.float32)),
+    }
+    workspaces = xla_gpu._Workspaces(needs, xla_gpu.XlaGpu())
+    stream = xla_gpu.XlaStream(machine.stream.ptr, 4096)
+    sums, counter, parts = workspaces.take(stream).addresses
+    assert (sums, parts, workspaces.nbytes) == (4096, 4096 + 256, 512)
+    assert not np.frombuffer(ctypes.string_at(counter, 20), np.uint8).any()
+    assert workspaces.take(stream).addresses == [sums, counter, parts]
+
+
+def test_workspaces_are_apart_and_counters_zero(monkeypatch, tmp_path):
+    with cupy_machine.installed(monkeypatch, tmp_path) as machine:
+        on_a_machine(monkeypatch, machine, cuflash)
+        check_workspaces(cuflash, machine)
+
+
 def test_gradients_that_kernels_add_up_start_at_zero(place):
     check_atomic_sums(cuflash)
 
@@ -133,6 +156,26 @@ def test_gradients_over_broadcast_axes_have_the_bits_of_cupy(place):
     _, pull = jax.vjp(jax.jit(call), *map(jnp.asarray, arrays))
     for actual, wanted in zip(pull(jnp.asarray(DO)), expected, strict=True):
         np.testing.assert_array_equal(np.asarray(actual), wanted)
+
+
+def test_tangents_and_second_derivatives_have_the_bits_of_cupy(place):
+    arrays = [array.astype(np.float32) for array in (Q, K, V, DO)]
+    q, k, v, do = map(jnp.asarray, arrays)
+    of_q, of_k, of_v, of_do = map(place.share, arrays)
+    dots = {"q_dot": of_q, "k_dot": of_k, "v_dot": of_v}
+    (o, lse), (o_dot, lse_dot) = cuflash.attention_jvp(of_q, of_k, of_v, **dots, causal=True, return_lse=True)
+    call = partial(attention, causal=True, return_lse=True, deterministic=True)
+    results = jax.jit(lambda *x: jax.jvp(call, x, x))(q, k, v)
+    for actual, wanted in zip(jax.tree.leaves(results), (o, lse, o_dot, lse_dot), strict=True):
+        np.testing.assert_array_equal(np.asarray(actual), wanted.get())
+    pulled = cuflash.attention_hvp(of_q, of_k, of_v, of_do, **dots, causal=True, deterministic=True)
+
+    def gradients(*x):
+        return jax.vjp(lambda *x: call(*x)[0], *x)[1](do)
+
+    results = jax.jit(lambda *x: jax.jvp(gradients, x, x))(q, k, v)
+    for actual, wanted in zip(jax.tree.leaves(results), (*pulled[1], *pulled[2]), strict=True):
+        np.testing.assert_array_equal(np.asarray(actual), wanted.get())
 
 
 def test_mapped_steps_and_empty_calls_are_right(place):
@@ -159,6 +202,17 @@ def test_steps_in_a_loop_read_what_earlier_steps_wrote(place):
     for _ in range(3):
         expected = attention(expected, k, v) + expected
     np.testing.assert_array_equal(jax.jit(looped)(q), expected)
+
+
+def test_arrays_of_cupy_in_masks_are_read_at_each_call(place):
+    q, k, v = map(jnp.asarray, (Q, K, V))
+    for number in range(2):
+        cells = (np.random.default_rng(number).random((40, 40)) < 0.5) | np.eye(40, dtype=bool)
+        mask = masks.Dense(place.share(cells))
+        expected = cuflash.attention(*map(place.share, (Q, K, V)), mask=mask).get()
+        np.testing.assert_array_equal(np.asarray(attention(q, k, v, mask=mask)), expected)
+        jitted = jax.jit(lambda q, mask=mask: attention(q, k, v, mask=mask))
+        np.testing.assert_array_equal(np.asarray(jitted(q)), expected)
 
 
 def test_masks_that_no_kernel_lists_are_refused(place):
