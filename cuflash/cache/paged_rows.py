@@ -102,7 +102,7 @@ class PagedRows:
                 self._widen(k, growth, tables[growth.sequence])
 
     def _widen(self, k: Array, growth: Growth, table: Sequence[int]) -> None:
-        """Update the bounds of pages for new keys of a sequence, the first rows of k."""
+        """Add new keys of a sequence, the first rows of k, to the bounds of their pages."""
         xp, size = namespace(self.k), self.k.shape[2]
         assert self.key_bounds is not None
         for start in range(growth.length - growth.length % size, growth.stop, size):

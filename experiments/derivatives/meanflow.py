@@ -3,11 +3,11 @@
     python -m experiments meanflow                       # on the host, in about two minutes
     python -m experiments meanflow --steps 6000          # better samples
 
-A flow moves noise to data along a velocity. MeanFlow (Geng et al., arXiv 2505.13447) learns the mean velocity u(z, r, t)
-between two times, with which one step goes all the way. Its loss contains the derivative of u along the flow, a tangent
-through the whole network: `torch.func.jvp` calls `cuflash.torch.attention`, whose tangent pass needs memory linear in
-the number of points. The tangent is detached, so that training needs no second derivative. `flow` is plain flow
-matching, with the same network and as many training steps.
+A flow moves noise to data along a velocity. MeanFlow (Geng et al., arXiv 2505.13447) learns the mean velocity u(z, r,
+t) between two times, with which one step goes all the way. Its loss contains the derivative of u along the flow, a
+tangent through the whole network: `torch.func.jvp` calls `cuflash.torch.attention`, whose tangent pass needs memory
+linear in the number of points. The tangent is detached, so that training needs no second derivative. `flow` is plain
+flow matching, with the same network and as many training steps.
 
 A sample is a set of points on a ring with a random center, so that points must attend each other. The table has the
 energy distance between generated sets and the data, in the law of two points of a set; `data` is that of two samples of

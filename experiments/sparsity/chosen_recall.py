@@ -14,12 +14,12 @@ kernel loads for a tile of four queries. With causal heads, the blocks on the di
 
 Expect: a choice per query recalls most; rows of 16 lose little on the encoder, whose neighbors choose alike, and rows
 of 64 lose the most with few blocks, where the diagonal takes the budget.
-Found:  as expected. With four blocks a query, the encoder's heads keep 83.0 % of their mass by exact masses, 81.9 % with
-rows of 4, 79.3 % with rows of 16 and 67.8 % with rows of 64; with two blocks, 70.8, 69.2, 65.9 and 38.9 %. Estimates
-lose more than rows of 16 do: `quest` keeps 79.9 %, compressed keys 79.0 % and mean keys 78.7 % of the mass with four
-blocks a query. The language model's heads keep 99.6 % with two blocks a query and 99.2 % with two a row of 16. Four
-neighbors choose 1.3 to 1.5 times the blocks of one on the encoder, and 1.05 times on the language model; 64 neighbors
-3 to 5.7 and 1.4 to 2.7 times.
+Found:  as expected. With four blocks a query, the encoder's heads keep 83.0 % of their mass by exact masses, 81.9 %
+with rows of 4, 79.3 % with rows of 16 and 67.8 % with rows of 64; with two blocks, 70.8, 69.2, 65.9 and 38.9 %.
+Estimates lose more than rows of 16 do: `quest` keeps 79.9 %, compressed keys 79.0 % and mean keys 78.7 % of the mass
+with four blocks a query. The language model's heads keep 99.6 % with two blocks a query and 99.2 % with two a row of
+16. Four neighbors choose 1.3 to 1.5 times the blocks of one on the encoder, and 1.05 times on the language model; 64
+neighbors 3 to 5.7 and 1.4 to 2.7 times.
 
 Cost: A minute on two cores.
 """
@@ -30,7 +30,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import cuflash
-import numpy as np
 from cuflash import masks, selectors
 from cuflash.selectors import Budget, Forced
 from harness import Record, check_names, machine, main, track
@@ -101,7 +100,8 @@ def table(records: list[Record]) -> Table:
     for key in dict.fromkeys((row["data"], row["n"], row["selector"]) for row in records):
         of_key = {row["rows"]: row for row in records if (row["data"], row["n"], row["selector"]) == key}
         cells = [
-            f"{row['recall']:.3f} ({row['error']:.2f}, {row['gradient_error']:.2f})" if (row := of_key.get(each)) else ""
+            f"{row['recall']:.3f} ({row['error']:.2f}, {row['gradient_error']:.2f})"
+            if (row := of_key.get(each)) else ""
             for each in rows
         ]
         one = of_key.get(1)
