@@ -18,11 +18,10 @@ step has seen, in nats per character.
 
 Expect: differences of float64's order; in a short training on source text, whose characters depend on the last few,
 losses of all kinds within a few hundredths of each other, and the layer with a compressed view no worse than dense.
-Found:  gradients differ from difference quotients by 5e-10 of the greatest, and from autograd by 1e-15. After 120
-steps with 4 of 16 blocks the losses are 2.54 dense, 2.53 with blocks of rows, 2.54 with MoBA, and 2.47 with the
-layer, whose window and compressed keys are views that the others lack; held-out losses are 0.03 to 0.05 lower and
-have the same order.
-
+Found:  gradients differ from difference quotients by 5e-10 of the greatest, and from autograd by 1e-15. After 120 steps
+with 4 of 16 blocks the losses are 2.54 dense, 2.53 with blocks of rows, 2.54 with MoBA, and 2.47 with the layer, whose
+window and compressed keys are views that the others lack; held-out losses are 0.03 to 0.05 lower and have the same
+order.
 Cost: Two minutes on two cores.
 """
 
