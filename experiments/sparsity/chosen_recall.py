@@ -100,9 +100,8 @@ def table(records: list[Record]) -> Table:
     for key in dict.fromkeys((row["data"], row["n"], row["selector"]) for row in records):
         of_key = {row["rows"]: row for row in records if (row["data"], row["n"], row["selector"]) == key}
         cells = [
-            f"{row['recall']:.3f} ({row['error']:.2f}, {row['gradient_error']:.2f})"
-            if (row := of_key.get(each)) else ""
-            for each in rows
+            f"{row['recall']:.3f} ({row['error']:.2f}, {row['gradient_error']:.2f})" if (row := of_key.get(n)) else ""
+            for n in rows
         ]
         one = of_key.get(1)
         shared = [f"{one[f'distinct_{count}']:.2f}" if one else "" for count in NEIGHBORS]
