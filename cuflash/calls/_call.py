@@ -264,16 +264,17 @@ def _posed(
     """
     reasons, resolved = list[str](), None
     problem = problem_of(reasons, q, k, v, scale=options.scale, precision=precision)
-    whole = None if problem is None else problem.mask_shape
+    place_reasons = list[str]()
     if problem is not None and (options.q_start or options.kv_start or options.places):
         places = options.places or Places(options.q_start, options.kv_start)
-        reasons += (place_reasons := places.reasons(problem.mask_shape))
+        place_reasons = places.reasons(problem.mask_shape)
         problem = problem if place_reasons else replace(problem, places=places)
-        whole = None if place_reasons else problem.whole_shape
+    reasons += place_reasons
     with collecting(reasons):
         if problem is not None:
             problem = with_operands(problem, {"sink": sink}, options.wrt, composed, options.dropout)
-    if problem is not None and whole is not None:
+    if problem is not None and not place_reasons:
+        whole = problem.mask_shape if problem.places is None else problem.whole_shape
         with collecting(reasons):
             mask = mask() if isinstance(mask, partial) else mask
             for chosen in chosen_masks(mask):
