@@ -205,7 +205,7 @@ def test_a_missing_gpu_is_refused(
     text = SCRIPTS[name].read_text("utf-8")
     flags = ["--gpu"] if "    gpu: bool" in text else []
     flags += ["--csv", str(tmp_path / "x")] if name in ("decode", "host_time") else ["--results", str(tmp_path)]
-    flags += ["--before", str(ROOT)] if name == "before_after" else []
+    flags += {"before_after": ["--before", str(ROOT)], "soak": ["--executors", "gpu"]}.get(name, [])
     assert "CuPy finds no GPU" in refused([name, *flags], capsys)[1]
     assert list(tmp_path.iterdir()) == []
 
