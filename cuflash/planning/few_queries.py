@@ -13,7 +13,7 @@ from .device import DeviceSpec
 from .families.family import FORWARD_INPUTS, resident_blocks
 from .families.sm80 import DECODING
 from .launches import Feature, Kernels, Launch, Pass
-from .problem import Problem
+from .problem import FP8, Problem
 from .routing import FAMILIES
 from .sinks import sink_forward
 from .spec import SM80
@@ -32,7 +32,7 @@ def with_few_queries(kernels: Kernels, problem: Problem, device: DeviceSpec, wor
 
     It is the decode loop over arrays if that serves the problem, else sm80's split-KV kernels instead of sm90's tiles.
     """
-    if not isinstance(work, IntervalWork) or isinstance(work, UnionWork):
+    if not isinstance(work, IntervalWork) or isinstance(work, UnionWork) or problem.precision == FP8:
         return kernels
     rows, shape = problem.group_size * problem.seqlen_q, problem.mask_shape
     if not 1 <= rows <= _MOST_ROWS or 0 in (shape.num_batch, shape.seqlen_kv):

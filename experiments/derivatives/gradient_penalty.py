@@ -18,14 +18,19 @@ by a relative 3e-16.
 Cost: About a minute on two cores.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
 from harness import Record, main, one_thread, time_alternately, track
 from rich.table import Table
-from sets import Network, rings
+
+if TYPE_CHECKING:
+    import torch
+    from sets import Network
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,9 @@ class Config:
 
     def critic(self, attention: str) -> Network:
         """Return a critic with the weights of the seed."""
+        import torch
+        from sets import Network
+
         torch.manual_seed(self.seed)
         return Network(
             attention, width=self.width, heads=self.heads, layers=self.layers, numbers=0, outputs=1
@@ -53,6 +61,9 @@ class Config:
 
 def drawn(num_sets: int, num_points: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
     """Return sets on one ring each, sets with points of different rings, and random mixtures of both."""
+    import torch
+    from sets import rings
+
     real = rings(num_sets, num_points, generator)
     false = rings(num_sets * num_points, 1, generator).view(num_sets, num_points, 2)
     share = torch.rand(num_sets, 1, 1, generator=generator)
@@ -61,6 +72,8 @@ def drawn(num_sets: int, num_points: int, generator: torch.Generator) -> tuple[t
 
 def slopes(critic: Network, mixed: torch.Tensor, *, creates_graph: bool) -> torch.Tensor:
     """Return the norm of the critic's gradient for each set."""
+    import torch
+
     mixed = mixed.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(critic(mixed).mean(1).sum(), mixed, create_graph=creates_graph)
     return gradient.flatten(1).norm(dim=1)
@@ -80,6 +93,8 @@ def step(critic: Network, sets: tuple[torch.Tensor, ...], penalty: float) -> Non
 
 def agreement(config: Config) -> float:
     """Return the relative difference of a step's gradients with two attentions, in float64."""
+    import torch
+
     sets = tuple(each.double() for each in drawn(config.batch, config.points, torch.Generator().manual_seed(1)))
     gradients = []
     for attention in ("cuflash", "naive"):
@@ -92,6 +107,8 @@ def agreement(config: Config) -> float:
 
 def trained(config: Config, penalty: float) -> Record:
     """Train a critic, and return its slope and its difference on other sets."""
+    import torch
+
     critic, generator = config.critic("cuflash"), torch.Generator().manual_seed(config.seed)
     optimizer = torch.optim.Adam(critic.parameters(), 2e-3)
     for _ in track(range(config.steps), f"penalty {penalty:g}"):
@@ -106,6 +123,8 @@ def trained(config: Config, penalty: float) -> Record:
 
 def run(config: Config) -> Iterator[Record]:
     """Train critics with each penalty, then time a step, in one thread."""
+    import torch
+
     torch.set_num_threads(1)
     with one_thread():
         yield from rows(config)
@@ -113,6 +132,8 @@ def run(config: Config) -> Iterator[Record]:
 
 def rows(config: Config) -> Iterator[Record]:
     """Yield a row for each penalty, and one for each timed size."""
+    import torch
+
     for penalty in config.penalties:
         yield trained(config, penalty) | {"torch": torch.__version__}
     for num_points in config.timed_points:

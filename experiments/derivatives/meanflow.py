@@ -21,16 +21,20 @@ differ by a relative 3e-16, also through the tangent.
 Cost: Three minutes on an idle core.
 """
 
+from __future__ import annotations
+
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from harness import Record, check_names, main, one_thread, track
 from rich.table import Table
-from sets import Network, energy_distance, rings
+
+if TYPE_CHECKING:
+    import torch
+    from sets import Network
 
 METHODS = ("flow", "meanflow")
 
@@ -57,6 +61,9 @@ class Config:
 
     def network(self, attention: str) -> Network:
         """Return a network with the weights of the seed."""
+        import torch
+        from sets import Network
+
         torch.manual_seed(self.seed)
         return Network(
             attention, width=self.width, heads=self.heads, layers=self.layers, numbers=2, outputs=2
@@ -65,6 +72,9 @@ class Config:
 
 def drawn(config: Config, generator: torch.Generator, method: str) -> tuple[torch.Tensor, ...]:
     """Return noised sets, their velocity, and the times r <= t of a training step."""
+    import torch
+    from sets import rings
+
     x = rings(config.batch, config.points, generator)
     noise = torch.randn(x.shape, generator=generator)
     r, t = torch.rand(2, config.batch, generator=generator).sort(0).values
@@ -81,6 +91,8 @@ def objective(
     method: str, is_detached: bool = True,
 ) -> torch.Tensor:  # fmt: skip
     """Return the loss of a step; that of MeanFlow needs the tangent of the network along the flow."""
+    import torch
+
     if method == "flow":
         return (network(z, r, t) - v).square().mean()
     u, u_dot = torch.func.jvp(network, (z, r, t), (v, torch.zeros_like(r), torch.ones_like(t)))
@@ -89,18 +101,22 @@ def objective(
     return (error / (error.detach() + 1e-2)).mean()
 
 
-@torch.no_grad()
 def sampled(network: Network, config: Config, steps: int, method: str) -> torch.Tensor:
     """Return generated sets."""
+    import torch
+
     z = torch.randn(config.samples, config.points, 2, generator=torch.Generator().manual_seed(config.seed + 1))
-    for step in range(steps, 0, -1):
-        t, r = (torch.full((config.samples,), each / steps) for each in (step, step - 1))
-        z = z - network(z, t if method == "flow" else r, t) / steps
+    with torch.no_grad():
+        for step in range(steps, 0, -1):
+            t, r = (torch.full((config.samples,), each / steps) for each in (step, step - 1))
+            z = z - network(z, t if method == "flow" else r, t) / steps
     return z
 
 
 def trained(config: Config, method: str) -> tuple[Network, float]:
     """Return a trained network and the milliseconds of a step."""
+    import torch
+
     network, generator = config.network("cuflash"), torch.Generator().manual_seed(config.seed)
     optimizer = torch.optim.Adam(network.parameters(), 2e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps)
@@ -115,6 +131,8 @@ def trained(config: Config, method: str) -> tuple[Network, float]:
 
 def agreement(config: Config, *, is_detached: bool) -> float:
     """Return the relative difference of gradients of two attentions, in float64."""
+    import torch
+
     arguments = [each.double() for each in drawn(config, torch.Generator().manual_seed(config.seed), "meanflow")]
     gradients = []
     for attention in ("cuflash", "naive"):
@@ -127,6 +145,8 @@ def agreement(config: Config, *, is_detached: bool) -> float:
 
 def run(config: Config) -> Iterator[Record]:
     """Train, sample, and compare with the data, in one thread: the tensors are small."""
+    import torch
+
     torch.set_num_threads(1)
     with one_thread():
         yield from rows(config)
@@ -134,6 +154,9 @@ def run(config: Config) -> Iterator[Record]:
 
 def rows(config: Config) -> Iterator[Record]:
     """Yield the row of the data, and one for each method and number of sampling steps."""
+    import torch
+    from sets import energy_distance, rings
+
     generator = torch.Generator().manual_seed(config.seed + 2)
     data, others = (rings(config.samples, config.points, generator) for _ in range(2))
     yield {

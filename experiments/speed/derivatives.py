@@ -11,6 +11,9 @@ level-2 cache is written over before each. TFLOP/s count the products of a pass;
 attention: of its forward pass, and for double backward of its backward pass. PyTorch's math attention is differentiated
 by torch.func.jvp, and by autograd twice; it stores matrices of scores.
 
+Expect: a value and its tangents in at most 4.6 times the time of plain attention.
+Found:  6.1 times on an H200 at 128 columns, the pass jvp alone 5.1 times; PyTorch's math attention 95 times.
+
 Cost: Two minutes of a GPU.
 """
 

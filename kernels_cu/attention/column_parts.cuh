@@ -1,6 +1,6 @@
 #pragma once
 #include <attention/members.cuh>
-#include <ptx/arrival.cuh>
+#include <tile/counter.cuh>
 
 // Sums of dK and dV of keys that many queries chose. Several thread blocks each process a part of the queries, and the
 // last of them to arrive adds the parts in order, so that results are bitwise reproducible.
@@ -46,10 +46,7 @@ CUFLASH_DEVICE bool add_parts(const Params& params, const ChosenLists& chosen, c
   const int num_tiles = (shape.seqlen_kv + Height - 1) / Height;
   int* const arrivals = chosen.part_arrivals + matrix * num_tiles + work.first / Height;
   synchronize();  // the part is written
-  if (threads.index == 0) {
-    is_last = ptx::fetch_add_acq_rel(arrivals, 1) == num_parts - 1;
-    if (is_last) *arrivals = 0;
-  }
+  if (threads.index == 0) is_last = tile::arrives_last(arrivals, num_parts);
   synchronize();
   if (!is_last) return false;
   dk.fill(0);

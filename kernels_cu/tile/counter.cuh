@@ -1,4 +1,5 @@
 #pragma once
+#include <ptx/arrival.cuh>
 #include <ptx/atomic.cuh>
 #include <ptx/count.cuh>
 #include <ptx/thread.cuh>
@@ -9,6 +10,14 @@ namespace cuflash::tile {
 
 // Take the next number. Called by one thread.
 CUFLASH_DEVICE int fetch_increment(int* counter) { return ptx::fetch_add(counter, 1); }
+
+// Count an arrival, with release and acquire order. True for the last of `total` arrivals, which resets the counter. Called
+// by one thread.
+CUFLASH_DEVICE bool arrives_last(int* arrivals, int total) {
+  const bool is_last = ptx::fetch_add_acq_rel(arrivals, 1) == total - 1;
+  if (is_last) *arrivals = 0;
+  return is_last;
+}
 
 // Take one number for all lanes of a warp, by its first lane: in two parts, since the atomic has a long latency.
 CUFLASH_DEVICE int start_fetch_increment(int* counter) { return ptx::lane() == 0 ? fetch_increment(counter) : 0; }

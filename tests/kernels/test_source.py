@@ -67,7 +67,7 @@ CHANGED = {
     "score_wrt": ("slope",),
     "score_sums": ("exact",),
     "score_is_staged": True, "score_is_stored": True, "score_bins": 4,
-    "score_takes_products": True, "score_is_placed": True,
+    "score_takes_products": True, "score_is_placed": True, "is_chosen": True, "tangents": ("q",),
 }
 
 

@@ -29,9 +29,10 @@ extern "C" __global__ void pipelines(const __grid_constant__ attention::Params p
                                      const __grid_constant__ TensorMaps maps,
                                      const __grid_constant__ QueryState query_state) {
   if (blockIdx.x == 0)
-    OverKeys::produce<ForwardHooks<Forward64>>(params, maps, sink, pages, scales, score_function, staged_map);
+    OverKeys::produce<ForwardHooks<Forward64>>(params, maps, sink, pages, scales, score_function, staged_map,
+                                               attention::chosen);
   else
-    OverQueries::run_roles(params, maps, query_state, [](int) {}, score_function, staged_map);
+    OverQueries::run_roles(params, maps, query_state, [](int) {}, score_function, staged_map, attention::chosen);
 }
 """
 

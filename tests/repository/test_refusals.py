@@ -268,7 +268,7 @@ for name in {names}:
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "--seqlen-q" in done.stdout and "--examples" in done.stdout and "--densities" in done.stdout
+    assert "--seqlen-q" in done.stdout and "--processes" in done.stdout and "--densities" in done.stdout
     is_named = "To run it: the module hypothesis is missing: pip install -e '.[testing]'" in done.stdout
     assert is_named == ("hypothesis" in missing)
 

@@ -627,7 +627,7 @@ def test_a_copy_that_a_capture_cannot_wait_for_is_named(cupy):
     cuflash.attention(*arrays, mask=LISTED)
     compiled = cuflash.plan(*arrays)
     compiled.compile()
-    reason = "the copy of a work list has not finished"
+    reason = "whose copy has not finished"
     require_not_captured(cupy, lambda: cuflash.attention(*arrays, mask=LISTED), reason)
 
 

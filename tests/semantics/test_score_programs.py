@@ -124,7 +124,7 @@ def test_blocks_hold_the_values_of_the_program(formula: Formula, seed: int, size
     program = derived(score.program, score.arrays)
     heads = [(b, h) for b in range(SHAPE.num_batch) for h in range(SHAPE.num_heads)]
     queries, keys = slice(0, SHAPE.seqlen_q), slice(0, SHAPE.seqlen_kv)
-    at = coordinates(heads, [queries] * len(heads), [keys] * len(heads))
+    at = coordinates(None, heads, [queries] * len(heads), [keys] * len(heads))
     s = np.random.default_rng(seed).standard_normal((len(heads), keys.stop, queries.stop)).astype(np.float32)
     whole = evaluate(program, operands, s, *at)
     is_done = np.zeros(s.shape, int)
