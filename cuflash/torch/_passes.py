@@ -119,6 +119,9 @@ class _OnGpu:
         self, name: str, tensors: Mapping[str, Tensor], lists: Sequence[Tensor] = (), numbers: Sequence[int] = ()
     ) -> Sequence[Tensor]:
         """Run a pass other than "forward" on tensors by name: all of the call's, and those that the pass reads."""
+        if name != "backward":
+            fix = "pass tensors on the CPU, or CuPy arrays to cuflash.attention_jvp and attention_hvp"
+            raise UnsupportedProblem([f"executor must be 'cpu' for tangents of PyTorch tensors; got 'gpu': {fix}"])
         if self._of_forward:
             tensors = _read_by(name, tensors, self._ready._plan.problem)
         key = "torch", name, id(self), tuple(tensors), torch_gpu.layout_key(*tensors.values())
