@@ -174,7 +174,7 @@ def _passes(
 def problem_of(
     q: ShapeDtype, k: ShapeDtype, v: ShapeDtype, sink: ShapeDtype | None, layout: CacheLayout, options: DecodeOptions
 ) -> Problem | None:
-    """Return the problem with as many keys as the cache's capacity; None if the sink is not one number per head.
+    """Return the problem with a key per row of the cache's capacity; None if the sink is not one number per head.
 
     Raises
     ------

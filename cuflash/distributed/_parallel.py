@@ -36,7 +36,7 @@ class ContextParallel:
     num_kv_heads : int, optional
         Key/value heads; default: `num_heads`.
     seqlen_kv : int, optional
-        Keys, which then have a layout of their own. Default: there are as many keys as queries, in the same layout.
+        Keys, which then have a layout of their own. Default: the number of queries, in the same layout.
     batch : tuple of int
         Extents of the axes before the heads.
     layout : "auto", "contiguous", "zigzag" or int array
@@ -359,7 +359,7 @@ class ContextParallel:
             self._parts[key] = [self._posed.part(rank, heads, q, k, v) for heads in self._posed.kv_groups(rank)]
         return self._parts[key]
 
-    # What moves.
+    # Bytes that ranks exchange
 
     def traffic(self, head_dim: int, value_dim: int | None = None, dtype: Any = "float32") -> dict[str, Array]:
         """Return the bytes that ranks receive from each other, counted from the steps of both passes.

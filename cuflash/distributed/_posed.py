@@ -156,7 +156,7 @@ class Posed:
             ready = replace(ready, _plan=wide)
         return Part(slice(first, stop), heads, ready, operands)
 
-    # What moves.
+    # Bytes that ranks exchange
 
     def step_bytes(self, name: str, step: Step, dims: tuple[int, int], dtype: np.dtype[np.generic]) -> int:
         """Return the bytes that a step of a pass receives; `dims` are those of rows of k and of v."""

@@ -68,8 +68,8 @@ def gathering(size: int, num_groups: int, needs: Callable[[int, int], bool], *, 
             for source in sources:
                 build.add(COPY, rank, source, group, is_free)
             copied = [n for source in sources for n in build.number(COPY, rank, source, group)]
-            taken = [n for owner in ranks for n in build.number(TAKE, owner, rank, before)] if returns else []
-            build.add(ATTEND, rank, rank, group, [*copied, *is_free, *taken])
+            returned = [n for owner in ranks for n in build.number(TAKE, owner, rank, before)] if returns else []
+            build.add(ATTEND, rank, rank, group, [*copied, *is_free, *returned])
         if returns and group > 0:  # after the copies for this group, which need not wait for gradients
             _return(build, size, group - 1, needs)
     if returns and num_groups:

@@ -93,8 +93,8 @@ def _require_executor(executor: Any, platform: str, *others: str) -> None:
     """Refuse an executor that cannot access arrays on a platform."""
     if executor in ("cpu", "sim", "gpu") and executor not in (platform, *others):
         wanted = "gpu" if executor == "gpu" else "cpu"
-        taken = f"executor={executor!r} takes arrays on {wanted!r}"
-        raise UnsupportedProblem([f"{taken}; got q on {platform!r}: move them"])
+        rule = f"executor={executor!r} takes arrays on {wanted!r}"
+        raise UnsupportedProblem([f"{rule}; got q on {platform!r}: move them"])
 
 
 def _names_of_arrays(one: Pass, plan: Plan) -> list[str]:

@@ -132,15 +132,12 @@ class _OnGpu:
         return bound.run({**tensors, **dict(zip(self._lists, lists))}, numbers=numbers)
 
     def _bound(self, name: str, layouts: dict[str, Layout]) -> BoundPlan:
-        plan, axes = self._ready._plan, dict[str, Sequence[int]]()
+        plan = self._ready._plan
         with torch_gpu.stream():
-            if name == "backward":
-                self._ready._require_ready(torch_gpu.MACHINE)
-                in_memory = {f"d{each}": torch_gpu.axes_in_memory(layouts[each]) for each in ("q", "k", "v")}
-                wanted, results = plan.results(name), plan.kernel_results(name)
-                axes = {each: order for each, order in in_memory.items() if order and wanted[each] == results[each]}
-            else:
-                self._ready._require(name, layouts, {}, torch_gpu.MACHINE)
+            self._ready._require_ready(torch_gpu.MACHINE)
+            in_memory = {f"d{each}": torch_gpu.axes_in_memory(layouts[each]) for each in ("q", "k", "v")}
+            wanted, results = plan.results(name), plan.kernel_results(name)
+            axes = {each: order for each, order in in_memory.items() if order and wanted[each] == results[each]}
             return self._ready._bind(name, layouts | self._lists, pins=True, axes=axes, machine=torch_gpu.MACHINE)
 
 
