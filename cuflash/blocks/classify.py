@@ -303,7 +303,7 @@ def pointers(rows: Array, num_rows: int) -> Array:
     """Return the start of each row's entries, int32 [num_rows + 1], from the row of every entry."""
     counts = np.bincount(rows, minlength=num_rows)
     if counts.sum() > np.iinfo(np.int32).max:
-        raise MemoryError(f"the mask keeps {counts.sum()} blocks, more than int32 counts: use larger blocks")
+        raise MemoryError(f"the mask keeps {counts.sum()} blocks, more than int32 can count: use larger blocks")
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
 
 

@@ -112,14 +112,14 @@ def check_lists(work: WorkList, lists: Mapping[str, Array]) -> None:
         length = work.index.seqlen_kv if isinstance(work, ListedWork) else work.seqlen_kv
         for name in ("lo", "hi"):
             _in_range(name, host[name], 0, length + 1)
-            _require(name, np.diff(host[name], axis=-1) >= 0, "never decreases along the rows")
+            _require(name, np.diff(host[name], axis=-1) >= 0, "never decrease along the rows")
     if isinstance(work, IntervalWork) and work.sequence_tile is not None and "q_blocks" in host:
         for name, end, height in zip(("q_blocks", "kv_blocks"), (work.seqlen_q, work.seqlen_kv), work.sequence_tile):
             sizes = np.diff(host[name], axis=-1)
-            _require(name, (sizes >= 0) & (sizes <= height), f"has tiles of 0..{height} rows")
-            _require(name, host[name][..., [0, -1]] == [0, end], f"starts with 0 and ends with {end}")
+            _require(name, (sizes >= 0) & (sizes <= height), f"delimit tiles of 0..{height} rows")
+            _require(name, host[name][..., [0, -1]] == [0, end], f"start with 0 and end with {end}")
         order, numbers = np.sort(host["column_entries"], axis=-1), np.arange(work.num_sequence_tiles[1])
-        _require("column_entries", order == numbers, f"holds each of 0..{len(numbers) - 1} once per matrix")
+        _require("column_entries", order == numbers, f"hold each of 0..{len(numbers) - 1} once per matrix")
 
 
 def _check_list(work: ListedWork, name: str, side: Any, lists: Mapping[str, Any]) -> None:
@@ -127,15 +127,15 @@ def _check_list(work: ListedWork, name: str, side: Any, lists: Mapping[str, Any]
     matrices, entries = index.batch * index.num_heads, int(lists["row_pointers"].ravel()[-1])
     if name in ("row_pointers", "column_pointers"):
         blocks = index.num_q_blocks if name == "row_pointers" else index.num_kv_blocks
-        _require(name, np.array(side.size == matrices * blocks + 1), f"has {matrices * blocks + 1} elements")
-        _require(name, side[:1] == 0, "starts at 0")
-        _require(name, np.diff(side) >= 0, "never decreases")
+        _require(name, np.array(side.size == matrices * blocks + 1), f"have {matrices * blocks + 1} elements")
+        _require(name, side[:1] == 0, "start at 0")
+        _require(name, np.diff(side) >= 0, "never decrease")
         _in_range(name, side, 0, min(entries, len(lists["kinds"])) + 1)
     elif name in ("row_order", "column_order"):
         blocks = index.num_q_blocks if name == "row_order" else index.num_kv_blocks
-        _require(name, np.array(side.size == matrices * blocks), f"has {matrices * blocks} elements")
+        _require(name, np.array(side.size == matrices * blocks), f"have {matrices * blocks} elements")
         numbers = np.sort(side.reshape(matrices, blocks), axis=1)
-        _require(name, numbers == np.arange(blocks), f"holds each of 0..{blocks - 1} once per matrix")
+        _require(name, numbers == np.arange(blocks), f"hold each of 0..{blocks - 1} once per matrix")
     side = side[:entries]
     if name in ("kv_blocks", "q_blocks"):
         _in_range(name, side, 0, index.num_kv_blocks if name == "kv_blocks" else index.num_q_blocks)
@@ -144,21 +144,21 @@ def _check_list(work: ListedWork, name: str, side: Any, lists: Mapping[str, Any]
     elif name == "column_steps":
         order = lists["column_entries"][:entries]
         expected = 4 * lists["q_blocks"][order] + lists["kinds"][order]
-        _require(name, side == expected, "is 4 * q_block + kind of the entry that column_entries names")
+        _require(name, side == expected, "be 4 * q_block + kind of the entry that column_entries names")
     elif name == "kinds":
         _require(
-            name, np.isin(side, [int(kind) for kind in BlockKind]), f"is one of {[int(kind) for kind in BlockKind]}"
+            name, np.isin(side, [int(kind) for kind in BlockKind]), f"be one of {[int(kind) for kind in BlockKind]}"
         )
     elif name == "tiles":
         are_bits = lists["kinds"][:entries] == BlockKind.BITS
-        _require(name, ~are_bits | (side >= 0) & (side < len(lists["bits"])), f"is in 0..{len(lists['bits']) - 1}")
+        _require(name, ~are_bits | (side >= 0) & (side < len(lists["bits"])), f"be in 0..{len(lists['bits']) - 1}")
 
 
 def _in_range(name: str, values: Any, start: int, stop: int) -> None:
-    _require(name, (values >= start) & (values < stop), f"is in {start}..{stop - 1}")
+    _require(name, (values >= start) & (values < stop), f"be in {start}..{stop - 1}")
 
 
 def _require(name: str, holds: Any, rule: str) -> None:
     if not holds.all():
         position = [int(side[0]) for side in np.nonzero(~np.atleast_1d(holds))]
-        raise RuntimeError(f"the work list's {name} breaks its rule at {position}: it {rule}")
+        raise RuntimeError(f"the work list's {name}, invalid at {position}, must {rule}")

@@ -33,13 +33,13 @@ def evaluated_source(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> tu
     ------
     MemoryError
         The grid has more blocks than int32 can count.
-        The grid has more blocks than int32 counts.
+        The grid has more blocks than int32 can count.
     """
     xp, over = mask_namespace(mask), extents(mask, shape, mask_namespace(mask))
     grid = (*over, -(-shape.seqlen_q // block[0]), -(-shape.seqlen_kv // block[1]))
     num_blocks = int(np.prod(grid, dtype=object))
     if num_blocks > np.iinfo(np.int32).max:
-        raise MemoryError(f"the grid has {num_blocks} blocks, more than int32 counts: use larger blocks")
+        raise MemoryError(f"the grid has {num_blocks} blocks, more than int32 can count: use larger blocks")
     factors = mask.operands if type(mask) is And else (mask,)
     closed = tuple(factor for factor in factors if factor._has_intervals)
     others = tuple(factor for factor in factors if not factor._has_intervals)

@@ -24,7 +24,7 @@ class MaskContents(NamedTuple):
 
 
 def mask_contents(mask: Mask | Array, layout_of: Callable[..., Hashable]) -> MaskContents | None:
-    """Return key and arrays of a mask with a `_device_form`, or of an intersection with one such mask; otherwise None.
+    """Return the key and the arrays of a mask with a `_device_form`, or of an intersection with exactly one; else None.
 
     `layout_of` returns the layout of arrays. Masks that differ only in the contents of their arrays have equal keys.
     """

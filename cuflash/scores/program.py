@@ -409,7 +409,7 @@ def depends(program: Program) -> tuple[frozenset[str], ...]:
 
 
 def gradient_loads(program: Program, wrt: Iterable[str]) -> tuple[int, ...]:
-    """Return the loads of real arrays with these names, in order; a program and its derivative have equally many."""
+    """Return the loads of real arrays with these names, in order; a program and its derivative have the same number."""
     names = set(wrt)
     return tuple(
         n

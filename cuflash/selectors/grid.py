@@ -151,7 +151,7 @@ class Grid:
         return Stairs(step_q, step_kv, step_q + self.offset - needed_keys) if self.is_causal else None
 
     def rule(self, budget: Budget, forced: Forced) -> ChoiceRule:
-        """Return the rule that decides which blocks of a row are kept, for any scores and any mask of the caller."""
+        """Return the rule that decides which blocks of a row to keep; it serves any scores and any mask."""
         return ChoiceRule(
             lengths=(self.shape.seqlen_q, self.shape.seqlen_kv), block=self.block, offset=self.offset,
             is_causal=self.is_causal and not self.has_own_mask, count=max(budget.top_k or 0, budget.min_blocks),

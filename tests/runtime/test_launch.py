@@ -847,11 +847,11 @@ def test_a_write_beside_a_result_is_named(checked, monkeypatch, entry, name, sid
 @pytest.mark.parametrize(
     ("name", "place", "value", "rule"),
     [
-        ("row_pointers", 0, 1, "starts at 0"), ("row_pointers", 1, 99, "never decreases"),
-        ("column_pointers", -1, 1 << 20, "is in 0.."), ("kv_blocks", 0, 77, "is in 0.."),
-        ("q_blocks", 1, -1, "is in 0.."),
-        ("kinds", 0, 9, "is one of"), ("tiles", 0, 1 << 20, "is in 0.."), ("column_entries", 0, -5, "is in 0.."),
-        ("row_order", 1, 77, "holds each of 0..2 once"), ("column_order", slice(0, 2), 1, "holds each of 0..2 once"),
+        ("row_pointers", 0, 1, "start at 0"), ("row_pointers", 1, 99, "never decrease"),
+        ("column_pointers", -1, 1 << 20, "be in 0.."), ("kv_blocks", 0, 77, "be in 0.."),
+        ("q_blocks", 1, -1, "be in 0.."),
+        ("kinds", 0, 9, "be one of"), ("tiles", 0, 1 << 20, "be in 0.."), ("column_entries", 0, -5, "be in 0.."),
+        ("row_order", 1, 77, "hold each of 0..2 once"), ("column_order", slice(0, 2), 1, "hold each of 0..2 once"),
     ],
 )  # fmt: skip
 def test_a_corrupt_list_is_named_before_any_launch(checked, monkeypatch, name, place, value, rule):
@@ -861,22 +861,22 @@ def test_a_corrupt_list_is_named_before_any_launch(checked, monkeypatch, name, p
     lists = ready._plan.work.lists
     lists[name] = lists[name].copy()
     lists[name][place] = value
-    with pytest.raises(RuntimeError, match=rf"the work list's {name} breaks its rule at \[.*\]: it .*{rule}"):
+    with pytest.raises(RuntimeError, match=rf"the work list's {name}, invalid at \[.*\], must .*{rule}"):
         ready.forward(Q, K, V)
 
 
 def test_corrupt_intervals_are_named(checked):
     ready = cuflash.plan(Q, K, V, mask=masks.Lengths(kv=17), executor="sim")
     ready._plan.work.hi[..., 5] = 1000
-    with pytest.raises(RuntimeError, match=r"the work list's hi breaks its rule at \[0, 0, 5\]: it is in 0..40"):
+    with pytest.raises(RuntimeError, match=r"the work list's hi, invalid at \[0, 0, 5\], must be in 0..40"):
         ready.forward(Q, K, V)
 
 
 @pytest.mark.parametrize(
     ("name", "place", "value", "rule"),
     [
-        ("q_blocks", 1, 0, "has tiles of 0..64 rows"), ("kv_blocks", 2, 0, "has tiles of 0..128 rows"),
-        ("kv_blocks", 0, 1, "starts with 0 and ends with 300"), ("column_entries", 0, 3, "holds each of 0..3 once"),
+        ("q_blocks", 1, 0, "delimit tiles of 0..64 rows"), ("kv_blocks", 2, 0, "delimit tiles of 0..128 rows"),
+        ("kv_blocks", 0, 1, "start with 0 and end with 300"), ("column_entries", 0, 3, "hold each of 0..3 once"),
     ],
 )  # fmt: skip
 def test_corrupt_tiles_of_sequences_are_named_before_any_launch(checked, monkeypatch, name, place, value, rule):
@@ -885,7 +885,7 @@ def test_corrupt_tiles_of_sequences_are_named_before_any_launch(checked, monkeyp
     q = np.zeros((2, 300, 128), np.float16)
     ready = cuflash.plan(q, q, q, mask=masks.Sequences(np.array([0, 110, 300])), kernel="sm90", executor="sim")
     ready._plan.work.lists[name][..., place] = value
-    with pytest.raises(RuntimeError, match=rf"the work list's {name} breaks its rule at \[.*\]: it {rule}"):
+    with pytest.raises(RuntimeError, match=rf"the work list's {name}, invalid at \[.*\], must {rule}"):
         ready.forward(q, q, q)
 
 

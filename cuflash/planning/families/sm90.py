@@ -62,7 +62,7 @@ _STAGED_KEYS = 128  # keys of a step if elements of a captured array are staged
 _LISTED_SMALL = {64: (3, _STAGES), 128: (2, _STAGES + 1)}
 
 
-_MOST_GATHERED = 8  # queries of a step of gathered queries, as kMaxGathered of sm90/q_storage.cuh
+_MOST_GATHERED = 8  # maximum number of queries that a step gathers, equal to kMaxGathered in sm90/q_storage.cuh
 _SAMPLED_QUERIES = 256  # number of queries sampled for the mean number of attended keys
 
 
@@ -358,7 +358,7 @@ def forward_spec(
     if largest is not None:
         block_q = next((rows for rows in (2 * ROWS, ROWS) if rows <= block_q and largest[0] % rows == 0), ROWS)
         if block_q == ROWS:
-            block_kv = min(block_kv, ROWS)  # several thread blocks then fit a multiprocessor
+            block_kv = min(block_kv, ROWS)  # so that several thread blocks fit on a multiprocessor
         if largest[1] % block_kv:
             block_kv = max(_MMA_COLUMNS, power_of_two(min(largest[1], block_kv)))
     is_staged = largest is None and block_q > ROWS and width <= 128 and can_stage(problem)
