@@ -1,33 +1,37 @@
-"""What does attention to 16 blocks that each query chooses cost, compared with dense attention and another library?
+"""What does attention to 16 blocks that each query chooses cost, compared with dense attention and other libraries?
 
-    python -m experiments chosen_speed                                    # a check, then 4096, 16384 and 32768 tokens
-    python -m experiments chosen_speed --groups 1,4,16 --seqlens 16384    # other groups of heads
-    python -m experiments chosen_speed --chosen 4,16,64 --seqlens 16384   # other numbers of blocks
-    python -m experiments chosen_speed --regimes random,0.6,0.8,0.9,sink  # other overlaps of neighbours
+    python -m experiments chosen_speed                                 # a check, then 4096, 16384 and 32768 tokens
+    python -m experiments chosen_speed --groups 1 --seqlens 16384      # other groups of heads
+    python -m experiments chosen_speed --chosen 16,4,8,32,64           # other numbers of blocks
+    python -m experiments chosen_speed --regimes random,0.6,0.9,sink   # other overlaps of neighbours
 
 It needs an NVIDIA GPU of compute capability 8.0 or newer, and CuPy. The dtype is bfloat16, head_dim is 128, and 64
 query heads are in groups of `groups`. Attention is causal: every query attends its own block of 64 keys and `chosen` -
 1 blocks before it. Regimes: "random" blocks; "0.8", in which each query keeps each block of the previous query with a
-probability of 0.8; "sink", random blocks of which one is block 0. The blocks are drawn on the device. First, results
-and gradients of a few random problems are compared with the specification in float64, within their bounds.
+probability of 0.8; "sink", random blocks of which one is block 0. The blocks are drawn on the device. The first of
+`chosen` is timed for every length, group and regime; the others for the first group and regime, at the middle length.
+First, results and gradients of a few random problems are compared with the specification in float64, within their
+bounds.
 
 Rows: `chosen` joins lists on the device in each call, and so does `sm80`, by the kernels for GPUs before Hopper;
-`dense` is causal attention without lists; `fla` is flash-linear-attention's `parallel_nsa`, if it is installed and
-serves the group. `distinct` is the ratio of the distinct blocks of a tile's queries to the blocks of one query. Rows of
-`listed` are from before these kernels: they visit the same blocks in an index with blocks of (1, 64).
+`dense` is causal attention without lists. Other libraries, where they are installed: `fla` is flash-linear-attention's
+`parallel_nsa`, `nsa-triton` is `topk_sparse_attention` of XunhaoLai's native-sparse-attention, both with the same
+lists; `flash-moba` chooses blocks itself, and differently for each query head. If a library does not serve a case, a
+row says why. `distinct` is the ratio of the distinct blocks of a tile's queries to the blocks of one query. `host_us`
+is the time of the host for a call with a new mask, of 512 tokens, whose launches are cached.
 
-Found:  on an H200 with 4096 tokens and random blocks, before there were kernels for Hopper, the forward pass takes 0.24
-times the time with lists of (1, 64), and the backward pass 0.36 times; relative to dense causal attention, they take
-2.3 and 1.6 times as long.
+Found:  on an H200 with random blocks and groups of 16 heads, the forward pass takes 0.43 times the time of
+flash-linear-attention with 4096 tokens and 0.59 times with 16384; the backward pass takes 0.37 and 0.47 times.
 
-Cost: 90 seconds of a GPU, 40 of them for compiling.
+Cost: 150 seconds of a GPU, 80 of them for compiling.
 """
 
+import statistics
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
@@ -38,11 +42,14 @@ from cuflash import masks
 from cuflash.testing import Structure, assert_within_bounds
 from harness import Record, gpu_versions, main, time_on_device, why_no_gpu
 from matplotlib.figure import Figure
+from peers import Unavailable
 from rich.table import Table
 
+Calls = Iterator[tuple[str, Callable[[], Any]]]  # names of passes, and calls
 HEADS, DIM, BLOCK = 64, 128, 64
 REGIMES = ("random", "sink")  # in addition to shares such as "0.8"
 MOST_CHOSEN = 64
+HOST_TOKENS, HOST_CALLS = 512, 100
 _SAMPLED = 4096  # queries at the end whose distinct blocks are counted
 # A thread draws the lists of a head, query after query.
 _DRAW = """
@@ -81,9 +88,9 @@ class Config:
     """Lengths, groups of heads, numbers of blocks and regimes; the defaults are the published form."""
 
     seqlens: tuple[int, ...] = (4096, 16384, 32768)
-    groups: tuple[int, ...] = (16,)
-    regimes: tuple[str, ...] = ("random", "0.8")
-    chosen: tuple[int, ...] = (16,)
+    groups: tuple[int, ...] = (16, 4)
+    regimes: tuple[str, ...] = ("random", "0.8", "0.9")
+    chosen: tuple[int, ...] = (16, 4, 64)
     repeats: int = 5
 
     def __post_init__(self) -> None:
@@ -97,6 +104,13 @@ class Config:
             raise ValueError(f"groups must divide {HEADS} heads")
         if any(regime not in REGIMES and not 0 <= _share(regime) < 1 for regime in self.regimes):
             raise ValueError(f"regimes are {', '.join(REGIMES)} and shares from 0 to below 1")
+
+    @property
+    def cases(self) -> list[tuple[int, int, str, int]]:
+        """The length, group, regime and number of blocks of each case."""
+        middle = sorted(self.seqlens)[len(self.seqlens) // 2]
+        others = [(middle, self.groups[0], self.regimes[0], number) for number in self.chosen[1:]]
+        return [*product(self.seqlens, self.groups, self.regimes, self.chosen[:1]), *others]
 
 
 def _share(regime: str) -> float:
@@ -118,12 +132,12 @@ def lists_of(seqlen: int, num_lists: int, chosen: int, regime: str) -> Any:
     return blocks
 
 
-def check() -> None:
+def check(groups: tuple[int, ...]) -> None:
     """Compare results of drawn problems with the specification in float64, for all kernels that this GPU has."""
     import cupy
 
     kernels = ("sm90", "sm80") if _is_hopper() else ("sm80",)
-    for number, group in enumerate((1, 4, 12, 16, 80)):
+    for number, group in enumerate(dict.fromkeys((*groups, 12))):
         rng = np.random.default_rng(number)
         closed = (masks.Causal("bottom_right"), masks.Lengths(kv=300), masks.SlidingWindow(200, 0, "bottom_right"))
         blocks = rng.integers(-1, 6, (2, 150, 3))
@@ -140,8 +154,9 @@ def check() -> None:
             (o, lse), vjp = cuflash.attention_vjp(q, k, v, **options)
             results = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *vjp(do))))
             again = dict(zip(("dq", "dk", "dv"), vjp(do)))
-            assert all(bool((results[name] == again[name]).all()) for name in again), "gradients repeat bit for bit"
             share = assert_within_bounds(example, **{name: cupy.asnumpy(each) for name, each in results.items()})
+            for name, each in again.items():
+                assert bool((results[name] == each).all()), f"{name} of group {group} on {kernel} repeats bit for bit"
             print(f"group {group}, {kernel}: {share:.3f} of the bounds at most", flush=True)
 
 
@@ -151,14 +166,15 @@ def _is_hopper() -> bool:
     return bool(cupy.cuda.Device().compute_capability == "90")
 
 
-def calls_of(seqlen: int, group: int, lists: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield the name of a pass, the name of a method, and the call."""
+def _normal(heads: int, seqlen: int) -> Any:
     import cupy
 
-    def normal(heads: int) -> Any:
-        return cupy.random.standard_normal((heads, seqlen, DIM), dtype=np.float32).astype(ml_dtypes.bfloat16)
+    return cupy.random.standard_normal((heads, seqlen, DIM), dtype=np.float32).astype(ml_dtypes.bfloat16)
 
-    q, do, k, v = normal(HEADS), normal(HEADS), normal(HEADS // group), normal(HEADS // group)
+
+def calls_of(arrays: tuple[Any, ...], lists: Any) -> Calls:
+    """Yield the passes of this library, with lists that each forward pass joins."""
+    q, k, v, do = arrays
     mask = masks.ChosenBlocks(lists, BLOCK)
     ways: dict[str, dict[str, Any]] = {"chosen": {"mask": mask}, "dense": {}}
     if _is_hopper():
@@ -171,28 +187,155 @@ def calls_of(seqlen: int, group: int, lists: Any) -> Iterator[tuple[str, Callabl
         yield f"forward {way}", forward
         _, vjp = cuflash.attention_vjp(q, k, v, causal=True, **options)
         yield f"backward {way}", lambda vjp=vjp: vjp(do)
-    if find_spec("fla") and group >= 16 and group & (group - 1) == 0:
-        yield from _calls_of_fla(q, k, v, do, lists)
 
 
-def _calls_of_fla(*arrays: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield the passes of flash-linear-attention's kernels, without autograd, and compare their result with ours."""
-    import cupy
+def _tensors(arrays: tuple[Any, ...], lists: Any) -> tuple[Any, ...]:
+    """Return PyTorch's tensors of the same contents: q, k, v and do [tokens, heads, columns], lists [tokens, ...]."""
     import torch
+
+    shared = (torch.from_dlpack(each.view(np.uint16)).view(torch.bfloat16) for each in arrays)
+    return *(each.transpose(0, 1).contiguous() for each in shared), torch.from_dlpack(lists).transpose(0, 1)
+
+
+def _require_same(o: Any, arrays: tuple[Any, ...], lists: Any) -> None:
+    """Require that o [tokens, heads, columns] of another library attends the same keys as this library."""
+    import cupy
+
+    ours = cuflash.attention(*arrays[:3], causal=True, mask=masks.ChosenBlocks(lists, BLOCK)).astype(np.float32)
+    error = abs(cupy.from_dlpack(o.detach().transpose(0, 1).float().contiguous()) - ours).max()
+    assert error < 0.05, f"both libraries attend the same keys; their results differ by {error}"
+
+
+def calls_of_fla(arrays: tuple[Any, ...], lists: Any) -> Calls:
+    """Yield the passes of flash-linear-attention's kernels, without autograd."""
     from fla.ops.nsa.parallel import parallel_nsa_bwd, parallel_nsa_fwd
 
-    *tensors, blocks = (torch.from_dlpack(each.view(np.uint16) if each.dtype != np.int32 else each) for each in arrays)
-    q, k, v, do = (each.view(torch.bfloat16).transpose(0, 1)[None].contiguous() for each in tensors)
+    group = arrays[0].shape[0] // arrays[1].shape[0]
+    if group < 16 or group & (group - 1):
+        raise Unavailable("groups must be powers of two from 16 on")
+    *tensors, blocks = _tensors(arrays, lists)
+    q, k, v, do = (each[None] for each in tensors)
     options = {
-        "block_indices": blocks.transpose(0, 1)[None].long().contiguous(), "block_counts": blocks.shape[-1],
-        "block_size": BLOCK, "scale": DIM**-0.5,
+        "block_indices": blocks[None].long().contiguous(), "block_counts": blocks.shape[-1], "block_size": BLOCK,
+        "scale": DIM**-0.5,
     }  # fmt: skip
     o, lse = parallel_nsa_fwd(q=q, k=k, v=v, **options)
-    ours = cuflash.attention(*arrays[:3], causal=True, mask=masks.ChosenBlocks(arrays[-1], BLOCK))
-    error = abs(cupy.from_dlpack(o[0].transpose(0, 1).float().contiguous()) - ours.astype(np.float32)).max()
-    assert error < 0.05, f"both libraries attend the same keys; their results differ by {error}"
+    _require_same(o[0], arrays, lists)
     yield "forward fla", lambda: parallel_nsa_fwd(q=q, k=k, v=v, **options)
     yield "backward fla", lambda: parallel_nsa_bwd(q=q, k=k, v=v, o=o, lse=lse, do=do, **options)
+
+
+def _calls_of_autograd(name: str, attend: Callable[[], Any], inputs: tuple[Any, ...], do: Any) -> Calls:
+    import torch
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return attend()
+
+    o = attend()
+    yield f"forward {name}", forward
+    yield f"backward {name}", lambda: torch.autograd.grad(o, inputs, do, retain_graph=True)
+
+
+def _offsets(seqlen: int) -> Any:
+    import torch
+
+    return torch.tensor([0, seqlen], dtype=torch.int32, device="cuda")
+
+
+def calls_of_nsa_triton(arrays: tuple[Any, ...], lists: Any) -> Calls:
+    """Yield the passes of XunhaoLai's Triton kernels."""
+    from native_sparse_attention.ops import topk_sparse_attention
+
+    *tensors, do, blocks = _tensors(arrays, lists)
+    inputs = tuple(each.requires_grad_() for each in tensors)
+    options = blocks.transpose(0, 1).int().contiguous(), BLOCK, _offsets(lists.shape[1]), DIM**-0.5
+    _require_same(topk_sparse_attention(*inputs, *options), arrays, lists)
+    yield from _calls_of_autograd("nsa-triton", lambda: topk_sparse_attention(*inputs, *options), inputs, do)
+
+
+def calls_of_flash_moba(arrays: tuple[Any, ...], lists: Any) -> Calls:
+    """Yield the passes of FlashMoBA, which chooses as many blocks for each query head itself."""
+    from flash_moba import flash_moba_varlen_func
+
+    *tensors, do, _ = _tensors(arrays, lists)
+    inputs, seqlen = tuple(each.requires_grad_() for each in tensors), lists.shape[1]
+    options = *[_offsets(seqlen)] * 2, seqlen, seqlen, BLOCK, lists.shape[-1]
+    yield from _calls_of_autograd("flash-moba", lambda: flash_moba_varlen_func(*inputs, *options), inputs, do)
+
+
+OTHERS: Mapping[str, Callable[[tuple[Any, ...], Any], Calls]] = {
+    "fla": calls_of_fla, "nsa-triton": calls_of_nsa_triton, "flash-moba": calls_of_flash_moba
+}  # fmt: skip
+
+
+def calls_of_others(arrays: tuple[Any, ...], lists: Any) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """Return the passes of other libraries that serve a case, after a call of each, and why others do not."""
+    import cupy
+
+    calls, absent = {}, {}
+    for name, calls_of_other in OTHERS.items():
+        try:
+            of_other = dict(calls_of_other(arrays, lists))
+            for call in of_other.values():
+                call()
+            cupy.cuda.get_current_stream().synchronize()
+            calls |= of_other
+        except AssertionError:
+            raise
+        except Exception as error:  # of its compiler, its checks, or the import
+            absent[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:90]}"
+    return calls, absent
+
+
+def rows_of_case(seqlen: int, group: int, regime: str, chosen: int, repeats: int) -> Iterator[Record]:
+    """Time all ways of a case, and yield their rows."""
+    lists = lists_of(seqlen, HEADS // group, chosen, regime)
+    distinct = masks.ChosenBlocks(lists[:1, -_SAMPLED:], BLOCK).distinct(queries=max(1, 64 // group))
+    arrays = tuple(_normal(heads, seqlen) for heads in (HEADS, HEADS // group, HEADS // group, HEADS))
+    others, absent = calls_of_others(arrays, lists)
+    times = time_on_device({**dict(calls_of(arrays, lists)), **others}, repeats=repeats, warmup=2)
+    case = {"seqlen": seqlen, "group": group, "chosen": chosen, "regime": regime}
+    for name, timing in times.items():
+        which, _, way = name.partition(" ")
+        ms = timing.median_ms
+        record = case | {
+            "pass": which, "way": way, "ms": ms, "spread_ms": timing.spread_ms, "distinct": distinct, "note": "",
+        }  # fmt: skip
+        for other in ("dense", "fla"):
+            with suppress(KeyError):
+                record[f"of_{other}"] = ms / times[f"{which} {other}"].median_ms
+        yield record
+    for way, reason in absent.items():
+        yield case | {"pass": "both", "way": way, "distinct": distinct, "note": reason}
+
+
+def host_rows(group: int) -> Iterator[Record]:
+    """Yield the host's median times of repeated calls with new masks, while the device has no other work."""
+    import cupy
+
+    lists = lists_of(HOST_TOKENS, HEADS // group, 4, "random")
+    q, k, v, do = (_normal(heads, HOST_TOKENS) for heads in (HEADS, HEADS // group, HEADS // group, HEADS))
+    stream = cupy.cuda.get_current_stream()
+
+    def forward() -> Any:
+        return cuflash.attention(q, k, v, causal=True, mask=masks.ChosenBlocks(lists, BLOCK))
+
+    def gradients() -> Any:
+        return cuflash.attention_vjp(q, k, v, causal=True, mask=masks.ChosenBlocks(lists, BLOCK))[1](do)
+
+    for which, call in (("forward", forward), ("forward and backward", gradients)):
+        seconds = []
+        for _ in range(HOST_CALLS):
+            stream.synchronize()
+            begin = time.perf_counter()
+            result = call()
+            seconds.append(time.perf_counter() - begin)
+            del result
+        yield {
+            "seqlen": HOST_TOKENS, "group": group, "chosen": 4, "regime": "random", "pass": which, "way": "host",
+            "host_us": statistics.median(seconds) * 1e6,
+        }  # fmt: skip
 
 
 def run(config: Config) -> Iterator[Record]:
@@ -201,32 +344,21 @@ def run(config: Config) -> Iterator[Record]:
         sys.exit(f"chosen_speed times kernels on a GPU: {reason}")
     import cupy
 
-    check()
-    cases = product(config.seqlens, config.groups, config.chosen)
-    for seqlen, group, chosen in cases:
-        for regime in config.regimes:
-            lists = lists_of(seqlen, HEADS // group, chosen, regime)
-            last = masks.ChosenBlocks(lists[:1, -_SAMPLED:], BLOCK)
-            distinct = last.distinct(queries=max(1, 64 // group))
-            times = time_on_device(dict(calls_of(seqlen, group, lists)), repeats=config.repeats, warmup=2)
-            for name, timing in times.items():
-                which, _, way = name.partition(" ")
-                record = {
-                    "seqlen": seqlen, "group": group, "chosen": chosen, "regime": regime, "pass": which, "way": way,
-                    "ms": timing.median_ms, "spread_ms": timing.spread_ms, "distinct": distinct,
-                }  # fmt: skip
-                for other in ("dense", "fla"):
-                    with suppress(KeyError):
-                        record[f"of_{other}"] = timing.median_ms / times[f"{which} {other}"].median_ms
-                print(*record.values(), flush=True)
-                yield record | gpu_versions()
-            cupy.get_default_memory_pool().free_all_blocks()
+    check(config.groups)
+    for record in host_rows(config.groups[0]):
+        print(*record.values(), flush=True)
+        yield record | gpu_versions()
+    for case in config.cases:
+        for record in rows_of_case(*case, config.repeats):
+            print(*record.values(), flush=True)
+            yield record | gpu_versions()
+        cupy.get_default_memory_pool().free_all_blocks()
 
 
 def table(records: list[Record]) -> Table:
     """Tabulate the times of this run."""
     times, columns = Table(title="Blocks that each query chooses"), (
-        "seqlen", "group", "chosen", "regime", "pass", "way", "ms", "of_dense", "of_fla", "distinct"
+        "seqlen", "group", "chosen", "regime", "pass", "way", "ms", "of_dense", "of_fla", "distinct", "host_us", "note"
     )  # fmt: skip
     for column in columns:
         times.add_column(column)
@@ -238,18 +370,21 @@ def table(records: list[Record]) -> Table:
 
 def plot(records: list[Record]) -> Figure:
     """Draw the times of each way over the distinct blocks of a tile, and over the share of blocks that are chosen."""
-    figure = Figure(figsize=(10, 7), layout="constrained")
-    axes = figure.subplots(2, 2)
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    axes, timed = figure.subplots(2, 2), [record for record in records if record.get("ms")]
+    first = [(record["group"], record["chosen"]) for record in timed][:1]
     for column, which in enumerate(("forward", "backward")):
-        of_pass = [record for record in records if record["pass"] == which]
-        for row, (label, x_of) in enumerate({
-            "distinct blocks of a tile, of those of a query": lambda record: record["distinct"],
-            "share of the blocks that a query chooses": lambda record: record["chosen"] * BLOCK / record["seqlen"],
-        }.items()):  # fmt: skip
+        of_pass = [record for record in timed if record["pass"] == which]
+        for row, (label, x_of, of_panel) in enumerate((
+            ("distinct blocks of a tile, of those of a query", lambda record: record["distinct"],
+             [record for record in of_pass if (record["group"], record["chosen"]) in first]),
+            ("share of the blocks that a query chooses", lambda record: record["chosen"] * BLOCK / record["seqlen"],
+             [record for record in of_pass if record["regime"] == "random" and record["group"] in dict(first)]),
+        )):  # fmt: skip
             panel = axes[row][column]
-            for way, seqlen in dict.fromkeys((record["way"], record["seqlen"]) for record in of_pass):
+            for way, seqlen in dict.fromkeys((record["way"], record["seqlen"]) for record in of_panel):
                 points = sorted(
-                    (x_of(record), record["ms"]) for record in of_pass
+                    (x_of(record), record["ms"]) for record in of_panel
                     if (record["way"], record["seqlen"]) == (way, seqlen)
                 )  # fmt: skip
                 panel.plot(*zip(*points), marker="o", label=f"{way}, {seqlen}")

@@ -54,6 +54,27 @@ def chosen_recall(rows: list[Row]) -> str:
     return markdown([*header, *(f"blocks of {count} queries" for count in counts)], lines)
 
 
+def chosen_speed(rows: list[Row]) -> str:
+    """Tabulate forward and backward times of lists per query by case and library, then host times and absences."""
+    columns = "seqlen", "group", "chosen", "regime"
+    ms = {(*(row[name] for name in columns), row["way"], row["pass"]): row for row in rows if row["ms"]}
+    ways = list(dict.fromkeys(key[-2] for key in ms))
+    lines = []
+    for case in dict.fromkeys(key[:4] for key in ms):
+        times = (
+            " / ".join(number(ms.get((*case, way, which), {}), "ms", ".3g") for which in ("forward", "backward"))
+            if (*case, way, "forward") in ms else "" for way in ways
+        )  # fmt: skip
+        lines.append([*case, number(ms[*case, ways[0], "forward"], "distinct", ".2f"), *times])
+    parts = [markdown(["tokens", "group", "blocks", "choice", "distinct blocks", *ways], lines)]
+    of_host = [f"{number(row, 'host_us', '.0f')} us for {row['pass']}" for row in rows if row["way"] == "host"]
+    if of_host:
+        parts.append(f"The host takes {' and '.join(of_host)}.")
+    if absent := {row["way"]: row["note"] for row in rows if row["note"]}:
+        parts.append("Cases without a time: " + "; ".join(f"{way} ({note})" for way, note in absent.items()) + ".")
+    return "\n\n".join(parts)
+
+
 def nsa_layer(rows: list[Row]) -> str:
     """Tabulate losses, the time of a step, and the differences of the layer's gradients."""
     forms = {"loss": ".3f", "held_out_loss": ".3f", "ms_per_step": ".0f"}
@@ -239,6 +260,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "selector-shootout-gpu": ("selector_shootout_gpu", shootout),
     "selectors-unbeaten-gpu": ("selector_shootout_gpu", unbeaten),
     "chosen-recall": ("chosen_recall", chosen_recall),
+    "chosen-speed": ("chosen_speed", chosen_speed),
     "nsa-layer": ("nsa_layer", nsa_layer),
     "crossover": ("crossover", crossover),
     "crossover-gpu": ("crossover_gpu", crossover),

@@ -276,8 +276,11 @@ def test_all_blocks_are_no_mask(run: Run) -> None:
     check()
 
 
-def groups_example(group: int, block: int, **changed: Any) -> Example:
-    """Return an example with `group` heads per list, several tiles of queries and several steps of a tile of keys."""
+def groups_example(group: int, block: int, closed: Any = None, **changed: Any) -> Example:
+    """Return an example with `group` heads per list, several tiles of queries and several steps of a tile of keys.
+
+    It has row intervals too if `closed` is a mask of them.
+    """
     rng = np.random.default_rng(group)
     seqlen_q, num_blocks = 150 if group < 16 else 40, -(-200 // block)
     mask = ChosenBlocks(rng.integers(-1, num_blocks, (2, 2, seqlen_q, 3)), block)
@@ -285,28 +288,29 @@ def groups_example(group: int, block: int, **changed: Any) -> Example:
         q_batch=(2,), k_batch=(2,), v_batch=(2,), num_heads=2 * group, num_kv_heads=2, seqlen_q=seqlen_q,
         seqlen_kv=200, head_dim=16, value_dim=16, dtype="float16", mask=mask,
     )  # fmt: skip
-    return SIM80.rounded(replace(structure, **changed).example())
+    example = SIM80.rounded(replace(structure, **changed).example())
+    return example if closed is None else example.but(mask=example.mask & closed)
 
 
 def check_group(
     library: Any, group: int, block: int, closed: Any = None, kernel: str = "sm80", **options: Any
 ) -> None:
     """Assert that all results with `group` heads per list are within their bounds."""
-    example = groups_example(group, block)
-    if closed is not None:
-        example = example.but(mask=example.mask & closed)
+    example = groups_example(group, block, closed)
     given_ = {"mask": of_library(library, example.mask), "executor": "sim", "kernel": kernel, **options}
     (o, lse), vjp = library.attention_vjp(example.q, example.k, example.v, return_lse=True, **given_)
     dq, dk, dv = vjp(example.do, example.dlse)
     assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv)
 
 
-@needs_compiler
+@on_runs
 @pytest.mark.parametrize("group", [1, 3, 12, 16, 80])
 @pytest.mark.parametrize("closed", [None, masks.Causal("bottom_right") & masks.Lengths(kv=170)], ids=["alone", "cut"])
-@on_kernels
-def test_groups_of_any_size_share_their_keys(kernel: str, group: int, closed: Any) -> None:
-    check_group(cuflash, group, 64 if group != 3 else 32, closed, kernel)
+def test_groups_of_any_size_share_their_keys(run: Run, group: int, closed: Any) -> None:
+    example = groups_example(group, 64 if group != 3 else 32, closed)
+    results = run.everything(example)
+    assert set(results) == {"o", "lse", "dq", "dk", "dv"}
+    assert_within_bounds(run.rounded(example), **results)
 
 
 def check_far_columns(library: Any, kernel: str = "sm80", group: int = 2) -> None:
@@ -384,25 +388,76 @@ def test_score_functions_change_scores_of_chosen_blocks(name: str) -> None:
     check_scores(cuflash, name)
 
 
-@needs_compiler
-@pytest.mark.parametrize("run", [SIM80, SIM90], ids=KERNELS)
-def test_gradients_have_the_same_bits_under_every_schedule(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    monkeypatch.setattr(chosen_lists, "QUERIES_PER_PART", 40)
-    example = popular_example()
+def check_bits(run: Run, example: Example, num_tiles: int, name: str) -> None:
+    """Assert that results have the same bits in any order of threads and blocks, of which each has several tiles."""
     plan = run.kernel_plan(example)
-    assert plan.work.tiling.num_parts == 4
+    tiling = plan.work.tiling
+    assert tiling.num_list_heads * tiling.num_tiles * (tiling.heads_per_list // tiling.heads_per_tile) == num_tiles
+    passes_of_few_blocks = [
+        replace(each, launches={
+            role: replace(launch, max_blocks=launch.max_blocks and 3) for role, launch in each.launches.items()
+        })
+        for each in (plan.kernels.forward, plan.kernels.backward)
+    ]  # fmt: skip
     cotangents = {"do": example.do, "dlse": example.dlse}
     results = []
-    for machine in (Simulator(), *map(Simulator, hostile_schedules("chosen", 1)), *blocks_together("chosen", most=1)):
+    for machine in (Simulator(), *map(Simulator, hostile_schedules(name, 1)), *blocks_together(name, most=1)):
         arrays = {name: getattr(example, name) for name in "qkv"}
-        outputs = {name: np.zeros(each.shape, each.dtype) for name, each in plan.results("forward").items()}
-        run_pass(plan, plan.kernels.forward, machine, arrays | outputs)
-        gradients = {name: np.zeros(each.shape, each.dtype) for name, each in plan.gradients_made.items()}
-        run_pass(plan, plan.kernels.backward, machine, arrays | outputs | cotangents | gradients)
+        outputs = {name: np.full(each.shape, np.nan, each.dtype) for name, each in plan.results("forward").items()}
+        gradients = {name: np.full(each.shape, np.nan, each.dtype) for name, each in plan.gradients_made.items()}
+        forward, backward = passes_of_few_blocks
+        run_pass(plan, forward, machine, arrays | outputs)
+        run_pass(plan, backward, machine, arrays | outputs | cotangents | gradients)
         results.append(outputs | gradients)
+    assert_within_bounds(example, **results[0])
     for other in results[1:]:
         for name, x in results[0].items():
             np.testing.assert_array_equal(x, other[name], err_msg=name)
+
+
+def check_bits_of_parts(run: Run) -> None:
+    """Assert the same bits if several thread blocks share the keys of a block that many queries chose."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(chosen_lists, "QUERIES_PER_PART", 40)
+        assert run.kernel_plan(popular_example()).work.tiling.num_parts == 4
+        check_bits(run, popular_example(), 76, "chosen")
+
+
+def check_bits_of_large_groups(run: Run) -> None:
+    """Assert the same bits if several tiles share a group's heads, and some queries attend no key."""
+    lists = ChosenBlocks(np.random.default_rng(0).integers(-1, 4, (30, 2)), 64)
+    one = dict.fromkeys(("q_batch", "k_batch", "v_batch"), ()) | {"num_heads": 80, "num_kv_heads": 1, "seqlen_q": 30}
+    check_bits(run, groups_example(80, 64, masks.Lengths(kv=170), mask=lists, **one), 60, "chosen by a large group")
+
+
+@needs_compiler
+@pytest.mark.parametrize("run", [SIM80, SIM90], ids=KERNELS)
+@pytest.mark.parametrize("check", [check_bits_of_parts, check_bits_of_large_groups])
+def test_gradients_have_the_same_bits_under_every_schedule(run: Run, check: Any) -> None:
+    check(run)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group, seqlen", [(1, 18000), (8, 2300), (12, 1400), (80, 300)])
+@on_kernels
+def test_results_repeat_on_a_gpu(kernel: str, group: int, seqlen: int) -> None:
+    """Thread blocks have several tiles each, most queries choose few blocks, and some choose none."""
+    import cupy
+
+    rng = np.random.default_rng(group)
+    q, do = (cupy.asarray(rng.standard_normal((2 * group, seqlen, 128)).astype(np.float16)) for _ in range(2))
+    k, v = (cupy.asarray(rng.standard_normal((2, seqlen, 128)).astype(np.float16)) for _ in range(2))
+    blocks = cupy.asarray(rng.integers(-1, -(-seqlen // 64), (2, seqlen, 3)))
+    mask = ChosenBlocks(blocks, 64) & masks.Lengths(kv=seqlen - 40)
+    first = None
+    for _ in range(20):
+        (o, lse), vjp = cuflash.attention_vjp(q, k, v, mask=mask, return_lse=True, kernel=kernel)
+        results = {"o": o, "lse": lse, **dict(zip(("dq", "dk", "dv"), vjp(do), strict=True))}
+        host = {name: each.get() for name, each in results.items()}
+        first = first or host
+        for name, x in first.items():
+            assert np.isfinite(x).all() or name == "lse", name
+            np.testing.assert_array_equal(x, host[name], err_msg=f"{name}, {np.isnan(host[name]).sum()} NaN")
 
 
 # Calls, on a stand-in for CuPy that runs the kernels

@@ -10,8 +10,8 @@ from cuflash.executors.sim import Simulator
 from cuflash.masks import ChosenBlocks, MaskShape
 from mutations.planting import Edit
 from test_chosen_kernels import (
-    case_of_many_blocks, check_columns, check_far_columns, check_group, check_parts, check_scores,
-    check_unions,
+    SIM80, SIM90, case_of_many_blocks, check_bits_of_large_groups, check_columns, check_far_columns, check_group,
+    check_parts, check_scores, check_unions,
 )  # fmt: skip
 
 import cuflash
@@ -67,6 +67,15 @@ def tiles_are_right() -> None:
 def large_groups_and_single_heads_are_right() -> None:
     check_group(cuflash, 80, 64, CAUSAL)
     check_far_columns(cuflash)
+
+
+def large_groups_repeat() -> None:
+    check_bits_of_large_groups(SIM80)
+
+
+def large_groups_repeat_on_hopper() -> None:
+    """Assert the same bits if each thread block takes several tiles of part of a group's heads."""
+    check_bits_of_large_groups(SIM90)
 
 
 def scores_are_right() -> None:
@@ -237,6 +246,22 @@ FAULTS = {
         ),
         "rows that fill no chunk are copied whole": Edit(
             "sm80/backward.cu", "load_block", "if (__builtin_expect(state.rows_fill_tiles, true)) {", "if (true) {"
+        ),
+    },
+    large_groups_repeat: {
+        "a tile of heads is read before it is stored": Edit(
+            "sm80/backward.cu", "sm80_backward", "begin_next_head(params, chosen, state); __syncthreads();",
+            "begin_next_head(params, chosen, state); if (head == 0) __syncthreads();",
+        ),
+        "a tile's gradient is stored while its queries arrive": Edit(
+            "sm80/backward_rows.cu", "sm80_backward_rows",
+            "ptx::cp_async_wait<0>(); __syncthreads(); dq.scale", "dq.scale",
+        ),
+    },
+    large_groups_repeat_on_hopper: {
+        "a tile's queries arrive while the last are read": Edit(
+            KEYS, "KvProducer.load_keys", "wait_slot_empty(q, q_phase_of(num_tiles_done)); load_queries<kQ>",
+            "load_queries<kQ>",
         ),
     },
     parts_are_added: {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip install -e '.[experiments]'")
@@ -50,6 +52,9 @@ ON_A_GPU: list[tuple[str, dict[str, Any]]] = [
     ("block_sparsity", {
         "gpu": True, "gpu_seqlens": (512,), "gpu_blocks": (64,), "gpu_densities": (0.25, 1.0), "gpu_hidden": 128,
         "gpu_head_dim": 64, "gpu_dtype": "float16", "gpu_repeats": 3,
+    }),
+    ("chosen_speed", {
+        "seqlens": (256,), "groups": (16, 4), "regimes": ("random", "0.8"), "chosen": (2, 1), "repeats": 1
     }),
     ("crossover", {
         "gpu": True, "gpu_seqlens": (512,), "gpu_densities": (0.25, 1.0), "blocks": (32, 128), "gpu_num_heads": 2,
@@ -102,3 +107,45 @@ def test_an_experiment_runs_on_the_host(load: Load, name: str) -> None:
 @pytest.mark.parametrize(("name", "options"), ON_A_GPU, ids=[name for name, _ in ON_A_GPU])
 def test_an_experiment_runs_on_a_gpu(load: Load, name: str, options: dict[str, Any]) -> None:
     check(load(name), options)
+
+
+def test_chosen_speed_tells_which_libraries_are_absent(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but what draws, times and compiles on a GPU runs on the host."""
+    speed, rng = load("chosen_speed"), np.random.default_rng(0)
+    cupy: Any = ModuleType("cupy")
+    cupy.ndarray = SimpleNamespace  # no array is one
+    cupy.cuda = SimpleNamespace(get_current_stream=lambda: SimpleNamespace(synchronize=lambda: None))
+    cupy.get_default_memory_pool = lambda: SimpleNamespace(free_all_blocks=lambda: None)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+
+    def lists_of(seqlen: int, num_lists: int, chosen: int, regime: str) -> Any:
+        own = np.arange(seqlen)[:, None] // speed.BLOCK
+        return np.where(np.arange(chosen) > 0, rng.integers(-1, own + 1, (num_lists, seqlen, chosen)), own)
+
+    def absent(arrays: Any, lists: Any) -> Any:
+        raise speed.Unavailable("it serves no such group")
+
+    def served(arrays: Any, lists: Any) -> Any:
+        yield from (("forward fla", lambda: None), ("backward fla", lambda: None))
+
+    def time_on_device(calls: dict[str, Callable[[], Any]], **options: int) -> Any:
+        return {name: (call(), speed_timing(2.0, 0.1, 1))[1] for name, call in calls.items()}
+
+    speed_timing = sys.modules[speed.time_on_device.__module__].Timing
+    replaced = {
+        "HOST_CALLS": 2, "HOST_TOKENS": 64, "why_no_gpu": lambda: None, "gpu_versions": dict,
+        "check": lambda groups: None, "lists_of": lists_of, "_is_hopper": lambda: False,
+        "time_on_device": time_on_device, "OTHERS": {"fla": served, "moba": absent},
+        "_normal": lambda heads, seqlen: rng.standard_normal((heads, seqlen, 8)).astype(np.float16),
+    }  # fmt: skip
+    for name, value in replaced.items():
+        monkeypatch.setattr(speed, name, value)
+    config = speed.Config(seqlens=(70, 130), groups=(16,), regimes=("random",), chosen=(2, 1), repeats=1)
+    rows = list(speed.run(config))
+    assert speed.table(rows).row_count == len(rows) == 23 and all(axes.lines for axes in speed.plot(rows).axes)
+    assert [row["way"] for row in rows[:2]] == ["host", "host"] and all(row["host_us"] > 0 for row in rows[:2])
+    ways = ["chosen", "chosen", "dense", "dense", "fla", "fla", "moba"]
+    assert [row["way"] for row in rows[2:]] == 3 * ways
+    assert [(row["seqlen"], row["chosen"]) for row in rows[2::7]] == [(70, 2), (130, 2), (130, 1)]
+    assert {row["note"] for row in rows if row["way"] == "moba"} == {"Unavailable: it serves no such group"}
+    assert all(row["of_dense"] == row["of_fla"] == 1 for row in rows[2:] if row["way"] != "moba")
