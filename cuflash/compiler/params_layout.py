@@ -24,6 +24,7 @@ from ..planning.few_queries import DECODE_PARTS
 from ..planning.launches import MATRICES, TENSOR_MAP_PARAM
 from ..planning.interval_kernels import INTERVAL_PARAMS
 from ..planning.list_kernels import LIST_PARAMS
+from ..planning.page_choice import PAGE_CHOICE
 from ..planning.query_scores import QUERY_SCORES
 from ..planning.prefill import PAGES, QUERY_INTERVALS
 from ..planning.scales import SCALES
@@ -43,6 +44,7 @@ _RECORDS = {
         "KeyScores": KEY_SCORES, "Crossings": CROSSINGS, "SlashSums": SLASH_SUMS, "Spread": SPREAD,
         "StridedRows": STRIDED_ROWS, "PageBounds": PAGE_BOUNDS,
     },
+    "lists/page_choice.cuh": {"PageChoice": PAGE_CHOICE},
     "lists/query_scores.cuh": {"QueryScores": QUERY_SCORES},
     "results/params.cuh": {"Merge": MERGE, "Comparison": COMPARISON},
     "attention/params.cuh": {

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays import DTYPES, Array, accumulator_dtype, is_int, namespace, require_arrays, whole_number
 from ..cache import KVCache
+from ..cache.bounded_pages import BoundedPages
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from ..masks import ChosenBlocks
@@ -17,6 +18,7 @@ from ..plans import as_arrays
 from . import bound, masked
 from .budget import Budget, Forced
 from .by_query import Estimate, selected, share_reasons
+from .cache_pages import chosen_pages
 from .grid import Grid
 
 _DIAGONAL = Forced()
@@ -138,8 +140,7 @@ def quest(
     sides = 1, 16
     with collecting(reasons):
         sides = _sides(block, page_size)
-    if isinstance(budget, Budget) and budget.mass is not None:
-        reasons.append("budget must have top_k, density or threshold, since bounds are not masses; got mass")
+    reasons += mass_reasons(budget)
     grid = Grid.of(q, k, sides, {"budget": budget}, forced, causal, mask, window, scale, reasons)
     key = None if grid.is_masked else key
     chosen = bound.first_selected(key, grid, lambda: bound.of_page_bounds(grid, budget, forced))
@@ -157,6 +158,13 @@ def quest(
     chosen = selected(grid, budget, forced, estimate, share=share, by="max", columns=max(1, grid.q.shape[-1]))
     assert isinstance(chosen, ChosenBlocks)
     return chosen
+
+
+def mass_reasons(budget: Any) -> list[str]:
+    """Return why a budget is refused for bounds."""
+    if not isinstance(budget, Budget) or budget.mass is None:
+        return []
+    return ["budget must have top_k, density or threshold, since bounds are not masses; got mass"]
 
 
 def _sides(block: Any, page_size: Any) -> tuple[int, int]:
@@ -202,6 +210,15 @@ def _of_cache(q: Any, cache: KVCache, block: Any, page_size: Any, **options: Any
         raise UnsupportedProblem([f"q must have shape ({batch}, num_heads, n, head_dim); got shape {tuple(q.shape)}"])
     if block is None and page_size is None:
         page_size = cache.page_size
+    pages = BoundedPages.of(cache) if options["mask"] is options["window"] is None else None
+    if pages is not None:
+        reasons = share_reasons(options["share"]) + mass_reasons(options["budget"])
+        sides = 1, 0
+        with collecting(reasons):
+            sides = _sides(block, page_size)
+        if reasons or sides[1] == cache.page_size:
+            shown = {name: options[name] for name in ("budget", "forced", "causal", "scale", "share")}
+            return chosen_pages(q, pages, **shown, reasons=reasons)
     if cache.k_scale is not None:  # the rows of a quantized cache are float32; the conversion of q is exact
         q = q.astype(np.float32, copy=False)
     chosen = [

@@ -66,6 +66,7 @@ from cuflash.planning.launches import Launch
 from cuflash.planning.chosen_lists import COLUMN_SPECS, UNIONS
 from cuflash.planning.interval_kernels import INTERVAL_SPECS
 from cuflash.planning.list_kernels import LIST_SPECS
+from cuflash.planning.page_choice import every_page_spec
 from cuflash.planning.query_scores import every_query_spec
 from cuflash.planning.selection_kernels import every_selection_spec
 from cuflash.planning._result_kernels import every_result_spec
@@ -460,7 +461,8 @@ def run_masses() -> int:
 def specs_of_selectors() -> set[KernelSpec]:
     """Return the kernels of selectors for the dtypes of these calls."""
     dtypes = tuple(as_dtype("dtype", dtype) for dtype in MASS_DTYPES)
-    return every_selection_spec(dtypes) | {spec for spec in every_query_spec(dtypes) if spec.head_dim == 64}
+    of_all = every_selection_spec(dtypes) | every_page_spec(dtypes)
+    return of_all | {spec for spec in every_query_spec(dtypes) if spec.head_dim == 64}
 
 
 def run_selectors() -> int:
@@ -479,7 +481,13 @@ def run_selectors() -> int:
             getattr(cuflash.selectors, name)(x, x, **options)
         for select in (cuflash.selectors.nsa, cuflash.selectors.pooled):
             select(x, x, **few, block=(1, 32), causal=True)
-    return (len(calls) + 2) * len(MASS_DTYPES)
+        cache = cuflash.KVCache(
+            batch=2, num_kv_heads=1, head_dim=64, capacity=200, page_size=16, num_pages=26, dtype=x.dtype,
+            keeps_page_bounds=True, xp=cupy,
+        )  # fmt: skip
+        cache.append(x[:, None], x[:, None])
+        cuflash.selectors.quest(x[:, None, -1:], cache, **few)
+    return (len(calls) + 3) * len(MASS_DTYPES)
 
 
 def specs_of_results() -> set[KernelSpec]:

@@ -1,12 +1,63 @@
 #pragma once
 #include <lists/row_choice.cuh>
 
-// Chooses blocks of rows with few columns, whose places a warp keeps in registers. It makes the choice of
-// `choose_of_row` for rules that have only a number of blocks.
+// Chooses blocks of rows with few columns, whose places a warp or a thread block keeps in registers. It makes the choice
+// of `choose_of_row` for rules that have only a number of blocks.
 namespace cuflash::lists {
 
 constexpr int kMostRegisters = 16;  // places of a lane
-constexpr int kFewColumns = 32 * kMostRegisters;
+constexpr int kFewColumns = 32 * kMostRegisters;  // of a warp
+
+// A warp that keeps the places of a row.
+struct FewOfWarp {
+  static constexpr int kNumWarps = 1;
+
+  CUFLASH_DEVICE int warp() const { return 0; }
+  CUFLASH_DEVICE int sum(int x) const { return __reduce_add_sync(0xffffffffu, x); }
+  CUFLASH_DEVICE uint32_t least(uint32_t x) const { return __reduce_min_sync(0xffffffffu, x); }
+  CUFLASH_DEVICE uint32_t greatest(uint32_t x) const { return __reduce_max_sync(0xffffffffu, x); }
+  // Return the sum over the warps before that of the thread, of numbers that are equal in all lanes.
+  CUFLASH_DEVICE int sum_before(int) const { return 0; }
+};
+
+// A thread block that keeps the places of a row.
+struct FewOfBlock {
+  static constexpr int kNumWarps = Config::kNumWarps;
+  static constexpr int kBytes = sizeof(uint32_t) * kNumWarps;
+
+  uint32_t* of_warps;  // kBytes of shared memory
+
+  CUFLASH_DEVICE int warp() const { return ptx::thread_index() / 32; }
+  CUFLASH_DEVICE int sum(int x) const {
+    return static_cast<int>(reduced(x, [](uint32_t one, uint32_t other) { return one + other; }));
+  }
+  CUFLASH_DEVICE uint32_t least(uint32_t x) const {
+    return reduced(x, [](uint32_t one, uint32_t other) { return one < other ? one : other; });
+  }
+  CUFLASH_DEVICE uint32_t greatest(uint32_t x) const {
+    return reduced(x, [](uint32_t one, uint32_t other) { return one > other ? one : other; });
+  }
+  CUFLASH_DEVICE int sum_before(int x) const {
+    if (ptx::lane() == 0) of_warps[warp()] = x;
+    __syncthreads();  // all warps have written
+    int sum = 0;
+    for (int other = 0; other < warp(); ++other) sum += of_warps[other];
+    __syncthreads();  // all warps have read
+    return sum;
+  }
+
+ private:
+  template <class Combine>
+  CUFLASH_DEVICE uint32_t reduced(uint32_t x, Combine combine) const {
+    for (int offset = 1; offset < 32; offset *= 2) x = combine(x, __shfl_xor_sync(0xffffffffu, x, offset));
+    if (ptx::lane() == 0) of_warps[warp()] = x;
+    __syncthreads();  // all warps have written
+    for (int other = 0; other < kNumWarps; ++other)
+      if (other != warp()) x = combine(x, of_warps[other]);
+    __syncthreads();  // all warps have read
+    return x;
+  }
+};
 
 // Return the score, negated, of a place that is neither forced nor without eligibility.
 CUFLASH_DEVICE float negated_score(uint32_t place) {
@@ -22,14 +73,24 @@ CUFLASH_DEVICE uint32_t place_between(uint32_t least, uint32_t end) {
   return mean == mean && least < place && place < end ? place : least + (end - least) / 2;
 }
 
-// The places of a row in the registers of a warp: lane l has those of columns l, l + 32, ...
+// The places of a row in registers. The columns are divided into runs of equal lengths, one for each warp, and lane l
+// has those of columns l, l + 32, ... of its run.
+template <class Few>
 struct PlacesOfRow {
+  static constexpr int kMostColumns = kFewColumns * Few::kNumWarps;
+
+  const Few few;
   uint32_t at[kMostRegisters];
-  int num_columns;
+  int first, num_columns;  // of the warp's run
 
   template <class Row>
-  CUFLASH_DEVICE explicit PlacesOfRow(const Row& row) : num_columns(row.num_columns) {
-    each([&](int i, int column) { at[i] = column < num_columns ? row.new_place(column) : kNotEligiblePlace; });
+  CUFLASH_DEVICE PlacesOfRow(const Row& row, Few of_row) : few(of_row) {
+    const int of_warp = (row.num_columns + 32 * Few::kNumWarps - 1) / (32 * Few::kNumWarps) * 32;
+    first = few.warp() * of_warp;
+    num_columns = max(0, min(of_warp, row.num_columns - first));
+    each([&](int i, int column) {
+      at[i] = column < first + num_columns ? row.new_place(column) : kNotEligiblePlace;
+    });
   }
 
   // Call `visit(i, column)` for the places of a lane.
@@ -37,21 +98,21 @@ struct PlacesOfRow {
   CUFLASH_DEVICE void each(Visit visit) const {
 #pragma unroll
     for (int i = 0; i < kMostRegisters; ++i)
-      if (32 * i < num_columns) visit(i, 32 * i + ptx::lane());
+      if (32 * i < num_columns) visit(i, first + 32 * i + ptx::lane());
   }
 
   CUFLASH_DEVICE int count_before(uint32_t end) const {
     int count = 0;
     each([&](int i, int) { count += at[i] < end; });
-    return __reduce_add_sync(0xffffffffu, count);
+    return few.sum(count);
   }
 };
 
-// Write the list of the first `choice.count` blocks of a row, and of all that are forced. Called by a warp.
-template <class Row>
-CUFLASH_DEVICE void list_few(const Row& row) {
+// Write the list of the first `choice.count` blocks of a row, and of all that are forced. Called by all threads of `few`.
+template <class Row, class Few>
+CUFLASH_DEVICE void list_few(const Row& row, Few few) {
   const Choice& choice = row.choice;
-  const PlacesOfRow places(row);
+  const PlacesOfRow<Few> places(row, few);
   int32_t* const list = reinterpret_cast<int32_t*>(choice.kept) +
                         row.first / choice.num_kv_blocks * choice.list_length;
   uint32_t least = kNotEligiblePlace, greatest = 0;  // of the blocks that are neither forced nor without eligibility
@@ -61,8 +122,8 @@ CUFLASH_DEVICE void list_few(const Row& row) {
     least = place < least ? place : least;
     greatest = place > greatest ? place : greatest;
   });
-  least = __reduce_min_sync(0xffffffffu, least);
-  greatest = __reduce_max_sync(0xffffffffu, greatest);
+  least = few.least(least);
+  greatest = few.greatest(greatest);
   uint32_t end = greatest + 1;  // places before it are chosen, and some blocks of place `tied`
   uint32_t tied = kNotEligiblePlace;
   int missing = 0;
@@ -85,6 +146,16 @@ CUFLASH_DEVICE void list_few(const Row& row) {
     }
   }
   int length = 0;
+  if constexpr (Few::kNumWarps > 1) {
+    int num_before = 0, num_ties = 0;
+    places.each([&](int i, int) {
+      num_before += __popc(__ballot_sync(0xffffffffu, places.at[i] < end));
+      num_ties += __popc(__ballot_sync(0xffffffffu, missing > 0 && places.at[i] == tied));
+    });
+    const int ties_before = min(few.sum_before(num_ties), max(missing, 0));
+    length = few.sum_before(num_before) + ties_before;
+    missing -= ties_before;
+  }
   places.each([&](int i, int column) {
     const uint32_t lanes_before = (1u << ptx::lane()) - 1;
     const uint32_t ties = __ballot_sync(0xffffffffu, missing > 0 && places.at[i] == tied);
@@ -96,7 +167,8 @@ CUFLASH_DEVICE void list_few(const Row& row) {
     if (is_kept && place < choice.list_length) list[place] = column;
     length += __popc(bits);
   });
-  for (int place = length + ptx::lane(); place < choice.list_length; place += 32) list[place] = -1;
+  if (few.warp() == Few::kNumWarps - 1)  // its run is the last one, even without columns
+    for (int place = length + ptx::lane(); place < choice.list_length; place += 32) list[place] = -1;
 }
 
 }  // namespace cuflash::lists

@@ -1,24 +1,16 @@
 // Computes upper bounds of the scores of each query and page of keys, one warp per pair: the sum over columns of the
 // greater of the query's products with the page's least and greatest key. NaN stays NaN. cuflash/selectors/pages.py is
 // the specification.
+#include <lists/order.cuh>
 #include <lists/selection.cuh>
 #include <tile/element.cuh>
-
-namespace cuflash::lists {
-
-using Accumulator = Config::Accumulator;
-using Element = Config::Element;
-
-// Return the lesser, and below the greater, of two numbers; NaN if one of them is NaN.
-CUFLASH_DEVICE Accumulator lesser(Accumulator x, Accumulator y) { return x <= y || x != x ? x : y; }
-CUFLASH_DEVICE Accumulator greater(Accumulator x, Accumulator y) { return x >= y || x != x ? x : y; }
-
-}  // namespace cuflash::lists
 
 extern "C" __global__ void __launch_bounds__(32 * cuflash::Config::kNumWarps)
 lists_page_bounds(const __grid_constant__ cuflash::lists::PageBounds bounds) {
   using namespace cuflash;
   using namespace cuflash::lists;
+  using Accumulator = Config::Accumulator;
+  using Element = Config::Element;
   const int64_t number = static_cast<int64_t>(blockIdx.x) * Config::kNumWarps + ptx::thread_index() / 32;
   if (number >= bounds.num_bounds) return;
   const int page = static_cast<int>(number % bounds.num_pages);

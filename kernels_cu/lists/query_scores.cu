@@ -288,7 +288,7 @@ lists_query_scores(const __grid_constant__ cuflash::lists::QueryScores params) {
     const int row = static_cast<int>(queries.matrix * params.choice.seqlen_q) + queries.first_query + query;
     Row<WarpOfRow, ScoresOfKeys> blocks(params.choice, row, {}, {scores + query * pitch, params, queries.num_keys});
     if (has_count_alone && blocks.num_columns <= kFewColumns) {
-      list_few(blocks);
+      list_few(blocks, FewOfWarp{});
       continue;
     }
     choose_of_row(blocks, places + warp * params.place_columns);

@@ -225,6 +225,7 @@ def test_a_graph_reads_lists_at_each_replay() -> None:
     cache.count_on_device()
     cache.attention(q, mask=ChosenBlocks(blocks, 64))
     stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.get_current_stream().synchronize()  # the other stream does not wait for rows, lengths and counters
     with stream:
         stream.begin_capture()
         o = cache.attention(q, mask=ChosenBlocks(blocks, 64))

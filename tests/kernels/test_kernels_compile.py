@@ -41,6 +41,7 @@ from cuflash.planning.families.family import DIMS, Family
 from cuflash.planning.routing import FAMILIES, PREFILL_FAMILIES, mass_kernel
 from cuflash.planning.interval_kernels import INTERVAL_SPECS
 from cuflash.planning.list_kernels import LIST_SPECS
+from cuflash.planning.page_choice import every_page_spec
 from cuflash.planning.query_scores import every_query_spec
 from cuflash.planning.selection_kernels import every_selection_spec
 from cuflash.planning.quantizing import quantize_spec, transpose_spec
@@ -317,7 +318,8 @@ def every_target() -> list[tuple[KernelSpec, str]]:
             of_chip = sorted(of_scores(chip), key=lambda spec: (str(spec), str(spec.score), spec.score_wrt))
             targets += [(spec, room.architecture(spec, capability)) for spec in of_chip]
         others = {*LIST_SPECS.values(), *INTERVAL_SPECS.values(), UNIONS, *COLUMN_SPECS.values()}
-        others |= set(every_selection_spec(DTYPES)) | (every_query_spec(DTYPES) if capability >= (8, 0) else set())
+        others |= every_selection_spec(DTYPES) | every_page_spec(DTYPES)
+        others |= every_query_spec(DTYPES) if capability >= (8, 0) else set()
         others |= every_result_spec(DTYPES)
         targets += [(spec, room.architecture(spec, capability)) for spec in sorted(others, key=str)]
     return targets

@@ -18,6 +18,7 @@ pytest.importorskip("rich", reason="the experiments need rich: pip install -e '.
 Load = Callable[[str], ModuleType]
 
 ON_THE_HOST: dict[str, dict[str, Any]] = {
+    "chosen_decode": {"host": True, "keys": (256,), "heads": 4, "kv_heads": 2, "page": 16, "replays": 1},
     "chosen_recall": {"data": ("language",), "ns": (2,), "rows": (1, 16)},
     "cpu_score_functions": {"tokens": 32, "heads": 2, "head_dim": 8, "repeats": 1},
     "cpu_speed": {
@@ -60,6 +61,7 @@ ON_A_GPU: list[tuple[str, dict[str, Any]]] = [
         "gpu": True, "gpu_seqlens": (512,), "gpu_densities": (0.25, 1.0), "blocks": (32, 128), "gpu_num_heads": 2,
         "gpu_head_dim": 64, "gpu_repeats": 2,
     }),
+    ("chosen_decode", {"keys": (2048,), "batch": (2,), "replays": 1}),
     ("exponential_rate", {"rounds": 64, "repeats": 1}),
     ("fp8_error", {"head_dims": (64,), "heads": 1, "seqlens": (256,), "queries": 128, "bounded": 32, "gpu": True}),
     ("flash_ladder", {
@@ -77,6 +79,10 @@ ON_A_GPU: list[tuple[str, dict[str, Any]]] = [
     ("selector_shootout", {
         "gpu": True, "data": ("minilm", "slashes"), "gpu_top_ks": (4,), "top_ks": (4,), "gpu_seqlen": 512,
         "gpu_num_heads": 2, "gpu_repeats": 1,
+    }),
+    ("selection_speed", {
+        "kinds": ("queries",), "query_seqlens": (1024,), "query_heads": 4, "query_kv_heads": 2, "repeats": 1,
+        "host_calls": 1,
     }),
     ("tile_sweep", {
         "gpu": True, "head_dims": (64,), "passes": ("forward", "backward"), "masks": ("causal",), "gpu_seqlen": 1024,

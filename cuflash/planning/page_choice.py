@@ -1,0 +1,96 @@
+"""The kernels by which queries choose pages of a KV cache, by bounds of their scores that the cache keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..arrays import accumulator_dtype
+from .decoding import CacheLayout
+from .launches import Feature, Launch, Pass, Workspace
+from .list_kernels import AT_CALL
+from .selection_kernels import CHOICE, STRIDED_ROWS, ChoiceRule, layout_of_rows, selection_spec
+from .spec import KernelSpec
+
+# Mirrors `kernels_cu/lists/page_choice.cuh`.
+PAGE_CHOICE = np.dtype(
+    [
+        ("q", STRIDED_ROWS),
+        *((name, np.uint64) for name in ("key_bounds", "table", "lengths", "scores")),
+        ("choice", CHOICE),
+        ("scale", np.float64),
+        *((name, np.int32) for name in ("batch", "num_heads", "num_kv_heads", "heads_of_list", "num_queries")),
+        *((name, np.int32) for name in ("num_columns", "num_pages", "max_pages", "page_size", "capacity")),
+        *((name, np.int32) for name in ("is_bottom_right", "padding")),
+    ],
+    align=True,
+)
+_OF_CACHE = ("key_bounds", "table", "lengths")
+_SUM_BYTES = 8  # bytes of a warp's sum
+
+
+def page_choosing(
+    q: Any, key_bounds: Any, layout: CacheLayout, rule: ChoiceRule, *, heads_of_list: int, is_bottom_right: bool,
+    scale: float = 1.0,
+) -> Pass:  # fmt: skip
+    """Return the launches that choose pages; they take the arrays q, key_bounds, table, lengths and lists.
+
+    Parameters
+    ----------
+    q : array or Rows [batch, heads, queries, columns]
+        Only its layout is read, as that of `key_bounds`.
+    key_bounds : array or Rows [num_pages, kv_heads, 2, columns]
+    layout : CacheLayout
+        The layout of the cache.
+    rule : ChoiceRule
+        For sequences as long as the capacity. It has `list_length`.
+    heads_of_list : int
+        Query heads that share a list: 1, or the heads of a key/value head.
+    is_bottom_right : bool
+        The last query is at the last position of its sequence; otherwise the first one is at the first.
+    scale : float
+        A factor of q.
+
+    Returns
+    -------
+    Pass
+        The lists are the array `AT_CALL`, int32 [batch, lists, queries, list_length].
+    """
+    batch, num_heads, num_queries, num_columns = q.shape
+    kv_heads, num_lists = key_bounds.shape[1], num_heads // heads_of_list
+    numbers = {
+        "q": layout_of_rows(q, q, (batch,))[1]["q"],
+        "choice": rule.numbers((batch * num_lists, num_queries, layout.max_pages), False), "scale": scale,
+        "batch": batch, "num_heads": num_heads, "num_kv_heads": kv_heads, "heads_of_list": heads_of_list,
+        "num_queries": num_queries, "num_columns": num_columns, "is_bottom_right": is_bottom_right,
+        **layout._asdict(),
+    }  # fmt: skip
+    names = {"q.data": "q", "choice.kept": AT_CALL}
+    arrays = ("q", *_OF_CACHE, "scores", AT_CALL)
+    of_scores, of_choice = _specs(q.dtype)
+    num_bounds, name = batch * kv_heads * layout.max_pages, "page_choice"
+    launches = {
+        "page_scores": Launch(
+            spec=of_scores, tiles=-(-num_bounds // of_scores.num_warps), reads=("q", *_OF_CACHE), writes=("scores",),
+            features=(name,),
+        ),
+        name: Launch(
+            spec=of_choice, tiles=batch * num_lists * num_queries, reads=("lengths", "scores"), writes=(AT_CALL,),
+            features=(name,), row_bytes=_SUM_BYTES * of_choice.num_warps,
+        ),
+    }  # fmt: skip
+    scores = Workspace((batch, num_lists, num_queries, layout.max_pages), accumulator_dtype(q.dtype))
+    return Pass(launches, {"scores": scores}, (Feature(name, PAGE_CHOICE, numbers, arrays, names=names),))
+
+
+def _specs(dtype: np.dtype[np.generic]) -> tuple[KernelSpec, KernelSpec]:
+    """Return the kernels for q of a dtype: that of scores, and that of lists."""
+    choosing = replace(selection_spec("page_choice", accumulator_dtype(dtype)), num_warps=8)
+    return selection_spec("page_scores", dtype), choosing
+
+
+def every_page_spec(dtypes: tuple[np.dtype[np.generic], ...]) -> set[KernelSpec]:
+    """Return the specifications of the kernels for arrays of these dtypes."""
+    return {spec for dtype in dtypes for spec in _specs(dtype)}
