@@ -197,8 +197,16 @@ class Gpu:
         return self._pieces.setdefault(nvrtc.current_device()[1], {})
 
     def prepare(self, kernels: Pass) -> None:
-        """Compile the kernels of a pass in parallel, so that a first call waits only for the slowest."""
+        """Compile the kernels of a pass in parallel, so that a first call waits only for the slowest.
+
+        Raises
+        ------
+        RuntimeError
+            The stream is captured, and a kernel is not compiled.
+        """
         not_compiled = _not_compiled(kernels.launches.values())
+        if not_compiled and self.stream().is_capturing():
+            _refuse_to_compile(not_compiled, _COMPILE_FIRST)
         if len(not_compiled) > 1:
             nvrtc.precompile(not_compiled, _capability())
 

@@ -126,7 +126,8 @@ class KernelPlan:
         reasons = self.family.tangent_reasons(problem)
         if isinstance(self.work, UnionWork):
             rule = "tangents must be planned for a mask that chooses blocks for each query"
-            reasons.append(f"{rule}; the plan has none: write plan(tangents={tangents})")
+            fix = f"write plan(tangents={tangents}), or call attention_jvp or attention_hvp"
+            reasons.append(f"{rule}; the plan has none: {fix}")
         if name == "backward_jvp":
             reasons += _captured_gradient_reasons(problem)
         refuse(reasons)
@@ -265,7 +266,7 @@ def _captured_gradient_reasons(problem: Problem) -> list[str]:
     """Return why kernels do not compute the tangents of the gradients of captured arrays."""
     return [
         f"wrt must not name {name!r} in second derivatives on a GPU, which have no kernel for gradients of a score "
-        "function's arrays: leave it out, or pass NumPy arrays"
+        "function's arrays: leave it out, detach a tensor, or pass arrays of the host"
         for name in captured_wrt(problem)
     ]
 

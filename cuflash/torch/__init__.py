@@ -137,9 +137,9 @@ def attention(
     score tensors are computed only on request. On a GPU no call synchronizes. Once a call has run forward and backward,
     identical calls can be captured by `torch.cuda.graph`.
     Tangents of `torch.func.jvp` and `torch.autograd.forward_ad`, second derivatives in every order except a tangent of
-    a tangent, and `torch.vmap` run passes of the library, with memory linear in the length; on a GPU tangents and
-    second derivatives are refused. A third derivative is refused. `torch.compile` sees one operator per pass. Under
-    `torch.autocast` q, k and v are cast like those of `scaled_dot_product_attention`.
+    a tangent, and `torch.vmap` run passes of the library, with memory linear in the length. A third derivative is
+    refused, and on a GPU second derivatives with respect to the bias and score tensors. `torch.compile` sees one
+    operator per pass. Under `torch.autocast` q, k and v are cast like those of `scaled_dot_product_attention`.
 
     Examples
     --------

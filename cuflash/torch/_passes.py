@@ -17,7 +17,7 @@ from ..executors import checks, gpu, torch_gpu
 from ..executors._bound_plan import BoundPlan
 from ..executors._layout_key import layout_key
 from ..executors.torch_gpu import Layout
-from ..layouts import dtype_of, has_dual_level, is_tensor, taken
+from ..layouts import dtype_of, is_tensor, taken
 from ..masks.one_array import at_each_call
 from ..planning._call_cache import CALLS
 from ..planning.dropout_launches import numbers_of
@@ -119,9 +119,6 @@ class _OnGpu:
         self, name: str, tensors: Mapping[str, Tensor], lists: Sequence[Tensor] = (), numbers: Sequence[int] = ()
     ) -> Sequence[Tensor]:
         """Run a pass other than "forward" on tensors by name: all of the call's, and those that the pass reads."""
-        if name != "backward":
-            fix = "pass tensors on the CPU, or CuPy arrays to cuflash.attention_jvp and attention_hvp"
-            raise UnsupportedProblem([f"executor must be 'cpu' for tangents of PyTorch tensors; got 'gpu': {fix}"])
         if self._of_forward:
             tensors = _read_by(name, tensors, self._ready._plan.problem)
         key = "torch", name, id(self), tuple(tensors), torch_gpu.layout_key(*tensors.values())
@@ -132,11 +129,11 @@ class _OnGpu:
         return bound.run({**tensors, **dict(zip(self._lists, lists))}, numbers=numbers)
 
     def _bound(self, name: str, layouts: dict[str, Layout]) -> BoundPlan:
-        plan = self._ready._plan
+        plan, arrays = self._ready._plan, ("o", "lse") if name == "jvp" else ("q", "k", "v")
+        wanted, results = plan.results(name), plan.kernel_results(name)
         with torch_gpu.stream():
             self._ready._require_ready(torch_gpu.MACHINE)
-            in_memory = {f"d{each}": torch_gpu.axes_in_memory(layouts[each]) for each in ("q", "k", "v")}
-            wanted, results = plan.results(name), plan.kernel_results(name)
+            in_memory = dict(zip(wanted, (torch_gpu.axes_in_memory(layouts[each]) for each in arrays)))
             axes = {each: order for each, order in in_memory.items() if order and wanted[each] == results[each]}
             return self._ready._bind(name, layouts | self._lists, pins=True, axes=axes, machine=torch_gpu.MACHINE)
 
@@ -229,7 +226,7 @@ def _key(arrays: dict[str, Any], outs: Outs, looked_up: Lookup, wants_lse: bool)
         tensors += tuple(each for each in outs if each is not None)
     if not PLAIN.issuperset(map(type, tensors)) or not tensors[0].is_cuda or checks.is_on():
         return None
-    if has_dual_level() or any(map(torch.Tensor.is_neg, tensors)):  # the memory does not define such tensors
+    if any(map(torch.Tensor.is_neg, tensors)):  # the memory does not define such tensors
         return None
     layout = torch_gpu.layout_key(*tensors), o is None, lse is None, wants_lse
     return looked_up.key("torch", layout, *arrays)

@@ -621,6 +621,22 @@ def test_a_cold_plan_is_not_captured(cupy):
     require_not_captured(cupy, lambda: cuflash.attention(*arrays, mask=LISTED), reason)
 
 
+def test_a_tangent_is_captured_once_its_kernel_is_compiled(cupy):
+    q, k, v = (cupy.asarray(array) for array in (Q, K, V))
+    ready = cuflash.plan(q, k, v)
+    ready.compile()
+    o, lse = ready.forward(q, k, v)
+    require_not_captured(cupy, lambda: ready.jvp(q, k, v, o, lse, q), r"simt_jvp is not compiled yet.*make the same")
+    expected, _ = ready.jvp(q, k, v, o, lse, q)
+    with cupy.cuda.Stream() as stream:
+        stream.begin_capture()
+        o_dot, _ = ready.jvp(q, k, v, o, lse, q)
+        graph = stream.end_capture()
+    o_dot[...] = 0
+    graph.launch()
+    assert (o_dot.get() == expected.get()).all()
+
+
 def test_a_copy_that_a_capture_cannot_wait_for_is_named(cupy):
     cupy.events_are_reached = False
     arrays = [cupy.asarray(array) for array in (Q, K, V)]

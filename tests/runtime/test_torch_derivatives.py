@@ -19,12 +19,15 @@ from torch.autograd import forward_ad  # noqa: E402
 from torch.autograd.gradcheck import gradcheck, gradgradcheck  # noqa: E402
 
 import cuflash.torch  # noqa: E402
+import torch_machine  # noqa: E402
 from cuflash import masks, scores  # noqa: E402
+from executors import needs_compiler  # noqa: E402
 from refusals import reasons_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, where it loads forward mode
 
 attention = cuflash.torch.attention
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SMALL = {"most_scores": 1 << 10, "most_rows": 100, "widest": 12, "longest": 40}
 
 
@@ -67,10 +70,20 @@ def call_of(options, names=()):
     return call
 
 
-def of_feature(name):
-    """Return a feature's call and its tensors."""
+def of_feature(name, device="cpu"):
+    """Return a feature's call and its tensors that can be differentiated: on a GPU none that a score captures."""
     options, operands = FEATURES[name]
-    return call_of(options, tuple(operands)), [Q, K, V, *operands.values()]
+    if device == "cpu":
+        return call_of(options, tuple(operands)), [Q, K, V, *operands.values()]
+    names = ("sink",) if "sink" in operands else ()
+    fixed = {name: x.to(device) for name, x in operands.items() if name not in names}
+    if isinstance(mask := options.get("mask"), masks.Mask):
+        options = options | {"mask": mask.to(lambda array: array.to(device))}
+    elif mask is not None:
+        options = options | {"mask": mask.to(device)}
+    call = call_of(options, (*names, *fixed))
+    tensors = [x.to(device) for x in (Q, K, V, *(operands[name] for name in names))]
+    return lambda *differentiated: call(*differentiated, *fixed.values()), tensors
 
 
 def leaves(tensors):
@@ -182,11 +195,12 @@ def test_double_backward_runs_the_passes_of_tangents(moving):
     assert all(equal(ours, theirs) for ours, theirs in zip(of_inputs, expected, strict=True))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("feature", FEATURES)
-def test_derivatives_are_those_of_differences(feature):
-    call, tensors = of_feature(feature)
+def test_derivatives_are_those_of_differences(feature, device):
+    call, tensors = of_feature(feature, device)
     inputs = leaves(tensors)
-    options = {"fast_mode": True, "atol": 1e-5}
+    options = {"fast_mode": True, "atol": 1e-5, "nondet_tol": 0 if device == "cpu" else 1e-10}  # dq by atomic additions
     assert gradcheck(call, inputs, check_forward_ad=True, **options)
     assert gradgradcheck(call, inputs, **options)
     assert gradgradcheck(
@@ -194,10 +208,11 @@ def test_derivatives_are_those_of_differences(feature):
     )
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("feature", FEATURES)
-def test_transformations_of_torch_func_agree(feature):
+def test_transformations_of_torch_func_agree(feature, device):
     """Each derivative is computed in two ways."""
-    call, (q, k, v, *operands) = of_feature(feature)
+    call, (q, k, v, *operands) = of_feature(feature, device)
 
     def loss(q):
         o, lse = call(q, k, v, *operands)
@@ -207,7 +222,7 @@ def test_transformations_of_torch_func_agree(feature):
     _, slope = torch.func.jvp(loss, (q,), (along,))
     gradient = torch.func.grad(loss)(q)
     (leaf,) = leaves([q])
-    torch.testing.assert_close(gradient, torch.autograd.grad(loss(leaf), leaf)[0], rtol=0, atol=0)
+    torch.testing.assert_close(gradient, torch.autograd.grad(loss(leaf), leaf)[0])
     torch.testing.assert_close(slope, (gradient * along).sum())
     _, product = torch.func.jvp(torch.func.grad(loss), (q,), (along,))
     of_grad = torch.func.grad(lambda q: (torch.func.grad(loss)(q) * along).sum())(q)
@@ -216,14 +231,15 @@ def test_transformations_of_torch_func_agree(feature):
     torch.testing.assert_close(of_jvp, product)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("feature", FEATURES)
-def test_hessians_and_jacobians_are_batches_of_products(feature):
-    call, (q, k, v, *operands) = of_feature(feature)
+def test_hessians_and_jacobians_are_batches_of_products(feature, device):
+    call, (q, k, v, *operands) = of_feature(feature, device)
 
     def values(q):
         return call(q, k, v, *operands)[0][0, 0, 0]
 
-    units = torch.eye(3, dtype=torch.float64)
+    units = torch.eye(3, dtype=torch.float64, device=device)
     jacobian = torch.func.jacrev(values)(q)
     rows = [torch.func.vjp(values, q)[1](unit)[0] for unit in units]
     torch.testing.assert_close(jacobian, torch.stack(rows))
@@ -237,15 +253,16 @@ def test_hessians_and_jacobians_are_batches_of_products(feature):
 
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("axes", [(0, None, None), (None, 0, 1), (1, 1, 1)], ids=str)
-def test_vmap_is_a_loop_over_the_calls(feature, axes):
-    call, arrays = of_feature(feature)
+@pytest.mark.parametrize("device", DEVICES)
+def test_vmap_is_a_loop_over_the_calls(feature, axes, device):
+    call, arrays = of_feature(feature, device)
     shared, operands = arrays[:3], arrays[3:]
     mapped = [
         x if axis is None else torch.stack([x, 2 * x, x.flip(-1)], axis) for x, axis in zip(shared, axes)
     ]
     in_dims = (*axes, *[0 if feature == "bias and sink" else None for _ in operands])
     operands = [x if axis is None else torch.stack([x, -x, x / 2]) for x, axis in zip(operands, in_dims[3:])]
-    weights = drawn(2, 4, 6, 3, seed=8)
+    weights = drawn(2, 4, 6, 3, seed=8).to(device)
 
     def gradients(*tensors):
         def loss(*tensors):
@@ -292,12 +309,11 @@ def test_a_batch_of_calls_is_one_call_unless_its_entries_are_counted(monkeypatch
         assert len(counts) == count, feature
 
 
-def objective(call, *, is_detached):
+def objective(call, *, is_detached, device="cpu"):
     """Return the gradient of a loss of the value and the tangent with respect to weights, as MeanFlow and sCM train."""
-    (weights,) = leaves([drawn(3, 3, seed=9)])
-    o, o_dot = torch.func.jvp(
-        lambda q: call(q @ weights, K @ weights, V)[0], (Q,), (torch.roll(Q, 1, 0),)
-    )
+    q, k, v, weights = (x.to(device) for x in (Q, K, V, drawn(3, 3, seed=9)))
+    (weights,) = leaves([weights])
+    o, o_dot = torch.func.jvp(lambda q: call(q @ weights, k @ weights, v)[0], (q,), (torch.roll(q, 1, 0),))
     o_dot = o_dot.detach() if is_detached else o_dot
     ((o - o_dot).square().sum() + o_dot.pow(3).sum()).backward()
     return weights.grad
@@ -309,10 +325,35 @@ def dense(q, k, v):
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_detached", [False, True])
-def test_backward_through_a_tangent_trains_weights(is_detached):
-    ours = objective(call_of({}), is_detached=is_detached)
-    torch.testing.assert_close(ours, objective(dense, is_detached=is_detached))
+def test_backward_through_a_tangent_trains_weights(is_detached, device):
+    ours = objective(call_of({}), is_detached=is_detached, device=device)
+    torch.testing.assert_close(ours, objective(dense, is_detached=is_detached, device=device))
+
+
+@needs_compiler
+def test_kernels_compute_the_derivatives_of_tensors_on_a_gpu(tmp_path, monkeypatch):
+    """On a stand-in for a GPU, results have the bits of the calls for NumPy on the simulator, also repeated ones."""
+    q, k, v, do, along = (x.float() for x in (Q, K, V, drawn(2, 4, 6, 3, seed=6), drawn(2, 4, 6, 3, seed=7)))
+    options = {"causal": True, "executor": "sim"}
+    arrays = [x.numpy() for x in (q, k, v)]
+    _, (o_dot, lse_dot) = cuflash.attention_jvp(*arrays, q_dot=along.numpy(), **options, return_lse=True)
+    _, _, dots = cuflash.attention_hvp(*arrays, do.numpy(), q_dot=along.numpy(), **options)
+    expected = [*map(as_tensor, (o_dot, lse_dot, dots.dq, dots.dk, dots.dv))]
+    with torch_machine.installed(monkeypatch, tmp_path / "cache"):
+        torch_machine.put_every_tensor_on_the_device(monkeypatch)
+        call = call_of({"causal": True})
+        for number in range(2):
+            if number:  # also where tensors may have tangents
+                monkeypatch.setattr(cuflash.torch._passes, "_first", lambda *args: pytest.fail("planned again"))
+            (_, lse), tangents = torch.func.jvp(lambda q: call(q, k, v), (q,), (along,))
+            inputs = leaves([q, k, v])
+            gradients = torch.autograd.grad(call(*inputs)[0], inputs, do, create_graph=True)
+            products = torch.autograd.grad(gradients[0], inputs, along)
+            pushed = torch.vmap(lambda q: torch.func.jvp(lambda q: call(q, k, v), (q,), (along,))[1])
+            batched = [each[0] for each in pushed(torch.stack([q, -q]))]
+            assert all(torch.equal(*pair) for pair in zip((*tangents, *products, *batched), (*expected, *expected[:2])))
 
 
 def test_each_derivative_runs_its_passes_once(monkeypatch):

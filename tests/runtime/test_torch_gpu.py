@@ -10,12 +10,14 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 import cuflash.torch  # noqa: E402
 from cuflash import BlockIndex, masks  # noqa: E402
 from cuflash.testing.assertions import Example, assert_within_bounds  # noqa: E402
+from cuflash.testing.tangents import Moving, assert_tangents_within_bounds  # noqa: E402
 from executors import GPU  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
 attention = cuflash.torch.attention
 SHAPES = (2, 4, 190, 64), (2, 2, 250, 64), (2, 2, 250, 64), (2, 4, 190, 64)
+DOTS = "o_dot", "lse_dot", "dq_dot", "dk_dot", "dv_dot"
 KEPT = np.random.default_rng(0).random((190, 250)) < 0.4
 
 
@@ -52,8 +54,41 @@ def passes(tensors, **options):
     return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
+def along(tensors, seed=1):
+    """Return tangents of q, k and v, laid out as these."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.empty_like(x).copy_(torch.randn(x.shape, generator=generator)) for x in tensors[:3]]
+
+
+def derivatives(tensors, dots, **options):
+    """Return tangents of o and lse by forward mode, and of the gradients, and of o again, by double backward."""
+    inputs, do = [tensor.detach().requires_grad_() for tensor in tensors[:3]], tensors[3].detach().requires_grad_()
+
+    def call(*inputs):
+        return attention(*inputs, **options, return_lse=True)
+
+    with torch.no_grad():
+        _, (o_dot, lse_dot) = torch.func.jvp(call, tuple(tensors[:3]), tuple(dots))
+    gradients = torch.autograd.grad(call(*inputs)[0], inputs, do, create_graph=True)
+    again, dq_dot, dk_dot, dv_dot = torch.autograd.grad(gradients, [do, *inputs], dots)
+    return {"again": again} | dict(zip(DOTS, (o_dot, lse_dot, dq_dot, dk_dot, dv_dot)))
+
+
+def derivatives_within_bounds(tensors, dots, mask, results, **operands):
+    q, k, v, do = map(as_numpy, tensors)
+    example = GPU.rounded(Example(q=q, k=k, v=v, mask=mask, do=do, **operands))
+    moving = Moving(example, dict(zip("qkv", map(as_numpy, dots))))
+    assert torch.equal(results["again"], results["o_dot"])
+    assert_tangents_within_bounds(moving, **{name: as_numpy(results[name]) for name in DOTS})
+
+
+on_masks = pytest.mark.parametrize(
+    "mask", [None, masks.Causal("bottom_right"), masks.Dilated(3, align="top_left")], ids=str
+)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("mask", [None, masks.Causal("bottom_right"), masks.Dilated(3, align="top_left")], ids=str)
+@on_masks
 def test_every_result_is_within_its_bound(dtype, mask):
     tensors = drawn(dtype)
     for _ in range(2):
@@ -105,6 +140,17 @@ def test_gradients_of_broadcast_axes_and_from_lse_are_within_their_bounds():
     within_bounds(tensors, None, {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}, dlse=as_numpy(lse))
 
 
+def test_memory_of_derivatives_is_linear_in_the_length():
+    tensors = [torch.randn(4, 4096, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    derivatives(tensors, tensors[:3], causal=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    derivatives(tensors, tensors[:3], causal=True)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 4 * 4096 * 4096  # half of a matrix of weights
+
+
 def test_results_and_workspaces_are_pytorchs_and_no_array_is_cupys():
     import cupy
 
@@ -114,6 +160,7 @@ def test_results_and_workspaces_are_pytorchs_and_no_array_is_cupys():
     try:
         passes(drawn())
         passes(drawn(), mask=MASKS["index"]())
+        derivatives(drawn(), along(drawn()))
         torch.cuda.synchronize()
         assert pool.total_bytes() == 0
     finally:
@@ -194,6 +241,19 @@ def test_a_capture_of_a_call_that_was_never_made_is_refused():
             attention(*inputs, window=(11, 3))
 
 
+def test_a_capture_of_a_tangent_that_was_never_computed_is_refused():
+    # No other test has these widths, so that no kernel for them is compiled.
+    inputs = [torch.randn(1, 3, 70, dim, device="cuda", dtype=torch.float64) for dim in (104, 104, 24)]
+    call = lambda q: attention(q, *inputs[1:])  # noqa: E731
+    torch.func.grad(lambda q: call(q).sum())(inputs[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.zeros(1, device="cuda")  # PyTorch warns of an empty graph
+        with pytest.raises(RuntimeError, match="jvp.* is not compiled yet.*make the same call once"):
+            torch.func.jvp(call, inputs[:1], inputs[:1])
+
+
 def test_checks_run_and_empty_and_far_scaled_calls_too(monkeypatch):
     tensors = drawn("bfloat16")
     far = [tensor.float() * 1e19 for tensor in tensors[:2]]
@@ -222,3 +282,108 @@ def test_calls_for_cupy_take_tensors_of_bfloat16_too(dtype):
     q, k, v, do = map(as_numpy, tensors)
     results = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     assert_within_bounds(GPU.rounded(Example(q=q, k=k, v=v, do=do)), **{name: x.get() for name, x in results.items()})
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@on_masks
+def test_every_derivative_is_within_its_bound(dtype, mask):
+    tensors = drawn(dtype)
+    for seed in range(2):
+        dots = along(tensors, seed)
+        results = derivatives(tensors, dots, mask=mask)
+        derivatives_within_bounds(tensors, dots, mask, results)
+    assert all(results[name].is_cuda and results[name].dtype == tensors[0].dtype for name in DOTS if name != "lse_dot")
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_derivatives_under_masks_of_tensors_and_indexes_are_within_their_bounds(kind):
+    expected = masks.BlockPattern(KEPT[:6, :8].copy(), 32) if "pattern" in kind else masks.Dense(KEPT)
+    tensors, mask = drawn(), MASKS[kind]()
+    for seed in range(2):
+        dots = along(tensors, seed)
+        derivatives_within_bounds(tensors, dots, expected, derivatives(tensors, dots, mask=mask))
+
+
+def test_derivatives_with_dropout_and_a_constant_bias_are_within_their_bounds():
+    tensors, bias = drawn(), torch.randn(4, 190, 250, generator=torch.Generator().manual_seed(7))
+    dots = along(tensors)
+    for seed in (1, 2):
+        dropout = cuflash.Dropout(0.3, seed=seed)
+        results = derivatives(tensors, dots, dropout=dropout, bias=bias.cuda())
+        operands = {"dropout": dropout, "score": cuflash.scores.bias(bias.numpy())}
+        derivatives_within_bounds(tensors, dots, None, results, **operands)
+
+
+def test_second_derivatives_of_a_bias_are_refused():
+    q, k, v, _ = drawn()
+    bias = torch.zeros(4, 190, 250, device="cuda", requires_grad=True)
+    q.requires_grad_()
+    (dq,) = torch.autograd.grad(attention(q, k, v, bias=bias).sum(), q, create_graph=True)
+    with pytest.raises(cuflash.UnsupportedProblem, match="wrt must not name 'bias' in second derivatives on a GPU"):
+        dq.float().square().sum().backward()
+
+
+def test_derivatives_have_the_bits_of_calls_for_cupy():
+    tensors = drawn()
+    dots = along(tensors)
+    results = derivatives(tensors, dots, causal="bottom_right")
+    options = {"causal": "bottom_right"}
+    _, (o_dot, lse_dot) = cuflash.attention_jvp(*tensors[:3], *dots, **options, return_lse=True)
+    _, _, products = cuflash.attention_hvp(*tensors, *dots, **options)
+    for name, theirs in zip(DOTS, (o_dot, lse_dot, *products)):
+        np.testing.assert_array_equal(as_numpy(results[name]), theirs.get(), err_msg=name)
+    q, k, v, do = tensors
+    gradient = torch.func.grad(lambda q: (attention(q, k, v, **options) * do).sum())
+    _, product = torch.func.jvp(gradient, (q,), (dots[0],))
+    _, _, (expected, _, _) = cuflash.attention_hvp(*tensors, dots[0], **options)
+    np.testing.assert_array_equal(as_numpy(product), expected.get())
+
+
+@pytest.mark.parametrize("mask", [None, masks.BlockPattern(np.tri(2, dtype=bool), 128)], ids=str)
+def test_derivatives_lie_in_memory_as_tensors_do(mask):
+    tensors = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in drawn()]
+    dots = along(tensors)
+    results = derivatives(tensors, dots, mask=mask)
+    derivatives_within_bounds(tensors, dots, mask, results)
+    assert results["lse_dot"].is_contiguous()
+    for name, like in zip(("o_dot", "dq_dot", "dk_dot", "dv_dot"), (tensors[0], *tensors)):
+        assert results[name].stride() == like.stride()
+
+
+def test_passes_of_tangents_run_on_pytorchs_current_stream():
+    """Data arrives late on a stream of PyTorch: a kernel on another stream would read zeros."""
+    tensors = drawn()
+    dots = along(tensors)
+    derivatives(tensors, dots)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        late = [torch.zeros_like(tensor) for tensor in (*tensors, *dots)]
+        torch.cuda._sleep(200_000_000)
+        for tensor, values in zip(late, (*tensors, *dots)):
+            tensor.copy_(values)
+        results = derivatives(late[:4], late[4:])
+    stream.synchronize()
+    derivatives_within_bounds(tensors, dots, None, results)
+
+
+@pytest.mark.parametrize("kind", ["dense", "index"])
+def test_after_one_call_derivatives_are_captured_and_replayed_with_new_data(kind):
+    far = masks.Dilated(3, align="top_left")
+    mask = BlockIndex.from_mask(far, 190, 250, 64) if kind == "index" else None
+    tensors = drawn()
+    dots, side = along(tensors), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        derivatives(tensors, dots, mask=mask)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = derivatives(tensors, dots, mask=mask)
+    for seed in (1, 2):
+        fresh = drawn("bfloat16", seed)
+        for tensor, values in zip((*tensors, *dots), (*fresh, *along(fresh, seed + 5))):
+            tensor.copy_(values)
+        graph.replay()
+        torch.cuda.synchronize()
+        derivatives_within_bounds(tensors, dots, far if kind == "index" else None, results)

@@ -112,6 +112,12 @@ def _as_cupy_array(tensor: DeviceTensor) -> cupy_machine.Ndarray:
     return cupy_machine.Ndarray(tensor.as_subclass(torch.Tensor).numpy(), tensor.number)
 
 
+def put_every_tensor_on_the_device(monkeypatch: Any) -> None:
+    """Let all tensors report the device, also results of PyTorch's operations and transformations."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
+
+
 @contextmanager
 def installed(monkeypatch: Any, cache: Path) -> Iterator[tuple[cupy_machine.Cupy, Torch]]:
     """Install the stand-ins for CuPy and PyTorch, and empty the caches that may hold earlier ones."""

@@ -74,6 +74,7 @@ _JVP_TILES: _Tiles = {
     128: (_Tile(64, 64, 4), _Tile(64, 32, 4)),
     256: (_Tile(64, 32, 4), _Tile(32, 32, 2)),
 }
+_SCORED_JVP_TILES: _Tiles = _JVP_TILES | {64: (_Tile(64, 64, 4),)}  # of 128 queries, registers were spilled
 # Kernels that differentiate gradients have four tiles of scores, of 16 rows in each warp.
 _BACKWARD_JVP_ROWS_TILES: _Tiles = {64: (_Tile(64, 64, 4), _Tile(64, 32, 4)), 128: (_Tile(64, 32, 4), _Tile(32, 16, 2))}
 _BACKWARD_JVP_COLUMNS_TILES: _Tiles = {64: (_Tile(32, 64, 4),), 128: (_Tile(32, 64, 4), _Tile(16, 32, 2))}
@@ -155,6 +156,7 @@ _JVP = _TiledEntry(
     name="jvp", shared_bytes=sm80_storage.jvp_bytes, applies_score=True, draws_dropout=True, has_exponentials=True,
     products=(3, 2), tiles={"ieee": _JVP_TILES},
 )  # fmt: skip
+_SCORED_JVP = replace(_JVP, tiles={"ieee": _SCORED_JVP_TILES})
 _BACKWARD_JVP_ROWS = _TiledEntry(
     name="backward_jvp_rows", shared_bytes=sm80_storage.backward_jvp_bytes, loads_do=True, applies_score=True,
     draws_dropout=True, has_exponentials=True, products=(5, 3), tiles={"ieee": _BACKWARD_JVP_ROWS_TILES},
@@ -258,9 +260,8 @@ class Sm80(Family):
     def jvp_spec(
         self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
     ) -> KernelSpec:
-        spec = _fitting(
-            _JVP, problem, rounded_dims(problem), device, largest, problem.seqlen_q, tangents=("q", "k", "v")
-        )  # fmt: skip
+        entry, every = _JVP if problem.score is None else _SCORED_JVP, ("q", "k", "v")
+        spec = _fitting(entry, problem, rounded_dims(problem), device, largest, problem.seqlen_q, tangents=every)
         return replace(spec, tangents=tangents_of_kernels(problem))
 
     def backward_jvp_specs(
