@@ -47,7 +47,7 @@ test: $(call stamp,test)
 	PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX='$(abspath $(VENV))/bytecode' $(RUN) -m pytest $(if $(CUDA),,--numprocesses=auto --dist=worksteal)
 
 interop: $(INTEROP)/.installed
-	$(INTEROP)/bin/python -m pytest -k 'jax or torch'
+	$(INTEROP)/bin/python -m pytest -k 'jax or torch or compiled_step'
 
 # Pages of names and files that are gone would stay otherwise.
 docs: $(DOCS)/.installed
@@ -97,7 +97,7 @@ $(DOCS)/.installed: setup.cfg pyproject.toml | $(RUN)
 # get PyTorch without CUDA.
 $(INTEROP)/.installed: setup.cfg pyproject.toml | $(RUN)
 	$(RUN) -m venv $(INTEROP)
-	$(INTEROP)/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[testing,interop]' 'pytest>=9'
+	$(INTEROP)/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[testing,interop,experiments]' 'pytest>=9'
 	@touch $@
 
 $(RUN):

@@ -71,6 +71,16 @@ def layout_key(*tensors: Any) -> Hashable:
     return torch._C._cuda_getDevice(), *[(each.shape, each.stride(), each.dtype, each.device) for each in tensors]
 
 
+def is_elsewhere(tensor: Any) -> bool:
+    """True if a tensor is on a CUDA device that is not the current one."""
+    return getattr(tensor, "is_cuda", False) and tensor.get_device() != torch._C._cuda_getDevice()
+
+
+def within(tensor: Any) -> Any:
+    """Return a context in which the CUDA device of a tensor is the current one."""
+    return torch.cuda.device(tensor.get_device())
+
+
 class TorchGpu(gpu.Gpu):
     """The current CUDA device, which runs kernels on PyTorch's tensors and current stream."""
 

@@ -173,19 +173,7 @@ def _plan_with_mask(one: Pass, executor: str, arrays: Mapping[str, Array]) -> Pl
 
 
 class OnGpu:
-    """A pass on a GPU, as XLA calls it: it launches kernels on XLA's buffers, without synchronization.
-
-    Attributes
-    ----------
-    scratch : list of ShapeDtype
-        Memory that a call needs in addition to its results.
-
-    Parameters
-    ----------
-    one : Pass
-    shapes : sequence of tuple of int
-        The shapes of the arrays in memory.
-    """
+    """A pass on a GPU, with the interface of `OnHost`: it launches kernels on XLA's buffers, without synchronization."""
 
     def __init__(self, one: Pass, shapes: Sequence[tuple[int, ...]]) -> None:
         _require_executor(one.call.options.executor, "gpu")

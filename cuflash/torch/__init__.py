@@ -88,7 +88,7 @@ def attention(
     Parameters
     ----------
     q, k, v : torch.Tensor
-        Tensors of one dtype, float16, bfloat16, float32 or float64, on the CPU or on PyTorch's current CUDA device.
+        Tensors of one dtype, float16, bfloat16, float32 or float64, on the CPU or on one CUDA device.
         Shapes as in `cuflash.attention`, with any strides.
     mask, causal, window, scale : optional
         As in `cuflash.attention`; a mask's arrays may be tensors, or arrays of any library with DLPack, on q's device.

@@ -189,6 +189,9 @@ def ran(
     tensors: dict[str, Any], outs: Outs, options: Options, wants_lse: bool, record: Callable[..., Any] | None = None
 ) -> Any:
     """Return a call and its o and lse; `record` runs the call if PyTorch differentiates it."""
+    if torch_gpu.is_elsewhere(tensors["q"]):
+        with torch_gpu.within(tensors["q"]):
+            return ran(tensors, outs, options, wants_lse, record)
     try:
         call = looked_up_call(tensors, outs, options, wants_lse)
         if record is None:

@@ -67,12 +67,6 @@ def argument_reasons(tensors: dict[str, Any], outs: Outs) -> list[str]:
     if not reasons and len({tensor.device for tensor in tensors.values()}) > 1:
         places = ", ".join(f"{name} on {str(tensor.device)!r}" for name, tensor in tensors.items())
         reasons.append(f"all tensors must be on one device; got {places}: move them with .to(q.device)")
-    device = tensors["q"].device
-    if not reasons and device.type == "cuda" and device.index != torch.cuda.current_device():
-        reasons.append(
-            f"tensors must be on the current device, 'cuda:{torch.cuda.current_device()}'; got {str(device)!r}: call "
-            f"within torch.cuda.device({device.index})"
-        )
     return reasons
 
 

@@ -12,6 +12,7 @@ from ..arrays import ShapeDtype, describe, is_array
 from ..calls._call import composed_score
 from ..calls._forward import with_one_score
 from ..errors import refuse
+from ..executors import torch_gpu
 from ..layouts import dtype_of, is_tensor, tensor_reasons
 from ..masks.arrays import FromFunction
 from ..masks.base import Mask
@@ -175,6 +176,9 @@ def results_of(name: str, wrt: Sequence[str]) -> tuple[str, ...]:
 
 def run_pass(call: AnyCall, name: str, wrt: Sequence[str], arrays: dict[str, Tensor]) -> Sequence[Tensor]:
     """Run a pass other than "forward"; return its results, which are those of q, k, v and `wrt` for gradients."""
+    if torch_gpu.is_elsewhere(arrays["q"]):
+        with torch_gpu.within(arrays["q"]):
+            return run_pass(call, name, wrt, arrays)
     if isinstance(call, Transformed):
         call = call.on({each: arrays[each] for each in call.names}, wrt)
     results = call.run(name, {each: tensor for each, tensor in arrays.items() if each != "mask"})

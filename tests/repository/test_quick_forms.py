@@ -20,6 +20,10 @@ Load = Callable[[str], ModuleType]
 ON_THE_HOST: dict[str, dict[str, Any]] = {
     "chosen_decode": {"host": True, "keys": (256,), "heads": 4, "kv_heads": 2, "page": 16, "replays": 1},
     "chosen_recall": {"data": ("language",), "ns": (2,), "rows": (1, 16)},
+    "compiled_step": {
+        "libraries": ("jax", "torch"), "tokens": (32,), "tokens_of_batch": 64, "vocabulary": 16, "layers": 1, "heads": 2,
+        "head_dim": 8, "dtype": "float32", "repeats": 1,
+    },
     "cpu_score_functions": {"tokens": 32, "heads": 2, "head_dim": 8, "repeats": 1},
     "cpu_speed": {
         "num_heads": 1, "seqlen": 256, "densities": (1.0, 0.25), "block": 32, "short_seqlens": (64,),
@@ -28,6 +32,10 @@ ON_THE_HOST: dict[str, dict[str, Any]] = {
     "crossover": {"seqlens": (128, 256), "blocks": (32, 64), "densities": (0.5, 1.0), "head_dim": 16, "repeats": 1},
     "flashattention1_tables": {"seqlens": (256, 128), "num_heads": 1, "head_dim": 16, "budget_s": 0.05},
     "fp8_error": {"head_dims": (64,), "heads": 1, "seqlens": (256,), "queries": 128, "bounded": 32, "sim": True},
+    "jax_calls": {
+        "batch": 1, "heads": 2, "tokens": 32, "long_tokens": 64, "head_dim": 8, "dtype": "float32", "calls": 2,
+        "repeats": 1,
+    },
     "long_range": {
         "seqlens": (32, 64), "block": 2, "batch": 4, "steps": 2, "tests": 6, "names": ("exact", "window"), "seeds": (0,)
     },
@@ -45,6 +53,7 @@ ON_THE_HOST: dict[str, dict[str, Any]] = {
     "simulator_speed": {"seqlen": 40, "schedules": 3, "repeats": 1},
     "tile_sweep": {"num_heads": 1, "seqlen": 256, "blocks_q": (64,), "blocks_kv": (64, 128), "repeats": 1},
 }  # fmt: skip
+WITH_LIBRARIES = {"compiled_step": ("jax", "torch"), "jax_calls": ("jax",)}
 ON_A_GPU: list[tuple[str, dict[str, Any]]] = [
     ("before_after", {
         "before": str(Path(__file__).parents[2]), "head_dims": (64,), "seqlens": (256,), "masks": ("causal",),
@@ -102,10 +111,13 @@ def check(experiment: ModuleType, options: dict[str, Any]) -> None:
     assert not hasattr(experiment, "plot") or experiment.plot(rows).axes
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")  # PyTorch's compiler emits it
 @pytest.mark.parametrize("name", ON_THE_HOST)
 def test_an_experiment_runs_on_the_host(load: Load, name: str) -> None:
     if name in ("fp8_error", "simulator_speed") and shutil.which("g++") is None:
         pytest.skip("the simulator needs g++: apt install g++")
+    for library in WITH_LIBRARIES.get(name, ()):
+        pytest.importorskip(library, reason=f"{library} is not installed")
     check(load(name), ON_THE_HOST[name])
 
 

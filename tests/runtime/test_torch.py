@@ -14,6 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+import cupy_machine  # noqa: E402
 import torch_machine  # noqa: E402
 from torch_machine import on_device  # noqa: E402
 
@@ -446,7 +447,7 @@ def test_after_one_call_both_passes_are_captured_and_replayed_with_new_data(mach
         require_bounds(dict(zip(("o", "dq", "dk", "dv"), results, strict=True)), example)
 
 
-def test_tensors_must_be_on_one_device_and_on_the_current_one(machines, monkeypatch):
+def test_tensors_must_be_on_one_device(machines):
     q, k, v = map(on_device, (Q, K, V))
     (reason,) = reasons_of(attention, q, K, v)
     places = "q on 'cuda:0', k on 'cpu', v on 'cuda:0'"
@@ -455,12 +456,21 @@ def test_tensors_must_be_on_one_device_and_on_the_current_one(machines, monkeypa
     assert "out on 'cpu'" in reason
     (reason,) = reasons_of(attention, q, k, v, executor="cpu")
     assert reason == "executor='cpu' takes tensors on 'cpu'; got q on 'cuda:0': move them with .to('cpu')"
-    attention(q, k, v)
-    machines[1].cuda.current_device = lambda: 1
-    (reason,) = reasons_of(attention, q, k, v)
-    assert reason == (
-        "tensors must be on the current device, 'cuda:1'; got 'cuda:0': call within torch.cuda.device(0)"
+
+
+def test_tensors_may_be_on_another_device_than_the_current_one(machines, monkeypatch):
+    cupy, _ = machines
+    devices, launch = [], cupy_machine.Function.launch
+    monkeypatch.setattr(
+        cupy_machine.Function, "launch", lambda *arguments: devices.append(cupy.device) or launch(*arguments)
     )
+    monkeypatch.setattr(torch_machine.DeviceTensor, "number", 1)
+    inputs = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)]
+    for _ in range(2):
+        o, lse = attention(*inputs, return_lse=True)
+        results = o, lse, *torch.autograd.grad(o, inputs, DO)
+        require_bounds(dict(zip(("o", "lse", "dq", "dk", "dv"), results, strict=True)))
+    assert cupy.device == 0 and devices and set(devices) == {1}
 
 
 def test_a_call_after_others_gives_what_it_gives_alone(machines):

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import (  # noqa: E402
 
 import cuflash.torch  # noqa: E402
 from cuflash import BlockIndex, masks, scores  # noqa: E402
+from executors import needs_compiler  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # compilers emit their own
 
@@ -61,7 +62,7 @@ def require_equal(first, other):
     assert all(x is y is None or torch.equal(x, y) for x, y in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=needs_compiler)])
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_calls_have_no_graph_break_and_the_same_bits(name, backend):
     torch._dynamo.reset()

@@ -264,14 +264,41 @@ def test_checks_run_and_empty_and_far_scaled_calls_too(monkeypatch):
     within_bounds(tensors, None, passes(tensors))
 
 
-def test_a_tensor_on_another_device_is_refused():
+def test_tensors_on_another_device_have_the_same_bits():
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
-    inputs = [tensor.to("cuda:1") for tensor in drawn()[:3]]
-    with pytest.raises(cuflash.UnsupportedProblem, match="call within torch.cuda.device"):
-        attention(*inputs)
-    with torch.cuda.device(1):
-        assert attention(*inputs).device.index == 1
+    tensors = drawn()
+    expected, actual = (passes(inputs, deterministic=True) for inputs in (tensors, [x.to("cuda:1") for x in tensors]))
+    for name, result in actual.items():
+        assert result.device.index == 1 and torch.equal(result.cpu(), expected[name].cpu())
+    assert torch.cuda.current_device() == 0
+
+
+def test_compiled_steps_in_graphs_of_cuda_have_the_bits_of_eager_ones():
+    """`mode="reduce-overhead"` captures both passes; replays read new data, and allocate nothing."""
+    pytest.importorskip("triton", reason="Inductor needs Triton")
+    torch._dynamo.reset()
+
+    def call(q, k, v):
+        return attention(q, k, v, causal="bottom_right", return_lse=True)
+
+    def step(function, tensors):
+        inputs = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
+        o, lse = function(*inputs)
+        gradients = torch.autograd.grad([o, lse], inputs, [tensors[3], torch.ones_like(lse)])
+        return [each.clone() for each in (o, lse, *gradients)]
+
+    compiled, allocated = torch.compile(call, mode="reduce-overhead", fullgraph=True), []
+    for seed in range(6):
+        torch.compiler.cudagraph_mark_step_begin()
+        tensors = drawn(seed=seed)
+        actual = step(compiled, tensors)
+        for ours, theirs in zip(actual, step(call, tensors), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        del actual, ours, theirs, tensors
+        torch.cuda.synchronize()
+        allocated.append(torch.cuda.memory_allocated())
+    assert len({*allocated[3:]}) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -64,7 +64,8 @@ class Torch(ModuleType):
             _cuda_getCurrentRawStream=lambda device: self.streams[-1].ptr,
         )
         self.cuda = SimpleNamespace(
-            current_device=lambda: 0,
+            current_device=lambda: cupy.device,
+            device=cupy.cuda.Device,
             current_stream=lambda: SimpleNamespace(
                 device_index=0, cuda_stream=self.streams[-1].ptr, stream=self.streams[-1]
             ),
