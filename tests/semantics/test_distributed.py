@@ -9,6 +9,7 @@ from cuflash.distributed import ContextParallel, Machine, PeerLost, run
 from cuflash.distributed import _model as model
 from cuflash.distributed._layout import Costs, dealt
 from cuflash.distributed._schedule import ADD, ATTEND, COPY, NUM_BUFFERS, TAKE, exchanging_heads, gathering
+from cuflash.distributed._threads import ThreadGroup
 from cuflash.masks.shape import MaskShape
 from cuflash.testing import assert_within
 from executors import needs_compiler
@@ -234,18 +235,16 @@ def test_buffers_are_reused_after_they_were_read():
 
 def test_traffic_counts_what_moves(monkeypatch):
     """Bytes counted from the copies of a call equal those of `traffic`."""
-    from cuflash.distributed import _passes as passes
-
     arrays, counted = arrays_of((4, 64, 8), 2), {"forward": 0}
-    gather = passes.RankCall.gather
+    do_step = ThreadGroup._step
 
-    def counting(call, step):
-        gather(call, step)
-        if step.rank != step.source:
-            heads = call.parts[step.group].kv_heads
-            counted["forward"] += len(call.posed.moved(step.rank, step.source)) * (heads.stop - heads.start) * 16 * 4
+    def counting(group, step, events, work):
+        if step.kind == COPY and step.rank != step.source:
+            for move in work.moves(step):
+                counted["forward"] += sum(x.nbytes for x in move.read(work.source(step, move)))
+        return do_step(group, step, events, work)
 
-    monkeypatch.setattr(passes.RankCall, "gather", counting)
+    monkeypatch.setattr(ThreadGroup, "_step", counting)
     q, k, v, _ = arrays.values()
 
     def rank(group):
@@ -339,22 +338,17 @@ def sharded(group, **options):
 
 @pytest.mark.parametrize("step", range(9))
 def test_a_rank_that_raises_at_any_step_ends_the_others(step, monkeypatch):
-    from cuflash.distributed import _passes as passes
-
     ended, done = [], []
-    perform = passes.RankCall.perform
+    do_step = ThreadGroup._step
 
-    def failing(call, name, act):
-        def acting(each):
-            if call.group.rank == 1:
-                done.append(each)
-                if len(done) == step + 1:
-                    raise OSError("a disk is full")
-            act(each)
+    def failing(group, each, events, work):
+        if group.rank == 1:
+            done.append(each)
+            if len(done) == step + 1:
+                raise OSError("a disk is full")
+        return do_step(group, each, events, work)
 
-        perform(call, name, acting)
-
-    monkeypatch.setattr(passes.RankCall, "perform", failing)
+    monkeypatch.setattr(ThreadGroup, "_step", failing)
 
     def rank(group):
         try:
@@ -412,16 +406,14 @@ def test_a_rank_that_does_not_answer_ends_the_others_in_time():
 
 
 def test_a_rank_that_stops_in_a_pass_ends_the_others_in_time(monkeypatch):
-    from cuflash.distributed import _passes as passes
+    do_step, released = ThreadGroup._step, threading.Event()
 
-    gather, released = passes.RankCall.gather, threading.Event()
-
-    def stopping(call, step):
-        if call.group.rank == 1:
+    def stopping(group, step, events, work):
+        if group.rank == 1 and step.kind == COPY:
             released.wait(20)
-        gather(call, step)
+        return do_step(group, step, events, work)
 
-    monkeypatch.setattr(passes.RankCall, "gather", stopping)
+    monkeypatch.setattr(ThreadGroup, "_step", stopping)
 
     def rank(group):
         cp, arrays = sharded(group)
