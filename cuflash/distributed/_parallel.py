@@ -43,7 +43,8 @@ class ContextParallel:
         "zigzag" gives rank r the chunks r and 2 size - 1 - r of 2 size chunks. An array has the rank of each block.
     method : "auto", "gather" or "heads"
         "gather" moves keys and values to the queries; "heads" moves rows so that each rank computes whole heads, and
-        needs `num_kv_heads` to be a multiple of the ranks. "auto" takes the method that moves fewer bytes.
+        needs `num_kv_heads` to be a multiple of the ranks. "auto" takes the method that the cost model expects to be
+        faster.
     block : int
         Rows that stay together in a layout.
     **options : optional

@@ -20,7 +20,7 @@ from ..plans import Plan
 from ..scores import Score
 from ._lanes import Move, joint_runs
 from ._layout import Costs, Rows, block_reasons, dealt
-from ._model import METHODS, CallSize, Machine, estimate, received
+from ._model import METHODS, CallSize, Machine, estimate
 from ._schedule import ADD, ATTEND, COPY, NUM_BUFFERS, Step, exchanging_heads, finished, gathering, head_groups
 
 
@@ -94,8 +94,8 @@ class Posed:
             keys = dealt("contiguous", costs.needs.any(axis=0), shape.seqlen_kv, block, size)
         call = cls(size, shape, kv_heads, block, "gather", options, costs, queries, keys)
         if method == "auto":
-            sizes = {each: call.model_bytes(each) for each in METHODS if each == "gather" or kv_heads % size == 0}
-            method = min(sizes, key=lambda each: sizes[each])
+            known = [each for each in METHODS if each == "gather" or kv_heads % size == 0]
+            method = min(known, key=lambda each: replace(call, method=each).model_seconds())
         return replace(call, method=method)
 
     def kv_groups(self, rank: int) -> tuple[tuple[int, int], ...]:
@@ -269,9 +269,9 @@ class Posed:
             num_kv_heads=self.num_kv_heads, head_dim=head_dim, itemsize=itemsize, scores=scores, imbalance=imbalance,
         )  # fmt: skip
 
-    def model_bytes(self, method: str) -> float:
-        """Return the bytes that a device receives in both passes, by the cost model."""
-        return sum(received(self.model_shape(), method, backward=backward) for backward in (False, True))
+    def model_seconds(self) -> float:
+        """Return how long both passes take by the cost model, on the default machine with typical arrays."""
+        return sum(self.seconds(name, 128, np.dtype(np.float16), Machine()) for name in self.steps)
 
     def explain(self, head_dim: int, dtype: np.dtype[np.generic], machine: Machine) -> str:
         """Return a text about the layout, what moves, and the cost model of both methods."""
