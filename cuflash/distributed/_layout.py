@@ -14,6 +14,7 @@ from ..blocks.index import BlockIndex
 from ..errors import UnsupportedProblem
 from ..masks.base import Mask
 from ..masks.shape import MaskShape
+from ._lanes import joint_runs
 
 LAYOUTS = ("auto", "contiguous", "zigzag")
 _CHUNKS_OF_RANK = 8  # few runs of rows for each rank, since every run is a copy
@@ -52,6 +53,11 @@ class Rows:
         ends = np.flatnonzero(np.diff(rows) > 1)
         firsts, lasts = rows[np.r_[0, ends + 1]], rows[np.r_[ends, len(rows) - 1]]
         return tuple((int(first), int(last) + 1) for first, last in zip(firsts, lasts))
+
+    @cached_property
+    def places(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        """Each rank's runs of rows: the first one among its rows, the first one in the sequence, and how many."""
+        return tuple(joint_runs(np.arange(len(rows)), rows) for rows in self.of_rank)
 
     def local(self, rank: int, rows: Array) -> Array:
         """Return where these positions are among a rank's rows, which include them."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Unpack
 
-import numpy as np
-
-from ..arrays import Array, as_dtype, describe, is_array
+from ..arrays import Array, as_dtype, describe, is_array, namespace
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords, require_own_names
 from ..planning.options import Options, VjpOptions
 from ._agreement import fingerprint
 from ._group import Group
 from ._model import Machine
-from ._passes import Pullback, RankCall, Shared, agreed
+from ._passes import Gather, Pullback, RankCall, agreed
 from ._posed import Part, Posed, argument_reasons
 
 __all__ = ["ContextParallel"]
@@ -28,7 +27,7 @@ class ContextParallel:
     Parameters
     ----------
     group : Group
-        The group of this rank, from `run`.
+        The group of this rank, from `run` or `group_of`.
     seqlen : int
         Queries of the whole sequence.
     num_heads : int
@@ -44,7 +43,8 @@ class ContextParallel:
         "zigzag" gives rank r the chunks r and 2 size - 1 - r of 2 size chunks. An array has the rank of each block.
     method : "auto", "gather" or "heads"
         "gather" moves keys and values to the queries; "heads" moves rows so that each rank computes whole heads, and
-        needs `num_kv_heads` to be a multiple of the ranks. "auto" takes the method that moves fewer bytes.
+        needs `num_kv_heads` to be a multiple of the ranks. "auto" takes the method that the cost model expects to be
+        faster.
     block : int
         Rows that stay together in a layout.
     **options : optional
@@ -93,7 +93,7 @@ class ContextParallel:
         **options: Unpack[VjpOptions],
     ) -> None:
         if not isinstance(group, Group):
-            raise TypeError(f"group must be a Group, which run passes to each rank; got {describe(group)}")
+            raise TypeError(f"group must be a Group, from run or group_of; got {describe(group)}")
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         arguments = {
             "seqlen": seqlen, "num_heads": num_heads, "num_kv_heads": kv_heads,
@@ -194,12 +194,16 @@ class ContextParallel:
         >>> run(rank, size=2)
         [[0.0, 3.0], [1.0, 2.0]]
         """
+        return namespace(x).ascontiguousarray(x[..., self._rows_of(x), :])
+
+    def _rows_of(self, x: Any) -> Array:
+        """Return the positions of this rank's rows of an array of the whole sequence."""
         lengths = dict.fromkeys((self._posed.shape.seqlen_q, self._posed.shape.seqlen_kv))
-        if not is_array(x) or x.ndim < 2 or x.shape[-2] not in lengths:
+        shape: tuple[int, ...] = getattr(x, "shape", ())
+        if len(shape) < 2 or shape[-2] not in lengths:
             wanted = " or ".join(map(str, lengths))
             raise UnsupportedProblem([f"x must be an array with {wanted} rows (axis -2); got {describe(x)}"])
-        rows = self.rows if x.shape[-2] == self._posed.shape.seqlen_q else self.kv_rows
-        return np.ascontiguousarray(x[..., rows, :])
+        return self.rows if shape[-2] == self._posed.shape.seqlen_q else self.kv_rows
 
     def unshard(self, x: Array) -> Array:
         """Return all rows of an array of which each rank has its own rows of queries, in order, on every rank.
@@ -232,16 +236,18 @@ class ContextParallel:
         >>> run(rank, size=2)
         [[0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 3.0]]
         """
-        group, reasons = self._group, list[str]()
+        group, reasons, whole = self._group, list[str](), None
         if not is_array(x) or x.ndim < 2 or x.shape[-2] != len(self.rows):
             reasons.append(f"x must have the {len(self.rows)} rows of this rank (axis -2); got {describe(x)}")
-        texts = {} if reasons else {"x": _like(x)}
-        ranks = agreed(group, "unshard", texts, reasons, Shared({"x": x}))
-        whole = np.empty((*x.shape[:-2], self._posed.shape.seqlen_q, x.shape[-1]), x.dtype)
-        for rows, part in zip(self._posed.queries.of_rank, (each.inputs["x"] for each in ranks)):
-            whole[..., rows, :] = part
-        group.exchange("the end of unshard", None)  # no rank may change its rows before all have copied them
-        return whole
+        else:
+            xp, heads = namespace(x), math.prod(x.shape[:-2])
+            own = xp.ascontiguousarray(x).reshape(heads, x.shape[-2], x.shape[-1])
+            whole = Gather(group, {"x": own}, self._posed.queries.places)
+        if whole is None:
+            agreed(group, "unshard", {}, reasons)
+            raise AssertionError
+        rows = whole.run(group, "unshard", {"x": _like(x)}, [])["x"]
+        return rows.reshape(*x.shape[:-2], self._posed.shape.seqlen_q, x.shape[-1])
 
     # Attention.
 
@@ -282,8 +288,7 @@ class ContextParallel:
         >>> bool(np.allclose(distributed.run(rank, size=3)[1], cuflash.attention(q, k, v, causal=True)))
         True
         """
-        call = self._start("attention", q, k, v)
-        return (call.o, call.lse) if return_lse else call.o
+        return self.attention_vjp(q, k, v, return_lse=return_lse)[0]
 
     def attention_vjp(self, q: Array, k: Array, v: Array, *, return_lse: bool = False) -> tuple[Any, Pullback]:
         """Compute attention, and return it with the function that pulls gradients back through it.
@@ -322,26 +327,24 @@ class ContextParallel:
         >>> distributed.run(rank, size=2)
         [(1, 4, 4), (1, 4, 4)]
         """
-        call = self._start("attention", q, k, v)
-        return ((call.o, call.lse) if return_lse else call.o), Pullback(call)
-
-    def _start(self, what: str, q: Array, k: Array, v: Array) -> RankCall:
-        """Check the arrays of all ranks, and run the forward pass."""
         arrays, parts = {"q": q, "k": k, "v": v}, list[Part]()
         reasons = [reason for name, array in arrays.items() for reason in self._array_reasons(name, array)]
         if not reasons:
             with collecting(reasons):
                 parts = self._planned(q, k, v)
-        texts = {} if reasons else {name: _like(array) for name, array in arrays.items()}
-        call = RankCall(self._group, self._posed, parts, agreed(self._group, what, texts, reasons, Shared(arrays)))
-        call.forward()
-        return call
+        if reasons:
+            agreed(self._group, "attention", {}, reasons)
+        call = RankCall(self._group, self._posed, parts, arrays)
+        call.forward("attention", {name: _like(array) for name, array in arrays.items()})
+        return ((call.o, call.lse) if return_lse else call.o), Pullback(call)
 
     def _array_reasons(self, name: str, array: Any) -> list[str]:
         posed, is_query = self._posed, name == "q"
         rows, heads = (self.rows, posed.shape.num_heads) if is_query else (self.kv_rows, posed.num_kv_heads)
-        if type(array) is not np.ndarray:
-            return [f"{name} must be a NumPy array; got {describe(array)}"]
+        xp = self._group._lanes.namespace
+        if type(array) is not xp.ndarray:
+            kind = "NumPy" if self._group._is_on_host else "CuPy"
+            return [f"{name} must be a {kind} array, as this rank computes with them; got {describe(array)}"]
         if array.ndim >= 2 and array.shape[-2] != len(rows):
             fix = f"make it by shard(), or take rows of the global array at cp.{'rows' if is_query else 'kv_rows'}"
             return [f"{name} has {array.shape[-2]} rows here and this rank's layout has {len(rows)}: {fix}"]
@@ -403,8 +406,8 @@ class ContextParallel:
         Returns
         -------
         int
-            Bytes: two buffers of keys and values of the largest group of heads, and two of their gradients; or all rows
-            of the rank's own heads.
+            Bytes: two buffers each of keys and values of the largest group of heads, of their gradients, and of the
+            gradients that other ranks return; or all rows of the rank's own heads.
 
         Examples
         --------
@@ -412,7 +415,7 @@ class ContextParallel:
         >>> def rank(group):
         ...     return ContextParallel(group, seqlen=8, num_heads=1, method="gather").workspace_bytes(16)
         >>> run(rank, size=1)
-        [4096]
+        [6144]
         """
         return self._posed.workspace_bytes(head_dim, as_dtype("dtype", dtype))
 

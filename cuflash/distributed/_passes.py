@@ -1,31 +1,33 @@
-"""The passes of one call on a rank: copies of other ranks' rows, attention to them, and gradients that return."""
+"""The passes of one call on a rank: rows that move, attention to them, and gradients that return."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, accumulator_dtype, describe
+from ..arrays import Array, accumulator_dtype, describe, namespace
 from ..errors import refuse
 from ..keywords import explains_keywords
 from ..plans import Gradients
 from ._agreement import disagreement
 from ._group import Group
+from ._lanes import Move
 from ._posed import Part, Posed
-from ._schedule import ADD, ATTEND, COPY, NUM_BUFFERS, Step
+from ._schedule import ADD, COPY, NUM_BUFFERS, Step
 
 
 @dataclass(eq=False)
 class Shared:
-    """The arrays of a rank's call that other ranks read.
+    """The arrays of a rank that other ranks read.
 
     Attributes
     ----------
     inputs : dict of arrays by name
         This rank's rows of q, k, v, do and dlse.
-    results : dict of arrays by name and group
+    results : dict of arrays by name and turn
         What this rank computed for groups of heads, for ranks that hold the rows.
     """
 
@@ -34,9 +36,11 @@ class Shared:
 
 
 def agreed(
-    group: Group, what: str, texts: Mapping[str, str], reasons: list[str], value: Shared | Array | None = None
-) -> list[Shared]:
-    """Return what all ranks pass as `value`, if none has reasons to refuse the call and their texts are equal.
+    group: Group, what: str, texts: Mapping[str, str], reasons: list[str], own: Shared | None = None
+) -> tuple[int, list[Shared]]:
+    """Return the number of the exchange and the arrays of all ranks, if no rank has reasons to refuse the call.
+
+    Ranks whose arrays this rank cannot read share none.
 
     Raises
     ------
@@ -45,17 +49,58 @@ def agreed(
     PeerLost
         Another rank is lost.
     """
-    answers = group.exchange(what, (tuple(reasons), texts, value))
-    of_ranks = [own for own, _, _ in answers]
+    shared = own if group._shares_memory else None
+    number, answers = group._exchanged(what, (tuple(reasons), dict(texts), shared))
+    of_ranks = [each for each, _, _ in answers]
     if any(of_ranks):
-        is_common = all(own == of_ranks[0] for own in of_ranks)
-        refuse(of_ranks[0] if is_common else [f"rank {n}: {each}" for n, own in enumerate(of_ranks) for each in own])
+        is_common = all(each == of_ranks[0] for each in of_ranks)
+        refuse(of_ranks[0] if is_common else [f"rank {n}: {each}" for n, some in enumerate(of_ranks) for each in some])
     refuse(disagreement([each for _, each, _ in answers]))
-    return [each for _, _, each in answers]
+    ranks = [each or Shared({}) for _, _, each in answers]
+    if own is not None:
+        ranks[group.rank] = own
+    return number, ranks
+
+
+class Gather:
+    """The copies by which every rank gets the rows that all ranks have of some arrays [heads, rows, dim].
+
+    Attributes
+    ----------
+    whole : dict of arrays by name
+        All rows.
+    """
+
+    def __init__(self, group: Group, arrays: Mapping[str, Array], places: Sequence[tuple[tuple[int, int, int], ...]]):
+        self._rank, self._places, self.own = group.rank, places, Shared(dict(arrays))
+        self.steps = tuple(Step(COPY, rank, source, 0) for rank in range(group.size) for source in range(group.size))
+        rows = sum(count for runs in places for _, _, count in runs)
+        self.whole = {
+            name: namespace(x).empty((x.shape[0], rows, x.shape[2]), x.dtype) for name, x in arrays.items()
+        }  # fmt: skip
+        self._ranks: list[Shared] = []
+
+    def run(self, group: Group, what: str, texts: Mapping[str, str], reasons: list[str]) -> dict[str, Array]:
+        """Return the rows of all ranks, in order."""
+        number, self._ranks = agreed(group, what, texts, reasons, self.own)
+        group._perform(what, number, self)
+        return self.whole
+
+    def moves(self, step: Step) -> list[Move]:
+        return [Move(name, slice(0, None), slice(0, None), self._places[step.source]) for name in self.whole]
+
+    def source(self, step: Step, move: Move) -> Array:
+        return self._ranks[step.source].inputs[move.name]
+
+    def target(self, step: Step, move: Move) -> Array:
+        return self.whole[move.name]
+
+    def act(self, step: Step) -> None:
+        raise AssertionError(step)
 
 
 class RankCall:
-    """One call on this rank: its forward pass, and what the backward pass reads again.
+    """One call on this rank: its arrays, its buffers, and its forward pass.
 
     Attributes
     ----------
@@ -63,80 +108,78 @@ class RankCall:
         Results of this rank's rows.
     """
 
-    def __init__(self, group: Group, posed: Posed, parts: list[Part], ranks: list[Shared]) -> None:
-        self.group, self.posed, self.parts, self.ranks, self.own = group, posed, parts, ranks, ranks[group.rank]
-        q, v = self.own.inputs["q"], self.own.inputs["v"]
-        self.o = np.zeros((*q.shape[:-1], v.shape[-1]), q.dtype)
-        self.lse = np.zeros(q.shape[:-1], accumulator_dtype(q.dtype))
-        self._buffers = dict[tuple[str, int], Array]()
+    name = "forward"
 
-    def perform(self, name: str, act: Callable[[Step], None]) -> None:
-        """Run this rank's steps of a pass, which all ranks start together."""
-        self.group._perform(f"the {name} pass", self.posed.steps[name], act)
+    def __init__(self, group: Group, posed: Posed, parts: list[Part], arrays: Mapping[str, Array]) -> None:
+        self.group, self.posed, self.parts = group, posed, parts
+        self.own = Shared({name: namespace(x).ascontiguousarray(x) for name, x in arrays.items()})
+        self.ranks: list[Shared] = []
+        q, k, v = self.own.inputs.values()
+        xp = self.xp = namespace(q)
+        self.o = xp.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
+        self.lse = xp.empty(q.shape[:-1], accumulator_dtype(q.dtype))
+        self.buffers = dict[tuple[str, int], Array]()
+        if posed.method == "gather":
+            heads = max((part.kv_heads.stop - part.kv_heads.start for part in parts), default=0)
+            is_whole = all(
+                len(posed.moved(group.rank, source)) == len(rows) for source, rows in enumerate(posed.keys.of_rank)
+            )  # fmt: skip
+            make = xp.empty if is_whole else xp.zeros  # keys that no query of this rank attends must be finite
+            for turn in range(NUM_BUFFERS):
+                for name, x in (("k", k), ("v", v)):
+                    shape = *x.shape[:-3], heads, posed.shape.seqlen_kv, x.shape[-1]
+                    self.buffers[name, turn] = make(shape, x.dtype)
+        else:
+            for name, x in (("q", q), ("k", k), ("v", v)):
+                self.buffers[name, 0] = self.rows_of_heads(name in ("k", "v"), x)
 
-    def forward(self) -> None:
-        """Compute o and lse."""
-        self.perform("forward", self._gather_forward if self.posed.method == "gather" else self._heads_forward)
+    def rows_of_heads(self, is_key: bool, like: Array) -> Array:
+        """Return new memory for all rows of this rank's own heads."""
+        part, whole = self.parts[0], self.posed.shape
+        heads, rows = (part.kv_heads, whole.seqlen_kv) if is_key else (part.heads, whole.seqlen_q)
+        return self.xp.empty((*like.shape[:-3], heads.stop - heads.start, rows, like.shape[-1]), like.dtype)
 
-    def buffer(self, name: str, turn: int, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-        """Return memory that calls with one name and turn share; it is 0 until it is written."""
-        memory = self._buffers.get((name, turn))
-        if memory is None or memory.shape[-3] < shape[-3]:
-            memory = self._buffers[name, turn] = np.zeros(shape, dtype)
-        return memory[..., : shape[-3], :, :]
+    def forward(self, what: str, texts: Mapping[str, str]) -> None:
+        """Compute o and lse, if all ranks agree."""
+        number, self.ranks = agreed(self.group, what, texts, [], self.own)
+        self.group._perform("the forward pass", number, self)
 
-    # Gathering keys and values.
+    @property
+    def steps(self) -> Sequence[Step]:
+        return self.posed.steps[self.name]
+
+    def moves(self, step: Step) -> Sequence[Move]:
+        return self.posed.moves(self.name, step)
+
+    def source(self, step: Step, move: Move) -> Array:
+        shared = self.ranks[step.source]
+        return shared.inputs[move.name] if step.kind == COPY else shared.results[move.name, 0]
+
+    def target(self, step: Step, move: Move) -> Array:
+        if step.kind == COPY:
+            return self.buffers[move.name, self.turn(step)]
+        return self.o if move.name == "o" else self.lse[..., None]
+
+    def turn(self, step: Step) -> int:
+        """Return which of the buffers a step uses."""
+        return step.group % NUM_BUFFERS if self.posed.method == "gather" else 0
 
     def keys(self, name: str, group: int) -> Array:
-        """Return the buffer for all keys, or values, of a group; those that no query attends stay as they are."""
-        local, part = self.own.inputs[name], self.parts[group]
-        heads = part.kv_heads.stop - part.kv_heads.start
-        shape = (*local.shape[:-3], heads, self.posed.shape.seqlen_kv, local.shape[-1])
-        return self.buffer(name, group % NUM_BUFFERS, shape, local.dtype)
+        """Return the gathered keys, or values, of a group of heads."""
+        heads = self.parts[group].kv_heads
+        return self.buffers[name, group % NUM_BUFFERS][..., : heads.stop - heads.start, :, :]
 
-    def gather(self, step: Step) -> None:
-        """Copy the keys and values of a group that this rank needs from their rank."""
-        rows, heads = self.posed.moved(step.rank, step.source), self.parts[step.group].kv_heads
-        local = self.posed.keys.local(step.source, rows)
-        for name in ("k", "v"):
-            theirs = self.ranks[step.source].inputs[name]
-            self.keys(name, step.group)[..., rows, :] = theirs[..., heads, :, :][..., local, :]
-
-    def _gather_forward(self, step: Step) -> None:
-        if step.kind == COPY:
-            self.gather(step)
+    def act(self, step: Step) -> None:
+        """Attend with a group of heads."""
+        if self.posed.method == "heads":
+            part = self.parts[0]
+            o, lse = part.plan.forward(*(self.buffers[name, 0] for name in ("q", "k", "v")), **part.operands)
+            self.own.results |= {("o", 0): o, ("lse", 0): lse[..., None]}
             return
-        part, q = self.parts[step.group], self.own.inputs["q"]
-        arrays = q[..., part.heads, :, :], self.keys("k", step.group), self.keys("v", step.group)
-        self.o[..., part.heads, :, :], self.lse[..., part.heads, :] = part.plan.forward(*arrays, **part.operands)
-
-    # Exchanging heads.
-
-    def all_rows(self, name: str) -> Array:
-        """Return the buffer for all rows of this rank's own heads of an input."""
-        part, whole, local = self.parts[0], self.posed.shape, self.own.inputs[name]
-        heads, rows = (part.kv_heads, whole.seqlen_kv) if name in ("k", "v") else (part.heads, whole.seqlen_q)
-        return self.buffer(name, 0, (*local.shape[:-3], heads.stop - heads.start, rows, local.shape[-1]), local.dtype)
-
-    def copy_rows(self, name: str, source: int) -> None:
-        """Copy the rows of a rank of this rank's own heads."""
-        part, posed = self.parts[0], self.posed
-        layout, heads = (posed.keys, part.kv_heads) if name in ("k", "v") else (posed.queries, part.heads)
-        self.all_rows(name)[..., layout.of_rank[source], :] = self.ranks[source].inputs[name][..., heads, :, :]
-
-    def _heads_forward(self, step: Step) -> None:
-        part, results = self.parts[0], self.ranks[step.source].results
-        if step.kind == COPY:
-            for name in ("q", "k", "v"):
-                self.copy_rows(name, step.source)
-        elif step.kind == ATTEND:
-            self.own.results["o", 0], self.own.results["lse", 0] = part.plan.forward(
-                *map(self.all_rows, ("q", "k", "v")), **part.operands
-            )
-        else:
-            heads, rows = slice(*self.posed.own_heads(step.source)[0]), self.posed.queries.of_rank[step.rank]
-            self.o[..., heads, :, :] = results["o", 0][..., rows, :]
-            self.lse[..., heads, :] = results["lse", 0][..., rows]
+        part = self.parts[step.group]
+        out = self.o[..., part.heads, :, :], self.lse[..., part.heads, :]
+        q, k, v = self.own.inputs["q"][..., part.heads, :, :], self.keys("k", step.group), self.keys("v", step.group)
+        part.plan.forward(q, k, v, out=out, **part.operands)
 
 
 class _Backward:
@@ -150,63 +193,85 @@ class _Backward:
         This rank's part of the gradients of other arrays, in the dtype of accumulators.
     """
 
+    name = "backward"
+
     def __init__(self, call: RankCall) -> None:
-        self.call, inputs = call, call.own.inputs
-        self.dq, self.dk, self.dv = (np.zeros_like(inputs[name]) for name in ("q", "k", "v"))
+        self.call, inputs, xp = call, call.own.inputs, call.xp
+        self.dq, self.dk, self.dv = (xp.empty_like(inputs[name]) for name in ("q", "k", "v"))
         self.others = dict[str, Array]()
         self._taken = dict[tuple[str, int, int], Array]()
+        if call.posed.method == "heads":
+            for name in ("do", "dlse"):
+                if name in inputs:
+                    call.buffers[name, 0] = call.rows_of_heads(False, inputs[name])
+            return
+        for source in range(call.posed.size):
+            rows = len(call.posed.moved(source, call.group.rank))
+            for turn in range(NUM_BUFFERS):
+                for name, key in (("dk", "k"), ("dv", "v")):
+                    memory = call.buffers[key, turn]
+                    shape = *memory.shape[:-2], rows, memory.shape[-1]
+                    self._taken[name, source, turn] = xp.empty(shape, accumulator_dtype(memory.dtype))
 
-    def gather(self, step: Step) -> None:
-        """Run a step of the pass that gathers keys again, and adds their gradients where the keys are."""
-        call, group = self.call, step.group
+    @property
+    def steps(self) -> Sequence[Step]:
+        return self.call.posed.steps[self.name]
+
+    def moves(self, step: Step) -> Sequence[Move]:
+        moves = self.call.posed.moves(self.name, step)
+        return moves if "dlse" in self.call.own.inputs else [each for each in moves if each.name != "dlse"]
+
+    def source(self, step: Step, move: Move) -> Array:
+        shared = self.call.ranks[step.source]
+        return shared.inputs[move.name] if step.kind == COPY else shared.results[move.name, self.call.turn(step)]
+
+    def target(self, step: Step, move: Move) -> Array:
         if step.kind == COPY:
-            call.gather(step)
-        elif step.kind == ATTEND:
-            part = call.parts[group]
-            do, q, o = (x[..., part.heads, :, :] for x in (call.own.inputs["do"], call.own.inputs["q"], call.o))
-            arrays = do, q, call.keys("k", group), call.keys("v", group), o, call.lse[..., part.heads, :]
-            dlse = call.own.inputs.get("dlse")
-            gradients = self._gradients(part, arrays, None if dlse is None else dlse[..., part.heads, :, 0])
-            self.dq[..., part.heads, :, :] = gradients.dq
-            for name, each in (("dk", gradients.dk), ("dv", gradients.dv)):
-                memory = call.own.results[name, group] = call.buffer(name, group % NUM_BUFFERS, each.shape, each.dtype)
-                memory[...] = each
-        elif step.kind == ADD:
-            self._add(group)
+            return self.call.buffers[move.name, self.call.turn(step)]
+        if self.call.posed.method == "gather":
+            return self._taken[move.name, step.source, self.call.turn(step)]
+        gradient: Array = getattr(self, move.name)
+        return gradient
+
+    def act(self, step: Step) -> None:
+        """Compute the gradients of a group of heads, or add those of this rank's keys."""
+        if step.kind == ADD:
+            self._add(step.group)
+        elif self.call.posed.method == "gather":
+            self._attend(step.group)
         else:
-            rows, results = call.posed.moved(step.source, step.rank), call.ranks[step.source].results
-            for name in ("dk", "dv"):
-                self._taken[name, step.source, group] = results[name, group][..., rows, :]
+            self._attend_with_own_heads()
+
+    def _attend(self, group: int) -> None:
+        call, part = self.call, self.call.parts[group]
+        do, q, o = (x[..., part.heads, :, :] for x in (call.own.inputs["do"], call.own.inputs["q"], call.o))
+        arrays = do, q, call.keys("k", group), call.keys("v", group), o, call.lse[..., part.heads, :]
+        dlse = call.own.inputs.get("dlse")
+        gradients = self._gradients(part, arrays, None if dlse is None else dlse[..., part.heads, :, 0])
+        self.dq[..., part.heads, :, :] = gradients.dq
+        for name, each in (("dk", gradients.dk), ("dv", gradients.dv)):
+            call.own.results[name, group % NUM_BUFFERS] = call.xp.ascontiguousarray(each)
 
     def _add(self, group: int) -> None:
         """Add the gradients of this rank's keys that all ranks computed, in the order of ranks, and round the sums."""
         posed, rank, heads = self.call.posed, self.call.group.rank, self.call.parts[group].kv_heads
         for name, gradient in (("dk", self.dk), ("dv", self.dv)):
             own = gradient[..., heads, :, :]
-            total = np.zeros(own.shape, accumulator_dtype(own.dtype))
+            total = self.call.xp.zeros(own.shape, accumulator_dtype(own.dtype))
             for source in range(posed.size):
-                terms = self._taken.pop((name, source, group), None)
-                if terms is not None:
-                    total[..., posed.keys.local(rank, posed.moved(source, rank)), :] += terms
+                terms = self._taken[name, source, group % NUM_BUFFERS]
+                for first, to, rows in posed.added(source, rank):
+                    total[..., to : to + rows, :] += terms[..., : own.shape[-3], first : first + rows, :]
             own[...] = total
 
-    def heads(self, step: Step) -> None:
-        """Run a step of the pass in which this rank has all rows of its heads."""
-        call, part, posed = self.call, self.call.parts[0], self.call.posed
-        has_dlse, results = "dlse" in call.own.inputs, call.own.results
-        if step.kind == COPY:
-            for name in ("do", "dlse")[: 1 + has_dlse]:
-                call.copy_rows(name, step.source)
-        elif step.kind == ATTEND:
-            arrays = *map(call.all_rows, ("do", "q", "k", "v")), results["o", 0], results["lse", 0]
-            gradients = self._gradients(part, arrays, call.all_rows("dlse")[..., 0] if has_dlse else None)
-            results |= {("dq", 0): gradients.dq, ("dk", 0): gradients.dk, ("dv", 0): gradients.dv}
-        else:
-            theirs = call.ranks[step.source].results
-            heads, kv_heads = (slice(*each) for each in posed.own_heads(step.source))
-            self.dq[..., heads, :, :] = theirs["dq", 0][..., posed.queries.of_rank[step.rank], :]
-            self.dk[..., kv_heads, :, :] = theirs["dk", 0][..., posed.keys.of_rank[step.rank], :]
-            self.dv[..., kv_heads, :, :] = theirs["dv", 0][..., posed.keys.of_rank[step.rank], :]
+    def _attend_with_own_heads(self) -> None:
+        call, part = self.call, self.call.parts[0]
+        results, buffers = call.own.results, call.buffers
+        arrays = *(buffers[name, 0] for name in ("do", "q", "k", "v")), results["o", 0], results["lse", 0][..., 0]
+        dlse = buffers["dlse", 0][..., 0] if "dlse" in call.own.inputs else None
+        gradients = self._gradients(part, arrays, dlse)
+        for name in ("dq", "dk", "dv"):
+            results[name, 0] = call.xp.ascontiguousarray(getattr(gradients, name))
 
     def _gradients(self, part: Part, arrays: tuple[Array, ...], dlse: Array | None) -> Gradients:
         """Return the gradients of a group of heads, and add those of other arrays to this rank's."""
@@ -219,12 +284,31 @@ class _Backward:
         return gradients
 
     def _of_all_heads(self, part: Part, dsink: Array) -> Array:
-        sink = np.asarray(self.call.posed.options.sink)
-        if dsink.shape == sink.shape:
+        sink: Any = self.call.posed.options.sink
+        shape: tuple[int, ...] = np.shape(sink)
+        if dsink.shape == shape:
             return dsink
-        whole = np.zeros(sink.shape, dsink.dtype)
+        whole = self.call.xp.zeros(shape, dsink.dtype)
         whole[..., part.heads] = dsink
         return whole
+
+    def other_gradients(self) -> dict[str, Array]:
+        """Return the gradients of other arrays, which are sums over ranks in their order, on every rank."""
+        call = self.call
+        operands = call.parts[0].plan._plan.problem if call.parts else None
+        if operands is None or not operands.wrt:
+            return {}
+        group, dtypes = call.group, {each.name: each.dtype for each in operands.operands}
+        arrays = {name: call.xp.ascontiguousarray(each).reshape(1, 1, -1) for name, each in self.others.items()}
+        places = [((0, source, 1),) for source in range(group.size)]
+        parts = Gather(group, arrays, places).run(group, "the gradients of other arrays", {}, [])
+        sums = dict[str, Array]()
+        for name, own in self.others.items():
+            total = parts[name][0, 0].copy()
+            for source in range(1, group.size):
+                total += parts[name][0, source]
+            sums[name] = total.reshape(own.shape).astype(dtypes[name])
+        return sums
 
 
 @explains_keywords
@@ -259,30 +343,22 @@ class Pullback:
         PeerLost
             Another rank is lost.
         """
-        call = self._call
+        call, inputs = self._call, self._call.own.inputs
         reasons = _reasons("do", do, call.o) + ([] if dlse is None else _reasons("dlse", dlse, call.lse))
-        agreed(call.group, "vjp", {"dlse": "None" if dlse is None else "an array"}, reasons)
-        call.own.inputs["do"] = do
-        call.own.inputs.pop("dlse", None)
-        if dlse is not None:
-            call.own.inputs["dlse"] = dlse[..., None]
-        backward = _Backward(call)
-        call.perform("backward", backward.gather if call.posed.method == "gather" else backward.heads)
-        parts = call.group.exchange("the gradients of other arrays", backward.others)
-        dtypes = {each.name: each.dtype for each in call.parts[0].plan._plan.problem.operands} if call.parts else {}
-        others = {name: _in_order([each[name] for each in parts]).astype(dtypes[name]) for name in backward.others}
-        return Gradients(backward.dq, backward.dk, backward.dv, others)
+        inputs.pop("dlse", None)
+        if not reasons:
+            inputs["do"] = call.xp.ascontiguousarray(do)
+            if dlse is not None:
+                inputs["dlse"] = call.xp.ascontiguousarray(dlse)[..., None]
+        backward = None if reasons else _Backward(call)
+        number, _ = agreed(call.group, "vjp", {"dlse": "None" if dlse is None else "an array"}, reasons)
+        assert backward is not None
+        call.group._perform("the backward pass", number, backward)
+        return Gradients(backward.dq, backward.dk, backward.dv, backward.other_gradients())
 
 
-def _reasons(name: str, array: Array, like: Array) -> list[str]:
-    if type(array) is np.ndarray and array.shape == like.shape and array.dtype == like.dtype:
+def _reasons(name: str, array: Any, like: Array) -> list[str]:
+    if type(array) is type(like) and array.shape == like.shape and array.dtype == like.dtype:
         return []
-    return [f"{name} must be a NumPy array of shape {like.shape} and dtype {like.dtype}; got {describe(array)}"]
-
-
-def _in_order(parts: list[Array]) -> Array:
-    """Return the sum of the parts of all ranks, added in the order of ranks."""
-    total = parts[0].copy()
-    for part in parts[1:]:
-        total += part
-    return total
+    kind = "NumPy" if isinstance(like, np.ndarray) else "CuPy"
+    return [f"{name} must be a {kind} array of shape {like.shape} and dtype {like.dtype}; got {describe(array)}"]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, ShapeDtype, accumulator_dtype, describe, is_int
+from ..arrays import Array, ShapeDtype, accumulator_dtype, describe, is_int, namespace
 from ..blocks.work_list import requested_mask
 from ..calls._call import planned
 from ..masks.places import Places
@@ -17,8 +17,10 @@ from ..masks.shape import MaskShape, count_reasons
 from ..planning.options import Options
 from ..planning.plan_cache import plan_for
 from ..plans import Plan
+from ..scores import Score
+from ._lanes import Move, joint_runs
 from ._layout import Costs, Rows, block_reasons, dealt
-from ._model import METHODS, CallSize, Machine, estimate, received
+from ._model import METHODS, CallSize, Machine, estimate
 from ._schedule import ADD, ATTEND, COPY, NUM_BUFFERS, Step, exchanging_heads, finished, gathering, head_groups
 
 
@@ -70,6 +72,7 @@ class Posed:
     queries: Rows
     keys: Rows
     _moved: dict[tuple[int, int], Array] = field(default_factory=dict, init=False)
+    _moves: dict[tuple[str, Step], tuple[Move, ...]] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], options: Options, size: int) -> Posed:
@@ -91,8 +94,8 @@ class Posed:
             keys = dealt("contiguous", costs.needs.any(axis=0), shape.seqlen_kv, block, size)
         call = cls(size, shape, kv_heads, block, "gather", options, costs, queries, keys)
         if method == "auto":
-            sizes = {each: call.model_bytes(each) for each in METHODS if each == "gather" or kv_heads % size == 0}
-            method = min(sizes, key=lambda each: sizes[each])
+            known = [each for each in METHODS if each == "gather" or kv_heads % size == 0]
+            method = min(known, key=lambda each: replace(call, method=each).model_seconds())
         return replace(call, method=method)
 
     def kv_groups(self, rank: int) -> tuple[tuple[int, int], ...]:
@@ -113,6 +116,48 @@ class Posed:
             needed, held = self.costs.needed(self.queries, self.keys, rank), self.keys.of_rank[source]
             rows = self._moved[rank, source] = held[needed[held]]
         return rows
+
+    def moves(self, name: str, step: Step) -> tuple[Move, ...]:
+        """Return which rows a step of a pass moves."""
+        moves = self._moves.get((name, step))
+        if moves is None:
+            of_method = self._gathered if self.method == "gather" else self._exchanged
+            moves = self._moves[name, step] = tuple(of_method(name, step))
+        return moves
+
+    def _gathered(self, name: str, step: Step) -> Iterator[Move]:
+        first, stop = self.kv_groups(0)[step.group]
+        heads = slice(0, stop - first)
+        if step.kind == COPY:
+            rows = self.moved(step.rank, step.source)
+            runs = joint_runs(self.keys.local(step.source, rows), rows)
+            for each in ("k", "v"):
+                yield Move(each, slice(first, stop), heads, runs)
+        else:
+            rows = self.moved(step.source, step.rank)
+            runs = joint_runs(rows, np.arange(len(rows)))
+            for each in ("dk", "dv"):
+                yield Move(each, heads, heads, runs)
+
+    def _exchanged(self, name: str, step: Step) -> Iterator[Move]:
+        is_copy, is_forward = step.kind == COPY, name == "forward"
+        names = (("q", "k", "v") if is_forward else ("do", "dlse")) if is_copy else (
+            ("o", "lse") if is_forward else ("dq", "dk", "dv"))  # fmt: skip
+        of_heads, of_rows = (step.rank, step.source) if is_copy else (step.source, step.rank)
+        for each in names:
+            is_key = each in ("k", "v", "dk", "dv")
+            rows = (self.keys if is_key else self.queries).of_rank[of_rows]
+            first, stop = self.own_heads(of_heads)[is_key]
+            own, compact, local = slice(first, stop), slice(0, stop - first), np.arange(len(rows))
+            if is_copy:
+                yield Move(each, own, compact, joint_runs(local, rows))
+            else:
+                yield Move(each, compact, own, joint_runs(rows, local))
+
+    def added(self, source: int, rank: int) -> tuple[tuple[int, int, int], ...]:
+        """Return the runs of a rank's keys whose gradients a source computes: in what it returns, and in its rows."""
+        rows = self.moved(source, rank)
+        return joint_runs(np.arange(len(rows)), self.keys.local(rank, rows))
 
     @cached_property
     def steps(self) -> dict[str, tuple[Step, ...]]:
@@ -136,10 +181,13 @@ class Posed:
         runs = self.queries.runs(rank) if self.method == "gather" else ((0, whole.seqlen_q),)
         start = runs[0][0] if runs else 0
         places = Places(start, 0, 0, heads.start, runs if len(runs) > 1 else (), whole)
-        options = self.options if self.size == 1 else self.options._replace(places=places)
+        xp = namespace(q)
+        options = on_device(self.options, xp)
+        if self.size > 1:
+            options = options._replace(places=places)
         operands = dict[str, Array]()
         if options.sink is not None:
-            sink = np.asarray(options.sink)
+            sink: Any = options.sink
             operands["sink"] = sink[..., heads] if sink.shape[-1:] == (whole.num_heads,) else sink
             options = options._replace(sink=operands["sink"])
         rows = sum(end - begin for begin, end in runs), whole.seqlen_kv, whole.seqlen_kv
@@ -168,7 +216,7 @@ class Posed:
             first, stop = self.kv_groups(0)[step.group]
             rows = len(self.moved(reader, holder)) * (stop - first) * self.shape.num_batch
             return rows * (head_dim + value_dim) * (dtype.itemsize if is_copy else wide)
-        (first, stop), (first_kv, stop_kv) = self.own_heads(step.group)
+        (first, stop), (first_kv, stop_kv) = self.own_heads(reader)
         queries = len(self.queries.of_rank[holder]) * (stop - first) * self.shape.num_batch
         keys = len(self.keys.of_rank[holder]) * (stop_kv - first_kv) * self.shape.num_batch
         if is_copy == (name == "forward"):  # q, k and v, or their gradients
@@ -204,7 +252,10 @@ class Posed:
         heads = max((stop - first for first, stop in self.kv_groups(0)), default=0)
         keys = shape.num_batch * heads * shape.seqlen_kv * 2 * head_dim
         if self.method == "gather":
-            return NUM_BUFFERS * keys * (dtype.itemsize + wide)
+            ranks = range(self.size)
+            returned = max(sum(len(self.moved(source, rank)) for source in ranks) for rank in ranks)
+            taken = shape.num_batch * heads * returned * 2 * head_dim
+            return NUM_BUFFERS * (keys * (dtype.itemsize + wide) + taken * wide)
         queries = shape.num_batch * (shape.num_heads // self.size) * shape.seqlen_q * head_dim
         return (2 * keys + 4 * queries) * dtype.itemsize
 
@@ -218,9 +269,9 @@ class Posed:
             num_kv_heads=self.num_kv_heads, head_dim=head_dim, itemsize=itemsize, scores=scores, imbalance=imbalance,
         )  # fmt: skip
 
-    def model_bytes(self, method: str) -> float:
-        """Return the bytes that a device receives in both passes, by the cost model."""
-        return sum(received(self.model_shape(), method, backward=backward) for backward in (False, True))
+    def model_seconds(self) -> float:
+        """Return how long both passes take by the cost model, on the default machine with typical arrays."""
+        return sum(self.seconds(name, 128, np.dtype(np.float16), Machine()) for name in self.steps)
 
     def explain(self, head_dim: int, dtype: np.dtype[np.generic], machine: Machine) -> str:
         """Return a text about the layout, what moves, and the cost model of both methods."""
@@ -255,6 +306,19 @@ class Posed:
             spent = f"{seconds * 1e3:.3g} ms, {share:.3f} of linear speed"
             lines.append(f"model      {self.method} {name} with overlap: {spent}")
         return "\n".join(lines)
+
+
+def on_device(options: Options, xp: Any) -> Options:
+    """Return options whose bias, sink and score arrays are where the arrays of a rank are, and its executor."""
+    if xp is np:
+        return options
+    sink, bias, score = options.sink, options.bias, options.score
+    if isinstance(score, Score) and score.arrays:
+        score = score._with_arrays({name: xp.asarray(each) for name, each in score.arrays.items()})
+    return options._replace(
+        sink=None if sink is None else xp.asarray(sink), bias=None if bias is None else xp.asarray(bias), score=score,
+        executor="gpu" if options.executor == "auto" else options.executor,
+    )  # fmt: skip
 
 
 def argument_reasons(arguments: Mapping[str, Any], size: int) -> list[str]:

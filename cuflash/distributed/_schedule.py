@@ -90,18 +90,38 @@ def _return(build: _Builder, size: int, group: int, needs: Callable[[int, int], 
 def exchanging_heads(size: int, holds: Callable[[int], bool]) -> tuple[Step, ...]:
     """Return the steps of a pass in which each rank gathers all rows of its own heads, and returns rows of results.
 
-    `holds` says whether a rank has rows. The group of a step is the rank that computes the heads.
+    `holds` says whether a rank has rows. All steps belong to one group.
     """
     build, ranks = _Builder(), range(size)
     for rank in ranks:
         for source in filter(holds, ranks):
-            build.add(COPY, rank, source, rank, ())
-        copied = [n for source in ranks for n in build.number(COPY, rank, source, rank)]
-        build.add(ATTEND, rank, rank, rank, copied)
+            build.add(COPY, rank, source, 0, ())
+        copied = [n for source in ranks for n in build.number(COPY, rank, source, 0)]
+        build.add(ATTEND, rank, rank, 0, copied)
     for rank in filter(holds, ranks):
         for source in ranks:
-            build.add(TAKE, rank, source, source, build.number(ATTEND, source, source, source))
+            build.add(TAKE, rank, source, 0, build.number(ATTEND, source, source, 0))
     return tuple(build.steps)
+
+
+def rounds(steps: Sequence[Step]) -> tuple[tuple[str, int], ...]:
+    """Return kinds and groups of steps in an order in which all ranks can do them together.
+
+    The copies of the next group start before a group is computed, and its results move as soon as it is.
+
+    >>> rounds(gathering(2, 3, lambda rank, source: True, returns=False))
+    (('copy', 0), ('copy', 1), ('attend', 0), ('copy', 2), ('attend', 1), ('attend', 2))
+    """
+    all_rounds = dict.fromkeys((step.kind, step.group) for step in steps)
+    order = dict[tuple[str, int], None]()
+    for kind, group in all_rounds:
+        if kind != ATTEND:
+            order.setdefault((kind, group))
+            continue
+        early = [each for each in all_rounds if each[0] == COPY and each not in order][:1]
+        late = [each for each in ((TAKE, group),) if each in all_rounds]
+        order |= dict.fromkeys([*early, (kind, group), *late])
+    return tuple(order)
 
 
 def finished(steps: Sequence[Step], seconds: Callable[[Step], float]) -> float:

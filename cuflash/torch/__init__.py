@@ -25,13 +25,14 @@ from ..planning.dropout_launches import require_number
 from ..planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, Window,
 )  # fmt: skip
+from ._context_parallel import ContextParallel
 from ._functions import Attention, Recorded
 from ._operators import compiled
 from ._passes import ran
 from ._tensors import Tensor, in_autocast, own_integers
 from ._transformed import Transformed
 
-__all__ = ["attention", "transformers_attention"]
+__all__ = ["ContextParallel", "attention", "transformers_attention"]
 
 
 def __dir__() -> list[str]:

@@ -67,18 +67,15 @@ def ranks_agree(library: ModuleType) -> None:
 
 def buffers_are_used_in_turn(library: ModuleType) -> None:
     """Check results in many orders of ready steps, with ranks that read late."""
-    passes = part(library, "distributed._passes")
-    perform = passes.RankCall.perform
+    threads = part(library, "distributed._threads")
+    do_step = threads.ThreadGroup._step
 
-    def late(call: Any, name: str, act: Any) -> None:
-        def acting(step: Any) -> None:
-            if step.kind in ("attend", "take"):
-                time.sleep(0.003 * (call.group.rank + 1))
-            act(step)
+    def late(group: Any, step: Any, *others: Any) -> Any:
+        if step.kind in ("attend", "take"):
+            time.sleep(0.003 * (group.rank + 1))
+        return do_step(group, step, *others)
 
-        perform(call, name, acting)
-
-    passes.RankCall.perform = late
+    threads.ThreadGroup._step = late
     expected = _expected("causal")
     for seed in range(4):
         results = _on_ranks(library, "causal", 2, seed)
@@ -95,14 +92,14 @@ def bits_do_not_depend_on_the_order_of_arrival(library: ModuleType) -> None:
 
 def arrays_are_read_before_a_call_returns(library: ModuleType) -> None:
     """Check that a rank may change its arrays when its call has returned, although others read late."""
-    distributed, passes = part(library, "distributed"), part(library, "distributed._passes")
-    gather = passes.RankCall.gather
+    distributed, threads = part(library, "distributed"), part(library, "distributed._threads")
+    do_step = threads.ThreadGroup._step
 
-    def late(call: Any, step: Any) -> None:
-        time.sleep(0.02 * call.group.rank)
-        gather(call, step)
+    def late(group: Any, step: Any, *others: Any) -> Any:
+        time.sleep(0.02 * group.rank * (step.kind == "copy"))
+        return do_step(group, step, *others)
 
-    passes.RankCall.gather = late
+    threads.ThreadGroup._step = late
 
     def rank(group: Any) -> np.ndarray:
         cp = distributed.ContextParallel(group, seqlen=LENGTH, num_heads=HEADS, batch=(2,), block=4, method="gather")
@@ -207,7 +204,9 @@ def kernels_see_places(library: ModuleType) -> None:
     np.testing.assert_allclose(rows, whole[..., 13:, :], atol=1e-5)
 
 
-POSED, PASSES, STEPS, GROUP = (f"distributed/_{name}.py" for name in ("posed", "passes", "schedule", "group"))
+POSED, PASSES, STEPS, GROUP, THREADS, LANES = (
+    f"distributed/_{name}.py" for name in ("posed", "passes", "schedule", "group", "threads", "lanes")
+)
 PLACES = "masks/places.py"
 FAULTS = {
     ranks_agree: {
@@ -221,10 +220,11 @@ FAULTS = {
             "distributed/_layout.py", "Costs.needed", ".any(axis=0)", ".all(axis=0)"
         ),
         "all rows of a rank's keys are copied to the needed ones": Edit(
-            PASSES, "RankCall.gather", "[..., local, :]", "[..., : len(rows), :]"
+            POSED, "Posed._gathered", "joint_runs(self.keys.local(step.source, rows), rows)",
+            "joint_runs(np.arange(len(rows)), rows)",
         ),
         "gradients of other arrays are those of the first rank": Edit(
-            PASSES, "_in_order", "total += part", "pass"
+            PASSES, "_Backward.other_gradients", "range(1, group.size)", "()"
         ),
         "gradients of other arrays are those of the last group": Edit(
             PASSES, "_Backward._gradients", "self.others.get(name, 0)", "0"
@@ -235,8 +235,16 @@ FAULTS = {
         "only the first rank's gradients of keys count": Edit(
             PASSES, "_Backward._add", "range(posed.size)", "range(1)"
         ),
+        "gradients are added to the first rows": Edit(
+            POSED, "Posed.added", "self.keys.local(rank, rows)", "np.arange(len(rows))"
+        ),
+        "runs end where only the source's rows do": Edit(LANES, "joint_runs", " | (np.diff(target) != 1)", ""),
+        "runs end where only the target's rows do": Edit(LANES, "joint_runs", "(np.diff(source) != 1) | ", ""),
+        "rows of the first rank are those of all": Edit(
+            PASSES, "Gather.moves", "self._places[step.source]", "self._places[0]"
+        ),
         "results of heads go to the first heads": Edit(
-            PASSES, "RankCall._heads_forward", "posed.own_heads(step.source)", "posed.own_heads(0)"
+            POSED, "Posed._exchanged", "self.own_heads(of_heads)", "self.own_heads(0)"
         ),
         "rows are counted twice where runs meet": Edit(
             "distributed/_layout.py", "Rows.runs", "int(last) + 1)", "int(last) + 2)"
@@ -258,27 +266,27 @@ FAULTS = {
     bits_do_not_depend_on_the_order_of_arrival: {
         "gradients are added in the order of arrival": Edit(
             PASSES, "_Backward._add", "for source in range(posed.size):",
-            "for source in [n for _, n, _ in self._taken]:",
+            "for source in np.random.default_rng().permutation(posed.size):",
         ),
     },
     arrays_are_read_before_a_call_returns: {
         "a call returns while others read": Edit(
-            GROUP, "Group._perform", "if step.source == self.rank", "if step.source == -1"
+            THREADS, "ThreadGroup._perform", "in (step.rank, step.source)", "== step.rank"
         ),
     },
     faults_end_all_ranks: {
         "a rank that raises is not noticed": Edit(
-            GROUP, "run.work", 'meeting.close(f"rank {rank} raised {type(error).__name__}: {error}")', "pass"
+            THREADS, "run.work", 'meeting.close(f"rank {rank} raised {type(error).__name__}: {error}")', "pass"
         ),
         "ranks may have different options": Edit(
             "distributed/_agreement.py", "disagreement", "if text != calls[0].get(name):", "if False:"
         ),
-        "ranks may make different calls": Edit(GROUP, "_call_reasons", "if call != calls[0]", "if False"),
+        "ranks may make different calls": Edit(GROUP, "call_reasons", "if call != calls[0]", "if False"),
         "only the rank with a reason refuses": Edit(
-            PASSES, "agreed", "of_ranks = [own for own, _, _ in answers]", "of_ranks = [tuple(reasons)]"
+            PASSES, "agreed", "of_ranks = [each for each, _, _ in answers]", "of_ranks = [tuple(reasons)]"
         ),
         "a closed group hides what all ranks refuse": Edit(
-            GROUP, "_Meeting.wait", "while not is_over():", "while self.error or not is_over():"
+            THREADS, "_Meeting.wait", "while not is_over():", "while self.error or not is_over():"
         ),
     },
     parts_are_rows_of_the_whole: {

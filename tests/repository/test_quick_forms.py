@@ -31,6 +31,7 @@ ON_THE_HOST: dict[str, dict[str, Any]] = {
     },
     "crossover": {"seqlens": (128, 256), "blocks": (32, 64), "densities": (0.5, 1.0), "head_dim": 16, "repeats": 1},
     "flashattention1_tables": {"seqlens": (256, 128), "num_heads": 1, "head_dim": 16, "budget_s": 0.05},
+    "drawn_ranks": {"problems": 8},
     "fp8_error": {"head_dims": (64,), "heads": 1, "seqlens": (256,), "queries": 128, "bounded": 32, "sim": True},
     "jax_calls": {
         "batch": 1, "heads": 2, "tokens": 32, "long_tokens": 64, "head_dim": 8, "dtype": "float32", "calls": 2,
@@ -50,6 +51,7 @@ ON_THE_HOST: dict[str, dict[str, Any]] = {
         "dtypes": ("float16", "float64"), "seqlens": (64,), "logit_stds": (8.0,), "outliers": (0.0, 0.01)
     },
     "pattern_zoo": {"block": 128},
+    "scaling": {"seqlens": (2048,), "ranks": (2, 8)},
     "simulator_speed": {"seqlen": 40, "schedules": 3, "repeats": 1},
     "tile_sweep": {"num_heads": 1, "seqlen": 256, "blocks_q": (64,), "blocks_kv": (64, 128), "repeats": 1},
 }  # fmt: skip
@@ -84,6 +86,9 @@ ON_A_GPU: list[tuple[str, dict[str, Any]]] = [
     ("long_range", {
         "gpu": True, "gpu_seqlens": (1024,), "gpu_steps": 3, "gpu_steps_more": 2, "gpu_tests": 64, "gpu_seeds": (0,),
         "gpu_tokens": 4096,
+    }),
+    ("scaling", {
+        "gpu": True, "masks": ("causal",), "seqlens": (2048,), "ranks": (2,), "gpu_seqlens": (2048,), "repeats": 2,
     }),
     ("selector_shootout", {
         "gpu": True, "data": ("minilm", "slashes"), "gpu_top_ks": (4,), "top_ks": (4,), "gpu_seqlen": 512,

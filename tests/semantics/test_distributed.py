@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from cuflash.distributed import ContextParallel, Machine, PeerLost, run
 from cuflash.distributed import _model as model
 from cuflash.distributed._layout import Costs, dealt
 from cuflash.distributed._schedule import ADD, ATTEND, COPY, NUM_BUFFERS, TAKE, exchanging_heads, gathering
+from cuflash.distributed._threads import ThreadGroup
 from cuflash.masks.shape import MaskShape
 from cuflash.testing import assert_within
 from executors import needs_compiler
@@ -234,18 +236,16 @@ def test_buffers_are_reused_after_they_were_read():
 
 def test_traffic_counts_what_moves(monkeypatch):
     """Bytes counted from the copies of a call equal those of `traffic`."""
-    from cuflash.distributed import _passes as passes
-
     arrays, counted = arrays_of((4, 64, 8), 2), {"forward": 0}
-    gather = passes.RankCall.gather
+    do_step = ThreadGroup._step
 
-    def counting(call, step):
-        gather(call, step)
-        if step.rank != step.source:
-            heads = call.parts[step.group].kv_heads
-            counted["forward"] += len(call.posed.moved(step.rank, step.source)) * (heads.stop - heads.start) * 16 * 4
+    def counting(group, step, events, work):
+        if step.kind == COPY and step.rank != step.source:
+            for move in work.moves(step):
+                counted["forward"] += sum(x.nbytes for x in move.read(work.source(step, move)))
+        return do_step(group, step, events, work)
 
-    monkeypatch.setattr(passes.RankCall, "gather", counting)
+    monkeypatch.setattr(ThreadGroup, "_step", counting)
     q, k, v, _ = arrays.values()
 
     def rank(group):
@@ -277,10 +277,16 @@ def test_the_model_counts_the_bytes_of_the_steps(method, kv_heads):
         assert counted == pytest.approx(expected, rel=0.02)
 
 
-def test_the_method_with_fewer_bytes_is_chosen():
-    def methods(size, heads, kv_heads):
+def test_the_method_that_the_model_expects_to_be_faster_is_chosen():
+    """Many small copies are hidden less than the fewer bytes of heads; products of long sequences hide all of them."""
+
+    def methods(size, heads, kv_heads, seqlen=64, **options):
         def rank(group):
-            cp = ContextParallel(group, seqlen=64, num_heads=heads, num_kv_heads=kv_heads, block=8)
+            options_of = {"num_heads": heads, "num_kv_heads": kv_heads, "block": seqlen // 8}
+            cp = ContextParallel(group, seqlen=seqlen, **options_of, **options)
+            other = "heads" if cp._posed.method == "gather" else "gather"
+            if kv_heads % size == 0:
+                assert cp._posed.model_seconds() <= replace(cp._posed, method=other).model_seconds()
             return cp._posed.method
 
         return set(run(rank, size=size))
@@ -288,6 +294,7 @@ def test_the_method_with_fewer_bytes_is_chosen():
     assert methods(2, 4, 4) == methods(4, 16, 4) == {"heads"}
     assert methods(3, 4, 4) == {"gather"}
     assert methods(2, 32, 2) == {"gather"}
+    assert methods(2, 32, 32, seqlen=16384, causal=True) == {"gather"}
 
 
 @pytest.mark.parametrize("method", model.METHODS)
@@ -339,22 +346,17 @@ def sharded(group, **options):
 
 @pytest.mark.parametrize("step", range(9))
 def test_a_rank_that_raises_at_any_step_ends_the_others(step, monkeypatch):
-    from cuflash.distributed import _passes as passes
-
     ended, done = [], []
-    perform = passes.RankCall.perform
+    do_step = ThreadGroup._step
 
-    def failing(call, name, act):
-        def acting(each):
-            if call.group.rank == 1:
-                done.append(each)
-                if len(done) == step + 1:
-                    raise OSError("a disk is full")
-            act(each)
+    def failing(group, each, events, work):
+        if group.rank == 1:
+            done.append(each)
+            if len(done) == step + 1:
+                raise OSError("a disk is full")
+        return do_step(group, each, events, work)
 
-        perform(call, name, acting)
-
-    monkeypatch.setattr(passes.RankCall, "perform", failing)
+    monkeypatch.setattr(ThreadGroup, "_step", failing)
 
     def rank(group):
         try:
@@ -412,16 +414,14 @@ def test_a_rank_that_does_not_answer_ends_the_others_in_time():
 
 
 def test_a_rank_that_stops_in_a_pass_ends_the_others_in_time(monkeypatch):
-    from cuflash.distributed import _passes as passes
+    do_step, released = ThreadGroup._step, threading.Event()
 
-    gather, released = passes.RankCall.gather, threading.Event()
-
-    def stopping(call, step):
-        if call.group.rank == 1:
+    def stopping(group, step, events, work):
+        if group.rank == 1 and step.kind == COPY:
             released.wait(20)
-        gather(call, step)
+        return do_step(group, step, events, work)
 
-    monkeypatch.setattr(passes.RankCall, "gather", stopping)
+    monkeypatch.setattr(ThreadGroup, "_step", stopping)
 
     def rank(group):
         cp, arrays = sharded(group)

@@ -1,0 +1,238 @@
+"""Context parallelism of threads with a GPU each, which may be the same: against one call on one GPU."""
+
+import cupy_machine
+import numpy as np
+import pytest
+from cuflash.distributed import ContextParallel, PeerLost, _lanes, run
+from cuflash.distributed._lanes import DeviceLanes, Move
+from cuflash.distributed._schedule import ATTEND, COPY, Step
+from cuflash.testing import assert_within
+from executors import needs_compiler
+
+import cuflash
+from cuflash import UnsupportedProblem, masks, scores
+
+HEADS, LENGTH = 4, 500
+OPTIONS = {
+    "causal": {"causal": True},
+    "a window and a sink": {"window": (90, 0), "sink": np.linspace(-1, 1, HEADS, dtype=np.float32), "wrt": "sink"},
+    "documents": {"mask": masks.Sequences([0, 70, 300, LENGTH], causal=True), "batch": (2,)},
+    "lists": {"mask": masks.BlockPattern(np.random.default_rng(0).random((8, 8)) < 0.5, 64), "num_kv_heads": 2},
+    "alibi": {"score": scores.alibi(scores.alibi_slopes(HEADS)), "causal": True},
+}
+OF_LAYOUT = ("batch", "num_kv_heads")
+
+
+def arrays_of(options, dtype):
+    rng = np.random.default_rng(1)
+    batch, kv_heads = options.get("batch", ()), options.get("num_kv_heads", HEADS)
+    counts = {"q": HEADS, "k": kv_heads, "v": kv_heads, "do": HEADS}
+    return {
+        name: rng.standard_normal((*batch, count, LENGTH, 64)).astype(dtype) for name, count in counts.items()
+    }
+
+
+def on_gpus(devices, arrays, options, **how):
+    """Return the results of all rows on the host, which the first rank has."""
+    import cupy
+
+    q, k, v, do = arrays.values()
+
+    def rank(group):
+        cp = ContextParallel(group, seqlen=LENGTH, num_heads=HEADS, block=32, **how, **options)
+        with cupy.cuda.Stream(non_blocking=True) as stream:  # ranks that share a GPU must not share its null stream
+            q_, k_, v_, do_ = (cupy.asarray(cp.shard(x)) for x in (q, k, v, do))
+            for _ in range(3):  # later calls are bound, and reuse memory
+                (o, lse), vjp = cp.attention_vjp(q_, k_, v_, return_lse=True)
+                gradients = vjp(do_)
+            rows = {"o": o, "lse": lse[..., None], "dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
+            whole = {name: cupy.asnumpy(cp.unshard(x)) for name, x in rows.items()}
+            whole |= {f"d{name}": cupy.asnumpy(gradients[name]) for name in gradients.others}
+            stream.synchronize()
+        return whole | {"lse": whole["lse"][..., 0]}
+
+    return run(rank, devices=devices, timeout=30)
+
+
+def check(devices, name, dtype, **how):
+    import cupy
+
+    options = OPTIONS[name]
+    arrays, posed = arrays_of(options, dtype), {each: x for each, x in options.items() if each not in OF_LAYOUT}
+    bound = cuflash.error_bound(*arrays.values(), **posed)
+    sink = {"sink": cupy.asarray(posed["sink"])} if "sink" in posed else {}
+    q, k, v, do = map(cupy.asarray, arrays.values())
+    score = posed.get("score")
+    if score is not None:
+        sink["score"] = score._with_arrays({each: cupy.asarray(x) for each, x in score.arrays.items()})
+    (o, lse), vjp = cuflash.attention_vjp(q, k, v, return_lse=True, **posed | sink)
+    gradients = vjp(do)
+    exact = {"o": o, "lse": lse, "dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
+    exact |= {f"d{each}": gradients[each] for each in gradients.others}
+    ranks = on_gpus(devices, arrays, options, **how)
+    for results in ranks:
+        for each, wanted in exact.items():
+            of_name = bound.others[each[1:]] if each[1:] in bound.others else getattr(bound, each)
+            assert_within(f"{each} of {name}", results[each], cupy.asnumpy(wanted), 2 * of_name)
+            assert np.array_equal(results[each], ranks[0][each])
+    return ranks[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_ranks_that_share_a_gpu_agree_with_one_call(name, dtype):
+    check([0, 0], name, dtype, method="gather")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", [[0, 0, 0], [0, 0, 0, 0]])
+def test_more_ranks_and_other_layouts(devices):
+    first = check(devices, "causal", "float16", method="gather", layout="zigzag")
+    again = check(devices, "causal", "float16", method="gather", layout="zigzag")
+    assert all(np.array_equal(first[name], again[name]) for name in ("o", "lse", "dk", "dv"))
+
+
+@pytest.mark.gpu
+def test_exchanged_heads_agree_with_one_call():
+    check([0, 0], "causal", "float16", method="heads")
+    check([0, 0, 0, 0], "documents", "float16", method="heads")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_ranks_on_all_gpus_agree_with_one_call():
+    if _lanes.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    devices = range(_lanes.device_count())
+    for name in OPTIONS:
+        check(devices, name, "float16", method="gather")
+    check(devices[:2], "causal", "float16", method="heads")
+
+
+@pytest.mark.gpu
+def test_a_rank_that_raises_ends_the_others_and_the_gpu_stays_usable():
+    import cupy
+
+    errors = []
+
+    def rank(group):
+        cp = ContextParallel(group, seqlen=LENGTH, num_heads=HEADS, block=32, causal=True, method="gather")
+        q = cupy.asarray(cp.shard(np.ones((HEADS, LENGTH, 64), np.float16)))
+        cp.attention(q, q, q)
+        if group.rank == 1:
+            raise OSError("a disk is full")
+        try:
+            cp.attention(q, q, q)
+        except PeerLost as error:
+            errors.append(str(error))
+            raise
+
+    with pytest.raises(OSError, match="a disk is full"):
+        run(rank, devices=[0, 0], timeout=20)
+    assert errors == ["rank 1 raised OSError: a disk is full. This group is closed: start the ranks again"]
+    assert float(cupy.arange(4).sum()) == 6
+
+
+@pytest.mark.gpu
+def test_host_arrays_are_refused_on_every_rank():
+    def rank(group):
+        cp = ContextParallel(group, seqlen=LENGTH, num_heads=HEADS)
+        q = cp.shard(np.ones((HEADS, LENGTH, 64), np.float16))
+        cp.attention(q, q, q)
+
+    with pytest.raises(UnsupportedProblem, match="q must be a CuPy array, as this rank computes with them"):
+        run(rank, devices=[0, 0])
+
+
+# Without a GPU
+
+
+class _Runtime:
+    """A stand-in for copies of device memory, which are done at once."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def copy(self, target, to_pitch, source, pitch, width, height, kind, stream):
+        import ctypes
+
+        assert to_pitch >= width and pitch >= width and stream
+        for row in range(height):
+            ctypes.memmove(target + row * to_pitch, source + row * pitch, width)
+        self.log.append((width, height))
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    with cupy_machine.installed(monkeypatch, tmp_path) as double:
+        runtime = double.cuda.runtime
+        copies = _Runtime([])
+        runtime.memcpy2DAsync, runtime.memcpyDefault, double.copies = copies.copy, 4, copies.log
+        runtime.deviceCanAccessPeer = lambda device, peer: True
+        runtime.deviceEnablePeerAccess = lambda peer: double.log.append(("access", double.device, peer))
+        double.cuda.get_current_stream = lambda: double.stream
+        yield double
+
+
+def test_copies_move_rows_of_heads(machine):
+    rng = np.random.default_rng(0)
+    source, target = rng.standard_normal((2, 5, 20, 8)), np.zeros((2, 3, 30, 8))
+    move = Move("k", slice(2, 4), slice(1, 3), ((0, 10, 4), (6, 2, 3), (19, 29, 1)))
+    expected = target.copy()
+    _lanes.HostLanes().copy(expected, source, move)
+    array = machine.zeros(target.shape, target.dtype)
+    DeviceLanes(0, [0, 1]).copy(array, machine.asarray(source), move)
+    assert np.array_equal(array.get(), expected)
+    assert len(machine.copies) == 6  # of two batch entries and three runs, for both heads at once
+    assert ("access", 0, 1) in machine.log
+
+
+@needs_compiler
+@pytest.mark.parametrize("method", ["gather", "heads"])
+def test_ranks_of_a_stand_in_agree_with_one_call(machine, method):
+    """Kernels run in the simulator, and copies are done at once."""
+    rng = np.random.default_rng(0)
+    q, k, v, do = rng.standard_normal((4, 2, 40, 16), dtype=np.float32)
+    sink = np.linspace(-1, 1, 2, dtype=np.float32)
+
+    def rank(group):
+        options = {"causal": True, "sink": sink, "wrt": "sink", "kernel": "simt"}
+        cp = ContextParallel(group, seqlen=40, num_heads=2, block=8, method=method, **options)
+        assert machine.device == group.rank
+        q_, k_, v_, do_ = (machine.asarray(cp.shard(x)) for x in (q, k, v, do))
+        o, vjp = cp.attention_vjp(q_, k_, v_)
+        gradients = vjp(do_)
+        return [cp.unshard(x).get() for x in (o, gradients.dq, gradients.dk, gradients.dv)], gradients["sink"].get()
+
+    o, vjp = cuflash.attention_vjp(q, k, v, causal=True, sink=sink, wrt="sink")
+    dq, dk, dv = gradients = vjp(do)
+    for results, dsink in run(rank, devices=[0, 1], timeout=60):
+        for mine, exact in zip((*results, dsink), (o, dq, dk, dv, gradients["sink"])):
+            np.testing.assert_allclose(mine, exact, atol=2e-5)
+
+
+def test_steps_wait_for_events_on_their_stream(machine):
+    lanes = DeviceLanes(0, [0, 0])
+    start = lanes.start()
+    copied = lanes.run(Step(COPY, 0, 1, 0), [start], lambda: None)
+    attended = lanes.run(Step(ATTEND, 0, 0, 0), [copied], lambda: None)
+    lanes.finish([attended, copied])
+    waits = [(kind, stream, number) for kind, stream, number in machine.log if kind == "wait"]
+    copies = lanes._copies.ptr
+    assert waits == [
+        ("wait", copies, start.number), ("wait", 0, copied.number), ("wait", 0, attended.number),
+        ("wait", 0, copied.number),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    ({"devices": [0, 7]}, "devices must be numbers of GPUs of this machine, which has"),
+    ({"devices": []}, "devices must be a list of the numbers of GPUs"),
+    ({"devices": 2}, "devices must be a list of the numbers of GPUs; got 2"),
+    ({"devices": [0], "size": 1}, "size must be left out with devices"),
+    ({}, "size must be an int of at least 1, or devices the GPUs; got None"),
+])  # fmt: skip
+def test_wrong_devices_are_refused(arguments, sentence):
+    with pytest.raises(UnsupportedProblem, match=sentence):
+        run(lambda group: None, **arguments)
