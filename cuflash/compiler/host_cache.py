@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +17,10 @@ import platformdirs
 from ..keywords import explains_keywords
 
 MOST_BYTES = 1 << 30  # size limit of the cache; above it, the least recently used files are removed
-# Names of the files and folders that `sim.compiler` stores. Folders of a running compiler have other names, and stay.
+# Names of the files and folders that `sim.compiler` stores. Folders of a running compiler have other names.
 _STORED_NAME = re.compile(r"(kernel|runtime|prelude)-[0-9a-f]{32}(\.so|\.cpp)?")
+BUILDING = "building-"  # start of the names of the folders in which compilers run
+_ABANDONED_SECONDS = 86400  # age at which such a folder is left over from a process that was killed
 _ADVICE = "set CUFLASH_CACHE_DIR to a folder of your own"
 
 
@@ -66,7 +70,8 @@ def make_folder(place: Path) -> str:
     if not place.is_absolute():
         return f"{place} is not an absolute path"
     try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (*reversed(place.parents), place):  # `parents=True` would make parents that others can write to
+            folder.mkdir(mode=0o700, exist_ok=True)
         return fault(place)
     except OSError as error:
         return str(error)
@@ -114,6 +119,7 @@ def cache_clear() -> HostCache:
     0
     """
     was = host_cache()
+    _remove_abandoned(was.folder)
     try:
         removed = {file: status for file, status in _files(was.folder).items() if _remove(file)}
     except OSError as error:
@@ -123,7 +129,8 @@ def cache_clear() -> HostCache:
 
 
 def shrink(place: Path) -> None:
-    """Remove the least recently used files from a folder until it holds at most `MOST_BYTES`."""
+    """Remove the least recently used files from a folder until it holds at most `MOST_BYTES`, and abandoned folders."""
+    _remove_abandoned(place)
     with suppress(OSError):  # a file that cannot be removed must not stop a call
         files = _files(place)
         excess = sum(status.st_size for status in files.values()) - MOST_BYTES
@@ -154,6 +161,16 @@ def release(file: IO[bytes]) -> None:
 
     with suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _remove_abandoned(place: Path) -> None:
+    """Remove the folders of compilers that were killed. A clock that was set back may have dated them to the future."""
+    now = time.time()
+    with suppress(OSError):
+        for folder in place.glob(f"{BUILDING}*"):
+            with suppress(FileNotFoundError):  # another process removes it
+                if abs(now - folder.stat().st_mtime) > _ABANDONED_SECONDS:
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_in_place(file: IO[bytes]) -> bool:

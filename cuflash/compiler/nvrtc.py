@@ -25,6 +25,7 @@ from ..errors import CompileError
 from ..keywords import explains_keywords
 from ..planning.routing import family_of
 from ..planning.spec import KernelSpec
+from .earlier_failure import raise_earlier
 from .host_cache import HostCache, host_cache
 from .source import source
 
@@ -356,7 +357,7 @@ def current_device() -> tuple[Any, int]:
     Raises
     ------
     RuntimeError
-        CuPy or the GPU is missing, or the process was forked from one that used CUDA.
+        CuPy or the GPU is missing, an earlier kernel failed, or the process was forked from one that used CUDA.
     """
     global _process, _is_started
     if not _is_started and _process not in (None, os.getpid()):
@@ -368,8 +369,13 @@ def current_device() -> tuple[Any, int]:
     try:
         device = int(cupy.cuda.runtime.getDevice())
     except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise_earlier(error)
         advice = "python -m cuflash shows what this machine has"
         raise RuntimeError(f"CuPy finds no usable GPU ({error}): {advice}") from error
+    try:
+        cupy.cuda.get_current_stream().is_capturing()  # this query, unlike that of the device, meets earlier failures
+    except RuntimeError as error:
+        raise_earlier(error)
     if not _is_started:
         _process, _is_started = os.getpid(), True
     return cupy, device
@@ -452,6 +458,7 @@ def _load(cupy: Any, spec: KernelSpec, architecture: str) -> tuple[Any, Compiled
     except cupy.cuda.compiler.CompileException as error:
         raise _failure(spec, architecture, str(error), version, dumped) from None
     except (OSError, cupy.cuda.driver.CUDADriverError) as error:
+        raise_earlier(error)
         function, messages = _load_past_the_cache(cupy, spec, architecture, error)
         is_from_cache = False
     compiled_kernel = Compiled(

@@ -18,6 +18,7 @@ import numpy as np
 from ..arrays import Array, ShapeDtype, summed_to
 from ..blocks.work_list import WorkList
 from ..compiler import nvrtc
+from ..compiler.earlier_failure import raise_earlier
 from ..errors import UnsupportedProblem
 from ..layouts import layout_reasons
 from ..planning.device import DeviceSpec
@@ -261,12 +262,26 @@ class Gpu:
         return template(encoded, tiles)
 
     def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Any], None]:
-        """Return a function (arguments, stream) that launches a kernel, compiled and loaded now."""
+        """Return a function (arguments, stream) that launches a kernel, compiled and loaded now.
+
+        With CUFLASH_CHECK it first waits for all earlier work, whose failures would be taken for the kernel's.
+        """
         function, threads = _function(spec, shared_bytes), spec.num_threads
-        launch = namespace().cuda.driver.launchKernel
+        cuda = namespace().cuda
+        launch = cuda.driver.launchKernel
+        if checks.is_on():
+            try:
+                cuda.runtime.deviceSynchronize()
+            except cuda.runtime.CUDARuntimeError as error:
+                raise_earlier(error)
+                raise
 
         def start(arguments: KernelArguments, stream: Any) -> None:
-            launch(function.ptr, grid, 1, 1, threads, 1, 1, shared_bytes, stream.ptr, arguments.table, 0)
+            try:
+                launch(function.ptr, grid, 1, 1, threads, 1, 1, shared_bytes, stream.ptr, arguments.table, 0)
+            except RuntimeError as error:
+                raise_earlier(error)
+                raise
 
         return start
 
@@ -434,7 +449,11 @@ def bind(
                 reason for name, array in zip(names, arrays) for reason in layout_reasons(name, layout(array))
             )
         stream = current_stream()
-        is_capturing = stream.is_capturing()
+        try:
+            is_capturing = stream.is_capturing()
+        except RuntimeError as error:
+            raise_earlier(error)
+            raise
         if check is not None:
             checked = {name: check.empty(name, result.shape, result.dtype) for name, result in results.items()}
             bound([*arrays, *checked.values()], stream, check, numbers)

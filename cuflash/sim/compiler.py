@@ -16,7 +16,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Literal
 
@@ -58,6 +58,10 @@ class BuildError(RuntimeError):
     """The error for a kernel that cannot be compiled for the host: no compiler, no sanitizer, or invalid source."""
 
 
+class _StorageError(BuildError):
+    """The error for a library that a folder does not store, or from which it cannot be loaded."""
+
+
 def build(text: str, entry: str, *, sanitize: Sanitizer = "") -> Kernel:
     """Compile a kernel for the host.
 
@@ -95,12 +99,16 @@ def build(text: str, entry: str, *, sanitize: Sanitizer = "") -> Kernel:
         )
     if sanitize == "blocks" and hasattr(ctypes.CDLL(None), _TSAN_SYMBOL):
         raise BuildError("sanitize='blocks' must run in a process without libtsan.so, which defines the same functions")
+    with suppress(_StorageError):  # another process may have removed the folder in between
+        return _built(compiler, text, entry, sanitize)
     try:
         return _built(compiler, text, entry, sanitize)
-    except BuildError as error:
-        if not isinstance(error.__cause__, OSError):
+    except _StorageError as error:
+        folder = host_cache.folder()
+        if folder in _unusable:
             raise
-    return _built(compiler, text, entry, sanitize)  # another process may have removed the folder in between
+        _unusable[folder] = str(error)
+    return _built(compiler, text, entry, sanitize)
 
 
 def _built(compiler: str, text: str, entry: str, sanitize: str) -> Kernel:
@@ -116,7 +124,7 @@ def _loaded(library: Path, runtime: Path, entry: str) -> Kernel:
         return Kernel(library, runtime, entry)
     except OSError as error:
         fault = host_cache.make_folder(library.parent)
-        raise BuildError(
+        raise _StorageError(
             f"kernel {entry} must be loaded from {library.parent}, which fails ({error}{fault and f'; {fault}'}): "
             f"set CUFLASH_CACHE_DIR, or TMPDIR, to a different folder"
         ) from error
@@ -144,10 +152,14 @@ def preload_environment(sanitize: Sanitizer) -> dict[str, str]:
     }
 
 
+# Why this process stores no more kernels in a folder: its disk is full, say.
+_unusable: dict[Path, str] = {}
+
+
 def cache_directory() -> Path:
     """Return the folder of compiled kernels: the disk cache, or a temporary folder if the cache is unusable."""
     folder = host_cache.folder()
-    fault = host_cache.make_folder(folder)
+    fault = _unusable.get(folder) or host_cache.make_folder(folder)
     return Path(_temporary_directory(fault).name) if fault else folder
 
 
@@ -261,7 +273,7 @@ def _cached_file(target: Path, publish: Callable[[], IO[bytes]]) -> IO[bytes]:
             if (file := _opened(target)) is not None:
                 return file
     fix = "set CUFLASH_CACHE_DIR to a different folder"
-    raise BuildError(f"another process removes or changes {target} as soon as it is written: {fix}")
+    raise _StorageError(f"another process removes or changes {target} as soon as it is written: {fix}")
 
 
 def _opened(target: Path) -> IO[bytes] | None:
@@ -287,6 +299,7 @@ def _seal(data: bytes) -> bytes:
 
 
 _SEAL_BYTES = hashlib.sha256().digest_size
+_LEAST_FREE_BYTES = 64 << 20  # more than a compiler writes for a prelude
 _MOST_ATTEMPTS = 3  # to open a file that other processes remove or replace
 
 
@@ -300,7 +313,7 @@ def _publish(commands: list[list[str]], target: Path, what: str, source: str = "
     """
     folder = target.parent if target.suffix == ".so" else target.parent.parent  # each prelude has its own subfolder
     try:
-        with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as temporary, ExitStack() as undo:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=host_cache.BUILDING) as temporary, ExitStack() as undo:
             source_path = target.with_suffix(".cpp")
             (Path(temporary) / source_path.name).write_text(source, "utf-8")
             for command in commands:
@@ -311,7 +324,8 @@ def _publish(commands: list[list[str]], target: Path, what: str, source: str = "
                         os.replace(Path(temporary) / source_path.name, source_path)
                     where = f"\nThe whole text is in {source_path}" if source else ""
                     output = run.stderr.strip() or _end(run)
-                    raise BuildError(f"{_COMPILER} does not compile {what}:\n{output}{where}")
+                    kind = _StorageError if _is_full(folder) else BuildError
+                    raise kind(f"{_COMPILER} does not compile {what}:\n{output}{where}")
             result = Path(temporary) / target.name
             file = undo.enter_context(result.open("ab"))
             data = result.read_bytes()
@@ -327,9 +341,14 @@ def _publish(commands: list[list[str]], target: Path, what: str, source: str = "
             undo.pop_all()
             return file
     except OSError as error:
-        raise BuildError(
+        raise _StorageError(
             f"{what} must be stored in {folder}, which fails ({error}): free disk space, or remove that folder"
         ) from error
+
+
+def _is_full(folder: Path) -> bool:
+    """True if a disk has so little space that a compiler may have failed for that reason."""
+    return shutil.disk_usage(folder).free < _LEAST_FREE_BYTES
 
 
 # Bytes that this process has published in each folder since it last examined the size of the folder.

@@ -21,11 +21,18 @@ FUNCTION_ATTRIBUTES = {"NUM_REGS": 40, "LOCAL_SIZE_BYTES": 0, "SHARED_SIZE_BYTES
 
 
 class CUDARuntimeError(RuntimeError):
-    pass
+    status = 1
 
 
 class CUDADriverError(RuntimeError):
-    pass
+    status = 1
+
+
+def sticky(kind: type[Any]) -> Any:
+    """Return an error that CUDA reports at every call after a kernel read outside of its arrays."""
+    error = kind("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
+    error.status = 700
+    return error
 
 
 class CompileException(Exception):
@@ -107,6 +114,7 @@ class Double(ModuleType):
         self.cuda = SimpleNamespace(
             Device=Device,
             Module=Module,
+            get_current_stream=lambda: SimpleNamespace(is_capturing=lambda: False),
             compiler=SimpleNamespace(CompileException=CompileException),
             nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),
             driver=SimpleNamespace(

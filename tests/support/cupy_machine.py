@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import operator
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -154,6 +155,7 @@ class Stream:
         self._machine.stream = self._before
 
     def is_capturing(self) -> bool:
+        self._machine.works(cupy_double.CUDARuntimeError)
         return self.nodes is not None
 
     def do(self, work: Callable[[], None]) -> None:
@@ -212,10 +214,18 @@ class Cupy(cupy_double.Double):
         What streams were told, in order.
     allocated : int
         Arrays made so far.
+    live_bytes : int
+        Bytes of those that are not freed.
     room : int
         Bytes that one array may have.
+    allocations_left : int
+        Allocations that succeed; the one after them fails, and later ones succeed again.
+    launches_left : int
+        Launches that succeed; the one after them raises KeyboardInterrupt, and later ones succeed again.
     fault : str
         What the next wait for a stream finds.
+    has_failed : bool
+        True if a kernel has failed, so that CUDA refuses all work.
     """
 
     def __init__(self, cache: Path) -> None:
@@ -223,7 +233,8 @@ class Cupy(cupy_double.Double):
         self.specs: dict[str, KernelSpec] = {}
         self.launchable: list[Function] = []
         self.log: list[tuple[Any, ...]] = []
-        self.allocated, self.room, self.fault = 0, 1 << 30, ""
+        self.allocated, self.live_bytes, self.room, self.fault = 0, 0, 1 << 30, ""
+        self.allocations_left, self.launches_left, self.has_failed = 1 << 62, 1 << 62, False
         self.runs_kernels = self.events_are_reached = True
         self._number = 0
         self.streams: dict[int, Stream] = {}
@@ -236,6 +247,7 @@ class Cupy(cupy_double.Double):
         cuda.runtime.getDeviceProperties = lambda number: H100
         cuda.runtime.getDeviceCount = lambda: 2
         cuda.runtime.getDevice = lambda: self.device
+        cuda.runtime.deviceSynchronize = lambda: self.works(cupy_double.CUDARuntimeError)
         cuda.runtime.memsetAsync = lambda start, value, nbytes, stream: ctypes.memset(start, value, nbytes)
         cuda.driver.launchKernel = self._launch
         self.lib = SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=self._as_strided))
@@ -253,8 +265,13 @@ class Cupy(cupy_double.Double):
         if self.stream.is_capturing():
             raise cupy_double.CUDARuntimeError(f"{what}: operation not permitted when stream is capturing")
 
+    def works(self, error: type[Exception]) -> None:
+        if self.has_failed:
+            raise cupy_double.sticky(error)
+
     def _loaded(self, code: str, options: tuple[str, ...], log_stream: Any) -> Any:
         self.waits("compiling")
+        self.works(cupy_double.CUDADriverError)
         return super()._loaded(code, options, log_stream)
 
     def _function(self, module: Any, code: str, name: str) -> Any:
@@ -265,6 +282,10 @@ class Cupy(cupy_double.Double):
 
     def _launch(self, pointer: int, *sizes: int) -> None:
         """Launch as the driver does: a grid and a block of three sizes, bytes of shared memory, a stream, arguments."""
+        self.works(cupy_double.CUDADriverError)
+        self.launches_left -= 1
+        if self.launches_left == -1:
+            raise KeyboardInterrupt
         grid, _, _, threads, _, _, shared_bytes, stream, table, _ = sizes
         (function,) = (function for function in self.launchable if function.ptr == pointer)
         function.launch(grid, threads, shared_bytes, self.streams[stream], table)
@@ -276,11 +297,17 @@ class Cupy(cupy_double.Double):
 
     def empty(self, shape: Any, dtype: Any) -> Ndarray:
         host = np.empty(shape, dtype)
-        if host.nbytes > self.room:
+        self.allocations_left -= 1
+        if host.nbytes > self.room or self.allocations_left == -1:
             raise OutOfMemoryError(f"Out of memory allocating {host.nbytes} bytes")
         self.allocated += 1
+        self.live_bytes += host.nbytes
+        weakref.finalize(host, self._freed, host.nbytes).atexit = False
         host.reshape(-1).view(np.uint8)[...] = 0xFF  # NaN in every dtype
         return Ndarray(host, self.device)
+
+    def _freed(self, nbytes: int) -> None:
+        self.live_bytes -= nbytes
 
     def zeros(self, shape: Any, dtype: Any) -> Ndarray:
         return self.full(shape, 0, dtype)
