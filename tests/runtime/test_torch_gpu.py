@@ -251,7 +251,7 @@ def test_a_capture_of_a_tangent_that_was_never_computed_is_refused():
     with torch.cuda.graph(graph):
         torch.zeros(1, device="cuda")  # PyTorch warns of an empty graph
         with pytest.raises(RuntimeError, match="jvp.* is not compiled yet.*make the same call once"):
-            torch.func.jvp(call, inputs[:1], inputs[:1])
+            torch.func.jvp(call, (inputs[0],), (inputs[0],))
 
 
 def test_checks_run_and_empty_and_far_scaled_calls_too(monkeypatch):
