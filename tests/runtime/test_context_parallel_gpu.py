@@ -60,12 +60,15 @@ def check(devices, name, dtype, **how):
     options = OPTIONS[name]
     arrays, posed = arrays_of(options, dtype), {each: x for each, x in options.items() if each not in OF_LAYOUT}
     bound = cuflash.error_bound(*arrays.values(), **posed)
-    sink = {"sink": cupy.asarray(posed["sink"])} if "sink" in posed else {}
+    sent = {"sink": cupy.asarray(posed["sink"])} if "sink" in posed else {}
+    if name == "documents":
+        sent["mask"] = posed["mask"].to(cupy.asarray)
     q, k, v, do = map(cupy.asarray, arrays.values())
     score = posed.get("score")
-    if score is not None:
-        sink["score"] = score._with_arrays({each: cupy.asarray(x) for each, x in score.arrays.items()})
-    (o, lse), vjp = cuflash.attention_vjp(q, k, v, return_lse=True, **posed | sink)
+    if score is not None:  # whose kernels take adjacent queries only
+        how["layout"] = "contiguous"
+        sent["score"] = score._with_arrays({each: cupy.asarray(x) for each, x in score.arrays.items()})
+    (o, lse), vjp = cuflash.attention_vjp(q, k, v, return_lse=True, **posed | sent)
     gradients = vjp(do)
     exact = {"o": o, "lse": lse, "dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
     exact |= {f"d{each}": gradients[each] for each in gradients.others}

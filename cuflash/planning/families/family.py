@@ -37,7 +37,8 @@ def _place_reasons(problem: Problem) -> list[str]:
     if problem.dropout is not None:
         reasons.append(f"dropout of a part of a longer sequence (q_start=, kv_start=) does not run on kernels: {fix}")
     if problem.score is not None and problem.places.q_runs:
-        reasons.append(f"score functions of queries that are not adjacent do not run on kernels: {fix}")
+        layout = "use layout='contiguous' of ContextParallel, or executor='cpu'"
+        reasons.append(f"score functions of queries that are not adjacent do not run on kernels: {layout}")
     return reasons
 
 
