@@ -18,7 +18,7 @@ FOLDER = str(Path(cuflash.__file__).parent)
 
 @contextmanager
 def interrupted(line: int) -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt at the numbered executed line of the library, and count the lines."""
+    """Raise KeyboardInterrupt at the `line`-th line that the library executes, and count the executed lines."""
     count = [0]
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -57,7 +57,7 @@ def test_a_call_after_an_interrupted_one_has_the_same_bits(mask: Any) -> None:
         call()
     assert count[0] > 100
     lines = np.random.default_rng(1).choice(count[0] - 1, 100, replace=False) + 1
-    num_ignored = 0  # in finalizers, where Python drops exceptions
+    num_ignored = 0  # interrupts in finalizers, where Python ignores exceptions
     for line in lines.tolist():
         with suppress(KeyboardInterrupt), interrupted(line):
             call()
