@@ -1,6 +1,4 @@
-"""Planted faults in blocks that each query chooses: lists as sets, neighbors' unions, grouped heads, merged
-branches.
-"""
+"""Planted faults in blocks that each query chooses: lists as sets, unions of neighbors, grouped heads, merges."""
 
 from __future__ import annotations
 

@@ -74,9 +74,7 @@ def calls_are_told_apart(library: ModuleType) -> None:
 
 
 def calls_hand_over_their_numbers(library: ModuleType) -> None:
-    """Check that kernels drop the same weights as the installed host function, with a threshold that ends in a 0
-    bit.
-    """
+    """Check that kernels drop the same weights as the installed host function, for a threshold that ends in a 0 bit."""
     example = SHORT.example()
     part(library, "compiler.source").KERNELS = sources.KERNELS  # a copy of the library has no kernels
     ours, theirs = library.Dropout(0.4, SEED, 5), example.but(dropout=Dropout(0.4, SEED, 5))

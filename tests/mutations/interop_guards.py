@@ -237,7 +237,7 @@ def _batches_are_right(library: ModuleType, module: ModuleType, torch: ModuleTyp
     """Check that batches of calls, and of their gradients, equal single calls."""
     q, k, v, sink, _ = plain
     slopes = torch.arange(4.0, dtype=torch.float64) / 4
-    # a batch entry of k and v is a key/value head that several q heads share
+    # in each call, the four heads of q share the two heads of k and v
     calls = {
         "sink": ((0, None, None, 0), lambda q, k, v, sink: module.attention(q, k, v, sink=sink)),
         "axes": ((1, 2, 0, None), lambda q, k, v, sink: module.attention(q, k, v)),

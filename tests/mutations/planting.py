@@ -123,7 +123,7 @@ def misfits(edits: Iterable[Edit]) -> list[str]:
 
 @contextmanager
 def planted(folder: Path, edit: Edit) -> Iterator[None]:
-    """Within a `with` block, build kernels from a copy of the sources that contains the fault."""
+    """Build kernels from a copy of the sources that contains the fault, within a `with` block."""
     original = sources.KERNELS
     shutil.copytree(original, folder, dirs_exist_ok=True)
     path = folder / edit.file

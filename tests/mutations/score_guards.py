@@ -67,9 +67,7 @@ SMALL = (
 
 
 def batches_are_read_in_place(library):
-    """Check that an array's leading axes match those before the heads, from the right; an axis of length 1
-    broadcasts.
-    """
+    """Check that an array's leading axes match those before the heads, from the right; axes of length 1 broadcast."""
     s, b = np.zeros((2, 3, 1, 2, 1)), np.arange(6).reshape(2, 3, 1, 1, 1)
     for leading in ((2, 3), (3,), (2, 1), (1, 3), (1,)):
         array = np.random.default_rng(0).standard_normal((*leading, 2))
