@@ -3,21 +3,22 @@
     python -m experiments chosen_speed                                    # a check, then 4096, 16384 and 32768 tokens
     python -m experiments chosen_speed --groups 1,4,16 --seqlens 16384    # other groups of heads
     python -m experiments chosen_speed --chosen 4,16,64 --seqlens 16384   # other numbers of blocks
-    python -m experiments chosen_speed --regimes random,0.6,0.8,0.9,sink  # other overlaps of neighbours
+    python -m experiments chosen_speed --regimes random,0.6,0.8,0.9,sink  # other overlaps of neighbors
 
 It needs an NVIDIA GPU of compute capability 8.0 or newer, and CuPy. The dtype is bfloat16, head_dim is 128, and 64
 query heads are in groups of `groups`. Attention is causal: every query attends its own block of 64 keys and `chosen` -
 1 blocks before it. Regimes: "random" blocks; "0.8", in which each query keeps each block of the previous query with a
-probability of 0.8; "sink", random blocks of which one is block 0. The blocks are drawn on the device. First, results
-and gradients of a few random problems are compared with the specification in float64, within their bounds.
+probability of 0.8; "sink", random blocks that include block 0. The blocks are drawn on the device. First, results and
+gradients of a few random problems are compared with the specification in float64, within their bounds.
 
-Rows: `chosen` joins lists on the device in each call, and so does `sm80`, by the kernels for GPUs before Hopper;
+Rows: `chosen` joins lists on the device in each call; `sm80` does the same with the kernels for GPUs before Hopper;
 `dense` is causal attention without lists; `fla` is flash-linear-attention's `parallel_nsa`, if it is installed and
-serves the group. `distinct` is the ratio of the distinct blocks of a tile's queries to the blocks of one query. Rows of
-`listed` are from before these kernels: they visit the same blocks in an index with blocks of (1, 64).
+supports the group size. `distinct` is the ratio of the distinct blocks of a tile's queries to the blocks of one query.
+Rows of `listed` were measured before these kernels existed: they visit the same blocks in an index with blocks of (1,
+64).
 
-Found:  on an H200 with 4096 tokens and random blocks, before there were kernels for Hopper, the forward pass takes 0.24
-times the time with lists of (1, 64), and the backward pass 0.36 times; relative to dense causal attention, they take
+Found:  on an H200 with 4096 tokens and random blocks, before kernels for Hopper existed, the forward pass takes 0.24
+times as long as with lists of (1, 64), and the backward pass 0.36 times; relative to dense causal attention, they take
 2.3 and 1.6 times as long.
 
 Cost: 90 seconds of a GPU, 40 of them for compiling.
@@ -41,10 +42,10 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 HEADS, DIM, BLOCK = 64, 128, 64
-REGIMES = ("random", "sink")  # in addition to shares such as "0.8"
+REGIMES = ("random", "sink")  # in addition to probabilities such as "0.8"
 MOST_CHOSEN = 64
-_SAMPLED = 4096  # queries at the end whose distinct blocks are counted
-# A thread draws the lists of a head, query after query.
+_SAMPLED = 4096  # number of last queries whose distinct blocks are counted
+# A thread draws the lists of a head, one query after another.
 _DRAW = """
 extern "C" __global__ void draw(int* blocks, int seqlen, int chosen, float share, int has_sink) {
   unsigned long long state = 0x9E3779B97F4A7C15ull * (blockIdx.x + 1);
@@ -119,7 +120,7 @@ def lists_of(seqlen: int, num_lists: int, chosen: int, regime: str) -> Any:
 
 
 def check() -> None:
-    """Compare results of drawn problems with the specification in float64, for all kernels that this GPU has."""
+    """Compare results of random problems with the specification in float64, for all kernels that this GPU can run."""
     import cupy
 
     kernels = ("sm90", "sm80") if _is_hopper() else ("sm80",)
@@ -152,7 +153,7 @@ def _is_hopper() -> bool:
 
 
 def calls_of(seqlen: int, group: int, lists: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield the name of a pass, the name of a method, and the call."""
+    """Yield a name for each pass and method, and the call."""
     import cupy
 
     def normal(heads: int) -> Any:
@@ -237,7 +238,7 @@ def table(records: list[Record]) -> Table:
 
 
 def plot(records: list[Record]) -> Figure:
-    """Draw the times of each way over the distinct blocks of a tile, and over the share of blocks that are chosen."""
+    """Plot the times of each method over the distinct blocks of a tile, and over the fraction of chosen blocks."""
     figure = Figure(figsize=(10, 7), layout="constrained")
     axes = figure.subplots(2, 2)
     for column, which in enumerate(("forward", "backward")):

@@ -1,18 +1,19 @@
-"""What do tangents and second derivatives cost? Against plain attention, and against PyTorch's math attention.
+"""What do tangents and second derivatives cost, compared with plain attention and with PyTorch's math attention?
 
     python -m experiments derivatives                               # 8192 tokens, 16 heads of 64 and of 128, bfloat16
     python -m experiments derivatives --head-dims 128 --seqlens 2048 --peers none
 
-Needs an NVIDIA GPU and CuPy, and PyTorch for the peer. "tangent" is o and o_dot along tangents of q, k and v: a forward
-pass and the pass jvp. "pass" is the pass jvp alone, "q alone" the same with a tangent of q alone. "double backward" is
-the gradient of given gradients: the passes jvp and backward_jvp. Before a case is timed, results of a small call are
-compared with their error bounds. Times are of the device's part of a call, in turn with those of plain attention; the
-level-2 cache is written over before each. TFLOP/s count the products of a pass; of_plain is the time over that of plain
-attention: of its forward pass, and for double backward of its backward pass. PyTorch's math attention is differentiated
-by torch.func.jvp, and by autograd twice; it stores matrices of scores.
+Needs an NVIDIA GPU and CuPy, and PyTorch for the comparison. "tangent" computes o and o_dot from tangents of q, k and
+v: a forward pass and the pass jvp. "pass" is the pass jvp alone, and "q alone" the same with a tangent of q only.
+"double backward" is the gradient of the gradients: the passes jvp and backward_jvp. Before a case is timed, results of
+a small call are compared with their error bounds. Times are device times, alternating with those of plain attention,
+with the level-2 cache flushed before each call. TFLOP/s count the products of a pass; of_plain is the time divided by
+that of plain attention: of its forward pass, and for double backward of its backward pass. PyTorch's math attention,
+which stores matrices of scores, is differentiated by torch.func.jvp, and twice by autograd.
 
-Expect: a value and its tangents in at most 4.6 times the time of plain attention.
-Found:  6.1 times on an H200 at 128 columns, the pass jvp alone 5.1 times; PyTorch's math attention 95 times.
+Expect: a value and its tangents take at most 4.6 times as long as plain attention.
+Found:  6.1 times as long on an H200 at 128 columns, and the pass jvp alone 5.1 times; PyTorch's math attention 95
+times.
 
 Cost: Two minutes of a GPU.
 """
@@ -32,7 +33,8 @@ from rich.table import Table
 from workloads import share_kept
 
 MASKS, PEERS = ("full", "causal"), ("torch", "none")
-# Products of size n^2 d, by what is timed; the second derivatives are computed in two walks.
+# Number of products of size n^2 d, by measurement; the second derivatives are computed by two kernels, by rows and by
+# columns.
 PRODUCTS = {"tangent": 7, "pass": 5, "q alone": 3, "double backward": 20}
 
 
@@ -60,7 +62,7 @@ def check(config: Config, head_dim: int, mask: str) -> float:
     Raises
     ------
     AssertionError
-        It exceeds 1.
+        The ratio exceeds 1.
     """
     import cupy
 
@@ -144,7 +146,7 @@ def measured(config: Config, head_dim: int, mask: str, seqlen: int) -> Iterator[
 
 
 def run(config: Config) -> Iterator[Record]:
-    """Yield one row for each number of columns, mask, length and what is timed."""
+    """Yield one row for each head_dim, mask, length and measurement."""
     for head_dim, mask, seqlen in cases_on_gpu(config.head_dims, config.masks, config.seqlens):
         yield from measured(config, head_dim, mask, seqlen)
 
