@@ -166,7 +166,7 @@ def run(config: Config) -> Iterator[Record]:
         }
         for seqlen in track(config.seqlens, "plans")
     }  # fmt: skip
-    try:  # run first, since it fits the memory at every length
+    try:  # `reversed` runs the last family first, because it fits the memory at every length
         calls = [(config.shape(seqlen), tuple(reversed(fitting))) for seqlen, fitting in plans.items()]
         counters = counted(calls) if config.gpu else [{} for _ in calls]
     except RuntimeError as error:
