@@ -70,9 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Hide the collected tests from the garbage collector, which would otherwise visit thousands of objects each
-    time.
-    """
+    """Hide the collected tests from the garbage collector, which would otherwise visit thousands of objects."""
     gc.collect()
     gc.freeze()
 

@@ -105,7 +105,7 @@ def gates_of(q: Any, weight: Any, bias: Any) -> Any:
 
 
 def options_of(config: Config) -> dict[str, Any]:
-    """Return the options of the choice: the first block and the query's own block are always kept."""
+    """Return the selector's options: the first block and the query's own block are always kept."""
     return {
         "block": (1, config.block), "compression": (config.run, config.stride), "causal": True,
         "budget": Budget(top_k=config.blocks), "forced": Forced(sink=1),

@@ -275,7 +275,7 @@ def part(records: list[Record], name: str) -> list[Record]:
 
 
 def finding(records: list[Record]) -> str:
-    """Return two sentences about the numbers."""
+    """Describe the results in two sentences."""
     recall, speed = part(records, "recall"), part(records, "speed")
     budget = min((row["budget"] for row in recall if row["pattern"] == "oracle"), key=lambda x: abs(x - 0.25))
     at_budget = {row["pattern"]: row for row in recall if row["budget"] == budget}

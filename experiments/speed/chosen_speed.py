@@ -108,7 +108,7 @@ def _share(regime: str) -> float:
 
 
 def lists_of(seqlen: int, num_lists: int, chosen: int, regime: str) -> Any:
-    """Draw the blocks of each query on the device, int32 [lists, seqlen, chosen]: its own and earlier ones, then -1."""
+    """Draw the blocks of each query on the device, int32 [lists, seqlen, chosen]: its own, earlier ones, then -1."""
     import cupy
 
     blocks = cupy.empty((num_lists, seqlen, chosen), np.int32)

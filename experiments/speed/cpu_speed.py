@@ -121,7 +121,7 @@ def cuflash_calls(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray) -
 
 
 def numpy_calls(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray) -> dict[str, Callable[[], object]]:
-    """Return the two matrix products of the forward pass, into existing memory, and attention in plain NumPy."""
+    """Return calls of the forward pass's two matrix products, into existing memory, and of attention in plain NumPy."""
     s = np.empty((*q.shape[:2], k.shape[1]), np.float32)
     return {
         "two matmuls": lambda: np.matmul(q, k.swapaxes(-1, -2), out=s) @ v,

@@ -123,7 +123,7 @@ class Case:
 
 
 def cases(config: Config) -> list[Case]:
-    """Return all cases whose blocks fit the length; the others are named on standard error."""
+    """Return all cases whose blocks divide the length; print the others to standard error."""
     result = []
     grid = itertools.product(config.dtypes, config.head_dims, config.mask_names, config.seqlens)
     for dtype, head_dim, mask, seqlen in grid:
@@ -142,7 +142,7 @@ def cases(config: Config) -> list[Case]:
 
 
 def mask_of(wanted: Wanted) -> masks.Mask | None:
-    """Return all cases whose blocks divide the length; print the others to standard error."""
+    """Return cuflash's mask of a case."""
     if wanted.blocks is not None:
         return masks.BlockPattern(wanted.blocks, wanted.block)
     return masks.Causal() if wanted.is_causal else None

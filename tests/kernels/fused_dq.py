@@ -17,7 +17,7 @@ from cuflash.planning.launches import DqSemaphoreOrder
 
 class KeyTile(NamedTuple):
     place: int  # batch entry and head of the keys
-    number: int  # along the sequence
+    number: int  # index of the tile along the sequence
 
 
 def finishing_order(dq_order: DqSemaphoreOrder, num_groups: int, num_tiles: int) -> list[KeyTile]:

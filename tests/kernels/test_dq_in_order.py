@@ -126,9 +126,7 @@ def test_every_result_has_the_same_bits_under_every_schedule(name: str, mask: st
 
 
 def check_one_head() -> None:
-    """Check that a block's next tile may belong to the same head and read the elements that the last tile ended
-    with.
-    """
+    """Check that a block's next tile may have the same head, and read the elements that the last tile ended with."""
     check("table", "full", "128", TOGETHER, num_heads=1, num_kv_heads=1, q_batch=(), k_batch=(), v_batch=())
 
 

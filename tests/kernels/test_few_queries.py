@@ -179,7 +179,7 @@ def plan_of(
 
 
 def other_calls(library: Any) -> dict[str, dict[str, Any]]:
-    """Return the options of calls that the kernel does not serve."""
+    """Return the options of calls that the kernel does not support."""
 
     class Heads(library.masks.Mask):  # type: ignore[misc]
         intervals = WindowsOfHeads.intervals

@@ -1,5 +1,5 @@
-"""Block lists and work lists on a GPU equal those created on the host, also in a stream capture, which allows no
-wait.
+"""Block lists and work lists on a GPU equal those created on the host, also in a stream capture, which forbids
+waits.
 """
 
 from __future__ import annotations

@@ -25,9 +25,7 @@ def tokens(*shape: int) -> Any:
 
 
 def test_gradients_are_the_slopes_of_the_loss(model: ModuleType) -> None:
-    """Central differences in float64 with a step of eps^(1/3) have an error near eps^(2/3); sqrt(eps) leaves a
-    margin.
-    """
+    """Central differences in float64 with a step of eps^(1/3) have errors near eps^(2/3); sqrt(eps) leaves a margin."""
     config, text = model.Config(**SIZES), tokens(3, 14)
     weights = model.parameters(config, dtype=np.float64)
     _, gradients = model.loss_and_gradients(weights, text, config)

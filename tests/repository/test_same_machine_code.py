@@ -78,7 +78,7 @@ def test_a_cubin_is_read_as_its_compiler_describes_it(
         assert numbers[2] in (compiled.resources.shared_bytes, compiled.resources.shared_bytes + 1024)
         assert function["barriers"] == (name == "spills")
         assert len(function["instructions"]) % 16 == 0 and function["instructions"] in compiled.code
-        # the size of Params
+        # this constant bank contains Params
         assert any(len(value) > 700 for field, value in function.items() if field == "constant bank 0")
 
 

@@ -89,7 +89,7 @@ def workspace(tokens, tile_memory_bytes):
 
 @given(st.integers(12, 24), st.integers(0, 200))
 def test_the_memory_of_a_call_is_linear_in_its_length_on_any_host(log_tokens, log_memory):
-    """From 4096 tokens on, which is the largest tile, twice the tokens take at most twice the memory."""
+    """From 4096 tokens (the largest tile) on, twice the tokens take at most twice the memory."""
     assert workspace(2 << log_tokens, 1 << log_memory) <= 2 * workspace(1 << log_tokens, 1 << log_memory)
 
 

@@ -293,7 +293,7 @@ def test_another_number_is_the_same_program() -> None:
 
 
 def test_a_program_that_was_finished_before_has_its_own_numbers() -> None:
-    """Score functions with equal instructions share a program, unless an integer in it equals a captured number."""
+    """Score functions with equal instructions share a program, unless an integer constant equals a captured number."""
     first, second = (Score(lambda s, b, h, i, j: cap * np.tanh(s / cap) - 0.25) for cap in (3.0, 7.0))
     assert first.program is second.program
     assert first.numbers == (3.0, 1 / 3, 0.25) and second.numbers == (7.0, 1 / 7, 0.25)

@@ -192,9 +192,7 @@ def assert_rows_may_be_fewer(attend: Attend, call: Drawn) -> None:
 
 
 def assert_numbers_out_of_range_lead_nowhere(attend: Attend, call: Drawn) -> None:
-    """Assert that invalid pages and lengths of sequence 1 are counted, and change only its result, which stays
-    finite.
-    """
+    """Assert that invalid pages and lengths of sequence 1 are counted, and change only its result, which is finite."""
     k, v, table = paged(call, 16, 0)
     others = [b for b in range(len(call.lengths)) if b != 1]
     right = attend(call, (k, v, table))
@@ -244,9 +242,7 @@ HARD = np.float32([0, -0.0, 1e-42, 1e-38, 2e-38, -1e-37, 5e-36, 1, 448, 448.0000
 
 
 def _hard(shape: tuple[int, ...]) -> Any:
-    """Return ties, subnormals, the limits of both formats, NaN and infinities, in rows of one or many nonzero
-    numbers.
-    """
+    """Return ties, subnormals, limits of both formats, NaN and infinities, in rows of one or many nonzero numbers."""
     rng, (_, num_rows, heads, _) = np.random.default_rng(0), shape
     near = (rng.integers(0, 2**32, shape, dtype=np.uint32) >> 5 | 0x3A000000).view(np.float32)
     rows = np.where(rng.random(shape) < 0.5, near, HARD[rng.integers(0, len(HARD) - 4, shape)])

@@ -100,9 +100,7 @@ class Run:
         return array.get() if self.is_on_device else array
 
     def put_mask(self, mask: Any, *arrays: Any) -> Any:
-        """Put a mask on the device of the call's arrays; as blocks if documents are unsorted, which no device can
-        detect.
-        """
+        """Put a mask on the device of the call's arrays; as blocks if ids are unsorted, which no device can detect."""
         if not self.is_on_device or mask is None:
             return mask
         import cupy
@@ -281,9 +279,7 @@ def _for_each_run(
 def holds_for_examples(
     on: pytest.MarkDecorator = on_every_executor, **drawn: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that makes `test(run, example, ...)` a property of runs, with examples that a run can
-    afford.
-    """
+    """Return a decorator that makes `test(run, example, ...)` a property, with examples that a run can afford."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         def on_examples(run: Run, **fixed: Any) -> None:

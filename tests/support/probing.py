@@ -36,8 +36,8 @@ ULP = {np.dtype(np.float32): 2.0**-23, np.dtype(np.float64): 2.0**-52}
 
 @dataclass(frozen=True)
 class Expected:
-    """The expected contents of an argument after a launch: exact bits, or numbers within some units in the last
-    place.
+    """The expected contents of an argument after a launch: exact bits, or numbers within some units of least
+    precision.
     """
 
     values: Any
