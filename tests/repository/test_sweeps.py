@@ -149,7 +149,7 @@ def test_a_killed_worker_loses_nothing_that_was_done(sweep: ModuleType, tmp_path
 
 
 def children() -> list[int]:
-    """Return the direct and indirect child processes that do work, without those that only hold resources."""
+    """Return the ids of child processes that multiprocessing started, which exclude its resource tracker."""
     started = [child.pid for child in multiprocessing.active_children()]
     return [pid for pid in started if pid is not None]
 

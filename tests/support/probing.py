@@ -36,9 +36,7 @@ ULP = {np.dtype(np.float32): 2.0**-23, np.dtype(np.float64): 2.0**-52}
 
 @dataclass(frozen=True)
 class Expected:
-    """The expected contents of an argument after a launch: exact bits, or numbers within some units of least
-    precision.
-    """
+    """Expected contents of an argument after a launch: exact bits, or numbers within `ulps` units in the last place."""
 
     values: Any
     ulps: float = 0.0
