@@ -223,7 +223,7 @@ def intervals() -> dict[str, Structure]:
         "a sequence that ends in a tile": Structure(
             **square, **wide, mask=masks.Sequences(np.array([0, 300, 301, 520]), causal=True)
         ),
-        # a tile's number in its sequence's numbering exceeds the tile's number at plain multiples by up to 50
+        # each sequence starts a new tile, so tile numbers are up to 50 larger than if tiles started at plain multiples
         "a long sequence after 50 short ones": Structure(
             **heads, **wide, seqlen_q=400, seqlen_kv=400,
             mask=masks.Sequences(np.array([*range(0, 150, 3), 400]), causal=True),

@@ -152,7 +152,7 @@ def test_calls_list_no_mask_of_several_arrays_or_of_many_axes():
     assert ListSource.of(sent(dense, device.to_device).resolve(five), five, (8, 8)) is None
 
 
-# Calls, on a test double of CuPy that runs the kernels.
+# Calls on a test double of CuPy that runs the kernels.
 
 Q, K, V, DO = RNG.standard_normal((4, 2, 3, 40, 16), dtype=np.float32)
 KEPT = RNG.random((2, 3, 40, 40)) < 0.4

@@ -30,7 +30,7 @@ of_families = pytest.mark.parametrize("family", FAMILIES)
 @of_families
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_attention_and_depends_on_its_own_sequence_alone(run: Run, family: str, kind: str) -> None:
-    """Results are within their bounds; bits are equal alone, in another order, and in pages of any size and place."""
+    """Results are within bounds; a sequence has equal bits alone, in another order, and in pages of any size."""
     call, attend = drawn(KINDS[kind], LENGTHS), partial(prefilled, run, family)
     o, lse, faults = attend(call)
     assert not faults

@@ -168,7 +168,7 @@ def structures() -> dict[str, Structure]:
             mask=masks.Causal("bottom_right"), layouts=_EACH_LAYOUT,
         )  # fmt: skip
     for dtype in dtypes:
-        head_dim = 40 if dtype == "bfloat16" else 32  # shares kernels with other structures of the dtype
+        head_dim = 40 if dtype == "bfloat16" else 32  # other structures of the dtype use the same kernels
         by_name[f"{dtype}, grouped heads"] = Structure(
             q_batch=(2,), k_batch=(2,), v_batch=(2,), num_heads=6, num_kv_heads=2, **plain, head_dim=head_dim,
             value_dim=24, dtype=dtype, layouts=_EACH_LAYOUT,
