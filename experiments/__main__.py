@@ -57,7 +57,7 @@ def listing() -> str:
 
 
 def advice(module: str) -> str:
-    """Return the command that installs a module: the first extra of setup.cfg that lists it, or its own name."""
+    """Return the command that installs a module: by the first extra of setup.cfg that lists it, or by its own name."""
     setup = configparser.ConfigParser()
     setup.read(FOLDER.parent / "setup.cfg", "utf-8")
     top = module.partition(".")[0]
@@ -70,7 +70,7 @@ def advice(module: str) -> str:
 
 
 def complaint(error: Exception) -> str | None:
-    """Return a line that says what the machine lacks, or None for errors of the program and a closed output."""
+    """Return a line that says what the machine lacks, or None for program errors and a closed output."""
     if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and error.name:
@@ -87,7 +87,7 @@ def flags_of(path: Path) -> list[str]:
     lines = []
     for node in (each for config in configs for each in config.body if isinstance(each, ast.AnnAssign)):
         default = node.value
-        if isinstance(default, ast.Call):  # field(default=...)
+        if isinstance(default, ast.Call):  # the default is inside field(default=...)
             default = next((word.value for word in default.keywords if word.arg == "default"), default)
         flag = "--" + ast.unparse(node.target).replace("_", "-")
         lines.append(f"  {flag:24} default {ast.unparse(default) if default else 'none'}")
@@ -128,6 +128,6 @@ if __name__ == "__main__":
             sys.exit(main(sys.argv[1:]))
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # `head` has read its last line; Python flushes once more at exit
+    except BrokenPipeError:  # `head` has stopped reading; Python flushes once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""Shared set-up of the tests: Hypothesis profiles (CUFLASH_PROFILE=ci, dev or long), the gpu marker, and fixtures."""
+"""Shared setup of the tests: Hypothesis profiles (CUFLASH_PROFILE=ci, dev or long), the gpu marker, and fixtures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ device_lists.install(indices, index_maker)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Limit BLAS to one thread in each worker of pytest-xdist, since the workers take all cores together."""
+    """Limit BLAS to one thread in each worker of pytest-xdist, since the workers together occupy all cores."""
     if hasattr(config, "workerinput"):
         threadpoolctl.threadpool_limits(1, user_api="blas")
 
@@ -46,7 +46,7 @@ def _why_no_gpu() -> str | None:
         count = cupy.cuda.runtime.getDeviceCount()
     except ImportError as error:
         return f"CuPy is not installed ({error})"
-    except Exception as error:  # CUDARuntimeError has no base class that can be named without CuPy
+    except Exception as error:  # CuPy's CUDARuntimeError has no base class that is available without CuPy
         return f"CuPy finds no GPU ({error})"
     return None if count else "CuPy finds no GPU"
 
@@ -70,14 +70,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was collected out of garbage collections, each of which would visit thousands of tests."""
+    """Hide the collected tests from the garbage collector, which would otherwise visit thousands of objects."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def device() -> ModuleType:
-    """Return the stand-in for CuPy: device.to_device, device.to_host, device.namespace, device.transfers_allowed."""
+    """Return the test double of CuPy: device.to_device, device.to_host, device.namespace, device.transfers_allowed."""
     return device_double
 
 
@@ -85,7 +85,7 @@ def device() -> ModuleType:
 def nvrtc() -> tuple[int, int]:
     """Return the version of NVRTC.
 
-    A test with this fixture skips if no NVRTC wheel exists for the platform, and fails if it is not installed.
+    A test with this fixture skips if no NVRTC wheel exists for the platform, and fails if the wheel is not installed.
     """
     try:
         return compiling.nvrtc_version()
@@ -97,7 +97,7 @@ def nvrtc() -> tuple[int, int]:
 
 @pytest.fixture
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Copy kernels_cu/ and add the kernels of tests/support/kernels/; sources are generated from the copy."""
+    """Copy kernels_cu/ and add the kernels of tests/support/kernels/; texts are generated from the copy."""
     folder = tmp_path / "kernels_cu"
     for original in (sources.KERNELS, Path(__file__).parent / "support" / "kernels"):
         shutil.copytree(original, folder, dirs_exist_ok=True)
@@ -120,7 +120,7 @@ def spec() -> Callable[..., sources.KernelSpec]:
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """Yield a stand-in for CuPy that runs kernels on the simulator."""
+    """Yield a test double of CuPy that runs kernels on the simulator."""
     import cupy_machine
 
     with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:

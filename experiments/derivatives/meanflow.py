@@ -10,13 +10,13 @@ linear in the number of points. The tangent is detached, so that training needs 
 flow matching, with the same network and as many training steps.
 
 A sample is a set of points on a ring with a random center, so that points must attend each other. The table has the
-energy distance between generated sets and the data, in the law of two points of a set; `data` is that of two samples of
-the data. `gradients` is the relative difference of the loss's gradients in float64 from those with attention by
-PyTorch's operations, and `through` the same if the tangent is differentiated, too.
+energy distance between generated sets and the data, computed from the distribution of pairs of points in a set; `data`
+is the distance between two samples of the data. `gradients` is the relative difference of the loss's gradients in
+float64 from those with attention by PyTorch's operations, and `through` the same if the tangent is differentiated, too.
 
-Found:  one step of MeanFlow generates sets at an energy distance of 0.013, and one step of plain flow matching at
-0.53; 16 steps of the latter reach 0.024, and two samples of the data 0.006. Gradients of both attentions
-differ by a relative 3e-16, also through the tangent.
+Found:  one step of MeanFlow generates sets at an energy distance of 0.013, and one step of plain flow matching at 0.53;
+16 steps of the latter reach 0.024, and two samples of the data 0.006. The relative difference between the gradients
+with the two attention implementations is 3e-16, also through the tangent.
 
 Cost: Three minutes on an idle core.
 """
@@ -60,7 +60,7 @@ class Config:
             raise ValueError(f"points must be at least 16, of which pairs are compared; got {self.points}")
 
     def network(self, attention: str) -> Network:
-        """Return a network with the weights of the seed."""
+        """Return a network whose initial weights depend only on the seed."""
         import torch
         from sets import Network
 
@@ -114,7 +114,7 @@ def sampled(network: Network, config: Config, steps: int, method: str) -> torch.
 
 
 def trained(config: Config, method: str) -> tuple[Network, float]:
-    """Return a trained network and the milliseconds of a step."""
+    """Return a trained network and the time of a step in milliseconds."""
     import torch
 
     network, generator = config.network("cuflash"), torch.Generator().manual_seed(config.seed)
@@ -130,7 +130,7 @@ def trained(config: Config, method: str) -> tuple[Network, float]:
 
 
 def agreement(config: Config, *, is_detached: bool) -> float:
-    """Return the relative difference of gradients of two attentions, in float64."""
+    """Return the relative difference between the gradients with the two attention implementations, in float64."""
     import torch
 
     arguments = [each.double() for each in drawn(config, torch.Generator().manual_seed(config.seed), "meanflow")]
@@ -144,7 +144,7 @@ def agreement(config: Config, *, is_detached: bool) -> float:
 
 
 def run(config: Config) -> Iterator[Record]:
-    """Train, sample, and compare with the data, in one thread: the tensors are small."""
+    """Train, sample, and compare with the data, in one thread because the tensors are small."""
     import torch
 
     torch.set_num_threads(1)

@@ -1,6 +1,6 @@
 """Sets of points on rings, and a small network whose points attend to each other, for experiments on derivatives.
 
-All points of a set lie on one ring with a random center. A network that does not mix points cannot know the center.
+All points of a set lie on one ring with a random center, which a network that does not mix points cannot infer.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Network(torch.nn.Module):
 
 
 def energy_distance(first: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the energy distance between the laws of two points of a set, 0 if these are equal."""
+    """Return the energy distance between the distributions of pairs of points of a set; 0 if they are equal."""
     pairs = [torch.cat([sets[:, :8], sets[:, 8:16]], -1).flatten(0, 1) for sets in (first, other)]
     (a, b), mean = pairs, lambda x, y: float(torch.cdist(x, y).mean())
     return 2 * mean(a, b) - mean(a, a) - mean(b, b)

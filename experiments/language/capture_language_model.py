@@ -1,5 +1,4 @@
-"""What do queries, keys and values of a trained causal language model look like? Saves some of them for the
-experiments.
+"""What do q, k and v of a trained causal language model look like? Saves some of them for the experiments.
 
     python -m experiments capture_language_model            # on the host, for hours
     python -m experiments capture_language_model --gpu      # on a GPU, in a minute
@@ -33,7 +32,7 @@ from training import CHECKPOINTS, Recipe, Training, library_text, trained_on
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The training and the number of the saved layer, from 1 on; the committed archive was made with --gpu."""
+    """The configuration of the training, and the number of the saved layer, from 1 on; the archive used --gpu."""
 
     gpu: bool = False
     context: int = 512
@@ -55,7 +54,7 @@ class Config:
 
     @property
     def recipe(self) -> Recipe:
-        """The GPU run of `train_language_model`, with exact attention."""
+        """The configuration of the GPU run of `train_language_model`, with exact attention."""
         base = Sizes(gpu=True, gpu_context=self.context, gpu_batch=self.batch, gpu_steps=self.steps).recipe
         return replace(base, attention="exact", device="cupy" if self.gpu else "numpy")
 

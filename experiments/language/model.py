@@ -6,8 +6,8 @@ The model is a small decoder: embeddings of characters and positions, and layers
 perceptron, each after an RMS norm. Gradients are written out; those of attention come from `cuflash.attention_vjp`. The
 model is trained on the first page of Pride and Prejudice, within a minute on a CPU. `--xp cupy` does the same on a GPU.
 
-Without a cache, each new character takes a pass over all earlier ones. With a cache, it takes a pass over itself, which
-reads the keys and values of the earlier characters. Both generate the same text.
+Without a cache, each new character takes a pass over all earlier characters. With a cache, it takes a pass over only
+itself, which reads the keys and values of the earlier characters. Both generate the same text.
 
 Found:  both ways generate the same text, and the one with a cache generates more characters per second.
 
@@ -115,7 +115,7 @@ def rms_norm(x: Any, weights: Parameters, name: str, gradients: Parameters) -> t
 
 
 def split_heads(x: Any, num_heads: int) -> Any:
-    """Turn [batch, tokens, heads * dim] into [batch, heads, tokens, dim]."""
+    """Reshape [batch, tokens, heads * dim] to [batch, heads, tokens, dim]."""
     return x.reshape(*x.shape[:2], num_heads, -1).swapaxes(1, 2)
 
 
@@ -132,7 +132,7 @@ def attention(
     x: Any, weights: Parameters, layer: int, config: Config, gradients: Parameters,
     cache: cuflash.KVCache | None = None, attend: Attend = exact,
 ) -> tuple[Any, Pull | None]:  # fmt: skip
-    """Compute the attention of a layer; with a cache, x has only the new tokens, and there is no gradient."""
+    """Compute the attention of a layer; with a cache, x has only the new tokens, and there are no gradients."""
     heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
     projections, pulls = {}, {}
     for name, num_heads in heads.items():
@@ -162,7 +162,7 @@ def forward(
     weights: Parameters, tokens: Any, config: Config, caches: list[cuflash.KVCache] | None = None,
     attend: Attend = exact,
 ) -> tuple[Any, Callable[[Any], Parameters]]:  # fmt: skip
-    """Return logits [batch, tokens, vocabulary], and the function that gives the gradients of all parameters.
+    """Return logits [batch, tokens, vocabulary], and a function that computes the gradients of all parameters.
 
     With caches, one for each layer, `tokens` are the tokens that are not in the caches yet, and `attend` is not called.
     """
@@ -286,7 +286,7 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--steps", type=int, default=450)
     parser.add_argument("--batch", type=int, default=6)
-    parser.add_argument("--count", type=int, default=72, help="characters to write")
+    parser.add_argument("--count", type=int, default=72, help="number of characters to generate")
     parser.add_argument("--xp", choices=("numpy", "cupy"), default="numpy")
     options = parser.parse_args()
     if min(options.steps, options.batch, options.count) < 1 or options.count >= Config.context:

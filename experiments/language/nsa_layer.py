@@ -1,27 +1,27 @@
 """Does a layer that chooses its keys per query train, and are its gradients right?
 
     python -m experiments nsa_layer                    # two minutes on two cores
-    python -m experiments nsa_layer --kinds dense,nsa  # a part of it
+    python -m experiments nsa_layer --kinds dense,nsa  # two of the kinds
 
 A layer of native sparse attention (arXiv 2502.11089) has three branches: attention to compressed keys and values, which
-learned products make from runs of keys; attention to the blocks that each query chooses by its weights of compressed
-keys; and attention to a window. Gates, a sigmoid of a learned product of the query for each branch, add them up. The
-layer is written out below with the pullbacks of three calls of `cuflash.attention_vjp`, and again for PyTorch, where
-autograd differentiates `cuflash.torch.attention`.
+learned products compute from runs of keys; attention to the blocks that each query chooses by its attention weights on
+compressed keys; and attention to a window. The branches are added with gates; each gate is the sigmoid of a learned
+product of the query. The layer is written out below with the pullbacks of three calls of `cuflash.attention_vjp`, and
+again for PyTorch, where autograd differentiates `cuflash.torch.attention`.
 
 The gradient of every parameter and of q, k and v is compared with central differences of the layer in float64 at 64
-tokens, with the choice held fixed (it has no gradient), and with autograd where PyTorch is installed. Then the language
-model of model.py trains on source text with four kinds of attention: `dense`; `nsa`; `moba`, in which each query and
-head keeps `blocks` blocks by mean keys; and `rows`, in which rows of `block` queries keep as many. Equal seeds start
-with equal weights and see equal text. The loss is the mean of the last 20 steps, and held-out loss is of text that no
-step has seen, in nats per character.
+tokens, with the choice of blocks held fixed (it has no gradient), and with autograd if PyTorch is installed. Then the
+language model of model.py trains on source text with four kinds of attention: `dense`; `nsa`; `moba`, in which each
+query and head keeps the `blocks` best blocks by mean keys; and `rows`, in which rows of `block` queries keep the same
+number. Runs with equal seeds start with equal weights and see equal text. The loss is the mean of the last 20 steps,
+and the held-out loss is for text that no step has seen, in nats per character.
 
-Expect: differences of float64's order; in a short training on source text, whose characters depend on the last few,
-losses of all kinds within a few hundredths of each other, and the layer with a compressed view no worse than dense.
-Found:  gradients differ from difference quotients by 5e-10 of the greatest, and from autograd by 1e-15. After 120 steps
-with 4 of 16 blocks the losses are 2.54 dense, 2.53 with blocks of rows, 2.54 with MoBA, and 2.47 with the layer, whose
-window and compressed keys are views that the others lack; held-out losses are 0.03 to 0.05 lower and have the same
-order.
+Expect: gradient differences near float64's roundoff; in a short training on source text, whose characters depend on the
+last few, losses of all kinds within a few hundredths of each other, and the layer with a compressed view no worse than
+dense.
+Found:  gradients differ from difference quotients by 5e-10 of the largest gradient, and from autograd by 1e-15. After
+120 steps with 4 of 16 blocks the losses are 2.54 dense, 2.53 with blocks of rows, 2.54 with MoBA, and 2.47 with the
+layer, which alone has a window and compressed keys; held-out losses are 0.03 to 0.05 lower and have the same order.
 
 Cost: Two minutes on two cores.
 """
@@ -47,7 +47,7 @@ Pull = Callable[[Any], tuple[Any, Any, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sizes of the training; the check of gradients has sizes of its own."""
+    """Sizes of the training; the check of gradients uses other sizes."""
 
     kinds: tuple[str, ...] = KINDS
     context: int = 128
@@ -105,7 +105,7 @@ def gates_of(q: Any, weight: Any, bias: Any) -> Any:
 
 
 def options_of(config: Config) -> dict[str, Any]:
-    """Return the options of the choice: the first block and the query's own block are always kept."""
+    """Return the selector's options: the first block and the query's own block are always kept."""
     return {
         "block": (1, config.block), "compression": (config.run, config.stride), "causal": True,
         "budget": Budget(top_k=config.blocks), "forced": Forced(sink=1),
@@ -126,7 +126,7 @@ def sparse(
 ) -> tuple[Any, Pull]:  # fmt: skip
     """Compute a layer's attention from q, k and v [batch, heads, tokens, dim]; its pullback fills the gradients.
 
-    `chosen` replaces the layer's own choice of blocks.
+    `chosen` replaces the blocks that the layer would choose.
     """
     own = {name: weights[f"{layer}.{name}"] for name in ("compress_k", "compress_v", "gates", "gate_bias")}
     short_k, pull_k = compress(k, own["compress_k"], config.stride)
@@ -157,7 +157,7 @@ def sparse(
 
 
 def own_parameters(sizes: model.Config, config: Config, seed: int, dtype: Any) -> model.Parameters:
-    """Return the parameters of the layers in addition to those of the model: runs start as means, gates as halves."""
+    """Return the layers' parameters in addition to the model's; runs start as means, gates as halves."""
     rng, dim = np.random.default_rng((seed, 1)), sizes.head_dim
     mean = np.eye(dim) / config.run
     parameters = {}
@@ -169,11 +169,11 @@ def own_parameters(sizes: model.Config, config: Config, seed: int, dtype: Any) -
     return {name: x.astype(dtype) for name, x in parameters.items()}
 
 
-# Its gradients
+# The layer's gradients
 
 
 def by_autograd(inputs: model.Parameters, config: Config, chosen: Any, do: Any) -> model.Parameters | None:
-    """Return the gradients of the layer by PyTorch's autograd; None if PyTorch is not installed."""
+    """Return the gradients of the layer by PyTorch's autograd, or None if PyTorch is not installed."""
     try:
         import torch
         from cuflash.torch import attention
@@ -200,9 +200,9 @@ def by_autograd(inputs: model.Parameters, config: Config, chosen: Any, do: Any) 
 
 
 def checked_gradients(config: Config) -> dict[str, float | str]:
-    """Return the greatest relative differences of the layer's gradients from central differences and from autograd.
+    """Return the largest relative differences of the layer's gradients from central differences and from autograd.
 
-    The difference of an array is relative to the greatest of its gradients.
+    The difference of an array is relative to its largest gradient.
     """
     sizes = model.Config(vocabulary=2, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4)
     rng = np.random.default_rng(config.seed)
@@ -265,7 +265,7 @@ def attend_of(kind: str, weights: model.Parameters, config: Config, gradients: m
 def loss_of(
     kind: str, weights: model.Parameters, tokens: Any, config: Config
 ) -> tuple[float, model.Parameters]:
-    """Return the loss of a model, and the gradients of all of its parameters."""
+    """Return the loss of a model, and the gradients of all its parameters."""
     gradients: model.Parameters = {}
     attend = attend_of(kind, weights, config, gradients)
     loss, of_model = model.loss_and_gradients(weights, tokens, config.sizes, attend)

@@ -56,7 +56,7 @@ PUBLISHED_SPEEDUP = {1024: 3.5}  # FlashAttention, table 2: GPT-2 small relative
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sizes of the run on the host; fields that start with gpu or long are those of the other two runs."""
+    """Sizes of the run on the host; fields that start with gpu or long belong to the other two runs."""
 
     gpu: bool = False
     long: bool = False
@@ -138,7 +138,7 @@ def gradients_of(recipe: Recipe, text: Any, weights: model.Parameters, attend: m
 
 
 def longest_context(xp: Any, recipe: Recipe, name: str, text: Any, budget: int) -> int:
-    """Return the largest power of two whose gradients, for one sequence, fit the budget; 0 if none does."""
+    """Return the largest power of two for which the gradients of one sequence fit the budget; 0 if none does."""
     fitting, context = 0, 2 * recipe.block
     while context < len(text) // 20:
         longer = resized(recipe, context, batch=1)
@@ -260,7 +260,7 @@ def run(config: Config) -> Iterator[Record]:
 
 
 def table(records: list[Record]) -> Group:
-    """Return a line for each attention; for a long run a line for each attention and context."""
+    """Return a line for each attention, or in a long run for each attention and context."""
     panels = []
     runs = [row for row in records if row["part"] == "run"]
     if runs:
@@ -286,7 +286,7 @@ def table(records: list[Record]) -> Group:
 
 
 def plot(records: list[Record]) -> Any:
-    """Plot losses over steps; for a long run, tokens per second and memory over the context."""
+    """Plot losses over steps, or in a long run tokens per second and memory over the context."""
     steps = [row for row in records if row["part"] == "step"]
     measures = {"loss": "loss, nats a character"} if steps else {"tokens_per_s": "tokens/s", "peak_mib": "peak MiB"}
     figure, axes = plt.subplots(1, len(measures), figsize=(5.5 * len(measures), 3.8), squeeze=False)

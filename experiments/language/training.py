@@ -24,7 +24,7 @@ import numpy as np
 from cuflash import masks, patterns
 from harness import atomic_path
 
-CHECKPOINTS = Path(__file__).parents[2] / "build" / "checkpoints"  # which git ignores
+CHECKPOINTS = Path(__file__).parents[2] / "build" / "checkpoints"  # ignored by git
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))  # other characters become "?"
 HELD_OUT = 0.1  # fraction of the text, at its end, that is not used for training
 
@@ -185,7 +185,7 @@ class Training:
         return model.views(self.flat.astype(self.recipe.dtype, copy=False), model.shapes_of(self.recipe.model))
 
     def step(self, text: Any, attend: model.Attend) -> float:
-        """Make one step of Adam on random pieces of the text, and return its loss."""
+        """Run one step of Adam on random pieces of the text, and return its loss."""
         recipe, number, start = self.recipe, len(self.losses) + 1, time.perf_counter()
         weights, tokens = self.weights, pieces(text, recipe, number)
         loss, gradients = model.loss_and_gradients(weights, tokens, recipe.model, attend, recipe.loss_scale)

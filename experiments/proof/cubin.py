@@ -1,8 +1,8 @@
-"""The contents of a cubin that decide how its functions run: instructions, constants, registers, memory, but no names.
+"""The contents of a cubin that determine how its functions run: instructions, constants, registers, memory; no names.
 
 A cubin is a 64-bit ELF file. For a function `f` it has the sections `.text.f` (instructions of 16 bytes),
 `.nv.constant<bank>.f`, `.nv.shared.f`, and `.nv.info.f`, a list of attributes; `.nv.info` has the attributes of all
-functions. Debug sections, symbols and strings are ignored. So are `.nv.merc` and `.nv.capmerc`, which hold the same
+functions. Debug sections, symbols and strings are ignored. So are `.nv.merc` and `.nv.capmerc`, which contain the same
 code in a form that a driver can translate for other chips. A symbol is replaced by its meaning, so that renaming
 changes nothing.
 """
@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 Function = dict[str, Any]  # by field: "instructions", "registers", "constant bank 0", "attribute 0x1c", ...
 
-_SYMBOLS, _NO_BITS, _RELOCATIONS = 2, 8, {4: "<QQq", 9: "<QQ"}  # types of sections; the format of relocations
-_FUNCTION = 2  # type of a symbol
+# section types; formats of the entries of relocation sections
+_SYMBOLS, _NO_BITS, _RELOCATIONS = 2, 8, {4: "<QQq", 9: "<QQ"}
+_FUNCTION = 2  # symbol type
 # Attributes (EIATTR) with separate fields in the result, except the fourth, whose value contains symbol numbers. Each
-# entry of .nv.info starts with a symbol number, and so does the third attribute.
+# entry of .nv.info starts with a symbol number, and so does the value of the third attribute.
 _REGISTERS, _FRAME, _PARAMETERS, _EXTERNS, _BARRIERS = 0x2F, 0x11, 0x0A, 0x0F, 0x4C
 _ADDRESSES = 4  # the constant bank that holds addresses of global variables
-_READS_CONSTANTS, _BARRIER_OPERATION = (3, 5), 0x11D  # forms of operands; for a barrier, they encode its number
+_READS_CONSTANTS, _BARRIER_OPERATION = (3, 5), 0x11D  # operand forms; for a barrier, they encode its number
 
 
 class _Section(NamedTuple):
@@ -41,7 +42,10 @@ class _Symbol(NamedTuple):
 
 
 def functions(elf: bytes) -> dict[str, Function]:
-    """Return the functions of a cubin, callees included; the only kernel is "kernel", several are "kernel 1" etc."""
+    """Return the functions of a cubin, including callees.
+
+    A single kernel is "kernel", several are "kernel 1", "kernel 2", ...
+    """
     sections = _sections(elf)
     symbols = _symbols(sections)
     every = []
@@ -54,7 +58,7 @@ def functions(elf: bytes) -> dict[str, Function]:
 
 
 def _function(text: _Section, inside: set[int], sections: list[_Section], symbols: list[_Symbol]) -> Function:
-    """Read the function of a section .text.<name>; `inside` numbers its own symbols and those of its callees."""
+    """Read the function of a section .text.<name>; `inside` holds its own symbol numbers and those of its callees."""
     name = text.name.removeprefix(".text.")
     function: Function = {"instructions": text.data, "registers": 0, "stack bytes": 0, "shared bytes": 0, "barriers": 0}
     for attribute, value in _attributes(_data(sections, ".nv.info")):
@@ -107,7 +111,7 @@ def _symbols(sections: list[_Section]) -> list[_Symbol]:
 
 
 def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield numbers and values of a .nv.info section: two bytes each, or in format 4 as many as these state."""
+    """Yield numbers and values of a .nv.info section; a value has two bytes, or in format 4 the size that it states."""
     place = 0
     while place < len(data):
         form, attribute, size = struct.unpack_from("<BBH", data, place)

@@ -1,7 +1,7 @@
 """Random calls, stored as text, whose results can be compared bitwise between two versions of the source tree.
 
 A call is an expression of the functions below: `gradients(Structure(...))` of an example of cuflash.testing, or
-`packed(7)`, `options(7)`, `fp8(7)`, `cached(7)`, `selected(7)` and `masses(7)`, whose arguments follow from a seed.
+`packed(7)`, `options(7)`, `fp8(7)`, `cached(7)`, `selected(7)` or `masses(7)`, whose arguments follow from a seed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Arrays = dict[str, Any]
 HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 FLOATS = (*HALVES, np.dtype(np.float32), np.dtype(np.float64))
 FAMILIES = ("sm90", "sm80", "simt")
-NUM_SEEDS = 100  # for each function that takes a seed
-MOST_CHARACTERS = 500  # maximum length of a call's text: an array of booleans may take thousands
+NUM_SEEDS = 100  # number of seeds for each function that takes one
+MOST_CHARACTERS = 500  # maximum length of a call's text; an array of booleans may take thousands of characters
 
 
 def drawn_calls(total: int) -> list[str]:
-    """Return this number of calls as text; they depend only on the versions of cuflash.testing and Hypothesis."""
+    """Return `total` calls as text, which depend only on the versions of cuflash.testing and Hypothesis."""
     seeded = [f"{function.__name__}({seed})" for function in SEEDED for seed in range(NUM_SEEDS)]
     plain = _drawn_structures(wanted := (total - len(seeded)) // 2)
     odd = _drawn_structures(wanted, has_sink=True, has_score=True, has_dropout=True, has_non_finite=True)
@@ -55,10 +55,10 @@ def _drawn_structures(wanted: int, **features: bool) -> list[str]:
 
 
 def digest(call: str, executor: str) -> str:
-    """Return a digest of a call's results, or the class of a refusal and a digest of its text.
+    """Return a digest of a call's results, or the class of a refusal and a digest of its message.
 
-    On the simulator, calls use the kernel families in rotation, or the default family if that one does not serve the
-    call.
+    On the simulator, calls use the kernel families in rotation, or the default family if the selected one does not
+    support the call.
     """
     try:
         return digest_of(eval(call, NAMES)(executor=executor))  # noqa: S307, of text that this module wrote
@@ -77,7 +77,7 @@ def digest_of(results: Arrays) -> str:
 
 
 def _attempt(call: Callable[..., Arrays], seed: int, executor: str) -> Arrays:
-    """Make a call with the family whose turn it is, or with the default family if that one does not serve it."""
+    """Make a call with the family selected in rotation, or with the default family if that one does not support it."""
     if executor == "sim":
         with suppress(UnsupportedProblem):
             return call(executor=executor, kernel=FAMILIES[seed % len(FAMILIES)])
@@ -93,7 +93,7 @@ def _results(o: Any, lse: Any, gradients: Any = None) -> Arrays:
 
 
 def gradients(structure: Structure) -> Callable[[str], Arrays]:
-    """Return the call of both passes on a drawn example."""
+    """Return the call that computes both passes for a drawn example."""
     example = structure.example()
     given_options: dict[str, Any] = {"mask": example.mask, "scale": example.scale, "return_lse": True}
     wrt = list(example.wrt)
@@ -192,7 +192,7 @@ def options(seed: int) -> Callable[[str], Arrays]:
 
 
 def fp8(seed: int) -> Callable[[str], Arrays]:
-    """Return a forward call on FP8 operands, quantised by blocks, heads or tensors."""
+    """Return a forward call on FP8 operands, quantized by blocks, heads or tensors."""
     rng = np.random.default_rng([3, seed])
     batch, num_heads, num_kv_heads, head_dim = _sizes(rng)
     seqlen_q, seqlen_kv = (int(length) for length in rng.integers(1, 300, 2))

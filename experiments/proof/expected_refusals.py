@@ -1,4 +1,4 @@
-"""A pytest plugin that records the class and the text of each refusal that a test expects: `-p expected_refusals`.
+"""A pytest plugin that records the class and message of each refusal that a test expects: `-p expected_refusals`.
 
 The environment variable CUFLASH_REFUSALS names the folder of its files, one for each process. A refusal is an exception
 that a function of the library raises inside `pytest.raises`.
@@ -27,7 +27,7 @@ _exit = pytest.RaisesExc.__exit__
 
 
 def refusal(error: BaseException) -> tuple[str, str]:
-    """Return the class and the text of an exception, without parts that depend on the run."""
+    """Return the class and message of an exception, without parts that depend on the run."""
     text = str(error).replace(str(Path(LIBRARY).parent), "...")
     for pattern, constant in _VARYING:
         text = pattern.sub(constant, text)

@@ -10,7 +10,7 @@ original float16 operands; errors are root mean squares over o. The operands hav
 (arXiv 2407.08608, section 4.3), N(0, 1) + N(0, 100) Bernoulli(0.001), or are N(0, 1). The cpu executor rounds nothing
 else to FP8. Kernels also round the weights, and tensor cores truncate sums; their errors are in separate files.
 `queries` is the number of computed queries per head, 0 for all. `share` is the largest error divided by its bound (the
-sum of quantization_bound and error_bound) on the first `bounded` queries of the first head.
+sum of quantization_bound and error_bound) for the first `bounded` queries of the first head.
 
 Expect: with outliers, rotating q and k halves the error of one scale per tensor; without outliers, all methods are
 equal.
@@ -87,7 +87,7 @@ def quantized(x: tuple[Any, ...], per: str, rotation: cuflash.Rotation | None) -
 
 
 def share_of_bound(x: tuple[Any, ...], per: str, rotation: Any, send: Any, exact: Any, config: Config) -> float:
-    """Return the largest error over its bound, for the first queries of the first head."""
+    """Return the largest ratio of an error to its bound, for the first queries of the first head."""
     few = x[0][:1, : config.bounded], x[1][:1], x[2][:1]
     few8 = quantized(few, per, rotation)
     product_dtype = None if config.executor == "cpu" else ml_dtypes.float8_e4m3fn
@@ -151,7 +151,7 @@ def table(records: list[Record]) -> Table:
     return result
 
 
-# Columns that distinguish the rows of a GPU.
+# Columns that distinguish the rows of a GPU run.
 ROW = ("gpu", "distribution", "head_dim", "seqlen", "per", "rotated")
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@
 `repeats`: for each tensor-core family, dtype, head_dim and mask, makes `forwards` forward calls and `gradients`
 backward calls (dk and dv of the default call, and all three gradients with deterministic=True). Each call has several
 thread blocks per block slot of the GPU. Its results are compared bitwise on the device with those of the first call;
-the host waits only at the end. If another family serves a backward call, the call is counted for that family.
+the host waits only at the end. If a backward call uses another family, the call is counted for that family.
 
 `sanitizers`: runs `cases`, which together with calls on KV caches launch every kernel that the GPU can run, in a child
 process for each tool of compute-sanitizer and each family, `jobs` processes at a time. CuPy's memory pool is disabled,
@@ -16,15 +16,15 @@ so that each array is a separate allocation. No kernel is excluded, not even CuP
 that it has not seen written as uninitialized. As a control, initcheck must report errors in one case per family in
 which k is left unwritten. sm90 has no control, since initcheck does not see reads by the tensor memory accelerator
 (TMA). It does not see TMA's writes either, so o and the sums of dQ are set to zero before sm90's kernels write them.
-racecheck runs on sm90's kernels with watchdogs: it does not track an order from one lane through __syncwarp to another
-lane, and with a watchdog every lane arrives at barriers, instead of one lane per warp.
+racecheck runs on sm90's kernels with watchdogs: it does not track the order that __syncwarp establishes between lanes,
+and with a watchdog every lane arrives at barriers, instead of one lane per warp.
 
 Rows of the result that a run does not measure are left unchanged; the run ends with an error if a row shows a failure.
 
 Expect: no repeat differs, no tool reports an error, and initcheck reports errors if k is unwritten.
 Found:  no repeat of sm80 and sm90 differs, over 24,000 forward calls and 4,400 gradients. initcheck reports the
 unwritten arrays. All other reports are eight of racecheck, for sm90's gradients that finish dQ, where it does not
-follow bar.arrive (sm90_steps.log of b648872e, 28 and 29).
+follow bar.arrive (steps 28 and 29 of sm90_steps.log at commit b648872e).
 
 Cost: Half an hour of a GPU, most of it under the sanitizers.
 """
@@ -85,11 +85,11 @@ from workloads import draw
 SECTIONS = ("repeats", "sanitizers")
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 SLOWEST_FIRST = ("racecheck", "memcheck", "initcheck", "synccheck")
-OPTIONS = {"memcheck": ("--report-api-errors", "no")}  # CuPy asks the driver for functions that it may not have
-# Tools that run with CUFLASH_CHECK, so that every lane arrives at sm90's barriers, as racecheck needs
+OPTIONS = {"memcheck": ("--report-api-errors", "no")}  # CuPy asks the driver for functions that the driver may lack
+# Tools that run with CUFLASH_CHECK, so that every lane arrives at sm90's barriers, as racecheck needs.
 WATCHED = ("racecheck",)
 UNSEEN = ("sm90",)  # families whose k, o and sums of dQ are accessed by TMA, which initcheck does not see
-CONTROL = "initcheck, k unwritten"  # must report errors
+CONTROL = "initcheck, k unwritten"  # control runs, which must report errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class Config:
 
 
 def families(config: Config, device: DeviceSpec) -> list[str]:
-    """Return the families of the configuration that the device runs."""
+    """Return the configured families that the device can run."""
     of_tensor_cores = tensor_core_families(device)
     runs = {"simt", "naive", *of_tensor_cores, *(("fa1",) if "sm80" in of_tensor_cores else ())}
     return [family for family in config.families if family in runs]
@@ -130,7 +130,7 @@ def families(config: Config, device: DeviceSpec) -> list[str]:
 
 
 class BoundCall(NamedTuple):
-    """Calls that must give equal bits."""
+    """A call that must return equal bits each time."""
 
     way: str
     family: str
@@ -142,7 +142,7 @@ class BoundCall(NamedTuple):
 
 
 def repeated_calls(config: Config, device: DeviceSpec) -> Iterator[BoundCall]:
-    """Yield calls of every family on tensor cores, dtype, head_dim and mask, in both passes."""
+    """Yield calls for every tensor-core family, dtype, head_dim and mask, in both passes."""
     rng, side = np.random.default_rng(0), config.seqlen // config.block
     kinds: dict[str, dict[str, Any]] = {
         "causal": {"causal": True},
@@ -170,12 +170,12 @@ def walks(plan: KernelPlan) -> list[Launch]:
 
 
 def bits(x: Any) -> Any:
-    """Return an array as unsigned integers, since NaN is unequal to itself and -0 equals 0."""
+    """Return an array as unsigned integers, because NaN is unequal to itself and -0 equals 0."""
     return x.view(f"uint{8 * x.dtype.itemsize}")
 
 
 def differing(call: Callable[[], Sequence[Any]], calls: int) -> int:
-    """Return how many calls gave other bits than the first one; the only function that synchronizes the host."""
+    """Return how many calls returned other bits than the first; no other function synchronizes the host."""
     import cupy
 
     expected, count = [bits(x) for x in call()], cupy.zeros((), np.int64)
@@ -215,7 +215,8 @@ def run_repeats(config: Config, device: DeviceSpec) -> Iterator[Record]:
 
 # Sanitizers: the calls
 
-as_of_large_calls = patch.object(sm90, "MIN_TILES_PER_PROCESSOR", 0)  # for the choice of tiles inside the `with` block
+# applies to the choice of tiles inside the `with` block
+as_of_large_calls = patch.object(sm90, "MIN_TILES_PER_PROCESSOR", 0)
 
 
 class Case(NamedTuple):
@@ -226,8 +227,8 @@ class Case(NamedTuple):
     deterministic: bool
     is_device_mask: bool  # the mask's arrays are on the device, and kernels build its list
     structure: Structure
-    has_tangents: bool = False  # the tangents of o and lse, and of gradients, are computed, too
-    # Planned as for a GPU with few multiprocessors, so that blocks finish dQ, as in calls with many heads
+    has_tangents: bool = False  # also computes the tangents of o and lse, and of gradients
+    # Planned for a GPU with few multiprocessors, so that blocks finish dQ, as in calls with many heads.
     is_large: bool = False
 
     def device(self, device: DeviceSpec) -> DeviceSpec:
@@ -277,7 +278,7 @@ GROUPS = (1, 2, 4)
 
 
 def kinds_of_mask(rows: int, keys: int) -> dict[str, masks.Mask | None]:
-    """Return masks by the kind of work that kernels walk."""
+    """Return masks by the kind of work list that kernels walk."""
     rng = np.random.default_rng(0)
     some = {side: rng.random((-(-rows // side), -(-keys // side))) < 0.5 for side in (16, 128, 64)}
     some[128][0] = some[64][0] = True  # at least one row is listed
@@ -295,7 +296,7 @@ def cases(config: Config) -> Iterator[tuple[str, Case]]:
 
     Each mask is combined with each kernel; dims, GQA groups, strides and determinism alternate. Special cases follow: a
     sink; dropout; wide heads; many heads, for persistent blocks, the fused dQ epilogue and its fallback for long block
-    lists; queries that each choose their blocks; and few queries, for split-KV and pack-GQA.
+    lists; queries that choose their own blocks; and few queries, for split-KV and pack-GQA.
     """
     rows, keys = config.seqlen_q, config.seqlen_kv
     kinds = kinds_of_mask(rows, keys)
@@ -327,7 +328,7 @@ def cases(config: Config) -> Iterator[tuple[str, Case]]:
         if kernel in ("sm80", "sm90"):
             for number in (0, 1):
                 yield "dense", case(number, head_dim=256, value_dim=256)
-        if kernel == "sm90":  # more tiles than blocks, so that blocks continue with further ones
+        if kernel == "sm90":  # more tiles than blocks, so that each block computes several
             many = {"num_heads": 80, "num_kv_heads": 80, "seqlen_q": 70, "seqlen_kv": 100}
             yield "dense", case(0, **many, head_dim=64, value_dim=64)
             more = {"num_heads": 6, "num_kv_heads": 6, "seqlen_q": 140, "seqlen_kv": 140}
@@ -344,7 +345,7 @@ def cases(config: Config) -> Iterator[tuple[str, Case]]:
             for group_size in (1, 4):
                 few = {"seqlen_q": 3, "seqlen_kv": 1100, "num_kv_heads": 4 // group_size}
                 yield "few queries", case(turn, **few, head_dim=64, value_dim=64)
-                if precision == "ieee":  # by a kernel that no family's name selects
+                if precision == "ieee":  # for a kernel that no family name selects
                     yield "few queries", case(turn, **few, head_dim=64, value_dim=64)._replace(kernel="auto")
 
 
@@ -554,7 +555,7 @@ def run_captured_sums() -> int:
 
 @contextmanager
 def zeros_for_sums(plan: KernelPlan) -> Iterator[None]:
-    """Zero sums of dQ before a kernel writes them or adds to them; other new arrays stay as they are."""
+    """Zero the sums of dQ before a kernel writes them or adds to them; leave other new arrays unchanged."""
     import cupy
 
     empty = cupy.empty
@@ -570,7 +571,7 @@ def zeros_for_sums(plan: KernelPlan) -> Iterator[None]:
         yield
 
 
-DONE = "cases done:"  # the start of the child's last line, followed by the number of cases
+DONE = "cases done:"  # start of the child's last line, followed by the number of cases
 
 
 def child(argument: str) -> None:
@@ -616,7 +617,7 @@ def sanitizer() -> str:
 
 
 def errors_in(output: str) -> int | None:
-    """Return the error counts in a tool's last lines, one for each process, or None if the tool itself failed."""
+    """Return the sum of the error counts in a tool's last lines, one per process, or None if the tool itself failed."""
     matches = re.findall(r"ERROR SUMMARY: (\d+) errors?$|RACECHECK SUMMARY: (\d+) hazard", output, re.MULTILINE)
     return sum(int(errors or hazards) for errors, hazards in matches) if matches else None
 
@@ -633,7 +634,7 @@ def under(tool: str, name: str, request: dict[str, Any], timeout_s: int) -> Reco
         try:
             output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the tool, and the process that it checks
+            os.killpg(process.pid, signal.SIGKILL)  # kill the tool, and the process that it checks
             output, _ = process.communicate()
             note = f"stopped after {timeout_s} s"
     done = re.search(f"^{DONE} (\\d+)$", output, re.MULTILINE)
@@ -667,7 +668,7 @@ def run_sanitizers(config: Config, device: DeviceSpec) -> Iterator[Record]:
     specs |= specs_of_quantized(device) if "sm90" in runs else set()
     if set(config.tools) & set(WATCHED):
         specs |= {replace(spec, has_watchdog=True) for spec in specs if spec.family == "sm90"}
-    nvrtc.precompile(specs, device.compute_capability)  # into CuPy's cache, from which each child loads them
+    nvrtc.precompile(specs, device.compute_capability)  # fills CuPy's cache, from which each child loads the kernels
     jobs = [(name, family) for name in sorted(config.tools, key=SLOWEST_FIRST.index) for family in runs]
     if "initcheck" in config.tools:
         jobs += [(CONTROL, family) for family in runs if family not in UNSEEN]

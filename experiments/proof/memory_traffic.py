@@ -6,15 +6,15 @@
 FlashAttention's argument (arXiv 2205.14135, theorem 2) counts the data that moves between a GPU's memory and its chip.
 Standard attention moves its matrices of scores, Theta(N d + N^2) elements. FlashAttention-1 keeps M bytes of K and V on
 the chip and streams Q and O, Theta(N^2 d^2 / M). FlashAttention-2 and 3 keep Q and O on the chip and stream K and V,
-which concurrent thread blocks find in the level-2 cache, so that each array moves about once.
+which concurrent thread blocks find in the level-2 cache, so that each array is moved about once.
 
 The model of "fa1" is `traffic` of its family, which `plan.explain()` prints. For other kernels, the model counts each
 array that a kernel reads or writes once. The counters are smaller than the model if an array stays in the cache between
 two kernels, and larger if an array is read again. At these lengths, the sums of all heads of "fa1" exceed the cache.
 
 The counters are `dram__bytes_read.sum` and `dram__bytes_write.sum` of every kernel of a call, from `ncu --csv` in one
-process for all lengths, with caches flushed before each kernel. ncu needs a permission to read counters; without it,
-the experiment ends with ncu's message.
+process for all lengths, with caches flushed before each kernel. ncu needs permission to read counters; without it, the
+experiment ends with ncu's message.
 
 Found:  on an H100, from 2048 to 16384 tokens, FlashAttention-1's loops move 0.99 to 1.00 of the predicted bytes, and
 the passes of sm90 0.95 to 1.13. The former grow with the square of the length, and the latter linearly.
@@ -92,7 +92,7 @@ def counted(calls: Sequence[tuple[tuple[int, ...], Sequence[str]]]) -> list[dict
     Raises
     ------
     RuntimeError
-        ncu is not there, may not read counters, or says something else.
+        ncu is missing, may not read counters, or prints an unexpected message.
     """
     if shutil.which("ncu") is None:
         raise RuntimeError("ncu is not on the PATH: install NVIDIA Nsight Compute")
@@ -110,12 +110,12 @@ def counted(calls: Sequence[tuple[tuple[int, ...], Sequence[str]]]) -> list[dict
 def parsed(printed: str) -> list[tuple[str, int]]:
     """Parse the names of kernels in launch order, and the bytes that each read and wrote.
 
-    ncu prints messages, then a table of comma-separated values.
+    ncu prints messages, followed by a table of comma-separated values.
 
     Raises
     ------
     RuntimeError
-        The counters have no numbers.
+        The counters have no values.
     """
     lines = printed.splitlines()
     start = next((at for at, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
@@ -138,7 +138,7 @@ def by_shape(launches: list[tuple[str, int]], count: int) -> list[dict[str, int]
     Raises
     ------
     RuntimeError
-        That kernel was not launched as often.
+        The first kernel was launched another number of times.
     """
     shapes: list[dict[str, int]] = []
     for name, moved in launches:
@@ -166,7 +166,7 @@ def run(config: Config) -> Iterator[Record]:
         }
         for seqlen in track(config.seqlens, "plans")
     }  # fmt: skip
-    try:  # the last family comes first; it fits at every length
+    try:  # `reversed` runs the last family first, because it fits the memory at every length
         calls = [(config.shape(seqlen), tuple(reversed(fitting))) for seqlen, fitting in plans.items()]
         counters = counted(calls) if config.gpu else [{} for _ in calls]
     except RuntimeError as error:

@@ -15,8 +15,8 @@ multiplied by 10, the distribution with which FlashAttention-3 (arXiv 2407.08608
 
 Expect: in 16 bits, the error of "tiled" is that of rounding the result, and the error of "plain", which stores S and P,
 is several times larger; in float32 both errors are similar.
-Found:  in float16 at 4096 tokens, the error of "tiled" is at most 0.00021, that of rounding the result, and the error
-of "plain" is 0.00057 to 0.0020; in float32 both errors are similar.
+Found:  in float16 at 4096 tokens, the error of "tiled" is at most 0.00021, the error of rounding the result, and the
+error of "plain" is 0.00057 to 0.0020; in float32 both errors are similar.
 
 Cost: Under a minute on two cores; --gpu seconds of a GPU.
 """
@@ -92,7 +92,7 @@ def relative_error(x: Any, exact: Any) -> float:
 
 
 def run(config: Config) -> Iterator[Record]:
-    """Yield one record for each combination."""
+    """Yield one record for each combination of the configuration's values."""
     if config.gpu and (reason := why_no_gpu()):
         sys.exit(f"numerical_error --gpu calls kernels on a GPU: {reason}")
     constants = gpu_versions() if config.gpu else {}
@@ -127,7 +127,7 @@ def table(records: list[Record]) -> Table:
 
 
 def plot(records: list[Record]) -> Any:
-    """Plot errors over length, with one panel per size of logits and share of outliers."""
+    """Plot errors over length, with one panel per logit size and outlier fraction."""
     cases = sorted({(row["logit_std"], row["outliers"]) for row in records})
     figure, axes = plt.subplots(1, len(cases), figsize=(3.2 * len(cases), 3.2), sharey=True, squeeze=False)
     for ax, case in zip(axes[0], cases):

@@ -62,7 +62,7 @@ def cores() -> int:
 
 
 def refusals(_: Path) -> list[Row]:
-    """Run the tests, and return the class and the text of each refusal that they expect."""
+    """Run the tests, and return the class and message of each refusal that they expect."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"CUFLASH_REFUSALS": folder, "PYTHONPATH": str(Path(__file__).parent)}
         tests = [f"tests/{name}" for name in FOLDERS_OF_TESTS]
@@ -147,7 +147,7 @@ def _write(path: Path, rows: Sequence[Row]) -> None:
 
 
 def changes(part: str, before: Sequence[Row], after: Sequence[Row]) -> list[str]:
-    """Return the rows that only one side has, those of the record first; for times, the rows that rose."""
+    """Return the rows that only one side has, the record's first; for times, the rows that increased."""
     if part == "times":
         return _risen(before, after)
     old, new = set(before), set(after)
@@ -172,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(__doc__)
     parser.add_argument("action", choices=("make", "compare"))
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=["refusals", "results", "kernels"])
-    parser.add_argument("--with", type=Path, default=FOLDER, dest="folder", metavar="FOLDER", help="the record")
+    parser.add_argument("--with", type=Path, default=FOLDER, dest="folder", metavar="FOLDER", help="the record folder")
     options = parser.parse_args(argv)
     num_changed = 0
     for part in options.parts:

@@ -1,7 +1,7 @@
 """Does a change of names or files leave the machine code of all kernels unchanged?
 
     python -m experiments same_machine_code main                       # every kernel, against a commit or branch
-    python -m experiments same_machine_code main --quick               # few kernels that have everything once
+    python -m experiments same_machine_code main --quick               # a few kernels that cover everything once
     python -m experiments same_machine_code main --families sm90 --architectures sm_90a
     python -m experiments same_machine_code main --renamed is_packed=pack_gqa,sm90_convert_dq=sm80_convert_dq
 
@@ -22,7 +22,7 @@ each combination of flags at least once.
 Expect: "the same machine code" and exit status 0; otherwise every difference and exit status 1.
 Found:  no result is stored: each run lists the kernels whose code differs, and ends with status 1 if there are any.
 
-Cost: Seconds if only comments differ; with --quick, 5 minutes of two cores for a family whose texts all differ.
+Cost: Seconds if only comments differ; with --quick, 5 minutes on two cores for a family in which all texts differ.
 """
 
 from __future__ import annotations
@@ -57,15 +57,17 @@ ROOT = Path(__file__).resolve().parents[2]
 GATE = "test_kernels_compile.py"
 CACHE = Path(tempfile.gettempdir()) / "cuflash_machine_code"
 QUICK_ARCHITECTURES = ("sm_80", "sm_90", "sm_90a")
-MOST_SHOWN = 40  # maximum number of differences on the terminal; a file has all of them
+MOST_SHOWN = 40  # maximum number of differences shown on the terminal; --json writes all of them
 
 # Kernels that the gate lacks: with lists, with unequal dimensions, and with watchdogs.
 ARCHITECTURES = {"T4": "sm_75", "A100": "sm_80", "H100": "sm_90"}
-LISTED = (("T4", "A100", "H100"), ((64, 64), (128, 128)), ((16, 64), (64, 64), (128, 128)))  # chips, dims, blocks
+# chips, head dimensions, blocks
+LISTED = (("T4", "A100", "H100"), ((64, 64), (128, 128)), ((16, 64), (64, 64), (128, 128)))
 UNEQUAL = (("H100",), ((192, 128), (64, 128)), (None, (128, 128)))
 WATCHED = (64, 128, 256)  # head_dim of kernels of the sm90 family in float16
-WATCHED_FIELDS = ("is_watched", "has_watchdog")  # the first of these that a specification has
-DEFAULTS = {field.name: str(field.default) for field in fields(KernelSpec)}  # defaults of this tree's fields
+# alternatives, in order of preference, since trees may have either field
+WATCHED_FIELDS = ("is_watched", "has_watchdog")
+DEFAULTS = {field.name: str(field.default) for field in fields(KernelSpec)}  # default values of the fields in this tree
 
 
 class Kernel(NamedTuple):
@@ -80,10 +82,10 @@ class Kernel(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The file with the text that the library passes to NVRTC for a kernel, and the resources of its launch.
+    """The text and options that the library passes to NVRTC for a kernel, and the resources of its launch.
 
-    A file name is a digest of everything that affects the machine code: texts that differ only in comments have the
-    same name.
+    The name of the text's file is a digest of everything that affects the machine code: texts that differ only in
+    comments have the same name.
     """
 
     text: Path
@@ -152,7 +154,7 @@ def _entry(spec: Any) -> str:
 
 
 class _Stop(Exception):
-    """The exception by which the library is left before it compiles."""
+    """The exception that stops the library before it compiles."""
 
 
 class _Recorder:
@@ -258,7 +260,7 @@ _END_OF_CONSTANTS = "#define CUFLASH_FEATURES"
 
 
 def compared_text(text: str) -> str:
-    """Return all parts of a text that its machine code may depend on."""
+    """Return all parts of a text on which its machine code may depend."""
     constants, end, rest = text.partition(_END_OF_CONSTANTS)
     return bare(constants) + end + _compared_part(rest) if end else _compared_part(text)
 
@@ -296,9 +298,9 @@ def compiled(text: str, options: Sequence[str]) -> dict[str, cubin.Function]:
 
 
 def cached_functions(cache: Path, text: str, options: Sequence[str]) -> dict[str, cubin.Function]:
-    """Return the functions of a text as `compiled` does, from the cache on disk if possible.
+    """Return the functions of a text like `compiled`, from the disk cache if possible.
 
-    An error of the compiler becomes a field of the text's one kernel.
+    A compiler error becomes a field of the text's only kernel.
     """
     from cuda.bindings import nvrtc
 
@@ -321,7 +323,7 @@ def cached_functions(cache: Path, text: str, options: Sequence[str]) -> dict[str
 
 
 def kept_file(cache: Path, path: Path, options: Sequence[str]) -> dict[str, cubin.Function]:
-    """Return the functions of the text in a file; see `cached_functions`."""
+    """Return the functions of the text in a file, like `cached_functions`."""
     return cached_functions(cache, path.read_text("utf-8"), options)
 
 
@@ -356,7 +358,7 @@ def _there(*is_there: bool) -> tuple[str, str]:
 
 
 def _both(field: str, before: Any, after: Any) -> tuple[str, str]:
-    """Return how a difference is shown: of bytes, only their number and the position of the first difference."""
+    """Return how a difference is displayed: for bytes, only their number and the position of the first difference."""
     if not (isinstance(before, bytes) and isinstance(after, bytes)):
         return tuple("missing" if each is None else str(each) for each in (before, after))  # type: ignore[return-value]
     size, unit = (16, "instructions") if field == "instructions" else (1, "bytes")
@@ -372,12 +374,12 @@ def matched(
 ) -> tuple[dict[Kernel, int], dict[Kernel, int], set[str]]:
     """Match the kernels of two trees: return pairs of indices, and the names of the fields that only one tree has.
 
-    Kernels that differ from others only in a new field are left out, because the field does not have its default value.
+    Kernels that differ from others only in a new field with a value other than the default are left out.
 
     Raises
     ------
     SystemExit
-        Kernels of one tree differ only in a field that the other does not have.
+        Kernels of one tree differ only in a field that the other tree does not have.
     """
 
     def new(name: str) -> str:
@@ -411,12 +413,12 @@ def matched(
 
 
 def quick(kernels: Iterable[Kernel]) -> list[Kernel]:
-    """Choose few kernels that cover everything that any kernel covers: greedily by new coverage, then by width."""
+    """Choose few kernels that cover everything that any kernel covers: greedily by new coverage, then the narrowest."""
     of_quick = (kernel for kernel in kernels if kernel.architecture in QUICK_ARCHITECTURES)
     heap = [(-len(_parts(kernel)), _width(kernel), kernel) for kernel in of_quick]
     heapq.heapify(heap)
     selected, covered = [], set[object]()
-    while heap:  # the coverage that a kernel adds never grows, so one whose value is up to date and largest is the best
+    while heap:  # the coverage that a kernel adds never grows, so the largest up-to-date value is the best
         before, width, kernel = heapq.heappop(heap)
         adds = _parts(kernel) - covered
         if len(adds) == -before:
@@ -428,7 +430,7 @@ def quick(kernels: Iterable[Kernel]) -> list[Kernel]:
 
 
 def _width(kernel: Kernel) -> int:
-    """Sum of the dimensions: narrow kernels compile faster."""
+    """Return the sum of the dimensions; narrow kernels compile faster."""
     return sum(int(value) for name, value in kernel.specification if name in _DIMS)
 
 
@@ -484,14 +486,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     from command_line import Parser  # the other tree, in which --serve runs, may not have this module
 
     parser = Parser(__doc__)
-    parser.add_argument("base", metavar="BASE", help="a commit")
-    parser.add_argument("--quick", action="store_true", help="few kernels of sm_80, sm_90 and sm_90a")
-    parser.add_argument("--families", type=_comma_separated, default=(), help="default all")
-    parser.add_argument("--kernels", type=_comma_separated, default=(), help="as sm90_forward; default all")
-    parser.add_argument("--architectures", type=_comma_separated, default=(), help="default all")
-    parser.add_argument("--renamed", type=_comma_separated, default=(), metavar="OLD=NEW,...", help="names of BASE")
+    parser.add_argument("base", metavar="BASE", help="commit or branch to compare with")
+    parser.add_argument("--quick", action="store_true", help="compare few kernels, of sm_80, sm_90 and sm_90a")
+    parser.add_argument("--families", type=_comma_separated, default=(), help="default: all")
+    parser.add_argument("--kernels", type=_comma_separated, default=(), help="such as sm90_forward; default: all")
+    parser.add_argument("--architectures", type=_comma_separated, default=(), help="default: all")
+    parser.add_argument("--renamed", type=_comma_separated, default=(), metavar="OLD=NEW,...", help="changed names")
     parser.add_argument("--cache", type=Path, default=CACHE, metavar="DIR", help=f"default {CACHE}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was compared and every difference")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the compared kernels and every difference")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument("--workers", type=int, default=cores, help=f"compilers at a time, default {cores}")
     options = parser.parse_args(argv)
@@ -504,7 +506,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _nothing_chosen(kernels: Sequence[Kernel]) -> str:
-    """Return the value for an option that selects no kernel."""
+    """Return an error message for an option that selects no kernel."""
     families = sorted({kernel.name.partition("_")[0] for kernel in kernels})
     architectures = sorted({kernel.architecture for kernel in kernels})
     return (

@@ -1,4 +1,4 @@
-"""Does the simulator give the same numbers as the GPU? Both run the same kernels on the same arrays.
+"""Does the simulator compute the same numbers as the GPU? Both run the same kernels on the same arrays.
 
     python -m experiments sim_against_gpu                     # needs CuPy and a GPU; minutes, most of them compiling
     python -m experiments sim_against_gpu --dtypes float32    # an eighth of it
@@ -66,7 +66,7 @@ class Config:
 
 
 def kinds_of_mask(config: Config) -> dict[str, masks.Mask | None]:
-    """Return every kind of work that a kernel iterates over, by name."""
+    """Return masks for every kind of work list that a kernel walks, by name."""
     rng = np.random.default_rng(config.seed)
     rows, keys = config.seqlen_q, config.seqlen_kv
 
@@ -118,7 +118,7 @@ def to_device(array: Any, layout: str) -> Any:
 
 
 def masked(mask: Any, executor: str) -> Any:
-    """Return a mask or boolean array with its arrays where the executor reads them."""
+    """Return a mask or boolean array with its arrays on the device of the executor."""
     if executor != "gpu" or mask is None:
         return mask
     import cupy
@@ -163,7 +163,7 @@ def probes_agree(example: Example, layout: str, kernel: str) -> tuple[bool, bool
 
 
 def compare(kernel: str, kind: str, structure: Structure) -> Record:
-    """Return a case's record: its shape, |sim - gpu| over the bound for each output, and the results of the probes."""
+    """Return a case's record: its shape, |sim - gpu| divided by the bound of each output, and the probes' results."""
     example, layout = structure.example(), structure.layouts[0]
     if kernel != "simt":
         example = example.but(product_dtype=example.q.dtype)
@@ -209,7 +209,7 @@ def run(config: Config) -> list[Record]:
 
 
 def table(records: list[Record]) -> Table:
-    """Tabulate the largest shares per dtype, and the number of bitwise identical cases."""
+    """Tabulate the largest ratios per dtype, and the number of bitwise identical cases."""
     result = Table(title="largest |sim - gpu| over the bound")
     for column in ("kernel", "dtype", "cases", *OUTPUTS, "probes pass", "probes same bits"):
         result.add_column(column, justify="left" if column in ("kernel", "dtype") else "right")

@@ -1,23 +1,24 @@
-"""How near do drawn examples come to their error bounds? A ledger that adds up over runs.
+"""How near do drawn examples come to their error bounds? A ledger that accumulates over runs.
 
-    make soak SECONDS=3600                                           # the cpu executor, into the kept ledger
+    make soak SECONDS=3600                                           # the cpu executor, into the committed ledger
     python -m experiments soak --seconds 600 --executors cpu,sim     # into build/results/soak.csv
     python -m experiments soak --executors gpu --processes 8 --seconds 300
 
-Draws examples from `cuflash.testing.structures`: lengths off a tile, masks of every kind, strided views, scales to 1e4,
-a quarter each with a score function, a sink, dropout, or none of them. Runs both passes and divides the error of each
-result by its bound; Hypothesis steers the later examples of a batch to larger quotients. On the simulator and a GPU the
-families of kernels take turns; `auto` serves what a family refuses.
+Draws examples from `cuflash.testing.structures`: lengths that are not multiples of a tile, masks of every kind, strided
+views, scales up to 1e4, and, with probability 1/4 each, a score function, a sink, dropout, or none of these. Runs both
+passes and divides the error of each result by its bound; Hypothesis steers the later examples of a batch towards larger
+ratios. On the simulator and on a GPU the kernel families take turns; `auto` replaces a family that refuses an example.
 
-A row of the ledger is for an executor, a device, a dtype, a family and a feature: the number of examples, how many of
-them were outside a bound, the largest quotient of each result, and the example with the largest of all. An example
-counts once in the row of each of its features, including the kind of its mask and each kernel that served it. `batches`
-numbers the seeds, so that a run continues with examples that none before has drawn. Rows are written after each batch.
+A row of the ledger stands for an executor, a device, a dtype, a family and a feature. It has the number of examples,
+how many of them exceeded a bound, the largest ratio for each result, and the example with the largest of all ratios. An
+example counts once in the row of each of its features, including the kind of its mask and each kernel that it used.
+`batches` counts the seeds used, so that a run continues with examples that no earlier run has drawn. Rows are written
+after each batch.
 
-Expect: no example outside its bounds; exit status 0, otherwise 1.
-Found:  none outside; at most 0.67 of a bound (one rounding of a 16-bit result over the margin of 1.5).
+Expect: no example exceeds its bounds; exit status 0, otherwise 1.
+Found:  none exceeds them; the largest ratio is 0.67 (one rounding of a 16-bit result, divided by the margin of 1.5).
 
-Cost: 20 ms of a core for an example on the cpu executor, a second on the simulator.
+Cost: 20 ms of a core per example on the cpu executor, a second on the simulator.
 """
 
 import functools
@@ -49,7 +50,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 EXECUTORS = ("cpu", "sim", "gpu")
 FAMILIES = ("auto", "simt", "sm80", "sm90")
 KEY = ("executor", "device", "dtype", "family", "feature")
-EVERY = "any"  # the feature of the row that counts every example of a dtype and family
+EVERY = "any"  # feature of the row that counts all examples of a dtype and family
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,7 @@ def structures(batch: Batch) -> st.SearchStrategy[strategies.Structure]:
 
 
 class Call(NamedTuple):
-    """Results of a call, the family that the call named, and the kernels that it launched."""
+    """Results of a call, the family that the call requested, and the kernels that it launched."""
 
     results: dict[str, Any]
     family: str
@@ -100,7 +101,7 @@ class Call(NamedTuple):
 
 
 def call(structure: strategies.Structure, executor: str) -> Call:
-    """Run both passes by the family whose turn it is, or by the default one if that family refuses the problem."""
+    """Run both passes with the family selected in rotation, or with the default family if that one refuses."""
     family = "auto" if executor == "cpu" else FAMILIES[structure.seed % len(FAMILIES)]
     example = structure.example()
     q, k, v, do, dlse, sink = (getattr(example, name) for name in ("q", "k", "v", "do", "dlse", "sink"))
@@ -144,9 +145,9 @@ def _on_host(x: Any) -> Any:
 
 
 def shares(structure: strategies.Structure, executor: str, results: Mapping[str, Any]) -> dict[str, float]:
-    """Return the largest error over its bound for each result; infinite if it is outside."""
+    """Return the largest ratio of an error to its bound for each result; infinite if it exceeds 1."""
     example = structure.example()
-    if executor != "cpu" and example.q.dtype.itemsize == 2:  # tensor cores multiply weights that are rounded
+    if executor != "cpu" and example.q.dtype.itemsize == 2:  # tensor cores multiply rounded weights
         example = example.but(product_dtype=example.q.dtype)
     worst = {}
     for name, result in results.items():
@@ -159,7 +160,7 @@ def shares(structure: strategies.Structure, executor: str, results: Mapping[str,
 
 
 def features(structure: strategies.Structure, kernels: tuple[str, ...] = ()) -> list[str]:
-    """Return what an example has, in the words of the ledger."""
+    """Return the features of an example, as the ledger names them."""
     mask = structure.mask
     of_mask = "none" if mask is None else type(mask).__name__.lstrip("_")
     simple = {name for name in dir(masks) if isinstance(getattr(masks, name), type)}
@@ -180,7 +181,7 @@ def features(structure: strategies.Structure, kernels: tuple[str, ...] = ()) -> 
 
 
 def draw(batch: Batch) -> tuple[Batch, list[Record], list[str]]:
-    """Draw the examples of a batch; return its rows of the ledger, and the text of examples outside their bounds."""
+    """Draw the examples of a batch; return its ledger rows, and the text of examples that exceed their bounds."""
     rows: dict[tuple[str, str], Record] = {}
     outside: list[str] = []
 
@@ -207,7 +208,7 @@ def draw(batch: Batch) -> tuple[Batch, list[Record], list[str]]:
 
 
 def add(total: Record, row: Mapping[str, Any]) -> None:
-    """Add a row's counts to a total, and take its larger quotients and their example."""
+    """Add a row's counts to a total, and keep the larger ratios and their example."""
     largest = max((float(row.get(name) or 0) for name in RESULTS))
     if "worst" not in total or largest > max(float(total.get(name) or 0) for name in RESULTS):
         total["worst"] = row["worst"]
@@ -218,7 +219,7 @@ def add(total: Record, row: Mapping[str, Any]) -> None:
 
 
 def added(ledger: dict[tuple[str, ...], Record], row: Record, batch: Batch) -> Record:
-    """Add a row of a batch to the ledger, and return the ledger's row."""
+    """Add a batch's row to the ledger, and return the ledger's row."""
     total = ledger.setdefault(tuple(str(row[name]) for name in KEY), {name: row[name] for name in KEY})
     add(total, row)
     if row["feature"] == EVERY:
@@ -237,7 +238,7 @@ def ledger_of(path: Path) -> dict[tuple[str, ...], Record]:
 
 
 def batches(config: Config, ledger: Mapping[tuple[str, ...], Record]) -> Iterator[Batch]:
-    """Yield batches that the ledger does not have, executors and dtypes in turn, until the time is over."""
+    """Yield batches that the ledger lacks, alternating between executors and dtypes, until the time is over."""
     deadline, begun = time.monotonic() + config.seconds, Counter[tuple[str, str]]()
     for (executor, _, dtype, _, feature), row in ledger.items():
         if feature == EVERY:
@@ -253,10 +254,11 @@ def batches(config: Config, ledger: Mapping[tuple[str, ...], Record]) -> Iterato
 
 
 def run(config: Config, path: Path) -> tuple[list[Record], list[str]]:
-    """Draw batches and add each to the ledger; return the ledger's rows, and the examples outside their bounds."""
+    """Draw batches and add each to the ledger; return the ledger's rows, and the examples that exceed their bounds."""
     ledger, violations = ledger_of(path), list[str]()
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # for the processes started below: each has a core
-    ignore_interrupts = (signal.signal, (signal.SIGINT, signal.SIG_IGN))  # this process ends the others
+    # one thread in each of the processes started below, which have a core each
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    ignore_interrupts = (signal.signal, (signal.SIGINT, signal.SIG_IGN))  # this process terminates the others
     with multiprocessing.get_context("spawn").Pool(config.processes, *ignore_interrupts) as pool:
         waiting, todo = [], batches(config, ledger)
         while True:

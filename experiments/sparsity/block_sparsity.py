@@ -1,7 +1,7 @@
 """How much of real attention do static block patterns keep, and is the time proportional to the blocks?
 
     python -m experiments block_sparsity            # on the host: `make demo`
-    python -m experiments block_sparsity --gpu      # its GPU part alone: from which density on do blocks pay?
+    python -m experiments block_sparsity --gpu      # only the GPU part: below which density are blocks faster?
 
 Recall: the softmax mass of dense attention in the kept blocks, exp(lse_sparse - lse_dense), averaged over the rows of
 all heads of three layers of a sentence encoder (data/README.md). Error: |o_sparse - o_dense| / |o_dense|, Frobenius
@@ -9,7 +9,7 @@ norms. Density: kept blocks divided by all blocks of the grid, where partial blo
 bidirectional, so any block could be kept. For each budget, a pattern has a row for its densest size within the budget,
 unless that size also fits the next smaller budget. Oracle: the blocks with the most softmax mass in every block row of
 every head. Speed: medians of alternating calls of existing plans, on sequences of any length with the statistics of the
-captured ones (`workloads.same_statistics`). On a GPU: random blocks, equally many in each head and including the
+captured ones (`workloads.same_statistics`). On a GPU: random blocks, the same number in each head and including the
 diagonal, standard normal data of 16k tokens, with the level-2 cache flushed before each call. The break-even density,
 interpolated between measured densities, is where a block-sparse call takes as long as the dense call.
 
@@ -49,7 +49,7 @@ GPU_DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Budgets are densities; the defaults are the published run."""
+    """Budgets are densities; the defaults are those of the published run."""
 
     blocks: tuple[int, ...] = (32, 64)
     budgets: tuple[float, ...] = (0.125, 0.25, 0.375, 0.5, 0.75)
@@ -110,7 +110,7 @@ def within_budgets(
 
 
 def run_recall(config: Config) -> list[Record]:
-    """Measure the share of the captured attention that each pattern keeps, one record a pattern and budget."""
+    """Measure the fraction of captured attention that each pattern keeps; return one record per pattern and budget."""
     q, k, v = activations()
     shape = masks.MaskShape(q.shape[:1], *q.shape[1:3], k.shape[2])
     o, lse = cuflash.attention(q, k, v, return_lse=True, executor=config.executor)
@@ -198,7 +198,8 @@ def on_gpu(mask: Any, config: Config, arrays: tuple[Any, ...]) -> tuple[str, dic
     share = check.share(o=o, lse=lse, dq=gradients.dq, dk=gradients.dk, dv=gradients.dv)
     if not share <= 1:
         raise AssertionError(f"a call to be timed is wrong: {share:.3g} times its bound, {mask}")
-    families = dict.fromkeys(plan._plan.specs[way].family for way in WAYS)  # the passes of a list may use two families
+    # the passes of a call with a list may use two families
+    families = dict.fromkeys(plan._plan.specs[way].family for way in WAYS)
     return ", ".join(families), both_passes(plan, q, k, v, do, o, lse)
 
 
@@ -249,9 +250,10 @@ def gpu_row(config: Config, seqlen: int, block: int, density: float, times: Mapp
 
 
 def break_even(points: Sequence[tuple[float, float]]) -> float | None:
-    """Return the density at which time reaches the dense time, from points (density, time) by density.
+    """Return the density at which the time reaches the dense time, from points (density, time) sorted by density.
 
-    Interpolated linearly between two points; 1 if even the densest is faster than dense; None if no point is.
+    The density is interpolated linearly between two points; 1 if even the densest point is faster than dense attention,
+    and None if no point is.
     """
     if points[0][1] >= 1:
         return None
@@ -273,7 +275,7 @@ def part(records: list[Record], name: str) -> list[Record]:
 
 
 def finding(records: list[Record]) -> str:
-    """Return two sentences about the numbers."""
+    """Describe the results in two sentences."""
     recall, speed = part(records, "recall"), part(records, "speed")
     budget = min((row["budget"] for row in recall if row["pattern"] == "oracle"), key=lambda x: abs(x - 0.25))
     at_budget = {row["pattern"]: row for row in recall if row["budget"] == budget}

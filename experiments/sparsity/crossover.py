@@ -3,7 +3,7 @@
     python -m experiments crossover           # on the host, in under a minute
     python -m experiments crossover --gpu     # on a GPU: float16, 4096 and 16384 tokens, 8 heads of 128
 
-Random blocks, equally many in each head and including the diagonal (`workloads.random_blocks`), on standard normal
+Random blocks, the same number in each head and including the diagonal (`workloads.random_blocks`), on standard normal
 data. Both passes of a plan are timed alternately with those of the dense plan. The crossover is the density at which
 both times are equal, interpolated linearly between two measured densities. For each length and block size, some rows of
 the sparsest call are first checked against their error bounds.
@@ -157,7 +157,7 @@ def table(records: list[Record]) -> Group:
 
 
 def plot(records: list[Record]) -> Any:
-    """Plot relative time over density, one row per pass and one column per length, with dots where it is 1."""
+    """Plot relative time over density, one row per pass and one column per length, with dots where it reaches 1."""
     seqlens = list(dict.fromkeys(row["seqlen"] for row in records))
     size = (3.8 * len(seqlens), 5.8)
     figure, axes = plt.subplots(len(WAYS), len(seqlens), figsize=size, sharex=True, squeeze=False)

@@ -18,10 +18,11 @@ early if its mean loss over the last 20 steps is below `gpu_learned_loss`. Each 
 and tested on new sequences, each with both colours of the first end, so that a model that does not see this end is
 right in exactly half of them.
 
-Expect: every pattern that connects the ends in two steps is right in more than 90 %, the other two in 50 %.
-Found:  as expected with seeds 0 to 2, with which gpu_rate was chosen: at least 98 % with a connection at 64, 4096 and
-16384 tokens, and exactly half without. With seeds 3 to 5, bigbird and strided fail with one seed, whatever
-gpu_steps_more is (language_model_steps.log of b648872e, 11 and 13).
+Expect: every pattern that connects the ends in two steps is right in more than 90 % of the cases, the other two in 50
+%.
+Found:  as expected with seeds 0 to 2, with which gpu_rate was chosen: at least 98 % for connecting patterns at 64, 4096
+and 16384 tokens, and exactly half for the others. With seeds 3 to 5, bigbird and strided fail with one seed, whatever
+gpu_steps_more is (steps 11 and 13 of language_model_steps.log at commit b648872e).
 
 Cost: Under a minute on two cores; --gpu two minutes of a GPU.
 """
@@ -48,12 +49,12 @@ NAMES = ("exact", "bigbird", "strided", "window", "sink_local")
 COLOURS = 2
 BLANK, DASH, START, GOAL, VOCABULARY = 0, 1, 1 + COLOURS, 1 + 2 * COLOURS, 1 + 3 * COLOURS
 LAYERS, HEADS, WIDTH, DASHES = 2, 2, 32, 16
-RECENT = 20  # number of steps over which the loss is averaged that decides whether a model has learned the task
+RECENT = 20  # number of last steps whose mean loss decides whether a model has learned the task
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Every combination of length, pattern and seed is one row; fields that begin with gpu are those of --gpu."""
+    """Every combination of length, pattern and seed is one row; fields that begin with gpu apply with --gpu."""
 
     gpu: bool = False
     names: tuple[str, ...] = ("exact", "bigbird", "window")
@@ -123,7 +124,7 @@ def recoloured(
 
 
 def mask_of(name: str, seqlen: int, block: int) -> masks.Mask | None:
-    """Return the mask of a pattern; windows reach two blocks to either side, or one if two are 1/8 of the length."""
+    """Return the mask of a pattern; windows reach two blocks to either side, or one if the grid is small."""
     grid = seqlen // block
     side = 1 if grid < 32 else 2
     return {
@@ -171,7 +172,7 @@ def step(
 def stages(config: Config) -> list[tuple[int, int, int]]:
     """Return length, block size and maximum number of steps of each training stage, the shortest first.
 
-    On a GPU lengths double from 64 up to the longest, with 16 blocks or more each.
+    On a GPU, lengths double from 64 up to the longest, with at least 16 blocks each.
     """
     if not config.gpu:
         return [(seqlen, config.block, config.steps) for seqlen in sorted(config.seqlens)]
@@ -195,7 +196,7 @@ def index_of(name: str, seqlen: int, block: int) -> cuflash.BlockIndex | None:
 
 
 def specs_of(config: Config, device: cuflash.DeviceSpec) -> set[Any]:
-    """Return the kernels of all stages and patterns on a GPU."""
+    """Return the GPU kernels of all stages and patterns."""
     specs = set()
     for name, (length, block, _) in itertools.product(config.gpu_names, stages(config)):
         x = cuflash.ShapeDtype((config.gpu_tokens // length, HEADS, length, WIDTH // HEADS), np.dtype(np.float32))
@@ -232,7 +233,7 @@ def learned(config: Config, name: str, seed: int, xp: Any) -> Iterator[Record]:
         head_dim=WIDTH // HEADS, width=WIDTH,
     )  # fmt: skip
     initial = model.parameters(shape, seed)
-    positions = xp.zeros_like(xp.asarray(initial.pop("positions")))  # positions stay 0
+    positions = xp.zeros_like(xp.asarray(initial.pop("positions")))  # position embeddings stay 0
     flat = xp.asarray(np.concatenate([x.ravel() for x in initial.values()]))
     weights = model.views(flat, {x: array.shape for x, array in initial.items()}) | {"positions": positions}
     means, squares = xp.zeros_like(flat), xp.zeros_like(flat)

@@ -5,8 +5,8 @@
 
 Every function of `cuflash.patterns`, and the masks with closed forms, on 512 tokens of English (MiniLM, layer 2, 12
 heads). `kept` is the fraction of elements that the pattern allows, `mass` the mean softmax mass on them, computed
-exactly by `study.recall`, and `output error` the relative change of the output. If attention is uniform, `mass` equals
-`kept`; below, `mass / kept` above 1 shows that a pattern matches the encoder's attention.
+exactly by `study.recall`, and `output error` the relative change of the output. For uniform attention, `mass` would
+equal `kept`; a ratio `mass / kept` above 1 shows that a pattern matches the encoder's attention.
 
 Found:  a sink of 32 tokens and a window of 64 on either side keep 71 % of the mass with 29 % of the elements, and
 random blocks 54 % with 25 %; causal masks keep 57 % with half of the elements.

@@ -1,15 +1,14 @@
-"""What do block masses and selections of blocks cost on a GPU, compared with dense attention and attention to the
-selection?
+"""What do block masses and selections cost on a GPU, compared with dense attention and attention to the selection?
 
     python -m experiments selection_speed --publish                    # 4 heads of 128, 16384 and 65536 tokens, float16
     python -m experiments selection_speed --seqlens 16384              # a part of it
     python -m experiments selection_speed --kinds queries --query-seqlens 16384,32768    # choices of each query alone
 
 Every row is a call on the device, timed alternately with the dense call of the same length: `block_mass` in blocks of
-128, with and without an lse of an earlier call; a selection of 128-token blocks that keeps at most a quarter of the
+128, with and without the lse of an earlier call; a selection of 128-token blocks that keeps at most a quarter of the
 dense call's blocks; and the selection followed by attention to the selected blocks. Each call repeats the selection.
-Times are measured between CUDA events. `us` is the host time of a warm call. Random q and k do not affect the time,
-because the number of kept blocks per row does not depend on q and k.
+Times are measured between CUDA events. `us` is the host time of a warm call in microseconds. Random q and k do not
+affect the time, because the number of kept blocks per row does not depend on q and k.
 
 Rows with "per query" are choices of each query among blocks of 64 keys, in lists, for 64 query heads of bfloat16 that
 share 4 key/value heads, with a causal mask: `nsa` with compressed keys and their lse, of which a layer has both, and
@@ -17,9 +16,10 @@ MoBA (`pooled` with ``pool_queries=False``) for each query head and for each key
 
 Expect: block masses need half of the products of attention, and so half of its time or slightly more; means cost almost
 nothing; antidiagonals of 8 need a sixteenth of the products.
-Found:  at 65536 tokens a selection by means takes 0.04 of the dense call, and 0.08 with a causal mask; antidiagonals of
-8, limited by the level-2 cache, take 0.18 and 0.33; masses take 0.76 to 1.22 of the dense call. Selection and attention
-together are faster than dense attention from 16384 tokens on; selection_steps.log of b648872e lists the experiments.
+Found:  at 65536 tokens a selection by means takes 0.04 of the dense call's time, and 0.08 with a causal mask;
+antidiagonals of 8, limited by the level-2 cache, take 0.18 and 0.33; masses take 0.76 to 1.22. Selection and attention
+together are faster than dense attention from 16384 tokens on; selection_steps.log at commit b648872e lists the
+experiments.
 
 Cost: Half a minute of a GPU.
 """

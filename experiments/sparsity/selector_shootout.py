@@ -1,7 +1,7 @@
 """How much of the softmax mass does each block selector find, and what does the selection cost?
 
     python -m experiments selector_shootout                                    # a minute on two cores
-    python -m experiments selector_shootout --data minilm --top-ks 2,4         # a part of it
+    python -m experiments selector_shootout --data minilm --top-ks 2,4         # some of the cases
     python -m experiments selector_shootout --gpu                              # on a GPU, in float16
     python -m experiments selector_shootout --data my.npz --causal --names oracle,pooled,my_module:selector
 
@@ -9,15 +9,16 @@ Data: activations of four heads of layer 2 of a sentence encoder, bidirectional,
 language model of source text, causal (`language`; data/README.md describes both); and causal heads with a known
 structure and noise: in `clusters`, queries and keys belong to one of eight topics that change every 32 tokens; in
 `columns`, all queries attend a few keys; in `slashes`, each query attends the keys at a few distances. Every selector
-keeps the same number of blocks in each row, including the diagonal if the data is causal. `vertical_slash` keeps
-columns and diagonals: as many of each, a power of two, as cross no more blocks in total than the budget allows, but at
-least one. Recall is exact, and averaged over the queries; error is |o_sparse - o_dense| / |o_dense|, and gradient_error
-the same for dq, dk and dv together, for a random gradient of o. Times are medians of alternating calls: both_ms for a
-selection and attention to it, select_ms for the selection, attention_ms for a call with an existing index. On a GPU,
-the data with a known structure has 16 heads of 16384 tokens, in blocks of 64. `quest`, a selector for decoding, chooses
-pages of 16 keys for each of the last 32 queries, and is compared with the selectors that assume no structure. Your own
-data is an .npz file of q, k and v, [..., heads, tokens, dim], causal with --causal. Your own selector is MODULE:NAME of
-a function `(q, k, *, block, budget, causal, forced)` that returns an index, like those of `cuflash.selectors`.
+keeps the same number of blocks in each row, including the diagonal if the data is causal. `vertical_slash` keeps equal
+numbers of columns and diagonals: the largest power of two for which these cross no more blocks in total than the budget
+allows, but at least one. Recall is exact, and averaged over the queries; error is |o_sparse - o_dense| / |o_dense|, and
+gradient_error the same for dq, dk and dv together, for a random gradient of o. Times are medians of alternating calls:
+both_ms for a selection and attention to it, select_ms for the selection, attention_ms for a call with an existing
+index. On a GPU, the data with a known structure has 16 heads of 16384 tokens, in blocks of 64. `quest`, a selector for
+decoding, chooses pages of 16 keys for each of the last 32 queries, and is compared with the selectors that assume no
+structure. Your own data is an .npz file of q, k and v, [..., heads, tokens, dim], causal with --causal. Your own
+selector is given as MODULE:NAME, a function `(q, k, *, block, budget, causal, forced)` that returns an index, like
+those of `cuflash.selectors`.
 
 Expect: at equal numbers of blocks per row, nothing is better than the oracle, every selector is better than random, and
 antidiagonals are best if the structure is finer than a block.
@@ -57,10 +58,10 @@ from workloads import activations, language_activations
 
 SELECTORS = ("oracle", "pooled", "antidiagonal", "nsa", "vertical_slash", "local", "random")
 OF_PAGES = ("oracle", "quest", "local", "random")
-PAGE, LAST = 16, 32  # keys of a page, and number of queries that choose pages
-CAPTURED = ("minilm", "language")  # 512 tokens
+PAGE, LAST = 16, 32  # keys per page, and number of last queries that choose pages
+CAPTURED = ("minilm", "language")  # data of 512 captured tokens
 CALLS = ("select", "attention", "both", "dense")
-Heads = tuple[Any, Any, Any, bool | str]  # q, k, v and whether, or how, the mask is causal
+Heads = tuple[Any, Any, Any, bool | str]  # q, k, v, and whether the mask is causal, or its alignment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +163,7 @@ DATA: dict[str, Callable[[int, int], Heads]] = {each.__name__: each for each in 
 
 
 def selection(name: str, heads: Heads, block: int | tuple[int, int], top_k: int) -> Callable[[], Any]:
-    """Return a function that creates the index of a selector."""
+    """Return a function that runs the selector and returns the block index or the lists that it chose."""
     q, k, _, causal = heads
     options: dict[str, Any] = {"block": block, "causal": causal, "forced": Forced(diagonal=bool(causal))}
     if name == "quest":
@@ -180,14 +181,14 @@ def selection(name: str, heads: Heads, block: int | tuple[int, int], top_k: int)
 
 
 def under(causal: bool | str, chosen: Any) -> Any:
-    """Return blocks that queries chose under their causal mask; an index has it already."""
+    """Return the blocks that queries chose, under their causal mask; an index already includes the mask."""
     if not causal or not isinstance(chosen, masks.ChosenBlocks):
         return chosen
     return chosen & masks.Causal(causal if isinstance(causal, str) else None)
 
 
 def density(mask: Any, heads: Heads, block: Any) -> float:
-    """Return the share of all blocks that are kept."""
+    """Return the fraction of all blocks that is kept."""
     q, k, *_ = heads
     index = mask if isinstance(mask, cuflash.BlockIndex) else cuflash.BlockIndex.from_mask(
         mask, q.shape[-2], k.shape[-2], block, num_heads=len(q)
@@ -231,7 +232,7 @@ def timed(config: Config, heads: Heads, select: Callable[[], Any], index: Any) -
 
 
 def run(config: Config) -> Iterator[Record]:
-    """Yield one row per selector and budget, by data: blocks of all queries first, then pages for the last ones."""
+    """Yield one row per data, selector and budget: for blocks of all queries, then for pages of the last queries."""
     if config.gpu and (reason := why_no_gpu()):
         sys.exit(f"selector_shootout --gpu times kernels on a GPU: {reason}")
     constants = machine() | (gpu_versions() if config.gpu else {})
@@ -272,7 +273,7 @@ def rows(
 
 
 def table(records: list[Record]) -> Group:
-    """Tabulate, per data and block size, recall and errors by budget, and the times of the largest budget."""
+    """Tabulate, per data and block size, recall and errors by budget, and the times for the largest budget."""
     panels = []
     for data, block in dict.fromkeys((row["data"], row["block"]) for row in records):
         of_data = [row for row in records if (row["data"], row["block"]) == (data, block)]
@@ -290,7 +291,7 @@ def table(records: list[Record]) -> Group:
 
 
 def plot(records: list[Record]) -> Any:
-    """Plot recall over the share of blocks, and the time of selection and attention relative to dense, by data."""
+    """Plot recall over the fraction of blocks, and the time of selection and attention relative to dense, by data."""
     blocks = [row for row in records if "x" not in str(row["block"])]
     names = list(dict.fromkeys(row["data"] for row in blocks))
     figure, axes = plt.subplots(2, len(names), figsize=(2 * len(names), 3.8), sharex="col", squeeze=False)

@@ -4,9 +4,9 @@
     python -m experiments study --archive my.npz --causal --patterns window,my_module:mask
     python -m experiments sweep study --over blocks=16,32,64 --over patterns=window,oracle --fixed archive=my.npz
 
-The measurements of `python -m cuflash study`, as an experiment that can be swept. It takes an archive of q, k and v,
-[..., heads, tokens, dim] or [tokens, dim]; patterns by name, as MODULE:NAME or as an .npz file of blocks; and maximum
-densities. If no size of a pattern fits a density, its row has no recall, and the density of its smallest size.
+Runs the measurements of `python -m cuflash study` as an experiment, for use in sweeps. It takes an archive of q, k and
+v, [..., heads, tokens, dim] or [tokens, dim]; patterns by name, as MODULE:NAME or as an .npz file of blocks; and
+maximum densities. If no size of a pattern fits a density, its row has no recall, and the density of its smallest size.
 
 Expect: no pattern is better than the oracle of the same density.
 Found:  with half of the blocks of 32 of the encoder's heads, the oracle keeps 76 % of the mass, windows 65 % and random

@@ -8,10 +8,10 @@
 `--before` names a folder with another version's cuflash/ and kernels_cu/. Each version runs in a separate process,
 which draws the same arrays and times batches of `repeats` calls on request, with the level-2 cache flushed before each
 call. The versions alternate for `rounds` batches each; the result is the median of the batches' medians, and the width
-of the middle half. Whatever slows the chip therefore slows both. Even so, long calls differ by up to 8 % between pairs
-of processes, but far less within a pair (sm90_steps.log of b648872e, 24). `ratio` is the time before divided by the
-time after. `difference` is the largest difference between the results of both versions in two heads, divided by the
-largest element; a different order of sums changes it, too.
+of the middle half. Anything that slows the chip therefore affects both. Even so, long calls differ by up to 8 % between
+pairs of processes, but far less within a pair (step 24 of sm90_steps.log at commit b648872e). `ratio` is the time
+before divided by the time after. `difference` is the largest difference between the results of both versions in two
+heads, divided by the largest element; a different order of sums changes it, too.
 
 Needs an NVIDIA GPU and CuPy. Rows that a run does not measure are left unchanged.
 
@@ -102,25 +102,25 @@ def cases(config: Config) -> list[Case]:
     ]  # fmt: skip
 
 
-# The process of one version
+# The child process of one version
 
 
 def serve() -> None:
-    """Answer each line of standard input with one line: prepare a case, or for a number n, time n calls."""
+    """Answer each line of standard input with one line: prepare a case or, for a number n, time n calls."""
     call: Any = None
     for line in sys.stdin:
         request = json.loads(line)
         if isinstance(request, int):
             answer: Any = time_on_device({"call": call}, repeats=request, warmup=1)["call"].median_ms
         else:
-            call = None  # frees its arrays before others are allocated
+            call = None  # frees its arrays before new ones are allocated
             call, answer = ready(Case(**request["case"]), Path(request["results"]))
         print(json.dumps(answer), flush=True)
 
 
 @functools.cache
 def drawn(size: int) -> list[Any]:
-    """Draw q, k, v and do with this number of elements; all cases of a run share them."""
+    """Draw q, k, v and do with `size` elements; all cases of a run share them."""
     return draw(size, dtype=np.dtype(ml_dtypes.bfloat16))
 
 
@@ -145,7 +145,7 @@ def ready(case: Case, results: Path) -> tuple[Any, list[str]]:
     return call, [spec.name for spec in plan._plan.specs.values()]
 
 
-# The process that compares both versions
+# The parent process, which compares both versions
 
 
 class Version:

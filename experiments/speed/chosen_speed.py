@@ -47,7 +47,7 @@ from rich.table import Table
 
 Calls = Iterator[tuple[str, Callable[[], Any]]]  # names of passes, and calls
 HEADS, DIM, BLOCK = 64, 128, 64
-REGIMES = ("random", "sink")  # in addition to shares such as "0.8"
+REGIMES = ("random", "sink")  # in addition to probabilities such as "0.8"
 MOST_CHOSEN = 64
 HOST_TOKENS, HOST_CALLS = 512, 100
 _SAMPLED = 4096  # queries at the end whose distinct blocks are counted
@@ -121,7 +121,7 @@ def _share(regime: str) -> float:
 
 
 def lists_of(seqlen: int, num_lists: int, chosen: int, regime: str) -> Any:
-    """Draw the blocks of each query on the device, int32 [lists, seqlen, chosen]: its own and earlier ones, then -1."""
+    """Draw the blocks of each query on the device, int32 [lists, seqlen, chosen]: its own, earlier ones, then -1."""
     import cupy
 
     blocks = cupy.empty((num_lists, seqlen, chosen), np.int32)

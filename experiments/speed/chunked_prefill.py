@@ -1,6 +1,6 @@
 """What does a prefill chunk on a KV cache cost, paged or not, compared with contiguous arrays?
 
-    python -m experiments chunked_prefill                        # all cases; rows of packed.csv
+    python -m experiments chunked_prefill                        # all cases, into packed.csv
     python -m experiments chunked_prefill --cases chunks         # one of them
 
 It needs an NVIDIA GPU, CuPy and PyTorch. A case consists of new tokens of some sequences and the tokens before them, in
@@ -35,7 +35,7 @@ from peers import versions
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 PAGE_SIZES = (256, 64, 16)
 OURS = "cuflash"
-_MOST_ERROR = 0.05  # for elements of about 0.1: the largest of them are rounded to bfloat16
+_MOST_ERROR = 0.05  # for elements of about 0.1; the largest elements are rounded to bfloat16
 
 
 class Case(NamedTuple):
@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Operations of two products, over the scores that causality keeps.
+        """The floating-point operations of two products, for the scores that causality keeps.
 
         >>> Case((3,), (2,)).flops // (4 * HEADS * HEAD_DIM)
         5
@@ -75,7 +75,7 @@ class Config:
 
 
 class Tokens:
-    """The tokens of a case as CuPy arrays, packed and as separate rows of each sequence."""
+    """The tokens of a case as CuPy arrays, both packed and split by sequence."""
 
     def __init__(self, case: Case) -> None:
         import cupy

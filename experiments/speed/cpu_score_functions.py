@@ -7,10 +7,10 @@ Forward and backward passes of the cpu executor, with the library's score functi
 repeats of a call's CPU time divided by that of the plain call with the same mask and pass in the same repeat, since
 other programs on the machine slow both.
 
-Expect: the cost of a function is that of its own arithmetic: small for ALiBi and a temperature, a tanh for a cap.
-Found:  at 2048 tokens, relative to plain attention, the forward pass takes 1.46 times as long with a cap, 1.10 with
-ALiBi, and 0.87 with a temperature, whose weights are natural exponentials; the backward pass takes 1.46, 1.04 and 1.05
-times as long.
+Expect: the cost of a function is that of its own arithmetic: small for ALiBi and a temperature, a tanh for a softcap.
+Found:  at 2048 tokens, relative to plain attention, the forward pass takes 1.46 times as long with a softcap, 1.10 with
+ALiBi, and 0.87 with a temperature, with which weights are computed as natural exponentials; the backward pass takes
+1.46, 1.04 and 1.05 times as long.
 
 Cost: Minutes.
 """

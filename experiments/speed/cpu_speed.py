@@ -10,9 +10,9 @@ density, and memory is O(seqlen).
 Found:  at 4096 tokens, the forward pass takes 1.2 times its two matrix products (whose times vary by a twelfth in this
 run). It is as fast as plain NumPy at 512 tokens, and faster from 1024 tokens on. Time divided by density is 1.13, 1.17,
 1.30 and 1.41 at densities of 0.5, 0.25, 0.125 and 0.1, and 1.06, 1.08, 1.21 and 1.24 for the backward pass, because
-products of short tiles are slower, queries and results move once whatever the density, and threads wait for the
-interpreter. 64k tokens take 5 MiB in addition to inputs and results. PyTorch's forward pass takes 0.81 times our time.
-Published with --seconds 3.
+products of short tiles are slower, queries and results are moved once for any density, and threads wait for Python's
+interpreter lock. 64k tokens take 5 MiB in addition to inputs and results. PyTorch's forward pass takes 0.81 times our
+time. Published with --seconds 3.
 
 Cost: Minutes on two cores.
 """
@@ -47,7 +47,7 @@ class Config:
     short_seqlens: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
     memory_seqlen: int = 65536
     window: int = 1023
-    seconds: float = 6.0  # for each group of alternating calls
+    seconds: float = 6.0  # seconds for each group of alternating calls
 
     def __post_init__(self) -> None:
         if min(self.num_heads, self.seqlen, self.head_dim, self.block, self.memory_seqlen, *self.short_seqlens) < 1:
@@ -63,7 +63,7 @@ def draw(num_heads: int, seqlen: int, head_dim: int) -> Arrays:
 
 
 def plain_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Compute attention in plain NumPy: whole matrices, in place wherever that costs nothing."""
+    """Compute attention in plain NumPy: full matrices, in place if that costs nothing."""
     s = q @ k.swapaxes(-1, -2)
     s *= np.float32(q.shape[-1] ** -0.5)
     s -= s.max(-1, keepdims=True)
@@ -121,7 +121,7 @@ def cuflash_calls(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray) -
 
 
 def numpy_calls(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray) -> dict[str, Callable[[], object]]:
-    """Return the two matrix products of the forward pass, into existing memory, and attention in plain NumPy."""
+    """Return calls of the forward pass's two matrix products, into existing memory, and of attention in plain NumPy."""
     s = np.empty((*q.shape[:2], k.shape[1]), np.float32)
     return {
         "two matmuls": lambda: np.matmul(q, k.swapaxes(-1, -2), out=s) @ v,
@@ -133,7 +133,7 @@ def torch_calls(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray) -> 
     """Return PyTorch's scaled_dot_product_attention on the same data; empty if PyTorch is not installed."""
     if importlib.util.find_spec("torch") is None:
         return {}
-    import torch  # imported here only, since it takes two seconds and 200 MB
+    import torch  # imported on demand, since it takes two seconds and 200 MB
 
     sdpa = torch.nn.functional.scaled_dot_product_attention
     tensors = [torch.from_numpy(x)[None].requires_grad_() for x in (q, k, v)]
@@ -189,7 +189,7 @@ def run_memory(config: Config) -> list[Record]:
 
 
 def peak_mib(config: Config, name: str, is_backward: bool) -> tuple[float, float]:
-    """Return the peak resident MiB of a call without its arguments and results, and the MiB of these."""
+    """Return the peak resident MiB of a call without its arguments and results, and the MiB of these arrays."""
     arguments: dict[str, Any] = {"causal": {"causal": True}, "window": {"window": (config.window, 0)}}[name]
 
     def call(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray) -> Arrays:
@@ -198,10 +198,10 @@ def peak_mib(config: Config, name: str, is_backward: bool) -> tuple[float, float
         o, vjp = cuflash.attention_vjp(q, k, v, **arguments)
         return (o, *vjp(do))
 
-    call(*draw(1, 512, config.head_dim))  # allocates buffers of imports and BLAS before the measurement
+    call(*draw(1, 512, config.head_dim))  # allocates the buffers of imports and of BLAS before the measurement
     arrays = draw(1, config.memory_seqlen, config.head_dim)
     before = _status_kib("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak: man proc
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak; see `man 5 proc`
     results = call(*arrays)
     beyond = _status_kib("VmHWM") - before
     bytes_out, bytes_in = (sum(x.nbytes for x in xs) for xs in (results, arrays))

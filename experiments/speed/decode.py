@@ -1,13 +1,13 @@
 """How long does one step of decoding take, compared with other libraries' kernels?
 
     python -m experiments decode                             # all sizes
-    python -m experiments decode --csv decode.csv --quick    # the smallest one, a few repeats
+    python -m experiments decode --csv decode.csv --quick    # the smallest size, with few repeats
 
 It needs an NVIDIA GPU and CuPy. A row is one new token for each sequence of a batch, with 32 query heads that share 8
 key/value heads of head_dim 128, in bfloat16. Calls are captured into a CUDA graph, in rotation over caches that
-together exceed the level-2 cache, and the graph is replayed; `us` is the median over the replays, divided by the number
-of calls. `gb_per_s` counts the keys and values that a call reads. `ratio` is the time of the fastest other library
-divided by the row's time: above 1, the row is faster than all of them.
+together exceed the level-2 cache, and the graph is replayed; `us` is the median over the replays in microseconds,
+divided by the number of calls. `gb_per_s` counts the keys and values that a call reads. `ratio` is the time of the
+fastest other library divided by the row's time: above 1, the row is faster than all of them.
 
 Rows of `cuflash` are `KVCache.attention` on a contiguous cache and on pages of 64 and of 16 tokens in random order, and
 `KVCache.append`; FP8 calls use caches of float8_e4m3fn, whose bytes include the scales. If they can be imported, there
@@ -46,8 +46,8 @@ COLUMNS = (
 )  # fmt: skip
 _ROTATED_BYTES = 128 << 20  # more than twice the level-2 cache of an H100
 _MOST_CALLS = 20
-_MANY_BYTES = 1 << 30  # bytes of a call, above which a graph has few calls
-_ROOM = 1 << 13  # number of cache positions for appended rows
+_MANY_BYTES = 1 << 30  # bytes read by a call; above this, a graph has few calls
+_ROOM = 1 << 13  # number of cache positions reserved for appended rows
 
 
 class Case(NamedTuple):
@@ -57,7 +57,7 @@ class Case(NamedTuple):
     operation: str
     prepare: Callable[[], Callable[[], Any]]
     capture: Callable[[list[Callable[[], Any]]], Callable[[], float]]
-    position_bytes: int = 4 * HEAD_DIM  # bytes per key/value head
+    position_bytes: int = 4 * HEAD_DIM  # bytes per position and key/value head
 
 
 def cases_of_cuflash(batch: int, keys: int) -> Iterator[Case]:
@@ -283,10 +283,10 @@ def versions() -> dict[str, str]:
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--csv", type=Path, default=UNPUBLISHED / "decode.csv", help="default build/results/decode.csv")
-    parser.add_argument("--quick", action="store_true", help="the smallest size, a few replays")
+    parser.add_argument("--quick", action="store_true", help="only the smallest size, with few replays")
     parser.add_argument("--replays", type=int, default=15)
-    parser.add_argument("--sizes", type=sizes_of, default=SIZES, help="sequences x keys, as 1x1024,16x4096")
-    parser.add_argument("--operations", default="", help="rows whose operation starts so, and those of the host's time")
+    parser.add_argument("--sizes", type=sizes_of, default=SIZES, help="sequences x keys, such as 1x1024,16x4096")
+    parser.add_argument("--operations", default="", help="only operations with this prefix, and host times")
     chosen = parser.parse_args()
     if chosen.replays < 1:
         parser.error(f"replays must be positive; got {chosen.replays}")

@@ -13,8 +13,9 @@ attention is differentiated by torch.func.jvp, and by autograd twice; it stores 
 a Triton kernel, computes values with tangents. `rms` is the root mean square of the errors of o_dot at 1024 tokens over
 that of o_dot, and `drift_rms` the same if k_dot is nearly equal for all keys; both also for the peers.
 
-Expect: a value and its tangents in at most 4.6 times the time of plain attention.
-Found:  6.1 times on an H200 at 128 columns, the pass jvp alone 5.1 times; PyTorch's math attention 95 times.
+Expect: a value and its tangents take at most 4.6 times as long as plain attention.
+Found:  6.1 times as long on an H200 at 128 columns, and the pass jvp alone 5.1 times; PyTorch's math attention 95
+times.
 
 Cost: Two minutes of a GPU.
 """
@@ -63,7 +64,7 @@ def check(config: Config, head_dim: int, mask: str) -> float:
     Raises
     ------
     AssertionError
-        It exceeds 1.
+        The ratio exceeds 1.
     """
     import cupy
 
@@ -214,7 +215,7 @@ def measured(config: Config, head_dim: int, mask: str, seqlen: int) -> Iterator[
 
 
 def run(config: Config) -> Iterator[Record]:
-    """Yield one row for each number of columns, mask, length and what is timed."""
+    """Yield one row for each head_dim, mask, length and measurement."""
     for head_dim, mask, seqlen in cases_on_gpu(config.head_dims, config.masks, config.seqlens):
         yield from measured(config, head_dim, mask, seqlen)
 

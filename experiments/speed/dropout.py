@@ -50,7 +50,7 @@ def check(dropout: cuflash.Dropout, head_dim: int) -> None:
     Raises
     ------
     RuntimeError
-        One differs.
+        A weight differs.
     """
     import cupy
 

@@ -10,10 +10,10 @@ first thread to the end of the last: the median over the multiprocessors, and th
 
 Needs an NVIDIA GPU of compute capability 9.0 or newer, and CuPy.
 
-Expect: 16 results per cycle with each instruction, the rate that roofline assumes, so that packed instructions save
-nothing.
-Found:  NVRTC 13.0 compiles each packed instruction to two instructions of the unit for exponentials (fp8_steps.log of
-b648872e). No rate has been published yet.
+Expect: 16 results per cycle with each instruction, the rate that `cuflash.study.roofline` assumes, so that packed
+instructions save nothing.
+Found:  NVRTC 13.0 compiles each packed instruction to two instructions of the unit for exponentials (fp8_steps.log at
+commit b648872e). No rate has been published yet.
 
 Cost: Seconds of a GPU.
 """
@@ -25,7 +25,7 @@ import numpy as np
 from harness import Record, gpu_versions, main, track, why_no_gpu
 from rich.table import Table
 
-OLDEST = (9, 0)  # compute capability: older GPUs have no bf16x2
+OLDEST = (9, 0)  # oldest compute capability; older GPUs have no bf16x2
 CHAINS, THREADS = 8, 1024
 # Instructions, with the number of results of each.
 INSTRUCTIONS = {
@@ -96,7 +96,7 @@ def run(config: Config) -> Iterator[Record]:
     for instruction in track(config.instructions, "instructions"):
         kernel = cupy.RawKernel(source(instruction), "exponentials")
         rates = []
-        for _ in range(config.repeats + 1):  # the first launch is ignored
+        for _ in range(config.repeats + 1):  # the first launch is not counted
             kernel((blocks,), (THREADS,), (cycles, results, np.int32(config.rounds)))
             rates.append(per_cycle(instruction, config.rounds, cycles.get()))
         row = {"instruction": instruction, "results_at_once": INSTRUCTIONS[instruction][1]}

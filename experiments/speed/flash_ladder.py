@@ -6,12 +6,13 @@
 The kernels of a run compute the same attention on the same standard normal data. Some rows of their results and
 gradients are first checked against their error bounds, then calls are timed alternately. TFLOP/s count the products of
 the paper, 2 forward and 5 backward, half of them if causal; on a GPU there is also the fraction of its tensor-core rate
-for 16 bits. Peak memory is the largest allocation of a call in addition to arguments and results: on a GPU in CuPy's
-pool, on the host in NumPy arrays, without BLAS's buffers. Workspace is the plan's number for its larger pass. Moved is
-the number of bytes of device memory in the papers' model, which `memory_traffic` compares with the profiler's counters.
+for 16 bits. Peak memory is the largest total allocation of a call in addition to arguments and results: on a GPU in
+CuPy's pool, on the host in NumPy arrays, without BLAS's buffers. Workspace is the plan's number for its larger pass.
+Moved is the number of bytes of device memory in the papers' model, which `memory_traffic` compares with the profiler's
+counters.
 
 "plain" is attention in a few lines of NumPy: it stores the matrix of scores, and its backward pass recomputes the
-weights from lse. "naive" are kernels that do the same on a GPU, if the matrices fit its memory.
+weights from lse. "naive" are kernels that do the same on a GPU, if the matrices fit into its memory.
 
 Expect: the memory of "plain" and "naive" grows with the square of the length, that of the others at most linearly.
 Found:  on the host, at 2048 tokens and without a mask, the cpu executor takes 5 MiB; standard attention takes 64 MiB
@@ -48,7 +49,7 @@ from workloads import flops
 
 MASKS, WAYS = ("full", "causal"), ("forward", "backward")
 GPU_KERNELS = ("naive", "simt", "fa1", "sm80", "sm90")
-Peaks = dict[tuple[str, str, int, str], int]  # bytes, by kernel, mask, length and pass
+Peaks = dict[tuple[str, str, int, str], int]  # peak bytes by kernel, mask, length and pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,7 @@ def kernels_of(config: Config, seqlen: int, mask: str) -> dict[str, Any]:
         for name in GPU_KERNELS
         if name in config.gpu_kernels
     }
-    most = 0.6 * memory_of_device()  # the pool retains the forward pass's workspace
+    most = 0.6 * memory_of_device()  # the pool still holds the forward pass's workspace
     return {name: ready for name, ready in plans.items() if ready.workspace_bytes < most}
 
 
@@ -151,7 +152,7 @@ def draw(config: Config, seqlen: int) -> list[Any]:
 def host_peaks(config: Config) -> Peaks:
     """Return the peak bytes of NumPy arrays other than arguments and results, measured in a fresh process.
 
-    Buffers that the library keeps for later calls are included in each measurement.
+    Buffers that the library keeps for later calls count in each measurement.
     """
     peaks: Peaks = {}
     tracemalloc.start()
@@ -161,7 +162,7 @@ def host_peaks(config: Config) -> Peaks:
         results = tuple(call())
         return results, tracemalloc.get_traced_memory()[1] - sum(x.nbytes for x in (*held, *results))
 
-    # "plain" first, while the library has no buffers
+    # "plain" runs first, while the library has no buffers.
     for name, (seqlen, mask) in itertools.product(("plain", "cpu"), config.cases):
         arrays, ready = draw(config, seqlen), kernels_of(config, seqlen, mask)[name]
         q, k, v, do = arrays
@@ -192,7 +193,7 @@ def checked(name: str, ready: Any, arrays: list[Any], check: SpotCheck) -> dict[
     Raises
     ------
     RuntimeError
-        A result lies outside its bound.
+        A result exceeds its bound.
     """
     q, k, v, do = arrays
     o, lse = ready.forward(q, k, v)

@@ -4,11 +4,11 @@
     python -m experiments flashattention1_tables --gpu     # on a GPU: float16, 16 batch entries, 8 heads of 64
 
 The paper (arXiv 2205.14135, appendix E, tables 18 to 21: no mask, no dropout) times PyTorch's standard attention, its
-own kernels, and block-sparse ones on an A100 with 40 GB. Here "standard" is our naive family, three forward kernels
+own kernels, and block-sparse kernels on an A100 with 40 GB. Here "standard" is our naive family, three forward kernels
 that store every score; "fa1" is the paper's loop on tensor cores; "dense" is the choice of `kernel="auto"`; "butterfly"
 is the same with the pattern of the paper's block-sparse kernels, in blocks of 128 and with all strides, whose density
 is in the rows. "pytorch" is PyTorch's standard attention, as in the paper, if PyTorch is installed. On the host,
-"standard" is the same in a few lines of NumPy, and "dense" is the cpu executor.
+"standard" is standard attention in a few lines of NumPy, and "dense" is the cpu executor.
 
 Times of the paper are its published milliseconds. Ratios can be compared across machines, but milliseconds cannot:
 "over standard" is the time of standard attention divided by a method's time, for this run and for the paper's table.
@@ -48,7 +48,7 @@ KERNELS = {"standard": "naive", "fa1": "fa1", "dense": "auto", "butterfly": "aut
 BLOCK = 128
 LONGEST_CHECKED = 4096
 LENGTHS = tuple(2**exponent for exponent in range(7, 17))  # sequence lengths of the paper's tables
-# Milliseconds of tables 18 to 20 by the method that corresponds to the paper's; a list ends where memory ran out.
+# Milliseconds in tables 18 to 20 of the paper, by our name of the method; a list ends where memory ran out.
 PAPER_MS: dict[tuple[str, str], tuple[float, ...]] = {
     ("standard", "forward"): (0.21, 0.22, 0.43, 1.27, 4.32, 16.47, 67.77),
     ("standard", "backward"): (0.26, 0.29, 0.78, 2.44, 8.82, 33.87),
@@ -60,12 +60,12 @@ PAPER_MS: dict[tuple[str, str], tuple[float, ...]] = {
     ("butterfly", "backward"): (0.11, 0.12, 0.16, 0.38, 1.20, 2.34, 4.69, 9.10, 18.74, 37.04),
     ("butterfly", "both"): (0.74, 0.77, 0.82, 0.88, 1.71, 3.21, 6.56, 12.60, 24.93, 50.39),
 }
-# MB of table 21, of both passes.
+# Megabytes in table 21, for both passes.
 PAPER_MB: dict[str, tuple[float, ...]] = {
     "standard": (36, 104, 336, 1184, 4416, 17024),
     "fa1": (22, 44, 104, 209, 418, 836, 1672, 3344, 6688, 13376),
 }
-# The methods of the paper with which the methods that it lacks are compared
+# For methods that the paper lacks, the paper's method with which they are compared.
 OF_PAPER = {"pytorch": "standard", "dense": "fa1"}
 
 
@@ -98,7 +98,7 @@ class Config:
 
 
 def of_paper(numbers: dict[Any, tuple[float, ...]], key: Any, seqlen: int) -> float | None:
-    """Return a number of the paper's table at a length, or None if the table has none."""
+    """Return a number of the paper's tables at a length, or None if the tables have none."""
     column = numbers.get(key, ())
     at = LENGTHS.index(seqlen) if seqlen in LENGTHS else len(column)
     return column[at] if at < len(column) else None
@@ -152,7 +152,7 @@ def draw(config: Config, seqlen: int) -> list[Any]:
 
 
 def plan_of(config: Config, method: str, seqlen: int) -> Any:
-    """Return the plan of a method; NumPy's standard attention has a class of its own."""
+    """Return the plan of a method; NumPy's standard attention has a separate class."""
     x = cuflash.ShapeDtype(config.shape(seqlen), np.dtype(np.float16 if config.gpu else np.float32))
     if config.gpu:
         return cuflash.plan(x, x, x, mask=mask_of(method, seqlen), executor="gpu", kernel=KERNELS[method])
@@ -186,7 +186,7 @@ def calls_of(ready: Any, arrays: list[Any]) -> dict[str, Callable[[], object]]:
 def methods_of(config: Config, seqlen: int) -> list[str]:
     """Return the methods that run on this machine and fit its memory.
 
-    Standard attention takes one matrix of scores in the forward pass, which CuPy's pool retains, and two in the
+    Standard attention needs one matrix of scores in the forward pass, which CuPy's pool retains, and two in the
     backward pass.
     """
     chosen = [name for name in METHODS if name in config.methods]
@@ -208,9 +208,10 @@ def methods_of(config: Config, seqlen: int) -> list[str]:
 def passes(
     config: Config, method: str, arrays: list[Any], checks: dict[bool, SpotCheck]
 ) -> tuple[Any, dict[str, Callable[[], object]]]:
-    """Return a plan and its passes; up to a limit of the length, after checking some rows of the results.
+    """Return a plan and its passes; up to a maximum length, some rows of the results are checked first.
 
-    `checks` stores the expected results: all methods with a mask share one, and all methods without a mask another.
+    `checks` stores the expected results: all methods with a mask share one entry, and all methods without a mask
+    another.
     """
     if method == "pytorch":
         model = PyTorch(*arrays)
@@ -225,7 +226,7 @@ def passes(
 
 
 def measured(config: Config, seqlen: int, arrays: list[Any]) -> dict[str, tuple[dict[str, Timing], float | None]]:
-    """Time the passes and plan the memory of each method: alternately on the host, one after the other on a GPU."""
+    """Time the passes and plan the memory of each method, alternately on the host, and one after another on a GPU."""
     results: dict[str, tuple[dict[str, Timing], float | None]] = {}
     in_turn: dict[str, Callable[[], object]] = {}
     checks: dict[bool, SpotCheck] = {}
@@ -243,9 +244,9 @@ def measured(config: Config, seqlen: int, arrays: list[Any]) -> dict[str, tuple[
 
 
 def timed_on_device(config: Config, calls: dict[str, Callable[[], object]]) -> dict[str, Timing]:
-    """Time the passes of a method: as many repeats as the budget allows, at least three, or one long call.
+    """Time the passes of a method: as many repeats as the budget allows, but at least three, or one long call.
 
-    If the first call takes more than a second, it counts as the measurement, because one-time work is a hundredth of
+    If the first call takes more than a second, it is the measurement, because one-time work then takes a hundredth of
     it.
     """
     timings = time_on_device(calls, repeats=1, warmup=0)
@@ -346,7 +347,7 @@ def plot(records: list[Record]) -> Any:
 
 
 def draw_line(ax: Any, chosen: list[Record], measure: str, label: str, color: str, style: str) -> None:
-    """Draw the rows that have a measurement, on logarithmic axes."""
+    """Draw the rows that have this measurement, on logarithmic axes."""
     known = [row for row in chosen if row[measure] is not None]
     if known:
         lengths, values = zip(*((row["seqlen"], row[measure]) for row in known))

@@ -1,31 +1,31 @@
 """How long does a warm call occupy the host, for arrays of CuPy, PyTorch and JAX?
 
-    python -m experiments host_time                                          # 10^4 calls a case
-    python -m experiments host_time --budget-s 100                           # as many as fit, for a short look
+    python -m experiments host_time                                          # 10^4 calls per case
+    python -m experiments host_time --budget-s 100                           # as many as fit, for a quick look
     python -m experiments host_time --csv rows.csv --libraries cupy cuflash.torch --masks none --tokens 256
 
 It needs an NVIDIA GPU and CuPy. If PyTorch or JAX, or its GPU support, is missing, its rows are left out, and a line
 says so. A row is the median over the calls of a case, in microseconds, from the start of a call until it returns.
-Between calls the host waits for the device, which is not timed, so that a full queue never delays a call. Calls use
-inputs at 64 places in memory in rotation. If each call has a new mask, creating it is timed separately, as `mask_us`.
-An empty launch of CuPy and PyTorch's scaled_dot_product_attention are timed for comparison. Since hosts change their
-clock from one minute to the next, empty launches are also timed between the calls of each case: `launch_us` is their
-median, by which times of two rows are compared.
+Between calls the host waits for the device, which is not timed, so that a full queue never delays a call. Calls rotate
+over inputs at 64 different addresses. If each call has a new mask, creating it is timed separately, as `mask_us`. An
+empty launch of CuPy and PyTorch's scaled_dot_product_attention are timed for comparison. Because a host's clock rate
+changes within minutes, empty launches are also timed between the calls of each case: `launch_us` is their median, and
+comparisons of two rows divide by it.
 
 Rows of `cupy` are calls of `cuflash.attention` and other functions on CuPy arrays. Rows of `torch` and `jax` are the
 same calls on tensors and arrays of these libraries, which are passed by DLPack; `cuflash.torch` and `cuflash.jax` are
 the functions of these modules. The time of a vjp is that of the backward pass alone; `out=` is `attention` with this
 argument, and `dropout` is `attention` with a new offset in each call. A selector chooses a quarter of the blocks of a
-causal call, and builds their index; `vertical_slash` keeps as many keys, and as many distances, as other selectors keep
-blocks per row, and `quest` chooses a quarter of the pages for the last query.
+causal call, and builds their index; `vertical_slash` keeps one key and one distance for each block that other selectors
+keep per row, and `quest` chooses a quarter of the pages for the last query.
 
 Rows of threads are rounds in which 1 or 8 threads call `cuflash.attention` concurrently, each on its own stream; `us`
 is the time of a round divided by the calls of all its threads, so that 10^6 / us is the number of calls per second.
-Threads overlap only in launches by CUDA's driver, which run outside of Python's global lock.
+Threads overlap only in launches by CUDA's driver, which run outside Python's global interpreter lock.
 
 Found:  a warm call on CuPy arrays occupies the host for some tens of microseconds; docs/performance.md has the table.
 
-Cost: An hour of a GPU with 10^4 calls a case, minutes with --budget-s 100.
+Cost: An hour of a GPU with 10^4 calls per case, minutes with --budget-s 100.
 """
 
 import csv
@@ -50,9 +50,9 @@ from cuflash.selectors import Budget
 from harness import UNPUBLISHED, atomic_path, why_no_gpu
 
 PLACES = 64
-LAUNCH_EACH = 8  # calls of a case between two empty launches
-THREADS = {"attention in 1 thread": 1, "attention in 8 threads": 8}  # threads of a round
-CALLS_OF_THREAD = 128  # calls per thread in a round
+LAUNCH_EACH = 8  # number of calls of a case between two empty launches
+THREADS = {"attention in 1 thread": 1, "attention in 8 threads": 8}  # number of threads in a round
+CALLS_OF_THREAD = 128  # number of calls per thread in a round
 HEADS, KV_HEADS, HEAD_DIM, BLOCK, PAGE = 16, 4, 64, 64, 16
 OPERATIONS = (
     "attention", "grouped heads", "out=", "dropout", "attention_vjp", "vjp", "plan.forward", "plan.backward",
@@ -77,7 +77,10 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A call to time: `prepare(turn, mask)` creates the arguments of `call`, untimed; `calls` are the call numbers."""
+    """A call to time.
+
+    `prepare(turn, mask)` creates the arguments of `call`, untimed; `calls` is the number of calls in it.
+    """
 
     library: str
     operation: str
@@ -88,7 +91,7 @@ class Case:
 
 
 class Inputs:
-    """Arrays of one library at `PLACES` places: q, k, v, do, results, and K and V of fewer heads."""
+    """Arrays of one library at `PLACES` addresses: q, k, v, do, results, and k and v with fewer heads."""
 
     def __init__(self, tokens: int, send: Callable[[Any], Any]) -> None:
         drawn = np.random.default_rng(0).standard_normal((4, HEADS, tokens, HEAD_DIM), dtype=np.float32)
@@ -99,15 +102,16 @@ class Inputs:
 
 
 def cases_by_dlpack(library: str, inputs: Inputs) -> Iterator[Case]:
-    """Yield the library's calls for NumPy and CuPy users, on arrays of any library."""
+    """Yield cuflash's calls for NumPy and CuPy users, on arrays of any library."""
 
     def attention(q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
         return cuflash.attention(q, k, v, mask=mask, **options)
 
-    last: dict[int, tuple[Any, Any]] = {}  # the last plan, by the identity of its mask, which the plan keeps
+    # the last plan, keyed by the identity of its mask, which the plan keeps alive
+    last: dict[int, tuple[Any, Any]] = {}
 
     def planned(turn: int, mask: Any) -> tuple[Any, ...]:
-        """Return the plan of a mask, created once for all calls with the mask, and arrays."""
+        """Return the plan of a mask, created once for all calls with the mask, and the arrays."""
         if id(mask) not in last:
             last.clear()
             last[id(mask)] = mask, cuflash.plan(*inputs.places[turn][:3], mask=mask)
@@ -115,7 +119,7 @@ def cases_by_dlpack(library: str, inputs: Inputs) -> Iterator[Case]:
 
     yield Case(library, "attention", lambda turn, mask: (*inputs.places[turn][:3], mask), attention)
     yield Case(library, "grouped heads", lambda turn, mask: (*inputs.narrow[turn], mask), attention)
-    if library != "jax":  # jax arrays cannot be written to
+    if library != "jax":  # JAX arrays are read-only
         yield Case(
             library, "out=", lambda turn, mask: (*inputs.places[turn][:3], mask, inputs.outs[turn]),
             lambda q, k, v, mask, out: attention(q, k, v, mask, out=out),
@@ -148,7 +152,7 @@ def cases_by_dlpack(library: str, inputs: Inputs) -> Iterator[Case]:
 
 
 def cases_beside_attention(inputs: Inputs, planned: Callable[[int, Any], tuple[Any, ...]]) -> Iterator[Case]:
-    """Yield further calls on CuPy arrays; `planned` returns a plan and q, k, v and do."""
+    """Yield other calls on CuPy arrays; `planned` returns a plan and q, k, v and do."""
     import cupy
 
     tokens = inputs.places[0][0].shape[-2]
@@ -204,7 +208,7 @@ def cases_of_threads(inputs: Inputs) -> Iterator[Case]:
 
 
 def cases_of_selectors(inputs: Inputs) -> Iterator[Case]:
-    """Yield selectors on CuPy arrays; the masks of the measurement are not used."""
+    """Yield selectors on CuPy arrays, which do not use the masks of the measurement."""
     tokens = inputs.places[0][0].shape[-2]
     few = Budget(top_k=max(1, tokens // BLOCK // 4))
     of_blocks: dict[str, Any] = {"block": BLOCK, "causal": True}
@@ -215,7 +219,7 @@ def cases_of_selectors(inputs: Inputs) -> Iterator[Case]:
     }
     for name in SELECTORS:
         select = partial(getattr(selectors, name.partition(".")[2]), **options.get(name, of_blocks | {"budget": few}))
-        first = tokens - 1 if name == "selectors.quest" else 0  # quest chooses for the last query only
+        first = tokens - 1 if name == "selectors.quest" else 0  # quest chooses only for the last query
 
         def inputs_from(turn: int, mask: Any, first: int = first) -> tuple[Any, Any]:
             q, k = inputs.places[turn][:2]
@@ -310,7 +314,7 @@ def empty_launch() -> Callable[..., Any]:
 
 
 def makers_of_masks(tokens: int, send: Callable[[Any], Any]) -> dict[str, Callable[[int], Any]]:
-    """Return the maker of a call's mask from its number; masks keep about half of the blocks, and the diagonal."""
+    """Return functions that create a mask by call number; masks keep about half of the blocks, and the diagonal."""
     blocks = -(-tokens // BLOCK)
     rng = np.random.default_rng(1)
     grids = [(rng.random((blocks, blocks)) < 0.5) | np.eye(blocks, dtype=bool) for _ in range(PLACES)]
@@ -422,7 +426,7 @@ def cases(libraries: list[str], library: str, inputs: Inputs) -> Iterator[Case]:
 
 
 def versions() -> dict[str, str]:
-    """Return what a measurement depends on besides the case."""
+    """Return the versions on which a measurement depends."""
     import importlib.metadata as metadata
 
     import cupy
@@ -452,9 +456,9 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--csv", type=Path, default=UNPUBLISHED / "host_time.csv", help="where the rows go")
-    parser.add_argument("--calls", type=int, default=10000, help="calls of a case, at most")
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="seconds for all cases together")
+    parser.add_argument("--csv", type=Path, default=UNPUBLISHED / "host_time.csv", help="output file")
+    parser.add_argument("--calls", type=int, default=10000, help="maximum number of calls per case")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="total seconds for all cases")
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 8192])
     for name, known in (("libraries", LIBRARIES), ("operations", (*OPERATIONS, *SELECTORS)), ("masks", MASKS)):
         parser.add_argument(f"--{name}", nargs="+", choices=known, default=list(known))

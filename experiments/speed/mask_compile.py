@@ -2,11 +2,11 @@
 
     python -m experiments mask_compile
 
-Causal attention within documents at 128k tokens, and a butterfly at a million tokens: masks whose dense forms have 2 GB
-and 137 GB of bits. Times are medians. Memory is the peak of allocations by Python and NumPy during one call, and the
-memory of the result.
+Two masks: causal attention within documents at 128k tokens, and a butterfly at a million tokens, whose dense forms have
+2 GB and 137 GB of bits. Times are medians. Memory is the peak of allocations by Python and NumPy during one call, and
+the memory of the result.
 
-Expect: closed forms decide rows and blocks, so neither time nor memory grows with seqlen squared.
+Expect: closed forms classify rows and blocks, so neither time nor memory grows with seqlen squared.
 Found:  6 ms for causal and documents at 128k tokens, 26 ms for a butterfly at 1M tokens; listing all blocks takes at
 most 69 MiB.
 
@@ -46,13 +46,13 @@ def document_ids(seqlen: int, mean_document: int) -> np.ndarray:
 
 
 def packed(seqlen: int, config: Config) -> Callable[[], masks.Mask]:
-    """Return a function that creates the mask of causal attention within documents, whose ids are drawn before."""
+    """Return a function that creates the mask of causal attention within documents, with ids that are drawn before."""
     ids = document_ids(seqlen, config.mean_document)
     return lambda: masks.Causal() & masks.Documents(ids)
 
 
 def butterfly(seqlen: int, config: Config) -> Callable[[], masks.Mask]:
-    """Return a function that creates a butterfly over the whole grid."""
+    """Return a function that creates a butterfly pattern over the entire grid."""
     return lambda: patterns.butterfly(seqlen, block=config.block)
 
 
@@ -65,7 +65,7 @@ def check(mask: masks.Mask, seqlen: int, block: int) -> None:
 
 
 def listed(mask: masks.Mask, shape: masks.MaskShape, block: int) -> WorkList:
-    """List the work of the forward and backward pass."""
+    """Create the work lists of the forward and backward pass."""
     work = work_list(mask.resolve(shape), shape, (block, block))
     if isinstance(work, ListedWork):
         work.make_ready()
@@ -82,7 +82,7 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 
 def run(config: Config) -> list[Record]:
-    """Yield one record for each mask and object computed from it, including the mask itself."""
+    """Return one record for each mask and each object computed from it, including the mask itself."""
     records = []
     cases = (("causal & documents", packed, config.documents_seqlen), ("butterfly", butterfly, config.butterfly_seqlen))
     for name, maker, seqlen in track(cases, "masks"):

@@ -4,26 +4,26 @@
     python -m experiments packed --cases mixed,window --peers torch_flash   # some of them
 
 It needs an NVIDIA GPU, CuPy and PyTorch. A case is a set of causal sequences, concatenated in one array, in bfloat16
-with head_dim 128. `mixed` has 16 sequences of 64 to 4096 tokens, with as many key/value heads as query heads, and
-`mixed_gqa` the same with fewer key/value heads; `short` has 256 sequences of 128 tokens on average; `window` is one
+with head_dim 128. `mixed` has 16 sequences of 64 to 4096 tokens, with equal numbers of key/value heads and query heads,
+and `mixed_gqa` the same with fewer key/value heads; `short` has 256 sequences of 128 tokens on average; `window` is one
 sequence of 8192 tokens, in which each query attends 1024 keys. Every library computes o (and what its backward pass
 needs), then the three gradients; FlashInfer, which has no backward pass, computes only o.
 
 Rows of `cuflash` run a plan that is created once for the mask, on CuPy arrays. Rows of `cuflash, as called` call
 `attention`, or the function that `attention_vjp` returns, with a mask that is created once from offsets on the device,
 as for all layers of a model. Rows of `cuflash, new mask` create the mask for each call, and include the kernels that
-find each query's keys. `host_us` is the host time of a call without synchronization. Other libraries are included if
-they can be imported and serve the case; otherwise a row gives the reason.
+compute each query's keys. `host_us` is the host time of a call without synchronization. Other libraries are included if
+they can be imported and support the case; otherwise a row gives the reason.
 
 Before a case is timed, some rows of two heads and their gradients are compared with float64; `error` is the largest
-error divided by our kernels' bound, and may be up to 2 for other libraries, which may round once more. Methods
+error divided by our kernels' bound, and may be up to 2 for other libraries, which may round once more often. Methods
 alternate, and each call is timed between CUDA events, with the level-2 cache flushed before it: medians, and the width
 of the middle half. TFLOP/s count two products forward and five backward, over the scores that the mask allows. `ratio`
 is the time of the fastest other library divided by the row's time: above 1, the row is faster than all of them.
 
-Found:  on an H200, sequences of 64 to 4096 tokens take 0.97 to 1.06 times as long as with the fastest other library,
-short ones 1.05 to 1.15 times forward and 0.55 backward, and windows 0.90 to 1.05 times; docs/packed_sequences.md has
-the table.
+Found:  on an H200, calls with sequences of 64 to 4096 tokens take 0.97 to 1.06 times as long as with the fastest other
+library, short ones 1.05 to 1.15 times forward and 0.55 backward, and windows 0.90 to 1.05 times;
+docs/packed_sequences.md has the table.
 
 Cost: Minutes of a GPU.
 """
@@ -46,7 +46,7 @@ from speed_vs_peers import as_cupy, as_torch
 from spot_check import SpotCheck
 
 HEAD_DIM = 128
-WAYS = {"forward": 2, "backward": 5}  # with the number of products of each
+WAYS = {"forward": 2, "backward": 5}  # passes, with their numbers of matrix products
 OURS = ("cuflash", "cuflash, as called", "cuflash, new mask")
 _MIXED = (863, 1123, 456, 3314, 3432, 2997, 2935, 68, 1350, 2924, 3767, 3052, 520, 1278, 934, 3747)
 _SHORT = tuple(np.random.default_rng(0).integers(16, 241, 256).tolist())
@@ -54,7 +54,7 @@ _HOST_CALLS = 50
 
 
 class Case(NamedTuple):
-    """Sequences of these lengths; `left` is the number of earlier keys that a query sees, or None for all."""
+    """Sequences of these lengths; `left` is the number of previous keys that a query attends, or None for all."""
 
     lengths: tuple[int, ...]
     num_heads: int
@@ -67,7 +67,7 @@ class Case(NamedTuple):
 
     @property
     def num_scores(self) -> int:
-        """Pairs of query and key that the mask keeps.
+        """The number of pairs of query and key that the mask keeps.
 
         >>> Case((3,), 1, 1).num_scores, Case((3,), 1, 1, left=1).num_scores
         (6, 5)
@@ -152,7 +152,7 @@ def flash_attn_4(case: Case, offsets: Any) -> Attend:
 
 
 def _varlen(function: Callable[..., Any], case: Case, offsets: Any) -> Attend:
-    """Return the varlen function that FlashAttention's packages share; some return o first of several results."""
+    """Return the varlen function that FlashAttention's packages share; some return a tuple that starts with o."""
     sizes = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
     longest = {"max_seqlen_q": max(case.lengths), "max_seqlen_k": max(case.lengths)}
     window = {} if case.left is None else {"window_size": (case.left, 0)}
@@ -229,11 +229,11 @@ class Method(NamedTuple):
     forward : callable
         Returns o.
     backward : callable, optional
-        Given do, makes what computes dq, dk and dv.
+        Takes do, and returns a function that computes dq, dk and dv.
     in_heads : callable
-        A result as [1, heads, tokens, HEAD_DIM].
+        Converts a result to [1, heads, tokens, HEAD_DIM].
     cotangent : callable
-        do, PyTorch's [1, heads, tokens, HEAD_DIM], as the library takes it.
+        Converts PyTorch's do [1, heads, tokens, HEAD_DIM] to the library's layout.
     """
 
     forward: Callable[[], Any]
@@ -300,11 +300,11 @@ def _offsets(case: Case) -> np.ndarray:
 
 
 class Wrong(Exception):
-    """The error that a result is outside its bound."""
+    """The error raised if a result exceeds its bound."""
 
 
 def checked(method: Method, check: SpotCheck, case: Case, most: float) -> float:
-    """Return the largest error over its bound of o, dq and, without GQA, dk and dv; raise if it is too large."""
+    """Return the largest ratio of an error to its bound for o, dq and, without GQA, dk and dv; raise above `most`."""
     results = {"o": method.in_heads(method.forward())}
     if method.backward is not None:
         gradients = method.backward(method.cotangent(as_torch(check.do)))()
@@ -352,7 +352,7 @@ def measured(name: str, config: Config) -> Iterator[Record]:
 
 
 def calls_of(methods: Mapping[str, Method], way: str, do: Any) -> dict[str, Callable[[], Any]]:
-    """Return the call of a pass by library, for the libraries that have the pass; a backward pass creates no mask."""
+    """Return the call of a pass by library, for libraries that have the pass; a backward pass creates no mask."""
     if way == "forward":
         return {library: method.forward for library, method in methods.items()}
     return {
@@ -384,7 +384,7 @@ def rows_of(
     errors: Mapping[str, float],
     notes: Mapping[str, str],
 ) -> Iterator[Record]:
-    """Yield one row per library; those of cuflash have the ratio of the fastest other library's time to their own."""
+    """Yield one row per library; cuflash's rows have the ratio of the fastest other library's time to their own."""
     case = CASES[name]
     others = [timing.median_ms for library, timing in times.items() if library not in OURS]
     for library in (*times, *notes):

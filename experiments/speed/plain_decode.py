@@ -1,20 +1,22 @@
-"""How long does attention of a few queries to keys and values in arrays take, compared with other ways to compute it?
+"""How long does attention of a few queries to keys and values in arrays take, compared with other methods?
 
     python -m experiments plain_decode                                     # one query, five sizes
     python -m experiments plain_decode --sizes 16x4096 --queries 1,4,16
     python -m experiments plain_decode --sizes 1x1024,1x16384 --heads 32 --kv-heads 32
 
 It needs an NVIDIA GPU of compute capability 8.0 or newer, and CuPy. The dtype is bfloat16 and head_dim is 128. A size
-is a number of sequences and of keys per sequence. Each call is captured into a CUDA graph, in turn on arrays that
-together are larger than the level-2 cache, and the graph is replayed: `us` is the median over the replays, divided by
-the number of calls. `called_us` is the time of a call outside of a graph, in a row of calls without waits.
+is a number of sequences and of keys per sequence. Each call is captured into a CUDA graph, in rotation over arrays that
+together exceed the level-2 cache, and the graph is replayed: `us` is the median over the replays in microseconds,
+divided by the number of calls. `called_us` is the time of a call outside a graph, in a sequence of calls without
+synchronization.
 
-Ways: `few queries` is what `cuflash.attention` selects; `split` are the kernels of `kernel="sm80"`, which share the
-keys of a tile among thread blocks; `cache` is `KVCache.attention` on a contiguous cache; `FlashAttention-2` and `cuDNN`
-are PyTorch's kernels. `of_flash` is the time over that of FlashAttention-2.
+Methods: `few queries` is the kernel that `cuflash.attention` selects; `split` is `kernel="sm80"`, which splits the keys
+of a tile among thread blocks; `cache` is `KVCache.attention` on a contiguous cache; `FlashAttention-2` and `cuDNN` are
+PyTorch's kernels. `of_flash` is the time divided by that of FlashAttention-2.
 
-Found:  on an H200, with 16 parts as for caches, one query takes 0.64 of FlashAttention-2's time at 64 x 8192 keys, 0.89
-at 1 x 65536 and 1.09 at 16 x 4096, where more parts than run at once only cost their merge.
+Found:  on an H200, with 16 parts as in cache kernels, one query takes 0.64 of FlashAttention-2's time at 64 x 8192
+keys, 0.89 at 1 x 65536 and 1.09 at 16 x 4096, where more parts than can run concurrently only add the cost of their
+merge.
 
 Cost: A minute of a GPU.
 """
@@ -35,7 +37,8 @@ from rich.table import Table
 
 DIM = 128
 FLASH = "FlashAttention-2"
-_ROTATED_BYTES, _MOST_BYTES = 256 << 20, 1 << 30  # of all arrays of a graph; of one call, of which a graph has few
+# bytes of all arrays of a graph; bytes of a call above which a graph has few calls
+_ROTATED_BYTES, _MOST_BYTES = 256 << 20, 1 << 30
 _CALLS, _FEW_CALLS = 20, 4
 
 
@@ -64,7 +67,7 @@ Way = tuple[Callable[[], Callable[[], Any]], Callable[[list[Callable[[], Any]]],
 
 
 def ways_of_cuflash(batch: int, keys: int, queries: int, config: Config) -> dict[str, Way]:
-    """Return functions that make a call on arrays of its own, by name, each with the function that captures calls."""
+    """Return cuflash's methods by name: a function that creates a call on new arrays, and one that captures calls."""
     import cupy
 
     def normal(heads: int, rows: int) -> Any:
@@ -91,7 +94,7 @@ def ways_of_cuflash(batch: int, keys: int, queries: int, config: Config) -> dict
 
 
 def ways_of_torch(batch: int, keys: int, queries: int, config: Config) -> dict[str, Way]:
-    """Return the ways of PyTorch, which has no causal mask for fewer queries than keys: several queries see all."""
+    """Return PyTorch's methods; without a causal mask for fewer queries than keys, several queries attend all keys."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -114,7 +117,7 @@ def ways_of_torch(batch: int, keys: int, queries: int, config: Config) -> dict[s
 
 
 def timed(way: Way, nbytes: int, replays: int) -> tuple[float, float]:
-    """Return the microseconds of a call in a graph, and as called."""
+    """Return the microseconds of a call in a graph, and outside one."""
     import cupy
 
     prepare, capture = way

@@ -1,17 +1,17 @@
 """What does a score function, a bias or a sink cost, compared with plain attention and with the fastest peer?
 
     python -m experiments score_functions                                    # 8192 tokens, 16 heads of 128, bfloat16
-    python -m experiments score_functions --scores softcap,bias --peers ''   # two of them, without peers
+    python -m experiments score_functions --scores softcap,bias --peers ''   # two scores, without peers
 
 Needs an NVIDIA GPU and CuPy; PyTorch for FlexAttention, and flash-attn-4 for FlashAttention-4. Before a case is timed,
 its results and gradients for a shorter problem, by the same family of kernels, are checked against their error bounds.
 Times are device times of `attention` and of a `vjp` on CuPy arrays, alternating with plain attention, with the level-2
 cache flushed before each call. TFLOP/s count the products of plain attention. `of_plain` is the time of plain attention
 divided by the case's; `ratio` is the time of the fastest peer divided by ours. In the cases named bias, all heads share
-one bias. The gradients of the reproducible bias use deterministic=True, unlike plain attention next to it and the
-peers. FlexAttention's tanh is exact, its backward pass computes the gradient of a captured array if the case has one,
-and it has no sink. FlashAttention-4 is timed with its cap, by the GPU's approximate tanh, and with its sink, whose
-gradient its backward pass does not compute here.
+one bias. The gradients of the reproducible bias use deterministic=True, unlike plain attention and the peers.
+FlexAttention's tanh is exact, its backward pass computes the gradient of a captured array if the case has one, and it
+has no sink. FlashAttention-4 is timed with its softcap, which uses the GPU's approximate tanh, and with its sink; its
+backward pass does not compute the sink's gradient in this comparison.
 
 Found:  a sink costs nothing measurable, and a bias with its gradient costs the most; docs/scores.md has the table.
 
@@ -59,9 +59,9 @@ class Config:
 
 @dataclass(frozen=True)
 class Case:
-    """A feature: options with captured arrays, the names that have gradients, and the form that peers take."""
+    """A feature: options with captured arrays, the names of arrays with gradients, and the form that peers take."""
 
-    arrays: Callable[[int, int], dict[str, np.ndarray]]  # of num_heads and seqlen
+    arrays: Callable[[int, int], dict[str, np.ndarray]]  # takes num_heads and seqlen
     options: Callable[[dict[str, Any]], dict[str, Any]]
     wrt: tuple[str, ...] = ()
     flex: Callable[[dict[str, Any]], Callable[..., Any]] | None = None
@@ -179,12 +179,12 @@ def inputs(num_heads: int, seqlen: int, head_dim: int) -> list[np.ndarray]:
 
 
 def check(case: Case, causal: bool, head_dim: int, kernel: str) -> None:
-    """Assert that each result of a short problem is within its error bound, by a family of kernels.
+    """Assert that each result of a short problem, computed by a family of kernels, is within its error bound.
 
     Raises
     ------
     AssertionError
-        An element errs by more.
+        An element exceeds its bound.
     """
     import cupy
 
@@ -246,7 +246,7 @@ class FlexCase:
 
 
 class FlashCase:
-    """FlashAttention-4 with a case's options, on the same arrays in its own layout, tokens first."""
+    """FlashAttention-4 with a case's options, on the same arrays in its own layout, with tokens first."""
 
     def __init__(self, case: Case, causal: bool, operands: list[Any], do: Any, arrays: dict[str, Any]) -> None:
         import torch
@@ -288,7 +288,7 @@ def peers_of(
             peer = PEERS[name](case, *arguments)
             peer.backward()
             peers[name] = peer
-        except Exception as error:  # compilers of peers raise different errors
+        except Exception as error:  # peers' compilers raise different errors
             notes[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"[:120]
     return peers, notes
 

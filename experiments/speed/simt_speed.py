@@ -7,10 +7,10 @@ divided by the median time of calls between two events, relative to the rate of 
 in the same run. The backward pass computes these five products, with dQ summed by atomic additions; with
 deterministic=True, where every result is bitwise reproducible, it computes seven, dQ by rows and dK and dV by columns,
 so that the rows of both show the cost of determinism. The naive kernels, which store whole matrices of scores, are the
-baseline. Block-sparse rates are per kept block, relative to the dense rate. Host time is that of a call without the
-device; a work list is timed until it is on the device; memory is the peak of CuPy's pool without arguments and results.
-Kernels are compiled one after another. For tensor-core kernels there are the sum of a plan's compile times, and the
-time of `plan.compile()`, which compiles them in parallel, in a new process without a cache.
+baseline. Block-sparse rates are per kept block, relative to the dense rate. Host time is the time of a call without the
+device's work; a work list is timed until it is on the device; memory is the peak of CuPy's pool without arguments and
+results. Kernels are compiled one after another. For tensor-core kernels there are the sum of a plan's compile times,
+and the time of `plan.compile()`, which compiles them in parallel, in a new process without a cache.
 
 Expect: half of the rate of multiply-adds in the forward pass, because the registers of a thread limit how rarely shared
 memory is read.
@@ -18,11 +18,11 @@ Found:  on an H100, the float32 forward pass reaches 0.59 and 0.55 of the rate o
 and the backward pass, which adds to dq by atomics and so computes five products instead of seven, 0.48 and 0.45;
 float64, on tensor cores, reaches 0.85 and 0.98 forward, and 0.68 and 0.61 backward. At a density of 0.125, the forward
 pass runs at 0.91 of its dense rate, the backward pass at 0.99. The naive kernels reach 0.12 to 0.17 forward, 0.15 to
-0.16 backward. A warm call takes 19 to 22 us of the host, and gradients take 36 us; on other hosts of the same type, 21
-to 40 and 36 to 69 (simt_tiles.log of b648872e). The work list of causal attention within documents at 128k tokens is on
-the device after 0.7 to 0.9 ms. The slowest simt kernel takes 1.6 s to compile, and up to 2.1 s on those other hosts. On
-the slowest of them, `plan.compile()` takes 3.4 to 3.7 s without a cache for sm80's kernels and 3.2 to 3.6 s for sm90's,
-whose separate compile times add up to 5.5 to 6.4 s and 5.5 to 5.8 s.
+0.16 backward. A warm call occupies the host for 19 to 22 microseconds, and gradients for 36; on other hosts of the same
+type, 21 to 40 and 36 to 69 (simt_tiles.log at commit b648872e). The work list of causal attention within documents at
+128k tokens is on the device after 0.7 to 0.9 ms. The slowest simt kernel takes 1.6 s to compile, and up to 2.1 s on
+those other hosts. On the slowest of them, `plan.compile()` takes 3.4 to 3.7 s without a cache for sm80's kernels and
+3.2 to 3.6 s for sm90's, whose separate compile times add up to 5.5 to 6.4 s and 5.5 to 5.8 s.
 
 Cost: Minutes of a GPU, most of them for compiling.
 """
@@ -134,7 +134,7 @@ def run_rates(config: Config) -> list[Record]:
 
 
 def rates(config: Config, dtype: Any, head_dim: int, kernel: str, peak: float) -> list[Record]:
-    """Yield the rates of both passes of a family, and of its deterministic backward pass if that is a different one."""
+    """Yield the rates of both passes of a family, and of its deterministic backward pass if that uses other kernels."""
     q, k, v, do = draw(config.num_heads, config.seqlen, head_dim, dtype=dtype)
     plan = cuflash.plan(q, k, v, kernel=kernel)
     o, lse = plan.forward(q, k, v)
@@ -183,7 +183,7 @@ def run_costs(config: Config) -> list[Record]:
     import cupy
 
     records = []
-    # Kernels shorter than calls, because longer ones could fill the queue and delay calls
+    # The kernels take less time than the calls, because longer ones could fill the queue and delay calls.
     q, k, v, do = draw(2, 4, 16, 64)
     others = [[x.copy() for x in (q, k, v)] for _ in range(8)]
     dilated, vjps = masks.Dilated(3), [cuflash.attention_vjp(*arrays)[1] for arrays in others]
@@ -198,7 +198,7 @@ def run_costs(config: Config) -> list[Record]:
         calls[f"kernel='{family}'"] = lambda turn, family=family: cuflash.attention(*halves[turn], kernel=family)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in track(range(config.host_calls), "host"):
-        for name, call in calls.items():  # alternately, so that a slow moment of the host affects all calls
+        for name, call in calls.items():  # alternately, so that temporary slowness of the host affects all calls
             begin = time.perf_counter()
             call(turn % 8)
             seconds[name].append(time.perf_counter() - begin)
@@ -219,7 +219,7 @@ def run_costs(config: Config) -> list[Record]:
 
 
 def run_memory(config: Config) -> list[Record]:
-    """Return the peak of CuPy's pool during a forward and a backward call, without their arguments and results."""
+    """Return the peak of CuPy's memory pool during a forward and a backward call, without arguments and results."""
     q, k, v, do = draw(1, config.memory_seqlen, 64)
     plan = cuflash.plan(q, k, v, window=(1023, 0))
     plan.compile()
@@ -296,7 +296,7 @@ def run_compile(config: Config, device: DeviceSpec) -> list[Record]:
 
 
 def run(config: Config) -> list[Record]:
-    """Yield one record for every measurement, with the versions that GPU measurements depend on."""
+    """Return one record for every measurement, with the versions that GPU measurements depend on."""
     if reason := why_no_gpu():
         sys.exit(f"simt_speed times kernels on a GPU: {reason}")
     nvrtc.current_device()

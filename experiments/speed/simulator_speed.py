@@ -2,14 +2,14 @@
 
     python -m experiments simulator_speed        # needs g++
 
-The build starts without a cache, for runtime and kernel, in a separate folder; the call is the median of forward calls.
-Schedules are random: any order of threads; copies that complete early, late or at random moments; shuffled lanes;
-poisoned memory.
+The build starts without a cache, for runtime and kernel, in a separate folder; the time of a call is the median over
+forward calls. Schedules are random: any order of threads; copies that complete early, late or at random moments;
+shuffled lanes; poisoned memory.
 
 Expect: seconds to build, tens of milliseconds to run, no report, and the same bits for every schedule.
-Found:  3.7 s to build, 24 ms forward and 47 ms backward at 200 tokens. On the same machine, when a Python loop takes
-0.9 s, 3.1 to 3.8 s and 20 to 23 ms; when the loop takes longer, 4.0 to 6.4 s and 21 to 43 ms (test_times.log of
-b648872e). 2,000 schedules, no report, the same bits.
+Found:  3.7 s to build, 24 ms forward and 47 ms backward at 200 tokens. On the same machine, it was 3.1 to 3.8 s and 20
+to 23 ms when a fixed Python loop took 0.9 s, and 4.0 to 6.4 s and 21 to 43 ms when that loop took longer
+(test_times.log at commit b648872e). 2,000 schedules, no report, the same bits.
 
 Cost: Minutes on two cores.
 """
@@ -111,7 +111,7 @@ def run_schedules(config: Config) -> Record:
 
 
 def run(config: Config) -> list[Record]:
-    """Yield one record for every measurement."""
+    """Return one record for every measurement."""
     return [run_build(config), *run_calls(config), run_schedules(config)]
 
 

@@ -1,6 +1,6 @@
 """How fast is FP8 attention, compared with cuDNN's and with our own bfloat16 attention?
 
-    python -m experiments speed_fp8                                    # 64 and 128 columns, full, causal and lists
+    python -m experiments speed_fp8                                    # 64 and 128 columns; full, causal and lists
     python -m experiments speed_fp8 --head-dims 128 --masks full --seqlens 16384
 
 Needs an NVIDIA GPU of compute capability 9.0 and CuPy. cuDNN's kernel needs PyTorch and cuDNN's Python front end;
@@ -8,14 +8,14 @@ without them it is left out, with the reason. Every case has `tokens` tokens of 
 Operands are quantized in blocks of 128 rows, with q and k rotated; those of cuDNN have one scale of 1. Before a case is
 timed, the last 128 rows of a head are compared with float64 attention of the dequantized arrays: `error` is the largest
 error divided by its bound. The methods alternate, and each call is timed between CUDA events, with the level-2 cache
-flushed before it: medians, and the width of the middle half. `of_cudnn` and `of_bfloat16` are their times divided by
-ours. `ratio` is the time of `peer` divided by ours: cuDNN in FP8 if it runs, otherwise our own bfloat16 kernel.
-`prepare_ms` is the time of `quantize` for q, k and v and of the transposition of v, and `prepare_share` is this time
-divided by our time. TFLOP/s count two products of the scores that the mask allows.
+flushed before it: medians, and the width of the middle half. `of_cudnn` and `of_bfloat16` are the times of cuDNN and of
+our bfloat16 kernel divided by ours. `ratio` is the time of `peer` divided by ours: cuDNN in FP8 if it runs, otherwise
+our own bfloat16 kernel. `prepare_ms` is the time of `quantize` for q, k and v and of the transposition of v, and
+`prepare_share` is this time divided by our time. TFLOP/s count two products of the scores that the mask allows.
 
 Found:  on an H100, full and causal FP8 calls take 0.86 to 0.96 times as long as our own bfloat16 calls at head_dim 128,
 and 1.09 to 1.13 times at 64; lists of an eighth of the blocks take 0.85 to 0.96 times as long at 128. cuDNN's FP8 takes
-0.86 to 0.98 times our time at head_dim 128 (fp8_steps.log of b648872e).
+0.86 to 0.98 times our time at head_dim 128 (fp8_steps.log at commit b648872e).
 
 Cost: Minutes of a GPU.
 """
@@ -79,7 +79,7 @@ def on_host(x8: cuflash.Quantized, rows: int | None = None) -> cuflash.Quantized
 
 
 def share_of_bound(x8: tuple[cuflash.Quantized, ...], mask: masks.Mask | None, o: Any) -> float:
-    """Return the largest error over its bound, for the last queries of the last head."""
+    """Return the largest ratio of an error to its bound, for the last queries of the last head."""
     q8, k8, v8 = x8
     batch, num_heads, seqlen, _ = q8.shape
     rows = q8.block
@@ -101,7 +101,7 @@ def cudnn_fp8(batch: int, num_heads: int, seqlen: int, head_dim: int, is_causal:
     Raises
     ------
     Exception
-        cuDNN does not serve the case, or a package is missing.
+        cuDNN does not support the case, or a package is missing.
     """
     import cudnn
     import torch

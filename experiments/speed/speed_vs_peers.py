@@ -5,15 +5,15 @@
     python -m experiments speed_vs_peers --dtypes float32 --peers sdpa_efficient --kernel simt
     python -m experiments speed_vs_peers --dtypes float32 --peers sdpa_efficient --precision tf32x3
 
-Needs an NVIDIA GPU, CuPy and PyTorch; peers (peers.py) that are missing, or cannot serve a case, are recorded with the
-reason. `--masks` takes full, causal, blocks<size>_<density>, and blocks<size> for all `--densities`: random blocks,
-equally many in each head and including the diagonal. Rows of the result that a run does not measure are left unchanged;
-measured rows are written one by one.
+Needs an NVIDIA GPU, CuPy and PyTorch; peers (peers.py) that are missing, or do not support a case, are recorded with
+the reason. `--masks` takes full, causal, blocks<size>_<density>, and blocks<size> for all `--densities`: random blocks,
+the same number in each head and including the diagonal. Rows of the result that a run does not measure are left
+unchanged; measured rows are written one by one.
 
 Every case has `tokens` tokens of `hidden` channels, standard normal. Every method computes o and, if its interface
 returns it, lse. Before it is timed, some rows of two heads and the gradients for them are compared with float64
-(spot_check.py): errors are divided by our kernels' bound, and may be up to 2 for a peer, which may round once more.
-Then the methods alternate, and each call is timed between CUDA events, with the level-2 cache flushed before it:
+(spot_check.py): errors are divided by our kernels' bound, and may be up to 2 for a peer, which may round once more
+often. Then the methods alternate, and each call is timed between CUDA events, with the level-2 cache flushed before it:
 medians, and the width of the middle half. The backward pass is timed alone. A method that takes less than 0.04 ms is
 timed again as a CUDA graph; `graphs` names it. FlashAttention-3's package takes JAX arrays, and runs on a stream that
 such events do not cover. Its calls are timed after the other methods: as many as take 50 ms are queued, the host waits
@@ -53,11 +53,12 @@ from workloads import blocks_name, flops, named_blocks, num_kept, random_blocks
 
 WAYS = ("forward", "backward")
 DTYPES = ("float16", "bfloat16", "float32")
-# Columns that distinguish the rows of a result. Rows of an older commit stay; a set of cases has rows of one commit.
+# Columns that distinguish the rows of a result. Rows of older commits stay, but a set of cases has the rows of only one
+# commit.
 CASE = ("gpu", "dtype", "pass", "head_dim", "mask", "seqlen", "batch", "heads", "request", "kernel", "commit")
 OURS = "cuflash"
 GRAPH_BELOW_MS = 0.04
-# Prepares a pass on the current stream, and returns a function that runs it
+# Prepares a pass on the current stream, and returns a function that runs it.
 Prepared = Callable[[], Callable[[], object]]
 
 
@@ -122,7 +123,7 @@ class Case:
 
 
 def cases(config: Config) -> list[Case]:
-    """Return all cases whose blocks fit the length; the others are named on standard error."""
+    """Return all cases whose blocks divide the length; print the others to standard error."""
     result = []
     grid = itertools.product(config.dtypes, config.head_dims, config.mask_names, config.seqlens)
     for dtype, head_dim, mask, seqlen in grid:
@@ -148,7 +149,7 @@ def mask_of(wanted: Wanted) -> masks.Mask | None:
 
 
 def as_cupy(x: Any) -> Any:
-    """View a CUDA tensor of PyTorch as a CuPy array; via its bits, since not every CuPy version imports bfloat16."""
+    """View a CUDA tensor of PyTorch as a CuPy array, via its bits, since not every CuPy version imports bfloat16."""
     import cupy
     import torch
 
@@ -202,21 +203,21 @@ class Ours:
 
         def replayed() -> Callable[[], object]:
             graph.launch(cupy.cuda.get_current_stream())
-            return call  # keeps alive what the graph reads
+            return call  # keeps the arrays that the graph reads alive
 
         return replayed
 
 
 class Wrong(Exception):
-    """The error that a result is outside its bound."""
+    """The error raised if a result exceeds its bound."""
 
 
 @contextmanager
 def noted(notes: dict[str, str], name: str) -> Iterator[None]:
-    """Record in `notes` why a method is left out; of cuflash's errors, only unsupported problems and wrong results are
-    accepted.
+    """Record in `notes` why a method is left out.
 
-    PyTorch issues warnings with the reasons why a kernel cannot serve, before an error without them.
+    Of cuflash's errors, only unsupported problems and wrong results are accepted. PyTorch issues warnings with the
+    reasons why a kernel does not support a call, before an error without them.
     """
     expected = (cuflash.UnsupportedProblem, MemoryError, Wrong) if name == OURS else (Exception,)
     with warnings.catch_warnings(record=True) as said:
@@ -230,9 +231,9 @@ def noted(notes: dict[str, str], name: str) -> Iterator[None]:
 
 
 def checked(name: str, check: SpotCheck, results: Mapping[str, Any]) -> float:
-    """Return the largest error over its bound.
+    """Return the largest ratio of an error to its bound.
 
-    Raise Wrong if it exceeds 1, or 2 for a peer, which may round once more.
+    Raise Wrong if the ratio exceeds 1, or 2 for a peer, which may round once more often.
     """
     share = check.share(**results)
     if not share <= (1 if name == OURS else 2):
@@ -241,7 +242,7 @@ def checked(name: str, check: SpotCheck, results: Mapping[str, Any]) -> float:
 
 
 def compare(case: Case, config: Config) -> Iterator[Record]:
-    """Return a record for each pass and peer."""
+    """Yield a record for each pass and peer."""
     import torch
 
     shape = (case.batch, case.num_heads, case.seqlen, case.head_dim)
@@ -278,7 +279,7 @@ def compare(case: Case, config: Config) -> Iterator[Record]:
 def timed(
     prepared: Mapping[str, Prepared], contenders: Mapping[str, Any], notes: dict[str, str], repeats: int
 ) -> tuple[dict[str, Timing], set[str]]:
-    """Time the methods alternately; also return the names of those that were timed as graphs, being short."""
+    """Time the methods alternately; also return the names of short ones, which were timed as graphs."""
     calls: dict[str, Callable[[], object]] = {}
     for name, make in prepared.items():
         with noted(notes, name):
@@ -306,7 +307,7 @@ def records_of(
     notes: Mapping[str, str],
     graphs: set[str],
 ) -> Iterator[Record]:
-    """Return a record for each peer, without times but with the reason if the peer, or cuflash, did not take part."""
+    """Return a record for each peer; if the peer, or cuflash, did not take part, it has the reason instead of times."""
     ours = times.get(OURS)
     row: Record = {"pass": way, "head_dim": case.head_dim, "mask": case.mask, "seqlen": case.seqlen}
     row |= {"batch": case.batch, "heads": case.num_heads, "dtype": case.dtype, "kernel": kernel}
@@ -344,7 +345,7 @@ def run(config: Config) -> Iterator[Record]:
     import cupy
     import torch
 
-    torch.set_float32_matmul_precision("highest")  # no TF32
+    torch.set_float32_matmul_precision("highest")  # disables TF32
     constants = {"gemm_tflops": gemm_tflops(config.repeats)} | gpu_versions() | versions()
     print(f"bfloat16 matmul of 8192: {constants['gemm_tflops']:.0f} TFLOP/s")
     for case in track(cases(config), "cases"):
@@ -354,7 +355,7 @@ def run(config: Config) -> Iterator[Record]:
         torch.cuda.empty_cache()
 
 
-# Summary of the rows: records of a run, or rows of the file
+# Summary of the rows, which are records of a run, or rows of the file
 
 
 def milliseconds(row: Mapping[str, Any], column: str) -> float | None:
@@ -385,7 +386,7 @@ def over_best(rows: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def mask_kind(row: Mapping[str, Any]) -> str:
-    """Return full, causal or random blocks: the groups of cases that one mean covers."""
+    """Return "full", "causal" or "random blocks": the kinds of mask over which means are computed."""
     return str(row["mask"]) if named_blocks(row["mask"]) is None else "random blocks"
 
 
@@ -396,13 +397,13 @@ class Lead(NamedTuple):
     least: float
     most: float
     num_cases: int
-    num_led: int  # cases in which cuflash is the fastest
+    num_led: int  # number of cases in which cuflash is the fastest
 
 
 def leads(
     rows: Sequence[Mapping[str, Any]], name: Callable[[Mapping[str, Any]], Hashable]
 ) -> dict[Hashable, Lead]:
-    """Return the leader of each set of cases, grouped by `name`, among the cases with a time of ours and of a peer."""
+    """Return the lead in each set of cases, grouped by `name`, among the cases with a time of ours and of a peer."""
     ratios: dict[Hashable, list[float]] = {}
     for case in by_case(rows).values():
         best = over_best(case)
@@ -469,7 +470,7 @@ def plot(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
         ours = sorted(name for name in curves if name.startswith(OURS))
         for name, points in sorted(curves.items()):
             style: dict[str, Any] = {"color": f"C{list(PEERS).index(name)}"} if name in PEERS else {"color": "black"}
-            if name in ours:  # a line style for each of our kernels
+            if name in ours:  # one line style for each of our kernels
                 style |= {"linewidth": 2, "linestyle": ("-", "--", "-.", ":")[ours.index(name) % 4]}
             panel.plot(*zip(*sorted(points.items()), strict=True), marker="o", label=name, **style)
         panel.set(title=f"{way}, {mask}, head_dim {head_dim}", ylim=(0, None))

@@ -5,22 +5,24 @@
     python -m experiments tile_sweep --gpu --families sm80 --passes backward --head-dims 64
     python -m experiments tile_sweep --gpu --families sm90                                # a Hopper GPU
 
-Host part: both passes of the cpu executor, float32, for tiles of scores of every shape, with the tiles on separate
-threads (and BLAS on one) or one after the other (and BLAS on all); and the two exponentials of NumPy. GPU part: every
-tile of a kernel that `candidates` yields, in bfloat16 on tensor cores and float32 on simt. All of them are compiled;
-their number is printed first. A tile that spills more than `most_stack` bytes, or for which the compiler reports an
-advisory (serialized products), is only recorded. The others are compiled again by CuPy, whose cache does not record
-either, then checked (spot_check.py) and timed alternately: medians, with the level-2 cache flushed before each call.
-For Hopper's kernels, the `widths` widest tiles of each height that fit registers and shared memory are tried, and more
-stages for the chosen tile: at most 12 tiles. The whole pass is timed: a backward kernel together with the other kernels
-of its pass, whose tiles stay the same. TFLOP/s count the paper's products, `chosen` is the choice of `cuflash.plan`,
-`note` the reason why a tile was not timed. Rows of the result that a run does not measure are left unchanged.
+Host part: both passes of the cpu executor, float32, for score tiles of every shape, either with tiles on separate
+threads and BLAS on one thread, or with tiles one after another and BLAS on all threads; and NumPy's exp and exp2. GPU
+part: every tile of a kernel that `candidates` yields, in bfloat16 on tensor cores and float32 on simt. All of them are
+compiled; their number is printed first. A tile that spills more than `most_stack` bytes, or for which the compiler
+reports an advisory (serialized products), is only recorded. The others are compiled again by CuPy, whose cache records
+neither spills nor advisories, then checked (spot_check.py) and timed alternately: medians, with the level-2 cache
+flushed before each call. For Hopper's kernels, the `widths` widest tiles of each height that fit registers and shared
+memory are tried, and more stages for the chosen tile: at most 12 tiles. The whole pass is timed: a backward kernel
+together with the other kernels of its pass, whose tiles stay the same. TFLOP/s count the paper's products, `chosen` is
+the choice of `cuflash.plan`, and `note` the reason why a tile was not timed. Rows of the result that a run does not
+measure are left unchanged.
 
-Expect: tall tiles, with as many keys as stream well through the cache; threads are faster by the fraction of softmax in
-the work. On a GPU, the tiles with the most products per loaded element, as long as registers suffice.
+Expect: tall tiles are fastest, with as many keys as stream well through the cache; threads gain in proportion to
+softmax's share of the work. On a GPU, the tiles with the most products per loaded element, as long as registers
+suffice.
 Found:  threads are 1.2 to 1.4 times faster; the forward time hardly depends on the tile from 256 queries on, and the
 backward pass slows down by a third once its two tiles of scores exceed the level-2 cache. 512 x 512 is best in both.
-exp2 takes half of exp's time.
+exp2 takes half the time of exp.
 
 Cost: Minutes on two cores; --gpu an hour, most of it for compiling.
 """
@@ -53,16 +55,20 @@ from workloads import draw, flops
 
 
 class Tried(NamedTuple):
-    """Tiles of a kernel on Hopper. More than the first number of stages is tried with the chosen tile only."""
+    """Candidates for the tiles of an sm90 kernel.
+
+    Only the chosen tile is tried with more than the first number of stages.
+    """
 
     blocks_q: tuple[int, ...]
     blocks_kv: tuple[int, ...]
     stages: tuple[int, ...]
-    filled: Callable[[KernelSpec], float]  # fraction of a consumer's registers that accumulators and operands take
+    # returns the fraction of a consumer's registers that accumulators and operands need
+    filled: Callable[[KernelSpec], float]
 
 
 def filled_forward(spec: KernelSpec) -> float:
-    """Return the fraction of a warpgroup's registers that S, P (half as many registers) and O take."""
+    """Return the fraction of a warpgroup's registers that S, P (half as many registers) and O need."""
     registers = {1: 200 if spec.min_blocks > 1 else 255, 2: 224, 3: 160}[spec.block_q // ROWS]
     return (spec.block_kv * 3 / 4 + spec.value_dim / 2) / registers
 
@@ -79,7 +85,7 @@ SM90 = {
 
 DTYPES = {"sm90": ml_dtypes.bfloat16, "sm80": ml_dtypes.bfloat16, "simt": np.float32}
 HEAD_DIMS = {"sm90": (64, 128, 256), "sm80": (64, 128, 256), "simt": (64, 128)}
-# The kernels whose tiles are swept, by family; except for the first one, the backward pass is timed.
+# The kernels whose tiles are swept, by family; for all but the first, the backward pass is timed.
 PASSES = {
     "sm90": tuple(SM90),
     "sm80": ("forward", "backward", "backward_rows"),
@@ -139,14 +145,14 @@ def at_tile(ready: Plan, tile: tuple[int, int], is_threaded: bool) -> Plan:
 
 
 def exponentials(size: int = 1 << 20) -> dict[str, Callable[[], object]]:
-    """Return exp and exp2 of a float32 array that fits the cache."""
+    """Return calls of exp and exp2 on a float32 array that fits into the cache."""
     x = -np.random.default_rng(0).random(size, np.float32)
     y = np.empty_like(x)
     return {"exp": lambda: np.exp(x, out=y), "exp2": lambda: np.exp2(x, out=y)}
 
 
 def run_host(config: Config) -> list[Record]:
-    """Return one record for each tile, way and number of threads, and two for the exponentials."""
+    """Return one record for each tile, pass and number of threads, and two for the exponentials."""
     rng = np.random.default_rng(0)
     q, k, v, do = rng.standard_normal((4, config.num_heads, config.seqlen, config.head_dim), np.float32)
     ready = cuflash.plan(q, k, v)
@@ -176,7 +182,7 @@ def run_host(config: Config) -> list[Record]:
 
 
 def accumulator_words(spec: KernelSpec) -> float:
-    """Return the registers per thread for scores, their gradients and accumulators."""
+    """Return the number of registers per thread for scores, their gradients and accumulators."""
     if spec.family == "simt":
         return simt.accumulator_words(spec)
     queries, keys = spec.block_q, spec.block_kv
@@ -189,10 +195,10 @@ def accumulator_words(spec: KernelSpec) -> float:
 
 
 def fills_registers(spec: KernelSpec) -> bool:
-    """Return whether accumulators take 1/4 to 3/4 of a thread's registers; for simt, 1/16 is enough.
+    """Return whether accumulators take 1/4 to 3/4 of a thread's registers; for simt, at least 1/16.
 
-    With more, some kernels spill, because operands and addresses need the rest. With fewer, too little is multiplied
-    per loaded element; but simt keeps float32 in shared memory, which is small on some chips.
+    With more, some kernels spill, because operands and addresses need the rest. With fewer, there are too few products
+    per loaded element; but simt keeps float32 operands in shared memory, which is small on some chips.
     """
     registers = min(256, (1 << 16) // (spec.num_threads * spec.min_blocks))
     least = registers / (16 if spec.family == "simt" else 4)
@@ -200,7 +206,7 @@ def fills_registers(spec: KernelSpec) -> bool:
 
 
 def sm80_tiles_of(base: KernelSpec) -> Iterator[KernelSpec]:
-    """Yield tiles at most twice as long as wide that warps share evenly, and small square ones for short blocks."""
+    """Yield tiles at most twice as long as wide that warps share evenly, and small square tiles for short blocks."""
     sides, threads_at_once = (16, 32, 64, 128, 256), (256, 384) if base.entry.name == "forward" else (256,)
     stages = (1,) if base.entry.name == "forward" else (1, 2)
     for block_q, block_kv, num_warps, num_stages in itertools.product(sides, sides, (1, 2, 4, 8), stages):
@@ -215,11 +221,12 @@ def sm80_tiles_of(base: KernelSpec) -> Iterator[KernelSpec]:
 
 
 def sm90_tiles_of(base: KernelSpec, device: DeviceSpec, widths: int) -> Iterator[KernelSpec]:
-    """Yield the widest tiles of each height that fit, twice per multiprocessor if that is faster, and more stages."""
+    """Yield the widest tiles of each height that fit, two blocks per multiprocessor if possible, and more stages."""
     tried = SM90[base.entry.name]
     for block_q in tried.blocks_q:
         shape = replace(base, block_q=block_q, num_stages=tried.stages[0])
-        if base.entry.name == "forward":  # registers move between warpgroups, so other numbers of blocks would hang
+        # registers move between warpgroups; with another number of warps the kernel would hang
+        if base.entry.name == "forward":
             shape = replace(shape, num_warps=4 * (1 + block_q // ROWS))
         for min_blocks in (2, 1) if base.entry.name == "forward" and block_q == ROWS else (1,):
             every = (replace(shape, block_kv=block_kv, min_blocks=min_blocks) for block_kv in tried.blocks_kv)
@@ -238,8 +245,8 @@ def finds_room(spec: KernelSpec, device: DeviceSpec) -> bool:
 
 
 def is_shared_evenly(spec: KernelSpec) -> bool:
-    """Return whether the threads of a block have equal parts of all products."""
-    # Of dQ, a warpgroup computes 64 rows, or if the tile has only 64 rows, half of the columns in whole panels
+    """Return whether all threads of a block have equal shares of all products."""
+    # A warpgroup computes 64 rows of dQ or, if the tile has only 64 rows, half of the columns in full panels.
     if spec.family == "sm90":
         return spec.entry.name != "backward" or spec.block_q * spec.head_dim % (2 * 64 * ROWS) == 0
     if spec.family == "simt":
@@ -254,7 +261,7 @@ def is_shared_evenly(spec: KernelSpec) -> bool:
 
 
 def candidates(base: KernelSpec, device: DeviceSpec, widths: int = Config.widths) -> list[KernelSpec]:
-    """Yield the kernel with every legal tile that is worth timing."""
+    """Return the kernel with every legal tile that is worth timing."""
     if base.family == "sm90":
         specs = dict.fromkeys(sm90_tiles_of(base, device, widths))
         return [spec for spec in specs if finds_room(spec, device)]
@@ -289,7 +296,7 @@ def with_specs(plan: KernelPlan, specs: dict[str, KernelSpec]) -> KernelPlan:
 
 
 def at_kernel(plan: KernelPlan, spec: KernelSpec) -> KernelPlan:
-    """Return the plan with a kernel at another tile; kernels that must share its tile size change with it."""
+    """Return the plan with another tile for a kernel; kernels that must share its tile size change with it."""
     specs = {spec.entry.name: spec}
     if spec.name == "sm80_backward":
         alike = (plan.specs[entry] for entry in ("backward_statistics", "convert_dq"))
@@ -297,7 +304,7 @@ def at_kernel(plan: KernelPlan, spec: KernelSpec) -> KernelPlan:
     elif spec.family == "sm90" and spec.entry.name != "forward":
         tile = {"block_q": spec.block_q, "block_kv": spec.block_kv}
         specs |= {entry: replace(plan.specs[entry], **tile) for entry in ("backward_statistics", "convert_dq")}
-    elif spec.name == "simt_backward":  # plans with few columns do not use it
+    elif spec.name == "simt_backward":  # plans with few columns do not use this kernel
         specs["backward_statistics"] = replace(spec, entry=simt.BACKWARD_STATISTICS, block_q=64, block_kv=8)
     return with_specs(plan, specs)
 
@@ -320,7 +327,7 @@ def shape_of(config: Config, family: str, head_dim: int) -> tuple[int, int, int,
 
 
 def plans_of(config: Config, family: str, head_dim: int, **options: Any) -> dict[tuple[str, str], KernelPlan]:
-    """Return plans by kernel and mask, except kernels for which the family falls back to another one."""
+    """Return plans by kernel and mask, without kernels that the family would replace by a fall-back."""
     x = cuflash.ShapeDtype(shape_of(config, family, head_dim), np.dtype(DTYPES[family]))
     plans = {}
     for entry, mask in itertools.product((name for name in PASSES[family] if name in config.passes), config.masks):
@@ -337,7 +344,7 @@ def compiled(specs: Sequence[KernelSpec], architecture: str) -> dict[KernelSpec,
     def tried(spec: KernelSpec) -> nvrtc.Compiled | CompileError:
         try:
             return nvrtc.cubin(spec, architecture)
-        except CompileError as error:  # there are not enough registers for a single product
+        except CompileError as error:  # registers do not suffice for a single product
             return error
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -345,7 +352,7 @@ def compiled(specs: Sequence[KernelSpec], architecture: str) -> dict[KernelSpec,
 
 
 def fault_of(outcome: nvrtc.Compiled | CompileError, most_stack: int) -> str:
-    """Return why a kernel is not worth timing; empty if it is."""
+    """Return the reason why a kernel is not worth timing, or an empty string."""
     if isinstance(outcome, CompileError):
         return f"does not compile: {outcome.log.splitlines()[0]}"
     if outcome.advisories:
@@ -454,7 +461,7 @@ def run(config: Config) -> Iterable[Record]:
 
 
 def gpu_table(records: Sequence[Record]) -> Table:
-    """Return the chosen tile and the best one, for each kernel, head_dim and mask."""
+    """Tabulate the chosen tile and the best one, for each kernel, head_dim and mask."""
     shown = Table(title="kernels by tile: queries x keys, warps, blocks a multiprocessor, stages")
     for column in ("pass", "family", "head_dim", "mask", "chosen", "TFLOP/s", "best", "TFLOP/s", "timed", "not timed"):
         shown.add_column(column, justify="left" if column in ("pass", "family", "mask", "chosen", "best") else "right")
@@ -481,7 +488,7 @@ def table(records: list[Record]) -> Table:
     return shown
 
 
-# Columns that distinguish the rows of a GPU's result.
+# Columns that distinguish the rows of a GPU run.
 GPU_ROW = ("gpu", "pass", "family", "dtype", "head_dim", "mask", "seqlen", "batch", "heads", "tile")
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@
     python -m experiments torch_calls --tokens 1024 --densities 0.5
 
 It needs an NVIDIA GPU with CuPy and PyTorch; FlashAttention-4's rows are left out, with a message, if the package is
-missing. All libraries are called as users call them, one call after the other: a time is that of a batch of calls, from
-the first call until the device has finished the last one, divided by the number of calls, so that the host's time
-counts where it is longer than the device's. The backward pass is `torch.autograd.grad` on a retained graph. `of_best`
-is the best time of the other libraries divided by ours.
+missing. All libraries are called as users call them, one call after another: a time is measured for a batch of calls,
+from the first call until the device has finished the last one, divided by the number of calls, so that host time counts
+if it exceeds device time. The backward pass is `torch.autograd.grad` on a retained graph. `of_best` is the best time of
+the other libraries divided by ours.
 
 Found:  on an H100, the fastest other library takes 1.04 to 1.19 times as long at 1024 tokens, and 1.08 to 1.92 times as
 long for block lists; results/torch_calls.csv has all times.
@@ -36,8 +36,8 @@ class Config:
     """The cases to time; the defaults are the published run."""
 
     tokens: int = 1024
-    all_tokens: int = 16384  # number of tokens of a batch: its size is all_tokens / tokens
-    width: int = 2048  # heads times head_dim
+    all_tokens: int = 16384  # total number of tokens in a batch of all_tokens / tokens sequences
+    width: int = 2048  # num_heads * head_dim
     head_dims: tuple[int, ...] = (64, 128)
     list_tokens: int = 16384
     densities: tuple[float, ...] = (0.5, 0.125, 0.031)

@@ -3,7 +3,7 @@
     python -m experiments training_step
 
 It needs an NVIDIA GPU with CuPy, PyTorch and transformers. A step is the forward pass, the loss and the backward pass
-of a model with random weights in bfloat16, timed until the device has finished. The attention function is that of
+of a model with random weights in bfloat16, timed until the device has finished. The attention function is the one in
 docs/transformers.md. `of_sdpa` is our time divided by that of PyTorch's scaled_dot_product_attention.
 
 Found:  on an H100, a step takes 0.97 to 1.07 times as long as with PyTorch's attention, less than the variation of
@@ -33,12 +33,12 @@ class Config:
     """The model and the lengths; the defaults are the published run."""
 
     tokens: tuple[int, ...] = (512, 2048, 8192)
-    tokens_of_batch: int = 4096  # at least one sequence
+    tokens_of_batch: int = 4096  # tokens per batch, which has at least one sequence
     hidden_size: int = 1024
     layers: int = 4
     heads: int = 16
     kv_heads: int = 4
-    repeats: int = 100  # the step waits for the host, whose times vary
+    repeats: int = 100  # many, because a step waits for the host, whose times vary
 
 
 def register() -> None:
@@ -48,7 +48,7 @@ def register() -> None:
 
 
 class Training:
-    """A model with an attention function; all have the same weights and tokens."""
+    """A model with an attention function; all models have the same weights and tokens."""
 
     def __init__(self, config: Config, attention: str, tokens: int) -> None:
         import torch

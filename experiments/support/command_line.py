@@ -1,4 +1,4 @@
-"""Command lines of the experiments, in which an invalid flag or an unusable folder gives one line on standard error."""
+"""Command lines of the experiments: an invalid flag or an unusable folder gives one line on standard error."""
 
 import argparse
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports errors in one line, and whose help is the docstring of a module."""
+    """A parser that reports errors in one line, and uses a module's docstring as its help."""
 
     def __init__(self, description: str | None) -> None:
         super().__init__(
@@ -32,7 +32,7 @@ def check_values(config_type: Any, values: Mapping[str, Any]) -> None:
     Raises
     ------
     ValueError
-        A value is none of these.
+        A value is not acceptable.
     """
     types = typing.get_type_hints(config_type)
     defaults = {field.name: field.default for field in dataclasses.fields(config_type)}

@@ -7,16 +7,16 @@ Result = TypeVar("Result")
 
 
 def peak_on_device(call: Callable[[], Result], limit: int = 0) -> tuple[Result, int]:
-    """Return the result of a call, and the bytes that CuPy allocated for it; a nonzero limit bounds them.
+    """Return the result of a call, and the peak of the bytes that CuPy allocated; a nonzero limit bounds the peak.
 
-    The call has a separate memory pool, from which nothing returns to the device before the end, so that the size of
-    the pool is the peak. It runs on cudaStreamPerThread, for which the library retains no workspaces; on other streams,
+    The call uses a separate memory pool, which returns nothing to the device before the end, so that the size of the
+    pool is the peak. It runs on cudaStreamPerThread, for which the library retains no workspaces; on other streams,
     small workspaces of earlier calls would be reused.
 
     Raises
     ------
     MemoryError
-        The call needs more than the limit, or than there is.
+        The call needs more memory than the limit, or than the device has.
     """
     import cupy
 

@@ -1,4 +1,4 @@
-"""Tables of docs/experiments.md and docs/fp8.md, from rows of experiments on sparsity, memory, training and FP8."""
+"""Tables of docs/experiments.md and docs/fp8.md, from results of experiments on sparsity, memory, training and FP8."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from block_sparsity import pays_below
 from peer_tables import markdown
 
 Row = dict[str, str]
-# Selectors that are bounds: the best possible recall, and those that every selector should exceed
+# Selectors for comparison: the best possible recall, and those that every selector should exceed.
 BOUNDS = ("oracle", "local", "random")
 
 
@@ -38,7 +38,7 @@ def shootout(rows: list[Row]) -> str:
 
 
 def chosen_recall(rows: list[Row]) -> str:
-    """Tabulate recall and errors by the queries that share a choice, and the distinct blocks of neighboring queries."""
+    """Tabulate recall and errors by the number of queries that share a choice, and the distinct blocks of neighbors."""
     queries = sorted({row["rows"] for row in rows}, key=int)
     counts = [name.removeprefix("distinct_") for name in rows[0] if name.startswith("distinct_")]
     lines = []
@@ -93,7 +93,7 @@ def by_sizes(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def unbeaten(rows: list[Row]) -> str:
-    """Tabulate the selectors that recall no more than random blocks or blocks near the diagonal, by data and budget."""
+    """Tabulate the selectors that recall no more than random blocks or local blocks, by data and budget."""
     parts = []
     for sizes, group in by_sizes(rows).items():
         recalls = {(row["data"], row["selector"], row["top_k"]): float(row["recall"]) for row in group}
@@ -138,7 +138,7 @@ def zoo(rows: list[Row]) -> str:
 
 
 def ladder(rows: list[Row]) -> str:
-    """Time, rate and memory of every kernel at the longest length."""
+    """Tabulate time, rate and memory of every kernel at the longest length."""
     longest = max(rows, key=lambda row: int(row["seqlen"]))["seqlen"]
     names = {"ms": ".3g", "tflops": ".3g", "peak_mib": ".3g"}
     lines = (
@@ -203,7 +203,7 @@ def errors(rows: list[Row]) -> str:
 
 
 def overhead(rows: list[Row]) -> str:
-    """Tabulate the overhead of sweeps over their tasks."""
+    """Tabulate the overhead of sweeps relative to their tasks."""
     lines = (
         [row["engine"], row["tasks"], row["workers"], number(row, "task_s"), number(row, "seconds", ".4g")]
         + [number(row, name, form) for name, form in {"overhead": ".2%", "cpu_s": ".3g", "cpu_overhead": ".2%"}.items()]
@@ -214,7 +214,7 @@ def overhead(rows: list[Row]) -> str:
 
 
 def fp8_speed(rows: list[Row]) -> str:
-    """Tabulate FP8 attention, cuDNN's and our own in bfloat16."""
+    """Tabulate the times of our FP8 attention, of cuDNN's, and of our own attention in bfloat16."""
     lines = (
         [row["mask"], row["seqlen"], row["head_dim"], number(row, "ms"), number(row, "tflops", ".0f")]
         + [number(row, "of_cudnn", ".2f"), number(row, "of_bfloat16", ".2f"), number(row, "prepare_share", ".0%")]
@@ -226,7 +226,7 @@ def fp8_speed(rows: list[Row]) -> str:
 
 
 def fp8_error(rows: list[Row]) -> str:
-    """Tabulate FP8 errors by method, and how many times smaller they are than with one scale per tensor."""
+    """Tabulate FP8 errors by method, and the factor by which each reduces the error of one scale per tensor."""
     cases = list(dict.fromkeys((row["distribution"], row["head_dim"], row["seqlen"]) for row in rows))
     lines = []
     for per, rotated in dict.fromkeys((row["per"], row["rotated"]) for row in rows):

@@ -1,12 +1,12 @@
-"""Collapsible long tables in the pages: about ten rows are shown, and all rows after a click."""
+"""Folding of long tables on the pages: about ten rows are shown, and all rows after a click."""
 
 import re
 
-LONG = 12  # rows; tables with more rows are folded
+LONG = 12  # maximum number of rows of a table that is not folded
 MOST_SHOWN = 10
 
-# The rows of a long table that are shown: those whose columns have one of these values. A table without an entry is
-# folded whole, after a summary.
+# For each long table, the values by column of the rows that stay visible. A table without an entry is folded entirely,
+# under a summary line.
 SHOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu-speed": {"seqlen": ("4096",), "density": ("1",)},
     "decode": {"sequences": ("64",)},
@@ -43,7 +43,7 @@ TABLE = re.compile(r"^\|.*(?:\n\|.*)*", re.MULTILINE)
 
 
 def folded(name: str, text: str) -> str:
-    """Return the text between a table's marks: the shown rows of each long table, and all rows in a fold below."""
+    """Return the text of a table with the visible rows of each long table, and all its rows in a fold below."""
     return TABLE.sub(lambda table: _folded(name, table[0]), text)
 
 

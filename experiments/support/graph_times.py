@@ -1,4 +1,4 @@
-"""Calls captured into CUDA graphs by CuPy and by PyTorch, whose replays are timed; sizes of decoding."""
+"""Calls captured into CUDA graphs by CuPy and by PyTorch, with timed replays; sizes of decode steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +30,7 @@ def captured_by_cupy(calls: list[Callable[[], Any]]) -> Callable[[], float]:
 
 
 def captured_by_torch(calls: list[Callable[[], Any]]) -> Callable[[], float]:
-    """Capture calls on PyTorch's tensors, as `captured_by_cupy` does calls on CuPy's arrays."""
+    """Capture calls on PyTorch tensors, like `captured_by_cupy` for CuPy arrays."""
     import torch
 
     calls[0]()

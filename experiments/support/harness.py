@@ -4,8 +4,8 @@
 
 An experiment consists of `Config` (a frozen dataclass whose defaults are the published run), `run(config) -> records`,
 `table(records) -> what rich prints` and optionally `plot(records) -> matplotlib figure`. An experiment that can be run
-in parts names the columns that identify a row, `replacing=`: each measured row is then written at once, in place of the
-row with the same values, and all other rows stay.
+in parts names the columns that identify a row, `replacing=`: then each row is written as soon as it is measured and
+replaces the row with the same values, and all other rows stay.
 """
 
 import argparse
@@ -47,7 +47,8 @@ RESULTS = EXPERIMENTS / "results"
 UNPUBLISHED = EXPERIMENTS.parent / "build" / "results"  # ignored by git
 SUBJECTS = "support", "speed", "sparsity", "proof", "language", "derivatives", "sweeps"
 FOLDERS = [str(EXPERIMENTS / name) for name in SUBJECTS]
-# Many times any level-2 cache; writing it takes 0.2 ms, in which the host queues the timed calls
+# Many times the size of any level-2 cache. Writing this many bytes takes 0.2 ms, in which the host queues the timed
+# calls.
 FLUSH_BYTES = 512 << 20
 Record = dict[str, Any]
 Item = TypeVar("Item")
@@ -55,14 +56,14 @@ Config = TypeVar("Config")
 
 
 class Timing(NamedTuple):
-    """Median of the repeats and the width of their middle half, both in milliseconds."""
+    """Median of the repeats, and width of their middle half, both in milliseconds."""
 
     median_ms: float
     spread_ms: float
     repeats: int
 
     def over(self, calls: int) -> "Timing":
-        """Return the time of one call, if this is the time of `calls` calls."""
+        """Return the time per call if this is the time of `calls` calls."""
         return Timing(self.median_ms / calls, self.spread_ms / calls, self.repeats)
 
 
@@ -87,7 +88,7 @@ def machine() -> Record:
 
 def _commit() -> str:
     git = ("git", "-C", str(Path(__file__).parents[2]))
-    # Files whose changes make a commit dirty; results and pages may change between two experiments
+    # Files whose changes make a commit dirty; results and pages may change between two experiments.
     code = ("cuflash", "kernels_cu", "experiments/*.py")
     changed = _output(*git, "status", "--porcelain", "--", *code)
     return _output(*git, "rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
@@ -116,7 +117,7 @@ def track(items: Sequence[Item], label: str) -> Iterator[Item]:
 def time_alternately(
     calls: Mapping[str, Callable[[], object]], *, repeats: int, warmup: int = 1, budget_s: float = float("inf")
 ) -> dict[str, Timing]:
-    """Time calls alternately, so that a slow minute of the machine slows all of them: name -> Timing.
+    """Time calls alternately, so that temporary slowness affects all of them; return a Timing by name.
 
     No new round starts after `budget_s` seconds, but there are at least three rounds, or `repeats` if that is less.
     """
@@ -136,10 +137,10 @@ def time_alternately(
 
 
 def time_on_device(calls: Mapping[str, Callable[[], object]], *, repeats: int, warmup: int = 3) -> dict[str, Timing]:
-    """Time calls on CuPy's current stream alternately, each between two events: name -> Timing.
+    """Time calls on CuPy's current stream alternately, each between two events; return a Timing by name.
 
-    The level-2 cache is flushed before each call. Nothing waits in between, and the host has queued a call before the
-    flush ends, so that only the device's time is measured.
+    The level-2 cache is flushed before each call. Nothing waits in between, and the host queues a call before the flush
+    ends, so only device time is measured.
     """
     import cupy
 
@@ -165,7 +166,7 @@ def time_on_device(calls: Mapping[str, Callable[[], object]], *, repeats: int, w
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limit BLAS to one thread: with small matrices more threads do not help, and wait for long on a busy machine."""
+    """Limit BLAS to one thread: with small matrices, more threads do not help, and wait long on a busy machine."""
     with threadpool_limits(1, "blas"):
         yield
 
@@ -173,7 +174,7 @@ def one_thread() -> Iterator[None]:
 def why_no_gpu() -> str | None:
     """Return why no GPU can be used, or None if one can.
 
-    This does not import the library, since before_after.py uses it together with older versions.
+    This function does not import the library, since before_after.py uses it together with older versions.
     """
     try:
         import cupy
@@ -181,7 +182,7 @@ def why_no_gpu() -> str | None:
         count = cupy.cuda.runtime.getDeviceCount()
     except ImportError as error:
         return f"CuPy is not installed ({error})"
-    except Exception as error:  # CUDARuntimeError has no base class that can be named without CuPy
+    except Exception as error:  # CuPy's CUDARuntimeError has no base class that is available without CuPy
         return f"CuPy finds no GPU ({error})"
     return None if count else "CuPy finds no GPU"
 
@@ -194,7 +195,7 @@ def cases_on_gpu(*axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def gpu_versions() -> Record:
-    """Return the versions that a GPU measurement depends on in addition to the machine's record."""
+    """Return the versions on which a GPU measurement depends in addition to the machine's record."""
     import cupy
 
     return {
@@ -224,7 +225,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 def write_csv(path: Path, records: Sequence[Record], replacing: Sequence[str] = ()) -> None:
     """Write one row for each record, with the machine's columns last; records may lack columns that others have.
 
-    With `replacing`, columns that identify a row, other rows of the file stay where they are.
+    With `replacing`, the columns that identify a row, rows with other values stay in the file.
     """
     rows = [{name: _text(value) for name, value in (machine() | record).items()} for record in records]
     if replacing:
@@ -271,7 +272,7 @@ def check_names(config: object, known: Mapping[str, Iterable[str]]) -> None:
     Raises
     ------
     ValueError
-        A field holds a name that is not among those that `known` has for it.
+        A field contains a name that `known` does not list for it.
     """
     for field, names in known.items():
         if unknown := set(getattr(config, field)) - set(names):
@@ -281,10 +282,10 @@ def check_names(config: object, known: Mapping[str, Iterable[str]]) -> None:
 def parse_config(
     config_type: Callable[..., Config], doc: str | None, argv: Sequence[str] | None = None
 ) -> tuple[Config, Path]:
-    """Parse (config, results folder) from the command line: a flag for each field of the dataclass, --results,
-    --publish.
+    """Parse (config, results folder) from the command line.
 
-    A field's metadata may contain its help text.
+    There is a flag for each field of the dataclass, --results and --publish. A field's metadata may contain its help
+    text.
     """
     parser = Parser(doc)
     types = typing.get_type_hints(config_type)
@@ -298,7 +299,7 @@ def parse_config(
             description = f"{description}{description and '; '}default {_shown(default)}"
             parser.add_argument(flag, type=convert, default=default, help=description)
     folder = parser.add_mutually_exclusive_group()
-    folder.add_argument("--results", type=Path, default=UNPUBLISHED, metavar="DIR", help="default build/results")
+    folder.add_argument("--results", type=Path, default=UNPUBLISHED, metavar="DIR", help="default: build/results")
     folder.add_argument(
         "--publish", dest="results", action="store_const", const=RESULTS, help="write to experiments/results"
     )
@@ -334,7 +335,7 @@ def main(
     replacing: Sequence[str] | Callable[[Config], Sequence[str]] = (),
     name: Callable[[Config], str] | None = None,
 ) -> list[Record]:
-    """Parse, run, print the table, and write results/NAME.csv and NAME.png; NAME is `name`, or the script's name."""
+    """Parse, run, print the table, and write results/NAME.csv and NAME.png; NAME is `name` or the script's name."""
     source = Path(inspect.getfile(run))
     config, results = parse_config(config_type, sys.modules[run.__module__].__doc__)
     stem = source.stem if name is None else name(config)

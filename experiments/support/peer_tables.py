@@ -1,8 +1,8 @@
-"""The tables and plots of speed_vs_peers' rows: which rows are published, and who leads.
+"""Tables and plots of the results of speed_vs_peers: which rows are published, and which library leads.
 
 A table shows the calls of one request on one GPU, in one dtype: `kernel="auto"`, or a kernel family by name. Rows of
-runs that did not record a request are listed under the family that served them. In a table, each pass and kind of mask
-is a set of cases of one commit.
+runs that did not record a request are listed under the family that served them. In a table, all cases with the same
+pass and kind of mask have rows of one commit.
 """
 
 import re
@@ -26,12 +26,12 @@ Row = Mapping[str, Any]
 
 
 class Request(NamedTuple):
-    """The calls that a table shows."""
+    """The kind of calls that a table shows."""
 
     gpu: str
     dtype: str
-    kernel: str  # requested; empty if that was not recorded
-    served: str  # the family that served the call; empty if the request is known
+    kernel: str  # requested family; empty if that was not recorded
+    served: str  # family that the call used; empty if the request is known
 
     def __str__(self) -> str:
         how = f'kernel="{self.kernel}"' if self.kernel else f"served by {self.served}"
@@ -51,7 +51,7 @@ def grouped(rows: Iterable[Row], name: Any) -> dict[Any, list[Row]]:
 
 
 def published(rows: Iterable[Row]) -> dict[Request, Chosen]:
-    """Return the rows of each request's table; each pass and kind of mask is of one commit."""
+    """Return the rows of each request's table; for each pass and kind of mask, these are rows of one commit."""
     chosen_of = {}
     for request, group in grouped(rows, request_of).items():
         sets = grouped(group, lambda row: (row["pass"], mask_kind(row)))
@@ -63,7 +63,7 @@ def published(rows: Iterable[Row]) -> dict[Request, Chosen]:
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """Return, for each request, a sentence about who leads, a table of all cases, a plot, and the missing cases."""
+    """Return, for each request, a sentence about the lead, a table of all cases, a plot, and the missing cases."""
     parts = []
     for request, chosen in published(rows).items():
         parts.append(f"#### {request}")
@@ -117,7 +117,7 @@ def lead_lines(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def set_of(row: Row) -> tuple[str, str, str]:
-    """Return the group of cases that one mean covers."""
+    """Return the group of cases over which one mean is computed."""
     return row["kernel"], row["pass"], mask_kind(row)
 
 
@@ -178,7 +178,7 @@ def _count(rows: Sequence[Row], column: str) -> int:
 
 
 def _sentence(rows: Sequence[Row]) -> str:
-    """Describe a pass in words: the mean, the range, and in how many cases cuflash is the fastest."""
+    """Describe a pass in words: the mean, the range, and the number of cases in which cuflash is the fastest."""
     first = of_one_commit(rows, f"{rows[0]['pass']} of the README")[0]
     (lead,) = leads(rows, lambda row: row["pass"]).values()
     return (

@@ -1,4 +1,4 @@
-"""Attention of other libraries: PyTorch's three fused kernels, FlexAttention, FlashAttention's packages.
+"""Attention of other libraries: PyTorch's three fused kernels, FlexAttention, and FlashAttention's packages.
 
 Each peer is a function of a mask that returns `attend(q, k, v) -> o`. Arrays have shape [batch, heads, seqlen,
 head_dim], and each peer's preferred memory layout: heads first, or tokens first (`TOKENS_FIRST`; the conversions are
@@ -19,23 +19,23 @@ import numpy as np
 from harness import Record
 
 Attend = Callable[[Any, Any, Any], Any]
-FLEX_BLOCK = 128  # FlexAttention's default, a multiple of its tiles
+FLEX_BLOCK = 128  # FlexAttention's default block size, a multiple of its tiles
 
 
 class Unavailable(Exception):
-    """The error of a peer that cannot serve a case; its text is the reason."""
+    """The error of a peer that does not support a case, with the reason as its text."""
 
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """The call that a peer should make: the kind of its mask, and the random blocks.
+    """The call that a peer should make: the kind of its mask, and the random blocks, if any.
 
     Attributes
     ----------
     is_causal : bool
     blocks : bool array [heads, grid, grid], optional
     block : int
-        Tokens of a block; 0 without blocks.
+        Tokens per block; 0 without blocks.
     """
 
     is_causal: bool
@@ -49,7 +49,7 @@ def sdpa_flash(wanted: Wanted) -> Attend:
 
 
 def sdpa_efficient(wanted: Wanted) -> Attend:
-    """Return xFormers' memory-efficient kernels as built into PyTorch, the only ones of them for float32."""
+    """Return xFormers' memory-efficient kernels as built into PyTorch, its only fused kernels for float32."""
     return _sdpa(wanted, "EFFICIENT_ATTENTION")
 
 
@@ -75,13 +75,13 @@ def _sdpa(wanted: Wanted, backend: str) -> Attend:
 def flex(wanted: Wanted) -> Attend:
     """Return FlexAttention, compiled for the shape, with the mask as a BlockMask of its default block size, 128.
 
-    Blocks of 128 are listed as full, so no rule is evaluated. Smaller ones give partial blocks, whose elements the
-    compiled kernel looks up in the table of blocks.
+    Blocks of 128 are listed as full, so no rule is evaluated. Smaller blocks give partial blocks, for whose elements
+    the compiled kernel reads the block table.
     """
     import torch
     from torch.nn.attention import flex_attention as flexible
 
-    torch._dynamo.reset()  # otherwise the eighth shape of a process would exceed the limit of recompilations
+    torch._dynamo.reset()  # otherwise the eighth shape of a process would exceed the recompilation limit
     compiled = torch.compile(flexible.flex_attention, dynamic=False, fullgraph=True)
     block_masks: dict[int, Any] = {}
 
@@ -111,7 +111,7 @@ def _flex_mask(flexible: ModuleType, wanted: Wanted, seqlen: int, device: Any) -
 
 
 def partial_and_full(blocks: np.ndarray, factor: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the blocks, `factor` times as long, of which some or all parts are kept: bool [heads, grid, grid]."""
+    """Return, at `factor` times the size, the blocks with some and with only kept parts: bool [heads, grid, grid]."""
     heads, grid, _ = blocks.shape
     coarse = grid // factor
     parts = blocks.reshape(heads, coarse, factor, coarse, factor)
@@ -120,7 +120,7 @@ def partial_and_full(blocks: np.ndarray, factor: int) -> tuple[np.ndarray, np.nd
 
 
 def _lists(blocks: Any) -> tuple[Any, Any]:
-    """Return int32 counts [1, heads, grid] and column numbers, kept ones first [1, heads, grid, grid]."""
+    """Return int32 counts [1, heads, grid], and column numbers [1, heads, grid, grid] with the kept ones first."""
     order = (~blocks).int().argsort(dim=-1, stable=True)
     return blocks.sum(-1).int()[None].contiguous(), order.int()[None].contiguous()
 
@@ -159,7 +159,7 @@ def _all_full(make: Callable[..., Any], counts: Any, order: Any) -> Any:
 
 
 def _tokens_first(attend: Attend) -> Attend:
-    """Wrap a function of [batch, seqlen, heads, head_dim]; some of these return o as the first of several results."""
+    """Wrap a function of [batch, seqlen, heads, head_dim]; some functions return a tuple that starts with o."""
 
     def attended(q: Any, k: Any, v: Any) -> Any:
         result = attend(*(x.transpose(1, 2) for x in (q, k, v)))
@@ -186,9 +186,9 @@ TOKENS_FIRST = {"sdpa_flash", "sdpa_efficient", "flash_attn_2", "flash_attn_4"}
 
 
 class Peer:
-    """A peer's passes over arrays [batch, heads, seqlen, head_dim], which it copies into its own layout."""
+    """A peer's passes on arrays [batch, heads, seqlen, head_dim], which are copied to the peer's layout."""
 
-    num_calls = 1  # calls that one timed call makes
+    num_calls = 1  # number of calls in one timed call
 
     def __init__(self, name: str, wanted: Wanted, q: Any, k: Any, v: Any) -> None:
         self._attend, self._is_tokens_first = PEERS[name](wanted), name in TOKENS_FIRST
@@ -222,7 +222,7 @@ class Peer:
         return self.forward if way == "forward" else self.backward(do)
 
     def replay(self, make: Callable[[], Callable[[], object]]) -> Callable[[], object]:
-        """Capture a pass as a CUDA graph; `make` prepares it on the stream that is captured."""
+        """Capture a pass as a CUDA graph; `make` prepares it on the captured stream."""
         import torch
 
         stream = torch.cuda.Stream()
@@ -238,16 +238,16 @@ class Peer:
 
         def replayed() -> Callable[[], object]:
             graph.replay()
-            return call  # keeps alive what the graph reads
+            return call  # keeps the arrays that the graph reads alive
 
         return replayed
 
 
 class JaxPeer:
-    """The passes of a peer that takes JAX's arrays, [batch, seqlen, heads, head_dim], over PyTorch's tensors.
+    """The passes of a peer that takes JAX arrays [batch, seqlen, heads, head_dim], called with PyTorch tensors.
 
-    JAX's kernels run on its own stream, which our events do not cover. So a timed call queues `num_calls` calls, as
-    many as take `TIMED_S` seconds together, and waits for the last one: the host time of the first call, and of
+    JAX's kernels run on JAX's own stream, which our events do not cover. So a timed call queues `num_calls` calls,
+    which together take about `TIMED_S` seconds, and waits for the last one: the host time of the first call, and of
     waiting, is then negligible.
     """
 
@@ -291,7 +291,7 @@ class JaxPeer:
         return lambda: dict(zip(("dq", "dk", "dv"), map(self._of_torch, call()), strict=True))
 
     def timed(self, way: str, do: Any) -> Callable[[], object]:
-        """Return a function that makes `num_calls` calls of a pass, and set `num_calls`."""
+        """Set `num_calls`, and return a function that makes this number of calls of a pass."""
         import jax
         import torch
 
@@ -302,7 +302,7 @@ class JaxPeer:
         self.num_calls = max(4, math.ceil(self.TIMED_S / (time.perf_counter() - start)))
 
         def calls() -> object:
-            torch.cuda.synchronize()  # work on PyTorch's stream ends first
+            torch.cuda.synchronize()  # finishes the work on PyTorch's stream first
             return jax.block_until_ready([call() for _ in range(self.num_calls)][-1])
 
         return calls
@@ -313,7 +313,7 @@ class JaxPeer:
 
 
 def peer_of(name: str, wanted: Wanted, q: Any, k: Any, v: Any) -> Peer | JaxPeer:
-    """Return the passes of a peer over PyTorch's tensors [batch, heads, seqlen, head_dim]."""
+    """Return the passes of a peer on PyTorch tensors [batch, heads, seqlen, head_dim]."""
     return (JaxPeer if name == "flash_attn_3" else Peer)(name, wanted, q, k, v)
 
 

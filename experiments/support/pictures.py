@@ -1,4 +1,4 @@
-"""Draw the pictures of masks that the README shows.
+"""Draws the pictures of masks that the README shows.
 
     python -m experiments pictures              # writes build/results/masks.png
     python -m experiments pictures --publish    # writes docs/images/masks.png
@@ -48,7 +48,7 @@ def draw() -> Figure:
 
 
 def main() -> None:
-    """Draw the picture that the command line asks for."""
+    """Draw the picture to the file that the command line selects."""
     parser = Parser(__doc__)
     parser.add_argument("--publish", action="store_true", help="write to docs/images, which the README shows")
     path = (PUBLISHED if parser.parse_args().publish else UNPUBLISHED) / "masks.png"

@@ -1,8 +1,8 @@
 """Selection of the result rows that may be published, and of the rows that one table may combine.
 
-A row can be reproduced only if its tree was committed: rows whose commit is unknown or ends in `-dirty` are left out.
-One line or one mean never combines different commits: a set of cases has the rows of the commit that measured the most
-cases, or among equals the newest. Missing cases are named.
+A row can be reproduced only if its source tree was committed: rows whose commit is unknown or ends in `-dirty` are left
+out. One line or one mean never combines different commits: a set of cases has the rows of the commit that measured the
+most cases, or among several the newest. Missing cases are named.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ Row = Mapping[str, Any]
 
 
 def is_committed(row: Row) -> bool:
-    """Return whether the row's code is a commit, so that the row can be measured again."""
+    """Return whether the row's code was committed, so that the row can be measured again."""
     return bool(row["commit"]) and not row["commit"].endswith("-dirty")
 
 
@@ -21,7 +21,7 @@ def committed(rows: Iterable[Row]) -> list[Row]:
 
 
 def of_one_commit(rows: Sequence[Row], line: str) -> Sequence[Row]:
-    """Return the rows of one line of a table unchanged, if all are of one commit.
+    """Return the rows of one line of a table, if all are of one commit.
 
     Raises
     ------
@@ -52,7 +52,7 @@ class Chosen(NamedTuple):
 
 
 def newest_fullest(rows: Sequence[Row], case: Sequence[str]) -> Chosen:
-    """Choose the commit with the most cases of these rows; among equals the newest, then the last."""
+    """Choose the commit with the most cases of these rows; of several, the newest, then the last."""
     wanted = list(dict.fromkeys(_case(row, case) for row in rows))
     by_commit: dict[str, list[Row]] = {}
     for row in committed(rows):

@@ -1,4 +1,4 @@
-"""Checks of calls too large for the reference: some rows of two heads are recomputed in float64 and bounded."""
+"""Checks of calls that are too large for the reference: some rows of two heads are recomputed in float64."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,24 +7,24 @@ import cuflash
 import numpy as np
 from cuflash import masks
 
-_SCORES = 2**18  # number of recomputed scores per head; the bound allocates some thirty arrays of this size
+_SCORES = 2**18  # number of recomputed scores per head; the bound allocates about thirty arrays of this size
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SpotCheck:
     """Expected results of a call on arrays [batch, heads, seqlen, head_dim] at some positions.
 
-    Gradients are those of `do`, which is nonzero only in the recomputed rows, so that dk and dv are known for all keys.
+    Gradients are for a `do` that is nonzero only in the recomputed rows, so that dk and dv are known for all keys.
 
     Attributes
     ----------
     places : list of (batch entry, head)
     rows : int array
-        The queries recomputed.
+        The recomputed queries.
     do : array [batch, heads, seqlen, head_dim]
         On the host, in the dtype of q.
     exact, bounds : dict of arrays by output
-        Of each place: o, dq [rows, head_dim], lse [rows], dk, dv [seqlen, head_dim].
+        For each place: o, dq [rows, head_dim], lse [rows], dk, dv [seqlen, head_dim].
     """
 
     places: list[tuple[int, int]]
@@ -37,7 +37,7 @@ class SpotCheck:
     def of(cls, q: Any, k: Any, v: Any, mask: masks.Mask | None, precision: str = "ieee") -> "SpotCheck":
         """Return the checks of CuPy or NumPy arrays at the first head and the last head of the batch."""
         batch, num_heads, seqlen, _ = q.shape
-        places = list(dict.fromkeys([(0, 0), (batch - 1, num_heads - 1)]))  # a single one if there is one head
+        places = list(dict.fromkeys([(0, 0), (batch - 1, num_heads - 1)]))  # a single place if there is one head
         rows = np.linspace(0, seqlen - 1, min(64, seqlen, max(16, _SCORES // seqlen))).astype(int)
         queries, keys, values = (np.stack([on_host(x[place]) for place in places]) for x in (q, k, v))
         queries = queries[:, rows]
@@ -63,7 +63,7 @@ class SpotCheck:
         )  # fmt: skip
 
     def share(self, **results: Any) -> float:
-        """Return the largest error of the named results over its bound; more than 1 is wrong.
+        """Return the largest ratio of an error of the named results to its bound; more than 1 is wrong.
 
         Raises
         ------
@@ -81,15 +81,16 @@ class SpotCheck:
 
 
 def on_host(x: Any) -> np.ndarray:
-    """Convert a NumPy, CuPy or PyTorch array to NumPy; PyTorch tensors to float64, which holds their dtypes."""
+    """Convert a NumPy, CuPy or PyTorch array to NumPy; PyTorch tensors to float64, which holds all their dtypes."""
     if isinstance(x, np.ndarray):
         return x
     return x.get() if hasattr(x, "get") else x.detach().double().cpu().numpy()
 
 
 def share_of_bound(first: Any, second: Any, bound: Any) -> float:
-    """Return the largest |first - second| / bound; infinite if one element is NaN or infinite and the other is
-    different.
+    """Return the largest |first - second| / bound.
+
+    The ratio is infinite if one element is NaN or infinite and the other is different.
 
     Raises
     ------

@@ -1,10 +1,10 @@
 """Tables of results in the README and in docs/, written from results/*.csv, and plots against peers.
 
     python -m experiments tables            # rewrite the tables, and draw the plots
-    python -m experiments tables --check    # fail if a page's tables are not what the results say
+    python -m experiments tables --check    # fail if a page's tables do not match the results
 
 A table in a page is between `<!-- table:NAME -->` and `<!-- /table -->`; NAME is one of `TABLES`. If there is no result
-yet, the page says so. Only rows of committed trees are shown, and no line combines commits (published.py).
+yet, the page says so. Only rows of committed source trees are shown, and no line combines commits (published.py).
 
 Cost: Seconds on one core.
 """
@@ -32,7 +32,7 @@ Row = dict[str, str]
 
 
 def signature(rows: list[Row]) -> str:
-    """Describe the machines of a table's numbers; rows of several runs may have several."""
+    """Describe the machines on which a table's rows were measured; rows of several runs may have several."""
     return "  \n".join(dict.fromkeys(map(_measured_on, rows)))
 
 
@@ -43,7 +43,7 @@ def _measured_on(row: Row) -> str:
 
 
 def recall(rows: list[Row]) -> str:
-    """Tabulate the softmax mass kept, by pattern and budget; in brackets the density that the pattern uses."""
+    """Tabulate the softmax mass kept, by pattern and budget, with the pattern's density in parentheses."""
     rows = [row for row in rows if row["part"] == "recall" and row["block"] == rows[0]["block"]]
     budgets = sorted({row["budget"] for row in rows if row["budget"]}, key=float)
     cells = {
@@ -95,7 +95,7 @@ def mask_compile(rows: list[Row]) -> str:
 
 
 def soak(rows: list[Row]) -> str:
-    """Tabulate the largest error over its bound for each executor, dtype and family of kernels."""
+    """Tabulate the largest ratio of an error to its bound, by executor, dtype and kernel family."""
     names = ("executor", "dtype", "family", "examples", "outside")
     outputs = ("o", "lse", "dq", "dk", "dv", "captured", "dsink")
     return markdown(
@@ -122,7 +122,7 @@ def simt_speed(rows: list[Row]) -> str:
 
 
 def sim_against_gpu(rows: list[Row]) -> str:
-    """Tabulate the largest difference between the simulator and the GPU over the bound on either."""
+    """Tabulate the largest difference between the simulator and the GPU, divided by the error bound of either."""
     outputs = ("o", "lse", "dq", "dk", "dv")
     lines = []
     for kernel, dtype in dict.fromkeys((row["kernel"], row["dtype"]) for row in rows):
@@ -149,7 +149,7 @@ def simulator_speed(rows: list[Row]) -> str:
 
 
 def sparse_gpu(rows: list[Row]) -> str:
-    """Tabulate block-sparse calls on a GPU against the dense one, and the break-even density."""
+    """Tabulate the times of block-sparse calls on a GPU, relative to the dense call, and the break-even density."""
     ways = ("forward", "backward")
     header = ["seqlen", "block", "kernel", "density"]
     header += [f"{way} {name}" for way in ways for name in ("ms", "speed-up", "TFLOP/s", "pays below")]
@@ -199,7 +199,7 @@ def selection_speed(rows: list[Row]) -> str:
 
 
 def beside_plain(rows: list[Row]) -> str:
-    """Tabulate the time of plain attention over that with scores, sinks or dropout; for scores, also of peers."""
+    """Tabulate the time of plain attention divided by that with scores, sinks or dropout; for scores, also peers."""
     first = "score" if "score" in rows[0] else "p"
     header = [first, "mask", "pass", "kernel", "head_dim", "ms", "TFLOP/s", "of plain"]
     lines = [
@@ -241,7 +241,7 @@ def training_step(rows: list[Row]) -> str:
     return f"{markdown(header, lines)}\n\n{of_gpu(rows)}"
 
 
-_CHUNKS = ("chunks", "unequal")  # cases of chunked_prefill.py, whose rows are in the file of packed.py
+_CHUNKS = ("chunks", "unequal")  # cases of chunked_prefill.py, with rows in the file of packed.py
 
 
 def packed(rows: list[Row]) -> str:
@@ -347,7 +347,7 @@ CHOOSING = (
 
 
 def written(text: str, results: Path = RESULTS) -> str:
-    """Return the page with every marked table written again."""
+    """Return the page with all marked tables rewritten."""
 
     def table(match: re.Match[str]) -> str:
         begin, name, end = match.groups()
@@ -379,7 +379,7 @@ def update(page: Path, results: Path, *, check: bool) -> None:
 
 
 def draw_plots(results: Path) -> None:
-    """Draw the plots that the tables of peers show."""
+    """Draw the plots that appear with the tables of peers."""
     source = results / "speed_vs_peers.csv"
     rows = read_csv(source) if source.exists() else []
     figures = {
@@ -395,7 +395,7 @@ def draw_plots(results: Path) -> None:
 
 if __name__ == "__main__":
     parser = Parser(__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if a table is stale")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a table is out of date")
     is_check = parser.parse_args().check
     for page in PAGES:
         update(page, RESULTS, check=is_check)

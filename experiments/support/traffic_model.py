@@ -9,7 +9,7 @@ WAYS = ("forward", "backward")
 
 
 def modelled(ready: Any) -> dict[tuple[str, str], int]:
-    """Return the bytes of each kernel of a plan, by pass and name: by its loops for "fa1", else each array once."""
+    """Return the bytes of each kernel of a plan, by pass and name: for "fa1" by its loops, else each array once."""
     plan = ready._plan
     if plan.family.name == "fa1":
         both = traffic(plan.problem, plan.kernels, plan.visited_scores)

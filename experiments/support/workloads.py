@@ -1,4 +1,4 @@
-"""Data and masks of experiments: captured and normal arrays, patterns in all sizes, masks by name."""
+"""Data and masks of experiments: captured and normally distributed arrays, patterns in all sizes, masks by name."""
 
 import re
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def same_statistics(seqlen: int, num_heads: int) -> Arrays:
     return q, k, v
 
 
-# Patterns in all their sizes, on a square grid of blocks, bidirectional like the encoder
+# Patterns in all their sizes, on a square grid of blocks, bidirectional like the encoder.
 
 
 def window(grid: int, block: int) -> Iterator[masks.Mask]:
@@ -87,19 +87,19 @@ def butterfly(grid: int, block: int) -> Iterator[masks.Mask]:
 
 
 def strided(grid: int, block: int) -> Iterator[masks.Mask]:
-    """Yield the last `stride` blocks and every `stride`-th one, joined with its transpose since it is causal."""
+    """Yield the last `stride` blocks and every `stride`-th block, joined with the transpose, as they are causal."""
     for stride in range(1, grid + 1):
         yield patterns.strided(stride).on_blocks(block, mirrored=True)
 
 
 def fixed(grid: int, block: int) -> Iterator[masks.Mask]:
-    """Yield segments of `stride` blocks and the last block of each, joined with the transpose since it is causal."""
+    """Yield segments of `stride` blocks and the last block of each, joined with the transpose, as they are causal."""
     for stride in range(1, grid + 1):
         yield patterns.fixed(stride, 1).on_blocks(block, mirrored=True)
 
 
 def random(grid: int, block: int) -> Iterator[masks.Mask]:
-    """Yield masks of random blocks: equally many in every row, including the diagonal, and different in each head."""
+    """Yield masks of random blocks: the same number in every row, including the diagonal; heads differ."""
     for count in range(1, grid + 1):
         yield patterns.random(grid * block, block=block, density=count / grid, num_heads=NUM_HEADS)
 
@@ -120,13 +120,13 @@ FAMILIES = {f.__name__: f for f in (window, sink_local, longformer, bigbird, but
 
 
 def first_heads(pattern: masks.Mask, num_heads: int) -> masks.Mask:
-    """Restrict a pattern with head-specific blocks to fewer heads."""
+    """Restrict a pattern with head-specific blocks to its first heads."""
     if not isinstance(pattern, masks.BlockPattern) or len(pattern.blocks.shape) <= 2:
         return pattern
     return masks.BlockPattern(pattern.blocks[:num_heads], pattern.block)
 
 
-# Masks by name: "full", "causal", and random blocks of one size and density, "blocks128_0.125"
+# Masks by name: "full", "causal", and random blocks of a size and density, such as "blocks128_0.125".
 
 
 def blocks_name(block: int, density: float) -> str:
@@ -135,7 +135,7 @@ def blocks_name(block: int, density: float) -> str:
 
 
 def named_blocks(mask: str) -> tuple[int, float] | None:
-    """Parse block size and density from the name of a mask; None for "full" and "causal"."""
+    """Parse block size and density from the name of a mask; return None for "full" and "causal"."""
     if mask in ("full", "causal"):
         return None
     named = re.fullmatch(r"blocks([1-9]\d*)_(\d*\.?\d+)", mask)
@@ -145,12 +145,12 @@ def named_blocks(mask: str) -> tuple[int, float] | None:
 
 
 def num_kept(seqlen: int, block: int, density: float) -> int:
-    """Return the number of blocks that a head keeps of a square grid: a rounded fraction, at least the diagonal.
+    """Return the number of blocks of a square grid that a head keeps: the rounded fraction, at least the diagonal.
 
     Raises
     ------
     ValueError
-        The blocks do not divide the length, or the diagonal is more than the share.
+        The blocks do not divide the length, or the diagonal has more blocks than the fraction.
     """
     grid = seqlen // block
     count = round(density * grid**2)
@@ -160,7 +160,7 @@ def num_kept(seqlen: int, block: int, density: float) -> int:
 
 
 def random_blocks(num_heads: int, seqlen: int, block: int, density: float) -> np.ndarray:
-    """Draw random blocks, bool [num_heads, grid, grid], equally many in each head, including the diagonal."""
+    """Draw random blocks, bool [num_heads, grid, grid], the same number in each head, including the diagonal."""
     grid, count = seqlen // block, num_kept(seqlen, block, density)
     rank = np.random.default_rng(0).random((num_heads, grid * grid), np.float32)
     rank[:, :: grid + 1] = -1
@@ -170,7 +170,7 @@ def random_blocks(num_heads: int, seqlen: int, block: int, density: float) -> np
 
 
 def share_kept(mask: str, seqlen: int) -> float:
-    """Return the fraction of scores that counts as computed: half of them if causal."""
+    """Return the fraction of scores that counts as computed: one half if causal."""
     blocks = named_blocks(mask)
     if blocks is None:
         return {"full": 1.0, "causal": 0.5}[mask]

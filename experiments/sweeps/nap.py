@@ -8,13 +8,13 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The duration of a nap, and a number that distinguishes equal naps."""
+    """The duration of a nap, and a number that distinguishes naps of equal duration."""
 
     seconds: float = 1.0
     number: int = 0
 
 
 def run(config: Config) -> Iterator[dict[str, Any]]:
-    """Yield one row, after the nap."""
+    """Sleep, then yield one row."""
     time.sleep(config.seconds)
     yield {"slept": config.seconds}

@@ -1,4 +1,4 @@
-"""Tasks of a sweep on the workers of a Dask cluster."""
+"""Runs the tasks of a sweep on the workers of a Dask cluster."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tasks import Task, measure
 def run(tasks: Sequence[Task], *, scheduler: str, workers: int) -> Iterator[tuple[Task, bool]]:
     """Yield each task when it ends, with True if it succeeded.
 
-    Without the address of a scheduler, processes of this machine are the workers. A task whose worker dies is sent to
-    another one, up to three times. Workers have the folder of results and a clone at the same paths; they select their
-    own GPUs, as dask-cuda's do.
+    Without the address of a scheduler, the workers are processes of this machine. A task whose worker dies is sent to
+    another one, up to three times. Workers must have the results folder and a clone of the repository at the same
+    paths; they select their own GPUs, like dask-cuda's.
     """
     cloudpickle.register_pickle_by_value(module)  # a worker cannot import it before its path is set
     with ExitStack() as stack:

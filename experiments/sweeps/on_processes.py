@@ -1,4 +1,4 @@
-"""Tasks of a sweep on processes of this machine."""
+"""Runs the tasks of a sweep on processes of this machine."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 from tasks import Task, measure
 
-POOLS = 3  # maximum number of pools: a killed worker ends its pool, and its unfinished tasks run in a new one
+POOLS = 3  # maximum number of pools: a killed worker breaks its pool, and its unfinished tasks run in a new one
 
 
 def begin(numbers: Any, num_gpus: int, num_threads: int) -> None:
-    """Set a worker's GPU, if there are any, and its fraction of the cores for BLAS."""
+    """Set a worker's GPU, if there are any, and limit its BLAS threads to its share of the cores."""
     import threadpoolctl
 
     number = numbers.get()

@@ -1,4 +1,4 @@
-"""Tasks of a sweep as jobs of Slurm, or of this machine, through submitit."""
+"""Runs the tasks of a sweep as jobs of Slurm, or of this machine, through submitit."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def run(
 ) -> Iterator[tuple[Task, bool]]:
     """Yield each task, with True if it succeeded, in the order of `tasks`.
 
-    Slurm restarts jobs whose nodes were taken away. A job has the folder of results and a clone at the same paths, and
-    the GPUs that Slurm assigns to it.
+    Slurm restarts jobs whose nodes were preempted. A job must have the results folder and a clone of the repository at
+    the same paths, and uses the GPUs that Slurm assigns to it.
     """
     cloudpickle.register_pickle_by_value(module)  # a job cannot import it before its path is set
     executor = submitit.AutoExecutor(folder, cluster=cluster or None)

@@ -50,7 +50,7 @@ def experiment_of(name: str) -> Any:
     Raises
     ------
     ValueError
-        There is none of that name, or it has no configurations.
+        There is no experiment of that name, or it has no Config.
     """
     paths = {path.stem for path in EXPERIMENTS.glob("*/*.py")}
     module = importlib.import_module(name) if name in paths else None
@@ -65,7 +65,7 @@ def parsed(config_type: Any, text: str) -> tuple[str, tuple[Any, ...]]:
     Raises
     ------
     ValueError
-        There is no such field, or a value is not of its type.
+        There is no such field, or a value does not have its type.
     """
     name, sign, listed = text.partition("=")
     name = name.replace("-", "_")
@@ -87,7 +87,7 @@ def combinations(config_type: Any, over: Sequence[str], fixed: Sequence[str]) ->
     Raises
     ------
     ValueError
-        A field is named twice, or a configuration is out of range.
+        A field is named twice, or a configuration is invalid.
     """
     types = typing.get_type_hints(config_type)
     several = {name for name, kind in types.items() if typing.get_origin(kind) is tuple}
@@ -110,7 +110,7 @@ def combinations(config_type: Any, over: Sequence[str], fixed: Sequence[str]) ->
 
 
 def own_digest(config: Mapping[str, Any]) -> str:
-    """Return a digest of the .npz files and of the modules of MODULE:NAME among the values; empty if there are none."""
+    """Return a digest of the .npz files and of the modules in MODULE:NAME among the values; empty if there are none."""
     texts = [text for value in config.values() for text in (value if isinstance(value, tuple) else (value,))]
     digest = hashlib.sha256()
     is_own = False
@@ -170,16 +170,16 @@ def arguments(argv: Sequence[str] | None = None) -> tuple[list[Task], str, dict[
     parser = Parser(__doc__)
     parser.add_argument("experiment")
     parser.add_argument("--over", action="append", default=[], metavar="NAME=VALUE,...", help="values to combine")
-    parser.add_argument("--fixed", action="append", default=[], metavar="NAME=VALUE", help="a value of all tasks")
+    parser.add_argument("--fixed", action="append", default=[], metavar="NAME=VALUE", help="one value for all tasks")
     parser.add_argument("--engine", choices=ENGINES, default="local")
     cores = os.cpu_count() or 1
-    parser.add_argument("--workers", type=int, default=max(1, cores // 2), help="local, dask: processes")
-    parser.add_argument("--gpus", type=int, default=0, help="local: the machine's GPUs, one for each worker")
+    parser.add_argument("--workers", type=int, default=max(1, cores // 2), help="local, dask: number of processes")
+    parser.add_argument("--gpus", type=int, default=0, help="local: number of the machine's GPUs, one for each worker")
     parser.add_argument("--scheduler", default="", help="dask: address of the scheduler")
-    parser.add_argument("--folder", type=Path, default=Path("build/submitit"), help="submitit: its logs")
+    parser.add_argument("--folder", type=Path, default=Path("build/submitit"), help="submitit: folder of its logs")
     parser.add_argument("--cluster", choices=("slurm", "local", "debug"), help="submitit: where jobs run")
-    parser.add_argument("--parameter", action="append", default=[], metavar="NAME=VALUE", help="submitit: of a job")
-    parser.add_argument("--results", type=Path, default=UNPUBLISHED, metavar="DIR", help="default build/results")
+    parser.add_argument("--parameter", action="append", default=[], metavar="NAME=VALUE", help="submitit: of each job")
+    parser.add_argument("--results", type=Path, default=UNPUBLISHED, metavar="DIR", help="default: build/results")
     parser.add_argument("--publish", dest="results", action="store_const", const=RESULTS)
     parsed = parser.parse_args(argv)
     try:

@@ -3,14 +3,14 @@
     python -m experiments sweep_overhead                              # two minutes, processes of this machine
     python -m experiments sweep_overhead --engines local,dask,submitit --seconds 5
 
-Tasks that only wait run on `workers` processes, with one engine after the other; submitit runs all of them at once as
+Tasks that only wait run on `workers` processes, with one engine after another; submitit runs all tasks at once as
 processes of this machine. Overhead is the time from the first call to the last result, divided by the time that one
 worker's tasks sleep, minus 1: it includes the start of the workers, the import of the library in each, and the files.
 Other programs on the machine increase it. They do not change `cpu_s`, the CPU seconds of the sweep and its workers:
 naps need no CPU time, so that `cpu_overhead`, these seconds per worker divided by the time that it sleeps, is the
 overhead of a sweep on an idle machine.
 
-Found:  on an idle machine, one-minute tasks, two per worker, take 0.6 % longer with processes of that machine and 0.9 %
+Found:  on an idle machine, two one-minute tasks per worker take 0.6 % longer with processes of that machine and 0.9 %
 with dask; a task that submitit starts separately takes 2.7 % longer. Nearly all of this is the start of the workers.
 
 Cost: twice `seconds` for each engine.
@@ -32,7 +32,7 @@ from tasks import Task
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The default is the published run."""
+    """Configuration; the defaults are those of the published run."""
 
     engines: tuple[str, ...] = ("local",)
     seconds: float = 60.0

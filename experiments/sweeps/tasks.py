@@ -1,4 +1,4 @@
-"""One configuration of an experiment as a task of a sweep, and the file with its result.
+"""A task of a sweep, which is one configuration of an experiment, and the file with its result.
 
 A task is a frozen value of text, numbers and a path, so that any engine can send it. Its file is named by a hash of
 experiment, configuration and commit, and is renamed to this name when it is complete: a task whose file exists is
@@ -24,16 +24,16 @@ FOLDERS = tuple(str(folder) for folder in Path(__file__).parents[1].iterdir() if
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """An experiment's name, the fields of its configuration that differ from their defaults, and the folder of results.
+    """An experiment's name, the fields of its configuration that differ from their defaults, and the results folder.
 
-    `own` is a digest of the user's modules and files that the values name; these are found from `place`.
+    `own` is a digest of the user's modules and files that the values name, which are looked up from `place`.
     """
 
     experiment: str
     values: tuple[tuple[str, Any], ...]
     commit: str
     folder: Path
-    modules: tuple[str, ...] = FOLDERS  # where a worker finds the experiment
+    modules: tuple[str, ...] = FOLDERS  # folders in which a worker looks for the experiment
     own: str = ""
     place: str = ""
 
@@ -56,9 +56,10 @@ class Task:
 
 
 def measure(task: Task) -> bool:
-    """Run a task in this process and write its file; return True if it succeeded. The experiment's output is discarded.
+    """Run a task in this process and write its file; return True if it succeeded.
 
-    A finished task, which an engine may restart after a worker died, is left unchanged.
+    The experiment's output is discarded. A finished task, which an engine may restart after a worker died, is left
+    unchanged.
     """
     if task.result.exists():
         return True

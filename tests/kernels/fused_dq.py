@@ -1,4 +1,4 @@
-"""The order in which blocks take tiles of keys where they finish dQ, as a list, and plans in which they do."""
+"""The order in which thread blocks that finish dQ take tiles of keys, and context managers that patch plans."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from cuflash.planning.launches import DqSemaphoreOrder
 
 class KeyTile(NamedTuple):
     place: int  # batch entry and head of the keys
-    number: int  # along the sequence
+    number: int  # index of the tile along the sequence
 
 
 def finishing_order(dq_order: DqSemaphoreOrder, num_groups: int, num_tiles: int) -> list[KeyTile]:
-    """Return the tiles of the heads whose dQ blocks finish, in the order in which blocks process them."""
+    """Return the key tiles of the heads whose dQ the backward kernel finishes, in the order in which it visits them."""
     order = []
     for round_ in range(num_groups + dq_order.last_tile_lead + dq_order.first_tile_lag):
         for numbers, delay in (
@@ -39,7 +39,7 @@ def finishing_order(dq_order: DqSemaphoreOrder, num_groups: int, num_tiles: int)
 
 @contextmanager
 def plans_of_its_own() -> Iterator[None]:
-    """Empty the cache of plans before and after a `with` block, so that plans made under patches stay inside of it."""
+    """Empty the plan cache before and after a `with` block, so that plans created under patches do not outlive it."""
     plan_cache._cached_plan.cache_clear()
     try:
         yield
@@ -49,7 +49,7 @@ def plans_of_its_own() -> Iterator[None]:
 
 @contextmanager
 def by_last(*, finishes: bool) -> Iterator[None]:
-    """Make plans in which the last tile of keys to arrive always finishes dQ, or in which none does."""
+    """Make plans in which the last tile of keys to arrive always finishes dQ, or in which no tile finishes it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sm90_dq, "_MOST_FINISHED_TILES", inf if finishes else -1)
         with plans_of_its_own():
@@ -58,7 +58,7 @@ def by_last(*, finishes: bool) -> Iterator[None]:
 
 @contextmanager
 def cut_from(keys: float) -> Iterator[None]:
-    """Make plans in which tiles of sequences whose average length is this number of keys end with them."""
+    """Make plans in which tiles end with their sequences if the mean sequence length is at least `keys`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sm90, "LONG_SEQUENCE", keys)
         with plans_of_its_own():
@@ -67,9 +67,9 @@ def cut_from(keys: float) -> Iterator[None]:
 
 @contextmanager
 def on_few_processors(number: int = 3, *, finishes: bool = True) -> Iterator[None]:
-    """Make plans for a GPU of few multiprocessors, in which blocks finish dQ wherever they can, or never.
+    """Make plans for a GPU with few multiprocessors, in which blocks finish dQ wherever they can, or never.
 
-    Small calls have enough tiles for such a GPU.
+    On such a GPU, small calls have enough tiles for blocks to finish dQ.
     """
     device = _call._device
     with pytest.MonkeyPatch.context() as patch:

@@ -46,7 +46,7 @@ def stored_rows(rows: Any, dtype: Any) -> Any:
 @on_kernels
 @pytest.mark.parametrize("kind", OF_DECODE)
 def test_it_is_attention_to_the_rows_that_are_kept(run: Run, kind: str) -> None:
-    """Results are within the bounds of bfloat16 weights, with equal bits alone, in another order, and in any pages."""
+    """Results are within the bounds of bfloat16 weights; bits are equal alone, in another order, and in any pages."""
     call, attend = drawn(OF_DECODE[kind]), partial(attended, run, device=OF_DECODE[kind]["device"], is_quantized=True)
     o, lse, faults = attend(call)
     assert not faults
@@ -58,7 +58,7 @@ def test_it_is_attention_to_the_rows_that_are_kept(run: Run, kind: str) -> None:
 @on_kernels
 @pytest.mark.parametrize("dtype", HALVES)
 def test_numbers_of_8_bits_are_multiplied_exactly(run: Run, dtype: str) -> None:
-    """With one key for each query, o is its row of values, of all 256 numbers but NaN, and lse is the score."""
+    """With one key per query, lse is the score, and o is the key's row of values, for all 256 FP8 numbers but NaN."""
     bits = np.arange(256, dtype=np.uint8)
     bits[[0x7F, 0xFF]] = 0
     numbers = bits.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -107,7 +107,10 @@ def test_dims_that_are_no_whole_chunks_are_refused() -> None:
 @pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32])
 @pytest.mark.parametrize("dims", [(8, 16), (256, 3)], ids=str)
 def test_rows_are_rounded_as_on_the_host(run: Run, dtype: Any, dims: tuple[int, int]) -> None:
-    """Rows have the bits that the host makes and go where plain rows go. Rows without room are left out and counted."""
+    """New rows get the host's bits and go where rows of a plain cache go.
+
+    Rows that do not fit are dropped and counted.
+    """
     for counts, num_rows in (((5, 2, 0, 4), 5), ((26, 10, 1, 4), 26)):
         rows, k, v, lengths, faults, *scales = appended(run, dtype, dims, counts, num_rows, is_quantized=True)
         expected_rows = [quantized_rows(x) for x in rows]
@@ -120,7 +123,7 @@ def test_rows_are_rounded_as_on_the_host(run: Run, dtype: Any, dims: tuple[int, 
 
 @on_kernels
 def test_hard_numbers_are_rounded_as_on_the_host(run: Run) -> None:
-    """Rows hold ties, subnormal numbers, the ends of both formats, NaN and infinities, and one number or many."""
+    """The rows include ties, subnormals, NaN, infinities, the limits of both formats, and a single nonzero number."""
     counts = (26, 10, 1, 4)
     rows, k, v, _, _, *scales = appended(run, np.float32, (64, 40), counts, 26, is_quantized=True, is_hard=True)
     for new_rows, pages, scale in zip(rows, (k, v), scales):

@@ -1,4 +1,4 @@
-"""Kernels of caches take score functions, at positions of the cache, and cut keys at fixed positions where asked to."""
+"""Score functions in cache kernels, at positions of the cache, and keys that are split at fixed positions."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def attended(run: Run, kernel: str, call: Drawn, arrays: dict[str, Any], pages: 
 def test_scores_are_those_of_positions_and_bits_depend_on_the_own_sequence(
     run: Run, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Results are within bounds of a call of the sequence, with equal bits alone, in another order and in pages."""
-    monkeypatch.setattr(one_by_one, "Call", None)  # what else would serve
+    """Results are within the bounds of a call per sequence, with equal bits alone, in another order and in pages."""
+    monkeypatch.setattr(one_by_one, "Call", None)  # the fall-back that would otherwise serve the call
     call = drawn(KERNELS[kernel], LENGTHS).fitting()
     arrays = arrays_of(len(LENGTHS), 4)
     results = attended(run, kernel, call, arrays, "contiguous")
@@ -54,7 +54,7 @@ def capped_distances(s: Any, b: Any, h: Any, i: Any, j: Any, first: int = 0) -> 
 
 @on_kernels
 def test_functions_of_products_have_positions_of_the_cache(run: Run) -> None:
-    """Hopper's kernel gives a function without arrays q . k, and one of distances alone counts keys from its own."""
+    """The sm90 kernel passes q . k to functions without arrays, and cache positions to functions of distances."""
     call = drawn(KERNELS["sm90"], LENGTHS).fitting()
     o, lse = cache_of(run, call, PAGES["pages"]).attention(
         run.put(call.q), score=Score(capped_distances), window=call.window, sink=run.put(call.sink), kernel="sm90",
@@ -78,7 +78,7 @@ OF_PARTS = [
 
 @pytest.mark.parametrize("run, dtype, dim", OF_PARTS, ids=str)
 def test_parts_at_fixed_positions_make_chunks_and_tokens_equal(run: Run, dtype: Any, dim: int) -> None:
-    """Results have equal bits token by token and in chunks of up to 64 rows, which meet parts that tokens do not."""
+    """Bits are equal token by token and in chunks of up to 64 rows, which visit parts that single tokens do not."""
     cache_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
     for left in (132, 60):
         results = chunked(run, cache_dtype, dim, left, (190, 200))

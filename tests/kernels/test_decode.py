@@ -1,4 +1,4 @@
-"""The decode kernel: attention of new tokens to a cache, with bits that depend on nothing but their own sequence."""
+"""The decode kernel: attention of new tokens to a cache, where a result's bits depend only on its own sequence."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ on_kernels = pytest.mark.parametrize("run", RUNS[1:], ids=str)
 @on_kernels
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_attention_and_depends_on_its_own_sequence_alone(run: Run, kind: str) -> None:
-    """Results are within their bounds, with equal bits alone, in another order, and in pages of any size and place."""
+    """Results are within their bounds; bits are equal alone, in another order, and in pages of any size and place."""
     call, attend = drawn(KINDS[kind]), partial(attended, run, device=KINDS[kind]["device"])
     o, lse, faults = attend(call)
     assert not faults
@@ -40,7 +40,7 @@ def test_it_is_attention_and_depends_on_its_own_sequence_alone(run: Run, kind: s
 
 @on_kernels
 def test_rows_of_a_sequence_may_be_fewer_than_those_given(run: Run) -> None:
-    """Sequences use 3, 1 and 0 of the 3 rows that are given."""
+    """Sequences use 3, 1 and 0 of the 3 rows that the call has for each."""
     call = replace(drawn(NEW | {"rows": 3, "heads": 4}, (193, 70, 9)), counts=(3, 1, 0))
     assert_rows_may_be_fewer(partial(attended, run), call)
 
@@ -61,7 +61,7 @@ def test_every_schedule_gives_the_same_bits(kind: str) -> None:
 @on_kernels
 @pytest.mark.parametrize("is_quantized", [False, True], ids=["16 bits", "8 bits"])
 def test_parts_of_many_steps_have_the_same_bits_for_any_number_of_stages(run: Run, is_quantized: bool) -> None:
-    """The number of stages follows from that of blocks. Steps use them in turn, many times, also if copies are late."""
+    """With fewer thread blocks, each has more stages. Steps reuse the stages many times, even if copies arrive late."""
     device = replace(DeviceSpec.gpu("H100"), num_processors=2)
     call = drawn(NEW, (1200, 1190, 1153), 1200)
     attend = partial(attended, run, device=device, is_quantized=is_quantized)
@@ -79,7 +79,7 @@ def test_parts_of_many_steps_have_the_same_bits_for_any_number_of_stages(run: Ru
 
 @pytest.mark.parametrize("kind", ["many parts", "a full tile"])
 def test_blocks_that_run_together_give_the_same_bits(kind: str) -> None:
-    """Parts are written by some blocks and merged by others at the same time, without a race between them."""
+    """Some blocks write parts while others merge parts, without a race between them."""
     call, device = drawn(KINDS[kind], (300, 130)), KINDS[kind]["device"]
     results = attended(SIM, call, device=device)[:2]
     for target in blocks_together(kind):
@@ -93,7 +93,7 @@ def test_a_cache_takes_the_kernel_where_it_serves(run: Run, pages: dict[str, int
     cache = cache_of(run, call, pages)
     q, sink, options = run.put(call.q), run.put(call.sink), {"executor": run.executor, "return_lse": True}
     one_by_one = [run.get(x) for x in cache.attention(q, sink=sink, kernel="simt", **options)]
-    monkeypatch.setattr(calls_of_sequences, "Call", None)  # what else would serve
+    monkeypatch.setattr(calls_of_sequences, "Call", None)  # the fall-back that would otherwise serve the call
     results = [run.get(x) for x in cache.attention(q, sink=sink, **options)]
     device = gpu.current_device() if run.is_on_device else DeviceSpec.gpu("H100")
     assert same_bits(results, attended(run, call, device=device)[:2])

@@ -1,7 +1,7 @@
-"""Blocks of Hopper's gradients that share or finish dQ: the order of their tiles, which calls do so, and results.
+"""Thread blocks of sm90's gradients that share or finish dQ: the order of their tiles, which calls do so, and results.
 
-There are two ways. Tiles of keys of a band take an order in which each waits for others. Under lists, row intervals and
-windows, tiles count their arrivals: the first one stores its part of dQ, and the last one finishes it.
+There are two ways. Tiles of keys of a band have a fixed order, in which each waits for others. Under lists, row
+intervals and windows, tiles count their arrivals: the first tile stores its part of dQ, and the last one finishes dQ.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import cuflash
 from cuflash import DeviceSpec, masks
 
 
-# The order.
+# The order of tiles.
 
 ORDERS = st.builds(
     DqSemaphoreOrder,
@@ -48,7 +48,7 @@ ORDERS = st.builds(
 def test_blocks_take_each_tile_once_and_none_waits_for_one_that_is_taken_later(
     dq_order: DqSemaphoreOrder, more: int, num_tiles: int
 ) -> None:
-    """A tile that adds to dQ waits for the tiles that store it, and the tile that finishes dQ waits for all others."""
+    """A tile that adds to dQ waits for the tile that stores it, and the tile that finishes dQ waits for all others."""
     num_groups = dq_order.last_tile_lead + dq_order.first_tile_lag + 1 + more
     order = finishing_order(dq_order, num_groups, num_tiles)
     assert sorted(order) == sorted(map(KeyTile._make, np.ndindex(num_groups * dq_order.heads_per_group, num_tiles)))
@@ -101,7 +101,7 @@ def planned_list(blocks: Any, dim: int = 128, block: Any = 128, q_batch: tuple[i
 
 
 def finishes(plan: KernelPlan) -> bool:
-    """Return whether the backward kernel of a plan finishes dQ; no kernel then rounds dQ."""
+    """Return whether the backward kernel of a plan finishes dQ; then no other kernel rounds dQ."""
     of = {entry: plan.specs[entry].last_finishes_dq for entry in ("backward_statistics", "backward")}
     assert of["backward"] == of["backward_statistics"] == ("convert_dq" not in plan.specs)
     assert plan.kernels.order.dq is None
@@ -114,8 +114,9 @@ def test_what_it_takes_beside_the_arrays_is_what_adding_takes() -> None:
     with by_last(finishes=False):
         other = planned_list(np.eye(16, dtype=bool))
     assert finishes(plan) and not finishes(other)
-    counts = 16 * 2 * 16 * 2048 // plan.specs["backward"].block_q  # of arrivals, in 16 bytes for each query tile
-    assert plan.workspace_bytes - counts == other.workspace_bytes > 4 * 2 * 16 * 2048 * 128  # float32 sums
+    counts = 16 * 2 * 16 * 2048 // plan.specs["backward"].block_q  # arrival counts: 16 bytes for each query tile
+    # the last number is the size of float32 sums of dQ
+    assert plan.workspace_bytes - counts == other.workspace_bytes > 4 * 2 * 16 * 2048 * 128
     assert "convert_dq" in other.specs and "convert_dq" not in plan.specs
 
 
@@ -137,7 +138,7 @@ def test_half_a_count_holds_all_tiles_that_come(columns: int, expected: bool) ->
 
 
 def bands() -> dict[str, Structure]:
-    """Return calls whose tiles of keys take an order."""
+    """Return calls under bands, whose tiles of keys have a fixed order."""
     square = {"num_heads": 6, "num_kv_heads": 6, "seqlen_q": 300, "seqlen_kv": 300}
     narrow, wide = {"head_dim": 64, "value_dim": 40}, {"head_dim": 128, "value_dim": 128}
     right, left = masks.Causal("bottom_right"), masks.Causal("top_left")
@@ -165,12 +166,12 @@ def bands() -> dict[str, Structure]:
 
 
 def lists() -> dict[str, Structure]:
-    """Return calls of lists with few blocks a row."""
+    """Return calls under block lists with few blocks per row."""
     rng = np.random.default_rng(0)
     square = {"num_heads": 2, "num_kv_heads": 2, "seqlen_q": 600, "seqlen_kv": 520}
     narrow, wide = {"head_dim": 64, "value_dim": 40}, {"head_dim": 128, "value_dim": 128}
     causal, blocks = masks.Causal("bottom_right"), rng.random((2, 5, 5)) < 0.6
-    blocks[:, 2], blocks[:, :, 3] = False, False  # queries and keys that nobody sees
+    blocks[:, 2], blocks[:, :, 3] = False, False  # queries that attend no key, keys that no query attends
     of_128, of_256 = masks.BlockPattern(blocks, 128), masks.BlockPattern(rng.random((3, 3)) < 0.7, 256)
     unlike_rows = np.array([[True, False], [False, True], [True, True], [True, False]])
     all_of_256 = masks.BlockPattern(np.ones((3, 3), bool), 256)
@@ -203,7 +204,7 @@ def lists() -> dict[str, Structure]:
 
 @dataclass(frozen=True, eq=False)
 class Chunks(masks.Mask):
-    """A mask under which queries see chunks of keys that overlap, of more queries in each further head."""
+    """A mask whose queries attend overlapping chunks of keys; each further head has more queries per chunk."""
 
     def intervals(self, b: Any, h: Any, i: Any) -> Any:
         first = i // (70 + 10 * h) * 50 + 0 * b
@@ -211,7 +212,7 @@ class Chunks(masks.Mask):
 
 
 def intervals() -> dict[str, Structure]:
-    """Return calls of row intervals, and of bands that count arrivals likewise."""
+    """Return calls under row intervals, and under bands whose tiles also count arrivals."""
     heads = {"num_heads": 2, "num_kv_heads": 2}
     narrow, wide = {"head_dim": 64, "value_dim": 40}, {"head_dim": 128, "value_dim": 128}
     square = heads | {"seqlen_q": 520, "seqlen_kv": 520}
@@ -222,7 +223,7 @@ def intervals() -> dict[str, Structure]:
         "a sequence that ends in a tile": Structure(
             **square, **wide, mask=masks.Sequences(np.array([0, 300, 301, 520]), causal=True)
         ),
-        # the numbers of a sequence's tiles are up to 50 more than those of multiples
+        # each sequence starts a new tile, so tile numbers are up to 50 larger than if tiles started at plain multiples
         "a long sequence after 50 short ones": Structure(
             **heads, **wide, seqlen_q=400, seqlen_kv=400,
             mask=masks.Sequences(np.array([*range(0, 150, 3), 400]), causal=True),
@@ -233,7 +234,8 @@ def intervals() -> dict[str, Structure]:
         "sequences in a window": Structure(
             **square, **wide, mask=masks.Sequences(np.array([0, 90, 350, 520]), causal=True, window=(100, None))
         ),
-        # 40 queries of the second sequence follow the first one's last tile, and in its slot queries of none
+        # 40 queries of the second sequence follow the first one's last tile; that tile's slot also has queries of no
+        # sequence
         "an end past the next sequence": Structure(
             **heads, **wide, seqlen_q=200, seqlen_kv=200,
             mask=masks.Sequences(np.array([3, 77, 117]), causal=True, allow_gaps=True),
@@ -270,11 +272,11 @@ class Way:
     Attributes
     ----------
     plans : callable
-        Makes a context in which plans take it.
+        Returns a context manager that makes plans use this way.
     others : callable
-        Makes a context in which plans of an example do not, and have the same bits in `same`.
+        Returns a context manager under which plans do not use this way, with equal bits of the results in `same`.
     check : callable
-        Requires that the plan of an example takes it.
+        Requires that an example's plan uses this way.
     """
 
     plans: Callable[[], AbstractContextManager[None]]
@@ -303,7 +305,7 @@ def of_last_arrivals() -> Way:
     return Way(partial(plans, True), lambda example: plans(False), check)
 
 
-CUTS = {"cut": 0.0, "whole": inf}  # keys from which on backward tiles end with their sequences
+CUTS = {"cut": 0.0, "whole": inf}  # shortest mean sequence length for which backward tiles end with sequences
 
 
 def of_sequences(cut: str, *, adds: bool = False) -> Way:
@@ -320,7 +322,7 @@ def of_sequences(cut: str, *, adds: bool = False) -> Way:
         assert finishes(plan) is not adds
         assert backward.cuts_sequences == statistics.cuts_sequences == is_cut(example)
 
-    # dK and dV add the same parts in the same order, whoever finishes dQ.
+    # dK and dV sum the same parts in the same order, whichever kernel finishes dQ.
     return Way(partial(plans, not adds), lambda example: plans(adds), check, ("o", "lse", "dk", "dv"))
 
 
@@ -330,7 +332,7 @@ CUT = ("sequences", "a sequence that ends in a tile", "of each entry and wide", 
 
 
 def cases_of(bands: Iterable[str], lists: Iterable[str], intervals: Iterable[str]) -> list[tuple[str, str]]:
-    """Return ways with names of structures, those of intervals with each of their ways in turn."""
+    """Return pairs of a way and a structure's name; structures of intervals take turns with the ways that suit them."""
     cases = [("order", name) for name in bands] + [("lists", name) for name in lists]
     cases += [("cut, adding", name) for name in intervals if name in CUT]
     return cases + [(way, name) for name, way in in_turn(intervals, OF_INTERVALS)]
@@ -369,7 +371,7 @@ def test_gradients_are_within_their_bounds(run: Run, way: str, name: str, dtype:
     ["causal blocks of 256", "blocks of 128", "a launch for each of two"], ["sequences"],
 ), [1, 2]))  # fmt: skip
 def test_any_number_of_blocks_ends(run: Run, case: tuple[str, str], most: int) -> None:
-    """No block waits for work of a block that does not run yet, however few blocks run at a time."""
+    """No block waits for a block that has not started, however few blocks run at a time."""
     machine = FewBlocksGpu(most) if run.is_on_device else FewBlocks(most=most)
     assert_all_right(case[0], example_of(*case), run, machine)
 
@@ -386,7 +388,7 @@ def test_gradients_are_within_their_bounds_under_every_schedule(way: str, name: 
 
 
 def drawn_masks(way: str, example: Example) -> list[Any]:
-    """Return masks with which blocks may share or finish dQ."""
+    """Return masks under which blocks can share or finish dQ."""
     if way == "order":
         return [None, masks.Causal("bottom_right"), masks.Causal("top_left")]
     if way != "lists":
@@ -407,7 +409,7 @@ def test_drawn_problems_are_within_their_bounds(run: Run, example: Example) -> N
 
 @on_sm90
 def test_what_lies_past_a_length_never_matters(run: Run) -> None:
-    """Sums of queries past the end are stored and finished, and never read."""
+    """Sums of queries past the end are stored and finished, but never read."""
     example = half(replace(BANDS["causal"], seqlen_q=290, seqlen_kv=290))
     first = assert_all_right("order", example, run)
     with on_few_processors():
@@ -429,7 +431,7 @@ def test_what_stands_at_queries_and_keys_that_nobody_sees_never_matters(run: Run
 
 
 def outside_poisoned(example: Example) -> Example:
-    """Return the example with NaN in all that belongs to no sequence, and in tiles that hold ends of sequences too."""
+    """Return the example with NaN in all rows outside the sequences, also in tiles where a sequence ends."""
     assert isinstance(example.mask, masks.Sequences)
     changed = {name: getattr(example, name).copy() for name in ("q", "k", "v", "do")}
     for each in changed.values():
@@ -450,7 +452,10 @@ def test_what_belongs_to_no_sequence_never_matters(run: Run, name: str, way: str
 @pytest.mark.parametrize("name", ["sequences", "of full sequences"])
 @with_fewest_tiles(0)
 def test_results_that_must_repeat_do_so_where_sequences_are_cut(name: str) -> None:
-    """Forward, tiles end with sequences; backward, those kernels cut keys at multiples."""
+    """In the forward pass tiles end with sequences.
+
+    Backward kernels with `deterministic=True` cut keys at multiples.
+    """
     example, run = half(INTERVALS[name]), replace(SIM90, deterministic=True)
     specs = plan_of(example, run).specs
     assert specs["forward"].cuts_sequences and not specs["backward"].cuts_sequences
@@ -476,7 +481,7 @@ MANY_SEQUENCES = masks.Sequences(
 ])  # fmt: skip
 @pytest.mark.parametrize("dim", [64, 128])
 def test_tiles_that_come_at_once_are_waited_for(dim: int, way: str, mask: masks.Mask) -> None:
-    """There are more tiles of keys than the GPU works on at a time. All results but dQ repeat bit for bit."""
+    """The GPU cannot run all tiles of keys at once. All results but dQ are bitwise reproducible."""
     example = half(Structure(num_heads=40, seqlen_q=1024, seqlen_kv=1024, head_dim=dim, value_dim=dim, mask=mask))
     first = assert_all_right(way, example, GPU90)
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""Hopper's gradients with score functions and dropout that repeat bit for bit: tiles of keys add to dQ in their order.
+"""Bitwise reproducible sm90 gradients with score functions and dropout: tiles of keys add to dQ in a fixed order.
 
 Results have the same bits under every schedule, in the simulator and on a GPU.
 """
@@ -38,7 +38,7 @@ def of_table(num_heads: int) -> Score:
     return Score(lambda s, b, h, i, j, x: s + x[h, np.clip(j - i, -8, 8) + 8], x=TABLE[:num_heads])
 
 
-# Functions whose arrays have each kind of sums: words for elements that many scores read, and stored parts.
+# Functions whose arrays need each kind of sum: fixed-point words for elements that many scores read, and stored parts.
 FUNCTIONS: dict[str, tuple[Score | None, Dropout | None]] = {
     "dropout": (None, DROPOUT),
     "cap and dropout": (scores.softcap(2.0), DROPOUT),
@@ -56,7 +56,8 @@ MASKS = {
     ),
     "lengths": masks.Lengths(kv=np.array([400, 131])),
 }
-WIDTHS = {"64": (24, 16), "128": (80, 72)}  # of the tiles of 128 queries and of 64
+# head_dim and value_dim of the kernels with tiles of 128 queries and with tiles of 64
+WIDTHS = {"64": (24, 16), "128": (80, 72)}
 IN_ORDER = ("backward_statistics", "backward", "convert_dq")
 TOGETHER = [Schedule(seed=seed, order="random", copies="late", resident_blocks=3) for seed in (4, 5)]
 
@@ -84,7 +85,7 @@ def plan_of(example: Example, library: Any = cuflash, **options: Any) -> KernelP
 
 
 def found_of(run: Run, example: Example) -> dict[str, Any]:
-    """Return all results by name, those of captured arrays too."""
+    """Return all results by name, including the gradients of captured arrays."""
     options = {} if example.dropout is None else {"dropout": example.dropout}
     results = everything(run, example, **options)
     return results | results.pop("others")
@@ -96,13 +97,13 @@ def assert_right(example: Example, actual: dict[str, Any]) -> None:
 
 
 def under(machine: Any, example: Example) -> dict[str, Any]:
-    """Return all results by a machine of the simulator."""
+    """Return all results that a simulator computes."""
     with patch.object(executor, "_SIMULATOR", machine):
         return found_of(HOPPER, example)
 
 
 def check(name: str, mask: str, width: str, schedules: Iterable[Schedule], **sizes: Any) -> None:
-    """Require results within bounds, with the same bits under every schedule and number of thread blocks."""
+    """Require results within bounds, with equal bits under every schedule and for every number of thread blocks."""
     example = example_of(name, mask, width, **sizes)
     specs = plan_of(example).specs
     assert all(specs[entry].adds_dq_in_order for entry in IN_ORDER)
@@ -119,13 +120,13 @@ CASES = in_turn(FUNCTIONS, MASKS, WIDTHS)
 @needs_compiler
 @pytest.mark.parametrize(("name", "mask", "width"), CASES)
 def test_every_result_has_the_same_bits_under_every_schedule(name: str, mask: str, width: str) -> None:
-    is_whole = is_long() or mask == "lengths"  # which has a length for each batch entry
+    is_whole = is_long() or mask == "lengths"  # "lengths" has a length for each batch entry
     sizes = {} if is_whole else dict.fromkeys(("q_batch", "k_batch", "v_batch"), ())
     check(name, mask, width, [*hostile_schedules(name, 1), *TOGETHER[:: 1 if is_long() else 2]], **sizes)
 
 
 def check_one_head() -> None:
-    """Check that a block's next tile is of the same head, and reads the elements that the tile before ended with."""
+    """Check that a block's next tile may have the same head, and read the elements that the last tile ended with."""
     check("table", "full", "128", TOGETHER, num_heads=1, num_kv_heads=1, q_batch=(), k_batch=(), v_batch=())
 
 
@@ -150,7 +151,8 @@ on_hopper = pytest.mark.parametrize(
 def check_tiles_that_see_no_key(run: Run = HOPPER) -> None:
     """Check that CUFLASH_CHECK passes if a tile of queries attends no key, and so has no last tile of keys."""
     example = example_of("dropout", "causal", "128")
-    example = example.but(k=example.k[..., :40, :], v=example.v[..., :40, :])  # seen by the last 40 of 330 queries
+    # only the last 40 of 330 queries attend a key
+    example = example.but(k=example.k[..., :40, :], v=example.v[..., :40, :])
     with patch.dict("os.environ", CUFLASH_CHECK="1"):
         assert_right(example, found_of(run, example))
 
@@ -171,7 +173,7 @@ def test_drawn_masks_are_within_their_bounds(run: Run, example: Example) -> None
 @pytest.mark.parametrize(("name", "mask"), in_turn(FUNCTIONS, MASKS))
 @pytest.mark.parametrize("width", WIDTHS)
 def test_results_repeat_on_a_gpu(name: str, mask: str, width: str) -> None:
-    """There are more tiles of keys than the GPU works on at a time."""
+    """The GPU cannot run all tiles of keys at once."""
     example = example_of(name, mask, width)
     first = found_of(ON_GPU, example)
     assert_right(example, first)
@@ -221,11 +223,11 @@ def test_lists_and_wide_heads_have_two_walks_of_another_family() -> None:
     assert (plain.family, plain.adds_dq_in_order, plain.dq_atomic_width) == ("sm90", False, 0)
 
 
-# Batch entries or heads that share a gradient store a part of it each.
+# If batch entries or heads share a gradient, each of them stores its own part of it.
 
 
 def check_parts(library: Any) -> None:
-    """Check that parts have the dtype of the products, and zeros come before them where a mask hides scores."""
+    """Check that parts have the dtype of the products, and that they are zeroed first where a mask hides scores."""
 
     def planned(bias: Any, **options: Any) -> KernelPlan:
         q = library.ShapeDtype((2, 4, 256, 128), np.dtype(np.float16))
@@ -244,7 +246,7 @@ def check_parts(library: Any) -> None:
             assert ("zero.sums.bias" in plan.kernels.backward.launches) == causal
             assert plan.gradients_made["dscore.bias"].dtype == np.float16
             assert not planned(bias, causal=causal, deterministic=False).specs["backward"].score_is_stored
-    for bias in (shape(256, 256, dtype=np.float32), shape(1, 256)):  # another dtype, and other sums
+    for bias in (shape(256, 256, dtype=np.float32), shape(1, 256)):  # another dtype; a gradient that all queries share
         assert not planned(bias).specs["backward"].score_is_stored
     own = planned(shape(2, 4, 256, 256))
     assert own.specs["backward"].score_is_stored and "dscore.bias" not in own.kernels.backward.zeroed
@@ -256,7 +258,7 @@ def test_parts_of_a_shared_gradient_are_stored() -> None:
 
 
 def check_stored_parts(library: Any) -> None:
-    """Check that whatever shares a bias, its gradient is the sum; elements that the mask hides have 0."""
+    """Check that a bias's gradient is the sum over everything that shares the bias, and 0 where a mask hides scores."""
     for shape in ((2, 4, 200, 136), (4, 200, 136), (2, 1, 200, 136), (200, 136)):
         rng = np.random.default_rng(len(shape))
         q, k, v, do = (rng.standard_normal((2, 4, rows, 80)).astype(np.float16) for rows in (200, 136, 136, 200))
@@ -276,7 +278,7 @@ def test_stored_parts_are_added_up() -> None:
 
 
 def check_bound_of_parts(library: Any) -> None:
-    """Check that the bound on a cancelling sum over heads is at least the sum of its rounded terms' bounds."""
+    """Check that the bound on a sum over heads that cancels is at least the sum of the bounds of its rounded terms."""
     rng = np.random.default_rng(0)
     q, k, v, do = (rng.standard_normal((2, 8, 4)).astype(np.float16) for _ in range(4))
     for x in (q, k, v):

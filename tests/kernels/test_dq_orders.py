@@ -1,7 +1,7 @@
-"""Tiles of keys share dQ in any order: the first to arrive stores sums of dQ, and the last finishes it.
+"""Tiles of keys that share dQ in any order: the first to arrive stores its sums of dQ, and the last one finishes dQ.
 
-NVIDIA's racecheck reports races in the kernels that finish dQ, as it does not follow bar.arrive. Here their thread
-blocks arrive in every order, and run in each, with the checks of the simulator for what blocks and threads share.
+NVIDIA's racecheck reports races in the kernels that finish dQ, because it does not model bar.arrive. These tests let
+thread blocks arrive and run in every order, under the simulator's checks of shared data.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ORDERS = [order for number in (2, 3, 4) for order in permutations(range(number))
 
 @dataclass(frozen=True, eq=False)
 class Ordered(Simulator):
-    """Thread block n takes the n-th tile of keys of an order; `sums` has the sums of dQ of each pass."""
+    """A simulator in which thread block n takes tile `order[n]` of keys; `sums` collects the dq_sum of each pass."""
 
     order: tuple[int, ...] = ()
     sums: list[Any] = field(default_factory=list)
@@ -64,7 +64,7 @@ def one_tile_of_queries(num_key_tiles: int) -> Example:
 
 
 def sums_of_parts(example: Example, o: Any, lse: Any) -> Any:
-    """Return, of the part that each tile of keys has in dQ before it is scaled, the sum of all elements."""
+    """Return, for each tile of keys, the sum of all elements of its unscaled part of dQ."""
     q, k, v, do = (np.asarray(getattr(example, name), np.float64) for name in ("q", "k", "v", "do"))
     scale = example.q.shape[-1] ** -0.5 if example.scale is None else example.scale
     p = np.exp(scale * q @ k.swapaxes(-1, -2) - np.asarray(lse, np.float64)[..., None])
@@ -77,9 +77,9 @@ def sums_of_parts(example: Example, o: Any, lse: Any) -> Any:
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_every_order_of_arrivals_gives_dq(order: tuple[int, ...]) -> None:
-    """Blocks run as far as they can one after another, so that they arrive in the order, then in any other way.
+    """Blocks first run one after another, so that they arrive in the given order; then under other schedules.
 
-    What is left in memory are the sums of all tiles but the one that arrives last, which finishes dQ.
+    The workspace is left with the sums of all tiles but the one that arrives last, which finishes dQ.
     """
     example, number = one_tile_of_queries(len(order)), len(order)
     with WAYS["lists"].plans():
@@ -116,7 +116,7 @@ BANDS: dict[str, Callable[[int], Structure]] = {
 @pytest.mark.parametrize("num_tiles", [2, 3, 4])
 @pytest.mark.parametrize("name", BANDS)
 def test_tiles_of_a_band_share_dq_in_any_schedule(name: str, num_tiles: int, seed: int) -> None:
-    """A block that runs first takes the first tile, so that all orders of blocks differ in their schedules alone."""
+    """The block that starts first takes the first tile, so orders of blocks differ only in their schedules."""
     example, orders = half(BANDS[name](num_tiles)), ("first_warp", "random", "priorities")
     with on_few_processors():
         WAYS["order"].check(plan_of(example), example)
@@ -127,8 +127,8 @@ def test_tiles_of_a_band_share_dq_in_any_schedule(name: str, num_tiles: int, see
     assert_within_bounds(example, **outputs)
 
 
-# In a process of its own, which the sanitizer may end. `sys.argv`: the name of a test's structure, then the edit to
-# plant, if any.
+# Runs in a separate process, which the sanitizer may end. `sys.argv`: a test structure's name, then the edit to plant,
+# if any.
 CHILD = """
 import contextlib, sys, tempfile
 from pathlib import Path
@@ -147,7 +147,8 @@ with planting.planted(Path(folder.name), planting.Edit(*edit)) if edit else cont
         call(example, SIM90, Simulator(sim.Schedule(order="random"), "thread"), margin=ALIGNED)
 print("end", file=sys.stderr)
 """
-# What racecheck reports: the copy of sums to the staging buffer, and the word that says whether a step finishes.
+# Races that racecheck reports: on the copy of sums to the staging buffer, and on the word that says whether a step
+# finishes dQ.
 UNORDERED = {
     "consumers read sums before they are there": (
         "sm90/backward_epilogue.cuh", "wait_dq", "ptx::bar_sync(kDqEmpty + part, kWarpgroupThreads + 32);", ""
@@ -160,7 +161,7 @@ UNORDERED = {
 
 
 def threads_of(way: str, edit: tuple[str, ...] = ()) -> str:
-    """Return what ThreadSanitizer says of a call."""
+    """Return ThreadSanitizer's report on a call."""
     paths = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in (".", "support", "kernels"))]
     code = f"import sys; sys.path[:0] = {paths}\n{CHILD}"
     command = ["env", *(f"{name}={value}" for name, value in sim.preload_environment("thread").items())]

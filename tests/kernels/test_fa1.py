@@ -1,4 +1,4 @@
-"""The fa1 family: FlashAttention-1's loops within the bounds of all kernels, their memory, and what they refuse."""
+"""The fa1 family: FlashAttention-1's loops within all kernels' bounds, their memory, and the calls they refuse."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ on_fa1 = pytest.mark.parametrize(
     [pytest.param(FA1, marks=needs_compiler), pytest.param(replace(GPU, kernel="fa1"), marks=pytest.mark.gpu)],
     ids=str,
 )
-DRAWN = {"dtypes": HALVES, "widest": 64}  # wider heads are refused, as a test below shows
+DRAWN = {"dtypes": HALVES, "widest": 64}  # the family refuses wider heads, as a test below shows
 
 
 @holds_for_examples(on_fa1, **DRAWN)
@@ -35,7 +35,10 @@ def test_every_result_is_within_its_bound(run: Run, example: Example) -> None:
 
 @holds_for_examples(on_fa1, **DRAWN)
 def test_the_probes_of_sums_are_exact(run: Run, example: Example) -> None:
-    """Sums of weights are exact. Means of integers are only bounded, since the paper's loop divides O in each turn."""
+    """Sums of weights are exact.
+
+    Means of integers are only bounded, since FlashAttention-1 divides O in each iteration.
+    """
     assert_lse_counts_the_keys(run.attend, example)
     assert_ones_stay_ones(run.attend, example)
     assert_wide_accumulators(run.attend, example.q.dtype)
@@ -48,14 +51,14 @@ def test_forward(run: Run, example: Example, check: Any) -> None:
 
 
 class KeysOfHead(masks.Mask):
-    """The first head attends keys 20 to 99, the second keys 60 to 139."""
+    """A mask under which the first head attends keys 20 to 99, and the second head keys 60 to 139."""
 
     def intervals(self, b: Any, h: Any, i: Any) -> Any:
         lo = 20 + 40 * h + 0 * (b + i)
         return lo, lo + 80
 
 
-# Three tiles of queries and of keys, so that every sum in memory is read again; none of the lengths fills its tiles.
+# Three tiles of queries and of keys, so that sums in memory are read back; no length is a multiple of its tile.
 LONG = Structure(num_heads=2, num_kv_heads=1, seqlen_q=300, seqlen_kv=530, dtype="float16", head_dim=64, value_dim=64)
 SHORT = replace(LONG, seqlen_q=150, seqlen_kv=140, head_dim=24, value_dim=40)
 BLOCKS = np.array([[1, 0, 1], [0, 0, 0], [0, 1, 1]], bool)
@@ -90,7 +93,7 @@ def test_all_work_is_within_its_bounds_in_the_midst_of_poison(run: Run, case: st
 @needs_compiler
 @pytest.mark.parametrize("schedule", hostile_schedules("fa1"), ids=str)
 def test_every_schedule_gives_the_same_bits(schedule: Any) -> None:
-    """Kernels have two stages, or one on a chip of little shared memory; one case has a list of blocks."""
+    """Kernels have two stages, or one on a chip with little shared memory; one case has a block list."""
     for case, chip, num_stages in (("128 columns", "L4", 1), ("blocks under a diagonal", "H100", 2)):
         example = FA1.rounded(CASES[case].example())
         arrays, options = (example.q, example.k, example.v), {"mask": example.mask, "device": DeviceSpec.gpu(chip)}
@@ -117,7 +120,7 @@ def plan_of(*shape: int, dtype: Any = np.float16, chip: str = "H100", **options:
 
 
 def test_memory_is_linear_in_the_length_and_explain_tells_the_traffic() -> None:
-    """The forward pass takes a float32 O and two numbers a row; the backward pass takes dQ and delta, which is less."""
+    """The forward pass needs a float32 O and two numbers per row; the backward pass needs less: dQ and delta."""
     short, long = plan_of(16, 8, 1024, 64), plan_of(16, 8, 4096, 64)
     assert long.workspace_bytes == 16 * 8 * 4096 * 4 * (64 + 2) == 4 * short.workspace_bytes
     text = long.explain()
@@ -128,17 +131,19 @@ def test_memory_is_linear_in_the_length_and_explain_tells_the_traffic() -> None:
 
 @pytest.mark.parametrize(("dim", "keys", "backward_keys"), [(64, 256, 128), (128, 128, 128)])
 def test_traffic_counts_what_every_turn_moves(dim: int, keys: int, backward_keys: int) -> None:
-    """Traffic equals the sums that algorithms 1 and 4 of the paper give, for tiles that fill their matrices."""
+    """Traffic equals the sums for algorithms 1 and 4 of the FlashAttention paper, if tiles divide the lengths."""
     ready = plan_of(2, 3, 1024, dim)
     specs = ready._plan.specs
     assert (specs["forward"].block_kv, specs["backward"].block_kv) == (keys, backward_keys)
     per_head = [0, 0]
     for _ in range(1024 // keys):
-        per_head[0] += 2 * keys * dim * 2 + 1024 * (2 * dim + 2 * 4 * (dim + 2))  # K, V; Q; O, m and l there and back
-    per_head[0] += 1024 * (2 * 4 * (dim + 2) + 2 * dim + 4)  # O, m, l cleared and read; O and lse written
+        # read K, V and Q; read and write O, m and l
+        per_head[0] += 2 * keys * dim * 2 + 1024 * (2 * dim + 2 * 4 * (dim + 2))
+    per_head[0] += 1024 * (2 * 4 * (dim + 2) + 2 * dim + 4)  # clear and read O, m and l; write O and lse
     for _ in range(1024 // backward_keys):
-        per_head[1] += 4 * backward_keys * dim * 2 + 1024 * (4 * dim + 2 * 4 * dim + 8)  # K, V, dK, dV; Q, dO, dQ, lse
-    per_head[1] += 1024 * (4 * dim + 8 + 4 * dim) + 1024 * (4 * dim + 2 * dim)  # O, dO, lse, delta; dQ
+        # K, V, dK and dV; Q, dO, dQ and lse
+        per_head[1] += 4 * backward_keys * dim * 2 + 1024 * (4 * dim + 2 * 4 * dim + 8)
+    per_head[1] += 1024 * (4 * dim + 8 + 4 * dim) + 1024 * (4 * dim + 2 * dim)  # O, dO, lse and delta; dQ
     counted = traffic(ready._plan.problem, ready._plan.kernels, ready._plan.visited_scores)
     assert list(counted) == [6 * each for each in per_head]
 

@@ -33,7 +33,7 @@ _FEW: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class WindowsOfHeads(masks.Mask):
-    """Each query head attends an interval of its own."""
+    """A mask under which each query head attends a different interval of keys."""
 
     def intervals(self, b: Any, h: Any, i: Any) -> tuple[Any, Any]:
         return 10 * h + 0 * (b + i), 100 + 40 * h + 0 * (b + i)
@@ -83,7 +83,7 @@ def takes_the_kernel(plan: KernelPlan) -> bool:
 
 
 def forward(example: Example, run: Run = SIM, machine: Any = None) -> tuple[Any, Any]:
-    """Run a forward pass on guarded memory; workspaces are NaN before it."""
+    """Run a forward pass on guarded memory, with workspaces that hold NaN at first."""
     machine = machine or (PoisonedGpu() if run.is_on_device else Simulator())
     plan = planned(example, run)
     o = Guarded.of(plan.problem.o_shape(), plan.problem.dtype, run, MARGIN)
@@ -109,7 +109,7 @@ def test_results_are_within_their_bounds(run: Run, name: str) -> None:
 
 @st.composite
 def drawn(draw: st.DrawFn) -> Example:
-    """Return an example of a call that takes the kernel."""
+    """Draw the example of a call that uses the kernel for few queries."""
     group, kv_heads = draw(st.integers(1, 8)), draw(st.integers(1, 2))
     dims = st.integers(1, 8).map(lambda chunks: 8 * chunks)
     batches = draw(st.sampled_from([((), (), ()), ((2,), (2,), (1,)), ((2, 1), (1, 2), (2, 2))]))
@@ -167,7 +167,7 @@ def test_score_functions_know_positions(run: Run, mask: masks.Mask | None) -> No
     probe.check(probe.run_results(run, is_backward=False))
 
 
-# Which plans have the kernel. Checks take the library as an argument where planted faults have them as guards.
+# Which plans use the kernel. Checks that are guards of planted faults take the library as an argument.
 
 
 def plan_of(
@@ -179,7 +179,7 @@ def plan_of(
 
 
 def other_calls(library: Any) -> dict[str, dict[str, Any]]:
-    """Return the options of calls that the kernel does not serve."""
+    """Return the options of calls that the kernel does not support."""
 
     class Heads(library.masks.Mask):  # type: ignore[misc]
         intervals = WindowsOfHeads.intervals
@@ -208,12 +208,13 @@ def test_other_calls_take_other_kernels() -> None:
 
 
 def check_rule(library: Any) -> None:
-    """Check that a plan names the kernel, which merges its parts, and that gradients keep their kernels."""
+    """Check that a plan names the kernel, that it merges its own parts, and that gradients keep their kernels."""
     plan, by_name = plan_of(library), plan_of(library, kernel="sm80")
     assert "few queries" in plan.rule and "few queries" not in by_name.rule
     assert plan.kernels.backward.specs == by_name.kernels.backward.specs
     assert list(plan.kernels.forward.launches) == ["forward"]
-    many = {"rows": 16, "batch": 64}  # tiles for all multiprocessors, of which sm90's would be nearly empty
+    # enough tiles for all multiprocessors, although sm90's tiles would be nearly empty
+    many = {"rows": 16, "batch": 64}
     plan, by_name = plan_of(library, **many), plan_of(library, **many, kernel="sm90")
     assert plan.rule.startswith("sm90") and "few queries: sm80_forward" in plan.rule
     assert plan.specs["forward"].is_split and plan.kernels.backward.specs == by_name.kernels.backward.specs
@@ -225,7 +226,7 @@ def test_the_rule_names_the_kernel_and_gradients_keep_theirs() -> None:
 
 
 def check_parts(library: Any) -> None:
-    """Check that parts follow from the chip, the heads and the keys that a query sees."""
+    """Check that the number of parts follows from the chip, the heads and the number of keys that a query attends."""
     for batch, keys, parts in ((1, 64, 1), (1, 65, 2), (1, 1 << 16, 64), (40, 1 << 16, 4), (300, 1 << 16, 1)):
         q, k = (library.ShapeDtype((batch, 2, length, 128), ml_dtypes.bfloat16) for length in (1, keys))
         plan = library.plan(q, k, k, device=library.DeviceSpec.gpu("H100"))._plan

@@ -1,4 +1,4 @@
-"""FP8 kernels, on the simulator and on a GPU, give results within the bounds of the exact ones."""
+"""FP8 kernels on the simulator and on a GPU: results are within the error bounds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ on_fp8 = pytest.mark.parametrize(
 
 
 def put(run: Run, x: Quantized) -> Quantized:
-    """Copy a quantised operand to where a run computes."""
+    """Copy a quantized operand to the device of a run."""
     if not run.is_on_device:
         return x
     return replace(x, data=run.put(x.data.view(np.uint8)), scale=run.put(x.scale))
@@ -55,7 +55,7 @@ def operands(seqlen_q: int, seqlen_kv: int, dims: tuple[int, int], heads: tuple[
 
 
 def require_bounds(results: tuple[Any, Any], x8: Any, **named: Any) -> float:
-    """Require that results are within the bounds of the exact ones; return the largest share of a bound."""
+    """Require that results are within their error bounds; return the largest ratio of an error to its bound."""
     bound = cuflash.error_bound(*x8, product_dtype=E4M3, **named)
     mask, causal, window = (named.get(name) for name in ("mask", "causal", "window"))
     q, k, v = (x.scaled(np.float64) for x in x8)
@@ -126,14 +126,15 @@ def test_a_list_is_the_mask_that_it_stands_for(run: Run, block: int) -> None:
 
 
 def rising_scores(seqlen: int) -> list[Quantized]:
-    """Return operands whose scores rise from one block of keys to the next, faster in each further head.
+    """Return operands whose scores increase from one block of keys to the next, faster in each further head.
 
-    In the first head no maximum has to rise. In the others weights become too large, or infinite.
+    In the first head, the running maximum never needs an update. In the others, weights become too large or infinite
+    without one.
     """
     q, k, v = operands(128, seqlen, (64, 64), (4, 4), "float32")
     q[..., 0], k[..., 0] = 8, (np.arange(seqlen) // 128 + np.arange(seqlen) % 128 / 128)
     k[..., 0] *= np.float32([0.5, 2, 40, 400])[:, None]
-    v[:, :128] *= 8  # a sum of values ends there
+    v[:, :128] *= 8  # v gets another scale after these keys, which ends a sum of values
     return [cuflash.quantize(x) for x in (q, k, v)]
 
 
@@ -146,7 +147,7 @@ def test_maxima_that_rise_late(run: Run) -> None:
 
 @on_fp8
 def test_whole_numbers_are_exact(run: Run) -> None:
-    """One key takes all of a query's weight, so each row of v is returned exactly, which shows the order of keys."""
+    """One key takes all of a query's weight, so each row of v is returned exactly, which reveals the order of keys."""
     keys, dim = 160, 128
     codes = np.where((np.arange(keys)[:, None] >> np.arange(8)) % 2, 1.0, -1.0)
     k = np.zeros((1, keys, dim), np.float32)
@@ -159,7 +160,7 @@ def test_whole_numbers_are_exact(run: Run) -> None:
 
 
 def one_scale(x: Any) -> Quantized:
-    """Make an operand of numbers that e4m3 holds, with a scale of 1."""
+    """Return a quantized operand with a scale of 1, from numbers that e4m3 represents exactly."""
     return Quantized(
         data=x.astype(E4M3), scale=np.ones((*x.shape[:-2], 1), np.float32), per="head", block=128, rotation=None,
         source_dtype=np.dtype(np.float32),
@@ -168,7 +169,10 @@ def one_scale(x: Any) -> Quantized:
 
 @on_fp8
 def test_scales_move_through(run: Run) -> None:
-    """A scale of one block of v multiplies what its keys give; powers of two in q and k that cancel change nothing."""
+    """The scale of a block of v multiplies its keys' contributions.
+
+    Powers of two that cancel in q and k change nothing.
+    """
     q8, k8, v8 = (cuflash.quantize(x) for x in operands(256, 256, (64, 64), (1, 1), "float32"))
     mask = masks.Documents(np.arange(256) // 128)
     before, _ = attention(run, [q8, k8, v8], mask=mask)
@@ -224,7 +228,7 @@ def test_strides_and_batches(run: Run) -> None:
 
 @contextmanager
 def on_simulator(machine: Simulator) -> Iterator[None]:
-    """Run calls with executor="sim" on another machine inside a `with` block."""
+    """Run calls with executor="sim" on another simulator inside a `with` block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sim_executor, "_SIMULATOR", machine)
         yield
@@ -243,7 +247,7 @@ SCHEDULED: dict[str, dict[str, Any]] = {
 @needs_compiler
 @pytest.mark.parametrize("name", SCHEDULED)
 def test_no_schedule_changes_a_bit(name: str) -> None:
-    """One thread block that computes all tiles under hostile schedules gives the bits of one block for each tile."""
+    """One thread block that computes all tiles under hostile schedules returns the same bits as one block per tile."""
     x8 = [cuflash.quantize(x, block=64) for x in operands(600, 600, (64, 64), (4, 2), "bfloat16")]
     right = attention(SIM, x8, **SCHEDULED[name])
     for schedule in hostile_schedules(f"fp8 {name}"):
@@ -257,7 +261,7 @@ def test_no_schedule_changes_a_bit(name: str) -> None:
 @pytest.mark.parametrize("leading", [(0, 2), (2, 0), (2, 2)], ids=str)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(5, 5), (0, 5), (5, 0), (0, 0)])
 def test_axes_may_be_empty(run: Run, leading: tuple[int, int], seqlen_q: int, seqlen_kv: int) -> None:
-    """A batch without entries, and sequences without rows, have results of their shapes; rows without keys are 0."""
+    """Empty batches and sequences without rows give results of the right shapes; rows without keys are 0."""
     q, k = (np.ones((*leading, rows, 64), np.float16) for rows in (seqlen_q, seqlen_kv))
     x8 = [cuflash.quantize(x) for x in (q, k, k)]
     assert x8[2].transposed().shape == (*leading, 64, seqlen_kv + -seqlen_kv % 128)
@@ -344,10 +348,10 @@ def test_kernels_quantise_with_the_bits_of_the_host(columns: int, block: int, dt
     x[1, 0] = 0
     x[1, 1, 40, 5], x[2, 0, 3, 1] = np.nan, np.inf
     x[2, 1] *= DTYPES[dtype](1e-5)
-    if dtype != "float16":  # scales below and above those that the kernel divides by in three operations
+    if dtype != "float16":  # scales below and above the range in which the kernel divides with three operations
         x[0, 0] *= DTYPES[dtype](1e-30)
         x[2, 1] *= DTYPES[dtype](1e35)
-        x[0, 1, 30:60] = np.clip(x[0, 1, 30:60], -1, 1) * DTYPES[dtype](3.3e38)  # sums of which are out of range
+        x[0, 1, 30:60] = np.clip(x[0, 1, 30:60], -1, 1) * DTYPES[dtype](3.3e38)  # numbers with sums that overflow
     rotation = Rotation(columns, seed=2) if rotates else None
     right = cuflash.quantize(x, block=block, rotate=rotation)
     require_bits(x, right, block, rotation, 448.0)
@@ -357,7 +361,7 @@ def test_kernels_quantise_with_the_bits_of_the_host(columns: int, block: int, dt
 def require_bits(
     x: Any, right: Quantized, block: int, rotation: Rotation | None, largest: float, target: Simulator = Simulator()
 ) -> None:
-    """Require that the kernel on the simulator makes the numbers and scales of the host."""
+    """Require that the kernel on the simulator computes the host's numbers and scales."""
     spec = quantize_spec(x.dtype, x.shape[-1], block)
     assert spec is not None
     data, scale = np.full(x.shape, 0xA5, np.uint8), np.full(right.scale.shape, -1, np.float32)
@@ -369,13 +373,14 @@ def require_bits(
 
 
 def beside_ties(exponent: int) -> Any:
-    """Return blocks of 16 rows with all quotients that the kernel could take to the wrong side of a tie.
+    """Return blocks of 16 rows with all quotients that the kernel could round to the wrong side of a tie.
 
-    A quotient rounds to a tie, the mean of two numbers of e4m3, if it is at most half of a float's last place away. The
-    kernel's errs by at most 2^-22 of its last place before it is rounded. Only where a float is so near to the product
-    of the scale and such a limit can the side be wrong. A limit is a number of 5 bits and half of a last place, so that
-    the product ends in the scale's own last 20 bits, which then are 8 units or less from 0. Here are 16, and the floats
-    next to the nearest. Scales are some 2^exponent.
+    A tie is the midpoint of two e4m3 numbers. A quotient rounds to a tie if it lies within half of a float's last place
+    of it; those two distances are the limits. The kernel's quotient errs by at most 2^-22 of its last place before it
+    is rounded, so it can fall to the wrong side only if a float lies that close to the product of the scale and a
+    limit. A limit has 5 bits and half of a last place, so the product ends in the last 20 bits of the scale, which then
+    are within 8 units of 0. The blocks have scales within 16 units, and the floats next to the nearest one. Scales are
+    near 2^exponent.
     """
     numbers = np.arange(0x78, dtype=np.uint8).view(E4M3).astype(np.float32)  # 0 to 240
     ties = (numbers[1:] + numbers[:-1]) / 2
@@ -392,7 +397,8 @@ def beside_ties(exponent: int) -> Any:
     return x.reshape(-1, 16, 64) * np.float32(2.0**exponent)
 
 
-EXPONENTS = [0, -110, 90]  # scales that the kernel divides by in three operations, and smaller and larger ones
+# a scale in the range where the kernel divides with three operations, and one below and one above it
+EXPONENTS = [0, -110, 90]
 
 
 @on_fp8

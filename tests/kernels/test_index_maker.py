@@ -1,4 +1,4 @@
-"""Indices of chosen blocks that kernels make equal those that the host makes."""
+"""Block indexes of chosen blocks: those that kernels create equal those that the host creates."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def index_made_by_kernels(xp, cells, mask, shape, block):
 
 
 def assert_same(got, expected):
-    """Assert that an index on a device equals one on the host, and that zeros stand behind its last entry."""
-    assert_same_blocks(replace(got)._on_host, expected)  # a new copy: a graph may have written since the last
+    """Assert that an index on a device equals one on the host, and that zeros follow its last entry."""
+    # a new copy, since a graph may have written to the index after the last one
+    assert_same_blocks(replace(got)._on_host, expected)
     for name in ("indices", "kinds", "tiles"):
         assert not getattr(got, name)[expected.num_entries :].get().any()
 
@@ -69,7 +70,7 @@ def test_kernels_make_the_index_of_chosen_blocks(cupy):
 
 
 class Named(Foreign):
-    """An array that names its namespace and cannot be written to, as JAX's."""
+    """An array that names its namespace and cannot be written to, like JAX's arrays."""
 
     def __init__(self, host):
         super().__init__(host, (2, 0))
@@ -100,7 +101,7 @@ def test_an_index_is_made_of_masks_that_hold_arrays_of_other_libraries(cupy, mon
 
 
 def test_whoever_makes_plans_makes_indices_on_a_device():
-    """The room of block indices does not import what makes them on a device."""
+    """The module of block indexes does not import the code that creates indexes on a device."""
     code = "import cuflash, cuflash.blocks.index as index; cuflash.plan; assert index.make_on_device is not None"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
@@ -120,7 +121,7 @@ def test_later_calls_of_one_layout_launch_four_kernels_and_bind_nothing(cupy, mo
         assert_same(index, expected_of(blocks, mask, shape, block))
 
 
-OF_MASKS = {  # masks of an array, and the lengths, the block and more that an index is made with
+OF_MASKS = {  # function that creates a mask from an array; lengths, block and other arguments of the index
     "dense": (lambda x, of: of.Dense(x), (37, 29, (8, 4)), {}),
     "a bare array": (lambda x, of: x, (37, 29, (8, 4)), {}),
     "causal": (lambda x, of: of.Dense(x) & of.Causal("bottom_right"), (37, 29, 8), {}),
@@ -139,9 +140,9 @@ OF_MASKS = {  # masks of an array, and the lengths, the block and more that an i
 
 
 def check_masks(machine, library, name):
-    """Check that repeated calls list the current contents, with calls of another block size between them.
+    """Check that repeated calls list the current contents, even if calls with another block size come between them.
 
-    Each array of the index is that of a mask whose kernels are not bound.
+    Each array of the index equals that of an index whose kernels are not bound.
     """
     make, arguments, options = OF_MASKS[name]
     rng, twin = np.random.default_rng(0), library.BlockIndex

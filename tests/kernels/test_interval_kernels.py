@@ -1,4 +1,4 @@
-"""The kernel that finds row intervals of packed sequences from offsets on the device, and the calls that launch it."""
+"""The kernel that computes packed sequences' row intervals from device offsets, and the calls that launch it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ import cuflash
 RNG = np.random.default_rng(0)
 EXECUTORS = [pytest.param("sim", marks=needs_compiler), pytest.param("gpu", marks=pytest.mark.gpu)]
 DTYPES = tuple(np.dtype(kind) for kind in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"))
-BLOCK = (16, 8)  # that are ordered
-TILE = (6, 10)  # that ends with its sequence
+BLOCK = (16, 8)  # queries and keys of a tile if tiles are ordered
+TILE = (6, 10)  # queries and keys of a tile that ends with its sequence
 CLOSED = [None, masks.SlidingWindow(7, 3, "top_left"), masks.Causal("bottom_right"), masks.Lengths(q=30, kv=33)]
 
 
 @st.composite
 def cases(draw):
-    """Draw a shape, and sequences with offsets of any dtype and layout, perhaps intersected with closed forms."""
+    """Draw a shape, and sequences with offsets of any dtype and layout, perhaps intersected with closed-form masks."""
     batch = draw(st.sampled_from([(), (1,), (2,), (2, 3), (1, 2, 2)]))
     rng, num_sequences = np.random.default_rng(draw(st.integers(0, 2**32))), draw(st.integers(0, 7))
     shape = MaskShape(batch, draw(st.integers(1, 2)), draw(st.integers(1, 90)), draw(st.integers(1, 90)))
@@ -68,14 +68,14 @@ def cases(draw):
         of_q, of_kv = (rng.integers(0, 95, batch).astype(draw(st.sampled_from(DTYPES))) for _ in range(2))
         mask = masks.Lengths(q=draw(st.sampled_from([None, 40, of_q])), kv=of_kv)
     elif kind == "documents":
-        runs = rng.permutation(90)[np.cumsum(rng.random(shape.seqlen_q) < 0.2)]  # neighbours, in no order
+        runs = rng.permutation(90)[np.cumsum(rng.random(shape.seqlen_q) < 0.2)]  # ids of neighboring runs, unsorted
         mask = masks.Documents(runs) if is_same else masks.Documents(ids(shape.seqlen_q), ids(shape.seqlen_kv))
     closed = draw(st.sampled_from(CLOSED))
     return shape, mask if closed is None else mask & closed
 
 
 def found_by_kernel(mask, shape, convert, target, address, stream):
-    """Return the source of a mask's intervals and the kernels' results by name; `convert` sends the offsets."""
+    """Return the source of a mask's intervals and the kernels' results; `convert` copies offsets to the device."""
     resolved = sent(mask, convert).resolve(shape)
     source = IntervalSource.of(resolved, shape, BLOCK)
     source = replace(source, tile=TILE) if source.kind == "sequences" else source
@@ -90,14 +90,14 @@ def on_simulator(mask, shape, schedule=None):
 
 
 def with_numbered_runs(mask):
-    """Return documents whose ids are the numbers of runs of equal ids, which never decrease."""
+    """Return documents whose ids are replaced by the numbers of their runs, which never decrease."""
     if not isinstance(mask, masks.Documents) or mask.kv_ids is not None:
         return mask
     return masks.Documents(np.cumsum(np.diff(mask.q_ids, prepend=mask.q_ids[:1]) != 0))
 
 
 def assert_found(mask, shape, source, intervals):
-    """Assert that intervals and orders equal those that array operations make."""
+    """Assert that the kernel's intervals and orders equal those that array operations compute."""
     mask = changed(mask, with_numbered_runs)
     sides = row_intervals(mask.resolve(shape), *shape[2:], source.batch, source.num_heads)
     lo, hi = (np.broadcast_to(side, source.extents) for side in sides)
@@ -112,7 +112,7 @@ def assert_found(mask, shape, source, intervals):
 
 
 def tiles_of_offsets(mask, shape, lo, hi):
-    """Return where tiles of sequences start, and the order of those of keys, by the offsets of the mask."""
+    """Return where the tiles of sequences start, and the order of tiles of keys, computed from the mask's offsets."""
     sequences = next(part for part in getattr(mask, "operands", (mask,)) if isinstance(part, masks.Sequences))
     batch, num_heads, _ = lo.shape
     starts = []
@@ -177,7 +177,7 @@ def test_masks_that_the_kernel_does_not_serve_are_left_to_the_array_form():
         assert IntervalSource.of(sent(sequences, device.to_device).resolve(other), other, None) is None
 
 
-# Calls, on a stand-in for CuPy that runs the kernels.
+# Calls, on a test double of CuPy that runs the kernels.
 
 Q, K, V, DO = RNG.standard_normal((4, 2, 3, 40, 16), dtype=np.float32)
 OFFSETS = [np.array(offsets) for offsets in ([0, 7, 30, 40], [3, 3, 20, 21], [0, 39, 40, 40])]
@@ -206,7 +206,7 @@ MASKS = SEQUENCES | {
 
 
 def require_bounds(mask, **results):
-    """Require that results of a call are within their bounds; the mask holds arrays of the host."""
+    """Require that results of a call are within their bounds; the mask holds host arrays."""
     assert_within_bounds(Example(q=Q, k=K, v=V, mask=mask, do=DO), **results)
 
 
@@ -302,9 +302,9 @@ def test_new_arrays_wait_for_nothing_and_can_be_captured(name):
 
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_backward_tiles_of_new_sequences_end_with_them(cupy, monkeypatch, name):
-    """Calls find the tiles of their own offsets on the device; launches are shared."""
+    """Each call computes the tiles of its current offsets on the device; calls share launches."""
     monkeypatch.setattr(sm90, "LONG_SEQUENCE", 0)
-    length, scale = 400, 10  # of the offsets
+    length, scale = 400, 10  # scale of the offsets
     q, k, v, do = RNG.standard_normal((4, 2, 1, length, 128)).astype(np.float16)
     arrays, sent_do = [cupy.asarray(each) for each in (q, k, v)], cupy.asarray(do)
     for turn in range(3):

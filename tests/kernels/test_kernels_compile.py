@@ -1,8 +1,8 @@
-"""The compile gate: each kernel compiles for each chip that it serves, without spills and without advice from ptxas.
+"""The compile gate: each kernel compiles for each chip that it supports, without spills and without ptxas advisories.
 
-CUFLASH_PROFILE=long compiles all kernels. The ci profile compiles as many as together have, for each kernel, each value
-of each field but the sizes of tiles, for each pass of a family narrow and wide heads, and each family on each chip.
-float16 and bfloat16, which differ by conversions alone, count as one value for a kernel; each family has both.
+CUFLASH_PROFILE=long compiles all kernels. The ci profile compiles enough kernels to cover each value of each field of
+each kernel except tile sizes, narrow and wide heads in each pass of a family, and each family on each chip. float16 and
+bfloat16 kernels differ only by conversions and count as one value; both occur in each family.
 """
 
 from __future__ import annotations
@@ -51,52 +51,54 @@ from cuflash.planning.sinks import gradient_spec
 from cuflash.scores._primitives import PRIMITIVES
 from executors import is_long
 
-# One chip for each size of shared memory and each set of instructions that we use.
+# One chip for each shared-memory size and each instruction set that the kernels use.
 CHIPS = ("T4", "A100", "RTX 3090", "L4", "H100", "B200", "RTX 5090")
 MOST_SPECS, MOST_SPECS_OF_A_GPU = 14000, 11000
-LENGTHS = (1, 1000)  # a tile of few queries, and a whole one
-TANGENTS = (("q",), ("k", "v"), ("q", "k", "v"))  # the long profile has no others either
+LENGTHS = (1, 1000)  # a query tile with few queries, and a full one
+TANGENTS = (("q",), ("k", "v"), ("q", "k", "v"))  # the long profile has no other combinations either
 SECOND_TANGENTS = (("q", "k", "v"), ("q", "k", "v", "do"), ("do",))
 SIZES_OF_TILES = {"block_q", "block_kv", "num_warps", "min_blocks", "num_stages"}
 Limit: TypeAlias = tuple[int, int] | None
-# Bytes by exception. 256: no tile is smaller, and it holds 16 rows of 512 sums. 128: the next smaller tile, which does
-# not spill, is slower by a seventh (simt_tiles.log of b648872e). On tensor cores: words that a step reads once.
+# Allowed bytes of spills, by kernel, dtype and head_dim. simt: at 256, there is no smaller tile, and this one holds 16
+# rows of 512 sums; at 128, the next smaller tile does not spill but is slower by a seventh (simt_tiles.log at commit
+# b648872e). Kernels on tensor cores spill words that a step reads once.
 _HALVES = (np.dtype(np.float16), BFLOAT16)
 SPILLS = {
-    ("simt_forward", np.dtype(np.float64), 256): 36,  # on sm_120, 16 on sm_100: chips on which nothing was timed
-    ("simt_backward_columns", np.dtype(np.float64), 256): 176,  # on sm_100; 16 elsewhere
+    ("simt_forward", np.dtype(np.float64), 256): 36,  # on sm_120; 16 on sm_100; not timed on either
+    ("simt_backward_columns", np.dtype(np.float64), 256): 176,  # on sm_100; 16 on other chips
     ("simt_backward", np.dtype(np.float64), 128): 28,
     ("simt_backward", np.dtype(np.float64), 192): 28,  # on sm_100
     ("simt_backward", np.dtype(np.float64), 256): 452,
-    ("simt_backward_columns", np.dtype(np.float64), 32): 260,  # on sm_90, 12 on sm_100
+    ("simt_backward_columns", np.dtype(np.float64), 32): 260,  # on sm_90; 12 on sm_100
     ("simt_backward_columns", np.dtype(np.float64), 64): 36,
-    ("simt_backward_columns", np.dtype(np.float32), 128): 112,  # by NVRTC 13.5, 36 by 13.0; deterministic=True alone
-    ("naive_gradient_keys", np.dtype(np.float32), 32): 116,  # on sm_120: a baseline is not tuned
+    # with NVRTC 13.5; 36 with 13.0; only if deterministic=True
+    ("simt_backward_columns", np.dtype(np.float32), 128): 112,
+    ("naive_gradient_keys", np.dtype(np.float32), 32): 116,  # on sm_120; the baseline is not tuned
     ("naive_gradient_keys", np.dtype(np.float16), 32): 116,  # on sm_100
-    # On sm_120, where a tile holds few queries, and on sm_100, where blocks share keys: nothing was timed on either.
+    # On sm_120, where a tile holds few queries, and on sm_100, where blocks share keys. Neither chip was timed.
     **{("sm80_forward", dtype, 128): 16 for dtype in _HALVES},
     **{("sm80_forward", dtype, 256): 12 for dtype in _HALVES},
     **{("sm80_backward", dtype, 256): 8 for dtype in _HALVES},  # on sm_100
-    # In the producer, which has 24 registers, and here keeps the time at which it began to wait.
+    # In the producer warpgroup, which has 24 registers per thread and also keeps the time at which it began to wait.
     **{("sm90_backward watched", dtype, 128): 20 for dtype in _HALVES},
-    # A thread has 96 registers, so that two blocks of nine warps fit. A step of 64 keys does not spill, and is slower
-    # by a sixth (selection_steps.log of b648872e).
+    # A thread has 96 registers, so that two blocks of nine warps fit. A step of 64 keys would not spill, but is slower
+    # by a sixth (selection_steps.log at commit b648872e).
     **{("sm90_block_mass", dtype, dim): 92 for dtype in _HALVES for dim in (32, 64, 96, 128)},
     **{("sm90_block_mass watched", dtype, dim): 92 for dtype in _HALVES for dim in (32, 64, 96, 128)},
-    # With a list and a sink, 112 to 172 without. Consumers keep two accumulators, and the producer, which walks a list,
-    # has 24 registers.
+    # With a list and a sink; 112 to 172 without. Consumers keep two accumulators, and a producer thread, which walks
+    # the list, has 24 registers.
     **{("sm90_forward_fp8", dtype, 128): 260 for dtype in (*_HALVES, np.dtype(np.float32))},
-    ("sm80_forward", np.dtype(np.float32), 192): 12,  # of tf32x3, on sm_100, where a tile holds few queries
-    # With score functions and dropout, of tiles that plain attention has: what a function computes of several elements
-    # at once. Smaller tiles were not timed; at 128 columns most functions do not spill on Hopper.
+    ("sm80_forward", np.dtype(np.float32), 192): 12,  # tf32x3 on sm_100, where a tile holds few queries
+    # Score functions and dropout use the tiles of plain attention; a function's values for several elements spill.
+    # Smaller tiles were not timed. At 128 columns most functions do not spill on Hopper.
     ("sm80_backward scored", BFLOAT16, 64): 342,
     ("sm80_backward scored", BFLOAT16, 128): 30,
     ("sm80_backward scored dropped", BFLOAT16, 64): 22,
     ("sm80_forward dropped", BFLOAT16, 128): 16,
-    ("sm80_forward scored dropped", BFLOAT16, 64): 32,  # of keys that several thread blocks share
+    ("sm80_forward scored dropped", BFLOAT16, 64): 32,  # if several thread blocks share keys
     ("sm80_forward scored dropped", BFLOAT16, 128): 16,
-    ("sm90_forward scored", BFLOAT16, 64): 40,  # ALiBi
-    # With pages, of tiles that plain attention has.
+    ("sm90_forward scored", BFLOAT16, 64): 40,  # for ALiBi
+    # Paged caches use the tiles of plain attention.
     ("sm80_forward scored in pages", BFLOAT16, 64): 252,  # 96 on sm_80
     ("sm80_forward scored in pages", BFLOAT16, 128): 72,  # on sm_80; 36 on sm_90
     ("sm80_forward scored in pages", BFLOAT16, 256): 60,
@@ -108,30 +110,30 @@ SPILLS = {
     ("sm80_backward_jvp_rows dropped", BFLOAT16, 64): 72,  # on sm_80
     **{("sm80_backward_jvp_rows", dtype, 128): 8 for dtype in _HALVES},  # on sm_90
     **{("sm80_backward_jvp_columns", dtype, 128): 164 for dtype in _HALVES},  # on sm_120
-    # With a sink, of tiles that plain attention has. Neither was timed with one.
-    **{("sm90_forward with a sink", dtype, 64): 20 for dtype in _HALVES},  # of 256 queries
+    # Calls with a sink use the tiles of plain attention; neither kernel was timed with a sink.
+    **{("sm90_forward with a sink", dtype, 64): 20 for dtype in _HALVES},  # tiles of 256 queries
     **{("sm80_decode_e4m3 with a sink", dtype, 128): 24 for dtype in _HALVES},  # on sm_120; 16 on sm_90
-    # Of 64 rows, whose 16 warps leave 128 registers a thread.
+    # Tiles of 64 rows, whose 16 warps leave 128 registers per thread.
     ("sm80_decode scored", BFLOAT16, 128): 8,  # on sm_80
-    **{("sm80_decode of chosen blocks", dtype, 128): 8 for dtype in _HALVES},  # of 32 rows, on sm_80
+    **{("sm80_decode of chosen blocks", dtype, 128): 8 for dtype in _HALVES},  # tiles of 32 rows, on sm_80
     **{("sm80_decode_e4m3 of chosen blocks", dtype, 128): 16 for dtype in _HALVES},
     **{
         (f"sm80_{entry}{scored} in fixed parts", BFLOAT16, 128): 8
         for entry, scored in product(("decode", "decode_e4m3"), ("", " scored"))
     },
-    ("sm90_backward scored", BFLOAT16, 64): 384,  # the gradient of a bias; 344 with a cap
-    ("sm90_backward scored", BFLOAT16, 128): 60,  # the gradient of a table
+    ("sm90_backward scored", BFLOAT16, 64): 384,  # for the gradient of a bias; 344 with a softcap
+    ("sm90_backward scored", BFLOAT16, 128): 60,  # for the gradient of a table
 }
 
 
 def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limit] = (None,)) -> set[KernelSpec]:
-    """Return each specification that tile choice returns for a known GPU, these dimensions and list limits."""
+    """Return each specification that tile choice returns for a known GPU, for these dimensions and list limits."""
     device, specs = DeviceSpec.gpu(name), set()
     for dtype, (head_dim, value_dim), length, precision in product(DTYPES, dims, LENGTHS, PRECISIONS):
         q, k, v = (ShapeDtype((h, length, dim), dtype) for h, dim in ((2, head_dim), (1, head_dim), (1, value_dim)))
         try:
             problem = Problem.of(q, k, v, precision=precision)
-        except UnsupportedProblem:  # the dtype lacks the precision
+        except UnsupportedProblem:  # the dtype does not support the precision
             continue
         for family, limit, deterministic in product(FAMILIES, limits, (False, True)):
             if FAMILIES[family].reasons(problem, device):
@@ -144,7 +146,7 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
                     specs.add(mass_kernel(problem, device, least, is_listed=limit is not None))
                 if family in ("simt", "sm80") and precision == "ieee" and limit is None and head_dim == value_dim:
                     specs |= of_tangents(FAMILIES[family], problem, device, limit)
-                if family == "sm90":  # queries that see many keys, or few, of one problem and of a thousand
+                if family == "sm90":  # many or few keys per query, for one problem and for a batch of a thousand
                     many = (ShapeDtype((1000, *x.shape), dtype) for x in (q, k, v))
                     thousand = Problem.of(*many, precision=precision)
                     for variant, keys in ((problem, 1 << 14), (problem, 256), (thousand, 256)):
@@ -177,13 +179,13 @@ def of_tangents(family: Family, problem: Problem, device: DeviceSpec, limit: Lim
 
 
 def of_intervals(specs: Mapping[str, KernelSpec]) -> set[KernelSpec]:
-    """Return the sm90 kernels that replace those for a band if the work is row intervals."""
+    """Return the sm90 kernels that replace those for a band if the work list holds row intervals."""
     names = ("backward", "backward_statistics", "convert_dq")
     adding = {replace(specs[name], is_ordered=name == "backward") for name in names}
     finishing = {replace(spec, last_finishes_dq=True) for spec in adding if spec.entry.name != "convert_dq"}
     ordered = replace(specs["forward"], is_ordered=True)
     walk = specs["backward"]
-    is_cut = (walk.block_q, walk.block_kv) == (64, 128)  # queries and keys of tiles that end with their sequences
+    is_cut = (walk.block_q, walk.block_kv) == (64, 128)  # queries and keys of the tiles that end with their sequences
     cut = {replace(spec, cuts_sequences=True) for spec in adding | finishing if is_cut}
     if max(ordered.head_dim, ordered.value_dim) <= max(SHORT_SEQUENCES):
         finishing.add(in_small_tiles(specs["forward"]))
@@ -202,10 +204,10 @@ def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
 
 
 def of_scores(name: str) -> set[KernelSpec]:
-    """Return sm80 or sm90 kernels for a known GPU with score functions and dropout, and simt kernels with a cap.
+    """Return sm80 or sm90 kernels for a known GPU with score functions and dropout, and simt kernels with a softcap.
 
-    Each function of the library is among them. Their slopes are 1, constant or neither, and their arrays have gradients
-    that are summed by tile, by score or by a table.
+    All functions of the library are included. Their slopes are 1, constant or variable, and the gradients of their
+    arrays are summed by tile, by score or by table.
     """
     device, specs = DeviceSpec.gpu(name), set()
     heads, slopes = 2, ShapeDtype((2,), np.float32)
@@ -244,7 +246,7 @@ def of_scores(name: str) -> set[KernelSpec]:
 
 
 def of_scored_caches(name: str, changes: Iterable[dict[str, Any]]) -> set[KernelSpec]:
-    """Return the cache kernels with these score functions, and those of parts at fixed positions."""
+    """Return the cache kernels with these score functions, and those that split keys at fixed positions."""
     device, specs = DeviceSpec.gpu(name), set()
     programs = [
         ScoreKind.of_score(score) for options in changes if "dropout" not in options and "wrt" not in options
@@ -263,7 +265,7 @@ def of_scored_caches(name: str, changes: Iterable[dict[str, Any]]) -> set[Kernel
 
 
 def of_caches(name: str) -> set[KernelSpec]:
-    """Return the KV-cache kernels for a known GPU, 16-bit and FP8, for few and for many rows, also with a sink."""
+    """Return the KV-cache kernels for a known GPU: 16-bit and FP8, for few and many rows, with and without a sink."""
     device = DeviceSpec.gpu(name)
     specs = {append_spec(dtype) for dtype in DTYPES if dtype != BFLOAT16 or name != "T4"}
     specs |= {bounds_spec(spec.dtype) for spec in specs}
@@ -305,7 +307,7 @@ def of_fp8() -> set[KernelSpec]:
 
 
 def every_target() -> list[tuple[KernelSpec, str]]:
-    """Return each specification for equal dimensions, with the architecture for which it was chosen."""
+    """Return each specification with head_dim = value_dim, and the architecture for which it was chosen."""
     targets = []
     for chip in CHIPS:
         specs = every_spec(chip, zip(DIMS, DIMS)) | of_caches(chip) | (of_fp8() if chip == "H100" else set())
@@ -325,9 +327,9 @@ def every_target() -> list[tuple[KernelSpec, str]]:
 
 
 def chosen(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]]:
-    """Return all targets in the long profile, else few that together cover what all of them cover.
+    """Return all targets in the long profile, otherwise few targets that together cover as much.
 
-    The target that adds the most for the time that it takes is always next.
+    The next target is always the one that adds the most coverage per compile time.
     """
     if is_long():
         return targets
@@ -336,7 +338,7 @@ def chosen(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]
         spec, _ = targets[number]
         return len(covers(targets[number]) - covered) / effort(spec) ** 0.5
 
-    # The gain of a target never grows: one whose gain has not fallen is the best.
+    # The gain of a target never grows: the top of the heap is the best if its gain has not fallen.
     selected, covered = [], set[tuple[str, ...]]()
     heap = [(-gain(number), number) for number in range(len(targets))]
     heapq.heapify(heap)
@@ -351,7 +353,7 @@ def chosen(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]
 
 
 def effort(spec: KernelSpec) -> float:
-    """Estimate how long a kernel compiles, in proportion: elements of tiles, gradients and score functions count."""
+    """Estimate the relative compile time of a kernel from its tiles' elements, its gradients and its score function."""
     elements = spec.block_q * (spec.block_kv + spec.value_dim) / spec.num_threads
     operations = 0 if spec.score is None else len(spec.score.instructions)
     gradients = 2 if spec.entry.name.startswith("backward") and spec.entry.name != "backward_statistics" else 1
@@ -359,7 +361,7 @@ def effort(spec: KernelSpec) -> float:
 
 
 def needed(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]]:
-    """Return targets without those of which others cover everything; what takes longest is left out first."""
+    """Return targets without those that are fully covered by others; the slowest to compile are removed first."""
     times = Counter(each for target in targets for each in covers(target))
     needs = []
     for target in sorted(targets, key=lambda target: -effort(target[0])):
@@ -371,12 +373,12 @@ def needed(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]
 
 
 COVERED = {field.name for field in fields(KernelSpec)} - SIZES_OF_TILES
-COVERED -= {"head_dim", "value_dim", "score", "score_wrt", "dtype"}  # which `covers` groups
+COVERED -= {"head_dim", "value_dim", "score", "score_wrt", "dtype"}  # `covers` groups the values of these fields
 
 
 @cache
 def covers(target: tuple[KernelSpec, str]) -> set[tuple[str, ...]]:
-    """Return what a target covers: family and architecture, each field of its kernel, its pass and width of heads."""
+    """Return what a target covers: its family and architecture, each kernel field, its pass, and the width of heads."""
     spec, architecture = target
     each = {(spec.name, name, str(getattr(spec, name))) for name in COVERED}
     kind = "16 bits" if spec.dtype in _HALVES else spec.dtype.name
@@ -387,7 +389,7 @@ def covers(target: tuple[KernelSpec, str]) -> set[tuple[str, ...]]:
 
 
 def faults(compiled: Compiled) -> list[str]:
-    """Return the reasons for which a compiled kernel does not pass."""
+    """Return the reasons why a compiled kernel fails the gate."""
     lines = [f"advice: {line}" for line in compiled.advisories]
     spec = compiled.spec
     name = spec.name + " watched" * spec.has_watchdog + " scored" * (spec.score is not None)
@@ -430,7 +432,7 @@ def test_float64_is_multiplied_on_tensor_cores_where_a_chip_has_them() -> None:
     by_chip = {chip: every_spec(chip, [(64, 64)], (None, (32, 32))) for chip in CHIPS}
     rows = {"T4": 0, "H100": 16} | dict.fromkeys(("A100", "RTX 3090", "L4", "B200", "RTX 5090"), 8)
     for chip, specs in by_chip.items():
-        # Statistics have no products, and masses of blocks are multiplied and added without tensor cores.
+        # Statistics have no products, and block masses are multiplied and summed without tensor cores.
         products = {spec for spec in specs if spec.entry.name not in ("backward_statistics", "block_mass")}
         assert {spec.mma_rows for spec in products if spec.dtype == np.float64} == {rows[chip]}
         assert {spec.mma_rows for spec in specs if spec.dtype != np.float64} == {0}
@@ -453,7 +455,7 @@ def test_warps_share_the_products_of_gradients_and_registers_hold_their_sums(pre
 
 
 def every_operation(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    """Compute a score with all operations that can be traced."""
+    """Return a score computed with all operations that can be traced."""
     arguments: dict[str, list[tuple[Any, ...]]] = {
         "number": [(s, 0.5 * j), (i - j, i)], "real": [(s, 0.5 * j)], "whole": [(i, 3)], "comparison": [(s, j), (i, j)],
         "logical": [(s < 0, i < j)], "test": [(s,)], "choice": [(i < j, s, j)],
@@ -504,7 +506,7 @@ def test_a_kernel_compiles_without_a_spill_or_advice(nvrtc: Any, spec: KernelSpe
 
 @pytest.mark.parametrize("dim", [64, 128, 256] if is_long() else [128])
 def test_hopper_s_small_tiles_of_lists_do_not_spill_either(nvrtc: Any, dim: int) -> None:
-    """Several blocks share a multiprocessor's registers, which each kernel moves between its warpgroups."""
+    """Several blocks share a multiprocessor's registers, which each kernel redistributes among its warpgroups."""
     x = ShapeDtype((2, 4096, dim), BFLOAT16)
     spec = FAMILIES["sm90"].specs(Problem.of(x, x, x), DeviceSpec.gpu("H100"), (64, 64))["forward"]
     assert (spec.block_q, spec.min_blocks) == (64, {64: 3, 128: 2, 256: 1}[dim])
@@ -513,7 +515,7 @@ def test_hopper_s_small_tiles_of_lists_do_not_spill_either(nvrtc: Any, dim: int)
 
 @pytest.mark.parametrize("dims", [(128, 128), *([(256, 256), (64, 64), (192, 128)] if is_long() else [])])
 def test_hopper_s_gradients_of_lists_do_not_spill_either(nvrtc: Any, dims: tuple[int, int]) -> None:
-    """Producers have 24 registers to walk the list with, and one of them finds which block finishes dQ."""
+    """Walking a list and finding the block that finishes dQ must fit in the 24 registers of a producer thread."""
     q, v = (ShapeDtype((2, 4096, dim), BFLOAT16) for dim in dims)
     family_specs = FAMILIES["sm90"].specs(Problem.of(q, q, v), DeviceSpec.gpu("H100"), (128, 128))
     specs = [family_specs["backward"]]
@@ -526,7 +528,7 @@ def test_hopper_s_gradients_of_lists_do_not_spill_either(nvrtc: Any, dims: tuple
 
 @pytest.mark.parametrize("entry", ["forward", "backward"] if is_long() else ["backward"])
 def test_a_watched_kernel_is_the_same_but_for_its_waits(nvrtc: Any, entry: str) -> None:
-    """Products stay in flight: a trap inside a wait would be an exit of the kernel, for which ptxas serialises them."""
+    """Products stay in flight: ptxas would serialize them if a wait contained a trap, since a trap exits the kernel."""
     x = ShapeDtype((2, 4096, 128), np.float16)
     spec = FAMILIES["sm90"].specs(Problem.of(x, x, x), DeviceSpec.gpu("H100"))[entry]
     plain, watched = (room.cubin(replace(spec, has_watchdog=each), "sm_90a") for each in (False, True))
@@ -534,7 +536,7 @@ def test_a_watched_kernel_is_the_same_but_for_its_waits(nvrtc: Any, entry: str) 
     assert watched.resources.registers == plain.resources.registers
 
 
-# The gate itself, on kernels made to pass and to fail.
+# The gate itself, on kernels that are written to pass or to fail.
 
 
 @pytest.mark.parametrize("chip", CHIPS)

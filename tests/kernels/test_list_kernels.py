@@ -1,4 +1,4 @@
-"""Lists that kernels make equal those that the host makes, for every mask that the kernels serve."""
+"""Block lists: those that kernels create equal those that the host creates, for every mask that the kernels support."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CLOSED = [
 
 @st.composite
 def cases(draw):
-    """Draw a shape, a mask of one boolean array that broadcasts in any layout, perhaps closed forms, and a block."""
+    """Draw a shape, a mask of one broadcast boolean array, perhaps with closed-form masks, and a block."""
     batch = draw(st.sampled_from([(), (1,), (2,), (2, 3), (1, 2, 2)]))
     shape = MaskShape(batch, draw(st.integers(1, 3)), draw(st.integers(1, 75)), draw(st.integers(1, 75)))
     block = draw(st.sampled_from([(8, 8), (16, 16), (16, 20), (5, 32), (32, 7), (64, 64)]))
@@ -60,7 +60,7 @@ def cases(draw):
 
 
 def made_by_kernels(mask, shape, block, machine=None):
-    """Return the lists that the kernels make on the simulator, and their inputs."""
+    """Return the lists that the kernels create on the simulator, and the source of the lists."""
     source, array = ListSource.of(sent(mask, device.DeviceArray).resolve(shape), shape, block)
     lists = ListMaker(source, machine or Simulator())((array._host.ctypes.data,), None)
     return source, source.views(lists)
@@ -88,7 +88,7 @@ def test_kernels_list_what_the_host_lists(executor):
 
 @st.composite
 def cases_of_whole_blocks(draw):
-    """Draw a shape, a mask of whole blocks, perhaps intersected with closed forms, and a block of another size."""
+    """Draw a shape, a block mask, perhaps intersected with closed-form masks, and another block size for the lists."""
     batch = draw(st.sampled_from([(), (2,), (2, 3), (1, 2, 2)]))
     shape = MaskShape(batch, draw(st.integers(1, 3)), draw(st.integers(1, 75)), draw(st.integers(1, 75)))
     own = draw(st.sampled_from([(1, 16), (3, 5), (16, 1), (32, 48), (100, 100)]))
@@ -102,7 +102,7 @@ def cases_of_whole_blocks(draw):
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_lists_are_made_of_lists_in_blocks_of_another_size(executor):
-    """The kinds of the blocks of one list, in place of the mask's array, give the lists in other blocks."""
+    """Instead of the mask's array, kernels may read the kinds of the blocks of a list, for lists of other blocks."""
     if executor == "gpu":
         import cupy
 
@@ -152,7 +152,7 @@ def test_calls_list_no_mask_of_several_arrays_or_of_many_axes():
     assert ListSource.of(sent(dense, device.to_device).resolve(five), five, (8, 8)) is None
 
 
-# Calls, on a stand-in for CuPy that runs the kernels.
+# Calls on a test double of CuPy that runs the kernels.
 
 Q, K, V, DO = RNG.standard_normal((4, 2, 3, 40, 16), dtype=np.float32)
 KEPT = RNG.random((2, 3, 40, 40)) < 0.4
@@ -174,7 +174,7 @@ def passes(mask, arrays, do, **options):
 
 
 def require_bounds(results, *, q=Q, k=K, **operands):
-    """Require that o, lse and gradients of a call are within their bounds; the mask holds arrays of the host."""
+    """Require that o, lse and gradients of a call are within their bounds; the mask holds host arrays."""
     example = Example(q=q, k=k, v=V, do=DO, **operands)
     assert_within_bounds(example, **dict(zip(("o", "lse", "dq", "dk", "dv"), results, strict=True)))
 
@@ -189,7 +189,7 @@ def test_a_call_makes_its_lists_by_kernels_and_reads_the_mask_anew(cupy, monkeyp
         assert cupy.launched.count("forward") == 1
         assert cupy.launched[:4] == ["classify", "ranks", "pointers", "entries"]
         require_bounds(got, mask=make(np.roll(contents, number, axis=-1)))
-        array[...] = np.roll(array.get(), 1, axis=-1)  # in place: the next call sees it
+        array[...] = np.roll(array.get(), 1, axis=-1)  # modified in place: the next call sees it
         if number == 0:
             monkeypatch.setattr(Call, "plan", lambda *args, **options: pytest.fail("planned again"))
             monkeypatch.setattr(gpu, "ListMaker", lambda *args: pytest.fail("bound again"))
@@ -227,7 +227,8 @@ def test_a_call_allocates_one_array_for_its_lists_and_keeps_none(cupy):
     cuflash.attention(*arrays, mask=array)
     before = cupy.allocated
     cuflash.attention(*arrays, mask=array)
-    assert cupy.allocated == before + 2  # o and the lists; an lse that nobody wants lies in kept memory
+    # o and the lists; lse, which the caller does not request, is in a reused workspace
+    assert cupy.allocated == before + 2
     cuflash.attention(*arrays)
     before = cupy.allocated
     cuflash.attention(*arrays)
@@ -251,7 +252,7 @@ def test_a_call_that_is_given_its_results_makes_lists_too(cupy, name):
         require_bounds([each.get() for each in (out, lse, *vjp(cupy.asarray(DO)))], mask=make(contents))
 
 
-# Calls that write to arrays of the caller's, of any mask.
+# Calls that write to the caller's arrays, under any mask.
 
 
 def test_a_repeated_call_writes_to_given_arrays_and_asks_nothing_again(cupy, monkeypatch):
@@ -294,7 +295,7 @@ def test_an_output_in_the_gaps_of_an_input_is_written_to_each_time(cupy):
         assert_within_bounds(Example(q=factor * Q, k=K, v=V), o=out.get())
 
 
-# Wrong masks.
+# Invalid masks.
 
 
 @pytest.mark.parametrize(
@@ -325,7 +326,8 @@ def test_a_first_call_inside_a_capture_is_refused(cupy):
     arrays, array, stream = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(KEPT), cupy.cuda.Stream()
     with stream:
         cuflash.attention_vjp(*arrays, mask=array)[1](cupy.asarray(DO))
-        for key in [key for key in compiling._loaded if key[0].family == "lists"]:  # as if it had not been called
+        # as if no kernel of lists had been loaded yet
+        for key in [key for key in compiling._loaded if key[0].family == "lists"]:
             del compiling._loaded[key]
         CALLS.clear()
         stream.begin_capture()

@@ -20,7 +20,7 @@ DTYPES = ("float16", "float32")
 on_naive = pytest.mark.parametrize("run", [NAIVE], ids=str)
 RNG = np.random.default_rng(0)
 
-# 70 queries and 90 keys: neither is a multiple of a tile, nor of any block below.
+# 70 queries and 90 keys: neither length is a multiple of a tile or of any block below.
 SHAPE = Structure(
     q_batch=(2,), k_batch=(2,), v_batch=(2,), num_heads=4, num_kv_heads=2, seqlen_q=70, seqlen_kv=90, head_dim=40,
     value_dim=24,

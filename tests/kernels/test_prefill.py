@@ -1,4 +1,4 @@
-"""Attention of many new tokens to a cache reads its pages where they lie; bits depend on the own sequence alone."""
+"""Attention of many new tokens to a KV cache reads pages in place; a result's bits depend only on its own sequence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ of_families = pytest.mark.parametrize("family", FAMILIES)
 @of_families
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_attention_and_depends_on_its_own_sequence_alone(run: Run, family: str, kind: str) -> None:
-    """Results are within their bounds, with equal bits alone, in another order, and in pages of any size and place."""
+    """Results are within bounds; a sequence has equal bits alone, in another order, and in pages of any size."""
     call, attend = drawn(KINDS[kind], LENGTHS), partial(prefilled, run, family)
     o, lse, faults = attend(call)
     assert not faults
@@ -42,14 +42,14 @@ def test_it_is_attention_and_depends_on_its_own_sequence_alone(run: Run, family:
 @on_kernels
 @of_families
 def test_rows_of_a_sequence_may_be_fewer_than_those_given(run: Run, family: str) -> None:
-    """Rows that belong to no sequence may hold anything: the other rows have the bits that they have alone."""
+    """Rows that belong to no sequence may hold anything; the other rows keep the bits that they have alone."""
     assert_rows_may_be_fewer(partial(prefilled, run, family), with_counts())
 
 
 @on_kernels
 @of_families
 def test_numbers_out_of_range_are_counted_and_lead_nowhere(run: Run, family: str) -> None:
-    """Wrong page numbers, lengths and counts make only the own sequence's result wrong, which stays finite."""
+    """Invalid page numbers, lengths and counts affect only the result of their own sequence, which stays finite."""
     call = drawn(CHUNK, (100, 200))
     assert_numbers_out_of_range_lead_nowhere(partial(prefilled, run, family), call)
     assert prefilled(run, family, replace(call, counts=(70, 71)), paged(call, 16, 0))[2] > 0
@@ -72,7 +72,7 @@ def test_a_cache_takes_the_kernels_where_they_serve(run: Run, pages: dict[str, i
     options = {"executor": run.executor, "return_lse": True, "counts": call.counts}
     one_by_one = [run.get(x) for x in cache.attention(q, sink=sink, kernel="simt", **options)]
     assert_is_attention(call, *one_by_one, run.rounded)
-    monkeypatch.setattr(calls_of_sequences, "Call", None)  # what else would serve
+    monkeypatch.setattr(calls_of_sequences, "Call", None)  # the fall-back that would otherwise serve the call
     for kernel in FAMILIES:
         results = [run.get(x) for x in cache.attention(q, sink=sink, kernel=kernel, **options)]
         assert same_bits(results, prefilled(run, kernel, call)[:2])

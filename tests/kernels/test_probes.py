@@ -1,6 +1,6 @@
-"""Each wrapper of the room ptx, each index map of the room tile and each step of a work list is tested alone.
+"""Tests of each wrapper of ptx/, each index map of tile/ and each step over a work list, one at a time.
 
-A small kernel on the simulator must agree with a line of NumPy, and have the same bits on a GPU.
+A small kernel on the simulator must agree with a line of NumPy, and return the same bits on a GPU.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def test_a_probe_leaves_what_numpy_says(launch: Launch) -> None:
 @needs_compiler
 def test_half_a_warp_reads_a_fragment_from_all_banks() -> None:
     probe = maps(*FRAGMENTS)
-    places = probe.on_simulator()[4]  # in shared memory, of elements
+    places = probe.on_simulator()[4]  # element offsets in shared memory
     row, k = np.divmod(np.arange(16), 4)
-    for fragment in (places[row, k], places[k, row]):  # four k of four rows; four columns of four k
+    for fragment in (places[row, k], places[k, row]):  # four columns (k) of four rows, and their transpose
         assert len(set(fragment % 16)) == 16
 
 
 def shared_banks(columns: int) -> list[str]:
-    """Return the reads of a tile of floats in which two lanes use one bank."""
+    """Return the reads of a tile of floats in which two lanes access the same bank."""
     places = tf32_places(columns).on_simulator()[0]
     assert sorted(places.ravel()) == list(range(16 * columns))
     shared_at = []
@@ -107,7 +107,7 @@ def test_a_probe_on_a_gpu_leaves_the_simulators_bits(launch_here: Launch) -> Non
 
 
 def texts() -> dict[str, Launch]:
-    """Return one launch for each text that is compiled."""
+    """Return one launch for each distinct kernel text."""
     walked_ = [walk(*WALKS[name]).launch for name in WALKS]
     return {launch.text(host=False): launch for launch in (*LAUNCHES, *walked_)}
 
@@ -115,12 +115,12 @@ def texts() -> dict[str, Launch]:
 TEXTS = texts()
 
 
-# In a short run every eighth one: what they are made of compiles in kernels too.
+# A short run compiles every eighth text, because kernels compile the same functions too.
 @pytest.mark.parametrize("text", [*TEXTS][:: 1 if is_long() else 8], ids=lambda text: TEXTS[text].name)
 def test_every_probe_compiles_for_a_gpu(nvrtc: tuple[int, int], text: str) -> None:
     from cuda.core import Program, ProgramOptions
 
-    # The test shows only that probes compile, so half of the optimisations suffice.
+    # The test shows only that probes compile, so moderate optimization suffices.
     options = ProgramOptions(arch=TEXTS[text].architecture, std="c++17", ofast_compile="mid")
     assert TEXTS[text].entry.encode() in Program(text, "c++", options=options).compile("cubin").code
 
@@ -151,7 +151,7 @@ def test_steps_on_a_gpu_are_those_of_the_simulator(walked: Walk) -> None:
     assert first == second
 
 
-# In a process of its own, which the error leaves without a GPU.
+# Runs in a separate process, because the error makes the GPU unusable for the process.
 HANGS = """
 import cupy
 from cuflash.compiler.source import flatten_text

@@ -1,4 +1,4 @@
-"""The kernel of queries that choose for themselves keeps what plain NumPy does, unless scores are within roundoff."""
+"""The kernel in which queries choose their own keys selects what NumPy selects, unless scores are within roundoff."""
 
 from __future__ import annotations
 
@@ -54,25 +54,25 @@ def cases(draw: Any) -> dict[str, Any]:
 
 
 def check_lists(executor: str, case: dict[str, Any], order: str = "round_robin", planning: Any = query_scores) -> float:
-    """Check the lists of two batch entries that share their keys; rows whose scores are within roundoff are skipped.
+    """Check the lists of two batch entries that share keys; rows in which scores are within roundoff are skipped.
 
-    Returns the share of rows that are compared.
+    Returns the fraction of rows that are compared.
     """
     rng, (seqlen_q, seqlen_kv), stride = np.random.default_rng(case["seed"]), case["lengths"], case["stride"]
     group, kv_heads, width, (num_parts, of_block) = case["group"], case["kv_heads"], case["width"], case["parts"]
     block, length, dtype = of_block * stride, num_parts * stride, as_dtype("dtype", case["dtype"])
     count = -(-seqlen_kv // block) if case["parts"] == (1, 1) else (seqlen_kv - length) // stride + 1
     q = rng.standard_normal((2, kv_heads * group, seqlen_q, 2 * width)).astype(dtype)[..., ::2]
-    # Later keys are longer, so that the greatest score of a query grows.
+    # Later keys have larger norms, so that the maximum score of a query grows.
     k = (rng.standard_normal((1, kv_heads, count, width)) * np.linspace(0.5, 2, count)[:, None]).astype(dtype)
-    if case["is_tied"]:  # products of small whole numbers are exact, and many are equal
+    if case["is_tied"]:  # products of small integers are exact, and many are equal
         q, k = (rng.integers(-1, 2, x.shape).astype(dtype) for x in (q, k))
     heads = group if case["is_shared"] else 1
     offset = seqlen_kv - seqlen_q if case["causal"] == "bottom_right" else 0
     is_causal, needed = bool(case["causal"]), length if case["parts"] != (1, 1) or case["is_past_only"] else 1
     budget, must = Budget(**case["budget"]), Forced(**case["forced"])
     sums_weights = heads > 1 or case["parts"] != (1, 1) or budget.mass is not None or budget.threshold is not None
-    # The definition.
+    # Expected choice, from the definition.
     wide_q, wide_k = (x.astype(np.float64) for x in (q, np.broadcast_to(k, (2, *k.shape[1:])).repeat(group, axis=1)))
     scale = width**-0.5
     s = wide_q @ wide_k.swapaxes(-1, -2) * scale
@@ -97,7 +97,7 @@ def check_lists(executor: str, case: dict[str, Any], order: str = "round_robin",
     may, forced_blocks = (np.broadcast_to(x, scores.shape) for x in (may, forced_blocks))
     shares = scores if budget.mass is not None else np.ones_like(scores)
     expected = choose(scores, shares, may, forced_blocks, budget)
-    # A sum of products in float32 on tensor cores, which may truncate; exponentials within 2^-22; and sums of them.
+    # Errors of a float32 sum on tensor cores, which may truncate, of exponentials within 2^-22, and of their sums.
     error = width * 2.0**-22 * sizes
     if sums_weights:
         error = (2 * error + 2.0**-20 * (1 + sizes) + (count + heads) * 2.0**-23) * max(1, scores.max(initial=0))
@@ -111,7 +111,7 @@ def check_lists(executor: str, case: dict[str, Any], order: str = "round_robin",
         is_close |= (abs(sums - budget.mass * sums[..., -1:]) <= 2 * num_blocks * error).any(-1)
     if budget.threshold is not None:
         is_close |= (abs(scores - budget.threshold) <= 2 * error).any(-1)
-    # The kernel.
+    # Choice of the kernel.
     is_limited = budget.top_k is None and budget.density is None
     size = budget.max_blocks if is_limited else max(by_query.count_within(budget, num_blocks) or 0, 4)
     rule = ChoiceRule(
@@ -194,7 +194,8 @@ def test_the_kernel_serves_16_bits_that_fit_shared_memory() -> None:
     choice = QueryChoice(**facts, heads_of_list=16)
     assert choice.is_served(q, 5000, h100) and not choice.is_served(q, 5000, t4)
     assert QueryChoice(**facts, heads_of_list=1).is_served(q, 5000, h100)
-    assert not QueryChoice(**facts, heads_of_list=1).is_served(q, 60000, h100)  # a row of scores is too long
+    # a row of scores is too long for shared memory
+    assert not QueryChoice(**facts, heads_of_list=1).is_served(q, 60000, h100)
     assert not QueryChoice(**facts, heads_of_list=65).is_served(q, 500, h100)
     assert not choice.is_served(q.astype(np.float32), 500, h100)
     assert not choice.is_served(np.zeros((1, 9, 257), np.float16), 500, h100)

@@ -1,4 +1,4 @@
-"""Kernels that read results merge parts, and compare a mask's results with the whole, as formulas on the host do."""
+"""Kernels that merge partial results, and that compare a mask's results with the unmasked ones, agree with formulas."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from test_non_finite import MERGED, assert_merges
 
 import cuflash
 
-MARGIN = 4096  # elements behind results, which no kernel writes to
+MARGIN = 4096  # elements after each result, to which no kernel may write
 SHAPES = [(3, (2, 5, 7)), (1, (4, 1)), (2, (1, 300)), (5, (3, 2, 40, 8)), (128, (3, 5))]
 
 
 def parts_of(count: int, shape: tuple[int, ...], dtype: Any, seed: int = 0) -> tuple[Any, Any]:
-    """Draw o and lse of parts; some rows are empty in one part, and the last row in all."""
+    """Draw o and lse of parts; some rows are empty in one part, and the last row is empty in all."""
     rng = np.random.default_rng((seed, count, *shape))
     outs = rng.standard_normal((count, *shape)).astype(dtype)
     lses = (5 * rng.standard_normal((count, *shape[:-1]))).astype(accumulator_dtype(np.dtype(dtype)))
@@ -36,10 +36,11 @@ def parts_of(count: int, shape: tuple[int, ...], dtype: Any, seed: int = 0) -> t
 
 
 def assert_merged(outs: Any, lses: Any, o: Any, lse: Any) -> None:
-    """Compare with the union in float64.
+    """Compare merged results with the union in float64.
 
-    To first order a weight errs by the roundings of its exponent and of its exponential, which is off by two units;
-    sums of n terms add n roundings, and the quotient, the logarithm and its sum with the maximum three.
+    To first order, a weight has the rounding errors of its exponent and of its exponential, which is within two units
+    in the last place; a sum of n terms adds n roundings; the quotient, the logarithm and its sum with the maximum add
+    three.
     """
     u, finest = np.finfo(lses.dtype).eps / 2, np.finfo(lses.dtype).tiny
     wide, many = lses.astype(np.float64), len(outs) + 8
@@ -64,7 +65,7 @@ def assert_merged(outs: Any, lses: Any, o: Any, lse: Any) -> None:
 
 
 def merged(parts: Any, planning: Any = _result_kernels, schedule: Schedule | None = None) -> tuple[Any, Any]:
-    """Merge parts by the kernel on the simulator; results are NaN where it writes nothing."""
+    """Merge parts by the kernel on the simulator; results hold NaN where the kernel does not write."""
     outs, lses = parts
     kernels = planning.merging(len(outs), outs[0].shape, outs[0].dtype)
     rooms = [np.full(like.size + MARGIN, np.nan, like.dtype) for like in (outs[0], lses[0])]
@@ -91,14 +92,14 @@ def check_non_finite_merges() -> None:
 
 
 def results_of(shape: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
-    """Draw o and lse without a mask and with it; the first row has no key, and in the last the mask keeps all."""
+    """Draw o and lse without and with a mask; the first row has no key, and in the last row the mask keeps all keys."""
     rng = np.random.default_rng(shape)
     o, kept_o = rng.standard_normal((2, *shape)).astype(dtype)
     lse, kept_lse = rng.standard_normal((2, *shape[:-1])).astype(accumulator_dtype(np.dtype(dtype)))
     kept_lse = lse - np.abs(kept_lse)
     lse[..., :1], kept_lse[..., :1] = -np.inf, -np.inf
     if shape[-2] > 1:
-        kept_lse[..., -1] = lse[..., -1] + 0.01  # as rounding does, by less
+        kept_lse[..., -1] = lse[..., -1] + 0.01  # larger than lse, as rounding can make it, but by more
     return o, lse, kept_o, kept_lse
 
 
@@ -124,7 +125,7 @@ def by_kernel(results: Any, planning: Any = _result_kernels, schedule: Schedule 
 
 
 def assert_compared(results: Any, mass: Any, error: Any) -> None:
-    """Compare with NumPy's formula: exponentials are off by two units, and sums of squares by a rounding a term."""
+    """Compare with NumPy's formula: exponentials are within two units, and sums of squares add a rounding per term."""
     with np.errstate(over="ignore"):
         expected = compared(results[:2], results[2:])
     np.testing.assert_allclose(mass, expected.mass, rtol=4 * np.finfo(mass.dtype).eps)
@@ -140,7 +141,7 @@ def check_comparisons(planning: Any = _result_kernels) -> None:
 
 
 def check_special_comparisons() -> None:
-    """Check that zeros have no error unless they change, and that NaN in o or lse reaches the results."""
+    """Check that a zero has no error unless it changes, and that NaN in o or lse propagates to the results."""
     o, lse, kept_o, kept_lse = results_of((2, 40, 8), np.float32)
     zeros, broken = np.zeros_like(o), kept_o.copy()
     broken[1, 2, 3] = np.nan
@@ -183,7 +184,7 @@ def laid_out(array: Any, way: str) -> Any:
 
 
 def check_calls(send: Any, counts: Any = (1, 2, 7), library: Any = cuflash) -> None:
-    """Check that parts are merged however they lie, in first calls and in repeated ones."""
+    """Check that parts in any memory layout are merged, in first calls and in repeated ones."""
     for dtype in DTYPES:
         for number, count in enumerate(counts):
             for way in ("dense", "turned", "gaps", "reversed")[:: 1 if dtype == np.float16 else 3]:
@@ -195,9 +196,9 @@ def check_calls(send: Any, counts: Any = (1, 2, 7), library: Any = cuflash) -> N
 
 
 def check_bound_merges(machine: Any, library: Any = cuflash) -> None:
-    """Check that a repeated call launches one kernel, a graph reads current data, and any stage count works."""
+    """Check that a repeated call launches one kernel, a graph reads current data, and any number of stages works."""
     check_calls(lambda array: cupy_machine.Ndarray(array, 0), library=library)
-    assert len(cached("merge", part(library, "planning._call_cache").CALLS)) == 30  # layouts
+    assert len(cached("merge", part(library, "planning._call_cache").CALLS)) == 30  # one for each layout
     outs, lses = parts_of(2, (4, 6), np.float16)
     sent = [list(map(machine.asarray, each)) for each in (outs, lses)]
     library.merge(*sent)
@@ -222,7 +223,7 @@ def check_bound_merges(machine: Any, library: Any = cuflash) -> None:
 
 
 def assert_held(library: Any, arrays: Any) -> None:
-    """Check that what a captured call made is held for its graph."""
+    """Check that arrays allocated by a captured call are kept alive for its graph."""
     held = {
         id(array) for pinned in part(library, "executors.gpu")._pinned for array in getattr(pinned, "_captured", ())
     }
@@ -230,7 +231,7 @@ def assert_held(library: Any, arrays: Any) -> None:
 
 
 def check_refused_merges(machine: Any, library: Any = cuflash) -> None:
-    """Check that odd addresses and arrays on another device are refused, also in repeated calls."""
+    """Check that misaligned addresses and arrays on another device are refused, also in repeated calls."""
     outs, lses = parts_of(2, (4, 6), np.float16)
     for name in ("outs", "lses"):
         sent = {"outs": list(map(machine.asarray, outs)), "lses": list(map(machine.asarray, lses))}
@@ -286,9 +287,9 @@ def check_recalls(send: Any, library: Any = cuflash) -> None:
 
 
 def check_bound_recalls(machine: Any, library: Any = cuflash) -> None:
-    """Check that repeated calls only launch kernels and allocate results; a graph compares at each replay."""
+    """Check that repeated calls only launch kernels and allocate results, and that a graph compares at each replay."""
     check_recalls(machine.asarray, library)
-    assert len(cached("compare", part(library, "planning._call_cache").CALLS)) == 2  # of two dtypes
+    assert len(cached("compare", part(library, "planning._call_cache").CALLS)) == 2  # one for each dtype
     q = machine.asarray(np.ones((2, 40, 16), np.float16))
     library.study.recall(q, q, q, mask=library.masks.SlidingWindow(7, 0))
     machine.log.clear()

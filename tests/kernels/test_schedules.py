@@ -1,4 +1,4 @@
-"""No order of threads, lanes or blocks changes a bit, and the sanitizers report nothing."""
+"""Thread, lane and block orders never change a bit, and the sanitizers report nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_schedule_gives_the_bits_of_the_default(name: str) -> None:
         assert all(results[each].tobytes() == expected[each].tobytes() for each in expected), schedule
 
 
-# In a process of its own, which a sanitizer may end. `sys.argv`: sanitizer, names of structures, then the edit to
+# Runs in a separate process, which a sanitizer may end. `sys.argv`: sanitizer, names of structures, then the edit to
 # plant, if any.
 CHILD = """
 import contextlib, functools, sys, tempfile
@@ -78,7 +78,8 @@ PLANTED = {
 }  # fmt: skip
 
 
-# Work of bits, intervals, and a list. In a short run a slow sanitizer sees one, and the fast one sees all.
+# Work lists with bits, with intervals, and with block lists. In a short run a slow sanitizer checks one of them, and
+# the fast one checks all.
 SANITIZED = ("mask: a few bits", "mask: causal, with lengths", "mask: full and interval blocks of 128")
 IN_SHORT = {"thread": SANITIZED[2:], "address": SANITIZED[1:2], "undefined": SANITIZED}
 

@@ -1,8 +1,8 @@
-"""Score functions in the kernels of every family: exact numbers tell each position, index, slope and gradient.
+"""Score functions in the kernels of every family: exact results identify each position, index, slope and gradient.
 
-The probe chooses at most two keys for each query. Their scores are 0 and all others -inf, so that P is 0, 1/2 or 1.
-Every result is then a small multiple of 1/16 in any order of summation. Rounded to such a multiple, it equals what
-NumPy computes with integers.
+The probe is a score function that chooses at most two keys per query. Their scores are 0 and all others -inf, so P is
+0, 1/2 or 1. Every result is then a small multiple of 1/16 in any order of summation. Rounded to such a multiple, it
+equals what NumPy computes with integers.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ WRT = ("at", "column", "entry", "of_head", "row", "table")
 
 
 def probe(s, b, h, i, j, weight, at, column, entry, of_head, row, table, bucket) -> Any:
-    """Return the score: `at` for chosen keys, -inf for others. All other arrays of reals hold zeros."""
+    """Return the score: `at` for chosen keys, -inf for others. All other real arrays hold zeros."""
     factor = 4 * weight[h, j] - 3 * weight[h, j]
     zeros = (entry[b] + of_head[h] + row[..., h, i]) * factor + column[..., j] + table[np.clip(bucket[i % 5, j], 0, 6)]
     return factor * (s - at[..., h, i, j]) + zeros
 
 
 class Probe:
-    """Arguments of a call with the probe as its score function, and the results that it must give, in float64.
+    """Arguments of a call with the probe as its score function, and the expected results in float64.
 
     Parameters
     ----------
@@ -142,7 +142,7 @@ def _backwards(x: Any) -> Any:
 
 
 def _alternately(batch: tuple[int, ...]) -> list[int]:
-    """Return a batch in which every second axis has length 1."""
+    """Return batch extents with every second one replaced by 1."""
     return [1 if place % 2 else extent for place, extent in enumerate(batch)]
 
 
@@ -187,7 +187,7 @@ def test_listed_blocks_have_the_positions_of_their_keys(kernel: str, dtype: str)
 
 
 def check_few_queries(num_heads: int, lengths: tuple[int, int]) -> None:
-    """Check split-KV on tiles that hold the queries of all heads, if there are several."""
+    """Check split-KV on tiles that hold the queries of all heads in a group, if the group has several."""
     probe = Probe("float16", masks.Causal("bottom_right"), batch=(), heads=(num_heads, 1), lengths=lengths)
     plan = cuflash.plan(probe.q, probe.k, probe.v, executor="sim", kernel="sm80", causal="bottom_right")._plan
     spec = plan.kernels.forward.launches["forward"].spec
@@ -214,7 +214,7 @@ def test_warps_that_hold_the_same_elements_add_their_gradients_once() -> None:
 
 
 def check_shared_bias(run: Run) -> None:
-    """Check the gradients of a bias with an element per score, or shared by heads or batch entries."""
+    """Check the gradients of a bias that has an element per score, or is shared by heads or batch entries."""
     rng = np.random.default_rng(1)
     q, k, v, do = (rng.integers(-2, 3, (2, 2, rows, 16)).astype(np.float16) for rows in (20, 40, 40, 20))
     for shape in ((2, 2, 20, 40), (2, 1, 20, 40), (2, 20, 40), (20, 40)):
@@ -232,7 +232,7 @@ def test_gradients_of_a_bias_are_summed_over_what_shares_it(run: Run) -> None:
 
 
 def check_past_the_end(kernel: str) -> None:
-    """Check a function that is infinite at q . k = 0, a score that rows past the last query have."""
+    """Check a function that is infinite at q . k = 0, which is the score of rows past the last query."""
     rng = np.random.default_rng(0)
     dtype = np.float32 if kernel == "simt" else np.float16
     q, k, v, do = (rng.uniform(0.5, 1, (1, rows, 32)).astype(dtype) for rows in (37, 128, 128, 37))
@@ -253,7 +253,7 @@ def test_any_number_of_leading_axes_has_its_batch_entries(batch: tuple[int, ...]
 
 
 def check_shown_text(kernel: str, library: ModuleType = cuflash) -> None:
-    """Check that `Score.cuda` is the source that a plan's kernels are compiled with, and its slope too."""
+    """Check that `Score.cuda` shows the source that a plan's kernels are compiled with, and the source of its slope."""
     q = np.ones((2, 16, 8), np.float16 if kernel == "sm80" else np.float32)
     score = library.scores.Score(
         lambda s, b, h, i, j, slope: 30 * np.tanh(s / 30) - slope[h] * np.abs(i - j), slope=np.ones(2, np.float32)
@@ -285,7 +285,7 @@ def test_another_number_compiles_nothing() -> None:
 @on_every_family
 @pytest.mark.parametrize("mask", ["nothing", "causal"])
 def test_repeatable_gradients_are_those_of_every_array(run: Run, dtype: str, mask: str) -> None:
-    """If dQ has a kernel of its own, either of the two may add to captured gradients, but not both."""
+    """If dQ has a kernel of its own, exactly one of the two gradient kernels adds to captured gradients."""
     probe = Probe(dtype, MASKS[mask])
     probe.check(probe.run_results(replace(run, deterministic=True)))
 
@@ -306,10 +306,11 @@ def test_a_function_has_any_number_of_numbers(name: str, run: Run, dtype: str) -
     o = run.get(cuflash.attention(*map(run.put, (q, k, v)), score=function, **run.options))
     product_dtype = np.float16 if dtype == "float16" else None
     bound = cuflash.error_bound(q, k, v, score=function, product_dtype=product_dtype).o
-    assert (np.abs(o.astype(float) - expected.astype(float)) <= 2 * bound).all()  # each is within its bound
+    # each differs from the exact o by at most its bound
+    assert (np.abs(o.astype(float) - expected.astype(float)) <= 2 * bound).all()
 
 
-SHARED = {  # a bias by what shares it, and the kind of its sums
+SHARED = {  # a bias by what shares it, and the kind of sum that its gradient needs
     "nothing": ((2, 3, 16, 16), "own"), "the batch": ((3, 16, 16), "parts b"), "heads": ((2, 1, 16, 16), "parts h"),
     "both": ((16, 16), "parts bh"), "queries": ((2, 3, 1, 16), "exact"),
 }  # fmt: skip
@@ -328,7 +329,7 @@ def test_the_kind_of_sums_follows_what_shares_an_array(shape: tuple[int, ...], k
 
 
 def normal_example(kernel: str) -> Example:
-    """Return an example whose captured gradients have other bits if their terms are added in another order."""
+    """Return an example whose captured gradients change bits if their terms are added in another order."""
     rng = np.random.default_rng(3)
     dtype = "float32" if kernel in ("simt", "naive") else "float16"
     q, k, v, do = (rng.standard_normal((2, 2, 70, 16)).astype(dtype) for _ in range(4))
@@ -359,7 +360,7 @@ def normal_call(run: Run, kernel: str, library: ModuleType = cuflash, **others: 
 
 @pytest.mark.parametrize("kernel", ["simt", "sm80"])
 def test_repeatable_gradients_have_the_same_bits_in_every_order(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another order of blocks changes the bits of the default form, and none of the repeatable one."""
+    """Another order of blocks changes the default gradients' bits, but not those of the reproducible ones."""
     outputs = []
     for schedule in (sim.Schedule(), sim.Schedule(seed=5, order="random", resident_blocks=4)):
         monkeypatch.setattr(executor, "_SIMULATOR", executor.Simulator(schedule))

@@ -1,4 +1,4 @@
-"""Functions that Hopper's forward kernel hands q . k without the softmax scale, whose factors are joined."""
+"""Score functions to which sm90's forward kernel passes q . k unscaled, so that constant factors are combined."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def spec_of(library: Any, score: Any, **options: Any) -> KernelSpec:
 
 
 def check_plans(library: Any) -> None:
-    """Check that factors are joined if they can neither overflow nor vanish, and no array is read at a position."""
+    """Check that factors are combined if they can neither overflow nor vanish, and no array is read at a position."""
 
     def takes(score: Any, **options: Any) -> bool:
         return spec_of(library, score, **options).score_takes_products
@@ -68,7 +68,7 @@ def check_plans(library: Any) -> None:
 
 
 def _takes_in_cache(library: Any, cap: float) -> bool:
-    """Return whether the kernel of chunks of a KV cache gives a cap's function products."""
+    """Return whether the kernel for chunks of a KV cache passes products to a softcap's function."""
     names = "planning.prefill", "cache.scoring", "planning.problem"
     prefill, scoring, problem = (import_module(f"{library.__name__}.{name}") for name in names)
     x = library.ShapeDtype((2, 1, 300, 128), np.dtype(np.float16))
@@ -90,7 +90,7 @@ OPERATIONS: dict[str, Any] = {
 
 
 def check_values(library: Any) -> None:
-    """Check that programs of products have the values of the functions that they are made of."""
+    """Check that programs that take products have the values of the original functions."""
     of_products = import_module(f"{library.__name__}.scores.products").of_products
     rng, scale = np.random.default_rng(0), 0.25
     float64 = Arithmetic(np.finfo(float).eps / 2, np.finfo(float).smallest_normal, np.finfo(float).max)
@@ -121,7 +121,7 @@ def test_programs_of_products_have_the_values_of_functions() -> None:
 
 
 def test_a_score_costs_one_factor() -> None:
-    """ALiBi multiplies no score, a cap once before the exponential, whatever the softmax scale is."""
+    """ALiBi multiplies no score, and a softcap one before the exponential, whatever the softmax scale is."""
     for name, count in (("alibi", 1), ("temperature", 1), ("softcap", 2)):
         result = of_products(FUNCTIONS[name].program)
         dependent = [False] * len(result.program.instructions)
@@ -134,7 +134,7 @@ def test_a_score_costs_one_factor() -> None:
 
 
 def check_results(run: Run, names: tuple[str, ...], scales: tuple[float | None, ...] = (None,)) -> None:
-    """Check results against their bounds, under a mask whose steps lie on both sides of the diagonal."""
+    """Check results against their bounds, under a mask that has steps on both sides of the diagonal."""
     structure = Structure(
         num_heads=2, num_kv_heads=1, seqlen_q=200, seqlen_kv=300, head_dim=72, value_dim=72, dtype="float16",
         mask=masks.SlidingWindow(150, 60, "top_left"),
@@ -152,5 +152,5 @@ def test_functions_of_products_are_within_their_bounds(run: Run) -> None:
 
 @on_sm90
 def test_other_scales_are_within_their_bounds(run: Run) -> None:
-    """Scales that are joined, and one that is not."""
+    """Scales that are combined with the function's factors, and one that is not."""
     check_results(run, ("alibi",), (0.5, -0.25) if run.executor == "gpu" or is_long() else (0.5,))

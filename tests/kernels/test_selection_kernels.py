@@ -1,4 +1,4 @@
-"""Kernels of selectors keep the blocks, and compute the means, that array formulas on the host give."""
+"""Kernels of selectors choose the blocks, and compute the means, that array formulas on the host do."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def every_budget(most: int) -> Any:
 def choices(draw: Any, *, is_wide: bool = False) -> Any:
     """Draw scores with ties, NaN and infinities, shares with exact sums, a rule, and blocks that the caller forces.
 
-    Rows that are wide have thread blocks to themselves, and runs of 1024 blocks with many equal scores.
+    Wide rows have a thread block each, runs of 1024 blocks, and many equal scores.
     """
     if is_wide:
         lengths = draw(st.integers(1, 24)), draw(st.integers(1025, 4000))
@@ -90,7 +90,7 @@ def check_choice(executor: str, case: Any) -> None:
     every = diagonal.forced(must) if forced is None else diagonal.forced(must) | forced
     expected = choose(scores, np.ones_like(scores) if shares is None else shares, eligible, every, budget)
     rule = rule_of(budget, must, lengths, block, offset, is_causal)
-    if lengths[0] % 2:  # short rows, and rows as long as their lists
+    if lengths[0] % 2:  # rows shorter than their lists allow, and rows of exactly that length
         length = min(int(expected.sum(-1).max()) + lengths[0] % 4 // 2, expected.shape[-1])
         lists = lists_by_kernel(executor, replace(rule, list_length=length), scores, shares, allowed, forced)
         np.testing.assert_array_equal(lists, by_query.lists_of(expected, length))
@@ -99,7 +99,7 @@ def check_choice(executor: str, case: Any) -> None:
 
 
 def lists_by_kernel(executor: str, rule: ChoiceRule, *arrays: Any) -> Any:
-    """Return the lists of a rule, between guard numbers that stay as they are."""
+    """Return the lists of a rule, between guard numbers that must stay unchanged."""
     lists = np.full((*arrays[0].shape[:-1], rule.list_length), 7, np.int32)
     if 0 in lists.shape:
         return lists
@@ -136,7 +136,7 @@ def test_rows_longer_than_shared_memory_are_chosen_from(executor: str, shape: An
 
 
 def check_pair(planning: Any = selection_kernels) -> None:
-    """Check that one launch chooses from two grids, by rules of their own, whatever the order of warps."""
+    """Check that one launch chooses from two grids, each with its own rule, in any order of warps."""
     rng = np.random.default_rng(0)
     grids = [(rng.integers(0, 9, shape) / 16).astype(np.float32) for shape in ((3, 2, 1100), (3, 2, 40))]
     budgets = Budget(mass=0.5), Budget(top_k=7)
@@ -157,14 +157,14 @@ def check_pair(planning: Any = selection_kernels) -> None:
 
 
 def words_of(selected: Any) -> Any:
-    """Pack the bits of rows [rows, columns] into words of 32, the first in the lowest bit."""
+    """Pack the bits of rows [rows, columns] into 32-bit words, the first bit lowest."""
     padded = np.zeros((len(selected), -(-selected.shape[-1] // 32) * 32), bool)
     padded[:, : selected.shape[-1]] = selected
     return np.packbits(padded, axis=-1, bitorder="little").view("<u4")
 
 
 def check_draws() -> None:
-    """Check that the kernel draws the numbers of the host's Philox, from seeds of all 64 bits."""
+    """Check that the kernel draws the same numbers as Philox on the host, from 64-bit seeds."""
     shape = (2, 7, 19)
     for seed in (0, 3, 5 << 32, 2**64 - 1):
         numbers = np.full(shape, np.nan, np.float32)
@@ -173,19 +173,19 @@ def check_draws() -> None:
 
 
 def check_means() -> None:
-    """Check rows with gaps between them, several heads and batch entries, and a short last block."""
+    """Check strided rows, several heads and batch entries, and a short last block."""
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((3, 2, 4, 21, 10)).astype(np.float16)[..., ::2], np.ones((3, 2, 2, 30, 5), np.float16)
     means = [np.full(means_shape(x.shape, side), np.nan, np.float32) for x, side in ((q, 8), (k, 7))]
     run_alone(pooling((q, k), (8, 7)), {"q": q, "means_of_q": means[0], "k": k, "means_of_k": means[1]}, Simulator())
-    # A sum of n rounded terms and its quotient err by n roundings of the sum of their sizes, to first order.
+    # To first order, a sum of n rounded terms and its quotient err by n roundoffs of the sum of absolute values.
     exact, sizes = (block_means(x.astype(np.float64), 8) for x in (q, np.abs(q)))
     assert (np.abs(means[0] - exact) <= 8 * np.finfo(np.float32).eps / 2 * sizes).all()
     np.testing.assert_array_equal(means[1], 1)
 
 
 def run(executor: str, kernels: Any, *arrays: Any) -> None:
-    """Run a kernel on arrays, or None for those that are left out, in the order in which it reads and writes them."""
+    """Run a kernel on arrays in the order in which it reads and writes them; None marks an array that is left out."""
     (launch,) = kernels.launches.values()
     names = (*launch.reads, *launch.writes)
     if executor == "gpu":
@@ -199,7 +199,7 @@ def run(executor: str, kernels: Any, *arrays: Any) -> None:
 
 
 def check_spread(executor: str = "sim", planning: Any = selection_kernels) -> None:
-    """Check that compressed key c covers the parts c, c + 1 and c + 2 of blocks of four parts; sums are exact."""
+    """Check that compressed key c covers parts c, c + 1 and c + 2, where a block has four parts; sums are exact."""
     masses = np.random.default_rng(0).integers(0, 9, (2, 6, 5, 17)).astype(np.float32)
     scores = np.full((2, 6, 5, 5), np.nan, np.float32)
     run(executor, planning.spreading(masses.shape, 5, 3, (3, 4), masses.dtype), masses, scores)
@@ -211,9 +211,10 @@ def check_spread(executor: str = "sim", planning: Any = selection_kernels) -> No
 
 
 def check_key_scores(dtype: Any, executor: str = "sim", planning: Any = selection_kernels) -> None:
-    """Check shared keys, rows with gaps, short last tiles of queries and keys, and queries without a key.
+    """Check shared keys, strided rows, short last tiles of queries and keys, and queries without a key.
 
-    Whole numbers make exact products, whose differences are exponents of powers of two: so sums of these are exact too.
+    Products of integers are exact, and exponentials with a scale of log 2 are powers of two, so their sums are exact
+    too.
     """
     rng, scale = np.random.default_rng(0), np.log(2)
     for num_columns, first_key in ((40, None), (5, -3), (72, 60)):
@@ -239,7 +240,7 @@ def check_key_scores(dtype: Any, executor: str = "sim", planning: Any = selectio
 def check_slashes(
     lengths: tuple[int, int], offset: int, executor: str = "sim", planning: Any = selection_kernels
 ) -> None:
-    """Check other keys and distances in each head; sums of powers of two are exact.
+    """Check different keys and distances in each head; sums of powers of two are exact.
 
     The exponentials of a row add up to 4, or the row has no key.
     """
@@ -251,7 +252,8 @@ def check_slashes(
     scores = np.where(shift > -np.inf, shift, -np.inf) + rng.integers(-3, 1, (2, seqlen_q - first, seqlen_kv))
     scores = scores.astype(np.float32)
     runs = np.zeros((2, seqlen_q - first, num_runs, 2), np.float32)
-    runs[..., 0], runs[..., 1] = shift - 1, 1 / 32  # that of all but one is a part, and one has the rest
+    # each run but the last adds 1/64 to the row's sum; the last run makes it 4
+    runs[..., 0], runs[..., 1] = shift - 1, 1 / 32
     runs[..., -1, 0], runs[..., -1, 1] = shift[..., 0], 4 - (num_runs - 1) / 64
     runs[:, 5, :, 1] = 0
     masses = np.exp2(scores - np.where(shift > -np.inf, shift, 0)) / 4
@@ -266,7 +268,7 @@ def check_slashes(
     np.testing.assert_array_equal(of_distances, expected)
     keys, distances = np.zeros((2, seqlen_kv), bool), np.zeros((2, count), bool)
     keys[0, [0, 8, 23]], distances[1, [0, 7, 21, 33]] = True, True
-    keys[0, -1], distances[:, -1] = True, True  # the last distance lies before those of the next head
+    keys[0, -1], distances[:, -1] = True, True  # the last distance of a head is adjacent to those of the next head
     chosen = np.concatenate([words_of(keys).reshape(-1), words_of(distances).reshape(-1)])
     shape = 2, -(-seqlen_q // 4), -(-seqlen_kv // 8)
     elements = np.zeros((2, 4 * shape[1], 8 * shape[2]), bool)
@@ -281,7 +283,7 @@ def check_slashes(
 
 
 def check_page_bounds(executor: str = "sim", planning: Any = selection_kernels) -> None:
-    """Check shared keys, rows with gaps and a short last page; whole numbers make exact products."""
+    """Check shared keys, strided rows and a short last page; products of integers are exact."""
     rng = np.random.default_rng(0)
     q = rng.integers(-9, 10, (2, 3, 4, 5, 80)).astype(np.float16)[..., ::2]
     k = rng.integers(-9, 10, (1, 3, 2, 19, 40)).astype(np.float16)
@@ -294,7 +296,7 @@ def check_page_bounds(executor: str = "sim", planning: Any = selection_kernels) 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_rounding_lifts_no_score_above_the_bound_of_its_page(executor: str) -> None:
-    """Sums over columns have one order for pages of every size, and rounding keeps the order of numbers."""
+    """Column sums have the same order for all page sizes, and rounding preserves the order of numbers."""
 
     @settings(max_examples=30, deadline=None)
     @given(
@@ -315,7 +317,7 @@ def test_rounding_lifts_no_score_above_the_bound_of_its_page(executor: str) -> N
 
 
 def check_runs(planning: Any = selection_kernels) -> None:
-    """Check runs of 12 rows at every fourth row of arrays with gaps; sums of whole numbers are exact."""
+    """Check runs of 12 rows at every fourth row of strided arrays; sums of integers are exact."""
     rng = np.random.default_rng(0)
     q, k = rng.integers(-9, 10, (2, 3, 9, 10)).astype(np.float32)[..., ::2], rng.integers(-9, 10, (2, 3, 31, 5))
     k = k.astype(np.float32)
@@ -361,9 +363,9 @@ def numbers_of(selection: Any) -> Any:
 
 
 def check_selections(machine: Any, num_budgets: int = 3) -> None:
-    """Check selections, also in later calls, for q and k with short last blocks and gaps between rows.
+    """Check selections in first and later calls, for q and k with short last blocks and strided rows.
 
-    Each selector has some of three budgets, other ones in turn.
+    Each selector takes turns with three budgets.
     """
     rng = np.random.default_rng(0)
     for number, (name, options) in enumerate({
@@ -397,7 +399,7 @@ def test_selections_on_a_device_are_those_of_the_host(cupy: Any, monkeypatch: An
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("name", ["pooled", "moba", "antidiagonal", "nsa", "vertical_slash", "quest", "oracle"])
 def test_masked_selections_on_a_device_are_those_of_the_host(cupy: Any, name: str, where: str) -> None:
-    """Masks of the host, which a device is sent, and of its own arrays; NaN behind them chooses nothing."""
+    """Masks are on the host, and are copied, or hold device arrays; NaN that they hide affects no choice."""
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((2, 4, 40, 6)), rng.standard_normal((2, 2, 52, 6))
     q[:, :, 33:], k[:, :, 45:] = np.nan, np.nan
@@ -415,7 +417,7 @@ def test_masked_selections_on_a_device_are_those_of_the_host(cupy: Any, name: st
 @pytest.mark.parametrize("num_queries", [64, 100])
 @pytest.mark.parametrize("budget", [Budget(top_k=20), Budget(mass=0.25)])
 def test_keys_and_distances_of_long_rows_are_those_of_the_host(cupy: Any, budget: Budget, num_queries: int) -> None:
-    """Thousands of keys lie in many runs, and in several runs of a thread block's width; one head has a NaN."""
+    """Thousands of keys span many runs, and several rounds of a thread block; one head contains NaN."""
     rng = np.random.default_rng(0)
     q, k = (3 * rng.standard_normal((2, 2, length, 40)) for length in (150, 2300))
     q[1, 0, -5, 3] = np.nan
@@ -429,7 +431,7 @@ def test_keys_and_distances_of_long_rows_are_those_of_the_host(cupy: Any, budget
 
 @pytest.mark.parametrize("name", ["local", "oracle", "nsa", "vertical_slash", "quest"])
 def test_kernels_select_what_formulas_do(cupy: Any, name: str) -> None:
-    """Lengths cut blocks off, heads share keys, diagonals start before key 0, and blocks are forced; in float64."""
+    """Lengths cut blocks off, heads share keys, diagonals start before key 0, and blocks are forced, in float64."""
     blocks = st.sampled_from([(8, 8), (5, 16), (16, 4)])
     more = {
         "nsa": st.fixed_dictionaries({"block": blocks, "compression": st.sampled_from([(4, 4), (8, 4), (12, 2)])}),
@@ -450,7 +452,7 @@ def test_kernels_select_what_formulas_do(cupy: Any, name: str) -> None:
         seqlen_q: int, seqlen_kv: int, causal: Any, forced: Forced, budget: Budget, options: dict[str, Any], seed: int
     ) -> None:
         rng, select = np.random.default_rng(seed), getattr(selectors, name)
-        batch = (2,) if is_long() else ()  # other tests have batch entries, and thread blocks of 32 warps take long
+        batch = (2,) if is_long() else ()  # other tests cover batch entries, and thread blocks of 32 warps are slow
         q, k = rng.standard_normal((*batch, 4, seqlen_q, 6)), rng.standard_normal((*batch, 2, seqlen_kv, 6))
         given_options = budgets_of(name, budget) | {"forced": forced, "causal": causal} | options
         actual = select(cupy.asarray(q), cupy.asarray(k), **given_options)
@@ -461,7 +463,7 @@ def test_kernels_select_what_formulas_do(cupy: Any, name: str) -> None:
 
 
 def check_turned_columns(machine: Any) -> None:
-    """Check groups of columns in reverse order: copies of rows in that order give the same masses."""
+    """Check groups of columns in reverse order: contiguous copies with that order have the same masses."""
 
     def masses(q: Any, *others: Any, **options: Any) -> Any:
         masses_bound = bound.bound_block_mass(q, k, *others, **options)
@@ -475,7 +477,7 @@ def check_turned_columns(machine: Any) -> None:
         turned = machine.asarray(q.get().reshape(2, 40, -1, width)[:, :, ::-1].reshape(q.shape))
         mass = masses(q, (8, 16), None, 0.1, turned_columns=width)
         np.testing.assert_array_equal(mass, masses(turned, (8, 16), None, 0.1))
-        assert (mass <= 8.001).all()  # of eight queries
+        assert (mass <= 8.001).all()  # a block has eight queries, each with a mass of at most 1
     assert bound.bound_block_mass(q, k, (8, 16), None, 0.1, turned_columns=32) is None
 
 
@@ -513,12 +515,12 @@ def test_later_selections_launch_kernels_alone(cupy: Any, monkeypatch: Any, name
     before = cupy.allocated
     again = select(*on_device, **options)
     assert [entry for kind, *_, entry in cupy.log if kind == "launch"] == LAUNCHES[name]
-    assert cupy.allocated == before + 1  # the index's lists
+    assert cupy.allocated == before + 1  # the lists of the index
     np.testing.assert_array_equal(numbers_of(again), numbers_of(first))
 
 
 def test_an_index_that_is_written_to_changes_no_later_one(cupy: Any) -> None:
-    """The blocks of `local` are remembered, and each call makes lists of its own."""
+    """The blocks of `local` are cached, but each call creates new lists."""
     q, options = cupy.asarray(np.zeros((2, 64, 8), np.float16)), {"block": 16, "budget": Budget(top_k=2)}
     expected = selectors.local(q.get(), q.get(), **options).states()
     for _ in range(3):
@@ -529,7 +531,7 @@ def test_an_index_that_is_written_to_changes_no_later_one(cupy: Any) -> None:
 
 
 def test_streams_wait_for_blocks_that_another_stream_copied(cupy: Any) -> None:
-    """While the copy is under way other streams wait for it, and once it is there, a capture reads it."""
+    """Other streams wait for a copy that is in progress; once it has finished, a captured call may read its result."""
     q, options = cupy.asarray(np.zeros((2, 64, 8), np.float16)), {"block": 16, "budget": Budget(top_k=2)}
     cupy.events_are_reached = False
     selectors.local(q, q, **options)

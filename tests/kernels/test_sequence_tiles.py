@@ -1,6 +1,7 @@
-"""Tiles of packed sequences, as kernels of the sm90 family cut them: parts, and what they save.
+"""Tiles of packed sequences as kernels of the sm90 family cut them: each row is in one tile; what this cutting saves.
 
-Forward, kernels cut queries by row intervals; backward, arrays have where tiles of queries and of keys start.
+In the forward pass, kernels cut queries by row intervals; in the backward pass, arrays hold the starts of query and key
+tiles.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ places = pytest.mark.parametrize(
 
 
 def tiles_of(mask: masks.Mask, seqlen_q: int, seqlen_kv: int, place: str = "sim") -> list[tuple[int, int]]:
-    """Return the first and last query of each tile, in order of the blocks that have them."""
+    """Return the first query and the end of each tile, in the order of the thread blocks."""
     listed = sequence_tiles(mask, seqlen_q, seqlen_kv, HEIGHT, WIDTH)
     left = listed.launch.on_gpu() if place == "gpu" else listed.launch.on_simulator(HOSTILE)
     assert isinstance(listed.plan.work, IntervalWork) and listed.plan.work.lo is not None
@@ -44,14 +45,14 @@ def tiles_of(mask: masks.Mask, seqlen_q: int, seqlen_kv: int, place: str = "sim"
 
 
 def alone(offsets: Any, height: int = HEIGHT) -> list[tuple[int, int]]:
-    """Return the tiles that each sequence has in a call of its own."""
+    """Return the tiles that each sequence would have in a call of its own."""
     return [
         (first, min(first + height, end)) for start, end in pairwise(offsets) for first in range(start, end, height)
     ]
 
 
 def assert_parts(mask: masks.Mask, length: int, place: str = "sim") -> None:
-    """Assert that each query is in one tile."""
+    """Assert that each query is in exactly one tile."""
     taken = tiles_of(mask, length, length, place)
     assert taken[0][0] == 0 and taken[-1][1] == length
     assert all(before[1] == after[0] for before, after in pairwise(taken))
@@ -70,7 +71,7 @@ def test_each_query_is_in_one_tile(place: str, lengths: list[int], kind: str) ->
         "both sides": {"window": (40, 3)}, "lengths": {"causal": True},
     }[kind]  # fmt: skip
     mask: masks.Mask = masks.Sequences(offsets, **options)
-    if kind == "lengths":  # queries and keys past them belong to no sequence
+    if kind == "lengths":  # rows past the lengths belong to no sequence
         mask = mask & masks.Lengths(q=int(offsets[-1]) - 1, kv=int(offsets[-2]) + 1)
     assert_parts(mask, int(offsets[-1]), place)
 
@@ -78,14 +79,14 @@ def test_each_query_is_in_one_tile(place: str, lengths: list[int], kind: str) ->
 @needs_compiler
 @given(st.lists(st.integers(2 * HEIGHT, 200), min_size=2, max_size=6))
 def test_long_sequences_have_the_tiles_of_calls_of_their_own(lengths: list[int]) -> None:
-    """No tile has queries of two sequences, and each starts with a multiple of HEIGHT keys before it."""
+    """No tile has queries of two sequences, and each starts a multiple of HEIGHT keys after its sequence's start."""
     offsets = np.cumsum([0, *lengths])
     assert tiles_of(masks.Sequences(offsets, causal=True), offsets[-1], offsets[-1]) == alone(offsets)
 
 
 @needs_compiler
 def test_steps_end_with_the_diagonal_where_queries_follow_other_keys() -> None:
-    """A multiple of HEIGHT keys precede each tile of a sequence that does not start in its first block."""
+    """After a sequence's first block, a multiple of HEIGHT keys of the sequence precedes the diagonal of each tile."""
     offsets, keys = np.array([0, 170, 350]), np.array([0, 200, 405])
     taken = tiles_of(masks.Sequences(offsets, keys, causal="bottom_right"), 350, 405)
     for (start, end), more in zip(pairwise(offsets), np.diff(keys) - np.diff(offsets), strict=True):
@@ -113,7 +114,7 @@ def test_a_tile_ends_with_its_sequence_whatever_follows() -> None:
 
 
 def backward_tiles(mask: masks.Mask, seqlen_q: int, seqlen_kv: int, library: ModuleType = cuflash) -> list[Any]:
-    """Return the first rows of the backward tiles of queries and of keys, with the length behind them."""
+    """Return the first rows of the backward tiles of queries and of keys, followed by the length."""
     work_list = import_module(f"{library.__name__}.blocks.work_list").work_list
     shape = MaskShape((), 1, seqlen_q, seqlen_kv)
     work = work_list(mask.resolve(shape), shape, (16, 16), is_ordered=True).with_sequence_tiles((HEIGHT, WIDTH))
@@ -124,7 +125,7 @@ def backward_tiles(mask: masks.Mask, seqlen_q: int, seqlen_kv: int, library: Mod
 def check_backward_tiles(
     lengths: list[int], keys: list[int], causal: Any = False, library: ModuleType = cuflash
 ) -> None:
-    """Check that tiles are those of each sequence alone, and are found near the number of multiples before."""
+    """Check that tiles are those of each sequence alone, and that a tile's number is near its first row / height."""
     offsets = [np.cumsum([0, *side]) for side in (lengths, keys)]
     mask = library.masks.Sequences(*offsets, causal=causal)
     listed = backward_tiles(mask, int(offsets[0][-1]), int(offsets[1][-1]), library)
@@ -149,7 +150,7 @@ def test_backward_tiles_are_those_of_calls_of_their_own(lengths: list[tuple[int,
 )
 def test_each_row_is_in_one_backward_tile(offsets: list[int], window: Any, lengths: Any) -> None:
     mask: masks.Mask = masks.Sequences(np.array(offsets), causal=True, window=window, allow_gaps=True)
-    if lengths is not None:  # queries and keys past them belong to no sequence
+    if lengths is not None:  # rows past the lengths belong to no sequence
         mask = mask & masks.Lengths(q=lengths[0], kv=lengths[1])
     for starts, height in zip(backward_tiles(mask, 200, 200), (HEIGHT, WIDTH)):
         assert starts[0] == 0 and starts[-1] == 200 and starts.dtype == np.int32
@@ -157,15 +158,16 @@ def test_each_row_is_in_one_backward_tile(offsets: list[int], window: Any, lengt
 
 
 def check_order(library: ModuleType) -> None:
-    """Check that tiles of keys that most queries see come first."""
+    """Check that the tiles of keys that the most queries attend come first."""
     work = import_module(f"{library.__name__}.blocks.work_list").IntervalWork(
         seqlen_q=96, seqlen_kv=96, block_q=16, block_kv=16, lo=np.repeat([0, 20], [20, 76])[None, None],
         hi=1 + np.arange(96)[None, None], sequence_tile=(HEIGHT, WIDTH),
     )  # fmt: skip
     tiles = work.lists
     starts, order = tiles["kv_blocks"][0], tiles["column_entries"][0]
-    assert starts.tolist() == [0, 16, 20, 36, 52, 68, 84, 96, 96]  # of 20 and 76 keys
-    # tiles have 20, 4, 76, 60, 44, 28, 12 and no queries; the last of equally many blocks of 32 comes first
+    assert starts.tolist() == [0, 16, 20, 36, 52, 68, 84, 96, 96]  # sequences of 20 and 76 keys
+    # 20, 4, 76, 60, 44, 28, 12 and 0 queries attend these tiles; among tiles with equal numbers of blocks of 32
+    # queries, the last comes first
     assert order.tolist() == [2, 4, 3, 6, 5, 1, 0, 7]
 
 
@@ -173,7 +175,7 @@ def test_tiles_of_keys_that_most_queries_see_come_first() -> None:
     check_order(cuflash)
 
 
-# Columns: sequences in 8192 keys -> whether forward tiles are ordered, whether they end with sequences, their queries.
+# head_dim -> number of sequences in 8192 keys -> are forward tiles ordered, do they end with sequences, their queries.
 CHOICES = {
     64: {10: (True, False, 128), 11: (False, False, 128), 15: (False, False, 128), 16: (False, False, 64)},
     128: {1: (True, True, 128), 10: (True, True, 128), 11: (False, False, 128), 31: (False, False, 128),
@@ -183,7 +185,7 @@ CHOICES = {
 
 
 TWO = (0, 4096, 8192)
-OTHER_CHOICES = [  # offsets and a window -> whether forward tiles are ordered, and their queries
+OTHER_CHOICES = [  # offsets and a window -> whether forward tiles are ordered, and their number of queries
     (((0, 4096, *range(4160, 8193, 64)), None), (False, 64)),
     (((0, 1192, *range(1892, 8193, 700)), None), (False, 128)),
     ((TWO, (199, None)), (False, 64)),
@@ -193,7 +195,7 @@ OTHER_CHOICES = [  # offsets and a window -> whether forward tiles are ordered, 
 
 
 def check_choice(library: ModuleType) -> None:
-    """Check that kernels are chosen by the mean sequence length, from host offsets or from their number."""
+    """Check that the mean sequence length decides which kernels are chosen, from host offsets or from their number."""
     at_each_call = import_module(f"{library.__name__}.masks.one_array").at_each_call
     device = library.DeviceSpec.gpu("H100")
     for columns, choices in CHOICES.items():
@@ -217,7 +219,7 @@ def check_choice(library: ModuleType) -> None:
 
 
 def check_backward_launches(planned: Any, is_cut: bool, sequences: int) -> None:
-    """Check that backward kernels are cut likewise, and there is a place for each of their tiles."""
+    """Check that backward kernels are cut in the same way, and that arrays have an entry for each of their tiles."""
     launches, backward = planned.kernels.backward.launches, planned.kernels.backward
     assert all(launch.spec.cuts_sequences == is_cut for launch in launches.values())
     assert planned.work.num_sequence_tiles == ((8192 // 64 + sequences, 8192 // 128 + sequences) if is_cut else (0, 0))
@@ -230,7 +232,7 @@ def check_backward_launches(planned: Any, is_cut: bool, sequences: int) -> None:
 
 
 def check_other_kernels(library: ModuleType) -> None:
-    """Check that kernels that read tiles at multiples cut no sequences."""
+    """Check that kernels whose tiles start at plain multiples do not cut sequences."""
     half, table = np.dtype(np.float16), np.zeros((2, 32), np.float32)
     relative = library.scores.relative_position(table, bidirectional=True)
     changes: dict[str, dict[str, Any]] = {
@@ -262,7 +264,7 @@ def test_long_and_short_sequences_have_kernels_of_their_own() -> None:
 @on_sm90
 @pytest.mark.parametrize(("case", "columns"), [("full", 128), ("causal", 64), ("last meets last", 128)])
 def test_short_sequences_are_each_sequence_alone_in_small_tiles(run: Run, case: str, columns: int) -> None:
-    """Tiles have 64 queries where sequences have at most 256 keys on average."""
+    """Tiles have 64 queries if the mean sequence length is at most 256 keys."""
     dims = {"head_dim": columns, "value_dim": columns}
     forward = run.kernel_plan(run.rounded(packed_structure(case, dtype="float16", **dims).example())).specs["forward"]
     assert (forward.block_q, forward.min_blocks, forward.is_ordered) == (64, 2, False)

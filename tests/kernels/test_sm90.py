@@ -1,4 +1,4 @@
-"""The sm90 family: drawn examples, all kinds of work at every width, in poisoned memory and under every schedule."""
+"""The sm90 family: drawn examples, and all work lists at every width, in poisoned memory and under every schedule."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_exact_probes_pass(run: Run, example: Example) -> None:
 
 @contextmanager
 def with_fewest_tiles(number: int) -> Iterator[None]:
-    """Give calls with this many tiles per processor the tiles of large calls, and cut all packed sequences."""
+    """Use large calls' tiles for calls with this many tiles per multiprocessor, and cut all packed sequences."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sm90, "MIN_TILES_PER_PROCESSOR", number)
         patch.setattr(sm90, "LONG_SEQUENCE", 0)
@@ -81,7 +81,7 @@ on_long = pytest.mark.parametrize(
 
 @holds_for_examples(on_long, tile=128, longest=900, most_rows=500, max_leaves=2, widest=64)
 def test_results_of_many_steps_are_within_their_bounds(run: Run, example: Example) -> None:
-    """Only calls with many keys have tiles of four warpgroups, or of three, and steps that no mask hides."""
+    """Only calls with many keys use tiles of four or three warpgroups, and have steps that need no mask."""
     for fewest in (0, 1 << 30):
         with with_fewest_tiles(fewest):
             o, lse = run.attend(example.q, example.k, example.v, mask=example.mask, scale=example.scale)
@@ -104,7 +104,7 @@ def test_both_passes(run: Run, example: Example, check: Any) -> None:
 
 
 def test_a_failure_under_other_tiles_leaves_no_plan_behind() -> None:
-    """A test that fails inside a patch leaves no plan in the cache, so that later tests plan again."""
+    """A test that fails inside a patch leaves no plan in the cache, so later tests create their own plans."""
     for other in (with_fewest_tiles(1), by_last(finishes=True), on_few_processors()):
         with pytest.raises(ZeroDivisionError), other:
             planned(2, 300, 64)
@@ -113,7 +113,7 @@ def test_a_failure_under_other_tiles_leaves_no_plan_behind() -> None:
         assert plan_cache._cached_plan.cache_info().currsize == 0
 
 
-# Calls in the midst of poison.
+# Calls in poisoned memory.
 
 
 def plan_of(example: Example, run: Run = SIM90) -> KernelPlan:
@@ -121,7 +121,7 @@ def plan_of(example: Example, run: Run = SIM90) -> KernelPlan:
 
 
 def on_two_blocks(plan: KernelPlan) -> KernelPlan:
-    """Return the plan with two thread blocks for all tiles of each kernel."""
+    """Return the plan with only two thread blocks per kernel, which compute all tiles."""
 
     def limited(kernels: Pass) -> Pass:
         return replace(kernels, launches={x: replace(launch, max_blocks=2) for x, launch in kernels.launches.items()})
@@ -132,13 +132,13 @@ def on_two_blocks(plan: KernelPlan) -> KernelPlan:
     return replace(plan, kernels=limited_kernels)
 
 
-# kernels whose blocks can
+# kernels whose blocks take several tiles
 GO_ON = ("sm90_forward", "sm90_forward_fp8", "sm90_backward", "sm90_backward_rows", "sm90_backward_wide")
 
 
 @dataclass(frozen=True)
 class FewBlocks(Simulator):
-    """A simulator that gives each kernel at most `most` thread blocks, which take further tiles."""
+    """A simulator that gives each kernel at most `most` thread blocks, each of which takes several tiles."""
 
     most: int = 1
 
@@ -147,7 +147,7 @@ class FewBlocks(Simulator):
 
 
 class FewBlocksGpu(PoisonedGpu):
-    """A GPU that gives each kernel at most `most` thread blocks, which take further tiles."""
+    """A GPU that gives each kernel at most `most` thread blocks, each of which takes several tiles."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -157,13 +157,13 @@ class FewBlocksGpu(PoisonedGpu):
         super().launch(spec, min(grid, self.most) if spec.name in GO_ON else grid, *rest)
 
 
-ALIGNED = 8  # elements around each row, so that it starts at a multiple of 16 bytes if its length is one
+ALIGNED = 8  # guard elements around each row, so that aligned rows start at multiples of 16 bytes
 
 
 def forward(
     plan: KernelPlan, example: Example, machine: Any = None, run: Run = SIM90, margin: int = MARGIN
 ) -> dict[str, Any]:
-    """Return o and lse of a plan, written to guarded memory."""
+    """Run the forward pass of a plan on guarded memory; return o and lse."""
     o = Guarded.of(plan.problem.o_shape(), plan.problem.dtype, run, margin)
     lse = Guarded.of(plan.problem.lse_shape(), plan.problem.accumulator, run, MARGIN)
     arrays = {name: run.put(getattr(example, name)) for name in "qkv"} | {"o": o.view, "lse": lse.view}
@@ -179,12 +179,12 @@ def has_own_backward(plan: KernelPlan) -> bool:
     return plan.specs["backward"].family == "sm90"
 
 
-@sampled_on_simulator(on_sm90, "name", STRUCTURES, 4)  # test_sm90_two_walks has others, and test_poison all
+@sampled_on_simulator(on_sm90, "name", STRUCTURES, 4)  # test_sm90_two_walks runs others, and test_poison all
 def test_poison_around_every_array_is_neither_read_nor_overwritten(run: Run, name: str) -> None:
     structure = STRUCTURES[name]
     example = half(structure, structure.dtype if structure.dtype in HALVES else "float16")
     plan = plan_of(example, run)
-    # Blocks that finish dQ write packets of 16 bytes: results that the library allocates start at multiples of these.
+    # Blocks that finish dQ write 16-byte vectors; the library allocates results at multiples of 16 bytes.
     margin = ALIGNED if plan.specs["backward"].finishes_dq else MARGIN
     results = call(example, run, margin=margin) if has_own_backward(plan) else forward(plan, example, run=run)
     assert_within_bounds(example, **results)
@@ -208,7 +208,7 @@ WIDE = {
 }
 
 
-@sampled_on_simulator(on_sm90, "name, dtype", in_turn(WIDE, HALVES), 5)  # other tests have other widths
+@sampled_on_simulator(on_sm90, "name, dtype", in_turn(WIDE, HALVES), 5)  # other tests cover other widths
 def test_every_width_is_within_its_bound(run: Run, name: str, dtype: str) -> None:
     example = half(WIDE[name], dtype)
     assert has_own_backward(plan_of(example, run))
@@ -216,7 +216,7 @@ def test_every_width_is_within_its_bound(run: Run, name: str, dtype: str) -> Non
 
 
 def tile_structures() -> dict[str, Structure]:
-    """Return structures in which blocks continue from tile to tile, with anything past the end of a step."""
+    """Return structures whose blocks go from tile to tile, with arbitrary data past the end of a step."""
     rng = np.random.default_rng(0)
     square = {"num_heads": 4, "num_kv_heads": 2, "seqlen_q": 300, "seqlen_kv": 300}
     long = {"num_heads": 3, "num_kv_heads": 1, "seqlen_q": 900, "seqlen_kv": 900}
@@ -239,12 +239,12 @@ def tile_structures() -> dict[str, Structure]:
             q_batch=(2, 1, 3), k_batch=(1, 2, 1), v_batch=(3,), num_heads=2, num_kv_heads=1, seqlen_q=70, seqlen_kv=90,
             **dims,
         ),
-        "documents, a launch for each of four": Structure(  # which take one count in turn
+        "documents, a launch for each of four": Structure(  # launches that share one tile counter
             q_batch=(2, 1, 2, 1, 2), k_batch=(1, 2, 1, 2, 1), num_heads=1, seqlen_q=70, seqlen_kv=70, **dims,
             mask=masks.Documents(np.arange(70) // 20),
         ),
         "every row without a key": Structure(**square, **dims, mask=masks.Lengths(kv=0)),
-        # Tiles of three warpgroups, which see different keys.
+        # Tiles of three warpgroups, each of which attends different keys.
         "causal, long": Structure(**long | {"seqlen_kv": 1200}, **dims, mask=masks.Causal("bottom_right")),
         "a wide window": Structure(**long, **dims, mask=masks.SlidingWindow(700, 100)),
         "long documents": Structure(**long, **dims, mask=masks.Documents(np.arange(900) // 590)),
@@ -267,14 +267,14 @@ def test_blocks_that_go_on_to_further_tiles_give_the_same_bits_under_every_sched
 
 
 def of_dims(structure: Structure, dims: tuple[int, int] | None) -> Structure:
-    """Return a structure with other dimensions, or as it is for None; odd dimensions stay odd."""
+    """Return a structure with other dimensions, or unchanged if `dims` is None; odd dimensions stay odd."""
     if dims is None:
         return structure
     is_odd = structure.head_dim % 8 != 0
     return replace(structure, head_dim=dims[0] - is_odd, value_dim=dims[1] - is_odd)
 
 
-NARROW_AND_WIDE = (None, (256, 200), (192, 136))  # as they are, and of tiles of 80 and 96 keys
+NARROW_AND_WIDE = (None, (256, 200), (192, 136))  # original dimensions, and dimensions with tiles of 80 and 96 keys
 narrow_and_wide = pytest.mark.parametrize("dims", NARROW_AND_WIDE)
 
 
@@ -310,7 +310,7 @@ GROWING = {
 
 @sampled_on_simulator(on_sm90, "name, dtype", in_turn(GROWING, HALVES), 1)
 def test_scores_may_grow_from_step_to_step(run: Run, name: str, dtype: str) -> None:
-    """Some queries of some warps have weights that are too large under the maxima of the steps before."""
+    """Some queries of some warps have weights that would be too large under the maxima of the previous steps."""
     clean = half(GROWING[name], dtype)
     query, key = np.arange(200), np.arange(clean.k.shape[-2])
     q = clean.q * np.where((query % 3 == 0) & (query // 16 % 3 > 0), 1, 0.01)[:, None]
@@ -321,7 +321,7 @@ def test_scores_may_grow_from_step_to_step(run: Run, name: str, dtype: str) -> N
 @on_sm90
 @pytest.mark.parametrize(("dim", "block"), in_turn([64, 80, 128, 192, 256], [128, 64]))
 def test_queries_may_see_none_of_the_first_keys(run: Run, dim: int, block: int) -> None:
-    """Some queries of a tile have no maximum yet in a step without a mask, since earlier steps hid all their keys."""
+    """Some queries reach an unmasked step without a maximum, because previous steps hid all their keys."""
     query = np.arange(200)
     allowed = np.ones((200, 640), bool)
     allowed[(query % 3 == 0) & (query // 16 % 3 > 0), :128] = False
@@ -335,7 +335,7 @@ def test_queries_may_see_none_of_the_first_keys(run: Run, dim: int, block: int) 
 @pytest.mark.parametrize("dim, seqlen_kv", [(64, 640), (64, 1700), (128, 4400), (192, 640), (256, 640)])
 @pytest.mark.parametrize("grows", [False, True])
 def test_warpgroups_of_a_tile_may_have_different_last_keys(run: Run, dim: int, seqlen_kv: int, grows: bool) -> None:
-    """Warpgroups have masks of their own. If scores grow, weights become too large in steps that some of them mask."""
+    """Each warpgroup has its own mask. If scores grow, weights become too large in steps that some warpgroups mask."""
     causal = masks.Causal("bottom_right")
     example = half(Structure(seqlen_q=200, seqlen_kv=seqlen_kv, head_dim=dim, value_dim=dim, mask=causal))
     if grows:
@@ -345,9 +345,9 @@ def test_warpgroups_of_a_tile_may_have_different_last_keys(run: Run, dim: int, s
 
 
 def assert_alike_keys_weigh_alike(dim: int, run: Run) -> None:
-    """Assert that keys with equal, exact scores, as large as 2^21, have equal weights.
+    """Assert that keys with equal, exact scores of up to 2^21 have equal weights.
 
-    Bounds allow for the rounding of such scores, and would let weights be wrong by as much.
+    Error bounds cannot show this: they allow for the rounding of such large scores, and so for equally wrong weights.
     """
     clean = half(Structure(seqlen_q=130, seqlen_kv=384, head_dim=dim, value_dim=dim, scale=3e4))
     q, k, v = np.zeros_like(clean.q), np.ones_like(clean.k), np.full_like(clean.v, -1)
@@ -381,7 +381,7 @@ def test_whichever_block_works_on_a_tile_all_but_dq_is_the_same(
 
 
 def past_lengths(structure: Structure, dtype: str = "float16") -> tuple[Example, Example]:
-    """Return an example with 290 queries and 190 keys, and the same one with NaN past them."""
+    """Return an example with 290 queries and 190 keys, and the same one with NaN in the rows after them."""
     lengths = masks.Lengths(q=290, kv=190)
     example = half(replace(structure, mask=lengths if structure.mask is None else structure.mask & lengths), dtype)
     poisoned = {x: getattr(example, x).copy() for x in ("q", "k", "v", "do")}
@@ -438,7 +438,7 @@ def test_queries_that_see_keys_are_found_among_any_number(
 ) -> None:
     starts, stops = np.minimum(np.linspace(0, seqlen_q, 20).astype(int), seqlen_q), np.full(20, seqlen_q)
     starts[10:], stops[10:] = 0, seqlen_q - np.arange(10) % (seqlen_q + 1)
-    if seqlen_q == 1024:  # eight parts of a ninth each, except for the last query
+    if seqlen_q == 1024:  # boundaries are the last query of each of eight parts with a ninth of the queries
         starts[:8], stops[10:18] = np.arange(113, 912, 114), np.arange(113, 912, 114)
     shape = {"num_heads": 20, "num_kv_heads": 20, "seqlen_q": seqlen_q, "seqlen_kv": 8}
     mask = RowsOfHeads(starts, stops, 8)
@@ -461,12 +461,12 @@ def test_heads_that_share_keys_may_see_other_ones_of_them(run: Run, dims: tuple[
     clean = half(structure)
     assert has_own_backward(plan_of(clean, run))
     do = clean.do.copy()
-    do[..., :4, :] = np.nan  # of queries without a key
+    do[..., :4, :] = np.nan  # rows of queries without a key
     assert_within_bounds(clean, **call(clean.but(do=do), run, margin=ALIGNED))
 
 
 def heads_without_a_step(dims: tuple[int, int] | None) -> Structure:
-    """Return a structure of whole tiles, whose second head has no step for the second tile of keys."""
+    """Return a structure with full tiles, in which the second head has no step for the second tile of keys."""
     ends = Ends(np.array([256, 70, 256, 256]))
     shape = {"num_heads": 4, "num_kv_heads": 1, "seqlen_q": 256, "seqlen_kv": 256, "head_dim": 64, "value_dim": 40}
     return of_dims(Structure(**shape, mask=ends), dims)
@@ -488,7 +488,7 @@ def test_no_helper_is_a_head_ahead_of_another(
 
 
 class Watched(Simulator):
-    """A simulator that compiles the kernels with the watchdog that CUFLASH_CHECK gives them."""
+    """A simulator that compiles sm90 kernels with the watchdog that CUFLASH_CHECK enables."""
 
     def launch(self, spec: KernelSpec, *rest: Any) -> None:
         super().launch(replace(spec, has_watchdog=spec.family == "sm90"), *rest)
@@ -555,9 +555,9 @@ def planned(*shape: int, dtype: str = "float16", kernel: Any = "sm90", **options
 
 
 def steps_taken(num_heads: int, heads_per_group: int, steps: list[int], num_blocks: int) -> np.ndarray:
-    """Return how many steps each thread block takes if it takes the next tile, longest first, whenever it ends one.
+    """Return how many steps each thread block takes if it always takes the next tile, longest first, once it is idle.
 
-    Tiles are numbered as attention/tile_scheduler.cuh numbers them.
+    Tiles are numbered as in attention/tile_scheduler.cuh.
     """
     taken = np.zeros(num_blocks, int)
     for first in range(0, num_heads, heads_per_group):
@@ -578,7 +578,7 @@ def test_blocks_of_a_causal_call_end_together(dim: int, seqlen: int, num_heads: 
     assert taken.max() <= max(1.05 * taken.mean(), steps[-1])
     keys_and_values = 2 * seqlen * dim * 2
     assert heads_per_group <= 8 or heads_per_group * keys_and_values <= plan.device.cache_bytes / 3
-    assert planned(num_heads, seqlen, dim).kernels.order.heads_per_group == 1  # tiles are alike
+    assert planned(num_heads, seqlen, dim).kernels.order.heads_per_group == 1  # all tiles have the same length
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(256, 256), (256, 192), (192, 192), (192, 128), (64, 256)])

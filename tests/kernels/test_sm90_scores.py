@@ -1,4 +1,4 @@
-"""Score functions and dropout in Hopper's gradients: each form of function, in both tiles, under each kind of mask."""
+"""Score functions and dropout in sm90's gradients: each form of function, both tile sizes, each kind of mask."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = needs_compiler
 DROPOUT = Dropout(0.3, 0x9ABCDEF012345678, 7)
 BLOCKS = masks.BlockPattern(np.array([[True, False], [True, True]]), 128)
 UNALIGNED = masks.BlockPattern(np.array([[True, False], [True, True]]), (136, 152))
-# Each kind of work that a kernel walks, for 150 queries and 200 keys.
+# Masks for each kind of work list that a kernel walks, for 150 queries and 200 keys.
 MASKS = {
     "full": None,
     "causal": masks.Causal("bottom_right"),
@@ -30,14 +30,15 @@ MASKS = {
     "unaligned": UNALIGNED,
 }
 HIDDEN = np.where(np.arange(150)[:, None] % 7 == 0, -np.inf, np.random.default_rng(3).standard_normal((150, 200)))
-# Functions whose slopes are 1, constant or not, with arrays that are read at each kind of place.
+# Functions with slopes that are 1, constant or variable, and with arrays that are read at each kind of position.
 FUNCTIONS = {
     name: score for name, score in TEN.items() if name not in ("bias", "boost", "polynomial")
 } | {
-    "bias": scores.bias(HIDDEN.astype(np.float16)),  # which leaves some queries without a key
+    "bias": scores.bias(HIDDEN.astype(np.float16)),  # a bias that leaves some queries without a key
     "no slope": Score(lambda s, b, h, i, j: 0.125 * (i % 3) - 0.25 * (j % 2)),
 }  # fmt: skip
-WIDTHS = {"64": (24, 16), "128": (80, 72)}  # of the tiles of 128 queries and of 64
+# head_dim and value_dim of the kernels with tiles of 128 queries and with tiles of 64
+WIDTHS = {"64": (24, 16), "128": (80, 72)}
 CASES = in_turn(
     FUNCTIONS, MASKS, ["64", "64", "128", "128"], [None, DROPOUT, DROPOUT, None, DROPOUT], ["float16", "bfloat16"] * 2
 )
@@ -45,7 +46,7 @@ SHORT = [("softcap", "causal", "128", DROPOUT, "bfloat16")]
 
 
 def cases() -> Any:
-    """Return all cases for a GPU, and few for the simulator, where a kernel takes seconds to build."""
+    """Yield all cases for a GPU, and few for the simulator, where building a kernel takes seconds."""
     for run, chosen, marks in (
         (replace(SIM, kernel="sm90"), CASES if is_long() else SHORT, ()),
         (replace(GPU, kernel="sm90"), CASES, pytest.mark.gpu(9, 0)),
@@ -56,7 +57,7 @@ def cases() -> Any:
 
 
 def check(run: Run, name: str, mask: str, width: str, dropout: Dropout | None, dtype: str) -> None:
-    """Require that all results of Hopper's own kernels are within their bounds."""
+    """Require that all results of sm90's own kernels are within their bounds."""
     head_dim, value_dim = WIDTHS[width]
     plain = run.rounded(Structure(
         q_batch=(2,), k_batch=(2,), v_batch=(2,), num_heads=4, num_kv_heads=2, seqlen_q=150, seqlen_kv=200,
@@ -83,7 +84,8 @@ def test_gradients_are_within_their_bounds(
 
 ON_GPU = pytest.param(replace(GPU, kernel="sm90"), marks=pytest.mark.gpu(9, 0))
 on_hopper = pytest.mark.parametrize("run", [replace(SIM, kernel="sm90"), ON_GPU], ids=str)
-# The simulator builds each kernel in seconds: in a short run others, and guards of planted faults, run like ones there.
+# Building a kernel for the simulator takes seconds. In a short run, other tests and the guards of planted faults run
+# similar kernels.
 on_hopper_in_long = pytest.mark.parametrize("run", [*[replace(SIM, kernel="sm90")] * is_long(), ON_GPU], ids=str)
 LONG = {"batch": (2,), "heads": (2, 1), "lengths": (150, 140)}
 
@@ -101,10 +103,10 @@ def test_gradients_of_a_bias_are_summed_over_what_shares_it(run: Run) -> None:
 
 
 def check_hidden_queries(run: Run) -> None:
-    """Check a function that is -inf for every third query, and infinite or NaN at the zeros of padding.
+    """Check a function that is -inf for every third query, and infinite or NaN for the zeros of padding.
 
-    NaN in dO of such a query reaches no result. The slopes of one function depend on scores, and its array has a
-    gradient.
+    NaN in dO of such a query must not reach any result. One function has slopes that depend on scores, and an array
+    with a gradient.
     """
     rng = np.random.default_rng(0)
     zeros, factors = np.zeros((37, 150), np.float32), np.ones(37, np.float32)
@@ -130,7 +132,7 @@ def test_queries_that_a_function_hides_reach_nothing(run: Run) -> None:
 
 @on_hopper
 def test_weights_are_dropped_in_lists_whose_blocks_start_anywhere(run: Run) -> None:
-    """With q = 0 and an identity as dO, dV shows which weights are kept."""
+    """With q = 0 and an identity matrix as dO, dV shows which weights are kept."""
     example = Structure(
         seqlen_q=150, seqlen_kv=200, value_dim=64, dtype="float16", mask=UNALIGNED, dropout=DROPOUT
     ).example()  # fmt: skip

@@ -1,4 +1,4 @@
-"""Gradients of the sm90 family in which dQ has its own kernel: for repeatable bits, and for lists of small blocks."""
+"""Gradients of the sm90 family with a separate kernel for dQ: for reproducible bits, and for lists of small blocks."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_exact_probes_pass(run: Run, example: Example) -> None:
     assert_exact_probes(run.attend, example)
 
 
-@sampled_on_simulator(repeating, "name", STRUCTURES, 4)  # test_sm90 has others, and test_poison all
+@sampled_on_simulator(repeating, "name", STRUCTURES, 4)  # test_sm90 runs others, and test_poison all
 def test_poison_around_every_array_is_neither_read_nor_overwritten(run: Run, name: str) -> None:
     structure = STRUCTURES[name]
     example = half(structure, structure.dtype if structure.dtype in HALVES else "float16")
@@ -180,7 +180,7 @@ def assert_queries_past_a_step_never_matter(run: Run) -> None:
         run.pull(example.q, example.k, example.v, example.do, dlse=None, mask=clean.mask, scale=clean.scale)
         for example in (clean, clean.but(**poisoned))
     ]
-    for expected, actual in zip(results[0][1:], results[1][1:]):  # dk and dv
+    for expected, actual in zip(results[0][1:], results[1][1:]):  # compare dk and dv
         assert actual[..., :64, :].tobytes() == expected[..., :64, :].tobytes()
 
 
@@ -204,7 +204,7 @@ def test_what_stands_in_absent_blocks_never_matters(run: Run) -> None:
 def test_heads_that_share_keys_may_see_other_ones_of_them(run: Run) -> None:
     clean = half(replace(TILES["dense"], num_kv_heads=1, mask=Ends(np.array([130, 70, 300, 180]))))
     do = clean.do.copy()
-    do[..., :4, :] = np.nan  # of queries without a key
+    do[..., :4, :] = np.nan  # rows of queries without a key
     assert_within_bounds(clean, **call(clean.but(do=do), run, margin=ALIGNED))
 
 

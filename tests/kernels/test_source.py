@@ -1,4 +1,4 @@
-"""The text of a specification is complete and repeatable, and its lines lead back to files; files keep room rules."""
+"""Kernel texts are complete and reproducible, and their lines map to files; kernels_cu/ keeps its folders' rules."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ CHANGED = {
 }
 
 
-# The text.
+# Texts.
 
 
 def test_equal_specifications_give_equal_texts(kernels: Path, spec: Make) -> None:
@@ -98,7 +98,7 @@ def test_a_changed_header_changes_the_text(kernels: Path, spec: Make) -> None:
     before = room.source(spec("plain"))
     with (kernels / "attention" / "params.cuh").open("a") as header:
         header.write("// changed\n")
-    room.source.cache_clear()  # as in the next process
+    room.source.cache_clear()  # as in a new process
     assert room.source(spec("plain")) != before
 
 
@@ -138,7 +138,7 @@ def test_an_include_of_something_else_is_refused_with_its_line(kernels: Path, li
         room.flatten("simt/stray.cu")
 
 
-# Lines lead back to our files. `$` is where the fault goes.
+# Lines map to our files. `$` marks where the fault is inserted.
 
 ENTRY = "// first line\n{before}\n#include <attention/outer.cuh>\n{after}\n"
 OUTER = "#pragma once\n#include <attention/inner.cuh>\n\n{outer}\n"
@@ -160,7 +160,7 @@ def _broken(kernels: Path, place: str) -> tuple[str, int]:
 
 
 def _host_compiler(text: str, standard: str) -> str:
-    """Return g++'s messages about a text without CUDA's words; none if it is right."""
+    """Return g++'s messages about a text that uses no CUDA keywords; empty if it compiles."""
     path = shutil.which("g++")
     if path is None:
         pytest.skip("no g++: apt install g++")
@@ -171,7 +171,7 @@ def _host_compiler(text: str, standard: str) -> str:
 @pytest.mark.parametrize("place", PLACES)
 def test_gcc_names_our_file_and_line(kernels: Path, spec: Make, place: str) -> None:
     file, line = _broken(kernels, place)
-    # The tags of 16-bit types do not matter to this text, whose element is a float.
+    # The text has float elements, so the stubs for 16-bit types are irrelevant.
     assert f"kernels_cu/{file}:{line}:" in _host_compiler(room.source(spec("fault")), "c++17")
 
 
@@ -182,7 +182,7 @@ def test_nvrtc_names_our_file_and_line(nvrtc: Any, kernels: Path, spec: Make, pl
         compiling.cubin(spec("fault"), "sm_90")
 
 
-# The record.
+# The params record.
 
 PARAMS = ["attention/params.cuh"]
 
@@ -201,7 +201,7 @@ def test_each_wrong_number_stops_the_compiler(which: int) -> None:
         equals = re.findall(r"== \d+", line)
         if equals:
             before, literal, after = line.partition(equals[which]) if which == 0 else line.rpartition(equals[which])
-            lines[number] = f"{before}{literal}1{after}"  # one more digit
+            lines[number] = f"{before}{literal}1{after}"  # adds a digit
     said = _host_compiler(room.flatten("attention/params.cuh") + "\n".join(lines), "c++17")
     assert re.findall(r"static assertion failed: (.*)", said) == members != []
 
@@ -218,7 +218,7 @@ def test_nvrtc_and_gcc_are_asked_the_same() -> None:
 
 
 def launched() -> list[KernelSpec]:
-    """Return a problem's kernels of every family, including FP8, split-KV, caches and block masses."""
+    """Return the specifications of a problem's kernels in every family, with FP8, split-KV, caches and block masses."""
     chip, shared = DeviceSpec.gpu("H100"), []
     for dtype in (np.float16, np.float32, np.float64):
         problem = Problem.of(*[ShapeDtype((1, 4, 300, 64), np.dtype(dtype))] * 3)
@@ -239,7 +239,7 @@ def launched() -> list[KernelSpec]:
 
 @pytest.mark.parametrize("spec", launched(), ids=lambda spec: f"{spec.name}-{spec.dtype}-{spec.head_dim}")
 def test_kernels_state_the_shared_memory_that_their_launches_ask_for(spec: KernelSpec) -> None:
-    """The compiler compares both numbers; kernels without dynamic shared memory state none."""
+    """The compiler compares both numbers; kernels without dynamic shared memory declare none."""
     stated = re.findall(r"static_assert\(cuflash::\w+::kSharedBytes == (\d+)", room.source(spec))
     num_bytes = spec.shared_bytes
     assert stated == ([str(num_bytes)] if num_bytes else [])
@@ -272,13 +272,14 @@ def test_a_family_that_refuses_a_dtype_names_only_families_that_take_it(family: 
     known = Problem.of(*[ShapeDtype((1, 4, 300, 64), np.dtype(np.float16))] * 3)
     problem = replace(known, dtype=np.dtype(dtype))
     for reason in FAMILIES[family].reasons(problem, None):
-        advised = re.findall(r"kernel='(\w+)'", reason)[1:]  # after its own name
+        advised = re.findall(r"kernel='(\w+)'", reason)[1:]  # without the kernel's own name, which comes first
         assert advised == ([] if FAMILIES["simt"].reasons(problem, None) else ["simt"])
 
 
-# The files.
+# The files of kernels_cu/.
 
-ORDER = ("ptx", "tile", "attention")  # each includes itself and what is on its left; entries include them all
+# each folder may include itself and those to its left; entry files may include all
+ORDER = ("ptx", "tile", "attention")
 ENTRIES = "entries"
 MAY_INCLUDE = {"attention": {"attention", "tile", "ptx/math.cuh", "ptx/types.cuh"}}
 WORDS = {
@@ -292,7 +293,7 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 def rules(path: str, text: str) -> Iterator[str]:
-    """List what a file of kernels_cu/ contains against its folder's rules."""
+    """Yield the rules of its folder that a file of kernels_cu/ breaks."""
     room_of = path.partition("/")[0]
     kind = room_of if room_of in ORDER else ENTRIES
     if (kind != ENTRIES and not path.endswith(".cuh")) or not re.fullmatch(r"[a-z0-9_]+/[a-z0-9_]+\.cuh?", path):
@@ -318,7 +319,7 @@ def _directive_rules(path: str, kind: str, line: str) -> Iterator[str]:
         return
     include = re.fullmatch(r"#include <((\w+)/\w+\.cuh)>", line)
     if include:
-        own = {*ORDER, path.partition("/")[0]}  # what entries of one family share is next to them
+        own = {*ORDER, path.partition("/")[0]}  # headers shared by a family's entry files are in its folder
         allowed = MAY_INCLUDE.get(kind, own if kind == ENTRIES else set(ORDER[: ORDER.index(kind) + 1]))
         if not {include[1], include[2]} & allowed:
             yield f"includes {include[1]}"

@@ -1,4 +1,4 @@
-"""Blocks that share a tile's keys: their partial results, the merged results, when keys are split, and workspaces."""
+"""Thread blocks that share a tile's keys: partial and merged results, when plans split keys, and workspaces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from splitting import STRUCTURES, forward, rounded, split_plan
 import cuflash
 from cuflash import DeviceSpec, ShapeDtype, masks, sim
 
-SPLITS = (1, 2, 3, 9)  # of 300 keys in steps of 128; so 9 leave blocks without one
+SPLITS = (1, 2, 3, 9)  # parts of 300 keys in steps of 128; with 9 parts, some have no step
 
 
 @on_kernels
@@ -69,11 +69,12 @@ def test_what_is_made_of_parts_is_what_merge_makes_of_them(run: Run, name: str) 
 
 
 def merging_tolerances(outs: Any, lses: Any) -> tuple[Any, Any]:
-    """Return how far merged o and lse may be from those of these parts, by roundoffs of float32.
+    """Return how far merged o and lse may be from the exact merge of these parts, due to float32 roundoff.
 
-    The weight of a part is exp(lse - m), m being the largest lse: one roundoff of the difference, two of a change of
-    base, and four of the exponential. A sum has one for each part. O is the quotient of two sums, which the products
-    and the division round, and lse is m plus a logarithm, whose relative error is four roundoffs.
+    The weight of a part is exp(lse - m), where m is the largest lse. It errs by one roundoff for the difference, two
+    for the change of base, and four for the exponential. A sum adds a roundoff per part. O is the quotient of two sums,
+    to which the products and the division add roundoffs, and lse is m plus a logarithm with a relative error of four
+    roundoffs.
     """
     roundoff, parts = np.finfo(np.float32).eps / 2, len(lses)
     has_key = ~np.isneginf(lses)
@@ -114,13 +115,13 @@ def test_what_a_part_may_not_see_never_matters() -> None:
 def test_nan_in_one_part_goes_where_arithmetic_takes_it() -> None:
     example = rounded(STRUCTURES["few queries, causal"].example())
     k = example.k.copy()
-    k[0, 0, 299] = np.nan  # the last key, which the last query alone sees
+    k[0, 0, 299] = np.nan  # the last key, which only the last query attends
     o, lse = Plan(split_plan(example, 3), "sim").forward(example.q, k, example.v)
     assert np.isnan(o[0, :2, 4].astype(np.float32)).all() and np.isnan(lse[0, :2, 4]).all()
     assert np.isfinite(o[0, :2, :4].astype(np.float32)).all() and np.isfinite(lse[1]).all()
 
 
-# These tests ask whether a plan splits the keys, and into how many parts.
+# Whether a plan splits the keys, and into how many parts.
 
 
 def planned(
@@ -138,7 +139,7 @@ def test_keys_are_shared_where_tiles_do_not_fill_the_gpu() -> None:
     assert one.specs["forward"].pack_gqa and one.kernels.num_splits > many.kernels.num_splits > 1
     tiles = one.kernels.forward.launches["forward"].grid(1)
     assert tiles == 8 * one.kernels.num_splits  # a tile for each key/value head
-    assert planned(1, 4, 4, 1, 8 * 64).kernels.num_splits == 8  # a step each
+    assert planned(1, 4, 4, 1, 8 * 64).kernels.num_splits == 8  # one step per part
     assert planned(1, 4, 4, 1, 1 << 16, mask=masks.SlidingWindow(500, 0, "bottom_right")).kernels.num_splits == 8
 
 

@@ -1,4 +1,4 @@
-"""A bias in Hopper's kernels: when its elements are staged in shared memory, and its gradient is stored from there."""
+"""A bias in sm90's kernels: when shared memory stages its elements, and when its gradient is stored from there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HALF, BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
 
 def specs(library: Any, score: Any, wrt: tuple[str, ...] = (), **changes: Any) -> dict[str, KernelSpec]:
-    """Return the specifications of a problem of float16."""
+    """Return the specifications of the kernels of a float16 problem."""
     sizes = {"heads": 4, "seqlen_q": 300, "seqlen_kv": 512, "dim": 128} | changes
     shapes = ((2, sizes["heads"], sizes[name], sizes["dim"]) for name in ("seqlen_q", "seqlen_kv"))
     q, k = (library.ShapeDtype(shape, HALF) for shape in shapes)
@@ -39,7 +39,7 @@ def specs(library: Any, score: Any, wrt: tuple[str, ...] = (), **changes: Any) -
 
 
 def check_plans(library: Any) -> None:
-    """Check that kernels stage arrays read at query and key, and store the gradients that one tile computes."""
+    """Check that kernels stage arrays read at query and key, and store gradients to which only one tile contributes."""
 
     def bias(*shape: int, dtype: Any = HALF) -> Any:
         return library.scores.bias(library.ShapeDtype(shape, np.dtype(dtype)))
@@ -53,7 +53,7 @@ def check_plans(library: Any) -> None:
 
     softcap, blocks = library.scores.softcap(3.0), library.masks.BlockPattern(np.eye(3, 4, dtype=bool), 128)
     assert staged(bias(2, 4, 300, 512)) == (True, True)
-    assert staged(bias(300, 512, dtype=BFLOAT16)) == (True, True)  # which all heads share
+    assert staged(bias(300, 512, dtype=BFLOAT16)) == (True, True)  # all heads share it
     assert staged(softcap @ bias(4, 300, 512)) == (True, True)
     assert staged(bias(4, 300, 512), dim=64) == (True, False)
     assert staged(bias(4, 300, 512), mask=blocks) == (False, True)
@@ -65,14 +65,14 @@ def check_plans(library: Any) -> None:
         library.scores.Score(lambda s, b, h, i, j, x: s + x[h, i, np.maximum(j - 1, 0)], x=table),
     ):  # fmt: skip
         assert staged(score) == (False, False)
-    assert staged(bias(4, 300, 509), seqlen_kv=509) == (False, False)  # rows are not whole packets
+    assert staged(bias(4, 300, 509), seqlen_kv=509) == (False, False)  # rows are not a multiple of 16 bytes
     assert staged(bias(4, 300, 512), dim=192) == (False, False)
     own = bias(2, 4, 300, 512)
     assert is_stored(own)
-    assert is_stored(softcap @ own)  # the cap comes after the bias
+    assert is_stored(softcap @ own)  # the softcap comes after the bias
     assert not is_stored(own, ())
-    assert not is_stored(own @ softcap)  # it comes before: the slope by the score is another
-    assert not is_stored(bias(4, 300, 512))  # which two batch entries share
+    assert not is_stored(own @ softcap)  # the softcap comes first, so the slopes by score and by bias differ
+    assert not is_stored(bias(4, 300, 512))  # two batch entries share it
     assert not is_stored(bias(2, 4, 300, 512, dtype=BFLOAT16))  # dS is float16
 
 
@@ -81,7 +81,7 @@ def test_kernels_stage_arrays_that_are_as_large_as_the_scores() -> None:
 
 
 def check_zeros(library: Any) -> None:
-    """Check that stored gradients need zeros only where a mask hides scores, and added ones always."""
+    """Check that stored gradients are zeroed only if a mask hides scores, and added ones always."""
     q, array = library.ShapeDtype((4, 512, 128), HALF), library.ShapeDtype((4, 512, 512), HALF)
     for kernel, causal, dtype, zeroed in (
         ("sm90", False, HALF, ()), ("sm90", True, HALF, ("dscore.bias",)),
@@ -111,7 +111,7 @@ LAYOUTS = {
 
 
 def problem(mask: Any, dim: int = 72, seqlen_kv: int = 136) -> Example:
-    """Return an example with a bias that is -inf in some elements, and in all of every seventh query."""
+    """Return an example with a bias that is -inf in some elements, and in entire rows of every seventh query."""
     structure = Structure(
         q_batch=(2,), k_batch=(2,), v_batch=(2,), num_heads=2, num_kv_heads=1, seqlen_q=200, seqlen_kv=seqlen_kv,
         head_dim=dim, value_dim=dim, dtype="float16", mask=mask,
@@ -122,7 +122,7 @@ def problem(mask: Any, dim: int = 72, seqlen_kv: int = 136) -> Example:
 
 
 def check_masks(run: Run, names: tuple[str, ...]) -> None:
-    """Check results and the bias's gradient under masks whose steps start and end anywhere."""
+    """Check results and the bias's gradient under masks with steps that start and end anywhere."""
     chosen = {
         "nothing": None, "causal": masks.Causal("top_left"), "window": masks.SlidingWindow(37, 21, "top_left"),
         "lengths": masks.Lengths(kv=np.array([136, 61])), "lower": masks.Band(-50, None),
@@ -139,7 +139,7 @@ def test_results_are_within_their_bounds_under_any_mask(run: Run) -> None:
 
 
 def check_unaligned(run: Run) -> None:
-    """Check steps that start at keys 35, 163 and 3, where a 16-byte copy must not start."""
+    """Check steps that start at keys 35, 163 and 3, where a 16-byte copy would be misaligned."""
     for mask, seqlen_kv in ((masks.SlidingWindow(37, 200, "top_left"), 392), (masks.Lengths(kv=131), 136)):
         example = run.rounded(problem(mask, seqlen_kv=seqlen_kv))
         assert_within_bounds(example, **everything(run, example))
@@ -151,12 +151,12 @@ def test_steps_may_start_between_multiples_of_16_bytes(run: Run) -> None:
 
 
 def check_schedules(schedules: list[Schedule]) -> None:
-    """Check warps in any order, late copies, and several tiles of queries with a short last one."""
+    """Check warps in any order, late copies, and several tiles of queries, the last of them short."""
     for schedule in schedules:
         with patch("cuflash.executors.sim._SIMULATOR", Simulator(schedule)):
             run = replace(SIM, kernel="sm90")
             check_masks(run, ("window",))
-            example = run.rounded(problem(None, 24, 392))  # of more steps than slots
+            example = run.rounded(problem(None, 24, 392))  # more steps than pipeline slots
             assert_within_bounds(example, **everything(run, example))
 
 
@@ -166,7 +166,7 @@ def test_schedules_and_late_copies_change_nothing() -> None:
 
 
 def check_layouts(run: Run) -> None:
-    """Check that results have equal bits for all memory layouts of a bias."""
+    """Check that all memory layouts of a bias give the same bits."""
     example = problem(masks.SlidingWindow(90, 90, "top_left"))
     array = example.score.arrays["bias"]
     expected = everything(run, example)
@@ -175,14 +175,14 @@ def check_layouts(run: Run) -> None:
         for result in ("o", "lse", "dv"):
             np.testing.assert_array_equal(actual[result], expected[result], err_msg=f"{result}, {name}")
         np.testing.assert_array_equal(actual["others"]["bias"], expected["others"]["bias"], err_msg=name)
-    shared = np.broadcast_to(array[:, :1], array.shape)  # all heads have one matrix
+    shared = np.broadcast_to(array[:, :1], array.shape)  # all heads share one matrix
     results = [everything(run, example.but(score=scores.bias(x))) for x in (shared, shared.copy())]
     np.testing.assert_array_equal(results[0]["o"], results[1]["o"])
     np.testing.assert_array_equal(results[0]["others"]["bias"], results[1]["others"]["bias"])
 
 
 def check_maps(library: Any) -> None:
-    """Check the tensor maps of arrays that TMA can copy, and the axes by which kernels find a tile's matrix."""
+    """Check the tensor maps of arrays that TMA can copy, and the axes with which kernels locate a tile's matrix."""
     records, tensor_map = import_module(f"{library.__name__}.executors._records"), import_module(
         f"{library.__name__}.executors.tensor_map"
     )
@@ -214,7 +214,7 @@ def test_the_layout_of_a_bias_changes_no_bit(run: Run) -> None:
 
 
 def check_hidden(run: Run) -> None:
-    """Check that the gradient of what a mask hides is 0, in visited tiles and in others."""
+    """Check that gradients of hidden elements are 0, both in visited tiles and in skipped ones."""
     example = problem(masks.Band(-20, 20))
     gradient = everything(run, example)["others"]["bias"]
     assert not gradient[np.broadcast_to(~example.allowed, gradient.shape)].any()
@@ -228,7 +228,7 @@ def test_hidden_elements_have_no_gradient(run: Run) -> None:
 
 @on_sm90
 def test_wide_steps_of_narrow_heads_have_their_own_elements(run: Run) -> None:
-    """Up to 64 columns a step has 128 keys, and kernels have two or three consumer warpgroups."""
+    """Up to 64 columns, a step has 128 keys, and kernels have two or three consumer warpgroups."""
     for mask in (None, masks.Causal("top_left")):
         example = run.rounded(problem(mask, 24, 264))
         assert_within_bounds(example, **everything(run, example))
@@ -238,7 +238,7 @@ def test_wide_steps_of_narrow_heads_have_their_own_elements(run: Run) -> None:
 @settings(max_examples=20 if is_long() else 4, deadline=None)
 @given(st.data())
 def test_lengths_and_functions_do_not_matter(data: st.DataObject) -> None:
-    """Functions are scaled or curved, so that their slopes need the staged number again."""
+    """Functions scale or bend the score, so that their slopes need the staged elements again."""
     seqlen_kv = 8 * data.draw(st.integers(1, 20))
     structure = Structure(
         num_heads=2, num_kv_heads=1, seqlen_q=data.draw(st.integers(65, 140)), seqlen_kv=seqlen_kv, head_dim=72,

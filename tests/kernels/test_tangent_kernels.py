@@ -1,4 +1,4 @@
-"""Kernels that compute tangents agree with the reference, on the simulator and on a GPU, and obey its rules."""
+"""Kernels that compute tangents agree with the reference, and follow its rules, on the simulator and on a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ on_kernels = pytest.mark.parametrize("run", RUNS, ids=str)
 QKV = dict.fromkeys("qkv", "normal")
 EVERY = QKV | {"sink": "normal"}
 TWO = {"q_batch": (2,), "k_batch": (1,), "v_batch": (2,)}
-ROWS = np.arange(90)[:, None] % 3 > 0  # others have no key
+ROWS = np.arange(90)[:, None] % 3 > 0  # rows with keys; the others have none
 FULL = Structure(
     **TWO, num_heads=4, num_kv_heads=2, seqlen_q=90, seqlen_kv=150, head_dim=20, value_dim=12, sink=(4,),
     mask=masks.Dense(ROWS) & masks.Causal("bottom_right"), dropout=cuflash.Dropout(0.3, seed=5),
@@ -30,7 +30,7 @@ FULL = Structure(
 
 
 def moved_along(example: Example, kinds: dict[str, str], seed: int = 11, layout: str = "contiguous") -> Moving:
-    """Give an example tangents of another seed than its own, so that they differ from its arrays."""
+    """Replace an example's tangents by those of another seed, so that they differ from its arrays."""
     return of_tests.with_tangents(example, kinds, seed, layout)
 
 
@@ -55,7 +55,7 @@ def push(run: Run, moving: Moving, **options: Any) -> dict[str, np.ndarray]:
 
 
 def check(run: Run, moving: Moving) -> dict[str, np.ndarray]:
-    """Assert that tangents are within their bounds."""
+    """Assert that the tangents of o and lse are within their bounds."""
     moving = Moving(run.rounded(moving.example), moving.tangents)
     outputs = push(run, moving)
     assert_tangents_within_bounds(moving, o_dot=outputs["o_dot"], lse_dot=outputs["lse_dot"])
@@ -68,7 +68,7 @@ def same(first: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
 
 
 def holds_for(run: Run, test: Any, **drawn: Any) -> None:
-    """Run a test with drawn examples that a run can afford; tangents of do and dlse do not matter here."""
+    """Run a test with drawn examples that are small enough for a run; tangents of do and dlse are left out."""
 
     def of_kernels(moving: Moving) -> None:
         dots = {name: x for name, x in moving.tangents.items() if name not in ("do", "dlse")}
@@ -129,7 +129,7 @@ def test_an_absent_tangent_is_one_of_zeros(run: Run) -> None:
 
 @on_kernels
 def test_a_drift_that_all_keys_share_costs_no_digits(run: Run) -> None:
-    """Were tangents of scores not taken relative to a number of their row, o's rounding would be multiplied by it."""
+    """Tangents of scores are relative to a center of their row; else their common drift would multiply o's rounding."""
     mask = masks.Dense(np.arange(700) % 70 <= np.arange(60)[:, None])
     example = Structure(num_heads=2, seqlen_q=60, seqlen_kv=700, head_dim=16, dtype="float16", mask=mask).example()
     moving = moved_along(run.rounded(example), {"k": "drift"})
@@ -140,7 +140,7 @@ def test_a_drift_that_all_keys_share_costs_no_digits(run: Run) -> None:
 
 @on_kernels
 def test_rows_of_several_steps_have_one_center(run: Run) -> None:
-    """The center is that of the first step, also while other rows of the tile wait for their first keys."""
+    """A row's center comes from its first step, even while other rows of the tile wait for their first keys."""
     rng = np.random.default_rng(0)
     for mask in (None, masks.Dense(np.arange(700) >= 8 * np.arange(50)[:, None])):
         example = Structure(seqlen_q=50, seqlen_kv=700, head_dim=8, value_dim=4, mask=mask).example()
@@ -246,7 +246,7 @@ def test_masks_of_every_kind_are_their_dense_mask(run: Run, dtype: str) -> None:
 @on_kernels
 @pytest.mark.parametrize(("dtype", "dims"), [("float16", (128, 128)), ("bfloat16", (64, 48)), ("float16", (136, 200))])
 def test_wide_rows_are_within_their_bounds(run: Run, dtype: str, dims: tuple[int, int]) -> None:
-    """Whole tiles of 16-bit rows, and tiles of more than 128 columns."""
+    """Full tiles of 16-bit rows, and tiles of more than 128 columns."""
     sizes = {"seqlen_q": 140, "seqlen_kv": 200, "head_dim": dims[0], "value_dim": dims[1], "dtype": dtype}
     for mask in (None, masks.Causal("bottom_right")):
         check(run, moved_along(Structure(num_heads=2, num_kv_heads=1, mask=mask, **sizes).example(), QKV))
@@ -380,7 +380,7 @@ def test_masks_of_every_kind_serve_second_derivatives(run: Run, dtype: str) -> N
 @on_kernels
 @pytest.mark.parametrize(("dtype", "dims"), [("float16", (128, 128)), ("bfloat16", (64, 48)), ("float16", (136, 20))])
 def test_wide_rows_have_second_derivatives(run: Run, dtype: str, dims: tuple[int, int]) -> None:
-    """Whole tiles of 16-bit rows, and tiles of more than 128 columns."""
+    """Full tiles of 16-bit rows, and tiles of more than 128 columns."""
     sizes = {"seqlen_q": 140, "seqlen_kv": 200, "head_dim": dims[0], "value_dim": dims[1], "dtype": dtype}
     example = Structure(num_heads=2, num_kv_heads=1, mask=masks.Causal("bottom_right"), **sizes).example()
     check_gradients(run, moved_along(example, QKV | {"do": "normal"}))
@@ -401,7 +401,7 @@ def test_the_hessian_is_symmetric(run: Run) -> None:
 
 @on_kernels
 def test_rows_without_a_key_have_no_second_derivative(run: Run) -> None:
-    """do and its tangent do not count there, NaN included; of the sink's gradient dlse_dot counts."""
+    """In such rows do and its tangent have no effect, even as NaN; for the sink's gradient only dlse_dot matters."""
     example = replace(FULL, dropout=None, mask=masks.Dense(ROWS)).example()
     moving = moved_along(example, EVERY | {"do": "normal", "dlse": "normal"})
     wanted = pull(run, moving)

@@ -1,4 +1,4 @@
-"""Tensor maps that hardware cannot use are refused with every reason. tests/kernels/test_probes.py copies by others."""
+"""Tensor maps that hardware cannot use are refused with every reason. Copies with valid maps are in test_probes.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""float32 on tensor cores: precision='tf32' and 'tf32x3' are within their bounds, and refused on other chips."""
+"""float32 on tensor cores: precision='tf32' and 'tf32x3' are within their bounds, and refused on older chips."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MASKS = {
 
 
 def structure(mask: masks.Mask | None, **changes: Any) -> Structure:
-    """Return a problem with two batch entries, GQA, lengths that fill no tile, and dims that fill no chunk."""
+    """Return a problem with two batch entries, GQA, lengths that fill no tile, and dimensions that fill no chunk."""
     return replace(
         Structure(
             q_batch=(2,), k_batch=(2,), v_batch=(2,), num_heads=4, num_kv_heads=2, seqlen_q=170, seqlen_kv=200,
@@ -92,9 +92,11 @@ def test_all_dims_are_served(run: Run, head_dim: int, value_dim: int) -> None:
 def test_nan_is_seen_by_those_who_attend_it(run: Run, precision: str) -> None:
     example = structure(masks.SlidingWindow(5, 0, "bottom_right")).example().but(precision=precision)
     v = example.v.copy()
-    v[..., 100, :] = np.uint32(0x7FFFFFFF).view(np.float32)  # the NaN of GPUs; rounding its bits overflows
+    # the NaN that GPUs produce; rounding its bits would overflow
+    v[..., 100, :] = np.uint32(0x7FFFFFFF).view(np.float32)
     o = run.everything(example.but(v=v))["o"]
-    assert np.isnan(o[example.allowed[..., 100]]).all()  # and those who share a tile with it: 0 NaN is NaN
+    # and rows of queries that share a tile with them: 0 * NaN is NaN
+    assert np.isnan(o[example.allowed[..., 100]]).all()
 
 
 @pytest.mark.parametrize("run", DETERMINISTIC, ids=str)

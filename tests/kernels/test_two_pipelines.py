@@ -1,4 +1,4 @@
-"""Pipelines of the sm90 family take a specification as a parameter: several of them stand in one translation unit."""
+"""Pipelines of the sm90 family take a specification as a parameter, so several can share one translation unit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def specs() -> dict[str, KernelSpec]:
 
 
 def text(*, host: bool) -> str:
-    """Return one text that has all of `specs`, the first one also as what the instructions of a file take."""
+    """Return one text with all of `specs`; the first also supplies the constants that each file's instructions need."""
     structures = [re.sub("struct Config", f"struct {name}", room.constants(spec)) for name, spec in specs().items()]
     constants = "\n".join(["#include <ptx/types.cuh>", room.constants(specs()["Forward64"]), *structures])
     without_macros = "\n".join(line for line in constants.splitlines() if not line.startswith("#define"))
@@ -69,5 +69,5 @@ def test_two_pipelines_compile_in_one_unit(nvrtc: tuple[int, int]) -> None:
 
 
 def test_no_pipeline_reads_the_constants_of_one_kernel() -> None:
-    """Those that headers of attention/ take from the unit's own `Config` are in files of their own."""
+    """Headers of attention/ that read the translation unit's own `Config` are kept in separate files, config_*.cuh."""
     assert "kernels_cu/attention/config_" not in text(host=False)

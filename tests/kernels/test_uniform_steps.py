@@ -1,4 +1,4 @@
-"""Hopper's kernels read a table once for a warp's tile in which a clipped distance is one number."""
+"""The sm90 kernels read a table once for a whole warp's tile if the clipped distance is the same throughout it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NEAR = Score(lambda s, b, h, i, j, near: s + near[h, np.clip(j - i, -4, 4) + 4],
 
 
 def check_directions(library: Any) -> None:
-    """Require the monotone integers of functions with a table of 100 elements, and their directions."""
+    """Check which index expressions of functions with a table of 100 elements are monotone, and in which directions."""
     uniform = importlib.import_module(f"{library.__name__}.scores.uniform").uniform
 
     def directions(index: Any) -> list[tuple[int, int]]:
@@ -55,7 +55,7 @@ def test_integers_that_are_monotone_are_found() -> None:
 @settings(max_examples=300 if is_long() else 60, deadline=None)
 @given(formulas(), st.data())
 def test_values_are_uniform_where_their_roots_are_equal_at_two_corners(formula: Any, data: st.DataObject) -> None:
-    """Random functions, and tables of clipped distances, are evaluated in tiles of queries and keys."""
+    """Random functions, and tables of clipped distances, are evaluated on tiles of queries and keys."""
     if data.draw(st.booleans()):
         score = NEAR
     else:
@@ -81,7 +81,7 @@ def test_values_are_uniform_where_their_roots_are_equal_at_two_corners(formula: 
 
 
 def check_bins(library: Any) -> None:
-    """Check that only the gradient of one short row of a table has bins in shared memory."""
+    """Check that only the gradient of a table with one short row has bins in shared memory."""
     device, x = library.DeviceSpec.gpu("H100"), library.ShapeDtype((2, 4, 300, 128), np.dtype(np.float16))
 
     def bins(function: Any, wrt: Any, deterministic: bool = False, **shapes: tuple[int, ...]) -> tuple[int, int]:
@@ -113,7 +113,7 @@ def test_gradients_of_short_tables_have_bins() -> None:
 
 
 def check_clipped(run: Run, dim: int = 72) -> None:
-    """Check steps far from the diagonal, and a function with a term next to the table whose slope is not 1."""
+    """Check steps far from the diagonal, and a function with an extra term that has a slope other than 1."""
     structure = Structure(
         num_heads=2, num_kv_heads=1, seqlen_q=200, seqlen_kv=300, head_dim=dim, value_dim=dim, dtype="float16",
         mask=masks.SlidingWindow(150, 120, "bottom_right"),
@@ -122,7 +122,7 @@ def check_clipped(run: Run, dim: int = 72) -> None:
         lambda s, b, h, i, j, near, slope: s * (1 + near[h, np.clip(j - i, -4, 4) + 4]) + slope[h] * np.abs(i - j),
         near=TABLE / 8, slope=np.array([0.01, -0.02], np.float32),
     )  # fmt: skip
-    long = Score(NEAR.function, near=np.tile(TABLE, (1, 4)))  # of more elements than lanes have bins for
+    long = Score(NEAR.function, near=np.tile(TABLE, (1, 4)))  # a table with more elements than a lane has bins
     plain = run.rounded(structure.example())
     for score in (NEAR, mixed, long):
         example = plain.but(score=score, wrt=tuple(score.arrays))
@@ -136,7 +136,7 @@ def test_clipped_tables_are_within_their_bounds(run: Run) -> None:
 
 @on_sm90
 def test_a_clipped_table_is_a_bias(run: Run) -> None:
-    """A table gives the results of a bias with its elements. The bias's gradient is then summed by element."""
+    """A table gives the same results as a bias with its elements, whose gradient is summed by element."""
     if run.executor == "sim" and not is_long():
         pytest.skip("a short run draws other functions")
     structure = Structure(num_heads=2, num_kv_heads=2, seqlen_q=150, seqlen_kv=264, head_dim=80, dtype="float16")

@@ -1,4 +1,4 @@
-"""Block indices are exact: what they report of blocks is true of the elements."""
+"""Block indexes are exact: what they report about blocks is true of the elements."""
 
 from typing import Any
 
@@ -164,7 +164,8 @@ def test_causal_has_one_interval_a_row_and_no_bit_tile():
 def test_a_function_of_distance_is_stored_as_few_tiles():
     mask = masks.FromFunction(lambda b, h, i, j: (j <= i) & ((i - j) % 4 == 0))
     index = BlockIndex.from_mask(mask, 512, 512, 64, num_heads=2)
-    assert index.num_entries == 36 and len(index.bits) == 2  # one tile below the diagonal, one on it
+    # one bit tile for blocks just below the diagonal, one for blocks on it
+    assert index.num_entries == 36 and len(index.bits) == 2
 
 
 def test_a_mask_that_ignores_batch_and_heads_is_compiled_once_for_all():

@@ -1,4 +1,4 @@
-"""Masks, block lists and work made on a device equal those made on the host, and making them never waits."""
+"""Masks, block lists and work lists created on a device equal those created on the host, without synchronization."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def changed(mask, change):
 
 
 def in_order(mask):
-    """Return documents whose ids never decrease, as a device needs them."""
+    """Return documents whose ids never decrease, as devices require."""
     if not hasattr(mask, "q_ids"):
         return mask
     return type(mask)(np.sort(mask.q_ids), None if mask.kv_ids is None else np.sort(mask.kv_ids))
 
 
 def sent(mask, to_device):
-    """Return a mask whose arrays are sent to a device."""
+    """Return a mask with its arrays copied to a device."""
 
     def leaf(mask):
         values = {field.name: getattr(mask, field.name) for field in dataclasses.fields(mask)}
@@ -57,7 +57,7 @@ def with_arrays(shape_and_mask):
 
 @st.composite
 def packed(draw, masks=masks):
-    """Draw documents of self-attention, alone and causal, which masks of any shape rarely are."""
+    """Draw documents of self-attention, alone and causal, which random masks rarely are."""
     shape = draw(SHAPES)
     shape = shape._replace(seqlen_kv=shape.seqlen_q)
     steps = np.random.default_rng(draw(st.integers(0, 2**32))).random((*shape.batch, shape.seqlen_q)) < 0.2
@@ -77,7 +77,7 @@ LARGE = [
 
 
 def assert_same_lists(got, expected, num_entries):
-    """Assert that the arrays that kernels read are equal, except for unused room after the last entry."""
+    """Assert that the arrays that kernels read are equal, except for unused elements after the last entry."""
     for name in ("row_pointers", "column_pointers", "row_order", "column_order"):
         np.testing.assert_array_equal(got[name], expected[name])
     for name in ("kv_blocks", "q_blocks", "column_entries"):
@@ -89,7 +89,7 @@ def on_host(lists):
 
 
 def made_on_both(shape, mask, block):
-    """Return the index of a mask whose arrays lie on the device, and the one of the mask on the host."""
+    """Return the index of a mask with arrays on the device, and the index of the same mask on the host."""
     return (BlockIndex.from_mask(each, block=block, **shape._asdict()) for each in (sent(mask, device.to_device), mask))
 
 
@@ -104,14 +104,14 @@ def test_an_index_and_its_lists_are_the_same_wherever_they_are_made(case, block)
         assert_same_blocks(turned._on_host, expected.transpose())
     host_lists = on_host(lists)
     assert_same_lists(host_lists, ListedWork(index=expected).lists, expected.num_entries)
-    # The room behind the last entry is safe to read.
+    # The unused elements after the last entry are safe to read.
     behind = slice(int(host_lists["row_pointers"][-1]), None)
     assert not any(host_lists[name][behind].any() for name in ("kv_blocks", "kinds", "tiles", "column_entries"))
     assert ((0 <= host_lists["q_blocks"]) & (host_lists["q_blocks"] < index.num_q_blocks)).all()
 
 
 def assert_flat_arrays(index):
-    """Assert that kernels read flat arrays of known dtypes and shapes."""
+    """Assert that kernels get flat arrays of known dtypes and shapes."""
     matrices, lists, room = index.batch * index.num_heads, ListedWork(index=index).lists, len(index.indices)
     is_on_host = isinstance(index.indices, np.ndarray)
     assert is_on_host or room == matrices * index.num_q_blocks * index.num_kv_blocks
@@ -267,7 +267,7 @@ def test_listing_takes_operations_that_do_not_follow_the_blocks():
     assert counts[0] == counts[1] <= 60
 
 
-# Operations that may wait, and arrays on any device
+# Operations that may synchronize, and arrays on any device
 
 SHOWN = {
     "num_entries": lambda index: index.num_entries,

@@ -1,4 +1,6 @@
-"""Block lists and work on a GPU equal those made on the host, also inside a stream capture, where waiting fails."""
+"""Block lists and work lists on a GPU equal those created on the host, also in a stream capture, which forbids
+waits.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def captured(cupy, build):
 
 def test_a_wait_inside_a_capture_is_seen(cupy):
     ids = cupy.arange(8)
-    with pytest.raises(RuntimeError, match="captur"):  # CuPy's own, or CUDA's, which it derives from it
+    with pytest.raises(RuntimeError, match="captur"):  # CuPy's own error, or its CUDA error, which is a subclass
         captured(cupy, lambda: int(ids.sum()))
 
 

@@ -1,4 +1,4 @@
-"""Calls see what is written to arrays between them; plans, and what was made of arrays before, do not."""
+"""Calls see writes to arrays between calls; plans, and objects derived from the arrays earlier, do not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORMATS = ("bsr", "coo", "csc", "csr", "dia")
 
 
 class Kind(NamedTuple):
-    """Masks of one class: how one is made of its arrays, and arrays for it from a generator of random numbers."""
+    """Masks of one class: a function that creates one from arrays, and a function that draws such arrays."""
 
     make: Callable[..., masks.Mask]
     arrays: Callable[[np.random.Generator], tuple[Any, ...]]
@@ -58,7 +58,8 @@ KINDS = {
     "Lengths": Kind(lambda q, kv: masks.Lengths(q=q, kv=kv), lambda rng: tuple(rng.integers(0, SEQLEN, (2, 2)))),
     "PrefixLM": Kind(masks.PrefixLM, lambda rng: (rng.integers(0, SEQLEN, 2),)),
 }
-EDITS = {"Sequences of equal arrays": KINDS["Sequences of two arrays"].arrays}  # others write arrays of their own kind
+# other cases write arrays of their own kind
+EDITS = {"Sequences of equal arrays": KINDS["Sequences of two arrays"].arrays}
 
 
 def attend(library: ModuleType, mask: Any, run: Run) -> Any:
@@ -67,7 +68,7 @@ def attend(library: ModuleType, mask: Any, run: Run) -> Any:
 
 
 def check_calls(library: ModuleType, make: Callable[..., Any], before: Any, after: Any, run: Run) -> None:
-    """Check that a call with an edited mask is the call with a mask that is made of the edited arrays."""
+    """Check that a call with an edited mask equals a call with a new mask of the edited arrays."""
     live = [run.put(array.copy()) for array in before]
     mask = make(*live)
     old = attend(library, mask, run)
@@ -121,7 +122,7 @@ def test_a_plan_has_the_mask_that_was_there_when_it_was_made(name: str, run: Run
 
 
 def check_refusals(library: ModuleType, causal: Any, before: Any, after: Any, allow_gaps: bool = False) -> bool:
-    """Check that the next call refuses an edited mask for the same reasons as a new one; return whether it did."""
+    """Check that a call refuses an edited mask for the same reasons as a new one; return whether it does."""
     live = [array.copy() for array in before]
     mask = library.masks.Sequences(*live, causal=causal, allow_gaps=allow_gaps)
     for array, written in zip(live, after):

@@ -1,4 +1,4 @@
-"""Operators, block patterns and scipy.sparse arrays of masks and block indices agree with NumPy on whole arrays."""
+"""Operators, block patterns and scipy.sparse arrays of masks and block indexes agree with NumPy on full arrays."""
 
 import importlib
 import operator
@@ -18,7 +18,7 @@ OF_NUMPY = {
     operator.sub: lambda x, y: x & ~y,
 }  # fmt: skip
 FORMATS = ("csr", "csc", "coo", "bsr", "lil", "dok", "dia")
-# Forms of a table of booleans; all but the first two need one of these on the other side.
+# Forms of a boolean table. All but the first two need one of the first two as the other operand.
 FORMS = {
     "mask": lambda library, table, block: library.masks.Dense(table),
     "index": lambda library, table, block: library.BlockIndex.from_mask(table, *table.shape, block),
@@ -32,7 +32,7 @@ FORMS = {
 
 @st.composite
 def tables(draw, most=11):
-    """Draw two tables of booleans of one shape, and a block size."""
+    """Draw two boolean tables of the same shape, and a block size."""
     shape = draw(st.integers(1, most)), draw(st.integers(1, most))
     rng, densities = np.random.default_rng(draw(st.integers(0, 2**32 - 1))), st.sampled_from((0.5, 0.0, 1.0, 0.1))
     pair = [rng.random(shape) < draw(densities) for _ in range(2)]
@@ -61,7 +61,7 @@ def check_operators(library, drawn):
 
 
 def check_index_operators(library, drawn):
-    """Check that an index has a complement, equality and hashes by its elements, and the counts of its array."""
+    """Check that an index has a complement, equality and hashes by elements, and the same counts as its array."""
     first, second, block = drawn
     ours, theirs = (library.BlockIndex.from_mask(table, *table.shape, block) for table in (first, second))
     assert np.array_equal((~ours).toarray()[0, 0], ~first)
@@ -75,7 +75,7 @@ def check_index_operators(library, drawn):
 
 
 def check_indices_of_masks(library, drawn):
-    """Check that closed forms of composed masks agree with their elements, which the blocks of an index come from."""
+    """Check that closed forms of composed masks agree with their elements, which determine the blocks of an index."""
     shape, mask, block = drawn
     index = library.BlockIndex.from_mask(mask, block=block, **shape._asdict())
     expected = mask.toarray(**shape._asdict()).reshape(shape.num_batch, *shape[1:])
@@ -83,7 +83,7 @@ def check_indices_of_masks(library, drawn):
 
 
 def check_coarsening(library, drawn):
-    """Check that `filled` keeps listed blocks whole, and `on_blocks` repeats each element over a block."""
+    """Check that `filled` keeps listed blocks whole, and that `on_blocks` repeats each element over a block."""
     first, _, block = drawn
     index = library.BlockIndex.from_mask(first, *first.shape, block)
     filled = index.filled()
@@ -121,7 +121,7 @@ def check_scipy(library, drawn, name):
     assert np.array_equal(library.masks.Sparse(matrix).toarray(*first.shape), first)
 
     stored = scipy.sparse.csr_array(np.ones(first.shape))
-    stored.data[~first.ravel()] = 0  # all are stored, and some of them are zeros
+    stored.data[~first.ravel()] = 0  # all elements are stored, some of them as zeros
     assert np.array_equal(from_scipy(stored, *first.shape, block).toarray()[0, 0], first)
     assert np.array_equal(library.masks.BlockPattern(stored, 1).toarray(*first.shape), first)
 

@@ -1,6 +1,6 @@
-"""Arguments of masks: numbers of every kind and size, classes of their own, and trees that are wide and deep.
+"""Arguments of masks: numbers of every kind and size, user-defined classes, and wide and deep trees.
 
-Checks take the library as an argument, so that they guard copies of it with planted faults as well.
+Checks take the library as an argument, so that they can also guard copies of it with planted faults.
 """
 
 import copy
@@ -37,7 +37,7 @@ EXECUTORS = ["cpu", pytest.param("sim", marks=needs_compiler)]
 
 
 def seen(library, executor, seqlen_q, seqlen_kv, mask=None, **options):
-    """Return which keys each query attends: scores are 0, and V tells the keys apart."""
+    """Return which keys each query attends; scores are 0, and V has a different row for each key."""
     q, k, v = np.zeros((seqlen_q, 1)), np.zeros((seqlen_kv, 1)), np.eye(seqlen_kv)
     q, k, v = (x.astype(np.float32) for x in (q, k, v))
     return library.attention(q, k, v, mask=mask, executor=executor, **options) > 0
@@ -52,7 +52,7 @@ LENGTHS = (6, 9)
 
 
 def numbers(least=0):
-    """Return a strategy for ints of Python and NumPy: small, the largest of each type, and beyond any length."""
+    """Return a strategy for Python and NumPy ints: small, the largest of each type, and beyond any length."""
     small = st.builds(strategies.as_kind, st.integers(least, 12), strategies.INTEGER_KINDS)
     greatest = st.sampled_from([kind(np.iinfo(kind).max) for kind in strategies.INTEGER_TYPES])
     return small | greatest | st.sampled_from([number for number in FAR if number >= least])
@@ -66,7 +66,7 @@ def windows():
     return st.tuples(numbers(), numbers())
 
 
-RULES = {  # arguments, and whether query i attends key j
+RULES = {  # strategies of arguments, and a rule: does query i attend key j?
     "window": (
         (sides(), sides()),
         lambda at, left, right: (left is None or at >= -left) and (right is None or at <= right),
@@ -84,7 +84,7 @@ RULES = {  # arguments, and whether query i attends key j
     "longformer": ((windows(),), lambda at, window: -window[0] <= at <= window[1]),
     "strided": ((numbers(1),), lambda at, stride: -stride < at <= 0 or at <= 0 and at % stride == 0),
 }
-PLACED_RULES = {  # whether query i attends key j, of which the places matter too
+PLACED_RULES = {  # rules in which positions matter in addition to arguments
     "compressed": (
         (numbers(1), numbers(1)), lambda i, j, length, stride: j * stride + length - 1 <= i,
     ),
@@ -183,7 +183,7 @@ def test_numbers_of_every_kind_and_size_mean_the_same_to_kernels(name_and_argume
 
 
 def check_shapes(library, kind):
-    """Check that differences of lengths, and products of processors, do not wrap around."""
+    """Check that differences of lengths, and products of processor counts, do not wrap around."""
     shape_of = part(library, "masks.shape").MaskShape
     shape, plain = shape_of((kind(1),), kind(1), kind(9), kind(6)), shape_of((1,), 1, 9, 6)
     assert shape == plain and {type(extent) for extent in (*shape.batch, *shape[1:])} == {int}
@@ -336,7 +336,7 @@ def test_an_intersection_of_bands_may_be_empty_and_a_band_may_not(a, b, c, d):
 
 
 def check_coordinates(library, kind, drawn):
-    """Check that a mask can add numbers to coordinates whose dtype does not hold the sums."""
+    """Check that a mask can add numbers to coordinates even if their dtype cannot represent the sums."""
     rooms, shape = part(library, "masks"), part(library, "masks.shape").MaskShape((), 1, 9, 9)
     grid = np.ogrid[:1, :1, :9, :9]
     narrow = [side.astype(kind) for side in grid]
@@ -351,10 +351,10 @@ def test_coordinates_of_every_kind_are_told_the_same(kind, drawn):
     check_coordinates(cuflash, kind, drawn)
 
 
-# Ids of documents
+# Document ids
 
 
-ALIKE_IDS = (  # to some dtype
+ALIKE_IDS = (  # ids that are equal in some dtype
     (0, 1, 2, 127, 128, 255),
     (2**53, 2**53 + 1, 2**60, 2**60 + 1),
     (-1, 2**64 - 1, 0, 2**53, 2**53 + 1),
@@ -365,7 +365,7 @@ ALIKE_IDS = (  # to some dtype
 
 @st.composite
 def documents(draw):
-    """Draw ids of queries and keys, each of any integer dtype that holds them, often in order."""
+    """Draw ids of queries and keys, each in any integer dtype that holds them, often in order."""
     sides, is_in_order = [], draw(st.booleans())
     chosen = draw(st.sampled_from(ALIKE_IDS))
     every = st.sampled_from(strategies.INTEGER_TYPES)
@@ -416,7 +416,7 @@ def test_lengths_of_all_dtypes_are_compared_exactly(kv):
 
 
 def check_limits(library):
-    """Check that the longest lengths and the most matrices and tiles are accepted, and one more is refused."""
+    """Check that the largest lengths and numbers of matrices and tiles are accepted, and any larger one is refused."""
     spec, most, rooms = library.DeviceSpec.gpu("A100"), part(library, "masks.shape").MAX_SEQLEN, part(library, "masks")
 
     def planned(q, k, **options):
@@ -450,7 +450,7 @@ def test_what_int32_does_not_count_is_refused():
 def test_the_last_keys_of_the_longest_sequence_are_found(executor, mask):
     keys = np.broadcast_to(np.zeros((1, 1), np.float32), (MAX_SEQLEN, 1))
     _, lse = cuflash.attention(keys[:1], keys, keys, mask=mask, executor=executor, return_lse=True)
-    # Two roundoffs of the logarithm, one of the change of its base, and one of that base's constant.
+    # Two roundoffs of the logarithm, one for the change of its base, and one of that base's constant.
     assert (abs(lse - math.log(5)) <= 4 * np.finfo(np.float32).eps / 2 * math.log(5)).all()
 
 
@@ -468,7 +468,7 @@ def test_a_mask_itself_knows_no_longest_length():
     assert not masks.Lengths(kv=far).resolve(shape)(0, 0, np.array([0]), np.array([far])).any()
 
 
-# Answers
+# Return values
 
 
 WRONG_ANSWERS = {
@@ -579,7 +579,7 @@ ERRORS = (ZeroDivisionError, TypeError, ValueError, KeyError, IndexError, Attrib
 
 
 def check_error(kind, who, use, is_noted=True):
-    """Assert that the error of a rule, which `use` calls, comes first and alone, with a note that `who` was called."""
+    """Assert that the error of a rule, which `use` calls, comes first and alone, with a note that names `who`."""
 
     def rule(b, h, i, j):
         raise kind("no such table")
@@ -617,7 +617,7 @@ def test_an_error_of_a_users_rule_comes_first_and_alone(make, use):
     who, is_noted = "the mask function rule", True
     if make.startswith("own mask"):
         who = "the __call__ of the mask OwnMask"
-    elif make == "own intervals":  # which are called by themselves, or by the class's __call__
+    elif make == "own intervals":  # its intervals are called directly, or by the class's __call__
         who, is_noted = "the __call__ of the mask OwnIntervals", False
     for kind in ERRORS:
         check_error(kind, who, lambda rule: USES_OF_MASKS[use](USERS_RULES[make](rule)), is_noted)
@@ -643,11 +643,11 @@ def test_axes_that_do_not_fit_are_told_what_they_stand_for(name):
     assert PATTERN.toarray(8, num_heads=4).shape == (4, 8, 8)
 
 
-# Classes of the user's
+# User-defined classes
 
 
 class FirstKeys(Mask):
-    """A mask of the user's that defines `__call__` alone."""
+    """A user-defined mask that defines only `__call__`."""
 
     def __init__(self, n):
         self.n = n
@@ -666,7 +666,7 @@ class OfBand(Band):
 
 
 class OfLengths(masks.Lengths):
-    """A mask of the user's that derives from one of the library's, with another constructor."""
+    """A user-defined mask that derives from one of the library's, with another constructor."""
 
     def __init__(self, n):
         super().__init__(kv=n)
@@ -692,7 +692,7 @@ class Slotted(Mask):
 
 
 class Alike(FirstKeys):
-    """A mask of the user's whose `__eq__` says that all masks of its class are equal."""
+    """A user-defined mask with an `__eq__` that says that all masks of its class are equal."""
 
     def __eq__(self, other):
         return isinstance(other, Alike)
@@ -710,7 +710,7 @@ class Declared(Mask):
 
 @dataclass(frozen=True)
 class DeclaredAlike(Mask):
-    """A mask of the user's that is a dataclass whose fields do not take part in comparisons."""
+    """A user-defined mask that is a dataclass with fields that are excluded from comparisons."""
 
     n: int = field(compare=False)
 
@@ -736,7 +736,7 @@ class DeclaredAndMore(Mask):
 
 
 class ByParent(Declared):
-    """A mask of the user's that is a dataclass by its parent alone."""
+    """A user-defined mask that is a dataclass only by inheritance."""
 
     def __init__(self, n):
         super().__init__(0)
@@ -783,7 +783,7 @@ class OfParts(Mask):
     __call__ = FirstKeys.__call__
 
 
-# Makers of a mask of the first n keys, for queries that may see all of them.
+# Functions that create a mask of the first n keys, for queries that may attend all of them.
 NOT_REMEMBERED = {
     "plain": FirstKeys,
     "of Band": OfBand,
@@ -826,7 +826,7 @@ def test_a_mask_of_any_class_is_copied_and_sent_whole(name):
 
 
 def check_classes(library):
-    """Check that no user-defined class, whatever it defines, makes a call take the plan of another mask."""
+    """Check that no user-defined class, whatever it defines, makes a call use the plan of another mask."""
     bases, rooms, contents = part(library, "masks.base"), part(library, "masks"), part(library, "masks.content")
 
     class Plain(bases.Mask):
@@ -968,7 +968,7 @@ def test_what_may_change_is_never_hashed(value):
 
 
 def test_arrays_of_plain_masks_are_where_the_library_looks_for_them():
-    """Arrays of a plain class are found as those of a dataclass are, wherever it keeps them."""
+    """The library finds the arrays of a plain class like those of a dataclass, wherever the object stores them."""
 
     class Kept(Mask):
         def __init__(self, table):
@@ -1004,7 +1004,7 @@ def wide(library, kind, count):
 
 
 def deep(library, count):
-    """Build a mask of alternating operators, and the table of booleans that it must equal."""
+    """Build a mask of alternating operators, and the boolean table that it must equal."""
     rooms, mask = part(library, "masks"), part(library, "masks").Causal()
     i, j = np.ogrid[:8, :8]
     allowed = j <= i
@@ -1069,7 +1069,7 @@ def in_brackets(mask):
 
 
 def check_written(library, mask):
-    """Check that a mask prints as it is written; arrays and functions are abbreviated."""
+    """Check that the repr of a mask evaluates to the mask; arrays and functions are abbreviated."""
     names = {name: getattr(library.masks, name) for name in library.masks.__all__} | {"array": np.array}
     names |= {kind.__name__: kind for kind in strategies.INTEGER_TYPES}
     text = repr(mask)

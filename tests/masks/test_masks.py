@@ -20,7 +20,7 @@ SHAPES = st.builds(
 )
 SHAPES_AND_MASKS = SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), strategies.masks(shape)))
 
-# patterns whose lengths are not fixed by their blocks
+# patterns with lengths that are not fixed by their blocks
 LENGTH_FREE = st.one_of(
     st.builds(
         lambda dilation, left, right, num_global: patterns.longformer(
@@ -74,7 +74,7 @@ def test_lengths_differ_by_batch_entry():
 
 def test_leading_axes_of_arrays_broadcast_over_the_batch():
     rng = np.random.default_rng(0)
-    allowed = rng.random((3, 1, 2, 4, 5)) < 0.5  # over batch (3, 2) and 2 heads
+    allowed = rng.random((3, 1, 2, 4, 5)) < 0.5  # broadcast to batch (3, 2) and 2 heads
     expected = np.broadcast_to(allowed, (3, 2, 2, 4, 5))
     assert (masks.Dense(allowed).toarray(4, 5, batch=(3, 2), num_heads=2) == expected).all()
 
@@ -105,7 +105,7 @@ def test_row_intervals_hold_exactly_the_allowed_keys_and_never_decrease(shape_an
 
 
 def assert_rectangles_never_claim_too_much(mask, shape, rectangle, seed):
-    """Assert that boxes without an allowed element may be left out, and that those called full are."""
+    """Assert that rectangles reported as empty have no allowed element, and that full ones have no other."""
     dense = mask.toarray(**shape._asdict()).reshape(shape.num_batch, *shape[1:])
     rng = np.random.default_rng(seed)
     b, h = rng.integers(0, shape.num_batch, 50), rng.integers(0, shape.num_heads, 50)
@@ -124,7 +124,7 @@ def test_rectangles_never_claim_too_much(shape, data):
     try:
         resolved = mask.resolve(shape)
     except UnsupportedProblem:
-        return  # a pattern without an alignment
+        return  # the pattern has no alignment
     assert_rectangles_never_claim_too_much(mask, shape, resolved.rectangle, data.draw(st.integers(0, 2**32)))
 
 
@@ -137,7 +137,7 @@ def test_masks_without_arrays_compare_and_hash_by_value(mask):
 
 @pytest.mark.parametrize("mask", [masks.Causal("top_left"), ~masks.Lengths(kv=3) & masks.Band(0, 1)], ids=str)
 def test_a_hash_stays_in_the_process_that_made_it(mask):
-    """A pickle of a mask holds no hash, since types and strings have other hashes in another process."""
+    """A pickled mask holds no hash, since types and strings have other hashes in another process."""
     hash(mask)
     sent = pickle.loads(pickle.dumps(mask))
     assert vars(sent).keys() == mask.__dataclass_fields__.keys() and sent == mask and hash(sent) == hash(mask)

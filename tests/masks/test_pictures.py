@@ -1,4 +1,4 @@
-"""Pictures of masks and block indices show what their arrays hold."""
+"""Pictures of masks and block indexes show the contents of their arrays."""
 
 from xml.etree import ElementTree
 
@@ -13,7 +13,7 @@ from cuflash import BlockIndex, UnsupportedProblem, masks, patterns
 
 
 def states_of(table, block):
-    """Return the state of each block of a table of booleans: 0 for none, 1 for all, 2 for some."""
+    """Return the state of each block of a boolean table: 0 for none, 1 for all, 2 for some."""
     grid = [-(-extent // side) for extent, side in zip(table.shape, block)]
     states = np.zeros(grid, int)
     for row, col in np.ndindex(*grid):

@@ -1,4 +1,4 @@
-"""Repeated calls with a mask of NumPy arrays or functions are cached, and edits of the mask are seen."""
+"""Repeated calls with a mask of NumPy arrays or functions are cached, and edits of the mask are detected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import cuflash
 RNG = np.random.default_rng(0)
 LENGTH = 48
 Q, K, V = RNG.standard_normal((3, 2, LENGTH, 8), dtype=np.float32)
-WIDTH = 9  # that `near` reads
+WIDTH = 9  # a global that `near` reads
 DTYPES = [np.dtype(kind) for kind in ("bool", "int8", "int16", "int64", "uint64", "float32")]
 
 
@@ -102,7 +102,7 @@ def test_a_snapshot_sees_any_bit_of_an_array(dtype, shape, seed, is_strided):
     snapshot = Snapshot.of(array)
     assert snapshot.is_current()
     if is_strided:
-        whole[..., 1] = 1 - whole[..., 1].astype(np.int8)  # which the array does not hold
+        whole[..., 1] = 1 - whole[..., 1].astype(np.int8)  # changes only elements outside the view
         assert snapshot.is_current()
     if array.size:
         place = tuple(rng.integers(0, extent) for extent in array.shape)

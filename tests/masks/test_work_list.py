@@ -111,7 +111,7 @@ def test_documents_whose_queries_skip_keys_are_listed():
 
 
 def assert_longest_first(lists, num_matrices):
-    """Assert that each matrix lists each row and column once, by falling numbers of entries, ties by falling places."""
+    """Assert that each matrix orders its rows and columns by decreasing number of entries, ties by decreasing index."""
     for side in ("row", "column"):
         order = lists[f"{side}_order"].reshape(num_matrices, -1)
         lengths = np.diff(lists[f"{side}_pointers"]).reshape(order.shape)
@@ -151,7 +151,7 @@ MILLION = 1 << 20
     ],
 )
 def test_a_million_tokens_never_need_a_square_array(make, limit):
-    # A bit for each element would be 128 GiB, a byte for each block of 128 x 128 64 MiB.
+    # A bit for each element would take 128 GiB, and a byte for each 128 x 128 block 64 MiB.
     shape = ShapeDtype((1, 1, MILLION, 64), np.float16)
     assert peak_bytes(lambda: plan(shape, shape, shape, mask=make())) < limit
 

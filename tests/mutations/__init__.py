@@ -1,1 +1,1 @@
-"""Faults planted in the sources, the guards that must see them, and one runner for all."""
+"""Planted faults in the sources, the guards that must detect them, and one runner for all."""

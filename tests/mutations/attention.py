@@ -1,4 +1,4 @@
-"""Faults in what the kernels of several families share: masks, softmax, tiles of work and gradients."""
+"""Planted faults in kernel code that several families share: masks, softmax, work tiles and gradients."""
 
 from __future__ import annotations
 

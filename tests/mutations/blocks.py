@@ -1,4 +1,4 @@
-"""Faults between thread blocks, which do not show where blocks run one after another."""
+"""Planted faults in the cooperation of thread blocks, which do not show if blocks run one after another."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from test_sm90 import ALIGNED, SIM90
 
 from cuflash import masks, sim
 
-SIGNS = (AssertionError, sim.SimulationError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, sim.SimulationError)  # exceptions with which a guard reports a fault
 IN_TURNS = Structure(
     num_heads=6, num_kv_heads=6, seqlen_q=70, seqlen_kv=280, head_dim=64, value_dim=40, dtype="float16",
     mask=masks.Causal("bottom_right"),
@@ -38,7 +38,7 @@ def gradients_in_turns_are_right() -> None:
 
 
 def last_arrivals_are_right() -> None:
-    """Assert dQ if tiles arrive one after another, so that none has to wait and the last one finishes dQ."""
+    """Check dQ if tiles arrive one after another, so that none of them waits and the last one finishes dQ."""
     example = one_tile_of_queries(3)
     with WAYS["lists"].plans():
         machine = Ordered(sim.Schedule(order="first_warp", resident_blocks=3), "blocks", order=(2, 0, 1))
@@ -46,7 +46,7 @@ def last_arrivals_are_right() -> None:
 
 
 def sums_of_blocks_are_right() -> None:
-    """Check that blocks add to dQ, and to gradients of arrays that a score function reads, at the same time."""
+    """Check that blocks can add concurrently to dQ, and to gradients of arrays that a score function reads."""
     example, run = SHARED_DQ.example(), replace(SIM, kernel="simt")
     machine = Simulator(sim.Schedule(order="random", resident_blocks=3), "blocks")
     with pytest.MonkeyPatch.context() as patch:
@@ -65,7 +65,7 @@ def parts_are_merged_after_they_are_written() -> None:
 
 
 def lengths_are_set_after_they_are_read() -> None:
-    """Check that the last block of a sequence to read its length sets the new one."""
+    """Check that the last block of a sequence to read its length writes the new length."""
     machine = Simulator(sim.Schedule(order="random", resident_blocks=3), "blocks")
     counts = (26, 10, 1, 4)
     rows, k, v, lengths, _ = appended(SIM, np.float32, (256, 256), counts, num_rows=26, target=machine)

@@ -1,4 +1,4 @@
-"""Faults in the kernels of FP8 caches, and the guards that must see them."""
+"""Planted faults in the kernels of FP8 caches, and the guards that must detect them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from cuflash.fp8.rows import dequantized_rows, quantized_rows
 from executors import SIM
 from mutations.planting import Edit
 
-SIGNS = (AssertionError,)  # exceptions by which guards see a fault
+SIGNS = (AssertionError,)  # exceptions with which a guard reports a fault
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _CALL = drawn(NEW | {"rows": 3, "heads": 8, "dtype": _BFLOAT16}, (193, 70))
 
 
 def decode_is_right() -> None:
-    """Check that rows with scales far apart give results within their bounds, with equal bits in pages and without."""
+    """Check that rows with very different scales give results within bounds, with equal bits in pages and without."""
     factors = np.exp2(np.arange(300) % 5 - 2)[:, None]
     call = replace(_CALL, k=(_CALL.k * factors[::-1]).astype(_BFLOAT16), v=(_CALL.v * factors).astype(_BFLOAT16))
     o, lse, faults = attended(SIM, call, is_quantized=True)

@@ -1,4 +1,4 @@
-"""Faults in score functions of KV caches, in parts at fixed positions, and in positions within packed sequences."""
+"""Planted faults in score functions of KV caches, in parts at fixed positions, and in positions in packed sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mutations.calls import refuses
 from mutations.planting import Edit
 from scored_caches import arrays_of, assert_is_scored_attention, chunked, mixed
 
-SIGNS = (AssertionError, ValueError, IndexError, KeyError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, ValueError, IndexError, KeyError)  # exceptions with which a guard reports a fault
 _ARRAYS = arrays_of(2, 4)
 _CALLS = {"auto": drawn(NEW | {"rows": 3, "heads": 4}, (193, 2)).fitting()} | {
     kernel: drawn(NEW | {"rows": 70, "heads": 4}, (193, 2)).fitting() for kernel in ("sm80", "sm90")
@@ -48,7 +48,7 @@ def sm90_prefill_is_scored() -> None:
 
 
 def parts_are_at_fixed_positions() -> None:
-    """Check that pieces have the bits of a chunk, whose first piece sees a part that the last does not."""
+    """Check that a chunk cut in two has equal bits; its first piece visits a part that the last does not."""
     for left in (132, 60):
         outputs = [chunked(SIM, np.dtype(np.float16), 64, left, cuts) for cuts in ((190, 200), (190, 197, 200))]
         assert same_bits(*outputs)

@@ -1,4 +1,4 @@
-"""Faults in the steps of a cache on a GPU: the addresses that they write, and the calls that they take unchecked."""
+"""Planted faults in the steps of a cache on a GPU: the addresses that they write, and the calls that skip checks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from mutations.planting import Edit
 from mutations.python_guards import part
 
-SIGNS = (AssertionError, IndexError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, IndexError)  # exceptions with which a guard reports a fault
 
 
 class Given:
-    """An array of CuPy's kind over memory of the host."""
+    """A CuPy-like array over host memory."""
 
     def __init__(self, host: Any) -> None:
         self.host, self.shape, self.strides, self.dtype, self.size = (
@@ -49,7 +49,7 @@ def zeros(*shape: int, dtype: Any = np.float16) -> Given:
 
 
 def inputs() -> dict[str, Any]:
-    """Make the arguments of an `attention` of one token and of an `append`, and the arrays of their cache."""
+    """Return the arguments of an `attention` of one token and of an `append`, and the arrays of their cache."""
     tables = {name: zeros(3, dtype=np.int32) for name in ("table", "lengths", "num_faults", "counts", "arrivals")}
     pages = {name: zeros(3, 2, 100, 64) for name in ("k", "v")}
     single = {"lse": zeros(3, 4, 1, dtype=np.float32), "sink": zeros(4, dtype=np.float32)}
@@ -92,7 +92,7 @@ def steps_write_the_addresses_of_their_call(library: ModuleType) -> None:
 
 
 def what_must_be_checked_is_not_taken(library: ModuleType) -> None:
-    """Check that steps refuse arrays that are unaligned or may overlap, and options whose types need a check."""
+    """Check that steps refuse arrays that are unaligned or may overlap, and options with types that need a check."""
     steps, arrays = part(library, "cache.steps"), inputs()
     q, o, sink = (arrays[name].data.ptr for name in ("q", "o", "sink"))
     step = steps.DecodeStep(decode_pass_of(library, arrays), arrays, Recording())
@@ -158,7 +158,7 @@ def tensors_that_must_be_taken_have_no_layout(library: ModuleType) -> None:
         ):  # fmt: skip
             assert layouts.tensors_layout(Tensor(), Tensor(**wrong)) is None
         assert layouts.tensors_layout(Tensor(), type("Other", (Tensor,), {})()) is None
-        forward_ad._current_level = 0  # a tensor may carry a tangent
+        forward_ad._current_level = 0  # inside a level of forward mode, a tensor may carry a tangent
         assert layouts.tensors_layout(Tensor()) is None
         forward_ad._current_level = -1
         of_tensor["torch"] = 7

@@ -1,4 +1,4 @@
-"""Faults in what calls take and refuse, in imports and in pickles, each with the probe that must see it."""
+"""Planted faults in what calls accept and refuse, in imports and pickles, each with the probe that must detect it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mutations.planting import Edit
 from mutations.python_guards import part
 from foreign import Foreign
 
-SIGNS = (AssertionError,)  # exceptions by which guards see a fault
+SIGNS = (AssertionError,)  # exceptions with which a guard reports a fault
 Q = np.ones((2, 10, 8), np.float32)
 HALF = Q.astype(np.float16)
 
 
 def refuses(call, *words):
-    """Return a probe: the library's call raises one of its two errors, whose message has these words."""
+    """Return a probe: the library's call raises one of its two error types, and the message contains these words."""
 
     def probe(library):
         try:

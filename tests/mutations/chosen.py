@@ -1,4 +1,4 @@
-"""Faults in blocks that each query chooses: lists as sets, unions of neighbours, heads of a group, merged branches."""
+"""Planted faults in blocks that each query chooses: lists as sets, unions of neighbors, grouped heads, merges."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from test_chosen_blocks import (
     check_table,
 )
 
-# Exceptions by which guards see a fault: arrays may not fit each other, or hold no such place.
+# Exceptions with which a guard reports a fault: shapes that do not match, or an index out of range, count too.
 SIGNS = (AssertionError, ValueError, IndexError)
 NUMBERS = st.integers(0, 2**32 - 1)
 
@@ -47,7 +47,7 @@ def examples(library: ModuleType, **changed: Any) -> st.SearchStrategy[Any]:
 
 
 def lists_are_their_sets(library: ModuleType) -> None:
-    """Check that a mask holds what its lists hold, as elements and as an index."""
+    """Check that a mask equals the sets in its lists, by elements and as an index."""
     hunt(shapes_and_lists(library), seeds=2)(lambda drawn: check_table(library, drawn))
 
 
@@ -66,7 +66,7 @@ def far_numbers_are_ignored(library: ModuleType) -> None:
 
 
 def telling_example(library: ModuleType) -> Any:
-    """Return an example whose queries see some keys of blocks alone, in groups, with several tiles of both sides."""
+    """Return an example whose queries attend parts of blocks, singly and in groups, in several tiles on both sides."""
     masks = library.masks
     blocks = np.random.default_rng(0).integers(-1, 10, (2, 2, 150, 3))
     mask = masks.ChosenBlocks(blocks, 16) & masks.SlidingWindow(90, 5) & masks.Lengths(kv=140)
@@ -108,7 +108,7 @@ def empty_parts_are_left_out(library: ModuleType) -> None:
 
 
 def full_blocks_beyond_intervals_are_seen(library: ModuleType) -> None:
-    """Check that an index whose full blocks reach beyond its row intervals allows all of them."""
+    """Check that an index with full blocks beyond its row intervals allows all elements of these blocks."""
     index = library.BlockIndex.from_mask(library.masks.Causal(), 6, 6, (1, 2))
     whole = replace(index, kinds=np.ones_like(index.kinds))
     q, k, v = np.zeros((6, 1)), np.zeros((6, 1)), np.eye(6)
@@ -116,7 +116,7 @@ def full_blocks_beyond_intervals_are_seen(library: ModuleType) -> None:
 
 
 def call(**options: Any) -> Any:
-    """Return a call with two key/value heads of four queries and eight keys, and lists of blocks of 4."""
+    """Return a call with two key/value heads, four queries and eight keys, for lists of blocks of 4."""
 
     def attend(library: ModuleType) -> Any:
         q, k = np.ones((4, 4, 2), np.float32), np.ones((2, 8, 2), np.float32)

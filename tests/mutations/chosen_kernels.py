@@ -1,4 +1,4 @@
-"""Faults in kernels for queries that each choose their blocks: lists joined on a device, tiles, and their planning."""
+"""Planted faults in kernels for queries that choose their own blocks: lists joined on a device, tiles, and plans."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from test_chosen_kernels import (
 
 import cuflash
 
-SIGNS = (AssertionError, sim.SimulationError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, sim.SimulationError)  # exceptions with which a guard reports a fault
 CAUSAL = masks.Causal("bottom_right")
 
 
 def _cases() -> list[tuple[MaskShape, ChosenBlocks, masks.Mask | None, int]]:
-    """Return lists of groups of several sizes, in several layouts, and with several masks of intervals."""
+    """Return lists of groups of several sizes, in several layouts, with several interval masks."""
     rng, shape = np.random.default_rng(0), MaskShape((2, 3), 6, 130, 300)
     by_group = rng.integers(-1, 5, (2, 1, 130, 2, 4)).swapaxes(-3, -2)
     counts = rng.integers(0, 4, (2, 1, 2, 130), endpoint=True).astype(np.uint8)
@@ -38,15 +38,15 @@ def _cases() -> list[tuple[MaskShape, ChosenBlocks, masks.Mask | None, int]]:
 
 
 def lists_are_joined() -> None:
-    """Assert that kernels join lists as NumPy does, in any order of threads."""
+    """Check that kernels join lists as NumPy does, in any order of threads."""
     for number, case in enumerate(_cases()):
         schedule = sim.Schedule(seed=number, order=("random", "priorities")[number % 2], shuffle_lanes=True)
         check_unions(cuflash, case, Simulator(schedule))
 
 
 def queries_are_listed() -> None:
-    """Assert that kernels list the queries of each block as NumPy does, in any order of threads."""
-    long = MaskShape((), 2, 5000, 200)  # several chunks
+    """Check that kernels list the queries of each block as NumPy does, in any order of threads."""
+    long = MaskShape((), 2, 5000, 200)  # spans several chunks
     lists = ChosenBlocks(np.random.default_rng(0).integers(-1, 4, (5000, 2)), 64)
     for number, case in enumerate([*_cases(), (long, lists, None, 1)]):
         schedule = sim.Schedule(seed=number, order=("random", "priorities")[number % 2], shuffle_lanes=True)
@@ -59,7 +59,7 @@ def many_blocks_come_in_ranges() -> None:
 
 
 def tiles_are_right() -> None:
-    """Assert all results of groups whose heads or queries do not fill a tile, with and without intervals."""
+    """Check all results of groups whose heads or queries do not fill a tile, with and without intervals."""
     check_group(cuflash, 12, 64, CAUSAL & masks.Lengths(kv=170))
     check_group(cuflash, 3, 64)
 
@@ -83,13 +83,13 @@ def scores_are_right() -> None:
 
 
 def parts_are_added() -> None:
-    """Assert that several thread blocks share the keys of a block that many queries chose."""
+    """Check that several thread blocks share the keys of a block that many queries chose."""
     check_parts(cuflash)
     check_parts(cuflash, 9, 128)
 
 
 def tiles_on_hopper_are_right() -> None:
-    """Assert all results of the kernels with TMA, of groups that fill a tile's rows and that do not."""
+    """Check all results of the kernels with TMA, for groups that fill a tile's rows and groups that do not."""
     check_group(cuflash, 12, 64, CAUSAL & masks.Lengths(kv=170), "sm90")
     check_far_columns(cuflash, "sm90", 9)
 
@@ -99,7 +99,7 @@ def parts_on_hopper_are_added() -> None:
 
 
 def plans_are_right(library: ModuleType) -> None:
-    """Assert that tilings, and unions of lists on the host, give correct results for any number of lists."""
+    """Check that tilings, and unions of lists on the host, give correct results for any number of lists."""
     check_group(library, 6, 64, CAUSAL)
     check_far_columns(library)
 

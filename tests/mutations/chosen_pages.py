@@ -1,4 +1,4 @@
-"""Faults in attention to chosen blocks of a cache: the kernel, the rules of lists, and bounds of pages."""
+"""Planted faults in attention to chosen blocks of a cache: the kernel, the rules of lists, and bounds of pages."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from mutations.planting import Edit
 from test_chosen_pages import KINDS, check_all_chosen, check_eight_bits, check_refusals, check_results, check_scores
 from test_page_bounds import check_bounds, check_kernel
 
-# Exceptions by which guards see a fault.
+# Exceptions with which a guard reports a fault.
 SIGNS = (AssertionError, sim.SimulationError, pytest.fail.Exception, AttributeError)
 
 
 def results_are_right() -> None:
-    """Assert bounds, bits and what is not read, for lists of all kinds of heads, counts, and blocks below a page."""
+    """Check bounds, bits and reads for lists of all kinds of heads, all counts, and blocks smaller than a page."""
     for name in ("a list of each key/value head", "a list of each query head", "a quarter of a page"):
         check_results(SIM, KINDS[name])
 
 
 def windows_are_right() -> None:
-    """Assert the same for blocks of several steps that a window cuts, without pages."""
+    """Check the same for blocks that span several steps and are cut by a window, without pages."""
     check_results(SIM, KINDS["blocks of two steps"])
 
 

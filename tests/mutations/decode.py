@@ -1,4 +1,4 @@
-"""Faults in the kernels of KV caches."""
+"""Planted faults in the kernels of KV caches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cuflash.executors.sim import Simulator
 from executors import SIM
 from mutations.planting import Edit
 
-SIGNS = (AssertionError,)  # exceptions by which guards see a fault
+SIGNS = (AssertionError,)  # exceptions with which a guard reports a fault
 _CALL = drawn(NEW | {"rows": 3, "heads": 4, "window": (130, None), "sink": True}, (193, 2, 70))
 _HOSTILE = [Simulator(sim.Schedule(seed=1, order=order, copies="late")) for order in ("last_warp", "first_warp")]
 
@@ -29,7 +29,7 @@ def decode_is_right() -> None:
 
 
 def steps_use_stages_in_turn() -> None:
-    """Check that parts of many steps are within bounds, with equal bits in two, three and four stages."""
+    """Check that parts of many steps are within bounds, with equal bits for two, three and four stages."""
     call, device = drawn(NEW, (700, 690, 641), 700), replace(DeviceSpec.gpu("H100"), num_processors=2)
     o, lse, _ = attended(SIM, call, device=device, target=_HOSTILE[0])
     assert_is_attention(call, o, lse, SIM.rounded)
@@ -38,7 +38,7 @@ def steps_use_stages_in_turn() -> None:
 
 
 def pages_out_of_range_are_counted() -> None:
-    """Check that page numbers and lengths out of range are counted, and nothing is read for them."""
+    """Check that page numbers and lengths out of range are counted, and that nothing is read for them."""
     k, v, table = paged(_CALL, 16, 0)
     for junk in (-1, len(k)):
         wrong = table.copy()
@@ -49,13 +49,13 @@ def pages_out_of_range_are_counted() -> None:
 
 
 def append_is_right() -> None:
-    """Check that rows go to their pages, whole or not, with one or several blocks; rows without room are counted."""
+    """Check that rows go to their pages, full or not, with one or several blocks; rows that do not fit are counted."""
     for dims, num_rows, counts in (((8, 3), 5, (5, 2, 0, 4)), ((256, 256), 26, (26, 10, 1, 4))):
         rows, k, v, lengths, faults = appended(SIM, np.float32, dims, counts, num_rows)
         pages, wanted = expected(rows, counts)
         assert np.array_equal(k, pages[0]) and np.array_equal(v, pages[1]) and lengths.tolist() == wanted
         assert not faults[0]
-    for counts in ((0, 0, 0, 5), (0, 0, 3, 0)):  # beyond the capacity, and on a page that is none
+    for counts in ((0, 0, 0, 5), (0, 0, 3, 0)):  # beyond the capacity, and on a page that does not exist
         rows, k, _, lengths, faults = appended(SIM, np.float32, (8, 8), counts)
         pages, wanted = expected(rows, counts)
         assert faults[0] and np.array_equal(k, pages[0]) and lengths.tolist() == wanted

@@ -1,4 +1,4 @@
-"""Faults in gradients to which tiles of keys add in their order, and in parts of a shared array's gradient."""
+"""Planted faults in gradients to which key tiles add in a fixed order, and in parts of a shared array's gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIGNS = (AssertionError, RuntimeError, SimulationError)
 
 
 def sums_of_dq_are_in_order() -> None:
-    """Run blocks concurrently, so that a block that does not wait for another gives other bits or a missing sum."""
+    """Run blocks concurrently, so that a block that fails to wait for another gives other bits or a missing sum."""
     check("dropout", "causal", "128", TOGETHER)
 
 
@@ -26,7 +26,7 @@ def checks_pass_where_no_key_is_seen() -> None:
 
 
 def tiles_without_keys_have_no_sums() -> None:
-    """Run packed sequences, which end before the last tile of queries: no key tile stores sums for its last rows."""
+    """Run packed sequences that end before the last tile of queries, for whose last rows no key tile stores sums."""
     check("table", "sequences", "128", TOGETHER)
 
 
@@ -39,7 +39,7 @@ def stored_parts_are_right() -> None:
 
 
 def parts_are_printed(library: ModuleType) -> None:
-    """Check functions that the copy of the library prints; its kernels are those of the installed one."""
+    """Check functions printed by the copy of the library, with the kernels of the installed one."""
     importlib.import_module(f"{library.__name__}.compiler.source").KERNELS = sources.KERNELS
     check_stored_parts(library)
 

@@ -1,4 +1,4 @@
-"""Faults in dropout: of Python and of kernels."""
+"""Planted faults in dropout, in Python and in kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from test_dropout import check_rng
 
 from cuflash import sim
 
-SIGNS = (AssertionError, ValueError, sim.SimulationError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, ValueError, sim.SimulationError)  # exceptions with which a guard reports a fault
 SEED = 0x9ABCDEF012345678
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "q_batch": (2,), "k_batch": (2,), "v_batch": (2,)}
 SHORT = Structure(**HEADS, seqlen_q=40, seqlen_kv=33, dropout=Dropout(0.3, SEED, 5))
@@ -27,7 +27,7 @@ HALF = replace(SHORT, dtype="float16")
 
 
 def the_host_is_right(library: ModuleType) -> None:
-    """Check that the copy's own draws give results within bounds of the weights that the installed library drops."""
+    """Check that the copy's own draws give results within bounds for the weights that the installed library drops."""
     example = SHORT.example()
     for seed in (SEED, np.array(SEED, np.uint64)):
         dropout = library.Dropout(0.3, seed, 5)
@@ -48,7 +48,7 @@ def bounds_are_sharp(library: ModuleType) -> None:
 
 
 def wrong_numbers_are_refused(library: ModuleType) -> None:
-    """Check that wrong arguments are refused, and right ones are not."""
+    """Check that invalid arguments are refused, and valid ones are not."""
     wrong: tuple[tuple[Any, ...], ...] = ((1.0, 0), (-0.1, 0), (0.1, 0.5), (0.1, 2**64), (0.1, 0, -1), (0.1, 0, 2**32))
     for arguments in wrong:
         try:
@@ -66,7 +66,7 @@ def wrong_numbers_are_refused(library: ModuleType) -> None:
 
 
 def calls_are_told_apart(library: ModuleType) -> None:
-    """Check that calls that differ in their dropout alone are different calls."""
+    """Check that calls that differ only in their dropout do not share a cached result or plan."""
     q = np.random.default_rng(0).standard_normal((4, 20, 8), np.float32)
     dropouts = None, library.Dropout(0.5, 1), library.Dropout(0.5, 2), library.Dropout(0.5, 1, 1)
     outputs = {library.attention(q, q, q, dropout=dropout).tobytes() for _ in range(2) for dropout in dropouts}
@@ -74,9 +74,9 @@ def calls_are_told_apart(library: ModuleType) -> None:
 
 
 def calls_hand_over_their_numbers(library: ModuleType) -> None:
-    """Check that kernels drop what the installed host function drops, for a threshold whose lowest bit is 0."""
+    """Check that kernels drop the same weights as the installed host function, for a threshold that ends in a 0 bit."""
     example = SHORT.example()
-    part(library, "compiler.source").KERNELS = sources.KERNELS  # which no copy of the library has
+    part(library, "compiler.source").KERNELS = sources.KERNELS  # a copy of the library has no kernels
     ours, theirs = library.Dropout(0.4, SEED, 5), example.but(dropout=Dropout(0.4, SEED, 5))
     (o, lse), vjp = library.attention_vjp(
         example.q, example.k, example.v, dropout=ours, executor="sim", kernel="simt", return_lse=True
@@ -86,7 +86,7 @@ def calls_hand_over_their_numbers(library: ModuleType) -> None:
 
 
 def simt_is_right() -> None:
-    """Check dQ both added up by the backward kernel and computed by a separate kernel."""
+    """Check dQ both accumulated by the backward kernel and computed by a separate kernel."""
     check_simulated("simt", SHORT)
     check_simulated("simt", SHORT, deterministic=True)
 
@@ -96,14 +96,14 @@ def naive_is_right() -> None:
 
 
 def sm80_is_right() -> None:
-    """Check dQ added up and from a separate kernel, with several steps of keys and keys that blocks share."""
+    """Check accumulated dQ and dQ from a separate kernel, with several steps of keys and keys that blocks share."""
     check_simulated("sm80", replace(HALF, q_batch=(), k_batch=(), v_batch=(), seqlen_kv=150))
     check_simulated("sm80", HALF, deterministic=True)
     check_simulated("sm80", replace(HALF, seqlen_q=3, seqlen_kv=400))
 
 
 def sm90_is_right() -> None:
-    """Check that a warpgroup may skip more steps than drawers are ahead."""
+    """Check that a warpgroup may skip more steps than the warps that draw numbers are ahead."""
     sequences = Sequences(np.array([0, 86, 150]), np.array([0, 50, 700]))
     one = replace(HALF, q_batch=(), k_batch=(), v_batch=())
     check_simulated("sm90", replace(one, seqlen_q=150, seqlen_kv=700, mask=sequences))

@@ -1,4 +1,4 @@
-"""Faults in FlashAttention-1's loops and in their plan."""
+"""Planted faults in FlashAttention-1's loops and in their plan."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from mutations.kernel_guards import padded_with_nan, without_nan
 from mutations.planting import Edit
 from poison import call
 
-SIGNS = (AssertionError,)  # exceptions by which guards see a fault
+SIGNS = (AssertionError,)  # exceptions with which a guard reports a fault
 FA1 = replace(SIM, kernel="fa1")
 
 
 class KeysOfHead(masks.Mask):
-    """The first head attends keys 20 to 79, the second keys 60 to 119."""
+    """A mask under which the first head attends keys 20 to 79, and the second head keys 60 to 119."""
 
     def intervals(self, b: Any, h: Any, i: Any) -> Any:
         lo = 20 + 40 * h + 0 * (b + i)
         return lo, lo + 60
 
 
-# Tiles of 64 and of 128 x 256: a list has more than one of both, and intervals have more than one of queries.
+# Tiles are 64 x 64 and 128 x 256: the list has several tiles of queries and of keys, the intervals have several of
+# queries.
 _SHORT = {"num_heads": 2, "num_kv_heads": 1, "dtype": "float16", "head_dim": 24, "value_dim": 40}
 STRUCTURES = (
     Structure(
@@ -42,7 +43,7 @@ STRUCTURES = (
 
 @cache
 def _beside_clean() -> list[tuple[Example, Example]]:
-    """Return inputs of the kernels, each with the same inputs without NaN, made once for all edits."""
+    """Return inputs of the kernels, each with the same inputs without NaN, created once for all edits."""
     examples = [*(structure.example() for structure in STRUCTURES), padded_with_nan("float16", value_dim=40)]
     return [(FA1.rounded(example), FA1.rounded(without_nan(example))) for example in examples]
 
@@ -61,14 +62,14 @@ def loops_are_right() -> None:
 
 
 def the_plan_is_right(library: ModuleType) -> None:
-    """Check that bytes that loops move equal a count by the algorithms; memory and refusals are right."""
+    """Check that the bytes moved by loops equal a count from the algorithms, and that memory and refusals are right."""
     x = library.ShapeDtype((2, 4, 1024, 64), np.float16)
     few = library.ShapeDtype((2, 2, 1024, 64), np.float16)
     ready = library.plan(x, few, few, kernel="fa1", device=library.DeviceSpec.gpu("H100"))
     traffic = import_module(f"{library.__name__}.planning.families.fa1").traffic
     forward, backward = traffic(ready._plan.problem, ready._plan.kernels, ready._plan.visited_scores)
     turns = {"forward": 1024 // 256, "backward": 1024 // 128}
-    o, dq = 4 * (64 + 2), 4 * 64  # bytes of a query that are read and written in each turn
+    o, dq = 4 * (64 + 2), 4 * 64  # bytes per query that each iteration reads and writes
     assert forward == 8 * 1024 * (2 * 128 + turns["forward"] * (128 + 2 * o) + 2 * o + 128 + 4)
     ends = 2 * 128 + 8 + 2 * dq + 128
     assert backward == 8 * 1024 * (turns["backward"] * (256 + 2 * dq + 8) + ends) + 4 * 1024 * 4 * 128

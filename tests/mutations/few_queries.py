@@ -1,4 +1,4 @@
-"""Faults in attention of few queries to keys and values in arrays: the kernel, and which plans have it."""
+"""Planted faults in attention of few queries to keys and values in arrays: the kernel, and which plans use it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from test_score_kernels import Probe
 
 from cuflash import masks
 
-SIGNS = (AssertionError, sim.SimulationError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, sim.SimulationError)  # exceptions with which a guard reports a fault
 _SOME = ("lengths, causal", "causal, across steps", "window", "from the last element", "axes that do not fold")
 
 
 def results_are_right() -> None:
-    """Assert bounds of results for intervals, a window, strides, and batch axes that broadcast."""
+    """Check the bounds of results for intervals, a window, strides, and batch axes that broadcast."""
     for name in _SOME:
         example = SIM.rounded(STRUCTURES[name].example())
         o, lse = forward(example)
@@ -27,7 +27,7 @@ def results_are_right() -> None:
 
 
 def other_keys_never_matter() -> None:
-    """Assert that keys past the lengths, which hold NaN, change no bit."""
+    """Check that keys past the lengths, which hold NaN, change no bit."""
     example = SIM.rounded(STRUCTURES["lengths"].example())
     k, v = example.k.copy(), example.v.copy()
     k[0], v[0], k[1, :, 170:], v[1, :, 170:] = np.nan, np.inf, np.nan, np.inf
@@ -36,7 +36,7 @@ def other_keys_never_matter() -> None:
 
 
 def parts_are_apart() -> None:
-    """Assert that blocks that run at the same time give the bits of blocks that run one after the other."""
+    """Check that concurrent thread blocks give the same bits as blocks that run one after another."""
     example = SIM.rounded(STRUCTURES["causal"].example())
     for machine in blocks_together("parts", most=1):
         assert all(x.tobytes() == y.tobytes() for x, y in zip(forward(example), forward(example, machine=machine)))

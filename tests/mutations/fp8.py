@@ -1,4 +1,4 @@
-"""Faults in FP8 operands, each with the guard that must see it."""
+"""Planted faults in FP8 operands, each with the guard that must detect it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from cuflash import reference
 from mutations.planting import Edit
 
-SIGNS = (AssertionError, ValueError, TypeError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, ValueError, TypeError)  # exceptions with which a guard reports a fault
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 RNG = np.random.default_rng(0)
 OPERANDS = RNG.standard_normal((3, 2, 70, 64)).astype(np.float32)
@@ -31,7 +31,8 @@ def bits_are_right(library: ModuleType) -> None:
 def rotations_are_orthogonal(library: ModuleType) -> None:
     rotation, other = library.Rotation(32), library.Rotation(32, seed=1)
     matrix = rotation.apply(np.eye(32))
-    # Elements are 1 / sqrt(32) up to three roundoffs; products of rows sum 32 products of two of them, each 1 / 32.
+    # Elements are 1 / sqrt(32) up to three roundoffs; products of rows sum 32 products of two such elements, each 1 /
+    # 32.
     roundoff = np.finfo(np.float64).eps / 2
     assert (np.abs(np.abs(matrix) - 32**-0.5) <= 3 * roundoff * 32**-0.5).all()
     for product in (matrix @ matrix.T, rotation.undo(matrix)):
@@ -53,7 +54,7 @@ def parts_have_scales_of_their_own(library: ModuleType) -> None:
 
 
 def x8_blocks(library: ModuleType, x: Any) -> Any:
-    """Return the numbers of whole blocks of 16 rows."""
+    """Return the numbers of the full blocks of 16 rows."""
     return library.quantize(x, block=16).data.astype(np.float32)[:, :64].reshape(2, 4, 16, 64)
 
 
@@ -67,7 +68,8 @@ def ends_of_the_range_are_finite(library: ModuleType) -> None:
             x8, small = (library.quantize(x, block=16, rotate=rotate, largest=largest) for largest in (448, 2.0**-9))
             assert np.isfinite(x8.scale).all() and np.isfinite(small.scale).all()
             assert np.abs(x8.data.astype(np.float32)).max() == 448
-            # Rotated or not, a number has a relative error of 2^-4, or below 2^-6 an error of 2^-10 of its scale.
+            # With or without rotation, a number has a relative error of 2^-4, or an error of 2^-10 of its scale if it
+            # is below 2^-6.
             wide = x.astype(np.float64)
             error, most = (np.linalg.norm(each, axis=-1) for each in (x8.dequantized() - wide, wide))
             assert (error <= most * (2.0**-4 + 2.0**-15)).all()
@@ -82,7 +84,7 @@ def ends_of_the_range_are_finite(library: ModuleType) -> None:
 
 
 def results_are_within_bounds(library: ModuleType) -> None:
-    """Check that results are within the bounds of dequantized and of plain operands, which are sharp enough."""
+    """Check that results are within the bounds for dequantized and for plain operands, which are sharp enough."""
     q, k, v = OPERANDS
     v = v + 2
     rotation = library.Rotation(64)
@@ -118,7 +120,7 @@ def mixtures_are_refused(library: ModuleType) -> None:
         except library.UnsupportedProblem as error:
             assert reason in str(error), error
             continue
-        except Exception as error:  # where it was not refused, what happens next is another's error
+        except Exception as error:  # the call was not refused, so other code failed later
             raise AssertionError(reason) from error
         raise AssertionError(reason)
 

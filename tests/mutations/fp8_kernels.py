@@ -1,4 +1,4 @@
-"""Faults in the kernels for 8 bits."""
+"""Planted faults in the FP8 kernels."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from test_sm90 import FewBlocks
 import cuflash
 from cuflash import Rotation, masks, sim
 
-SIGNS = (AssertionError, sim.SimulationError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, sim.SimulationError)  # exceptions with which a guard reports a fault
 
 
 @cache
 def quantised(seqlen: int, dim: int, dtype: str) -> tuple[Any, ...]:
-    """Return operands whose scales differ from block to block, those of values by factors of 8 and 1.7."""
+    """Return operands with scales that differ from block to block, those of values by factors of 8 and 1.7."""
     x = operands(seqlen, seqlen, (dim, dim), (4, 2), dtype)
     x[1][:, :128] *= x[1].dtype.type(4)
     x[2] = np.abs(x[2])  # so that errors do not cancel
@@ -70,10 +70,11 @@ def rounding_is_right() -> None:
     rotation = Rotation(64, seed=2)
     require_bits(x, cuflash.quantize(x, block=32, rotate=rotation), 32, rotation, 448.0)
     require_bits(x, cuflash.quantize(x, block=32), 32, None, 448.0)
-    x = x.astype(np.float32).clip(-1, 1) * np.float32(3.4e38)  # sums of which are out of range
+    x = x.astype(np.float32).clip(-1, 1) * np.float32(3.4e38)  # numbers with sums that overflow
     for largest in (448.0, 2.0**-9):
         require_bits(x, cuflash.quantize(x, block=32, rotate=rotation, largest=largest), 32, rotation, largest)
-    x = np.broadcast_to(rotation.signs * np.float32(2.0**118), (1, 32, 64)).copy()  # rotated ones exceed 2^119
+    # after the rotation, numbers exceed 2^119
+    x = np.broadcast_to(rotation.signs * np.float32(2.0**118), (1, 32, 64)).copy()
     early = Simulator(sim.Schedule(order="first_warp"))
     require_bits(x, cuflash.quantize(x, block=32, rotate=rotation), 32, rotation, 448.0, early)
     for exponent in (0, -110):

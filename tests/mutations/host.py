@@ -1,6 +1,6 @@
-"""Faults in how the host scales scores, keeps NumPy's errors to itself, and limits BLAS's threads.
+"""Planted faults in how the host scales scores, hides NumPy's floating-point errors, and limits BLAS's threads.
 
-Each guard takes a library: the one that is installed, or a copy with a fault under a name of its own.
+Each guard takes a library: the installed one, or a copy with a fault under another name.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from test_magnitudes import (
     assert_powers_cancel, changed, powers, tame,
 )  # fmt: skip
 
-# float32 cannot hold the scale that makes up for 2^85 in both of q and k, and few drawn examples need one.
+# The scale that compensates for 2^85 in both q and k is out of float32's range, and few drawn examples need such a
+# scale.
 FAR = 85
 TAME = strategies.Structure(seqlen_q=5, seqlen_kv=6, dtype="float32", values="lattice").example()
 
-# pytest.raises fails with an exception of its own where nothing was raised.
-SIGNS = (AssertionError, ValueError, pytest.fail.Exception)  # exceptions by which guards see a fault
+# If nothing was raised, pytest.raises fails with its own exception type.
+SIGNS = (AssertionError, ValueError, pytest.fail.Exception)  # exceptions with which a guard reports a fault
 
 
 def all_results(library):
@@ -56,7 +57,7 @@ def magnitudes_are_right(library):
 
 
 def nothing_is_raised(library):
-    """Check that no call raises an error of arithmetic, whatever errors the caller makes NumPy raise."""
+    """Check that no call raises a floating-point error, whatever errors the caller makes NumPy raise."""
     everything = all_results(library)
     assert_no_lse_is_too_large(library)
     assert_nothing_is_raised(everything, BROADCAST)

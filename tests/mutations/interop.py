@@ -1,4 +1,4 @@
-"""Faults in how PyTorch's tensors and JAX's arrays are taken, given and differentiated."""
+"""Planted faults in how PyTorch's tensors and JAX's arrays are accepted, returned and differentiated."""
 
 from __future__ import annotations
 

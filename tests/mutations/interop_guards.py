@@ -1,4 +1,4 @@
-"""Guards that must see the faults of how PyTorch's tensors and JAX's arrays are taken, given and differentiated."""
+"""Guards that must detect faults in how PyTorch and JAX arrays are accepted, returned and differentiated."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from cupy_machine import a_machine_for
 from mutations.python_guards import part
 
-# A fault may also show as an error of the other library where a sentence or a result is due.
-# Exceptions by which guards see a fault.
+# Exceptions with which a guard reports a fault. A fault may also show as an error of the other library, instead of the
+# expected message or result.
 SIGNS = (
     AssertionError, ValueError, TypeError, AttributeError, LookupError, RuntimeError, BufferError, pytest.fail.Exception
 )  # fmt: skip
@@ -80,7 +80,7 @@ def scores_of_tensors_are_right(library: ModuleType) -> None:
 def scores_of_jax_are_right(library: ModuleType) -> None:
     """Check that bias, sink and score with JAX arrays give the results and gradients of NumPy arrays.
 
-    The integers of the score are an argument that JAX differentiates too.
+    JAX also differentiates the score's integer array, because it is an argument.
     """
     jax, module = pytest.importorskip("jax"), part(library, "jax")
 
@@ -128,7 +128,7 @@ def watched(owner: ModuleType, name: str) -> Iterator[list[tuple[Any, ...]]]:
 
 
 def writing_is_told(library: ModuleType) -> None:
-    """Check that PyTorch is informed that an output was written to, and that gradients can be differentiated."""
+    """Check that PyTorch is notified of the write to an output, and that gradients can be differentiated."""
     torch, module = pytest.importorskip("torch"), part(library, "torch")
     q, k, v = (torch.from_numpy(array.copy()).requires_grad_() for array in (Q, K, V))
     out = torch.zeros(Q.shape, dtype=torch.float64)
@@ -234,10 +234,10 @@ def derivatives_of_tensors_are_right(library: ModuleType) -> None:
 
 
 def _batches_are_right(library: ModuleType, module: ModuleType, torch: ModuleType, plain: list[Any]) -> None:
-    """Check that batches of calls, and of their gradients, equal the calls one by one."""
+    """Check that batches of calls, and of their gradients, equal single calls."""
     q, k, v, sink, _ = plain
     slopes = torch.arange(4.0, dtype=torch.float64) / 4
-    # each call's k and v are those of heads that its q shares
+    # in each call, the four heads of q share the two heads of k and v
     calls = {
         "sink": ((0, None, None, 0), lambda q, k, v, sink: module.attention(q, k, v, sink=sink)),
         "axes": ((1, 2, 0, None), lambda q, k, v, sink: module.attention(q, k, v)),
@@ -367,7 +367,7 @@ def masks_of_jax_on_a_device_are_listed(library: ModuleType) -> None:
 
 
 def passes_of_jax_on_a_device_are_right(library: ModuleType) -> None:
-    """Compare passes on buffers of JAX with those on CuPy's arrays, on the stand-in for a GPU."""
+    """Compare passes on JAX buffers with those on CuPy arrays, on a simulated GPU."""
     jax = pytest.importorskip("jax")
     from test_jax import on_a_machine
     from test_jax_gpu import check_atomic_sums, check_case, check_workspaces
@@ -381,7 +381,7 @@ def passes_of_jax_on_a_device_are_right(library: ModuleType) -> None:
 
 
 def arrays_of_jax_are_right(library: ModuleType) -> None:
-    """Check that results and gradients of JAX's arrays, traced and not, equal those of arrays."""
+    """Check that results and gradients of JAX arrays, traced and not, equal those of NumPy arrays."""
     jax, module = pytest.importorskip("jax"), part(library, "jax")
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         results, gradients = expected(library)

@@ -1,4 +1,4 @@
-"""Faults in the row intervals and orders of packed sequences that kernels make at each call."""
+"""Planted faults in the row intervals and orders of packed sequences that kernels compute at each call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from test_sequence_tiles import (
     check_other_kernels, tiles_of,
 )  # fmt: skip
 
-SIGNS = (AssertionError,)  # exceptions by which guards see a fault
+SIGNS = (AssertionError,)  # exceptions with which a guard reports a fault
 _RNG = np.random.default_rng(0)
 
 
@@ -48,14 +48,14 @@ _CASES = (
 
 
 def intervals_are_those_of_the_array_form() -> None:
-    """Check that kernels find what array operations find, in any order of threads."""
+    """Check that kernels compute the same intervals as array operations, in any order of threads."""
     for number, (shape, mask) in enumerate(_CASES):
         schedule = sim.Schedule(seed=number, order=("random", "priorities")[number % 2], shuffle_lanes=True)
         assert_found(mask, shape, *on_simulator(mask, shape, schedule))
 
 
 def queries_are_cut_into_tiles() -> None:
-    """Check that each query is in one tile, long sequences share none, and short ones share some."""
+    """Check that each query is in one tile, that long sequences share no tile, and that short ones share some."""
     long = [0, 70, 165, 320]
     assert tiles_of(masks.Sequences(np.array(long), causal=True), 320, 320) == alone(long)
     assert (64, 70) in tiles_of(masks.Sequences(np.array([0, 70, 75, 80, 160]), causal=True), 160, 160)
@@ -81,7 +81,7 @@ def backward_tiles_end_with_sequences(library: ModuleType) -> None:
 
 
 def calls_read_offsets_anew(library: ModuleType) -> None:
-    """Check that the key of a call excludes offsets, and has all that decides how kernels read them."""
+    """Check that the key of a call excludes offsets, and includes everything that decides how kernels read them."""
     contents_of = part(library, "masks.one_array").mask_contents
 
     def layout(*arrays):

@@ -1,6 +1,6 @@
-"""Guards for faults of the simt and sm80 families and of what all families share, on the simulator.
+"""Guards for faults of the simt and sm80 families and of code that all families share, on the simulator.
 
-Each fault gives a wrong number, and no crash. Barriers that are taken away show under hostile schedules.
+Each fault gives a wrong number, and no crash. Removed barriers show under hostile schedules.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from cuflash import masks, sim
 from cuflash.executors.sim import Simulator
 from cuflash.testing import Example, Structure, assert_within_bounds
 
-SIGNS = (AssertionError,)  # exceptions by which guards see a fault
+SIGNS = (AssertionError,)  # exceptions with which a guard reports a fault
 
 
 def examples() -> Iterator[Structure]:
-    """Yield few structures that reach every line with few tiles: bands, intervals, lists, groups, and many axes."""
+    """Yield a few structures that reach every line with few tiles: bands, intervals, lists, groups, and many axes."""
     dims = {"head_dim": 24, "value_dim": 20, "layouts": ("padded",) * 5}
     two = {"q_batch": (2,), "k_batch": (2,), "v_batch": (2,)}
     lengths = masks.Lengths(q=np.array([150, 60]), kv=np.array([130, 200]))
@@ -57,7 +57,7 @@ def examples() -> Iterator[Structure]:
 
 @cache
 def beside_clean() -> list[tuple[Example, Example]]:
-    """Return inputs of kernels, each with the same inputs without NaN, made once for all edits."""
+    """Return inputs of kernels, each with the same inputs without NaN, created once for all edits."""
     drawn = [*(structure.example() for structure in examples()), padded_with_nan()]
     return [(example, without_nan(example)) for example in drawn]
 
@@ -65,7 +65,7 @@ def beside_clean() -> list[tuple[Example, Example]]:
 def attention_is_right() -> None:
     """Check that every result is within its bound, in poisoned memory, with threads in and out of order.
 
-    dQ is added up by the backward kernel, or made by a kernel of its own.
+    dQ is accumulated by the backward kernel, or computed by a separate kernel.
     """
     for schedule in (sim.Schedule(), *(sim.Schedule(seed=seed, order="random") for seed in range(3))):
         for (example, clean), run in product(beside_clean(), (SIM, replace(SIM, deterministic=True))):
@@ -73,7 +73,7 @@ def attention_is_right() -> None:
 
 
 def padded_with_nan(dtype: str = "float32", head_dim: int = 24, value_dim: int = 20) -> Example:
-    """Return an example whose keys and values past a length, in the middle of a tile, are NaN."""
+    """Return an example with NaN in keys and values past a length, which ends in the middle of a tile."""
     example = Structure(
         num_heads=2, seqlen_q=150, seqlen_kv=90, head_dim=head_dim, value_dim=value_dim, mask=masks.Lengths(kv=40),
         dtype=dtype,
@@ -84,7 +84,7 @@ def padded_with_nan(dtype: str = "float32", head_dim: int = 24, value_dim: int =
 
 
 def beside_nan(example: Example, names: Iterable[str], extent: int, axis: int = -1) -> Example:
-    """Return an example in which some inputs lie in arrays of a larger extent along an axis, with NaN behind them."""
+    """Return an example in which some inputs are views of arrays that are longer along an axis, with NaN after them."""
     wide = {}
     for name in names:
         values = getattr(example, name)
@@ -101,9 +101,9 @@ def without_nan(example: Example) -> Example:
 
 @cache
 def halves_beside_clean() -> list[tuple[Example, Example]]:
-    """Return inputs of 16-bit elements, some with a negative scale, each with the same inputs without NaN.
+    """Return 16-bit inputs, some with a negative scale, each with the same inputs without NaN.
 
-    They are few, since kernels take seconds to build.
+    There are few examples, because building a kernel takes seconds.
     """
     dims = {"head_dim": 24, "value_dim": 20, "layouts": ("padded",) * 5, "dtype": "float16"}
     rng = np.random.default_rng(0)
@@ -113,19 +113,20 @@ def halves_beside_clean() -> list[tuple[Example, Example]]:
             mask=masks.Causal("bottom_right") & masks.Lengths(kv=180), scale=-3.0,
         ),
         *(
-            # Blocks whose sides differ, and are not multiples of tiles.
+            # Blocks that are not square, and not multiples of tiles.
             Structure(
                 num_heads=2, seqlen_q=150, seqlen_kv=140, **dims,
                 mask=masks.BlockPattern(rng.random((2, 4, 6)) < 0.7, (40, 24)) & within,
             )
             for within in (masks.Dilated(3, align="top_left"), masks.Causal("top_left"))
         ),
-        # Whole tiles of more than 64 columns, and rows of whole packets; gradients that are summed over an axis.
+        # Full tiles of more than 64 columns, rows that are multiples of 16 bytes, and gradients that are summed over an
+        # axis.
         Structure(
             q_batch=(2,), k_batch=(1,), v_batch=(1,), num_heads=1, seqlen_q=186, seqlen_kv=130, head_dim=128,
             value_dim=128, dtype="float16",
         ),
-        # More than 128 columns: a whole step and others.
+        # More than 128 columns: a full step and a partial one.
         Structure(num_heads=1, seqlen_q=90, seqlen_kv=80, head_dim=136, value_dim=136, dtype="float16"),
     ]  # fmt: skip
     drawn = [
@@ -134,7 +135,7 @@ def halves_beside_clean() -> list[tuple[Example, Example]]:
     ]  # fmt: skip
     examples = [SIM.rounded(example) for example in drawn]
     examples[3] = beside_nan(examples[3], ("q", "do"), 192, axis=-2)  # NaN follows the last, short step of queries
-    # Rows of Q and K, or of dO and V, are not as wide as those of their tiles.
+    # Rows of Q and K, or of dO and V, are shorter than those of their tiles.
     narrow = Structure(num_heads=1, seqlen_q=270, seqlen_kv=270, head_dim=32, value_dim=24, dtype="float16")
     examples.append(beside_nan(SIM.rounded(narrow.example()), ("v", "do"), 32))
     narrow = replace(narrow, head_dim=24, value_dim=32)
@@ -147,11 +148,12 @@ def tensor_cores_are_right() -> None:
     for example, clean in halves_beside_clean():
         for run, order in product((SIM, replace(SIM, deterministic=True)), ("round_robin", "random")):
             check = partial(assert_within_bounds, clean)
-            call(example, run, Simulator(sim.Schedule(order=order)), margin=8, check=check)  # rows of whole packets
+            # rows are multiples of 16 bytes
+            call(example, run, Simulator(sim.Schedule(order=order)), margin=8, check=check)
 
 
 def work_is_shared_out() -> None:
-    """Check that every query and key is in one tile, a list's longest tiles come first, and results are right."""
+    """Check that each query and key is in one tile, a list's longest tiles come first, and results are right."""
     for name in ("blocks of 16, 16 x 16", "blocks of 100 x 64, causal, 32 x 8"):
         plan, launch = walk(*WALKS[name])
         left = launch.on_simulator()
@@ -171,13 +173,13 @@ def tiles_are_right() -> None:
 
 @cache
 def shared_among_parts() -> list[tuple[Example, int]]:
-    """Return examples with numbers of parts; one has more parts than groups of threads merge at a time."""
+    """Return examples with numbers of parts; one has more parts than groups of threads can merge at a time."""
     parts = {"few queries, causal": 3, "window": 3, "bits": 3, "float32, few queries": 3, "wide": 9}
     return [(splitting.rounded(splitting.STRUCTURES[name].example()), number) for name, number in parts.items()]
 
 
 def parts_are_right() -> None:
-    """Check that results with split-KV are within bounds: without a list, packed, with a list, and out of order."""
+    """Check that split-KV results are within bounds: without a list, packed, with a list, and out of order."""
     for schedule in (sim.Schedule(), sim.Schedule(seed=1, order="random")):
         for example, num_parts in shared_among_parts():
             left = splitting.forward(example, num_parts, machine=Simulator(schedule))
@@ -191,7 +193,7 @@ def all_steps_are_right() -> None:
 
 
 def floats_on_tensor_cores_are_right() -> None:
-    """Check that every product of tf32 equals NumPy's, and no read of its operands uses a bank twice."""
+    """Check that every tf32 product equals NumPy's, and that no read of its operands has a bank conflict."""
     for launch in TF32:
         assert_expected(launch, launch.on_simulator())
     assert [shared_banks(columns) for columns in (32, 96)] == [[], []]

@@ -1,4 +1,4 @@
-"""Faults in the testing kit: checks that pass without having compared, and strategies that find less."""
+"""Planted faults in the testing kit: checks that pass without a comparison, and strategies that detect less."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 from mutations.planting import Edit
 from mutations.python_guards import part
 
-SIGNS = (AssertionError, ValueError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, ValueError)  # exceptions with which a guard reports a fault
 
 
 def refused(kind: type[Exception], words: str, check: Any, *arguments: Any, **options: Any) -> None:
-    """Assert that a check raises an error of a kind whose text begins with words."""
+    """Assert that a check raises an error of this kind with a text that begins with these words."""
     try:
         check(*arguments, **options)
     except (AssertionError, TypeError) as error:
@@ -26,7 +26,7 @@ def refused(kind: type[Exception], words: str, check: Any, *arguments: Any, **op
 
 
 def results_are_compared(library: ModuleType) -> None:
-    """Check that no result, None, a wrong shape, a narrower dtype, and gradients without do are refused."""
+    """Check that a missing result, None, a wrong shape, a narrower dtype, and gradients without do are refused."""
     kit, structure = part(library, "testing.assertions"), part(library, "testing.strategies").Structure
     check, non_finite = kit.assert_within_bounds, part(library, "testing.non_finite").assert_non_finite
     example = structure(num_heads=2, seqlen_q=3, seqlen_kv=5, dtype="float64").example()

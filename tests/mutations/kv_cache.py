@@ -1,4 +1,4 @@
-"""Faults in the KV cache: its pages, what it writes and reads, and what it refuses."""
+"""Planted faults in the KV cache: its pages, what it writes and reads, and what it refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mutations.calls import refuses, takes
 from mutations.planting import Edit
 from mutations.python_guards import part
 
-SIGNS = (AssertionError, ValueError, IndexError, RuntimeError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, ValueError, IndexError, RuntimeError)  # exceptions with which a guard reports a fault
 K = np.ones((2, 1, 3, 4), np.float32)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
@@ -24,7 +24,7 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 def operations_are_right(library: ModuleType) -> None:
     """Check random operations against arrays.
 
-    A window of a long sequence reads its last pages, and rows that are not counted attend nothing.
+    A window of a long sequence reads the last pages only, and rows past a count attend nothing.
     """
     pages = {"page_size": 16, "num_pages": 4}
     cache = library.KVCache(batch=1, num_kv_heads=1, head_dim=4, capacity=64, dtype=np.float32, **pages)
@@ -52,7 +52,7 @@ def filled(library: ModuleType, **pages: int) -> Any:
 
 
 def pages_are_used_sparingly(library: ModuleType) -> None:
-    """Check that forks share pages, the last owner writes in place, and released pages are free."""
+    """Check that forks share pages, that the last owner writes in place, and that released pages are free."""
     cache = a_cache(library, page_size=16, num_pages=3)
     cache.append(np.repeat(K, 7, axis=2)[:, :, :20], np.repeat(K, 7, axis=2)[:, :, :20], counts=[20, 0])
     cache.fork(0, 1)
@@ -69,7 +69,7 @@ def pages_are_used_sparingly(library: ModuleType) -> None:
 
 
 class Device:
-    """Stands for the arrays of a cache on a device, and keeps the page tables that it is sent."""
+    """A substitute for a cache's device arrays, which stores the page tables that it receives."""
 
     def __init__(self, lengths: list[int]) -> None:
         self.lengths, self.tables = np.array(lengths, np.int32), list[list[list[int]]]()
@@ -86,7 +86,7 @@ class Device:
 
 
 def numbers_of_rows_are_planned_once(library: ModuleType) -> None:
-    """Check that sequences with as many rows share a plan, in later calls too, and that others do not."""
+    """Check that sequences of equal length share a plan, also in later calls, and that others do not."""
     cache, planned = filled(library), []
     plan = part(library, "planning.plan").KernelPlan
     original = plan.with_band
@@ -105,11 +105,11 @@ def numbers_of_rows_are_planned_once(library: ModuleType) -> None:
 
 
 class Subclassed(np.ndarray):
-    """Arrays without a layout that the cache of calls knows."""
+    """An array type whose layout the call cache does not know."""
 
 
 def layouts_that_are_unknown_share_no_plan(library: ModuleType) -> None:
-    """Check that sequences of pages of a subclass, of unequal lengths, are bound one by one."""
+    """Check that page arrays of a subclass are bound separately for sequences of unequal lengths."""
     pages = np.random.default_rng(0).standard_normal((2, 2, 1, 16, 4)).astype(np.float32)
     k, v = (x.view(Subclassed) for x in pages)
     cache, bound = library.KVCache.over(k, v, np.array([[0], [1]]), [5, 9]), []
@@ -126,7 +126,7 @@ def layouts_that_are_unknown_share_no_plan(library: ModuleType) -> None:
 
 
 def a_device_has_lengths_and_pages(library: ModuleType) -> None:
-    """Check that lengths are those counted by the device, which receives the pages whenever they change."""
+    """Check that the cache returns the lengths that the device counts, and sends it the pages whenever they change."""
     cache, module = filled(library, page_size=16, num_pages=4), part(library, "cache.on_device")
     cache._state.device = device = Device([5, 2])
     cache._state.is_counted_on_device = True

@@ -1,4 +1,4 @@
-"""Faults in how block lists are kept between calls and made on a device."""
+"""Planted faults in how block lists are kept between calls and created on a device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from test_index_maker import OF_MASKS, check_masks
 
 import cuflash
 
-SIGNS = (AssertionError, ValueError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, ValueError)  # exceptions with which a guard reports a fault
 Q = np.random.default_rng(0).standard_normal((2, 20, 8))
 
 
@@ -73,9 +73,9 @@ CASES = (
 
 
 def lists_are_those_of_the_host() -> None:
-    """Check that four kernels list what the host lists: elements in packets and one by one, and blocks of any size.
+    """Check that four kernels list what the host lists: elements in vectors and one by one, and blocks of any size.
 
-    In blocks that are taller than a band is wide, only queries in the middle attend some keys.
+    In blocks that are taller than the band is wide, only queries in the middle attend some of the keys.
     """
     for make, shape, density, is_within_a_band in CASES:
         mask = make(np.random.default_rng(sum(shape)).random(shape) < density)
@@ -95,7 +95,7 @@ def check_lists(mask: cuflash.masks.Mask, frame: cuflash.masks.MaskShape, block:
 
 
 def indices_are_those_of_their_blocks(library: ModuleType) -> None:
-    """Check that kernels make the index that the host makes, for the layout and the mask of the call."""
+    """Check that kernels create the same index as the host, for the layout and the mask of the call."""
     made_by = part(library, "executors.index_maker")
     source_of = part(library, "planning.list_kernels").ListSource.of
     frame, block = library.masks.MaskShape((2,), 3, 50, 75), (16, 20)
@@ -127,7 +127,7 @@ def indices_of_masks_are_bound(library: ModuleType) -> None:
 
 
 def calls_read_masks_anew(library: ModuleType) -> None:
-    """Check that the key of a call excludes the contents of a mask, and has all that decides its lists."""
+    """Check that the key of a call excludes the contents of a mask, and includes all else that decides its lists."""
     contents_of = part(library, "masks.one_array").mask_contents
 
     def layout(array):

@@ -1,4 +1,4 @@
-"""Faults of operators, of coarsening, of pictures, of recall and of scipy.sparse arrays."""
+"""Planted faults in operators, coarsening, pictures, recall and scipy.sparse arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from test_mask_algebra import (
 )
 from test_recall import check_recall, check_scored, problems
 
-# Exceptions by which guards see a fault.
+# Exceptions with which a guard reports a fault.
 SIGNS = (AssertionError, ValueError, TypeError, IndexError, pytest.fail.Exception)
 
 

@@ -1,4 +1,4 @@
-"""Faults in how masks take numbers, arrays, classes and trees from callers."""
+"""Planted faults in how masks accept numbers, arrays, classes and trees from callers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from test_mask_inputs import (
     documents,
 )
 
-# Each fault of numbers_are_right shows in one of these masks. Tests of test_mask_inputs.py draw others.
+# Each fault with the guard numbers_are_right shows in one of these masks. Tests in test_mask_inputs.py draw others.
 TELLING_NUMBERS = (
     ("window", (np.uint8(3), np.uint8(0))),
     ("window", (0, 2**70)),
@@ -42,15 +42,15 @@ TELLING_NUMBERS = (
     ("compressed", (1, 2**70)),
 )
 
-# A fault may also show as an error of NumPy or Python where a sentence or a result is due.
-# Exceptions by which guards see a fault.
+# Exceptions with which a guard reports a fault. A fault may also show as an error of NumPy or Python, instead of the
+# expected message or result.
 SIGNS = (
     AssertionError, ValueError, ArithmeticError, RecursionError, TypeError, AttributeError, pytest.fail.Exception,
 )  # fmt: skip
 
 
 def numbers_are_right(library: ModuleType) -> None:
-    """Check that sides, bounds and lengths of narrow types, and beyond int64, mean what Python's ints mean."""
+    """Check that sides, bounds and lengths of narrow types, and beyond int64, have the meaning of Python ints."""
     for each in TELLING_NUMBERS:
         check_numbers(library, each, "cpu")
 
@@ -61,7 +61,7 @@ def ids_are_right(library: ModuleType) -> None:
 
 
 def coordinates_are_right(library: ModuleType) -> None:
-    """Check that masks return for coordinates of a narrow dtype what they return for int64."""
+    """Check that masks return the same for coordinates of a narrow dtype as for int64."""
     masks = part(library, "testing.strategies").masks(part(library, "masks.shape").MaskShape((), 1, 9, 9))
     hunt(masks, seeds=1)(lambda drawn: check_coordinates(library, np.uint8, drawn))
 

@@ -1,4 +1,4 @@
-"""Guards for faults of the kernels that sum masses on tensor cores; on Hopper a fault may also break a rule."""
+"""Guards for faults of the kernels that sum block masses on tensor cores; the simulator may report those of sm90."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cuflash import sim
 from test_block_mass import HALVES, check_on_chip
 from test_selection_kernels import check_turned_columns
 
-SIGNS = (AssertionError, sim.SimulationError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, sim.SimulationError)  # exceptions with which a guard reports a fault
 
 
 def tensor_cores_sum_masses() -> None:
@@ -24,7 +24,7 @@ def tensor_cores_sum_masses() -> None:
 
 
 def groups_of_columns_are_turned() -> None:
-    """Run the check on a stand-in for CuPy whose kernels run on the simulator."""
+    """Run the check on a test double of CuPy that runs kernels on the simulator."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         with cupy_machine.installed(patch, Path(folder) / "cache") as machine:
             check_turned_columns(machine)

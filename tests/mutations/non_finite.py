@@ -1,7 +1,7 @@
-"""Faults in how NaN, infinities, masked scores and weights of 0 are distinguished, in Python and in kernels.
+"""Planted faults in how Python and kernels distinguish NaN, infinities, masked scores and zero weights.
 
-Guards of Python take a library: the one that is installed, or a copy with a fault under a name of its own. Guards of
-kernels run on the simulator, where small calls get the kernels of large ones.
+Guards of Python take a library: the installed one, or a copy with a fault under another name. Guards of kernels run on
+the simulator, where small calls use the kernels of large ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from test_sm90 import with_fewest_tiles
 import cuflash
 from cuflash import masks
 
-SIGNS = (AssertionError,)  # exceptions by which guards see a fault
+SIGNS = (AssertionError,)  # exceptions with which a guard reports a fault
 
 
 class Passes:
@@ -45,7 +45,7 @@ def non_finite_values_go_where_they_should(library: ModuleType) -> None:
 
 
 def merges_are_right(library: ModuleType) -> None:
-    """Check that merged parts give the whole, with NaN and infinity too."""
+    """Check that merged parts equal the whole, also with NaN and infinity."""
     for parts in MERGED:
         for dtype in ("float16", "float64"):
             assert_merges(library.merge, *parts, dtype)
@@ -63,7 +63,7 @@ def oracle_is_right(library: ModuleType) -> None:
 
 @with_fewest_tiles(0)
 def calls_are_right(kind: str) -> None:
-    """Check dQ added up and from a separate kernel, with zero weights behind masks and elsewhere."""
+    """Check accumulated dQ and dQ from a separate kernel, with zero weights both behind masks and elsewhere."""
     run, fields = KINDS[kind]
     for each in {run, replace(run, deterministic=run.kernel != "naive")}:
         for work in WORK:
@@ -85,7 +85,7 @@ def kept_scores_follow_the_rule() -> None:
 
 
 def unseen_rows_do_not_matter() -> None:
-    """Check that rows past the lengths of a mask may hold NaN in the naive family, with the results of zeros."""
+    """Check that in the naive family, rows past a mask's lengths may hold NaN, and give the same results as zeros."""
     rng = np.random.default_rng(0)
     q, k, v, do = (rng.standard_normal((1, 1, 90, 32)).astype(np.float32) for _ in range(4))
     results = []
@@ -109,7 +109,7 @@ def halves_follow_the_rule() -> None:
 
 @with_fewest_tiles(0)
 def parts_follow_the_rule() -> None:
-    """Check that split-KV follows the rule, at a scale at which many parts have weight 0."""
+    """Check that split-KV follows the rule, with a scale for which many parts have weight 0."""
     assert_parts_follow_the_rule(scale=30.0)
 
 

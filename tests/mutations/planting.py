@@ -1,8 +1,8 @@
-"""Faults to plant in the library: edits that fit by their tokens, and a copy of the sources with one of them.
+"""Faults to plant in the library: edits that match by tokens, and a copy of the sources with one edit.
 
-An edit names a file, the function that holds its anchor, the anchor, and what takes its place. The anchor is found by
-its tokens: comments, white space and line ends do not matter. An edit whose anchor is gone or ambiguous fails, so that
-tables of edits keep up with the code.
+An edit names a file, the function that contains its anchor, the anchor, and its replacement. The anchor is matched by
+its tokens: comments, white space and line ends do not matter. An edit whose anchor is missing or ambiguous fails, so
+that tables of edits stay up to date with the code.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ LIBRARY = Path(cuflash.__file__).parent
 
 
 class Edit(NamedTuple):
-    """A fault in a file of kernels_cu/ if that is CUDA, or of cuflash/ if it is Python."""
+    """A fault in a file of kernels_cu/ if the file is CUDA, or of cuflash/ if it is Python."""
 
     file: str
-    function: str | None  # or a class; "Class.method"; None if no function holds the anchor
+    function: str | None  # or a class, or "Class.method"; None if no function contains the anchor
     anchor: str
     replacement: str
 
@@ -35,7 +35,7 @@ class Edit(NamedTuple):
         return (LIBRARY if language_of(self.file) == "python" else sources.KERNELS) / self.file
 
     def planted_in(self, text: str) -> str:
-        """Return the text of its file with the fault."""
+        """Return a file's text with the fault."""
         language = language_of(self.file)
         try:
             return replaced(text, self.anchor, self.replacement, self.function, language=language)
@@ -44,7 +44,7 @@ class Edit(NamedTuple):
 
 
 def places(text: str, anchor: str, function: str | None = None, *, language: Language) -> list[range]:
-    """Return the places of an anchor in a text, or in all of its functions of one name, as numbers of tokens."""
+    """Return the positions of an anchor in a text, or in all functions with a name, as ranges of token numbers."""
     of_text, of_anchor = tokens(text, language), tokens(anchor, language)
     if not of_anchor:
         raise ValueError(f"{anchor!r} has no tokens")
@@ -72,10 +72,10 @@ def _holds(span: Span, of_text: Sequence[Token], place: range) -> bool:
 def replaced(
     text: str, anchor: str, replacement: str, function: str | None = None, *, language: Language = "cuda"
 ) -> str:
-    """Return the text with a replacement of the anchor, whose tokens must occur exactly once in the function.
+    """Return the text with the anchor replaced; its tokens must occur exactly once in the function.
 
-    `function` may be a class or struct, or "Class.method"; None is all of the text. Lines of a replacement after its
-    first are indented relative to the line where the anchor starts.
+    `function` may also be a class or struct, or "Class.method"; None means the entire text. Lines of a replacement
+    after the first are indented relative to the line where the anchor starts.
     """
     for each in (anchor, replacement):
         if any(token.kind == "comment" for token in lexed(each, language)):
@@ -92,7 +92,7 @@ def replaced(
 
 
 def _fitted(replacement: str, before: str, after: str) -> str:
-    """Return a replacement indented as the line where it starts, and separated from words and signs at both sides."""
+    """Return a replacement with the indentation of its first line, separated from adjacent words and operators."""
     indent = re.match(r"[ \t]*", before[before.rfind("\n") + 1 :])
     assert indent is not None
     fitted = replacement.replace("\n", f"\n{indent[0]}")
@@ -103,7 +103,7 @@ def _fitted(replacement: str, before: str, after: str) -> str:
 
 
 def _would_join(left: str, right: str) -> bool:
-    """Return whether two characters might become one token."""
+    """Return whether two characters might merge into one token."""
     if not left.strip() or not right.strip():
         return False
     is_word = [each.isalnum() or each in "_\"'" for each in (left, right)]
@@ -111,7 +111,7 @@ def _would_join(left: str, right: str) -> bool:
 
 
 def misfits(edits: Iterable[Edit]) -> list[str]:
-    """List edits that no longer fit the sources: their anchor is gone, or occurs twice."""
+    """List the errors of edits that no longer match the sources: the anchor is missing, or occurs twice."""
     wrong = []
     for edit in edits:
         try:
@@ -123,7 +123,7 @@ def misfits(edits: Iterable[Edit]) -> list[str]:
 
 @contextmanager
 def planted(folder: Path, edit: Edit) -> Iterator[None]:
-    """Make kernels from a copy of the sources with the fault, inside a `with` block."""
+    """Build kernels from a copy of the sources that contains the fault, within a `with` block."""
     original = sources.KERNELS
     shutil.copytree(original, folder, dirs_exist_ok=True)
     path = folder / edit.file

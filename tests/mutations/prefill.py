@@ -1,4 +1,4 @@
-"""Faults in the kernels that attend from many new tokens to a KV cache."""
+"""Planted faults in the kernels for attention of many new tokens to a KV cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from executors import SIM
 from mutations.planting import Edit
 from prefill_calls import CHUNK, prefilled, with_counts
 
-SIGNS = (AssertionError,)  # exceptions by which guards see a fault
+SIGNS = (AssertionError,)  # exceptions with which a guard reports a fault
 _COUNTS = (70, 68)
 _CALL = drawn(CHUNK | {"window": (70, None), "sink": True}, (193, 65))
 
@@ -28,12 +28,12 @@ def sm90_prefill_is_right() -> None:
 
 
 def _is_right(family: str) -> None:
-    """Check that paged results are within bounds, numbers out of range are counted, and unused rows are empty."""
+    """Check that paged results are within bounds, out-of-range numbers are counted, and unused rows are empty."""
     k, v, table = paged(_CALL, 16, 0)
     call = replace(_CALL, counts=_COUNTS)
     o, lse, faults = prefilled(SIM, family, call, (k, v, table))
     assert_is_attention(call, o, lse, SIM.rounded)
-    empty = [0, 1, 2, 68, 69]  # before the first position, and of no sequence
+    empty = [0, 1, 2, 68, 69]  # rows before the first position, and rows of no sequence
     assert not faults
     assert np.array_equal(lse[1][:, empty], np.broadcast_to(call.sink[:, None], (2, len(empty))))
     for junk in (-1, len(k)):

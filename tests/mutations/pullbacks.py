@@ -1,4 +1,4 @@
-"""Faults in what guards the arrays that a vjp reads a second time."""
+"""Planted faults in the checks of arrays that a vjp reads a second time."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import numpy as np
 from mutations.planting import Edit
 from test_unchanged import DTYPES, LONG_SHAPES, SHAPE, change, check_checksum, drawn_bits, everything
 
-SIGNS = (AssertionError, ValueError)  # exceptions by which guards see a fault; NumPy refuses views of such words
+# exceptions with which a guard reports a fault; ValueError if NumPy refuses the faulty view
+SIGNS = (AssertionError, ValueError)
 
 
 def checksums_are_right(library):
-    """Check that a checksum depends on every bit and its place, and not on strides."""
+    """Check that a checksum depends on every bit and its position, and not on strides."""
     for shape, dtype in itertools.product([(5, 4), LONG_SHAPES[1], LONG_SHAPES[-1]], DTYPES):
         for place in (0, -1):
             check_checksum(library, drawn_bits(shape, dtype, 1), place)
 
 
 def changes_are_seen(library):
-    """Check that a vjp, its copies and pickles refuse every array that they read and that has changed."""
+    """Check that a vjp, its copies and its pickles refuse every array that they read and that has changed."""
     arrays, _ = everything()
     table, is_kept, seed = arrays["table"], arrays["is_kept"], arrays["dropout_seed"]
     function = lambda s, b, h, i, j, table, is_kept: np.where(is_kept[j], s + table[i], s)  # noqa: E731
@@ -52,7 +53,7 @@ def changes_are_seen(library):
 
 
 def flags_are_right(library):
-    """Check that results are read-only while a vjp or a copy of it lives, and writable after, in any order."""
+    """Check that results are read-only while a vjp or a copy of it lives, and writable afterwards, in any order."""
     q = np.ones(SHAPE, np.float32)
     (o, lse), vjp = library.attention_vjp(q, q, q, return_lse=True)
     assert not o.flags.writeable and not lse.flags.writeable

@@ -1,4 +1,4 @@
-"""Faults in the library's own Python."""
+"""Planted faults in the library's Python code."""
 
 from __future__ import annotations
 

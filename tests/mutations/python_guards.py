@@ -1,6 +1,6 @@
-"""Guards for faults of the library's own Python: properties of results, indices and lists, on many examples.
+"""Guards for faults of the library's Python code: properties of results, indexes and lists, on many examples.
 
-Each guard takes a library: the one that is installed, or a copy with a fault under a name of its own.
+Each guard takes a library: the installed one, or a copy with a fault under another name.
 """
 
 
@@ -14,14 +14,14 @@ from test_device_masks import changed, in_order, packed, sent
 from test_work_list import assert_longest_first, rebuilt
 from library_parts import part
 
-SIGNS = (AssertionError, ValueError)  # exceptions by which guards see a fault; arrays may not fit each other
-MOST_SEEDS = 5  # a guard that must pass is given fewer in a short run: it does so with each or with none
+SIGNS = (AssertionError, ValueError)  # exceptions with which a guard reports a fault; shapes may not match
+MOST_SEEDS = 5  # without a fault, a guard passes with any number of seeds, so a short run lowers this number
 
 
 def hunt(*strategies, first=(), seeds=MOST_SEEDS, most=120):
     """Check a property on some chosen examples, and then on many from several seeds, up to the first failure.
 
-    Several seeds are better than one, whose examples may all be alike.
+    The examples of a single seed may all be alike, so several seeds detect more.
     """
 
     def run(check):
@@ -37,7 +37,7 @@ def hunt(*strategies, first=(), seeds=MOST_SEEDS, most=120):
 
 
 def telling_examples(library):
-    """Yield examples in which most faults show, with heights and widths of tiles, since drawing them takes seconds.
+    """Yield examples in which most faults show, with tile heights and widths, because drawing them would take seconds.
 
     Heads are grouped, batch entries broadcast and differ in length, and masks have windows and bits.
     """
@@ -51,7 +51,7 @@ def telling_examples(library):
 
 
 def attention_is_right(library):
-    """Check that every result is within its bound, at tiles of any size."""
+    """Check that every result is within its bound, for tiles of any size."""
     launch, work_list = (part(library, name) for name in ("plans", "blocks.work_list"))
     host, plan = (part(library, f"planning.{name}") for name in ("host", "plan"))
     device = part(library, "planning.device").DeviceSpec(name="test", num_processors=1, tile_memory_bytes=1 << 20)
@@ -73,7 +73,7 @@ def attention_is_right(library):
 
 
 def rows_without_a_score_are_right(library):
-    """Check that a row whose scores are all -inf, though no mask hides them, is empty: its keys get no gradient."""
+    """Check that a row whose scores are all -inf without a mask is empty: its keys get no gradient from it."""
     x, q = np.ones((2, 3), np.float32), np.array([[-np.inf, 1, 1], [1, 1, 1]], np.float32)
     (o, lse), vjp = library.attention_vjp(q, x, x, return_lse=True)
     assert (o == [[0], [1]]).all() and np.isneginf(lse[0])
@@ -92,7 +92,7 @@ def shapes_and_masks(library):
 
 
 def indices_are_right(library):
-    """Check that a block index holds exactly its mask, at blocks of any size."""
+    """Check that a block index represents exactly its mask, for blocks of any size."""
     index_of = part(library, "blocks.index").BlockIndex.from_mask
 
     @hunt(shapes_and_masks(library), st.tuples(st.integers(1, 12), st.integers(1, 12)))
@@ -107,7 +107,7 @@ def indices_are_right(library):
 
 
 def telling_masks(library):
-    """Yield bands, gaps and rows of unlike lengths, each with a tile."""
+    """Yield bands, gaps and rows of different lengths, each with a tile."""
     masks, shape = library.masks, part(library, "masks.shape").MaskShape((2,), 2, 60, 50)
     yield (shape, masks.SlidingWindow(7, 2, "top_left")), (8, 8)
     yield (shape, masks.Causal("bottom_right")), (7, 5)
@@ -115,7 +115,7 @@ def telling_masks(library):
 
 
 def work_is_right(library):
-    """Check that a work list describes its mask by rows and columns, at tiles of any size; integers are widened."""
+    """Check that a work list describes its mask by rows and columns, for tiles of any size; integers are widened."""
     work_list = part(library, "blocks.work_list")
     narrow = library.masks.PrefixLM(np.array([5, 3], np.uint8), "bottom_right")
     frame = part(library, "masks.shape").MaskShape((2,), 1, 14, 10)
@@ -136,10 +136,11 @@ def work_is_right(library):
 
 
 def lists_on_a_device_are_right(library):
-    """Check that lists made on a device hold exactly their mask, and their columns what their rows hold."""
+    """Check that lists created on a device represent exactly their mask, and that columns match rows."""
     index_of, listed = part(library, "blocks.index").BlockIndex.from_mask, part(library, "blocks.work_list").ListedWork
     device_lists.install(part(library, "blocks.index"), part(library, "executors.index_maker"))
-    part(library, "executors.evaluation")._MAX_ELEMENTS_AT_ONCE = 1 << 11  # some rows of a matrix
+    # evaluates only some rows of a matrix at once
+    part(library, "executors.evaluation")._MAX_ELEMENTS_AT_ONCE = 1 << 11
 
     def check_index(index, expected):
         lists = {name: device_double.to_host(array) for name, array in listed(index=index).lists.items()}

@@ -1,4 +1,4 @@
-"""Faults in the choice of blocks for each query: of its estimates, its budgets and its lists."""
+"""Planted faults in the choice of blocks for each query: in its estimates, budgets and lists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import cuflash
 from cuflash.sim import SimulationError
 from executors import CPU
 
-SIGNS = (AssertionError, ValueError, SimulationError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, ValueError, SimulationError)  # exceptions with which a guard reports a fault
 BY_QUERY, BUDGET, ESTIMATES, NSA = (
     f"selectors/{name}.py" for name in ("by_query", "budget", "estimates", "compressed")
 )
@@ -32,7 +32,7 @@ KINDS = (
 
 
 def lists_are_right(library: ModuleType) -> None:
-    """Check every selector, some rows at a time, per head and per group, with budgets and causality of all kinds."""
+    """Check every selector, some rows at a time, by head and by group, with all kinds of budgets and causality."""
     with pytest.MonkeyPatch.context() as patch:
         by_query = library.selectors.by_query
         patch.setattr(by_query, "row_steps", lambda grid, num_rows, numbers: [(0, 7), (7, num_rows)])
@@ -76,7 +76,7 @@ def columns_and_diagonals_are_listed(library: ModuleType) -> None:
 
 
 def the_kernel_lists() -> None:
-    """Check lists of more than 32 columns, shorter than their rows' choice or as long, with ties at the end."""
+    """Check lists of more than 32 columns, shorter than their rows' choice or equally long, with ties at the end."""
     rng, must = np.random.default_rng(0), cuflash.selectors.Forced(sink=1, local=1)
     for turn, rule in enumerate((
         {"top_k": 40}, {"mass": 0.75, "max_blocks": 20}, {"threshold": 0.25, "max_blocks": 33}, {"top_k": 5},

@@ -1,4 +1,4 @@
-"""Faults in calls on a part of a longer sequence, and in calls on several ranks."""
+"""Planted faults in calls on a part of a longer sequence, and in calls on several ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from mutations.planting import Edit
 
 import cuflash
 
-SIGNS = (AssertionError, ValueError, IndexError, RuntimeError, KeyError)  # exceptions by which guards see a fault
+# exceptions with which a guard reports a fault
+SIGNS = (AssertionError, ValueError, IndexError, RuntimeError, KeyError)
 LENGTH, HEADS = 45, 8
 RNG = np.random.default_rng(0)
 Q, K, V, DO = RNG.standard_normal((4, 2, HEADS, LENGTH, 8), dtype=np.float32)
@@ -112,7 +113,7 @@ def arrays_are_read_before_a_call_returns(library: ModuleType) -> None:
 
 
 def _raised(library: ModuleType, rank: Any, size: int = 2) -> list[str]:
-    """Return what each rank raises, in the order of ranks."""
+    """Return the errors of all ranks, in the order of ranks."""
     distributed, texts = part(library, "distributed"), [""] * size
 
     def caught(group: Any) -> None:
@@ -130,7 +131,7 @@ def _raised(library: ModuleType, rank: Any, size: int = 2) -> list[str]:
 
 
 def faults_end_all_ranks(library: ModuleType) -> None:
-    """Check what ranks raise if one of them raises, returns, or makes another call."""
+    """Check the errors of all ranks if one rank raises, returns, or makes another call."""
     distributed = part(library, "distributed")
 
     def parallel(group: Any, **options: Any) -> Any:
@@ -182,7 +183,7 @@ def parts_are_rows_of_the_whole(library: ModuleType) -> None:
 
 
 def rectangles_are_those_of_elements(library: ModuleType) -> None:
-    """Check what the mask of a part proves of rectangles."""
+    """Check the claims of a part's mask about rectangles against its elements."""
     room = part(library, "masks.places")
     for places in (room.Places(5, 18), room.Places(kv_start=7, q_runs=((3, 9), (20, 34)))):
         mask = room.Placed(library.masks.Band(-9, 2), places)

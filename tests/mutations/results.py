@@ -1,4 +1,4 @@
-"""Faults in what merges and compares results of attention on a device: of Python and of the kernels."""
+"""Planted faults in code that merges and compares attention results on a device, in Python and in kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from test_result_kernels import (
 
 from cuflash.sim import SimulationError
 
-SIGNS = (AssertionError, ValueError, SimulationError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, ValueError, SimulationError)  # exceptions with which a guard reports a fault
 
 
 def parts_are_merged() -> None:
@@ -42,7 +42,7 @@ def merges_out_of_reach_are_refused(library: ModuleType) -> None:
     with a_machine_for(library) as machine:
         try:
             check_refused_merges(machine, library)
-        except BaseException as error:  # pytest's own, where nothing is raised
+        except BaseException as error:  # pytest's own exception, if nothing is raised
             raise AssertionError(error) from error
 
 

@@ -1,4 +1,4 @@
-"""Faults in memory that calls use in turn: arguments of kernels, workspaces, and what shared plans are given."""
+"""Planted faults in memory that calls reuse: kernel arguments, workspaces, and the inputs of shared plans."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from test_kept_index import check_threads
 from test_reuse import DENSE, check_outputs, check_summed_gradients
 from workspace_memory import memory, stream
 
-SIGNS = (AssertionError, ValueError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, ValueError)  # exceptions with which a guard reports a fault
 
 
 def workspaces_serve_one_call_at_a_time(library: ModuleType) -> None:
-    """Check that workspaces are aligned and disjoint, and shared only by calls in order on one stream."""
+    """Check that workspaces are aligned and disjoint, and shared only by calls that are ordered on one stream."""
     room, need = part(library, "executors.workspaces"), part(library, "planning.launches").Workspace
     where, byte = memory(), np.dtype(np.uint8)
     needs = {"a": need((300,), byte), "zeros": need((40,), byte, True), "b": need((1000,), byte)}
@@ -47,7 +47,7 @@ def workspaces_serve_one_call_at_a_time(library: ModuleType) -> None:
 
 
 def arguments_serve_one_call_at_a_time(library: ModuleType) -> None:
-    """Check that a table points to its kernel's records, which hold the addresses of a call until released."""
+    """Check that a table points to its kernel's records, which hold the addresses of a call until it releases them."""
     room = part(library, "executors.arguments")
     words = np.arange(6, dtype=np.uint64)
     places = [room.Place(1, 0, 0), room.Place(4, 64, 1)]

@@ -1,6 +1,6 @@
-"""Guards for faults of score functions: properties of programs, ranges, errors and results, on many functions.
+"""Guards for faults of score functions: properties of programs, ranges, errors and results, for many functions.
 
-Each guard takes a library: the one that is installed, or a copy with a fault under a name of its own.
+Each guard takes a library: the installed one, or a copy with a fault under another name.
 """
 
 import weakref
@@ -15,7 +15,7 @@ from test_score_programs import (
     EXTENTS, RANGES, REFUSED, branches, check_arrays, check_exact_zeros, check_powers, places, message_of,
 )  # fmt: skip
 
-SIGNS = (AssertionError, ValueError, IndexError, TypeError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, ValueError, IndexError, TypeError)  # exceptions with which a guard reports a fault
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -36,7 +36,7 @@ def formulas_of(library):
 
 
 def values_are_right(library):
-    """Check that a program gives what its function gives, in float64."""
+    """Check that a program has the values of its function, in float64."""
     for function in SMALL:
         score, s, i = library.scores.Score(function), np.linspace(-3, 3, 7), np.arange(7)
         operands = part(library, "scores.values").Operands(score.numbers, ())
@@ -67,7 +67,7 @@ SMALL = (
 
 
 def batches_are_read_in_place(library):
-    """Check that leading axes of an array are those before the heads, from the right; one of length 1 broadcasts."""
+    """Check that an array's leading axes match those before the heads, from the right; axes of length 1 broadcast."""
     s, b = np.zeros((2, 3, 1, 2, 1)), np.arange(6).reshape(2, 3, 1, 1, 1)
     for leading in ((2, 3), (3,), (2, 1), (1, 3), (1,)):
         array = np.random.default_rng(0).standard_normal((*leading, 2))
@@ -91,7 +91,7 @@ def wide_integers_are_subtracted_exactly(library):
 
 
 def derivatives_are_right(library):
-    """Check that derivatives equal those of dual numbers in long double, within the error that float64 may have."""
+    """Check that derivatives equal those of dual numbers in long double, within the error allowed for float64."""
     program_of, roundoff = part(library, "scores.program"), part(library, "scores.roundoff")
     dual = part(library, "testing.dual")
 
@@ -156,7 +156,7 @@ def ties_are_kept(library):
 
 
 def errors_hold(library):
-    """Check that results in float32 of perturbed scores lie within the errors, at every operation."""
+    """Check that float32 results of perturbed scores lie within the errors, at every operation."""
     program_of, roundoff = part(library, "scores.program"), part(library, "scores.roundoff")
     info = np.finfo(np.float32)
     model = roundoff.Arithmetic(float(info.eps) / 2, float(info.smallest_normal), float(info.max))
@@ -180,7 +180,7 @@ def errors_hold(library):
 
 
 def functions_err_by_as_much_as_their_argument_lets_them(library, model):
-    """Check for large argument errors that each operation's error covers both ends, but not ten times as much."""
+    """Check, for large argument errors, that an operation's error covers both ends, but not ten times as much."""
     program_of, roundoff = part(library, "scores.program"), part(library, "scores.roundoff")
     functions = {
         "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "tanh": np.tanh, "sqrt": np.sqrt,
@@ -204,7 +204,7 @@ def functions_err_by_as_much_as_their_argument_lets_them(library, model):
 
 
 def programs_are_simple(library):
-    """Check that programs have their own numbers, and depend on what they read."""
+    """Check that programs have their own numbers, and depend on exactly what they read."""
     finished_programs_have_their_own_numbers(library)
     batched = library.scores.Score(lambda s, b, h, i, j, a: s + a[..., j], a=np.zeros((3, 4)))
     assert {"b", "j"} in part(library, "scores.program").depends(batched.program)
@@ -228,10 +228,10 @@ def finished_programs_have_their_own_numbers(library):
 
 
 def compositions_are_right(library):
-    """Check that a composed score has the arguments of its own call, also if a composition is used again.
+    """Check that a composed score has the arguments of its own call, also if a composition is reused.
 
-    On either side s / cap is off by two roundoffs, where it is a product with the reciprocal, tanh by two more, and
-    three further results by one each; no sum cancels.
+    On either side, s / cap is off by two roundoffs if it is computed with the reciprocal, tanh by two more, and three
+    other results by one each; no sum cancels.
     """
     relative = 2 * (2 + 2 + 3) * np.finfo(float).eps / 2
     composition = part(library, "scores.composition").composition
@@ -259,11 +259,11 @@ def compositions_are_right(library):
     composition(None, None, large, lambda bias: bias)
     composition(own, 2.0, large, lambda bias: bias)
     del large
-    assert gone() is None  # nothing holds an array that a call is over
+    assert gone() is None  # after a call, nothing keeps its array alive
 
 
 def indices_are_proven(library):
-    """Check that integers stay within their ranges, and an index that may leave its axis is refused."""
+    """Check that integers stay within their ranges, and that an index that may leave its axis is refused."""
     ranges = part(library, "scores.ranges")
 
     @hunt(formulas_of(library), SEEDS, seeds=2)
@@ -414,7 +414,7 @@ def calls_are_right(library):
 
 
 def sums_have_one_order(library):
-    """Check that gradients of arrays are equal bit for bit on any number of threads, and each time."""
+    """Check that gradients of arrays are bitwise reproducible for any number of threads."""
     structure = part(library, "testing.strategies").Structure(num_heads=4, num_kv_heads=4, seqlen_q=2100, seqlen_kv=64)
     example = structure.example()
     host = part(library, "planning.host")
@@ -433,7 +433,7 @@ def sums_have_one_order(library):
 
 
 def aligned_scores_are_right(library):
-    """Check that the last query of a call or packed sequence is at the last key, as a cache's queries are."""
+    """Check that the last query of a call or packed sequence is aligned with the last key, as in a cache."""
     alignment.check_whole_text(library, alignment.both, 3, 40, CPU)
     for is_inner in (True, False):
         alignment.check_within(library, alignment.both, CPU, is_inner)
@@ -450,6 +450,6 @@ def arrays_are_widened(library):
 
 
 def powers_by_0_are_constant(library):
-    """Check that a power by 0 has the derivative 0, also of the base 0."""
+    """Check that a power with exponent 0 has the derivative 0, also for the base 0."""
     for name in ("of the score, by 0", "by an array", "by an index"):
         check_powers(library, name, "cpu")

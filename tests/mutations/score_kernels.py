@@ -1,6 +1,6 @@
-"""Faults of score functions in the kernels of every family, and in the text that is printed of a program.
+"""Planted faults in the score-function code of every kernel family, and in the printed form of a score program.
 
-Results of the probe are small multiples of 1/16, and a fault changes them.
+Results of the probe are small multiples of 1/16, so any fault changes them visibly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from test_score_kernels import (
 )  # fmt: skip
 from test_sm90_scores import check_hidden_queries
 
-SIGNS = (AssertionError, ValueError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, ValueError)  # exceptions with which a guard reports a fault
 
 
 def _check(kernel: str, mask: str, wrt: tuple[str, ...] = WRT, **options: Any) -> None:
@@ -36,7 +36,7 @@ def _check(kernel: str, mask: str, wrt: tuple[str, ...] = WRT, **options: Any) -
 
 
 def _masked_keys_stay_hidden(kernel: str) -> None:
-    """Check the order of cap and mask: a cap after the mask would make finite scores of -inf."""
+    """Check the order of softcap and mask: a softcap after the mask would turn scores of -inf into finite ones."""
     dtype = np.float32 if kernel in ("simt", "naive") else np.float16
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 50, 16)).astype(dtype)
     example = Example(q=q, k=k, v=v, mask=masks.Causal("top_left"), score=scores.softcap(2.0))
@@ -47,7 +47,7 @@ def _masked_keys_stay_hidden(kernel: str) -> None:
 
 
 def simt_is_exact() -> None:
-    """Check dQ added up and from a separate kernel, with masked steps and without a mask."""
+    """Check accumulated dQ and dQ from a separate kernel, with masked steps and without a mask."""
     _masked_keys_stay_hidden("simt")
     _check("simt", "lengths")
     _check("simt", "nothing")
@@ -55,7 +55,7 @@ def simt_is_exact() -> None:
 
 
 def simt_waits_for_its_warps() -> None:
-    """Check that gradients with a score function are within bounds with threads out of order, in poisoned memory."""
+    """Check that gradients with a score function are within bounds, for threads out of order, in poisoned memory."""
     example = Structure(num_heads=2, seqlen_q=150, seqlen_kv=90, head_dim=24, value_dim=20).example()
     example = example.but(score=scores.softcap(2.0))
     plan = cuflash.plan(example.q, example.k, example.v, score=example.score, executor="sim", kernel="simt")
@@ -70,7 +70,7 @@ def naive_is_exact() -> None:
 
 
 def sm80_is_exact() -> None:
-    """Check dQ added up and from a separate kernel, over several tiles of keys."""
+    """Check accumulated dQ and dQ from a separate kernel, over several tiles of keys."""
     _masked_keys_stay_hidden("sm80")
     probe = Probe("float16", None, batch=(2,), lengths=(20, 150))
     probe.check(probe.run_results(replace(SIM, kernel="sm80"), ("at", "row")))
@@ -104,7 +104,7 @@ def warps_that_share_elements_are_exact() -> None:
 
 
 def printed_functions_are_exact(library: ModuleType) -> None:
-    """Check functions that the copy of the library prints; its kernels are those of the installed one."""
+    """Check functions printed by the copy of the library, with the kernels of the installed one."""
     importlib.import_module(f"{library.__name__}.compiler.source").KERNELS = sources.KERNELS
     probe = Probe("float32", batch=(2, 3), lengths=(5, 21))
     probe.check(probe.run_results(replace(SIM, kernel="simt"), library=library))
@@ -125,7 +125,7 @@ def repeatable_sums_are_right() -> None:
 
 
 def repeatable_sums_are_planned(library: ModuleType) -> None:
-    """Check plans of the copy of the library; its kernels are those of the installed one."""
+    """Check plans of the copy of the library, with the kernels of the installed one."""
     importlib.import_module(f"{library.__name__}.compiler.source").KERNELS = sources.KERNELS
     _repeatable_gradients_are_right(library)
 

@@ -1,4 +1,4 @@
-"""Faults of functions that Hopper's forward kernel hands products instead of scores."""
+"""Planted faults in score functions to which sm90's forward kernel passes q . k products instead of scores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from executors import SIM
 from mutations.planting import Edit
 from test_score_products import check_plans, check_results, check_values
 
-SIGNS = (AssertionError, ValueError, SimulationError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, ValueError, SimulationError)  # exceptions with which a guard reports a fault
 
 
 def distances_are_right() -> None:

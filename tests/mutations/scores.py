@@ -1,4 +1,4 @@
-"""Faults in score functions: programs, derivatives, ranges, errors, and what the cpu executor makes of them."""
+"""Planted faults in score functions: programs, derivatives, ranges, errors, and their use by the cpu executor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mutations.python_guards import part
 
 
 def attends_aligned(score: Any, **options: Any) -> Callable[[Any], Any]:
-    """Return a probe: a score that was made without an alignment is refused."""
+    """Return a probe: a score that was created without an alignment is refused."""
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((2, 3, 8)), rng.standard_normal((2, 40, 8))
 

@@ -26,7 +26,7 @@ from test_selectors import by_sorting, means, of_antidiagonal, of_nsa, of_pooled
 import cuflash
 from cuflash.sim import SimulationError
 
-SIGNS = (AssertionError, ValueError, SimulationError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, ValueError, SimulationError)  # exceptions with which a guard reports a fault
 CAUSAL = np.tri(8, dtype=bool)
 EVERY_BUDGET = [
     cuflash.selectors.Budget(**rule)
@@ -87,7 +87,7 @@ def the_kernel_chooses() -> None:
 
 
 def thread_blocks_choose_from_wide_rows() -> None:
-    """Check runs of 1024 blocks with equal scores; the last chosen block ends a run, or is inside one."""
+    """Check runs of 1024 blocks with equal scores; the last chosen block ends a run or lies inside one."""
     rng, must = np.random.default_rng(0), cuflash.selectors.Forced(diagonal=False)
     for most, rule in (
         (0, {"top_k": 2048}), (1, {"top_k": 1700}), (1, {"top_k": 700}), (1, {"mass": 0.8125}), (1, {"mass": 1.0}),
@@ -146,7 +146,7 @@ def fixed_blocks_stay(library: ModuleType) -> None:
 
 
 def selections_share_memory(library: ModuleType) -> None:
-    """Check that arrays written by the kernels of a selection are disjoint; a captured selection keeps its memory."""
+    """Check that a selection's kernels write disjoint arrays, and that a captured selection keeps its memory."""
     bound, launches, planning = (
         part(library, name) for name in ("selectors.bound", "planning.launches", "planning.selection_kernels")
     )
@@ -290,14 +290,15 @@ def selections_are_right(library: ModuleType) -> None:
     assert [[np.flatnonzero(row).tolist() for row in head] for head in cut.states()[0]] == expected
     pages = [wide[:, None, start : start + 12] for start in range(0, 64, 12)]
     bounds = [np.maximum(q * page.min(-2), q * page.max(-2)).sum(-1) for page in pages]
-    # Two sums of products along head_dim, in any order, each off by a roundoff of the products' sizes for each term.
+    # A sum of two sums of products over head_dim, in any order; each is off by one roundoff of the absolute products
+    # per term.
     sizes = [np.maximum(np.abs(q * page.min(-2)), np.abs(q * page.max(-2))).sum(-1) for page in pages]
     bound = q.shape[-1] * EXACT * np.stack(sizes, axis=-1)
     assert (np.abs(of.page_bounds(q, k, page_size=12) - np.stack(bounds, axis=-1)) <= bound).all()
 
 
 def masked_selections_are_right(library: ModuleType) -> None:
-    """Check that estimates under masks of all kinds use attended elements only, and nothing else is read."""
+    """Check that estimates under masks of all kinds read only attended elements."""
     for number, kind in enumerate(KINDS):
         problem = problem_of(kind, 14, 19, number, library)
         for budget in ({"top_k": 2}, {"threshold": 0.3}):
@@ -311,7 +312,7 @@ def masked_selections_are_right(library: ModuleType) -> None:
 
 
 def selectors_take_caches(library: ModuleType) -> None:
-    """Check that pages are those of the cache, for the queries that it accepts."""
+    """Check that a selector's pages are those of the cache, for the queries that the cache accepts."""
     of, rows = library.selectors, np.ones((1, 1, 40, 8), np.float32)
     sizes = {"batch": 1, "num_kv_heads": 1, "head_dim": 8, "capacity": 64}
     for pages, side in (({"page_size": 64, "num_pages": 1}, 64), ({}, 16), ({"page_size": 32, "num_pages": 2}, 32)):

@@ -1,4 +1,4 @@
-"""Faults in block masses, in selectors and in rooflines: of Python and of the kernel."""
+"""Planted faults in block masses, selectors and rooflines, in Python and in kernels."""
 
 from __future__ import annotations
 

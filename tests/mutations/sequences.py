@@ -1,4 +1,4 @@
-"""Faults in packed sequences: their mask's closed form, what it refuses, and packing."""
+"""Planted faults in packed sequences: their mask's closed form, what it refuses, and packing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mutations.planting import Edit
 from mutations.python_guards import hunt, part
 from test_packed_sequences import OFFSETS, check_mask, sequences
 
-SIGNS = (AssertionError, ValueError, IndexError, ArithmeticError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, ValueError, IndexError, ArithmeticError)  # exceptions with which a guard reports a fault
 
 
 def sequences_are_right(library: ModuleType) -> None:

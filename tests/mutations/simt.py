@@ -1,4 +1,4 @@
-"""Faults in the kernels of the simt family."""
+"""Planted faults in the kernels of the simt family."""
 
 from __future__ import annotations
 

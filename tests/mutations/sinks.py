@@ -1,4 +1,4 @@
-"""Faults in attention sinks: of Python and of kernels."""
+"""Planted faults in attention sinks, in Python and in kernels."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mutations.planting import Edit
 
 import cuflash
 
-SIGNS = (AssertionError, ValueError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, ValueError)  # exceptions with which a guard reports a fault
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "sink": (4,)}
 TWO = {"q_batch": (2,), "k_batch": (2,), "v_batch": (2,)}
-ROWS = np.arange(40)[:, None] % 3 > 0  # others have no key
+ROWS = np.arange(40)[:, None] % 3 > 0  # rows with keys; the others have none
 SHORT = Structure(**HEADS, **TWO, seqlen_q=40, seqlen_kv=70, mask=masks.Dense(ROWS))
 HALF = replace(SHORT, dtype="float16")
 LISTED = Structure(
@@ -30,7 +30,7 @@ LISTED = Structure(
 
 
 def the_host_is_right(library: ModuleType) -> None:
-    """Check the copy's results: arrays within bounds; a sink of -inf changes nothing, one of inf or NaN gives NaN."""
+    """Check that the copy's results are within bounds; a sink of -inf changes nothing, inf or NaN gives NaN."""
     for structure in (SHORT, replace(SHORT, seqlen_kv=0, mask=None), Structure(seqlen_q=5, seqlen_kv=9, sink=())):
         example = structure.example()
         results = _results(library, example)
@@ -63,7 +63,7 @@ def bounds_are_sharp(library: ModuleType) -> None:
 
 
 def calls_are_told_apart(library: ModuleType) -> None:
-    """Check that calls that differ in the sink alone, or in the gradients they have, are different calls."""
+    """Check that calls that differ only in the sink, or in the requested gradients, are different calls."""
     q, sink = np.ones((4, 5, 8), np.float32), np.zeros(4, np.float32)
     plain, other = library.attention(q, q, q), library.attention(q, q, q, sink=sink)
     assert not np.array_equal(plain, other)
@@ -113,13 +113,13 @@ def naive_is_right() -> None:
 
 
 def sm80_is_right() -> None:
-    """Check whole tiles, and keys that blocks share."""
+    """Check full tiles, and keys that thread blocks share."""
     check_simulated("sm80", HALF)
     check_simulated("sm80", replace(HALF, seqlen_q=3, seqlen_kv=600, mask=None))
 
 
 def sm90_is_right() -> None:
-    """Check calls without a list, and with one that leaves some tiles without a key."""
+    """Check calls without a list, and with a list that leaves some tiles without a key."""
     check_simulated("sm90", HALF)
     check_simulated("sm90", LISTED)
 

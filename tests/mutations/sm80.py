@@ -1,4 +1,4 @@
-"""Faults in the kernels of the sm80 family."""
+"""Planted faults in the kernels of the sm80 family."""
 
 from __future__ import annotations
 

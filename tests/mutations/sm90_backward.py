@@ -1,4 +1,4 @@
-"""Faults in Hopper's gradients up to 128 columns, in the loading of queries, and in the sums of dQ."""
+"""Planted faults in sm90's gradients up to 128 columns, in the loading of queries, and in the sums of dQ."""
 
 from __future__ import annotations
 

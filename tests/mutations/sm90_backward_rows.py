@@ -1,4 +1,4 @@
-"""Faults in Hopper's kernel that computes only dQ."""
+"""Planted faults in sm90's kernel that computes only dQ."""
 
 from __future__ import annotations
 

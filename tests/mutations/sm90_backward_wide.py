@@ -1,4 +1,4 @@
-"""Faults in Hopper's gradients of more than 128 columns."""
+"""Planted faults in sm90's gradients of more than 128 columns."""
 
 from __future__ import annotations
 

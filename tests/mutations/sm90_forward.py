@@ -1,4 +1,4 @@
-"""Faults in Hopper's forward pass, and in the loading of keys and values."""
+"""Planted faults in sm90's forward pass, and in the loading of keys and values."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Guards for faults of the sm90 family, on the simulator: a fault gives a wrong number, or breaks a rule.
+"""Guards for faults of the sm90 family, on the simulator: a fault gives a wrong number, or breaks a simulated rule.
 
-The simulator itself reports a wait that is missing or never ends. But it runs thread blocks one after another here, so
-that it cannot show that a block does not wait for others: the block that comes last finds all of them done.
+The simulator itself reports a missing wait, or a wait that never ends. In these guards it runs thread blocks one after
+another, so it cannot show that a block fails to wait for others: when the last block runs, all others have finished.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from test_sm90_two_walks import (
 
 from cuflash import masks, sim
 
-SIGNS = (AssertionError, sim.SimulationError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, sim.SimulationError)  # exceptions with which a guard reports a fault
 
 
 def structures() -> list[Structure]:
     """Return structures for several kernels of the forward pass.
 
-    Two kernels have 128 columns, one without a list and one with; one has a single slot of Q; one has three warpgroups,
-    the first of which attend no key of a tile's last steps.
+    Two kernels have 128 columns, one of them with a list; one has a single slot for Q; one has three warpgroups, the
+    first of which attend no key in a tile's last steps.
     """
     rng = np.random.default_rng(0)
     square = {"num_heads": 2, "num_kv_heads": 1, "seqlen_q": 300, "seqlen_kv": 300, "head_dim": 128}
@@ -71,7 +71,7 @@ def structures() -> list[Structure]:
 
 
 def started_oddly(x: Any) -> Any:
-    """Return an equal array that starts 8 bytes after a multiple of 16, though its rows may be multiples apart."""
+    """Return an equal array that starts 8 bytes after a multiple of 16, with a row stride that may be one."""
     wider = np.zeros((*x.shape[:-1], x.shape[-1] + 16), x.dtype)
     start = (8 - wider.ctypes.data) % 16 // 2
     wider[..., start : start + x.shape[-1]] = x
@@ -79,7 +79,7 @@ def started_oddly(x: Any) -> Any:
 
 
 def hostile_schedules(shuffled: int = 0) -> Iterator[tuple[int, sim.Schedule]]:
-    """Yield three schedules with their seeds; lanes are shuffled where the seed is less than a number."""
+    """Yield three schedules with their seeds; lanes are shuffled if the seed is less than `shuffled`."""
     for seed, order in enumerate(("random", "last_warp", "first_warp")):
         copies: Any = "late" if order == "last_warp" else "random"
         yield seed, sim.Schedule(seed=seed, order=order, copies=copies, shuffle_lanes=seed < shuffled)
@@ -87,25 +87,26 @@ def hostile_schedules(shuffled: int = 0) -> Iterator[tuple[int, sim.Schedule]]:
 
 @cache
 def cleaned(structures: Callable[[], list[Structure]]) -> list[Example]:
-    """Return examples of structures, which hold exact results, made once for all edits."""
+    """Return examples of structures, with their exact results, created once for all edits."""
     return [half(structure) for structure in structures()]
 
 
 @cache
 def with_plain_steps() -> list[Example]:
-    """Return examples with steps that no mask hides, one of them after a step in which some queries attend nothing.
+    """Return examples with unmasked steps, one of them after a step in which some queries attend nothing.
 
-    Scores grow, stay equal, grow large, are large at first, or are too large where some warpgroups mask them.
+    Scores grow, stay equal, grow large, are large at first, or are too large in steps that some warpgroups mask.
     """
     square, examples = {"num_heads": 1, "seqlen_q": 130, "seqlen_kv": 384, "head_dim": 128, "value_dim": 128}, []
     for scale, first, other in ((0.1, 0.1, 4), (0.1, 1, 1), (400, 0.05, 2), (400, 2, 0.05)):
         clean = half(Structure(**square, scale=scale))
         k = clean.k * np.where(np.arange(384) < 128, first, other)[:, None]
         examples.append(clean.but(k=k.astype(clean.k.dtype)))
-    for length in (640, 1700):  # four warpgroups, and three
+    for length in (640, 1700):  # lengths for tiles of four and of three warpgroups
         late = Structure(seqlen_q=200, seqlen_kv=length, head_dim=64, value_dim=64, mask=masks.Causal("bottom_right"))
         clean = half(late)
-        k = clean.k * np.where(np.arange(length) < length - 128, 0.1, 6)[:, None]  # in steps that are masked
+        # the factor is large in steps that are masked
+        k = clean.k * np.where(np.arange(length) < length - 128, 0.1, 6)[:, None]
         examples.append(clean.but(k=k.astype(clean.k.dtype)))
     allowed = np.ones((130, 384), bool)
     allowed[::3, :128] = False
@@ -114,10 +115,10 @@ def with_plain_steps() -> list[Example]:
 
 @cache
 def with_large_lse() -> list[Example]:
-    """Return examples with large lse in the last 128 queries, which only the second copy warp finds.
+    """Return examples with large lse in the last 128 queries, which only the second copy warp detects.
 
-    Steps have 128 queries or 64, and no mask hides them but in the first 128. lse is so large that any P would be
-    within bounds, or just large enough.
+    Steps have 128 or 64 queries, and the mask hides keys only in the first 128 queries. lse is either so large that any
+    P would be within bounds, or just large enough.
     """
     examples, query, causal = [], np.arange(512), masks.Causal("top_left")
     for head_dim, scale in ((64, 1e9), (64, 1e3), (128, 1e3)):
@@ -131,7 +132,7 @@ def with_large_lse() -> list[Example]:
 @with_fewest_tiles(0)
 @by_last(finishes=False)
 def forward_is_right() -> None:
-    """Check blocks that continue with further tiles, out of order, with NaN past the keys' length."""
+    """Check blocks that go through several tiles, out of order, with NaN past the keys' length."""
     for dim in (128, 192):
         assert_alike_keys_weigh_alike(dim, SIM90)
     for number, clean in enumerate(cleaned(structures) + with_plain_steps()):
@@ -145,15 +146,15 @@ def forward_is_right() -> None:
         plan = on_two_blocks(plan_of(example))
         for seed, schedule in hostile_schedules():
             margin = ALIGNED if seed else MARGIN
-            machine = Simulator(schedule, time_limit=5)  # a fault may have a block ask for tiles for ever
+            machine = Simulator(schedule, time_limit=5)  # with a fault, a block may request tiles forever
             assert_within_bounds(clean, **forward(plan, example, machine, margin=margin))
 
 
 def backward_structures() -> list[Structure]:
-    """Return small structures of several steps: both tiles of queries, and a list."""
+    """Return small structures with several steps: both heights of query tiles, and a list."""
     square = {"num_heads": 2, "num_kv_heads": 1, "seqlen_q": 300, "seqlen_kv": 150}
     rng = np.random.default_rng(0)
-    sees = np.arange(300)[:, None] // 10 % 3 > 0  # others see no key, in every tile of queries
+    sees = np.arange(300)[:, None] // 10 % 3 > 0  # the other queries attend no key, in every tile of queries
     return [
         Structure(**square, head_dim=128, value_dim=104, mask=masks.Causal("bottom_right")),
         Structure(
@@ -161,24 +162,25 @@ def backward_structures() -> list[Structure]:
             mask=masks.Lengths(q=290, kv=np.array([140, 100])),
         ),
         Structure(**square, head_dim=33, value_dim=20, mask=masks.Dense(rng.random((2, 300, 150)) < 0.3)),
-        Structure(**square | {"num_heads": 8, "seqlen_q": 60}, head_dim=64, value_dim=40),  # heads of one step each
+        Structure(**square | {"num_heads": 8, "seqlen_q": 60}, head_dim=64, value_dim=40),  # heads with one step each
         Structure(
             num_heads=6, num_kv_heads=6, seqlen_q=60, seqlen_kv=600, head_dim=64, value_dim=40,
-            mask=masks.BlockPattern(np.array([[True, False, True]]), 256),  # keys that no query sees, and empty tiles
+            # keys that no query attends, and empty tiles
+            mask=masks.BlockPattern(np.array([[True, False, True]]), 256),
         ),
         Structure(
             q_batch=(2, 1, 3), k_batch=(1, 2, 1), v_batch=(3,), num_heads=1, seqlen_q=20, seqlen_kv=140, head_dim=64,
             value_dim=40,
-        ),  # of several launches
+        ),  # needs several launches
         Structure(**square | {"seqlen_q": 140}, head_dim=128, value_dim=104, mask=Ends(np.array([130, 70]))),
         Structure(
             num_heads=1, seqlen_q=300, seqlen_kv=400, head_dim=64, value_dim=40,
             mask=masks.SlidingWindow(left=50, right=0, align="top_left"),
-        ),  # the last keys of which no query sees
+        ),  # no query attends the last keys
         Structure(**square, head_dim=64, value_dim=64, mask=masks.Dense(sees & (rng.random((300, 150)) < 0.7))),
         Structure(
             **square, head_dim=64, value_dim=40, mask=masks.BlockPattern(np.array([[1, 1], [0, 0], [1, 0]], bool), 128)
-        ),  # queries that no tile of keys visits
+        ),  # no tile of keys visits the middle queries
     ]  # fmt: skip
 
 
@@ -186,7 +188,7 @@ def backward_structures() -> list[Structure]:
 @cut_from(inf)
 @by_last(finishes=False)
 def gradients_are_right() -> None:
-    """Check steps that start at multiples, with NaN in queries without a key, in unseen keys, and past the lengths."""
+    """Check steps at multiples of their size, with NaN in queries without a key, unseen keys, and past the lengths."""
     for number, clean in enumerate(cleaned(backward_structures) + with_large_lse()):
         changed = {x: getattr(clean, x).copy() for x in ("q", "k", "v", "do")}
         if number == 0:
@@ -206,7 +208,7 @@ def gradients_are_right() -> None:
 
 
 def wide_structures() -> list[Structure]:
-    """Return structures with one stage of dO and two, shared panels, a list, and heads that attend other keys."""
+    """Return structures with one stage of dO and two, shared panels, a list, and heads that attend different keys."""
     square = {"num_heads": 2, "num_kv_heads": 1, "seqlen_q": 300, "seqlen_kv": 150}
     rng = np.random.default_rng(0)
     return [
@@ -239,7 +241,7 @@ def wide_gradients_are_right() -> None:
 
 
 def _all_are_right(way: str, structures: Iterable[Structure]) -> None:
-    """Check a way to share or finish dQ out of order, with few thread blocks."""
+    """Check a way to share or finish dQ with few thread blocks that run out of order."""
     for number, structure in enumerate(structures):
         example = half(structure)
         for seed, schedule in hostile_schedules():
@@ -265,7 +267,7 @@ def gradients_of_intervals_are_right() -> None:
 
 
 def gradients_of_cut_sequences_are_right() -> None:
-    """Check results with NaN outside all sequences."""
+    """Check results with NaN in rows outside all sequences."""
     names = (
         "sequences", "an end past the next sequence", "sequences in a window", "of each entry and wide",
         "queries past all sequences", "chunks of keys", "chunks of heads that share keys",
@@ -282,7 +284,7 @@ def gradients_of_cut_sequences_are_right() -> None:
 def structures_of_two_walks() -> list[Structure]:
     names = ("causal", "not aligned", "broadcast", "a wide window", "every row without a key", "documents")
     lists = ("blocks of 64, 128 columns", "blocks of 64, not aligned", "blocks of 64, bits", "blocks of 100")
-    # Rows of dO are copied, and are longer than those of Q.
+    # Rows of dO are copied by threads, and are longer than those of Q.
     negative = replace(BANDS["causal"], scale=-0.125, head_dim=33, value_dim=41)
     return [*(BANDS[name] for name in names), *(LISTS[name] for name in lists), negative]
 

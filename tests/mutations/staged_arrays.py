@@ -1,4 +1,4 @@
-"""Faults of arrays that Hopper's kernels stage in shared memory, and of tables that they read once a step."""
+"""Planted faults in arrays that sm90's kernels stage in shared memory, and in tables that they read once per step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from test_staged_arrays import (
 )  # fmt: skip
 from test_uniform_steps import check_bins, check_clipped, check_directions
 
-SIGNS = (AssertionError, ValueError, SimulationError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, ValueError, SimulationError)  # exceptions with which a guard reports a fault
 _HOPPER = replace(SIM, kernel="sm90")
 
 
@@ -26,7 +26,7 @@ def unaligned_steps_are_right() -> None:
 
 
 def late_copies_are_waited_for() -> None:
-    """Run consumers before the warp that copies a bias has waited for its copies, which land one by one."""
+    """Run consumers before the warp that copies a bias has waited for its copies, which complete one by one."""
     check_schedules([Schedule(seed=seed, order="priorities", copies="random") for seed in range(2)])
 
 

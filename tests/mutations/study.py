@@ -1,4 +1,4 @@
-"""Faults in the study of block patterns, with the guards that must see them."""
+"""Planted faults in the study of block patterns, with the guards that must detect them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from mutations.planting import Edit
 from mutations.python_guards import part
 from test_recall import EXACT, tolerance
 
-SIGNS = (AssertionError, ArithmeticError, ValueError, SystemExit)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, ArithmeticError, ValueError, SystemExit)  # exceptions with which a guard reports a fault
 Q, K, V = np.random.default_rng(0).standard_normal((3, 2, 20, 4))
 EVEN = [np.tri(5, dtype=bool), np.ones((5, 5), bool)]
 
 
 def surveyed(library: ModuleType, name: str, *, causal: bool) -> list[tuple[float, ...]]:
-    """Return densities, recalls, and recalls of the lowest head."""
+    """Return limits, densities, recalls, and recalls of the lowest head."""
     survey = part(library, "study.survey").Survey(Q, K, V, causal=causal, scale=2.0)
     rows = survey.measurements([4], [name], [0.5, 0.7, 1.0])
     return [(row.at_most, row.density, row.recall, row.lowest_head) for row in rows if hasattr(row, "recall")]
 
 
 def measurements_are_right(library: ModuleType) -> None:
-    """Check windows, and the blocks of largest mass, against whole matrices."""
+    """Check windows, and the blocks with the largest masses, against full matrices."""
     for eligible in EVEN:
         causal = not eligible[0, 1]
         row, keys = np.repeat(np.eye(5), 4, axis=0), np.arange(20)
@@ -38,7 +38,8 @@ def measurements_are_right(library: ModuleType) -> None:
                 if fitting >= 0:
                     of_heads = (mass * forms[fitting]).sum((-1, -2)) / 20
                     expected.append((limit, densities[fitting], of_heads.mean(), of_heads.min()))
-            relative = tolerance(2 * Q * Q.shape[-1] ** 0.5, K, EXACT, (20, 20))  # the scale is 2
+            # 2 * Q and the factor account for a scale of 2
+            relative = tolerance(2 * Q * Q.shape[-1] ** 0.5, K, EXACT, (20, 20))
             np.testing.assert_allclose(surveyed(library, name, causal=causal), expected, rtol=relative)
 
 

@@ -1,4 +1,4 @@
-"""Faults in kernels that compute tangents."""
+"""Planted faults in kernels that compute tangents."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from cuflash.testing.tangents import Moving
 from executors import SIM, Run
 from mutations.planting import Edit
 
-SIGNS = (AssertionError, sim.SimulationError)  # exceptions by which guards see a fault
+SIGNS = (AssertionError, sim.SimulationError)  # exceptions with which a guard reports a fault
 SIMT, SM80 = (replace(SIM, kernel=kernel) for kernel in ("simt", "sm80"))
 PLAIN = replace(checks.FULL, dropout=None, sink=None)
 
 
 def _tangents_are_right(run: Run, dtype: str) -> None:
-    """Check all tangents and some, of masks that leave rows without keys, of lists, and of several steps."""
+    """Check tangents of all and of some arrays, with masks that leave rows without keys, lists, and several steps."""
     listed = replace(PLAIN, mask=masks.BlockPattern(np.array([[1, 0, 1], [0, 1, 1]], bool), (64, 64)))
     for structure in (PLAIN, listed):
         example = replace(structure, dtype=dtype).example()
@@ -44,7 +44,7 @@ def simt_is_right() -> None:
 
 
 def sm80_is_right() -> None:
-    """Check under schedules in which copies land late."""
+    """Check under schedules with late copies."""
     for schedule in (sim.Schedule(copies="late"), sim.Schedule(seed=1, order="random", copies="random")):
         with patch.object(simulated, "_SIMULATOR", Simulator(schedule)):
             _tangents_are_right(SM80, "float16")
@@ -52,7 +52,7 @@ def sm80_is_right() -> None:
 
 
 def second_derivatives_are_right() -> None:
-    """Check all tangents and some, with every feature, and rows without a key."""
+    """Check tangents of all and of some arrays, with every feature, and rows without a key."""
     example = checks.FULL.example()
     every = checks.EVERY | {"do": "normal", "dlse": "normal"}
     for order in ("round_robin", "random"):
@@ -78,7 +78,7 @@ def every_feature_is_right() -> None:
 
 
 def plans_are_right(library: ModuleType) -> None:
-    """Check kernels that a copy of the library plans for tangents of some names, and for others."""
+    """Check the kernels that a copy of the library plans for tangents of some arrays and of others."""
     x, device = library.ShapeDtype((8, 1000, 64), np.dtype(np.float32)), library.DeviceSpec.gpu("H100")
     moved = library.scores.Score(lambda s, b, h, i, j, slopes: s + slopes[h], slopes=library.ShapeDtype((8,), x.dtype))
     specs = []

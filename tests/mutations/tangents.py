@@ -1,4 +1,4 @@
-"""Faults in tangents of attention and of its gradients: of the host's passes, the specification, bounds and rules."""
+"""Planted faults in tangents of attention and of its gradients: in host passes, the specification, bounds and rules."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mutations.planting import Edit
 
 import cuflash
 
-SIGNS = (AssertionError, ValueError, TypeError)  # exceptions by which guards see a fault
-ROWS = np.arange(40)[:, None] % 3 > 0  # others have no key
+SIGNS = (AssertionError, ValueError, TypeError)  # exceptions with which a guard reports a fault
+ROWS = np.arange(40)[:, None] % 3 > 0  # rows with keys; the others have none
 STRUCTURE = Structure(
     q_batch=(2,), k_batch=(1,), v_batch=(2,), num_heads=4, num_kv_heads=2, seqlen_q=40, seqlen_kv=70, value_dim=6,
     dtype="float64", sink=(4,), sink_dtype="float64", mask=masks.Dense(ROWS & (np.arange(70) != 3)),
 )  # fmt: skip
-# Several steps, and a row without a key. The keys of later steps move otherwise than those of the first.
+# Several steps, and a row without a key. The keys of later steps have other tangents than those of the first.
 LONG = Structure(seqlen_q=9, seqlen_kv=40000, head_dim=4, value_dim=2, mask=masks.Lengths(q=8))
 NAMES = ("q", "k", "v", "sink", "do", "dlse")
 ARRAYS = ("temperature", "slope", "bias")
@@ -31,7 +31,7 @@ def curved(s, b, h, i, j, temperature, slope):
 
 
 def second(library: ModuleType, moving: Moving, **options: Any) -> dict[str, np.ndarray]:
-    """Return o_dot, lse_dot, and the tangents of the gradients of a library."""
+    """Return o_dot, lse_dot, and the tangents of the gradients, computed by a library."""
     example = moving.example
     arrays, wrt = (example.q, example.k, example.v), options.pop("wrt", ())
     options = {"mask": example.dense_mask, "sink": example.sink, "scale": example.scale, **options}
@@ -52,7 +52,7 @@ def same(outputs: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> Non
 
 
 def tangents_are_right(library: ModuleType) -> None:
-    """Assert that results of the copy are within bounds of the specification, with all tangents and with some."""
+    """Check that the copy's results are within bounds of the specification, with all tangents and with some."""
     for names in (NAMES, ("q",), ("k", "do"), ("v", "sink"), ("dlse",)):
         moving = with_tangents(STRUCTURE.example(), dict.fromkeys(names, "normal"))
         if not moving.of_call():
@@ -67,7 +67,7 @@ def tangents_are_right(library: ModuleType) -> None:
 
 
 def every_feature_is_right(library: ModuleType) -> None:
-    """Compare a score function with arrays, a bias, a sink and dropout with results of the installed library."""
+    """Compare results with a score function, a bias, a sink and dropout with those of the installed library."""
     example, rng = STRUCTURE.example(), np.random.default_rng(0)
     arrays = {"temperature": 1 + 0.3 * rng.standard_normal(4), "slope": 0.1 * rng.standard_normal(4)}
     bias = rng.standard_normal((4, 40, 70))
@@ -87,7 +87,7 @@ def every_feature_is_right(library: ModuleType) -> None:
 
 
 def a_drift_costs_no_digits(library: ModuleType) -> None:
-    """Assert bounds in float16, which rounds o most, for large tangents that are nearly equal for all keys."""
+    """Check bounds in float16, which rounds o the most, for large tangents that are nearly equal for all keys."""
     example = Structure(num_heads=2, seqlen_q=60, seqlen_kv=90, head_dim=16, dtype="float16").example()
     moving = with_tangents(example, {"k": "drift"})
     o_dot = library.attention_jvp(example.q, example.k, example.v, **moving.of_call())[1]
@@ -95,7 +95,7 @@ def a_drift_costs_no_digits(library: ModuleType) -> None:
 
 
 def rules_hold(library: ModuleType) -> None:
-    """Assert the rules for rows without a key, with scores of -inf or NaN, and for calls without keys."""
+    """Check the rules for rows without a key, with scores of -inf or NaN, and for calls without keys."""
     moving = with_tangents(STRUCTURE.example(), dict.fromkeys(NAMES, "normal"))
     outputs = second(library, moving)
     assert not outputs["o_dot"][..., ::3, :].any() and not outputs["dq"][..., ::3, :].any()
@@ -122,7 +122,7 @@ def rules_hold(library: ModuleType) -> None:
 
 
 def bounds_are_sharp(library: ModuleType) -> None:
-    """Assert that the bounds of the copy equal those of the installed library."""
+    """Check that the bounds of the copy equal those of the installed library."""
     error_bound = import_module(f"{library.__name__}.bounds").error_bound
     example, rng = STRUCTURE.example(), np.random.default_rng(0)
     moving = with_tangents(example, dict.fromkeys(NAMES, "normal"))
@@ -168,7 +168,7 @@ def the_reference_is_right(library: ModuleType) -> None:
 
 
 def wrong_tangents_are_refused(library: ModuleType) -> None:
-    """Assert that tangents of other arguments are refused, each with its own reason."""
+    """Check that tangents of other arguments are refused, each with a different reason."""
     x = np.ones((2, 3, 4), np.float32)
     score = library.scores.Score(lambda s, b, h, i, j, ids: s + ids[j], ids=np.arange(3))
     for options, message in (

@@ -1,10 +1,10 @@
-"""Every planted fault is seen by its guard: it gives a wrong number and no crash; on Hopper it may break a rule.
+"""Every planted fault is detected by its guard: it gives a wrong number and no crash; on Hopper it may break a rule.
 
-Tables map guards to the faults that they must see, one table for each part of the sources. One table, of NaN and
-infinities, has faults of Python and of kernels. CUFLASH_PROFILE=long plants all. A short run plants the first fault of
-each guard of Python's arithmetic and every eighth, every twelfth of the faults of inputs, and every 24th of those of
-score functions. Of kernels it plants the first fault of each guard that builds few of them, and every sixtieth. Guards
-run without a fault where one of their faults is planted; in a short run those whose checks no other test makes.
+Tables map guards to the faults that they must detect, one table for each part of the sources. A table may have faults
+of Python and of kernels. CUFLASH_PROFILE=long plants all faults. A short run plants, for each guard of Python's
+arithmetic, the first fault and every eighth one; every twelfth fault of inputs; and every 24th fault of score
+functions. For kernels, it plants the first fault of each guard that builds few kernels, and every sixtieth one. If a
+fault of a guard is planted, the guard also runs without a fault; in a short run only if no other test makes its checks.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ OF_KERNELS = (
     sm90_backward_wide, blocks, fp8_kernels, *OF_BOTH,
 )  # fmt: skip
 Guard = Callable[..., None]
-# Faults of shared work are seen by what runs these too.
+# Guards of shared work also run these two guards, and so detect their faults.
 RUN_BY_OTHERS = (kernel_guards.attention_is_right, kernel_guards.all_steps_are_right)
-# Guards that build many kernels, or large ones, for each fault: only a long run has them. A short run has at least one
-# cheaper guard of each table of faults.
+# Guards that build many or large kernels for each fault, which only a long run uses. In a short run each table of
+# faults has at least one cheaper guard.
 OF_LONG_RUNS = (
     kernel_guards.work_is_shared_out, kernel_guards.tensor_cores_are_right, sm90_guards.forward_is_right,
     sm90_guards.gradients_are_right, sm90_guards.gradients_of_lists_are_right, score_kernels.sm80_is_exact,
@@ -66,7 +66,8 @@ OF_LONG_RUNS = (
     fp8_kernels.fp8_is_scheduled_right, chosen_kernels.large_groups_and_single_heads_are_right,
     tangent_kernels.sm80_is_right, tangent_kernels.scores_have_second_derivatives,
 )  # fmt: skip
-# In a short run other tests show that these pass: they make the same checks, or have structures of the same kinds.
+# In a short run, other tests show that these guards pass: they make the same checks, or use structures of the same
+# kinds.
 RUN_IN_LONG = (
     sm90_guards.finished_gradients_are_right, sm90_guards.gradients_of_lists_are_right,
     sm90_guards.gradients_of_intervals_are_right, sm90_guards.gradients_of_cut_sequences_are_right,
@@ -88,7 +89,7 @@ RUN_IN_LONG = (
 
 
 def faults(*tables: ModuleType, language: Language | None = None) -> list[tuple[str, Guard, Edit]]:
-    """Return each fault with its name and the guard that must see it; of one language if it is given."""
+    """Return each fault with its name and the guard that must detect it; if `language` is set, only its faults."""
     return [
         (f"{table.__name__.removeprefix('mutations.')}: {name} ({guard.__name__})", guard, edit)
         for table in tables
@@ -99,12 +100,12 @@ def faults(*tables: ModuleType, language: Language | None = None) -> list[tuple[
 
 
 def sampled(planned: list[tuple[str, Guard, Edit]], step: int) -> list[tuple[str, Guard, Edit]]:
-    """Return all faults if CUFLASH_PROFILE=long, else one in `step`."""
+    """Return all faults if CUFLASH_PROFILE=long, otherwise every `step`-th one."""
     return planned if is_long() else planned[::step]
 
 
 def sampled_by_guard(planned: list[tuple[str, Guard, Edit]], step: int) -> list[tuple[str, Guard, Edit]]:
-    """Return all faults if CUFLASH_PROFILE=long, else one in `step` of each guard, and at least its first."""
+    """Return all faults if CUFLASH_PROFILE=long, otherwise the first of each guard and every `step`-th one after it."""
     of_guard = {guard: [fault for fault in planned if fault[1] is guard] for _, guard, _ in planned}
     return [fault for each in of_guard.values() for fault in sampled(each, step)]
 
@@ -127,7 +128,7 @@ def planted_in_kernels() -> list[tuple[str, Guard, Edit]]:
 
 
 def signs_of(guard: Guard) -> tuple[type[Exception], ...]:
-    """Return the exceptions by which the guards of a module show that they see a fault."""
+    """Return the exceptions with which the guards of a module report a fault."""
     signs: tuple[type[Exception], ...] = sys.modules[guard.__module__].SIGNS
     return signs
 
@@ -158,8 +159,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def edited(
     compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[Edit], ModuleType]]:
-    """Import a copy of the library with one edit, or with none, under a name of its own."""
-    monkeypatch.setattr(sys, "pycache_prefix", None)  # bytecode is next to the copies
+    """Return a function that imports a copy of the library with one edit, or with none, under another name."""
+    monkeypatch.setattr(sys, "pycache_prefix", None)  # store bytecode next to the copies
 
     def load(edit: Edit | None) -> ModuleType:
         name = f"cuflash_edited_{abs(hash(edit))}"
@@ -167,7 +168,7 @@ def edited(
         if edit is not None:
             path = tmp_path / name / edit.file
             text = edit.planted_in(path.read_text("utf-8"))
-            path.unlink()  # so that the file that it was linked to stays
+            path.unlink()  # unlink first, so that the original, a hard link, stays unchanged
             path.write_text(text, "utf-8")
         monkeypatch.syspath_prepend(str(tmp_path))
         return importlib.import_module(name)
@@ -186,7 +187,7 @@ def test_a_fault_of_python_is_seen(edited: Callable[[Edit], ModuleType], guard: 
 
 
 def guards_to_run(planned: list[tuple[str, Guard, Edit]], others: Collection[Guard]) -> list[Guard]:
-    """Return the guards of planned faults that this profile runs without a fault."""
+    """Return the guards of planted faults that this profile also runs without a fault."""
     left_out = {*others, *(() if is_long() else RUN_IN_LONG)}
     return [guard for guard in dict.fromkeys(guard for _, guard, _ in planned) if guard not in left_out]
 

@@ -1,4 +1,4 @@
-"""Each fault of the zoo is caught by the tier of checks that is for it, and attention without a fault passes."""
+"""Each fault of the zoo is detected by the tier of checks meant for it, and attention without a fault passes."""
 
 import functools
 
@@ -144,7 +144,7 @@ def test_attention_without_a_fault_has_every_property(has_dlse):
         check(attend, pull, example)
 
 
-# The strategies find faults by themselves
+# The strategies detect faults without hints
 
 HUNT = settings(
     max_examples=200, phases=[Phase.generate], derandomize=True, database=None, deadline=None,

@@ -141,7 +141,7 @@ def test_an_edit_fits_in_its_function(anchor: str, replacement: str, function: s
     [
         ("f(1)", None, r"'f\(1\)' stands 2 times: bring the edit up to date"),
         ("f(1)", "inner", "stands 0 times in inner: bring the edit up to date"),
-        ("f(2)", "y", "stands 2 times in y: bring the edit up to date"),  # A.y and y
+        ("f(2)", "y", "stands 2 times in y: bring the edit up to date"),  # in A.y and in y
         ("return f", "x.y", "there is no x.y: bring the edit up to date"),
         ("# one", None, "holds a comment"),
         ("f(3) # three", None, "holds a comment"),

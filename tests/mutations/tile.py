@@ -1,4 +1,4 @@
-"""Faults in the tiles of kernels: products, copies and layouts."""
+"""Planted faults in the tiles of kernels: products, copies and layouts."""
 
 from __future__ import annotations
 

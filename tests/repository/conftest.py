@@ -1,4 +1,4 @@
-"""Fixtures of the tests of experiments."""
+"""Fixtures for the tests of experiments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Import a module of the experiments by its name, with all their folders on the path as for a script."""
+    """Return a function that imports a module of the experiments by name, with all their folders on the path."""
     for folder in sorted({path.parent for path in EXPERIMENTS.glob("*/*.py")}):
         monkeypatch.syspath_prepend(str(folder))
     return importlib.import_module

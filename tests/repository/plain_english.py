@@ -4,9 +4,9 @@
     python tests/repository/plain_english.py --list PATH   prints the violations below a path
     python tests/repository/plain_english.py --lower       lowers the allowances to what the folders have now
 
-`words.txt` is codespell's dictionary of words and phrases with their replacements; `verbs.txt` has the verbs that
-docstrings of functions may start with; `allowances.csv` has the number of violations that each folder may have. These
-numbers only fall. `# codespell:ignore` at the end of a line excuses the line.
+`words.txt` is codespell's dictionary of words and phrases with their replacements; `verbs.txt` lists the verbs with
+which docstrings of functions may start; `allowances.csv` has the number of violations that each folder may have. These
+numbers may only fall. `# codespell:ignore` at the end of a line excludes the line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VERBS = frozenset(Path(__file__).with_name("verbs.txt").read_text("utf-8").split
 ALLOWANCES = Path(__file__).with_name("allowances.csv")
 KINDS = ("words", "docstrings", "names")
 
-# First words of noun phrases that are verbs, too.
+# Words that may start a noun phrase although they are verbs, too.
 ALSO_NOUNS = {
     "answer", "block", "bound", "build", "cache", "call", "change", "check", "copy", "count", "draw", "end", "estimate",
     "fit", "group", "launch", "limit", "list", "load", "map", "mark", "mask", "match", "measure", "name", "order",
@@ -77,7 +77,7 @@ def phrases_pattern() -> str:
 
 
 def word_violations(paths: list[Path], root: Path = ROOT) -> Iterator[Violation]:
-    """Yield what codespell reports."""
+    """Yield the violations that codespell reports."""
     command = [sys.executable, "-m", "codespell_lib", "-D", str(WORDS), "--regex", phrases_pattern(), *map(str, paths)]
     result = subprocess.run(command, cwd=root, capture_output=True, text=True)
     if result.returncode not in (0, 65):  # 65: some words were found
@@ -106,7 +106,7 @@ def docstring_fault(node: ast.AST) -> str | None:
     if is_function and first_word not in VERBS and not first_line.startswith("True if"):
         return f"not a verb of verbs.txt: {first_line}"
     singular = {first_word, first_word.removesuffix("s"), first_word.removesuffix("es")}
-    is_question = re.match(r"(?:[^.]|\.\S)*\?", docstring) is not None  # of an experiment
+    is_question = re.match(r"(?:[^.]|\.\S)*\?", docstring) is not None  # the question that an experiment answers
     if not is_function and not is_question and (first_word in CLAUSES or singular & VERBS - ALSO_NOUNS):
         return f"not a noun phrase: {first_line}"
     return None
@@ -122,7 +122,7 @@ def defined_names(node: ast.AST) -> Iterator[str]:
 
 
 def syntax_violations(path: Path, text: str) -> Iterator[Violation]:
-    """Yield the faults of docstrings and names of a Python file."""
+    """Yield the violations of a Python file's docstrings and names."""
     for node in ast.walk(ast.parse(text)):
         line = getattr(node, "lineno", 1)
         if fault := docstring_fault(node):
@@ -146,7 +146,7 @@ def allowances() -> Counter[tuple[str, str]]:
 
 
 def write_allowances(counts: Counter[tuple[str, str]]) -> None:
-    """Write the allowances of all folders that have some."""
+    """Write the allowances of all folders that have violations."""
     with ALLOWANCES.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["folder", *KINDS])
@@ -158,7 +158,7 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", metavar="PATH", type=Path, help="print the violations below a path")
-    parser.add_argument("--lower", action="store_true", help="lower the allowances to the present numbers")
+    parser.add_argument("--lower", action="store_true", help="lower the allowances to the current numbers")
     arguments = parser.parse_args()
     if arguments.list:
         below = Path(arguments.list).resolve().relative_to(ROOT)

@@ -1,10 +1,10 @@
-"""Every public name with its signature, as one text: what a release keeps.
+"""All public names with their signatures, as one text: what a release must not change.
 
     python tests/repository/public_surface.py          prints it
     python tests/repository/public_surface.py --write  writes it to public_surface.txt
 
-`test_public_surface.py` compares the file with the library, so that a change of a name, a parameter or a default is a
-change of the file.
+`test_public_surface.py` compares the file with the library, so that a changed name, parameter or default is a change of
+the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ MODULES = (
     "cuflash", "cuflash.masks", "cuflash.patterns", "cuflash.scores", "cuflash.selectors", "cuflash.reference",
     "cuflash.study", "cuflash.testing", "cuflash.distributed",
 )  # fmt: skip
-BY_NAME = ("cuflash.diagnosis.doctor", "cuflash.errors.CompileError")  # public names of modules with other contents
+# public names of modules that also contain private ones
+BY_NAME = ("cuflash.diagnosis.doctor", "cuflash.errors.CompileError")
 
 
 def surface() -> str:
@@ -68,7 +69,7 @@ def _member(member: Any) -> str:
 
 
 def _signature(call: Any) -> str:
-    """Return names, order and defaults of parameters; defaults that are objects by their type, and no annotations."""
+    """Return names, order and defaults of parameters, without annotations; objects as defaults appear as their type."""
     parameters = []
     for each in inspect.signature(call).parameters.values():
         default = each.default

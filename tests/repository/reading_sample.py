@@ -1,14 +1,13 @@
-"""A sample of this repository's prose, for a reader who wrote none of it.
+"""A random sample of this repository's prose, for a reader who wrote none of it.
 
     python tests/repository/reading_sample.py draw SAMPLE.csv        draws 60 items of code and 60 of pages and errors
     python tests/repository/reading_sample.py draw SAMPLE.csv --seed 7
     python tests/repository/reading_sample.py count SAMPLE.csv       counts the verdicts
 
-Without --seed, the seed comes from the system's entropy, so that nobody knows it beforehand. The reader fills the
-column `verdict` with pass, marginal or fail, and the column `reason` if the verdict is not pass. An item passes if an
-engineer who knows NumPy and CUDA, but not this project, understands it next to its code, and if it is standard
-technical English.
-`experiments/results/reading_sample.csv` has the last sample with its verdicts.
+Without --seed, the seed comes from the system's entropy, so that nobody can know it in advance. The reader fills in the
+column `verdict` with pass, marginal or fail, and the column `reason` if the verdict is not pass. An item passes if it
+is standard technical English, and an engineer who knows NumPy and CUDA, but not this project, understands it next to
+its code. `experiments/results/reading_sample.csv` has the last sample with its verdicts.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from plain_english import ROOT, files
 
 GROUPS = ("code", "pages and errors")
 DIRECTIVE = re.compile(r"#\s*(?:type:|noqa|fmt:|pragma|codespell|!)")
-CLOSED = re.compile(r"namespace\b")  # at the end of a namespace of a CUDA file
+CLOSED = re.compile(r"namespace\b")  # the comment that closes a namespace in a CUDA file
 COLUMNS = ("group", "path", "line", "text", "verdict", "reason", "seed")
 
 
 class Item(NamedTuple):
-    """A text and where it stands."""
+    """A text and its position in the repository."""
 
     group: str
     path: str
@@ -66,13 +65,13 @@ def python_items(path: Path, text: str) -> Iterator[Item]:
 
 
 def comment(path: Path, block: list[tokenize.TokenInfo]) -> Item:
-    """Return the item of a comment, which may continue over several lines."""
+    """Return the item of a comment, which may span several lines."""
     text = " ".join(token.string.lstrip("#").strip() for token in block)
     return Item("code", str(path), block[0].start[0], text)
 
 
 def kernel_items(path: Path, text: str) -> Iterator[Item]:
-    """Yield the comments of a CUDA file; adjacent comment lines are one."""
+    """Yield the comments of a CUDA file; adjacent comment lines form one item."""
     block: list[tuple[int, str]] = []
     for number, line in enumerate([*text.splitlines(), ""], 1):
         before, slashes, after = line.partition("//")

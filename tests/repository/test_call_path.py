@@ -1,4 +1,7 @@
-"""One public call passes few modules and functions, counted by a profile hook; as a program, print the counts."""
+"""Ceilings for the modules and functions that a public call passes, counted by a profile hook.
+
+As a script, print the counts.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ import cuflash
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = str(ROOT / "cuflash")
-# Modules of the library that the call enters, hand-overs from one module to another, and distinct functions. These are
-# ceilings that only fall: lower a number whenever the code gets better, never raise one.
+# For each call: library modules that it enters, transitions between modules, and distinct functions. The ceilings only
+# fall: lower a number whenever the code improves, and never raise one.
 CEILINGS = {
     "cpu warm": (12, 17, 43),
     "cpu cold": (34, 190, 250),
@@ -33,7 +36,7 @@ CEILINGS = {
 
 
 def counted(call: Callable[[], object]) -> tuple[int, int, int]:
-    """Return how many modules a call enters, its hand-overs from module to module, and its distinct functions."""
+    """Return the numbers of modules that a call enters, of transitions between modules, and of distinct functions."""
     modules, functions, handovers = set(), set(), 0
 
     def hook(frame: FrameType, event: str, _: object) -> None:
@@ -82,7 +85,7 @@ def decode(cache: cuflash.KVCache) -> None:
 
 
 def counts_of_calls() -> dict[str, tuple[int, int, int]]:
-    """Count calls of this process; the simulator's only where it has a compiler."""
+    """Count the calls in this process, on the simulator only if there is a compiler."""
     cache = cuflash.KVCache(batch=2, num_kv_heads=2, head_dim=32, capacity=100, dtype=np.float32)
     warm = {
         "cpu warm": lambda: attention(64, "cpu"),
@@ -94,14 +97,15 @@ def counts_of_calls() -> dict[str, tuple[int, int, int]]:
     counts = {}
     for row, call in warm.items():
         call()
-        call()  # a cache's first calls differ
+        call()  # a cache's first calls differ from later ones
         counts[row] = counted(call)
     forget_calls()
     return counts | {"cpu cold": counted(lambda: attention(48, "cpu"))}
 
 
 def test_a_call_passes_no_more_modules_and_functions_than_it_did() -> None:
-    command = [sys.executable, "-m", "tests.repository.test_call_path"]  # where no other test made calls before
+    # a new process, in which no other test has made calls
+    command = [sys.executable, "-m", "tests.repository.test_call_path"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     counts = json.loads(run.stdout)

@@ -1,4 +1,4 @@
-"""Every example of the pages prints what they show; every name, path and command that they mention exists."""
+"""Every example on the pages prints what the page shows; every name, path and command that they mention exists."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODULES = [name for _, name, _ in pkgutil.walk_packages(cuflash.__path__, "cufla
 
 
 def _public(module: ModuleType, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield public names and what they stand for, also those inside of public modules."""
+    """Yield public names and their values, including those inside public modules."""
     for name in module.__all__:
         value = getattr(module, name)
         yield f"{prefix}{name}", value
@@ -65,7 +65,7 @@ def test_every_public_module_says_what_it_is_about_and_shows_public_names_alone(
 
 
 class Block(NamedTuple):
-    """A Python block of a page: source, the output that the page shows below it, its line, and the package it needs."""
+    """A Python block of a page: source, the output shown below it, its line, and the package that it needs."""
 
     source: str
     output: str | None
@@ -73,7 +73,7 @@ class Block(NamedTuple):
     needs: str
 
 
-# A block may stand under `<!-- needs: PACKAGE -->`; a block without a language right below it is what it prints.
+# A block may follow `<!-- needs: PACKAGE -->`; a block without a language directly after it is its output.
 FENCE = re.compile(
     r"^(?:<!-- needs: (?P<needs>[\w.]+) -->\n)?```python\n(?P<source>.*?)^```\n(?:\n```\n(?P<output>.*?)^```\n)?",
     re.MULTILINE | re.DOTALL,
@@ -109,7 +109,7 @@ def run_blocks(page: Path, packages: Sequence[str]) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_of_a_page_fits_into_its_column(page: Path) -> None:
-    """The site's column holds 90 characters of code, and 113 of a diagram, which is ```text."""
+    """The site's column fits 90 characters of code, and 113 of a diagram in a ```text block."""
     fences = re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     limits = {"text": 113}
     wide = [line for language, code in fences for line in code.splitlines() if len(line) > limits.get(language, 90)]
@@ -127,7 +127,7 @@ def test_the_python_blocks_of_a_page_print_what_it_shows(
     run_blocks(page, ())
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, where it loads forward mode or compiles
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch emits it when it loads forward mode or compiles
 @pytest.mark.parametrize(("name", "package"), NEEDS)
 def test_the_python_blocks_that_need_a_package_print_what_their_page_shows(
     name: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -138,7 +138,7 @@ def test_the_python_blocks_that_need_a_package_print_what_their_page_shows(
 
 
 def test_output_that_a_page_does_not_show_is_seen(tmp_path: Path) -> None:
-    """Both forms of a block fail where they print something else."""
+    """Blocks of both forms fail if they print something else."""
     page = tmp_path / "page.md"
     for text in ("```python\n>>> 1 + 1\n3\n```\n", "```python\nprint(2)\n```\n\n```\n3\n```\n"):
         page.write_text(text)
@@ -203,7 +203,7 @@ IMPORTED = re.compile(
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in DECISIONS], ids=lambda page: page.name)
 def test_pages_import_what_the_reference_lists(page: Path) -> None:
-    """A module of a page is public if the reference lists a name of it, and each imported name is one of these."""
+    """A page may import a module if the reference lists a name of it, and may import only names that it lists."""
     for module, names, alone in IMPORTED.findall(page.read_text("utf-8")):
         path = (module or alone).partition(".")[2]
         for name in [each.strip() for each in names.split(",") if names] or [""]:
@@ -217,7 +217,7 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)", text, re.MULTILINE)
     paths = {page.parent / link.partition("#")[0] for link in links if "://" not in link}
     for path in re.findall(r"`([\w.-]+/[\w./-]*)`", text):
-        # Paths are relative to the repository, or in short to the library or to its kernels. Experiments make build/.
+        # Paths are relative to the repository, to the library, or to its kernels. Experiments create build/.
         if path.startswith("build/"):
             continue
         roots = [root for root in (ROOT, ROOT / "cuflash", ROOT / "kernels_cu") if (root / path.split("/")[0]).is_dir()]
@@ -233,7 +233,7 @@ def test_make_commands_name_targets(page: Path) -> None:
 
 
 def _decisions() -> Iterator[tuple[str, str]]:
-    """Yield the sections of the design pages that hold a decision, by page and title."""
+    """Yield the sections of the design pages that contain a decision, by page and title."""
     for page in DECISIONS:
         for section in re.split(r"^(?=##+ )", page.read_text("utf-8"), flags=re.MULTILINE):
             if section.startswith("### "):
@@ -254,7 +254,7 @@ def test_a_decision_has_its_four_parts_in_few_lines(name: str) -> None:
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_numbers_of_a_decision_are_in_the_results_that_it_names(name: str) -> None:
-    """Every number in a table's cells, except each row's first, is in those files, perhaps with more digits."""
+    """Every number in a table's cells, except each row's first, is in those files, possibly with more digits."""
     tables = re.findall(r"^\|--.*\n((?:\|.*\n)+)", SECTIONS[name], re.MULTILINE)
     rows = [row.strip("| ").split("|") for table in tables for row in table.splitlines()]
     cells = {number for _, *row in rows for cell in row for number in NUMBER.findall(cell)}

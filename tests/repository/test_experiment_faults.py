@@ -1,4 +1,4 @@
-"""Faults planted in the source of the experiments, each of which a test of the experiments must see."""
+"""Faults planted in the source of the experiments, each of which a test of the experiments must detect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Load = Callable[[str], ModuleType]
 
 
 class Fault(NamedTuple):
-    """An edit of a function of an experiment, and the test that fails with it."""
+    """An edit of a function of an experiment, and the test that must fail with it."""
 
     file: str
     function: str
@@ -30,7 +30,7 @@ class Fault(NamedTuple):
 
 
 def of(name: str) -> Any:
-    """Return a test by its "module.function"."""
+    """Return the test with the name "module.function"."""
     module, _, function = name.partition(".")
     return getattr(importlib.import_module(module), function)
 

@@ -140,7 +140,7 @@ def test_block_sparsity_keeps_what_it_says(load) -> None:
     assert len(experiment.plot(records).axes) == 2
 
 
-# The proof on a GPU
+# The correctness run on a GPU (gpu_proof)
 
 
 def test_the_sanitizers_cases_launch_every_kernel_in_every_way(load) -> None:
@@ -155,7 +155,8 @@ def test_the_sanitizers_cases_launch_every_kernel_in_every_way(load) -> None:
     of_lists.add(load("cuflash.planning.chosen_lists").UNIONS.name)
     specs_beside = proof.specs_of_caches(device) | proof.specs_of_masses(device) | proof.specs_of_quantized(device)
     specs_beside |= proof.specs_of_captured_sums() | proof.specs_of_selectors() | proof.specs_of_results()
-    specs_beside |= proof.specs_of_masses(load("cuflash").DeviceSpec.gpu("A100"))  # whose masses no GPU of Hopper runs
+    # block masses that no Hopper GPU needs
+    specs_beside |= proof.specs_of_masses(load("cuflash").DeviceSpec.gpu("A100"))
     assert {spec.name for spec in specs | specs_beside} | of_lists == on_disk
     assert {64, 128, 256} <= {spec.block_q for spec in specs if spec.name == "sm90_forward"}
     assert {(spec.is_split, spec.pack_gqa) for spec in specs if spec.name == "sm80_forward"} == {
@@ -201,7 +202,7 @@ def test_a_call_that_differs_in_one_bit_is_counted(load, monkeypatch: pytest.Mon
     assert proof.differing(lambda: next(answers), 5) == 2
 
 
-# Instead of compute-sanitizer: prints the output that the case's kernel names, on a separate line.
+# Replaces compute-sanitizer: prints the output that the case's kernel names on a separate line.
 STAND_IN = """#!{python}
 import json, sys, time
 asked = json.loads(sys.argv[-1])
@@ -291,7 +292,7 @@ def test_the_simulator_and_the_gpu_are_each_within_the_bound(load) -> None:
 
 @pytest.fixture
 def committed(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Set the commit and other columns of the machine for rows that are written later."""
+    """Return a function that sets the commit and other machine columns of rows that are written later."""
     machine = harness.machine()
 
     def of(commit: str = "abc1234", **columns: str) -> None:
@@ -566,7 +567,7 @@ def test_tables_of_calls_show_every_row_with_its_commit(load, name: str) -> None
 
 
 def test_the_calls_that_are_timed_run_on_a_stand_in_for_a_gpu(load, monkeypatch, tmp_path) -> None:
-    """Each call other than attention is repeated, by one thread at a time, and times are those of one call."""
+    """Each call other than attention is repeated, by one thread at a time, and times are per call."""
     experiment = load("host_time")
     monkeypatch.setattr(experiment, "PLACES", 2)
     monkeypatch.setattr(experiment, "HEADS", 2)
@@ -584,7 +585,7 @@ def test_the_calls_that_are_timed_run_on_a_stand_in_for_a_gpu(load, monkeypatch,
 
 
 def test_every_selector_is_timed(load) -> None:
-    """The calls that a GPU's host makes run on NumPy's arrays too, and choose some blocks of each row."""
+    """The calls that the host makes for a GPU also run on NumPy arrays, and choose some blocks of each row."""
     experiment = load("host_time")
     inputs = experiment.Inputs(256, lambda array: array)
     cases = {case.operation: case for case in experiment.cases_of_selectors(inputs)}
@@ -593,5 +594,6 @@ def test_every_selector_is_timed(load) -> None:
     for name, case in cases.items():
         index = case.call(*case.prepare(3, None))
         rows = (index.blocks >= 0 if name == "selectors.quest" else index.states() > 0).sum(-1)
-        keeps_more = name in ("selectors.vertical_slash", "selectors.quest", "selectors.nsa")  # pages, or forced blocks
+        # these selectors also keep pages or forced blocks
+        keeps_more = name in ("selectors.vertical_slash", "selectors.quest", "selectors.nsa")
         assert rows.min() >= 1 and (rows.max() > 1) == keeps_more

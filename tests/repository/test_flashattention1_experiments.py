@@ -1,4 +1,4 @@
-"""FlashAttention-1's tables and the memory traffic at tiny sizes: their rows, what they parse, and what they refuse."""
+"""FlashAttention-1's tables and the memory traffic at tiny sizes: rows, parsed output, and refused arguments."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ H100 = cuflash.DeviceSpec.gpu("H100")
 # The tables
 
 
-# Their tables in the pages
+# The tables on the pages
 
 
 def test_published_dense_calls_are_ahead_of_standard_attention_in_memory_linear_in_the_length(load) -> None:
-    """Dense calls lead by 2 from 1024 tokens on, and forward at 2048 tokens by 7.6 over three separate kernels."""
+    """Dense calls lead by 2 from 1024 tokens on, and by 7.6 over three separate kernels forward at 2048 tokens."""
     rows = load("harness").read_csv(EXPERIMENTS / "results" / "flashattention1_tables_gpu.csv")
     ms = {(row["method"], row["pass"], int(row["seqlen"])): float(row["ms"]) for row in rows}
     for method, way, seqlen in ms:
@@ -35,7 +35,7 @@ def test_published_dense_calls_are_ahead_of_standard_attention_in_memory_linear_
 
 
 def test_published_counters_are_near_the_model(load) -> None:
-    """Counters of fa1, and of the kernels that `auto` takes, differ from the model by at most a fifth."""
+    """Counters of fa1, and of the kernels that `auto` chooses, differ from the model by at most a fifth."""
     rows = load("harness").read_csv(EXPERIMENTS / "results" / "memory_traffic_gpu.csv")
     lengths = load("memory_traffic").Config().seqlens
     assert {(row["kernel"], int(row["seqlen"])) for row in rows} >= set(itertools.product(("fa1", "sm90"), lengths))
@@ -85,7 +85,7 @@ def test_rows_compare_the_counters_of_a_pass_with_the_model(load) -> None:
 
 
 def test_the_model_is_the_order_that_the_papers_prove(load) -> None:
-    """Twice the tokens move four times the bytes where matrices or tiles move again, else twice."""
+    """Twice the tokens move four times the bytes if matrices or tiles are moved repeatedly, and otherwise twice."""
     traffic = load("memory_traffic")
     for kernel, growth in (("naive", 4), ("fa1", 4), ("sm80", 2), ("sm90", 2)):
         short, long = (

@@ -1,4 +1,4 @@
-"""The ladder of kernels and the crossover of blocks at tiny sizes: their rows, memory, and what they refuse."""
+"""The ladder of kernels and the crossover of block sizes at tiny sizes: rows, memory, and refused arguments."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_kernel_with_wrong_results_is_not_timed(load) -> None:
 def test_a_crossover_lies_where_the_line_between_two_densities_meets_the_dense_time(
     load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test sets the times: 2 density for a block of 32, 0.9 density for 64, and more than dense for 128."""
+    """The test sets the times: 2 * density for blocks of 32, 0.9 * density for 64, and more than dense for 128."""
     crossover, timing = load("crossover"), load("harness").Timing
     slopes = {32: 2.0, 64: 0.9, 128: 9.0}
 

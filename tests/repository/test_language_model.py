@@ -1,4 +1,4 @@
-"""The experiment's language model: its gradients, and that it writes the same text with a KV cache and without."""
+"""The experiment's language model: its gradients, and equal generated text with and without a KV cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tokens(*shape: int) -> Any:
 
 
 def test_gradients_are_the_slopes_of_the_loss(model: ModuleType) -> None:
-    """Central differences of float64 err by about eps^(2/3) at a step of eps^(1/3); sqrt(eps) leaves room."""
+    """Central differences in float64 with a step of eps^(1/3) have errors near eps^(2/3); sqrt(eps) leaves a margin."""
     config, text = model.Config(**SIZES), tokens(3, 14)
     weights = model.parameters(config, dtype=np.float64)
     _, gradients = model.loss_and_gradients(weights, text, config)
@@ -54,7 +54,7 @@ def test_training_lowers_the_loss(model: ModuleType) -> None:
     config = model.Config(**SIZES)
     text = np.tile(np.arange(SIZES["vocabulary"]), 12)
     losses = model.train(model.parameters(config), text, config, steps=60, batch=2)
-    assert losses[-1] < np.log(SIZES["vocabulary"]) / 2  # half of what guessing costs
+    assert losses[-1] < np.log(SIZES["vocabulary"]) / 2  # half the loss of random guessing
 
 
 def test_the_script_trains_writes_and_compares(

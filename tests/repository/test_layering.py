@@ -23,14 +23,14 @@ PACKAGES = {
     "numpy", "cuflash", "cuda", "cupy", "hypothesis", "jax", "matplotlib", "ml_dtypes", "platformdirs", "scipy",
     "threadpoolctl", "torch",
 }  # fmt: skip
-# Functions that may look at the environment.
+# Functions that may read environment variables.
 ENVIRONMENT = {
     "sim.compiler": {"_run"},
     "compiler.nvrtc": {"_environment", "_redirect_cupy_cache"},
     "compiler.host_cache": {"folder"},
     "executors.checks": {"is_on"},
 }
-# Modules that ask or carry do not decide.
+# Names that modules must not mention, because these modules query or transport data but do not decide.
 WORDS = {
     "compiler.nvrtc": {"head_dim", "value_dim", "block_q", "block_kv", "seqlen_q", "seqlen_kv"},
     "planning.device": {"head_dim", "seqlen_q", "seqlen_kv"},
@@ -42,11 +42,11 @@ SHAPELESS_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "lega
 
 
 def rules(room: str, source: str) -> Iterator[str]:
-    """List what the source of a module does against the module's rules."""
+    """Yield the rules that a module's source breaks."""
     tree = ast.parse(source)
     if room != "diagnosis" and _reads_environment(tree, ENVIRONMENT.get(room, set())):
         yield "reads the environment"
-    # The package itself imports the modules of its public names by a table.
+    # The package itself imports the modules of its public names from a table.
     banned = {"eval", "exec", "import_module", "__import__"} - ({"import_module"} if room == "__init__" else set())
     for node in ast.walk(tree):
         yield from (f"imports {name}" for name in _imported(node) - PACKAGES - sys.stdlib_module_names)
@@ -60,7 +60,7 @@ def rules(room: str, source: str) -> Iterator[str]:
             yield f"speaks of {_name(node)}"
         if not room.startswith(("planning.families", "planning.routing")) and _compares_families(node):
             yield "compares families"
-        # A part of a record has a family's name.
+        # One part of the params record has a family's name.
         if isinstance(node, ast.Constant) and node.value in FAMILIES and room not in NAMES_OF_FAMILIES:
             if (room, node.value) != ("planning._params", "naive"):
                 yield f"writes {node.value}"
@@ -84,7 +84,7 @@ def _reads_environment(tree: ast.Module, allowed: set[str]) -> bool:
 
 
 def _compares_families(node: ast.AST) -> bool:
-    """True if a node compares a family by its name. Other modules ask a family's object."""
+    """True if a node compares a family by name. Other modules must call methods of the family's object."""
     if not isinstance(node, ast.Compare) or any(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
         return False
     sides = (node.left, *node.comparators)
@@ -130,7 +130,7 @@ def test_the_package_imports_each_public_name_from_where_its_import_statements_s
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
     stated = {alias.name: node.module or alias.name for node in imports for alias in node.names}
     assert sorted(stated) == cuflash.__all__
-    # The executors add the kernels that make indices on a GPU; the class is the same.
+    # The executors add the kernels that create indexes on a GPU; the class is the same.
     assert {**cuflash._MODULE_OF, "BlockIndex": "blocks.index"} == stated
     assert cuflash.BlockIndex is cuflash.blocks.index.BlockIndex
 
@@ -148,7 +148,7 @@ def test_experiments_never_import_tests(path: Path) -> None:
     assert not {name for node in nodes for name in _imported(node)} & modules
 
 
-# Blocked before the first import, as on a machine that has none of them.
+# Runs in a new interpreter in which optional packages cannot be imported, as on a machine where none is installed.
 FRESH = """
 import importlib, pkgutil, sys
 class Blocked:

@@ -1,6 +1,6 @@
-"""Installed files are the intended ones: wheel, source archive and both editable modes, built and imported offline.
+"""The intended files are installed: wheel, source archive and both editable modes, built and imported offline.
 
-The long profile also checks what takes long: types after an editable install, the time of an import, a second build.
+The long profile also runs slow checks: types after an editable install, the time of an import, a second build.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ print(cuflash.attention(q, q, q).sum(), cuflash.__file__)
 
 
 def _build(source: Path, hook: str, out: Path, settings: object = None) -> Path:
-    """Build a copy of the project by its backend, as pip and build call it, without a network."""
+    """Build a copy of the project with its backend, as pip and build do, without network access."""
     out.mkdir(parents=True, exist_ok=True)
     code = f"from setuptools import build_meta as b; print('made', b.{hook}({str(out)!r}, {settings!r}))"
     run = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=120)
@@ -46,8 +46,9 @@ def _build(source: Path, hook: str, out: Path, settings: object = None) -> Path:
 
 
 def _use(site: Path) -> str:
-    """Run cuflash from a folder of installed packages, without any other copy; return the path of the module used."""
-    # -S: no site-packages whose .pth files may name the checkout; NumPy and SciPy come last, without theirs.
+    """Run cuflash from a folder of installed packages, without any other copy; return the imported module's path."""
+    # -S: no site-packages, whose .pth files may name the checkout; NumPy's and SciPy's folder comes last, without .pth
+    # files.
     packages = str(Path(np.__file__).parents[1])
     code = f"import site, sys; site.addsitedir({str(site)!r}); sys.path.append({packages!r})\n{USE}"
     command = [sys.executable, "-I", "-S", "-c", code]
@@ -111,7 +112,7 @@ def test_the_index_shows_the_whole_readme_without_dead_links(wheel: Path, tmp_pa
     links = re.findall(r"\]\(([^)]*)\)", readme)
     assert {"docs/images/masks.png", "docs/install.md"} <= set(links)
     assert [link for link in re.findall(r"\]\(([^)]*)\)", shown) if not link.startswith("https://")] == []
-    # Every word stays, and every path but those of images.
+    # The shown text keeps every word, and every path except those of images.
     images = dict(re.findall(r"!\[([^]]*)\]\(([^)]*)\)", readme))
     words = re.findall(r"\w+", re.sub(r"!\[[^]]*\]\([^)]*\)", "", readme))
     assert set(words) <= set(re.findall(r"\w+", shown)) and len(images) == 2
@@ -122,7 +123,7 @@ def test_the_source_archive_builds_the_same_wheel_and_runs_its_tests(
     project: Path, wheel: Path, tmp_path: Path
 ) -> None:
     with tarfile.open(_build(project, "build_sdist", tmp_path)) as archive:
-        # Python before 3.11.4 has no filters; later ones want one named.
+        # Python before 3.11.4 has no extraction filters; later versions require one.
         archive.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     (source,) = tmp_path.glob("cuflash-*/")
     assert _names(_build(source, "build_wheel", tmp_path / "wheel")) == _names(wheel)
@@ -138,7 +139,7 @@ def test_an_editable_install_works(project: Path, tmp_path: Path, mode: str) -> 
 
 
 def test_a_type_checker_follows_an_editable_install(project: Path, tmp_path: Path) -> None:
-    """It follows a .pth file that names a folder, and none that imports a finder."""
+    """It follows a .pth file that names a folder, but not one that imports a finder."""
     site = _unpacked(_build(project, "build_editable", tmp_path / "wheel"), tmp_path / "site")
     (pth,) = site.glob("*.pth")
     assert Path(pth.read_text("utf-8").strip()) == project and (project / "cuflash" / "py.typed").is_file()
@@ -190,7 +191,7 @@ def test_an_import_takes_little_time_beside_that_of_numpy(wheel: Path, tmp_path:
     timed = f"start = time.process_time(); {statement}; print(time.process_time() - start)"
     command = [sys.executable, "-I", "-S", "-c", f"import sys, time; {imported}; {timed}"]
     runs = [subprocess.run(command, capture_output=True, text=True, timeout=120, check=True) for _ in range(6)]
-    assert min(float(run.stdout) for run in runs) <= 0.35  # the first run writes bytecode
+    assert min(float(run.stdout) for run in runs) <= 0.35  # the first run also writes bytecode
 
 
 @in_the_long_profile

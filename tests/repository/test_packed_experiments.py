@@ -1,4 +1,4 @@
-"""Counts, tables, plots and messages of packed.py, chunked_prefill.py and decode.py, also where there is no GPU."""
+"""Counts, tables, plots and messages of packed.py, chunked_prefill.py and decode.py, also without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks of the repository's language see what they are for."""
+"""The checks of the repository's language detect what they are meant to detect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public names and signatures are those of one file, and few of them are at the top."""
+"""The public names and signatures equal those of one file, and few of them are in the top-level package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import public_surface
 
 import cuflash
 
-MOST_NAMES = 30  # at the top
+MOST_NAMES = 30  # names in the top-level package
 
 
 def test_public_names_and_signatures_are_those_of_the_file() -> None:

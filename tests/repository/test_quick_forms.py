@@ -1,4 +1,4 @@
-"""Experiments whose rows no other test reads run at tiny sizes, and give their rows, tables and plots."""
+"""Experiments with rows that no other test reads run at tiny sizes, and produce rows, tables and plots."""
 
 from __future__ import annotations
 

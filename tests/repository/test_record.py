@@ -1,4 +1,4 @@
-"""The record sees a changed refusal, a changed bit, a changed kernel and a call that keeps the host longer."""
+"""The record detects a changed refusal, a changed bit, a changed kernel and a call that occupies the host longer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An experiment that cannot run prints one line to standard error, and ends with a status other than 0."""
+"""An experiment that cannot run prints one line to standard error, and exits with a nonzero status."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Return status and complaint of a command, whose standard error must be one line."""
+    """Return the status and message of a command, whose standard error must be one line."""
     try:
         status: Any = command.main(argv)
     except SystemExit as ended:
         status = ended.code
-        if isinstance(status, str):  # Python prints it, and ends with 1
+        if isinstance(status, str):  # Python prints the string, and exits with 1
             print(status, file=sys.stderr)
             status = 1
     message = capsys.readouterr().err
@@ -50,14 +50,14 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, s
 
 
 def configured(name: str) -> Any:
-    """Return the Config class of an experiment, or None if it parses flags of its own."""
+    """Return the Config class of an experiment, or None if it parses its own flags."""
     module = importlib.import_module(name)
     config_type = getattr(module, "Config", None)
     is_run = "config_type" in inspect.signature(getattr(module, "main", lambda: None)).parameters
     return config_type if is_run or "parse_config(Config" in SCRIPTS[name].read_text("utf-8") else None
 
 
-# The list
+# The list of experiments
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -69,7 +69,7 @@ def test_every_experiment_tells_its_question_its_finding_and_its_cost(name: str)
 
 @pytest.mark.parametrize("words", ["cuflash", "experiments", "cuflash roofline --heads 1 --length 8"])
 def test_an_output_that_nothing_reads_ends_the_program_quietly(words: str) -> None:
-    """A closed pipe, as in ``python -m experiments | head -1``, gives no traceback."""
+    """A closed pipe, as in ``python -m experiments | head -1``, causes no traceback."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as closed:
@@ -91,7 +91,7 @@ def test_an_unknown_flag_is_refused(
 
 
 def wrong_values(kind: Any, default: Any) -> Iterator[str]:
-    """Yield texts of values that no field of a type takes."""
+    """Yield texts of values that no field of a type accepts."""
     several = typing.get_origin(kind) is tuple
     element = typing.get_args(kind)[0] if several else kind
     takes_zero = 0 in (default if several else (default,))
@@ -174,7 +174,7 @@ def test_what_an_experiment_cannot_run_is_refused_in_one_line(
     assert status == 2 and complaint in message
 
 
-# Places
+# Folders and files
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -211,7 +211,7 @@ def test_a_missing_gpu_is_refused(
 
 
 def test_a_missing_package_is_named_with_what_installs_it() -> None:
-    """The package is blocked in a process of its own, as on a machine without it."""
+    """The package is blocked in a separate process, as on a machine without it."""
     code = """
 import sys
 class Blocked:
@@ -252,7 +252,7 @@ def test_advice_names_the_extra_that_lists_the_module(module: str, extra: str) -
 
 @pytest.mark.parametrize("missing", [("hypothesis",), ("rich", "matplotlib", "scipy")])
 def test_help_is_told_without_optional_packages(missing: tuple[str, ...]) -> None:
-    """All names in one process, which blocks the packages."""
+    """One process, which blocks the packages, asks for the help of all experiments."""
     names = ["gpu_proof", "soak", "sim_against_gpu", "pattern_zoo", "study"]
     code = f"""
 import sys

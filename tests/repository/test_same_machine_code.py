@@ -1,4 +1,4 @@
-"""The comparison of machine code: names and comments make no difference, and each kind of difference is named."""
+"""The comparison of machine code: names and comments make no difference, and every other difference is named."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from cuflash.compiler.source import KernelSpec
 ROOT = Path(__file__).parents[2]
 OPTIONS = ("-arch=sm_90", "--generate-line-info", "--std=c++17")
 
-# A function that is called, a constant array, static shared memory, a variable whose address is read, a stack.
+# Contains a function that is called, a constant array, static shared memory, a variable whose address is read, and a
+# stack.
 TEXT = """
 __constant__ float weights[4] = {1.0f, 2.0f, 3.0f, 4.0f};
 __device__ int counts[2] = {5, 6};
@@ -52,7 +53,7 @@ def before(nvrtc: Any, proof: ModuleType) -> Any:
 
 @pytest.fixture
 def fields(proof: ModuleType, before: Any) -> Callable[..., set[tuple[str, str]]]:
-    """Return a function that returns function and field of each difference that an edit of TEXT causes."""
+    """Return a function that lists function and field of each difference that an edit of TEXT causes."""
 
     def changed(old: str, new: str) -> set[tuple[str, str]]:
         assert old in TEXT
@@ -77,13 +78,14 @@ def test_a_cubin_is_read_as_its_compiler_describes_it(
         assert numbers[2] in (compiled.resources.shared_bytes, compiled.resources.shared_bytes + 1024)
         assert function["barriers"] == (name == "spills")
         assert len(function["instructions"]) % 16 == 0 and function["instructions"] in compiled.code
-        assert any(len(value) > 700 for field, value in function.items() if field == "constant bank 0")  # of Params
+        # this constant bank contains Params
+        assert any(len(value) > 700 for field, value in function.items() if field == "constant bank 0")
 
 
 def test_memory_of_each_kind_is_read(before: Any) -> None:
     (function,) = before.values()
     assert function["stack bytes"] == 512 and function["barriers"] == 1
-    assert function["shared bytes"] == 1024 + 256 * 4  # sm_90 keeps the first for itself
+    assert function["shared bytes"] == 1024 + 256 * 4  # sm_90 reserves the first 1024 bytes
     assert function["constant bank 3"].hex() == "0000803f000000400000404000008040"
     assert "8 bytes 0500000006000000" in " ".join(function["relocations of constant bank 4"])
 
@@ -200,8 +202,8 @@ def test_two_trees_are_compared_from_end_to_end(
     assert proof.main(arguments, tree) == 1
     differing = json.loads(record.read_text())["differences"]
     reported = {(each["function"], each["field"], each["before"], each["after"]) for each in differing}
-    assert ("kernel", "specification", "there", "missing") in reported  # 64
-    assert ("kernel", "specification", "missing", "there") in reported  # 96
+    assert ("kernel", "specification", "there", "missing") in reported  # block_q = 64
+    assert ("kernel", "specification", "missing", "there") in reported  # block_q = 96
     assert {each["field"] for each in differing} == {"specification", "instructions", "dynamic shared bytes"}
     assert "differ" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""The experiment on selectors: its rows are right on any data, and unknown values of its flags are refused."""
+"""The experiment on selectors: its rows are right for any data, and unknown values of its flags are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_selector_keeps_as_much_and_none_more_than_the_oracle(shootout: Mo
     assert tuple(rows) == names
     for name, row in rows.items():
         assert row["density"] <= rows["oracle"]["density"]
-        if name != "vertical_slash":  # it spends its blocks over all rows, and not as many in each
+        if name != "vertical_slash":  # its budget is for all rows together, not for each row
             assert row["density"] == rows["oracle"]["density"]
             assert row["recall"] <= rows["oracle"]["recall"] + 1e-6
         assert row["both_ms"] > 0 and row["error"] > 0 and row["gradient_error"] > 0
@@ -64,7 +64,7 @@ def test_data_and_selectors_of_ones_own_take_part(
 
 
 def test_all_blocks_have_no_error_and_equal_gradients(shootout: ModuleType) -> None:
-    """In float64, selecting all blocks changes no gradient by more than float32's rounding, in which distances are.
+    """In float64, a selection of all blocks changes no gradient by more than float32's rounding of the distance.
 
     Gradients of three times the size have a distance of 2.
     """
@@ -79,7 +79,7 @@ def test_all_blocks_have_no_error_and_equal_gradients(shootout: ModuleType) -> N
 
 
 def test_pages_tell_what_a_selector_does_not_beat(shootout: ModuleType) -> None:
-    """The test makes the rows: `pooled` leads both baselines; `nsa` equals `local` with 4 blocks and loses with 8."""
+    """The test creates the rows: `pooled` leads both baselines; `nsa` equals `local` with 4 blocks and loses with 8."""
     recalls = {"oracle": (0.9, 0.9), "pooled": (0.8, 0.8), "nsa": (0.5, 0.6), "local": (0.5, 0.7), "random": (0.1, 0.2)}
     rows = [
         {"data": "x", "selector": name, "top_k": str(top_k), "seqlen": "64", "block": "16", "recall": str(recall)}

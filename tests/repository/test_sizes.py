@@ -26,7 +26,7 @@ def lines_of(node: ast.stmt) -> range:
 
 
 def code_lines(text: str) -> set[int]:
-    """Return the numbers of the lines that hold code, those of docstrings and overloads left out."""
+    """Return the numbers of the lines that hold code, without those of docstrings and overloads."""
     numbers = {
         number
         for token in tokenize.generate_tokens(io.StringIO(text).readline)
@@ -42,13 +42,13 @@ def code_lines(text: str) -> set[int]:
 
 
 def with_bases(name: str, classes: dict[str, ast.ClassDef]) -> list[ast.ClassDef]:
-    """Return a class of a module and its bases there, whose lines count with its own."""
+    """Return a class of a module and its bases in that module, whose lines count towards its own."""
     bases = (base.id for base in classes[name].bases if isinstance(base, ast.Name) and base.id in classes)
     return [classes[name], *(each for base in bases for each in with_bases(base, classes))]
 
 
 def too_long(text: str) -> Iterator[str]:
-    """List what is longer in a module than the rules allow."""
+    """Yield the parts of a module that are longer than the rules allow."""
     code = code_lines(text)
     if len(code) > MOST_OF_FILE:
         yield f"the file has {len(code)} lines"

@@ -1,4 +1,4 @@
-"""The study as an experiment: its rows are those of the command, and what it cannot read is refused."""
+"""The study as an experiment: its rows equal those of the command, and data that it cannot read is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sweeps run the configurations that are named; interruptions, failures and killed workers lose no finished task."""
+"""Sweeps run the named configurations; interruptions, failures and killed workers lose no finished task."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ COMMAND = [sys.executable, "-m", "experiments", "sweep"]
 
 @pytest.fixture
 def sweep(load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    for module in ("sweep", "tasks", "on_processes", "on_dask", "on_submitit"):  # all of one import: tasks are pickled
+    # imported together, since tasks are pickled
+    for module in ("sweep", "tasks", "on_processes", "on_dask", "on_submitit"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     return load("sweep")
 
 
 class InTurn:
-    """An engine that runs tasks one after the other in this process."""
+    """An engine that runs tasks sequentially in this process."""
 
     def __init__(self) -> None:
         self.ran: list[Any] = []
@@ -88,7 +89,7 @@ def test_what_is_done_is_not_measured_again_and_other_commits_are(sweep: ModuleT
     assert sweep.run(tasks, engine, {}) == [] and engine.ran == tasks
     files = {path.name: path.stat().st_mtime_ns for path in tasks[0].folder.iterdir()}
     assert sweep.run(tasks, engine, {}) == [] and engine.ran == tasks
-    assert importlib.import_module("tasks").measure(tasks[0])  # as an engine does whose worker died
+    assert importlib.import_module("tasks").measure(tasks[0])  # measures twice, like an engine whose worker died
     assert files == {path.name: path.stat().st_mtime_ns for path in tasks[0].folder.iterdir()} and len(files) == 3
     assert [row["number"] for row in sweep.rows_of(tasks)] == ["1", "2", "3"]
     other = importlib.import_module("dataclasses").replace(tasks[0], commit="other")
@@ -96,7 +97,7 @@ def test_what_is_done_is_not_measured_again_and_other_commits_are(sweep: ModuleT
 
 
 def test_the_table_keeps_the_rows_of_earlier_sweeps(sweep: ModuleType, tmp_path: Path) -> None:
-    """Rows of the tasks come first, in their order; failures and what is being written give none."""
+    """Rows of the tasks come first, in their order; failures and unfinished files give no rows."""
     first, second = (naps(sweep, tmp_path, seconds=(0.0001,), number=numbers) for numbers in ((1, 2), (4, 3)))
     for tasks in (first, second):
         assert sweep.run(tasks, InTurn(), {}) == []
@@ -130,7 +131,7 @@ def test_a_failure_is_recorded_and_the_sweep_goes_on(sweep: ModuleType, tmp_path
 
 @pytest.mark.parametrize("engine", ["local", "dask"])
 def test_a_killed_worker_loses_nothing_that_was_done(sweep: ModuleType, tmp_path: Path, engine: str) -> None:
-    """A worker is killed during the second task: the first file stays, and the other tasks are still run."""
+    """A worker is killed during the second task: the first file stays, and the other tasks still run."""
     if engine == "dask":
         pytest.importorskip("distributed")
         pytest.importorskip("cloudpickle")
@@ -148,7 +149,7 @@ def test_a_killed_worker_loses_nothing_that_was_done(sweep: ModuleType, tmp_path
 
 
 def children() -> list[int]:
-    """Return processes that work for this one at any depth, without those that only hold resources."""
+    """Return the ids of child processes that multiprocessing started, which exclude its resource tracker."""
     started = [child.pid for child in multiprocessing.active_children()]
     return [pid for pid in started if pid is not None]
 
@@ -178,7 +179,7 @@ def test_jobs_of_submitit_write_the_same_files(sweep: ModuleType, tmp_path: Path
 
 
 def test_published_sweeps_of_processes_add_less_than_a_fiftieth(sweep: ModuleType) -> None:
-    """The time of processors counts, which other programs do not change; no task failed with any engine."""
+    """Processor time counts, which other programs do not affect; no task failed with any engine."""
     rows = importlib.import_module("harness").read_csv(EXPERIMENTS / "results" / "sweep_overhead.csv")
     assert {row["engine"] for row in rows} == set(sweep.ENGINES) and {row["failed"] for row in rows} == {"0"}
     assert all(float(row["task_s"]) == 60 for row in rows)

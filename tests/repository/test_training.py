@@ -1,4 +1,4 @@
-"""Training of the language model, and the task on far ends: what their published rows show holds at tiny sizes too."""
+"""Training of the language model, and the task on far ends: tiny sizes also show what the published rows show."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ def test_steps_never_see_the_held_out_text(training: ModuleType) -> None:
 
 
 def test_naive_attention_is_exact_and_a_wrong_key_is_not(training: ModuleType) -> None:
-    """The naive results and the library's differ by at most both bounds. Four query heads share two heads of keys."""
+    """Naive and library results differ by at most the sum of both bounds.
+
+    Four query heads share two key/value heads.
+    """
     rng = np.random.default_rng(0)
     q, k, v, do = (rng.standard_normal((2, heads, 48, 8)) for heads in (4, 2, 2, 4))
     ways = training.attentions(training.block_indices(48, 16))
@@ -88,7 +91,7 @@ def test_losses_agree_but_with_a_wrong_key_and_every_attention_has_its_row(load,
     assert min(runs["sink_local"]["gap"], runs["butterfly"]["gap"]) > runs["exact"]["gap"]
     for name in experiment.NAMES[:4]:
         assert runs[name]["tokens_per_s"] > 0 and runs[name]["peak_mib"] > 0 and runs[name]["held_out_loss"] > 0
-    assert list(tmp_path.iterdir()) == []  # an experiment that ended leaves no checkpoint
+    assert list(tmp_path.iterdir()) == []  # an experiment that has ended leaves no checkpoint
     assert 32 <= runs["naive"]["longest_context"] <= runs["exact"]["longest_context"]
     assert experiment.plot(rows).axes and experiment.table(rows).renderables
 
@@ -126,14 +129,14 @@ def test_ends_are_far_apart_and_labels_are_equal_colours(load) -> None:
     other, _, answers = task.recoloured(tokens, goals, labels)
     assert np.array_equal(other[rows, starts] - task.START == second, answers == 1)
     assert ((other != tokens).sum(axis=1) == 1).all() and np.array_equal(answers, 1 - labels)
-    for colours in (first, second):  # one end alone tells nothing: six standard errors of a share of 1000 draws
+    for colours in (first, second):  # one end alone reveals nothing: six standard errors of a share in 1000 draws
         shares = [labels[colours == colour].mean() for colour in range(task.COLOURS)]
         assert np.abs(np.array(shares) - 0.5).max() < 6 * 0.5 / 900**0.5
 
 
 @pytest.mark.parametrize(("seqlen", "block"), [(64, 4), (512, 32), (2048, 128), (4096, 128), (16384, 128)])
 def test_two_steps_connect_the_ends_by_far_patterns_alone(load, seqlen: int, block: int) -> None:
-    """The test counts, in blocks, where two steps of attention lead from the second end, and seeks the first end."""
+    """The test checks, in blocks, whether two attention steps from the second end reach the first end."""
     task, grid = load("long_range"), seqlen // block
     for name in task.NAMES:
         mask = task.mask_of(name, seqlen, block)

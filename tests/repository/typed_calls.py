@@ -1,6 +1,6 @@
-"""Calls that mypy takes, refuses or knows the results of; `make types` reads this file, and nothing runs it.
+"""Calls that mypy accepts, refuses, or infers the result types of; `make types` checks this file, and nothing runs it.
 
-In strict mode an ignored error that does not occur is an error.
+In strict mode, an ignored error that does not occur is itself an error.
 """
 
 from typing import Any, assert_type

@@ -28,7 +28,7 @@ _HAS_SHARED = any(isinstance(library, blas._OfProcess) for library in blas._libr
 needs_shared = pytest.mark.skipif(not _HAS_SHARED, reason="no BLAS here has one number of threads for the process")
 
 
-# NumPy's BLAS; SciPy's may be loaded later, and its products are not those of calls.
+# NumPy's BLAS. SciPy's may be loaded later, but calls do not use it for products.
 _NUMPYS = {pool["filepath"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"}
 
 
@@ -99,7 +99,7 @@ def one_thread(blas: ModuleType = blas) -> Iterator[None]:
 
 
 def inside() -> Iterator[set[int]]:
-    """Yield the numbers of threads before a call, in it, and after it."""
+    """Yield the number of BLAS threads before, during and after a call."""
     yield num_threads()
     with one_thread():
         yield num_threads()
@@ -137,7 +137,7 @@ def at_each_batch(look: Callable[[], Any], cpu: ModuleType = cpu) -> Iterator[li
         yield seen
 
 
-# Limits of a BLAS that has one number of threads for the process
+# Limits of a BLAS with one thread count per process
 
 
 @needs_shared
@@ -160,7 +160,7 @@ def test_limits_are_as_before_when_overlapping_calls_have_ended(order: tuple[int
 def test_the_callers_own_limits_hold_around_calls_of_any_thread() -> None:
     caller = Caller(iter(map(lambda _: attended(), range(3))))
     caller.step()
-    for call in (caller.step, attended):  # that thread was the first to call, and is alive
+    for call in (caller.step, attended):  # caller's thread made the first call, and is alive
         for number in (1, 2):
             with limited(number):
                 call()
@@ -209,11 +209,11 @@ def test_calls_do_without_a_blas_that_is_known(monkeypatch: pytest.MonkeyPatch) 
         assert all_results() == all_results()
 
 
-# Libraries with a number for each thread, and names of functions
+# Libraries with a count per thread, and names of functions
 
 
 class Numbers(threading.local):
-    """A number of threads for each thread, and a function that sets it as MKL's does."""
+    """A number of threads for each thread, and a function that sets it like MKL's."""
 
     threads = 0
 
@@ -234,7 +234,7 @@ class _Functions(dict[str, Any]):
 
 
 def fake(api: str, layer: str = "pthreads", **functions: Any) -> Any:
-    """Return a stand-in for a library that threadpoolctl finds; its own setter does nothing."""
+    """Return a substitute for a library that threadpoolctl lists; its own setter does nothing."""
     return SimpleNamespace(
         internal_api=api,
         threading_layer=layer,
@@ -245,7 +245,7 @@ def fake(api: str, layer: str = "pthreads", **functions: Any) -> Any:
 
 
 def assert_limits_are_kept(blas: ModuleType) -> None:
-    """Assert that libraries of each kind keep limits. Stand-ins serve as libraries; the module is left unchanged."""
+    """Assert that libraries of each kind, represented by substitutes, keep limits; the module is left unchanged."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blas, "_known", None)
         patch.setattr(blas, "_lock", threading.RLock())
@@ -390,9 +390,9 @@ def test_an_interrupt_at_any_moment_leaves_nothing_behind() -> None:
     before, moments, has_ended = num_threads(), 0, False
 
     def interrupt(frame: FrameType, event: str, _: Any) -> None:
-        """Raise KeyboardInterrupt at the next place where Python looks for signals in the code under test.
+        """Raise KeyboardInterrupt at the next point where Python handles signals in the code under test.
 
-        Python looks where one of its functions begins and where one of C's has ended.
+        Python handles signals where a Python function begins and where a C function has returned.
         """
         nonlocal left
         code = frame.f_code

@@ -1,4 +1,4 @@
-"""The cache of calls keeps the most recently used ones, and those of an owner as long as it lives."""
+"""The cache of calls keeps the most recently used calls, and an owner's calls as long as the owner lives."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ STEPS = st.lists(
 
 
 class Owner:
-    """Something that calls belong to."""
+    """An object that owns calls."""
 
 
 def check_steps(steps, kind=CallCache):
-    """Compare a cache with a dict in the order of use, from which the calls of dead owners are removed."""
+    """Compare a cache with a dict in order of use, from which the calls of dead owners are removed."""
     cache, owners, model = kind(SIZE), {0: Owner(), 1: Owner()}, {}
     for number, (operation, *arguments) in enumerate(steps):
         if operation == "get":
@@ -62,7 +62,7 @@ def test_it_is_a_least_recently_used_cache_without_the_calls_of_dead_owners(step
 
 
 def check_freed(kind=CallCache):
-    """Check that calls that have left are freed, even the last one that was used."""
+    """Check that calls that have left the cache are freed, even the most recently used one."""
     cache, owner, call = kind(1), Owner(), Owner()
     seen = weakref.ref(call)
     cache.put((id(owner), 1), call, owner)
@@ -104,7 +104,7 @@ def test_threads_may_use_it_at_the_same_time():
 
 
 def test_a_full_cache_looks_at_few_calls_to_let_one_go():
-    """A call that is put in costs about as much as in an empty cache, however many of the others are used."""
+    """Inserting a call costs about as much as in an empty cache, however many of the other calls are in use."""
     cache = CallCache(1000)
     for key in range(1000):
         cache.put(key, key)

@@ -1,4 +1,4 @@
-"""The canonical text of a call: what it is made of, and that a call is made from it again."""
+"""The canonical text of a call: its contents, and how to recreate the call from it."""
 
 from __future__ import annotations
 

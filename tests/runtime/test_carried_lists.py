@@ -1,4 +1,4 @@
-"""An index made on a device carries the lists that kernels walk, and calls with it make none."""
+"""An index created on a device carries the lists that kernels walk, and calls with it create no others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cuflash.masks.shape import MaskShape
 import cuflash
 
 LENGTHS, BLOCK = (70, 52), (16, 32)
-OTHER_BLOCKS = [(1, 16), (16, 1), (3, 5), (600, 5), (1024, 1024)]  # which no attention kernel walks
+OTHER_BLOCKS = [(1, 16), (16, 1), (3, 5), (600, 5), (1024, 1024)]  # block sizes that no attention kernel walks
 RNG = np.random.default_rng(0)
 Q, DO = RNG.standard_normal((2, 4, LENGTHS[0], 16), dtype=np.float32)
 K, V = RNG.standard_normal((2, 2, LENGTHS[1], 16), dtype=np.float32)
@@ -59,7 +59,7 @@ def results(library: Any, arrays: Any, mask: Any, **options: Any) -> list[Any]:
 
 
 def assert_right(actual: Any, mask: Any, q: Any = Q, **options: Any) -> None:
-    """Assert that o, or o and gradients, are the host's, of which each may differ from the exact ones by its bound."""
+    """Assert that o, or o and gradients, equal the host's up to both error bounds."""
     bound = cuflash.error_bound(q, K, V, DO, mask=mask, **options)
     expected = results(cuflash, (q, K, V, DO), mask, **options)
     for name, array, wanted in zip(("o", "dq", "dk", "dv"), actual, expected):
@@ -93,7 +93,7 @@ def test_calls_with_new_indices_of_one_layout_are_one_cached_call(cupy: Any, mon
 
 
 def indices_and_masks(machine: Any, is_causal: bool, block: tuple[int, int]) -> list[tuple[BlockIndex, Any]]:
-    """Return three indices of one layout with their masks on the host."""
+    """Return three indexes with equal layouts, each with its mask on the host."""
     drawn = [blocks(seed, block) for seed in range(3)]
     return [(index_on(machine, cells, is_causal, block), on_host(cells, is_causal, block)) for cells in drawn]
 

@@ -32,7 +32,7 @@ Make = Callable[..., KernelSpec]
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the module into the state of a process that has compiled nothing."""
+    """Reset the module to the state of a process that has compiled nothing."""
     started = {"_loaded": {}, "_compiled": {}, "_process": None, "_is_started": False, "_has_warned": False}
     for name, value in started.items():
         monkeypatch.setattr(room, name, value)
@@ -110,7 +110,7 @@ def test_a_cubin_is_what_cupy_would_run(nvrtc: Any, kernels: Path, spec: Make) -
     path = kernels / "simt" / "plain.cu"
     text = path.read_text().replace("Element(0)", "Element(params.shape.softmax_scale) * 1.5f")
     path.write_text(text + 'static_assert(__cplusplus == 201703L, "C++17");\n')
-    # CuPy adds the last three to ours.
+    # CuPy adds the last three options to ours.
     ours = (*room._OPTIONS, "-arch=sm_90")
     options = [*ours, "-ftz=true", "-arch=sm_90", "--device-as-default-execution-space"]
     _, program = compiler.nvrtcCreateProgram(source(spec("plain")).encode(), b"simt_plain.cu", 0, [], [])
@@ -133,7 +133,7 @@ def test_shared_memory_is_counted(nvrtc: Any, kernels: Path, spec: Make) -> None
     reads_shared = "  __shared__ float s[300];\n  s[threadIdx.x] = clock64();\n  __syncthreads();\n"
     text = path.read_text().replace("Element(0)", "Element(s[127 - threadIdx.x])")
     path.write_text(text.replace("  static_cast", f"{reads_shared}  static_cast"))
-    assert 1200 <= room.cubin(spec("plain"), "sm_90").resources.shared_bytes < 2400  # sm_90 may keep 1 KiB for itself
+    assert 1200 <= room.cubin(spec("plain"), "sm_90").resources.shared_bytes < 2400  # sm_90 may reserve 1 KiB
 
 
 def test_advisories_of_ptxas_are_seen(nvrtc: Any, kernels: Path, spec: Make) -> None:
@@ -169,7 +169,7 @@ def test_the_text_is_dumped_on_request(
 def test_records_that_are_not_laid_out_as_their_twins_stop_the_compiler(nvrtc: Any, kernels: Path, spec: Make) -> None:
     path = kernels / "attention" / "params.cuh"
     text = path.read_text()
-    path.write_text(text.replace("int64_t head_stride;", "int32_t head_stride;"))  # moves no offset
+    path.write_text(text.replace("int64_t head_stride;", "int32_t head_stride;"))  # moves no field's offset
     assert path.read_text() != text
     with pytest.raises(CompileError, match='"Matrices.head_stride"'):
         room.cubin(spec("plain"), "sm_90")
@@ -206,7 +206,7 @@ def test_many_kernels_compile_at_once(nvrtc: Any, kernels: Path, spec: Make) -> 
     assert {each.spec for each in recorded} == set(specs) and not any(each.code for each in recorded)
 
 
-# On a GPU that is not there.
+# On a simulated GPU.
 
 
 def test_the_first_call_compiles_and_later_ones_find_it(cupy: Double, spec: Make) -> None:
@@ -220,7 +220,7 @@ def test_each_device_has_its_own(cupy: Double, spec: Make) -> None:
     first = room.kernel(spec("plain"), HOPPER)
     with cupy.cuda.Device(1):
         assert room.kernel(spec("plain"), HOPPER) is not first
-    assert len(cupy.functions) == 2 and len(cupy.compiled) == 1  # the second came from the cache on disk
+    assert len(cupy.functions) == 2 and len(cupy.compiled) == 1  # the second compilation was served from the disk cache
 
 
 def test_threads_that_ask_for_one_kernel_compile_it_once(cupy: Double, spec: Make) -> None:
@@ -259,7 +259,8 @@ def test_shared_memory_is_asked_for_only_beyond_48_kib(cupy: Double, spec: Make)
     assert function.allowed == 48 << 10
     room.kernel(spec("plain"), HOPPER, shared_bytes=100_000)
     assert function.allowed == 100_000
-    room.kernel(spec("plain"), HOPPER, shared_bytes=60_000)  # what another launch may use meanwhile stays
+    # the limit does not fall, since another launch may rely on it
+    room.kernel(spec("plain"), HOPPER, shared_bytes=60_000)
     assert function.allowed == 100_000 and len(cupy.compiled) == 1
 
 
@@ -291,7 +292,7 @@ def test_the_cache_is_described(cupy: Double, spec: Make) -> None:
     assert str(cupy.cache) in str(info) and "sm_90: CuPy's cache in" in str(info)
 
 
-# Faults of the cache. Permissions bind no administrator, as whom tests may run, so other faults stand for them.
+# Faults of the cache. File permissions do not restrict root, which may run the tests, so other faults replace them.
 
 
 def _entry(cache: Path) -> Path:
@@ -323,12 +324,12 @@ def _put_a_file_there(cache: Path) -> None:
     cache.write_text("not a folder")
 
 
-MENDED = [_truncate, _flip_a_bit]  # by CuPy
-PASSED = [_forge, _remove_all, _put_a_file_there]  # by us
+MENDED = [_truncate, _flip_a_bit]  # faults that CuPy repairs
+PASSED = [_forge, _remove_all, _put_a_file_there]  # faults for which we bypass the cache, with one warning
 
 
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the module into the state of the next process."""
+    """Reset the module to the state of a new process."""
     monkeypatch.setattr(room, "_loaded", {})
     monkeypatch.setattr(room, "_has_warned", False)
 
@@ -409,7 +410,7 @@ def test_a_folder_for_texts_that_cannot_be_made_is_named(
         room.cubin(spec("plain"), "sm_80")
 
 
-# Machines and processes without what it takes.
+# Machines and processes that lack a requirement.
 
 
 def test_a_missing_cupy_says_what_to_install(spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,7 +473,7 @@ def test_a_forked_child_is_told_to_spawn(kernels: Path, tmp_path: Path) -> None:
     assert first == "used" and "does not survive a fork" in second and "spawn" in second, run.stderr
 
 
-# On a real one.
+# On a real GPU.
 
 REAL = """
 import pathlib, warnings
@@ -528,7 +529,7 @@ def test_cupy_makes_a_damaged_entry_again(kernels: Path, tmp_path: Path, damage:
 def test_a_broken_cache_of_cupy_is_passed(kernels: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
     cache = tmp_path / "cache"
     _run_real(kernels, cache)
-    if damage is _remove_all:  # while CuPy runs: it makes the folder when it is imported
+    if damage is _remove_all:  # while CuPy runs, because it creates the folder when it is imported
         assert _run_real(kernels, cache, f"import shutil; shutil.rmtree({str(cache)!r})") == "False True 1"
         return
     damage(cache)

@@ -1,4 +1,4 @@
-"""The report lists what works, what is missing and what to do about it, on a machine in any state."""
+"""The report lists what works, what is missing and how to fix it, on a machine in any state."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def example_of(mask=None, *, q=(2, 4, 190, 48), k=(2, 2, 250, 48), v=(2, 2, 250,
 
 
 def sent(cupy, *arrays):
-    """Send arrays to the device; skip the test for bfloat16 if this CuPy lacks it."""
+    """Copy arrays to the device; skip the test for bfloat16 if this CuPy lacks it."""
     try:
         return [cupy.asarray(array) for array in arrays]
     except (TypeError, ValueError) as error:
@@ -58,7 +58,7 @@ def sent(cupy, *arrays):
 
 
 def on_the_device(mask):
-    """Return a mask without arrays as it is, and a mask with arrays of the host as an index, which is copied once."""
+    """Return a mask without arrays unchanged, and a mask with host arrays as an index, which is copied once."""
     try:
         hash(mask)
         return mask
@@ -106,7 +106,7 @@ def test_explain_knows_the_registers_of_compiled_kernels(cupy):
 
 
 def test_streams_do_not_disturb_each_other(cupy):
-    """Four streams at once, and plans that come and go, have lists, temporaries and results of their own."""
+    """Four concurrent streams, and plans that come and go, each have their own lists, temporaries and results."""
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
     examples = [example_of(MASKS[name]) for name in ("dense", "random", "blocks", "documents")]
     arrays = [sent(cupy, example.q, example.k, example.v, example.do) for example in examples]
@@ -119,7 +119,8 @@ def test_streams_do_not_disturb_each_other(cupy):
             example, (q, k, v, do) = examples[(turn + number) % 4], arrays[(turn + number) % 4]
             with stream:
                 outputs.append((stream, results_of(shared, arrays[1])))
-                passing = cuflash.plan(q, k, v, mask=on_the_device(example.mask))  # its list goes while kernels run
+                # the plan's list is freed while kernels run
+                passing = cuflash.plan(q, k, v, mask=on_the_device(example.mask))
                 results_of(passing, (q, k, v, do))
     del passing
     cupy.cuda.Device().synchronize()
@@ -128,7 +129,7 @@ def test_streams_do_not_disturb_each_other(cupy):
 
 
 def test_a_new_thread_s_first_call_may_be_a_repeated_one(cupy):
-    """The thread has no CUDA context before the call, and what it allocates may come from CuPy's pool."""
+    """The thread has no CUDA context before the call, and its allocations may come from CuPy's pool."""
     q, k, v, do = sent(cupy, *drawn(4, 2, 190, 48))
     _, vjp = cuflash.attention_vjp(q, k, v)
     expected, outputs = [cuflash.attention(q, k, v), *vjp(do)], []
@@ -218,7 +219,7 @@ def test_out_of_memory_leaves_nothing_behind(cupy):
     for _ in range(20):
         with pytest.raises(MemoryError):
             cuflash.attention(broadcast, k, v)
-    assert pool.used_bytes() <= used  # less if what an earlier test left was freed meanwhile
+    assert pool.used_bytes() <= used  # less if leftovers of an earlier test were freed in the meantime
     assert (cuflash.attention(q, k, v).get() == expected).all()
 
 
@@ -235,7 +236,8 @@ def test_peak_memory_is_arrays_and_workspace(cupy):
         gradients = ready.backward(do, q, k, v, o, lse)
         cupy.cuda.Device().synchronize()
         num_bytes = sum(array.nbytes for array in (o, lse, *gradients))
-        assert peak.total_bytes() <= num_bytes + resident + 512 * 16  # the pool rounds each array up to 512 bytes
+        # the pool rounds each array up to a multiple of 512 bytes
+        assert peak.total_bytes() <= num_bytes + resident + 512 * 16
     finally:
         cupy.cuda.set_allocator(before)
 
@@ -257,7 +259,7 @@ def _attend_in_a_child(answers):
     import cupy
 
     try:
-        memory = cupy.cuda.UnownedMemory(4096, 1024, None, 0)  # nothing reads there
+        memory = cupy.cuda.UnownedMemory(4096, 1024, None, 0)  # an address that nothing reads
         q = cupy.ndarray((2, 16, 8), np.float32, cupy.cuda.MemoryPointer(memory, 0))
         answers.put(str(cuflash.attention(q, q, q)))
     except BaseException as error:
@@ -266,7 +268,7 @@ def _attend_in_a_child(answers):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*fork.*:RuntimeWarning")  # of JAX, if another test imported it
+@pytest.mark.filterwarnings("ignore:.*fork.*:RuntimeWarning")  # JAX warns if another test imported it
 def test_a_forked_child_is_told_so(cupy):
     cuflash.attention(*sent(cupy, *drawn(3, 2, 16, 8)))
     context = multiprocessing.get_context("fork")

@@ -18,7 +18,7 @@ SIMULATED = (f"{FOLDER}/sim/", f"{FOLDER}/executors/sim.py")  # the device, wher
 
 @contextmanager
 def interrupted(line: int) -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt at the numbered executed line of the library, and count the lines."""
+    """Raise KeyboardInterrupt at the `line`-th line that the library executes, and count the executed lines."""
     count = [0]
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A block index given to several calls is read once: the calls share its work and copies, which are freed with it."""
+"""A block index in several calls is read once: the calls share its work list and copies, which are freed with it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def an_index(mask=LISTED):
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Check that objects are freed within the block by their reference counts, without Python's cycle collector."""
+    """Check that reference counts alone, without Python's cycle collector, free the objects within the block."""
     gc.collect()
     gc.disable()
     try:
@@ -83,13 +83,13 @@ def test_everything_on_the_device_goes_with_the_index_without_a_collection(cupy)
 
 
 def in_threads(work, count):
-    """Call `work` in concurrent threads, each with its number; return the results in order."""
+    """Call `work` in concurrent threads with their numbers; return the results in order."""
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(work, range(count)))
 
 
 def check_threads(machine, library):
-    """Check that threads send different lists at the same time, and one list once."""
+    """Check that threads can copy different lists to the device concurrently, and copy a list they share only once."""
     gpu = part(library, "executors.gpu")
     of_mask = part(library, "blocks.work_list").work_list
     shape = library.masks.MaskShape((), 2, 40, 40)
@@ -99,7 +99,7 @@ def check_threads(machine, library):
         return of_mask(library.masks.Dilated(step).resolve(shape), shape, (8, 8))
 
     class Met(dict):
-        """Lists that nobody sends before three threads are about to send theirs."""
+        """Lists that are copied only when three threads are about to copy theirs."""
 
         def items(self):
             room.wait(timeout=20)

@@ -1,4 +1,4 @@
-"""All around a launch: bad arrays, streams, captures, checks and memory, on a stand-in for CuPy that runs kernels."""
+"""Everything around a launch: invalid arrays, streams, captures, checks and memory, on a test double of CuPy."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from foreign import Foreign
 
 RNG = np.random.default_rng(0)
 Q, K, V, DO = RNG.standard_normal((4, 2, 40, 16), dtype=np.float32)
-LISTED = masks.Dilated(3)  # its work is a list
+LISTED = masks.Dilated(3)  # a mask whose work is a list
 
 
 def require_bounds(results, *, q=Q, k=K, v=V, do=DO, **operands):
-    """Require that results on the device, by their names, are within their bounds of the exact ones.
+    """Require that results on the device, passed by name, are within their error bounds.
 
-    Those of the gradients of a score function's arrays are the arrays' names, which `wrt` holds.
+    Gradients of a score function's arrays have the names of the arrays, which `wrt` lists.
     """
     example, host = Example(q=q, k=k, v=v, do=do, **operands), {name: array.get() for name, array in results.items()}
     others = {name: host.pop(name) for name in example.wrt}
@@ -48,11 +48,11 @@ def require_bounds(results, *, q=Q, k=K, v=V, do=DO, **operands):
 
 
 def pulled(vjp, *cotangents):
-    """Return the gradients of a pullback by their names."""
+    """Return the gradients of a pullback by name."""
     return dict(zip(("dq", "dk", "dv"), vjp(*cotangents), strict=True))
 
 
-# Results: the stand-in runs the kernels, so that what follows is about real launches.
+# Results: the test double runs the kernels, so the tests below are about real launches.
 
 
 @pytest.mark.parametrize("mask", [None, masks.Causal(), masks.Lengths(kv=17), LISTED], ids=str)
@@ -128,7 +128,7 @@ def test_checks_asked_for_between_calls_are_made_by_repeated_ones(cupy, monkeypa
 @given(data=st.data())
 @settings(max_examples=40)
 def test_a_call_after_others_gives_what_it_gives_alone(executor, data):
-    """Everything that decides a call is part of the key by which repeated calls are looked up."""
+    """Everything that determines a call's result is part of the key with which repeated calls are looked up."""
     drawn = data.draw(
         st.lists(
             st.fixed_dictionaries(
@@ -202,7 +202,7 @@ def test_a_forked_child_is_told_so_by_a_repeated_call_too(cupy, monkeypatch):
         cuflash.attention(*arrays)
 
 
-# Bad arrays, before any work.
+# Invalid arrays, which are refused before any work.
 
 
 def test_every_reason_against_the_arrays_comes_at_once(cupy):
@@ -232,7 +232,7 @@ def test_host_and_device_arrays_do_not_mix(cupy):
 
 @pytest.mark.parametrize("is_on_host", [True, False])
 def test_arrays_of_a_score_a_sink_and_a_seed_lie_where_q_does(cupy, is_on_host):
-    """All reasons come at once, before any work, and the way to copy them is one that the arrays' library has."""
+    """All reasons are in one error, before any work, and advise a copy function that the arrays' library has."""
     near_q, elsewhere = (np.asarray, cupy.asarray) if is_on_host else (cupy.asarray, np.asarray)
     operands, heads = [near_q(array) for array in (Q, K, V)], np.zeros(Q.shape[-3], np.float32)
     arguments = {
@@ -494,7 +494,8 @@ def test_a_list_that_another_stream_may_read_is_not_given_back_under_it(cupy):
     del ready
     gc.collect()
     cuflash.attention(*arrays, mask=BlockIndex.from_blocks(np.eye(5, dtype=bool), 40, 40, 8))
-    assert not any(kind == "record" and where == other.ptr for kind, where, *_ in cupy.log)  # it is being captured
+    # that stream is being captured
+    assert not any(kind == "record" and where == other.ptr for kind, where, *_ in cupy.log)
     other.end_capture()
     cuflash.attention(*arrays, mask=BlockIndex.from_blocks(np.eye(5, dtype=bool), 40, 40, 8))
     recorded = [event for kind, where, *event in cupy.log if kind == "record" and where == other.ptr]
@@ -502,7 +503,7 @@ def test_a_list_that_another_stream_may_read_is_not_given_back_under_it(cupy):
 
 
 def test_a_stream_s_calls_count_tiles_in_one_array_and_a_graph_in_its_own(cupy, monkeypatch):
-    """Kernels leave zeros in it. A graph has its own array, as it may run at the same time as later calls."""
+    """Kernels leave zeros in the array. A graph has its own array, because it may run concurrently with later calls."""
     from cuflash.executors import gpu, tensor_map
 
     monkeypatch.setattr(gpu, "encoded", tensor_map.simulated)
@@ -512,7 +513,7 @@ def test_a_stream_s_calls_count_tiles_in_one_array_and_a_graph_in_its_own(cupy, 
     cupy.zeros = lambda shape, dtype: allocated.append(zeros(shape, dtype)) or allocated[-1]
     ready = cuflash.plan(q, k, v, kernel="sm90")
     one, other, of_thread = cupy.cuda.Stream(), cupy.cuda.Stream(), cupy.cuda.Stream()
-    of_thread.ptr, cupy.streams[2] = 2, of_thread  # cudaStreamPerThread, of whichever thread
+    of_thread.ptr, cupy.streams[2] = 2, of_thread  # cudaStreamPerThread, which stands for another stream in each thread
     for number, stream in enumerate((one, one, other, of_thread, of_thread, one)):
         with stream:
             o = ready.forward(q, k, v)[0] if number % 2 else cuflash.attention(q, k, v, kernel="sm90")
@@ -564,7 +565,7 @@ def test_a_compiled_plan_is_captured_and_replayed_on_changed_data(cupy, mask):
 
 
 def test_what_a_graph_writes_at_replays_stays_as_long_as_the_plan(cupy):
-    """Memory that is given back after a capture would belong to another array at the next replay."""
+    """Memory that is freed after a capture could belong to another array at the next replay."""
     q, k, v, do = (cupy.asarray(array) for array in (Q, K, V, DO))
     ready = cuflash.plan(q, k, v)
     ready.compile()
@@ -595,7 +596,7 @@ def test_calls_whose_scale_is_far_from_1_are_right_but_not_captured(cupy):
     (o, lse), vjp = cuflash.attention_vjp(q, k, v, scale=0.5, return_lse=True, deterministic=True)
     far = cuflash.plan(q, k, v, scale=2.0**-81, deterministic=True)
     q, k = (cupy.asarray(np.ldexp(array, power)) for array, power in ((Q, 50), (K, 30)))
-    for _ in range(2):  # the second call lies as the first did
+    for _ in range(2):  # the second call has the layouts of the first
         far_o, far_lse = far.forward(q, k, v)
         assert (far_o.get() == o.get()).all() and (far_lse.get() == lse.get()).all()
         gradients = zip(far.backward(o, q, k, v, far_o, far_lse), (50, 30, 0), vjp(o))
@@ -703,7 +704,7 @@ def test_a_plan_has_the_kernels_that_its_promise_asks_for(dtype, kernel, head_di
     ("kernel", "seqlen"), [("sm80", 1024), ("sm80", 4096), ("sm80", 16384), ("sm90", 4096), ("sm90", 16384)]
 )
 def test_few_long_tiles_of_a_band_start_late(kernel, seqlen):
-    """Blocks that take the next tile of keys when they end one all have about as much to do."""
+    """Blocks that take the next tile of keys whenever they finish one all have about the same amount of work."""
     places = 16 * 16384 // seqlen
     shape = ShapeDtype((places, seqlen, 128), "float16")
     plan = cuflash.plan(shape, shape, shape, causal=True, kernel=kernel, device=DeviceSpec.gpu("H100"))._plan
@@ -741,7 +742,7 @@ def test_the_workspace_is_what_a_backward_pass_allocates(cupy, monkeypatch, mask
     monkeypatch.setattr(cupy, "empty", lambda shape, dtype: allocated.append(empty(shape, dtype)) or allocated[-1])
     ready.forward(q, k, v, out=(o, lse))
     gradients = ready.backward(o, q, k, v, o, lse)
-    outputs = gradients.dq.nbytes  # dk and dv are sums of arrays that are counted
+    outputs = gradients.dq.nbytes  # dk and dv are summed from arrays that are counted
     assert sum(array.nbytes for array in allocated) - outputs == ready.workspace_bytes
 
 
@@ -753,7 +754,7 @@ def checked(monkeypatch):
     monkeypatch.setenv("CUFLASH_CHECK", "1")
 
 
-TWO_WALKS = ("backward_rows", "backward_columns")  # what deterministic=True takes
+TWO_WALKS = ("backward_rows", "backward_columns")  # kernels of deterministic=True
 
 
 def after_launch(monkeypatch, entry, damage):
@@ -800,7 +801,7 @@ def test_checks_pass_on_sound_calls_and_change_no_bit(monkeypatch, executor, mas
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "o", "lse", "sink"])
 def test_checks_see_an_array_on_a_gpu_that_changed_before_its_vjp(cupy, monkeypatch, name):
-    """Without them nothing is read for that."""
+    """Without checks, nothing is read to detect the change."""
 
     def call():
         arrays = {"q": Q, "k": K, "v": V, "sink": np.ones(2, np.float32)}
@@ -973,7 +974,7 @@ def test_calls_whose_blocks_share_keys_repeat_and_are_captured(cupy):
 def test_tensor_maps_follow_the_arrays_of_each_call(cupy, monkeypatch):
     from cuflash.executors import gpu, tensor_map
 
-    monkeypatch.setattr(gpu, "encoded", tensor_map.simulated)  # what the simulator reads instead of CUDA's
+    monkeypatch.setattr(gpu, "encoded", tensor_map.simulated)  # the simulator's tensor maps instead of CUDA's
     rng = np.random.default_rng(2)
     sets = [[rng.standard_normal((2, 3, 70, 64)).astype(np.float16) for _ in range(3)] for _ in range(3)]
     ready = cuflash.plan(*map(cupy.asarray, sets[0]), kernel="sm90", causal=True)

@@ -1,4 +1,4 @@
-"""A pass binds to a record of its launches that holds what the features say, and records join into one."""
+"""A pass binds to a record of its launches with the contents that features describe; several records join into one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PASS = Pass({"draw": LAUNCH}, {"counter": Workspace((4,), np.dtype(np.int32), is
 
 
 class Recording(Simulator):
-    """A simulator that keeps the arguments of launches, and runs nothing."""
+    """A simulator that stores the arguments of launches, and runs nothing."""
 
     launched: list[tuple[Any, int, tuple[bytes, ...]]] = []
 
@@ -41,7 +41,7 @@ class Recording(Simulator):
 
 
 def launched(bound: BoundPass, addresses: list[int]) -> list[Any]:
-    """Return the records of OUTER that kernels get."""
+    """Return the params records of OUTER that kernels receive."""
     Recording.launched.clear()
     bound.launch(addresses, None)
     assert all((spec, grid) == (SPEC, 3) for spec, grid, _ in Recording.launched)
@@ -49,7 +49,7 @@ def launched(bound: BoundPass, addresses: list[int]) -> list[Any]:
 
 
 def arrays_of(shape: tuple[int, ...], order: str) -> dict[str, Any]:
-    """Return arrays [batch, heads, rows, columns], [batch, heads, rows] and [heads], and further ones."""
+    """Return arrays [batch, heads, rows, columns], [batch, heads, rows] and [heads], and some others."""
     q = np.zeros(shape, np.float16, order)  # type: ignore[call-overload]
     return {
         "q": q, "k": np.zeros(shape[:3], np.float32), "sink": np.zeros(shape[1], np.float32), "table": np.zeros(3),
@@ -98,7 +98,7 @@ def test_an_array_that_is_left_out_has_no_address() -> None:
 
 
 def test_records_join_into_one_with_names_of_the_whole() -> None:
-    """What one part writes another reads; workspaces are shared, and arrays that nobody gives have no address."""
+    """One part writes what another reads; workspaces are shared, and arrays that no caller passes have address 0."""
     kernels, target = replace(PASS, features=(replace(FEATURE, numbers=()),)), Recording()
     names, arrays = ["q", "k", "results"], arrays_of((1, 2, 3, 4), "C")
     part = pass_record(kernels, arrays, names, target)

@@ -1,4 +1,4 @@
-"""Calls with a mask that is new each time keep no memory, on the host or on the device."""
+"""Calls with a new mask each time retain no memory, on the host or on the device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def resident_bytes() -> int:
 
 
 def growth(call: Callable[[int], object], calls: int) -> int:
-    """Return by how many bytes the process is larger after all calls than after the first ones."""
+    """Return by how many bytes the process has grown between the first calls and all calls."""
     for turn in range(WARM):
         call(turn)
     before = resident_bytes()

@@ -1,4 +1,4 @@
-"""The attention function for models of transformers, against PyTorch's attention with the mask written out."""
+"""The attention function for transformers models, compared with PyTorch's attention under an explicit mask."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def drawn_inputs(num_queries=6, num_keys=6, batch=2):
 
 
 def require(options, allowed, num_queries=6, num_keys=6, bias=None, is_causal=None, **others):
-    """Require the result and the gradients of PyTorch with a mask of booleans and a bias."""
+    """Require PyTorch's result and gradients for a boolean mask and a bias."""
     tensors = [tensor.requires_grad_() for tensor in drawn_inputs(num_queries, num_keys, others.pop("batch", 2))]
     output, weights = attention(layer(is_causal), *tensors, **options)
     assert weights is None and output.is_contiguous()
@@ -51,7 +51,7 @@ def require(options, allowed, num_queries=6, num_keys=6, bias=None, is_causal=No
 @pytest.mark.parametrize("of_module", [None, False, True])
 @pytest.mark.parametrize("of_call", [None, False, True])
 def test_the_call_says_whether_it_is_causal_before_the_module(of_module, of_call):
-    """Neither says so: PyTorch's function of transformers is causal then."""
+    """If neither says so, the call is causal, as in transformers' function for PyTorch."""
     is_causal = of_call if of_call is not None else of_module is not False
     require({"is_causal": of_call}, np.tri(6, dtype=bool) if is_causal else None, is_causal=of_module)
 
@@ -88,7 +88,7 @@ def test_a_position_bias_is_added_and_learnt(mask, is_causal):
     (6, 3, True, masks.Band(-5, 0)), (6, 8, True, masks.Band(-2, 0)), (3, 3, False, masks.Band(-2, 2)),
 ])  # fmt: skip
 def test_a_window_without_a_mask_is_a_window(num_queries, num_keys, is_causal, mask):
-    """It counts the query's own key: three keys with the ones before it, five with those on either side."""
+    """It counts the query's own key: three keys with the previous ones, five with those on both sides."""
     allowed = mask.toarray(num_queries, num_keys)
     require({"sliding_window": 3, "is_causal": is_causal}, allowed, num_queries, num_keys)
 

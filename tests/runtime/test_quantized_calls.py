@@ -1,4 +1,4 @@
-"""Repeated FP8 calls on a GPU are planned once, also where kernels list the blocks of their masks."""
+"""Repeated FP8 calls on a GPU are planned once, also if kernels list the blocks of their masks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def offsets(seed: int) -> Any:
     return np.array([0, 90 + seed, LENGTH], np.int32)
 
 
-# Masks on the host and on a device; those of one name differ in nothing but what their arrays hold.
+# Masks on the host and on a device; those with one name differ only in the contents of their arrays.
 MASKS = {
     "an index": (
         lambda seed: masks.BlockPattern(allowed_blocks(seed), BLOCK),
@@ -59,7 +59,7 @@ MASKS = {
 
 
 def is_right(o: Any, mask: Any) -> bool:
-    """True if results are within the kernel's bound."""
+    """True if results are within the kernel's error bound."""
     allowed = mask.toarray(LENGTH, num_heads=2)
     exact, _ = cuflash.reference.attention(*(x.scaled(np.float64) for x in X8), mask=allowed)
     bound = cuflash.error_bound(*X8, mask=allowed, product_dtype=X8[0].data.dtype).o

@@ -1,4 +1,4 @@
-"""Calls use the same memory in turn, and share launches: with arrays of other libraries, and with new masks."""
+"""Calls reuse memory, and share launches: with arrays of other libraries, and with new masks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_repeated_calls_allocate_their_results_alone(cupy):
 
 @pytest.mark.parametrize("bias", [None, K @ K.swapaxes(-1, -2)], ids=["plain", "bias"])
 def test_a_pullback_looks_at_each_cotangent(cupy, monkeypatch, bias):
-    """After a first one, cotangents that lie otherwise are taken, and wrong ones refused; those alike plan nothing."""
+    """After a first call, cotangents with other layouts are accepted, wrong ones refused; equal ones plan nothing."""
     operands = {"sink": np.ones(2, np.float32)}
     operands |= {} if bias is None else {"score": cuflash.scores.bias(bias), "wrt": ("bias",)}
     wrt, device_bias = operands.get("wrt", ()), None if bias is None else cupy.asarray(bias)
@@ -90,7 +90,7 @@ def test_an_lse_that_nobody_wants_changes_nothing(cupy):
 
 
 def test_calls_of_one_stream_that_are_launched_at_once_have_memory_of_their_own(cupy):
-    """Another thread makes a call between two kernels of a call."""
+    """Another thread makes a call between two kernel launches of a call."""
     launch, between = cupy.cuda.driver.launchKernel, []
 
     def launched(*arguments):
@@ -116,7 +116,7 @@ DROPOUTS = [cuflash.Dropout(0.4, *numbers) for numbers in ((3, 0), (3, 1), (2**6
 
 @pytest.mark.parametrize("name", [None, "elements", "out"])
 def test_a_new_seed_or_offset_asks_nothing_again(cupy, monkeypatch, name):
-    """Calls plan, bind and compile once for all seeds and offsets, and pullbacks draw as their own calls did."""
+    """Calls plan, bind and compile once for all seeds and offsets; each pullback uses the numbers of its own call."""
     mask = None if name != "elements" else DENSE[0]
     arrays, do = [cupy.asarray(array) for array in (Q, K, V)], cupy.asarray(DO)
     arguments = {"mask": None if mask is None else cupy.asarray(mask)}
@@ -192,7 +192,7 @@ def test_an_output_of_another_library_is_written_by_a_repeated_call(cupy, monkey
 
 
 def bound_once(monkeypatch, library):
-    """Count what is bound from now on, in a list."""
+    """Collect in a list all bindings from this point on."""
     room, bindings = part(library, "executors.gpu"), []
     bind = room.bind
     monkeypatch.setattr(
@@ -230,7 +230,7 @@ def test_a_plan_that_writes_to_given_arrays_is_bound_once(cupy, monkeypatch, mas
 
 
 def check_summed_gradients(machine, monkeypatch, library, name):
-    """Check that broadcast gradients, and those rounded afterwards, are bound once, outside of graphs."""
+    """Check that broadcast gradients, and those rounded afterwards, are bound once, outside graphs."""
     bias = RNG.standard_normal((1, 1, K.shape[-2])).astype(np.float16)
     q = np.stack([Q, Q[::-1]]) if name == "broadcast keys" else Q
     do = np.stack([DO, DO[::-1]]) if name == "broadcast keys" else DO
@@ -246,7 +246,7 @@ def check_summed_gradients(machine, monkeypatch, library, name):
             {"bias": np.float16} if operands else {}
         )
         require_bounds(named, q=q, do=do, **operands)
-    assert len(bindings) == 2  # a forward pass, and a backward pass
+    assert len(bindings) == 2  # one for a forward pass, one for a backward pass
     on_device, stream = machine.asarray(do), machine.cuda.Stream()
     with stream:
         stream.begin_capture()

@@ -1,4 +1,4 @@
-"""Another cap, temperature or array of slopes is another argument of kernels that are compiled."""
+"""Another softcap, temperature or array of slopes is only another argument of kernels that are already compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers run with the attention function that the page registers."""
+"""Hugging Face transformers models run with the attention function that the documentation page registers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def llama(**changes: Any) -> Any:
 
 
 def trained(model: Any, name: str, tokens: Any = TOKENS, padding: Any = PADDING) -> tuple[Any, Any, Any]:
-    """Return logits of tokens other than padding, the loss, and the gradients of all parameters.
+    """Return the logits of tokens other than padding, the loss, and the gradients of all parameters.
 
     No token is predicted from padding, whose queries attend whatever transformers' mask function allows them.
     """
@@ -89,7 +89,7 @@ def test_generation_with_a_cache_writes_the_same_tokens(calls: Any) -> None:
 
 
 def test_a_sequence_may_come_in_pieces(calls: Any) -> None:
-    """Several queries attend the keys of a cache and their own."""
+    """Several new queries attend the keys of a cache and their own keys."""
     model = llama()
     model.set_attn_implementation("exact")
     with torch.no_grad():
@@ -121,7 +121,7 @@ def test_caps_and_sinks_of_other_models_are_taken(calls: Any, kind: str) -> None
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Mistral"])
 @pytest.mark.parametrize("sizes", [(6, 5), (1, 1, 4, 1), (11,)])
 def test_a_static_cache_gives_the_logits_of_a_whole_sequence(kind, sizes):
-    """The keys of a prompt are longer than what is written, and its mask may be left out."""
+    """The cache is longer than the tokens written to it, and the prompt's mask may be omitted."""
     config = getattr(transformers, f"{kind}Config")(**SIZES, sliding_window=8, query_pre_attn_scalar=8)
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).double().eval()
@@ -176,7 +176,7 @@ def test_relative_positions_of_encoders_and_decoders_are_added_and_learnt(kind):
 
 
 def test_a_window_without_a_mask_is_that_of_the_model(calls):
-    """The page's mask function that makes none."""
+    """The page's mask function creates no mask."""
     exec(compile(blocks(PAGE)[-1].source, str(PAGE), "exec"), vars(transformers) | {"cuflash": cuflash})
     torch.manual_seed(0)
     config = transformers.MistralConfig(**SIZES, sliding_window=4)
@@ -204,7 +204,7 @@ def test_an_option_that_a_model_needs_and_attention_lacks_is_refused():
 
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_dropout_is_drawn_from_pytorch_s_generator(calls: Any, checkpoints: bool) -> None:
-    """Equal states of the generator give equal steps, also where layers are computed again for their gradients."""
+    """Equal generator states give equal steps, also if layers are recomputed for their gradients."""
     model = llama(attention_dropout=0.5).train()
     if checkpoints:
         model.gradient_checkpointing_enable()

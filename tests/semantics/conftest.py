@@ -1,4 +1,4 @@
-"""Fixtures of the tests of caches on a GPU."""
+"""Fixtures for the tests of caches on a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from executors import needs_compiler
     params=[pytest.param("stand-in", marks=needs_compiler), pytest.param("cupy", marks=pytest.mark.gpu)]
 )
 def xp(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """Yield CuPy on a GPU, and a stand-in for CuPy that runs its kernels on the simulator."""
+    """Yield CuPy on a GPU, or a test double of CuPy that runs its kernels on the simulator."""
     if request.param == "cupy":
         yield pytest.importorskip("cupy")
         return

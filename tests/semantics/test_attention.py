@@ -1,4 +1,4 @@
-"""Semantics on which systems of the field disagree, each with a test. test_properties.py has most tests of values."""
+"""Semantics on which attention libraries disagree, each with a test. test_properties.py has most tests of values."""
 
 from dataclasses import fields
 
@@ -27,7 +27,7 @@ def drawn(*shape, dtype=np.float32):
 
 
 def at_tile(example, tile, num_processors=1):
-    """Return a plan with a tile that the test chooses, so that small problems have many tiles."""
+    """Return a plan with a tile size that the test chooses, so that small problems have many tiles."""
     device = DeviceSpec(name="test", num_processors=num_processors, tile_memory_bytes=1 << 20)
     problem = Problem.of(example.q, example.k, example.v, scale=example.scale)
     mask = requested_mask(example.mask, False, None, problem.mask_shape)
@@ -76,12 +76,12 @@ def test_tiles_are_flat_where_tall_ones_would_visit_many_keys_for_few(name):
     gradients = ready.backward(do, q, k, v, o, lse)
     example = assertions.Example(q=q, k=k, v=v, do=do, mask=mask)
     assertions.assert_within_bounds(example, o=o, lse=lse, dq=gradients.dq, dk=gradients.dk, dv=gradients.dv)
-    short = cuflash.ShapeDtype((512, 8), np.float32)  # a single tile stays one
+    short = cuflash.ShapeDtype((512, 8), np.float32)  # a single tile is not split
     assert cuflash.plan(short, short, short, window=(15, 0))._plan.work.block_q == 512
 
 
 def workspace(tokens, tile_memory_bytes):
-    """Return the bytes that a call of one head takes in addition to its arrays, on one thread."""
+    """Return the bytes that a call with one head needs in addition to its arrays, on one thread."""
     q = cuflash.ShapeDtype((1, tokens, 8), np.float32)
     device = DeviceSpec(name="x", num_processors=1, tile_memory_bytes=tile_memory_bytes)
     return cuflash.plan(q, q, q, device=device).workspace_bytes
@@ -89,7 +89,7 @@ def workspace(tokens, tile_memory_bytes):
 
 @given(st.integers(12, 24), st.integers(0, 200))
 def test_the_memory_of_a_call_is_linear_in_its_length_on_any_host(log_tokens, log_memory):
-    """Twice the tokens take at most twice the memory, from 4096 tokens on: a tile is not larger than that."""
+    """From 4096 tokens (the largest tile) on, twice the tokens take at most twice the memory."""
     assert workspace(2 << log_tokens, 1 << log_memory) <= 2 * workspace(1 << log_tokens, 1 << log_memory)
 
 
@@ -112,7 +112,7 @@ def test_the_number_of_threads_changes_no_bit(example, tile):
     alone, shared = at_tile(example, tile), at_tile(example, tile, num_processors=3)
     tiling = _Eager(*(getattr(shared._plan.tiling, field.name) for field in fields(HostTiling)))
     object.__setattr__(shared._plan, "tiling", tiling)
-    # `alone` leaves BLAS its threads, and two of them round some products of 57 x 256 otherwise than one.
+    # In `alone`, BLAS keeps its threads, and two threads round some 57 x 256 products differently from one.
     with threadpoolctl.threadpool_limits(1, user_api="blas"):
         results = [each.forward(example.q, example.k, example.v) for each in (alone, shared)]
         assert all(a.tobytes() == b.tobytes() for a, b in zip(*results))
@@ -122,7 +122,7 @@ def test_the_number_of_threads_changes_no_bit(example, tile):
 
 
 class _Eager(HostTiling):
-    """Tiles of which even the least work is shared among processors."""
+    """Tiles whose work is shared among all processors, however little it is."""
 
     @property
     def num_workers(self):

@@ -1,4 +1,4 @@
-"""Masses of blocks equal those of the softmax in float64 on every executor."""
+"""Block masses equal those of the softmax in float64 on every executor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cuflash.calls import _call
 
 
 def summed(p: Any, block: tuple[int, int]) -> Any:
-    """Sum weights over the keys of blocks, and average over those queries of a block that have a key."""
+    """Sum weights over each block's keys, and average over the block's queries that have a key."""
     (num_q, num_kv), (block_q, block_kv) = p.shape[-2:], block
     q_starts, kv_starts = range(0, num_q, block_q), range(0, num_kv, block_kv)
     sums = np.add.reduceat(np.add.reduceat(p, q_starts, axis=-2), kv_starts, axis=-1)
@@ -67,7 +67,7 @@ def test_masses_are_sums_of_the_softmax(run: Run) -> None:
 @on_every_executor
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_dtype_errs_by_what_its_sums_round(run: Run, dtype: str) -> None:
-    """A weight's relative error is at most the errors of its score and of its row's lse."""
+    """A weight's relative error is at most the sum of the errors of its score and of its row's lse."""
     rng = np.random.default_rng(1)
     element = np.dtype(bfloat16 if dtype == "bfloat16" else dtype)
     q, k = rng.standard_normal((2, 4, 150, 40)).astype(element), rng.standard_normal((2, 2, 133, 40)).astype(element)
@@ -109,7 +109,7 @@ def test_thread_blocks_take_tiles_until_none_is_left(chip: str) -> None:
 
 
 def check_on_chip(chip: str, num_processors: int | None = None, **case: Any) -> None:
-    """Check masses on a simulator of another chip, or of one with fewer multiprocessors."""
+    """Check masses on a simulator of another chip, or of a chip with fewer multiprocessors."""
     device = replace(DeviceSpec.gpu(chip), name="simulator")
     device = device if num_processors is None else replace(device, num_processors=num_processors)
     with patch.object(_call, "_SIMULATED", device):
@@ -119,7 +119,7 @@ def check_on_chip(chip: str, num_processors: int | None = None, **case: Any) -> 
 def check_halves(run: Run, shape: Any, block: Any, causal: Any = False, listed: int = 0, rise: int = 1) -> None:
     """Check masses of 16-bit q and k within the rounding of scores and sums in float32.
 
-    They are checked without lse, and with the lse of a mask that allows as much again.
+    The masses are checked without an lse, and with an lse that corresponds to twice as many allowed weights.
     """
     (seqlen_q, seqlen_kv, dim), rng = shape, np.random.default_rng(6)
     q = (3 * rng.standard_normal((4, seqlen_q, dim))).astype(np.float16)
@@ -140,7 +140,7 @@ def check_halves(run: Run, shape: Any, block: Any, causal: Any = False, listed: 
     relative = tolerance(q, k, np.finfo(np.float32).eps, block)
     options = {"block": block, "mask": mask, "causal": causal}
     mass = masses(run, q, k, **options)
-    least = np.finfo(np.float32).tiny  # of a mass that is not rounded to fewer bits
+    least = np.finfo(np.float32).tiny  # smaller masses are subnormal and rounded more coarsely
     np.testing.assert_allclose(mass, summed(p, block), rtol=relative, atol=least)
     assert np.logical_or(np.abs(mass.sum(-1) - 1) <= relative, mass.sum(-1) == 0).all()
     with np.errstate(divide="ignore"):
@@ -166,7 +166,7 @@ def test_scores_change_masses_as_they_change_weights(run: Run) -> None:
     i, j = np.ogrid[:50, :50]
     s = q @ k.swapaxes(-1, -2) * 8**-0.5 - run.get(slope)[:, None, None] * (i - j)
     e = np.exp(s) * (j <= i)
-    # The score function rounds what it subtracts, of up to 25, and its difference.
+    # The score function rounds the number that it subtracts, of up to 25, and the difference.
     bound = tolerance(q, k, EXACT, (10, 20)) + 4 * EXACT * 25
     np.testing.assert_allclose(mass, summed(e / e.sum(-1, keepdims=True), (10, 20)), rtol=bound)
 
@@ -182,7 +182,7 @@ def test_calls_that_lie_alike_read_their_own_arrays() -> None:
 
 
 def test_rows_that_are_cut_in_two_by_a_tile_add_up() -> None:
-    """Tiles of the host have 512 queries, so that some blocks of 300 lie across two of them."""
+    """Tiles of the host executor have 512 queries, so some blocks of 300 queries span two tiles."""
     q, k = np.random.default_rng(5).standard_normal((2, 1, 1100, 4))
     expected = summed(weights(q, k, np.ones((1100, 1100), bool)), (300, 64))
     np.testing.assert_allclose(masses(CPU, q, k, block=(300, 64)), expected, rtol=tolerance(q, k, EXACT, (300, 64)))

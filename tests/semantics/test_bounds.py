@@ -1,4 +1,4 @@
-"""error_bound holds, is as small as its derivation says, and is infinite where nothing is promised."""
+"""error_bound holds, is as small as its derivation says, and is infinite where the library guarantees nothing."""
 
 import math
 
@@ -110,7 +110,7 @@ def test_keys_that_no_query_attends_take_no_part():
     bounds = error_bound(q, k, v, q, mask=masks.Lengths(kv=2))
     cut = error_bound(q, k[:2], v[:2], q)
     for name in ("o", "lse", "dq"):
-        # More keys take more additions; that is all.
+        # Hidden keys only add roundings, so the bounds are at least those without these keys.
         assert np.isfinite(getattr(bounds, name)).all() and (getattr(bounds, name) >= getattr(cut, name)).all()
 
 

@@ -1,4 +1,4 @@
-"""A KV cache of float8_e4m3fn rounds rows once, keeps a scale for each row, and attends to the rounded rows."""
+"""A KV cache of float8_e4m3fn rounds rows once, stores a scale for each row, and attends to the rounded rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def normal(*shape: int, dtype: Any = np.float32) -> Any:
 @pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32])
 @pytest.mark.parametrize("num_rows", [1, 70])
 def test_it_attends_to_the_rows_that_it_keeps(run: Any, dtype: Any, num_rows: int) -> None:
-    """Results of one token, and of more than the decode kernel takes, have equal bits in pages or not, and alone."""
+    """Bits are equal in pages or contiguous, and alone, for one token and for more than the decode kernel supports."""
     lengths = [CAPACITY, 0, 17, 33]
     q, k, v = (normal(4, heads, rows, 16, dtype=dtype) for heads, rows in ((4, num_rows), (2, CAPACITY), (2, CAPACITY)))
 
@@ -67,7 +67,7 @@ def test_it_attends_to_the_rows_that_it_keeps(run: Any, dtype: Any, num_rows: in
 
 
 def test_rows_are_rounded_once() -> None:
-    """Rows have equal bits if they are appended one by one or at once, forked, copied, truncated or read."""
+    """Rows have equal bits whether they are appended one by one or at once, forked, copied, truncated or read."""
     k, v = normal(2, 2, HEADS, 40, 16)
     caches = []
     for pages in ({}, PAGES):
@@ -102,7 +102,7 @@ def test_scales_are_powers_of_two_that_fill_the_format() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
 def test_the_largest_numbers_stay_finite(dtype: Any) -> None:
-    """Above 1.9375 2^127 the nearest FP8 number would be 2^128."""
+    """Above 1.9375 * 2^127, the nearest FP8 number times its scale would be 2^128."""
     top = np.finfo(np.float32).max if dtype == np.float32 else ml_dtypes.finfo(dtype).max
     x = (np.float64(top) * np.linspace(0.9, 1, 40)[:, None] * np.array([1, -1, 0.1, 1e-38])).astype(dtype)[None, None]
     cache = KVCache(batch=1, num_kv_heads=1, head_dim=4, capacity=40, dtype="float8_e4m3fn")

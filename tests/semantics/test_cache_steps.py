@@ -1,4 +1,4 @@
-"""Calls on a cache on a GPU are bound once: later calls write and refuse what first calls write and refuse."""
+"""Calls on a cache on a GPU are bound once: later calls write the same rows and refuse the same arguments."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from refusals import refused
 RNG = np.random.default_rng(0)
 SIZES = {"batch": 3, "num_kv_heads": 2, "head_dim": 64, "capacity": 100, "dtype": np.float16}
 PAGED = {"contiguous": {}, "pages": {"page_size": 16, "num_pages": 15}}
-ROWS = RNG.standard_normal((12, 3, 4, 4, 64)).astype(np.float16)  # of 12 steps
+ROWS = RNG.standard_normal((12, 3, 4, 4, 64)).astype(np.float16)  # q, k and v rows of 12 steps
 
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """Yield a stand-in for CuPy that counts arrays and logs operations on streams."""
+    """Yield a test double of CuPy that counts arrays and logs stream operations."""
     with cupy_machine.installed(monkeypatch, tmp_path) as machine:
         yield machine
 
@@ -40,7 +40,7 @@ def a_cache(xp: Any, pages: str = "contiguous", counted: str = "host", **sizes: 
 
 
 def rows_of(xp: Any, step: int, count: int = 1) -> tuple[Any, Any, Any]:
-    """Return q, k and v of a step in new memory."""
+    """Return q, k and v of a step in newly allocated memory."""
     rows = ROWS[step, :, :, :count]
     q, k, v = (xp.asarray(np.ascontiguousarray(x)) for x in (rows, rows[:, :2], rows[:, 2:]))
     return q, k, v
@@ -52,7 +52,7 @@ def forgotten(cache: KVCache) -> None:
 
 
 def walked(xp: Any, cache: KVCache, before: Callable[[KVCache], None]) -> list[Any]:
-    """Return results of steps of several kinds, each of which occurs repeatedly, and the cache's rows and lengths."""
+    """Return the results of several kinds of steps, each run repeatedly, and the cache's rows and lengths."""
     outputs: list[Any] = []
     out = xp.asarray(np.zeros((3, 4, 1, 64), np.float16))
     counts = [1, 0, 2]
@@ -118,7 +118,7 @@ def test_a_later_step_plans_nothing_and_allocates_its_result_alone(
 def test_a_later_step_reads_its_own_score_function(
     stand_in: Any, counted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Arrays and numbers are those of each call, and arrays of the kind of earlier ones are not checked again."""
+    """Each call uses its own arrays and numbers; arrays of a kind seen before are not checked again."""
     rng, cache = np.random.default_rng(0), a_cache(stand_in, "pages", counted)
     q, k, v = rows_of(stand_in, 1)
     cache.append(k, v)
@@ -141,7 +141,7 @@ def test_a_later_step_reads_its_own_score_function(
 
 
 class Foreign:
-    """An array of another library on a GPU."""
+    """A GPU array of another library."""
 
     def __init__(self, host: Any) -> None:
         self.host = host
@@ -196,7 +196,7 @@ def test_wrong_calls_are_refused_after_right_ones_as_before_them(xp: Any) -> Non
     strided = rows_of(xp, 2, 4)[1][:, :, :1]
     for turn in range(2):
         q, k, v = rows_of(xp, turn)
-        far = xp.asarray(np.zeros((3, 2, 100, 64), np.float16))[:, :, :1]  # lies as the cache's own rows do
+        far = xp.asarray(np.zeros((3, 2, 100, 64), np.float16))[:, :, :1]  # has the same layout as the cache's own rows
         for rows in ((k, v), (far, v), (v, far), (strided, v)):
             used.append(*rows)
         for out in (None, xp.asarray(np.zeros((3, 4, 1, 64), np.float16))):
@@ -208,7 +208,10 @@ def test_wrong_calls_are_refused_after_right_ones_as_before_them(xp: Any) -> Non
 
 
 def test_queries_without_keys_are_refused_after_steps_too(xp: Any) -> None:
-    """On the host's count always; on the device's, whose lengths no call waits for, under CUFLASH_CHECK=1 alone."""
+    """If the host counts rows, always.
+
+    If the device does, only under CUFLASH_CHECK=1, since calls do not wait for lengths.
+    """
     cache, (q, k, v) = a_cache(xp), rows_of(xp, 1)
     cache.append(k, v)
     cache.attention(q)
@@ -273,7 +276,7 @@ def test_steps_go_to_the_stream_that_is_current(xp: Any) -> None:
 
 
 def test_larger_calls_leave_the_memory_of_a_captured_one(xp: Any) -> None:
-    """A graph replays correctly after calls that need more memory, since it does not share memory with them."""
+    """A graph replays correctly after calls that need more memory, because it shares no memory with them."""
     cache, alone = a_cache(xp, counted="device"), a_cache(xp, counted="device")
     q, k, v = rows_of(xp, 1)
     cache.append(k, v)

@@ -1,4 +1,4 @@
-"""The calculators return the memory of arrays, caches and plans, which is compared with what was allocated."""
+"""The calculators return the memory of arrays, caches and plans, which must equal what is allocated."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ FLAGS = {
 
 @given(st.fixed_dictionaries({name: st.integers(-1, 40) for name in FLAGS}))
 def test_the_command_speaks_of_its_flags_alone(sizes: dict[str, int]) -> None:
-    """An error names the wrong flags as they are typed, and right flags have a report."""
+    """An error names the wrong flags as they are typed on the command line; valid flags give a report."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         try:

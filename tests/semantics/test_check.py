@@ -1,4 +1,4 @@
-"""`testing.check` runs the whole kit on a function, prints one line for each property, and finds usual faults."""
+"""`testing.check` runs the whole kit on a function, prints one line per property, and detects common faults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def narrowed(x: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def scores_of(q: Any, k: Any, v: Any, mask: Any, scale: Any, fault: str) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Return scores and values of each query head over the whole batch, and the mask, with the faults of these."""
+    """Return scores and values of each query head over the whole batch, and the mask, with a fault in any of them."""
     wide = np.float32 if fault == "float32 arithmetic for float64" else np.float64
     q, k, v = (np.asarray(x).astype(wide) for x in (q, k, v))
     if q.ndim > 2 and q.shape[-3] != k.shape[-3]:
@@ -51,7 +51,7 @@ def scores_of(q: Any, k: Any, v: Any, mask: Any, scale: Any, fault: str) -> tupl
 
 
 def summed(p: np.ndarray, v: np.ndarray, fault: str) -> np.ndarray:
-    """Return p v, summed or rounded as in a fault."""
+    """Return p v, summed or rounded as a fault does it."""
     kinds = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
     way, _, dtype = fault.partition(" in ")
     if way == "weights":
@@ -65,7 +65,7 @@ def summed(p: np.ndarray, v: np.ndarray, fault: str) -> np.ndarray:
 
 
 def rescaled_never(s: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return sums of an online softmax that raises its maximum without scaling earlier sums."""
+    """Return the sums of an online softmax that raises its maximum without rescaling earlier sums."""
     o, total, peak = np.zeros((*s.shape[:-1], v.shape[-1])), np.zeros((*s.shape[:-1], 1)), -np.inf
     for first in range(0, s.shape[-1], 64):
         tile = s[..., first : first + 64]
@@ -76,7 +76,7 @@ def rescaled_never(s: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def attention(q: Any, k: Any, v: Any, *, mask: Any = None, scale: Any = None, sink: Any = None, fault: str = "") -> Any:
-    """Compute attention in float64, with one of the usual faults."""
+    """Compute attention in float64, with one of the common faults."""
     with np.errstate(all="ignore"):
         s, v, batch = scores_of(q, k, v, mask, scale, fault)
         peak = s.max(axis=-1, keepdims=True, initial=0 if fault == "running maximum from 0" else -np.inf)
@@ -102,7 +102,7 @@ def attention(q: Any, k: Any, v: Any, *, mask: Any = None, scale: Any = None, si
 
 
 def gradients(q: Any, k: Any, v: Any, do: Any, *, dlse: Any, mask: Any, scale: Any, fault: str = "") -> Any:
-    """Compute gradients of the specification, with one of the usual faults."""
+    """Compute the specification's gradients, with one of the common faults."""
     if dlse is not None:
         dlse = {"dlse ignored": None, "dlse with the wrong sign": -dlse}.get(fault, dlse)
     if fault == "delta left out":
@@ -152,7 +152,7 @@ WITHIN = "o and lse are within their bounds"
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_of_25_faults_is_found_with_the_default_settings(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line detects the fault; in a long run with nine of ten seeds. The smallest example is not searched."""
+    """One call detects the fault; in a long run, with nine of ten seeds. Examples are not shrunk."""
     monkeypatch.setattr(_check, "_PHASES", (Phase.generate,))
     is_of_gradients = fault in OF_GRADIENTS
     attend = attention if is_of_gradients else partial(attention, fault=fault)

@@ -1,6 +1,6 @@
-"""Blocks of keys that each query chooses: the mask, results on every executor, what neighbours share, and errors.
+"""Blocks of keys that each query chooses: the mask, results on every executor, lists that neighbors share, and errors.
 
-Checks take the library as an argument, so that they guard copies of it with planted faults as well.
+Checks take the library as an argument, so that they can also guard copies of it with planted faults.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHAPES_AND_LISTS = SHAPES.flatmap(lambda pair: st.tuples(st.just(pair[0]), chose
 
 
 def sets_of(mask: Any, shape: MaskShape) -> np.ndarray[Any, Any]:
-    """Return the set of each query's blocks, as objects [*batch, num_heads, seqlen_q], from the definition."""
+    """Return each query's set of blocks, as objects [*batch, num_heads, seqlen_q], from the definition."""
     blocks, counts = np.asarray(mask.blocks), mask.counts
     num_lists = 1 if blocks.ndim == 2 else blocks.shape[-3]
     lists = np.broadcast_to(blocks, (*shape.batch, num_lists, *blocks.shape[-2:]))
@@ -103,7 +103,7 @@ def test_lists_on_a_device_hold_the_same_and_nothing_waits(shape_and_lists: Any)
 
 
 def check_far_numbers_on_a_device(library: Any) -> None:
-    """Check that block numbers and counts out of range are ignored if the host does not inspect them."""
+    """Check that out-of-range block numbers and counts are ignored if the host does not inspect them."""
     blocks = device_double.to_device(np.array([[0, 3, 2**31 - 1], [-5, 1, 2], [7, 7, 0]]))
     counts = device_double.to_device(np.array([9, 2, -1]))
     mask = part(library, "masks").ChosenBlocks(blocks, 2)
@@ -119,7 +119,7 @@ def test_numbers_outside_the_blocks_are_ignored_on_a_device() -> None:
 
 
 def check_index(library: Any, shape_and_lists: tuple[MaskShape, Any]) -> None:
-    """Check that an index in blocks of one query becomes lists with the same elements."""
+    """Check that an index with blocks of one query converts to lists with the same elements."""
     shape, mask = shape_and_lists
     index = mask.index(shape.seqlen_kv)
     lists = index.chosen()
@@ -163,7 +163,7 @@ def test_unions_are_the_sets_of_their_tiles(height: int, rows: int, numbers: int
 
 
 def test_the_shape_of_compressed_keys() -> None:
-    """A query sees the runs that end by it."""
+    """A query attends the runs that end at or before it."""
     for length, stride in ((32, 16), (1, 1), (4, 2), (3, 5), (200, 7), (2**70, 2**70)):
         table = masks.Compressed(length, stride).toarray(60, 20)
         for i, j in np.ndindex(table.shape):
@@ -246,7 +246,7 @@ def test_kernels_take_lists_of_every_size_of_blocks(kernel: str) -> None:
 
 
 def rewritten(rng: np.random.Generator, mask: Any) -> Any:
-    """Return the same sets: lists in another order, with repeated entries and with none in any place."""
+    """Return equal sets of blocks: lists in another order, with repeated entries and with gaps of -1 anywhere."""
     blocks = np.array(mask.blocks)
     if mask.counts is not None:
         blocks[np.arange(blocks.shape[-1]) >= mask.counts[..., None]] = -1
@@ -358,7 +358,7 @@ def test_keys_that_no_query_chose_may_be_nan() -> None:
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 2, 130, 8))
     blocks = rng.integers(0, 7, (2, 130, 2))
-    blocks[blocks == 3] = 4  # of no query
+    blocks[blocks == 3] = 4  # no query chooses block 3
     mask = ChosenBlocks(blocks, 16)
     expected, vjp = cuflash.attention_vjp(q, k, v, mask=mask)
     k[:, 48:64] = v[:, 48:64] = np.nan
@@ -372,7 +372,7 @@ def vjp_of(q: Any, k: Any, v: Any, mask: Any) -> Any:
     return cuflash.attention_vjp(q, np.nan_to_num(k), np.nan_to_num(v), mask=mask)[1](q)
 
 
-# How the host walks lists
+# How the host visits lists
 
 
 def planned_work(mask: Any, **options: Any) -> Any:
@@ -420,13 +420,13 @@ def test_a_tile_of_keys_visits_the_queries_that_chose_it_alone() -> None:
 
 
 def check_merge(library: Any, example: Example, seed: int) -> None:
-    """Check that attention to disjoint lists, merged, is attention to their union, with all gradients.
+    """Check that attention to disjoint lists, merged, equals attention to their union, with all gradients.
 
-    All is computed in float64, and compared within the bounds of the example's float32.
+    All results are computed in float64, and compared within the bounds of the example's float32.
     """
     mask, problem = example.mask, example.problem
     num_blocks = -(-problem.seqlen_kv // mask.block)
-    is_first = np.random.default_rng(seed).random(num_blocks + 1) < 0.5  # the last stands for none
+    is_first = np.random.default_rng(seed).random(num_blocks + 1) < 0.5  # the last entry stands for -1, no block
     q, k, v, do = (getattr(example, name).astype(np.float64) for name in ("q", "k", "v", "do"))
     calls = []
     for side in (True, False):
@@ -454,14 +454,14 @@ def test_disjoint_lists_merge_to_their_union(example: Example, seed: int) -> Non
 
 
 def gated(outs: Any, lses: Any, gates: Any) -> tuple[Any, Any]:
-    """Return the merge of parts whose weights are multiplied by gates, from the definition, at the widest dtype."""
+    """Return the merge of parts whose weights are multiplied by gates, from the definition, in the widest dtype."""
     weights = [np.exp(lse) * gate for lse, gate in zip(lses, gates)]
     total = sum(weights)
     return sum(weight[..., None] * out for weight, out in zip(weights, outs)) / total[..., None], np.log(total)
 
 
 def check_merge_by_steps(library: Any) -> None:
-    """Check that gradients of merge_vjp are derivatives: of o, of lse, and of the logarithms of gates."""
+    """Check that merge_vjp returns the derivatives of o, of lse, and by the logarithms of gates."""
     rng = np.random.default_rng(0)
     outs, lses = rng.standard_normal((3, 2, 5, 4)), rng.standard_normal((3, 2, 5))
     gates = rng.uniform(0.1, 1, (3, 2, 5))
@@ -488,7 +488,7 @@ def test_gradients_of_a_merge_are_derivatives() -> None:
 
 
 def check_empty_parts(library: Any) -> None:
-    """Check that a part that is empty in a row gets 0 there, as do all parts of a row without a key."""
+    """Check that a part that is empty in a row gets gradient 0 there, as do all parts of a row without a key."""
     outs = [np.array([[1.0, 2], [np.nan, 3], [4, 5]]), np.array([[np.inf, 1], [np.nan, 1], [6, 7]])]
     lses = [np.array([0.5, -np.inf, 1]), np.array([-np.inf, -np.inf, 2])]
     (o, lse), vjp = library.merge_vjp(outs, lses)
@@ -568,7 +568,7 @@ def test_three_branches_with_gates_are_trained() -> None:
         np.testing.assert_allclose(gradient, by_all[number], rtol=1e-9, atol=1e-12)
 
 
-# What is refused
+# What calls refuse
 
 
 Q, K = np.ones((8, 6, 4), np.float32), np.ones((2, 10, 4), np.float32)

@@ -25,7 +25,7 @@ RNG = np.random.default_rng(0)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 @pytest.mark.parametrize("dims", [(8, 16), (8, 3)], ids=str)
 def test_rows_go_behind_those_that_are_there(run: Run, dtype: Any, dims: tuple[int, int]) -> None:
-    """Pages are in any order. Rows beyond the capacity, and on pages that do not exist, are left out and counted."""
+    """Pages are in any order. Rows past the capacity, or on pages that do not exist, are dropped and counted."""
     for counts in (None, (5, 2, 0, 4)):
         rows, k, v, lengths, faults = appended(run, dtype, dims, counts)
         pages, wanted = expected(rows, counts or [5] * 4)
@@ -51,7 +51,7 @@ def test_every_schedule_appends_alike() -> None:
 
 
 def test_blocks_that_run_together_append_alike() -> None:
-    """The last of a sequence's blocks to read its length sets the new one, without a race between them."""
+    """The last of a sequence's blocks to read its length writes the new length, without a race between the blocks."""
     for target in blocks_together("append"):
         rows, k, v, lengths, _ = appended(
             RUNS[1].values[0], np.float32, (256, 256), (26, 10, 1, 4), num_rows=26, target=target
@@ -65,7 +65,7 @@ def test_blocks_that_run_together_append_alike() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_operations_at_random_hold_what_arrays_hold(xp: Any, kind: str) -> None:
-    """The host counts, and tells the device of lengths and pages that have changed before a kernel needs them."""
+    """The host counts rows, and sends changed lengths and pages to the device before a kernel needs them."""
     walk(cuflash, kind, seed=5, steps=40, xp=xp, most_rows=45)
 
 
@@ -76,12 +76,12 @@ REPLAYS = 1000
 
 
 def a_step() -> tuple[Any, ...]:
-    """Return q, k and v of one token of each sequence."""
+    """Return q, k and v of one token per sequence."""
     return tuple(RNG.standard_normal((3, heads, 1, 64)).astype(np.float16) for heads in (4, 2, 2))
 
 
 def captured(xp: Any, cache: KVCache, q: Any, k: Any, v: Any, **counts: Any) -> tuple[Any, Any, Any]:
-    """Return a stream, a graph of an append and of attention on it, and the results that each replay writes."""
+    """Return a stream, a graph with an append and attention on that stream, and the arrays that each replay writes."""
     stream = xp.cuda.Stream(non_blocking=True)
     xp.cuda.get_current_stream().synchronize()
     with stream:
@@ -101,7 +101,7 @@ def same(actual: Any, wanted: Any) -> bool:
 def test_many_replays_have_the_bits_of_calls_that_the_host_counts(
     xp: Any, pages: str, kept_rows: dict[str, Any]
 ) -> None:
-    """Append and attention are captured once; each replay, 1,000 on a GPU, equals a call of its own bit for bit."""
+    """Append and attention are captured once. Each replay (1,000 on a GPU) has the bits of a separate call."""
     is_stand_in = xp.__class__ is cupy_machine.Cupy
     replays, sizes = 8 if is_stand_in else REPLAYS, SIZES | PAGED[pages] | kept_rows
     sizes["capacity"] = replays + 40
@@ -133,7 +133,7 @@ def test_many_replays_have_the_bits_of_calls_that_the_host_counts(
 
 @pytest.mark.parametrize("rows", [np.float16, ml_dtypes.bfloat16, np.float32])
 def test_rows_of_8_bits_are_those_of_the_host(xp: Any, rows: Any) -> None:
-    """Rows that are appended, forked, overwritten and read have the host's bytes and scales."""
+    """Rows that are appended, forked, overwritten and read have the same bytes and scales as on the host."""
     caches = [KVCache(**SIZES | OF_8_BITS | PAGED["pages"], **place) for place in ({}, {"xp": xp})]
     for cache, put in zip(caches, (np.asarray, xp.asarray)):
         k, v = (put(x) for x in np.random.default_rng(0).standard_normal((2, 3, HEADS, 21, 64)).astype(rows))
@@ -150,7 +150,7 @@ def test_rows_of_8_bits_are_those_of_the_host(xp: Any, rows: Any) -> None:
                 assert np.array_equal(one.view(np.uint8), other.view(np.uint8))
 
 
-CHUNK = 35  # rows of two heads for each key/value head: more than the decode kernel serves
+CHUNK = 35  # more rows than the decode kernel supports, with two query heads per key/value head
 
 
 def test_a_graph_attends_chunk_by_chunk(xp: Any) -> None:
@@ -182,7 +182,7 @@ def test_a_graph_attends_chunk_by_chunk(xp: Any) -> None:
 
 @pytest.mark.parametrize("pages", PAGED)
 def test_a_graph_takes_guessed_tokens_back(xp: Any, pages: str) -> None:
-    """Three tokens are appended and attended to, and as many are kept as the device says. Pages stay where they are."""
+    """Three tokens are appended and attended to, and the device decides how many remain. Pages are not released."""
     guesses = [tuple(normal(3, heads, 3, 64) for heads in (4, HEADS, HEADS)) for _ in range(4)]
     kept_lengths = np.array([[1, 3, 0], [4, 3, 2], [5, 6, 5], [8, 7, 5]], np.int32)
     wanted, host = [], KVCache(**SIZES, **PAGED[pages], xp=xp)
@@ -303,7 +303,7 @@ def test_rows_are_those_that_the_device_has_counted(xp: Any, pages: str) -> None
 
 @pytest.mark.parametrize("pages", PAGED)
 def test_a_graph_goes_on_after_a_reset_with_the_pages_that_sequences_have_by_then(xp: Any, pages: str) -> None:
-    """Pages that a reset frees are neither read nor written by later replays, until `reserve` has given them out."""
+    """Later replays neither read nor write pages that a reset frees, until `reserve` assigns them again."""
     few = {"page_size": 16, "num_pages": 4} if pages == "pages" else {}
     cache = KVCache(**SIZES | {"capacity": 48}, **few, xp=xp)
     cache.append(*map(xp.asarray, normal(2, 3, HEADS, 15, 64)))

@@ -1,4 +1,4 @@
-"""Ranks, as threads with NumPy arrays, give the rows of one call; a rank that fails ends the others."""
+"""Ranks, as threads with NumPy arrays, compute the rows of one call; a rank that fails stops the others."""
 
 import threading
 import time
@@ -43,7 +43,7 @@ def arrays_of(shape, num_kv_heads, seqlen_kv=None, dtype="float32", seed=0):
 
 
 def on_ranks(size, arrays, options, *, seed=None, dlse=None, repeat=1, **layout):
-    """Return o, dq, dk, dv and other gradients of all rows from each rank, and what was made of its layout."""
+    """Return o, dq, dk, dv and other gradients of all rows from each rank."""
     q, k, v, do = arrays.values()
 
     def rank(group):
@@ -104,7 +104,7 @@ def problems(draw, size):
 
 @pytest.mark.parametrize("size", range(1, 9))
 def test_drawn_problems_agree_with_one_call(size):
-    """The examples of a profile are shared out to 1 to 8 ranks."""
+    """Each number of ranks, 1 to 8, gets an eighth of the profile's examples."""
 
     @settings(settings.default, max_examples=settings.default.max_examples // 8)
     @given(problems(size))
@@ -160,7 +160,7 @@ def costs(mask, n, block):
 
 
 RANDOM = np.random.default_rng(0).random((128, 128)) < np.linspace(0.05, 0.4, 128)[:, None]
-BALANCED = {  # the largest work of a rank, divided by the mean
+BALANCED = {  # bound on the largest work of a rank, divided by the mean
     "causal": (masks.Causal(), 1.01),
     "documents": (masks.Sequences.of([512, 192, 128, 64, 64, 64], causal=True), 1.05),
     "lists with unequal rows": (masks.BlockPattern(RANDOM, 8), 1.05),
@@ -192,7 +192,7 @@ def test_zigzag_gives_each_rank_two_chunks():
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 1000))
 def test_needed_keys_are_those_of_the_mask(n, size, seed):
-    """Keys that a rank gathers, in whole blocks, contain those that its rows attend, and no other blocks."""
+    """The blocks that a rank gathers are exactly those with a key that its rows attend."""
     allowed = np.random.default_rng(seed).random((n, n)) < 0.1
     needs, block = costs(masks.BlockPattern(allowed, 1), n, 4), 4
     rows = dealt("auto", needs.work, n, block, size)
@@ -435,7 +435,7 @@ def test_a_rank_that_stops_in_a_pass_ends_the_others_in_time(monkeypatch):
 
 
 def refused(rank, size=3):
-    """Return what all ranks raise, which must be the same sentences."""
+    """Return the error message of the ranks, which must be the same on all of them."""
     errors = []
 
     def caught(group):

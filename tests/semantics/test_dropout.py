@@ -1,4 +1,4 @@
-"""Dropout on every executor drops the weights that the host's function drops, bit by bit."""
+"""Dropout on every executor drops the same weights as the host's function, bit for bit."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PARTIAL = masks.FromFunction(lambda b, h, i, j: (i + 2 * j + h) % 5 != 0)
 BLOCKS = masks.BlockPattern(np.array([[1, 0, 1], [0, 1, 1], [1, 0, 0]], bool), (40, 24))
 TWO = {"q_batch": (2,), "k_batch": (2,), "v_batch": (2,), "num_heads": 4, "num_kv_heads": 2}
 SHORT = {**TWO, "seqlen_q": 40, "seqlen_kv": 32, "value_dim": 32}
-# A list of blocks that start anywhere, a window that does, packed sequences, keys that blocks share, and heads that
-# share a tile of queries; and several whole tiles.
+# Cases: a list of blocks that start anywhere, a window that starts anywhere, packed sequences, keys that thread blocks
+# share, heads that share a tile of queries, and several full tiles.
 SHAPES: dict[str, dict[str, Any]] = {
     "list": {**SHORT, "seqlen_q": 120, "seqlen_kv": 72, "value_dim": 72, "mask": BLOCKS & PARTIAL},
     "window": {
@@ -67,7 +67,7 @@ def test_philox_gives_the_known_answers_of_random123(counter, key, words) -> Non
 
 
 def cell_and_bit(i: Any, j: Any) -> tuple[Any, Any, Any]:
-    """Return two words of a weight's counter, and the bit that each half of the words has of its number."""
+    """Return two words of a weight's Philox counter, and which bit of each half of the output words belongs to it."""
     bit = 8 * (j % 2) + 4 * (i % 2) + 2 * (i // 8 % 2) + j // 8 % 2
     return 4 * (i // 16) + i % 8 // 2, 4 * (j // 16) + j % 8 // 2, bit
 
@@ -77,7 +77,7 @@ def cell_and_bit(i: Any, j: Any) -> tuple[Any, Any, Any]:
     st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1),
 )  # fmt: skip
 def test_a_weight_is_kept_by_the_number_of_its_place(seed, offset, threshold, head, i, j) -> None:
-    """One weight by the module's formula."""
+    """One weight is checked against the formula in the module's docstring."""
     row, column, bit = cell_and_bit(i, j)
     words = philox4x32(seed, np.array([row, column, head, offset], np.uint64))
     number = sum(((int(words[n // 2]) >> 16 * (n % 2) + bit) & 1) << n for n in range(8))
@@ -87,14 +87,14 @@ def test_a_weight_is_kept_by_the_number_of_its_place(seed, offset, threshold, he
 
 
 def test_every_number_belongs_to_one_weight() -> None:
-    """No two weights of a tile of 16 x 16 have the same bit of the same counter."""
+    """No two weights of a 16 x 16 tile use the same bit of the same counter."""
     i, j = np.mgrid[:16, :16]
     assert len(set(zip(*(x.ravel().tolist() for x in cell_and_bit(i, j))))) == 256
 
 
 @pytest.mark.parametrize("threshold", [26, 128, 230])
 def test_weights_are_dropped_as_often_as_p_says(threshold) -> None:
-    """Each place of a tile of 16 x 16, and each pair of neighbours, is within five standard deviations."""
+    """Each position of a 16 x 16 tile, and each pair of neighbors, is within five standard deviations."""
     p = threshold / 256
     dropped = ~Dropout(p, SEED).keep((4, 512, 512))
     tiles = dropped.reshape(4, 32, 16, 32, 16).swapaxes(2, 3).reshape(-1, 16, 16)
@@ -106,7 +106,7 @@ def test_weights_are_dropped_as_often_as_p_says(threshold) -> None:
 
 @pytest.mark.parametrize(("run", "shape", "dtype"), RUNS)
 def test_kernels_drop_the_weights_that_the_host_drops(run, shape, dtype) -> None:
-    """With q = 0 and an identity as v, o shows the weights that are kept; with one as dO, so does dV."""
+    """With q = 0 and an identity matrix as v, o shows which weights are kept; so does dV with an identity as dO."""
     dropout = Dropout(0.4, SEED, offset=2**32 - 1)
     structure = Structure(**SHAPES[shape], dtype=dtype, sink=(4,))
     example = structure.example().but(mask=structure.mask, dropout=dropout)
@@ -123,7 +123,7 @@ def test_kernels_drop_the_weights_that_the_host_drops(run, shape, dtype) -> None
 
 @pytest.mark.parametrize(("run", "shape", "dtype"), RUNS)
 def test_every_result_of_a_kernel_is_within_its_bound(run, shape, dtype) -> None:
-    """All calls have a sink, and some of them a score function."""
+    """All calls have a sink, and some also have a score function."""
     score = scores.softcap(2.0) if (run.kernel, shape) in WITH_SCORE else None
     structure = Structure(**SHAPES[shape], dtype=dtype, sink=(4,), dropout=Dropout(0.3, SEED, 7))
     example = run.rounded(structure.example().but(score=score))
@@ -191,7 +191,7 @@ def test_a_seed_in_an_array_is_read_by_each_call(run) -> None:
         return [o, *plan.backward(o, q, k, v, o, lse, **seeds)]
 
     def check(results: list[Any], number: int) -> None:
-        """Assert that o, and gradients for o as its own cotangent, are those of a seed."""
+        """Assert that o, and gradients for dO = o, are those of a seed."""
         actual = dict(zip(("o", "dq", "dk", "dv"), map(run.get, results)))
         dropout = Dropout(0.5, number % 2**64, 3)
         assert_within_bounds(Example(q=Q[:1], k=K[:1], v=V[:1], do=actual["o"], dropout=dropout), **actual)
@@ -395,7 +395,7 @@ def test_seeds_of_jax_are_keys_and_words() -> None:
     import cuflash.jax
 
     with jax.default_device(jax.devices("cpu")[0]):
-        arrays, key = list(map(jax.numpy.asarray, (Q, K, V))), jax.random.key(5)  # of the words 0 and 5
+        arrays, key = list(map(jax.numpy.asarray, (Q, K, V))), jax.random.key(5)  # its words are 0 and 5
 
         def call(seed: Any) -> Any:
             return cuflash.jax.attention(*arrays, dropout=Dropout(0.5, seed, 7))

@@ -1,4 +1,4 @@
-"""FP8 operands: their numbers equal those of ml_dtypes, attention is within bounds, and the rest is refused."""
+"""FP8 operands: their numbers equal those of ml_dtypes, attention is within bounds, and invalid calls are refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def test_a_rotation_is_the_product_with_its_matrix(head_dim: int) -> None:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
     x = RNG.standard_normal((5, head_dim))
     sums, roundoff = np.abs(x).sum(axis=-1, keepdims=True), np.finfo(np.float64).eps / 2
-    # Each level of a rotation rounds sums once, the scale and its product three times; NumPy's product a sum of all.
+    # Each level of a rotation rounds sums once, and the scale and its product add three roundings; NumPy's product
+    # rounds all its sums.
     levels = np.log2(head_dim) + 3
     bound = (levels + head_dim + 3) * roundoff * sums / np.sqrt(head_dim)
     assert_within("rotated", rotation.apply(x), x * rotation.signs @ matrix / np.sqrt(head_dim), bound)
@@ -82,7 +83,7 @@ shapes = st.sampled_from([(5, 64), (2, 40, 64), (2, 3, 33, 16), (1, 0, 64), (2, 
 def test_numbers_are_nearest_ones_of_their_block(
     shape: tuple[int, ...], per: str, block: int, dtype: str, rotates: bool, power: int, seed: int
 ) -> None:
-    """In each block the largest number is 448, and the others are off by at most half a place."""
+    """In each block the largest number is 448, and the others are within half a unit in the last place."""
     x = (np.random.default_rng(seed).standard_normal(shape) * 2.0**power).astype(
         ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
     )
@@ -107,7 +108,7 @@ def test_numbers_are_nearest_ones_of_their_block(
 
 @pytest.mark.parametrize("rows", [0, 1, 40])
 def test_a_block_longer_than_the_rows_takes_no_memory(rows: int) -> None:
-    """A block of 2^31 - 16 rows of zeros would not fit this machine."""
+    """Padding the rows to a block of 2^31 - 16 rows would exceed this machine's memory."""
     x = np.random.default_rng(3).standard_normal((2, rows, 16), dtype=np.float32)
     long, head = cuflash.quantize(x, block=2**31 - 16), cuflash.quantize(x, per="head")
     np.testing.assert_array_equal(long.data.view(np.uint8), head.data.view(np.uint8))
@@ -133,7 +134,7 @@ def test_tiny_numbers_have_the_smallest_normal_scale() -> None:
 @pytest.mark.parametrize("head_dim", [2, 64, 256])
 @pytest.mark.parametrize("per", ["block", "head", "tensor"])
 def test_finite_numbers_stay_finite_at_the_end_of_the_range(per: str, head_dim: int, dtype: Any) -> None:
-    """Errors are at most 2^-4 of a number or 2^-10 of its scale; a rotation keeps the norm of a row's errors."""
+    """Errors are at most 2^-4 of a number, or 2^-10 of its scale; a rotation preserves the norm of a row's errors."""
     top = ml_dtypes.finfo(dtype).max.astype(np.float64)
     equal, mixed = np.full((20, head_dim), top), RNG.uniform(-1, 1, (20, head_dim)) * top
     mixed[3], mixed[16:] = 0, 1e-30
@@ -145,7 +146,7 @@ def test_finite_numbers_stay_finite_at_the_end_of_the_range(per: str, head_dim: 
                 wide = x.astype(np.float64)
                 error, norm = (np.linalg.norm(each, axis=-1) for each in (x8.dequantized() - wide, wide))
                 scale = np.repeat(x8.scale.astype(np.float64), 16 if per == "block" else 20)[:20]
-                # 2^-9 is for the roundoff of rotations in float32.
+                # 2^-9 allows for the roundoff of rotations in float32.
                 assert (error <= norm * 2.0**-4 * (1 + 2.0**-9) + scale * 2.0**-10 * head_dim**0.5).all()
                 small = cuflash.quantize(x, per=per, block=16, rotate=rotation, largest=2.0**-9)
                 assert np.isfinite(small.scale).all() and np.isfinite(small.dequantized()).all()
@@ -161,14 +162,14 @@ def test_a_rotation_is_finite_where_its_numbers_are_in_range(head_dim: int, dtyp
     with np.errstate(all="raise"):
         large = x * dtype(scale)
         for turn in (rotation.apply, rotation.undo):
-            exponent = np.frexp(scale)[1]  # powers of two change no bit
+            exponent = np.frexp(scale)[1]  # scaling by a power of two changes no mantissa bit
             wanted = turn(np.ldexp(large, -exponent).astype(dtype))
             np.testing.assert_array_equal(turn(large), np.ldexp(wanted, exponent))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_powers_of_two_and_their_scales_are_exact(dtype: str) -> None:
-    """e4m3 holds each number, so that results equal those of the plain call bit for bit."""
+    """e4m3 represents each number exactly, so results equal those of the plain call bit for bit."""
     x = RNG.integers(-7, 8, (3, 2, 70, 64)).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     x[..., :1, 0] = 7
     x8 = [cuflash.quantize(each, largest=448, per="head") for each in x]
@@ -187,7 +188,7 @@ def test_powers_of_two_and_their_scales_are_exact(dtype: str) -> None:
 @settings(max_examples=12, deadline=None)
 @given(example=examples(dtypes=("float16", "float32")), per=st.sampled_from(["block", "head", "tensor"]))
 def test_attention_is_within_both_bounds(example: Any, per: str) -> None:
-    """Results are within one bound of attention to dequantised operands, and within both of that to the plain ones."""
+    """Results are within one bound of attention to dequantized operands, and within both bounds of plain attention."""
     plain = tuple(np.asarray(x, np.float32) for x in (example.q, example.k, example.v))
     assert all(np.isfinite(x).all() for x in plain)
     x8 = [cuflash.quantize(x, per=per, block=32) for x in plain]
@@ -206,7 +207,7 @@ def test_attention_is_within_both_bounds(example: Any, per: str) -> None:
 
 
 def within(actual: Any, right: Any, bound: Any) -> bool:
-    """Return whether errors are at most their bounds and the rounding of the float64 that they are computed in."""
+    """Return whether errors are within their bounds plus the rounding of the float64 in which they are computed."""
     with np.errstate(invalid="ignore"):
         is_near = np.abs(actual - right) <= bound * (1 + 1e-9) + 1e-11
     return bool((is_near | (actual == right)).all())
@@ -382,6 +383,6 @@ def test_a_gpu_rounds_all_floats_around_e4m3_alike() -> None:
 def test_a_rotation_asks_a_device_for_nothing_that_it_lacks(device: Any) -> None:
     rotation = Rotation(16, seed=2)
     x = np.float32(2.0**120) * RNG.standard_normal((5, 16), np.float32)
-    with device.transfers_allowed():  # of the signs
+    with device.transfers_allowed():  # copies the signs
         rotated = device.to_host(rotation.apply(device.to_device(x)))
     assert np.array_equal(rotated, rotation.apply(x))

@@ -1,4 +1,4 @@
-"""A keyword that a public call lacks is answered in its TypeError, with the spelling here if another library has it."""
+"""An unknown keyword of a public call raises a TypeError, which names ours if another library has that keyword."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from cuflash.keywords.answers import keywords_of
 from cuflash.keywords.elsewhere import ELSEWHERE, OF_ONE_CALL
 
 Q = np.ones((2, 4, 8), np.float32)
-# What masks answer to the library, and plans to its executors, by position.
+# Methods that the library calls on masks, and executors on plans, with positional arguments.
 ASKED_BY_THE_LIBRARY = {
     *("intervals", "rectangle", "resolve"),
 }
-# Names of the caller's own, of arrays or of results, are keywords of these.
+# Their keywords are names that the caller chooses, of arrays or of results.
 OPEN = {"Plan.forward", "Plan.backward", "Plan.jvp", "Plan.backward_jvp", "Score", "Example.but"}
 OPEN |= {"assert_non_finite", "assert_not_finite_where_due"}
-OPEN |= {"transformers_attention"}  # models pass what they like: the function refuses by itself what it does not know
+# models pass arbitrary keywords; the function itself refuses those that it does not know
+OPEN |= {"transformers_attention"}
 
 
 def _public(module: ModuleType) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield the calls of a module and of its public modules: functions, constructors and methods."""
+    """Yield the public calls of a module and of its public modules: functions, constructors and methods."""
     for value in (getattr(module, name) for name in module.__all__):
         if inspect.ismodule(value):
             yield from _public(value)
         elif inspect.isclass(value):
             if getattr(value, "_is_protocol", False):
                 continue
-            if value not in (masks.Mask, cuflash.Plan):  # nobody calls these: subclasses and `cuflash.plan` do
+            if value not in (masks.Mask, cuflash.Plan):  # users call their subclasses and `cuflash.plan` instead
                 yield value.__qualname__, value
             yield from _methods(value)
         elif callable(value) and hasattr(value, "__qualname__"):
@@ -57,7 +58,7 @@ def _methods(owner: type) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def _of_an_instance(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method as a call that binds its arguments before it reads the object."""
+    """Wrap a method as a call that binds its arguments before it accesses the object."""
     return method.__get__(object())  # type: ignore[attr-defined, no-any-return]
 
 
@@ -86,7 +87,7 @@ def answer(call: Callable[..., Any], *keywords: str) -> str:
 
 
 def test_signatures_stay_closed() -> None:
-    """Type checkers, `help` and `inspect.signature` see no ** but where names are the caller's own."""
+    """Type checkers, `help` and `inspect.signature` see ** only in calls whose keywords are the caller's names."""
     for name in sorted(set(EVERY_CALL) - set(CALLS)):
         assert name in OPEN or name.rpartition(".")[2] in OPEN, name
     assert list(inspect.signature(cuflash.attention).parameters)[:5] == ["q", "k", "v", "mask", "causal"]
@@ -112,7 +113,7 @@ def test_every_name_of_the_table_is_answered_by_what_to_write(name: str, keyword
 
 
 def unknown_in(sentence: str) -> list[str]:
-    """List the names of a sentence that cuflash does not have, and the keywords that its calls do not take."""
+    """List the names in a sentence that cuflash does not have, and the keywords that its calls do not accept."""
     faults = []
     for path, arguments in re.findall(r"cuflash((?:\.\w+)+)(\([^()]*\))?", sentence):
         value: Any = cuflash
@@ -145,7 +146,7 @@ def rows_of(page: str) -> Iterator[tuple[list[str], str]]:
 
 
 def faults_of(page: str) -> list[str]:
-    """List the names whose sentence on a page is not that of the table, and those that the page lacks."""
+    """List the names with a sentence on a page that differs from the table's, and those that the page lacks."""
     rows = list(rows_of(page))
     wrong = [name for names, said in rows for name in names if ELSEWHERE.get(name, [""])[0] != said]
     return [*wrong, *sorted(set(ELSEWHERE) - {name for names, _ in rows for name in names})]
@@ -200,7 +201,7 @@ def test_other_errors_of_binding_are_those_of_python(arguments: Any, keywords: A
 
 
 def test_errors_inside_of_a_call_pass_as_they_are() -> None:
-    """The caller's own TypeError comes out itself, through one frame more than the call has."""
+    """The caller's own TypeError is raised unchanged, through at most one extra stack frame."""
     own = TypeError("mine")
 
     def rule(b: Any, h: Any, i: Any, j: Any) -> Any:

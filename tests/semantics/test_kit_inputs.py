@@ -1,4 +1,4 @@
-"""The testing kit compares all that it is given, refuses what it cannot compare, and finds the usual faults soon."""
+"""The testing kit compares all that it receives, refuses what it cannot compare, and soon detects common faults."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_no_gradient_of_a_score_is_no_result() -> None:
 
 
 class Foreign:
-    """An array of another library that gives its numbers to nobody."""
+    """An array of another library whose elements cannot be read."""
 
     shape = (2, 3, 8)
 
@@ -219,7 +219,7 @@ def test_a_list_of_two_arrays_is_a_pair() -> None:
         check(lambda *args, **options: list(attend(*args, **options)), WITH_GRADIENTS)
 
 
-# Strategies find the usual faults
+# Strategies detect the common faults
 
 
 def own_attention(example: Example, fault: str) -> tuple[Any, Any]:
@@ -253,7 +253,8 @@ def test_a_usual_fault_is_found_in_a_hundred_examples_of_any_seed(fault: str) ->
         @given(testing.examples(dtypes=["float32"]))
         def is_right(example: Example) -> None:
             right, wrong = (own_attention(example, name) for name in ("", fault))
-            if not all(np.array_equal(x, y, equal_nan=True) for x, y in zip(right, wrong)):  # exact answers take long
+            # exact answers are slow to compute
+            if not all(np.array_equal(x, y, equal_nan=True) for x, y in zip(right, wrong)):
                 assert_within_bounds(example, o=wrong[0], lse=wrong[1])
 
         with pytest.raises(AssertionError, match=r"^(o|lse)\["):

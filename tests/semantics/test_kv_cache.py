@@ -1,4 +1,4 @@
-"""A KV cache holds what plain arrays hold, computes attention to it, and refuses what does not fit."""
+"""A KV cache holds the same rows as plain arrays, computes attention to them, and refuses what does not fit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def normal(*shape: int, dtype: Any = np.float32) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_operations_in_any_order_hold_what_arrays_hold(kind: str) -> None:
-    """With CUFLASH_PROFILE=long there are 10,000 steps."""
+    """CUFLASH_PROFILE=long runs 10,000 steps."""
 
     @settings(max_examples=36 if settings.default.max_examples > 100 else 2)
     @drawn_by(st.integers(0, 2**16), st.sampled_from([20, 40]))
@@ -47,7 +47,7 @@ def test_operations_in_any_order_hold_what_arrays_hold(kind: str) -> None:
 
 
 def cache_of(run: Any, k: Any, v: Any, lengths: list[int], **pages: Any) -> KVCache:
-    """Return a cache of the first rows of some arrays, where the executor's arrays are; all other rows hold NaN."""
+    """Return a cache with the first rows of some arrays, on the executor's device; all other rows hold NaN."""
     sizes = {"batch": len(lengths), "head_dim": k.shape[-1], "value_dim": v.shape[-1], "dtype": k.dtype}
     if run.is_on_device:
         sizes["xp"] = pytest.importorskip("cupy")
@@ -69,7 +69,7 @@ WINDOWS = {"all": None, "left": (PAGE // 2, None), "both": (3, 2)}
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_each_sequence_gets_the_attention_of_its_own_rows(run: Any, dtype: Any, window: str) -> None:
-    """Results have equal bits alone, in a batch, in pages and without, within bounds; unused rows hold NaN."""
+    """Results are within bounds, with equal bits alone, in a batch, in pages and without; unused rows hold NaN."""
     num_rows, batch = 3, len(EDGES)
     q, k, v = (
         normal(batch, heads, rows, dim, dtype=dtype)
@@ -98,7 +98,7 @@ def test_each_sequence_gets_the_attention_of_its_own_rows(run: Any, dtype: Any, 
 
 @pytest.mark.parametrize("of_each", [False, True], ids=["one for all", "of each sequence"])
 def test_queries_without_keys_have_what_attention_gives_them_beside_a_sink(of_each: bool) -> None:
-    """Queries that are not counted, of a sequence without rows too, with sinks that are numbers, and others."""
+    """Queries past a sequence's count, also in sequences without rows, with sinks that are numbers and others."""
     cache, q = KVCache(**SMALL), normal(3, 2 * HEADS, 2, 8)
     k, v = normal(2, 3, HEADS, 2, 8)
     cache.append(k, v, counts=[2, 0, 2])
@@ -129,7 +129,7 @@ MISSED = {
 @pytest.mark.parametrize("case", MISSED)
 @pytest.mark.parametrize("pages", [{}, PAGES], ids=["contiguous", "pages"])
 def test_queries_whose_keys_were_not_appended_are_refused(pages: Any, case: str, options: dict[str, Any]) -> None:
-    """Nothing is written, and the same call is taken once the keys are there."""
+    """Nothing is written, and the same call succeeds once the keys have been appended."""
     num_rows, lengths, counts, words = MISSED[case]
     cache, num_rows = KVCache(**SMALL, **pages), num_rows or 1
     cache.append(*normal(2, 3, HEADS, 60, 8), counts=lengths)
@@ -184,7 +184,7 @@ def test_a_fork_shares_pages_until_either_writes() -> None:
     assert cache.block_table.tolist()[:2] == [[0, 1, -1, -1, -1], [0, 2, -1, -1, -1]]
     assert np.array_equal(cache.k[1], before, equal_nan=True) and np.array_equal(cache.k[2, :, :4], before[:, :4])
     cache.append(*normal(2, 3, HEADS, 1, 8), counts=[1, 0, 0])
-    assert cache.num_free_pages == 2  # nobody shares the page any more
+    assert cache.num_free_pages == 2  # no other sequence shares the page any more
     cache.reset([0])
     assert cache.num_free_pages == 3
     cache.reset()
@@ -202,7 +202,7 @@ def test_a_reservation_keeps_pages_from_the_others() -> None:
 
 
 def test_the_last_page_goes_to_the_first_that_asks() -> None:
-    """Two forks write to one page; the second of them is its only owner by then, and needs no copy."""
+    """Two forks write to one page. By the second write only one fork owns the page, so it needs no copy."""
     cache = KVCache(**SMALL, page_size=16, num_pages=2)
     cache.append(*normal(2, 3, HEADS, 3, 8), counts=[3, 0, 0])
     cache.fork(0, 1)
@@ -231,7 +231,7 @@ def test_a_refused_call_changes_nothing() -> None:
 
 
 def test_pages_of_another_layout_are_used_where_they_lie() -> None:
-    """Tokens lie before heads, as other libraries keep them."""
+    """In these pages tokens come before heads, as in other libraries."""
     pages = np.full((2, 9, PAGE, HEADS, 8), np.nan, np.float32)
     k_pages, v_pages = pages.transpose(0, 1, 3, 2, 4)
     rows = normal(2, 1, HEADS, 30, 8)
@@ -251,7 +251,7 @@ def test_pages_of_another_layout_are_used_where_they_lie() -> None:
 
 @pytest.mark.parametrize("executor", ["cpu", pytest.param("sim", marks=needs_compiler)])
 def test_each_sequence_of_pages_in_a_file_has_a_plan_of_its_own(executor: Any, tmp_path: Path) -> None:
-    """Arrays of a subclass have no layout by which the plan of one length is told from that of another."""
+    """An array of a subclass has no layout that would distinguish the plan of one length from that of another."""
     k, v = normal(2, 2, HEADS, PAGE, 8)
     files = [np.memmap(tmp_path / name, x.dtype, "w+", shape=x.shape) for name, x in (("k", k), ("v", v))]
     for file, x in zip(files, (k, v)):
@@ -308,7 +308,7 @@ def test_a_cache_says_what_it_is() -> None:
 # Refused calls
 
 class TorchDtype:
-    """Stands for a dtype of PyTorch's, which NumPy does not know."""
+    """A substitute for a PyTorch dtype, which NumPy does not know."""
 
     __module__ = "torch"
 
@@ -324,7 +324,7 @@ def test_messages_about_caches_spell_the_fix() -> None:
 
 K = np.ones((3, HEADS, 2, 8), np.float32)
 TABLE = np.array([[0, 1], [2, -1]])
-BOTH = np.zeros((3, 2, 16, 8), np.float32)  # keys and values at once
+BOTH = np.zeros((3, 2, 16, 8), np.float32)  # holds both keys and values
 
 
 def a_cache(num_rows: int = 2, **fields: Any) -> KVCache:
@@ -344,7 +344,7 @@ def over_read_only_pages() -> KVCache:
 def test_a_cache_without_room_is_an_error_before_its_tables_take_memory(
     more: dict[str, Any], num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lists of 2^31 items would take all memory of the machine, and no error comes of that."""
+    """Creating lists of 2^31 items would take all memory of the machine instead of raising an error."""
     for name in ("OwnPages", "PagePool"):
         monkeypatch.setattr(f"cuflash.cache.kv_cache.{name}", pytest.fail)
     sizes = {"batch": 2**31 - 1, "num_kv_heads": num_kv_heads, "head_dim": 256, "capacity": 1024}
@@ -450,7 +450,7 @@ def test_what_does_not_fit_is_refused_with_a_reason(name: str) -> None:
     ids=str,
 )  # fmt: skip
 def test_options_are_refused_before_anything_is_written(options, lengths, parts) -> None:
-    """Whatever the lengths are: also if a sequence has no keys."""
+    """Options are refused for all lengths, even if a sequence has no keys."""
     cache, q = KVCache(**SMALL | parts), normal(3, 2 * HEADS, 1, 8)
     cache.append(*normal(2, 3, HEADS, 2, 8), counts=lengths)
     out = np.full(q.shape, 7, np.float32)

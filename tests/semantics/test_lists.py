@@ -1,4 +1,4 @@
-"""Nested lists and tuples of numbers are taken wherever a call documents an array, as by NumPy's functions."""
+"""Calls accept nested lists and tuples of numbers wherever they document an array, like NumPy's functions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BIAS, SINK, MASK = RNG.standard_normal((2, 3, 3)), RNG.standard_normal(2), RNG.r
 BLOCKS = np.array([[True, False], [True, True]])
 BUDGET = selectors.Budget(top_k=1)
 
-To = Callable[[Any], Any]  # an array as it is, as a list, or as a tuple
+To = Callable[[Any], Any]  # returns an array unchanged, as a list, or as a tuple
 
 
 def vjp(to: To) -> Any:
@@ -164,7 +164,7 @@ def test_a_list_has_the_dtype_of_the_arrays_that_it_stands_beside(dtype: Any) ->
 
 
 def test_ints_in_a_list_are_numbers() -> None:
-    """An array of ints is refused as q or as a bias; a list has no dtype of its own."""
+    """An int array is refused as q or as a bias, but a list of ints is accepted, since a list has no dtype."""
     eye, zero = [[1, 0], [0, 1]], np.zeros((2, 2))
     expected = cuflash.attention(np.eye(2), np.eye(2), np.eye(2), bias=zero - 1, sink=zero[0, :1])
     np.testing.assert_array_equal(cuflash.attention(eye, eye, eye, bias=[[-1, -1]] * 2, sink=[0]), expected)
@@ -230,7 +230,7 @@ def test_other_lists_are_refused_in_words(name: str) -> None:
 
 
 def test_named_tuples_are_no_lists() -> None:
-    """They stand for other things, as the layout of a tensor."""
+    """Named tuples have other meanings, such as the layout of a tensor."""
     pair = NamedTuple("Pair", [("shape", Any), ("dtype", Any)])((2, 3), np.dtype(np.float32))
     assert as_arrays({"q": pair})["q"] is pair and of_list("q", pair) is pair
 

@@ -1,6 +1,6 @@
-"""Scores decide, not the sizes of q, k and scale: powers of two that cancel change no bit, and bounds always hold.
+"""Only scores matter, not the sizes of q, k and scale: powers of two that cancel change no bit, and bounds always hold.
 
-A call never raises the errors of arithmetic that the caller makes NumPy raise.
+A call never raises a floating-point error, even if the caller has set NumPy to raise them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 import cuflash
 
-Everything = Callable[[Example], dict[str, Any]]  # all results of an example, by name
+Everything = Callable[[Example], dict[str, Any]]  # returns all results of an example by name
 
-WIDE = ("bfloat16", "float32", "float64")  # products of two float16 are normal numbers of float32
+WIDE = ("bfloat16", "float32", "float64")  # no float16: products of two float16 numbers are normal in float32
 on_the_host = pytest.mark.parametrize("run", RUNS[:2], ids=str)
 
 
@@ -37,14 +37,14 @@ def tame(**limits: Any) -> st.SearchStrategy[Example]:
 
 @st.composite
 def powers(draw: st.DrawFn) -> tuple[int, int]:
-    """Draw exponents for q and for k, whose sum is near the limit up to which scales stay as they are."""
+    """Draw exponents for q and for k, with sums around the limit below which the library leaves scales unchanged."""
     both = draw(st.sampled_from([0, 1, 60, 64, 65, 66, 67, 70, 130, 170])) * draw(st.sampled_from([-1, 1]))
     of_q = draw(st.integers(max(-85, both - 85), min(85, both + 85)))
     return of_q, both - of_q
 
 
 def scaled(example: Example, of_q: int, of_k: int) -> Example:
-    """Return an example with equal scores, from q times 2^of_q, k times 2^of_k, and the scale that cancels both."""
+    """Return an example with equal scores: q times 2^of_q, k times 2^of_k, and a scale that cancels both."""
 
     def times(array: Any, exponent: int) -> Any:
         return np.ldexp(array.astype(np.float64), exponent).astype(array.dtype)
@@ -54,10 +54,10 @@ def scaled(example: Example, of_q: int, of_k: int) -> Example:
 
 
 def assert_powers_cancel(everything: Everything, example: Example, of_q: int, of_k: int) -> None:
-    """Assert that every bit of results is equal, except for the powers of two that the gradients have."""
+    """Assert that all bits of results are equal, except for the powers of two by which gradients differ."""
     if example.q.dtype == np.float64:
         of_q, of_k = 6 * of_q, 6 * of_k
-    plain, far = (everything(scaled(example, *powers)) for powers in ((0, 0), (of_q, of_k)))  # of equal layouts
+    plain, far = (everything(scaled(example, *powers)) for powers in ((0, 0), (of_q, of_k)))  # with equal layouts
     for name, exponent in {"o": 0, "lse": 0, "dq": of_q, "dk": of_k, "dv": 0}.items():
         if name in plain:
             actual = np.ldexp(far[name].astype(np.float64), exponent)
@@ -65,8 +65,8 @@ def assert_powers_cancel(everything: Everything, example: Example, of_q: int, of
 
 
 def assert_operands_may_be_huge(everything: Everything, example: Example) -> None:
-    """Assert that o and lse are within bounds where q or k is as large as its dtype allows and the other as small."""
-    most = 1021 if example.q.dtype == np.float64 else 125  # of 2; the smallest normal number is 2^-126
+    """Assert that o and lse are within bounds if q or k is as large as its dtype allows, and the other as small."""
+    most = 1021 if example.q.dtype == np.float64 else 125  # an exponent of 2; the smallest normal number is 2^-126
     lattice = {name: assertions.on_lattice(getattr(example, name)) for name in ("q", "k")}
     for of_q in (most, -most):
         far = scaled(example.but(**lattice), of_q, -of_q)
@@ -75,7 +75,7 @@ def assert_operands_may_be_huge(everything: Everything, example: Example) -> Non
 
 
 def _repeatable(run: Run) -> Everything:
-    """Return a function for those results of a run that repeat bit for bit."""
+    """Return a function that computes those results of a run that are bitwise reproducible."""
 
     def everything(example: Example) -> dict[str, Any]:
         results = run.everything(example)
@@ -146,7 +146,7 @@ def test_nothing_that_numpy_is_asked_to_raise_comes_out(run: Run) -> None:
     check()
 
 
-# float16 gradients that are summed over two batch entries, and of which many are subnormal or 0.
+# float16 gradients, many of them subnormal or 0, that are summed over two batch entries.
 BROADCAST = strategies.Structure(
     q_batch=(2,), k_batch=(1,), seqlen_q=3, seqlen_kv=4, dtype="float16", values="small"
 ).example()  # fmt: skip
@@ -162,7 +162,7 @@ def test_nothing_comes_out_of_an_lse_that_is_too_large() -> None:
 
 
 def assert_no_lse_is_too_large(library: Any) -> None:
-    """Assert that `backward` raises no error of NumPy's, whatever it is given as the lse of `forward`."""
+    """Assert that `backward` raises no NumPy floating-point error, whatever it gets as lse."""
     x = np.ones((2, 3), np.float32)
     ready = library.plan(x, x, x)
     for number in (3e38, np.inf, -np.inf, np.nan):
@@ -175,7 +175,7 @@ def assert_no_lse_is_too_large(library: Any) -> None:
 
 
 def changed(example: Example, kind: str) -> Example:
-    """Return an example with other sizes, whose arithmetic overflows, underflows, or starts from inf and NaN."""
+    """Return an example with other magnitudes, so that arithmetic overflows, underflows, or starts from inf and NaN."""
     factor = {"huge": 3e4, "tiny": 1e-6, "tiny do": 1e-6}.get(kind, 1.0)
     names = {"as drawn": (), "tiny do": ("do",)}.get(kind, ("q", "k", "v", "do"))
     operands = {}
@@ -189,7 +189,7 @@ def changed(example: Example, kind: str) -> Example:
 
 
 def assert_nothing_is_raised(everything: Everything, example: Example) -> None:
-    """Assert that results have equal bits whatever errors the caller makes NumPy raise."""
+    """Assert that results have equal bits whichever errors the caller makes NumPy raise."""
     with np.errstate(all="ignore"):
         expected = everything(example)
     try:

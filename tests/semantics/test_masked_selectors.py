@@ -1,4 +1,4 @@
-"""Selectors under masks: blocks of a row depend on its queries that attend a key, and on the keys that these attend."""
+"""Selectors under masks: a row's blocks depend only on its queries with a key, and on the keys that they attend."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def selected(name: str, q: Any, k: Any, budget: Any = {"top_k": 2}, library: Any = cuflash, **options: Any) -> Any:
-    """Return the blocks that a selector keeps, bool [batch, heads, rows, columns], of 4 queries and 6 keys."""
+    """Return the blocks of 4 queries and 6 keys that a selector keeps, bool [batch, heads, rows, columns]."""
     of = library.selectors
     given_options = {"block": (1, 6) if name == "quest" else (4, 6), "forced": of.Forced(diagonal=False)}
     given_options |= OPTIONS.get(name, {}) | options
@@ -48,7 +48,7 @@ KINDS = ("lengths", "lengths of entries", "elements", "elements of heads", "elem
 
 
 def problem_of(kind: str, seqlen_q: int, seqlen_kv: int, seed: int, library: Any = cuflash) -> Any:
-    """Return q, k, options that hide something, and who attends whom, bool [batch, heads, seqlen_q, seqlen_kv]."""
+    """Return q, k, options that hide something, and the mask they imply, bool [batch, heads, seqlen_q, seqlen_kv]."""
     of, rng, lengths = library.masks, np.random.default_rng(seed), (seqlen_q, seqlen_kv)
     documents = [np.sort(rng.integers(0, 4, (BATCH, length)), axis=-1) for length in lengths]
     offsets = [[0, *sorted(rng.integers(0, length + 1, 2).tolist()), length] for length in lengths]
@@ -85,7 +85,7 @@ def problem_of(kind: str, seqlen_q: int, seqlen_kv: int, seed: int, library: Any
 @st.composite
 def problems(draw: Any) -> Any:
     seqlen_q, seqlen_kv = draw(st.integers(1, 23)), draw(st.integers(4, 26))
-    seqlen_kv += seqlen_kv == seqlen_q  # causality alone then hides rows altogether
+    seqlen_kv += seqlen_kv == seqlen_q  # so that causality alone hides entire rows
     return problem_of(draw(st.sampled_from(KINDS)), seqlen_q, seqlen_kv, draw(st.integers(0, 2**32 - 1)))
 
 
@@ -93,19 +93,19 @@ JUNK = {"NaN": np.nan, "inf": np.inf, "large": 1e4, "small": -1e4, "others": Non
 
 
 def hidden_rows_choose_nothing(name: str, problem: Any, row: int, junk: str, library: Any = cuflash) -> None:
-    """Assert that a block row keeps what it kept where all that it does not attend is replaced."""
+    """Assert that a block row keeps its blocks if every row of q and k that it does not attend is replaced."""
     q, k, options, allowed = problem
     side = 1 if name == "quest" else 4
     rows = np.arange(q.shape[-2]) // side == row
     is_causal_alone = options.keys() == {"causal"}
-    if is_causal_alone:  # then rows are hidden that attend nothing, or that nothing attends
+    if is_causal_alone:  # compare all rows: the hidden rows attend nothing, or nothing attends them
         rows[:] = True
     seen = allowed & rows[:, None]
-    if name == "vertical_slash":  # whose last queries choose for all rows
+    if name == "vertical_slash":  # its last queries choose for all rows
         for b, h in np.ndindex(BATCH, HEADS):
             seen[b, h, np.flatnonzero(allowed[b, h].any(-1))[-5:]] = True
         seen &= allowed
-    # Heads of a group share keys, and choose together in nsa.
+    # Heads of a group share keys; in nsa they also choose together.
     of_group = seen.reshape(BATCH, KV_HEADS, HEADS // KV_HEADS, *seen.shape[2:]).any(2)
     used_q = np.repeat(of_group.any(-1), HEADS // KV_HEADS, axis=1) if name == "nsa" else seen.any(-1)
     others = [np.random.default_rng(1).standard_normal(x.shape) if JUNK[junk] is None else JUNK[junk] for x in (q, k)]
@@ -141,7 +141,7 @@ def cuts(length: int, side: int) -> list[slice]:
 
 
 def of_pooled(q: Any, k: Any, allowed: Any, options: Any) -> Any:
-    """Multiply means of live queries by means of the keys that the row attends; rows of one head."""
+    """Multiply the mean of each block's live queries by means of the keys that the block row attends, for one head."""
     scores = np.zeros((len(cuts(len(q), 4)), len(cuts(len(k), 6))))
     for row, column in np.ndindex(scores.shape):
         i, j = cuts(len(q), 4)[row], cuts(len(k), 6)[column]
@@ -169,13 +169,13 @@ def of_antidiagonal(q: Any, k: Any, allowed: Any, options: Any) -> Any:
 
 
 def summed(mass: Any, seen: Any, side_q: int, side_kv: int) -> Any:
-    """Sum over blocks of columns, and average over the rows of each block that attend a key."""
+    """Sum over blocks of columns, and average over those rows of each block that attend a key."""
     rows = [mass[i].sum(0) / max(1, seen[i].any(-1).sum()) for i in cuts(len(mass), side_q)]
     return np.array([[row[j].sum() for j in cuts(mass.shape[1], side_kv)] for row in rows])
 
 
 def of_nsa(q: Any, k: Any, allowed: Any, options: Any) -> Any:
-    """Return means of the keys that a query attends, over runs of 4 every 2."""
+    """Return block scores from means of the keys that a query attends, in runs of 4 keys with a stride of 2."""
     starts = range(0, len(k) - 4 + 1, 2)
     offset = len(k) - len(q) if options.get("causal") == "bottom_right" else 0
     seen = np.array([[allowed[i, c : c + 4].any() and (not options.get("causal") or c + 3 <= i + offset)
@@ -211,7 +211,7 @@ REFERENCES = {
 
 
 def estimates_are_right(name: str, problem: Any, budget: dict[str, float], library: Any = cuflash) -> None:
-    """Assert that blocks are chosen by their definition, element by element, in float64."""
+    """Assert that blocks follow from their definition, element by element, in float64."""
     q, k, options, allowed = problem
     results = selected(name, q, k, budget, library, **options)
     side = 1 if name == "quest" else 4
@@ -224,7 +224,7 @@ def estimates_are_right(name: str, problem: Any, budget: dict[str, float], libra
             for row, each in enumerate(of_head):
                 order = np.sort(each[eligible[row]])[::-1]
                 if np.any(np.diff(order) > -1e-9):
-                    continue  # ties, as of masses that are 0, are ordered by roundoff
+                    continue  # roundoff decides ties, for example between masses that are 0
                 chosen = by_sorting(each, each, eligible[row], np.zeros(len(each), bool), Budget(**budget))
                 assert np.flatnonzero(results[b, h, row]).tolist() == chosen
 
@@ -269,7 +269,7 @@ def test_a_mask_that_hides_nothing_changes_nothing(name: str) -> None:
     expected = selected(name, q, k, **options)
     for mask in (masks.Band(), masks.Lengths(q=24, kv=24), lambda b, h, i, j: i < 24):
         actual = selected(name, q, k, **options, mask=mask)
-        if name == "quest":  # whose bounds are over the keys up to the query, under a mask
+        if name == "quest":  # under a mask its bounds cover only keys up to the query
             actual, expected = (np.array(x[:, :, 5::6]) for x in (actual, selected(name, q, k, **options)))
         np.testing.assert_array_equal(actual, expected)
 
@@ -279,7 +279,7 @@ def test_the_last_queries_are_those_that_attend_a_key() -> None:
 
 
 def last_queries_choose(library: Any) -> None:
-    """Assert that behind the lengths of a batch entry stand no queries that choose keys and diagonals."""
+    """Assert that queries past the lengths of a batch entry choose no keys or diagonals."""
     of = library.selectors
     q, k = np.random.default_rng(0).standard_normal((2, BATCH, HEADS, 40, DIM))
     lengths = np.array([17, 33])
@@ -288,7 +288,7 @@ def last_queries_choose(library: Any) -> None:
     index = of.vertical_slash(q, k, **options, mask=library.masks.Lengths(q=lengths, kv=lengths))
     for b, length in enumerate(lengths):
         own = of.vertical_slash(q[b, :, :length], k[b, :, :length], **options)
-        whole = length // 4  # of blocks that the length does not cut
+        whole = length // 4  # number of blocks that the length does not cut
         np.testing.assert_array_equal(index.states()[b, :, :whole, :whole] > 0, own.states()[0, :, :whole, :whole] > 0)
 
 
@@ -306,7 +306,7 @@ ESTIMATES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("estimate", [*ESTIMATES, "pages"])
 @given(problems())
 def test_a_device_estimates_what_the_host_does(estimate: str, problem: Any) -> None:
-    """Nothing waits for the device where the mask lies there, and no function of NumPy's meets its arrays."""
+    """Nothing waits for the device if the mask is there, and NumPy's functions never get device arrays."""
     q, k, options, allowed = problem
     given_options = {"budgets": {}, "forced": NONE, "causal": False, "mask": None, "window": None, "scale": None}
     host_grid = Grid.of(q, k, (1, 6) if estimate == "pages" else (4, 6), **given_options | options)
@@ -319,10 +319,10 @@ def test_a_device_estimates_what_the_host_does(estimate: str, problem: Any) -> N
         return ESTIMATES[estimate](grid)
 
     expected, actual = estimated(host_grid), device_double.to_host(estimated(replace(device_grid, mask=by_elements)))
-    with device_double.transfers_allowed():  # of what the host knows of its own mask
+    with device_double.transfers_allowed():  # copies what the host knows about its own mask
         others = device_double.to_host(estimated(device_grid))
     eligible = np.broadcast_to(True, expected.shape)
-    if estimate in ("unlike means", "pages"):  # which say nothing of other blocks
+    if estimate in ("unlike means", "pages"):  # these estimates are undefined for other blocks
         eligible = np.broadcast_to(host_grid.eligible(), expected.shape)
     for each in (actual, others):
         each, wanted = (np.broadcast_to(x, np.broadcast_shapes(expected.shape, each.shape)) for x in (each, expected))

@@ -33,8 +33,8 @@ def small_calls_get_the_kernels_of_large_ones() -> Iterator[None]:
         yield
 
 
-# Contents of a head: operand, row, column, value. Some heads have a q or k that is positive in column 0, where -inf
-# on the other side makes every score -inf.
+# Faults of a head: operand, row, column, value. Some heads have a q or k that is positive in column 0, where -inf in
+# the other operand makes every score -inf.
 HIDDEN_KEY = ("k", 7, 0, "-inf")
 FAULTS: dict[str, tuple[tuple[str, int, int, str], ...]] = {
     **{
@@ -52,9 +52,9 @@ FAULTS: dict[str, tuple[tuple[str, int, int, str], ...]] = {
 
 
 def a_fault_a_head(group_size: int = 1, **fields: Any) -> Example:
-    """Return an example with every fault of the list, each in a key/value head of its own.
+    """Return an example with all faults of the list, each in a separate key/value head.
 
-    group_size query heads share it, and the last of them has the faults of q, do and dlse.
+    group_size query heads share a key/value head, and the last of them has the faults of q, do and dlse.
     """
     heads = {"num_heads": group_size * len(FAULTS), "num_kv_heads": len(FAULTS)}
     example = Structure(**heads, **{"seqlen_q": 70, "seqlen_kv": 130, "head_dim": 8, "value_dim": 8} | fields).example()
@@ -72,7 +72,7 @@ def a_fault_a_head(group_size: int = 1, **fields: Any) -> Example:
     return example.but(**operands)
 
 
-# Whole steps and masked ones, intervals and bits; at a scale of 30 many weights are 0 that no mask hides.
+# Full and masked steps, intervals and bits; with a scale of 30, many weights are 0 although no mask hides them.
 _SHORT = {"seqlen_q": 20, "seqlen_kv": 40}
 WORK = {
     "all keys": {},
@@ -97,9 +97,9 @@ KINDS = {
 
 
 def cases() -> Iterator[Any]:
-    """Yield every executor and family, with dQ by a kernel of its own and without, and all kinds of work.
+    """Yield every executor and family, with and without a separate kernel for dQ, and all kinds of work lists.
 
-    On the simulator, cases have one kind of work in turn, unless the profile is long.
+    On the simulator, cases take turns with the kinds of work lists, unless the profile is long.
     """
     for dtype, work in product(("float16", "float32", "float64"), WORK):
         yield pytest.param(CPU, {"dtype": dtype}, work, id=f"cpu-{dtype}-{work}")
@@ -137,7 +137,7 @@ def test_what_is_drawn_reaches_what_it_should_beside_a_sink(run: Run, example: E
     assert_non_finite(example, **run.everything(example))
 
 
-KERNELS_OF_SINKS = [  # those that keep delta in a vector, that compute it, and that keep it next to lse
+KERNELS_OF_SINKS = [  # kernels that keep delta in a vector, that compute it, and that keep it next to lse
     (CPU, "float32"), (replace(SIM, kernel="simt"), "float64"), (SIM, "float16"), (NAIVE, "float32"),
     (SIM90, "bfloat16"),
 ]  # fmt: skip
@@ -154,7 +154,7 @@ KERNELS_OF_SINKS = [  # those that keep delta in a vector, that compute it, and 
     ids=str,
 )
 def test_a_sink_takes_nothing_from_rows_without_keys_but_dlse(run: Run, dtype: str, mask: Any, has_dlse: bool) -> None:
-    """Gradients of o may be NaN or infinite after the last token, as o may be; in a row with keys they count."""
+    """dO may be NaN or infinite after the last token, like o; in a row with keys it affects the sink's gradient."""
     structure = Structure(
         num_heads=4, num_kv_heads=2, seqlen_q=30, seqlen_kv=30, dtype=dtype, mask=mask, sink=(4,), has_dlse=has_dlse
     )
@@ -164,7 +164,7 @@ def test_a_sink_takes_nothing_from_rows_without_keys_but_dlse(run: Run, dtype: s
         do[:, 20:] = value
         assert_within_bounds(example, dsink=run.everything(example.but(do=do))["dsink"])
     do[1, 3, 2] = np.nan
-    most = 18 if dtype == "float16" else 25  # next to which all else is too little to change lse, and o is not 0
+    most = 18 if dtype == "float16" else 25  # so large a sink that no score changes lse, but o is not 0
     for sink in (example.sink, np.full(4, most, np.float32)):
         dsink = run.everything(example.but(do=do, sink=sink))["dsink"]
         assert np.isnan(dsink).tolist() == [False, True, False, False]
@@ -176,7 +176,7 @@ def test_a_sink_takes_nothing_from_rows_without_keys_but_dlse(run: Run, dtype: s
     ids=str,
 )
 def test_a_row_that_weighs_nothing_beside_a_sink_may_count_as_one_without_a_key(run: Run, dtype: str) -> None:
-    """Where o rounds to 0 and lse to the sink, NaN in do of the row need not reach the sink's gradient."""
+    """If o rounds to 0 and lse to the sink, NaN in dO of that row need not reach the sink's gradient."""
     structure = Structure(num_heads=4, num_kv_heads=2, seqlen_q=30, seqlen_kv=30, dtype=dtype, sink=(4,))
     drawn = run.rounded(structure.example())
     do = drawn.do.copy()
@@ -208,7 +208,7 @@ def test_the_property_holds_of_calls_with_a_bool_array(run: Run, example: Exampl
     check_non_finite_values_reach_what_they_should(run.attend, run.pull, example)
 
 
-# Tiles whose keys several blocks share, and merged parts
+# Tiles with keys that several blocks share, and merged parts
 
 
 SPLITS = pytest.mark.parametrize(
@@ -219,7 +219,7 @@ SPLITS = pytest.mark.parametrize(
 def assert_parts_follow_the_rule(
     run: Run = SIM, group_size: int = 1, seqlen_q: int = 70, scale: float | None = None
 ) -> None:
-    """Assert that parts of blocks that share a tile's keys are merged to the result of the whole."""
+    """Assert that parts from thread blocks that share a tile's keys are merged to the result of the whole."""
     fields = {"seqlen_q": seqlen_q, "seqlen_kv": 300, "dtype": "float16", "scale": scale}
     example = splitting.rounded(a_fault_a_head(group_size, **fields))
     plan = splitting.split_plan(example, 3, run)
@@ -244,7 +244,7 @@ def test_parts_of_keys_give_what_all_give(run: Run, group_size: int, seqlen_q: i
     st.lists(st.integers(0, 300), max_size=3).map(sorted),
 )
 def test_merge_says_what_the_whole_says(example: Example, cuts: list[int]) -> None:
-    """Parts are computed in float64, so that the bounds of float32 leave room for merging them."""
+    """Parts are computed in float64, so that the float32 bounds leave room for the merge."""
     keys = example.problem.seqlen_kv
     ends = [0, *(min(cut, keys) for cut in cuts), keys]
     parts = [
@@ -269,10 +269,10 @@ MERGED = [  # o and lse of parts, and of the whole
     ([2], [_INF], _NAN, _NAN),
     ([_NAN, 1], [-_INF, 0.5], 1, 0.5),
     ([_NAN, _INF], [-_INF, -_INF], 0, -_INF),
-    ([_NAN, 1], [-2000, 0.5], _NAN, 0.5),  # of weight 0
+    ([_NAN, 1], [-2000, 0.5], _NAN, 0.5),  # NaN with weight 0
     ([_INF, 1], [0.5, 0.5], _INF, 0.5 + np.log(2)),
     ([_INF, -_INF], [0.5, 0.5], _NAN, 0.5 + np.log(2)),
-    ([1, 3], [0.0, -95.0], 1, 0.0),  # of a weight below the normal numbers
+    ([1, 3], [0.0, -95.0], 1, 0.0),  # a weight below the smallest normal number
 ]
 
 
@@ -286,7 +286,7 @@ def assert_merges(merge: Any, outs: list[float], lses: list[float], o: float, ls
     except FloatingPointError as error:
         raise AssertionError(error) from error
     np.testing.assert_array_equal(merged_o.astype(np.float64), np.full((1, 2), o))
-    # The logarithm of 2 may be off by two roundoffs, and its sum with 0.5 by one more; all else is exact.
+    # The logarithm of 2 may be off by two roundoffs, and its sum with 0.5 by one more; all other results are exact.
     bound = 2 * np.finfo(wide).eps * lse if lse == 0.5 + np.log(2) else 0
     assert_within("lse", merged_lse, np.full(1, lse), bound)
 
@@ -330,11 +330,11 @@ def test_the_specification_and_the_oracle_follow_the_rule_for_what_is_drawn(room
     check()
 
 
-# The assertion itself: what it claims is little only where a mask hides
+# The assertion itself: it makes no claim about many elements only where a mask hides keys
 
 
 def test_without_a_mask_every_element_is_claimed_but_of_hidden_keys_and_rows_without_a_score() -> None:
-    """dk and dv of a key with an infinity may be anything, and so may o in columns where v of a hidden key has one."""
+    """dk and dv of a key with an infinity may be anything, as may o in columns where v of a hidden key has one."""
     example = a_fault_a_head()
     free = {
         name: (each.may_be_not_finite & ~each.is_not_finite).any(axis=tuple(range(1, each.is_nan.ndim)))
@@ -350,7 +350,7 @@ def test_without_a_mask_every_element_is_claimed_but_of_hidden_keys_and_rows_wit
 
 
 def test_a_wrong_element_is_noticed() -> None:
-    """A number instead of NaN is, and NaN or another number instead of a number."""
+    """A number is detected where NaN is due, and so is NaN or another number where a number is due."""
     example = a_fault_a_head()
     results = CPU.everything(example)
     assert_non_finite(example, **results)

@@ -1,4 +1,4 @@
-"""Every argument that is a number refuses booleans, and all that is not a real number of Python or NumPy."""
+"""Every numeric argument refuses booleans, and everything that is not a real number of Python or NumPy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cuflash.testing import strategies
 
 Q = np.random.default_rng(0).standard_normal((2, 16, 8), dtype=np.float32)
 Q4 = Q[None]
-Place = tuple[Callable[[Any], Any], Any]  # a call that takes one number, and a number that it takes
+Place = tuple[Callable[[Any], Any], Any]  # a call with one argument, and a valid value for it
 SHAPE = ShapeDtype((2, 16, 8), np.float32)
 H100 = DeviceSpec.gpu("H100")
 INDEX = BlockIndex.from_blocks(np.eye(4, dtype=bool), 16, 16, 4)
@@ -40,12 +40,12 @@ def a_cache(batch: int = 1) -> KVCache:
 
 
 def taking(call: Callable[..., Any], good: dict[str, Any], name: str) -> Place:
-    """Return a call with one of these arguments, and what it takes."""
+    """Return a call that sets one of the arguments, and a valid value for it."""
     return lambda value: call(**good | {name: value}), good[name]
 
 
 def with_one(call: Callable[..., Any], good: dict[str, Any], *names: str) -> dict[str, Place]:
-    """Return calls with one of these arguments, by the name of the call and the argument."""
+    """Return such calls for several arguments, by the name of the call and the argument."""
     return {f"{call.__module__}.{call.__qualname__} {name}": taking(call, good, name) for name in names}
 
 
@@ -211,7 +211,7 @@ def test_a_scale_is_any_real_number_of_python_or_numpy(name: str) -> None:
 
 
 class Tracer:
-    """Stands for JAX's, which is known by the name of its class."""
+    """A substitute for JAX's tracers, which the library recognizes by the class name."""
 
 
 @pytest.mark.parametrize(

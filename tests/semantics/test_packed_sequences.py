@@ -1,6 +1,6 @@
-"""Packed sequences equal literal matrices, and each sequence alone on every executor; the rest is refused.
+"""Packed sequences match literal matrices, and each sequence alone on every executor; invalid calls are refused.
 
-Checks take the library as an argument, so that they guard copies of it with planted faults as well.
+Checks take the library as an argument, so that they can also guard copies of it with planted faults.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_offsets_differ_by_batch_entry_and_there_may_be_no_sequence():
 
 @st.composite
 def sequences(draw):
-    """Draw lengths of queries and keys, where the first of each starts, and a causal flag and a window that fit."""
+    """Draw lengths of queries and keys, the start of the first sequence, and a causal flag and a window that fit."""
     count = draw(st.integers(0, 5))
     lengths = st.lists(st.integers(0, 9), min_size=count, max_size=count)
     q_lengths, causal = draw(lengths), draw(st.sampled_from(CAUSAL))
@@ -130,7 +130,7 @@ def packed_structure(case, **fields):
 
 
 def each_alone(example):
-    """Yield for each sequence the slices of its queries and keys, and the example of it alone."""
+    """Yield, for each sequence, the slices of its queries and keys, and its separate example."""
     mask = example.mask
     kv_offsets = mask.q_offsets if mask.kv_offsets is None else mask.kv_offsets
     for n in range(len(mask.q_offsets) - 1):
@@ -202,7 +202,7 @@ def test_nan_after_the_last_sequence_changes_nothing(run, where):
 
 
 def test_sequences_in_lists_and_together_with_other_masks():
-    """A mask with no closed form makes lists of blocks."""
+    """A mask without a closed form gives lists of blocks."""
     structure = packed_structure("causal", dtype="float32")
     sequences_alone = structure.mask
     example = replace(structure, mask=sequences_alone & ~masks.SlidingWindow(3, 0, "top_left")).example()
@@ -317,7 +317,7 @@ WRONG = {
 
 
 def reads_offsets(offsets, allow_gaps):
-    """Return the calls that read offsets of 50 rows, by name."""
+    """Return calls that read the offsets of 50 rows, by name."""
     x = np.ones((1, 50, 4))
     sequences = lambda: masks.Sequences(offsets, allow_gaps=allow_gaps)  # noqa: E731
     score = scores.alibi(np.ones(1))

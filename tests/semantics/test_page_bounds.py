@@ -1,4 +1,4 @@
-"""A cache keeps the least and the greatest keys of its pages; chosen blocks of a cache on a device."""
+"""A cache stores the minimum and the maximum of the keys of each page; chosen blocks of a cache on a device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = {"batch": 3, "num_kv_heads": 2, "head_dim": 40, "capacity": 100, "page_s
 
 
 def check_bounds(library: Any, xp: Any = np, is_counted: bool = False, dtype: Any = np.float16) -> None:
-    """Check bounds after appends of one and of many rows, forks, shortening and new pages, NaN included."""
+    """Check bounds after appends of one row and of many, forks, truncation and new pages, also with NaN."""
     rng = np.random.default_rng(0)
     cache = library.KVCache(**SIZES, dtype=dtype, keeps_page_bounds=True, xp=xp)
     cache.page_bounds[...] = 7
@@ -51,7 +51,7 @@ def check_bounds(library: Any, xp: Any = np, is_counted: bool = False, dtype: An
 
 
 def assert_bounds(cache: Any, held: Any, xp: Any, is_tight: bool = True) -> None:
-    """Assert that bounds are those of the rows of pages; if not `is_tight`, that they are at least as wide."""
+    """Assert that bounds are exact, or at least wide enough if not `is_tight`, for the rows of each page."""
     bounds, table = (x if xp is np else x.get() for x in (cache.page_bounds, cache.block_table))
     for b, rows in enumerate(held):
         for place in range(-(-rows.shape[1] // 16)):
@@ -119,7 +119,7 @@ def test_caches_without_pages_and_with_scales_keep_no_bounds() -> None:
 
 @pytest.mark.parametrize("is_counted", [False, True])
 def test_chosen_blocks_of_a_cache_on_a_device_are_read_at_each_call(xp: Any, is_counted: bool) -> None:
-    """Repeated calls use one step, whose lists are those of the call; results are those of the host."""
+    """Repeated calls use one bound step, which reads the lists of each call; results equal those on the host."""
     rng = np.random.default_rng(0)
     sizes = SIZES | {"head_dim": 16, "dtype": np.float16}
     caches = [cuflash.KVCache(**sizes, xp=each) for each in (np, xp)]

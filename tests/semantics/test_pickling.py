@@ -1,4 +1,4 @@
-"""All that the library returns can be pickled and copied after use, is equal afterwards, and holds no memos."""
+"""Everything that the library returns can be pickled and copied after use, stays equal, and pickles no caches."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ MASKS: dict[str, Callable[[], Mask]] = {
 
 @cache
 def drawn(name: str) -> Mask:
-    """Return a mask of this class of `masks`, as tests draw them."""
+    """Return a mask of this class of `masks`, drawn by the strategies of the tests."""
     alone = strategies.masks(SHAPE, max_leaves=1)
     return find(alone, lambda mask: type(mask) is getattr(masks, name), random=Random(0))
 
 
-# A class without an entry has a drawn one.
+# Other public classes get a drawn mask.
 for public in {name for name in masks.__all__ if inspect.isclass(getattr(masks, name))} - {"MaskShape"}:
     MASKS.setdefault(f"masks.{public}", lambda public=public: copy.deepcopy(drawn(public)))
 
@@ -92,7 +92,7 @@ def index() -> BlockIndex:
 def is_hashable(mask: Mask) -> bool:
     try:
         hash(mask)
-    except TypeError:  # it holds arrays
+    except TypeError:  # the mask holds arrays, so it has no hash
         return False
     return True
 
@@ -296,7 +296,7 @@ def test_a_deep_copy_of_a_score_has_arrays_of_its_own_and_a_copy_shares_them(nam
     assert not any(np.shares_memory(copied.arrays[each], array) for each, array in score.arrays.items())
     assert all(
         copied.arrays[each] is array for each, array in arrays.items()
-    )  # what else holds an array holds its copy
+    )  # other holders of an array get its copy
     before = cuflash.attention(Q, K, V, score=score)
     for array in arrays.values():
         array += 3
@@ -344,7 +344,8 @@ FRESH: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 @pytest.mark.parametrize("name", FRESH)
 def test_what_use_has_left_is_not_pickled(name: str) -> None:
     fresh, used = (make() for make in FRESH[name])
-    # Equal strings and numbers may be one object in one of them, which pickle then writes once: a few bytes each.
+    # Equal strings and numbers may be one object in only one of the two pickles, where pickle writes them once: a few
+    # bytes each.
     assert abs(len(pickle.dumps(used)) - len(pickle.dumps(fresh))) <= 64
 
 
@@ -355,7 +356,8 @@ def test_every_public_class_is_in_the_table_and_every_function_is_pickled_by_nam
     makers = {name for name in public if name.startswith("patterns.")}
     assert {name for name in OBJECTS if name in public} | {"Plan"} == classes | makers
     for name, value in public.items():
-        if inspect.isclass(value) or inspect.isroutine(value) and "testing." not in name:  # Hypothesis wraps those
+        # Hypothesis wraps routines of `testing`
+        if inspect.isclass(value) or inspect.isroutine(value) and "testing." not in name:
             assert pickle.loads(pickle.dumps(value)) is value
 
 

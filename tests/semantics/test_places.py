@@ -1,4 +1,4 @@
-"""Calls on a part of a longer sequence: masks, score functions and dropout see the positions of the whole."""
+"""Calls on a part of a longer sequence: masks, score functions and dropout see positions in the whole sequence."""
 
 from dataclasses import replace
 
@@ -42,12 +42,13 @@ CALLS = {
     "a sink": {"sink": np.linspace(-1, 1, HEADS, dtype=np.float32), "causal": True},
     "dropout": {"dropout": Dropout(0.3, seed=5), "causal": True},
 }
-ON_KERNELS = ("causal", "documents", "a function", "alibi", "a bias", "a table", "a sink")  # kernels that differ
+# cases that use different kernels
+ON_KERNELS = ("causal", "documents", "a function", "alibi", "a bias", "a table", "a sink")
 RUNS_OF_QUERIES = ((0, 13), (13, 40)), ((3, 17), (0, 3), (17, 40))
 
 
 def parts_of(runs, length=LENGTH, heads=1):
-    """Return places of calls on these runs of queries, each run in a call, and each call on some of the heads."""
+    """Return places of calls, one for each run of queries and each group of `heads` heads."""
     of_all = MaskShape((2,), HEADS, length, LENGTH)
     step = HEADS // heads
     return [
@@ -57,7 +58,7 @@ def parts_of(runs, length=LENGTH, heads=1):
 
 
 def call_at(places, arrays, options, **executor):
-    """Return o, lse and all gradients of a call at places; those of k and v are wide."""
+    """Return o, lse and all gradients of a call at places; gradients of k and v stay in the accumulator's dtype."""
     q, k, v, do = arrays
     sink = {name: each[places.head_start :][: q.shape[-3]] for name, each in options.items() if name == "sink"}
     posed = Options(**{**options, **sink, **executor}, places=places)
@@ -151,7 +152,7 @@ def test_bounds_of_a_part_are_those_of_the_whole():
 
 
 def test_equal_calls_at_other_places_differ():
-    """A cached call is not used at another place."""
+    """A cached call is not reused at another place."""
     options = {"window": (3, 0), "causal": "top_left"}
     first, second = (cuflash.attention(Q[:, :, :8], K, V, q_start=start, **options) for start in (8, 20))
     assert (first != second).any()

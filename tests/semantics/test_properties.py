@@ -41,7 +41,7 @@ OVER_MANY_TILES = Structure(
 )  # fmt: skip
 
 
-# Results that must have the same bits twice: dq only if that was requested.
+# Properties of results that must be bitwise reproducible: dq only if the call requests it.
 REPEATABLE_PROPERTIES = (check_empty_rows_give_nothing, check_gradients_repeat_bitwise)
 
 
@@ -65,7 +65,7 @@ def test_the_hosts_results_are_within_their_bounds_over_many_tiles(dtype):
 
 @on_kernels_for("dtype", ["float16", "float32"])
 def test_kernels_results_are_within_their_bounds_over_many_tiles(run, dtype):
-    """Tiles of the simulator's kernels are a quarter of the host's."""
+    """Lengths suit the simulator's kernels, whose tiles are a quarter of the host's."""
     lengths = {} if run.is_on_device else {"seqlen_q": 280, "seqlen_kv": 410}
     assert_within_probable_bounds(run, replace(OVER_MANY_TILES, dtype=dtype, **lengths))
 
@@ -104,7 +104,7 @@ def test_both_passes(run, example, check):
     check(run.attend, run.pull, example)
 
 
-# Masks that say the same (20), and padding that is never read
+# Pairs of equivalent masks (20), and padding that is never read
 
 
 @on_every_backward
@@ -131,7 +131,7 @@ def test_out_receives_the_same_bits(run, example):
     assert run.get(out[0]).tobytes() == o.tobytes() and run.get(out[1]).tobytes() == lse.tobytes()
 
 
-# Executors side by side
+# Comparisons of executors
 
 
 in_pairs = pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def side_by_side(dtype, **changes):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_executors_agree_on_exact_sums_bit_for_bit(pair, dtype):
     for example in side_by_side(dtype, values="lattice"):
-        flat = example.but(q=np.zeros_like(example.q))  # every weight is 1
+        flat = example.but(q=np.zeros_like(example.q))  # all weights of a row are equal
         first, second = (run.attention(flat.q, flat.k, flat.v, mask=flat.mask) for run in pair)
         assert_within("o", second, first, 0.0, flat)
 
@@ -185,7 +185,7 @@ def test_kernels_give_the_same_bits_every_time(run, dtype):
 @needs_compiler
 @pytest.mark.parametrize("kernel", ["simt", "naive", "fa1", "sm80", "sm90"])
 def test_a_scale_below_the_kernels_numbers_is_0(kernel):
-    """2^-126 is the smallest normal number of float32, and a GPU may replace smaller ones by 0."""
+    """2^-126 is the smallest normal number of float32, and a GPU may replace smaller numbers by 0."""
     example = Structure(num_heads=2, num_kv_heads=1, seqlen_q=70, seqlen_kv=90, dtype="float16", head_dim=40).example()
     arrays = example.q, example.k, example.v
     results = []

@@ -1,4 +1,4 @@
-"""Selectors whose blocks have one query return the lists that their definitions in plain NumPy give, query by query."""
+"""Selectors with blocks of one query return the lists of their NumPy definitions, query by query."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from test_selectors import by_sorting
 import cuflash
 from cuflash import masks, selectors
 
-BLOCK, RUN, STRIDE = 6, 4, 2  # keys of a block, of a compressed key, and between compressed keys
+BLOCK, RUN, STRIDE = 6, 4, 2  # keys per block, keys per compressed key, and distance between compressed keys
 HEADS, KV_HEADS, DIM = 4, 2, 6
 NAMES = ("pooled", "moba", "nsa", "quest", "oracle", "antidiagonal", "random", "local")
-SHARED = ("pooled", "moba", "quest", "oracle", "random", "local")  # take share=
+SHARED = ("pooled", "moba", "quest", "oracle", "random", "local")  # selectors with the argument share=
 OPTIONS: dict[str, dict[str, Any]] = {
     "moba": {"pool_queries": False}, "nsa": {"compression": (RUN, STRIDE)}, "antidiagonal": {"stride": 1},
     "random": {"seed": 5},
 }  # fmt: skip
-ON_KERNELS = ("pooled", "moba", "nsa")  # take executor=
+ON_KERNELS = ("pooled", "moba", "nsa")  # selectors with the argument executor=
 BUDGETS: list[dict[str, Any]] = [
     {"top_k": 1}, {"top_k": 3}, {"top_k": 9, "max_blocks": 9}, {"density": 0.4}, {"density": 0.9, "max_blocks": 3},
     {"mass": 0.6, "max_blocks": 3}, {"mass": 0.97, "max_blocks": 8}, {"threshold": 0.2, "max_blocks": 2},
@@ -43,9 +43,9 @@ def runs(length: int, side: int) -> list[slice]:
 def scores_of_query(
     name: str, q: Any, k: Any, last: int | None, compressed_k: Any = None
 ) -> tuple[Any, Any]:
-    """Return the scores of the blocks for one query [dim] of one head, and which blocks may be kept.
+    """Return the scores of the blocks for one query [dim] of one head, and which blocks are eligible.
 
-    `last` is the last key that the query attends; None if it attends all keys.
+    `last` is the last key that the query attends, or None if it attends all keys.
     """
     length, scale, is_causal = len(k), DIM**-0.5, last is not None
     columns, last = runs(length, BLOCK), length - 1 if last is None else last
@@ -73,7 +73,7 @@ def expected_lists(
     name: str, q: Any, k: Any, causal: Any, forced: Any, budget: Any, share: str, numbers: Any,
     compressed_k: Any = None,
 ) -> Any:  # fmt: skip
-    """Return for each list the blocks in ascending order, and None if scores are too close to compare."""
+    """Return each list's blocks in ascending order, or None if scores are too close to compare."""
     (num_heads, seqlen_q, _), (kv_heads, seqlen_kv, _) = q.shape, k.shape
     group, offset = num_heads // kv_heads, seqlen_kv - seqlen_q if causal == "bottom_right" else 0
     num_lists = kv_heads if share == "group" else num_heads
@@ -95,7 +95,7 @@ def expected_lists(
         own, place = (i + offset) // BLOCK, i + offset
         must = (columns < forced.sink) | ((columns > own - forced.local) & (columns <= own))
         must = must | (forced.diagonal & (columns == own)) if place >= 0 else columns < forced.sink
-        if name == "moba":  # the query's own block is kept only if it is forced
+        if name == "moba":  # a query keeps its own block only if that is forced
             may = may | (must & (columns * BLOCK <= (seqlen_kv if last is None else last)))
         order = np.sort(scores[may & ~must])
         is_close = np.any(np.diff(order) < 1e-6) and name != "local"
@@ -114,7 +114,7 @@ def check(
     run: Run, name: str, lengths: tuple[int, int], causal: Any, forced: dict[str, Any], budget: dict[str, Any],
     share: str, seed: int, dtype: Any = np.float64, library: Any = cuflash, **more: Any,
 ) -> None:  # fmt: skip
-    """Check the lists of a selector for a batch of two; a list that is too close to call is skipped."""
+    """Check the lists of a selector for a batch of two; lists whose scores are too close are skipped."""
     rng = np.random.default_rng(seed)
     q, k = (rng.standard_normal((2, heads, n, DIM)).astype(dtype) for heads, n in zip((HEADS, KV_HEADS), lengths))
     options = OPTIONS.get(name, {}) | more
@@ -150,7 +150,7 @@ def check(
 @pytest.mark.parametrize("name", NAMES)
 @on_every_executor
 def test_lists_are_those_of_the_definition(run: Run, name: str) -> None:
-    """Causality of all kinds, budgets of all kinds with a maximum, forced blocks, choices per head and per group."""
+    """Cases have all kinds of causality, budgets with a maximum, forced blocks, and choices by head and by group."""
 
     @run.settings
     @given(
@@ -164,7 +164,7 @@ def test_lists_are_those_of_the_definition(run: Run, name: str) -> None:
         if name == "quest" and "mass" in budget:
             return
         if len(forced) == 2 and budget.get("max_blocks") == 2:
-            return  # more blocks are forced
+            return  # more blocks are forced than the budget allows
         lengths = (seqlen_q, seqlen_q + RUN if causal is True else max(seqlen_kv, seqlen_q if causal else 0))
         lengths = (lengths[1], lengths[1]) if causal is True else lengths  # so that the last query attends the last key
         check(run, name, lengths, causal, forced, budget, share, seed)
@@ -174,7 +174,7 @@ def test_lists_are_those_of_the_definition(run: Run, name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_chosen_some_at_a_time(name: str, monkeypatch: Any) -> None:
-    """Pieces of five rows choose what the whole choice is; so no array has an element per query and block."""
+    """Pieces of five rows choose the same blocks as one piece, so no array needs an element per query and block."""
     pieces = []
 
     def steps(grid: Any, num_rows: int, numbers_of_row: int) -> Any:
@@ -198,7 +198,7 @@ def test_pieces_are_of_bounded_size() -> None:
 
 @on_every_executor
 def test_compressed_keys_and_their_lse_replace_means(run: Run) -> None:
-    """Compressed keys of a layer choose, and an lse of attention to them changes no list."""
+    """A layer's compressed keys replace the means, and the lse of attention to them changes no list."""
     rng = np.random.default_rng(0)
     for causal, seqlen in ((True, 40), (False, 33)):
         count = (seqlen - RUN) // STRIDE + 1
@@ -212,7 +212,7 @@ def test_compressed_keys_and_their_lse_replace_means(run: Run) -> None:
 
 
 def test_an_lse_that_is_passed_is_used() -> None:
-    """A greater lse scales all masses of a query, which a threshold sees."""
+    """A larger lse scales down all masses of a query, which changes the choice by threshold."""
     q, k = np.random.default_rng(0).standard_normal((2, 2, 32, DIM))
     keys = cuflash.selectors.compressed.means_of_runs(k, RUN, STRIDE)
     _, lse = cuflash.attention(q, keys, keys, return_lse=True)
@@ -224,7 +224,7 @@ def test_an_lse_that_is_passed_is_used() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_masks_limit_the_choice(name: str) -> None:
-    """Queries without a key choose nothing but forced blocks that the mask meets, and NaN behind it has no effect."""
+    """Queries without a key choose only forced blocks that the mask meets; NaN in hidden rows has no effect."""
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((2, 2, HEADS, 31, DIM))
     k = k[:, :KV_HEADS]
@@ -256,7 +256,7 @@ def test_lists_of_columns_and_diagonals_are_the_blocks_that_they_cross() -> None
 def test_a_shared_choice_of_blocks_of_queries_is_the_same_for_a_group(name: str) -> None:
     q, k = np.random.default_rng(0).standard_normal((2, HEADS, 48, DIM))
     if name == "quest":
-        return  # its blocks have one query
+        return  # the selector's blocks have one query
     select = getattr(selectors, "pooled" if name == "moba" else name)
     index = select(q, k[:KV_HEADS], block=8, budget=Budget(top_k=2), share="group", **OPTIONS.get(name, {}))
     states = index.states()[0]

@@ -1,4 +1,4 @@
-"""Recall equals that of the softmax in float64."""
+"""Recall equals the recall computed from the softmax in float64."""
 
 import importlib
 
@@ -43,7 +43,7 @@ def test_all_that_is_wrong_is_told_before_anything_is_computed(monkeypatch):
 
 
 def weights(q, k, allowed, bias=0.0, softcap=None):
-    """Return softmax weights over the keys that are allowed; all are 0 in a row without one."""
+    """Return softmax weights over the allowed keys; a row without one has weights of 0."""
     k = np.repeat(k, q.shape[-3] // k.shape[-3], axis=-3)
     scores = q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5
     if softcap is not None:
@@ -54,10 +54,10 @@ def weights(q, k, allowed, bias=0.0, softcap=None):
 
 
 def tolerance(q, k, eps, block, largest_bias=0.0):
-    """Return a mass's first-order relative error: twice that of a score's products, due to lse, and of sums.
+    """Return a mass's first-order relative error: twice a score's error, since lse has one too, and that of sums.
 
-    A bias is rounded as often as a score after its products, four times. Exponentials, and products of tensor cores,
-    err by some units in the last place more.
+    A bias is rounded four times, like a score after its products. Exponentials and tensor-core products add errors of a
+    few units in the last place.
     """
     wide_q, wide_k = np.abs(q.astype(np.float64)), np.abs(k.astype(np.float64))
     wide_k = wide_k.repeat(q.shape[-3] // k.shape[-3], axis=-3)
@@ -85,16 +85,16 @@ def check_recall(library, problem):
     v = np.repeat(v, q.shape[-3] // v.shape[-3], axis=-3)
     whole, change = np.linalg.norm(p @ v), np.linalg.norm(sparse @ v - p @ v)
     expected = change / whole if whole else 0.0
-    # Weights err by their masses' tolerance, and so do the sums of |v| that they weigh; here and in the library.
+    # Weights have the relative error of masses, and so do the weighted sums of |v|, both here and in the library.
     error = 2 * relative * (np.linalg.norm(p @ np.abs(v)) + np.linalg.norm(sparse @ np.abs(v)))
     bound = (1 + expected) * error / whole if whole else 0.0
     assert abs(recalled.output_error - expected) <= bound
 
 
 def check_scored(library, problem):
-    """Check that score functions, a softcap, a bias and a window hold for both calls.
+    """Check that score functions, a softcap, a bias and a window work in both calls.
 
-    A bias and a capped score err as scores do, except for their products.
+    A bias and a capped score have the rounding errors of scores, except for those of products.
     """
     q, k, v, mask, causal = problem
     lengths = q.shape[-2], k.shape[-2]

@@ -1,4 +1,4 @@
-"""The specification equals tables worked by hand and the oracle, and its gradients equal its own slopes."""
+"""The specification matches hand-computed tables and the oracle, and its gradients match its own slopes."""
 
 import ml_dtypes
 import numpy as np
@@ -103,7 +103,7 @@ SMALL = [
 
 
 def objective(example, q, k, v):
-    """Return sum(do o) + sum(dlse lse) over the rows that have keys, for complex arguments too."""
+    """Return sum(do o) + sum(dlse lse) over the rows that have keys, also for complex arguments."""
     o, lse = reference.attention(q, k, v, example.dense_mask, example.scale)
     return (example.do * o).sum() + (example.dlse * np.where(example.allowed.any(axis=-1), lse, 0)).sum()
 
@@ -112,7 +112,7 @@ def objective(example, q, k, v):
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_gradients_are_the_complex_step_derivative(structure, name):
     example = structure.example()
-    step = 1e-20  # its square vanishes next to any real part, so nothing cancels and no size has to be chosen
+    step = 1e-20  # its square vanishes next to any real part, so no difference cancels and the step needs no tuning
     slopes = np.empty(getattr(example, name).shape)
     for place in np.ndindex(slopes.shape):
         operands = {each: getattr(example, each).astype(complex) for each in "qkv"}

@@ -1,4 +1,4 @@
-"""Rooflines count what masks allow, name the resource that binds, and are below all times of the results."""
+"""Rooflines count what masks allow, name the bottleneck, and are below all measured times in the results."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_units_are_those_that_multiply() -> None:
 
 
 def test_no_time_of_the_results_is_below_its_bound() -> None:
-    """A kernel faster than its roofline would prove it wrong; a bound below half of the best times would be idle."""
+    """A kernel faster than its roofline would disprove it; a bound below half of the best times would be useless."""
     shares = []
     with open(ROOT / "experiments/results/speed_vs_peers.csv", newline="") as file:
         rows = {tuple(row[name] for name in (
@@ -104,7 +104,7 @@ def test_no_time_of_the_results_is_below_its_bound() -> None:
 
 @pytest.mark.parametrize("name", ["flash_ladder_gpu", "flashattention1_tables_gpu"])
 def test_no_time_of_other_results_is_below_its_bound(name: str) -> None:
-    """Rows are of one kernel or method, at full and causal attention."""
+    """Each row is for one kernel or method, with full and causal attention."""
     kernels = {"standard": "naive", "fa1": "fa1", "dense": "auto"}
     plans: dict[Any, Any] = {}
     shares = []

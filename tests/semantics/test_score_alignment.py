@@ -1,6 +1,6 @@
-"""Positions of score functions: the last query of a call, or of a packed sequence, may stand at the last key.
+"""Positions of score functions: the last query of a call, or of a packed sequence, may be aligned with the last key.
 
-Checks take the library as an argument, so that they guard copies of it with planted faults as well.
+Checks take the library as an argument, so that they can also guard copies of it with planted faults.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def operands(seqlen_q: int, seqlen_kv: int, seed: int = 1) -> Any:
 
 
 def check_cache(library: Any) -> None:
-    """Check that cache positions are absolute, whatever the alignment: queries are the last ones already."""
+    """Check that cache positions are absolute for every alignment, because queries are already the last positions."""
     q, k, v = operands(20, 20)
     cache = library.KVCache(batch=1, num_kv_heads=2, head_dim=8, capacity=64, dtype=np.float32)
     cache.append(k[None], v[None])
@@ -68,7 +68,7 @@ def attend(library: Any, run: Run, arrays: Any, score: Any, **options: Any) -> d
 
 
 def check_whole_text(library: Any, make: Any, seqlen_q: int, seqlen_kv: int, run: Run) -> None:
-    """Check that the last queries of a text have the results of a call of all queries, within both bounds."""
+    """Check that the last queries of a sequence have the results of a call with all queries, within both bounds."""
     q, k, v = operands(seqlen_kv, seqlen_kv)
     last = slice(seqlen_kv - seqlen_q, None)
     part = attend(library, run, (q[:, last], k, v), make(library, align="bottom_right"), causal="bottom_right")
@@ -118,7 +118,7 @@ def test_equal_lengths_have_the_bits_of_a_score_without_an_alignment(make: Any) 
 
 @on_scores
 def test_other_lengths_are_a_number_of_one_program(make: Any) -> None:
-    """A kernel is compiled for the program, and given the difference of the lengths."""
+    """One kernel is compiled for the program; the difference of the lengths is a number that it receives."""
     q, k, v = operands(3, 70)
     score = make(align="bottom_right")
     plans = [cuflash.plan(q, k[:, :n], v[:, :n], causal="bottom_right", score=score)._plan for n in (3, 40, 70)]

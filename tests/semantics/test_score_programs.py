@@ -1,4 +1,4 @@
-"""Score programs equal the functions traced, have the derivatives of dual numbers, and errors name the line."""
+"""Score programs equal the traced functions, have the derivatives of dual numbers, and errors name the line."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def dual(formula: Formula, score: Score, s: np.ndarray) -> list[np.ndarray]:
     for load in gradient_loads(score.program, reals | arrays):
         name = score.program.arrays[score.program.instructions[load].value].name
         own = [each for each in f.tangents if each == name or name in reals and each[0] == id(reals[name])]
-        order.append(sum(f.tangents[each] for each in own))  # equal reads are one instruction
+        order.append(sum(f.tangents[each] for each in own))  # one instruction stands for equal reads
     return results + order
 
 
@@ -211,7 +211,7 @@ def check_powers(library: ModuleType, name: str, executor: str) -> None:
     assert_within_bounds(example, o=o, lse=lse, dq=dq, dk=dk, dv=dv, others=others)
 
 
-# On the simulator each function is a kernel that takes seconds to build.
+# On the simulator each function needs a kernel that takes seconds to build.
 SIMULATED = POWERS if is_long() else ("by an array", "of an array by another")
 
 
@@ -237,7 +237,7 @@ SLOPE = np.array([0.5, 0.25], np.float32)
 
 
 def check_exact_zeros(library: ModuleType = cuflash) -> None:
-    """Check that a power of the distance has no error at distance 0, and a finite one elsewhere."""
+    """Check that a power of the distance has no error at distance 0, and a finite error elsewhere."""
     roundoff, evaluation = (importlib.import_module(f"{library.__name__}.scores.{x}") for x in ("roundoff", "values"))
     power = np.array(0.5, np.float32)
     score = library.scores.Score(lambda s, b, h, i, j, power: s - np.abs(i - j) ** power, power=power)
@@ -289,15 +289,15 @@ def test_another_number_is_the_same_program() -> None:
     assert of(30).program == of(17.5).program
     assert hash(of(30).program) == hash(of(17.5).program)
     assert of(30).numbers == (30.0, 1 / 30) and of(17.5).numbers == (17.5, 1 / 17.5)
-    assert of(1.0).program != of(30).program  # a number that folds
+    assert of(1.0).program != of(30).program  # the number 1 is folded away
 
 
 def test_a_program_that_was_finished_before_has_its_own_numbers() -> None:
-    """Equal instructions share a program, unless an integer of theirs is a number of one of them."""
+    """Score functions with equal instructions share a program, unless an integer constant equals a captured number."""
     first, second = (Score(lambda s, b, h, i, j: cap * np.tanh(s / cap) - 0.25) for cap in (3.0, 7.0))
     assert first.program is second.program
     assert first.numbers == (3.0, 1 / 3, 0.25) and second.numbers == (7.0, 1 / 7, 0.25)
-    for factor in (3.0, 2.5, 4.0):  # of 3.0, the integer 3 is that number
+    for factor in (3.0, 2.5, 4.0):  # if the factor is 3.0, the integer 3 equals it
 
         def counted(s, b, h, i, j):
             return s * factor + 3 * j
@@ -314,7 +314,7 @@ def test_the_sign_of_zero_is_kept() -> None:
 
 
 def test_a_branch_that_is_not_chosen_has_no_derivative() -> None:
-    """log is -inf with an infinite slope where neither branch is taken."""
+    """log is -inf with an infinite slope at 0, where `np.where` does not choose it."""
 
     def f(s, b, h, i, j):
         log = np.log(s)
@@ -430,7 +430,7 @@ REFUSED = {
 
 
 def message_of(error: Exception) -> str:
-    """Return an error's text without the source line of this file's lambdas, which has the expected words itself."""
+    """Return an error's text without the quoted source line of this file, which contains the expected words itself."""
 
     def blank(match: re.Match[str]) -> str:
         return match[0].replace(linecache.getline(__file__, int(match[1])).strip().rstrip(":"), "")

@@ -1,4 +1,4 @@
-"""Score functions of calls on a cache: those of `score=`, `softcap=` and `bias=`, at the positions of the cache."""
+"""Score functions of calls on a cache, from `score=`, `softcap=` and `bias=`, at positions of the cache."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def attended(call: Drawn, arrays: dict[str, Any], **pages: int) -> Any:
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_scores_are_those_of_positions_and_bits_depend_on_the_own_sequence(kind: str) -> None:
-    """Results on the host are within bounds of a call of the sequence, with equal bits alone and in pages."""
+    """Results on the host are within bounds of a call per sequence, with equal bits alone and in pages."""
     call = drawn(CALLS[kind], LENGTHS).fitting()
     arrays = arrays_of(len(LENGTHS), call.q.shape[1])
     results = attended(call, arrays)
@@ -45,7 +45,7 @@ def test_scores_are_those_of_positions_and_bits_depend_on_the_own_sequence(kind:
 
 
 def filled(**fields: Any) -> tuple[KVCache, Any]:
-    """Return a cache of two sequences, of 50 and 20 positions, and the queries of two tokens."""
+    """Return a cache of two sequences with 50 and 20 positions, and the queries of two tokens."""
     sizes = {"batch": 2, "num_kv_heads": 2, "head_dim": 8, "capacity": 60, "dtype": np.float32}
     cache = KVCache(**sizes | fields)
     cache.append(*RNG.standard_normal((2, 2, 2, 50, 8), np.float32), counts=[50, 20])

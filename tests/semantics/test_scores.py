@@ -1,4 +1,4 @@
-"""Score functions on every executor are within their bounds, and equal to other ways to compute the same scores."""
+"""Score functions on every executor are within their bounds, and match other ways to compute the same scores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cuflash.scores import Score
 from cuflash.testing import Structure, assert_within, assert_within_bounds
 from cuflash.testing.strategies import examples
 
-# On the simulator each function is a kernel that takes seconds to build: there test_score_kernels.py has a few of them.
+# On the simulator each function needs a kernel that takes seconds to build; test_score_kernels.py runs a few of them.
 IS_LONG = settings.default.max_examples > 100
 ON_SIM = (pytest.param(SIM, marks=needs_compiler),) if IS_LONG else ()
 EVERYWHERE = (CPU, pytest.param(SIM, marks=needs_compiler), pytest.param(GPU, marks=pytest.mark.gpu))
@@ -30,7 +30,7 @@ on_executors = pytest.mark.parametrize("run", RUNS, ids=str)
 
 
 def put_score(run: Run, score: Score | None) -> Score | None:
-    """Return a score whose arrays are where the executor's are."""
+    """Return a score with its arrays on the executor's device."""
     if score is None or not run.is_on_device:
         return score
     return Score._of_reserved(score.function, **{name: run.put(array) for name, array in score.arrays.items()})
@@ -61,7 +61,7 @@ def test_random_functions_are_within_their_bounds(run: Run) -> None:
     check()
 
 
-# Functions of the literature, by name: what each is and its arrays for 4 heads, 90 queries and 130 keys.
+# Score functions of the literature by name, with arrays for 4 heads, 90 queries and 130 keys.
 RNG = np.random.default_rng(5)
 SLOPES, PER_HEAD = scores.alibi_slopes(4), np.linspace(0.5, 2, 4, dtype=np.float32)
 NEAR = RNG.standard_normal((4, 33)).astype(np.float32)
@@ -111,7 +111,7 @@ def test_a_sink_takes_part_beside_a_score(run: Run) -> None:
     assert_within_bounds(example, **everything(run, example, sink=run.put(example.sink)))
 
 
-# Functions computed in another way
+# Functions that can be computed in another way
 
 
 STRUCTURES = (
@@ -136,7 +136,7 @@ def array_of(example: Any, *axes: str, seed: int = 1) -> np.ndarray:
 
 
 def biased(example: Any, bias: np.ndarray, wrt: tuple[str, ...] = ()) -> Any:
-    """Return an example with a bias [..., heads, queries, keys]; 2-D operands take its one head."""
+    """Return an example with a bias [..., heads, queries, keys]; 2-D operands use the bias's only head."""
     return example.but(score=scores.bias(bias if example.problem.has_heads else bias[0]), wrt=wrt)
 
 
@@ -163,7 +163,7 @@ def identical(first: dict[str, Any], second: dict[str, Any]) -> None:
 def test_a_bias_of_minus_infinity_is_a_mask(run: Run, structure: Structure) -> None:
     plain = example_of(run, structure)
     hides = array_of(plain, "h", "i", "j") < -1
-    hides[:, 0] = True  # the first row is empty
+    hides[:, 0] = True  # the first query attends no key
     hidden = biased(plain, np.where(hides, -np.inf, 0).astype(np.float32), ("bias",))
     hides = hides if plain.problem.has_heads else hides[0]
     masked = plain.but(mask=plain.allowed & ~hides)
@@ -175,7 +175,7 @@ def test_a_bias_of_minus_infinity_is_a_mask(run: Run, structure: Structure) -> N
 @on_executors
 @on_structures
 def test_positions_are_those_of_queries_and_keys(run: Run, structure: Structure) -> None:
-    """Each query keeps one key, whose value is o bit for bit."""
+    """The function keeps one key for each query, and o equals that key's value bit for bit."""
     plain = example_of(run, replace(structure, mask=None))
     seqlen_q, seqlen_kv = plain.problem.mask_shape[2:]
     order = np.random.default_rng(4).integers(0, seqlen_kv, (plain.problem.num_heads, seqlen_q))
@@ -255,7 +255,7 @@ def test_calls_repeat_bitwise(run: Run) -> None:
         t=array_of(plain, "h"), c=np.arange(4, dtype=np.float32),
     )  # fmt: skip
     first, second = everything(run, example), everything(run, example)
-    if run.is_on_device:  # blocks that run at once add to dq and to captured gradients in any order
+    if run.is_on_device:  # blocks that run concurrently add to dq and to captured gradients in any order
         assert all(first[name].tobytes() == second[name].tobytes() for name in ("o", "lse", "dk", "dv"))
     else:
         identical(first, second)
@@ -311,7 +311,7 @@ def test_a_bare_function_is_traced_at_each_call() -> None:
 
 
 def test_another_array_of_equal_shape_is_read() -> None:
-    """Calls of equal layouts are looked up; contents of arrays and values of numbers are not part of the key."""
+    """Calls are looked up by layouts; neither the contents of arrays nor the values of numbers are part of the key."""
     q = np.ones((2, 4, 8), np.float32)
     for cap, value in ((2.0, 0.0), (2.0, 5.0), (3.0, 5.0)):
         bias = np.full((4, 4), value, np.float32)
@@ -376,7 +376,7 @@ WRONG = [
 TWO_ARRAYS = Score(lambda s, b, h, i, j, x, y: s + x[h] * y[h], x=SLOPES, y=SLOPES)
 WRONG_CALLS = [
     *((lambda options=options: cuflash.attention_vjp(Q, Q, Q, **options), message) for options, message in WRONG),
-    (  # other libraries keep T5's table as [num_buckets, num_heads]
+    (  # other libraries store T5's table as [num_buckets, num_heads]
         lambda: cuflash.plan(Q, Q, Q, score=scores.relative_position(np.zeros((32, 2)), bidirectional=False)),
         r"axis 0 of table .* 2 query heads, .*; got shape \(32, 2\)",
     ),
@@ -444,10 +444,10 @@ def test_a_cap_may_be_a_number_of_numpy(dtype: Any) -> None:
 @pytest.mark.parametrize("run", EVERYWHERE, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_a_cap_is_within_its_bounds_or_refused(run: Run, dtype: str) -> None:
-    """A cap of any size that the dtype of scores holds gives no NaN; any other is refused."""
+    """A softcap of any size that the dtype of scores can represent gives no NaN; any other is refused."""
     limits = np.finfo(np.float64 if dtype == "float64" else np.float32)
     plain = Structure(dtype=dtype, num_heads=2, seqlen_q=5, seqlen_kv=9, head_dim=8).example()
-    plain = plain.but(q=plain.q * np.arange(5).astype(plain.q.dtype)[:, None])  # scores of 0 too
+    plain = plain.but(q=plain.q * np.arange(5).astype(plain.q.dtype)[:, None])  # the first query's scores are 0
 
     @run.settings
     @given(st.floats(5e-324, sys.float_info.max) | st.sampled_from([float(limits.max), float(limits.smallest_normal)]))
@@ -484,7 +484,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 
 
 def test_the_buckets_of_t5_are_the_papers() -> None:
-    """Half of the buckets are for single distances, others grow by the logarithm, and one has all further ones."""
+    """Half of the buckets are for single distances, others grow logarithmically, and one has all longer distances."""
 
     def bucket(relative: int, num_buckets: int, max_distance: int, bidirectional: bool) -> int:
         first = 0

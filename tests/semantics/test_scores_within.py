@@ -1,4 +1,4 @@
-"""Positions of a score function start again in each packed sequence."""
+"""`scores.within`: positions of a score function start again in each packed sequence."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_packed_sequence_has_the_scores_of_one_alone(run: Run, dtype: str) -> 
 
 
 def test_captured_arrays_keep_their_gradients() -> None:
-    """Results are within bounds of the function as it is on numbers, which the oracle calls."""
+    """Results are within the bounds of the function on plain numbers, which is what the oracle calls."""
     q, k, v, do = RNG.standard_normal((4, 2, 30, 8), np.float32)
     offsets = [0, 12, 30]
     score, mask = scores.within(scores.alibi(scores.alibi_slopes(2)), offsets), masks.Sequences(offsets)

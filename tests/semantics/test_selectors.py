@@ -28,7 +28,7 @@ FEW = Budget(top_k=2)
 
 
 def select(name: str, run: Run, q: Any, k: Any, *, top_k: int = 3, **options: Any) -> Any:
-    """Return the index of a selector by its name, with blocks of 8."""
+    """Return the index that the selector with this name chooses, with blocks of 8."""
     given_budget = {"budget": Budget(top_k=top_k)}
     if name == "moba":
         name, options = "pooled", {"pool_queries": False} | options
@@ -49,7 +49,7 @@ def select(name: str, run: Run, q: Any, k: Any, *, top_k: int = 3, **options: An
 
 
 def indexed(chosen: Any, q: Any, k: Any, options: Any) -> Any:
-    """Return the index of the blocks that queries chose, under the masks of the call; an index stays as it is."""
+    """Return the index of the blocks that queries chose, under the masks of the call; return an index unchanged."""
     if not isinstance(chosen, masks.ChosenBlocks):
         return chosen
     causal, mask = options.get("causal", "bottom_right"), chosen & options.get("mask", masks.Band())
@@ -99,7 +99,7 @@ BUDGETS = st.one_of(
 
 @given(st.data(), st.integers(1, 9), BUDGETS)
 def test_budgets_are_exact_to_the_block(data: Any, length: int, budget: Budget) -> None:
-    """Ties go to the lower number; shares are eighths, whose sums are exact."""
+    """Of equal scores, the lower block number is kept; shares are eighths, so their sums are exact."""
     check_budget(cuflash, data, length, budget)
 
 
@@ -189,7 +189,7 @@ def check_exactness(run: Run, name: str, causal: Any, lengths: tuple[int, int], 
     elements = index._on_host.toarray()
     assert not (elements & ~np.broadcast_to(allowed, elements.shape)).any()
     assert not (must & ~listed).any() and not (listed & ~eligible).any()
-    if name in ("moba", "vertical_slash"):  # unions over queries, keys and diagonals
+    if name in ("moba", "vertical_slash"):  # these selectors keep unions over queries, keys and diagonals
         return
     expected = np.minimum(eligible.sum(-1), np.maximum(must.sum(-1), 3))
     np.testing.assert_array_equal(listed.sum(-1), np.broadcast_to(expected, listed.shape[:-1]))
@@ -206,7 +206,7 @@ def of_pooled(q: Any, k: Any) -> Any:
 
 
 def of_antidiagonal(q: Any, k: Any) -> Any:
-    """Sum scores over the antidiagonals of cells of 4 by 4, take their softmax over cells, and sum that over blocks."""
+    """Sum scores over the antidiagonals of 4 x 4 cells, take the softmax over cells, and sum that over blocks."""
     s = (q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5).reshape(*q.shape[:-2], 16, 4, 16, 4)
     cells = sum(s[..., 3 - n, :, n] for n in range(4)) / 4
     e = np.exp(cells) * np.tri(16)
@@ -214,7 +214,7 @@ def of_antidiagonal(q: Any, k: Any) -> Any:
 
 
 def of_nsa(q: Any, k: Any) -> Any:
-    """Take the softmax over means of 8 keys, every 4, and distribute it to blocks by overlap."""
+    """Take the softmax over means of 8 keys with a stride of 4, and distribute it to blocks by overlap."""
     starts = np.arange(0, 64 - 8 + 1, 4)
     compressed = np.stack([k[..., start : start + 8, :].mean(-2) for start in starts], axis=-2)
     p = weights(q, compressed, starts + 7 <= np.arange(64)[:, None])
@@ -239,7 +239,7 @@ def test_scores_are_those_of_the_paper(run: Run, name: str, scores_of: Callable[
 
 @on_every_executor
 def test_queries_choose_for_themselves_as_in_moba(run: Run) -> None:
-    """Affinities are products of a query with means of keys that end before it; the query's own block counts."""
+    """Affinities are products of a query with block means of keys before it; the query's own block counts."""
     q, k = np.random.default_rng(2).standard_normal((2, 2, 64, 16))
     s = q @ means(k, 8).swapaxes(-1, -2)
     allowed = np.zeros((2, 64, 8), bool)
@@ -268,7 +268,7 @@ def test_columns_and_diagonals_of_the_last_queries_are_kept(run: Run) -> None:
 
 
 def test_blocks_of_unlike_rows_are_kept_and_take_no_part() -> None:
-    """Keys of block 1 point everywhere, and all others in one direction; SpargeAttn keeps blocks like block 1 too."""
+    """Keys of block 1 point everywhere, all others in one direction. SpargeAttn always keeps blocks like block 1."""
     k = np.ones((1, 32, 8)) + np.arange(4).repeat(8)[:, None] * 0.1
     k[:, 8:16] = np.eye(8) * 4
     q = np.ones((1, 32, 8))
@@ -289,7 +289,7 @@ def test_no_score_of_a_page_exceeds_its_bound(run: Run) -> None:
 
 
 def check_bounds(run: Run, seed: int, seqlen_kv: int, page_size: int, is_grouped: bool) -> None:
-    """Check that page bounds are at least the largest scores of pages; whole numbers make exact products."""
+    """Check that page bounds are at least the largest scores of pages; products of integers are exact."""
     rng = np.random.default_rng(seed)
     shapes = (4, 3, 5), (2 - is_grouped, seqlen_kv, 5)
     q, k = (rng.integers(-9, 10, shape).astype(np.float32) for shape in shapes)
@@ -308,7 +308,7 @@ def check_bounds(run: Run, seed: int, seqlen_kv: int, page_size: int, is_grouped
 def test_rounding_lifts_no_score_above_its_bound(
     seed: int, seqlen_kv: int, page_size: int, head_dim: int, dtype: Any, exponent: int
 ) -> None:
-    """Bounds are rounded as scores are, the bounds of pages of one key, and rounding keeps the order of numbers."""
+    """Bounds are rounded like scores, which are the bounds of pages of one key; rounding preserves order."""
     rng = np.random.default_rng(seed)
     q, k = (rng.standard_normal((2, length, head_dim)) * 2.0**exponent for length in (3, seqlen_kv))
     q, k = q.astype(dtype), k.astype(dtype)
@@ -344,7 +344,7 @@ def test_an_index_serves_both_passes(run: Run) -> None:
 
 
 def test_calls_of_one_layout_are_not_mixed_up(monkeypatch: Any) -> None:
-    """Checks of an earlier call serve only those later calls that differ in addresses and budgets."""
+    """A later call skips the checks of an earlier one only if the two differ just in addresses and budgets."""
     q = np.zeros((2, 32, 8))
     usual: dict[str, Any] = dict.fromkeys(("mask", "window", "scale"))
     usual |= {"block": 8, "budgets": {"budget": FEW}, "forced": Forced(), "causal": True}
@@ -476,10 +476,10 @@ CHOOSING = sorted(set(selectors.__all__) - {"Budget", "Forced", "page_bounds"})
 @pytest.mark.parametrize("name", CHOOSING)
 @pytest.mark.parametrize("budget", [Budget(top_k=3), Budget(density=0.3), Budget(threshold=0.1)], ids=str)
 def test_all_selectors_take_the_same_arguments(name: str, budget: Budget) -> None:
-    """One loop calls them all: with blocks, a budget, causality, a window and a mask as `attention` takes them."""
+    """One loop calls all selectors with blocks, a budget, causality, a window and a mask, as `attention` takes them."""
     q, k = np.random.default_rng(0).standard_normal((2, 2, 130, 8), np.float32)
     if name == "quest" and budget.threshold is not None:
-        budget = replace(budget, max_blocks=5)  # of five pages
+        budget = replace(budget, max_blocks=5)  # five pages
     options: dict[str, Any] = {"block": 32, "budget": budget, "forced": Forced(diagonal=False)}
     limits = {"causal": "bottom_right", "window": (50, 0), "mask": masks.Lengths(q=100, kv=90), "scale": 0.5}
     select = getattr(selectors, name)
@@ -549,7 +549,7 @@ PAGED = {
 @pytest.mark.parametrize("case", PAGED)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn"])
 def test_pages_of_quest_are_those_of_the_cache(case: str, dtype: str) -> None:
-    """Queries are those that the cache attends from: 16-bit ones with FP8 rows, and those of other libraries."""
+    """The queries are those that attend to the cache: 16-bit with FP8 rows, and arrays of other libraries."""
     capacity, page_size, expected = PAGED[case]
     pages = {} if page_size is None else {"page_size": page_size, "num_pages": 8}
     cache = cuflash.KVCache(batch=1, num_kv_heads=2, head_dim=8, capacity=capacity, dtype=dtype, **pages)

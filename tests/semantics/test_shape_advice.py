@@ -1,4 +1,4 @@
-"""Errors about shapes say what to write, and what they say works: for masks, biases, and arrays of another layout."""
+"""Errors about shapes say what to write, and their advice works: for masks, biases, and arrays of another layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def zeros(*shape: int) -> np.ndarray:
 
 
 def refusal(*arrays: Any, **options: Any) -> str:
-    """Return why a call is refused; nothing if it is not."""
+    """Return the reason why a call is refused, or an empty string if it is accepted."""
     try:
         cuflash.attention(*arrays, **options)
     except (cuflash.UnsupportedProblem, TypeError) as error:
@@ -29,7 +29,7 @@ def refusal(*arrays: Any, **options: Any) -> str:
     return ""
 
 
-PLACES = {  # of masks and biases for q (2, 8, 50, 16) and 50 keys, or for q (2, 3, 8, 40, 16) and 50 keys
+PLACES = {  # masks and biases for q (2, 8, 50, 16) and 50 keys, or for q (2, 3, 8, 40, 16) and 50 keys
     (2, 50): "for padding of shape (batch, seqlen_kv) write {}[:, None, None, :]",
     (2, 1, 50): "an axis of heads is missing, write {}[:, None]",
     (2, 50, 50): "an axis of heads is missing, write {}[:, None]",
@@ -93,7 +93,7 @@ def test_what_a_message_says_to_write_is_taken(batch: Any, of_scores: Any, shape
 def test_arrays_that_look_like_tokens_before_heads_are_told_how_to_be_passed(shapes, options, start) -> None:
     q, k = (zeros(*shape) for shape in shapes)
     layout = LAYOUT.format("" if q.ndim == 3 else "batch, ")
-    for more in ({}, {"scale": "1"}):  # also with another reason
+    for more in ({}, {"scale": "1"}):  # alone and together with another reason
         reasons = [line.removeprefix("- ") for line in refusal(q, k, k, **options, **more).split("\n")]
         assert any(re.match(start, reason) and re.search(layout, reason) for reason in reasons)
     turned = q.swapaxes(-3, -2), k.swapaxes(-3, -2), k.swapaxes(-3, -2)

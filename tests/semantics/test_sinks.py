@@ -1,4 +1,4 @@
-"""Attention sinks on every executor: each head has a logit that takes part in its softmax and has no value."""
+"""Attention sinks on every executor: each head has a logit that takes part in its softmax but has no value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCKS = masks.BlockPattern(np.array([[1, 0, 1], [0, 1, 1], [0, 0, 0]], bool), (
 PARTIAL = masks.FromFunction(lambda b, h, i, j: (i + 2 * j + h) % 5 != 0)
 SHORT = {"seqlen_q": 40, "seqlen_kv": 70}
 LONG = {"seqlen_q": 130, "seqlen_kv": 192}
-OF_EACH_DTYPE = [  # without keys for some rows; and few queries, whose keys blocks share
+OF_EACH_DTYPE = [  # some rows have no keys; few queries, with keys that thread blocks share
     Structure(num_heads=4, num_kv_heads=2, mask=masks.Lengths(q=30) & PARTIAL, sink=(4,), dtype="float32", **SHORT),
     Structure(num_heads=4, num_kv_heads=2, sink=(4,), dtype="float16", seqlen_q=3, seqlen_kv=600),
 ]
@@ -128,7 +128,7 @@ def test_every_result_with_a_sink_is_within_its_bound(run, example):
 
 @pytest.mark.parametrize("options", KERNELS_OF_SINKS, ids=range(len(KERNELS_OF_SINKS)))
 def test_each_kernel_is_within_its_bound(options) -> None:
-    """Cases have every family, lists and intervals, split keys, packed heads, and gradients that repeat."""
+    """Cases cover every family, lists and intervals, split keys, packed heads, and reproducible gradients."""
     fields = {"num_heads": 4, "num_kv_heads": 2, "sink": (4,), "q_batch": (2,), "k_batch": (2,), "v_batch": (2,)}
     structure = Structure(**fields | {name: options[name] for name in options.keys() - {"kernel", "deterministic"}})
     run = replace(SIM, kernel=options["kernel"], deterministic=options.get("deterministic", False))
@@ -158,7 +158,7 @@ def test_results_with_a_sink_repeat_bit_for_bit(run, structure):
 @on_every_backward
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_rows_without_a_key_have_the_sink_as_lse(run, dtype):
-    """In the sink's gradient, a row without a key counts with the gradient of its lse."""
+    """For the sink's gradient, a row without a key contributes the gradient of its lse."""
     is_seen = np.zeros((3, 70, 1), bool)
     is_seen[:, 40:] = True
     is_seen[1] = False
@@ -187,7 +187,7 @@ def test_a_sink_that_is_nan_or_infinite_makes_its_rows_nan(run, value, seqlen_kv
         assert not np.isnan(np.delete(results[name], 1, axis=0)).any()
     for name in ("o", "lse", "dsink", "dk", "dv"):
         np.testing.assert_array_equal(np.delete(results[name], 1, axis=0), np.delete(before[name], 1, axis=0))
-    assert np.isnan(results["dv"][1, :30]).all()  # the rows that are not masked attend these keys
+    assert np.isnan(results["dv"][1, :30]).all()  # rows with NaN that are not masked attend these keys
 
 
 @on_every_backward
@@ -195,7 +195,7 @@ def test_a_sink_that_is_nan_or_infinite_makes_its_rows_nan(run, value, seqlen_kv
 def test_a_large_sink_takes_all_weight(run, dtype):
     example = run.rounded(Structure(num_heads=2, seqlen_q=40, seqlen_kv=60, dtype=dtype).example())
     dlse = example.dlse.astype(np.float64)
-    # The sink's weight is exactly 1, as lse is the sink, and o is 0: the bound on dsink is that of a sum of 40 terms.
+    # lse equals the sink, so its weight is exactly 1, and o is 0: the bound on dsink is that of a sum of 40 terms.
     bound = (40 + 4) * np.finfo(np.float32).eps / 2 * np.abs(dlse).sum(axis=-1)
     for value in (1e4, 1e38):
         results = run.everything(example.but(sink=np.full(2, value, np.float32)))

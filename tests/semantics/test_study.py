@@ -1,4 +1,4 @@
-"""`python -m cuflash study`: what it measures, how it continues, and how it refuses wrong arguments and files."""
+"""`python -m cuflash study`: what it measures, how it resumes, and how it refuses invalid arguments and files."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_a_measurement_is_what_recall_says_of_the_blocks(name: str, monkeypatch:
         used.clear()
         rows = [*survey.Survey(Q, K, V, causal=causal, scale=scale).measurements([16], [name], DENSITIES)]
         measured = {row.density: row for row in reversed(rows) if isinstance(row, survey.Measurement)}
-        assert used.pop(0) is None  # dense attention
-        assert len(used) == len(measured) > 1  # a size that is the densest for several limits is measured once
+        assert used.pop(0) is None  # the first call is dense attention
+        assert len(used) == len(measured) > 1  # if a size is the densest one for several limits, it is measured once
         for row, mask in zip(reversed(measured.values()), used, strict=True):
             expected = cuflash.study.recall(Q, K, V, mask=mask, causal=causal, scale=scale)
             of_heads = expected.mass.mean(-1)
@@ -172,7 +172,8 @@ def test_a_file_keeps_the_rows_of_other_arrays_and_options(archive: Path, capsys
 def test_a_limit_has_the_densest_size_within_it_and_an_empty_row_has_its_reason(archive: Path) -> None:
     words = "my.npz --patterns window fixed oracle --blocks 8 --densities 0.05 0.39 0.4 --csv x.csv".split()
     _, _, _, _, window, fixed, oracle, *reasons, _, count = study_report(words).splitlines()
-    assert window.split()[1:3] == window.split()[3:] and len(oracle.split()) == 5  # 0.05 holds no block of each row
+    # a density of 0.05 is less than one block per row
+    assert window.split()[1:3] == window.split()[3:] and len(oracle.split()) == 5
     assert fixed == "fixed"
     eligible = np.ones((7, 7), bool)
     lines = [
@@ -213,7 +214,7 @@ def test_scores_of_any_size_have_finite_rows(size: float, scale: float | None, c
         rows = survey.Survey(q, k, v, causal=causal, scale=scale).measurements([16], ["window", "oracle"], [0.5, 1.0])
         measured = [row for row in rows if isinstance(row, survey.Measurement)]
     assert len(measured) == 4 and all(np.isfinite(row[3:]).all() for row in measured)
-    if scale is not None:  # float64 has no trouble with these scores
+    if scale is not None:  # float64 represents these scores without difficulty
         exact = survey.Survey(*(x.astype(float) for x in (q, k, v)), causal=causal, scale=scale)
         for row, other in zip(measured, exact.measurements([16], ["window", "oracle"], [0.5, 1.0]), strict=True):
             assert isinstance(other, survey.Measurement) and row.density == other.density
@@ -367,7 +368,7 @@ def test_a_picture_without_matplotlib_is_refused_before_any_work(
     refused([*WORDS, "--plot", "my.png"], "--plot needs matplotlib: pip install matplotlib, or leave it out", capsys)
 
 
-COMMANDS = {  # words, and how the last line of standard error continues
+COMMANDS = {  # command-line arguments -> rest of the last line of standard error
     "an unknown command": (
         "studies", ": error: the command must be doctor, memory, roofline, study or none; got studies"
     ),
@@ -406,7 +407,7 @@ def test_help_names_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def _run(words: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Run `python -m cuflash` with some words in this process, and return its status."""
+    """Run `python -m cuflash` with these arguments in this process, and return its exit status."""
     monkeypatch.setattr(sys, "argv", ["cuflash", *words.split()])
     try:
         runpy.run_module("cuflash", run_name="__main__")

@@ -24,12 +24,12 @@ from cuflash import UnsupportedProblem, masks, reference
 
 SMALL = {"most_scores": 1 << 12, "most_rows": 300, "widest": 40, "longest": 150}
 TWO = {"q_batch": (2,), "k_batch": (1,), "v_batch": (2,)}
-ROWS = np.arange(40)[:, None] % 3 > 0  # others have no key
+ROWS = np.arange(40)[:, None] % 3 > 0  # rows with keys; the others have none
 FULL = Structure(
     **TWO, num_heads=4, num_kv_heads=2, seqlen_q=40, seqlen_kv=70, value_dim=6, dtype="float64", sink=(4,),
     sink_dtype="float64", mask=masks.Dense(ROWS), dropout=cuflash.Dropout(0.3, seed=5),
 )  # fmt: skip
-MANY = settings.default.max_examples if is_long() else None  # as many examples as a long run draws
+MANY = settings.default.max_examples if is_long() else None  # the number of examples of a long run
 MODEL = Arithmetic(2.0**-53, 1e-300, 1e300)
 EVERY = dict.fromkeys(("q", "k", "v", "sink", "do", "dlse"), "normal")
 
@@ -40,7 +40,7 @@ def options_of(example: Example) -> dict[str, Any]:
 
 
 def push(moving: Moving, **options: Any) -> dict[str, np.ndarray]:
-    """Return o, lse and their tangents; without tangents of arrays of the forward pass all zeros."""
+    """Return o, lse and their tangents; if no array of the forward pass has a tangent, use zeros."""
     example = moving.example
     given_ = moving.of_call() or {"q_dot": np.zeros_like(example.q)}
     values, dots = cuflash.attention_jvp(
@@ -62,7 +62,7 @@ def second(moving: Moving) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]
 
 
 def drawn_program(formula: Formula, seed: int) -> tuple[Any, Operands, list[str], dict[str, np.ndarray]]:
-    """Return a score of a formula, its operands, the names of its real arrays, and tangents of these."""
+    """Return the score of a formula, its operands, the names of its real arrays, and their tangents."""
     arrays = formula.arrays(SHAPE, seed, np.float32)
     score = cuflash.scores.Score(formula, **arrays)
     names = [array.name for array in score.program.arrays if array.kind == "real"]
@@ -101,7 +101,7 @@ def test_the_reference_is_the_complex_step_of_the_forward_pass() -> None:
 
 
 def test_the_reference_is_the_central_difference_of_gradients() -> None:
-    """Long doubles leave eleven digits of a difference."""
+    """With long doubles, eleven digits of a difference are accurate."""
     moving = with_tangents(FULL.example(), EVERY)
     example, step = moving.example, np.longdouble(2.0**-22)
     names = ("q", "k", "v", "do", "dlse", "sink")
@@ -146,7 +146,7 @@ def curved(s, b, h, i, j, temperature, slope):
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
 def test_tangents_of_the_gradients_of_arrays_are_differences_of_these(dtype: str) -> None:
-    """Every feature at once."""
+    """The example has every feature at once."""
     example = replace(FULL, dtype=dtype, sink_dtype="float32").example()
     rng = np.random.default_rng(0)
     arrays = {"temperature": 1 + 0.3 * rng.standard_normal(4), "slope": 0.1 * rng.standard_normal(4)}
@@ -169,7 +169,7 @@ def test_tangents_of_the_gradients_of_arrays_are_differences_of_these(dtype: str
         outputs = vjp(do, dlse)
         return [*outputs, *(outputs[name] for name in names)]
 
-    # A difference of fourth order errs by about step^4 of the numbers, and by their rounding over the step.
+    # A fourth-order difference has an error of about step^4 of the numbers, plus their rounding divided by the step.
     step = 2.0**-12
     near, far = ([plus - minus for plus, minus in zip(gradients(by), gradients(-by))] for by in (step, 2 * step))
     exact = [(8 * once - twice) / (12 * step) for once, twice in zip(near, far, strict=True)]
@@ -191,7 +191,7 @@ def test_tangents_of_the_gradients_of_arrays_are_differences_of_these(dtype: str
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_drift_that_all_keys_share_costs_no_digits(dtype: str) -> None:
-    """Were tangents of scores not taken relative to a number of their row, o's rounding would be multiplied by it."""
+    """Tangents of scores are relative to a number of their row; else their common drift would multiply o's rounding."""
     example = Structure(num_heads=2, seqlen_q=60, seqlen_kv=700, head_dim=16, dtype=dtype).example()
     moving = with_tangents(example, {"k": "drift"})
     outputs = push(moving)
@@ -253,7 +253,7 @@ def test_powers_of_two_come_through_exactly(moving: Moving) -> None:
     for results in (push, lambda each: second(each)[1]):
         once, scaled = results(moving), results(moving.scaled(2.0**-4))
         for name in once.keys() - {"o", "lse"}:
-            is_normal = np.abs(once[name]) > 1e-25  # far above what underflow may take from a sum
+            is_normal = np.abs(once[name]) > 1e-25  # far above any loss to underflow in a sum
             np.testing.assert_array_equal(scaled[name][is_normal], 2.0**-4 * once[name][is_normal], err_msg=name)
 
 
@@ -265,7 +265,7 @@ def test_tangents_of_zero_give_zeros(moving: Moving) -> None:
     if is_finite and np.isfinite(push(still)["o"]).all():
         outputs, (_, dots) = push(still), second(still)
         for x in (outputs["o_dot"], outputs["lse_dot"], *dots.values()):
-            assert not x[~np.isnan(x)].any()  # where a slope is infinite, 0 times it is NaN
+            assert not x[~np.isnan(x)].any()  # an infinite slope times 0 is NaN
 
 
 @settings(max_examples=MANY or 12)
@@ -280,7 +280,7 @@ def test_an_absent_tangent_is_one_of_zeros(moving: Moving) -> None:
 
 
 def test_absent_blocks_do_not_matter() -> None:
-    """Tangents of keys in absent blocks, and past a length, may be NaN."""
+    """Tangents of keys in absent blocks, and of keys past a length, may be NaN."""
     blocks = masks.BlockPattern(np.array([[1, 0], [1, 0]], bool), (64, 512))
     for mask, seen in ((blocks, 512), (masks.Lengths(kv=600), 600)):
         example = Structure(num_heads=2, seqlen_q=128, seqlen_kv=1024, head_dim=4, mask=mask).example()
@@ -401,7 +401,7 @@ def test_listed_blocks_are_their_dense_mask() -> None:
 
 
 def test_parts_of_the_keys_merge_to_the_whole() -> None:
-    """o_dot of `merge` by its vjp's transpose: differences of merged parts are the tangent of the whole."""
+    """Merge the parts moved by plus and minus a step; the central difference is the tangent of the whole."""
     example = Structure(num_heads=2, seqlen_q=20, seqlen_kv=60, dtype="float64").example()
     moving = with_tangents(example, dict.fromkeys(("q", "k", "v"), "normal"))
     parts = []
@@ -419,7 +419,7 @@ def test_parts_of_the_keys_merge_to_the_whole() -> None:
 
 
 def test_rows_of_several_steps_have_one_center() -> None:
-    """The center is that of the first step, also while another row waits for its first key."""
+    """A row's center comes from its first step, even while another row waits for its first key."""
     example = Structure(seqlen_q=9, seqlen_kv=40000, head_dim=4, value_dim=2, mask=masks.Lengths(q=8)).example()
     own = with_tangents(example, {"q": "normal", "v": "normal", "do": "normal"}).tangents
     later = np.where(np.arange(40000)[:, None] < 20000, 0 * example.k, np.float32(4))
@@ -455,7 +455,7 @@ def test_a_pushed_program_gives_what_dual_numbers_give(formula: Formula, seed: i
 @settings(max_examples=MANY or 60)
 @given(formula=formulas(), seed=st.integers(0, 2**32 - 1))
 def test_second_derivatives_of_a_program_commute(formula: Formula, seed: int) -> None:
-    """The slope's tangent along an array is the tangent along the score of the derivative by that array."""
+    """The slope's tangent along an array equals the tangent along the score of the derivative by that array."""
     score, operands, names, _ = drawn_program(formula, seed)
     s, at = some_scores(seed), places()
     for name in names:
@@ -472,7 +472,7 @@ def test_second_derivatives_of_a_program_commute(formula: Formula, seed: int) ->
 
 
 class Elements:
-    """An array whose elements are dual numbers."""
+    """An array with dual numbers as elements."""
 
     def __init__(self, value: np.ndarray, tangent: np.ndarray) -> None:
         self.value, self.tangent = value, tangent
@@ -579,7 +579,7 @@ def test_a_plan_has_both_passes() -> None:
 
 
 def test_double_backward_and_reverse_over_forward_are_passes_of_a_plan() -> None:
-    """The identities by which frameworks differentiate twice, against differences of inner products."""
+    """The identities with which frameworks differentiate twice are compared with differences of inner products."""
     moving = with_tangents(replace(FULL, dropout=None, sink=None).example(), dict.fromkeys(("q", "k", "v"), "normal"))
     example, dots = moving.example, [moving.tangents[name] for name in "qkv"]
     arrays, options = (example.q, example.k, example.v), {"mask": example.mask}

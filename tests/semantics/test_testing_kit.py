@@ -34,7 +34,7 @@ def parts_of(mask):
 
 
 def sample(name):
-    """Yield two thousand draws, the same in every run, created on demand: few tests need all."""
+    """Yield two thousand draws, the same in every run, lazily, because few tests need all of them."""
     for number in range(20):
         yield from drawn(name, number)
 
@@ -53,7 +53,7 @@ def drawn(name, number):
     return draws
 
 
-# Strategies draw what they say
+# Strategies draw what they promise
 
 
 def table_of(mask):
@@ -147,7 +147,7 @@ def test_strategies_draw_every(strategy, kind):
 def test_structures_keep_their_caps(structure):
     batch, num_heads, seqlen_q, seqlen_kv = structure.mask_shape
     rows = int(np.prod(batch)) * num_heads * seqlen_q
-    # One head of one batch entry is always allowed: the caps limit how many there are.
+    # The caps limit batch entries and heads, but one head of one batch entry is always allowed.
     assert rows <= 200 or rows == seqlen_q
     assert rows * seqlen_kv <= 5000 or rows == seqlen_q
 
@@ -293,7 +293,7 @@ def test_a_layout_leaves_the_values(layout, shape, dtype):
     [
         ("contiguous", (2, 3, 4), (96, 32, 8)),
         ("transposed", (2, 3, 4), (32, 64, 8)),
-        ("transposed", (2, 3, 4, 5), (480, 40, 120, 8)),  # the sequence before the heads
+        ("transposed", (2, 3, 4, 5), (480, 40, 120, 8)),  # the sequence axis before the heads
         ("transposed", (3, 4), (8, 24)),
         ("padded", (2, 3, 4), (7 * 6 * 8, 7 * 8, 8)),
         ("stepped", (2, 3, 4), (6 * 8 * 8, 2 * 8 * 8, 2 * 8)),
@@ -392,7 +392,7 @@ def test_the_oracle_is_wider_than_what_it_judges(dtype, wide):
     assert o.dtype == wide
 
 
-# For users
+# Code for users
 
 
 def documented_code():
@@ -410,7 +410,7 @@ def run_documented(my_attention):
 
 @pytest.fixture
 def _profile():
-    """Load the profile of before again, since the documented file loads one of its own, which is made from it."""
+    """Restore the profile that was loaded before, since the documented file loads a profile derived from it."""
     before = settings.default
     yield
     settings.register_profile("before", before)

@@ -1,4 +1,4 @@
-"""Arrays that a vjp reads again cannot change unnoticed: results are read-only, others have checksums."""
+"""Arrays that a vjp reads again cannot change unnoticed: results are read-only, and others have checksums."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def everything(dtype: Any = np.float32) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def change(array: np.ndarray[Any, Any], place: int) -> None:
-    """Change one element, to another finite value, whatever its dtype is."""
+    """Change one element to another finite value, in any dtype."""
     array.flags.writeable = True
     index = np.unravel_index(place % array.size, array.shape)
     array[index] = ~array[index] if array.dtype == bool else array[index] + 1
@@ -141,7 +141,7 @@ def test_an_array_to_write_to_has_its_flag_back(is_pair: bool, is_view: bool) ->
     q = an_array()
     o, lse = np.empty((4, 12, 8), np.float32), np.empty((4, 12), np.float32)
     outputs = (o[1:3], lse[1:3]) if is_view else (np.empty(SHAPE, np.float32), np.empty(SHAPE[:-1], np.float32))
-    for _ in range(3):  # the vjp of the turn before still lives
+    for _ in range(3):  # the vjp of the previous iteration is still alive
         results, vjp = cuflash.attention_vjp(q, q, q, out=outputs if is_pair else outputs[0], return_lse=is_pair)
         assert (results[0] if is_pair else results) is outputs[0]
         assert [each.flags.writeable for each in outputs] == [False, not is_pair]
@@ -156,7 +156,7 @@ def test_an_array_to_write_to_has_its_flag_back(is_pair: bool, is_view: bool) ->
 
 
 def test_vjps_that_share_an_output() -> None:
-    """The flag is restored with the end of the last one, in any order; one whose output was written over says so."""
+    """The flag is restored when the last vjp ends, in any order; a vjp with an overwritten output says so."""
     q, buffer = an_array(), np.empty(SHAPE, np.float32)
     _, first = cuflash.attention_vjp(q, q, q, out=buffer)
     _, second = cuflash.attention_vjp(2 * q, q, q, out=buffer)

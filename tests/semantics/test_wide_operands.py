@@ -19,7 +19,7 @@ RNG = np.random.default_rng(0)
 Q, K, V, DO = RNG.standard_normal((4, 2, 4, 40, 16))
 DLSE = RNG.standard_normal(Q.shape[:-1])
 BIAS, SINK, SLOPES = RNG.standard_normal((4, 40, 40)), RNG.standard_normal(4), RNG.standard_normal(4)
-SEEN = np.arange(40)[:, None] % 3 > 0  # other rows have no key
+SEEN = np.arange(40)[:, None] % 3 > 0  # rows with keys; the others have none
 NARROW = ("float16", "float32")
 
 
@@ -38,7 +38,8 @@ def everything(run: Run, dtype: str, bias: np.ndarray, sink: np.ndarray, slopes:
 @pytest.mark.parametrize("run", EVERYWHERE, ids=str)
 def test_results_are_those_of_float32_and_gradients_have_their_arrays_dtype(run: Run, dtype: str) -> None:
     wide = BIAS.copy(), SINK.copy(), SLOPES.copy()
-    wide[0][0, 1, :7], wide[0][1, 2, 3], wide[1][2] = -1e300, -np.inf, -1e300  # beyond float32: hidden, and no sink
+    # beyond float32: a hidden key and an absent sink
+    wide[0][0, 1, :7], wide[0][1, 2, 3], wide[1][2] = -1e300, -np.inf, -1e300
     with np.errstate(over="ignore"):
         narrow = [x.astype(np.float32) for x in wide]
     results, expected = everything(run, dtype, *wide), everything(run, dtype, *narrow)
@@ -55,7 +56,7 @@ def test_results_are_those_of_float32_and_gradients_have_their_arrays_dtype(run:
     st.sampled_from([(1,), (40,), (40, 1), (1, 1, 40), (4, 40, 40), (2, 1, 40, 40)]), st.integers(0, 2**32 - 1),
 )  # fmt: skip
 def test_results_are_within_the_bounds_of_the_numbers_that_were_given(dtype, power, of_sink, of_bias, seed) -> None:
-    """The bounds hold against the float64 numbers, and so include their rounding, in rows without a key too."""
+    """The bounds hold against the float64 numbers, and so include their rounding, also in rows without a key."""
     rng = np.random.default_rng(seed)
     bias, sink = (np.array(10.0**power * rng.standard_normal(shape)) for shape in (of_bias, of_sink))
     example = Structure(

@@ -1,7 +1,7 @@
-"""Every argument of every public function is given values of every kind, most of them wrong.
+"""Every argument of every public function gets values of every kind, most of them invalid.
 
-A call works, or raises one of the two errors that calls have, whose message names the argument and its rule. It changes
-nothing that it was given.
+A call succeeds, or raises one of the two errors that calls have, with a message that names the argument and its rule.
+It never changes its arguments.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def an_array(*shape: int, dtype: Any = np.float32) -> Any:
 
 
 class Foreign:
-    """An array of a library that NumPy and CuPy do not know, with DLPack alone."""
+    """An array of a library that NumPy and CuPy do not know, which supports only DLPack."""
 
     def __init__(self, host: Any = None, device: Any = (1, 0), fault: BaseException | None = None) -> None:
         self.host, self.device, self.fault = an_array() if host is None else host, device, fault
@@ -55,7 +55,7 @@ class Foreign:
 
 
 class Traced:
-    """An array with a namespace and without memory, as inside of a compiled function."""
+    """An array with a namespace but without memory, like those inside a compiled function."""
 
     shape, ndim, dtype, strides, size = SHAPE, 3, np.dtype(np.float32), (320, 32, 4), 160
 
@@ -164,7 +164,8 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "host": DeviceSpec.host,
     "H100": lambda: DeviceSpec.gpu("H100"),
     "MaskShape": lambda: masks.MaskShape((), 2, 10, 10),
-    "MaskShape of rubbish": lambda: masks.MaskShape._make(("x", None, -1, 2.5)),  # as none that is called is
+    # _make checks nothing, unlike the constructor
+    "MaskShape of rubbish": lambda: masks.MaskShape._make(("x", None, -1, 2.5)),
     "Gradients": lambda: cuflash.Gradients(1, 2, 3),
 }
 JUNK = {**NUMBERS, **ARRAYS, **FOREIGN, **OTHERS}
@@ -197,7 +198,7 @@ def precompile(**arguments: Any) -> Any:
         return cuflash.precompile(**{**arguments, **shapes})
 
 
-# Texts that stand for an argument in a message, of each call or of one.
+# Texts with which a message may name an argument, in every call or in one call.
 NAMES = {"mask": "mask|q_ids|block index", "outs": "outs|lses", "lses": "outs|lses"} | dict.fromkeys(
     ("seqlen_q", "seqlen_kv", "block", "shape", "matrix"), r"seqlen_\w+|block|shape|matrix"
 )
@@ -216,7 +217,7 @@ OF_MODELS = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8, "dtype": np.floa
 
 
 def of_a_cache(method: str, **arguments: Any) -> Any:
-    """Call a method of a cache that holds two rows of each sequence, some of them in pages."""
+    """Call a method of a cache that holds two rows of each sequence, with pages for some methods."""
     cache = cuflash.KVCache(**SIZES, **(PAGES if method in ("append", "attention") else {}))
     cache.append(ROWS, ROWS)
     return getattr(cache, method)(**arguments)
@@ -317,7 +318,7 @@ PLACES = [(name, argument) for name, (_, arguments) in CALLS.items() for argumen
 
 
 def bytes_of(value: Any) -> Any:
-    """Copy the arrays that a value holds, to see whether a call has changed it."""
+    """Copy the arrays that a value holds, to detect changes by a call."""
     if isinstance(value, np.ndarray) and value.dtype != object:
         return value.tobytes()
     if isinstance(value, Foreign):
@@ -326,14 +327,14 @@ def bytes_of(value: Any) -> Any:
 
 
 def complaint(name: str, argument: str, junk: Any) -> str | None:
-    """Return what is wrong with a call's answer to a value; None if nothing is."""
+    """Return what is wrong with the result or the error of a call with this value, or None."""
     call, good = CALLS[name]
     arguments = {**good, argument: junk}
     before = bytes_of(list(arguments.values()))
     try:
         call(**arguments)
         if argument == "out":
-            return None  # it is written to
+            return None  # calls write to this argument
         error = None
     except (TypeError, UnsupportedProblem) as caught:
         error = caught
@@ -402,7 +403,7 @@ DOCUMENTED = {
 
 
 def documented_errors(call: Callable[..., Any]) -> str:
-    """Return the section of a docstring that tells what a call raises."""
+    """Return the section of a docstring that documents the errors of a call."""
     section = re.search(
         r"^Raises\n-+\n(.*?)(?=^\S[^\n]*\n---|\Z)", inspect.getdoc(call) or "", re.DOTALL | re.MULTILINE
     )

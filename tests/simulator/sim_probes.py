@@ -1,4 +1,4 @@
-"""Small kernels for the simulator's tests, and how to build them; children under a sanitizer import them too."""
+"""Small kernels for the simulator's tests, and how to build them; child processes under a sanitizer import them too."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ def build(text: str, entry: str, sanitize: sim.Sanitizer = "") -> sim.Kernel:
 
 
 def line_of(text: str, marker: str) -> int:
-    """Return the number of the one line that ends with a marker."""
+    """Return the number of the only line that ends with a marker."""
     (number,) = [i for i, line in enumerate(text.split("\n"), start=1) if line.endswith(marker)]
     return number
 
 
-# Two stages, each thread copies 16 bytes of a tile and reads what another warp copied. Each fault is one line away.
+# A pipeline with two stages: each thread copies 16 bytes of a tile, and reads what another warp copied. Each fault
+# changes one line.
 PIPELINE = """#include <ptx/types.cuh>
 #include <ptx/shared.cuh>
 #include <ptx/cp_async.cuh>
@@ -92,7 +93,7 @@ PIPELINE_PARAMS = np.dtype([("in", "u8"), ("out", "u8"), ("tiles", "i4"), ("faul
 def run_pipeline(
     kernel: sim.Kernel, schedule: sim.Schedule, fault: int = 0, short: int = 0, time_limit: float = 60.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pipeline's result and the expected one; `short` elements are missing from the end of its input."""
+    """Return the pipeline's result and the expected one; the last `short` elements of its input are missing."""
     blocks, tiles = 2, 3
     data = np.arange(blocks * tiles * 384, dtype=np.float32) % 37
     own = data[: data.size - short].copy()
@@ -103,7 +104,7 @@ def run_pipeline(
     return out, np.roll(expected, -32, axis=1)
 
 
-# A pipeline of Hopper: one warpgroup copies tiles of a and b ahead, another multiplies them and copies the sum out.
+# A pipeline for sm90: one warpgroup copies tiles of a and b ahead, and another multiplies them and copies the sum out.
 HOPPER_PIPELINE = """#include <ptx/barrier.cuh>
 #include <ptx/mbarrier.cuh>
 #include <ptx/shared.cuh>
@@ -195,7 +196,7 @@ HOPPER_FAULTS = (
     "too_few_bytes", "too_many_bytes", "no_barrier_after_init", "no_init_fence", "no_wgmma_fence", "no_proxy_fence",
     "no_store_wait", "three_warps",
 )  # fmt: skip
-# Races that a run under a friendly schedule does not show, with words of the lines of both accesses.
+# Races that do not show under a friendly schedule, with words from the lines of both accesses.
 HOPPER_RACES = {
     "released_before_the_product": ("multiplies", "copies"),
     "released_by_one_warp": ("multiplies", "copies"),
@@ -242,7 +243,7 @@ if sanitize == "thread":
 print("end", file=sys.stderr)
 """
 
-# Run under a sanitizer: reports go to stderr, what the simulator itself finds to stdout.
+# Runs under a sanitizer: the sanitizer's reports go to stderr, and the simulator's own to stdout.
 CHILD = """
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The simulator does what PTX says of each operation, and reports every broken rule at its line, and nothing else."""
+"""The simulator follows PTX for each operation, and reports every broken rule at its line, and nothing else."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from cuflash.sim import compiler
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")
 ORDERS = ("round_robin", "first_warp", "last_warp", "random", "priorities")
 COPIES = ("eager", "late", "random")
-KEPT = compiler.cache_directory  # for objects that take long to build, when the build is not tested
+KEPT = compiler.cache_directory  # for objects that are slow to build, in tests that do not test the build
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a cache that contains only the simulator's runtime, which takes seconds to build."""
+    """Return a cache folder that contains only the simulator's runtime, which takes seconds to build."""
     folder = tmp_path_factory.mktemp("kernels")
     with compiler._build_runtime(compiler._compiler(), "") as runtime:
         shutil.copy(runtime.name, folder)
@@ -57,7 +57,7 @@ def schedules(count: int) -> Iterator[sim.Schedule]:
         yield sim.Schedule(seed=seed, order=order, copies=copies, shuffle_lanes=shuffle_lanes)
 
 
-# ---- operations under every schedule; tests/kernels/test_probes.py has each operation ----
+# ---- operations under every schedule; tests/kernels/test_probes.py tests each operation ----
 
 
 def test_copies_fill_with_zeros_and_named_barriers_order_their_warps() -> None:
@@ -229,7 +229,7 @@ FOUND = {
     "endless rare operations": r"bugs.cu:{line}: the launch passed its time limit of 0.2 s here, in __syncwarp",
     "endless atomics": r"the launch passed its time limit of 0.2 s",
 }
-if platform.machine() == "x86_64":  # others divide by zero and continue
+if platform.machine() == "x86_64":  # other architectures divide by zero and continue
     FOUND["division by zero"] = r"integer division by zero(.*\n)*  interrupted at bugs.cu:{line}\n"
 
 
@@ -254,7 +254,7 @@ def test_a_broken_rule_is_reported_at_its_line(name: str) -> None:
     with pytest.raises(sim.SimulationError, match=FOUND[name].replace("{line}", str(line))) as caught:
         run_bug(name)
     assert "block (0, 0, 0)" in str(caught.value) and "under Schedule(seed=0, " in str(caught.value)
-    run_bug("")  # and the next launch is not disturbed
+    run_bug("")  # the error does not disturb the next launch
 
 
 def test_no_rule_is_broken_where_no_bug_is_asked_for() -> None:
@@ -315,7 +315,7 @@ def test_thread_sanitizer_sees_every_missing_barrier_and_wait_in_a_friendly_run(
     for report in faulty:
         assert "WARNING: ThreadSanitizer: data race" in report
         assert reads in report and copies in report
-    # A loop that calls nothing cannot be interrupted here, so the process is ended.
+    # A loop that calls no operation cannot be interrupted in the process, so the process is ended.
     assert run.returncode == 70, run.stderr
     assert f"passed its time limit of 0.2 s in a loop without operations, entered after {before}" in run.stderr
 
@@ -475,7 +475,7 @@ def test_an_unwritable_home_is_said_and_does_not_stop(monkeypatch: pytest.Monkey
     assert folder.is_dir() and compiler.cache_directory() == folder
 
 
-# Kept programs, and programs that fail.
+# Cached programs, and programs that fail.
 
 DAMAGES = st.one_of(
     st.tuples(st.just("cut"), st.integers(0, 139)),
@@ -498,7 +498,7 @@ def damage(file: Path, kind: str, place: int) -> None:
 
 
 def is_whole(file: Path) -> bool:
-    """Return whether a file is taken as it is, without being made again."""
+    """Return whether a cached file is accepted, without being built again."""
     opened = compiler._opened(file)
     if opened is not None:
         opened.close()
@@ -521,7 +521,7 @@ def test_what_is_not_as_it_was_published_is_published_again(content: bytes, dama
 def test_a_damaged_kernel_or_prelude_is_made_again(cache: Path, kind: str) -> None:
     text, x = TWICE.replace("2.0f", f"{len(kind)}.5f"), np.ones(4, np.float32)
     library = build(text, "twice")._library
-    preludes = list(cache.glob("prelude-*/prelude.hpp.gch"))  # those of sanitizers among them
+    preludes = list(cache.glob("prelude-*/prelude.hpp.gch"))  # including those of sanitizers
     for file in (library, *preludes):
         damage(file, kind, 1000)
     build(text, "twice")(1, 4, (x, np.int32(4)))
@@ -530,7 +530,7 @@ def test_a_damaged_kernel_or_prelude_is_made_again(cache: Path, kind: str) -> No
 
 
 def published(folder: Path, name: str, data: bytes = b"machine code") -> IO[bytes]:
-    """Publish a file whose compiler is `cp`, and return it open."""
+    """Publish a file with `cp` as its compiler, and return the opened file."""
     (folder / "made").write_bytes(data)
     target = folder / name
     return compiler._publish([["cp", str(folder / "made"), target.name]], target, "a file")
@@ -556,7 +556,7 @@ def test_a_file_that_was_removed_or_replaced_is_not_taken_for_the_one_that_is_th
     published(tmp_path, name).close()
     with (tmp_path / name).open("rb") as before:
         published(tmp_path, name).close()
-        assert host_cache.hold(before)  # what is whole is not published again: a process may be about to load it
+        assert host_cache.hold(before)  # an intact file is not published again: another process may be about to load it
         os.replace(shutil.copy(tmp_path / name, tmp_path / "copy"), tmp_path / name)
         assert not host_cache.hold(before)
         (tmp_path / name).unlink()
@@ -572,10 +572,10 @@ def test_the_least_recently_used_files_are_removed_beyond_a_size(order: list[int
             published(folder, name).close()
         for age, number in enumerate(reversed(order)):
             os.utime(folder / names[number], ns=(age, age))
-        opened = compiler._opened(folder / names[order[-1]])  # the oldest is used again
+        opened = compiler._opened(folder / names[order[-1]])  # the oldest file is used again
         assert opened is not None
         opened.close()
-        (folder / "notes.so").write_bytes(bytes(1 << 20))  # of somebody else
+        (folder / "notes.so").write_bytes(bytes(1 << 20))  # belongs to someone else
         patch.setattr(host_cache, "MOST_BYTES", most * (folder / names[0]).stat().st_size)
         host_cache.shrink(folder)
         by_use = [names[number] for number in (order[-1], *order[:-1])]
@@ -593,7 +593,7 @@ def test_a_cache_that_is_too_large_shrinks_when_a_kernel_is_made(
 
 def test_a_full_cache_is_not_looked_through_for_each_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     size, looks, shrink = 12 + compiler._SEAL_BYTES, list[Path](), host_cache.shrink
-    monkeypatch.setattr(host_cache, "MOST_BYTES", 128 * size)  # a look for each 2 files
+    monkeypatch.setattr(host_cache, "MOST_BYTES", 128 * size)  # the cache looks for old files once per 2 new files
 
     def noted(place: Path) -> None:
         looks.append(place)
@@ -620,7 +620,7 @@ def test_a_prelude_is_read_once_and_made_again_after_the_cache_was_cleared(
     monkeypatch.setattr(compiler, "_seal", noted)
     for number in (0, 1, 2):
         build(TWICE + f"// {number}", "twice")
-    assert sum(size > 1 << 20 for size in sealed) == 2  # when it is made, and before it is used
+    assert sum(size > 1 << 20 for size in sealed) == 2  # once when it is built, and once before it is used
     assert cuflash.cache_clear().nbytes > 1 << 20 and os.listdir(tmp_path) == []
     build(TWICE + "// again", "twice")
     assert len(list(tmp_path.glob("prelude-*/*"))) == 1
@@ -630,7 +630,7 @@ def test_a_kernel_that_vanishes_before_it_is_loaded_is_made_once_more(monkeypatc
     loaded = compiler.Kernel
 
     def vanish(library: Path, *rest: object) -> object:
-        library.unlink()  # as `rm` does, which asks no lock
+        library.unlink()  # like `rm`, which takes no lock
         monkeypatch.setattr(compiler, "Kernel", loaded)
         raise OSError(f"{library}: cannot open shared object file: No such file or directory")
 
@@ -641,7 +641,7 @@ def test_a_kernel_that_vanishes_before_it_is_loaded_is_made_once_more(monkeypatc
 
 
 def stand_in(folder: Path, script: str) -> str:
-    """Return a PATH whose g++ is a script."""
+    """Return a PATH on which g++ is this script."""
     program = folder / "g++"
     program.write_bytes(b"#!/bin/sh\n" + script.encode("latin-1") + b"\n")
     program.chmod(0o755)
@@ -720,7 +720,7 @@ print(ascii(compiler._run(["echo", str(compiler._RUNTIME)]).stdout))"""
 
 
 def names(file: Path) -> set[str]:
-    """Return the functions and types of a file of instructions that kernels may use."""
+    """Return the functions and types in a file of instructions that kernels may use."""
     room = file.read_text("utf-8").rpartition("namespace cuflash::ptx {")[2]
     functions = r"(?:constexpr )?CUFLASH_DEVICE (?:\S+|T\*)"
     return set(re.findall(rf"^(?:{functions}|struct) (\w+(?:<\w+>)?)", room, re.MULTILINE))

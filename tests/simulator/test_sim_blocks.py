@@ -1,4 +1,4 @@
-"""Blocks run together in the simulator: races and deadlocks between them are reported, and sound kernels pass."""
+"""Thread blocks run together in the simulator, which reports races and deadlocks between them; sound kernels pass."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_blocks_of_a_grid_of_three_axes_have_their_indices() -> None:
     assert_array_equal(out, x + 10 * y + 100 * z)
 
 
-# Planted faults: one after another, blocks do not show them.
+# Planted faults, which do not show if blocks run one after another.
 
 
 @pytest.mark.parametrize("fault", range(1, 4), ids=MERGE_FAULTS[:3])
@@ -125,7 +125,7 @@ def test_turns_that_nothing_orders_are_seen_under_every_schedule(fault: str) -> 
 
 
 def test_a_count_that_is_one_too_low_is_seen_under_some_schedule() -> None:
-    """In schedules that run blocks in their order, each block waits for the one before all the same."""
+    """Under schedules that run blocks in order, each block happens to wait for the previous one anyway."""
     seen = 0
     for schedule in schedules():
         try:
@@ -166,7 +166,7 @@ def test_a_time_limit_tells_how_many_blocks_have_started() -> None:
         kernel(3, 1, (np.zeros(1, np.int32),), 0, sim.Schedule(resident_blocks=2), time_limit=0.2)
 
 
-# Under ThreadSanitizer, which tells the threads of a block apart.
+# Under ThreadSanitizer, which distinguishes the threads of a block.
 
 CHILD = """
 import sys

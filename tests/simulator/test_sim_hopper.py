@@ -1,4 +1,4 @@
-"""The simulator's reports on mbarriers, TMA and wgmma. tests/kernels/test_probes.py shows what these compute."""
+"""The simulator's reports on mbarriers, TMA and wgmma. Their results are tested in tests/kernels/test_probes.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_launch_is_repeated_bit_for_bit_by_its_schedule() -> None:
         assert first.tobytes() == again.tobytes()
 
 
-# Reported under every schedule, the kindest too.
+# Faults that are reported under every schedule, even the friendliest.
 ALWAYS = {
     "wrong_parity": r"deadlock(.*\n)*  warp 0 lanes (\d+)-\2: waits in mbarrier_wait at {waits for a slot} "
     r"\(the barrier at shared offset 49168 is in a phase of parity 0, which 4 of 4 arrivals and 0 bytes are missing",
@@ -261,7 +261,8 @@ FOUND = {
     "copy under way": r"{line}: the block \(0, 0, 0\) ends while this copy is pending",
     "written meanwhile": "{line}: bulk_load: shared offset 20 was written to while the copy was pending",
     "source written meanwhile": "{line}: bulk_store: shared offset 16 was written to before the copy had read it",
-    # Seen the second time: where all lanes of a warp came to a fence, they are taken to come to the next one too.
+    # Detected at the second fence: once all lanes of a warp have reached a fence, the simulator expects all of them at
+    # the next one.
     "a lane stops fencing": "{line}: bulk_store reads shared offset 112, which a thread wrote to without fence_proxy_a",
     "matrix not aligned": "{line}: wgmma_matrix: the pattern of this swizzle starts at multiples of 512; got .* 256",
     "distances": "{line}: wgmma_matrix: address and distances must be multiples of 16; got shared offset 0, 8 and 128",
@@ -297,7 +298,7 @@ def test_a_broken_rule_is_reported_at_its_line(name: str) -> None:
     message = FOUND[name].replace("{line}", f"bugs.cu:{line_of(BUGS, f'// {name}')}")
     with pytest.raises(sim.SimulationError, match=message):
         run_bug(name)
-    run_bug("")  # and the next launch is not disturbed
+    run_bug("")  # the error does not disturb the next launch
 
 
 @pytest.mark.parametrize("copies", ("eager", "late", "random"))

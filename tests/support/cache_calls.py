@@ -1,4 +1,4 @@
-"""Calls of the kernels of caches: decoding, where unused rows hold NaN, and appending."""
+"""Calls of cache kernels: decode, where unused rows hold NaN, and append."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from executors import Run
 
 CAPACITY = 300
 LENGTHS = (300, 0, 1, 63, 64, 65, 192, 193)
-FEW = replace(DeviceSpec.gpu("H100"), num_processors=4)  # two parts at most, of several steps each, for two heads
+FEW = replace(DeviceSpec.gpu("H100"), num_processors=4)  # at most two parts of several steps each, for two heads
 NEW = {"dtype": np.float16, "rows": 1, "heads": 2, "dim": 64, "window": None, "sink": False, "device": FEW}
 KINDS = {
     "one token": NEW,
     "many parts": NEW | {"dtype": ml_dtypes.bfloat16, "device": DeviceSpec.gpu("H100"), "sink": True},
-    "several tokens, grouped heads": NEW | {"rows": 5, "heads": 12},  # 30 rows of a tile of 32
-    "a full tile": NEW | {"rows": 16, "heads": 8, "dtype": ml_dtypes.bfloat16, "sink": True},  # 64 rows
+    "several tokens, grouped heads": NEW | {"rows": 5, "heads": 12},  # 30 rows in a tile of 32
+    "a full tile": NEW | {"rows": 16, "heads": 8, "dtype": ml_dtypes.bfloat16, "sink": True},  # fills a tile of 64 rows
     "a window": NEW | {"rows": 3, "window": (70, None)},
     "dims that are padded": NEW | {"dim": 40, "rows": 2},
 }
@@ -37,7 +37,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Drawn:
-    """A call on a cache: arrays on the host, keys and values as long as the capacity."""
+    """A call on a cache: host arrays, with keys and values as long as the capacity."""
 
     q: Any
     k: Any
@@ -78,7 +78,7 @@ def hidden(call: Drawn) -> tuple[Any, Any]:
 
 
 def paged(call: Drawn, page_size: int, seed: int) -> tuple[Any, Any, Any]:
-    """Return keys and values in pages in random order; all that the call must not read is NaN or junk."""
+    """Return keys and values in randomly ordered pages; everything that the call must not read is NaN or junk."""
     rng, batch = np.random.default_rng(seed), len(call.lengths)
     max_pages = -(-call.k.shape[2] // page_size)
     table = rng.permutation(batch * max_pages + 3)[: batch * max_pages].reshape(batch, max_pages).astype(np.int32)
@@ -103,9 +103,9 @@ def attended(
     target: Any = None,
     is_quantized: bool = False,
 ) -> tuple[Any, Any, int]:
-    """Return o, lse and the kernel's fault count; NaN fills what it must not read, and results before the call.
+    """Return o, lse and the kernel's fault count; NaN fills results at first, and inputs that it must not read.
 
-    Keys and values are rounded to 8 bits first for the kernel that takes such ones.
+    For the FP8 kernel, keys and values are first rounded to FP8.
     """
     k, v, table = (*hidden(call), None) if pages is None else pages
     scales = {}
@@ -131,7 +131,7 @@ def attended(
 
 
 def launch(run: Run, kernels: Pass, arrays: dict[str, Any], target: Any = None) -> None:
-    """Launch kernels on arrays, which leave workspaces of zeros as they were."""
+    """Launch kernels on arrays; zeroed workspaces must hold zeros again afterwards."""
     zeros = {name: each for name, each in kernels.workspaces.items() if each.is_zeroed}
     inputs = {name: run.put(np.zeros(each.shape, each.dtype)) for name, each in zeros.items()}
     run_alone(kernels, {**arrays, **inputs}, target or (gpu.current_target() if run.is_on_device else Simulator()))
@@ -153,9 +153,9 @@ def assert_is_attention(
     Parameters
     ----------
     rounded : callable
-        Gives an example the dtype to which the kernels round weights.
+        Returns an example with the dtype to which the kernels round weights.
     kept : callable
-        Gives rows of k and v as the cache keeps them.
+        Returns rows of k and v as the cache stores them.
     """
     mask: masks.Mask = masks.Causal("bottom_right")
     mask = mask if call.window is None else mask & masks.SlidingWindow(*call.window, "bottom_right")
@@ -181,7 +181,7 @@ def assert_bits_are_of_own_sequences(
 
 
 def assert_rows_may_be_fewer(attend: Attend, call: Drawn) -> None:
-    """Assert that rows of a sequence have the bits that they have alone, and that rows of no sequence are empty."""
+    """Assert that a sequence's rows have the bits that they have alone, and that rows of no sequence are empty."""
     o, lse, faults = attend(call)
     for b, count in enumerate(call.counts or ()):
         one = replace(call.of([b]), q=call.q[b : b + 1, :, :count], counts=None)
@@ -192,7 +192,7 @@ def assert_rows_may_be_fewer(attend: Attend, call: Drawn) -> None:
 
 
 def assert_numbers_out_of_range_lead_nowhere(attend: Attend, call: Drawn) -> None:
-    """Assert that wrong page numbers and lengths of sequence 1 are counted, and change only its own, finite, result."""
+    """Assert that invalid pages and lengths of sequence 1 are counted, and change only its result, which is finite."""
     k, v, table = paged(call, 16, 0)
     others = [b for b in range(len(call.lengths)) if b != 1]
     right = attend(call, (k, v, table))
@@ -242,7 +242,7 @@ HARD = np.float32([0, -0.0, 1e-42, 1e-38, 2e-38, -1e-37, 5e-36, 1, 448, 448.0000
 
 
 def _hard(shape: tuple[int, ...]) -> Any:
-    """Return ties, subnormal numbers, the ends of both formats, NaN and infinities, in rows of one number or many."""
+    """Return ties, subnormals, limits of both formats, NaN and infinities, in rows of one or many nonzero numbers."""
     rng, (_, num_rows, heads, _) = np.random.default_rng(0), shape
     near = (rng.integers(0, 2**32, shape, dtype=np.uint32) >> 5 | 0x3A000000).view(np.float32)
     rows = np.where(rng.random(shape) < 0.5, near, HARD[rng.integers(0, len(HARD) - 4, shape)])
@@ -264,7 +264,7 @@ def appended(
     is_quantized: bool = False,
     is_hard: bool = False,
 ) -> Any:
-    """Return the new rows, then pages, lengths and faults after the kernel; with FP8 pages also the scales."""
+    """Return the new rows, and the pages, lengths and faults after the kernel; with FP8 pages also the scales."""
     batch = len(HELD)
     draw = _hard if is_hard else _RNG.standard_normal
     rows = [draw((batch, num_rows, HEADS, dim)).astype(dtype).swapaxes(1, 2) for dim in dims]

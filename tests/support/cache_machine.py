@@ -1,6 +1,6 @@
-"""Operations of a KV cache in any order, drawn from a seed, compared with a list of arrays.
+"""Operations of a KV cache in random order, drawn from a seed, whose results are compared with a list of arrays.
 
-Checks take the library as an argument, so that they guard copies of it with planted faults as well.
+Checks take the library as an argument, so that they can also guard copies of it with planted faults.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from cuflash.testing import Example, assert_within_bounds
 BATCH, HEADS, DIM, VALUE_DIM, CAPACITY, PAGE, NUM_PAGES = 3, 2, 4, 3, 70, 16, 9
 KINDS = ("contiguous", "pages", "over contiguous pages", "over strided pages", "8 bits", "8 bits in pages", "in parts")
 
-# Shapes of sinks, on the host; kernels of caches do not serve the last two, which differ between sequences.
+# Shapes of sinks on the host. Cache kernels do not support the last two, which differ between sequences.
 SINKS = (None, (2 * HEADS,), (1,), (BATCH, 2 * HEADS), (BATCH, 1))
 
 
 def rounded_to_8_bits(rows: Any) -> Any:
-    """Return rows as a cache of float8_e4m3fn holds them, by the least power of two that keeps a row below 449."""
+    """Return rows as a float8_e4m3fn cache stores them, scaled by the least power of two that keeps a row below 449."""
     largest = np.abs(rows).max(axis=-1, keepdims=True).astype(np.float64)
     scale = np.where(largest == 0, 1, 2.0 ** np.ceil(np.log2(np.where(largest == 0, 448, largest) / 448)))
     return ((rows / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale).astype(np.float32)
 
 
 class CheckedCache:
-    """A cache, and the arrays that it must hold; each operation is applied to both.
+    """A cache, and the arrays whose contents it must have; each operation is applied to both.
 
-    A cache of CuPy arrays holds 16-bit or FP8 rows, with dims that its kernels serve.
+    A cache of CuPy arrays holds 16-bit or FP8 rows, with dimensions that its kernels support.
     """
 
     def __init__(self, library: Any, kind: str, seed: int, xp: Any = np) -> None:
@@ -41,7 +41,7 @@ class CheckedCache:
         of_rows = np.float32 if self.has_8_bits else self.dtype
         self.keys = [np.empty((HEADS, 0, self.dim), of_rows) for _ in range(BATCH)]
         self.values = [np.empty((HEADS, 0, self.value_dim), of_rows) for _ in range(BATCH)]
-        self.held = [0] * BATCH  # pages that each sequence has, shared or not
+        self.held = [0] * BATCH  # number of pages of each sequence, shared or not
         if kind.startswith("over"):
             self.cache = self._over(kind == "over strided pages")
         else:
@@ -59,7 +59,7 @@ class CheckedCache:
         )  # fmt: skip
 
     def _over(self, is_strided: bool) -> Any:
-        """Return pages of another owner, who has more of them than it lends, and has written rows to the rest."""
+        """Return a cache over pages of an owner who has more pages than the cache uses, and has written to the rest."""
         arrays = []
         for dim in (self.dim, self.value_dim):
             shape = (2 * NUM_PAGES, PAGE, HEADS, dim) if is_strided else (2 * NUM_PAGES, HEADS, PAGE, dim)
@@ -77,20 +77,20 @@ class CheckedCache:
         return [keys.shape[1] for keys in self.keys]
 
     def _normal(self, *shape: int) -> Any:
-        """Return an array where the cache is."""
+        """Return a random array on the cache's device."""
         return self.xp.asarray(self.rng.standard_normal(shape).astype(self.dtype))
 
     def _on_host(self, array: Any) -> Any:
         return array if self.is_on_host else array.get()
 
     def _is_taken(self, stops: list[int], call: Callable[[], None]) -> bool:
-        """Return whether a call that needs pages is not refused; it may be refused only where pages are short."""
+        """Return whether a call that needs pages is accepted; it may be refused only if there are too few pages."""
         held = [max(pages, -(-stop // PAGE)) for pages, stop in zip(self.held, stops)]
         is_long = max(stops) > self.cache.capacity
         try:
             call()
         except self.library.UnsupportedProblem as error:
-            # Pages that sequences share leave more of them free than are counted here.
+            # Sequences may share pages, so more pages can be free than this count suggests.
             assert is_long or self.kind not in ("contiguous", "8 bits", "in parts") and sum(held) > NUM_PAGES, error
             assert "sequence" in str(error) and "must fit the" in str(error)
             return False
@@ -162,10 +162,11 @@ class CheckedCache:
         q, o, lse = map(self._on_host, (q, o, lse))
         bounded = self.rng.integers(BATCH)
         for b, new in enumerate([num_rows] * BATCH if counts is None else counts):
-            queries = q[b] if 2 * num_rows > MOST_ROWS else q[b, :, :new]  # more rows have kernels of their own
+            # calls with more rows than this use other kernels
+            queries = q[b] if 2 * num_rows > MOST_ROWS else q[b, :, :new]
             own = None if sinks is None else np.ascontiguousarray(sinks[b])
             one, other = (x[:, :new] for x in self._alone(queries, b, [new], causal, window, own))
-            if b == bounded:  # which takes longest
+            if b == bounded:  # the slowest check, so only for one sequence
                 self._assert_within_bounds(q[b, :, :new], b, causal, window, own, one, other)
             assert np.array_equal(o[b, :, :new], one) and np.array_equal(lse[b, :, :new], other)
             of_no_row = np.full(2 * HEADS, -np.inf, np.float32) if own is None else own
@@ -174,7 +175,7 @@ class CheckedCache:
     def _assert_refused(
         self, q: Any, counts: list[int] | None, causal: bool, window: Any, sink: Any, out: Any
     ) -> None:
-        """Assert that a call is refused in which a sequence has more queries than tokens, and writes nothing."""
+        """Assert that a call is refused, and writes nothing, if a sequence has more queries than tokens."""
         try:
             self.cache.attention(q, counts=counts, causal=causal, window=window, sink=sink, out=out)
         except self.library.UnsupportedProblem as error:
@@ -184,7 +185,7 @@ class CheckedCache:
         raise AssertionError("queries were taken whose keys were not appended")
 
     def _alone(self, q: Any, b: int, counts: list[int], causal: bool, window: Any, sink: Any) -> Any:
-        """Compute the attention of one sequence with a cache of its own that is not paged."""
+        """Compute the attention of one sequence with a separate cache that is not paged."""
         alone = self._made(1, {}, self.cache.capacity)
         alone.append(*(self.xp.asarray(rows[b][None]) for rows in (self.keys, self.values)))
         q, sink = self.xp.asarray(q[None]), None if sink is None else self.xp.asarray(sink)
@@ -197,15 +198,15 @@ class CheckedCache:
         keys, values = self.keys[b], self.values[b]
         positions = keys.shape[1] - q.shape[1] + np.arange(q.shape[1])[:, None]
         at, (left, right) = np.arange(keys.shape[1]) - positions, window or (None, None)
-        most = self.cache.capacity  # of somebody else's pages a multiple of theirs
+        most = self.cache.capacity  # as large as any distance between positions
         allowed = (positions >= 0) & (at <= (0 if causal else most))
         allowed &= (at >= -(most if left is None else left)) & (at <= (most if right is None else right))
         rounded = {} if self.is_on_host else {"product_dtype": ml_dtypes.bfloat16 if self.has_8_bits else self.dtype}
-        keys, values = keys.astype(self.dtype), values.astype(self.dtype)  # exact: few bits of numbers around 1
+        keys, values = keys.astype(self.dtype), values.astype(self.dtype)  # exact: numbers around 1 with few bits
         assert_within_bounds(Example(q=q, k=keys, v=values, mask=allowed, sink=sink, **rounded), o=o, lse=lse)
 
     def assert_holds(self) -> None:
-        """Assert that the rows found through the table are those that the arrays hold."""
+        """Assert that the rows found through the block table equal those of the arrays."""
         self.cache.check()
         lengths = self._on_host(self.cache.lengths)
         assert lengths.tolist() == self.lengths() and lengths.dtype == np.int32
@@ -225,7 +226,7 @@ class CheckedCache:
 
 
 def walk(library: Any, kind: str, seed: int, steps: int, xp: Any = np, most_rows: int = 20) -> None:
-    """Apply random operations of fewer rows than some to a cache and to arrays, and compare them."""
+    """Apply random operations of at most `most_rows` rows to a cache and to arrays, and compare them."""
     checked, rng = CheckedCache(library, kind, seed, xp), np.random.default_rng(seed)
 
     def counted(most: int) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""The calls in the library's cache, for tests that count them."""
+"""Access to the library's call cache, for tests that count cached calls."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from cuflash.planning._call_cache import CALLS
 
 
 def cached(kind: str, cache: Any = CALLS) -> dict[Any, Any]:
-    """Return what runs the cached calls of a kind, by key."""
+    """Return the objects that run the cached calls of a kind, by key."""
     return {key: entry.call for key, entry in cache._calls.items() if key[0] == kind}

@@ -1,7 +1,7 @@
-"""A stand-in for the part of CuPy that compiles and loads: its cache on disk, with the faults of CuPy's own.
+"""A test double of the part of CuPy that compiles and loads kernels: its disk cache, with the faults of CuPy's own.
 
-As in CuPy 14's `cupy/cuda/_compiler_cache.py`, an entry is the SHA-1 of the code, and the code. An entry with a wrong
-digest is a miss, errors of the file system escape from reading and writing, and a forged entry reaches the driver.
+As in CuPy 14's `cupy/cuda/_compiler_cache.py`, an entry is the SHA-1 of the code, followed by the code. An entry with a
+wrong digest is a miss, file-system errors propagate from reads and writes, and a forged entry reaches the driver.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class Module:
 
 
 class Double(ModuleType):
-    """`import cupy`, once it stands in sys.modules.
+    """The module that `import cupy` returns once it is in sys.modules.
 
     Attributes
     ----------
     compiled : list of str
-        The texts that NVRTC would have seen.
+        The texts that NVRTC would have compiled.
     most_at_once : int
-        The most threads that were compiling at the same time.
+        The largest number of threads that compiled concurrently.
     """
 
     def __init__(self, cache: Path, seconds: float = 0) -> None:
@@ -95,7 +95,7 @@ class Double(ModuleType):
                 double._thread.device = self.before
 
         class RawModule:
-            """A module that loads its code once when it is compiled and once for each function, as CuPy's does."""
+            """A module that loads its code once when it is compiled and once for each function, like CuPy's."""
 
             def __init__(self, *, code: str, options: tuple[str, ...]) -> None:
                 self.code, self.options = code, options

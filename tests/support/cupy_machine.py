@@ -1,7 +1,7 @@
-"""A stand-in for CuPy and a GPU: `cupy_double` compiles, and this module has arrays, streams, captures and launches.
+"""A test double of CuPy and a GPU: `cupy_double` compiles; this module has arrays, streams, captures and launches.
 
-Device memory is the host's, kernels run on the simulator as soon as they are launched, and `log` holds all operations
-of streams. What CUDA forbids inside a capture raises here: waits, copies from the host, compiling.
+Device memory is host memory, kernels run on the simulator as soon as they are launched, and `log` lists all stream
+operations. Operations that CUDA forbids during a capture raise here: waits, copies from the host, compilation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ H100 = {
 }  # fmt: skip
 
 
-_IN_CAPTURES = {"ascontiguousarray", "broadcast_to", "isfinite", "ldexp"}  # functions that captures may hold
+_IN_CAPTURES = {"ascontiguousarray", "broadcast_to", "isfinite", "ldexp"}  # array functions that captures may contain
 
 
 class OutOfMemoryError(MemoryError):
@@ -47,13 +47,13 @@ class Pointer:
 
 
 class Ndarray:
-    """An array on a device: no subclass of NumPy's, and without `__array_namespace__`, as CuPy's.
+    """A device array: like CuPy's, not a subclass of NumPy's, and without `__array_namespace__`.
 
-    Given a shape and a dtype, as CuPy's class is, it is a new array of the machine.
+    Called with a shape and a dtype, like CuPy's class, it is a new array of the machine.
     """
 
     machine: Cupy
-    __array_ufunc__ = None  # operators of NumPy's numbers leave arrays to this class
+    __array_ufunc__ = None  # NumPy scalars leave operators with arrays to this class
 
     def __new__(cls, host: Any, device_id: Any = None) -> Ndarray:
         return cls.machine.empty(host, device_id) if isinstance(host, tuple) else object.__new__(cls)
@@ -117,7 +117,7 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "l
 
 
 class Event:
-    """An event; `is_reached` is what the device would report."""
+    """An event; `is_reached` is the answer of the device to a query."""
 
     def __init__(self, machine: Cupy, number: int) -> None:
         self._machine, self.number = machine, number
@@ -192,7 +192,7 @@ class Function(cupy_double.Function):
     spec: KernelSpec
 
     def launch(self, grid: int, threads: int, shared_bytes: int, stream: Stream, table: int) -> None:
-        """Run a kernel whose arguments lie at the addresses of a table, now or at each replay of a capture."""
+        """Run a kernel with the arguments that a table of addresses points to, now or at each replay of a capture."""
         machine = self.machine
         machine.log.append(("launch", stream.ptr, self.spec.entry.name))
         if not machine.runs_kernels:
@@ -206,12 +206,12 @@ class Function(cupy_double.Function):
 
 
 class Cupy(cupy_double.Double):
-    """`import cupy`, once it stands in sys.modules.
+    """The module that `import cupy` returns once it is in sys.modules.
 
     Attributes
     ----------
     log : list of tuple
-        What streams were told, in order.
+        Operations of streams, in order.
     allocated : int
         Arrays made so far.
     live_bytes : int
@@ -327,7 +327,7 @@ class Cupy(cupy_double.Double):
         return copied
 
     def __getattr__(self, name: str) -> Any:
-        """Return another array function: NumPy's, applied to the memory at once; during a capture few are allowed."""
+        """Return any other array function: NumPy's, applied immediately; during a capture only a few are allowed."""
         if name.startswith("_") or not hasattr(np, name):
             raise AttributeError(name)
         function = getattr(np, name)
@@ -358,7 +358,7 @@ class Cupy(cupy_double.Double):
 
 @contextmanager
 def installed(monkeypatch: Any, cache: Path, library: ModuleType = cuflash) -> Iterator[Cupy]:
-    """Make the stand-in `import cupy`, and empty the caches that may hold an earlier one."""
+    """Install the test double as `import cupy`, and empty the caches that may hold an earlier one."""
     gpu, tensor_map = part(library, "executors.gpu"), part(library, "executors.tensor_map")
     plan_cache, calls = part(library, "planning.plan_cache"), part(library, "planning._call_cache")
     compiling, sources = part(library, "compiler.nvrtc"), part(library, "compiler.source")
@@ -371,7 +371,7 @@ def installed(monkeypatch: Any, cache: Path, library: ModuleType = cuflash) -> I
     monkeypatch.setitem(__import__("sys").modules, "cupy", machine)
     monkeypatch.setattr(compiling, "source", remembered)
     if library is not cuflash:
-        monkeypatch.setattr(sources, "KERNELS", KERNELS)  # which a copy of the library does not have
+        monkeypatch.setattr(sources, "KERNELS", KERNELS)  # a copy of the library has no kernels
     for name, fresh in (("_loaded", {}), ("_compiled", {}), ("_process", None), ("_is_started", False)):
         monkeypatch.setattr(compiling, name, fresh)
     monkeypatch.setattr(gpu, "_GPU", gpu.Gpu())
@@ -389,7 +389,7 @@ def installed(monkeypatch: Any, cache: Path, library: ModuleType = cuflash) -> I
 
 @contextmanager
 def a_machine_for(library: ModuleType) -> Iterator[Cupy]:
-    """Yield a stand-in for CuPy and a GPU, for a copy of the library."""
+    """Yield a test double of CuPy and a GPU, for a copy of the library."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         with installed(patch, Path(folder), library) as machine:
             yield machine

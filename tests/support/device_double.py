@@ -1,4 +1,4 @@
-"""A stand-in for CuPy on a machine without a GPU: arrays that refuse what a device array would make expensive or wrong.
+"""A test double of CuPy for machines without a GPU: its arrays refuse what would be expensive or wrong on a device.
 
 >>> import numpy as np, device_double as device
 >>> x = device.to_device(np.arange(3))
@@ -16,9 +16,9 @@ Traceback (most recent call last):
     ...
 device_double.LeavesNamespace: np.add was called on a device array: take the function from array.__array_namespace__()
 
-`DeviceArray` is not a subclass of ndarray, and neither is CuPy's: ``np.asarray`` never asks a subclass, and
-``isinstance`` would lie. It is stricter than CuPy on purpose: CuPy lets ``np.add`` through, and iterates without
-waiting.
+`DeviceArray` is not a subclass of ndarray, and neither is CuPy's: ``np.asarray`` would bypass the methods of a
+subclass, and ``isinstance`` would return the wrong answer. It is deliberately stricter than CuPy, which accepts
+``np.add``, and iterates without waiting.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ import numpy as np
 
 
 class Synchronises(RuntimeError):
-    """The error where the host would wait for the device."""
+    """The error raised where the host would wait for the device."""
 
 
 class LeavesNamespace(TypeError):
-    """The error where a function of NumPy is called on a device array, or host and device arrays are mixed."""
+    """The error for a NumPy function that is called on a device array, and for a mix of host and device arrays."""
 
 
-# Sizes of the results depend on the data, so the host has to wait for it; bincount needs the largest element, and the
-# rest raise for values out of range.
+# Functions with results whose size depends on the data, so that the host has to wait for it; bincount needs the largest
+# element, and the others raise for values out of range.
 _DATA_DEPENDENT = {
     "nonzero", "flatnonzero", "argwhere", "extract", "compress", "trim_zeros", "bincount", "histogram",
     "unique", "unique_all", "unique_counts", "unique_inverse", "unique_values",
@@ -50,18 +50,18 @@ _DATA_DEPENDENT = {
     "unravel_index", "ravel_multi_index", "choose", "histogram2d", "histogramdd", "quantile", "percentile", "median",
     "nanquantile", "nanpercentile", "nanmedian", "ediff1d", "interp", "corrcoef",
 }  # fmt: skip
-# Absent from CuPy 14.2's __init__.py, of the names that library code might reach for.
+# Names that library code might use, but that CuPy 14.2's __init__.py lacks.
 _NOT_IN_CUPY = {
     "block", "char", "datetime64", "emath", "errstate", "flexible", "float128", "frompyfunc", "geomspace", "geterr",
     "insert", "lib", "longdouble", "ma", "matrix", "matvec", "memmap", "ndenumerate", "nditer", "rec", "seterr",
     "spacing", "strings", "testing", "timedelta64", "typing", "unstack", "vecdot", "vecmat", "False_", "True_",
 }  # fmt: skip
-# cuBLAS, cuRAND, cuSOLVER, cuFFT: a minimal install has none of them.
+# Functions that need cuBLAS, cuRAND, cuSOLVER or cuFFT, which a minimal installation lacks.
 _NEEDS_LIBRARY = {
     "matmul", "dot", "vdot", "inner", "outer", "tensordot", "einsum", "kron", "cov", "corrcoef", "convolve",
     "correlate", "random", "linalg", "fft", "polyfit",
 }  # fmt: skip
-# Arguments, counted without the array of a method, that say how large a result is: the host has to know them.
+# Positions of the arguments, without a method's array, that determine the size of a result: the host has to know them.
 _SIZES = {
     "arange": (0, 1, 2), "linspace": (0, 1, 2), "logspace": (0, 1, 2), "zeros": (0,), "ones": (0,), "empty": (0,),
     "full": (0,), "eye": (0, 1, 2), "identity": (0,), "tri": (0, 1, 2), "reshape": (1,), "broadcast_to": (1,),
@@ -69,7 +69,7 @@ _SIZES = {
     "indices": (0,), "expand_dims": (1,),
 }  # fmt: skip
 _REDUCTIONS = {"sum", "prod", "max", "min", "amax", "amin", "any", "all", "mean"}
-# Functions that read shape and dtype alone.
+# Functions that read only shape and dtype.
 _METADATA = {"ndim", "shape", "size", "isscalar", "issubdtype", "isdtype", "can_cast", "result_type", "isrealobj",
              "iscomplexobj", "may_share_memory", "shares_memory"}  # fmt: skip
 _transfers_allowed = False
@@ -78,14 +78,14 @@ _operations = 0
 
 @contextmanager
 def counted() -> Iterator[Callable[[], int]]:
-    """Count what launches kernels: functions, operators, look-ups and assignments, but no views."""
+    """Count operations that launch kernels: functions, operators, indexing and assignments, but no views."""
     before = _operations
     yield lambda: _operations - before
 
 
 @contextmanager
 def transfers_allowed() -> Iterator[None]:
-    """Allow waits and copies, for code that may have them by contract: reports, pictures, conversions to SciPy."""
+    """Allow waits and copies, for code that may need them by contract: reports, pictures, conversions to SciPy."""
     global _transfers_allowed
     before, _transfers_allowed = _transfers_allowed, True
     try:
@@ -108,7 +108,7 @@ def _synchronise(what: str) -> None:
 
 
 def _unwrapped(value: Any) -> Any:
-    """Return the value with host memory in place of device arrays; host arrays are refused."""
+    """Return the value with device arrays replaced by their host memory; host arrays are refused."""
     if isinstance(value, DeviceArray):
         return value._host
     if isinstance(value, np.ndarray) and not _transfers_allowed:
@@ -135,7 +135,7 @@ def _holds_array(value: Any) -> bool:
 
 
 class _Function:
-    """A function of the namespace, and the methods of a ufunc: ``xp.add.reduce``."""
+    """A function of the namespace, with the methods of a ufunc: ``xp.add.reduce``."""
 
     def __init__(self, function: Callable[..., Any], name: str, *, is_method: bool = False) -> None:
         self._function, self.__name__, self._is_method = function, name, is_method
@@ -175,7 +175,7 @@ class _Function:
 
 
 class DeviceNamespace(ModuleType):
-    """NumPy's functions on device arrays, less what CuPy or a minimal install of it lacks."""
+    """NumPy's functions on device arrays, without those that CuPy or a minimal installation of it lacks."""
 
     def __getattr__(self, name: str) -> Any:
         if name in _NOT_IN_CUPY or name.startswith("_"):
@@ -224,7 +224,7 @@ def _converted(what: str, function: Callable[[Any], Any]) -> Callable[..., Any]:
 
 
 class DeviceArray:
-    """An array whose memory the host must not look at."""
+    """An array with memory that the host must not access."""
 
     def __init__(self, host: np.ndarray[Any, Any]) -> None:
         self._host = host
@@ -239,7 +239,7 @@ class DeviceArray:
         return len(self._host)
 
     def __getattr__(self, name: str) -> Any:
-        """Return facts (shape, dtype, …), views (T, …) and the methods that stay on the device (sum, reshape, …)."""
+        """Return metadata (shape, dtype, …), views (T, …) and the methods that stay on the device (sum, reshape, …)."""
         if name.startswith("_") or name in ("data", "ctypes", "base", "device"):
             raise AttributeError(name)
         value = getattr(self._host, name)
@@ -261,7 +261,7 @@ class DeviceArray:
         _operations += 1
         self._host[_unwrapped(key)] = _unwrapped(value)
 
-    # Methods that NumPy calls on an array that is not its own.
+    # Methods that NumPy calls on arrays of other types.
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         host = isinstance(inputs[0], np.ndarray)

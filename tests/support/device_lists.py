@@ -1,6 +1,6 @@
-"""Block indices of masks whose arrays are stand-ins for a device's, listed by kernels on the simulator.
+"""Block indexes of masks with arrays that are test doubles of device arrays, listed by kernels on the simulator.
 
-The host lists any mask without kernels, and is the specification of what kernels list.
+The host can list any mask without kernels, and is the specification for the lists of kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cuflash.executors.sim import Simulator
 
 
 class DeviceSimulator(Simulator):
-    """A simulator whose memory is the device's."""
+    """A simulator with access to the memory of test-double arrays."""
 
     def address(self, array: Any) -> int:
         return int(getattr(array, "_host", array).ctypes.data)
@@ -30,7 +30,7 @@ class DeviceSimulator(Simulator):
 
 
 def install(index: ModuleType, index_maker: ModuleType) -> None:
-    """Make indices of stand-ins on the simulator, and others as before. The modules are those of one library."""
+    """Make indexes of test-double arrays on the simulator, and others as before. Both modules belong to one library."""
     make_on_a_gpu = index.make_on_device
 
     def make(blocks: Any, mask: Any, shape: Any, block: tuple[int, int], key: Any) -> Any:
@@ -42,7 +42,7 @@ def install(index: ModuleType, index_maker: ModuleType) -> None:
 
 
 def assert_same_blocks(got, expected):
-    """Assert that two indices on the host list the same blocks, name the same ones full, and have equal elements."""
+    """Assert that two indexes on the host list the same blocks, mark the same ones full, and have equal elements."""
     assert (got.batch, got.num_heads, got.block) == (expected.batch, expected.num_heads, expected.block)
     for name in ("indptr", "indices"):
         assert getattr(got, name).dtype == np.int32
@@ -54,7 +54,7 @@ def assert_same_blocks(got, expected):
 
 
 def assert_lists_of(source: Any, got: dict[str, Any], mask: Any) -> None:
-    """Assert that lists on the host, by name, are those of a mask on the host, with zeros behind the last entry."""
+    """Assert that lists on the host, by name, are those of a mask on the host, with zeros after the last entry."""
     count = int(got["row_pointers"][-1])
     kinds, tiles, columns = (got[name][:count] for name in ("kinds", "tiles", "kv_blocks"))
     lo, hi = (source.rows.lo, source.rows.hi) if source.is_whole and source.rows is not None else (None, None)

@@ -1,4 +1,4 @@
-"""The three executors with one interface: NumPy arrays are arguments and results, wherever the work is done."""
+"""The three executors behind one interface: NumPy arrays are arguments and results on any of them."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ HALVES = DTYPES[:2]
 
 @functools.cache
 def _why_no_bfloat16() -> str | None:
-    """Return why CuPy lacks bfloat16: only late versions take ml_dtypes' dtype, and only if ml_dtypes is installed."""
+    """Return why CuPy lacks bfloat16: only recent versions accept ml_dtypes' dtype, if ml_dtypes is installed."""
     import cupy
 
     try:
         ones = cupy.asarray(np.ones(3, ml_dtypes.bfloat16))
         cupy.empty(3, ml_dtypes.bfloat16)[...] = ones
         return None if ones.astype(np.float32).sum().item() == 3 else "CuPy sums bfloat16 wrongly"
-    except Exception as error:  # whatever this version of CuPy says to a dtype that it does not know
+    except Exception as error:  # any error that this version of CuPy raises for an unknown dtype
         return f"CuPy {cupy.__version__} has no bfloat16 ({error})"
 
 
@@ -60,19 +60,19 @@ def to_device(array: Any) -> Any:
 
 @dataclass(frozen=True)
 class Run:
-    """Calls of the library on one executor.
+    """Settings of calls on one executor.
 
     Attributes
     ----------
     executor : str
     drawn : dict
-        What examples are drawn from in a short run; a long one draws from everything.
+        Limits for drawn examples in a short run; a long run has none.
     most_examples : int, optional
-        Of a short run.
+        Largest number of examples in a short run.
     deterministic : bool
-        What its calls ask for.
+        The option of all calls.
     kernel : str
-        The family of kernels that its calls name.
+        The family of kernels that all calls request.
     """
 
     executor: str
@@ -100,7 +100,7 @@ class Run:
         return array.get() if self.is_on_device else array
 
     def put_mask(self, mask: Any, *arrays: Any) -> Any:
-        """Put a mask where the call's arrays are; as blocks if a device could not know that documents are unsorted."""
+        """Put a mask on the device of the call's arrays; as blocks if ids are unsorted, which no device can detect."""
         if not self.is_on_device or mask is None:
             return mask
         import cupy
@@ -112,7 +112,7 @@ class Run:
         return mask.to(cupy.asarray)
 
     def kernel_plan(self, example: Example, **options: Any) -> KernelPlan:
-        """Return a plan for kernels whose lists of blocks are made on the host, once, when the plan is made."""
+        """Return a plan for kernels, with block lists that the host creates once, together with the plan."""
         shapes = [cuflash.ShapeDtype(x.shape, x.dtype) for x in (example.q, example.k, example.v)]
         options = {"scale": example.scale, "precision": example.precision, **self.options, **options}
         return cuflash.plan(*shapes, mask=example.mask, **options)._plan
@@ -132,7 +132,7 @@ class Run:
         return tuple(self.get(x) for x in vjp(self.put(do), self.put(dlse)))
 
     def everything(self, example: Example) -> dict[str, Any]:
-        """Return all results of a call, with the mask as it was drawn: an object, with its closed forms."""
+        """Return all results of a call, with the drawn mask object, which has closed forms."""
         q, k, v, do, dlse = (self.put(getattr(example, name)) for name in ("q", "k", "v", "do", "dlse"))
         sink = {} if example.sink is None else {"sink": self.put(example.sink), "wrt": "sink"}
         mask = self.put_mask(example.mask, example.q, example.k, example.v)
@@ -154,7 +154,7 @@ class Run:
         return examples(**drawn | ({} if is_long() else dict(self.drawn))).map(self.rounded)
 
     def rounded(self, example: Example) -> Example:
-        """Return an example with the dtype that kernels round P and dS to: 16-bit elements on tensor cores."""
+        """Return an example with the dtype to which kernels round P and dS: 16-bit elements on tensor cores."""
         if self.executor == "cpu" or example.q.dtype.itemsize > 2:
             return example
         return example.but(product_dtype=example.q.dtype)
@@ -184,7 +184,7 @@ def _is_unsorted(mask: masks.Mask) -> bool:
 def hostile_schedules(name: str, most: int = 2) -> list[sim.Schedule]:
     """Return schedules with each order of warps, and with copies that land late or at random.
 
-    A short run has `most` of them, which differ from one name to another, so that a test's names cover them together.
+    A short run uses `most` of them, which depend on the name, so that a test's names together cover them.
     """
     orders = itertools.product(("round_robin", "random", "priorities", "first_warp", "last_warp"), ("late", "random"))
     every = [
@@ -196,7 +196,8 @@ def hostile_schedules(name: str, most: int = 2) -> list[sim.Schedule]:
 
 
 def in_turn(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Return all combinations of some axes; in a short run the longest axis, each entry with one of the others.
+    """Return all combinations of some axes; in a short run, the entries of the longest axis, each with one of the
+    others.
 
     All entries of each axis occur: "abcd" and (16, 32) become a 16, b 32, c 16 and d 32.
     """
@@ -207,7 +208,7 @@ def in_turn(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def blocks_together(name: str, resident_blocks: int = 3, most: int = 2) -> list[Simulator]:
-    """Return machines where blocks run together under hostile schedules, and races between them are errors."""
+    """Return simulators that run blocks concurrently under hostile schedules, where races between blocks are errors."""
     return [
         Simulator(replace(schedule, resident_blocks=resident_blocks), "blocks")
         for schedule in hostile_schedules(name, most)
@@ -218,7 +219,8 @@ def is_long() -> bool:
     return settings.default.max_examples > 100
 
 
-# A kernel of the simulator takes a second to build for every dtype, tile and room for dims: few of them, all dtypes.
+# Building a kernel for the simulator takes a second for every dtype, tile and range of dims: few of these, but all
+# dtypes.
 SIM = Run("sim", (("widest", 32), ("most_scores", 1 << 13), ("most_rows", 400)), most_examples=4)
 GPU = Run("gpu", (("widest", 32),), most_examples=15)
 CPU = Run("cpu")
@@ -239,8 +241,8 @@ on_kernels = pytest.mark.parametrize("run", KERNELS, ids=lambda run: str(run))
 def on_kernels_for(names: str, values: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrize a test by runs on kernels and by `names`, whose values are tuples if there are several names.
 
-    Runs with repeatable bits differ by kernels of gradients alone: in a short run they have every third value on the
-    simulator.
+    Runs with `deterministic=True` differ only in kernels of gradients: in a short run on the simulator, they have every
+    third value.
     """
     return _for_each_run(KERNELS, names, values, lambda run: 3 if run.deterministic else 1)
 
@@ -248,16 +250,15 @@ def on_kernels_for(names: str, values: Iterable[Any]) -> pytest.MarkDecorator:
 def sampled_on_simulator(
     on: pytest.MarkDecorator, names: str, values: Iterable[Any], step: int
 ) -> pytest.MarkDecorator:
-    """Parametrize a test by the runs of `on` and by `names`; a short run has one value in `step` on the simulator.
+    """Parametrize a test by the runs of `on` and by `names`; short runs on the simulator use every `step`-th value.
 
-    There it has float16 in place of bfloat16 too: kernels for one differ from those for the other by conversions alone,
-    which other tests have.
+    There, float16 also replaces bfloat16: the kernels differ only by conversions, which other tests cover.
     """
     return _for_each_run(on.args[1], names, values, lambda run: step, _of_one_half)
 
 
 def _of_one_half(value: Any) -> Any:
-    """Return what parametrizes a test, with float16 in place of bfloat16."""
+    """Return the parameters of a test with float16 instead of bfloat16."""
     return tuple("float16" if each == "bfloat16" else each for each in value) if isinstance(value, tuple) else value
 
 
@@ -278,14 +279,14 @@ def _for_each_run(
 def holds_for_examples(
     on: pytest.MarkDecorator = on_every_executor, **drawn: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that makes `test(run, example, ...)` a property of runs, with examples each can afford."""
+    """Return a decorator that makes `test(run, example, ...)` a property, with examples that a run can afford."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         def on_examples(run: Run, **fixed: Any) -> None:
             def check(example: Example) -> None:
                 test(run, example, **fixed)
 
-            # Each test has examples of its own, and the same ones every time.
+            # Each test has different examples, but the same ones in every run.
             check.__name__ = check.__qualname__ = "_".join([test.__name__, *(each.__name__ for each in fixed.values())])
             run.settings(given(run.examples(**drawn))(check))()
 

@@ -1,8 +1,8 @@
-"""A tiled attention as a tensor-core kernel computes it, and faults that such kernels have had, each by name.
+"""A tiled attention that computes like a tensor-core kernel, and faults that such kernels have had, each by name.
 
 Sums are float32, P and dS are rounded to the storage dtype before the second products, and tiles have 64 keys. It is
-right with ``fault=None``; every other name breaks one thing, as one wrong line in a kernel would. Operands have heads,
-and the same leading axes.
+right with ``fault=None``; every other name breaks one thing, like a wrong line in a kernel. Operands have heads, and
+the same leading axes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORWARD_FAULTS = (
     "logits rounded to storage dtype",
     "lse in base 2",
 )
-# Errors of a narrow dtype are not faults if storage and accumulator have one type.
+# Faults of a narrow storage dtype have no effect if the accumulator has the same dtype.
 ROUNDING_FAULTS = tuple(fault for fault in FORWARD_FAULTS if "storage dtype" in fault)
 GRADIENT_FAULTS = (
     "last query dropped",
@@ -45,7 +45,7 @@ def can_serve(example: Any) -> bool:
     return problem.has_heads and problem.q_batch == problem.k_batch == problem.v_batch
 
 
-# float16 may overflow and lose small numbers, as it does in a kernel.
+# As in a kernel, float16 may overflow and lose small numbers.
 @np.errstate(over="ignore", under="ignore", invalid="ignore")
 def attend(q: Any, k: Any, v: Any, *, mask: Any, scale: float, fault: str | None = None) -> tuple[Any, Any]:
     """Return o in q's dtype and lse in the accumulator's (FlashAttention-2, arXiv 2307.08691, algorithm 1)."""

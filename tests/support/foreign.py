@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Foreign:
-    """An array with DLPack alone; handing it over raises `fault`, if there is one."""
+    """An array that supports only DLPack; its export raises `fault`, if there is one."""
 
     def __init__(self, host: Any, device: tuple[int, int] = (1, 0), fault: Exception | None = None) -> None:
         self.host, self.device, self.fault = host, device, fault

@@ -1,7 +1,7 @@
-"""Tokens of Python and of CUDA C++ with their positions, and the functions and classes that a file defines.
+"""Tokens of Python and CUDA C++ with their positions, and the functions and classes that a file defines.
 
 Comments and white space are not tokens, and neither are Python's line ends and indentation: a text may be part of a
-line, a whole line, or several lines.
+line, one line, or several lines.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LEXERS: Mapping[Language, re.Pattern[str]] = {
 class Token(NamedTuple):
     text: str
     start: int
-    kind: str  # "name", "number", "string" or "operator"; "comment" where comments are wanted
+    kind: str  # "name", "number", "string" or "operator"; also "comment" in lexed()
 
     @property
     def stop(self) -> int:
@@ -53,9 +53,9 @@ class Token(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A function or class from its first token, which a template or decorator may begin, to its last."""
+    """A function or class, from its first token, which may belong to a template or decorator, to its last."""
 
-    name: str  # with the classes around it, and functions in Python: "LazySoftmax.raise"
+    name: str  # includes enclosing classes, and in Python enclosing functions: "LazySoftmax.raise"
     start: int
     stop: int
 
@@ -69,20 +69,20 @@ def language_of(path: Path | str) -> Language:
 
 @lru_cache(maxsize=1024)
 def lexed(text: str, language: Language) -> tuple[Token, ...]:
-    """Return all tokens of a text, which may be part of a file, and its comments."""
+    """Return all tokens of a text, which may be part of a file, including comments."""
     matches = _LEXERS[language].finditer(text)
     return tuple(Token(each[0], each.start(), each.lastgroup or "") for each in matches if each.lastgroup != "space")
 
 
 @lru_cache(maxsize=1024)
 def tokens(text: str, language: Language) -> tuple[Token, ...]:
-    """Return all tokens of a text but its comments."""
+    """Return all tokens of a text except comments."""
     return tuple(token for token in lexed(text, language) if token.kind != "comment")
 
 
 @lru_cache(maxsize=256)
 def spans(text: str, language: Language) -> tuple[Span, ...]:
-    """Return the functions, classes and structs of a whole file; of CUDA only those outside of functions."""
+    """Return the functions, classes and structs of an entire file; in CUDA only those outside functions."""
     return tuple(_python_spans(text) if language == "python" else _cuda_spans(text))
 
 
@@ -102,7 +102,7 @@ def _python_spans(text: str) -> Iterator[Span]:
     return walk(ast.parse(text), "")
 
 
-# Words before a parenthesis in a declaration that are not the name of its function.
+# Words that precede a parenthesis in a declaration but are not the function's name.
 _NO_NAMES = {
     "alignas", "__align__", "__attribute__", "__launch_bounds__", "decltype", "explicit", "noexcept", "requires",
     "static_assert", "operator",
@@ -158,11 +158,11 @@ class _Declarations:
             yield Span(prefix + name, self.tokens[first].start, self.tokens[self.at - 1].stop)
 
     def text(self, ahead: int = 0) -> str:
-        """Return the token at a place, or an end token that ends every declaration."""
+        """Return the token `ahead` of the current one, or an end token that ends every declaration."""
         return self.texts[self.at + ahead] if self.at + ahead < len(self.texts) else ";"
 
     def pass_group(self) -> None:
-        """Skip to the token after the bracket that closes the one here."""
+        """Skip to the token after the bracket that closes the current one."""
         opening, closing, depth = self.text(), _CLOSING[self.text()], 0
         while True:
             depth += (self.texts[self.at] == opening) - (self.texts[self.at] == closing)
@@ -171,7 +171,7 @@ class _Declarations:
                 return
 
     def pass_angles(self) -> None:
-        """Skip the parameters of a template, whose defaults may hold expressions in parentheses."""
+        """Skip the parameters of a template, whose defaults may contain expressions in parentheses."""
         depth = 0
         while True:
             text = self.text()

@@ -1,4 +1,4 @@
-"""Modules of a copy of the library, which has another name than cuflash."""
+"""Access to the modules of a copy of the library, which has another name than cuflash."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from typing import Any
 
 
 def part(library: ModuleType, name: str) -> Any:
-    """Return a module of a copy of the library by its name inside of it."""
+    """Return a module of a copy of the library by its name within the package."""
     return importlib.import_module(f"{library.__name__}.{name}")

@@ -1,4 +1,4 @@
-"""Calls of kernels in poisoned memory: NaN lies beyond every input, and 0xFF in every output and beyond it."""
+"""Calls of kernels in poisoned memory: NaN surrounds every input, and 0xFF fills and surrounds every output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MARGIN = 2
 
 
 class PoisonedGpu(gpu.Gpu):
-    """A GPU whose workspaces have every bit set, which is NaN, where CuPy's would hold anything."""
+    """A GPU with workspaces that have every bit set, which is NaN, whereas CuPy's hold arbitrary data."""
 
     def workspaces(self, needs: Mapping[str, Workspace]) -> SeparateWorkspaces:
         import cupy
@@ -38,18 +38,18 @@ class PoisonedGpu(gpu.Gpu):
 
 @dataclass
 class Guarded:
-    """An array in the middle of a larger one, with every bit set: a NaN that no computation gives."""
+    """An array in the middle of a larger one with every bit set: a NaN that no computation produces."""
 
     memory: Any
     shape: tuple[int, ...]
     dtype: Any
-    margins: tuple[int, ...]  # of an axis
+    margins: tuple[int, ...]  # elements on each side, by axis
 
     @classmethod
     def of(cls, shape: tuple[int, ...], dtype: Any, run: Run, margin: int) -> Guarded:
         """Make an array with margins.
 
-        There are `margin` elements around each row, at most MARGIN rows and heads, and one batch entry.
+        The margins are `margin` elements around each row, at most MARGIN rows and heads, and one batch entry.
         """
         near = min(margin, MARGIN)
         margins = ((min(margin, 1),) * len(shape))[3:] + (near, near, margin)[-len(shape) :]
@@ -59,7 +59,7 @@ class Guarded:
 
     @property
     def view(self) -> Any:
-        """The array itself."""
+        """The array without its margins."""
         return self._inner(self.memory)
 
     def _inner(self, memory: Any) -> Any:
@@ -67,7 +67,7 @@ class Guarded:
         return whole[tuple(slice(width, -width or None) for width in self.margins)]
 
     def result(self, name: str, run: Run) -> Any:
-        """Return the written array; fail if anything around it was written, or anything in it was not."""
+        """Return the written array; fail if anything around it was written, or any element was not."""
         memory = run.get(self.memory).copy()
         inner = self._inner(memory)
         result = inner.copy()
@@ -87,8 +87,8 @@ def call(
 ) -> dict[str, Any]:
     """Run both passes on guarded memory and return all results.
 
-    `machine` runs the kernels, by default the executor's own; `check` sees what each pass returns, before the next.
-    `ready` is a plan with the arrays that its kernels read in addition to q, k and v; by default it is made here.
+    `machine` runs the kernels, by default the executor's own; `check` gets the results of each pass before the next.
+    `ready` is a plan with the arrays that its kernels read in addition to q, k and v; by default it is created here.
     """
     machine = machine or (PoisonedGpu() if run.is_on_device else Simulator())
     q, k, v, do, dlse = (run.put(getattr(example, name)) for name in ("q", "k", "v", "do", "dlse"))
@@ -119,7 +119,7 @@ def call(
 
 def _dense(*shape: int, density: float = 0.3) -> Any:
     allowed = np.random.default_rng(sum(shape)).random(shape) < density
-    allowed[..., :3, :] = allowed[..., -1:, :] = False  # rows without a key, first and last
+    allowed[..., :3, :] = allowed[..., -1:, :] = False  # the first and last rows have no key
     return allowed
 
 
@@ -135,7 +135,7 @@ def _blocks(block: Any, seqlen: int = 300, heads: tuple[int, ...] = ()) -> masks
 _SQUARE = {"num_heads": 2, "seqlen_q": 300, "seqlen_kv": 300, "head_dim": 32, "value_dim": 32}
 _EACH_LAYOUT = ("padded", "transposed", "stepped", "negative", "padded")
 
-# Every kind of work that a kernel walks.
+# Masks for every kind of work list that a kernel walks.
 MASKS = {
     "nothing masked": None,
     "a band": masks.SlidingWindow(70, 20),
@@ -155,7 +155,7 @@ MASKS = {
 
 
 def structures() -> dict[str, Structure]:
-    """Return structures of operands that lie in poisoned memory, by name."""
+    """Return structures of operands in poisoned memory, by name."""
     by_name = {
         f"mask: {name}": Structure(**_SQUARE, mask=mask, layouts=("padded",) * 5) for name, mask in MASKS.items()
     }
@@ -168,7 +168,7 @@ def structures() -> dict[str, Structure]:
             mask=masks.Causal("bottom_right"), layouts=_EACH_LAYOUT,
         )  # fmt: skip
     for dtype in dtypes:
-        head_dim = 40 if dtype == "bfloat16" else 32  # shares kernels with other structures of the dtype
+        head_dim = 40 if dtype == "bfloat16" else 32  # other structures of the dtype use the same kernels
         by_name[f"{dtype}, grouped heads"] = Structure(
             q_batch=(2,), k_batch=(2,), v_batch=(2,), num_heads=6, num_kv_heads=2, **plain, head_dim=head_dim,
             value_dim=24, dtype=dtype, layouts=_EACH_LAYOUT,

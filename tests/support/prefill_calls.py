@@ -1,4 +1,4 @@
-"""Calls of the kernels that attend from many new tokens to a cache, where unused rows hold NaN."""
+"""Calls of the kernels for attention of many new tokens to a cache, where unused rows hold NaN."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = {
 
 
 def with_counts() -> Drawn:
-    """Return sequences of several steps, with fewer rows than are given, and NaN in the rows that belong to none."""
+    """Return sequences of several steps with fewer rows than the arrays, and NaN in rows of no sequence."""
     rng, counts = np.random.default_rng(0), (133, 3)
     q, k, v = (rng.standard_normal((2, 2, rows, 64)).astype(np.float16) for rows in (140, 460, 460))
     for b, count in enumerate(counts):
@@ -35,7 +35,7 @@ def with_counts() -> Drawn:
 def prefilled(
     run: Run, family: str, call: Drawn, pages: tuple[Any, Any, Any] | None = None, target: Any = None
 ) -> tuple[Any, Any, int]:
-    """Return o, lse and the number of faults of the kernels; memory that they may not read holds NaN."""
+    """Return o, lse and the kernels' fault count; memory that they must not read holds NaN."""
     k, v, table = (*hidden(call), None) if pages is None else pages
     layout = CacheLayout(call.k.shape[2], k.shape[2], k.shape[0], 1 if table is None else table.shape[1])
     sink = {} if call.sink is None else {"sink": call.sink}

@@ -36,16 +36,16 @@ ULP = {np.dtype(np.float32): 2.0**-23, np.dtype(np.float64): 2.0**-52}
 
 @dataclass(frozen=True)
 class Expected:
-    """Expected content of an argument after a launch: exact bits, or numbers within some units in the last place."""
+    """Expected contents of an argument after a launch: exact bits, or numbers within `ulps` units in the last place."""
 
     values: Any
     ulps: float = 0.0
-    where: Any = None  # elements that are promised; all by default
+    where: Any = None  # elements to compare; all by default
 
 
 @dataclass(frozen=True)
 class Record:
-    """A parameter by value: the record of a plan, for the arrays of its work."""
+    """A by-value parameter: the params record of a plan, for the arrays of its work list."""
 
     plan: KernelPlan
 
@@ -61,12 +61,12 @@ class Record:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A parameter by value: a description of how boxes of another argument are copied."""
+    """A by-value parameter: a tensor map that describes how boxes of another argument are copied."""
 
     place: int
     box: tuple[int, ...]
     swizzle_bytes: int = 0
-    columns: int | None = None  # the first ones of the array alone
+    columns: int | None = None  # number of leading columns to map; all by default
 
     def of(self, array: Any) -> BoxedArray:
         array = array[..., : self.columns]
@@ -75,7 +75,7 @@ class TensorMap:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A launch of one kernel of a probe's file, with its arguments and the expected content of those that it writes."""
+    """A launch of one kernel of a probe file, with its arguments and the expected contents of those that it writes."""
 
     name: str
     file: str
@@ -88,7 +88,7 @@ class Launch:
     constants: Mapping[str, Any] = field(default_factory=dict)
     mma_rows: int = 0  # as in KernelSpec
     tf32_products: int = 0
-    architecture: str = "sm_90"  # that it compiles for; with a letter behind, one chip's alone
+    architecture: str = "sm_90"  # target architecture; a letter suffix restricts it to one chip
 
     def text(self, *, host: bool) -> str:
         sizes = f"static constexpr int kMmaRows = {self.mma_rows}, kTf32Products = {self.tf32_products};"
@@ -98,11 +98,11 @@ class Launch:
             lines.append(f"constexpr int {name} = {value};" if isinstance(value, int) else f"using {name} = {value};")
         lines += ["}  // namespace probe", f'#line 1 "tests/support/probes/{self.file}.cu"']
         own = (PROBES / f"{self.file}.cu").read_text("utf-8")
-        # The types come with the constants, so that they are there before the probe's own includes.
+        # The types follow the constants, so that they precede the probe's own includes.
         return flatten_text("\n".join(lines) + "\n" + own, f"tests/support/probes/{self.file}.cu", host=host)
 
     def on_simulator(self, schedule: sim.Schedule = sim.Schedule()) -> dict[int, Any]:
-        """Return the content of arrays among the arguments after a run on the simulator, by place."""
+        """Return the contents of array arguments after a run on the simulator, by position."""
         inputs = [_own(x) if isinstance(x, np.ndarray) and x.size else x for x in self.arguments]
         passed = list(inputs)
         for place, x in enumerate(inputs):
@@ -115,7 +115,7 @@ class Launch:
         return {place: x for place, x in enumerate(inputs) if isinstance(x, np.ndarray)}
 
     def on_gpu(self) -> dict[int, Any]:
-        """Return the content of arrays among the arguments after a run on CuPy's device, by place."""
+        """Return the contents of array arguments after a run on CuPy's device, by position."""
         import cupy
 
         inputs: list[Any] = []
@@ -140,7 +140,7 @@ class Launch:
 
 
 def _own(array: Any) -> Any:
-    """Return a copy with the same strides, gaps included."""
+    """Return a copy with the same strides, including gaps."""
     low, high = np.lib.array_utils.byte_bounds(array)
     memory = np.empty(high - low + 16, np.uint8)
     first = -memory.ctypes.data % 16 + low % 16
@@ -170,7 +170,7 @@ def assert_expected(launch: Launch, results: Mapping[int, Any]) -> None:
         assert actual.shape == right.shape, (launch.name, place)
         where = np.ones(right.shape, bool) if expected.where is None else expected.where
         if not expected.ulps:
-            with np.errstate(invalid="ignore"):  # NaN of every payload
+            with np.errstate(invalid="ignore"):  # comparison of NaN with any payload may warn
                 actual, right = (x[where].astype(np.float64) for x in (actual, right))
             np.testing.assert_array_equal(actual, right, f"{launch.name}, argument {place}")
         else:
@@ -180,7 +180,7 @@ def assert_expected(launch: Launch, results: Mapping[int, Any]) -> None:
             )  # fmt: skip
 
 
-# ---- the room ptx ----
+# ---- wrappers of ptx/ ----
 
 
 def matrices() -> Launch:
@@ -209,7 +209,7 @@ def mma() -> Launch:
     rng = np.random.default_rng(1)
     arguments, expected = [], {}
     for dtype, depth in ((np.float16, 16), (ml_dtypes.bfloat16, 16), (np.float32, 8)):
-        # Small integers: every sum is exact, so one element at a wrong place shows.
+        # Small integers: every sum is exact, so an element at a wrong position shows.
         a, b = rng.integers(-8, 9, (16, depth)), rng.integers(-8, 9, (depth, 8))
         d = rng.integers(-99, 99, (16, 8)).astype(np.float32)
         columns = b.T if depth == 16 else b
@@ -240,7 +240,7 @@ def words() -> Launch:
     shuffled = [10 * chosen, 10 * (lane ^ 9), 10 * up, 10 * down, 80 + 0 * lane, 10 * xor, halves, 0 * lane]
     votes = np.broadcast_to([sum(1 << i for i in range(0, 32, 3)), 1, 1, 0], (64, 4))
     bits = [i + min(i, 3) + i.bit_count() + 32 - max(i.bit_length(), 1) + (i & -i).bit_length() for i in range(32)]
-    unsigned = np.full(64, -1)  # the greatest of lane - 20 as unsigned
+    unsigned = np.full(64, -1)  # the maximum of lane - 20 as unsigned numbers
     sums = [lane * 0 + x for x in ((lane[:32] - 20).sum(), -20, 11, 31)]
     reduced = np.stack([*sums, unsigned, np.array(bits * 2)], axis=1)
     return Launch(
@@ -262,7 +262,7 @@ def atomics() -> Launch:
         np.zeros(800, np.int32),
     )  # fmt: skip
     reduced = 1 + 3 * (np.arange(128) + 0.5).reshape(4, 32).sum(axis=0)
-    taken = np.isin(np.arange(800), 5 + 2 * np.arange(3 * 128))  # each number once
+    taken = np.isin(np.arange(800), 5 + 2 * np.arange(3 * 128))  # each number is taken once
     right = ([3 * sum(range(128))], [127, -127], [0], [12], [0xFFFFFFFF], reduced, reduced, [5 + 2 * 3 * 128], taken)
     return Launch(
         name="atomics", file="atomics", entry="atomics", block=128, grid=3, arguments=arguments,
@@ -271,7 +271,7 @@ def atomics() -> Launch:
 
 
 def exact_sums(dtype: str) -> Launch:
-    """Sum terms of all magnitudes, terms that cancel, and terms that are not finite; `math.fsum` gives their sums."""
+    """Sum terms of all magnitudes, terms that cancel, and non-finite terms; `math.fsum` computes the expected sums."""
     number, rng, size = np.dtype(dtype), np.random.default_rng(7), 96
     any_bits = rng.integers(0, 2**32, (12, size * number.itemsize // 4), np.uint32).view(number)
     largest = np.finfo(number).max / (4 * size)  # so that no sum overflows
@@ -279,8 +279,8 @@ def exact_sums(dtype: str) -> Launch:
         any_bits = np.where(abs(any_bits) < largest, any_bits, number.type(0))
     least = np.full((2, size), np.finfo(number).smallest_subnormal)
     terms = np.concatenate([any_bits, rng.standard_normal((6, size)), least]).astype(number)
-    terms[6:9, 1::2] = -terms[6:9, ::2]  # 0
-    terms[9:12, 2::2] = -terms[9:12, 1:-1:2]  # one term, and the last
+    terms[6:9, 1::2] = -terms[6:9, ::2]  # sums are 0
+    terms[9:12, 2::2] = -terms[9:12, 1:-1:2]  # sums are the first term plus the last
     terms[-1, ::3] *= -1
     special, lowest = np.repeat(terms[12:13], 5, axis=0), np.finfo(number).min
     for row, values in zip(special, ((np.inf,), (-np.inf,), (np.nan,), (np.inf, -np.inf), (lowest,) * 3)):
@@ -301,13 +301,13 @@ def exact_sums(dtype: str) -> Launch:
 def math() -> Launch:
     count = 2**16
     bits = np.random.default_rng(2).integers(0, 2**32, count, np.uint32)
-    # Ties, subnormals and overflow of the 16-bit types, which random bits seldom meet.
+    # Ties, subnormals and overflow of the 16-bit types, which random bits rarely produce.
     bits[: count // 2] = np.arange(count // 2, dtype=np.uint32) * 0x1000 + 0x33000000 & 0xFFFFFFFF
     x = bits.view(np.float32)
     every, number = np.arange(count).astype(np.uint16), ~np.isnan(x)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         low, high = (np.where(number, v.astype(np.float16).view(np.uint16), 0x7FFF).astype(np.uint32) for v in (x, -x))
-        # ml_dtypes keeps more of a NaN than the GPU does.
+        # ml_dtypes preserves more of a NaN than the GPU does.
         short = np.where(number, x.astype(ml_dtypes.bfloat16).view(np.uint16), 0x7FFF).astype(np.uint32)
         power = np.exp2(x.astype(np.float64))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -331,7 +331,7 @@ def math() -> Launch:
     }
     for dtype, half_bits in ((np.float32, 12), (np.float64, 27)):
         some = np.exp(np.random.default_rng(3).uniform(-4, 4, 64)).astype(dtype)
-        factor = dtype(1 + 2.0**-half_bits)  # its square takes one bit too many
+        factor = dtype(1 + 2.0**-half_bits)  # its square needs one bit too many
         exact = np.array([0, 0, factor, -(1 + 2.0 ** (1 - half_bits))], dtype)
         wide = some.astype(np.longdouble)
         functions = np.stack([np.exp2(wide), np.log(wide), np.log2(wide)], axis=1).ravel()
@@ -361,7 +361,7 @@ def copy() -> Launch:
     )  # fmt: skip
 
 
-# ---- the room tile ----
+# ---- index maps and copies of tile/ ----
 
 SENTINEL = -7
 
@@ -392,7 +392,7 @@ def _pitch(dtype: str, columns: int, mma_rows: int) -> int:
 
 
 def _held(rows: int, columns: int, run: int, width: int) -> tuple[Any, Any]:
-    """Return rows and columns that each of 128 threads holds, `width` of which share a row."""
+    """Return the rows and columns that each of 128 threads holds, where `width` threads share a row."""
     thread, i, j = np.arange(128)[:, None], np.arange(rows * width // 128), np.arange(columns // width)
     return thread // width + 128 // width * i, (j // run * width + thread % width) * run + j % run
 
@@ -449,7 +449,7 @@ def _numpy(dtype: str) -> Any:
 
 
 def _aligned(numbers: Any) -> Any:
-    """Return equal numbers at an address that is a multiple of 64, with 160 to a row."""
+    """Return equal numbers at an address that is a multiple of 64, with a row pitch of 160 numbers."""
     memory = np.zeros(len(numbers) * 160 * numbers.itemsize + 64, np.uint8)
     start = -memory.ctypes.data % 64
     wide = memory[start:][: len(numbers) * 160 * numbers.itemsize].view(numbers.dtype).reshape(len(numbers), 160)
@@ -488,7 +488,7 @@ def stores(dtype: str, mma_rows: int = 0) -> Iterator[Launch]:
 
 
 def _with_fractions(a: np.ndarray[Any, Any], rng: np.random.Generator) -> np.ndarray[Any, Any]:
-    """Return whole numbers; in float64 with fractions that float32 cannot hold, though their sums stay exact."""
+    """Return whole numbers; in float64 with fractions that float32 cannot represent, although their sums stay exact."""
     return a + 2.0**-30 * rng.integers(-9, 10, a.shape) if a.dtype == np.float64 else a
 
 
@@ -508,7 +508,7 @@ def products(dtype: str, rows: int, columns: int, depth: int, mma_rows: int = 0)
 
 
 def quotients(dtype: str) -> Launch:
-    """Divide numbers of many magnitudes by numbers of at least 1, both with all their bits, and some not finite."""
+    """Divide numbers of many magnitudes by numbers of at least 1, both with full mantissas, and some non-finite."""
     rows, columns = 64, 64
     rng = np.random.default_rng(7)
     numbers = (rng.normal(size=(rows, columns)) * 2.0 ** rng.integers(-20, 20, (rows, columns))).astype(dtype)
@@ -524,7 +524,7 @@ def quotients(dtype: str) -> Launch:
 
 
 def transposed_products(dtype: str, first: int, last: int, mma_rows: int = 0) -> Launch:
-    """Add a^T b over some rows to a matrix that is just long enough."""
+    """Add a^T b over some rows to a matrix that is just large enough."""
     rows, columns, depth = 64, 64, 24
     rng = np.random.default_rng(6)
     a, b = (rng.integers(-9, 10, (depth, width)).astype(_wide(dtype)) for width in (rows, columns))
@@ -543,7 +543,7 @@ def transposed_products(dtype: str, first: int, last: int, mma_rows: int = 0) ->
 
 
 def tf32_products(number: int, rows: int, columns: int, depth: int, wide: str = "", has_nan: bool = False) -> Launch:
-    """Multiply whole numbers with exact products: of few bits, except for `wide` operands, which tf32 does not hold."""
+    """Multiply integers with exact products: with few bits, except `wide` operands, which tf32 cannot represent."""
     rng = np.random.default_rng(6)
     shapes = {"a": (rows, depth), "a_tn": (depth, rows), "b_nt": (columns, depth), "b_nn": (depth, columns)}
     a, a_tn, b_nt, b_nn = (
@@ -551,7 +551,8 @@ def tf32_products(number: int, rows: int, columns: int, depth: int, wide: str = 
         for shape, most in ((shape, 3000 if name in wide.split() else 3) for name, shape in shapes.items())
     )
     if has_nan:
-        a[5, 3] = np.uint32(0x7FFFFFFF).view(np.float32)  # the NaN of GPUs: adding to its bits gives -0
+        # the NaN that GPUs produce: rounding by addition to its bits would give -0
+        a[5, 3] = np.uint32(0x7FFFFFFF).view(np.float32)
     nbytes = 4 * (2 * rows * depth + 2 * columns * depth + rows * columns)
     c_nt = a @ b_nt.T
     right = (c_nt, a @ b_nn, 1000 + a_tn.T @ b_nn, 1000 + c_nt @ b_nt, c_nt)
@@ -572,13 +573,13 @@ def tf32_places(columns: int) -> Launch:
     )  # fmt: skip
 
 
-# ---- asynchronous copies and products of Hopper ----
+# ---- asynchronous copies and products of sm90 ----
 
 HOPPER = "sm_90a"
 
 
 def _swizzled(image: Any, width: int) -> Any:
-    """Return bytes whose 16-byte chunks are where a swizzle of rows of `width` bytes puts them; 0 is none."""
+    """Return bytes with 16-byte chunks permuted by a swizzle of rows of `width` bytes; 0 means no swizzle."""
     chunk = np.arange(image.size // 16)
     place = chunk ^ (chunk >> 3 & max(width // 16 - 1, 0))
     moved = np.empty_like(image.reshape(-1, 16))
@@ -593,14 +594,14 @@ def _inside(array: Any, start: tuple[int, ...], box: tuple[int, ...]) -> tuple[A
 
 
 def _box(array: Any, start: tuple[int, ...], box: tuple[int, ...]) -> Any:
-    """Return the content of a box, zeros outside the tensor."""
+    """Return the contents of a box, with zeros outside the tensor."""
     index, inside = _inside(array, start, box)
     is_inside = np.logical_and.reduce(inside)
     held = array[tuple(np.clip(x, 0, size - 1) for x, size in zip(index, array.shape))]
     return np.where(is_inside, held, np.zeros((), array.dtype))
 
 
-# (dtype, swizzle, shape, box): boxes of several heads and batches, and boxes past all ends.
+# (dtype, swizzle, shape, box): boxes of several heads and batch entries, and boxes that extend past all ends.
 TILES: tuple[tuple[str, int, tuple[int, ...], tuple[int, ...]], ...] = (
     ("float16", 0, (2, 2, 19, 24), (1, 1, 8, 8)),
     ("float16", 32, (2, 2, 19, 24), (1, 2, 5, 16)),
@@ -626,7 +627,7 @@ def _places(dtype: str, shape: tuple[int, ...], box: tuple[int, ...]) -> list[tu
 
 
 def _padded(shape: tuple[int, ...], dtype: str) -> Any:
-    """Return small numbers in an array whose axes, except for the last, have gaps."""
+    """Return small numbers in an array with gaps along all axes except the last."""
     outer = tuple(size + 1 for size in shape[:-1])
     columns = -(-shape[-1] // 16) * 16
     numbers = np.random.default_rng(7).integers(1, 64, (*outer, columns)).astype(_numpy(dtype))
@@ -646,7 +647,7 @@ def _tiles(entry: str, name: str, array: Any, case: Any, places: Any, *rest: Any
 
 
 def tile_loads(*case: Any, axis: int | None = None) -> Launch:
-    """Load boxes of an array, which is broadcast along an axis if one is given."""
+    """Load boxes of an array, which is broadcast along `axis` unless that is None."""
     dtype, swizzle, shape, box = case
     array, places = _padded(shape, dtype), _places(dtype, shape, box)
     if axis is not None:
@@ -660,7 +661,8 @@ def tile_loads(*case: Any, axis: int | None = None) -> Launch:
 def tile_stores(adds: bool, *case: Any) -> Launch:
     dtype, swizzle, shape, box = case
     array = _padded(shape, dtype)
-    places = [tuple(max(x, 0) for x in place) for place in _places(dtype, shape, box)]  # not before the first
+    # stores must not start before the first element
+    places = [tuple(max(x, 0) for x in place) for place in _places(dtype, shape, box)]
     after = array.copy()
     rng = np.random.default_rng(8)
     tiles = []
@@ -677,7 +679,7 @@ def tile_stores(adds: bool, *case: Any) -> Launch:
 
 
 def chunk_stores(columns: int) -> Launch:
-    """Store rows that end within a chunk of 16 bytes; the whole chunk is written."""
+    """Store rows that end within a 16-byte chunk; the entire chunk is written."""
     array, box = np.full((1, 1, 1, 20, 64), SENTINEL).astype(np.float16), (1, 1, 1, 16, 64)
     values = np.random.default_rng(8).integers(1, 64, (16, 64)).astype(np.float16)
     after = array.copy()
@@ -742,18 +744,19 @@ def ring() -> Launch:
 
 _OPERAND = np.dtype([("swizzle", "i4"), ("leading", "i4"), ("stride", "i4"), ("starts", "i4", 4)])
 _FORM = np.dtype([("a_major", "i4"), ("b_major", "i4"), ("a", _OPERAND), ("b", _OPERAND)])
-_SWIZZLES = {0: 0, 128: 1, 64: 2, 32: 3}  # bytes of a row, and the name in descriptors
+_SWIZZLES = {0: 0, 128: 1, 64: 2, 32: 3}  # bytes of a row -> code in descriptors
 
 
 def _operand(matrix: Any, major: int, width: int) -> tuple[Any, Any]:
-    """Return the bytes in shared memory that hold a matrix [rows, 64], and how wgmma finds the next 16 columns."""
+    """Return the bytes of a matrix [rows, 64] in shared memory, and how wgmma locates the next 16 columns."""
     rows, depth = matrix.shape
     row_bytes = width or 16
     across = row_bytes // 2
-    dense, other = (matrix, rows) if major == 0 else (matrix.T, depth)  # the last axis of `dense` is in rows of an atom
+    # the last axis of `dense` lies in the rows of an atom
+    dense, other = (matrix, rows) if major == 0 else (matrix.T, depth)
     padded = np.zeros((other, -(-dense.shape[1] // across) * across), matrix.dtype)
     padded[:, : dense.shape[1]] = dense
-    columns = padded.reshape(other, -1, across).swapaxes(0, 1)  # atoms on top of each other, column after column
+    columns = padded.reshape(other, -1, across).swapaxes(0, 1)  # atoms are stacked, one column of atoms after another
     image = _swizzled(np.ascontiguousarray(columns).view(np.uint8).ravel(), width)
     atom, column = 8 * row_bytes, other * row_bytes
     if major == 0:
@@ -771,7 +774,7 @@ def group_products(dtype: str, columns: int, adds: bool) -> Launch:
     a, b = (rng.integers(-8, 9, shape).astype(_numpy(dtype)) for shape in ((64, depth), (columns, depth)))
     before = rng.integers(-99, 99, (64, columns)).astype(np.float32)
     after = a.astype(np.float32) @ b.astype(np.float32).T + (before if adds else 0)
-    a, b = a.view(np.uint16), b.view(np.uint16)  # two 8-bit elements move as one 16-bit element
+    a, b = a.view(np.uint16), b.view(np.uint16)  # two 8-bit elements are copied as one 16-bit element
     forms, images = [], []
     majors = [(0, 0), (2, 0)] if depth == 128 else itertools.product((0, 1, 2), (0, 1))
     for (a_major, b_major), width in itertools.product(majors, _SWIZZLES):
@@ -780,9 +783,9 @@ def group_products(dtype: str, columns: int, adds: bool) -> Launch:
         image = np.zeros(8192 + 256 * 128, np.uint8)
         image[: a_image.size], image[8192 : 8192 + b_image.size] = a_image, b_image
         images.append(image)
-    # Lane 4 g + t of warp w: rows 16 w + g and + 8, columns 2 t and 2 t + 8 of each 16.
-    pairs = np.ascontiguousarray(a).view(np.uint32).reshape(4, 2, 8, 4, 2, 4)  # warp, half, g, step, half, t
-    fragments = np.ascontiguousarray(pairs.transpose(3, 0, 2, 5, 4, 1))  # step, warp, g, t, then a[0] to a[3]
+    # Lane 4 g + t of warp w holds rows 16 w + g and + 8, and columns from 2 t and from 2 t + 8 of each 16.
+    pairs = np.ascontiguousarray(a).view(np.uint32).reshape(4, 2, 8, 4, 2, 4)  # axes: warp, half, g, step, half, t
+    fragments = np.ascontiguousarray(pairs.transpose(3, 0, 2, 5, 4, 1))  # axes: step, warp, g, t, then a[0] to a[3]
     right = np.broadcast_to(after, (len(forms), 64, columns))
     return Launch(
         name=f"wgmma {dtype} of {columns} columns" + ", adding" * adds, file="wgmma", entry="products", block=128,
@@ -794,9 +797,10 @@ def group_products(dtype: str, columns: int, adds: bool) -> Launch:
 
 
 def e4m3_sums(a: Any, b: Any, before: Any) -> Any:
-    """Compute what an H100's tensor cores add to `before`, for bytes a [..., rows, 32] and b [..., columns, 32].
+    """Compute `before` plus the product on an H100's tensor cores, for bytes a [..., rows, 32] and b [..., columns,
+    32].
 
-    Each term is cut below 2^-13 of the largest, and the sum behind 13 bits of mantissa; subnormals have exponent -6.
+    Terms are truncated below 2^-13 of the largest, and the sum to 13 bits of mantissa; subnormals have exponent -6.
     """
     numbers, exponents = [], []
     for bits in (a, b):
@@ -811,7 +815,7 @@ def e4m3_sums(a: Any, b: Any, before: Any) -> Any:
 
 
 def e4m3_accumulation(name: str) -> Launch:
-    """Add one product to accumulators: of any numbers, of few, of equal, of positive, or of subnormal ones."""
+    """Add one product to accumulators: of arbitrary, few, equal, positive, or subnormal numbers."""
     rng, shape = np.random.default_rng(7), (2, 64, 32)
     codes = np.arange(256, dtype=np.uint8)
     codes = codes[codes & 0x7F != 0x7F]
@@ -834,10 +838,10 @@ def e4m3_accumulation(name: str) -> Launch:
 
 
 def two_e4m3_products(depth: int, keys: int, values: int) -> Launch:
-    """Multiply whole numbers whose products, rounded to e4m3 and multiplied again, are exact."""
+    """Multiply integers with products that, rounded to e4m3 and multiplied again, are exact."""
     rng = np.random.default_rng(8)
     q = np.zeros((64, depth), np.float32)
-    q[np.arange(64), rng.integers(0, depth, 64)] = rng.choice([1, 2], 64)  # scores are numbers of e4m3
+    q[np.arange(64), rng.integers(0, depth, 64)] = rng.choice([1, 2], 64)  # scores are representable in e4m3
     k, v = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((keys, depth), (keys, values)))
     place = np.arange(keys)
     column = place // 16 * 16 + place % 4 // 2 * 8 + place % 16 // 4 * 2 + place % 2
@@ -853,7 +857,7 @@ def two_e4m3_products(depth: int, keys: int, values: int) -> Launch:
 
 
 def e4m3_packs() -> Launch:
-    """Round floats at and around all numbers of e4m3 and their midpoints, and floats of any bits."""
+    """Round floats at and around all e4m3 numbers and their midpoints, and floats of arbitrary bits."""
     number = np.arange(128, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)[:-1]
     edges = np.concatenate([number, (number[:-1] + number[1:]) / 2, np.float32([464, 480, 1e30, np.inf])])
     near = (edges.view(np.int32)[:, None] + np.arange(-1, 2, dtype=np.int32)).ravel()[1:].view(np.float32)
@@ -890,7 +894,7 @@ def with_specs(plan: KernelPlan, specs: dict[str, KernelSpec]) -> KernelPlan:
 
 
 def walk(structure: Structure, query_tile: int, key_tile: int) -> Walk:
-    """Make a probe of all steps: query tiles that step over keys by `key_tile`, and the other way round."""
+    """Make a probe of all steps: query tiles that step over keys by `key_tile`, and the reverse."""
     example = structure.example()
     plan = cuflash.plan(example.q, example.k, example.v, mask=example.mask, executor="sim", deterministic=True)._plan
     entries = ("forward", "backward_columns")
@@ -916,7 +920,7 @@ def walk(structure: Structure, query_tile: int, key_tile: int) -> Walk:
 
 
 def sequence_tiles(mask: masks.Mask, seqlen_q: int, seqlen_kv: int, height: int, width: int) -> Walk:
-    """Make a probe of the tiles of `height` queries of sequences, whose steps have `width` keys."""
+    """Make a probe of the tiles of sequences, with `height` queries and steps of `width` keys."""
     example = Structure(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, mask=mask).example()
     plan = cuflash.plan(example.q, example.k, example.v, mask=example.mask, executor="sim")._plan
     launch = Launch(
@@ -969,7 +973,7 @@ WALKS = _steps_of(
 
 
 def wrong_steps(plan: KernelPlan, records: Any) -> list[str]:
-    """List faults of the steps of a walk, other than their elements: order, width, kinds, and visited blocks."""
+    """List errors of the steps of a walk, other than their elements: order, width, kinds, and visited blocks."""
     work, allowed = plan.work, plan.mask.toarray(**plan.problem.mask_shape._asdict())
     allowed = allowed.reshape(plan.problem.mask_shape.num_batch, *allowed.shape[-3:])
     wrong = []
@@ -989,7 +993,7 @@ def wrong_steps(plan: KernelPlan, records: Any) -> list[str]:
         requested = np.zeros_like(seen)
         for segment in segments:
             requested[segment.start : segment.stop] = True
-        # A listed block is visited whole, while a segment of bits is cut to what any row uses.
+        # A listed block is visited entirely, while a segment of bits is limited to keys that some row uses.
         more = seen & ~requested
         if (requested & ~seen).any() or (more.any() and not isinstance(work, ListedWork)):
             wrong.append(f"{side, b, h, first, last} visits {steps}, the work list has {segments}")
@@ -999,9 +1003,9 @@ def wrong_steps(plan: KernelPlan, records: Any) -> list[str]:
 
 
 def wrong_tiles(plan: KernelPlan, tiles: Any) -> list[str]:
-    """List faults of the tiles of a grid: each query or key is in one tile, and a list's longest tiles come first.
+    """List errors of a grid's tiles: each query or key must be in one tile, and a list's longest tiles must come first.
 
-    `tiles` [blocks, 2, 4] has batch entry, head, first and last of each block's tile of queries and of keys.
+    `tiles` [blocks, 2, 4] holds batch entry, head, first and last row of each block's query tile and key tile.
     """
     wrong = []
     problem, work = plan.problem, plan.work
@@ -1027,7 +1031,7 @@ def wrong_tiles(plan: KernelPlan, tiles: Any) -> list[str]:
     return wrong
 
 
-FRAGMENTS = ("float64", 8)  # registers and shared memory as tensor cores want them
+FRAGMENTS = ("float64", 8)  # element type and mma_rows of tiles in the layouts of tensor cores
 TF32 = (
     tf32_products(3, 32, 16, 32, "a a_tn"),
     tf32_products(1, 64, 32, 64),

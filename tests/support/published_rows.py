@@ -1,4 +1,4 @@
-"""Rows of the results that the pages show."""
+"""Access to the rows of results that the pages show."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 
 
 def published(name: str) -> list[dict[str, str]]:
-    """Return the rows of a file of results, by its name without the suffix."""
+    """Return the rows of a results file, named without its suffix."""
     with open(RESULTS / f"{name}.csv", newline="") as file:
         return list(csv.DictReader(file))

@@ -1,4 +1,4 @@
-"""The reasons of a refused call, or the message of what it raises."""
+"""The reasons of a refused call, or the message of its error."""
 
 from __future__ import annotations
 

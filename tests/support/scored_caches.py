@@ -1,4 +1,4 @@
-"""A score function that reads everything at positions of a cache, and what it is of one sequence alone."""
+"""A score function that reads everything at cache positions, and its equivalent for a single sequence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from executors import Run
 def mixed(
     s: Any, b: Any, h: Any, i: Any, j: Any, slope: Any, of_query: Any, of_key: Any, near: Any, cap: float = 20.0
 ) -> Any:
-    """Read a number, arrays at the sequence as a leading axis and by its number, at positions and at distances."""
+    """Combine a number, arrays indexed by sequence (as a leading axis and explicitly), by position and by distance."""
     capped = cap * np.tanh(s / cap) - slope[..., h] * np.abs(i - j)
     return capped + of_query[b, i] + of_key[j] + near[np.clip(i - j, 0, 30)]
 
@@ -37,7 +37,7 @@ def of_sequences(arrays: dict[str, Any], rows: Any) -> dict[str, Any]:
 
 
 def of_one(arrays: dict[str, Any], b: int, first: int) -> Score:
-    """Return the score function of sequence b alone, whose first query has position `first`."""
+    """Return the score function for sequence b alone, whose first query has position `first`."""
 
     def alone(s: Any, _: Any, h: Any, i: Any, j: Any, **held: Any) -> Any:
         return mixed(s, 0, h, i + first, j, **held)
@@ -48,7 +48,7 @@ def of_one(arrays: dict[str, Any], b: int, first: int) -> Score:
 def assert_is_scored_attention(
     run: Run, call: Drawn, arrays: dict[str, Any], o: Any, lse: Any, scale: float | None = None
 ) -> None:
-    """Assert that each sequence's results are those of its own keys and of the score function at its own positions."""
+    """Assert that each sequence's results are those of its own keys, with the score function at its own positions."""
     rows = call.q.shape[2]
     for b, length in enumerate(call.lengths):
         count = rows if call.counts is None else call.counts[b]
@@ -61,10 +61,10 @@ def _scored(run: Run, score: Score, scale: float | None, example: Any) -> Any:
 
 
 def chunked(run: Run, dtype: Any, dim: int, left: int, cuts: Sequence[int]) -> tuple[Any, Any]:
-    """Attend from the last tokens of a sequence to a cache with parts of 128 keys.
+    """Compute attention of the last tokens of a sequence to a cache with parts of 128 keys.
 
-    Rows are appended, and queries attend to `left` keys before their own, in chunks that end at positions `cuts`. The
-    first chunk has no queries. Results must be within their bounds.
+    Rows are appended in chunks that end at the positions `cuts`, and queries attend to `left` keys before their own.
+    The first chunk has no queries. Results must be within their bounds.
 
     Returns
     -------
@@ -83,7 +83,7 @@ def chunked(run: Run, dtype: Any, dim: int, left: int, cuts: Sequence[int]) -> t
             options = {"window": (left, 0), "score": score, "executor": run.executor, "return_lse": True}
             outputs.append([run.get(x) for x in cache.attention(run.put(q[:, :, first:stop]), **options)])
     o, lse = (np.concatenate(each, axis=2) for each in zip(*outputs))
-    if dtype.itemsize > 1:  # keys and values are kept as they are
+    if dtype.itemsize > 1:  # the cache stores keys and values unchanged
         mask = masks.Causal("bottom_right") & masks.SlidingWindow(left, 0, "bottom_right")
         example = Example(q=q[0, :, cuts[0] :], k=k[0], v=v[0], mask=mask, score=of_one(arrays, 0, cuts[0]))
         assert_within_bounds(run.rounded(example), o=o[0], lse=lse[0])

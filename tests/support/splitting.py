@@ -1,4 +1,4 @@
-"""Forward passes whose blocks share each tile's keys: examples, and calls in poisoned memory."""
+"""Forward passes in which thread blocks share each tile's keys: examples, and calls in poisoned memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def forward(example: Example, num_splits: int, run: Run = SIM, machine: Any = No
 
 
 def rounded(example: Example) -> Example:
-    """Return an example with the bounds of kernels that round P to the dtype of V, or split floats."""
+    """Return an example with the bounds of kernels that round P to the dtype of V, or that split floats."""
     if example.q.dtype == np.float32:
         return example.but(precision="tf32x3")
     return example.but(product_dtype=example.q.dtype)
@@ -55,8 +55,8 @@ def rounded(example: Example) -> Example:
 _RNG = np.random.default_rng(0)
 _TWO = {"q_batch": (2,), "k_batch": (2,), "v_batch": (2,)}
 _SQUARE = {**_TWO, "num_heads": 4, "num_kv_heads": 2, "seqlen_q": 70, "seqlen_kv": 300, "head_dim": 24, "value_dim": 20}
-_FEW = {**_SQUARE, "seqlen_q": 5}  # ten queries of a group in one tile
-# Widths of a step: 128 keys without a list. A window of 40 leaves most parts of a tile without a key.
+_FEW = {**_SQUARE, "seqlen_q": 5}  # the ten queries of a group are in one tile
+# A step has 128 keys if there is no list. A window of 40 leaves most parts of a tile without a key.
 STRUCTURES = {
     "dense": Structure(**_SQUARE, dtype="float16", layouts=("padded",) * 5),
     "causal": Structure(**_SQUARE, dtype="float16", mask=masks.Causal("bottom_right")),

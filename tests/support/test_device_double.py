@@ -1,4 +1,4 @@
-"""The double refuses what it documents as refused, and nothing else, by literal tables."""
+"""The double refuses exactly what it documents as refused, compared with literal tables."""
 
 from __future__ import annotations
 

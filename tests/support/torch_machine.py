@@ -1,4 +1,4 @@
-"""A stand-in for PyTorch on a GPU, next to `cupy_machine`: tensors in the host's memory that report a CUDA device.
+"""A test double of PyTorch on a GPU, next to `cupy_machine`: tensors in host memory that report a CUDA device.
 
 Kernels run on the simulator as soon as they are launched, on PyTorch's current stream.
 """
@@ -20,7 +20,7 @@ from cuflash.torch import _passes, _tensors
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor whose memory is the host's, and which reports the CUDA device `number`."""
+    """A tensor in host memory that reports the CUDA device `number`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # results of operations are plain tensors
     number = 0
@@ -44,16 +44,16 @@ def on_device(array: Any, number: int = 0) -> Any:
 
 
 class Torch(ModuleType):
-    """`import torch` of the modules that meet a GPU: PyTorch, except for what needs CUDA.
+    """The `torch` of modules that access a GPU: PyTorch, except for functions that need CUDA.
 
     Attributes
     ----------
     streams : list of cupy_machine.Stream
-        The last is PyTorch's current stream.
+        The last one is PyTorch's current stream.
     pool : list of tensors
-        What captures allocated, which a graph of PyTorch owns.
+        Allocations of captures, which a PyTorch graph owns.
     allocated : int
-        Tensors made so far.
+        Number of tensors allocated so far.
     """
 
     def __init__(self, cupy: cupy_machine.Cupy) -> None:
@@ -89,14 +89,14 @@ class Torch(ModuleType):
 
     @contextmanager
     def stream(self, stream: cupy_machine.Stream) -> Iterator[None]:
-        """Make a stream PyTorch's current one within a block; CuPy's stays as it is."""
+        """Make a stream PyTorch's current one within a block; CuPy's current stream does not change."""
         self.streams.append(stream)
         yield
         self.streams.pop()
 
 
 class _Streams:
-    """`cupy.cuda.Stream`: it makes streams, and takes those of other libraries."""
+    """A substitute for `cupy.cuda.Stream`: it creates streams, and accepts those of other libraries."""
 
     def __init__(self, make: Any) -> None:
         self._make = make
@@ -109,7 +109,7 @@ class _Streams:
 
 
 def _as_cupy_array(tensor: DeviceTensor) -> cupy_machine.Ndarray:
-    """Return the memory of a tensor on a device as CuPy's array."""
+    """Return the memory of a tensor on a device as a CuPy array."""
     return cupy_machine.Ndarray(tensor.as_subclass(torch.Tensor).numpy(), tensor.number)
 
 
@@ -121,7 +121,7 @@ def put_every_tensor_on_the_device(monkeypatch: Any) -> None:
 
 @contextmanager
 def installed(monkeypatch: Any, cache: Path) -> Iterator[tuple[cupy_machine.Cupy, Torch]]:
-    """Install the stand-ins for CuPy and PyTorch, and empty the caches that may hold earlier ones."""
+    """Install the test doubles of CuPy and PyTorch, and empty the caches that may hold earlier ones."""
     with cupy_machine.installed(monkeypatch, cache) as cupy:
         machine = Torch(cupy)
         cupy.cuda.Stream = _Streams(cupy.cuda.Stream)

@@ -1,4 +1,4 @@
-"""Memory of workspaces on the host, and streams, as the gpu executor has them on a device."""
+"""Test doubles of workspace memory and streams, in host memory, with the interface of the gpu executor's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def memory() -> SimpleNamespace:
-    """Return memory that records in `allocated` what it allocated."""
+    """Return a memory allocator that records its allocations in `allocated`."""
     allocated: list[Any] = []
     zeros: dict[Any, dict[int, Any]] = {}
     pieces: dict[int, list[Any]] = {}
@@ -25,5 +25,5 @@ def memory() -> SimpleNamespace:
 
 
 def stream(ptr: int = 7, is_capturing: bool = False) -> SimpleNamespace:
-    """Return a stream with an address, which is captured or not."""
+    """Return a stream with an address, which is being captured or not."""
     return SimpleNamespace(ptr=ptr, is_capturing=lambda: is_capturing)

@@ -1,4 +1,4 @@
-// Blocks that tell each other what is done: the last one to arrive merges what all have made, and blocks that take turns.
+// Blocks that synchronize: the last one to arrive merges the parts of all, and blocks that take turns.
 #include <ptx/atomic.cuh>
 #include <ptx/count.cuh>
 #include <ptx/shared.cuh>
@@ -7,7 +7,7 @@ using namespace cuflash;
 
 enum MergeFault { kSound, kNoFenceBefore, kNoFenceAfter, kNoBarrier, kMergesTooEarly, kResetTooSoon };
 
-// out[i] is the sum of x[block][i], by the block that is counted last, which leaves the count at 0.
+// The block that is counted last sets out[i] to the sum of x[block][i] over all blocks, and the count to 0.
 template <int kFault>
 CUFLASH_DEVICE void merge(const float* x, float* parts, float* out, int* count) {
   int& is_last = *ptx::dynamic_shared<int>();
@@ -44,7 +44,7 @@ extern "C" __global__ void merges(const float* x, float* parts, float* out, int*
 
 enum TurnFault { kInTurn, kRelaxed, kWaitsForTooFew, kNoWait, kBackward };
 
-// sum[i] = 2 sum[i] + x[block][i], block after block; with kBackward the last block is the first.
+// sum[i] = 2 sum[i] + x[block][i], block after block; with kBackward in reverse order.
 extern "C" __global__ void takes_turns(const int* x, int* sum, int* turn, int fault) {
   const int number = blockIdx.x, place = fault == kBackward ? gridDim.x - 1 - number : number;
   if (fault != kNoWait && place > 0)
@@ -56,7 +56,7 @@ extern "C" __global__ void takes_turns(const int* x, int* sum, int* turn, int fa
   else ptx::red_add_release(turn, 1);
 }
 
-// Two blocks, of which one looks again and again at a flag without an atomic operation.
+// Two blocks, one of which polls a flag without an atomic operation.
 extern "C" __global__ void looks(volatile int* flag, int is_sound) {
   if (blockIdx.x == 1) {
     atomicExch(const_cast<int*>(flag), 1);

@@ -1,5 +1,5 @@
-// Runs of bytes to shared memory and back, two at a time, copied and added; four floats added at once; and a grid that
-// follows another.
+// Bulk copies of bytes to shared memory and back, two at a time, with copies and additions; additions of four floats at
+// once; and a grid that depends on another.
 #include <ptx/atomic.cuh>
 #include <ptx/grid.cuh>
 #include <ptx/mbarrier.cuh>

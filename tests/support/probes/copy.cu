@@ -22,7 +22,7 @@ extern "C" __global__ void copy(const unsigned char* from, unsigned char* to, co
     ptx::cp_async_wait_all();
     for (int i = 32; i < 48; ++i) to[64 * lane + i] = shared[64 * lane + i];
   }
-  // Warp 1 hands on to warp 2, which warp 1 does not wait for; warps 0 and 3 are not concerned.
+  // Warp 1 passes data to warp 2 and continues without waiting for it; warps 0 and 3 do not participate.
   int* letter = reinterpret_cast<int*>(shared + 2048);
   if (warp == 1) {
     letter[lane] = 3 * lane;

@@ -1,6 +1,6 @@
 #include <tile/exact_sum.cuh>
 
-// A block adds the terms of a row to the words of its sum, and rounds it.
+// A block adds the terms of a row to the words of its exact sum, and rounds it.
 extern "C" __global__ void exact_sums(const probe::Number* terms, int num_terms, int64_t* words, probe::Number* rounded) {
   using Sum = cuflash::tile::ExactSum<probe::Number>;
   static_assert(Sum::kNumWords == probe::kNumWords, "words of a sum");

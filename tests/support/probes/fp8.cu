@@ -1,5 +1,5 @@
-// o = p v with p = q k^T rounded to e4m3 in registers: q [64, kDepth], k [kKeys, kDepth], and v transposed, [kValues, kKeys],
-// with its columns in the order `e4m3_column`.
+// o = p v, where p = q k^T is rounded to e4m3 in registers: q [64, kDepth], k [kKeys, kDepth], and v transposed,
+// [kValues, kKeys], with its columns in the order of `e4m3_column`.
 #include <ptx/shared.cuh>
 #include <ptx/tma.cuh>
 #include <tile/warp_tile.cuh>

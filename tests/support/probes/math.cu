@@ -21,10 +21,11 @@ extern "C" __global__ void math(const float* x, float* half, float* bfloat16, un
     bfloat16[i] = ptx::to_float(ptx::BFloat16{static_cast<unsigned short>(i)});
     packed[i] = ptx::pack2(ptx::Half{}, x[i], -x[i]) ^ ptx::from_float<ptx::Half>(x[i]).bits;
     packed_bfloat16[i] = ptx::pack2(ptx::BFloat16{}, x[i], 1.0f) ^ ptx::from_float<ptx::BFloat16>(x[i]).bits << 16;
-    tf32[i] = x[i] == x[i] ? ptx::to_tf32(ptx::from_float<float>(ptx::to_float(x[i]))) : 0;  // PTX names no NaN
+    // PTX leaves NaN unspecified
+    tf32[i] = x[i] == x[i] ? ptx::to_tf32(ptx::from_float<float>(ptx::to_float(x[i]))) : 0;
     power[i] = ptx::exp2_approx(x[i]);
     reciprocal[i] = ptx::reciprocal_approx(x[i]);
-    logarithm[i] = ptx::log2_approx(x[i]) + (x[i] < 0.5f || x[i] > 2 ? 0.0f : 2.0f);  // absolute error near 1
+    logarithm[i] = ptx::log2_approx(x[i]) + (x[i] < 0.5f || x[i] > 2 ? 0.0f : 2.0f);  // near 1 the error is absolute
   }
   if (blockIdx.x > 0) return;
   library(single_x, single_y, single_exact);

@@ -4,7 +4,7 @@ using namespace cuflash;
 
 struct Params {
   const uint16_t* memory;      // 32 rows of 8
-  const int* rows;             // of each lane
+  const int* rows;             // one row per lane
   const uint32_t* fragments;   // 32 lanes of 4
   uint32_t* loaded;            // 6 forms, 32 lanes of 4
   uint16_t* stored;            // 6 forms, 32 rows of 8

@@ -4,7 +4,7 @@
 #include <ptx/shared.cuh>
 using namespace cuflash;
 
-// Operands by the pairing that the instructions were made for: ldmatrix of a, and of b's columns stored as rows.
+// Loads operands with the instructions meant for mma: ldmatrix of a, and of b's columns stored as rows.
 template <class T>
 CUFLASH_DEVICE void mma_over_k(const uint16_t* a, const uint16_t* b_columns, float* d) {
   uint16_t* shared = ptx::dynamic_shared<uint16_t>();

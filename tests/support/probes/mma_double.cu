@@ -1,4 +1,4 @@
-// One product of doubles by the instruction of probe::kRows rows.
+// One product of doubles with the instruction for probe::kRows rows.
 #include <ptx/mma.cuh>
 using namespace cuflash;
 

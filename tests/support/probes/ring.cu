@@ -1,4 +1,4 @@
-// A warpgroup hands numbers to two others through a ring in shared memory, its slots guarded by barriers there.
+// A warpgroup passes numbers to two others through a ring in shared memory, with mbarriers that guard its slots.
 #include <ptx/mbarrier.cuh>
 #include <ptx/shared.cuh>
 #include <ptx/warpgroup.cuh>

@@ -1,10 +1,10 @@
-// Cuts the queries of a matrix into tiles, block of positions after block of positions. `probe` names the sizes.
+// Cuts the queries of a matrix into tiles, one block of positions after another. `probe` defines the sizes.
 #include <sm90/sequence_tiles.cuh>
 using namespace cuflash;
 using namespace cuflash::attention;
 using namespace cuflash::sm90;
 
-// Writes the first and last query of each tile, and of each block of positions how many tiles it has.
+// Writes the first query and the end of each tile, and the number of tiles of each block of positions.
 extern "C" __global__ void sequence_tiles(const __grid_constant__ Params params, int* tiles, int* counts) {
   WorkTile block{};
   int number = 0;

@@ -1,16 +1,16 @@
-// Lists each step that tiles visit, and every element that a step allows. `probe` names the sizes of tiles.
+// Lists each step that tiles visit, and every element that a step allows. `probe` defines the tile sizes.
 #include <attention/block_iterator.cuh>
 using namespace cuflash;
 using namespace cuflash::attention;
 
-constexpr int kFields = 8;  // of a record: entry, head, first, last, start, stop, kind, from queries or keys
+constexpr int kFields = 8;  // fields of a record: entry, head, first, last, start, stop, kind, side (queries or keys)
 
 struct Log {
   int* count;
   int* records;
   int capacity;
 
-  // Blocks have one thread and run one after another, so the numbers of records are their order.
+  // Blocks have one thread and run one after another, so record numbers give their order.
   CUFLASH_DEVICE void write(const WorkTile& work, const KvBlock& block, int side) const {
     const int number = atomicAdd(count, 1);
     if (number >= capacity) return;
@@ -26,7 +26,7 @@ struct Log {
   }
 };
 
-// Writes the batch entry, head, first and last row of the tile that a block works on.
+// Writes batch entry, head, first and last row of a block's tile.
 CUFLASH_DEVICE void message(const WorkTile& work, int side, int* tiles) {
   int* tile = tiles + (2 * blockIdx.x + side) * 4;
   tile[0] = work.batch_head.batch_index;
@@ -35,7 +35,7 @@ CUFLASH_DEVICE void message(const WorkTile& work, int side, int* tiles) {
   tile[3] = work.last;
 }
 
-// One more for each element that is allowed: what is visited twice shows.
+// Increments the count of each allowed element, so that a repeated visit shows.
 CUFLASH_DEVICE void count(const Params& params, const WorkTile& work, const KvBlock& block, bool rows_are_queries,
                           int* semaphore) {
   const Shape& shape = params.shape;

@@ -1,4 +1,4 @@
-// Products of floats in swizzled tiles by tf32 on tensor cores. `probe` names the sizes: kRows, kColumns, kDepth.
+// Products of floats in swizzled tiles with tf32 on tensor cores. `probe` defines the sizes: kRows, kColumns, kDepth.
 #include <tile/copy_async.cuh>
 #include <tile/tf32.cuh>
 using namespace cuflash;
@@ -10,7 +10,7 @@ using probe::kRows;
 constexpr int kNumWarps = 4;
 using Product = WarpPartition<kRows, kColumns, kNumWarps>::Tile;
 constexpr int kRowWarps = kRows < 16 * kNumWarps ? kRows / 16 : kNumWarps;
-using InRows = WarpTile<kRows / (16 * kRowWarps), kColumns / 8, kRowWarps>;  // a warp holds whole rows
+using InRows = WarpTile<kRows / (16 * kRowWarps), kColumns / 8, kRowWarps>;  // a warp holds full rows
 using Next = WarpTile<kRows / (16 * kRowWarps), kDepth / 8, kRowWarps>;
 
 constexpr SwizzledTile<float, kRows, kDepth> a_smem{0};
@@ -26,8 +26,8 @@ CUFLASH_DEVICE void write(float* to, int pitch, Tile& tile) {
       to[(tile.first_row() + tile.row(i)) * pitch + tile.first_column() + tile.column(j)] = tile.at(i, j);
 }
 
-// a b_nt^T, a b_nn, 1000 + a_tn^T b_nn and 1000 + (a b_nt^T) b_nt, with a_tn [kDepth, kRows], b_nt [kColumns, kDepth],
-// b_nn [kDepth, kColumns]; and the first by way of shared memory.
+// Computes a b_nt^T, a b_nn, 1000 + a_tn^T b_nn and 1000 + (a b_nt^T) b_nt, with a_tn [kDepth, kRows], b_nt [kColumns,
+// kDepth], b_nn [kDepth, kColumns]; and the first product once more through shared memory.
 extern "C" __global__ void __launch_bounds__(32 * kNumWarps)
 products(float* a, float* a_tn, float* b_nt, float* b_nn, float* c_nt, float* c_nn, float* c_tn, float* c_next,
          float* c_stored) {
@@ -59,7 +59,7 @@ products(float* a, float* a_tn, float* b_nt, float* b_nn, float* c_nt, float* c_
   store<32 * kNumWarps>(Matrix<float>{c_stored, kColumns, 1, kRows, kColumns}, c_smem);
 }
 
-// Writes the place in shared memory, in words, of each word of 16 rows of kColumns floats.
+// Writes the offset in shared memory, in words, of each word of 16 rows of kColumns floats.
 extern "C" __global__ void places(int* words) {
   using Tile = SwizzledTile<float, 16, kColumns>;
   for (int x = threadIdx.x; x < 16 * kColumns; x += 32)

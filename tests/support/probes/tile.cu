@@ -1,4 +1,4 @@
-// Every index map of the tile room. `probe` names the types and sizes: T, Element, kRows, kColumns, kDepth.
+// All index maps of tile/. `probe` defines the types and sizes: T, Element, kRows, kColumns, kDepth.
 #include <ptx/shared.cuh>
 #include <tile/copy.cuh>
 #include <tile/gemm_simt.cuh>
@@ -27,7 +27,7 @@ CUFLASH_DEVICE void write_map(int* rows, int* columns) {
   for (int j = 0; j < Tile::kColumns; ++j) columns[threadIdx.x * Tile::kColumns + j] = Tile::column(j);
 }
 
-// Writes the rows and columns that a thread holds, places of elements and vectors in a shared tile, and sums of rows.
+// Writes the rows and columns that a thread holds, offsets of elements and vectors in a shared tile, and sums of rows.
 extern "C" __global__ void __launch_bounds__(kThreads)
 maps(int* rows, int* columns, int* run_rows, int* run_columns, int* elements, int* vectors, T* sums, T* scaled) {
   write_map<Plain>(rows, columns);
@@ -48,7 +48,7 @@ maps(int* rows, int* columns, int* run_rows, int* run_columns, int* elements, in
       scaled[(threadIdx.x * InRuns::kRows + i) * InRuns::kColumns + j] = tile.at[i][j];
 }
 
-// Divides each number by the number of its row.
+// Divides each number by the divisor of its row.
 extern "C" __global__ void __launch_bounds__(kThreads)
 quotients(const T* numbers, const T* by, T* left) {
   Plain tile;
@@ -64,7 +64,7 @@ struct KeptBits {
   CUFLASH_DEVICE bool operator()(int row) const { return bits >> row & 1; }
 };
 
-// Shared memory after a load, its padding included.
+// Writes the contents of shared memory after a load, including its padding.
 extern "C" __global__ void __launch_bounds__(kThreads)
 loads(Element* from, int64_t row_stride, int64_t column_stride, int num_rows, int num_columns, int64_t kept, T* memory) {
   const Shared shared{ptx::dynamic_shared<T>()};
@@ -91,7 +91,8 @@ CUFLASH_DEVICE void store_both(const Matrix<Element>& matrix, T* memory) {
   __syncthreads();
 }
 
-// Rows first <= x < last of a matrix, and shared memory, after a store of 1000 row + column; by both kinds of tiles.
+// Writes rows first <= x < last of a matrix, and shared memory, after a store of 1000 row + column, for both kinds of
+// tiles.
 extern "C" __global__ void __launch_bounds__(kThreads)
 stores(Element* plain, Element* in_runs, int64_t start, int64_t row_stride, int64_t column_stride, int first, int last,
        int num_columns, T* memory, T* run_memory) {
@@ -101,7 +102,7 @@ stores(Element* plain, Element* in_runs, int64_t start, int64_t row_stride, int6
   store_both<InRuns>(runs_to.rows(first, last), run_memory);
 }
 
-// c + a b^T with b [kColumns, kDepth], and c + a b with b [kDepth, kColumns], c being 1000 row + column.
+// Computes c + a b^T with b [kColumns, kDepth], and c + a b with b [kDepth, kColumns], where c is 1000 row + column.
 extern "C" __global__ void __launch_bounds__(kThreads) products(T* a, T* b_nt, T* b_nn, T* c_nt, T* c_nn) {
   const SharedTile<T, kRows, kDepth> a_smem{ptx::dynamic_shared<T>()};
   const SharedTile<T, kColumns, kDepth> b_nt_smem{a_smem.data + a_smem.kElements};
@@ -120,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) products(T* a, T* b_nt, T
   store(Matrix<T>{c_nn, kColumns, 1, kRows, kColumns}, nn);
 }
 
-// Add a^T b over the rows first <= k < last to every other column of a matrix, from the second on.
+// Adds a^T b over the rows first <= k < last to every other column of a matrix, starting with the second.
 extern "C" __global__ void __launch_bounds__(kThreads)
 transposed_products(T* a, T* b, T* to, int64_t row_stride, int first, int last, int num_rows, int num_columns) {
   const SharedTile<T, kDepth, kRows, kRows> a_smem{ptx::dynamic_shared<T>()};

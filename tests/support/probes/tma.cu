@@ -1,4 +1,4 @@
-// Boxes of a tensor into shared memory and out of it, by one thread, box after box. `probe` has kRank.
+// One thread copies boxes of a tensor into shared memory, or out of it, one after another. `probe` defines kRank.
 #include <ptx/mbarrier.cuh>
 #include <ptx/shared.cuh>
 #include <ptx/tma.cuh>
@@ -12,7 +12,7 @@ CUFLASH_DEVICE void load(uint32_t to, const ptx::TensorMap* map, uint32_t barrie
   }
 }
 
-// Copies `count` boxes at the coordinates `places` into shared memory, and writes the contents after each.
+// Copies `count` boxes at the coordinates `places` into shared memory, and writes its contents after each copy.
 extern "C" __global__ void __launch_bounds__(128)
 loads(const __grid_constant__ ptx::TensorMap map, const void* tensor, const int* places, int count, int bytes, uint8_t* left) {
   uint8_t* shared = ptx::dynamic_shared<uint8_t>();
@@ -44,7 +44,7 @@ CUFLASH_DEVICE void store(const ptx::TensorMap* map, uint32_t from, const int* x
   }
 }
 
-// Stores `count` boxes at the coordinates `places`; shared memory holds the bytes of `tiles` for each.
+// Stores `count` boxes at the coordinates `places`, each with bytes from `tiles` in shared memory.
 extern "C" __global__ void __launch_bounds__(128)
 stores(const __grid_constant__ ptx::TensorMap map, void* tensor, const int* places, int count, int bytes, const uint8_t* tiles,
        int adds) {
@@ -58,7 +58,7 @@ stores(const __grid_constant__ ptx::TensorMap map, void* tensor, const int* plac
       store(&map, tile, places + i * probe::kRank, adds);
       ptx::bulk_commit();
       if (adds) ptx::bulk_wait_read<0>();
-      else ptx::bulk_wait<0>();   // before another box writes to the same place
+      else ptx::bulk_wait<0>();   // finish before another box is written to the same coordinates
     }
     __syncthreads();
   }

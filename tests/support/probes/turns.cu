@@ -1,4 +1,4 @@
-// The order in which blocks take tiles where they finish dQ, and counters by which one warp signals another.
+// The order in which blocks that finish dQ take tiles, and counters with which one warp signals another.
 #include <attention/tile_scheduler.cuh>
 using namespace cuflash;
 using namespace cuflash::attention;

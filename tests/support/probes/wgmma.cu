@@ -1,12 +1,12 @@
-// d [64, N] = a [64, 64] b [64, N], or d plus that, for every form of operands. `probe` names the elements, T; of 8-bit ones
-// the sum runs over 128.
+// d [64, N] = a [64, 64] b [64, N], or d + a b, for every form of operands. `probe` defines the element type T; for
+// 8-bit elements the sum runs over 128.
 #include <ptx/shared.cuh>
 #include <ptx/tma.cuh>
 #include <ptx/wgmma.cuh>
 using namespace cuflash;
 using probe::T;
 
-// One of the two matrices in shared memory: how it lies, and where 16 k later is.
+// One of the two matrices in shared memory: its layout, and the offsets of the four blocks of 16 k.
 struct Operand { int swizzle, leading, stride, starts[4]; };
 // a: 0 K-major, 1 MN-major, 2 in registers; b: 0 or 1.
 struct Form { int a_major, b_major; Operand a, b; };
@@ -71,15 +71,17 @@ CUFLASH_DEVICE void run(const Form* forms, int count, const uint16_t* images, in
   }
 }
 
-// d = a b + d for one product of each of `count` pairs of a [64, depth] and b [N, depth], `depth` being 32 bytes.
+// Computes d = a b + d with one product for each of `count` pairs a [64, depth] and b [N, depth], where `depth` is 32
+// bytes.
 extern "C" __global__ void __launch_bounds__(128)
 sums(const uint32_t* a, const uint32_t* b, const float* before, float* after, int count) {
   uint32_t* shared = ptx::dynamic_shared<uint32_t>();
-  constexpr int kN = probe::kN, kWords = 8;  // of a row
+  constexpr int kN = probe::kN, kWords = 8;  // words of a row
   const uint32_t address = ptx::shared_address(shared);
   const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
   for (int i = 0; i < count; ++i, a += 64 * kWords, b += kN * kWords, before += 64 * kN, after += 64 * kN) {
-    for (int at = threadIdx.x; at < kN * kWords; at += blockDim.x)  // without a swizzle: 16 bytes of 8 rows follow each other
+    // no swizzle: 16-byte pieces of 8 rows are contiguous
+    for (int at = threadIdx.x; at < kN * kWords; at += blockDim.x)
       shared[at / kWords / 8 * 64 + at % kWords / 4 * 32 + at / kWords % 8 * 4 + at % 4] = b[at];
     ptx::fence_proxy_async();
     __syncthreads();

@@ -9,7 +9,7 @@ extern "C" __global__ void words(int* shuffled, unsigned* votes, int* reduced, d
   mine[3] = __shfl_down_sync(0xffffffffu, 10 * lane, 3, 8);
   mine[4] = __shfl_sync(0xffffffffu, 10 * lane, 40);
   mine[5] = __shfl_xor_sync(0xffffffffu, 10 * lane, 4, 4);
-  // The halves of the warp go their own ways.
+  // The halves of the warp diverge.
   if (lane < 16) mine[6] = __shfl_down_sync(0x0000ffffu, lane, 1, 16);
   else mine[6] = __shfl_up_sync(0xffff0000u, lane, 1, 16);
   votes[4 * threadIdx.x] = __ballot_sync(0xffffffffu, lane % 3 == 0);

@@ -1,6 +1,6 @@
 #include <attention/params.cuh>
 
-// Keeps 96 values where two blocks of 1024 threads leave 32 registers a thread.
+// Keeps 96 values per thread, although two blocks of 1024 threads leave 32 registers for each.
 extern "C" __global__ void __launch_bounds__(1024, 2)
     simt_spills(const __grid_constant__ cuflash::attention::Params params) {
   float* data = static_cast<float*>(params.o.data);

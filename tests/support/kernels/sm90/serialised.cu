@@ -1,6 +1,7 @@
 #include <attention/params.cuh>
 
-// Touches an accumulator while a wgmma still writes it, so ptxas waits after each and says so (C7510).
+// Accesses an accumulator while a wgmma still writes it, so ptxas inserts a wait after each wgmma and reports it
+// (C7510).
 extern "C" __global__ void __launch_bounds__(128)
     sm90_serialised(const __grid_constant__ cuflash::attention::Params params) {
   float d[4] = {};
