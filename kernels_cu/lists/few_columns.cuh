@@ -1,20 +1,21 @@
 #pragma once
 #include <lists/row_choice.cuh>
 
-// Chooses blocks of rows with few columns, whose places a warp keeps in registers. It makes the choice of
-// `choose_of_row` for rules that have only a number of blocks.
+// Chooses blocks in rows with few columns, whose places (see row_choice.cuh) a warp keeps in registers. The choice is
+// that of `choose_of_row`, for rules that consist only of a number of blocks.
 namespace cuflash::lists {
 
-constexpr int kMostRegisters = 16;  // places of a lane
+constexpr int kMostRegisters = 16;  // number of places per lane
 constexpr int kFewColumns = 32 * kMostRegisters;
 
-// Return the score, negated, of a place that is neither forced nor without eligibility.
+// Return the negated score of the place of a block that is eligible and not forced.
 CUFLASH_DEVICE float negated_score(uint32_t place) {
   const int32_t bits = static_cast<int32_t>(place ^ 0x80000000u);
   return __uint_as_float(static_cast<uint32_t>(bits ^ (bits >> 31 & 0x7fffffff)));
 }
 
-// Return a place between two others: that of the mean of their scores if there is one, else the mean of the places.
+// Return a place between two others: that of the mean of their scores if it is between them, else the mean of the
+// places.
 CUFLASH_DEVICE uint32_t place_between(uint32_t least, uint32_t end) {
   const float mean = 0.5f * negated_score(least) + 0.5f * negated_score(end);
   const int32_t bits = static_cast<int32_t>(__float_as_uint(mean + 0.0f));
@@ -22,7 +23,7 @@ CUFLASH_DEVICE uint32_t place_between(uint32_t least, uint32_t end) {
   return mean == mean && least < place && place < end ? place : least + (end - least) / 2;
 }
 
-// The places of a row in the registers of a warp: lane l has those of columns l, l + 32, ...
+// The places of a row in the registers of a warp: lane l has the places of columns l, l + 32, ...
 struct PlacesOfRow {
   uint32_t at[kMostRegisters];
   int num_columns;
@@ -32,7 +33,7 @@ struct PlacesOfRow {
     each([&](int i, int column) { at[i] = column < num_columns ? row.new_place(column) : kNotEligiblePlace; });
   }
 
-  // Call `visit(i, column)` for the places of a lane.
+  // Call `visit(i, column)` for each of a lane's places.
   template <class Visit>
   CUFLASH_DEVICE void each(Visit visit) const {
 #pragma unroll
@@ -47,14 +48,14 @@ struct PlacesOfRow {
   }
 };
 
-// Write the list of the first `choice.count` blocks of a row, and of all that are forced. Called by a warp.
+// Write the list of the first `choice.count` blocks of a row, and of all forced blocks. Called by a warp.
 template <class Row>
 CUFLASH_DEVICE void list_few(const Row& row) {
   const Choice& choice = row.choice;
   const PlacesOfRow places(row);
   int32_t* const list = reinterpret_cast<int32_t*>(choice.kept) +
                         row.first / choice.num_kv_blocks * choice.list_length;
-  uint32_t least = kNotEligiblePlace, greatest = 0;  // of the blocks that are neither forced nor without eligibility
+  uint32_t least = kNotEligiblePlace, greatest = 0;  // range of the places of blocks that are eligible and not forced
   places.each([&](int i, int) {
     const uint32_t place = places.at[i];
     if (place == kForcedPlace || place == kNotEligiblePlace) return;
@@ -63,11 +64,11 @@ CUFLASH_DEVICE void list_few(const Row& row) {
   });
   least = __reduce_min_sync(0xffffffffu, least);
   greatest = __reduce_max_sync(0xffffffffu, greatest);
-  uint32_t end = greatest + 1;  // places before it are chosen, and some blocks of place `tied`
+  uint32_t end = greatest + 1;  // all blocks of earlier places are chosen, and some blocks of place `tied`
   uint32_t tied = kNotEligiblePlace;
   int missing = 0;
   if (least != kNotEligiblePlace && places.count_before(end) > choice.count) {
-    // There are more than `count` blocks before `end`, and only forced ones before `least`.
+    // There are more than `count` blocks before `end`, and only forced blocks before `least`.
     while (true) {
       if (end - least == 1) {
         end = tied = least;

@@ -1,6 +1,6 @@
 // Computes upper bounds of the scores of each query and page of keys, one warp per pair: the sum over columns of the
-// greater of the query's products with the page's least and greatest key. NaN stays NaN. cuflash/selectors/pages.py is
-// the specification.
+// greater of two products, the query's with the page's minimum and with its maximum. NaN stays NaN.
+// cuflash/selectors/pages.py is the specification.
 #include <lists/selection.cuh>
 #include <tile/element.cuh>
 
@@ -9,7 +9,7 @@ namespace cuflash::lists {
 using Accumulator = Config::Accumulator;
 using Element = Config::Element;
 
-// Return the lesser, and below the greater, of two numbers; NaN if one of them is NaN.
+// Return the smaller or, in the second function, the greater of two numbers; NaN if one of them is NaN.
 CUFLASH_DEVICE Accumulator lesser(Accumulator x, Accumulator y) { return x <= y || x != x ? x : y; }
 CUFLASH_DEVICE Accumulator greater(Accumulator x, Accumulator y) { return x >= y || x != x ? x : y; }
 
