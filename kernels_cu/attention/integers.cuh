@@ -8,7 +8,7 @@ constexpr int64_t kFar = 1LL << 62;  // beyond any key
 
 // An integer of any type, ordered by value.
 struct Integer {
-  bool is_beyond;  // 2^63 or more, which only a uint64 can be
+  bool is_beyond;  // whether the value is 2^63 or more, which only a uint64 can be
   int64_t bits;
 
   CUFLASH_DEVICE bool operator==(const Integer& other) const {

@@ -54,7 +54,7 @@ struct QuantizedSoftmax {
       thread_max[i] = highest * scale_log2[i];
       has_risen |= thread_max[i] - row_max[i] > kMaxRise;  // false for -inf - (-inf), which is NaN
     }
-    if (!__any_sync(0xffffffffu, has_risen)) return kHasNotRisen;  // only for its own columns; rises are rare
+    if (!__any_sync(0xffffffffu, has_risen)) return kHasNotRisen;  // each thread tests its own columns; a rise is rare
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       thread_max[i] = tile::quad_max(thread_max[i]);

@@ -17,7 +17,7 @@ enum IntervalKind : int32_t {
 
 struct IntervalParams {
   const void* q_integers;  // integers of the queries; null for kLengths if the host knows q_length
-  const void* kv_integers;  // integers of the keys; null if those of the queries serve, or if the host knows kv_length
+  const void* kv_integers;  // integers of the keys; null if equal to the queries', or if the host knows kv_length
   int64_t q_batch_strides[kBatchAxes];  // in bytes; 0 for a broadcast axis; so are the next three
   int64_t kv_batch_strides[kBatchAxes];
   int64_t q_stride, kv_stride;

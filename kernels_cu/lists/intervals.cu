@@ -1,4 +1,4 @@
-// Computes the keys that each query sees from integers on the device, one thread per query: offsets of packed
+// Computes the keys that each query sees, with one thread per query, from integers on the device: offsets of packed
 // sequences, lengths, or document ids. If blocks are ordered, it also counts the key blocks that each query block sees,
 // and the query blocks that see each key block.
 #include <lists/interval_params.cuh>

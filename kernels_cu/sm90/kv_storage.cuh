@@ -51,7 +51,7 @@ struct KvStorage : Constants<Config> {
   static_assert(!kPacksQueries || (kNumConsumers == 1 && Config::kIsListed && !kHasScore && !Config::kHasDropout),
                 "flags of a warp assume that its rows need only masks");
   static constexpr bool kLoadsDo = Config::kIsBackward;  // whether dO is loaded with Q
-  // Whether several thread blocks with such tiles share a multiprocessor.
+  // Whether tiles are so small that several thread blocks share a multiprocessor.
   static constexpr bool kIsSmallTile = Config::kIsListed && kNumConsumers == 1 && !Config::kIsQuantized;
   static constexpr int kQStages =
       kHeadDim <= 128 && kValueDim <= 128 && !kIsSmallTile && !kLoadsDo && !kStagesArray ? 2 : 1;

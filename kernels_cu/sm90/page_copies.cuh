@@ -22,7 +22,7 @@ class PageCopy {
     row_of_page_ = attention::divmod(position, pages.page_size).remainder;
   }
 
-  // Count the boxes whose page is missing.
+  // Count the boxes without a page as faults.
   CUFLASH_DEVICE void count_faults() const {
     if (!has_page_) ptx::fetch_add(pages_.num_faults, 1);
   }

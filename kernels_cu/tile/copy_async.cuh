@@ -89,7 +89,7 @@ CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, Matrix<T> from
   } else if (has_aligned_chunks(from)) {
     const int first = first_chunk * kChunk;
     const T* data = from.data + first_row * from.row_stride + first;
-#pragma unroll 1  // registers are for accumulators
+#pragma unroll 1  // registers are needed for accumulators
     for (int row = first_row; row < Rows; row += Partition::kRowsPerPass) {
 #pragma unroll
       for (int c = 0; c < Tile::kChunks; c += Partition::kThreadsPerRow) {
@@ -158,7 +158,7 @@ CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, RowsOf<T> from
   using Tile = SwizzledTile<T, Rows, Columns>;
   using Partition = ChunkPartition<Threads, Tile>;
   const bool is_aligned = has_aligned_chunks(from);
-#pragma unroll 1  // registers are for accumulators
+#pragma unroll 1  // registers are needed for accumulators
   for (int row = Partition::first_row(); row < Rows; row += Partition::kRowsPerPass) {
     const bool in_bounds = row < from.num_rows;
     const T* const data = from.row(in_bounds ? row : 0);

@@ -43,7 +43,7 @@ CUFLASH_DEVICE void arrive(const uint64_t& barrier) {
 
 // Transpose a matrix of bits: lane t of 32 holds row t before, and column t afterwards.
 CUFLASH_DEVICE uint32_t transpose_bits_in_warp(uint32_t bits) {
-  uint32_t low = 0xffff;  // the columns in whose number the bit `lane_offset` is 0
+  uint32_t low = 0xffff;  // the columns whose index has bit `lane_offset` clear
 #pragma unroll
   for (int lane_offset = 16; lane_offset > 0; lane_offset /= 2) {
     const uint32_t other = __shfl_xor_sync(0xffffffffu, bits, lane_offset);
@@ -58,7 +58,7 @@ CUFLASH_DEVICE uint32_t transpose_bits_in_warp(uint32_t bits) {
 struct TmaBoxes {
   int start;  // offset from the start of shared memory, in bytes
   int rows, columns;  // size of the tile
-  int width;  // columns of a box
+  int width;  // number of columns of a box
 
   CUFLASH_DEVICE TmaBoxes(int start, int rows, int columns, int width)
       : start(start), rows(rows), columns(columns), width(width) {}
