@@ -11,7 +11,7 @@ namespace cuflash::attention {
 struct Pages {
   const int32_t* table;  // [batch, max_pages] the pages of each sequence; if null, page b belongs to sequence b
   const int32_t* lengths;  // [batch] number of positions of each sequence
-  const int32_t* counts;  // [batch] number of the queries that belong to each sequence; if null, all of them
+  const int32_t* counts;  // [batch] number of queries that belong to each sequence; if null, all do
   int32_t* num_faults;  // count of out-of-range values in the three arrays above
   int32_t num_pages, max_pages, page_size, capacity;
   int32_t num_queries;  // number of rows per sequence, including unused rows
@@ -26,7 +26,7 @@ constexpr NoPages pages{};
 // The rows of a sequence. Its queries are its last positions.
 struct SequenceRows {
   int length, count;  // number of positions, and number of queries
-  bool is_valid;  // whether both numbers were in their range
+  bool is_valid;  // whether both numbers are in range
 };
 CUFLASH_DEVICE SequenceRows rows_of_sequence(const Pages& pages, int sequence) {
   const int length = pages.lengths[sequence];

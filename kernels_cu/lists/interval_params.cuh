@@ -44,7 +44,7 @@ struct IntervalParams {
   int32_t seqlen_q, seqlen_kv, num_offsets;
   int32_t q_itemsize, kv_itemsize;  // bytes per integer
   int32_t is_q_signed, is_kv_signed;
-  // Nonzero if the last query and key of a sequence are on its diagonal, instead of the first ones
+  // Nonzero if the last query and key of a sequence are on its diagonal, instead of the first ones.
   int32_t is_bottom_right;
   int32_t block_q, block_kv, num_q_blocks, num_kv_blocks;
   int32_t tile_q, tile_kv, num_q_tiles, num_kv_tiles;  // sequence-aligned tiles; 0 if there are no such tiles

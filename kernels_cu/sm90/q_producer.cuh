@@ -268,7 +268,7 @@ struct QProducer : QStorage<Config> {
         tile::wait_empty(smem.q[state.stage], state.phase);
         __syncwarp();
         if (ptx::elect_one()) {
-          if constexpr (Config::kFinishesDqInOrder)  // at first, to save registers
+          if constexpr (Config::kFinishesDqInOrder)  // computed first, to save registers
             advance_dq_schedule(head_work, message, block, shape.seqlen_q);
           const bool is_full_block = block.kind == BlockKind::kFull && block.stop - block.start == kBlockQ;
           int flags = head_work.flags | smem.kv_phases | (is_full_block ? 0 : StepMessage::kMasked);
