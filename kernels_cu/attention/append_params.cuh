@@ -11,10 +11,10 @@ struct Append {
   int32_t num_rows, blocks_per_sequence;
 };
 
-// The least and the greatest keys of each page, for the kernel that keeps them.
+// The elementwise minimum and maximum of the keys of each page, for the kernel that updates them.
 struct KeyBounds {
   void* key_bounds;  // [num_pages, kv heads, 2, head_dim], in the dtype of keys
-  int32_t pages_per_sequence;  // pages that new rows of a sequence may go to
+  int32_t pages_per_sequence;  // number of pages that new rows of a sequence can reach
   int32_t padding;
 };
 

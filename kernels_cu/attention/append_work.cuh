@@ -2,8 +2,8 @@
 #include <attention/append_params.cuh>
 #include <attention/tile_scheduler.cuh>
 
-// The kernels that append rows to a cache share this header. It finds the positions of new rows, and updates the length
-// of a sequence.
+// Code that the kernels that append rows to a cache share. It computes the positions of new rows, and updates the
+// length of a sequence.
 namespace cuflash::attention {
 
 // The new rows of a sequence have the positions length <= j < length + num_rows.
@@ -11,8 +11,8 @@ struct NewRows {
   int length, num_rows;
 };
 
-// Return the number of new rows that belong to a sequence and fit into it, and their first position. The sequence's
-// first block counts numbers that are out of range.
+// Return the first position of a sequence's new rows, and how many rows belong to the sequence and fit into it. The
+// first block of a sequence counts values that are out of range.
 CUFLASH_DEVICE NewRows new_rows(const Append& params, int sequence, int block) {
   const CachePages& cache = params.cache;
   const int found = cache.lengths[sequence], length = min(max(found, 0), cache.capacity);
@@ -23,7 +23,7 @@ CUFLASH_DEVICE NewRows new_rows(const Append& params, int sequence, int block) {
   return {length, num_rows};
 }
 
-// Set the new length of a sequence. The last of its blocks to read the old length does so. Called by all threads of a
+// Set the new length of a sequence. The last of its blocks to read the old length does this. Called by all threads of a
 // block.
 CUFLASH_DEVICE void set_length(const Append& params, int sequence, const NewRows& rows) {
   __syncthreads();  // all threads have read the length
@@ -37,7 +37,7 @@ CUFLASH_DEVICE void set_length(const Append& params, int sequence, const NewRows
   params.cache.lengths[sequence] = rows.length + rows.num_rows;
 }
 
-// Return the page of a position, or the number of pages if it has none.
+// Return the page of a position, or `num_pages` if the table has no valid page for it.
 CUFLASH_DEVICE int page_of(const CachePages& cache, int sequence, int position) {
   if (cache.table == nullptr) return sequence;
   const int page = cache.table[static_cast<int64_t>(sequence) * cache.max_pages + position / cache.page_size];

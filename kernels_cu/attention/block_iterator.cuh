@@ -1,10 +1,10 @@
 #pragma once
 #include <attention/tile_scheduler.cuh>
 
-// The blocks that a tile visits, step by step, and the elements of a step that masks allow.
+// The blocks that a tile visits, step by step, and the elements that masks allow in a step.
 namespace cuflash::attention {
 
-// The mask of a block: none, an interval of keys for each query, or a bit for each query and key.
+// The kind of a block's mask: none, an interval of keys for each query, or a bit for each query and key.
 enum class BlockKind : int { kFull = 1, kInterval = 2, kBits = 3 };
 
 // Keys lo <= j < hi.
@@ -20,7 +20,7 @@ CUFLASH_DEVICE int clamped_to_int(int64_t x) {
   return static_cast<int>(max(min(x, kFar), -kFar));
 }
 
-// Return the keys lo <= j < hi of query i under a mask that is an interval for each query.
+// Return the keys lo <= j < hi that query i attends, under a mask that is an interval for each query.
 CUFLASH_DEVICE Interval interval(const Params& params, const BatchHead& batch_head, int i) {
   const WorkList& list = params.work;
   const int length = params.shape.seqlen_kv;
@@ -30,10 +30,10 @@ CUFLASH_DEVICE Interval interval(const Params& params, const BatchHead& batch_he
   return {clamped(list.lo[at], length), clamped(list.hi[at], length)};
 }
 
-// The keys that a query attends in a step: lo <= j < hi, and of them those whose bits are 1, if there are bits.
+// The keys that a query attends in a step: lo <= j < hi and, if there are bits, only those whose bit is 1.
 struct RowMask {
   int lo, hi;
-  const uint8_t* bits;  // from first_bit_key on
+  const uint8_t* bits;  // bits of the keys from first_bit_key on, or null
   int first_bit_key;
 
   CUFLASH_DEVICE bool allows(int j) const {
@@ -44,14 +44,14 @@ struct RowMask {
   }
 };
 
-// The block that a step visits: keys, or in backward passes queries, start <= x < stop, under one kind of mask.
+// The block that a step visits: the keys (in backward passes, the queries) start <= x < stop, under one kind of mask.
 struct KvBlock {
   int start, stop;
   BlockKind kind;
   int entry;  // entry of the list, if the mask is bits
 
-  // Return the mask of a query in this block. Call it once per row: if it were inlined at each use, it would be most of
-  // a kernel's code.
+  // Return the mask of a query in this block. Call it once per row: if it were inlined at each use, it would make up
+  // most of a kernel's code.
   CUFLASH_DEVICE RowMask row_mask(const Params& params, const BatchHead& batch_head, int i) const {
     const int length = params.shape.seqlen_kv;
     if (kind == BlockKind::kFull) return {0, length, nullptr, 0};
@@ -69,9 +69,9 @@ struct KvBlock {
   }
 };
 
-// The range of keys that a tile of queries visits, or of queries that visit a tile of keys: start <= x < stop, of which
-// full_start <= x < full_stop needs no mask. With a list, the range also has the list's entries first_entry <= x <
-// last_entry.
+// The range that a tile visits: keys, for a tile of queries, or queries, for a tile of keys. The range is start <= x <
+// stop, of which full_start <= x < full_stop needs no mask. With a list, it also has the list entries first_entry <= x
+// < last_entry.
 struct VisitRange {
   int start, stop, full_start, full_stop;
   int first_entry, last_entry;
@@ -92,8 +92,8 @@ CUFLASH_DEVICE VisitRange visit_range_of_queries(const Params& params, const Wor
   return visit_range;
 }
 
-// Return the number of queries whose interval ends (below: starts) at or before a key. Neither lo nor hi ever decreases
-// from one query to the next.
+// Return the number of queries whose interval ends at or before a key. The second function counts those whose interval
+// starts at or before a key. Neither lo nor hi ever decreases from one query to the next.
 CUFLASH_DEVICE int rows_ending_by(const Params& params, const BatchHead& batch_head, int key) {
   if (params.work.lo == nullptr) return clamped(key - params.work.upper, params.shape.seqlen_q);
   int first = 0, last = params.shape.seqlen_q;
@@ -115,7 +115,7 @@ CUFLASH_DEVICE int rows_starting_by(const Params& params, const BatchHead& batch
   return first;
 }
 
-// Find the entries of a tile of keys in the list, if there is one.
+// Find the list entries of a tile of keys, if there is a list.
 CUFLASH_DEVICE void find_list_entries(const Params& params, const WorkTile& tile, VisitRange& visit_range) {
   const WorkList& list = params.work;
   if (list.column_pointers == nullptr) return;
@@ -135,7 +135,7 @@ CUFLASH_DEVICE VisitRange visit_range_of_keys(const Params& params, const WorkTi
   return visit_range;
 }
 
-// Return a visit range of queries that starts with a tile of queries, as `work_tile` cuts them.
+// Extend a visit range of queries to the start of a tile of queries, as `work_tile` cuts them, and return it.
 CUFLASH_DEVICE VisitRange aligned_to_tiles(const Params& params, VisitRange visit_range, int height) {
   const int offset_in_block = params.work.row_pointers != nullptr
       ? divmod(visit_range.start, params.work.block_q).remainder : visit_range.start;
@@ -143,8 +143,8 @@ CUFLASH_DEVICE VisitRange aligned_to_tiles(const Params& params, VisitRange visi
   return visit_range;
 }
 
-// How BlockIterator walks a list: along a row, over the blocks of keys that a tile of queries visits; or along a
-// column, over the blocks of queries that visit a tile of keys.
+// The two ways in which BlockIterator walks a list: along a row, over the key blocks that a tile of queries visits, or
+// along a column, over the query blocks that visit a tile of keys.
 struct OverKvBlocks {
   static CUFLASH_DEVICE int entry(const WorkList&, int position) { return position; }
   static CUFLASH_DEVICE BlockKind kind(const WorkList& list, int position) {
@@ -173,8 +173,8 @@ CUFLASH_DEVICE int split_start(int total, int part, int num_parts) {
   return total / num_parts * part + min(part, total % num_parts);
 }
 
-// Return one of several parts of the visit range of a tile of queries: a part of its listed blocks, or of its steps of
-// Width keys.
+// Return one of `num_parts` parts of the visit range of a tile of queries: a part of its listed blocks, or of its steps
+// of Width keys.
 template <int Width, class Listed>
 CUFLASH_DEVICE VisitRange split_range(const Params& params, const VisitRange& full_range, int part, int num_parts) {
   VisitRange visit_range = full_range;
@@ -190,8 +190,8 @@ CUFLASH_DEVICE VisitRange split_range(const Params& params, const VisitRange& fu
   return visit_range;
 }
 
-// Walks the visit range of a tile in steps of at most Width rows; if there is a list, over the listed blocks. The range
-// is not copied: it stays in registers or in shared memory.
+// An iterator over the visit range of a tile in steps of at most Width rows or, if there is a list, over the listed
+// blocks. It does not copy the range, which stays in registers or in shared memory.
 template <int Width, class Walk, class Listed = DynamicListed>
 class BlockIterator {
  public:
@@ -223,7 +223,7 @@ class BlockIterator {
   }
 
  private:
-  // Open the listed block at a position of the list. A block of intervals is cut to the tile's range.
+  // Open the listed block at a position of the list. A block of intervals is clipped to the tile's range.
   CUFLASH_DEVICE void open_block(int position) {
     const WorkList& list = params_.work;
     entry_ = Walk::entry(list, position);
@@ -244,7 +244,7 @@ class BlockIterator {
   int entry_ = -1;
 };
 
-// Move a short last step that does not end at the end of the matrix to an earlier start, if the tile's range allows it.
+// Move a short last step to an earlier start, unless it ends at the end of the matrix or the tile's range is too short.
 // Without this, rows past the step would hold arbitrary values, and 0 times NaN is not 0. Past the end of the matrix,
 // TMA writes zeros.
 template <int Width, bool IsListed>

@@ -5,8 +5,8 @@
 // Sums of softmax weights over the blocks of a grid, from weights in shared memory.
 namespace cuflash::attention {
 
-// Add the weights of a step, which are in shared memory and are overwritten, to the masses of their blocks. The order
-// of each sum depends on the positions alone. Called by all threads, between barriers.
+// Add the weights of a step to the masses of their blocks. The weights are in shared memory and are overwritten. The
+// order of each sum depends only on the positions. Called by all threads, between barriers.
 template <class T, int Rows, int Columns, int Pitch>
 CUFLASH_DEVICE void add_masses(const MassGrid& grid, const BatchHead& batch_head,
                                tile::SharedTile<T, Rows, Columns, Pitch> p, int first_query, int last_query,

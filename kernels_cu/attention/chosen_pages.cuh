@@ -4,19 +4,19 @@
 #include <attention/integers.cuh>
 #include <tile/bit_set.cuh>
 
-// Blocks of a sequence in a cache that each new token attends. The numbers that a token lists are a set: a thread block
-// sorts them in shared memory before it copies keys. The keys of the chosen blocks, one block after the other, are
-// numbered from 0: a place is such a number, and a position is a key's number in its sequence.
+// The blocks of a cached sequence that each new token attends. The block numbers that a token lists are a set: a thread
+// block sorts them in shared memory before it copies keys. The keys of the chosen blocks are numbered from 0, block
+// after block. Such a number is called a place; a position is a key's number in its sequence.
 namespace cuflash::attention {
 
 // A kernel argument, in kernels whose specification has chosen blocks. cuflash/planning/chosen_pages.py has the record
-// as a NumPy dtype. A list head has the query heads that share lists and a key/value head.
+// as a NumPy dtype. A list head is a group of query heads that share lists and a key/value head.
 struct ChosenPages {
-  const void* blocks;  // integers [batch, list heads, rows, entries]; those that are not numbers of blocks are ignored
-  const void* block_counts;  // integers [batch, list heads, rows]: entries of each list that count; null if all do
-  int64_t blocks_strides[4], block_counts_strides[3];  // in elements, 0 along axes that all share
+  const void* blocks;  // integers [batch, list heads, rows, entries]; those that are not block numbers are ignored
+  const void* block_counts;  // integers [batch, list heads, rows]: number of valid entries of each list, or null
+  int64_t blocks_strides[4], block_counts_strides[3];  // in elements; 0 along axes that share one array
   int32_t num_rows, num_list_heads, heads_per_list;  // rows are new tokens
-  int32_t block, num_blocks, num_entries;  // keys of a block, blocks of the longest sequence, entries of a list
+  int32_t block, num_blocks, num_entries;  // keys per block, blocks of the longest sequence, entries per list
   int32_t blocks_itemsize, counts_itemsize, is_counts_signed;
   int32_t padding;
 };
@@ -26,7 +26,7 @@ template <class Config>
 using ChosenPagesArgument = FeatureArgument<Config::kIsChosen, ChosenPages, NoChosenPages>;
 constexpr NoChosenPages chosen_pages{};
 
-// The list of a new token.
+// The list of one new token.
 struct OwnList {
   Integers blocks;
   int64_t count;
@@ -50,8 +50,8 @@ class ChosenKeys {
  public:
   static constexpr int kThreads = 32 * Config::kNumWarps;
 
-  // `room` is shared memory: a bit for each block, in words, then a word, then a number for each entry. `seen` are the
-  // positions that the token may attend. Called by all threads; it ends with a barrier.
+  // `room` is shared memory for one bit per block (in words), then one word, then one number per entry. `seen` is the
+  // range of positions that the token may attend. Called by all threads; ends with a barrier.
   CUFLASH_DEVICE ChosenKeys(const ChosenPages& chosen, const OwnList& own, const Interval& seen, uint32_t* room)
       : count_(reinterpret_cast<int32_t*>(room) + tile::BitSet::words_of(chosen.num_blocks)), block_(chosen.block),
         seen_(seen) {
@@ -66,7 +66,7 @@ class ChosenKeys {
     }
     __syncthreads();  // the set is complete
     if (threadIdx.x < 32) *count_ = set.list(count_ + 1);
-    __syncthreads();  // its numbers are stored
+    __syncthreads();  // the numbers of the set are stored
   }
 
   // Return the number of places: the keys of the chosen blocks up to the last one that the token may attend.
@@ -82,7 +82,7 @@ class ChosenKeys {
   CUFLASH_DEVICE const Interval& seen() const { return seen_; }
 
  private:
-  int32_t* const count_;  // the number of blocks; then their numbers
+  int32_t* const count_;  // the number of blocks, followed by their numbers
   const int block_;
   const Interval seen_;
 };

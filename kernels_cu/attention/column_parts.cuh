@@ -8,10 +8,10 @@ namespace cuflash::attention {
 
 // The threads of a block that hold the sums of a tile of keys.
 struct SumThreads {
-  int count, index;  // number of threads, and index of this one
+  int count, index;  // number of these threads, and index of this one
 };
 
-// Call visit(element, number) for a thread's elements of a tile; `number` counts them over the threads.
+// Call visit(element, number) for each of a thread's elements of a tile; `number` is unique among all threads.
 template <class Tile, class Visit>
 CUFLASH_DEVICE void for_each_sum(Tile& sums, const SumThreads& threads, Visit visit) {
 #pragma unroll
@@ -21,8 +21,9 @@ CUFLASH_DEVICE void for_each_sum(Tile& sums, const SumThreads& threads, Visit vi
       visit(sums.at(i, j), (i * Tile::kColumns + j) * threads.count + threads.index);
 }
 
-// Return whether dk and dv are the sums over all queries of a column, which they are in the thread block that arrives
-// last. `is_last` is shared memory for an int, and `synchronize` a barrier of the threads. Called by all of them.
+// Add up the parts, and return whether dk and dv are now the sums over all queries of a column. They are in the thread
+// block that arrives last. `is_last` is an int in shared memory, and `synchronize` is a barrier of the threads. Called
+// by all of these threads.
 template <int Height, class WarpDk, class WarpDv, class Synchronize>
 CUFLASH_DEVICE bool add_parts(const Params& params, const ChosenLists& chosen, const WorkTile& work,
                               const Column& column, WarpDk& dk, WarpDv& dv, int& is_last, const SumThreads& threads,

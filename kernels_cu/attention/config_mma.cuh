@@ -31,7 +31,8 @@ CUFLASH_DEVICE tile::Matrix<T> rows(T* data, const attention::Matrices& matrices
   return {data + first * matrices.row_stride, matrices.row_stride, matrices.column_stride, last - first, num_columns};
 }
 
-// Return whether a matrix has as many columns as the tile. Call it once, before the first step.
+// Return whether a matrix has the tile's number of columns, in chunks that a single instruction can copy. Call it once,
+// before the first step.
 template <class Tile, class T>
 CUFLASH_DEVICE bool has_full_rows(T* data, const attention::Matrices& matrices, int num_columns) {
   return tile::has_full_rows<Tile>(rows(data, matrices, num_columns, 0, 0));

@@ -18,11 +18,11 @@ using VTile = tile::SharedTile<Accumulator, kBlockKv, kValueDim>;
 using DoTile = tile::SharedTile<Accumulator, kBlockQ, kValueDim>;
 using PTile = tile::SharedTile<Accumulator, kBlockQ, kBlockKv>;
 
-// Bytes of several tiles in shared memory.
+// Total size of several tiles in shared memory, in bytes.
 template <class... Tiles>
 constexpr int kBytesOf = static_cast<int>(sizeof(Accumulator)) * (Tiles::kElements + ...);
 
-// Number of neighboring columns that a thread sums.
+// Number of adjacent columns that a thread sums.
 constexpr int kRun = tile::Vector<Accumulator>::kLength;
 
 }  // namespace cuflash

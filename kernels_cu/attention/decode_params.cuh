@@ -10,7 +10,7 @@ struct CachePages {
   Matrices k, v;  // [num_pages, kv heads, page_size, dim]
   const int32_t* table;  // [batch, max_pages] the pages of each sequence; if null, page b belongs to sequence b
   int32_t* lengths;  // [batch] number of positions of each sequence
-  const int32_t* counts;  // [batch] number of the new rows that belong to each sequence; if null, all of them
+  const int32_t* counts;  // [batch] number of new rows that belong to each sequence; if null, all do
   int32_t* num_faults;  // count of out-of-range values in the three arrays above
   int32_t batch, num_pages, max_pages, page_size;
   int32_t capacity, num_kv_heads, head_dim, value_dim;
@@ -23,11 +23,11 @@ struct Decode {
   float* stats_parts;  // [batch, kv heads, max_parts, group_size * num_queries, 2] maximum and sum of each row
   int32_t* arrivals;  // [batch, kv heads] number of parts that are written; 0 before and after a launch
   int32_t group_size, num_queries, max_parts;
-  int32_t left, right;  // keys before and after its own position that a query sees
+  int32_t left, right;  // numbers of keys that a query sees before and after its own position
   double softmax_scale;
 };
 
-// Memory for the parts of keys in arrays instead of a cache, as in Decode.
+// Memory for partial results, for kernels whose keys are in arrays instead of a cache. The members are those of Decode.
 struct DecodeParts {
   float* o_parts;
   float* stats_parts;

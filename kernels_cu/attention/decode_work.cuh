@@ -2,13 +2,14 @@
 #include <attention/block_iterator.cuh>
 #include <attention/decode_params.cuh>
 
-// The work of a decode kernel's blocks: the keys of a sequence, cut into parts by the sequence's own length.
+// The work of a decode kernel's blocks: the keys of a sequence, divided into parts that depend on that sequence's
+// length.
 namespace cuflash::attention {
 
-// A sequence of the cache. Its new rows, those of the queries, are its last positions.
+// A sequence of the cache. Its last positions are its new rows, which have the queries.
 struct Sequence {
   int length, count, first_key;  // number of positions and of new rows; the first key that a new row attends
-  bool is_valid;  // true if length and count are within their ranges
+  bool is_valid;  // whether length and count are within their ranges
 };
 
 CUFLASH_DEVICE Sequence sequence(const Decode& params, int number) {
@@ -29,14 +30,14 @@ CUFLASH_DEVICE RowMask packed_row_mask(const Decode& params, const Sequence& of,
           nullptr, 0};
 }
 
-// Return the keys lo <= j < hi that every new row sees; an empty interval if some row sees no key.
+// Return the keys lo <= j < hi that every new row sees. The interval is empty if some row sees no key.
 CUFLASH_DEVICE Interval seen_by_all(const Decode& params, const Sequence& of) {
   if (of.count < params.num_queries || of.count > of.length) return {0, 0};
   const int first = of.length - of.count;
   return {max(0, of.length - 1 - params.left), min(of.count - 1, params.right) + first + 1};
 }
 
-// The queries of a tile that are new rows of a sequence, for the body of a decode kernel.
+// The queries of a tile, if they are new rows of a sequence, for the body of a decode kernel.
 struct NewTokens {
   const Decode& params;
   const Sequence& of;
@@ -46,7 +47,7 @@ struct NewTokens {
   CUFLASH_DEVICE int position(int number) const { return max(0, of.length - of.count + number); }
 };
 
-// The queries of a tile that are those of all heads that share a key/value head, for the body of a decode kernel.
+// The queries of a tile, if they are those of all heads that share a key/value head, for the body of a decode kernel.
 struct PackedQueries {
   const Params& params;
   const BatchHead& heads;
@@ -62,13 +63,13 @@ struct PackedQueries {
   CUFLASH_DEVICE int position(int number) const { return number; }
 };
 
-// The keys start <= j < stop of a block.
+// The keys start <= j < stop that a thread block processes.
 struct Part {
   int number, num_parts;  // number of this part, and number of parts of the sequence
   int start, stop;
 };
 
-// Return a part of a sequence's keys. The parts depend on the number of keys alone: each has at least Width keys, and
+// Return a part of a sequence's keys. The parts depend only on the number of keys: each has at least Width keys, and
 // there are at most max_parts of them. In kernels with parts at fixed positions, parts start at multiples of kPartKeys.
 template <int Width>
 CUFLASH_DEVICE Part part_of(const Decode& params, const Sequence& of, int number) {

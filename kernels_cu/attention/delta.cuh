@@ -4,8 +4,8 @@
 // The first step of FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2) for kernels on tensor cores.
 namespace cuflash {
 
-// Call write(row, delta) with each row of a tile: delta = rowsum(dO o O) - dlse, which is 0 in rows without a key. A
-// few neighboring threads share a row.
+// Call write(row, delta) for each row of a tile, with delta = rowsum(dO o O) - dlse, which is 0 in rows without a key.
+// A few neighboring threads share a row.
 template <class Write>
 CUFLASH_DEVICE void for_each_delta(const attention::Params& params, const attention::WorkTile& work, Write write) {
   using namespace attention;
@@ -45,7 +45,7 @@ CUFLASH_DEVICE void for_each_delta(const attention::Params& params, const attent
   }
 }
 
-// Set the sums of dQ of the query tile with this number to 0, if the backward pass has such sums.
+// Set the sums of dQ of query tile `tile` to 0, if the backward pass has such sums.
 CUFLASH_DEVICE void clear_dq_sum(const attention::Params& params, const attention::WorkTile& work, int64_t tile) {
   using namespace attention;
   if (params.dq_sum.data == nullptr) return;

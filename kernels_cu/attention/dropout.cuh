@@ -4,9 +4,9 @@
 #include <ptx/math.cuh>
 #include <tile/philox.cuh>
 
-// Dropout of weights: each is set to 0 or multiplied by `factor`. The seed and the weight's position alone decide
-// which. cuflash/dropout/weights.py computes the same on the host, and defines which random number belongs to which
-// weight.
+// Dropout of weights: each weight is set to 0 or multiplied by `factor`. The seed and the weight's position alone
+// decide which. cuflash/dropout/weights.py computes the same decisions on the host, and defines which random number
+// belongs to which weight.
 namespace cuflash::attention {
 
 // A kernel argument: the parameters of dropout, in kernels whose specification has it.
@@ -14,7 +14,7 @@ struct Dropout {
   uint64_t seed;  // used unless the kernel reads the seed from an array
   const uint64_t* dropout_seed;  // the array with the seed, or null
   uint32_t offset;
-  uint32_t either[8];  // for each bit of the threshold, the lowest first: all bits set if the bit is 0
+  uint32_t either[8];  // for each bit of the threshold, lowest first: all bits set if the bit is 0
   double factor;  // 1 / (1 - p)
   float single_factor;  // `factor` as a float, since double arithmetic waits for tensor-core products
 };
@@ -38,14 +38,14 @@ CUFLASH_DEVICE uint32_t head_number(const Shape& shape, const BatchHead& batch_h
   return static_cast<uint32_t>(batch_head.batch_index) * static_cast<uint32_t>(shape.num_heads) + head;
 }
 
-// The random numbers of a launch: a function of the position of a weight.
+// The random numbers of a launch, as a function of a weight's position.
 class Draws {
  public:
   explicit CUFLASH_DEVICE Draws(const Dropout& dropout) : dropout_(dropout), seed_(dropout.seed) {
     if (Config::kReadsDropoutSeed) seed_ = *dropout.dropout_seed;
   }
 
-  // Replace counters by the words that Philox draws for them. A counter stands for a cell of four queries and four
+  // Replace counters by the words that Philox draws for them. Each counter belongs to a cell of four queries and four
   // keys.
   template <int Num>
   CUFLASH_DEVICE void draw(PhiloxWords (&counters)[Num]) const {
@@ -54,10 +54,11 @@ class Draws {
   CUFLASH_DEVICE PhiloxWords counter(uint32_t head, uint32_t row, uint32_t column) const {
     return {{row, column, head, dropout_.offset}};
   }
-  // Return a bit for each kept weight of two cells, those of the first cell in the lower half. The random number of a
-  // weight has one bit in each half of a cell's words, the lowest bit in the first word. All numbers are compared with
-  // the threshold at once, from the lowest bit on: a number is at least the threshold if its bit is greater, or if the
-  // bits are equal and the number formed by the lower bits is at least the threshold's.
+  // Return one bit for each weight of two cells, set if the weight is kept; the first cell's bits are in the lower
+  // half. A weight's random number has one bit in each half of each word of its cell, the lowest bit in the first word.
+  // All numbers are compared with the threshold at once, from the lowest bit on: a number is at least the threshold if
+  // its bit is greater, or if the bits are equal and the number formed by the lower bits is at least that of the
+  // threshold.
   CUFLASH_DEVICE uint32_t kept(const PhiloxWords& first, const PhiloxWords& second) const {
     uint32_t is_kept = ~0u;
 #pragma unroll
@@ -74,7 +75,7 @@ class Draws {
   uint64_t seed_;
 };
 
-// Draws the bits of single weights, and caches the words of the last cell, since successive weights are mostly in one
+// A source of single weights' bits. It caches the words of the last cell, since successive weights are mostly in one
 // cell.
 class WeightDraw {
  public:
@@ -102,7 +103,7 @@ class WeightDraw {
   bool is_first_ = true;
 };
 
-// The kept weights of a thread, one bit each.
+// The weights of a thread that are kept, one bit each.
 template <class Tile>
 struct KeptWeights {
   static constexpr int kNumWeights = Tile::kRows * Tile::kColumns;
@@ -114,8 +115,8 @@ struct KeptWeights {
   }
 };
 
-// Return the kept weights of a thread, at the positions that `position_of` returns for its rows and columns. The loop
-// is not unrolled, to keep the code short.
+// Return which of a thread's weights are kept, at the positions that `position_of` returns for its rows and columns.
+// The loop is not unrolled, to keep the code short.
 template <class Tile, class PositionOf>
 CUFLASH_DEVICE KeptWeights<Tile> kept_weights(const Draws& draws, PositionOf position_of) {
   using Kept = KeptWeights<Tile>;
@@ -133,7 +134,8 @@ CUFLASH_DEVICE KeptWeights<Tile> kept_weights(const Draws& draws, PositionOf pos
   return kept;
 }
 
-// Return the kept weights of a thread in a tile of queries of one head; below, in a tile of keys, whose rows are keys.
+// Return which of a thread's weights are kept in a tile of queries of one head. The second function does the same for a
+// tile of keys, whose rows are keys.
 template <class Tile>
 CUFLASH_DEVICE KeptWeights<Tile> kept_weights_of_queries(const Tile& tile, const Dropout& dropout, const Shape& shape,
                                                          const WorkTile& work, const KvBlock& block) {
@@ -151,7 +153,7 @@ CUFLASH_DEVICE KeptWeights<Tile> kept_weights_of_keys(const Tile& tile, const Dr
   });
 }
 
-// Set dropped weights to 0. `p` is a function of a thread's row and column.
+// Set dropped weights to 0. `p` returns the element at a thread's row and column.
 template <class Tile, class POf, class Kept>
 CUFLASH_DEVICE void drop_weights(POf p, const Kept& kept) {
   for_each_score_by_rows<Tile>([&](int i, int j) {
@@ -163,15 +165,15 @@ CUFLASH_DEVICE void drop_weights(Tile& p, const Kept& kept) {
   drop_weights<Tile>([&](int i, int j) -> auto& { return element(p, i, j); }, kept);
 }
 
-// Turn the gradient with respect to the kept weights into that with respect to all weights, in place.
+// Replace the gradient with respect to the kept weights by the gradient with respect to all weights, in place.
 template <class Tile, class Kept, class T>
 CUFLASH_DEVICE void drop_gradients(Tile& dp, const Kept& kept, T factor) {
   for_each_score_by_rows<Tile>(
       [&](int i, int j) { element(dp, i, j) = kept.at(i, j) ? element(dp, i, j) * factor : T(0); });
 }
 
-// The kept weights of a thread in the accumulator layout of tensor cores, one bit each. Rows are queries, or keys if
-// `IsTransposed`. A word has bits of four tiles of 16 x 16, eight of each.
+// The weights of a thread that are kept, one bit each, in the accumulator layout of tensor cores. Rows are queries, or
+// keys if `IsTransposed`. A word has eight bits for each of four tiles of 16 x 16.
 template <class Tile, bool IsTransposed = false>
 struct KeptFragments {
   using WeightTile = Tile;
@@ -186,7 +188,7 @@ struct KeptFragments {
                         : 16 * half + 8 * (j % 2) + 4 * number + 2 * (i % 2) + j / 2 % 2;
   }
   CUFLASH_DEVICE bool at(int i, int j) const { return words[tile(i, j) / 4] >> bit(i, j) & 1; }
-  // Return a word in which all bits of a half are set if its weight is kept: columns j and j + 1, j being even.
+  // Return a word for columns j and j + 1, where j is even: all bits of a half are set if its weight is kept.
   CUFLASH_DEVICE uint32_t halves_at(int i, int j) const {
     static_assert(!IsTransposed, "two neighbours have the same bit of two bytes");
     return ptx::permute_bytes(words[tile(i, j) / 4] << (7 - bit(i, j) % 8), 0, bit(i, j) < 16 ? 0x9988 : 0xbbaa);
@@ -196,9 +198,9 @@ struct KeptFragments {
   }
 };
 
-// Return the kept weights of a thread in the accumulator layout. `first_row` and `first_column` are the position of the
-// tile's first weight. If both are multiples of 16, two threads with neighboring rows each draw every other cell of
-// both threads, and exchange bits. Called by whole warps.
+// Return which of a thread's weights are kept, in the accumulator layout. `first_row` and `first_column` are the
+// position of the tile's first weight. If both are multiples of 16, two threads with neighboring rows each draw every
+// other cell of both threads, and exchange bits. Called by whole warps.
 template <bool IsTransposed, class Tile>
 CUFLASH_DEVICE KeptFragments<Tile, IsTransposed> kept_fragments(const Tile&, const Draws& draws, uint32_t head,
                                                                 int first_row, int first_column) {
@@ -213,7 +215,7 @@ CUFLASH_DEVICE KeptFragments<Tile, IsTransposed> kept_fragments(const Tile&, con
     for_each_score_by_rows<Tile>([&](int i, int j) { kept.set(i, j, scattered.at(i, j)); });
     return kept;
   }
-  const int number = row % 2;  // the number, 0 or 1, of the 16 x 16 tiles of each pair that the thread draws
+  const int number = row % 2;  // index (0 or 1) of the 16 x 16 tile in each pair that the thread draws
   const uint32_t row_cell = row / 16 * 4 + row % 8 / 2, column_cell = column / 16 * 4 + column % 8 / 2;
   const uint32_t own = (IsTransposed ? 0x00ff00ffu : 0x0f0f0f0fu) << (IsTransposed ? 8 : 4) * number;
   const int shift = IsTransposed ? (number == 0 ? 8 : 24) : (number == 0 ? 4 : 28);

@@ -5,8 +5,9 @@
 // P and dS under dropout, in tensor-core kernels.
 namespace cuflash::attention {
 
-// Compute P and dS as `score_gradients` does, under dropout, from scores in the accumulator layout of tensor cores
-// whose rows are queries. P has the weights that dropout keeps, not yet multiplied by `factor`; dS has all elements.
+// Compute P and dS under dropout, as `score_gradients` does without it, from scores in the accumulator layout of tensor
+// cores whose rows are queries. P contains the weights that dropout keeps, not yet multiplied by `factor`; dS contains
+// all elements.
 template <class Tile>
 CUFLASH_DEVICE void dropout_score_gradients(Tile& s, Tile& dp, const Dropout& dropout, uint32_t head, int first_query,
                                             int first_key, bool is_masked, float softmax_scale_log2,

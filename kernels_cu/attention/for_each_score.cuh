@@ -1,12 +1,12 @@
 #pragma once
 #include <ptx/types.cuh>
 
-// The loop over a thread's elements of a score tile. It visits one column, or one row, after the other, so that values
-// which the elements of a column or row share are live only there. The order decides how ptxas allocates registers.
+// The loop over a thread's elements of a score tile. It visits the elements column by column, or row by row, so that
+// values that a column or row shares are live only there. The order affects how ptxas allocates registers.
 namespace cuflash::attention {
 
-// Call visit(i, j, of_column) for a thread's elements in the columns first <= j < last. `of_column` is what
-// column_of(j) returns; end_column(of_column) is called after a column.
+// Call visit(i, j, of_column) for a thread's elements in the columns first <= j < last, where `of_column` is the result
+// of column_of(j). Call end_column(of_column) after each column.
 template <class Tile, class ColumnOf, class Visit, class EndColumn>
 CUFLASH_DEVICE void for_each_score(int first, int last, ColumnOf column_of, Visit visit, EndColumn end_column) {
 #pragma unroll
@@ -22,7 +22,7 @@ CUFLASH_DEVICE void for_each_score(int first, int last, ColumnOf column_of, Visi
   for_each_score<Tile>(first, last, column_of, visit, [](const auto&) {});
 }
 
-// Call visit(i, j) for a thread's elements in the columns first <= j < last; below, for all of them.
+// Call visit(i, j) for a thread's elements in the columns first <= j < last; without a range, for all its elements.
 template <class Tile, class Visit>
 CUFLASH_DEVICE void for_each_score(int first, int last, Visit visit) {
 #pragma unroll
@@ -35,7 +35,7 @@ CUFLASH_DEVICE void for_each_score(Visit visit) {
   for_each_score<Tile>(0, Tile::kColumns, visit);
 }
 
-// Call visit(i, j, of_row) for a thread's elements, row by row. `of_row` is the result of row_of(i).
+// Call visit(i, j, of_row) for a thread's elements, row by row, where `of_row` is the result of row_of(i).
 template <class Tile, class RowOf, class Visit>
 CUFLASH_DEVICE void for_each_score_by_rows(RowOf row_of, Visit visit) {
 #pragma unroll
@@ -46,7 +46,8 @@ CUFLASH_DEVICE void for_each_score_by_rows(RowOf row_of, Visit visit) {
   }
 }
 
-// Call visit(i, j) for a thread's elements in the columns first <= j < last, one row after the other; below, for all.
+// Call visit(i, j) for a thread's elements in the columns first <= j < last, row by row; without a range, for all its
+// elements.
 template <class Tile, class Visit>
 CUFLASH_DEVICE void for_each_score_by_rows(int first, int last, Visit visit) {
 #pragma unroll

@@ -7,8 +7,8 @@
 namespace cuflash::attention {
 
 // Compute P and dS as `scores_to_p_and_ds` does, from scores in the accumulator layout of tensor cores whose rows are
-// queries. In a masked step, `masked_score` marks masked scores. `holds` is false for warps whose elements other warps
-// hold, too.
+// queries. In a masked step, `masked_score` marks masked scores. `holds` is false in warps whose elements another warp
+// holds too.
 template <class Tile, class Score>
 CUFLASH_DEVICE void scores_to_p_and_ds_of_rows(Tile& s, Tile& dp, const Score& score, const Shape& shape,
                                                const BatchHead& batch_head, const Positions& queries,

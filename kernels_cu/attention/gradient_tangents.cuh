@@ -14,7 +14,7 @@
 //   dF_dot = P_dot (dP - D) + P (dP_dot - D_dot)     dS  = f' dF      dS_dot = f' dF_dot + (f')_dot dF
 namespace cuflash::attention {
 
-// Statistics of a query: lse in base 2 (+inf without a key and past the end), lse_dot, D and D_dot.
+// Statistics of a query: lse in base 2 (+inf for queries without a key and past the end), lse_dot, D and D_dot.
 template <class T>
 struct QueryTangents {
   T lse_2, lse_dot, delta, delta_dot;
@@ -31,10 +31,10 @@ CUFLASH_DEVICE QueryTangents<T> query_tangents(const Params& params, const Tange
           at(tangents.delta), at(tangents.delta_dot)};
 }
 
-// Compute the statistics of a row of a tile and store D and D_dot. The threads that share the row call it together,
-// each for the columns from `first_column` on in steps of `stride`; `row_sum` adds up their numbers. If the sink has a
-// gradient, (sink_dot - lse_dot) D + D_dot is stored, too, of which the tangent of that gradient is a sum: in a row
-// without a key, o is 0 and lse the sink, so that only dlse_dot counts there.
+// Compute the statistics of a row of a tile, and store D and D_dot. The threads that share the row call this function
+// together, each for every `stride`-th column from `first_column` on; `row_sum` adds up their values. If the sink has a
+// gradient, (sink_dot - lse_dot) D + D_dot is stored too, since the tangent of that gradient is a sum of such terms. In
+// a row without a key, o is 0 and lse is the sink, so only dlse_dot contributes.
 template <class T, class SinkRecord, class RowSum>
 CUFLASH_DEVICE QueryTangents<T> store_query_tangents(const Params& params, const Tangents& tangents,
                                                      const SinkRecord& sink, const WorkTile& work, int row,
@@ -83,8 +83,8 @@ CUFLASH_DEVICE QueryTangents<T> store_query_tangents(const Params& params, const
 }
 
 // Replace q k^T by P, the tangents of q k^T by P_dot, dP by dS and dP_dot by dS_dot, in a tile of one head whose rows
-// are queries, or keys. All are 0 where `is_allowed` is false, and with a score function where P is 0. `row_of` returns
-// the statistics of a thread's row, or column, of queries.
+// are queries or keys. All of them are 0 where `is_allowed` is false and, with a score function, where P is 0. `row_of`
+// returns the statistics of the query in a thread's row (or column).
 template <Rows Orientation, class Tile, class Score, class IsAllowed, class RowOf>
 CUFLASH_DEVICE void gradient_tangents(Tile& s, Tile& s_dot, Tile& dp, Tile& dp_dot, const Score& score,
                                       const Params& params, const WorkTile& work, const KvBlock& block,

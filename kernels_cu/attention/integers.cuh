@@ -6,9 +6,9 @@ namespace cuflash::attention {
 
 constexpr int64_t kFar = 1LL << 62;  // beyond any key
 
-// An integer of any type, in the order of integers.
+// An integer of any type, ordered by value.
 struct Integer {
-  bool is_beyond;  // 2^63 or more, which only a uint64 can be
+  bool is_beyond;  // whether the value is 2^63 or more, which only a uint64 can be
   int64_t bits;
 
   CUFLASH_DEVICE bool operator==(const Integer& other) const {
@@ -35,7 +35,7 @@ struct Integers {
     return {false, at(number)};
   }
 
-  // Return an integer; those of uint64 from 2^62 on are kFar.
+  // Return an integer as an int64. Integers of uint64 from 2^62 on become kFar.
   CUFLASH_DEVICE int64_t at(int number) const {
     const void* const from = data + number * stride;
     if (itemsize == 8) {
@@ -48,7 +48,7 @@ struct Integers {
   }
 };
 
-// Return the address of the integers of a batch entry.
+// Return the address of a batch entry's integers.
 CUFLASH_DEVICE const unsigned char* integers_of(const int32_t* batch, const void* integers, const int64_t* strides,
                                                 int batch_entry) {
   const unsigned char* data = static_cast<const unsigned char*>(integers);

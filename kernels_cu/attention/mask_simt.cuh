@@ -14,8 +14,8 @@ struct ScoreMask {
 };
 
 // Return the mask of a thread's scores in a step, for the queries query_of(i) < last_query and the keys key_of(j) <
-// last_key. The loop over queries is not unrolled: its body would be most of a kernel's code, and instruction fetches
-// take time, too.
+// last_key. The loop over queries is not unrolled: its body would make up most of a kernel's code, and fetching
+// instructions takes time too.
 template <int NumQueries, int NumKeys, class QueryOf, class KeyOf>
 CUFLASH_DEVICE ScoreMask<NumKeys> score_mask(const Params& params, const BatchHead& batch_head, const KvBlock& block,
                                              QueryOf query_of, int last_query, KeyOf key_of, int last_key) {
@@ -36,7 +36,8 @@ CUFLASH_DEVICE ScoreMask<NumKeys> score_mask(const Params& params, const BatchHe
   return {bits};
 }
 
-// Return the mask of a thread's scores in a tile whose rows are queries; below, in a tile whose rows are keys.
+// Return the mask of a thread's scores in a tile whose rows are queries. The second function does the same for a tile
+// whose rows are keys.
 template <class Tile>
 CUFLASH_DEVICE ScoreMask<Tile::kColumns> score_mask_of_queries(const Params& params, const WorkTile& work,
                                                                const KvBlock& block) {

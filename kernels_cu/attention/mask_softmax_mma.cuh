@@ -12,7 +12,7 @@ CUFLASH_DEVICE bool is_unmasked(const KvBlock& block) {
   return block.kind == BlockKind::kFull && block.stop - block.start == Width;
 }
 
-// Map a row of a tile to its query, in tiles of one head, and in tiles of all heads that share keys (pack_gqa).
+// Maps from a row of a tile to its query, for tiles of one head and for tiles of all heads that share keys (pack_gqa).
 struct UnpackedQuery {
   CUFLASH_DEVICE int operator()(int row) const { return row; }
 };
@@ -21,16 +21,16 @@ struct PackedQuery {
   CUFLASH_DEVICE int operator()(int row) const { return row % seqlen_q; }
 };
 
-// Return the value that marks masked scores in backward passes: a NaN that no arithmetic produces, which is recognized
-// by its bits. -inf cannot mark them, since it can be a score.
+// The value that marks masked scores in backward passes: a NaN that no arithmetic produces, recognized by its bits.
+// -inf cannot mark them, since a score can be -inf.
 constexpr uint32_t kMaskedScore = 0x7fc5a5a5u;
 CUFLASH_DEVICE float masked_score() { return __uint_as_float(kMaskedScore); }
 CUFLASH_DEVICE bool is_masked_score(float s) { return __float_as_uint(s) == kMaskedScore; }
 
-// Set the scores of a step that `row_mask_of` (a function of a row of the tile) masks, and those past the end of the
-// step, to a value. A thread's columns ascend, so the columns before a key are its first ones, and the mask of a row
-// has one bit per column. A step starts at a whole byte of the mask's bits, since the widths of steps are multiples of
-// 8.
+// Set the scores of a step that are masked or past the end of the step to a value. `row_mask_of` returns the mask of a
+// row of the tile. A thread's columns ascend, so the columns before a key are its first ones, and the mask of a row
+// needs one bit per column. A step starts at a whole byte of the mask's bits, since the widths of steps are multiples
+// of 8.
 template <bool HasBits, class Tile, class RowMaskOf>
 CUFLASH_DEVICE void mask_rows(Tile& s, const KvBlock& block, float value, RowMaskOf row_mask_of) {
   constexpr int kWords = (Tile::kColumns + 31) / 32;
@@ -58,8 +58,8 @@ CUFLASH_DEVICE void mask_rows(Tile& s, const KvBlock& block, float value, RowMas
   }
 }
 
-// Set the masked scores of a band to a value: each row attends one key further than the row before it. `keys` is the
-// interval of the tile's first row. Keys before `start` are masked too.
+// Set the masked scores of a band to a value. In a band, each row attends one key further than the row before it.
+// `keys` is the interval of the tile's first row. Keys before `start` are masked too.
 template <class Tile>
 CUFLASH_DEVICE void mask_band(Tile& s, const KvBlock& block, float value, const Interval& keys, int start) {
   static_assert(Tile::kColumns <= 32 && Tile::row(1) == 8 && Tile::column(2) == 8,
@@ -98,19 +98,19 @@ CUFLASH_DEVICE void mask_scores(Tile& s, const Params& params, const WorkTile& w
 
 // Running maximum and sum of a warp's rows (FlashAttention-2, arXiv 2307.08691, algorithm 1). Scores are the products q
 // k^T; the exponent applies the scale times log2(e). Rescaling is lazy: a row keeps its maximum until the new one would
-// scale P by more than 2^8 (2^14 in a step that skips the maximum). So P stays below float16's limit of 65504, and O is
-// rarely rescaled.
+// scale P by more than 2^8 (2^14 in a step that skips the maximum). Thus P stays below float16's limit of 65504, and O
+// is rarely rescaled.
 template <int Rows>
 struct LazySoftmax {
-  static constexpr int kRows = Rows;  // rows per thread
+  static constexpr int kRows = Rows;  // number of rows per thread
   static constexpr float kMaxRise = 8;
-  static constexpr float kMaxRowSum = 1 << 14;  // upper limit of the sum of a thread's weights in a row of a step
+  static constexpr float kMaxRowSum = 1 << 14;  // upper limit of a thread's sum of weights in a row of one step
   // above it, the rounding error of the scaled score would affect digits of O
   static constexpr float kLargestPlainScore = 1 << 14;
 
   float row_max[kRows], row_sum[kRows];  // row_sum covers the thread's own columns
-  // Reasons why a step must compute maxima. kNoKeyYet: some of the warp's queries have attended no key yet. kLargeMax:
-  // a maximum is so large that its rounding error after scaling would be a large exponent.
+  // Reasons why a step must compute maxima. kNoKeyYet: some of the warp's queries have not attended any key yet.
+  // kLargeMax: a maximum is so large that its rounding error after scaling would be a large exponent.
   enum MaxReason { kNoKeyYet = 1, kLargeMax = 2 };
   int max_reasons = kNoKeyYet;
 
@@ -122,7 +122,7 @@ struct LazySoftmax {
     }
   }
 
-  // Return the absolute scale times log2(e); 1 if the scale is 0.
+  // Return the absolute value of the scale times log2(e), or 1 if the scale is 0.
   static CUFLASH_DEVICE float scale_log2(double softmax_scale) {
     const float scale = softmax_scale * kLog2E;
     return scale == 0 ? 1 : fabsf(scale);
@@ -138,8 +138,8 @@ struct LazySoftmax {
     s.scale(bits << 1 == 0 ? 0 : -1);
   }
 
-  // Turn scores into weights under the old maxima, and sum the weights. Return false, with the scores lost, if a
-  // thread's sum exceeds kMaxRowSum: then a weight may be too large for float16, and some maximum has risen by more
+  // Replace scores by weights under the old maxima, and sum the weights. Return false, with the scores overwritten, if
+  // a thread's sum exceeds kMaxRowSum: then a weight may be too large for float16, and some maximum has risen by more
   // than kMaxRise. Called by whole warps.
   template <class Tile>
   CUFLASH_DEVICE bool try_exp_with_stale_max(Tile& s, float softmax_scale_log2) {
@@ -157,8 +157,8 @@ struct LazySoftmax {
     return true;
   }
 
-  // Update maxima that rise by more than kMaxRise, and rescale the sums of their rows. Return whether a maximum of the
-  // warp has risen: then O must be scaled by `factor` too. Called by whole warps.
+  // Update maxima that rise by more than kMaxRise, and rescale the sums of their rows. Return whether any maximum of
+  // the warp has risen; if so, O must be scaled by `factor` too. Called by whole warps.
   template <class Tile>
   CUFLASH_DEVICE bool update_max(Tile& s, float softmax_scale_log2, float (&factor)[kRows]) {
     // four maxima per row, so that comparisons do not wait for each other
@@ -177,7 +177,7 @@ struct LazySoftmax {
       thread_max[i] = fmaxf(fmaxf(row_highest[i][0], row_highest[i][1]), fmaxf(row_highest[i][2], row_highest[i][3]));
       max_has_risen |= has_risen_enough(i, thread_max[i]);
     }
-    if (!__any_sync(0xffffffffu, max_has_risen)) return false;  // each thread tests its own columns; a rise is rare
+    if (!__any_sync(0xffffffffu, max_has_risen)) return false;  // a thread tests only its own columns; rises are rare
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       thread_max[i] = tile::quad_max(thread_max[i]);
@@ -208,7 +208,7 @@ struct LazySoftmax {
       for (int j = 0; j < Tile::kColumns; ++j) s.at(i, j) -= shift(i);
   }
 
-  // Turn scores, from which large maxima were subtracted, into weights, and sum them.
+  // Replace scores, from which large maxima were subtracted, by weights, and sum them.
   template <class Tile>
   CUFLASH_DEVICE void exp_scores(Tile& s, float softmax_scale_log2) {
 #pragma unroll
@@ -216,7 +216,7 @@ struct LazySoftmax {
       exp_row(s, i, softmax_scale_log2, max_reasons & kLargeMax ? 0 : shift(i) * softmax_scale_log2, row_sum[i]);
   }
 
-  // Turn scores into weights, and rescale the sums and O of earlier steps for the new maxima.
+  // Replace scores by weights, and rescale the sums and O of earlier steps for the new maxima.
   template <class Tile, class OutputTile>
   CUFLASH_DEVICE void update(Tile& s, OutputTile& o, float softmax_scale_log2) {
     float factor[kRows];
@@ -236,7 +236,7 @@ struct LazySoftmax {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const bool is_empty = row_max[i] == ptx::negative_infinity<float>() && sum[i] == 0;
-      const float divisor = is_empty ? 1 : sum[i];  // with it, the log of 1 leaves lse at the maximum
+      const float divisor = is_empty ? 1 : sum[i];  // log2(1) = 0 leaves lse at the maximum
       o.scale_row(i, ptx::reciprocal_approx(divisor));
       lse[i] = ptx::fma(row_max[i], softmax_scale_log2 * static_cast<float>(kLn2), ptx::log_accurate(divisor));
     }

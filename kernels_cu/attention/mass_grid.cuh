@@ -8,9 +8,9 @@ namespace cuflash::attention {
 struct MassGrid {
   Matrices mass;  // [num_q_blocks, num_kv_blocks], accumulators
   int64_t block_q, block_kv;
-  int64_t has_lse;  // lse is an input; otherwise the kernel computes it from the keys that it walks, and writes it
+  int64_t has_lse;  // whether lse is an input; otherwise the kernel computes lse from the keys and writes it
   // If not 0, rows of q consist of groups of this number of columns, and the groups of k are multiplied by those of q
-  // in reverse order. Only kernels that process rows in chunks read it, and each chunk is within one group.
+  // in reverse order. Only kernels that process rows in chunks support it; each chunk is within one group.
   int64_t turned_columns;
   float* row_masses;  // [thread blocks, num_kv_blocks, queries of a tile]; null for kernels that do not use it
 
@@ -26,20 +26,21 @@ struct MassGrid {
   }
 };
 
-// Return the number of queries of a thread block: as many whole rows of the grid as fit into a tile of queries, but at
-// least one.
+// Return the number of queries of a thread block: the largest number of whole rows of the grid that fit into a tile of
+// queries, but at least one row.
 CUFLASH_DEVICE int mass_queries(const MassGrid& grid, int tile_rows) {
   const int block = static_cast<int>(grid.block_q);
   return block >= tile_rows ? block : tile_rows / block * block;
 }
 
-// A range of positions that is cut at multiples of a block.
+// A range of positions, cut at multiples of a block size.
 struct BlockCuts {
   int first, last, block;
 
   CUFLASH_DEVICE int first_block() const { return first / block; }
   CUFLASH_DEVICE int count() const { return (last - 1) / block - first_block() + 1; }
-  // Return the positions of the n-th block, relative to the first position.
+  // Return the first position of the n-th block, relative to the start of the range. The second function returns its
+  // end.
   CUFLASH_DEVICE int start(int n) const { return n == 0 ? 0 : (first_block() + n) * block - first; }
   CUFLASH_DEVICE int stop(int n) const { return n + 1 == count() ? last - first : start(n + 1); }
 };

@@ -4,16 +4,16 @@
 #include <attention/score.cuh>
 
 // The softmax mass of every block of a grid: exp(s - lse) summed over the keys and the queries of the block. A thread
-// block owns whole rows of the grid, so that no two thread blocks add to one mass, and walks the keys of their queries
-// once. The lse of a query may be known only after its last key. Therefore the sum of its weights over each block of
-// keys is kept in global memory as a logarithm, and these sums are added over the queries of a block afterwards.
-// Kernels differ in how they copy and multiply rows of q and k.
+// block owns whole rows of the grid, so that no two thread blocks add to the same mass, and visits the keys of their
+// queries once. The lse of a query may be known only after its last key. Therefore the sum of its weights over each
+// block of keys is stored in global memory as a logarithm, and these sums are added over the queries of a block
+// afterwards. Kernels differ in how they copy and multiply rows of q and k.
 namespace cuflash {
 
 constexpr int kNumStages = Config::kNumStages;
 constexpr bool kSplitsHeadDim = Config::kSplitsHeadDim;
 
-// A thread block may have warps beyond those that hold scores.
+// The thread block may have more warps than those that hold scores.
 constexpr int kRowTiles = kBlockQ / (16 * kNumWarps) + (kBlockQ < 16 * kNumWarps);
 using Scores = tile::WarpTile<kRowTiles, kBlockKv / 8, kBlockQ / (16 * kRowTiles)>;
 using Softmax = attention::LazySoftmax<Scores::kRows>;
@@ -24,7 +24,7 @@ struct RowMasses {
 
   CUFLASH_DEVICE float& at(int kv_block, int row) const { return data[static_cast<int64_t>(kv_block) * kBlockQ + row]; }
 
-  // Called by all threads.
+  // Set all sums to 0. Called by all threads.
   CUFLASH_DEVICE void clear(int num_kv_blocks) const {
     for (int64_t i = threadIdx.x; i < static_cast<int64_t>(num_kv_blocks) * kBlockQ; i += kThreads)
       data[i] = ptx::negative_infinity<float>();
@@ -40,8 +40,8 @@ struct MassTile {
   attention::VisitRange visit_range;
 };
 
-// The sums of a walk over keys, in the order of the keys. The row sums of `softmax` are those of the key block that the
-// last step was in. Members are called by whole warps.
+// The sums of a walk over keys, in the order of the keys. The row sums of `softmax` are those of the key block in which
+// the last step was. Member functions are called by whole warps.
 class KeySums {
  public:
   Softmax softmax;
@@ -57,14 +57,14 @@ class KeySums {
     stop_ = (number_ + 1) * block_kv_;
   }
 
-  // Return whether a step that has begun ends with the block of keys, or before it.
+  // Return whether a step that has begun ends within the current block of keys.
   CUFLASH_DEVICE bool holds(const attention::KvBlock& block) const { return block.stop <= stop_; }
 
-  // Turn the scores of a step within one key block into weights under the old maxima, and sum the weights. Return
-  // false, with the scores lost, if maxima must be updated.
+  // Replace the scores of a step within one key block by weights under the old maxima, and sum the weights. Return
+  // false, with the scores overwritten, if maxima must be updated.
   CUFLASH_DEVICE bool try_add_with_stale_max(Scores& s) { return softmax.try_exp_with_stale_max(s, scale_log2_); }
 
-  // Turn the scores of a step that has begun into weights, and sum them.
+  // Replace the scores of a step that has begun by weights, and sum them.
   CUFLASH_DEVICE void add(Scores& s, const attention::KvBlock& block) {
     float factor[Scores::kRows];
     if (softmax.update_max(s, scale_log2_, factor)) {
@@ -88,7 +88,7 @@ class KeySums {
   }
 
  private:
-  // Store the sums of rows over the key block, which has ended.
+  // Store the sums of rows over the key block that has ended.
   CUFLASH_DEVICE void close() {
     if (number_ < 0) return;
 #pragma unroll
@@ -102,7 +102,8 @@ class KeySums {
     }
   }
 
-  // Add the weights of a step that spans several blocks; `sum` is the first block's sum of earlier steps.
+  // Add the weights of a step that spans several key blocks. `sum` is the sum of earlier steps over the first of these
+  // blocks.
   CUFLASH_DEVICE void add_parts(Scores& p, const attention::KvBlock& block, float (&sum)[Scores::kRows]) {
     if ((block_kv_ | block.start) % 8 == 0) return add_eights(p, block, sum);
 #pragma unroll 1
@@ -123,7 +124,8 @@ class KeySums {
     }
   }
 
-  // Add the weights of a step that spans several blocks. All blocks end at multiples of eight columns of the tile.
+  // Add the weights of a step that spans several key blocks, all of which end at multiples of eight columns of the
+  // tile.
   CUFLASH_DEVICE void add_eights(Scores& p, const attention::KvBlock& block, float (&sum)[Scores::kRows]) {
 #pragma unroll
     for (int j = 0; j < Scores::kColumns; j += 2) {
@@ -152,8 +154,8 @@ class KeySums {
     stop_ += block_kv_;
   }
 
-  // Return a bit for each of the thread's columns of a step that are at or after a column. Weights past the last key
-  // are 0.
+  // Return one bit for each of the thread's columns of a step, set if the column is at or after `column`. Weights past
+  // the last key are 0, so their bits do not matter.
   static CUFLASH_DEVICE uint32_t columns_from(int column) {
     static_assert(Scores::kColumns <= 32 && Scores::column(2) == 8, "each of a thread's columns has a bit");
     const int own = column - Scores::first_column();
@@ -163,18 +165,18 @@ class KeySums {
   RowMasses row_masses_;
   float scale_log2_;
   int block_kv_, number_ = -1, stop_ = 0;  // number and end of the current key block
-  float sum_before_[Scores::kRows] = {};  // sums over the thread's columns, in earlier blocks
+  float sum_before_[Scores::kRows] = {};  // sums over the thread's columns in earlier blocks
 };
 
-// Sum over the queries of each block. Called by all threads, between barriers.
+// Sum the masses of single queries over the queries of each block. Called by all threads, between barriers.
 CUFLASH_DEVICE void add_masses(const attention::Params& params, const attention::MassGrid& grid,
                                const RowMasses& row_masses, const MassTile& tile) {
-  constexpr int kAtOnce = 4;  // key blocks whose logarithms a warp loads together
+  constexpr int kAtOnce = 4;  // number of key blocks whose logarithms a warp loads together
   const attention::WorkTile& work = tile.work;
   const attention::BlockCuts queries{work.first, work.last, static_cast<int>(grid.block_q)};
   const auto mass = attention::matrix<float>(grid.mass, work.batch_head, work.batch_head.head, 0, 0);
   const int num_kv_blocks = grid.num_kv_blocks(params.shape), num_blocks = queries.count();
-  const int number = threadIdx.x % 32;  // the thread's number in its warp
+  const int number = threadIdx.x % 32;  // the thread's index in its warp
   for (int n = 0; n < num_blocks; ++n)
     for (int first = threadIdx.x / 32; first < num_kv_blocks; first += kAtOnce * kNumWarps) {
       float sum[kAtOnce] = {};
@@ -195,7 +197,7 @@ CUFLASH_DEVICE void add_masses(const attention::Params& params, const attention:
     }
 }
 
-// Used instead of O in `LazySoftmax::finalize`.
+// An empty output, passed to `LazySoftmax::finalize` instead of O.
 struct NoOutput {
   CUFLASH_DEVICE void scale_row(int, float) const {}
 };
@@ -223,13 +225,13 @@ CUFLASH_DEVICE void save_shifts(const attention::Params& params, const attention
   }
 }
 
-// Store a tile. Called by one thread.
+// Store a tile in shared memory. Called by one thread.
 CUFLASH_DEVICE void save_tile(const attention::Params& params, const attention::WorkTile& work, MassTile& tile) {
   tile.work = work;
   tile.visit_range = attention::visit_range_of_queries(params, work);
 }
 
-// Return the rows of a tile; below, the rows of the keys that they may see.
+// Return the rows of a tile's queries. The second function returns the rows of the keys that they may see.
 CUFLASH_DEVICE tile::Matrix<Element> queries_of(const attention::Params& params, const attention::WorkTile& work) {
   const attention::Shape& shape = params.shape;
   return attention::matrix<Element>(params.q, work.batch_head, work.batch_head.head, shape.seqlen_q, shape.head_dim)
@@ -254,7 +256,7 @@ CUFLASH_DEVICE void finish_scores(Scores& s, const Score& score, const attention
     mask_scores<Config::kIsListed>(s, params, work, block, ptx::negative_infinity<float>());
 }
 
-// Call `add_tile` for all tiles that a thread block owns; it stores lse, and the sums of rows over key blocks.
+// Call `add_tile` for all tiles that a thread block owns. `add_tile` stores lse and the sums of rows over key blocks.
 template <class AddTile>
 CUFLASH_DEVICE void add_all_tiles(const attention::Params& params, const attention::MassGrid& grid, MassTile& tile,
                                   AddTile add_tile) {

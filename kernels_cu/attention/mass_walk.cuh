@@ -1,12 +1,12 @@
 #pragma once
 #include <attention/mass_sums.cuh>
 
-// The walk of block masses (attention/mass_sums.cuh) in which all threads of a thread block copy chunks of q and k, and
+// The loop of block masses (attention/mass_sums.cuh) in kernels in which all threads copy chunks of q and k and
 // multiply them. Rows that are longer than a tile are split into chunks.
 namespace cuflash {
 
-// The message next to a chunk of K: the chunk's step of the walk, and whether it is the last chunk of the step. A
-// message without a step ends the walk.
+// The message next to a chunk of K: the chunk's block of keys, and whether the chunk is the last one of its step. A
+// message without a block ends the loop.
 struct Chunk {
   attention::KvBlock block;
   bool has_block, is_last_of_block;
@@ -19,7 +19,7 @@ struct TileState {
   tile::Matrix<Element> q, k;
 };
 
-// Q stays in the first slot, unless it is split into chunks as K is.
+// Q stays in the first slot, unless it is split into chunks like K.
 constexpr int kNumQSlots = kSplitsHeadDim ? kNumStages : 1;
 constexpr int kKeysOffset = kNumQSlots * QTile::kBytes;
 constexpr int kStateOffset = kKeysOffset + kNumStages * KTile::kBytes;
@@ -27,13 +27,13 @@ constexpr int kWalkBytes = kStateOffset + static_cast<int>(sizeof(TileState));
 CUFLASH_DEVICE QTile q_slot(int slot) { return {kSplitsHeadDim ? slot * QTile::kBytes : 0}; }
 CUFLASH_DEVICE KTile k_slot(int slot) { return {kKeysOffset + slot * KTile::kBytes}; }
 
-// Copies the chunks of a tile's walk, one after the other.
+// The copies of the chunks of a tile, one after the other.
 class ChunkLoader {
  public:
   CUFLASH_DEVICE ChunkLoader(const attention::Params& params, const attention::MassGrid& grid, TileState& state)
       : params_(params), grid_(grid), state_(state), blocks_(params, state.tile.visit_range) {}
 
-  // Start to copy the next chunk of K, and of Q if Q is split into chunks. Called by all threads.
+  // Start copying the next chunk of K, and of Q if Q is split into chunks. Called by all threads.
   CUFLASH_DEVICE void start(int slot) {
     const int head_dim = state_.k.num_columns;
     if (first_column_ == 0) has_block_ = blocks_.next(block_);
@@ -62,7 +62,7 @@ class ChunkLoader {
   bool has_block_ = false;
 };
 
-// Walk the keys of the tile that `state` has.
+// Walk over the keys of the tile in `state`.
 template <class Score>
 CUFLASH_DEVICE void walk_keys(const attention::Params& params, const attention::MassGrid& grid,
                               const RowMasses& row_masses, TileState& state, const Score& score) {
@@ -83,7 +83,7 @@ CUFLASH_DEVICE void walk_keys(const attention::Params& params, const attention::
 #pragma unroll 1
   for (int slot = 0;; slot = slot + 1 == kNumStages ? 0 : slot + 1) {
     ptx::cp_async_wait<kNumStages - 2>();
-    __syncthreads();  // the chunk has arrived, and the previous chunk is read
+    __syncthreads();  // the chunk has arrived, and all threads have read the previous chunk
     const Chunk& chunk = state.chunks[slot];
     if (!chunk.has_block) break;
     loader.start(slot == 0 ? kNumStages - 1 : slot - 1);

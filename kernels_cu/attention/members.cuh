@@ -4,29 +4,29 @@
 #include <attention/score.cuh>
 #include <tile/copy_async.cuh>
 
-// Queries that each choose their key blocks. A tile has the rows of neighboring queries, query after query, each with
-// all heads that share its list. It walks the union of their lists; a word has a bit for each of its queries that chose
-// a block.
+// Queries that each choose their own key blocks. A tile has the rows of neighboring queries, query after query, and
+// each query has a row for every head that shares its list. The tile visits the union of its queries' lists. A word for
+// each block of the union has a bit for each query of the tile, set if the query chose the block.
 namespace cuflash::attention {
 
-// How BlockIterator walks a union. The range of a tile says which blocks need no mask.
+// How BlockIterator walks over a union. The visit range of a tile determines which blocks need no mask.
 struct OverUnions : OverKvBlocks {
   static CUFLASH_DEVICE BlockKind kind(const WorkList&, int) { return BlockKind::kInterval; }
 };
 
-// Return the number of the list head of a batch entry and head.
+// Return the index of the list head to which a batch entry and head belong.
 CUFLASH_DEVICE int64_t list_head(const ChosenLists& chosen, const BatchHead& batch_head) {
   return batch_head.batch_index * chosen.batch_stride +
          divmod(batch_head.head, chosen.heads_per_list).quotient * chosen.head_stride;
 }
 
-// Return the axis of queries, cut into tiles of neighbors with the heads that share their lists.
+// Return the axis of queries, cut into tiles of neighboring queries with the heads that share their lists.
 CUFLASH_DEVICE TileAxis axis_of_neighbours(const Params& params, const ChosenLists& chosen) {
   return {params.shape.seqlen_q, chosen.heads_per_tile, 0, nullptr, true, params.shape.heads_per_l2_group};
 }
 
-// Return the tile that a block works on: queries of one head, or below, neighboring queries of the heads from
-// `batch_head.head` on.
+// Return the tile that a thread block works on: queries of one head or, in the second function, neighboring queries of
+// the heads from `batch_head.head` on.
 template <class Listed>
 CUFLASH_DEVICE WorkTile tile_of_block(const Params& params, NoChosenLists, int height, int num_parts = 1) {
   return query_tile<Listed>(params, height, num_parts);
@@ -36,7 +36,7 @@ CUFLASH_DEVICE WorkTile tile_of_block(const Params& params, const ChosenLists& c
   return work_tile(params, axis_of_neighbours(params, chosen), chosen.queries_per_tile, thread_block());
 }
 
-// Return the number of such tiles, for persistent blocks; below, the tile with a number.
+// Return the number of such tiles, for persistent blocks. The last two functions return the tile with index `number`.
 template <class Listed>
 CUFLASH_DEVICE int num_tiles_of_queries(const Params& params, NoChosenLists, int height) {
   return num_query_tiles<Listed>(params, height);
@@ -84,21 +84,22 @@ CUFLASH_DEVICE tile::StackedRows<T> rows_of_tile(const ChosenLists& chosen, cons
           (work.last - work.first) * chosen.heads_per_tile};
 }
 
-// Return the head and the query of a row of a tile of neighboring queries; rows past the last query have its head and
-// index.
+// Return the head and the query of a row of a tile of neighboring queries. Rows past the last query get the index of
+// the last query.
 CUFLASH_DEVICE HeadAndQuery head_and_query_of_neighbours(const ChosenLists& chosen, const WorkTile& work, int row) {
   const DivMod number = divmod(row, chosen.heads_per_tile);
   return {work.batch_head.head + number.remainder, min(work.first + number.quotient, work.last - 1)};
 }
 
-// Return the bits of the queries that some rows of a tile belong to.
+// Return a word in which the bits of those queries are set to which some rows of a tile belong.
 CUFLASH_DEVICE uint64_t queries_of_rows(const ChosenLists& chosen, int first_row, int num_rows) {
   const int first = divmod(first_row, chosen.heads_per_tile).quotient;
   const int last = divmod(first_row + num_rows - 1, chosen.heads_per_tile).quotient;
   return ~0ull >> (63 - last) & ~0ull << first;
 }
 
-// Return the keys that a row of a tile attends in a step whose block the queries with a bit in `word` chose.
+// Return the keys that a row of a tile attends in a step. In `word`, the bits of the queries that chose the step's
+// block are set.
 CUFLASH_DEVICE RowMask row_mask_of_neighbour(const Params& params, const ChosenLists& chosen, const WorkTile& work,
                                              const KvBlock& block, uint64_t word, int row) {
   const int number = divmod(row, chosen.heads_per_tile).quotient;
@@ -106,7 +107,8 @@ CUFLASH_DEVICE RowMask row_mask_of_neighbour(const Params& params, const ChosenL
   return block.row_mask(params, work.batch_head, work.first + number);
 }
 
-// The queries that chose the block of a step, in kernels whose queries all visit the same blocks: all of them.
+// The queries that chose the block of a step, in kernels in which all queries of a tile visit the same blocks: all of
+// them.
 struct EveryQuery {
   CUFLASH_DEVICE EveryQuery(NoChosenLists, const WorkTile&) {}
   CUFLASH_DEVICE void read(const KvBlock&) {}
@@ -114,7 +116,8 @@ struct EveryQuery {
   static constexpr CUFLASH_DEVICE bool has_all() { return true; }
 };
 
-// The queries of a tile that chose the block of a step, and whether those of a warp's rows did. Tile holds the scores.
+// The queries of a tile that chose the block of a step, and whether any or all of the queries in a warp's rows did.
+// Tile is the type of the scores.
 template <class Tile>
 class Members {
  public:
@@ -141,7 +144,7 @@ class Members {
 template <class Config, class Tile>
 using MembersOf = tile::Conditional<Config::kPacksQueries, Members<Tile>, EveryQuery>;
 
-// Set the masked scores of a step to a value, and those of queries that did not choose its block.
+// Set the masked scores of a step, and the scores of queries that did not choose its block, to a value.
 template <bool HasBits, class Tile>
 CUFLASH_DEVICE void mask_step(Tile& s, const Params& params, const WorkTile& work, const KvBlock& block, float value,
                               EveryQuery) {
@@ -153,11 +156,11 @@ CUFLASH_DEVICE void mask_step(Tile& s, const Params& params, const WorkTile& wor
   mask_rows<false>(s, block, value, [&](int row) { return members.row_mask(params, work, block, row); });
 }
 
-// The position of a tile of keys in the lists of queries: its block, and the part of its queries that a thread block
-// has.
+// A tile of keys and its place in the lists of queries: its block, and the part of the block's queries that a thread
+// block processes.
 struct Column {
   int64_t number;  // index of the block's pointers
-  int tile;  // tile within the block
+  int tile;  // index of the tile within the block
   int part;
 
   CUFLASH_DEVICE Column(const Params& params, const ChosenLists& chosen, const WorkTile& work, int part, int height)
@@ -166,11 +169,12 @@ struct Column {
     number = list_head(chosen, work.batch_head) * (chosen.num_blocks + 1) + block.quotient;
     tile = block.remainder / height;
   }
-  // The column of a thread block that has a single part.
+  // Construct the column of this thread block, whose index determines the part.
   CUFLASH_DEVICE Column(const Params& params, const ChosenLists& chosen, const WorkTile& work, int height)
       : Column(params, chosen, work, split_index(chosen.num_parts), height) {}
 
-  // Return the first index of the part in the list of queries, and the index past its last one.
+  // Return the index of the part's first query in the list of queries. The second function returns the index past its
+  // last one.
   CUFLASH_DEVICE int first(const ChosenLists& chosen) const {
     return chosen.column_pointers[number] + part * chosen.queries_per_part;
   }
@@ -179,7 +183,8 @@ struct Column {
   }
 };
 
-// Return the largest number of thread blocks that share a tile of keys, and whether this one has a part of it.
+// Return the largest number of thread blocks that share a tile of keys. The last two functions return whether this
+// thread block has a part of the tile.
 constexpr CUFLASH_DEVICE int parts_of_keys(NoChosenLists) { return 1; }
 CUFLASH_DEVICE int parts_of_keys(const ChosenLists& chosen) { return chosen.num_parts; }
 CUFLASH_DEVICE bool has_part_of_keys(const Params&, NoChosenLists, const WorkTile&) { return true; }
@@ -188,8 +193,8 @@ CUFLASH_DEVICE bool has_part_of_keys(const Params& params, const ChosenLists& ch
   return column.part == 0 || column.first(chosen) < column.last(chosen);
 }
 
-// Return the queries of one head, or of a tile's heads, that visit a tile of keys: in the second case, as indices into
-// the list of queries.
+// Return the queries that visit a tile of keys: queries of one head or, if queries choose blocks, indices into the list
+// of queries.
 CUFLASH_DEVICE VisitRange visit_range_of_keys(const Params& params, const ChosenLists& chosen, const WorkTile& work) {
   const VisitRange queries = visit_range_of_keys(params, work);
   const Column column(params, chosen, work, 1);
@@ -208,8 +213,8 @@ CUFLASH_DEVICE VisitRange visit_range_of_keys(const Params& params, NoChosenList
   return visit_range_of_keys(params, work);
 }
 
-// Walks the queries that chose a key block, as many at a time as a tile has. A step's `start` and `stop` are indices
-// into the list of queries.
+// An iterator over the queries that chose a key block, which advances by the number of queries in a tile. The `start`
+// and `stop` of a step are indices into the list of queries.
 class ColumnIterator {
  public:
   CUFLASH_DEVICE ColumnIterator(const ChosenLists& chosen, const VisitRange& visit_range)
@@ -229,7 +234,7 @@ class ColumnIterator {
   int queries_per_tile_, place_;
 };
 
-// Return the walk over the queries that visit a tile of keys.
+// Return the iterator over the queries that visit a tile of keys.
 template <int Width, class Listed>
 CUFLASH_DEVICE auto queries_of_keys(const Params& params, NoChosenLists, const VisitRange& visit_range) {
   return BlockIterator<Width, OverQBlocks, Listed>(params, visit_range);
@@ -239,7 +244,7 @@ CUFLASH_DEVICE auto queries_of_keys(const Params&, const ChosenLists& chosen, co
   return ColumnIterator(chosen, visit_range);
 }
 
-// Return the number of heads per query in a tile, and below, the number of rows in a step of queries.
+// Return the number of heads per query in a tile. The last function returns the number of rows in a step of queries.
 CUFLASH_DEVICE int heads_per_tile(NoChosenLists) { return 1; }
 CUFLASH_DEVICE int heads_per_tile(const ChosenLists& chosen) { return chosen.heads_per_tile; }
 template <class Chosen>
@@ -247,7 +252,7 @@ CUFLASH_DEVICE int rows_of_step(const Chosen& chosen, const KvBlock& block) {
   return (block.stop - block.start) * heads_per_tile(chosen);
 }
 
-// Return the rows of a step in an array of queries. `data` has those of the tile's first head.
+// Return the rows of a step in an array of queries. `data` points to the tile's first head.
 template <class T>
 CUFLASH_DEVICE tile::GatheredRows<T> gathered_rows(const ChosenLists& chosen, const KvBlock& block, T* data,
                                                    const Matrices& matrices, int num_columns) {

@@ -2,7 +2,8 @@
 #include <attention/epilogue_mma.cuh>
 #include <attention/members.cuh>
 
-// The gradient of queries, of one head or of neighboring queries that each choose their key blocks.
+// The epilogue of the gradient of queries: queries of one head, or neighboring queries that each choose their key
+// blocks.
 namespace cuflash {
 
 // Stage and store the rows of a tile. Called by all threads.

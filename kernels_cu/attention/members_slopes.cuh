@@ -5,8 +5,8 @@
 // Gradients of scores that a score function has changed, in tiles whose rows differ in head and query.
 namespace cuflash::attention {
 
-// Compute P and dS as `scores_to_p_and_ds` does, for rows whose heads and queries `query_of` returns from a thread's
-// row. Gradients of captured arrays are not computed. In a masked step, `masked_score` marks masked scores.
+// Compute P and dS as `scores_to_p_and_ds` does, for rows of several heads: `query_of` returns the head and query of a
+// thread's row. Gradients of captured arrays are not computed. In a masked step, `masked_score` marks masked scores.
 template <class Tile, class Score, class QueryOf>
 CUFLASH_DEVICE void scores_to_p_and_ds_of_heads(Tile& s, Tile& dp, const Score& score, const Shape& shape,
                                                 const BatchHead& batch_head, QueryOf query_of, const Positions& keys,
@@ -36,7 +36,7 @@ CUFLASH_DEVICE void scores_to_p_and_ds_of_heads(Tile& s, Tile& dp, const Score& 
       });
 }
 
-// Compute P and dS of a step of a tile of queries, and below of a tile of keys.
+// Compute P and dS of a step of a tile of queries (`..._of_tile`) or of a tile of keys (`..._of_step`).
 template <class Tile, class Score>
 CUFLASH_DEVICE void scores_to_p_and_ds_of_tile(Tile& s, Tile& dp, const Score& score, const Params& params,
                                                NoChosenLists, const WorkTile& work, const KvBlock& block,

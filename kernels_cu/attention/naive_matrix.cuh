@@ -2,10 +2,10 @@
 #include <attention/block_iterator.cuh>
 #include <attention/tiling.cuh>
 
-// Access of naive kernels to a matrix of scores that is stored as a whole: they may read any tile of it.
+// Access to a matrix of scores that is stored as a whole, for naive kernels, which may read any tile of it.
 namespace cuflash::attention {
 
-// Find the step of a tile of scores, which lies within one block of a list. Return false if that block is absent.
+// Find the step of a tile of scores; the tile lies within one block of a list. Return false if that block is absent.
 CUFLASH_DEVICE bool find_block(const Params& params, const BatchHead& batch_head, Range queries, Range keys,
                                KvBlock& block) {
   const WorkList& list = params.work;
@@ -26,8 +26,8 @@ CUFLASH_DEVICE bool find_block(const Params& params, const BatchHead& batch_head
   return true;
 }
 
-// Return whether some query of a tile visits this key. Products read the rows of other keys as 0: their P is 0, and 0
-// times NaN would be NaN.
+// Return whether some query of a tile visits this key. Products read the rows of other keys as 0, since their P is 0,
+// and 0 times NaN would be NaN.
 CUFLASH_DEVICE bool is_visited_key(const Params& params, const BatchHead& batch_head, Range queries, Range keys,
                                    int key) {
   KvBlock block;
@@ -59,7 +59,7 @@ CUFLASH_DEVICE bool is_visiting_query(const Params& params, const BatchHead& bat
 // Return the number of tiles of `width` columns in a matrix.
 CUFLASH_DEVICE int num_column_tiles(int num_columns, int width) { return (num_columns + width - 1) / width; }
 
-// Return a tile of `width` columns by its number.
+// Return the tile of `width` columns with index `number`.
 CUFLASH_DEVICE Range column_tile(int num_columns, int width, int number) {
   return {number * width, min(number * width + width, num_columns)};
 }

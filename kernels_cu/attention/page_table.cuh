@@ -11,10 +11,10 @@ namespace cuflash::attention {
 struct Pages {
   const int32_t* table;  // [batch, max_pages] the pages of each sequence; if null, page b belongs to sequence b
   const int32_t* lengths;  // [batch] number of positions of each sequence
-  const int32_t* counts;  // [batch] number of the queries that belong to each sequence; if null, all of them
+  const int32_t* counts;  // [batch] number of queries that belong to each sequence; if null, all do
   int32_t* num_faults;  // count of out-of-range values in the three arrays above
   int32_t num_pages, max_pages, page_size, capacity;
-  int32_t num_queries;  // rows per sequence, used or not
+  int32_t num_queries;  // number of rows per sequence, including unused rows
   int32_t box_rows;  // rows of a page that one TMA copy loads
 };
 
@@ -25,8 +25,8 @@ constexpr NoPages pages{};
 
 // The rows of a sequence. Its queries are its last positions.
 struct SequenceRows {
-  int length, count;  // true if length and count are within their ranges
-  bool is_valid;  // both numbers were in their range
+  int length, count;  // number of positions, and number of queries
+  bool is_valid;  // whether both numbers are in range
 };
 CUFLASH_DEVICE SequenceRows rows_of_sequence(const Pages& pages, int sequence) {
   const int length = pages.lengths[sequence];
@@ -35,7 +35,7 @@ CUFLASH_DEVICE SequenceRows rows_of_sequence(const Pages& pages, int sequence) {
   return {clamped, clamped_count, length == clamped && count == clamped_count};
 }
 
-// Maps a query of a sequence to its position, at least 0; without pages these are equal.
+// A map from a query of a sequence to its position, which is at least 0. Without pages, the position equals the query.
 template <bool IsPaged>
 struct QueryPositionIf {
   QueryPositionIf() = default;
@@ -57,7 +57,7 @@ struct QueryPositionIf<true> {
 template <class Config>
 using QueryPosition = QueryPositionIf<Config::kIsPaged>;
 
-// Return the page of a position, or `num_pages` if the table has none.
+// Return the page of a position, or `num_pages` if the table has no valid page for it.
 CUFLASH_DEVICE int page_of(const Pages& pages, int sequence, int position) {
   if (pages.table == nullptr) return sequence;
   const int number = divmod(position, pages.page_size).quotient;
@@ -65,7 +65,8 @@ CUFLASH_DEVICE int page_of(const Pages& pages, int sequence, int position) {
   return page >= 0 && page < pages.num_pages ? page : pages.num_pages;
 }
 
-// Return a tile of queries, cut from the first query of its sequence, without those that belong to no sequence.
+// Return a tile of queries. Tiles start at the first query of their sequence, and end before queries that belong to no
+// sequence.
 template <class Listed>
 CUFLASH_DEVICE WorkTile query_tile_of_sequence(const Params& params, const Pages& pages, int height, int number) {
   WorkTile work = work_tile(params, query_axis<Listed>(params), height, number);
@@ -74,8 +75,8 @@ CUFLASH_DEVICE WorkTile query_tile_of_sequence(const Params& params, const Pages
 }
 
 // Align the steps of a visit range to multiples of their width, whichever keys the queries see, so that the partition
-// of a sum does not depend on the pages. The first key that a query sees is kept in first_entry, which is unused
-// without a list.
+// of a sum does not depend on the pages. `first_entry`, which is unused without a list, stores the first key that a
+// query sees.
 CUFLASH_DEVICE void align_steps(VisitRange& visit_range, int width) {
   visit_range.first_entry = visit_range.start;
   visit_range.start -= visit_range.start % width;

@@ -14,7 +14,7 @@ struct Matrices {
   int64_t head_stride;
   int64_t row_stride;
   int64_t column_stride;
-  // true if elements have the accumulator's type: lse, and gradients that are later summed over broadcast axes
+  // nonzero if elements have the accumulator's type: lse, and gradients that are later summed over broadcast axes
   int64_t is_accumulator;
 };
 
@@ -31,7 +31,7 @@ struct Shape {
   int32_t kv_heads_per_l2_group;  // number of heads whose tiles of keys are taken alternately
   int32_t num_splits;  // number of blocks that share the keys of a tile
   int32_t num_fused_dq_heads;  // number of pairs of batch entry and head whose dQ the backward kernel finishes
-  // number of rounds by which the last tiles of these heads are taken earlier, and their first tiles later
+  // numbers of rounds by which the last tiles of these heads are taken earlier, and their first tiles later
   int32_t last_tile_lead, first_tile_lag;
   double softmax_scale;
 };
@@ -43,22 +43,22 @@ struct WorkList {
   const int32_t* hi;
   int64_t interval_batch_stride, interval_head_stride;
   const int32_t* row_pointers;  // [batch or 1, heads or 1, num_q_blocks] and one final element; null without a list
-  // [entries], like q_blocks, kinds and tiles. Without a list, in kernels with sequence-aligned tiles: the first key of
-  // each such tile, [batch or 1, heads or 1, num_kv_blocks + 1]; q_blocks then has the first query of each tile
+  // [entries], like q_blocks, kinds and tiles. Without a list, in kernels with sequence-aligned tiles: [batch or 1,
+  // heads or 1, num_kv_blocks + 1], the first key of each such tile; q_blocks then has the first query of each tile
   const int32_t* kv_blocks;
   const int32_t* q_blocks;
   const uint8_t* kinds;
   const int32_t* tiles;
   const uint8_t* bits;  // [tile, block_q, ceil(block_kv / 8)] key 8 c + r is bit r of byte c
   const int32_t* column_pointers;  // [batch or 1, heads or 1, num_kv_blocks] and one final element
-  // numbers of the entries, column by column; without a list, the key tiles of kv_blocks, the longest first
+  // indices of the entries, column by column; without a list, indices of the key tiles in kv_blocks, the longest first
   const int32_t* column_entries;
   const int32_t* column_steps;  // [entries] 4 * q_block + kind, in the order of column_entries
   // [batch or 1, heads or 1, num_q_blocks] block rows in descending order of their entries, or without a list of their
   // keys, if the kernel uses an order; otherwise null
   const int32_t* row_order;
   const int32_t* column_order;  // [batch or 1, heads or 1, num_kv_blocks] block columns in the same order
-  int32_t list_batch_stride, list_head_stride;  // in matrices of the list; 0 if all entries of an axis share them
+  int32_t list_batch_stride, list_head_stride;  // in matrices of the list; 0 along an axis that shares one list
   int32_t block_q, block_kv;  // sizes of a block of the list, or of the orders
   int32_t num_q_blocks, num_kv_blocks;  // blocks of a list, or sequence-aligned tiles
 };
@@ -66,7 +66,7 @@ struct WorkList {
 struct Params {
   Matrices q, k, v, o, lse;  // lse and delta have one column
   Matrices do_, dq, dk, dv, dlse, delta, dq_sum;  // dq_sum is float32, before it is scaled and rounded
-  int32_t* tile_counter;  // the number of the next tile, if blocks are persistent
+  int32_t* tile_counter;  // counter of the next tile, for persistent blocks
   Shape shape;
   WorkList work;
 };

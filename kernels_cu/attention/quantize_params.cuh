@@ -9,14 +9,14 @@ struct Quantize {
   const void* x;
   uint8_t* data;
   float* scale;  // [matrices, blocks]
-  const float* signs;  // [columns] applied before the Hadamard matrix; null if rows are not rotated
+  const float* signs;  // [columns] signs applied before the Hadamard matrix; null if rows are not rotated
   int32_t num_rows, num_blocks;
   float largest;  // largest magnitude of a block after division by its scale
   float normalizer;  // factor of the Hadamard matrix
 };
 
-// The kernel that writes the transpose: bytes [matrices, rows, columns] of `data` become [matrices, columns,
-// padded_rows].
+// The parameters of the kernel that writes the transpose: bytes [matrices, rows, columns] of `data` become [matrices,
+// columns, padded_rows].
 struct Transpose {
   const uint8_t* data;
   uint8_t* transposed;

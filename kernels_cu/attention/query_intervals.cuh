@@ -12,7 +12,7 @@ struct QueryIntervals {
   int32_t* hi;
   int32_t* tile_counter;  // tile counter of the kernel that follows; null if it has none
   int32_t num_heads, value_dim;
-  int32_t left, right;  // keys before and after its own position that a query sees
+  int32_t left, right;  // numbers of keys that a query sees before and after its own position
   int32_t blocks_per_sequence, unused;
 };
 

@@ -5,10 +5,11 @@
 #include <attention/softmax_simt.cuh>
 #include <tile/register_tile.cuh>
 
-// Score functions on tiles of scores: the positions that they take, and the replacement of q k^T by scores.
+// Score functions on tiles of scores: the positions passed to them, and the replacement of q k^T by their results.
 namespace cuflash::attention {
 
-// Return the factor of scores in exponents: 1 with a score function that scales scores itself, else the softmax scale.
+// Return the factor of scores in exponents: 1 if a score function applies the softmax scale itself, else the softmax
+// scale.
 CUFLASH_DEVICE double exponent_scale(const Shape& shape) {
   return kHasScore && !score::Function::kIsUnscaled ? 1.0 : shape.softmax_scale;
 }
@@ -33,9 +34,9 @@ struct Position {
   T real;
 };
 
-// Positions of rows or columns that have constant distances from the first one, as a score function takes them. If it
-// reads no array at a position, positions may exceed the last one, and their real numbers are computed as sums instead
-// of conversions, which are slow.
+// Positions of rows or columns at constant distances from the first one, in the form that a score function takes. If
+// the function reads no array by position, positions may exceed the last one, and their real values are computed as
+// sums instead of conversions, which are slow.
 template <class Score>
 class PositionsOf {
  public:
@@ -55,7 +56,7 @@ class PositionsOf {
   T real_;
 };
 
-// Return a score by a thread's row and column, for tiles of multiply-adds and of tensor cores.
+// Return the score at a thread's row and column, for tiles of multiply-adds and of tensor cores.
 template <class T, int Rows, int Columns, int Run>
 CUFLASH_DEVICE T& element(tile::RegisterTile<T, Rows, Columns, Run>& s, int i, int j) {
   return s.at[i][j];
@@ -81,7 +82,7 @@ CUFLASH_DEVICE int column_of(const Tile& s, int j) {
   return s.first_column() + s.column(j);
 }
 
-// Return the distance of a thread's column from its first one.
+// Return the distance of a thread's column from the thread's first column.
 template <class T, int Rows, int Columns, int Run>
 CUFLASH_DEVICE int column_distance(const tile::RegisterTile<T, Rows, Columns, Run>& s, int j) {
   return s.column(j) - s.column(0);

@@ -1,6 +1,6 @@
 #pragma once
 
-// The score function of kernels without one. If a specification has a score function, the text that
+// The placeholder for kernels without a score function. If a specification has a score function, the text that
 // cuflash/compiler/score_text.py prints replaces this file, and `score_function` is an argument of the kernel.
 namespace cuflash {
 
@@ -19,8 +19,8 @@ struct Function {
   static constexpr bool kStoresGradient = false;  // kernels store the gradient of that array themselves
   static constexpr bool kCanBeUniform = false;  // all scores of a tile may read the same elements of captured arrays
   static constexpr bool kTakesProducts = false;  // takes q k^T, which is not multiplied by the softmax scale
-  static constexpr bool kIsUnscaled = false;  // if so: leaves the softmax scale to the exponent
-  static constexpr int kNumBins = 0;  // elements of a short table whose gradient each thread adds up in bins
+  static constexpr bool kIsUnscaled = false;  // leaves the softmax scale to the exponent
+  static constexpr int kNumBins = 0;  // elements of a short table whose gradient each thread sums in bins
 };
 }  // namespace score
 

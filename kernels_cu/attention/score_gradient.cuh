@@ -4,8 +4,8 @@
 #include <attention/softmax_simt.cuh>
 #include <tile/register_tile.cuh>
 
-// P and dS in the backward pass, for all families, and in the register tiles of kernels of multiply-adds; the epilogue
-// of their gradients.
+// P and dS in the backward pass: code for all families, code for the register tiles of simt kernels, and the epilogue
+// of the gradients of simt kernels.
 namespace cuflash::attention {
 
 // Return lse in base 2; +inf for rows without a key, so that P, recomputed from it, is 0 there and never NaN.
@@ -67,7 +67,7 @@ CUFLASH_DEVICE void row_statistics(const Params& params, const WorkTile& work, T
   }
 }
 
-// Replace dP by dS in a tile of queries in one step; dS of masked elements is 0.
+// Replace dP by dS in one step of a tile of queries; dS of masked elements is 0.
 template <class T, int Rows, int Columns, int NumRows>
 CUFLASH_DEVICE void score_gradients_of_queries(const tile::RegisterTile<T, Rows, Columns>& s,
                                                tile::RegisterTile<T, Rows, Columns>& dp, const Params& params,
@@ -97,8 +97,8 @@ CUFLASH_DEVICE void load_statistics(tile::SharedTile<T, Rows, Columns, Pitch> to
   }
 }
 
-// Replace S^T by P^T in a tile of keys in one step; masked elements become -0. lse_2 is a function of the column of a
-// query in the tile.
+// Replace S^T by P^T in one step of a tile of keys; masked elements become -0. `lse_2` returns the lse of a query, by
+// its column in the tile.
 template <class T, int Rows, int Columns, class LseOf>
 CUFLASH_DEVICE void probabilities_of_keys(tile::RegisterTile<T, Rows, Columns>& s, const Params& params,
                                           const WorkTile& work, const KvBlock& block, LseOf lse_2) {
@@ -114,8 +114,8 @@ CUFLASH_DEVICE void probabilities_of_keys(tile::RegisterTile<T, Rows, Columns>& 
   });
 }
 
-// Replace dP^T by dS^T in a tile of keys in one step. `p` returns P^T by a thread's row and column, `delta` the delta
-// of a query by its column in the tile.
+// Replace dP^T by dS^T in one step of a tile of keys. `p` returns P^T at a thread's row and column, and `delta` the
+// delta of a query, by its column in the tile.
 template <class T, int Rows, int Columns, class POf, class DeltaOf>
 CUFLASH_DEVICE void score_gradients_of_keys(tile::RegisterTile<T, Rows, Columns>& dp, POf p, DeltaOf delta) {
   using Tile = tile::RegisterTile<T, Rows, Columns>;
@@ -140,7 +140,7 @@ CUFLASH_DEVICE Interval visited_keys(const Params& params, const WorkTile& work,
 template <class Element, class T, int Rows, int Columns, int Run>
 CUFLASH_DEVICE void store_gradient(const Matrices& to, const WorkTile& work, int head, int num_rows, int num_columns,
                                    const tile::RegisterTile<T, Rows, Columns, Run>& gradient) {
-  if (sizeof(Element) == sizeof(T) || to.is_accumulator) {  // a single copy of the code if both types are one
+  if (sizeof(Element) == sizeof(T) || to.is_accumulator) {  // one copy of the code if both types are equal
     tile::store(matrix<T>(to, work.batch_head, head, num_rows, num_columns).rows(work.first, work.last), gradient);
   } else {
     tile::store(matrix<Element>(to, work.batch_head, head, num_rows, num_columns).rows(work.first, work.last),

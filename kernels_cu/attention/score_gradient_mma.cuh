@@ -27,9 +27,9 @@ CUFLASH_DEVICE RowStatistics<Tile> row_statistics(const Column& lse, const Colum
   return statistics;
 }
 
-// Return P = exp2(scale log2(e) s - lse) of a score s, in the parts that kernels interleave with products: the
-// exponent, its power, and the minimum with 1. At logits of 1e6 and more, the rounding error of lse alone would raise P
-// above 1.
+// Return P = exp2(scale log2(e) s - lse) of a score s, in three parts that kernels interleave with products: the
+// exponent, its power of 2, and the minimum with 1. At logits of 1e6 and more, the rounding error of lse alone would
+// raise P above 1.
 CUFLASH_DEVICE float score_exponent(float s, float softmax_scale_log2, float lse_2) {
   return ptx::fma(s, softmax_scale_log2, -lse_2);
 }
@@ -50,9 +50,9 @@ CUFLASH_DEVICE void score_gradients(Tile& s, Tile& dp, float softmax_scale_log2,
   });
 }
 
-// Multiply dP = dO V^T, and replace q k^T by P in a step without a mask. P is computed while the tensor cores multiply,
-// a few of its columns after each 16 columns of dO. `store_columns` is called with the index of each group of eight
-// columns of P that is ready.
+// Multiply dP = dO V^T, and replace q k^T by P in a step without a mask. P is computed while the tensor cores multiply:
+// a few of its columns after every 16 columns of dO. `store_columns` is called with the index of each group of eight
+// columns of P once it is computed.
 template <class Tile, class Do, class V, class StoreColumns = tile::NoOp>
 CUFLASH_DEVICE void overlap_probabilities_with_dp(Tile& s, Tile& dp, Do do_smem, V v_smem, float softmax_scale_log2,
                                                   const RowStatistics<Tile>& row, StoreColumns store_columns = {}) {
@@ -76,7 +76,7 @@ CUFLASH_DEVICE void score_gradient_columns(Tile& dp, Tile& p, const RowStatistic
   });
 }
 
-// Write the rows of a gradient in float32, which is summed over broadcast axes afterwards.
+// Write the rows of a float32 gradient, which is summed over broadcast axes afterwards.
 template <class Gradient>
 CUFLASH_DEVICE void write_accumulators(const Matrices& to, const WorkTile& work, int head, int num_columns,
                                        Gradient& gradient) {
@@ -92,7 +92,7 @@ CUFLASH_DEVICE void write_accumulators(const Matrices& to, const WorkTile& work,
   }
 }
 
-// Write the rows of a gradient in float32 to rows of several heads.
+// Write the rows of a float32 gradient to rows of several heads.
 template <class Gradient>
 CUFLASH_DEVICE void write_accumulators(const tile::StackedRows<float>& to, Gradient& gradient) {
 #pragma unroll

@@ -5,15 +5,15 @@
 #include <tile/global_sum.cuh>
 #include <tile/thread_bins.cuh>
 
-// The operations of a score function that are not C++ operators. cuflash/compiler/score_text.py prints calls of them.
-// Like NumPy's, they return NaN if an argument is NaN.
+// The operations of score functions that are not C++ operators. The texts that cuflash/compiler/score_text.py prints
+// call them. Like NumPy's functions, they return NaN if an argument is NaN.
 namespace cuflash::score {
 
 CUFLASH_DEVICE float absolute(float x) { return ::fabsf(x); }
 CUFLASH_DEVICE double absolute(double x) { return ::fabs(x); }
 CUFLASH_DEVICE int absolute(int x) { return x < 0 ? -x : x; }
 
-// Return the smaller, and below the greater, of two numbers; the first one if they are equal.
+// Return the smaller of two numbers or, in the second function, the greater; the first one if they are equal.
 template <class T>
 CUFLASH_DEVICE T minimum(T x, T y) {
   return x <= y || x != x ? x : y;
@@ -33,7 +33,7 @@ CUFLASH_DEVICE bool is_finite(T x) {
   return x - x == 0;
 }
 
-// Return the quotient, and below the remainder, of Python's // and % for a positive divisor.
+// Return the result of Python's // or, in the second function, of Python's %, for a positive divisor.
 CUFLASH_DEVICE int floor_divide(int x, int by) { return x / by - (x % by < 0); }
 CUFLASH_DEVICE int remainder(int x, int by) { return x % by + (x % by < 0 ? by : 0); }
 
@@ -51,7 +51,7 @@ CUFLASH_DEVICE double tangent(double x) { return ptx::tanh_accurate(x); }
 CUFLASH_DEVICE float tangent_fast(float x) { return ptx::tanh_approx(x); }
 CUFLASH_DEVICE double tangent_fast(double x) { return ptx::tanh_accurate(x); }
 
-// Return dF times a slope; 0 where dF is 0, even if the slope is infinite.
+// Return dF times a slope, or 0 if dF is 0, even if the slope is infinite.
 template <class T>
 CUFLASH_DEVICE T df_times(T df, T slope) {
   return df == 0 ? T(0) : df * slope;
@@ -75,7 +75,7 @@ CUFLASH_DEVICE int whole(Element x) {
   return static_cast<int>(x);
 }
 
-// Return the offset of the matrices of a batch entry in an array with leading axes of these extents.
+// Return the offset of a batch entry's matrices in an array whose leading axes have these extents.
 template <int NumAxes>
 CUFLASH_DEVICE int64_t leading_offset(int b, const int64_t* extents, const int64_t* strides) {
   int64_t offset = 0;

@@ -6,7 +6,7 @@
 // Gradients of scores that a score function has changed.
 namespace cuflash::attention {
 
-// The rows of a tile of scores: queries, with keys as columns, or the other way around.
+// What the rows of a tile of scores are: queries, with keys as columns, or the other way around.
 enum class Rows { kQueries, kKeys };
 
 // Replace q k^T of an element by P = exp2(log2(e) f - lse), and dP by dS = dF f' with dF = P (dP - delta). All are 0
@@ -29,8 +29,9 @@ CUFLASH_DEVICE void score_to_p_and_ds(T& s, T& dp, const Score& score, const OfT
     score.add(of_tile, of_query, of_key, query, key, scaled, df, slopes, sums...);
 }
 
-// Replace q k^T by P, by a thread's row and column, and dP by dS. Gradients of captured arrays are added up if `adds`.
-// Statistics are functions of a thread's row, or column, of queries. Called by whole warps.
+// Replace q k^T by P and dP by dS. `s` returns the element at a thread's row and column. If `adds`, gradients of
+// captured arrays are added up. Statistics are functions of a thread's row, or column, of queries. Called by whole
+// warps.
 template <Rows Orientation, class Tile, class Score, class ElementOf, class RowMask, class LseOf, class DeltaOf>
 CUFLASH_DEVICE void scores_to_p_and_ds(ElementOf s, Tile& dp, const Score& score, const Shape& shape,
                                        const BatchHead& batch_head, const Positions& rows, const Positions& columns,
@@ -82,8 +83,8 @@ CUFLASH_DEVICE void scores_to_p_and_ds(ElementOf s, Tile& dp, const Score& score
   if (adds) score.flush(score_sums);
 }
 
-// Compute dS of a tile of queries in one step, as `scores_to_p_and_ds` does, in the registers of dP; P is no longer
-// needed.
+// Compute dS in one step of a tile of queries, as `scores_to_p_and_ds` does, in the registers of dP. P is not needed
+// afterwards.
 template <class T, int NumRows, int NumColumns, int Kept, class Score>
 CUFLASH_DEVICE void scores_to_p_and_ds_of_queries(tile::RegisterTile<T, NumRows, NumColumns>& s,
                                                   tile::RegisterTile<T, NumRows, NumColumns>& dp, const Score& score,
@@ -99,8 +100,8 @@ CUFLASH_DEVICE void scores_to_p_and_ds_of_queries(tile::RegisterTile<T, NumRows,
       [&](int i) { return delta[i]; }, Score::kAddsGradients);
 }
 
-// Compute P and dS of a tile of keys in one step, as `scores_to_p_and_ds` does. Its rows are keys; statistics are
-// functions of the column of a query in the tile.
+// Compute P and dS in one step of a tile of keys, as `scores_to_p_and_ds` does. Its rows are keys; `lse_2` and `delta`
+// are functions of a query's column in the tile.
 template <class T, int NumRows, int NumColumns, class Score, class ElementOf, class LseOf, class DeltaOf>
 CUFLASH_DEVICE void scores_to_p_and_ds_of_keys(ElementOf s, tile::RegisterTile<T, NumRows, NumColumns>& dp,
                                                const Score& score, const Params& params, const WorkTile& work,

@@ -3,14 +3,14 @@
 #include <attention/softmax_simt.cuh>
 #include <attention/tile_scheduler.cuh>
 
-// Attention sinks: a logit per head that takes part in its softmax and has no value. A row (o, lse) without it is
-// merged with (0, sink).
+// Attention sinks: a logit per head that takes part in the head's softmax and has no value. A row (o, lse) that was
+// computed without the sink is merged with (0, sink).
 namespace cuflash::attention {
 
 // A kernel argument, in kernels whose specification has a sink.
 struct Sink {
   Matrices sink;  // one number per head
-  Matrices dsink;  // its gradient, an accumulator if is_accumulator, else of `dtype`
+  Matrices dsink;  // its gradient: an accumulator if is_accumulator, else of type `dtype`
   int64_t dtype;
 };
 enum SinkDtype { kHalfSink, kBFloat16Sink, kFloatSink, kDoubleSink };
@@ -20,7 +20,7 @@ template <class Config>
 using SinkArgument = FeatureArgument<Config::kHasSink, Sink, NoSink>;
 constexpr NoSink sink{};
 
-// Return a head's number from an array of one number per head.
+// Return the number of a head from an array of one number per head.
 template <class T>
 CUFLASH_DEVICE T of_head(const Matrices& numbers, int64_t dtype, const BatchHead& batch_head, int head) {
   const auto of = [&](auto zero) {
@@ -59,10 +59,10 @@ CUFLASH_DEVICE T merge_sink(T& lse, T sink) {
 }
 
 // Compute dsink of the head that a block works on: minus the sum over queries of the sink's weight times delta. If
-// heads or batch entries share an element of dsink, the block of the first of them sums over all of them. `delta_of`
-// returns delta of a batch entry and head and a query. Each thread sums every Threads-th query; then the sums of
-// threads are added in pairs in a fixed order, so that results are bitwise reproducible. `partial_sums` is shared
-// memory with a number for each thread.
+// heads or batch entries share an element of dsink, the block of the first one sums over all of them. `delta_of`
+// returns the delta of a batch entry and head and a query. Each thread sums every Threads-th query; then the threads'
+// sums are added in pairs in a fixed order, so that results are bitwise reproducible. `partial_sums` is shared memory
+// for one number per thread.
 template <class T, int Threads, class DeltaOf>
 CUFLASH_DEVICE void sum_sink_gradient(const Params& params, const Sink& sink, T* partial_sums, DeltaOf delta_of) {
   const Shape& shape = params.shape;

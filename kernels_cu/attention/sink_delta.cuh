@@ -4,9 +4,8 @@
 namespace cuflash::attention {
 
 // Return delta = rowsum(dO o O) - dlse of a query for the gradient of its head's sink, from the computed delta. In a
-// row without a key, o is 0 and lse is the sink, so that only dlse counts there, not NaN and infinities of dO. A row
-// whose keys have so little weight relative to the sink that o and lse round to these numbers is treated in the same
-// way.
+// row without a key, o is 0 and lse is the sink, so only dlse counts, whatever NaN and infinities dO contains. The same
+// holds for a row whose keys have so little weight relative to the sink that o and lse round to these values.
 template <class T>
 CUFLASH_DEVICE T delta_beside_sink(
     const Params& params, const Sink& sink, const BatchHead& batch_head, int query, T delta) {

@@ -5,21 +5,22 @@
 // The softmax of weights that are rounded to FP8.
 namespace cuflash::attention {
 
-// Online softmax whose weights are rounded to e4m3, times 2^4; the format's largest number is 448. Scales differ from
-// step to step, so maxima are taken of the scores times the scale times log2(e). A maximum stays until it rises by more
-// than kMaxRise, or, in steps that skip the maximum, until a thread's sum of weights in a row exceeds 448. The maximum
-// may then be larger than all scores of its row, and weights smaller, but the largest weight is still at least 2^2.
+// Online softmax with weights that are multiplied by 2^4 and rounded to e4m3, whose largest number is 448. Scales
+// differ from step to step, so maxima are those of the scores times the scale times log2(e). A maximum stays until it
+// rises by more than kMaxRise or, in steps that skip the maximum, until a thread's sum of weights in a row exceeds 448.
+// The maximum may then be larger than all scores of its row, and weights smaller, but the largest weight is still at
+// least 2^2.
 //
 // The tensor cores sum the values of several steps under one scale. If the scale of a step's values is 2^shift times
 // that of the sum, the weights of the step are multiplied by 2^shift: they are 2^(4 + shift) exp(s - max). Sums of
 // weights omit this factor.
 template <int Rows>
 struct QuantizedSoftmax {
-  static constexpr int kRows = Rows;  // rows per thread
+  static constexpr int kRows = Rows;  // number of rows per thread
   static constexpr float kWeightExponent = 4;
   static constexpr float kMaxRise = 2;
   static constexpr float kLargestSum = 448;
-  static constexpr float kLoweredSumExponent = 7;  // exponent to which a thread's sum is lowered if it is too large
+  static constexpr float kLoweredSumExponent = 7;  // log2 of the value to which a too large sum of a thread is lowered
 
   float (&row_max)[kRows];  // in shared memory, since most steps read it once
   float row_sum[kRows];  // sum over the thread's own columns, times 2^4
@@ -32,9 +33,9 @@ struct QuantizedSoftmax {
     }
   }
 
-  // Update maxima that rise by more than kMaxRise, and rescale the sums of their rows. Return whether a maximum of the
-  // warp has risen, so that O must be scaled too, and then whether all rows of the thread have seen a key. Called by
-  // whole warps.
+  // Update maxima that rise by more than kMaxRise, and rescale the sums of their rows. Return whether any maximum of
+  // the warp has risen, so that O must be scaled too, and, if one has, whether all rows of the thread have seen a key.
+  // Called by whole warps.
   enum Rise { kHasNotRisen, kHasRisen, kHasMaximum };
   template <class Tile>
   CUFLASH_DEVICE Rise update_max(Tile& s, const float (&scale_log2)[kRows], float (&factor)[kRows]) {
@@ -66,7 +67,7 @@ struct QuantizedSoftmax {
     return has_maximum ? kHasMaximum : kHasRisen;
   }
 
-  // Turn scores into weights, and sum them.
+  // Replace scores by weights, and sum them.
   template <class Tile>
   CUFLASH_DEVICE void exp_scores(Tile& s, const float (&scale_log2)[kRows], float shift, float unshift) {
 #pragma unroll
@@ -77,10 +78,10 @@ struct QuantizedSoftmax {
     }
   }
 
-  // Turn scores into weights under the old maxima, which all rows have, and round them into p. A weight is 2 to the
-  // power of a score times `scale_log2` plus `row_shift`; `sum` is the sum of the thread's weights. `meanwhile` is
-  // called before p is written. Return false if a sum is so large that one of the weights may be too large. Called by
-  // whole warps.
+  // Replace scores by weights under the old maxima, which all rows must have, and round the weights into p. A weight is
+  // 2 to the power of a score times `scale_log2` plus `row_shift`; `sum` is the sum of the thread's weights.
+  // `meanwhile` is called before p is written. Return false if a sum is so large that one of the weights may be too
+  // large. Called by whole warps.
   template <class Tile, class Meanwhile, class P>
   CUFLASH_DEVICE bool try_exp_with_stale_max(Tile& s, const float (&scale_log2)[kRows], const float (&row_shift)[kRows],
                                              float (&sum)[kRows], Meanwhile meanwhile, P& p) {
@@ -121,7 +122,7 @@ struct QuantizedSoftmax {
   }
 
   // Raise maxima so that no sum of weights is too large, and sum the weights; sums and weights are scaled by `factor`.
-  // Return false, and change nothing, if weights are infinite: then the scores must be computed again. Called by whole
+  // Return false, and change nothing, if weights are infinite: the scores must then be computed again. Called by whole
   // warps.
   template <class Tile>
   CUFLASH_DEVICE bool lower_weights(Tile& s, float unshift, float (&sum)[kRows], float (&factor)[kRows]) {

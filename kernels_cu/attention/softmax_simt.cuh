@@ -2,7 +2,7 @@
 #include <tile/element.cuh>
 #include <tile/register_tile.cuh>
 
-// The online softmax of kernels of multiply-adds.
+// The online softmax of simt kernels.
 namespace cuflash::attention {
 
 constexpr double kLog2E = 1.4426950408889634;
@@ -23,8 +23,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // Turn scores into exp2(s - row_max), and rescale earlier sums by the rise of the maximum. Called by all threads:
-  // those of a row share its maximum.
+  // Replace scores by exp2(s - row_max), and rescale earlier sums for the new maximum. Called by all threads; those of
+  // a row share its maximum.
   template <int Columns, int ValueColumns, int Run>
   CUFLASH_DEVICE void update(tile::RegisterTile<T, Rows, Columns>& s,
                              tile::RegisterTile<T, Rows, ValueColumns, Run>& o) {

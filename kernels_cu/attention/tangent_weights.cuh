@@ -14,7 +14,7 @@
 // Without c, a change of F_dot that all keys share would cost precision: F_dot - c is small if rise is.
 namespace cuflash::attention {
 
-// Return a score's tangent, and replace the score, times `scale`, by the score function of it.
+// Return a score's tangent, and replace the score by the score function of the score times `scale`.
 template <class T, class Score, class OfTile, class OfQuery, class OfKey>
 CUFLASH_DEVICE T score_tangent(T& s, T s_dot, const Score& score, const OfTile& of_tile, const OfQuery& of_query,
                                const OfKey& of_key, int query, int key, T scale) {
@@ -43,13 +43,13 @@ CUFLASH_DEVICE void score_tangents_of_queries(Tile& s, Tile& s_dot, const Score&
       });
 }
 
-// What a row's tangents need from its keys. A thread holds the sums of its own columns.
+// The values from which a row's tangents are computed. A thread holds the sums of its own columns.
 template <class T, int Rows>
 struct RowTangents {
   T lse_2[Rows];  // base 2; +inf for rows without a key and past the end
   T center[Rows];  // c, or 0 until the row attends a key
-  T sum[Rows];  // of w
-  uint32_t has_key = 0;  // a bit for each row
+  T sum[Rows];  // sum of w
+  uint32_t has_key = 0;  // one bit per row
 
   template <class Column, class RowOf>
   CUFLASH_DEVICE RowTangents(const Column& lse, RowOf row_of) {
@@ -63,7 +63,7 @@ struct RowTangents {
   }
 
   // Set the centers of rows that attend their first keys, from tangents times `scale`. `is_seen` is a function of a
-  // thread's row and column. Called by whole warps; `row_sum` adds a number of each thread that shares a row.
+  // thread's row and column; `row_sum` adds up one number from each thread that shares a row. Called by whole warps.
   template <class Tile, class IsSeen, class RowSum>
   CUFLASH_DEVICE void find_centers(Tile& f_dot, T scale, IsSeen is_seen, RowSum row_sum) {
     constexpr uint32_t kAll = Rows == 32 ? ~0u : (1u << Rows) - 1;
@@ -91,7 +91,7 @@ struct RowTangents {
 template <bool IsMasked, class Tile, class T, int Rows, class IsAllowed, class RowSum>
 CUFLASH_DEVICE void weights_and_tangents(Tile& s, Tile& s_dot, RowTangents<T, Rows>& rows, T scale_log2, T scale,
                                          IsAllowed is_allowed, RowSum row_sum) {
-  // With a score function a weight of 0 hides a key, whatever its derivatives are.
+  // With a score function, a key whose weight is 0 does not count, whatever its derivatives are.
   const auto is_seen = [&](int i, int j) {
     return kHasScore ? element(s, i, j) != 0 : !IsMasked || !is_masked(element(s, i, j));
   };
@@ -110,7 +110,7 @@ CUFLASH_DEVICE void weights_and_tangents(Tile& s, Tile& s_dot, RowTangents<T, Ro
     });
 }
 
-// The tangent of a row's lse, and what its o_dot needs: rise, and whether o_dot is 0, or NaN as lse is.
+// The tangent of a row's lse, and the values that its o_dot depends on: rise, and whether o_dot is 0, or NaN like lse.
 template <class T>
 struct RowResult {
   T lse, lse_dot, rise;
@@ -122,7 +122,7 @@ struct RowResult {
   }
 };
 
-// Return the results of a row from the sum of w over all of its columns.
+// Return the results of a row, from the sum of w over all of its columns.
 template <class T, class SinkRecord>
 CUFLASH_DEVICE RowResult<T> row_result(T sum, T center, bool has_key, T lse, const SinkRecord& sink,
                                        const Tangents& tangents, const BatchHead& batch_head, int head) {

@@ -21,8 +21,8 @@ struct WorkTile {
   CUFLASH_DEVICE bool is_empty() const { return first >= last; }
 };
 
-// Two flags: the work is listed, and its tiles have an order (those of a list do). This type holds them as compile-time
-// constants, the next one as run-time values.
+// Two flags: whether there is a list, and whether tiles have an order (with a list they always do). This type holds the
+// flags as compile-time constants, the next type as run-time values.
 template <bool IsListed, bool IsOrdered = IsListed>
 struct StaticListed {
   static CUFLASH_DEVICE bool has_list(const WorkList&) { return IsListed; }
@@ -33,19 +33,19 @@ struct DynamicListed {
   static CUFLASH_DEVICE bool has_order(const WorkList& list) { return has_list(list); }
 };
 
-// Return the number of the list that a batch entry and head uses.
+// Return the index of the list that a batch entry and head use.
 CUFLASH_DEVICE int64_t list_index(const WorkList& list, const BatchHead& batch_head) {
   return batch_head.batch_index * list.list_batch_stride + batch_head.head * list.list_head_stride;
 }
 
 // Quotient and remainder of two nonnegative numbers. The divisor is usually a power of two: then a shift replaces the
-// division, which takes about a hundred cycles. Shifts, and a list that is read before the first copies, gained 2 to 5
-// % of sm80's dense forward passes of 4096 tokens (sm80_steps.log of b648872e, 6).
+// division, which takes about a hundred cycles. Shifts, and reading a list before the first copies, saved 2 to 5 % of
+// sm80's dense forward passes of 4096 tokens (step 6 of sm80_steps.log at commit b648872e).
 struct DivMod {
   int quotient, remainder;
 };
 CUFLASH_DEVICE DivMod divmod(int number, int by) {
-  // opaque to the compiler, so that dependent values are computed again for each tile and take no registers
+  // hidden from the compiler, so that dependent values are computed again for each tile and take no registers
   by = ptx::opaque(by);
   if ((by & (by - 1)) == 0) return {number >> (31 - __clz(by)), number & (by - 1)};
   const int quotient = static_cast<unsigned>(number) / static_cast<unsigned>(by);
@@ -83,8 +83,8 @@ struct TileOrder {
   int batch_head_number, rank;
 };
 
-// Return the tile with a number. The tiles that start last decide how long other blocks idle. Therefore heads
-// alternate, each with its longest tiles first. The plan sets the number of heads that alternate at a time,
+// Return the tile at a position of the order. The tiles that start last determine how long other blocks idle. Therefore
+// heads alternate, each with its longest tiles first. The plan sets the number of heads that alternate at a time,
 // heads_per_l2_group.
 CUFLASH_DEVICE TileOrder tile_order_at(const TileAxis& axis, const TileScheduler& scheduler, int number) {
   const int heads_per_group = min(axis.heads_per_l2_group, scheduler.num_batch_heads);
@@ -95,7 +95,7 @@ CUFLASH_DEVICE TileOrder tile_order_at(const TileAxis& axis, const TileScheduler
   return {first_batch_head + head_and_tile.remainder, head_and_tile.quotient};
 }
 
-// Return the rows of a tile; below, of the tile with a number.
+// Return the rows of a tile. The second function takes the tile's index instead of its place in the order.
 CUFLASH_DEVICE WorkTile work_tile(const Params& params, const TileAxis& axis, const TileScheduler& scheduler,
                                   int height, const TileOrder& order) {
   const Shape& shape = params.shape;
@@ -108,7 +108,7 @@ CUFLASH_DEVICE WorkTile work_tile(const Params& params, const TileAxis& axis, co
   work.batch_head.batch_index = shape.first_batch + batch_entry;
   for (int dim = kBatchAxes - 1; dim >= 0; --dim) {
     const int extent = shape.batch[dim];
-    // avoids a slow division, because there is usually one batch axis
+    // avoids a slow division, since there is usually one batch axis
     work.batch_head.batch[dim] = batch_entry < extent ? batch_entry : batch_entry % extent;
     batch_entry = batch_entry < extent ? 0 : batch_entry / extent;
   }
@@ -126,7 +126,7 @@ CUFLASH_DEVICE WorkTile work_tile(const Params& params, const TileAxis& axis, in
   return work_tile(params, axis, scheduler, height, tile_order_at(axis, scheduler, number));
 }
 
-// Return the number of a batch entry with a query head in this launch.
+// Return the index of a batch entry with a query head in this launch.
 CUFLASH_DEVICE int batch_head_number(const Shape& shape, const BatchHead& batch_head) {
   return (batch_head.batch_index - shape.first_batch) * shape.num_heads + batch_head.head;
 }
@@ -142,14 +142,14 @@ CUFLASH_DEVICE TileAxis query_axis(const Params& params) {
   return {params.shape.seqlen_q, 1, list.block_q, order, true, params.shape.heads_per_l2_group};
 }
 
-// Return the tile of queries that a block works on; `num_parts` blocks share a tile.
+// Return the tile of queries that a thread block works on; `num_parts` blocks share a tile.
 template <class Listed = DynamicListed>
 CUFLASH_DEVICE WorkTile query_tile(const Params& params, int height, int num_parts = 1) {
   return work_tile(params, query_axis<Listed>(params), height, divmod(blockIdx.x, num_parts).quotient);
 }
 
-// Return the tile of a block in reverse order. Thus a kernel that runs before or after another one finds in the L2
-// cache the tiles that the other ended with, or leaves there those that the other starts with.
+// Return the tile of a thread block in reverse order. A kernel that runs before or after another one thus leaves in the
+// L2 cache the tiles with which the other one starts, or finds there those with which the other one ended.
 template <class Listed>
 CUFLASH_DEVICE WorkTile query_tile_reversed(const Params& params, int height) {
   TileAxis queries = query_axis<Listed>(params);
@@ -160,8 +160,9 @@ CUFLASH_DEVICE WorkTile query_tile_reversed(const Params& params, int height) {
   return work_tile(params, queries, scheduler, height, tile_order_at(queries, scheduler, number));
 }
 
-// Return the number of tiles of queries, for persistent blocks; below, the tile with a number. Without a list, tiles
-// are cut from the end of the queries: a short last tile would walk all keys for few queries under a causal mask.
+// Return the number of tiles of queries, for persistent blocks. The second function returns the tile with index
+// `number`. Without a list, tiles are cut from the end of the queries: under a causal mask, a short last tile would
+// visit all keys for few queries.
 template <class Listed>
 CUFLASH_DEVICE int num_query_tiles(const Params& params, int height) {
   const TileScheduler scheduler(params.shape, query_axis<Listed>(params), height);
@@ -179,7 +180,7 @@ CUFLASH_DEVICE WorkTile query_tile_at(const Params& params, int height, int numb
   return work;
 }
 
-// Return the axis of queries without the blocks of a list: it is cut after every `height` queries.
+// Return the axis of queries, cut after every `height` queries instead of at the blocks of a list.
 CUFLASH_DEVICE TileAxis uncut_query_axis(const Params& params) {
   return {params.shape.seqlen_q, 1, 0, nullptr, true, params.shape.heads_per_l2_group};
 }
@@ -187,7 +188,8 @@ CUFLASH_DEVICE TileAxis uncut_query_axis(const Params& params) {
 CUFLASH_DEVICE WorkTile query_rows(const Params& params, int height) {
   return work_tile(params, uncut_query_axis(params), height, blockIdx.x);
 }
-// Return the number of tiles of `height` queries, for persistent blocks; below, the tile with a number.
+// Return the number of tiles of `height` queries, for persistent blocks. The second function returns the tile with
+// index `number`.
 CUFLASH_DEVICE int num_query_rows(const Params& params, int height) {
   const TileScheduler scheduler(params.shape, uncut_query_axis(params), height);
   return scheduler.num_batch_heads * scheduler.num_tiles;
@@ -195,7 +197,7 @@ CUFLASH_DEVICE int num_query_rows(const Params& params, int height) {
 CUFLASH_DEVICE WorkTile query_rows_at(const Params& params, int height, int number) {
   return work_tile(params, uncut_query_axis(params), height, number);
 }
-// Return the number of the thread block.
+// Return the index of the thread block.
 CUFLASH_DEVICE int thread_block() { return blockIdx.x; }
 
 // Return a tile of the queries of all heads that share a key/value head, one head after the other (pack_gqa);
@@ -219,7 +221,7 @@ CUFLASH_DEVICE BatchHead own_kv_batch_head(const Params& params) {
   return work_tile(params, one, 1, blockIdx.x).batch_head;
 }
 
-// Return the number, within its matrix, of the tile that starts with a query.
+// Return the index, within its matrix, of the query tile that starts at query `first`.
 template <class Listed = DynamicListed>
 CUFLASH_DEVICE int query_tile_number(const Params& params, int first, int height) {
   const int block = params.work.block_q;
@@ -227,15 +229,15 @@ CUFLASH_DEVICE int query_tile_number(const Params& params, int first, int height
   return first / block * ((block + height - 1) / height) + first % block / height;
 }
 
-// Return the end of the tile of queries that starts with a query.
+// Return the end of the query tile that starts at query `first`.
 template <class Listed = DynamicListed>
 CUFLASH_DEVICE int query_tile_end(const Params& params, int first, int height) {
   const int last = min(first + height, params.shape.seqlen_q), block = params.work.block_q;
   return Listed::has_list(params.work) ? min(last, (first / block + 1) * block) : last;
 }
 
-// Return the axis of the keys of a key/value head; `batch_head.head` of its tiles is the first query head that shares
-// it, whose list has the order.
+// Return the axis of the keys of a key/value head. `batch_head.head` of its tiles is the first query head that shares
+// it; the list of that query head has the order.
 template <class Listed>
 CUFLASH_DEVICE TileAxis key_axis(const Params& params) {
   const Shape& shape = params.shape;
@@ -249,7 +251,7 @@ template <class Listed = DynamicListed>
 CUFLASH_DEVICE WorkTile key_tile(const Params& params, int height, int num_parts = 1) {
   return work_tile(params, key_axis<Listed>(params), height, divmod(blockIdx.x, num_parts).quotient);
 }
-// Return the tile of keys with a number; with `last_first`, the last tile of a head has the lowest number.
+// Return the tile of keys with index `number`; with `last_first`, the last tile of a head has the lowest index.
 template <class Listed>
 CUFLASH_DEVICE WorkTile key_tile_at(const Params& params, int height, int number, bool last_first = false) {
   TileAxis keys = key_axis<Listed>(params);
@@ -265,7 +267,7 @@ struct FusedDqTileOrder {
   int batch_heads, num_tiles, num_groups, last_tile_lead, first_tile_lag;
 
   CUFLASH_DEVICE TileOrder at(int number) const {
-    // opaque to the compiler, so that dependent values are computed again for each tile and take no registers
+    // hidden from the compiler, so that dependent values are computed again for each tile and take no registers
     const int batch_heads = ptx::opaque(this->batch_heads);
     const int inner = batch_heads * (num_tiles - 2), tiles_per_round = batch_heads * num_tiles;
     int round = 0, from = 0;  // first position in the round; a round has last tiles, then inner tiles, then first tiles
@@ -293,7 +295,7 @@ struct FusedDqTileOrder {
     return {group * batch_heads + number % batch_heads, rank};
   }
 };
-// Return the tile of keys with a number, in kernels that finish dQ of the first heads themselves.
+// Return the tile of keys with index `number`, in kernels that finish dQ of the first heads themselves.
 template <class Listed>
 CUFLASH_DEVICE WorkTile fused_dq_key_tile_at(const Params& params, int height, int number) {
   const TileAxis keys = key_axis<Listed>(params);
@@ -307,8 +309,9 @@ CUFLASH_DEVICE WorkTile fused_dq_key_tile_at(const Params& params, int height, i
                             : tile_order_at(keys, scheduler, number));
 }
 
-// Return the number of tiles of keys, for persistent blocks; below, a block's first tile, and the next tile that no
-// block has taken. The block that takes the last number resets the counter for a later launch. Called by one thread.
+// Return the number of tiles of keys, for persistent blocks. The next two functions return a block's first tile, and
+// the next tile that no block has taken; the block that takes the last tile resets the counter for a later launch.
+// Called by one thread.
 template <class Listed>
 CUFLASH_DEVICE int num_key_tiles(const Params& params, int height) {
   const TileScheduler scheduler(params.shape, key_axis<Listed>(params), height);
@@ -321,15 +324,15 @@ CUFLASH_DEVICE int next_tile_number(const Params& params, int num_tiles) {
   if (fetched == num_tiles - 1) *next = 0;
   return gridDim.x + fetched;
 }
-// Return the next tile from the counter, which also supplies a block's first tile here, so that tiles are taken in
-// order, whichever blocks start first.
+// Return the next tile from the counter. Here, the counter also supplies a block's first tile, so that tiles are taken
+// in order, whichever blocks start first.
 CUFLASH_DEVICE int next_tile_number_in_order(const Params& params, int num_tiles) {
   int32_t* const next = params.tile_counter;
   const int fetched = tile::fetch_increment(next);
   if (fetched + 1 - num_tiles == static_cast<int>(gridDim.x)) *next = 0;
   return fetched;
 }
-// Reset the counter; called by an earlier kernel.
+// Reset the counter. Called by an earlier kernel.
 CUFLASH_DEVICE void reset_tile_counter(const Params& params) {
   int32_t* const next = params.tile_counter;
   if (next != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *next = 0;

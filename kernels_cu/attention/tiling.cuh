@@ -1,7 +1,7 @@
 #pragma once
 #include <attention/tile_scheduler.cuh>
 
-// The tiles of a length by their numbers, for thread blocks that work on several of them.
+// The tiles of a length, by index, for thread blocks that work on several of them.
 namespace cuflash::attention {
 
 // A range first <= x < last of queries, keys or columns.
@@ -27,7 +27,7 @@ struct Tiling {
   }
 };
 
-// Return the tiles of the queries of one head; below, of the keys.
+// Return the tiles of the queries of one head or, in the second function, of its keys.
 CUFLASH_DEVICE Tiling query_tiling(const Params& params, int height) {
   return {params.shape.seqlen_q, params.work.row_pointers != nullptr ? params.work.block_q : height, height};
 }

@@ -1,6 +1,6 @@
-// Appends the new keys and values of each sequence to a KV cache. The positions follow from the lengths on the device,
-// so that a graph with this kernel can be replayed. Several blocks copy the rows of a sequence; the last block to read
-// its length sets the new one. Rows that do not fit are dropped and counted.
+// Appends the new keys and values of each sequence to a KV cache. Their positions are computed from the lengths on the
+// device, so that a graph with this kernel can be replayed. Several blocks copy the rows of a sequence; the last block
+// to read its length sets the new one. Rows that do not fit are dropped and counted.
 #include <attention/append_work.cuh>
 
 namespace cuflash::cache {
@@ -16,7 +16,7 @@ struct alignas(16) Unit {
   uint64_t at[2];
 };
 
-// Return whether rows consist of units that start at multiples of their size.
+// Return whether rows consist of units that start at multiples of the unit's size.
 CUFLASH_DEVICE bool has_aligned_units(const Matrices& matrices, int num_columns) {
   constexpr int kElements = sizeof(Unit) / sizeof(Element);
   const auto is_whole = [](int64_t stride) { return stride % kElements == 0; };
@@ -47,7 +47,7 @@ struct Place {
   }
 };
 
-// Copy the new rows of a sequence in parts of one type. A thread loads its first part before it reads the length.
+// Copy the new rows of a sequence in parts of type Part. A thread loads its first part before it reads the length.
 // Called by all threads of the sequence's blocks.
 template <class Part>
 CUFLASH_DEVICE NewRows copy_rows(const Append& params, int sequence, int block) {

@@ -1,7 +1,7 @@
 // Rounds the new keys and values of each sequence to e4m3, with a scale for each row of a head, and appends them to a
 // KV cache as append.cu does. A scale is the least power of two for which no quotient exceeds 448, so that division and
-// multiplication by it are exact. Numbers below 2^-126 count as 0, numbers above 1.875 2^127 count as 1.875 2^127: the
-// next FP8 number times the scale would be infinite. A row that holds NaN or an infinity becomes NaN.
+// multiplication by it are exact. Numbers below 2^-126 count as 0, and numbers above 1.875 2^127 count as 1.875 2^127:
+// for those, the next FP8 number times the scale would be infinite. A row that contains NaN or an infinity becomes NaN.
 #include <attention/append_work.cuh>
 #include <attention/cache_scales.cuh>
 #include <tile/e4m3.cuh>
@@ -55,8 +55,8 @@ class Row {
   }
 
  private:
-  // Return the bits of the largest magnitude. The bits of nonnegative floats have the order of the numbers, and those
-  // of NaN are the largest.
+  // Return the bits of the largest magnitude. The bits of nonnegative floats are ordered like the numbers, and those of
+  // NaN are the largest.
   CUFLASH_DEVICE uint32_t largest_bits() const {
     uint32_t largest = 0;
 #pragma unroll
@@ -70,7 +70,7 @@ class Row {
   float x_[kColumnsOfLane];
 };
 
-// The keys or the values of a head.
+// The keys or the values of one head.
 struct Place {
   bool is_value;
   int head, num_columns;
@@ -92,7 +92,7 @@ cache_append_e4m3(const __grid_constant__ cuflash::attention::Append params,
   const int sequence = at.quotient, warp = at.remainder * Config::kNumWarps + threadIdx.x / 32;
   const int num_warps = params.blocks_per_sequence * Config::kNumWarps, num_places = 2 * cache.num_kv_heads;
   const NewRows rows = attention::new_rows(params, sequence, at.remainder);
-  // Warps take the pairs of row and place in order, one each, and advance by the number of warps.
+  // Each warp takes one pair of row and place at a time, in order, and advances by the number of warps.
   attention::DivMod item = attention::divmod(warp, num_places);
   const attention::DivMod step = attention::divmod(num_warps, num_places);
   while (item.quotient < rows.num_rows) {

@@ -1,5 +1,6 @@
-// Updates the least and the greatest keys of the pages that new rows of each sequence go to, before they are appended.
-// A warp works on one page and key/value head. Bounds of a page whose first row is new depend on new rows alone.
+// Updates the elementwise minimum and maximum of the keys of each page that receives new rows, before the rows are
+// appended. A warp works on one page and key/value head. The bounds of a page whose first row is new depend only on new
+// rows.
 #include <attention/append_work.cuh>
 #include <tile/element.cuh>
 
@@ -9,7 +10,7 @@ using attention::Append;
 using attention::NewRows;
 using Element = Config::Element;
 
-// The lesser and the greater of two numbers; NaN if one of them is NaN.
+// Return the smaller or, in the second function, the greater of two numbers; NaN if one of them is NaN.
 CUFLASH_DEVICE Element lesser(Element x, Element y) {
   const auto of_x = tile::to_accumulator(x), of_y = tile::to_accumulator(y);
   return of_x <= of_y || of_x != of_x ? x : y;
@@ -32,7 +33,7 @@ cache_key_bounds(const __grid_constant__ cuflash::attention::Append params,
                           by_page = attention::divmod(by_head.quotient, bounds.pages_per_sequence);
   const int sequence = by_page.quotient, head = by_head.remainder;
   if (sequence >= cache.batch) return;
-  const NewRows rows = attention::new_rows(params, sequence, 1);  // the append kernel counts what is out of range
+  const NewRows rows = attention::new_rows(params, sequence, 1);  // the append kernel counts out-of-range values
   const int start = (rows.length / cache.page_size + by_page.remainder) * cache.page_size;
   const int first = max(0, start - rows.length), last = min(rows.num_rows, start + cache.page_size - rows.length);
   if (first >= last) return;

@@ -1,6 +1,6 @@
 // Writes the interval of cached keys that each new query attends, computed from the lengths on the device, for the
-// attention kernel that follows. Also writes the results of queries that belong to no sequence, which that kernel
-// skips.
+// attention kernel that follows. It also writes the results of queries that belong to no sequence; the attention kernel
+// skips them.
 #include <attention/query_intervals.cuh>
 #include <attention/sink.cuh>
 
@@ -28,8 +28,8 @@ CUFLASH_DEVICE void write_interval(const QueryIntervals& params, const SequenceR
   params.hi[at] = hi;
 }
 
-// Write o = 0 of the queries from `first` on in all heads, and lse = -inf or that of the sink. The warps of a
-// sequence's blocks share the rows.
+// Write o = 0 of the queries from `first` on in all heads, and their lse: -inf, or the sink. The warps of a sequence's
+// blocks divide the rows among themselves.
 CUFLASH_DEVICE void write_empty_rows(const QueryIntervals& params, int sequence, int first, int block,
                                      attention::SinkArgument<Config> sink) {
   const int num_rows = (params.pages.num_queries - first) * params.num_heads, lane = threadIdx.x % 32;

@@ -1,7 +1,7 @@
 // FlashAttention-1's backward pass (arXiv 2205.14135, algorithm 4) on the tensor cores of Ampere. A thread block works
-// on one key/value head. Its outer loop keeps a tile of K and V, with dK and dV of these keys in registers; its inner
-// loop visits the queries that attend them. dQ of a tile of queries is read from global memory and written back in each
-// inner iteration.
+// on one key/value head. Its outer loop holds a tile of K and V in shared memory, and dK and dV of these keys in
+// registers; its inner loop visits the queries that attend them. Each inner iteration reads dQ of a tile of queries
+// from global memory and writes it back.
 #include <attention/delta.cuh>
 #include <attention/empty_rows.cuh>
 #include <attention/epilogue_mma.cuh>
@@ -18,13 +18,13 @@ using WarpDv = tile::WarpPartition<kBlockKv, kValueDim, kNumWarps>::Tile;
 
 constexpr KTile k_smem{0};
 constexpr VTile v_smem{KTile::kBytes};
-constexpr int kQOffset = v_smem.start + VTile::kBytes;  // the stages of Q, followed by the stages of dO
+constexpr int kQOffset = v_smem.start + VTile::kBytes;  // stages of Q, followed by the stages of dO
 constexpr int kDoOffset = kQOffset + kNumStages * QTile::kBytes;
 constexpr PTile p_smem{kDoOffset + kNumStages * OTile::kBytes};
 constexpr PTile ds_smem{p_smem.start + PTile::kBytes};
 constexpr int kStateOffset = ds_smem.start + PTile::kBytes;
 
-// Return a query head by its number in the group that shares the block's key/value head.
+// Return a query head by its index in the group that shares the block's key/value head.
 CUFLASH_DEVICE attention::BatchHead query_head(const attention::Params& params, int number) {
   attention::BatchHead batch_head = attention::own_kv_batch_head(params);
   batch_head.head += number;
@@ -39,7 +39,7 @@ CUFLASH_DEVICE tile::Matrix<float> rows_of_queries(const attention::Matrices& ma
       .rows(queries.start, queries.stop);
 }
 
-// Start to copy Q and dO of an inner iteration.
+// Start copying Q and dO of an inner iteration.
 CUFLASH_DEVICE void load_queries(const attention::Params& params, const attention::BatchHead& batch_head,
                                  const attention::KvBlock& queries, int stage) {
   const attention::Shape& shape = params.shape;
@@ -51,7 +51,7 @@ CUFLASH_DEVICE void load_queries(const attention::Params& params, const attentio
   load(OTile{kDoOffset + stage * OTile::kBytes}, params.do_, shape.value_dim);
 }
 
-// Start to copy V of a tile of keys.
+// Start copying V of a tile of keys.
 CUFLASH_DEVICE void load_v(const attention::Params& params, const attention::WorkTile& keys) {
   const attention::Shape& shape = params.shape;
   const int kv_head = attention::divmod(keys.batch_head.head, shape.group_size).quotient;
@@ -59,8 +59,8 @@ CUFLASH_DEVICE void load_v(const attention::Params& params, const attention::Wor
   tile::load_async<kThreads>(v_smem, all.rows(keys.first, keys.last));
 }
 
-// Write delta = rowsum(dO o O) - dlse of all queries of a head and set dQ = 0: lines 5 and 19 of algorithm 4, but delta
-// is computed once per query and not once per iteration.
+// Write delta = rowsum(dO o O) - dlse of all queries of a head and set dQ = 0: lines 5 and 19 of algorithm 4, except
+// that delta is computed once per query instead of once per iteration.
 CUFLASH_DEVICE void begin_head(const attention::Params& params, const attention::BatchHead& batch_head) {
   const int length = params.shape.seqlen_q;
   const auto delta = attention::matrix<float>(params.delta, batch_head, batch_head.head, length, 1);
@@ -106,8 +106,8 @@ CUFLASH_DEVICE void add_queries(const attention::Params& params, const attention
   sums.store(dq);
 }
 
-// Run the inner loop: add all queries of one head that attend a tile of keys. The caller has started to copy K and V of
-// the tile.
+// Run the inner loop: add all queries of one head that attend a tile of keys. The caller has started the copies of the
+// tile's K and V.
 CUFLASH_DEVICE void add_head(const attention::Params& params, const BlockState& state, WarpDk& dk, WarpDv& dv) {
   using namespace attention;
   const WorkTile& keys = state.keys;
@@ -119,7 +119,8 @@ CUFLASH_DEVICE void add_head(const attention::Params& params, const BlockState& 
   for (int stage = 0; has_block; stage = kNumStages - 1 - stage) {
     const bool has_next_block = blocks.next(next_block);
     ptx::cp_async_wait<0>();
-    // Q and dO have arrived, and K and V before the first iteration; P and dS of the last iteration are read
+    // Q and dO have arrived, and K and V before the first iteration; all threads have read P and dS of the last
+    // iteration
     __syncthreads();
     if (kNumStages == 2 && has_next_block) load_queries(params, keys.batch_head, next_block, 1 - stage);
     ptx::cp_async_commit();
@@ -134,7 +135,7 @@ CUFLASH_DEVICE void add_head(const attention::Params& params, const BlockState& 
     has_block = has_next_block;
   }
   ptx::cp_async_wait<0>();
-  __syncthreads();  // K, V, Q and dO have arrived, even without an iteration, and are read
+  __syncthreads();  // K, V, Q and dO have arrived, even without an iteration, and all threads have read them
 }
 
 // Write dQ, scaled, in the dtype of Q.
@@ -147,7 +148,7 @@ CUFLASH_DEVICE void write_dq(const attention::Params& params, const attention::B
     WarpDq dq;
     sums_of_tile<WarpDq>(params, params.dq_sum, batch_head, queries.first).load(dq);
     dq.scale(params.shape.softmax_scale);
-    __syncthreads();  // the previously staged tile is read
+    __syncthreads();  // all threads have read the previously staged tile
     write_gradient(params.dq, {batch_head, queries.first, queries.last}, batch_head.head, params.shape.head_dim,
                    QTile{kQOffset}, dq);
   }
@@ -173,7 +174,7 @@ fa1_backward(const __grid_constant__ cuflash::attention::Params params) {
     dv.fill(0);
     for (int head = 0; head < shape.group_size; ++head) {
       const Range range = key_tiles.tile(number);
-      __syncthreads();  // delta and dQ are written; all of shared memory is read
+      __syncthreads();  // delta and dQ are written; all threads have finished reading shared memory
       begin_keys(params, {query_head(params, head), range.first, range.last}, state);
       __syncthreads();  // the state is stored
       if (head == 0) load_v(params, state.keys);

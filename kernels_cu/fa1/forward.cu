@@ -1,7 +1,7 @@
 // FlashAttention-1's forward pass (arXiv 2205.14135, algorithms 1 and 5) on the tensor cores of Ampere. A thread block
-// works on one head. Its outer loop keeps a tile of K and V in shared memory, and its inner loop visits the tiles of
-// queries that attend these keys. O, l and m of a tile of queries are read from global memory and written back in each
-// inner iteration.
+// works on one head. Its outer loop holds a tile of K and V in shared memory, and its inner loop visits the tiles of
+// queries that attend these keys. Each inner iteration reads O, l and m of a tile of queries from global memory and
+// writes them back.
 #include <fa1/running.cuh>
 #include <ptx/cp_async.cuh>
 #include <tile/epilogue.cuh>
@@ -17,7 +17,7 @@ using Softmax = attention::LazySoftmax<Scores::kRows>;
 
 constexpr KTile k_smem{0};
 constexpr VTile v_smem{KTile::kBytes};
-constexpr int kQOffset = v_smem.start + VTile::kBytes;  // the stages of Q
+constexpr int kQOffset = v_smem.start + VTile::kBytes;  // stages of Q
 
 constexpr int kStateOffset = kQOffset + kNumStages * QTile::kBytes;
 
@@ -32,7 +32,7 @@ CUFLASH_DEVICE Statistics& statistics_of(const Running& running, const attention
   return reinterpret_cast<Statistics&>(all.at(query, 0));
 }
 
-// A thread's rows: the factors by which an inner iteration scales O and the added product. Rows that attend no key in
+// The factors of a thread's rows by which an inner iteration scales O and the added product. Rows that attend no key in
 // an iteration are skipped, so that the bits of their O, l and m stay the same.
 struct TurnFactors {
   float old_o[Scores::kRows], new_o[Scores::kRows];
@@ -40,7 +40,7 @@ struct TurnFactors {
 };
 
 // Replace scores by exp(S - m~) and update m and l of their rows: lines 10 and 11 of algorithm 1. Scores are products q
-// k^T, and the exponent has the scale times log2(e).
+// k^T, and the exponent includes the scale times log2(e).
 CUFLASH_DEVICE TurnFactors update_softmax(Scores& s, Statistics (&rows)[Scores::kRows], float softmax_scale_log2) {
   TurnFactors factors;
   // avoids -inf - (-inf), which is NaN
@@ -71,7 +71,7 @@ CUFLASH_DEVICE TurnFactors update_softmax(Scores& s, Statistics (&rows)[Scores::
   return factors;
 }
 
-// Start to copy the queries of an inner iteration.
+// Start copying the queries of an inner iteration.
 CUFLASH_DEVICE void load_q(const attention::Params& params, const attention::BatchHead& batch_head,
                            const attention::KvBlock& queries, int stage) {
   const auto q = attention::matrix<Element>(params.q, batch_head, batch_head.head, params.shape.seqlen_q,
@@ -164,7 +164,7 @@ fa1_forward(const __grid_constant__ cuflash::attention::Params params,
   for (int number = 0; number < key_tiles.num_tiles(); ++number) {
     const Range range = key_tiles.tile(number);
     if (range.is_empty()) continue;
-    __syncthreads();  // O, l and m are written; K, V, Q and the state of the last keys are read
+    __syncthreads();  // O, l and m are written; all threads have read K, V, Q and the state of the last keys
     begin_keys(params, {batch_head, range.first, range.last}, state);
     __syncthreads();  // the state is stored
     const WorkTile& keys = state.keys;
@@ -179,7 +179,7 @@ fa1_forward(const __grid_constant__ cuflash::attention::Params params,
     for (int stage = 0; has_block; stage = kNumStages - 1 - stage) {
       const bool has_next_block = blocks.next(next_block);
       ptx::cp_async_wait<0>();
-      __syncthreads();  // Q has arrived, and K and V before the first iteration; Q of the last iteration is read
+      __syncthreads();  // Q has arrived, and K and V before the first iteration; all threads have read the last Q
       if (kNumStages == 2 && has_next_block) load_q(params, keys.batch_head, next_block, 1 - stage);
       ptx::cp_async_commit();
       add_keys(params, running, keys, block, QTile{kQOffset + stage * QTile::kBytes}, softmax_scale_log2);

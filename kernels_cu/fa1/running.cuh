@@ -16,7 +16,7 @@ struct Running {
 // State of the outer iteration, which a thread block keeps in shared memory to save registers.
 struct BlockState {
   attention::WorkTile keys;
-  attention::VisitRange visit_range;  // the queries that attend the keys
+  attention::VisitRange visit_range;  // queries that attend the keys
 };
 
 // Return the sums of a tile of queries in global memory, in the accumulator layout of the block's warps: a thread reads
@@ -39,7 +39,7 @@ CUFLASH_DEVICE void clear_sums(const attention::Params& params, const attention:
     *reinterpret_cast<tile::Bits128*>(data + x) = {};
 }
 
-// Start to copy a tile of K or V. Rows that no query of the head attends become 0, since a weight of 0 times NaN is
+// Start copying a tile of K or V. Rows that no query of the head attends become 0, since a weight of 0 times NaN is
 // NaN.
 template <class Tile>
 CUFLASH_DEVICE void load_visible_rows(const attention::Params& params, const attention::WorkTile& keys, Tile to,
@@ -53,8 +53,8 @@ CUFLASH_DEVICE void load_visible_rows(const attention::Params& params, const att
   tile::load_async<kThreads>(to, all.rows(keys.first, max(keys.first, min(keys.last, last))), first - keys.first);
 }
 
-// Store the keys of an outer iteration, and the range of queries that attend them, in whole tiles. Called by all
-// threads, between barriers.
+// Store the keys of an outer iteration, and the range of queries that attend them, extended to whole tiles. Called by
+// all threads, between barriers.
 CUFLASH_DEVICE void begin_keys(const attention::Params& params, const attention::WorkTile& keys, BlockState& state) {
   const auto visit_range = attention::aligned_to_tiles(params, attention::visit_range_of_keys(params, keys), kBlockQ);
   if (threadIdx.x == 0) state = {keys, visit_range};

@@ -1,7 +1,8 @@
 // Rounds blocks of rows to e4m3, each with its own scale. If rows are rotated, random signs and a Hadamard matrix are
-// applied before, in the same pass. A lane holds 16 columns of a row in registers, two chunks of eight neighboring
-// columns that are half a row apart: loads read whole cache lines, and four stages of the Hadamard matrix need no other
-// lane. Sums and differences have the order of cuflash/fp8/rotation.py, so that results equal the host's bit for bit.
+// applied first, in the same pass. A lane holds 16 columns of a row in registers: two chunks of eight neighboring
+// columns that are half a row apart. Thus loads read whole cache lines, and four stages of the Hadamard matrix need no
+// other lane. Sums and differences are computed in the order of cuflash/fp8/rotation.py, so that results equal the
+// host's bit for bit.
 #include <attention/quantize_params.cuh>
 #include <ptx/math.cuh>
 #include <ptx/shared.cuh>
@@ -14,7 +15,7 @@ using Element = Config::Element;
 
 constexpr int kThreads = 32 * Config::kNumWarps;
 constexpr int kChunk = 8, kColumns = 2 * kChunk;  // columns per chunk and per lane
-constexpr int kChunkStride = Config::kHeadDim / 2;  // columns from one chunk of a lane to the next
+constexpr int kChunkStride = Config::kHeadDim / 2;  // distance in columns between a lane's chunks
 constexpr int kLanesOfRow = Config::kHeadDim / kColumns, kRowsOfWarp = 32 / kLanesOfRow;
 constexpr int kRows = Config::kBlockQ / (Config::kNumWarps * kRowsOfWarp);  // rows per lane
 static_assert(kRows * Config::kNumWarps * kRowsOfWarp == Config::kBlockQ, "warps share the rows");
@@ -23,7 +24,7 @@ constexpr float kLargeUnits = 256.0f;
 constexpr uint32_t kLarge = (127u + 119u) << 23;  // bits of 2^119; the sum of 256 such numbers overflows
 constexpr float kLeastDivisor = 0x1p-60f, kMostDivisor = 0x1p60f;  // range of a `Divisor`
 
-// A lane loads or stores one of these at once: a Packet has the elements of a chunk, Signs those of four columns, and
+// Types that a lane loads or stores at once: a Packet has the elements of a chunk, Signs those of four columns, and
 // Words the bytes of a chunk.
 struct alignas(sizeof(Element) * kChunk) Packet {
   Element at[kChunk];
@@ -53,7 +54,7 @@ CUFLASH_DEVICE void butterfly(float (&x)[kColumns]) {
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
       const float other = __shfl_xor_sync(0xffffffffu, x[j], kLanes);
-      x[j] = ptx::fma(x[j], sign, other);  // rounded once, as a sum or a difference is
+      x[j] = ptx::fma(x[j], sign, other);  // rounded once, like a sum or a difference
     }
   }
 }
@@ -67,15 +68,15 @@ CUFLASH_DEVICE void hadamard(float (&x)[kColumns]) {
   }
 }
 
-// Return the largest magnitude of a warp. Magnitudes are compared by their bits, by which NaN is larger than all
-// numbers.
+// Return the largest magnitude in a warp. Magnitudes are compared by their bits, according to which NaN is larger than
+// all numbers.
 CUFLASH_DEVICE uint32_t warp_maximum(uint32_t bits) {
 #pragma unroll
   for (int lanes = 1; lanes < 32; lanes *= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, lanes));
   return bits;
 }
 
-// Return the largest magnitude of a block, by its bits. `of_warps` may be used again after a barrier.
+// Return the bits of the largest magnitude in a block. `of_warps` may be used again after a barrier.
 CUFLASH_DEVICE uint32_t block_maximum(const float (&x)[kRows][kColumns], uint32_t* of_warps) {
   uint32_t largest = 0;
 #pragma unroll
@@ -88,7 +89,7 @@ CUFLASH_DEVICE uint32_t block_maximum(const float (&x)[kRows][kColumns], uint32_
   return warp_maximum(ptx::lane() < Config::kNumWarps ? of_warps[ptx::lane()] : 0);
 }
 
-// Divides by a number with three operations per quotient. The quotient rounds to the same e4m3 number as the correctly
+// A divisor whose quotients take three operations each. A quotient rounds to the same e4m3 number as the correctly
 // rounded float; test_numbers_beside_ties_fall_to_the_side_of_the_host checks all possible exceptions. Divisors are
 // between 2^-60 and 2^60, so that any quotient that does not round to 0 has a normal remainder.
 class Divisor {
@@ -152,7 +153,7 @@ fp8_quantize(const __grid_constant__ cuflash::attention::Quantize params) {
     }
   }
   uint32_t* const of_warps = ptx::dynamic_shared<uint32_t>();
-  float units = 1.0f;  // unit of the numbers: larger than 1 if rotated numbers may overflow
+  float units = 1.0f;  // factor of the numbers: larger than 1 if rotated numbers may overflow
   if (params.signs != nullptr) {
     if (block_maximum(x, of_warps) >= kLarge) units = kLargeUnits;
     __syncthreads();

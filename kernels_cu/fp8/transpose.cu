@@ -1,6 +1,6 @@
-// Transposes values in e4m3 and puts their keys into the order in which FP8 kernels hold weights: of 16 keys, thread t
-// of four holds 2t, 2t + 1, 2t + 8 and 2t + 9. Keys past the last one are zeros. A thread block transposes 128 keys of
-// a matrix.
+// Transposes values in e4m3 and puts their keys into the order in which FP8 kernels hold weights: of every 16 keys,
+// thread t of four holds 2t, 2t + 1, 2t + 8 and 2t + 9. Keys past the last one are zeros. A thread block transposes 128
+// keys of a matrix.
 #include <attention/quantize_params.cuh>
 #include <ptx/shared.cuh>
 #include <ptx/thread.cuh>
@@ -25,7 +25,7 @@ struct alignas(16) Words {
   uint32_t at[4];
 };
 
-// Return the word of byte c of each of four words.
+// Return a word that consists of byte c of each of four words.
 CUFLASH_DEVICE uint32_t bytes_of(const uint32_t (&words)[4], int c) {
   uint32_t found = 0;
 #pragma unroll

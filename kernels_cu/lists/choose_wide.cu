@@ -1,5 +1,5 @@
-// Chooses blocks of each row of one or two grids. A thread block works on one row, since a row of many blocks would
-// keep a single warp busy for a long time; lists_choose serves grids of many rows.
+// Chooses blocks of each row of one or two grids. A thread block works on one row, since a row with many blocks would
+// occupy a single warp for a long time; lists_choose serves grids with many rows.
 #include <lists/row_choice.cuh>
 
 extern "C" __global__ void __launch_bounds__(32 * cuflash::Config::kNumWarps, cuflash::Config::kMinBlocks)

@@ -3,7 +3,7 @@
 #include <ptx/thread.cuh>
 
 // The parameters of the kernel that joins the lists of neighboring queries. cuflash/planning/chosen_lists.py has the
-// same record as a NumPy dtype. A list head is a batch entry with the heads that share lists.
+// same record as a NumPy dtype. A list head is a batch entry with a group of heads that share lists.
 namespace cuflash::lists {
 
 using attention::Integers;
@@ -15,13 +15,13 @@ struct ChosenParams {
   const void* blocks;
   // Integers [*batch, list heads, seqlen_q]: number of valid entries of each list; null if all are valid
   const void* counts;
-  int64_t blocks_batch_strides[kBatchAxes];  // in bytes, 0 for a broadcast axis; also all strides below
+  int64_t blocks_batch_strides[kBatchAxes];  // in bytes; 0 for a broadcast axis; so are all other strides
   int64_t counts_batch_strides[kBatchAxes];
   int64_t blocks_head_stride, blocks_row_stride, blocks_stride, counts_head_stride, counts_row_stride;
-  int64_t lower, upper;  // lower <= j - i <= upper: keys that query i may attend; if lo is null
+  int64_t lower, upper;  // lower <= j - i <= upper: the keys that query i may attend, if lo is null
   const int32_t* lo;  // [seqlen_q] lo <= j < hi
   const int32_t* hi;
-  // Results, as attention/members.cuh describes them.
+  // Results; attention/members.cuh describes them.
   int32_t* ranges;
   int32_t* kv_blocks;
   uint32_t* words;
@@ -29,9 +29,9 @@ struct ChosenParams {
   int32_t num_heads;  // list heads of a batch entry
   int32_t seqlen_q, seqlen_kv, num_chosen, block, num_blocks;
   int32_t blocks_itemsize, counts_itemsize, is_counts_signed;
-  // Max_entries: distance between the entries of two tiles
+  // max_entries: distance between the first entries of consecutive tiles
   int32_t queries_per_tile, num_tiles, words_per_entry, max_entries;
-  int32_t blocks_at_once;  // blocks for which shared memory has words
+  int32_t blocks_at_once;  // number of blocks for which shared memory has words
   int32_t padding;
 };
 
@@ -54,7 +54,7 @@ class ChosenList {
     hi_ = params.hi == nullptr ? query + params.upper + 1 : params.hi[query];
   }
 
-  // Return the block of an entry, or -1 if the entry is out of range, or if the query attends no key of its block.
+  // Return the block of an entry, or -1 if the entry is out of range or the query attends no key of its block.
   CUFLASH_DEVICE int at(int place) const {
     const int64_t block = blocks_.at(place);
     if (place >= count_ || block < 0 || block >= params_.num_blocks) return -1;

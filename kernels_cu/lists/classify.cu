@@ -1,5 +1,5 @@
 // Classifies each cell of the grid: computes its kind and, if the mask has elements, its bits. A warp classifies one
-// cell, or 32 cells of a mask of whole blocks.
+// cell, or 32 cells if the mask consists of whole blocks.
 #include <lists/params.cuh>
 
 namespace cuflash::lists {
@@ -33,7 +33,7 @@ struct MaskMatrix {
   }
 };
 
-// Return the elements of eight keys from `key` on as bits; `exists` has a bit for each key that exists.
+// Return the mask's elements for eight keys from `key` on as bits; in `exists`, the bit of each key that exists is set.
 CUFLASH_DEVICE int bits_of_keys(const MaskMatrix& matrix, int query, int key, int exists) {
   const Params& params = matrix.params;
   const uint8_t* address = matrix.at(query, key);
@@ -55,7 +55,7 @@ CUFLASH_DEVICE int bits_of_keys(const MaskMatrix& matrix, int query, int key, in
   return allowed & exists;
 }
 
-// Return the kind of a cell whose mask has elements, and write its bits.
+// Return the kind of a cell under a mask with elements, and write the cell's bits.
 CUFLASH_DEVICE int kind_by_elements(const MaskMatrix& matrix, int cell, int q_block, int kv_block) {
   const Params& params = matrix.params;
   const int num_bytes = (params.block_kv + 7) / 8, size = params.block_q * num_bytes;
@@ -75,7 +75,7 @@ CUFLASH_DEVICE int kind_by_elements(const MaskMatrix& matrix, int cell, int q_bl
   return __any_sync(0xffffffffu, has_some) ? kBits : kAbsent;
 }
 
-// Return the kind of a cell in a block that a mask of whole blocks keeps. Called by a warp.
+// Return the kind of a cell that a mask of whole blocks keeps. Called by a warp.
 CUFLASH_DEVICE int kind_of_whole_block(const MaskMatrix& matrix, int q_block, int kv_block) {
   const Params& params = matrix.params;
   const int query = q_block * params.block_q, key = kv_block * params.block_kv;
@@ -92,7 +92,7 @@ CUFLASH_DEVICE int kind_of_whole_block(const MaskMatrix& matrix, int q_block, in
 }
 
 // Return the kind of a cell if neither end of the intervals decreases from one query to the next. The intervals of the
-// first and the last query decide it; if they do not, the function returns kBits.
+// first and the last query determine it; if they do not, return kBits.
 CUFLASH_DEVICE Kind kind_by_ends(const MaskMatrix& matrix, int q_block, int kv_block) {
   const Params& params = matrix.params;
   const int query = q_block * params.block_q, key = kv_block * params.block_kv;
@@ -117,7 +117,7 @@ struct Cell {
         matrix(params, number / params.num_kv_blocks / params.num_q_blocks) {}
 };
 
-// Decide 32 cells of a mask of whole blocks, of which most are absent. Called by a warp.
+// Classify 32 cells under a mask of whole blocks; most of them are absent. Called by a warp.
 CUFLASH_DEVICE void classify_whole_blocks(const Params& params, int first) {
   const int own = first + ptx::lane();
   bool is_kept = false;

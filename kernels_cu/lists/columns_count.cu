@@ -18,6 +18,6 @@ lists_columns_count(const __grid_constant__ cuflash::attention::Params params CU
       for (int warp = 0; warp < Config::kNumWarps; ++warp) count += counts[warp * chosen.blocks_at_once + block];
       chunk.counts(chosen)[base + block] = count;
     }
-    __syncthreads();  // all counts are read
+    __syncthreads();  // all threads have read all counts
   }
 }

@@ -7,7 +7,7 @@ lists_columns_fill(const __grid_constant__ cuflash::attention::Params params CUF
   using namespace cuflash;
   using namespace cuflash::lists;
   if (blockIdx.x >= chosen.num_list_heads * chosen.num_chunks) return;
-  int32_t* const places = ptx::dynamic_shared<int32_t>();  // of each warp: index of the next query of each block
+  int32_t* const places = ptx::dynamic_shared<int32_t>();  // for each warp: index of the next query of each block
   const Chunk chunk(chosen, blockIdx.x);
   const int32_t* const pointers = chosen.column_pointers + chunk.list_head * (chosen.num_blocks + 1);
   for (int base = 0; base < chosen.num_blocks; base += chosen.blocks_at_once) {
@@ -33,6 +33,6 @@ lists_columns_fill(const __grid_constant__ cuflash::attention::Params params CUF
                        chosen.queries[place++] = first_query + __popcll(~word & (word - 1));
                      of_warp[block - base] = place;
                    });
-    __syncthreads();  // all indices are read
+    __syncthreads();  // all threads have read all indices
   }
 }

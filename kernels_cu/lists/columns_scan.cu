@@ -1,6 +1,6 @@
-// Computes running sums of the counts of chunks, one thread block per list head: each chunk gets the count of the
+// Computes running sums of the counts of chunks, one thread block per list head: each chunk receives the count of the
 // chunks before it, and each key block the index at which its queries start. Blocks with more queries than a part also
-// get indices of parts.
+// receive indices of parts.
 #include <attention/params.cuh>
 #include <lists/columns.cuh>
 #include <lists/running_sums.cuh>
@@ -9,7 +9,7 @@ extern "C" __global__ void __launch_bounds__(32 * cuflash::Config::kNumWarps)
 lists_columns_scan(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::lists;
-  constexpr int kThreads = 32 * Config::kNumWarps, kAtOnce = 8;  // chunks whose loads do not wait for stores
+  constexpr int kThreads = 32 * Config::kNumWarps, kAtOnce = 8;  // number of chunks loaded before any store
   const int64_t list_head = blockIdx.x;
   if (list_head >= chosen.num_list_heads) return;
   int32_t* const counts = chosen.chunk_counts + list_head * chosen.num_chunks * chosen.num_blocks;

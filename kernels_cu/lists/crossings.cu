@@ -1,5 +1,5 @@
-// Keeps the blocks that are crossed by a chosen key or a chosen distance between a query and a key, and the forced
-// blocks, if they may be kept: one thread per block of each matrix. cuflash/selectors/slashes.py is the specification.
+// Keeps the blocks that a chosen key, or a chosen distance between a query and a key, crosses, and the forced blocks,
+// if they may be kept: one thread per block of each matrix. cuflash/selectors/slashes.py is the specification.
 #include <lists/row_choice.cuh>
 
 namespace cuflash::lists {

@@ -1,4 +1,4 @@
-// Draws random scores of blocks: a number in [0, 1) with 24 bits for each cell of a grid, by Philox from a key and the
+// Draws random scores of blocks: for each cell of a grid, a number in [0, 1) with 24 bits, by Philox from a key and the
 // cell's index. cuflash/selectors/baselines.py is the specification.
 #include <lists/selection.cuh>
 #include <tile/philox.cuh>

@@ -1,5 +1,6 @@
-// Writes the lists: entries row after row, one warp per row; their indices column after column, one thread block per 32
-// columns; the orders of rows and columns, one thread each; and zeros in the unused part after the last entry.
+// Writes the lists: entries row by row, with one warp per row; their indices column by column, with one thread block
+// per 32 columns; the orders of rows and columns, with one thread each; and zeros in the unused part after the last
+// entry.
 #include <lists/params.cuh>
 #include <ptx/shared.cuh>
 
@@ -19,9 +20,9 @@ CUFLASH_DEVICE void list_row(const Params& params, int row) {
   }
 }
 
-// The rows of a block column. Each warp of a thread block lists a part of them, each lane for one column.
+// The rows of a block column. Each warp of a thread block lists a part of them, and each lane lists one column.
 struct ColumnPart {
-  static constexpr int kBatch = 16;  // rows that are read at once, so that their loads do not wait for stores
+  static constexpr int kBatch = 16;  // number of rows that are read at once, so that their loads do not wait for stores
 
   const Params& params;
   int kv_block, first_row, start, stop;  // the first row is that of the matrix; start and stop are relative to it
@@ -77,8 +78,8 @@ CUFLASH_DEVICE void list_columns(const Params& params, int first_column) {
   part.list(place);
 }
 
-// Write a block row or column of a matrix at its place in the order of lengths: most entries first; of equal lengths,
-// the last row or column first.
+// Write a block row or column at its place in its matrix's order of lengths: most entries first; of equal lengths, the
+// last row or column first.
 CUFLASH_DEVICE void put_in_order(const int32_t* pointers, int32_t* order, int number, int num_blocks) {
   const int first = number / num_blocks * num_blocks;
   const int length = pointers[number + 1] - pointers[number];

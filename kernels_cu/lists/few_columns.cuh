@@ -59,13 +59,14 @@ struct FewOfBlock {
   }
 };
 
-// Return the score, negated, of a place that is neither forced nor without eligibility.
+// Return the negated score of the place of a block that is eligible and not forced.
 CUFLASH_DEVICE float negated_score(uint32_t place) {
   const int32_t bits = static_cast<int32_t>(place ^ 0x80000000u);
   return __uint_as_float(static_cast<uint32_t>(bits ^ (bits >> 31 & 0x7fffffff)));
 }
 
-// Return a place between two others: that of the mean of their scores if there is one, else the mean of the places.
+// Return a place between two others: that of the mean of their scores if it is between them, else the mean of the
+// places.
 CUFLASH_DEVICE uint32_t place_between(uint32_t least, uint32_t end) {
   const float mean = 0.5f * negated_score(least) + 0.5f * negated_score(end);
   const int32_t bits = static_cast<int32_t>(__float_as_uint(mean + 0.0f));
@@ -93,7 +94,7 @@ struct PlacesOfRow {
     });
   }
 
-  // Call `visit(i, column)` for the places of a lane.
+  // Call `visit(i, column)` for each of a lane's places.
   template <class Visit>
   CUFLASH_DEVICE void each(Visit visit) const {
 #pragma unroll
@@ -115,7 +116,7 @@ CUFLASH_DEVICE void list_few(const Row& row, Few few) {
   const PlacesOfRow<Few> places(row, few);
   int32_t* const list = reinterpret_cast<int32_t*>(choice.kept) +
                         row.first / choice.num_kv_blocks * choice.list_length;
-  uint32_t least = kNotEligiblePlace, greatest = 0;  // of the blocks that are neither forced nor without eligibility
+  uint32_t least = kNotEligiblePlace, greatest = 0;  // range of the places of blocks that are eligible and not forced
   places.each([&](int i, int) {
     const uint32_t place = places.at[i];
     if (place == kForcedPlace || place == kNotEligiblePlace) return;
@@ -128,7 +129,7 @@ CUFLASH_DEVICE void list_few(const Row& row, Few few) {
   uint32_t tied = kNotEligiblePlace;
   int missing = 0;
   if (least != kNotEligiblePlace && places.count_before(end) > choice.count) {
-    // There are more than `count` blocks before `end`, and only forced ones before `least`.
+    // There are more than `count` blocks before `end`, and only forced blocks before `least`.
     while (true) {
       if (end - least == 1) {
         end = tied = least;

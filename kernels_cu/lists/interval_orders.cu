@@ -1,4 +1,4 @@
-// Orders the query blocks, the key blocks, and the tiles of keys that end with sequences, of each matrix by length: the
+// Orders the query blocks, the key blocks, and the key tiles that end with sequences, of each matrix by length: the
 // longest first; of equal lengths, the last one first. A warp finds the place of a block by counting the blocks that
 // come before it.
 #include <lists/interval_params.cuh>

@@ -1,4 +1,4 @@
-// Computes the keys that each query sees from integers on the device, one thread per query: offsets of packed
+// Computes the keys that each query sees, with one thread per query, from integers on the device: offsets of packed
 // sequences, lengths, or document ids. If blocks are ordered, it also counts the key blocks that each query block sees,
 // and the query blocks that see each key block.
 #include <lists/interval_params.cuh>
@@ -12,7 +12,7 @@ using attention::integers_of;
 using attention::kFar;
 
 constexpr int kThreads = 32 * Config::kNumWarps;
-constexpr int kMaxLength = 255;  // in blocks: orders count longer ranges as this long
+constexpr int kMaxLength = 255;  // in blocks; orders treat longer ranges as this long
 
 CUFLASH_DEVICE int64_t clipped(int64_t x, int64_t lowest, int64_t highest) {
   return x < lowest ? lowest : x > highest ? highest : x;
@@ -47,8 +47,8 @@ CUFLASH_DEVICE Interval keys_of_lengths(const IntervalParams& params, const Inte
   return {query < q_length ? 0 : kFar, kv.data == nullptr ? params.kv_length : kv.at(0)};
 }
 
-// Return the first number of a range for which a condition holds, or its end; the condition holds for all later
-// numbers, too.
+// Return the first number of a range for which a condition holds, or the end of the range. If the condition holds for a
+// number, it must hold for all later numbers.
 template <class Condition>
 CUFLASH_DEVICE int first_for_which(Condition holds, int first, int end) {
   while (first < end) {
@@ -59,8 +59,8 @@ CUFLASH_DEVICE int first_for_which(Condition holds, int first, int end) {
   return first;
 }
 
-// Return the keys of a query, as masks.Documents defines them. If queries and keys share their ids, they are the run of
-// equal ids around the query. Otherwise the ids of queries and keys each never decrease.
+// Return the keys of a query, as masks.Documents defines them. If queries and keys share their ids, the result is the
+// run of equal ids around the query. Otherwise the ids of the queries and those of the keys must each never decrease.
 CUFLASH_DEVICE Interval keys_of_document(const IntervalParams& params, const Integers& q, const Integers& kv,
                                          int query) {
   const Integer id = q.exact(query);
@@ -100,14 +100,14 @@ struct Matrix {
     return {lo > rows_lo ? lo : rows_lo, hi < rows_hi ? hi : rows_hi};
   }
 
-  // Return the number of queries that see a key of a range: the queries whose intervals start at or before its last
+  // Return the number of queries that see some key of a range: the queries whose intervals start at or before its last
   // key, minus those whose intervals end at or before its first key. Called by whole warps: one half counts starts and
   // the other counts ends. Each lane tests a different query, since each test is a search in the offsets.
   CUFLASH_DEVICE int num_queries_of(int first_key, int last_key) const {
     constexpr int kLanes = 16;
     const bool counts_ends = ptx::lane() >= kLanes;
     const int key = counts_ends ? first_key : last_key;
-    int counted = 0, end = params.seqlen_q;  // queries before `counted` are counted, those from `end` on are not
+    int counted = 0, end = params.seqlen_q;  // queries before `counted` count, and queries from `end` on do not
     while (__any_sync(0xffffffffu, counted < end)) {
       const int step = (end - counted + kLanes - 1) / kLanes, query = counted + (ptx::lane() % kLanes + 1) * step - 1;
       bool counts = false;
@@ -128,8 +128,8 @@ CUFLASH_DEVICE int num_blocks_of(int length, int block) {
   return static_cast<int>(clipped(length > 0 ? (length - 1) / block + 1 : 0, 0, kMaxLength));
 }
 
-// Return the length by which a query block is ordered, and below a key block: the number of blocks on the other side
-// that the intervals of its queries, or the queries that see its keys, cover.
+// Return the length by which a query block is ordered: the number of key blocks that the intervals of its queries
+// cover.
 CUFLASH_DEVICE int row_length(const Matrix& matrix, int number) {
   const IntervalParams& params = matrix.params;
   const int first = number * params.block_q, end = first + params.block_q;
@@ -137,7 +137,8 @@ CUFLASH_DEVICE int row_length(const Matrix& matrix, int number) {
   return num_blocks_of(static_cast<int>(matrix.keys_of(last).hi - matrix.keys_of(first).lo), params.block_kv);
 }
 
-// See `row_length`. Called by whole warps.
+// Return the length by which a key block is ordered: the number of query blocks that the queries that see its keys
+// cover. Called by whole warps.
 CUFLASH_DEVICE int column_length(const Matrix& matrix, int number) {
   const IntervalParams& params = matrix.params;
   const int first = number * params.block_kv, end = first + params.block_kv;
@@ -145,8 +146,8 @@ CUFLASH_DEVICE int column_length(const Matrix& matrix, int number) {
   return num_blocks_of(matrix.num_queries_of(first, last), params.block_q);
 }
 
-// Return the first row of a tile that ends with its sequence, as cuflash/blocks/sequence_tiles.py numbers them. The
-// rows before the first sequence count as a sequence, and so do those after the last one.
+// Return the first row of a tile that ends with its sequence; cuflash/blocks/sequence_tiles.py numbers the tiles in the
+// same way. The rows before the first sequence count as a sequence, and so do those after the last one.
 CUFLASH_DEVICE int tile_start(const Integers& offsets, int num_offsets, int length, int height, int number) {
   const auto bound = [&](int sequence) {
     return static_cast<int>(sequence == 0            ? 0
@@ -164,7 +165,8 @@ CUFLASH_DEVICE int tile_start(const Integers& offsets, int num_offsets, int leng
   return static_cast<int>(clipped(start, 0, bound(sequence + 1)));
 }
 
-// Return the first row of a tile of queries, and below of keys, that ends with its sequence.
+// Return the first row of a tile that ends with its sequence: of a query tile or, in the second function, of a key
+// tile.
 CUFLASH_DEVICE int start_of_q_tile(const Matrix& matrix, int number) {
   const IntervalParams& params = matrix.params;
   return tile_start(matrix.q, params.num_offsets, params.seqlen_q, params.tile_q, number);
@@ -173,8 +175,7 @@ CUFLASH_DEVICE int start_of_kv_tile(const Matrix& matrix, int number) {
   const IntervalParams& params = matrix.params;
   return tile_start(matrix.kv, params.num_offsets, params.seqlen_kv, params.tile_kv, number);
 }
-// Return the length by which such a tile of keys is ordered: the number of query tiles that see it. Called by whole
-// warps.
+// Return the length by which such a key tile is ordered: the number of query tiles that see it. Called by whole warps.
 CUFLASH_DEVICE int tile_length(const Matrix& matrix, int number) {
   const int first = start_of_kv_tile(matrix, number), end = start_of_kv_tile(matrix, number + 1);
   return num_blocks_of(matrix.num_queries_of(first, end - 1), matrix.params.tile_q);
@@ -186,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(32 * cuflash::Config::kNumWarps, cu
 lists_intervals(const __grid_constant__ cuflash::lists::IntervalParams params) {
   using namespace cuflash;
   using namespace cuflash::lists;
-  // A warp computes each key block and each tile of keys; then a thread computes each query block, each start of a
+  // One warp computes each key block and each key tile; then one thread computes each query block, each start of a
   // tile, and each query.
   const int num_columns = params.row_order == nullptr ? 0 : params.num_kv_blocks;
   const int num_rows = params.row_order == nullptr ? 0 : params.num_q_blocks;

@@ -1,6 +1,6 @@
 // Computes the scores of queries and single keys, in base 2, and for each query and run of keys the greatest score and
-// the sum of the exponentials. A thread block computes kBlockQ queries and a run of kBlockKv keys, so that few queries
-// occupy a whole GPU. Columns are processed in chunks of kHeadDim. A causal mask sets scores to -inf.
+// the sum of the exponentials. A thread block computes kBlockQ queries and a run of kBlockKv keys, so that even a few
+// queries occupy a whole GPU. Columns are processed in chunks of kHeadDim. A causal mask sets scores to -inf.
 #include <lists/selection.cuh>
 #include <ptx/shared.cuh>
 #include <tile/copy.cuh>
@@ -18,7 +18,7 @@ using QTile = tile::SharedTile<Accumulator, kBlockQ, kHeadDim>;
 using KTile = tile::SharedTile<Accumulator, kBlockKv, kHeadDim>;
 using Rows = tile::Matrix<const Element>;
 
-// Return the rows of a matrix, whose index counts the heads of all batch entries; `group_size` heads share the rows.
+// Return the rows of a matrix; `matrix` counts the heads of all batch entries, and `group_size` heads share the rows.
 CUFLASH_DEVICE Rows rows_of(const StridedRows& rows, const KeyScores& params, int64_t matrix, int group_size,
                             int num_rows) {
   int64_t start = matrix % params.num_heads / group_size * rows.head_stride;
@@ -52,7 +52,7 @@ lists_key_scores(const __grid_constant__ cuflash::lists::KeyScores params) {
   s.fill(0);
   for (int first = 0; first < params.num_columns; first += kHeadDim) {
     const int last = min(first + kHeadDim, params.num_columns);
-    __syncthreads();  // the previous chunk is read
+    __syncthreads();  // all threads have read the previous chunk
     tile::load(q_smem, q.columns(first, last));
     tile::load(k_smem, k.columns(first, last));
     __syncthreads();  // the chunk has arrived

@@ -1,5 +1,5 @@
-// Computes running sums of the counts of block rows, in the first thread block, and of block columns, in the second.
-// The results are the starts of their entries.
+// Computes running sums of the counts of block rows, in the first thread block, and of block columns, in the second
+// one. The results are the indices at which their entries start.
 #include <lists/params.cuh>
 #include <lists/running_sums.cuh>
 

@@ -1,4 +1,4 @@
-// Computes means of blocks of rows of q and of k, one thread block each. Each sum has the order of the rows.
+// Computes the means of blocks of rows of q and of k, one thread block each. Each sum follows the order of the rows.
 #include <lists/selection.cuh>
 #include <tile/element.cuh>
 

@@ -1,6 +1,6 @@
-// Scores blocks for each query by products with keys that represent runs of keys, and chooses from them, without
-// storing scores in global memory. A thread block has neighbouring queries of the heads that share a list, up to 64
-// rows, and walks the keys that they see; the scores of its queries stay in shared memory. cuflash/selectors is the
+// Scores blocks for each query by products with keys that represent runs of keys, and chooses blocks, without storing
+// scores in global memory. A thread block has neighboring queries of the heads that share a list, up to 64 rows, and
+// visits the keys that they see; the scores of its queries stay in shared memory. cuflash/selectors is the
 // specification.
 #include <lists/few_columns.cuh>
 #include <lists/query_scores.cuh>
@@ -23,20 +23,20 @@ using KTile = tile::SwizzledTile<Element, kBlockKv, kHeadDim>;
 using Scores = tile::WarpTile<1, kBlockKv / 8, kNumWarps>;
 constexpr int kKeysStart = QTile::kBytes;
 constexpr int kWeightsStart = kKeysStart + 2 * KTile::kBytes;
-constexpr int kWeightPitch = kBlockKv + 4;  // rows of a tile of weights begin in different banks
-constexpr int kWeightsBytes = kBlockQ * kWeightPitch * 4;  // for lists that several heads share
+constexpr int kWeightPitch = kBlockKv + 4;  // rows of a tile of weights start in different banks
+constexpr int kWeightsBytes = kBlockQ * kWeightPitch * 4;  // weights, for lists that several heads share
 
-// Return the first element of rows that are only read: copies take pointers to elements that are not constant.
+// Return the first element of rows that are only read. The const_cast is needed since copies take non-const pointers.
 CUFLASH_DEVICE Element* elements(const StridedRows& rows) {
   return static_cast<Element*>(const_cast<void*>(rows.data));
 }
 
 // The queries of a thread block.
 struct QueryTile {
-  int64_t matrix;  // number of the batch entry and list
-  int64_t q_start, k_start, lse_start;  // of the first query and head, and of the keys
+  int64_t matrix;  // index of the batch entry and list
+  int64_t q_start, k_start, lse_start;  // offsets of the first query and head in q and lse, and of the keys in k
   int first_query, num_queries;
-  int num_keys;  // keys that the last query sees
+  int num_keys;  // number of keys that the last query sees
 
   CUFLASH_DEVICE int num_rows(const QueryScores& params) const { return num_queries * params.heads_of_list; }
 };
@@ -53,7 +53,7 @@ CUFLASH_DEVICE QueryTile tile_of(const QueryScores& params, int number) {
   const int num_tiles = (seqlen_q + of_tile - 1) / of_tile;
   QueryTile tile;
   tile.matrix = number / num_tiles;
-  tile.first_query = (num_tiles - 1 - number % num_tiles) * of_tile;  // the longest walks first
+  tile.first_query = (num_tiles - 1 - number % num_tiles) * of_tile;  // the queries that see the most keys first
   tile.num_queries = min(of_tile, seqlen_q - tile.first_query);
   tile.num_keys = num_seen(params, tile.first_query + tile.num_queries - 1);
   const int num_lists = params.num_heads / params.heads_of_list;
@@ -72,8 +72,8 @@ CUFLASH_DEVICE QueryTile tile_of(const QueryScores& params, int number) {
   return tile;
 }
 
-// Multiply the queries by all keys that they see, a tile of keys at a time, and call `visit(s, first key)`. Called by
-// all threads.
+// Multiply the queries by all keys that they see, one tile of keys at a time, and call `visit(s, first key)` for each
+// tile. Called by all threads.
 template <class Visit>
 CUFLASH_DEVICE void walk_keys(const QueryScores& params, const QueryTile& queries, Visit visit) {
   const tile::Matrix<Element> k{elements(params.k) + queries.k_start, params.k.row_stride, params.k.column_stride,
@@ -84,12 +84,12 @@ CUFLASH_DEVICE void walk_keys(const QueryScores& params, const QueryTile& querie
                                  k.rows(first, min(first + kBlockKv, params.num_keys)));
     ptx::cp_async_commit();
   };
-  __syncthreads();  // keys of an earlier walk are read
+  __syncthreads();  // all threads have read the keys of an earlier walk
   start(0, 0);
 #pragma unroll 1
   for (int first = 0, slot = 0; first < queries.num_keys; first += kBlockKv, slot ^= 1) {
     ptx::cp_async_wait<0>();
-    __syncthreads();  // the tile has arrived, and the previous one is read
+    __syncthreads();  // the tile has arrived, and all threads have read the previous one
     start(first + kBlockKv, slot ^ 1);
     Scores s;
     tile::gemm_nt(s, QTile{0}, KTile{kKeysStart + slot * KTile::kBytes});
@@ -98,10 +98,10 @@ CUFLASH_DEVICE void walk_keys(const QueryScores& params, const QueryTile& querie
   ptx::cp_async_wait<0>();
 }
 
-// The rows of a thread: their queries and what they see.
+// The rows of a thread: their queries, and how many keys they see.
 struct ThreadRows {
   int num_seen[Scores::kRows];
-  float shift[Scores::kRows];  // to be subtracted from scores in base 2; infinite for rows without a key
+  float shift[Scores::kRows];  // subtracted from scores in base 2; infinite for rows without a key
 
   CUFLASH_DEVICE ThreadRows(const QueryScores& params, const QueryTile& queries) {
 #pragma unroll
@@ -153,11 +153,11 @@ CUFLASH_DEVICE void find_shifts(const QueryScores& params, const QueryTile& quer
   }
 }
 
-// The scores of the keys of a query, in shared memory, as scores of blocks.
+// The scores of blocks for one query, computed from the scores of keys in shared memory.
 struct ScoresOfKeys {
   const float* keys;
   const QueryScores& params;
-  int num_keys;  // keys that have scores
+  int num_keys;  // number of keys that have scores
 
   CUFLASH_DEVICE float score(const BlocksOfRow&, int column) const {
     if (params.parts_of_block == 1 && params.num_parts == 1) return column < num_keys ? keys[column] : 0.0f;
@@ -175,7 +175,8 @@ struct ScoresOfKeys {
   }
 };
 
-// Keep the first Half of 2 Half columns or, in lanes with the bit 2 Half, the others, and add those of the other lane.
+// Halve the columns of a lane: keep the first Half of 2 Half columns (in lanes with the bit 2 Half: the others), and
+// add the same columns of the other lane.
 template <int Half>
 CUFLASH_DEVICE void sum_halves(float (&x)[Scores::kColumns]) {
   const bool is_upper = (ptx::lane() & 2 * Half) != 0;
@@ -186,8 +187,8 @@ CUFLASH_DEVICE void sum_halves(float (&x)[Scores::kColumns]) {
   }
 }
 
-// Sum columns over the eight rows that lanes of equal remainders by 4 hold, and store the sums. In each of three steps a
-// lane keeps half of its columns. Called by whole warps.
+// Sum columns over the eight rows of lanes whose indices are equal modulo 4, and store the sums. In each of three
+// steps, a lane keeps half of its columns. Called by whole warps.
 CUFLASH_DEVICE void store_sums(float (&x)[Scores::kColumns], float* to, int num_columns) {
   static_assert(Scores::kColumns == 16, "three steps leave a pair of columns");
   sum_halves<8>(x);
@@ -206,7 +207,7 @@ CUFLASH_DEVICE void store_scores(const QueryScores& params, const QueryTile& que
   const float scale = static_cast<float>(params.scale_log2);
   const bool is_summed = params.heads_of_list > 1;
   const int num_columns = min(kBlockKv, queries.num_keys - first);
-  if (params.heads_of_list == 8 || params.heads_of_list == 16) {  // a thread's rows are of two queries, or of one
+  if (params.heads_of_list == 8 || params.heads_of_list == 16) {  // a thread's rows belong to two queries, or to one
     float sums[Scores::kRows][Scores::kColumns];
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i)
@@ -241,7 +242,7 @@ CUFLASH_DEVICE void store_scores(const QueryScores& params, const QueryTile& que
     }
   }
   if (!is_summed) return;
-  const bool is_local = kWarpRows % params.heads_of_list == 0;  // a warp has all heads of its queries
+  const bool is_local = kWarpRows % params.heads_of_list == 0;  // whether a warp has all heads of its queries
   if (is_local) __syncwarp();
   else __syncthreads();
   const int of_warp = kWarpRows / params.heads_of_list;
@@ -269,7 +270,7 @@ lists_query_scores(const __grid_constant__ cuflash::lists::QueryScores params) {
                                     params.q.column_stride, params.heads_of_list, params.num_columns};
   tile::load_async<kThreads>(QTile{0},
                              tile::StackedRows<Element>{heads, params.q.row_stride, queries.num_rows(params)});
-  const int pitch = (params.num_keys + 31) / 32 * 32 + 1;  // neighbouring queries are in different banks
+  const int pitch = (params.num_keys + 31) / 32 * 32 + 1;  // neighboring queries are in different banks
   unsigned char* const storage = ptx::dynamic_shared<unsigned char>();
   const int scores_start = kWeightsStart + (params.heads_of_list > 1 ? kWeightsBytes : 0);
   float* const scores = reinterpret_cast<float*>(storage + scores_start);
@@ -292,6 +293,6 @@ lists_query_scores(const __grid_constant__ cuflash::lists::QueryScores params) {
       continue;
     }
     choose_of_row(blocks, places + warp * params.place_columns);
-    __syncwarp();  // the places are read
+    __syncwarp();  // all lanes have read the places
   }
 }

@@ -1,5 +1,6 @@
 // Numbers and counts the listed cells of each block row, one warp per row, and counts those of each block column, one
-// thread per column. The count of a row or column is stored where the start of the next one's entries will be.
+// thread per column. The count of a row or column is stored where the start of the next row's or column's entries will
+// be.
 #include <lists/params.cuh>
 
 namespace cuflash::lists {

@@ -3,10 +3,10 @@
 #include <ptx/math.cuh>
 #include <ptx/shared.cuh>
 
-// Chooses blocks of a row of a grid: those with the highest scores, and the lower index among equal scores, as many as
-// a budget allows; forced blocks come first. Every block has a place in the order, a number that is lower the earlier
-// the block is taken. The last place that is taken is found by bisection, which counts the blocks before a place, or
-// sums their shares. cuflash/selectors/budget.py is the specification.
+// Chooses blocks in a row of a grid: those with the highest scores, up to a budget; of equal scores, the lower index
+// first; forced blocks before all others. The order of the blocks is given by numbers that are called places: a block
+// with a lower place is chosen earlier. The last chosen place is found by bisection, which counts the blocks before a
+// place, or sums their shares. cuflash/selectors/budget.py is the specification.
 namespace cuflash::lists {
 
 using Accumulator = Config::Accumulator;
@@ -23,7 +23,7 @@ CUFLASH_DEVICE T sum_of_warp(T x) {
   return x;
 }
 
-// A warp that chooses from a row. All of its threads call each function of `Row`.
+// A warp that chooses from a row. All of its threads call each member function of `Row`.
 struct WarpOfRow {
   static constexpr int kThreads = 32;
 
@@ -35,8 +35,8 @@ struct WarpOfRow {
   }
 };
 
-// A thread block that chooses from a row. All of its threads call each function of `Row`. Its warps add their sums in
-// shared memory, always in the same order.
+// A thread block that chooses from a row. All of its threads call each member function of `Row`. Its warps add their
+// sums in shared memory, always in the same order.
 struct BlockOfRow {
   static constexpr int kThreads = kSelectionThreads;
   static constexpr int kBytes = sizeof(double) * Config::kNumWarps;
@@ -51,14 +51,15 @@ struct BlockOfRow {
     T* const of_warps = static_cast<T*>(sums);
     x = sum_of_warp(x);
     if (ptx::lane() == 0) of_warps[ptx::thread_index() / 32] = x;
-    __syncthreads();  // all warps have written
+    __syncthreads();  // all warps have written their sums
     x = sum_of_warp(ptx::lane() < Config::kNumWarps ? of_warps[ptx::lane()] : T(0));
-    __syncthreads();  // all warps have read
+    __syncthreads();  // all warps have read the sums
     return x;
   }
 };
 
-// The end of the chosen blocks: all blocks with earlier places are chosen, and of this place the blocks up to a column.
+// The end of the chosen blocks: all blocks with earlier places are chosen, and the blocks with this place up to a
+// column.
 struct End {
   uint32_t place;
   int column;
@@ -71,8 +72,8 @@ struct End {
 // A row of the grid: which of its blocks may be kept, and which must be kept.
 struct BlocksOfRow {
   const Choice& choice;
-  int64_t first;  // number of the row's first cell
-  int64_t diagonal_first, diagonal_last;  // first and last column on the diagonal
+  int64_t first;  // index of the row's first cell
+  int64_t diagonal_first, diagonal_last;  // first and last columns on the diagonal
   int64_t last_key;  // the last key that the row's last query attends under a causal mask
   int num_columns;  // columns after the last one that may be eligible are not visited
 
@@ -113,7 +114,7 @@ struct StoredScores {
   }
 };
 
-// A row of the grid, its scores, and the threads that choose from it.
+// A row of the grid, with its scores and the threads that choose from it.
 template <class Threads, class Scores = StoredScores>
 struct Row : BlocksOfRow {
   const Threads threads;
@@ -136,8 +137,8 @@ struct Row : BlocksOfRow {
     places = storage;
   }
 
-  // Return the place of a block. Places have the order of the scores as floats, the highest first: -0 equals 0, and NaN
-  // is below all numbers.
+  // Return the place of a block. Places order the scores as floats, the highest first: -0 equals 0, and NaN is below
+  // all numbers.
   CUFLASH_DEVICE uint32_t new_place(int column) const {
     if (!is_eligible(column)) return kNotEligiblePlace;
     if (is_forced(column)) return kForcedPlace;
@@ -147,7 +148,8 @@ struct Row : BlocksOfRow {
     return static_cast<uint32_t>(bits ^ (bits >> 31 & 0x7fffffff)) ^ 0x80000000u;
   }
 
-  // Return the number, and below the sum of shares, of the blocks whose places come before `place_of_end`.
+  // Return the number or, in the second function, the sum of shares, of the blocks whose places come before
+  // `place_of_end`.
   CUFLASH_DEVICE int count_before(uint32_t place_of_end) const {
     int count = 0;
     for (int column = threads.index(); column < num_columns; column += Threads::kThreads)
@@ -161,7 +163,7 @@ struct Row : BlocksOfRow {
     return threads.sum(sum);
   }
 
-  // Return the greatest place for which `is_taken` holds. It holds for 0, and if it fails for a place, it fails for all
+  // Return the greatest place for which `is_taken` holds. It must hold for 0 and, if it fails for a place, fail for all
   // later ones.
   template <class IsTaken>
   static CUFLASH_DEVICE uint32_t last_place(IsTaken is_taken) {
@@ -173,7 +175,7 @@ struct Row : BlocksOfRow {
 
   // Return the end of the first `count` blocks.
   CUFLASH_DEVICE End end_of_count(int count) const {
-    uint32_t exact = 0;  // a place before which there are `count` blocks, if one is met
+    uint32_t exact = 0;  // a place before which there are exactly `count` blocks, if the search tests one
     const uint32_t last = last_place([&](uint32_t at) {
       if (exact != 0) return at < exact;
       const int before = count_before(at);
@@ -185,7 +187,7 @@ struct Row : BlocksOfRow {
     for (int start = 0; start < num_columns && missing > 0; start += Threads::kThreads) {
       if constexpr (Threads::kThreads > 32) {
         const int count_of_run = threads.sum(static_cast<int>(is_at(start + threads.index(), last)));
-        if (count_of_run <= missing) {  // all blocks of this place in the run are taken
+        if (count_of_run <= missing) {  // all blocks of this run with this place are chosen
           missing -= count_of_run;
           end = start + Threads::kThreads - 1;
           continue;
@@ -199,8 +201,8 @@ struct Row : BlocksOfRow {
     return {last, end};
   }
 
-  // Return the end of the shortest prefix of blocks whose shares sum to at least the part `mass` of all shares; the end
-  // of all blocks if a share is NaN.
+  // Return the end of the shortest prefix of blocks whose shares sum to at least `mass` times the sum of all shares, or
+  // the end of all blocks if a share is NaN.
   CUFLASH_DEVICE End end_of_mass(double mass) const {
     const double needed = mass * shares_before(kNotEligiblePlace);
     const uint32_t last = last_place([&](uint32_t at) { return !(shares_before(at) >= needed); });
@@ -210,7 +212,7 @@ struct Row : BlocksOfRow {
       if constexpr (Threads::kThreads > 32) {
         const int column = start + threads.index();
         const double sum_of_run = threads.sum(is_at(column, last) ? share(column) : 0.0);
-        if (!(sum + sum_of_run >= needed)) {  // all blocks of this place in the run are taken
+        if (!(sum + sum_of_run >= needed)) {  // all blocks of this run with this place are chosen
           sum += sum_of_run;
           end = start + Threads::kThreads - 1;
           continue;
@@ -233,7 +235,7 @@ struct Row : BlocksOfRow {
   }
 };
 
-// Write the columns for which `is_kept` holds, ascending, as a list; -1 fills the rest. Called by a warp.
+// Write the columns for which `is_kept` holds, ascending, as a list whose rest is filled with -1. Called by a warp.
 template <class IsKept>
 CUFLASH_DEVICE void write_list(int32_t* list, int length, int num_columns, IsKept is_kept) {
   int count = 0;

@@ -2,11 +2,11 @@
 #include <ptx/shared.cuh>
 #include <ptx/thread.cuh>
 
-// Running sums by a thread block.
+// Running sums, computed by a thread block.
 namespace cuflash::lists {
 
 // Replace each count [1 <= x <= length] by the sum of `start` and all counts up to it. Each of Threads threads sums a
-// part. Called by all threads, once all counts are written.
+// part. Called by all threads, after all counts have been written.
 template <int Threads>
 CUFLASH_DEVICE void sum_up(int32_t* counts, int length, int start) {
   int* const sums = ptx::dynamic_shared<int>();
@@ -18,9 +18,9 @@ CUFLASH_DEVICE void sum_up(int32_t* counts, int length, int start) {
   __syncthreads();
   for (int distance = 1; distance < Threads; distance *= 2) {
     const int before = thread >= distance ? sums[thread - distance] : 0;
-    __syncthreads();  // all warps have read
+    __syncthreads();  // all threads have read
     sums[thread] += before;
-    __syncthreads();  // all warps have written
+    __syncthreads();  // all threads have written
   }
   int end = start + sums[thread] - sum;
   for (int at = first; at < last; ++at) {

@@ -1,7 +1,7 @@
 #pragma once
 #include <ptx/thread.cuh>
 
-// The parameters of the kernels of selectors: lists_pool computes means of blocks of rows, lists_draw draws scores of
+// The parameters of the selectors' kernels: lists_pool computes means of blocks of rows, lists_draw draws scores of
 // blocks, lists_spread sums the masses of compressed keys, lists_key_scores multiplies queries by single keys,
 // lists_slash_sums sums the masses of keys and of distances, lists_crossings converts a choice of these into blocks,
 // lists_page_bounds bounds the scores of pages, and lists_choose and lists_choose_wide choose blocks by their scores.
@@ -10,30 +10,30 @@ namespace cuflash::lists {
 
 constexpr int kSelectionThreads = 32 * Config::kNumWarps;
 
-// A choice in each row of a grid of blocks [matrices, num_q_blocks, num_kv_blocks] in C order; each row keeps a number
-// of its columns.
+// A choice in each row of a grid of blocks [matrices, num_q_blocks, num_kv_blocks] in C order: which of its columns
+// each row keeps.
 struct Choice {
   const void* scores;  // accumulators
   const void* shares;  // accumulators: shares for `mass`; null if all eligible blocks have equal shares
-  const uint8_t* allowed;  // whether each block may be kept; null if all may
-  const uint8_t* forced;  // blocks that must be kept if they may, in addition to those of the fields below; or null
-  // a byte for each block, or with `keeps_bits` a bit, in words of 32 of a row from the lowest bit on, or with
-  // `list_length` an int32 for each entry of a row's list
+  const uint8_t* allowed;  // whether each block may be kept; null if all blocks may
+  const uint8_t* forced;  // blocks that must be kept if they may be, besides those of the fields below; or null
+  // one byte for each block; with `keeps_bits`, one bit for each block, in 32-bit words of a row from the lowest bit
+  // on; with `list_length`, one int32 for each entry of a row's list
   uint8_t* kept;
-  double mass;  // the part of all shares that the kept blocks must reach, or 0
+  double mass;  // fraction of all shares that the kept blocks must reach, or 0
   double threshold;  // blocks with at least this score are kept
   int64_t offset;  // query i and key i + offset are on the diagonal
   int32_t num_rows, num_q_blocks, num_kv_blocks;
   int32_t seqlen_q, block_q, block_kv;
   int32_t count;  // minimum number of kept blocks
   int32_t has_threshold;
-  int32_t is_causal;  // blocks after a row's last diagonal one may not be kept
+  int32_t is_causal;  // whether blocks after a row's last diagonal block may not be kept
   int32_t num_sinks, num_local, has_diagonal;  // forced blocks
-  int32_t keeps_places;  // true if shared memory holds the places of all rows from which a thread block chooses
-  int32_t keeps_bits;  // read by lists_choose_wide only
+  int32_t keeps_places;  // whether shared memory holds the places of all rows from which a thread block chooses
+  int32_t keeps_bits;  // only lists_choose_wide reads it
   int32_t most;  // maximum number of kept blocks, or 0
-  int32_t list_length;  // entries of a row's list, ascending and then -1; 0 if the row is not a list
-  int32_t is_past_only;  // blocks that end after the row's last query may be kept only if they are forced
+  int32_t list_length;  // number of entries of a row's list: ascending, then -1; 0 if the result is not a list
+  int32_t is_past_only;  // whether blocks that end after the row's last query may be kept only if they are forced
 };
 // The parameters of lists_choose_wide.
 struct Choices {
@@ -49,7 +49,7 @@ struct PooledRows {
   int64_t head_stride, row_stride, column_stride;
   int32_t batch[3];
   int32_t num_heads, num_rows, num_columns;
-  int32_t block, num_blocks;  // rows of a block, and blocks of a matrix
+  int32_t block, num_blocks;  // rows per block, and blocks per matrix
 };
 // The parameters of lists_pool.
 struct Pooling {
@@ -57,15 +57,15 @@ struct Pooling {
   int64_t num_thread_blocks_of_q;
 };
 
-// The parameters of lists_spread: masses [groups, heads of a group, num_q_blocks, num_compressed] of compressed keys,
-// and the scores [groups, heads of a group, num_q_blocks, num_kv_blocks] of blocks. Keys are divided into parts of
-// equal length.
+// The parameters of lists_spread: the masses [groups, heads of a group, num_q_blocks, num_compressed] of compressed
+// keys, and the scores [groups, heads of a group, num_q_blocks, num_kv_blocks] of blocks. Keys are divided into parts
+// of equal length.
 struct Spread {
   const void* masses;  // accumulators
-  void* scores;  // accumulators, the same for each head of a group
+  void* scores;  // accumulators; equal for all heads of a group
   int32_t num_groups, group_size;
   int32_t num_q_blocks, num_kv_blocks, num_compressed;
-  int32_t num_parts;  // compressed key n stands for the parts n to n + num_parts - 1
+  int32_t num_parts;  // compressed key n represents the parts n to n + num_parts - 1
   int32_t parts_of_block;
   int32_t padding;
 };
@@ -77,20 +77,20 @@ struct StridedRows {
   int64_t head_stride, row_stride, column_stride;
 };
 
-// The parameters of lists_key_scores: queries, keys that each group of heads shares, their scores [*batch, heads,
-// queries, keys] in base 2, and the runs [*batch, heads, queries, runs] of keys.
+// The parameters of lists_key_scores: queries; keys, which a group of heads shares; their scores [*batch, heads,
+// queries, keys] in base 2; and the runs of keys [*batch, heads, queries, runs].
 struct KeyScores {
   StridedRows q, k;
-  void* scores;  // accumulators, -inf if the causal mask excludes the key
+  void* scores;  // accumulators; -inf if the causal mask excludes the key
   void* runs;  // KeyRun records
   double scale_log2;  // the softmax scale times log2(e)
-  int64_t first_diagonal_key;  // the last key, possibly beyond the keys, that query 0 attends under a causal mask
+  int64_t first_diagonal_key;  // last key that query 0 attends under a causal mask; it may be past the last key
   int32_t batch[3];
   int32_t num_heads, group_size, num_rows, num_keys, num_columns;
   int32_t is_causal, padding;
 };
 
-// The greatest score of a query and a run of keys, and the sum of exp2(score - greatest), or 0 if no key is seen.
+// The greatest score of a query in a run of keys, and the sum of exp2(score - greatest), or 0 if the query sees no key.
 struct KeyRun {
   Config::Accumulator greatest, sum;
 };
@@ -99,7 +99,7 @@ struct KeyRun {
 // rows, runs], and sums of masses [matrices, keys] and [matrices, distances]. Distance o of row r is at key r +
 // first_diagonal_key - o.
 struct SlashSums {
-  const void* scores;  // accumulators; so are the sums
+  const void* scores;  // accumulators, like the sums
   const void* runs;  // KeyRun records
   void* of_keys;
   void* of_distances;
@@ -108,16 +108,16 @@ struct SlashSums {
   int32_t padding;
 };
 
-// The parameters of lists_crossings: bits of chosen keys [matrices, keys], as a choice stores them, followed by those
-// of chosen distances [matrices, distances], and the blocks that they cross.
+// The parameters of lists_crossings: bits of the chosen keys [matrices, keys], as a choice stores them, followed by
+// bits of the chosen distances [matrices, distances]; and the blocks that they cross.
 struct Crossings {
   const uint32_t* chosen;
   uint8_t* kept;
-  Choice grid;  // without arrays and scores: which blocks may be kept, and which must be kept
+  Choice grid;  // a choice without arrays and scores: which blocks may be kept, and which must be kept
   int32_t seqlen_kv, num_distances;
 };
 
-// The parameters of lists_page_bounds: queries, keys that each group of heads shares, and the bounds [*batch, heads,
+// The parameters of lists_page_bounds: queries; keys, which a group of heads shares; and the bounds [*batch, heads,
 // queries, pages].
 struct PageBounds {
   StridedRows q, k;

@@ -11,13 +11,13 @@ namespace cuflash::lists {
 using Accumulator = Config::Accumulator;
 constexpr int kBlockQ = Config::kBlockQ;
 
-// The numbers that turn a row's scores into masses, exp2(score - shift) * factor. The factor of a row without a key is
-// 0.
+// Two numbers that convert a row's scores into masses: exp2(score - shift) * factor. The factor of a row without a key
+// is 0.
 struct RowMass {
   Accumulator shift, factor;
 };
 
-// Return the numbers of a row from its runs of keys. Called by a warp.
+// Return these numbers for a row, from its runs of keys. Called by a warp.
 CUFLASH_DEVICE RowMass mass_of_row(const KeyRun* runs, int num_runs) {
   Accumulator greatest = ptx::negative_infinity<Accumulator>(), sum = 0;
   for (int run = ptx::lane(); run < num_runs; run += 32) greatest = tile::maximum(greatest, runs[run].greatest);
@@ -49,12 +49,12 @@ lists_slash_sums(const __grid_constant__ cuflash::lists::SlashSums sums) {
   Accumulator sum = 0;
   for (int first = 0; first < sums.num_rows; first += kBlockQ) {
     const int last = min(first + kBlockQ, sums.num_rows);
-    __syncthreads();  // the previous rows are read
+    __syncthreads();  // all threads have read the numbers of the previous rows
     for (int row = first + ptx::thread_index() / 32; row < last; row += Config::kNumWarps) {
       const RowMass mass = mass_of_row(runs + static_cast<int64_t>(row) * sums.num_runs, sums.num_runs);
       if (ptx::lane() == 0) rows[row - first] = mass;
     }
-    __syncthreads();  // the numbers of all rows are written
+    __syncthreads();  // the numbers of all rows are stored
     if (place >= sums_per_matrix) continue;
 #pragma unroll 4
     for (int64_t row = first; row < last; ++row) {

@@ -1,5 +1,5 @@
 // Sums the masses of compressed keys, which represent overlapping runs of keys, over blocks of keys and over the heads
-// of a group: one thread per block of each group, which writes its sum for each head of the group.
+// of a group. One thread per block of each group writes its sum for each head of the group.
 // cuflash/selectors/compressed.py is the specification.
 #include <lists/selection.cuh>
 
@@ -13,7 +13,7 @@ lists_spread(const __grid_constant__ cuflash::lists::Spread spread) {
   const int64_t first_row =
       rows / spread.num_q_blocks * spread.group_size * spread.num_q_blocks + rows % spread.num_q_blocks;
   const int column = static_cast<int>(cell % spread.num_kv_blocks);
-  // The block has the parts from `start` to `stop`, and compressed key c the num_parts parts from c on.
+  // The block consists of the parts start <= x < stop, and compressed key c of the num_parts parts from c on.
   const int start = column * spread.parts_of_block, stop = start + spread.parts_of_block;
   const int first = start - spread.num_parts + 1 > 0 ? start - spread.num_parts + 1 : 0;
   const int last = stop < spread.num_compressed ? stop : spread.num_compressed;

@@ -1,5 +1,6 @@
-// Joins the lists of neighboring queries, one warp per tile of queries: every block that one of them chose, in
-// ascending order, with a bit for each query that chose it. A list is a set, since bits are set and not counted.
+// Joins the lists of neighboring queries, one warp per tile of queries: writes every block that at least one query
+// chose, in ascending order, with a bit for each query, set if the query chose the block. A list is a set: a block that
+// it has twice counts once.
 #include <lists/chosen.cuh>
 #include <ptx/shared.cuh>
 
@@ -10,7 +11,7 @@ extern "C" __global__ void __launch_bounds__(32) lists_unions(const __grid_const
   const int tile = blockIdx.x, lane = ptx::lane(), num_words = params.words_per_entry;
   const int batch_head = tile / params.num_tiles, first_query = tile % params.num_tiles * params.queries_per_tile;
   const int num_queries = min(params.queries_per_tile, params.seqlen_q - first_query);
-  int entry = tile * params.max_entries;  // an int32 can number all entries
+  int entry = tile * params.max_entries;  // int32 suffices to number all entries
   if (lane == 0) params.ranges[2 * tile] = entry;
   for (int base = 0; base < params.num_blocks; base += params.blocks_at_once) {
     const int num_blocks = min(params.blocks_at_once, params.num_blocks - base);
@@ -37,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(32) lists_unions(const __grid_const
       }
       entry += __popc(chosen);
     }
-    __syncwarp();  // all words are read
+    __syncwarp();  // all lanes have read the words
   }
   if (lane == 0) params.ranges[2 * tile + 1] = entry;
 }

@@ -1,6 +1,6 @@
-// Backward of standard attention: dk = dS^T q softmax_scale and dv = P^T do, summed over the query heads that share a
-// key/value head. A thread block computes one tile of dk or dv, from all queries: it is the same product of different
-// matrices.
+// Backward pass of standard attention: dk = dS^T q softmax_scale and dv = P^T do, summed over the query heads that
+// share a key/value head. A thread block computes one tile of dk or of dv from all queries: both are the same product
+// of different matrices.
 #include <attention/config_simt.cuh>
 #include <attention/naive_matrix.cuh>
 #include <attention/score_gradient.cuh>
@@ -51,12 +51,12 @@ naive_gradient_keys(const __grid_constant__ cuflash::attention::Params params,
     for (int number = 0; number < query_tiles.num_tiles(); ++number) {
       const Range queries = query_tiles.tile(number);
       if (queries.is_empty()) continue;
-      __syncthreads();  // both operands of the last tile are read
+      __syncthreads();  // all threads have read both operands of the last tile
       for (int row = threadIdx.x; row < kBlockQ; row += tile::kThreads)
         is_row_valid[row] = is_visiting_query(params, work.batch_head, queries, rows_of(work), queries.first + row) &&
                        lse.at(queries.first + row, 0) != ptx::negative_infinity<Accumulator>();
       tile::load(weight_smem, weight.rows(queries.first, queries.last));
-      __syncthreads();  // it is known which queries visit these keys
+      __syncthreads();  // all threads know which queries visit these keys
       tile::load(row_smem, row_of.rows(queries.first, queries.last), [&](int row) { return is_row_valid[row] != 0; });
       __syncthreads();  // both operands have arrived
       tile::gemm_add_tn(sum, weight_smem, row_smem);

@@ -1,4 +1,4 @@
-// Backward of standard attention: dq = dS k softmax_scale. A thread block computes one tile of dq, from all keys.
+// Backward pass of standard attention: dq = dS k softmax_scale. A thread block computes one tile of dq, from all keys.
 #include <naive/products.cuh>
 
 namespace cuflash::naive {
@@ -7,8 +7,8 @@ constexpr int kSharedBytes = kBytesOf<PTile, KTile> + kBlockKv * static_cast<int
 
 }  // namespace cuflash::naive
 
-// Four blocks per multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more
-// blocks.
+// Four blocks per multiprocessor: without this bound, ptxas 13.0 tries to fit more blocks, and spills registers in some
+// specifications.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
 naive_gradient_queries(const __grid_constant__ cuflash::attention::Params params,
                        const __grid_constant__ cuflash::naive::ScoreMatrices matrices) {

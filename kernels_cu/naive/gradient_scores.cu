@@ -1,6 +1,6 @@
-// Backward of standard attention: P = exp2(S - lse), which overwrites S, and dS = P (dP - delta) in a second matrix,
-// where dP = do v^T and delta = rowsum(do o) - dlse. A thread block computes one tile of both, and recomputes delta of
-// its rows.
+// Backward pass of standard attention: P = exp2(S - lse), which overwrites S, and dS = P (dP - delta) in a second
+// matrix, where dP = do v^T and delta = rowsum(do o) - dlse. A thread block computes one tile of both, and recomputes
+// delta of its rows.
 #include <attention/dropout.cuh>
 #include <attention/mask_simt.cuh>
 #include <attention/score_gradient.cuh>
@@ -13,8 +13,8 @@ constexpr int kSharedBytes = kBytesOf<DoTile, VTile>;
 
 }  // namespace cuflash::naive
 
-// Four blocks per multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more
-// blocks.
+// Four blocks per multiprocessor: without this bound, ptxas 13.0 tries to fit more blocks, and spills registers in some
+// specifications.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
 naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params,
                       const __grid_constant__ cuflash::naive::ScoreMatrices matrices CUFLASH_FEATURES) {
@@ -50,7 +50,7 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params,
     kept = kept_weights_of_queries(s, dropout, shape, work, KvBlock{keys.first, keys.last, BlockKind::kInterval, -1});
     drop_gradients(dp, kept, static_cast<Accumulator>(dropout.factor));
   }
-  // An attended score may be -inf, as masked scores are, so the mask is evaluated again.
+  // An attended score may be -inf, like masked scores, so the mask is evaluated again.
   using Scores = decltype(s);
   KvBlock block;
   ScoreMask<Scores::kColumns> row_mask{0};
@@ -66,7 +66,7 @@ naive_gradient_scores(const __grid_constant__ cuflash::attention::Params params,
       delta += tile::to_accumulator(d_o.at(row, column)) * tile::to_accumulator(o.at(row, column));
     delta = tile::row_sum(delta);
     const Accumulator lse_2 = in_bounds ? lse_in_base_2(lse.at(row, 0)) : Accumulator(0);
-    const bool is_empty = lse_2 == -ptx::negative_infinity<Accumulator>();  // the row has no key: its gradients are 0
+    const bool is_empty = lse_2 == -ptx::negative_infinity<Accumulator>();  // without a key, gradients are 0
     if (is_empty) delta = 0;
     else if (in_bounds && params.dlse.data != nullptr) delta -= dlse.at(row, 0);
     if constexpr (kHasScore) {

@@ -7,8 +7,8 @@ constexpr int kSharedBytes = kBytesOf<PTile, VTile> + kBlockKv * static_cast<int
 
 }  // namespace cuflash::naive
 
-// Four blocks per multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more
-// blocks.
+// Four blocks per multiprocessor: without this bound, ptxas 13.0 tries to fit more blocks, and spills registers in some
+// specifications.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
 naive_output(const __grid_constant__ cuflash::attention::Params params,
              const __grid_constant__ cuflash::naive::ScoreMatrices matrices) {

@@ -1,6 +1,6 @@
-// Standard attention, first of three kernels: S = q k^T softmax_scale log2(e), a whole matrix in global memory, -inf if
-// the mask excludes an element. The factor log2(e) allows exp2 later. A thread block computes one tile of S, whatever
-// the mask.
+// Standard attention, first of three kernels: S = q k^T softmax_scale log2(e), a whole matrix in global memory, with
+// -inf where the mask excludes an element. The factor log2(e) allows exp2 later. A thread block computes one tile of S,
+// whatever the mask.
 #include <attention/mask_simt.cuh>
 #include <attention/score.cuh>
 #include <attention/softmax_simt.cuh>
@@ -12,8 +12,8 @@ constexpr int kSharedBytes = kBytesOf<QTile, KTile>;
 
 }  // namespace cuflash::naive
 
-// Four blocks per multiprocessor: without this bound, ptxas 13.0 spills registers in some specifications for more
-// blocks.
+// Four blocks per multiprocessor: without this bound, ptxas 13.0 tries to fit more blocks, and spills registers in some
+// specifications.
 extern "C" __global__ void __launch_bounds__(cuflash::tile::kThreads, 4)
 naive_scores(const __grid_constant__ cuflash::attention::Params params,
              const __grid_constant__ cuflash::naive::ScoreMatrices matrices CUFLASH_FEATURES) {
@@ -35,7 +35,7 @@ naive_scores(const __grid_constant__ cuflash::attention::Params params,
   tile::RegisterTile<Accumulator, kBlockQ, kBlockKv> s;
   s.fill(0);
   add_product_of_rows<kHeadDim>(s, q, k);
-  // With a score function the matrix keeps q k^T, from which the backward pass computes P and slopes.
+  // With a score function, the matrix stores q k^T, from which the backward pass computes P and slopes.
   constexpr bool kScales = !kHasScore, kApplies = kHasScore && !score::Function::kIsDerived;
   if constexpr (kScales) s.scale(shape.softmax_scale * kLog2E);
   if constexpr (kApplies)

@@ -1,5 +1,5 @@
 // The gradient of a sink. A thread block sums over the queries of one head, and recomputes delta = rowsum(dO o O) -
-// dlse of each.
+// dlse of each query.
 #include <attention/config_simt.cuh>
 #include <attention/sink_delta.cuh>
 #include <ptx/shared.cuh>

@@ -1,4 +1,4 @@
-// The count of blocks that have completed their work. The last of them reads the work of all.
+// Counting the blocks that have completed their work: the last block to arrive reads the results of all blocks.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#memory-consistency-model
 #pragma once
 
@@ -6,9 +6,9 @@
 
 namespace cuflash::ptx {
 
-// Adds to a counter in global memory and returns its previous value, with release and acquire order: this thread then sees all
-// writes that threads made or observed before their own additions by this function. __threadfence before and after a relaxed
-// addition would order more, as a fence.sc, and a block would wait for both.
+// Add to a counter in global memory and return its previous value, with acquire and release semantics: this thread then
+// sees all writes that other threads made or observed before they called this function. A relaxed addition between two
+// __threadfence calls would order more (fence.sc), and the block would wait for both fences.
 CUFLASH_DEVICE int fetch_add_acq_rel(int* counter, int value) {
   int before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");

@@ -1,4 +1,4 @@
-// Named barriers of a block: ids 0 to 15, of which __syncthreads is number 0.
+// Named barriers of a thread block, with ids 0 to 15; __syncthreads uses barrier 0.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-bar
 #pragma once
 
@@ -6,12 +6,12 @@
 
 namespace cuflash::ptx {
 
-// Waits until `threads` threads have arrived or waited at barrier `id`. Called by all 32 lanes of a warp.
+// Wait until `threads` threads have arrived or waited at barrier `id`. Called by all 32 lanes of a warp.
 CUFLASH_DEVICE void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Arrives at barrier `id` and continues. Called by all 32 lanes of a warp.
+// Arrive at barrier `id` without waiting. Called by all 32 lanes of a warp.
 CUFLASH_DEVICE void bar_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

@@ -1,4 +1,4 @@
-// Counters in global memory, by which blocks signal completed work to each other.
+// Counters in global memory with which thread blocks signal completed work to each other.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#memory-consistency-model
 #pragma once
 
@@ -6,13 +6,15 @@
 
 namespace cuflash::ptx {
 
-// Adds to a counter with release order: blocks that acquire it see all writes that this thread made or observed before.
+// Add to a counter with release semantics: blocks that read the new value with acquire semantics see all writes that
+// this thread made or observed before.
 CUFLASH_DEVICE void red_add_release(int* counter, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }
-// Waits until the masked bits of a counter reach a threshold, with acquire order: this thread then sees all writes that others
-// made before their additions. Called by whole warps: if only one lane waited, ptxas would take registers from the whole
-// kernel. In a kernel with a watchdog, the wait ends with a fault after four seconds.
+// Wait until the masked bits of a counter reach a threshold, with acquire semantics: this thread then sees all writes
+// that other threads made before their additions. Called by whole warps: if only one lane waited, ptxas would take
+// extra registers throughout the kernel. In a kernel with a watchdog, a wait longer than four seconds ends the kernel
+// with a fault.
 CUFLASH_DEVICE void wait_for_counter(const int* counter, int mask, int threshold) {
   const uint64_t started_at = Config::kHasWatchdog ? assembly::nanoseconds() : 0;
   while (true) {

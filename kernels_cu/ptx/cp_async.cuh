@@ -1,5 +1,6 @@
-// Asynchronous copies from global to shared memory. `source_bytes` are read, the rest of the destination becomes zero;
-// with 0 the source is not touched. Both addresses are aligned to the size of the copy.
+// Asynchronous copies from global to shared memory. A copy reads `source_bytes` bytes and fills the rest of the
+// destination with zeros; if `source_bytes` is 0, it does not access the source. Both addresses must be multiples of
+// the copy's size.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async
 #pragma once
 
@@ -22,22 +23,23 @@ CUFLASH_DEVICE void cp_async_ca_16(uint32_t destination, const void* source, int
                : "memory");
 }
 
-// Bypasses the L1 cache: for tiles that a block reads once.
+// Copy 16 bytes past the L1 cache: for tiles that a block reads only once.
 CUFLASH_DEVICE void cp_async_cg_16(uint32_t destination, const void* source, int source_bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(source_bytes)
                : "memory");
 }
 
-// Closes the group of all copies that this thread issued since its last commit; an empty group counts too.
+// Close the group of all copies that this thread has issued since its last commit; an empty group counts too.
 CUFLASH_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most kPending of this thread's newest groups are in flight. Other threads also need a barrier.
+// Wait until at most kPending of this thread's newest groups are still in flight. Data that other threads copied also
+// need a barrier.
 template <int kPending>
 CUFLASH_DEVICE void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Waits for all copies of this thread, committed or not.
+// Wait for all copies that this thread has issued, committed or not.
 CUFLASH_DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 }  // namespace cuflash::ptx

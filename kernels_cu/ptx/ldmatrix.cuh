@@ -1,7 +1,9 @@
-// 8x8 matrices of 16-bit elements between shared memory and registers, one to four at a time.
-// Lane i passes the address of row i % 8 of matrix i / 8, 16 bytes aligned to 16; lanes past the last row are ignored.
-// Lane i holds elements (i / 4, 2 * (i % 4)) and its right neighbor of each matrix, the left one in the lower half;
-// with _trans the matrix in registers is the transpose of the one in shared memory.
+// Moves of 8x8 matrices of 16-bit elements between shared memory and registers, one to four matrices at a time.
+// Lane i passes the address of row i % 8 of matrix i / 8, a multiple of 16 bytes; addresses of lanes past the last row
+// are ignored.
+// In registers, lane i holds elements (i / 4, 2 * (i % 4)) and (i / 4, 2 * (i % 4) + 1) of each matrix, the first in
+// the lower half;
+// with _trans, the matrix in registers is the transpose of the one in shared memory.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-ldmatrix and -stmatrix (sm_90)
 #pragma once
 
@@ -9,7 +11,7 @@
 
 namespace cuflash::ptx {
 
-// All 32 lanes of the warp call each of these together.
+// All 32 lanes of a warp call each of these functions together.
 CUFLASH_DEVICE void ldmatrix_x1(uint32_t (&matrices)[1], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];"
                : "=r"(matrices[0])

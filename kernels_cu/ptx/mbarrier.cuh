@@ -1,6 +1,6 @@
 // Barriers in shared memory, 8 bytes each, at which threads and asynchronous copies arrive. A phase ends when `count`
-// threads have arrived and all announced bytes have arrived. Phases alternate in parity; the first one has parity 0,
-// and the phase before it counts as ended with parity 1.
+// threads have arrived and all announced bytes have been copied. Phases alternate between parity 0 and 1. The first
+// phase has parity 0; the phase before it has parity 1 and counts as ended.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier
 // (sm_90)
 #pragma once
@@ -15,33 +15,33 @@ CUFLASH_DEVICE uint64_t nanoseconds() {
   return time;
 }
 
-// Ends the kernel with an error by a store to address 0. A trap would be an exit from the wait loop, for which ptxas serializes
-// wgmma (C7512).
+// End the kernel with an error, by a store to address 0. A trap would be an exit from the wait loop, for which ptxas
+// would serialize wgmma (advisory C7512).
 CUFLASH_DEVICE void fault() { asm volatile("st.global.u32 [%0], 0;" ::"l"(0ull) : "memory"); }
 
 }  // namespace cuflash::assembly
 
 namespace cuflash::ptx {
 
-// Called by one thread, before fence_mbarrier_init and a barrier of the block.
+// Initialize a barrier. Called by one thread, before fence_mbarrier_init and a barrier of the block.
 CUFLASH_DEVICE void mbarrier_init(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// Makes the barriers that this thread initialized visible to asynchronous copies and to other blocks of a cluster.
+// Make the barriers that this thread initialized visible to asynchronous copies and to other blocks of a cluster.
 CUFLASH_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Arrives with release order: threads that wait for the phase see this thread's earlier writes.
+// Arrive with release semantics: threads that wait for the phase see this thread's earlier writes.
 CUFLASH_DEVICE void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and announces bytes that copies will write.
+// Arrive, and announce the number of bytes that copies will write.
 CUFLASH_DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Returns whether the phase of this parity has ended; suspends the thread for up to a time that the hardware chooses.
+// Return whether the phase with this parity has ended. The hardware may suspend the thread for a limited time first.
 CUFLASH_DEVICE bool mbarrier_try_wait(uint32_t barrier, int phase) {
   int has_ended;
   asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
@@ -51,8 +51,8 @@ CUFLASH_DEVICE bool mbarrier_try_wait(uint32_t barrier, int phase) {
   return has_ended;
 }
 
-// Waits until the phase of this parity has ended. In a kernel with a watchdog, the wait ends with a fault after four
-// seconds.
+// Wait until the phase with this parity has ended. In a kernel with a watchdog, a wait longer than four seconds ends
+// the kernel with a fault.
 CUFLASH_DEVICE void mbarrier_wait(uint32_t barrier, int phase) {
   const uint64_t started_at = Config::kHasWatchdog ? assembly::nanoseconds() : 0;
   while (!mbarrier_try_wait(barrier, phase))

@@ -6,7 +6,7 @@
 
 namespace cuflash::ptx {
 
-// Start of dynamic shared memory, aligned to 1024 bytes as the widest swizzle requires.
+// Return the start of dynamic shared memory, aligned to 1024 bytes as the widest swizzle requires.
 template <class T>
 CUFLASH_DEVICE T* dynamic_shared() {
   extern __shared__ __align__(1024) unsigned char cuflash_dynamic_shared[];

@@ -1,4 +1,4 @@
-// Types that all other files use: integers of known width, and tags for the 8-bit and 16-bit floats.
+// Types that all other files use: integers of known width, and types for the 8-bit and 16-bit floats.
 // NVRTC has no <stdint.h>; the 64-bit types are spelled as in glibc, for compilers that also include its headers.
 #pragma once
 
@@ -15,9 +15,9 @@ typedef decltype(sizeof(0)) uint64_t;
 
 namespace cuflash::ptx {
 
-// Storage types: arithmetic happens in float registers, and ptx/math.cuh has the conversions.
+// Storage types. Arithmetic uses float registers; ptx/math.cuh has the conversions.
 struct Half { unsigned short bits; };
 struct BFloat16 { unsigned short bits; };
-struct Float8E4M3 { unsigned char bits; };  // 4 bits of exponent, 3 of mantissa, at most 448, no infinity
+struct Float8E4M3 { unsigned char bits; };  // 4 exponent bits, 3 mantissa bits, at most 448, no infinity
 
 }  // namespace cuflash::ptx

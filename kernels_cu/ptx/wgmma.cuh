@@ -12,7 +12,8 @@
 
 namespace cuflash::assembly {
 
-// Words of an instruction that depend on template parameters: operands of constraint "C", which NVRTC supports since 12.6.
+// Parts of an instruction's text that depend on template parameters: operands with constraint "C", which NVRTC supports
+// since 12.6.
 template <class T>
 struct TypeSuffix;
 template <>
@@ -27,7 +28,8 @@ struct CommentBegin { static constexpr const char text[] = {kIsComment ? '/' : '
 template <bool kIsComment>
 struct CommentEnd { static constexpr const char text[] = {kIsComment ? '*' : ' ', kIsComment ? '/' : ' ', 0}; };
 
-// The registers of an accumulator, as many as the widest product needs.
+// The registers of an accumulator, extended to the number that the widest product needs: `unused` stands in for the
+// others.
 template <int kCount>
 struct Registers {
   float (&own)[kCount];
@@ -35,9 +37,10 @@ struct Registers {
   CUFLASH_DEVICE float& operator[](int i) const { return i < kCount ? own[i] : unused; }
 };
 
-// No template can generate a list of operands, so this list is as long as the longest. If there are fewer columns, a PTX
-// comment hides what follows the last operand. Other comments hide the form of a (in registers or in memory) that is not used,
-// and for 8-bit elements the flags of the contiguous dimension, which they do not have.
+// A template cannot generate a list of operands, so the list in the instruction has the length of the widest product.
+// If there are fewer columns, a PTX comment hides the text after the last operand. Other comments hide the unused form
+// of a (in registers or in memory) and, for 8-bit elements, the flags of the contiguous dimension, which their
+// instructions do not have.
 template <bool kInRegisters, int kTransA, int kTransB, class T, int kCount>
 CUFLASH_DEVICE void wgmma(T, float (&d)[kCount], const uint32_t (&a)[4], uint64_t a_memory, uint64_t b, bool adds) {
   constexpr int kN = 2 * kCount, kDepth = 32 / static_cast<int>(sizeof(T));
@@ -98,60 +101,64 @@ CUFLASH_DEVICE void wgmma(T, float (&d)[kCount], const uint32_t (&a)[4], uint64_
 
 namespace cuflash::ptx {
 
-// The dimension along which an operand is contiguous in shared memory: the summed one (k), or rows of a and columns of
-// b.
+// The dimension along which an operand is contiguous in shared memory: the summed dimension (k), or the rows of a and
+// the columns of b.
 enum class Major { kK = 0, kMN = 1 };
 
-// The permutation of 16-byte chunks in rows of 128, 64 or 32 bytes, here as in tensor maps: bits 4 to 6 of an address are
-// combined with bits 7 to 9 by exclusive or; with 64 bytes two of them (4, 5 with 7, 8), with 32 bytes one.
+// The permutation of 16-byte chunks within rows of 128, 64 or 32 bytes, the same as in tensor maps: bits 4 to 6 of an
+// address are combined with bits 7 to 9 by exclusive or. With 64 bytes, only bits 4 and 5 are combined with bits 7 and
+// 8; with 32 bytes, only bit 4 with bit 7.
 enum class Swizzle { kNone = 0, k128 = 1, k64 = 2, k32 = 3 };
 
-// A matrix in shared memory, as wgmma reads it, in atoms of 8 rows as wide as the swizzle, or 16 bytes wide without a swizzle.
-// K-major: a row of an atom is a row of the matrix. Atoms are `stride_bytes` apart along rows, and without a swizzle
-// `leading_bytes` along k; with a swizzle, k stays within the atom. MN-major: a row of an atom is one k. Atoms are
-// `stride_bytes` apart along k and `leading_bytes` along the other dimension; without a swizzle it is the other way round.
-// Atoms start at multiples of their size; `address` may be a few chunks later, to advance along k of a K-major matrix.
+// Return the descriptor of a matrix in shared memory, with which wgmma reads it. The matrix consists of atoms of 8
+// rows, as wide as the swizzle, or 16 bytes wide without a swizzle.
+// K-major: a row of an atom is a row of the matrix. Atoms are `stride_bytes` apart along rows and, without a swizzle,
+// `leading_bytes` apart along k; with a swizzle, k stays within the atom.
+// MN-major: a row of an atom is one value of k. Atoms are `stride_bytes` apart along k and `leading_bytes` apart along
+// the other dimension; without a swizzle, the two are exchanged.
+// Atoms start at multiples of their size. `address` may be a few chunks later, to advance along k of a K-major matrix.
 constexpr CUFLASH_DEVICE uint64_t wgmma_descriptor(Swizzle swizzle, uint32_t address, int leading_bytes,
                                                    int stride_bytes) {
   return static_cast<uint64_t>(swizzle) << 62 | static_cast<uint64_t>(stride_bytes >> 4) << 32 |
          static_cast<uint64_t>(leading_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
 
-// Required before the first wgmma, and whenever d, or a in registers, was accessed by anything but a wgmma of the same
+// Required before the first wgmma, and after any access to d, or to a in registers, other than by a wgmma of the same
 // shape.
 CUFLASH_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Both a and b are in shared memory.
+// Multiply a and b, both in shared memory.
 template <Major kMajorA, Major kMajorB, class T, int kCount>
 CUFLASH_DEVICE void wgmma(T tag, float (&d)[kCount], uint64_t a, uint64_t b, bool adds) {
   constexpr uint32_t unused[4] = {};
   assembly::wgmma<false, static_cast<int>(kMajorA), static_cast<int>(kMajorB)>(tag, d, unused, a, b, adds);
 }
 
-// The operand a is in registers.
+// Multiply a in registers by b in shared memory.
 template <Major kMajorB, class T, int kCount>
 CUFLASH_DEVICE void wgmma(T tag, float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool adds) {
   assembly::wgmma<true, 0, static_cast<int>(kMajorB)>(tag, d, a, 0, b, adds);
 }
 
-// Closes the group of all products that this warpgroup issued since its last commit.
+// Close the group of all products that this warpgroup has issued since its last commit.
 CUFLASH_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most kPending of this warpgroup's newest groups are in flight.
+// Wait until at most kPending of this warpgroup's newest groups are still in flight.
 template <int kPending>
 CUFLASH_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Ends the lifetime of these registers' values, so that the compiler does not preserve them for a product that overwrites them.
+// End the lifetime of these registers' values, so that the compiler does not preserve them for a product that
+// overwrites them.
 template <int kCount>
 CUFLASH_DEVICE void mark_undefined(float (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(registers[i]));
 }
 
-// Keeps other accesses to these registers from moving across this line. The compiler cannot see that products in flight use
-// them.
+// Keep other accesses to these registers from moving across this line. The compiler does not know that products in
+// flight use them.
 template <int kCount>
 CUFLASH_DEVICE void fence_registers(float (&registers)[kCount]) {
 #pragma unroll

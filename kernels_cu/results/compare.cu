@@ -1,6 +1,6 @@
-// Compares the results of attention with and without a mask: for each query the softmax mass exp(kept_lse - lse) that
+// Compares the results of attention with and without a mask: for each query, the softmax mass exp(kept_lse - lse) that
 // the mask keeps, and the Frobenius norm of the change of o, divided by that of o. Each thread block sums the squares
-// of some elements, and the one that ends last adds the sums of all blocks in order, so that the error is bitwise
+// of some elements, and the block that ends last adds the sums of all blocks in order, so that the error is bitwise
 // reproducible. cuflash/study/recall.py is the specification.
 #include <ptx/arrival.cuh>
 #include <ptx/shared.cuh>
@@ -13,13 +13,13 @@ struct Squares {
   double change, whole;
 };
 
-// Shared memory: the sums of each warp, and a flag that is set if the thread block is the last one to end.
+// Shared memory: the sums of each warp, and a flag that is set in the thread block that ends last.
 struct Shared {
   Squares of_warps[Config::kNumWarps];
   int32_t is_last, padding;
 };
 
-// Return the sums over all threads of the block, in its first thread. Called by all threads.
+// Return the sums over all threads of the block, to its first thread. Called by all threads.
 CUFLASH_DEVICE Squares sum_over_block(Squares sums) {
   Squares* const of_warps = ptx::dynamic_shared<Shared>()->of_warps;
   for (int offset = 16; offset > 0; offset /= 2) {

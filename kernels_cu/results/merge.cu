@@ -1,12 +1,13 @@
-// Merges finished results of attention over disjoint keys, as in FlashAttention-2 (arXiv 2307.08691, section 3.1):
-// lse = log sum_p exp(lse_p), o = sum_p exp(lse_p - lse) o_p. The threads of a row share its columns, and each adds the
-// parts in their order. cuflash/merging.py is the specification.
+// Merges finished results of attention over disjoint keys, as in FlashAttention-2 (arXiv 2307.08691, section 3.1): lse
+// = log sum_p exp(lse_p), o = sum_p exp(lse_p - lse) o_p. The threads of a row divide its columns among themselves, and
+// each adds the parts in their order. cuflash/merging.py is the specification.
 #include <results/params.cuh>
 #include <tile/element.cuh>
 
 namespace cuflash::results {
 
-// Round a number to an element; to bfloat16 by integers, since chips before sm_80 have no instruction for it.
+// Round a number to an element's type. Rounding to bfloat16 uses integer arithmetic, since chips before sm_80 have no
+// instruction for it.
 template <class Accumulator, class Element>
 CUFLASH_DEVICE void round_to(Accumulator x, Element& to) { tile::to_element(x, to); }
 CUFLASH_DEVICE void round_to(float x, ptx::BFloat16& to) { to = ptx::bfloat16_by_integers(x); }
@@ -18,7 +19,7 @@ results_merge(const __grid_constant__ cuflash::results::Merge merge) {
   using namespace cuflash;
   using Accumulator = Config::Accumulator;
   using Element = Config::Element;
-  constexpr int kColumns = 4;  // columns per thread, at most
+  constexpr int kColumns = 4;  // maximum number of columns per thread
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * results::kThreads + ptx::thread_index();
   const int64_t row = thread / merge.threads_per_row;
   const int first_column = static_cast<int>(thread % merge.threads_per_row);

@@ -1,6 +1,7 @@
-// FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2) in one walk over the scores. A thread block computes
-// dK and dV of one tile of keys, and adds to dQ atomically, in no fixed order. Scores are transposed: rows are keys. Q,
-// dO, Q again and the sum for dQ use one tile of shared memory in turn; P and then dS use a second tile.
+// FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2) in a single walk over the scores. A thread block
+// computes dK and dV of one tile of keys, and adds to dQ atomically, in no fixed order. Scores are transposed: rows are
+// keys. Q, dO, Q again and the block's contribution to dQ take turns in one tile of shared memory; P and then dS use a
+// second tile.
 #include <attention/block_iterator.cuh>
 #include <attention/config_simt.cuh>
 #include <attention/dropout.cuh>
@@ -14,27 +15,29 @@ namespace cuflash::simt {
 constexpr int kWidest = kHeadDim > kValueDim ? kHeadDim : kValueDim;
 constexpr int kDqWidth = tile::kMmaRows > 0   ? 32
                          : kHeadDim % 64 == 0 ? 64
-                                              : kHeadDim;  // columns of dQ in registers at a time
-// Steps of a product that are unrolled: more gain little, and take half as long again to compile.
+                                              : kHeadDim;  // number of columns of dQ in registers at a time
+// Unrolled steps of a product. More steps gain little and lengthen compilation by half.
 constexpr int kUnroll = 1;
-// The registers of the product of scores leave room for its operands.
+// Unrolled steps of the product of scores: its accumulators leave registers for the operands of more steps.
 constexpr int kScoreUnroll = tile::kMmaRows > 0 ? tile::kMmaUnroll : kUnroll;
-// Multiply-adds read these only along rows, by vectors; tensor cores read along columns too.
+// Padding of the rows of K and V. Multiply-adds read only along rows, in vectors, and need none; tensor cores also read
+// along columns.
 constexpr int kPadding = tile::kMmaRows > 0 ? tile::kPadding<Accumulator> : 0;
 using KRows = tile::SharedTile<Accumulator, kBlockKv, kHeadDim, kHeadDim + kPadding>;
 using VRows = tile::SharedTile<Accumulator, kBlockKv, kValueDim, kValueDim + kPadding>;
-// With rows that start 8 banks apart, four rows are written at once without a bank conflict. With 64 queries, the
-// padding does not fit.
+// If rows start 8 banks apart, four rows can be written at once without a bank conflict. With 64 queries, this padding
+// does not fit in shared memory.
 constexpr int kPtPadding = kPadding == 0 && kBlockQ > 64 ? 8 : kPadding;
 using PtTile = tile::SharedTile<Accumulator, kBlockKv, kBlockQ, kBlockQ + kPtPadding>;
 
-// Q, dO and dQ use one tile in turn; each row is followed by lse and delta of its query.
+// Q, dO and dQ take turns in this tile; each row is followed by lse and delta of its query.
 template <int Columns>
 using SharedSlot = tile::SharedTile<Accumulator, kBlockQ, Columns, kWidest + tile::kPadding<Accumulator>>;
 constexpr int kSharedBytes = kBytesOf<KRows, VRows, PtTile, SharedSlot<kHeadDim>>;
 
-// Replace P^T (with a score function: S^T) by the weights that are multiplied by dO, and dP^T by dS^T, in kernels with
-// a score function or dropout. `p` is a function of a thread's row and column, `lse_2` and `delta_of` of a column.
+// In kernels with a score function or dropout: replace P^T (with a score function: S^T) by the weights that multiply
+// dO, and dP^T by dS^T. `p` returns the element at a thread's row and column; `lse_2` and `delta_of` return the value
+// of a column.
 template <class POf, class Dp, class LseOf, class DeltaOf>
 CUFLASH_DEVICE void make_changed_p_and_ds(POf p, Dp& dp, const attention::Params& params,
                                           const attention::WorkTile& work, const attention::KvBlock& block,
@@ -102,7 +105,7 @@ simt_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
     BlockIterator<kBlockQ, OverQBlocks> blocks(params, visit_range);
     for (KvBlock block; blocks.next(block);) {
       tile::RegisterTile<Accumulator, kBlockKv, kBlockQ> scores;  // S, then dP
-      __syncthreads();  // dQ and dS of the last step are read
+      __syncthreads();  // all threads have read dQ and dS of the last step
       load_statistics<kWidest>(q_smem, block, lse, delta);
       tile::load(q_smem, q.rows(block.start, block.stop));
       __syncthreads();  // Q has arrived, and K and V before the first step
@@ -110,7 +113,7 @@ simt_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
       tile::gemm_add_nt<kScoreUnroll>(scores, k_smem, q_smem);
       if constexpr (!kHasScore) probabilities_of_keys(scores, params, work, block, lse_2);
       tile::store(p_smem, scores);  // with a score function, S, which only its own thread reads
-      __syncthreads();  // P is stored, and Q is read
+      __syncthreads();  // P is stored, and all threads have read Q
       // The gradients of a query without a key are 0, whatever its rows contain.
       tile::load(do_smem, d_o.rows(block.start, block.stop),
                  [&](int row) { return lse_2(row) != -ptx::negative_infinity<Accumulator>(); });
@@ -124,13 +127,13 @@ simt_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
         __syncthreads();  // P is stored
         tile::gemm_add_nn<kUnroll>(dv, p_smem, do_smem);
       }
-      __syncthreads();  // P and dO are read
+      __syncthreads();  // all threads have read P and dO
       if constexpr (!kHasScore && !Config::kHasDropout) score_gradients_of_keys(scores, p_at, delta_of);
       tile::store(p_smem, scores);
       tile::load(q_smem, q.rows(block.start, block.stop));
       __syncthreads();  // dS is stored, and Q has arrived
       tile::gemm_add_nn<kUnroll>(dk, p_smem, q_smem);
-      __syncthreads();  // Q is read
+      __syncthreads();  // all threads have read Q
       const Interval keys = visited_keys(params, work, block);
 #pragma unroll 1
       for (int column = 0; column < kHeadDim; column += kDqWidth) {

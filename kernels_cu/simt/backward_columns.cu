@@ -11,7 +11,7 @@
 namespace cuflash::simt {
 
 using PtTile = tile::SharedTile<Accumulator, kBlockKv, kBlockQ>;
-// Unrolled steps of a product. One is 3 % slower than four, and compiles in 2/3 of the time.
+// Unrolled steps of a product. One step is 3 % slower than four, but compiles in 2/3 of the time.
 constexpr int kUnroll = tile::kMmaRows > 0 ? 4 : 1;
 constexpr int kSharedBytes = kBytesOf<KTile, VTile, QTile, DoTile, PtTile>;
 
@@ -51,7 +51,7 @@ simt_backward_columns(const __grid_constant__ cuflash::attention::Params params 
     const VisitRange visit_range = visit_range_of_keys(params, work);
     BlockIterator<kBlockQ, OverQBlocks> blocks(params, visit_range);
     for (KvBlock block; blocks.next(block);) {
-      __syncthreads();  // Q and dS of the last step are read
+      __syncthreads();  // all threads have read Q and dS of the last step
       load_statistics<kHeadDim>(q_smem, block, lse, delta);
       tile::load(q_smem, q.rows(block.start, block.stop));
       // The gradients of a query without a key are 0, whatever its rows contain.
@@ -82,7 +82,7 @@ simt_backward_columns(const __grid_constant__ cuflash::attention::Params params 
       tile::store(p_smem, s);
       __syncthreads();  // P is stored
       tile::gemm_add_nn<kUnroll>(dv, p_smem, do_smem);
-      __syncthreads();  // P is read
+      __syncthreads();  // all threads have read P
       tile::store(p_smem, dp);
       __syncthreads();  // dS is stored
       tile::gemm_add_nn<kUnroll>(dk, p_smem, q_smem);

@@ -1,5 +1,5 @@
 // The tangents of dK and dV of one tile of keys, summed over the query heads that share it. Scores are transposed: rows
-// are keys. dO, Q and their tangents use one tile of shared memory in turn. Results are bitwise reproducible.
+// are keys. dO, Q and their tangents take turns in one tile of shared memory. Results are bitwise reproducible.
 #include <attention/config_simt.cuh>
 #include <attention/gradient_tangents.cuh>
 #include <ptx/shared.cuh>
@@ -21,8 +21,8 @@ constexpr int kSharedBytes = kBytesOf<KTile, VTile, QueryTile, PtTile> + Config:
 struct Tiles {
   KTile k;
   VTile v;
-  QTile q;  // Q, or its tangent
-  DoTile d_o;  // dO, or its tangent, in the same place
+  QTile q;  // Q or its tangent
+  DoTile d_o;  // dO or its tangent, in the same memory as `q`
   PtTile p;
   KTile k_dot;
   VTile v_dot;
@@ -75,7 +75,7 @@ CUFLASH_DEVICE void load_statistics(Statistics* to, const attention::Params& par
                                                      block.start + row < block.stop);
 }
 
-// Turn products into P, P_dot, dS and dS_dot, as `gradient_tangents` does.
+// Replace the products by P, P_dot, dS and dS_dot, as `gradient_tangents` does.
 CUFLASH_DEVICE void differentiate(Scores& s, Scores& s_dot, Scores& dp, Scores& dp_dot, const Statistics* statistics,
                                   const score::Function& score_function, attention::DropoutArgument<Config> dropout,
                                   const attention::Params& params, const attention::WorkTile& work,
@@ -125,11 +125,11 @@ simt_backward_jvp_columns(const __grid_constant__ cuflash::attention::Params par
         return matrix<Element>(x, work.batch_head, head, shape.seqlen_q, columns).rows(block.start, block.stop);
       };
       const auto load_q = [&](const Matrices& x) {
-        __syncthreads();  // what the tile held is read, and so is the tile of weights
+        __syncthreads();  // all threads have read the old contents of the tile, and the tile of weights
         tile::load(tiles.q, rows_of(x, shape.head_dim));
       };
       const auto load_do = [&](const Matrices& x) {
-        __syncthreads();  // what the tile held is read, and so is the tile of weights
+        __syncthreads();  // all threads have read the old contents of the tile, and the tile of weights
         // The gradients of a query without a key are 0, whatever its rows hold.
         tile::load(tiles.d_o, rows_of(x, shape.value_dim), [&](int row) {
           return lse.at(block.start + row, 0) != ptx::negative_infinity<Accumulator>();
@@ -144,7 +144,7 @@ simt_backward_jvp_columns(const __grid_constant__ cuflash::attention::Params par
       }
       load_q(params.q);
       load_statistics(tiles.statistics, params, tangents, work.batch_head, block);
-      __syncthreads();  // the rows and their tiles.statistics have arrived, and K and V before the first step
+      __syncthreads();  // the rows and their statistics have arrived, and K and V before the first step
       tile::gemm_add_nt(s, tiles.k, tiles.q);
       if constexpr (Config::kHasKDot) tile::gemm_add_nt(s_dot, tiles.k_dot, tiles.q);
       if constexpr (Config::kHasDoDot) {

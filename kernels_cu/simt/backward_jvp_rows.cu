@@ -1,5 +1,5 @@
-// The tangent of dQ of one tile of queries, and the statistics of its rows that the kernel for columns reads. V, its
-// tangent, K and its tangent use one tile of shared memory in turn. Results are bitwise reproducible.
+// The tangent of dQ of one tile of queries, and the statistics of its rows, which the kernel for columns reads. V, its
+// tangent, K and its tangent take turns in one tile of shared memory. Results are bitwise reproducible.
 #include <attention/config_simt.cuh>
 #include <attention/gradient_tangents.cuh>
 #include <ptx/shared.cuh>
@@ -13,7 +13,7 @@ using Scores = tile::RegisterTile<Accumulator, kBlockQ, kBlockKv>;
 constexpr int kSharedBytes = kBytesOf<QTile, DoTile, KvTile, PTile> + Config::kHasQDot * kBytesOf<QTile> +
     Config::kHasDoDot * kBytesOf<DoTile>;
 
-// Turn products into dS and dS_dot, as `gradient_tangents` does.
+// Replace the products by dS and dS_dot, as `gradient_tangents` does.
 CUFLASH_DEVICE void differentiate(Scores& s, Scores& s_dot, Scores& dp, Scores& dp_dot,
                                   const attention::QueryTangents<Accumulator> (&row)[Scores::kRows],
                                   const score::Function& score_function, attention::DropoutArgument<Config> dropout,
@@ -50,8 +50,8 @@ simt_backward_jvp_rows(const __grid_constant__ cuflash::attention::Params params
   Accumulator* const smem = ptx::dynamic_shared<Accumulator>();
   const QTile q_smem{smem};
   const DoTile do_smem{q_smem.data + QTile::kElements};
-  const KTile k_smem{do_smem.data + DoTile::kElements};  // K, or its tangent
-  const VTile v_smem{k_smem.data};  // V, or its tangent
+  const KTile k_smem{do_smem.data + DoTile::kElements};  // K or its tangent
+  const VTile v_smem{k_smem.data};  // V or its tangent
   const PTile ds_smem{k_smem.data + KvTile::kElements};
   const QTile q_dot_smem{ds_smem.data + PTile::kElements};
   const DoTile do_dot_smem{q_dot_smem.data + QTile::kElements * Config::kHasQDot};
@@ -71,7 +71,7 @@ simt_backward_jvp_rows(const __grid_constant__ cuflash::attention::Params params
   BlockIterator<kBlockKv, OverKvBlocks> blocks(params, visit_range);
   for (KvBlock block; blocks.next(block);) {
     const auto load_step = [&](auto to, const Matrices& x, int columns) {
-      __syncthreads();  // what the tile held is read
+      __syncthreads();  // all threads have read the old contents of the tile
       tile::load(to, matrix<Element>(x, batch_head, kv_head, shape.seqlen_kv, columns).rows(block.start, block.stop));
       __syncthreads();  // the rows have arrived
     };

@@ -45,7 +45,7 @@ simt_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
   const VisitRange visit_range = visit_range_of_queries(params, work);
   BlockIterator<kBlockKv, OverKvBlocks> blocks(params, visit_range);
   for (KvBlock block; blocks.next(block);) {
-    __syncthreads();  // K and dS of the last step are read
+    __syncthreads();  // all threads have read K and dS of the last step
     tile::load(k_smem, k.rows(block.start, block.stop));
     tile::load(v_smem, v.rows(block.start, block.stop));
     __syncthreads();  // K and V have arrived, and Q and dO before the first step

@@ -1,5 +1,5 @@
-// The kernel before a backward pass in one walk: it computes delta = rowsum(dO o O) - dlse of every query, and sets dQ
-// to 0.
+// The kernel that runs before a backward pass with a single walk over the scores: it computes delta = rowsum(dO o O) -
+// dlse of every query, and sets dQ to 0.
 #include <attention/config_simt.cuh>
 #include <attention/score_gradient.cuh>
 

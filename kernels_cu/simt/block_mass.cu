@@ -1,7 +1,7 @@
 // The softmax mass of every block of a grid: exp(s - lse) summed over the keys and the queries of the block. A thread
-// block owns whole rows of the grid, so that no two add to one mass. It walks the keys of its queries once if lse is an
-// input, otherwise twice, first for lse. If head_dim is wider than a tile of shared memory, scores are summed over
-// chunks of it.
+// block owns whole rows of the grid, so that no two thread blocks add to the same mass. It walks over the keys of its
+// queries once if lse is an input; otherwise twice, the first time to compute lse. If head_dim exceeds the width of a
+// tile in shared memory, scores are summed over chunks of head_dim.
 #include <attention/block_iterator.cuh>
 #include <attention/block_mass.cuh>
 #include <attention/config_simt.cuh>
@@ -16,7 +16,7 @@ namespace cuflash::simt {
 using Scores = tile::RegisterTile<Accumulator, kBlockQ, kBlockKv>;
 using Rows = tile::Matrix<Element>;
 
-// Scores of a step in base 2, masked. Q stays in shared memory from step to step unless it has several chunks.
+// Compute the masked scores of a step in base 2. Q stays in shared memory from step to step if it is a single chunk.
 template <class Score>
 CUFLASH_DEVICE void step_scores(Scores& s, Accumulator* smem, const attention::Params& params,
                                 const attention::WorkTile& work, const attention::KvBlock& block, const Rows& q,
@@ -28,7 +28,7 @@ CUFLASH_DEVICE void step_scores(Scores& s, Accumulator* smem, const attention::P
   s.fill(0);
   for (int first = 0; first < head_dim; first += kHeadDim) {
     const int last = min(first + kHeadDim, head_dim);
-    __syncthreads();  // the previous Q and K are read, and so are the weights of the last step
+    __syncthreads();  // all threads have read the previous Q and K, and the weights of the last step
     if (loads_q || head_dim > kHeadDim) tile::load(q_smem, q.columns(first, last));
     tile::load(k_smem, k.columns(first, last));
     __syncthreads();  // Q and K have arrived
@@ -68,7 +68,7 @@ simt_block_mass(const __grid_constant__ cuflash::attention::Params params,
     Scores s;
     KvBlock block;
     bool loads_q = true;
-    Accumulator shift[Scores::kRows], factor[Scores::kRows];  // a weight is exp2(s - shift) times factor
+    Accumulator shift[Scores::kRows], factor[Scores::kRows];  // a weight is exp2(s - shift) times `factor`
     if (grid.has_lse) {
 #pragma unroll
       for (int i = 0; i < Scores::kRows; ++i) {
@@ -109,6 +109,6 @@ simt_block_mass(const __grid_constant__ cuflash::attention::Params params,
       __syncthreads();  // the weights are stored
       add_masses(grid, batch_head, p_smem, work.first, work.last, block.start, block.stop);
     }
-    __syncthreads();  // Q of this tile is read
+    __syncthreads();  // all threads have read this tile's Q
   }
 }

@@ -1,5 +1,5 @@
-// Sets the sums for the gradient of a score function's array to 0 before kernels add to them; or writes the gradient
-// afterwards: exact sums are rounded, and partial sums are added in order of their index.
+// Sets the sums for the gradient of a score function's array to 0 before other kernels add to them, or writes the
+// gradient afterwards: exact sums are rounded, and partial sums are added in the order of their indices.
 #include <attention/captured_sums.cuh>
 #include <attention/config_simt.cuh>
 #include <attention/params.cuh>

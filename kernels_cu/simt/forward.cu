@@ -1,5 +1,5 @@
 // FlashAttention-2's forward pass (arXiv 2307.08691, algorithm 1), with products and sums in true float32 or float64. A
-// thread block works on one tile of queries and walks their keys; K and V use one tile of shared memory in turn.
+// thread block computes one tile of queries and walks over their keys; K and V take turns in one tile of shared memory.
 #include <attention/config_simt.cuh>
 #include <attention/dropout.cuh>
 #include <attention/mask_simt.cuh>
@@ -45,13 +45,13 @@ simt_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
   const VisitRange visit_range = visit_range_of_queries(params, work);
   BlockIterator<kBlockKv, OverKvBlocks> blocks(params, visit_range);
   for (KvBlock block; blocks.next(block);) {
-    __syncthreads();  // V and P of the last step are read
+    __syncthreads();  // all threads have read V and P of the last step
     tile::load(k_smem, k.rows(block.start, block.stop));
     __syncthreads();  // K has arrived, and Q before the first step
     tile::RegisterTile<Accumulator, kBlockQ, kBlockKv> s;
     s.fill(0);
     tile::gemm_add_nt(s, q_smem, k_smem);
-    __syncthreads();  // K is read
+    __syncthreads();  // all threads have read K
     tile::load(v_smem, v.rows(block.start, block.stop));
     if constexpr (kHasScore) score_of_queries(s, score_function, params.shape.softmax_scale, work, block, kLog2E);
     else s.scale(softmax_scale_log2);

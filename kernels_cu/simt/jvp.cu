@@ -1,6 +1,6 @@
-// The tangents of o and lse, from o and lse that the forward pass wrote. A thread block works on one tile of queries
-// and walks their keys as the forward pass does; K, its tangent, V and its tangent use one tile of shared memory in
-// turn. Results are bitwise reproducible.
+// The tangents of o and lse, from the o and lse that the forward pass wrote. A thread block computes one tile of
+// queries and walks over their keys as the forward pass does; K, its tangent, V and its tangent take turns in one tile
+// of shared memory. Results are bitwise reproducible.
 #include <attention/config_simt.cuh>
 #include <attention/dropout.cuh>
 #include <attention/mask_simt.cuh>
@@ -16,7 +16,7 @@ constexpr int kSharedBytes = kBytesOf<QTile, KvTile, PTile> + (Config::kHasQDot 
 using Scores = tile::RegisterTile<Accumulator, kBlockQ, kBlockKv>;
 using Output = tile::RegisterTile<Accumulator, kBlockQ, kValueDim, kRun>;
 
-// Turn scores into weights and their tangents, as `weights_and_tangents` does.
+// Replace scores by weights and their tangents, as `weights_and_tangents` does.
 CUFLASH_DEVICE void update(Scores& s, Scores& s_dot, attention::RowTangents<Accumulator, Scores::kRows>& rows,
                            const score::Function& score_function, const attention::Params& params,
                            const attention::WorkTile& work, const attention::KvBlock& block) {
@@ -101,7 +101,7 @@ simt_jvp(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATU
   const VisitRange visit_range = visit_range_of_queries(params, work);
   BlockIterator<kBlockKv, OverKvBlocks> blocks(params, visit_range);
   for (KvBlock block; blocks.next(block);) {
-    __syncthreads();  // V and P of the last step are read
+    __syncthreads();  // all threads have read V and P of the last step
     tile::load(k_smem, of_keys(params.k, shape.head_dim).rows(block.start, block.stop));
     __syncthreads();  // K has arrived, and Q before the first step
     Scores s, s_dot;
@@ -110,7 +110,7 @@ simt_jvp(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATU
     tile::gemm_add_nt(s, q_smem, k_smem);
     if constexpr (Config::kHasQDot) tile::gemm_add_nt(s_dot, q_dot_smem, k_smem);
     if constexpr (Config::kHasKDot) {
-      __syncthreads();  // K is read
+      __syncthreads();  // all threads have read K
       tile::load(k_smem, of_keys(tangents.k_dot, shape.head_dim).rows(block.start, block.stop));
       __syncthreads();  // the tangent of K has arrived
       tile::gemm_add_nt(s_dot, q_smem, k_smem);
@@ -122,14 +122,14 @@ simt_jvp(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATU
       if constexpr (kMovesScores) drop_weights(s_dot, kept);
     }
     if constexpr (kMovesScores) {
-      __syncthreads();  // K, or its tangent, is read
+      __syncthreads();  // all threads have read K, or its tangent
       tile::load(v_smem, of_keys(params.v, shape.value_dim).rows(block.start, block.stop));
       tile::store(p_smem, s_dot);
       __syncthreads();  // V has arrived, and w is stored
       tile::gemm_add_nn(o_dot, p_smem, v_smem);
     }
     if constexpr (Config::kHasVDot) {
-      __syncthreads();  // V and w are read
+      __syncthreads();  // all threads have read V and w
       tile::load(v_smem, of_keys(tangents.v_dot, shape.value_dim).rows(block.start, block.stop));
       tile::store(p_smem, s);
       __syncthreads();  // the tangent of V has arrived, and P is stored

@@ -1,5 +1,5 @@
-// The gradient of a sink, once delta of every query is known, for all families that store delta in a vector. A thread
-// block sums over the queries of one head.
+// The gradient of a sink, computed once delta of every query is known. All families that store delta in a vector use
+// this kernel. A thread block sums over the queries of one head.
 #include <attention/config_simt.cuh>
 #include <attention/sink_delta.cuh>
 #include <ptx/shared.cuh>

@@ -1,7 +1,7 @@
 // FlashAttention-2's backward pass (arXiv 2307.08691, algorithm 2) on the tensor cores of Ampere. A thread block keeps
-// a tile of keys and walks the blocks of queries that visit it, over the query heads that share its key/value head. dK
-// and dV stay in registers. The product for dQ of each step is added to sums in global memory, unless backward_rows.cu
-// computes dQ.
+// a tile of keys and visits the blocks of queries that attend to it, over the query heads that share its key/value
+// head. dK and dV stay in registers. Each step's product for dQ is added to sums in global memory, unless
+// backward_rows.cu computes dQ.
 #include <attention/column_parts.cuh>
 #include <attention/dropout_gradient_mma.cuh>
 #include <attention/empty_rows.cuh>
@@ -24,7 +24,7 @@ using WarpDv = tile::WarpPartition<kBlockKv, kValueDim, kNumWarps>::Tile;
 constexpr bool kMakesPAndDsTogether = kHasScore || Config::kHasDropout;  // P and dS are computed together, after dP
 static_assert(!Config::kHasDropout || !Config::kPacksQueries, "rows of several heads have no cells of drawn weights");
 constexpr bool kIsNarrow = kHeadDim + kValueDim <= 256;
-constexpr int kNumScores = Scores::kRows * Scores::kColumns;  // scores per thread
+constexpr int kNumScores = Scores::kRows * Scores::kColumns;  // number of scores per thread
 // P is computed while the tensor cores multiply dP, if elements have 16 bits and the registers hold both.
 constexpr bool kOverlapsP = sizeof(Element) == 2 && kNumScores <= 32;
 // P is also stored while dP is multiplied, and dS while dV is multiplied, which needs one more barrier, if the products
@@ -32,7 +32,8 @@ constexpr bool kOverlapsP = sizeof(Element) == 2 && kNumScores <= 32;
 constexpr bool kOverlapsDs =
     kOverlapsP && !kIsNarrow && kValueDim >= 64 && ScorePartition::kNumOwnerWarps == kNumWarps;
 // P and dS are rounded and stored at once, which halves their registers, in separate code for masked and unmasked
-// steps, if the registers cannot hold both for longer. This saves 6 % at 32 columns (sm80_steps.log of b648872e, 8).
+// steps, if the registers cannot hold both for longer. This saves 6 % at 32 columns (step 8 of sm80_steps.log at commit
+// b648872e).
 constexpr bool kStoresScoresEarly = kOverlapsDs || (sizeof(Element) == 2 && kNumScores > 32);
 // Warps test whether they are the first owner of their scores even if every warp is. With this test, ptxas orders the
 // following instructions better, which saves 2 % of the backward pass at 128 columns without a list.
@@ -40,20 +41,20 @@ constexpr bool kChecksOwner = ScorePartition::kNumOwnerWarps < kNumWarps || (!Co
 
 constexpr KTile k_smem{0};
 constexpr VTile v_smem{KTile::kBytes};
-constexpr int kQOffset = v_smem.start + VTile::kBytes;  // the stages of Q, followed by the stages of dO
+constexpr int kQOffset = v_smem.start + VTile::kBytes;  // stages of Q, followed by the stages of dO
 constexpr int kDoOffset = kQOffset + kNumStages * QTile::kBytes;
 constexpr PTile p_smem{kDoOffset + kNumStages * OTile::kBytes};
 constexpr PTile ds_smem{p_smem.start + PTile::kBytes};
-constexpr int kStatisticsOffset = ds_smem.start + PTile::kBytes;  // the stages of lse and delta
+constexpr int kStatisticsOffset = ds_smem.start + PTile::kBytes;  // stages of lse and delta
 constexpr int kStateOffset = kStatisticsOffset + kNumStages * 2 * kBlockQ * static_cast<int>(sizeof(float));
 
-// State of a thread block, of its tile and its current query head. It is in shared memory, to leave registers for
+// State of a thread block: its tile and its current query head. The state is in shared memory, to leave registers for
 // accumulators.
 struct BlockState {
   attention::WorkTile work;
   attention::VisitRange visit_range;
   float softmax_scale_log2;
-  bool rows_fill_tiles;  // rows of Q and dO have as many columns as their tiles
+  bool rows_fill_tiles;  // whether rows of Q and dO have the number of columns of their tiles
   Element* q;
   Element* d_o;
   float* lse;
@@ -61,7 +62,7 @@ struct BlockState {
   float* dq_sum;
 };
 
-// Start to copy the rows of K that some query of the head attends. Other rows become 0: they may hold NaN, and the
+// Start copying the rows of K that some query of the head attends. Other rows become 0: they may hold NaN, and the
 // product dS K multiplies them by a dS of 0.
 CUFLASH_DEVICE void load_k(const attention::Params& params, const attention::WorkTile& work) {
   using namespace attention;
@@ -104,7 +105,7 @@ CUFLASH_DEVICE bool begin_tile(const attention::Params& params, attention::Chose
   const Shape& shape = params.shape;
   const WorkTile work = key_tile<Listed>(params, kBlockKv, parts_of_keys(chosen));
   if (work.is_empty() || !has_part_of_keys(params, chosen, work)) return false;
-  // computed first, since loads from a list have a long latency
+  // computed first, since loads from a list have a high latency
   const VisitRange visit_range = visit_range_of_head(params, chosen, work);
   const int kv_head = divmod(work.batch_head.head, shape.group_size).quotient;
   const auto v = matrix<Element>(params.v, work.batch_head, kv_head, shape.seqlen_kv, shape.value_dim);
@@ -128,18 +129,18 @@ CUFLASH_DEVICE void begin_next_head(const attention::Params& params, attention::
   }
 }
 
-// Return lse (`which` = 0) or delta (1) of the queries in a stage.
+// Return lse (if `which` is 0) or delta (if it is 1) of the queries in a stage.
 CUFLASH_DEVICE tile::Matrix<float> statistics(int stage, int which, int num_rows) {
   float* const all = reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + kStatisticsOffset);
   return {all + (2 * stage + which) * kBlockQ, 1, 1, num_rows, 1};
 }
 
-// Start to copy a block of as many queries as a tile has, whose rows fill the tiles. Narrow tiles leave enough
-// registers to compute all addresses before the first copy.
+// Start copying a block with the number of queries of a tile, and with rows that fill the tiles. Narrow tiles leave
+// enough registers to compute all addresses before the first copy.
 CUFLASH_DEVICE void load_full_block(const attention::Params& params, const BlockState& state, int first, int stage) {
   using QRows = tile::FullTileCopy<kThreads, Element, kBlockQ, kHeadDim>;
   using DoRows = tile::FullTileCopy<kThreads, Element, kBlockQ, kValueDim>;
-  // values of lse and delta per thread
+  // number of lse and delta values per thread
   constexpr int kStatisticsPerThread = (2 * kBlockQ + kThreads - 1) / kThreads;
   const auto statistic_address = [&](int number) {
     const bool is_lse = number < kBlockQ;
@@ -162,7 +163,7 @@ CUFLASH_DEVICE void load_full_block(const attention::Params& params, const Block
   }
 }
 
-// Start to copy a block of fewer queries than a tile has, or of rows that do not fill the tiles.
+// Start copying a block with fewer queries than a tile, or with rows that do not fill the tiles.
 CUFLASH_DEVICE void load_partial_block(const attention::Params& params, const BlockState& state,
                                        const attention::KvBlock& block,
                                        int stage) {
@@ -177,10 +178,10 @@ CUFLASH_DEVICE void load_partial_block(const attention::Params& params, const Bl
                              rows(state.delta, params.delta, 1, block.start, block.stop));
 }
 
-// Start to copy the block of queries of a step, if it exists.
+// Start copying the query block of a step, if it exists.
 CUFLASH_DEVICE void load_block(const attention::Params& params, attention::NoChosenLists, const BlockState& state,
                                bool in_bounds, const attention::KvBlock& block, int stage) {
-  // ptxas spills registers with && instead of &
+  // with && instead of &, ptxas spills registers
   const bool is_full_block = in_bounds & state.rows_fill_tiles & (block.stop - block.start == kBlockQ);
   if (in_bounds && !is_full_block) load_partial_block(params, state, block, stage);
   if (__builtin_expect(is_full_block, true)) load_full_block(params, state, block.start, stage);
@@ -217,7 +218,7 @@ CUFLASH_DEVICE void store_scores(const Scores& p, const Scores& ds) {
 }
 
 // Compute P and dS of a step without a mask, and add P^T dO to dV. P is computed and stored while the tensor cores
-// multiply dP = dO V^T, and dS while they multiply P^T dO.
+// compute dP = dO V^T, and dS while they compute P^T dO.
 template <class Row>
 CUFLASH_DEVICE void add_dv_overlapped(WarpDv& dv, Scores& s, OTile do_smem, float softmax_scale_log2, const Row& row) {
   constexpr int kNumKSteps = kBlockQ / 16;
@@ -283,7 +284,7 @@ CUFLASH_DEVICE void make_changed_p_and_ds(Scores& s, Scores& dp, const attention
   }
 }
 
-// Return whether dk and dv are the sums over all queries, which other thread blocks may share.
+// Return whether dk and dv are the sums over all queries, to which several thread blocks may contribute parts.
 CUFLASH_DEVICE bool add_parts_of_block(const attention::Params&, attention::NoChosenLists, const attention::WorkTile&,
                                        WarpDk&, WarpDv&, int&) {
   return true;
@@ -339,7 +340,7 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
     bool has_block = blocks.next(block);
     load_block(params, chosen, state, has_block, block, 0);
     ptx::cp_async_commit();
-    // The block after the next is looked up now, so that loads from a list arrive while the current block is
+    // The block after the next one is looked up now, so that loads from a list arrive while the current block is
     // multiplied.
     bool has_next_block = blocks.next(next_block);
     for (int stage = 0; has_block; stage = kNumStages - 1 - stage) {
@@ -348,7 +349,7 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
       const int num_rows = rows_of_step(chosen, block);
       const auto lse = statistics(stage, 0, num_rows), delta = statistics(stage, 1, num_rows);
       ptx::cp_async_wait<0>();
-      __syncthreads();  // Q and dO have arrived, and K and V before the first step; P and dS of the last step are read
+      __syncthreads();  // Q and dO have arrived, and K and V before the first step; all threads have read P and dS
       if (kNumStages == 2) load_block(params, chosen, state, has_next_block, next_block, 1 - stage);
       ptx::cp_async_commit();
 
@@ -397,6 +398,6 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
     }
   }
   ptx::cp_async_wait<0>();
-  __syncthreads();  // K and V have arrived, even without a step, and are read
+  __syncthreads();  // K and V have arrived, even without a step, and all threads have read them
   write_gradients(params, chosen, state, dk, dv, dropout);
 }

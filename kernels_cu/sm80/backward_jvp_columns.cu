@@ -26,7 +26,7 @@ constexpr OTile do_dot_smem{q_dot_smem.start + QTile::kBytes * Config::kHasQDot}
 constexpr int kStatisticsOffset = do_dot_smem.start + OTile::kBytes * Config::kHasDoDot;
 constexpr int kSharedBytes = kStatisticsOffset + kBlockQ * static_cast<int>(sizeof(Statistics));
 
-// Set what a step hides to the mark of masked scores.
+// Set the scores that a step masks to the mark of masked scores.
 CUFLASH_DEVICE void mask_step(Scores& s, const attention::Params& params, const attention::WorkTile& work,
                               const attention::KvBlock& block) {
   using namespace attention;
@@ -38,7 +38,7 @@ CUFLASH_DEVICE void mask_step(Scores& s, const attention::Params& params, const 
   });
 }
 
-// Turn products into P, P_dot, dS and dS_dot, as `gradient_tangents` does.
+// Replace products by P, P_dot, dS and dS_dot, as `gradient_tangents` does.
 CUFLASH_DEVICE void differentiate(Scores& s, Scores& s_dot, Scores& dp, Scores& dp_dot, const Statistics* statistics,
                                   const score::Function& score_function, attention::DropoutArgument<Config> dropout,
                                   const attention::Params& params, const attention::WorkTile& work,
@@ -98,7 +98,7 @@ sm80_backward_jvp_columns(const __grid_constant__ cuflash::attention::Params par
     const VisitRange visit_range = visit_range_of_keys(params, work);
     BlockIterator<kBlockQ, OverQBlocks, Listed> blocks(params, visit_range);
     for (KvBlock block; blocks.next(block);) {
-      __syncthreads();  // Q, dO and the statistics of the last step are read
+      __syncthreads();  // all threads have read Q, dO and the statistics of the last step
       load(q_smem, params.q, shape.head_dim, block);
       load(do_smem, params.do_, shape.value_dim, block);
       if constexpr (Config::kHasQDot) load(q_dot_smem, tangents.q_dot, shape.head_dim, block);
@@ -125,7 +125,7 @@ sm80_backward_jvp_columns(const __grid_constant__ cuflash::attention::Params par
     }
   }
   ptx::cp_async_wait<0>();
-  __syncthreads();  // K and V have arrived, even without a step, and are read
+  __syncthreads();  // K and V have arrived, even without a step, and all threads have read them
   dk.scale(shape.softmax_scale);
   if constexpr (Config::kHasDropout) dv.scale(dropout.single_factor);
   write_rows(params.dk, work, kv_head, shape.head_dim, k_smem, dk);

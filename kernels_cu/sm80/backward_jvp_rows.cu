@@ -60,7 +60,7 @@ sm80_backward_jvp_rows(const __grid_constant__ cuflash::attention::Params params
   dq.fill(0);
   BlockIterator<kBlockKv, OverKvBlocks, Listed> blocks(params, visit_range);
   for (KvBlock block; blocks.next(block);) {
-    __syncthreads();  // K and V of the last step are read
+    __syncthreads();  // all threads have read K and V of the last step
     load(k_smem, params.k, shape.head_dim, block);
     load(v_smem, params.v, shape.value_dim, block);
     if constexpr (Config::kHasKDot) load(k_dot_smem, tangents.k_dot, shape.head_dim, block);
@@ -89,7 +89,7 @@ sm80_backward_jvp_rows(const __grid_constant__ cuflash::attention::Params params
     if constexpr (Config::kHasKDot) tile::gemm_add_nn(dq, dp, k_dot_smem);
   }
   ptx::cp_async_wait<0>();
-  __syncthreads();  // Q has arrived, even without a step, and is read
+  __syncthreads();  // Q has arrived, even without a step, and all threads have read it
   dq.scale(shape.softmax_scale);
   write_rows(params.dq, work, batch_head.head, shape.head_dim, q_smem, dq);
 }

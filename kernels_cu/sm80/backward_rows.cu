@@ -22,7 +22,7 @@ using MembersOfTile = attention::MembersOf<Config, Scores>;
 
 constexpr QTile q_smem{0};
 constexpr OTile do_smem{QTile::kBytes};
-constexpr int kKOffset = do_smem.start + OTile::kBytes;  // the stages of K, followed by the stages of V
+constexpr int kKOffset = do_smem.start + OTile::kBytes;  // stages of K, followed by the stages of V
 constexpr int kVOffset = kKOffset + kNumStages * KTile::kBytes;
 constexpr int kStateOffset = kVOffset + kNumStages * VTile::kBytes;
 
@@ -86,7 +86,7 @@ sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
   const WorkTile work = tile_of_block<Listed>(params, chosen, kBlockQ);
   if (work.is_empty()) return;
   const BatchHead& batch_head = work.batch_head;
-  // computed first, since loads from a list have a long latency
+  // computed first, since loads from a list have a high latency
   const VisitRange visit_range = visit_range_of_tile(params, chosen, work);
   tile::load_async<kThreads>(q_smem, rows_of_tile<Element>(chosen, params.q, work, shape.head_dim));
   tile::load_async<kThreads>(do_smem, rows_of_tile<Element>(chosen, params.do_, work, shape.value_dim));
@@ -114,13 +114,14 @@ sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
   bool has_block = blocks.next(block);
   if (has_block) load_block(params, state, block, 0);
   ptx::cp_async_commit();
-  // The block after the next is looked up now, so that loads from a list arrive while the current block is multiplied.
+  // The block after the next one is looked up now, so that loads from a list arrive while the current block is
+  // multiplied.
   bool has_next_block = blocks.next(next_block);
   for (int stage = 0; has_block; stage = kNumStages - 1 - stage) {
     const KTile k_smem{kKOffset + stage * KTile::kBytes};
     const VTile v_smem{kVOffset + stage * VTile::kBytes};
     ptx::cp_async_wait<0>();
-    __syncthreads();  // K and V have arrived, and Q and dO before the first step; K and V of the last step are read
+    __syncthreads();  // K and V have arrived, and Q and dO before the first step; the last K and V have been read
     if (kNumStages == 2 && has_next_block) load_block(params, state, next_block, 1 - stage);
     ptx::cp_async_commit();
     members.read(block);
@@ -141,7 +142,7 @@ sm80_backward_rows(const __grid_constant__ cuflash::attention::Params params CUF
     has_next_block = blocks.next(next_block);
   }
   ptx::cp_async_wait<0>();
-  __syncthreads();  // Q has arrived, even without a step, and is read
+  __syncthreads();  // Q has arrived, even without a step, and all threads have read it
   dq.scale(shape.softmax_scale);
   write_gradient_of_queries(chosen, params.dq, state.work, shape.head_dim, q_smem, dq);
 }

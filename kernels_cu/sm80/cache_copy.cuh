@@ -5,7 +5,7 @@
 // Copies of K and V from the rows or pages of a cache into the stages of a decode kernel (sm80/decode.cuh).
 namespace cuflash::sm80 {
 
-// All keys from the first one that a new token sees: their places are their positions.
+// All keys from the first one that a new token sees. Their places are their positions.
 struct AllKeys {
   static constexpr bool kAreChosen = false;
 
@@ -25,9 +25,9 @@ struct ChosenKeysOf {
   CUFLASH_DEVICE attention::Interval valid(const Part&) const { return chosen.seen(); }
 };
 
-// Copies the rows of K and V that a group of warps reads. Only these warps copy them, so no other warp has to wait. The
-// sizes of pages and of chosen blocks are multiples of 16 rows, so that 16 aligned keys are in one page. Pages are looked
-// up one step before their rows are copied.
+// The copies of the rows of K and V that a group of warps reads. Only these warps copy them, so no other warp has to
+// wait. The sizes of pages and of chosen blocks are multiples of 16 rows, so that 16 aligned keys are in one page.
+// Pages are looked up one step before their rows are copied.
 template <class Stage, class Keys>
 class CacheCopy {
  public:
@@ -47,7 +47,7 @@ class CacheCopy {
     are_chunks_ = !Stage::kMayBeUnaligned || (has_chunks(k_, cache_.k) && has_chunks(v_, cache_.v));
   }
 
-  // Start to copy the rows of the next step. Rows outside the part of the sequence become 0.
+  // Start copying the rows of the next step. Rows outside the part of the sequence become 0.
   CUFLASH_DEVICE void start_next(int number) {
     const Stage stage = stage_smem<Stage>(number);
     const int first = next_, chosen_position = position_;
@@ -66,7 +66,7 @@ class CacheCopy {
       const bool is_page = page >= 0 && page < cache_.num_pages;
       const bool is_part = position + kUnit > valid_.lo && place < stop_;
       if (is_part && !is_page && thread() == 0) ptx::fetch_add(cache_.num_faults, 1);
-      // The valid rows of the unit; none if it has no page.
+      // The valid rows of the unit; none if the unit has no page.
       const int first_row = is_page ? valid_.lo - position : kUnit;
       const int last_row = is_page && (!Keys::kAreChosen || place < stop_) ? valid_.hi - position : 0;
       const int64_t from_page = is_page ? page : 0;
@@ -88,7 +88,7 @@ class CacheCopy {
   static constexpr int kRowsOfThreads = 32 * kRowGroups / Stage::kThreadsPerRow;
   static constexpr int kRowsPerPass = kRowsOfThreads < kUnit ? kRowsOfThreads : kUnit;
 
-  // The index of a thread among those that copy the same keys.
+  // Return the index of a thread among those that copy the same keys.
   static CUFLASH_DEVICE int thread() { return threadIdx.x % (32 * kRowGroups); }
   static CUFLASH_DEVICE int own_row() { return thread() / Stage::kThreadsPerRow; }
   static CUFLASH_DEVICE int own_chunk() { return thread() % Stage::kThreadsPerRow; }
@@ -117,7 +117,7 @@ class CacheCopy {
     pages_[0] = table_ != nullptr && next_ < stop_ ? table_[at.quotient] : sequence_;
     rows_[0] = at.remainder;
   }
-  // Add pages and rows to a position. A division by the size of a page would take longer than a copy.
+  // Advance a page index and a row by pages and rows. A division by the page size would take longer than a copy.
   CUFLASH_DEVICE void advance(int& number, int& row, int pages, int rows) const {
     number += pages;
     row += rows;
@@ -132,7 +132,7 @@ class CacheCopy {
                                                                0, 0});
   }
 
-  // Start to copy a thread's chunks of 16 rows, of which rows first_row <= x < last_row exist. Other rows become 0.
+  // Start copying a thread's chunks of 16 rows, of which rows first_row <= x < last_row exist. Other rows become 0.
   template <class Tile>
   CUFLASH_DEVICE void copy_rows(Tile tile, int to, const Stored* from, const attention::Matrices& matrices,
                                 int num_columns, int first_row, int last_row) const {
@@ -154,7 +154,7 @@ class CacheCopy {
     }
   }
 
-  // Copy the same chunks element by element.
+  // Copy the same chunks as `copy_rows`, element by element.
   template <class Tile>
   static CUFLASH_DEVICE void copy_elements(Tile tile, int to, const Stored* from, const attention::Matrices& matrices,
                                            int num_columns, int first_row, int last_row) {
@@ -182,14 +182,14 @@ class CacheCopy {
   const Keys& keys_;
   const int sequence_, kv_head_;
   const attention::Interval valid_;  // positions of the keys that are copied
-  const int stop_;  // the first place after the part
-  int next_;  // the place of the warp's first key in the next step
+  const int stop_;  // first place after the part
+  int next_;  // place of the warp's first key in the next step
   const Stored *const k_, *const v_;
   const int32_t* const table_;  // the sequence's row of the page table
   int number_, row_;  // page index in the table, and row in the page, of the key to look up next
   int pages_of_step_, rows_of_step_;
   int pages_[kUnits], rows_[kUnits];
-  int position_ = 0;  // of the key that is looked up next, if keys are chosen
+  int position_ = 0;  // position of the key that is looked up next, if keys are chosen
   bool are_chunks_;
 };
 

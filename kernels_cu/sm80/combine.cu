@@ -1,7 +1,7 @@
 // Merges the partial results of thread blocks that shared the keys of a tile (split-KV). Finished parts are rescaled as
 // in FlashAttention-2 (arXiv 2307.08691, section 3.1): lse = log sum_p exp(lse_p), o = sum_p exp(lse_p - lse) o_p. A
-// thread block merges one query, and groups of its threads share the parts. The order of the sums does not depend on
-// the order in which the parts were written.
+// thread block merges one query, and groups of its threads divide the parts among themselves. The order of the sums
+// does not depend on the order in which the parts were written.
 #include <attention/sink.cuh>
 #include <attention/softmax_simt.cuh>
 #include <attention/tile_scheduler.cuh>
@@ -16,12 +16,12 @@ using tile::Vector;
 
 constexpr int kThreads = 32 * Config::kNumWarps;
 constexpr int kColumnLanes = kValueDim > 192 ? 16 : 8, kGroups = kThreads / kColumnLanes;
-// kWidth: the columns that a group loads at once
+// kWidth: number of columns that a group loads at once
 constexpr int kVector = Vector<float>::kLength, kWidth = kColumnLanes * kVector;
-constexpr int kVectors = kValueDim / kWidth;  // vectors per thread
+constexpr int kVectors = kValueDim / kWidth;  // number of vectors per thread
 static_assert(kValueDim % kWidth == 0, "a group's threads share the columns evenly");
 
-// exp(lse - max_lse), the weight of a part; the exponent is not positive.
+// Return exp(lse - max_lse), the weight of a part; the exponent is not positive.
 CUFLASH_DEVICE float weight(float lse, float max_lse) {
   return ptx::exp2_accurate((lse - max_lse) * static_cast<float>(attention::kLog2E));
 }
@@ -40,7 +40,7 @@ sm80_combine(const __grid_constant__ cuflash::attention::Params params,
   if (work.is_empty()) return;
   const BatchHead& batch_head = work.batch_head;
   const int query = work.first, seqlen_q = shape.seqlen_q;
-  const int num_rows = shape.num_splits * seqlen_q;  // the rows of a part follow those of the part before it
+  const int num_rows = shape.num_splits * seqlen_q;  // the rows of each part follow those of the previous part
   const auto lse_parts = matrix<float>(parts.lse_parts, batch_head, batch_head.head, num_rows, 1);
   const auto o_parts = matrix<float>(parts.o_parts, batch_head, batch_head.head, num_rows, kValueDim);
 

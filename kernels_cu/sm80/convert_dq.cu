@@ -1,5 +1,5 @@
 // The last kernel of a backward pass that sums dQ in float32: it scales dQ and rounds it to the dtype of Q. A thread
-// block converts one tile of queries; its warps hold the sums in the accumulator layout of the warps that added them.
+// block converts one tile of queries; its warps read the sums in the accumulator layout of the warps that added them.
 #include <attention/epilogue_mma.cuh>
 
 namespace cuflash::sm80 {

@@ -1,16 +1,16 @@
 // Attention of a few new tokens to the keys and values of a cache (split-KV decoding: Flash-Decoding, T. Dao et al.,
 // 2023). A thread block works on a part of the keys of one sequence for one key/value head. The rows of its tile are
-// the queries of all heads that share the key/value head. Its warps share the keys, not the rows: each warp has its own
-// softmax, and the warps merge at the end. The number of parts of a sequence depends on its length alone, and the block
-// that ends last merges the parts in order. Therefore the results of a sequence are bitwise identical whatever else is
-// in the batch and wherever its pages are.
+// the queries of all heads that share the key/value head. Its warps divide the keys, not the rows, among themselves:
+// each warp has its own softmax, and the warps merge at the end. The number of parts of a sequence depends only on its
+// length, and the block that ends last merges the parts in order. Therefore the results of a sequence are bitwise
+// identical whatever else is in the batch and wherever its pages are.
 //
 // A kernel passes a type `Stage`, which defines how a pipeline stage holds keys and values:
 //   Arrays                 the arguments of the kernel in addition to its parameters
 //   KTile, VTile, Stored   tiles of keys and values, and the type of their elements
 //   kThreadsPerRow         number of threads that share the copy of a row
 //   kBytes                 size of a stage in bytes, a multiple of 128; a stage is constructed from its first byte
-//   start_scales           starts to copy the scales of 16 rows; called by the first of the warps that share them
+//   start_scales           starts copying the scales of 16 rows; called by the first of the warps that share them
 //   queries                returns the queries of the warp, once they are in shared memory
 //   multiply, add          multiply queries by the keys of the stage, and add its values times their weights
 //   column, store_row      the columns of a thread's output, and a store of one of its rows
@@ -22,7 +22,8 @@
 
 namespace cuflash::sm80 {
 
-// Replace the scores of a step by their score function. Rows of the tile are the queries of all heads of the group.
+// Replace the scores of a step by the score function's results. Rows of the tile are the queries of all heads of the
+// group.
 template <class Queries, class Score>
 CUFLASH_DEVICE void score_step(Scores& s, const Decode& params, const Queries& own, const attention::BatchHead& heads,
                                const attention::Positions& keys, const Score& score) {
@@ -34,18 +35,18 @@ CUFLASH_DEVICE void score_step(Scores& s, const Decode& params, const Queries& o
   attention::apply_score(s, score, params.softmax_scale, heads, query_of, keys, 1);
 }
 
-// Queries that attend keys in the order of their positions. `Rows` has the keys of each row of the tile.
+// Queries that attend keys in the order of their positions. `Rows` returns the keys that each row of the tile attends.
 template <class Rows>
 struct QueriesInOrder : Rows {
   using Keys = AllKeys;
 
   AllKeys keys;
-  attention::Interval seen;  // by all rows
+  attention::Interval seen;  // interval of keys that all rows see
 
   CUFLASH_DEVICE QueriesInOrder(const Rows& rows, int first_key)
       : Rows(rows), keys{first_key}, seen(rows.seen_by_all()) {}
   CUFLASH_DEVICE attention::Positions positions(int start, int stop) const { return {start, stop}; }
-  // Set the scores of keys that a row does not attend to -inf, in the step that starts with a key.
+  // Set the scores of keys that a row does not attend to -inf, in the step whose first key is `start`.
   CUFLASH_DEVICE void mask(Scores& s, int start, int stop, const Part& part) const {
     if (start < seen.lo || start + kBlockKv > min(seen.hi, part.stop))
       attention::mask_rows<false>(s, attention::KvBlock{start, stop, attention::BlockKind::kInterval, 0},
@@ -82,22 +83,22 @@ struct QueryOfChosenBlocks {
   }
 
  private:
-  // Return the position of the warp's first key in a step; 0 past the last place.
+  // Return the position of the warp's first key in a step, or 0 past the last place.
   CUFLASH_DEVICE int position_of_warp(int start, int stop) const {
     const int place = start + key_group() * kKeysOfWarp;
     return place < stop ? keys.position(place) : 0;
   }
 };
 
-// What a thread block works on: a part of the keys that the queries of a key/value head attend.
+// The work of a thread block: a part of the keys that the queries of a key/value head attend.
 struct DecodeTile {
   attention::BatchHead heads;  // the first query head
-  int sequence, kv_head;  // where keys and values are
-  int number;  // among all that have parts of their own
+  int sequence, kv_head;  // sequence and head of the keys and values
+  int number;  // index of the tile among those with separate parts
   Part part;
 };
 
-// The body of a decode kernel. `own` has the keys that each row of the tile attends: QueriesInOrder or
+// The body of a decode kernel. `own` returns the keys that each row of the tile attends: a QueriesInOrder or a
 // QueryOfChosenBlocks.
 template <class Stage, class Queries, class Score>
 CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& arrays, const DecodeTile& work,
@@ -134,7 +135,7 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
   int stage = 0, free_stage = kNumStages - 1;
   for (int step = 0; step < num_steps; ++step) {
     ptx::cp_async_wait<kNumStages - 2>();
-    sync_key_group();  // keys and values of the step have arrived, and those of the previous step are read
+    sync_key_group();  // keys and values of the step have arrived, and those of the last step have been read
     if (step + kNumStages - 1 < num_steps) copy.start_next(free_stage);
     ptx::cp_async_commit();
     Scores s;
@@ -158,7 +159,7 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
   int* const arrivals = params.arrivals + work.number;
   if (!arrives_last(arrivals, part.num_parts)) return;
   merge_parts(params, heads, first_row, part.num_parts, softmax_scale_log2, sink);
-  if (threadIdx.x == 0) *arrivals = 0;  // reset for the next launch: all parts of this one have arrived
+  if (threadIdx.x == 0) *arrivals = 0;  // reset for the next launch: all parts of this launch have arrived
 }
 
 // The body of a decode kernel whose keys and values are in a cache.
@@ -178,14 +179,14 @@ CUFLASH_DEVICE void decode_cache(const Decode& params, const typename Stage::Arr
                 QueriesInOrder<NewTokens>{{params, of}, of.first_key}, sink, score);
 }
 
-// Return the matrices whose first row is a row of these.
+// Return the matrices that start at a row of `matrices`.
 CUFLASH_DEVICE attention::Matrices from_row(attention::Matrices matrices, int row, int itemsize) {
   matrices.data = static_cast<unsigned char*>(matrices.data) + row * matrices.row_stride * itemsize;
   return matrices;
 }
 
-// The body of a decode kernel, as above, if each new token chooses blocks of its sequence. A thread block works on one
-// new token, for the heads that share its list.
+// The body of a decode kernel whose new tokens each choose blocks of their sequence. A thread block works on one new
+// token, for the heads that share its list.
 template <class Stage, class Score>
 CUFLASH_DEVICE void decode_cache(const Decode& params, const typename Stage::Arrays& arrays,
                                  const attention::ChosenPages& chosen, attention::SinkArgument<Config> sink,

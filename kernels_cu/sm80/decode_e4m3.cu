@@ -26,7 +26,7 @@ struct ScaledStage {
   CUFLASH_DEVICE float* scales(bool of_values) const {
     return reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + start + kScales) + of_values * kBlockKv;
   }
-  // Start to copy the scales of 16 rows: one half of the warp copies those of the keys, the other half those of the
+  // Start copying the scales of 16 rows: one half of the warp copies those of the keys, the other half those of the
   // values.
   CUFLASH_DEVICE void start_scales(const Arrays& arrays, int to, const attention::BatchHead& place, int row,
                                    int first_row, int last_row) const {

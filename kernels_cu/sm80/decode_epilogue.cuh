@@ -3,8 +3,8 @@
 #include <ptx/arrival.cuh>
 #include <sm80/decode_softmax.cuh>
 
-// Writes results of a decode kernel (sm80/decode.cuh) to global memory: those of a whole sequence or of a part, and the
-// merged results, computed by the block that ends last.
+// Writes results of a decode kernel (sm80/decode.cuh) to global memory: those of a whole sequence, those of a part, or
+// the merged results, which the block that ends last computes.
 namespace cuflash::sm80 {
 
 // Write lse of a row, and return the factor by which its o must be multiplied.
@@ -27,7 +27,7 @@ CUFLASH_DEVICE Element& o_at(const Decode& params, const attention::BatchHead& h
   return attention::matrix<Element>(params.o, heads, head, 0, 0).at(row % params.num_queries, column);
 }
 
-// Write the results of a sequence that has one part. Called by the warps that hold them.
+// Write the results of a sequence that has a single part. Called by the warps that hold the results.
 template <class Stage>
 CUFLASH_DEVICE void write_results(const Decode& params, const attention::BatchHead& heads, const RowStats& stats,
                                   Output& o, float softmax_scale_log2, attention::SinkArgument<Config> sink) {
@@ -46,7 +46,7 @@ CUFLASH_DEVICE void write_results(const Decode& params, const attention::BatchHe
   }
 }
 
-// Write the partial results of a part, which are merged later. Called by the warps that hold them.
+// Write the results of one part, which are merged later. Called by the warps that hold the results.
 template <class Stage>
 CUFLASH_DEVICE void write_part(const Decode& params, int64_t first_row, const RowStats& stats, const Output& o) {
   const int num_rows = params.group_size * params.num_queries;
@@ -60,11 +60,11 @@ CUFLASH_DEVICE void write_part(const Decode& params, int64_t first_row, const Ro
   }
 }
 
-// Count a part as written. Return whether it is the last one to arrive; its block then sees what all others wrote.
+// Count a part as written. Return whether it is the last one to arrive; if so, its block sees what all others wrote.
 // Called by all threads.
 CUFLASH_DEVICE bool arrives_last(int* arrivals, int num_parts) {
   int& is_last = *reinterpret_cast<int*>(merge_room());
-  __syncthreads();  // the part is written, and the merge buffer is read
+  __syncthreads();  // the part is written, and all threads have read the merge buffer
   if (threadIdx.x == 0) is_last = ptx::fetch_add_acq_rel(arrivals, 1) == num_parts - 1;
   __syncthreads();
   return is_last;
@@ -79,7 +79,7 @@ CUFLASH_DEVICE void merge_parts(const Decode& params, const attention::BatchHead
   constexpr int kVectors = kValueDim / 4, kAhead = kNumWarps > 4 ? 8 : 16;
   const int own = threadIdx.x;
   const int num_rows = params.group_size * params.num_queries, num_vectors = num_rows * kVectors;
-  float* const weights = merge_room();  // first maxima, later weights
+  float* const weights = merge_room();  // maxima at first, weights later
   float* const sums = weights + kMostParts * kBlockQ;
   float* const factors = sums + kMostParts * kBlockQ;
   const auto* const stats = reinterpret_cast<const tile::Float2*>(params.stats_parts) + first_row;
@@ -88,7 +88,7 @@ CUFLASH_DEVICE void merge_parts(const Decode& params, const attention::BatchHead
 #pragma unroll
   for (int part = 0; part < kAhead; ++part)
     if (part < num_parts && own < num_vectors) ahead[part] = parts[part * num_vectors + own];
-  __syncthreads();  // the merge buffer is read
+  __syncthreads();  // all threads have read the merge buffer
   for (int at = own; at < num_parts * num_rows; at += kThreads) {
     const tile::Float2 of = stats[at];
     weights[at] = of.at[0];

@@ -13,8 +13,8 @@ struct RowStats {
     return ptx::exp2_approx((max - shift(to)) * softmax_scale_log2);
   }
 
-  // Turn scores into weights, and rescale the sums and O of earlier steps by the rise of the maximum. The lower eight
-  // rows of the tile are skipped if no query is in them.
+  // Replace scores by weights, and rescale the sums and O of earlier steps for the new maximum. The lower eight rows of
+  // the tile are skipped if no query is in them.
   CUFLASH_DEVICE void update(Scores& s, Output& o, float softmax_scale_log2, bool has_lower_rows) {
 #pragma unroll
     for (int i = 0; i < Scores::kRows; ++i) {
@@ -37,7 +37,7 @@ struct RowStats {
   }
 };
 
-// Merge the results of the warps that share the keys; the warps of the first keys get the sums.
+// Merge the results of the warps that divide the keys among themselves; the warps of the first keys receive the sums.
 CUFLASH_DEVICE void merge_warps(RowStats& stats, Output& o, float softmax_scale_log2) {
   const int own_group = key_group(), row_group = threadIdx.x / 32 % kRowGroups;
   float* const maxima = merge_room();
@@ -74,7 +74,7 @@ CUFLASH_DEVICE void merge_warps(RowStats& stats, Output& o, float softmax_scale_
     if (own_group >= half && own_group < 2 * half) Layout::store_shared(room, o);
     __syncthreads();  // the summands are stored
     if (own_group < half) Layout::add_shared(room, o, 0, Output::kColumnTiles);
-    __syncthreads();  // the summands are read
+    __syncthreads();  // all threads have read the summands
   }
 }
 

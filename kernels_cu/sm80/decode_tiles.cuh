@@ -15,7 +15,7 @@ constexpr int kNumStages = Config::kNumStages;
 constexpr int kRowGroups = kBlockQ / 16, kKeyGroups = kNumWarps / kRowGroups, kKeysOfWarp = kBlockKv / kKeyGroups;
 using Scores = tile::WarpTile<1, kKeysOfWarp / 8, kRowGroups, kKeyGroups>;
 using Output = tile::WarpTile<1, kValueDim / 8, kRowGroups>;
-using Softmax = attention::LazySoftmax<Scores::kRows>;  // only its scale is used, since warps merge their maxima
+using Softmax = attention::LazySoftmax<Scores::kRows>;  // only for its scale: warps merge their maxima at the end
 static_assert(kRowGroups * kKeyGroups == kNumWarps && kKeysOfWarp % 16 == 0 && kBlockKv % 16 == 0,
               "warps share evenly");
 
@@ -39,13 +39,13 @@ constexpr int kMergeFloats = kStatsFloats + kKeyGroups / 2 * kRowGroups * kFloat
 constexpr int kMostParts = 128;
 constexpr int kPartsFloats = (2 * kMostParts + 1) * kBlockQ;
 
-// Bytes of queries, keys and values, or of the weights of parts if those are more.
+// Size in bytes of queries, keys and values, or of the weights of parts if that is larger.
 template <class Stage>
 constexpr int kBytesOfStages = QTile::kBytes + kNumStages * Stage::kBytes;
 template <class Stage>
 constexpr int kBytesOfDecode = kBytesOfStages<Stage> > 4 * kPartsFloats ? kBytesOfStages<Stage> : 4 * kPartsFloats;
 
-// Shared memory for the list of chosen blocks, after the stages. Only kernels with such lists have it.
+// Return the shared memory for the list of chosen blocks, after the stages. Only kernels with such lists have it.
 template <class Stage>
 CUFLASH_DEVICE uint32_t* room_of_list() {
   return reinterpret_cast<uint32_t*>(ptx::dynamic_shared<unsigned char>() + kBytesOfDecode<Stage>);

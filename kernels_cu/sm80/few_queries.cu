@@ -1,5 +1,5 @@
-// Attention of a few queries to keys and values in arrays, by the loop of the decode kernels (sm80/decode.cuh). A tile
-// holds the queries of all heads that share a key/value head, and each query attends an interval of keys.
+// Attention of a few queries to keys and values in arrays, with the loop of the decode kernels (sm80/decode.cuh). A
+// tile holds the queries of all heads that share a key/value head, and each query attends an interval of keys.
 #include <sm80/plain_stage.cuh>
 
 namespace cuflash::sm80 {
@@ -13,7 +13,7 @@ CUFLASH_DEVICE attention::Matrices of_batch_entry(attention::Matrices matrices, 
   return matrices;
 }
 
-// Return the parameters of the decode loop for a batch entry, whose keys and values are one page.
+// Return the parameters of the decode loop for a batch entry, whose keys and values form a single page.
 CUFLASH_DEVICE Decode decode_of(const attention::Params& params, const attention::DecodeParts& parts,
                                 const attention::BatchHead& heads) {
   const attention::Shape& shape = params.shape;

@@ -1,9 +1,9 @@
 // FlashAttention-2's forward pass (arXiv 2307.08691, algorithm 1) on the tensor cores of Ampere. A thread block works
-// on one tile of queries and walks their keys; each warp keeps its rows of S, P and O in registers. K of the next step
+// on one tile of queries and visits their keys; each warp keeps its rows of S, P and O in registers. K of the next step
 // is copied while the softmax of this step runs, and V while its scores are multiplied. If there are too few tiles for
-// the chip, several blocks share the keys of a tile (split-KV), and combine.cu merges their parts. If there are also
-// few queries, a tile holds those of all heads that share a key/value head (pack_gqa). If queries choose their blocks,
-// a tile holds neighboring queries with all heads that share their lists (packs_queries).
+// the chip, several blocks divide the keys of a tile among themselves (split-KV), and combine.cu merges their parts. If
+// there are also few queries, a tile holds those of all heads that share a key/value head (pack_gqa). If queries choose
+// their blocks, a tile holds neighboring queries with all heads that share their lists (packs_queries).
 #include <attention/config_mma.cuh>
 #include <attention/dropout.cuh>
 #include <attention/members.cuh>
@@ -28,12 +28,12 @@ using Walk = tile::Conditional<kPacksQueries, attention::OverUnions, attention::
 using MembersOfTile = attention::MembersOf<Config, Scores>;
 
 constexpr QTile q_smem{0};
-constexpr OTile o_smem{0};  // overwrites Q, once Q is read
+constexpr OTile o_smem{0};  // overwrites Q, once all threads have read it
 constexpr KTile k_smem{QTile::kBytes > OTile::kBytes ? QTile::kBytes : OTile::kBytes};
 constexpr VTile v_smem{k_smem.start + KTile::kBytes};
 constexpr int kStateOffset = v_smem.start + VTile::kBytes;
 
-// Return the tile of a thread block, which several blocks may share.
+// Return the tile of a thread block; several blocks may share it.
 CUFLASH_DEVICE attention::WorkTile tile_of_block(const attention::Params& params, attention::NoPages,
                                                  attention::ChosenArgument<Config> chosen) {
   if (kPackGqa) return attention::packed_query_tile(params, kBlockQ, params.shape.num_splits);
@@ -45,18 +45,18 @@ CUFLASH_DEVICE attention::WorkTile tile_of_block(const attention::Params& params
   return attention::query_tile_of_sequence<Listed>(params, pages, kBlockQ, attention::first_tile_number());
 }
 
-// Return the range of keys that the block visits: all that the tile's queries attend, or its part of them.
+// Return the range of keys that the block visits: all keys that the tile's queries attend, or the block's part of them.
 CUFLASH_DEVICE attention::VisitRange visit_range_of_block(const attention::Params& params, attention::WorkTile work,
                                                           attention::ChosenArgument<Config> chosen) {
   using namespace attention;
-  if (kPackGqa) work.last = params.shape.seqlen_q;  // the queries are the same for all heads
+  if (kPackGqa) work.last = params.shape.seqlen_q;  // all heads have the same queries
   VisitRange full_range = visit_range_of_tile(params, chosen, work);
   if (Config::kIsPaged) align_steps(full_range, kBlockKv);
   const int num_splits = params.shape.num_splits;
   return kIsSplit ? split_range<kBlockKv, Listed>(params, full_range, split_index(num_splits), num_splits) : full_range;
 }
 
-// Start to copy Q.
+// Start copying Q.
 CUFLASH_DEVICE void load_q(const attention::Params& params, const attention::WorkTile& work,
                            attention::ChosenArgument<Config> chosen) {
   const attention::Shape& shape = params.shape;
@@ -87,7 +87,7 @@ CUFLASH_DEVICE void save_state(const attention::Params& params, const attention:
           has_full_rows<VTile>(state.v, params.v, shape.value_dim);
 }
 
-// Start to copy the rows of K, or of V, of a step.
+// Start copying the rows of K, or of V, of a step.
 template <class Tile>
 CUFLASH_DEVICE void load_block(Tile to, Element* data, const attention::Matrices& matrices, int num_columns,
                                const attention::KvBlock& block, bool rows_fill_tiles, attention::NoPages,
@@ -102,8 +102,8 @@ CUFLASH_DEVICE void load_block(Tile to, Element* data, const attention::Matrices
   }
 }
 
-// Start to copy the rows of K, or of V, of a step from the pages of a sequence. Rows that are not visited become 0, and
-// so do rows that have no page, which are counted.
+// Start copying the rows of K, or of V, of a step from the pages of a sequence. Rows that are not visited and rows
+// without a page become 0; the latter are counted as faults.
 template <class Tile>
 CUFLASH_DEVICE void load_block(Tile to, Element* data, const attention::Matrices& matrices, int num_columns,
                                const attention::KvBlock& block, bool, const attention::Pages& pages,
@@ -137,7 +137,7 @@ CUFLASH_DEVICE void mask_block(Scores& s, const attention::Params& params, const
   else mask_step<Config::kIsListed>(s, params, state.work, block, hidden, members);
 }
 
-// Return the head and the query of a row of a tile, as a score function takes them.
+// Return the head and the query of a row of a tile, in the form that a score function takes.
 CUFLASH_DEVICE attention::HeadAndQuery head_and_query(const attention::Params& params, const attention::WorkTile& work,
                                                       int row, const attention::QueryPosition<Config>& position,
                                                       attention::NoChosenLists) {
@@ -153,7 +153,7 @@ CUFLASH_DEVICE attention::HeadAndQuery head_and_query(const attention::Params&, 
   return attention::head_and_query_of_neighbours(chosen, work, row);
 }
 
-// Replace the scores of a step by their score function.
+// Replace the scores of a step by the score function's results.
 template <class Score>
 CUFLASH_DEVICE void score_step(Scores& s, const attention::Params& params, const attention::WorkTile& work,
                                const attention::KvBlock& block, const Score& score,
@@ -186,7 +186,8 @@ CUFLASH_DEVICE tile::StackedRows<float> rows_of_part(const attention::Shape& sha
   return {all.rows(first, first + seqlen_q), parts.head_stride, seqlen_q};
 }
 
-// Write the partial results of a block that shares its tile: lse of its keys, and O of rows that see one of them.
+// Write the partial results of a block that shares its tile: lse of its keys, and O of the rows that see at least one
+// of them.
 template <class SplitParts>
 CUFLASH_DEVICE void write_part(const attention::Params& params, const SplitParts& parts, const BlockState& state,
                                const Softmax& softmax, Output& o, attention::DropoutArgument<Config> dropout) {
@@ -206,7 +207,7 @@ CUFLASH_DEVICE void write_part(const attention::Params& params, const SplitParts
   }
 }
 
-// Return the sink of each row of a tile, as a function of its index.
+// Return a function that returns the sink of a row of a tile by the row's index.
 CUFLASH_DEVICE auto sink_of_rows(attention::SinkArgument<Config> sink, const attention::WorkTile& work,
                                  attention::NoChosenLists) {
   const float logit = attention::sink_logit<float>(sink, work.batch_head, work.batch_head.head);
@@ -240,7 +241,7 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const BlockSt
   for (int i = 0; i < o.kRows; ++i)
     if (first_column == 0 && first_row + o.row(i) < lse.num_rows) lse.at(first_row + o.row(i), 0) = row_lse[i];
   ptx::cp_async_wait<0>();
-  __syncthreads();  // Q has arrived, even without a step, and is read
+  __syncthreads();  // Q has arrived, even without a step, and all threads have read it
   tile::store(o_smem, o);
   __syncthreads();  // all of O is stored
   tile::store<kThreads>(rows_of_tile<Element>(chosen, params.o, work, params.shape.value_dim), o_smem);
@@ -258,7 +259,7 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
   auto& state = *reinterpret_cast<BlockState*>(ptx::dynamic_shared<unsigned char>() + kStateOffset);
   const WorkTile work = tile_of_block(params, pages, chosen);
   if (work.is_empty()) return;
-  // computed first, since loads from a list have a long latency
+  // computed first, since loads from a list have a high latency
   const VisitRange block_range = visit_range_of_block(params, work, chosen);
   load_q(params, work, chosen);
   if (threadIdx.x == 0) save_state(params, work, block_range, state);
@@ -279,14 +280,14 @@ sm80_forward(const __grid_constant__ cuflash::attention::Params params CUFLASH_F
   ptx::cp_async_commit();
   while (has_block) {
     ptx::cp_async_wait<0>();
-    __syncthreads();  // K has arrived, and Q before the first step; V of the last step is read
+    __syncthreads();  // K has arrived, and Q before the first step; all threads have read V of the last step
     load_block(v_smem, v, params.v, shape.value_dim, block, rows_fill_tiles, pages, state);
     ptx::cp_async_commit();
     Scores s;
-    const bool is_visited = members.has_any();  // true if a query of the warp visits the block
+    const bool is_visited = members.has_any();  // whether a query of the warp visits the block
     if (is_visited) tile::gemm_nt(s, q_smem, k_smem);
     ptx::cp_async_wait<0>();
-    __syncthreads();  // V has arrived; K is read
+    __syncthreads();  // V has arrived; all threads have read K
     if (is_visited) {
       if constexpr (kHasScore) score_step(s, params, state.work, block, score_function, pages, chosen);
       else if (Softmax::needs_negation(shape.softmax_scale)) Softmax::negate(s, shape.softmax_scale);

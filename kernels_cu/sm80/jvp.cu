@@ -1,7 +1,7 @@
-// The tangents of o and lse, from o and lse that the forward pass wrote, on the tensor cores of Ampere. A thread block
-// works on one tile of queries and walks their keys as the forward pass does; each warp keeps its rows of S, S_dot and
-// O_dot in registers. K of the next step and its tangent are copied while the weights of this step are computed, V and
-// its tangent while the scores are multiplied. Results are bitwise reproducible.
+// The tangents of o and lse, from the o and lse that the forward pass wrote, on the tensor cores of Ampere. A thread
+// block works on one tile of queries and visits their keys as the forward pass does; each warp keeps its rows of S,
+// S_dot and O_dot in registers. K of the next step and its tangent are copied while the weights of this step are
+// computed, V and its tangent while the scores are multiplied. Results are bitwise reproducible.
 // score_gradient_mma.cuh is included first, since the `probability` with the approximate exponential must be declared
 // before it is used.
 #include <attention/score_gradient_mma.cuh>
@@ -20,7 +20,7 @@ using Output = tile::WarpTile<kRowTiles, kValueDim / 8, kNumWarps>;
 using Rows = attention::RowTangents<float, Scores::kRows>;
 
 constexpr QTile q_smem{0};
-constexpr OTile o_smem{0};  // overwrites Q, once Q is read
+constexpr OTile o_smem{0};  // overwrites Q, once all threads have read it
 constexpr QTile q_dot_smem{QTile::kBytes > OTile::kBytes ? QTile::kBytes : OTile::kBytes};
 constexpr KTile k_smem{q_dot_smem.start + QTile::kBytes * Config::kHasQDot};
 constexpr KTile k_dot_smem{k_smem.start + KTile::kBytes};
@@ -36,7 +36,7 @@ struct TangentState {
 };
 constexpr int kSharedBytes = kStateOffset + static_cast<int>(sizeof(TangentState));
 
-// Start to copy K and its tangent; below, V and its tangent.
+// Start copying K and its tangent. The second function does so for V and its tangent.
 CUFLASH_DEVICE void load_k(const attention::Params& params, const attention::Tangents& tangents,
                            const TangentState& state, const attention::KvBlock& block) {
   const int columns = params.shape.head_dim;
@@ -76,7 +76,7 @@ CUFLASH_DEVICE void save_state(const attention::Params& params, const attention:
   state.block.rows_fill_tiles = rows_fill_tiles;
 }
 
-// Turn scores into weights and their tangents, as `weights_and_tangents` does.
+// Replace scores by weights and their tangents, as `weights_and_tangents` does.
 CUFLASH_DEVICE void update(Scores& s, Scores& s_dot, Rows& rows, const score::Function& score_function,
                            const attention::Params& params, const BlockState& state, const attention::KvBlock& block) {
   using namespace attention;
@@ -142,7 +142,7 @@ CUFLASH_DEVICE void write_results(const attention::Params& params, const attenti
     if (first_column == 0 && in_bounds) lse_dot.at(row, 0) = result.lse_dot;
   }
   ptx::cp_async_wait<0>();
-  __syncthreads();  // Q has arrived, even without a step, and is read
+  __syncthreads();  // Q has arrived, even without a step, and all threads have read it
   tile::store(o_smem, o_dot);
   __syncthreads();  // all of O_dot is stored
   tile::store<kThreads>(of_tile(Element{}, tangents.o_dot, shape.value_dim), o_smem);
@@ -159,7 +159,7 @@ sm80_jvp(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATU
   const WorkTile work = query_tile<Listed>(params, kBlockQ);
   if (work.is_empty()) return;
   const BatchHead& batch_head = work.batch_head;
-  // computed first, since loads from a list have a long latency
+  // computed first, since loads from a list have a high latency
   const VisitRange visit_range = visit_range_of_queries(params, work);
   const auto of_queries = [&](const Matrices& x) {
     return matrix<Element>(x, batch_head, batch_head.head, shape.seqlen_q, shape.head_dim).rows(work.first, work.last);
@@ -181,13 +181,13 @@ sm80_jvp(const __grid_constant__ cuflash::attention::Params params CUFLASH_FEATU
   ptx::cp_async_commit();
   while (has_block) {
     ptx::cp_async_wait<0>();
-    __syncthreads();  // K has arrived, and Q before the first step; V of the last step is read
+    __syncthreads();  // K has arrived, and Q before the first step; all threads have read V of the last step
     load_v(params, tangents, state, block);
     ptx::cp_async_commit();
     Scores s, s_dot;
     multiply_with_tangents<Config::kHasQDot, Config::kHasKDot>(s, s_dot, q_smem, q_dot_smem, k_smem, k_dot_smem);
     ptx::cp_async_wait<0>();
-    __syncthreads();  // V has arrived; K is read
+    __syncthreads();  // V has arrived; all threads have read K
     has_block = blocks.next(next_block);
     if (has_block) load_k(params, tangents, state, next_block);
     ptx::cp_async_commit();

@@ -6,7 +6,7 @@
 // Copies and products of operands that have tangents.
 namespace cuflash::sm80 {
 
-// Start to copy the rows of a step.
+// Start copying the rows of a step.
 template <class Tile>
 CUFLASH_DEVICE void load_rows(Tile to, Element* data, const attention::Matrices& matrices, int num_columns,
                               const attention::KvBlock& block, bool rows_fill_tiles) {
@@ -20,8 +20,8 @@ CUFLASH_DEVICE void load_rows(Tile to, Element* data, const attention::Matrices&
   }
 }
 
-// Compute c = a b^T, and c_dot = a_dot b^T + a b_dot^T of the tangents that exist; c_dot is not written if there are
-// none. Fragments of a and b are read once for both.
+// Compute c = a b^T and, from the tangents that exist, c_dot = a_dot b^T + a b_dot^T; c_dot is not written if there are
+// none. Fragments of a and b are read once for both products.
 template <bool HasADot, bool HasBDot, class Tile, int Rows, int Columns, int Depth>
 CUFLASH_DEVICE void multiply_with_tangents(Tile& c, Tile& c_dot, tile::SwizzledTile<Element, Rows, Depth> a,
                                            tile::SwizzledTile<Element, Rows, Depth> a_dot,

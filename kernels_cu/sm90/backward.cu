@@ -1,16 +1,17 @@
 // FlashAttention-3's backward pass (arXiv 2407.08608, appendix B) on Hopper, up to 128 columns. A thread block keeps a
-// tile of keys and walks the blocks of queries that visit it, over the query heads that share its key/value head; then
-// it takes the next tile. One warpgroup loads Q, dO and the statistics of the queries. Two warpgroups multiply, 64 keys
-// each. They compute S and dP transposed, so that P and dS, and dK and dV, stay in registers. Only dS passes through
-// shared memory, for the product dQ, whose parts are summed in global memory. If sm90/backward_rows.cu computes dQ,
-// this kernel does not, and one warpgroup multiplies. If queries choose their blocks, it
-// walks the queries that chose the tile's keys (packs_queries).
+// tile of keys and visits the blocks of queries that attend to them, over the query heads that share its key/value
+// head; then it takes the next tile. One warpgroup loads Q, dO and the statistics of the queries. Two warpgroups
+// multiply, for 64 keys each. They compute S and dP transposed, so that P and dS, and dK and dV, stay in registers.
+// Only dS passes through shared memory, for the product dQ, whose parts are summed in global memory. If
+// sm90/backward_rows.cu computes dQ, this kernel does not, and only one warpgroup multiplies. If queries choose their
+// blocks, this kernel visits the queries that chose the tile's keys (packs_queries).
 #include <sm90/backward_epilogue.cuh>
 
 namespace cuflash::sm90 {
 
 struct Backward : BackwardEpilogue<Config> {
-  // Start the product of a step's scores; below, of its dP. Both are transposed: rows are the warpgroup's keys.
+  // Start the product for the scores of a step; the second function starts the product for dP. Both results are
+  // transposed: rows are the warpgroup's keys.
   static CUFLASH_DEVICE void start_scores(Scores& s, const PipelineState& state, int part) {
     tile::start_gemm_nt(s, tile::KMajor<SmemK>(k_smem, 64 * part), tile::KMajor<SmemQ>(q_smem(state.stage)));
   }
@@ -21,8 +22,8 @@ struct Backward : BackwardEpilogue<Config> {
   using Step = StepScoreOf<score::Function>;
   using SumsOfSteps = Step::StepSums;
 
-  // Finish or stage dQ of a step; with the last step of a tile, write dK and dV of the tile, and start the next one.
-  // `flags` are those of the next step. Return false if no tile is left.
+  // Finish or stage dQ of a step. After the last step of a tile, also write dK and dV of the tile, and start the next
+  // tile. `flags` are those of the next step. Return false if no tile is left.
   static CUFLASH_DEVICE bool end_step(const attention::Params& params, WarpDk& dk, WarpDv& dv, WarpDq& dq,
                                       float* dq_staging, const PipelineState& state, int flags, DqFinish dq_finish,
                                       int part, const score::Function& score, DropoutArgument dropout,
@@ -33,7 +34,7 @@ struct Backward : BackwardEpilogue<Config> {
       dq_finish = smem.dq_finish;
     }
     const bool finishes = dq_finish != DqFinish::kNot;
-    // one branch for both cases, so that all other steps share one piece of code
+    // one branch for both cases, so that all other steps share the same code
     if (starts_next_tile(flags) || finishes) {
       if (starts_next_tile(flags)) release_kv();
       tile::wait_wgmma<0>(dk);
@@ -67,7 +68,7 @@ struct Backward : BackwardEpilogue<Config> {
   }
 
   // Compute P and dS of a step whose weights a score function or dropout changes, as operands of products, and store dS
-  // in shared memory. If dP does not run ahead, it is multiplied here.
+  // in shared memory. If dP is not computed ahead of its step, it is computed here.
   static CUFLASH_DEVICE void make_changed_step(Scores& s, Scores& dp, PackedScores& p, PackedScores& ds, Kept& kept,
                                                const StepQueries& queries, const PipelineState& state, int part,
                                                const attention::Shape& shape, const score::Function& score,
@@ -89,7 +90,7 @@ struct Backward : BackwardEpilogue<Config> {
     else make_operands(IsPlain<false>());
   }
 
-  // Replace the scores of a step by P while its dP is multiplied, if P does not depend on dP.
+  // Replace the scores of a step by P while the tensor cores compute dP, if P does not depend on dP.
   static CUFLASH_DEVICE void make_step_p(Scores& s, const Step& step, QueryValues& delta, const QueryValues& lse_2,
                                          const PipelineState& state, int first_query, int flags,
                                          float softmax_scale_log2) {
@@ -100,23 +101,23 @@ struct Backward : BackwardEpilogue<Config> {
     else make_p<false>(s, lse_2, delta, queries, softmax_scale_log2);
   }
 
-  // Return how the tile finishes dQ of a step, if the order of tiles decides it.
+  // Return how the tile finishes dQ of a step, if the order of tiles determines it.
   static CUFLASH_DEVICE DqFinish finish_of_step(int flags) {
     return Config::kFinishesDqInOrder && flags & StepMessage::kFinalizesDq ? DqFinish::kWithSums : DqFinish::kNot;
   }
 
   // Return where a thread stores dS, if this kernel computes dQ.
   static CUFLASH_DEVICE int address_of_ds() {
-    if constexpr (kMakesDq)  // opaque, so that it is not recomputed in each step
+    if constexpr (kMakesDq)  // opaque, so that the compiler does not recompute it in each step
       return ptx::opaque(tile::transposed_address(ds_smem, Scores::warp_row()));
     else return 0;
   }
 
-  // Run a consumer warpgroup: walk all steps, tile after tile. Each accumulator is a new variable per iteration, so
-  // that ptxas sees no wgmma registers carried over the loop. No wgmma may be in flight at the back edge of the loop;
-  // otherwise ptxas serializes them (advisory C7510). There is one loop, with one step per iteration, so that addresses
-  // of operands are uniform in the warp. Here dP of the next step is multiplied before this step ends, and its P is
-  // computed meanwhile.
+  // Run a consumer warpgroup: process all steps, tile after tile. Each accumulator is a new variable in every
+  // iteration, so that ptxas sees no wgmma registers carried over the loop. No wgmma may be in flight at the back edge
+  // of the loop; otherwise ptxas serializes them (advisory C7510). There is one loop, with one step per iteration, so
+  // that addresses of operands are uniform in the warp. In this version, dP of the next step is started before this
+  // step ends, and P of the next step is computed meanwhile.
   static CUFLASH_DEVICE void consume_with_next_dp(const attention::Params& params, int part,
                                                   const score::Function& score, DropoutArgument dropout,
                                                   ChosenArgument chosen) {
@@ -169,7 +170,7 @@ struct Backward : BackwardEpilogue<Config> {
       const DqFinish dq_finish = finish_of_step(flags);
       QueryValues next_lse_2;
       flags = wait_step(next_state);
-      // loaded before stores of dQ and the next product occupy shared memory
+      // loaded before stores of dQ and the next product keep shared memory busy
       next_lse_2 = QueryValues(smem.queries[next_state.stage].stats.lse_2 + first_query);
       tile::wait_wgmma<1>(dv);
       tile::fence_registers(p);
@@ -180,7 +181,7 @@ struct Backward : BackwardEpilogue<Config> {
         return;
       Scores next_s;
       start_scores(next_s, next_state, part);
-      // this wait contains a branch, without which ptxas serializes the products
+      // this wait contains a branch; without one, ptxas serializes the products
       tile::wait_full(smem.d_o[next_state.stage], next_state.phase);
       tile::wait_wgmma<1>(dk);
       tile::fence_registers(ds);
@@ -198,7 +199,7 @@ struct Backward : BackwardEpilogue<Config> {
       state = next_state;
     }
   }
-  // As above, if registers do not hold dP of the next step.
+  // Run a consumer warpgroup as above, if registers cannot hold dP of the next step.
   static CUFLASH_DEVICE void consume_without_next_dp(const attention::Params& params, int part,
                                                      const score::Function& score, DropoutArgument dropout,
                                                      ChosenArgument chosen) {
@@ -255,7 +256,7 @@ struct Backward : BackwardEpilogue<Config> {
         return;
       Scores next_s;
       start_scores(next_s, next_state, part);
-      // this wait contains a branch, without which ptxas serializes the products
+      // this wait contains a branch; without one, ptxas serializes the products
       tile::wait_full(smem.d_o[next_state.stage], next_state.phase);
       tile::wait_wgmma<0>(next_s);
       ptx::fence_registers(tile::accumulators(dk));
@@ -272,7 +273,7 @@ struct Backward : BackwardEpilogue<Config> {
     else consume_without_next_dp(params, part, score, dropout, chosen);
   }
 
-  // Run a thread block.
+  // The body of the kernel.
   static CUFLASH_DEVICE void run(const attention::Params& params, const TensorMaps& maps,
                                  const QueryState& query_state, DropoutArgument dropout,
                                  const score::Function& score_function, StagedMapArgument staged_map,
@@ -288,7 +289,7 @@ constexpr int kSharedBytes = Backward::kSharedBytes;
 
 namespace cuflash {
 
-// The bins of the score function, which its text adds to.
+// Return the bins to which the text of the score function adds.
 CUFLASH_DEVICE score::Function::Number* bins_of_warp() { return sm90::Backward::bins_of_warp(); }
 
 }  // namespace cuflash

@@ -1,7 +1,7 @@
 #pragma once
 #include <sm90/changed_weights.cuh>
 
-// P and dS of a step of sm90_backward, in registers, for calls whose weights a score function or dropout changes.
+// P and dS of a step of sm90_backward, in registers, in calls whose weights a score function or dropout changes.
 namespace cuflash::sm90 {
 
 template <class Config>
@@ -17,17 +17,18 @@ struct BackwardChangedScores : ChangedWeights<Config> {
   template <class Score>
   using StepScoreOf = typename Base::template StepScoreIf<Scores, Score>;
 
-  // P is computed while dP is multiplied, if slopes do not depend on scores and registers hold dP of the next step.
+  // P is computed while dP is multiplied, if slopes do not depend on scores and if registers can hold dP of the next
+  // step.
   static constexpr bool kMakesPEarly = kChangesWeights && !kMakesPAndDsTogether && kDpRunsAhead;
 
-  // Call visit(i, j) for a thread's elements of 16 queries.
+  // Call visit(i, j) for a thread's elements in group `k` of 16 queries.
   template <class Visit>
   static CUFLASH_DEVICE void for_each_of_fragment(int k, Visit visit) {
     attention::for_each_score<Scores>(4 * k, 4 * (k + 1), visit);
   }
 
-  // Replace q k^T by P for 16 queries; P is 0 for masked elements and for queries without a key. `scale` multiplies
-  // scores with a score function, and exponents without one.
+  // Replace q k^T by P for 16 queries; P is 0 for masked elements and for queries without a key. With a score function,
+  // `scale` multiplies scores; without one, it multiplies exponents.
   template <class Step, class Mask>
   static CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, int k, const StepQueries& queries,
                                             const Mask& mask, float scale) {
@@ -41,8 +42,8 @@ struct BackwardChangedScores : ChangedWeights<Config> {
     });
   }
 
-  // Replace q k^T by P for all queries of a step. P is computed as in a plain step, then corrected if the step is not
-  // plain: thus all steps share one piece of code, which saves instruction fetches.
+  // Replace q k^T by P for all queries of a step. P is computed as in a plain step, and then corrected if the step is
+  // not plain. Thus all steps share the same code, which saves instruction fetches.
   template <class Step>
   static CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, const StepQueries& queries, float scale) {
     const AllOfThread all(queries);
@@ -57,20 +58,20 @@ struct BackwardChangedScores : ChangedWeights<Config> {
       });
   }
 
-  // Find which weights of a step dropout keeps.
+  // Determine which weights of a step dropout keeps.
   static CUFLASH_DEVICE void draw_step(Kept& kept, const StepPositions& positions, DropoutArgument dropout,
                                        const attention::Shape& shape) {
     if constexpr (Config::kHasDropout) kept = Base::template kept_weights_of_step<Scores>(dropout, shape, positions);
   }
 
-  // Selects one of two copies of a function at compile time: for plain steps, or for all others.
+  // A tag that selects one of two versions of a function at compile time: for plain steps, or for all others.
   template <bool Value>
   struct IsPlain {
     static constexpr bool kValue = Value;
   };
 
   // Compute P and dS of a step from P (or q k^T) and dP, pack them as left operands of products, and store dS
-  // transposed for the product dQ. P loses the weights that dropout drops, as the product dV needs it.
+  // transposed for the product dQ. The weights that dropout drops become 0 in P, for the product dV.
   template <bool IsPlain, class Score>
   static CUFLASH_DEVICE void make_changed_operands(Scores& s, Scores& dp, PackedScores& p, PackedScores& ds,
                                                    const Kept& kept, const StepQueries& queries,
@@ -97,7 +98,7 @@ struct BackwardChangedScores : ChangedWeights<Config> {
         for_each_of_fragment(k, [&](int i, int j) {
           const float delta = queries.delta()[Scores::column(j)];
           const float ds = attention::score_gradient(s.at(i, j), dp.at(i, j), delta);
-          // 0 also for queries that the score function hides from all keys
+          // 0 also for queries for which the score function hides all keys
           dp.at(i, j) = IsPlain || s.at(i, j) != 0 ? ds : 0.0f;
         });
         if constexpr (kHasSlopes) step.apply_slopes(s, dp, k, sums);

@@ -2,8 +2,8 @@
 #include <attention/column_parts.cuh>
 #include <sm90/backward_changed_scores.cuh>
 
-// Results of sm90_backward: dQ of a step, which is multiplied, then staged for the dQ writer or finished; and dK and dV
-// of a tile.
+// Results of sm90_backward: dQ of a step, which is computed and then staged for the dQ writer or finished; and dK and
+// dV of a tile.
 namespace cuflash::sm90 {
 
 template <class Config>
@@ -15,8 +15,8 @@ struct BackwardEpilogue : BackwardChangedScores<Config> {
   using Base::ds_smem, Base::kBlockQ, Base::kBlockKv, Base::kMakesDq, Base::kNumConsumers, Base::kPacksQueries, Base::kRowParts, Base::k_smem, Base::shared,
       Base::write_gradient;
 
-  // Start the product dQ of a step, a part of it for each warpgroup. Called by both warpgroups, when they have stored
-  // dS of their keys.
+  // Start the product dQ of a step; each warpgroup computes a part of it. Called by both warpgroups, once they have
+  // stored dS of their keys.
   static CUFLASH_DEVICE void start_dq(WarpDq& dq, int part) {
     ptx::fence_proxy_async();
     ptx::bar_sync(kConsumersSync, kNumConsumers * kWarpgroupThreads);  // both warpgroups have stored dS
@@ -25,7 +25,8 @@ struct BackwardEpilogue : BackwardChangedScores<Config> {
                         tile::MnMajor<KOfWarpgroup>(k_part));
   }
 
-  // Wait until the other warpgroup has read the dS of this one; below, signal that this one has read the other's.
+  // Wait until the other warpgroup has read this warpgroup's dS. The second function signals that this warpgroup has
+  // read the other's dS.
   static CUFLASH_DEVICE void wait_ds(int part) {
     if constexpr (kMakesDq) ptx::bar_sync(kDsEmpty + part, kNumConsumers * kWarpgroupThreads);
   }
@@ -33,13 +34,14 @@ struct BackwardEpilogue : BackwardChangedScores<Config> {
     if constexpr (kMakesDq) ptx::bar_arrive(kDsEmpty + (1 - part), kNumConsumers * kWarpgroupThreads);
   }
 
-  // Wait until the staging buffer of dQ is free, or holds the sums of other tiles; below, stage dQ for the dQ writer.
+  // Wait until the staging buffer of dQ is free, or holds the sums of other tiles. The second function stages dQ for
+  // the dQ writer.
   static CUFLASH_DEVICE void wait_dq(int part) { ptx::bar_sync(kDqEmpty + part, kWarpgroupThreads + 32); }
   static CUFLASH_DEVICE void stage_dq(const WarpDq& dq, float* staged, int part) {
     DqSumLayout::store_shared(staged, dq);
     ptx::bar_arrive(kDqFull + part, kWarpgroupThreads + 32);
   }
-  // Scale and store dQ of all queries of a tile, with the staged sums of other tiles added if `adds`. Four groups of
+  // Scale and store dQ of all queries of a step, with the staged sums of other tiles added if `adds`. Four groups of
   // eight columns are converted at a time, to save registers.
   static CUFLASH_DEVICE void finish_dq(const attention::Params& params, WarpDq& dq, const float* staged,
                                        const StepMessage& message, int part, bool adds) {
@@ -58,7 +60,7 @@ struct BackwardEpilogue : BackwardChangedScores<Config> {
     ptx::bar_arrive(kDqFull + part, kWarpgroupThreads + 32);
   }
 
-  // Return whether dk and dv are the sums over all queries, which other thread blocks may share.
+  // Return whether dk and dv are the sums over all queries, to which several thread blocks may contribute parts.
   static CUFLASH_DEVICE bool add_parts(const attention::Params&, attention::NoChosenLists, int, WarpDk&,
                                        WarpDv&) {
     return true;

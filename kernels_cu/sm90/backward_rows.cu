@@ -1,9 +1,9 @@
 // dQ of a backward pass on Hopper, up to 128 columns, for calls whose dQ must be bitwise reproducible and for lists of
 // small blocks: the loop of FlashAttention-2 (arXiv 2307.08691, algorithm 2) with the products of FlashAttention-3
-// (arXiv 2407.08608). A tile has 64 queries, and P is recomputed from lse. One warpgroup of a thread block loads Q, dO,
-// and K and V of each step; the other one multiplies. P, dS and dQ stay in registers. A second thread block on the
-// multiprocessor multiplies while this one computes P and dS. If queries choose their blocks, a tile has neighboring
-// queries with all heads that share their lists (packs_queries).
+// (arXiv 2407.08608). A tile has 64 queries, and P is recomputed from lse. One warpgroup of a thread block loads Q and
+// dO, and K and V of each step; the other one multiplies. P, dS and dQ stay in registers. While one thread block
+// computes P and dS, another one on the same multiprocessor multiplies. If queries choose their blocks, a tile has
+// neighboring queries with all heads that share their lists (packs_queries).
 #include <attention/score_gradient_mma.cuh>
 #include <sm90/query_stats.cuh>
 #include <sm90/kv_pipeline.cuh>
@@ -13,7 +13,7 @@ namespace cuflash::sm90 {
 struct BackwardRows : KvPipeline<Config> {
   using QueryTiles = QueryTileStats<Config>;
   using QueryStats = QueryTiles::QueryStats;
-  // a block starts with 128 registers for each thread
+  // a block starts with 128 registers per thread
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 200;
   static_assert(kProducerRegisters + kConsumerRegisters <= 2 * 128, "a block has no more registers");
   static_assert(kNumConsumers == 1 && kThreads == 2 * kWarpgroupThreads, "a warpgroup multiplies 64 queries");
@@ -24,7 +24,7 @@ struct BackwardRows : KvPipeline<Config> {
   using Statistics = attention::RowStatistics<Scores>;
 
   struct BackwardRowsHooks {
-    // Write dq = 0 of queries that see no key. Called by a warp.
+    // Write dq = 0 for queries that see no key. Called by a warp.
     static CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const attention::WorkTile& work,
                                                 SinkArgument, attention::NoChosenLists) {
       using namespace attention;
@@ -43,7 +43,7 @@ struct BackwardRows : KvPipeline<Config> {
   };
 
   // Return lse and delta of a thread's rows. The previous kernel has stored them by tiles of queries. Without a list,
-  // it cuts tiles from the first query on, and this kernel cuts them from the last one.
+  // that kernel cuts tiles from the first query on, whereas this kernel cuts them from the last query on.
   static CUFLASH_DEVICE Statistics row_statistics(const attention::Params& params, const QueryState& query_state,
                                                   const attention::WorkTile& work, attention::NoChosenLists) {
     const auto* const all = QueryTiles::query_records(query_state, work.batch_head);
@@ -69,7 +69,7 @@ struct BackwardRows : KvPipeline<Config> {
                                              attention::rows_of_tile<float>(chosen, params.delta, work, 1));
   }
 
-  // Replace q k^T by P; masked scores keep their mark.
+  // Replace q k^T by P; masked scores stay marked.
   template <bool IsPlain>
   static CUFLASH_DEVICE void make_p(Scores& s, const Statistics& stats, float softmax_scale_log2) {
     attention::for_each_score<Scores>([&](int i, int j) {
@@ -78,7 +78,7 @@ struct BackwardRows : KvPipeline<Config> {
     });
   }
 
-  // Replace dP by dS; dP of masked elements is arbitrary, and their dS is 0.
+  // Replace dP by dS. Masked elements have an arbitrary dP, and their dS is 0.
   template <bool IsPlain>
   static CUFLASH_DEVICE void make_ds(Scores& p, Scores& dp, const Statistics& stats) {
     attention::for_each_score<Scores>([&](int i, int j) {
@@ -87,8 +87,8 @@ struct BackwardRows : KvPipeline<Config> {
     });
   }
 
-  // Start the product of a step's scores, once K has arrived; below, of its dP, once V has. `num_k_blocks` counts the
-  // blocks of keys that the warpgroup has read.
+  // Start the product for a step's scores once K has arrived; the second function starts dP once V has arrived.
+  // `num_k_blocks` counts the blocks of keys that the warpgroup has read.
   static CUFLASH_DEVICE void start_scores(Scores& s, unsigned num_k_blocks) {
     const int stage = stage_of(num_k_blocks);
     tile::wait_full(shared().k[stage], phase_of(num_k_blocks));
@@ -100,9 +100,9 @@ struct BackwardRows : KvPipeline<Config> {
     tile::start_gemm_nt(dp, tile::KMajor<SmemDo>(do_smem(0)), tile::KMajor<SmemV>(v_smem(stage)));
   }
 
-  // Add all keys of a tile to its dQ. Scores and dP of the next step are queued after the product dQ of this one, and P
-  // is computed during the product dP. Q and dO are released after the last dP, so that those of the next tile are
-  // loaded while the results are written.
+  // Add all keys of a tile to its dQ. The products for scores and dP of the next step are queued after the product dQ
+  // of this step, and P is computed during the product dP. Q and dO are released after the last dP, so that those of
+  // the next tile are loaded while the results are written.
   static CUFLASH_DEVICE void process_tile(const attention::Params& params, const QueryState& query_state, Dq& dq,
                                           const WorkTileInfo& tile_info, unsigned& num_k_blocks,
                                           ChosenArgument chosen) {
@@ -170,7 +170,7 @@ struct BackwardRows : KvPipeline<Config> {
     }
   }
 
-  // Run a thread block.
+  // The body of the kernel.
   static CUFLASH_DEVICE void run(const attention::Params& params, const TensorMaps& maps, SinkArgument sink,
                                  PagesArgument pages, ScalesArgument scales, const score::Function& score_function,
                                  StagedMapArgument staged_map, const QueryState& query_state,

@@ -3,7 +3,7 @@
 #include <attention/score_gradient_mma.cuh>
 #include <sm90/backward_tiles.cuh>
 
-// P and dS of a step of sm90_backward, in registers, for calls without score function and dropout.
+// P and dS of a step of sm90_backward, in registers, in calls without a score function and dropout.
 namespace cuflash::sm90 {
 
 template <class Config>
@@ -13,7 +13,7 @@ struct BackwardScores : BackwardTiles<Config> {
   using typename Base::AllOfThread, typename Base::MaskOfThread, typename Base::PackedScores,
       typename Base::QueryValues, typename Base::Scores, typename Base::SmemDs, typename Base::StepQueries;
 
-  // Replace q k^T by P. In a plain step, P is not clamped to 1. delta is loaded when the registers of lse are free, and
+  // Replace q k^T by P. In a plain step, P is not clamped to 1. delta is loaded once the registers of lse are free, and
   // arrives while exponentials are computed.
   template <bool IsPlain>
   static CUFLASH_DEVICE void make_p(Scores& s, const QueryValues& lse_2, QueryValues& delta, const StepQueries& queries,
@@ -52,8 +52,8 @@ struct BackwardScores : BackwardTiles<Config> {
     }
   }
 
-  // Clamp P to 1 and set masked elements of P, or of dS, to 0, in a step that is not plain. Called after all of P or dS
-  // is computed.
+  // In a step that is not plain, clamp P to 1 and set masked elements to 0; or set masked elements of dS to 0. Called
+  // after all of P or dS has been computed.
   template <bool IsP>
   static CUFLASH_DEVICE void clamp_and_mask(Scores& x, const StepQueries& queries) {
     const MaskOfThread mask(queries);
@@ -63,8 +63,8 @@ struct BackwardScores : BackwardTiles<Config> {
     ptx::fence_registers(tile::accumulators(x));
   }
 
-  // Replace S by P and dP by dS, once dP has arrived. They are computed as in a plain step, then corrected if the step
-  // is not plain: thus all steps share one piece of code, which saves instruction fetches.
+  // Replace S by P and dP by dS, once dP has arrived. They are computed as in a plain step, and then corrected if the
+  // step is not plain. Thus all steps share the same code, which saves instruction fetches.
   static CUFLASH_DEVICE void make_p_and_ds(Scores& s, Scores& dp, const QueryValues& lse_2, const StepQueries& queries,
                                            float softmax_scale_log2) {
     QueryValues delta;

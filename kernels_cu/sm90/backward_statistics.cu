@@ -1,4 +1,4 @@
-// The first kernel of FlashAttention-3's backward pass (arXiv 2407.08608, appendix B). For each tile of queries it
+// The first kernel of FlashAttention-3's backward pass (arXiv 2407.08608, appendix B). For each tile of queries, it
 // computes the QueryStats that the backward kernels load by one bulk copy: lse in base 2 and delta = rowsum(dO o O) -
 // dlse, which is 0 in rows without a key. It sets sums of dQ to 0 if no tile of keys stores them.
 #include <attention/delta.cuh>
@@ -34,9 +34,9 @@ struct BackwardStatistics : QueryTileStats<Config> {
     stats.visitors = {};
   }
 
-  // Call write(row, delta) with each row of a full tile whose rows are full, and return true; return false for other
-  // tiles, which for_each_delta handles. A thread loads a few chunks of O and of dO at a time, which saves 2 % of a
-  // causal backward pass of 1024 tokens at 64 columns (sm90_steps.log of b648872e, 28).
+  // Call write(row, delta) for each row of a full tile with full rows, and return true. Return false for other tiles,
+  // which for_each_delta handles. A thread loads a few chunks of O and of dO at a time, which saves 2 % of a causal
+  // backward pass of 1024 tokens at 64 columns (step 28 of sm90_steps.log at commit b648872e).
   template <class Write>
   static CUFLASH_DEVICE bool for_each_delta_of_full_tile(const attention::Params& params,
                                                          const attention::WorkTile& work, Write write) {
@@ -47,9 +47,9 @@ struct BackwardStatistics : QueryTileStats<Config> {
     if constexpr (kValueDim % kWidth != 0 || kBlockQ % kHeight != 0) {
       return false;
     } else {
-      // chunks of a thread in a row, and rows of a thread
+      // numbers of chunks per row, and of rows, that a thread loads
       constexpr int kChunksPerThread = kValueDim / kWidth, kRowsPerThread = kBlockQ / kHeight;
-      // rows loaded at a time; with all of them, ptxas spills registers
+      // number of rows loaded at a time; if it were all rows, ptxas would spill registers
       constexpr int kRowsInFlight = kChunksPerThread * kRowsPerThread <= 4 ? (kRowsPerThread + 1) / 2
                                     : kChunksPerThread < 4                 ? 4 / kChunksPerThread
                                                                            : 1;
@@ -98,7 +98,7 @@ struct BackwardStatistics : QueryTileStats<Config> {
     }
   }
 
-  // Run a thread block.
+  // The body of the kernel.
   static CUFLASH_DEVICE void run(const attention::Params& params, const QueryState& query_state) {
     reset_tile_counter(params);
     const WorkTile work = own_query_tile(params);
@@ -115,7 +115,7 @@ struct BackwardStatistics : QueryTileStats<Config> {
       if constexpr (Config::kAddsDqInOrder)
         if (threadIdx.x == 0) stats.visitors.last = last_visiting_key_tile<kBlockKv>(params, work);
     }
-    ptx::compiler_barrier();  // keeps ptxas from moving loads ahead, which would spill registers
+    ptx::compiler_barrier();  // keeps ptxas from moving loads to an earlier place, which would spill registers
     const auto write = [&](int row, float sum) { stats.delta[row - work.first] = sum; };
     if (!for_each_delta_of_full_tile(params, work, write)) for_each_delta(params, work, write);
     if (!kCountsDqTiles && !stores_dq<kBlockKv>(params, work)) clear_dq_sum(params, work, number);

@@ -1,8 +1,8 @@
 #pragma once
 #include <sm90/q_pipeline.cuh>
 
-// Register tiles of sm90_backward, whose rows of scores are keys, and how threads read the statistics and masks of a
-// step's queries.
+// Register tiles of sm90_backward, in which the rows of score tiles are keys, and access to the statistics and masks of
+// a step's queries.
 namespace cuflash::sm90 {
 
 template <class Config>
@@ -19,12 +19,12 @@ struct BackwardTiles : QPipeline<Config> {
   using WarpDv = tile::WarpTile<1, kValueDim / 8, 4 * kNumConsumers>;
   using PackedScores = tile::PackedOperand<Element, Scores>;  // P or dS
   using SmemDs = tile::WgmmaTile<Element, kBlockQ, kBlockKv>;
-  static constexpr SmemDs ds_smem{kScoreOffset};  // if this kernel computes dQ
+  static constexpr SmemDs ds_smem{kScoreOffset};  // exists if this kernel computes dQ
 
   // The part of dQ that a warpgroup computes: all columns if a step has 64 queries, half of the columns if it has 128.
   static constexpr int kRowParts = kBlockQ / 64;
-  // With 64 queries per step, registers also hold S and dP of the next step, whose P is computed while its dP is
-  // multiplied.
+  // With 64 queries per step, registers also hold S and dP of the next step: its P is computed while the tensor cores
+  // compute its dP.
   static constexpr bool kDpRunsAhead = kRowParts == 1;
   using KOfWarpgroup = tile::WgmmaTile<Element, kBlockKv, kHeadDim * kRowParts / kNumConsumers>;
 
@@ -38,8 +38,8 @@ struct BackwardTiles : QPipeline<Config> {
     CUFLASH_DEVICE const float* delta() const { return stage.stats.delta + first_query; }
   };
 
-  // Mask of a thread's scores. It allows all of them in a plain step; otherwise it has a bit for each query of each of
-  // the thread's keys, in words of 32 queries.
+  // Masks of a thread's scores. In a plain step, AllOfThread allows all scores. In other steps, MaskOfThread has a bit
+  // for each query of each of the thread's keys, in words of 32 queries.
   struct AllOfThread {
     static constexpr bool kIsPlain = true;
     explicit CUFLASH_DEVICE AllOfThread(const StepQueries&) {}
@@ -51,7 +51,7 @@ struct BackwardTiles : QPipeline<Config> {
 
     MaskOfThread() = default;
     explicit CUFLASH_DEVICE MaskOfThread(const StepQueries& queries) {
-      const uint32_t all = queries.flags & StepMessage::kMasked ? 0 : ~0u;  // a step with a large lse may have no mask
+      const uint32_t all = queries.flags & StepMessage::kMasked ? 0 : ~0u;  // a step with a large lse may need no mask
       const uint32_t(*const row_masks)[kQueryWords] = &queries.stage.row_masks[Scores::first_row()];
 #pragma unroll
       for (int i = 0; i < Scores::kRows; ++i)
@@ -61,7 +61,7 @@ struct BackwardTiles : QPipeline<Config> {
     CUFLASH_DEVICE bool at(int i, int j) const { return bits[i][Scores::column(j) / 32] >> Scores::column(j) % 32 & 1; }
   };
 
-  // Values of the thread's queries, lse or delta. Some are loaded into registers in advance, so that products that
+  // Values (lse or delta) of the thread's queries. Some are loaded into registers in advance, so that products that
   // start meanwhile do not delay them; the others are loaded at use.
   struct QueryValues {
     static constexpr int kPrefetched = 1024 / kBlockQ;

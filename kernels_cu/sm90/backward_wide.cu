@@ -1,7 +1,7 @@
 // FlashAttention-3's backward pass (arXiv 2407.08608, appendix B) on Hopper, above 128 columns. Registers cannot hold
-// dK and dV of 128 keys, so a tile has fewer keys. Two warpgroups compute S and dP of half of the keys each. P and dS
+// dK and dV of 128 keys, so a tile has fewer keys. Two warpgroups each compute S and dP of half of the keys. P and dS
 // pass through shared memory, since each warpgroup computes dK and dV of all keys, transposed, for half of their
-// columns. Each adds half of the columns of dQ to sums in global memory.
+// columns. Each warpgroup adds half of the columns of dQ to sums in global memory.
 #include <attention/for_each_score.cuh>
 #include <ptx/store.cuh>
 #include <sm90/q_pipeline.cuh>
@@ -18,13 +18,13 @@ struct BackwardWide : QPipeline<Config> {
   static CUFLASH_DEVICE TransposedScores p_smem(bool is_odd) { return {kScoreOffset + is_odd * kScoreBytes}; }
   static constexpr TransposedScores ds_smem{kScoreOffset + 2 * kScoreBytes};
 
-  // The part of dQ that a warpgroup computes at a time: of its half of the columns, as many as registers hold.
+  // The part of dQ that a warpgroup computes at a time: of its half of the columns, the most that registers can hold.
   static constexpr int kDqSlices = kHeadDim > 192 ? 2 : 1;
   using DqSlice = tile::WarpTile<1, WarpDq::kColumnTiles / kDqSlices, 4, kNumConsumers>;
   using KSlice = tile::WgmmaTile<Element, kBlockKv, 8 * DqSlice::kColumnTiles, SmemK::kPanelWidth>;
 
-  // A warpgroup's part of dK or dV, transposed: rows are columns of the gradient, those of whole panels of Q or dO. If
-  // the number of panels is odd, both warpgroups compute the last one, for half of the keys each.
+  // A warpgroup's part of dK or dV, transposed: rows are columns of the gradient that correspond to whole panels of Q
+  // or dO. If the number of panels is odd, both warpgroups compute the last panel, for half of the keys each.
   template <class Left>
   struct GradientPart {
     static constexpr int kPanelsPerWarpgroup = Left::kNumPanels / kNumConsumers;
@@ -42,7 +42,7 @@ struct BackwardWide : QPipeline<Config> {
     AllKeys panels[kPanelsPerWarpgroup];
     HalfOfKeys last_panel;
 
-    // Call visit with the sums of each part, its panel and its first key.
+    // Call visit(sums, panel, first key) for each of the parts.
     template <class Visit>
     CUFLASH_DEVICE void each(int part, Visit visit) {
 #pragma unroll
@@ -50,7 +50,7 @@ struct BackwardWide : QPipeline<Config> {
       if constexpr (kSharesLastPanel) visit(last_panel, kLast, part * kBlockKv / kNumConsumers);
     }
 
-    // Start the product of the first panel; below, those of the others.
+    // Start the product of the first panel. The second function starts those of the other panels.
     CUFLASH_DEVICE void start_first_sum(Left left, TransposedScores right, int part) {
       left = tile::warp_uniform(left);
       right = tile::warp_uniform(right);
@@ -64,7 +64,7 @@ struct BackwardWide : QPipeline<Config> {
       if constexpr (kSharesLastPanel)
         tile::start_gemm_add_tt(last_panel, Columns(left, kLast), Keys(right, part * kBlockKv / kNumConsumers));
     }
-    // Keep accesses to the sums from moving across this line. Called after the wait for their products.
+    // Keep accesses to the sums from moving across this line. Called after the wait for the products.
     CUFLASH_DEVICE void fence_registers() {
       each(0, [](auto& sums, int, int) { ptx::fence_registers(tile::accumulators(sums)); });
     }
@@ -72,7 +72,7 @@ struct BackwardWide : QPipeline<Config> {
   using WarpgroupDk = GradientPart<SmemQ>;
   using WarpgroupDv = GradientPart<SmemDo>;
 
-  // Mask of a thread's scores; a byte of bits has eight of the warpgroup's keys.
+  // Mask of a thread's scores; a byte of `bits` has the bits of eight of the warpgroup's keys.
   struct ThreadMask {
     static constexpr int kRowBytes = 4 * kKeyWords;
     const uint8_t* bits;
@@ -110,13 +110,13 @@ struct BackwardWide : QPipeline<Config> {
         });
   }
 
-  // Return the same tile, whose address is then recomputed here, to save registers for accumulators.
+  // Return the same tile. Its address is recomputed at this place, to save registers for accumulators.
   template <class Tile>
   static CUFLASH_DEVICE Tile recomputed(Tile tile) {
     return tile::warp_uniform(Tile{ptx::opaque(tile.start)});
   }
 
-  // Start the product of a step's scores; below, of its dP, and of a slice of its dQ.
+  // Start the product for a step's scores. The next functions start dP, and a slice of dQ.
   static CUFLASH_DEVICE void start_s(Scores& s, const PipelineState& state, int part) {
     ptx::mark_undefined(tile::accumulators(s));
     tile::start_gemm_nt(s, tile::KMajor<SmemQ>(tile::warp_uniform(q_smem(state.stage))),
@@ -144,8 +144,7 @@ struct BackwardWide : QPipeline<Config> {
     ptx::bar_sync(kConsumersSync, kNumConsumers * kWarpgroupThreads);
   }
 
-  // Write columns of a transposed gradient, from first_column on, in float32, which is summed over broadcast axes
-  // afterwards.
+  // Write columns of a transposed float32 gradient, from first_column on; it is summed over broadcast axes afterwards.
   template <class Sums>
   static CUFLASH_DEVICE void write_accumulators(const tile::Matrix<float>& to, Sums& sums, int first_key,
                                                 int first_column) {
@@ -179,7 +178,7 @@ struct BackwardWide : QPipeline<Config> {
     });
   }
 
-  // Write dK and dV of a tile, after its last step, through the shared memory of its K and V.
+  // Write dK and dV of a tile after its last step, through the shared memory that held its K and V.
   static CUFLASH_DEVICE void write_gradients(const attention::Params& params, const attention::WorkTile& work,
                                              WarpgroupDk& dk, WarpgroupDv& dv, int part) {
     using namespace attention;
@@ -197,13 +196,13 @@ struct BackwardWide : QPipeline<Config> {
     };
     copy(params.dk, params.shape.head_dim, tile::TmaBoxes(k_smem));
     copy(params.dv, params.shape.value_dim, tile::TmaBoxes(v_smem));
-    ptx::fence_proxy_async();  // bulk copies of the next tile may overwrite what is read here
+    ptx::fence_proxy_async();  // bulk copies of the next tile may overwrite the data that were read here
     release_kv();
   }
 
-  // Run a consumer warpgroup: walk all steps, tile after tile. The tensor cores always have one product queued in
-  // addition to the one that is waited for: P is computed during the product dP, dS during dV, and dQ is added during
-  // dK and the next scores.
+  // Run a consumer warpgroup: process all steps, tile after tile. The tensor cores always have one more product queued
+  // than the one that is waited for: P is computed during the product dP, dS during dV, and dQ is added during dK and
+  // the next scores.
   static CUFLASH_DEVICE void consume(const attention::Params& params, int part) {
     using namespace attention;
     SharedStorage& smem = shared();
@@ -273,7 +272,7 @@ struct BackwardWide : QPipeline<Config> {
     }
   }
 
-  // Run a thread block.
+  // The body of the kernel.
   static CUFLASH_DEVICE void run(const attention::Params& params, const TensorMaps& maps,
                                  const QueryState& query_state, const score::Function& score_function,
                                  StagedMapArgument staged_map) {

@@ -13,14 +13,14 @@ struct BlockMass {
 
   using SmemQ = tile::WgmmaTile<Element, kBlockQ, kHeadDim>;
   using SmemK = tile::WgmmaTile<Element, kBlockKv, kHeadDim>;
-  // Q stays in the first slot, unless it is split into chunks as K is.
+  // Q stays in the first slot, unless it is split into chunks like K.
   static constexpr int kNumQSlots = kSplitsHeadDim ? kNumStages : 1;
   static constexpr int kStorageOffset = kNumQSlots * SmemQ::kBytes + kNumStages * SmemK::kBytes;
   static CUFLASH_DEVICE SmemQ q_smem(int stage) { return {kSplitsHeadDim ? stage * SmemQ::kBytes : 0}; }
   static CUFLASH_DEVICE SmemK k_smem(int stage) { return {kNumQSlots * SmemQ::kBytes + stage * SmemK::kBytes}; }
 
-  // The message next to a chunk of K: the chunk's step of the walk, and whether it is the last chunk of the step. A
-  // message without a step ends the walk.
+  // The message next to a chunk of K: the chunk's block of keys, and whether the chunk is the last one of its step. A
+  // message without a block ends the loop.
   struct StepMessage {
     attention::KvBlock block;
     int has_block, is_last_of_block;
@@ -38,14 +38,14 @@ struct BlockMass {
   static CUFLASH_DEVICE int stage_of(unsigned count) { return count % kNumStages; }
   static CUFLASH_DEVICE int phase_of(unsigned count) { return count / kNumStages % 2; }
 
-  // Counts of the chunks of K, and of the tiles, that a warp has processed.
+  // Numbers of chunks of K, and of tiles, that a warp has processed.
   struct Counts {
     unsigned chunks = 0, tiles = 0;
   };
 
   // ---- the producer ----
 
-  // Fill an empty slot with a matrix from a row and a column on. Called by a warp.
+  // Fill an empty slot with the part of a matrix that starts at a row and a column. Called by a warp.
   template <class Tile>
   static CUFLASH_DEVICE void load(Tile to, const TensorMapParam& map, const attention::Matrices& matrices,
                                   const tile::Matrix<Element>& rows, const tile::TmaCoords& coords, int first,
@@ -61,7 +61,7 @@ struct BlockMass {
     tile::arrive(full);
   }
 
-  // Load a tile's queries, and its keys step after step.
+  // Load a tile's queries, and its keys step by step.
   static CUFLASH_DEVICE void load_tile(const attention::Params& params, const TensorMaps& maps,
                                        const attention::MassGrid& grid, Counts& counts) {
     using namespace attention;
@@ -97,7 +97,7 @@ struct BlockMass {
 
   // ---- the consumers ----
 
-  // Multiply the scores of a step again, for one warp whose scores are lost.
+  // Multiply the scores of a step again, for one warp whose scores have been overwritten.
   static CUFLASH_DEVICE void recompute_scores(Scores& s, int stage) {
     constexpr int kInPanel = SmemQ::kPanelWidth / 16;
     s.fill(0);
@@ -130,7 +130,7 @@ struct BlockMass {
     return stage;
   }
 
-  // Walk the keys of a tile. Unmasked steps skip the maximum, if all rows have one and none has risen by much.
+  // Process the keys of a tile. Unmasked steps skip the maximum if all rows have a maximum and none has risen by much.
   template <class Score>
   static CUFLASH_DEVICE void walk_keys(const attention::Params& params, const attention::MassGrid& grid,
                                        const RowMasses& row_masses, const Score& score, Counts& counts) {
@@ -183,7 +183,7 @@ struct BlockMass {
     ptx::fence_mbarrier_init();
   }
 
-  // Run a thread block.
+  // The body of the kernel.
   static CUFLASH_DEVICE void run(const attention::Params& params, const TensorMaps& maps,
                                  const attention::MassGrid& grid, const score::Function& score_function) {
     if (threadIdx.x == 0) init_barriers();

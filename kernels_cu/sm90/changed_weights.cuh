@@ -16,7 +16,7 @@ struct ChangedWeights : BackwardScores<Config> {
 
   static constexpr bool kChangesWeights = kHasScore || Config::kHasDropout;
   // If slopes depend on scores, P and dS are computed together from S, once dP has arrived. Otherwise P is computed
-  // while dP is multiplied.
+  // while the tensor cores compute dP.
   static constexpr bool kMakesPAndDsTogether = kHasScore && score::Function::kSlopesNeedScore;
   static constexpr bool kHasSlopes = kHasScore && (!score::Function::kIsShift || score::Function::kAddsGradients);
 
@@ -58,7 +58,7 @@ struct ChangedWeights : BackwardScores<Config> {
       }
     }
 
-    // The sums that a step adds to the gradients of captured arrays.
+    // The sums of one step that are added to the gradients of captured arrays.
     struct Sums {
       typename Score::OfTileSums of_tile;
       typename Score::OfKeySums of_key[Tile::kRows];
@@ -71,13 +71,13 @@ struct ChangedWeights : BackwardScores<Config> {
       by_form([&](auto form) { apply_in<decltype(form)>(s, k, softmax_scale); });
     }
 
-    // Replace dF by dS = dF f' for 16 queries, if slopes do not depend on the score; dS is 0 where P is 0. Add to the
-    // gradients of captured arrays. Called by whole warps.
+    // Replace dF by dS = dF f' for 16 queries, if slopes do not depend on the score; dS is 0 where P is 0. Also add to
+    // the gradients of captured arrays. Called by whole warps.
     CUFLASH_DEVICE void apply_slopes(Tile& p, Tile& df, int k, Sums& sums) const {
       by_form([&](auto form) { apply_slopes_in<decltype(form)>(p, df, k, sums); });
     }
 
-    // Replace q k^T by P and dP by dS, for 16 queries. `is_seen(i, j)` and the statistics are functions of a thread's
+    // Replace q k^T by P and dP by dS for 16 queries. `is_seen(i, j)` and the statistics are functions of a thread's
     // row and column. Called by whole warps.
     template <class IsSeen, class LseOf, class DeltaOf>
     CUFLASH_DEVICE void make_p_and_ds(Tile& s, Tile& dp, float softmax_scale, IsSeen is_seen, LseOf lse_2,
@@ -93,8 +93,8 @@ struct ChangedWeights : BackwardScores<Config> {
 
     using StepSums = typename Score::OfScoreSums;  // sums of several steps
 
-    // Add the sums of a step to memory; those of a uniform step are added to `of_steps`, the sums of steps that read
-    // the same elements. Called by whole warps.
+    // Add the sums of a step to memory. The sums of a uniform step are instead added to `of_steps`, the sums of
+    // successive steps that read the same elements. Called by whole warps.
     CUFLASH_DEVICE void flush(const Sums& sums, StepSums& of_steps) const {
       if constexpr (Score::kAddsGradients) {
 #pragma unroll
@@ -108,13 +108,12 @@ struct ChangedWeights : BackwardScores<Config> {
     }
 
    private:
-    // The ways to read captured arrays: an element for each score, one element for the warp's tile, or a staged
-    // element.
+    // The ways to read captured arrays: one element per score, one element for the warp's tile, or a staged element.
     struct OfEach {};
     struct OfUniform {};
     struct OfStaged {};
     struct StagedWords {
-      uint32_t at[4];  // of two queries each: keys 0 to 7 and 8 to 15 of the warp, of the first and the last 8 queries
+      uint32_t at[4];  // two queries per word: the warp's keys 0 to 7 and 8 to 15, in the first and the last 8 queries
     };
 
     // Call visit with the way in which this step reads captured arrays.
@@ -126,12 +125,12 @@ struct ChangedWeights : BackwardScores<Config> {
       if constexpr (!Score::kIsStaged) visit(OfEach());
     }
 
-    // Return the address of eight keys of a query, from which a warp reads fragments of 16 keys and 16 queries.
+    // Return the address of eight keys of a query, from which a warp loads fragments of 16 keys and 16 queries.
     static CUFLASH_DEVICE uint32_t staged_address(SmemArray array) {
       const int key = Tile::warp_row() + ptx::lane() / 8 % 2 * 8, query = ptx::lane() / 16 * 8 + ptx::lane() % 8;
       return array.panel(key / SmemArray::kPanelWidth).address(query, key % SmemArray::kPanelWidth / 8);
     }
-    // Return the elements of a thread's keys at 16 queries, or zeros if they are not staged. Called by whole warps.
+    // Return the elements for a thread's keys and 16 queries, or zeros if they are not staged. Called by whole warps.
     template <class Form>
     CUFLASH_DEVICE StagedWords staged_words(int k) const {
       StagedWords words{};
@@ -153,14 +152,14 @@ struct ChangedWeights : BackwardScores<Config> {
         return (score_);
       }
     }
-    // Return the sums to which a thread's elements add.
+    // Return the sums to which the elements of a thread are added.
     template <class Form>
     static CUFLASH_DEVICE auto& sums_of_scores(Sums& sums) {
       if constexpr (kIsSame<Form, OfUniform>) return sums.of_uniform;
       else return sums.of_score;
     }
 
-    // The values that the scores of a query share, and its sums.
+    // The values that the scores of a query share, and the query's sums.
     struct Column {
       int query;
       typename Score::OfQuery of_query;
@@ -196,7 +195,7 @@ struct ChangedWeights : BackwardScores<Config> {
         typename Score::Derivatives slopes;
         const auto& function = function_at<Form>(i, j, words);
         function.value(of_tile_, column.of_query, of_key_[i], column.query, keys_[i].whole, T(0), slopes);
-        // Sums in bins are added without a branch, which would wait for each of them.
+        // Sums in bins are added without a branch, which would have to wait for each element.
         constexpr bool kHasBins = Score::kNumBins > 0;
         const T kept_df = p.at(i, j) != 0 ? df.at(i, j) : T(0);
         if (Score::kAddsGradients && (kHasBins || p.at(i, j) != 0))
@@ -204,8 +203,8 @@ struct ChangedWeights : BackwardScores<Config> {
                        kHasBins ? kept_df : df.at(i, j), slopes, sums.of_tile, column.sums, sums.of_key[i],
                        sums_of_scores<Form>(sums));
         if constexpr (!Score::kIsShift) {
-          // If the slope is finite, a P of 0 makes dS 0 by itself; if the whole tile has one slope, a single test
-          // decides whether it is finite.
+          // If the slope is finite, a P of 0 makes dS 0 without a test. If the whole tile has one slope, a single test
+          // determines whether it is finite.
           const T ds = df.at(i, j) * slopes.d0;
           df.at(i, j) = !score::is_finite(slopes.d0) && p.at(i, j) == 0 ? T(0) : ds;
         }
@@ -233,14 +232,14 @@ struct ChangedWeights : BackwardScores<Config> {
     const Score& score_;
     typename Score::OfTile of_tile_;
     attention::PositionsOf<Score> queries_;
-    uint32_t array_address_;  // of the rows that the thread reads for its warp, in the elements of the step
+    uint32_t array_address_;  // address of the rows, in the step's elements, that the thread reads for its warp
     bool is_uniform_ = false;
     typename Score::OfUniform uniform_;
     attention::Position<T> keys_[Tile::kRows];
     typename Score::OfKey of_key_[Tile::kRows];
   };
 
-  // The type that replaces a step's score function in kernels without one.
+  // The type that replaces StepScore in kernels without a score function.
   template <class Tile>
   struct NoStepScore {
     struct Sums {};
@@ -262,7 +261,7 @@ struct ChangedWeights : BackwardScores<Config> {
     else if constexpr (Score::kAddsGradients && Score::kCanBeUniform) score.flush(of_steps);
   }
 
-  // Store dS of a step, which all consumers have stored in shared memory, as the gradient of the staged array.
+  // Store dS of a step as the gradient of the staged array. All consumers have stored dS in shared memory.
   template <class Score, class SmemDs>
   static CUFLASH_DEVICE void store_gradient(const Score& score, const StepPositions& positions, SmemDs ds) {
     const auto all = score.staged_gradient(score.of_tile(positions.batch_head.batch_index, positions.batch_head.head));
@@ -273,7 +272,7 @@ struct ChangedWeights : BackwardScores<Config> {
     tile::copy<kNumConsumers * kWarpgroupThreads>(part, tile::TmaBoxes(ds), ptx::thread_index() - kWarpgroupThreads);
   }
 
-  // Return bits of a thread's weights that dropout keeps. Called by whole warps.
+  // Return which of a thread's weights dropout keeps, one bit each. Called by whole warps.
   template <class Tile>
   static CUFLASH_DEVICE attention::KeptFragments<Tile, true> kept_weights_of_step(const attention::Dropout& dropout,
                                                                                   const attention::Shape& shape,

@@ -6,8 +6,8 @@
 #include <attention/sink.cuh>
 #include <sm90/tensor_maps.cuh>
 
-// The constants that all parts of Hopper's pipelines take from the specification of a kernel, their template parameter
-// Config.
+// The constants that all parts of Hopper's pipelines take from the specification of a kernel, which is their template
+// parameter Config.
 namespace cuflash::sm90 {
 
 constexpr int kWarpgroupThreads = 128;  // threads per warpgroup
@@ -22,7 +22,7 @@ struct Constants {
 
   using Listed = attention::StaticListed<Config::kIsListed, Config::kIsOrdered>;
 
-  // Arguments of kernels that have a feature.
+  // Types of the arguments that belong to features.
   using SinkArgument = attention::SinkArgument<Config>;
   using PagesArgument = attention::PagesArgument<Config>;
   using ScalesArgument = attention::ScalesArgument<Config>;

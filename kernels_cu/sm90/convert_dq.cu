@@ -1,12 +1,12 @@
 // The last kernel of a backward pass on Hopper that sums dQ in float32: it scales dQ and rounds it to the dtype of Q. A
-// thread block converts one tile of queries; its warps hold the sums in the accumulator layout of the warpgroups that
+// thread block converts one tile of queries; its warps read the sums in the accumulator layout of the warpgroups that
 // added them.
 #include <sm90/query_stats.cuh>
 
 namespace cuflash::sm90 {
 
 struct ConvertDq : QueryTileStats<Config> {
-  // Run a thread block.
+  // The body of the kernel.
   static CUFLASH_DEVICE void run(const attention::Params& params, const QueryState& query_state) {
     const Shape& shape = params.shape;
     const WorkTile work = own_query_tile(params);
@@ -15,7 +15,7 @@ struct ConvertDq : QueryTileStats<Config> {
     const DqSumLayout sum(matrix<float>(params.dq_sum, work.batch_head, work.batch_head.head, 0, 0).data +
                           tile * params.dq_sum.row_stride);
     WarpDq dq;
-    // tiles of keys that add in order store the sums, unless none visits the queries
+    // tiles of keys that add in order store the sums, unless no tile visits the queries
     bool has_sums = true;
     if constexpr (Config::kAddsDqInOrder)
       has_sums = dq_count(query_records(query_state, work.batch_head)[tile])->count != 0;

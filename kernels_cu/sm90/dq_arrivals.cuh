@@ -2,35 +2,36 @@
 #include <sm90/sequence_parts.cuh>
 #include <tile/counter.cuh>
 
-// Sums of dQ if few tiles of keys visit a tile of queries. The first one that arrives stores its part of dQ, so that no
-// kernel has to set the sums to 0 before. The others wait until it has, and add theirs. The last one waits until all
-// others are done, loads their sums and finishes dQ, so that no further kernel rounds it. A tile waits only for tiles
-// that arrived before it. planning/families/sm90_dq.py has the times.
+// Sums of dQ if only a few tiles of keys visit a tile of queries. The first tile of keys to arrive stores its part of
+// dQ, so that no kernel has to set the sums to 0 first. The others wait for that store, and add their parts. The last
+// one waits until all others are done, loads their sums and finishes dQ, so that no further kernel has to round it. A
+// tile waits only for tiles that arrived before it. Measured times are in planning/families/sm90_dq.py.
 namespace cuflash::sm90 {
 
 // The tiles of keys that visit a tile of queries.
 struct DqVisitors {
-  int num;  // number of visitors, if the last to arrive finishes dQ
-  int last;  // index of the last visitor, if they add in order
+  int num;  // number of visitors, if the last one to arrive finishes dQ
+  int last;  // index of the last visitor, if the visitors add in order
 };
 
-// Count of the tiles of keys that have arrived at a tile of queries, plus kArrivalIsDone for each tile that is done.
-// Thread blocks change it while others copy the statistics of the queries; therefore the statistics do not contain it.
-// In kernels whose sums of dQ are bitwise reproducible (kAddsDqInOrder), the tiles of keys that visit a tile of queries
-// add in turn from the end of the sequence: the last one stores its part of dQ, and each of the others adds its own
-// after its successor. In these kernels, the count is that of the tiles that are done.
+// The count of the tiles of keys that have arrived at a tile of queries, plus kArrivalIsDone for each tile that is
+// done. Thread blocks change the count while others copy the statistics of the queries; therefore the statistics do not
+// contain it. In kernels whose sums of dQ are bitwise reproducible (kAddsDqInOrder), the tiles of keys that visit a
+// tile of queries add one after the other, from the end of the sequence on: the last tile stores its part of dQ, and
+// each earlier tile adds its own part after its successor. In these kernels, the count is the number of tiles that are
+// done.
 struct alignas(16) DqCount {
   int count, unused[3];
 };
 constexpr int kArrivalIsDone = 1 << 16;
 
-// An arrival of a tile of keys at a tile of queries. The last tile of keys to arrive there finishes dQ.
+// An arrival of a tile of keys at a tile of queries. The last tile of keys to arrive finishes dQ.
 struct DqArrival {
   int before;  // number of tiles that arrived before
   int num_awaited;  // number of these tiles that must be done first
   bool is_last;
 
-  // Return the arrival of a tile that read `count` from the counter, if `num` tiles will arrive.
+  // Return the arrival of a tile that read `count` from the counter, if `num` tiles will arrive in total.
   static CUFLASH_DEVICE DqArrival of(int count, int num) {
     const int before = count % kArrivalIsDone;
     const bool is_last = before == num - 1;
@@ -43,8 +44,8 @@ CUFLASH_DEVICE void wait_for_arrivals(const DqArrival& arrival, const int* count
   if (arrival.num_awaited > 0) ptx::wait_for_counter(count, -kArrivalIsDone, arrival.num_awaited * kArrivalIsDone);
 }
 
-// Return the number of tiles of Width keys that arrive at a tile of queries: those of its row of the list that some
-// query sees, as BlockIterator walks them. Called by a warp.
+// Return the number of tiles of Width keys that arrive at a tile of queries: the tiles in the query tile's row of the
+// list that some query sees, as BlockIterator visits them. Called by a warp.
 template <int Width>
 CUFLASH_DEVICE int num_expected_arrivals(const Params& params, const WorkTile& work) {
   const WorkList& list = params.work;
@@ -69,8 +70,8 @@ CUFLASH_DEVICE int num_visiting_key_tiles(const Params& params, const WorkTile& 
   return lo < params.shape.seqlen_kv ? max((hi + Width - 1) / Width - lo / Width, 0) : 0;
 }
 
-// Return the index of the last tile of Width keys that visits a tile of queries, or 0 if none does: a negative number
-// could be taken for NaN by the checks of CUFLASH_CHECK, which read all statistics as floats.
+// Return the index of the last tile of Width keys that visits a tile of queries, or 0 if none does. A negative number
+// could look like NaN to the checks of CUFLASH_CHECK, which read all statistics as floats.
 template <int Width>
 CUFLASH_DEVICE int last_visiting_key_tile(const Params& params, const WorkTile& work) {
   return max((interval(params, work.batch_head, work.last - 1).hi + Width - 1) / Width - 1, 0);

@@ -4,21 +4,21 @@
 #include <sm90/query_state.cuh>
 #include <tile/counter.cuh>
 
-// The order of sums of dQ, for the heads whose dQ the backward kernel finishes. Of the tiles of keys that visit a
-// query, the last one along the sequence stores its part of dQ, those before it add theirs, and the first one loads the
-// sums, adds its own part, and writes dQ. Thus no kernel sets sums to 0 before, and none rounds them afterwards. Every
-// query must see the first tile of keys, and some query must see each tile of keys, as without a mask or under a causal
-// one. Blocks take tiles in the order of FusedDqTileOrder; within a head, a tile waits only for tiles that were taken
-// earlier.
+// The order in which dQ is summed, for the heads whose dQ the backward kernel finishes. Of the tiles of keys that visit
+// a query, the last one along the sequence stores its part of dQ, the tiles before it add theirs, and the first one
+// loads the sums, adds its own part, and writes dQ. Thus no kernel has to set sums to 0 first, and none has to round
+// them afterwards. Every query must see the first tile of keys, and every tile of keys must be seen by some query, as
+// without a mask or under a causal mask. Blocks take tiles in the order of FusedDqTileOrder; within a head, a tile
+// waits only for tiles that were taken earlier.
 namespace cuflash::sm90 {
 
-// State of dQ of a batch entry and head, which the blocks of its tiles of keys share.
+// State of dQ of a batch entry and head, which all blocks that process its tiles of keys share.
 struct DqSemaphore {
-  int stored;  // a bit for each tile that has stored all its sums; bit 0 is the tile of the last keys
+  int stored;  // a bit for each tile that has stored all its sums; bit 0 belongs to the last tile of keys
   int done;  // number of tiles that have added or stored all their sums
 };
 
-// The wait of a step before it adds to sums or loads them, and its signal afterwards.
+// The condition that a step waits for before it adds to sums or loads them, and the signal that it gives afterwards.
 struct DqSemaphoreOp {
   DqSemaphore* semaphore;
   int awaited_bits_or_count;  // bits of `stored`, or a count of `done`; 0 if the step does not wait
@@ -26,13 +26,13 @@ struct DqSemaphoreOp {
   bool is_done;
 };
 
-// The schedule of a tile of keys over the queries of a head.
+// The schedule of a tile of keys: what it waits for and signals as it visits the queries of a head.
 struct DqSchedule {
-  DqSemaphore* semaphore;  // null if blocks do not finish dQ
-  int next;  // the next step that waits or signals stops here or before
-  int bit;  // bit of the tile, if it stores sums
+  DqSemaphore* semaphore;  // null if blocks do not finish dQ in order
+  int next;  // end of the next step that waits or signals, at the latest
+  int bit;  // the tile's bit, if it stores sums
   int awaited_bits_or_count;  // bits of other tiles; for the tile that finishes, the number of tiles that must be done
-  bool stores, finishes;  // the tile stores, or finishes, dQ of the next steps' queries
+  bool stores, finishes;  // whether the tile stores, or finishes, dQ of the next steps' queries
 
   CUFLASH_DEVICE DqSemaphoreOp at(int stop, int seqlen_q) {
     const bool is_last = stop == seqlen_q, was_stored = stores;  // evaluated before the schedule advances
@@ -63,7 +63,7 @@ CUFLASH_DEVICE DqSchedule dq_schedule(const Params& params, const QueryState& qu
   const int last = (shape.seqlen_kv - 1) / Width, from_last = last - work.first / Width;
   if (from_last == last) return {semaphore, 0, 0, last, false, true};
   const int upper = clamped_to_int(params.work.upper);
-  // tile of keys that stores the sums of the first queries
+  // index of the tile of keys that stores the sums of the first queries
   const int first_stored = min((min(Height, shape.seqlen_q) - 1 + upper) / Width, last);
   const int awaited_bits_or_count = (1 << min(from_last, last - first_stored + 1)) - 1;
   if (last - from_last < first_stored) return {semaphore, 0, 0, awaited_bits_or_count, false, false};
@@ -72,23 +72,24 @@ CUFLASH_DEVICE DqSchedule dq_schedule(const Params& params, const QueryState& qu
   return {semaphore, stop, 1 << min(from_last, 31), awaited_bits_or_count, true, false};
 }
 
-// Reset the state of a head, before the kernel that uses it.
+// Reset the state of a head. Called by an earlier kernel than the one that uses it.
 CUFLASH_DEVICE void reset_dq_semaphore(const Params& params, const QueryState& query_state,
                                        const BatchHead& batch_head) {
   if (is_dq_fused(params, batch_head)) *dq_semaphore(params, query_state, batch_head) = {};
 }
-// Return whether a tile of keys stores the sums of a tile of queries before others add to them; it does not if it is
-// the only one.
+// Return whether a tile of keys stores the sums of a tile of queries before others add to them. This is not so if only
+// one tile of keys visits the queries.
 template <int Width>
 CUFLASH_DEVICE bool stores_dq(const Params& params, const WorkTile& queries) {
   return is_dq_fused(params, queries.batch_head) && interval(params, queries.batch_head, queries.last - 1).hi > Width;
 }
 
-// Wait as an operation requires; below, signal it once the copies to the sums are complete. Called by a whole warp.
+// Wait as an operation requires. The second function signals the operation once the copies to the sums are complete.
+// Called by whole warps.
 CUFLASH_DEVICE void wait_dq_semaphore(const DqSemaphoreOp& op, bool finishes) {
   if (finishes) {
     tile::wait_at_least(&op.semaphore->done, op.awaited_bits_or_count);
-    tile::reset_counter(op.semaphore);  // reset for the next launch: no other block reads it any more
+    tile::reset_counter(op.semaphore);  // reset for the next launch: no other block still reads it
   } else {
     tile::wait_for_bits(&op.semaphore->stored, op.awaited_bits_or_count);
   }

@@ -1,8 +1,8 @@
 #pragma once
 #include <sm90/q_copy_warps.cuh>
 
-// The last warp of the producer warpgroup: it adds the parts of dQ that consumers stage in shared memory to the sums in
-// global memory, by bulk copies, or loads these sums for consumers that finish dQ.
+// The last warp of the producer warpgroup, which is called the dQ writer. By bulk copies, it adds the parts of dQ that
+// consumers stage in shared memory to the sums in global memory, or loads these sums for consumers that finish dQ.
 namespace cuflash::sm90 {
 
 template <class Config>
@@ -11,7 +11,8 @@ struct DqWriter : QCopyWarps<Config> {
   using typename Base::PipelineState, typename Base::SharedStorage, typename Base::StepMessage;
   using Base::dq_offset, Base::kBlockKv, Base::kDqPartBytes, Base::kNumConsumers, Base::shared;
 
-  // Release a part of the staging buffer of dQ, once all but kPending bulk copies have read theirs. Called by a warp.
+  // Release a part of the staging buffer of dQ, once all but the newest kPending bulk copies have read their sources.
+  // Called by a warp.
   template <int kPending>
   static CUFLASH_DEVICE void release_dq(int part, bool is_end) {
     ptx::bulk_wait_read<kPending>();
@@ -25,8 +26,8 @@ struct DqWriter : QCopyWarps<Config> {
     return ptx::shared_address(ptx::dynamic_shared<unsigned char>() + dq_offset(part));
   }
 
-  // Load the sums of a step's queries into the staging buffer, for consumers to add theirs. No copy of the calling warp
-  // may still read the buffer. Called by a warp.
+  // Load the sums of a step's queries into the staging buffer, where consumers add their parts. No copy of the calling
+  // warp may still be reading the buffer. Called by a warp.
   static CUFLASH_DEVICE void load_dq_sum(const float* sum, int phase) {
     SharedStorage& smem = shared();
     if (ptx::elect_one()) {
@@ -38,7 +39,7 @@ struct DqWriter : QCopyWarps<Config> {
     __syncwarp();
   }
 
-  // Store a staged part of dQ as sums in global memory, or add it to them, by a bulk copy. Called by a warp.
+  // Store a staged part of dQ as sums in global memory, or add it to the sums, by a bulk copy. Called by a warp.
   static CUFLASH_DEVICE void store_dq_sum(float* sum, int part, bool stores) {
     ptx::fence_proxy_async();  // makes the consumers' writes, which the barrier has ordered, visible to bulk copies
     float* const part_sum = sum + part * kDqPartBytes / 4;
@@ -47,31 +48,31 @@ struct DqWriter : QCopyWarps<Config> {
     ptx::bulk_commit();
   }
 
-  // Return how many tiles of keys store or add to the sums of a step's queries before the step's own tile, in kernels
-  // that add in the order of the tiles (kAddsDqInOrder).
+  // Return how many tiles of keys store or add to the sums of a step's queries before the step's own tile of keys does,
+  // in kernels that add in the order of the tiles (kAddsDqInOrder).
   static CUFLASH_DEVICE int num_key_tiles_before(int stage) {
     const SharedStorage& smem = shared();
     return smem.queries[stage].stats.visitors.last - smem.works[smem.messages[stage].work].tile.first / kBlockKv;
   }
-  // Wait until `num_before` tiles of keys are done with the sums of a step's queries. Return whether there are none.
-  // Called by a warp.
+  // Wait until `num_before` tiles of keys have finished their access to the sums of a step's queries. Return whether
+  // `num_before` is 0. Called by a warp.
   static CUFLASH_DEVICE bool wait_for_key_tiles(const int* num_done, int num_before) {
     if (num_before > 0) tile::wait_at_least(num_done, num_before);
     return num_before == 0;
   }
-  // Signal that a step is done with its sums. Called by a warp.
+  // Signal that a step has finished its access to its sums. Called by a warp.
   static CUFLASH_DEVICE void signal_addition(int* num_done) {
     tile::wait_bulk_copies();
     tile::signal(num_done, 1);
   }
 
   // Run the dQ writer: for each step, wait until a consumer warpgroup has staged its part of dQ, add the part to the
-  // sums, and release the buffer when the copy has read it. A step that finishes dQ instead loads the sums for the
-  // consumers. Called by a warp.
+  // sums, and release the buffer once the copy has read it. If a step finishes dQ, load the sums for the consumers
+  // instead. Called by a warp.
   static CUFLASH_DEVICE void dq_writer() {
     SharedStorage& smem = shared();
     int phase = 0;
-    int* unsignalled = nullptr;  // counter of the previous step, whose additions are signaled once they are complete
+    int* unsignalled = nullptr;  // counter of the previous step; its additions are signaled once they are complete
     for (PipelineState state;; state = state.next()) {
       tile::wait_full(smem.q[state.stage], state.phase);
       const StepMessage& message = smem.messages[state.stage];
@@ -111,19 +112,19 @@ struct DqWriter : QCopyWarps<Config> {
     }
   }
 
-  // Run the dQ writer if the last tile of keys that arrives at a tile of queries finishes its dQ. A warp signals its
-  // earlier additions before it waits, so that no two blocks wait for each other. Called by a warp.
+  // Run the dQ writer in kernels in which the last tile of keys that arrives at a tile of queries finishes its dQ. A
+  // warp signals its earlier additions before it waits, so that no two blocks wait for each other. Called by a warp.
   static CUFLASH_DEVICE void dq_writer_fused() {
     SharedStorage& smem = shared();
     int phase = 0, count = 0;
-    int* unsignalled = nullptr;  // counter of the previous step, whose additions are signaled once they are complete
+    int* unsignalled = nullptr;  // counter of the previous step; its additions are signaled once they are complete
     const auto signal_previous = [&] {
       if (unsignalled == nullptr) return;
       tile::wait_bulk_copies();
       tile::signal(unsignalled, kArrivalIsDone);
       unsignalled = nullptr;
     };
-    const auto arrive_early = [&](const PipelineState& state) {  // started early, since the atomic has a long latency
+    const auto arrive_early = [&](const PipelineState& state) {  // early, since the atomic has a high latency
       tile::wait_full(smem.q[state.stage], state.phase);
       if (!smem.messages[state.stage].is(StepMessage::kEndOfWork))
         count = tile::start_fetch_increment(smem.messages[state.stage].arrivals);
@@ -136,7 +137,7 @@ struct DqWriter : QCopyWarps<Config> {
       const auto arrival = DqArrival::of(count, smem.queries[state.stage].stats.visitors.num);
       const bool is_last = arrival.is_last, is_first = arrival.before == 0;
       if (count / kArrivalIsDone < arrival.num_awaited) signal_previous();
-      wait_for_arrivals(arrival, message.arrivals);  // with acquire order, which the count does not have by itself
+      wait_for_arrivals(arrival, message.arrivals);  // with acquire semantics, which the counting alone does not have
       if (!is_first) ptx::fence_proxy_async_global();
       if (ptx::elect_one())
         smem.dq_finish = !is_last ? DqFinish::kNot : is_first ? DqFinish::kAlone : DqFinish::kWithSums;

@@ -2,7 +2,8 @@
 #include <sm90/forward_epilogue.cuh>
 
 // The drawer warpgroup, which draws the weights that dropout keeps. It runs ahead of the consumers, so that they need
-// not draw between their products. A thread draws for the consumer threads that have its index in their warpgroups.
+// not draw between their products. Each of its threads draws for the consumer threads with the same index in their
+// warpgroups.
 namespace cuflash::sm90 {
 
 template <class Config>
@@ -11,15 +12,15 @@ struct DrawnWeights : ForwardEpilogue<Config> {
   using typename Base::DropoutArgument, typename Base::KeptRing, typename Base::Listed, typename Base::WorkTileInfo;
   using Base::kBlockKv, Base::kHasDrawers, Base::kKeepsSteps, Base::kNumConsumers, Base::shared, Base::wait_tile_info;
 
-  // Return the ring of kept weights; valid if the kernel has drawers.
+  // Return the ring of kept weights. Valid only if the kernel has drawers.
   static CUFLASH_DEVICE KeptRing& kept_ring() { return reinterpret_cast<KeptRing&>(shared()); }
   static CUFLASH_DEVICE const tile::PipelineSlot& kept_slot(unsigned count) {
     return kept_ring().kept[count % kKeptStages];
   }
   static CUFLASH_DEVICE int kept_phase(unsigned count) { return count / kKeptStages % 2; }
 
-  // Run the drawer warpgroup: draw the kept weights of all steps, tile after tile. `Tile` is the consumers' register
-  // tile of scores.
+  // Run the drawer warpgroup: draw the kept weights of all steps, tile after tile. `Tile` is the register tile in which
+  // consumers hold scores.
   template <class Tile>
   static CUFLASH_DEVICE void draw_steps(const attention::Params& params, DropoutArgument dropout) {
     if constexpr (kHasDrawers) {
@@ -53,7 +54,7 @@ struct DrawnWeights : ForwardEpilogue<Config> {
     }
   }
 
-  // Return the kept weights of a thread in a step, and release their slot. Called by consumers.
+  // Read which of a thread's weights dropout keeps in a step, and release their slot. Called by consumers.
   template <class Kept>
   static CUFLASH_DEVICE void read_kept(Kept& kept, unsigned num_k_blocks) {
     using Tile = typename Kept::WeightTile;

@@ -4,7 +4,7 @@
 #include <tile/accumulator_layout.cuh>
 #include <tile/epilogue.cuh>
 
-// The epilogue of gradients that two warpgroups hold: each has 64 rows, or all rows and half of the columns.
+// The epilogue of gradients that two warpgroups hold: each warpgroup has 64 rows, or all rows and half of the columns.
 namespace cuflash::sm90 {
 
 template <class Config>
@@ -13,7 +13,7 @@ struct GradientEpilogue : Constants<Config> {
   using typename Base::Element;
   using Base::kBlockQ, Base::kHeadDim;
 
-  // Register tile of dQ of a tile of queries.
+  // Register tile of the dQ of a tile of queries.
   using WarpDq = tile::WarpTile<1, kHeadDim * kBlockQ / 1024, kBlockQ / 16, 128 / kBlockQ>;
   using DqSumLayout = tile::AccumulatorLayout<WarpDq, 4, 8>;
 

@@ -1,8 +1,8 @@
 // FlashAttention-3's forward pass (arXiv 2407.08608, algorithm 2) on Hopper. One warpgroup of a thread block loads
-// tiles of Q, K and V into shared memory; the other warpgroups multiply them, 64 rows of queries each. Scores of the
-// next step are multiplied while the scores of this one become weights, and while the weights of the previous step are
-// multiplied by V. Warpgroups start products alternately, so that the softmax of one overlaps the products of another.
-// Blocks take further tiles until none is left.
+// tiles of Q, K and V into shared memory; the other warpgroups multiply them, 64 rows of queries each. The scores of
+// the next step are multiplied while the scores of this step become weights, and while the weights of the previous step
+// are multiplied by V. Warpgroups start products alternately, so that the softmax of one overlaps the products of
+// another. Blocks take further tiles until none is left.
 #include <attention/dropout.cuh>
 #include <attention/score.cuh>
 #include <attention/sink.cuh>
@@ -19,13 +19,13 @@ struct Forward : DrawnWeights<Config> {
   // Consumers test the barriers of the next slots while they compute weights; at 64 columns this costs more than it
   // saves.
   static constexpr bool kTestsBarriersEarly = kHeadDim > 64;
-  // The masked steps of a tile and its last one skip the maximum, too. They then release K later, which would delay two
-  // warpgroups, because each of them needs more keys in the same time.
+  // The masked steps of a tile and its last step skip the maximum too. They then release K later, which would delay
+  // kernels with two warpgroups, because each warpgroup then needs more keys in the same time.
   static constexpr bool kSkipsMaxOnMasked = kNumConsumers == 3;
-  // A score function keeps its values in registers of the consumers, unless it reads arrays at positions.
+  // A score function keeps its values in the consumers' registers, unless it reads arrays at positions.
   static constexpr bool kKeepsScoreInRegisters = kHasScore && !score::Function::kReadsAtPositions;
 
-  // Registers per thread of each role.
+  // Numbers of registers per thread of each role.
   static constexpr int kProducerRegisters =
       kNumConsumers == 4                                                                ? 24
       : kNumConsumers == 3 || kHasDrawers                                               ? 32
@@ -80,7 +80,7 @@ struct Forward : DrawnWeights<Config> {
   // Return the index of this thread's warpgroup among the consumers.
   static CUFLASH_DEVICE int consumer_number() { return Scores::warp_row() / 64; }
 
-  // Replace the scores of a step by their score function, before masks hide any.
+  // Replace the scores of a step by the score function's results, before masks are applied.
   static CUFLASH_DEVICE void score_step(const ScoresOfTile& of_tile, const score::Function& function, Scores& s,
                                         unsigned num_k_blocks) {
     const int stage = stage_of(num_k_blocks);
@@ -122,7 +122,7 @@ struct Forward : DrawnWeights<Config> {
         for (int e = 0; e < 4; ++e) p.fragments[k][e] &= kept.halves_at(e % 2, 4 * k + e / 2 * 2);
   }
 
-  // Multiply the scores of a step again, by mma.sync, for one warp whose scores are lost.
+  // Multiply the scores of a step again, by mma.sync, for one warp whose scores have been overwritten.
   static CUFLASH_DEVICE void recompute_scores(const ScoresOfTile& of_tile, const score::Function& function, Scores& s,
                                               unsigned num_tiles_done, unsigned num_k_blocks) {
     constexpr int kInPanel = SmemQ::kPanelWidth / 16;
@@ -138,14 +138,14 @@ struct Forward : DrawnWeights<Config> {
     score_step(of_tile, function, s, num_k_blocks);
   }
 
-  // Release K of a step; with the last step of a tile also Q, if it has one stage.
+  // Release K of a step. In the last step of a tile, also release Q, if Q has one stage.
   static CUFLASH_DEVICE void release_k(unsigned num_k_blocks, bool is_last) {
     tile::arrive(shared().k[stage_of(num_k_blocks)].empty);
     if constexpr (kStagesArray) tile::arrive(array_slot(stage_of(num_k_blocks), consumer_number()).empty);
     if (is_last && kQStages == 1) tile::arrive(shared().q[0].empty);
   }
 
-  // Turn the scores of a step into weights, after its maxima are updated, and rescale O.
+  // Replace the scores of a step by weights, after its maxima are updated, and rescale O.
   static CUFLASH_DEVICE void make_p(Scores& s, Softmax& softmax, Output& o, bool max_has_risen,
                                     const float (&factor)[Softmax::kRows]) {
     if (max_has_risen) Softmax::rescale(o, factor);
@@ -153,14 +153,14 @@ struct Forward : DrawnWeights<Config> {
     softmax.exp_scores(s, shared().softmax_scale_log2);
   }
 
-  // Wait for the product of O with V of the step before, and release this V.
+  // Wait for the product with V of the previous step, which is added to O, and release this V.
   static CUFLASH_DEVICE void wait_output(Output& o, unsigned num_k_blocks) {
     tile::wait_wgmma<0>(o);
     tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
   }
 
-  // Operands of the next products: Q, K of the block `num_k_blocks`, and V of the previous block. Descriptors and
-  // barriers are read while weights are computed: the same loads during products would have a long latency.
+  // Operands of the next products: Q, K of block `num_k_blocks`, and V of the previous block. Descriptors and barriers
+  // are read while weights are computed: the same loads would have a high latency during products.
   class NextOperands {
    public:
     NextOperands() = default;
@@ -177,7 +177,7 @@ struct Forward : DrawnWeights<Config> {
       v_.descriptor.materialize();
     }
 
-    // Start both products, for which the weights must be ready. Return the flags of the block of K.
+    // Start both products; the weights must be ready. Return the flags of the block of K.
     CUFLASH_DEVICE int start_products(Scores& s, Output& o, const PackedP& p, int group, unsigned num_k_blocks) const {
       if (!has_k_) tile::wait_full(shared().k[stage_of(num_k_blocks)], phase_of(num_k_blocks));
       if (!has_v_) tile::wait_full(shared().v[stage_of(num_k_blocks - 1)], phase_of(num_k_blocks - 1));
@@ -196,22 +196,22 @@ struct Forward : DrawnWeights<Config> {
     bool has_k_, has_v_;
   };
 
-  // Return whether a step is plain: unmasked, without a maximum, and not the last one. Plain steps have a separate
-  // straight-line piece of code, since jumps wait for instruction fetches.
+  // Return whether a step is plain: unmasked, without a maximum, and not the last one. Plain steps have separate
+  // straight-line code, since jumps wait for instruction fetches.
   static CUFLASH_DEVICE bool is_plain(int flags) {
     constexpr int kPlainFlags = StepMessage::kSkipMax | StepMessage::kUnmasked;
     return (flags & (kPlainFlags | StepMessage::kLastForWarpgroup)) == kPlainFlags;
   }
 
-  // Process the scores of a step that is not plain, or of a plain one whose scores are lost (`scores_are_lost`). Return
-  // whether they have become weights; otherwise they are masked scores.
+  // Process the scores of a step that is not plain, or of a plain step whose scores have been overwritten
+  // (`scores_are_lost`). Return whether the scores have become weights; otherwise they are masked scores.
   static CUFLASH_DEVICE bool process_other_block(const attention::Params& params, const ScoresOfTile& of_tile,
                                                  const score::Function& function, Scores& s, Softmax& softmax,
                                                  unsigned num_tiles_done, unsigned num_k_blocks, int flags,
                                                  bool scores_are_lost, ChosenArgument chosen) {
     bool p_is_ready = false;
     if constexpr (kPacksQueries)
-      if (flags & StepMessage::kNoMember) {  // other warps of the tile visit the block
+      if (flags & StepMessage::kNoMember) {  // only other warps of the tile visit the block
         s.fill(0);
         release_k(num_k_blocks, flags & StepMessage::kLastForWarpgroup);
         return true;
@@ -233,7 +233,7 @@ struct Forward : DrawnWeights<Config> {
     return p_is_ready;
   }
 
-  // Return kSkipMax if the next step may skip the maximum: not after a step that skipped it and lost its scores.
+  // Return kSkipMax if the next step may skip the maximum. It may not after a step that skipped it and lost its scores.
   static CUFLASH_DEVICE int next_flags(int flags, bool p_is_ready, const Softmax& softmax, bool max_has_risen) {
     const bool scores_are_lost = (kSkipsMaxOnMasked ? flags & StepMessage::kSkipMax : is_plain(flags)) && !p_is_ready;
     const bool may_rise_again = kHasScore && max_has_risen;
@@ -297,9 +297,9 @@ struct Forward : DrawnWeights<Config> {
     }
   }
 
-  // Run a consumer warpgroup with two stages of Q. The first scores of the next tile are multiplied during the last
-  // step of a tile, whose results are written when the next tile has its first weights, provided that the warpgroup
-  // takes part in all steps of the tile.
+  // Run a consumer warpgroup with two stages of Q. If the warpgroup takes part in all steps of a tile, the first scores
+  // of the next tile are multiplied during the last step of this one, and the results of this tile are written once the
+  // next tile has its first weights.
   static CUFLASH_DEVICE void consume_with_two_q_stages(const attention::Params& params, const TensorMaps& maps,
                                                        int group, SinkArgument sink, const score::Function& function,
                                                        DropoutArgument dropout, PagesArgument pages,
@@ -379,7 +379,7 @@ struct Forward : DrawnWeights<Config> {
     if (group == 1) ping_pong_wait();  // consumes the last signal, for which no other warpgroup waits
   }
 
-  // Run a thread block.
+  // The body of the kernel.
   static CUFLASH_DEVICE void run(const attention::Params& params, const TensorMaps& maps, SinkArgument sink,
                                  PagesArgument pages, ScalesArgument scales, DropoutArgument dropout,
                                  const score::Function& score_function, StagedMapArgument staged_map,

@@ -37,7 +37,7 @@ struct ForwardEpilogue : ForwardTiles<Config> {
     const EpilogueTarget target = shared().tile_infos[tile_info_index(num_tiles_done)].epilogue_target;
     if (kStoresOByTma && target.uses_tma_store) {
       // The warpgroup's products must have read Q. With ping-pong, the wait before the next tile's first products
-      // ensures it.
+      // ensures this.
       if (!kPingPong || is_last) ptx::bar_sync(kQEmptyBarrier + own_group(), kWarpgroupThreads);
       store_boxes<Element>(maps, target, SmemO{q_smem(q_stage_of(num_tiles_done)).start}, o);
     } else {
@@ -47,7 +47,7 @@ struct ForwardEpilogue : ForwardTiles<Config> {
     else store_lse(params, target, o, row_lse);
   }
 
-  // Release the slot of a tile's Q, one of two, once TMA has read O from it.
+  // Release one of the two slots of Q, that of a tile, once TMA has read O from it.
   static CUFLASH_DEVICE void release_q(unsigned num_tiles_done) {
     ptx::bulk_wait_read<0>();
     tile::arrive(shared().q[q_stage_of(num_tiles_done)].empty);

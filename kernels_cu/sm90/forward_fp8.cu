@@ -1,9 +1,9 @@
 // FlashAttention-3's FP8 forward pass (arXiv 2407.08608, section 3.3) on Hopper. Q, K and V are e4m3 with a scale for
-// each block of rows, and V is transposed, with its keys in the order in which a thread holds a row of P, so that
-// weights stay in their lanes. The tensor cores sum P V over kStepsOfSum steps with a precision of 14 bits, and the sum
-// is then added to O in float32. Weights are multiplied by V while the scores of the next step become weights. There is
-// no ping-pong between warpgroups: a step spends more time on softmax than on products, so that ping-pong costs 1 to 2
-// % with 128 columns. Blocks take further tiles until none is left.
+// each block of rows. V is transposed, with its keys in the order in which a thread holds a row of P, so that weights
+// stay in their lanes. The tensor cores sum P V over kStepsOfSum steps with a precision of 14 bits, and each sum is
+// then added to O in float32. Weights are multiplied by V while the scores of the next step become weights. There is no
+// ping-pong between warpgroups: a step spends more time on softmax than on products, so ping-pong would cost 1 to 2 %
+// at 128 columns. Blocks take further tiles until none is left.
 #include <attention/score.cuh>
 #include <attention/sink.cuh>
 #include <attention/softmax_fp8.cuh>
@@ -25,21 +25,21 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
                                                     const attention::BatchHead& batch_head, int head) {
     return attention::matrix<float>(scales, batch_head, head, 0, 1).data;
   }
-  // Return the scale of a row, of all scales of its head.
+  // Return the scale of a row, from the scales of its head.
   static CUFLASH_DEVICE float scale_of_row(const float* of_head, const attention::Matrices& scales, int row,
                                            int64_t rows_of_a_scale) {
     const int rows = static_cast<int>(rows_of_a_scale);
-    // usually the first case, in which the compiler replaces the division by a shift
+    // in the first case, which is the usual one, the compiler replaces the division by a shift
     return of_head[(rows == kBlockKv ? row / kBlockKv : row / rows) * scales.row_stride];
   }
 
-  // The producer warps (sm90/kv_pipeline.cuh) call these functions of this kernel to read and store scales.
+  // The functions of this kernel that the producer warps (sm90/kv_pipeline.cuh) call to read and store scales.
   struct Fp8Hooks : ForwardHooks<Config> {
     struct ScalesOfStep {
       float key, value;
     };
 
-    // Return the scales of a step to the elected thread.
+    // Return the scales of a step, to the elected thread.
     static CUFLASH_DEVICE ScalesOfStep read_scales(ScalesArgument scales, const WorkTileInfo& tile_info, int first_key,
                                                    bool is_first) {
       if (!is_first_lane()) return {};
@@ -52,8 +52,8 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
               scale_of_row(of_tile.of_values, scales.v_scale, first_key, scales.v_rows)};
     }
 
-    // Store the scales of a step. Its values are added to the sum of the previous step if that sum has few steps and a
-    // similar scale.
+    // Store the scales of a step. The products with the step's values are added to the sum of the previous step if that
+    // sum has few steps and a similar scale.
     static CUFLASH_DEVICE void store_scales(const ScalesOfStep& scales, int stage, bool is_first) {
       if (!is_first_lane()) return;
       StepScales& written = step_scales();
@@ -108,7 +108,8 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
     }
   }
 
-  // Convert an element of Q or K. Its bits, shifted, are those of a float that is 2^120 times smaller.
+  // Convert an element of Q or K to float. Its bits, shifted, are those of a float that is smaller by a factor of
+  // 2^120.
   static CUFLASH_DEVICE float e4m3_to_float(const uint8_t* e4m3) {
     const uint32_t bits = *e4m3;
     return __uint_as_float((bits & 0x7f) << 20 | (bits & 0x80) << 24) * 0x1p120f;
@@ -120,7 +121,8 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
     const int at = column % Tile::kPanelWidth;
     return panel.template pointer<uint8_t>(panel.offset(row, at / 16)) + at % 16;
   }
-  // Multiply the scores of a step again, from the numbers in shared memory, for one warp whose scores are lost.
+  // Multiply the scores of a step again, from the numbers in shared memory, for one warp whose scores have been
+  // overwritten.
   static CUFLASH_DEVICE void recompute_scores(Scores& s, unsigned num_tiles_done, unsigned num_k_blocks) {
     const SmemQ q = q_smem(q_stage_of(num_tiles_done));
     const SmemK k = k_smem(stage_of(num_k_blocks));
@@ -155,7 +157,7 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
   struct StepFactors {
     RowScales scale, row_shift;
 
-    // Reads the factors; K of the step must have arrived.
+    // Read the factors. K of the step must have arrived.
     explicit CUFLASH_DEVICE StepFactors(const Softmax& softmax, unsigned num_k_blocks) {
       const StepScales::Step& step = step_scales().steps[stage_of(num_k_blocks)];
 #pragma unroll
@@ -166,8 +168,8 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
     }
   };
 
-  // Operands of the products that a step starts. They are computed before its weights are ready, so that little remains
-  // to be done before the products start.
+  // Operands of the products that a step starts. They are computed before the step's weights are ready, so that little
+  // work remains before the products start.
   class NextOperands {
    public:
     NextOperands() = default;
@@ -188,7 +190,7 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
     }
 
     // Start the scores of the next step, and the product of the weights with V, which is added to the sum unless the
-    // step starts a new one. `flags` are those of the step. `meanwhile` is called between the two.
+    // step starts a new sum. `flags` are those of the step. `meanwhile` is called between the two.
     template <class Meanwhile>
     CUFLASH_DEVICE void start(Scores& s, Output& values, const PackedP& p, int group, unsigned num_k_blocks, bool adds,
                               int flags, Meanwhile meanwhile) const {
@@ -208,7 +210,7 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
     VOperand v_;
   };
 
-  // Multiply a tile's last weights by V, without scores of a further step.
+  // Multiply a tile's last weights by V; there is no further step whose scores could be multiplied at the same time.
   static CUFLASH_DEVICE void multiply_last_values(Output& values, const PackedP& p, unsigned num_k_blocks, bool adds) {
     const int stage = stage_of(num_k_blocks);
     tile::wait_full(shared().v[stage], phase_of(num_k_blocks));
@@ -216,7 +218,8 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
     tile::wait_wgmma<0>(values);
   }
 
-  // Multiply a tile's last weights by V, and the first scores of the next tile. Return the flags of its first step.
+  // Multiply a tile's last weights by V, and the first scores of the next tile. Return the flags of the next tile's
+  // first step.
   static CUFLASH_DEVICE int multiply_next_tile(Scores& s, Output& values, const PackedP& p, int group,
                                                unsigned num_tiles_done, unsigned num_k_blocks, bool adds) {
     NextOperands(group, num_tiles_done, num_k_blocks).start(s, values, p, group, num_k_blocks, adds, 0, [] {});
@@ -226,7 +229,7 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
     return flags;
   }
 
-  // Multiply the rows of O, and of the sum that is not in O yet, by factors.
+  // Multiply the rows of O, and of the sum that is not yet part of O, by factors.
   static CUFLASH_DEVICE void rescale(Output& o, Output& values, const float (&factor)[Softmax::kRows]) {
 #pragma unroll
     for (int i = 0; i < Output::kRows; ++i) {
@@ -235,8 +238,8 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
     }
   }
 
-  // Run a consumer warpgroup: tile after tile. The first scores of the next tile are multiplied before the results of a
-  // tile are written, if the warpgroup takes part in all steps of the tile.
+  // Run a consumer warpgroup, tile after tile. If the warpgroup takes part in all steps of a tile, the first scores of
+  // the next tile are multiplied before the results of this one are written.
   static CUFLASH_DEVICE void consume_tiles(const attention::Params& params, const TensorMaps& maps, int group,
                                            SinkArgument sink, ScalesArgument scales) {
     unsigned num_k_blocks = 0;
@@ -245,7 +248,7 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
     bool has_scores = false;
     for (unsigned num_tiles_done = 0; has_scores || wait_tile(num_tiles_done); ++num_tiles_done) {
       Softmax softmax(thread_state().row_max);
-      Output o, values;  // values: sum of the steps that are not in O yet
+      Output o, values;  // values: the sum over steps that are not yet part of O
       PackedP p;
       o.fill(0);
       values.fill(0);
@@ -261,7 +264,7 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
         const bool is_plain = (flags & kPlainFlags) == kPlainFlags;
         NextOperands next;
         float sum[Softmax::kRows], ended_scale;
-        const auto meanwhile = [&] {  // called when the last products with V have ended
+        const auto meanwhile = [&] {  // called once the last products with V have ended
           tile::wait_wgmma<0>(values);
           if (flags & StepMessage::kValuesPending) tile::arrive(shared().v[stage_of(num_k_blocks - 1)].empty);
           ended_scale = step.ended_scale;
@@ -314,7 +317,7 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
     if (kStoresOByTma) ptx::bulk_wait_read<0>();
   }
 
-  // Run a thread block.
+  // The body of the kernel.
   static CUFLASH_DEVICE void run(const attention::Params& params, const TensorMaps& maps, SinkArgument sink,
                                  PagesArgument pages, ScalesArgument scales, const score::Function& score_function,
                                  StagedMapArgument staged_map) {

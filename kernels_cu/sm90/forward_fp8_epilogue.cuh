@@ -15,7 +15,7 @@ struct ForwardFp8Epilogue : ForwardFp8Storage<Config> {
   using Base::kBlockQ, Base::kSmemOOffset, Base::kStoresOByTma, Base::kValueDim, Base::merge_sink_into, Base::shared,
       Base::store_lse, Base::tile_info_index;
 
-  // Write a warp's rows of O by threads: rounded if TMA cannot store them, or as floats.
+  // Write a warp's rows of O without TMA: rounded, if TMA cannot store them, or as floats.
   template <class T>
   static CUFLASH_DEVICE void store_rows(const tile::Matrix<T>& to, Output& o) {
     tile::store(to, o);

@@ -2,7 +2,8 @@
 #include <attention/softmax_fp8.cuh>
 #include <sm90/forward_tiles.cuh>
 
-// Register tiles and shared memory of sm90_forward_fp8 that sm90/forward_tiles.cuh and sm90/kv_storage.cuh do not have.
+// The register tiles and shared memory that only sm90_forward_fp8 has, in addition to those of sm90/forward_tiles.cuh
+// and sm90/kv_storage.cuh.
 namespace cuflash::sm90 {
 
 template <class Config>
@@ -14,25 +15,25 @@ struct ForwardFp8Storage : ForwardTiles<Config> {
   using PackedP = tile::E4M3Operand<Scores>;
   using Softmax = attention::QuantizedSoftmax<Scores::kRows>;
   using RowScales = float[Scores::kRows];
-  static constexpr int kStepsOfSum = 512 / kBlockKv;  // upper limit of the steps in a sum: 512 keys, as in fp8/cuts.py
-  // weights absorb a scale that differs from the sum's by at most this power of two
+  static constexpr int kStepsOfSum = 512 / kBlockKv;  // maximum number of steps in a sum: 512 keys, as in fp8/cuts.py
+  // weights absorb a ratio of a step's scale to the sum's scale of at most 2 to this power
   static constexpr float kLargestShift = 1;
 
-  // Scales of steps, which are stored next to the messages.
+  // The scales of steps, stored next to the messages.
   struct alignas(16) StepScales {
     struct alignas(16) Step {
       float key;
-      float shift, unshift;  // base-2 logarithm of the ratio of the values' scale to that of their sum; 2^-shift
+      float shift, unshift;  // log2 of the ratio of the values' scale to their sum's scale; 2^-shift
       float ended_scale;  // scale of the sum that ends before the step; negative if the step continues the sum
     };
     Step steps[kNumStages];
-    // Used by the producer alone: the scales of K and of V of the tile, and the sum of the last step.
+    // Only the producer uses these: the scales of the tile's K and V, and the sum that contains the last step.
     const float *of_keys, *of_values;
     float sum_scale, sum_scale_log2;
     int num_steps_of_sum;
-    float sum_scales[kNumStages];  // for each step: scale of the sum that has its values
+    float sum_scales[kNumStages];  // for each step: scale of the sum that contains its values
   };
-  // State of a consumer thread in shared memory, which saves registers: the scales of its rows, and their maxima.
+  // State of a consumer thread in shared memory, which saves registers: the scales and the maxima of its rows.
   struct alignas(16) ThreadState {
     float row_scales[2], row_max[2];
   };

@@ -2,7 +2,7 @@
 #include <attention/sink.cuh>
 #include <sm90/kv_storage.cuh>
 
-// The producer warps (sm90/kv_pipeline.cuh) of all forward kernels call these functions for queries that see no key.
+// Functions that the producer warps (sm90/kv_pipeline.cuh) of all forward kernels call for queries that see no key.
 namespace cuflash::sm90 {
 
 template <class Config>

@@ -5,7 +5,7 @@
 #include <sm90/ping_pong.cuh>
 
 // Definitions that sm90_forward and sm90_forward_fp8 share: register tiles of a consumer warpgroup, operands of the
-// product of scores, masks, and the store of lse. In both kernels num_tiles_done and num_k_blocks count the tiles and
+// product for scores, masks, and the store of lse. In both kernels, num_tiles_done and num_k_blocks count the tiles and
 // the blocks of keys that a warpgroup has read.
 namespace cuflash::sm90 {
 
@@ -28,7 +28,7 @@ struct ForwardTiles : PingPong<Config> {
     return QOperand(q_smem(q_stage_of(num_tiles_done)), 64 * (group % kNumConsumers));
   }
 
-  // Hide masked scores, and negate scores if the scale is not positive.
+  // Set masked scores to -inf, and negate scores if the scale is not positive.
   static CUFLASH_DEVICE void negate_and_mask(const attention::Params& params, Scores& s, unsigned num_tiles_done,
                                              unsigned num_k_blocks, ChosenArgument chosen) {
     using Signs = attention::LazySoftmax<Scores::kRows>;
@@ -38,7 +38,7 @@ struct ForwardTiles : PingPong<Config> {
     mask_block(params, s, shared().tile_infos[tile_info_index(num_tiles_done)], message, chosen);
   }
 
-  // Merge the rows of O and lse with the sinks of their heads, if the kernel has them.
+  // Merge the rows of O and lse with the sinks of their heads, if the kernel has sinks.
   template <class LogitOf>
   static CUFLASH_DEVICE void merge_sink_into(Output& o, float (&row_lse)[Output::kRows], LogitOf logit_of) {
     if constexpr (Config::kHasSink)
@@ -47,7 +47,7 @@ struct ForwardTiles : PingPong<Config> {
         o.scale_row(i, attention::merge_sink(row_lse[i], logit_of(o.first_row() + o.row(i))));
   }
 
-  // Return a function from a thread's row to the logit of the sink of its head.
+  // Return a function that returns the sink's logit for a thread's row, which depends on the row's head.
   static CUFLASH_DEVICE auto sink_of_rows(SinkArgument sink, const attention::WorkTile& work,
                                           attention::NoChosenLists) {
     const float logit = attention::sink_logit<float>(sink, work.batch_head, work.batch_head.head);
@@ -61,8 +61,8 @@ struct ForwardTiles : PingPong<Config> {
     };
   }
 
-  // Store lse of a thread's rows; of the threads that share a row, the one with its first column stores it. Below, of
-  // rows that belong to several heads.
+  // Store lse of a thread's rows. Of the threads that share a row, the one with its first column stores it. The second
+  // function does this for rows that belong to several heads.
   static CUFLASH_DEVICE void store_lse(const attention::Params& params, const EpilogueTarget& target, const Output& o,
                                        const float (&row_lse)[Output::kRows]) {
 #pragma unroll

@@ -3,10 +3,10 @@
 #include <sm90/q_producer.cuh>
 
 // The first producer warp of sm90_backward if queries choose their key blocks. A work tile has a part of the queries
-// that chose a tile of keys. A step has a few of these queries, with all heads that share their lists: TMA gathers them
-// by one box for each query and panel of columns, which different lanes start. Steps go from the last query to the
-// first one. Under a causal mask, the lists of all keys then have about the same share of the queries that are read at
-// a time, which thus stay in the level-2 cache.
+// that chose a tile of keys. A step has a few of these queries, with all heads that share their lists. TMA gathers them
+// with one box per query and panel of columns; different lanes start these copies. Steps go from the last query to the
+// first one. Under a causal mask, blocks that process different keys at the same time then read about the same queries,
+// which thus stay in the L2 cache.
 namespace cuflash::sm90 {
 
 template <class Config>
@@ -18,7 +18,7 @@ struct GatheredQueries : QProducer<Config> {
       Base::k_smem, Base::q_smem, Base::shared, Base::v_smem, Base::write_empty_rows;
 
   // The query of a lane in a step, and whether it sees all keys of the tile. Lanes past the step have a query past the
-  // last one, which TMA reads as zeros.
+  // last one; TMA reads it as zeros.
   struct OwnQuery {
     int query;
     bool sees_all;
@@ -37,7 +37,7 @@ struct GatheredQueries : QProducer<Config> {
     return {max(first, stop - chosen.queries_per_tile), stop, attention::BlockKind::kInterval, -1};
   }
 
-  // Set rows of the slots of Q and dO to 0 that no box has.
+  // Set the rows of the slots of Q and dO that no box contains to 0.
   static CUFLASH_DEVICE void clear_rows_past_boxes(const attention::ChosenLists& chosen) {
     const int num_rows = chosen.queries_per_tile * chosen.heads_per_tile;
     for (int stage = 0; stage < kNumStages; ++stage) {
@@ -48,7 +48,7 @@ struct GatheredQueries : QProducer<Config> {
     __syncwarp();
   }
 
-  // Start to copy the queries of a step, one for each lane, or assign them to the copy warps. Called by the warp.
+  // Start copying the queries of a step, one per lane, or assign them to the copy warps. Called by the whole warp.
   static CUFLASH_DEVICE void gather(const attention::ChosenLists& chosen, const tile::TmaBoxes& to,
                                     const TensorMapParam& map, const tile::TmaCoords& coords, int query,
                                     const tile::PipelineSlot& slot, bool threads_copy) {
@@ -80,8 +80,8 @@ struct GatheredQueries : QProducer<Config> {
                       (has_tensor_map(maps.do_, params.do_) ? 0 : StepMessage::kThreadsCopyDo);
   }
 
-  // Store where K and V of a tile are, and start to fetch them into the level-2 cache. Return the flags of its first
-  // step. Called by one thread.
+  // Store the location of a tile's K and V, and prefetch them into the L2 cache if TMA can copy them. Return the flags
+  // of the tile's first step. Called by one thread.
   static CUFLASH_DEVICE int load_kv(const attention::Params& params, const TensorMaps& maps,
                                     const attention::WorkTile& work, StepMessage& message) {
     const int kv_head = work.batch_head.head / params.shape.group_size;
@@ -95,8 +95,8 @@ struct GatheredQueries : QProducer<Config> {
     return flags;
   }
 
-  // Load the steps of a part: write the message of each, and start its copies. Return whether there is a step. Called
-  // by the first warp.
+  // Load the steps of a part: write the message of each step, and start its copies. Return whether the part has a step.
+  // Called by the first warp.
   static CUFLASH_DEVICE bool load_part(const attention::Params& params, const TensorMaps& maps,
                                        const attention::ChosenLists& chosen, const attention::WorkTile& work, int part,
                                        PipelineState& state, int work_slot) {
@@ -120,7 +120,7 @@ struct GatheredQueries : QProducer<Config> {
       const OwnQuery next_own = own_query(params, chosen, work, next_block);  // loaded while this step waits
       const bool is_masked = !__all_sync(0xffffffffu, own.sees_all);
       StepMessage& message = smem.messages[state.stage];
-      // all threads of the warp wait, so that none misses a phase
+      // all threads of the warp wait, so that none of them misses a phase
       tile::wait_empty(smem.q[state.stage], state.phase);
       __syncwarp();
       if (ptx::lane() < kMaxGathered) smem.queries_of_steps[state.stage][ptx::lane()] = own.query;
@@ -146,15 +146,15 @@ struct GatheredQueries : QProducer<Config> {
     return true;
   }
 
-  // Run the first producer warp; below, if queries choose their blocks.
+  // Run the first producer warp. The second function does so if queries choose their blocks: part after part, then a
+  // message that ends the work.
   static CUFLASH_DEVICE void produce_steps(const attention::Params& params, const TensorMaps& maps,
                                            const QueryState& query_state, const score::Function& score,
                                            StagedMapArgument staged_map, attention::NoChosenLists) {
     Base::produce(params, maps, query_state, score, staged_map);
   }
 
-  // Run the first producer warp: part after part, then a message that ends the work. The first parts of all tiles of
-  // keys have the lowest numbers, since most tiles have few parts.
+  // The first parts of all tiles of keys have the lowest numbers, since most tiles have few parts.
   static CUFLASH_DEVICE void produce_steps(const attention::Params& params, const TensorMaps& maps,
                                            const QueryState&, const score::Function&, StagedMapArgument,
                                            const attention::ChosenLists& chosen) {

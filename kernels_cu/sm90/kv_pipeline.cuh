@@ -1,14 +1,14 @@
 #pragma once
 #include <sm90/kv_producer.cuh>
 
-// The pipeline of Hopper's kernels that keep a tile of queries and walk the blocks of keys it visits. The producer
-// warpgroup has a warp that schedules tiles (sm90/kv_tile_scheduler.cuh) and two that load Q, K and V, and dO in a
-// backward pass (sm90/kv_producer.cuh). The consumer warpgroups multiply, 64 rows of queries each. Blocks take further
-// tiles until none is left. This file has the masks and barriers of consumers and the roles of warps.
+// The pipeline of Hopper's kernels that keep a tile of queries and visit blocks of keys. The producer warpgroup has a
+// warp that schedules tiles (sm90/kv_tile_scheduler.cuh) and two that load Q, K and V and, in a backward pass, dO
+// (sm90/kv_producer.cuh). The consumer warpgroups multiply, 64 rows of queries each. Blocks take further tiles until
+// none is left. This file has the masks and barriers of consumers and the roles of warps.
 namespace cuflash::sm90 {
 
-// Indices of the producer warps: the first loads Q, dO and K, the second V, and the third schedules tiles. The fourth
-// loads the staged array, or stores the scales of FP8 operands.
+// Indices of the producer warps: the first one loads Q, dO and K, the second one V, and the third one schedules tiles.
+// The fourth one loads the staged array, or stores the scales of FP8 operands.
 enum ProducerWarp { kLoadsKeys, kLoadsValues, kSchedulesTiles };
 
 template <class Config>
@@ -26,13 +26,13 @@ struct KvPipeline : KvProducer<Config> {
     return !shared().tile_infos[tile_info_index(num_tiles_done)].is_end;
   }
 
-  // Return the flags of a step for a warpgroup, or if queries choose their blocks for the warp.
+  // Return the flags of a step for a warpgroup or, if queries choose their blocks, for the warp.
   static CUFLASH_DEVICE int flags_of_warpgroup(int group, unsigned num_k_blocks) {
     return shared().messages[stage_of(num_k_blocks)].flags[kPacksQueries ? threadIdx.x / 32 % 4 : group % kNumConsumers];
   }
 
-  // Set the masked scores of a step, and those of keys that the previous step had, to -inf, or in a backward pass to
-  // `masked_score`.
+  // Set the masked scores of a step, and the scores of keys that the previous step already had, to -inf or, in a
+  // backward pass, to `masked_score`.
   template <class Tile>
   static CUFLASH_DEVICE void mask_block(const attention::Params& params, Tile& s, const WorkTileInfo& tile_info,
                                         const StepMessage& message, ChosenArgument chosen) {
@@ -84,9 +84,9 @@ struct KvPipeline : KvProducer<Config> {
     ptx::fence_mbarrier_init();
   }
 
-  // Run the role of a producer warp. `Hooks` has what kernels do themselves:
+  // Run the role of a producer warp. `Hooks` has the functions that differ between kernels:
   //   write_empty_rows(params, work, sink, chosen)
-  //       write the results of a tile whose queries see no key
+  //       writes the results of a tile whose queries see no key
   //   read_scales(scales, tile_info, key, is_first), store_scales(scales_of_step, stage, is_first)
   //       for FP8 operands: return the scales of a step, and store them next to its message
   template <class Hooks>

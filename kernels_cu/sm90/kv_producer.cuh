@@ -4,8 +4,8 @@
 #include <sm90/kv_tile_scheduler.cuh>
 #include <sm90/page_copies.cuh>
 
-// The producer warps of the pipeline over keys (sm90/kv_pipeline.cuh): one loads Q, dO and K, another loads V, by TMA
-// where it can copy the rows. The first also writes the message of each step.
+// The producer warps of the pipeline over keys (sm90/kv_pipeline.cuh): one loads Q, dO and K, and another loads V, by
+// TMA if TMA can copy the rows. The first one also writes the message of each step.
 namespace cuflash::sm90 {
 
 template <class Config>
@@ -27,15 +27,15 @@ struct KvProducer : KvTileScheduler<Config> {
     else return tile::TmaBoxes(do_smem(stage));
   }
 
-  // Start to copy rows first <= x < last of an operand into an empty slot. `zero_fills`: rows past them must become 0.
-  // Called by a warp.
+  // Start copying rows first <= x < last of an operand into an empty slot. If `zero_fills`, the slot's rows past them
+  // must become 0. Called by a warp.
   template <Operand kOperand>
   static CUFLASH_DEVICE void load_operand(const attention::Params& params, const TensorMaps& maps,
                                           const tile::PipelineSlot& slot, int stage, const WorkTileInfo& tile_info,
                                           int first, int last, bool zero_fills) {
     const TensorMapParam& map = (&maps.q)[kOperand];
     const attention::Matrices& matrices = kOperand == kDo ? params.do_ : (&params.q)[kOperand];
-    // the rows of V are columns of the tensor map's matrix
+    // V is stored transposed: its rows are columns of the tensor map's matrix
     constexpr bool kIsTransposed = Config::kIsQuantized && kOperand == kV;
     // FP8 operands always have a tensor map
     if (Config::kIsQuantized || (has_tensor_map(map, matrices) && !zero_fills)) {
@@ -55,16 +55,16 @@ struct KvProducer : KvTileScheduler<Config> {
     }
   }
 
-  // Start to copy Q or dO of a tile into an empty slot. Called by a warp.
+  // Start copying Q or dO of a tile into an empty slot. Called by a warp.
   template <Operand kOperand>
   static CUFLASH_DEVICE void load_queries(const attention::Params& params, const TensorMaps& maps,
                                           attention::NoChosenLists, const tile::PipelineSlot& slot, int stage,
                                           const WorkTileInfo& tile_info, bool zero_fills) {
     load_operand<kOperand>(params, maps, slot, stage, tile_info, tile_info.work.first, tile_info.work.last, zero_fills);
   }
-  // Start to copy Q or dO of neighboring queries. A box of the tensor map has the heads of a query that share its list
-  // and, in a forward pass, all queries of a tile. The kernel of a backward pass that gathers queries uses the same map.
-  // The slot's rows past the boxes stay as they are.
+  // Start copying Q or dO of neighboring queries. A box of the tensor map has the heads of a query that share its list
+  // and, in a forward pass, all queries of a tile. The backward kernel that gathers queries uses the same map. The
+  // slot's rows past the boxes stay as they are.
   template <Operand kOperand>
   static CUFLASH_DEVICE void load_queries(const attention::Params& params, const TensorMaps& maps,
                                           const attention::ChosenLists& chosen, const tile::PipelineSlot& slot,
@@ -95,8 +95,8 @@ struct KvProducer : KvTileScheduler<Config> {
     tile::arrive(slot.full);
   }
 
-  // Set rows of the slots of Q and dO to 0 that no box has: their scores are finite then, and never stored. Called by a
-  // warp, before it loads the first tile.
+  // Set the rows of the slots of Q and dO that no box contains to 0. Their scores are then finite, and never stored.
+  // Called by a warp, before it loads the first tile.
   static CUFLASH_DEVICE void clear_rows_past_boxes(attention::NoChosenLists) {}
   static CUFLASH_DEVICE void clear_rows_past_boxes(const attention::ChosenLists& chosen) {
     const int num_rows = chosen.queries_per_tile * chosen.heads_per_tile;
@@ -106,13 +106,14 @@ struct KvProducer : KvTileScheduler<Config> {
     __syncwarp();
   }
 
-  // Return the flags of a step for the rows of a lane's warp, of which `own` are queries that chose blocks.
+  // Return the flags of a step for the rows of a lane's warp. `members` are the queries that chose the step's block,
+  // and `own` the queries of these rows.
   static CUFLASH_DEVICE int flags_of_members(int flags, uint64_t members, uint64_t own) {
     if ((members & own) == 0) return (flags & ~StepMessage::kUnmasked) | StepMessage::kNoMember;
     return (members & own) == own ? flags : flags & ~StepMessage::kUnmasked;
   }
 
-  // Return the queries of a tile whose rows belong to a lane's warp; none in kernels whose queries choose no blocks.
+  // Return the queries of a tile that have rows in a lane's warp; none in kernels whose queries choose no blocks.
   static CUFLASH_DEVICE uint64_t queries_of_lane(attention::NoChosenLists, const attention::WorkTile&) { return 0; }
   static CUFLASH_DEVICE uint64_t queries_of_lane(const attention::ChosenLists& chosen,
                                                  const attention::WorkTile& work) {
@@ -120,17 +121,17 @@ struct KvProducer : KvTileScheduler<Config> {
     return of_tile & attention::queries_of_rows(chosen, 16 * (tile::lane() % kNumFlags), 16);
   }
 
-  // Start to copy the rows of K or V of a step into an empty slot. `zero_fills`: rows past them must become 0. Called
-  // by a warp.
+  // Start copying the rows of K or V of a step into an empty slot. If `zero_fills`, the slot's rows past them must
+  // become 0. Called by a warp.
   template <Operand kOperand>
   static CUFLASH_DEVICE void load_step(const attention::Params& params, const TensorMaps& maps, attention::NoPages,
                                        const tile::PipelineSlot& slot, int stage, const WorkTileInfo& tile_info,
                                        const attention::KvBlock& block, bool zero_fills) {
     load_operand<kOperand>(params, maps, slot, stage, tile_info, block.start, block.stop, zero_fills);
   }
-  // Start to copy the rows of K or V of a step from the pages of a sequence. Values that no query of the tile sees,
-  // before their window or past the end of the sequence, become 0, since 0 times NaN is not 0; scores of such keys are
-  // masked.
+  // Start copying the rows of K or V of a step from the pages of a sequence. Values that no query of the tile sees,
+  // because they are before the window or past the end of the sequence, become 0, since 0 times NaN is not 0; the
+  // scores of such keys are masked.
   template <Operand kOperand>
   static CUFLASH_DEVICE void load_step(const attention::Params& params, const TensorMaps& maps,
                                        const attention::Pages& pages, const tile::PipelineSlot& slot, int stage,
@@ -144,8 +145,8 @@ struct KvProducer : KvTileScheduler<Config> {
     copy.start((&maps.q)[kOperand], slot);
   }
 
-  // Return the flags of a step for a warpgroup. Later entries of a list may be anywhere, so with a list only the last
-  // block of the tile is known to be the last one for the warpgroup.
+  // Return the flags of a step for a warpgroup. Later entries of a list may be anywhere, so with a list only the tile's
+  // last block is known to be the warpgroup's last one.
   static CUFLASH_DEVICE int step_flags(const attention::Params& params, const attention::KvBlock& block,
                                        const GroupVisitRange& group_range, bool is_shifted, bool is_last_of_tile) {
     using attention::BlockKind;
@@ -155,24 +156,24 @@ struct KvProducer : KvTileScheduler<Config> {
       group_block.kind = BlockKind::kFull;
     const bool is_unmasked = !is_shifted && attention::is_unmasked<kBlockKv>(group_block);
     const bool is_last = is_last_of_tile || (!Config::kIsListed && block.stop >= group_range.stop);
-    // in a backward pass, the exponent of P includes the sign
+    // in a backward pass, the exponent of P includes the sign of the scale
     const bool needs_negation = !kLoadsDo && attention::LazySoftmax<2>::needs_negation(params.shape.softmax_scale);
     return (is_unmasked && !needs_negation) * StepMessage::kUnmasked + is_last * StepMessage::kLastForWarpgroup +
            is_last_of_tile * StepMessage::kLastOfTile;
   }
 
-  // Return whether a step ends before its block and before the end of the matrix. The rows after it must become 0,
-  // since they may hold NaN and 0 times NaN is not 0.
+  // Return whether a step ends before its block and before the end of the matrix. The rows after it must then become 0,
+  // since they may hold NaN, and 0 times NaN is not 0.
   static CUFLASH_DEVICE bool ends_inside_block(const attention::KvBlock& block, int length) {
     return block.stop - block.start < kBlockKv && block.stop < length;
   }
 
-  // Steps keep their start and are not moved back at the end of a range: steps of a list, of pages and of FP8 operands,
-  // the latter two at multiples of their width.
+  // Whether steps are never moved to an earlier start at the end of a range: those of a list, and those of pages and of
+  // FP8 operands, which start at multiples of their width.
   static constexpr bool kKeepsSteps = Config::kIsListed || Config::kIsPaged || Config::kIsQuantized;
 
-  // Return whether queries that belong to no sequence follow those of the tile, in its slot. Q must be 0 there, since
-  // it may be NaN, and the rows of a warp decide together whether maxima rise.
+  // Return whether the slot of a tile also has queries that belong to no sequence, after the tile's queries. Q must be
+  // 0 there: it may be NaN, and the rows of a warp decide together whether maxima rise.
   static CUFLASH_DEVICE bool ends_before_unused_queries(const attention::Params& params,
                                                         const attention::WorkTile& work) {
     return work.last < min(work.first + kBlockQ, params.shape.seqlen_q);
@@ -182,7 +183,7 @@ struct KvProducer : KvTileScheduler<Config> {
   static CUFLASH_DEVICE void load_keys(const attention::Params& params, const TensorMaps& maps, PagesArgument pages,
                                        ChosenArgument chosen) {
     using namespace attention;
-    unsigned num_k_blocks = 0, num_tiles_done = 0;  // counts of loaded blocks and tiles
+    unsigned num_k_blocks = 0, num_tiles_done = 0;  // numbers of loaded blocks and tiles
     clear_rows_past_boxes(chosen);
     while (true) {
       const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);
@@ -230,14 +231,14 @@ struct KvProducer : KvTileScheduler<Config> {
     }
   }
 
-  // Walk the steps of all tiles: call `visit(tile_info, block, num_blocks, is_first)` for each, with the number of
-  // steps before it and whether it is the first of its tile. Called by a warp that reads tile messages, other than the
-  // one that copies K.
+  // Call `visit(tile_info, block, num_blocks, is_first)` for the steps of all tiles, with the number of steps before a
+  // step and whether it is the first one of its tile. Called by a warp that reads tile messages, except the warp that
+  // copies K.
   template <class Visit>
   static CUFLASH_DEVICE void walk_steps(const attention::Params& params, Visit visit) {
     using namespace attention;
     unsigned num_blocks = 0;
-    // all slots but the first are empty at the start
+    // at the start, all slots except the first are empty
     for (int i = 1; i < kNumTileInfos; ++i) tile::arrive(shared().tile_info_slots[i].empty);
     for (unsigned num_tiles_done = 0;; ++num_tiles_done) {
       const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);
@@ -263,7 +264,7 @@ struct KvProducer : KvTileScheduler<Config> {
   }
 
   // Store the scales of all steps of FP8 operands. The barrier of K counts the arrival of this warp in addition to that
-  // of the warp that copies K, which would delay consumers if it also read the scales. Called by a warp.
+  // of the warp that copies K. If that warp also read the scales, it would delay consumers. Called by a warp.
   template <class Hooks>
   static CUFLASH_DEVICE void write_scales(const attention::Params&, attention::NoScales) {}
   template <class Hooks>

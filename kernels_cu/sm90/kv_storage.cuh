@@ -6,29 +6,29 @@
 #include <tile/pipeline.cuh>
 #include <tile/wgmma_tile.cuh>
 
-// The shared memory of the kernels that keep a tile of queries and walk blocks of keys (sm90/kv_pipeline.cuh): tiles of
-// Q, K, V and dO, messages, and barriers.
+// The shared memory of the kernels that keep a tile of queries and visit blocks of keys (sm90/kv_pipeline.cuh): tiles
+// of Q, K, V and dO, messages, and barriers.
 namespace cuflash::sm90 {
 
-constexpr int kNumTileInfos = 4;  // one tile each is being scheduled, loaded, multiplied and written
+constexpr int kNumTileInfos = 4;  // one tile is being scheduled, one loaded, one multiplied, one written
 constexpr int kKeptStages = 2;
 
-constexpr int kBoxRows = 16;  // rows of a warp, which TMA stores at a time
+constexpr int kBoxRows = 16;  // number of rows of a warp, which TMA stores at once
 
 enum Operand { kQ, kK, kV, kDo };  // in the order of TensorMaps
-struct GroupVisitRange {  // no query of a warpgroup sees a key from `stop` on, and all see full_start <= x < full_stop
+struct GroupVisitRange {  // no query of a warpgroup sees keys from `stop` on; all see full_start <= x < full_stop
   int stop, full_start, full_stop;
 };
-struct alignas(16) EpilogueTarget {  // where the epilogue writes O and lse
+struct alignas(16) EpilogueTarget {  // location to which the epilogue writes O and lse
   float* lse;
   int num_rows;
-  // TMA can store O: rows are whole 16-byte chunks, and the last box of rows is full or ends with the matrix
+  // whether TMA can store O: rows are whole 16-byte chunks, and the last box of rows is full or ends with the matrix
   int uses_tma_store;
   int first;  // first row of O
   tile::TmaCoords o_coords;
 };
 
-// Return whether this is the first lane of its warp, which acts for all.
+// Return whether this is the first lane of its warp, which acts for the whole warp.
 CUFLASH_DEVICE bool is_first_lane() { return tile::lane() == 0; }
 
 // Wait until a slot is empty. All threads of the warp wait: if the first one waited alone, the others could keep it
@@ -45,26 +45,27 @@ struct KvStorage : Constants<Config> {
   using Base::kBlockKv, Base::kBlockQ, Base::kHeadDim, Base::kNumStages, Base::kThreads, Base::kValueDim;
 
   static constexpr int kNumConsumers = kBlockQ / 64;
-  // Queries that each choose their blocks: a tile has the rows of neighboring queries (attention/members.cuh).
+  // Whether queries each choose their blocks: a tile then has the rows of neighboring queries (attention/members.cuh).
   static constexpr bool kPacksQueries = Config::kPacksQueries;
   using Walk = tile::Conditional<kPacksQueries, attention::OverUnions, attention::OverKvBlocks>;
   static_assert(!kPacksQueries || (kNumConsumers == 1 && Config::kIsListed && !kHasScore && !Config::kHasDropout),
                 "flags of a warp assume that its rows need only masks");
-  static constexpr bool kLoadsDo = Config::kIsBackward;  // dO is loaded with Q
-  // Several thread blocks with such tiles share a multiprocessor.
+  static constexpr bool kLoadsDo = Config::kIsBackward;  // whether dO is loaded with Q
+  // Whether tiles are so small that several thread blocks share a multiprocessor.
   static constexpr bool kIsSmallTile = Config::kIsListed && kNumConsumers == 1 && !Config::kIsQuantized;
   static constexpr int kQStages =
       kHeadDim <= 128 && kValueDim <= 128 && !kIsSmallTile && !kLoadsDo && !kStagesArray ? 2 : 1;
-  // A warpgroup after the consumers draws the random numbers of dropout, ahead of them (sm90/drawn_weights.cuh).
+  // Whether a warpgroup after the consumers draws the random numbers of dropout, ahead of them
+  // (sm90/drawn_weights.cuh).
   static constexpr bool kHasDrawers = Config::kHasDropout && kThreads == kWarpgroupThreads * (2 + kNumConsumers);
-  // The next tile is scheduled during the first step of a tile, not the last one, since loads from a list have a long
-  // latency.
+  // Whether the next tile is scheduled during the first step of a tile, not the last one, since loads from a list have
+  // a high latency.
   static constexpr bool kFetchesTileEarly = Config::kIsListed && kHeadDim <= 128 && kValueDim <= 128;
 
   using OperandElement = tile::Conditional<Config::kIsQuantized, ptx::Float8E4M3, Element>;
   using SmemQ = tile::WgmmaTile<OperandElement, kBlockQ, kHeadDim>;
   using SmemK = tile::WgmmaTile<OperandElement, kBlockKv, kHeadDim>;
-  // FP8: V is transposed, since tensor cores read FP8 operands along the summed dimension
+  // with FP8, V is transposed, since tensor cores read FP8 operands along the summed dimension
   using SmemV = tile::Conditional<Config::kIsQuantized, tile::WgmmaTile<OperandElement, kValueDim, kBlockKv>,
                                   tile::WgmmaTile<OperandElement, kBlockKv, kValueDim>>;
   static CUFLASH_DEVICE SmemQ q_smem(int slot) { return {slot * SmemQ::kBytes}; }
@@ -74,7 +75,7 @@ struct KvStorage : Constants<Config> {
   using SmemDo = tile::WgmmaTile<Element, kBlockQ, kValueDim>;
   static CUFLASH_DEVICE SmemDo do_smem(int slot) { return {kDoOffset + slot * SmemDo::kBytes}; }
   static constexpr int kStorageOffset = kDoOffset + (kLoadsDo ? kQStages * SmemDo::kBytes : 0);
-  // Message of the scheduler warp about a tile.
+  // The scheduler warp's message about a tile.
   struct WorkTileInfo {
     EpilogueTarget epilogue_target;
     attention::WorkTile work;
@@ -86,21 +87,21 @@ struct KvStorage : Constants<Config> {
     // if is_band: the interval of the first row; the interval of each later row is one key later
     attention::Interval band;
   };
-  // Message of the producer about a step.
+  // The producer's message about a step.
   struct NoMemberWord {};
   struct MemberWord {
-    uint64_t members;  // a bit for each query of the tile that chose the block
+    uint64_t members;  // a bit for each query of the tile, set if the query chose the block
   };
-  // Flags differ by warpgroup, or if queries choose their blocks by warp.
+  // Flags are per warpgroup or, if queries choose their blocks, per warp.
   static constexpr int kNumFlags = kPacksQueries ? 4 : kNumConsumers;
   struct StepMessage : tile::Conditional<kPacksQueries, MemberWord, NoMemberWord> {
-    // Written by the producer. kUnmasked: every score of this KV block is visible, and the scale is positive.
-    // kLastForWarpgroup: the warpgroup's queries see no key of the tile's further blocks. kLastOfTile: the tile has no
-    // further block. kNoMember: no query of the warp chose the block.
-    // Added by a consumer. kEpiloguePending: results of the previous tile are not written yet. kSkipMax: the step does
-    // not compute maxima. kOStoreInFlight: TMA still reads O of the previous tile from the slot of its Q.
+    // Set by the producer. kUnmasked: every score of this KV block is visible, and the scale is positive.
+    // kLastForWarpgroup: the warpgroup's queries see no key of the tile's later blocks. kLastOfTile: the tile has no
+    // later block. kNoMember: no query of the warp chose the block.
+    // Added by a consumer. kEpiloguePending: results of the previous tile have not been written yet. kSkipMax: the step
+    // does not compute maxima. kOStoreInFlight: TMA is still reading O of the previous tile from the slot of its Q.
     // kValuesPending: products with V of the previous step are in flight. kOperandsArrived: K of the next step and V of
-    // this one have arrived.
+    // this step have arrived.
     enum Flag {
       kUnmasked = 1,
       kLastForWarpgroup = 2,
@@ -113,21 +114,21 @@ struct KvStorage : Constants<Config> {
       kNoMember = 256
     };
     attention::KvBlock block;
-    int unread_start;  // keys before it belong to the previous step
+    int unread_start;  // keys before this one belong to the previous step
     int flags[kNumFlags];
   };
 
-  // The bits of weights that dropout keeps, in the layout of the consumers' threads, in a separate ring.
+  // One bit for each weight, set if dropout keeps it, in the layout of the consumers' threads, in a separate ring.
   struct NoKeptRing {};
   struct KeptRing {
-    static constexpr int kNumWords = (kBlockKv / 16 + 3) / 4;  // words per thread
+    static constexpr int kNumWords = (kBlockKv / 16 + 3) / 4;  // number of words per thread
     uint32_t kept_words[kKeptStages][kNumWords][kNumConsumers * kWarpgroupThreads];
     tile::PipelineSlot kept[kKeptStages];
   };
 
   struct SharedStorage : tile::Conditional<kHasDrawers, KeptRing, NoKeptRing> {
     tile::PipelineSlot q[kQStages], k[kNumStages], v[kNumStages];
-    tile::PipelineSlot tile_info_slots[kNumTileInfos];  // filled by the scheduler warp
+    tile::PipelineSlot tile_info_slots[kNumTileInfos];  // the scheduler warp fills these
     WorkTileInfo tile_infos[kNumTileInfos];
     StepMessage messages[kNumStages];
     float softmax_scale_log2;  // in shared memory, to save registers of consumers
@@ -138,8 +139,8 @@ struct KvStorage : Constants<Config> {
     return *reinterpret_cast<SharedStorage*>(ptx::dynamic_shared<unsigned char>() + kStorageOffset);
   }
 
-  // Elements of the staged array of each step, and their slots, after all other shared memory. The queries of each
-  // consumer warpgroup have a separate slot, so that it is filled again as soon as this warpgroup has read it.
+  // The elements of the staged array for each step, and their slots, after all other shared memory. The queries of each
+  // consumer warpgroup have a separate slot, which can be filled again as soon as that warpgroup has read it.
   using SmemArray = StagedArray<64, kStagesArray ? kBlockKv : 64>;
   static CUFLASH_DEVICE SmemArray array_smem(int stage, int consumer) {
     return {aligned_for_array(kStorageEnd) + (stage * kNumConsumers + consumer) * SmemArray::kBytes};
@@ -154,8 +155,8 @@ struct KvStorage : Constants<Config> {
           : aligned_for_array(kStorageEnd) +
                 kNumStages * kNumConsumers * (SmemArray::kBytes + static_cast<int>(sizeof(tile::PipelineSlot)));
 
-  // Return the stage of the count-th K or V block in its ring, and its phase; below, those of the count-th tile in the
-  // rings of Q and of tile messages.
+  // Return the stage of the count-th K or V block in its ring, and its phase. The other functions return those of the
+  // count-th tile in the rings of Q and of tile messages.
   static CUFLASH_DEVICE int stage_of(unsigned count) { return count % kNumStages; }
   static CUFLASH_DEVICE int phase_of(unsigned count) { return count / kNumStages % 2; }
   static CUFLASH_DEVICE int q_stage_of(unsigned count) { return count % kQStages; }

@@ -4,8 +4,8 @@
 #include <sm90/kv_storage.cuh>
 #include <sm90/sequence_tiles.cuh>
 
-// The scheduler warp of the pipeline over keys (sm90/kv_pipeline.cuh): it takes tiles of queries one after the other,
-// skips tiles that see no key, and writes for each other tile the message that all other warps read.
+// The scheduler warp of the pipeline over keys (sm90/kv_pipeline.cuh). It takes one tile of queries after the other,
+// skips tiles that see no key, and writes a message about each other tile, which all other warps read.
 namespace cuflash::sm90 {
 
 template <class Config>
@@ -16,7 +16,7 @@ struct KvTileScheduler : KvStorage<Config> {
   using Base::kBlockKv, Base::kBlockQ, Base::kLoadsDo, Base::kNumConsumers, Base::shared, Base::tile_info_index,
       Base::tile_info_phase;
 
-  // Return the number of the block's next tile, which no other block takes. Called by a warp.
+  // Return the index of the block's next tile, which no other block takes. Called by a warp.
   static CUFLASH_DEVICE int advance_tile(const attention::Params& params, bool is_first, int num_tiles) {
     if (is_first) return attention::first_tile_number();
     int number = 0;
@@ -24,7 +24,7 @@ struct KvTileScheduler : KvStorage<Config> {
     return __shfl_sync(0xffffffffu, number, 0);
   }
 
-  // Return the tile with a number. With pages, queries that belong to no sequence are cut off.
+  // Return the tile with index `number`. With pages, the tile omits queries that belong to no sequence.
   static CUFLASH_DEVICE attention::WorkTile tile_at(const attention::Params& params, attention::NoPages,
                                                     ChosenArgument chosen, int number) {
     return attention::tile_of_queries_at<Listed>(params, chosen, kBlockQ, number);
@@ -34,7 +34,7 @@ struct KvTileScheduler : KvStorage<Config> {
     return attention::query_tile_of_sequence<Listed>(params, pages, kBlockQ, number);
   }
 
-  // Return the range of keys that 64 of a tile's queries visit.
+  // Return the range of keys that 64 queries of a tile, from row `first_row` on, visit.
   static CUFLASH_DEVICE GroupVisitRange group_visit_range(const attention::Params& params, attention::WorkTile work,
                                                           int first_row) {
     work.first += first_row;
@@ -44,16 +44,16 @@ struct KvTileScheduler : KvStorage<Config> {
     return {visit_range.stop, visit_range.full_start, visit_range.full_stop};
   }
 
-  // Determine whether the queries of a tile attend a band, and return the interval of the first one: each query's
-  // interval ends one key after that of the previous query, and also starts one key after it, or at key 0. Called by a
-  // warp.
+  // Determine whether the intervals of a tile's queries form a band, and if so store the first query's interval in
+  // `band`. In a band, each interval ends one key after the previous query's, and either also starts one key later or
+  // starts at key 0. Called by a whole warp.
   static CUFLASH_DEVICE bool find_band(const attention::Params& params, const attention::WorkTile& work,
                                        attention::Interval& band) {
     using namespace attention;
     const Interval first = interval(params, work.batch_head, work.first);
     bool is_band = true, lo_moves = true, lo_stays = true;
 #pragma unroll
-    // unrolled, so that the loads overlap: the first K of the tile waits for them
+    // unrolled, so that the loads overlap: loading the first K of the tile waits for them
     for (int i = 0; i < kBlockQ / 32; ++i) {
       const int rows = min(32 * i + tile::lane(), work.last - work.first - 1);
       const Interval keys = interval(params, work.batch_head, work.first + rows);
@@ -67,16 +67,16 @@ struct KvTileScheduler : KvStorage<Config> {
     return __all_sync(0xffffffffu, is_band) && (lo_moves || lo_stays);
   }
 
-  // Schedule the tiles of this block. A tile is scheduled when the steps of the previous one are loaded
-  // (kFetchesTileEarly: when its first step is): tiles taken earlier might be started sooner by another block. Called
-  // by a warp.
+  // Schedule the tiles of this block. A tile is scheduled once the steps of the previous tile are loaded (with
+  // kFetchesTileEarly: once its first step is loaded). If tiles were taken earlier, another block might have been able
+  // to start them sooner. Called by a warp.
   template <class Hooks>
   static CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const TensorMaps& maps, SinkArgument sink,
                                             PagesArgument pages, ChosenArgument chosen) {
     using namespace attention;
     const int num_tiles = num_tiles_of_queries<Listed>(params, chosen, kBlockQ);
     unsigned num_tiles_done = 0;
-    WorkTile queries{};  // if sequences are cut: queries of the last block of positions that are not in a tile yet
+    WorkTile queries{};  // if sequences are cut: queries of the last block of positions that are not yet in a tile
     for (bool is_first = true;; is_first = false) {
       const tile::PipelineSlot& tile_info_slot = shared().tile_info_slots[tile_info_index(num_tiles_done)];
       // the first tile does not wait
@@ -99,7 +99,7 @@ struct KvTileScheduler : KvStorage<Config> {
         if (Config::kIsQuantized && visit_range.start < visit_range.stop)
           visit_range.start -= visit_range.start % kBlockKv;
         if (kStagesArray && visit_range.start < visit_range.stop)
-          visit_range.start -= visit_range.start % 8;  // 16 bytes of an array
+          visit_range.start -= visit_range.start % 8;  // the start is a multiple of 16 bytes of an array
         if (!BlockIterator<kBlockKv, Walk, Listed>(params, visit_range).has_next()) {
           Hooks::write_empty_rows(params, work, sink, chosen);
           continue;

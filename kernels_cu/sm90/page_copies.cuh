@@ -10,8 +10,8 @@ namespace cuflash::sm90 {
 template <class Element>
 class PageCopy {
  public:
-  // The rows are positions from `first` on, of which those in `seen` are needed. Rows of boxes without such positions
-  // become 0.
+  // The rows are positions from `first` on, of which those in `seen` are needed. Rows of boxes that contain no needed
+  // position become 0.
   CUFLASH_DEVICE PageCopy(const tile::TmaBoxes& to, const attention::Pages& pages, int sequence, int kv_head, int first,
                           const attention::Interval& seen)
       : to_(to), pages_(pages), kv_head_(kv_head), first_(first), seen_(seen), row_(tile::lane() * pages.box_rows) {
@@ -22,12 +22,12 @@ class PageCopy {
     row_of_page_ = attention::divmod(position, pages.page_size).remainder;
   }
 
-  // Count the boxes whose page is missing.
+  // Count the boxes without a page as faults.
   CUFLASH_DEVICE void count_faults() const {
     if (!has_page_) ptx::fetch_add(pages_.num_faults, 1);
   }
 
-  // Copy the boxes of which only some rows are needed, row by row; the other rows become 0.
+  // Copy the boxes of which only some rows are needed, row by row; their other rows become 0.
   CUFLASH_DEVICE void copy_cut_boxes(const attention::Matrices& matrices, int num_columns) {
     const int start = first_ + row_, stop = start + pages_.box_rows;
     const bool is_cut = page_ < pages_.num_pages && (start < seen_.lo || stop > seen_.hi);
@@ -40,8 +40,8 @@ class PageCopy {
     __syncwarp();
   }
 
-  // Start TMA copies of the other boxes. TMA fills positions outside of the tensor with 0, so a missing page reads
-  // nothing.
+  // Start TMA copies of the other boxes. TMA fills positions outside the tensor with 0, so a missing page reads as
+  // zeros.
   CUFLASH_DEVICE void start(const tile::TensorMapParam& map, const tile::PipelineSlot& slot) const {
     const uint32_t barrier = ptx::shared_address(&slot.full);
     const int num_rows = to_.rows - __popc(cut_) * pages_.box_rows;
@@ -81,8 +81,8 @@ class PageCopy {
   const attention::Interval seen_;
   const int row_;  // first row of the lane's box
   int page_, row_of_page_;
-  bool has_page_;  // the lane's box has a page, or needs none
-  uint32_t cut_ = 0;  // lanes whose boxes are copied row by row
+  bool has_page_;  // whether the lane's box has a page, or needs none
+  uint32_t cut_ = 0;  // bits of the lanes whose boxes are copied row by row
 };
 
 }  // namespace cuflash::sm90

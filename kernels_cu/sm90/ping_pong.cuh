@@ -5,7 +5,7 @@
 // ping-pong), so that the softmax of one overlaps the products of the others.
 namespace cuflash::sm90 {
 
-constexpr int kPingPongBarrier = 1, kQEmptyBarrier = 4;  // numbers of named barriers, one for each consumer warpgroup
+constexpr int kPingPongBarrier = 1, kQEmptyBarrier = 4;  // first of one named barrier per consumer warpgroup
 
 template <class Config>
 struct PingPong : KvPipeline<Config> {
@@ -14,7 +14,7 @@ struct PingPong : KvPipeline<Config> {
 
   static constexpr bool kPingPong = kNumConsumers > 1;
 
-  // Return the number of the warpgroup, from 1 on. It is computed at each use, to save registers.
+  // Return the index of the warpgroup, from 1 on. It is computed at each use, to save registers.
   static CUFLASH_DEVICE int own_group() { return threadIdx.x / kWarpgroupThreads; }
   // Wait until the warpgroup may start products.
   static CUFLASH_DEVICE void ping_pong_wait(int group) {

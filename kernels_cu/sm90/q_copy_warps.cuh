@@ -1,10 +1,11 @@
 #pragma once
 #include <sm90/gathered_queries.cuh>
 
-// The copy warps of the producer warpgroup: they compute the row masks of a step, and copy the rows that TMA cannot.
+// The copy warps of the producer warpgroup: they compute the row masks of a step, and copy the rows that TMA cannot
+// copy.
 namespace cuflash::sm90 {
 
-// Return a word with the bits lo <= x < hi.
+// Return a word in which the bits lo <= x < hi are set.
 CUFLASH_DEVICE uint32_t bit_range(int lo, int hi) { return ptx::bits_at_or_above(lo) & ~ptx::bits_at_or_above(hi); }
 
 template <class Config>
@@ -19,8 +20,8 @@ struct QCopyWarps : GatheredQueries<Config> {
   static_assert(kIsWide || kBlockQ % kCopyThreads == 0,
                 "every copy thread computes masks of the same number of queries");
 
-  // Return a word with a bit for each of the 32 keys from `first` on that a query sees; keys from `last` on do not
-  // exist.
+  // Return a word for the 32 keys from `first` on, with a bit set for each key that a query sees; keys from `last` on
+  // do not exist.
   static CUFLASH_DEVICE uint32_t row_mask_bits(const attention::RowMask& row_mask, int first, int last) {
     uint32_t bits = bit_range(row_mask.lo - first, min(row_mask.hi, last) - first);
     if (Config::kIsListed && row_mask.bits != nullptr) {
@@ -33,7 +34,7 @@ struct QCopyWarps : GatheredQueries<Config> {
     return bits;
   }
 
-  // Compute the row masks of a step under a band. The queries that see a key are an interval, which moves by one query
+  // Compute the row masks of a step under a band. The queries that see a key form an interval, which moves by one query
   // from one key to the next.
   static CUFLASH_DEVICE void compute_band_masks(const attention::Params& params, const attention::WorkTile& work,
                                                 const attention::KvBlock& block, StageQueries& queries, int thread) {
@@ -59,7 +60,7 @@ struct QCopyWarps : GatheredQueries<Config> {
       if (params.work.lo == nullptr && message.block.kind != BlockKind::kBits)
         return compute_band_masks(params, work.tile, message.block, queries, thread);
 #pragma unroll 1
-    // uniform trip count, since threads of a warp exchange bits
+    // uniform trip count, since the threads of a warp exchange bits
     for (int first = 0; first < kBlockQ; first += kCopyThreads) {
       const int row = first + thread, query = message.block.start + row;
       if (kIsWide && row >= kBlockQ) break;
@@ -74,8 +75,8 @@ struct QCopyWarps : GatheredQueries<Config> {
     }
   }
 
-  // Store the statistics of a step's gathered queries; the statistics of other steps are copied with Q. Called by all
-  // copy warps.
+  // Store the statistics of a step's gathered queries. The statistics of other steps are copied together with Q. Called
+  // by all copy warps.
   static CUFLASH_DEVICE void store_statistics(const attention::Params&, attention::NoChosenLists, const StepMessage&,
                                               int, int) {}
   static CUFLASH_DEVICE void store_statistics(const attention::Params& params, const attention::ChosenLists& chosen,
@@ -155,18 +156,18 @@ struct QCopyWarps : GatheredQueries<Config> {
     tile::copy<kCopyThreads>(tile::TmaBoxes(array_smem(stage)), part, thread, [](int) { return true; });
   }
 
-  // Run a copy warp: compute the row masks of each step, copy the operands that its message assigns to threads, and
-  // start the copies of K and V.
+  // Run a copy warp: compute the row masks of each step, copy the operands that the step's message assigns to threads,
+  // and start the copies of K and V.
   template <class Score>
   static CUFLASH_DEVICE void prepare_steps(const attention::Params& params, const TensorMaps& maps,
                                            const Score& score, ChosenArgument chosen) {
     using namespace attention;
     SharedStorage& smem = shared();
     const Shape& shape = params.shape;
-    // recomputed at each use, as are the following values, to save registers
+    // recomputed at each use, like the following values, to save registers
     const auto thread = [] { return ptx::thread_index() - 32; };
     for (int number = 0;; number = number == 2 * kNumStages - 1 ? 0 : number + 1) {
-      const PipelineState state{number % kNumStages, number / kNumStages};  // state is derived from one register
+      const PipelineState state{number % kNumStages, number / kNumStages};  // both are derived from one register
       ptx::mbarrier_wait(ptx::shared_address(&smem.message_ready[state.stage]), state.phase);
       const StepMessage& message = smem.messages[state.stage];
       if (message.is(StepMessage::kEndOfWork)) return tile::arrive(smem.q[state.stage].full);

@@ -1,10 +1,10 @@
 #pragma once
 #include <sm90/dq_writer.cuh>
 
-// The pipeline of Hopper's backward passes: a block keeps a tile of keys and walks the blocks of queries that visit it,
-// over the query heads that share its key/value head. Then it takes the next tile, whose first queries are loaded
-// meanwhile. The producer warpgroup loads Q, dO and the statistics of each query (sm90/q_producer.cuh,
-// sm90/q_copy_warps.cuh) and adds dQ up (sm90/dq_writer.cuh). Two consumer warpgroups multiply, or one if another
+// The pipeline of Hopper's backward passes. A thread block keeps a tile of keys and visits the blocks of queries that
+// attend to them, over the query heads that share its key/value head. Then it takes the next tile, whose first queries
+// have been loaded meanwhile. The producer warpgroup loads Q, dO and the statistics of each query (sm90/q_producer.cuh,
+// sm90/q_copy_warps.cuh) and adds up dQ (sm90/dq_writer.cuh). Two consumer warpgroups multiply, or one if another
 // kernel computes dQ. This file has the barriers of consumers and the roles of warps.
 namespace cuflash::sm90 {
 
@@ -18,24 +18,24 @@ struct QPipeline : DqWriter<Config> {
       Base::kProducerThreads, Base::kSkipsClamp, Base::k_phase, Base::prepare_steps, Base::produce_steps, Base::shared,
       Base::v_phase;
 
-  // Wait for a step, and return its flags. Call it before the products of the step are started, because loads from
-  // shared memory have a long latency during products.
+  // Wait for a step, and return its flags. Call it before starting the products of the step, because loads from shared
+  // memory have a high latency during products.
   static CUFLASH_DEVICE int wait_step(const PipelineState& state) {
     SharedStorage& smem = shared();
     tile::wait_full(smem.q[state.stage], state.phase);
     int flags = smem.messages[state.stage].flags;
     if constexpr (kSkipsClamp) flags |= smem.queries[state.stage].stats.has_large_lse ? StepMessage::kLargeLse : 0;
-    // With a score function, results of queries that it hides from all keys must not matter.
+    // With a score function, results of queries for which it hides all keys must not matter.
     if constexpr (kHasScore || kPacksQueries) flags |= smem.queries[state.stage].stats.has_empty_rows ? StepMessage::kLargeLse : 0;
     return flags;
   }
 
-  // Return whether a step is the first one of the next tile, or the end.
+  // Return whether a step is the first one of the next tile, or the end of all work.
   static CUFLASH_DEVICE bool starts_next_tile(int flags) {
     return flags & (StepMessage::kLoadsV | StepMessage::kEndOfWork);
   }
 
-  // If a step loads K for another head, release the previous K, whose products have ended, and wait for the new one.
+  // If a step loads K for another head, release the previous K, whose products have ended, and wait for the new K.
   static CUFLASH_DEVICE void wait_next_head_k(int flags) {
     if ((flags & (StepMessage::kLoadsK | StepMessage::kLoadsV)) != StepMessage::kLoadsK) return;
     SharedStorage& smem = shared();
@@ -43,7 +43,7 @@ struct QPipeline : DqWriter<Config> {
     tile::wait_full(smem.k, k_phase(flags));
   }
 
-  // Wait for K and V of a tile, at its first step; below, release both.
+  // Wait for K and V of a tile, at its first step. The second function releases both.
   static CUFLASH_DEVICE void wait_kv(int flags) {
     SharedStorage& smem = shared();
     tile::wait_full(smem.k, k_phase(flags));
@@ -51,8 +51,8 @@ struct QPipeline : DqWriter<Config> {
   }
   static CUFLASH_DEVICE void release_kv() { tile::arrive(shared().k.empty); }  // K and V are released together
 
-  // Run the role of each warp of a thread block. `consume` is called by the consumer warpgroups, with the index of the
-  // warpgroup among them.
+  // Run the role of each warp of a thread block. The consumer warpgroups call `consume` with their index among the
+  // consumers.
   template <class Consume>
   static CUFLASH_DEVICE void run_roles(const attention::Params& params, const TensorMaps& maps,
                                        const QueryState& query_state, Consume consume, const score::Function& score,

@@ -1,8 +1,8 @@
 #pragma once
 #include <sm90/q_storage.cuh>
 
-// The first warp of the producer warpgroup: it takes tiles of keys, walks the blocks of queries that visit them, writes
-// a message for each step, and starts the copies that TMA makes.
+// The first warp of the producer warpgroup: it takes tiles of keys, determines the blocks of queries that attend to
+// them, writes a message for each step, and starts TMA copies.
 namespace cuflash::sm90 {
 
 template <class Config>
@@ -15,8 +15,8 @@ struct QProducer : QStorage<Config> {
       typename Base::QueryIterator, typename Base::QueryStats, typename Base::SharedStorage, typename Base::SmemArray,
       typename Base::StepMessage;
 
-  // Return the end of the keys that are in the slots of a tile. If sequences are cut, the keys past a short tile belong
-  // to the next sequence.
+  // Return the end of the keys in the slots of a tile. If sequences are cut, the keys past a short tile belong to the
+  // next sequence.
   static CUFLASH_DEVICE int end_of_keys(const attention::Params& params, const attention::WorkTile& work) {
     if constexpr (Config::kCutsSequences) return min(work.first + kBlockKv, params.shape.seqlen_kv);
     else return work.last;
@@ -37,8 +37,8 @@ struct QProducer : QStorage<Config> {
     else return attention::query_tile_number<Listed>(params, block.start, kBlockQ);
   }
 
-  // Return whether a query in the slot of a short step, after the step's queries, has no key. If sequences are cut,
-  // these queries belong to the next sequences. Called by the first warp.
+  // Return whether some query in the slot of a short step, after the step's queries, has no key. If sequences are cut,
+  // these queries belong to the following sequences. Called by the first warp.
   static CUFLASH_DEVICE bool has_empty_rows_past(const attention::Params& params,
                                                  const attention::BatchHead& batch_head,
                                                  const attention::KvBlock& block) {
@@ -52,16 +52,16 @@ struct QProducer : QStorage<Config> {
   }
 
   // Return whether the slot of a step has rows that must be 0: queries without a key, whose Q and dO may be arbitrary,
-  // and rows of the matrix past the step. Called by the first warp.
+  // or rows of the matrix past the step. Called by the first warp.
   static CUFLASH_DEVICE bool has_rows_to_zero(const attention::Params& params, const HeadWork& work,
                                               const attention::KvBlock& block) {
     using namespace attention;
     if (block.stop < min(block.start + kBlockQ, params.shape.seqlen_q))
       if (!Config::kCutsSequences || has_empty_rows_past(params, work.tile.batch_head, block)) return true;
-    if constexpr (kHasScore)  // a score function may hide a query from all keys
+    if constexpr (kHasScore)  // a score function may hide all keys from a query
       if (work.records[step_number(params, block)].stats.has_empty_rows) return true;
     if (block.kind == BlockKind::kFull) return false;
-    // Under a band, queries without a key are at the ends
+    // Under a band, only the first and the last queries can be without a key
     if (!Listed::has_list(params.work) && params.work.lo == nullptr) {
       const BatchHead& batch_head = work.tile.batch_head;
       const Interval first = interval(params, batch_head, block.start),
@@ -71,8 +71,8 @@ struct QProducer : QStorage<Config> {
     return work.records[step_number(params, block)].stats.has_empty_rows;
   }
 
-  // Start the copies of an operand, or assign them to the copy warps (`threads_copy`). `extra_bytes` of other copies
-  // arrive at the same barrier.
+  // Start the copies of an operand, or assign them to the copy warps (`threads_copy`). The slot's barrier expects
+  // `extra_bytes` more, for other copies.
   static CUFLASH_DEVICE void load_operand(const tile::TmaBoxes& to, const TensorMapParam& map,
                                           const tile::TmaCoords& at, int first, const tile::PipelineSlot& slot,
                                           bool threads_copy, int extra_bytes = 0) {
@@ -94,7 +94,7 @@ struct QProducer : QStorage<Config> {
   static CUFLASH_DEVICE bool advance_tile(const attention::Params& params, int work_slot) {
     SharedStorage& smem = shared();
     __syncwarp();
-    if (threadIdx.x == 0) {  // a comparison takes fewer registers than elect.sync
+    if (threadIdx.x == 0) {  // this comparison takes fewer registers than elect.sync
       const int num_tiles =
           Config::kCutsSequences ? num_key_parts(params) : attention::num_key_tiles<Listed>(params, kBlockKv);
       int number;
@@ -111,8 +111,8 @@ struct QProducer : QStorage<Config> {
     return smem.has_tile;
   }
 
-  // Store the range of queries that visit a tile of keys, and the first tile of them, if sequences are cut. Called by
-  // the first warp.
+  // If sequences are cut, store the range of queries that attend to a tile of keys, and the index of their first tile.
+  // Called by the first warp.
   template <class Range>
   static CUFLASH_DEVICE void store_part_range(const attention::Params& params, const attention::WorkTile& work,
                                               attention::VisitRange visit_range, Range& to) {
@@ -121,11 +121,11 @@ struct QProducer : QStorage<Config> {
     if (ptx::elect_one()) to = {visit_range, queries};
   }
 
-  // Compute the range of queries that visit a tile of keys. If the mask has an interval for each query, eight threads
-  // search together for each end of the range. Called by the first warp.
+  // Compute the range of queries that attend to a tile of keys. If the mask has an interval for each query, eight
+  // threads search together for each end of the range. Called by the first warp.
   static CUFLASH_DEVICE void find_visit_range(const attention::Params& params, const attention::WorkTile& work) {
     using namespace attention;
-    // `end` 0 to 3: start, stop, full_start, full_stop
+    // `end` is 0 for start, 1 for stop, 2 for full_start, and 3 for full_stop
     const int end = ptx::thread_index() / 8, number = ptx::thread_index() % 8;
     const int key = end == 0 || end == 3 ? work.first : work.last - 1;
     int first = 0, last = params.shape.seqlen_q;
@@ -154,7 +154,7 @@ struct QProducer : QStorage<Config> {
     static_cast<VisitRange&>(shared().visit_range) = aligned_to_tiles(params, visit_range, kBlockQ);
   }
 
-  // Locate the staged array of a head. Return the flag of steps whose elements TMA cannot copy. Called by one thread.
+  // Locate the staged array of a head. Return kThreadsCopyArray if TMA cannot copy its elements. Called by one thread.
   template <class Work, class Score, class Map>
   static CUFLASH_DEVICE int find_array(Work& work, const Score& score, const Map& map) {
     if constexpr (kStagesArray) {
@@ -164,7 +164,7 @@ struct QProducer : QStorage<Config> {
     return 0;
   }
 
-  // Start to copy the elements of the staged array for a step. The barrier of Q must expect their bytes. Called by one
+  // Start copying the elements of the staged array for a step. The barrier of Q must expect their bytes. Called by one
   // thread.
   template <class Work, class Map>
   static CUFLASH_DEVICE void load_array_boxes(const Work& work, const Map& map, int query, int key, int stage,
@@ -175,8 +175,8 @@ struct QProducer : QStorage<Config> {
                               ptx::shared_address(&shared().q[stage].full), key);
   }
 
-  // Advance the tile to the next head. The HeadWork of the previous head keeps its slot if a step was sent for it.
-  // Return the slot of the new one. Called by the first warp.
+  // Advance the tile to the next head, and return the slot of the new HeadWork. The HeadWork of the previous head keeps
+  // its slot if a step was sent for it. Called by the first warp.
   static CUFLASH_DEVICE int advance_head(int work_slot, bool has_sent_step) {
     SharedStorage& smem = shared();
     const int next_work_slot = has_sent_step ? (work_slot + 1) % kNumHeadWorks : work_slot;
@@ -211,8 +211,8 @@ struct QProducer : QStorage<Config> {
     }
   }
 
-  // Advance the schedule of dQ by a step, and store in the step's message the tiles that it waits for and the bits that
-  // it signals. Called by one thread.
+  // Advance the schedule of dQ by a step. Store in the step's message the tiles for which it waits and the bits that it
+  // signals. Called by one thread.
   static CUFLASH_DEVICE void advance_dq_schedule(HeadWork& head_work, StepMessage& message,
                                                  const attention::KvBlock& block, int seqlen_q) {
     constexpr int kSemaphoreFlags = StepMessage::kStoresDq | StepMessage::kUsesDqSemaphore;
@@ -226,7 +226,7 @@ struct QProducer : QStorage<Config> {
     }
   }
 
-  // Start to copy Q of a step, its statistics and the elements of the staged array. Called by one thread.
+  // Start copying Q of a step, its statistics and the elements of the staged array. Called by one thread.
   static CUFLASH_DEVICE void load_queries(const TensorMaps& maps, const HeadWork& head_work, int first_query, int stage,
                                           int flags, const QueryStats& stats, StagedMapArgument staged_map) {
     SharedStorage& smem = shared();
@@ -239,7 +239,7 @@ struct QProducer : QStorage<Config> {
                    ptx::shared_address(&smem.q[stage].full));
   }
 
-  // Load the steps of a tile: write the message of each, and start its copies. Called by the first warp.
+  // Load the steps of a tile: write the message of each step, and start its copies. Called by the first warp.
   static CUFLASH_DEVICE void load_tile(const attention::Params& params, const TensorMaps& maps,
                                        const QueryState& query_state, PipelineState& state, int& work_slot,
                                        bool& has_sent_step, const score::Function& score,
@@ -248,7 +248,7 @@ struct QProducer : QStorage<Config> {
     SharedStorage& smem = shared();
     const Shape& shape = params.shape;
     bool has_k = false;
-    // opaque, so that the bound is loaded again for each head, to save registers
+    // opaque, so that the bound is loaded again for each head instead of taking registers
     for (int head = 0; head < shape.group_size; head = ptx::opaque(head + 1)) {
       __syncwarp();
       if (head > 0) work_slot = advance_head(work_slot, has_sent_step);
@@ -264,11 +264,11 @@ struct QProducer : QStorage<Config> {
       for (bool loads_k = !has_k || params.work.interval_head_stride != 0; blocks.next(block); loads_k = false) {
         const bool zero_fills = has_rows_to_zero(params, head_work, block);
         StepMessage& message = smem.messages[state.stage];
-        // all threads of the warp wait, so that none misses a phase
+        // all threads of the warp wait, so that none of them misses a phase
         tile::wait_empty(smem.q[state.stage], state.phase);
         __syncwarp();
         if (ptx::elect_one()) {
-          if constexpr (Config::kFinishesDqInOrder)  // first, to save registers
+          if constexpr (Config::kFinishesDqInOrder)  // computed first, to save registers
             advance_dq_schedule(head_work, message, block, shape.seqlen_q);
           const bool is_full_block = block.kind == BlockKind::kFull && block.stop - block.start == kBlockQ;
           int flags = head_work.flags | smem.kv_phases | (is_full_block ? 0 : StepMessage::kMasked);
@@ -299,7 +299,7 @@ struct QProducer : QStorage<Config> {
           }
           load_queries(maps, head_work, block.start, state.stage, flags, stats, staged_map);
           ptx::mbarrier_arrive(ptx::shared_address(&smem.message_ready[state.stage]));
-          // Copy warps load K and V once their slots are empty; the prefetch puts them into the level-2 cache.
+          // Copy warps load K and V once their slots are empty; until then, a prefetch moves them into the L2 cache.
           if (loads_k) {
             if (!message.is(StepMessage::kThreadsCopyK))
               tile::tma_prefetch_boxes(tile::TmaBoxes(k_smem), maps.k, message.k_coords, work.first);

@@ -3,11 +3,11 @@
 #include <sm90/constants.cuh>
 #include <tile/range.cuh>
 
-// Tiles that start and end with packed sequences, of queries and of keys, in the backward pass. Arrays of the work list
-// have their first rows: cuflash/blocks/sequence_tiles.py numbers them. A tile may be empty.
+// Tiles, of queries and of keys, that start and end with packed sequences, in the backward pass. Arrays of the work
+// list have the first rows of the tiles, in the order of cuflash/blocks/sequence_tiles.py. A tile may be empty.
 namespace cuflash::sm90 {
 
-// The first rows of the tiles of a batch entry and head, followed by the length; a tile has at most Height rows.
+// The first rows of the tiles of a batch entry and head, followed by the length. A tile has at most Height rows.
 template <int Height>
 struct SequenceParts {
   const int32_t* starts;
@@ -18,7 +18,7 @@ struct SequenceParts {
     return {list.q_blocks + list_index(list, batch_head) * (list.num_q_blocks + 1), list.num_q_blocks,
             params.shape.seqlen_q};
   }
-  // Query heads that share keys have the tiles of the first of these heads.
+  // Return the tiles of keys. Query heads that share keys have the tiles of the first of these heads.
   static CUFLASH_DEVICE SequenceParts of_keys(const Params& params, BatchHead batch_head) {
     const WorkList& list = params.work;
     batch_head.head -= batch_head.head % params.shape.group_size;
@@ -27,10 +27,10 @@ struct SequenceParts {
   }
 
   CUFLASH_DEVICE int first(int number) const { return starts[number]; }
-  // A tile is never higher than Height, whatever the offsets.
+  // A tile never has more than Height rows, whatever the offsets are.
   CUFLASH_DEVICE int last(int number) const { return min(starts[number + 1], starts[number] + Height); }
 
-  // Return the index of the tile that has a row, or num_tiles if no tile has it. Called by a warp.
+  // Return the index of the tile that contains a row, or num_tiles if no tile contains it. Called by a warp.
   CUFLASH_DEVICE int find(int row) const {
     for (int from = row / Height; from < num_tiles; from += 32) {  // earlier tiles have at most Height rows each
       const uint32_t is_behind = __ballot_sync(0xffffffffu, starts[min(from + ptx::lane() + 1, num_tiles)] > row);
@@ -40,14 +40,14 @@ struct SequenceParts {
   }
 };
 
-// Return the number of tiles of Height keys that visit a tile of queries: those that have rows from the first key that
-// the first query sees to the last key that the last query sees. Called by a warp.
+// Return the number of tiles of Height keys that visit a tile of queries: those with rows between the first key that
+// the first query sees and the last key that the last query sees. Called by a warp.
 template <int Height>
 CUFLASH_DEVICE int num_visiting_parts(const Params& params, const WorkTile& queries) {
   const auto keys = SequenceParts<Height>::of_keys(params, queries.batch_head);
   const int lo = interval(params, queries.batch_head, queries.first).lo,
             hi = interval(params, queries.batch_head, queries.last - 1).hi;
-  // each sequence has at most one tile more than its length divided by Height
+  // the number of a sequence's tiles exceeds its length divided by Height by at most one
   const int end = min(keys.num_tiles, hi / Height + 1 + keys.num_tiles - keys.length / Height);
   return tile::warp_sum(lo / Height, end, [&](int number) {
     const int first = keys.first(number), last = keys.last(number);
@@ -61,7 +61,7 @@ struct SequencePart {
   int number;
 };
 
-// Return the tile of queries that a thread block works on, in reverse order as `query_tile_reversed`.
+// Return the tile of queries that a thread block works on, in reverse order, like `query_tile_reversed`.
 template <int Height>
 CUFLASH_DEVICE SequencePart query_part_reversed(const Params& params) {
   const TileAxis numbers{params.work.num_q_blocks, 1, 0, nullptr, true, params.shape.heads_per_l2_group};
@@ -75,12 +75,13 @@ CUFLASH_DEVICE SequencePart query_part_reversed(const Params& params) {
   return part;
 }
 
-// Return the axis of keys, divided into tiles, which blocks take in order of length, the longest of a head first.
+// Return the axis of keys, divided into tiles. Blocks take the tiles of a head in order of length, the longest first.
 CUFLASH_DEVICE TileAxis key_parts(const Params& params) {
   return {params.work.num_kv_blocks,         params.shape.group_size, 1, params.work.column_entries, false,
           params.shape.kv_heads_per_l2_group};
 }
-// Return the number of tiles of keys, for persistent blocks; below, the tile with a rank among them.
+// Return the number of tiles of keys, for persistent blocks. The second function returns the tile with a rank in that
+// order.
 CUFLASH_DEVICE int num_key_parts(const Params& params) {
   const TileScheduler scheduler(params.shape, key_parts(params), 1);
   return scheduler.num_batch_heads * scheduler.num_tiles;
@@ -95,13 +96,14 @@ CUFLASH_DEVICE WorkTile key_part_at(const Params& params, int rank) {
   return work;
 }
 
-// The queries that visit a tile of keys: a range of rows, and the tiles that contain them, from index first_entry on.
+// The queries that attend to a tile of keys: a range of rows, and the tiles that contain them, from index first_entry
+// on.
 template <int Height>
 struct PartRange : VisitRange {
   SequenceParts<Height> parts;
 };
 
-// Walks the tiles of queries that visit a tile of keys. The entry of a block is its index.
+// An iterator over the tiles of queries that attend to a tile of keys. The `entry` of a block is the tile's index.
 template <int Height>
 class PartIterator {
  public:

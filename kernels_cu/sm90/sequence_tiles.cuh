@@ -2,13 +2,14 @@
 #include <attention/block_iterator.cuh>
 #include <ptx/thread.cuh>
 
-// Tiles of Height queries of packed sequences, whose steps have Width keys. Queries are divided into blocks of Height
-// positions: a block has the tiles that start in it. A tile of a long sequence starts where a multiple of Height keys
-// precedes its first query, so that its last step ends with its diagonal, and it has queries of this sequence only:
-// those of the next one would walk all keys of this one. Whatever the row intervals are, each query is in one tile.
+// Tiles of at most Height queries of packed sequences, whose steps have Width keys. Queries are divided into blocks of
+// Height positions; the tiles of a block are those that start in it. A tile of a long sequence starts where the number
+// of keys before its first query is a multiple of Height, so that its last step ends with its diagonal. It has queries
+// of this sequence only: queries of the next sequence would have to visit all keys of this one. Whatever the row
+// intervals are, each query is in exactly one tile.
 namespace cuflash::sm90 {
 
-// The row intervals of a batch entry and head, which are arrays here: loads outside of branches overlap.
+// The row intervals of a batch entry and head. They are always arrays here, so that loads need no branches and overlap.
 struct RowIntervals {
   const int32_t* lo;
   const int32_t* hi;
@@ -21,9 +22,9 @@ struct RowIntervals {
   }
 };
 
-// Return the first query in first < x < last whose sequence differs from that of the previous query, else `last`; the
-// range has at most Height queries. Where one sequence follows another, the first key that queries see advances by more
-// than one; in a window it advances by one. Called by a warp.
+// Return the first query in first < x < last whose sequence differs from that of the previous query, or `last` if there
+// is none; the range has at most Height queries. Where one sequence follows another, the first key that queries see
+// advances by more than one; within a window it advances by one. Called by a warp.
 template <int Height>
 CUFLASH_DEVICE int next_sequence(const RowIntervals& rows, int first, int last) {
   bool starts[Height / 32];
@@ -41,10 +42,10 @@ CUFLASH_DEVICE int next_sequence(const RowIntervals& rows, int first, int last) 
   return found;
 }
 
-// Return the first query of the tiles of the block of positions from `position` on: `position` itself, or, under a
-// diagonal, the next query that a multiple of Height keys of its sequence precedes, but not after the start of the next
-// sequence. A sequence that ends in this block and has fewer than Height keys before it changes nothing, since such
-// short sequences share tiles. Called by a warp.
+// Return the first query of the tiles of the block of positions that starts at `position`. This is `position` or, under
+// a diagonal, the next query for which the number of preceding keys of its sequence is a multiple of Height, but not
+// after the start of the next sequence. If the sequence ends in this block and has fewer than Height keys before it, it
+// is `position`, since such short sequences share tiles. Called by a warp.
 template <int Height>
 CUFLASH_DEVICE int start_of_tiles(const RowIntervals& rows, int length, int position) {
   if (position == 0 || position >= length) return min(position, length);
@@ -69,7 +70,7 @@ CUFLASH_DEVICE attention::WorkTile queries_of_block(const attention::Params& par
 }
 
 // Remove the first tile from `queries`, which must not be empty, and return it. If the keys of its first sequence take
-// more than two steps, the tile ends with that sequence; otherwise short sequences share it. Called by a warp.
+// more than two steps, the tile ends with that sequence; otherwise short sequences share the tile. Called by a warp.
 template <int Height, int Width>
 CUFLASH_DEVICE attention::WorkTile take_tile(const attention::Params& params, attention::WorkTile& queries) {
   attention::WorkTile tile = queries;

@@ -9,7 +9,7 @@ static_assert(!cuflash::Config::kCutsSequences, "tiles of statistics start at mu
 namespace cuflash::sm90 {
 
 struct SinkGradient : QueryTileStats<Config> {
-  // Run a thread block.
+  // The body of the kernel.
   static CUFLASH_DEVICE void run(const attention::Params& params, const QueryState& query_state, SinkArgument sink) {
     sum_sink_gradient<float, kThreads>(
         params, sink, ptx::dynamic_shared<float>(), [&](const BatchHead& batch_head, int query) {

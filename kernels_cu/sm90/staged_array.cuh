@@ -4,18 +4,18 @@
 #include <tile/conditional.cuh>
 #include <tile/pipeline.cuh>
 
-// Staged arrays: a score function reads a captured array of 16-bit numbers, such as a bias, at the query and the key of
-// a score. Producers load the elements of a step into shared memory, next to the step's keys or queries.
+// Staged arrays. If a score function reads a captured array of 16-bit numbers, such as a bias, at the query and the key
+// of a score, producers load the elements of a step into shared memory, next to the step's keys or queries.
 namespace cuflash::sm90 {
 
 constexpr bool kStagesArray = score::Function::kIsStaged;
 
-// The slot of a step in shared memory, as TMA copies its elements: a row for each query. It starts at a multiple of
-// kArrayAlignment bytes.
+// The slot of a step in shared memory, in the layout in which TMA copies its elements: one row per query. It starts at
+// a multiple of kArrayAlignment bytes.
 template <int Rows, int Columns>
 using StagedArray = tile::WgmmaTile<ptx::Half, Rows, Columns>;
 constexpr int kArrayAlignment = 1024;
-// Return the first offset from `end` on that is aligned for slots.
+// Return the first multiple of kArrayAlignment from `end` on.
 CUFLASH_DEVICE constexpr int aligned_for_array(int end) {
   return (end + kArrayAlignment - 1) / kArrayAlignment * kArrayAlignment;
 }
@@ -35,7 +35,7 @@ CUFLASH_DEVICE bool has_staged_map(const StagedMap& map, const Score& score) {
   return map.array.is_valid && reinterpret_cast<uint64_t>(score.staged_data()) % 16 == 0;
 }
 
-// Return the coordinates of a tile's matrix in the tensor map.
+// Return the coordinates of a batch entry and head's matrix in the tensor map.
 template <class Score>
 CUFLASH_DEVICE tile::TmaCoords staged_coords(const Score& score, const attention::BatchHead& batch_head) {
   int at[3];
@@ -60,14 +60,13 @@ CUFLASH_DEVICE auto staged_part(const Score& score, const attention::BatchHead& 
                                                            keys.last - keys.first};
 }
 
-// True if two types are the same.
+// Whether two types are the same.
 template <class A, class B>
 constexpr bool kIsSame = false;
 template <class A>
 constexpr bool kIsSame<A, A> = true;
 
-// A score function bound to a value in addition to its arguments: a number of the staged array, or the values of a
-// uniform tile.
+// A score function that is bound to an additional value: a number of the staged array, or the values of a uniform tile.
 template <class Score, class Value>
 struct WithValue {
   using Number = typename Score::Number;

@@ -5,7 +5,7 @@
 // The store of O from registers to global memory by TMA, through shared memory.
 namespace cuflash::sm90 {
 
-// Round a warp's rows of O to T, stage them in shared memory, and start to store them by TMA, a box for each panel of
+// Round a warp's rows of O to T, stage them in shared memory, and start storing them by TMA, with one box per panel of
 // columns. `target` has the position of the tile and its number of rows. Called by whole warps.
 template <class T, class SmemO, class Output, class Target>
 CUFLASH_DEVICE void store_boxes(const TensorMaps& maps, const Target& target, const SmemO& o_smem, const Output& o) {

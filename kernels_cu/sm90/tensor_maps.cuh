@@ -2,8 +2,8 @@
 #include <attention/tile_scheduler.cuh>
 #include <tile/pipeline.cuh>
 
-// A kernel argument, in kernels that let TMA copy tiles: the tensor maps. cuflash/planning/_params.py has the
-// same record as a NumPy dtype.
+// The tensor maps: an argument of kernels that let TMA copy tiles. cuflash/planning/_params.py has the same record as a
+// NumPy dtype.
 namespace cuflash::sm90 {
 
 using namespace attention;

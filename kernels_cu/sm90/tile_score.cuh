@@ -5,7 +5,7 @@
 // Score functions in the forward pass on Hopper.
 namespace cuflash::sm90 {
 
-// A score function at a thread's queries of a tile: values that do not depend on keys are computed once per tile.
+// A score function bound to a thread's queries of a tile: values that do not depend on keys are computed once per tile.
 template <class Config, class Tile, class Score>
 class TileScore {
  public:
@@ -27,10 +27,10 @@ class TileScore {
                             Staged staged) const {
     if constexpr (Score::kIsStaged) {
       using Panel = typename Staged::Panel;
-      constexpr int kFragments = Panel::kChunks / 2;  // fragments of 16 columns each
+      constexpr int kFragments = Panel::kChunks / 2;  // number of fragments of 16 columns
       uint32_t words[4];
       float pairs[Tile::kRows][2];
-      // opaque, since addresses of further stages would occupy registers across steps
+      // opaque, since otherwise addresses of further stages would occupy registers across steps
       const uint32_t first =
           ptx::opaque(staged.panel(0).address(Tile::warp_row() % 64 + ptx::lane() % 16, ptx::lane() / 16));
       apply_to_each(s, score, softmax_scale, block, [&](int i, int j, const auto&... arguments) {
@@ -63,7 +63,7 @@ class TileScore {
   CUFLASH_DEVICE void apply_to_each(Tile& s, const Score& score, float softmax_scale, const attention::KvBlock& block,
                                     ValueOf value_of) const {
     const attention::PositionsOf<Score> keys({block.start, block.stop}, Tile::first_column());
-    // If only distances matter, positions count from the thread's first key, so that those of keys are constants.
+    // If only distances matter, positions are counted from the thread's first key, so that those of keys are constants.
     constexpr bool kCountsFromKey = Score::kNeedsDistancesAlone;
     typename Score::OfQuery of_query[Tile::kRows];
 #pragma unroll
@@ -93,7 +93,7 @@ class TileScore {
   attention::QueryPosition<Config> position_;
 };
 
-// The type that replaces a tile's score function in kernels without one.
+// The type that replaces TileScore in kernels without a score function.
 template <class Config, class Tile>
 struct NoTileScore {
   template <class Score>

@@ -3,12 +3,12 @@
 #include <ptx/thread.cuh>
 #include <tile/warp_tile.cuh>
 
-// Sums in global memory in the layout of the registers that are added to them.
+// Sums in global memory, stored in the layout of the registers that are added to them.
 namespace cuflash::tile {
 
-// A block's matrix of sums in global memory, in the order of the accumulator's registers: Run registers of a thread are
-// adjacent, so that each access of a warp fills whole cache lines. Readers must divide the matrix among NumWarps warps
-// in the same way as writers.
+// A block's matrix of sums in global memory, in the order of the accumulator's registers: every Run registers of a
+// thread are adjacent, so that each access of a warp fills whole cache lines. Readers must divide the matrix among
+// NumWarps warps in the same way as writers.
 template <class Tile, int Run, int NumWarps = 0>
 struct AccumulatorLayout {
   static_assert(Run == 1 || Run == 4, "one instruction adds to one sum, or to four");
@@ -25,7 +25,7 @@ struct AccumulatorLayout {
     return data + (i * Tile::kColumnTiles + j) * 128 + e / Run * 32 + e % Run;
   }
 
-  // Add a part to the matrix atomically: the warp's columns from 8 * `first` on.
+  // Add a part to the matrix atomically, starting at the warp's column 8 * `first`.
   template <class Part>
   CUFLASH_DEVICE void atomic_add(const Part& part, int first = 0) const {
 #pragma unroll
@@ -52,7 +52,7 @@ struct AccumulatorLayout {
       }
   }
 
-  // Add columns from a buffer that `store_shared` filled to a part: `num` groups of eight, from group `first` on.
+  // Add `num` groups of eight columns, starting at group `first`, from a buffer that `store_shared` filled to a part.
   static CUFLASH_DEVICE void add_shared(const float* thread_data, Tile& part, int first, int num) {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i)
@@ -78,7 +78,7 @@ struct AccumulatorLayout {
         }
   }
 
-  // Store the warp's part. No other thread block may write the matrix.
+  // Store the warp's part without atomics: no other thread block may write to the matrix.
   CUFLASH_DEVICE void store(const Tile& part) const {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i)

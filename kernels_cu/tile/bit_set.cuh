@@ -1,7 +1,7 @@
 #pragma once
 #include <ptx/thread.cuh>
 
-// A set of numbers below a limit in shared memory: a bit for each number, and the numbers in ascending order.
+// A set of integers below a limit in shared memory: one bit for each integer. It can be listed in ascending order.
 namespace cuflash::tile {
 
 struct BitSet {
@@ -25,7 +25,7 @@ struct BitSet {
       const int word = start + ptx::lane();
       uint32_t bits = word < num_words ? words[word] : 0;
       const int own = __popc(bits);
-      int before = own;  // the numbers of this word and of those before it
+      int before = own;  // count of the numbers in this word and in the words before it
 #pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) {
         const int other = __shfl_up_sync(0xffffffffu, before, distance);

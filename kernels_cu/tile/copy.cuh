@@ -27,13 +27,13 @@ struct Matrix {
   CUFLASH_DEVICE T& at(int row, int column) const { return data[row * row_stride + column * column_stride]; }
 };
 
-// Return the matrix that rows belong to.
+// Return the matrix that contains the rows.
 template <class T>
 CUFLASH_DEVICE const Matrix<T>& first_of(const Matrix<T>& rows) {
   return rows;
 }
 
-// Set the rows of a matrix, or of several, to zero. Called by a warp.
+// Set all rows of one or several matrices to zero. Called by a warp.
 template <class Rows>
 CUFLASH_DEVICE void clear(const Rows& rows) {
 #pragma unroll 1
@@ -42,7 +42,7 @@ CUFLASH_DEVICE void clear(const Rows& rows) {
     for (int column = ptx::lane(); column < first_of(rows).num_columns; column += 32) rows.at(row, column) = {};
 }
 
-// Return whether rows are whole vectors that start at multiples of 16 bytes.
+// Return whether the rows consist of whole vectors and start at multiples of 16 bytes.
 template <class T>
 CUFLASH_DEVICE bool has_aligned_vectors(const Matrix<T>& matrix) {
   constexpr int kVector = Vector<T>::kLength;
@@ -55,13 +55,14 @@ struct AllRowsValid {
   CUFLASH_DEVICE bool operator()(int) const { return true; }
 };
 
-// The share of each thread in `load` and `add`: eight threads copy a row, whose vectors have no bank conflicts in a
+// How `load` and `add` divide their work: eight threads copy a row, and their vectors have no bank conflicts in a
 // shared tile.
 constexpr int kLoadColumns = 8, kLoadRows = kThreads / kLoadColumns;
 CUFLASH_DEVICE int load_row() { return threadIdx.x / kLoadColumns; }
 CUFLASH_DEVICE int load_column() { return threadIdx.x % kLoadColumns; }
 
-// Copy a matrix to shared memory, widened; zeros past its ends and in rows that are not valid. Called by all threads.
+// Copy a matrix to shared memory and widen its elements. Elements past the matrix's ends and in rows that are not valid
+// become zeros. Called by all threads.
 template <class T, int Rows, int Columns, int Pitch, class Element, class IsRowValid = AllRowsValid>
 CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns, Pitch> to, Matrix<Element> from, IsRowValid is_row_valid = {}) {
   for (int row = load_row(); row < Rows; row += kLoadRows) {
@@ -75,7 +76,7 @@ CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns, Pitch> to, Matrix<Element>
   }
 }
 
-// Copy a matrix to shared memory as the function above does, in vectors if its rows are vectors.
+// Copy a matrix to shared memory as the function above does, in vectors if its rows consist of whole vectors.
 template <class T, int Rows, int Columns, int Pitch, class IsRowValid = AllRowsValid>
 CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns, Pitch> to, Matrix<T> from, IsRowValid is_row_valid = {}) {
   constexpr int kVector = Vector<T>::kLength, kWidth = kLoadColumns * kVector;
@@ -95,7 +96,7 @@ CUFLASH_DEVICE void load(SharedTile<T, Rows, Columns, Pitch> to, Matrix<T> from,
   }
 }
 
-// Copy registers to shared memory, with vector stores for runs that are vectors. Called by all threads.
+// Copy registers to shared memory, with vector stores if a run is a whole vector. Called by all threads.
 template <class T, int Rows, int Columns, int Pitch, int Run>
 CUFLASH_DEVICE void store(SharedTile<T, Rows, Columns, Pitch> to, const RegisterTile<T, Rows, Columns, Run>& from) {
   using Tile = RegisterTile<T, Rows, Columns, Run>;
@@ -115,14 +116,15 @@ CUFLASH_DEVICE void store(SharedTile<T, Rows, Columns, Pitch> to, const Register
     }
 }
 
-// Copy registers to global memory, narrowed, within the bounds of the matrix. Called by all threads.
+// Narrow the elements in registers and copy them to global memory, within the bounds of the matrix. Called by all
+// threads.
 template <class T, int Rows, int Columns, int Run, class Element>
 CUFLASH_DEVICE void store(Matrix<Element> to, const RegisterTile<T, Rows, Columns, Run>& from) {
   using Tile = RegisterTile<T, Rows, Columns, Run>;
 #pragma unroll
   for (int i = 0; i < Tile::kRows; ++i) {
     if (Tile::row(i) >= to.num_rows) continue;
-    // the address is incremented: a multiplication for each row would be more code
+    // the address is incremented, since a multiplication for each row would be more code
     Element* run = &to.at(Tile::row(i), Tile::column(0));
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; j += Run, run += kColumnLanes * Run * to.column_stride)
@@ -132,7 +134,8 @@ CUFLASH_DEVICE void store(Matrix<Element> to, const RegisterTile<T, Rows, Column
   }
 }
 
-// Copy registers to global memory as `store` does, with vector stores if runs and the matrix's rows are vectors.
+// Copy registers to global memory as `store` does, with vector stores if runs and the matrix's rows consist of whole
+// vectors.
 template <class T, int Rows, int Columns, int Run, class Element>
 CUFLASH_DEVICE void store_vectorized(Matrix<Element> to, const RegisterTile<T, Rows, Columns, Run>& from) {
   using Tile = RegisterTile<T, Rows, Columns, Run>;
@@ -155,7 +158,7 @@ CUFLASH_DEVICE void store_vectorized(Matrix<Element> to, const RegisterTile<T, R
   }
 }
 
-// Add shared memory atomically to global memory, within the bounds of the matrix. Called by all threads.
+// Add shared memory to global memory atomically, within the bounds of the matrix. Called by all threads.
 template <class T, int Rows, int Columns, int Pitch>
 CUFLASH_DEVICE void add(Matrix<T> to, SharedTile<T, Rows, Columns, Pitch> from) {
   const int64_t stride = kLoadColumns * to.column_stride;

@@ -3,7 +3,7 @@
 #include <tile/copy.cuh>
 #include <tile/swizzled_tile.cuh>
 
-// Copies between global memory and swizzled tiles in shared memory, in chunks of 16 bytes, to shared memory by
+// Copies between global memory and swizzled tiles in shared memory, in chunks of 16 bytes. Copies to shared memory use
 // cp.async.
 namespace cuflash::tile {
 
@@ -13,12 +13,12 @@ struct alignas(16) Chunk {
   T at[kChunkOf<T>];
 };
 
-// A chunk that is only copied. If it had elements, they would be stored one by one.
+// A chunk that is only copied. If it had elements, the compiler would store them one by one.
 struct alignas(16) Bits128 {
   uint64_t at[2];
 };
 
-// Return whether rows consist of chunks that a single instruction copies.
+// Return whether rows consist of chunks that a single instruction can copy.
 template <class T>
 CUFLASH_DEVICE bool has_aligned_chunks(const Matrix<T>& matrix) {
   return matrix.column_stride == 1 && matrix.row_stride % kChunkOf<T> == 0 &&
@@ -35,14 +35,14 @@ struct ChunkPartition {
   static CUFLASH_DEVICE int first_chunk() { return threadIdx.x % kThreadsPerRow; }
 };
 
-// Return whether the rows of a matrix have as many columns as a tile, in chunks that a single instruction copies.
+// Return whether the rows of a matrix have the tile's number of columns, in chunks that a single instruction can copy.
 template <class Tile, class T>
 CUFLASH_DEVICE bool has_full_rows(const Matrix<T>& matrix) {
   return has_aligned_chunks(matrix) && matrix.num_columns == Tile::kChunks * Tile::kChunk;
 }
 
-// The copy of a full tile whose rows are full (`has_full_rows`): the chunks of a thread and their addresses. If several
-// copies are constructed before the first one starts, the computations of their addresses overlap.
+// The copy of a full tile with full rows (see `has_full_rows`): a thread's chunks and their addresses. If several
+// copies are constructed before the first one starts, their address computations overlap.
 template <int Threads, class T, int Rows, int Columns>
 class FullTileCopy {
  public:
@@ -53,7 +53,7 @@ class FullTileCopy {
         data_(data + Partition::first_row() * row_stride + Partition::first_chunk() * Tile::kChunk),
         row_stride_(row_stride) {}
 
-  // Start to copy the tile, as `load_async` does. Called by all Threads.
+  // Start copying the tile, as `load_async` does. Called by all Threads.
   CUFLASH_DEVICE void start() const {
     const T* data = data_;
 #pragma unroll
@@ -75,9 +75,9 @@ class FullTileCopy {
   int64_t row_stride_;
 };
 
-// Start to copy a matrix to shared memory. Elements past its ends, and in rows before `first_valid_row`, become 0. The
-// data have arrived after cp_async_wait and a barrier. Called by all Threads. With MayBeFull = false, the test for full
-// tiles and its code are left out.
+// Start copying a matrix to shared memory. Elements past the matrix's ends, and in rows before `first_valid_row`,
+// become 0. The data have arrived after cp_async_wait and a barrier. Called by all Threads. MayBeFull = false omits the
+// test for full tiles and its code.
 template <int Threads, bool MayBeFull = true, class T, int Rows, int Columns>
 CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, Matrix<T> from, int first_valid_row = 0) {
   constexpr int kChunk = kChunkOf<T>;
@@ -89,7 +89,7 @@ CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, Matrix<T> from
   } else if (has_aligned_chunks(from)) {
     const int first = first_chunk * kChunk;
     const T* data = from.data + first_row * from.row_stride + first;
-#pragma unroll 1  // registers are for accumulators
+#pragma unroll 1  // registers are needed for accumulators
     for (int row = first_row; row < Rows; row += Partition::kRowsPerPass) {
 #pragma unroll
       for (int c = 0; c < Tile::kChunks; c += Partition::kThreadsPerRow) {
@@ -117,12 +117,12 @@ CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, Matrix<T> from
   }
 }
 
-// Rows of several matrices, numbered matrix after matrix.
+// Rows of several matrices, numbered continuously from matrix to matrix.
 template <class T>
 struct StackedRows {
   Matrix<T> first;
-  int64_t stride;  // stride between two matrices
-  int num_rows;  // rows of all matrices together
+  int64_t stride;  // stride between consecutive matrices
+  int num_rows;  // total number of rows of all matrices
 
   CUFLASH_DEVICE T* row(int i) const {
     return first.data + i / first.num_rows * stride + i % first.num_rows * first.row_stride;
@@ -130,7 +130,7 @@ struct StackedRows {
   CUFLASH_DEVICE T& at(int i, int column) const { return row(i)[column * first.column_stride]; }
 };
 
-// Return the first of the matrices that rows belong to.
+// Return the first of the matrices that contain the rows.
 template <class T>
 CUFLASH_DEVICE const Matrix<T>& first_of(const StackedRows<T>& rows) {
   return rows.first;
@@ -140,7 +140,7 @@ CUFLASH_DEVICE bool has_aligned_chunks(const StackedRows<T>& rows) {
   return has_aligned_chunks(rows.first) && rows.stride % kChunkOf<T> == 0;
 }
 
-// Rows of several matrices, whose numbers are in a list.
+// Rows of the matrices that a list selects by number.
 template <class T>
 struct GatheredRows : StackedRows<T> {
   const int32_t* matrices;  // numbers of the matrices
@@ -151,14 +151,14 @@ struct GatheredRows : StackedRows<T> {
   }
 };
 
-// Start to copy stacked or gathered rows to shared memory; elements past their ends become 0. Called by all Threads.
+// Start copying stacked or gathered rows to shared memory; elements past their ends become 0. Called by all Threads.
 template <int Threads, class T, int Rows, int Columns, template <class> class RowsOf>
 CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, RowsOf<T> from) {
   constexpr int kChunk = kChunkOf<T>;
   using Tile = SwizzledTile<T, Rows, Columns>;
   using Partition = ChunkPartition<Threads, Tile>;
   const bool is_aligned = has_aligned_chunks(from);
-#pragma unroll 1  // registers are for accumulators
+#pragma unroll 1  // registers are needed for accumulators
   for (int row = Partition::first_row(); row < Rows; row += Partition::kRowsPerPass) {
     const bool in_bounds = row < from.num_rows;
     const T* const data = from.row(in_bounds ? row : 0);
@@ -179,9 +179,8 @@ CUFLASH_DEVICE void load_async(SwizzledTile<T, Rows, Columns> to, RowsOf<T> from
   }
 }
 
-// Start to copy gathered rows, which consist of as many columns as the tile has, in chunks that a single instruction
-// copies; rows past the last one become 0. The loads of the addresses of a thread's rows overlap. Called by all
-// Threads.
+// Start copying gathered rows that have the tile's number of columns, in chunks that a single instruction can copy;
+// rows past the last one become 0. The loads of the addresses of a thread's rows overlap. Called by all Threads.
 template <int Threads, class T, int Rows, int Columns>
 CUFLASH_DEVICE void load_full_rows_async(SwizzledTile<T, Rows, Columns> to, const GatheredRows<T>& from) {
   using Tile = SwizzledTile<T, Rows, Columns>;
@@ -204,7 +203,7 @@ CUFLASH_DEVICE void load_full_rows_async(SwizzledTile<T, Rows, Columns> to, cons
   }
 }
 
-// Start to copy a column of numbers to one of the same length. Called by all Threads.
+// Start copying a column of floats to a column of the same length. Called by all Threads.
 template <int Threads>
 CUFLASH_DEVICE void load_async(Matrix<float> to, Matrix<float> from) {
   for (int row = threadIdx.x; row < to.num_rows; row += Threads)

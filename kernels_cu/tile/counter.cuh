@@ -5,26 +5,27 @@
 #include <ptx/thread.cuh>
 #include <ptx/tma.cuh>
 
-// Counters in global memory, from which blocks take tile numbers, or by which they signal completed work.
+// Counters in global memory: blocks take tile numbers from them, or signal completed work with them.
 namespace cuflash::tile {
 
 // Take the next number. Called by one thread.
 CUFLASH_DEVICE int fetch_increment(int* counter) { return ptx::fetch_add(counter, 1); }
 
-// Count an arrival, with release and acquire order. True for the last of `total` arrivals, which resets the counter. Called
-// by one thread.
+// Count an arrival, with acquire and release semantics. Return true for the last of `total` arrivals, which resets the
+// counter. Called by one thread.
 CUFLASH_DEVICE bool arrives_last(int* arrivals, int total) {
   const bool is_last = ptx::fetch_add_acq_rel(arrivals, 1) == total - 1;
   if (is_last) *arrivals = 0;
   return is_last;
 }
 
-// Take one number for all lanes of a warp, by its first lane: in two parts, since the atomic has a long latency.
+// Take one number for a whole warp. The first function starts the atomic addition in lane 0, and the second passes its
+// result to all lanes; other work can hide the latency in between.
 CUFLASH_DEVICE int start_fetch_increment(int* counter) { return ptx::lane() == 0 ? fetch_increment(counter) : 0; }
 CUFLASH_DEVICE int broadcast_lane_0(int number) { return __shfl_sync(0xffffffffu, number, 0); }
 
-// Wait until a counter has all of these bits, or has reached a number. Copies that this warp starts afterwards read the
-// data whose completion the counter signals. Called by whole warps.
+// Wait until a counter has all of `bits` set or, in the second function, has reached `threshold`. Copies that this warp
+// starts afterwards read the data whose completion the counter signals. Called by whole warps.
 CUFLASH_DEVICE void wait_for_bits(const int* counter, int bits) {
   ptx::wait_for_counter(counter, bits, bits);
   ptx::fence_proxy_async_global();
@@ -34,10 +35,10 @@ CUFLASH_DEVICE void wait_at_least(const int* counter, int threshold) {
   ptx::fence_proxy_async_global();
 }
 
-// Reset counters to 0, while no other warp reads them. Called by whole warps.
+// Reset one or several counters to 0, while no other warp reads them. Called by whole warps.
 template <class Counts>
 CUFLASH_DEVICE void reset_counter(Counts* semaphore) {
-  __syncwarp();  // no lane of this warp still reads them in a wait
+  __syncwarp();  // all lanes of this warp have finished waiting for the counters
   if (ptx::lane() == 0) *semaphore = {};
 }
 

@@ -3,35 +3,35 @@
 #include <tile/shared_tile.cuh>
 #include <tile/warp_tile.cuh>
 
-// FP8 numbers in tiles that the tensor cores multiply as 16-bit numbers. Both 16-bit formats represent each of them
-// exactly.
+// FP8 (e4m3) numbers in tiles that the tensor cores multiply as 16-bit numbers. Both 16-bit formats represent every FP8
+// number exactly.
 namespace cuflash::tile {
 
-// Round a number to e4m3: to nearest, ties to even, at most 448. NaN is not supported.
+// Round a number to e4m3: to nearest, ties to even, with a magnitude of at most 448. NaN is not supported.
 CUFLASH_DEVICE ptx::Float8E4M3 to_e4m3(float x) {
   const uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7fffffffu;
   // A float has 20 more mantissa bits than an e4m3 number, and its exponent is larger by 120. Adding half of the last
   // retained place, less one if that place is even, and then truncating rounds to nearest.
   const uint32_t normal = (magnitude - (120u << 23) + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20;
-  // Below 2^-6 the last place of e4m3 is 2^-9. Floats from 2^14 on have the same last place, so adding 2^14 rounds to
-  // it.
+  // Below 2^-6 the last place of e4m3 is 2^-9. Floats from 2^14 on have the same last place, so adding 2^14 rounds
+  // correctly.
   const uint32_t subnormal = __float_as_uint(__uint_as_float(magnitude) + 16384.0f) - __float_as_uint(16384.0f);
   return {static_cast<unsigned char>((magnitude < 0x3c800000u ? subnormal : normal) | (bits >> 24 & 0x80u))};
 }
 
-// Four FP8 numbers in two registers of 16-bit numbers: the first and third, and the second and fourth.
+// Four FP8 numbers widened to 16 bits: `even` has the first and third, `odd` the second and fourth.
 struct Widened {
   uint32_t even, odd;
 };
-// Widen four numbers. Their bits are moved to the places of the wider format, which divides the numbers by a power of
-// two; a multiplication reverses this. A NaN becomes 480.
+// Widen four numbers. Their bits are moved to the positions of the wider format, which divides the numbers by a power
+// of two; a multiplication reverses this. A NaN becomes 480.
 CUFLASH_DEVICE Widened widened(ptx::Half, uint32_t x) {
-  constexpr uint32_t kBits = 0x3f803f80u, kSigns = 0x80008000u, kFactors = 0x5c005c00u;  // 2^8
+  constexpr uint32_t kBits = 0x3f803f80u, kSigns = 0x80008000u, kFactors = 0x5c005c00u;  // 2^8 in each half
   return {ptx::multiply2(ptx::Half{}, (x << 7 & kBits) | (x << 8 & kSigns), kFactors),
           ptx::multiply2(ptx::Half{}, (x >> 1 & kBits) | (x & kSigns), kFactors)};
 }
 CUFLASH_DEVICE Widened widened(ptx::BFloat16, uint32_t x) {
-  constexpr uint32_t kBits = 0x07f007f0u, kSigns = 0x80008000u, kFactors = 0x7b807b80u;  // 2^120
+  constexpr uint32_t kBits = 0x07f007f0u, kSigns = 0x80008000u, kFactors = 0x7b807b80u;  // 2^120 in each half
   return {ptx::multiply2(ptx::BFloat16{}, (x << 4 & kBits) | (x << 8 & kSigns), kFactors),
           ptx::multiply2(ptx::BFloat16{}, (x >> 4 & kBits) | (x & kSigns), kFactors)};
 }
@@ -40,8 +40,8 @@ CUFLASH_DEVICE Widened widened(ptx::BFloat16, uint32_t x) {
 template <int Rows, int Columns>
 using E4M3Tile = SwizzledTile<ptx::Float8E4M3, Rows, Columns>;
 
-// Load a fragment of 16 columns of a left operand, in the order of the columns that `widened` returns: columns 4t, 4t +
-// 2 and 4t + 1, 4t + 3 replace 2t, 2t + 1 and 2t + 8, 2t + 9.
+// Load a fragment of 16 columns of a left operand, in the column order of `widened`: columns 4t, 4t + 2 and 4t + 1, 4t
+// + 3 replace 2t, 2t + 1 and 2t + 8, 2t + 9.
 template <class T, int Rows, int Columns>
 CUFLASH_DEVICE void load_interleaved(uint32_t (&frag)[4], SwizzledTile<T, Rows, Columns> a, int first_row, int k) {
   struct alignas(8) Pairs {
@@ -56,8 +56,8 @@ CUFLASH_DEVICE void load_interleaved(uint32_t (&frag)[4], SwizzledTile<T, Rows, 
   }
 }
 
-// Sixteen rows of a left operand, whose columns have the order of `load_interleaved`. They stay in registers from
-// product to product (`IsKept`), or are loaded for each.
+// Sixteen rows of a left operand, with their columns in the order of `load_interleaved`. The rows stay in registers
+// from product to product if `IsKept`; otherwise they are loaded for each product.
 template <bool IsKept, class T, int Rows, int Columns>
 class InterleavedRows {
  public:
@@ -97,7 +97,7 @@ CUFLASH_DEVICE void gemm_nt(Tile& c, const InterleavedRows<IsKept, T, Rows, Dept
     for (int half = 0; half < 2; ++half) a.get(a_frag[half], 2 * k + half);
 #pragma unroll
     for (int j = 0; j < Tile::kColumnTiles; j += 2) {
-      uint32_t bytes[4];  // from column 32 k on: eight rows, their next chunk, and the same of eight further rows
+      uint32_t bytes[4];  // from column 32 k on: two chunks of eight rows, then two of the next eight
       ptx::ldmatrix_x4(bytes, b_frags.at(j / 2, k));
 #pragma unroll
       for (int part = 0; part < 4; ++part) {
@@ -109,8 +109,8 @@ CUFLASH_DEVICE void gemm_nt(Tile& c, const InterleavedRows<IsKept, T, Rows, Dept
   }
 }
 
-// c += a b, where b is FP8, and a is a product of the same warp, rounded to bfloat16. The even ones of sixteen columns
-// of c are one tile, and the odd ones the next; `interleaved_column` returns the column.
+// c += a b, where b is FP8, and a is a product that the same warp computed, rounded to bfloat16. Of each sixteen
+// columns of c, the even ones are one tile and the odd ones the next tile; `interleaved_column` returns the column.
 template <class Tile, class Left, int Depth, int Columns>
 CUFLASH_DEVICE void gemm_add_nn(Tile& c, const Left& a, E4M3Tile<Depth, Columns> b) {
   static_assert(8 * Left::kColumnTiles == Depth && 8 * Tile::kColumnTiles == Columns && Tile::kRowTiles == 1,
@@ -140,14 +140,14 @@ CUFLASH_DEVICE void gemm_add_nn(Tile& c, const Left& a, E4M3Tile<Depth, Columns>
   }
 }
 
-// Return the column of the matrix to which a thread's column j of `gemm_add_nn` corresponds.
+// Return the matrix column that corresponds to column j of a thread's part of a `gemm_add_nn` product.
 template <class Tile>
 CUFLASH_DEVICE int interleaved_column(const Tile& c, int j) {
   return 2 * c.first_column() + 16 * (j / 4) + 2 * (j % 2) + j / 2 % 2;
 }
 
-// Store row i of a thread's part of c, which `gemm_add_nn` computed, to global memory, where the row starts at a
-// multiple of 16 bytes.
+// Store row i of a thread's part of a `gemm_add_nn` product to global memory, where the row starts at a multiple of 16
+// bytes.
 template <class Tile>
 CUFLASH_DEVICE void store_interleaved_row(float* to, const Tile& c, int i) {
 #pragma unroll

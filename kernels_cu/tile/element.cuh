@@ -15,14 +15,14 @@ CUFLASH_DEVICE void to_element(float x, ptx::BFloat16& to) { to = ptx::from_floa
 CUFLASH_DEVICE void to_element(float x, float& to) { to = x; }
 CUFLASH_DEVICE void to_element(double x, double& to) { to = x; }
 
-// Return the larger of two numbers, or the number if the other one is NaN.
+// Return the larger of two numbers; if one of them is NaN, return the other.
 CUFLASH_DEVICE float maximum(float x, float y) { return fmaxf(x, y); }
 CUFLASH_DEVICE double maximum(double x, double y) { return fmax(x, y); }
-// Return the smaller of two numbers; NaN if x is NaN, unlike fminf, which would return y.
+// Return the smaller of two numbers. If x is NaN, return NaN; fminf would return y.
 template <class T>
 CUFLASH_DEVICE T min_or_nan(T x, T y) { return y < x ? y : x; }
 
-// The least finite number, used instead of -inf if -inf - (-inf) could arise.
+// Return the lowest finite number. It replaces -inf if -inf - (-inf) could occur.
 template <class T>
 CUFLASH_DEVICE T lowest();
 template <>

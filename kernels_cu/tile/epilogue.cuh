@@ -6,7 +6,7 @@
 // Stores of a warp's part of a product to global memory, rounded to 16 bits.
 namespace cuflash::tile {
 
-// Transpose 4 x 4 elements among four threads: thread t has element t of each row before, and of each column after.
+// Transpose 4 x 4 elements among four threads: thread t holds column t before, and row t afterwards.
 CUFLASH_DEVICE void transpose_in_quad(uint32_t (&words)[4]) {
 #pragma unroll
   for (int lane_offset = 1; lane_offset < 4; lane_offset *= 2) {
@@ -26,7 +26,7 @@ CUFLASH_DEVICE void transpose_in_quad(uint32_t (&words)[4]) {
 // whole warps.
 template <class T, template <class> class RowsOf, class Tile>
 CUFLASH_DEVICE void store(RowsOf<T> to, const Tile& from) {
-  constexpr int kChunks = Tile::kColumnTiles / 4;  // a thread's chunks per row
+  constexpr int kChunks = Tile::kColumnTiles / 4;  // number of 16-byte chunks per row that a thread stores
   static_assert(sizeof(T) == 2 && Tile::kColumnTiles % 4 == 0, "four threads store 8 columns each");
   Bits128 chunks[Tile::kRows][kChunks];
 #pragma unroll

@@ -2,9 +2,9 @@
 #include <ptx/atomic.cuh>
 #include <ptx/math.cuh>
 
-// Sums without rounding in global memory, to which many thread blocks add: fixed-point numbers wide enough for every
-// finite number of a type, as a superaccumulator (U. Kulisch, "Computer Arithmetic and Validity", 2008). Integers have
-// the same sum in any order of additions.
+// Sums in global memory without rounding errors, to which many thread blocks add: fixed-point numbers wide enough for
+// every finite number of a type, like a superaccumulator (U. Kulisch, "Computer Arithmetic and Validity", 2008).
+// Additions of integers give the same sum in any order.
 namespace cuflash::tile {
 
 constexpr int kDigitBits = 24;  // bits of a digit
@@ -33,7 +33,7 @@ struct ExactSum {
   static constexpr int kNumWords = kNumDigits + 3;
   static constexpr int kLeastExponent = 2 - (1 << (Format::kExponentBits - 1)) - Format::kMantissaBits;
 
-  // Add 32 bits that start at a position among the digits.
+  // Add 32 bits to the digits, starting at a bit position.
   static CUFLASH_DEVICE void add_bits(int64_t* words, int position, uint32_t bits, bool is_negative) {
     uint64_t rest = static_cast<uint64_t>(bits) << position % kDigitBits;
     for (int digit = position / kDigitBits; rest != 0; ++digit, rest >>= kDigitBits) {
@@ -58,7 +58,8 @@ struct ExactSum {
       add_bits(words, position + 32, static_cast<uint32_t>(significand >> 32), is_negative);
   }
 
-  // Return the sum rounded to T, within two units in the last place; equal words always give equal bits.
+  // Return the sum rounded to T, with an error of at most two units in the last place; equal words always give equal
+  // bits.
   static CUFLASH_DEVICE T rounded(const int64_t* words) {
     const int64_t num_nan = words[kNumDigits], num_inf = words[kNumDigits + 1],
                   num_negative_inf = words[kNumDigits + 2];
@@ -87,8 +88,8 @@ struct ExactSum {
   }
 
  private:
-  // Call visit(digit, value) with each digit after carries, 0 to 2^24 - 1, of the sum times a sign; returns the last
-  // carry.
+  // Call visit(digit, value) for each digit of `sign` times the sum, after carries, with values from 0 to 2^24 - 1.
+  // Return the last carry.
   template <class Visit>
   static CUFLASH_DEVICE int64_t for_digits(const int64_t* words, int sign, Visit visit) {
     int64_t carry = 0;
@@ -99,7 +100,7 @@ struct ExactSum {
     }
     return carry;
   }
-  // Return the last carry, which is negative if the sum is.
+  // Return the last carry, which is negative if `sign` times the sum is negative.
   static CUFLASH_DEVICE int64_t carry_out(const int64_t* words, int sign) {
     return for_digits(words, sign, [](int, int64_t) {});
   }

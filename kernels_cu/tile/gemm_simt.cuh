@@ -3,15 +3,15 @@
 #include <tile/register_tile.cuh>
 #include <tile/shared_tile.cuh>
 
-// Products of tiles by multiply-add or on tensor cores. Called by all threads; operands must be complete in shared
+// Products of tiles by multiply-adds or on tensor cores. Called by all threads; the operands must be complete in shared
 // memory.
 namespace cuflash::tile {
 
-constexpr int kMmaUnroll = 4;  // steps of a product on tensor cores that are unrolled, unless the caller chooses
+constexpr int kMmaUnroll = 4;  // default number of unrolled steps of a product on tensor cores
 
 // c += a b on tensor cores over first <= k < last, where element (row, k) of a is a[row * RowStride + k * AStride] and
-// element (k, column) of b is b[k * BStride + column * ColumnStride]. Every warp multiplies eight rows in each
-// kRowLanes of a by all columns, four k at a time.
+// element (k, column) of b is b[k * BStride + column * ColumnStride]. Every warp multiplies eight of each kRowLanes
+// rows of a by all columns of b, four values of k at a time.
 template <int Unroll, int RowStride, int AStride, int BStride, int ColumnStride, class T, int Rows, int Columns,
           int Run>
 CUFLASH_DEVICE void gemm_add_mma(RegisterTile<T, Rows, Columns, Run>& c, const T* a, const T* b, int first,
@@ -19,7 +19,7 @@ CUFLASH_DEVICE void gemm_add_mma(RegisterTile<T, Rows, Columns, Run>& c, const T
   using Tile = RegisterTile<T, Rows, Columns, Run>;
   static_assert(Run == 2, "a thread holds two neighbouring columns of a product");
   constexpr int kUnroll = Unroll;
-  // fragments of rows that an instruction multiplies
+  // number of row fragments that one instruction multiplies
   constexpr int kFragmentsPerMma = kMmaRows == 16 && Tile::kRows % 2 == 0 ? 2 : 1;
   a += column_lane() * AStride;
   b += column_lane() * BStride + row_lane() % 8 * ColumnStride;
@@ -46,11 +46,11 @@ CUFLASH_DEVICE void gemm_add_mma(RegisterTile<T, Rows, Columns, Run>& c, const T
   }
 }
 
-// Number of steps that a product's loop unrolls by default: as many as leave registers for accumulators.
+// Default number of unrolled steps of a product's loop: the most that leave enough registers for accumulators.
 template <class T, class Tile>
 constexpr int kDefaultUnroll = sizeof(T) > 4 || Tile::kRows > 4 || Tile::kColumns > 16 ? 1 : 2;
 
-// c += a b^T: a thread multiplies its rows of a by its rows of b, a vector of both at once.
+// c += a b^T: a thread multiplies its rows of a by its rows of b, loading one vector of each at a time.
 template <int Unroll = 0, class T, int Rows, int Columns, int Depth, int PitchA, int PitchB>
 CUFLASH_DEVICE void gemm_add_nt(RegisterTile<T, Rows, Columns>& c, SharedTile<T, Rows, Depth, PitchA> a,
                                 SharedTile<T, Columns, Depth, PitchB> b) {

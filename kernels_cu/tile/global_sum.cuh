@@ -3,8 +3,8 @@
 #include <ptx/thread.cuh>
 #include <tile/exact_sum.cuh>
 
-// Sums in global memory that many thread blocks add to: numbers, which are rounded after each addition, or the words of
-// exact sums, whose bits do not depend on the order of additions.
+// Sums in global memory to which many thread blocks add: either numbers, which are rounded after each addition, or the
+// words of exact sums, whose bits do not depend on the order of additions.
 namespace cuflash::tile {
 
 // Add x to a sum, atomically.
@@ -17,7 +17,7 @@ CUFLASH_DEVICE void add(int64_t* words, T x) {
   ExactSum<T>::add(words, x);
 }
 
-// Add the sum of the values of all threads of a warp to one address. Called by whole warps.
+// Add the sum of all threads' values in a warp to one address. Called by whole warps.
 template <class Address, class T>
 CUFLASH_DEVICE void add_of_warp(Address* address, T x) {
 #pragma unroll
@@ -25,14 +25,14 @@ CUFLASH_DEVICE void add_of_warp(Address* address, T x) {
   if (ptx::lane() == 0) add(address, x);
 }
 
-// Accumulates consecutive values of a thread for one element of global memory, and adds their sum to it once.
+// A sum of a thread's consecutive values for one element of global memory, which is added to the element once.
 template <class T, class Address = T>
 struct RunningSum {
   Address* address = nullptr;
   T sum = 0;
 
-  // Add x to an element: in a register while the element stays the same; a new element first adds the old sum to
-  // memory.
+  // Add x to an element. The sum stays in a register while the element stays the same; a new element first adds the old
+  // sum to memory.
   CUFLASH_DEVICE void add(Address* element, T x) {
     if (element != address) {
       if (address != nullptr) tile::add(address, sum);
@@ -42,8 +42,8 @@ struct RunningSum {
     sum += x;
   }
 
-  // Add each thread's x to an element, as `add` does, provided that in each call all threads of the warp pass the same
-  // element. Called by whole warps.
+  // Add each thread's x to an element, as `add` does. In each call, all threads of the warp must pass the same element.
+  // Called by whole warps.
   CUFLASH_DEVICE void join(Address* element, T x) {
     if (element != address) {
       flush();
@@ -53,8 +53,7 @@ struct RunningSum {
     sum += x;
   }
 
-  // Add the remaining sum to memory, once for the warp if all of its threads have the same element. Called by whole
-  // warps.
+  // Add the remaining sum to memory, once per warp if all of its threads have the same element. Called by whole warps.
   CUFLASH_DEVICE void flush() const {
     const auto own = reinterpret_cast<unsigned long long>(address);
     const auto first = __shfl_sync(0xffffffffu, own, 0);

@@ -4,12 +4,12 @@
 // The random numbers of Philox4x32-10 (Salmon et al., SC 2011): four words for a counter and a key.
 namespace cuflash::tile {
 
-// A counter, and the words that are drawn for it.
+// The four words of a counter, or the random words that replace them.
 struct PhiloxWords {
   uint32_t at[4];
 };
 
-// A key of Philox, two words, from the seed; each round adds a Weyl constant to it.
+// A key of Philox: two words from the seed. Each round adds a Weyl constant to each word.
 struct PhiloxKey {
   uint32_t low, high;
 
@@ -19,8 +19,8 @@ struct PhiloxKey {
   }
 };
 
-// Run one round on several counters, in place. The counters are interleaved, since each instruction of one counter
-// waits for the previous one.
+// Run one round on several counters, in place. Their instructions are interleaved, since each instruction of one
+// counter waits for the previous one.
 template <int Num>
 CUFLASH_DEVICE void philox_round(PhiloxWords (&counters)[Num], const PhiloxKey& key) {
 #pragma unroll
@@ -32,8 +32,8 @@ CUFLASH_DEVICE void philox_round(PhiloxWords (&counters)[Num], const PhiloxKey& 
   }
 }
 
-// Replace counters by the words that are drawn for them, in ten rounds. Counters of a row share products of the first
-// two rounds; the others are a loop, whose code stays in the instruction cache.
+// Replace counters by the random words drawn for them, in ten rounds. In the first two rounds, counters of one row
+// share products; the other rounds are a loop, whose code stays in the instruction cache.
 template <int Num>
 CUFLASH_DEVICE void philox4x32(PhiloxWords (&counters)[Num], PhiloxKey key) {
 #pragma unroll

@@ -15,9 +15,9 @@ struct PipelineSlot {
   uint64_t full, empty;
 };
 
-// Number of lanes of a warp that arrive. One lane arrives for its warp; in kernels with a watchdog each lane does,
-// since NVIDIA's racecheck, which runs on these kernels, does not track an order from one lane through __syncwarp to
-// another.
+// Number of lanes of a warp that arrive at a barrier. Usually one lane arrives for its warp. In kernels with a
+// watchdog, each lane does: NVIDIA's racecheck runs on these kernels, and does not track an order from one lane through
+// __syncwarp to another lane.
 constexpr int kArrivalsPerWarp = Config::kHasWatchdog ? 32 : 1;
 
 // Return the thread's index in its warp.
@@ -31,7 +31,7 @@ CUFLASH_DEVICE void wait_full(const PipelineSlot& slot, int phase) {
 CUFLASH_DEVICE bool try_wait_full(const PipelineSlot& slot, int phase) {
   return ptx::mbarrier_try_wait(ptx::shared_address(&slot.full), phase);
 }
-// Wait until the slot may be filled in a phase of this parity; before the first fill, return at once.
+// Wait until the slot may be filled in a phase of this parity; return at once before the first fill.
 CUFLASH_DEVICE void wait_empty(const PipelineSlot& slot, int phase) {
   ptx::mbarrier_wait(ptx::shared_address(&slot.empty), phase ^ 1);
 }
@@ -41,9 +41,9 @@ CUFLASH_DEVICE void arrive(const uint64_t& barrier) {
   if (ptx::lane() < kArrivalsPerWarp) ptx::mbarrier_arrive(ptx::shared_address(&barrier));
 }
 
-// Transpose a matrix of bits: lane t of 32 has row t before, and column t after.
+// Transpose a matrix of bits: lane t of 32 holds row t before, and column t afterwards.
 CUFLASH_DEVICE uint32_t transpose_bits_in_warp(uint32_t bits) {
-  uint32_t low = 0xffff;  // bits of columns whose number lacks this bit
+  uint32_t low = 0xffff;  // the columns whose index has bit `lane_offset` clear
 #pragma unroll
   for (int lane_offset = 16; lane_offset > 0; lane_offset /= 2) {
     const uint32_t other = __shfl_xor_sync(0xffffffffu, bits, lane_offset);
@@ -54,11 +54,11 @@ CUFLASH_DEVICE uint32_t transpose_bits_in_warp(uint32_t bits) {
   return bits;
 }
 
-// Layout of a tile in a slot: boxes, side by side, that TMA copies one at a time.
+// Layout of a tile in a slot: boxes side by side, each of which TMA copies with one instruction.
 struct TmaBoxes {
-  int start;  // bytes from the start of shared memory
+  int start;  // offset from the start of shared memory, in bytes
   int rows, columns;  // size of the tile
-  int width;  // columns of a box
+  int width;  // number of columns of a box
 
   CUFLASH_DEVICE TmaBoxes(int start, int rows, int columns, int width)
       : start(start), rows(rows), columns(columns), width(width) {}
@@ -66,20 +66,21 @@ struct TmaBoxes {
   explicit CUFLASH_DEVICE TmaBoxes(Tile tile)
       : start(tile.start), rows(tile.kRows), columns(tile.kColumns), width(tile.kPanelWidth) {}
 
-  // Return the offset of 16 bytes of a row in shared memory, with the swizzle of SwizzledTile.
+  // Return the offset of a 16-byte chunk in shared memory, in bytes, with the swizzle of SwizzledTile.
   CUFLASH_DEVICE int at(int row, int chunk, int chunks_per_panel) const {
     const int swizzled = chunk % chunks_per_panel ^ row * chunks_per_panel / kChunkOf<uint16_t> % chunks_per_panel;
     return start + (chunk / chunks_per_panel * rows * chunks_per_panel + row * chunks_per_panel + swizzled) * 16;
   }
 };
 
-// Coordinates of a matrix in the tensor map of a stack: along the axes before its rows, the last axis first.
+// Coordinates of a matrix in the tensor map of a stack of matrices: along the axes before its rows, the last axis
+// first.
 struct TmaCoords {
   int x, y, z;
 };
 
-// Start TMA copies of the rows from `first` on into the slot, one panel per copy. Columns are those from `first_column`
-// on. The barrier must expect their bytes. Called by one thread.
+// Start TMA copies to the slot, one panel per copy: rows from `first` on, and columns from `first_column` on. The
+// barrier must expect their bytes. Called by one thread.
 template <class T = ptx::Half>
 CUFLASH_DEVICE void start_tma_boxes(const TmaBoxes& to, const TensorMapParam& from, TmaCoords matrix, int first,
                                     uint32_t barrier, int first_column = 0) {
@@ -92,8 +93,8 @@ CUFLASH_DEVICE void start_tma_boxes(const TmaBoxes& to, const TensorMapParam& fr
   }
 }
 
-// Announce the bytes of the copies to the barrier, and start them as `start_tma_boxes` does. `extra_bytes` are those of
-// other copies that the caller starts afterwards. Called by one thread.
+// Announce the bytes of the copies to the barrier, and start the copies as `start_tma_boxes` does. `extra_bytes` is the
+// size of other copies that the caller starts afterwards. Called by one thread.
 template <class T = ptx::Half>
 CUFLASH_DEVICE void tma_load_boxes(const TmaBoxes& to, const TensorMapParam& from, TmaCoords matrix, int first,
                                    const uint64_t& full, int extra_bytes = 0, int first_column = 0) {
@@ -102,14 +103,14 @@ CUFLASH_DEVICE void tma_load_boxes(const TmaBoxes& to, const TensorMapParam& fro
   start_tma_boxes<T>(to, from, matrix, first, barrier, first_column);
 }
 
-// Prefetch the rows that `tma_load_boxes` would copy into the L2 cache by TMA. Called by one thread.
+// Prefetch, by TMA, the rows that `tma_load_boxes` would copy into the L2 cache. Called by one thread.
 CUFLASH_DEVICE void tma_prefetch_boxes(const TmaBoxes& to, const TensorMapParam& from, TmaCoords matrix, int first) {
 #pragma unroll
   for (int column = 0; column < to.columns; column += to.width)
     ptx::tma_prefetch_5d(&from.map, column, first, matrix.x, matrix.y, matrix.z);
 }
 
-// Copy 16 bytes of a row to the slot: `remaining` elements, then zeros. The data arrive after cp_async_wait_all.
+// Copy 16 bytes of a row to the slot: `remaining` elements, then zeros. The data have arrived after cp_async_wait_all.
 template <class T>
 CUFLASH_DEVICE void copy_chunk(int at, const T* data, int remaining, bool is_aligned, int64_t column_stride) {
   if (is_aligned) {
@@ -125,8 +126,8 @@ CUFLASH_DEVICE void copy_chunk(int at, const T* data, int remaining, bool is_ali
   *reinterpret_cast<Bits128*>(ptx::dynamic_shared<unsigned char>() + at) = words;
 }
 
-// Fill the slot by threads, for matrices that TMA cannot copy: `thread` is one of Threads that share the work; rows
-// past the matrix and rows that are not valid become zeros.
+// Fill the slot from a matrix that TMA cannot copy, by Threads threads, of which `thread` is one. Rows past the matrix
+// and rows that are not valid become zeros.
 template <int Threads, class T, template <class> class RowsOf, class IsRowValid>
 CUFLASH_DEVICE void copy(const TmaBoxes& to, const RowsOf<T>& from, int thread, IsRowValid is_row_valid) {
   const int chunks = to.columns / kChunkOf<T>, chunks_per_panel = to.width / kChunkOf<T>;
@@ -159,7 +160,7 @@ CUFLASH_DEVICE void copy_row(const TmaBoxes& to, int row, const T* data, bool is
   ptx::fence_proxy_async();
 }
 
-// Set rows of the slot from `first` on to 0. Called by a warp.
+// Set the rows of the slot from `first` on to 0. Called by a warp.
 CUFLASH_DEVICE void clear_rows_from(const TmaBoxes& boxes, int first) {
   const int chunks = boxes.columns / kChunkOf<ptx::Half>, chunks_per_panel = boxes.width / kChunkOf<ptx::Half>;
 #pragma unroll 1
@@ -168,8 +169,7 @@ CUFLASH_DEVICE void clear_rows_from(const TmaBoxes& boxes, int first) {
                                 boxes.at(x / chunks, x % chunks, chunks_per_panel)) = {};
 }
 
-// Store the tile to global memory by threads, within the bounds of the matrix: `thread` is one of Threads that share
-// the work.
+// Store the tile to global memory, within the bounds of the matrix, by Threads threads, of which `thread` is one.
 template <int Threads, class T>
 CUFLASH_DEVICE void copy(const Matrix<T>& to, const TmaBoxes& from, int thread) {
   const int chunks = from.columns / kChunkOf<T>, chunks_per_panel = from.width / kChunkOf<T>;

@@ -1,7 +1,7 @@
 #pragma once
 #include <ptx/thread.cuh>
 
-// Sums over a range that the lanes of a warp share.
+// Sums over a range that the lanes of a warp divide among themselves.
 namespace cuflash::tile {
 
 // Sum a function of int over first <= x < last. Called by whole warps.

@@ -1,14 +1,14 @@
 #pragma once
 #include <tile/element.cuh>
 
-// Matrices in the registers of 128 threads, for kernels of multiply-adds and of the small products of tensor cores.
+// Matrices in the registers of 128 threads, for kernels that use multiply-adds or small tensor-core instructions.
 namespace cuflash::tile {
 
-constexpr int kMmaRows = Config::kMmaRows;  // rows of the mma instruction; 0: products are multiply-adds
+constexpr int kMmaRows = Config::kMmaRows;  // rows of the mma instruction; 0 if products are multiply-adds
 
-// 128 threads, as 16 rows of 8: a warp reads 4 rows of one operand, which are broadcast, and 8 rows of the other, one
-// vector each. Tensor cores need 8 rows of 4 threads in every warp, and two adjacent columns of a product per thread.
-// Therefore columns form runs of at least two.
+// The 128 threads form 16 rows of 8: a warp reads 4 rows of one operand, each broadcast, and 8 rows of the other, one
+// vector of each. Tensor cores need 8 rows of 4 threads in every warp, and two adjacent columns of a product per
+// thread. Therefore columns form runs of at least two.
 constexpr int kThreads = 128;
 constexpr int kColumnLanes = kMmaRows > 0 ? 4 : 8;
 constexpr int kRowLanes = kThreads / kColumnLanes;
@@ -20,8 +20,8 @@ CUFLASH_DEVICE int column_lane() { return threadIdx.x % kColumnLanes; }
 template <int Rows>
 constexpr int kRowsPerThread = Rows / kRowLanes;
 
-// A matrix in the registers of the block's threads. A thread holds every kRowLanes-th row and, in every row, runs of
-// Run columns, one run in each kColumnLanes * Run.
+// A matrix in the registers of the block's threads. A thread holds every kRowLanes-th row; of each such row, it holds
+// one run of Run columns out of every kColumnLanes * Run.
 template <class T, int Rows, int Columns, int Run = kMinRun>
 struct RegisterTile {
   static constexpr int kRun = Run;
@@ -52,9 +52,9 @@ struct RegisterTile {
     for (int j = 0; j < kColumns; ++j) at[i][j] *= factor;
   }
 
-  // Divide by a number that is at least 1. The result is rounded as a division is, unless the remainder is subnormal
-  // (P. Markstein, IBM J. Res. Dev. 34, 1990, on quotients from reciprocals). True divisions would be a sixth of a
-  // kernel's code.
+  // Divide a row by a number that is at least 1. The result is rounded like that of a division, unless the remainder is
+  // subnormal (P. Markstein, IBM J. Res. Dev. 34, 1990, on quotients from reciprocals). True divisions would make up a
+  // sixth of a kernel's code.
   CUFLASH_DEVICE void divide_row(int i, T factor) {
     const T reciprocal = 1 / factor;
 #pragma unroll
@@ -66,7 +66,7 @@ struct RegisterTile {
   }
 };
 
-// Reductions over a row: the threads that share it are adjacent. Called by whole warps.
+// Reductions over a row, which adjacent threads share. Called by whole warps.
 template <class T>
 CUFLASH_DEVICE T row_sum(T x) {
 #pragma unroll
@@ -82,7 +82,7 @@ CUFLASH_DEVICE T row_max(T x) {
   return x;
 }
 
-// Return whether this thread writes the results of the rows that it shares.
+// Return whether this thread, of those that share its rows, writes their results.
 CUFLASH_DEVICE bool is_row_leader() { return column_lane() == 0; }
 
 }  // namespace cuflash::tile

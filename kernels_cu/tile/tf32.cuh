@@ -1,17 +1,18 @@
 #pragma once
 #include <tile/warp_tile.cuh>
 
-// Products of floats on the tensor cores, which multiply tf32: floats with 11 significant bits. Operands are rounded to
-// tf32. If kTf32Products is 3, each is split into two such numbers instead, hi + lo, and three of their four products
-// are summed: a split drops at most 2^-23 of an operand, and lo lo is at most 2^-22 of a product.
+// Products of floats on the tensor cores, which multiply tf32 numbers: floats with 11 significant bits. Operands are
+// rounded to tf32. If kTf32Products is 3, each operand is split into two tf32 numbers instead, hi + lo, and three of
+// the four products are summed: a split loses at most 2^-23 of an operand, and the omitted lo lo is at most 2^-22 of a
+// product.
 namespace cuflash::tile {
 
 constexpr int kTf32Products = Config::kTf32Products;
 
-// N numbers, each split into two of tf32, or rounded to tf32 in `hi`.
+// N numbers, each split into two tf32 numbers, or rounded to tf32 in `hi`.
 template <int N>
 struct Tf32 {
-  uint32_t hi[N], lo[N];  // the instruction drops the bits of lo beyond tf32
+  uint32_t hi[N], lo[N];  // the instruction ignores the bits of lo beyond tf32
 
   explicit CUFLASH_DEVICE Tf32(const uint32_t (&x)[N]) {
 #pragma unroll
@@ -26,7 +27,7 @@ struct Tf32 {
   }
 };
 
-// d += a b, the smallest products first.
+// d += a b, adding the smallest products first.
 CUFLASH_DEVICE void multiply_add(float (&d)[4], const Tf32<4>& a, const Tf32<2>& b) {
   if (kTf32Products == 3) {
     ptx::mma_m16n8k8_tf32(d, a.lo, b.hi);
@@ -35,11 +36,11 @@ CUFLASH_DEVICE void multiply_add(float (&d)[4], const Tf32<4>& a, const Tf32<2>&
   ptx::mma_m16n8k8_tf32(d, a.hi, b.hi);
 }
 
-// Fragments of a matrix that is read across its rows, word by word, since ldmatrix transposes only 16-bit elements. Of
-// each eight rows a thread reads two: t and t + 4, or the adjacent rows 2 t and 2 t + 1, with t = lane % 4.
+// Fragments of a matrix that is read across its rows, word by word, since ldmatrix transposes only 16-bit elements. A
+// thread reads two of every eight rows: t and t + 4, or the adjacent rows 2 t and 2 t + 1, with t = lane % 4.
 template <class Matrix, int NumTiles, bool IsLeft, bool Adjacent>
 struct TransposedWords {
-  static constexpr bool kUsesXorOffset = (NumTiles & (NumTiles - 1)) == 0;  // as in MnMajorFragments
+  static constexpr bool kUsesXorOffset = (NumTiles & (NumTiles - 1)) == 0;  // see MnMajorFragments
 
   Matrix matrix;
   int chunk;
@@ -52,7 +53,7 @@ struct TransposedWords {
   }
 };
 
-// Return the fragments of a matrix from row or column `first` of the product on.
+// Return the fragments of a matrix, starting at row or column `first` of the product.
 template <bool Adjacent = false, int NumTiles, bool IsLeft, class Matrix>
 CUFLASH_DEVICE TransposedWords<Matrix, NumTiles, IsLeft, Adjacent> transposed_words(Matrix matrix, int first) {
   return {matrix, first / kChunkOf<float> + ptx::lane() / 16};
@@ -65,7 +66,7 @@ CUFLASH_DEVICE void load(uint32_t (&frag)[4], const TransposedWords<Matrix, Tile
   for (int e = 0; e < 4; ++e) frag[e] = from.at(tile, k, IsLeft ? e / 2 : e % 2, IsLeft ? e % 2 : e / 2);
 }
 
-// A product of the same warp as a left operand: its adjacent columns are those that the operand needs.
+// A product that the same warp computed, as a left operand: its adjacent columns are those that the operand needs.
 template <class Tile>
 struct FragmentSource {
   const Tile& tile;
@@ -77,8 +78,9 @@ CUFLASH_DEVICE void load(uint32_t (&frag)[4], const FragmentSource<Tile>& from, 
   for (int e = 0; e < 4; ++e) frag[e] = __float_as_uint(from.tile.tiles[tile][k][e % 2 * 2 + e / 2]);
 }
 
-// Tensor cores round sums towards zero. Therefore the contribution of three products to c is summed from zero every
-// time, and then added with rounding to nearest, for as many tiles of columns at once as registers allow.
+// Return for how many column tiles three products are summed at once. Tensor cores round sums towards zero. Therefore
+// the three products are summed from zero each time, and then added to c with rounding to nearest, for as many column
+// tiles as registers allow.
 constexpr CUFLASH_DEVICE int tiles_per_pass(int row_tiles, int column_tiles) {
   const int registers = row_tiles * column_tiles > 16 ? 16 : 32;
   int most = column_tiles;
@@ -86,11 +88,11 @@ constexpr CUFLASH_DEVICE int tiles_per_pass(int row_tiles, int column_tiles) {
   return most;
 }
 
-// Number of steps that a loop unrolls: more would load fragments early, into registers that accumulators need.
+// Number of unrolled steps of a loop. More steps would load fragments early, into registers that accumulators need.
 template <class Tile, int Depth>
 constexpr int kStepUnroll = Tile::kRowTiles * Tile::kColumnTiles <= 8 ? 4 : Depth <= 16 ? 1 : 2;
 
-// c = a b, or c += a b if it `Accumulates`, summed over Depth in steps of eight.
+// c = a b, or c += a b if `Accumulates`, summed over Depth in steps of eight.
 template <bool Accumulates, int Depth, int Unroll, class Tile, class Left, class Right>
 CUFLASH_DEVICE void multiply_tf32(Tile& c, const Left& a, const Right& b) {
   constexpr int kUnroll = Unroll;
@@ -159,14 +161,15 @@ CUFLASH_DEVICE void gemm_add_tn(Tile& c, SwizzledTile<float, Depth, Rows> a, Swi
   multiply_tf32<true, Depth, kStepUnroll<Tile, Depth>>(c, left, right);
 }
 
-// c += a b, where a is a product of the same warp.
+// c += a b, where a is a product that the same warp computed.
 template <class Tile, class Left, int Depth, int Columns>
 CUFLASH_DEVICE void gemm_add_nn(Tile& c, const Left& a, SwizzledTile<float, Depth, Columns> b) {
   static_assert(8 * Left::kColumnTiles == Depth && 8 * Tile::kColumnTiles == Columns, "a warp holds whole rows");
   multiply_tf32<true, Depth, Depth / 8>(c, FragmentSource<Left>{a}, transposed_words<true, 1, false>(b, 0));
 }
 
-// Store a warp's part to shared memory. Called by whole warps; of warps that hold the same part, the first stores it.
+// Store a warp's part to shared memory. Called by whole warps; if several warps hold the same part, the first one
+// stores it.
 template <class Tile, int Rows, int Columns>
 CUFLASH_DEVICE void store(SwizzledTile<float, Rows, Columns> to, const Tile& from) {
   const int row = from.first_row(), chunk = from.first_column() / kChunkOf<float>;

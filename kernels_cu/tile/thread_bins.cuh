@@ -5,9 +5,9 @@
 // Bins in shared memory in which the threads of a warp sum the gradient of a short table.
 namespace cuflash::tile {
 
-// Sums of a warp for the elements of a short row of a matrix in global memory, such as a table of 32 numbers. Each
-// thread has a separate bin for each element, in shared memory: no two threads write one word, and lanes write
-// different banks. Bins of a warp are [NumBins][32] numbers.
+// A warp's sums for the elements of a short row of a matrix in global memory, such as a table of 32 numbers. In shared
+// memory, each thread has a separate bin for each element: no two threads write the same word, and lanes write to
+// different banks. The bins of a warp are an array [NumBins][32].
 template <class T, int NumBins>
 struct ThreadBins {
   T* row = nullptr;  // first element whose sum is in the bins; null before the first row
@@ -16,7 +16,7 @@ struct ThreadBins {
   // Add x to an element of the row.
   static CUFLASH_DEVICE void add(T* bins, int element, T x) { bins[32 * element + ptx::lane()] += x; }
 
-  // Assign the bins to this row from now on. Called by whole warps.
+  // Assign the bins to a row; sums of another row are added to memory first. Called by whole warps.
   CUFLASH_DEVICE void start(T* bins, T* new_row, int64_t new_stride) {
     if (new_row == row) return;
     flush(bins);
@@ -26,14 +26,14 @@ struct ThreadBins {
     stride = new_stride;
   }
 
-  // Add the sums to the row in memory: a lane sums the bins of an element. Called by whole warps.
+  // Add the sums to the row in memory. Each lane sums the bins of one element at a time. Called by whole warps.
   CUFLASH_DEVICE void flush(const T* bins) const {
     if (row == nullptr) return;
     __syncwarp();
 #pragma unroll 1
     for (int element = ptx::lane(); element < NumBins; element += 32) {
       T sum = 0;
-      // Lanes start at different bins, and so at different banks.
+      // Lanes start at different bins, and therefore at different banks.
 #pragma unroll 4
       for (int lane = 0; lane < 32; ++lane) sum += bins[32 * element + (ptx::lane() + lane) % 32];
       tile::add(row + element * stride, sum);

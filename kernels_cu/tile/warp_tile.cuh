@@ -9,8 +9,8 @@
 namespace cuflash::tile {
 
 // A part of a block's matrix in the registers of one warp: RowTiles x ColumnTiles results of mma_m16n8k16. The block's
-// warps form RowGroups rows. A thread holds two rows of each 16 and two adjacent columns of each 8: row i of the thread
-// is row first_row() + row(i) of the block's matrix, and likewise for columns.
+// warps are arranged in RowGroups rows. A thread holds two of every 16 rows, and two adjacent columns of every 8: the
+// thread's row i is row first_row() + row(i) of the block's matrix, and likewise for columns.
 template <int RowTiles, int ColumnTiles, int RowGroups, int ColumnGroups = 1>
 struct WarpTile {
   static constexpr int kRowTiles = RowTiles;
@@ -49,15 +49,15 @@ struct WarpTile {
   }
 };
 
-// Return the number of rows in which `num_warps` warps share a matrix of `rows` x `columns`: among the numbers for
-// which each warp has pairs of fragments, the one with which warps read least of their operands; 0 if there is no such
-// number.
+// Return the number of rows in which `num_warps` warps are arranged to share a matrix of `rows` x `columns`. Of the
+// numbers that leave each warp whole pairs of fragments, it is the one for which warps read least of the operands; 0 if
+// there is no such number.
 constexpr CUFLASH_DEVICE int row_groups(int rows, int columns, int num_warps) {
   int best = 0, min_read = rows + columns + 1;
   for (int groups = 1; groups <= num_warps; ++groups) {
     if (num_warps % groups != 0 || rows % (16 * groups) != 0 || columns % (16 * (num_warps / groups)) != 0) continue;
     const int num_read = rows / groups + columns / (num_warps / groups);
-    if (num_read <= min_read) {  // rows that threads share take more registers than columns
+    if (num_read <= min_read) {  // the larger number wins a tie: shared rows take more registers than columns
       best = groups;
       min_read = num_read;
     }
@@ -65,13 +65,13 @@ constexpr CUFLASH_DEVICE int row_groups(int rows, int columns, int num_warps) {
   return best;
 }
 
-// Return how many of `num_warps` warps can share a matrix.
+// Return how many of `num_warps` warps can divide a matrix among themselves.
 constexpr CUFLASH_DEVICE int num_owner_warps(int rows, int columns, int num_warps) {
   while (row_groups(rows, columns, num_warps) == 0) num_warps /= 2;
   return num_warps;
 }
 
-// The part of Rows x Columns that one of NumWarps warps holds.
+// The part of a Rows x Columns matrix that one of NumWarps warps holds.
 template <int Rows, int Columns, int NumWarps>
 struct WarpPartition {
   static constexpr int kNumOwnerWarps = num_owner_warps(Rows, Columns, NumWarps);
@@ -80,8 +80,8 @@ struct WarpPartition {
   using Tile = WarpTile<Rows / kRowGroups / 16, Columns / kColumnGroups / 8, kRowGroups, kColumnGroups>;
 };
 
-// Return the sum, and below the maximum, over a row of a warp's tile, which four adjacent threads share. Called by
-// whole warps.
+// Return the sum or, in the second function, the maximum over a row of a warp's tile, which four adjacent threads
+// share. Called by whole warps.
 CUFLASH_DEVICE float quad_sum(float x) {
 #pragma unroll
   for (int lane_offset = 1; lane_offset < 4; lane_offset *= 2) x += __shfl_xor_sync(0xffffffffu, x, lane_offset);
@@ -94,14 +94,14 @@ CUFLASH_DEVICE float quad_max(float x) {
   return x;
 }
 
-// Return the sum over the threads of a warp, to all of them. Called by whole warps.
+// Return the sum over all threads of a warp, to each of them. Called by whole warps.
 CUFLASH_DEVICE float warp_sum(float x) {
 #pragma unroll
   for (int lane_offset = 1; lane_offset < 32; lane_offset *= 2) x += __shfl_xor_sync(0xffffffffu, x, lane_offset);
   return x;
 }
 
-// Fragments of a matrix in shared memory, 16 x 16 at a time, with the address of a thread's row of 16 bytes.
+// Fragments of a matrix in shared memory, 16 x 16 elements at a time; each thread has the address of a 16-byte row.
 // `KMajorFragments` reads the matrix as it is stored: its rows are the left operand's rows and the right operand's
 // columns. `MnMajorFragments` reads it transposed.
 template <class Matrix>
@@ -114,7 +114,7 @@ struct KMajorFragments {
 template <class Matrix, int NumTiles>
 struct MnMajorFragments {
   static constexpr bool kIsTransposed = true;
-  // true if a warp's first chunk is aligned to its tiles
+  // whether a warp's first chunk is aligned to its tiles
   static constexpr bool kUsesXorOffset = (NumTiles & (NumTiles - 1)) == 0;
   Matrix matrix;
   int row, chunk;
@@ -125,7 +125,7 @@ struct MnMajorFragments {
   }
 };
 
-// Return the fragments of a left or right operand, from row or column `first` of the product on.
+// Return the fragments of a left or right operand, starting at row or column `first` of the product.
 template <class Matrix>
 CUFLASH_DEVICE KMajorFragments<Matrix> left_k_major(Matrix matrix, int first) {
   const int lane = ptx::lane();
@@ -153,7 +153,7 @@ CUFLASH_DEVICE void load(uint32_t (&frag)[4], const Fragments& from, int tile, i
   else ptx::ldmatrix_x4(frag, from.at(tile, k));
 }
 
-// c += a b for sixteen columns of a and rows of b, or c = a b if `is_first`.
+// c += a b, or c = a b if `is_first`, over sixteen columns of a and rows of b.
 template <class T, class Tile, class Right>
 CUFLASH_DEVICE void mma_k_step(Tile& c, const uint32_t (&a_frag)[Tile::kRowTiles][4], const Right& b, int k,
                                bool is_first) {
@@ -179,8 +179,8 @@ struct NoOp {
   CUFLASH_DEVICE void operator()(int) const {}
 };
 
-// c += a b over Depth, or c = a b if `is_first`. `overlapped` is called after each sixteen columns of Depth, while the
-// tensor cores are busy.
+// c += a b, or c = a b if `is_first`, summed over Depth. `overlapped` is called after every sixteen columns of Depth,
+// while the tensor cores are busy.
 template <class T, int Depth, class Tile, class Left, class Right, class Overlapped = NoOp>
 CUFLASH_DEVICE void mma_over_k(Tile& c, const Left& a, const Right& b, bool is_first, Overlapped overlapped = {}) {
 #pragma unroll
@@ -217,7 +217,8 @@ CUFLASH_DEVICE void gemm_add_tn(Tile& c, SwizzledTile<T, Depth, Rows> a, Swizzle
                        right_mn_major<Tile::kColumnTiles / 2>(b, c.warp_column()), false, overlapped);
 }
 
-// c += a b, where a is a product of the same warp, rounded to T; its registers have the layout of the operand.
+// c += a b, where a is a product that the same warp computed, rounded to T; its registers already have an operand's
+// layout.
 template <class Tile, class Left, class T, int Depth, int Columns>
 CUFLASH_DEVICE void gemm_add_nn(Tile& c, const Left& a, SwizzledTile<T, Depth, Columns> b) {
   static_assert(8 * Left::kColumnTiles == Depth && 8 * Tile::kColumnTiles == Columns, "a warp holds whole rows");
@@ -251,8 +252,8 @@ CUFLASH_DEVICE void store_row(float* to, const Tile& from, int i) {
   }
 }
 
-// Round eight columns of a warp's part to T and store them to shared memory. Called by whole warps; of warps that hold
-// the same part, the first stores it.
+// Round eight columns of a warp's part to T and store them to shared memory. Called by whole warps; if several warps
+// hold the same part, the first one stores it.
 template <class Tile, class T, int Rows, int Columns>
 CUFLASH_DEVICE void store_columns(SwizzledTile<T, Rows, Columns> to, const Tile& from, int column_tile) {
   constexpr int kChunk = kChunkOf<T>;

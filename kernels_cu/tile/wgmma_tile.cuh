@@ -9,14 +9,14 @@
 // Matrices in shared memory in the layout that TMA writes and wgmma reads.
 namespace cuflash::tile {
 
-// Return the number of columns of a panel: those of the widest swizzle, 128 bytes, or else half of them.
+// Return the number of columns of a panel, which is as wide as the widest swizzle, 128 bytes, or half as wide.
 template <class T = ptx::Half>
 constexpr CUFLASH_DEVICE int panel_width(int columns) {
   constexpr int kWidest = 128 / static_cast<int>(sizeof(T));
   return columns % kWidest == 0 ? kWidest : kWidest / 2;
 }
 
-// Panels side by side, each as wide as the swizzle. Each panel starts at a multiple of 1024 bytes.
+// A matrix as panels side by side, each as wide as the swizzle. Each panel starts at a multiple of 1024 bytes.
 template <class T, int Rows, int Columns, int Width = panel_width<T>(Columns)>
 struct WgmmaTile {
   using Element = T;
@@ -36,32 +36,32 @@ struct WgmmaTile {
   CUFLASH_DEVICE Panel panel(int number) const { return {start + number * Panel::kBytes}; }
 };
 
-// Return a value that is equal in all threads of a warp, in a form that lets the compiler prove it: one uniform
-// register then holds it, and products are issued without gaps.
+// Return a tile that is equal in all threads of a warp, in a form that lets the compiler prove this: it then keeps the
+// start in one uniform register, and issues products without gaps.
 template <class Tile>
 CUFLASH_DEVICE Tile warp_uniform(Tile tile) {
   return {__shfl_sync(0xffffffffu, tile.start, 0)};
 }
 
-// The descriptor of an operand in shared memory, and of parts that start `bytes` later in it.
+// The descriptor of an operand in shared memory; `at` returns the descriptor of the part that starts `bytes` later.
 template <ptx::Swizzle kSwizzle, int kLeadingBytes, int kStrideBytes>
 class WgmmaDescriptor {
  public:
   WgmmaDescriptor() = default;
   explicit CUFLASH_DEVICE WgmmaDescriptor(uint32_t address) : low_word_(static_cast<uint32_t>(descriptor(address))) {}
   CUFLASH_DEVICE uint64_t at(int bytes) const { return descriptor(0) >> 32 << 32 | (low_word_ + bytes / 16); }
-  CUFLASH_DEVICE void materialize() { low_word_ = ptx::opaque(low_word_); }  // computed here, not at its use
+  CUFLASH_DEVICE void materialize() { low_word_ = ptx::opaque(low_word_); }  // compute the word here, not at its use
 
  private:
   static constexpr CUFLASH_DEVICE uint64_t descriptor(uint32_t address) {
     return ptx::wgmma_descriptor(kSwizzle, address, kLeadingBytes, kStrideBytes);
   }
 
-  uint32_t low_word_;  // the half with the address
+  uint32_t low_word_;  // the half of the descriptor that contains the address
 };
 
-// An operand whose rows run along the summed dimension: rows of the matrix are rows of a, or columns of b. `at(k)` is
-// the descriptor of the k-th kDepth columns.
+// An operand whose rows run along the summed dimension: rows of the matrix are rows of a, or columns of b. `at(k)`
+// returns the descriptor of the k-th group of kDepth columns.
 template <class Tile>
 struct KMajor {
   WgmmaDescriptor<Tile::kSwizzle, 0, 8 * Tile::kRowBytes> descriptor;
@@ -74,7 +74,7 @@ struct KMajor {
   }
 };
 
-// An operand whose rows run across the summed dimension. `at(k)` is the descriptor of the k-th 16 rows.
+// An operand whose rows run across the summed dimension. `at(k)` returns the descriptor of the k-th group of 16 rows.
 template <class Tile>
 struct MnMajor {
   WgmmaDescriptor<Tile::kSwizzle, Tile::Panel::kBytes, 8 * Tile::kRowBytes> descriptor;
@@ -85,7 +85,7 @@ struct MnMajor {
   CUFLASH_DEVICE uint64_t at(int k) const { return descriptor.at(16 * k * Tile::kRowBytes); }
 };
 
-// A thread's registers of a product, in the order in which wgmma takes them.
+// A thread's registers of a product, in the order that wgmma expects.
 template <class Tile>
 using Accumulators = float[4 * Tile::kColumnTiles];
 template <class Tile>
@@ -123,8 +123,8 @@ struct PackedOperand {
   }
 };
 
-// A product rounded to e4m3, as the left operand of the next product. The columns k of the other operand are in the
-// order of `e4m3_column`, so that each thread holds all the numbers that it needs.
+// A product rounded to e4m3, as the left operand of the next product. Dimension k of the other operand has the order of
+// `e4m3_column`, so that each thread already holds all the numbers that it needs.
 template <class Tile>
 struct E4M3Operand {
   static constexpr int kNumFragments = Tile::kColumnTiles / 4;
@@ -148,15 +148,15 @@ struct E4M3Operand {
   }
 };
 
-// Return the column of a product at `place` of an E4M3Operand: of every 16 columns, thread t of four holds 2t, 2t + 1,
-// 2t + 8 and 2t + 9, in this order.
+// Return the column of a product that is at `place` of an E4M3Operand: of every 16 columns, thread t of four holds 2t,
+// 2t + 1, 2t + 8 and 2t + 9, in this order.
 constexpr CUFLASH_DEVICE int e4m3_column(int place) {
   const int thread = place % 16 / 4, element = place % 4;
   return place / 16 * 16 + element / 2 * 8 + thread * 2 + element % 2;
 }
 
-// Products of a warpgroup, which run asynchronously: no thread may touch their operands and results until their group
-// is waited for, and the registers must stay in place until then.
+// Products of a warpgroup, which run asynchronously: until a wait for their group returns, no thread may touch their
+// operands and results, and the registers must stay in place.
 
 // c = a b^T
 template <class Tile, class A, class B>
@@ -230,7 +230,7 @@ CUFLASH_DEVICE void start_gemm_add_nn(Tile& c, const PackedOperand<T, Left>& a,
   ptx::wgmma_commit();
 }
 
-// c = a b^T, or c += a b^T if it `adds`, where b's columns are in the order `e4m3_column`
+// c = a b^T, or c += a b^T if `adds`, where b's columns have the order of `e4m3_column`
 template <class Tile, class Left, class B>
 CUFLASH_DEVICE void start_gemm_nt(Tile& c, const E4M3Operand<Left>& a, KMajor<B> b, bool adds) {
   static_assert(B::kColumns == 32 * E4M3Operand<Left>::kNumFragments, "both operands have the summed dimension");
@@ -242,7 +242,7 @@ CUFLASH_DEVICE void start_gemm_nt(Tile& c, const E4M3Operand<Left>& a, KMajor<B>
   ptx::wgmma_commit();
 }
 
-// Wait until at most kPending groups of products are in flight; `c` belongs to a completed one.
+// Wait until at most kPending groups of products are in flight; `c` must belong to a completed group.
 template <int kPending, class Tile>
 CUFLASH_DEVICE void wait_wgmma(Tile& c) {
   ptx::wgmma_wait<kPending>();
@@ -256,7 +256,7 @@ CUFLASH_DEVICE void fence_registers(PackedOperand<T, Left>& a) {
   for (int k = 0; k < a.kNumFragments; ++k) ptx::fence_registers(a.fragments[k]);
 }
 
-// Store a warpgroup's product, rounded, to shared memory, the warp's rows from first_row on. Called by whole warps.
+// Store a warpgroup's rounded product to shared memory; the warp's rows start at first_row. Called by whole warps.
 template <class Tile, class T, class Left>
 CUFLASH_DEVICE void store(Tile to, const PackedOperand<T, Left>& from, int first_row) {
   using Panel = typename Tile::Panel;
@@ -269,9 +269,9 @@ CUFLASH_DEVICE void store(Tile to, const PackedOperand<T, Left>& from, int first
                      from.fragments[k]);
 }
 
-// Store a warpgroup's product, rounded and transposed, to shared memory: its rows become columns of the panels, the
-// warp's from first_column on, and its columns their rows from first_row on. `transposed_address` returns the address
-// to which a thread stores; the functions below store 16 columns of the product, or all. Called by whole warps.
+// Store a warpgroup's rounded and transposed product to shared memory: its rows become columns of the panels, the
+// warp's from first_column on, and its columns become rows, from first_row on. `transposed_address` returns the address
+// to which a thread stores; the functions after it store 16 columns of the product, or all. Called by whole warps.
 template <class Tile>
 CUFLASH_DEVICE uint32_t transposed_address(Tile to, int first_column, int first_row = 0) {
   constexpr int kChunk = Tile::Panel::kChunk;
