@@ -47,7 +47,7 @@ NAME = "chosen"  # the feature's name
 NOT_JOINED = (
     "; block lists per query are not joined: only the sm80 kernels join the lists of neighbouring queries, for 16-bit "
     "elements, blocks of 16, 32 or a multiple of 64 keys and row intervals, without dropout and without gradients of "
-    "a score function's arrays"
+    "a score function's arrays, and of an index on a device those of index.chosen()"
 )
 # Mirrors `kernels_cu/attention/chosen_lists.cuh`.
 CHOSEN_LISTS = np.dtype(

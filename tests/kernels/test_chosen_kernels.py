@@ -599,6 +599,17 @@ def test_a_block_index_of_one_query_a_block_takes_the_kernels(cupy: Any) -> None
     assert 0 < require_bounds(lists, **dict(zip(("o", "lse", "dq", "dk", "dv"), got, strict=True))) < 1
 
 
+@needs_compiler
+def test_an_index_on_a_device_says_which_lists_are_joined(cupy: Any) -> None:
+    arrays = [cupy.asarray(each) for each in (Q, K, V)]
+    index = ChosenBlocks(LISTS[0, :1, :1], 64).index(130, num_heads=1).to(cupy.asarray)
+    assert "of an index on a device those of index.chosen()" in cuflash.plan(*arrays, mask=index).explain()
+    plan = cuflash.plan(*arrays, mask=index.chosen())
+    assert "not joined" not in plan.explain()
+    o, lse = plan.forward(*arrays)
+    assert 0 < require_bounds(ChosenBlocks(LISTS[0, :1, :1], 64), o=o.get(), lse=lse.get()) < 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", WAYS)
 def test_new_lists_wait_for_nothing_and_can_be_captured(name: str) -> None:
@@ -663,6 +674,7 @@ def test_tiles_of_neighbours_are_taken_where_kernels_serve_the_call() -> None:
     assert "4 neighbouring queries, with 16 heads each" in planned(lists(64), group=16).explain()
     assert "block lists per query are not joined" in others[0].explain()
     assert "block lists per query" not in planned(None).explain()
+    assert "not joined" not in planned(lists(64).index(200, num_heads=8)).explain()
 
 
 @pytest.mark.parametrize(
