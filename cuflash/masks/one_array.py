@@ -10,6 +10,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..errors import UnsupportedProblem
+from ._chosen import ChosenBlocks
 from .arrays import as_mask
 from .base import And, Mask, intersection
 from .content import DeviceForm, content
@@ -24,12 +25,13 @@ class MaskContents(NamedTuple):
 
 
 def mask_contents(mask: Mask | Array, layout_of: Callable[..., Hashable]) -> MaskContents | None:
-    """Return the key and the arrays of a mask with a `_device_form`, or of an intersection with exactly one; else None.
+    """Return key and arrays of a mask with a `_device_form`, or of an intersection with such a mask; otherwise None.
 
-    `layout_of` returns the layout of arrays. Masks that differ only in the contents of their arrays have equal keys.
+    Block lists per query may be intersected with a second such mask, whose arrays follow theirs. `layout_of` returns
+    the layout of arrays. Masks that differ only in the contents of their arrays have equal keys.
     """
     keys: list[Hashable] = []
-    arrays: tuple[Array, ...] | None = None
+    forms: list[DeviceForm] = []
     parts: tuple[Mask | Array, ...] = mask.operands if type(mask) is And else (mask,)
     for part in parts:
         form = _own_form(part) if isinstance(part, Mask) else DeviceForm((part,))
@@ -40,11 +42,13 @@ def mask_contents(mask: Mask | Array, layout_of: Callable[..., Hashable]) -> Mas
                 return None
             continue
         layout = None if any(isinstance(array, np.ndarray) for array in form.arrays) else layout_of(*form.arrays)
-        if layout is None or arrays is not None:
+        if layout is None:
             return None
         keys.append((type(part), *form.facts, layout))
-        arrays = form.arrays
-    return None if arrays is None else MaskContents(tuple(keys), arrays)
+        forms.insert(0 if type(part) is ChosenBlocks else len(forms), form)
+    if len(forms) != 1 and (len(forms), sum(type(part) is ChosenBlocks for part in parts)) != (2, 1):
+        return None
+    return MaskContents(tuple(keys), tuple(array for form in forms for array in form.arrays))
 
 
 def _own_form(mask: Mask) -> DeviceForm | None:

@@ -25,7 +25,9 @@ from ..masks.coordinates import LeadingArray
 from ..masks.one_array import without_at_each_call
 from ..masks.shape import MaskShape
 from ._params import UNLIMITED
-from .interval_kernels import AT_CALL, SourceOfResults, are_served, kept_and_closed, list_launch
+from .interval_kernels import (
+    AT_CALL, IntervalsAtCall, IntervalSource, SourceOfResults, are_served, leading_strides, list_launch,
+)  # fmt: skip
 from .launches import BATCH_AXES, Feature, Launch, Pass, Workspace
 from .problem import Problem
 from .spec import SIMT, Entry, KernelSpec
@@ -36,7 +38,7 @@ _COLUMN_WARPS = 8  # warps that share the tiles of a chunk; each has its own cou
 _NARROW_BLOCKS, _STEP = (16, 32), 64  # supported keys per block: these, and multiples of 64
 _SHARED_BYTES = 32 << 10  # shared memory for the words or counts that a thread block processes at a time
 _POINTER = np.uint64
-_RESULTS = ("ranges", "kv_blocks", "words")
+_RESULTS, _INTERVALS = ("ranges", "kv_blocks", "words"), ("lo", "hi")
 _COLUMNS = ("chunk_counts", "column_pointers", "queries")
 _PARTS = ("part_pointers", "column_parts", "part_arrivals")
 QUERIES_PER_PART = 512  # fewest queries of a key block per thread block; dK and dV of parts are added in order
@@ -45,7 +47,7 @@ NAME = "chosen"  # the feature's name
 NOT_JOINED = (
     "; block lists per query are not joined: only the sm80 kernels join the lists of neighbouring queries, for 16-bit "
     "elements, blocks of 16, 32 or a multiple of 64 keys and row intervals, without dropout and without gradients of "
-    "a score function's arrays"
+    "a score function's arrays, and of an index on a device those of index.chosen()"
 )
 # Mirrors `kernels_cu/attention/chosen_lists.cuh`.
 CHOSEN_LISTS = np.dtype(
@@ -66,9 +68,9 @@ CHOSEN_PARAMS = np.dtype(
         *((f"{name}_batch_strides", np.int64, (BATCH_AXES,)) for name in ("blocks", "counts")),
         *((f"blocks_{axis}stride", np.int64) for axis in ("head_", "row_", "")),
         *((f"counts_{axis}stride", np.int64) for axis in ("head_", "row_")),
-        ("lower", np.int64),
-        ("upper", np.int64),
-        *((name, _POINTER) for name in ("lo", "hi")),
+        *((name, np.int64) for name in ("lower", "upper")),
+        *((name, _POINTER) for name in _INTERVALS),
+        ("rows_batch_stride", np.int64),
         *((name, _POINTER) for name in _RESULTS),
         ("batch", np.int32, (BATCH_AXES,)),
         *((name, np.int32) for name in ("num_heads", "seqlen_q", "seqlen_kv", "num_chosen", "block", "num_blocks")),
@@ -313,13 +315,15 @@ def _rows(tiling: UnionTiling, rows: IntervalWork) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class UnionSource(SourceOfResults):
-    """The inputs of the kernel that computes unions: lists that each call passes, and row intervals of the host.
+    """The inputs of the kernels that compute unions: lists that each call passes, and row intervals.
 
     Attributes
     ----------
     tiling : UnionTiling
-    rows : IntervalWork
-        Row intervals. Blocks in which a query attends no key are dropped from its list.
+    rows : IntervalWork or None
+        Row intervals of the host. Blocks in which a query attends no key are dropped from its list.
+    intervals : IntervalSource or None
+        The source of row intervals that a kernel computes from arrays of each call; it has `rows`.
     blocks : tuple of int
         Strides of the lists in bytes, along batch axes, heads, rows and entries; 0 along broadcast axes.
     itemsize : int
@@ -329,7 +333,8 @@ class UnionSource(SourceOfResults):
     """
 
     tiling: UnionTiling
-    rows: IntervalWork
+    rows: IntervalWork | None
+    intervals: IntervalSource | None
     blocks: tuple[int, ...]
     itemsize: int
     counts: tuple[tuple[int, ...], np.dtype[Any]] | None = None
@@ -343,30 +348,44 @@ class UnionSource(SourceOfResults):
             "ranges": (tiles, 2), "kv_blocks": (entries,), "words": (entries, tiling.words_per_entry)
         }
         dtypes = {"words": np.dtype(np.uint32)}
-        return {name: Workspace(shape, dtypes.get(name, np.dtype(np.int32))) for name, shape in shapes.items()}
+        results = {name: Workspace(shape, dtypes.get(name, np.dtype(np.int32))) for name, shape in shapes.items()}
+        return results if self.intervals is None else {**self.intervals.results, **results}
+
+    @property
+    def attended(self) -> IntervalWork:
+        """The row intervals; those that a kernel computes have only shapes and dtypes."""
+        if self.intervals is not None:
+            return IntervalsAtCall.of(self.intervals, (1, 1))
+        assert self.rows is not None
+        return self.rows
 
     @property
     def array_names(self) -> tuple[str, ...]:
-        """Fields of the record for the arrays that each call passes."""
-        return ("blocks",) if self.counts is None else ("blocks", "counts")
+        """Fields of the records for the arrays that each call passes."""
+        names = ("blocks",) if self.counts is None else ("blocks", "counts")
+        return names if self.intervals is None else (*names, *self.intervals.array_names)
 
     @cached_property
     def kernels(self) -> Pass:
-        """The launch; it takes the arrays of `array_names`, and the array of bytes that holds all results."""
+        """The launches; they take the arrays of `array_names`, and the array of bytes that holds all results."""
         feature = Feature(
-            "lists", CHOSEN_PARAMS, self._numbers(), ("blocks", "counts", "lo", "hi", AT_CALL), starts=self.offsets,
-            names=dict.fromkeys(_RESULTS, AT_CALL),
+            "lists", CHOSEN_PARAMS, self._numbers(), ("blocks", "counts", *_INTERVALS, AT_CALL), starts=self.offsets,
+            names=dict.fromkeys(self.offsets, AT_CALL),
         )  # fmt: skip
         tiling = self.tiling
         launch = list_launch(UNIONS, tiling.num_list_heads * tiling.num_tiles, self.array_names)
         words = tiling.words_per_entry
-        return Pass(
-            {"unions": replace(launch, row_bytes=4 * words * tiling.blocks_at_once(words))}, features=(feature,)
-        )
+        launches = {"unions": replace(launch, row_bytes=4 * words * tiling.blocks_at_once(words))}
+        if self.intervals is None:
+            return Pass(launches, features=(feature,))
+        first = self.intervals.kernels  # its results have the same offsets here
+        renamed = {name: replace(each, features=("intervals",)) for name, each in first.launches.items()}
+        return Pass(renamed | launches, features=(replace(first.features[0], name="intervals"), feature))
 
     def _numbers(self) -> dict[str, Any]:
         """Return the numbers of the kernel's record."""
-        tiling, shape, band = self.tiling, self.tiling.shape, self.rows.band
+        tiling, shape = self.tiling, self.tiling.shape
+        band = None if self.rows is None else self.rows.band
         lower, upper = (None, None) if band is None else (band.lower, band.upper)
         *of_batch, head, row, entry = self.blocks
         batch = [1] * (BATCH_AXES - len(shape.batch)) + list(shape.batch) if tiling.batch > 1 else [1] * BATCH_AXES
@@ -374,6 +393,7 @@ class UnionSource(SourceOfResults):
             "blocks_batch_strides": _padded(of_batch), "blocks_head_stride": head, "blocks_row_stride": row,
             "blocks_stride": entry, "blocks_itemsize": self.itemsize, "batch": batch, "num_heads": tiling.num_lists,
             "lower": -UNLIMITED if lower is None else lower, "upper": UNLIMITED if upper is None else upper,
+            "rows_batch_stride": 0 if self.intervals is None else leading_strides(self.attended.lo)[0],
             "seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv, "num_chosen": tiling.num_chosen,
             "block": tiling.block, "num_blocks": tiling.num_blocks, "queries_per_tile": tiling.queries_per_tile,
             "num_tiles": tiling.num_tiles, "words_per_entry": tiling.words_per_entry,
@@ -398,12 +418,16 @@ class UnionsAtCall(UnionWork):
 
     @classmethod
     def of(cls, source: UnionSource) -> UnionsAtCall:
-        return cls(**_rows(source.tiling, source.rows), tiling=source.tiling, source=source)
+        return cls(**_rows(source.tiling, source.attended), tiling=source.tiling, source=source)
+
+    @property
+    def lists(self) -> dict[str, Array]:
+        return super().lists if self.source.intervals is None else {}
 
     @property
     def offsets(self) -> Mapping[str, int]:
-        """The offset in bytes of the only result that is a field of PARAMS."""
-        return {"kv_blocks": self.source.offsets["kv_blocks"]}
+        """The offset in bytes of each result that is a field of PARAMS."""
+        return {name: start for name, start in self.source.offsets.items() if name in ("kv_blocks", *_INTERVALS)}
 
     @property
     def feature(self) -> Feature:
@@ -414,7 +438,8 @@ class UnionsAtCall(UnionWork):
 
     def with_results(self, results: Array) -> UnionsAtCall:
         """Return this work with the array of bytes that a call has filled."""
-        return replace(self, memory=results)
+        intervals = self.source.views(results, () if self.source.intervals is None else _INTERVALS)
+        return replace(self, memory=results, **intervals)
 
     @cached_property
     def on_host(self) -> UnionWork:
@@ -429,7 +454,8 @@ class UnionsAtCall(UnionWork):
         words = np.zeros((len(entries), 2), "<u4")
         words[:, : tiling.words_per_entry] = views["words"][entries]
         unions = Unions(pointers, views["kv_blocks"][entries].astype(np.int64), words.view("<u8")[:, 0])
-        return UnionWork(**_rows(tiling, self), tiling=tiling, unions=unions)
+        rows = _rows(tiling, self) | {name: views[name] for name in _INTERVALS if name in views}
+        return UnionWork(**rows, tiling=tiling, unions=unions)
 
 
 def union_work(mask: Mask, problem: Problem) -> UnionWork | None:
@@ -450,14 +476,18 @@ def _is_served(block: int) -> bool:
 
 
 def _work_at_call(mask: Mask, problem: Problem) -> UnionsAtCall | None:
-    parts = kept_and_closed(mask, lambda factor: isinstance(factor, ResolvedChosen))
-    if parts is None:
+    factors, shape = mask.operands if type(mask) is And else (mask,), problem.mask_shape
+    lists = [factor.source for factor in factors if isinstance(factor, ResolvedChosen)]
+    others = tuple(factor for factor in factors if not isinstance(factor, ResolvedChosen))
+    if len(lists) != 1 or not _is_served(lists[0].block) or not all(each._has_intervals for each in others):
         return None
-    (factor, closed), shape = parts, problem.mask_shape
-    assert isinstance(factor, ResolvedChosen)
-    chosen, batch = factor.source, 1
-    rows = _closed_rows(closed, shape)
-    if not _is_served(chosen.block) or rows is None:
+    chosen, batch, intervals = lists[0], 1, None
+    if any(True for each in others for _ in held_arrays(each)):
+        intervals = IntervalSource.of(intersection(others), shape, None)
+        if intervals is None or intervals.num_heads > 1:
+            return None
+        batch, rows = intervals.batch, intervals.rows
+    elif (rows := _closed_rows(others, shape)) is None:
         return None
     counts = None if chosen.counts is None else LeadingArray.of(chosen.counts, shape.batch, 2).array
     blocks = LeadingArray.of(chosen.blocks, shape.batch, 3).array
@@ -470,7 +500,7 @@ def _work_at_call(mask: Mask, problem: Problem) -> UnionsAtCall | None:
     )  # fmt: skip
     return UnionsAtCall.of(
         UnionSource(
-            tiling=tiling, rows=rows, blocks=_strides(blocks), itemsize=blocks.dtype.itemsize,
+            tiling=tiling, rows=rows, intervals=intervals, blocks=_strides(blocks), itemsize=blocks.dtype.itemsize,
             counts=None if counts is None else (_strides(counts), np.dtype(counts.dtype)),
         )
     )  # fmt: skip

@@ -12,11 +12,12 @@ import numpy as np
 
 from ..arrays import ShapeDtype
 from ..blocks._chosen_work import chosen_work
+from ..blocks.index_mask import IndexMask
 from ..blocks.work_list import IntervalWork, WorkList, work_list
 from ..errors import refuse
 from ..masks._chosen import chosen_masks
 from ..masks.base import Band, Mask
-from ..masks.content import without_memos
+from ..masks.content import held_masks, without_memos
 from .chosen_lists import NOT_JOINED, UnionsAtCall, UnionWork
 from .device import DeviceSpec
 from .dropout_launches import with_dropout
@@ -271,6 +272,12 @@ def _captured_gradient_reasons(problem: Problem) -> list[str]:
     ]
 
 
+def _has_lists_of_queries(mask: Mask) -> bool:
+    """True if a part of a mask has a list of blocks for each query."""
+    of_indices = (part.index.block[0] for part in held_masks(mask) if isinstance(part, IndexMask))
+    return next(chosen_masks(mask), None) is not None or 1 in of_indices
+
+
 def host_plan(problem: Problem, mask: Mask, device: DeviceSpec) -> KernelPlan:
     """Return the plan of a call on the host."""
     block_q, block_kv = host_tile(problem, device)
@@ -309,7 +316,7 @@ def gpu_plan(
         kernels = with_dropout(kernels, problem.dropout)
     refuse(reasons)
     rule = f"{family.name}, by kernel='auto': {why}" if kernel == "auto" else f"{family.name}, chosen by name"
-    if not isinstance(work, UnionWork) and next(chosen_masks(mask), None) is not None:
+    if not isinstance(work, UnionWork) and _has_lists_of_queries(mask):
         rule += NOT_JOINED
     plan = KernelPlan(
         problem=problem, mask=mask, device=device, work=work, family=family, rule=rule,

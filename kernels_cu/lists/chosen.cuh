@@ -18,10 +18,11 @@ struct ChosenParams {
   int64_t blocks_batch_strides[kBatchAxes];  // in bytes; 0 for a broadcast axis; so are all other strides
   int64_t counts_batch_strides[kBatchAxes];
   int64_t blocks_head_stride, blocks_row_stride, blocks_stride, counts_head_stride, counts_row_stride;
-  int64_t lower, upper;  // lower <= j - i <= upper: the keys that query i may attend, if lo is null
-  const int32_t* lo;  // [seqlen_q] lo <= j < hi
+  int64_t lower, upper;  // lower <= j - i <= upper: keys that query i may attend; if lo is null
+  const int32_t* lo;  // [batch entry, seqlen_q] lo <= j < hi
   const int32_t* hi;
-  // Results; attention/members.cuh describes them.
+  int64_t rows_batch_stride;  // of lo and hi, in elements; 0 if all batch entries share them
+  // Results, as attention/members.cuh describes them.
   int32_t* ranges;
   int32_t* kv_blocks;
   uint32_t* words;
@@ -50,8 +51,9 @@ class ChosenList {
                             params.counts_row_stride, params.counts_itemsize, params.is_counts_signed != 0};
       count_ = counts.at(query);
     }
-    lo_ = params.lo == nullptr ? query + params.lower : params.lo[query];
-    hi_ = params.hi == nullptr ? query + params.upper + 1 : params.hi[query];
+    const int64_t row = batch_entry * params.rows_batch_stride + query;
+    lo_ = params.lo == nullptr ? query + params.lower : params.lo[row];
+    hi_ = params.hi == nullptr ? query + params.upper + 1 : params.hi[row];
   }
 
   // Return the block of an entry, or -1 if the entry is out of range or the query attends no key of its block.

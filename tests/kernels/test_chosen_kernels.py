@@ -78,13 +78,18 @@ def of_library(library: Any, mask: Any) -> Any:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Any, Any, Any, int]:
-    """Draw a shape, lists for it in any layout, an optional mask with a closed form, and the heads of a group."""
+    """Draw a shape, lists for it in any layout, an optional mask of row intervals, and the heads of a group."""
     group, num_kv_heads = draw(st.sampled_from([1, 2, 3, 5, 8, 16, 48, 80])), draw(st.integers(1, 2))
     batch = draw(st.sampled_from([(), (1,), (2,), (2, 3), (1, 2, 2)]))
     shape = MaskShape(batch, group * num_kv_heads, draw(st.integers(1, 200)), draw(st.integers(1, 300)))
     lists = draw(testing.mask_strategies.chosen_blocks(shape, num_kv_heads))
     lists = replace(lists, block=draw(st.sampled_from([16, 32, 64, 128])))
-    return shape, lists, draw(st.sampled_from(CLOSED)), num_kv_heads
+    closed = draw(st.sampled_from(CLOSED))
+    if batch and draw(st.booleans()):  # lengths are read from the device
+        lengths = draw(st.lists(st.integers(0, shape.seqlen_kv), min_size=shape.num_batch, max_size=shape.num_batch))
+        kv = masks.Lengths(kv=np.array(lengths, np.int32).reshape(batch))
+        closed = kv if closed is None or isinstance(closed, masks.Lengths) else kv & masks.Causal("bottom_right")
+    return shape, lists, closed, num_kv_heads
 
 
 def problem_of(library: Any, shape: MaskShape, num_kv_heads: int) -> Any:
@@ -134,11 +139,13 @@ def made_unions(source: Any, views: dict[str, Any]) -> list[tuple[list[int], lis
 def source_of(library: Any, case: Any, convert: Any) -> tuple[Any, Any, list[Any]]:
     """Return a plan's work of lists on a device, the lists, and their arrays."""
     shape, lists, closed, num_kv_heads = case
-    lists, closed = of_library(library, sent(lists, convert)), of_library(library, closed)
-    mask = lists if closed is None else lists & closed
+    lists = of_library(library, sent(lists, convert))
+    closed = None if closed is None else of_library(library, sent(closed, convert))
+    mask = lists if closed is None else closed & lists
     at_call = part(library, "masks.one_array").AtEachCall(mask).resolve(shape)
     work = part(library, "planning.chosen_lists").union_work(at_call, problem_of(library, shape, num_kv_heads))
-    return work, lists, list(lists._device_form.arrays)
+    contents = part(library, "masks.one_array").mask_contents(mask, lambda *arrays: len(arrays))
+    return work, lists, list(contents.arrays)
 
 
 def check_unions(library: Any, case: Any, machine: Any = None) -> None:
@@ -153,7 +160,9 @@ def require_unions(case: Any, work: Any, views: Any) -> None:
     shape, lists, closed, _ = case
     members = members_of(shape, lists, closed, work.tiling.num_lists)
     if work.tiling.batch == 1:
-        members = members.reshape(-1, *members.shape[-3:])[:1]
+        members = members.reshape(-1, *members.shape[-3:])
+        assert (members == members[:1]).all(), "batch entries that differ have unions of their own"
+        members = members[:1]
     assert made_unions(work.source, views) == unions_as_arrays(work.tiling, members)
 
 
@@ -467,6 +476,8 @@ RNG = np.random.default_rng(0)
 Q, DO = RNG.standard_normal((2, 2, 8, 40, 16)).astype(np.float16)
 K, V = RNG.standard_normal((2, 2, 2, 130, 16)).astype(np.float16)
 LISTS = RNG.integers(-1, 3, (3, 2, 2, 40, 2))
+LENGTHS = RNG.integers(60, 130, (3, 2)).astype(np.int32)
+OFFSETS = np.array([[[0, 9, 40], [0, 50, 130]], [[0, 22, 40], [0, 70, 120]], [[3, 30, 40], [10, 64, 130]]], np.int64)
 WAYS = {
     "lists": lambda take, turn: ChosenBlocks(take(LISTS[turn]), 64),
     "lists for all": lambda take, turn: ChosenBlocks(take(LISTS[turn, 0, :1].astype(np.int32)), 64),
@@ -475,12 +486,20 @@ WAYS = {
         ChosenBlocks(take(LISTS[turn].swapaxes(1, 2)).swapaxes(1, 2), 64) & masks.Causal("bottom_right")
         & masks.Lengths(kv=120)
     ),
+    "within lengths": lambda take, turn: (
+        masks.Lengths(q=take(LENGTHS[turn] // 4), kv=take(LENGTHS[turn])) & ChosenBlocks(take(LISTS[turn, 0]), 64)
+        & masks.Causal("bottom_right")
+    ),
+    "within sequences": lambda take, turn: (
+        ChosenBlocks(take(LISTS[turn]), 64, counts=take(LISTS[turn, 0, :, :, 0] % 3))
+        & masks.Sequences(take(OFFSETS[turn, 0]), take(OFFSETS[turn, 1]), allow_gaps=True)
+    ),
 }  # fmt: skip
 
 
-def require_bounds(mask: Any, **results: Any) -> None:
-    """Require that results of a call are within their bounds; the mask holds arrays of the host."""
-    assert_within_bounds(SIM80.rounded(Example(q=Q, k=K, v=V, mask=mask, do=DO)), **results)
+def require_bounds(mask: Any, **results: Any) -> float:
+    """Require that results are within their bounds; return the largest share of one. The mask holds host arrays."""
+    return assert_within_bounds(SIM80.rounded(Example(q=Q, k=K, v=V, mask=mask, do=DO)), **results)
 
 
 def plans_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,15 +515,16 @@ def test_calls_with_new_lists_share_their_launches(cupy: Any, monkeypatch: pytes
         for turn in range(3):
             cupy.log.clear()
             got.append(passes(WAYS[name](cupy.asarray, turn), arrays, do))
+            intervals = ["intervals"] if name in ("within lengths", "within sequences") else []
             assert cupy.launched == [
-                "unions", "forward", "columns_count", "columns_scan", "columns_fill", "backward_statistics", "backward",
-                "backward_rows",
+                *intervals, "unions", "forward", "columns_count", "columns_scan", "columns_fill", "backward_statistics",
+                "backward", "backward_rows",
             ]  # fmt: skip
             if turn == 0:
                 plans_nothing(patched)
     for turn, results in enumerate(got):
         named = dict(zip(("o", "lse", "dq", "dk", "dv"), results, strict=True))
-        require_bounds(WAYS[name](np.asarray, turn), **named)
+        assert 0 < require_bounds(WAYS[name](np.asarray, turn), **named) < 1
 
 
 @needs_compiler
@@ -516,26 +536,47 @@ def test_gradients_read_the_lists_of_their_own_call(cupy: Any) -> None:
         pullbacks.append(cuflash.attention_vjp(*arrays, mask=ChosenBlocks(lists, 64))[1])
     for turn, vjp in enumerate(pullbacks):
         dq, dk, dv = (x.get() for x in vjp(do))
-        require_bounds(ChosenBlocks(LISTS[turn], 64), dq=dq, dk=dk, dv=dv)
+        assert 0 < require_bounds(ChosenBlocks(LISTS[turn], 64), dq=dq, dk=dk, dv=dv) < 1
 
 
 @needs_compiler
+@pytest.mark.parametrize("name", ["lists", "within lengths"])
 def test_plans_of_new_lists_share_their_launches_and_tell_what_they_visit(
-    cupy: Any, monkeypatch: pytest.MonkeyPatch
+    cupy: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     arrays, plans = [cupy.asarray(each) for each in (Q, K, V)], []
     with monkeypatch.context() as patched:
         for turn in range(3):
-            plans.append(cuflash.plan(*arrays, mask=WAYS["lists"](cupy.asarray, turn)))
+            plans.append(cuflash.plan(*arrays, mask=WAYS[name](cupy.asarray, turn)))
             plans[turn].forward(*arrays)
             if turn == 0:
                 plans_nothing(patched)
     for turn, plan in enumerate(plans):
         o, lse = plan.forward(*arrays)
-        require_bounds(WAYS["lists"](np.asarray, turn), o=o.get(), lse=lse.get())
-        on_host = cuflash.plan(Q, K, V, mask=WAYS["lists"](np.asarray, turn), executor="sim")._plan
-        assert plan._plan.visited_scores == on_host.visited_scores
+        assert 0 < require_bounds(WAYS[name](np.asarray, turn), o=o.get(), lse=lse.get()) < 1
+        on_host = cuflash.plan(Q, K, V, mask=WAYS[name](np.asarray, turn), executor="sim")._plan
+        visited = plan._plan.visited_scores, on_host.visited_scores
+        # on a device, blocks that no query of a tile attends are dropped
+        assert 0 < visited[0] < visited[1] if name == "within lengths" else visited[0] == visited[1]
         assert "16 neighbouring queries" in plan.explain()
+
+
+@needs_compiler
+def test_lists_with_masks_that_kernels_do_not_join_are_planned_at_each_call(cupy: Any) -> None:
+    """Two masks of arrays in float32, and lists with a second mask of blocks, are attended too."""
+    pattern = RNG.random((10, 9)) < 0.6
+    for dtype, mask_of in (
+        (np.float32, lambda take: WAYS["within lengths"](take, 0)),
+        (np.float16, lambda take: ChosenBlocks(take(LISTS[0]), 64) & masks.BlockPattern(take(pattern), (4, 16))),
+    ):
+        example = Example(
+            q=Q.astype(dtype), k=K.astype(dtype), v=V.astype(dtype), mask=mask_of(np.asarray), do=DO.astype(dtype)
+        )
+        for _ in range(2):
+            arrays = [cupy.asarray(getattr(example, name)) for name in ("q", "k", "v")]
+            got = passes(mask_of(cupy.asarray), arrays, cupy.asarray(example.do))
+            results = dict(zip(("o", "lse", "dq", "dk", "dv"), got, strict=True))
+            assert_within_bounds(SIM80.rounded(example) if dtype == np.float16 else example, **results)
 
 
 @needs_compiler
@@ -543,7 +584,8 @@ def test_numbers_outside_the_blocks_are_ignored_on_a_device(cupy: Any) -> None:
     arrays, do = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(DO)
     wild = np.where(LISTS[0] < 0, RNG.choice([-(2**40), -2, 3, 2**40], LISTS[0].shape), LISTS[0])
     got = passes(ChosenBlocks(cupy.asarray(wild), 64), arrays, do)
-    require_bounds(ChosenBlocks(LISTS[0], 64), **dict(zip(("o", "lse", "dq", "dk", "dv"), got, strict=True)))
+    named = dict(zip(("o", "lse", "dq", "dk", "dv"), got, strict=True))
+    assert 0 < require_bounds(ChosenBlocks(LISTS[0], 64), **named) < 1
 
 
 @needs_compiler
@@ -554,7 +596,18 @@ def test_a_block_index_of_one_query_a_block_takes_the_kernels(cupy: Any) -> None
     cupy.log.clear()
     got = passes(index, arrays, do)
     assert "columns_fill" in cupy.launched and "classify" not in cupy.launched
-    require_bounds(lists, **dict(zip(("o", "lse", "dq", "dk", "dv"), got, strict=True)))
+    assert 0 < require_bounds(lists, **dict(zip(("o", "lse", "dq", "dk", "dv"), got, strict=True))) < 1
+
+
+@needs_compiler
+def test_an_index_on_a_device_says_which_lists_are_joined(cupy: Any) -> None:
+    arrays = [cupy.asarray(each) for each in (Q, K, V)]
+    index = ChosenBlocks(LISTS[0, :1, :1], 64).index(130, num_heads=1).to(cupy.asarray)
+    assert "of an index on a device those of index.chosen()" in cuflash.plan(*arrays, mask=index).explain()
+    plan = cuflash.plan(*arrays, mask=index.chosen())
+    assert "not joined" not in plan.explain()
+    o, lse = plan.forward(*arrays)
+    assert 0 < require_bounds(ChosenBlocks(LISTS[0, :1, :1], 64), o=o.get(), lse=lse.get()) < 1
 
 
 @pytest.mark.gpu
@@ -581,7 +634,7 @@ def test_new_lists_wait_for_nothing_and_can_be_captured(name: str) -> None:
             graph.launch(stream)
             stream.synchronize()
             results = {"o": o.get(), "dq": dq.get(), "dk": dk.get(), "dv": dv.get()}
-            require_bounds(WAYS[name](np.asarray, turn), **results)
+            assert 0 < require_bounds(WAYS[name](np.asarray, turn), **results) < 1
 
 
 # Which kernels a call takes
@@ -621,6 +674,7 @@ def test_tiles_of_neighbours_are_taken_where_kernels_serve_the_call() -> None:
     assert "4 neighbouring queries, with 16 heads each" in planned(lists(64), group=16).explain()
     assert "block lists per query are not joined" in others[0].explain()
     assert "block lists per query" not in planned(None).explain()
+    assert "not joined" not in planned(lists(64).index(200, num_heads=8)).explain()
 
 
 @pytest.mark.parametrize(

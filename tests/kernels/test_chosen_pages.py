@@ -149,7 +149,10 @@ def test_results_are_those_of_the_chosen_blocks_alone(run: Run, name: str) -> No
 def test_a_cache_takes_the_kernel_where_it_serves(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls_of_queries, "attention", None)  # what else would serve
     for kind in KINDS.values():
-        attended(run, kind.call(), kind.lists(), kind.pages)
+        call, chosen = kind.call(), kind.lists()
+        results = attended(run, call, chosen, kind.pages)
+        assert [x.shape for x in results] == [call.q.shape, call.q.shape[:-1]]
+        assert_is_attention(run.rounded, call, chosen, *results)
 
 
 def check_all_chosen(run: Run) -> None:

@@ -109,6 +109,7 @@ def check(name: str, mask: str, width: str, schedules: Iterable[Schedule], **siz
     assert all(specs[entry].adds_dq_in_order for entry in IN_ORDER)
     first = under(FewBlocks(Schedule(), most=1), example)
     assert_right(example, first)
+    assert (schedules := list(schedules)), "results are compared"
     for schedule in schedules:
         again = under(FewBlocks(schedule, most=2 + schedule.seed % 3), example)
         assert {key for key in first if first[key].tobytes() != again[key].tobytes()} == set(), schedule

@@ -34,6 +34,7 @@ def _cases() -> list[tuple[MaskShape, ChosenBlocks, masks.Mask | None, int]]:
         (shape, ChosenBlocks(wild, 16), masks.SlidingWindow(40, 9, "top_left"), 2),
         (shape, ChosenBlocks(rng.integers(0, 5, (130, 2)).astype(np.int32), 64), CAUSAL, 2),
         (MaskShape((), 1, 80, 200), ChosenBlocks(rng.integers(0, 4, (80, 3)), 64), CAUSAL, 1),
+        (shape, ChosenBlocks(by_group[:1], 64), CAUSAL & masks.Lengths(kv=rng.integers(50, 300, (2, 3))), 2),
     ]
 
 
@@ -134,6 +135,9 @@ FAULTS = {
         "batch entries share lists": Edit(UNIONS, "lists_unions", "batch_head / params.num_heads,", "0,"),
         "queries that see no key of a block choose it": Edit(
             LIST, "ChosenList.at", "return is_seen ? static_cast<int>(block) : -1;", "return static_cast<int>(block);"
+        ),
+        "batch entries share intervals": Edit(
+            LIST, "ChosenList.ChosenList", "batch_entry * params.rows_batch_stride + query", "query"
         ),
         "a block ends before its last key": Edit(LIST, "ChosenList.at", "first + params_.block;", "first + 1;"),
     },
@@ -347,6 +351,15 @@ FAULTS = {
         "leading axes come first": Edit(
             PLAN, "_padded", "(*[0] * (BATCH_AXES - len(strides)), *strides)",
             "(*strides, *[0] * (BATCH_AXES - len(strides)))",
+        ),
+        "batch entries have the lengths of the first": Edit(
+            PLAN, "UnionSource._numbers", "leading_strides(self.attended.lo)[0]", "0"
+        ),
+        "lists that a batch shares are joined once": Edit(
+            PLAN, "_work_at_call", "batch, rows = intervals.batch, intervals.rows", "rows = intervals.rows"
+        ),
+        "arrays have the order of the masks": Edit(
+            "masks/one_array.py", "mask_contents", "0 if type(part) is ChosenBlocks else len(forms)", "len(forms)"
         ),
         "bands hide nothing": Edit(
             PLAN, "UnionSource._numbers", "(None, None) if band is None else (band.lower, band.upper)", "(None, None)"

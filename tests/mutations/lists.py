@@ -249,7 +249,7 @@ FAULTS = {
             CONTENTS, "mask_contents", "(type(part), *form.facts, layout)", "(type(part), *form.facts)"
         ),
         "a second array is left out": Edit(
-            CONTENTS, "mask_contents", "if layout is None or arrays is not None:", "if layout is None:"
+            CONTENTS, "mask_contents", "if len(forms) != 1 and", "if not forms and"
         ),
         "a subclass has the elements of its parent": Edit(
             CONTENTS, "_own_form", 'if "_device_form" in vars(type(mask)) else None', ""

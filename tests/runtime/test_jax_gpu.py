@@ -21,6 +21,7 @@ jnp = jax.numpy
 attention = cuflash.jax.attention
 RNG = np.random.default_rng(0)
 Q, K, V, DO = (RNG.standard_normal((2, heads, 40, 16)).astype(np.float16) for heads in (4, 2, 2, 4))
+LISTS = np.random.default_rng(2).integers(-1, 3, (1, 40, 2)).astype(np.int32)
 ALLOWED = (RNG.random((40, 40)) < 0.6) | np.eye(40, dtype=bool)
 
 
@@ -56,6 +57,9 @@ CASES = {
     "sm90": (lambda of, x: {"kernel": "sm90"}, ()),
     "elements": (lambda of, x: {"mask": of.masks.Dense(x(ALLOWED)) & of.masks.Causal()}, ()),
     "lengths": (lambda of, x: {"mask": of.masks.Lengths(kv=x(np.array([40, 13])))}, ()),
+    "lists within lengths": (
+        lambda of, x: {"mask": of.masks.Lengths(kv=x(np.array([40, 13]))) & of.masks.ChosenBlocks(x(LISTS), 16)}, ()
+    ),
     "sequences": (lambda of, x: {"mask": of.masks.Sequences(x(np.array([0, 7, 40])), causal=True)}, ()),
     "blocks of the host": (lambda of, x: {"mask": of.masks.BlockPattern(np.tri(5, dtype=bool), 8)}, ()),
     "a scale far from 1": (lambda of, x: {"scale": 2.0**-70}, ()),
