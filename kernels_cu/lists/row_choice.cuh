@@ -16,6 +16,14 @@ constexpr uint32_t kForcedPlace = 0, kNotEligiblePlace = ~0u;
 // Return a quotient rounded down, for a positive divisor.
 CUFLASH_DEVICE int64_t floor_divided(int64_t x, int64_t by) { return x >= 0 ? x / by : -((by - 1 - x) / by); }
 
+// Return the place of a score. Places have the order of the scores, the highest first: -0 equals 0, and NaN is below all
+// numbers.
+CUFLASH_DEVICE uint32_t place_of(float score) {
+  const float negated = 0.0f - (score != score ? ptx::negative_infinity<float>() : score);
+  const int32_t bits = static_cast<int32_t>(__float_as_uint(negated));
+  return static_cast<uint32_t>(bits ^ (bits >> 31 & 0x7fffffff)) ^ 0x80000000u;
+}
+
 // Return the sum over the lanes of a warp. Called by whole warps.
 template <class T>
 CUFLASH_DEVICE T sum_of_warp(T x) {
@@ -136,15 +144,10 @@ struct Row : BlocksOfRow {
     places = storage;
   }
 
-  // Return the place of a block. Places have the order of the scores as floats, the highest first: -0 equals 0, and NaN
-  // is below all numbers.
+  // Return the place of a block.
   CUFLASH_DEVICE uint32_t new_place(int column) const {
     if (!is_eligible(column)) return kNotEligiblePlace;
-    if (is_forced(column)) return kForcedPlace;
-    const float as_float = static_cast<float>(score(column));
-    const float negated = 0.0f - (as_float != as_float ? ptx::negative_infinity<float>() : as_float);
-    const int32_t bits = static_cast<int32_t>(__float_as_uint(negated));
-    return static_cast<uint32_t>(bits ^ (bits >> 31 & 0x7fffffff)) ^ 0x80000000u;
+    return is_forced(column) ? kForcedPlace : place_of(static_cast<float>(score(column)));
   }
 
   // Return the number, and below the sum of shares, of the blocks whose places come before `place_of_end`.

@@ -105,6 +105,14 @@ FAULTS = {
         "a warp counts its own places": Edit(
             FEW, "FewOfBlock.sum", "reduced(x, [](uint32_t one, uint32_t other) { return one + other; })", "x"
         ),
+        "equal scores are all taken": Edit(FEW, "list_few", "< missing; missing -=", "< missing + 32; missing -="),
+        "no equal score is taken": Edit(FEW, "list_few", "end = tied = least;", "end = least;"),
+        "ties of columns before do not count": Edit(
+            FEW, "list_few", "missing -= __popc(ties) < missing ? __popc(ties) : missing;", ""
+        ),
+        "blocks before the least are counted": Edit(
+            FEW, "list_few", "missing = choice.count - places.count_before(least);", "missing = choice.count;"
+        ),
         "runs of warps overlap": Edit(FEW, "PlacesOfRow.PlacesOfRow", "first = few.warp() * of_warp;", "first = 0;"),
         "the first warp fills the rest": Edit(FEW, "list_few", "few.warp() == Few::kNumWarps - 1", "few.warp() == 0"),
         "sums of warps are read before they are written": Edit(
