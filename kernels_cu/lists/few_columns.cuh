@@ -1,24 +1,12 @@
 #pragma once
 #include <lists/row_choice.cuh>
 
-// Chooses blocks of rows with few columns, whose places a warp or a thread block keeps in registers. It makes the choice
-// of `choose_of_row` for rules that have only a number of blocks.
+// Chooses blocks of rows with few columns, whose places the threads of a row, a warp or a thread block, keep in
+// registers. It makes the choice of `choose_of_row` for rules that have only a number of blocks.
 namespace cuflash::lists {
 
 constexpr int kMostRegisters = 16;  // places of a lane
 constexpr int kFewColumns = 32 * kMostRegisters;  // of a warp
-
-// A warp that keeps the places of a row.
-struct FewOfWarp {
-  static constexpr int kNumWarps = 1;
-
-  CUFLASH_DEVICE int warp() const { return 0; }
-  CUFLASH_DEVICE int sum(int x) const { return __reduce_add_sync(0xffffffffu, x); }
-  CUFLASH_DEVICE uint32_t least(uint32_t x) const { return __reduce_min_sync(0xffffffffu, x); }
-  CUFLASH_DEVICE uint32_t greatest(uint32_t x) const { return __reduce_max_sync(0xffffffffu, x); }
-  // Return the sum over the warps before that of the thread, of numbers that are equal in all lanes.
-  CUFLASH_DEVICE int sum_before(int) const { return 0; }
-};
 
 // A thread block that keeps the places of a row.
 struct FewOfBlock {
@@ -37,6 +25,7 @@ struct FewOfBlock {
   CUFLASH_DEVICE uint32_t greatest(uint32_t x) const {
     return reduced(x, [](uint32_t one, uint32_t other) { return one > other ? one : other; });
   }
+  // Return the sum over the warps before that of the thread, of numbers that are equal in all lanes.
   CUFLASH_DEVICE int sum_before(int x) const {
     if (ptx::lane() == 0) of_warps[warp()] = x;
     __syncthreads();  // all warps have written
@@ -108,7 +97,7 @@ struct PlacesOfRow {
   }
 };
 
-// Write the list of the first `choice.count` blocks of a row, and of all that are forced. Called by all threads of `few`.
+// Write the list of the first `choice.count` blocks of a row, and of all that are forced. Called by all its threads.
 template <class Row, class Few>
 CUFLASH_DEVICE void list_few(const Row& row, Few few) {
   const Choice& choice = row.choice;

@@ -1,5 +1,5 @@
-// Chooses pages of a KV cache for each query of each list, by bounds of their scores. A thread block has a row. The pages
-// among which it chooses, and the diagonal, depend on the length of the query's sequence.
+// Chooses pages of a KV cache for each query of each list, by bounds of their scores. A thread block has a row. The
+// pages among which it chooses, and the diagonal, depend on the length of the query's sequence.
 // cuflash/selectors/cache_pages.py is the specification.
 #include <lists/few_columns.cuh>
 #include <lists/page_choice.cuh>

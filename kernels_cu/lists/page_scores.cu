@@ -1,6 +1,6 @@
-// Computes upper bounds of the scores of queries and pages of a KV cache, from the least and greatest keys that the cache
-// keeps: the sum over columns of the greater of the query's products with both. A warp has a page of a key/value head and
-// all queries of the heads that share it; the bound of a list is the greatest of its heads. NaN stays NaN.
+// Computes upper bounds of the scores of queries and pages of a KV cache, from the least and greatest keys that the
+// cache keeps: the sum over columns of the greater of the query's products with both. A warp has a page of a key/value
+// head and all queries of the heads that share it; the bound of a list is the greatest of its heads. NaN stays NaN.
 // cuflash/selectors/cache_pages.py is the specification.
 #include <lists/order.cuh>
 #include <lists/page_choice.cuh>

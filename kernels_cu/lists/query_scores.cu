@@ -180,6 +180,16 @@ struct ScoresOfKeys {
   }
 };
 
+// A warp that keeps the places of a row.
+struct FewOfWarp {
+  static constexpr int kNumWarps = 1;
+
+  CUFLASH_DEVICE int warp() const { return 0; }
+  CUFLASH_DEVICE int sum(int x) const { return __reduce_add_sync(0xffffffffu, x); }
+  CUFLASH_DEVICE uint32_t least(uint32_t x) const { return __reduce_min_sync(0xffffffffu, x); }
+  CUFLASH_DEVICE uint32_t greatest(uint32_t x) const { return __reduce_max_sync(0xffffffffu, x); }
+};
+
 // Keep the first Half of 2 Half columns or, in lanes with the bit 2 Half, the others, and add those of the other lane.
 template <int Half>
 CUFLASH_DEVICE void sum_halves(float (&x)[Scores::kColumns]) {
