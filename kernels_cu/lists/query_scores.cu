@@ -2,6 +2,7 @@
 // storing scores in global memory. A thread block has neighbouring queries of the heads that share a list, up to 64
 // rows, and walks the keys that they see; the scores of its queries stay in shared memory. cuflash/selectors is the
 // specification.
+#include <lists/few_columns.cuh>
 #include <lists/query_scores.cuh>
 #include <lists/rows_of_lanes.cuh>
 #include <tile/copy_async.cuh>
@@ -180,16 +181,6 @@ struct ScoresOfKeys {
   }
 };
 
-// A warp that keeps the places of a row.
-struct FewOfWarp {
-  static constexpr int kNumWarps = 1;
-
-  CUFLASH_DEVICE int warp() const { return 0; }
-  CUFLASH_DEVICE int sum(int x) const { return __reduce_add_sync(0xffffffffu, x); }
-  CUFLASH_DEVICE uint32_t least(uint32_t x) const { return __reduce_min_sync(0xffffffffu, x); }
-  CUFLASH_DEVICE uint32_t greatest(uint32_t x) const { return __reduce_max_sync(0xffffffffu, x); }
-};
-
 // Keep the first Half of 2 Half columns or, in lanes with the bit 2 Half, the others, and add those of the other lane.
 template <int Half>
 CUFLASH_DEVICE void sum_halves(float (&x)[Scores::kColumns]) {
@@ -311,7 +302,7 @@ lists_query_scores(const __grid_constant__ cuflash::lists::QueryScores params) {
     const int row = first_row + query;
     Row<WarpOfRow, ScoresOfKeys> blocks(params.choice, row, {}, {scores + query * pitch, params, queries.num_keys});
     if (has_count_alone && blocks.num_columns <= kFewColumns) {
-      list_few(blocks, FewOfWarp{});
+      list_few(blocks);
       continue;
     }
     choose_of_row(blocks, places + warp * params.place_columns);

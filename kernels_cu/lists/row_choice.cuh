@@ -13,8 +13,11 @@ using Accumulator = Config::Accumulator;
 
 constexpr uint32_t kForcedPlace = 0, kNotEligiblePlace = ~0u;
 
-// Return a quotient rounded down, for a positive divisor.
-CUFLASH_DEVICE int64_t floor_divided(int64_t x, int64_t by) { return x >= 0 ? x / by : -((by - 1 - x) / by); }
+// Return a quotient rounded down, for a positive divisor. Division of 32 bits takes a fraction of the time.
+CUFLASH_DEVICE int64_t floor_divided(int64_t x, int32_t by) {
+  if (x >= 0 && x <= 0x7fffffff) return static_cast<int32_t>(x) / by;
+  return x >= 0 ? x / by : -((by - 1 - x) / by);
+}
 
 // Return the place of a score. Places have the order of the scores, the highest first: -0 equals 0, and NaN is below all
 // numbers.
@@ -79,13 +82,14 @@ struct End {
 // A row of the grid: which of its blocks may be kept, and which must be kept.
 struct BlocksOfRow {
   const Choice& choice;
+  int number;  // of the row
   int64_t first;  // number of the row's first cell
   int64_t diagonal_first, diagonal_last;  // first and last column on the diagonal
   int64_t last_key;  // the last key that the row's last query attends under a causal mask
   int num_columns;  // columns after the last one that may be eligible are not visited
 
   CUFLASH_DEVICE BlocksOfRow(const Choice& of, int row)
-      : choice(of), first(static_cast<int64_t>(row) * of.num_kv_blocks) {
+      : choice(of), number(row), first(static_cast<int64_t>(row) * of.num_kv_blocks) {
     const int64_t start = static_cast<int64_t>(row % of.num_q_blocks) * of.block_q, stop = start + of.block_q;
     diagonal_first = floor_divided(start + of.offset, of.block_kv);
     last_key = (stop < of.seqlen_q ? stop : of.seqlen_q) + of.offset - 1;
@@ -273,7 +277,7 @@ CUFLASH_DEVICE void choose_of_row(Row<Threads, Scores>& row, uint32_t* storage) 
     return !end.is_before(at) ||
            (choice.has_threshold && row.score(column) >= static_cast<Accumulator>(choice.threshold));
   };
-  const int64_t number = row.first / choice.num_kv_blocks;
+  const int64_t number = row.number;
   if (choice.list_length > 0) {
     if (row.threads.index() < 32)
       write_list(reinterpret_cast<int32_t*>(choice.kept) + number * choice.list_length, choice.list_length,

@@ -1,5 +1,5 @@
 #pragma once
-#include <lists/few_columns.cuh>
+#include <lists/place_search.cuh>
 
 // Chooses blocks of many rows at once: two lanes of a warp share a row, whose scores are in shared memory. It makes the
 // choice of `choose_of_row` for rules that have only a number of blocks. Each pass over the columns takes a few
@@ -115,7 +115,7 @@ CUFLASH_DEVICE void list_by_lanes(const BlocksOfRow& row, bool has_row, float* s
     is_searched = !is_last && before != wanted;
   }
   int32_t* const list = reinterpret_cast<int32_t*>(choice.kept) +
-                        row.first / choice.num_kv_blocks * choice.list_length;
+                        static_cast<int64_t>(row.number) * choice.list_length;
   int length = 0;
   for (int start = kRun * half; __any_sync(0xffffffffu, start < num_columns); start += 2 * kRun) {
     uint32_t bits = columns.forced_bits(start), ties = 0;

@@ -166,10 +166,18 @@ FAULTS = {
         "blocks that end after the query are chosen": Edit(
             CHOOSE, "BlocksOfRow", "!choice.is_past_only ||", "true ||"
         ),
+        "equal scores are all taken": Edit(FEW, "list_few", "< missing; missing -=", "< missing + 32; missing -="),
+        "no equal score is taken": Edit(FEW, "list_few", "end = tied = least;", "end = least;"),
+        "ties of columns before do not count": Edit(
+            FEW, "list_few", "missing -= __popc(ties) < missing ? __popc(ties) : missing;", ""
+        ),
+        "blocks before the least are counted": Edit(
+            FEW, "list_few", "missing = choice.count - places.count_before(least);", "missing = choice.count;"
+        ),
         "rows without a block to choose are searched": Edit(FEW, "list_few", "least != kNotEligiblePlace &&", ""),
         "columns of a lane replace each other": Edit(FEW, "list_few", "length += __popc(bits);", ""),
         "a row has the list of the first": Edit(
-            FEW, "list_few", "row.first / choice.num_kv_blocks * choice.list_length", "0"
+            FEW, "list_few", "static_cast<int64_t>(row.number) * choice.list_length", "0"
         ),
         "a lane counts its own columns": Edit(LANES, "list_by_lanes", "before = sum_of_pair(before);", ""),
         "forced blocks are chosen beside those of the budget": Edit(
@@ -202,7 +210,7 @@ FAULTS = {
         ),
         "lists are not filled": Edit(LANES, "list_by_lanes", "list[at] = -1;", ";"),
         "pairs of lanes have the list of the first row": Edit(
-            LANES, "list_by_lanes", "row.first / choice.num_kv_blocks * choice.list_length", "0"
+            LANES, "list_by_lanes", "static_cast<int64_t>(row.number) * choice.list_length", "0"
         ),
         "pairs of columns are exchanged": Edit(
             SCORES, "store_sums", "lane / 8 % 2 * 2 + lane / 4 % 2", "lane / 4 % 2 * 2 + lane / 8 % 2"
