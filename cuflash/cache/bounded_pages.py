@@ -2,42 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from ..arrays import Array
 from ..planning.decoding import CacheLayout
+from ._state import CacheState
 from .kv_cache import KVCache
 
 
-class BoundedPages(NamedTuple):
-    """The arrays by which kernels find the pages of sequences, and the least and greatest keys of each page.
+class BoundedPages:
+    """The pages of a cache, and the least and greatest keys of each.
 
     Attributes
     ----------
     key_bounds : array [num_pages, num_kv_heads, 2, head_dim]
-    table : int32 array [batch, max_pages]
-        The pages of each sequence; on a device, calls on the cache update it in place.
-    lengths : int32 array [batch]
-        Number of positions of each sequence, updated like the table.
-    layout : CacheLayout
     owner : object
         It lives as long as the cache's arrays.
     """
 
-    key_bounds: Array
-    table: Array
-    lengths: Array
-    layout: CacheLayout
-    owner: Any
+    __slots__ = ("_state", "key_bounds", "owner")
+
+    def __init__(self, state: CacheState, key_bounds: Array) -> None:
+        self._state, self.key_bounds, self.owner = state, key_bounds, state.steps
 
     @classmethod
     def of(cls, cache: KVCache) -> BoundedPages | None:
-        """Return the pages of a cache, updated from the host's state; None if it keeps no bounds."""
+        """Return the pages of a cache; None if it keeps no bounds."""
         state = cache._state
-        if state.rows.key_bounds is None:
-            return None
+        return None if state.rows.key_bounds is None else cls(state, state.rows.key_bounds)
+
+    @property
+    def layout(self) -> CacheLayout:
+        return self._state.layout
+
+    def table_and_lengths(self) -> tuple[Array, Array]:
+        """Return the pages [batch, max_pages] of each sequence, and its number of positions, int32.
+
+        On a device they are the arrays that the kernels of the cache read, updated from the host's state; later calls
+        on the cache update them in place.
+        """
+        state = self._state
         if state.device is None:
-            return cls(state.rows.key_bounds, state.block_table(), state.length_array(), state.layout, state.steps)
+            return state.block_table(), state.length_array()
         device = state.on_device()
         assert device.table is not None
-        return cls(state.rows.key_bounds, device.table, device.lengths, state.layout, state.steps)
+        return device.table, device.lengths

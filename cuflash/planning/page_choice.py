@@ -28,12 +28,12 @@ PAGE_CHOICE = np.dtype(
     align=True,
 )
 _OF_CACHE = ("key_bounds", "table", "lengths")
-_SUM_BYTES = 8  # bytes of a warp's sum
+_SEARCH_BYTES = 24  # bytes of a warp's numbers in the search for the last chosen page
 
 
 def page_choosing(
     q: Any, key_bounds: Any, layout: CacheLayout, rule: ChoiceRule, *, heads_of_list: int, is_bottom_right: bool,
-    scale: float = 1.0,
+    scale: float = 1.0, room: int = 48 << 10,
 ) -> Pass:  # fmt: skip
     """Return the launches that choose pages; they take the arrays q, key_bounds, table, lengths and lists.
 
@@ -52,6 +52,8 @@ def page_choosing(
         The last query is at the last position of its sequence; otherwise the first one is at the first.
     scale : float
         A factor of q.
+    room : int
+        Bytes of shared memory of a thread block for the sort keys of a row; if they do not fit, they are recomputed.
 
     Returns
     -------
@@ -60,16 +62,18 @@ def page_choosing(
     """
     batch, num_heads, num_queries, num_columns = q.shape
     kv_heads, num_lists = key_bounds.shape[1], num_heads // heads_of_list
+    of_scores, of_choice = _specs(q.dtype)
+    fixed = _SEARCH_BYTES * of_choice.num_warps
+    keeps_places = fixed + 4 * layout.max_pages <= room
     numbers = {
         "q": layout_of_rows(q, q, (batch,))[1]["q"],
-        "choice": rule.numbers((batch * num_lists, num_queries, layout.max_pages), False), "scale": scale,
+        "choice": rule.numbers((batch * num_lists, num_queries, layout.max_pages), keeps_places), "scale": scale,
         "batch": batch, "num_heads": num_heads, "num_kv_heads": kv_heads, "heads_of_list": heads_of_list,
         "num_queries": num_queries, "num_columns": num_columns, "is_bottom_right": is_bottom_right,
         **layout._asdict(),
     }  # fmt: skip
     names = {"q.data": "q", "choice.kept": AT_CALL}
     arrays = ("q", *_OF_CACHE, "scores", AT_CALL)
-    of_scores, of_choice = _specs(q.dtype)
     num_bounds, name = batch * kv_heads * layout.max_pages, "page_choice"
     launches = {
         "page_scores": Launch(
@@ -78,7 +82,7 @@ def page_choosing(
         ),
         name: Launch(
             spec=of_choice, tiles=batch * num_lists * num_queries, reads=("lengths", "scores"), writes=(AT_CALL,),
-            features=(name,), row_bytes=_SUM_BYTES * of_choice.num_warps,
+            features=(name,), row_bytes=fixed + 4 * layout.max_pages * keeps_places,
         ),
     }  # fmt: skip
     scores = Workspace((batch, num_lists, num_queries, layout.max_pages), accumulator_dtype(q.dtype))

@@ -24,11 +24,14 @@ QUERY_SCORES = np.dtype(
         ("batch", np.int32, (BATCH_AXES,)),
         *((name, np.int32) for name in ("num_heads", "group_size", "heads_of_list", "num_keys", "num_columns")),
         *((name, np.int32) for name in ("step", "length", "num_parts", "parts_of_block", "sums_weights")),
-        *((name, np.int32) for name in ("has_shares", "place_columns", "queries_per_tile", "keeps_places", "padding")),
+        *((name, np.int32) for name in ("has_shares", "place_columns", "queries_per_tile", "keeps_places")),
+        ("uses_lanes", np.int32),
     ],
     align=True,
 )
 _ROWS, _KEYS, _WARPS = 64, 64, 4  # rows and keys of a tile, and warps
+_ROWS_OF_LANES = 16  # queries of a tile from which pairs of lanes choose, as many as a warp then has rows
+_IN_REGISTERS = (1, 8, 16)  # heads of a list whose weights are summed in registers
 _WIDTHS = (64, 128, 256)  # columns that the kernel is compiled for
 
 
@@ -89,6 +92,7 @@ class QueryChoice:
             "parts_of_block": self.parts[1], "sums_weights": self.sums_weights, "has_shares": self.has_shares,
             "place_columns": _place_columns(num_blocks), "queries_per_tile": of_tile,
             "keeps_places": not _reuses_keys(spec, num_blocks),
+            "uses_lanes": self.parts == (1, 1) and k.shape[-2] == num_blocks and of_tile >= _ROWS_OF_LANES,
         }  # fmt: skip
         reads = ("q", "k") if lse is None else ("q", "k", "lse")
         names = {f"{name}.data": name for name in reads} | {"choice.kept": AT_CALL}
@@ -116,7 +120,7 @@ class QueryChoice:
         """Return the bytes of operands, weights, scores of queries, and places of a row of each warp."""
         num_blocks = -(-self.rule.lengths[1] // self.rule.block[1])
         operands = (_ROWS + 2 * _KEYS) * spec.head_dim * spec.dtype.itemsize
-        weights = 4 * _ROWS * (_KEYS + 4) if self.heads_of_list > 1 else 0
+        weights = 4 * _ROWS * (_KEYS + 4) if self.heads_of_list not in _IN_REGISTERS else 0
         places = 0 if _reuses_keys(spec, num_blocks) else 4 * _WARPS * _place_columns(num_blocks)
         return operands + weights + places + 4 * num_queries * (-(-num_keys // 32) * 32 + 1)
 

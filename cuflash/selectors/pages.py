@@ -18,7 +18,7 @@ from ..plans import as_arrays
 from . import bound, masked
 from .budget import Budget, Forced
 from .by_query import Estimate, selected, share_reasons
-from .cache_pages import chosen_pages
+from .cache_pages import PageOptions, chosen_again, chosen_pages
 from .grid import Grid
 
 _DIAGONAL = Forced()
@@ -202,6 +202,12 @@ def _bounds(grid: Grid) -> Array:
 
 def _of_cache(q: Any, cache: KVCache, block: Any, page_size: Any, **options: Any) -> ChosenBlocks:
     """Choose the pages of each sequence of a cache."""
+    pages = BoundedPages.of(cache) if options["mask"] is options["window"] is None else None
+    of_pages = PageOptions(*(options[name] for name in PageOptions._fields))
+    if pages is not None and block is page_size is None:
+        chosen = chosen_again(q, pages, of_pages)
+        if chosen is not None:
+            return chosen
     batch = len(cache.lengths)
     of_list = {"q": cache.k.dtype if cache.k.dtype in DTYPES else np.float32}
     q = as_arrays({"q": q}, of_list, like=cache.k)["q"]
@@ -210,23 +216,21 @@ def _of_cache(q: Any, cache: KVCache, block: Any, page_size: Any, **options: Any
         raise UnsupportedProblem([f"q must have shape ({batch}, num_heads, n, head_dim); got shape {tuple(q.shape)}"])
     if block is None and page_size is None:
         page_size = cache.page_size
-    pages = BoundedPages.of(cache) if options["mask"] is options["window"] is None else None
     if pages is not None:
-        reasons = share_reasons(options["share"]) + mass_reasons(options["budget"])
+        reasons = share_reasons(of_pages.share) + mass_reasons(of_pages.budget)
         sides = 1, 0
         with collecting(reasons):
             sides = _sides(block, page_size)
         if reasons or sides[1] == cache.page_size:
-            shown = {name: options[name] for name in ("budget", "forced", "causal", "scale", "share")}
-            return chosen_pages(q, pages, **shown, reasons=reasons)
+            return chosen_pages(q, pages, of_pages, reasons)
     if cache.k_scale is not None:  # the rows of a quantized cache are float32; the conversion of q is exact
         q = q.astype(np.float32, copy=False)
-    chosen = [
+    each_chosen = [
         quest(q[sequence], cache.rows(sequence)[0], block=block, page_size=page_size, **options)
         for sequence in range(batch)
     ]
-    xp, length = namespace(q), max(each.blocks.shape[-1] for each in chosen)
-    lists = xp.full((batch, *chosen[0].blocks.shape[:-1], length), -1, dtype=np.int32)
-    for sequence, each in enumerate(chosen):
+    xp, length = namespace(q), max(each.blocks.shape[-1] for each in each_chosen)
+    lists = xp.full((batch, *each_chosen[0].blocks.shape[:-1], length), -1, dtype=np.int32)
+    for sequence, each in enumerate(each_chosen):
         lists[sequence, ..., : each.blocks.shape[-1]] = each.blocks
-    return ChosenBlocks(lists, chosen[0].block)
+    return ChosenBlocks(lists, each_chosen[0].block)

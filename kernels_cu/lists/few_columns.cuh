@@ -1,97 +1,21 @@
 #pragma once
-#include <lists/row_choice.cuh>
+#include <lists/place_search.cuh>
 
-// Chooses blocks of rows with few columns, whose places a warp or a thread block keeps in registers. It makes the choice
-// of `choose_of_row` for rules that have only a number of blocks.
+// Chooses blocks of rows with few columns, whose places a warp keeps in registers. It makes the choice of
+// `choose_of_row` for rules that have only a number of blocks.
 namespace cuflash::lists {
 
 constexpr int kMostRegisters = 16;  // places of a lane
-constexpr int kFewColumns = 32 * kMostRegisters;  // of a warp
+constexpr int kFewColumns = 32 * kMostRegisters;
 
-// A warp that keeps the places of a row.
-struct FewOfWarp {
-  static constexpr int kNumWarps = 1;
-
-  CUFLASH_DEVICE int warp() const { return 0; }
-  CUFLASH_DEVICE int sum(int x) const { return __reduce_add_sync(0xffffffffu, x); }
-  CUFLASH_DEVICE uint32_t least(uint32_t x) const { return __reduce_min_sync(0xffffffffu, x); }
-  CUFLASH_DEVICE uint32_t greatest(uint32_t x) const { return __reduce_max_sync(0xffffffffu, x); }
-  // Return the sum over the warps before that of the thread, of numbers that are equal in all lanes.
-  CUFLASH_DEVICE int sum_before(int) const { return 0; }
-};
-
-// A thread block that keeps the places of a row.
-struct FewOfBlock {
-  static constexpr int kNumWarps = Config::kNumWarps;
-  static constexpr int kBytes = sizeof(uint32_t) * kNumWarps;
-
-  uint32_t* of_warps;  // kBytes of shared memory
-
-  CUFLASH_DEVICE int warp() const { return ptx::thread_index() / 32; }
-  CUFLASH_DEVICE int sum(int x) const {
-    return static_cast<int>(reduced(x, [](uint32_t one, uint32_t other) { return one + other; }));
-  }
-  CUFLASH_DEVICE uint32_t least(uint32_t x) const {
-    return reduced(x, [](uint32_t one, uint32_t other) { return one < other ? one : other; });
-  }
-  CUFLASH_DEVICE uint32_t greatest(uint32_t x) const {
-    return reduced(x, [](uint32_t one, uint32_t other) { return one > other ? one : other; });
-  }
-  CUFLASH_DEVICE int sum_before(int x) const {
-    if (ptx::lane() == 0) of_warps[warp()] = x;
-    __syncthreads();  // all warps have written
-    int sum = 0;
-    for (int other = 0; other < warp(); ++other) sum += of_warps[other];
-    __syncthreads();  // all warps have read
-    return sum;
-  }
-
- private:
-  template <class Combine>
-  CUFLASH_DEVICE uint32_t reduced(uint32_t x, Combine combine) const {
-    for (int offset = 1; offset < 32; offset *= 2) x = combine(x, __shfl_xor_sync(0xffffffffu, x, offset));
-    if (ptx::lane() == 0) of_warps[warp()] = x;
-    __syncthreads();  // all warps have written
-    for (int other = 0; other < kNumWarps; ++other)
-      if (other != warp()) x = combine(x, of_warps[other]);
-    __syncthreads();  // all warps have read
-    return x;
-  }
-};
-
-// Return the negated score of the place of a block that is eligible and not forced.
-CUFLASH_DEVICE float negated_score(uint32_t place) {
-  const int32_t bits = static_cast<int32_t>(place ^ 0x80000000u);
-  return __uint_as_float(static_cast<uint32_t>(bits ^ (bits >> 31 & 0x7fffffff)));
-}
-
-// Return a place between two others: that of the mean of their scores if it is between them, else the mean of the
-// places.
-CUFLASH_DEVICE uint32_t place_between(uint32_t least, uint32_t end) {
-  const float mean = 0.5f * negated_score(least) + 0.5f * negated_score(end);
-  const int32_t bits = static_cast<int32_t>(__float_as_uint(mean + 0.0f));
-  const uint32_t place = static_cast<uint32_t>(bits ^ (bits >> 31 & 0x7fffffff)) ^ 0x80000000u;
-  return mean == mean && least < place && place < end ? place : least + (end - least) / 2;
-}
-
-// The places of a row in registers. The columns are divided into runs of equal lengths, one for each warp, and lane l
-// has those of columns l, l + 32, ... of its run.
-template <class Few>
+// The places of a row in the registers of a warp: lane l has those of columns l, l + 32, ...
 struct PlacesOfRow {
-  static constexpr int kMostColumns = kFewColumns * Few::kNumWarps;
-
-  const Few few;
   uint32_t at[kMostRegisters];
-  int first, num_columns;  // of the warp's run
+  int num_columns;
 
   template <class Row>
-  CUFLASH_DEVICE PlacesOfRow(const Row& row, Few of_row) : few(of_row) {
-    const int of_warp = (row.num_columns + 32 * Few::kNumWarps - 1) / (32 * Few::kNumWarps) * 32;
-    first = few.warp() * of_warp;
-    num_columns = max(0, min(of_warp, row.num_columns - first));
-    each([&](int i, int column) {
-      at[i] = column < first + num_columns ? row.new_place(column) : kNotEligiblePlace;
-    });
+  CUFLASH_DEVICE explicit PlacesOfRow(const Row& row) : num_columns(row.num_columns) {
+    each([&](int i, int column) { at[i] = column < num_columns ? row.new_place(column) : kNotEligiblePlace; });
   }
 
   // Call `visit(i, column)` for each of a lane's places.
@@ -99,32 +23,32 @@ struct PlacesOfRow {
   CUFLASH_DEVICE void each(Visit visit) const {
 #pragma unroll
     for (int i = 0; i < kMostRegisters; ++i)
-      if (32 * i < num_columns) visit(i, first + 32 * i + ptx::lane());
+      if (32 * i < num_columns) visit(i, 32 * i + ptx::lane());
   }
 
   CUFLASH_DEVICE int count_before(uint32_t end) const {
     int count = 0;
     each([&](int i, int) { count += at[i] < end; });
-    return few.sum(count);
+    return __reduce_add_sync(0xffffffffu, count);
   }
 };
 
-// Write the list of the first `choice.count` blocks of a row, and of all that are forced. Called by all threads of `few`.
-template <class Row, class Few>
-CUFLASH_DEVICE void list_few(const Row& row, Few few) {
+// Write the list of the first `choice.count` blocks of a row, and of all that are forced. Called by a warp.
+template <class Row>
+CUFLASH_DEVICE void list_few(const Row& row) {
   const Choice& choice = row.choice;
-  const PlacesOfRow<Few> places(row, few);
+  const PlacesOfRow places(row);
   int32_t* const list = reinterpret_cast<int32_t*>(choice.kept) +
-                        row.first / choice.num_kv_blocks * choice.list_length;
-  uint32_t least = kNotEligiblePlace, greatest = 0;  // range of the places of blocks that are eligible and not forced
+                        static_cast<int64_t>(row.number) * choice.list_length;
+  uint32_t least = kNotEligiblePlace, greatest = 0;  // of the blocks that are neither forced nor without eligibility
   places.each([&](int i, int) {
     const uint32_t place = places.at[i];
     if (place == kForcedPlace || place == kNotEligiblePlace) return;
     least = place < least ? place : least;
     greatest = place > greatest ? place : greatest;
   });
-  least = few.least(least);
-  greatest = few.greatest(greatest);
+  least = __reduce_min_sync(0xffffffffu, least);
+  greatest = __reduce_max_sync(0xffffffffu, greatest);
   uint32_t end = greatest + 1;  // places before it are chosen, and some blocks of place `tied`
   uint32_t tied = kNotEligiblePlace;
   int missing = 0;
@@ -147,16 +71,6 @@ CUFLASH_DEVICE void list_few(const Row& row, Few few) {
     }
   }
   int length = 0;
-  if constexpr (Few::kNumWarps > 1) {
-    int num_before = 0, num_ties = 0;
-    places.each([&](int i, int) {
-      num_before += __popc(__ballot_sync(0xffffffffu, places.at[i] < end));
-      num_ties += __popc(__ballot_sync(0xffffffffu, missing > 0 && places.at[i] == tied));
-    });
-    const int ties_before = min(few.sum_before(num_ties), max(missing, 0));
-    length = few.sum_before(num_before) + ties_before;
-    missing -= ties_before;
-  }
   places.each([&](int i, int column) {
     const uint32_t lanes_before = (1u << ptx::lane()) - 1;
     const uint32_t ties = __ballot_sync(0xffffffffu, missing > 0 && places.at[i] == tied);
@@ -168,8 +82,7 @@ CUFLASH_DEVICE void list_few(const Row& row, Few few) {
     if (is_kept && place < choice.list_length) list[place] = column;
     length += __popc(bits);
   });
-  if (few.warp() == Few::kNumWarps - 1)  // its run is the last one, even without columns
-    for (int place = length + ptx::lane(); place < choice.list_length; place += 32) list[place] = -1;
+  for (int place = length + ptx::lane(); place < choice.list_length; place += 32) list[place] = -1;
 }
 
 }  // namespace cuflash::lists

@@ -1,8 +1,8 @@
-// Chooses pages of a KV cache for each query of each list, by bounds of their scores. A thread block has a row. The pages
-// among which it chooses, and the diagonal, depend on the length of the query's sequence.
+// Chooses pages of a KV cache for each query of each list, by bounds of their scores. A thread block has a row. The
+// pages among which it chooses, and the diagonal, depend on the length of the query's sequence.
 // cuflash/selectors/cache_pages.py is the specification.
-#include <lists/few_columns.cuh>
 #include <lists/page_choice.cuh>
+#include <lists/searched_row.cuh>
 
 namespace cuflash::lists {
 
@@ -40,8 +40,7 @@ lists_page_choice(const __grid_constant__ cuflash::lists::PageChoice params) {
                              static_cast<int64_t>(number) * params.max_pages};
   Row<BlockOfRow, ScoresOfPages> row(choice, number, {storage}, scores);
   const bool has_count_alone = choice.mass == 0 && !choice.has_threshold && choice.count > 0;
-  if (has_count_alone && row.num_columns <= PlacesOfRow<FewOfBlock>::kMostColumns)
-    list_few(row, FewOfBlock{reinterpret_cast<uint32_t*>(storage)});
-  else
-    choose_of_row(row, nullptr);
+  uint32_t* const room = reinterpret_cast<uint32_t*>(storage);
+  if (has_count_alone && choice.keeps_places) list_by_block(row, room);
+  else choose_of_row(row, room + kSearchWords);
 }

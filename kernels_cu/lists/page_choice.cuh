@@ -1,8 +1,8 @@
 #pragma once
 #include <lists/selection.cuh>
 
-// The parameters of the kernels that choose pages of a KV cache by bounds of their scores: lists_page_scores computes the
-// bounds from the least and greatest keys that the cache keeps, and lists_page_choice makes the lists.
+// The parameters of the kernels that choose pages of a KV cache by bounds of their scores: lists_page_scores computes
+// the bounds from the least and greatest keys that the cache keeps, and lists_page_choice makes the lists.
 // cuflash/planning/page_choice.py has the same record as a NumPy dtype.
 namespace cuflash::lists {
 

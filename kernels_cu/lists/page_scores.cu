@@ -1,6 +1,6 @@
-// Computes upper bounds of the scores of queries and pages of a KV cache, from the least and greatest keys that the cache
-// keeps: the sum over columns of the greater of the query's products with both. A warp has a page of a key/value head and
-// all queries of the heads that share it; the bound of a list is the greatest of its heads. NaN stays NaN.
+// Computes upper bounds of the scores of queries and pages of a KV cache, from the least and greatest keys that the
+// cache keeps: the sum over columns of the greater of the query's products with both. A warp has a page of a key/value
+// head and all queries of the heads that share it; the bound of a list is the greatest of its heads. NaN stays NaN.
 // cuflash/selectors/cache_pages.py is the specification.
 #include <lists/order.cuh>
 #include <lists/page_choice.cuh>
@@ -13,11 +13,9 @@ lists_page_scores(const __grid_constant__ cuflash::lists::PageChoice params) {
   using Accumulator = Config::Accumulator;
   using Element = Config::Element;
   constexpr int kWidth = 4;  // columns of a lane whose bounds stay in registers
-  const int64_t number = static_cast<int64_t>(blockIdx.x) * Config::kNumWarps + ptx::thread_index() / 32;
-  const int place = static_cast<int>(number % params.max_pages);
-  const int64_t matrix = number / params.max_pages;
-  const int kv_head = static_cast<int>(matrix % params.num_kv_heads);
-  const int sequence = static_cast<int>(matrix / params.num_kv_heads);
+  const int number = blockIdx.x * Config::kNumWarps + ptx::thread_index() / 32;
+  const int place = number % params.max_pages, matrix = number / params.max_pages;
+  const int kv_head = matrix % params.num_kv_heads, sequence = matrix / params.num_kv_heads;
   if (sequence >= params.batch || place >= params.num_pages_of(sequence)) return;
   const int page = params.table[static_cast<int64_t>(sequence) * params.max_pages + place];
   const bool has_page = page >= 0 && page < params.num_pages;
@@ -51,8 +49,8 @@ lists_page_scores(const __grid_constant__ cuflash::lists::PageChoice params) {
   };
   for (int head = kv_head * group_size; head < (kv_head + 1) * group_size; head += params.heads_of_list)
     for (int query = 0; query < params.num_queries; ++query) {
-      Accumulator most = bound(head, query);
-      for (int other = 1; other < params.heads_of_list; ++other) most = greater(most, bound(head + other, query));
+      Accumulator most = ptx::negative_infinity<Accumulator>();
+      for (int other = 0; other < params.heads_of_list; ++other) most = greater(most, bound(head + other, query));
       if (!has_page) most = ptx::negative_infinity<Accumulator>();
       if (ptx::lane() != 0) continue;
       const int64_t list = static_cast<int64_t>(sequence) * params.num_lists() + head / params.heads_of_list;

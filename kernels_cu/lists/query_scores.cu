@@ -4,6 +4,7 @@
 // specification.
 #include <lists/few_columns.cuh>
 #include <lists/query_scores.cuh>
+#include <lists/rows_of_lanes.cuh>
 #include <tile/copy_async.cuh>
 #include <tile/warp_tile.cuh>
 
@@ -26,7 +27,12 @@ constexpr int kWeightsStart = kKeysStart + 2 * KTile::kBytes;
 constexpr int kWeightPitch = kBlockKv + 4;  // rows of a tile of weights start in different banks
 constexpr int kWeightsBytes = kBlockQ * kWeightPitch * 4;  // weights, for lists that several heads share
 
-// Return the first element of rows that are only read. The const_cast is needed since copies take non-const pointers.
+// Return whether the weights of a tile are stored before they are summed over heads; otherwise they stay in registers.
+CUFLASH_DEVICE bool stores_weights(const QueryScores& params) {
+  return params.heads_of_list > 1 && params.heads_of_list != 8 && params.heads_of_list != 16;
+}
+
+// Return the first element of rows that are only read: copies take pointers to elements that are not constant.
 CUFLASH_DEVICE Element* elements(const StridedRows& rows) {
   return static_cast<Element*>(const_cast<void*>(rows.data));
 }
@@ -205,7 +211,7 @@ CUFLASH_DEVICE void store_sums(float (&x)[Scores::kColumns], float* to, int num_
 CUFLASH_DEVICE void store_scores(const QueryScores& params, const QueryTile& queries, const ThreadRows& rows, Scores& s,
                                  int first, float* scores, int pitch) {
   const float scale = static_cast<float>(params.scale_log2);
-  const bool is_summed = params.heads_of_list > 1;
+  const bool is_summed = stores_weights(params);
   const int num_columns = min(kBlockKv, queries.num_keys - first);
   if (params.heads_of_list == 8 || params.heads_of_list == 16) {  // a thread's rows belong to two queries, or to one
     float sums[Scores::kRows][Scores::kColumns];
@@ -272,7 +278,7 @@ lists_query_scores(const __grid_constant__ cuflash::lists::QueryScores params) {
                              tile::StackedRows<Element>{heads, params.q.row_stride, queries.num_rows(params)});
   const int pitch = (params.num_keys + 31) / 32 * 32 + 1;  // neighboring queries are in different banks
   unsigned char* const storage = ptx::dynamic_shared<unsigned char>();
-  const int scores_start = kWeightsStart + (params.heads_of_list > 1 ? kWeightsBytes : 0);
+  const int scores_start = kWeightsStart + (stores_weights(params) ? kWeightsBytes : 0);
   float* const scores = reinterpret_cast<float*>(storage + scores_start);
   ThreadRows rows(params, queries);
   if (params.sums_weights && params.lse.data == nullptr) find_shifts(params, queries, rows);
@@ -285,11 +291,19 @@ lists_query_scores(const __grid_constant__ cuflash::lists::QueryScores params) {
       reinterpret_cast<uint32_t*>(storage + (params.keeps_places ? places_start : kKeysStart));
   const Choice& choice = params.choice;
   const bool has_count_alone = choice.mass == 0 && !choice.has_threshold && choice.count > 0;
+  const int first_row = static_cast<int>(queries.matrix * choice.seqlen_q) + queries.first_query;
+  if (has_count_alone && params.uses_lanes) {
+    for (int start = warp * kRowsOfLanes; start < queries.num_queries; start += kNumWarps * kRowsOfLanes) {
+      const int query = start + ptx::lane() % kRowsOfLanes, own = min(query, queries.num_queries - 1);
+      list_by_lanes({choice, first_row + own}, query < queries.num_queries, scores + own * pitch, queries.num_keys);
+    }
+    return;
+  }
   for (int query = warp; query < queries.num_queries; query += kNumWarps) {
-    const int row = static_cast<int>(queries.matrix * params.choice.seqlen_q) + queries.first_query + query;
+    const int row = first_row + query;
     Row<WarpOfRow, ScoresOfKeys> blocks(params.choice, row, {}, {scores + query * pitch, params, queries.num_keys});
     if (has_count_alone && blocks.num_columns <= kFewColumns) {
-      list_few(blocks, FewOfWarp{});
+      list_few(blocks);
       continue;
     }
     choose_of_row(blocks, places + warp * params.place_columns);

@@ -20,7 +20,7 @@ struct QueryScores {
   int32_t place_columns;  // number of columns for whose places each warp has shared memory, a multiple of 32
   int32_t queries_per_tile;
   int32_t keeps_places;  // whether places have memory after the scores; otherwise they replace the tiles of keys
-  int32_t padding;
+  int32_t uses_lanes;  // two lanes choose from a row, if the choice has only a number of blocks
 };
 
 }  // namespace cuflash::lists

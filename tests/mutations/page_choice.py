@@ -44,8 +44,8 @@ def arguments_are_checked(library: ModuleType) -> None:
     check_refusals(library)
 
 
-BOUND, CHOICE, RECORD, FEW = (
-    "lists/page_scores.cu", "lists/page_choice.cu", "lists/page_choice.cuh", "lists/few_columns.cuh"
+BOUND, CHOICE, RECORD, SEARCH = (
+    "lists/page_scores.cu", "lists/page_choice.cu", "lists/page_choice.cuh", "lists/searched_row.cuh"
 )  # fmt: skip
 FORMULA, DOOR, PLAN = "selectors/cache_pages.py", "selectors/pages.py", "planning/page_choice.py"
 FAULTS = {
@@ -63,11 +63,11 @@ FAULTS = {
         ),
         "bounds are not scaled": Edit(BOUND, "lists_page_scores", ") * scale;", ");"),
         "a list has the bound of its first head": Edit(
-            BOUND, "lists_page_scores", "other < params.heads_of_list", "other < 1"
+            BOUND, "lists_page_scores", "other < params.heads_of_list", "other == 0"
         ),
         "a group has the sum of its bounds": Edit(
             BOUND, "lists_page_scores", "most = greater(most, bound(head + other, query))",
-            "most += bound(head + other, query)",
+            "most = (other == 0 ? 0 : most) + bound(head + other, query)",
         ),
         "queries have the bounds of the first": Edit(
             BOUND, "lists_page_scores", "+ query * params.q.row_stride", ""
@@ -100,15 +100,24 @@ FAULTS = {
         ),
     },
     many_pages_are_listed: {
-        "warps write over one another": Edit(FEW, "list_few", "few.sum_before(num_before) + ties_before", "0"),
-        "every warp takes all ties": Edit(FEW, "list_few", "missing -= ties_before;", ""),
-        "a warp counts its own places": Edit(
-            FEW, "FewOfBlock.sum", "reduced(x, [](uint32_t one, uint32_t other) { return one + other; })", "x"
+        "warps write over one another": Edit(SEARCH, "list_by_block", "length += before;", ""),
+        "ties of warps before do not count": Edit(SEARCH, "list_by_block", "ties_before += ties;", ""),
+        "every warp takes all ties": Edit(SEARCH, "list_by_block", "missing -= ties_before;", ""),
+        "ties of columns before do not count": Edit(
+            SEARCH, "list_by_block", "missing -= min(missing, __popc(ties));", ""
         ),
-        "runs of warps overlap": Edit(FEW, "PlacesOfRow.PlacesOfRow", "first = few.warp() * of_warp;", "first = 0;"),
-        "the first warp fills the rest": Edit(FEW, "list_few", "few.warp() == Few::kNumWarps - 1", "few.warp() == 0"),
-        "sums of warps are read before they are written": Edit(
-            FEW, "FewOfBlock.reduced", "of_warps[warp()] = x; __syncthreads();", "of_warps[warp()] = x;"
+        "no equal bound is taken": Edit(SEARCH, "list_by_block", "end = tied = least;", "end = least;"),
+        "blocks before the last place are not counted": Edit(
+            SEARCH, "list_by_block", "choice.count - places.count_before(least))", "choice.count)"
+        ),
+        "each warp has the least place of its own": Edit(
+            SEARCH, "list_by_block", "uint32_t high) { least = low < least ? low : least;", "uint32_t high) {"
+        ),
+        "runs of warps overlap": Edit(SEARCH, "list_by_block", "first = min(warp * of_warp, num_columns)", "first = 0"),
+        "the first warp fills the rest": Edit(SEARCH, "list_by_block", "warp == kRowWarps - 1", "warp == 0"),
+        "numbers of warps are read before they are stored": Edit(SEARCH, "list_by_block", "__syncthreads();", ""),
+        "places lie over the numbers of warps": Edit(
+            SEARCH, "list_by_block", "room + kSearchWords", "room + kStepWords"
         ),
     },
     records_are_right: {
@@ -124,18 +133,19 @@ FAULTS = {
         "bounds are of the least keys": Edit(
             FORMULA, "_of_sequence", "q * greatest[..., None, :, :]", "q * least[..., None, :, :]"
         ),
-        "pages are those of the first sequence": Edit(
-            FORMULA, "_of_sequence", "pages.table[sequence,", "pages.table[0,"
+        "pages are logical ones": Edit(
+            FORMULA, "chosen_pages", "bounds[own[: -(-count // layout.page_size)]]",
+            "bounds[: -(-count // layout.page_size)]",
         ),
         "queries are the first ones": Edit(
-            FORMULA, "_of_sequence", "num_keys - num_queries if is_bottom_right else 0", "0"
+            FORMULA, "_of_sequence", "num_keys - num_queries if options.is_bottom_right else 0", "0"
         ),
         "groups have the sum of their bounds": Edit(FORMULA, "_of_sequence", '"max"', '"sum"'),
         "the scale is that of scores": Edit(FORMULA, "chosen_pages", "scale=1.0", "scale=-grid.scale"),
     },
     arguments_are_checked: {
         "masses are bounds": Edit(DOOR, "mass_reasons", "budget.mass is None", "True"),
-        "any share is one of queries": Edit(DOOR, "_of_cache", "share_reasons(options[\"share\"]) +", "[] +"),
-        "other reasons are dropped": Edit(FORMULA, "chosen_pages", "scale, reasons)", "scale, [])"),
+        "any share is one of queries": Edit(DOOR, "_of_cache", "share_reasons(of_pages.share) +", "[] +"),
+        "other reasons are dropped": Edit(FORMULA, "chosen_pages", "options.scale, reasons", "options.scale, []"),
     },
 }  # fmt: skip

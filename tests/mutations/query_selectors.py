@@ -21,7 +21,9 @@ BY_QUERY, BUDGET, ESTIMATES, NSA = (
     f"selectors/{name}.py" for name in ("by_query", "budget", "estimates", "compressed")
 )
 BASELINES, PAGES, SLASHES = (f"selectors/{name}.py" for name in ("baselines", "pages", "slashes"))
-CHOOSE, SCORES, FEW = "lists/row_choice.cuh", "lists/query_scores.cu", "lists/few_columns.cuh"
+CHOOSE, SCORES, FEW, LANES = (
+    "lists/row_choice.cuh", "lists/query_scores.cu", "lists/few_columns.cuh", "lists/rows_of_lanes.cuh"
+)  # fmt: skip
 PLANNING = "planning/query_scores.py"
 KINDS = (
     (False, {}, {"top_k": 3}), (True, {"sink": 1, "local": 2}, {"top_k": 4}),
@@ -175,7 +177,40 @@ FAULTS = {
         "rows without a block to choose are searched": Edit(FEW, "list_few", "least != kNotEligiblePlace &&", ""),
         "columns of a lane replace each other": Edit(FEW, "list_few", "length += __popc(bits);", ""),
         "a row has the list of the first": Edit(
-            FEW, "list_few", "row.first / choice.num_kv_blocks * choice.list_length", "0"
+            FEW, "list_few", "static_cast<int64_t>(row.number) * choice.list_length", "0"
+        ),
+        "a lane counts its own columns": Edit(LANES, "list_by_lanes", "before = sum_of_pair(before);", ""),
+        "forced blocks are chosen beside those of the budget": Edit(
+            LANES, "list_by_lanes", "choice.count - columns.num_forced()", "choice.count"
+        ),
+        "sinks that are local count twice": Edit(
+            LANES, "ColumnsOfRow.num_forced", "max(first_forced, num_sinks)", "first_forced"
+        ),
+        "sinks are not listed": Edit(LANES, "ColumnsOfRow.forced_bits", "bits_of_run(start, 0, num_sinks) |", ""),
+        "local blocks are one more": Edit(
+            LANES, "ColumnsOfRow.ColumnsOfRow", "choice.num_local - 1", "choice.num_local"
+        ),
+        "blocks that end after the query are free": Edit(
+            LANES, "ColumnsOfRow.ColumnsOfRow", "choice.is_past_only ?", "false ?"
+        ),
+        "ties of the other lane do not count": Edit(
+            LANES, "list_by_lanes", "own = missing - (half == 0 ? 0 : other)", "own = missing"
+        ),
+        "ties of runs before do not count": Edit(
+            LANES, "list_by_lanes", "missing -= min(missing, num_ties + other);", ""
+        ),
+        "blocks before the last place are not counted": Edit(
+            LANES, "list_by_lanes", "missing = wanted - before;", "missing = wanted;"
+        ),
+        "lanes write over each other": Edit(
+            LANES, "list_by_lanes", "at = length + (half == 0 ? 0 : other)", "at = length"
+        ),
+        "a run begins where the lane's own ended": Edit(
+            LANES, "list_by_lanes", "length += count + other;", "length += count;"
+        ),
+        "lists are not filled": Edit(LANES, "list_by_lanes", "list[at] = -1;", ";"),
+        "pairs of lanes have the list of the first row": Edit(
+            LANES, "list_by_lanes", "static_cast<int64_t>(row.number) * choice.list_length", "0"
         ),
         "pairs of columns are exchanged": Edit(
             SCORES, "store_sums", "lane / 8 % 2 * 2 + lane / 4 % 2", "lane / 4 % 2 * 2 + lane / 8 % 2"

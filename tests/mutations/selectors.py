@@ -123,9 +123,9 @@ FAULTS = {
         "the last of equal scores comes first": Edit(
             CHOOSE, "Row", "--missing) end = from + __ffs(equal) - 1;", "--missing) end = from + 31 - __clz(equal);"
         ),
-        "-0 is less than 0": Edit(CHOOSE, "Row", "0.0f - (", "-("),
-        "NaN comes first": Edit(CHOOSE, "Row", "as_float != as_float", "false"),
-        "scores above 0 are in reverse": Edit(CHOOSE, "Row", "bits ^ (bits >> 31 & 0x7fffffff)", "bits"),
+        "-0 is less than 0": Edit(CHOOSE, "place_of", "0.0f - (", "-("),
+        "NaN comes first": Edit(CHOOSE, "place_of", "score != score", "false"),
+        "scores above 0 are in reverse": Edit(CHOOSE, "place_of", "bits ^ (bits >> 31 & 0x7fffffff)", "bits"),
         "equal scores are all taken": Edit(
             CHOOSE, "choose_of_row", "!end.is_before(at)", "at.place <= end.place"
         ),
