@@ -63,6 +63,7 @@ def sm90_is_right() -> None:
                 checks.check(SM90, checks.moved_along(listed, dict.fromkeys(names, "normal"), layout="padded"))
             checks.check(SM90, checks.moved_along(few, checks.QKV))
     checks.test_sm90_takes_axes_that_do_not_fold_and_tangents_that_are_repeated(SM90)
+    checks.test_sm90_ignores_tangents_of_absent_keys(SM90)
 
 
 def second_derivatives_are_right() -> None:
