@@ -50,9 +50,8 @@ def constants(spec: KernelSpec) -> str:
         type_name, text = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", str(value))
         lines.append(f"static constexpr {type_name} k{name} = {text};")
     lines.append(f"static constexpr bool kIsBackward = {str(spec.entry.loads_do).lower()};")
-    if spec.tangents:
-        flags = {f"kHas{name.capitalize()}Dot": str(name in spec.tangents).lower() for name in _TANGENTS}
-        lines += [f"static constexpr bool {name} = {value};" for name, value in flags.items()]
+    flags = {f"kHas{name.capitalize()}Dot": str(name in spec.tangents).lower() for name in _TANGENTS}
+    lines += [f"static constexpr bool {name} = {value};" for name, value in flags.items()]
     features = "".join(f", const __grid_constant__ {each}" for name, each in _FEATURES.items() if getattr(spec, name))
     lines = ["namespace cuflash {", "struct Config {", *lines, "};", "}  // namespace cuflash"]
     return "\n".join([*lines, f"#define CUFLASH_FEATURES {features}", ""])

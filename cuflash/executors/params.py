@@ -13,8 +13,9 @@ import numpy as np
 from ..blocks.work_list import IntervalWork, WorkList
 from ..planning._params import HEAD_VECTORS, OF_RECORDS_WITHIN, PARAMS, ROW_VECTORS, TABLES, TENSOR_MAPS, UNLIMITED
 from ..planning.interval_kernels import leading_strides
-from ..planning.launches import BATCH_AXES, MATRICES, DqSemaphoreOrder, Feature, Pass, Workspace
+from ..planning.launches import BATCH_AXES, MATRICES, DqSemaphoreOrder, Feature, Launch, Pass, Workspace
 from ..planning.list_kernels import AT_CALL, WorkAtCall
+from ..planning.options import DOT
 from ..planning.plan import KernelPlan
 from ._records import Argument, LaunchRecord, View
 from .tensor_map import BoxedArray, Template
@@ -44,7 +45,7 @@ def attention_record(
     every = *views, *(View.of_new(name, workspace) for name, workspace in workspaces.items())
     templates = templates_of(plan, kernels, every, tensor_map)
     launches = {
-        role: replace(launch, features=("params", *["maps"] * bool(launch.boxes), *launch.features))
+        role: replace(launch, features=("params", *_maps_of(launch), *launch.features))
         for role, launch in kernels.launches.items()
     }
     named, num_batch = {view.name: view for view in views}, plan.problem.mask_shape.num_batch // len(templates)
@@ -55,7 +56,7 @@ def attention_record(
 def templates_of(
     plan: KernelPlan, kernels: Pass, views: Sequence[View], tensor_map: Callable[[BoxedArray], Template]
 ) -> list[dict[str, Argument]]:
-    """Return the records of a pass by name, with "params" and "maps" before those of its features.
+    """Return the records of a pass by name: "params", "maps", "dot_maps" for tangents, and those of its features.
 
     If leading axes do not fold into `BATCH_AXES`, there are several sets of records, with one launch each.
     """
@@ -71,7 +72,7 @@ def templates_of(
     first_batch, templates = 0, []
     for outer_index in np.ndindex(*(extent for extent, _ in outer)):
         arguments = {feature.name: Argument.of(feature, of_tables, tensor_map) for feature in features}
-        arguments["maps"] = Argument.of(Feature("maps", TENSOR_MAPS), {}, tensor_map)
+        arguments |= {each: Argument.of(Feature(each, TENSOR_MAPS), {}, tensor_map) for each in ("maps", "dot_maps")}
         shape = arguments["params"].record["shape"]
         shape["batch"], shape["first_batch"] = [1] * padding + [extent for extent, _ in inner], first_batch
         _put_dq_numbers(shape, plan, prod(extent for extent, _ in inner) * problem.num_kv_heads)
@@ -84,7 +85,8 @@ def templates_of(
             if view.name in kernels.boxes:
                 batch = [(1, 0)] * (_MAP_BATCH_AXES - len(inner)) + [(extent, by[index]) for extent, by in inner]
                 boxed = _boxed(view, plan, batch, steps, kernels.boxes[view.name])
-                arguments["maps"].put_map(view.name, view.name, boxed, tensor_map, start)
+                record = arguments["dot_maps" if view.name.endswith(DOT) else "maps"]
+                record.put_map(view.name.removesuffix(DOT), view.name, boxed, tensor_map, start)
         for feature in features:
             for name, kind, offset in feature.addresses():
                 if kind == MATRICES and name in matrices:
@@ -92,6 +94,11 @@ def templates_of(
         templates.append(arguments)
         first_batch += prod(extent for extent, _ in inner)
     return templates
+
+
+def _maps_of(launch: Launch) -> tuple[str, ...]:
+    """Return the names of the records of tensor maps that a kernel takes: of arrays, and of their tangents."""
+    return ("maps", "dot_maps")[: bool(launch.boxes) * (1 + bool(launch.spec.tangents))]
 
 
 def _params(plan: KernelPlan) -> Feature:
@@ -142,7 +149,8 @@ def _boxed(
     view: View, plan: KernelPlan, batch: Sequence[tuple[int, int]], steps: Sequence[int], box: tuple[int, ...]
 ) -> BoxedArray:
     """Return an array as boxes of (rows, columns), or of (queries, heads, columns)."""
-    num_heads = plan.problem.num_heads if view.name in ("q", "do", "o") else plan.problem.num_kv_heads
+    is_of_queries = view.name.removesuffix(DOT) in ("q", "do", "o")
+    num_heads = plan.problem.num_heads if is_of_queries else plan.problem.num_kv_heads
     heads, rows = (num_heads, steps[0]), (view.shape[-2], steps[1] or _NO_STRIDE)
     if len(box) == 3:
         heads, rows = rows, (num_heads, steps[0] or _NO_STRIDE)

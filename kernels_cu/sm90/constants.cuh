@@ -19,6 +19,9 @@ struct Constants {
   static constexpr int kHeadDim = Config::kHeadDim, kValueDim = Config::kValueDim;
   static constexpr int kNumStages = Config::kNumStages, kMinBlocks = Config::kMinBlocks;
   static constexpr int kThreads = 32 * Config::kNumWarps;
+  // The kernel computes tangents: tiles of those of Q, K and V, if they exist, follow these.
+  static constexpr bool kHasTangents =
+      Config::kHasQDot || Config::kHasKDot || Config::kHasVDot || Config::kHasSinkDot;
 
   using Listed = attention::StaticListed<Config::kIsListed, Config::kIsOrdered>;
 
@@ -28,6 +31,7 @@ struct Constants {
   using ScalesArgument = attention::ScalesArgument<Config>;
   using DropoutArgument = attention::DropoutArgument<Config>;
   using ChosenArgument = attention::ChosenArgument<Config>;
+  using TangentsArgument = attention::FeatureArgument<kHasTangents, TangentOperands, NoTangentOperands>;
 };
 
 }  // namespace cuflash::sm90

@@ -15,9 +15,10 @@ template <class Config>
 struct KvPipeline : KvProducer<Config> {
   using Base = KvProducer<Config>;
   using typename Base::ChosenArgument, typename Base::KeptRing, typename Base::NoKeptRing, typename Base::PagesArgument,
-      typename Base::ScalesArgument, typename Base::SinkArgument, typename Base::StepMessage, typename Base::WorkTileInfo;
-  using Base::array_slot, Base::kLoadsDo, Base::kNumConsumers, Base::kNumStages, Base::kPacksQueries, Base::kQStages,
-      Base::load_array, Base::load_keys, Base::load_values, Base::q_phase_of, Base::q_stage_of, Base::schedule_tiles, Base::shared,
+      typename Base::ScalesArgument, typename Base::SinkArgument, typename Base::StepMessage, typename Base::TangentsArgument,
+      typename Base::WorkTileInfo;
+  using Base::array_slot, Base::kKOperands, Base::kMarksMasked, Base::kNumConsumers, Base::kNumStages,
+      Base::kPacksQueries, Base::kQOperands, Base::kQStages, Base::kVOperands, Base::load_array, Base::load_keys, Base::load_values, Base::q_phase_of, Base::q_stage_of, Base::schedule_tiles, Base::shared,
       Base::stage_of, Base::tile_info_index, Base::write_scales;
 
   // Wait for the Q of a tile. Return false if no tile is left.
@@ -31,12 +32,12 @@ struct KvPipeline : KvProducer<Config> {
     return shared().messages[stage_of(num_k_blocks)].flags[kPacksQueries ? threadIdx.x / 32 % 4 : group % kNumConsumers];
   }
 
-  // Set the masked scores of a step, and the scores of keys that the previous step already had, to -inf or, in a
-  // backward pass, to `masked_score`.
+  // Set the masked scores of a step, and those of keys that the previous step had, to -inf, or to `masked_score` if
+  // lse is final.
   template <class Tile>
   static CUFLASH_DEVICE void mask_block(const attention::Params& params, Tile& s, const WorkTileInfo& tile_info,
                                         const StepMessage& message, ChosenArgument chosen) {
-    const float hidden = kLoadsDo ? attention::masked_score() : ptx::negative_infinity<float>();
+    const float hidden = kMarksMasked ? attention::masked_score() : ptx::negative_infinity<float>();
     if constexpr (kPacksQueries)
       return attention::mask_rows<false>(s, message.block, hidden, [&](int row) {
         return attention::row_mask_of_neighbour(params, chosen, tile_info.work, message.block, message.members, row);
@@ -63,10 +64,9 @@ struct KvPipeline : KvProducer<Config> {
   static CUFLASH_DEVICE void init_barriers() {
     tile::PipelineSlot* const slots = shared().q;
     for (int i = 0; i < kQStages + 2 * kNumStages; ++i) {
-      const bool is_k = i >= kQStages && i < kQStages + kNumStages;
-      ptx::mbarrier_init(
-          ptx::shared_address(&slots[i].full),
-          ((kLoadsDo && i < kQStages) || (Config::kIsQuantized && is_k) ? 2 : 1) * tile::kArrivalsPerWarp);
+      const bool is_q = i < kQStages, is_k = !is_q && i < kQStages + kNumStages;
+      const int num_operands = is_q ? kQOperands : is_k ? kKOperands + Config::kIsQuantized : kVOperands;
+      ptx::mbarrier_init(ptx::shared_address(&slots[i].full), num_operands * tile::kArrivalsPerWarp);
       ptx::mbarrier_init(ptx::shared_address(&slots[i].empty), 4 * kNumConsumers * tile::kArrivalsPerWarp);
     }
     init_kept_barriers(shared());
@@ -92,11 +92,11 @@ struct KvPipeline : KvProducer<Config> {
   template <class Hooks>
   static CUFLASH_DEVICE void produce(const attention::Params& params, const TensorMaps& maps, SinkArgument sink,
                                      PagesArgument pages, ScalesArgument scales, const score::Function& score,
-                                     StagedMapArgument staged_map, ChosenArgument chosen) {
+                                     StagedMapArgument staged_map, ChosenArgument chosen, TangentsArgument dots = {}) {
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    if (warp == kLoadsKeys) load_keys(params, maps, pages, chosen);
-    else if (warp == kLoadsValues) load_values(params, maps, pages);
-    else if (warp == kSchedulesTiles) Base::template schedule_tiles<Hooks>(params, maps, sink, pages, chosen);
+    if (warp == kLoadsKeys) load_keys(params, maps, pages, chosen, dots);
+    else if (warp == kLoadsValues) load_values(params, maps, pages, dots);
+    else if (warp == kSchedulesTiles) Base::template schedule_tiles<Hooks>(params, maps, sink, pages, chosen, dots);
     else if constexpr (kStagesArray) load_array(params, score, staged_map);
     else Base::template write_scales<Hooks>(params, scales);
   }

@@ -12,11 +12,13 @@ template <class Config>
 struct KvProducer : KvTileScheduler<Config> {
   using Base = KvTileScheduler<Config>;
   using typename Base::ChosenArgument, typename Base::Element, typename Base::Listed, typename Base::OperandElement,
-      typename Base::PagesArgument, typename Base::SmemArray, typename Base::StepMessage, typename Base::Walk,
-      typename Base::WorkTileInfo;
+      typename Base::PagesArgument, typename Base::SmemArray, typename Base::StepMessage,
+      typename Base::TangentsArgument, typename Base::Walk, typename Base::WorkTileInfo;
   using Base::array_slot, Base::array_smem, Base::do_smem, Base::kBlockKv, Base::kBlockQ, Base::kFetchesTileEarly,
-      Base::kLoadsDo, Base::kNumConsumers, Base::kNumFlags, Base::kPacksQueries, Base::k_smem, Base::phase_of, Base::q_phase_of, Base::q_smem,
-      Base::q_stage_of, Base::shared, Base::stage_of, Base::tile_info_index, Base::v_smem, Base::wait_tile_info;
+      Base::kLoadsDo, Base::kLoadsV, Base::kMarksMasked, Base::kNumConsumers, Base::kNumFlags, Base::kPacksQueries,
+      Base::kQOperands, Base::k_dot_smem, Base::k_smem, Base::phase_of, Base::q_dot_smem, Base::q_phase_of, Base::q_smem,
+      Base::q_stage_of, Base::shared, Base::stage_of, Base::tile_info_index, Base::v_dot_smem, Base::v_smem,
+      Base::wait_tile_info;
 
   // Return the boxes that TMA copies into the slot of an operand.
   template <Operand kOperand>
@@ -27,21 +29,20 @@ struct KvProducer : KvTileScheduler<Config> {
     else return tile::TmaBoxes(do_smem(stage));
   }
 
-  // Start copying rows first <= x < last of an operand into an empty slot. If `zero_fills`, the slot's rows past them
-  // must become 0. Called by a warp.
-  template <Operand kOperand>
-  static CUFLASH_DEVICE void load_operand(const attention::Params& params, const TensorMaps& maps,
-                                          const tile::PipelineSlot& slot, int stage, const WorkTileInfo& tile_info,
-                                          int first, int last, bool zero_fills) {
-    const TensorMapParam& map = (&maps.q)[kOperand];
-    const attention::Matrices& matrices = kOperand == kDo ? params.do_ : (&params.q)[kOperand];
-    // V is stored transposed: its rows are columns of the tensor map's matrix
+  // Start to copy rows first <= x < last of an operand, or of its tangent, into an empty slot; `coords` is a function.
+  // `zero_fills`: rows past them must become 0. Called by a warp.
+  template <Operand kOperand, class CoordsOf>
+  static CUFLASH_DEVICE void load_rows(const attention::Params& params, const tile::TmaBoxes& to,
+                                       const TensorMapParam& map, const attention::Matrices& matrices, CoordsOf coords,
+                                       const tile::PipelineSlot& slot, const WorkTileInfo& tile_info, int first,
+                                       int last, bool zero_fills) {
+    // the rows of V are columns of the tensor map's matrix
     constexpr bool kIsTransposed = Config::kIsQuantized && kOperand == kV;
     // FP8 operands always have a tensor map
     if (Config::kIsQuantized || (has_tensor_map(map, matrices) && !zero_fills)) {
       if (is_first_lane())
-        tile::tma_load_boxes<OperandElement>(boxes_of<kOperand>(stage), map, tile_info.coords[kOperand],
-                                             kIsTransposed ? 0 : first, slot.full, 0, kIsTransposed ? first : 0);
+        tile::tma_load_boxes<OperandElement>(to, map, coords(), kIsTransposed ? 0 : first, slot.full, 0,
+                                             kIsTransposed ? first : 0);
       else if (tile::lane() < tile::kArrivalsPerWarp) ptx::mbarrier_arrive(ptx::shared_address(&slot.full));
       return;
     }
@@ -50,8 +51,39 @@ struct KvProducer : KvTileScheduler<Config> {
       const int head = kIsOfQueries ? tile_info.work.batch_head.head : tile_info.kv_head;
       const int num_columns = kHasValueDim ? params.shape.value_dim : params.shape.head_dim;
       const auto all = attention::matrix<Element>(matrices, tile_info.work.batch_head, head, 0, num_columns);
-      tile::copy<32>(boxes_of<kOperand>(stage), all.rows(first, last), tile::lane(), [](int) { return true; });
+      tile::copy<32>(to, all.rows(first, last), tile::lane(), [](int) { return true; });
       tile::arrive(slot.full);
+    }
+  }
+  template <Operand kOperand>
+  static CUFLASH_DEVICE void load_operand(const attention::Params& params, const TensorMaps& maps,
+                                          const tile::PipelineSlot& slot, int stage, const WorkTileInfo& tile_info,
+                                          int first, int last, bool zero_fills) {
+    const attention::Matrices& matrices = kOperand == kDo ? params.do_ : (&params.q)[kOperand];
+    load_rows<kOperand>(params, boxes_of<kOperand>(stage), (&maps.q)[kOperand], matrices,
+                        [&] { return tile_info.coords[kOperand]; }, slot, tile_info, first, last, zero_fills);
+  }
+
+  // Start to copy rows of the tangent of Q, K or V into the slot of that operand, if there is one. Called by a warp.
+  template <Operand kOperand>
+  static CUFLASH_DEVICE void load_dot(const attention::Params&, NoTangentOperands, const tile::PipelineSlot&, int,
+                                      const WorkTileInfo&, int, int, bool) {}
+  template <Operand kOperand>
+  static CUFLASH_DEVICE void load_dot(const attention::Params& params, const TangentOperands& dots,
+                                      const tile::PipelineSlot& slot, int stage, const WorkTileInfo& tile_info,
+                                      int first, int last, bool zero_fills) {
+    constexpr bool kExists = kOperand == kQ ? Config::kHasQDot : kOperand == kK ? Config::kHasKDot : Config::kHasVDot;
+    if constexpr (kExists) {
+      const attention::Matrices& matrices = (&dots.arrays.q_dot)[kOperand];
+      const tile::TmaBoxes to = kOperand == kQ   ? tile::TmaBoxes(q_dot_smem(stage))
+                                : kOperand == kK ? tile::TmaBoxes(k_dot_smem(stage))
+                                                 : tile::TmaBoxes(v_dot_smem(stage));
+      const attention::BatchHead& batch_head = tile_info.work.batch_head;
+      const auto coords = [&] {
+        return tma_coords(matrices, batch_head, kOperand == kQ ? batch_head.head : tile_info.kv_head);
+      };
+      load_rows<kOperand>(params, to, (&dots.maps.q)[kOperand], matrices, coords, slot, tile_info, first, last,
+                          zero_fills);
     }
   }
 
@@ -156,8 +188,8 @@ struct KvProducer : KvTileScheduler<Config> {
       group_block.kind = BlockKind::kFull;
     const bool is_unmasked = !is_shifted && attention::is_unmasked<kBlockKv>(group_block);
     const bool is_last = is_last_of_tile || (!Config::kIsListed && block.stop >= group_range.stop);
-    // in a backward pass, the exponent of P includes the sign of the scale
-    const bool needs_negation = !kLoadsDo && attention::LazySoftmax<2>::needs_negation(params.shape.softmax_scale);
+    // where lse is final, the exponent of P includes the sign
+    const bool needs_negation = !kMarksMasked && attention::LazySoftmax<2>::needs_negation(params.shape.softmax_scale);
     return (is_unmasked && !needs_negation) * StepMessage::kUnmasked + is_last * StepMessage::kLastForWarpgroup +
            is_last_of_tile * StepMessage::kLastOfTile;
   }
@@ -181,7 +213,7 @@ struct KvProducer : KvTileScheduler<Config> {
 
   // Load Q, dO and K of all tiles, and write the message of each step. Called by a warp.
   static CUFLASH_DEVICE void load_keys(const attention::Params& params, const TensorMaps& maps, PagesArgument pages,
-                                       ChosenArgument chosen) {
+                                       ChosenArgument chosen, TangentsArgument dots) {
     using namespace attention;
     unsigned num_k_blocks = 0, num_tiles_done = 0;  // numbers of loaded blocks and tiles
     clear_rows_past_boxes(chosen);
@@ -191,8 +223,8 @@ struct KvProducer : KvTileScheduler<Config> {
       const tile::PipelineSlot& q = shared().q[q_stage];
       if (tile_info.is_end) {
         wait_slot_empty(q, q_phase_of(num_tiles_done));
-        if constexpr (kLoadsDo) tile::arrive(q.full);
-        return tile::arrive(q.full);
+        for (int i = 0; i < kQOperands; ++i) tile::arrive(q.full);
+        return;
       }
       BlockIterator<kBlockKv, Walk, Listed> blocks(params, tile_info.visit_range);
       KvBlock block;
@@ -220,12 +252,14 @@ struct KvProducer : KvTileScheduler<Config> {
         __syncwarp();
         load_step<kK>(params, maps, pages, k, stage, tile_info, block,
                       kLoadsDo && ends_inside_block(block, params.shape.seqlen_kv));
+        load_dot<kK>(params, dots, k, stage, tile_info, block.start, block.stop, false);
         ++num_k_blocks;
         if (!is_first) continue;
         wait_slot_empty(q, q_phase_of(num_tiles_done));
         load_queries<kQ>(params, maps, chosen, q, q_stage, tile_info,
                          Config::kIsPaged && ends_before_unused_queries(params, tile_info.work));
         if constexpr (kLoadsDo) load_queries<kDo>(params, maps, chosen, q, q_stage, tile_info, false);
+        load_dot<kQ>(params, dots, q, q_stage, tile_info, tile_info.work.first, tile_info.work.last, false);
       }
       ++num_tiles_done;
     }
@@ -252,14 +286,16 @@ struct KvProducer : KvTileScheduler<Config> {
   }
 
   // Load V of all steps. Called by a warp.
-  static CUFLASH_DEVICE void load_values(const attention::Params& params, const TensorMaps& maps, PagesArgument pages) {
+  static CUFLASH_DEVICE void load_values(const attention::Params& params, const TensorMaps& maps, PagesArgument pages,
+                                         TangentsArgument dots) {
     using namespace attention;
     walk_steps(params, [&](const WorkTileInfo& tile_info, KvBlock& block, unsigned num_v_blocks, bool) {
       const int stage = stage_of(num_v_blocks), length = params.shape.seqlen_kv;
       shift_short_block<kBlockKv, kKeepsSteps>(block, tile_info.visit_range, length);
       const bool zero_fills = ends_inside_block(block, length);
       wait_slot_empty(shared().v[stage], phase_of(num_v_blocks));
-      load_step<kV>(params, maps, pages, shared().v[stage], stage, tile_info, block, zero_fills);
+      if constexpr (kLoadsV) load_step<kV>(params, maps, pages, shared().v[stage], stage, tile_info, block, zero_fills);
+      load_dot<kV>(params, dots, shared().v[stage], stage, tile_info, block.start, block.stop, zero_fills);
     });
   }
 

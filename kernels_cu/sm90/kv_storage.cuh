@@ -42,7 +42,8 @@ template <class Config>
 struct KvStorage : Constants<Config> {
   using Base = Constants<Config>;
   using typename Base::Element;
-  using Base::kBlockKv, Base::kBlockQ, Base::kHeadDim, Base::kNumStages, Base::kThreads, Base::kValueDim;
+  using Base::kBlockKv, Base::kBlockQ, Base::kHasTangents, Base::kHeadDim, Base::kNumStages, Base::kThreads,
+      Base::kValueDim;
 
   static constexpr int kNumConsumers = kBlockQ / 64;
   // Whether queries each choose their blocks: a tile then has the rows of neighboring queries (attention/members.cuh).
@@ -50,13 +51,19 @@ struct KvStorage : Constants<Config> {
   using Walk = tile::Conditional<kPacksQueries, attention::OverUnions, attention::OverKvBlocks>;
   static_assert(!kPacksQueries || (kNumConsumers == 1 && Config::kIsListed && !kHasScore && !Config::kHasDropout),
                 "flags of a warp assume that its rows need only masks");
-  static constexpr bool kLoadsDo = Config::kIsBackward;  // whether dO is loaded with Q
-  // Whether tiles are so small that several thread blocks share a multiprocessor.
+  static constexpr bool kLoadsDo = Config::kIsBackward;  // dO is loaded with Q
+  // Without tangents of scores, weights are multiplied by the tangent of V alone.
+  static constexpr bool kLoadsV = !kHasTangents || Config::kHasQDot || Config::kHasKDot || !Config::kHasVDot;
+  // Lse is final: masked scores are marked, and the exponent of P includes the sign of the scale.
+  static constexpr bool kMarksMasked = kLoadsDo || kHasTangents;
+  // Operands that share a slot with Q, K or V, each copied with a separate arrival.
+  static constexpr int kQOperands = 1 + kLoadsDo + Config::kHasQDot, kKOperands = 1 + Config::kHasKDot,
+                       kVOperands = kLoadsV + Config::kHasVDot;
+  // Several thread blocks with such tiles share a multiprocessor.
   static constexpr bool kIsSmallTile = Config::kIsListed && kNumConsumers == 1 && !Config::kIsQuantized;
   static constexpr int kQStages =
-      kHeadDim <= 128 && kValueDim <= 128 && !kIsSmallTile && !kLoadsDo && !kStagesArray ? 2 : 1;
-  // Whether a warpgroup after the consumers draws the random numbers of dropout, ahead of them
-  // (sm90/drawn_weights.cuh).
+      kHeadDim <= 128 && kValueDim <= 128 && !kIsSmallTile && !kMarksMasked && !kStagesArray ? 2 : 1;
+  // A warpgroup after the consumers draws the random numbers of dropout, ahead of them (sm90/drawn_weights.cuh).
   static constexpr bool kHasDrawers = Config::kHasDropout && kThreads == kWarpgroupThreads * (2 + kNumConsumers);
   // Whether the next tile is scheduled during the first step of a tile, not the last one, since loads from a list have
   // a high latency.
@@ -74,8 +81,17 @@ struct KvStorage : Constants<Config> {
   static constexpr int kDoOffset = kQStages * SmemQ::kBytes + kNumStages * (SmemK::kBytes + SmemV::kBytes);
   using SmemDo = tile::WgmmaTile<Element, kBlockQ, kValueDim>;
   static CUFLASH_DEVICE SmemDo do_smem(int slot) { return {kDoOffset + slot * SmemDo::kBytes}; }
-  static constexpr int kStorageOffset = kDoOffset + (kLoadsDo ? kQStages * SmemDo::kBytes : 0);
-  // The scheduler warp's message about a tile.
+  static constexpr int kDotsOffset = kDoOffset + (kLoadsDo ? kQStages * SmemDo::kBytes : 0);
+  static CUFLASH_DEVICE SmemQ q_dot_smem(int slot) { return {kDotsOffset + slot * SmemQ::kBytes}; }
+  static CUFLASH_DEVICE SmemK k_dot_smem(int stage) {
+    return {q_dot_smem(Config::kHasQDot * kQStages).start + stage * SmemK::kBytes};
+  }
+  static CUFLASH_DEVICE SmemV v_dot_smem(int stage) {
+    return {k_dot_smem(Config::kHasKDot * kNumStages).start + stage * SmemV::kBytes};
+  }
+  static constexpr int kStorageOffset = kDotsOffset + Config::kHasQDot * kQStages * SmemQ::kBytes +
+                                        kNumStages * (Config::kHasKDot * SmemK::kBytes + Config::kHasVDot * SmemV::kBytes);
+  // Message of the scheduler warp about a tile.
   struct WorkTileInfo {
     EpilogueTarget epilogue_target;
     attention::WorkTile work;

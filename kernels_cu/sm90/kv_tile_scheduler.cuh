@@ -12,8 +12,8 @@ template <class Config>
 struct KvTileScheduler : KvStorage<Config> {
   using Base = KvStorage<Config>;
   using typename Base::ChosenArgument, typename Base::Element, typename Base::Listed, typename Base::PagesArgument,
-      typename Base::SinkArgument, typename Base::Walk, typename Base::WorkTileInfo;
-  using Base::kBlockKv, Base::kBlockQ, Base::kLoadsDo, Base::kNumConsumers, Base::shared, Base::tile_info_index,
+      typename Base::SinkArgument, typename Base::TangentsArgument, typename Base::Walk, typename Base::WorkTileInfo;
+  using Base::kBlockKv, Base::kBlockQ, Base::kHasTangents, Base::kLoadsDo, Base::kNumConsumers, Base::shared, Base::tile_info_index,
       Base::tile_info_phase;
 
   // Return the index of the block's next tile, which no other block takes. Called by a warp.
@@ -72,7 +72,7 @@ struct KvTileScheduler : KvStorage<Config> {
   // to start them sooner. Called by a warp.
   template <class Hooks>
   static CUFLASH_DEVICE void schedule_tiles(const attention::Params& params, const TensorMaps& maps, SinkArgument sink,
-                                            PagesArgument pages, ChosenArgument chosen) {
+                                            PagesArgument pages, ChosenArgument chosen, TangentsArgument dots) {
     using namespace attention;
     const int num_tiles = num_tiles_of_queries<Listed>(params, chosen, kBlockQ);
     unsigned num_tiles_done = 0;
@@ -101,7 +101,8 @@ struct KvTileScheduler : KvStorage<Config> {
         if (kStagesArray && visit_range.start < visit_range.stop)
           visit_range.start -= visit_range.start % 8;  // the start is a multiple of 16 bytes of an array
         if (!BlockIterator<kBlockKv, Walk, Listed>(params, visit_range).has_next()) {
-          Hooks::write_empty_rows(params, work, sink, chosen);
+          if constexpr (kHasTangents) Hooks::write_empty_rows(params, work, sink, dots.arrays);
+          else Hooks::write_empty_rows(params, work, sink, chosen);
           continue;
         }
       }

@@ -1,4 +1,5 @@
 #pragma once
+#include <attention/tangents.cuh>
 #include <attention/tile_scheduler.cuh>
 #include <tile/pipeline.cuh>
 
@@ -15,6 +16,13 @@ using tile::TensorMapParam;
 struct TensorMaps {
   TensorMapParam q, k, v, do_, o;
 };
+
+// Tangents of Q, K and V, for kernels that load them: the arrays, and their tensor maps under the names of the arrays.
+struct TangentOperands {
+  const Tangents& arrays;
+  const TensorMaps& maps;
+};
+struct NoTangentOperands {};
 
 // Return whether TMA can copy these matrices.
 CUFLASH_DEVICE bool has_tensor_map(const TensorMapParam& map, const Matrices& matrices) {

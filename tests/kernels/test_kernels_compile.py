@@ -144,9 +144,10 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
                 if family in ("simt", "sm80"):
                     least = 1 if family == "simt" else 128
                     specs.add(mass_kernel(problem, device, least, is_listed=limit is not None))
-                if family in ("simt", "sm80") and precision == "ieee" and limit is None and head_dim == value_dim:
-                    specs |= of_tangents(FAMILIES[family], problem, device, limit)
-                if family == "sm90":  # many or few keys per query, for one problem and for a batch of a thousand
+                if family in ("simt", "sm80", "sm90") and precision == "ieee" and head_dim == value_dim:
+                    if limit is None or (family == "sm90" and min(limit) >= 64):
+                        specs |= of_tangents(FAMILIES[family], problem, device, limit)
+                if family == "sm90":  # queries that see many keys, or few, of one problem and of a thousand
                     many = (ShapeDtype((1000, *x.shape), dtype) for x in (q, k, v))
                     thousand = Problem.of(*many, precision=precision)
                     for variant, keys in ((problem, 1 << 14), (problem, 256), (thousand, 256)):

@@ -312,6 +312,109 @@ def test_bits_do_not_depend_on_the_schedule(monkeypatch: pytest.MonkeyPatch, dty
         same(push(SIM, moving), expected)
 
 
+# Kernels for Hopper
+
+
+SM90 = (
+    pytest.param(replace(SIM, kernel="sm90"), marks=needs_compiler),
+    pytest.param(replace(GPU, kernel="sm90"), marks=pytest.mark.gpu(9, 0)),
+)
+on_hopper = pytest.mark.parametrize("run", SM90, ids=["sim", "gpu"])
+HOPPER = replace(
+    FULL, seqlen_q=200, seqlen_kv=270, head_dim=72, value_dim=100, dtype="float16", dropout=None,
+    mask=masks.Dense(np.arange(200)[:, None] % 3 > 0) & masks.Causal("bottom_right"),
+)  # fmt: skip
+HOPPER_MASKS = {
+    "full": None,
+    "causal": masks.Causal("bottom_right"),
+    "few keys": masks.Causal("top_left") & masks.Lengths(q=np.array([100, 200]), kv=np.array([30, 150])),
+    "window": masks.Band(-30, 20),
+    "list": masks.BlockPattern(np.array([[[1, 0, 1], [0, 0, 1]]] * 3 + [[[1, 1, 0], [0, 0, 0]]], bool), 128),
+    "elements": masks.Dilated(3, align="top_left"),
+}
+
+
+@on_hopper
+@pytest.mark.parametrize("mask", HOPPER_MASKS.values(), ids=HOPPER_MASKS)
+def test_sm90_tangents_are_within_their_bounds(run: Run, mask: Any) -> None:
+    """Both widths of tiles; tangents whose strides differ from those of their arrays."""
+    for dtype, dims, layout in (("float16", (128, 128), "contiguous"), ("bfloat16", (40, 64), "padded")):
+        sizes = {"head_dim": dims[0], "value_dim": dims[1], "dtype": dtype, "sink": None, "mask": mask}
+        check(run, moved_along(replace(HOPPER, **sizes).example(), QKV, layout=layout))
+
+
+@on_hopper
+def test_sm90_tangents_of_some_arrays_are_those_with_zeros(run: Run) -> None:
+    every = moved_along(HOPPER.example(), EVERY)
+    check(run, every)
+    for names in (("v",), ("k", "sink"), ("q",), ("sink",)):
+        own = {name: every.tangents[name] for name in names}
+        full = {name: own.get(name, np.zeros_like(x)) for name, x in every.tangents.items()}
+        outputs = push(run, Moving(every.example, own))
+        same(outputs, push(run, Moving(every.example, full)))
+
+
+@on_hopper
+def test_sm90_serves_few_queries_and_packed_sequences(run: Run) -> None:
+    packed = masks.Sequences(np.array([0, 30, 31, 200]), causal=True)
+    for lengths, mask in (((50, 270), None), ((200, 200), packed)):
+        sizes = {"seqlen_q": lengths[0], "seqlen_kv": lengths[1], "sink": None, "mask": mask}
+        check(run, moved_along(replace(HOPPER, **sizes).example(), QKV))
+
+
+@on_hopper
+def test_sm90_takes_axes_that_do_not_fold_and_tangents_that_are_repeated(run: Run) -> None:
+    example = Structure(
+        q_batch=(2, 2, 2), k_batch=(2, 1, 2), v_batch=(1, 2, 1), num_heads=2, seqlen_q=70, seqlen_kv=90, head_dim=64,
+        value_dim=64, dtype="float16",
+    ).example()  # fmt: skip
+    moving = moved_along(example, QKV)
+    dots = moving.tangents | {"q": np.broadcast_to(moving.tangents["q"][:1, :1, :1], example.q.shape)}
+    check(run, Moving(example, dots))
+
+
+@on_hopper
+def test_sm90_ignores_tangents_of_absent_keys(run: Run) -> None:
+    """Of a sequence that is shorter than a step, and of one that is longer."""
+    for length in (30, 150):
+        structure = replace(HOPPER, value_dim=96, sink=None, mask=masks.Lengths(kv=length))  # rows that TMA can copy
+        moving = moved_along(structure.example(), QKV)
+        poisoned = {name: x.copy() for name, x in moving.tangents.items()}
+        for name in "kv":
+            poisoned[name][..., length:, :] = np.nan
+        same(push(run, moving), push(run, Moving(moving.example, poisoned)))
+
+
+@on_hopper
+def test_sm90_keeps_a_drift_that_all_keys_share_exact(run: Run) -> None:
+    mask = masks.Dense(np.arange(700) % 70 <= np.arange(60)[:, None])
+    example = Structure(num_heads=2, seqlen_q=60, seqlen_kv=700, head_dim=16, dtype="float16", mask=mask).example()
+    check(run, moved_along(example, {"k": "drift"}))
+
+
+@needs_compiler
+def test_bits_of_sm90_tangents_do_not_depend_on_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, moving = replace(SIM, kernel="sm90"), moved_along(HOPPER.example(), EVERY)
+    expected = push(run, moving)
+    for schedule in hostile_schedules("sm90 tangents", 3):
+        monkeypatch.setattr(simulated, "_SIMULATOR", Simulator(schedule))
+        same(push(run, moving), expected)
+
+
+def test_sm90_leaves_other_calls_to_sm80() -> None:
+    device, entries = DeviceSpec.gpu("H100"), {}
+    wide = ShapeDtype((8, 1000, 136), np.dtype(np.float16))
+    lists = {size: masks.BlockPattern(np.ones((2, 2), bool), size) for size in (32, 512)}
+    for name, (x, options) in {
+        "plain": (HALF, {}), "wide": (wide, {}), "scored": (HALF, {"softcap": 9.0}),
+        "dropped": (HALF, {"dropout": cuflash.Dropout(0.1, seed=1)}), "listed": (HALF, {"mask": lists[512]}),
+    }.items():  # fmt: skip
+        plan = cuflash.plan(x, x, x, device=device, kernel="sm90", tangents=("q", "k", "v"), **options)
+        entries[name] = plan._plan.specs["jvp"].name
+    sm80 = dict.fromkeys(("wide", "scored", "dropped"), "sm80_jvp")
+    assert entries == {"plain": "sm90_jvp", "listed": "sm90_jvp"} | sm80
+
+
 # Tangents of gradients
 
 

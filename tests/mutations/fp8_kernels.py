@@ -110,7 +110,7 @@ FAULTS = {
             "",
         ),
         "V of all steps is that of the first": Edit(
-            PIPELINE, "load_operand", "slot.full, 0, kIsTransposed ? first : 0)", "slot.full, 0, 0)"
+            PIPELINE, "load_rows", "slot.full, 0, kIsTransposed ? first : 0)", "slot.full, 0, 0)"
         ),
         "a sum of values has the next one's scale": Edit(
             FORWARD, "store_scales", "is_first ? 0 : written.sum_scale}", "is_first ? 0 : value}"
@@ -142,7 +142,7 @@ FAULTS = {
     },
     fp8_is_scheduled_right: {
         "K comes without its scales": Edit(
-            "sm90/kv_pipeline.cuh", "init_barriers", "(Config::kIsQuantized && is_k)", "false"
+            "sm90/kv_pipeline.cuh", "init_barriers", "kKOperands + Config::kIsQuantized", "kKOperands"
         ),
         "a tile is left before its scales are stored": Edit(
             "sm90/kv_pipeline.cuh", "init_barriers", "kStagesArray + Config::kIsQuantized)", "kStagesArray)"

@@ -9,10 +9,10 @@ FAULTS = {
     forward_is_right: {
         "barriers are not fenced": Edit("sm90/kv_pipeline.cuh", "init_barriers", "ptx::fence_mbarrier_init();", ""),
         "copied rows count as there before they are": Edit(
-            "sm90/kv_producer.cuh", "load_operand",
-            "tile::copy<32>(boxes_of<kOperand>(stage), all.rows(first, last), tile::lane(), [](int) { return true; "
+            "sm90/kv_producer.cuh", "load_rows",
+            "tile::copy<32>(to, all.rows(first, last), tile::lane(), [](int) { return true; "
             "}); tile::arrive(slot.full);",
-            "tile::arrive(slot.full); tile::copy<32>(boxes_of<kOperand>(stage), all.rows(first, last), tile::lane(), "
+            "tile::arrive(slot.full); tile::copy<32>(to, all.rows(first, last), tile::lane(), "
             "[](int) { return true; });",
         ),
         "V past a step is what stands there": Edit(
@@ -163,7 +163,7 @@ FAULTS = {
         ),
         "turned scores are as they are": Edit(
             "sm90/kv_producer.cuh", "step_flags",
-            "!kLoadsDo && attention::LazySoftmax<2>::needs_negation(params.shape.softmax_scale)",
+            "!kMarksMasked && attention::LazySoftmax<2>::needs_negation(params.shape.softmax_scale)",
             "false",
         ),
         "V is left before it is multiplied in a plain step": Edit(
@@ -263,9 +263,9 @@ FAULTS = {
         ),
     },
     gradients_in_two_walks_are_right: {
-        "dO is not counted": Edit("sm90/kv_pipeline.cuh", "init_barriers", "(kLoadsDo && i < kQStages) ||", "false ||"),
+        "dO is not counted": Edit("sm90/kv_pipeline.cuh", "init_barriers", "is_q ? kQOperands :", "is_q ? 1 :"),
         "the end is signalled once": Edit(
-            "sm90/kv_producer.cuh", "load_keys", "if constexpr (kLoadsDo) tile::arrive(q.full);", ""
+            "sm90/kv_producer.cuh", "load_keys", "i < kQOperands; ++i)", "i < 1; ++i)"
         ),
         "dO is not brought": Edit(
             "sm90/kv_producer.cuh", "load_keys", "(kLoadsDo) load_queries<kDo>", "(false) load_queries<kDo>"
@@ -278,10 +278,10 @@ FAULTS = {
             "tile_info.kv_head);",
         ),
         "dO that is copied is that of another head": Edit(
-            "sm90/kv_producer.cuh", "load_operand", "= kOperand == kQ || kOperand == kDo,", "= kOperand == kQ,"
+            "sm90/kv_producer.cuh", "load_rows", "= kOperand == kQ || kOperand == kDo,", "= kOperand == kQ,"
         ),
         "dO that is copied is as wide as Q": Edit(
-            "sm90/kv_producer.cuh", "load_operand", "= kOperand == kV || kOperand == kDo;", "= kOperand == kV;"
+            "sm90/kv_producer.cuh", "load_rows", "= kOperand == kV || kOperand == kDo;", "= kOperand == kV;"
         ),
         "dO is Q": Edit("sm90/kv_producer.cuh", "load_operand", "kOperand == kDo ? params.do_ :", ""),
         "dO lies where V does": Edit(
@@ -297,7 +297,7 @@ FAULTS = {
             "sm90/kv_pipeline.cuh", "mask_block", ", tile_info.band, message.unread_start)", ", tile_info.band, 0)"
         ),
         "scores are hidden behind -inf": Edit(
-            "sm90/kv_pipeline.cuh", "mask_block", "kLoadsDo ? attention::masked_score() : ptx::", "ptx::"
+            "sm90/kv_pipeline.cuh", "mask_block", "kMarksMasked ? attention::masked_score() : ptx::", "ptx::"
         ),
     },
 }  # fmt: skip

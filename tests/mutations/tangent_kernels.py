@@ -16,8 +16,8 @@ from cuflash.testing.tangents import Moving
 from executors import SIM, Run
 from mutations.planting import Edit
 
-SIGNS = (AssertionError, sim.SimulationError)  # exceptions with which a guard reports a fault
-SIMT, SM80 = (replace(SIM, kernel=kernel) for kernel in ("simt", "sm80"))
+SIGNS = (AssertionError, sim.SimulationError)  # exceptions by which guards see a fault
+SIMT, SM80, SM90 = (replace(SIM, kernel=kernel) for kernel in ("simt", "sm80", "sm90"))
 PLAIN = replace(checks.FULL, dropout=None, sink=None)
 
 
@@ -49,6 +49,21 @@ def sm80_is_right() -> None:
         with patch.object(simulated, "_SIMULATOR", Simulator(schedule)):
             _tangents_are_right(SM80, "float16")
             checks.check(SM80, checks.moved_along(replace(checks.FULL, dtype="float16").example(), checks.EVERY))
+
+
+def sm90_is_right() -> None:
+    """Check under schedules in which copies land late."""
+    every = checks.moved_along(checks.HOPPER.example(), checks.EVERY)
+    listed = replace(checks.HOPPER, sink=None, mask=checks.HOPPER_MASKS["list"]).example()
+    few = replace(checks.HOPPER, sink=None, mask=checks.HOPPER_MASKS["few keys"]).example()
+    for schedule in (sim.Schedule(copies="late"), sim.Schedule(seed=1, order="random", copies="random")):
+        with patch.object(simulated, "_SIMULATOR", Simulator(schedule)):
+            checks.check(SM90, every)
+            for names in ("v", "k"):
+                checks.check(SM90, checks.moved_along(listed, dict.fromkeys(names, "normal"), layout="padded"))
+            checks.check(SM90, checks.moved_along(few, checks.QKV))
+    checks.test_sm90_takes_axes_that_do_not_fold_and_tangents_that_are_repeated(SM90)
+    checks.test_sm90_ignores_tangents_of_absent_keys(SM90)
 
 
 def second_derivatives_are_right() -> None:
@@ -94,6 +109,7 @@ def plans_are_right(library: ModuleType) -> None:
 
 WEIGHTS, GRADIENTS = "attention/tangent_weights.cuh", "attention/gradient_tangents.cuh"
 JVP, MMA, PRODUCTS = "simt/jvp.cu", "sm80/jvp.cu", "sm80/tangent_tiles.cuh"
+WGMMA, PRODUCER = "sm90/jvp.cu", "sm90/kv_producer.cuh"
 ROWS, COLUMNS = "simt/backward_jvp_rows.cu", "simt/backward_jvp_columns.cu"
 FAULTS = {
     simt_is_right: {
@@ -206,6 +222,51 @@ FAULTS = {
         "steps are not the next ones": Edit(MMA, "sm80_jvp", "block = next_block;", ""),
         "dropped weights move": Edit(MMA, "drop_step", "drop_weights(s_dot, kept);", ";"),
         "kept weights are not scaled": Edit(MMA, "write_results", "o_dot.scale(dropout.single_factor);", ";"),
+    },
+    sm90_is_right: {
+        "k's tangent moves no score": Edit(
+            WGMMA, "start_scores", "tile::start_gemm_add_nt(s_dot, q, K(k_dot_smem(stage)));", ";"
+        ),
+        "q's tangent is q": Edit(WGMMA, "start_scores", "Q(q_dot_smem(0), first_row), k", "q, k"),
+        "both warpgroups have the same queries' tangents": Edit(
+            WGMMA, "start_scores", "Q(q_dot_smem(0), first_row)", "Q(q_dot_smem(0))"
+        ),
+        "values do not move": Edit(
+            WGMMA, "add_values", "if constexpr (Config::kHasVDot) tile", "if constexpr (false) tile"
+        ),
+        "v's tangent is v": Edit(WGMMA, "add_values", "V(v_dot_smem(stage))", "V(v_smem(stage))"),
+        "V is read before it is there": Edit(
+            WGMMA, "add_values", "tile::wait_full(shared().v[stage], phase_of(num_blocks));", ""
+        ),
+        "K is released before it is read": Edit(
+            WGMMA, "process_tile", "start_scores(s, s_dot, group, stage);",
+            "tile::arrive(smem.k[stage].empty); start_scores(s, s_dot, group, stage);"
+        ),
+        "Q is released after the first step": Edit(
+            WGMMA, "process_tile", "if (is_done) tile::arrive(smem.q[0].empty);", "tile::arrive(smem.q[0].empty);"
+        ),
+        "scores are not masked": Edit(
+            WGMMA, "update", "mask_block(params, s, tile_info, message, chosen);", ""
+        ),
+        "a warpgroup sees keys past its last": Edit(
+            WGMMA, "process_tile", "is_done = flags & StepMessage::kLastForWarpgroup;",
+            "is_done = flags & (StepMessage::kLastForWarpgroup | StepMessage::kUnmasked);"
+        ),
+        "lse_dot of the last row is lost": Edit(
+            WGMMA, "write_results", "== 0 && in_bounds) lse_dot", "== 0 && row < lse_dot.num_rows - 1) lse_dot"
+        ),
+        "queries without a key are not written": Edit(
+            WGMMA, "write_empty_rows", "row < work.last; ++row", "row < work.first; ++row"
+        ),
+        "k's tangent is copied as k lies": Edit(
+            PRODUCER, "load_dot", "tma_coords(matrices, batch_head,", "tma_coords(params.k, batch_head,"
+        ),
+        "k's tangent has the head of the query": Edit(
+            PRODUCER, "load_dot", "kOperand == kQ ? batch_head.head : tile_info.kv_head", "batch_head.head"
+        ),
+        "rows of v's tangent past a step are left": Edit(
+            PRODUCER, "load_values", "block.start, block.stop, zero_fills);", "block.start, block.stop, false);"
+        ),
     },
     second_derivatives_are_right: {
         "delta does not move with o": Edit(

@@ -44,9 +44,9 @@ def jvp_pass(problem: Problem, device: DeviceSpec, work: WorkList, spec: KernelS
     tangents = [name for name in spec.tangents if name != "score"]
     moves_means = spec.moves_scores or "sink" in tangents
     reads = ("q", "k", *("v",) * spec.moves_scores, *("o",) * moves_means, "lse")
-    reads = (*reads, *(f"{name}{DOT}" for name in tangents))
-    launch = launch_of(spec, device, num_tiles(spec, problem, work), reads, (f"o{DOT}", f"lse{DOT}"))
-    kernels = Pass({"jvp": launch})
+    counters = tile_counters(spec, is_zeroed=True)
+    reads, writes = (*reads, *(f"{name}{DOT}" for name in tangents)), (f"o{DOT}", f"lse{DOT}", *counters)
+    kernels = Pass({"jvp": launch_of(spec, device, num_tiles(spec, problem, work), reads, writes)}, counters)
     return sink_forward(kernels, problem, "jvp") if moves_means else kernels
 
 

@@ -22,6 +22,7 @@ from ..problem import Problem
 from ..score_bins import num_bins
 from ..spec import SM90, KernelSpec
 from ..staged_array import can_stage, can_store_gradient, staged_load
+from ..tangent_launches import tangents_of_kernels
 from ..tile_order import forward_order, heads_per_wave
 from ..chosen_lists import UnionWork
 from . import sm90_dq, sm90_storage
@@ -62,7 +63,9 @@ _STAGED_KEYS = 128  # keys of a step if elements of a captured array are staged
 _LISTED_SMALL = {64: (3, _STAGES), 128: (2, _STAGES + 1)}
 
 
-_MOST_GATHERED = 8  # maximum number of queries that a step gathers, equal to kMaxGathered in sm90/q_storage.cuh
+_JVP_KEYS = {64: 112, 128: 80}  # keys of a step of the kernel for tangents, by the larger dimension
+
+_MOST_GATHERED = 8  # queries of a step of gathered queries, as kMaxGathered of sm90/q_storage.cuh
 _SAMPLED_QUERIES = 256  # number of queries sampled for the mean number of attended keys
 
 
@@ -104,7 +107,18 @@ class Sm90(Family):
     def jvp_spec(
         self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
     ) -> KernelSpec:
-        return Sm80().jvp_spec(problem, device, largest)
+        """Return the kernel; sm80's for wide rows, score functions, dropout and small blocks of a list."""
+        dims, (rows, keys) = rounded_dims(problem), largest or (2 * ROWS, ROWS)
+        changes_weights = problem.score is not None or problem.dropout is not None
+        if changes_weights or max(dims) > max(_JVP_KEYS) or rows % ROWS or keys % ROWS:
+            return _SM80.jvp_spec(problem, device, largest)
+        block_q = 2 * ROWS if rows % (2 * ROWS) == 0 and problem.seqlen_q > ROWS else ROWS
+        width = next(width for width in _JVP_KEYS if width >= max(dims))
+        return KernelSpec(
+            entry=sm90_storage.JVP, dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1], block_q=block_q,
+            block_kv=_JVP_KEYS[width] if largest is None else ROWS, num_warps=4 * (1 + block_q // ROWS), min_blocks=1,
+            is_listed=largest is not None, num_stages=_STAGES, tangents=tangents_of_kernels(problem),
+        )  # fmt: skip
 
     def backward_jvp_specs(
         self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None

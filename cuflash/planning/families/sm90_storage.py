@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..options import DOT
 from ..score_bins import WARP_LANES
 from ..spec import SM90, Boxes, Entry, KernelSpec
 
@@ -64,14 +65,15 @@ def _backward_wide_bytes(spec: KernelSpec) -> int:
 
 
 def _walk_of_keys_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of queries, of dO in the backward pass, and of keys and values of all stages."""
+    """Return the bytes of queries, of dO in the backward pass, of keys and values of all stages, and of tangents."""
     loads_do = spec.entry.loads_do
     is_small = spec.is_listed and spec.block_q == ROWS
     is_narrow = max(spec.head_dim, spec.value_dim) <= 128
-    q_stages = 2 if is_narrow and not is_small and not loads_do and not spec.score_is_staged else 1
-    query_dims = spec.head_dim + spec.value_dim * loads_do
-    elements = q_stages * spec.block_q * query_dims
-    elements += spec.num_stages * spec.block_kv * (spec.head_dim + spec.value_dim)
+    has_two = is_narrow and not is_small and not loads_do and not spec.score_is_staged and not spec.tangents
+    q_stages, named = 1 + has_two, spec.tangents
+    query_dims = spec.head_dim * (1 + ("q" in named)) + spec.value_dim * loads_do
+    key_dims = spec.head_dim * (1 + ("k" in named)) + spec.value_dim * (1 + ("v" in named))
+    elements = q_stages * spec.block_q * query_dims + spec.num_stages * spec.block_kv * key_dims
     storage = storage_bytes(spec, q_stages)
     return spec.dtype.itemsize * elements + storage + _staged_bytes(spec, storage, _SLOT * (spec.block_q // ROWS))
 
@@ -130,9 +132,18 @@ def _backward_wide_boxes(spec: KernelSpec) -> Boxes:
     return _backward_boxes(spec) | halves
 
 
+def _jvp_boxes(spec: KernelSpec) -> Boxes:
+    boxes = _mass_boxes(spec) | {"v": (spec.block_kv, _panels(spec)[1])}
+    return boxes | {f"{name}{DOT}": boxes[name] for name in ("q", "k", "v") if name in spec.tangents}
+
+
 FORWARD = Entry(
     family=SM90, name="forward", shared_bytes=_walk_of_keys_bytes, boxes=_forward_boxes, is_persistent=True,
     takes_order=True, applies_score=True, draws_dropout=True, has_exponentials=True, products=(1, 1),
+)  # fmt: skip
+JVP = Entry(
+    family=SM90, name="jvp", shared_bytes=_walk_of_keys_bytes, boxes=_jvp_boxes, is_persistent=True,
+    has_exponentials=True, products=(3, 2),
 )  # fmt: skip
 BACKWARD = Entry(
     family=SM90, name="backward", shared_bytes=_backward_bytes, boxes=_backward_boxes, loads_do=True,
