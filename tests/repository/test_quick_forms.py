@@ -18,8 +18,8 @@ Load = Callable[[str], ModuleType]
 ON_THE_HOST: dict[str, dict[str, Any]] = {
     "chosen_recall": {"data": ("language",), "ns": (2,), "rows": (1, 16)},
     "compiled_step": {
-        "libraries": ("jax", "torch"), "tokens": (32,), "tokens_of_batch": 64, "vocabulary": 16, "layers": 1, "heads": 2,
-        "head_dim": 8, "dtype": "float32", "repeats": 1,
+        "libraries": ("jax", "torch"), "tokens": (32,), "tokens_of_batch": 64, "vocabulary": 16, "layers": 1,
+        "heads": 2, "head_dim": 8, "dtype": "float32", "repeats": 1,
     },
     "cpu_score_functions": {"tokens": 32, "heads": 2, "head_dim": 8, "repeats": 1},
     "cpu_speed": {
