@@ -7,6 +7,7 @@ have as a whole are gathered: rows, keys and columns; and batch entries or heads
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ HEADS = "h"  # the name of the axis of heads; those of batch axes are "b0", the 
 _GROUP = "g"  # query heads per key head
 _OF_HEADS = {"q": 3, "k": 3, "v": 3, "o": 3, "do": 3, "lse": 2, "dlse": 2, "sink": 1}  # axes from that of heads on
 
+GATHERED_BYTES = 64 << 20  # of a smaller array nothing is said
 Labels = tuple[str | None, ...]  # the name of each axis of an array that may be sharded
 
 
@@ -228,6 +230,21 @@ def _split(array: Any, mesh: Mesh) -> list[tuple[str, ...]]:
     return split
 
 
+def _warn_of_gathered(one: Pass, mesh: Mesh, arrays: Sequence[Any]) -> None:
+    """Warn of a large array that each device needs as a whole along an axis that is split."""
+    axes = Axes(one)
+    for name, array in zip(one.names, arrays):
+        nbytes = math.prod(array.shape) * array.dtype.itemsize
+        for axis, (label, names) in enumerate(zip(axes.labels(name, array.shape), _split(array, mesh))):
+            if names and label is None and nbytes > GATHERED_BYTES:
+                over, fix = " and ".join(map(repr, names)), "shard batch entries or heads"
+                warnings.warn(
+                    f"{name} is sharded over {over} along axis {axis}, which each device needs as a whole: XLA gathers "
+                    f"its {nbytes >> 20} MiB at each call; {fix}, or call within jax.shard_map with q_start",
+                    stacklevel=2,
+                )  # fmt: skip
+
+
 def _count(mesh: Mesh, names: Sequence[str]) -> int:
     """Return the number of parts of an axis that is split along axes of a mesh."""
     return math.prod(mesh.shape[each] for each in names)
@@ -252,6 +269,7 @@ def partitioned(bind_local: Callable[..., list[Any]], one: Pass, arrays: Sequenc
         return mesh, chosen, *placed
 
     def partition(mesh: Mesh, shapes: Sequence[Any], results: Sequence[Any]) -> Any:
+        _warn_of_gathered(one, mesh, shapes)
         mesh, chosen, of_arrays, of_results = shardings(mesh, shapes, results)
         counts = {label: _count(mesh, names) for label, names in chosen.items()}
         own = tuple(

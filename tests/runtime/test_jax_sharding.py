@@ -206,3 +206,11 @@ def test_shards_of_an_index_with_batch_entries_are_gathered():
     index = BlockIndex.from_mask(masks.Dense(allowed(B, 1, S, S)), S, S, 2, batch=(B,))
     call = jax.jit(partial(cuflash.jax.attention, mask=index))
     np.testing.assert_allclose(call(*of_mesh(mesh, PLAIN, QKV)), call(*map(jnp.asarray, QKV)), rtol=1e-5, atol=1e-5)
+
+
+def test_a_large_array_that_is_gathered_is_named(monkeypatch):
+    mesh = the_mesh()
+    monkeypatch.setattr(cuflash.jax._sharding, "GATHERED_BYTES", 1000)
+    q, k, v = of_mesh(mesh, (P(None, None, "model"), WHOLE, WHOLE), QKV)
+    with pytest.warns(UserWarning, match="q is sharded over 'model' along axis 2, which each device needs as a whole"):
+        jax.jit(cuflash.jax.attention)(q, k, v)
