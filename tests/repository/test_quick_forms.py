@@ -100,7 +100,7 @@ def check(experiment: ModuleType, options: dict[str, Any]) -> None:
     assert not hasattr(experiment, "plot") or experiment.plot(rows).axes
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")  # PyTorch's compiler emits it
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")  # PyTorch's compiler emits it
 @pytest.mark.parametrize("name", ON_THE_HOST)
 def test_an_experiment_runs_on_the_host(load: Load, name: str) -> None:
     if name in ("fp8_error", "simulator_speed") and shutil.which("g++") is None:

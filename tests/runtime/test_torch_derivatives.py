@@ -22,7 +22,8 @@ import cuflash.torch  # noqa: E402
 from cuflash import masks, scores  # noqa: E402
 from refusals import reasons_of  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, where it loads forward mode
+# PyTorch's own, where it loads forward mode.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 attention = cuflash.torch.attention
 SMALL = {"most_scores": 1 << 10, "most_rows": 100, "widest": 12, "longest": 40}
