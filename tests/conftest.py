@@ -30,6 +30,8 @@ settings.register_profile("dev", max_examples=100, **_COMMON)
 settings.register_profile("long", max_examples=2000, **_COMMON)
 settings.load_profile(os.environ.get("CUFLASH_PROFILE", "ci"))
 
+# Tests of arrays that are sharded over devices; JAX reads it when it is first used.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 device_lists.install(indices, index_maker)
 
 

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.interpreters import batching
 
 from ..blocks.index import BlockIndex
-from ..masks.arrays import Dense, FromFunction
+from ..masks.arrays import FromFunction
 from ..masks.base import Mask
-from ..masks.block_pattern import BlockPattern
 from ..masks.content import held_masks
-from ..masks.documents import Documents
-from ..masks.lengths import Lengths
-from ..masks.sequences import Sequences
 from ..planning.options import DOT
 from ..scores import Score
 from ._call import MASK
+from ._mask_axes import IN_LIBRARY, OWN_AXES
 from ._primitives import PRIMITIVES, bind_pass
 from ._runs import Pass
 
-# The axes of a mask's arrays after those that broadcast over the batch.
-_OWN_AXES: Mapping[type, int] = {Lengths: 0, Documents: 1, Sequences: 1, Dense: 3, BlockPattern: 3}
-_ROOM = Mask.__module__.rpartition(".")[0]  # users may define masks elsewhere
 _WITH_ROWS = ("q", "k", "v", "o", "do")  # arrays of heads, rows and columns
 _OF_LSE = ("lse", "dlse")
 _OF_RESULTS = ("o", "lse", "do", "dlse")
@@ -73,9 +67,9 @@ def _takes_an_axis(one: Pass, mapped: set[str]) -> bool:
     if not isinstance(mask, Mask):  # an array of elements
         return hasattr(mask, "ndim") and mask.ndim <= 3
     kinds = {type(each) for each in held_masks(mask)}
-    if FromFunction in kinds or not all(kind.__module__.startswith(_ROOM) for kind in kinds):
+    if FromFunction in kinds or not all(kind.__module__.startswith(IN_LIBRARY) for kind in kinds):
         return False
-    with_arrays = {kind for kind in kinds if kind in _OWN_AXES}
+    with_arrays = {kind for kind in kinds if kind in OWN_AXES}
     return not any(name.startswith(MASK) for name in mapped) or len(with_arrays) == 1
 
 
@@ -123,7 +117,7 @@ def _own_axes(one: Pass, name: str) -> int:
         return 1
     if name.startswith(MASK):
         mask: Any = one.call.options.mask
-        return next(_OWN_AXES[type(each)] for each in held_masks(mask) if type(each) in _OWN_AXES)
+        return next(OWN_AXES[type(each)] for each in held_masks(mask) if type(each) in OWN_AXES)
     if name == "bias":
         return 3
     score: Any = one.call.options.score

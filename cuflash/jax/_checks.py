@@ -55,7 +55,7 @@ def array_reasons(arrays: Mapping[str, Any]) -> list[str]:
     TypeError
         An argument is not a JAX array.
     """
-    reasons, platforms = [], set()
+    reasons, platforms = list[str](), set()
     for name, array in arrays.items():
         if not isinstance(array, (jax.Array, np.ndarray)):
             raise TypeError(f"{name} must be a jax.Array; got {describe(array)}: convert it with jax.numpy.asarray")
@@ -63,9 +63,6 @@ def array_reasons(arrays: Mapping[str, Any]) -> list[str]:
         if not isinstance(value, jax.Array):  # None, or a NumPy array that a transformation holds
             continue
         devices = value.devices()
-        if len(devices) > 1 and not jax.sharding.get_abstract_mesh().manual_axes:
-            count = len(devices)
-            reasons.append(f"{name} must be on one device; got {count} devices: move it with jax.device_put")
         platforms |= {device.platform for device in devices}
     if not reasons and (len(platforms) > 1 or not platforms <= {"cpu", "gpu"}):
         reasons.append(f"all arrays must be on the CPU or on one GPU; got {', '.join(sorted(platforms))}: move them")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import jax
+from jax._src import dispatch  # no public module tells XLA's partitioner of a primitive
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -14,6 +16,7 @@ from ..errors import refuse
 from ._call import JaxCall
 from ._checks import array_reasons
 from ._runs import Pass, prepared
+from ._sharding import partitioned
 
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu"}  # names of platforms in lowerings, and of devices
 THIRD = (
@@ -85,7 +88,62 @@ def _lowered(platform: str) -> Callable[..., Any]:
     def run(*arrays: Any, **parameters: Any) -> list[Any]:
         return prepared(Pass(**parameters), platform, [array.shape for array in arrays])(*arrays)
 
-    lowered: Callable[..., Any] = mlir.lower_fun(run, multiple_results=True)
+    on_one_device = mlir.lower_fun(run, multiple_results=True)
+
+    def lowered(context: Any, *values: Any, **parameters: Any) -> Any:
+        module = context.module_context
+        if not _is_for_several_devices(module.axis_context):
+            return on_one_device(context, *values, **parameters)
+        late = _LateCallback(len(module.host_callbacks))
+        module.add_host_callback(late)
+
+        def on_shards(*arrays: Any) -> list[Any]:
+            return partitioned(partial(_bind_on_shard, late), Pass(**parameters), arrays)
+
+        return mlir.lower_fun(on_shards, multiple_results=True)(context, *values)
+
+    return lowered
+
+
+def _is_for_several_devices(axis_context: Any) -> bool:
+    """True if XLA partitions a module that is lowered, unlike those for one device and within `jax.shard_map`."""
+    mesh = getattr(axis_context, "mesh", None)
+    if mesh is not None:
+        return bool(mesh.size > 1 and {*axis_context.manual_axes} != {*mesh.axis_names})
+    return (getattr(axis_context, "num_devices", 1) or 1) > 1
+
+
+class _LateCallback:
+    """A function that XLA calls, which is set when XLA partitions the module that has it as its callback `number`."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.function: Callable[..., Any] | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        assert self.function is not None
+        return self.function(*arguments)
+
+
+def _bind_on_shard(late: _LateCallback, one: Pass, *arrays: Any) -> list[Any]:
+    results: list[Any] = ON_SHARD[one.name].bind(*arrays, late=late, **one._asdict())
+    return results
+
+
+def _lowered_on_shard(platform: str) -> Callable[..., Any]:
+    """Return how a pass on one shard is lowered: its module is part of another, whose callback it sets."""
+
+    def lowered(context: Any, *values: Any, late: _LateCallback, **parameters: Any) -> Any:
+        def run(*arrays: Any) -> list[Any]:
+            return prepared(Pass(**parameters), platform, [array.shape for array in arrays])(*arrays)
+
+        module = context.module_context
+        while len(module.host_callbacks) < late.number:
+            module.add_host_callback(None)
+        results = mlir.lower_fun(run, multiple_results=True)(context, *values)
+        late.function = module.host_callbacks[late.number]
+        return results
+
     return lowered
 
 
@@ -97,15 +155,16 @@ def _executed(*arrays: Any, **parameters: Any) -> list[Any]:
 def executed(one: Pass, arrays: Sequence[Any]) -> list[Any]:
     """Run a pass on arrays with data, as JAX's rule of the primitive does."""
     first = arrays[0] if hasattr(arrays[0], "devices") else jax.numpy.asarray(arrays[0])
-    (device,) = first.devices()
+    device, *others = first.devices()
     call, name, names, shapes, wrt = one
     in_memory = tuple([array.shape for array in arrays])
 
     def make() -> Any:
         refuse(array_reasons(dict(zip(names, arrays))))
-        return jax.jit(prepared(one, device.platform, in_memory))
+        return jax.jit(partial(bind_pass, one) if others else prepared(one, device.platform, in_memory))
 
-    results: list[Any] = call.cached("jax", make, device.platform, name, names, shapes, in_memory, wrt)(*arrays)
+    place = device.platform, bool(others)
+    results: list[Any] = call.cached("jax", make, *place, name, names, shapes, in_memory, wrt)(*arrays)
     return results
 
 
@@ -116,10 +175,23 @@ def _primitive(name: str) -> Primitive:
     primitive.def_abstract_eval(_types)
     for platform, place in PLATFORMS.items():
         mlir.register_lowering(primitive, _lowered(place), platform=platform)
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
     return primitive
 
 
-PRIMITIVES = {name: _primitive(name) for name in ("forward", "jvp", "backward", "backward_jvp")}
+def _on_shard_primitive(name: str) -> Primitive:
+    """Return the primitive of a pass on the arrays of one shard."""
+    primitive = Primitive(f"cuflash_{name}_on_shard")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *kinds, late, **parameters: _types(*kinds, **parameters))
+    for platform, place in PLATFORMS.items():
+        mlir.register_lowering(primitive, _lowered_on_shard(place), platform=platform)
+    return primitive
+
+
+_PASSES = ("forward", "jvp", "backward", "backward_jvp")
+PRIMITIVES = {name: _primitive(name) for name in _PASSES}
+ON_SHARD = {name: _on_shard_primitive(name) for name in _PASSES}
 
 
 def _refused(*arrays: Any, **parameters: Any) -> Any:

@@ -17,6 +17,7 @@ import torch
 from torch._C import _AutoDispatchBelowAutograd as _below_autograd, _len_torch_dispatch_stack as num_modes
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd.function import _SingleLevelFunction
 
 from ..dropout import Dropout
 from ..errors import refuse
@@ -81,16 +82,23 @@ def differentiate(forward: Any, functions: dict[str, Any]) -> None:
         The functions for other passes, by name.
     """
 
-    def recorded(function: Any, call: str, wrt: Sequence[str], tensors: Sequence[Tensor | None]) -> Any:
-        # Function.apply would enter the transformation again to which the dispatcher has descended.
+    single = {name: _of_one_level(function) for name, function in (functions | {"forward": forward}).items()}
+
+    def recorded(name: str, call: str, wrt: Sequence[str], tensors: Sequence[Tensor | None]) -> Any:
         with enable_single_level_autograd_function():
-            return super(torch.autograd.Function, function).apply(_calls[call], tuple(wrt), *tensors)
+            return single[name].apply(_calls[call], tuple(wrt), *tensors)
 
     def derivative(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str) -> list[Tensor]:
-        return [*recorded(functions[name], call, wrt, tensors)]
+        return [*recorded(name, call, wrt, tensors)]
 
-    _LIBRARY.impl("forward", lambda tensors, call: recorded(forward, call, (), tensors), "Autograd")
+    _LIBRARY.impl("forward", lambda tensors, call: recorded("forward", call, (), tensors), "Autograd")
     _LIBRARY.impl("derivative", derivative, "Autograd")
+
+
+def _of_one_level(function: Any) -> Any:
+    """Return a function that does not enter again the transformation to which the dispatcher has descended."""
+    own = {name: vars(function)[name] for name in ("forward", "setup_context", "backward", "jvp")}
+    return type(function.__name__, (_SingleLevelFunction,), own)
 
 
 def _has_proxies() -> bool:

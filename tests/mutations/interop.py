@@ -217,6 +217,9 @@ FAULTS = {
         ),
     },
     interop_guards.arrays_of_jax_are_right: {
+        "lse has no tangent outside of jit": Edit(
+            "jax/_derivatives.py", "_forward_linear", "[moves, moves]", "[moves, False]"
+        ),
         "cotangents are taken in the other order": Edit(
             "jax/_derivatives.py", "_cotangents", "(do, dlse), (o, _) = cotangents, one.results",
             "(dlse, do), (o, _) = cotangents, one.results",
@@ -268,6 +271,24 @@ FAULTS = {
         ),
         "masks of functions number the entries": Edit(
             "jax/_batching.py", "_takes_an_axis", "if FromFunction in kinds or", "if"
+        ),
+    },
+    interop_guards.sharded_calls_of_jax_are_right: {
+        "gradients of what devices share are not added up": Edit(
+            "jax/_sharding.py", "_on_shard", "_added(result, names) if names else result", "result"
+        ),
+        "each device numbers its batch entries": Edit(
+            "jax/_sharding.py", "_of_score", 'all(each.op != "b" for each in instructions)', "True"
+        ),
+        "each device numbers its heads": Edit(
+            "jax/_sharding.py", "_of_score", "heads = heads and not indexed", "pass"
+        ),
+        "all devices drop the same weights": Edit(
+            "jax/_sharding.py", "Axes.__init__", "has_dropout = one.call.options.dropout is not None",
+            "has_dropout = False"
+        ),
+        "functions number the heads of each device": Edit(
+            "jax/_sharding.py", "_of_mask", "if FromFunction in kinds or", "if"
         ),
     },
 }  # fmt: skip

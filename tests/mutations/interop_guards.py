@@ -429,3 +429,15 @@ def mapped_calls_of_jax_are_right(library: ModuleType) -> None:
 
     with jax.default_device(jax.devices("cpu")[0]):
         check_mapped_calls(library)
+
+
+def sharded_calls_of_jax_are_right(library: ModuleType) -> None:
+    """Compare calls on arrays of several devices with those on one."""
+    jax = pytest.importorskip("jax")
+    from test_jax_sharding import check_sharded_calls
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        check_sharded_calls(library, (
+            "keys of all batch entries", "sink", "a score of the head", "a score of the batch entry", "dropout",
+            "a function of the head",
+        ))  # fmt: skip

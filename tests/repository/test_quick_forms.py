@@ -21,8 +21,8 @@ ON_THE_HOST: dict[str, dict[str, Any]] = {
     "chosen_decode": {"host": True, "keys": (256,), "heads": 4, "kv_heads": 2, "page": 16, "replays": 1},
     "chosen_recall": {"data": ("language",), "ns": (2,), "rows": (1, 16)},
     "compiled_step": {
-        "libraries": ("jax", "torch"), "tokens": (32,), "tokens_of_batch": 64, "vocabulary": 16, "layers": 1, "heads": 2,
-        "head_dim": 8, "dtype": "float32", "repeats": 1,
+        "libraries": ("jax", "torch"), "tokens": (32,), "tokens_of_batch": 64, "vocabulary": 16, "layers": 1,
+        "heads": 2, "head_dim": 8, "dtype": "float32", "repeats": 1,
     },
     "cpu_score_functions": {"tokens": 32, "heads": 2, "head_dim": 8, "repeats": 1},
     "cpu_speed": {
@@ -116,7 +116,7 @@ def check(experiment: ModuleType, options: dict[str, Any]) -> None:
     assert not hasattr(experiment, "plot") or experiment.plot(rows).axes
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")  # PyTorch's compiler emits it
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")  # PyTorch's compiler emits it
 @pytest.mark.parametrize("name", ON_THE_HOST)
 def test_an_experiment_runs_on_the_host(load: Load, name: str) -> None:
     if name in ("fp8_error", "simulator_speed") and shutil.which("g++") is None:

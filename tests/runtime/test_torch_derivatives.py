@@ -24,7 +24,8 @@ from cuflash import masks, scores  # noqa: E402
 from executors import needs_compiler  # noqa: E402
 from refusals import reasons_of  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, where it loads forward mode
+# PyTorch's own, where it loads forward mode.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 attention = cuflash.torch.attention
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -17,7 +17,8 @@ import torch_machine  # noqa: E402
 from cuflash import KVCache, masks, scores, selectors  # noqa: E402
 from refusals import reasons_of  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, where it loads forward mode
+# PyTorch's own, where it loads forward mode.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 attention = cuflash.torch.attention
 Q, K, V = torch.randn(3, 4, 12, 8, generator=torch.Generator().manual_seed(0))
