@@ -319,8 +319,9 @@ def test_the_model_hides_the_exchange_behind_products(method):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["causal", "lists"])
+@pytest.mark.parametrize("name", ["causal", "lists", "alibi"])
 def test_ranks_may_run_kernels(name):
+    """With a score function, each run of queries is a call of its own."""
     arrays = arrays_of((2, 40, 16), 2)
     check(2, arrays, OPTIONS[name](40, 2) | {"executor": "sim"}, block=8, method="gather")
 
