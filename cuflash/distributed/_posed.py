@@ -202,13 +202,13 @@ class Posed:
     def _calls_of(self, rank: int, options: Options) -> Sequence[tuple[tuple[int, int], ...]]:
         """Return the runs of queries of each call for one group of heads.
 
-        Score functions on kernels see the positions of adjacent queries only, so that each run is a call.
+        Score functions and dropout on kernels see the positions of adjacent queries only, so that each run is a call.
         """
         if self.method == "heads":
             return [((0, self.shape.seqlen_q),)]
         runs = self.queries.runs(rank)
-        has_score = not (options.score is options.softcap is options.bias is None)
-        is_split = has_score and options.executor in ("gpu", "sim") and len(runs) > 1
+        has_positions = not (options.score is options.softcap is options.bias is options.dropout is None)
+        is_split = has_positions and options.executor in ("gpu", "sim") and len(runs) > 1
         return [(run,) for run in runs] if is_split else [runs]
 
     def _plan(self, shapes: Sequence[ShapeDtype], options: Options, places: Places) -> Plan:

@@ -19,7 +19,7 @@ from ..masks.base import Band, Mask
 from ..masks.content import without_memos
 from .chosen_lists import NOT_JOINED, UnionsAtCall, UnionWork
 from .device import DeviceSpec
-from .dropout_launches import with_dropout
+from .dropout_launches import dropout_places, with_dropout
 from .families._passes import backward_jvp_pass, jvp_pass
 from .families.family import Family, list_block_of
 from .few_queries import with_few_queries
@@ -305,7 +305,8 @@ def gpu_plan(
     if problem.score is not None:
         kernels = with_score(kernels, problem, deterministic=deterministic, is_whole=_visits_all(work))
     if problem.dropout is not None:
-        kernels = with_dropout(kernels, problem.dropout)
+        places = dropout_places(problem.places, problem.num_heads, problem.whole_shape)
+        kernels = with_dropout(kernels, problem.dropout, places)
     refuse(reasons)
     rule = f"{family.name}, by kernel='auto': {why}" if kernel == "auto" else f"{family.name}, chosen by name"
     if not isinstance(work, UnionWork) and next(chosen_masks(mask), None) is not None:

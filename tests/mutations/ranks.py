@@ -312,10 +312,26 @@ def kernels_see_places(library: ModuleType) -> None:
     np.testing.assert_allclose(rows, whole[..., 13:, :], atol=1e-5)
 
 
+def kernels_draw_at_places(library: ModuleType) -> None:
+    """Check the dropout of some heads, queries and keys of a longer sequence in the simulator."""
+    part(library, "compiler.source").KERNELS = source.KERNELS
+    whole = part(library, "masks.shape").MaskShape((2,), HEADS, LENGTH + 48, LENGTH + 16)
+    places = part(library, "masks.places").Places(48, 16, 0, 3, of_all=whole)
+    options = part(library, "planning.options").Options(
+        dropout=library.Dropout(0.4, seed=5), executor="sim", kernel="simt", places=places
+    )
+    q, k, v = Q[:, 3:5], K[:, 3:5], V[:, 3:5]
+    o, _ = part(library, "calls._call").planned(q, k, v, options).forward(q, k, v)
+    is_kept = cuflash.Dropout(0.4, seed=5).keep((2, *whole[1:]))[:, 3:5, 48:, 16:]
+    identity = np.broadcast_to(np.eye(LENGTH), (2, 2, LENGTH, LENGTH))
+    p, _ = cuflash.reference.attention(q, k, identity)
+    np.testing.assert_allclose(o, (p * is_kept / 0.6) @ v, atol=1e-4)
+
+
 POSED, PASSES, STEPS, GROUP, THREADS, LANES, PROCESSES = (
     f"distributed/_{name}.py" for name in ("posed", "passes", "schedule", "group", "threads", "lanes", "processes")
 )
-PLACES = "masks/places.py"
+PLACES, DRAWN = "masks/places.py", "planning/dropout_launches.py"
 FAULTS = {
     ranks_agree: {
         "queries start at 0": Edit(POSED, "Posed.part", "Places(start, 0, 0,", "Places(0, 0, 0,"),
@@ -473,6 +489,17 @@ FAULTS = {
         ),
         "kernels count from 0": Edit(
             "planning/score_launches.py", "_feature", "list(problem.places.starts)", "[0, 0, 0, 0]"
+        ),
+    },
+    kernels_draw_at_places: {
+        "kernels draw for queries from 0": Edit(DRAWN, "dropout_places", "query // 4", "0"),
+        "kernels draw for keys from 0": Edit(DRAWN, "dropout_places", "key // 4", "0"),
+        "kernels draw for heads from 0": Edit(DRAWN, "dropout_places", "batch * of_all.num_heads + head", "0"),
+        "batch entries have the heads of the part": Edit(
+            DRAWN, "dropout_places", '"num_heads_of_all": of_all.num_heads', '"num_heads_of_all": num_heads'
+        ),
+        "kernels do not know that they are placed": Edit(
+            DRAWN, "_drawing", '"dropout_is_placed": is_placed', '"dropout_is_placed": False'
         ),
     },
 }  # fmt: skip

@@ -394,11 +394,11 @@ def test_the_model_hides_the_exchange_behind_products(method):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["causal", "lists", "alibi"])
+@pytest.mark.parametrize("name", ["causal", "lists", "alibi", "dropout"])
 def test_ranks_may_run_kernels(name):
-    """With a score function, each run of queries is a call of its own."""
-    arrays = arrays_of((2, 40, 16), 2)
-    check(2, arrays, OPTIONS[name](40, 2) | {"executor": "sim"}, block=8, method="gather")
+    """With a score function or dropout, each run of queries is a call of its own."""
+    arrays = arrays_of((2, 70, 16), 2)
+    check(2, arrays, OPTIONS[name](70, 2) | {"executor": "sim"}, block=16, method="gather")
 
 
 def test_explain_prints_both_methods():
