@@ -442,7 +442,7 @@ class ContextParallel:
         >>> def rank(group):
         ...     return ContextParallel(group, seqlen=8192, num_heads=32, num_kv_heads=8, causal=True).explain()
         >>> print(run(rank, size=8)[0])  # doctest: +ELLIPSIS
-        ranks      8, method heads: 4 query heads and 1 key/value heads on each
+        ranks      8, method gather: key/value heads in groups of 1, 1, 2, 2, 2
         rows       1024 to 1024 queries in ...
         """
         return self._posed.explain(head_dim, as_dtype("dtype", dtype), machine or Machine())

@@ -173,13 +173,15 @@ class RankCall:
         """Attend with a group of heads."""
         if self.posed.method == "heads":
             part = self.parts[0]
-            o, lse = part.plan.forward(*(self.buffers[name, 0] for name in ("q", "k", "v")), **part.operands)
+            ((_, plan),) = part.plans
+            o, lse = plan.forward(*(self.buffers[name, 0] for name in ("q", "k", "v")), **part.operands)
             self.own.results |= {("o", 0): o, ("lse", 0): lse[..., None]}
             return
         part = self.parts[step.group]
-        out = self.o[..., part.heads, :, :], self.lse[..., part.heads, :]
         q, k, v = self.own.inputs["q"][..., part.heads, :, :], self.keys("k", step.group), self.keys("v", step.group)
-        part.plan.forward(q, k, v, out=out, **part.operands)
+        for rows, plan in part.plans:
+            out = self.o[..., part.heads, rows, :], self.lse[..., part.heads, rows]
+            plan.forward(q[..., rows, :], k, v, out=out, **part.operands)
 
 
 class _Backward:
@@ -247,9 +249,9 @@ class _Backward:
         do, q, o = (x[..., part.heads, :, :] for x in (call.own.inputs["do"], call.own.inputs["q"], call.o))
         arrays = do, q, call.keys("k", group), call.keys("v", group), o, call.lse[..., part.heads, :]
         dlse = call.own.inputs.get("dlse")
-        gradients = self._gradients(part, arrays, None if dlse is None else dlse[..., part.heads, :, 0])
-        self.dq[..., part.heads, :, :] = gradients.dq
-        for name, each in (("dk", gradients.dk), ("dv", gradients.dv)):
+        results = self._gradients(part, arrays, None if dlse is None else dlse[..., part.heads, :, 0])
+        self.dq[..., part.heads, :, :] = results[0]
+        for name, each in zip(("dk", "dv"), results[1:]):
             call.own.results[name, group % NUM_BUFFERS] = call.xp.ascontiguousarray(each)
 
     def _add(self, group: int) -> None:
@@ -269,19 +271,23 @@ class _Backward:
         results, buffers = call.own.results, call.buffers
         arrays = *(buffers[name, 0] for name in ("do", "q", "k", "v")), results["o", 0], results["lse", 0][..., 0]
         dlse = buffers["dlse", 0][..., 0] if "dlse" in call.own.inputs else None
-        gradients = self._gradients(part, arrays, dlse)
-        for name in ("dq", "dk", "dv"):
-            results[name, 0] = call.xp.ascontiguousarray(getattr(gradients, name))
+        for name, each in zip(("dq", "dk", "dv"), self._gradients(part, arrays, dlse)):
+            results[name, 0] = call.xp.ascontiguousarray(each)
 
-    def _gradients(self, part: Part, arrays: tuple[Array, ...], dlse: Array | None) -> Gradients:
-        """Return the gradients of a group of heads, and add those of other arrays to this rank's."""
+    def _gradients(self, part: Part, arrays: tuple[Array, ...], dlse: Array | None) -> tuple[Array, Array, Array]:
+        """Return dq, dk and dv of a group of heads, and add the gradients of other arrays to this rank's."""
         do, q, k, v, o, lse = arrays
-        gradients = part.plan.backward(do, q, k, v, o, lse, dlse, **part.operands)
-        for name, each in gradients.others.items():
-            whole = self._of_all_heads(part, each) if name == "sink" else each
-            total = self.others.get(name, 0)
-            self.others[name] = total + whole.astype(accumulator_dtype(whole.dtype))
-        return gradients
+        dqs, dk, dv = list[Array](), None, None
+        for rows, plan in part.plans:
+            of_rows = do[..., rows, :], q[..., rows, :], k, v, o[..., rows, :], lse[..., rows]
+            gradients = plan.backward(*of_rows, None if dlse is None else dlse[..., rows], **part.operands)
+            dqs.append(gradients.dq)
+            dk, dv = (gradients.dk, gradients.dv) if dk is None else (dk + gradients.dk, dv + gradients.dv)
+            for name, each in gradients.others.items():
+                whole = self._of_all_heads(part, each) if name == "sink" else each
+                total = self.others.get(name, 0)
+                self.others[name] = total + whole.astype(accumulator_dtype(whole.dtype))
+        return dqs[0] if len(dqs) == 1 else self.call.xp.concatenate(dqs, axis=-2), dk, dv
 
     def _of_all_heads(self, part: Part, dsink: Array) -> Array:
         sink: Any = self.call.posed.options.sink
@@ -295,7 +301,7 @@ class _Backward:
     def other_gradients(self) -> dict[str, Array]:
         """Return the gradients of other arrays, which are sums over ranks in their order, on every rank."""
         call = self.call
-        operands = call.parts[0].plan._plan.problem if call.parts else None
+        operands = call.parts[0].plans[0][1]._plan.problem if call.parts else None
         if operands is None or not operands.wrt:
             return {}
         group, dtypes = call.group, {each.name: each.dtype for each in operands.operands}

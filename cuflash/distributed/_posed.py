@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -31,15 +31,15 @@ class Part(NamedTuple):
     ----------
     kv_heads, heads : slice
         The key/value heads and the query heads of the group.
-    plan : Plan
-        The plan of the rank's queries and all keys, for these heads.
+    plans : tuple of (slice, Plan)
+        Rows of the rank's queries, and the plan of their attention to all keys, for these heads.
     operands : dict of arrays by name
         Arrays that the plan takes besides q, k and v, except those of a score function.
     """
 
     kv_heads: slice
     heads: slice
-    plan: Plan
+    plans: tuple[tuple[slice, Plan], ...]
     operands: dict[str, Array]
 
 
@@ -178,31 +178,49 @@ class Posed:
         first, stop = kv_heads
         ratio, whole = self.shape.num_heads // self.num_kv_heads, self.shape
         heads = slice(first * ratio, stop * ratio)
-        runs = self.queries.runs(rank) if self.method == "gather" else ((0, whole.seqlen_q),)
-        start = runs[0][0] if runs else 0
-        places = Places(start, 0, 0, heads.start, runs if len(runs) > 1 else (), whole)
         xp = namespace(q)
         options = on_device(self.options, xp)
-        if self.size > 1:
-            options = options._replace(places=places)
         operands = dict[str, Array]()
         if options.sink is not None:
             sink: Any = options.sink
             operands["sink"] = sink[..., heads] if sink.shape[-1:] == (whole.num_heads,) else sink
             options = options._replace(sink=operands["sink"])
-        rows = sum(end - begin for begin, end in runs), whole.seqlen_kv, whole.seqlen_kv
         counts = heads.stop - heads.start, stop - first, stop - first
-        shapes = (
-            ShapeDtype((*whole.batch, count, length, x.shape[-1]), x.dtype)
-            for x, count, length in zip((q, k, v), counts, rows)
-        )
-        ready = planned(next(shapes), next(shapes), next(shapes), options)
-        if self.method == "gather":
-            plan, kernel = ready._plan, None if ready.executor == "cpu" else options.kernel
-            problem = replace(plan.problem, wide_gradients=True)
-            wide = plan_for(problem, plan.mask, plan.device, kernel, bool(options.deterministic))
-            ready = replace(ready, _plan=wide)
-        return Part(slice(first, stop), heads, ready, operands)
+        plans, begin = list[tuple[slice, Plan]](), 0
+        for runs in self._calls_of(rank, options):
+            rows = sum(end - start for start, end in runs)
+            shapes = [
+                ShapeDtype((*whole.batch, count, length, x.shape[-1]), x.dtype)
+                for x, count, length in zip((q, k, v), counts, (rows, whole.seqlen_kv, whole.seqlen_kv))
+            ]
+            start = runs[0][0] if runs else 0
+            places = Places(start, 0, 0, heads.start, runs if len(runs) > 1 else (), whole)
+            plans.append((slice(begin, begin + rows), self._plan(shapes, options, places)))
+            begin += rows
+        return Part(slice(first, stop), heads, tuple(plans), operands)
+
+    def _calls_of(self, rank: int, options: Options) -> Sequence[tuple[tuple[int, int], ...]]:
+        """Return the runs of queries of each call for one group of heads.
+
+        Score functions and dropout on kernels see the positions of adjacent queries only, so that each run is a call.
+        """
+        if self.method == "heads":
+            return [((0, self.shape.seqlen_q),)]
+        runs = self.queries.runs(rank)
+        has_positions = not (options.score is options.softcap is options.bias is options.dropout is None)
+        is_split = has_positions and options.executor in ("gpu", "sim") and len(runs) > 1
+        return [(run,) for run in runs] if is_split else [runs]
+
+    def _plan(self, shapes: Sequence[ShapeDtype], options: Options, places: Places) -> Plan:
+        """Return the plan of a call at some places, whose gradients of keys are not rounded if ranks add them."""
+        q, k, v = shapes
+        ready = planned(q, k, v, options._replace(places=places) if self.size > 1 else options)
+        if self.method == "heads":
+            return ready
+        plan, kernel = ready._plan, None if ready.executor == "cpu" else options.kernel
+        problem = replace(plan.problem, wide_gradients=True)
+        wide = plan_for(problem, plan.mask, plan.device, kernel, bool(options.deterministic))
+        return replace(ready, _plan=wide)
 
     # Bytes that ranks exchange
 

@@ -104,7 +104,7 @@ class ThreadGroup(Group):
         return f"{listed(missing)} did not arrive at {what}, where {listed(sorted(values))} waited,"
 
     def _perform(self, what: str, number: int, work: Work) -> None:
-        """Run steps as soon as they are ready; with a seed, in an order that is drawn from it."""
+        """Run the steps of this rank in their order; with a seed, those that are ready in an order drawn from it."""
         meeting, steps = self._meeting, work.steps
         with meeting.changed:  # all ranks have finished the steps of earlier calls
             meeting.done = {number: meeting.done.get(number, {})}
@@ -113,13 +113,14 @@ class ThreadGroup(Group):
         used = {number for number, step in enumerate(steps) if self.rank in (step.rank, step.source)}
 
         def ready() -> list[int]:
-            return [number for number in own if done.keys() >= {*steps[number].after}]
+            candidates = own[:1] if self._order is None else own
+            return [number for number in candidates if all(each in done for each in steps[number].after)]
 
         while own:
             with meeting.changed:
                 meeting.wait(lambda: bool(ready()), lambda: self._waits(what, steps, own[0], done), meeting.timeout)
                 choices = ready()
-            number = choices[0] if self._order is None else int(self._order.choice(choices))
+            number = choices[0] if len(choices) == 1 else int(self._order.choice(choices))
             event = self._step(steps[number], [done[each] for each in steps[number].after], work)
             own.remove(number)
             with meeting.changed:

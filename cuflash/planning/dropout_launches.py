@@ -11,6 +11,8 @@ import numpy as np
 from ..arrays import describe, is_flag, is_number
 from ..dropout import SEED_DTYPES, Draws, Dropout, is_key
 from ..errors import UnsupportedProblem
+from ..masks.places import Places
+from ..masks.shape import MaskShape
 from .launches import Feature, Kernels, Launch, Pass
 from .operands import Operand
 
@@ -25,6 +27,7 @@ DROPOUT = np.dtype(
         ("either", np.uint32, (8,)),
         ("factor", np.float64),
         ("single_factor", np.float32),
+        *((name, np.uint32) for name in ("first_row", "first_column", "first_head", "num_heads", "num_heads_of_all")),
     ],
     align=True,
 )
@@ -88,29 +91,45 @@ def require_number(dropout: Any) -> None:
         raise UnsupportedProblem([f"{rule}: pass an int, and a different offset in each step"])
 
 
-def with_dropout(kernels: Kernels, draws: Draws) -> Kernels:
+def dropout_places(places: Places | None, num_heads: int, of_all: MaskShape) -> dict[str, int]:
+    """Return the place of a call in a larger one as kernels read it; empty if the call is not a part of another.
+
+    Kernels draw cells of 4 x 4 weights, four of which make a tile of 16 x 16: the first query and key are multiples of
+    16.
+    """
+    if places is None:
+        return {}
+    batch, head, query, key = places.starts
+    return {
+        "first_row": query // 4, "first_column": key // 4, "first_head": batch * of_all.num_heads + head,
+        "num_heads": max(1, num_heads), "num_heads_of_all": of_all.num_heads,
+    }  # fmt: skip
+
+
+def with_dropout(kernels: Kernels, draws: Draws, places: Mapping[str, int]) -> Kernels:
     """Return the launches with dropout in each kernel that computes weights or gradients of scores."""
-    forward, backward = (pass_with_dropout(each, draws) for each in (kernels.forward, kernels.backward))
+    forward, backward = (pass_with_dropout(each, draws, places) for each in (kernels.forward, kernels.backward))
     return replace(kernels, forward=forward, backward=backward)
 
 
-def pass_with_dropout(kernels: Pass, draws: Draws) -> Pass:
+def pass_with_dropout(kernels: Pass, draws: Draws, places: Mapping[str, int]) -> Pass:
     """Return a pass with dropout in each kernel that computes weights or gradients of scores."""
     launches: Mapping[str, Launch] = {
-        role: _drawing(launch, draws) if launch.spec.entry.draws_dropout else launch
+        role: _drawing(launch, draws, bool(places)) if launch.spec.entry.draws_dropout else launch
         for role, launch in kernels.launches.items()
     }
     values = {
         "either": [0 if draws.threshold >> bit & 1 else (1 << 32) - 1 for bit in range(8)],
-        "factor": draws.factor, "single_factor": draws.factor,
+        "factor": draws.factor, "single_factor": draws.factor, **places,
     }  # fmt: skip
     feature = Feature(NAME, DROPOUT, values, _tables(draws), numbers=NUMBERS)
     return replace(kernels, launches=launches, features=(*kernels.features, feature))
 
 
-def _drawing(launch: Launch, draws: Draws) -> Launch:
+def _drawing(launch: Launch, draws: Draws, is_placed: bool) -> Launch:
+    fields = {"has_dropout": True, "reads_dropout_seed": draws.reads_seed, "dropout_is_placed": is_placed}
     return replace(
-        launch, spec=replace(launch.spec, has_dropout=True, reads_dropout_seed=draws.reads_seed),
+        launch, spec=replace(launch.spec, **fields),
         reads=(*launch.reads, *_tables(draws)), features=(*launch.features, NAME),
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ from ..masks.base import Band, Mask
 from ..masks.content import held_masks, without_memos
 from .chosen_lists import NOT_JOINED, UnionsAtCall, UnionWork
 from .device import DeviceSpec
-from .dropout_launches import with_dropout
+from .dropout_launches import dropout_places, with_dropout
 from .families._passes import backward_jvp_pass, jvp_pass
 from .families.family import Family, list_block_of
 from .few_queries import with_few_queries
@@ -313,7 +313,8 @@ def gpu_plan(
     if problem.score is not None:
         kernels = with_score(kernels, problem, deterministic=deterministic, is_whole=_visits_all(work))
     if problem.dropout is not None:
-        kernels = with_dropout(kernels, problem.dropout)
+        places = dropout_places(problem.places, problem.num_heads, problem.whole_shape)
+        kernels = with_dropout(kernels, problem.dropout, places)
     refuse(reasons)
     rule = f"{family.name}, by kernel='auto': {why}" if kernel == "auto" else f"{family.name}, chosen by name"
     if not isinstance(work, UnionWork) and _has_lists_of_queries(mask):

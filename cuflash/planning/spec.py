@@ -138,6 +138,8 @@ class KernelSpec:
         The kernel drops weights.
     reads_dropout_seed : bool
         The kernel reads the seed of dropout from an array.
+    dropout_is_placed : bool
+        The kernel draws the weights of a call that is a part of a larger one.
     is_paged : bool
         Keys and values are stored in the pages of a cache.
     is_chosen : bool
@@ -195,6 +197,7 @@ class KernelSpec:
     has_sink: bool = False
     has_dropout: bool = False
     reads_dropout_seed: bool = False
+    dropout_is_placed: bool = False
     is_paged: bool = False
     is_chosen: bool = False
     part_keys: int = 0

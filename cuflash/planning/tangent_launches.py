@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .dropout_launches import pass_with_dropout
+from .dropout_launches import dropout_places, pass_with_dropout
 from .launches import MATRICES, Feature, Pass
 from .options import DOT
 from .problem import Problem
@@ -31,7 +31,8 @@ def with_tangents(kernels: Pass, problem: Problem) -> Pass:
     """Return a pass whose kernels take the tangents, and apply the problem's score function and dropout."""
     kernels = with_pushed_score(kernels, problem)
     if problem.dropout is not None:
-        kernels = pass_with_dropout(kernels, problem.dropout)
+        places = dropout_places(problem.places, problem.num_heads, problem.whole_shape)
+        kernels = pass_with_dropout(kernels, problem.dropout, places)
     launches = {
         role: replace(launch, features=(*launch.features, NAME)) if launch.spec.tangents else launch
         for role, launch in kernels.launches.items()

@@ -4,9 +4,9 @@
     python -m experiments drawn_ranks --problems 80 --seed 1
 
 Draws lengths of 1 to 70, heads and groups, masks (causal, windows, documents, functions, rows without keys), score
-functions, bias, sinks, dropout, layouts (by cost, contiguous, zigzag, drawn owners), blocks, and both methods. Ranks are
-threads with NumPy arrays that do the steps that are ready in a drawn order. Every result of every rank is compared with
-the result of one call on one rank's arrays, and its error divided by twice its bound, since both have errors.
+functions, bias, sinks, dropout, layouts (by cost, contiguous, zigzag, drawn owners), blocks, and both methods. Ranks
+are threads with NumPy arrays that do the steps that are ready in a drawn order. Every result of every rank is compared
+with that of one call, and its error divided by twice its bound, since both have errors.
 
 A row of the table has the problems of one number of ranks: how many had a result outside, the largest quotient of each
 result, and how many problems of the method "heads" had other bits than one call.

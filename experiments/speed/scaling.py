@@ -77,7 +77,8 @@ def options_of(mask: str, seqlen: int, block: int) -> dict[str, Any]:
     if mask == "lists":
         blocks = -(-seqlen // block)
         densities = np.linspace(0.02, 0.23, blocks)  # 1/8 on average
-        return {"mask": masks.BlockPattern(np.random.default_rng(0).random((blocks, blocks)) < densities[:, None], block)}
+        chosen = np.random.default_rng(0).random((blocks, blocks)) < densities[:, None]
+        return {"mask": masks.BlockPattern(chosen, block)}
     return {"full": {}, "causal": {"causal": True}, "window": {"window": (4095, 0)}}[mask]
 
 

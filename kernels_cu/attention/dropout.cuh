@@ -17,6 +17,9 @@ struct Dropout {
   uint32_t either[8];  // for each bit of the threshold, lowest first: all bits set if the bit is 0
   double factor;  // 1 / (1 - p)
   float single_factor;  // `factor` as a float, since double arithmetic waits for tensor-core products
+  // The place of the call in a larger one, in kernels whose specification has it: its first cell and head, and how many
+  // heads the call and the larger call have in each batch entry.
+  uint32_t first_row, first_column, first_head, num_heads, num_heads_of_all;
 };
 
 struct NoDropout : Dropout {};
@@ -52,6 +55,11 @@ class Draws {
     philox4x32(counters, {static_cast<uint32_t>(seed_), static_cast<uint32_t>(seed_ >> 32)});
   }
   CUFLASH_DEVICE PhiloxWords counter(uint32_t head, uint32_t row, uint32_t column) const {
+    if (Config::kDropoutIsPlaced) {
+      head += dropout_.first_head + head / dropout_.num_heads * (dropout_.num_heads_of_all - dropout_.num_heads);
+      row += dropout_.first_row;
+      column += dropout_.first_column;
+    }
     return {{row, column, head, dropout_.offset}};
   }
   // Return one bit for each weight of two cells, set if the weight is kept; the first cell's bits are in the lower

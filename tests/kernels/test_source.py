@@ -61,7 +61,7 @@ CHANGED = {
     "has_watchdog": True,
     "has_sink": True,
     "has_dropout": True,
-    "reads_dropout_seed": True, "is_paged": True, "part_keys": 64,
+    "reads_dropout_seed": True, "dropout_is_placed": True, "is_paged": True, "part_keys": 64,
     "is_quantized": True, "splits_head_dim": True,
     "score": CAPPED.program,
     "score_wrt": ("slope",),

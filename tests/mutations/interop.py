@@ -179,11 +179,11 @@ FAULTS = {
     },
     interop_guards.arrays_of_numpy_are_taken_by_jax: {
         "an array of NumPy is none for JAX": Edit(
-            "jax/__init__.py", "_of_jax", "jax.numpy.array(value) if is_numpy or isinstance(value, list) else value",
+            "jax/_entry.py", "_of_jax", "jax.numpy.array(value) if is_numpy or isinstance(value, list) else value",
             "value",
         ),
         "captured arrays have dtypes that JAX lacks": Edit(
-            "jax/__init__.py", "_with_arrays_of_jax",
+            "jax/_entry.py", "_with_arrays_of_jax",
             "if all(array.dtype == score.arrays[name].dtype for name, array in arrays.items()):", "if True:",
         ),
     },

@@ -7,11 +7,14 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
 from cuflash.compiler import source
+from lazy_lanes import LazyLanes
 from library_parts import part
 from mutations.planting import Edit
 
 import cuflash
+import ranks_of_a_store
 
 # exceptions with which a guard reports a fault
 SIGNS = (AssertionError, ValueError, IndexError, RuntimeError, KeyError)
@@ -76,10 +79,11 @@ def buffers_are_used_in_turn(library: ModuleType) -> None:
             time.sleep(0.003 * (group.rank + 1))
         return do_step(group, step, *others)
 
-    threads.ThreadGroup._step = late
     expected = _expected("causal")
     for seed in range(4):
-        results = _on_ranks(library, "causal", 2, seed)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(threads.ThreadGroup, "_step", late)
+            results = _on_ranks(library, "causal", 2, seed)
         for each, exact in expected.items():
             np.testing.assert_allclose(results[each], exact, atol=3e-5, err_msg=each)
 
@@ -100,8 +104,6 @@ def arrays_are_read_before_a_call_returns(library: ModuleType) -> None:
         time.sleep(0.02 * group.rank * (step.kind == "copy"))
         return do_step(group, step, *others)
 
-    threads.ThreadGroup._step = late
-
     def rank(group: Any) -> np.ndarray:
         cp = distributed.ContextParallel(group, seqlen=LENGTH, num_heads=HEADS, batch=(2,), block=4, method="gather")
         q, k, v = (cp.shard(x) for x in (Q, K, V))
@@ -109,7 +111,113 @@ def arrays_are_read_before_a_call_returns(library: ModuleType) -> None:
         k[...] = v[...] = np.nan
         return cp.unshard(o)
 
-    np.testing.assert_allclose(distributed.run(rank, size=2, timeout=5)[0], cuflash.attention(Q, K, V), atol=1e-5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threads.ThreadGroup, "_step", late)
+        o = distributed.run(rank, size=2, timeout=5)[0]
+    np.testing.assert_allclose(o, cuflash.attention(Q, K, V), atol=1e-5)
+
+
+def streams_wait_for_events(library: ModuleType) -> None:
+    """Check ranks that queue their steps, which run as late or as early as events allow."""
+    distributed, threads = part(library, "distributed"), part(library, "distributed._threads")
+    step = part(library, "distributed._schedule").Step
+    expected = _expected("causal")
+
+    def rank(group: Any) -> dict[str, np.ndarray]:
+        cp = distributed.ContextParallel(
+            group, seqlen=LENGTH, num_heads=HEADS, batch=(2,), block=4, method="gather", causal=True
+        )
+        own = [np.full_like(cp.shard(x), np.nan) for x in (Q, K, V)]
+
+        def fill() -> None:
+            for mine, whole in zip(own, (Q, K, V)):
+                mine[...] = cp.shard(whole)
+
+        group._lanes.run(step("attend", group.rank, group.rank, 0), [], fill)
+        o, vjp = cp.attention_vjp(*own)
+        gradients = vjp(cp.shard(DO))
+        return {"o": cp.unshard(o)} | {each: cp.unshard(getattr(gradients, each)) for each in ("dq", "dk", "dv")}
+
+    for LazyLanes.has_early_copies in (False, True):
+        for seed in range(2):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(threads, "DeviceLanes", LazyLanes)
+                patch.setattr(threads, "device_count", lambda: 1)
+                ranks = distributed.run(rank, devices=[0] * 3, timeout=5, seed=seed)
+            for results in ranks:
+                for each, x in results.items():
+                    np.testing.assert_allclose(x, expected[each], atol=3e-5, err_msg=each)
+
+
+def processes_agree(library: ModuleType) -> None:
+    """Check the code of processes on threads."""
+    distributed, processes = part(library, "distributed"), part(library, "distributed._processes")
+    for method in ("gather", "heads"):
+        expected = _expected("dropout and a sink")
+
+        def rank(group: Any) -> dict[str, np.ndarray]:
+            options = {"seqlen": LENGTH, "num_heads": HEADS, "batch": (2,), "block": 4, "method": method}
+            cp = distributed.ContextParallel(group, **options, **_options(library)["dropout and a sink"])
+            o, vjp = cp.attention_vjp(*(cp.shard(x) for x in (Q, K, V)))
+            gradients = vjp(cp.shard(DO))
+            rows = {"o": o} | {each: getattr(gradients, each) for each in ("dq", "dk", "dv")}
+            return {each: cp.unshard(x) for each, x in rows.items()} | {"dsink": gradients["sink"]}
+
+        for results in ranks_of_a_store.run(processes, 2, rank):
+            assert isinstance(results, dict), results
+            for each, x in results.items():
+                np.testing.assert_allclose(x, expected[each], atol=3e-5, err_msg=each)
+
+
+def faults_end_all_processes(library: ModuleType) -> None:
+    """Check what the code of processes raises if a rank raises, stops, or does not arrive."""
+    distributed, processes = part(library, "distributed"), part(library, "distributed._processes")
+
+    def ended(function: Any, **how: Any) -> list[str]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(processes, "BEAT", 0.05)
+            patch.setattr(processes, "SILENCE", 0.5)
+            results = ranks_of_a_store.run(processes, 3, function, **how)
+        return [f"{type(each).__name__}: {each}" for each in results]
+
+    def parallel(group: Any) -> Any:
+        return distributed.ContextParallel(group, seqlen=16, num_heads=1, block=4, method="gather")
+
+    def raises(group: Any) -> None:
+        if group.rank == 1:
+            raise OSError("a disk is full")
+        parallel(group)
+
+    def raises_in_a_pass(group: Any) -> None:
+        cp, x = parallel(group), np.ones((1, 16, 4), np.float32)
+        if group.rank == 1:
+            group._lanes.copy = None
+        cp.attention(*(cp.shard(x) for _ in range(3)))
+
+    def stops(group: Any) -> None:
+        if group.rank != 1:
+            parallel(group)
+
+    def is_late(group: Any) -> None:
+        if group.rank == 1:
+            time.sleep(1.5)
+        parallel(group)
+
+    def asks_for_another(group: Any) -> None:
+        group.exchange("a product" if group.rank == 2 else "a sum", group.rank)
+
+    closed = "This group is closed: start the ranks again"
+    lost = f"PeerLost: rank 1 raised OSError: a disk is full. {closed}"
+    assert ended(raises) == [lost, "OSError: a disk is full", lost]
+    first, _, last = ended(raises_in_a_pass)
+    assert first == last and first.startswith("PeerLost: rank 1 raised TypeError: ")
+    first, _, last = ended(stops, is_alive=lambda rank: rank != 1)
+    assert first == last and first.startswith("PeerLost: rank 1 stopped answering, "), first
+    first, _, last = ended(is_late, timeout=0.6)
+    late = "rank 1 did not arrive at ContextParallel, where ranks 0, 2 waited, within 0.6 s"
+    assert first == last == f"PeerLost: {late}. {closed}"
+    alike = "UnsupportedProblem: ranks must ask for the same call: rank 0 asks for a sum, rank 2 for a product"
+    assert ended(asks_for_another) == [alike] * 3
 
 
 def _raised(library: ModuleType, rank: Any, size: int = 2) -> list[str]:
@@ -205,10 +313,26 @@ def kernels_see_places(library: ModuleType) -> None:
     np.testing.assert_allclose(rows, whole[..., 13:, :], atol=1e-5)
 
 
-POSED, PASSES, STEPS, GROUP, THREADS, LANES = (
-    f"distributed/_{name}.py" for name in ("posed", "passes", "schedule", "group", "threads", "lanes")
+def kernels_draw_at_places(library: ModuleType) -> None:
+    """Check the dropout of some heads, queries and keys of a longer sequence in the simulator."""
+    part(library, "compiler.source").KERNELS = source.KERNELS
+    whole = part(library, "masks.shape").MaskShape((2,), HEADS, LENGTH + 48, LENGTH + 16)
+    places = part(library, "masks.places").Places(48, 16, 0, 3, of_all=whole)
+    options = part(library, "planning.options").Options(
+        dropout=library.Dropout(0.4, seed=5), executor="sim", kernel="simt", places=places
+    )
+    q, k, v = Q[:, 3:5], K[:, 3:5], V[:, 3:5]
+    o, _ = part(library, "calls._call").planned(q, k, v, options).forward(q, k, v)
+    is_kept = cuflash.Dropout(0.4, seed=5).keep((2, *whole[1:]))[:, 3:5, 48:, 16:]
+    identity = np.broadcast_to(np.eye(LENGTH), (2, 2, LENGTH, LENGTH))
+    p, _ = cuflash.reference.attention(q, k, identity)
+    np.testing.assert_allclose(o, (p * is_kept / 0.6) @ v, atol=1e-4)
+
+
+POSED, PASSES, STEPS, GROUP, THREADS, LANES, PROCESSES = (
+    f"distributed/_{name}.py" for name in ("posed", "passes", "schedule", "group", "threads", "lanes", "processes")
 )
-PLACES = "masks/places.py"
+PLACES, DRAWN = "masks/places.py", "planning/dropout_launches.py"
 FAULTS = {
     ranks_agree: {
         "queries start at 0": Edit(POSED, "Posed.part", "Places(start, 0, 0,", "Places(0, 0, 0,"),
@@ -275,6 +399,61 @@ FAULTS = {
             THREADS, "ThreadGroup._perform", "in (step.rank, step.source)", "== step.rank"
         ),
     },
+    streams_wait_for_events: {
+        "a copy does not wait for the array that it reads": Edit(
+            THREADS, "ThreadGroup._step", "[self._starts[self.rank], self._starts[step.source], *events]", "events"
+        ),
+        "steps do not wait for others": Edit(
+            THREADS, "ThreadGroup._perform", "[done[each] for each in steps[number].after]", "[]"
+        ),
+        "a rank does not wait for its own results": Edit(
+            THREADS, "ThreadGroup._perform", "[done[number] for number in sorted(used)]", "[]"
+        ),
+    },
+    processes_agree: {
+        "messages overlap": Edit(PROCESSES, "_parts", "first += _padded(array)", "first += 0"),
+        "rows of this rank do not move": Edit(
+            PROCESSES, "_Transfer.__init__", "step.rank == step.source == rank", "step.rank == step.source == -1"
+        ),
+        "rows go to the rank that they come from": Edit(
+            PROCESSES, "_Transfer.__init__", "sent[step.rank] +=", "sent[step.source] +="
+        ),
+        "a group is computed before its rows are there": Edit(
+            PROCESSES, "ProcessGroup._perform", "if needed is not None:", "if False:"
+        ),
+        "gradients are added before they are there": Edit(
+            PROCESSES, "ProcessGroup._perform", "COPY if kind == ATTEND else TAKE", "COPY"
+        ),
+        "results of heads are not waited for": Edit(
+            PROCESSES, "ProcessGroup._perform", "for transfer in started.values():", "for transfer in ():"
+        ),
+        "gradients move before they are computed": Edit(
+            STEPS, "rounds", "[*early, (kind, group), *late]", "[*late, *early, (kind, group)]"
+        ),
+    },
+    faults_end_all_processes: {
+        "an exception in a block is not told": Edit(
+            PROCESSES, "ProcessGroup.__exit__", "if error is not None and", "if error is None and"
+        ),
+        "an exception in a pass has no own sentence": Edit(
+            PROCESSES, "ProcessGroup._close", "self._error = error", "self._error = ''"
+        ),
+        "silence is not noticed": Edit(
+            PROCESSES, "ProcessGroup._silent_ranks", "silent.append(rank)", "pass"
+        ),
+        "each rank has its own sentence": Edit(
+            PROCESSES, "ProcessGroup._close", "error = first.decode() or error", "error = f'{self.rank} {error}'"
+        ),
+        "a late rank is waited for": Edit(
+            PROCESSES, "ProcessGroup._wait", "if now - start > self._timeout:", "if False:"
+        ),
+        "ranks that arrived are late": Edit(
+            PROCESSES, "ProcessGroup._late", "if not self._store.check([key])", "if self._store.check([key])"
+        ),
+        "processes may make different calls": Edit(
+            PROCESSES, "ProcessGroup._exchanged", "refuse(call_reasons([name for name, _ in answers]))", "pass"
+        ),
+    },
     faults_end_all_ranks: {
         "a rank that raises is not noticed": Edit(
             THREADS, "run.work", 'meeting.close(f"rank {rank} raised {type(error).__name__}: {error}")', "pass"
@@ -311,6 +490,17 @@ FAULTS = {
         ),
         "kernels count from 0": Edit(
             "planning/score_launches.py", "_feature", "list(problem.places.starts)", "[0, 0, 0, 0]"
+        ),
+    },
+    kernels_draw_at_places: {
+        "kernels draw for queries from 0": Edit(DRAWN, "dropout_places", "query // 4", "0"),
+        "kernels draw for keys from 0": Edit(DRAWN, "dropout_places", "key // 4", "0"),
+        "kernels draw for heads from 0": Edit(DRAWN, "dropout_places", "batch * of_all.num_heads + head", "0"),
+        "batch entries have the heads of the part": Edit(
+            DRAWN, "dropout_places", '"num_heads_of_all": of_all.num_heads', '"num_heads_of_all": num_heads'
+        ),
+        "kernels do not know that they are placed": Edit(
+            DRAWN, "_drawing", '"dropout_is_placed": is_placed', '"dropout_is_placed": False'
         ),
     },
 }  # fmt: skip

@@ -84,7 +84,7 @@ RUN_IN_LONG = (
     tangent_kernels.sm80_is_right, tangent_kernels.sm90_is_right, tangent_kernels.second_derivatives_are_right,
     tangent_kernels.scores_have_second_derivatives, ranks.ranks_agree, ranks.buffers_are_used_in_turn,
     ranks.faults_end_all_ranks, ranks.bits_do_not_depend_on_the_order_of_arrival, ranks.parts_are_rows_of_the_whole,
-    ranks.kernels_see_places,
+    ranks.kernels_see_places, ranks.kernels_draw_at_places, ranks.streams_wait_for_events, ranks.processes_agree,
 )  # fmt: skip
 
 

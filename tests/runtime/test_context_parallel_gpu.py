@@ -10,7 +10,7 @@ from cuflash.testing import assert_within
 from executors import needs_compiler
 
 import cuflash
-from cuflash import UnsupportedProblem, masks, scores
+from cuflash import Dropout, UnsupportedProblem, masks, scores
 
 HEADS, LENGTH = 4, 500
 OPTIONS = {
@@ -18,6 +18,7 @@ OPTIONS = {
     "a window and a sink": {"window": (90, 0), "sink": np.linspace(-1, 1, HEADS, dtype=np.float32), "wrt": "sink"},
     "documents": {"mask": masks.Sequences([0, 70, 300, LENGTH], causal=True), "batch": (2,)},
     "lists": {"mask": masks.BlockPattern(np.random.default_rng(0).random((8, 8)) < 0.5, 64), "num_kv_heads": 2},
+    "dropout": {"dropout": Dropout(0.25, seed=3), "causal": True},
     "alibi": {"score": scores.alibi(scores.alibi_slopes(HEADS)), "causal": True},
 }
 OF_LAYOUT = ("batch", "num_kv_heads")

@@ -8,16 +8,22 @@ import numpy as np
 import pytest
 from cuflash.distributed import ContextParallel, Machine, PeerLost, run
 from cuflash.distributed import _model as model
+from cuflash.distributed import _processes as processes
 from cuflash.distributed._layout import Costs, dealt
-from cuflash.distributed._schedule import ADD, ATTEND, COPY, NUM_BUFFERS, TAKE, exchanging_heads, gathering
+from cuflash.distributed import _threads as threads
+from cuflash.distributed._schedule import (
+    ADD, ATTEND, COPY, NUM_BUFFERS, TAKE, Step, exchanging_heads, gathering, rounds,
+)  # fmt: skip
 from cuflash.distributed._threads import ThreadGroup
 from cuflash.masks.shape import MaskShape
 from cuflash.testing import assert_within
 from executors import needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lazy_lanes import LazyLanes
 
 import cuflash
+import ranks_of_a_store
 from cuflash import Dropout, UnsupportedProblem, masks, scores
 
 OPTIONS = {
@@ -145,6 +151,59 @@ def test_any_order_of_ready_steps_gives_equal_bits():
         assert all(np.array_equal(each[name], first[name]) for name in first)
 
 
+@pytest.mark.parametrize("has_early_copies", [False, True])
+@pytest.mark.parametrize("method", ["gather", "heads"])
+def test_events_order_the_steps_of_streams(method, has_early_copies, monkeypatch):
+    """Ranks queue their steps, which run as late or as early as the events that they wait for allow."""
+    monkeypatch.setattr(threads, "DeviceLanes", LazyLanes)
+    monkeypatch.setattr(threads, "device_count", lambda: 1)
+    monkeypatch.setattr(LazyLanes, "has_early_copies", has_early_copies)
+    arrays = arrays_of((6, 45, 8), 6)
+    q, k, v, do = arrays.values()
+    o, vjp = cuflash.attention_vjp(q, k, v, causal=True)
+    exact = o, *vjp(do)
+
+    def rank(group):
+        cp = ContextParallel(group, seqlen=45, num_heads=6, causal=True, block=4, method=method)
+        own = [np.full_like(cp.shard(x), np.nan) for x in (q, k, v)]
+
+        def fill():  # as a kernel that is queued before the call
+            for mine, whole in zip(own, (q, k, v)):
+                mine[...] = cp.shard(whole)
+
+        group._lanes.run(Step(ATTEND, group.rank, group.rank, 0), [], fill)
+        for _ in range(2):
+            o, vjp = cp.attention_vjp(*own)
+            gradients = vjp(cp.shard(do))
+        return [cp.unshard(x) for x in (o, gradients.dq, gradients.dk, gradients.dv)]
+
+    for seed in range(3):
+        for results in run(rank, devices=[0] * 3, timeout=30, seed=seed):
+            for mine, wanted in zip(results, exact):
+                np.testing.assert_allclose(mine, wanted, atol=3e-5)
+
+
+@pytest.mark.parametrize("method", ["gather", "heads"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_code_of_processes_agrees_with_one_call(size, method):
+    """Threads stand in for processes: PyTorch's store and its exchange of bytes are doubles."""
+    q, k, v, do = arrays_of((2, 8, 45, 8), 4).values()
+    o, vjp = cuflash.attention_vjp(q, k, v, **OPTIONS["a sink"](45, 8))
+    gradients = vjp(do)
+
+    def rank(group):
+        shape = {"seqlen": 45, "batch": (2,), "num_heads": 8, "num_kv_heads": 4}
+        cp = ContextParallel(group, **shape, block=4, method=method, **OPTIONS["a sink"](45, 8))
+        o, vjp = cp.attention_vjp(cp.shard(q), cp.shard(k), cp.shard(v))
+        gradients = vjp(cp.shard(do))
+        whole = [cp.unshard(x) for x in (o, gradients.dq, gradients.dk, gradients.dv)]
+        return *whole, gradients["sink"]
+
+    for results in ranks_of_a_store.run(processes, size, rank):
+        for mine, wanted in zip(results, (o, *gradients, gradients["sink"])):
+            np.testing.assert_allclose(mine, wanted, atol=3e-5)
+
+
 def test_keys_may_have_their_own_layout():
     arrays = arrays_of((2, 40, 8), 1, seqlen_kv=52)
     for method, size in (("gather", 3), ("heads", 1)):
@@ -214,6 +273,22 @@ def test_steps_wait_only_for_earlier_ones(steps):
     for number, step in enumerate(steps):
         assert all(other < number for other in step.after)
     assert len({step[:4] for step in steps}) == len(steps)
+
+
+@pytest.mark.parametrize("steps", [
+    gathering(3, 5, lambda rank, source: (rank + source) % 2 == 0, returns=True),
+    gathering(2, 1, lambda rank, source: True, returns=True),
+    exchanging_heads(4, lambda rank: rank != 2),
+])  # fmt: skip
+def test_rounds_are_in_an_order_that_steps_allow(steps):
+    order = rounds(steps)
+    assert len({*order}) == len(order)
+    places = {each: place for place, each in enumerate(order)}
+    of = [places[step.kind, step.group] for step in steps]
+    assert all(of[other] < of[number] for number, step in enumerate(steps) for other in step.after)
+    copies = [place for (kind, _), place in places.items() if kind == COPY]
+    computed = [place for (kind, _), place in places.items() if kind == ATTEND]
+    assert all(copied < place for copied, place in zip(copies[1:], computed)), "the next group moves meanwhile"
 
 
 def test_buffers_are_reused_after_they_were_read():
@@ -319,10 +394,11 @@ def test_the_model_hides_the_exchange_behind_products(method):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["causal", "lists"])
+@pytest.mark.parametrize("name", ["causal", "lists", "alibi", "dropout"])
 def test_ranks_may_run_kernels(name):
-    arrays = arrays_of((2, 40, 16), 2)
-    check(2, arrays, OPTIONS[name](40, 2) | {"executor": "sim"}, block=8, method="gather")
+    """With a score function or dropout, each run of queries is a call of its own."""
+    arrays = arrays_of((2, 70, 16), 2)
+    check(2, arrays, OPTIONS[name](70, 2) | {"executor": "sim"}, block=16, method="gather")
 
 
 def test_explain_prints_both_methods():

@@ -175,8 +175,35 @@ def test_wrong_places_are_refused(reason):
 
 
 def test_kernels_refuse_what_they_cannot_place():
-    with pytest.raises(UnsupportedProblem, match="dropout of a part of a longer sequence"):
+    with pytest.raises(UnsupportedProblem, match="must be multiples of 16 for dropout on kernels; got 3 and 0"):
         cuflash.attention(Q, K, V, q_start=3, dropout=Dropout(0.3, seed=5), executor="sim")
+    places = Places(q_runs=((0, 16), (32, 56)))
+    for options in ({"dropout": Dropout(0.3, seed=5)}, {"bias": np.zeros((HEADS, 56, LENGTH), np.float32)}):
+        with pytest.raises(UnsupportedProblem, match="queries that are not adjacent do not run on kernels"):
+            planned(Q, K, V, Options(executor="sim", places=places, **options))
+
+
+@needs_compiler
+@pytest.mark.parametrize("kernel", ["simt", "sm80", "sm90"])
+@pytest.mark.parametrize("heads", [slice(0, 4), slice(2, 4)])
+def test_kernels_draw_the_weights_of_the_whole(kernel, heads):
+    """A weight that is wrongly dropped or kept moves results by far more than rounding."""
+    dtype, dropout = ("float32" if kernel == "simt" else "float16"), Dropout(0.4, seed=5, offset=2)
+    q, k, v, do = (x.astype(dtype) for x in (Q, K, V, DO))
+    of_all = MaskShape((2,), HEADS, 72, 56)
+    places = Places(32, 16, 0, heads.start, of_all=of_all)
+    arrays = [x[:, heads] for x in (q, k, v, do)]
+    results = []
+    for executor in ("cpu", "sim"):
+        options = Options(dropout=dropout, executor=executor, places=places)
+        ready = planned(*arrays[:3], options if executor == "cpu" else options._replace(kernel=kernel))
+        o, lse = ready.forward(*arrays[:3])
+        results.append((o, *ready.backward(arrays[3], *arrays[:3], o, lse)))
+    kept = dropout.keep((2, HEADS, 72, 56))[:, heads, 32:, 16:]
+    p, _ = cuflash.reference.attention(*arrays[:2], np.broadcast_to(np.eye(40), (2, kept.shape[1], 40, 40)))
+    np.testing.assert_allclose(results[1][0], (p * kept / 0.6) @ arrays[2].astype(float), atol=0.01)
+    for wanted, mine in zip(*results):
+        np.testing.assert_allclose(mine.astype(float), wanted.astype(float), atol=0.02 if kernel != "simt" else 1e-4)
 
 
 def test_tangents_of_a_part_are_rows_of_the_whole():

@@ -34,11 +34,12 @@ def _place_reasons(problem: Problem) -> list[str]:
         return []
     fix = "use executor='cpu'"
     reasons = []
-    if problem.dropout is not None:
-        reasons.append(f"dropout of a part of a longer sequence (q_start=, kv_start=) does not run on kernels: {fix}")
-    if problem.score is not None and problem.places.q_runs:
-        layout = "use layout='contiguous' of ContextParallel, or executor='cpu'"
-        reasons.append(f"score functions of queries that are not adjacent do not run on kernels: {layout}")
+    _, _, query, key = problem.places.starts
+    if problem.dropout is not None and (query % 16 or key % 16):
+        rule = "q_start and kv_start must be multiples of 16 for dropout on kernels"
+        reasons.append(f"{rule}; got {query} and {key}: choose such parts, or {fix}")
+    if (problem.score is not None or problem.dropout is not None) and problem.places.q_runs:
+        reasons.append(f"score functions and dropout of queries that are not adjacent do not run on kernels: {fix}")
     return reasons
 
 

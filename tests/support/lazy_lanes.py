@@ -1,0 +1,66 @@
+"""A stand-in for the streams of GPUs: steps run as late, or copies as early, as events allow."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+
+
+class Node:
+    """A step in a queue, which is run once, after the one before it and after the events that it waits for."""
+
+    def __init__(self, do: Callable[[], None], events: Sequence[Any]) -> None:
+        self.do, self.events, self.is_done = do, list(events), False
+
+    def force(self) -> None:
+        if self.is_done:
+            return
+        self.is_done = True
+        for each in self.events:
+            if each is not None:
+                each.force()
+        self.do()
+
+
+class LazyLanes:
+    """Lanes of a rank with NumPy arrays, in the interface of `DeviceLanes`.
+
+    Attributes
+    ----------
+    has_early_copies : bool
+        Copies run when they are queued, after what they wait for; else all steps run when the pass is over.
+    """
+
+    has_early_copies = False
+    namespace: Any = np
+    _lock = threading.RLock()
+
+    def __init__(self, device: int, devices: Sequence[int]) -> None:
+        self.last: dict[bool, Any] = {True: None, False: None}
+
+    def current(self) -> Any:
+        return nullcontext()
+
+    def start(self) -> Any:
+        return self.last[False]
+
+    def run(self, step: Any, events: Sequence[Any], do: Callable[[], None]) -> Node:
+        is_copy = step.kind in ("copy", "take")
+        with self._lock:
+            node = self.last[is_copy] = Node(do, [self.last[is_copy], *events])
+            if is_copy and self.has_early_copies:
+                node.force()
+        return node
+
+    def copy(self, target: Any, source: Any, move: Any) -> None:
+        for own, other in move.parts(target, source):
+            own[...] = other
+
+    def finish(self, events: Sequence[Any]) -> None:
+        with self._lock:
+            for each in events:
+                each.force()
