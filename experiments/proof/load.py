@@ -13,8 +13,8 @@ call over the median of its kind. `cpu_us` and `cpu_p99` are the same for the pr
 out when it waits for Python's global lock. `host_mib` and `device_mib` are what the process and CuPy's pool grew in the
 last three quarters of the calls.
 
-Expect: no wrong bits, a p99 of at most 2 in one thread and of processor time, and no growth; exit status 0, or 1 if bits
-        are wrong.
+Expect: no wrong bits, a p99 of at most 2 in one thread and of processor time, and no growth; exit status 0, or 1 if
+        bits are wrong.
 Found:  no wrong bits and no growth on the cpu executor, whose processor times are within twice their median.
 
 Cost: A minute of a GPU; minutes of two cores.
