@@ -13,6 +13,7 @@ from cupy_machine import a_machine_for
 from mutations.planting import Edit
 from mutations.python_guards import part
 from test_cache_faults import check_a_folder_that_stores_nothing_is_passed, check_folders_are_private
+from test_memory_growth import check_workspaces_share_memory
 from test_faults import (
     CASES, Pool, check_a_call_that_runs_out_of_memory, check_checks_blame_no_kernel_for_an_earlier_one,
     check_earlier_failures_are_named,
@@ -65,8 +66,22 @@ def memory_may_run_out(library: ModuleType) -> None:
             check_a_call_that_runs_out_of_memory(Pool(machine), CASES[name](library, machine), ())
 
 
+def workspaces_share_memory(library: ModuleType) -> None:
+    check_workspaces_share_memory(library)
+
+
 HOST_CACHE, COMPILER, GPU, NVRTC = "compiler/host_cache.py", "sim/compiler.py", "executors/gpu.py", "compiler/nvrtc.py"
+WORKSPACES = "executors/workspaces.py"
 FAULTS = {
+    workspaces_share_memory: {
+        "each size of a workspace keeps memory": Edit(
+            WORKSPACES, "kept_bytes", "max(_ALIGNMENT, 1 << (workspace.nbytes - 1).bit_length())", "workspace.nbytes"
+        ),
+        "workspaces of a call share zeros": Edit(
+            WORKSPACES, "Workspaces.__init__", "memory.kept_zeros(number, nbytes)", "memory.kept_zeros(0, nbytes)"
+        ),
+        "zeros are too short": Edit(WORKSPACES, "kept_bytes", "(workspace.nbytes - 1)", "(workspace.nbytes // 2)"),
+    },
     abandoned_folders_are_removed: {
         "folders of killed compilers stay": Edit(HOST_CACHE, "shrink", "_remove_abandoned(place)", "pass"),
         "folders of killed compilers stay in a cache that is cleared": Edit(

@@ -1,7 +1,7 @@
 """NumPy's memory for the data of arrays, whose allocations fail at a place.
 
 NumPy calls the functions of a handler that is set by its C interface. The ones here count, fail, and call those of the
-C library. They are compiled, because arrays are freed while Python raises an error, when it can call no Python function.
+C library. They are compiled, because arrays are also freed while Python raises an error.
 """
 
 from __future__ import annotations
