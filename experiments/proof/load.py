@@ -39,7 +39,7 @@ from rich.table import Table
 
 KEY = ("executor", "gpu", "work")  # the GPU is the machine's
 LENGTHS = tuple(range(40, 260, 20))
-CHECKED = 8  # one call in so many is compared
+CHECKED = 8  # every eighth call is compared
 WAITS = 64  # calls of a thread after which it waits for its stream, untimed, so that no queue is full
 STATM = Path("/proc/self/statm")
 
@@ -184,11 +184,11 @@ def in_threads(config: Config, where: Host, every: Sequence[Kind], threads: int)
 
     together(slice(0, calls // 4))
     host, device = resident_bytes(), where.pool_bytes()
-    kept = sum(sys.getsizeof(each) + 2 * sys.getsizeof(0.0) for worker in workers for each in worker.times[:1])
+    bytes_of_time = sys.getsizeof((0, 0.0, 0.0)) + 2 * sys.getsizeof(0.0) + 8  # of one entry of `Worker.times`
     together(slice(calls // 4, calls))
-    later = sum(len(worker.times) for worker in workers) - threads * (calls // 4)
-    growth = resident_bytes() - host - max(0, later) * (kept // threads + 8)  # less the times, which this list keeps
+    growth = resident_bytes() - host
     times = [each for worker in workers for each in worker.times]
+    growth -= bytes_of_time * max(0, len(times) - threads * (calls // 4))
     row = {"work": f"{threads} thread{'s' * (threads > 1)}", "calls": len(times)} | spread(times)
     row |= {"checked": sum(worker.num_checked for worker in workers), "wrong": sum(w.num_wrong for w in workers)}
     return row | {"host_mib": growth / 2**20, "device_mib": (where.pool_bytes() - device) / 2**20}

@@ -45,13 +45,13 @@ SHARING = {
 }  # fmt: skip
 
 
-def files_of(path: Path, found: dict[Path, str]) -> dict[Path, str]:
-    """Return the texts of a file and of all that it includes, by path."""
-    if path not in found:
-        found[path] = path.read_text("utf-8")
-        for name in re.findall(r"#include <(.*)>", found[path]):
-            files_of(KERNELS / name, found)
-    return found
+def files_of(path: Path, texts: dict[Path, str]) -> dict[Path, str]:
+    """Add a file and all that it includes to texts by path, and return these."""
+    if path not in texts:
+        texts[path] = path.read_text("utf-8")
+        for name in re.findall(r"#include <(.*)>", texts[path]):
+            files_of(KERNELS / name, texts)
+    return texts
 
 
 @cache

@@ -34,13 +34,13 @@ def test_the_table_has_every_fault() -> None:
 
 @pytest.mark.parametrize(("fault", "outcome", "named"), FAULTS, ids=[row[0].strip("| ")[:40] for row in FAULTS])
 def test_a_fault_names_tests_that_exist(fault: str, outcome: str, named: str) -> None:
-    found = 0
+    num_tests = 0
     for part in named.split(";"):
         (file,) = re.findall(r"`([a-z_]+/[a-z0-9_]+\.py)`", part)
         for star, name in re.findall(r"(\*?)`(test_\w+)`", part):
             assert named_in(file)[name] == bool(star), name
-            found += 1
-    assert found and outcome
+            num_tests += 1
+    assert num_tests and outcome
 
 
 def test_the_page_of_support_has_every_chip_of_the_compile_gate() -> None:

@@ -368,7 +368,7 @@ def test_a_damaged_entry_is_made_again(
     assert room.kernel(spec("plain"), HOPPER).name == "simt_plain" and len(cupy.compiled) == 2
 
 
-# A driver is not asked to read what only starts as machine code does: it is told no size.
+# On a GPU the driver would read past the end of what only starts as machine code does: it does not know the size.
 @pytest.mark.parametrize("damage", [*PASSED, _compile_another_kernel])
 def test_a_broken_cache_is_passed_with_one_warning(
     nvrtc: Any, cupy: Double, spec: Make, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None]

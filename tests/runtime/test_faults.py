@@ -46,7 +46,7 @@ def attend(library: ModuleType, xp: Any, **options: Any) -> Call:
 
 
 def gradients(library: ModuleType, xp: Any, *, batch: int = 1) -> Call:
-    """Keys and values have no axis for the batch, over which their gradients are summed."""
+    """Return a call whose keys and values have no axis for the batch, over which their gradients are summed."""
     q, k, v, do = (xp.asarray(x) for x in (np.stack([Q] * batch), K, V, np.stack([DO] * batch)))
 
     def call() -> Sequence[Any]:
@@ -57,7 +57,7 @@ def gradients(library: ModuleType, xp: Any, *, batch: int = 1) -> Call:
 
 
 def gradients_of_a_new_mask(library: ModuleType, xp: Any) -> Call:
-    """The mask's lists go to the device in each call, and leave with the mask."""
+    """Return a call with a new mask, whose lists go to the device, and leave with the mask."""
     q, k, v, do = (xp.asarray(x) for x in (Q, K, V, DO))
 
     def call() -> Sequence[Any]:
