@@ -126,7 +126,7 @@ class Gpu:
         self._device_lists: WeakKeyDictionary[WorkList, dict[int, _DeviceLists]] = WeakKeyDictionary()
         self._sending: WeakKeyDictionary[WorkList, threading.Lock] = WeakKeyDictionary()
         self._to_release: deque[_DeviceLists] = deque()
-        self._zeroed: dict[tuple[int, Workspace], dict[int, Array]] = {}
+        self._zeroed: dict[tuple[int, int, int], dict[int, Array]] = {}
         self._pieces: dict[int, dict[int, list[Piece]]] = {}
         self._lock = threading.Lock()
 
@@ -189,9 +189,9 @@ class Gpu:
         if pins:
             hold(plan)
 
-    def kept_zeros(self, workspace: Workspace) -> dict[int, Array]:
-        """Return, by stream, the arrays for a workspace that stay zero between calls on the current device."""
-        return self._zeroed.setdefault((nvrtc.current_device()[1], workspace), {})
+    def kept_zeros(self, number: int, nbytes: int) -> dict[int, Array]:
+        """Return, by stream, the current device's arrays of a size that stay zero between calls, one of several."""
+        return self._zeroed.setdefault((nvrtc.current_device()[1], number, nbytes), {})
 
     def kept_pieces(self) -> dict[int, list[Piece]]:
         """Return, by stream, the pieces of memory for workspaces of calls on the current device."""

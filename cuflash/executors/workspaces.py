@@ -33,8 +33,8 @@ class Memory(Protocol):
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return a new array of zeros."""
 
-    def kept_zeros(self, workspace: Workspace) -> dict[int, Array]:
-        """Return, by stream, the arrays for a workspace that stay zero between calls."""
+    def kept_zeros(self, number: int, nbytes: int) -> dict[int, Array]:
+        """Return, by stream, the arrays that stay zero between calls, for one of several of a size that a call has."""
 
     def kept_pieces(self) -> dict[int, list[Piece]]:
         """Return, by stream, the pieces that no call uses while it launches its kernels."""
@@ -42,6 +42,11 @@ class Memory(Protocol):
     @property
     def address(self) -> Callable[[Array], int]:
         """A function that returns the address of an array."""
+
+
+def kept_bytes(workspace: Workspace) -> int:
+    """Return the size of the array of zeros for a workspace: a power of two, so that unlike calls share few arrays."""
+    return max(_ALIGNMENT, 1 << (workspace.nbytes - 1).bit_length())
 
 
 class Taken(NamedTuple):
@@ -96,8 +101,9 @@ class Workspaces:
         self._memory, self._address = memory, memory.address
         sizes = [0 if need.is_zeroed else need.nbytes for need in needs.values()]
         self._starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))[:-1]
+        zeroed = [(place, kept_bytes(need)) for place, need in enumerate(needs.values()) if need.is_zeroed]
         self._zeros = [
-            (place, need, memory.kept_zeros(need)) for place, need in enumerate(needs.values()) if need.is_zeroed
+            (place, nbytes, memory.kept_zeros(number, nbytes)) for number, (place, nbytes) in enumerate(zeroed)
         ]
         self._nbytes = max((start + size for start, size in zip(self._starts, sizes)), default=0)
         self._make = memory.maker((self._nbytes,), np.dtype(np.uint8))
@@ -120,10 +126,10 @@ class Workspaces:
             base = piece.address
         addresses = [base + start for start in self._starts]
         arrays = [] if piece is None else [piece.array]
-        for place, need, by_stream in self._zeros:
+        for place, nbytes, by_stream in self._zeros:
             zeros = None if is_apart else by_stream.get(number)
             if zeros is None:
-                zeros = self._memory.zeros(need.shape, need.dtype)
+                zeros = self._memory.zeros((nbytes,), np.dtype(np.uint8))
             if not is_apart:
                 zeros = by_stream.setdefault(number, zeros)
             arrays.append(zeros)

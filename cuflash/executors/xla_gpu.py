@@ -20,7 +20,7 @@ from . import gpu
 from ._records import View
 from .launch import BoundPass
 from .list_maker import ListMaker
-from .workspaces import Taken
+from .workspaces import Taken, kept_bytes
 
 _ALIGNMENT = 256  # in bytes, of each part of a scratch buffer
 
@@ -62,18 +62,19 @@ class _Workspaces:
     def __init__(self, needs: Mapping[str, Workspace], machine: XlaGpu) -> None:
         sizes = [0 if need.is_zeroed else -(-need.nbytes // _ALIGNMENT) * _ALIGNMENT for need in needs.values()]
         *self._starts, self.nbytes = accumulate(sizes, initial=0)
+        zeroed = [(place, kept_bytes(need)) for place, need in enumerate(needs.values()) if need.is_zeroed]
         self._zeros = [
-            (place, need, machine.kept_zeros(need)) for place, need in enumerate(needs.values()) if need.is_zeroed
+            (place, nbytes, machine.kept_zeros(number, nbytes)) for number, (place, nbytes) in enumerate(zeroed)
         ]
 
     def take(self, stream: XlaStream) -> Taken:
         """Return the addresses of the workspaces of a call on a stream."""
         addresses = [stream.workspace + start for start in self._starts]
-        for place, need, by_stream in self._zeros:
+        for place, nbytes, by_stream in self._zeros:
             zeros = by_stream.get(stream.ptr)
             if zeros is None:
                 with as_cupy_stream(stream.ptr):
-                    zeros = by_stream.setdefault(stream.ptr, gpu.namespace().zeros(need.shape, need.dtype))
+                    zeros = by_stream.setdefault(stream.ptr, gpu.namespace().zeros(nbytes, np.uint8))
             addresses[place] = zeros.data.ptr
         return Taken(addresses, [])
 

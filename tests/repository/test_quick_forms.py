@@ -33,10 +33,7 @@ ON_THE_HOST: dict[str, dict[str, Any]] = {
     "flashattention1_tables": {"seqlens": (256, 128), "num_heads": 1, "head_dim": 16, "budget_s": 0.05},
     "drawn_ranks": {"problems": 8},
     "fp8_error": {"head_dims": (64,), "heads": 1, "seqlens": (256,), "queries": 128, "bounded": 32, "sim": True},
-    "jax_calls": {
-        "batch": 1, "heads": 2, "tokens": 32, "long_tokens": 64, "head_dim": 8, "dtype": "float32", "calls": 2,
-        "repeats": 1,
-    },
+    "load": {"calls": 60, "threads": (1, 3), "new_masks": 8},
     "long_range": {
         "seqlens": (32, 64), "block": 2, "batch": 4, "steps": 2, "tests": 6, "names": ("exact", "window"), "seeds": (0,)
     },
@@ -83,6 +80,7 @@ ON_A_GPU: list[tuple[str, dict[str, Any]]] = [
         "gpu": True, "methods": ("standard", "fa1", "dense", "butterfly"), "gpu_seqlens": (256, 512), "batch": 1,
         "gpu_num_heads": 2, "gpu_budget_s": 0.05,
     }),
+    ("load", {"gpu": True, "calls": 400, "threads": (1, 4), "new_masks": 40}),
     ("long_range", {
         "gpu": True, "gpu_seqlens": (1024,), "gpu_steps": 3, "gpu_steps_more": 2, "gpu_tests": 64, "gpu_seeds": (0,),
         "gpu_tokens": 4096,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import struct
@@ -304,6 +305,19 @@ def _truncate(cache: Path) -> None:
     _entry(cache).write_bytes(_entry(cache).read_bytes()[:-1])
 
 
+def _cut(sixteenths: int) -> Callable[[Path], None]:
+    def damage(cache: Path) -> None:
+        data = _entry(cache).read_bytes()
+        _entry(cache).write_bytes(data[: len(data) * sixteenths // 16])
+
+    damage.__name__ = f"_cut_to_{sixteenths}_16"
+    return damage
+
+
+def _remove_the_digest(cache: Path) -> None:
+    _entry(cache).write_bytes(_entry(cache).read_bytes()[40:])
+
+
 def _flip_a_bit(cache: Path) -> None:
     data = bytearray(_entry(cache).read_bytes())
     data[-1] ^= 1
@@ -312,6 +326,17 @@ def _flip_a_bit(cache: Path) -> None:
 
 def _forge(cache: Path) -> None:
     _entry(cache).write_bytes(hashlib.sha1(b"no machine code").hexdigest().encode() + b"no machine code")
+
+
+def _compile_another_kernel(cache: Path) -> None:
+    code = MACHINE_CODE + b"of another kernel or for another chip"
+    _entry(cache).write_bytes(hashlib.sha1(code).hexdigest().encode() + code)
+
+
+def _put_a_folder_in_its_place(cache: Path) -> None:
+    entry = _entry(cache)
+    entry.unlink()
+    entry.mkdir()
 
 
 def _remove_all(cache: Path) -> None:
@@ -324,8 +349,8 @@ def _put_a_file_there(cache: Path) -> None:
     cache.write_text("not a folder")
 
 
-MENDED = [_truncate, _flip_a_bit]  # faults that CuPy repairs
-PASSED = [_forge, _remove_all, _put_a_file_there]  # faults for which we bypass the cache, with one warning
+MENDED = [_truncate, _flip_a_bit, _remove_the_digest]  # by CuPy
+PASSED = [_forge, _put_a_folder_in_its_place, _remove_all, _put_a_file_there]  # by us
 
 
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +359,7 @@ def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "_has_warned", False)
 
 
-@pytest.mark.parametrize("damage", MENDED)
+@pytest.mark.parametrize("damage", [*MENDED, *map(_cut, range(16))])
 def test_a_damaged_entry_is_made_again(
     cupy: Double, spec: Make, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None]
 ) -> None:
@@ -344,7 +369,8 @@ def test_a_damaged_entry_is_made_again(
     assert room.kernel(spec("plain"), HOPPER).name == "simt_plain" and len(cupy.compiled) == 2
 
 
-@pytest.mark.parametrize("damage", PASSED)
+# On a GPU the driver would read past the end of what only starts as machine code does: it does not know the size.
+@pytest.mark.parametrize("damage", [*PASSED, _compile_another_kernel])
 def test_a_broken_cache_is_passed_with_one_warning(
     nvrtc: Any, cupy: Double, spec: Make, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None]
 ) -> None:
@@ -357,6 +383,22 @@ def test_a_broken_cache_is_passed_with_one_warning(
         with cupy.cuda.Device(1):
             room.kernel(spec("plain"), HOPPER)
     assert function.module.code == room.cubin(spec("plain"), "sm_90").code and len(caught) == 1
+
+
+@pytest.mark.parametrize("place", ["_read", "_write"])
+@pytest.mark.parametrize("name", ["ENOSPC", "EDQUOT", "EROFS", "EACCES", "EIO", "ENAMETOOLONG", "ESTALE"])
+def test_a_cache_that_can_neither_be_read_nor_written_is_passed_with_one_warning(
+    nvrtc: Any, cupy: Double, spec: Make, monkeypatch: pytest.MonkeyPatch, place: str, name: str
+) -> None:
+    code = getattr(errno, name)
+
+    def fail(*arguments: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(cupy, place, fail)
+    with pytest.warns(RuntimeWarning, match=f"CuPy's cache does not work .*{os.strerror(code)}") as caught:
+        functions = [room.kernel(spec("plain", head_dim=dim), HOPPER) for dim in (32, 64)]
+    assert len(caught) == 1 and all(each.module.code.startswith(MACHINE_CODE) for each in functions)
 
 
 def test_what_the_driver_does_not_load_in_either_way_is_no_fault_of_the_cache(

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from executors import is_long
+from library_parts import part
+from workspace_memory import memory, stream
 
 import cuflash
 from cuflash import BlockIndex, masks
@@ -53,6 +55,25 @@ def index_of(turn: int) -> BlockIndex:
 def test_new_indices_leave_nothing_on_the_host() -> None:
     *arrays, do = ARRAYS
     assert growth(calls_with(arrays, do, index_of), 3000 if is_long() else 700) < MOST_GROWTH
+
+
+def check_workspaces_share_memory(library: Any) -> None:
+    """Check that workspaces of a thousand unlike calls have little memory, and those of one call each their own."""
+    room, need = part(library, "executors.workspaces"), part(library, "planning.launches").Workspace
+    where, whole, byte = memory(), np.dtype(np.int32), np.dtype(np.uint8)
+    for rows in range(1, 1000):
+        needs = {"a": need((rows,), whole, True), "b": need((rows,), whole, True), "c": need((8 * rows,), byte)}
+        workspaces = room.Workspaces(needs, where)
+        taken = workspaces.take(stream())
+        starts = sorted(taken.addresses)
+        assert all(later - start >= 4 * rows for start, later in zip(starts, starts[1:]))
+        workspaces.give_back(stream(), taken)
+    zeros = [each for by_stream in where.kept.values() for each in by_stream.values()]
+    assert sum(each.nbytes for each in zeros) <= 2 * 2 * 4096 and len(where.kept_pieces()[7]) == 1
+
+
+def test_workspaces_of_unlike_calls_share_memory() -> None:
+    check_workspaces_share_memory(cuflash)
 
 
 @pytest.mark.gpu

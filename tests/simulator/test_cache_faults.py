@@ -178,7 +178,7 @@ def test_where_no_folder_stores_anything_the_error_says_so(tmp_path: Path, monke
 
 @contextmanager
 def mounted(place: Path, options: str) -> Iterator[None]:
-    """Mount a file system in memory, or skip the test where a process may not."""
+    """Use a file system in memory, or skip the test where a process may not mount it."""
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
@@ -246,8 +246,8 @@ def check_folders_are_private(library: ModuleType, place: Path) -> None:
             assert part(library, "compiler.host_cache").make_folder(place / f"{mask:o}" / "cuflash" / "sim") == ""
         finally:
             os.umask(before)
-        made = [path for path in (place / f"{mask:o}").rglob("*")]
-        assert len(made) == 2 and all(path.stat().st_mode & 0o777 == 0o700 for path in made)
+        folders = [path for path in (place / f"{mask:o}").rglob("*")]
+        assert len(folders) == 2 and all(path.stat().st_mode & 0o777 == 0o700 for path in folders)
 
 
 def test_folders_of_the_cache_are_private_under_any_umask(tmp_path: Path) -> None:

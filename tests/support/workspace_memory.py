@@ -9,7 +9,7 @@ import numpy as np
 
 
 def memory() -> SimpleNamespace:
-    """Return a memory allocator that records its allocations in `allocated`."""
+    """Return memory that records in `allocated` what it allocated, and in `kept` the zeros that it keeps."""
     allocated: list[Any] = []
     zeros: dict[Any, dict[int, Any]] = {}
     pieces: dict[int, list[Any]] = {}
@@ -19,8 +19,8 @@ def memory() -> SimpleNamespace:
 
     return SimpleNamespace(
         allocated=allocated, maker=maker, zeros=lambda shape, dtype: maker(shape, dtype)(),
-        address=lambda array: int(array.ctypes.data), kept_zeros=lambda need: zeros.setdefault(need, {}),
-        kept_pieces=lambda: pieces,
+        address=lambda array: int(array.ctypes.data), kept_pieces=lambda: pieces, kept=zeros,
+        kept_zeros=lambda number, nbytes: zeros.setdefault((number, nbytes), {}),
     )  # fmt: skip
 
 

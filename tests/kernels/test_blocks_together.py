@@ -1,0 +1,228 @@
+"""Every kernel whose thread blocks share memory runs in blocks that run together, with races between them as errors.
+
+The kernels are found in their sources: those that reach an atomic operation, a copy that adds, or a wait for a counter.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import cache_calls
+import numpy as np
+import prefill_calls
+import pytest
+import test_block_mass
+import test_decode
+import test_few_queries
+import test_fp8_kernels
+import test_page_bounds
+import test_result_kernels
+import test_score_kernels
+from cuflash.compiler.source import KERNELS
+from cuflash.executors.sim import Simulator
+from cuflash.testing import Structure, assert_within_bounds
+from executors import SIM, check_simulated, hostile_schedules, is_long, needs_compiler
+from lexing import spans, tokens
+
+import cuflash
+from cuflash import masks, sim
+
+pytestmark = needs_compiler
+ROOT = Path(__file__).parents[2]
+
+# Operations of kernels_cu/ptx by which thread blocks share global memory. atomicOr is used on shared memory alone.
+SHARING = {
+    "fetch_add", "fetch_add_acq_rel", "red_add", "red_add_4", "red_add_release", "wait_for_counter", "bulk_add",
+    "__threadfence",
+}  # fmt: skip
+
+
+def files_of(path: Path, texts: dict[Path, str]) -> dict[Path, str]:
+    """Add a file and all that it includes to texts by path, and return these."""
+    if path not in texts:
+        texts[path] = path.read_text("utf-8")
+        for name in re.findall(r"#include <(.*)>", texts[path]):
+            files_of(KERNELS / name, texts)
+    return texts
+
+
+@cache
+def names_of(text: str) -> tuple[tuple[str, frozenset[str]], ...]:
+    """Return each function of a text with the names in it."""
+    every, every_span = tokens(text, "cuda"), list(spans(text, "cuda"))
+    is_class = [any(other.name.startswith(f"{span.name}.") for other in every_span) for span in every_span]
+    return tuple(
+        (span.name.rpartition(".")[2], frozenset(t.text for t in every if span.start <= t.start < span.stop))
+        for span, has_members in zip(every_span, is_class)
+        if not has_members
+    )
+
+
+def shares_memory(kernel: Path) -> bool:
+    """Return whether functions that a kernel may call, by their names, have an operation on memory of all blocks."""
+    called: dict[str, set[str]] = {}
+    for path, text in files_of(kernel, {}).items():
+        for name, names in names_of(text) if path.parent.name != "ptx" else ():
+            called.setdefault(name, set()).update(names)
+    reached, waiting = set[str](), {token.text for token in tokens(kernel.read_text("utf-8"), "cuda")}
+    while waiting:
+        reached |= waiting
+        waiting = set().union(*(called.get(name, ()) for name in waiting)) - reached
+    return not reached.isdisjoint(SHARING)
+
+
+def sharing_kernels() -> set[str]:
+    return {f"{path.parent.name}_{path.stem}" for path in KERNELS.glob("*/*.cu") if shares_memory(path)}
+
+
+# Calls that run them, each of which checks its results.
+
+
+def all_results(kernel: str, deterministic: bool = False, **structure: Any) -> None:
+    sizes = {"num_heads": 2, "seqlen_q": 140, "seqlen_kv": 270, "head_dim": 24, "value_dim": 16}
+    check_simulated(kernel, Structure(**sizes | structure), deterministic=deterministic)
+
+
+def captured_arrays(kernel: str, deterministic: bool = False) -> None:
+    example = SIM.rounded(test_score_kernels.normal_example(kernel))
+    others = test_score_kernels.normal_call(SIM, kernel, deterministic=deterministic)
+    assert_within_bounds(example, others=others)
+
+
+def masses(chip: str) -> None:
+    """Check masses, of tiles that two thread blocks take until none is left."""
+    test_block_mass.check_on_chip(chip, num_processors=2, **test_block_mass.HALVES["rows of one block and of several"])
+
+
+def decoding(is_quantized: bool) -> None:
+    call = test_decode.drawn(test_decode.KINDS["many parts"], (300, 130))
+    attend = partial(cache_calls.attended, SIM, call, device=test_decode.KINDS["many parts"]["device"])
+    o, lse, faults = attend(is_quantized=is_quantized)
+    assert not faults
+    if not is_quantized:
+        cache_calls.assert_is_attention(call, o, lse, SIM.rounded)
+
+
+def few_queries() -> None:
+    example = SIM.rounded(test_few_queries.STRUCTURES["lengths, causal"].example())
+    o, lse = test_few_queries.forward(example)
+    assert_within_bounds(example, o=o, lse=lse)
+
+
+def fp8() -> None:
+    x8 = [
+        cuflash.quantize(x, block=64)
+        for x in test_fp8_kernels.operands(300, 300, (64, 64), (4, 2), "bfloat16")
+    ]
+    test_fp8_kernels.require_bounds(test_fp8_kernels.attention(SIM, x8, causal=True), x8, causal=True)
+
+
+def appending(dtype: Any, is_quantized: bool = False) -> None:
+    counts, dims = (26, 10, 1, 4), (64, 64) if is_quantized else (256, 256)
+    rows, k, _, lengths, *_ = cache_calls.appended(SIM, dtype, dims, counts, 26, is_quantized=is_quantized)
+    pages, wanted = cache_calls.expected(rows, counts)
+    assert lengths.tolist() == wanted and (is_quantized or np.array_equal(k, pages[0]))
+
+
+def compared() -> None:
+    results = test_result_kernels.results_of((2, 3, 300, 16), "float16")
+    mass, error = test_result_kernels.by_kernel(results)
+    assert np.isfinite(mass[..., 1:]).all() and np.isfinite(error)
+
+
+def prefill() -> None:
+    call = prefill_calls.with_counts()
+    o, lse, faults = prefill_calls.prefilled(SIM, "sm80", call, cache_calls.paged(call, 16, 0))
+    assert faults == 0 and np.isfinite(o[0]).any()
+
+
+HALF = {"dtype": "float16"}
+LISTED = masks.BlockPattern(np.array([[1, 0, 1], [0, 0, 0], [0, 1, 1]], bool), (64, 128))
+SHORT, ODD = {"seqlen_q": 70, "seqlen_kv": 150}, {"head_dim": 200, "value_dim": 130}
+CASES: dict[str, Callable[[], None]] = {
+    "cache_append": lambda: appending(np.float32),
+    "cache_append_e4m3": lambda: appending(np.float16, is_quantized=True),
+    "cache_key_bounds": lambda: test_page_bounds.check_kernel(SIM),
+    "cache_query_intervals": prefill,
+    "naive_gradient_scores": lambda: captured_arrays("naive"),
+    "results_compare": compared,
+    "simt_backward": lambda: all_results("simt", dtype="float32"),
+    "simt_backward_columns": lambda: captured_arrays("simt", deterministic=True),
+    "simt_backward_rows": lambda: captured_arrays("simt", deterministic=True),
+    "sm80_backward": lambda: all_results("sm80", **HALF, mask=LISTED),
+    "sm80_backward_rows": lambda: captured_arrays("sm80", deterministic=True),
+    "sm80_block_mass": lambda: masses("A100"),
+    "sm80_decode": lambda: decoding(is_quantized=False),
+    "sm80_decode_e4m3": lambda: decoding(is_quantized=True),
+    "sm80_few_queries": few_queries,
+    "sm80_forward": prefill,
+    "sm90_backward": lambda: all_results("sm90", **HALF, mask=LISTED),
+    "sm90_backward_rows": lambda: all_results("sm90", deterministic=True, **HALF),
+    "sm90_backward_wide": lambda: all_results("sm90", **HALF, **SHORT, **ODD),
+    "sm90_block_mass": lambda: masses("H100"),
+    "sm90_forward": lambda: all_results("sm90", **HALF, mask=masks.Causal("bottom_right")),
+    "sm90_forward_fp8": fp8,
+}
+
+
+@contextmanager
+def together(sanitize: sim.Sanitizer, schedule: sim.Schedule) -> Iterator[set[str]]:
+    """Run all kernels of the simulator so, and yield the names of those with several blocks."""
+    ran, launch = set[str](), Simulator.launch
+
+    def launched(self: Simulator, spec: Any, grid: int, nbytes: int, arguments: tuple[Any, ...]) -> None:
+        launch(replace(self, schedule=schedule, sanitize=sanitize), spec, grid, nbytes, arguments)
+        if grid > 1:
+            ran.add(spec.name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Simulator, "launch", launched)
+        yield ran
+
+
+def schedules(name: str, most: int) -> list[sim.Schedule]:
+    return [replace(each, resident_blocks=3) for each in hostile_schedules(name, most)]
+
+
+def test_every_kernel_whose_blocks_share_memory_has_a_case() -> None:
+    assert sharing_kernels() == CASES.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", list(CASES)[:: 1 if is_long() else 5])
+def test_blocks_that_run_together_race_for_nothing(kernel: str) -> None:
+    for schedule in schedules(kernel, 1):
+        with together("blocks", schedule) as ran:
+            CASES[kernel]()
+        assert kernel in ran
+
+
+# In a process of its own, which ThreadSanitizer may end.
+CHILD = """
+import sys
+import test_blocks_together as tests
+for kernel in sys.argv[1:]:
+    with tests.together("thread", tests.schedules(kernel, 1)[0]) as ran:
+        tests.CASES[kernel]()
+    assert kernel in ran
+print("end", file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", CASES if is_long() else ["cache_append"])
+def test_thread_sanitizer_finds_no_race_of_blocks_that_share_memory(kernel: str) -> None:
+    folders = (".", "support", "kernels", "semantics", "runtime", "simulator", "masks")
+    paths = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in folders)]
+    command = ["env", *(f"{name}={value}" for name, value in sim.preload_environment("thread").items())]
+    command += [sys.executable, "-c", f"import sys; sys.path[:0] = {paths}\n{CHILD}", kernel]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=280).stderr
+    assert said.endswith("end\n") and "WARNING" not in said, said
