@@ -26,10 +26,11 @@ import cuflash
 from mutations import (
     attention, blocks, cache_e4m3, cache_scores, cache_steps, calls, chosen, chosen_kernels, chosen_pages, decode,
     dq_in_order, dropout, fa1, faults_on_purpose, few_queries, fp8, fp8_kernels, host, interop, intervals,
-    kernel_guards, kit, kv_cache, lists, mask_algebra, mask_inputs, mass_guards, non_finite, planting, prefill,
-    pullbacks, python, python_guards, query_selectors, ranks, results, reuse, score_kernels, score_products, scores,
-    selector_guards, selectors, sequences, simt, sinks, sm80, sm90_backward, sm90_backward_rows, sm90_backward_wide,
-    sm90_forward, sm90_guards, staged_arrays, study, tangent_kernels, tangents, tile,
+    kernel_guards, kit, kv_cache, lists, mask_algebra, mask_inputs, mass_guards, non_finite, page_choice, planting,
+    prefill, pullbacks, python, python_guards, query_selectors, ranks, results, reuse, score_kernels,
+    score_products, scores, selector_guards, selectors, sequences, simt, sinks, sm80, sm90_backward,
+    sm90_backward_rows, sm90_backward_wide, sm90_forward, sm90_guards, staged_arrays, study, tangent_kernels,
+    tangents, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
