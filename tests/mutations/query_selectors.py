@@ -180,7 +180,7 @@ FAULTS = {
             FEW, "list_few", "static_cast<int64_t>(row.number) * choice.list_length", "0"
         ),
         "a lane counts its own columns": Edit(LANES, "list_by_lanes", "before = sum_of_pair(before);", ""),
-        "forced blocks are chosen beside those of the budget": Edit(
+        "forced blocks are chosen in addition to those of the budget": Edit(
             LANES, "list_by_lanes", "choice.count - columns.num_forced()", "choice.count"
         ),
         "sinks that are local count twice": Edit(
