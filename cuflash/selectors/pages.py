@@ -117,7 +117,10 @@ def quest(
 
     Notes
     -----
-    Quest, arXiv 2406.10774, algorithm 1. Each call computes the least and greatest keys of all pages.
+    Quest, arXiv 2406.10774, algorithm 1. Each call computes the least and greatest keys of all pages, unless a cache
+    keeps them (``keeps_page_bounds=True``). Then a call without `mask` and `window`, with the cache's pages, reads no
+    keys: bounds are over whole pages, and after `truncate` may be higher than those of the keys that are left. Lists
+    are as long as for a sequence of the cache's capacity.
 
     Examples
     --------

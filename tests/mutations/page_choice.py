@@ -100,22 +100,21 @@ FAULTS = {
         ),
     },
     many_pages_are_listed: {
-        "warps write over one another": Edit(SEARCH, "list_by_block", "length += before;", ""),
-        "ties of warps before do not count": Edit(SEARCH, "list_by_block", "ties_before += ties;", ""),
-        "every warp takes all ties": Edit(SEARCH, "list_by_block", "missing -= ties_before;", ""),
+        "warps write over one another": Edit(SEARCH, "write_runs", "length += before;", ""),
+        "ties of warps before do not count": Edit(SEARCH, "write_runs", "ties_before += ties;", ""),
+        "every warp takes all ties": Edit(SEARCH, "write_runs", "chosen.missing -= ties_before;", ""),
         "ties of columns before do not count": Edit(
-            SEARCH, "list_by_block", "missing -= min(missing, __popc(ties));", ""
+            SEARCH, "write_runs", "chosen.missing -= min(chosen.missing, __popc(ties));", ""
         ),
-        "no equal bound is taken": Edit(SEARCH, "list_by_block", "end = tied = least;", "end = least;"),
+        "no equal bound is taken": Edit(
+            SEARCH, "search_places", "max(0, count - places.count_before(least))", "0"
+        ),
         "blocks before the last place are not counted": Edit(
-            SEARCH, "list_by_block", "choice.count - places.count_before(least))", "choice.count)"
+            SEARCH, "search_places", "count - places.count_before(least))", "count)"
         ),
-        "each warp has the least place of its own": Edit(
-            SEARCH, "list_by_block", "uint32_t high) { least = low < least ? low : least;", "uint32_t high) {"
-        ),
-        "runs of warps overlap": Edit(SEARCH, "list_by_block", "first = min(warp * of_warp, num_columns)", "first = 0"),
-        "the first warp fills the rest": Edit(SEARCH, "list_by_block", "warp == kRowWarps - 1", "warp == 0"),
-        "numbers of warps are read before they are stored": Edit(SEARCH, "list_by_block", "__syncthreads();", ""),
+        "runs of warps overlap": Edit(SEARCH, "write_runs", "first = min(warp * of_warp, num_columns)", "first = 0"),
+        "the first warp fills the rest": Edit(SEARCH, "write_runs", "warp == kRowWarps - 1", "warp == 0"),
+        "numbers of warps are read before they are stored": Edit(SEARCH, "exchange", "__syncthreads();", ""),
         "places lie over the numbers of warps": Edit(
             SEARCH, "list_by_block", "room + kSearchWords", "room + kStepWords"
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import cupy_machine
 import ml_dtypes
 import numpy as np
 import pytest
@@ -211,6 +212,11 @@ def test_later_choices_only_launch_and_a_graph_reads_what_it_finds(xp: Any) -> N
         return chosen.blocks, cache.attention(q, mask=chosen)
 
     step()
+    if xp.__class__ is cupy_machine.Cupy:
+        before = xp.allocated
+        xp.log.clear()
+        selectors.quest(q, cache, budget=Budget(top_k=3), share="group")
+        assert xp.log == [("launch", 0, "page_scores"), ("launch", 0, "page_choice")] and xp.allocated == before + 1
     stream = xp.cuda.Stream(non_blocking=True)
     xp.cuda.get_current_stream().synchronize()
     with stream:
