@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax._src.interpreters.ad import primitive_linearizations as linearizations  # in no public module
 from jax.interpreters import ad
 
 from ..planning.options import DOT
@@ -104,25 +103,6 @@ def _forward_jvp(primals: Sequence[Any], tangents: Sequence[Any], **parameters: 
     return [o, lse], bind(one.call, "jvp", arrays, _shapes(one))
 
 
-def _forward_linear(*arguments: Any, **parameters: Any) -> Any:
-    """Return what `jax.linearize` and `jax.vjp` need of the forward pass, without tracing `_forward_jvp`.
-
-    The last arguments are whether each array has a tangent, and the arrays.
-    """
-    one = Pass(**parameters)
-    has_tangent, *primals = arguments[-1 - len(one.names) :]
-    results = bind(one.call, "forward", dict(zip(one.names, primals)), one.of)
-
-    def pushed(residuals: Any, *tangents: Any) -> Any:
-        arrays, dots = dict(zip((*one.names, "o", "lse"), residuals)), _nonzero(one.names, tangents)
-        if not dots:
-            return _zeros(residuals[-2:])
-        return bind(one.call, "jvp", arrays | _with_suffix(dots), _shapes(one))
-
-    moves = any(has and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact) for has, x in zip(has_tangent, primals))
-    return results, [moves, moves], (*primals, *results), pushed
-
-
 def _jvp_jvp(primals: Sequence[Any], tangents: Sequence[Any], **parameters: Any) -> Any:
     one = Pass(**parameters)
     arrays, dots = dict(zip(one.names, primals)), _nonzero(one.names, tangents)
@@ -213,7 +193,6 @@ def differentiate_passes() -> None:
         PRIMITIVES["forward"]: _forward_jvp, PRIMITIVES["jvp"]: _jvp_jvp, PRIMITIVES["backward"]: _backward_jvp,
         PRIMITIVES["backward_jvp"]: _second_jvp, PRIMITIVES["curvature"]: _third,
     })  # fmt: skip
-    linearizations[PRIMITIVES["forward"]] = _forward_linear
     ad.primitive_transposes.update({
         PRIMITIVES["jvp"]: _jvp_transpose, PRIMITIVES["backward"]: _backward_transpose,
         PRIMITIVES["backward_jvp"]: _second_transpose, PRIMITIVES["curvature"]: _curvature_transpose,

@@ -79,7 +79,7 @@ def of_feature(name, device="cpu"):
     names = ("sink",) if "sink" in operands else ()
     fixed = {name: x.to(device) for name, x in operands.items() if name not in names}
     if isinstance(mask := options.get("mask"), masks.Mask):
-        options = options | {"mask": mask.to(lambda array: array.to(device))}
+        options = options | {"mask": mask.to(lambda array: torch.as_tensor(array, device=device))}
     elif mask is not None:
         options = options | {"mask": mask.to(device)}
     call = call_of(options, (*names, *fixed))
