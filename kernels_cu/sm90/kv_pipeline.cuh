@@ -15,11 +15,12 @@ template <class Config>
 struct KvPipeline : KvProducer<Config> {
   using Base = KvProducer<Config>;
   using typename Base::ChosenArgument, typename Base::KeptRing, typename Base::NoKeptRing, typename Base::PagesArgument,
-      typename Base::ScalesArgument, typename Base::SinkArgument, typename Base::StepMessage, typename Base::TangentsArgument,
-      typename Base::WorkTileInfo;
+      typename Base::ScalesArgument, typename Base::SinkArgument, typename Base::StepMessage,
+      typename Base::TangentsArgument, typename Base::WorkTileInfo;
   using Base::array_slot, Base::kKOperands, Base::kMarksMasked, Base::kNumConsumers, Base::kNumStages,
-      Base::kPacksQueries, Base::kQOperands, Base::kQStages, Base::kVOperands, Base::load_array, Base::load_keys, Base::load_values, Base::q_phase_of, Base::q_stage_of, Base::schedule_tiles, Base::shared,
-      Base::stage_of, Base::tile_info_index, Base::write_scales;
+      Base::kPacksQueries, Base::kQOperands, Base::kQStages, Base::kVOperands, Base::load_array, Base::load_keys,
+      Base::load_values, Base::q_phase_of, Base::q_stage_of, Base::schedule_tiles, Base::shared, Base::stage_of,
+      Base::tile_info_index, Base::write_scales;
 
   // Wait for the Q of a tile. Return false if no tile is left.
   static CUFLASH_DEVICE bool wait_tile(unsigned num_tiles_done) {

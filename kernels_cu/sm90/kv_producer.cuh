@@ -16,8 +16,8 @@ struct KvProducer : KvTileScheduler<Config> {
       typename Base::TangentsArgument, typename Base::Walk, typename Base::WorkTileInfo;
   using Base::array_slot, Base::array_smem, Base::do_smem, Base::kBlockKv, Base::kBlockQ, Base::kFetchesTileEarly,
       Base::kLoadsDo, Base::kLoadsV, Base::kMarksMasked, Base::kNumConsumers, Base::kNumFlags, Base::kPacksQueries,
-      Base::kQOperands, Base::k_dot_smem, Base::k_smem, Base::phase_of, Base::q_dot_smem, Base::q_phase_of, Base::q_smem,
-      Base::q_stage_of, Base::shared, Base::stage_of, Base::tile_info_index, Base::v_dot_smem, Base::v_smem,
+      Base::kQOperands, Base::k_dot_smem, Base::k_smem, Base::phase_of, Base::q_dot_smem, Base::q_phase_of,
+      Base::q_smem, Base::q_stage_of, Base::shared, Base::stage_of, Base::tile_info_index, Base::v_dot_smem, Base::v_smem,
       Base::wait_tile_info;
 
   // Return the boxes that TMA copies into the slot of an operand.
@@ -29,11 +29,12 @@ struct KvProducer : KvTileScheduler<Config> {
     else return tile::TmaBoxes(do_smem(stage));
   }
 
-  // Start to copy rows first <= x < last of an operand, or of its tangent, into an empty slot; `coords` is a function.
+  // Start to copy rows first <= x < last of an operand, or of its tangent, into an empty slot; `boxes` and `coords` are
+  // functions, so that the machine code of each operand is that of its own function.
   // `zero_fills`: rows past them must become 0. Called by a warp.
-  template <Operand kOperand, class CoordsOf>
-  static CUFLASH_DEVICE void load_rows(const attention::Params& params, const tile::TmaBoxes& to,
-                                       const TensorMapParam& map, const attention::Matrices& matrices, CoordsOf coords,
+  template <Operand kOperand, class Boxes, class Coords>
+  static CUFLASH_DEVICE void load_rows(const attention::Params& params, Boxes boxes, const TensorMapParam& map,
+                                       const attention::Matrices& matrices, Coords coords,
                                        const tile::PipelineSlot& slot, const WorkTileInfo& tile_info, int first,
                                        int last, bool zero_fills) {
     // the rows of V are columns of the tensor map's matrix
@@ -41,7 +42,7 @@ struct KvProducer : KvTileScheduler<Config> {
     // FP8 operands always have a tensor map
     if (Config::kIsQuantized || (has_tensor_map(map, matrices) && !zero_fills)) {
       if (is_first_lane())
-        tile::tma_load_boxes<OperandElement>(to, map, coords(), kIsTransposed ? 0 : first, slot.full, 0,
+        tile::tma_load_boxes<OperandElement>(boxes(), map, coords(), kIsTransposed ? 0 : first, slot.full, 0,
                                              kIsTransposed ? first : 0);
       else if (tile::lane() < tile::kArrivalsPerWarp) ptx::mbarrier_arrive(ptx::shared_address(&slot.full));
       return;
@@ -51,7 +52,7 @@ struct KvProducer : KvTileScheduler<Config> {
       const int head = kIsOfQueries ? tile_info.work.batch_head.head : tile_info.kv_head;
       const int num_columns = kHasValueDim ? params.shape.value_dim : params.shape.head_dim;
       const auto all = attention::matrix<Element>(matrices, tile_info.work.batch_head, head, 0, num_columns);
-      tile::copy<32>(to, all.rows(first, last), tile::lane(), [](int) { return true; });
+      tile::copy<32>(boxes(), all.rows(first, last), tile::lane(), [](int) { return true; });
       tile::arrive(slot.full);
     }
   }
@@ -60,8 +61,9 @@ struct KvProducer : KvTileScheduler<Config> {
                                           const tile::PipelineSlot& slot, int stage, const WorkTileInfo& tile_info,
                                           int first, int last, bool zero_fills) {
     const attention::Matrices& matrices = kOperand == kDo ? params.do_ : (&params.q)[kOperand];
-    load_rows<kOperand>(params, boxes_of<kOperand>(stage), (&maps.q)[kOperand], matrices,
-                        [&] { return tile_info.coords[kOperand]; }, slot, tile_info, first, last, zero_fills);
+    load_rows<kOperand>(params, [&] { return boxes_of<kOperand>(stage); }, (&maps.q)[kOperand], matrices,
+                        [&]() -> const tile::TmaCoords& { return tile_info.coords[kOperand]; }, slot, tile_info, first,
+                        last, zero_fills);
   }
 
   // Start to copy rows of the tangent of Q, K or V into the slot of that operand, if there is one. Called by a warp.
@@ -75,14 +77,16 @@ struct KvProducer : KvTileScheduler<Config> {
     constexpr bool kExists = kOperand == kQ ? Config::kHasQDot : kOperand == kK ? Config::kHasKDot : Config::kHasVDot;
     if constexpr (kExists) {
       const attention::Matrices& matrices = (&dots.arrays.q_dot)[kOperand];
-      const tile::TmaBoxes to = kOperand == kQ   ? tile::TmaBoxes(q_dot_smem(stage))
-                                : kOperand == kK ? tile::TmaBoxes(k_dot_smem(stage))
-                                                 : tile::TmaBoxes(v_dot_smem(stage));
+      const auto boxes = [&] {
+        return kOperand == kQ   ? tile::TmaBoxes(q_dot_smem(stage))
+               : kOperand == kK ? tile::TmaBoxes(k_dot_smem(stage))
+                                : tile::TmaBoxes(v_dot_smem(stage));
+      };
       const attention::BatchHead& batch_head = tile_info.work.batch_head;
       const auto coords = [&] {
         return tma_coords(matrices, batch_head, kOperand == kQ ? batch_head.head : tile_info.kv_head);
       };
-      load_rows<kOperand>(params, to, (&dots.maps.q)[kOperand], matrices, coords, slot, tile_info, first, last,
+      load_rows<kOperand>(params, boxes, (&dots.maps.q)[kOperand], matrices, coords, slot, tile_info, first, last,
                           zero_fills);
     }
   }
@@ -223,8 +227,8 @@ struct KvProducer : KvTileScheduler<Config> {
       const tile::PipelineSlot& q = shared().q[q_stage];
       if (tile_info.is_end) {
         wait_slot_empty(q, q_phase_of(num_tiles_done));
-        for (int i = 0; i < kQOperands; ++i) tile::arrive(q.full);
-        return;
+        for (int i = 1; i < kQOperands; ++i) tile::arrive(q.full);
+        return tile::arrive(q.full);
       }
       BlockIterator<kBlockKv, Walk, Listed> blocks(params, tile_info.visit_range);
       KvBlock block;

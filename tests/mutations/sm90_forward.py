@@ -10,9 +10,9 @@ FAULTS = {
         "barriers are not fenced": Edit("sm90/kv_pipeline.cuh", "init_barriers", "ptx::fence_mbarrier_init();", ""),
         "copied rows count as there before they are": Edit(
             "sm90/kv_producer.cuh", "load_rows",
-            "tile::copy<32>(to, all.rows(first, last), tile::lane(), [](int) { return true; "
+            "tile::copy<32>(boxes(), all.rows(first, last), tile::lane(), [](int) { return true; "
             "}); tile::arrive(slot.full);",
-            "tile::arrive(slot.full); tile::copy<32>(to, all.rows(first, last), tile::lane(), "
+            "tile::arrive(slot.full); tile::copy<32>(boxes(), all.rows(first, last), tile::lane(), "
             "[](int) { return true; });",
         ),
         "V past a step is what stands there": Edit(
