@@ -198,9 +198,9 @@ def test_kernels_draw_the_weights_of_the_whole(kernel, heads):
         ready = planned(*arrays[:3], options if executor == "cpu" else options._replace(kernel=kernel))
         o, lse = ready.forward(*arrays[:3])
         results.append((o, *ready.backward(arrays[3], *arrays[:3], o, lse)))
-    kept = dropout.keep((2, HEADS, 72, 56))[:, heads, 32:, 16:]
-    p, _ = cuflash.reference.attention(*arrays[:2], np.broadcast_to(np.eye(40), (2, kept.shape[1], 40, 40)))
-    np.testing.assert_allclose(results[1][0], (p * kept / 0.6) @ arrays[2].astype(float), atol=0.01)
+    is_kept = dropout.keep((2, HEADS, 72, 56))[:, heads, 32:, 16:]
+    p, _ = cuflash.reference.attention(*arrays[:2], np.broadcast_to(np.eye(40), (2, is_kept.shape[1], 40, 40)))
+    np.testing.assert_allclose(results[1][0], (p * is_kept / 0.6) @ arrays[2].astype(float), atol=0.01)
     for wanted, mine in zip(*results):
         np.testing.assert_allclose(mine.astype(float), wanted.astype(float), atol=0.02 if kernel != "simt" else 1e-4)
 
