@@ -207,7 +207,8 @@ class Posed:
         if self.method == "heads":
             return [((0, self.shape.seqlen_q),)]
         runs = self.queries.runs(rank)
-        has_positions = not (options.score is options.softcap is options.bias is options.dropout is None)
+        readers: list[Any] = [options.score, options.softcap, options.bias, options.dropout]
+        has_positions = any(each is not None for each in readers)
         is_split = has_positions and options.executor in ("gpu", "sim") and len(runs) > 1
         return [(run,) for run in runs] if is_split else [runs]
 

@@ -127,9 +127,11 @@ def pass_with_dropout(kernels: Pass, draws: Draws, places: Mapping[str, int]) ->
 
 
 def _drawing(launch: Launch, draws: Draws, is_placed: bool) -> Launch:
-    fields = {"has_dropout": True, "reads_dropout_seed": draws.reads_seed, "dropout_is_placed": is_placed}
+    spec = replace(
+        launch.spec, has_dropout=True, reads_dropout_seed=draws.reads_seed, dropout_is_placed=is_placed
+    )  # fmt: skip
     return replace(
-        launch, spec=replace(launch.spec, **fields),
+        launch, spec=spec,
         reads=(*launch.reads, *_tables(draws)), features=(*launch.features, NAME),
     )  # fmt: skip
 

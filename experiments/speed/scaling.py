@@ -11,10 +11,10 @@ common start until the last device has finished. `gpus` says how many GPUs the r
 the exchange and the host cost, and its `linear` is at most 1 / ranks.
 
 Expect: the model's 0.95 and more of linear speed at 64k tokens on 2 GPUs, less on 8, least for short windows.
-Found:  by the model, 0.99 of linear speed at 64k causal with 32 / 8 heads on 2 GPUs and 0.98 on 8, both passes; not
+Found:  by the model, 0.99 of linear speed at 64k causal with 32 / 8 heads on 2 GPUs and 0.97 on 8 in either pass; not
 measured on two GPUs.
 
-Cost: The model: half a minute of a core. With --gpu: a minute of the GPUs.
+Cost: The model: ten seconds of a core. With --gpu: a minute of the GPUs.
 """
 
 from __future__ import annotations

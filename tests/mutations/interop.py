@@ -5,7 +5,26 @@ from __future__ import annotations
 from mutations import interop_guards
 from mutations.planting import Edit
 
+RANKS, DEVICES = "torch/_context_parallel.py", "jax/_context_parallel.py"
 FAULTS = {
+    interop_guards.tensors_of_ranks_are_right: {
+        "ranks drop the gradient of lse": Edit(RANKS, "_Attention.backward", '("dlse", dlse)', '("dlse", None)'),
+        "no gradient of o is one of ones on ranks": Edit(
+            RANKS, "_Attention.backward", "call.xp.zeros_like(call.o)", "call.xp.ones_like(call.o)"
+        ),
+        "a rank takes the first rows of a tensor": Edit(
+            RANKS, "ContextParallel.shard", "self._rows_of(x)", "self._rows_of(x) * 0"
+        ),
+    },
+    interop_guards.rows_of_devices_are_those_of_the_sequence: {
+        "the second chunk of a device is the one before": Edit(
+            DEVICES, "runs_of", "2 * size - 1 - rank", "2 * size - 2 - rank"
+        ),
+        "chunks that meet are two runs": Edit(DEVICES, "runs_of", "if late > rank + 1", "if late > rank"),
+        "gathered rows are permuted the other way": Edit(
+            DEVICES, "_in_order", "np.argsort(np.concatenate(positions))", "np.concatenate(positions)"
+        ),
+    },
     interop_guards.tensors_are_right: {
         "no gradient of o is a gradient of ones": Edit(
             "torch/_functions.py", "_pulled_back", "torch.zeros_like(o) if do is None",

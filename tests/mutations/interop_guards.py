@@ -431,13 +431,43 @@ def mapped_calls_of_jax_are_right(library: ModuleType) -> None:
         check_mapped_calls(library)
 
 
-def sharded_calls_of_jax_are_right(library: ModuleType) -> None:
-    """Compare calls on arrays of several devices with those on one."""
-    jax = pytest.importorskip("jax")
-    from test_jax_sharding import check_sharded_calls
+def tensors_of_ranks_are_right(library: ModuleType) -> None:
+    """Check context parallelism of tensors, on ranks that are threads, and its gradients."""
+    torch, module = pytest.importorskip("torch"), part(library, "torch")
+    (o, lse), vjp = library.attention_vjp(Q, K, V, causal=True, return_lse=True)
+    for has_do in (True, False):
 
-    with jax.default_device(jax.devices("cpu")[0]):
-        check_sharded_calls(library, (
-            "keys of all batch entries", "sink", "a score of the head", "a score of the batch entry", "dropout",
-            "a function of the head",
-        ))  # fmt: skip
+        def rank(group: Any) -> list[Any]:
+            cp = module.ContextParallel(group, seqlen=6, num_heads=4, num_kv_heads=2, causal=True, block=1)
+            q, k, v = (cp.shard(torch.from_numpy(x)).requires_grad_() for x in (Q, K, V))
+            own = cp.attention(q, k, v, return_lse=True)
+            loss = own[1].square().sum() / 2
+            if has_do:
+                loss = loss + (own[0] * cp.shard(torch.from_numpy(DO))).sum()
+            loss.backward()
+            return [cp.unshard(x) for x in (own[0].detach(), own[1].detach()[..., None], q.grad, k.grad, v.grad)]
+
+        exact = [o, lse[..., None], *vjp(DO if has_do else np.zeros_like(DO), lse)]
+        for results in part(library, "distributed").run(rank, size=2, timeout=20):
+            for mine, wanted in zip(results, exact):
+                np.testing.assert_allclose(mine.numpy(), wanted, atol=1e-12)
+
+
+def rows_of_devices_are_those_of_the_sequence(library: ModuleType) -> None:
+    """Check the rows that devices of JAX have, and the order of gathered ones."""
+    jax = pytest.importorskip("jax")
+    part(library, "jax")
+    room = part(library, "jax._context_parallel")
+    for size, layout in ((1, "zigzag"), (2, "zigzag"), (4, "zigzag"), (4, "contiguous")):
+        positions = [
+            np.concatenate([np.arange(*run) for run in room.runs_of(rank, size, 6, layout)]) for rank in range(size)
+        ]
+        assert all(len(each) == 6 and (np.diff(each) > 0).all() for each in positions)
+        assert all(len(room.runs_of(rank, size, 6, layout)) == 1 + (np.diff(each) > 1).sum()
+                   for rank, each in enumerate(positions))  # fmt: skip
+        gathered = np.concatenate(positions)
+        assert np.array_equal(np.sort(gathered), np.arange(6 * size))
+        in_order = room._in_order(jax.numpy.asarray(gathered)[:, None], size, layout)
+        assert np.array_equal(np.asarray(in_order)[:, 0], np.arange(6 * size))
+        if layout == "zigzag":
+            assert {int(each.sum()) for each in positions} == {6 * (6 * size - 1) // 2}, "ranks have equal work"
