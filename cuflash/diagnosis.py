@@ -25,6 +25,7 @@ from .planning.device import DeviceSpec
 _CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 _OLDEST_DRIVER = (12, 0)
 _TESTED = "9.0"  # the compute capability of the GPUs on which the test suite has run
+_TESTED_SYSTEM = ("Linux", "x86_64")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,10 @@ def _cuflash(subject: str) -> Finding:
 
 
 def _python(subject: str) -> Finding:
-    return Finding(subject=subject, detail=f"{platform.python_version()}, {sys.executable}")
+    system = platform.system(), platform.machine()
+    advice = f"tests have run on Linux on x86-64; on {' '.join(system)} the cpu executor should work"
+    detail = f"{platform.python_version()}, {sys.executable}"
+    return Finding(subject=subject, detail=detail, advice="" if system == _TESTED_SYSTEM else advice)
 
 
 def _numpy(subject: str) -> Finding:

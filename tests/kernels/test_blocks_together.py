@@ -6,8 +6,6 @@ The kernels are found in their sources: those that reach an atomic operation, a 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,7 +34,6 @@ import cuflash
 from cuflash import masks, sim
 
 pytestmark = needs_compiler
-ROOT = Path(__file__).parents[2]
 
 # Operations of kernels_cu/ptx by which thread blocks share global memory. atomicOr is used on shared memory alone.
 SHARING = {
@@ -174,22 +171,18 @@ CASES: dict[str, Callable[[], None]] = {
 
 
 @contextmanager
-def together(sanitize: sim.Sanitizer, schedule: sim.Schedule) -> Iterator[set[str]]:
-    """Run all kernels of the simulator so, and yield the names of those with several blocks."""
+def together(schedule: sim.Schedule) -> Iterator[set[str]]:
+    """Run kernels of the simulator in blocks that run together; yield the names of those with several blocks."""
     ran, launch = set[str](), Simulator.launch
 
     def launched(self: Simulator, spec: Any, grid: int, nbytes: int, arguments: tuple[Any, ...]) -> None:
-        launch(replace(self, schedule=schedule, sanitize=sanitize), spec, grid, nbytes, arguments)
+        launch(replace(self, schedule=schedule, sanitize="blocks"), spec, grid, nbytes, arguments)
         if grid > 1:
             ran.add(spec.name)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Simulator, "launch", launched)
         yield ran
-
-
-def schedules(name: str, most: int) -> list[sim.Schedule]:
-    return [replace(each, resident_blocks=3) for each in hostile_schedules(name, most)]
 
 
 def test_every_kernel_whose_blocks_share_memory_has_a_case() -> None:
@@ -199,30 +192,7 @@ def test_every_kernel_whose_blocks_share_memory_has_a_case() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", list(CASES)[:: 1 if is_long() else 5])
 def test_blocks_that_run_together_race_for_nothing(kernel: str) -> None:
-    for schedule in schedules(kernel, 1):
-        with together("blocks", schedule) as ran:
-            CASES[kernel]()
-        assert kernel in ran
-
-
-# In a process of its own, which ThreadSanitizer may end.
-CHILD = """
-import sys
-import test_blocks_together as tests
-for kernel in sys.argv[1:]:
-    with tests.together("thread", tests.schedules(kernel, 1)[0]) as ran:
-        tests.CASES[kernel]()
+    (schedule,) = hostile_schedules(kernel, 1)[:1]
+    with together(replace(schedule, resident_blocks=3)) as ran:
+        CASES[kernel]()
     assert kernel in ran
-print("end", file=sys.stderr)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", CASES if is_long() else ["cache_append"])
-def test_thread_sanitizer_finds_no_race_of_blocks_that_share_memory(kernel: str) -> None:
-    folders = (".", "support", "kernels", "semantics", "runtime", "simulator", "masks")
-    paths = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in folders)]
-    command = ["env", *(f"{name}={value}" for name, value in sim.preload_environment("thread").items())]
-    command += [sys.executable, "-c", f"import sys; sys.path[:0] = {paths}\n{CHILD}", kernel]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=280).stderr
-    assert said.endswith("end\n") and "WARNING" not in said, said

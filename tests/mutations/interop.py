@@ -224,7 +224,9 @@ FAULTS = {
         ),
     },
     interop_guards.passes_of_jax_on_a_device_are_right: {
-        "counters are not set to zero": Edit("executors/xla_gpu.py", "_Workspaces.take", ".zeros(need", ".empty(need"),
+        "counters are not set to zero": Edit(
+            "executors/xla_gpu.py", "_Workspaces.take", ".zeros(nbytes", ".empty(nbytes"
+        ),
         "results that kernels add to are not set to zero": Edit(
             "executors/xla_gpu.py", "XlaPass.launch", "for place, nbytes in bound.launches.record.zeroed:",
             "for place, nbytes in ():",

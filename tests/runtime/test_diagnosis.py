@@ -146,6 +146,17 @@ def test_gpus_are_named_with_their_architecture(
     assert not finding.advice or "7.5" in script
 
 
+@pytest.mark.parametrize(
+    ("system", "machine"), [("Linux", "x86_64"), ("Linux", "aarch64"), ("Darwin", "arm64"), ("Windows", "AMD64")]
+)
+def test_systems_without_tests_are_named(monkeypatch: pytest.MonkeyPatch, system: str, machine: str) -> None:
+    monkeypatch.setattr(room.platform, "system", lambda: system)
+    monkeypatch.setattr(room.platform, "machine", lambda: machine)
+    advice = room.doctor()["Python"].advice
+    assert (f"on {system} {machine} the cpu executor should work" in advice) == (machine != "x86_64")
+    assert bool(advice) == (machine != "x86_64")
+
+
 def test_python_without_its_lock_is_refused_at_import() -> None:
     code = "import sys; sys._is_gil_enabled = lambda: False; import cuflash"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

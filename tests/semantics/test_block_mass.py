@@ -17,6 +17,7 @@ from test_recall import EXACT, problems, tolerance, weights
 import cuflash
 from cuflash import DeviceSpec, masks
 from cuflash.calls import _call
+from cuflash.planning._call_cache import CALLS
 
 
 def summed(p: Any, block: tuple[int, int]) -> Any:
@@ -112,8 +113,10 @@ def check_on_chip(chip: str, num_processors: int | None = None, **case: Any) -> 
     """Check masses on a simulator of another chip, or of a chip with fewer multiprocessors."""
     device = replace(DeviceSpec.gpu(chip), name="simulator")
     device = device if num_processors is None else replace(device, num_processors=num_processors)
+    CALLS.clear()  # which do not tell simulated chips apart
     with patch.object(_call, "_SIMULATED", device):
         check_halves(SIM, **case)
+    CALLS.clear()
 
 
 def check_halves(run: Run, shape: Any, block: Any, causal: Any = False, listed: int = 0, rise: int = 1) -> None:
