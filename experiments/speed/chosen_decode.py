@@ -18,7 +18,10 @@ each query head ("query"). First, results of both attentions to lists are compar
 Expect: the kernel reads a sixteenth of the keys and values, 16.8 MB of 268 at 65536 keys, for which it needs about 14
 microseconds; the choice reads 4.2 MB of bounds in two launches, in about 8.
 
-Found:  no run on a GPU is published yet.
+Found:  on an H200 with 65536 keys and lists per key/value head, attention to the chosen pages takes 14.6 us of device
+time, 0.22 times that of all pages, and 0.30 times as called. Quest's choice alone takes 22 us, and with attention 37
+us. At 16384 keys, attention to the chosen pages takes 0.44 times the device time of all pages, and 0.89 times as
+called.
 
 Cost: A minute of a GPU.
 """
