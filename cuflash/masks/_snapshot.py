@@ -141,9 +141,9 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _read_of_modules(space: Mapping[str, Any], names: tuple[str, ...], seen: list[ModuleType]) -> Iterator[Any]:
-    """Yield the values of these names in the modules that they refer to, and in modules reached through those.
+    """Yield the attributes with these names of each module that a name refers to, and of modules reached through it.
 
-    The names of a function's code include those of attributes.
+    The names in a function's code include the names of attributes.
     """
     for name in names:
         module = space.get(name)

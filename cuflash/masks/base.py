@@ -461,7 +461,7 @@ class Mask(Described):
 
     @property
     def _own_lengths(self) -> tuple[int | None, int | None]:
-        """The lengths of queries and keys that the mask requires; None for a length that may be any.
+        """The lengths of queries and keys that the mask requires; None for a length that it does not restrict.
 
         Examples
         --------
@@ -797,7 +797,7 @@ def _folded(
 def _rebuilt(
     mask: Mask, of_tip: Callable[[Mask], _Value], of_node: Callable[[Mask, list[_Value]], _Value]
 ) -> _Value:
-    """Compute the value of a tree if the value of a node is a function of the values of all of its parts."""
+    """Compute the value of a tree: that of a leaf with `of_tip`, that of a node with `of_node` from all its parts."""
     values: list[_Value] = []
     for node, num_parts in _walked(mask):
         if num_parts == 0:

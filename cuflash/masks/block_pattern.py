@@ -22,12 +22,12 @@ from .shape import MaskShape, block_pair
 @explains_keywords
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockPattern(Mask):
-    """Whole blocks kept or dropped.
+    """A mask that keeps or drops whole blocks.
 
     Parameters
     ----------
     blocks : bool array [..., num_q_blocks, num_kv_blocks], or 2-D scipy.sparse array
-        True, or stored and nonzero, if the block is kept. The axes before the last two broadcast over
+        A block is kept if its element is True, or stored and nonzero. The axes before the last two broadcast over
         (*batch, num_heads).
     block : int or (int, int)
         Size of a block in tokens, or block_q and block_kv. The length may cut off the last block of either side.

@@ -106,7 +106,7 @@ class LeadingArray:
         return LeadingArray(array.reshape((1,) * missing + tuple(array.shape)), batch, trailing)
 
     def at(self, b: Array, *rest: Array) -> Array:
-        """Return the elements at flat batch index b and trailing coordinates; ignore the coordinate of an axis of 1."""
+        """Return the elements at flat batch index b and trailing coordinates; use index 0 on axes of extent 1."""
         places: tuple[Array, ...] = (0,) * len(self.batch)
         if any(extent != 1 for extent in self.array.shape[: len(self.batch)]):
             places = _unravelled(b, self.batch) if len(self.batch) > 1 else (b,)

@@ -185,7 +185,7 @@ class Comb(Mask):
 @explains_keywords
 @dataclass(frozen=True, eq=False, repr=False)
 class PrefixLM(_Aligned):
-    """A query attends the first `prefix` keys, and of the others those up to the diagonal.
+    """A query attends the first `prefix` keys and all keys up to the diagonal.
 
     Parameters
     ----------

@@ -24,9 +24,10 @@ class MaskContents(NamedTuple):
 
 
 def mask_contents(mask: Mask | Array, layout_of: Callable[..., Hashable]) -> MaskContents | None:
-    """Return the key and the arrays of a mask with a `_device_form`, or of an intersection with exactly one; else None.
+    """Return the key and the arrays of a mask that has a `_device_form`; return None for any other mask.
 
-    `layout_of` returns the layout of arrays. Masks that differ only in the contents of their arrays have equal keys.
+    An intersection has a key if exactly one of its operands has a `_device_form`. `layout_of` returns the layout of
+    arrays. Masks that differ only in the contents of their arrays have equal keys.
     """
     keys: list[Hashable] = []
     arrays: tuple[Array, ...] | None = None
@@ -66,7 +67,7 @@ class AtEachCall(Mask):
 
 
 def at_each_call(mask: Mask | Array) -> Mask | Array:
-    """Wrap a mask argument so that its blocks are listed at each call; the plan refuses other values."""
+    """Wrap a mask so that its blocks are listed at each call; return any other value, which the plan then refuses."""
     try:
         return AtEachCall(as_mask(mask))
     except UnsupportedProblem:
