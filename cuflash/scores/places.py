@@ -155,7 +155,7 @@ def _taken_array(name: str, value: Array) -> Array:
 def _behind(position: Array, start: Array) -> Array:
     """Return the distance of a position from a start, or 0 if it is before the start.
 
-    So the range is known to be that of an index of a captured array: at least 0 and less than the length.
+    This proves that the result is a valid index of a captured array: at least 0 and less than the length.
     """
     return np.maximum(position - np.maximum(start, 0), 0)
 
@@ -230,7 +230,7 @@ def names_in_cache(score: Score) -> Mapping[str, str]:
 
 
 class _OfSequence:
-    """A captured array whose batch axes are read at one sequence if an index of the function starts with `...`."""
+    """A captured array that replaces `...` at the start of an index by the number of one sequence."""
 
     def __init__(self, array: Array, sequence: Array, shape: tuple[int, ...]) -> None:
         self._array, self._sequence, self._shape, self.ndim = array, sequence, shape, len(shape)

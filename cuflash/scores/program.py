@@ -343,7 +343,7 @@ class Builder:
         return self._folded(op, kind, a, b)
 
     def _quotient(self, a: int, b: int) -> int:
-        """Add a / b. If b is a number, multiply by its reciprocal, which is a further number."""
+        """Add a / b. If b is a number, multiply by its reciprocal, which becomes an additional number."""
         divisor = self.instructions[b]
         if divisor.op == "const" and divisor.value and math.isfinite(divisor.value):
             return self._arithmetic("mul", "real", a, self.const(1.0 / divisor.value))
@@ -392,7 +392,9 @@ def _only_reals(instructions: list[Instruction], needed: list[int], arrays: list
 
 
 def depends(program: Program) -> tuple[frozenset[str], ...]:
-    """Return on which of "s", "b", "h", "i", "j" each instruction's value depends; the tangent of s counts as s.
+    """Return for each instruction the inputs among "s", "b", "h", "i" and "j" that affect its value.
+
+    The tangent of s counts as s.
 
     Numbers and captured 0-d arrays depend on none of them.
     """
@@ -409,7 +411,7 @@ def depends(program: Program) -> tuple[frozenset[str], ...]:
 
 
 def gradient_loads(program: Program, wrt: Iterable[str]) -> tuple[int, ...]:
-    """Return the loads of real arrays with these names, in order; a program and its derivative have the same number."""
+    """Return the loads of real arrays with these names, in order; a derived program has the same number of them."""
     names = set(wrt)
     return tuple(
         n
@@ -485,7 +487,7 @@ class _Sweep(Derivation):
         return self._guarded(g, lambda inner: self.apply("neg", inner))
 
     def _guarded(self, g: int, change: Callable[[int], int]) -> int:
-        """Change an adjoint in the branches that are chosen; 0 stays 0."""
+        """Apply `change` to the nonzero branches of an adjoint; the 0 of a branch that was not chosen stays 0."""
         builder = self.builder
         op, _, args, _ = builder.instructions[g]
         if g == self.zero:

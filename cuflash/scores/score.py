@@ -104,7 +104,7 @@ class Score:
 
     @classmethod
     def _of_reserved(cls, function: Callable[..., Array], /, **arrays: Array) -> Score:
-        """Make a Score inside the library, whose arrays may have reserved names.
+        """Create a Score for the library itself; its arrays may have reserved names.
 
         Parameters
         ----------
@@ -167,7 +167,7 @@ class Score:
 
     @property
     def facts(self) -> frozenset[str]:
-        """The facts about functions of the library that calls check; a composed score has the facts of all its parts.
+        """The facts that calls check, such as "unaligned"; a composed score has the facts of all its parts.
 
         Examples
         --------
@@ -212,7 +212,7 @@ class Score:
         Returns
         -------
         str
-            The text. That of Hopper kernels differs, since they pass the products q . k and elements of large arrays.
+            The text. Hopper kernels have a different text, because they pass q . k and elements of large arrays to it.
 
         Raises
         ------

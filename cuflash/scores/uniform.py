@@ -38,7 +38,7 @@ class Uniform:
 
 
 def uniform(program: Program) -> Uniform:
-    """Find the instructions that may be uniform; none unless an array is read at an index of monotone integers only.
+    """Find the instructions that may be uniform; there are none if no array index consists of monotone integers.
 
     >>> import numpy as np
     >>> from cuflash.scores import Score
