@@ -111,7 +111,7 @@ def attention_vjp(
 
 
 class _Heads:
-    """An iterable of the heads of all batch entries: index of the query head, and of its key/value head."""
+    """The heads of all batch entries; iteration yields the index of each query head and that of its key/value head."""
 
     def __init__(
         self, q: Array, k: Array, v: Array, mask: Array, scale: float | None, sink: Array,

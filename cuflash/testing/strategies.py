@@ -76,8 +76,8 @@ NON_FINITE = ("nan", "inf", "-inf")
 def lengths(tile: int = 64, longest: int = 260) -> st.SearchStrategy[int]:
     """Return a strategy for sequence lengths: primes, and lengths near multiples of the tile.
 
-    The latter are a multiple plus 0, 1, -1, 2 or half a tile, as often above four tiles as below unless `longest` is
-    smaller, and include 0 and 1.
+    The latter are a multiple plus 0, 1, -1, 2 or half a tile, and include 0 and 1. Half of them exceed four tiles, if
+    `longest` allows this.
     """
     extra = st.sampled_from((0, 1, -1, 2, tile // 2))
     numbers = [st.integers(0, 4)] + [st.integers(5, longest // tile)] * (longest >= 5 * tile)
