@@ -1,4 +1,4 @@
-"""Failures of earlier kernels, which CUDA reports at whatever the process does next."""
+"""Failures of earlier kernels, which CUDA reports in a later call of the process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _STATUS = frozenset({214, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719})
 
 
 def raise_earlier(error: Exception) -> None:
-    """Raise RuntimeError if CuPy's error is the failure of an earlier kernel, and not of what the caller just did.
+    """Raise RuntimeError if CuPy's error reports the failure of an earlier kernel instead of the caller's own call.
 
     Raises
     ------
