@@ -1,4 +1,4 @@
-"""The choice of pages of a cache by the least and greatest keys of each page, which the cache keeps."""
+"""The choice of a cache's pages by the least and greatest keys that the cache keeps for each page."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def chosen_pages(
     Raises
     ------
     UnsupportedProblem
-        As `quest`.
+        For the same reasons as in `quest`.
     """
     key = bound.key_of(
         "pages", q, pages.key_bounds, id(pages.owner), budget, forced, causal, None, None, scale, "auto", share
@@ -53,7 +53,7 @@ def chosen_pages(
         chosen: ChosenBlocks = selection(q, pages.key_bounds)
         return chosen
     size, xp = pages.layout.page_size, namespace(pages.key_bounds)
-    # Keys without content, as many as a sequence may have: the grid has the blocks of the longest sequence.
+    # Placeholder keys for the longest possible sequence, which give the grid the right number of blocks.
     kv_heads, dim = pages.key_bounds.shape[1], pages.key_bounds.shape[3]
     keys = xp.broadcast_to(xp.zeros((1,), pages.key_bounds.dtype), (q.shape[0], kv_heads, pages.layout.capacity, dim))
     grid = Grid.of(q, keys, (1, size), {"budget": budget}, forced, causal, None, None, scale, reasons)
