@@ -96,12 +96,12 @@ def dtype_of(dtype: Any, *, has_scales: bool = True) -> np.dtype[np.generic]:
 
 
 def numbers(name: str, value: Any, batch: int | None) -> list[int]:
-    """Return one int >= 0 per sequence, from a list or a host array; if `batch` is None, of any length.
+    """Return one int >= 0 per sequence, from a list or a host array, whose length may be any if `batch` is None.
 
     Raises
     ------
     UnsupportedProblem
-        The value is something else.
+        The value is not such a list or array.
     """
     listed = listed_ints(value)
     batch = batch if batch is not None or listed is None else len(listed)
@@ -136,9 +136,9 @@ def row_reasons(
     wanted: Mapping[str, tuple[Any, ...]],
     dtypes: Sequence[np.dtype[np.generic]] = (),
 ) -> list[str]:
-    """Return why arrays are not rows of a cache with arrays like this one; strings in `wanted` are free extents.
+    """Return why arrays do not fit a cache whose arrays are like `like`; a string in `wanted` stands for any extent.
 
-    Their dtype must be in `dtypes`, or by default that of `like`.
+    The dtype of the arrays must be in `dtypes`; by default it must be the dtype of `like`.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The pages of a cache that keeps the least and greatest keys of each, for selectors."""
+"""The pages of a cache with the least and greatest keys of each page, for selectors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BoundedPages(NamedTuple):
         Number of positions of each sequence, updated like the table.
     layout : CacheLayout
     owner : object
-        It lives as long as the cache's arrays.
+        An object that lives as long as the cache's arrays.
     """
 
     key_bounds: Array

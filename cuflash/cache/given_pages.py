@@ -56,7 +56,7 @@ def _until_negative(row: list[int]) -> list[int]:
 
 
 def _table_reasons(tables: list[list[int]], lengths: list[int], page_size: int, num_pages: int) -> list[str]:
-    """Return why the pages of sequences do not hold their lengths."""
+    """Return why the pages of sequences are invalid, or too few for the sequences' lengths."""
     reasons = []
     for sequence, (table, length) in enumerate(zip(tables, lengths)):
         wrong = [page for page in table if page >= num_pages]

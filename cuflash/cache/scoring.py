@@ -1,4 +1,4 @@
-"""Score functions of calls on a cache: `score=`, `softcap=` and `bias=` as one, at the positions of the cache."""
+"""Score functions of calls on a cache: `score=`, `softcap=` and `bias=` combined, at the positions of the cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ScoreKind(NamedTuple):
 
     @classmethod
     def of_score(cls, score: Score) -> ScoreKind:
-        """Drop the data of a score's arrays."""
+        """Return the kind of a score: its arrays are replaced by their shapes and dtypes."""
         shapes = (ShapeDtype(tuple(array.shape), array.dtype) for array in score.arrays.values())
         return cls(score.program, score.numbers, tuple(shapes))
 
@@ -49,7 +49,7 @@ class ScoreKind(NamedTuple):
     def of(self, problem: Problem) -> Problem:
         """Add the score function to a problem on a cache, whose number of keys is the capacity.
 
-        Queries and keys have positions in the cache, so the arrays must have elements for all of these.
+        Queries and keys have positions in the cache, so the arrays must have elements for all positions.
 
         Raises
         ------
