@@ -25,7 +25,7 @@ class DType(NamedTuple):
     ----------
     numpy : numpy.dtype
     element : str
-        Its type in kernels.
+        The name of the element type in kernels.
     tensor_map : str
         The last part of the CUDA driver's name for it; empty if tensor maps do not support it.
     has_scale : bool
@@ -196,7 +196,7 @@ def is_flag(value: object) -> TypeGuard[bool]:
 
 
 def require_callable(name: str, value: object) -> None:
-    """Raise an error unless a value is a function, which should convert arrays; users may pass a device name instead.
+    """Raise an error if a value that should be a function that converts arrays is not callable, such as a device name.
 
     Raises
     ------

@@ -175,7 +175,7 @@ def attention_vjp(
 
     with D replaced by D - dlse, since the derivative of a row's lse with respect to its scores is P. A sink has
     P = exp(sink - lse) and, having no value, dP = 0; its gradient is the sum of its dS over the rows.
-    With a score function, dS is multiplied by its slope. Factors of weights multiply P in dV, and dP.
+    With a score function, dS is multiplied by its slope. Weight factors multiply P in the formula of dV, and dP.
 
     Examples
     --------
@@ -264,8 +264,8 @@ def attention_jvp(
         S_dot = scale (Q_dot K^T + Q K_dot^T)     mu = rowsum(P S_dot) + P_sink sink_dot
         O_dot = (P * (S_dot - mu)) V + P V_dot    L_dot = mu
 
-    With a score function, S_dot stands for the tangents of final scores. Factors of weights multiply P in its products
-    with V and V_dot.
+    With a score function, S_dot stands for the tangents of final scores. Weight factors multiply P in its products with
+    V and V_dot.
 
     Examples
     --------
