@@ -46,7 +46,7 @@ def page_reasons(page_size: Any, num_pages: Any) -> list[str]:
     """Return why a cache cannot have this number of pages of this size."""
     reasons = page_size_reasons(page_size)
     if num_pages is None:
-        return [*reasons, "num_pages must be given with page_size: batch * capacity / page_size holds everything"]
+        return [*reasons, "num_pages is required with page_size: batch * capacity / page_size pages hold everything"]
     return reasons + size_reasons(num_pages=num_pages)
 
 
@@ -241,7 +241,7 @@ def excess_reasons(counts: list[int], num_rows: int) -> list[str]:
 def growth_reasons(new_lengths: list[int], lengths: list[int]) -> list[str]:
     """Return why sequences cannot be truncated: a sequence is already shorter."""
     return [
-        f"lengths must be at most what sequences have; got {new} for sequence {sequence}, which has {length}"
+        f"lengths must not exceed those of the sequences; got {new} for sequence {sequence}, which has {length}"
         for sequence, (new, length) in enumerate(zip(new_lengths, lengths))
         if new > length
     ]
@@ -290,8 +290,8 @@ def capacity_reason(name: str, growth: Growth, capacity: int) -> str:
     """Return why a sequence cannot grow this far."""
     return (
         f"{name} must fit the room of sequence {growth.sequence}; got {growth.stop - growth.length} rows, which need "
-        f"{growth.stop} positions, and the cache has {capacity}: truncate or reset the sequence, or make the cache "
-        f"with a larger capacity"
+        f"{growth.stop} positions, and the cache has {capacity}: truncate or reset the sequence, or create the "
+        f"cache with a larger capacity"
     )
 
 

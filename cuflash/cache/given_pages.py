@@ -67,7 +67,7 @@ def _table_reasons(tables: list[list[int]], lengths: list[int], page_size: int, 
             )
         if length > len(table) * page_size:
             reasons.append(
-                f"lengths must be at most what pages hold; got {length} for sequence {sequence}, which has "
+                f"lengths must fit the pages of the sequences; got {length} for sequence {sequence}, which has "
                 f"{len(table)} pages of {page_size}"
             )
     return reasons

@@ -18,6 +18,7 @@ def raise_earlier(error: Exception) -> None:
     """
     if getattr(error, "status", 0) in _STATUS:
         raise RuntimeError(
-            f"an earlier kernel of this process failed, of any library ({error}), so that CUDA refuses all further "
-            f"work: start a new process; compute-sanitizer, or CUFLASH_CHECK=1 for kernels of cuflash, finds the kernel"
+            f"an earlier kernel of this process failed ({error}), perhaps one of another library, so CUDA refuses all "
+            f"further work: start a new process; to find the kernel, use compute-sanitizer, or CUFLASH_CHECK=1 for "
+            f"kernels of cuflash"
         ) from error

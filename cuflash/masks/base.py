@@ -491,8 +491,8 @@ class Mask(Described):
 
 @explains_keywords(
     takes=lambda num_positional, keywords: num_positional != 1 or "upper" in keywords,
-    advice="Band takes both bounds of j - i: masks.Band(-8, 8) has 8 keys on either side of the query, "
-    "masks.Band(lower=8) no upper bound",
+    advice="Band takes both bounds of j - i: masks.Band(-8, 8) has 8 keys on either side of the query, and "
+    "masks.Band(lower=8) has no upper bound",
 )
 @dataclass(frozen=True, eq=False, repr=False)
 class Band(Mask):

@@ -346,8 +346,8 @@ class Score:
             if array is None or _type_of(kind.name, _as_array(kind.name, held[kind.name])) != kind:
                 shape = ", ".join("1" if is_one else "n" for is_one in kind.is_single) + "," * (kind.rank == 1)
                 reasons.append(
-                    f"{kind.name} must be a {kind.dtype} array of shape ({shape}), as when the Score was made; got "
-                    f"{describe(array)}: make the Score again after a cast, in a module in its forward method"
+                    f"{kind.name} must be a {kind.dtype} array of shape ({shape}), as when the Score was created; got "
+                    f"{describe(array)}: create the Score again after a cast, for example in a module's forward method"
                 )
         refuse(reasons)
         return self._over({name: held[name] for name in self.arrays})
