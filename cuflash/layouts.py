@@ -163,7 +163,7 @@ def _is_on_stream_of(tensor: Any, cupy: Any) -> bool:
 def tensors_layout(*tensors: Any) -> tuple[Hashable, ...] | None:
     """Return the layout key of PyTorch tensors that kernels on CuPy's current stream can read in place, or None.
 
-    Tensors with equal keys are `taken` as arrays with equal layouts, apart from the alignment of their addresses.
+    Tensors with equal keys are converted to arrays with equal layouts, except for the alignment of their addresses.
     """
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is None or cupy is None or has_dual_level():
@@ -180,7 +180,7 @@ def tensors_layout(*tensors: Any) -> tuple[Hashable, ...] | None:
 
 
 def _is_plain(value: Any, torch: Any) -> bool:
-    """True if a value is a dense tensor on a CUDA device, and not of a subclass."""
+    """True if a value is a dense tensor on a CUDA device, and not an instance of a subclass of torch.Tensor."""
     return type(value) is torch.Tensor and value.is_cuda and value.layout is torch.strided
 
 

@@ -211,7 +211,7 @@ class MergePullback:
         return douts, dlses
 
     def _like(self, name: str, value: Any, like: str, wanted: Array, reasons: list[str]) -> Any:
-        """Return a cotangent as an array, and append to `reasons` if shape, dtype or library are not the result's."""
+        """Return a cotangent as an array; append to `reasons` if shape, dtype or library differ from the result's."""
         array = _as_known_array(name, value)
         if not is_array(array):
             raise TypeError(f"{name} must be an array; got {describe(value)}")
@@ -230,7 +230,7 @@ def _merged(outs: list[Array], lses: list[Array]) -> tuple[Array, Array]:
     accumulator = accumulator_dtype(outs[0].dtype)
     lse_max = lses[0]
     for lse in lses[1:]:
-        lse_max = xp.maximum(lse_max, lse)  # NaN if either of them is NaN
+        lse_max = xp.maximum(lse_max, lse)  # NaN if either operand is NaN
     # lse_max is -inf in empty rows. It is replaced by 0, because -inf - (-inf) would be NaN.
     shift = xp.where(xp.isneginf(lse_max), 0, lse_max)
     total = xp.zeros_like(lse_max)

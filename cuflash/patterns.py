@@ -216,7 +216,7 @@ def random(
 def longformer(
     window: tuple[int, int], num_global: int = 0, *, dilation: int = 1, align: str | None = None
 ) -> Mask:
-    """Return Longformer: a window of keys around each query, and global tokens that attend and are attended by all.
+    """Return Longformer: a window of keys around each query, and global tokens, which attend all and all attend.
 
     Parameters
     ----------

@@ -473,7 +473,7 @@ def scores(q: Array, k: Array, v: Array, scale: float | None) -> Array:
 def _softmax(
     raw: Array, mask: Array | None, sink: Array | None, change: Callable[[Array], Array] | None
 ) -> tuple[Array, Array, Array]:
-    """Return P [*batch, num_heads, seqlen_q, seqlen_kv], lse [*batch, num_heads, seqlen_q], and the mask expanded."""
+    """Return P [*batch, num_heads, seqlen_q, seqlen_kv], lse [*batch, num_heads, seqlen_q], and the expanded mask."""
     score = raw if change is None else np.broadcast_to(change(raw), raw.shape)
     allowed = allowed_of(mask, score.shape)
     # Take the maximum of the real parts: any shift gives the same softmax, so it does not affect a complex step.
@@ -490,7 +490,7 @@ def _softmax(
 
 
 def widened(x: Array) -> Array:
-    """Convert an array at least to float64, or to complex128 if it is complex; long double stays."""
+    """Convert an array at least to float64, or to complex128 if it is complex; long double is kept."""
     array = np.asarray(x)
     return array.astype(np.result_type(array.dtype, np.float64))
 

@@ -86,7 +86,7 @@ class Rounding:
 
 
 def limits(dtype: np.dtype) -> Any:
-    """Return `numpy.finfo` of a dtype, bfloat16 included."""
+    """Return the `finfo` of a dtype, which may also be bfloat16."""
     return ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
 
 

@@ -28,7 +28,7 @@ _EVERY = Band()
 
 
 class _Part(NamedTuple):
-    """Queries of one call, the keys first <= j < stop that it attends, and its mask."""
+    """The queries of one call, the keys first <= j < stop that the call reads, and its mask."""
 
     queries: slice
     first: int
@@ -139,7 +139,7 @@ class OwnRowsStep(AttendStep):
     def _parts(self, length: int, new: int) -> Iterator[_Part]:
         """Yield the calls of a sequence, which has at least as many keys as queries."""
         left, right = self._left, self._right
-        if self._is_by_query or new == 1:  # a query sees one run of keys
+        if self._is_by_query or new == 1:  # one query per call, which attends one run of keys
             for query in range(new):
                 position = length - new + query
                 first = 0 if left is None else max(0, position - left)

@@ -182,7 +182,7 @@ def _is_in_place(file: IO[bytes]) -> bool:
 
 
 def _remove(file: Path) -> bool:
-    """Remove a file, and the folder of a prelude with it, if no process has locked the file; return whether it did."""
+    """Remove a file that no process has locked, and the folder of a prelude with it; return whether it was removed."""
     import fcntl
 
     try:

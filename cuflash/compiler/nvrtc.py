@@ -81,7 +81,7 @@ class Compiled:
 
     @property
     def advisories(self) -> tuple[str, ...]:
-        """The lines of the log that are warnings, for example of a serialized wgmma (C7510) or an unused variable."""
+        """The lines of the log that are warnings, for example about serialized wgmma (C7510) or an unused variable."""
         return tuple(line for line in self.log.splitlines() if _ADVISORY.search(line))
 
     def __str__(self) -> str:
@@ -352,7 +352,7 @@ def _resources(log: str) -> Resources:
 
 
 def current_device() -> tuple[Any, int]:
-    """Return CuPy and the number of its current device, in the only process that may use them.
+    """Return CuPy and the number of its current device; refuse a process that was forked after CUDA was used.
 
     Raises
     ------
@@ -432,7 +432,7 @@ def _kernel(cupy: Any, device: int, spec: KernelSpec, architecture: str, shared_
 
 
 class _Log(io.StringIO):
-    """A log that records whether CuPy compiled a kernel: CuPy writes to it only then, if only an empty text."""
+    """A log that records whether CuPy compiled a kernel: only then CuPy writes to it, at least an empty text."""
 
     is_written = False
 

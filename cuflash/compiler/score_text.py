@@ -149,7 +149,7 @@ class Printer:
     # Parts of the structure.
 
     def _facts(self) -> list[str]:
-        """Return the constants that select code in kernels; header attention/score_function.cuh explains them."""
+        """Return the constants that select code in kernels; the header attention/score_function.cuh explains them."""
         dependencies = depends(self.program)
         loads = [n for n, each in enumerate(self.program.instructions) if each.op == "load" and n != self.staged]
         slopes = self.program.results[1:]
@@ -224,7 +224,7 @@ class Printer:
         return " ".join(lines)
 
     def _leading(self) -> dict[str, tuple[str, int]]:
-        """Return the pointer and the number of batch axes of each required offset, by suffix of the offset's name."""
+        """Return the pointer and the number of batch axes for each required batch offset, by the offset's suffix."""
         offsets = {}
         for n, load in enumerate(self.program.instructions):
             if load.op != "load" or not self.program.num_leading_axes(load):
@@ -410,7 +410,7 @@ class Printer:
         return f"static_cast<T>({args[0]})" if op == "real" else PRIMITIVES[op].cuda.format(*args)
 
     def _position(self, op: str, prefix: str = "") -> str:
-        """Return a coordinate of the score in the larger call, if the call is a part of one."""
+        """Return the C++ expression of a score's coordinate, in the larger call if the call is a part of one."""
         place = COORDINATES.index(op)
         return f"({prefix}{op} + starts[{place}])" if self.is_placed else f"{prefix}{op}"
 

@@ -109,7 +109,7 @@ class Dropout:
     offset: int = 0
     _: KW_ONLY
     rng: InitVar[Rng | None] = None
-    _draws: Draws = field(init=False, repr=False)  # what a plan depends on
+    _draws: Draws = field(init=False, repr=False)  # the part of the dropout that a plan depends on
 
     def __post_init__(self, rng: Rng | None) -> None:
         reasons: list[str] = []

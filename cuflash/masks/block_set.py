@@ -17,7 +17,7 @@ class BlockSet(Mask):
     """A set of blocks as sorted numbers, some known to be full: the resolved form of `BlockPattern` and `Sparse`.
 
     Level l of `levels` lists the cells of 2^l by 2^l blocks that contain any block, and whether all blocks of the cell
-    are full. So four look-ups decide a rectangle of any size.
+    are full. So four look-ups decide whether a rectangle of any size contains a block, and whether it is full.
     """
 
     grid: tuple[int, int, int, int]  # batch or 1, heads or 1, num_q_blocks, num_kv_blocks

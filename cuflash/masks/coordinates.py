@@ -92,7 +92,7 @@ def clipped(number: int | None) -> int | None:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LeadingArray:
-    """An array whose axes before the last `trailing` ones broadcast over the leading axes, read without a copy."""
+    """An array that is read without a copy; its axes before the last `trailing` ones broadcast over leading axes."""
 
     array: Array
     batch: tuple[int, ...]
@@ -123,7 +123,7 @@ def _unravelled(index: Array, extents: tuple[int, ...]) -> tuple[Array, ...]:
     return tuple(reversed(places))
 
 
-PerBatch: TypeAlias = int | LeadingArray  # an int for all batch entries, or one for each
+PerBatch: TypeAlias = int | LeadingArray  # one int for all batch entries, or one number for each
 
 
 def per_batch(name: str, value: Array, batch: tuple[int, ...] | None) -> PerBatch:

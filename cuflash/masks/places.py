@@ -52,7 +52,7 @@ class Places(NamedTuple):
         return MaskShape(shape.batch, self.head_start + shape.num_heads, last, self.kv_start + shape.seqlen_kv)
 
     def coordinates(self, b: Array, h: Array, i: Array, j: Array) -> tuple[Array, Array, Array, Array]:
-        """Return the coordinates in the larger call of scores at these coordinates of the call."""
+        """Convert coordinates of scores in this call to coordinates in the larger call."""
         return b + self.batch_start, h + self.head_start, self.queries(i), j + self.kv_start
 
     def queries(self, i: Array) -> Array:

@@ -164,7 +164,7 @@ class Sequences(Mask):
         return DeviceForm(self.arrays, (self.causal, self.window))
 
     def resolve(self, shape: MaskShape) -> Mask:
-        broken = self._offset_reasons() or self._pair_reasons()  # contents may have changed since the mask was made
+        broken = self._offset_reasons() or self._pair_reasons()  # contents may have changed since construction
         reasons = list(broken)
         kv_offsets = self.q_offsets if self.kv_offsets is None else self.kv_offsets
         ends = (

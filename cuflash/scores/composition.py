@@ -1,4 +1,4 @@
-"""Composition of a call's `score=`, `softcap=` and `bias=` to one Score, cached so that equal calls do not trace it."""
+"""Composition of a call's `score=`, `softcap=` and `bias=` into a Score, cached so that equal calls do not trace it."""
 
 from __future__ import annotations
 

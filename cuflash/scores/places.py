@@ -130,7 +130,7 @@ def within(
     restarted.__name__ = f"within of {score.name}"
     setattr(restarted, "facts", (score.facts if align is None else score.facts - {UNALIGNED}) | {RESTARTED})
     traced = Score._of_reserved(restarted, **score.arrays, **starts)
-    own = [offsets.copy() for offsets in held.values()]  # pickles use the present offsets
+    own = [offsets.copy() for offsets in held.values()]  # pickles contain the current offsets
     options = {"seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "allow_gaps": allow_gaps, "align": align}
     return traced._remade_by(within, score, *own, **options)
 
@@ -161,7 +161,7 @@ def _behind(position: Array, start: Array) -> Array:
 
 
 def _starts(name: str, offsets: Array, of_length: str, length: Any, allow_gaps: bool) -> Array:
-    """Return the first row of each row's sequence, int32 [..., rows].
+    """Return for each row the first row of its sequence, int32 [..., rows].
 
     Raises
     ------
@@ -188,7 +188,7 @@ def _starts(name: str, offsets: Array, of_length: str, length: Any, allow_gaps: 
 
 
 def _shifts(q_offsets: Array, kv_offsets: Array, rows: int) -> Array:
-    """Return keys minus queries of each query's sequence, int32 [..., rows]; 0 if there are no sequences."""
+    """Return for each query its sequence's number of keys minus queries, int32 [..., rows]; 0 without sequences."""
     xp = namespace(q_offsets)
     leading = np.broadcast_shapes(q_offsets.shape[:-1], kv_offsets.shape[:-1])
     shifts, last = xp.zeros((*leading, rows), np.int32), q_offsets.shape[-1] - 2

@@ -35,7 +35,7 @@ class OfProducts(NamedTuple):
 
 
 def can_take_products(program: Program, numbers: Sequence[float], scale: float) -> bool:
-    """True if factors can be combined: they neither overflow nor underflow, and no array is read at a position."""
+    """True if factors can be combined: none can overflow or underflow, and no array is read at a query or key index."""
     dependencies = depends(program)
     loads = [n for n, each in enumerate(program.instructions) if each.op == "load"]
     return (

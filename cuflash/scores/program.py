@@ -127,7 +127,7 @@ class Program(_Hashed):
         return next(slots, None)
 
     def num_leading_axes(self, load: Instruction) -> int:
-        """Return how many leading axes of the array a load indexes by the batch entry b, to which they broadcast."""
+        """Return how many leading axes of its array a load indexes by the batch entry; they broadcast to the batch."""
         array: ArrayType = self.arrays[load.value]
         return array.rank - len(load.args)
 

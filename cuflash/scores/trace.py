@@ -285,7 +285,7 @@ def key_shift(position: Array) -> Array:
 
 @contextmanager
 def shifted_by(shift: Array) -> Iterator[None]:
-    """Replace the result of `key_shift`, which is 0 for positions in a cache, and differs by packed sequence."""
+    """Replace the result of `key_shift` in a `with` block: it is 0 in a cache, and differs between packed sequences."""
     token = _SHIFT.set(shift)
     try:
         yield
@@ -294,7 +294,7 @@ def shifted_by(shift: Array) -> Iterator[None]:
 
 
 def tanh_fast(x: Array) -> Array:
-    """Compute tanh with one instruction on a GPU, with an error of 2^-10.9; with NumPy on arrays.
+    """Compute tanh: on a GPU with one instruction, whose error is at most 2^-10.9, and for arrays with NumPy.
 
     >>> float(tanh_fast(0.0))
     0.0

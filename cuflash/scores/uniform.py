@@ -67,7 +67,7 @@ def uniform(program: Program) -> Uniform:
 
 
 def _has_steps(root: int, instructions: Sequence[Instruction]) -> bool:
-    """True if an integer may be equal for one query or key and the next."""
+    """True if an integer may have the same value for two neighbouring queries or keys."""
     ops = {instructions[n].op for n in needed_for(instructions, [root])}
     return any(PRIMITIVES[op].has_steps for op in ops.intersection(PRIMITIVES))
 

@@ -54,8 +54,8 @@ def pooled(
     causal, mask, window, scale : optional
         As in `attention`; the index applies them, and masked queries and keys do not affect the estimates.
     pool_queries : bool
-        If False, each query chooses its own blocks by the means of keys (with `causal`, only blocks that end at or
-        before the query), and a block of queries keeps the union of its queries' choices.
+        If False, each query chooses its own blocks by their mean keys (with `causal`, only blocks that end at or before
+        the query), and a block of queries keeps the union of its queries' choices.
     self_similarity : float, optional
         A threshold from -1 to 1 for the mean cosine similarity between the rows of a block. The mean represents a block
         with a lower similarity poorly: such a block of keys is kept in every row and excluded from the softmax, and
@@ -226,7 +226,7 @@ def antidiagonal(
 
 
 class _ByMeans:
-    """Estimates of blocks, of a whole grid or of some of its rows, by means of keys."""
+    """Estimates from the mean key of each block, for the blocks of a whole grid or of some of its rows."""
 
     def __init__(self, grid: Grid, forced: Forced, threshold: float | None, executor: str) -> None:
         self._whole, self._forced, self._threshold, self._executor = grid, forced, threshold, executor

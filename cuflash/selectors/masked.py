@@ -409,7 +409,7 @@ def last_queries(grid: Grid, most: int) -> tuple[Array, Array, Array]:
     xp, shape, blocks = grid.xp, grid.shape, MaskedBlocks(grid, grid.block)
     at, number = namespace(blocks.live), namespace(blocks.live).arange(shape.seqlen_q)
     order = at.sort(at.where(blocks.live, number, number - shape.seqlen_q), axis=-1)
-    order = order[..., shape.seqlen_q - min(most, shape.seqlen_q) :]  # queries with a key in order, after any others
+    order = order[..., shape.seqlen_q - min(most, shape.seqlen_q) :]  # queries that attend a key come last, in order
     rows = order[..., None] % shape.seqlen_q
     b, h = at.arange(rows.shape[0])[:, None, None, None], at.arange(rows.shape[1])[:, None, None]
     allowed = at.broadcast_to(

@@ -161,7 +161,7 @@ def quest(
 
 
 def mass_reasons(budget: Any) -> list[str]:
-    """Return why a budget is refused for bounds."""
+    """Return why a budget cannot be used with bounds of scores."""
     if not isinstance(budget, Budget) or budget.mass is None:
         return []
     return ["budget must have top_k, density or threshold, since bounds are not masses; got mass"]

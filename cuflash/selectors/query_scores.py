@@ -45,7 +45,7 @@ class RunKeys(NamedTuple):
 def chosen_by_kernel(
     grid: Grid, runs: RunKeys, budget: Budget, forced: Forced, executor: str, *, share: str, is_past_only: bool = False,
 ) -> ChosenBlocks | None:  # fmt: skip
-    """Choose blocks for each query by a kernel; return None if block_q is not 1, or if no kernel serves the call.
+    """Choose blocks for each query by a kernel; return None if block_q is not 1, or if no kernel supports the call.
 
     Parameters
     ----------

@@ -19,7 +19,7 @@ _ORDERS = ("round_robin", "first_warp", "last_warp", "random", "priorities")
 _COPIES = ("eager", "late", "random")
 _MAX_SHARED_BYTES = 227 << 10
 _MAX_BLOCK = 1024
-# The number of resident threads is limited because each has its own stack, and a process can map few memory areas.
+# Resident threads are limited because each has its own stack, and an operating system limits a process's mappings.
 _MAX_RESIDENT_THREADS = 1 << 14
 # The alignment of tensor maps, which is the strictest of all types that kernels take by value.
 _ALIGNMENT = 128

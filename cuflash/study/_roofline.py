@@ -315,7 +315,7 @@ def _operations(program: Program) -> tuple[int, int]:
 
 
 def _elements(plan: KernelPlan) -> tuple[int, int]:
-    """Return how many elements the mask allows and the work list visits, over all batch entries and heads."""
+    """Return how many elements the mask allows, and how many the work list visits, in all batch entries and heads."""
     work, shape = plan.work.on_host, plan.problem.mask_shape
     counts: dict[tuple[int, int], tuple[int, int]] = {}
     num_kept = num_visited = 0

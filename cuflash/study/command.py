@@ -295,7 +295,7 @@ def _surveyed(
 
 
 def _table(rows: Sequence[Measurement], block: int, flags: argparse.Namespace, survey: Survey) -> str:
-    """Return a table of recall, with the density in brackets, by pattern and limit, and the reasons for empty cells."""
+    """Return a table of recall (and density) by pattern and density limit, and the reasons for empty cells."""
     cells = {row.case: f"{row.recall:.2f} ({row.density:.2f})" for row in rows}
     width = max(map(len, flags.patterns))
     lines = [f"softmax mass kept (density), blocks of {block}"]

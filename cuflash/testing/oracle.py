@@ -142,7 +142,7 @@ class _Heads:
             yield (*leading, head), (*leading, head // self.group)
 
     def probabilities(self, head: tuple[int, ...], kv_head: tuple[int, ...]) -> tuple[Array, Array, Array, Array]:
-        """Return the mask of a head, its probabilities, which are 0 for masked keys, lse, and P of the sink."""
+        """Return the mask, the probabilities (0 for masked keys) and the lse of a head, and P of the sink."""
         allowed = self.allowed[head]
         if self.final is None:
             score = self.scale * np.dot(self.queries[head], self.keys[kv_head].T)
@@ -191,7 +191,7 @@ class _Final:
 
 
 def _weighted(weights: np.ndarray, terms: np.ndarray, allowed: np.ndarray) -> Array:
-    """Return the sums of terms with a row's weights; masked terms are not read, so that their NaN have no effect."""
+    """Return the sums of terms with a row's weights; masked terms are not read, so NaN in them have no effect."""
     if np.isfinite(terms).all():
         return np.dot(weights, terms)  # faster than @ for long double
     products = np.zeros((*weights.shape, terms.shape[-1]), weights.dtype)
