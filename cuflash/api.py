@@ -159,7 +159,7 @@ def attention(
     TypeError
         An argument is not an array of a supported library.
     UnsupportedProblem
-        The arguments are invalid or not supported. Lists every reason; nothing is computed.
+        The arguments are invalid or not supported. The error lists every reason; nothing is computed.
     MemoryError
         The results or the tiles do not fit into memory; inputs are unchanged.
     RuntimeError

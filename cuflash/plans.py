@@ -129,7 +129,7 @@ class Plan:  # numpydoc ignore=PR01
         TypeError
             An argument is not an array.
         UnsupportedProblem
-            An array does not match the plan. Lists every reason.
+            An array does not match the plan. The error lists every reason.
         RuntimeError
             The stream is captured, and the plan is not ready to run; call `compile` before the capture.
 
@@ -183,7 +183,7 @@ class Plan:  # numpydoc ignore=PR01
         TypeError
             An argument is not an array.
         UnsupportedProblem
-            An array does not match the plan. Lists every reason.
+            An array does not match the plan. The error lists every reason.
         RuntimeError
             The stream is captured, and the plan is not ready to run; call `compile` before the capture.
 
@@ -236,7 +236,7 @@ class Plan:  # numpydoc ignore=PR01
         TypeError
             An argument is not an array.
         UnsupportedProblem
-            An array does not match the plan, or the plan's executor has no tangents. Lists every reason.
+            An array does not match the plan, or the plan's executor has no tangents. The error lists every reason.
 
         Examples
         --------
@@ -508,7 +508,7 @@ class Plan:  # numpydoc ignore=PR01
         TypeError
             An argument is not an array.
         UnsupportedProblem
-            An array does not match the plan. Lists every reason.
+            An array does not match the plan. The error lists every reason.
         RuntimeError
             The stream is captured, and the plan is not ready to run; call `compile` before the capture.
         """
@@ -708,7 +708,7 @@ def as_arrays(values: Mapping[str, Any], dtypes: Mapping[str, Any] | None = None
     Raises
     ------
     UnsupportedProblem
-        A value is not supported; lists all reasons.
+        A value is not supported; the error lists all reasons.
     RuntimeError
         An array is on a GPU, and CuPy is missing.
     """

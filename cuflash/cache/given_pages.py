@@ -23,7 +23,7 @@ def checked_pages(
     TypeError
         The pages or the table are not arrays.
     UnsupportedProblem
-        Shapes or dtypes do not match, or a sequence has fewer pages than its length needs; lists all reasons.
+        Shapes or dtypes do not match, or a sequence has fewer pages than its length needs; the error lists all reasons.
     """
     pages = as_arrays({"k_pages": k_pages, "v_pages": v_pages}, {"k_pages": np.float64, "v_pages": np.float64})
     k, v = pages.values()

@@ -63,7 +63,7 @@ class KVCache:
     Raises
     ------
     UnsupportedProblem
-        An argument breaks its rule; lists all reasons.
+        An argument breaks its rule; the error lists all reasons.
     MemoryError
         The arrays do not fit into memory.
 
@@ -195,7 +195,8 @@ class KVCache:
         TypeError
             The pages or the table are not arrays.
         UnsupportedProblem
-            Shapes or dtypes do not match, or a sequence has fewer pages than its length needs; lists all reasons.
+            Shapes or dtypes do not match, or a sequence has fewer pages than its length needs; the error lists all
+            reasons.
 
         Examples
         --------
@@ -453,7 +454,8 @@ class KVCache:
         TypeError
             k or v is not an array.
         UnsupportedProblem
-            Arrays do not fit, or a sequence would exceed its capacity or pages; lists all reasons, and writes nothing.
+            Arrays do not fit, or a sequence would exceed its capacity or pages. The error lists all reasons, and
+            nothing is written.
 
         Examples
         --------
@@ -520,7 +522,7 @@ class KVCache:
         Raises
         ------
         UnsupportedProblem
-            A sequence that is counted on the host is already shorter; lists all reasons, and changes nothing.
+            A sequence that is counted on the host is already shorter; the error lists all reasons, and changes nothing.
 
         Examples
         --------
@@ -554,8 +556,8 @@ class KVCache:
         Raises
         ------
         UnsupportedProblem
-            There is no such sequence; lists all reasons. Or a stream is being captured, and the cache has pages and is
-            counted on the device.
+            There is no such sequence (the error lists all reasons), or a stream is being captured, and the cache has
+            pages and is counted on the device.
 
         Examples
         --------
@@ -637,8 +639,8 @@ class KVCache:
         Raises
         ------
         UnsupportedProblem
-            The lengths exceed the capacity, or too few pages are free; lists all reasons, and allocates nothing. Or a
-            stream is being captured, and the cache has pages and is counted on the device.
+            The lengths exceed the capacity, or too few pages are free: the error lists all reasons, and nothing is
+            allocated. Or a stream is being captured, and the cache has pages and is counted on the device.
 
         Examples
         --------
@@ -664,7 +666,7 @@ class KVCache:
         Raises
         ------
         RuntimeError
-            They do not agree, or rows were dropped; lists every contradiction.
+            They do not agree, or rows were dropped; the error lists every contradiction.
 
         Examples
         --------
@@ -717,10 +719,10 @@ class KVCache:
             The first counts[b] of the n rows belong to sequence b: row t has position lengths[b] - counts[b] + t. The
             other rows are empty. A device array has the same effect as for `append`.
         mask : masks.ChosenBlocks, optional
-            The blocks of positions that each query attends, of those that the other arguments allow: block n of
-            sequence b has positions n * block <= j < (n + 1) * block. With pages, a block is a multiple of a page, or a
-            divisor that is a multiple of 16. A block that no query chose is not read, so that its rows may hold NaN.
-            Lists are arrays of the cache's library, and are read at each call.
+            The blocks of positions that each query attends, within what the other arguments allow: block n of
+            sequence b has positions n * block <= j < (n + 1) * block. With pages, the block size is a multiple of the
+            page size, or a divisor of it that is a multiple of 16. A block that no query chose is not read, so its
+            rows may hold NaN. Lists are arrays of the cache's library, and are read at each call.
         causal : bool
             If True, no query attends keys after its own position.
         window : (left, right), optional
@@ -753,8 +755,8 @@ class KVCache:
         TypeError
             q is not an array.
         UnsupportedProblem
-            The arguments are invalid or not supported, or q has rows whose keys were not appended. Lists every reason;
-            nothing is computed.
+            The arguments are invalid or not supported, or q has rows whose keys were not appended. The error lists
+            every reason; nothing is computed.
 
         Examples
         --------

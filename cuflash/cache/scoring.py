@@ -54,7 +54,7 @@ class ScoreKind(NamedTuple):
         Raises
         ------
         UnsupportedProblem
-            An index might be out of bounds, or the bias does not fit; lists all reasons.
+            An index might be out of bounds, or the bias does not fit; the error lists all reasons.
         """
         positions = MaskShape(problem.batch, problem.num_heads, problem.seqlen_kv, problem.seqlen_kv)
         operands = captured_operands(self, positions, True, problem.accumulator)
@@ -73,7 +73,7 @@ def score_of(score: Any, softcap: Any, bias: Any, like: Array) -> Score | None:
     TypeError
         The score is not a function, or the bias is not an array.
     UnsupportedProblem
-        An argument is not supported; lists all reasons.
+        An argument is not supported; the error lists all reasons.
     """
     composed = composition(score, softcap, bias, lambda values: as_arrays({"bias": values}, like=like)["bias"])
     if composed is None or not composed.arrays:

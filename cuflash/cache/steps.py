@@ -108,7 +108,7 @@ class AttendStep(Step):
     Parameters
     ----------
     arrays : dict by name
-        q, o, lse and sink, the arrays of the score function by their names in kernels, and those of `lists_of`.
+        q, o, lse and sink, the arrays of the score function by their names in kernels, and the result of `lists_of`.
     captured : sequence of str
         The names of the score function's arrays.
     """

@@ -34,9 +34,9 @@ class ChosenBlocks(Mask):
     Parameters
     ----------
     blocks : int32 or int64 array [..., heads, seqlen_q, n], or [seqlen_q, n]
-        The numbers of the blocks that each query attends; entries of -1 are ignored. The axis of heads has extent 1, or
-        one list for each key/value head, which the query heads of its group share, or one for each query head. Leading
-        axes broadcast over those of the problem.
+        The numbers of the blocks that each query attends; entries of -1 are ignored. The extent of the axis of heads is
+        1, the number of key/value heads (the query heads of a group then share a list) or the number of query heads.
+        Leading axes broadcast over those of the problem.
     block : int
         Keys per block, at least 1. The length may cut off the last block.
     counts : int array [..., heads, seqlen_q], optional
@@ -264,7 +264,7 @@ class ChosenBlocks(Mask):
         Raises
         ------
         UnsupportedProblem
-            Names the first wrong number.
+            A number is out of range; the message names the first one.
 
         Examples
         --------

@@ -501,7 +501,7 @@ class Band(Mask):
     Parameters
     ----------
     lower, upper : int or None
-        Bounds of j - i, inclusive; None is unlimited. lower is at most upper: ``~Band()`` attends nothing.
+        Bounds of j - i, inclusive; None is unlimited. lower must not exceed upper; ``~Band()`` attends nothing.
 
     Raises
     ------

@@ -36,7 +36,7 @@ class BlockPattern(Mask):
     ------
     UnsupportedProblem
         `blocks` is neither a boolean array nor a scipy.sparse array, has fewer than two axes, or `block` is not a size;
-        all reasons at once. Calls, and `resolve`, raise it if the blocks do not fit the lengths.
+        the error lists all reasons. Calls, and `resolve`, raise it if the blocks do not fit the lengths.
 
     Examples
     --------
@@ -88,7 +88,7 @@ class BlockPattern(Mask):
         Raises
         ------
         UnsupportedProblem
-            The blocks have another shape.
+            The blocks have a different shape.
 
         Examples
         --------

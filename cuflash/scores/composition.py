@@ -44,7 +44,7 @@ def composition(
     TypeError
         The score is not a function, or the bias is not an array.
     UnsupportedProblem
-        An argument is not supported; all reasons at once.
+        An argument is not supported; the error lists all reasons.
     """
     if softcap is bias is None and isinstance(score, Score):
         return score

@@ -412,7 +412,7 @@ def composed(score: Any, softcap_by: float | None, bias_by: Array) -> Score | No
     TypeError
         The score is not a function, or the bias is not an array.
     UnsupportedProblem
-        An argument is not supported; all reasons at once.
+        An argument is not supported; the error lists all reasons.
     """
     reasons, parts = list[str](), list[Score]()
     if score is not None:

@@ -61,14 +61,14 @@ def within(
     Score
         The score function, with captured int32 arrays on the device of the offsets: "q_starts", "kv_starts", and, with
         kv_offsets and an alignment at the bottom right, "q_shifts". Different offsets do not recompile kernels. The
-        arrays are computed now: writing to an array of offsets later changes a mask with it, but not this function.
+        arrays are computed at once: later changes of the offsets affect a mask that holds them, but not this function.
 
     Raises
     ------
     TypeError
         `score` is not a function.
     UnsupportedProblem
-        An argument breaks its rule; all reasons at once.
+        An argument breaks its rule; the error lists all reasons.
 
     Notes
     -----
@@ -166,7 +166,7 @@ def _starts(name: str, offsets: Array, of_length: str, length: Any, allow_gaps: 
     Raises
     ------
     UnsupportedProblem
-        The offsets or the number of rows break their rule; all reasons at once.
+        The offsets or the number of rows break their rule; the error lists all reasons.
     """
     xp, reasons = namespace(offsets), offset_reasons(name, offsets, allow_gaps)
     least = int(offsets[..., -1].max(initial=0)) if xp is np and not reasons else 0

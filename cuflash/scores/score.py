@@ -72,7 +72,7 @@ class Score:
     TypeError
         A captured array is not an array.
     UnsupportedProblem
-        The function cannot be traced, or an array cannot be captured; all reasons at once.
+        The function cannot be traced, or an array cannot be captured; the error lists all reasons.
 
     Notes
     -----
@@ -277,7 +277,7 @@ class Score:
             `names` is not a mapping.
         UnsupportedProblem
             An old name is unknown, or a new name is not a Python identifier, is reserved, or belongs to another array;
-            all reasons at once.
+            the error lists all reasons.
 
         Examples
         --------
@@ -328,7 +328,7 @@ class Score:
         TypeError
             `arrays` is not a mapping.
         UnsupportedProblem
-            An array is missing, or its type differs from the traced one; all reasons at once.
+            An array is missing, or its type differs from the traced one; the error lists all reasons.
 
         Examples
         --------

@@ -144,8 +144,8 @@ class Forced:
     local : int
         Number of blocks that end with the block of the row's last diagonal key.
     diagonal : bool
-        All blocks with a diagonal key of the row: key i for query i, or with ``causal="bottom_right"`` key
-        i + seqlen_kv - seqlen_q.
+        If True, keep all blocks with a diagonal key of the row: key i for query i, or with ``causal="bottom_right"``
+        key i + seqlen_kv - seqlen_q.
 
     Raises
     ------

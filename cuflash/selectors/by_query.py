@@ -27,7 +27,7 @@ class Estimate(NamedTuple):
     ----------
     scores : array [*heads, rows, columns]
         Blocks with higher scores come first.
-    shares : array of that shape, optional
+    shares : array with the shape of `scores`, optional
         The mass of each block; None if all blocks have equal weight.
     extra : bool array that broadcasts against the scores, optional
         Blocks that must be kept in addition to the forced ones.

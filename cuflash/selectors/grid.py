@@ -56,7 +56,7 @@ class Grid:
         TypeError
             q or k is not an array of a supported library, or `mask` cannot be converted to a mask.
         UnsupportedProblem
-            An argument breaks its rule; all reasons at once.
+            An argument breaks its rule; the error lists all reasons.
         """
         reasons = list(reasons)
         for name, budget in budgets.items():

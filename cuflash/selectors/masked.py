@@ -376,7 +376,7 @@ def bounds_of_pages(grid: Grid, bounds: Array) -> tuple[Array, Array]:
     grid : Grid
         A grid with blocks of one query and one page.
     bounds : array [*heads, seqlen_q, num_pages]
-        The bounds over all keys of a page, which stay valid if the query attends all of them.
+        The bounds over all keys of a page; they are kept for pages that the query attends entirely.
     """
     xp, shape, blocks = grid.xp, grid.shape, MaskedBlocks(grid, grid.block)
     q, k = (x.astype(accumulator_dtype(x.dtype)) for x in (grid.q, grid.k))

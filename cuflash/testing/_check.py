@@ -98,7 +98,7 @@ def check(
     TypeError
         A function does not return its arrays, or a property needs `gradients` or is not an element of the lists.
     UnsupportedProblem
-        Another argument is invalid; all reasons at once.
+        Another argument is invalid; the error lists all reasons.
 
     Notes
     -----
