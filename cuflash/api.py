@@ -356,7 +356,7 @@ def attention_jvp(
     Parameters
     ----------
     q, k, v : arrays
-        As in `attention`; NumPy arrays, or arrays of other libraries on the host.
+        As in `attention`.
     q_dot, k_dot, v_dot : array, optional
         Tangents of q, k and v, with their shapes and dtype. Omitted ones are 0 at no cost; at least one is required.
     tangents : dict of arrays by name, optional
@@ -365,7 +365,7 @@ def attention_jvp(
     mask, causal, window, scale, score, softcap, bias, sink, dropout : optional
         As in `attention`.
     kernel, executor, precision, deterministic, q_start, kv_start : optional
-        As in `attention`. Tangents need executor="cpu", which "auto" selects for arrays on the host.
+        As in `attention`. On a GPU, kernels of "sm80" and "simt" compute the tangents, even if o comes from "sm90".
     out : array, or pair (o, lse), optional
         As in `attention`, for o and lse; tangents are new arrays.
     return_lse : bool
