@@ -46,7 +46,7 @@ class Forward:
     """The exact forward pass and its unscaled tolerances, as needed for the gradients."""
 
     allowed: Array
-    score: Array  # final, 0 where masked
+    score: Array  # final scores, 0 where masked
     p: Array
     log_p: Array  # -inf where masked
     eta: Array

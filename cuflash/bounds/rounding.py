@@ -19,7 +19,7 @@ _OPERAND_ROUNDING = {"ieee": 0.0, "tf32": 2 * 2.0**-11 + 2.0**-22, "tf32x3": 8 *
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """Costs of rounding and underflow in a call's dtypes, in the notation of `cuflash.bounds`.
+    """Error bounds of rounding and underflow in a call's dtypes, in the notation of `cuflash.bounds`.
 
     Attributes
     ----------

@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import is_sparse
 from .content import opaque_values, token
 
-# Packages whose functions count as constant.
+# Packages whose functions are assumed not to change.
 _FIXED = frozenset({"builtins", "cupy", "math", "numpy", "operator", "scipy"})
 _MISSING = object()
 

@@ -567,7 +567,7 @@ class OnBlocks(Mask):
     """A pattern of tokens applied to whole blocks: the result of `Mask.on_blocks`."""
 
     mask: Mask
-    block: Any  # (int, int) once built
+    block: Any  # (block_q, block_kv) after construction
     mirrored: bool = False
 
     def __post_init__(self) -> None:

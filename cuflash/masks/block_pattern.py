@@ -48,7 +48,7 @@ class BlockPattern(Mask):
     """
 
     blocks: Array
-    block: Any  # (int, int) once built
+    block: Any  # (block_q, block_kv) after construction
 
     def __post_init__(self) -> None:
         reasons, argument = list[str](), self.blocks

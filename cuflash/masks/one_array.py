@@ -37,7 +37,7 @@ def mask_contents(mask: Mask | Array, layout_of: Callable[..., Hashable]) -> Mas
         if form is None:
             try:
                 keys.append(content(part))
-            except TypeError:  # it holds values whose contents are not hashed
+            except TypeError:  # the mask holds values whose contents are not hashed
                 return None
             continue
         layout = None if any(isinstance(array, np.ndarray) for array in form.arrays) else layout_of(*form.arrays)

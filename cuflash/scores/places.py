@@ -19,7 +19,7 @@ from .trace import shifted_by
 __all__ = ["in_cache", "within"]
 
 _STARTS = ("q_starts", "kv_starts", "q_shifts")
-_FARTHEST = 1 << 30  # the longest length
+_FARTHEST = 1 << 30  # the largest sequence length
 _PLACE = "place"
 
 

@@ -466,7 +466,7 @@ class _Sweep(Derivation):
             builder.put(instruction.op, instruction.kind, *instruction.args, value=instruction.value)
         self.zero, self.one = builder.const(0.0), builder.const(1.0)
 
-    # The methods that the rules of derivatives use.
+    # The methods of `Derivation`, which the derivative rules in `PRIMITIVES` call.
 
     def op(self, n: int) -> str:
         return self.builder.instructions[n].op

@@ -310,7 +310,7 @@ def _number_of(builder: Builder, value: Array, *, is_result: bool = False) -> in
     """Return the instruction of a symbol, or add that of a Python or NumPy number."""
     if type(value) is Symbol:
         if value._builder is not builder:
-            raise ProgramError("the function used a symbol of an earlier call: do not store symbols outside of it")
+            raise ProgramError("the function used a symbol of an earlier call: do not keep symbols after a call")
         return value._n
     if type(value) is float:
         return builder.number(value)

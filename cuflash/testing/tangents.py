@@ -298,7 +298,7 @@ def assert_tangents_within_bounds(moving: Moving, **results: Array) -> float:
     """
     __tracebackhide__ = True
     if not results:
-        raise TypeError("pass at least one of o_dot, lse_dot, dq_dot, dk_dot, dv_dot: nothing would be compared")
+        raise TypeError("pass at least one of o_dot, lse_dot, dq_dot, dk_dot, dv_dot; otherwise, nothing is compared")
     share = 1.0 if reference_is_finer(moving.example.q.dtype) else 2.0
     ratios = []
     for name, result in results.items():
