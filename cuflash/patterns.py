@@ -354,7 +354,7 @@ def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
 
 @explains_keywords
 def sink_local(num_sink_tokens: int, window: tuple[int, int], *, align: str | None = None) -> Mask:
-    """Return attention sinks and a window: the keys inside the window, and the first keys unless they are to its right.
+    """Return attention sinks and a window: the keys inside a window, and those of the first keys that precede it.
 
     Parameters
     ----------

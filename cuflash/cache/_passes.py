@@ -1,4 +1,4 @@
-"""The kernels of a call on a cache, for a few or for many new tokens, if any support the call."""
+"""The choice of the kernels that serve a call on a cache: for a few new tokens, for many, or none."""
 
 from __future__ import annotations
 

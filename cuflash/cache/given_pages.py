@@ -33,7 +33,7 @@ def checked_pages(
     reasons += row_reasons({"v_pages": v}, k, {"v_pages": (*k.shape[:3], "value_dim")})
     with collecting(reasons):
         dtype_of(k.dtype, has_scales=False)
-    reasons += overlap_reasons("v_pages", v, {"k_pages": k})  # rows of both are written separately
+    reasons += overlap_reasons("v_pages", v, {"k_pages": k})  # keys and values are written separately
     page_size, num_pages = int(k.shape[2]), int(k.shape[0])
     reasons += page_reasons(page_size, num_pages) + size_reasons(head_dim=k.shape[3])
     integers = as_arrays({"block_table": block_table, "lengths": lengths}, {"block_table": np.int64}, like=k)

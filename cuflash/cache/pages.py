@@ -102,7 +102,7 @@ class PagePool:
         self.tables = tables
         self._references = Counter(page for table in tables for page in table)
         rest = range(num_pages) if owns_rest else ()
-        self._free = [page for page in rest if page not in self._references][::-1]  # the last one is taken first
+        self._free = [page for page in rest if page not in self._references][::-1]  # the last page is taken first
         self._num_owned = len(self._references) + len(self._free)
         self.version = 0  # changes whenever a table changes
 

@@ -78,7 +78,7 @@ def make_folder(place: Path) -> str:
 
 
 def host_cache() -> HostCache:
-    """Return a description of the cache, without making its folder.
+    """Return a description of the cache, without creating its folder.
 
     Raises
     ------

@@ -239,7 +239,7 @@ def precompile(specs: Iterable[KernelSpec], target: tuple[int, int] | str) -> tu
 def cache_info() -> CacheInfo:
     """Return a description of CuPy's and the simulator's caches, and of the kernels that this process compiled.
 
-    This neither starts CuPy or CUDA nor makes a folder. `cache_clear` empties the simulator's cache.
+    This neither starts CuPy or CUDA nor creates a folder. `cache_clear` empties the simulator's cache.
 
     Returns
     -------
@@ -432,7 +432,7 @@ def _kernel(cupy: Any, device: int, spec: KernelSpec, architecture: str, shared_
 
 
 class _Log(io.StringIO):
-    """A log that records whether CuPy compiled a kernel: only then CuPy writes to it, at least an empty text."""
+    """A log that records whether CuPy compiled a kernel: CuPy then writes to the log, even if only an empty text."""
 
     is_written = False
 

@@ -92,7 +92,7 @@ class Printer:
     ) -> None:
         self.num_bins, self.is_placed, self._of_products = num_bins, is_placed, facts
         self.program, self.wrt, self.sums = program, wrt, sums
-        self.kinds = dict(zip(wrt, sums))  # how the gradient of an array is summed, by its name; default OWN
+        self.kinds = dict(zip(wrt, sums))  # by array name, how the array's gradient is summed; default OWN
         self.accumulator, self.layout = accumulator, layout(program, wrt, accumulator, sums, is_placed)
         self.loads = gradient_loads(program, wrt) if len(program.results) > (4 if is_pushed else 2) else ()
         self.staged, self.stored = staged, staged if is_stored else None

@@ -218,7 +218,7 @@ class Builder:
         return self.put("load", self.arrays[array].kind, *args, value=array)
 
     def real(self, n: int) -> int:
-        """Convert a real or an integer to a real."""
+        """Return the instruction of a real value, or add the conversion of an integer value to a real."""
         instruction = self.instructions[n]
         if instruction.kind == "real":
             return n

@@ -360,7 +360,7 @@ class Score:
         return score
 
     def _remade_by(self, make: Callable[..., Score], /, *arguments: Any, **options: Any) -> Score:
-        """Set the call that unpickles this score, for functions that are local to another function.
+        """Set the call that recreates this score from a pickle, since functions inside functions cannot be pickled.
 
         Parameters
         ----------

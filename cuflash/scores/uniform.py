@@ -23,7 +23,7 @@ class Direction(NamedTuple):
 
 @dataclass(frozen=True)
 class Uniform:
-    """The instructions that are constant in a tile if some integers are.
+    """The instructions that are constant in a tile if certain integers, the roots, are constant.
 
     Attributes
     ----------

@@ -90,7 +90,7 @@ def of_antidiagonals(grid: Grid, stride: int, budget: Budget, forced: Forced) ->
         return of_strides(q, stride, turned=True), of_strides(k, stride, turned=False)
 
     mass = prepare = None
-    if grid.q.flags.c_contiguous and grid.k.flags.c_contiguous:  # q and k have the layout of joined rows
+    if grid.q.flags.c_contiguous and grid.k.flags.c_contiguous:  # joined rows are then views
         q, k = (of_strides(x, stride, turned=False) for x in (grid.q, grid.k))
         mass = bound_block_mass(q, k, *options, turned_columns=grid.q.shape[-1])
     if mass is None:

@@ -260,7 +260,7 @@ def _keys(scores: Array, eligible: Any, forced: Any) -> Array:
     xp = namespace(scores)
     negated = np.float32(0) - xp.fmax(scores, -np.inf).astype(np.float32, copy=False)
     bits = negated.view(np.int32)
-    places = bits ^ ((bits >> 31) & _MAGNITUDE)  # integers in the order of the floats with these bits
+    places = bits ^ ((bits >> 31) & _MAGNITUDE)  # integers that compare like the floats with these bits
     if forced is not None:
         places = xp.where(forced, _FORCED, places)
     if eligible is not None:

@@ -151,7 +151,7 @@ class _Heads:
         score = np.where(allowed, score, -np.inf)
         sink = np.broadcast_to(self.sinks[head], (len(score), 1))
         lse = logsumexp(np.concatenate([score, sink], axis=-1), axis=-1)
-        lse = np.where(lse == np.inf, np.nan, lse)  # exp(inf - inf) is NaN for an infinite score
+        lse = np.where(lse == np.inf, np.nan, lse)  # the weight of an infinite score is exp(inf - inf) = NaN
         attends = ~np.isneginf(lse)
         p = np.exp(score - np.where(attends, lse, 0)[:, None])
         # For scores of 10^6, rounding lse changes all p by more than a roundoff. Dividing by their total corrects it.
