@@ -65,7 +65,7 @@ __all__ = [
     "unpack",
 ]
 
-if not getattr(sys, "_is_gil_enabled", lambda: True)():  # the caches of calls rely on it; no test has run without it
+if not getattr(sys, "_is_gil_enabled", lambda: True)():  # the call caches need the GIL; no test has run without it
     raise ImportError("cuflash needs the global interpreter lock, which is disabled: set PYTHON_GIL=1")
 
 # The import statements above as a table. BlockIndex comes with the executors, whose kernels build indices on a GPU.

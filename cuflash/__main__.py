@@ -4,7 +4,7 @@
     python -m cuflash doctor      the same
     python -m cuflash memory      bytes of a KV cache
     python -m cuflash roofline    the minimal time of a call on a GPU, and its bottleneck
-    python -m cuflash study       how much of your own attention block patterns keep
+    python -m cuflash study       the softmax mass of your q, k and v that block patterns keep
     python -m cuflash --version   the version of cuflash
 """
 
@@ -61,6 +61,6 @@ if __name__ == "__main__":
             print(_report(sys.argv[1:]))
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # for example by `head`; Python would flush once more at exit
+    except BrokenPipeError:  # the reader, such as `head`, has ended; Python would flush again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

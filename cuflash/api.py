@@ -1,4 +1,4 @@
-"""The public functions: check, plan, run."""
+"""The public functions, which check, plan and run calls of attention."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ def attention(
         If present, scores s become softcap tanh(s / softcap); must be positive.
     bias : array, optional
         Added to the scores after softcap: float16, bfloat16, float32 or float64, with any strides. Must broadcast to
-        (*batch, num_heads, seqlen_q, seqlen_kv), or to (seqlen_q, seqlen_kv) for two-dimensional q, k and v. -inf hides
-        a key. Unless q is float64, a float64 bias, sink or array of a score function is cast to float32, where values
-        out of range become infinite.
+        (*batch, num_heads, seqlen_q, seqlen_kv), or to (seqlen_q, seqlen_kv) for two-dimensional q, k and v. -inf masks
+        a key. If q is not float64, a float64 bias, sink or array of a score function is cast to float32; values out of
+        range become infinite.
     sink : array, optional
         One logit per query head that takes part in every softmax of the head but has no value, so the weights of a
         row's keys add up to less than 1. Shape (num_heads,), or any that broadcasts to (*batch, num_heads); () or (1,)
@@ -123,20 +123,21 @@ def attention(
         Kernel family of the gpu and sim executors. "auto" selects the fastest family that supports the call; see
         Notes.
     executor : {"auto", "cpu", "gpu", "sim"}
-        "auto" selects "gpu" for arrays on a CUDA device, which must be CuPy's current device and whose current stream
-        is used. It selects "cpu" for all other arrays. "sim" runs the GPU kernels on a simulator, for tests.
+        "auto" selects "gpu" for arrays on a CUDA device, which must be CuPy's current device; kernels run on its
+        current stream. It selects "cpu" for all other arrays. "sim" runs the GPU kernels on a simulator, for tests.
     precision : {"ieee", "tf32", "tf32x3"}
-        "ieee" multiplies and adds in float32 (float64 for float64). The others multiply float32 on tensor cores of
-        compute capability 8.0 or newer: "tf32" rounds the operands of each product to 11 significant bits; "tf32x3"
-        computes three products of their upper and lower halves, with errors similar to "ieee", except that a product
-        with an infinite operand is NaN. See `error_bound` for bounds. For FP8 products pass `Quantized` q, k and v.
+        "ieee" multiplies and adds in float32, or in float64 if q is float64. The others multiply float32 elements on
+        tensor cores of compute capability 8.0 or higher: "tf32" rounds the operands of each product to 11 significant
+        bits; "tf32x3" computes three products of their upper and lower halves, with errors similar to "ieee", except
+        that a product with an infinite operand is NaN. See `error_bound` for bounds. For FP8 products pass `Quantized`
+        q, k and v.
     deterministic : bool
         If True, dq and the gradients of arrays of a score function are bitwise reproducible on a GPU. Otherwise thread
         blocks add to them in the order of arrival if that is faster. All other results are bitwise reproducible in
         either case.
     q_start, kv_start : int
-        Positions of the first query and the first key in a longer sequence, of which q, k and v are a part: masks,
-        score functions, bias and dropout see these positions, and arrays in them cover the sequence up to the last
+        Positions of the first query and the first key in a longer sequence, of which q, k and v are a part. Masks,
+        score functions, bias and dropout use these positions, and their arrays must cover the sequence up to the last
         query and key of the call. For chunked prefill, pass all keys so far and the chunk's start as `q_start`.
     out : array, or pair (o, lse), optional
         Arrays for the results, instead of new ones. They must not overlap q, k or v. Not available with `Quantized`
@@ -150,15 +151,15 @@ def attention(
         C-contiguous, in q's dtype; a NumPy array, or a CuPy array on a GPU. Rows without a key are 0, with or without
         a sink.
     lse : array [..., num_heads, seqlen_q]
-        Log-sum-exp of the scores and the sink, in natural units, float32 (float64 for float64). In rows without a key
-        it is the sink's logit, or -inf.
+        Log-sum-exp of the scores and the sink, in natural units; float64 if q is float64, otherwise float32. In rows
+        without a key it is the sink's logit, or -inf.
 
     Raises
     ------
     TypeError
         An argument is not an array of a supported library.
     UnsupportedProblem
-        The arguments are invalid or not supported. Lists every reason; nothing is computed.
+        The arguments are invalid or not supported. The error lists every reason; nothing is computed.
     MemoryError
         The results or the tiles do not fit into memory; inputs are unchanged.
     RuntimeError
@@ -173,11 +174,11 @@ def attention(
     - "sm90": instructions of Hopper, for float16 and bfloat16, compute capability 9.0. Its backward pass is that of
       "sm80" for block lists with blocks smaller than 64, and for `deterministic=True` with head_dim or value_dim above
       128.
-    - "sm80": tensor cores, for float16 and bfloat16, compute capability 8.0 or newer; float32 with
+    - "sm80": tensor cores, for float16 and bfloat16, compute capability 8.0 or higher; float32 with
       `precision="tf32"` or "tf32x3".
     - "simt": every dtype, on every supported GPU.
     - "fa1": the loop of FlashAttention-1 on tensor cores, to compare algorithms; for float16 and bfloat16, head_dim and
-      value_dim up to 128, compute capability 8.0 or newer; without score functions, bias, sink or dropout.
+      value_dim up to 128, compute capability 8.0 or higher; without score functions, bias, sink or dropout.
     - "naive": a baseline of three kernels that store every score, so memory is not linear; float16 and float32.
 
     Examples
@@ -273,8 +274,8 @@ def attention_vjp(
     vjp : callable (do, dlse=None) -> Gradients
         Takes the gradients of o and, optionally, of lse; returns dq, dk, dv with the shapes and dtype of q, k, v,
         summed over broadcast axes and grouped heads. `Gradients[name]` is the gradient of an array that `wrt` names,
-        with its shape and dtype. The function reads q, k, v, o, lse and other arrays that gradients depend on again: do
-        not change them until then. A pickle of it contains them.
+        with its shape and dtype. The function reads q, k, v, o, lse and the other arrays on which gradients depend: do
+        not change these before the last call. A pickle of the function contains them.
 
     Raises
     ------
@@ -355,7 +356,7 @@ def attention_jvp(
     Parameters
     ----------
     q, k, v : arrays
-        As in `attention`; NumPy arrays, or arrays of other libraries on the host.
+        As in `attention`.
     q_dot, k_dot, v_dot : array, optional
         Tangents of q, k and v, with their shapes and dtype. Omitted ones are 0 at no cost; at least one is required.
     tangents : dict of arrays by name, optional
@@ -364,7 +365,7 @@ def attention_jvp(
     mask, causal, window, scale, score, softcap, bias, sink, dropout : optional
         As in `attention`.
     kernel, executor, precision, deterministic, q_start, kv_start : optional
-        As in `attention`. Tangents need executor="cpu", which "auto" selects for arrays on the host.
+        As in `attention`. On a GPU, kernels of "sm80" and "simt" compute the tangents, even if o comes from "sm90".
     out : array, or pair (o, lse), optional
         As in `attention`, for o and lse; tangents are new arrays.
     return_lse : bool
@@ -458,7 +459,7 @@ def attention_hvp(
     dlse : array, optional
         The gradient of lse, with lse's shape and dtype; default: zero.
     do_dot, dlse_dot : array, optional
-        Tangents of do and dlse. For a loss after attention, its Hessian times the tangents of o and lse.
+        Tangents of do and dlse. If a loss follows attention, they are its Hessian times the tangents of o and lse.
     tangents : dict of arrays by name, optional
         As in `attention_jvp`.
     mask, causal, window, scale, score, softcap, bias, sink, dropout : optional
@@ -477,7 +478,7 @@ def attention_hvp(
     gradients : Gradients
         Results of the vjp of `attention_vjp` for do and dlse.
     gradients_dot : Gradients
-        Their tangents, with the same names.
+        The tangents of the gradients, with the same names.
 
     Raises
     ------
@@ -553,7 +554,7 @@ def plan(
         Plan for this device instead of the current one. A plan for a GPU runs on any GPU of its compute capability.
     tangents : str or tuple of str
         Names of arrays, including "q", "k" and "v", whose tangents ``jvp`` and ``backward_jvp`` will take: these passes
-        are then part of the plan, and `compile` compiles their kernels. They also run without being named here.
+        are then part of the plan, and `compile` compiles their kernels. Both also accept tangents not named here.
 
     Returns
     -------

@@ -25,7 +25,7 @@ class DType(NamedTuple):
     ----------
     numpy : numpy.dtype
     element : str
-        Its type in kernels.
+        The name of the element type in kernels.
     tensor_map : str
         The last part of the CUDA driver's name for it; empty if tensor maps do not support it.
     has_scale : bool
@@ -50,8 +50,8 @@ DTYPES = tuple(each.numpy for each in KNOWN_DTYPES if not each.has_scale)
 SCALED_DTYPES = tuple(each.numpy for each in KNOWN_DTYPES if each.has_scale)
 HALVES = tuple(dtype for dtype in DTYPES if dtype.itemsize == 2)
 UP_TO_FLOAT32 = (*HALVES, np.dtype(np.float32))  # dtypes that are rounded to FP8
-_LONGEST = 60  # how many characters of a value a message shows
-_MOST_ITEMS = 8  # how many items of a list a message shows
+_LONGEST = 60  # maximum number of characters of a value in a message
+_MOST_ITEMS = 8  # maximum number of items of a list in a message
 _SHORT = (int, float, complex, str, bytes, np.generic, np.dtype)  # types whose values messages show
 
 
@@ -196,7 +196,7 @@ def is_flag(value: object) -> TypeGuard[bool]:
 
 
 def require_callable(name: str, value: object) -> None:
-    """Raise an error unless a value is a function, which should convert arrays; users may pass a device name instead.
+    """Raise an error if a value is not callable: users may pass a device name instead of a function for arrays.
 
     Raises
     ------
@@ -323,7 +323,7 @@ def _is_of_another_library(value: object) -> bool:
 
 
 def fix_of_numbers(name: str, value: object, dtype: Any) -> str:
-    """Return the advice for numbers, an array or a list, that are passed instead of booleans."""
+    """Return advice for a user who passed an array or list of numbers instead of booleans."""
     written = f"np.array({name})" if isinstance(value, (list, tuple)) else name
     additive = "pass additive numbers as bias=, and " if name == "mask" and np.dtype(dtype).kind == "f" else ""
     return f"{additive}convert 0/1 numbers to booleans with {written} != 0"
@@ -343,7 +343,7 @@ def _unequal_lengths(name: str, parts: Any) -> str:
     except ValueError:  # a part itself contains lists of unequal lengths
         are_sequences = False
     if not are_sequences:
-        return f"{name} must be one array; got lists of unequal lengths: make all lists at one depth equally long"
+        return f"{name} must be one array; got lists of unequal lengths: give all lists at one depth the same length"
     fix = f"use packed, offsets = cuflash.pack({name}), and mask=masks.Sequences(offsets)"
     return f"{name} must be one array; got a list of sequences of unequal lengths: {fix}"
 

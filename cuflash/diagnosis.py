@@ -44,7 +44,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The findings, in the order in which they are printed; ``report["NumPy"]`` returns one of them."""
+    """The findings, in the order in which they are printed; ``report["NumPy"]`` returns the finding about NumPy."""
 
     findings: tuple[Finding, ...]
 

@@ -100,7 +100,7 @@ _UNARY_SIGNS = {"neg": "unary -", "pos": "unary +", "invert": "~", "abs": "abs()
 
 
 def without_other_operators(cls: _Class, subject: str, fix: str) -> _Class:
-    """Make every arithmetic operator that a class lacks raise a TypeError that names a fix, instead of Python's own.
+    """Make every arithmetic operator that a class lacks raise a TypeError that names a fix, not Python's own error.
 
     Parameters
     ----------

@@ -102,8 +102,8 @@ def is_on_cuda(name: str, value: Any) -> bool:
     Raises
     ------
     UnsupportedProblem
-        It is on any other device, does not report its device, or is a PyTorch tensor whose elements cannot be read in
-        place.
+        The array is on any other device, does not report its device, or is a PyTorch tensor whose elements cannot be
+        read in place.
     """
     reasons = tensor_reasons(name, value)
     if not reasons and is_tensor(value) and value.requires_grad:
@@ -163,7 +163,7 @@ def _is_on_stream_of(tensor: Any, cupy: Any) -> bool:
 def tensors_layout(*tensors: Any) -> tuple[Hashable, ...] | None:
     """Return the layout key of PyTorch tensors that kernels on CuPy's current stream can read in place, or None.
 
-    Tensors with equal keys are `taken` as arrays with equal layouts, apart from the alignment of their addresses.
+    Tensors with equal keys are converted to arrays with equal layouts, except for the alignment of their addresses.
     """
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is None or cupy is None or has_dual_level():
@@ -180,12 +180,12 @@ def tensors_layout(*tensors: Any) -> tuple[Hashable, ...] | None:
 
 
 def _is_plain(value: Any, torch: Any) -> bool:
-    """True if a value is a dense tensor on a CUDA device, and not of a subclass."""
+    """True if a value is a dense tensor on a CUDA device, and not an instance of a subclass of torch.Tensor."""
     return type(value) is torch.Tensor and value.is_cuda and value.layout is torch.strided
 
 
 def _of_tensor(tensor: Any, cupy: Any) -> Array:
-    """Return a CuPy array at the address of a CUDA tensor that it keeps alive; DLPack takes five times as long."""
+    """Return a CuPy array that shares a CUDA tensor's memory and keeps it alive; DLPack takes five times as long."""
     itemsize = tensor.element_size()
     shape, strides = tuple(tensor.shape), tuple(step * itemsize for step in tensor.stride())
     nbytes = itemsize + sum(step * (extent - 1) for step, extent in zip(strides, shape)) if tensor.numel() else 0
@@ -211,7 +211,7 @@ def taken_on_cuda(name: str, value: Any) -> Array:
     Raises
     ------
     UnsupportedProblem
-        For the reasons of `taken`, or because CuPy is missing.
+        For the same reasons as in `taken`, or because CuPy is missing.
     """
     try:
         import cupy
@@ -234,7 +234,7 @@ def _extended_dtype(value: Any) -> np.dtype[np.generic] | None:
 
 
 def _of_extended(value: Any, dtype: np.dtype[np.generic], xp: Any) -> Array:
-    """Convert an array with a dtype that NumPy's DLPack lacks: tensors as integers, others by the buffer protocol."""
+    """Convert an array whose dtype NumPy's DLPack lacks: a tensor as integers, others by the buffer protocol."""
     if is_tensor(value):
         integers = getattr(sys.modules["torch"], f"int{8 * dtype.itemsize}")
         return xp.from_dlpack(value.view(integers)).view(dtype)
@@ -305,7 +305,7 @@ def _is_fake(tensor: Any) -> bool:
 
 
 def _fix_of_tracer(tensor: Any) -> str:
-    """Return the advice how to call attention outside of the PyTorch transformation that created a tracer."""
+    """Return advice on how to call attention outside of the PyTorch transformation that created a tracer."""
     if is_batched(tensor):
         return "call this outside of torch.vmap: leading axes are batch axes, so call it once on the whole batch"
     if sys.modules["torch"]._C._functorch.is_gradtrackingtensor(tensor):
@@ -374,5 +374,5 @@ def _message(error: Exception) -> str:
 
 
 def kind_of(value: object) -> str:
-    """Return package and name of a value's type."""
+    """Return the package and the name of a value's type."""
     return f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"

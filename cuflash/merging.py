@@ -27,9 +27,9 @@ def merge(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple
     Parameters
     ----------
     outs : sequence of arrays [..., seqlen_q, value_dim]
-        The outputs of the parts, with equal shapes and dtypes, or one array with the parts along its first axis. (The
-        o of a single call would be merged over its batch entries or heads.) Arrays of other libraries are accepted as
-        in `attention`, but arrays with NumPy dtypes, such as JAX arrays, are not converted.
+        The outputs of the parts, with equal shapes and dtypes, or one array with the parts along its first axis. (If
+        you pass the o of a single call, its batch entries or heads are merged.) Arrays of other libraries are accepted
+        as in `attention`, but arrays with NumPy dtypes, such as JAX arrays, are not converted.
     lses : sequence of arrays [..., seqlen_q]
         The log-sum-exps of the parts, as natural logarithms.
 
@@ -50,12 +50,12 @@ def merge(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple
     Notes
     -----
     o = sum_p exp(lse_p - lse) o_p with lse = log sum_p exp(lse_p): the rescaling of FlashAttention-2
-    (arXiv 2307.08691, section 3.1), applied to finished parts. Sums run in float32 (float64 for float64).
+    (arXiv 2307.08691, section 3.1), applied to finished parts. Sums are in float32, or in float64 for float64 parts.
 
     A sink counts only once: pass it to the call that computes one of the parts. A sink is itself a part with o = 0 and
     lse = sink, so that ``attention(..., sink=sink)`` equals ``merge([o, 0 * o], [lse, sink])``.
 
-    o and lse of a row are NaN if the row's lse in some part is NaN or +inf, which it is if one score is. A part with
+    o and lse of a row are NaN if the row's lse in some part is NaN or +inf, because one of its scores is. A part with
     lse = -inf adds nothing to the row, even if its o is NaN. NaN and infinity in o of any other part appear in the
     merged o, however small the weight of the part.
 
@@ -98,7 +98,7 @@ def _key(outs: list[Array], lses: list[Array]) -> Hashable:
 
 
 def _merged_in_stages(outs: list[Array], lses: list[Array]) -> tuple[Array, Array]:
-    """Merge more parts than one launch supports: groups of parts in the accumulator dtype, then their results."""
+    """Merge more parts than one launch supports: first groups of parts, in the accumulator dtype, then the results."""
     wide = [out.astype(lses[0].dtype, copy=False) for out in outs]
     starts = range(0, len(outs), MOST_PARTS)
     runs = [merge(wide[start : start + MOST_PARTS], lses[start : start + MOST_PARTS]) for start in starts]
@@ -211,7 +211,7 @@ class MergePullback:
         return douts, dlses
 
     def _like(self, name: str, value: Any, like: str, wanted: Array, reasons: list[str]) -> Any:
-        """Return a cotangent as an array, and append to `reasons` if shape, dtype or library are not the result's."""
+        """Return a cotangent as an array; append to `reasons` if shape, dtype or library differ from the result's."""
         array = _as_known_array(name, value)
         if not is_array(array):
             raise TypeError(f"{name} must be an array; got {describe(value)}")
@@ -230,7 +230,7 @@ def _merged(outs: list[Array], lses: list[Array]) -> tuple[Array, Array]:
     accumulator = accumulator_dtype(outs[0].dtype)
     lse_max = lses[0]
     for lse in lses[1:]:
-        lse_max = xp.maximum(lse_max, lse)  # NaN if either of them is NaN
+        lse_max = xp.maximum(lse_max, lse)  # NaN if either operand is NaN
     # lse_max is -inf in empty rows. It is replaced by 0, because -inf - (-inf) would be NaN.
     shift = xp.where(xp.isneginf(lse_max), 0, lse_max)
     total = xp.zeros_like(lse_max)

@@ -26,7 +26,7 @@ def pack(arrays: Sequence[Array], axis: int = -2) -> tuple[Array, Array]:
     Parameters
     ----------
     arrays : sequence of arrays [..., length, dim]
-        One array for each sequence, at least one. They may differ only in their lengths, and are on the same device.
+        One array for each sequence, at least one. They may differ only in length, and must be on the same device.
         Arrays of other libraries are accepted as in `attention`.
     axis : int
         The axis of the lengths: -2 for [..., heads, length, dim], -3 for [..., length, heads, dim], -1 for lse and dlse
@@ -50,8 +50,8 @@ def pack(arrays: Sequence[Array], axis: int = -2) -> tuple[Array, Array]:
     -----
     `attention` needs heads before lengths: pass ``packed.swapaxes(-3, -2)`` if the array was packed along axis -3.
 
-    If all lengths are equal, the shapes do not show the layout: arrays [length, heads, dim] then match along axis -2
-    too, and this would pack their heads. Pass ``axis=-3`` for them.
+    If all lengths are equal, the shapes do not show the layout: arrays [length, heads, dim] then match along axis -2,
+    too, and the default axis would pack their heads. Pass ``axis=-3`` for such arrays.
 
     Examples
     --------

@@ -142,7 +142,7 @@ def bigbird(
     )
     if num_window % 2 == 0:
         raise UnsupportedProblem(
-            [f"num_window_blocks must be odd: the diagonal, and equally many blocks on each side; got {num_window}"]
+            [f"num_window_blocks must be odd: the diagonal, and as many blocks on either side; got {num_window}"]
         )
     (num_heads,) = _counts_of_blocks(num_heads=whole_number("num_heads", num_heads, 1))
     row, col = np.ogrid[: grid[0], : grid[1]]
@@ -166,7 +166,7 @@ def random(
     rng: Rng | None = None,
     diagonal: bool = True,
 ) -> Mask:
-    """Return random blocks, equally many in each row, at a given density: a usual benchmark of block-sparse kernels.
+    """Return random blocks, the same number in each row: a common benchmark of block-sparse kernels.
 
     Parameters
     ----------
@@ -183,7 +183,7 @@ def random(
     rng : numpy.random.Generator or int, optional
         A generator to draw from, or a seed, instead of `seed`.
     diagonal : bool
-        True to keep the diagonal block of every row, as one of its blocks.
+        True to keep the diagonal block of every row; it counts toward the density.
 
     Returns
     -------
@@ -216,7 +216,7 @@ def random(
 def longformer(
     window: tuple[int, int], num_global: int = 0, *, dilation: int = 1, align: str | None = None
 ) -> Mask:
-    """Return Longformer: a window of keys around each query, and global tokens that attend and are attended by all.
+    """Return Longformer: a window of keys around each query, and global tokens, which attend all and all attend.
 
     Parameters
     ----------
@@ -333,7 +333,7 @@ def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
 
     Notes
     -----
-    arXiv 1904.10509, section 4.3 (called l and c there): the key sets of both heads in one mask.
+    arXiv 1904.10509, section 4.3, where the arguments are called l and c: the key sets of both heads in one mask.
 
     Examples
     --------
@@ -354,7 +354,7 @@ def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
 
 @explains_keywords
 def sink_local(num_sink_tokens: int, window: tuple[int, int], *, align: str | None = None) -> Mask:
-    """Return attention sinks and a window: the keys inside the window, and the first keys unless they are to its right.
+    """Return attention sinks and a window: the keys inside a window, and those of the first keys that precede it.
 
     Parameters
     ----------
@@ -399,7 +399,7 @@ def sink_local(num_sink_tokens: int, window: tuple[int, int], *, align: str | No
 
 @explains_keywords
 def checkerboard(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128) -> Mask:
-    """Return every other block: half of the blocks without adjacent ones, the worst case for contiguous reads of keys.
+    """Return a checkerboard: every other block of each row, which is the worst case for contiguous reads of keys.
 
     Parameters
     ----------
@@ -431,7 +431,7 @@ def checkerboard(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 12
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SameStretch(Mask):
-    """The pairs of a query and a key in the same stretch of `stride` tokens."""
+    """A mask that allows a key if the query is in the same stretch of `stride` tokens."""
 
     stride: int
 
@@ -442,7 +442,7 @@ class SameStretch(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StretchEnds(Mask):
-    """The last `count` keys of every stretch of `stride`."""
+    """A mask that allows the last `count` keys of every stretch of `stride` keys."""
 
     stride: int
     count: int

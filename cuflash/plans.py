@@ -1,4 +1,4 @@
-"""Plans that take arrays: they check them, allocate results, and pass both to an executor."""
+"""Plans as users call them: they check arrays, allocate results, and pass both to an executor."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ class Plan:  # numpydoc ignore=PR01
         out : array, or pair of arrays (o, lse), optional
             Arrays for the results, instead of new ones.
         **operands : arrays
-            ``sink=``, if the plan was created with one, and arrays of the score function by name, instead of those that
-            it was planned with. They must have the planned shapes and dtypes; any strides.
+            ``sink=``, if the plan was created with a sink, and arrays that replace arrays of the score function, by
+            name. They must have the planned shapes and dtypes, and may have any strides.
 
         Returns
         -------
@@ -129,9 +129,9 @@ class Plan:  # numpydoc ignore=PR01
         TypeError
             An argument is not an array.
         UnsupportedProblem
-            An array does not match the plan. Lists every reason.
+            An array does not match the plan. The error lists every reason.
         RuntimeError
-            The stream is captured and something is not ready; call `compile` before the capture.
+            The stream is captured, and the plan is not ready to run; call `compile` before the capture.
 
         Examples
         --------
@@ -183,9 +183,9 @@ class Plan:  # numpydoc ignore=PR01
         TypeError
             An argument is not an array.
         UnsupportedProblem
-            An array does not match the plan. Lists every reason.
+            An array does not match the plan. The error lists every reason.
         RuntimeError
-            The stream is captured and something is not ready; call `compile` before the capture.
+            The stream is captured, and the plan is not ready to run; call `compile` before the capture.
 
         Examples
         --------
@@ -236,7 +236,7 @@ class Plan:  # numpydoc ignore=PR01
         TypeError
             An argument is not an array.
         UnsupportedProblem
-            An array does not match the plan, or the plan's executor has no tangents. Lists every reason.
+            An array does not match the plan, or the plan's executor has no tangents. The error lists every reason.
 
         Examples
         --------
@@ -401,7 +401,7 @@ class Plan:  # numpydoc ignore=PR01
         wants_lse : bool
             True if lse must be among the results of "forward".
         pins : bool
-            If True, memory that a captured call uses is held for ever, since the caller does not hold the plan.
+            If True, memory that a captured call uses is never freed, since the caller does not keep the plan.
         axes, machine : optional
             As in `executors.gpu.bind`.
 
@@ -508,9 +508,9 @@ class Plan:  # numpydoc ignore=PR01
         TypeError
             An argument is not an array.
         UnsupportedProblem
-            An array does not match the plan. Lists every reason.
+            An array does not match the plan. The error lists every reason.
         RuntimeError
-            The stream is captured and something is not ready; call `compile` before the capture.
+            The stream is captured, and the plan is not ready to run; call `compile` before the capture.
         """
         problem = self._plan.problem
         needed = problem.wrt if name.startswith("backward") else [operand.name for operand in problem.operands]
@@ -542,7 +542,7 @@ class Plan:  # numpydoc ignore=PR01
         UnsupportedProblem
             The plan is for a different kind of GPU than the current one.
         RuntimeError
-            The stream is captured and something is not ready; call `compile` before the capture.
+            The stream is captured, and the plan is not ready to run; call `compile` before the capture.
         """
         if self.executor != "gpu":
             return
@@ -651,7 +651,7 @@ def device_reasons(name: str, array: Array) -> list[str]:
 
 
 class ListsOfPlan(NamedTuple):
-    """The part of a plan that concerns lists that kernels built on the device when it was created.
+    """Additional parts of a plan for which kernels built the lists on the device when it was created.
 
     Attributes
     ----------
@@ -698,8 +698,8 @@ def as_arrays(values: Mapping[str, Any], dtypes: Mapping[str, Any] | None = None
 
     Parameters
     ----------
-    given : dict by name
-        Arrays, or other values that a call may receive for them.
+    values : dict by name
+        Arrays, or other values that a call may receive instead of arrays.
     dtypes : dict of dtypes by name, optional
         Dtypes of lists with these names, in the format of `of_list`.
     like : array, optional
@@ -708,7 +708,7 @@ def as_arrays(values: Mapping[str, Any], dtypes: Mapping[str, Any] | None = None
     Raises
     ------
     UnsupportedProblem
-        A value is not supported; lists all reasons.
+        A value is not supported; the error lists all reasons.
     RuntimeError
         An array is on a GPU, and CuPy is missing.
     """

@@ -175,7 +175,7 @@ def attention_vjp(
 
     with D replaced by D - dlse, since the derivative of a row's lse with respect to its scores is P. A sink has
     P = exp(sink - lse) and, having no value, dP = 0; its gradient is the sum of its dS over the rows.
-    With a score function, dS is multiplied by its slope. Factors of weights multiply P in dV, and dP.
+    With a score function, dS is multiplied by its slope. Weight factors multiply P in the formula of dV, and dP.
 
     Examples
     --------
@@ -264,8 +264,8 @@ def attention_jvp(
         S_dot = scale (Q_dot K^T + Q K_dot^T)     mu = rowsum(P S_dot) + P_sink sink_dot
         O_dot = (P * (S_dot - mu)) V + P V_dot    L_dot = mu
 
-    With a score function, S_dot stands for the tangents of final scores. Factors of weights multiply P in its products
-    with V and V_dot.
+    With a score function, S_dot stands for the tangents of final scores. Weight factors multiply P in its products with
+    V and V_dot.
 
     Examples
     --------
@@ -473,7 +473,7 @@ def scores(q: Array, k: Array, v: Array, scale: float | None) -> Array:
 def _softmax(
     raw: Array, mask: Array | None, sink: Array | None, change: Callable[[Array], Array] | None
 ) -> tuple[Array, Array, Array]:
-    """Return P [*batch, num_heads, seqlen_q, seqlen_kv], lse [*batch, num_heads, seqlen_q], and the mask expanded."""
+    """Return P [*batch, num_heads, seqlen_q, seqlen_kv], lse [*batch, num_heads, seqlen_q], and the expanded mask."""
     score = raw if change is None else np.broadcast_to(change(raw), raw.shape)
     allowed = allowed_of(mask, score.shape)
     # Take the maximum of the real parts: any shift gives the same softmax, so it does not affect a complex step.
@@ -490,7 +490,7 @@ def _softmax(
 
 
 def widened(x: Array) -> Array:
-    """Convert an array at least to float64, or to complex128 if it is complex; long double stays."""
+    """Convert an array at least to float64, or to complex128 if it is complex; long double is kept."""
     array = np.asarray(x)
     return array.astype(np.result_type(array.dtype, np.float64))
 

@@ -18,7 +18,8 @@ head_dim terms. A kernel that scales after the product has no more roundings::
 
 The weights p = exp2(S log2(e) - m'). Subtracting the running maximum rounds once; a later rescaling of the row rounds
 its own argument, and those arguments add up to at most |S| + |m|; a fused multiply-add with the rounded m log2(e)
-has two roundings. Four cover all. exp2 has an error of at most 4 ua (ex2.approx.ftz.f32: 2^-22; NumPy's is smaller)::
+has two roundings. Four roundings cover all of these. exp2 has an error of at most 4 ua (ex2.approx.ftz.f32: 2^-22;
+NumPy's is smaller)::
 
     eta = ((k(d) + 4) ua + t) |scale| |Q||K|^T + 4 ua (|S| + |m|) + 4 ua    so that  |log p^ - log p| <= eta
 

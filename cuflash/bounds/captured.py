@@ -23,7 +23,7 @@ from .host import host_arrays
 from .rounding import SECOND_ORDER, Rounding, limits, nan_to_inf, roundoff, underflow
 
 
-_Terms: TypeAlias = tuple[LoadErrors, Array, Array]  # derivatives by a load, their factors, and errors of these
+_Terms: TypeAlias = tuple[LoadErrors, Array, Array]  # derivatives by a load, their factors dF, and the errors of dF
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +46,7 @@ class Captured:
         return cls(score.program, operands, problem.wrt, gradient_in_parts(problem), problem.places or Places())
 
     def final(self, s: Array, e_s: Array, allowed: Array, model: Rounding) -> ScoreErrors:
-        """Return final scores and derivatives, with errors; all of them are 0 if the mask is False."""
+        """Return final scores and derivatives, with errors; all of them are 0 for masked keys."""
         arithmetic = Arithmetic(model.ua, model.wa, model.largest_sum)
         operands = self.operands._replace(arrays=[model.as_read(array)[0] for array in self.operands.arrays])
         errors = score_errors(self.program, operands, self.wrt, s, e_s, arithmetic, self._at(s))
@@ -61,7 +61,7 @@ class Captured:
         self, s: Array, e_s: Array, s_dot: Array, e_s_dot: Array, tangents: Mapping[str, Array], allowed: Array,
         model: Rounding,
     ) -> PushedErrors:  # fmt: skip
-        """Return the tangents of final scores and derivatives, with errors; all of them are 0 for hidden keys."""
+        """Return the tangents of final scores and derivatives, with errors; all of them are 0 for masked keys."""
         names = [array.name for array in self.program.arrays if array.name in tangents]
         arrays = (*self.operands.arrays, *(np.asarray(tangents[name]) for name in names))
         operands = self.operands._replace(arrays=[model.as_read(array)[0] for array in arrays])
@@ -78,7 +78,7 @@ class Captured:
         return PushedErrors._make((*(np.where(allowed, x, 0) for x in pushed[:6]), loads, loads_dot))
 
     def tolerances(self, final: ScoreErrors, df: Array, e_df: Array, model: Rounding) -> dict[str, Array]:
-        """Return the bounds on gradients of captured arrays by name, from those of final scores."""
+        """Return bounds on the gradients of captured arrays, by name, from the gradient `df` of final scores."""
         return self._bounds_on_sums([(load, df, e_df) for load in final.loads], model)
 
     def second_tolerances(
@@ -112,7 +112,7 @@ def _gradient_tolerance(
         flat = np.ravel_multi_index(np.broadcast_arrays(*load.place), array.shape) if load.place else 0
         flat = np.broadcast_to(flat, df.shape).ravel()
         larger = np.abs(df) + e_df
-        is_none = larger == 0  # independent of the derivative
+        is_none = larger == 0  # such terms are 0, even if the derivative is infinite
         terms = e_df * np.abs(load.value) + larger * load.error
         mass = larger * (np.abs(load.value) + load.error)
         for total, x in ((exact, df * load.value), (tolerance, terms), (masses, mass)):

@@ -271,7 +271,7 @@ def _planned_reasons(plan: Plan, arguments: Mapping[str, Array | None]) -> list[
             shape, dtype = wanted[name]
             reasons.append(f"{name} must have shape {shape} and dtype {dtype}, as planned; got {describe(array)}")
     return reasons + [
-        f"plan must be made with the array {name}; got a plan with only its shape"
+        f"plan must be created with the array {name}; got a plan with only its shape"
         for name in wanted
         if name not in arguments and name not in plan._captured
     ]

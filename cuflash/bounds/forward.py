@@ -18,7 +18,7 @@ from .rounding import Rounding
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """Dropout's factors of the weights, their maximum, and how many times each factor is rounded."""
+    """The factors by which dropout multiplies weights, their maximum, and how many times each factor is rounded."""
 
     factors: Array = 1.0
     most: float = 1.0
@@ -46,7 +46,7 @@ class Forward:
     """The exact forward pass and its unscaled tolerances, as needed for the gradients."""
 
     allowed: Array
-    score: Array  # final, 0 where masked
+    score: Array  # final scores, 0 where masked
     p: Array
     log_p: Array  # -inf where masked
     eta: Array
@@ -141,7 +141,7 @@ def _scores(
         return score, e_score, allowed, None, None
     raw = score, e_score + head_dim * model.wa * abs(scale)
     final = captured.final(*raw, allowed, model)
-    allowed = allowed & ~(np.isneginf(final.f) & (final.e_f == 0))  # hidden by the function
+    allowed = allowed & ~(np.isneginf(final.f) & (final.e_f == 0))  # the function masks these keys
     score, e_score = (np.where(allowed, x, 0) for x in final[:2])
     return score, e_score, allowed, final, raw
 

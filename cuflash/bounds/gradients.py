@@ -91,7 +91,7 @@ def gap_of(
 
 
 def _through_slope(final: ScoreErrors, df: Array, e_df: Array, model: Rounding) -> tuple[Array, Array]:
-    """Return dS and its error from the gradient of final scores; 0 if that is exactly 0, whatever the slope is."""
+    """Return dS and its error from the gradient of final scores; both are 0 if that gradient is exactly 0."""
     larger, slope = np.abs(df) + e_df, np.abs(final.slope)
     e_ds = slope * e_df + final.e_slope * larger + 2 * model.ua * slope * larger + model.wa
     is_none = larger == 0

@@ -32,7 +32,7 @@ def host_arrays(arguments: dict[str, Array]) -> list[Array]:
 
 
 def host_tangents(reasons: list[str], tangents: Any, problem: Problem) -> dict[str, Array]:
-    """Return tangents of a call's arrays by name; append reasons to refuse them."""
+    """Return the tangents of a call's arrays by name; append to `reasons` why they are invalid."""
     if not tangents or not isinstance(tangents, Mapping):
         refusal = f"tangents must be a dict of arrays by name, or None; got {describe(tangents)}"
         reasons += [] if tangents is None else [f"{refusal}: write tangents={{'q': q_dot}}"]

@@ -19,7 +19,7 @@ _OPERAND_ROUNDING = {"ieee": 0.0, "tf32": 2 * 2.0**-11 + 2.0**-22, "tf32x3": 8 *
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """Costs of rounding and underflow in a call's dtypes, in the notation of `cuflash.bounds`.
+    """Error bounds of rounding and underflow in a call's dtypes, in the notation of `cuflash.bounds`.
 
     Attributes
     ----------
@@ -86,7 +86,7 @@ class Rounding:
 
 
 def limits(dtype: np.dtype) -> Any:
-    """Return `numpy.finfo` of a dtype, bfloat16 included."""
+    """Return the `finfo` of a dtype, which may also be bfloat16."""
     return ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
 
 

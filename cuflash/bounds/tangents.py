@@ -320,7 +320,7 @@ def _rounded(ds: Array, e_ds: Array, terms: int, model: Rounding) -> Array:
 def _through_slopes(
     pushed: PushedErrors, df: Array, e_df: Array, df_dot: Array, e_df_dot: Array, model: Rounding
 ) -> tuple[Array, Array, Array, Array]:
-    """Return dS and dS_dot with their errors, from those of final scores; 0 if the latter are exactly 0."""
+    """Return dS and dS_dot with their errors, from dF and dF_dot; results are 0 where dF and dF_dot are exactly 0."""
     ua, wa = model.ua, model.wa
     larger, larger_dot = np.abs(df) + e_df, np.abs(df_dot) + e_df_dot
     slope, slope_dot = np.abs(pushed.slope), np.abs(pushed.slope_dot)

@@ -1,4 +1,4 @@
-"""Cache of the keys and values of earlier tokens, for the queries of later ones."""
+"""The cache of the keys and values of earlier tokens, which the queries of later tokens attend."""
 
 from .kv_cache import KVCache
 

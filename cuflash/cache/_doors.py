@@ -25,7 +25,7 @@ from .steps import RequestedOptions, AttendStep, Step, StepCall, lists_of
 
 
 class _Rows(NamedTuple):
-    """The arguments of `append` as the rules check them; `unfit` has the reasons why k and v do not fit the cache."""
+    """The arguments of `append` for the rules below; `unfit` has the reasons why k and v do not fit the cache."""
 
     cache: CacheState
     k: Array
@@ -35,7 +35,7 @@ class _Rows(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """The arguments of `attention` as the rules check them; `unfit` has reasons to refuse some of them."""
+    """The arguments of `attention` for the rules below; `unfit` has reasons to refuse some of them."""
 
     cache: CacheState
     q: Array
@@ -65,7 +65,7 @@ def checked_queries(
     cache: CacheState, q: Any, counts: Any, out: Any, sink: Any, options: RequestedOptions, score: Score | None,
     mask: Any, reasons: Sequence[str],
 ) -> tuple[StepCall, Array, Array | None]:  # fmt: skip
-    """Return a step for a call of `attention` that has no cached step, and q and the sink as arrays.
+    """Return a new `StepCall` for a call of `attention` that has none in the cache, and q and the sink as arrays.
 
     `reasons` are the caller's reasons to refuse the call.
     """
@@ -92,7 +92,7 @@ def checked_queries(
 
 
 def _bound_queries(call: _Queries, options: DecodeOptions) -> StepCall:
-    """Return the step of a call: kernels for the cache if some support it, otherwise one call per sequence.
+    """Return the `StepCall` of a call: the cache's kernels if they support it, otherwise one call per sequence.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The kernels of a call on a cache, for a few or for many new tokens, if any support the call."""
+"""The choice of the kernels that serve a call on a cache: for a few new tokens, for many, or none."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DecodeOptions(NamedTuple):
     scale, kernel, executor, precision
         As in `cuflash.attention`.
     part_keys : int, optional
-        Number of keys of a part, independent of the sequence's length.
+        Number of keys in each part into which keys are split, independent of the sequence's length.
     score : ScoreKind, optional
         The score function without its arrays.
     chosen : ChosenForm, optional
@@ -83,7 +83,7 @@ class SimulatedStep(AttendStep):
         self, cache: CacheState, q: Array, o: Array, lse: Array | None, counts: Sequence[int] | None,
         sink: Array | None, score: Score | None, chosen: ChosenBlocks | None = None,
     ) -> None:  # fmt: skip
-        """Compute o and lse. The first `counts` rows of q belong to each sequence; None means all rows."""
+        """Compute o and lse; the first counts[b] rows of q belong to sequence b, or all rows if `counts` is None."""
         arrays = {
             "q": q, "k": cache.rows.k, "v": cache.rows.v, "sink": sink,
             "o": o, "lse": self.make_lse() if lse is None else lse,
@@ -174,12 +174,12 @@ def _passes(
 def problem_of(
     q: ShapeDtype, k: ShapeDtype, v: ShapeDtype, sink: ShapeDtype | None, layout: CacheLayout, options: DecodeOptions
 ) -> Problem | None:
-    """Return the problem with a key per row of the cache's capacity; None if the sink is not one number per head.
+    """Return a problem with as many keys as the cache's capacity; None if the sink is not one number per head.
 
     Raises
     ------
     UnsupportedProblem
-        There is no such problem, or the arrays of its score function do not fit.
+        The arguments do not form a valid problem, or the arrays of its score function do not fit.
     """
     if sink is not None and sink.ndim != 1:
         return None

@@ -105,7 +105,7 @@ class CacheState:
         return news
 
     def numbers(self, name: str, value: Any) -> Any:
-        """Return one number per sequence: a list, or an array on the device, which then counts positions there."""
+        """Return one number per sequence: a list, or a device array; with an array, start counting on the device."""
         value = as_arrays({name: value})[name]
         if self.device is None or not is_on_device(value):
             return numbers(name, value, len(self.lengths))

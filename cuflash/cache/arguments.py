@@ -46,7 +46,7 @@ def page_reasons(page_size: Any, num_pages: Any) -> list[str]:
     """Return why a cache cannot have this number of pages of this size."""
     reasons = page_size_reasons(page_size)
     if num_pages is None:
-        return [*reasons, "num_pages must be given with page_size: batch * capacity / page_size holds everything"]
+        return [*reasons, "num_pages is required with page_size: batch * capacity / page_size pages hold everything"]
     return reasons + size_reasons(num_pages=num_pages)
 
 
@@ -96,12 +96,12 @@ def dtype_of(dtype: Any, *, has_scales: bool = True) -> np.dtype[np.generic]:
 
 
 def numbers(name: str, value: Any, batch: int | None) -> list[int]:
-    """Return one int >= 0 per sequence, from a list or a host array; if `batch` is None, of any length.
+    """Return one int >= 0 per sequence, from a list or a host array, whose length may be any if `batch` is None.
 
     Raises
     ------
     UnsupportedProblem
-        The value is something else.
+        The value is not such a list or array.
     """
     listed = listed_ints(value)
     batch = batch if batch is not None or listed is None else len(listed)
@@ -136,9 +136,9 @@ def row_reasons(
     wanted: Mapping[str, tuple[Any, ...]],
     dtypes: Sequence[np.dtype[np.generic]] = (),
 ) -> list[str]:
-    """Return why arrays are not rows of a cache with arrays like this one; strings in `wanted` are free extents.
+    """Return why arrays do not fit a cache whose arrays are like `like`; a string in `wanted` stands for any extent.
 
-    Their dtype must be in `dtypes`, or by default that of `like`.
+    The dtype of the arrays must be in `dtypes`; by default it must be the dtype of `like`.
 
     Raises
     ------
@@ -241,7 +241,7 @@ def excess_reasons(counts: list[int], num_rows: int) -> list[str]:
 def growth_reasons(new_lengths: list[int], lengths: list[int]) -> list[str]:
     """Return why sequences cannot be truncated: a sequence is already shorter."""
     return [
-        f"lengths must be at most what sequences have; got {new} for sequence {sequence}, which has {length}"
+        f"lengths must not exceed those of the sequences; got {new} for sequence {sequence}, which has {length}"
         for sequence, (new, length) in enumerate(zip(new_lengths, lengths))
         if new > length
     ]
@@ -290,8 +290,8 @@ def capacity_reason(name: str, growth: Growth, capacity: int) -> str:
     """Return why a sequence cannot grow this far."""
     return (
         f"{name} must fit the room of sequence {growth.sequence}; got {growth.stop - growth.length} rows, which need "
-        f"{growth.stop} positions, and the cache has {capacity}: truncate or reset the sequence, or make the cache "
-        f"with a larger capacity"
+        f"{growth.stop} positions, and the cache has {capacity}: truncate or reset the sequence, or create the "
+        f"cache with a larger capacity"
     )
 
 

@@ -1,4 +1,4 @@
-"""The pages of a cache that keeps the least and greatest keys of each, for selectors."""
+"""The pages of a cache with the least and greatest keys of each page, for selectors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class BoundedPages:
     ----------
     key_bounds : array [num_pages, num_kv_heads, 2, head_dim]
     owner : object
-        It lives as long as the cache's arrays.
+        An object that lives as long as the cache's arrays.
     """
 
     __slots__ = ("_state", "key_bounds", "owner")

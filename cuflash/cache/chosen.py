@@ -1,4 +1,4 @@
-"""Attention to chosen blocks of a cache: the rules of its lists, and calls that no kernel serves."""
+"""Attention to chosen blocks of a cache: the rules for their lists, and the path for calls that no kernel supports."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _WORDS = ("scale", "kernel", "executor", "precision")
 
 
 def form_of(chosen: ChosenBlocks) -> ChosenForm:
-    """Return the lists of a mask without their contents."""
+    """Return the form of a mask's lists: everything except their contents."""
     counts = None if chosen.counts is None else np.dtype(chosen.counts.dtype)
     blocks = chosen.blocks
     return ChosenForm(chosen.block, chosen.num_lists, int(blocks.shape[-1]), int(blocks.dtype.itemsize), counts)
 
 
 def mask_reasons(cache: CacheState, mask: Any, q: Array) -> list[str]:
-    """Return why a mask has no lists for queries [batch, num_heads, n, head_dim] of a cache."""
+    """Return why a mask cannot be used for queries [batch, num_heads, n, head_dim] of a cache."""
     if mask is None:
         return []
     if type(mask) is not ChosenBlocks:
@@ -81,7 +81,7 @@ class ChosenRowsStep(AttendStep):
         self, cache: CacheState, q: Array, o: Array, lse: Array | None, counts: Sequence[int] | None,
         sink: Array | None, score: Score | None, chosen: ChosenBlocks | None,
     ) -> None:  # fmt: skip
-        """Compute o and lse of all sequences. The first `counts` rows of q belong to each; None means all rows."""
+        """Compute o and lse; the first counts[b] rows of q belong to sequence b, or all rows if `counts` is None."""
         assert chosen is not None
         lse, options = self.make_lse() if lse is None else lse, self._options
         words: dict[str, Any] = {name: getattr(options, name) for name in _WORDS}
@@ -101,7 +101,7 @@ class ChosenRowsStep(AttendStep):
                 )  # fmt: skip
 
     def _placed(self, cache: CacheState, score: Score | None, sequence: int, position: int) -> Score | None:
-        """Return the score function at a sequence and the position of its query."""
+        """Return the score function for one sequence and the position of its query."""
         if score is None:
             return None
         placed = in_cache(score, len(cache.lengths), cache.capacity)

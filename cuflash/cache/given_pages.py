@@ -23,7 +23,7 @@ def checked_pages(
     TypeError
         The pages or the table are not arrays.
     UnsupportedProblem
-        Shapes or dtypes do not match, or a sequence has fewer pages than its length needs; lists all reasons.
+        Shapes or dtypes do not match, or a sequence has fewer pages than its length needs; the error lists all reasons.
     """
     pages = as_arrays({"k_pages": k_pages, "v_pages": v_pages}, {"k_pages": np.float64, "v_pages": np.float64})
     k, v = pages.values()
@@ -33,7 +33,7 @@ def checked_pages(
     reasons += row_reasons({"v_pages": v}, k, {"v_pages": (*k.shape[:3], "value_dim")})
     with collecting(reasons):
         dtype_of(k.dtype, has_scales=False)
-    reasons += overlap_reasons("v_pages", v, {"k_pages": k})  # rows of both are written separately
+    reasons += overlap_reasons("v_pages", v, {"k_pages": k})  # keys and values are written separately
     page_size, num_pages = int(k.shape[2]), int(k.shape[0])
     reasons += page_reasons(page_size, num_pages) + size_reasons(head_dim=k.shape[3])
     integers = as_arrays({"block_table": block_table, "lengths": lengths}, {"block_table": np.int64}, like=k)
@@ -56,7 +56,7 @@ def _until_negative(row: list[int]) -> list[int]:
 
 
 def _table_reasons(tables: list[list[int]], lengths: list[int], page_size: int, num_pages: int) -> list[str]:
-    """Return why the pages of sequences do not hold their lengths."""
+    """Return why the pages of sequences are invalid, or too few for the sequences' lengths."""
     reasons = []
     for sequence, (table, length) in enumerate(zip(tables, lengths)):
         wrong = [page for page in table if page >= num_pages]
@@ -67,7 +67,7 @@ def _table_reasons(tables: list[list[int]], lengths: list[int], page_size: int, 
             )
         if length > len(table) * page_size:
             reasons.append(
-                f"lengths must be at most what pages hold; got {length} for sequence {sequence}, which has "
+                f"lengths must fit the pages of the sequences; got {length} for sequence {sequence}, which has "
                 f"{len(table)} pages of {page_size}"
             )
     return reasons

@@ -56,14 +56,14 @@ class KVCache:
         less of a GPU. By default the split depends on the sequence's length.
     keeps_page_bounds : bool
         If True, `append` keeps the least and the greatest keys of each page in `page_bounds`, from which
-        `selectors.quest` chooses pages without reading their keys. It needs pages, and another dtype than FP8.
+        `selectors.quest` chooses pages without reading their keys. This requires pages, and a dtype other than FP8.
     xp : module
         `numpy`, or `cupy` for a cache on CuPy's current device.
 
     Raises
     ------
     UnsupportedProblem
-        An argument breaks its rule; lists all reasons.
+        An argument breaks its rule; the error lists all reasons.
     MemoryError
         The arrays do not fit into memory.
 
@@ -74,9 +74,9 @@ class KVCache:
     (`count_on_device`), and can then be captured into CUDA graphs. Calls on one cache must follow each other: order
     calls on several streams by events.
 
-    On a GPU one kernel appends for all sequences, one decodes, and others attend from longer chunks; all of them read
-    the rows in place. They support float16 and bfloat16 with head_dim and value_dim in multiples of 8, and score
-    functions at positions of the cache; up to 64 query rows per key/value head are decoded. Any other call of
+    On a GPU, one kernel appends rows to all sequences, one decodes, and others compute attention of longer chunks; all
+    of them access the rows in place. They support float16 and bfloat16 with head_dim and value_dim in multiples of 8,
+    and score functions at positions of the cache. Up to 64 query rows per key/value head are decoded. Any other call of
     `attention` calls `cuflash.attention` once per sequence on its own rows, which are first gathered into contiguous
     memory if they are in several pages; a score function is then compiled again for a different batch or capacity. In
     both cases the result of a sequence depends only on its own queries, keys and values: not on other sequences, their
@@ -148,7 +148,7 @@ class KVCache:
         refuse(dict.fromkeys(reasons))
         num_own, num_positions = (batch, capacity) if num_pages is None or page_size is None else (num_pages, page_size)
         shape = int(num_own), int(num_kv_heads), int(num_positions)
-        # Before the page tables: arrays that are too large raise MemoryError, but a list of that many items may not.
+        # Arrays are allocated before page tables: too large arrays raise MemoryError, but too long lists may not.
         arrays = PagedRows.empty(xp, shape, (int(head_dim), int(value_dim)), dtype)
         if keeps_page_bounds:
             arrays.keep_bounds()
@@ -195,7 +195,8 @@ class KVCache:
         TypeError
             The pages or the table are not arrays.
         UnsupportedProblem
-            Shapes or dtypes do not match, or a sequence has fewer pages than its length needs; lists all reasons.
+            Shapes or dtypes do not match, or a sequence has fewer pages than its length needs; the error lists all
+            reasons.
 
         Examples
         --------
@@ -276,8 +277,8 @@ class KVCache:
     def page_bounds(self) -> Array | None:
         """The least and the greatest keys of each page, [num_pages, num_kv_heads, 2, head_dim], in the keys' dtype.
 
-        None unless the cache keeps them. Each number bounds the keys of a page in one column; NaN if one of them is
-        NaN. After `truncate`, bounds may be wider than the remaining keys.
+        None if the cache does not keep them. Each number bounds one column of a page's keys; it is NaN if the column
+        contains NaN. After `truncate`, the bounds may be wider than the remaining keys require.
 
         Examples
         --------
@@ -453,7 +454,8 @@ class KVCache:
         TypeError
             k or v is not an array.
         UnsupportedProblem
-            Arrays do not fit, or a sequence would exceed its capacity or pages; lists all reasons, and writes nothing.
+            Arrays do not fit, or a sequence would exceed its capacity or pages. The error lists all reasons, and
+            nothing is written.
 
         Examples
         --------
@@ -509,8 +511,8 @@ class KVCache:
     def truncate(self, lengths: Any) -> None:
         """Shorten sequences and free the pages beyond their new lengths, including reserved ones.
 
-        If rows are counted on the device, sequences shorter than `lengths` stay unchanged and all keep their pages: the
-        call does not wait for the device, and can be captured into a CUDA graph, like `append`.
+        If rows are counted on the device, sequences shorter than `lengths` stay unchanged, and all sequences keep their
+        pages: the call does not wait for the device, and can be captured into a CUDA graph, like `append`.
 
         Parameters
         ----------
@@ -520,7 +522,7 @@ class KVCache:
         Raises
         ------
         UnsupportedProblem
-            By the host's count a sequence is shorter than that; lists all reasons, and changes nothing.
+            A sequence that is counted on the host is already shorter; the error lists all reasons, and changes nothing.
 
         Examples
         --------
@@ -554,8 +556,8 @@ class KVCache:
         Raises
         ------
         UnsupportedProblem
-            There is no such sequence; lists all reasons. Or a stream is being captured, and the cache has pages and is
-            counted on the device.
+            There is no such sequence (the error lists all reasons), or a stream is being captured, and the cache has
+            pages and is counted on the device.
 
         Examples
         --------
@@ -580,7 +582,7 @@ class KVCache:
             if state.device is not None and state.is_counted_on_device:
                 state.device.lengths[row] = 0
         if state.is_counted_on_device:
-            state.on_device()  # now, since a replayed graph copies nothing from the host
+            state.on_device()  # copy now, since a replayed graph copies nothing from the host
 
     def fork(self, source: int, target: int) -> None:
         """Replace the contents of a sequence by those of another one.
@@ -637,8 +639,8 @@ class KVCache:
         Raises
         ------
         UnsupportedProblem
-            The lengths exceed the capacity, or too few pages are free; lists all reasons, and allocates nothing. Or a
-            stream is being captured, and the cache has pages and is counted on the device.
+            The lengths exceed the capacity, or too few pages are free: the error lists all reasons, and nothing is
+            allocated. Or a stream is being captured, and the cache has pages and is counted on the device.
 
         Examples
         --------
@@ -656,7 +658,7 @@ class KVCache:
             raise UnsupportedProblem(reasons)
         state.make_room("lengths", stops)
         if state.is_counted_on_device:
-            state.on_device()  # now, since a replayed graph copies nothing from the host
+            state.on_device()  # copy now, since a replayed graph copies nothing from the host
 
     def check(self) -> None:
         """Check that lengths, page tables and page counts agree, and that no rows were dropped; waits for the device.
@@ -664,7 +666,7 @@ class KVCache:
         Raises
         ------
         RuntimeError
-            They do not agree; lists every contradiction.
+            They do not agree, or rows were dropped; the error lists every contradiction.
 
         Examples
         --------
@@ -717,10 +719,10 @@ class KVCache:
             The first counts[b] of the n rows belong to sequence b: row t has position lengths[b] - counts[b] + t. The
             other rows are empty. A device array has the same effect as for `append`.
         mask : masks.ChosenBlocks, optional
-            The blocks of positions that each query attends, of those that the other arguments allow: block n of
-            sequence b has positions n * block <= j < (n + 1) * block. With pages, a block is a multiple of a page, or a
-            divisor that is a multiple of 16. A block that no query chose is not read, so that its rows may hold NaN.
-            Lists are arrays of the cache's library, and are read at each call.
+            The blocks of positions that each query attends, within what the other arguments allow: block n of
+            sequence b has positions n * block <= j < (n + 1) * block. With pages, the block size is a multiple of the
+            page size, or a divisor of it that is a multiple of 16. A block that no query chose is not read, so its
+            rows may hold NaN. Lists are arrays of the cache's library, and are read at each call.
         causal : bool
             If True, no query attends keys after its own position.
         window : (left, right), optional
@@ -753,8 +755,8 @@ class KVCache:
         TypeError
             q is not an array.
         UnsupportedProblem
-            The arguments are invalid or not supported, or q has rows whose keys were not appended. Lists every reason;
-            nothing is computed.
+            The arguments are invalid or not supported, or q has rows whose keys were not appended. The error lists
+            every reason; nothing is computed.
 
         Examples
         --------

@@ -23,7 +23,7 @@ from .steps import AppendStep, DecodeStep, StepCall, Steps
 
 
 class OnDevice:
-    """The lengths and the page table of a cache on the current device, as the host last wrote or kernels updated them.
+    """The lengths and the page table of a cache on the current device, which the host writes and kernels update.
 
     Parameters
     ----------
@@ -47,17 +47,17 @@ class OnDevice:
         self._known_lengths: list[int] | None = [0] * batch
         self._known_version = -1
         self._arrived_blocks = xp.zeros((batch,), np.int32)
-        self._arrived_parts: dict[int, Array] = {}  # by number of counters
+        self._arrived_parts: dict[int, Array] = {}  # arrays of counters by their size
         self._captured: list[Any] = []
         self.steps = steps
 
     def put(self, lengths: list[int] | None, pages: OwnPages | PagePool) -> None:
-        """Copy lengths and the table to the device if they have changed; with None, only the device knows the lengths.
+        """Copy lengths and the table to the device if they have changed; `lengths` is None if the device counts them.
 
         Raises
         ------
         RuntimeError
-            Something would have to be copied during a stream capture.
+            The lengths or the table have changed, and cannot be copied during a stream capture.
         """
         if lengths is None:
             self._known_lengths = None
@@ -94,7 +94,8 @@ class OnDevice:
     ) -> None:
         """Launch the kernel that writes rows and adds to the lengths.
 
-        The host's lengths become `new_lengths`, or unknown if None. Without a `step_call` a new step is bound.
+        The host's lengths become `new_lengths`; None means that they become unknown. If `step_call` is None, a new step
+        is bound.
         """
         counts = self.numbers("counts", counts)
         step, addresses = step_call or self._bound_append(k, v, counts)
@@ -117,7 +118,7 @@ class OnDevice:
     def decode_step(
         self, kernels: Pass, arrays: Mapping[str, Array | None], captured: Sequence[str]
     ) -> DecodeStep:  # fmt: skip
-        """Return the step of a call of `attention`, with the cache's counters of arrived parts, which end as 0.
+        """Return the step of a call of `attention`, with the cache's counters of arrived parts, which kernels reset.
 
         Parameters
         ----------
@@ -152,7 +153,7 @@ class OnDevice:
         self._after(step, stream, q, o, lse, counts, sink, memory, *captured, chosen)
 
     def _after(self, step: AppendStep | DecodeStep, stream: Any, *arrays: Any) -> None:
-        """Keep the arrays of a captured call as long as the cache, since replays use them; wait for a checked step."""
+        """Keep a captured call's arrays as long as the cache, since replays use them; wait if the step is checked."""
         if stream.is_capturing():
             self._captured.extend(arrays)
         if step.is_checked:

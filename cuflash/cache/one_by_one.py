@@ -28,7 +28,7 @@ _EVERY = Band()
 
 
 class _Part(NamedTuple):
-    """Queries of one call, the keys first <= j < stop that it attends, and its mask."""
+    """The queries of one call, the keys first <= j < stop that the call reads, and its mask."""
 
     queries: slice
     first: int
@@ -39,9 +39,9 @@ class _Part(NamedTuple):
 class OwnRowsStep(AttendStep):
     """A call of `attention` that consists of one call per sequence.
 
-    It is checked once, as a call with the most rows that a sequence may have. On the host it is also bound once, and
-    its plan is cut to each number of rows; elsewhere, each number of rows has a plan. Sequences and later calls with
-    the same number of rows find plans and bound passes in the cache of calls.
+    The call is checked once, with the largest number of rows that a sequence may have. On the host it is also bound
+    once, and its plan is cut to each number of rows; elsewhere, each number of rows has its own plan. Sequences and
+    later calls with the same number of rows find plans and bound passes in the call cache.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ class OwnRowsStep(AttendStep):
         self, cache: CacheState, q: Array, o: Array, lse: Array | None, counts: Sequence[int] | None,
         sink: Array | None, score: Score | None, chosen: ChosenBlocks | None = None,
     ) -> None:  # fmt: skip
-        """Compute o and lse of all sequences. The first `counts` rows of q belong to each; None means all rows."""
+        """Compute o and lse; the first counts[b] rows of q belong to sequence b, or all rows if `counts` is None."""
         lse = self.make_lse() if lse is None else lse
         for sequence, (table, length) in enumerate(zip(cache.pages.tables, cache.lengths)):
             own_sink, new = sink_of(sink, sequence), q.shape[2] if counts is None else counts[sequence]
@@ -102,7 +102,7 @@ class OwnRowsStep(AttendStep):
                 self._run(arrays, part, o[sequence, :, part.queries], lse[sequence, :, part.queries])
 
     def _placed_arrays(self, score: Score, place: list[int]) -> Mapping[str, Array]:
-        """Return the arrays of `in_cache` at a sequence and the positions of its first query and key."""
+        """Return the arrays of `in_cache` for a sequence and the positions of the call's first query and key."""
         assert self._placed is not None
         xp = namespace(*self._placed.arrays.values())
         held = {name: score.arrays[of_call] for of_call, name in names_in_cache(score).items()}
@@ -139,7 +139,7 @@ class OwnRowsStep(AttendStep):
     def _parts(self, length: int, new: int) -> Iterator[_Part]:
         """Yield the calls of a sequence, which has at least as many keys as queries."""
         left, right = self._left, self._right
-        if self._is_by_query or new == 1:  # a query sees one run of keys
+        if self._is_by_query or new == 1:  # one query per call, which attends one run of keys
             for query in range(new):
                 position = length - new + query
                 first = 0 if left is None else max(0, position - left)

@@ -54,7 +54,7 @@ class OwnPages:
         self.num_free = 0
 
     def hold(self, lengths: Iterable[int], stops: Iterable[int]) -> bool:
-        """True if every sequence exclusively owns all pages that it needs for this length."""
+        """True if no sequence needs a new or copied page to grow from its length to its stop."""
         return True
 
     def shortages(self, growths: Iterable[Growth]) -> list[Shortage]:
@@ -81,7 +81,7 @@ class PagePool:
     ----------
     page_size, num_pages : int
     tables : list of lists of int
-        The pages of each sequence; pages in no table are free.
+        The pages of each sequence.
     owns_rest : bool
         If True, pages in no table are free; otherwise they belong to someone else.
 
@@ -102,7 +102,7 @@ class PagePool:
         self.tables = tables
         self._references = Counter(page for table in tables for page in table)
         rest = range(num_pages) if owns_rest else ()
-        self._free = [page for page in rest if page not in self._references][::-1]  # the last one is taken first
+        self._free = [page for page in rest if page not in self._references][::-1]  # the last page is taken first
         self._num_owned = len(self._references) + len(self._free)
         self.version = 0  # changes whenever a table changes
 
@@ -118,14 +118,14 @@ class PagePool:
         return len(self._free)
 
     def hold(self, lengths: Iterable[int], stops: Iterable[int]) -> bool:
-        """True if every sequence exclusively owns all pages that it needs for this length."""
+        """True if no sequence needs a new or copied page to grow from its length to its stop."""
         for sequence, (length, stop) in enumerate(zip(lengths, stops)):
             if stop > length and not self._has_page(sequence, length, stop):
                 return False
         return True
 
     def shortages(self, growths: Iterable[Growth]) -> list[Shortage]:
-        """Return the growths that lack pages if they are done in this order; those that fail take no pages."""
+        """Return the growths that lack pages if all are done in this order; growths that fail take no pages."""
         shortages, free, dropped = [], len(self._free), dict[int, int]()
         for growth in growths:
             if self._has_page(*growth):
@@ -140,7 +140,7 @@ class PagePool:
         return shortages
 
     def grow(self, growth: Growth) -> list[Copy]:
-        """Add pages to a sequence for its new positions, shared with no other; return the rows to copy there first."""
+        """Give a sequence pages of its own for its new positions; return the rows that must be copied there first."""
         if self._has_page(*growth):
             return []
         table, copies = self.tables[growth.sequence], []
@@ -182,7 +182,7 @@ class PagePool:
         return faults
 
     def _has_page(self, sequence: int, length: int, stop: int) -> bool:
-        """True if all new positions are on one page that the sequence already has, and shares with no other."""
+        """True if all new positions are on one page that this sequence, and no other, already has."""
         table, place = self.tables[sequence], length // self.page_size
         return (stop - 1) // self.page_size == place < len(table) and self._references[table[place]] == 1
 

@@ -1,4 +1,4 @@
-"""Score functions of calls on a cache: `score=`, `softcap=` and `bias=` as one, at the positions of the cache."""
+"""Score functions of calls on a cache: `score=`, `softcap=` and `bias=` combined, at the positions of the cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ScoreKind(NamedTuple):
 
     @classmethod
     def of_score(cls, score: Score) -> ScoreKind:
-        """Drop the data of a score's arrays."""
+        """Return the kind of a score: its arrays are replaced by their shapes and dtypes."""
         shapes = (ShapeDtype(tuple(array.shape), array.dtype) for array in score.arrays.values())
         return cls(score.program, score.numbers, tuple(shapes))
 
@@ -49,12 +49,12 @@ class ScoreKind(NamedTuple):
     def of(self, problem: Problem) -> Problem:
         """Add the score function to a problem on a cache, whose number of keys is the capacity.
 
-        Queries and keys have positions in the cache, so the arrays must have elements for all of these.
+        Queries and keys have positions in the cache, so the arrays must have elements for all positions.
 
         Raises
         ------
         UnsupportedProblem
-            An index might be out of bounds, or the bias does not fit; lists all reasons.
+            An index might be out of bounds, or the bias does not fit; the error lists all reasons.
         """
         positions = MaskShape(problem.batch, problem.num_heads, problem.seqlen_kv, problem.seqlen_kv)
         operands = captured_operands(self, positions, True, problem.accumulator)
@@ -73,7 +73,7 @@ def score_of(score: Any, softcap: Any, bias: Any, like: Array) -> Score | None:
     TypeError
         The score is not a function, or the bias is not an array.
     UnsupportedProblem
-        An argument is not supported; lists all reasons.
+        An argument is not supported; the error lists all reasons.
     """
     composed = composition(score, softcap, bias, lambda values: as_arrays({"bias": values}, like=like)["bias"])
     if composed is None or not composed.arrays:

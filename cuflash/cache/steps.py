@@ -1,4 +1,4 @@
-"""Calls on a cache, checked and bound once per layout of their arrays: repeated calls only write addresses."""
+"""Calls on a cache, which are checked and bound once per layout of arrays; a repeated call only writes addresses."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Step:
     looked_at : sequence of str
         Names of arrays whose addresses decide whether a call needs checks.
     apart : sequence of str
-        Those of them that must not overlap the cache, nor the arrays that are not in `apart`.
+        Names in `looked_at` of arrays that must overlap neither the cache nor the arrays that are not in `apart`.
     """
 
     def __init__(self, arrays: Mapping[str, Any], looked_at: Sequence[str], apart: Sequence[str]) -> None:
@@ -88,7 +88,7 @@ class AppendStep(Step):
     Attributes
     ----------
     launch, wait : callable
-        Launches the kernels on addresses in the order of the names, on a stream; waits for them.
+        `launch` launches the kernels on a stream, with addresses in the order of the arrays; `wait` waits for them.
     """
 
     def __init__(self, kernels: Pass, arrays: Mapping[str, Array | None], target: LaunchTarget) -> None:
@@ -108,7 +108,7 @@ class AttendStep(Step):
     Parameters
     ----------
     arrays : dict by name
-        q, o, lse and sink, the arrays of the score function by their names in kernels, and those of `lists_of`.
+        q, o, lse and sink, the arrays of the score function by their names in kernels, and the result of `lists_of`.
     captured : sequence of str
         The names of the score function's arrays.
     """
@@ -152,7 +152,7 @@ class DecodeStep(AttendStep):
         self.launch, self.wait = bound.launch, bound.wait
 
     def places(self, memory: int, lse: int | None) -> list[int]:
-        """Return the addresses of workspaces in memory, and of lse, which is also there if its address is None."""
+        """Return the addresses of workspaces in a block of memory, and of lse, which is also there if `lse` is None."""
         addresses = [memory + offset for offset in self._offsets]
         if lse is not None:
             addresses[-1] = lse
@@ -213,7 +213,7 @@ class Steps:
         return step_call, q, sink
 
     def _step_call(self, key: Hashable, arrays: list[Any], other: Hashable = None, out: Any = None) -> StepCall | None:
-        """Return the step of a key if it accepts the arrays without a check, and cache it for `other`, too."""
+        """Return the step of a key if it accepts the arrays without a check; also cache it under the key `other`."""
         step = CALLS.get(key)
         if step is None or type(out) is np.ndarray and not out.flags.writeable:
             return None
@@ -270,7 +270,7 @@ def append_key(steps: Steps, k: Any, v: Any) -> Hashable:
 
 
 def _inputs(q: Any, sink: Any, score: Score | None, chosen: ChosenBlocks | None) -> list[Any]:
-    """Return the arrays of a call that its kernels take first."""
+    """Return the arrays whose addresses a call's kernels take first: q, the sink, captured arrays and lists."""
     arrays = () if score is None else score.arrays.values()
     lists = () if chosen is None else _lists(chosen)
     return [q, *(() if sink is None else (sink,)), *arrays, *lists]

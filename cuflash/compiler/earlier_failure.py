@@ -1,4 +1,4 @@
-"""Failures of earlier kernels, which CUDA reports at whatever the process does next."""
+"""Failures of earlier kernels, which CUDA reports in a later call of the process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _STATUS = frozenset({214, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719})
 
 
 def raise_earlier(error: Exception) -> None:
-    """Raise RuntimeError if CuPy's error is the failure of an earlier kernel, and not of what the caller just did.
+    """Raise RuntimeError if CuPy's error reports the failure of an earlier kernel instead of the caller's own call.
 
     Raises
     ------
@@ -18,6 +18,7 @@ def raise_earlier(error: Exception) -> None:
     """
     if getattr(error, "status", 0) in _STATUS:
         raise RuntimeError(
-            f"an earlier kernel of this process failed, of any library ({error}), so that CUDA refuses all further "
-            f"work: start a new process; compute-sanitizer, or CUFLASH_CHECK=1 for kernels of cuflash, finds the kernel"
+            f"an earlier kernel of this process failed ({error}), perhaps one of another library, so CUDA refuses all "
+            f"further work: start a new process; to find the kernel, use compute-sanitizer, or CUFLASH_CHECK=1 for "
+            f"kernels of cuflash"
         ) from error

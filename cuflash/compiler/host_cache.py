@@ -20,7 +20,7 @@ MOST_BYTES = 1 << 30  # size limit of the cache; above it, the least recently us
 # Names of the files and folders that `sim.compiler` stores. Folders of a running compiler have other names.
 _STORED_NAME = re.compile(r"(kernel|runtime|prelude)-[0-9a-f]{32}(\.so|\.cpp)?")
 BUILDING = "building-"  # start of the names of the folders in which compilers run
-_ABANDONED_SECONDS = 86400  # age at which such a folder is left over from a process that was killed
+_ABANDONED_SECONDS = 86400  # an older folder of a compiler was left by a process that was killed
 _ADVICE = "set CUFLASH_CACHE_DIR to a folder of your own"
 
 
@@ -66,7 +66,7 @@ def fault(place: Path) -> str:
 
 
 def make_folder(place: Path) -> str:
-    """Make a folder for libraries if it does not exist, and return why it cannot be used, or "" if it can."""
+    """Create a folder for libraries if it does not exist; return why it cannot be used, or "" if it can be."""
     if not place.is_absolute():
         return f"{place} is not an absolute path"
     try:
@@ -78,7 +78,7 @@ def make_folder(place: Path) -> str:
 
 
 def host_cache() -> HostCache:
-    """Return a description of the cache, without making its folder.
+    """Return a description of the cache, without creating its folder.
 
     Raises
     ------
@@ -164,7 +164,7 @@ def release(file: IO[bytes]) -> None:
 
 
 def _remove_abandoned(place: Path) -> None:
-    """Remove the folders of compilers that were killed. A clock that was set back may have dated them to the future."""
+    """Remove the folders of compilers that were killed, also if their dates are in the future after a clock change."""
     now = time.time()
     with suppress(OSError):
         for folder in place.glob(f"{BUILDING}*"):
@@ -174,7 +174,7 @@ def _remove_abandoned(place: Path) -> None:
 
 
 def _is_in_place(file: IO[bytes]) -> bool:
-    """True if an open file still has its name; it may have been removed, or replaced by another file of that name."""
+    """True if an open file still exists under its name; it may have been removed, or replaced by another file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
     except FileNotFoundError:
@@ -182,7 +182,7 @@ def _is_in_place(file: IO[bytes]) -> bool:
 
 
 def _remove(file: Path) -> bool:
-    """Remove a file unless a process has locked it, and with it the folder of a prelude; True if it was removed."""
+    """Remove a file that no process has locked, and the folder of a prelude with it; return whether it was removed."""
     import fcntl
 
     try:

@@ -29,7 +29,7 @@ from .earlier_failure import raise_earlier
 from .host_cache import HostCache, host_cache
 from .source import source
 
-# Compiler options in addition to the architecture. CuPy always adds the ones of _CUPY_OPTIONS.
+# Compiler options in addition to the architecture. CuPy adds the options in _CUPY_OPTIONS itself.
 _OPTIONS = ("-std=c++17", "-lineinfo")
 _CUPY_OPTIONS = {"ftz": True, "device_as_default_execution_space": True}
 
@@ -50,7 +50,7 @@ class Resources(NamedTuple):
     registers: int
     stack_bytes: int  # spilled registers and arrays
     shared_bytes: int  # static shared memory
-    spill_bytes: int | None  # bytes of spill stores and loads; None if the driver, which does not report it, was asked
+    spill_bytes: int | None  # bytes of spill stores and loads; None if the driver reported the resources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class Compiled:
 
     @property
     def advisories(self) -> tuple[str, ...]:
-        """The lines of the log that are warnings, for example of a serialized wgmma (C7510) or an unused variable."""
+        """The lines of the log that are warnings, for example about serialized wgmma (C7510) or an unused variable."""
         return tuple(line for line in self.log.splitlines() if _ADVISORY.search(line))
 
     def __str__(self) -> str:
@@ -239,7 +239,7 @@ def precompile(specs: Iterable[KernelSpec], target: tuple[int, int] | str) -> tu
 def cache_info() -> CacheInfo:
     """Return a description of CuPy's and the simulator's caches, and of the kernels that this process compiled.
 
-    This neither starts CuPy or CUDA nor makes a folder. `cache_clear` empties the simulator's cache.
+    This neither starts CuPy or CUDA nor creates a folder. `cache_clear` empties the simulator's cache.
 
     Returns
     -------
@@ -352,7 +352,7 @@ def _resources(log: str) -> Resources:
 
 
 def current_device() -> tuple[Any, int]:
-    """Return CuPy and the number of its current device, in the only process that may use them.
+    """Return CuPy and the number of its current device; refuse a process that was forked after CUDA was used.
 
     Raises
     ------
@@ -373,7 +373,7 @@ def current_device() -> tuple[Any, int]:
         advice = "python -m cuflash shows what this machine has"
         raise RuntimeError(f"CuPy finds no usable GPU ({error}): {advice}") from error
     try:
-        cupy.cuda.get_current_stream().is_capturing()  # this query, unlike that of the device, meets earlier failures
+        cupy.cuda.get_current_stream().is_capturing()  # unlike getDevice(), this query reports earlier failures
     except RuntimeError as error:
         raise_earlier(error)
     if not _is_started:
@@ -407,7 +407,7 @@ def _cupy() -> Any:
 
 
 def _redirect_cupy_cache() -> None:
-    """Let CuPy work without a disk cache if its folder cannot be made, since CuPy then fails to import otherwise."""
+    """Let CuPy work without a disk cache if its cache folder cannot be created; otherwise its import would fail."""
     try:
         _environment().cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -432,7 +432,7 @@ def _kernel(cupy: Any, device: int, spec: KernelSpec, architecture: str, shared_
 
 
 class _Log(io.StringIO):
-    """A log that records whether CuPy compiled: only then does CuPy write to it, even if it writes an empty text."""
+    """A log that records whether CuPy compiled a kernel: CuPy then writes to the log, even if only an empty text."""
 
     is_written = False
 
@@ -469,7 +469,7 @@ def _load(cupy: Any, spec: KernelSpec, architecture: str) -> tuple[Any, Compiled
 
 
 def _load_past_the_cache(cupy: Any, spec: KernelSpec, architecture: str, fault: Exception) -> tuple[Any, str]:
-    """Compile a kernel in memory and load it. A failure of this, too, is not caused by the cache."""
+    """Compile a kernel in memory and load it. If this fails too, the cache is not the cause."""
     code, log = _nvrtc(spec, architecture)
     module = cupy.cuda.Module()
     try:
@@ -496,7 +496,7 @@ def _resources_loaded(cupy: Any, function: Any) -> Resources:
 
 
 def _raise_shared_limit(cupy: Any, spec: KernelSpec, function: Any, shared_bytes: int) -> None:
-    """Raise the kernel's limit of dynamic shared memory above the default, which all chips have."""
+    """Raise the kernel's limit on dynamic shared memory above the default, which is the same on all chips."""
     driver, runtime = cupy.cuda.driver, cupy.cuda.runtime
     try:
         driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
@@ -540,7 +540,7 @@ def _dump(spec: KernelSpec, architecture: str, text: str) -> str:
 
 
 def _warn(message: str) -> None:
-    """Issue a warning once per process, since the warnings of all kernels would be the same."""
+    """Issue a warning once per process, since it would be the same for every kernel."""
     global _has_warned
     if not _has_warned:
         _has_warned = True

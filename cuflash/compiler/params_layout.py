@@ -1,6 +1,6 @@
 """Static assertions that the NumPy dtypes of kernel arguments have the layouts of the records in `kernels_cu` headers.
 
-`assertions` turns the offsets and sizes of their fields into `static_assert`s, which are part of every kernel's text.
+`assertions` turns the offsets and sizes of a dtype's fields into `static_assert`s, which every kernel's text contains.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Printing of a score program as CUDA: a structure of its arrays and numbers, with its functions as members.
+"""Printing of a score program as CUDA: a structure with its arrays and numbers, and with its functions as members.
 
-A kernel takes the structure by value. Each operation is part of the function of its level, so that it is computed as
-rarely as its arguments allow: once per batch entry and head of a tile, per query, per key, or per score.
+A kernel takes the structure by value. Each operation belongs to one of four levels, each with its own function, and is
+computed as rarely as its arguments allow: once per tile (one batch entry and head), per query, per key, or per score.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ def text(
     program : Program
         A program with one result for kernels that compute scores, or its derivative for kernels that compute gradients.
     wrt : tuple of str
-        Names of the captured arrays whose gradients are additional members of the structure. A derived program adds to
-        these gradients.
+        Names of the captured arrays whose gradients are additional members of the structure. The functions of a derived
+        program add to these gradients.
     accumulator : dtype
         The dtype in which kernels compute, float32 or float64.
     sums : tuple of str
-        How each of these gradients is summed to be bitwise reproducible, in the names of `planning.captured_sums`.
+        For each of these gradients, the name of a bitwise reproducible way to sum it; see `planning.captured_sums`.
     is_staged : bool
-        True if kernels pass the element of the staged array, see `planning.staged_array`, to the function.
+        True if kernels pass an element of the staged array (see `planning.staged_array`) to the function.
     is_stored : bool
         True if kernels store the gradient of the staged array themselves.
     num_bins : int
-        Number of bins per thread for the gradient of a short table, see `planning.score_bins`; 0 without bins.
+        Number of bins per thread for the gradient of a short table (see `planning.score_bins`); 0 without bins.
     is_placed : bool
-        True if the structure has the first batch entry, head, query and key of the call, which positions are counted
-        from.
+        True if the structure has the first batch entry, head, query and key of the call in a larger call, which are
+        added to the positions.
     takes_products : bool
-        True if kernels pass q . k and the softmax scale separately to the function, see `scores.products`.
+        True if kernels pass q . k and the softmax scale separately to the function (see `scores.products`).
     is_pushed : bool
         True if the second half of the program's results are the tangents of the first half: kernels also pass the
         tangent of the score to the function.
@@ -92,7 +92,7 @@ class Printer:
     ) -> None:
         self.num_bins, self.is_placed, self._of_products = num_bins, is_placed, facts
         self.program, self.wrt, self.sums = program, wrt, sums
-        self.kinds = dict(zip(wrt, sums))  # how the gradient of an array is summed, by its name; default OWN
+        self.kinds = dict(zip(wrt, sums))  # by array name, how the array's gradient is summed; default OWN
         self.accumulator, self.layout = accumulator, layout(program, wrt, accumulator, sums, is_placed)
         self.loads = gradient_loads(program, wrt) if len(program.results) > (4 if is_pushed else 2) else ()
         self.staged, self.stored = staged, staged if is_stored else None
@@ -149,7 +149,7 @@ class Printer:
     # Parts of the structure.
 
     def _facts(self) -> list[str]:
-        """Return the constants that select code in kernels; header attention/score_function.cuh explains them."""
+        """Return the constants that select code in kernels; the header attention/score_function.cuh explains them."""
         dependencies = depends(self.program)
         loads = [n for n, each in enumerate(self.program.instructions) if each.op == "load" and n != self.staged]
         slopes = self.program.results[1:]
@@ -207,7 +207,7 @@ class Printer:
         return self.kinds.get(self.program.arrays[array].name, OWN)
 
     def _sum_type(self, array: int) -> str:
-        """Return the element type in which the gradient of an array is summed: a number, or a word of an exact sum."""
+        """Return the element type of the sums for an array's gradient: a number, or a word of an exact sum."""
         if self.stored is not None and array == self.program.instructions[self.stored].value:
             return ELEMENTS[self.program.arrays[array].dtype]
         return "int64_t" if self._kind(array) == EXACT else "T"
@@ -224,7 +224,7 @@ class Printer:
         return " ".join(lines)
 
     def _leading(self) -> dict[str, tuple[str, int]]:
-        """Return the pointer and the number of batch axes of each required offset, by suffix of the offset's name."""
+        """Return the pointer and the number of batch axes for each required batch offset, by the offset's suffix."""
         offsets = {}
         for n, load in enumerate(self.program.instructions):
             if load.op != "load" or not self.program.num_leading_axes(load):
@@ -299,7 +299,7 @@ class Printer:
         return [(place, n) for place, n in enumerate(self.loads) if self.levels[n] == level and n != self.stored]
 
     def _repeats(self, n: int) -> bool:
-        """True if several scores of a thread may read the same element: unless query and key are both indices of it."""
+        """True if several scores of a thread may read the same element: its indices lack the query or the key."""
         return not {"i", "j"} <= {self.program.instructions[a].op for a in self.program.instructions[n].args}
 
     def part(self, place: int) -> str:
@@ -410,7 +410,7 @@ class Printer:
         return f"static_cast<T>({args[0]})" if op == "real" else PRIMITIVES[op].cuda.format(*args)
 
     def _position(self, op: str, prefix: str = "") -> str:
-        """Return a coordinate of the score in the larger call, if the call is a part of one."""
+        """Return the C++ expression of a score's coordinate, in the larger call if the call is a part of one."""
         place = COORDINATES.index(op)
         return f"({prefix}{op} + starts[{place}])" if self.is_placed else f"{prefix}{op}"
 
@@ -419,7 +419,7 @@ class Printer:
         return {"real": f"real<T>({element})", "int": f"whole({element})", "bool": f"{element} != 0"}[load.kind]
 
     def address(self, n: int, level: str) -> str:
-        """Return the address of the gradient's element that belongs to the element that a load reads."""
+        """Return the address of the gradient of the element that a load reads."""
         return self.place(self.program.instructions[n], level, "gradient")
 
     def place(self, load: Instruction, level: str, what: str, axes: int | None = None) -> str:

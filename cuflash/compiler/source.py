@@ -16,7 +16,7 @@ from . import score_text
 from .params_layout import assertions
 
 _INSTALLED = Path(__file__).parents[1] / "kernels_cu"
-# The second folder if cuflash is not installed
+# The folder of the kernels: inside the installed package or, in a source tree, next to cuflash/.
 KERNELS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "kernels_cu"
 HOST = Path(__file__).parents[1] / "sim"  # the simulator, whose ptx/ folder replaces that of kernels_cu/
 

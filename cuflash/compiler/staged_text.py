@@ -1,4 +1,4 @@
-"""The text of a score function that stages tiles of a captured array, and stores those of the array's gradient."""
+"""The text of a score function that stages tiles of a captured array, and stores tiles of its gradient."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Printer(Protocol):
 
 
 def staged_matrices(printer: Printer) -> list[str]:
-    """The staged array and its gradient, of a tile's batch entry and head, as matrices of queries and keys."""
+    """Return functions for the matrices of the staged array and its gradient at a tile's batch entry and head."""
     lines, program = list[str](), printer.program
     for n, what, const in ((printer.staged, "array", "const "), (printer.stored, "gradient", "")):
         if n is None:

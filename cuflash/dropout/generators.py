@@ -1,4 +1,4 @@
-"""Random numbers of a seed, or of `rng=`, as in NumPy's and SciPy's functions (SPEC 7)."""
+"""Random generators from a seed or from `rng=`, as in NumPy's and SciPy's functions (SPEC 7)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Rng = np.random.Generator | int
 
 
 def generator_of(seed: Any, rng: Any) -> np.random.Generator:
-    """Return the generator that a call draws from: `rng`, or a new one of a seed.
+    """Return the generator that a call draws from: `rng`, or a new generator with a seed.
 
     Parameters
     ----------
     seed : int, or sequence of int
-        As `numpy.random.default_rng` takes it; ignored if there is an `rng`.
+        A seed for `numpy.random.default_rng`; ignored if `rng` is not None.
     rng : numpy.random.Generator or int, optional
-        A generator is drawn from, and so changes; an int is a seed.
+        A generator, whose state then advances, or an int, which is used as the seed.
 
     Raises
     ------
     UnsupportedProblem
-        `seed` is not an int of at least 0, nor a sequence of such, or `rng` is neither a generator nor an int.
+        `seed` is neither an int of at least 0 nor a sequence of such ints, or `rng` is neither a generator nor an int.
 
     Examples
     --------
@@ -43,7 +43,7 @@ def generator_of(seed: Any, rng: Any) -> np.random.Generator:
 
 
 def seed_drawn_from(rng: Any) -> int:
-    """Return a seed of 64 bits, drawn from `rng`.
+    """Return a 64-bit seed, drawn from `rng`.
 
     Raises
     ------
@@ -61,8 +61,8 @@ def seed_drawn_from(rng: Any) -> int:
 
 
 def rng_reasons(rng: Any) -> list[str]:
-    """Return why `rng` is refused."""
+    """Return the reasons why `rng` is refused."""
     if isinstance(rng, np.random.Generator) or is_int(rng) and rng >= 0:
         return []
-    fix = ": np.random.default_rng() makes one"
+    fix = ": pass np.random.default_rng()"
     return [f"rng must be a numpy.random.Generator, or an int of at least 0; got {describe(rng)}{fix}"]

@@ -1,4 +1,4 @@
-"""Philox4x32-10 in NumPy: four random 32-bit words from a key and a counter of four words.
+"""Philox4x32-10 in NumPy, which computes four random 32-bit words from a key and a counter of four words.
 
 This is the generator of Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011). NumPy's own generator,
 `numpy.random.Philox`, has 64-bit words instead.

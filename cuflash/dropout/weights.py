@@ -1,4 +1,4 @@
-"""Dropout of attention weights on the host. kernels_cu/attention/dropout.cuh is the same on the device.
+"""Dropout of attention weights on the host. kernels_cu/attention/dropout.cuh computes the same on the device.
 
 Each weight has an 8-bit random number, which depends only on the seed and on the weight's position. One call of
 Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011) yields the random bits of sixteen
@@ -34,7 +34,7 @@ __all__ = ["Dropout", "Draws", "is_key", "keep_mask", "seed_of"]
 LEVELS = 1 << 8  # number of values of a weight's random number
 SEED_DTYPES = (np.dtype(np.int64), np.dtype(np.uint64))
 _MASK = (1 << 32) - 1
-_KEY_OF_TWO_WORDS = "key<fry>"  # of threefry, JAX's default
+_KEY_OF_TWO_WORDS = "key<fry>"  # dtype of the keys of threefry, JAX's default generator
 
 
 class Draws(NamedTuple):
@@ -77,7 +77,7 @@ class Dropout:
         64 bits. A 0-d array of int64 or uint64 must be on the same device as q. Each call reads it when the kernels
         run: a replayed CUDA graph drops different weights after the array has been set to a different seed.
         `cuflash.jax.attention` also takes a key of `jax.random.key`, or an array of two uint32, the low one first.
-        Required unless there is an `rng`.
+        Required if `rng` is None.
     offset : int
         32 bits, for example the training step. Different offsets drop different weights.
     rng : numpy.random.Generator or int, optional
@@ -109,7 +109,7 @@ class Dropout:
     offset: int = 0
     _: KW_ONLY
     rng: InitVar[Rng | None] = None
-    _draws: Draws = field(init=False, repr=False)  # what a plan depends on
+    _draws: Draws = field(init=False, repr=False)  # the part of the dropout that a plan depends on
 
     def __post_init__(self, rng: Rng | None) -> None:
         reasons: list[str] = []
@@ -120,7 +120,7 @@ class Dropout:
         if rng is None:
             reasons += _seed_reasons(self.seed)
         else:
-            reasons += rng_reasons(rng) if self.seed is None else ["seed must not be passed beside rng: leave one out"]
+            reasons += rng_reasons(rng) if self.seed is None else ["seed must not be passed with rng: leave one out"]
         if not (is_int(self.offset) and 0 <= self.offset <= _MASK):
             reasons.append(f"offset must be an int from 0 to 2^32 - 1; got {describe(self.offset)}")
         refuse(reasons)
@@ -140,7 +140,7 @@ class Dropout:
 
     @property
     def _key(self) -> tuple[Any, ...]:
-        """The key by which dropouts are equal; two that read their seeds from arrays are equal if it is one array."""
+        """The value by which dropouts are compared; seeds in arrays are equal only if they are the same array."""
         return self._draws, self._numbers, None if self._array is None else id(self._array)
 
     @property
@@ -156,14 +156,14 @@ class Dropout:
     def keep(
         self, shape: Sequence[int], queries: Array | None = None, keys: Array | None = None
     ) -> Array:
-        """Return which weights are kept, as a NumPy array.
+        """Return a NumPy array of booleans, True for the weights that are kept.
 
         Parameters
         ----------
         shape : tuple of int
             (*batch, num_heads, seqlen_q, seqlen_kv), or (seqlen_q, seqlen_kv) for one head.
         queries, keys : 1-d int array, optional
-            Numbers of the queries and keys that the result has, counted from 0. Default: all of them.
+            Positions of the queries and keys of the result, counted from 0. Default: all of them.
 
         Returns
         -------
@@ -219,14 +219,14 @@ def is_key(array: Array) -> bool:
 
 
 def keep_mask(draws: Draws, numbers: tuple[int, int], heads: Array, i: Array, j: Array) -> Array:
-    """Return which weights are kept, as a bool array [heads, queries, keys].
+    """Return a bool array [heads, queries, keys], True for the weights that are kept.
 
     Parameters
     ----------
     numbers : pair of int
         The seed and the offset.
     heads, i, j : 1-d int arrays
-        Numbers of the heads, counted over all batch entries, of the queries and of the keys.
+        Numbers of the heads, counted through all batch entries, and positions of the queries and of the keys.
     """
     i, j = i.astype(np.uint64), j.astype(np.uint64)
     rows, row_of = np.unique(4 * (i // 16) + i % 8 // 2, return_inverse=True)

@@ -25,7 +25,7 @@ from ..reference import expand_heads, with_heads
 from . import e4m3
 from .quantize import Quantized
 
-LOST_WEIGHT = 2.0**-11  # half of the smallest subnormal number, 2^-9, over 2^2 / 2
+LOST_WEIGHT = 2.0**-11  # half of the smallest subnormal number, 2^-9, divided by 2^2 / 2
 _CUT = 34 * 2.0**-13
 _DEPTH = 32  # products that one instruction adds
 _KEYS_OF_SUM = 512  # keys that are summed in the tensor cores before the sum is added in float32
@@ -34,7 +34,7 @@ _SMALLEST_NORMAL, _SMALLEST_NORMAL_WEIGHT = 2.0**-6, 2.0**-7
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cuts:
-    """Magnitudes of quantized operands, with nonzero ones rounded up to at least the smallest normal number."""
+    """Magnitudes of quantized operands; nonzero magnitudes below the smallest normal number are rounded up to it."""
 
     q: Array
     k: Array
@@ -48,12 +48,12 @@ class Cuts:
         return cls(queries, keys, values)
 
     def of_scores(self, allowed: Array, scale: float) -> Array:
-        """Return the largest errors of the scores, 0 for masked ones."""
+        """Return bounds on the errors of the scores; the bound of a masked score is 0."""
         instructions = -(-self.q.shape[-1] // _DEPTH)
         return np.where(allowed, instructions * _CUT * abs(scale) * (self.q @ np.swapaxes(self.k, -1, -2)), 0)
 
     def of_output(self, p: Array, allowed: Array, largest: Array) -> Array:
-        """Return the largest errors of o for weights `p`, none of which exceeds `largest`."""
+        """Return bounds on the errors of o for weights `p`, none of which exceeds `largest`."""
         weights = np.where(allowed, np.maximum(p, _SMALLEST_NORMAL_WEIGHT * largest), 0)
         values = np.where(allowed.any(axis=-2)[..., None], self.v, 0)
         cut: Array = _KEYS_OF_SUM // _DEPTH * _CUT * (weights @ values)

@@ -12,7 +12,7 @@ _VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
 
 
 def from_float32(x: Array) -> Array:
-    """Round numbers of at most 464 in magnitude to e4m3: to the nearest, ties to even; all NaN get equal bits.
+    """Round numbers of at most 464 in magnitude to the nearest e4m3 number, ties to even; every NaN gets equal bits.
 
     NumPy arrays become arrays of float8_e4m3fn, and CuPy arrays become arrays of uint8 with the same bits.
     """
@@ -32,7 +32,8 @@ def bits_by_integers(x: Array) -> Array:
     # float32 has 20 more mantissa bits than e4m3, and its exponent bias is larger by 120. To round to nearest, ties to
     # even: add half a unit in the last kept place, minus one if that place is even, and truncate.
     normal = magnitude - (120 << 23) + 0x7FFFF + (magnitude >> 20 & 1) >> 20
-    # Below 2^-6 the last place of e4m3 is 2^-9. So is that of float32 from 2^14 on: adding 2^14 rounds to this place.
+    # Below 2^-6, e4m3 numbers are multiples of 2^-9, and so are float32 numbers from 2^14 to 2^15. Therefore adding
+    # 2^14 rounds to a multiple of 2^-9.
     with np.errstate(invalid="ignore"):
         aligned = magnitude.view(np.float32) + np.float32(2.0**14)
     subnormal = aligned.view(np.int32) - np.float32(2.0**14).view(np.int32)

@@ -1,4 +1,4 @@
-"""Quantization to FP8 and transposition of arrays on a GPU, by kernels that exist for Hopper."""
+"""Quantization to FP8 and transposition of arrays on a GPU, by kernels that exist only for Hopper."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def quantized_blocks(x: Array, rotation: Rotation | None, block: int, largest: A
 
 
 def transposed_bytes(data: Array) -> Array | None:
-    """Return values transposed as by `transposed_values`, or None if no kernel supports the array."""
+    """Return the bytes that `transposed_values` returns, computed on the GPU; None if no kernel supports the array."""
     spec = transpose_spec(data.shape[-1]) if _is_on_hopper(data) and data.size else None
     if spec is None:
         return None

@@ -181,7 +181,7 @@ class Quantized:
         return xp.clip(self.rotation.undo(rows), -most, most) * self._of_rows(units)
 
     def transposed(self) -> Array:
-        """Return the bytes of data transposed, as kernels read values; the first call computes and stores them.
+        """Return the transposed bytes of data, as kernels read values; the first call computes and stores them.
 
         Returns
         -------
@@ -312,7 +312,7 @@ def quantize(
 
 
 def _unchecked(**fields: Any) -> Quantized:
-    """Make a Quantized without checks, since the scale of a part that contains NaN or infinity is not finite."""
+    """Create a Quantized without checks, since the scale of a part that contains NaN or infinity is not finite."""
     quantized = object.__new__(Quantized)
     for name, value in {**fields, "_transposed": []}.items():
         object.__setattr__(quantized, name, value)

@@ -19,7 +19,7 @@ class Rotation:
     """An orthogonal matrix that spreads an outlier of a row over the whole row.
 
     Rows are multiplied by random signs and then by a Hadamard matrix. The same rotation of queries and keys does not
-    change scores. Rounding to FP8 loses less if all numbers of a row have a similar magnitude than if one is large.
+    change scores. Rounding to FP8 loses less if all numbers of a row have similar magnitudes than if one is an outlier.
 
     Parameters
     ----------
@@ -163,7 +163,7 @@ class Rotation:
 
 
 def large_units(magnitude: Array) -> Array:
-    """Return 2^8 for magnitudes that are NaN or so large that a sum of 256 may overflow their dtype, otherwise 1.
+    """Return 2^8 for magnitudes that are NaN, or so large that a sum of 256 of them may overflow; otherwise 1.
 
     Examples
     --------

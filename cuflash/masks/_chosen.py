@@ -34,9 +34,9 @@ class ChosenBlocks(Mask):
     Parameters
     ----------
     blocks : int32 or int64 array [..., heads, seqlen_q, n], or [seqlen_q, n]
-        The numbers of the blocks that each query attends; entries of -1 are ignored. The axis of heads has extent 1, or
-        one list for each key/value head, which the query heads of its group share, or one for each query head. Leading
-        axes broadcast over those of the problem.
+        The numbers of the blocks that each query attends; entries of -1 are ignored. The extent of the axis of heads is
+        1, the number of key/value heads (the query heads of a group then share a list) or the number of query heads.
+        Leading axes broadcast over those of the problem.
     block : int
         Keys per block, at least 1. The length may cut off the last block.
     counts : int array [..., heads, seqlen_q], optional
@@ -128,7 +128,7 @@ class ChosenBlocks(Mask):
         return int((1, *self.blocks.shape)[-3])
 
     def require_heads(self, num_heads: int, num_kv_heads: int) -> None:
-        """Refuse lists that are neither for all heads, nor for key/value heads, nor for query heads.
+        """Refuse a number of lists that is not 1, the number of key/value heads or the number of query heads.
 
         Parameters
         ----------
@@ -138,7 +138,7 @@ class ChosenBlocks(Mask):
         Raises
         ------
         UnsupportedProblem
-            The number of lists is none of these.
+            `num_lists` is not one of these numbers.
 
         Examples
         --------
@@ -190,12 +190,12 @@ class ChosenBlocks(Mask):
         Returns
         -------
         BlockIndex
-            With blocks of (1, block), on the device of the lists.
+            The index, with blocks of shape (1, block), on the device of the lists.
 
         Raises
         ------
         UnsupportedProblem
-            As calls raise it.
+            The lists do not fit the lengths, as for a call with this mask.
 
         Examples
         --------
@@ -212,7 +212,7 @@ class ChosenBlocks(Mask):
 
     @explains_keywords
     def distinct(self, queries: int) -> float:
-        """Return the ratio of the distinct blocks of a group of neighbouring queries to the blocks of one query.
+        """Return the number of distinct blocks of a group of neighbouring queries, divided by the blocks of one query.
 
         A kernel that shares keys among neighbours loads this many times the blocks of one query. The call waits for the
         device.
@@ -264,7 +264,7 @@ class ChosenBlocks(Mask):
         Raises
         ------
         UnsupportedProblem
-            Names the first wrong number.
+            A number is out of range; the message names the first one.
 
         Examples
         --------
@@ -291,7 +291,7 @@ class ChosenBlocks(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ResolvedChosen(Mask):
-    """The resolved form of `ChosenBlocks`: its arrays, and the same lists as cells of (1, block) per list head."""
+    """The resolved form of `ChosenBlocks`: its arrays, and the chosen blocks as a set of cells of shape (1, block)."""
 
     source: ChosenBlocks
     shape: MaskShape
@@ -311,7 +311,7 @@ class ResolvedChosen(Mask):
 
     @cached_property
     def cells(self) -> BlockSet | BlockGrid:
-        """The chosen blocks of each list head: sorted numbers on the host, one boolean per block on a device."""
+        """The blocks that each query chose: sorted numbers on the host, one boolean per block on a device."""
         source, batch = self.source, self.shape.batch
         blocks = LeadingArray.of(source.blocks, batch, 3).array
         counts = None if source.counts is None else LeadingArray.of(source.counts, batch, 2).array
@@ -360,9 +360,9 @@ def sorted_sets(blocks: Array, counts: Array | None) -> tuple[Array, Array]:
 
 
 def _chosen_cells(blocks: Array, counts: Array | None, num_blocks: int) -> Array:
-    """Return whether each query chose each block, bool [..., num_blocks]; ignore numbers outside the blocks.
+    """Return a bool array [..., num_blocks], True for the blocks that a query chose; ignore numbers out of range.
 
-    Works on arrays of any library, does not wait for the device, and never indexes with a number of the lists.
+    Works on arrays of any library, does not wait for the device, and never uses a number from the lists as an index.
     """
     xp = namespace(blocks)
     number = xp.arange(num_blocks)
@@ -374,7 +374,7 @@ def _chosen_cells(blocks: Array, counts: Array | None, num_blocks: int) -> Array
 
 
 def chosen_masks(mask: Any) -> Iterator[ChosenBlocks]:
-    """Yield the `ChosenBlocks` among the parts of a mask; none for any other value."""
+    """Yield the `ChosenBlocks` among the parts of a mask; yield nothing for a value that is not a mask."""
     parts = held_masks(mask) if isinstance(mask, Mask) else ()
     return (part for part in parts if isinstance(part, ChosenBlocks))
 
@@ -392,9 +392,9 @@ def _size(block: Any) -> int:
 @explains_keywords
 @dataclass(frozen=True, eq=False, repr=False)
 class Compressed(Mask):
-    """A query attends the compressed keys that stand for keys up to its own: key j stands for a run of `length` keys.
+    """A query attends each compressed key that stands for a run of keys ending at or before the query's position.
 
-    The run of compressed key j starts at key j * stride, and query i attends it if the run ends by key i.
+    Compressed key j stands for `length` keys, from key j * stride on; query i attends it if the last of these is <= i.
 
     Parameters
     ----------
@@ -450,8 +450,8 @@ class Stairs(Mask):
     step_q, step_kv : int
         Queries per row and keys per column.
     last : int
-        The last key that the last query of row 0 attends, minus the keys that it must attend after the first key of a
-        column to attend the column.
+        The last key that the last query of row 0 may attend, minus the number of keys after a column's first key that a
+        query must reach to attend the column.
 
     Examples
     --------

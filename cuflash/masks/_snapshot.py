@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import is_sparse
 from .content import opaque_values, token
 
-# Packages whose functions count as constant.
+# Packages whose functions are assumed not to change.
 _FIXED = frozenset({"builtins", "cupy", "math", "numpy", "operator", "scipy"})
 _MISSING = object()
 
@@ -56,7 +56,7 @@ class _Array:
 
 
 class _Parts:
-    """A copy of the values of which a function or a sparse array consists."""
+    """Copies of the parts of a tuple, a function or a sparse array."""
 
     def __init__(self, value: Any, inside: tuple[Any, ...]) -> None:
         self.kind, self.parts = type(value), [_copied(part, (*inside, value)) for part in _parts(value)]
@@ -77,7 +77,7 @@ class _Constant:
 
 
 class _Identity:
-    """A value that cannot change while it is the same object, or a function that calls itself."""
+    """A value that is compared by identity: it cannot change in place, or it is a function that calls itself."""
 
     def __init__(self, value: Any) -> None:
         self.held = ref(value) if type(value) is FunctionType else lambda: value
@@ -117,7 +117,7 @@ def _is_fixed(value: Any) -> bool:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yield the values of which a tuple, a sparse array or a function consists.
+    """Yield the parts of a tuple, a sparse array or a function.
 
     For a function these include the globals that it may look up, with a marker for those that are not defined.
     """
@@ -141,9 +141,9 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _read_of_modules(space: Mapping[str, Any], names: tuple[str, ...], seen: list[ModuleType]) -> Iterator[Any]:
-    """Yield the values of these names in the modules that they refer to, and in modules reached through those.
+    """Yield the attributes with these names of each module that a name refers to, and of modules reached through it.
 
-    The names of a function's code include those of attributes.
+    The names in a function's code include the names of attributes.
     """
     for name in names:
         module = space.get(name)

@@ -148,7 +148,7 @@ def without_padding(matrix: Array, lengths: tuple[int, int]) -> Array:
     rows = matrix.tocsr()
     inside = rows[: lengths[0], : lengths[1]]
     if (rows != 0).sum() > (inside != 0).sum():
-        raise UnsupportedProblem([f"matrix must keep no element beyond the lengths {lengths}; got some in its padding"])
+        raise UnsupportedProblem([f"matrix must have no nonzero beyond the lengths {lengths}; got some in its padding"])
     return inside
 
 

@@ -461,7 +461,7 @@ class Mask(Described):
 
     @property
     def _own_lengths(self) -> tuple[int | None, int | None]:
-        """The lengths of queries and keys that the mask requires; None for a length that may be any.
+        """The lengths of queries and keys that the mask requires; None for a length that it does not restrict.
 
         Examples
         --------
@@ -491,8 +491,8 @@ class Mask(Described):
 
 @explains_keywords(
     takes=lambda num_positional, keywords: num_positional != 1 or "upper" in keywords,
-    advice="Band takes both bounds of j - i: masks.Band(-8, 8) has 8 keys on either side of the query, "
-    "masks.Band(lower=8) no upper bound",
+    advice="Band takes both bounds of j - i: masks.Band(-8, 8) has 8 keys on either side of the query, and "
+    "masks.Band(lower=8) has no upper bound",
 )
 @dataclass(frozen=True, eq=False, repr=False)
 class Band(Mask):
@@ -501,7 +501,7 @@ class Band(Mask):
     Parameters
     ----------
     lower, upper : int or None
-        Bounds of j - i, inclusive; None is unlimited. lower is at most upper: ``~Band()`` attends nothing.
+        Bounds of j - i, inclusive; None is unlimited. lower must not exceed upper; ``~Band()`` attends nothing.
 
     Raises
     ------
@@ -567,7 +567,7 @@ class OnBlocks(Mask):
     """A pattern of tokens applied to whole blocks: the result of `Mask.on_blocks`."""
 
     mask: Mask
-    block: Any  # (int, int) once built
+    block: Any  # (block_q, block_kv) after construction
     mirrored: bool = False
 
     def __post_init__(self) -> None:
@@ -797,7 +797,7 @@ def _folded(
 def _rebuilt(
     mask: Mask, of_tip: Callable[[Mask], _Value], of_node: Callable[[Mask, list[_Value]], _Value]
 ) -> _Value:
-    """Compute the value of a tree if the value of a node is a function of the values of all of its parts."""
+    """Compute the value of a tree: that of a leaf with `of_tip`, that of a node with `of_node` from all its parts."""
     values: list[_Value] = []
     for node, num_parts in _walked(mask):
         if num_parts == 0:

@@ -22,12 +22,12 @@ from .shape import MaskShape, block_pair
 @explains_keywords
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockPattern(Mask):
-    """Whole blocks kept or dropped.
+    """A mask that keeps or drops whole blocks.
 
     Parameters
     ----------
     blocks : bool array [..., num_q_blocks, num_kv_blocks], or 2-D scipy.sparse array
-        True, or stored and nonzero, if the block is kept. The axes before the last two broadcast over
+        A block is kept if its element is True, or stored and nonzero. The axes before the last two broadcast over
         (*batch, num_heads).
     block : int or (int, int)
         Size of a block in tokens, or block_q and block_kv. The length may cut off the last block of either side.
@@ -36,7 +36,7 @@ class BlockPattern(Mask):
     ------
     UnsupportedProblem
         `blocks` is neither a boolean array nor a scipy.sparse array, has fewer than two axes, or `block` is not a size;
-        all reasons at once. Calls, and `resolve`, raise it if the blocks do not fit the lengths.
+        the error lists all reasons. Calls, and `resolve`, raise it if the blocks do not fit the lengths.
 
     Examples
     --------
@@ -48,7 +48,7 @@ class BlockPattern(Mask):
     """
 
     blocks: Array
-    block: Any  # (int, int) once built
+    block: Any  # (block_q, block_kv) after construction
 
     def __post_init__(self) -> None:
         reasons, argument = list[str](), self.blocks
@@ -88,7 +88,7 @@ class BlockPattern(Mask):
         Raises
         ------
         UnsupportedProblem
-            The blocks have another shape.
+            The blocks have a different shape.
 
         Examples
         --------

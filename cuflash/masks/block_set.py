@@ -14,10 +14,10 @@ from .coordinates import LeadingArray, widened
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockSet(Mask):
-    """A set of blocks as sorted numbers, some known to be full: the resolved form of `BlockPattern` and `Sparse`.
+    """A set of blocks as sorted numbers, with flags for full blocks: the resolved form of `BlockPattern` and `Sparse`.
 
     Level l of `levels` lists the cells of 2^l by 2^l blocks that contain any block, and whether all blocks of the cell
-    are full. So four look-ups decide a rectangle of any size.
+    are full. So four look-ups decide whether a rectangle of any size contains a block, and whether it is full.
     """
 
     grid: tuple[int, int, int, int]  # batch or 1, heads or 1, num_q_blocks, num_kv_blocks
@@ -114,7 +114,7 @@ def _pyramid(grid: tuple[int, int, int, int], keys: Array, full: Array) -> list[
 
 
 def sorted_places(matrix: Array) -> tuple[Array, Array]:
-    """Return the sorted flat indices of a scipy.sparse array's nonzero elements, and True for each: all are full."""
+    """Return the sorted flat indices of a scipy.sparse array's nonzeros, and flags: True for each, as all are full."""
     stored = matrix.tocoo(copy=True)
     stored.sum_duplicates()
     is_kept = stored.data != 0

@@ -130,7 +130,7 @@ def has_content(mask: Described) -> bool:
 
 
 def opaque_values(mask: Any) -> list[Any]:
-    """Return the values of a mask whose contents are not part of `content`; for a value that is not a mask, itself."""
+    """Return the values in a mask whose contents are not part of `content`; return [mask] if `mask` is not a mask."""
     if not isinstance(mask, Described):
         return [mask]
     return [each.value for each in _tokens(mask) if type(each) is _Opaque]

@@ -92,7 +92,7 @@ def clipped(number: int | None) -> int | None:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LeadingArray:
-    """An array whose axes before the last `trailing` ones broadcast over the leading axes, read without a copy."""
+    """An array that is read without a copy; its axes before the last `trailing` ones broadcast over leading axes."""
 
     array: Array
     batch: tuple[int, ...]
@@ -106,7 +106,7 @@ class LeadingArray:
         return LeadingArray(array.reshape((1,) * missing + tuple(array.shape)), batch, trailing)
 
     def at(self, b: Array, *rest: Array) -> Array:
-        """Return the elements at flat batch index b and trailing coordinates; ignore the coordinate of an axis of 1."""
+        """Return the elements at flat batch index b and trailing coordinates; use index 0 on axes of extent 1."""
         places: tuple[Array, ...] = (0,) * len(self.batch)
         if any(extent != 1 for extent in self.array.shape[: len(self.batch)]):
             places = _unravelled(b, self.batch) if len(self.batch) > 1 else (b,)
@@ -123,7 +123,7 @@ def _unravelled(index: Array, extents: tuple[int, ...]) -> tuple[Array, ...]:
     return tuple(reversed(places))
 
 
-PerBatch: TypeAlias = int | LeadingArray  # an int for all batch entries, or one for each
+PerBatch: TypeAlias = int | LeadingArray  # one int for all batch entries, or one number for each
 
 
 def per_batch(name: str, value: Array, batch: tuple[int, ...] | None) -> PerBatch:

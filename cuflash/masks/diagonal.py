@@ -97,8 +97,8 @@ class SlidingWindow(_Aligned):
     Raises
     ------
     UnsupportedProblem
-        `left` or `right` is neither an int of at least 0 nor None, or `align` is wrong. Calls, and `resolve`, raise it
-        if `align` is None and the lengths differ.
+        `left` or `right` is neither an int of at least 0 nor None, or `align` is invalid. Calls, and `resolve`, raise
+        it if `align` is None and the lengths differ.
 
     Examples
     --------
@@ -138,7 +138,7 @@ class Dilated(_Aligned):
     ------
     UnsupportedProblem
         `dilation` is not an int of at least 1, `left` or `right` is neither an int of at least 0 nor None, or `align`
-        is wrong. Calls, and `resolve`, raise it if `align` is None and the lengths differ.
+        is invalid. Calls, and `resolve`, raise it if `align` is None and the lengths differ.
 
     Examples
     --------
@@ -185,7 +185,7 @@ class Comb(Mask):
 @explains_keywords
 @dataclass(frozen=True, eq=False, repr=False)
 class PrefixLM(_Aligned):
-    """A query attends the first `prefix` keys, and of the others those up to the diagonal.
+    """A query attends the first `prefix` keys and all keys up to the diagonal.
 
     Parameters
     ----------
@@ -198,8 +198,8 @@ class PrefixLM(_Aligned):
     Raises
     ------
     UnsupportedProblem
-        `prefix` is neither an int of at least 0 nor an integer array, or `align` is wrong. Calls, and `resolve`, raise
-        it if `align` is None and the lengths differ, or if an array does not fit the batch.
+        `prefix` is neither an int of at least 0 nor an integer array, or `align` is invalid. Calls, and `resolve`,
+        raise it if `align` is None and the lengths differ, or if an array does not fit the batch.
 
     Examples
     --------

@@ -155,14 +155,14 @@ def _run_bounds(ids: LeadingArray) -> tuple[LeadingArray, LeadingArray]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SortedDocuments(KernelIntervals):
-    """The resolved form of `Documents` whose ids never decrease, or, without ids of keys, are runs of equal ids."""
+    """The resolved form of `Documents` with sorted ids or, if `kv_ids` is None, with adjacent ids of each document."""
 
     q_ids: LeadingArray
     kv_ids: LeadingArray | None
 
     @cached_property
     def bounds(self) -> tuple[LeadingArray, LeadingArray]:
-        """The first key of each query and one past its last; not used by calls whose kernels compute them."""
+        """The first key that each query attends, and one past the last; unused if the kernel computes them."""
         return _run_bounds(self.q_ids) if self.kv_ids is None else _document_bounds(self.q_ids, self.kv_ids)
 
     @property

@@ -95,5 +95,5 @@ class ResolvedLengths(KernelIntervals):
         return IntervalForm("lengths", q, kv)
 
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
-        # Queries past their length get lo = UNBOUNDED, an empty interval with which lo still never decreases.
+        # Queries past their length get lo = UNBOUNDED: then their interval is empty, and lo never decreases.
         return (i >= of_batch(self.q, b)) * UNBOUNDED, of_batch(self.kv, b) + 0 * widened(i)

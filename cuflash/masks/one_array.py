@@ -38,7 +38,7 @@ def mask_contents(mask: Mask | Array, layout_of: Callable[..., Hashable]) -> Mas
         if form is None:
             try:
                 keys.append(content(part))
-            except TypeError:  # it holds values whose contents are not hashed
+            except TypeError:  # the mask holds values whose contents are not hashed
                 return None
             continue
         layout = None if any(isinstance(array, np.ndarray) for array in form.arrays) else layout_of(*form.arrays)
@@ -70,7 +70,7 @@ class AtEachCall(Mask):
 
 
 def at_each_call(mask: Mask | Array) -> Mask | Array:
-    """Wrap a mask argument so that its blocks are listed at each call; the plan refuses other values."""
+    """Wrap a mask so that its blocks are listed at each call; return any other value, which the plan then refuses."""
     try:
         return AtEachCall(as_mask(mask))
     except UnsupportedProblem:

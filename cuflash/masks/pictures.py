@@ -17,11 +17,11 @@ from .content import mask_namespace
 from .coordinates import elements
 from .shape import MaskShape, block_pair
 
-SYMBOLS = "·█▒"  # one per state
+SYMBOLS = "·█▒"  # the symbols of absent, full and partial blocks
 COLOURS = ("#ffffff", "#1f4e79", "#9dc3e6")
 MEANINGS = ("absent", "full", "partial")
-_PIXELS = 256  # the longer side of an SVG
-_CELLS = 64  # most cells along the longer side of an SVG
+_PIXELS = 256  # length of the longer side of an SVG
+_CELLS = 64  # maximum number of cells along the longer side of an SVG
 
 
 def shown_states(
@@ -60,8 +60,8 @@ def place_reasons(b: int, h: int, num_batch: int, num_heads: int) -> list[str]:
 def states_of(mask: Any, shape: MaskShape, block: tuple[int, int], b: int, h: int) -> Array:
     """Return the states of one matrix of a resolved mask, uint8 [num_q_blocks, num_kv_blocks]; wait for the device.
 
-    Closed forms decide most blocks, and the four corners most others. The elements of the remaining blocks are
-    evaluated, one row of blocks at a time.
+    Closed forms decide most blocks, and the elements at a block's four corners most others. All elements of the
+    remaining blocks are evaluated, one row of blocks at a time.
     """
     xp, grid = mask_namespace(mask), tuple(-(-length // side) for length, side in zip(shape[2:], block))
     if 0 in grid:
@@ -92,7 +92,7 @@ def states_of(mask: Any, shape: MaskShape, block: tuple[int, int], b: int, h: in
 
 
 def coarser(states: Array, step: int) -> Array:
-    """Return the states of groups of step by step blocks: absent if all are, full if all are, else partial."""
+    """Return the states of groups of step by step blocks: absent or full if all blocks are, otherwise partial."""
     rows, cols = (np.arange(0, extent, step) for extent in states.shape)
     if step == 1 or not states.size:
         return states

@@ -1,4 +1,4 @@
-"""Calls on a part of a larger call: where their arrays stand in it, and its mask at their queries and keys."""
+"""The position of a call within a larger call, and the part of the larger call's mask that applies to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .shape import MAX_SEQLEN, MaskShape
 
 
 class Places(NamedTuple):
-    """The place of a call in a larger call, whose positions masks, score functions and dropout see.
+    """The position of a call in a larger call; masks, score functions and dropout use the larger call's coordinates.
 
     >>> Places(q_start=4).whole(MaskShape((), 1, 2, 6))
     MaskShape(batch=(), num_heads=1, seqlen_q=6, seqlen_kv=6)
@@ -52,18 +52,18 @@ class Places(NamedTuple):
         return MaskShape(shape.batch, self.head_start + shape.num_heads, last, self.kv_start + shape.seqlen_kv)
 
     def coordinates(self, b: Array, h: Array, i: Array, j: Array) -> tuple[Array, Array, Array, Array]:
-        """Return the coordinates in the larger call of scores at these coordinates of the call."""
+        """Convert coordinates of scores in this call to coordinates in the larger call."""
         return b + self.batch_start, h + self.head_start, self.queries(i), j + self.kv_start
 
     def queries(self, i: Array) -> Array:
-        """Return the positions of queries; those past the last one have that of the last one."""
+        """Return the positions of queries in the larger call; an index past the last query gets the last position."""
         if not self.q_runs:
             return i + self.q_start
         xp, positions = namespace(i) if is_array(i) else np, _positions(self.q_runs)
         return xp.asarray(positions)[xp.clip(i, 0, len(positions) - 1)]
 
     def reasons(self, shape: MaskShape) -> list[str]:
-        """Return why a call of this shape cannot stand at these places."""
+        """Return the reasons why a call of this shape does not fit at these positions."""
         reasons = [
             f"{name} must be an int from 0 to {MAX_SEQLEN}; got {describe(start)}"
             for name, start in (("q_start", self.q_start), ("kv_start", self.kv_start))
@@ -88,7 +88,7 @@ def _positions(runs: tuple[tuple[int, int], ...]) -> Array:
 
 
 def placed(mask: Mask, places: Places) -> Mask:
-    """Return the part of a resolved mask that a call at some places sees, in the call's own coordinates."""
+    """Return the part of a resolved mask that applies to a call at these places, in the call's own coordinates."""
     parts = mask.operands if type(mask) is And else (mask,)
     return intersection([_placed(part, places) for part in parts])
 

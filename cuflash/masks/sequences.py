@@ -164,7 +164,7 @@ class Sequences(Mask):
         return DeviceForm(self.arrays, (self.causal, self.window))
 
     def resolve(self, shape: MaskShape) -> Mask:
-        broken = self._offset_reasons() or self._pair_reasons()  # contents may have changed since the mask was made
+        broken = self._offset_reasons() or self._pair_reasons()  # contents may have changed since construction
         reasons = list(broken)
         kv_offsets = self.q_offsets if self.kv_offsets is None else self.kv_offsets
         ends = (
@@ -287,7 +287,7 @@ class ResolvedSequences(KernelIntervals):
 
     @cached_property
     def bounds(self) -> tuple[LeadingArray, LeadingArray]:
-        """The first key of each query and one past its last; not used by calls whose kernels compute them."""
+        """The first key that each query attends, and one past the last; unused if the kernel computes them."""
         q, kv = as_int64(self.source.arrays[0]), as_int64(self.source.arrays[-1])
         xp, batch = namespace(q, kv), self.shape.batch
         leading = np.broadcast_shapes(q.shape[:-1], kv.shape[:-1])

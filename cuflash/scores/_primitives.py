@@ -31,9 +31,9 @@ class Arithmetic(NamedTuple):
 
 
 class Approximation(NamedTuple):
-    """An exact value, a bound on the error of a kernel's value, and whether rounding cannot make that value negative.
+    """An exact value, a bound on the error of a kernel's value, and whether the kernel's value cannot be negative.
 
-    The error of a condition is True if the kernel's value may be the opposite.
+    The error of a condition is True if the kernel's value may be the opposite of the exact value.
     """
 
     value: Reals
@@ -60,7 +60,7 @@ class Derivation(Protocol):
 
 
 def error_of_integers(model: Arithmetic, x: Reals, *args: Approximation) -> float:
-    """Return the error of an integer: 0, or inf if it depends on an integer that a comparison of reals chose."""
+    """Return the error of an integer: 0, or inf if rounding may change a comparison of reals on which it depends."""
     return math.inf if any(np.any(np.greater(arg.error, 0)) for arg in args) else 0.0
 
 
@@ -141,7 +141,7 @@ class Primitive:
 
 def _slope_by_base(d: Derivation, g: int, n: int, a: int, b: int) -> int:
     slope = d.times(g, d.apply("mul", b, d.apply("pow", a, d.apply("sub", b, d.one))))
-    if d.op(b) not in ("const", "number"):  # instructions of these two kinds are not 0
+    if d.op(b) not in ("const", "number"):  # a "number" is not 0, and a "const" of 0 is handled below
         slope = d.apply("where", d.apply("ne", b, d.zero), slope, d.zero)
     return d.zero if b == d.zero else slope
 
@@ -164,14 +164,14 @@ def _slope_of_tanh(d: Derivation, g: int, n: int, a: int) -> int:
 
 
 def _error_of_sum(model: Arithmetic, x: Reals, a: Approximation, b: Approximation) -> Reals:
-    """Add 1 ua of the result. A sum of exact terms that is 0 is exact."""
+    """Return the propagated error plus 1 ua of the result. If exact terms add up to 0, the sum is exact."""
     passed = a.error + b.error
     error = np.where(np.equal(x, 0) & np.equal(passed, 0), 0, passed + model.ua * (np.abs(x) + passed) + model.wa)
     return np.where(np.isinf(x) & np.isfinite(passed), 0, error)
 
 
 def _error_of_product(model: Arithmetic, x: Reals, a: Approximation, b: Approximation) -> Reals:
-    """Add 1 ua of the result."""
+    """Return the propagated error plus 1 ua of the result."""
     error = np.abs(a.value) * b.error + np.abs(b.value) * a.error + a.error * b.error
     error = error + model.ua * (np.abs(x) + error) + model.wa
     is_certain = (np.abs(a.value) > a.error) & (np.abs(b.value) > b.error)  # no argument may be 0, or change its sign
@@ -179,7 +179,7 @@ def _error_of_product(model: Arithmetic, x: Reals, a: Approximation, b: Approxim
 
 
 def _error_of_quotient(model: Arithmetic, x: Reals, a: Approximation, b: Approximation) -> Reals:
-    """Add 2 ua of the result."""
+    """Return the propagated error plus 2 ua of the result."""
     room = np.abs(b.value) - b.error
     error = (a.error + np.abs(x) * b.error) / room
     return np.where(room > 0, error + 2 * model.ua * (np.abs(x) + error) + model.wa, np.inf)
@@ -201,20 +201,20 @@ def _error_of_power(model: Arithmetic, x: Reals, a: Approximation, b: Approximat
 
 
 def _error_of_exp(model: Arithmetic, x: Reals, a: Approximation, base: float = 1.0) -> Reals:
-    """Add 4 ua of the result."""
+    """Return the propagated error plus 4 ua of the result."""
     error: Reals = np.abs(x) * np.expm1(a.error * base)
     return error + 4 * model.ua * (np.abs(x) + error) + model.wa
 
 
 def _error_of_log(model: Arithmetic, x: Reals, a: Approximation, base: float = 1.0) -> Reals:
-    """Add 4 ua of 1 + the result."""
+    """Return the propagated error plus 4 ua times (1 + the result)."""
     error = -np.log1p(-np.minimum(a.error / a.value, 1)) / base
     error = np.where(np.equal(a.error, 0), 0, error)
     return np.where(a.value >= a.error, error + 4 * model.ua * (1 + np.abs(x) + error), np.inf)
 
 
 def _error_of_sqrt(model: Arithmetic, x: Reals, a: Approximation) -> Reals:
-    """Add 2 ua of the result."""
+    """Return the propagated error plus 2 ua of the result."""
     lowest = a.value - a.error
     error = a.error / (x + np.sqrt(np.maximum(lowest, 0)))
     error = np.where(np.equal(a.value, 0), np.sqrt(a.error), error)
@@ -223,14 +223,14 @@ def _error_of_sqrt(model: Arithmetic, x: Reals, a: Approximation) -> Reals:
 
 
 def _error_of_tanh(model: Arithmetic, x: Reals, a: Approximation, own: float | None = None) -> Reals:
-    """Add 8 ua of 1, or the error of the instruction."""
+    """Return the propagated error plus 8 ua, or plus the absolute error `own` of the GPU's tanh instruction."""
     nearest = np.maximum(np.abs(a.value) - a.error, 0)
     error: Reals = np.minimum(a.error / np.cosh(nearest) ** 2, 2)
     return error + (8 * model.ua if own is None else own)
 
 
 def _error_of_arctan(model: Arithmetic, x: Reals, a: Approximation) -> Reals:
-    """Add 8 ua of the result: NumPy's error is at most 4 units in the last place, and CUDA's at most 2."""
+    """Return the propagated error plus 8 ua of the result: NumPy's own error is at most 4 ulp, and CUDA's at most 2."""
     nearest = np.maximum(np.abs(a.value) - a.error, 0)
     error: Reals = np.minimum(a.error / (1 + nearest**2), np.pi)
     return error + 8 * model.ua * (np.abs(x) + error) + model.wa

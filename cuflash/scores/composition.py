@@ -1,4 +1,4 @@
-"""Composition of a call's `score=`, `softcap=` and `bias=` to one Score, cached so that equal calls do not trace it."""
+"""Composition of a call's `score=`, `softcap=` and `bias=` into a Score, cached so that equal calls do not trace it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def composition(
     TypeError
         The score is not a function, or the bias is not an array.
     UnsupportedProblem
-        An argument is not supported; all reasons at once.
+        An argument is not supported; the error lists all reasons.
     """
     if softcap is bias is None and isinstance(score, Score):
         return score

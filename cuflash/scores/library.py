@@ -160,7 +160,8 @@ def alibi(slopes: Array, *, align: str | None = None) -> Score:
 def alibi_slopes(num_heads: int) -> Array:
     """Return the slopes of ALiBi, float32 [num_heads]: 2^(-8 n / num_heads) for n = 1 to num_heads.
 
-    If num_heads is not a power of two: the slopes for the next lower power, then every other slope for the next higher.
+    If num_heads is not a power of two, the slopes for the next lower power of two are followed by every other slope for
+    the next higher one.
 
     Parameters
     ----------
@@ -411,7 +412,7 @@ def composed(score: Any, softcap_by: float | None, bias_by: Array) -> Score | No
     TypeError
         The score is not a function, or the bias is not an array.
     UnsupportedProblem
-        An argument is not supported; all reasons at once.
+        An argument is not supported; the error lists all reasons.
     """
     reasons, parts = list[str](), list[Score]()
     if score is not None:

@@ -19,7 +19,7 @@ from .trace import shifted_by
 __all__ = ["in_cache", "within"]
 
 _STARTS = ("q_starts", "kv_starts", "q_shifts")
-_FARTHEST = 1 << 30  # the longest length
+_FARTHEST = 1 << 30  # the largest sequence length
 _PLACE = "place"
 
 
@@ -61,14 +61,14 @@ def within(
     Score
         The score function, with captured int32 arrays on the device of the offsets: "q_starts", "kv_starts", and, with
         kv_offsets and an alignment at the bottom right, "q_shifts". Different offsets do not recompile kernels. The
-        arrays are computed now: writing to an array of offsets later changes a mask with it, but not this function.
+        arrays are computed at once: later changes of the offsets affect a mask that holds them, but not this function.
 
     Raises
     ------
     TypeError
         `score` is not a function.
     UnsupportedProblem
-        An argument breaks its rule; all reasons at once.
+        An argument breaks its rule; the error lists all reasons.
 
     Notes
     -----
@@ -130,7 +130,7 @@ def within(
     restarted.__name__ = f"within of {score.name}"
     setattr(restarted, "facts", (score.facts if align is None else score.facts - {UNALIGNED}) | {RESTARTED})
     traced = Score._of_reserved(restarted, **score.arrays, **starts)
-    own = [offsets.copy() for offsets in held.values()]  # pickles use the present offsets
+    own = [offsets.copy() for offsets in held.values()]  # pickles contain the current offsets
     options = {"seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "allow_gaps": allow_gaps, "align": align}
     return traced._remade_by(within, score, *own, **options)
 
@@ -155,18 +155,18 @@ def _taken_array(name: str, value: Array) -> Array:
 def _behind(position: Array, start: Array) -> Array:
     """Return the distance of a position from a start, or 0 if it is before the start.
 
-    So the range is known to be that of an index of a captured array: at least 0 and less than the length.
+    This proves that the result is a valid index of a captured array: at least 0 and less than the length.
     """
     return np.maximum(position - np.maximum(start, 0), 0)
 
 
 def _starts(name: str, offsets: Array, of_length: str, length: Any, allow_gaps: bool) -> Array:
-    """Return the first row of each row's sequence, int32 [..., rows].
+    """Return for each row the first row of its sequence, int32 [..., rows].
 
     Raises
     ------
     UnsupportedProblem
-        The offsets or the number of rows break their rule; all reasons at once.
+        The offsets or the number of rows break their rule; the error lists all reasons.
     """
     xp, reasons = namespace(offsets), offset_reasons(name, offsets, allow_gaps)
     least = int(offsets[..., -1].max(initial=0)) if xp is np and not reasons else 0
@@ -188,7 +188,7 @@ def _starts(name: str, offsets: Array, of_length: str, length: Any, allow_gaps: 
 
 
 def _shifts(q_offsets: Array, kv_offsets: Array, rows: int) -> Array:
-    """Return keys minus queries of each query's sequence, int32 [..., rows]; 0 if there are no sequences."""
+    """Return for each query its sequence's number of keys minus queries, int32 [..., rows]; 0 without sequences."""
     xp = namespace(q_offsets)
     leading = np.broadcast_shapes(q_offsets.shape[:-1], kv_offsets.shape[:-1])
     shifts, last = xp.zeros((*leading, rows), np.int32), q_offsets.shape[-1] - 2
@@ -230,7 +230,7 @@ def names_in_cache(score: Score) -> Mapping[str, str]:
 
 
 class _OfSequence:
-    """A captured array whose batch axes are read at one sequence if an index of the function starts with `...`."""
+    """A captured array that replaces `...` at the start of an index by the number of one sequence."""
 
     def __init__(self, array: Array, sequence: Array, shape: tuple[int, ...]) -> None:
         self._array, self._sequence, self._shape, self.ndim = array, sequence, shape, len(shape)

@@ -1,4 +1,4 @@
-"""Score programs of q . k, for kernels that do not multiply the products by the softmax scale first.
+"""Score programs that take the product q . k, for kernels that do not multiply it by the softmax scale first.
 
 Factors before or after the score function, such as the softmax scale and the reciprocal of a cap, are combined to one
 factor per batch entry and head. So a kernel multiplies each score once, or not at all.
@@ -19,7 +19,7 @@ _TWO_LOG2_E = 2 / math.log(2)
 
 
 class OfProducts(NamedTuple):
-    """A program of q . k.
+    """A score program whose input is q . k instead of the scaled score.
 
     Attributes
     ----------
@@ -35,7 +35,7 @@ class OfProducts(NamedTuple):
 
 
 def can_take_products(program: Program, numbers: Sequence[float], scale: float) -> bool:
-    """True if factors can be combined: they neither overflow nor underflow, and no array is read at a position."""
+    """True if factors can be combined: none can overflow or underflow, and no array is read at a query or key index."""
     dependencies = depends(program)
     loads = [n for n, each in enumerate(program.instructions) if each.op == "load"]
     return (
@@ -46,7 +46,7 @@ def can_take_products(program: Program, numbers: Sequence[float], scale: float) 
 
 
 def of_products(program: Program) -> OfProducts:
-    """Return the program of q . k that computes the score of a program with one result."""
+    """Convert a program with one result to a program that computes the same score from q . k."""
     is_unscaled = curvature(program) == "shift"
     rewriting = _Rewriting(program)
     result = rewriting.unscaled(program.results[0]) if is_unscaled else rewriting.value(program.results[0])
@@ -70,13 +70,13 @@ class _Rewriting:
         return Program(renumbered, self._old.arrays, self._old.num_numbers, (place[result],))
 
     def value(self, n: int) -> int:
-        """Return the value of an old instruction."""
+        """Return the new instruction that computes the value of an old one."""
         if n not in self._values:
             self._values[n] = self._rewritten(n)
         return self._values[n]
 
     def unscaled(self, n: int) -> int:
-        """Return the value of an old instruction, divided by the softmax scale."""
+        """Return the new instruction that computes the value of an old one, divided by the softmax scale."""
         op, kind, args, _ = self._old.instructions[n]
         if op == "s":
             return self._new.put("s", "real")
@@ -93,7 +93,7 @@ class _Rewriting:
         return self._new.put(op, kind, *(self.value(a) for a in args), value=number)
 
     def _times(self, n: int, factors: list[int]) -> int:
-        """Return an old instruction's value times factors of a tile, combined with the factors of the instruction."""
+        """Return the new instruction for an old value times factors; all factors that a tile shares become one."""
         new = self._new
         while True:
             op, kind, args, _ = self._old.instructions[n]

@@ -127,7 +127,7 @@ class Program(_Hashed):
         return next(slots, None)
 
     def num_leading_axes(self, load: Instruction) -> int:
-        """Return how many leading axes of the array a load indexes by the batch entry b, to which they broadcast."""
+        """Return how many leading axes of its array a load indexes by the batch entry; they broadcast to the batch."""
         array: ArrayType = self.arrays[load.value]
         return array.rank - len(load.args)
 
@@ -218,7 +218,7 @@ class Builder:
         return self.put("load", self.arrays[array].kind, *args, value=array)
 
     def real(self, n: int) -> int:
-        """Convert a real or an integer to a real."""
+        """Return the instruction of a real value, or add the conversion of an integer value to a real."""
         instruction = self.instructions[n]
         if instruction.kind == "real":
             return n
@@ -343,7 +343,7 @@ class Builder:
         return self._folded(op, kind, a, b)
 
     def _quotient(self, a: int, b: int) -> int:
-        """Add a / b. If b is a number, multiply by its reciprocal, which is a further number."""
+        """Add a / b. If b is a number, multiply by its reciprocal, which becomes an additional number."""
         divisor = self.instructions[b]
         if divisor.op == "const" and divisor.value and math.isfinite(divisor.value):
             return self._arithmetic("mul", "real", a, self.const(1.0 / divisor.value))
@@ -392,7 +392,9 @@ def _only_reals(instructions: list[Instruction], needed: list[int], arrays: list
 
 
 def depends(program: Program) -> tuple[frozenset[str], ...]:
-    """Return on which of "s", "b", "h", "i", "j" each instruction's value depends; the tangent of s counts as s.
+    """Return for each instruction the inputs among "s", "b", "h", "i" and "j" that affect its value.
+
+    The tangent of s counts as s.
 
     Numbers and captured 0-d arrays depend on none of them.
     """
@@ -409,7 +411,7 @@ def depends(program: Program) -> tuple[frozenset[str], ...]:
 
 
 def gradient_loads(program: Program, wrt: Iterable[str]) -> tuple[int, ...]:
-    """Return the loads of real arrays with these names, in order; a program and its derivative have the same number."""
+    """Return the loads of real arrays with these names, in order; a derived program has the same number of them."""
     names = set(wrt)
     return tuple(
         n
@@ -464,7 +466,7 @@ class _Sweep(Derivation):
             builder.put(instruction.op, instruction.kind, *instruction.args, value=instruction.value)
         self.zero, self.one = builder.const(0.0), builder.const(1.0)
 
-    # The methods that the rules of derivatives use.
+    # The methods of `Derivation`, which the derivative rules in `PRIMITIVES` call.
 
     def op(self, n: int) -> str:
         return self.builder.instructions[n].op
@@ -485,7 +487,7 @@ class _Sweep(Derivation):
         return self._guarded(g, lambda inner: self.apply("neg", inner))
 
     def _guarded(self, g: int, change: Callable[[int], int]) -> int:
-        """Change an adjoint in the branches that are chosen; 0 stays 0."""
+        """Apply `change` to the nonzero branches of an adjoint; the 0 of a branch that was not chosen stays 0."""
         builder = self.builder
         op, _, args, _ = builder.instructions[g]
         if g == self.zero:

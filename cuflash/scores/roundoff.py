@@ -25,7 +25,7 @@ Coordinates: TypeAlias = tuple[Array, Array, Array, Array]  # b, h, i and j of s
 
 
 class LoadErrors(NamedTuple):
-    """The derivative with respect to a load of an array that has a gradient."""
+    """The derivative with respect to the elements that one load reads from an array that has a gradient."""
 
     array: int
     place: tuple[Array, ...]
@@ -107,7 +107,10 @@ def _load_errors(
     program: Program, operands: Operands, wrt: Sequence[str], b: Array, results: Sequence[Array],
     by_loads: Sequence[tuple[Array, Array]],
 ) -> tuple[LoadErrors, ...]:
-    """Return the elements that each load reads with the derivative; `results` has the values of all instructions."""
+    """Return the elements that each load reads, and the derivative with respect to them.
+
+    `results` has the values of all instructions.
+    """
     loads = []
     for n, (value, error) in zip(gradient_loads(program, wrt), by_loads, strict=True):
         load = program.instructions[n]

@@ -72,7 +72,7 @@ class Score:
     TypeError
         A captured array is not an array.
     UnsupportedProblem
-        The function cannot be traced, or an array cannot be captured; all reasons at once.
+        The function cannot be traced, or an array cannot be captured; the error lists all reasons.
 
     Notes
     -----
@@ -104,7 +104,7 @@ class Score:
 
     @classmethod
     def _of_reserved(cls, function: Callable[..., Array], /, **arrays: Array) -> Score:
-        """Make a Score inside the library, whose arrays may have reserved names.
+        """Create a Score for the library itself; its arrays may have reserved names.
 
         Parameters
         ----------
@@ -167,7 +167,7 @@ class Score:
 
     @property
     def facts(self) -> frozenset[str]:
-        """The facts about functions of the library that calls check; a composed score has the facts of all its parts.
+        """The facts that calls check, such as "unaligned"; a composed score has the facts of all its parts.
 
         Examples
         --------
@@ -212,7 +212,7 @@ class Score:
         Returns
         -------
         str
-            The text. That of Hopper kernels differs, since they pass the products q . k and elements of large arrays.
+            The text. Hopper kernels have a different text, because they pass q . k and elements of large arrays to it.
 
         Raises
         ------
@@ -277,7 +277,7 @@ class Score:
             `names` is not a mapping.
         UnsupportedProblem
             An old name is unknown, or a new name is not a Python identifier, is reserved, or belongs to another array;
-            all reasons at once.
+            the error lists all reasons.
 
         Examples
         --------
@@ -328,7 +328,7 @@ class Score:
         TypeError
             `arrays` is not a mapping.
         UnsupportedProblem
-            An array is missing, or its type differs from the traced one; all reasons at once.
+            An array is missing, or its type differs from the traced one; the error lists all reasons.
 
         Examples
         --------
@@ -346,8 +346,8 @@ class Score:
             if array is None or _type_of(kind.name, _as_array(kind.name, held[kind.name])) != kind:
                 shape = ", ".join("1" if is_one else "n" for is_one in kind.is_single) + "," * (kind.rank == 1)
                 reasons.append(
-                    f"{kind.name} must be a {kind.dtype} array of shape ({shape}), as when the Score was made; got "
-                    f"{describe(array)}: make the Score again after a cast, in a module in its forward method"
+                    f"{kind.name} must be a {kind.dtype} array of shape ({shape}), as when the Score was created; got "
+                    f"{describe(array)}: create the Score again after a cast, for example in a module's forward method"
                 )
         refuse(reasons)
         return self._over({name: held[name] for name in self.arrays})
@@ -360,7 +360,7 @@ class Score:
         return score
 
     def _remade_by(self, make: Callable[..., Score], /, *arguments: Any, **options: Any) -> Score:
-        """Set the call that unpickles this score, for functions that are local to another function.
+        """Set the call that recreates this score from a pickle, since functions inside functions cannot be pickled.
 
         Parameters
         ----------

@@ -80,7 +80,7 @@ def trace(function: Callable[..., Array], arrays: Mapping[str, ArrayType]) -> tu
 
 
 class _Tracer(Builder):
-    """A builder that records why a symbol was refused as a number, since an indexed array raises its own error then."""
+    """A builder that records why a symbol was refused as a number, since an array that it indexes hides this error."""
 
     refusal: str | None = None
 
@@ -97,12 +97,12 @@ def _refusal_of_others(error: Exception) -> str | None:
 
 
 class _Finished(NamedTuple):
-    """The program of a builder's instructions, and where its numbers are among those of the builder and `further`."""
+    """A finished program, and the slot of each of its numbers in the list of the builder's numbers and `further`."""
 
     program: Program
     slots: list[int]
     further: list[float]
-    numbers: tuple[float, ...] | None  # those of the builder, if the program depends on them
+    numbers: tuple[float, ...] | None  # the builder's numbers, if the program depends on them
 
 
 _MAX_FINISHED = 256
@@ -112,8 +112,8 @@ _all_finished: dict[Hashable, _Finished] = {}
 def _finished(builder: Builder, result: int) -> tuple[Program, tuple[float, ...]]:
     """Finish a builder like `Builder.finish`, with a cache of programs by instructions.
 
-    Instructions contain the slots of numbers instead of the numbers. A program depends on the numbers only if the
-    instructions contain a constant integer, which may become one of them.
+    Instructions contain the slots of numbers instead of the numbers. The program depends on the numbers only if the
+    instructions contain a constant integer, because its conversion to a real may equal one of the numbers.
     """
     numbers = builder.numbers
     key = result, tuple(builder.instructions), tuple(builder.arrays)
@@ -285,7 +285,7 @@ def key_shift(position: Array) -> Array:
 
 @contextmanager
 def shifted_by(shift: Array) -> Iterator[None]:
-    """Replace the result of `key_shift`, which is 0 for positions in a cache, and differs by packed sequence."""
+    """Replace the result of `key_shift` in a `with` block: it is 0 in a cache, and differs between packed sequences."""
     token = _SHIFT.set(shift)
     try:
         yield
@@ -294,7 +294,7 @@ def shifted_by(shift: Array) -> Iterator[None]:
 
 
 def tanh_fast(x: Array) -> Array:
-    """Compute tanh with one instruction on a GPU, with an error of 2^-10.9; with NumPy on arrays.
+    """Compute tanh: on a GPU with one instruction, whose error is at most 2^-10.9, and for arrays with NumPy.
 
     >>> float(tanh_fast(0.0))
     0.0
@@ -310,7 +310,7 @@ def _number_of(builder: Builder, value: Array, *, is_result: bool = False) -> in
     """Return the instruction of a symbol, or add that of a Python or NumPy number."""
     if type(value) is Symbol:
         if value._builder is not builder:
-            raise ProgramError("the function used a symbol of an earlier call: do not store symbols outside of it")
+            raise ProgramError("the function used a symbol of an earlier call: do not keep symbols after a call")
         return value._n
     if type(value) is float:
         return builder.number(value)

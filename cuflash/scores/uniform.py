@@ -23,7 +23,7 @@ class Direction(NamedTuple):
 
 @dataclass(frozen=True)
 class Uniform:
-    """The instructions that are constant in a tile if some integers are.
+    """The instructions that are constant in a tile if certain integers, the roots, are constant.
 
     Attributes
     ----------
@@ -38,7 +38,7 @@ class Uniform:
 
 
 def uniform(program: Program) -> Uniform:
-    """Find the instructions that may be uniform; none unless an array is read at an index of monotone integers only.
+    """Find the instructions that may be uniform; there are none if no array index consists of monotone integers.
 
     >>> import numpy as np
     >>> from cuflash.scores import Score
@@ -67,7 +67,7 @@ def uniform(program: Program) -> Uniform:
 
 
 def _has_steps(root: int, instructions: Sequence[Instruction]) -> bool:
-    """True if an integer may be equal for one query or key and the next."""
+    """True if an integer may have the same value for two neighbouring queries or keys."""
     ops = {instructions[n].op for n in needed_for(instructions, [root])}
     return any(PRIMITIVES[op].has_steps for op in ops.intersection(PRIMITIVES))
 

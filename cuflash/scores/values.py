@@ -31,7 +31,7 @@ class Operands(NamedTuple):
     batch: tuple[int, ...] = ()
 
     def place(self, program: Program, load: Instruction, b: Array, indices: Sequence[Array]) -> tuple[Array, ...]:
-        """Return the index of the elements that a load reads: index arrays that broadcast."""
+        """Return the index of the elements that a load reads, as a tuple of index arrays that broadcast."""
         num_leading = program.num_leading_axes(load)
         if not num_leading:
             return tuple(indices)
@@ -41,7 +41,7 @@ class Operands(NamedTuple):
         return (*(0 if extent == 1 else entry for entry, extent in zip(own, shape)), *indices)
 
     def loaded(self, load: Instruction, place: tuple[Array, ...], real: type[np.floating]) -> Array:
-        """Return the elements at a place: reals widened or rounded once, integers as int64 within int32."""
+        """Return the elements at an index: reals converted to `real`, integers clipped to int32 and as int64."""
         x = self.arrays[load.value][place]
         if load.kind == "real":
             return np.asarray(x).astype(real, copy=False)

@@ -58,7 +58,7 @@ def oracle(
     share : {"query", "group"}
         As in `pooled`.
     executor : {"auto", "cpu", "gpu", "sim"}
-        As in `block_mass`, which it calls.
+        As in `block_mass`, which computes the masses.
 
     Returns
     -------
@@ -68,7 +68,7 @@ def oracle(
     Raises
     ------
     TypeError, UnsupportedProblem
-        As `attention`.
+        For the same reasons as in `attention`.
 
     Examples
     --------
@@ -131,7 +131,7 @@ def random(
     seed : int
         Equal seeds choose equal blocks, on the host and on any device.
     rng : numpy.random.Generator or int, optional
-        Instead of `seed`: the seed is drawn from it.
+        The generator from which the seed is drawn, instead of `seed`.
 
     Returns
     -------
@@ -141,7 +141,7 @@ def random(
     Raises
     ------
     TypeError, UnsupportedProblem
-        As `attention`.
+        For the same reasons as in `attention`.
 
     Examples
     --------
@@ -187,7 +187,7 @@ def _drawn(xp: Any, shape: tuple[int, ...], seed: int, rows: slice | None = None
     seed : int
         The seed.
     rows : slice, optional
-        The rows of which to return the numbers; all by default.
+        The rows to return; all by default.
     """
     *over, num_rows, num_columns = shape
     of_rows = xp.arange(num_rows, dtype=np.uint64)[slice(None) if rows is None else rows]
@@ -239,7 +239,7 @@ def local(
     Raises
     ------
     TypeError, UnsupportedProblem
-        As `attention`.
+        For the same reasons as in `attention`.
 
     Examples
     --------
@@ -273,7 +273,7 @@ def local(
 
 
 def _nearness(grid: Grid) -> Array:
-    """Return the negative distance between the middles of blocks and of the diagonals of their rows, float32."""
+    """Return the negative distance between the middle of each block and the middle of its row's diagonal, float32."""
     xp, (num_rows, num_columns) = grid.xp, grid.size
     query = (xp.arange(num_rows)[:, None] + 0.5) * grid.block[0] + grid.offset
     distance = abs(query - (xp.arange(num_columns)[None, :] + 0.5) * grid.block[1])

@@ -47,7 +47,7 @@ def key_of(
 
 
 def selected(key: Hashable, q: Array, k: Array) -> BlockIndex | ChosenBlocks | None:
-    """Return the result of a cached selection; None if absent, or if arrays are not aligned to their elements."""
+    """Return the result of a cached selection; None if none is cached, or if the arrays' addresses are misaligned."""
     selection: Selection | FixedSelection | None = CALLS.get(key)
     if selection is None or (q.data.ptr | k.data.ptr) % q.dtype.itemsize:
         return None
@@ -58,7 +58,7 @@ def selected(key: Hashable, q: Array, k: Array) -> BlockIndex | ChosenBlocks | N
 def first_selected(
     key: Hashable, grid: Grid, make: Callable[[], Selection | FixedSelection | None]
 ) -> BlockIndex | ChosenBlocks | None:
-    """Return the result of the first call with a key, and cache its selection; None without a key or a selection."""
+    """Bind and cache a selection for a new key, and return its result; None if the key or the selection is None."""
     selection = None if key is None else make()
     if selection is None:
         return None
@@ -90,7 +90,7 @@ def of_antidiagonals(grid: Grid, stride: int, budget: Budget, forced: Forced) ->
         return of_strides(q, stride, turned=True), of_strides(k, stride, turned=False)
 
     mass = prepare = None
-    if grid.q.flags.c_contiguous and grid.k.flags.c_contiguous:  # q and k have the layout of joined rows
+    if grid.q.flags.c_contiguous and grid.k.flags.c_contiguous:  # joined rows are then views
         q, k = (of_strides(x, stride, turned=False) for x in (grid.q, grid.k))
         mass = bound_block_mass(q, k, *options, turned_columns=grid.q.shape[-1])
     if mass is None:
@@ -110,7 +110,7 @@ def of_masses(grid: Grid, budget: Budget, forced: Forced) -> Selection | None:
 
 
 def of_places(grid: Grid, blocks: Any) -> FixedSelection | None:
-    """Bind the selection of the same blocks, a NumPy array, in each head; return None if no kernel builds the index.
+    """Bind the selection of blocks, a NumPy array that all heads share; return None if no kernel builds the index.
 
     The result is also None during stream capture, because the copy of the blocks would become part of the graph.
     """
@@ -130,7 +130,7 @@ def of_compressed_keys(grid: Grid, compression: tuple[int, int], budget: Budget,
     length, stride = compression
     if _is_empty(grid) or grid.q.ndim > _MOST_AXES or grid.k.ndim >= _MOST_AXES or grid.block[0] == 1:
         return None
-    # Means of single rows convert queries to the accumulator's dtype; means of runs are the compressed keys.
+    # Means over single rows only convert queries to the accumulator's dtype; means over runs are the compressed keys.
     runs = runs_of_rows(grid.k, length, stride)
     queries, keys = _means(grid.q, 1), _means(runs, length)
     keys = keys._replace(shape=(*keys.shape[:-2], keys.shape[-1]))
@@ -151,7 +151,7 @@ def of_compressed_keys(grid: Grid, compression: tuple[int, int], budget: Budget,
 def of_slashes(grid: Grid, vertical: Budget, slash: Budget, num_queries: int, forced: Forced) -> Selection | None:
     """Bind the selection of blocks that contain chosen keys and distances; return None if kernels do not support it."""
     seqlen_q, seqlen_kv = grid.shape.seqlen_q, grid.shape.seqlen_kv
-    # For other widths and scales, the selector calls `block_mass`, which refuses those that it does not support.
+    # For other head_dims and scales, the selector calls `block_mass`, which refuses the ones that it does not support.
     is_served = 1 <= grid.q.shape[-1] <= MAX_DIM and 2**-64 <= abs(grid.scale) <= 2**64
     if _is_empty(grid) or max(grid.q.ndim, grid.k.ndim) > _MOST_AXES or not is_served or grid.block[0] == 1:
         return None
@@ -184,7 +184,7 @@ def of_slashes(grid: Grid, vertical: Budget, slash: Budget, num_queries: int, fo
 
 
 def _rule_of_row(budget: Budget, length: int) -> ChoiceRule:
-    """Return the rule that chooses numbers of a single row by a budget alone."""
+    """Return the rule that chooses elements of a single row by a budget alone."""
     return ChoiceRule(
         lengths=(1, length), block=(1, 1), offset=0, is_causal=False, count=max(budget.top_k or 0, budget.min_blocks),
         mass=float(budget.part or 0), threshold=None, num_sinks=0, num_local=0, has_diagonal=False,

@@ -12,7 +12,7 @@ from ..arrays import Array, describe, is_flag, is_int, is_number, namespace
 from ..errors import refuse
 from ..keywords import explains_keywords
 
-# Halves of the keys by which blocks are ordered, and where keys of blocks that are not forced, or not eligible, begin.
+# Bit masks for the halves of sort keys (see `_keys`), and the least keys of blocks that are not forced or not eligible.
 _MAGNITUDE, _FORCED = np.int32((1 << 31) - 1), np.int32(-1 << 31)
 _BLOCK = (1 << 32) - 1
 _NOT_FORCED, _NOT_ELIGIBLE = (int(_FORCED) + 1) << 32, int(_MAGNITUDE) << 32
@@ -31,7 +31,7 @@ class Budget:
     top_k : int, optional
         Number of blocks per row; fewer if fewer are eligible, more if more are forced.
     mass : float, optional
-        Keep the fewest blocks whose estimated masses sum to at least this fraction, in (0, 1], of all eligible blocks'.
+        Keep the fewest blocks that hold at least this fraction, in (0, 1], of the estimated mass of eligible blocks.
     threshold : float, optional
         Keep the blocks with at least this score.
     min_blocks : int
@@ -40,8 +40,8 @@ class Budget:
         Fraction, in (0, 1], of the row's eligible blocks to keep, rounded up to whole blocks. A block is eligible if
         the masks allow a key in it; with `causal`, these are the blocks up to the diagonal.
     max_blocks : int, optional
-        Maximum number of blocks per row. It is the length of the lists of selectors whose blocks have one query, which
-        need it with `mass` and `threshold`.
+        Maximum number of blocks per row. If blocks have one query, this is the length of each query's list, and is
+        required with `mass` and `threshold`.
 
     Raises
     ------
@@ -144,8 +144,8 @@ class Forced:
     local : int
         Number of blocks that end with the block of the row's last diagonal key.
     diagonal : bool
-        All blocks with a diagonal key of the row: key i for query i, or with ``causal="bottom_right"`` key
-        i + seqlen_kv - seqlen_q.
+        If True, keep all blocks with a diagonal key of the row: key i for query i, or with ``causal="bottom_right"``
+        key i + seqlen_kv - seqlen_q.
 
     Raises
     ------
@@ -184,7 +184,7 @@ class Diagonal:
     first, last : int64 array [num_q_blocks, 1]
         The first and the last block with a diagonal key of the row.
     is_met : bool array [num_q_blocks, num_kv_blocks]
-        The blocks up to the last one, in which a causal mask allows keys.
+        True for the blocks up to `last`; a causal mask allows keys only in these.
     """
 
     column: Array
@@ -194,7 +194,7 @@ class Diagonal:
 
     @classmethod
     def of(cls, xp: Any, lengths: tuple[int, int], block: tuple[int, int], offset: int) -> Diagonal:
-        """Make the diagonal of a grid of blocks that aligns query i with key i + offset."""
+        """Create the diagonal of a grid of blocks that aligns query i with key i + offset."""
         num_rows, num_columns = (-(-length // side) for length, side in zip(lengths, block))
         column = xp.arange(num_columns)
         stops = xp.arange(block[0], (num_rows + 1) * block[0], block[0])[:, None]
@@ -222,7 +222,7 @@ def choose(scores: Array, weights: Array, eligible: Any, forced: Any, budget: Bu
         The scores that determine the order; NaN comes last.
     weights : array [..., num_kv_blocks]
         The mass of each block for ``Budget(mass=)``; for ``Budget(density=)`` all blocks have equal weight.
-    eligible, forced : bool arrays that broadcast against them, or None
+    eligible, forced : bool arrays that broadcast against the scores, or None
         Blocks that may be kept (None: all), and eligible blocks that must be kept (None: none).
     """
     xp = namespace(scores)
@@ -260,7 +260,7 @@ def _keys(scores: Array, eligible: Any, forced: Any) -> Array:
     xp = namespace(scores)
     negated = np.float32(0) - xp.fmax(scores, -np.inf).astype(np.float32, copy=False)
     bits = negated.view(np.int32)
-    places = bits ^ ((bits >> 31) & _MAGNITUDE)  # integers in the order of the floats with these bits
+    places = bits ^ ((bits >> 31) & _MAGNITUDE)  # integers that compare like the floats with these bits
     if forced is not None:
         places = xp.where(forced, _FORCED, places)
     if eligible is not None:
@@ -269,7 +269,7 @@ def _keys(scores: Array, eligible: Any, forced: Any) -> Array:
 
 
 def _last_needed(in_order: Array, shares: Array, mass: float) -> Array:
-    """Return the last key that is needed for the first blocks to hold a fraction of the row's mass, int64 [..., 1]."""
+    """Return the sort key of the last block that is needed to hold a fraction of the row's mass, int64 [..., 1]."""
     xp, num_blocks = namespace(shares), shares.shape[-1]
     starts = xp.arange(0, shares.size, num_blocks).reshape(*shares.shape[:-1], 1)
     sums = xp.cumsum(xp.take(shares.reshape(-1), (in_order & _BLOCK) + starts), axis=-1)

@@ -1,4 +1,4 @@
-"""Blocks that each query chooses for itself, as lists, and the choice that all selectors share."""
+"""Lists of the blocks that each query chooses for itself, and the choice by a budget that all selectors share."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Estimate(NamedTuple):
     ----------
     scores : array [*heads, rows, columns]
         Blocks with higher scores come first.
-    shares : array of that shape, optional
+    shares : array with the shape of `scores`, optional
         The mass of each block; None if all blocks have equal weight.
-    extra : bool array that broadcasts against them, optional
+    extra : bool array that broadcasts against the scores, optional
         Blocks that must be kept in addition to the forced ones.
-    allowed : bool array that broadcasts against them, optional
+    allowed : bool array that broadcasts against the scores, optional
         The blocks that may be kept, if fewer than the masks allow.
     """
 
@@ -48,10 +48,10 @@ def selected(
     grid: Grid, budget: Budget, forced: Forced, estimate: Estimates, *, share: str = QUERY, by: str = "sum",
     has_extra: bool = False, columns: int = 1,
 ) -> BlockIndex | ChosenBlocks:  # fmt: skip
-    """Choose blocks by a budget, and return their index, or with one query per block the lists of the queries.
+    """Choose blocks by a budget; return their index or, if blocks have one query, a list of blocks for each query.
 
-    Without a mask of the caller, queries that choose for themselves are estimated some rows at a time, so that no array
-    has an element for each query and block.
+    If blocks have one query, and the caller passes no mask, a few rows are estimated at a time, so that no array has an
+    element for each query and block.
 
     Parameters
     ----------
@@ -59,15 +59,15 @@ def selected(
     budget : Budget
     forced : Forced
     estimate : callable
-        Estimates the blocks of a grid: the whole one, or some of its rows.
+        Estimates the blocks of a grid, which is `grid` or some of its rows.
     share : "query" or "group"
-        Whether each query head has its own choice, or the heads that share a key/value head have one.
+        "query": each query head chooses its own blocks. "group": the heads that share a key/value head choose together.
     by : "sum" or "max"
-        How the scores of the heads of a group become one.
+        How the scores of the heads of a group are combined.
     has_extra : bool
         True if estimates have `extra` blocks.
     columns : int
-        Numbers per query and block in the arrays of an estimate.
+        Number of array elements per query and block that an estimate needs.
     """
     length = length_within(grid, budget, forced, has_extra)
     if length is None:
@@ -88,7 +88,7 @@ def result(grid: Grid, blocks: Array, length: int | None) -> BlockIndex | Chosen
 def kept_blocks(
     grid: Grid, estimate: Estimate, budget: Budget, forced: Forced, share: str = QUERY, by: str = "sum"
 ) -> Array:
-    """Return which blocks are kept, bool [*heads, rows, columns]; with share="group" for key/value heads."""
+    """Return which blocks are kept, bool [*heads, rows, columns]; the heads are key/value heads if share="group"."""
     if share == QUERY:
         return grid.chosen(estimate.scores, estimate.shares, budget, forced, estimate.extra, estimate.allowed)
     allowed = grid.eligible() if estimate.allowed is None else estimate.allowed
@@ -130,7 +130,7 @@ def list_length(grid: Grid, forced: Forced, *counts: int | None) -> int | None:
     Raises
     ------
     UnsupportedProblem
-        A count is None: its budget does not limit the number of blocks.
+        A count is None, because its budget does not limit the number of blocks.
     """
     if grid.block[0] != 1:
         return None
@@ -204,7 +204,7 @@ def _pieces(grid: Grid, columns: int) -> Iterator[Grid]:
 
 
 def share_reasons(share: Any) -> list[str]:
-    """Return why a value of share= is refused; an empty list if it is not."""
+    """Return why a value of share= is refused; an empty list if it is valid."""
     if share in (QUERY, GROUP) and isinstance(share, str):
         return []
     return [f'share must be "query" or "group"; got {describe(share)}']

@@ -1,4 +1,4 @@
-"""The choice of pages of a cache by the least and greatest keys of each page, which the cache keeps."""
+"""The choice of a cache's pages by the least and greatest keys that the cache keeps for each page."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def chosen_pages(q: Array, pages: BoundedPages, options: PageOptions, reasons: l
     Raises
     ------
     UnsupportedProblem
-        As `quest`.
+        For the same reasons as in `quest`.
     """
     if not reasons and (chosen := chosen_again(q, pages, options)) is not None:
         return chosen

@@ -46,8 +46,8 @@ def nsa(
     budget : Budget
         The number of blocks to keep per row; NSA keeps 16, including forced blocks.
     block : int or (int, int)
-        Sides block_q and block_kv in tokens; NSA has block_q = 1, with which each query has its own list. block_kv is a
-        multiple of the stride.
+        Sides block_q and block_kv in tokens; block_kv must be a multiple of the stride. NSA uses block_q = 1, so that
+        each query has its own list.
     compression : (int, int)
         Number of keys that a compressed key represents, and the stride between compressed keys, which must divide it.
     forced : Forced
@@ -55,10 +55,11 @@ def nsa(
     causal, mask, window, scale : optional
         As in `attention`; the index applies them, and masked queries and keys do not affect the estimates.
     compressed_k : array [..., num_kv_heads, runs, head_dim], optional
-        The compressed keys, such as those that a layer has learned, instead of means; without `mask` and `window`.
+        Compressed keys to use instead of means, such as the output of a learned layer. Not allowed with `mask` or
+        `window`.
     lse : array [..., num_heads, seqlen_q], optional
         The lse that `attention` returns for the same compressed keys, with ``mask=masks.Compressed(*compression)`` if
-        `causal`. It spares one of two walks over the compressed keys; without `mask` and `window`.
+        `causal`. It saves one of two passes over the compressed keys. Not allowed with `mask` or `window`.
     executor : {"auto", "cpu", "gpu", "sim"}
         As in `block_mass`, which computes the products.
 
@@ -70,7 +71,7 @@ def nsa(
     Raises
     ------
     TypeError, UnsupportedProblem
-        As `attention`; an option of the selector is out of range.
+        For the same reasons as in `attention`, or because an option of the selector is out of range.
 
     Notes
     -----
@@ -113,7 +114,7 @@ def nsa(
     length, stride = compression
     if compressed_k is None and not grid.has_own_mask:
         compressed_k = means_of_runs(grid.k, length, stride)
-        compressed_k = compressed_k.astype(grid.k.dtype) if grid.block[0] == 1 else compressed_k  # as keys are
+        compressed_k = compressed_k.astype(grid.k.dtype) if grid.block[0] == 1 else compressed_k  # the dtype of k
     if compressed_k is not None:
         runs = RunKeys(compressed_k, stride, length, (length // stride, grid.block[1] // stride), lse)
         if (chosen := chosen_by_kernel(grid, runs, budget, forced, executor, share=GROUP)) is not None:

@@ -54,30 +54,29 @@ def pooled(
     causal, mask, window, scale : optional
         As in `attention`; the index applies them, and masked queries and keys do not affect the estimates.
     pool_queries : bool
-        If False, each query chooses its own blocks by the means of keys (with `causal`, among blocks that end before
-        it), and a block of queries keeps the union of their choices.
+        If False, each query chooses its own blocks by their mean keys (with `causal`, only blocks that end at or before
+        the query), and a block of queries keeps the union of its queries' choices.
     self_similarity : float, optional
         A threshold from -1 to 1 for the mean cosine similarity between the rows of a block. The mean represents a block
         with a lower similarity poorly: such a block of keys is kept in every row and excluded from the softmax, and
         such a block of queries keeps all blocks.
     share : {"query", "group"}
-        Whether each query head has its own choice, or the query heads that share a key/value head have one, by the sum
-        of their masses.
+        "query": each query head chooses its own blocks. "group": the query heads that share a key/value head choose
+        together, by the sum of their masses.
     executor : {"auto", "cpu", "gpu", "sim"}
         As in `block_mass`, which computes the products.
 
     Returns
     -------
     BlockIndex, or ChosenBlocks if block_q is 1
-        With arrays on the device of q. It is built without synchronization, unless `mask` holds host arrays. An index
-        applies the masks; `ChosenBlocks` has only the choice, in lists of ascending block numbers for query heads, or
-        for key/value heads with ``share="group"``, so that `causal`, `mask` and `window` are arguments of `attention`,
-        too.
+        The result is on the device of q, and is built without synchronization if `mask` holds no host arrays. An index
+        applies the masks. `ChosenBlocks` holds only the chosen blocks, in lists of ascending block numbers for query
+        heads, or for key/value heads with ``share="group"``: pass `causal`, `mask` and `window` to `attention`, too.
 
     Raises
     ------
     TypeError, UnsupportedProblem
-        As `attention`; an option of the selector is out of range.
+        For the same reasons as in `attention`, or because an option of the selector is out of range.
 
     Notes
     -----
@@ -85,7 +84,7 @@ def pooled(
     MInference's block-sparse head  ``block=64, budget=Budget(top_k=...)`` (arXiv 2407.02490, algorithm 3)
     MoBA                            ``block=(1, c), pool_queries=False, budget=Budget(top_k=...)`` (arXiv 2502.13189,
                                     equations 5, 6)
-    VSA                             ``block=64, budget=Budget(top_k=...)`` after its order of tokens in cubes (arXiv
+    VSA                             ``block=64, budget=Budget(top_k=...)`` after reordering tokens into cubes (arXiv
                                     2505.13389, section 2)
     SpargeAttn's prediction         ``block=(128, 64), self_similarity=0.6, budget=Budget(mass=0.98)`` (arXiv
                                     2502.18137, section 3.3)
@@ -175,7 +174,7 @@ def antidiagonal(
     Raises
     ------
     TypeError, UnsupportedProblem
-        As `attention`; an option of the selector is out of range.
+        For the same reasons as in `attention`, or because an option of the selector is out of range.
 
     Notes
     -----
@@ -227,7 +226,7 @@ def antidiagonal(
 
 
 class _ByMeans:
-    """Estimates of blocks, of a whole grid or of some of its rows, by means of keys."""
+    """Estimates from the mean key of each block, for the blocks of a whole grid or of some of its rows."""
 
     def __init__(self, grid: Grid, forced: Forced, threshold: float | None, executor: str) -> None:
         self._whole, self._forced, self._threshold, self._executor = grid, forced, threshold, executor
@@ -242,7 +241,7 @@ class _ByMeans:
             self._left_out = grid.of_query_heads(of_keys[..., None])[..., 0][..., None, :]
 
     def chosen(self, budget: Budget, share: str, is_past_only: bool) -> ChosenBlocks | None:
-        """Return the choice of each query by a kernel; None if no kernel serves the call."""
+        """Return the blocks that a kernel chooses for each query; None if no kernel supports the call."""
         block_kv = self._whole.block[1]
         runs = RunKeys(self._means, block_kv, block_kv if is_past_only else 1, (1, 1))
         return chosen_by_kernel(
@@ -250,7 +249,7 @@ class _ByMeans:
         )
 
     def of_blocks(self, grid: Grid) -> Estimate:
-        """Estimate by the softmax of mean queries times mean keys."""
+        """Estimate the mass of blocks by the softmax of mean queries times mean keys."""
         if self._whole.is_masked:
             mass, unlike = masked.mass_of_means(grid, self._threshold)
             return Estimate(mass, mass, unlike)
@@ -263,7 +262,7 @@ class _ByMeans:
         )
 
     def of_queries(self, grid: Grid) -> Estimate:
-        """Estimate by the softmax of each query times mean keys; `grid` has blocks of one query."""
+        """Estimate the mass of blocks by the softmax of each query times mean keys; `grid` has blocks of one query."""
         xp, (_, block_kv) = grid.xp, grid.block
         # A block that ends after the query is chosen only if it is forced.
         ends = (xp.arange(grid.size[1]) + 1)[None, :] * block_kv

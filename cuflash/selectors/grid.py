@@ -56,7 +56,7 @@ class Grid:
         TypeError
             q or k is not an array of a supported library, or `mask` cannot be converted to a mask.
         UnsupportedProblem
-            An argument breaks its rule; all reasons at once.
+            An argument breaks its rule; the error lists all reasons.
         """
         reasons = list(reasons)
         for name, budget in budgets.items():
@@ -133,9 +133,9 @@ class Grid:
         return Diagonal.of(self.xp, (self.shape.seqlen_q, self.shape.seqlen_kv), self.block, self.offset)
 
     def eligible(self) -> Any:
-        """Return which blocks have an allowed element, bool, broadcasts against [*heads, rows, columns].
+        """Return a bool array that is True for blocks with an allowed element; None if all blocks have one.
 
-        The result is None if all blocks have one.
+        The array broadcasts against [*heads, rows, columns].
         """
         xp = self.xp
         if not self.has_own_mask:
@@ -151,7 +151,7 @@ class Grid:
         return Stairs(step_q, step_kv, step_q + self.offset - needed_keys) if self.is_causal else None
 
     def rule(self, budget: Budget, forced: Forced) -> ChoiceRule:
-        """Return the rule that decides which blocks of a row to keep; it serves any scores and any mask."""
+        """Return the rule that decides which blocks of a row to keep; it applies to any scores and any mask."""
         return ChoiceRule(
             lengths=(self.shape.seqlen_q, self.shape.seqlen_kv), block=self.block, offset=self.offset,
             is_causal=self.is_causal and not self.has_own_mask, count=max(budget.top_k or 0, budget.min_blocks),
@@ -172,7 +172,7 @@ class Grid:
         """Choose blocks by a budget; return a bool array with the shape of the scores.
 
         If `shares` is None, all blocks have equal weight. `extra` are additional forced blocks. `allowed` are the
-        blocks that may be kept, if fewer than the masks allow. On a device, a kernel chooses.
+        blocks that may be kept, if these are fewer than the masks allow. On a device, a kernel makes the choice.
         """
         if self.xp.__name__ == "cupy":
             allowed = self.eligible() if allowed is None and self.has_own_mask else allowed

@@ -1,7 +1,7 @@
-"""Estimates under masks, which depend only on queries that attend a key, and on the keys that these attend.
+"""Estimates under masks, which depend only on the queries that attend a key, and on the keys that they attend.
 
 Blocks that a mask allows entirely are estimated as without a mask, from whole arrays. The other blocks, which are few
-for masks with closed forms, are evaluated element by element and replace the estimates from whole arrays.
+for masks with closed forms, are evaluated element by element; these values replace the estimates from whole arrays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_NUMBERS = 1 << 21  # maximum number of array elements per step, to limit m
 
 
 class Cut(NamedTuple):
-    """Blocks that a mask may allow only in part, for all batch entries and heads that share them.
+    """Blocks that a mask may allow only in part, for all batch entries and heads that share the mask.
 
     Attributes
     ----------
@@ -140,7 +140,7 @@ class Rows:
 
 
 def products(x: Array, y: Array) -> Array:
-    """Multiply rows x [..., m, dim] and y [..., n, dim] to [..., m, n]; on a device without a matrix library."""
+    """Multiply rows x [..., m, dim] and y [..., n, dim] to [..., m, n]; on a device, do not use a matrix library."""
     if isinstance(x, np.ndarray):
         with np.errstate(invalid="ignore", over="ignore"):  # for rows that no query attends
             product: Array = x @ y.swapaxes(-1, -2)
@@ -152,7 +152,7 @@ def products(x: Array, y: Array) -> Array:
 
 
 def softmax(scores: Array, is_seen: Array) -> Array:
-    """Compute the softmax along the last axis over the elements that are seen; other elements are 0."""
+    """Compute the softmax along the last axis over the elements where `is_seen` is True; other elements are 0."""
     xp = namespace(scores)
     scores = xp.where(is_seen, scores, -np.inf)
     largest = scores.max(axis=-1, keepdims=True)
@@ -176,7 +176,7 @@ def count_of_blocks(has_key: Array, side: int) -> Array:
 
 
 def mass_of_means(grid: Grid, threshold: float | None) -> tuple[Array, Array | None]:
-    """Return the softmax of mean queries times mean keys, and the blocks of dissimilar rows or None without threshold.
+    """Return the softmax of mean queries times mean keys, and the blocks of dissimilar rows (None without threshold).
 
     The mean of a block's keys is over the keys that at least one query of the block row attends.
     """
@@ -299,7 +299,7 @@ def row_steps(grid: Grid, num_rows: int, numbers_of_row: int) -> Iterator[tuple[
 def mass_of_runs(grid: Grid, length: int, stride: int) -> Array:
     """Compute masses [*heads, rows, columns] of blocks by softmax over means of runs of keys that a query attends.
 
-    A query sees a run if it attends one of its keys and, with `causal`, if the run ends by the query.
+    A query sees a run if it attends a key of the run and, with `causal`, if the run ends at or before the query.
     """
     xp, shape, block_q, num_rows = grid.xp, grid.shape, grid.block[0], grid.size[0]
     blocks, num_parts = MaskedBlocks(grid, (block_q, stride)), length // stride
@@ -369,14 +369,14 @@ def mass_of_antidiagonals(grid: Grid, stride: int) -> Array:
 
 
 def bounds_of_pages(grid: Grid, bounds: Array) -> tuple[Array, Array]:
-    """Bound the scores of each query and page over the keys that the query attends, and return which pages have one.
+    """Bound the scores of each query over the keys of a page that it attends; also return which pages have such keys.
 
     Parameters
     ----------
     grid : Grid
         A grid with blocks of one query and one page.
     bounds : array [*heads, seqlen_q, num_pages]
-        The bounds over all keys of a page, which stay valid if the query attends all of them.
+        The bounds over all keys of a page; they are kept for pages that the query attends entirely.
     """
     xp, shape, blocks = grid.xp, grid.shape, MaskedBlocks(grid, grid.block)
     q, k = (x.astype(accumulator_dtype(x.dtype)) for x in (grid.q, grid.k))
@@ -409,7 +409,7 @@ def last_queries(grid: Grid, most: int) -> tuple[Array, Array, Array]:
     xp, shape, blocks = grid.xp, grid.shape, MaskedBlocks(grid, grid.block)
     at, number = namespace(blocks.live), namespace(blocks.live).arange(shape.seqlen_q)
     order = at.sort(at.where(blocks.live, number, number - shape.seqlen_q), axis=-1)
-    order = order[..., shape.seqlen_q - min(most, shape.seqlen_q) :]  # queries with a key in order, after any others
+    order = order[..., shape.seqlen_q - min(most, shape.seqlen_q) :]  # queries that attend a key come last, in order
     rows = order[..., None] % shape.seqlen_q
     b, h = at.arange(rows.shape[0])[:, None, None, None], at.arange(rows.shape[1])[:, None, None]
     allowed = at.broadcast_to(

@@ -43,7 +43,7 @@ def page_bounds(q: Array, k: Array, *, page_size: int = 16) -> Array:
     Raises
     ------
     TypeError, UnsupportedProblem
-        As `attention`; `page_size` is not an int of at least 1.
+        For the same reasons as in `attention`, or because `page_size` is not an int of at least 1.
 
     Notes
     -----
@@ -87,9 +87,9 @@ def quest(
     budget : Budget
         The number of pages that a query keeps: `top_k`, `density` or `threshold`, which is compared with the bound.
     block : int or (1, int), optional
-        Number of keys per page, with the name that other selectors use; blocks have one query.
+        Number of keys per page, or (1, keys per page), as for other selectors; blocks always have one query.
     page_size : int, optional
-        Number of keys per page. Default: that of a cache with pages, else 16.
+        Number of keys per page. Default: the page size of the cache if it has pages, otherwise 16.
     forced : Forced
         Pages that are always kept.
     causal : bool, "bottom_right" or "top_left"
@@ -98,22 +98,22 @@ def quest(
         As in `attention`; bounds are over the keys that a query attends. A mask for a cache applies to each of its
         sequences.
     scale : float, optional
-        A factor of the bounds, as of scores. Default: bounds of q . k.
+        The factor by which q . k, and therefore its bound, is multiplied. Default: no factor.
     share : {"query", "group"}
-        Whether each query head has its own choice, or the query heads that share a key/value head have one, by the
-        greatest of their bounds.
+        "query": each query head chooses its own pages. "group": the query heads that share a key/value head choose
+        together, by the greatest of their bounds.
 
     Returns
     -------
     ChosenBlocks
         The pages that each query keeps, in lists of ascending page numbers for query heads, or for key/value heads with
-        ``share="group"``, on the device of q; -1 fills the rest. `causal`, `mask` and `window` are arguments of
-        `attention`, too. For a cache, page numbers start at the first key of each sequence.
+        ``share="group"``, on the device of q; -1 fills the rest. Pass `causal`, `mask` and `window` to `attention`,
+        too. For a cache, page numbers start at the first key of each sequence.
 
     Raises
     ------
     TypeError, UnsupportedProblem
-        As `attention`; an option of the selector is out of range.
+        For the same reasons as in `attention`, or because an option of the selector is out of range.
 
     Notes
     -----
@@ -164,7 +164,7 @@ def quest(
 
 
 def mass_reasons(budget: Any) -> list[str]:
-    """Return why a budget is refused for bounds."""
+    """Return why a budget cannot be used with bounds of scores."""
     if not isinstance(budget, Budget) or budget.mass is None:
         return []
     return ["budget must have top_k, density or threshold, since bounds are not masses; got mass"]
@@ -195,7 +195,7 @@ def _bounds(grid: Grid) -> Array:
     xp, (_, page) = grid.xp, grid.block
     wide = accumulator_dtype(grid.q.dtype)
     num_pages, length = grid.size[1], grid.shape.seqlen_kv
-    # Fill a page that the length cuts off with its own last key.
+    # Fill an incomplete last page with copies of the last key.
     keys = xp.minimum(xp.arange(num_pages * page), max(length - 1, 0))
     pages = grid.k[..., keys, :].astype(wide).reshape(*grid.k.shape[:-2], num_pages, page, grid.k.shape[-1])
     least, greatest = map(grid.of_query_heads, (pages.min(axis=-2), pages.max(axis=-2)))

@@ -30,7 +30,7 @@ class RunKeys(NamedTuple):
     step, length : int
         Under a causal mask, a query sees key n if it attends key n * step + length - 1.
     parts : (int, int)
-        Parts of keys in a run, and in a block.
+        Number of parts, each of `step` keys, in a run and in a block.
     lse : array [..., num_heads, seqlen_q], optional
         The lse of the scores of all runs.
     """
@@ -45,7 +45,7 @@ class RunKeys(NamedTuple):
 def chosen_by_kernel(
     grid: Grid, runs: RunKeys, budget: Budget, forced: Forced, executor: str, *, share: str, is_past_only: bool = False,
 ) -> ChosenBlocks | None:  # fmt: skip
-    """Choose blocks for each query by a kernel; return None if block_q is not 1, or if no kernel serves the call.
+    """Choose blocks for each query by a kernel; return None if block_q is not 1, or if no kernel supports the call.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ def chosen_by_kernel(
     executor : str
         As in `pooled`.
     share : "query" or "group"
-        Whether each query head has its own choice.
+        As in `pooled`.
     is_past_only : bool
         Under a causal mask, blocks that end after a query are kept only if they are forced.
     """

@@ -44,8 +44,8 @@ def vertical_slash(
     q, k : arrays
         As in `attention`.
     budget : Budget, optional
-        The number of keys plus diagonals to keep, half of each and at least one. Half of an odd `top_k` is rounded up
-        for keys. A threshold applies to both.
+        The total number of keys and diagonals to keep: half of them keys and half diagonals, at least one of each. Half
+        of an odd `top_k` is rounded up for keys. A threshold applies to both.
     vertical, slash : Budget, optional
         The numbers of keys and of diagonals to keep, instead of half of `budget` each. A diagonal is the set of
         elements with the same distance, at least 0, between query and key.
@@ -68,7 +68,7 @@ def vertical_slash(
     Raises
     ------
     TypeError, UnsupportedProblem
-        As `attention`; an option of the selector is out of range.
+        For the same reasons as in `attention`, or because an option of the selector is out of range.
 
     Notes
     -----
@@ -98,7 +98,7 @@ def vertical_slash(
     budgets = {"vertical": vertical, "slash": slash}
     grid = Grid.of(q, k, block, budgets, forced, causal, mask, window, scale, reasons)
     seqlen_q, seqlen_kv = grid.shape.seqlen_q, grid.shape.seqlen_kv
-    # A query crosses one block of each key and of each diagonal.
+    # For each query, a key lies in one block, and so does a diagonal.
     counts = count_within(vertical, seqlen_kv), count_within(slash, max(seqlen_q + grid.offset, 0))
     length = list_length(grid, forced, *counts)
     index = bound.first_selected(key, grid, lambda: bound.of_slashes(grid, vertical, slash, num_queries, forced))
@@ -165,7 +165,7 @@ def _sums(grid: Grid, num_queries: int, executor: str) -> tuple[Array, Array]:
 
 
 def _has_any(xp: Any, chosen: Array, start: Array, stop: Array) -> Array:
-    """Return for each row whether any position start <= x < stop is chosen; both ends may be out of range."""
+    """Return for each row whether a position start <= x < stop is chosen; start and stop may be out of range."""
     length = chosen.shape[-1]
     sums = xp.zeros((*chosen.shape[:-1], length + 1), dtype=np.int64)
     sums[..., 1:] = xp.cumsum(chosen, axis=-1)

@@ -33,16 +33,16 @@ _PRELUDE = "prelude.hpp"
 # strict aliasing, so that kernels may reinterpret memory.
 _COMMON = ("-std=c++20", "-fPIC", "-pthread", "-ffp-contract=off", "-Wno-psabi")
 _KERNEL = ("-Og", "-g1", "-fno-strict-aliasing", "-fvisibility=hidden", "-fno-gnu-unique", "-Wno-unknown-pragmas")
-# Debug information then names source files without the temporary folder in which the compiler runs.
+# This option removes the compiler's temporary folder from the names of source files in debug information.
 _PREFIX_MAP = ("-fdebug-prefix-map={folder}=.",)
-# The runtime implements the callbacks of UndefinedBehaviorSanitizer, so that kernels link without its library.
+# The runtime implements the callbacks of UndefinedBehaviorSanitizer, so kernels do not need the sanitizer's library.
 _UNDEFINED = ("-fsanitize=undefined", "-fno-sanitize-recover=undefined")
 _SANITIZE: dict[str, tuple[str, ...]] = {
     "": (),
     "undefined": _UNDEFINED,
     "address": ("-fsanitize=address", *_UNDEFINED),
     "thread": ("-fsanitize=thread",),
-    # The runtime implements the calls that the compiler inserts, and so records every access to global memory.
+    # The compiler inserts a call before each memory access; the runtime implements these calls to record the accesses.
     "blocks": ("-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"),
 }
 # Kernels link to no library: the functions that they call are in the runtime, or in libraries loaded before Python.
@@ -50,7 +50,7 @@ _LINK = ("-shared", "-nostdlib")
 # Compiler flags of the runtime for each sanitizer.
 _FLAVOUR: dict[str, tuple[str, ...]] = {"address": ("-DCUFLASH_SIM_ADDRESS",), "thread": ("-DCUFLASH_SIM_THREAD",)}
 _TSAN_SYMBOL = "__tsan_create_fiber"
-# Libraries that must be loaded before Python starts, and a symbol of each that shows that it is loaded.
+# Libraries that must be loaded before Python starts, each with a symbol that exists if the library is loaded.
 _PRELOAD = {"address": ("libasan.so", "__asan_init"), "thread": ("libtsan.so", _TSAN_SYMBOL)}
 
 
@@ -59,7 +59,7 @@ class BuildError(RuntimeError):
 
 
 class _StorageError(BuildError):
-    """The error for a library that a folder does not store, or from which it cannot be loaded."""
+    """The error for a library that cannot be stored in a folder, or cannot be loaded from it."""
 
 
 def build(text: str, entry: str, *, sanitize: Sanitizer = "") -> Kernel:
@@ -152,7 +152,7 @@ def preload_environment(sanitize: Sanitizer) -> dict[str, str]:
     }
 
 
-# Why this process stores no more kernels in a folder: its disk is full, say.
+# The reason why this process no longer stores kernels in a folder, such as a full disk.
 _unusable: dict[Path, str] = {}
 
 
@@ -165,7 +165,7 @@ def cache_directory() -> Path:
 
 @functools.lru_cache(maxsize=None)
 def _temporary_directory(reason: str) -> tempfile.TemporaryDirectory[str]:
-    """Make a folder that is removed when the process ends, and warn that kernels are compiled again because of it."""
+    """Create a folder that is removed when the process ends; warn that every process compiles its kernels again."""
     warnings.warn(f"every process compiles its kernels for the host again: {reason}", RuntimeWarning, stacklevel=2)
     return tempfile.TemporaryDirectory(prefix="cuflash-sim-")
 
@@ -356,9 +356,9 @@ _added: dict[Path, int] = {}
 
 
 def _shrink_at_times(folder: Path, nbytes: int) -> None:
-    """Shrink the folder after the first file of this process, then each time another 1/64 of its limit was added.
+    """Shrink the folder when this process adds its first file, then each time it has added another 1/64 of the limit.
 
-    To examine the thousands of files of a full folder takes a third of the time to compile a small kernel.
+    Examining the thousands of files in a full folder takes a third of the time to compile a small kernel.
     """
     _added[folder] = _added.get(folder, host_cache.MOST_BYTES) + nbytes
     if _added[folder] >= host_cache.MOST_BYTES // 64:
@@ -367,7 +367,7 @@ def _shrink_at_times(folder: Path, nbytes: int) -> None:
 
 
 def _move(file: Path, target: Path) -> None:
-    """Move a file to a folder that another process may be removing because it is empty."""
+    """Move a file to a folder that another process may remove while it is empty."""
     while True:
         target.parent.mkdir(mode=0o700, exist_ok=True)
         try:

@@ -19,7 +19,7 @@ _ORDERS = ("round_robin", "first_warp", "last_warp", "random", "priorities")
 _COPIES = ("eager", "late", "random")
 _MAX_SHARED_BYTES = 227 << 10
 _MAX_BLOCK = 1024
-# Each resident thread has its own stack, and operating systems limit how many memory areas a process maps.
+# Resident threads are limited because each has its own stack, and an operating system limits a process's mappings.
 _MAX_RESIDENT_THREADS = 1 << 14
 # The alignment of tensor maps, which is the strictest of all types that kernels take by value.
 _ALIGNMENT = 128
@@ -149,8 +149,8 @@ class Kernel:
         block : int
             Threads per block, 1 to 1024.
         params : tuple
-            The arguments. Arrays are passed as the addresses of their first elements, NumPy scalars, including
-            structured ones, by value.
+            The arguments. An array is passed as the address of its first element; a NumPy scalar, which may be
+            structured, is passed by value.
         shared_bytes : int
             Dynamic shared memory per block.
         time_limit : float
@@ -245,7 +245,7 @@ def _load_runtime(path: Path) -> ctypes.CDLL:
 
 
 def _source_lines(library: Path, offset: int, word: str) -> list[str]:
-    """Return the source line of an instruction of the kernel, and the lines into which that line was inlined."""
+    """Return a message with the source line of a kernel's instruction, and the lines into which it was inlined."""
     tool = shutil.which("addr2line")
     if tool is None:
         return ["install binutils (addr2line) to see the source line that was interrupted"]

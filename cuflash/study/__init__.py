@@ -1,4 +1,4 @@
-"""Studies and calculators: what a mask keeps of attention, what a call costs in time and memory, and how it errs.
+"""Studies and calculators: the softmax mass that a mask keeps, the time and memory of a call, and error bounds.
 
 Nothing here is needed to compute attention.
 

@@ -1,4 +1,4 @@
-"""The softmax mass of every block, which block selectors estimate and by which they are judged."""
+"""The softmax mass of every block; block selectors estimate this mass, and are judged by it."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ def block_mass(
         The lse that `attention` returns with ``return_lse=True``; the weights are then exp(s - lse). By default the
         softmax is over the keys that the mask allows, and scores are computed twice unless tensor cores multiply them.
     executor : {"auto", "cpu", "gpu", "sim"}
-        As in `attention`. Kernels multiply 16-bit elements on tensor cores, from compute capability 8.0 on and for
-        blocks of at least 8 keys. Otherwise they multiply in float32, or in float64 for float64.
+        As in `attention`. Kernels multiply 16-bit elements on tensor cores if the compute capability is at least 8.0
+        and blocks have at least 8 keys. Otherwise they multiply in float32, or in float64 if q is float64.
 
     Returns
     -------
     array [..., num_heads, num_q_blocks, num_kv_blocks]
         The weights of each query summed over the keys of a block, averaged over the queries of the block that attend a
-        key, as float32, or float64 for float64. Rows sum to 1, or to 0 if no query of the block attends a key. With the
-        lse of a larger mask they sum to the mean of `recall`'s mass.
+        key; float64 if q is float64, otherwise float32. Rows sum to 1, or to 0 if no query of the block attends a key.
+        With the lse of a larger mask they sum to the mean of `recall`'s mass.
 
     Raises
     ------
@@ -177,7 +177,7 @@ def _planned(
     operands: dict[str, Array], block: int | tuple[int, int], mask: MaskLike | None, causal: Causality,
     scale: float | None, score: ScoreLike | None, executor: str,
 ) -> tuple[Plan, tuple[int, int]]:
-    """Check the arguments, and return the plan of a call, with q's head_dim, and the block size."""
+    """Check the arguments, and return the plan of a call with q's head_dim, and the block size in tokens."""
     q, k, lse = operands.values()
     require_arrays({"q": q, "k": k} if lse is None else operands)
     reasons: list[str] = []
@@ -191,7 +191,7 @@ def _planned(
     elif q.ndim >= 2 and k.ndim >= 2 and k.shape[-1] != dim:
         reasons.append(f"k must have q's head_dim={dim} as its last axis; got shape {tuple(k.shape)}")
     ready, more_reasons = None, list[str]()
-    # `planned` checks everything except head_dim. It gets one column of q and k, and that of k also as v.
+    # `planned` checks everything except head_dim. It receives the first column of q as q, and that of k as k and v.
     columns = [array[..., :1] if array.ndim >= 2 else array for array in (q, k)]
     arguments = columns[0], columns[1], columns[1]
     with collecting(more_reasons):

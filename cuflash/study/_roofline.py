@@ -45,7 +45,7 @@ class KernelRoofline:
     hbm_bytes : int
         Bytes of all arrays that the kernel reads or writes, each array counted once.
     l2_bytes : int
-        Bytes of the rows that all tiles copy, a row counted once per tile.
+        Bytes of the rows that tiles copy; a row counts once for each tile that copies it.
     seconds : dict of float by resource
         The times of "products", "exponentials", "multiply-adds", "memory" and "level-2 cache".
 
@@ -288,7 +288,7 @@ def _bounded(
 
 
 def _over(amount: int, rate: float) -> float:
-    """Return the seconds for an amount of work, infinite if the chip has no unit for it."""
+    """Return the time in seconds for an amount of work; it is infinite if the chip has no unit for this work."""
     return amount / rate if rate else np.inf if amount else 0.0
 
 
@@ -315,7 +315,7 @@ def _operations(program: Program) -> tuple[int, int]:
 
 
 def _elements(plan: KernelPlan) -> tuple[int, int]:
-    """Return how many elements the mask allows and the work list visits, over all batch entries and heads."""
+    """Return how many elements the mask allows, and how many the work list visits, in all batch entries and heads."""
     work, shape = plan.work.on_host, plan.problem.mask_shape
     counts: dict[tuple[int, int], tuple[int, int]] = {}
     num_kept = num_visited = 0

@@ -71,7 +71,7 @@ class Memory:
 def memory(plan: Plan | KernelPlan) -> Memory:
     """Count the bytes of a planned call from its shapes.
 
-    To store all scores of the call in the example would take 8 * 65536 * 65536 numbers of 2 bytes, 64 GiB, per pass.
+    In the example, storing all scores would take 8 * 65536 * 65536 numbers of 2 bytes, that is 64 GiB, per pass.
 
     Parameters
     ----------
@@ -130,7 +130,7 @@ def kv_cache_bytes(
     a token takes 320 KiB, and a sequence of 8192 tokens 2.5 GiB. With a key/value head for each query head the sequence
     would take 20 GiB. In float8_e4m3fn each row of keys or values of a head takes 4 more bytes for its scale.
 
-    With pages, each sequence is rounded up to whole pages, so that less than one page per sequence is unused.
+    With pages, the length of each sequence is rounded up to whole pages, so less than one page per sequence is unused.
 
     Parameters
     ----------
@@ -201,7 +201,7 @@ def largest_length(
     Parameters
     ----------
     available_bytes : number
-        Bytes for the cache: the memory that is free next to weights and activations.
+        Bytes for the cache: the memory that weights and activations leave free.
     num_layers, num_kv_heads, head_dim : int
         As in `kv_cache_bytes`.
     dtype : dtype
@@ -268,12 +268,12 @@ def _count_reasons(**counts: Any) -> list[str]:
 
 
 def _dtype_of_numbers(name: str, value: Any) -> np.dtype:
-    """Return `value` as a dtype of numbers, which the rows of a cache may have.
+    """Return `value` as a NumPy dtype of numbers, such as the rows of a cache have.
 
     Raises
     ------
     UnsupportedProblem
-        It is not a dtype of numbers.
+        `value` is not a dtype of numbers.
     """
     dtype = as_dtype(name, value)
     if dtype.kind not in "fiuV" or dtype.names or not dtype.itemsize:

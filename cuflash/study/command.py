@@ -1,4 +1,4 @@
-"""``python -m cuflash study``: how much of the attention of the user's q, k and v block patterns keep."""
+"""``python -m cuflash study``: the softmax mass of the user's q, k and v that block patterns keep."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 @explains_keywords
 def study_report(arguments: Sequence[str]) -> str:
-    """Run ``python -m cuflash study``, which writes each measurement to a CSV file at once, and progress to stderr.
+    """Run ``python -m cuflash study``; write each measurement to a CSV file immediately, and progress to stderr.
 
     Parameters
     ----------
@@ -199,7 +199,7 @@ def load_heads(path: Path, names: Sequence[str] = ("q", "k", "v")) -> list[Array
     Raises
     ------
     UnsupportedProblem
-        The file does not exist, or its arrays are not finite numbers with equally many tokens.
+        The file does not exist, or its arrays are not finite numbers, or have different numbers of tokens.
     """
     try:
         with path.open("rb") as file:
@@ -236,7 +236,7 @@ def _usable(arrays: Sequence[Array]) -> list[Array]:
         widened.append(array)
     q, k, _ = widened
     if q.ndim >= 2 and k.ndim >= 2 and q.shape[-2] != k.shape[-2]:
-        reasons.append(f"q and k must have equally many tokens; got {q.shape[-2]} and {k.shape[-2]}")
+        reasons.append(f"q and k must have the same number of tokens; got {q.shape[-2]} and {k.shape[-2]}")
     elif q.size == 0:
         reasons.append(f"q must hold at least one query; got shape {q.shape}")
     refuse(reasons)
@@ -295,7 +295,7 @@ def _surveyed(
 
 
 def _table(rows: Sequence[Measurement], block: int, flags: argparse.Namespace, survey: Survey) -> str:
-    """Return a table of recall, with the density in brackets, by pattern and limit, and the reasons for empty cells."""
+    """Return a table of recall (and density) by pattern and density limit, and the reasons for empty cells."""
     cells = {row.case: f"{row.recall:.2f} ({row.density:.2f})" for row in rows}
     width = max(map(len, flags.patterns))
     lines = [f"softmax mass kept (density), blocks of {block}"]

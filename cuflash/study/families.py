@@ -121,7 +121,7 @@ def smallest_density(family: Family, eligible: Array, num_heads: int) -> float:
 
 
 def heaviest(mass: Array, densities: Iterable[float], eligible: Array) -> dict[float, Array]:
-    """Return the blocks with the most mass, equally many in every block row of every head.
+    """Return the blocks with the most mass: the same number of blocks in every block row of every head.
 
     Parameters
     ----------

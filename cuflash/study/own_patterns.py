@@ -1,4 +1,4 @@
-"""Users' own patterns in a study: a mask or a function, named by its import path, and blocks from an .npz file."""
+"""Users' own patterns in a study: a mask or a function named by its import path, or blocks from an .npz file."""
 
 from __future__ import annotations
 

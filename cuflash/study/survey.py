@@ -29,7 +29,7 @@ class Case(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """The result for one case: how much of the attention a pattern keeps.
+    """The result for one case: the softmax mass that a pattern keeps, and the change of the output.
 
     Attributes
     ----------
@@ -71,7 +71,7 @@ class Survey:
     Parameters
     ----------
     q, k, v : NumPy arrays
-        Queries, keys and values as in `attention`, with equally many queries and keys.
+        Queries, keys and values as in `attention`, with the same number of queries and keys.
     causal : bool
         True if queries do not attend later keys.
     scale : float, optional
@@ -207,11 +207,11 @@ class Survey:
         return forms
 
     def _mass(self, block: int) -> Array:
-        """Return the softmax mass of each block, [..., grid, grid], from one block row of scores at a time."""
+        """Return the softmax mass of each block, [..., grid, grid]; compute one block row of scores at a time."""
         q, k, _ = self._arrays
         lse, scale = self._dense[1], 1 / math.sqrt(q.shape[-1]) if self._scale is None else self._scale
         mantissa, exponent = math.frexp(scale)
-        # Exact factors, applied to q and k before the products, so that these do not overflow.
+        # q and k are multiplied by these powers of two before the products, so that the products do not overflow.
         halves = 2.0 ** (exponent // 2), 2.0 ** (exponent - exponent // 2)
         seqlen, starts = q.shape[-2], np.arange(0, q.shape[-2], block)
         if q.ndim > 2:

@@ -5,7 +5,7 @@
     def test_my_attention():
         testing.check(my_attention, my_gradients)
 
-This test file has its parts, with settings of your own:
+The following test file uses the parts of the kit with its own settings:
 
     from hypothesis import given, settings, strategies
     from cuflash import testing

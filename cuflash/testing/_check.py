@@ -85,7 +85,7 @@ def check(
         adds examples with NaN and infinities, which need `gradients`.
     properties : sequence, optional
         Elements of `FORWARD_PROPERTIES`, `GRADIENT_PROPERTIES` and `PAIR_PROPERTIES`. Default: all that apply to the
-        functions. An empty list leaves the bounds and the exact probes, which suit a function that ignores `mask`.
+        functions. With an empty list, only bounds and exact probes are checked, which suits a function without masks.
     max_examples : int
         Number of examples for the bounds and for the exact probes. Each property gets an eighth of it.
     seed : int
@@ -98,7 +98,7 @@ def check(
     TypeError
         A function does not return its arrays, or a property needs `gradients` or is not an element of the lists.
     UnsupportedProblem
-        Another argument is invalid; all reasons at once.
+        Another argument is invalid; the error lists all reasons.
 
     Notes
     -----

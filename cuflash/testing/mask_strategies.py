@@ -329,6 +329,6 @@ def _random_bools(draw: st.DrawFn, shape: MaskShape, last: tuple[int, ...]) -> n
 
 
 def _leading(shape: MaskShape, axes: int) -> tuple[int, ...]:
-    """Return the last `axes` of (*batch, num_heads), the leading axes of an array of a mask; 3 stands for all."""
+    """Return leading axes of an array: (), (num_heads,), (*batch, 1) or (*batch, num_heads) for `axes` from 0 to 3."""
     full = (*shape.batch, shape.num_heads)
     return (*full[:-1], 1) if axes == 2 and len(full) > 1 else full[len(full) - min(axes, len(full)) :]

@@ -14,7 +14,7 @@ LAYOUTS = ("contiguous", "transposed", "padded", "stepped", "negative", "offset"
 
 @explains_keywords
 def laid_out(values: np.ndarray, layout: str) -> np.ndarray:
-    """Copy values into an array with a memory layout, whose gaps hold NaN.
+    """Copy values into an array with a memory layout; memory between its elements holds NaN.
 
     - contiguous: C order
     - transposed: (batch, seqlen, heads, dim) in memory, viewed as (batch, heads, seqlen, dim); 2-D: Fortran order

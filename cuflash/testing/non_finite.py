@@ -42,7 +42,7 @@ class Expected(NamedTuple):
 
 
 class _Holds(NamedTuple):
-    """The positions in an operand of NaN, and of NaN or infinity, as bool arrays."""
+    """Bool arrays that are True where an operand holds NaN, and where it holds NaN or infinity."""
 
     nan: Array
     any: Array
@@ -210,7 +210,7 @@ def _weighs_beside_sink(example: Example, score: Array, counts: Array) -> Array:
 
 
 def _of_sink(x: Array, shape: tuple[int, ...]) -> Array:
-    """Reduce a bool array over heads to the shape of a sink: True if it is true for any head of the sink's element."""
+    """Reduce a bool array over heads to the shape of a sink: an element is True if any head that shares it is True."""
     return (sum_to(x.astype(float), shape or (1,)) > 0).reshape(shape)
 
 

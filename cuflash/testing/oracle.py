@@ -111,7 +111,7 @@ def attention_vjp(
 
 
 class _Heads:
-    """An iterable of the heads of all batch entries: index of the query head, and of its key/value head."""
+    """The heads of all batch entries; iteration yields the index of each query head and that of its key/value head."""
 
     def __init__(
         self, q: Array, k: Array, v: Array, mask: Array, scale: float | None, sink: Array,
@@ -142,7 +142,7 @@ class _Heads:
             yield (*leading, head), (*leading, head // self.group)
 
     def probabilities(self, head: tuple[int, ...], kv_head: tuple[int, ...]) -> tuple[Array, Array, Array, Array]:
-        """Return the mask of a head, its probabilities, which are 0 for masked keys, lse, and P of the sink."""
+        """Return the mask, the probabilities (0 for masked keys) and the lse of a head, and P of the sink."""
         allowed = self.allowed[head]
         if self.final is None:
             score = self.scale * np.dot(self.queries[head], self.keys[kv_head].T)
@@ -151,7 +151,7 @@ class _Heads:
         score = np.where(allowed, score, -np.inf)
         sink = np.broadcast_to(self.sinks[head], (len(score), 1))
         lse = logsumexp(np.concatenate([score, sink], axis=-1), axis=-1)
-        lse = np.where(lse == np.inf, np.nan, lse)  # exp(inf - inf) is NaN for an infinite score
+        lse = np.where(lse == np.inf, np.nan, lse)  # the weight of an infinite score is exp(inf - inf) = NaN
         attends = ~np.isneginf(lse)
         p = np.exp(score - np.where(attends, lse, 0)[:, None])
         # For scores of 10^6, rounding lse changes all p by more than a roundoff. Dividing by their total corrects it.
@@ -191,7 +191,7 @@ class _Final:
 
 
 def _weighted(weights: np.ndarray, terms: np.ndarray, allowed: np.ndarray) -> Array:
-    """Return the sums of terms with a row's weights; masked terms are not read, so that their NaN have no effect."""
+    """Return the sums of terms with a row's weights; masked terms are not read, so NaN in them have no effect."""
     if np.isfinite(terms).all():
         return np.dot(weights, terms)  # faster than @ for long double
     products = np.zeros((*weights.shape, terms.shape[-1]), weights.dtype)

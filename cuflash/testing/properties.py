@@ -12,7 +12,7 @@ example still calls the function and checks the shapes of its results.
 
 Forward passes are called as ``attend(q, k, v, mask=, scale=) -> (o, lse)``, and gradients as
 ``gradients(q, k, v, do, dlse=, mask=, scale=) -> (dq, dk, dv)``, with a bool array or None as the mask: the signatures
-of `cuflash.reference`. The numbers in brackets are the numbers of the properties.
+of `cuflash.reference`. The docstring of each property ends with the property's number in parentheses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["FORWARD_PROPERTIES", "GRADIENT_PROPERTIES", "PAIR_PROPERTIES", "Pull
 
 
 class Pull(Protocol):
-    """The signature of a backward pass under test, which takes the operands only."""
+    """The signature of a backward pass under test, whose only arguments are the operands."""
 
     def __call__(
         self, q: Array, k: Array, v: Array, do: Array, *, dlse: Array, mask: np.ndarray | None, scale: float | None
@@ -202,7 +202,7 @@ def check_masked_keys_may_be_removed(attend: Attend, example: Example) -> None:
 
 
 def check_a_query_depends_only_on_its_keys(attend: Attend, example: Example) -> None:
-    """Check that a changed key and value at one position leave the bits of rows that do not attend it (19, 21)."""
+    """Check that a new key and value at one position do not change the bits of rows that do not attend it (19, 21)."""
     if not example.problem.seqlen_kv:
         _run(attend, example)
         return

@@ -76,8 +76,8 @@ NON_FINITE = ("nan", "inf", "-inf")
 def lengths(tile: int = 64, longest: int = 260) -> st.SearchStrategy[int]:
     """Return a strategy for sequence lengths: primes, and lengths near multiples of the tile.
 
-    The latter are a multiple plus 0, 1, -1, 2 or half a tile, as often above four tiles as below unless `longest` is
-    smaller, and include 0 and 1.
+    The latter are a multiple plus 0, 1, -1, 2 or half a tile, and include 0 and 1. Half of them exceed four tiles, if
+    `longest` allows this.
     """
     extra = st.sampled_from((0, 1, -1, 2, tile // 2))
     numbers = [st.integers(0, 4)] + [st.integers(5, longest // tile)] * (longest >= 5 * tile)
@@ -90,7 +90,7 @@ def lengths(tile: int = 64, longest: int = 260) -> st.SearchStrategy[int]:
 def heads(most: int = 24, groups: Sequence[int] = GROUPS) -> st.SearchStrategy[tuple[int, int]]:
     """Return a strategy for (num_heads, num_kv_heads), with groups of 1, 2, 3, 7 or 8 query heads.
 
-    More than one key/value head with more than one query head each is drawn most often.
+    Most often, several key/value heads with several query heads each are drawn.
     """
     pairs = [(kv * group, kv) for group in groups for kv in (1, 2, 3) if kv * group <= max(most, 1)]
     several = [pair for pair in pairs if pair[0] > pair[1] > 1]
@@ -495,7 +495,7 @@ def _structures(draw: st.DrawFn, limits: _Limits) -> Structure:
 
 @st.composite
 def _axes(draw: st.DrawFn, limits: _Limits, room: int) -> tuple[bool, int, int, tuple[tuple[int, ...], ...]]:
-    """Draw whether there are heads, their numbers, and batch axes of q, k and v; at most `room` heads in the batch."""
+    """Draw whether there are heads, their numbers, and batch axes; all batch entries together have <= `room` heads."""
     groups = GROUPS if limits.grouped_heads else (1,)
     if limits.batch is not None:
         fitting = [axes for axes in limits.batch if math.prod(axes) <= room] or [min(limits.batch, key=math.prod)]

@@ -1,4 +1,4 @@
-"""Examples with tangents of their arrays: the exact derivatives along these, their bounds, and an assertion.
+"""Examples with tangents of their arrays: the exact derivatives along the tangents, their bounds, and an assertion.
 
 >>> import numpy as np
 >>> from cuflash.testing import Structure
@@ -44,7 +44,7 @@ class Moving:
     example : Example
         The operands.
     tangents : dict of arrays
-        By the names of the arrays: "q", "k", "v", "sink", arrays of the score, and "do" and "dlse".
+        Tangents by the name of their array: "q", "k", "v", "sink", arrays of the score, and "do" and "dlse".
 
     Examples
     --------
@@ -89,12 +89,12 @@ class Moving:
         Parameters
         ----------
         factor : float
-            A power of two leaves the numbers exact.
+            The number; multiplication by a power of two is exact.
 
         Returns
         -------
         Moving
-            The same example.
+            The same example with the scaled tangents.
 
         Examples
         --------
@@ -106,7 +106,7 @@ class Moving:
 
     @cached_property
     def exact(self) -> Bounds:
-        """The exact tangents of o, lse, dq, dk, dv and dsink, under the names that the bounds have.
+        """The exact tangents of o, lse, dq, dk, dv and dsink, with the names of their bounds.
 
         Tangents of other gradients are left out.
 
@@ -200,8 +200,8 @@ def with_tangents(example: Example, kinds: Mapping[str, str], seed: int = 0, lay
     example : Example
         The operands.
     kinds : dict of str
-        By the names of the arrays: "normal", "lattice" (integers -2..2), "zero", "one_hot", or "drift", which is nearly
-        equal for all rows of an array.
+        Kinds of values by the name of the array: "normal", "lattice" (integers -2..2), "zero", "one_hot", or "drift",
+        which is nearly equal for all rows of an array.
     seed : int
         Seed of the values.
     layout : str
@@ -210,7 +210,7 @@ def with_tangents(example: Example, kinds: Mapping[str, str], seed: int = 0, lay
     Returns
     -------
     Moving
-        The example and its tangents, of its arrays' shapes and dtypes.
+        The example with the tangents, which have the shapes and dtypes of their arrays.
 
     Examples
     --------
@@ -242,12 +242,12 @@ def movings(**drawn: Any) -> st.SearchStrategy[Moving]:
     Parameters
     ----------
     **drawn : object
-        As `examples` takes them.
+        Arguments of `examples`.
 
     Returns
     -------
     hypothesis.strategies.SearchStrategy
-        Draws a `Moving`.
+        A strategy that draws a `Moving`.
 
     Examples
     --------
@@ -269,7 +269,7 @@ def movings(**drawn: Any) -> st.SearchStrategy[Moving]:
 
 @explains_keywords
 def assert_tangents_within_bounds(moving: Moving, **results: Array) -> float:
-    """Assert that every element of tangents is within its bound of the exact one.
+    """Assert that every element of the tangents is within its bound of the exact element.
 
     Parameters
     ----------
@@ -281,12 +281,12 @@ def assert_tangents_within_bounds(moving: Moving, **results: Array) -> float:
     Returns
     -------
     float
-        The largest ratio of an error to its bound.
+        The largest error divided by its bound.
 
     Raises
     ------
     AssertionError
-        Names the worst element, the first wrong one and the example.
+        An element exceeds its bound. The message names the worst and the first wrong element, and the example.
 
     Examples
     --------
@@ -298,7 +298,7 @@ def assert_tangents_within_bounds(moving: Moving, **results: Array) -> float:
     """
     __tracebackhide__ = True
     if not results:
-        raise TypeError("pass at least one of o_dot, lse_dot, dq_dot, dk_dot, dv_dot: nothing would be compared")
+        raise TypeError("pass at least one of o_dot, lse_dot, dq_dot, dk_dot, dv_dot; otherwise, nothing is compared")
     share = 1.0 if reference_is_finer(moving.example.q.dtype) else 2.0
     ratios = []
     for name, result in results.items():

@@ -198,7 +198,7 @@ REFUSED = {
     ),
     "elements in the padding": (
         lambda: BlockIndex.from_scipy(scipy.sparse.eye_array(12), 10, 10, 4), UnsupportedProblem,
-        "matrix must keep no element beyond the lengths",
+        "matrix must have no nonzero beyond the lengths",
     ),
     "no block": (
         lambda: BlockIndex.from_scipy(scipy.sparse.csr_array(np.eye(4)), 4, 4), UnsupportedProblem,

@@ -283,7 +283,7 @@ def test_an_interrupt_before_any_launch_leaves_the_next_call_right(cupy: Any, na
 
 # Kernels of others that failed before.
 
-EARLIER = "an earlier kernel of this process failed, of any library .*CUDA_ERROR_ILLEGAL_ADDRESS"
+EARLIER = "an earlier kernel of this process failed .*CUDA_ERROR_ILLEGAL_ADDRESS"
 
 
 def check_earlier_failures_are_named(library: ModuleType, machine: Any, name: str) -> None:

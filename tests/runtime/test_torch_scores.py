@@ -132,8 +132,8 @@ def test_a_cast_module_says_that_the_score_is_to_be_made_again():
     with pytest.raises(cuflash.UnsupportedProblem) as caught:
         module(Q.float(), K.float(), V.float())
     assert caught.value.reasons == (
-        "slopes must be a float64 array of shape (n,), as when the Score was made; got an array of shape (4,) and "
-        "dtype float32: make the Score again after a cast, in a module in its forward method",
+        "slopes must be a float64 array of shape (n,), as when the Score was created; got an array of shape (4,) and "
+        "dtype float32: create the Score again after a cast, for example in a module's forward method",
     )
     module.scores["of"] = scores.alibi(module.slopes)
     assert module(Q.float(), K.float(), V.float()).requires_grad

@@ -184,7 +184,7 @@ def test_a_plan_is_refused_beside_its_options_and_for_other_arrays():
         "product_dtype must be left out if plan is": {"plan": cuflash.plan(q, q, q), "product_dtype": np.float16},
         "sink must be None, as planned": {"plan": cuflash.plan(q, q, q), "sink": np.ones(2, np.float32)},
         "sink must have shape (2,)": {"plan": cuflash.plan(q, q, q, sink=np.ones(2, np.float32))},
-        "plan must be made with the array bias": {"plan": of_shape},
+        "plan must be created with the array bias": {"plan": of_shape},
     }.items():
         with pytest.raises(cuflash.UnsupportedProblem) as caught:
             error_bound(q, q, q, **arguments)

@@ -297,7 +297,7 @@ def check_rng(library: Any) -> None:
 def test_a_generator_gives_the_seed() -> None:
     check_rng(cuflash)
     assert pickle.loads(pickle.dumps(Dropout(0.5, rng=7))) == Dropout(0.5, rng=7)
-    with pytest.raises(UnsupportedProblem, match="seed must not be passed beside rng: leave one out"):
+    with pytest.raises(UnsupportedProblem, match="seed must not be passed with rng: leave one out"):
         Dropout(0.5, 3, rng=3)
     for wrong in (-1, 0.5, "7", np.random.RandomState(0)):
         with pytest.raises(UnsupportedProblem, match="rng must be a numpy.random.Generator, or an int of at least 0"):

@@ -188,7 +188,7 @@ RAGGED = [Q, K[:, :1]]
 OBJECTS = np.empty(2, object)
 OBJECTS[:] = RAGGED
 PACK = r"must be one array; got a list of sequences of unequal lengths: use packed, offsets = cuflash.pack\({}\), and"
-LISTS = "must be one array; got lists of unequal lengths: make all lists at one depth equally long"
+LISTS = "must be one array; got lists of unequal lengths: give all lists at one depth the same length"
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "q of sequences": (lambda: cuflash.attention(RAGGED, K, V), cuflash.UnsupportedProblem, "q " + PACK.format("q")),
     "q of objects": (lambda: cuflash.attention(OBJECTS, K, V), cuflash.UnsupportedProblem, "q " + PACK.format("q")),

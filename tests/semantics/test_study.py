@@ -320,7 +320,7 @@ def refused(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str])
         ("objects.npz", "objects.npz must be an .npz file of numbers, written by numpy.savez; got Object arrays"),
         ("whole.npz", "q must be float16, bfloat16, float32 or float64; got int64"),
         ("nan.npz", "v must be finite; got inf or NaN"),
-        ("lengths.npz", "q and k must have equally many tokens; got 50 and 40"),
+        ("lengths.npz", "q and k must have the same number of tokens; got 50 and 40"),
         ("heads.npz", "q's 4 heads must be a multiple of k's 3"),
         ("empty.npz", "q must hold at least one query; got shape"),
         (
