@@ -1,4 +1,4 @@
-"""Passes under `jax.vmap`: one call with one more batch axis, or one call per entry if calls number their batch."""
+"""Passes under `jax.vmap`: one call with one more batch axis, or one call per entry if entries have numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ._call import MASK
 from ._primitives import PRIMITIVES, bind_pass
 from ._runs import Pass
 
-# The axes of a mask's arrays after those that broadcast over the batch.
+# The number of axes of a mask's arrays after the axes that broadcast over the batch.
 _OWN_AXES: Mapping[type, int] = {Lengths: 0, Documents: 1, Sequences: 1, Dense: 3, BlockPattern: 3}
 _ROOM = Mask.__module__.rpartition(".")[0]  # users may define masks elsewhere
 _WITH_ROWS = ("q", "k", "v", "o", "do")  # arrays of heads, rows and columns
@@ -55,7 +55,7 @@ def _in_turn(one: Pass, arrays: Sequence[Any], mapped: set[str]) -> list[Any]:
 
 
 def _takes_an_axis(one: Pass, mapped: set[str]) -> bool:
-    """True if one more batch axis changes nothing but the batch: nothing numbers the batch entries."""
+    """True if a pass may get one more batch axis, because nothing depends on the number of a batch entry."""
     options, of = one.call.options, one.of
     if options.dropout is not None:
         return False
@@ -104,7 +104,7 @@ def _spread(one: Pass, mapped: set[str]) -> set[str]:
     """Return the names of arrays that are not mapped but must have the mapped axis, along which they repeat."""
     own = [name for name in one.names if not name.endswith(DOT)]
     spread = {name for name in own if name in _OF_RESULTS}
-    if one.name.startswith("backward"):  # each entry has gradients
+    if one.name.startswith("backward"):  # each entry has its own gradients
         spread |= {"q", "k", "v", *one.wrt}
     spread |= {name for name in own if {name, f"{name}{DOT}"} & mapped and f"{name}{DOT}" in one.names}
     if not {"q", "k", "v"} & (mapped | spread):
@@ -132,6 +132,6 @@ def _own_axes(one: Pass, name: str) -> int:
 
 
 def batch_passes() -> None:
-    """Register the rule of all passes with JAX."""
+    """Register the batching rule of all passes with JAX."""
     for primitive in PRIMITIVES.values():  # the documentation is built with a stand-in for JAX that has no items
         batching.primitive_batchers.__setitem__(primitive, _batched)

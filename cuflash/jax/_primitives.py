@@ -15,7 +15,7 @@ from ._call import JaxCall
 from ._checks import array_reasons
 from ._runs import Pass, prepared
 
-PLATFORMS = {"cpu": "cpu", "cuda": "gpu"}  # names of platforms in lowerings, and of devices
+PLATFORMS = {"cpu": "cpu", "cuda": "gpu"}  # JAX's names of platforms, in lowerings and of devices
 THIRD = (
     "attention has first and second derivatives in JAX, and no jvp of jvp; a third derivative or a jvp of jvp was "
     "requested: take finite differences of the second or the first"
@@ -52,7 +52,7 @@ def bind_pass(one: Pass, *arrays: Any) -> list[Any]:
 
 
 def varying_alike(values: Iterable[Any]) -> list[Any]:
-    """Return the arrays, all varying within `jax.shard_map` over the mesh axes over which any of them varies."""
+    """Make all arrays vary over the mesh axes of `jax.shard_map` over which any of them varies."""
     arrays = list(values)
     kinds = [jax.typeof(each) for each in arrays if isinstance(each, jax.core.Tracer)]
     axes = frozenset[str]().union(*map(_varying_axes, kinds))

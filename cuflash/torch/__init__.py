@@ -135,12 +135,12 @@ def attention(
     On a GPU, o has the same memory order of axes as q, and each gradient the same as its tensor, if these tensors are
     dense: a model that stores tokens before heads needs no copies.
     q, k, v, bias, sink and the real tensors of a score have gradients if they require them. The gradients of bias,
-    sink and score tensors are computed only on request. On a GPU no call synchronizes. Once a call has run forward and backward,
-    identical calls can be captured by `torch.cuda.graph`.
+    sink and score tensors are computed only on request. On a GPU no call synchronizes. Once a call has run forward and
+    backward, identical calls can be captured by `torch.cuda.graph`.
     Tangents of `torch.func.jvp` and `torch.autograd.forward_ad`, second derivatives in every order except a tangent of
     a tangent, and `torch.vmap` run passes of the library, with memory linear in the length. Third derivatives
-    are refused, and so are, on a GPU, second derivatives with respect to the bias and score tensors. `torch.compile` sees one
-    operator per pass. Under `torch.autocast` q, k and v are cast like those of `scaled_dot_product_attention`.
+    are refused, and so are, on a GPU, second derivatives with respect to the bias and score tensors. `torch.compile`
+    sees one operator per pass. Under `torch.autocast` q, k and v are cast like those of `scaled_dot_product_attention`.
 
     Examples
     --------

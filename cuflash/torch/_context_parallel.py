@@ -24,8 +24,8 @@ from ._tensors import Tensor, as_tensor
 class ContextParallel(OfArrays):
     """One call of attention on tensors whose rows are on the processes of a process group.
 
-    Every process creates this object with equal arguments, and calls the same methods in the same order. Methods that are
-    not listed are those of `cuflash.distributed.ContextParallel`.
+    Every process creates this object with equal arguments, and calls the same methods in the same order. All other
+    methods are those of `cuflash.distributed.ContextParallel`.
 
     Parameters
     ----------

@@ -3,7 +3,8 @@
 The derivatives of the four functions are again these functions:
 
 - the tangent of `Attention` is `_Tangent` (pass "jvp"), its gradient `_Gradients` (pass "backward");
-- the tangent of `_Gradients` is `_Second` (pass "backward_jvp"), and so is its gradient, but its gradient with respect to do is `_Tangent`;
+- the tangent of `_Gradients` is `_Second` (pass "backward_jvp"), and so is its gradient, except with respect to do:
+  this gradient is `_Tangent`;
 - the gradient of `_Tangent` is `_Gradients` with respect to tangents, and `_Second` with respect to the other arrays;
 - `_Second` refuses: third derivatives are not supported.
 """
@@ -221,7 +222,7 @@ def _refuse_third() -> NoReturn:
 
 
 def _resolved(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Return tensors with their values in memory."""
+    """Return tensors whose negation, which PyTorch may postpone, has been applied in memory."""
     return [None if tensor is None else tensor.resolve_neg() for tensor in tensors]
 
 
