@@ -173,7 +173,7 @@ def _plan_with_mask(one: Pass, executor: str, arrays: Mapping[str, Array]) -> Pl
 
 
 class OnGpu:
-    """A pass on a GPU, with the interface of `OnHost`: it launches kernels on XLA's buffers and does not synchronize."""
+    """A pass on a GPU, with the interface of `OnHost`: it runs kernels on XLA's buffers and does not synchronize."""
 
     def __init__(self, one: Pass, shapes: Sequence[tuple[int, ...]]) -> None:
         _require_executor(one.call.options.executor, "gpu")
