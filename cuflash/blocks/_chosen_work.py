@@ -32,9 +32,9 @@ class Unions(NamedTuple):
     pointers : int64 array [matrices * tiles + 1]
         The start of each tile's entries.
     numbers : int64 array [entries]
-        The listed numbers, ascending within a tile.
+        The numbers in each tile's union, in ascending order.
     words : uint64 array [entries]
-        Bit r is set if row r of the tile has the number in its list.
+        Bit r is set if the list of the tile's row r contains the number.
     """
 
     pointers: Array

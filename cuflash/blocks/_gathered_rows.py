@@ -1,4 +1,4 @@
-"""Rows that a tile visits, with a bit for each group of its own rows that visits them."""
+"""Rows that a tile visits, with a bit per group of the tile's rows, which is set if the group visits the row."""
 
 from __future__ import annotations
 

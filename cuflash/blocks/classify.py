@@ -143,7 +143,7 @@ def _listed(mask: BlockSet, grid: _Grid) -> ClassifiedBlocks:
 
 
 def extents(mask: Mask, shape: MaskShape, xp: Namespace = np) -> tuple[int, int]:
-    """Return the batch entries and heads over which a resolved mask varies, from how its result broadcasts."""
+    """Return the numbers of batch entries and heads over which a mask varies, from how its result broadcasts."""
     b = xp.arange(shape.num_batch)[:, None, None, None]
     h = xp.arange(shape.num_heads)[:, None, None]
     first = xp.zeros((1, 1), dtype=np.int64)

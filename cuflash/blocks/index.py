@@ -555,8 +555,8 @@ class BlockIndex:
         Returns
         -------
         scipy.sparse.csr_array or scipy.sparse.bsr_array
-            CSR of blocks, 1 if full and 2 if partial; or BSR of the exact elements as booleans, with the shape padded
-            to whole blocks.
+            A CSR array of blocks, 1 if full and 2 if partial; or a BSR array of the elements as booleans, whose shape
+            is padded to whole blocks.
 
         Raises
         ------

@@ -233,7 +233,7 @@ class _Arguments:
             _captured(options, q)
         mask = options.mask
         if type(mask) is BlockIndex and mask._kept is not None:
-            mask = mask._kept.mask  # a mask that caches lists of earlier calls
+            mask = mask._kept.mask  # this mask caches the work lists of earlier calls
         # A plan for an explicit device leaves the mask's arrays where they are.
         is_kept = device is not None and isinstance(mask, Mask)
         converted = mask if is_kept else partial(as_mask_of_arrays, mask, executor, q)
@@ -320,7 +320,7 @@ def _kind_reasons(call: _Arguments) -> list[str]:
     if call.device is not None or not kinds - {"cupy" if call.executor == "gpu" else "numpy"}:
         return []
     wanted, fix = ("CuPy", "cupy.asarray(q)") if call.executor == "gpu" else ("NumPy", "cupy.asnumpy(q)")
-    came = f"got {kinds.pop()}'s as q, k and v"
+    came = f"got {kinds.pop()} arrays as q, k and v"
     return [f"executor={call.executor!r} takes {wanted} arrays; {came}: pass {fix}, or leave executor= out"]
 
 
@@ -335,7 +335,7 @@ def _kernel_reasons(call: _Arguments) -> list[str]:
     if not is_name or kernel not in ("auto", *FAMILIES):
         return [f"kernel must be 'auto', {families}; got {describe(kernel)}"]
     if call.rows is not None and kernel not in ("auto", EIGHT_BITS):
-        return [f"kernel must be 'auto' or {EIGHT_BITS!r} for 8-bit q, k and v; got {kernel!r}"]
+        return [f"kernel must be 'auto' or {EIGHT_BITS!r} for FP8 q, k and v; got {kernel!r}"]
     return []
 
 

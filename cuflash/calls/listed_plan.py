@@ -1,4 +1,4 @@
-"""Plans for masks whose block lists or row intervals kernels compute on the device, once per plan.
+"""Plans for masks from which kernels compute block lists or row intervals on the device, once per plan.
 
 All masks of one layout (shapes and dtypes) share the launches of one plan, but each has its own lists.
 """

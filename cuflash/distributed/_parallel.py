@@ -174,7 +174,7 @@ class ContextParallel:
         Parameters
         ----------
         x : array [..., seqlen, dim]
-            Rows are those of queries if the axis before the last has `seqlen` elements, else those of keys.
+            Its rows are queries if axis -2 has `seqlen` elements, and keys otherwise.
 
         Returns
         -------
@@ -275,7 +275,7 @@ class ContextParallel:
         Raises
         ------
         UnsupportedProblem
-            Arrays do not fit the layout, or those of other ranks; every rank raises it.
+            Arrays do not fit the layout or the arrays of other ranks; every rank raises it.
         PeerLost
             Another rank is lost.
 
@@ -313,7 +313,7 @@ class ContextParallel:
         Raises
         ------
         UnsupportedProblem
-            Arrays do not fit the layout, or those of other ranks; every rank raises it.
+            Arrays do not fit the layout or the arrays of other ranks; every rank raises it.
         PeerLost
             Another rank is lost.
 
@@ -403,7 +403,7 @@ class ContextParallel:
         head_dim : int
             Elements of a row of q, k and v.
         dtype : dtype
-            Their dtype.
+            The dtype of q, k and v.
 
         Returns
         -------
@@ -429,7 +429,7 @@ class ContextParallel:
         head_dim : int
             Elements of a row of q, k and v.
         dtype : dtype
-            Their dtype.
+            The dtype of q, k and v.
         machine : Machine, optional
             Rates of devices and links; default: those of an H200 with NVLink.
 

@@ -59,7 +59,7 @@ class Posed:
     options : Options
     costs : Costs
     queries, keys : Rows
-        The layouts.
+        The layouts of queries and of keys.
     """
 
     size: int

@@ -24,7 +24,7 @@ BatchHead: TypeAlias = tuple[int, int]  # batch entry, head
 class PartialSegment:
     """A segment that needs a mask, the slice of its rows within a step, and its intervals once they are computed.
 
-    The intervals are the first and last keys of each query of the tile. Gathered rows have no intervals.
+    The intervals are (lo, hi) of each query of the tile. Gathered rows have no intervals.
     """
 
     __slots__ = ("bounds", "rows", "segment")

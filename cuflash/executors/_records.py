@@ -151,7 +151,7 @@ class KernelRecord(NamedTuple):
     grid : int
         Number of thread blocks.
     arguments : tuple of slice
-        The words of each argument.
+        The words of each argument, as slices of `LaunchRecord.words`.
     """
 
     launch: Launch

@@ -69,7 +69,7 @@ def _libraries() -> list[_OfProcess | _OfThread]:
 
 def _library(controller: Any) -> _OfProcess | _OfThread:
     if controller.internal_api == "mkl":
-        swap = _function(controller, "MKL_Set_Num_Threads_Local")  # returns 0 if the thread has no count of its own
+        swap = _function(controller, "MKL_Set_Num_Threads_Local")  # returns 0 if no count is set for the thread
         if swap is not None:
             return _OfThread(swap)
     if controller.internal_api == "openblas" and controller.threading_layer == "openmp":

@@ -63,7 +63,7 @@ class IndexMaker:
 
 
 class IntervalIndexMaker:
-    """The kernels that build indices of row-interval masks of one layout: first the intervals, then the blocks.
+    """The kernels that build indices of row-interval masks of one layout; they compute intervals, then list blocks.
 
     Parameters
     ----------

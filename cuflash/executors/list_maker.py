@@ -15,7 +15,7 @@ from .launch import BoundPass, LaunchTarget
 
 
 class ListMaker:
-    """Kernels that list the blocks, join the lists, or compute the row intervals, of masks of one layout.
+    """Kernels that list the blocks, join the lists or compute the row intervals of masks of one layout.
 
     Attributes
     ----------

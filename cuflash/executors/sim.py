@@ -99,7 +99,7 @@ class Simulator:
         )
 
     def launch(self, spec: KernelSpec, grid: int, shared_bytes: int, arguments: tuple[Any, ...]) -> None:
-        """Run a kernel to its end."""
+        """Run a kernel, and return when it has ended."""
         kernel = _kernel(spec, self.sanitize)
         kernel((grid,), spec.num_threads, arguments, shared_bytes, self.schedule, time_limit=self.time_limit)
 

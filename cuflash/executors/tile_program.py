@@ -62,7 +62,7 @@ class _Schedule(NamedTuple):
 
 @lru_cache(maxsize=128)
 def _schedule(program: Program, requested: frozenset[int]) -> _Schedule:
-    """Order a program's instructions; values of `requested` are not overwritten within a block."""
+    """Order a program's instructions, so that values of `requested` are not overwritten within a block."""
     dependencies = depends(program)
     varies = ["s" in inputs or {"i", "j"} <= inputs for inputs in dependencies]
     last_use = {a: n for n, instruction in enumerate(program.instructions) for a in instruction.args if varies[n]}

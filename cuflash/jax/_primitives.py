@@ -95,7 +95,7 @@ def _executed(*arrays: Any, **parameters: Any) -> list[Any]:
 
 
 def executed(one: Pass, arrays: Sequence[Any]) -> list[Any]:
-    """Run a pass on arrays with data, as JAX's rule of the primitive does."""
+    """Run a pass on arrays with data, like the primitive's implementation in JAX."""
     first = arrays[0] if hasattr(arrays[0], "devices") else jax.numpy.asarray(arrays[0])
     (device,) = first.devices()
     call, name, names, shapes, wrt = one

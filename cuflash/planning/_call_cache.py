@@ -72,7 +72,7 @@ class CallCache:
             The call is removed from the cache as soon as this object is freed.
         """
         with self._lock:
-            left = [self._without_owner(key)]  # kept alive while locked, since destructors may take the lock
+            left = [self._without_owner(key)]  # kept alive until unlocked, since destructors may take the lock
             keys = None if owner is None else self._keys_of(owner)
             if keys is not None:
                 keys.add(key)

@@ -35,7 +35,7 @@ CAPTURED_SUMS = np.dtype(
     align=True,
 )
 OWN, EXACT, PARTS = "own", "exact", "parts"  # "parts" is followed by axes: "parts b", "parts h" or "parts bh"
-_SET_ZERO, _ROUND, _ADD_PARTS = range(3)  # operations of the kernel
+_SET_ZERO, _ROUND, _ADD_PARTS = range(3)  # operations of the kernel "captured_sums"
 _WARPS, _ELEMENTS_OF_THREAD, _MAX_BLOCKS = 4, 8, 1 << 12
 _ENTRY = Entry(family=SIMT, name="captured_sums")
 _WORD = 4  # bytes that the kernel sets to 0 at a time

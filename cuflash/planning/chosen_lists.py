@@ -47,7 +47,7 @@ NOT_JOINED = (
     "elements, blocks of 16, 32 or a multiple of 64 keys and row intervals, without dropout and without gradients of "
     "a score function's arrays"
 )
-# Mirrors `kernels_cu/attention/chosen_lists.cuh`.
+# This record mirrors `kernels_cu/attention/chosen_lists.cuh`.
 CHOSEN_LISTS = np.dtype(
     [
         *((name, _POINTER) for name in ("ranges", "words", *_COLUMNS, *_PARTS)),
@@ -59,7 +59,7 @@ CHOSEN_LISTS = np.dtype(
     ],
     align=True,
 )
-# Mirrors `kernels_cu/lists/chosen.cuh`.
+# This record mirrors `kernels_cu/lists/chosen.cuh`.
 CHOSEN_PARAMS = np.dtype(
     [
         *((name, _POINTER) for name in ("blocks", "counts")),
@@ -320,7 +320,7 @@ class UnionSource(SourceOfResults):
     ----------
     tiling : UnionTiling
     rows : IntervalWork
-        Row intervals. Blocks in which a query attends no key are dropped from its list.
+        Row intervals. Blocks in which a query attends to no key are dropped from its list.
     blocks : tuple of int
         Strides of the lists in bytes, along batch axes, heads, rows and entries; 0 along broadcast axes.
     itemsize : int

@@ -32,7 +32,7 @@ CACHE_PAGES = np.dtype(
     ],
     align=True,
 )
-OF_CACHE = {f"cache.{name}": name for name in ("k", "v", *TABLES)}  # array names of nested CACHE_PAGES
+OF_CACHE = {f"cache.{name}": name for name in ("k", "v", *TABLES)}  # names of a nested CACHE_PAGES
 SCALE_NAMES = ("k_scale", "v_scale")
 CACHE_SCALES = np.dtype([(name, MATRICES) for name in SCALE_NAMES], align=True)  # scales of FP8 pages
 DECODE = np.dtype(

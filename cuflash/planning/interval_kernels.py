@@ -33,7 +33,7 @@ _SIDES = ("q", "kv")
 _KINDS = ("sequences", "lengths", "documents")  # in the order of `IntervalKind` in kernels_cu/lists/interval_params.cuh
 _MOST_THREADS = 1 << 30  # maximum number of threads, since kernels number them in int32
 _OF_ORDERS_ALONE = ("row_lengths", "column_lengths", "tile_lengths")  # results that attention kernels do not read
-# Mirrors `kernels_cu/lists/interval_params.cuh`.
+# This record mirrors `kernels_cu/lists/interval_params.cuh`.
 INTERVAL_PARAMS = np.dtype(
     [
         *((f"{side}_integers", _POINTER) for side in _SIDES),

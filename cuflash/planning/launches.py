@@ -236,7 +236,7 @@ class DqSemaphoreOrder(NamedTuple):
         Pairs in a group.
     last_tile_lead : int
         Rounds by which the last tiles of keys precede the others; 0 under a causal mask, where only the last queries
-        attend them.
+        attend to these tiles.
     first_tile_lag : int
         Rounds by which the first tiles of keys, which wait for all others, come later.
     min_unfused_heads : int
@@ -282,7 +282,7 @@ class Kernels:
     forward, backward : Pass
     order : TileOrder
     num_splits : int
-        Thread blocks that share the keys of one tile of queries in the forward pass (split-KV).
+        Number of thread blocks that divide the keys of one query tile among themselves in the forward pass (split-KV).
     is_repeatable : bool
         All results are bitwise reproducible; otherwise blocks add to dq by atomic additions.
     """

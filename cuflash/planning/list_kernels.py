@@ -42,7 +42,7 @@ _SIZES = (
     "num_matrices", "num_heads", "seqlen_q", "seqlen_kv", "block_q", "block_kv", "num_q_blocks", "num_kv_blocks",
     "divisor_q", "divisor_kv",
 )  # fmt: skip
-# Mirrors `kernels_cu/lists/params.cuh`.
+# This record mirrors `kernels_cu/lists/params.cuh`.
 LIST_PARAMS = np.dtype(
     [
         ("mask", _POINTER),
@@ -308,7 +308,7 @@ def _has_no_intervals(mask: Mask) -> bool:
 def work_of_kernels(
     mask: Mask, shape: MaskShape, tile: tuple[int, int], *, is_ordered: bool = False
 ) -> WorkList:
-    """Return the work of a resolved mask on a GPU; lists of an `AtEachCall` are built at each call if kernels serve it.
+    """Return the work of a resolved mask on a GPU; if kernels can, each call builds the lists of an `AtEachCall`.
 
     If `is_ordered`, row intervals come with an order of blocks.
     """

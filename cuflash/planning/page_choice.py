@@ -14,7 +14,7 @@ from .list_kernels import AT_CALL
 from .selection_kernels import CHOICE, STRIDED_ROWS, ChoiceRule, layout_of_rows, selection_spec
 from .spec import KernelSpec
 
-# Mirrors `kernels_cu/lists/page_choice.cuh`.
+# This record mirrors `kernels_cu/lists/page_choice.cuh`.
 PAGE_CHOICE = np.dtype(
     [
         ("q", STRIDED_ROWS),

@@ -348,7 +348,7 @@ def _visits_all(work: WorkList) -> bool:
 def _tile_reasons(kernels: Kernels, num_batch: int) -> list[str]:
     """Return why a problem has more tiles than kernels can number."""
     advice = "split the batch or the heads over several calls"
-    limit = f"q, k and v must make at most {MAX_TILES} tiles for"
+    limit = f"q, k and v must have at most {MAX_TILES} tiles for"
     launches = (launch for each in kernels.passes.values() for launch in each.launches.values())
     return [
         f"{limit} {launch.spec.name}; got {launch.tiles * num_batch}: {advice}"

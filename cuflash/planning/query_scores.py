@@ -15,7 +15,7 @@ from .list_kernels import AT_CALL
 from .selection_kernels import CHOICE, STRIDED_ROWS, ChoiceRule, layout_of_rows
 from .spec import SM80, Entry, KernelSpec
 
-# Mirrors `kernels_cu/lists/query_scores.cuh`.
+# This record mirrors `kernels_cu/lists/query_scores.cuh`.
 QUERY_SCORES = np.dtype(
     [
         *((name, STRIDED_ROWS) for name in ("q", "k", "lse")),
@@ -34,7 +34,7 @@ _WIDTHS = (64, 128, 256)  # columns that the kernel is compiled for
 
 @dataclass(frozen=True, kw_only=True)
 class QueryChoice:
-    """A choice of blocks for each query by its products with keys that represent runs of keys.
+    """The rule by which each query chooses blocks, from its products with keys that represent runs of keys.
 
     Attributes
     ----------

@@ -15,8 +15,8 @@ from .problem import Problem
 from .spec import KernelSpec
 from .staged_array import STAGED_BOX, STAGED_MAP, staged_array
 
-NAME = "score"  # the feature's name
-MAP_NAME = "staged_map"  # the feature of the tensor map of a staged array
+NAME = "score"  # name of the feature with the score function
+MAP_NAME = "staged_map"  # name of the feature with the tensor map of a staged array
 
 
 def array_name(name: str) -> str:

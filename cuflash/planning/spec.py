@@ -121,7 +121,7 @@ class KernelSpec:
     adds_dq_in_order : bool
         Key tiles add to dQ in a fixed order, which makes it bitwise reproducible.
     is_split : bool
-        Split-KV: several thread blocks share a tile's keys, and another kernel merges their partial results.
+        Split-KV: several thread blocks divide a tile's keys, and another kernel merges their partial results.
     pack_gqa : bool
         A tile holds the queries of all heads that share a key/value head.
     packs_queries : bool

@@ -1,4 +1,4 @@
-"""The choice of `num_splits`: how many thread blocks share the keys of one tile of queries (split-KV)."""
+"""The choice of `num_splits`: the number of thread blocks that divide the keys of a query tile (split-KV)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def num_splits(problem: Problem, work: WorkList, forward: KernelSpec, tiles: int
     ----------
     forward : KernelSpec
     tiles : int
-        Tiles of queries over all batch entries and heads.
+        Number of query tiles over all batch entries and heads.
     num_blocks : int
         Thread blocks of the forward kernel that the GPU holds at once.
     """

@@ -194,9 +194,9 @@ def transformers_attention(
     query, key, value : torch.Tensor [batch, num_heads, seqlen, head_dim]
         As in `attention`; keys and values may have fewer heads.
     attention_mask : torch.Tensor, optional
-        True means attend; a floating-point mask is added to the scores. A mask must include the restrictions of
-        `is_causal` and `sliding_window`, which are then ignored. Without a mask, several queries are aligned to the
-        first key, like those of a prompt with a static cache, and a single query to the last key.
+        True means that the query attends to the key; a floating-point mask is added to the scores. A mask must include
+        the restrictions of `is_causal` and `sliding_window`, which are then ignored. Without a mask, several queries
+        are aligned to the first key, like those of a prompt with a static cache, and a single query to the last key.
     scaling : float, optional
         The factor of q . k; default: 1 / sqrt(head_dim).
     dropout : float

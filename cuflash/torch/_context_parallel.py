@@ -83,7 +83,7 @@ class ContextParallel(OfArrays):
         Parameters
         ----------
         x : torch.Tensor [..., seqlen, dim]
-            Rows are those of queries if the axis before the last has `seqlen` elements, else those of keys.
+            Its rows are queries if axis -2 has `seqlen` elements, and keys otherwise.
 
         Returns
         -------
@@ -153,7 +153,7 @@ class ContextParallel(OfArrays):
         Raises
         ------
         UnsupportedProblem
-            Tensors do not fit the layout, or those of other processes; every process raises it.
+            Tensors do not fit the layout or the tensors of other processes; every process raises it.
         PeerLost
             Another process is lost.
 

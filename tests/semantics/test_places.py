@@ -175,7 +175,7 @@ def test_wrong_places_are_refused(reason):
 
 
 def test_kernels_refuse_what_they_cannot_place():
-    with pytest.raises(UnsupportedProblem, match="dropout of a part of a longer sequence"):
+    with pytest.raises(UnsupportedProblem, match="dropout in a part of a longer sequence"):
         cuflash.attention(Q, K, V, q_start=3, dropout=Dropout(0.3, seed=5), executor="sim")
 
 

@@ -35,10 +35,10 @@ def _place_reasons(problem: Problem) -> list[str]:
     fix = "use executor='cpu'"
     reasons = []
     if problem.dropout is not None:
-        reasons.append(f"dropout of a part of a longer sequence (q_start=, kv_start=) does not run on kernels: {fix}")
+        reasons.append(f"kernels do not support dropout in a part of a longer sequence (q_start=, kv_start=): {fix}")
     if problem.score is not None and problem.places.q_runs:
         layout = "use layout='contiguous' of ContextParallel, or executor='cpu'"
-        reasons.append(f"score functions of queries that are not adjacent do not run on kernels: {layout}")
+        reasons.append(f"kernels do not support score functions of queries that are not adjacent: {layout}")
     return reasons
 
 

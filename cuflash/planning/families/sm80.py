@@ -238,7 +238,7 @@ class Sm80(Family):
         deterministic: bool = False,
         num_splits: int | None = None,
     ) -> Kernels:
-        """Return the launches. `num_splits` thread blocks share each tile's keys; the default is the fastest number."""
+        """Return the launches. `num_splits` thread blocks divide each tile's keys; by default, the fastest number."""
         if isinstance(work, UnionWork):
             specs = self.union_specs(problem, device, work.tiling.block, work.tiling.heads_per_tile)
             return union_kernels(problem, device, work, specs)
@@ -283,7 +283,7 @@ class Sm80(Family):
         widest = next(dim for dim in _UNION_DIMS if dim >= max(rounded_dims(problem)))
         dims, most = (widest, widest), dict.fromkeys(_OF_UNIONS, ROWS)
         if problem.score is not None and widest > 64:
-            most["backward"] = 32  # maximum keys of a tile for which no registers are spilled
+            most["backward"] = 32  # maximum keys of a tile without spilled registers
         chosen = {
             role: replace(
                 _fitting(entry, problem, dims, device, (ROWS, min(block, most[role])), ROWS), packs_queries=True
@@ -295,7 +295,7 @@ class Sm80(Family):
     def _forward(
         self, problem: Problem, device: DeviceSpec, work: WorkList, unsplit: KernelSpec, num_splits: int | None
     ) -> tuple[Pass, int]:
-        """Return the forward pass, and how many thread blocks share a tile's keys."""
+        """Return the forward pass, and the number of thread blocks that divide a tile's keys."""
         shares_masks = isinstance(work, IntervalWork) and (work.lo is None or work.lo.shape[1] == 1)
         spec = split_spec(unsplit, problem, device, problem.group_size if shares_masks else 1)
         heads = problem.num_kv_heads if spec.pack_gqa else problem.num_heads
@@ -358,7 +358,7 @@ class Sm80(Family):
 
 
 def split_spec(forward: KernelSpec, problem: Problem, device: DeviceSpec, group_size: int) -> KernelSpec:
-    """Return the split-KV forward kernel, in which several thread blocks share each tile's keys.
+    """Return the split-KV forward kernel, in which several thread blocks divide each tile's keys.
 
     If the queries of the `group_size` heads that share a key/value head fit in one tile, the tile holds all of them.
     """
@@ -459,7 +459,7 @@ def _fitted(tile: _Tile, dims: tuple[int, int], largest: tuple[int, int], max_ac
 def _with_partitionable_warps(tile: _Tile, dims: tuple[int, int]) -> _Tile:
     """Return a tile of the backward kernel with no more warps than can share each of its products."""
     products = [(tile.block_q, dims[0]), (tile.block_kv, dims[0]), (tile.block_kv, dims[1])]
-    if max(dims) <= 128:  # gradients of wider rows need more warps than the scores of small blocks can be divided among
+    if max(dims) <= 128:  # the gradients of wider rows need more warps than can share small scores
         products.append(tile[:2])
     num_warps = tile.num_warps
     while not all(can_partition(rows, columns, num_warps) for rows, columns in products):

@@ -55,8 +55,8 @@ _FORWARD_4_CONSUMERS = {64: (1536, _Tile(256, 64))}
 MIN_TILES_PER_PROCESSOR = 2
 # Limits for packed sequences, from steps 13 and 14 of packed_steps.log at commit b648872e. The dimensions in the last
 # two are the larger of head_dim and value_dim.
-LONG_SEQUENCE = 768  # mean keys per sequence from which tiles are taken in order, longest first
-SHORT_SEQUENCES = {64: 512, 128: 256}  # mean keys per sequence up to which tiles are small
+LONG_SEQUENCE = 768  # minimum mean keys per sequence for which tiles are taken in order, longest first
+SHORT_SEQUENCES = {64: 512, 128: 256}  # maximum mean keys per sequence for which tiles are small
 CUT_WIDTHS = frozenset({128})  # dimensions for which forward tiles are aligned to long sequences
 _STAGED_KEYS = 128  # keys of a step if elements of a captured array are staged
 # Listed kernels with one consumer warpgroup, by the larger dimension: thread blocks per multiprocessor, and stages.
@@ -271,7 +271,7 @@ def _ordered(problem: Problem, specs: dict[str, KernelSpec], work: WorkList) -> 
 
 
 def _with_cut_sequences(problem: Problem, work: WorkList, specs: dict[str, KernelSpec]) -> dict[str, KernelSpec]:
-    """Return the kernels; those of the backward pass use sequence-aligned tiles if the work has tiles of their size.
+    """Return the kernels, with sequence-aligned backward tiles if the work has such tiles of the kernel's size.
 
     The backward kernel must also compute dQ, with additions in any order. Staged arrays and gradients of sinks need
     tiles that start at multiples of the tile size, and bins of a table leave too little shared memory.
@@ -309,7 +309,7 @@ def in_small_tiles(forward: KernelSpec) -> KernelSpec:
 def _keys_of_sequence(work: IntervalWork) -> float | None:
     """Return the mean keys per sequence, or the window if shorter; None if that needs data from a device.
 
-    On the host, a new sequence is assumed wherever the first attended key advances by more than one.
+    On the host, a new sequence is assumed wherever the first key of a row advances by more than one.
     """
     if work.mean_length is not None or not isinstance(work.lo, np.ndarray):
         return work.mean_length

@@ -6,7 +6,7 @@ from ..score_bins import WARP_LANES
 from ..spec import SM90, Boxes, Entry, KernelSpec
 
 ROWS = 64  # queries of a warpgroup's wgmma
-_NUM_TILE_INFOS = 4  # work tiles in flight
+_NUM_TILE_INFOS = 4  # number of work tiles in flight
 # Sizes of messages and barriers, in bytes.
 _SLOT, _BARRIER, _TILE_INFO, _GROUP_RANGE, _MESSAGE, _FLAGS, _OTHER = 16, 8, 140, 12, 20, 4, 8
 _ARRAY_ALIGNMENT = 1024  # alignment of a staged array's slots, whose rows are swizzled by bits of their addresses
@@ -15,7 +15,7 @@ _MEMBERS, _WARPS = 8, 4  # bytes of a step's members, and warps of a tile of nei
 _COORDS = 12  # additional bytes of a tile's message if dO is loaded too
 _ARRAY_COORDS = 16  # additional bytes of a tile's message if an array is staged
 _COUNT = 4  # words of a counter of key tiles
-_QUERY_PARTS = 24  # additional bytes of a range of queries if backward tiles are aligned to sequences
+_QUERY_PARTS = 24  # additional bytes for the range of queries if backward tiles are aligned to sequences
 _GATHERED, _PART, _LAST_PART = 32, 24, 4  # additional bytes if queries are gathered
 _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 88, 104, 48
 _MAX_SHARED_BYTES, _STORAGE_BYTES = 227 << 10, 5 << 10  # equal to those in sm90/q_tiles.cuh
