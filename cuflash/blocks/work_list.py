@@ -419,7 +419,7 @@ def work_list(mask: Mask, shape: MaskShape, tile: tuple[int, int], *, is_ordered
 
     If `is_ordered`, row intervals also have orders in which kernels take tiles.
 
-    Arrays on a device are not inspected: their row intervals are used even if neighbouring rows have gaps between them.
+    Arrays on a device are not inspected: their row intervals are used even if neighboring rows have gaps between them.
     """
     xp = mask_namespace(mask)
     intervals = partial(
@@ -466,7 +466,7 @@ def _listed_side(natural: int, tile: int) -> int:
 
 
 def _widest_gap(lo: Array, hi: Array) -> int:
-    """Return the largest gap, in keys, between the intervals of adjacent rows, which kernels would visit needlessly."""
+    """Return the largest gap between the intervals of adjacent rows, whose keys kernels would visit needlessly."""
     gaps = np.where(lo[..., 1:] < hi[..., 1:], lo[..., 1:] - hi[..., :-1], 0)
     return int(gaps.max(initial=0))
 

@@ -237,7 +237,7 @@ class _Arguments:
         # A plan for an explicit device leaves the mask's arrays where they are.
         is_kept = device is not None and isinstance(mask, Mask)
         converted = mask if is_kept else partial(as_mask_of_arrays, mask, executor, q)
-        precision = "ieee" if precision_reasons(q, options.precision) else options.precision  # a rule reports others
+        precision = "ieee" if precision_reasons(q, options.precision) else options.precision  # a rule reports errors
         pose = partial(_posed, namespace(q) if is_array(q) else None, sink, options, composed, precision, converted)
         problem, resolved, further = pose(q, k, v)
         reasons += _with_turn(further, pose, q, k, v) if further else []

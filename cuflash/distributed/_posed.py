@@ -155,7 +155,7 @@ class Posed:
                 yield Move(each, compact, own, joint_runs(rows, local))
 
     def added(self, source: int, rank: int) -> tuple[tuple[int, int, int], ...]:
-        """Return the runs of a rank's keys whose gradients a source computes: in its results, and in the rows."""
+        """Return the runs of gradients that a rank adds: first row in a source's results, first own row, and count."""
         rows = self.moved(source, rank)
         return joint_runs(np.arange(len(rows)), self.keys.local(rank, rows))
 

@@ -126,7 +126,7 @@ class XlaPass:
     inputs : sequence of View
         The layouts of the arrays, with the names that executors use.
     has_lists : bool
-        True if kernels list the mask from its arrays at each call.
+        True if kernels build the lists of the mask from its arrays at each call.
     """
 
     def __init__(self, plan: KernelPlan, name: str, inputs: Sequence[View], has_lists: bool) -> None:

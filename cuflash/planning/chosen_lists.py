@@ -1,4 +1,4 @@
-"""Block lists per query: the unions that tiles of neighbouring queries visit, and the kernels that compute them.
+"""Block lists per query: the unions that tiles of neighboring queries visit, and the kernels that compute them.
 
 The kernels join lists on a device at each call. `blocks._chosen_work` joins lists on the host, and is the specification
 of these kernels.
@@ -30,7 +30,7 @@ from .launches import BATCH_AXES, Feature, Launch, Pass, Workspace
 from .problem import Problem
 from .spec import SIMT, Entry, KernelSpec
 
-ROWS = 64  # rows of a tile: neighbouring queries, each with all heads that share its list and its keys
+ROWS = 64  # rows of a tile: neighboring queries, each with all heads that share its list and its keys
 _TILES_OF_CHUNK = 64  # must equal kTilesOfChunk in kernels_cu/attention/chosen_lists.cuh
 _COLUMN_WARPS = 8  # warps that share the tiles of a chunk; each has its own counts
 _NARROW_BLOCKS, _STEP = (16, 32), 64  # supported keys per block: these, and multiples of 64
@@ -39,7 +39,7 @@ _POINTER = np.uint64
 _RESULTS = ("ranges", "kv_blocks", "words")
 _COLUMNS = ("chunk_counts", "column_pointers", "queries")
 _PARTS = ("part_pointers", "column_parts", "part_arrivals")
-QUERIES_PER_PART = 512  # minimum queries per part of a key block; a thread block sums each part
+QUERIES_PER_PART = 512  # minimum queries per part of a key block; each part has its own thread block
 _PARTS_IN_ALL = 1024  # approximate total number of parts: a few per thread block that a GPU holds at once
 NAME = "chosen"  # the feature's name
 NOT_JOINED = (
@@ -105,7 +105,7 @@ COLUMN_SPECS = {
 
 @dataclass(frozen=True, kw_only=True)
 class UnionTiling:
-    """The tiles of neighbouring queries for block lists per query.
+    """The tiles of neighboring queries for block lists per query.
 
     Attributes
     ----------
@@ -269,7 +269,7 @@ class UnionTiling:
 class UnionWork(IntervalWork):
     """Work with a block list per query, intersected with row intervals.
 
-    A tile of neighbouring queries visits all blocks in the lists of these queries. Its rows are ordered by query, then
+    A tile of neighboring queries visits all blocks in the lists of these queries. Its rows are ordered by query, then
     by the heads that share the list. `unions` are on the host, or None if they are computed at each call.
     """
 

@@ -89,8 +89,8 @@ _TILES: dict[int, dict[int, tuple[_Tile, ...]]] = {
     128: {0: (_Tile(64, 4, 4), _Tile(64, 4, 3), _Tile(64, 4, 2))},
     256: {0: (_Tile(64, 4, 3), _Tile(64, 4, 2), _Tile(32, 2, 2)), 64: (_Tile(64, 2, 2), _Tile(32, 2, 2))},
 }
-_STAGES_OF_MANY_BLOCKS = 2  # at most, so that more than two blocks fit on a multiprocessor and overlap
-_STAGES_OF_TWO_BLOCKS = 3  # at most, so that two blocks fit on a multiprocessor
+_STAGES_OF_MANY_BLOCKS = 2  # maximum stages for which more than two blocks fit on a multiprocessor
+_STAGES_OF_TWO_BLOCKS = 3  # maximum stages for which two blocks fit on a multiprocessor
 _E4M3_STAGES = 2  # number of FP8 stages that take the memory of one 16-bit stage
 
 

@@ -195,7 +195,7 @@ class IntervalSource(SourceOfResults):
 
     @property
     def mean_length(self) -> float | None:
-        """Mean number of keys per sequence, or of the window if that is narrower; None if the host does not know it."""
+        """Mean number of keys per sequence, or keys in the window if there are fewer; None if unknown on the host."""
         if self.kind != "sequences":
             return None
         return min(self.shape.seqlen_kv / max(1, self.num_offsets - 1), self.left + self.right + 1)

@@ -142,7 +142,7 @@ class Launch:
         Maximum number of thread blocks of a persistent kernel, each of which processes several tiles. Other kernels
         have one thread block per tile.
     boxes : dict of (rows, columns) or (queries, heads, columns) by array name
-        Boxes that the kernel copies by tensor maps; empty for kernels without tensor maps. A box of neighbouring
+        Boxes that the kernel copies by tensor maps; empty for kernels without tensor maps. A box of neighboring
         queries has several heads of each.
     features : tuple of str
         Names of those features of the pass that the kernel takes as parameters.

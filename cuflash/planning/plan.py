@@ -251,7 +251,7 @@ class KernelPlan:
 
     @property
     def visited_scores(self) -> int:
-        """Scores that the work list visits, over all batch entries and heads."""
+        """Number of scores that the work list visits, over all batch entries and heads."""
         total, work, shape = 0, self.work.on_host, self.problem.mask_shape
         for b in range(shape.num_batch):
             for h in range(shape.num_heads):

@@ -61,7 +61,7 @@ def layout(
 
 
 def _room_for_numbers(program: Program, accumulator: np.dtype[np.generic]) -> int:
-    """Return how many numbers the record has room for: a multiple of 8 bytes."""
+    """Return the length of the record's array of numbers, whose size is a multiple of 8 bytes."""
     in_a_word = 8 // accumulator.itemsize
     return -(-program.num_numbers // in_a_word) * in_a_word
 

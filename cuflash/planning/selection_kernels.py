@@ -320,7 +320,7 @@ def spreading(
     num_kv_blocks : int
         Blocks per row.
     group_size : int
-        Number of neighbouring heads that share their scores.
+        Number of neighboring heads that share their scores.
     parts : (int, int)
         Number of parts of keys that a compressed key covers, and number of parts per block.
     dtype : numpy.dtype

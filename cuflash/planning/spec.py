@@ -125,7 +125,7 @@ class KernelSpec:
     pack_gqa : bool
         A tile holds the queries of all heads that share a key/value head.
     packs_queries : bool
-        A tile holds neighbouring queries of all heads that share their block lists, and walks the union of these lists.
+        A tile holds neighboring queries of all heads that share their block lists, and walks the union of these lists.
     mma_rows : 0, 8 or 16
         Rows of the mma instruction that computes the products; 0 if the kernel uses fused multiply-adds.
     has_watchdog : bool

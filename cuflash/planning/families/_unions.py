@@ -1,4 +1,4 @@
-"""Passes for block lists per query: each tile of neighbouring queries walks the union of its lists."""
+"""Passes for block lists per query: each tile of neighboring queries walks the union of its lists."""
 
 from __future__ import annotations
 

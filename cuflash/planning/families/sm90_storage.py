@@ -5,13 +5,13 @@ from __future__ import annotations
 from ..score_bins import WARP_LANES
 from ..spec import SM90, Boxes, Entry, KernelSpec
 
-ROWS = 64  # queries of a warpgroup's wgmma
+ROWS = 64  # queries per wgmma instruction of a warpgroup
 _NUM_TILE_INFOS = 4  # number of work tiles in flight
 # Sizes of messages and barriers, in bytes.
 _SLOT, _BARRIER, _TILE_INFO, _GROUP_RANGE, _MESSAGE, _FLAGS, _OTHER = 16, 8, 140, 12, 20, 4, 8
 _ARRAY_ALIGNMENT = 1024  # alignment of a staged array's slots, whose rows are swizzled by bits of their addresses
 _KEPT_STAGES = 2  # steps for which dropout's keep bits are drawn ahead
-_MEMBERS, _WARPS = 8, 4  # bytes of a step's members, and warps of a tile of neighbouring queries; each warp has flags
+_MEMBERS, _WARPS = 8, 4  # bytes of a step's members, and warps of a tile of neighboring queries; each warp has flags
 _COORDS = 12  # additional bytes of a tile's message if dO is loaded too
 _ARRAY_COORDS = 16  # additional bytes of a tile's message if an array is staged
 _COUNT = 4  # words of a counter of key tiles
