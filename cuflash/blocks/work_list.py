@@ -91,7 +91,7 @@ class IntervalWork:
         """The tiles that end with their sequences, int32, for kernels.
 
         q_blocks [matrices, tiles + 1] has the first row of each tile and kv_blocks, of the same form, the first key.
-        column_entries [matrices, tiles] lists the tiles of keys, most queries that attend to the tile first.
+        column_entries [matrices, tiles] lists the tiles of keys by descending number of queries that attend to them.
         """
         if self.sequence_tile is None or self.lo is None or self.hi is None:
             return {}

@@ -496,7 +496,7 @@ def bound_pass(
 
 
 def compile_kernels(specs: Iterable[KernelSpec], machine: Gpu) -> None:
-    """Compile and load kernels that need no more than the default size of dynamic shared memory.
+    """Compile and load kernels, without a request for more than the default size of dynamic shared memory.
 
     Raises
     ------

@@ -58,7 +58,7 @@ class ScoreTangents:
         return cls(score, program, slopes, derivatives, operands, loads, bool(moved))
 
     def apply(self, s: Array, f_dot: Array, at: tuple[Array, ...]) -> None:
-        """Replace scores by final scores in place; `f_dot` has the tangents of both, before and after."""
+        """Replace scores by final scores, and tangents of scores in `f_dot` (if any) by those of final scores."""
         f, tangent = self.program.results
         for block in blocks(self.program, self.operands, s, at, frozenset((f, tangent)), f_dot):
             part = block.tiles, block.keys

@@ -1,4 +1,4 @@
-"""Passes under `jax.vmap`: one call with one more batch axis, or one call per entry if entries have numbers."""
+"""Passes under `jax.vmap`: one call with one more batch axis, or a call per entry if results depend on its number."""
 
 from __future__ import annotations
 

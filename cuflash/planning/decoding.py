@@ -238,7 +238,7 @@ def part_workspaces(pairs: tuple[int, ...], rows: int, spec: KernelSpec, max_par
 
 
 def num_parts(problem: Problem, device: DeviceSpec) -> int:
-    """Return the maximum number of parts of a sequence: about the number of multiprocessors per key/value head."""
+    """Return the maximum parts of a sequence: the power of two nearest to the multiprocessors per key/value head."""
     ratio = device.num_processors / problem.num_kv_heads
     return int(min(MOST_PARTS, max(1, 2 ** round(float(np.log2(ratio))))))
 
