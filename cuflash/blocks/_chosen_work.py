@@ -1,4 +1,4 @@
-"""Work lists for queries that each choose blocks: a tile visits the union of its queries' lists, one bit per query."""
+"""Work lists for queries with their own block lists: a tile visits the union of its lists, with a bit per query."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .index_mask import IndexMask
 from .work_list import ListedWork
 
 _TILE = 64  # queries per tile, one per bit of a word; also the minimum number of keys per tile
-_LARGEST_BLOCK = 512  # keys; limited because a tile of keys holds whole blocks
+_LARGEST_BLOCK = 512  # maximum number of keys per block, since a tile of keys holds whole blocks
 
 
 class Unions(NamedTuple):
@@ -32,9 +32,9 @@ class Unions(NamedTuple):
     pointers : int64 array [matrices * tiles + 1]
         The start of each tile's entries.
     numbers : int64 array [entries]
-        The listed numbers, ascending within a tile.
+        The numbers in each tile's union, in ascending order.
     words : uint64 array [entries]
-        Bit r is set if row r of the tile has the number in its list.
+        Bit r is set if the list of the tile's row r contains the number.
     """
 
     pointers: Array
@@ -48,11 +48,11 @@ class Unions(NamedTuple):
         Parameters
         ----------
         matrix, row, number : int64 arrays [members]
-            The numbers in the lists of all rows of all matrices, without repetitions within a row.
+            The matrix, row and number of each list element, without repetitions.
         height : int
             Rows per tile, at most 64.
         extents : (int, int, int)
-            The number of matrices, the rows of each, and the number of possible numbers.
+            The number of matrices, the number of rows per matrix, and the number of possible list elements.
 
         Examples
         --------
@@ -87,9 +87,9 @@ class Unions(NamedTuple):
 class ChosenWork(ListedWork):
     """Work on the host for queries that each have a list of blocks, optionally within row intervals.
 
-    The index has blocks of one query, per list head, and its row intervals apply to all of its blocks. A tile of
-    queries visits each block that at least one of them chose. A tile of keys holds whole blocks, and visits exactly the
-    queries that chose at least one of them.
+    The index has blocks of one query, for each head with its own lists; its row intervals apply to all of its blocks. A
+    tile of queries visits each block that at least one of these queries chose. A tile of keys holds whole blocks, and
+    visits exactly the queries that chose at least one of these blocks.
     """
 
     heads_of_list: int = 1  # query heads that share a list
@@ -167,7 +167,7 @@ class ChosenWork(ListedWork):
     def hidden(
         self, batch_head: tuple[int, int], part: GatheredRows, queries: slice | None, keys: slice | None
     ) -> Array:
-        """Return which elements of a tile and of the rows that it visits are masked, bool [keys, queries].
+        """Return which pairs of a tile's rows and the rows that it visits are masked, bool [keys, queries].
 
         Pass the queries or the keys of the tile, and None for the side that it visits.
         """
@@ -225,7 +225,7 @@ def chosen_work(mask: Mask, shape: MaskShape) -> ChosenWork | None:
 
 
 def _lists(mask: Mask) -> tuple[BlockIndex, int] | None:
-    """Return the lists of a host mask as an index with blocks of one query, and the heads per list."""
+    """Return a host mask's lists as an index with blocks of one query, and the heads per list; None without lists."""
     if isinstance(mask, ResolvedChosen) and namespace(mask.source.blocks) is np:
         assert isinstance(mask.cells, BlockSet)
         batch, num_heads, seqlen_q, _ = mask.cells.grid
@@ -237,7 +237,7 @@ def _lists(mask: Mask) -> tuple[BlockIndex, int] | None:
 
 
 def _is_cut_by_rows(index: BlockIndex) -> bool:
-    """True if the elements of an index with blocks of one query are its blocks, intersected with any row intervals."""
+    """True if an index with blocks of one query allows exactly its blocks, within its row intervals if it has any."""
     if (index.kinds == BlockKind.BITS).any():
         return False
     if index.lo is None or index.hi is None:

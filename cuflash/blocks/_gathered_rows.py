@@ -1,4 +1,4 @@
-"""Rows that a tile visits, with a bit for each group of its own rows that visits them."""
+"""Rows that a tile visits, with a bit per group of the tile's rows, which is set if the group visits the row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class GatheredRows(NamedTuple):
     rows : int64 array [n]
         Keys that a tile of queries visits, or queries that visit a tile of keys, ascending.
     words : uint64 array [n], or None
-        Bit t is set if the tile's rows from t * tokens to (t + 1) * tokens visit the row; None if all do.
+        Bit t is set if the tile's rows from t * tokens to (t + 1) * tokens visit the row; None if all rows do.
     tokens : int
         Number of rows of the tile per bit.
     is_cut : bool
@@ -40,7 +40,7 @@ class GatheredRows(NamedTuple):
         return self.words is not None or self.is_cut
 
     def parts(self, width: int) -> Iterator[GatheredRows]:
-        """Yield the rows in parts of at most `width`."""
+        """Yield the rows in parts of at most `width` rows."""
         for first in range(0, len(self.rows), width):
             part = slice(first, first + width)
             yield self._replace(rows=self.rows[part], words=None if self.words is None else self.words[part])

@@ -9,13 +9,13 @@ from .index_mask import IndexMask
 
 
 class Owner:
-    """An owner of cached calls, which leave the cache when nothing refers to this object. Their keys hold its `id`."""
+    """The owner of cached calls, which leave the cache when this object is freed. Their keys contain its `id`."""
 
 
 class KeptIndex(NamedTuple):
     """The mask of a block index on the host, which caches its work lists, and the owner of its cached calls.
 
-    Neither may refer to the index: a reference cycle would hold device memory until Python's garbage collector runs.
+    Neither field may refer to the index: a reference cycle would keep device memory until the garbage collector runs.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class CarriedLists(NamedTuple):
     lists : uint8 array
         All lists, one after the other.
     source : ListSource
-        The positions of the lists in the array: one object for all indices of one layout.
+        The object that has the positions of the lists in the array; all indices of one layout share it.
     """
 
     lists: Array
@@ -45,7 +45,7 @@ class CarriedLists(NamedTuple):
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """The lists by name, as `ListedWork.lists` has them."""
+        """The lists, by the same names as in `ListedWork.lists`."""
         views: dict[str, Array] = self.source.lists_of(self.lists)
         return views
 

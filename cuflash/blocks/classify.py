@@ -1,4 +1,4 @@
-"""Exact classification of a mask's blocks as absent, full or partial: by closed forms, else element by element."""
+"""Exact classification of a mask's blocks as absent, full or partial: by closed forms or element by element."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _listed(mask: BlockSet, grid: _Grid) -> ClassifiedBlocks:
 
 
 def extents(mask: Mask, shape: MaskShape, xp: Namespace = np) -> tuple[int, int]:
-    """Return the batch entries and heads over which a resolved mask varies, from how its result broadcasts."""
+    """Return the numbers of batch entries and heads over which a mask varies, from how its result broadcasts."""
     b = xp.arange(shape.num_batch)[:, None, None, None]
     h = xp.arange(shape.num_heads)[:, None, None]
     first = xp.zeros((1, 1), dtype=np.int64)
@@ -201,7 +201,7 @@ def _half(extent: Array) -> Array:
 
 
 def _single_blocks(matrix: Array, row0: Array, row1: Array, col0: Array, col1: Array) -> _Blocks:
-    """Return the single blocks of which boxes consist."""
+    """Return the single blocks that boxes consist of."""
     width, area = col1 - col0, (row1 - row0) * (col1 - col0)
     box = np.repeat(np.arange(len(matrix)), area)
     offset = np.arange(len(box)) - np.repeat(np.cumsum(area) - area, area)
@@ -289,7 +289,7 @@ def row_intervals(
 
 
 def transposed_intervals(lo: Array, hi: Array, seqlen_kv: int) -> tuple[Array, Array]:
-    """Return the interval of queries that attend each key; it is one, since lo and hi of rows never decrease."""
+    """Return the queries that attend to each key: one interval, because lo and hi of rows never decrease."""
     xp, leading = namespace(lo), lo.shape[:-1]
     keys = xp.arange(seqlen_kv)
     first, end = (xp.empty((*leading, seqlen_kv), dtype=np.int32) for _ in range(2))

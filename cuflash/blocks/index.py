@@ -43,9 +43,9 @@ make_on_device: Callable[[Array | None, Mask, MaskShape, tuple[int, int], Hashab
 class BlockIndex:
     """The blocks of a mask: absent, full or partial, and the elements of the partial blocks.
 
-    ``& | ^ - ~`` combine indices of one block size to an index, and an index on either side with a mask, a boolean
-    array, a scipy.sparse array of elements or a function of (b, h, i, j) to a mask. Indices are equal if they have the
-    same shape and block size and allow the same elements.
+    ``& | ^ - ~`` combine indices of one block size into an index. On either side of a mask, a boolean array, a
+    scipy.sparse array of elements or a function of (b, h, i, j), an index results in a mask. Indices are equal if they
+    have the same shape and block size and allow the same elements.
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ class BlockIndex:
         Parameters
         ----------
         mask : Mask, BlockIndex, bool array, scipy.sparse array of elements, or function of (b, h, i, j)
-            The keys that each query attends.
+            The keys that each query attends to.
         seqlen_q, seqlen_kv : int
             Lengths in tokens.
         block : int or (int, int)
@@ -241,7 +241,7 @@ class BlockIndex:
         Raises
         ------
         UnsupportedProblem
-            `blocks` is not a boolean array, or does not fit the lengths; all reasons at once.
+            `blocks` is not a boolean array, or does not fit the lengths. The message lists all reasons.
 
         Examples
         --------
@@ -274,7 +274,7 @@ class BlockIndex:
         matrix : scipy.sparse array
             Elements, in any format, if the shape is [seqlen_q, seqlen_kv], or these lengths padded to whole blocks as
             in the result of `to_scipy` with elements=True. Full blocks if the shape is [num_q_blocks, num_kv_blocks].
-            Stored zeros are masked, just as elements that are not stored.
+            Stored zeros are masked, just like elements that are not stored.
         seqlen_q, seqlen_kv : int
             Lengths in tokens.
         block : int or (int, int), optional
@@ -290,7 +290,7 @@ class BlockIndex:
         TypeError
             `matrix` is not a scipy.sparse array.
         UnsupportedProblem
-            The shape is none of these, elements beyond the lengths are nonzero, or `block` is missing.
+            The shape matches none of these, elements beyond the lengths are nonzero, or `block` is missing.
 
         Examples
         --------
@@ -467,7 +467,7 @@ class BlockIndex:
 
     @cached_property
     def _block_rows(self) -> Array:
-        """The block row of each entry, numbered through batch and heads.
+        """The block row of each entry, numbered consecutively over batch and heads.
 
         Examples
         --------
@@ -484,7 +484,7 @@ class BlockIndex:
 
     @cached_property
     def _columns(self) -> tuple[Array, Array]:
-        """Pointers and entry numbers, int32, of the block columns, numbered through batch and heads; rows increase.
+        """The entries of each block column, over batch and heads: pointers and entry numbers, int32; rows increase.
 
         On a device, zeros follow the last entry.
         """
@@ -530,7 +530,7 @@ class BlockIndex:
         Returns
         -------
         bool array [batch, num_heads, seqlen_q, seqlen_kv]
-            True if the query attends the key.
+            True if the query attends to the key.
 
         Examples
         --------
@@ -555,8 +555,8 @@ class BlockIndex:
         Returns
         -------
         scipy.sparse.csr_array or scipy.sparse.bsr_array
-            CSR of blocks, 1 if full and 2 if partial; or BSR of the exact elements as booleans, with the shape padded
-            to whole blocks.
+            A CSR array of blocks, 1 if full and 2 if partial; or a BSR array of the elements as booleans, whose shape
+            is padded to whole blocks.
 
         Raises
         ------
@@ -588,7 +588,7 @@ class BlockIndex:
         return bsr_array((blocks.reshape(-1, *self.block), cols, rows), shape=shape, blocksize=self.block)
 
     def row_counts(self) -> Array:
-        """Count the keys that each query attends.
+        """Count the keys that each query attends to.
 
         Returns
         -------
@@ -727,7 +727,7 @@ class BlockIndex:
         return self.transpose()
 
     def transpose(self) -> BlockIndex:
-        """Exchange queries and keys: block row c of the result lists the query blocks that attend key block c.
+        """Exchange queries and keys: block row c of the result lists the query blocks that attend to key block c.
 
         Returns
         -------
@@ -774,7 +774,7 @@ class BlockIndex:
         itemsize : int
             Bytes per element of q, k and v.
         eligible : BlockIndex, optional
-            The denominator of `density`, such as the causal index. Default: all blocks of the grid.
+            An index whose listed blocks are the denominator of `density`. Default: all blocks of the grid.
 
         Returns
         -------
@@ -888,7 +888,7 @@ class BlockIndex:
     def _combined(
         self, other: BlockIndex | Mask | Array, combine: Callable[[Mask, Mask | Array], Mask]
     ) -> Any:
-        """Combine two block indices to an index, or an index and another mask or array to a mask."""
+        """Combine two block indices into an index, or an index and another mask or array into a mask."""
         if not isinstance(other, BlockIndex):
             return combine(self.as_mask(), other)
         ours, theirs = ((x.seqlen_q, x.seqlen_kv, x.block) for x in (self, other))

@@ -29,7 +29,7 @@ class IndexMask(Mask):
 
     @cached_property
     def works(self) -> dict[tuple[int, int], Any]:
-        """The work of the mask by block size, which plans with this mask share, together with its device copies."""
+        """The work lists of the mask by block size; plans with this mask share them and their device copies."""
         return {}
 
     @property
@@ -47,7 +47,7 @@ class IndexMask(Mask):
 
     @cached_property
     def table(self) -> LeadingArray:
-        """The entry of each block of an index on a device; the capacity for a block without an entry."""
+        """The entry of each block of an index on a device; the capacity of the lists if a block has no entry."""
         index = self.index
         xp, capacity, num_cells = namespace(index.indptr), len(index.indices), prod(self.grid)
         entry = xp.arange(capacity, dtype=np.int32)

@@ -46,7 +46,7 @@ class IndexReport:
 
     @property
     def density(self) -> float:
-        """The number of kept blocks divided by that of eligible blocks, which `denominator` names."""
+        """The number of kept blocks divided by the number of eligible blocks, which `denominator` describes."""
         return (self.num_full + self.num_partial) / self.num_eligible if self.num_eligible else 0.0
 
     @property
@@ -141,7 +141,7 @@ def report_of(
 
 
 def row_counts_of(index: ListedBlocks) -> Array:
-    """Return the number of keys that each query attends, int64 [batch, num_heads, seqlen_q]."""
+    """Return the number of keys that each query attends to, int64 [batch, num_heads, seqlen_q]."""
     block_q, block_kv = index.block
     counts = np.zeros((len(index.indptr) - 1, block_q), np.int64)
     first_key = index.indices.astype(np.int64) * block_kv
@@ -186,7 +186,7 @@ def elements_of(index: ListedBlocks, entry: int) -> Array:
 
 
 def _require_same_blocks(index: ListedBlocks, eligible: object) -> None:
-    """Refuse a denominator of the density that is not a `BlockIndex` with the same lengths and blocks."""
+    """Refuse `eligible` blocks that are not a `BlockIndex` with the same lengths and block size."""
     if type(eligible) is not type(index):
         raise UnsupportedProblem([f"eligible must be a BlockIndex or None; got {describe(eligible)}"])
     ours, theirs = (((each.seqlen_q, each.seqlen_kv), each.block) for each in (index, eligible))

@@ -1,9 +1,9 @@
 """Tiles aligned to packed sequences, numbered so that a kernel can compute their positions.
 
-Rows are divided into sequences; those before the first sequence, and those after the last, also count as a sequence.
+Rows are divided into sequences; rows before the first sequence and rows after the last also count as sequences.
 Sequence n starts at row s[n], and its first tile has the number s[n] // height + n. So length // height tiles, plus one
 per sequence, are enough; the last tiles of a sequence may be empty. The tile of row i has a number between i // height
-and i // height plus the number of sequences. `kernels_cu/lists/intervals.cu` computes the same from device offsets.
+and i // height plus the number of sequences. `kernels_cu/lists/intervals.cu` does the same with offsets on a device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..arrays import Array
 
 
 def num_tiles(length: int, height: int, num_sequences: int) -> int:
-    """Return the number of tiles of a matrix.
+    """Return the number of tiles along one axis of a matrix.
 
     >>> num_tiles(300, 64, 2)
     6
@@ -57,7 +57,7 @@ def sequence_bounds(lo: Array, seqlen_kv: int) -> tuple[Array, Array]:
     Parameters
     ----------
     lo : int array [matrices, seqlen_q]
-        The first key that each query attends.
+        The first key that each query attends to.
 
     >>> import numpy as np
     >>> queries, keys = sequence_bounds(np.array([[0, 0, 4, 4, 4]]), 9)

@@ -1,7 +1,7 @@
 """Work lists of kernels: the keys that each tile of queries visits, and the queries that visit each tile of keys.
 
 Implicit work is a band (a few integers) or row intervals (two integers per row), without a list. Explicit work is a
-block index and its transpose. All have the methods `row` and `column`, which return segments.
+block index and its transpose. Both kinds have the methods `row` and `column`, which return segments.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class IntervalWork:
-    """Work whose rows each attend one interval of keys: dense, causal, windows, lengths, prefixes, sorted documents.
+    """Work in which a row attends to one interval of keys, as in causal masks, windows, lengths and sorted documents.
 
     If `band` is set, it is the whole description: a few integers, no array.
     Otherwise `lo` and `hi` [batch or 1, num_heads or 1, seqlen_q] never decrease with the row, so that binary searches
     find the keys of a tile of rows, the rows of a tile of keys, and the full part of both.
     If `is_ordered`, kernels process blocks of rows, and of keys, in descending order of their lengths. `mean_length` is
     the mean number of keys of packed sequences, if the host knows it.
-    If `sequence_tile` is set, to the rows and keys of a tile, the work also has tiles that end with their sequences.
+    `sequence_tile` is (rows, keys) of tiles that end with their sequences, if the work also has such tiles.
     """
 
     seqlen_q: int
@@ -91,7 +91,7 @@ class IntervalWork:
         """The tiles that end with their sequences, int32, for kernels.
 
         q_blocks [matrices, tiles + 1] has the first row of each tile and kv_blocks, of the same form, the first key.
-        column_entries [matrices, tiles] lists the tiles of keys in descending order of the queries that attend them.
+        column_entries [matrices, tiles] lists the tiles of keys by descending number of queries that attend to them.
         """
         if self.sequence_tile is None or self.lo is None or self.hi is None:
             return {}
@@ -229,7 +229,7 @@ class ListedWork:
 
     @cached_property
     def max_entries_in_row(self) -> int:
-        """The number of entries of the longest block row; on a device an upper bound, which needs no wait."""
+        """The number of entries of the longest block row; on a device, an upper bound that is known without a wait."""
         index = self.index
         return int(np.diff(index.indptr).max(initial=0)) if index.is_on_host else index.num_kv_blocks
 
@@ -258,7 +258,7 @@ class ListedWork:
           column by column; and column_steps, 4 * q_block + kind of each of these. Elements after the last entry are not
           read.
         - int32: row_order [matrices * num_q_blocks] and column_order [matrices * num_kv_blocks], the numbers of the
-          block rows and columns of each matrix, in descending order of their entries; among equals, the last is first.
+          block rows and columns of each matrix, with the most entries first; among equals, the last is first.
         - lo and hi as in `BlockIndex`.
         """
         index = self.index
@@ -312,12 +312,12 @@ class ListedWork:
 
     @cached_property
     def used_keys(self) -> tuple[Array, Array]:
-        """The first key, and one past the last, that any row of each bit tile attends."""
+        """For each bit tile, the first key and one past the last key that any row attends to."""
         return _used_range(unpack(np.bitwise_or.reduce(self.index.bits, axis=1), self.index.block[1]))
 
     @cached_property
     def used_rows(self) -> tuple[Array, Array]:
-        """The first row, and one past the last, of each bit tile that attends any key."""
+        """For each bit tile, the first row and one past the last row that attends to a key."""
         return _used_range(self.index.bits.any(-1))
 
     def row(self, b: int, h: int, start: int, stop: int) -> Sequence[Segment | GatheredRows]:
@@ -375,7 +375,7 @@ def _longest_first(lengths: Array) -> Array:
 
 
 def _owner(b: int, h: int, extents: tuple[int, ...]) -> tuple[int, int]:
-    """Return an entry's index in arrays whose first axes may have extent 1."""
+    """Return the index of (b, h) in arrays whose first two axes may have extent 1."""
     return (b if extents[0] > 1 else 0), (h if extents[1] > 1 else 0)
 
 
@@ -392,7 +392,7 @@ def _segments(
     within: tuple[int, int],
     used: tuple[Array, Array],
 ) -> list[Segment]:
-    """Convert listed blocks to segments: merge adjacent full ones, and trim partial ones to the keys (or rows) used."""
+    """Convert listed blocks to segments: merge full neighbors, and trim partial blocks to their keys (or rows)."""
     segments: list[Segment] = []
     for number, kind, tile in zip(blocks.tolist(), index.kinds[entries].tolist(), index.tiles[entries].tolist()):
         start, stop = number * block, min((number + 1) * block, length)
@@ -417,9 +417,9 @@ NATURAL_BLOCKS = (16, 512)  # smallest and largest natural block size that is us
 def work_list(mask: Mask, shape: MaskShape, tile: tuple[int, int], *, is_ordered: bool = False) -> WorkList:
     """Return the work of a resolved mask for a kernel's tile size; a mask of blocks is listed at its own block size.
 
-    If `is_ordered`, row intervals include orders of blocks of the tile's size.
+    If `is_ordered`, row intervals also have orders in which kernels take tiles.
 
-    Arrays on a device are not inspected: their row intervals are used even if neighbouring rows have gaps between them.
+    Arrays on a device are not inspected: their row intervals are used even if neighboring rows have gaps between them.
     """
     xp = mask_namespace(mask)
     intervals = partial(
@@ -466,7 +466,7 @@ def _listed_side(natural: int, tile: int) -> int:
 
 
 def _widest_gap(lo: Array, hi: Array) -> int:
-    """Return the largest gap, in keys, between the intervals of adjacent rows, which kernels would visit needlessly."""
+    """Return the largest gap between the intervals of adjacent rows, whose keys kernels would visit needlessly."""
     gaps = np.where(lo[..., 1:] < hi[..., 1:], lo[..., 1:] - hi[..., :-1], 0)
     return int(gaps.max(initial=0))
 
@@ -483,7 +483,7 @@ def requested_mask(
     TypeError
         `mask` is not a Mask, a BlockIndex, an array, a scipy.sparse array or a function.
     UnsupportedProblem
-        An argument breaks its rule or does not fit the shape; all reasons at once.
+        An argument breaks its rule or does not fit the shape. The message lists all reasons.
     """
     reasons: list[str] = []
     parts: list[Mask] = []

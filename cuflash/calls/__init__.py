@@ -1,1 +1,1 @@
-"""This package prepares a call for its plan: arrays of other libraries, and masks whose blocks kernels list."""
+"""The path of a call: its arguments are checked, its plan is looked up or created, and its passes run."""

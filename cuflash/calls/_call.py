@@ -40,7 +40,7 @@ _host = lru_cache(maxsize=1)(DeviceSpec.host)
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Everything about a call except its arrays, the seed of its dropout and its device, checked.
+    """The checked arguments of a call, without its arrays, the seed of its dropout and its device.
 
     Attributes
     ----------
@@ -81,18 +81,18 @@ class Call:
         options : Options
             The other arguments.
         device : DeviceSpec, optional
-            The device that the call is planned for; default: the current one.
+            The device for which the call is planned; default: the current one.
         rows : RowsPerScale, optional
             How many rows of q, k and v share a scale, if these are FP8 operands.
         reasons : iterable of str
-            Reasons, found by the caller, to refuse the call.
+            The caller's own reasons to refuse the call.
 
         Raises
         ------
         TypeError
             An argument has the wrong type.
         UnsupportedProblem
-            Arguments break their rules; lists every reason.
+            Arguments break their rules. The message lists all reasons.
         """
         arguments = _Arguments.of(q, k, v, options, device, rows)
         refuse([*reasons, *(reason for rule in _RULES for reason in rule(arguments))])
@@ -134,7 +134,7 @@ class Call:
         Raises
         ------
         UnsupportedProblem
-            No kernel supports the call on the device; names each candidate family with its reasons.
+            No kernel supports the call on the device. The message lists all reasons.
         """
         device = device or _device(self.executor)
         if self.executor == "cpu":
@@ -197,13 +197,13 @@ class _Arguments:
         q, k and v.
     options : Options
     executor : str
-        With "auto" resolved. Empty if the argument is not a string.
+        The selected executor instead of "auto"; empty if the argument is not a string.
     device : DeviceSpec, optional
     rows : RowsPerScale, optional
     problem : Problem, optional
-        None if the arguments define no problem.
+        None if the arguments do not define a problem.
     mask : Mask, optional
-        Resolved; None if the arguments define no mask.
+        The resolved mask; None if the arguments do not define one.
     reasons : list of str
         Why the problem or the mask is missing.
     """
@@ -233,11 +233,11 @@ class _Arguments:
             _captured(options, q)
         mask = options.mask
         if type(mask) is BlockIndex and mask._kept is not None:
-            mask = mask._kept.mask  # a mask that caches lists of earlier calls
+            mask = mask._kept.mask  # this mask caches the work lists of earlier calls
         # A plan for an explicit device leaves the mask's arrays where they are.
         is_kept = device is not None and isinstance(mask, Mask)
         converted = mask if is_kept else partial(as_mask_of_arrays, mask, executor, q)
-        precision = "ieee" if precision_reasons(q, options.precision) else options.precision  # a rule reports it
+        precision = "ieee" if precision_reasons(q, options.precision) else options.precision  # a rule reports errors
         pose = partial(_posed, namespace(q) if is_array(q) else None, sink, options, composed, precision, converted)
         problem, resolved, further = pose(q, k, v)
         reasons += _with_turn(further, pose, q, k, v) if further else []
@@ -258,9 +258,9 @@ def _executor(arrays: tuple[Any, ...], executor: Any, device: Any) -> Any:
 def _posed(
     where: Any, sink: Any, options: Options, composed: Score | None, precision: Any, mask: Any, q: Any, k: Any, v: Any
 ) -> tuple[Problem | None, Mask | None, list[str]]:
-    """Return the problem of a call, its resolved mask, and the reasons to refuse it; a `partial` creates the mask.
+    """Return the problem of a call, its resolved mask, and the reasons to refuse it.
 
-    `where` is the namespace of q, or None if q is not an array.
+    `where` is the namespace of q, or None if q is not an array. `mask` may be a `partial` that creates the mask.
     """
     reasons, resolved = list[str](), None
     problem = problem_of(reasons, q, k, v, scale=options.scale, precision=precision)
@@ -288,9 +288,9 @@ def _posed(
 
 
 def _with_turn(reasons: list[str], pose: Callable[..., Any], *arrays: Any) -> list[str]:
-    """Return reasons to refuse a call, with a hint on those that vanish if the heads axis comes after the tokens axis.
+    """Add a hint to the reasons that would vanish if the arrays had their heads after their tokens.
 
-    The hint is for arrays with at least as many tokens as heads. `pose(q, k, v)` returns the reasons last.
+    The hint requires that axis -3 is at least as long as axis -2. The last result of `pose(q, k, v)` is its reasons.
     """
     shapes = [tuple(array.shape) for array in arrays]
     if any(len(shape) < 3 or shape[-3] < shape[-2] for shape in shapes):
@@ -320,7 +320,7 @@ def _kind_reasons(call: _Arguments) -> list[str]:
     if call.device is not None or not kinds - {"cupy" if call.executor == "gpu" else "numpy"}:
         return []
     wanted, fix = ("CuPy", "cupy.asarray(q)") if call.executor == "gpu" else ("NumPy", "cupy.asnumpy(q)")
-    came = f"got {kinds.pop()}'s as q, k and v"
+    came = f"got {kinds.pop()} arrays as q, k and v"
     return [f"executor={call.executor!r} takes {wanted} arrays; {came}: pass {fix}, or leave executor= out"]
 
 
@@ -335,7 +335,7 @@ def _kernel_reasons(call: _Arguments) -> list[str]:
     if not is_name or kernel not in ("auto", *FAMILIES):
         return [f"kernel must be 'auto', {families}; got {describe(kernel)}"]
     if call.rows is not None and kernel not in ("auto", EIGHT_BITS):
-        return [f"kernel must be 'auto' or {EIGHT_BITS!r} for 8-bit q, k and v; got {kernel!r}"]
+        return [f"kernel must be 'auto' or {EIGHT_BITS!r} for FP8 q, k and v; got {kernel!r}"]
     return []
 
 
@@ -377,7 +377,7 @@ def _family_reasons(call: _Arguments) -> list[str]:
     kernel = call.options.kernel
     if call.problem is None or call.executor == "cpu" or not isinstance(kernel, str):
         return []
-    is_named = kernel in FAMILIES or call.rows is not None  # one family supports FP8; else the device decides
+    is_named = kernel in FAMILIES or call.rows is not None  # a single family supports FP8
     return named(kernel, call.problem).reasons(call.problem, None) if is_named else []
 
 

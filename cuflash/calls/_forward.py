@@ -33,10 +33,10 @@ class RepeatedCall(NamedTuple):
     Attributes
     ----------
     plan : Plan
-        The plan without the arrays of the call that it was created for.
+        The plan without the arrays of the call for which it was created.
     forward : BoundPlan
     lists_of : callable, optional
-        Builds the lists of the mask from its arrays, if each call must.
+        Builds the lists of the mask from its arrays, if every call has to build them.
     """
 
     plan: Plan
@@ -67,7 +67,7 @@ def run(
 ) -> Forward:
     """Run the forward pass of a call with the arguments of the user; only the first of identical calls checks them.
 
-    If the call may be differentiated, the result has lse whatever `return_lse` is, and a plan with the dropout seed.
+    With `has_gradient`, the result has lse whatever `return_lse` is, and a plan with the dropout seed.
     """
     options, operands = with_one_score(options, q)
     if isinstance(options.causal, np.bool):
@@ -184,7 +184,7 @@ _FIRST_OPERAND, _END_OF_OPERANDS = (Options._fields.index(name) for name in ("sc
 
 
 def with_one_score(options: Options, q: Any = None) -> tuple[Options, dict[str, Any]]:
-    """Return options with one Score instead of score, softcap and bias, and the call's arrays besides q, k and v.
+    """Return options with one Score instead of score, softcap and bias, and the call's arrays except q, k and v.
 
     A bias in a list becomes an array on the device of q.
     """

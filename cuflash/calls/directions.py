@@ -15,7 +15,7 @@ def arrays_of(tangents: Any) -> list[Any]:
 
 
 def known_directions(directions: Directions, arrays: dict[str, Any]) -> Directions:
-    """Return tangents and cotangents converted by `as_arrays`; a list gets the dtype of the array that it belongs to.
+    """Return tangents and cotangents converted by `as_arrays`; a list gets the dtype of its array.
 
     Parameters
     ----------

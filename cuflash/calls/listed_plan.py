@@ -1,4 +1,4 @@
-"""Plans of masks whose blocks, or row intervals, are listed by kernels on the device, once per plan.
+"""Plans for masks from which kernels compute block lists or row intervals on the device, once per plan.
 
 All masks of one layout (shapes and dtypes) share the launches of one plan, but each has its own lists.
 """
@@ -32,7 +32,7 @@ _OF_INDEX = {"indptr": "row_pointers", "indices": "kv_blocks", "kinds": "kinds",
 def listed_plan(q: Any, k: Any, v: Any, options: Options) -> Plan | None:
     """Return a plan with lists that kernels build now, if they support this mask on the GPU; None for any other call.
 
-    Also returns None for a call that must be refused: `planned` then raises all reasons.
+    Also return None for a call that must be refused; `planned` then raises all reasons.
     """
     if checks.is_on():
         return None

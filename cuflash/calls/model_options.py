@@ -1,4 +1,4 @@
-"""Options of attention from the arguments that a Hugging Face model passes to its attention function."""
+"""Options for attention, from the arguments that a Hugging Face model passes to its attention function."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ..errors import UnsupportedProblem, refuse
 from ..layouts import is_tensor
 from ..masks import Sequences
 
-# Options that reach an attention function but do not affect the weights if there is a mask: they take effect before or
-# after the call.
+# Options that models pass to an attention function although they do not affect its weights if there is a mask. They
+# take effect before or after the call.
 _WITHOUT_EFFECT = frozenset(
     "cache_position encoder_hidden_states logits_to_keep max_length_k max_length_q num_items_in_batch "
     "output_hidden_states output_router_logits past_key_values position_embeddings position_ids return_dict seq_idx "
@@ -40,7 +40,7 @@ def model_options(
     Raises
     ------
     UnsupportedProblem
-        An option is unknown or not supported; lists all reasons.
+        An option is unknown or not supported. The message lists all reasons.
     """
     reasons = _unknown_reasons(others)
     num_queries, num_keys = int(query.shape[-2]), int(key.shape[-2])
@@ -61,7 +61,7 @@ def model_options(
         if cu_seq_lens_q is None or cu_seq_lens_k is None or query.shape[0] != 1:
             came = f"got {describe(cu_seq_lens_q)} and {describe(cu_seq_lens_k)} with batch {int(query.shape[0])}"
             fix = "pack all sequences into one"
-            reasons.append(f"cu_seq_lens_q and cu_seq_lens_k must come together, for a batch of 1; {came}: {fix}")
+            reasons.append(f"cu_seq_lens_q and cu_seq_lens_k must be passed together, for a batch of 1; {came}: {fix}")
             raise UnsupportedProblem(reasons)
         packed = Sequences(cu_seq_lens_q, cu_seq_lens_k, causal=causal and "bottom_right", window=window)
         mask, causal, window = packed if mask is None else packed & mask, False, None
@@ -83,6 +83,6 @@ def _unknown_reasons(others: Mapping[str, Any]) -> list[str]:
             rule = "must be False, since no weights are stored"
             reasons.append(f"{name} {rule}; got {describe(value)}: use attn_implementation='eager'")
         else:
-            rule, fix = "must be None, since attention here has no such option", "leave it out, or use "
+            rule, fix = "must be None, since this attention has no such option", "leave it out, or use "
             reasons.append(f"{name} {rule}; got {describe(value)}: {fix}attn_implementation='eager'")
     return reasons

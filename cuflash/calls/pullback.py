@@ -72,7 +72,7 @@ class Pullback:
         TypeError
             An argument is not an array.
         UnsupportedProblem
-            An argument does not match o or lse; lists every reason.
+            An argument does not match o or lse. The message lists all reasons.
         RuntimeError
             An array that the forward pass read or returned has changed since then.
         """

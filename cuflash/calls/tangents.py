@@ -1,4 +1,4 @@
-"""Calls with tangents: the passes of a call run one after the other, after all of its arrays have been checked."""
+"""Calls with tangents, whose passes run one after the other, after all arrays have been checked."""
 
 from __future__ import annotations
 

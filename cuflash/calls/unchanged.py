@@ -37,7 +37,7 @@ _held: WeakValueDictionary[int, Held] = WeakValueDictionary()  # by the id of th
 def held(*arrays: Array) -> tuple[Held, ...]:
     """Make NumPy arrays read-only as long as the returned objects exist.
 
-    An array that is already held gets the same object, so its flag is restored when the last one is deleted. An array
+    An array that is already held gets the same object, which restores the array's flag when it is deleted. An array
     that NumPy could never make writable again, such as memory of another library, stays unchanged.
     """
     locks = []
@@ -117,7 +117,7 @@ def require_unchanged(arrays: Mapping[str, Array], before: Mapping[str, int]) ->
     Raises
     ------
     RuntimeError
-        Names the arrays that have changed.
+        An array has changed; the message names all that have.
     """
     changed = [name for name, array in arrays.items() if checksum(array) != before[name]]
     if changed:

@@ -1,4 +1,4 @@
-"""Comparison of the arguments of all ranks before anything moves, as texts that differ if the arguments do."""
+"""Comparison of the arguments of all ranks before any data moves, by texts that differ if the arguments differ."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..masks.base import Mask
 from ..masks.content import held_arrays
 from ..scores import Score
 
-_SHOWN = 60  # characters of a value in a message
+_SHOWN = 60  # maximum number of characters of a value in a message
 
 
 def fingerprint(value: Any) -> str:
-    """Return a text that is equal for equal arguments of a call on all ranks."""
+    """Return a text that represents an argument; equal arguments have equal texts on all ranks."""
     if is_array(value):
         host = np.ascontiguousarray(to_host(value))
         digest = hashlib.sha1(host.view(np.uint8).tobytes() if host.ndim else host.tobytes()).hexdigest()[:8]

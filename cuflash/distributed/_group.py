@@ -1,4 +1,4 @@
-"""Groups of ranks: what ranks tell each other, how their arrays move, and how they fail."""
+"""Groups of ranks: the exchange of values, the movement of arrays, and the errors if a rank fails."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Group", "PeerLost"]
 
 @explains_keywords
 class PeerLost(RuntimeError):
-    """The error of a rank whose group has lost another rank: it raised, returned, or did not answer in time.
+    """The error of a rank if another rank of its group raised an error, returned, or did not answer in time.
 
     Parameters
     ----------
     reason : str
-        Which rank was lost, and where.
+        The rank that was lost, and the call in which it was lost.
 
     Examples
     --------
@@ -42,24 +42,24 @@ class Work(Protocol):
     def steps(self) -> Sequence[Step]: ...
 
     def moves(self, step: Step) -> Sequence[Move]:
-        """Return which rows a step moves, on any rank."""
+        """Return the rows that a step moves, on any rank."""
 
     def source(self, step: Step, move: Move) -> Array:
-        """Return the array that a step of this process reads."""
+        """Return the array that a step of this rank reads."""
 
     def target(self, step: Step, move: Move) -> Array:
         """Return the array that a step of this rank writes to."""
 
     def act(self, step: Step) -> None:
-        """Compute what a step of this rank computes."""
+        """Run the computation of a step of this rank."""
 
 
 @explains_keywords
 class Group:  # numpydoc ignore=PR01
     """A rank's view of the ranks that work together: threads of this process, or processes.
 
-    `run` makes groups of threads and passes one to each rank; `group_of` makes the group of this process from a process
-    group of PyTorch. All ranks make the same calls in the same order.
+    `run` creates a group of threads and passes it to each rank; `group_of` creates the group of this process from a
+    PyTorch process group. All ranks make the same calls in the same order.
 
     Attributes
     ----------
@@ -75,7 +75,7 @@ class Group:  # numpydoc ignore=PR01
     [3, 13, 23]
     """
 
-    _shares_memory = False  # ranks can read each other's arrays
+    _shares_memory = False  # whether ranks can read each other's arrays
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -92,9 +92,9 @@ class Group:  # numpydoc ignore=PR01
         Parameters
         ----------
         what : str
-            What the call is; ranks that pass different strings are refused together.
+            A description of the call. If ranks pass different strings, all of them raise an error.
         value : object
-            The value of this rank. Threads pass it on as it is; processes pass on what JSON can hold.
+            The value of this rank. Threads can pass any object, processes only values that JSON can represent.
 
         Returns
         -------
@@ -104,9 +104,9 @@ class Group:  # numpydoc ignore=PR01
         Raises
         ------
         UnsupportedProblem
-            Ranks ask for different calls.
+            Ranks make different calls.
         PeerLost
-            Another rank raised, returned, or did not answer within the timeout.
+            Another rank raised an error, returned, or did not answer within the timeout.
 
         Examples
         --------
@@ -117,7 +117,7 @@ class Group:  # numpydoc ignore=PR01
         return self._exchanged(what, value)[1]
 
     def _exchanged(self, what: str, value: Any) -> tuple[int, list[Any]]:
-        """Return the number of the exchange, which counts those of the group, and the value of each rank."""
+        """Return the number of this exchange among those of the group, and the value of each rank."""
         raise NotImplementedError
 
     def _perform(self, what: str, number: int, work: Work) -> None:
@@ -137,7 +137,7 @@ def call_reasons(calls: list[str]) -> list[str]:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Return the numbers of ranks in words."""
+    """Return a text that lists ranks by number."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 

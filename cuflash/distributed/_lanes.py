@@ -1,4 +1,4 @@
-"""Lanes of a rank: where its steps run, and how rows move. On a GPU they are two streams, of kernels and of copies."""
+"""Lanes of a rank, which run its steps and move rows; on a GPU, one stream for kernels and one for copies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..arrays import Array
 from ..executors import gpu
 from ._schedule import COPY, TAKE, Step
 
-Event = Any  # what another lane waits for; None on the host, where a step is over when it returns
+Event = Any  # an object that other lanes wait for; None on the host, where a step is over when it returns
 
 
 class Move(NamedTuple):
@@ -26,7 +26,7 @@ class Move(NamedTuple):
     heads, to_heads : slice
         The heads in the source and in the target.
     runs : tuple of (int, int, int)
-        Adjacent rows: the first one in the source, the first one in the target, and how many.
+        Runs of adjacent rows: the first row in the source, the first row in the target, and the number of rows.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Move(NamedTuple):
 
 
 def joint_runs(source: Array, target: Array) -> tuple[tuple[int, int, int], ...]:
-    """Return the runs of rows that are adjacent in both, from the ascending positions of rows in the source and target.
+    """Return the runs of rows that are adjacent in two arrays, from the ascending positions of the rows in both.
 
     >>> joint_runs(np.array([0, 1, 2, 3]), np.array([4, 5, 8, 9]))
     ((0, 4, 2), (2, 8, 2))
@@ -73,7 +73,7 @@ class HostLanes:
         return nullcontext()
 
     def start(self) -> Event:
-        """Return what other lanes wait for before they read the arrays of this rank."""
+        """Return the event that other lanes wait for before they read the arrays of this rank."""
         return None
 
     def run(self, step: Step, events: Sequence[Event], do: Callable[[], None]) -> Event:
@@ -87,14 +87,14 @@ class HostLanes:
             own[...] = other
 
     def finish(self, events: Sequence[Event]) -> None:
-        """Let what follows on this rank wait for these events."""
+        """Make later work of this rank wait for these events."""
 
 
 class DeviceLanes:
-    """Steps of a rank on a GPU: kernels on its current stream, and copies of peer memory on a stream of their own.
+    """Steps of a rank on a GPU: kernels on its current stream, and copies of peer memory on a separate stream.
 
-    Copies use the copy engines, so that kernels keep all multiprocessors. Nothing waits on the host: a stream waits for
-    the events of other streams, also of those on other GPUs.
+    Copies use the copy engines, so that kernels keep all multiprocessors. The host never waits: streams wait for
+    events of other streams, including those on other GPUs.
 
     Attributes
     ----------
@@ -126,7 +126,7 @@ class DeviceLanes:
         return self._recorded(stream)
 
     def copy(self, target: Array, source: Array, move: Move) -> None:
-        """Queue copies of rows, whose elements are adjacent, for all heads of a run at once."""
+        """Queue one copy of all heads per run of rows and batch entry; the elements of a row must be adjacent."""
         copy, kind = self._cuda.runtime.memcpy2DAsync, self._cuda.runtime.memcpyDefault
         itemsize, stream = target.dtype.itemsize, self._copies.ptr
         heads = len(range(*move.heads.indices(source.shape[-3])))
@@ -158,7 +158,7 @@ Lanes = HostLanes | DeviceLanes
 
 
 def _enable_access(runtime: Any, device: int, peer: int) -> None:
-    """Let kernels and copies of a device access the memory of another if the hardware can; else copies are staged."""
+    """Let kernels and copies of a device access another's memory if the hardware can; otherwise, copies are staged."""
     if not runtime.deviceCanAccessPeer(device, peer):
         return
     try:

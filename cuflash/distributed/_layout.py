@@ -1,4 +1,4 @@
-"""Layouts: which rank holds which rows, dealt by what the rows cost, and which keys each rank needs."""
+"""Layouts: the rank that holds each row, chosen by the cost of rows, and the keys that each rank needs."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ..masks.shape import MaskShape
 from ._lanes import joint_runs
 
 LAYOUTS = ("auto", "contiguous", "zigzag")
-_CHUNKS_OF_RANK = 8  # few runs of rows for each rank, since every run is a copy
-_COSTLY = 4  # blocks that cost more than this many times the mean are dealt singly
+_CHUNKS_OF_RANK = 8  # chunks per rank; few, since every run of rows needs its own copy
+_COSTLY = 4  # blocks that cost more than this multiple of the mean are assigned one by one
 _MOST_EXCHANGES = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of a sequence, dealt to ranks in blocks.
+    """The assignment of a sequence's rows to ranks, in blocks.
 
     Attributes
     ----------
     owners : int array [num_blocks]
         The rank that holds each block.
     seqlen, block, size : int
-        Rows of the sequence and of a block; ranks.
+        Numbers of rows of the sequence, of rows per block, and of ranks.
     """
 
     owners: Array
@@ -56,24 +56,24 @@ class Rows:
 
     @cached_property
     def places(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-        """Each rank's runs of rows: the first one among its rows, the first one in the sequence, and how many."""
+        """Each rank's runs of rows: first row within the rank, first row in the sequence, and number of rows."""
         return tuple(joint_runs(np.arange(len(rows)), rows) for rows in self.of_rank)
 
     def local(self, rank: int, rows: Array) -> Array:
-        """Return where these positions are among a rank's rows, which include them."""
+        """Return the indices of positions among a rank's rows, which must include these positions."""
         return np.searchsorted(self.of_rank[rank], rows)
 
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """The blocks of a mask, from which layouts are dealt.
+    """The blocks of a mask by which layouts are chosen.
 
     Attributes
     ----------
     work : int array [num_q_blocks]
-        Blocks that the rows of a block attend, summed over batch entries and heads.
+        Number of blocks that the rows of each block attend to, summed over batch entries and heads.
     needs : bool array [num_q_blocks, num_kv_blocks]
-        True if a row of the block attends a key of the other block.
+        True if a row of the query block attends to a key of the key block.
     """
 
     work: Array
@@ -94,13 +94,13 @@ class Costs:
         return np.bincount(rows.owners, self.work, rows.size)
 
     def needed(self, queries: Rows, keys: Rows, rank: int) -> Array:
-        """Return which keys a rank's rows attend, as a bool array [seqlen_kv]; whole blocks of keys."""
+        """Return which keys a rank needs, bool [seqlen_kv]: all keys of the blocks that its rows attend to."""
         blocks = self.needs[queries.owners == rank].any(axis=0)
         return np.repeat(blocks, keys.block)[: keys.seqlen]
 
 
 def dealt(layout: Any, work: Array, seqlen: int, block: int, size: int) -> Rows:
-    """Return the rows of a layout: a name, or the rank of each block.
+    """Return the assignment of rows for a layout, which is a name or has the rank of each block.
 
     Raises
     ------
@@ -132,9 +132,9 @@ def dealt(layout: Any, work: Array, seqlen: int, block: int, size: int) -> Rows:
 
 
 def _by_cost(work: Array, size: int) -> Array:
-    """Return the rank of each block: chunks of blocks, the costliest first, each to the rank with the least work.
+    """Assign chunks of blocks, the costliest first, to the rank with the least work; return the rank of each block.
 
-    No rank gets more blocks than an equal share and one chunk. Ties go by position, so that all ranks deal alike.
+    No rank gets more blocks than an equal share plus one chunk. Positions break ties, so that all ranks agree.
     """
     pieces = _pieces(work, size)
     owners, loads, counts = np.zeros(len(work), np.int64), np.zeros(size, np.int64), np.zeros(size, np.int64)
@@ -155,7 +155,7 @@ def _by_cost(work: Array, size: int) -> Array:
 
 
 def _pieces(work: Array, size: int) -> list[tuple[int, int]]:
-    """Return ranges of blocks that are dealt together: chunks without costly blocks, and costly blocks."""
+    """Return ranges of blocks that stay together: chunks without costly blocks, and single costly blocks."""
     if not len(work):
         return []
     chunk = -(-len(work) // (_CHUNKS_OF_RANK * size))
@@ -167,7 +167,7 @@ def _pieces(work: Array, size: int) -> list[tuple[int, int]]:
 
 
 def _exchange(pieces: list[tuple[int, int]], costs: list[int], owners: list[int], loads: Array) -> None:
-    """Exchange pieces of equal length between the rank with the most work and another while the most work falls."""
+    """Exchange pieces of equal length between the busiest rank and another while the largest load decreases."""
     for _ in range(_MOST_EXCHANGES):
         most = int(loads.argmax())
         best, gain = None, 0
@@ -194,7 +194,7 @@ def _length(piece: tuple[int, int]) -> int:
 
 
 def block_reasons(block: Any) -> list[str]:
-    """Return why a number of rows cannot be a block of layouts."""
+    """Return why a value cannot be the number of rows per block."""
     if is_int(block) and block >= 1:
         return []
     return [f"block must be an int of at least 1; got {describe(block)}"]

@@ -34,14 +34,14 @@ class CallSize(NamedTuple):
     Attributes
     ----------
     size : int
-        Devices.
+        Number of devices.
     rows : int
-        Queries and keys over all batch entries.
+        Number of rows over all batch entries, of queries as well as of keys.
     num_heads, num_kv_heads, head_dim, itemsize : int
     scores : float
-        Scores that the mask keeps, over all batch entries and query heads.
+        Number of scores that the mask keeps, over all batch entries and query heads.
     imbalance : float
-        The largest share of the work of a device, divided by the mean.
+        The largest work of a device, divided by the mean.
     """
 
     size: int
@@ -55,7 +55,7 @@ class CallSize(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """The model of a pass: seconds of products, and the bytes that a device receives with their seconds."""
+    """The modeled cost of a pass: seconds of products, bytes that a device receives, and the seconds for these."""
 
     compute: float
     nbytes: float
@@ -70,9 +70,9 @@ class Estimate(NamedTuple):
 def received(shape: CallSize, method: str, *, backward: bool) -> float:
     """Return the bytes that a device receives in a pass if it needs all keys.
 
-    K and V of all rows, over all heads, are KV bytes. A device gathers (P - 1) / P of them, and in the backward pass
-    also gets float32 gradients of its rows from the others. If heads are exchanged, it gets Q, K and V of its heads and
-    returns O; in the backward pass it gets dO and returns dQ, dK and dV.
+    With "gather", each of P devices receives (P - 1) / P of K and V, and in the backward pass also float32 gradients of
+    its rows from the others. With "heads", it receives Q, K and V of its heads and returns O; in the backward pass, it
+    receives dO and returns dQ, dK and dV.
     """
     size, group = shape.size, shape.num_heads / max(1, shape.num_kv_heads)
     kv = 2.0 * shape.rows * shape.num_kv_heads * shape.head_dim * shape.itemsize
@@ -83,7 +83,7 @@ def received(shape: CallSize, method: str, *, backward: bool) -> float:
 
 
 def estimate(shape: CallSize, method: str, machine: Machine, *, backward: bool) -> Estimate:
-    """Return the model's time of a pass."""
+    """Return the modeled cost of a pass."""
     flops = (10.0 if backward else 4.0) * shape.scores * shape.head_dim
     compute = flops / shape.size / (machine.backward_rate if backward else machine.forward_rate)
     if method == "gather":

@@ -22,46 +22,48 @@ __all__ = ["ContextParallel"]
 class ContextParallel:
     """One call of attention whose rows are on the ranks of a group.
 
-    Every rank makes this object with equal arguments, and calls the same methods in the same order.
+    Every rank creates this object with equal arguments, and calls the same methods in the same order.
 
     Parameters
     ----------
     group : Group
         The group of this rank, from `run` or `group_of`.
     seqlen : int
-        Queries of the whole sequence.
+        Number of queries of the whole sequence.
     num_heads : int
-        Query heads.
+        Number of query heads.
     num_kv_heads : int, optional
-        Key/value heads; default: `num_heads`.
+        Number of key/value heads; default: `num_heads`.
     seqlen_kv : int, optional
-        Keys, which then have a layout of their own. Default: the number of queries, in the same layout.
+        Number of keys, which then have their own layout. Default: the number of queries, in the same layout.
     batch : tuple of int
         Extents of the axes before the heads.
     layout : "auto", "contiguous", "zigzag" or int array
-        Which rank holds which rows. "auto" deals chunks by their work under the mask, so that ranks have equal work;
-        "zigzag" gives rank r the chunks r and 2 size - 1 - r of 2 size chunks. An array has the rank of each block.
+        The rank that holds each row. "auto" assigns chunks by their work under the mask, so that ranks have nearly
+        equal work; "zigzag" gives rank r the chunks r and 2 size - 1 - r of 2 size chunks. An array has the rank of
+        each block.
     method : "auto", "gather" or "heads"
         "gather" moves keys and values to the queries; "heads" moves rows so that each rank computes whole heads, and
-        needs `num_kv_heads` to be a multiple of the ranks. "auto" takes the method that the cost model expects to be
-        faster.
+        needs `num_kv_heads` to be a multiple of the number of ranks. "auto" selects the method that the cost model
+        expects to be faster.
     block : int
-        Rows that stay together in a layout.
+        Number of adjacent rows that stay on one rank.
     **options : optional
-        Options of `cuflash.attention`, and `wrt` of `cuflash.attention_vjp`. Arrays in them are whole on every rank.
+        Options of `cuflash.attention`, and `wrt` of `cuflash.attention_vjp`. Arrays among them must be
+        whole on every rank.
 
     Raises
     ------
     UnsupportedProblem
-        An argument breaks its rule, or ranks pass different arguments; every rank raises it, before anything moves.
+        An argument breaks its rule, or ranks pass different arguments; every rank raises it before any data moves.
     PeerLost
-        Another rank raised, returned, or did not answer within the timeout of the group.
+        Another rank raised an error, returned, or did not answer within the timeout of the group.
 
     Notes
     -----
     With "gather", results of a row agree with those of one device within their error bounds, and gradients of keys are
-    added in the order of ranks, so that all bits repeat for equal layouts. Groups of 1, 1, 2, 2, ... key/value heads
-    follow each other, and the keys of the next group move while one is computed.
+    added in the order of ranks, so that results are bitwise reproducible for equal layouts. Key/value heads are
+    computed in groups of 1, 1, 2, 2, ... heads, and the keys of the next group move while a group is computed.
 
     Examples
     --------
@@ -134,7 +136,7 @@ class ContextParallel:
 
     @property
     def kv_rows(self) -> Array:
-        """Positions of this rank's keys, in ascending order; those of its queries if both have one layout.
+        """Positions of this rank's keys, in ascending order; equal to `rows` if keys have the layout of queries.
 
         Returns
         -------
@@ -151,7 +153,7 @@ class ContextParallel:
 
     @property
     def loads(self) -> Array:
-        """Blocks of the mask that each rank's queries attend, over all batch entries and heads.
+        """Number of blocks that each rank's queries attend to, over all batch entries and heads.
 
         Returns
         -------
@@ -172,7 +174,7 @@ class ContextParallel:
         Parameters
         ----------
         x : array [..., seqlen, dim]
-            Rows are those of queries if the axis before the last has `seqlen` elements, else those of keys.
+            Its rows are queries if axis -2 has `seqlen` elements, and keys otherwise.
 
         Returns
         -------
@@ -182,7 +184,7 @@ class ContextParallel:
         Raises
         ------
         UnsupportedProblem
-            The array has another number of rows.
+            The array has a different number of rows.
 
         Examples
         --------
@@ -206,12 +208,12 @@ class ContextParallel:
         return self.rows if shape[-2] == self._posed.shape.seqlen_q else self.kv_rows
 
     def unshard(self, x: Array) -> Array:
-        """Return all rows of an array of which each rank has its own rows of queries, in order, on every rank.
+        """Collect the rows of queries of all ranks in order, on every rank.
 
         Parameters
         ----------
         x : array [..., local rows, dim]
-            Such as o or dq; of dk and dv if keys have the layout of queries.
+            This rank's rows, such as o or dq; also dk or dv if keys have the layout of queries.
 
         Returns
         -------
@@ -266,14 +268,14 @@ class ContextParallel:
         Returns
         -------
         o : array [*batch, num_heads, local rows, value_dim]
-            Rows of what `cuflash.attention` returns for the whole sequence.
+            This rank's rows of the result of `cuflash.attention` for the whole sequence.
         lse : array [*batch, num_heads, local rows]
             Only with `return_lse`.
 
         Raises
         ------
         UnsupportedProblem
-            Arrays do not fit the layout, or those of other ranks; every rank raises it.
+            Arrays do not fit the layout or the arrays of other ranks; every rank raises it.
         PeerLost
             Another rank is lost.
 
@@ -306,12 +308,12 @@ class ContextParallel:
             As `attention` returns them.
         vjp : callable (do, dlse=None) -> Gradients
             Takes this rank's rows of the gradients of o and lse. Returns this rank's rows of dq, dk and dv; gradients
-            of arrays that `wrt` names are whole on every rank. All ranks call it.
+            of arrays that `wrt` names are whole on every rank. All ranks must call it.
 
         Raises
         ------
         UnsupportedProblem
-            Arrays do not fit the layout, or those of other ranks; every rank raises it.
+            Arrays do not fit the layout or the arrays of other ranks; every rank raises it.
         PeerLost
             Another rank is lost.
 
@@ -355,7 +357,7 @@ class ContextParallel:
         return []
 
     def _planned(self, q: Array, k: Array, v: Array) -> list[Part]:
-        """Return this rank's groups of heads with their plans, which later calls of equal layout reuse."""
+        """Return this rank's groups of heads with their plans, which later calls on arrays of equal layout reuse."""
         key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype
         if key not in self._parts:
             rank = self._group.rank
@@ -379,7 +381,7 @@ class ContextParallel:
         Returns
         -------
         dict of int arrays [ranks, ranks]
-            For the passes "forward" and "backward": what the rank of the row receives from the rank of the column.
+            For the passes "forward" and "backward": bytes that the rank of the row receives from that of the column.
 
         Examples
         --------
@@ -394,20 +396,20 @@ class ContextParallel:
         return self._posed.traffic(dims, as_dtype("dtype", dtype))
 
     def workspace_bytes(self, head_dim: int, dtype: Any = "float32") -> int:
-        """Return the memory of a rank besides its own rows and results.
+        """Return the bytes of memory that a rank needs in addition to its own rows and results.
 
         Parameters
         ----------
         head_dim : int
             Elements of a row of q, k and v.
         dtype : dtype
-            Their dtype.
+            The dtype of q, k and v.
 
         Returns
         -------
         int
-            Bytes: two buffers each of keys and values of the largest group of heads, of their gradients, and of the
-            gradients that other ranks return; or all rows of the rank's own heads.
+            With "gather", two buffers for keys and values of the largest group of heads, for their gradients, and for
+            the gradients that other ranks return. With "heads", all rows of the rank's own heads.
 
         Examples
         --------
@@ -420,14 +422,14 @@ class ContextParallel:
         return self._posed.workspace_bytes(head_dim, as_dtype("dtype", dtype))
 
     def explain(self, head_dim: int = 128, dtype: Any = "float16", machine: Machine | None = None) -> str:
-        """Return a text about the layout, the bytes that move, and what the cost model expects of both methods.
+        """Return a text about the layout, the bytes that move, and the cost model's estimates for both methods.
 
         Parameters
         ----------
         head_dim : int
             Elements of a row of q, k and v.
         dtype : dtype
-            Their dtype.
+            The dtype of q, k and v.
         machine : Machine, optional
             Rates of devices and links; default: those of an H200 with NVLink.
 

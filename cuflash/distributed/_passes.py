@@ -1,4 +1,4 @@
-"""The passes of one call on a rank: rows that move, attention to them, and gradients that return."""
+"""The passes of one call on a rank: they gather rows, attend to them, and return gradients to their owners."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Shared:
     inputs : dict of arrays by name
         This rank's rows of q, k, v, do and dlse.
     results : dict of arrays by name and turn
-        What this rank computed for groups of heads, for ranks that hold the rows.
+        Results of this rank for groups of heads, which the ranks that own the rows read.
     """
 
     inputs: dict[str, Array]
@@ -40,7 +40,7 @@ def agreed(
 ) -> tuple[int, list[Shared]]:
     """Return the number of the exchange and the arrays of all ranks, if no rank has reasons to refuse the call.
 
-    Ranks whose arrays this rank cannot read share none.
+    A rank whose arrays this rank cannot read has an empty `Shared`.
 
     Raises
     ------
@@ -63,12 +63,12 @@ def agreed(
 
 
 class Gather:
-    """The copies by which every rank gets the rows that all ranks have of some arrays [heads, rows, dim].
+    """Copies that collect the rows of all ranks on every rank, for arrays [heads, rows, dim].
 
     Attributes
     ----------
     whole : dict of arrays by name
-        All rows.
+        The arrays with the rows of all ranks.
     """
 
     def __init__(self, group: Group, arrays: Mapping[str, Array], places: Sequence[tuple[tuple[int, int, int], ...]]):
@@ -124,7 +124,7 @@ class RankCall:
             is_whole = all(
                 len(posed.moved(group.rank, source)) == len(rows) for source, rows in enumerate(posed.keys.of_rank)
             )  # fmt: skip
-            make = xp.empty if is_whole else xp.zeros  # keys that no query of this rank attends must be finite
+            make = xp.empty if is_whole else xp.zeros  # keys without queries on this rank must be finite
             for turn in range(NUM_BUFFERS):
                 for name, x in (("k", k), ("v", v)):
                     shape = *x.shape[:-3], heads, posed.shape.seqlen_kv, x.shape[-1]
@@ -140,7 +140,7 @@ class RankCall:
         return self.xp.empty((*like.shape[:-3], heads.stop - heads.start, rows, like.shape[-1]), like.dtype)
 
     def forward(self, what: str, texts: Mapping[str, str]) -> None:
-        """Compute o and lse, if all ranks agree."""
+        """Compute o and lse, if all ranks make the same call."""
         number, self.ranks = agreed(self.group, what, texts, [], self.own)
         self.group._perform("the forward pass", number, self)
 
@@ -161,7 +161,7 @@ class RankCall:
         return self.o if move.name == "o" else self.lse[..., None]
 
     def turn(self, step: Step) -> int:
-        """Return which of the buffers a step uses."""
+        """Return the number of the buffer that a step uses."""
         return step.group % NUM_BUFFERS if self.posed.method == "gather" else 0
 
     def keys(self, name: str, group: int) -> Array:
@@ -170,7 +170,7 @@ class RankCall:
         return self.buffers[name, group % NUM_BUFFERS][..., : heads.stop - heads.start, :, :]
 
     def act(self, step: Step) -> None:
-        """Attend with a group of heads."""
+        """Compute attention for a group of heads."""
         if self.posed.method == "heads":
             part = self.parts[0]
             ((_, plan),) = part.plans
@@ -236,7 +236,7 @@ class _Backward:
         return gradient
 
     def act(self, step: Step) -> None:
-        """Compute the gradients of a group of heads, or add those of this rank's keys."""
+        """Compute the gradients of a group of heads, or sum the gradients of this rank's keys."""
         if step.kind == ADD:
             self._add(step.group)
         elif self.call.posed.method == "gather":
@@ -299,7 +299,7 @@ class _Backward:
         return whole
 
     def other_gradients(self) -> dict[str, Array]:
-        """Return the gradients of other arrays, which are sums over ranks in their order, on every rank."""
+        """Return the gradients of other arrays, summed over the ranks in order, on every rank."""
         call = self.call
         operands = call.parts[0].plans[0][1]._plan.problem if call.parts else None
         if operands is None or not operands.wrt:
@@ -345,7 +345,7 @@ class Pullback:
         Raises
         ------
         UnsupportedProblem
-            An argument does not match o or lse, or what other ranks pass; every rank raises it.
+            An argument does not match o or lse, or the arguments of other ranks; every rank raises it.
         PeerLost
             Another rank is lost.
         """

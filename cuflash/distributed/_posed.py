@@ -34,7 +34,7 @@ class Part(NamedTuple):
     plans : tuple of (slice, Plan)
         Rows of the rank's queries, and the plan of their attention to all keys, for these heads.
     operands : dict of arrays by name
-        Arrays that the plan takes besides q, k and v, except those of a score function.
+        Arrays that the plan takes in addition to q, k and v, except those of a score function.
     """
 
     kv_heads: slice
@@ -50,7 +50,7 @@ class Posed:
     Attributes
     ----------
     size : int
-        Ranks.
+        Number of ranks.
     shape : MaskShape
         The shape of the whole call.
     num_kv_heads, block : int
@@ -59,7 +59,7 @@ class Posed:
     options : Options
     costs : Costs
     queries, keys : Rows
-        The layouts.
+        The layouts of queries and of keys.
     """
 
     size: int
@@ -81,7 +81,7 @@ class Posed:
         Raises
         ------
         UnsupportedProblem
-            The mask does not fit the shape, or the layout is none.
+            The mask does not fit the shape, or the layout is invalid.
         """
         block, kv_heads, method = arguments["block"], int(arguments["num_kv_heads"]), arguments["method"]
         seqlen, seqlen_kv = arguments["seqlen"], arguments["seqlen_kv"]
@@ -99,18 +99,18 @@ class Posed:
         return replace(call, method=method)
 
     def kv_groups(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """Return the first key/value head of each group that a rank computes, and one past the last."""
+        """Return the groups of key/value heads that a rank computes, as pairs (first, stop)."""
         if self.method == "gather" and self.size > 1:
             return head_groups(self.num_kv_heads)
         return (self.own_heads(rank)[1],)  # all heads if there is one rank
 
     def own_heads(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the query heads and the key/value heads of a rank whose method is "heads"."""
+        """Return a rank's query heads and key/value heads with the method "heads", as pairs (first, stop)."""
         own, own_kv = self.shape.num_heads // self.size, self.num_kv_heads // self.size
         return (rank * own, rank * own + own), (rank * own_kv, rank * own_kv + own_kv)
 
     def moved(self, rank: int, source: int) -> Array:
-        """Return the positions of the keys of a source that a rank gathers."""
+        """Return the positions of the keys that a rank gathers from a source."""
         rows = self._moved.get((rank, source))
         if rows is None:
             needed, held = self.costs.needed(self.queries, self.keys, rank), self.keys.of_rank[source]
@@ -118,7 +118,7 @@ class Posed:
         return rows
 
     def moves(self, name: str, step: Step) -> tuple[Move, ...]:
-        """Return which rows a step of a pass moves."""
+        """Return the rows that a step of a pass moves."""
         moves = self._moves.get((name, step))
         if moves is None:
             of_method = self._gathered if self.method == "gather" else self._exchanged
@@ -155,7 +155,7 @@ class Posed:
                 yield Move(each, compact, own, joint_runs(rows, local))
 
     def added(self, source: int, rank: int) -> tuple[tuple[int, int, int], ...]:
-        """Return the runs of a rank's keys whose gradients a source computes: in what it returns, and in its rows."""
+        """Return the runs of gradients that a rank adds: first row in a source's results, first own row, and count."""
         rows = self.moved(source, rank)
         return joint_runs(np.arange(len(rows)), self.keys.local(rank, rows))
 
@@ -226,7 +226,7 @@ class Posed:
     # Bytes that ranks exchange
 
     def step_bytes(self, name: str, step: Step, dims: tuple[int, int], dtype: np.dtype[np.generic]) -> int:
-        """Return the bytes that a step of a pass receives; `dims` are those of rows of k and of v."""
+        """Return the bytes that a step of a pass receives; `dims` are head_dim and value_dim."""
         if step.kind in (ATTEND, ADD) or step.rank == step.source:
             return 0
         is_copy, wide, (head_dim, value_dim) = step.kind == COPY, accumulator_dtype(dtype).itemsize, dims
@@ -243,7 +243,7 @@ class Posed:
         return queries * (value_dim * dtype.itemsize + wide * (not is_copy))  # o and lse, or the gradient of o
 
     def traffic(self, dims: tuple[int, int], dtype: np.dtype[np.generic]) -> dict[str, Array]:
-        """Return the bytes that each rank (rows) receives from each other (columns), by pass."""
+        """Return the bytes that each rank (rows) receives from each other rank (columns), by pass."""
         matrices = {name: np.zeros((self.size, self.size), np.int64) for name in self.steps}
         for name, steps in self.steps.items():
             for step in steps:
@@ -251,7 +251,7 @@ class Posed:
         return matrices
 
     def seconds(self, name: str, head_dim: int, dtype: np.dtype[np.generic], machine: Machine) -> float:
-        """Return how long a pass takes by the cost model if copies and products overlap where steps allow it."""
+        """Return the modeled seconds of a pass if copies and products overlap as far as the steps allow."""
         shape, loads = self.model_shape(head_dim, dtype.itemsize), self.costs.loads(self.queries)
         whole = estimate(shape._replace(imbalance=1.0), self.method, machine, backward=name == "backward").compute
         shares = loads / loads.mean() if loads.any() and self.method == "gather" else np.ones(self.size)
@@ -266,7 +266,7 @@ class Posed:
         return finished(self.steps[name], of_step)
 
     def workspace_bytes(self, head_dim: int, dtype: np.dtype[np.generic]) -> int:
-        """Return the memory of a rank besides its rows and results."""
+        """Return the bytes of memory that a rank needs in addition to its rows and results."""
         shape, wide = self.shape, accumulator_dtype(dtype).itemsize
         heads = max((stop - first for first, stop in self.kv_groups(0)), default=0)
         keys = shape.num_batch * heads * shape.seqlen_kv * 2 * head_dim
@@ -279,7 +279,7 @@ class Posed:
         return (2 * keys + 4 * queries) * dtype.itemsize
 
     def model_shape(self, head_dim: int = 128, itemsize: int = 2) -> CallSize:
-        """Return what the cost model reads."""
+        """Return the numbers that the cost model reads."""
         shape, loads = self.shape, self.costs.loads(self.queries)
         imbalance = float(loads.max() / loads.mean()) if loads.any() else 1.0
         scores = min(float(loads.sum()) * self.block**2, float(np.prod([shape.num_batch, *shape[1:]])))
@@ -289,11 +289,11 @@ class Posed:
         )  # fmt: skip
 
     def model_seconds(self) -> float:
-        """Return how long both passes take by the cost model, on the default machine with typical arrays."""
+        """Return the modeled seconds of both passes on the default machine, for typical arrays."""
         return sum(self.seconds(name, 128, np.dtype(np.float16), Machine()) for name in self.steps)
 
     def explain(self, head_dim: int, dtype: np.dtype[np.generic], machine: Machine) -> str:
-        """Return a text about the layout, what moves, and the cost model of both methods."""
+        """Return a text about the layout, the traffic, and the cost model's estimates for both methods."""
         shape = self.model_shape(head_dim, dtype.itemsize)
         traffic = self.traffic((head_dim, head_dim), dtype)
         forward, backward = (int(each.sum(axis=1).max(initial=0)) for each in traffic.values())
@@ -328,7 +328,7 @@ class Posed:
 
 
 def on_device(options: Options, xp: Any) -> Options:
-    """Return options whose bias, sink and score arrays are where the arrays of a rank are, and its executor."""
+    """Copy the bias, sink and score arrays of options to the device of a rank, and select its executor."""
     if xp is np:
         return options
     sink, bias, score = options.sink, options.bias, options.score

@@ -1,4 +1,4 @@
-"""Ranks as processes: a process group of PyTorch moves their arrays, and its store has what they tell each other."""
+"""Ranks as processes: a PyTorch process group moves their arrays, and its store has the values that they exchange."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from ._schedule import ATTEND, COPY, TAKE, Step, rounds
 
 __all__ = ["group_of"]
 
-BEAT = 1.0  # seconds between two signs of life of a rank
-SILENCE = 5.0  # seconds without one after which a rank counts as lost
-_LONGEST_NAP = 0.01  # seconds between two looks at the store
-_ALIGNMENT = 16  # bytes, of an array in a message
+BEAT = 1.0  # seconds between two heartbeats of a rank
+SILENCE = 5.0  # seconds without a heartbeat after which a rank counts as lost
+_LONGEST_NAP = 0.01  # maximum seconds between two checks of the store
+_ALIGNMENT = 16  # alignment in bytes of each array in a message
 
 _groups: dict[str, tuple[Any, ProcessGroup]] = {}
 _lock = threading.Lock()
@@ -33,20 +33,20 @@ _lock = threading.Lock()
 
 @explains_keywords
 def group_of(process_group: Any = None, *, timeout: float = 60.0) -> Group:
-    """Return the group of the processes of a process group of PyTorch; the same object for each later call.
+    """Return the group for a PyTorch process group; later calls return the same object.
 
     Parameters
     ----------
     process_group : torch.distributed.ProcessGroup, optional
         Default: all processes. Its backend moves the arrays: gloo those on the host, NCCL those on GPUs.
     timeout : float
-        How many seconds a rank waits for the others before it raises `PeerLost`; that of the first call counts.
+        Seconds that a rank waits for the others before it raises `PeerLost`; later calls do not change it.
 
     Returns
     -------
     Group
-        In a ``with`` block, an exception that leaves the block ends the other ranks at once; without it, they notice
-        within seconds that the process has ended.
+        The group. In a ``with`` block, an exception that leaves the block ends the other ranks at once; without a
+        block, they notice within seconds that the process has ended.
 
     Raises
     ------
@@ -83,8 +83,8 @@ def group_of(process_group: Any = None, *, timeout: float = 60.0) -> Group:
 class ProcessGroup(Group):
     """The group of a rank that is a process.
 
-    Ranks write what they tell each other, and a sign of life every second, to the store of the process group. Arrays
-    move in one exchange between all ranks for each group of heads, which the backend does while the rank computes.
+    Ranks write the values that they exchange, and a heartbeat every second, to the store of the process group. The
+    arrays of each group of heads move in one exchange between all ranks, which runs while the rank computes.
     """
 
     def __init__(self, process_group: Any, timeout: float) -> None:
@@ -97,7 +97,7 @@ class ProcessGroup(Group):
         self._is_on_gpu = dist.get_backend(process_group) == "nccl"
         self._lanes = _GpuLanes() if self._is_on_gpu else HostLanes()
         self._number = 0
-        self._beats: dict[int, tuple[bytes, float]] = {}  # the last sign of life of each rank, and when it came
+        self._beats: dict[int, tuple[bytes, float]] = {}  # the last heartbeat of each rank, and its time
         self._error = ""
         threading.Thread(target=self._beat, daemon=True, name="cuflash ranks").start()
 
@@ -108,7 +108,7 @@ class ProcessGroup(Group):
         if error is not None and not isinstance(error, PeerLost):
             self._close(f"rank {self.rank} raised {type(error).__name__}: {error}")
 
-    # What ranks tell each other.
+    # Values that ranks exchange
 
     def _exchanged(self, what: str, value: Any) -> tuple[int, list[Any]]:
         number, self._number = self._number, self._number + 1
@@ -117,7 +117,7 @@ class ProcessGroup(Group):
         self._at_store(lambda: self._store.set(keys[self.rank], json.dumps((what, value))), what)
         self._wait(lambda: bool(self._at_store(lambda: self._store.check(keys), what)), what, lambda: self._late(keys))
         answers = [json.loads(each) for each in self._at_store(lambda: self._store.multi_get(keys), what)]
-        if number > 1:  # all ranks have read the values before the last ones
+        if number > 1:  # all ranks have read the values of exchange number - 2
             with suppress(Exception):
                 self._store.delete_key(f"{number - 2}/{self.rank}")
         refuse(call_reasons([name for name, _ in answers]))
@@ -160,13 +160,13 @@ class ProcessGroup(Group):
             raise PeerLost(self._error)
 
     def _require_peers(self, what: str, seconds: float) -> None:
-        """Close the group if a rank has shown no sign of life for a while."""
+        """Close the group if a rank's heartbeat has stopped."""
         lost = self._silent_ranks(what)
         if lost:
             self._fail(f"{listed(lost)} stopped answering, {seconds:.0f} s into {what}")
 
     def _silent_ranks(self, what: str) -> list[int]:
-        """Return the ranks that have shown no sign of life for a while."""
+        """Return the ranks without a heartbeat during the last `SILENCE` seconds."""
         now, silent = time.monotonic(), list[int]()
         for rank in range(self.size):
             key = f"beat/{rank}"
@@ -184,21 +184,21 @@ class ProcessGroup(Group):
         raise PeerLost(self._error)
 
     def _close(self, error: str) -> None:
-        """Close the group for a reason; the first one counts."""
+        """Close the group for a reason; only the first reason counts."""
         if self._error:
             return
-        with suppress(Exception):  # the store may be what is lost
+        with suppress(Exception):  # the store itself may be lost
             first = self._store.compare_set("error", "", error)
             error = first.decode() or error
         self._error = error
 
     def _at_store(self, do: Callable[[], Any], what: str) -> Any:
-        """Return what the store answers.
+        """Call a function that uses the store, and return its result.
 
         Raises
         ------
         PeerLost
-            It does not answer.
+            The store does not answer.
         """
         try:
             return do()
@@ -207,16 +207,16 @@ class ProcessGroup(Group):
             raise PeerLost(self._error) from error
 
     def _beat(self) -> None:
-        """Show every second that this rank is alive, until the store has ended."""
+        """Write a heartbeat of this rank every second, until the store has ended."""
         with suppress(Exception):
             for number in range(1 << 62):
                 self._store.set(f"beat/{self.rank}", str(number))
                 time.sleep(BEAT)
 
-    # How arrays move.
+    # Movement of arrays
 
     def _perform(self, what: str, number: int, work: Work) -> None:
-        """Run the steps in rounds, which all ranks start in one order. A rank that raises closes the group."""
+        """Run the steps in rounds, which all ranks start in the same order; an error of a rank closes the group."""
         started = dict[tuple[str, int], _Transfer]()
         try:
             for kind, group in rounds(work.steps):
@@ -261,7 +261,7 @@ class ProcessGroup(Group):
         self._wait(handle.is_completed, f"the exchange of arrays in {what}", lambda: [])
         try:
             handle.wait()
-        except RuntimeError as error:  # a connection is lost: the beats tell whose
+        except RuntimeError as error:  # a connection is lost; heartbeats show to which rank
             start = time.monotonic()
             with suppress(PeerLost):
                 while time.monotonic() - start < 2 * SILENCE:
@@ -289,7 +289,7 @@ class _GpuLanes(HostLanes):
 
 
 class _Transfer:
-    """The rows that all ranks send each other in a round, from the start of their transfer until they are in place."""
+    """The transfer of the rows that all ranks send each other in a round."""
 
     def __init__(self, group: ProcessGroup, what: str, steps: Sequence[Step], work: Work) -> None:
         self._group, self._what = group, what
@@ -318,7 +318,7 @@ class _Transfer:
 
 
 def _padded(array: Array) -> int:
-    """Return the bytes of an array in a message."""
+    """Return the bytes of an array in a message, including padding."""
     return -(-int(array.nbytes) // _ALIGNMENT) * _ALIGNMENT
 
 

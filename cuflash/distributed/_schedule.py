@@ -16,13 +16,13 @@ class Step(NamedTuple):
     ----------
     kind : str
         "copy" moves the inputs of a group to a rank, "attend" computes the group, "take" moves results of a group from
-        the rank that computed them, and "add" adds what was taken, in the order of ranks.
+        the rank that computed them, and "add" sums these results in the order of ranks.
     rank, source : int
-        The rank that does the step, and the rank whose arrays it reads.
+        The rank that runs the step, and the rank whose arrays it reads.
     group : int
         The group of heads.
     after : tuple of int
-        Numbers of the steps that must be done before.
+        Numbers of the steps that must be finished first.
     """
 
     kind: str
@@ -33,7 +33,7 @@ class Step(NamedTuple):
 
 
 class _Builder:
-    """Steps in the making, which are found again by what they do."""
+    """A growing list of steps, with a lookup by kind, rank, source and group."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -55,9 +55,9 @@ def gathering(size: int, num_groups: int, needs: Callable[[int, int], bool], *, 
     Parameters
     ----------
     needs : callable (rank, source) -> bool
-        True if the rank attends keys that the source holds.
+        True if the rank attends to keys that the source holds.
     returns : bool
-        The pass computes gradients of keys, whose owners take and add them.
+        The pass computes gradients of keys, which the owners of the keys collect and add.
     """
     build, ranks = _Builder(), range(size)
     for group in range(num_groups):
@@ -78,7 +78,7 @@ def gathering(size: int, num_groups: int, needs: Callable[[int, int], bool], *, 
 
 
 def _return(build: _Builder, size: int, group: int, needs: Callable[[int, int], bool]) -> None:
-    """Add the steps that take the gradients of a group to the owners of the keys, and add them."""
+    """Append the steps in which the owners of keys collect the gradients of a group, and add them."""
     for rank in range(size):
         sources = [source for source in range(size) if needs(source, rank)]
         is_free = build.number(ADD, rank, rank, group - NUM_BUFFERS)
@@ -90,7 +90,7 @@ def _return(build: _Builder, size: int, group: int, needs: Callable[[int, int], 
 def exchanging_heads(size: int, holds: Callable[[int], bool]) -> tuple[Step, ...]:
     """Return the steps of a pass in which each rank gathers all rows of its own heads, and returns rows of results.
 
-    `holds` says whether a rank has rows. All steps belong to one group.
+    `holds` is true for ranks that have rows. All steps belong to one group.
     """
     build, ranks = _Builder(), range(size)
     for rank in ranks:
@@ -105,9 +105,9 @@ def exchanging_heads(size: int, holds: Callable[[int], bool]) -> tuple[Step, ...
 
 
 def rounds(steps: Sequence[Step]) -> tuple[tuple[str, int], ...]:
-    """Return kinds and groups of steps in an order in which all ranks can do them together.
+    """Return kinds and groups of steps in an order in which all ranks can run them together.
 
-    The copies of the next group start before a group is computed, and its results move as soon as it is.
+    The copies of the next group start before a group is computed, and the results of a group move right after it.
 
     >>> rounds(gathering(2, 3, lambda rank, source: True, returns=False))
     (('copy', 0), ('copy', 1), ('attend', 0), ('copy', 2), ('attend', 1), ('attend', 2))
@@ -125,7 +125,7 @@ def rounds(steps: Sequence[Step]) -> tuple[tuple[str, int], ...]:
 
 
 def finished(steps: Sequence[Step], seconds: Callable[[Step], float]) -> float:
-    """Return when the last step ends if each rank computes and receives at the same time, both in the order of steps.
+    """Return the seconds until the last step ends, if each rank computes and receives concurrently, in order.
 
     >>> finished([Step(COPY, 0, 1, 0), Step(ATTEND, 0, 0, 0, (0,)), Step(COPY, 0, 1, 1)], lambda step: 2.0)
     4.0
@@ -140,7 +140,7 @@ def finished(steps: Sequence[Step], seconds: Callable[[Step], float]) -> float:
 
 
 def head_groups(num_kv_heads: int) -> tuple[tuple[int, int], ...]:
-    """Return the groups of key/value heads: 1, 1, 2, 2, ... heads, the first ones small to expose little of a copy.
+    """Return the groups of key/value heads: 1, 1, 2, 2, ... heads, the first ones small to shorten the first copy.
 
     >>> head_groups(8)
     ((0, 1), (1, 2), (2, 4), (4, 6), (6, 8))

@@ -30,20 +30,20 @@ class _Meeting:
     timeout: float
     changed: threading.Condition = field(default_factory=threading.Condition)
     error: str = ""  # why the group is closed
-    number: int = 0  # of the present exchange
-    values: dict[int, tuple[str, Any, Event]] = field(default_factory=dict)  # call, value and start of each rank
+    number: int = 0  # number of the current exchange
+    values: dict[int, tuple[str, Any, Event]] = field(default_factory=dict)  # call, value and start event by rank
     results: tuple[tuple[str, Any, Event], ...] = ()
     done: dict[int, dict[int, Event]] = field(default_factory=dict)  # events of finished steps, by number of exchange
     returned: set[int] = field(default_factory=set)
 
     def close(self, error: str) -> None:
-        """Close the group for a reason; the first one counts."""
+        """Close the group for a reason; only the first reason counts."""
         with self.changed:
             self.error = self.error or error
             self.changed.notify_all()
 
     def wait(self, is_over: Callable[[], bool], what: Callable[[], str], seconds: float) -> None:
-        """Wait, with the lock held, until a condition holds; close the group if it does not within the timeout.
+        """Wait, with the lock held, until a condition holds; close the group if it does not hold within the timeout.
 
         Raises
         ------
@@ -72,7 +72,7 @@ class ThreadGroup(Group):
     def __init__(self, rank: int, meeting: _Meeting, lanes: Lanes, order: Any = None) -> None:
         super().__init__(rank, meeting.size)
         self._meeting, self._lanes, self._order = meeting, lanes, order
-        self._starts = list[Event]()  # of the ranks in the last exchange
+        self._starts = list[Event]()  # start events of the ranks in the last exchange
 
     def _exchanged(self, what: str, value: Any) -> tuple[int, list[Any]]:
         meeting, start = self._meeting, self._lanes.start()
@@ -131,7 +131,7 @@ class ThreadGroup(Group):
         self._lanes.finish([done[number] for number in sorted(used)])
 
     def _step(self, step: Step, events: list[Event], work: Work) -> Event:
-        """Run a step after these events, and return its own."""
+        """Run a step after these events, and return the event of its end."""
         if step.kind in (ATTEND, ADD):
             return self._lanes.run(step, events, lambda: work.act(step))
 
@@ -162,36 +162,36 @@ def run(
     timeout: float = 60.0,
     seed: int | None = None,
 ) -> list[_Result]:
-    """Call a function once for each rank, each in a thread of its own, with NumPy arrays or with a GPU.
+    """Call a function once for each rank, each in its own thread, with NumPy arrays or with a GPU.
 
     Parameters
     ----------
     function : callable (Group) -> object
-        What a rank does. If it has a GPU, that is the current device, and its arrays are CuPy's.
+        The work of a rank. If the rank has a GPU, this GPU is the current device, and arrays are CuPy arrays.
     size : int, optional
         The number of ranks with NumPy arrays, at least 1.
     devices : sequence of int, optional
-        Instead of `size`: the number of the GPU of each rank. Ranks may share one.
+        Instead of `size`: the number of the GPU of each rank. Ranks may share a GPU.
     timeout : float
-        How many seconds a rank waits for the others before it raises `PeerLost`.
+        Seconds that a rank waits for the others before it raises `PeerLost`.
     seed : int, optional
-        For tests: a rank does steps that are ready in an order that is drawn from the seed.
+        For tests: each rank runs its ready steps in a random order, drawn from this seed.
 
     Returns
     -------
     list
-        What the function returned for ranks 0, 1, ...
+        The results of the function for ranks 0, 1, ...
 
     Raises
     ------
     TypeError
         `function` is not callable.
     UnsupportedProblem
-        Another argument breaks its rule, or all ranks raised it together.
+        Another argument breaks its rule, or all ranks raised this error together.
     PeerLost
         A rank did not answer within the timeout, or returned while others waited for it.
     Exception
-        What the first rank raised that raised anything else. The other ranks raise `PeerLost` where they wait.
+        Any other error is the first one that a rank raised; the other ranks then raise `PeerLost` where they wait.
 
     Examples
     --------

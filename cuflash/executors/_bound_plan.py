@@ -95,13 +95,12 @@ class BoundPlan:
         return list(map(self._finished, self._results, results))
 
     def _with_outs(self, results: Sequence[Array], outs: Mapping[str, Array]) -> Sequence[Array]:
-        """Return the results in the order of the plan's, of which the caller allocated some."""
+        """Return all results in the plan's order, including those in memory that the caller allocated."""
         new = iter(results)
         return [outs[name] if name in outs else next(new) for name in self._results]
 
     def may_overlap(self, arrays: Mapping[str, Array], outs: Mapping[str, Array]) -> bool:
-        """True if memory of `outs` may overlap that of another array; always True on the host, where this is not
-        compared.
+        """True if `outs` may overlap another array in memory; on the host, always True, without a comparison.
 
         All memory between an array's first and last element counts as the array's.
         """
@@ -118,7 +117,7 @@ class BoundPlan:
         )
 
     def _scaled(self, name: str, array: Array) -> Array:
-        """Return q or k times the power of two that `Problem.scaling` factors out of the scale; others unchanged."""
+        """Return q or k times the power of two from `Problem.scaling`; return other arrays unchanged."""
         return times_power_of_two(array, self._exponents[name]) if name in self._exponents else array
 
     def _finished(self, name: str, result: Array) -> Array:

@@ -17,14 +17,14 @@ from ..blocks.work_list import ListedWork, Segment, WorkList
 from ..planning.host import HostTiling
 from ..planning.plan import KernelPlan
 
-_MOST_KEPT_TILES = 4096  # a few hundred bytes each
+_MOST_KEPT_TILES = 4096  # maximum number of tiles that are kept, with a few hundred bytes each
 BatchHead: TypeAlias = tuple[int, int]  # batch entry, head
 
 
 class PartialSegment:
     """A segment that needs a mask, the slice of its rows within a step, and its intervals once they are computed.
 
-    The intervals are the first and last keys of each query of the tile. Gathered rows have no intervals.
+    The intervals are (lo, hi) of each query of the tile. Gathered rows have no intervals.
     """
 
     __slots__ = ("bounds", "rows", "segment")
@@ -69,7 +69,7 @@ class Tile(NamedTuple):
 
 
 class KeptTiles:
-    """Batches of a plan's tiles, which the first call creates and later calls reuse if there are not too many.
+    """Batches of a plan's tiles. The first call creates them, and later calls reuse them unless there are too many.
 
     Tiles with gathered rows are created at each call: they hold row numbers, which take more memory.
 
@@ -90,7 +90,7 @@ class KeptTiles:
         self._kept: dict[str, list[list[Tile]]] = {}
 
     def of_rows(self) -> Iterator[list[Tile]]:
-        """Yield batches of query tiles, last tile first: under a causal mask the last ones are the longest."""
+        """Yield batches of query tiles, last tile first, since the last tiles are the longest under a causal mask."""
         return self._batches("rows", self._row_tiles)
 
     def of_columns(self) -> Iterator[list[Tile]]:
@@ -166,11 +166,11 @@ def _reversed_tiles(length: int, block: int) -> Iterator[slice]:
 
 
 def _batches(tiling: HostTiling, tiles: Iterable[Tile]) -> Iterator[list[Tile]]:
-    """Yield groups of tiles of equal height and equal numbers of visited rows, as many as fit `HostTiling.batch_area`.
+    """Yield groups of tiles of equal height and equal numbers of visited rows, with at most `HostTiling.batch_area`.
 
     The overhead of a NumPy call, and of passing the interpreter lock between threads, is paid once per batch.
-    A batch has at most a quarter of all tiles, so that several threads have work. The number of threads does not
-    matter, since results must not depend on it.
+    A batch has at most a quarter of all tiles, so that several threads have work. The number of threads has no
+    influence, because results must not depend on it.
     """
     capacity, max_tiles = tiling.batch_area, tiling.num_tiles if tiling.is_small else max(1, tiling.num_tiles // 4)
     waiting: dict[tuple[int, ...], list[Tile]] = {}

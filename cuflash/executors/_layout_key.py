@@ -16,9 +16,9 @@ _device_layout = attrgetter("shape", "strides", "dtype", "data.device_id")
 
 
 def layout_key(*arrays: Array) -> Hashable:
-    """Return kind, shape, strides, dtype and device of plain arrays; None for any other arrays.
+    """Return the shapes, strides, dtypes and device of NumPy or CuPy arrays; None for other arrays.
 
-    Calls with equal keys are all accepted, or all refused for the same reasons, except for misaligned addresses.
+    If one call with a key is accepted, so is every other, except for misaligned addresses.
     """
     kind = type(arrays[0])
     for array in arrays:

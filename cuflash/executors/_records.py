@@ -63,11 +63,11 @@ class Argument(NamedTuple):
     Attributes
     ----------
     record : NumPy record
-        A multiple of 8 bytes long.
+        Its size is a multiple of 8 bytes.
     addresses : list of (int, str)
-        The words that addresses are added to, each with the name of its array.
+        The words to which addresses are added, each with the name of its array.
     numbers : list of int
-        The words that numbers are added to.
+        The words to which numbers are added.
     """
 
     record: Any
@@ -127,7 +127,7 @@ def arguments_of(
     Parameters
     ----------
     views : dict of View by name
-        Arrays [batch, heads, rows, columns], without columns, or [heads].
+        Arrays of shape [batch, heads, rows, columns], [batch, heads, rows] or [heads].
     """
     arguments = {}
     for feature in features:
@@ -151,7 +151,7 @@ class KernelRecord(NamedTuple):
     grid : int
         Number of thread blocks.
     arguments : tuple of slice
-        The words of each argument.
+        The words of each argument, as slices of `LaunchRecord.words`.
     """
 
     launch: Launch
@@ -247,7 +247,7 @@ class LaunchRecord:
         Parameters
         ----------
         parts : sequence of (LaunchRecord, dict of str by name)
-            Each record, with new names for those of its arrays that are renamed.
+            Each record, with the new names of its arrays that are renamed.
         names : sequence of str
             The arrays whose addresses calls supply. An array that is neither listed nor a workspace gets address 0.
         workspaces : dict of Workspace by name

@@ -82,7 +82,7 @@ class Arguments:
     kernels : sequence of sequences of slices
         The words of each argument of each kernel.
     places : sequence of Place
-        Where the addresses are written.
+        The words to which each call writes addresses.
     """
 
     def __init__(self, words: Any, kernels: Sequence[Sequence[slice]], places: Sequence[Place]) -> None:

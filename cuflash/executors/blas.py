@@ -34,7 +34,7 @@ class _OfProcess:
         self._saved: int | None = None  # the thread count to restore
 
     def hold(self) -> None:
-        """Set one thread; if another thread has set a different count during a call, save that one instead."""
+        """Set one thread, and save the previous count if it is above one; other threads may set it during a call."""
         number = self._get() or 1
         if number > 1:
             self._saved = number
@@ -55,7 +55,7 @@ class _OfThread:
 
 
 _lock = threading.RLock()  # reentrant: a signal handler may make a call while its thread holds the lock
-_users = 0  # threads between `enter` and `leave`
+_users = 0  # number of threads between `enter` and `leave`
 _known: list[_OfProcess | _OfThread] | None = None
 
 
@@ -69,7 +69,7 @@ def _libraries() -> list[_OfProcess | _OfThread]:
 
 def _library(controller: Any) -> _OfProcess | _OfThread:
     if controller.internal_api == "mkl":
-        swap = _function(controller, "MKL_Set_Num_Threads_Local")  # returns 0 if the thread has no count of its own
+        swap = _function(controller, "MKL_Set_Num_Threads_Local")  # returns 0 if no count is set for the thread
         if swap is not None:
             return _OfThread(swap)
     if controller.internal_api == "openblas" and controller.threading_layer == "openmp":
@@ -111,7 +111,7 @@ def on_one_thread(run: Callable[[], None]) -> None:
 
 
 class OneThread:
-    """The calling thread's part in limiting BLAS to one thread, from `enter` to `leave`; for one use."""
+    """One request that BLAS use a single thread, valid from `enter` to `leave` on the calling thread."""
 
     def __init__(self) -> None:
         self._is_inside = False
@@ -128,7 +128,7 @@ class OneThread:
                     self._before.append((library, library.swap(1)))
 
     def leave(self) -> None:
-        """End the limit if no call needs it any more; can be called again if it, or `enter`, was interrupted."""
+        """End the limit if no other call needs it. Call again if an interrupt stopped this function or `enter`."""
         global _users
         while self._before:
             library, number = self._before[-1]
@@ -145,7 +145,7 @@ class OneThread:
 
 
 def _after_fork() -> None:
-    """Release, in a child process, limits of threads of the parent, since these threads do not exist in the child."""
+    """Release the parent's limits in a child process, where the threads that set them do not exist."""
     global _lock, _users
     _lock, _users = threading.RLock(), 0
     for library in _known or ():

@@ -1,4 +1,4 @@
-"""Checks of CUFLASH_CHECK=1: work lists before launches, that each launch ends, and margins and NaN after it."""
+"""Checks of CUFLASH_CHECK=1: of work lists before a launch, and of its end, margins and results after it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..planning.launches import Workspace
 from ..planning.routing import family_of
 from ..planning.spec import KernelSpec
 
-MARGIN = 4096  # bytes before and after a result
+MARGIN = 4096  # bytes of the margins before and after a result
 _PATTERN = 0xA5
 
 
@@ -28,8 +28,8 @@ _OFF = (None, "", "0", b"", b"0")
 def is_on() -> bool:
     """True if CUFLASH_CHECK is set in the environment, and not to 0.
 
-    For a missing name, `os.environ.get` raises and catches an error, which takes 1 us of each call; so this reads
-    the dictionary inside `os.environ`.
+    This reads the dictionary inside `os.environ`, because `os.environ.get` raises and catches an error for a missing
+    name, which takes 1 µs per call.
     """
     return os.environ._data.get(_NAME) not in _OFF  # type: ignore[attr-defined]
 

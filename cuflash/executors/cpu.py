@@ -1,6 +1,6 @@
 """The `cpu` executor: FlashAttention's tiled algorithm in NumPy and BLAS over a plan's work list.
 
-A tile of queries walks its keys with a running row maximum and row sum (FlashAttention-2, arXiv 2307.08691,
+A tile of queries visits its keys with a running row maximum and row sum (FlashAttention-2, arXiv 2307.08691,
 algorithm 1); the backward pass recomputes P tile by tile, once by rows for dQ and once by columns for dK and dV
 (algorithm 2 split in two), so that no sum depends on the order in which threads finish.
 """
@@ -27,7 +27,7 @@ from .launch import BoundCall
 from .tile_dropout import TileDropout
 from .tile_scores import TileScores, coordinates
 
-# A pass of a call; takes the results by name, and the arrays that it reads.
+# A pass of a call, which takes its results by name and the arrays by name that it reads.
 _Pass: TypeAlias = Callable[["HostCall", Mapping[str, Array], Mapping[str, Array]], None]
 
 LOG2_E = math.log2(math.e)
@@ -46,8 +46,8 @@ def bind(
 ) -> BoundCall:
     """Return the function that runs a pass on arrays in the order of `inputs`.
 
-    Only the names of `inputs` matter, and of the options of `gpu.bind` only `unwanted`. `passes` maps names to
-    passes; default: the passes without tangents.
+    Only the names of `inputs` matter. Of the options of `gpu.bind`, only `unwanted` has an effect. `passes` maps names
+    to passes; by default, it contains the passes without tangents.
     """
     names, run_pass, bound_tiles = tuple(inputs), (passes or _PASSES)[name], KeptTiles(plan)
 
@@ -85,12 +85,14 @@ def _forward(call: HostCall, results: Mapping[str, Array], read: Mapping[str, Ar
 
 
 def _backward(call: HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
-    """Compute dq [*batch, heads, ...], dk and dv [*batch, kv_heads, ...] over the broadcast leading axes, and, if they
-    are among the arrays, dsink [*batch, heads] and the gradients of a score function's arrays."""
+    """Compute dq [*batch, heads, ...], and dk and dv [*batch, kv_heads, ...], with broadcast leading axes.
+
+    If they are among the arrays, also compute dsink [*batch, heads] and the gradients of a score function's arrays.
+    """
     call.arrays["delta"] = np.empty_like(call.arrays["shift"])
     rows, columns = (call.backward_rows, call.tiles.of_rows()), (call.backward_columns, call.tiles.of_columns())
     if call.score is not None and call.score.adds_gradients:
-        # In order, because many tiles add to one array, and the sum must not depend on which is done first.
+        # Tiles run in order, because many of them add to one array, and the sum must not depend on the order.
         run(call.tiles.tiling, rows, in_order=True)
         run(call.tiles.tiling, columns)
     else:
@@ -125,7 +127,7 @@ class HostCall:
     wide: Any  # the accumulator's scalar type
     group_size: int
     q_factor: float
-    score_factor: float  # a power of two, at least 1; times q_factor it is scale log2(e), with a score function scale
+    score_factor: float  # power of two >= 1; q_factor * score_factor = scale log2(e), or scale with a score function
     score: TileScores | None = None
     dropout: TileDropout | None = None
 
@@ -154,18 +156,18 @@ class HostCall:
 
     @property
     def power(self) -> Any:
-        """The function that turns scores into weights."""
+        """The exponential function that converts scores to weights."""
         if self.score is not None:
             return np.exp
         return _exp2_of_many_hidden if isinstance(self.plan.work, ChosenWork) else np.exp2
 
     @property
     def natural(self) -> float:
-        """The factor from the unit of the scores to natural units."""
+        """The factor that converts scores to natural units."""
         return LN_2 if self.score is None else 1.0
 
     def row_index(self, batch_heads: list[BatchHead], rows: Sequence[slice | Array]) -> _RowIndex:
-        """Return an index of the rows of each (batch entry, head), as slices (a view) for one run of adjacent heads."""
+        """Return an index of the rows of each (batch entry, head); for adjacent heads, it selects a view."""
         (b, h), row_set = batch_heads[0], rows[0]
         if any(other is not row_set for other in rows):
             row_set = np.stack([row_numbers(other) for other in rows])
@@ -197,7 +199,7 @@ class HostCall:
         return np.where(self.arrays["empty"][row_index][..., None], self.wide(0), do) if "empty" in self.arrays else do
 
     def forward_rows(self, tiles: list[Tile], scratch: Array) -> None:
-        """Run query tiles through all of their keys: online softmax, then o and lse."""
+        """Compute o and lse of query tiles by an online softmax over all of their keys."""
         rows, kv_batch_heads = self._rows_of(tiles)
         q = self.read_queries(rows)
         row_max, row_sum, o_acc = self.wide(-np.inf), self.wide(0), None
@@ -208,7 +210,7 @@ class HostCall:
                 self.score.apply(s, self._row_places(tiles, steps))
             self._mask_keys(tiles, steps, s, -np.inf)
             new_max = s.max(axis=-2) if o_acc is None else np.maximum(row_max, s.max(axis=-2))
-            shift = np.maximum(new_max, np.finfo(self.wide).min)  # -inf - (-inf) must not arise
+            shift = np.maximum(new_max, np.finfo(self.wide).min)  # avoids -inf - (-inf)
             s -= shift[..., None, :]
             p = self.power(s, out=s)
             p_sum = np.ones(p.shape[-2], self.wide) @ p
@@ -266,7 +268,7 @@ class HostCall:
             sink = self.arrays["sink"].astype(self.wide)[..., None]
         lse, delta = self.arrays["lse"], self.arrays["delta"]
         if np.isnan(delta).any():
-            # In a row without a key, o is 0 and lse is the sink: dO has no effect, NaN included, and only dlse counts.
+            # In a row without a key, o is 0 and lse is the sink: only dlse counts, and dO has no effect, even if NaN.
             is_alone = np.isnan(delta) & (lse == sink) & ~self.arrays["o"].any(axis=-1)
             delta = np.where(is_alone, -self.arrays["dlse"] if "dlse" in self.arrays else 0, delta)
         with np.errstate(all="ignore"):
@@ -336,7 +338,7 @@ class HostCall:
 
 @dataclass(frozen=True, eq=False)
 class QueryTiles:
-    """Some query tiles of a call, for passes over their scores other than attention."""
+    """A batch of query tiles of a call, for computations other than attention that use their scores."""
 
     _call: HostCall
     _tiles: list[Tile]
@@ -360,7 +362,7 @@ class QueryTiles:
     def scores(self) -> Iterator[tuple[list[Array], Array]]:
         """Yield for each step the key numbers of each tile, and scores in base 2 [tiles, keys, queries].
 
-        Masked scores are -inf. The next step overwrites the scores.
+        Masked scores are -inf. Each step overwrites the scores of the previous one.
         """
         call, tiles = self._call, self._tiles
         rows, kv_batch_heads = call._rows_of(tiles)
@@ -405,8 +407,8 @@ def added(total: Array | None, term: Array) -> Array:
 
 def _with_sink(lse: Array, sink: Array) -> tuple[Array, Array]:
     """Return the factor of a row's o, and its lse, after (o, lse) is merged with (0, sink)."""
-    top = np.maximum(lse, sink)  # NaN if either is
-    shift = np.where(top == -np.inf, 0, top).astype(lse.dtype, copy=False)  # -inf - (-inf) must not arise
+    top = np.maximum(lse, sink)  # NaN if either operand is NaN
+    shift = np.where(top == -np.inf, 0, top).astype(lse.dtype, copy=False)  # avoids -inf - (-inf)
     weight = np.exp(lse - shift)
     total = weight + np.exp(sink - shift)
     is_sink = sink != -np.inf

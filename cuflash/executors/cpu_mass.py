@@ -1,4 +1,4 @@
-"""Softmax mass of blocks on the host: tile by tile with BLAS, and with tiles, masks and scores of the cpu executor."""
+"""Softmax mass of blocks on the host, computed with the tiles, masks and scores of the cpu executor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .cpu import LN_2, LOG2_E, QueryTiles, over_queries
 def block_mass(plan: KernelPlan, arrays: Mapping[str, Array], block: tuple[int, int], *, has_lse: bool) -> None:
     """Add the weights of each block to mass [*batch, heads, num_q_blocks, num_kv_blocks]; write lse unless `has_lse`.
 
-    If two query tiles share a block, they add to the same masses, and the tiles are then visited in order.
+    If query tiles share a block of the grid, they add to the same masses, so tiles are then visited in order.
     """
 
     def visit(tiles: QueryTiles) -> None:

@@ -20,19 +20,18 @@ from ..masks.shape import MaskShape
 from ..planning.launches import BATCH_AXES
 from ..planning.list_kernels import ListSource
 
-_MAX_ELEMENTS_AT_ONCE = 1 << 24  # per step, which limits the memory of coordinates and intermediate results
+_MAX_ELEMENTS_AT_ONCE = 1 << 24  # maximum per step, which limits the memory of coordinates and intermediate results
 
 
 def evaluated_source(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> tuple[ListSource, tuple[Array, ...]]:
     """Return the list source of any resolved mask with arrays on a device, and the arrays that the source refers to.
 
-    No extent of the shape is 0. Masks of whole blocks are read at one element per block, and closed forms as row
-    intervals. The rest is evaluated at every element, unless it is a single boolean array.
+    No extent of the shape may be 0. Masks that consist of whole blocks are evaluated once per block. Masks with a
+    closed form become row intervals. Other masks are evaluated at every element, except for a single boolean array.
 
     Raises
     ------
     MemoryError
-        The grid has more blocks than int32 can count.
         The grid has more blocks than int32 can count.
     """
     xp, over = mask_namespace(mask), extents(mask, shape, mask_namespace(mask))
@@ -62,7 +61,7 @@ def evaluated_source(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> tu
 
 
 def _has_whole(block: tuple[int, int], mask: Mask) -> bool:
-    """True if each block of this size lies within one block of a mask of whole blocks."""
+    """True if a mask consists of whole blocks, and each block of this size is within one of them."""
     own = mask._natural_block if isinstance(mask, BlockGrid) else None
     return own is not None and not any(length % side for length, side in zip(own, block))
 
@@ -77,7 +76,7 @@ def _by_blocks(whole: tuple[Mask, ...], grid: tuple[int, ...], block: tuple[int,
 
 
 def evaluated(mask: Mask, shape: MaskShape, over: tuple[int, int]) -> Array:
-    """Evaluate a resolved mask, bool [*over, seqlen_q, seqlen_kv]; `over` are the batch entries and heads that differ.
+    """Evaluate a resolved mask, bool [*over, seqlen_q, seqlen_kv]; `over` counts batch entries and heads that differ.
 
     Each step evaluates several whole matrices, or several rows of one.
     """

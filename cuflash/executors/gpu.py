@@ -74,11 +74,11 @@ class _DeviceLists(Lists):
         self._cupy = cupy
         self._stream = cupy.cuda.get_current_stream()
         self._copied = self._stream.record(cupy.cuda.Event(disable_timing=True))
-        self._is_copied = False  # known to the host, so that no stream has to wait
+        self._is_copied = False  # the host knows that the copy has finished, so that no stream has to wait
         self._other_streams: dict[int, Any] = {}
 
     def use(self, stream: Any) -> None:
-        """Let a stream that launches kernels on the arrays wait until they are copied."""
+        """Make a stream that is about to read the arrays wait until they are copied, and remember the stream."""
         if not self._is_copied:
             self._is_copied = self._copied.done
             if not self._is_copied and stream.is_capturing():
@@ -105,7 +105,7 @@ class _DeviceLists(Lists):
         try:
             if any(stream.is_capturing() for stream in (self._stream, *self._other_streams.values())):
                 return False
-        # Raised for the default stream while another stream is captured
+        # CuPy raises this for the default stream while another stream is being captured.
         except self._cupy.cuda.runtime.CUDARuntimeError:
             return False
         for stream in self._other_streams.values():
@@ -154,14 +154,16 @@ class Gpu:
         return stream
 
     def maker(self, shape: tuple[int, ...], dtype: Any, axes: Sequence[int] | None = None) -> Callable[[], Array]:
-        """Return a function that allocates an array on the device that is current now, with its axes in memory from
-        outermost to innermost, or in C order."""
+        """Return a function that allocates an array on the device that is current now.
+
+        `axes` is the order of the array's axes in memory, outermost first; default: C order.
+        """
         import cupy
 
         if axes is not None:
             in_memory, back = tuple(shape[axis] for axis in axes), [axes.index(axis) for axis in range(len(axes))]
             return lambda: cupy.ndarray(in_memory, dtype).transpose(back)
-        return partial(cupy.ndarray, shape, dtype)  # cupy.empty calls cupy.ndarray, and takes 0.6 us more
+        return partial(cupy.ndarray, shape, dtype)  # cupy.empty calls this function, and takes 0.6 µs more
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return a new array of zeros on the current device."""
@@ -184,7 +186,7 @@ class Gpu:
         refuse_capture(reason)
 
     def keep_captured(self, plan: KernelPlan, arrays: Iterable[Array], pins: bool) -> None:
-        """Hold the arrays that a captured call allocated, and with `pins` its plan, since each replay uses them."""
+        """Keep the arrays that a captured call allocated, and with `pins` its plan, since each replay uses them."""
         _captured.setdefault(plan, []).extend(arrays)
         if pins:
             hold(plan)
@@ -240,18 +242,18 @@ class Gpu:
             return by_device[number]
 
     def guarded(self, owner: Any, arrays: dict[str, Array]) -> _DeviceLists:
-        """Return a holder of arrays that the current stream wrote; it outlives `owner` until all streams read them."""
+        """Hold arrays that the current stream wrote; the holder outlives `owner` until all streams have read them."""
         device_lists = _DeviceLists(namespace(), arrays)
         finalize(owner, self._retire, device_lists).atexit = False
         return device_lists
 
     def _retire(self, device_lists: _DeviceLists) -> None:
-        """Handle the deletion of a work list, at any time, on any thread: keep it if other streams may read it."""
+        """Keep the arrays of a deleted work list if other streams may read them; runs at any time, on any thread."""
         if device_lists.has_other_streams:
             self._to_release.append(device_lists)
 
     def _release_retired(self) -> None:
-        """Release retired lists, except those that another thread releases or that must still wait."""
+        """Release retired arrays, except those that another thread is releasing or that cannot be released yet."""
         for _ in range(len(self._to_release)):
             with suppress(IndexError):
                 device_lists = self._to_release.popleft()
@@ -264,7 +266,7 @@ class Gpu:
     def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Any], None]:
         """Return a function (arguments, stream) that launches a kernel, compiled and loaded now.
 
-        With CUFLASH_CHECK it first waits for all earlier work, whose failures would be taken for the kernel's.
+        With CUFLASH_CHECK, first wait for all earlier work, whose failures would otherwise be attributed to the kernel.
         """
         function, threads = _function(spec, shared_bytes), spec.num_threads
         cuda = namespace().cuda
@@ -338,7 +340,7 @@ def namespace() -> Any:
 
 
 def make_ready(plan: KernelPlan) -> None:
-    """Compile and load the kernels of all passes for the current device, and copy the work list there; wait."""
+    """Compile and load the kernels of all passes for the current device, copy the work list to it, and wait."""
     nvrtc.precompile(map(checks.with_watchdog, plan.specs.values()), _capability())
     for launch in _launches(plan):
         _function(launch.spec, launch.shared_bytes)
@@ -352,7 +354,7 @@ def _launches(plan: KernelPlan) -> tuple[Launch, ...]:
 
 
 def require_capturable(plan: KernelPlan, machine: Gpu | None = None) -> None:
-    """Check that everything that cannot be done during a capture is ready, if the current stream is captured.
+    """Require that a capture of the current stream, if there is one, finds everything compiled and copied.
 
     Raises
     ------
@@ -360,7 +362,7 @@ def require_capturable(plan: KernelPlan, machine: Gpu | None = None) -> None:
         Something is not ready, or CUFLASH_CHECK requires waiting.
     """
     if checks.is_on():
-        refuse_capture("CUFLASH_CHECK waits for each kernel, which a stream capture cannot")
+        refuse_capture("CUFLASH_CHECK waits for each kernel, which is impossible during a stream capture")
     if not namespace().cuda.get_current_stream().is_capturing():
         return
     require_compiled(_launches(plan), _COMPILE_FIRST)
@@ -379,9 +381,9 @@ def require_compiled(launches: Iterable[Launch], fix: str) -> None:
 
 
 def _refuse_to_compile(specs: list[KernelSpec], fix: str) -> None:
-    """Raise RuntimeError if there are any specifications."""
+    """Raise RuntimeError if any kernel remains to be compiled."""
     if specs:
-        raise RuntimeError(f"{specs[0].name} is not compiled yet, which a stream capture cannot wait for: {fix}")
+        raise RuntimeError(f"{specs[0].name} is not compiled yet, and a stream capture cannot wait for it: {fix}")
 
 
 def refuse_capture(reason: str) -> None:
@@ -413,19 +415,19 @@ def bind(
     results : dict of ShapeDtype by name
         Results, which each call allocates.
     unwanted : dict of ShapeDtype by name
-        Results that the caller leaves to the kernels, as workspaces.
+        Results that the caller does not want; they are workspaces of the kernels.
     axes : dict of sequences of int by name
         The order of a result's axes in memory, outermost first, if it is not C order.
     pins : bool
-        If True, memory that a captured call uses is held for ever, because the caller does not hold the plan.
+        If True, memory that a captured call uses is held forever, because the caller does not hold the plan.
     machine : Machine, optional
-        The machine that runs the kernels, and the library of its arrays; default: CuPy's current device. Then
-        `inputs` may hold objects with only a layout.
+        The machine that runs the kernels, and the library of its arrays; default: CuPy's current device. If
+        it is passed, `inputs` may be objects that have only a layout.
 
     Returns
     -------
     callable
-        Takes arrays in the order of `inputs`, the `numbers` of the features of the pass, and the checks of the call,
+        It takes arrays in the order of `inputs`, the `numbers` of the features of the pass, and the checks of the call,
         and returns new results.
 
     Raises
@@ -494,7 +496,7 @@ def bound_pass(
 
 
 def compile_kernels(specs: Iterable[KernelSpec], machine: Gpu) -> None:
-    """Compile and load kernels that need no requested size of shared memory.
+    """Compile and load kernels, without a request for more than the default size of dynamic shared memory.
 
     Raises
     ------
@@ -508,7 +510,9 @@ def compile_kernels(specs: Iterable[KernelSpec], machine: Gpu) -> None:
 
 
 def lists_of_calls(plan: KernelPlan, work: WorkAtCall, machine: Gpu | None = None) -> Callable[..., Array]:
-    """Return a function that takes a mask's arrays and returns the lists for calls of a plan, built or from an index.
+    """Return a function that takes a mask's arrays and returns block lists for calls of a plan.
+
+    The lists are built from the arrays, or are those of a block index.
 
     Raises
     ------
@@ -541,5 +545,5 @@ _pinned: set[Any] = set()
 
 
 def hold(owner: Hashable) -> None:
-    """Keep a plan, a list maker or a selection, and with it the arrays that it holds, for ever."""
+    """Keep a plan, a list maker or a selection alive forever, together with the arrays that it holds."""
     _pinned.add(owner)

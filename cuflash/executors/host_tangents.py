@@ -1,7 +1,8 @@
-"""Tangents of attention and of its gradients on tiles of the cpu executor; each pass visits the tiles like its primal.
+"""Tangents of attention and of its gradients on tiles of the cpu executor.
 
-A dot marks a tangent. Let S be the scores, F the final scores, P = exp(F - lse), Z the factors of dropout, and c one
-number per row: the mean of F_dot over the keys that the row attends in its first step with such keys::
+Each pass visits the same tiles as the pass that it differentiates. A dot marks a tangent. Let S be the scores, F the
+final scores, P = exp(F - lse), Z the factors of dropout, and c one number per row: the mean of F_dot over the keys
+that the row attends to in its first step with such keys::
 
     S_dot = scale (q_dot . k + q . k_dot)                   F_dot = f_s S_dot + sum f_a a_dot
     w     = P (F_dot - c)                                   rise  = sum w + P_sink (sink_dot - c)
@@ -67,13 +68,13 @@ _PASSES = {"jvp": _jvp, "backward_jvp": _backward_jvp}
 
 
 class _Centers:
-    """The number c of each query [tiles, queries], and whether the query has attended a key yet."""
+    """The number c of each query [tiles, queries], and whether the query has attended to a key yet."""
 
     def __init__(self, shape: tuple[int, int], wide: Any) -> None:
         self.c, self.has_key = np.zeros(shape, wide), np.zeros(shape, bool)
 
     def see(self, f_dot: Array | None, is_seen: Array) -> None:
-        """Set c of queries that attend their first keys; tangents must be 0 for masked keys."""
+        """Set c of queries that attend to their first keys; tangents must be 0 for masked keys."""
         count = is_seen.sum(axis=-2)
         if f_dot is not None:
             mean = (f_dot / np.maximum(count, 1).astype(f_dot.dtype)[:, None, :]).sum(axis=-2)
@@ -113,7 +114,7 @@ class HostTangents:
         return self.moves_scores or self.score is not None and self.score.moves_arrays
 
     def jvp_rows(self, tiles: list[Tile], scratch: Array) -> None:
-        """Run query tiles through all of their keys: o_dot and lse_dot from o and lse."""
+        """Compute o_dot and lse_dot of query tiles from all of their keys, o and lse."""
         call, wide = self.call, self.call.wide
         rows, kv_batch_heads = call._rows_of(tiles)
         q, shift = self._queries(rows), call.read("shift", rows)
@@ -177,7 +178,7 @@ class HostTangents:
         call.write("lse.dot", rows, lse_dot)
 
     def backward_rows(self, tiles: list[Tile], scratch: Array) -> None:
-        """Compute delta, delta_dot and dq_dot of query tiles, and terms of captured arrays."""
+        """Compute delta, delta_dot and dq_dot of query tiles, and add the terms of captured arrays."""
         call = self.call
         rows, kv_batch_heads = call._rows_of(tiles)
         do, shift = self._gradients(rows), call.read("shift", rows)
@@ -243,7 +244,7 @@ class HostTangents:
             sink = arrays["sink"].astype(wide)[..., None]
             sink_dot = arrays["sink.dot"].astype(wide)[..., None] if "sink.dot" in arrays else wide(0)
             lse, delta, delta_dot = arrays["lse"], arrays["delta"], arrays["delta.dot"]
-            # In a row without a key, o is 0 and lse is the sink: dO has no effect, NaN included.
+            # In a row without a key, o is 0 and lse is the sink: dO has no effect, even if it is NaN.
             is_alone = (lse == sink) & ~arrays["o"].any(axis=-1) & (np.isnan(delta) | np.isnan(delta_dot))
             delta, delta_dot = (
                 np.where(is_alone, -arrays[name] if name in arrays else 0, each)
@@ -304,7 +305,7 @@ class HostTangents:
         self, k: _Side, v: _Side, q: _Side, do: _Side, statistics: tuple[Array, ...], at: tuple[Array, ...],
         scratch: Array, mask: partial[None] | None = None,
     ) -> tuple[Array, Array, Array, Array]:  # fmt: skip
-        """Return P, P_dot, dS and dS_dot, the last two without the scale; all are masked afterwards.
+        """Return P, P_dot, dS and dS_dot, the last two without the scale; the caller masks all of them.
 
         With a mask, the terms of captured arrays are added to the tangents of their gradients.
         """

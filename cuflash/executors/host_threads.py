@@ -39,8 +39,8 @@ def _scratch(tiling: HostTiling, num_tiles: int) -> Iterator[Array]:
 def run(tiling: HostTiling, *passes: _Pass, in_order: bool = False, num_tiles: int = 2) -> None:
     """Compute every batch of each pass once, one pass after the other, on the plan's number of threads.
 
-    The batches of a pass write to separate memory, or are done in order on one thread in addition to BLAS's own. A
-    step has memory for `num_tiles` tiles of scores.
+    The batches of a pass must write to separate memory, unless `in_order` runs them in order on the calling thread,
+    with BLAS's own threads. A step has memory for `num_tiles` tiles of scores.
     """
     if tiling.num_workers == 1 or in_order:
         for step, batches in passes:
@@ -79,7 +79,7 @@ def _share(tiling: HostTiling, num_tiles: int, step: _Step, batches: Iterator[An
                 break
         drain()
     finally:
-        stop.set()  # after an error or an interrupt the other threads stop at their next batch
+        stop.set()  # after an error or an interrupt, the other threads stop at their next batch
         for thread in threads:
             if thread.is_alive():
                 thread.join()

@@ -28,7 +28,7 @@ from .launch import LaunchTarget
 from .list_maker import ListMaker
 
 
-# The fields of a source that list kernels depend on, if each call passes the row intervals.
+# The fields of a source on which list kernels depend, if each call passes the row intervals.
 _LAYOUT = attrgetter("strides", "element", "is_whole", "given_rows", "shape", "block", "batch", "num_heads")
 _Maker: TypeAlias = "IndexMaker | IntervalIndexMaker"
 
@@ -63,13 +63,13 @@ class IndexMaker:
 
 
 class IntervalIndexMaker:
-    """The kernels that build indices of row-interval masks of one layout: first the intervals, then the blocks.
+    """The kernels that build indices of row-interval masks of one layout; they compute intervals, then list blocks.
 
     Parameters
     ----------
     intervals : IntervalSource
     blocks : ListSource
-        Has `given_rows`; a single boolean stands for all blocks.
+        A source with `given_rows`, in which a single boolean covers all blocks.
     target : Gpu
         The device; the kernels are compiled immediately.
     """
@@ -144,13 +144,14 @@ def index_of(
 def repeated_index(mask: Any, arguments: tuple[Any, ...]) -> tuple[Hashable, BlockIndex | None]:
     """Return the key of an index of a mask, and the index if an earlier call had these arguments and the same layout.
 
-    Nothing is checked: equal keys mean that an identical call passed. The key is None if the call cannot be cached.
+    This function checks nothing, since an earlier call with this key passed all checks. The key is None if the call
+    cannot be cached.
     """
     contents = mask_contents(mask, layout_key)
     if contents is None:
         return None, None
     try:
-        key = "index", contents.key, repr(arguments)  # 1 and True differ
+        key = "index", contents.key, repr(arguments)  # repr distinguishes 1 from True
     except ValueError:  # an int with more digits than Python converts to str, which is refused elsewhere
         return None, None
     cached: tuple[_Maker | None] | None = CALLS.get(key)

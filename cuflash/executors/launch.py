@@ -23,18 +23,18 @@ from .workspaces import SeparateWorkspaces, Workspaces
 
 
 class BoundCall(Protocol):
-    """A pass on arrays of one layout: takes the arrays in order, and returns the results that it allocates."""
+    """A pass bound to arrays of one layout: it takes the arrays in order, and returns the results that it allocates."""
 
     def __call__(
         self, *arrays: Array, numbers: Sequence[int] = (), check: Check | None = None
     ) -> Sequence[Array]: ...
 
 
-PACKET_BYTES = 16  # written by one store of neighboring elements
+PACKET_BYTES = 16  # bytes that one store of neighboring elements writes
 
 
 class Lists:
-    """The arrays of a work list in memory that kernels can read, by name; of this class they are always ready."""
+    """The arrays of a work list by name, in memory that kernels can read; in this class, they are always ready."""
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         self.arrays = arrays
@@ -68,7 +68,7 @@ class LaunchTarget(Protocol):
         """Return the tensor map of arrays of one layout, without the address."""
 
     def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Any], None]:
-        """Return a function (arguments, stream) that launches a kernel; then the arguments may be reused."""
+        """Return a function (arguments, stream) that launches a kernel; it does not use the arguments later."""
 
     def wait(self, launch: Launch) -> None:
         """Wait until a launch has ended; raise RuntimeError if it failed."""
@@ -96,7 +96,7 @@ class Machine(LaunchTarget, Protocol):
         """Return an object with an array's shape, dtype, strides and address under CuPy's names."""
 
     def keep_captured(self, plan: KernelPlan, arrays: Iterable[Array], pins: bool) -> None:
-        """Hold the arrays that a captured call allocated, and with `pins` its plan, since each replay uses them."""
+        """Keep the arrays that a captured call allocated, and with `pins` its plan, since each replay uses them."""
 
 
 class BoundPass:
@@ -159,16 +159,16 @@ class BoundPass:
     def __call__(
         self, arrays: Sequence[Array], stream: Any, check: Check | None = None, numbers: Sequence[int] = ()
     ) -> list[Array]:
-        """Launch the kernels on arrays in the order of the names; return the workspace arrays, for a capture."""
+        """Launch the kernels on arrays in the order of the names; return the workspaces, which a capture keeps."""
         for i, _ in self.record.zeroed:
             self._target.set_zero(arrays[i])
         addresses = [*map(self._target.address, arrays), *numbers]
         return self.launch(addresses, stream) if check is None else self._checked(arrays, addresses, stream, check)
 
     def launch(self, addresses: Sequence[int], stream: Any) -> list[Array]:
-        """Launch the kernels on arrays at these addresses, followed by numbers; results are not set to zero first.
+        """Launch the kernels on arrays at these addresses, followed by numbers, without setting results to zero.
 
-        Returns the workspace arrays, to be held by a capture.
+        Return the workspace arrays, which a capture must keep alive.
         """
         workspaces = self._workspaces
         if workspaces is not None:
@@ -221,11 +221,11 @@ def pass_record(
     arrays : dict by name
         The arrays whose layouts or addresses the records hold; None for those that the kernels do not use.
     names : sequence of str
-        The arrays, or workspaces, whose addresses each call supplies, in this order. Only their layouts matter.
+        The arrays, or workspaces, whose addresses each call supplies, in this order.
     target : LaunchTarget
         The device of the arrays.
     work : WorkList, optional
-        Its arrays are among those that the kernels read.
+        A work list whose arrays the kernels read, too.
     """
     views = {name: View.of(name, array) for name, array in arrays.items() if array is not None}
     held = {name: arrays[name] for name in views if name not in names}

@@ -15,14 +15,14 @@ from .launch import BoundPass, LaunchTarget
 
 
 class ListMaker:
-    """Kernels that list the blocks, join the lists, or compute the row intervals, of masks of one layout.
+    """Kernels that list the blocks, join the lists or compute the row intervals of masks of one layout.
 
     Attributes
     ----------
     launches : BoundPass
-        Takes the addresses of the mask's arrays and of the bytes that hold the lists.
+        The launches, which take the addresses of the mask's arrays and of the bytes that hold the lists.
     allocate : callable
-        Allocates these bytes.
+        Allocates the array of bytes that holds the lists.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ class ListMaker:
         self._address = target.address
 
     def __call__(self, arrays: Iterable[int], stream: Any) -> Array:
-        """Launch the kernels on arrays at these addresses; return the bytes that will hold the lists on the stream."""
+        """Launch the kernels on arrays at these addresses; return the bytes that the kernels will write."""
         lists = self.allocate()
         self.launches.launch((*arrays, self._address(lists)), stream)
         return lists

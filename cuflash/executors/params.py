@@ -21,7 +21,7 @@ from ._records import Argument, LaunchRecord, View
 from .tensor_map import BoxedArray, Template
 
 _MAP_BATCH_AXES = 2  # a tensor map has five axes; more batch axes need a launch for each of their entries
-_NO_STRIDE = -1  # broadcast rows have no tensor map
+_NO_STRIDE = -1  # an invalid stride, so that broadcast rows get no tensor map
 
 
 def attention_record(
@@ -58,7 +58,8 @@ def templates_of(
 ) -> list[dict[str, Argument]]:
     """Return the records of a pass by name: "params", "maps", "dot_maps" for tangents, and those of its features.
 
-    If leading axes do not fold into `BATCH_AXES`, there are several sets of records, with one launch each.
+    If the leading axes cannot be merged into `BATCH_AXES` axes, there are several sets of records, and each kernel is
+    launched once for each set.
     """
     problem, features = plan.problem, (_params(plan), *kernels.features)
     tables = {AT_CALL} | {name for feature in features for name in feature.tables}
@@ -120,7 +121,7 @@ def _params(plan: KernelPlan) -> Feature:
 
 
 def _put_dq_numbers(shape: Any, plan: KernelPlan, num_kv_heads: int) -> None:
-    """Set which heads finish dQ in a fixed order, and how far tiles lead and lag, if there is an order."""
+    """Set the number of heads whose dQ is finished in order, and the lead and lag of tiles, if there is an order."""
     assert plan.kernels is not None
     order: DqSemaphoreOrder | None = plan.kernels.order.dq
     if order is not None:
@@ -160,7 +161,7 @@ def _boxed(
 
 
 def _folded(batch: tuple[int, ...], strides: list[tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:
-    """Return leading axes as (extent, stride for each array); neighbors are joined if every array allows it."""
+    """Return leading axes as (extent, stride for each array); adjacent axes are merged if all strides allow it."""
     axes: list[tuple[int, tuple[int, ...]]] = []
     for extent, steps in zip(batch, zip(*strides)):
         if extent == 1:
@@ -173,12 +174,12 @@ def _folded(batch: tuple[int, ...], strides: list[tuple[int, ...]]) -> list[tupl
 
 
 def _work(work: WorkList) -> dict[str, int]:
-    """Return the numbers of a work list's record."""
+    """Return the numbers in the record of a work list."""
     if isinstance(work, IntervalWork):
         lower, upper = (None, None) if work.band is None else (work.band.lower, work.band.upper)
         (batch, num_heads, _), of_rows = (1, 1, 0) if work.lo is None else work.lo.shape, leading_strides(work.lo)
         block, grid = (work.block_q, work.block_kv), work.num_sequence_tiles
-        # Strides of the orders over batch entries and heads, in matrices
+        # strides of the tile orders along batch entries and heads, in matrices
         shared = (num_heads if batch > 1 else 0, 1 if num_heads > 1 else 0)
     else:
         index, lower, upper = work.index, None, None

@@ -28,7 +28,7 @@ Step = tuple[Pass | BoundPass, Mapping[str, str]]
 def chosen(
     rule: ChoiceRule, scores: Array, shares: Array | None, allowed: Array | None = None, forced: Array | None = None
 ) -> Array:
-    """Choose blocks of each row with the kernel.
+    """Choose blocks in each row of a grid with the kernel.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def chosen(
         Float32 or float64.
     shares : CuPy array of that shape and dtype, optional
         The amounts that count toward the rule's mass; default: each block counts equally.
-    allowed, forced : CuPy bool arrays that broadcast against them, optional
+    allowed, forced : CuPy bool arrays that broadcast against the scores, optional
         Blocks that may be kept, and blocks that must be kept if allowed, in addition to those that the rule names.
 
     Returns
@@ -75,9 +75,9 @@ def launched(kernels: Pass, arrays: Mapping[str, Array], key: Hashable, executor
     kernels : Pass
         A pass with one launch.
     arrays : dict of arrays by name
-        Those that it reads and writes.
+        The arrays that the kernel reads and writes.
     key : hashable
-        Equal for equal kernels on arrays of equal layouts.
+        A key that is equal for equal kernels on arrays of equal layouts.
     executor : str
         The name of the executor.
     """
@@ -94,7 +94,7 @@ def launched(kernels: Pass, arrays: Mapping[str, Array], key: Hashable, executor
 
 
 def bound_kernel(kernels: Pass, target: gpu.Gpu, names: Sequence[str] = ()) -> BoundPass:
-    """Return a kernel, compiled now, that takes the addresses of the arrays it reads and then those it writes.
+    """Compile a kernel and return its launch, which takes the addresses of the arrays that it reads and writes.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ def bound_kernel(kernels: Pass, target: gpu.Gpu, names: Sequence[str] = ()) -> B
         A pass with one launch.
     target : Gpu
     names : sequence of str, optional
-        The arrays whose addresses the kernel takes, if not those it reads and writes.
+        The arrays whose addresses the kernel takes; default: first those that it reads, then those that it writes.
     """
     gpu.compile_kernels(kernels.specs.values(), target)
     return BoundPass.of(kernels, {}, names or arrays_of(kernels), target)
@@ -123,7 +123,7 @@ def drawn(shape: tuple[int, ...], seed: int) -> Array:
 
 
 class Lists(NamedTuple):
-    """The array that each call of a selection allocates, and what it becomes.
+    """The array of lists that each call of a selection allocates, and its conversion to the call's result.
 
     Attributes
     ----------
@@ -147,7 +147,7 @@ class Lists(NamedTuple):
 
     @classmethod
     def of_queries(cls, shape: tuple[int, ...], block: int, target: gpu.Gpu) -> Lists:
-        """Return the lists [..., length] of queries that choose for themselves."""
+        """Return the lists [..., length] for a selection in which each query chooses blocks."""
         return cls((), target.maker(shape, np.dtype(np.int32)), lambda lists: ChosenBlocks(lists, block))
 
 
@@ -159,7 +159,7 @@ class Selection:
     Parameters
     ----------
     steps : sequence of (Pass or BoundPass, dict of str by name)
-        The kernels, compiled immediately, each with new names for those of its arrays that are renamed. They read q
+        The kernels, compiled immediately, each with the new names of its arrays that are renamed. They read q
         and k, and write to the workspaces; the last one writes "kept", or the lists of queries.
     workspaces : dict of Workspace by name
     lists : Lists
@@ -187,7 +187,7 @@ class Selection:
         self._captured: list[Array] = []
 
     def __call__(self, q: Array, k: Array) -> Any:
-        """Return an index, or lists of queries, on the device of the chosen blocks."""
+        """Return the chosen blocks as an index, or as lists of each query, on the device."""
         stream = self._current_stream()
         if self._prepare is not None:
             q, k = self._prepare(q, k)

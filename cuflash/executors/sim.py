@@ -82,7 +82,7 @@ class Simulator:
         return array
 
     def keep_captured(self, plan: KernelPlan, arrays: Iterable[Array], pins: bool) -> None:
-        """Hold nothing: the simulator has no captures."""
+        """Keep nothing: the simulator has no captures."""
 
     def workspaces(self, needs: Mapping[str, Workspace]) -> SeparateWorkspaces:
         return SeparateWorkspaces(needs, _workspace, self.address)
@@ -99,7 +99,7 @@ class Simulator:
         )
 
     def launch(self, spec: KernelSpec, grid: int, shared_bytes: int, arguments: tuple[Any, ...]) -> None:
-        """Run a kernel to its end."""
+        """Run a kernel, and return when it has ended."""
         kernel = _kernel(spec, self.sanitize)
         kernel((grid,), spec.num_threads, arguments, shared_bytes, self.schedule, time_limit=self.time_limit)
 
@@ -108,7 +108,7 @@ class Simulator:
 
 
 def _workspace(workspace: Workspace) -> Array:
-    """Return an array with all bits set, NaN for floats, unless kernels need zeros: they must write before reading."""
+    """Return an array of zeros if kernels need them; otherwise set all bits (NaN), to reveal reads before writes."""
     fill = 0 if workspace.is_zeroed else 0xFF
     return np.full(workspace.nbytes, fill, np.uint8).view(workspace.dtype).reshape(workspace.shape)
 

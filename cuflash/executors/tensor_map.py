@@ -1,4 +1,4 @@
-"""Tensor maps: the 128 bytes that tell the tensor memory accelerator (TMA) how to copy tiles of an array."""
+"""Tensor maps: descriptions of arrays, in 128 bytes, by which the tensor memory accelerator (TMA) copies boxes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..arrays import KNOWN_DTYPES
 BYTES = 128
 _MAGIC = 0x70616D726F736E65
 _MAX_STRIDE_BYTES = 1 << 40
-_MAX_BOX = 256  # elements along an axis
-# In the order of sim/runtime/bulk.cpp, which does not support reductions of integers.
+_MAX_BOX = 256  # maximum elements of a box along an axis
+# The driver's names of dtypes, in the order of sim/runtime/bulk.cpp, which does not support reductions of integers.
 _TYPES = {np.dtype(np.uint8): "UINT8"} | {each.numpy: each.tensor_map for each in KNOWN_DTYPES if each.tensor_map}
 _SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
-# The struct `Map` in sim/runtime/bulk.cpp.
+# This record mirrors the struct `Map` in sim/runtime/bulk.cpp.
 _SIMULATED = np.dtype(
     [
         ("magic", np.uint64),
@@ -36,7 +36,7 @@ _SIMULATED = np.dtype(
 
 
 class BoxedArray(NamedTuple):
-    """An array, at any address, as boxes that one instruction copies.
+    """An array at any address, divided into boxes, each of which one instruction copies.
 
     >>> boxed = BoxedArray(np.dtype(np.float16), (2, 100, 64), (12800, 128, 2), box=(1, 32, 64), swizzle_bytes=128)
     >>> boxed.reasons(address=4096)
@@ -51,7 +51,7 @@ class BoxedArray(NamedTuple):
     box : tuple of ints
         Elements along each axis that one copy moves, at most 256; elements outside the array are read as zeros.
     swizzle_bytes : 0, 32, 64 or 128
-        Width of rows in shared memory whose 16-byte chunks are permuted; rows of a box must not be wider.
+        Bytes per row in shared memory, whose 16-byte chunks are permuted; rows of a box must not be wider.
     """
 
     dtype: np.dtype[np.generic]
@@ -94,7 +94,7 @@ def simulated(boxed: BoxedArray, address: int) -> Any:
     Raises
     ------
     ValueError
-        The reasons of `BoxedArray.reasons`.
+        The hardware cannot copy the boxes; the message lists the reasons.
     """
     _check(boxed, address)
     rank = len(boxed.shape)
@@ -114,7 +114,7 @@ def encoded(boxed: BoxedArray, address: int) -> Any:
     Raises
     ------
     ValueError
-        The reasons of `BoxedArray.reasons`.
+        The hardware cannot copy the boxes; the message lists the reasons.
     RuntimeError
         cuda-bindings is missing, or the driver returns an error.
     """
@@ -150,7 +150,7 @@ class Template(NamedTuple):
     offset: int
 
 
-_ADDRESSES = 0x5A5A_5A5A_5A50, 0x25A5_A5A5_A5A0  # no array has these addresses; they differ in most bits
+_ADDRESSES = 0x5A5A_5A5A_5A50, 0x25A5_A5A5_A5A0  # addresses that no array has, and that differ in most bits
 
 
 @lru_cache(maxsize=4096)

@@ -14,13 +14,13 @@ from ..planning.problem import Problem
 
 
 class Dropped(NamedTuple):
-    """The dropped weights of tiles, bool [tiles, keys, queries], and the factor of the others."""
+    """The dropped weights of tiles, bool [tiles, keys, queries], and the factor of the kept weights."""
 
     where: Array
     factor: float
 
     def apply(self, p: Array) -> None:
-        """Set dropped weights to 0 in place; the others are multiplied by the factor later."""
+        """Set dropped weights to 0 in place; the caller later multiplies the others by the factor."""
         np.copyto(p, 0, where=self.where)
 
     def apply_to_gradients(self, dp: Array) -> None:
@@ -54,7 +54,7 @@ class TileDropout:
         return cls(draws, (seed_of(array) if draws.reads_seed else seed, offset), problem.whole_shape.num_heads)
 
     def dropped(self, at: tuple[Array, ...]) -> Dropped:
-        """Return the dropped weights from b, h, i and j of tiles, in the format of `tile_scores.coordinates`."""
+        """Return the dropped weights of tiles with coordinates b, h, i and j, as from `tile_scores.coordinates`."""
         b, h, i, j = at
         heads = (b * self.num_heads + h)[:, 0, 0]
         rows, columns = i[:, 0, :], j[:, :, 0]

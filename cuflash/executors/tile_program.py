@@ -1,7 +1,8 @@
-"""Score programs on tiles of the cpu executor, evaluated in blocks that fit into a processor's cache.
+"""Traced score functions (programs) on tiles of the cpu executor, evaluated in blocks that fit in the cache.
 
-An instruction that depends on the score, or on both query and key, has a value for each score of a tile. It is computed
-block by block, and reuses the memory of values that are no longer needed. All others are computed once per tile.
+An instruction that depends on the score, or on both query and key, has a value for each score of a tile. Its values are
+computed block by block, and replace values in memory that are no longer needed. All other instructions are computed
+once per tile.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Block(NamedTuple):
     Attributes
     ----------
     tiles, keys : slice
-        The part along both axes; it contains all queries.
+        The ranges of the block along both axes; a block contains all queries.
     values : mapping of int to array or number
         The values of the requested instructions, which broadcast against the block. They are valid until the next
         block is computed.
@@ -52,7 +53,7 @@ class _Step(NamedTuple):
 
 
 class _Schedule(NamedTuple):
-    """The instructions computed once per tile, those computed block by block, and the kinds of a block's memories."""
+    """The instructions computed once per tile, those computed per block, and the kind of each memory of a block."""
 
     of_tile: tuple[int, ...]
     of_block: tuple[_Step, ...]
@@ -61,7 +62,7 @@ class _Schedule(NamedTuple):
 
 @lru_cache(maxsize=128)
 def _schedule(program: Program, requested: frozenset[int]) -> _Schedule:
-    """Order a program's instructions; values of `requested` are not overwritten within a block."""
+    """Order a program's instructions, so that values of `requested` are not overwritten within a block."""
     dependencies = depends(program)
     varies = ["s" in inputs or {"i", "j"} <= inputs for inputs in dependencies]
     last_use = {a: n for n, instruction in enumerate(program.instructions) for a in instruction.args if varies[n]}
@@ -143,7 +144,7 @@ def blocks(
 
 
 def _write(op: str, args: list[Any], out: Array) -> None:
-    """Write an operation's result to memory, which may be an argument's own unless the operation is `where`."""
+    """Write an operation's result to `out`, which may be the memory of an argument unless `op` is "where"."""
     if op == "real":
         out[...] = args[0]
     elif op == "where":

@@ -24,8 +24,8 @@ class TileScores:
     Attributes
     ----------
     program, slopes, derivatives : Program
-        The function; the function with its derivative by the score; and these with its derivatives by the captured
-        arrays that have gradients.
+        The function; the function and its derivative with respect to the score; and both with the derivatives with
+        respect to the captured arrays that have gradients.
     operands : Operands
     sums : dict of arrays by number
         Gradients of captured arrays, by the array's number; `gradients` adds to them.
@@ -75,7 +75,7 @@ class TileScores:
     ) -> tuple[Array, Array]:
         """Return P and dS / softmax_scale from scores and dP; dS is 0 if P is 0, whatever the derivative is.
 
-        Both are masked afterwards.
+        The caller masks both.
 
         Parameters
         ----------
@@ -115,7 +115,7 @@ class TileScores:
         return s, dp
 
     def _add(self, program: Program, load: int, block: Block, b: Array, terms: Array) -> None:
-        """Add terms to the gradient of the elements that a load read, summed first over axes that the index lacks."""
+        """Add terms, summed over axes that the index lacks, to the gradients of the elements that a load read."""
         instruction = program.instructions[load]
         total = self.sums[instruction.value]
         indices = [block.values[a] for a in instruction.args]
@@ -128,7 +128,7 @@ class TileScores:
 
 
 def zeros_of(p: Array, is_seen: Array | None) -> Array | None:
-    """Return where elements of P are 0 or masked, or None if no element is."""
+    """Return where elements of P are 0 or masked, or None if there are no such elements."""
     if is_seen is None and p.min() > 0:
         return None
     is_zero = np.equal(p, 0)
@@ -138,7 +138,7 @@ def zeros_of(p: Array, is_seen: Array | None) -> Array | None:
 
 
 def clear(x: Array, where: Array | None) -> None:
-    """Set elements to 0, whatever they are; None means no elements."""
+    """Set elements to 0, even if they are NaN; None means no elements."""
     if where is not None:
         np.copyto(x, 0, where=where)
 
@@ -152,7 +152,7 @@ def coordinates(
     Parameters
     ----------
     places : Places, optional
-        Where the call stands in a larger one, whose coordinates these are.
+        The place of the call in a larger one, whose coordinates are then returned.
     heads : sequence of (batch entry, query head)
         One per tile.
     queries, keys : sequence of slices or int arrays

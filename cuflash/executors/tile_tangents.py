@@ -58,7 +58,7 @@ class ScoreTangents:
         return cls(score, program, slopes, derivatives, operands, loads, bool(moved))
 
     def apply(self, s: Array, f_dot: Array, at: tuple[Array, ...]) -> None:
-        """Replace scores by final scores in place; `f_dot` has the tangents of scores, if any, then of final scores."""
+        """Replace scores by final scores, and tangents of scores in `f_dot` (if any) by those of final scores."""
         f, tangent = self.program.results
         for block in blocks(self.program, self.operands, s, at, frozenset((f, tangent)), f_dot):
             part = block.tiles, block.keys
@@ -76,13 +76,16 @@ class ScoreTangents:
         at: tuple[Array, ...],
         mask: Callable[[Array], None] | None = None,
     ) -> None:
-        """Replace scores by P, their tangents by P_dot, and dP - delta and its tangent by dS and dS_dot without the
-        scale; where P is 0, all four are 0, whatever the derivatives are.
+        """Replace scores by P, their tangents by P_dot, and `gap` and `gap_dot` by dS and dS_dot without the scale.
+
+        Where P is 0, all four results are 0, whatever the derivatives are.
 
         Parameters
         ----------
         s_dot : array
-            Memory whose contents do not matter if scores have no tangents.
+            Tangents of the scores; memory with any contents if scores have no tangents.
+        gap, gap_dot : array
+            dP - delta and its tangent.
         lse, lse_dot : array [tiles, queries]
             The lse of the final scores and its tangent; lse is inf for rows without a key.
         mask : callable, optional

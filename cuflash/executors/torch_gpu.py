@@ -88,7 +88,7 @@ class TorchGpu(gpu.Gpu):
 
     @staticmethod
     def mask_address(array: Array) -> int:
-        """Return the address of a mask's array: a tensor, or the CuPy array that a mask made of a tensor."""
+        """Return the address of a mask's array: a tensor, or the CuPy array that a mask made from a tensor."""
         return int(array.data_ptr() if isinstance(array, torch.Tensor) else array.data.ptr)
 
     def set_zero(self, array: Array) -> None:
@@ -102,7 +102,7 @@ class TorchGpu(gpu.Gpu):
     def stream(self) -> Any:
         """Return PyTorch's current stream as a CuPy stream."""
         device = torch._C._cuda_getDevice()
-        key = device, torch._C._cuda_getCurrentRawStream(device)  # fast: code of torch.compile calls it, too
+        key = device, torch._C._cuda_getCurrentRawStream(device)  # fast; code from torch.compile calls it, too
         stream = self._streams.get(key)
         if stream is None:
             stream = gpu.namespace().cuda.Stream.from_external(torch.cuda.current_stream())
@@ -118,7 +118,7 @@ class TorchGpu(gpu.Gpu):
         shape, kind = _as_tensor_of(shape, dtype)
         strides = dense_strides(shape, axes)
         device = torch.device("cuda", torch.cuda.current_device())
-        # torch.empty takes 2 us more.
+        # torch.empty takes 2 µs more.
         return partial(torch.empty_strided, shape, strides, dtype=kind, device=device)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -133,7 +133,7 @@ class TorchGpu(gpu.Gpu):
         return torch.from_dlpack(array.reshape(-1).view(np.uint8))
 
     def device_lists(self, work: WorkList) -> Any:
-        """Return lists on the device after waiting for their copy: a PyTorch capture must not query an event."""
+        """Return lists on the device after waiting for their copy, since a PyTorch capture must not query an event."""
         device_lists = super().device_lists(work)
         if device_lists is not None:
             device_lists.wait_until_copied()
@@ -150,7 +150,7 @@ class TorchGpu(gpu.Gpu):
         """Allow the call: a PyTorch graph owns the memory that its capture allocates."""
 
     def keep_captured(self, plan: KernelPlan, arrays: Iterable[Array], pins: bool) -> None:
-        """Hold the plan and with it its work list; a PyTorch graph owns the memory that its capture allocated."""
+        """Keep the plan, and thereby its work list; a PyTorch graph owns the memory that its capture allocated."""
         if pins and plan.work.nbytes:
             gpu.hold(plan)
 

@@ -12,7 +12,7 @@ from ..arrays import Array
 from ..planning.launches import Workspace
 
 _PER_THREAD = 2  # cudaStreamPerThread, a single handle for the streams of many threads
-MOST_KEPT = 8 << 20  # bytes that a stream keeps for its calls
+MOST_KEPT = 8 << 20  # maximum bytes of a piece that a stream keeps for its calls
 _ALIGNMENT = 256  # alignment in bytes of each workspace within a piece
 
 
@@ -37,7 +37,7 @@ class Memory(Protocol):
         """Return, by stream, the arrays that stay zero between calls, for one of several of a size that a call has."""
 
     def kept_pieces(self) -> dict[int, list[Piece]]:
-        """Return, by stream, the pieces that no call uses while it launches its kernels."""
+        """Return, by stream, the pieces that no call is using at present to launch kernels."""
 
     @property
     def address(self) -> Callable[[Array], int]:
@@ -86,7 +86,7 @@ class Workspaces:
 
     Kernels of a stream run one after another, so a call may use a piece before the kernels of the previous call have
     run; but while a call launches its kernels, no other thread gets the piece. Workspaces that must be zero are zero
-    again after the kernels, so a stream keeps an array for each of them. This saves a memset of 6 us per call.
+    again after the kernels, so a stream keeps an array for each of them. This saves a memset of 6 µs per call.
 
     A call under capture allocates its own memory, since replays may overlap with other calls of the stream. So does a
     call on cudaStreamPerThread, and one that needs a large piece.

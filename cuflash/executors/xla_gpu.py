@@ -22,11 +22,11 @@ from .launch import BoundPass
 from .list_maker import ListMaker
 from .workspaces import Taken, kept_bytes
 
-_ALIGNMENT = 256  # in bytes, of each part of a scratch buffer
+_ALIGNMENT = 256  # alignment in bytes of each part of a scratch buffer
 
 
 def address(buffer: Any) -> int:
-    """Return the address of a buffer's first element; DLPack takes twice as long."""
+    """Return the address of a buffer's first element; DLPack would take twice as long."""
     return int(buffer.__cuda_array_interface__["data"][0])
 
 
@@ -45,7 +45,7 @@ class XlaStream(NamedTuple):
     workspace: int
 
     def is_capturing(self) -> bool:
-        """Return False: XLA records no call of Python into a graph."""
+        """Return False: XLA does not record calls into Python in a graph."""
         return False
 
     def record(self, event: Any) -> Any:
@@ -56,7 +56,7 @@ class XlaStream(NamedTuple):
 class _Workspaces:
     """Workspaces in one piece of memory that comes with the stream, except those that must be zero.
 
-    These are zero again after the kernels, as for other calls, so each stream keeps an array for each of them.
+    Workspaces that must be zero are zero again after the kernels, so each stream keeps an array for each of them.
     """
 
     def __init__(self, needs: Mapping[str, Workspace], machine: XlaGpu) -> None:
@@ -127,7 +127,7 @@ class XlaPass:
     inputs : sequence of View
         The layouts of the arrays, with the names that executors use.
     has_lists : bool
-        True if kernels list the mask from its arrays at each call.
+        True if kernels build the lists of the mask from its arrays at each call.
     """
 
     def __init__(self, plan: KernelPlan, name: str, inputs: Sequence[View], has_lists: bool) -> None:
@@ -178,7 +178,7 @@ class XlaPass:
         arrays, of_mask, results : sequences of int
             Addresses of the inputs, of the mask's arrays, and of the results.
         scratch : int
-            The address of `scratch_bytes` bytes.
+            The address of a buffer of `scratch_bytes` bytes.
         numbers : sequence of int
             Seed and offset of dropout.
         """
@@ -195,7 +195,7 @@ class XlaPass:
 
 
 def within(device: int, work: Callable[[], None]) -> None:
-    """Call a function while a device is the current one; threads of XLA may have another current device."""
+    """Call a function while a device is current; XLA's threads may have another current device."""
     cuda = gpu.namespace().cuda
     if cuda.runtime.getDevice() == device:
         work()
@@ -205,7 +205,7 @@ def within(device: int, work: Callable[[], None]) -> None:
 
 
 def as_cupy_stream(ptr: int) -> Any:
-    """Return a stream of XLA as one of CuPy; a `with` block makes it CuPy's current one."""
+    """Return an XLA stream as a CuPy stream; a `with` block makes it CuPy's current stream."""
     return gpu.namespace().cuda.Stream.from_external(_Exported(ptr))
 
 
@@ -226,7 +226,7 @@ def as_cupy(buffer: Any, view: View, device: int) -> Array:
 
 
 def without_data(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return a CuPy array that stands for a dense one of this shape in plans; nothing may read it."""
+    """Return a CuPy array with the layout of a dense array of this shape, for plans; nothing may read its elements."""
     cupy = gpu.namespace()
     strides = tuple(step * dtype.itemsize for step in dense_strides(shape))
     return cupy.lib.stride_tricks.as_strided(cupy.empty((1,), dtype), shape, strides)

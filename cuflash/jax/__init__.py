@@ -77,8 +77,8 @@ def attention(
     ----------
     q, k, v : jax.Array
         Arrays of one dtype, float16, bfloat16, float32 or float64, on the CPU or on one CUDA device, traced or not;
-        shapes as in `cuflash.attention`. NumPy arrays and lists are converted by `jax.numpy.array`, also in bias, sink
-        and score.
+        shapes as in `cuflash.attention`. NumPy arrays and lists are converted by `jax.numpy.array`; the same
+        holds for bias, sink and score.
     mask : optional
         As in `cuflash.attention`. Its arrays may be JAX arrays, traced or not. On a GPU, kernels must be able to list
         the blocks of a mask with such arrays: one mask of arrays, possibly intersected with masks in closed form.
@@ -114,16 +114,16 @@ def attention(
     TypeError
         An argument is not an array.
     UnsupportedProblem
-        The arguments are invalid or not supported. Lists every reason; nothing is computed.
+        The arguments are invalid or not supported. The message lists all reasons; nothing is computed.
     RuntimeError
         The arrays are on a GPU and CuPy is missing.
 
     Notes
     -----
-    q, k, v, bias, sink and the real arrays of a score have gradients. Those of bias, sink and score arrays are computed
-    only if JAX differentiates with respect to them. Forward mode and second derivatives are available, but no third
-    derivative, and no `jax.jvp` of `jax.jvp`. `jax.vmap` adds a batch axis to one call; a call with dropout, or whose
-    score function or mask reads b, runs once per entry.
+    q, k, v, bias, sink and the real arrays of a score have gradients. The gradients of bias, sink and score arrays
+    are computed only if JAX differentiates with respect to them. Forward mode and second derivatives are available, but
+    not third derivatives or `jax.jvp` of `jax.jvp`. `jax.vmap` adds a batch axis to one call; a call with dropout, or
+    with a score function or mask that reads b, runs once per entry.
 
     Examples
     --------

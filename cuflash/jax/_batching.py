@@ -1,4 +1,4 @@
-"""Passes under `jax.vmap`: one call with one more batch axis, or one call per entry if calls number their batch."""
+"""Passes under `jax.vmap`: one call with one more batch axis, or a call per entry if results depend on its number."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _in_turn(one: Pass, arrays: Sequence[Any], mapped: set[str]) -> list[Any]:
 
 
 def _takes_an_axis(one: Pass, mapped: set[str]) -> bool:
-    """True if one more batch axis changes nothing but the batch: nothing numbers the batch entries."""
+    """True if a pass may get one more batch axis, because nothing depends on the number of a batch entry."""
     options, of = one.call.options, one.of
     if options.dropout is not None:
         return False
@@ -98,7 +98,7 @@ def _spread(one: Pass, mapped: set[str]) -> set[str]:
     """Return the names of arrays that are not mapped but must have the mapped axis, along which they repeat."""
     own = [name for name in one.names if not name.endswith(DOT)]
     spread = {name for name in own if name in _OF_RESULTS}
-    if one.name.startswith("backward"):  # each entry has gradients
+    if one.name.startswith("backward"):  # each entry has its own gradients
         spread |= {"q", "k", "v", *one.wrt}
     spread |= {name for name in own if {name, f"{name}{DOT}"} & mapped and f"{name}{DOT}" in one.names}
     if not {"q", "k", "v"} & (mapped | spread):
@@ -126,6 +126,6 @@ def _own_axes(one: Pass, name: str) -> int:
 
 
 def batch_passes() -> None:
-    """Register the rule of all passes with JAX."""
+    """Register the batching rule of all passes with JAX."""
     for primitive in PRIMITIVES.values():  # the documentation is built with a stand-in for JAX that has no items
         batching.primitive_batchers.__setitem__(primitive, _batched)

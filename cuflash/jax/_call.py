@@ -30,7 +30,7 @@ _SEED = ShapeDtype((), np.dtype(np.uint64))
 
 
 class Slot:
-    """The place of one of a mask's arrays in a mask without arrays."""
+    """A placeholder for one of a mask's arrays, in a mask without arrays."""
 
     def __init__(self, number: int, array: Any) -> None:
         self.number, self.shape, self.dtype = number, tuple(array.shape), np.dtype(array.dtype)
@@ -47,13 +47,13 @@ class JaxCall:
     Attributes
     ----------
     options : Options
-        Shapes and dtypes, and in masks slots, replace all arrays except those of NumPy in masks.
+        Options in which shapes and dtypes (slots in masks) replace all arrays except NumPy arrays in masks.
     dtypes : dict by name
         The dtypes of all arrays.
     looked_up : Lookup
         The parts of the call's key.
     has_key : bool
-        True if calls with equal keys are equal: the mask holds no arrays that the key leaves out and JAX does not pass.
+        True if calls with equal keys are equal, because JAX passes all arrays of the mask that the key leaves out.
     """
 
     options: Options
@@ -107,7 +107,7 @@ class JaxCall:
         return cached
 
     def plan(self, executor: str, shapes: Mapping[str, tuple[int, ...]], wrt: tuple[str, ...]) -> Plan:
-        """Return the plan for arrays of these shapes, whose mask reads no operand."""
+        """Return the plan for arrays of these shapes, for a mask without slots."""
         return self.cached_plan(executor, shapes, wrt, lambda: self.options.mask)
 
     def cached_plan(
@@ -115,7 +115,7 @@ class JaxCall:
     ) -> Plan:
         """Return a plan for arrays of these shapes; passes that read more or fewer arrays share it.
 
-        `mask` returns the mask to plan with.
+        `mask` returns the mask for the plan.
         """
         own = tuple((name, shapes.get(name)) for name in self.dtypes)
         key = executor, own, wrt, tuple(tangents_among(shapes))
@@ -138,7 +138,7 @@ class JaxCall:
         return with_numbers(ready, numbers_of(self.options.dropout))
 
     def mask_over(self, arrays: Mapping[str, Any]) -> Any:
-        """Return the mask with arrays, by the names of operands, in its slots."""
+        """Return the mask with arrays in its slots; `arrays` has them by the names of operands."""
         mask: Any = self.options.mask
         return mask.to(lambda each: arrays[f"{MASK}{each.number}"] if isinstance(each, Slot) else each)
 
@@ -171,7 +171,7 @@ def _seed_words(seed: Any) -> Any:
 
 
 def _with_leading_axes(score: Score, shapes: Mapping[str, ShapeDtype]) -> Score:
-    """Return a score over arrays that may have more axes than it was traced with; these broadcast over the batch."""
+    """Return a score over arrays that may have further leading axes, which broadcast over the batch."""
     arrays = tuple(_with_rank(kind, shapes[kind.name].shape) for kind in score.program.arrays)
     over = score._over({name: shapes[name] for name in score.arrays})
     if arrays != score.program.arrays:

@@ -21,7 +21,7 @@ _KNOWN = {type(None), bool, int, float, str}
 
 @lru_cache(maxsize=64)
 def holds_data(kind: Any) -> bool:
-    """True if all values of a type are arrays of JAX with data."""
+    """True if all values of a type are JAX arrays with data."""
     return issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
 
 
@@ -60,7 +60,7 @@ def array_reasons(arrays: Mapping[str, Any]) -> list[str]:
         if not isinstance(array, (jax.Array, np.ndarray)):
             raise TypeError(f"{name} must be a jax.Array; got {describe(array)}: convert it with jax.numpy.asarray")
         value = array.to_concrete_value() if isinstance(array, jax.core.Tracer) else array
-        if not isinstance(value, jax.Array):  # None, or a NumPy array that a transformation holds
+        if not isinstance(value, jax.Array):  # it is None, or a NumPy array that a transformation holds
             continue
         devices = value.devices()
         platforms |= {device.platform for device in devices}
@@ -70,12 +70,12 @@ def array_reasons(arrays: Mapping[str, Any]) -> list[str]:
 
 
 def require(arrays: Mapping[str, Any], options: Options) -> None:
-    """Refuse a call that no platform supports, before JAX traces it; lowering refuses the others.
+    """Refuse a call that no platform supports, before JAX traces it; lowering refuses other calls.
 
     Raises
     ------
     TypeError, UnsupportedProblem
-        Arguments break their rules; lists every reason.
+        Arguments break their rules. The message lists all reasons.
     """
     shapes = {name: ShapeDtype(tuple(each.shape), np.dtype(each.dtype)) for name, each in arrays.items()}
     score = options.score

@@ -1,7 +1,7 @@
-"""Derivatives of the passes: their rules are identities between the four of them.
+"""Derivatives of the passes: rules that express each derivative by the same four passes.
 
 The pass "backward_jvp" reads o_dot and lse_dot, which "jvp" returns for the same tangents. Its rules treat it as a
-function of the tangents alone: transposed, it gives o_dot and lse_dot no cotangents.
+function of the tangents alone, so that its transpose has no cotangents for o_dot and lse_dot.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ def _linear(one: Pass, arrays: Sequence[Any], suffix: str) -> list[str]:
 
 
 def _wrt(names: Sequence[str]) -> tuple[str, ...]:
-    """Return those names of arrays that are operands."""
+    """Return the names that belong to operands."""
     return tuple(name for name in names if name not in ("q", "k", "v", *_OF_RESULTS))
 
 
 def _gradients(
     one: Pass, name: str, arrays: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], wrt: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return the gradients of a pass, or their tangents, by the names of the arrays."""
+    """Return the gradients that a pass computes, or their tangents, by the names of the arrays."""
     return dict(zip(("q", "k", "v", *wrt), bind(one.call, name, arrays, shapes, wrt)))
 
 
@@ -188,7 +188,7 @@ def _third(*arguments: Any, **parameters: Any) -> Any:
 
 
 def differentiate_passes() -> None:
-    """Register the rules of all passes with JAX."""
+    """Register the differentiation rules of all passes with JAX."""
     ad.primitive_jvps.update({
         PRIMITIVES["forward"]: _forward_jvp, PRIMITIVES["jvp"]: _jvp_jvp, PRIMITIVES["backward"]: _backward_jvp,
         PRIMITIVES["backward_jvp"]: _second_jvp, PRIMITIVES["curvature"]: _third,

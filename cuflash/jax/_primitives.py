@@ -18,7 +18,7 @@ from ._checks import array_reasons
 from ._runs import Pass, prepared
 from ._sharding import partitioned
 
-PLATFORMS = {"cpu": "cpu", "cuda": "gpu"}  # names of platforms in lowerings, and of devices
+PLATFORMS = {"cpu": "cpu", "cuda": "gpu"}  # JAX's names of platforms, in lowerings and of devices
 THIRD = (
     "attention has first and second derivatives in JAX, and no jvp of jvp; a third derivative or a jvp of jvp was "
     "requested: take finite differences of the second or the first"
@@ -55,7 +55,7 @@ def bind_pass(one: Pass, *arrays: Any) -> list[Any]:
 
 
 def varying_alike(values: Iterable[Any]) -> list[Any]:
-    """Return the arrays, all varying within `jax.shard_map` over the mesh axes over which any of them varies."""
+    """Make all arrays vary over the mesh axes of `jax.shard_map` over which any of them varies."""
     arrays = list(values)
     kinds = [jax.typeof(each) for each in arrays if isinstance(each, jax.core.Tracer)]
     axes = frozenset[str]().union(*map(_varying_axes, kinds))
@@ -153,7 +153,7 @@ def _executed(*arrays: Any, **parameters: Any) -> list[Any]:
 
 
 def executed(one: Pass, arrays: Sequence[Any]) -> list[Any]:
-    """Run a pass on arrays with data, as JAX's rule of the primitive does."""
+    """Run a pass on arrays with data, like the primitive's implementation in JAX."""
     first = arrays[0] if hasattr(arrays[0], "devices") else jax.numpy.asarray(arrays[0])
     device, *others = first.devices()
     call, name, names, shapes, wrt = one

@@ -66,7 +66,7 @@ class Pass(NamedTuple):
         return [ShapeDtype((*lse, v[-1]), self.dtype("o")), ShapeDtype(lse, self.dtype("lse"))]
 
     def dtype(self, name: str) -> np.dtype[Any]:
-        """Return the dtype of an array as plans know it."""
+        """Return the dtype that an array has in plans."""
         name = name.removesuffix(DOT)
         dtypes = self.call.dtypes
         if name == SEED:
@@ -106,7 +106,7 @@ def _names_of_arrays(one: Pass, plan: Plan) -> list[str]:
 
 @contextmanager
 def _subnormal_numbers() -> Iterator[None]:
-    """Run with C's default floating-point environment: XLA's threads flush subnormal numbers to 0."""
+    """Run with C's default floating-point environment, since XLA's threads flush subnormals to 0."""
     before = ctypes.create_string_buffer(_ENVIRONMENT_BYTES)
     ctypes.pythonapi.fegetenv(before)
     ctypes.pythonapi.fesetenv(ctypes.c_void_p(-1))  # FE_DFL_ENV

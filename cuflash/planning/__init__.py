@@ -1,1 +1,1 @@
-"""Plans of calls, computed from shapes, masks and device specifications alone; no device and no data are touched."""
+"""Plans of calls, computed only from shapes, masks and device specifications, without access to devices or data."""

@@ -15,7 +15,7 @@ MAX_CALLS = 1024
 class _Entry:
     """A cached call: the callable or plan that runs it, all keys of its owner, and the number of its last use.
 
-    `place` is the entry's number in the queue of the cache; it may be the number of an earlier use.
+    `place` is the number of the use with which the entry is queued; it may be lower than `last_use`.
     """
 
     __slots__ = ("call", "keys", "last_use", "place")
@@ -40,7 +40,7 @@ class CallCache:
         self._size = size
         self._calls: dict[Hashable, _Entry] = {}
         self._uses = count()
-        self._queue: list[tuple[int, Hashable]] = []  # a heap of places; some belong to calls that were removed
+        self._queue: list[tuple[int, Hashable]] = []  # a heap of (place, key); some calls were removed
         self._owned: dict[int, set[Hashable]] = {}  # keys by the id of their owner
         self._last: tuple[Hashable, Any] = (object(), None)
         self._lock = threading.RLock()  # a finalizer may run in the thread that holds the lock
@@ -72,7 +72,7 @@ class CallCache:
             The call is removed from the cache as soon as this object is freed.
         """
         with self._lock:
-            left = [self._without_owner(key)]  # kept until the lock is released, since destructors may take it
+            left = [self._without_owner(key)]  # kept alive until unlocked, since destructors may take the lock
             keys = None if owner is None else self._keys_of(owner)
             if keys is not None:
                 keys.add(key)
@@ -87,7 +87,7 @@ class CallCache:
         del left
 
     def _least_recently_used(self) -> Hashable:
-        """Remove the key of the least recently used call from the queue; requeue calls that were used meanwhile."""
+        """Remove the least recently used call from the queue and return its key; requeue calls that were used since."""
         while True:
             place, key = heappop(self._queue)
             entry = self._calls.get(key)
@@ -100,7 +100,7 @@ class CallCache:
             heappush(self._queue, (last_use, key))
 
     def _without_owner(self, key: Hashable) -> _Entry | None:
-        """Remove the entry of a key from the cache and from its owner's keys."""
+        """Remove a key from the cache and from its owner's keys, and return its entry."""
         entry = self._calls.pop(key, None)
         if entry is not None and entry.keys is not None:
             entry.keys.discard(key)

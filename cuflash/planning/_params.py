@@ -11,7 +11,7 @@ from .launches import BATCH_AXES, MATRICES, TENSOR_MAP_PARAM, leaves
 from .options import DOT
 from .scales import SCALE_ARRAYS
 
-UNLIMITED = 1 << 40  # beyond any length, and far from overflow
+UNLIMITED = 1 << 40  # exceeds every sequence length, but sums with it do not overflow
 _POINTER = np.uint64
 SHAPE = np.dtype(
     [
@@ -55,13 +55,13 @@ PARAMS = np.dtype(
     align=True,
 )
 TABLES = ("tile_counter", "lo", "hi", *LISTS)  # arrays of PARAMS that kernels receive without strides
-OF_RECORDS_WITHIN = {path: path.rpartition(".")[2] for path in leaves(PARAMS) if "." in path}  # array names by path
+OF_RECORDS_WITHIN = {path: path.rpartition(".")[2] for path in leaves(PARAMS) if "." in path}  # array names
 TENSOR_MAP_ARRAYS = ("q", "k", "v", "do", "o")
 # Kernels of the sm90 family take this record in addition to PARAMS.
 TENSOR_MAPS = np.dtype([(name, TENSOR_MAP_PARAM) for name in TENSOR_MAP_ARRAYS])
-# one number per row
+# arrays with one number per row
 ROW_VECTORS = (
     "lse", f"lse{DOT}", "dlse", f"dlse{DOT}", "delta", "delta.own", f"delta{DOT}", "query_stats", "lse_parts",
     *SCALE_ARRAYS,
 )
-HEAD_VECTORS = ("sink", f"sink{DOT}", "dsink")  # one number per head
+HEAD_VECTORS = ("sink", f"sink{DOT}", "dsink")  # arrays with one number per head

@@ -1,4 +1,4 @@
-"""Kernels that read results of attention: one merges parts over disjoint keys, one compares results with two masks."""
+"""Kernels that read results of attention: one merges parts over disjoint keys, one measures a mask's effect."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from .launches import Pass, Workspace
 from .spec import SIMT, Entry, KernelSpec
 
-MOST_PARTS = 128  # maximum number of parts of a launch
-# Mirror `kernels_cu/results/params.cuh`.
+MOST_PARTS = 128  # maximum number of parts that one launch merges
+# These records mirror `kernels_cu/results/params.cuh`.
 MERGE = np.dtype(
     [
         *((name, [(str(part), np.uint64) for part in range(MOST_PARTS)]) for name in ("outs", "lses")),
@@ -31,15 +31,15 @@ COMPARISON = np.dtype(
 COMPARED = ("o", "lse", "kept_o", "kept_lse")  # inputs of the kernel "compare"
 _COLUMNS = 4  # columns per thread of the kernel "merge"
 _ELEMENTS, _MOST_BLOCKS = 16, 1024  # elements per thread, and maximum number of thread blocks, of the kernel "compare"
-_BYTES_OF_SQUARES = 16  # two float64 sums
+_BYTES_OF_SQUARES = 16  # size of two float64 sums
 
 
 def _sum_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of each warp's sums, and of the flag that marks the last thread block."""
+    """Return the bytes of shared memory for all warps' sums and for the flag that marks the last thread block."""
     return _BYTES_OF_SQUARES * spec.num_warps + 8
 
 
-# Kernels by name, with the warps of a thread block.
+# Kernels by name, each with its number of warps per thread block.
 _KERNELS = {
     "merge": (Entry(family="results", name="merge", runs_as=SIMT), 4),
     "compare": (Entry(family="results", name="compare", runs_as=SIMT, shared_bytes=_sum_bytes), 8),

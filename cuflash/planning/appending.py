@@ -27,7 +27,7 @@ _KEY_BOUNDS = Entry(family="cache", name="key_bounds", runs_as=SIMT)
 _APPEND = Entry(family="cache", name="append", runs_as=SIMT)
 _APPEND_E4M3 = Entry(family="cache", name="append_e4m3", runs_as=SIMT)
 _WARPS = 8
-_WARPS_OF_ROWS = 16  # warps of a thread block that rounds to FP8; each handles one row of a head at a time
+_WARPS_OF_ROWS = 16  # warps per thread block of the kernel for FP8; each rounds one row of a head at a time
 _ROWS_OF_A_WARP = 2
 _BYTES_OF_A_THREAD = 64  # bytes of keys or values per thread
 _MOST_BLOCKS = 256  # maximum number of thread blocks per sequence
@@ -53,7 +53,7 @@ def append_pass(
     is_quantized : bool
         The kernel rounds the rows to FP8, the dtype of the cache.
     keeps_bounds : bool
-        A kernel before it updates the least and greatest keys of pages, the array key_bounds.
+        Another kernel first updates key_bounds, the elementwise minimum and maximum of the keys in each page.
     """
     batch, heads, rows, head_dim = k_shape
     work, of_block = rows * heads * max(head_dim, value_dim) * dtype.itemsize, 32 * _WARPS * _BYTES_OF_A_THREAD
@@ -89,12 +89,12 @@ def append_pass(
 
 
 def bounds_spec(dtype: np.dtype[np.generic]) -> KernelSpec:
-    """Return the kernel that updates the least and greatest keys of pages; it depends on nothing but the dtype."""
+    """Return the kernel that updates the minimum and maximum of each page's keys; it depends only on the dtype."""
     return replace(append_spec(dtype), entry=_KEY_BOUNDS)
 
 
 def append_spec(dtype: np.dtype[np.generic], *, is_quantized: bool = False) -> KernelSpec:
-    """Return the kernel for new rows of a dtype and a cache of this dtype or of FP8; it depends on nothing else."""
+    """Return the kernel that appends rows of a dtype to a cache of this dtype or, if `is_quantized`, of FP8."""
     return KernelSpec(
         entry=_APPEND_E4M3 if is_quantized else _APPEND, dtype=dtype, head_dim=32, value_dim=32,
         block_q=16, block_kv=16, num_warps=_WARPS_OF_ROWS if is_quantized else _WARPS, min_blocks=1,

@@ -40,10 +40,10 @@ def mass_kernels(
     has_lse: bool,
     turned_columns: int = 0,
 ) -> Kernels:
-    """Return a forward pass of one launch that sums the weights of each block, and writes lse unless the call has it.
+    """Return a forward pass of one launch, which sums the weights of each block and, unless `has_lse`, computes lse.
 
-    If `turned_columns` is not 0, each row of q consists of groups of that many columns in reverse order;
-    `takes_turned_columns` is true if the kernel supports them.
+    If `turned_columns` is not 0, rows of q consist of groups of that number of columns, and the groups are stored in
+    reverse order. `takes_turned_columns` is true if the kernel supports this.
     """
     spec = mass_kernel(problem, device, block[1], is_listed=isinstance(work, ListedWork))
     tiles = problem.num_heads * -(-problem.seqlen_q // _queries_of_thread_block(block[0], spec.block_q))
@@ -59,17 +59,17 @@ def mass_kernels(
         workspaces, tables = {"row_masses": Workspace((rows,), np.dtype(np.float32))}, ("row_masses",)
         workspaces["tile_counter"] = Workspace((1,), np.dtype(np.int32), is_zeroed=True)
     forward = Pass({"block_mass": launch}, workspaces, (Feature("mass", MASS_GRID, numbers, tables),))
-    # Group the heads that thread blocks work on at the same time, so that their longest tiles come first.
+    # Alternate between the heads that thread blocks process at the same time, so that their longest tiles come first.
     heads = max(1, (launch.max_blocks or 1) * problem.num_heads // max(tiles, 1))
     kernels = Kernels(forward=forward, backward=Pass({}), order=TileOrder(heads))
     return kernels if problem.score is None else replace(with_score(kernels, problem), backward=Pass({}))
 
 
 def takes_turned_columns(problem: Problem, device: DeviceSpec, block_kv: int, columns: int) -> bool:
-    """True if the kernel supports rows of q in reversed groups of columns: each chunk must be within one group."""
+    """True if the kernel supports rows of q whose groups of columns are reversed: each chunk must be in one group."""
     return mass_kernel(problem, device, block_kv, is_listed=False).splits_head_dim and columns % MASS_CHUNK == 0
 
 
 def _queries_of_thread_block(block_q: int, tile_rows: int) -> int:
-    """Return the rows of whole blocks that a thread block owns, as `mass_queries` of the kernels does."""
+    """Return the number of queries of a thread block, in whole blocks of the grid; the kernels have `mass_queries`."""
     return block_q if block_q >= tile_rows else tile_rows // block_q * block_q

@@ -1,11 +1,11 @@
 """Bitwise reproducible gradients of a score function's arrays: sums that do not depend on the order of additions.
 
 If several scores read an element, several thread blocks add to its gradient. By default they add floating-point
-numbers, and the rounding depends on the order of the blocks. In the reproducible form, the sums depend on how the array
-is read:
+numbers, and the rounding depends on the order of the blocks. In the reproducible form, the kind of the sums depends on
+how the score function reads the array:
 
 - ``own``: each element is read by one score, so only one number is added to its gradient.
-- ``parts``: the array is read at the query and the key, and shared over the batch or over heads. Each batch entry or
+- ``parts``: the query and the key are indices of the array, and batch entries or heads share it. Each batch entry or
   head adds to its own part, and a kernel adds the parts in a fixed order. Kernels that store a gradient from dS
   (`planning.staged_array`) store the parts, in the dtype of the products.
 - ``exact``: any other array. Sums are integers that are wide enough to be exact, and a kernel rounds them at the end.
@@ -22,7 +22,7 @@ from .launches import Feature, Launch, Pass, Workspace
 from .problem import Problem
 from .spec import SIMT, Entry, KernelSpec
 
-# Words of an exact sum, by the dtype of its terms; the same as in `ExactSum` of kernels_cu/tile/exact_sum.cuh.
+# 64-bit words of an exact sum, by the dtype of its terms; must equal those of `ExactSum` in tile/exact_sum.cuh.
 EXACT_WORDS = {np.dtype(np.float32): 15, np.dtype(np.float64): 91}
 CAPTURED_SUMS = np.dtype(
     [
@@ -35,7 +35,7 @@ CAPTURED_SUMS = np.dtype(
     align=True,
 )
 OWN, EXACT, PARTS = "own", "exact", "parts"  # "parts" is followed by axes: "parts b", "parts h" or "parts bh"
-_SET_ZERO, _ROUND, _ADD_PARTS = range(3)  # operations of the kernel
+_SET_ZERO, _ROUND, _ADD_PARTS = range(3)  # operations of the kernel "captured_sums"
 _WARPS, _ELEMENTS_OF_THREAD, _MAX_BLOCKS = 4, 8, 1 << 12
 _ENTRY = Entry(family=SIMT, name="captured_sums")
 _WORD = 4  # bytes that the kernel sets to 0 at a time
@@ -52,7 +52,7 @@ def kinds_of_sums(problem: Problem, wrt: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def axes_of_parts(kind: str) -> str:
-    """Return the axes, of "b" and "h", that the parts of a kind of sums are numbered along."""
+    """Return the axes along which sums of a kind are divided into parts: "b", "h", "bh" or ""."""
     return kind.removeprefix(PARTS).strip() if kind.startswith(PARTS) else ""
 
 
@@ -85,11 +85,11 @@ def with_captured_sums(
     gradients : dict of str by str
         The name of each gradient among the arrays of the pass, by the name of the captured array.
     kinds : tuple of str
-        The kinds of their sums.
+        The kind of each gradient's sums.
     stored : str, optional
         The gradient that kernels store as a whole or in parts.
     is_whole : bool
-        Kernels store all elements of that gradient, so that it need not be set to 0 before.
+        Kernels store all elements of that gradient, so that it need not be set to 0 first.
     """
     before, after, workspaces = {}, {}, dict(backward.workspaces)
     features, zeroed = list(backward.features), list(backward.zeroed)
@@ -115,14 +115,14 @@ def with_captured_sums(
 
 
 def sums_spec(dtype: np.dtype[np.generic]) -> KernelSpec:
-    """Return the kernel that writes a gradient from its sums; `dtype` is that of parts, and its tiles are unused."""
+    """Return the kernel that computes a gradient from its sums; `dtype` is that of parts. The kernel has no tiles."""
     return KernelSpec(
         entry=_ENTRY, dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16, num_warps=_WARPS, min_blocks=1,
     )  # fmt: skip
 
 
 def address_rank(rank: int, kind: str) -> int:
-    """Return the number of strides that locate an element's sum, for an array with `rank` axes."""
+    """Return the number of strides that locate the sum of an element, for an array with `rank` axes."""
     return rank + (1 if kind == EXACT else len(axes_of_parts(kind)))
 
 

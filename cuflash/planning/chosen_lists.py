@@ -1,4 +1,4 @@
-"""Block lists per query: the unions that tiles of neighbouring queries visit, and the kernels that compute them.
+"""Block lists per query: the unions that tiles of neighboring queries visit, and the kernels that compute them.
 
 The kernels join lists on a device at each call. `blocks._chosen_work` joins lists on the host, and is the specification
 of these kernels.
@@ -32,24 +32,24 @@ from .launches import BATCH_AXES, Feature, Launch, Pass, Workspace
 from .problem import Problem
 from .spec import SIMT, Entry, KernelSpec
 
-ROWS = 64  # rows of a tile: neighbouring queries, each with all heads that share its list and its keys
-_TILES_OF_CHUNK = 64  # as kTilesOfChunk of kernels_cu/attention/chosen_lists.cuh
+ROWS = 64  # rows of a tile: neighboring queries, each with all heads that share its list and its keys
+_TILES_OF_CHUNK = 64  # must equal kTilesOfChunk in kernels_cu/attention/chosen_lists.cuh
 _COLUMN_WARPS = 8  # warps that share the tiles of a chunk; each has its own counts
 _NARROW_BLOCKS, _STEP = (16, 32), 64  # supported keys per block: these, and multiples of 64
-_SHARED_BYTES = 32 << 10  # shared memory for the words or counts that a thread block processes at a time
+_SHARED_BYTES = 32 << 10  # bytes of shared memory for the words or counts that a thread block processes at a time
 _POINTER = np.uint64
 _RESULTS, _INTERVALS = ("ranges", "kv_blocks", "words"), ("lo", "hi")
 _COLUMNS = ("chunk_counts", "column_pointers", "queries")
 _PARTS = ("part_pointers", "column_parts", "part_arrivals")
-QUERIES_PER_PART = 512  # fewest queries of a key block per thread block; dK and dV of parts are added in order
-_PARTS_IN_ALL = 1024  # parts in all, about: a few for each thread block that a GPU holds at once
+QUERIES_PER_PART = 512  # minimum queries per part of a key block; each part has its own thread block
+_PARTS_IN_ALL = 1024  # approximate total number of parts: a few per thread block that a GPU holds at once
 NAME = "chosen"  # the feature's name
 NOT_JOINED = (
     "; block lists per query are not joined: only the sm80 kernels join the lists of neighbouring queries, for 16-bit "
     "elements, blocks of 16, 32 or a multiple of 64 keys and row intervals, without dropout and without gradients of "
     "a score function's arrays, and of an index on a device those of index.chosen()"
 )
-# Mirrors `kernels_cu/attention/chosen_lists.cuh`.
+# This record mirrors `kernels_cu/attention/chosen_lists.cuh`.
 CHOSEN_LISTS = np.dtype(
     [
         *((name, _POINTER) for name in ("ranges", "words", *_COLUMNS, *_PARTS)),
@@ -61,7 +61,7 @@ CHOSEN_LISTS = np.dtype(
     ],
     align=True,
 )
-# Mirrors `kernels_cu/lists/chosen.cuh`.
+# This record mirrors `kernels_cu/lists/chosen.cuh`.
 CHOSEN_PARAMS = np.dtype(
     [
         *((name, _POINTER) for name in ("blocks", "counts")),
@@ -83,7 +83,7 @@ CHOSEN_PARAMS = np.dtype(
 
 
 def _sum_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of one sum per thread."""
+    """Return the bytes of shared memory for one sum per thread."""
     return 4 * spec.num_threads
 
 
@@ -107,21 +107,22 @@ COLUMN_SPECS = {
 
 @dataclass(frozen=True, kw_only=True)
 class UnionTiling:
-    """The tiles of neighbouring queries for block lists per query.
+    """The tiles of neighboring queries for block lists per query.
 
     Attributes
     ----------
     shape : MaskShape
     batch, num_lists : int
-        Batch entries and heads that have their own lists; 1 if lists are shared.
+        Numbers of batch entries and of heads that have their own lists; 1 if all share their lists.
     num_chosen : int
         Maximum number of entries of a list.
     block : int
-        Keys of a block.
+        Keys per block.
     group_size : int
         Query heads that share a key/value head.
     least_queries : int
-        Fewest queries of a part: one thread block adds a part of the queries to dK and dV of a key block.
+        Minimum number of queries in a part. The queries that chose a key block are divided into parts, and one thread
+        block sums dK and dV over a part.
     """
 
     shape: MaskShape
@@ -138,13 +139,13 @@ class UnionTiling:
 
     @property
     def heads_per_tile(self) -> int:
-        """Number of query heads in a tile, as many as fit; they share a list and a key/value head."""
+        """Number of query heads in a tile: the most that fit and that share a list and a key/value head."""
         shared = math.gcd(self.heads_per_list, self.group_size)
         return max(heads for heads in range(1, min(shared, ROWS) + 1) if shared % heads == 0)
 
     @property
     def queries_per_part(self) -> int:
-        """Maximum number of queries that one thread block adds to dK and dV of a key block."""
+        """Maximum number of queries of a key block over which one thread block sums dK and dV."""
         fair = self.num_list_heads * self.max_members // _PARTS_IN_ALL
         return max(self.least_queries, 1 << fair.bit_length() if fair else 0)
 
@@ -157,7 +158,7 @@ class UnionTiling:
     @property
     def max_parts(self) -> int:
         """Maximum number of parts per list head, counting only blocks with more than one part."""
-        whole = self.max_members // self.queries_per_part  # each long block has at most one part that is not whole
+        whole = self.max_members // self.queries_per_part  # each block with parts has at most one part that is not full
         return whole + min(whole, self.num_blocks) if self.num_parts > 1 else 0
 
     @property
@@ -203,13 +204,13 @@ class UnionTiling:
 
     @property
     def can_be_numbered(self) -> bool:
-        """True if the numbers of entries and of (query, block) pairs fit int32, in which kernels count them."""
+        """True if the numbers of entries and of (query, block) pairs fit in int32, the type of counts in kernels."""
         most = max(self.num_tiles * self.max_entries, self.max_members, self.num_chunks * self.num_blocks)
         return self.num_list_heads * most <= np.iinfo(np.int32).max
 
     @property
     def values(self) -> dict[str, int]:
-        """The numbers in the record of attention kernels."""
+        """The numbers in the record `CHOSEN_LISTS` of attention kernels."""
         numbers = {
             name: getattr(self, name)
             for name in ("num_list_heads", "heads_per_list", "heads_per_tile", "queries_per_tile", "num_tiles",
@@ -222,13 +223,13 @@ class UnionTiling:
         }  # fmt: skip
 
     def boxes(self, boxes: Mapping[str, tuple[int, ...]], num_queries: int) -> dict[str, tuple[int, ...]]:
-        """Return the boxes of a kernel's tensor maps: those of queries have all heads of a tile."""
+        """Return the boxes of a kernel's tensor maps; a box of queries has all heads of a tile."""
         rows = num_queries, self.heads_per_tile
         return {name: box if name in ("k", "v") else (*rows, box[-1]) for name, box in boxes.items() if name != "o"}
 
     @property
     def columns(self) -> dict[str, Workspace]:
-        """Workspaces of the kernels that list the queries of each block."""
+        """Workspaces of the kernels that list, for each block, the queries that chose it."""
         heads, blocks = self.num_list_heads, self.num_blocks
         shapes = (heads, self.num_chunks, blocks), (heads, blocks + 1), (heads, self.max_members), (heads, blocks + 1)
         names = (*_COLUMNS, *_PARTS[:1]) if self.num_parts > 1 else _COLUMNS
@@ -249,7 +250,7 @@ class UnionTiling:
 
     @property
     def column_launches(self) -> dict[str, Launch]:
-        """The kernels that list the queries of each block, over the lists of all batch entries."""
+        """The launches that list, for each block, the queries that chose it."""
         counts, row_bytes = _COLUMNS[:1], 4 * _COLUMN_WARPS * self.blocks_at_once(_COLUMN_WARPS)
         scanned = (*_COLUMNS[:2], *_PARTS[:1]) if self.num_parts > 1 else _COLUMNS[:2]
         described = {
@@ -270,7 +271,7 @@ class UnionTiling:
 class UnionWork(IntervalWork):
     """Work with a block list per query, intersected with row intervals.
 
-    A tile of neighbouring queries visits all blocks in the lists of these queries. Its rows are ordered by query, then
+    A tile of neighboring queries visits all blocks in the lists of these queries. Its rows are ordered by query, then
     by the heads that share the list. `unions` are on the host, or None if they are computed at each call.
     """
 
@@ -292,7 +293,7 @@ class UnionWork(IntervalWork):
 
     @property
     def feature(self) -> Feature:
-        """The feature of kernels that walk unions, and of those that list the queries of each block."""
+        """The feature of kernels that walk unions, and of kernels that list the queries of each block."""
         tables = ("ranges", "words", *_COLUMNS, *_PARTS)
         return Feature(NAME, CHOSEN_LISTS, self.tiling.values, tables)
 
@@ -306,7 +307,7 @@ class UnionWork(IntervalWork):
 
 
 def _rows(tiling: UnionTiling, rows: IntervalWork) -> dict[str, Any]:
-    """Return the fields of `IntervalWork`, for row intervals in tiles of neighbouring queries."""
+    """Return the fields of an `IntervalWork` with the row intervals of `rows` and the tiles of `tiling`."""
     return {
         "seqlen_q": tiling.shape.seqlen_q, "seqlen_kv": tiling.shape.seqlen_kv, "block_q": tiling.queries_per_tile,
         "block_kv": tiling.block, "band": rows.band, "lo": rows.lo, "hi": rows.hi,
@@ -443,7 +444,7 @@ class UnionsAtCall(UnionWork):
 
     @cached_property
     def on_host(self) -> UnionWork:
-        """The work with a host copy of the unions that a call has computed; it synchronizes with the device."""
+        """The work with a host copy of the unions that a call has computed; the copy synchronizes with the device."""
         if self.memory is None:
             return self
         tiling, views = self.tiling, {name: to_host(each) for name, each in self.source.views(self.memory).items()}

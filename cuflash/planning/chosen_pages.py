@@ -1,4 +1,4 @@
-"""Plans of decoding from chosen blocks: the lists of new tokens as kernels read them from a cache's call."""
+"""Plans of decoding in which each new token attends to chosen blocks of a KV cache, listed in arrays of the call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .launches import Feature, Pass
 from .problem import Problem
 from .routing import FAMILIES
 
-TABLES = ("blocks", "block_counts")  # the arrays of lists
+TABLES = ("blocks", "block_counts")  # the arrays of block lists and of their lengths
 _AXES = {"blocks": 4, "block_counts": 3}
 CHOSEN_PAGES = np.dtype(
     [
@@ -29,26 +29,26 @@ CHOSEN_PAGES = np.dtype(
     ],
     align=True,
 )
-BLOCK_STEP = 16  # keys of a block are a multiple of this number, so that a warp's keys lie in one block
-_MOST_ROWS = 64  # rows of a tile, the query heads that share lists
-_MOST_WIDE_ROWS = 32  # of rows longer than 128
+BLOCK_STEP = 16  # the keys per block must be a multiple of this number, so that the keys of a warp are in one block
+_MOST_ROWS = 64  # maximum rows of a tile, which are the query heads that share a list
+_MOST_WIDE_ROWS = 32  # the same if head_dim or value_dim exceeds 128
 
 
 class ChosenForm(NamedTuple):
-    """The lists of new tokens without their contents.
+    """The layout of the block lists of new tokens, without their contents.
 
     Attributes
     ----------
     block : int
         Keys per block.
     num_lists : int
-        Lists of a new token: 1, the number of key/value heads, or the number of query heads.
+        Lists per new token: 1, the number of key/value heads, or the number of query heads.
     num_entries : int
-        Entries of a list.
+        Entries per list.
     itemsize : int
-        Bytes of an entry.
+        Bytes per entry.
     counts : numpy.dtype, optional
-        The dtype of the lists' counts, if they have any.
+        The dtype of the array with the length of each list, if there is one.
     """
 
     block: int
@@ -62,15 +62,15 @@ class ChosenForm(NamedTuple):
         return 1 if self.num_lists > problem.num_kv_heads else problem.group_size
 
     def num_places(self, layout: CacheLayout) -> int:
-        """Return the largest number of keys in chosen blocks."""
+        """Return the maximum number of keys in the blocks of one list."""
         return min(self.num_entries, -(-layout.capacity // self.block)) * self.block
 
     def tile_problem(self, problem: Problem) -> Problem:
-        """Return the problem of one new token, with as many key/value heads as it has tiles."""
+        """Return the problem of one new token in which each of its tiles has its own key/value head."""
         return replace(problem, seqlen_q=1, num_kv_heads=problem.num_heads // self.heads_per_list(problem))
 
     def room_bytes(self, layout: CacheLayout) -> int:
-        """Return the shared memory of a bit for each block, of the number of chosen blocks, and of their numbers."""
+        """Return the bytes of shared memory for one bit per block, the number of chosen blocks and their indices."""
         words = -(-layout.capacity // (32 * self.block))
         return 4 * (words + 1 + self.num_places(layout) // self.block)
 
@@ -91,13 +91,13 @@ def chosen_reasons(
     problem: Problem, device: DeviceSpec, layout: CacheLayout, chosen: ChosenForm, part_keys: int | None = None,
     *, is_quantized: bool = False,
 ) -> list[str]:  # fmt: skip
-    """Return why the decode kernel does not serve a problem of new tokens that choose blocks."""
+    """Return why the decode kernel does not serve a problem of new tokens with block lists."""
     reasons = FAMILIES[DECODING.family].reasons(problem, device)
     reasons += chunked_dim_reasons(problem, is_quantized=is_quantized) + scale_reasons(problem)
     rows, is_wide = chosen.heads_per_list(problem), max(problem.head_dim, problem.value_dim) > 128
     most = _MOST_WIDE_ROWS if is_wide else _MOST_ROWS
     if not 1 <= rows <= most or problem.seqlen_q < 1:
-        reasons.append(f"q must have rows, and 1 to {most} heads per list; got {problem.seqlen_q} rows and {rows}")
+        reasons.append(f"q must have rows, and 1 to {most} heads per list; got {problem.seqlen_q} rows, {rows} heads")
     if is_wide and part_keys is not None:
         reasons.append(f"part_keys must be None for rows longer than 128; got {part_keys}")
     if chosen.block % BLOCK_STEP:
@@ -107,7 +107,7 @@ def chosen_reasons(
     spec = decode_spec(chosen.tile_problem(problem), device, part_keys, is_quantized=is_quantized)
     nbytes = spec.shared_bytes + chosen.room_bytes(layout)
     if nbytes > device.tile_memory_bytes:
-        reasons.append(f"lists must fit shared memory of {device.tile_memory_bytes} bytes; they need {nbytes}")
+        reasons.append(f"lists must fit in shared memory of {device.tile_memory_bytes} bytes; they need {nbytes}")
     return reasons
 
 
@@ -117,7 +117,7 @@ def chosen_pass(
 ) -> Pass:  # fmt: skip
     """Return the launch of the decode kernel for a problem without `chosen_reasons`; parameters as for `decode_pass`.
 
-    Parts are parts of the chosen blocks in ascending order.
+    The chosen blocks, in ascending order, are divided into parts.
     """
     of_tile, num_places = chosen.tile_problem(problem), chosen.num_places(layout)
     spec = replace(decode_spec(of_tile, device, part_keys, is_quantized=is_quantized), is_chosen=True)

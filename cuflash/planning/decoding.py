@@ -1,4 +1,4 @@
-"""Plans of the decode kernel, in which a few new tokens attend a KV cache: its tile, parts and parameters."""
+"""Plans of the decode kernel, in which a few new tokens attend to a KV cache: its tile, parts and parameters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CACHE_PAGES = np.dtype(
     ],
     align=True,
 )
-OF_CACHE = {f"cache.{name}": name for name in ("k", "v", *TABLES)}  # array names by path, if the record is nested
+OF_CACHE = {f"cache.{name}": name for name in ("k", "v", *TABLES)}  # names of a nested CACHE_PAGES
 SCALE_NAMES = ("k_scale", "v_scale")
 CACHE_SCALES = np.dtype([(name, MATRICES) for name in SCALE_NAMES], align=True)  # scales of FP8 pages
 DECODE = np.dtype(
@@ -45,8 +45,8 @@ DECODE = np.dtype(
     ],
     align=True,
 )
-MOST_ROWS = 64  # rows of a tile: query heads of a group times new tokens
-PART_STEP = 64  # parts at fixed positions start at multiples of this number of keys, a multiple of each tile's block_kv
+MOST_ROWS = 64  # maximum rows of a tile: query heads per key/value head times new tokens
+PART_STEP = 64  # parts of fixed size start at multiples of this number of keys, a multiple of every tile's block_kv
 _DIMS = (64, 128, 256)
 _CHUNK = 16  # bytes per copy instruction
 
@@ -57,11 +57,11 @@ class CacheLayout(NamedTuple):
     Attributes
     ----------
     capacity : int
-        Maximum number of positions of a sequence.
+        Maximum number of positions per sequence.
     page_size, num_pages : int
         Positions per page, and pages of all sequences. A contiguous cache has one page per sequence.
     max_pages : int
-        Maximum number of pages of a sequence: the columns of the page table.
+        Maximum number of pages per sequence: the columns of the page table.
     """
 
     capacity: int
@@ -83,15 +83,15 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-# Tiles by the larger of head_dim and value_dim, and by the minimum number of rows. The first that fits shared memory is
-# used. The number of stages may depend on the batch because it does not change the bits of results.
+# Tiles by the larger of head_dim and value_dim, and by the minimum number of rows. The first tile that fits in shared
+# memory is used. The number of stages may depend on the batch because it does not change the bits of results.
 _TILES: dict[int, dict[int, tuple[_Tile, ...]]] = {
     128: {0: (_Tile(64, 4, 4), _Tile(64, 4, 3), _Tile(64, 4, 2))},
     256: {0: (_Tile(64, 4, 3), _Tile(64, 4, 2), _Tile(32, 2, 2)), 64: (_Tile(64, 2, 2), _Tile(32, 2, 2))},
 }
-_STAGES_OF_MANY_BLOCKS = 2  # lets more than two blocks share a multiprocessor, so that one starts while another ends
-_STAGES_OF_TWO_BLOCKS = 3  # lets two blocks share a multiprocessor
-_E4M3_STAGES = 2  # FP8 stages that take the memory of one 16-bit stage
+_STAGES_OF_MANY_BLOCKS = 2  # maximum stages for which more than two blocks fit on a multiprocessor
+_STAGES_OF_TWO_BLOCKS = 3  # maximum stages for which two blocks fit on a multiprocessor
+_E4M3_STAGES = 2  # number of FP8 stages that take the memory of one 16-bit stage
 
 
 def decode_reasons(problem: Problem, device: DeviceSpec, *, is_quantized: bool = False) -> list[str]:
@@ -155,9 +155,10 @@ def decode_pass(
         The problem of q [batch, num_heads, new tokens, head_dim] and of keys and values
         [batch, num_kv_heads, capacity, ...].
     left, right : int, optional
-        Keys before and after a query's own position that it attends; None is unlimited.
+        Keys before and after a query's own position that it attends to; None is unlimited.
     part_keys : int, optional
-        Keys per part, which then starts at a multiple of this number. Default: depends on the sequence's length.
+        Keys per part; parts then start at multiples of this number. By default, the size of parts depends on the
+        sequence's length.
     is_quantized : bool
         The cache holds FP8 numbers and scales instead of keys and values of q's dtype.
     """
@@ -179,11 +180,11 @@ def pass_of_parts(
     Parameters
     ----------
     workspaces : dict of Workspace by name
-        As from `part_workspaces`.
+        The result of `part_workspaces`.
     window : dict of int
-        As from `window_numbers`.
+        The result of `window_numbers`.
     lists : Feature, optional
-        The lists of kernels with chosen blocks.
+        The record of the block lists, for kernels in which queries attend to chosen blocks.
     """
     is_quantized, max_parts = spec.entry is DECODING_E4M3, workspaces["o_parts"].shape[-3]
     others = (*scale_features(is_quantized), *(() if lists is None else (lists,)))
@@ -210,7 +211,7 @@ def scale_features(is_quantized: bool) -> tuple[Feature, ...]:
 
 
 def window_numbers(layout: CacheLayout, left: int | None, right: int | None) -> dict[str, int]:
-    """Return the numbers of keys before and after a query's own position that it attends; None is unlimited."""
+    """Return how many keys before and after its own position a query attends to; None is unlimited."""
     return {
         "left": layout.capacity if left is None else min(left, layout.capacity),
         "right": layout.capacity - 1 if right is None else min(right, layout.capacity - 1),
@@ -224,9 +225,9 @@ def parts_of(problem: Problem, device: DeviceSpec, num_steps: int) -> int:
 
 
 def part_workspaces(pairs: tuple[int, ...], rows: int, spec: KernelSpec, max_parts: int) -> dict[str, Workspace]:
-    """Return the memory for parts of `rows` rows: o, maxima and sums of rows, and how many parts are written.
+    """Return the workspaces for parts of `rows` rows: o, the maximum and sum of each row, and counts of finished parts.
 
-    `pairs` are the extents of sequences and key/value heads, which have parts of their own.
+    `pairs` are the extents of the axes whose elements have their own parts, such as sequences and key/value heads.
     """
     single = np.dtype(np.float32)
     return {
@@ -237,7 +238,7 @@ def part_workspaces(pairs: tuple[int, ...], rows: int, spec: KernelSpec, max_par
 
 
 def num_parts(problem: Problem, device: DeviceSpec) -> int:
-    """Return the maximum number of parts of a sequence: the power of two nearest to multiprocessors per KV head."""
+    """Return the maximum parts of a sequence: the power of two nearest to the multiprocessors per key/value head."""
     ratio = device.num_processors / problem.num_kv_heads
     return int(min(MOST_PARTS, max(1, 2 ** round(float(np.log2(ratio))))))
 
@@ -245,7 +246,7 @@ def num_parts(problem: Problem, device: DeviceSpec) -> int:
 def decode_spec(
     problem: Problem, device: DeviceSpec, part_keys: int | None = None, *, is_quantized: bool = False
 ) -> KernelSpec:
-    """Return the kernel for a problem, with the first tile that fits the device's shared memory.
+    """Return the kernel for a problem, with the first tile that fits in the device's shared memory.
 
     With `part_keys`, warps split the keys of a step in the same way for any number of rows.
     """
@@ -276,7 +277,7 @@ def decode_spec(
 
 
 def _min_blocks(widest: int, num_warps: int, num_stages: int) -> int:
-    """Return the thread blocks per multiprocessor that the compiler must leave enough registers for."""
+    """Return how many thread blocks per multiprocessor the compiler must leave enough registers for."""
     if widest > 128 or num_warps > 8 or num_stages > _STAGES_OF_TWO_BLOCKS:
         return 1
     return 3 if num_warps == 4 and num_stages == _STAGES_OF_MANY_BLOCKS else 2

@@ -30,21 +30,21 @@ _GPUS = {
 @explains_keywords
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """The properties of a chip that the choice of tiles depends on.
+    """The properties of a chip on which the choice of tiles depends.
 
     Parameters
     ----------
     name : str
-        The chip's name, as `DeviceSpec.gpu` takes it.
+        The chip's name, such as those that `DeviceSpec.gpu` accepts.
     compute_capability : (int, int) or None
         None for the host's processor.
     num_processors : int
         Streaming multiprocessors of a GPU, or CPU cores that this process may use.
     tile_memory_bytes : int
-        Fast memory that one tile may fill: shared memory per thread block, or a core's level-2 cache. Tiles
+        Bytes of fast memory that one tile may fill: shared memory per thread block, or a core's level-2 cache. Tiles
         of the host use at most 8 MiB of it, 16 MiB in float64.
     cache_bytes : int
-        Size of the level-2 cache that a GPU's multiprocessors share; 0 on the host, where no decision depends on it.
+        Bytes of the level-2 cache that a GPU's multiprocessors share; 0 on the host, where no decision depends on it.
 
     Raises
     ------

@@ -34,7 +34,7 @@ DROPOUT = np.dtype(
 
 
 def dropout_of(dropout: Any) -> tuple[Draws | None, tuple[Operand, ...]]:
-    """Resolve `dropout=` for a problem: return how weights are drawn (None if none is dropped) and the seed operand.
+    """Return how a problem's dropout draws weights (None if it drops none), and the operand with the seed, if any.
 
     Raises
     ------
@@ -62,7 +62,7 @@ def seed_array(dropout: Any) -> dict[str, Any]:
     Raises
     ------
     UnsupportedProblem
-        The seed is a key of JAX.
+        The seed is a JAX key.
     """
     is_read = isinstance(dropout, Dropout) and dropout._draws.threshold and dropout._array is not None
     if is_read and is_key(dropout._array):
@@ -72,7 +72,7 @@ def seed_array(dropout: Any) -> dict[str, Any]:
 
 
 def numbers_of(dropout: Dropout | None) -> tuple[int, ...]:
-    """Return the numbers that a call with dropout passes to kernels, in the order of `NUMBERS`; () if nothing drops."""
+    """Return the numbers that a call with dropout passes to kernels, in the order of `NUMBERS`; () without dropout."""
     return dropout._numbers if dropout is not None and dropout._draws.threshold else ()
 
 

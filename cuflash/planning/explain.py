@@ -25,7 +25,7 @@ def explain(plan: KernelPlan, notes: Mapping[str, str], numbers: Sequence[int] =
     ----------
     plan : KernelPlan
     notes : dict of str by entry
-        Notes about some kernels, such as their registers; other kernels count as not compiled.
+        Notes about compiled kernels, such as their registers; other kernels are described as not compiled yet.
     numbers : sequence of int
         The seed and the offset of the plan's dropout, if it has one.
     """

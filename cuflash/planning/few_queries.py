@@ -1,4 +1,4 @@
-"""Plans of attention with few queries: a forward pass whose thread blocks share keys, whatever the family."""
+"""Plans of attention with few queries: a forward pass in which thread blocks split the keys among themselves."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .sinks import sink_forward
 from .spec import SM80
 from .split_kv import max_steps
 
-# Rows are the queries of all heads that share a key/value head. On an H200, the decode loop is the fastest up to 8
-# rows, and sm80's split-KV kernels above: results/plain_decode.csv.
+# Limits of the number of rows, which are the queries of all heads that share a key/value head. On an H200, the decode
+# loop is the fastest up to 8 rows, and sm80's split-KV kernels for more rows: experiments/results/plain_decode.csv.
 _MOST_DECODED, _MOST_ROWS = 8, 64
 FEW_QUERIES_ENTRY = replace(DECODING, name="few_queries", has_exponentials=True, products=(1, 1))
 _TABLES = ("o_parts", "stats_parts", "arrivals")
@@ -28,9 +28,9 @@ DECODE_PARTS = np.dtype([(name, np.uint64) for name in _TABLES], align=True)
 
 
 def with_few_queries(kernels: Kernels, problem: Problem, device: DeviceSpec, work: WorkList) -> Kernels:
-    """Return the kernels with another forward pass if there are few queries, each of which attends an interval of keys.
+    """Replace the forward pass if there are few queries and each attends to an interval of keys.
 
-    It is the decode loop over arrays if that serves the problem, else sm80's split-KV kernels instead of sm90's tiles.
+    The new pass is the decode loop over arrays if that serves the problem, and otherwise sm80's split-KV kernels.
     """
     if not isinstance(work, IntervalWork) or isinstance(work, UnionWork) or problem.precision == FP8:
         return kernels
@@ -48,16 +48,17 @@ def with_few_queries(kernels: Kernels, problem: Problem, device: DeviceSpec, wor
 
 
 def _is_decoded(problem: Problem, work: IntervalWork) -> bool:
-    """True if the decode loop serves a problem: the heads of a tile attend the same keys, whose rows are chunks."""
+    """True if the decode loop serves a problem: heads of a tile share keys, and rows consist of whole chunks."""
     if problem.dropout is not None or problem.group_size > 1 and work.lo is not None and work.lo.shape[1] > 1:
         return False
     return not chunked_dim_reasons(problem)
 
 
 def _decoded(kernels: Kernels, problem: Problem, device: DeviceSpec, work: WorkList) -> Kernels:
-    """Return the kernels with a forward pass of one launch, whose blocks also merge their parts.
+    """Return the kernels with a forward pass of one launch, whose thread blocks also merge the parts that they compute.
 
-    There are as many parts as the GPU holds at once; more of them would only be merged.
+    The number of parts is limited to the thread blocks that the GPU holds at once, since more parts would only add
+    work for merging.
     """
     spec = replace(decode_spec(problem, device), entry=FEW_QUERIES_ENTRY)
     pairs = problem.mask_shape.num_batch, problem.num_kv_heads

@@ -15,10 +15,10 @@ from .problem import Problem
 # Tall tiles reduce Python overhead. The backward pass slows down if two tiles exceed the level-2 cache.
 _BLOCK_Q = 512
 _LEAST_BLOCK_KV, _MOST_BLOCK_KV = 512, 4096  # the backward pass holds block_kv^2 scores
-# Under a short window, or in short sequences, a taller tile visits more keys, and most of its scores are masked. Each
-# pair is the height of a flatter tile, used if tall tiles visit more than `factor` times the keys that it visits.
+# Under a short window, or in short sequences, a taller tile visits more keys, and most of its scores are masked. A pair
+# is (height, factor): tiles of this height are used if tall tiles visit more than `factor` times as many keys.
 _FLAT_TILES = ((64, 4), (128, 2))
-# Tiles of scores that a worker holds in the passes "jvp" and "backward_jvp"; others hold two
+# Tiles of scores that a worker holds in the passes "jvp" and "backward_jvp"; in other passes, it holds two.
 JVP_TILES, BACKWARD_JVP_TILES = 3, 5
 _SHARED_SCORES = 1 << 23  # problems with fewer scores are not distributed over threads
 
@@ -30,7 +30,7 @@ def host_tile(problem: Problem, device: DeviceSpec) -> tuple[int, int]:
 
 
 def in_flat_tiles(work: WorkList) -> WorkList:
-    """Return the work in flatter tiles if tall ones visit several times as many keys; otherwise unchanged."""
+    """Return the work with flatter tiles if tall tiles visit several times as many keys; otherwise unchanged."""
     if isinstance(work, IntervalWork) and work.seqlen_q > work.block_q:
         visited = work.visited_keys(work.block_q)
         for height, factor in _FLAT_TILES:
@@ -69,12 +69,12 @@ class HostTiling:
 
     @cached_property
     def num_workers(self) -> int:
-        """Threads that a call uses: one, in addition to those of BLAS, if the problem is small."""
+        """Number of worker threads of a call: one if the problem is small, in addition to the threads of BLAS."""
         return 1 if self.is_small else max(1, min(self.device.num_processors, self.num_tiles))
 
     @cached_property
     def num_tiles(self) -> int:
-        """Tiles of queries over all batch entries and heads."""
+        """Number of query tiles over all batch entries and heads."""
         return self.problem.num_batch_heads * -(-self.problem.seqlen_q // self.work.block_q)
 
     @cached_property
@@ -101,8 +101,8 @@ class HostTiling:
     def workspace_bytes(self) -> int:
         """Memory of a call in addition to inputs and results.
 
-        Each worker holds two tiles of scores (five with tangents), gathered and widened rows, and accumulators. One
-        number per query (two with tangents) and the work list are shared.
+        Each worker holds two tiles of scores (five with tangents), rows that it gathered and converted, and
+        accumulators. Workers share one number per query (two with tangents) and the work list.
         """
         problem = self.problem
         rows = max(self.block_q, self.work.block_q, self.work.block_kv)

@@ -1,6 +1,6 @@
 """Kernels that compute row intervals at each call, from device arrays of `Sequences`, `Lengths` or `Documents`.
 
-The `intervals` methods of these masks compute the same with NumPy, and are the specification of the kernels.
+The `intervals` methods of these masks compute the same intervals with NumPy, and are the specification of the kernels.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ._params import UNLIMITED
 from .launches import BATCH_AXES, Feature, Launch, Pass, Workspace
 from .spec import SIMT, Entry, KernelSpec
 
-AT_CALL = "lists"  # the name under which executors take the array of results that kernels compute at each call
+AT_CALL = "lists"  # the name of the array of all results that kernels compute at each call
 _POINTER = np.uint64
 _ALIGNMENT = 256  # alignment in bytes of each result in the array that holds all of them
 _SIDES = ("q", "kv")
-_KINDS = ("sequences", "lengths", "documents")  # in the order of `IntervalKind` of kernels_cu/lists/interval_params.cuh
-_MOST_THREADS = 1 << 30  # kernels number their threads in int32
+_KINDS = ("sequences", "lengths", "documents")  # in the order of `IntervalKind` in kernels_cu/lists/interval_params.cuh
+_MOST_THREADS = 1 << 30  # maximum number of threads, since kernels number them in int32
 _OF_ORDERS_ALONE = ("row_lengths", "column_lengths", "tile_lengths")  # results that attention kernels do not read
-# Mirrors `kernels_cu/lists/interval_params.cuh`.
+# This record mirrors `kernels_cu/lists/interval_params.cuh`.
 INTERVAL_PARAMS = np.dtype(
     [
         *((f"{side}_integers", _POINTER) for side in _SIDES),
@@ -117,7 +117,7 @@ def _room(result: Workspace) -> int:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class IntervalSource(SourceOfResults):
-    """The inputs of the kernels that compute row intervals: arrays that each call passes, and intervals of the host.
+    """The inputs of the kernels that compute row intervals: arrays that each call passes, and intervals on the host.
 
     Attributes
     ----------
@@ -126,16 +126,16 @@ class IntervalSource(SourceOfResults):
     sides : dict of _Integers by "q" and "kv"
         The layouts of the form's arrays; without a key "kv", keys use the array of "q".
     left, right : int
-        Keys before and after the diagonal that a query attends.
+        Keys before and after the diagonal that a query attends to.
     is_bottom_right : bool
         The diagonal goes through the last query and key of each sequence; otherwise through the first ones.
     rows : IntervalWork or None
-        Row intervals of the host that the result is intersected with.
+        Row intervals on the host, with which the result is intersected.
     shape : MaskShape
     block : (int, int) or None
-        Sizes of query and key blocks, which are sorted by their numbers of visited keys or queries.
+        Sizes of query and key blocks. Kernels sort blocks by the number of keys or queries that they visit.
     batch, num_heads : int
-        Batch entries and heads that the intervals depend on; 1 if they do not depend on them.
+        Numbers of batch entries and of heads that have their own intervals; 1 if all share them.
     tile : (int, int), optional
         Sizes of sequence-aligned query and key tiles.
     """
@@ -185,7 +185,7 @@ class IntervalSource(SourceOfResults):
 
     @property
     def num_offsets(self) -> int:
-        """The number of sequence offsets; 0 for other kinds."""
+        """The number of sequence offsets; 0 if the kind is not "sequences"."""
         return self.sides["q"].shape[-1] if self.kind == "sequences" else 0
 
     @property
@@ -195,21 +195,21 @@ class IntervalSource(SourceOfResults):
 
     @property
     def mean_length(self) -> float | None:
-        """Mean number of keys per sequence, or of the window if that is narrower; None if the host does not know it."""
+        """Mean number of keys per sequence, or keys in the window if there are fewer; None if unknown on the host."""
         if self.kind != "sequences":
             return None
         return min(self.shape.seqlen_kv / max(1, self.num_offsets - 1), self.left + self.right + 1)
 
     @property
     def num_blocks(self) -> tuple[int, int]:
-        """Number of query and key blocks per (batch, head) that are sorted."""
+        """Numbers of query and key blocks per (batch, head) that kernels sort."""
         if self.block is None:
             return 0, 0
         return -(-self.shape.seqlen_q // self.block[0]), -(-self.shape.seqlen_kv // self.block[1])
 
     @property
     def num_tiles(self) -> tuple[int, int]:
-        """Number of sequence-aligned query and key tiles per (batch, head), including empty tiles."""
+        """Numbers of sequence-aligned query and key tiles per (batch, head), including empty tiles."""
         if self.tile is None:
             return 0, 0
         sequences = self.num_offsets + 1  # including the rows before the first offset and after the last one
@@ -254,7 +254,7 @@ class IntervalSource(SourceOfResults):
         )
 
     def _numbers(self) -> dict[str, Any]:
-        """Return the numbers of the kernels' record."""
+        """Return the numbers in the kernels' record."""
         batch = self.shape.batch
         numbers: dict[str, Any] = {}
         for side, integers in self.sides.items():
@@ -281,7 +281,7 @@ def list_launch(spec: KernelSpec, grid: int, arrays: tuple[str, ...]) -> Launch:
 
 
 def _sides(name: str, numbers: tuple[int, int]) -> dict[str, int]:
-    """Return the numbers of queries and keys by the names of their fields."""
+    """Return a number for queries and one for keys, by the names of their fields."""
     return {name.format(side): number for side, number in zip(_SIDES, numbers)}
 
 
@@ -305,7 +305,7 @@ def interval_form(mask: Mask) -> IntervalForm | None:
 
 
 def are_served(shape: MaskShape) -> bool:
-    """True if kernels can compute lists or row intervals of this shape: it is not empty, and has few batch axes."""
+    """True if kernels can compute lists or intervals of a shape: it is not empty and has at most `BATCH_AXES` axes."""
     return len(shape.batch) <= BATCH_AXES and 0 not in (shape.num_batch, *shape[1:])
 
 

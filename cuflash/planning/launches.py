@@ -13,7 +13,7 @@ import numpy as np
 
 from .spec import KernelSpec
 
-BATCH_AXES = 3  # kBatchAxes of the kernels; each entry of further batch axes takes a launch
+BATCH_AXES = 3  # equals kBatchAxes of the kernels; each entry along further batch axes takes its own launch
 MATRICES = np.dtype(
     [
         ("data", np.uint64),
@@ -139,17 +139,17 @@ class Launch:
         Names of the arrays that the kernel reads and writes: operands, results and workspaces. ``dlse`` is read only
         if the caller passes it.
     max_blocks : int, optional
-        Maximum number of thread blocks of a persistent kernel, which take another tile when they finish one. Other
-        kernels have one thread block per tile.
+        Maximum number of thread blocks of a persistent kernel, each of which processes several tiles. Other kernels
+        have one thread block per tile.
     boxes : dict of (rows, columns) or (queries, heads, columns) by array name
-        Boxes that the kernel copies by tensor maps; empty for kernels without tensor maps. A box of neighbouring
+        Boxes that the kernel copies by tensor maps; empty for kernels without tensor maps. A box of neighboring
         queries has several heads of each.
     features : tuple of str
         Names of those features of the pass that the kernel takes as parameters.
     skipped_tiles : callable, optional
         Returns, for a number of batch entries, how many of their tiles an earlier kernel of the pass has finished.
     row_bytes : int
-        Dynamic shared memory for rows of arrays, in addition to the specification's.
+        Bytes of dynamic shared memory for rows of arrays, in addition to those of the specification.
     """
 
     spec: KernelSpec
@@ -164,7 +164,7 @@ class Launch:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a thread block."""
+        """Bytes of dynamic shared memory per thread block."""
         return self.spec.shared_bytes + self.row_bytes
 
     def grid(self, num_batch: int) -> int:
@@ -224,7 +224,7 @@ class Pass:
 
 
 class DqSemaphoreOrder(NamedTuple):
-    """The order in which thread blocks take tiles of keys of heads whose dQ they also finish.
+    """The order in which thread blocks take key tiles, for heads whose dQ they also finish.
 
     Pairs of batch entry and key/value head form groups. The tiles of a group are taken in three rounds. First, the last
     tile of keys stores its part of dQ. Then the other tiles, in descending order, add to dQ. Finally, the first tile of
@@ -236,12 +236,12 @@ class DqSemaphoreOrder(NamedTuple):
         Pairs in a group.
     last_tile_lead : int
         Rounds by which the last tiles of keys precede the others; 0 under a causal mask, where only the last queries
-        attend them.
+        attend to these tiles.
     first_tile_lag : int
         Rounds by which the first tiles of keys, which wait for all others, come later.
     min_unfused_heads : int
-        Minimum number of pairs after all groups. A separate kernel rounds their dQ. They keep the thread blocks busy
-        while the first tiles of the last group are computed.
+        Minimum number of pairs after all groups. A separate kernel rounds dQ of these pairs, whose tiles keep thread
+        blocks busy while the first tiles of the last group are computed.
     """
 
     heads_per_group: int
@@ -250,7 +250,7 @@ class DqSemaphoreOrder(NamedTuple):
     min_unfused_heads: int
 
     def num_fused_heads(self, num_heads: int) -> int:
-        """Return for how many of a launch's pairs, counted from the first, the blocks that add to dQ also finish it."""
+        """Return the number of a launch's pairs in groups, whose dQ is finished by the blocks that add to it."""
         groups = max(0, num_heads - self.min_unfused_heads) // self.heads_per_group
         return groups * self.heads_per_group if groups > self.last_tile_lead + self.first_tile_lag else 0
 
@@ -263,7 +263,7 @@ class TileOrder(NamedTuple):
     heads_per_group : int
         Pairs of batch entry and query head whose tiles of queries are taken alternately, longest tiles first.
     kv_heads_per_group : int
-        The number of such pairs for kernels that work on tiles of keys.
+        The same for kernels that work on tiles of keys: pairs of batch entry and key/value head.
     dq : DqSemaphoreOrder, optional
         The order in which the blocks of a backward kernel finish dQ, if they do.
     """
@@ -282,7 +282,7 @@ class Kernels:
     forward, backward : Pass
     order : TileOrder
     num_splits : int
-        Thread blocks that share the keys of one tile of queries in the forward pass (split-KV).
+        Number of thread blocks that divide the keys of one query tile among themselves in the forward pass (split-KV).
     is_repeatable : bool
         All results are bitwise reproducible; otherwise blocks add to dq by atomic additions.
     """

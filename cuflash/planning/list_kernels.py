@@ -42,7 +42,7 @@ _SIZES = (
     "num_matrices", "num_heads", "seqlen_q", "seqlen_kv", "block_q", "block_kv", "num_q_blocks", "num_kv_blocks",
     "divisor_q", "divisor_kv",
 )  # fmt: skip
-# Mirrors `kernels_cu/lists/params.cuh`.
+# This record mirrors `kernels_cu/lists/params.cuh`.
 LIST_PARAMS = np.dtype(
     [
         ("mask", _POINTER),
@@ -62,7 +62,7 @@ _FIELDS = {"indptr": "row_pointers", "indices": "kv_blocks", "kinds": "kinds", "
 
 
 def _count_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of one count per thread."""
+    """Return the bytes of shared memory for one count per thread."""
     return 4 * spec.num_threads
 
 
@@ -83,25 +83,25 @@ LIST_SPECS = {
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ListSource(SourceOfResults):
-    """The inputs of the kernels that build lists: a boolean array on the device, and row intervals of the host.
+    """The inputs of the kernels that build lists: a boolean array on the device, and row intervals on the host.
 
     Attributes
     ----------
     strides : tuple of int
         Strides of the array in bytes, along batch axes, heads, rows and columns; 0 along broadcast axes.
     element : (int, int)
-        Queries and keys that one boolean stands for.
+        Numbers of queries and keys that one boolean covers.
     is_whole : bool
         Each block of the lists is within one block of the mask, so that kernels need not read single elements.
     rows : IntervalWork or None
-        Row intervals that the mask is intersected with.
+        Row intervals with which the mask is intersected.
     given_rows : (int, int) or None
         Batch entries and heads (or 1) of row intervals that each call passes instead of `rows`.
     shape : MaskShape
     block : (int, int)
         Queries and keys of a listed block.
     batch, num_heads : int
-        Batch entries and heads that the lists depend on; 1 if they do not depend on them.
+        Numbers of batch entries and of heads that have their own lists; 1 if all share them.
     """
 
     strides: tuple[int, ...]
@@ -145,7 +145,7 @@ class ListSource(SourceOfResults):
         """Return a source of lists in blocks of another size that reads the results of this source as its array.
 
         The array consists of this source's `grid_kinds`, its first result, in which nonzero means that the block is
-        attended. `closed` are resolved masks of row intervals, without arrays, that the mask is intersected with.
+        attended. `closed` are resolved masks of row intervals, without arrays, with which the mask is intersected.
         """
         assert self.is_whole and self.offsets["grid_kinds"] == 0
         _, num_rows, num_columns = self.grid
@@ -172,7 +172,7 @@ class ListSource(SourceOfResults):
 
     @property
     def can_be_numbered(self) -> bool:
-        """True if the number of the grid's blocks fits int32, in which kernels number them."""
+        """True if the number of blocks of the grid fits in int32, the type of block numbers in kernels."""
         return prod(self.grid) <= np.iinfo(np.int32).max
 
     @property
@@ -221,7 +221,7 @@ class ListSource(SourceOfResults):
         return Pass(launches, features=(feature,))
 
     def _numbers(self) -> dict[str, Any]:
-        """Return the numbers of the kernels' record."""
+        """Return the numbers in the kernels' record."""
         matrices, num_rows, num_columns = self.grid
         missing, over = (1,) * (BATCH_AXES - len(self.shape.batch)), self.given_rows
         if self.rows is not None:
@@ -258,8 +258,8 @@ class ListedAtCall(ListedWork):
     """Work whose lists kernels build at each call, into one array of bytes that attention kernels take as `AT_CALL`.
 
     `index` has only shapes and dtypes. `lists` are the arrays that are equal in all calls. If `carried` is not None,
-    calls pass the lists of a block index, which are used directly if they are those of `source`, and otherwise
-    converted by kernels.
+    calls pass the lists of a block index. Attention kernels read these lists if `carried` is `source`; otherwise other
+    kernels first convert them.
     """
 
     source: ListSource
@@ -308,7 +308,7 @@ def _has_no_intervals(mask: Mask) -> bool:
 def work_of_kernels(
     mask: Mask, shape: MaskShape, tile: tuple[int, int], *, is_ordered: bool = False
 ) -> WorkList:
-    """Return the work of a resolved mask on a GPU; lists of an `AtEachCall` are built at each call if kernels serve it.
+    """Return the work of a resolved mask on a GPU; if kernels can, each call builds the lists of an `AtEachCall`.
 
     If `is_ordered`, row intervals come with an order of blocks.
     """

@@ -1,4 +1,4 @@
-"""The cache keys of calls. The arrays of a mask on a device are split off, since their contents may change per call."""
+"""The cache keys of calls. A key omits the device arrays of a mask, whose contents may differ between calls."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Lookup(NamedTuple):
         return None if key is None else (kind, None if self.owner is None else id(self.owner), key)
 
     def find(self, key: Hashable) -> Any:
-        """Return the object that runs the cached call of a key, or None if there is none or the mask has changed."""
+        """Return the object that runs the call of a key, or None if it is not cached or the mask has changed."""
         call = CALLS.get(key)
         if call is None or not self.is_compared:
             return call

@@ -43,7 +43,7 @@ def operands_of(arrays: Mapping[str, Any], heads_shape: tuple[int, ...]) -> tupl
     Raises
     ------
     TypeError
-        One of them is not an array of a known kind.
+        An operand is not an array of a known kind.
     UnsupportedProblem
         Shapes or dtypes do not fit. The message lists all reasons.
     """

@@ -1,4 +1,4 @@
-"""The arguments of a call other than q, k and v: their types, and all of them as one value."""
+"""The arguments of a call other than q, k and v: their types, and a class that holds all of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Precision: TypeAlias = Literal["ieee", "tf32", "tf32x3"]
 
 
 class AnyArray(Protocol):
-    """An array of any library, or an object that has only its shape and dtype."""
+    """An array of any library, or an object that has only a shape and a dtype."""
 
     @property
     def shape(self) -> Any: ...
@@ -120,7 +120,7 @@ class Options(NamedTuple):
     q_start: int = 0
     kv_start: int = 0
     tangents: Directions | str | Sequence[str] = ()  # names, or a `Directions`
-    places: Places | None = None  # of a call on one of several devices, instead of q_start and kv_start
+    places: Places | None = None  # replaces q_start and kv_start in calls on one of several devices
 
     def key(self, layout: Hashable, *more: Hashable) -> Hashable:
         """Return the key of a call in the cache; it does not depend on the call's data.
@@ -130,7 +130,7 @@ class Options(NamedTuple):
         layout : hashable
             Shapes, strides and dtypes of q, k, v and operands; None if unknown.
         *more : hashable
-            Whatever else the plan depends on, such as the operands' names.
+            Other values that the plan depends on, such as the operands' names.
 
         Returns
         -------

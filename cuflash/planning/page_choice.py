@@ -1,4 +1,4 @@
-"""The kernels by which queries choose pages of a KV cache, by bounds of their scores that the cache keeps."""
+"""Kernels that choose pages of a KV cache for each query, by bounds of its scores from the key bounds of the cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .list_kernels import AT_CALL
 from .selection_kernels import CHOICE, STRIDED_ROWS, ChoiceRule, layout_of_rows, selection_spec
 from .spec import KernelSpec
 
-# Mirrors `kernels_cu/lists/page_choice.cuh`.
+# This record mirrors `kernels_cu/lists/page_choice.cuh`.
 PAGE_CHOICE = np.dtype(
     [
         ("q", STRIDED_ROWS),
@@ -40,12 +40,12 @@ def page_choosing(
     Parameters
     ----------
     q : array or Rows [batch, heads, queries, columns]
-        Only its layout is read, as that of `key_bounds`.
+        Only the layouts of q and `key_bounds` are read.
     key_bounds : array or Rows [num_pages, kv_heads, 2, columns]
     layout : CacheLayout
         The layout of the cache.
     rule : ChoiceRule
-        For sequences as long as the capacity. It has `list_length`.
+        A rule for sequences as long as the capacity, with a `list_length` that is not 0.
     heads_of_list : int
         Query heads that share a list: 1, or the heads of a key/value head.
     is_bottom_right : bool
@@ -90,7 +90,7 @@ def page_choosing(
 
 
 def _specs(dtype: np.dtype[np.generic]) -> tuple[KernelSpec, KernelSpec]:
-    """Return the kernels for q of a dtype: that of scores, and that of lists."""
+    """Return the kernels for q of a dtype: the one that computes scores, and the one that writes lists."""
     choosing = replace(selection_spec("page_choice", accumulator_dtype(dtype)), num_warps=8)
     return selection_spec("page_scores", dtype), choosing
 

@@ -36,8 +36,8 @@ from .tangent_launches import with_tangents
 from .tangents import arrays_with_tangents
 
 _OF_ARGUMENTS = ("dq", "dk", "dv")
-_AXES_OF_A_LAUNCH = 2  # batch axes that one launch always covers, also with tensor maps
-MAX_TILES = 1 << 30  # tiles of a launch: kernels number them in int32, and add the number of thread blocks
+_AXES_OF_A_LAUNCH = 2  # number of batch axes that one launch always covers, even with tensor maps
+MAX_TILES = 1 << 30  # maximum tiles of a launch: kernels add the number of thread blocks to tile numbers, in int32
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -95,7 +95,7 @@ class KernelPlan:
         return {} if self.kernels is None else {**self.kernels.passes, **self._tangent_passes}
 
     def pass_of(self, name: str, arrays: Collection[str]) -> Pass:
-        """Return the launches of a pass that reads these arrays, by the names that executors use.
+        """Return the launches of a pass that reads the arrays with these names, as executors name them.
 
         Raises
         ------
@@ -112,7 +112,7 @@ class KernelPlan:
 
     @cached_property
     def _tangent_passes(self) -> Mapping[str, Pass]:
-        """The passes that compute tangents along those that the problem names, by name."""
+        """The passes that differentiate along the tangents that the problem names, by the name of the pass."""
         tangents = self.problem.tangents
         names = tuple(name for name in tangents if name not in ("do", "dlse"))
         own = {"jvp": self._tangent_pass("jvp", names)} if names else {}
@@ -121,7 +121,7 @@ class KernelPlan:
         return own
 
     def _tangent_pass(self, name: str, tangents: tuple[str, ...]) -> Pass:
-        """Return the launches of a pass that computes tangents along those of the arrays with these names."""
+        """Return the launches of a pass that differentiates along the tangents of the arrays with these names."""
         assert self.family is not None
         problem = replace(self.problem, tangents=tangents)
         reasons = self.family.tangent_reasons(problem)
@@ -146,7 +146,7 @@ class KernelPlan:
 
     @property
     def list_bytes(self) -> int:
-        """Memory of the work list on the device that reads it."""
+        """Bytes of the work list on the device that reads it."""
         if isinstance(self.work, UnionsAtCall):
             return self.work.nbytes + self.work.source.nbytes
         if self.kernels is None or isinstance(self.work, IntervalWork):
@@ -159,7 +159,7 @@ class KernelPlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory in addition to inputs and results, of the pass that needs more.
+        """Bytes of memory in addition to inputs and results, for the pass that needs the most.
 
         On a GPU this includes the workspaces between kernels, gradients before they are summed over broadcast axes,
         these sums before they are rounded, and the arrays of the work list. Tiles in shared memory do not count. For
@@ -226,7 +226,7 @@ class KernelPlan:
 
     @property
     def _summed_bytes(self) -> int:
-        """Memory of gradients before sums over broadcast axes, and of the largest of these sums before rounding."""
+        """Bytes of gradients before sums over broadcast axes, and of the largest of these sums before rounding."""
         problem, wanted = self.problem, self.gradients
         summed = {name: each.shape for name, each in self.gradients_made.items() if each != wanted[name]}
         before = sum(map(prod, summed.values()))
@@ -252,7 +252,7 @@ class KernelPlan:
 
     @property
     def visited_scores(self) -> int:
-        """Scores that the work list visits, over all batch entries and heads."""
+        """Number of scores that the work list visits, over all batch entries and heads."""
         total, work, shape = 0, self.work.on_host, self.problem.mask_shape
         for b in range(shape.num_batch):
             for h in range(shape.num_heads):
@@ -302,7 +302,7 @@ def gpu_plan(
     Raises
     ------
     UnsupportedProblem
-        No tile of the family fits the device's shared memory, or there are more tiles than kernels can number.
+        No tile of the family fits in the device's shared memory, or there are more tiles than kernels can number.
     """
     family, why, work = _routed_work(problem, mask, device, kernel)
     kernels = family.launches(problem, device, work, deterministic=deterministic)
@@ -324,7 +324,7 @@ def gpu_plan(
         kernels=kernels,
     )  # fmt: skip
     if problem.tangents:
-        assert plan.passes  # whose kernels may be missing, or have no tile
+        assert plan.passes  # raises an error if a kernel for tangents is missing or has no tile
     return plan
 
 
@@ -356,7 +356,7 @@ def _visits_all(work: WorkList) -> bool:
 def _tile_reasons(kernels: Kernels, num_batch: int) -> list[str]:
     """Return why a problem has more tiles than kernels can number."""
     advice = "split the batch or the heads over several calls"
-    limit = f"q, k and v must make at most {MAX_TILES} tiles for"
+    limit = f"q, k and v must have at most {MAX_TILES} tiles for"
     launches = (launch for each in kernels.passes.values() for launch in each.launches.values())
     return [
         f"{limit} {launch.spec.name}; got {launch.tiles * num_batch}: {advice}"

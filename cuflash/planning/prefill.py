@@ -1,4 +1,4 @@
-"""Plans of chunked prefill: kernels in which many new tokens attend the pages of a KV cache in place."""
+"""Plans of chunked prefill: kernels in which many new tokens attend to a KV cache and read its pages in place."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ QUERY_INTERVALS = np.dtype(
     ],
     align=True,
 )
-# The kernel query_intervals: warps, rows of one head per warp, and maximum number of thread blocks per sequence.
+# For the kernel query_intervals: warps, rows of one head per warp, and maximum number of thread blocks per sequence.
 _WARPS, _ROWS_OF_WARP, _MOST_BLOCKS = 8, 16, 64
 _ROWS_OF_ONE_PAGE = 64
-_LONG = 4096  # queries for which families choose their tallest tiles
+_LONG = 4096  # number of queries for which families choose their tallest tiles
 
 
 def prefill_reasons(problem: Problem, device: DeviceSpec, family: str) -> list[str]:
-    """Return why a family's forward kernel does not read keys and values from the pages of a cache."""
+    """Return why a family's forward kernel cannot serve a problem on the pages of a cache."""
     reasons = FAMILIES[family].reasons(problem, device)
     if problem.seqlen_q < 1:
         reasons.append("q must have at least one row")
@@ -56,8 +56,8 @@ def prefill_reasons(problem: Problem, device: DeviceSpec, family: str) -> list[s
 def prefill_spec(problem: Problem, device: DeviceSpec, family: str) -> KernelSpec:
     """Return the family's kernel for a problem.
 
-    Its tile is always the one for a single head with many queries. The results of a sequence are therefore bitwise
-    equal in every batch, whatever the length of the longest sequence.
+    Its tile is always the one for a single head with many queries, so that the bits of a sequence's results depend
+    neither on the batch nor on the length of the longest sequence.
     """
     keys, values = (ShapeDtype((1, _LONG, dim), problem.dtype) for dim in (problem.head_dim, problem.value_dim))
     long_problem = Problem.of(keys, keys, values, scale=problem.softmax_scale)
@@ -88,7 +88,7 @@ def prefill_pass(
     family : str
         One of `routing.PREFILL_FAMILIES`.
     left, right : int, optional
-        Keys before and after a query's own position that it attends; None is unlimited.
+        Keys before and after a query's own position that it attends to; None is unlimited.
     """
     spec = prefill_spec(problem, device, family)
     batch, rows = problem.mask_shape.num_batch, problem.seqlen_q
@@ -102,8 +102,8 @@ def prefill_pass(
         spec=first, tiles=batch * blocks, reads=("lengths", "counts"), writes=("o", "lse", "num_faults", *workspaces),
         features=("intervals",),
     )  # fmt: skip
-    # A box must lie within one page. Since steps start at multiples of block_kv, the rows of a box divide block_kv and
-    # the page size. If a sequence has a single page, small boxes limit the rows that are copied one by one at its end.
+    # A box must be within one page. Since steps start at multiples of block_kv, the rows of a box divide block_kv and
+    # the page size. If a sequence has a single page, small boxes leave fewer rows at its end that are copied singly.
     box_rows = gcd(spec.block_kv, _ROWS_OF_ONE_PAGE if layout.max_pages == 1 else layout.page_size)
     boxes = {
         name: (name, (box_rows if name in ("k", "v") else box[0], box[1])) for name, box in spec.boxes.items()
@@ -136,7 +136,7 @@ def prefill_pass(
 
 
 def _params(problem: Problem, spec: KernelSpec) -> dict[str, Any]:
-    """Return the numbers of PARAMS for one interval per query, shared by all heads, and without split-KV."""
+    """Return the numbers in PARAMS for one interval per query, which all heads share, without split-KV."""
     sizes = ("num_heads", "group_size", "seqlen_q", "seqlen_kv", "head_dim", "value_dim")
     shape = {
         "batch": (*[1] * (BATCH_AXES - 1), problem.mask_shape.num_batch), "softmax_scale": problem.kernel_scale,

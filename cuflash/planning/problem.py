@@ -31,11 +31,11 @@ from .score_operands import captured_operands, numbers_of
 MAX_HEAD_DIM = 256
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 FP8 = "fp8"  # the precision of problems of `Quantized` operands; calls cannot request it by name
-_MAX_EXPONENT = 64  # scales of up to 2^64 multiply float32 products directly; float64 products, scales of up to 2^512
+_MAX_EXPONENT = 64  # scales up to 2^64 multiply float32 products directly; for float64 products, up to 2^512
 
 
 class Scaling(NamedTuple):
-    """Factors that executors apply instead of the scale: one for q . k, and powers of two for q and for k."""
+    """The scale as executors apply it: a factor of q . k, and exponents of powers of two that multiply q and k."""
 
     scale: float
     q_exponent: int
@@ -55,15 +55,15 @@ class Problem:
     Attributes
     ----------
     q_batch, k_batch, v_batch, batch : tuple of int
-        The leading axes of each argument, and the shape that they broadcast to.
+        The leading axes of each argument, and the shape to which they broadcast.
     num_heads, num_kv_heads : int
         Query head h reads key/value head h // (num_heads / num_kv_heads).
     has_heads : bool
         False for 2-D arguments (seqlen, head_dim).
     softmax_scale : float
         The factor of q . k. Default: 1 / sqrt(head_dim). If it is outside 2^-64 to 2^64 (2^-512 to 2^512 for float64),
-        q and k are first multiplied by powers of two taken from it, so that a product overflows or underflows only if
-        its score does. Products of float16 numbers do neither, and a scale above 2^126 is replaced by 2^126.
+        powers of two are factored out of it and multiplied with q and k first, so that a product overflows or
+        underflows only if its score does. Products of float16 numbers do neither; a scale above 2^126 becomes 2^126.
     precision : "ieee", "tf32", "tf32x3" or "fp8"
         Precision of the matrix products.
     operands : tuple of Operand
@@ -81,8 +81,8 @@ class Problem:
     tangents : tuple of str
         Names of arrays that have tangents.
     places : Places, optional
-        Where the arrays stand in a larger call, whose positions the score function and dropout take; None for a call
-        that is not a part of another.
+        The place of the arrays in a larger call, whose positions the score function and dropout see; None for a call
+        that is not a part of a larger one.
     wide_gradients : bool
         dk and dv are in the accumulator's dtype, to be added to those of other calls before they are rounded.
     """
@@ -170,7 +170,7 @@ class Problem:
 
     @property
     def whole_shape(self) -> MaskShape:
-        """The shape of the larger call, which bounds the positions of score functions and masks."""
+        """The shape of the larger call, which limits the positions that score functions and masks see."""
         return self.mask_shape if self.places is None else self.places.whole(self.mask_shape)
 
     @cached_property
@@ -179,7 +179,7 @@ class Problem:
 
     @cached_property
     def scaling(self) -> Scaling:
-        """The factors with which executors apply the scale: to q . k only, or also to q and k if it is far from 1."""
+        """The factors that executors apply: to q . k only, or also to q and k if the scale is far from 1."""
         scale = self.softmax_scale
         if self.dtype == np.float16:  # 2^126 log2(e) is finite in float32
             return Scaling(max(-(2.0**126), min(scale, 2.0**126)), 0, 0)
@@ -191,7 +191,7 @@ class Problem:
 
     @property
     def kernel_scale(self) -> float:
-        """The factor of q . k in kernels: 0 if it underflows the accumulator's dtype, as all scores are tiny then."""
+        """The factor of q . k in kernels: 0 if it underflows in the accumulator's dtype, where all scores are tiny."""
         scale = self.scaling.scale
         return scale if abs(scale) >= 2 * float(np.finfo(self.accumulator.name).tiny) else 0.0
 
@@ -257,14 +257,14 @@ def problem_of(
 def with_operands(
     problem: Problem, arrays: Mapping[str, Any], wrt: Any = (), score: Score | None = None, dropout: Any = None
 ) -> Problem:
-    """Add the operands of a call, arrays or `ShapeDtype` by name, to its problem; None means that there is no array.
+    """Add the operands of a call, arrays or `ShapeDtype` by name, to its problem; None stands for a missing array.
 
     The arrays that a score function captures become operands too, and so does an array with the seed of a `Dropout`.
 
     Raises
     ------
     TypeError
-        One of them is not an array of a known kind.
+        An operand is not an array of a known kind.
     UnsupportedProblem
         An operand does not fit the problem, or `wrt` does not name arrays of the call. The message lists all reasons.
     """
@@ -301,7 +301,7 @@ def array_reasons(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def reasons_without_v(reasons: list[str], q: Array, k: Array, planned: tuple[Any, Any, Any]) -> list[str]:
-    """Return the reasons to refuse q and k: their own, and those of `reasons` that do not concern `planned`."""
+    """Return the reasons to refuse q and k: their own, and those in `reasons` that do not come from `planned`."""
     of_planned = array_reasons(dict(zip("qkv", planned)))
     return array_reasons({"q": q, "k": k}) + [reason for reason in reasons if reason not in of_planned]
 
@@ -349,7 +349,7 @@ def _dtype_reasons(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _nearest(dtype: np.dtype[np.generic]) -> str:
-    """Return the dtype to cast an unsupported one to: the same dtype in native byte order, or float32."""
+    """Return a supported dtype as a substitute: the same dtype in native byte order if supported, else float32."""
     native = dtype.newbyteorder("=")
     return native.name if native in DTYPES else "float32"
 
@@ -375,14 +375,14 @@ def precision_reasons(q: Array, precision: str) -> list[str]:
         is_fp8 = isinstance(precision, str) and precision == FP8
         fix = ": pass cuflash.quantize(q), and likewise for k and v" if is_fp8 else ""
         return [f"precision must be {', '.join(map(repr, PRECISIONS))}; got {describe(precision)}{fix}"]
-    dtype = getattr(q, "dtype", np.float32)  # another check refuses objects that are not arrays
+    dtype = getattr(q, "dtype", np.float32)  # a check elsewhere refuses objects that are not arrays
     if precision != "ieee" and dtype != np.float32:
         return [f"precision={precision!r} is for float32; got {dtype}: use precision='ieee'"]
     return []
 
 
 def _shape_reasons(q: Array, k: Array, v: Array) -> list[str]:
-    """Return why the shapes of q, k and v, whose ranks are valid, do not fit each other."""
+    """Return why the shapes of q, k and v do not fit together; their ranks must be valid."""
     reasons = []
     for name, array, what in (("q", q, "head_dim"), ("v", v, "value dim")):
         if not 1 <= array.shape[-1] <= MAX_HEAD_DIM:

@@ -27,7 +27,7 @@ TRANSPOSE = np.dtype(
     align=True,
 )
 CAPABILITY = (9, 0)  # compute capability of the chips that run these kernels
-KEYS = 128  # keys that a thread block transposes; lengths are rounded up to a multiple of them
+KEYS = 128  # number of keys that a thread block transposes; lengths are rounded up to a multiple of it
 _LANE_COLUMNS = 16  # columns of a row per lane
 _COLUMNS = (64, 128, 256)
 _BLOCKS = (16, 32, 64, 128)
@@ -35,7 +35,7 @@ _MOST_WARPS = 16
 
 
 def _maximum_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of one float32 per warp."""
+    """Return the bytes of shared memory for one float32 maximum per warp."""
     return 4 * _MOST_WARPS
 
 
@@ -49,7 +49,7 @@ _TRANSPOSE = Entry(family="fp8", name="transpose", runs_as=SM90, shared_bytes=_b
 
 
 def quantize_spec(dtype: np.dtype[np.generic], columns: int, block: int) -> KernelSpec | None:
-    """Return the kernel that quantizes blocks of rows, or None if no kernel serves these."""
+    """Return the kernel that quantizes blocks of rows, or None if no kernel supports the arguments."""
     if dtype not in UP_TO_FLOAT32 or columns not in _COLUMNS or block not in _BLOCKS:
         return None
     return KernelSpec(
@@ -71,7 +71,7 @@ def transpose_spec(columns: int) -> KernelSpec | None:
 def quantizing(spec: KernelSpec, shape: tuple[int, ...], num_blocks: int, largest: Any) -> Pass:
     """Return the launch that quantizes a dense array x [..., rows, columns] to data and scale.
 
-    If the call passes `signs`, one float32 per column, rows are first rotated by them.
+    If the call passes `signs`, one float32 per column, each row is first rotated with them.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ def quantizing(spec: KernelSpec, shape: tuple[int, ...], num_blocks: int, larges
     shape : tuple of int
         Shape of x and of data, which is an array of bytes.
     num_blocks : int
-        Blocks of rows, each of which has one scale.
+        Number of blocks of rows; each block has one scale.
     largest : float
         As in `quantize`.
     """
@@ -101,7 +101,7 @@ def transposing(spec: KernelSpec, shape: tuple[int, ...], padded_rows: int) -> P
     shape : tuple of int
         Shape of data.
     padded_rows : int
-        Columns of the transposed array.
+        Number of columns of the transposed array.
     """
     numbers, grid = {"num_rows": shape[-2], "padded_rows": padded_rows}, prod(shape[:-2]) * padded_rows // KEYS
     return Pass.of_kernel(spec, grid, TRANSPOSE, numbers, reads=("data",), writes=("transposed",))

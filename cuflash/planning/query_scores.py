@@ -1,4 +1,4 @@
-"""The kernel by which queries choose blocks for themselves, by products with keys that represent runs of keys."""
+"""The kernel that chooses blocks for each query, by its products with keys that represent runs of keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .list_kernels import AT_CALL
 from .selection_kernels import CHOICE, STRIDED_ROWS, ChoiceRule, layout_of_rows
 from .spec import SM80, Entry, KernelSpec
 
-# Mirrors `kernels_cu/lists/query_scores.cuh`.
+# This record mirrors `kernels_cu/lists/query_scores.cuh`.
 QUERY_SCORES = np.dtype(
     [
         *((name, STRIDED_ROWS) for name in ("q", "k", "lse")),
@@ -37,24 +37,24 @@ _WIDTHS = (64, 128, 256)  # columns that the kernel is compiled for
 
 @dataclass(frozen=True, kw_only=True)
 class QueryChoice:
-    """A choice of blocks for each query by its products with keys that represent runs of keys.
+    """The rule by which each query chooses blocks, from its products with keys that represent runs of keys.
 
     Attributes
     ----------
     rule : ChoiceRule
-        It has `list_length`.
+        A rule with a `list_length` that is not 0.
     scale : float
         The softmax scale.
     step, length : int
-        With a causal rule, a query sees key n if it attends key n * step + length - 1.
+        With a causal rule, the product with representative n counts if the query attends to key n * step + length - 1.
     parts : (int, int)
-        Parts of keys that a key represents, starting with the part of its own number, and parts of a block.
+        Number of parts of keys that representative n stands for, starting with part n, and number of parts per block.
     heads_of_list : int
         Query heads that share a list: 1, or the heads of a key/value head.
     sums_weights : bool
         Scores are sums of softmax weights; otherwise they are products.
     has_shares : bool
-        The scores are also the shares of the rule's mass.
+        The scores also serve as the shares of `ChoiceRule.mass`.
     """
 
     rule: ChoiceRule
@@ -76,9 +76,9 @@ class QueryChoice:
         lse : array or Rows, optional
             [..., heads, queries] in the accumulator's dtype.
         batch : tuple of int
-            The shape that the leading axes broadcast to.
+            The shape to which the leading axes broadcast.
         room : int
-            Maximum bytes of shared memory of a thread block.
+            Maximum bytes of shared memory per thread block.
         """
         spec, rule = _spec(q.dtype, q.shape[-1]), self.rule
         num_matrices, numbers = layout_of_rows(q, k, batch)
@@ -109,7 +109,7 @@ class QueryChoice:
         return (device.compute_capability or (0, 0)) >= (8, 0) and of_tile > 0
 
     def _queries_per_tile(self, spec: KernelSpec, num_keys: int, room: int) -> int:
-        """Return the queries of a thread block: as many as fit, or a quarter less if two thread blocks then fit."""
+        """Return the queries per thread block: the most that fit, or up to a quarter fewer if two blocks then fit."""
         fixed = self._shared_bytes(spec, num_keys, 0)
         of_query = self._shared_bytes(spec, num_keys, 1) - fixed
         most = _ROWS // self.heads_of_list
@@ -117,7 +117,7 @@ class QueryChoice:
         return of_two if 4 * of_two >= 3 * of_one else of_one
 
     def _shared_bytes(self, spec: KernelSpec, num_keys: int, num_queries: int) -> int:
-        """Return the bytes of operands, weights, scores of queries, and places of a row of each warp."""
+        """Return the bytes of operands, weights, scores of `num_queries` queries, and sort keys of one row per warp."""
         num_blocks = -(-self.rule.lengths[1] // self.rule.block[1])
         operands = (_ROWS + 2 * _KEYS) * spec.head_dim * spec.dtype.itemsize
         weights = 4 * _ROWS * (_KEYS + 4) if self.heads_of_list not in _IN_REGISTERS else 0
@@ -138,12 +138,12 @@ def _place_columns(num_blocks: int) -> int:
 
 
 def _reuses_keys(spec: KernelSpec, num_blocks: int) -> bool:
-    """True if the places of a row of each warp fit in the memory of the tiles of keys."""
+    """True if the sort keys of one row per warp fit in the memory of the key tiles."""
     return 4 * _WARPS * _place_columns(num_blocks) <= 2 * _KEYS * spec.head_dim * spec.dtype.itemsize
 
 
 def _layout_of_lse(lse: Any, batch: tuple[int, ...]) -> dict[str, Any]:
-    """Return the strides of [..., heads, queries] as those of rows of one column."""
+    """Return the strides of an array [..., heads, queries] as the layout of rows with one column."""
     steps = tuple(step // lse.dtype.itemsize for step in lse.strides)
     head = steps[-2] if lse.ndim > 1 else 0
     over = (0,) * (BATCH_AXES - len(batch)) + (steps[:-2] if lse.ndim > 1 else ())

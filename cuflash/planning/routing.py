@@ -24,19 +24,19 @@ from .spec import SIMT, SM80, SM90, KernelSpec
 FAMILIES: dict[str, Family] = {family.name: family for family in (Simt(), Sm80(), Sm90(), Naive(), FlashAttention1())}
 PREFILL_FAMILIES = (SM90, SM80)  # families with prefill kernels for a paged cache; the first that serves a call is used
 EIGHT_BITS = SM90  # the value of kernel=, other than "auto", that selects the FP8 family
-_UNION_FAMILIES = (SM90, SM80)  # families with kernels for block lists per query; the first that serves it is used
+_UNION_FAMILIES = (SM90, SM80)  # families with kernels for block lists per query; the first that serves a call is used
 _MASS_FAMILIES = (SM90, SM80, SIMT)  # families with kernels for block masses; the first that serves a call is used
 _FP8 = Sm90Fp8()
 _TALLEST = 128  # queries per tile in most kernels of the sm90 family
 
 
 def family_of(spec: KernelSpec) -> Family:
-    """Return the family of attention whose chips a kernel runs on."""
+    """Return the attention family that supports the same chips as a kernel."""
     return FAMILIES[spec.entry.runs_as or spec.family]
 
 
 def named(kernel: str, problem: Problem) -> Family:
-    """Return the family of kernels with a name other than "auto"."""
+    """Return the family that a value of `kernel=` other than "auto" selects."""
     return FAMILIES[kernel] if problem.rows_per_scale is None else _FP8
 
 
@@ -55,7 +55,7 @@ def routed(problem: Problem, device: DeviceSpec) -> tuple[Family, str]:
     128, if a block list has blocks below 128 x 128, and for all block lists with `deterministic=True`.
 
     sm80 is used instead of sm90, because it is faster, if there are fewer tiles of 128 queries than multiprocessors.
-    The forward pass of few queries has a kernel of its own (`few_queries.with_few_queries`).
+    The forward pass of few queries uses another kernel (`few_queries.with_few_queries`).
     """
     if problem.rows_per_scale is not None:
         return _FP8, "FP8 (e4m3) operands on Hopper's tensor cores"
@@ -76,18 +76,18 @@ def mass_kernel(problem: Problem, device: DeviceSpec, block_kv: int, *, is_liste
     Raises
     ------
     UnsupportedProblem
-        No tile fits the shared memory of a multiprocessor.
+        No tile fits in the shared memory of a multiprocessor.
     """
     specs = (FAMILIES[name].mass_spec(problem, device, block_kv, is_listed=is_listed) for name in _MASS_FAMILIES)
     return next(spec for spec in specs if spec is not None)
 
 
 def unions(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str) -> tuple[Family, UnionWork] | None:
-    """Return the family whose kernels walk unions of block lists, and their work; None if none serves the call.
+    """Return the family whose kernels walk unions of block lists, and their work; None if no family serves the call.
 
     The mask must list blocks per query. The kernels support neither gradients of captured arrays nor dropout nor
-    tangents, those of sm90 no score function. sm80 is used instead of sm90 if there are fewer tiles than
-    multiprocessors.
+    tangents, and sm90's kernels do not support score functions. sm80 is used instead of sm90 if there are fewer tiles
+    than multiprocessors.
     """
     names = [name for name in _UNION_FAMILIES if kernel in ("auto", name)]
     if not names or problem.tangents or problem.dropout is not None:

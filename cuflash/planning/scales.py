@@ -14,7 +14,7 @@ SCALES = np.dtype([*((name, MATRICES) for name in SCALE_ARRAYS), *((name, np.int
 
 
 class RowsPerScale(NamedTuple):
-    """Rows of q, k and v that share a scale, counted from the first row of a head.
+    """Numbers of consecutive rows of q, k and v that share a scale, counted from the first row of a head.
 
     >>> RowsPerScale(128, 128, 128).feature().values["q_rows"]
     128

@@ -9,12 +9,12 @@ from __future__ import annotations
 from ..scores.program import depends, derived, gradient_loads
 from .problem import Problem
 
-MAX_BINS = 32  # elements of a row: 32 kB of shared memory for eight warps
+MAX_BINS = 32  # maximum elements of a row; for eight warps, they take 32 KiB of shared memory
 WARP_LANES = 32
 
 
 def num_bins(problem: Problem) -> int:
-    """Return the number of elements of the row that has bins, or 0 if no table has them."""
+    """Return the number of elements in a row of the table that has bins, or 0 if no table has bins."""
     program = problem.score
     wrt = [operand.name for operand in problem.operands if operand.is_captured and operand.name in problem.wrt]
     if program is None or not wrt:

@@ -1,4 +1,4 @@
-"""Score functions in the launches of a plan: the specifications, and the record of arrays and numbers."""
+"""Score functions in a plan: the specifications of kernels that apply one, and the record of its arrays and numbers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .problem import Problem
 from .spec import KernelSpec
 from .staged_array import STAGED_BOX, STAGED_MAP, staged_array
 
-NAME = "score"  # the feature's name
-MAP_NAME = "staged_map"  # the feature of the tensor map of a staged array
+NAME = "score"  # name of the feature with the score function
+MAP_NAME = "staged_map"  # name of the feature with the tensor map of a staged array
 
 
 def array_name(name: str) -> str:
@@ -61,7 +61,7 @@ def layout(
 
 
 def _room_for_numbers(program: Program, accumulator: np.dtype[np.generic]) -> int:
-    """Return how many numbers the record has room for: a multiple of 8 bytes."""
+    """Return the length of the record's array of numbers, whose size is a multiple of 8 bytes."""
     in_a_word = 8 // accumulator.itemsize
     return -(-program.num_numbers // in_a_word) * in_a_word
 
@@ -93,7 +93,7 @@ def with_score(
     deterministic : bool
         Gradients of captured arrays must be bitwise reproducible.
     is_whole : bool
-        Kernels visit all scores, so that a stored gradient need not be set to 0 before.
+        Kernels visit all scores, so that a stored gradient need not be set to 0 first.
     """
     program = problem.score
     assert program is not None
@@ -154,8 +154,10 @@ def _changed(
 
 
 def with_pushed_score(kernels: Pass, problem: Problem) -> Pass:
-    """Return a pass whose kernels apply the problem's score function, or its derivative if they compute gradients, and
-    differentiate it along the tangents."""
+    """Return a pass whose kernels apply the problem's score function, differentiated along the tangents.
+
+    In a pass that loads dO, kernels apply the function's derivative instead.
+    """
     program = problem.score
     if program is None:
         return kernels
@@ -187,7 +189,7 @@ def _pass(kernels: Pass, launches: Mapping[str, Launch], feature: Feature) -> Pa
 
 
 def _map_feature(spec: KernelSpec) -> Feature:
-    """Return the tensor map of the array that a kernel stages; each copy is a panel of a warpgroup's queries."""
+    """Return the feature with the tensor map of a kernel's staged array; a box has the queries of one warpgroup."""
     array = staged_array(spec.score)
     assert array is not None
     return Feature(MAP_NAME, STAGED_MAP, boxes={"array": (array_name(array.name), STAGED_BOX)})

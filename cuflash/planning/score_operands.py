@@ -19,7 +19,7 @@ from ..scores.score import RESTARTED, UNALIGNED, Score
 from .operands import Operand
 
 _WIDEST = np.dtype(np.float64)
-_MOST_EXACT = 1 << 24  # float32 represents all integers up to this one
+_MOST_EXACT = 1 << 24  # float32 represents all integers up to this one exactly
 
 
 class Traced(Protocol):
@@ -84,7 +84,7 @@ def numbers_of(score: Score, shape: MaskShape, accumulator: np.dtype[np.generic]
     Raises
     ------
     UnsupportedProblem
-        The dtype of scores may not represent that integer exactly.
+        The dtype of scores may not represent that difference exactly.
     """
     slot = score.program.shift_slot
     if slot is None:

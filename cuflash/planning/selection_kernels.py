@@ -13,7 +13,7 @@ from ..arrays import accumulator_dtype
 from .launches import BATCH_AXES, Pass
 from .spec import SIMT, Entry, KernelSpec
 
-# Mirror `kernels_cu/lists/selection.cuh`.
+# The following records mirror `kernels_cu/lists/selection.cuh`.
 _OF_CHOICE = ("scores", "shares", "allowed", "forced", "kept")  # arrays of the record CHOICE
 CHOICE = np.dtype(
     [
@@ -100,11 +100,11 @@ PAGE_BOUNDS = np.dtype(
 )
 DRAW = np.dtype([("numbers", np.uint64), ("num_cells", np.uint64), ("seed", np.uint64)])
 _WARPS = 4
-# Queries, keys and columns of a tile, and warps, of some kernels; others have no tile, and `_WARPS` warps.
+# (queries, keys, columns of a tile, warps) of some kernels; other kernels have no tile, and `_WARPS` warps.
 _SIZES = {"choose_wide": (0, 0, 0, 32), "key_scores": (64, 64, 32, _WARPS), "slash_sums": (64, 0, 0, 32)}
 _ROOM = 48 << 10  # bytes of shared memory that a thread block can use on every chip
 _SUM_BYTES = 8  # bytes of a warp's sum, if a whole thread block works on one row
-# The number of columns from which a row gets a thread block, and the most such rows; see `ChoiceRule.kernels`
+# Each row with more than _WIDE columns gets a thread block if there are at most _FEW rows; see `ChoiceRule.kernels`.
 _WIDE, _FEW = 1024, 256
 
 
@@ -134,17 +134,17 @@ class ChoiceRule:
     count : int
         Minimum number of kept blocks.
     mass : float
-        Minimum fraction of the sum of shares that kept blocks must reach; 0 for no such rule.
+        Minimum fraction of the sum of all shares that kept blocks must reach; 0 for no minimum.
     threshold : float or None
         Minimum score of blocks that are kept regardless of other rules.
     num_sinks, num_local : int
-        Number of blocks kept at the start of the keys, and before and including the last diagonal block.
+        Numbers of blocks that are kept at the start of the keys, and up to and including the last diagonal block.
     has_diagonal : bool
         Blocks with a diagonal key are kept.
     most : int
-        Maximum number of kept blocks; 0 for no such rule.
+        Maximum number of kept blocks; 0 for no maximum.
     list_length : int
-        Entries of each row's list of block numbers; 0 if kept blocks are booleans.
+        Entries of each row's list of block numbers; 0 if booleans mark the kept blocks.
     is_past_only : bool
         Blocks that end after the last query of a row are kept only if they are forced.
     """
@@ -167,10 +167,10 @@ class ChoiceRule:
         """Return the launch for scores of a shape [..., rows, columns].
 
         The kernel traverses a row at least 33 times, with about 6 instructions per 32 columns if their sort keys are in
-        shared memory. With one warp per row, these are sequential, but many warps share a multiprocessor. With a thread
-        block of 32 warps per row, each warp needs about 30 more instructions per traversal to add up counts, the cost
-        of 160 columns. By this estimate, one thread block per row is faster from about 1024 columns, as long as there
-        are too few rows to fill a GPU with warps: up to 256.
+        shared memory. A single warp executes them one after another, but many warps share a multiprocessor. With a
+        thread block of 32 warps per row, each warp needs about 30 more instructions per traversal to add up counts, the
+        cost of 160 columns. By this estimate, one thread block per row is faster from about 1024 columns, as long as
+        there are too few rows to fill a GPU with warps: up to 256.
 
         Parameters
         ----------
@@ -178,12 +178,12 @@ class ChoiceRule:
         dtype : numpy.dtype
             Dtype of scores: float32 or float64.
         room : int
-            Bytes of shared memory per thread block for sort keys; if they do not fit, they are recomputed.
+            Bytes of shared memory per thread block for sort keys; if these do not fit, the kernel recomputes them.
 
         Returns
         -------
         Pass
-            It takes the arrays scores, shares, allowed, forced and kept, which are booleans or int32 lists.
+            It takes the arrays scores, shares, allowed, forced and kept; `kept` holds booleans or int32 lists.
         """
         if shape[-1] > _WIDE and prod(shape[:-1]) <= _FEW:
             return wide_choosing((self,), (shape,), dtype, room)
@@ -211,7 +211,7 @@ class ChoiceRule:
 def wide_choosing(
     rules: Sequence[ChoiceRule], shapes: Sequence[tuple[int, ...]], dtype: np.dtype[np.generic], room: int = _ROOM
 ) -> Pass:
-    """Return the launch with one thread block per row of one or two grids.
+    """Return the launch that chooses blocks in one or two grids, with one thread block per row.
 
     Parameters
     ----------
@@ -318,11 +318,11 @@ def spreading(
     mass_shape : tuple of int
         [..., heads, rows, compressed keys], or without heads.
     num_kv_blocks : int
-        Blocks of a row.
+        Blocks per row.
     group_size : int
-        Neighbouring heads that share their scores.
+        Number of neighboring heads that share their scores.
     parts : (int, int)
-        Parts of keys that a compressed key covers, and parts of a block.
+        Number of parts of keys that a compressed key covers, and number of parts per block.
     dtype : numpy.dtype
         Dtype of masses and scores.
     """
@@ -351,7 +351,7 @@ def key_scoring(
     scale : float
         The softmax scale.
     first_diagonal_key : int or None
-        The last key (possibly out of range) that the first query attends under a causal mask; None without a mask.
+        The last key (possibly out of range) that the first query attends to under a causal mask; None without a mask.
     first_row : int
         The row of q that is the first query.
     """
@@ -434,7 +434,7 @@ def page_bounding(q: Any, k: Any, batch: tuple[int, ...], page_size: int) -> Pas
     batch : tuple of int
         The shape that the leading axes of q and k broadcast to.
     page_size : int
-        Keys of a page.
+        Keys per page.
     """
     num_pages = -(-k.shape[-2] // page_size)
     num_matrices, numbers = layout_of_rows(q, k, batch)
@@ -453,7 +453,7 @@ _OF_ROWS = {"q.data": "q", "k.data": "k"}
 
 
 def layout_of_rows(q: Any, k: Any, batch: tuple[int, ...]) -> tuple[int, dict[str, Any]]:
-    """Return the number of (batch, head) pairs, and the numbers of the record about the layouts of q and k."""
+    """Return the number of (batch, head) pairs, and the fields of a record that describe the layouts of q and k."""
     sizes = (1,) * (BATCH_AXES - len(batch)) + batch
     num_heads, kv_heads = (array.shape[-3] if array.ndim > 2 else 1 for array in (q, k))
     numbers = {

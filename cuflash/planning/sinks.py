@@ -13,11 +13,11 @@ from .problem import Problem
 from .spec import SIMT, Entry, KernelSpec
 
 SINK = np.dtype([("sink", MATRICES), ("dsink", MATRICES), ("dtype", np.int64)], align=True)
-_GRADIENT_WARPS = 8  # enough loads in flight although each head has only one thread block
+_GRADIENT_WARPS = 8  # warps per thread block: enough loads in flight, since each head has only one block
 
 
 def _sum_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of one sum per thread."""
+    """Return the bytes of shared memory for one sum per thread."""
     return spec.num_threads * spec.accumulator.itemsize
 
 
@@ -47,9 +47,10 @@ def sink_backward(
     Parameters
     ----------
     like : KernelSpec, optional
-        A specification of the family, if it has its own kernel. By default the simt family's kernel reads delta.
+        The specification of a kernel of the family, if the family has its own kernel for the gradient. By default, the
+        simt family's kernel reads delta.
     reads : tuple of str
-        Arrays from which the kernel computes delta, in addition to o and dlse, which it reads for rows without a key.
+        Arrays from which the kernel gets delta. For rows without a key, it also reads o and dlse.
     features : tuple of str
         Features of the pass that the kernel takes as parameters.
     """

@@ -30,15 +30,15 @@ class Entry:
     family, name : str
         kernels_cu/<family>/<name>.cu, which defines the kernel <family>_<name>.
     shared_bytes : callable, optional
-        Counts the bytes of dynamic shared memory of a thread block from the specification, if it has any.
+        Returns the bytes of dynamic shared memory per thread block for a specification; None if there is none.
     boxes : callable, optional
-        Returns the boxes that the kernel copies by tensor maps, if it takes any.
+        Returns the boxes that the kernel copies by tensor maps; None if it takes no tensor maps.
     runs_as : str
-        The family whose supported chips can run the kernel, if the folder is not a family of attention.
+        The attention family that supports the same chips, if the kernel's folder is not an attention family.
     loads_do : bool
         The kernel loads dO, next to Q if it holds keys. Headers that both passes share test it as `kIsBackward`.
     is_persistent : bool
-        Thread blocks take further tiles as they finish one; otherwise each has one tile.
+        Each thread block processes several tiles in turn; otherwise, it processes one tile.
     takes_order : bool
         Thread blocks can take tiles in an order that the work list specifies (`is_ordered`).
     holds_keys : bool
@@ -50,9 +50,9 @@ class Entry:
     draws_dropout : bool
         The kernel computes weights, or gradients of scores from them, and applies dropout.
     can_finish_dq : bool
-        Thread blocks that add to dQ can count the arrivals at a query tile, and the last one writes its dQ.
+        Thread blocks that add to dQ of a query tile can count each other, so that the last one writes dQ of the tile.
     query_record_words : callable, optional
-        Counts the 4-byte words of the statistics that the kernel writes for a query tile; other kernels write delta.
+        Returns the number of 4-byte words of statistics that the kernel writes per query tile; None if it writes delta.
     has_exponentials : bool
         The kernel computes one exp2 per score.
     products : (int, int)
@@ -101,7 +101,7 @@ class KernelSpec:
     num_warps : int
         Warps of a thread block.
     min_blocks : int
-        Thread blocks that must fit a multiprocessor at once: the second argument of `__launch_bounds__`.
+        Thread blocks that must fit on a multiprocessor at once: the second argument of `__launch_bounds__`.
     is_listed : bool
         The kernel walks a block list.
     is_ordered : bool
@@ -111,21 +111,21 @@ class KernelSpec:
     num_stages : int
         Slots of the shared memory ring: tiles that are in use or being prefetched.
     dq_atomic_width : 0, 1 or 4
-        Sums of dQ that one atomic instruction adds to; 0 if a separate kernel computes dQ.
+        Number of sums of dQ to which one atomic instruction adds; 0 if a separate kernel computes dQ.
     finishes_dq_in_order : bool
         Key tiles of some heads add to dQ in a fixed order: the last tile of keys stores its part first, and the first
         tile of keys adds its part last and finishes dQ.
     last_finishes_dq : bool
-        Key tiles count their arrivals at a query tile: the first to arrive stores its part of dQ, and the last finishes
-        dQ.
+        Key tiles that add to dQ of a query tile count each other: the first stores its part of dQ, and the last
+        finishes dQ.
     adds_dq_in_order : bool
         Key tiles add to dQ in a fixed order, which makes it bitwise reproducible.
     is_split : bool
-        Split-KV: several thread blocks share a tile's keys, and another kernel merges their partial results.
+        Split-KV: several thread blocks divide a tile's keys, and another kernel merges their partial results.
     pack_gqa : bool
         A tile holds the queries of all heads that share a key/value head.
     packs_queries : bool
-        A tile holds neighbouring queries of all heads that share their block lists, and walks the union of these lists.
+        A tile holds neighboring queries of all heads that share their block lists, and walks the union of these lists.
     mma_rows : 0, 8 or 16
         Rows of the mma instruction that computes the products; 0 if the kernel uses fused multiply-adds.
     has_watchdog : bool
@@ -143,7 +143,7 @@ class KernelSpec:
     is_paged : bool
         Keys and values are stored in the pages of a cache.
     is_chosen : bool
-        Each query attends chosen blocks of the keys in a cache.
+        Each query attends to chosen blocks of the keys in a cache.
     part_keys : int
         Keys per part if parts start at multiples of this number; 0 if parts depend on the length of their sequence.
     is_quantized : bool
@@ -158,7 +158,7 @@ class KernelSpec:
     score_wrt : tuple of str
         Captured arrays whose gradients are arguments of the kernel.
     score_sums : tuple of str
-        The kinds of their sums, as `planning.captured_sums` names them; empty if the kernel adds to the gradients
+        The kind of each gradient's sums, a name of `planning.captured_sums`; empty if the kernel adds to the gradients
         directly.
     score_is_staged : bool
         Producer warps copy each step's elements of the array that `planning.staged_array` names to shared memory.
@@ -167,7 +167,7 @@ class KernelSpec:
     score_bins : int
         Elements of a table's row whose gradient each thread accumulates in bins in shared memory; 0 without bins.
     score_is_placed : bool
-        The function's record has the first batch entry, head, query and key of the call in a larger one.
+        The call is a part of a larger one, and the function's record has its first batch entry, head, query and key.
     score_takes_products : bool
         The kernel passes q . k without the softmax scale to the score function (`scores.products`).
     """
@@ -215,7 +215,7 @@ class KernelSpec:
 
     @property
     def family(self) -> str:
-        """The folder of the kernel's file: a family of attention, or for example "cache", "fp8" or "lists"."""
+        """The folder of the kernel's file: an attention family, or another folder such as "cache" or "lists"."""
         return self.entry.family
 
     @property
@@ -224,7 +224,7 @@ class KernelSpec:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a thread block."""
+        """Bytes of dynamic shared memory per thread block."""
         return 0 if self.entry.shared_bytes is None else self.entry.shared_bytes(self)
 
     @property

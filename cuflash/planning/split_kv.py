@@ -1,4 +1,4 @@
-"""The choice of `num_splits`: how many thread blocks share the keys of one tile of queries (split-KV)."""
+"""The choice of `num_splits`: the number of thread blocks that divide the keys of a query tile (split-KV)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def num_splits(problem: Problem, work: WorkList, forward: KernelSpec, tiles: int
     """Return the fewest thread blocks per tile whose occupancy of the GPU is close to the best.
 
     As in FlashAttention, the occupancy is the fraction of block slots in use, averaged over all waves. Each block
-    computes at least one step, and loads at least as many bytes as writing and reading its partial result takes. For
+    computes at least one step, and loads at least as many bytes as it takes to write and read its partial result. For
     example, 48 tiles on 264 block slots fill 0.18 of the GPU; with 5 splits, 240 blocks fill 0.91 of one wave.
 
     Parameters
     ----------
     forward : KernelSpec
     tiles : int
-        Tiles of queries over all batch entries and heads.
+        Number of query tiles over all batch entries and heads.
     num_blocks : int
         Thread blocks of the forward kernel that the GPU holds at once.
     """
@@ -41,7 +41,7 @@ def num_splits(problem: Problem, work: WorkList, forward: KernelSpec, tiles: int
 
 
 def max_steps(problem: Problem, work: WorkList, forward: KernelSpec) -> int:
-    """Return the steps of the longest tile of queries, or an upper bound that needs no data from a device."""
+    """Return the steps of the longest tile of queries, or an upper bound if their number is known only on a device."""
     if isinstance(work, ListedWork):
         return work.max_entries_in_row * -(-work.block_kv // forward.block_kv)
     keys = problem.seqlen_kv

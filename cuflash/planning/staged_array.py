@@ -1,7 +1,7 @@
 """The captured array that producer warps copy to shared memory, and the rule for storing its gradient from there.
 
-An array of 16-bit numbers that a score function reads at the query and the key, such as a bias, is as large as the
-matrix of scores. Its elements of each step are copied by TMA, like the step's keys, instead of one by one.
+An array of 16-bit numbers whose indices are the query and the key, such as a bias, is as large as the matrix of scores.
+TMA copies its elements for each step, like the step's keys, instead of threads loading them one by one.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from .captured_sums import OWN, axes_of_parts, kinds_of_sums
 from .launches import TENSOR_MAP_PARAM
 from .problem import Problem
 
-# The record StagedMap of sm90/staged_array.cuh, and the queries and keys of a box.
+# The record StagedMap of sm90/staged_array.cuh, and the numbers of queries and keys in a box.
 STAGED_MAP = np.dtype([("array", TENSOR_MAP_PARAM)])
 STAGED_BOX = (64, 64)
 _NAMES = tuple(dtype.name for dtype in HALVES)
-_PACKET = 8  # elements of 16 bytes: TMA requires rows that are multiples of 16 bytes
+_PACKET = 8  # elements in 16 bytes: TMA requires rows of a multiple of 16 bytes
 
 
 def staged_load(program: Program) -> int | None:

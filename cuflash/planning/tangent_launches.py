@@ -1,4 +1,4 @@
-"""Tangents in a plan: the parameters of kernels that differentiate along them, and the passes of such kernels."""
+"""Tangents in a plan: the parameters of kernels that differentiate along tangents, and the passes of these kernels."""
 
 from __future__ import annotations
 

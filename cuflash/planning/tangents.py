@@ -45,7 +45,7 @@ def gathered(tangents: Any, **parameters: Any) -> dict[str, Any]:
 
 
 def names_of_tangents(tangents: Any, problem: Problem) -> tuple[str, ...]:
-    """Return the names of the arrays of a problem that have tangents, in its order; `tangents` must be valid."""
+    """Return the names of a problem's arrays that have tangents, in the problem's order; `tangents` must be valid."""
     names = tangents.tangents if isinstance(tangents, Directions) else tangents
     names = (names,) if isinstance(names, str) else names
     return tuple(name for name in arrays_with_tangents(problem) if name in names)

@@ -1,4 +1,4 @@
-"""The choice of how many heads' tiles are taken alternately.
+"""The choice of how many heads' tiles thread blocks take alternately.
 
 Under a band, alternating heads balances the load of thread blocks. With a block list, it keeps K and V in the level-2
 cache.
@@ -19,8 +19,8 @@ from .problem import Problem
 # Constants for persistent thread blocks.
 _OVERHEAD_STEPS = 2  # overhead of a tile, in steps
 _MAX_IMBALANCE = 1.005  # accepted ratio of the last block's end to the mean
-_MAX_ROUNDS = 64  # rounds of tiles per block that are simulated
-_MIN_BLOCKS_PER_HEAD = 16  # blocks that read the same K and V at a time
+_MAX_ROUNDS = 64  # maximum number of simulated tiles per block
+_MIN_BLOCKS_PER_HEAD = 16  # minimum number of blocks that read the same K and V at a time
 
 
 def is_uneven_band(work: WorkList) -> bool:
@@ -29,25 +29,25 @@ def is_uneven_band(work: WorkList) -> bool:
 
 
 def heads_per_wave(work: WorkList, num_blocks: int, num_tiles: int) -> int:
-    """Return how many heads' tiles fit one wave of thread blocks, so that few long tiles start late.
+    """Return how many heads' tiles fit in one wave of thread blocks, so that few long tiles start late.
 
-    Return 1 if all tiles take equally long.
+    Return 1 if all tiles take the same time.
     """
     return max(1, num_blocks // max(1, num_tiles)) if is_uneven_band(work) else 1
 
 
 def heads_in_cache(problem: Problem, device: DeviceSpec, num_elements: int) -> int:
-    """Return how many heads, with `num_elements` of the inputs' dtype each, fit a third of the level-2 cache (>= 1)."""
+    """Return how many heads of `num_elements` of the inputs' dtype fit in a third of the level-2 cache (>= 1)."""
     return max(1, device.cache_bytes // max(1, 3 * num_elements * problem.dtype.itemsize))
 
 
 def listed_heads(problem: Problem, device: DeviceSpec) -> int:
-    """Return how many heads' K and V fit a third of the level-2 cache while query tiles walk a block list."""
+    """Return how many heads' K and V fit in a third of the level-2 cache while query tiles walk a block list."""
     return heads_in_cache(problem, device, problem.seqlen_kv * (problem.head_dim + problem.value_dim))
 
 
 def listed_kv_heads(problem: Problem, device: DeviceSpec) -> int:
-    """Return how many heads' Q, dO and dQ sums fit a third of the level-2 cache while key tiles walk a block list."""
+    """Return how many heads' Q, dO and dQ sums fit in a third of the level-2 cache while key tiles walk a list."""
     dq = problem.head_dim * problem.accumulator.itemsize // problem.dtype.itemsize
     return heads_in_cache(problem, device, problem.seqlen_q * (problem.head_dim + problem.value_dim + dq))
 
@@ -57,7 +57,7 @@ def balanced_heads(
 ) -> int:
     """Return how many heads' tiles persistent blocks take alternately under a band.
 
-    The smallest candidate is the number of heads whose K and V fit a third of the level-2 cache. It is doubled until
+    The smallest candidate is the number of heads whose K and V fit in a third of the level-2 cache. It is doubled until
     all blocks end at nearly the same time, as long as enough blocks share each head's K and V. The assignment of tiles
     to blocks is simulated for each candidate.
     """
@@ -87,9 +87,9 @@ def balanced_heads(
 def forward_order(
     problem: Problem, device: DeviceSpec, work: WorkList, block: tuple[int, int], num_blocks: int
 ) -> TileOrder:
-    """Return how many heads' tiles alternate: of query tiles, and with a block list also of key tiles.
+    """Return between how many heads query tiles alternate and, with a block list, key tiles.
 
-    With a block list, these heads fit the cache together. Under a band, their number balances the thread blocks.
+    With a block list, these heads fit in the cache together. Under a band, their number balances the thread blocks.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ def forward_order(
 
 
 def _relative_makespan(tiles: list[int], num_blocks: int) -> float:
-    """Return the ratio of the last block's end to the mean (>= 1) if a block takes the next tile when it ends one."""
+    """Return the latest end of a block divided by the mean end, if a free block always takes the next tile."""
     ends = [0] * num_blocks
     for tile in tiles:
         heapreplace(ends, ends[0] + tile)

@@ -108,8 +108,8 @@ def attention(
     precision, deterministic, q_start, kv_start : optional
         As in `cuflash.attention`.
     out : torch.Tensor, or pair (o, lse), optional
-        Tensors for the results, instead of new ones; must not overlap the inputs, nor require gradients. The returned
-        tensors share their memory, and carry the gradients.
+        Tensors for the results, instead of new ones; they must not overlap the inputs or require gradients. The
+        returned tensors share their memory, and carry the gradients.
     return_lse : bool
         If True, also return lse.
 
@@ -125,22 +125,22 @@ def attention(
     TypeError
         An argument is not a tensor.
     UnsupportedProblem
-        The arguments are invalid or not supported, such as sparse, quantized, nested, meta or traced tensors. Lists
-        every reason; nothing is computed.
+        The arguments are invalid or not supported, such as sparse, quantized, nested, meta or traced tensors. The
+        message lists all reasons; nothing is computed.
     RuntimeError
         The tensors are on a GPU and CuPy is missing, or the stream is captured before the same call has run once.
 
     Notes
     -----
-    On a GPU, the memory order of o's axes is that of q, and those of the gradients are those of q, k and v, if these
-    tensors are dense: a model that stores tokens before heads needs no copies.
-    q, k, v, bias, sink and the real tensors of a score have gradients if they require them. Those of bias, sink and
-    score tensors are computed only on request. On a GPU no call synchronizes. Once a call has run forward and backward,
-    identical calls can be captured by `torch.cuda.graph`.
+    On a GPU, o has the same memory order of axes as q, and each gradient the same as its tensor, if these tensors are
+    dense: a model that stores tokens before heads needs no copies.
+    q, k, v, bias, sink and the real tensors of a score have gradients if they require them. The gradients of bias,
+    sink and score tensors are computed only on request. On a GPU no call synchronizes. Once a call has run forward and
+    backward, identical calls can be captured by `torch.cuda.graph`.
     Tangents of `torch.func.jvp` and `torch.autograd.forward_ad`, second derivatives in every order except a tangent of
-    a tangent, and `torch.vmap` run passes of the library, with memory linear in the length. A third derivative is
-    refused, and on a GPU second derivatives with respect to the bias and score tensors. `torch.compile` sees one
-    operator per pass. Under `torch.autocast` q, k and v are cast like those of `scaled_dot_product_attention`.
+    a tangent, and `torch.vmap` run passes of the library, with memory linear in the length. Third derivatives
+    are refused, and so are, on a GPU, second derivatives with respect to the bias and score tensors. `torch.compile`
+    sees one operator per pass. Under `torch.autocast` q, k and v are cast like those of `scaled_dot_product_attention`.
 
     Examples
     --------
@@ -190,13 +190,13 @@ def transformers_attention(
     Parameters
     ----------
     module : torch.nn.Module
-        The attention layer; its `is_causal` is used if the call has none.
+        The attention layer; its `is_causal` is used if the call does not pass one.
     query, key, value : torch.Tensor [batch, num_heads, seqlen, head_dim]
         As in `attention`; keys and values may have fewer heads.
     attention_mask : torch.Tensor, optional
-        True means attend; a floating-point mask is added to the scores. A mask must include the restrictions of
-        `is_causal` and `sliding_window`, which are then ignored. Without a mask, several queries are aligned to the
-        first key, like those of a prompt with a static cache, and a single query to the last key.
+        True means that the query attends to the key; a floating-point mask is added to the scores. A mask must include
+        the restrictions of `is_causal` and `sliding_window`, which are then ignored. Without a mask, several queries
+        are aligned to the first key, like those of a prompt with a static cache, and a single query to the last key.
     scaling : float, optional
         The factor of q . k; default: 1 / sqrt(head_dim).
     dropout : float
@@ -206,7 +206,7 @@ def transformers_attention(
     position_bias : torch.Tensor, optional
         Added to the scores; has a gradient if it requires one.
     sliding_window : int, optional
-        Number of keys that a query attends without a mask, including its own; without `is_causal`, on each side.
+        Number of keys that a query attends to without a mask, including its own; without `is_causal`, on each side.
     softcap : float, optional
         As in `attention`.
     s_aux : torch.Tensor [num_heads], optional
@@ -252,7 +252,7 @@ def transformers_attention(
 
 
 def _called(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Any, return_lse: bool) -> Any:
-    """Compute `attention` with its options as one value."""
+    """Compute `attention`, whose options are one value."""
     refuse(flag_reasons("return_lse", return_lse))
     require_number(options.dropout)
     if _is_any_autocast() and is_tensor(q) and is_tensor(k) and is_tensor(v):

@@ -24,8 +24,8 @@ from ._tensors import Tensor, as_tensor
 class ContextParallel(OfArrays):
     """One call of attention on tensors whose rows are on the processes of a process group.
 
-    Every process makes this object with equal arguments, and calls the same methods in the same order. Methods that are
-    not listed are those of `cuflash.distributed.ContextParallel`.
+    Every process creates this object with equal arguments, and calls the same methods in the same order. All other
+    methods are those of `cuflash.distributed.ContextParallel`.
 
     Parameters
     ----------
@@ -34,14 +34,14 @@ class ContextParallel(OfArrays):
     seqlen, num_heads, num_kv_heads, seqlen_kv, batch, layout, method, block : optional
         As in `cuflash.distributed.ContextParallel`.
     **options : optional
-        Options of `cuflash.torch.attention`. Arrays in them are whole on every process, and have no gradients.
+        Options of `cuflash.torch.attention`. Arrays among them must be whole on every process; they have no gradients.
 
     Raises
     ------
     UnsupportedProblem
         An argument breaks its rule, or processes pass different arguments; every process raises it.
     PeerLost
-        Another process raised, ended, or did not answer within the timeout of the group.
+        Another process raised an error, ended, or did not answer within the timeout of the group.
 
     Examples
     --------
@@ -83,7 +83,7 @@ class ContextParallel(OfArrays):
         Parameters
         ----------
         x : torch.Tensor [..., seqlen, dim]
-            Rows are those of queries if the axis before the last has `seqlen` elements, else those of keys.
+            Its rows are queries if axis -2 has `seqlen` elements, and keys otherwise.
 
         Returns
         -------
@@ -93,7 +93,7 @@ class ContextParallel(OfArrays):
         Raises
         ------
         UnsupportedProblem
-            The tensor has another number of rows.
+            The tensor has a different number of rows.
 
         Examples
         --------
@@ -104,7 +104,7 @@ class ContextParallel(OfArrays):
         return x.index_select(-2, rows)
 
     def unshard(self, x: Tensor) -> Tensor:
-        """Return all rows of a tensor of which each process has its rows of queries, in order, without gradients.
+        """Collect the rows of queries of all processes in order, without gradients.
 
         Parameters
         ----------
@@ -146,20 +146,20 @@ class ContextParallel(OfArrays):
         Returns
         -------
         o : torch.Tensor [*batch, num_heads, local rows, value_dim]
-            Rows of what `cuflash.torch.attention` returns for the whole sequence.
+            This process's rows of the result of `cuflash.torch.attention` for the whole sequence.
         lse : torch.Tensor [*batch, num_heads, local rows]
             Only with `return_lse`.
 
         Raises
         ------
         UnsupportedProblem
-            Tensors do not fit the layout, or those of other processes; every process raises it.
+            Tensors do not fit the layout or the tensors of other processes; every process raises it.
         PeerLost
             Another process is lost.
 
         Notes
         -----
-        The backward pass is a call of all processes, too: all of them differentiate o or lse, or none.
+        The backward pass is a call of all processes, too: either all of them differentiate o or lse, or none does.
 
         Examples
         --------

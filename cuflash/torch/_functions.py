@@ -2,8 +2,9 @@
 
 The derivatives of the four functions are again these functions:
 
-- the tangent of `_Attention` is `_Tangent` (pass "jvp"), its gradient `_Gradients` (pass "backward");
-- the tangent of `_Gradients` is `_Second` (pass "backward_jvp"), and so is its gradient, with respect to do `_Tangent`;
+- the tangent of `Attention` is `_Tangent` (pass "jvp"), its gradient `_Gradients` (pass "backward");
+- the tangent of `_Gradients` is `_Second` (pass "backward_jvp"), and so is its gradient, except with respect to do:
+  this gradient is `_Tangent`;
 - the gradient of `_Tangent` is `_Gradients` with respect to tangents, and `_Second` with respect to the other arrays;
 - `_Second` refuses: third derivatives are not supported.
 """
@@ -44,7 +45,7 @@ class Recorded(Function):
 
 
 def _pulled_back(ctx: Any, needed: Sequence[bool], do: Tensor | None, dlse: Tensor | None) -> Iterable[Any]:
-    """Return the gradients of a call's tensors; None for operands without one."""
+    """Return the gradients of a call's tensors; None for operands without a gradient."""
     o, lse, *tensors = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
     call: AnyCall = ctx.call
@@ -77,7 +78,7 @@ def _run(call: AnyCall, name: str, wrt: Sequence[str], tensors: Sequence[Tensor 
 
 
 def _with_passes(kind: Any) -> Any:
-    """Let a function save its tensors for both modes, and batch it; its arguments are (call, wrt, *tensors)."""
+    """Let a function with arguments (call, wrt, *tensors) save its tensors for both modes, and batch it."""
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.call, ctx.wrt, *tensors = inputs
@@ -221,7 +222,7 @@ def _refuse_third() -> NoReturn:
 
 
 def _resolved(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Return tensors with their values in memory."""
+    """Return tensors whose negation, which PyTorch may postpone, has been applied in memory."""
     return [None if tensor is None else tensor.resolve_neg() for tensor in tensors]
 
 

@@ -1,7 +1,7 @@
 """Attention as operators of PyTorch's dispatcher, for compilers and modes that trace or count operators.
 
 An operator gets the tensors of a call, and the name of a `Transformed`, which has everything else. Eager calls do not
-pass through here.
+use these operators.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _LIBRARY.define("derivative(str name, Tensor?[] tensors, str[] wrt, str call) ->
 
 _numbers = count()
 _calls: WeakValueDictionary[str, Transformed] = WeakValueDictionary()
-_traced: list[Transformed] = []  # graphs hold names alone
+_traced: list[Transformed] = []  # keeps traced calls alive, since graphs hold only their names
 
 
 def name_of(call: Transformed, is_traced: bool) -> str:
-    """Return the name by which operators find a call, as long as something holds it, or always if it is traced."""
+    """Return the name by which operators find a call while it exists; a traced call is kept forever."""
     if call.name is None:
         call.name = str(next(_numbers))
         _calls[call.name] = call
@@ -72,14 +72,14 @@ def derivative(
 
 
 def differentiate(forward: Any, functions: dict[str, Any]) -> None:
-    """Let functions of PyTorch differentiate the operators.
+    """Register autograd functions as the derivatives of the operators.
 
     Parameters
     ----------
     forward : class
-        The function for "forward".
+        The autograd function of the pass "forward".
     functions : dict of classes
-        The functions for other passes, by name.
+        The autograd functions of other passes, by name.
     """
 
     single = {name: _of_one_level(function) for name, function in (functions | {"forward": forward}).items()}
@@ -102,7 +102,7 @@ def _of_one_level(function: Any) -> Any:
 
 
 def _has_proxies() -> bool:
-    """True if a graph is traced that will run later, as by `make_fx`."""
+    """True if a tracer such as `make_fx` is recording a graph that will run later."""
     module = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return module is not None and module.get_proxy_mode() is not None
 
@@ -139,7 +139,7 @@ def _named(
     names: tuple[str, ...], mask: Any, causal: Any, window: Any, scale: Any, score: Any, softcap: Any, draws: Any,
     *words: Any,
 ) -> str:  # fmt: skip
-    """Return the name of a call, while its function is compiled: its arguments are constants of the graph."""
+    """Return the name of a call while its function is compiled; its arguments become constants of the graph."""
     if isinstance(mask, Mask) and not all(hasattr(mask, each.name) for each in fields(mask)):
         fix = "create it before, or pass a boolean tensor"
         refuse([f"mask must exist when a function is compiled; got a {type(mask).__name__} that it creates: {fix}"])
@@ -151,7 +151,7 @@ def _named(
 
 _OPERATIONS = ("__and__", "__rand__", "__or__", "__ror__", "__xor__", "__rxor__", "__sub__", "__rsub__", "__invert__")
 for _constant in (_named, *(getattr(Mask, name) for name in _OPERATIONS)):
-    _constant._dynamo_marked_constant = True  # what torch.compiler.assume_constant_result sets, without importing it
+    _constant._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result does, but without its import
 
 
 def _forward(tensors: Sequence[Tensor], call: str) -> tuple[Tensor, Tensor]:
@@ -186,7 +186,7 @@ def _strides(q: Tensor, k: Tensor, v: Tensor) -> tuple[Sequence[int], Sequence[i
 
 
 def _dense(like: Tensor, shape: Sequence[Any] = ()) -> Sequence[int]:
-    """Return the strides of a result that lies as `like` if that is dense and on a GPU, else in C order."""
+    """Return the strides of a result with the memory order of `like` if that is dense and on a GPU, else C order."""
     shape = shape or tuple(like.shape)
     last = like.ndim - 1
     if not like.is_cuda or len(shape) != like.ndim:

@@ -64,7 +64,7 @@ class _ByArrays:
         return returned(outs, (as_tensor(array) for array, each in zip(results, outs) if each is None))
 
     def run(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Run a pass other than "forward" on tensors by name: all of the call's, and those that the pass reads."""
+        """Run a pass other than "forward" on tensors by name: those of the call, and others that the pass reads."""
         with self._within():
             arrays = {each: self._array(tensor) for each, tensor in tensors.items()}
             if self._ready is None:
@@ -84,7 +84,7 @@ class _OnGpu:
     wrt : tuple of str
         The names of operands whose gradients `run` returns.
     lists_of : callable, optional
-        Builds the lists of the mask from its arrays, if each call must.
+        Builds the lists of the mask from its arrays, if every call has to build them.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class _OnGpu:
     def run(
         self, name: str, tensors: Mapping[str, Tensor], lists: Sequence[Tensor] = (), numbers: Sequence[int] = ()
     ) -> Sequence[Tensor]:
-        """Run a pass other than "forward" on tensors by name: all of the call's, and those that the pass reads."""
+        """Run a pass other than "forward" on tensors by name: those of the call, and others that the pass reads."""
         if self._of_forward:
             tensors = _read_by(name, tensors, self._ready._plan.problem)
         key = "torch", name, id(self), tuple(tensors), torch_gpu.layout_key(*tensors.values())
@@ -171,7 +171,7 @@ Call: TypeAlias = _OnGpu | _ByArrays | _WithContents
 
 
 def looked_up_call(tensors: dict[str, Any], outs: Outs, options: Options, wants_lse: bool) -> Call:
-    """Return the function that runs a call; only the first of identical calls checks the arguments."""
+    """Return the object that runs a call; only the first of identical calls checks the arguments."""
     looked_up = lookup(options, _mask_layout)
     contents, key = looked_up.contents, _key(tensors, outs, looked_up, wants_lse)
     call: Call | None = looked_up.find(key)
@@ -188,7 +188,7 @@ def looked_up_call(tensors: dict[str, Any], outs: Outs, options: Options, wants_
 def ran(
     tensors: dict[str, Any], outs: Outs, options: Options, wants_lse: bool, record: Callable[..., Any] | None = None
 ) -> Any:
-    """Return a call and its o and lse; `record` runs the call if PyTorch differentiates it."""
+    """Run a call, and return it with o and lse; `record` runs the call if PyTorch differentiates it."""
     if torch_gpu.is_elsewhere(tensors["q"]):
         with torch_gpu.within(tensors["q"]):
             return ran(tensors, outs, options, wants_lse, record)
@@ -216,7 +216,7 @@ def _over(arrays: Mapping[str, Any], options: Options) -> Options:
     score, bias = options.score, options.bias
     if isinstance(score, Score) and score.arrays.keys() <= arrays.keys():
         score = score._with_arrays(arrays)
-    if bias is not None and is_tensor(bias):  # still separate only if the score or the bias is invalid
+    if bias is not None and is_tensor(bias):  # a bias remains here only if it or the score is invalid
         bias = ShapeDtype(tuple(bias.shape), dtype_of(bias))
     return options._replace(score=score, bias=bias, sink=arrays.get("sink"))
 
@@ -229,7 +229,7 @@ def _key(arrays: dict[str, Any], outs: Outs, looked_up: Lookup, wants_lse: bool)
         tensors += tuple(each for each in outs if each is not None)
     if not PLAIN.issuperset(map(type, tensors)) or not tensors[0].is_cuda or checks.is_on():
         return None
-    if any(map(torch.Tensor.is_neg, tensors)):  # the memory does not define such tensors
+    if any(map(torch.Tensor.is_neg, tensors)):  # their values differ from their memory
         return None
     layout = torch_gpu.layout_key(*tensors), o is None, lse is None, wants_lse
     return looked_up.key("torch", layout, *arrays)
@@ -244,7 +244,7 @@ def _first(
     lists_at_call: bool,
     wants_lse: bool,
 ) -> _OnGpu | _ByArrays:
-    """Check the arguments of a call with a new layout or new options, and return the function that runs it."""
+    """Check the arguments of a call with a new layout or new options, and return the object that runs it."""
     refuse(argument_reasons(tensors, outs) or executor_reasons(tensors["q"].device, options.executor))
     snapshot = looked_up.snapshot()
     is_on_gpu = tensors["q"].is_cuda
@@ -267,7 +267,7 @@ def _first(
 
 
 def _planned(layouts: dict[str, Any], options: Options, lists_at_call: bool) -> Plan:
-    """Return the plan of a call; it builds its mask's lists itself if kernels can and its passes can be bound."""
+    """Return the plan of a call; calls build the lists of its mask if kernels support this and `lists_at_call`."""
     shapes = {name: ShapeDtype(layout.shape, layout.dtype) for name, layout in layouts.items()}
     q, k, v, options = layouts["q"], layouts["k"], layouts["v"], _over(shapes, options)
     if lists_at_call:

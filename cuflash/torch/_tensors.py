@@ -1,4 +1,4 @@
-"""Tensors as arguments and results of calls: what is accepted, and conversion to and from arrays."""
+"""Tensors as arguments and results of calls: their checks, and their conversion to and from arrays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 def own_integers(name: str, array: Any, q: Tensor) -> Any:
-    """Return integers that a Score captured as NumPy or CuPy arrays, such as those of `scores.within`, as a tensor."""
+    """Return integers that a Score captured as NumPy or CuPy arrays, as a tensor; other values unchanged."""
     if type(array) in PLAIN or name in ("bias", "sink") or is_tensor(array) or not is_array(array):
         return array
     if not is_integer_dtype(array.dtype):
@@ -96,7 +96,7 @@ def require_cotangents(**cotangents: Tensor | None) -> None:
 
 
 def returned(outs: Outs, new_tensors: Iterable[Tensor]) -> tuple[Any, ...]:
-    """Return o and lse: the passed outputs, which PyTorch is informed were written to, or new tensors."""
+    """Return o and lse: new tensors, or the caller's outputs, after PyTorch is informed of the writes to them."""
     increment_version([each for each in outs if each is not None])
     others = iter(new_tensors)
     return tuple(next(others, None) if each is None else each for each in outs)

@@ -1,4 +1,4 @@
-"""Calls on tensors under PyTorch's transformations: planned when their tensors hold data, batched by an axis."""
+"""Calls under PyTorch's transformations, which are planned when tensors hold data, and batched by one more axis."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ._passes import Call, looked_up_call, ran
 from ._tensors import Tensor, own_integers
 
 _MASKS = Mask.__module__.rpartition(".")[0]
-_ALIGNED = ("sink", "bias")  # operands that may have batch axes, aligned to the last ones of q, k and v
+_ALIGNED = ("sink", "bias")  # operands whose batch axes, if any, are aligned to the last ones of q, k and v
 
 
 class Transformed:
-    """A call without its tensors, which may be those of a transformation, with tangents, or in a batch.
+    """A call without its tensors, which may have tangents, or belong to a transformation or a batch.
 
     Attributes
     ----------
@@ -102,7 +102,7 @@ class Transformed:
         self, name: str, size: int, inputs: Sequence[Any], in_dims: Sequence[int | None], wrt: Sequence[str],
         apply: Callable[..., Sequence[Tensor]],
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Run a pass on a batch of calls: as one call with another leading axis if that gives the same results.
+        """Run a pass on a batch of calls: as one call with one more leading axis if the results are the same.
 
         Parameters
         ----------
@@ -146,7 +146,7 @@ class Transformed:
 
     @property
     def _reads_batch_entries(self) -> bool:
-        """True if results depend on the number of a batch entry, which another leading axis changes."""
+        """True if results depend on the number of a batch entry, which one more leading axis changes."""
         options = self._options
         composed = composed_score(options._replace(bias=None))
         reads_b = composed is not None and any(each.op == "b" for each in composed.program.instructions)
@@ -157,7 +157,7 @@ AnyCall: TypeAlias = Call | Transformed
 
 
 def names_of(name: str, call: AnyCall) -> tuple[str, ...]:
-    """Return the names of the tensors that a pass reads, in the order of its function of PyTorch."""
+    """Return the names of the tensors that a pass reads, in the order of its autograd function."""
     dots = tuple(f"{each}{DOT}" for each in call.names)
     if name == "forward":
         return call.names
@@ -175,7 +175,7 @@ def results_of(name: str, wrt: Sequence[str]) -> tuple[str, ...]:
 
 
 def run_pass(call: AnyCall, name: str, wrt: Sequence[str], arrays: dict[str, Tensor]) -> Sequence[Tensor]:
-    """Run a pass other than "forward"; return its results, which are those of q, k, v and `wrt` for gradients."""
+    """Run a pass other than "forward", and return its results; gradients are those of q, k, v and `wrt`."""
     if torch_gpu.is_elsewhere(arrays["q"]):
         with torch_gpu.within(arrays["q"]):
             return run_pass(call, name, wrt, arrays)
@@ -189,7 +189,7 @@ def run_pass(call: AnyCall, name: str, wrt: Sequence[str], arrays: dict[str, Ten
 
 
 def _is_uniform(mask: Any) -> bool:
-    """True if a mask gives each of its batch entries the same elements after another leading axis is added."""
+    """True if one more leading batch axis does not change the elements of a mask's batch entries."""
     if not isinstance(mask, Mask):
         return mask is None or is_tensor(mask) or is_array(mask)
     parts = [*held_masks(mask)]
@@ -212,7 +212,7 @@ def _entry(tensor: Any, axis: int | None, number: int) -> Any:
 
 
 def _at_front(tensor: Any, axis: int | None, size: int) -> Any:
-    """Return a tensor whose leading axis is the mapped one; a tensor that all calls share is repeated, not copied."""
+    """Return a tensor whose leading axis is the mapped one; a tensor that all calls share is not copied."""
     if tensor is None:
         return None
     return tensor.expand(size, *tensor.shape) if axis is None else tensor.movedim(axis, 0)

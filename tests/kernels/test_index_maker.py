@@ -226,7 +226,7 @@ def test_an_index_is_made_inside_a_capture_once_the_kernels_are_compiled(cupy):
     stream = cupy.cuda.Stream()
     with stream:
         stream.begin_capture()
-        with pytest.raises(RuntimeError, match="is not compiled yet, which a stream capture cannot wait for"):
+        with pytest.raises(RuntimeError, match="is not compiled yet, and a stream capture cannot wait for it"):
             index_of(array, mask, shape, block)
         stream.end_capture()
     index_of(array, mask, shape, block)

@@ -435,7 +435,7 @@ def check_limits(library):
     few, many, tall = ((extent, 1 << 16, length, 1) for extent, length in ((1 << 14, 1), (16385, 1), (1 << 14, 1000)))
     assert planned(few, few).problem.num_batch_heads == 1 << 30
     for shape in (many, tall):
-        with pytest.raises(library.UnsupportedProblem, match="make at most 1073741824 tiles for simt_forward; got"):
+        with pytest.raises(library.UnsupportedProblem, match="have at most 1073741824 tiles for simt_forward; got"):
             planned(shape, shape)
     host = {"device": library.DeviceSpec.host(), "kernel": "auto"}
     assert planned(many, many, **host).problem.num_batch_heads == 16385 << 16

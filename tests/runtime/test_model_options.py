@@ -138,22 +138,22 @@ def test_options_on_which_no_weight_depends_are_ignored():
     ("options", "sentence"),
     [
         (
-            {"indices": torch.arange(3)}, "indices must be None, since attention here has no such option; got Tensor: "
+            {"indices": torch.arange(3)}, "indices must be None, since this attention has no such option; got Tensor: "
             "leave it out, or use attn_implementation='eager'",
         ),
-        ({"sinks": 1.0}, "sinks must be None, since attention here has no such option; got 1.0: leave it out, or use"),
-        ({"head_mask": np.ones(4)}, "head_mask must be None, since attention here has no such option; got an array of"),
+        ({"sinks": 1.0}, "sinks must be None, since this attention has no such option; got 1.0: leave it out, or use"),
+        ({"head_mask": np.ones(4)}, "head_mask must be None, since this attention has no such option; got an array of"),
         (
             {"output_attentions": True}, "output_attentions must be False, since no weights are stored; got True: use "
             "attn_implementation='eager'",
         ),
         (
-            {"cu_seq_lens_q": torch.tensor([0, 3])}, "cu_seq_lens_q and cu_seq_lens_k must come together, for a batch "
-            "of 1; got ",
+            {"cu_seq_lens_q": torch.tensor([0, 3])}, "cu_seq_lens_q and cu_seq_lens_k must be passed together, for "
+            "a batch of 1; got ",
         ),
         (
             {"cu_seq_lens_q": torch.tensor([0, 6]), "cu_seq_lens_k": torch.tensor([0, 8])}, "cu_seq_lens_q and "
-            "cu_seq_lens_k must come together, for a batch of 1; got ",
+            "cu_seq_lens_k must be passed together, for a batch of 1; got ",
         ),
         (
             {"sliding_window": 3, "is_causal": False}, "attention_mask must hold the window of 6 queries of 8 keys: "

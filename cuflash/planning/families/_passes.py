@@ -22,11 +22,11 @@ from .family import (
 
 # Statistics of queries and semaphores of dQ that sm90 kernels share; mirrors kernels_cu/sm90/query_state.cuh.
 QUERY_STATE = np.dtype([("query_stats", MATRICES), ("dq_semaphores", np.uint64)], align=True)
-_COUNTS = 2  # counters of a head's semaphore
+_COUNTS = 2  # counters in the semaphore of a head
 
 
 def tile_counters(spec: KernelSpec, *, is_zeroed: bool = False) -> dict[str, Workspace]:
-    """Return the workspace of the next tile that a persistent block takes; empty for other kernels."""
+    """Return the workspace with the number of the next tile for persistent blocks; empty for other kernels."""
     return {"tile_counter": Workspace((1,), np.dtype(np.int32), is_zeroed)} if spec.entry.is_persistent else {}
 
 
@@ -74,7 +74,7 @@ def backward_jvp_pass(
         reads=(*first.reads, "sink", *(f"sink{DOT}",) * ("sink" in rows.tangents)),
     )  # fmt: skip
     kernels = sink_backward(replace(kernels, workspaces={**kernels.workspaces, "delta": workspace}), problem)
-    roles = {"sink_gradient": "backward_jvp_sink"}  # roles of a plan's passes differ
+    roles = {"sink_gradient": "backward_jvp_sink"}  # a plan's passes must not share a role
     return replace(kernels, launches={roles.get(role, role): launch for role, launch in kernels.launches.items()})
 
 
@@ -140,5 +140,5 @@ def backward_pass(
 
 
 def _num_fused_tiles(dq_order: DqSemaphoreOrder, num_kv_heads: int, tiles: int, num_batch: int) -> int:
-    """Return the number of query tiles whose dQ the backward kernel finishes; `tiles` are those of a key/value head."""
+    """Return how many query tiles the backward kernel finishes dQ of; each key/value head has `tiles` query tiles."""
     return tiles * dq_order.num_fused_heads(num_batch * num_kv_heads)

@@ -1,4 +1,4 @@
-"""Passes for block lists per query: each tile of neighbouring queries walks the union of its lists."""
+"""Passes for block lists per query: each tile of neighboring queries walks the union of its lists."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .family import FORWARD_INPUTS, launch_of
 def union_kernels(
     problem: Problem, device: DeviceSpec, work: UnionWork, specs: Mapping[str, KernelSpec]
 ) -> Kernels:
-    """Return the launches of both passes.
+    """Return the launches of both passes for block lists per query.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ def union_kernels(
 
 
 def _with_boxes(launch: Launch, tiling: UnionTiling) -> Launch:
-    """Return the launch of a kernel of the backward pass; those of sm90 share tensor maps and a counter of tiles."""
+    """Return the launch of a backward kernel, with the tensor maps and the tile counter that sm90's kernels share."""
     if launch.spec.family != SM90:
         return launch
     counted = tile_counters(launch.spec)

@@ -32,7 +32,7 @@ from .sm80 import Sm80
 RUNNING = np.dtype([("running_o", MATRICES), ("running_statistics", MATRICES)], align=True)
 _WIDEST = 128  # maximum head_dim and value_dim
 _ROWS_OF_WARP = 16
-_STATE_BYTES = 52  # the state of a block's outer loop
+_STATE_BYTES = 52  # bytes of the state of a thread block's outer loop
 _STATISTICS = 2  # running numbers per query in addition to O: the maximum and the sum
 
 
@@ -51,7 +51,7 @@ _FORWARD_TILES: dict[int, tuple[_Tile, ...]] = {
     128: (_Tile(128, 128, 2), _Tile(64, 128, 2), _Tile(64, 64, 1)),
 }
 # Maximum queries and keys of a backward tile: the keys of sm80's tile, and few enough queries that their sums fit
-# registers in addition to the state of the two loops.
+# in registers in addition to the state of the two loops.
 _LARGEST_BACKWARD = {64: (64, 128), 128: (32, 128)}
 
 
@@ -78,7 +78,7 @@ _BACKWARD = Entry(
 
 
 class FlashAttention1(Family):
-    """FlashAttention-1 (arXiv 2205.14135), algorithms 1, 4 and 5, for compute capability 8.0 and newer."""
+    """FlashAttention-1 (arXiv 2205.14135), algorithms 1, 4 and 5, for compute capability 8.0 or higher."""
 
     name = FA1
     dtypes = HALVES
@@ -86,7 +86,7 @@ class FlashAttention1(Family):
     oldest = (8, 0)
 
     def reasons(self, problem: Problem, device: DeviceSpec | None) -> list[str]:
-        """Return why the family does not serve a problem; it supports only what the paper's algorithms do."""
+        """Return why the family does not serve a problem; it supports only the features of the paper's algorithms."""
         reasons = [
             f"kernel='fa1' takes {name} of at most {_WIDEST}; got {dim}: use kernel='auto'"
             for name, dim in (("a head_dim", problem.head_dim), ("a value dim", problem.value_dim))
@@ -94,7 +94,7 @@ class FlashAttention1(Family):
         ]
         if problem.score is not None:
             reasons.append("kernel='fa1' does not support score, softcap or bias; got one: use kernel='auto'")
-        if problem.dropout is not None and not problem.dropout.reads_seed:  # otherwise its seed is an operand
+        if problem.dropout is not None and not problem.dropout.reads_seed:  # a seed array is an operand
             reasons.append("kernel='fa1' does not support dropout; got one: use kernel='auto'")
         return reasons + super().reasons(problem, device)
 
@@ -110,7 +110,7 @@ class FlashAttention1(Family):
         *,
         deterministic: bool = False,
     ) -> dict[str, KernelSpec]:
-        """Return the kernels by entry; the backward kernel shares sm80's products, so its tile is cut from sm80's."""
+        """Return the kernels by entry; the backward kernel shares sm80's products, and therefore its tile."""
         width = _width(problem)
         most = _LARGEST_BACKWARD[width]
         block = tuple(map(min, most, largest or most))
@@ -178,7 +178,7 @@ def traffic(problem: Problem, kernels: Kernels, visited_scores: int) -> tuple[in
 
 
 def _width(problem: Problem) -> int:
-    """Return the dimension that kernels are compiled for, which is both head_dim and value_dim."""
+    """Return the compiled dimension of the kernels, which is both their head_dim and their value_dim."""
     return next(width for width in _FORWARD_TILES if width >= max(problem.head_dim, problem.value_dim))
 
 

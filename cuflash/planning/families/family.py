@@ -20,7 +20,7 @@ from ..tile_order import heads_per_wave
 # Kernels are compiled for the problem's dimensions, rounded up to one of these.
 DIMS = (32, 64, 96, 128, 192, 256)
 SIMT_DTYPES = (*UP_TO_FLOAT32, np.dtype(np.float64))  # dtypes that the simt family serves
-WIDEST_CHUNK = 128  # columns of q and k that the block mass kernels load at a time
+WIDEST_CHUNK = 128  # maximum columns of q and k that the block mass kernels load at a time
 
 # Arrays that kernels read, by kind of kernel.
 FORWARD_INPUTS = ("q", "k", "v")
@@ -150,7 +150,7 @@ class Family(ABC):
         Raises
         ------
         UnsupportedProblem
-            No tile fits the device's shared memory.
+            No tile fits in the device's shared memory.
         """
 
     @abstractmethod
@@ -177,7 +177,7 @@ class Family(ABC):
         Raises
         ------
         UnsupportedProblem
-            No tile fits the device's shared memory.
+            No tile fits in the device's shared memory.
         """
 
     @abstractmethod
@@ -200,15 +200,15 @@ class Family(ABC):
     def jvp_spec(
         self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
     ) -> KernelSpec:
-        """Return the kernel that computes the tangents of o and lse along those that the problem names.
+        """Return the kernel that computes the tangents of o and lse along the tangents that the problem names.
 
-        Its tile is the same for all tangents, so that an absent tangent and one of zeros give the same bits. It may be
-        a kernel of another family than that of the forward pass, whose work list it walks.
+        Its tile is the same for all tangents, so that omitting a tangent and passing zeros lead to the same bits. The
+        kernel may belong to a family other than the forward kernel's, but walks the same work list.
 
         Raises
         ------
         UnsupportedProblem
-            The family has no such kernel, or no tile fits the device's shared memory.
+            The family has no such kernel, or no tile fits in the device's shared memory.
         """
         raise UnsupportedProblem(self.tangent_reasons(problem))
 
@@ -230,9 +230,9 @@ class Family(ABC):
         Parameters
         ----------
         block : int
-            Keys of a block.
+            Keys per block.
         heads : int
-            Query heads of a tile.
+            Query heads per tile.
 
         Raises
         ------
@@ -260,7 +260,7 @@ def resident_blocks(spec: KernelSpec, device: DeviceSpec) -> int:
 def order_of_waves(
     problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
 ) -> TileOrder:
-    """Return, for each kernel, how many heads' tiles alternate under a band: those of one wave of thread blocks."""
+    """Return between how many heads each kernel's tiles alternate under a band: the heads of one wave of blocks."""
     return TileOrder(
         heads_per_wave(work, resident_blocks(forward, device), -(-problem.seqlen_q // forward.block_q)),
         heads_per_wave(work, resident_blocks(backward, device), -(-problem.seqlen_kv // backward.block_kv)),
@@ -282,7 +282,7 @@ def launch_of(
     spec: KernelSpec, device: DeviceSpec, tiles: int, reads: tuple[str, ...], writes: tuple[str, ...],
     features: tuple[str, ...] = (),
 ) -> Launch:  # fmt: skip
-    """Return the launch of a kernel over `tiles` tiles; persistent kernels launch as many blocks as the GPU holds."""
+    """Return the launch of a kernel over `tiles` tiles; a persistent kernel has no more blocks than the GPU holds."""
     return Launch(
         spec=spec, tiles=tiles, reads=reads, writes=writes, boxes=spec.boxes, features=features,
         max_blocks=resident_blocks(spec, device) if spec.entry.is_persistent else None,

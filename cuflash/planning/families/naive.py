@@ -27,7 +27,7 @@ def _score_bytes(spec: KernelSpec) -> int:
 
 
 def _sum_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of a score tile and a tile of weighted rows, with one int per row that says if it counts."""
+    """Return the bytes of a score tile and a tile of weighted rows, with an int per row: whether the row counts."""
     return spec.block_q * _row_bytes(spec, spec.block_kv) + spec.block_kv * (_row_bytes(spec, spec.head_dim) + 4)
 
 

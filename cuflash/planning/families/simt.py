@@ -33,11 +33,11 @@ from .family import (
     rounded_dims,
 )
 
-_THREADS = 128  # threads of a block, kThreads of the kernels
+_THREADS = 128  # threads per block; must equal kThreads of the kernels
 _SPARE_REGISTERS = 32
 _SIDES = (128, 64, 32, 16, 8)  # possible rows, or columns, of a tile
-_STATISTICS = 4  # numbers of a query that kernels for tangents of gradients keep in shared memory
-_SMALLEST_ROWS = 16  # minimum rows that the threads of a block can be distributed over
+_STATISTICS = 4  # numbers per query that kernels for tangents of gradients store in shared memory
+_SMALLEST_ROWS = 16  # minimum rows over which the threads of a block can be distributed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class _Entry(Entry):
     num_scores: int  # tiles of scores in registers
     sums: tuple[str, ...]  # dimensions of the accumulators in registers
     registers: int  # maximum registers per thread for scores and accumulators; more were slower, or spilled
-    mma_registers: int  # the same limit if tensor cores multiply
+    mma_registers: int  # the same limit if tensor cores compute the products
     max_rows: int = _SIDES[0]
     min_step: int = _SIDES[-1]
     adds_to_dq: bool = False  # each step computes a part of dQ, in the registers of a tile of scores
@@ -144,7 +144,7 @@ BACKWARD_COLUMNS = _Entry(
 BACKWARD = _Entry(
     name="backward", shared_bytes=_one_walk_bytes, loads_do=True, holds_keys=True, applies_score=True,
     adds_gradients=True, draws_dropout=True, has_exponentials=True, products=(3, 2),
-    num_scores=1, sums=("head_dim", "value_dim"), registers=160, mma_registers=144, max_rows=64,  # 128 rows spill
+    num_scores=1, sums=("head_dim", "value_dim"), registers=160, mma_registers=144, max_rows=64,  # more spill
     min_step=16, adds_to_dq=True,
 )  # fmt: skip
 JVP = _Entry(
@@ -186,12 +186,12 @@ class Simt(Family):
         *,
         deterministic: bool = False,
     ) -> dict[str, KernelSpec]:
-        """Return the kernels by entry. The backward pass computes scores twice if atomic additions to dQ do not pay.
+        """Return the kernels by entry. The backward pass computes scores twice if atomic additions are slower.
 
         Atomic additions need dq to have the accumulator's dtype. In float32, computing scores once with atomic
         additions takes 0.79, 0.78 and 0.85 of the time of computing them twice at head_dim 32, 64 and 96; in float64,
-        0.72 at 32, 1.20 at 64 and 0.90 at 128 (simt_walks.log of b648872e). Therefore gradients of float64 with
-        head_dim 33 to 64 compute scores twice.
+        0.72 at 32, 1.20 at 64 and 0.90 at 128 (simt_walks.log at commit b648872e). The backward
+        pass in float64 with a head_dim of 33 to 64 therefore computes scores twice.
         """
         is_slower_in_one = problem.dtype == np.float64 and 32 < max(problem.head_dim, problem.value_dim) <= 64
         in_two_walks = deterministic or problem.dtype != problem.accumulator or is_slower_in_one
@@ -269,7 +269,7 @@ class Simt(Family):
         """Return the order of tiles, which alternates between all heads if there is a block list.
 
         The bottleneck is multiply-adds instead of loads of K and V, and if fewer heads alternate, more of the GPU is
-        idle at the end (simt_sparse.log of b648872e).
+        idle at the end (simt_sparse.log at commit b648872e).
         """
         if isinstance(work, ListedWork):
             num_heads = problem.num_batch_heads
@@ -279,10 +279,10 @@ class Simt(Family):
     def _largest_fitting(
         self, smallest: KernelSpec, device: DeviceSpec, largest: tuple[int, int]
     ) -> KernelSpec:
-        """Return the tile with the most products per loaded element that fits a multiprocessor twice, or else once.
+        """Return the tile with the most products per loaded element, if possible with two blocks per multiprocessor.
 
-        Tensor cores are used if one of their tiles fits. Their tiles have multiples of 32 rows, so that the blocks of a
-        list may be too short.
+        Tensor cores are used if one of their tiles fits. Their tiles have multiples of 32 rows, and may be taller than
+        the blocks of a list.
         """
         legal = [_legal_tiles(replace(smallest, mma_rows=rows), largest) for rows in _mma_rows(smallest.dtype, device)]
         for tiles in legal:
@@ -299,7 +299,7 @@ class Simt(Family):
     def mass_spec(
         self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
     ) -> KernelSpec | None:
-        """Return the kernel with the widest chunks of head_dim that fit a multiprocessor twice, or else once.
+        """Return the kernel with the widest chunks of head_dim, if possible with two blocks per multiprocessor.
 
         Raises
         ------
@@ -323,7 +323,7 @@ class Simt(Family):
 def _mma_rows(dtype: np.dtype[np.generic], device: DeviceSpec) -> tuple[int, ...]:
     """Return the rows of a chip's mma instructions for a dtype, fastest first; 0 means fused multiply-adds.
 
-    Only float64 has them here: 8 rows, or 16 with compute capability 9.0.
+    Only float64 uses such instructions in this family: with 8 rows, or 16 on compute capability 9.0.
     """
     if dtype != np.float64 or device.compute_capability is None or device.compute_capability < (8, 0):
         return (0,)
@@ -364,7 +364,7 @@ def accumulator_words(spec: KernelSpec) -> int:
 
 
 def _is_simt_tile(spec: KernelSpec) -> bool:
-    """True if the threads divide the tile's rows evenly, and its accumulators fit the registers."""
+    """True if the threads divide the tile's rows evenly, and its accumulators fit in registers."""
     entry, words = _entry(spec), accumulator_words(spec)
     rows, step = rows_and_step(spec)
     if spec.mma_rows:  # the dQ of a step has `step` rows

@@ -1,6 +1,6 @@
 """The sm80 family: FlashAttention-2 on tensor cores, for 16-bit elements and for float32 at reduced precision.
 
-A kernel uses the first tile of a table, best first, that fits the chip's shared memory and the block sizes of a list.
+Tables list tiles from best to worst. A kernel uses the first that fits in shared memory and in the blocks of a list.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Tile(NamedTuple):
 _Tiles: TypeAlias = dict[int, tuple[_Tile, ...]]
 
 # Tiles by the larger of head_dim and value_dim. A warp holds 32 query rows if registers suffice, so that each fragment
-# of K and V that it loads is multiplied twice. Measurements: sm80_tiles.log of b648872e; to repeat them, run
+# of K and V that it loads is multiplied twice. Measurements: sm80_tiles.log at commit b648872e; to repeat them, run
 # experiments/speed/tile_sweep.py --gpu.
 _FORWARD_TILES: _Tiles = {
     64: (_Tile(128, 128, 4),),
@@ -74,18 +74,18 @@ _JVP_TILES: _Tiles = {
     128: (_Tile(64, 64, 4), _Tile(64, 32, 4)),
     256: (_Tile(64, 32, 4), _Tile(32, 32, 2)),
 }
-_SCORED_JVP_TILES: _Tiles = _JVP_TILES | {64: (_Tile(64, 64, 4),)}  # of 128 queries, registers were spilled
-# Kernels that differentiate gradients have four tiles of scores, of 16 rows in each warp.
+_SCORED_JVP_TILES: _Tiles = _JVP_TILES | {64: (_Tile(64, 64, 4),)}  # tiles of 128 queries spilled registers
+# Kernels that differentiate gradients hold four tiles of scores in registers, each with 16 rows per warp.
 _BACKWARD_JVP_ROWS_TILES: _Tiles = {64: (_Tile(64, 64, 4), _Tile(64, 32, 4)), 128: (_Tile(64, 32, 4), _Tile(32, 16, 2))}
 _BACKWARD_JVP_COLUMNS_TILES: _Tiles = {64: (_Tile(32, 64, 4),), 128: (_Tile(32, 64, 4), _Tile(16, 32, 2))}
-_MOST_COLUMNS_OF_SECOND = 128  # of rows for which registers hold the sums of these kernels
+_MOST_COLUMNS_OF_SECOND = 128  # widest rows for which the sums of these kernels fit in registers
 _BACKWARD_TILES: _Tiles = {
     64: (_Tile(128, 128, 8, 2), _Tile(64, 64, 4, 2), _Tile(32, 32, 2, 2), _Tile(16, 16, 1, 2)),
     128: (_Tile(64, 128, 8, 2), _Tile(64, 64, 4), _Tile(32, 32, 2, 2), _Tile(16, 16, 1, 2)),
     256: (_Tile(64, 64, 8, 2), _Tile(64, 64, 8), _Tile(32, 32, 4), _Tile(16, 16, 2)),
 }
-# Tiles for float32, whose elements take twice the memory: tf32_tiles.log of b648872e. The later tiles are for chips
-# with little shared memory.
+# Tiles for float32, whose elements take twice the memory: tf32_tiles.log at commit b648872e. The later tiles are for
+# chips with little shared memory.
 _TF32X3_FORWARD: _Tiles = {
     64: (_Tile(128, 32, 4),),
     128: (_Tile(64, 64, 4),),
@@ -182,7 +182,7 @@ DECODING_E4M3 = Entry(family=SM80, name="decode_e4m3", shared_bytes=sm80_storage
 
 
 class Sm80(Family):
-    """Kernels with cp.async copies and mma.sync, for compute capability 8.0 and newer."""
+    """Kernels with cp.async copies and mma.sync, for compute capability 8.0 or higher."""
 
     name = SM80
     dtypes = HALVES
@@ -238,7 +238,7 @@ class Sm80(Family):
         deterministic: bool = False,
         num_splits: int | None = None,
     ) -> Kernels:
-        """Return the launches. `num_splits` thread blocks share each tile's keys; the default is the fastest number."""
+        """Return the launches. `num_splits` thread blocks divide each tile's keys; by default, the fastest number."""
         if isinstance(work, UnionWork):
             specs = self.union_specs(problem, device, work.tiling.block, work.tiling.heads_per_tile)
             return union_kernels(problem, device, work, specs)
@@ -267,7 +267,7 @@ class Sm80(Family):
     def backward_jvp_specs(
         self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
     ) -> tuple[KernelSpec, KernelSpec]:
-        """Return the kernels; simt's for rows of more columns than registers have sums for."""
+        """Return the kernels, or simt's if rows are so wide that their sums do not fit in registers."""
         if max(rounded_dims(problem)) > _MOST_COLUMNS_OF_SECOND:
             return Simt().backward_jvp_specs(problem, device, largest)
         every, named = ("q", "k", "v", "do"), tangents_of_kernels(problem)
@@ -283,7 +283,7 @@ class Sm80(Family):
         widest = next(dim for dim in _UNION_DIMS if dim >= max(rounded_dims(problem)))
         dims, most = (widest, widest), dict.fromkeys(_OF_UNIONS, ROWS)
         if problem.score is not None and widest > 64:
-            most["backward"] = 32  # maximum keys of a tile for which no registers are spilled
+            most["backward"] = 32  # maximum keys of a tile without spilled registers
         chosen = {
             role: replace(
                 _fitting(entry, problem, dims, device, (ROWS, min(block, most[role])), ROWS), packs_queries=True
@@ -295,7 +295,7 @@ class Sm80(Family):
     def _forward(
         self, problem: Problem, device: DeviceSpec, work: WorkList, unsplit: KernelSpec, num_splits: int | None
     ) -> tuple[Pass, int]:
-        """Return the forward pass, and how many thread blocks share a tile's keys."""
+        """Return the forward pass, and the number of thread blocks that divide a tile's keys."""
         shares_masks = isinstance(work, IntervalWork) and (work.lo is None or work.lo.shape[1] == 1)
         spec = split_spec(unsplit, problem, device, problem.group_size if shares_masks else 1)
         heads = problem.num_kv_heads if spec.pack_gqa else problem.num_heads
@@ -328,7 +328,10 @@ class Sm80(Family):
     def order(
         self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
     ) -> TileOrder:
-        """Return how many heads' tiles alternate: with a list as many as fit the cache, under a band one wave's."""
+        """Return between how many heads tiles alternate.
+
+        With a block list, these heads fit in the cache together. Under a band, they fill one wave of thread blocks.
+        """
         if isinstance(work, ListedWork):
             return TileOrder(listed_heads(problem, device), listed_kv_heads(problem, device))
         return order_of_waves(problem, device, work, forward, backward)
@@ -355,9 +358,9 @@ class Sm80(Family):
 
 
 def split_spec(forward: KernelSpec, problem: Problem, device: DeviceSpec, group_size: int) -> KernelSpec:
-    """Return the split-KV forward kernel, in which several thread blocks share each tile's keys.
+    """Return the split-KV forward kernel, in which several thread blocks divide each tile's keys.
 
-    If the queries of the `group_size` heads that share a key/value head fit one tile, the tile holds all of them.
+    If the queries of the `group_size` heads that share a key/value head fit in one tile, the tile holds all of them.
     """
     if group_size > 1:
         num_rows = problem.seqlen_q * group_size
@@ -437,7 +440,7 @@ def _candidates(
 
 @lru_cache(maxsize=1024)
 def _fitted(tile: _Tile, dims: tuple[int, int], largest: tuple[int, int], max_accumulators: int | None) -> _Tile:
-    """Return a tile reduced to `largest`, with as many warps as can share the reduced tile."""
+    """Return a tile reduced to `largest`, with no more warps than can share the reduced tile."""
     block_q, block_kv = (power_of_two(min(pair)) for pair in zip(tile[:2], largest))
     if max_accumulators is None:
         num_warps = block_q // min(tile.block_q // tile.num_warps, block_q)
@@ -454,9 +457,9 @@ def _fitted(tile: _Tile, dims: tuple[int, int], largest: tuple[int, int], max_ac
 
 
 def _with_partitionable_warps(tile: _Tile, dims: tuple[int, int]) -> _Tile:
-    """Return a tile of the backward kernel with only as many warps as can share each of its products."""
+    """Return a tile of the backward kernel with no more warps than can share each of its products."""
     products = [(tile.block_q, dims[0]), (tile.block_kv, dims[0]), (tile.block_kv, dims[1])]
-    if max(dims) <= 128:  # gradients of wider rows need more warps than the scores of small blocks can be divided among
+    if max(dims) <= 128:  # the gradients of wider rows need more warps than can share small scores
         products.append(tile[:2])
     num_warps = tile.num_warps
     while not all(can_partition(rows, columns, num_warps) for rows, columns in products):
@@ -470,7 +473,7 @@ def _num_accumulators(tile: _Tile, dims: tuple[int, int]) -> float:
 
 
 def can_partition(rows: int, columns: int, num_warps: int) -> bool:
-    """True if warps can share a product in pairs of fragments: `row_groups` of tile/warp_tile.cuh is not 0."""
+    """True if warps can divide a product into pairs of fragments (`row_groups` of tile/warp_tile.cuh is not 0)."""
     groups = (group for group in range(1, num_warps + 1) if num_warps % group == 0)
     return any(
         rows % (_MMA_SIDE * group) == 0 and columns % (_MMA_SIDE * (num_warps // group)) == 0 for group in groups

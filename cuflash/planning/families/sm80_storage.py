@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ..spec import KernelSpec
 
-MOST_PARTS = 128  # maximum number of parts of a sequence in decode kernels, kMostParts
+MOST_PARTS = 128  # maximum number of parts of a sequence in decode kernels; must equal their kMostParts
 _WORK_TILE, _VISIT_RANGE, _SCALE, _POINTER, _FLAG = 28, 24, 4, 8, 8  # bytes of a thread block's state in shared memory
 _CHUNK, _MATRIX = 20, 32  # bytes of a step and of an operand in the block mass kernel
-_STATISTICS = 4  # numbers of a query that kernels for tangents of gradients keep in shared memory
+_STATISTICS = 4  # numbers per query that kernels for tangents of gradients store in shared memory
 _STATE = _WORK_TILE + _VISIT_RANGE + _SCALE + _FLAG
 
 
@@ -77,7 +77,7 @@ def decode_bytes(spec: KernelSpec) -> int:
 
 
 def decode_e4m3_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of `decode_bytes` for FP8 rows, with a scale for each row of keys and of values."""
+    """Return the same as `decode_bytes` for FP8 rows, including a scale for each row of keys and of values."""
     return _tiles_or_parts(spec, spec.head_dim + spec.value_dim + 2 * _SCALE)
 
 

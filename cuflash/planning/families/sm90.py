@@ -34,9 +34,9 @@ from .sm90_storage import BACKWARD, BACKWARD_STATISTICS, FORWARD, ROWS
 
 LIST_BLOCK = (128, 128)  # queries and keys of a block in lists for these kernels
 _SEQUENCE_TILE = (64, 128)  # queries and keys of sequence-aligned backward tiles
-_STAGES, _NARROW_STAGES = 2, 4  # powers of two, as rings require; with head_dim up to 64 more stages fit
-_MMA_COLUMNS = 16  # block_kv of listed tiles is at least this
-_STATISTICS_WARPS = 4  # the fastest number: sm90_steps.log of b648872e, 28
+_STAGES, _NARROW_STAGES = 2, 4  # powers of two, as rings require; the second is for head_dim up to 64
+_MMA_COLUMNS = 16  # minimum block_kv of listed tiles
+_STATISTICS_WARPS = 4  # the fastest number in step 28 of sm90_steps.log at commit b648872e
 _BACKWARD_KEYS, _BACKWARD_STAGES, _WIDE_STAGES = 128, 3, 2
 
 
@@ -46,18 +46,19 @@ class _Tile(NamedTuple):
 
 
 # Tiles by the larger of head_dim and value_dim. With two consumer warpgroups, registers hold O and as many scores as
-# possible. Three warpgroups have fewer registers each, and are faster if queries attend enough keys that the cost
-# of starting a tile matters less. Four have short steps, and are faster if queries attend fewer keys and there are
+# possible. Three warpgroups have fewer registers each, and are faster if queries attend to enough keys that the cost
+# of starting a tile matters less. Four have short steps, and are faster if queries attend to fewer keys and there are
 # MIN_TILES_PER_PROCESSOR tiles per multiprocessor; with fewer tiles, the last ones would end late. Kernels that walk
-# lists have too few registers for three or four.
+# lists have too few registers for three or four consumer warpgroups.
 _FORWARD = {64: _Tile(128, 128), 128: _Tile(128, 128), 192: _Tile(128, 96), 256: _Tile(128, 80)}
 _FORWARD_3_CONSUMERS = {64: (512, _Tile(192, 128)), 128: (4096, _Tile(192, 80))}
 _FORWARD_4_CONSUMERS = {64: (1536, _Tile(256, 64))}
 MIN_TILES_PER_PROCESSOR = 2
-# Packed sequences, as measured in packed_steps.log of b648872e, 13 and 14. The last two are by the larger dimension.
-LONG_SEQUENCE = 768  # mean keys per sequence from which tiles are taken in order, longest first
-SHORT_SEQUENCES = {64: 512, 128: 256}  # mean keys per sequence up to which tiles are small
-CUT_WIDTHS = frozenset({128})  # dimensions for which forward tiles of long sequences are aligned to them
+# Limits for packed sequences, from steps 13 and 14 of packed_steps.log at commit b648872e. The dimensions in the last
+# two are the larger of head_dim and value_dim.
+LONG_SEQUENCE = 768  # minimum mean keys per sequence for which tiles are taken in order, longest first
+SHORT_SEQUENCES = {64: 512, 128: 256}  # maximum mean keys per sequence for which tiles are small
+CUT_WIDTHS = frozenset({128})  # dimensions for which forward tiles are aligned to long sequences
 _STAGED_KEYS = 128  # keys of a step if elements of a captured array are staged
 # Listed kernels with one consumer warpgroup, by the larger dimension: thread blocks per multiprocessor, and stages.
 _LISTED_SMALL = {64: (3, _STAGES), 128: (2, _STAGES + 1)}
@@ -198,7 +199,7 @@ class Sm90(Family):
         stages = _NARROW_STAGES if width <= 64 else _STAGES
         rows = replace(forward, entry=sm90_storage.BACKWARD_ROWS, min_blocks=2, num_stages=stages)
         specs = _SM80.union_specs(problem, device, block, heads) | {"forward": forward}
-        if heads != problem.group_size:  # the backward kernels are proven on a GPU for whole groups alone
+        if heads != problem.group_size:  # on a GPU, the backward kernels are tested only for whole groups
             return specs
         specs["backward_rows"] = rows
         if ROWS // heads > _MOST_GATHERED or block % ROWS:
@@ -228,7 +229,10 @@ class Sm90(Family):
     def _order(
         self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
     ) -> TileOrder:
-        """Return how many heads' tiles alternate: with a list as many as fit the cache, under a band for balance."""
+        """Return between how many heads tiles alternate.
+
+        With a block list, these heads fit in the cache together. Under a band, their number balances the thread blocks.
+        """
         tile = forward.block_q, forward.block_kv
         order = forward_order(problem, device, work, tile, resident_blocks(forward, device))
         if isinstance(work, ListedWork):
@@ -281,7 +285,7 @@ def _ordered(problem: Problem, specs: dict[str, KernelSpec], work: WorkList) -> 
 
 
 def _with_cut_sequences(problem: Problem, work: WorkList, specs: dict[str, KernelSpec]) -> dict[str, KernelSpec]:
-    """Return the kernels; those of the backward pass use sequence-aligned tiles if the work has tiles of their size.
+    """Return the kernels, with sequence-aligned backward tiles if the work has such tiles of the kernel's size.
 
     The backward kernel must also compute dQ, with additions in any order. Staged arrays and gradients of sinks need
     tiles that start at multiples of the tile size, and bins of a table leave too little shared memory.
@@ -319,7 +323,7 @@ def in_small_tiles(forward: KernelSpec) -> KernelSpec:
 def _keys_of_sequence(work: IntervalWork) -> float | None:
     """Return the mean keys per sequence, or the window if shorter; None if that needs data from a device.
 
-    On the host, a new sequence is assumed wherever the first attended key advances by more than one.
+    On the host, a new sequence is assumed wherever the first key of a row advances by more than one.
     """
     if work.mean_length is not None or not isinstance(work.lo, np.ndarray):
         return work.mean_length
@@ -329,7 +333,7 @@ def _keys_of_sequence(work: IntervalWork) -> float | None:
 
 
 def _mean_visible_keys(work: WorkList, problem: Problem) -> float | None:
-    """Return the mean number of keys that a query attends, from a sample of queries; None if the work is not a band."""
+    """Return the mean number of keys that a query attends to, from a sample of queries; None for other work."""
     if not isinstance(work, IntervalWork) or work.band is None or not problem.seqlen_q:
         return None
     query = np.linspace(0, problem.seqlen_q - 1, min(problem.seqlen_q, _SAMPLED_QUERIES))
@@ -350,12 +354,13 @@ def forward_spec(
     largest : (block_q, block_kv), optional
         The block sizes of a list, which must be multiples of the tile.
     num_keys : float
-        The mean number of keys that a query attends.
+        The mean number of keys that a query attends to.
     """
     width = next(width for width in _FORWARD if width >= max(dims))
     (block_q, block_kv), num_queries = _FORWARD[width], problem.seqlen_q
     # Large score functions need more registers than three or four consumer warpgroups have. With dropout, these are
-    # slower than two with another warpgroup that draws the random bits: dropout_steps.log of b648872e, 4.
+    # slower than two with another warpgroup that draws the random bits: step 4 of dropout_steps.log at commit
+    # b648872e.
     score = problem.score
     is_large = problem.dropout is not None or (score is not None and _is_large(score, can_stage(problem)))
     if largest is None and not is_large:
@@ -418,9 +423,9 @@ def backward_specs(
     Return {} if no tile supports the dimensions or the block sizes of a list.
 
     The two consumer warpgroups divide dQ of a query tile: each takes 64 of its rows, or if it has only 64 rows, half of
-    the panels of columns. Above head_dim 128, a tile has as many keys as fit registers next to dK and dV, or a divisor
-    of a list's block_kv. If results must be bitwise reproducible, or a list's blocks are smaller, a separate kernel
-    computes dQ, up to head_dim 128.
+    the panels of columns. Above head_dim 128, the number of keys in a tile is the largest for which dK and dV fit in
+    registers, or a divisor of a list's block_kv. If results must be bitwise reproducible, or a list's blocks are
+    smaller, a separate kernel computes dQ, up to head_dim 128.
     """
     widest = max(dims)
     if widest <= 128 and (deterministic or (largest is not None and min(largest) < 2 * ROWS)):

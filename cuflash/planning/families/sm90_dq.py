@@ -1,8 +1,8 @@
 """The decision whether thread blocks of the sm90 family's backward kernel finish dQ, and in which order.
 
-Under a band in which all queries attend the first keys, they finish dQ in the order of their key tiles, see
-kernels_cu/sm90/dq_semaphore.cuh. Otherwise the last key tile to arrive may finish it, see
-kernels_cu/sm90/dq_arrivals.cuh.
+Under a band in which all queries attend to the first keys, thread blocks finish dQ in the order of their key tiles
+(kernels_cu/sm90/dq_semaphore.cuh). Otherwise, the last key tile that adds to dQ of a query tile may finish it
+(kernels_cu/sm90/dq_arrivals.cuh).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..launches import DqSemaphoreOrder
 from ..problem import Problem
 from ..spec import KernelSpec
 
-_MAX_STORING_TILES = 31  # key tiles of a (batch, head) that have their own bit
+_MAX_STORING_TILES = 31  # maximum number of key tiles of a (batch, head), each with its own bit
 _MAX_ARRIVALS = 1 << 15  # maximum key tiles that visit a query tile: they are counted in half of the counter's bits
 _MOST_FINISHED_TILES = 16  # maximum of the mean number of key tiles that visit a query tile
 _LEAD_IN_WAVES = 2  # waves of blocks between the last and the first key tile of a head, as tiles differ in length
@@ -29,9 +29,9 @@ def dq_semaphore_order(
 ) -> DqSemaphoreOrder | None:
     """Return the order for a band, or None if blocks cannot finish dQ or if that is slower.
 
-    Blocks can finish dQ on three conditions. Every query attends the first key tile, and every key tile is attended by
-    a query, as with a causal mask or none. dQ is written in whole packets and in its final dtype. And each tile that
-    stores sums has its own bit.
+    Blocks can finish dQ on three conditions. Every query attends to the first key tile, and every key tile has a query
+    that attends to it, as with a causal mask or none. dQ is written in whole packets and in its final dtype. And each
+    tile that stores sums has its own bit.
     """
     lower, upper = (None, None) if band is None else (band.lower, band.upper)
     if band is None or not _can_write_dq(problem, backward):
@@ -71,14 +71,14 @@ def dq_semaphore_order(
 
 
 def last_finishes(problem: Problem, work: WorkList, backward: KernelSpec) -> bool:
-    """True if the last key tile that arrives at a query tile should finish its dQ.
+    """True if the last key tile that adds to dQ of a query tile should also finish this dQ.
 
     This saves the kernels that clear and round the sums, but the sums are loaded once more, and tiles wait for each
-    other. Published benchmarks that it speeds up by more than 2 %, in milliseconds with it and without: block lists of
+    other. It speeds up these published benchmarks by more than 2 % (milliseconds with it, and without): block lists of
     density 0.031, with 4 tiles on average, 0.468 and 0.488; packed sequences of 2048 keys, 1.597 and 1.701, of 64 to
-    4096 keys, 2.115 and 2.223; a window of 1024 keys, 0.456 and 0.470. Lists of 8 and 16 tiles take equally long; with
-    it, a list of 32 tiles takes 5 % longer, and a causal band of 8192 keys 12 % (sm90_steps.log of b648872e, 28 and
-    29; packed_steps.log of b648872e, 5).
+    4096 keys, 2.115 and 2.223; a window of 1024 keys, 0.456 and 0.470. Lists of 8 and 16 tiles take the same time; with
+    it, a list of 32 tiles takes 5 % longer, and a causal band of 8192 keys 12 % (steps 28
+    and 29 of sm90_steps.log and step 5 of packed_steps.log, at commit b648872e).
     """
     if not _can_write_dq(problem, backward):
         return False
@@ -92,14 +92,14 @@ def last_finishes(problem: Problem, work: WorkList, backward: KernelSpec) -> boo
 
 
 def _mean_keys(work: IntervalWork) -> float:
-    """Return the mean number of keys of a sequence, or the keys of a window; infinity if unknown."""
+    """Return the mean number of keys per sequence, or the number of keys in a window; infinity if unknown."""
     if work.band is not None and work.band.lower is not None and work.band.upper is not None:
         return work.band.upper - work.band.lower + 1
     return inf if work.mean_length is None else work.mean_length
 
 
 def finished_by_last(specs: Mapping[str, KernelSpec]) -> dict[str, KernelSpec]:
-    """Return the kernels without "convert_dq", since the last key tile that arrives finishes dQ."""
+    """Return the kernels without "convert_dq", since the last key tile that adds to dQ finishes it."""
     finished = of_backward(specs, lambda spec: replace(spec, last_finishes_dq=True))
     del finished["convert_dq"]
     return finished
@@ -125,10 +125,10 @@ def _can_write_dq(problem: Problem, backward: KernelSpec) -> bool:
 
 
 def _is_faster(seqlen_kv: int, width: int, is_masked: bool) -> bool:
-    """True if finishing dQ in order was measured faster than two more kernels (sm90_steps.log of b648872e, 27).
+    """True if finishing dQ in order is faster than two more kernels (step 27 of sm90_steps.log at commit b648872e).
 
-    The more keys a query attends, the smaller is the share of these kernels. Without a mask, blocks would end together,
-    but blocks that finish dQ take longer: above head_dim 64, 512 and 2048 keys became slower.
+    The more keys a query attends to, the less of the time these kernels take. Without a mask, all blocks would end
+    together, but blocks that finish dQ take longer: above head_dim 64, calls with 512 and 2048 keys became slower.
     """
     if is_masked or width <= 64:
         return seqlen_kv <= 2048

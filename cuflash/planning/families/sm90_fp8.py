@@ -26,7 +26,7 @@ _DIMS = (64, 128)  # dimensions that kernels are compiled for
 _KEYS = 128  # keys of a step
 _MIN_KEYS = 64
 _STAGES = 4
-_Q_STAGES = 2  # query tiles in shared memory at once
+_Q_STAGES = 2  # query tiles that are in shared memory at once
 _THREAD_ROOM = 16  # bytes of shared memory per consumer thread for its state
 
 

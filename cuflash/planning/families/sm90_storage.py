@@ -6,21 +6,21 @@ from ..options import DOT
 from ..score_bins import WARP_LANES
 from ..spec import SM90, Boxes, Entry, KernelSpec
 
-ROWS = 64  # queries of a warpgroup's wgmma
-_NUM_TILE_INFOS = 4  # work tiles in flight
+ROWS = 64  # queries per wgmma instruction of a warpgroup
+_NUM_TILE_INFOS = 4  # number of work tiles in flight
 # Sizes of messages and barriers, in bytes.
 _SLOT, _BARRIER, _TILE_INFO, _GROUP_RANGE, _MESSAGE, _FLAGS, _OTHER = 16, 8, 140, 12, 20, 4, 8
 _ARRAY_ALIGNMENT = 1024  # alignment of a staged array's slots, whose rows are swizzled by bits of their addresses
 _KEPT_STAGES = 2  # steps for which dropout's keep bits are drawn ahead
-_MEMBERS, _WARPS = 8, 4  # bytes of a step's members, and warps of a tile of neighbouring queries, each with flags
+_MEMBERS, _WARPS = 8, 4  # bytes of a step's members, and warps of a tile of neighboring queries; each warp has flags
 _COORDS = 12  # additional bytes of a tile's message if dO is loaded too
 _ARRAY_COORDS = 16  # additional bytes of a tile's message if an array is staged
 _COUNT = 4  # words of a counter of key tiles
-_QUERY_PARTS = 24  # additional bytes of a range of queries if backward tiles are aligned to sequences
+_QUERY_PARTS = 24  # additional bytes for the range of queries if backward tiles are aligned to sequences
 _GATHERED, _PART, _LAST_PART = 32, 24, 4  # additional bytes if queries are gathered
 _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 88, 104, 48
-_MAX_SHARED_BYTES, _STORAGE_BYTES = 227 << 10, 5 << 10  # as in sm90/q_tiles.cuh
-_MASS_MESSAGE, _MASS_TILE = 24, 56  # as in sm90/block_mass.cu; the tile's size without its queries
+_MAX_SHARED_BYTES, _STORAGE_BYTES = 227 << 10, 5 << 10  # equal to those in sm90/q_tiles.cuh
+_MASS_MESSAGE, _MASS_TILE = 24, 56  # equal to those in sm90/block_mass.cu; the tile is without its queries
 
 
 def _mass_bytes(spec: KernelSpec) -> int:
@@ -119,7 +119,7 @@ def _mass_boxes(spec: KernelSpec) -> dict[str, tuple[int, int]]:
 
 def _forward_boxes(spec: KernelSpec) -> Boxes:
     value_panel = _panels(spec)[1]
-    return _mass_boxes(spec) | {"v": (spec.block_kv, value_panel), "o": (ROWS // 4, value_panel)}  # rows of a warp
+    return _mass_boxes(spec) | {"v": (spec.block_kv, value_panel), "o": (ROWS // 4, value_panel)}  # o: rows of one warp
 
 
 def _backward_boxes(spec: KernelSpec) -> dict[str, tuple[int, int]]:
