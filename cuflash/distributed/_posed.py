@@ -12,6 +12,8 @@ import numpy as np
 from ..arrays import Array, ShapeDtype, accumulator_dtype, describe, is_int, namespace
 from ..blocks.work_list import requested_mask
 from ..calls._call import planned
+from ..executors import gpu
+from ..masks.base import Mask
 from ..masks.places import Places
 from ..masks.shape import MaskShape, count_reasons
 from ..planning.options import Options
@@ -215,7 +217,11 @@ class Posed:
     def _plan(self, shapes: Sequence[ShapeDtype], options: Options, places: Places) -> Plan:
         """Return the plan of a call at some places, whose gradients of keys are not rounded if ranks add them."""
         q, k, v = shapes
-        ready = planned(q, k, v, options._replace(places=places) if self.size > 1 else options)
+        if self.size > 1:
+            options = options._replace(places=places)
+        elif options.executor == "gpu" and isinstance(options.mask, Mask):  # its arrays are on the host
+            options = options._replace(mask=options.mask.to(gpu.namespace().asarray))
+        ready = planned(q, k, v, options)
         if self.method == "heads":
             return ready
         plan, kernel = ready._plan, None if ready.executor == "cpu" else options.kernel

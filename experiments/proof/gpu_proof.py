@@ -10,11 +10,11 @@ backward calls (dk and dv of the default call, and all three gradients with dete
 thread blocks per block slot of the GPU. Its results are compared bitwise on the device with those of the first call;
 the host waits only at the end. If a backward call uses another family, the call is counted for that family.
 
-`sanitizers`: runs `cases`, which together with calls on KV caches launch every kernel that the GPU can run, in a child
-process for each tool of compute-sanitizer and each family, `jobs` processes at a time. CuPy's memory pool is disabled,
-so that each array is a separate allocation. No kernel is excluded, not even CuPy's, because initcheck treats memory
-that it has not seen written as uninitialized. As a control, initcheck must report errors in one case per family in
-which k is left unwritten. sm90 has no control, since initcheck does not see reads by the tensor memory accelerator
+`sanitizers`: runs `cases`, which together with calls on KV caches launch every kernel that the GPU can run, in `parts`
+child processes for each tool of compute-sanitizer and each family, `jobs` processes at a time. CuPy's memory pool is
+disabled, so that each array is a separate allocation. No kernel is excluded, not even CuPy's, because initcheck treats
+memory that it has not seen written as uninitialized. As a control, initcheck must report errors in one case per family
+in which k is left unwritten. sm90 has no control, since initcheck does not see reads by the tensor memory accelerator
 (TMA). It does not see TMA's writes either, so o and the sums of dQ are set to zero before sm90's kernels write them.
 racecheck runs on sm90's kernels with watchdogs: it does not track the order that __syncwarp establishes between lanes,
 and with a watchdog every lane arrives at barriers, instead of one lane per warp.
@@ -42,6 +42,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import islice
 from operator import or_
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,6 +112,7 @@ class Config:
     seqlen_kv: int = 134
     timeout_s: int = 560
     jobs: int = 1
+    parts: int = 4  # processes that share the cases of a tool and a family
 
     def __post_init__(self) -> None:
         known = {"sections": SECTIONS, "families": tuple(FAMILIES), "tools": TOOLS, "dtypes": ("float16", "bfloat16")}
@@ -432,12 +434,12 @@ def run_caches() -> int:
         k, q = (cupy.full((3, *shape, 64), 1, q_dtype) for shape in ((2, 200), (heads, rows)))
         cache.append(k, k, counts=[200, 0, 130])
         if q_dtype.itemsize == 2:
-            cache.attention(q)
+            counts = [rows, 0, rows]
+            cache.attention(q, counts=counts)
             lists = cupy.asarray(np.random.default_rng(0).integers(-1, 4, (2, rows, 3)))
-            cache.attention(q, mask=masks.ChosenBlocks(lists, 64))
+            cache.attention(q, counts=counts, mask=masks.ChosenBlocks(lists, 64))
             cache.reserve([290, 90, 290])
-            counts = cupy.asarray(np.array([90, 90, 5], np.int32))
-            cache.append(k, k, counts=counts)
+            cache.append(k, k, counts=cupy.asarray(np.array([90, 90, 5], np.int32)))
             cache.attention(q, sink=cupy.zeros((heads,), np.float32))
         cache.check()
     return len(CACHES)
@@ -587,14 +589,15 @@ def child(argument: str) -> None:
         done += 1
     else:
         lengths = {name: request[name] for name in ("seqlen_q", "seqlen_kv")}
-        for _, case in cases(Config(families=tuple(request["families"]), **lengths)):
+        part, num_parts = request["part"]
+        for _, case in islice(cases(Config(families=tuple(request["families"]), **lengths)), part, None, num_parts):
             run_case(case)
             done += 1
-        if "sm80" in request["families"]:
+        if part == 0 and "sm80" in request["families"]:
             done += run_caches()
-        if "simt" in request["families"]:
+        if part == 0 and "simt" in request["families"]:
             done += run_masses() + run_selectors() + run_results() + run_captured_sums()
-        if "sm90" in request["families"]:
+        if part == 0 and "sm90" in request["families"]:
             done += run_quantized()
     print(DONE, done, flush=True)
 
@@ -669,18 +672,31 @@ def run_sanitizers(config: Config, device: DeviceSpec) -> Iterator[Record]:
     if set(config.tools) & set(WATCHED):
         specs |= {replace(spec, has_watchdog=True) for spec in specs if spec.family == "sm90"}
     nvrtc.precompile(specs, device.compute_capability)  # fills CuPy's cache, from which each child loads the kernels
-    jobs = [(name, family) for name in sorted(config.tools, key=SLOWEST_FIRST.index) for family in runs]
+    checks = [(name, family) for name in sorted(config.tools, key=SLOWEST_FIRST.index) for family in runs]
     if "initcheck" in config.tools:
-        jobs += [(CONTROL, family) for family in runs if family not in UNSEEN]
+        checks += [(CONTROL, family) for family in runs if family not in UNSEEN]
 
-    def record(job: tuple[str, str]) -> Record:
-        check, family = job
-        request = {"control": family if check == CONTROL else "", "families": [family], **lengths}
-        return {"check": check, "family": family} | under(tool, check.partition(",")[0], request, config.timeout_s)
+    def run_part(check: str, family: str, part: int, num_parts: int) -> Record:
+        request = {"control": family if check == CONTROL else "", "families": [family], "part": (part, num_parts)}
+        return under(tool, check.partition(",")[0], request | lengths, config.timeout_s)
 
     with ThreadPoolExecutor(config.jobs) as pool:
-        for future in track([pool.submit(record, job) for job in jobs], "sanitizers"):
-            yield constants | future.result()
+        futures = {}
+        for check, family in checks:
+            num_parts = 1 if check == CONTROL else config.parts
+            parts = [pool.submit(run_part, check, family, part, num_parts) for part in range(num_parts)]
+            futures[check, family] = parts
+        for (check, family), parts in track(list(futures.items()), "sanitizers"):
+            yield constants | {"check": check, "family": family} | in_sum([part.result() for part in parts])
+
+
+def in_sum(parts: Sequence[Record]) -> Record:
+    """Return the record of a tool and a family from those of its processes; errors are None if a tool failed."""
+    errors = [part["errors"] for part in parts]
+    return {
+        "calls": sum(part["calls"] for part in parts), "errors": None if None in errors else sum(errors),
+        "seconds": sum(part["seconds"] for part in parts), "note": next(filter(None, (x["note"] for x in parts)), ""),
+    }  # fmt: skip
 
 
 def run(config: Config) -> Iterator[Record]:

@@ -236,6 +236,9 @@ def test_what_a_tool_says_becomes_a_row(load, tmp_path: Path) -> None:
     }
     wrong = [name for name, row in rows.items() if proof.is_wrong(row | {"check": "racecheck"})]
     assert wrong == ["racy", "killed", "silent", "stuck"]
+    assert proof.in_sum([rows["sound"], rows["killed"]])["errors"] == 3
+    summed = proof.in_sum([rows["racy"], rows["killed"], rows["silent"]])
+    assert (summed["calls"], summed["errors"], summed["note"]) == (14, None, rows["killed"]["note"])
     assert not proof.is_wrong({"check": proof.CONTROL, "errors": 5}) and proof.is_wrong(
         {"check": proof.CONTROL, "errors": 0}
     )
@@ -464,6 +467,8 @@ def test_the_sanitizers_cases_run_on_a_gpu(load) -> None:
     for _, case in cases:
         proof.run_case(case)
     assert {case.kernel for _, case in cases} >= {"simt", "naive"}
+    assert proof.run_caches() and proof.run_masses() and proof.run_selectors() and proof.run_results()
+    assert proof.run_captured_sums()
 
 
 @pytest.mark.gpu

@@ -98,6 +98,11 @@ def test_more_ranks_and_other_layouts(devices):
 
 
 @pytest.mark.gpu
+def test_one_rank_takes_masks_of_the_host():
+    check([0], "documents", "float16")
+
+
+@pytest.mark.gpu
 def test_exchanged_heads_agree_with_one_call():
     check([0, 0], "causal", "float16", method="heads")
     check([0, 0, 0, 0], "documents", "float16", method="heads")
