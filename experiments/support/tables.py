@@ -122,7 +122,7 @@ def simt_speed(rows: list[Row]) -> str:
 
 
 def sim_against_gpu(rows: list[Row]) -> str:
-    """Tabulate the largest difference between the simulator and the GPU, divided by the error bound of either."""
+    """Tabulate the largest difference between the simulator and the GPU, divided by their error bound."""
     outputs = ("o", "lse", "dq", "dk", "dv")
     lines = []
     for kernel, dtype in dict.fromkeys((row["kernel"], row["dtype"]) for row in rows):

@@ -1,4 +1,4 @@
-"""Runs the tasks of a sweep on processes of this machine."""
+"""Runs the tasks of a sweep in processes on this machine."""
 
 from __future__ import annotations
 

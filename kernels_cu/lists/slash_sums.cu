@@ -1,6 +1,6 @@
-// Sums the masses of single keys over the rows of each key, and over the rows of each distance between a query and a
-// key: one thread per sum, in the order of the rows. A mass is the exponential of a score minus its row's lse, which
-// each thread block computes from the row's runs of keys. cuflash/selectors/slashes.py is the specification.
+// Sums the weights exp(score - lse of the row) of each key over all queries, and those of each distance between a query
+// and a key along that diagonal. A thread computes a sum, in the order of the queries; each thread block computes the lse
+// of a row from the row's runs of keys. cuflash/selectors/slashes.py is the specification.
 #include <lists/selection.cuh>
 #include <ptx/math.cuh>
 #include <ptx/shared.cuh>

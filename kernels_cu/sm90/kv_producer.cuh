@@ -208,8 +208,9 @@ struct KvProducer : KvTileScheduler<Config> {
   // FP8 operands, which start at multiples of their width.
   static constexpr bool kKeepsSteps = Config::kIsListed || Config::kIsPaged || Config::kIsQuantized;
 
-  // Return whether the slot of a tile also has queries that belong to no sequence, after the tile's queries. Q must be
-  // 0 there: it may be NaN, and the rows of a warp decide together whether maxima rise.
+  // Return whether the slot of a tile has rows after the tile's queries that belong to no sequence. Their Q must be
+  // replaced by zeros: it may be NaN, which would affect the other rows of a warp when they decide together whether to
+  // rescale.
   static CUFLASH_DEVICE bool ends_before_unused_queries(const attention::Params& params,
                                                         const attention::WorkTile& work) {
     return work.last < min(work.first + kBlockQ, params.shape.seqlen_q);

@@ -57,7 +57,7 @@ constexpr CUFLASH_DEVICE int row_groups(int rows, int columns, int num_warps) {
   for (int groups = 1; groups <= num_warps; ++groups) {
     if (num_warps % groups != 0 || rows % (16 * groups) != 0 || columns % (16 * (num_warps / groups)) != 0) continue;
     const int num_read = rows / groups + columns / (num_warps / groups);
-    if (num_read <= min_read) {  // the larger number wins a tie: shared rows take more registers than columns
+    if (num_read <= min_read) {  // on a tie, more groups: fewer rows per warp save registers
       best = groups;
       min_read = num_read;
     }

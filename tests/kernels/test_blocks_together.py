@@ -24,6 +24,7 @@ import test_fp8_kernels
 import test_page_bounds
 import test_result_kernels
 import test_score_kernels
+import test_tangent_kernels
 from cuflash.compiler.source import KERNELS
 from cuflash.executors.sim import Simulator
 from cuflash.testing import Structure, assert_within_bounds
@@ -141,6 +142,11 @@ def prefill() -> None:
     assert faults == 0 and np.isfinite(o[0]).any()
 
 
+def hopper_tangents() -> None:
+    moving = test_tangent_kernels.moved_along(test_tangent_kernels.HOPPER.example(), test_tangent_kernels.EVERY)
+    test_tangent_kernels.check(replace(SIM, kernel="sm90"), moving)
+
+
 HALF = {"dtype": "float16"}
 LISTED = masks.BlockPattern(np.array([[1, 0, 1], [0, 0, 0], [0, 1, 1]], bool), (64, 128))
 SHORT, ODD = {"seqlen_q": 70, "seqlen_kv": 150}, {"head_dim": 200, "value_dim": 130}
@@ -167,6 +173,7 @@ CASES: dict[str, Callable[[], None]] = {
     "sm90_block_mass": lambda: masses("H100"),
     "sm90_forward": lambda: all_results("sm90", **HALF, mask=masks.Causal("bottom_right")),
     "sm90_forward_fp8": fp8,
+    "sm90_jvp": hopper_tangents,
 }
 
 

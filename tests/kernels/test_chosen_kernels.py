@@ -375,7 +375,7 @@ def test_parts_of_what_many_queries_chose_are_added(kernel: str, queries_per_par
 
 
 def check_scores(library: Any, name: str) -> None:
-    """Assert that score functions of head, query and key change the scores of rows of several heads."""
+    """Check results if a score function depends on head, query and key, and the rows of a tile have several heads."""
     rng, example = np.random.default_rng(0), groups_example(6, 64)
     scores = part(library, "scores")
     score = {

@@ -186,7 +186,7 @@ def of_intervals(specs: Mapping[str, KernelSpec]) -> set[KernelSpec]:
     finishing = {replace(spec, last_finishes_dq=True) for spec in adding if spec.entry.name != "convert_dq"}
     ordered = replace(specs["forward"], is_ordered=True)
     walk = specs["backward"]
-    is_cut = (walk.block_q, walk.block_kv) == (64, 128)  # queries and keys of the tiles that end with their sequences
+    is_cut = (walk.block_q, walk.block_kv) == (64, 128)  # only these tiles may end with their sequences
     cut = {replace(spec, cuts_sequences=True) for spec in adding | finishing if is_cut}
     if max(ordered.head_dim, ordered.value_dim) <= max(SHORT_SEQUENCES):
         finishing.add(in_small_tiles(specs["forward"]))

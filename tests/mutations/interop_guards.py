@@ -471,3 +471,15 @@ def rows_of_devices_are_those_of_the_sequence(library: ModuleType) -> None:
         assert np.array_equal(np.asarray(in_order)[:, 0], np.arange(6 * size))
         if layout == "zigzag":
             assert {int(each.sum()) for each in positions} == {6 * (6 * size - 1) // 2}, "ranks have equal work"
+
+
+def sharded_calls_of_jax_are_right(library: ModuleType) -> None:
+    """Compare calls on arrays of several devices with those on one."""
+    jax = pytest.importorskip("jax")
+    from test_jax_sharding import check_sharded_calls
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        check_sharded_calls(library, (
+            "keys of all batch entries", "sink", "a score of the head", "a score of the batch entry", "dropout",
+            "a function of the head",
+        ))  # fmt: skip

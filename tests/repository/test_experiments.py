@@ -187,7 +187,7 @@ def test_the_proof_s_selectors_launch_every_kernel_of_selectors(load, tmp_path, 
     proof = load("gpu_proof")
     with cupy_machine.installed(monkeypatch, tmp_path / "cache") as machine:
         machine.runs_kernels = False
-        assert proof.run_selectors() == 24
+        assert proof.run_selectors() == 27
         loaded = {(function.spec.entry.name, function.spec.dtype) for function in machine.launchable}
     expected = {(spec.entry.name, spec.dtype) for spec in proof.specs_of_selectors()}
     assert expected <= loaded and {entry for entry, _ in expected} <= set(machine.launched)

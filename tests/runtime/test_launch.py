@@ -34,7 +34,7 @@ from foreign import Foreign
 
 RNG = np.random.default_rng(0)
 Q, K, V, DO = RNG.standard_normal((4, 2, 40, 16), dtype=np.float32)
-LISTED = masks.Dilated(3)  # a mask whose work is a list
+LISTED = masks.Dilated(3)  # a mask that becomes a list of blocks
 
 
 def require_bounds(results, *, q=Q, k=K, v=V, do=DO, **operands):

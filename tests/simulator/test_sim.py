@@ -692,6 +692,7 @@ def test_a_library_that_is_not_loaded_says_what_to_set(monkeypatch: pytest.Monke
         raise OSError(f"{name}: failed to map segment from shared object")
 
     build(TWICE, "twice")
+    monkeypatch.setattr(compiler, "_unusable", {})  # later tests use the folder again
     monkeypatch.setattr(ctypes, "CDLL", refuse)
     words = "twice must be loaded .*failed to map segment.*set CUFLASH_CACHE_DIR, or TMPDIR"
     with pytest.raises(sim.BuildError, match=words) as caught:

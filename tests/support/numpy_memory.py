@@ -81,7 +81,7 @@ class NumpyMemory:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Take the memory of this thread's arrays from here."""
+        """Let NumPy allocate this thread's arrays with the counting allocator inside a `with` block."""
         make = ctypes.pythonapi.PyCapsule_New
         make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
         handler = ctypes.addressof(ctypes.c_char.in_dll(_library(), "handler"))

@@ -170,7 +170,7 @@ def assert_expected(launch: Launch, results: Mapping[int, Any]) -> None:
         assert actual.shape == right.shape, (launch.name, place)
         where = np.ones(right.shape, bool) if expected.where is None else expected.where
         if not expected.ulps:
-            with np.errstate(invalid="ignore"):  # comparison of NaN with any payload may warn
+            with np.errstate(invalid="ignore"):  # converting a signaling NaN may warn
                 actual, right = (x[where].astype(np.float64) for x in (actual, right))
             np.testing.assert_array_equal(actual, right, f"{launch.name}, argument {place}")
         else:
