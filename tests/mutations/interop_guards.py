@@ -417,7 +417,7 @@ def second_derivatives_of_jax_are_right(library: ModuleType) -> None:
 
         names = "grad of grad", "jvp of grad", "grad of jvp", "grad of jvp along its tangent", "grad of vmap of grad"
         for name in names:
-            actual, expected = (jax.tree.leaves(COMBINATIONS[name](each, arrays())) for each in (ours, dense))
+            actual, expected = (jax.tree.leaves(COMBINATIONS[name](each, tuple(arrays()))) for each in (ours, dense))
             for one, other in zip(actual, expected, strict=True):
                 np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
 

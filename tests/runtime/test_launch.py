@@ -223,9 +223,9 @@ def test_host_and_device_arrays_do_not_mix(cupy):
     (reason,) = reasons_of(cuflash.attention, cupy.asarray(Q), K, V)
     assert "must be of one kind; got arrays of cupy, numpy" in reason
     (reason,) = reasons_of(cuflash.attention, *map(cupy.asarray, (Q, K, V)), executor="cpu")
-    assert "executor='cpu' takes NumPy arrays; got cupy's" in reason
+    assert "executor='cpu' takes NumPy arrays; got cupy arrays" in reason
     (reason,) = reasons_of(cuflash.attention, Q, K, V, executor="gpu")
-    assert "executor='gpu' takes CuPy arrays; got numpy's" in reason
+    assert "executor='gpu' takes CuPy arrays; got numpy arrays" in reason
     (reason,) = reasons_of(cuflash.attention, Q, K, V, out=cupy.asarray(Q))
     assert "out must be a NumPy array" in reason
 
