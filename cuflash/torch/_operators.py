@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import count
+from types import new_class
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -98,7 +99,7 @@ def differentiate(forward: Any, functions: dict[str, Any]) -> None:
 def _of_one_level(function: Any) -> Any:
     """Return a function that does not enter again the transformation to which the dispatcher has descended."""
     own = {name: vars(function)[name] for name in ("forward", "setup_context", "backward", "jvp")}
-    return type(function.__name__, (_SingleLevelFunction,), own)
+    return new_class(function.__name__, (_SingleLevelFunction,), exec_body=lambda body: body.update(own))
 
 
 def _has_proxies() -> bool:
