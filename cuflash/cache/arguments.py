@@ -46,7 +46,7 @@ def page_reasons(page_size: Any, num_pages: Any) -> list[str]:
     """Return why a cache cannot have this number of pages of this size."""
     reasons = page_size_reasons(page_size)
     if num_pages is None:
-        return [*reasons, "num_pages is required with page_size: batch * capacity / page_size pages hold everything"]
+        return [*reasons, "num_pages must be passed with page_size: batch * capacity / page_size pages hold everything"]
     return reasons + size_reasons(num_pages=num_pages)
 
 

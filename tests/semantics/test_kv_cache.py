@@ -356,7 +356,7 @@ WRONG = {
     "no batch": (lambda: KVCache(**SMALL | {"batch": 0}), "batch must be an int from 1 to 2**31 - 1; got 0"),
     "wide heads": (lambda: KVCache(**SMALL | {"head_dim": 257}), "head_dim must be an int from 1 to 256; got 257"),
     "integers": (lambda: KVCache(**SMALL | {"dtype": int}), "dtype must be one of float16, bfloat16, float32, float64"),
-    "no pages": (lambda: KVCache(**SMALL, page_size=64), "num_pages is required with page_size"),
+    "no pages": (lambda: KVCache(**SMALL, page_size=64), "num_pages must be passed with page_size"),
     "odd pages": (lambda: KVCache(**SMALL, page_size=40, num_pages=3), "page_size must be a multiple of 16"),
     "long pages": (lambda: KVCache(**SMALL, page_size=2048, num_pages=3), "at most 1024; got 2048"),
     "another module": (lambda: KVCache(**SMALL, xp=ml_dtypes), "xp must be the module numpy or cupy; got module"),
