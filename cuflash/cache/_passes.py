@@ -174,7 +174,7 @@ def _passes(
 def problem_of(
     q: ShapeDtype, k: ShapeDtype, v: ShapeDtype, sink: ShapeDtype | None, layout: CacheLayout, options: DecodeOptions
 ) -> Problem | None:
-    """Return a problem with as many keys as the cache's capacity; None if the sink is not one number per head.
+    """Return a problem whose number of keys is the cache's capacity; None if the sink is not one number per head.
 
     Raises
     ------

@@ -279,8 +279,8 @@ class Posed:
         if self.method == "gather":
             ranks = range(self.size)
             returned = max(sum(len(self.moved(source, rank)) for source in ranks) for rank in ranks)
-            taken = shape.num_batch * heads * returned * 2 * head_dim
-            return NUM_BUFFERS * (keys * (dtype.itemsize + wide) + taken * wide)
+            num_exchanged = shape.num_batch * heads * returned * 2 * head_dim
+            return NUM_BUFFERS * (keys * (dtype.itemsize + wide) + num_exchanged * wide)
         queries = shape.num_batch * (shape.num_heads // self.size) * shape.seqlen_q * head_dim
         return (2 * keys + 4 * queries) * dtype.itemsize
 

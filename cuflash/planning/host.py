@@ -16,7 +16,7 @@ from .problem import Problem
 _BLOCK_Q = 512
 _LEAST_BLOCK_KV, _MOST_BLOCK_KV = 512, 4096  # the backward pass holds block_kv^2 scores
 # Under a short window, or in short sequences, a taller tile visits more keys, and most of its scores are masked. A pair
-# is (height, factor): tiles of this height are used if tall tiles visit more than `factor` times as many keys.
+# is (height, factor): tiles of this height are used if tall tiles visit more than `factor` times their number of keys.
 _FLAT_TILES = ((64, 4), (128, 2))
 # Tiles of scores that a worker holds in the passes "jvp" and "backward_jvp"; in other passes, it holds two.
 JVP_TILES, BACKWARD_JVP_TILES = 3, 5
@@ -30,7 +30,7 @@ def host_tile(problem: Problem, device: DeviceSpec) -> tuple[int, int]:
 
 
 def in_flat_tiles(work: WorkList) -> WorkList:
-    """Return the work with flatter tiles if tall tiles visit several times as many keys; otherwise unchanged."""
+    """Return the work with flatter tiles if tall tiles visit several times their number of keys; else unchanged."""
     if isinstance(work, IntervalWork) and work.seqlen_q > work.block_q:
         visited = work.visited_keys(work.block_q)
         for height, factor in _FLAT_TILES:

@@ -50,7 +50,7 @@ def experiment_of(name: str) -> Any:
     Raises
     ------
     ValueError
-        There is no experiment of that name, or it has no Config.
+        No experiment has that name, or it has no Config.
     """
     paths = {path.stem for path in EXPERIMENTS.glob("*/*.py")}
     module = importlib.import_module(name) if name in paths else None

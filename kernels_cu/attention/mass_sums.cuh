@@ -124,7 +124,7 @@ class KeySums {
     }
   }
 
-  // Add the weights of a step that spans several key blocks, all of which end at multiples of eight columns of the
+  // Add the weights of a step that spans several key blocks. Each block must end at a multiple of eight columns of the
   // tile.
   CUFLASH_DEVICE void add_eights(Scores& p, const attention::KvBlock& block, float (&sum)[Scores::kRows]) {
 #pragma unroll

@@ -6,7 +6,7 @@
 // Gradients of scores that a score function has changed.
 namespace cuflash::attention {
 
-// What the rows of a tile of scores are: queries, with keys as columns, or the other way around.
+// The kind of the rows of a tile of scores. If rows are queries, columns are keys, and the other way around.
 enum class Rows { kQueries, kKeys };
 
 // Replace q k^T of an element by P = exp2(log2(e) f - lse), and dP by dS = dF f' with dF = P (dP - delta). All are 0

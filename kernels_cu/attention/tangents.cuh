@@ -13,7 +13,7 @@ struct Tangents {
   Matrices do_dot, dlse_dot, delta, delta_dot;
 };
 
-// Whether scores, or arrays that the score function reads, have tangents.
+// True if scores, or arrays that the score function reads, have tangents.
 constexpr bool kMovesScores = Config::kHasQDot || Config::kHasKDot || Config::kHasScoreDot;
 
 }  // namespace cuflash::attention

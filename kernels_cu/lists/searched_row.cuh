@@ -117,7 +117,7 @@ template <class Row>
 CUFLASH_DEVICE void list_by_block(const Row& row, uint32_t* room) {
   const Choice& choice = row.choice;
   uint32_t* const storage = room + kSearchWords;
-  // Of the blocks that are neither forced nor without eligibility.
+  // The least and the greatest score of the eligible blocks that are not forced.
   uint32_t least = kNotEligiblePlace, greatest = 0;
 #pragma unroll 1
   for (int column = ptx::thread_index(); column < row.num_columns; column += 32 * kRowWarps) {
