@@ -15,11 +15,11 @@ share a score function, and so do later batches of the same round; the next roun
 replaces a family that refuses an example.
 
 A row of the ledger stands for an executor, a device, a dtype, a family and a feature. It has the number of examples,
-how many of them exceeded a bound, the largest ratio for each result, and the example with the largest of all ratios. An
-example counts once in the row of each of its features, including the kind of its mask and each kernel that it used.
-`batches` counts the seeds used, so that a run continues with examples that no earlier run has drawn. Rows are written
-after each batch. soak_specifications.csv counts the examples of each kernel specification; `specifications` and `rare`
-count these specifications, and those with fewer than 20 examples.
+how many of them exceeded a bound, and the largest ratio for each result; the row of all features also has the example
+with the largest of all ratios. An example counts once in the row of each of its features, including the kind of its
+mask and each kernel that it used. `batches` counts the seeds used, so that a run continues with examples that no
+earlier run has drawn. Rows are written after each batch. soak_specifications.csv counts the examples of each kernel
+specification; `specifications` and `rare` count these specifications, and those with fewer than 20 examples.
 
 Cost: 15 ms of a core per example on the cpu executor, a second on the simulator.
 """
@@ -284,7 +284,7 @@ def draw(batch: Batch) -> Drawn:
     return Drawn(
         batch,
         [
-            place | {"family": family, "feature": name} | row | {"worst": repr(row["worst"])}
+            place | {"family": family, "feature": name} | row | {"worst": repr(row["worst"]) if name == EVERY else ""}
             for (family, name), row in rows.items()
         ],
         outside,
