@@ -1,6 +1,6 @@
 """Do calls of many threads disturb each other, take even times, and keep bounded memory?
 
-    python -m experiments load                                    # 100,000 calls on the cpu executor
+    python -m experiments load                                    # 100,000 calls on the cpu executor, half by threads
     python -m experiments load --gpu
     python -m experiments load --gpu --calls 20000 --seconds 15   # a short look
 
@@ -38,7 +38,7 @@ from harness import Record, main, one_thread, why_no_gpu
 from rich.table import Table
 
 KEY = ("executor", "gpu", "work")  # the GPU is the machine's
-LENGTHS = tuple(range(40, 260, 20))
+LENGTHS = tuple(range(10, 120, 10))
 CHECKED = 8  # every eighth call is compared
 WAITS = 64  # calls of a thread after which it waits for its stream, untimed, so that no queue is full
 STATM = Path("/proc/self/statm")
@@ -49,10 +49,10 @@ class Config:
     """Configuration of a run; the defaults are those of the published table."""
 
     gpu: bool = False
-    calls: int = field(default=100_000, metadata={"help": "calls of all threads together, for each number of threads"})
+    calls: int = field(default=50_000, metadata={"help": "calls of all threads together, for each number of threads"})
     threads: tuple[int, ...] = (1, 8)
     new_masks: int = field(default=1200, metadata={"help": "calls with a new mask each"})
-    seconds: float = field(default=300.0, metadata={"help": "when a row ends, however many calls it has"})
+    seconds: float = field(default=120.0, metadata={"help": "when a row ends, however many calls it has"})
 
     def __post_init__(self) -> None:
         if min(self.calls, self.new_masks, self.seconds, *self.threads) <= 0:
