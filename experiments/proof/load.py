@@ -6,7 +6,8 @@
 
 Threads, each on a stream of its own, make unlike calls in drawn order: attention, and its gradients, of several dtypes,
 lengths, masks, score functions and sinks. The results of every eighth call are compared bit for bit with those of the
-same call alone. A row of the table is for a number of threads, or for calls with a mask that is new each time.
+same call alone. A row of the table is for a number of threads, or for calls with a mask that is new each time. If there
+are several GPUs, threads run on all of them once more.
 
 `us` is the median host time of a call, averaged over the kinds of calls; `p99` is the 99th percentile of the time of a
 call over the median of its kind. `cpu_us` and `cpu_p99` are the same for the processor time of the thread, which leaves
@@ -85,25 +86,27 @@ class Host:
 
 
 class Device(Host):
-    """CuPy and the gpu executor."""
+    """CuPy and the gpu executor on one GPU."""
 
     executor = "gpu"
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
         import cupy
 
-        self.xp = cupy
+        self.xp, self._device = cupy, cupy.cuda.Device(number)
 
-    def stream(self) -> contextlib.AbstractContextManager[Any]:
-        stream: contextlib.AbstractContextManager[Any] = self.xp.cuda.Stream(non_blocking=True)
-        return stream
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        with self._device, self.xp.cuda.Stream(non_blocking=True):
+            yield
 
     def wait(self) -> None:
         self.xp.cuda.get_current_stream().synchronize()
 
     def pool_bytes(self) -> int:
-        self.xp.cuda.Device().synchronize()
-        return int(self.xp.get_default_memory_pool().total_bytes())
+        with self._device:
+            self._device.synchronize()
+            return int(self.xp.get_default_memory_pool().total_bytes())
 
 
 def kinds(where: Host) -> list[Kind]:
@@ -132,6 +135,7 @@ def kinds(where: Host) -> list[Kind]:
             for call in (forward, both):
                 call()
                 every.append(Kind(call, [each.copy() for each in call()]))
+    where.wait()
     return every
 
 
@@ -165,15 +169,24 @@ class Worker:
             self.num_wrong += int(wrong)
 
 
+def number_of_gpus() -> int:
+    import cupy
+
+    return int(cupy.cuda.runtime.getDeviceCount())
+
+
 def resident_bytes() -> int:
     gc.collect()
     return int(STATM.read_text().split()[1]) * 4096 if STATM.exists() else 0
 
 
-def in_threads(config: Config, where: Host, every: Sequence[Kind], threads: int) -> Record:
-    """Return the row of a number of threads."""
+def in_threads(config: Config, places: Sequence[tuple[Host, Sequence[Kind]]], threads: int) -> Record:
+    """Return the row of a number of threads, which take the places, each with its calls, in turn."""
     calls, deadline = max(4, config.calls // threads), time.monotonic() + config.seconds
-    workers = [Worker(where, every, seed, calls, deadline) for seed in range(threads)]
+    workers = [Worker(*places[seed % len(places)], seed, calls, deadline) for seed in range(threads)]
+
+    def pool_bytes() -> int:
+        return sum(where.pool_bytes() for where, _ in places)
 
     def together(part: slice) -> None:
         running = [threading.Thread(target=worker.run, args=(part,)) for worker in workers]
@@ -183,15 +196,16 @@ def in_threads(config: Config, where: Host, every: Sequence[Kind], threads: int)
             thread.join()
 
     together(slice(0, calls // 4))
-    host, device = resident_bytes(), where.pool_bytes()
+    host, device = resident_bytes(), pool_bytes()
     bytes_of_time = sys.getsizeof((0, 0.0, 0.0)) + 2 * sys.getsizeof(0.0) + 8  # of one entry of `Worker.times`
     together(slice(calls // 4, calls))
     growth = resident_bytes() - host
     times = [each for worker in workers for each in worker.times]
     growth -= bytes_of_time * max(0, len(times) - threads * (calls // 4))
-    row = {"work": f"{threads} thread{'s' * (threads > 1)}", "calls": len(times)} | spread(times)
+    on_gpus = f", {len(places)} GPUs" * (len(places) > 1)
+    row = {"work": f"{threads} thread{'s' * (threads > 1)}{on_gpus}", "calls": len(times)} | spread(times)
     row |= {"checked": sum(worker.num_checked for worker in workers), "wrong": sum(w.num_wrong for w in workers)}
-    return row | {"host_mib": growth / 2**20, "device_mib": (where.pool_bytes() - device) / 2**20}
+    return row | {"host_mib": growth / 2**20, "device_mib": (pool_bytes() - device) / 2**20}
 
 
 def spread(times: Sequence[tuple[int, float, float]]) -> Record:
@@ -234,15 +248,20 @@ def run(config: Config) -> Iterator[Record]:
     """Yield the rows of the numbers of threads, and that of new masks."""
     if config.gpu and (reason := why_no_gpu()):
         sys.exit(f"load --gpu needs a GPU: {reason}")
-    where = Device() if config.gpu else Host()
+    wheres = [Device(number) for number in range(number_of_gpus())] if config.gpu else [Host()]
     wrong = 0
     with contextlib.nullcontext() if config.gpu else one_thread():  # threads of BLAS would wait for each other
-        every = kinds(where)
-        for threads in config.threads:
-            row = in_threads(config, where, every, threads)
+        places = []
+        for where in wheres:
+            with where.stream():
+                places.append((where, kinds(where)))
+        groups = [(1, threads) for threads in config.threads]
+        groups += [(len(places), max(config.threads))] * (len(places) > 1)
+        for num_places, threads in groups:
+            row = in_threads(config, places[:num_places], threads)
             wrong += row["wrong"]
-            yield {"executor": where.executor, "kinds": len(every)} | row
-        yield {"executor": where.executor} | with_new_masks(config, where)
+            yield {"executor": wheres[0].executor, "kinds": len(places[0][1])} | row
+        yield {"executor": wheres[0].executor} | with_new_masks(config, wheres[0])
     if wrong:
         sys.exit(f"{wrong} results have other bits than alone")
 
