@@ -1,6 +1,7 @@
 #pragma once
 #include <attention/append_params.cuh>
 #include <attention/tile_scheduler.cuh>
+#include <ptx/atomic_store.cuh>
 
 // Code that the kernels that append rows to a cache share. It computes the positions of new rows, and updates the
 // length of a sequence.
@@ -32,7 +33,7 @@ CUFLASH_DEVICE void set_length(const Append& params, int sequence, const NewRows
     __threadfence();
     if (ptx::fetch_add(params.arrivals + sequence, 1) != params.blocks_per_sequence - 1) return;
     __threadfence();
-    params.arrivals[sequence] = 0;  // reset for the next launch: all blocks of this one have arrived
+    ptx::store_relaxed(params.arrivals + sequence, 0);  // reset for the next launch: all blocks have arrived
   }
   params.cache.lengths[sequence] = rows.length + rows.num_rows;
 }
