@@ -1,7 +1,6 @@
 #pragma once
 #include <attention/append_params.cuh>
 #include <attention/tile_scheduler.cuh>
-#include <ptx/atomic_store.cuh>
 
 // Code that the kernels that append rows to a cache share. It computes the positions of new rows, and updates the
 // length of a sequence.
@@ -33,7 +32,7 @@ CUFLASH_DEVICE void set_length(const Append& params, int sequence, const NewRows
     __threadfence();
     if (ptx::fetch_add(params.arrivals + sequence, 1) != params.blocks_per_sequence - 1) return;
     __threadfence();
-    ptx::store_relaxed(params.arrivals + sequence, 0);  // reset for the next launch: all blocks have arrived
+    tile::reset(params.arrivals + sequence);
   }
   params.cache.lengths[sequence] = rows.length + rows.num_rows;
 }
