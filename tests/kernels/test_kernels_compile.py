@@ -164,8 +164,8 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
                         split = sm80.split_spec(family_specs["forward"], problem, device, group_size)
                         specs |= {split, sm80.combine_spec(split)}
                 if family in ("sm80", "sm90") and limit is None and dtype in _HALVES:
-                    group = Problem.of(ShapeDtype((16, length, head_dim), dtype), k, v)
-                    for block in (16, 32, 64):
+                    for heads, block in product((4, 16), (16, 32, 64)):  # few heads add to dQ atomically
+                        group = Problem.of(ShapeDtype((heads, length, head_dim), dtype), k, v)
                         specs |= set(FAMILIES[family].union_specs(group, device, block, group.group_size).values())
     return specs
 
