@@ -21,7 +21,7 @@ mask and each kernel that it used. `batches` counts the seeds used, so that a ru
 earlier run has drawn. Rows are written after each batch. soak_specifications.csv counts the examples of each kernel
 specification; `specifications` and `rare` count these specifications, and those with fewer than 20 examples.
 
-Cost: 15 ms of a core per example on the cpu executor, a second on the simulator.
+Cost: 20 to 35 ms of a core per example on the cpu executor of a busy machine, a second on the simulator.
 """
 
 import functools
