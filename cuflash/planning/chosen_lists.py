@@ -46,9 +46,9 @@ QUERIES_PER_PART = 512  # minimum queries per part of a key block; each part has
 _PARTS_IN_ALL = 1024  # approximate total number of parts: a few per thread block that a GPU holds at once
 NAME = "chosen"  # the feature's name
 NOT_JOINED = (
-    "; block lists per query are not joined: only sm80 and sm90 kernels join the lists of neighbouring queries, for 16-bit "
-    "elements, blocks of 16, 32 or a multiple of 64 keys and row intervals, without dropout and without gradients of "
-    "a score function's arrays, and of an index on a device only if it has no partial blocks"
+    "; block lists per query are not joined: only sm80 and sm90 kernels join the lists of neighbouring queries, for "
+    "16-bit elements, blocks of 16, 32 or a multiple of 64 keys and row intervals, without dropout and without "
+    "gradients of a score function's arrays, and of an index on a device only if it has no partial blocks"
 )
 # This record mirrors `kernels_cu/attention/chosen_lists.cuh`.
 CHOSEN_LISTS = np.dtype(

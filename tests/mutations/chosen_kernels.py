@@ -423,7 +423,7 @@ FAULTS = {
             PLAN, "_work_at_call", "batch, rows = max(batch, intervals.batch), intervals.rows", "rows = intervals.rows"
         ),
         "arrays have the order of the masks": Edit(
-            "masks/one_array.py", "mask_contents", "0 if type(part) is ChosenBlocks else len(forms)", "len(forms)"
+            "masks/one_array.py", "mask_contents", "arrays = *form.arrays, *arrays", "arrays = *arrays, *form.arrays"
         ),
         "bands hide nothing": Edit(
             PLAN, "UnionSource._numbers", "(None, None) if band is None else (band.lower, band.upper)", "(None, None)"
