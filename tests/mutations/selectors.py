@@ -252,7 +252,7 @@ FAULTS = {
         "distances before 0 are read": Edit(CROSSINGS, "has_any", "start > 0 ? start : 0", "start"),
         "bounds are of the greatest key alone": Edit(BOUNDS, "lists_page_bounds", "x * least", "x * greatest"),
         "NaN of a key is lost": Edit(
-            "lists/order.cuh", "greater", "x >= y || x != x ? x : y", "x >= y ? x : y"
+            "attention/score_math.cuh", "maximum", "x >= y || x != x ? x : y", "x >= y ? x : y"
         ),
         "a short page continues": Edit(
             BOUNDS, "lists_page_bounds", "end < bounds.num_keys ? end : bounds.num_keys", "end"
