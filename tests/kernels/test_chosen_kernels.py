@@ -713,7 +713,7 @@ def test_an_index_on_a_device_takes_the_kernels(cupy: Any, monkeypatch: pytest.M
             results = passes(index, arrays, do, **options)
             assert cupy.launched == [
                 "unions", "forward", "columns_count", "columns_scan", "columns_fill", "backward_statistics",
-                "backward", "backward_rows",
+                "backward", "convert_dq",
             ]  # fmt: skip
             share = require_bounds_of_index(make(np.asarray, turn), options, *results)
             assert 0 < share < 1 or name == "no blocks"
