@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..executors import gpu
-from ._schedule import COPY, TAKE, Step
+from ._schedule import COPY, TAKE, Issue
 
 Event = Any  # an object that other lanes wait for; None on the host, where a step is over when it returns
 
@@ -64,7 +64,7 @@ def joint_runs(source: Array, target: Array) -> tuple[tuple[int, int, int], ...]
 
 
 class HostLanes:
-    """Steps of a rank with NumPy arrays: a step is over when it returns."""
+    """Lanes of a rank with NumPy arrays: a step is over when it returns."""
 
     namespace: Any = np
 
@@ -76,14 +76,18 @@ class HostLanes:
         """Return the event that other lanes wait for before they read the arrays of this rank."""
         return None
 
-    def run(self, step: Step, events: Sequence[Event], do: Callable[[], None]) -> Event:
-        """Run a step after these events, and return the event of its end."""
+    def run(self, issue: Issue, events: Sequence[Event], do: Callable[[], None]) -> Event:
+        """Run a step after these events; return the event of its end if it is awaited."""
         do()
         return None
 
-    def copy(self, target: Array, source: Array, move: Move) -> None:
-        """Copy rows to this rank."""
-        for own, other in move.parts(target, source):
+    def bound(self, target: Array, source: Array, move: Move) -> Any:
+        """Return what `copy` needs to know of a move between arrays with the layouts of these."""
+        return move
+
+    def copy(self, target: Array, source: Array, bound: Any) -> None:
+        """Copy rows to this rank, from an array of any rank."""
+        for own, other in bound.parts(target, source):
             own[...] = other
 
     def finish(self, events: Sequence[Event]) -> None:
@@ -91,10 +95,10 @@ class HostLanes:
 
 
 class DeviceLanes:
-    """Steps of a rank on a GPU: kernels on its current stream, and copies of peer memory on a separate stream.
+    """Lanes of a rank on a GPU: its current stream for kernels, and a separate stream for copies of peer memory.
 
     Copies use the copy engines, so that kernels keep all multiprocessors. The host never waits: streams wait for
-    events of other streams, including those on other GPUs.
+    events of other streams, including those on other GPUs. Any thread may run the steps of a rank.
 
     Attributes
     ----------
@@ -110,48 +114,67 @@ class DeviceLanes:
             for peer in {*devices} - {device}:
                 _enable_access(cuda.runtime, device, peer)
         self._kernels: Any = None
+        self._events: dict[int, Event] = {}  # by number of the step; recorded by each pass
 
     def current(self) -> Any:
         return self._cuda.Device(self.device)
 
     def start(self) -> Event:
         self._kernels = self._cuda.get_current_stream()
-        return self._recorded(self._kernels)
+        return self._kernels.record(self._event(-1))
 
-    def run(self, step: Step, events: Sequence[Event], do: Callable[[], None]) -> Event:
-        stream = self._copies if step.kind in (COPY, TAKE) else self._kernels
+    def run(self, issue: Issue, events: Sequence[Event], do: Callable[[], None]) -> Event:
+        is_copy = issue.step.kind in (COPY, TAKE)
+        stream = self._copies if is_copy else self._kernels
         for event in events:
             stream.wait_event(event)
-        do()
-        return self._recorded(stream)
+        if is_copy:
+            do()
+        else:
+            with self._cuda.Device(self.device), stream:
+                do()
+        return stream.record(self._event(issue.number)) if issue.is_awaited else None
 
-    def copy(self, target: Array, source: Array, move: Move) -> None:
-        """Queue one copy of all heads per run of rows and batch entry; the elements of a row must be adjacent."""
-        copy, kind = self._cuda.runtime.memcpy2DAsync, self._cuda.runtime.memcpyDefault
-        itemsize, stream = target.dtype.itemsize, self._copies.ptr
+    def bound(self, target: Array, source: Array, move: Move) -> Any:
+        """Return the copies of a move, one for each run of rows and batch entry: offsets, pitches, width and height.
+
+        All heads of a run are one copy; the elements of a row must be adjacent.
+        """
+        row = target.shape[-1] * target.dtype.itemsize
         heads = len(range(*move.heads.indices(source.shape[-3])))
-        row = target.shape[-1] * itemsize
-        to_head, from_head = (x.strides[-3] for x in (target, source))
-        if not heads:
-            return
-        for entry in itertools.product(*map(range, target.shape[:-3])):
-            to, start = (
-                x.data.ptr + sum(n * stride for n, stride in zip(entry, x.strides)) + (each.start or 0) * x.strides[-3]
-                for x, each in ((target, move.to_heads), (source, move.heads))
+        to_first, from_first = move.to_heads.start or 0, move.heads.start or 0
+        return [
+            (
+                _offset(target, (*entry, to_first)) + to * row, max(target.strides[-3], rows * row),
+                _offset(source, (*entry, from_first)) + first * row, max(source.strides[-3], rows * row),
+                rows * row, heads,
             )
-            for first, place, rows in move.runs:
-                width = rows * row
-                copy(
-                    to + place * row, max(to_head, width), start + first * row, max(from_head, width), width, heads,
-                    kind, stream,
-                )  # fmt: skip
+            for entry in itertools.product(*map(range, target.shape[:-3])) if heads
+            for first, to, rows in move.runs
+        ]  # fmt: skip
+
+    def copy(self, target: Array, source: Array, bound: Any) -> None:
+        copy, kind, stream = self._cuda.runtime.memcpy2DAsync, self._cuda.runtime.memcpyDefault, self._copies.ptr
+        to, start = target.data.ptr, source.data.ptr
+        for to_offset, to_pitch, offset, pitch, width, height in bound:
+            copy(to + to_offset, to_pitch, start + offset, pitch, width, height, kind, stream)
 
     def finish(self, events: Sequence[Event]) -> None:
         for event in events:
             self._kernels.wait_event(event)
 
-    def _recorded(self, stream: Any) -> Event:
-        return stream.record(self._cuda.Event(disable_timing=True))
+    def _event(self, number: int) -> Event:
+        """Return the event of a step, which each pass records once more; waits that are queued are not affected."""
+        event = self._events.get(number)
+        if event is None:
+            with self._cuda.Device(self.device):
+                event = self._events[number] = self._cuda.Event(disable_timing=True)
+        return event
+
+
+def _offset(array: Array, index: tuple[int, ...]) -> int:
+    """Return the bytes from the start of an array to the element at an index of its first axes."""
+    return sum(n * stride for n, stride in zip(index, array.strides))
 
 
 Lanes = HostLanes | DeviceLanes

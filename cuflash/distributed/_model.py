@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 METHODS = ("gather", "heads")
+TILE = 128  # number of queries that a multiprocessor computes at a time
 
 
 class Machine(NamedTuple):
@@ -16,6 +17,10 @@ class Machine(NamedTuple):
         FLOP/s of the passes.
     link : float
         Bytes per second that a device receives.
+    launch : float
+        Seconds in which the host queues a copy or a kernel. One thread queues those of all ranks.
+    processors : int
+        Number of multiprocessors. At the end of each group of heads, they are idle for a quarter of a tile's time.
 
     Examples
     --------
@@ -26,6 +31,15 @@ class Machine(NamedTuple):
     forward_rate: float = 720e12
     backward_rate: float = 560e12
     link: float = 280e9
+    launch: float = 5e-6
+    processors: int = 132
+
+    def idle_share(self, tiles: float) -> float:
+        """Return the time that a device is idle at the end of a group, as a share of the time of a number of tiles."""
+        return self.processors / max(4 * tiles, 4.0)
+
+
+TYPICAL = Machine()  # its rates decide on the method and the groups of heads
 
 
 class CallSize(NamedTuple):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from cuflash.distributed import ContextParallel, PeerLost, _lanes, run
 from cuflash.distributed._lanes import DeviceLanes, Move
-from cuflash.distributed._schedule import ATTEND, COPY, Step
+from cuflash.distributed._schedule import ATTEND, COPY, Step, program
 from cuflash.testing import assert_within
 from executors import needs_compiler
 
@@ -191,7 +191,8 @@ def test_copies_move_rows_of_heads(machine):
     expected = target.copy()
     _lanes.HostLanes().copy(expected, source, move)
     array = machine.zeros(target.shape, target.dtype)
-    DeviceLanes(0, [0, 1]).copy(array, machine.asarray(source), move)
+    lanes, sent = DeviceLanes(0, [0, 1]), machine.asarray(source)
+    lanes.copy(array, sent, lanes.bound(array, sent, move))
     assert np.array_equal(array.get(), expected)
     assert len(machine.copies) == 6  # of two batch entries and three runs, for both heads at once
     assert ("access", 0, 1) in machine.log
@@ -222,16 +223,26 @@ def test_ranks_of_a_stand_in_agree_with_one_call(machine, method):
 
 
 def test_steps_wait_for_events_on_their_stream(machine):
-    lanes = DeviceLanes(0, [0, 0])
-    start = lanes.start()
-    copied = lanes.run(Step(COPY, 0, 1, 0), [start], lambda: None)
-    attended = lanes.run(Step(ATTEND, 0, 0, 0), [copied], lambda: None)
-    lanes.finish([attended, copied])
-    waits = [(kind, stream, number) for kind, stream, number in machine.log if kind == "wait"]
-    copies = lanes._copies.ptr
-    assert waits == [
-        ("wait", copies, start.number), ("wait", 0, copied.number), ("wait", 0, attended.number),
-        ("wait", 0, copied.number),
+    """Only events that another stream waits for are recorded, and each pass records the same ones once more."""
+    lanes, copy = DeviceLanes(0, [0, 0]), Step(COPY, 0, 1, 0)
+    attend, later = Step(ATTEND, 0, 0, 0, (0,)), Step(COPY, 0, 1, 1, (1,))
+    issued, ((last,), _) = program([copy, attend, later], 2)
+    logs = []
+    for _ in range(2):
+        machine.log.clear()
+        start, events = lanes.start(), {}
+        for issue in issued:
+            waits = [*(start for _ in issue.starts), *(events[number] for number in issue.waits)]
+            events[issue.number] = lanes.run(issue, waits, lambda: None)
+        lanes.finish([events[last]])
+        logs.append(list(machine.log))
+    copies, first, second, third = lanes._copies.ptr, *(lanes._event(number).number for number in range(3))
+    assert logs[0] == logs[1] == [
+        ("record", 0, start.number),
+        ("wait", copies, start.number), ("wait", copies, start.number), ("record", copies, first),
+        ("wait", 0, first), ("record", 0, second),
+        ("wait", copies, second), ("record", copies, third),
+        ("wait", 0, third),
     ]  # fmt: skip
 
 
