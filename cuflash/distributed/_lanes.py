@@ -124,15 +124,15 @@ class DeviceLanes:
         return self._kernels.record(self._event(-1))
 
     def run(self, issue: Issue, events: Sequence[Event], do: Callable[[], None]) -> Event:
-        is_copy = issue.step.kind in (COPY, TAKE)
-        stream = self._copies if is_copy else self._kernels
+        if issue.step.kind in (COPY, TAKE):
+            return self._queue(self._copies, issue, events, do)
+        with self._cuda.Device(self.device), self._kernels:
+            return self._queue(self._kernels, issue, events, do)
+
+    def _queue(self, stream: Any, issue: Issue, events: Sequence[Event], do: Callable[[], None]) -> Event:
         for event in events:
             stream.wait_event(event)
-        if is_copy:
-            do()
-        else:
-            with self._cuda.Device(self.device), stream:
-                do()
+        do()
         return stream.record(self._event(issue.number)) if issue.is_awaited else None
 
     def bound(self, target: Array, source: Array, move: Move) -> Any:
@@ -160,8 +160,9 @@ class DeviceLanes:
             copy(to + to_offset, to_pitch, start + offset, pitch, width, height, kind, stream)
 
     def finish(self, events: Sequence[Event]) -> None:
-        for event in events:
-            self._kernels.wait_event(event)
+        with self._cuda.Device(self.device):  # whose default stream the kernels may use
+            for event in events:
+                self._kernels.wait_event(event)
 
     def _event(self, number: int) -> Event:
         """Return the event of a step, which each pass records once more; waits that are queued are not affected."""

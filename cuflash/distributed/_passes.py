@@ -268,7 +268,7 @@ class _Backward:
             if posed.returns_all(rank):
                 for term in terms[:-1]:
                     first += term
-                call.xp.add(first, terms[-1] if terms else 0, out=own, casting="same_kind")
+                call.xp.add(first, terms[-1] if terms else 0, out=own)
                 continue
             total = call.xp.zeros(own.shape, first.dtype)
             for source, term in enumerate((first, *terms)):
