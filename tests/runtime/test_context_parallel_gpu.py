@@ -3,7 +3,7 @@
 import cupy_machine
 import numpy as np
 import pytest
-from cuflash.distributed import ContextParallel, PeerLost, _lanes, run
+from cuflash.distributed import ContextParallel, Machine, PeerLost, _lanes, _posed, run
 from cuflash.distributed._lanes import DeviceLanes, Move
 from cuflash.distributed._schedule import ATTEND, COPY, Step, program
 from cuflash.testing import assert_within
@@ -220,6 +220,35 @@ def test_ranks_of_a_stand_in_agree_with_one_call(machine, method):
     for results, dsink in run(rank, devices=[0, 1], timeout=60):
         for mine, exact in zip((*results, dsink), (o, dq, dk, dv, gradients["sink"])):
             np.testing.assert_allclose(mine, exact, atol=2e-5)
+
+
+@pytest.mark.parametrize(("method", "launch"), [("gather", 0.0), ("gather", 5e-6), ("heads", 0.0)])
+def test_a_rank_needs_half_of_the_arrays_of_one_gpu_and_what_the_formula_says(machine, monkeypatch, method, launch):
+    """The formula is that of the rank that needs the most; kernels need their own workspaces besides."""
+    monkeypatch.setattr(_posed, "TYPICAL", Machine(launch=launch))
+    machine.runs_kernels = False
+    heads, kv_heads, rows, dim = 8, 4, 2048, 64
+    formulas, kernels, before = [], [], machine.live_bytes
+
+    def rank(group):
+        cp = ContextParallel(
+            group, seqlen=rows, num_heads=heads, num_kv_heads=kv_heads, causal=True, block=64, method=method
+        )
+        own = {"q": heads, "k": kv_heads, "v": kv_heads, "do": heads}
+        q, k, v, do = (machine.empty((count, len(cp.rows), dim), np.float16) for count in own.values())
+        for _ in range(2):
+            o, vjp = cp.attention_vjp(q, k, v)
+            gradients = vjp(do)
+        formulas.append(cp.workspace_bytes(dim, "float16"))
+        (prepared,) = cp._known.values()
+        kernels.append(max(plan.workspace_bytes for part in prepared.parts for _, plan in part.plans))
+        return gradients
+
+    run(rank, devices=[0, 1], timeout=60)
+    row = 2 * dim * 2
+    arrays = rows * heads * (2 * row + 4) + rows * kv_heads * 2 * row  # q, do, o, dq and lse, and k, v, dk and dv
+    peak = machine.most_bytes - before
+    assert arrays + 0.85 * sum(formulas) <= peak <= arrays + sum(formulas) + 2 * sum(kernels)
 
 
 def test_steps_wait_for_events_on_their_stream(machine):
