@@ -64,7 +64,7 @@ class ContextParallel:
     -----
     With "gather", results of a row agree with those of one device within their error bounds, and gradients of keys are
     added in the order of ranks, so that results are bitwise reproducible for equal layouts. Key/value heads are
-    computed in groups of 1, 1, 2, 2, ... heads, and the keys of the next group move while a group is computed.
+    computed in groups, which the cost model chooses; the keys of the next group move while a group is computed.
 
     Examples
     --------
@@ -409,8 +409,8 @@ class ContextParallel:
         Returns
         -------
         int
-            With "gather", two buffers for keys and values of the largest group of heads, for their gradients, and for
-            the gradients that other ranks return. With "heads", all rows of the rank's own heads.
+            With "gather", a buffer for keys and values of the largest group of heads, for their gradients, and for the
+            gradients that other ranks return; two if there are several groups. With "heads", all rows of the rank's own heads.
 
         Examples
         --------
