@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -11,8 +11,10 @@ import numpy as np
 
 from ..arrays import Array
 from ..executors import gpu
+from ..plans import Plan
 from ._schedule import COPY, TAKE, Issue
 
+Launcher = Callable[[Sequence[Array]], None]
 Event = Any  # an object that other lanes wait for; None on the host, where a step is over when it returns
 
 
@@ -90,6 +92,23 @@ class HostLanes:
         for own, other in bound.parts(target, source):
             own[...] = other
 
+    def launcher(
+        self, plan: Plan, name: str, arrays: Mapping[str, Array], outs: Mapping[str, Array], wholes: Sequence[Array]
+    ) -> Launcher | None:  # fmt: skip
+        """Return a function that runs a pass on the same parts of other arrays; None if the pass is not bound so.
+
+        Parameters
+        ----------
+        plan : Plan
+        name : str
+            The pass.
+        arrays, outs : dict of arrays by name
+            The arrays that it reads and writes, each a part of an array.
+        wholes : sequence of arrays
+            These arrays, in the same order. The function takes arrays with their layouts.
+        """
+        return None
+
     def finish(self, events: Sequence[Event]) -> None:
         """Make later work of this rank wait for these events."""
 
@@ -158,6 +177,27 @@ class DeviceLanes:
         to, start = target.data.ptr, source.data.ptr
         for to_offset, to_pitch, offset, pitch, width, height in bound:
             copy(to + to_offset, to_pitch, start + offset, pitch, width, height, kind, stream)
+
+    def launcher(
+        self, plan: Plan, name: str, arrays: Mapping[str, Array], outs: Mapping[str, Array], wholes: Sequence[Array]
+    ) -> Launcher | None:  # fmt: skip
+        """Return a function that launches a pass; None if it does more than to launch kernels."""
+        if not plan._is_launches_alone(name, outs):
+            return None
+        parts = [*arrays.values(), *outs.values()]
+        bound = gpu.bound_pass(plan._plan, name, {**plan._plan.problem.keyed(arrays), **outs}, {})
+        zeroed, numbers, set_memory = bound.record.zeroed, plan._numbers, self._cuda.runtime.memsetAsync
+        if not all(parts[place].flags.c_contiguous for place, _ in zeroed):
+            return None
+        offsets = [part.data.ptr - whole.data.ptr for part, whole in zip(parts, wholes)]
+
+        def launch(wholes: Sequence[Array]) -> None:
+            addresses = [whole.data.ptr + offset for whole, offset in zip(wholes, offsets)]
+            for place, nbytes in zeroed:
+                set_memory(addresses[place], 0, nbytes, self._kernels.ptr)
+            bound.launch([*addresses, *numbers], self._kernels)
+
+        return launch
 
     def finish(self, events: Sequence[Event]) -> None:
         with self._cuda.Device(self.device):  # whose default stream the kernels may use

@@ -410,7 +410,8 @@ class ContextParallel:
         -------
         int
             With "gather", a buffer for keys and values of the largest group of heads, for their gradients, and for the
-            gradients that other ranks return; two if there are several groups. With "heads", all rows of the rank's own heads.
+            gradients that other ranks return; two if there are several groups. With "heads", all rows of the rank's own
+            heads.
 
         Examples
         --------

@@ -14,9 +14,12 @@ from ..executors._bound_plan import BoundPlan
 from ..keywords import explains_keywords
 from ..plans import Gradients, Plan, named_gradients
 from ._group import Group
-from ._lanes import Move
+from ._lanes import Lanes, Launcher, Move
 from ._posed import Part, Posed
 from ._schedule import ADD, COPY, NUM_BUFFERS, Step, program
+
+
+Region = tuple[Array, tuple[Any, ...]]  # an array, and the index of a part of it
 
 
 @dataclass(eq=False)
@@ -34,22 +37,36 @@ class Prepared:
     parts: list[Part]
     texts: dict[str, str]
     _bound: dict[Any, BoundPlan] = field(default_factory=dict)
+    _launches: dict[Any, Launcher] = field(default_factory=dict)
     _copies: dict[Any, dict[int, Any]] = field(default_factory=dict)
 
     def copies(self, key: Any) -> dict[int, Any]:
         """Return what is known of the moves of a pass, by the number of the step."""
         return self._copies.setdefault(key, {})
 
-    def run(self, name: str, key: Any, plan: Plan, arrays: dict[str, Array], outs: dict[str, Array]) -> Sequence[Array]:
-        """Run a pass of a plan, which is bound once for each key; return all results in the plan's order."""
+    def run(
+        self, lanes: Lanes, name: str, key: Any, plan: Plan, arrays: Mapping[str, Region], outs: Mapping[str, Region]
+    ) -> Sequence[Array]:  # fmt: skip
+        """Run a pass of a plan, which is bound once for each key.
+
+        Return all results in the plan's order; none if kernels alone have written them.
+        """
+        launch = self._launches.get(key)
+        if launch is not None:
+            launch([whole for whole, _ in arrays.values()] + [whole for whole, _ in outs.values()])
+            return ()
+        read, written = ({each: whole[index] for each, (whole, index) in some.items()} for some in (arrays, outs))
         bound = self._bound.get(key)
         if bound is None:
-            plan._require(name, arrays, {})
-            bound = self._bound[key] = plan._bind(name, arrays, outs)
+            plan._require(name, read, {})
+            bound = self._bound[key] = plan._bind(name, read, written)
+            wholes = [whole for whole, _ in (*arrays.values(), *outs.values())]
+            if (launch := lanes.launcher(plan, name, read, written, wholes)) is not None:
+                self._launches[key] = launch
         if plan._lists is not None:
             plan._lists.guard.use(gpu.current_target().stream())
-        results = bound.run(arrays, outs, plan._numbers)
-        for out, result in zip(outs.values(), results):
+        results = bound.run(read, written, plan._numbers)
+        for out, result in zip(written.values(), results):
             if out is not result:  # which was scaled or summed after the kernels
                 out[...] = result
         return results
@@ -142,25 +159,38 @@ class RankCall:
             return self.buffers[move.name, step.group % NUM_BUFFERS]
         return self.o if move.name == "o" else self.lse[..., None]
 
-    def keys(self, group: int) -> tuple[Array, Array]:
-        """Return the gathered keys and values of a group of heads."""
-        heads, turn = self.parts[group].kv_heads, group % NUM_BUFFERS
-        count = slice(0, heads.stop - heads.start)
-        return self.buffers["k", turn][..., count, :, :], self.buffers["v", turn][..., count, :, :]
+    def keys(self, name: str, group: int) -> Region:
+        """Return the gathered keys, or values, of a group of heads."""
+        return self.buffers[name, group % NUM_BUFFERS], (..., _first_heads(self.parts[group]), slice(None), slice(None))
+
+    def queries(self, name: str) -> Array:
+        """Return the rows of queries that this rank computes, such as q, o [..., rows, dim] or lse [..., rows, 1]."""
+        if self.posed.method == "heads":
+            return self.results[name] if name in ("o", "lse") else self.buffers[name, 0]
+        return {"o": self.o, "lse": self.lse[..., None]}.get(name, self.inputs.get(name))
+
+    def index(self, group: int, rows: slice) -> tuple[Any, ...]:
+        """Return the index of a group of heads and of some rows in arrays of queries."""
+        return ..., self.parts[group].heads if self.posed.method == "gather" else slice(None), rows, slice(None)
 
     def act(self, step: Step) -> None:
         """Compute attention for a group of heads."""
-        part = self.parts[step.group]
-        if self.posed.method == "heads":
-            q, k, v = (self.buffers[name, 0] for name in ("q", "k", "v"))
-            o, lse = self.results["o"], self.results["lse"][..., 0]
-        else:
-            q, o = (x[..., part.heads, :, :] for x in (self.inputs["q"], self.o))
-            (k, v), lse = self.keys(step.group), self.lse[..., part.heads, :]
+        group, part = step.group, self.parts[step.group]
+        k, v, q, o, lse = self.keys("k", group), self.keys("v", group), *map(self.queries, ("q", "o", "lse"))
         for n, (rows, plan) in enumerate(part.plans):
-            arrays = {"q": q[..., rows, :], "k": k, "v": v, **plan._captured, **part.operands}
-            outs = {"o": o[..., rows, :], "lse": lse[..., rows]}
-            self.prepared.run(self.name, (self.name, step.group, n), plan, arrays, outs)
+            index = self.index(group, rows)
+            arrays = {"q": (q, index), "k": k, "v": v, **_wholes(plan._captured), **_wholes(part.operands)}
+            outs = {"o": (o, index), "lse": (lse, (*index[:-1], 0))}
+            self.prepared.run(self.group._lanes, self.name, (self.name, group, n), plan, arrays, outs)
+
+
+def _first_heads(part: Part) -> slice:
+    """Return the place of a group of heads in memory for the largest group."""
+    return slice(0, part.kv_heads.stop - part.kv_heads.start)
+
+
+def _wholes(arrays: Mapping[str, Array]) -> dict[str, Region]:
+    return {name: (array, (...,)) for name, array in arrays.items()}
 
 
 class _Backward:
@@ -225,29 +255,27 @@ class _Backward:
             self._attend(step.group)
 
     def _attend(self, group: int) -> None:
-        call, part, turn = self.call, self.call.parts[group], group % NUM_BUFFERS
-        if call.posed.method == "heads":
-            do, q, k, v = (call.buffers[name, 0] for name in ("do", "q", "k", "v"))
-            o, lse, dlse = call.results["o"], call.results["lse"][..., 0], call.buffers.get(("dlse", 0))
-            dq, dk, dv = (self.results[name, 0] for name in ("dq", "dk", "dv"))
-        else:
-            own = call.inputs["do"], call.inputs["q"], call.o, self.dq
-            do, q, o, dq = (x[..., part.heads, :, :] for x in own)
-            (k, v), lse, dlse = call.keys(group), call.lse[..., part.heads, :], call.inputs.get("dlse")
-            dlse = None if dlse is None else dlse[..., part.heads, :, :]
-            count = slice(0, part.kv_heads.stop - part.kv_heads.start)
-            dk, dv = (self.results[name, turn][..., count, :, :] for name in ("dk", "dv"))
+        call, part = self.call, self.call.parts[group]
+        dk, dv = (self.results[name, group % NUM_BUFFERS] for name in ("dk", "dv"))
+        dq = self.dq if call.posed.method == "gather" else self.results["dq", 0]
+        of_keys = ..., _first_heads(part), slice(None), slice(None)
         for n, (rows, plan) in enumerate(part.plans):
-            of_rows = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse[..., None]}
-            arrays = {name: x if x is k or x is v else x[..., rows, :] for name, x in of_rows.items()}
-            arrays["lse"] = arrays["lse"][..., 0]
-            arrays = plan._arrays_of_backward(arrays, None if dlse is None else dlse[..., rows, 0], part.operands)
-            outs = {"dq": dq[..., rows, :]} | ({"dk": dk, "dv": dv} if n == 0 else {})
-            results = call.prepared.run(self.name, (*self.key, group, n), plan, arrays, outs)
+            index = call.index(group, rows)
+            of_lse = *index[:-1], 0
+            arrays = {name: (call.queries(name), index) for name in ("do", "q")}
+            arrays |= {name: call.keys(name, group) for name in ("k", "v")}
+            arrays |= {"o": (call.queries("o"), index), "lse": (call.queries("lse"), of_lse)}
+            if "dlse" in call.inputs:
+                arrays["dlse"] = call.queries("dlse"), of_lse
+            arrays |= _wholes(plan._read_by(self.name, part.operands))
+            outs = {"dq": (dq, index)} | ({} if n else {"dk": (dk, of_keys), "dv": (dv, of_keys)})
+            results = call.prepared.run(call.group._lanes, self.name, (*self.key, group, n), plan, arrays, outs)
+            if not results:
+                continue
             gradients = named_gradients(plan._plan.problem, results)
             if n:
-                dk += gradients.dk
-                dv += gradients.dv
+                dk[of_keys] += gradients.dk
+                dv[of_keys] += gradients.dv
             self._keep_others(part, gradients)
 
     def _keep_others(self, part: Part, gradients: Gradients) -> None:
@@ -260,11 +288,11 @@ class _Backward:
     def _add(self, group: int) -> None:
         """Add the gradients of this rank's keys that all ranks computed, in the order of ranks, and round the sums."""
         call, posed, rank = self.call, self.call.posed, self.call.group.rank
-        heads, turn = call.parts[group].kv_heads, group % NUM_BUFFERS
-        count = slice(0, heads.stop - heads.start)
+        part, turn = call.parts[group], group % NUM_BUFFERS
+        heads = _first_heads(part)
         for name, gradient in (("dk", self.dk), ("dv", self.dv)):
-            own = gradient[..., heads, :, :]
-            first, *terms = (self._taken[name, source, turn][..., count, :, :] for source in range(posed.size))
+            own = gradient[..., part.kv_heads, :, :]
+            first, *terms = (self._taken[name, source, turn][..., heads, :, :] for source in range(posed.size))
             if posed.returns_all(rank):
                 for term in terms[:-1]:
                     first += term

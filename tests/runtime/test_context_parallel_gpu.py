@@ -200,26 +200,35 @@ def test_copies_move_rows_of_heads(machine):
 
 @needs_compiler
 @pytest.mark.parametrize("method", ["gather", "heads"])
-def test_ranks_of_a_stand_in_agree_with_one_call(machine, method):
-    """Kernels run in the simulator, and copies are done at once."""
+@pytest.mark.parametrize("wrt", [(), "sink"])
+def test_ranks_of_a_stand_in_agree_with_one_call(machine, monkeypatch, method, wrt):
+    """Kernels run in the simulator, and copies are done at once; the second call launches what the first one bound."""
+    monkeypatch.setattr(_posed, "TYPICAL", Machine(launch=0.0))
     rng = np.random.default_rng(0)
     q, k, v, do = rng.standard_normal((4, 2, 40, 16), dtype=np.float32)
     sink = np.linspace(-1, 1, 2, dtype=np.float32)
 
     def rank(group):
-        options = {"causal": True, "sink": sink, "wrt": "sink", "kernel": "simt"}
+        options = {"causal": True, "sink": sink, "wrt": wrt, "kernel": "simt"}
         cp = ContextParallel(group, seqlen=40, num_heads=2, block=8, method=method, **options)
         assert machine.device == group.rank
         q_, k_, v_, do_ = (machine.asarray(cp.shard(x)) for x in (q, k, v, do))
-        o, vjp = cp.attention_vjp(q_, k_, v_)
-        gradients = vjp(do_)
-        return [cp.unshard(x).get() for x in (o, gradients.dq, gradients.dk, gradients.dv)], gradients["sink"].get()
+        for _ in range(2):
+            o, vjp = cp.attention_vjp(q_.copy(), k_.copy(), v_.copy())
+            gradients = vjp(do_)
+        whole = [cp.unshard(x).get() for x in (o, gradients.dq, gradients.dk, gradients.dv)]
+        (prepared,) = cp._known.values()
+        names = {key[0] for key in prepared._launches}
+        assert names == ({"forward"} if wrt else {"forward", "backward"}), "kernels alone run these passes"
+        return whole + [gradients[name].get() for name in gradients.others]
 
-    o, vjp = cuflash.attention_vjp(q, k, v, causal=True, sink=sink, wrt="sink")
-    dq, dk, dv = gradients = vjp(do)
-    for results, dsink in run(rank, devices=[0, 1], timeout=60):
-        for mine, exact in zip((*results, dsink), (o, dq, dk, dv, gradients["sink"])):
-            np.testing.assert_allclose(mine, exact, atol=2e-5)
+    o, vjp = cuflash.attention_vjp(q, k, v, causal=True, sink=sink, wrt=wrt)
+    gradients = vjp(do)
+    exact = o, *gradients, *gradients.others.values()
+    for results in run(rank, devices=[0, 1], timeout=60):
+        assert len(results) == len(exact)
+        for mine, wanted in zip(results, exact):
+            np.testing.assert_allclose(mine, wanted, atol=2e-5)
 
 
 @pytest.mark.parametrize(("method", "launch"), [("gather", 0.0), ("gather", 5e-6), ("heads", 0.0)])

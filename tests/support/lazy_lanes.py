@@ -64,6 +64,9 @@ class LazyLanes:
         for own, other in bound.parts(target, source):
             own[...] = other
 
+    def launcher(self, *arguments: Any) -> None:
+        """Bind nothing: passes of the host run as they are."""
+
     def queue(self, do: Callable[[], None], events: Sequence[Any] = ()) -> None:
         """Queue a function as a kernel of the rank."""
         self.last[False] = Node(do, [self.last[False], *events])
