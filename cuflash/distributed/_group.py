@@ -47,7 +47,7 @@ class Work(Protocol):
 
     @property
     def bound(self) -> dict[int, Any]:
-        """What `Lanes.copy` needs to know of the moves of a step of this rank, kept by the number of the step."""
+        """The results of `Lanes.bound` for the moves of this rank's steps, by the number of the step."""
 
     def moves(self, number: int) -> Sequence[Move]:
         """Return the rows that a step moves, on any rank."""

@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import Array
 from ..executors import gpu
 from ..plans import Plan
-from ._schedule import COPY, TAKE, Issue
+from ._schedule import Issue, receives
 
 Launcher = Callable[[Sequence[Array]], None]
 Event = Any  # an object that other lanes wait for; None on the host, where a step is over when it returns
@@ -116,8 +116,9 @@ class HostLanes:
 class DeviceLanes:
     """Lanes of a rank on a GPU: its current stream for kernels, and a separate stream for copies of peer memory.
 
-    Copies use the copy engines, so that kernels keep all multiprocessors. The host never waits: streams wait for
-    events of other streams, including those on other GPUs. Any thread may run the steps of a rank.
+    Copies from peers use the copy engines, so that kernels keep all multiprocessors. Copies within a GPU do not: they
+    would wait until a kernel leaves multiprocessors, so that they are queued among the kernels. The host never waits:
+    streams wait for events of other streams, including those on other GPUs. Any thread may run the steps of a rank.
 
     Attributes
     ----------
@@ -133,6 +134,7 @@ class DeviceLanes:
             for peer in {*devices} - {device}:
                 _enable_access(cuda.runtime, device, peer)
         self._kernels: Any = None
+        self._stream = self._copies  # of the step that is being queued
         self._events: dict[int, Event] = {}  # by number of the step; recorded by each pass
 
     def current(self) -> Any:
@@ -143,7 +145,7 @@ class DeviceLanes:
         return self._kernels.record(self._event(-1))
 
     def run(self, issue: Issue, events: Sequence[Event], do: Callable[[], None]) -> Event:
-        if issue.step.kind in (COPY, TAKE):
+        if receives(issue.step):
             return self._queue(self._copies, issue, events, do)
         with self._cuda.Device(self.device), self._kernels:
             return self._queue(self._kernels, issue, events, do)
@@ -151,6 +153,7 @@ class DeviceLanes:
     def _queue(self, stream: Any, issue: Issue, events: Sequence[Event], do: Callable[[], None]) -> Event:
         for event in events:
             stream.wait_event(event)
+        self._stream = stream
         do()
         return stream.record(self._event(issue.number)) if issue.is_awaited else None
 
@@ -173,7 +176,7 @@ class DeviceLanes:
         ]  # fmt: skip
 
     def copy(self, target: Array, source: Array, bound: Any) -> None:
-        copy, kind, stream = self._cuda.runtime.memcpy2DAsync, self._cuda.runtime.memcpyDefault, self._copies.ptr
+        copy, kind, stream = self._cuda.runtime.memcpy2DAsync, self._cuda.runtime.memcpyDefault, self._stream.ptr
         to, start = target.data.ptr, source.data.ptr
         for to_offset, to_pitch, offset, pitch, width, height in bound:
             copy(to + to_offset, to_pitch, start + offset, pitch, width, height, kind, stream)

@@ -18,7 +18,7 @@ class Machine(NamedTuple):
     link : float
         Bytes per second that a device receives.
     launch : float
-        Seconds in which the host queues a copy or a kernel. One thread queues those of all ranks.
+        Seconds in which the host queues a copy. One thread queues the steps of all ranks.
     processors : int
         Number of multiprocessors. At the end of each group of heads, they are idle for a quarter of a tile's time.
 
@@ -31,7 +31,7 @@ class Machine(NamedTuple):
     forward_rate: float = 720e12
     backward_rate: float = 560e12
     link: float = 280e9
-    launch: float = 5e-6
+    launch: float = 15e-6
     processors: int = 132
 
     def idle_share(self, tiles: float) -> float:

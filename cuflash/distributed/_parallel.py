@@ -419,7 +419,7 @@ class ContextParallel:
         >>> def rank(group):
         ...     return ContextParallel(group, seqlen=8, num_heads=1, method="gather").workspace_bytes(16)
         >>> run(rank, size=1)
-        [3072]
+        [2048]
         """
         return self._posed.workspace_bytes(head_dim, as_dtype("dtype", dtype))
 

@@ -24,7 +24,7 @@ Region = tuple[Array, tuple[Any, ...]]  # an array, and the index of a part of i
 
 @dataclass(eq=False)
 class Prepared:
-    """What all calls of a rank on arrays of one layout share, filled by the first of them.
+    """The plans and bound launches of a rank's calls on arrays of one layout, filled by the first call.
 
     Attributes
     ----------
@@ -226,7 +226,7 @@ class _Backward:
             for name, x in (("dk", self.dk), ("dv", self.dv)):
                 shape = posed.keys_shape(x)
                 self.results[name, turn] = xp.empty(shape, wide)
-                for source in range(posed.size):
+                for source in posed.others(call.group.rank):
                     rows = len(posed.moved(source, call.group.rank))
                     self._taken[name, source, turn] = xp.empty((*shape[:-2], rows, shape[-1]), wide)
 
@@ -291,18 +291,31 @@ class _Backward:
         part, turn = call.parts[group], group % NUM_BUFFERS
         heads = _first_heads(part)
         for name, gradient in (("dk", self.dk), ("dv", self.dv)):
-            own = gradient[..., part.kv_heads, :, :]
-            first, *terms = (self._taken[name, source, turn][..., heads, :, :] for source in range(posed.size))
-            if posed.returns_all(rank):
-                for term in terms[:-1]:
-                    first += term
-                call.xp.add(first, terms[-1] if terms else 0, out=own)
+            own, terms = gradient[..., part.kv_heads, :, :], dict[int, Array]()
+            for source in range(posed.size):
+                terms[source] = self._taken.get((name, source, turn), self.results[name, turn])[..., heads, :, :]
+            if not posed.returns_all(rank):
+                self._add_runs(own, terms)
                 continue
-            total = call.xp.zeros(own.shape, first.dtype)
-            for source, term in enumerate((first, *terms)):
-                for start, to, rows in posed.runs("added", source, rank):
-                    total[..., to : to + rows, :] += term[..., start : start + rows, :]
-            own[...] = total
+            for to, start, rows in posed.runs("copied", rank, rank):
+                first, *others = (
+                    term[..., start : start + rows, :] if source == rank else term[..., to : to + rows, :]
+                    for source, term in terms.items()
+                )
+                for term in others[:-1]:
+                    first += term
+                call.xp.add(first, others[-1] if others else 0, out=own[..., to : to + rows, :])
+
+    def _add_runs(self, own: Array, terms: Mapping[int, Array]) -> None:
+        """Add terms of which ranks return only the rows that they attend to."""
+        posed, rank = self.call.posed, self.call.group.rank
+        total = self.call.xp.zeros(own.shape, terms[rank].dtype)
+        for source, term in terms.items():
+            runs = posed.runs("copied", rank, rank) if source == rank else posed.runs("added", source, rank)
+            for one, other, rows in runs:
+                start, to = (other, one) if source == rank else (one, other)
+                total[..., to : to + rows, :] += term[..., start : start + rows, :]
+        own[...] = total
 
     def _of_all_heads(self, part: Part, dsink: Array) -> Array:
         sink: Any = self.call.posed.options.sink

@@ -184,6 +184,10 @@ class Posed:
             else:
                 yield Move(each, compact, own, joint_runs(rows, local))
 
+    def others(self, rank: int) -> list[int]:
+        """Return all other ranks."""
+        return [other for other in range(self.size) if other != rank]
+
     def gathers_all(self, rank: int) -> bool:
         """True if a rank gathers all keys."""
         return all(len(self.moved(rank, source)) == len(rows) for source, rows in enumerate(self.keys.of_rank))
@@ -331,7 +335,7 @@ class Posed:
         kind = self.steps[name][number].kind
         if kind in (COPY, TAKE):
             return self.shape.num_batch * sum(len(move.runs) for move in self.moves(name, number))
-        return 1 if kind == ATTEND and name == "forward" else 3
+        return 3 if kind == ATTEND and name == "forward" else 5
 
     def workspace_bytes(self, head_dim: int, dtype: np.dtype[np.generic]) -> int:
         """Return the bytes of memory that a rank needs in addition to its rows and results."""
@@ -340,7 +344,7 @@ class Posed:
         keys = shape.num_batch * heads * shape.seqlen_kv * 2 * head_dim
         if self.method == "gather":
             ranks = range(self.size)
-            returned = max(sum(len(self.moved(source, rank)) for source in ranks) for rank in ranks)
+            returned = max(sum(len(self.moved(source, rank)) for source in self.others(rank)) for rank in ranks)
             num_exchanged = shape.num_batch * heads * returned * 2 * head_dim
             return self.num_buffers * (keys * (dtype.itemsize + wide) + num_exchanged * wide)
         queries = shape.num_batch * (shape.num_heads // self.size) * shape.seqlen_q * head_dim

@@ -18,7 +18,7 @@ class Step(NamedTuple):
     ----------
     kind : str
         "copy" moves the inputs of a group to a rank, "attend" computes the group, "take" moves results of a group from
-        the rank that computed them, and "add" sums these results in the order of ranks.
+        the rank that computed them, and "add" sums these and its own in the order of ranks.
     rank, source : int
         The rank that runs the step, and the rank whose arrays it reads.
     group : int
@@ -70,7 +70,9 @@ def gathering(size: int, num_groups: int, needs: Callable[[int, int], bool], *, 
             for source in sources:
                 build.add(COPY, rank, source, group, is_free)
             copied = [n for source in sources for n in build.number(COPY, rank, source, group)]
-            returned = [n for owner in ranks for n in build.number(TAKE, owner, rank, before)] if returns else []
+            owners = ranks if returns else ()
+            returned = [n for owner in owners for n in build.number(TAKE, owner, rank, before)]
+            returned += build.number(ADD, rank, rank, before)
             build.add(ATTEND, rank, rank, group, [*copied, *is_free, *returned])
         if returns and group > 0:  # after the copies for this group, which need not wait for gradients
             _return(build, size, group - 1, needs)
@@ -82,11 +84,12 @@ def gathering(size: int, num_groups: int, needs: Callable[[int, int], bool], *, 
 def _return(build: _Builder, size: int, group: int, needs: Callable[[int, int], bool]) -> None:
     """Append the steps in which the owners of keys collect the gradients of a group, and add them."""
     for rank in range(size):
-        sources = [source for source in range(size) if needs(source, rank)]
+        sources = [source for source in range(size) if source != rank and needs(source, rank)]
         is_free = build.number(ADD, rank, rank, group - NUM_BUFFERS)
         for source in sources:
             build.add(TAKE, rank, source, group, [*build.number(ATTEND, source, source, group), *is_free])
-        build.add(ADD, rank, rank, group, [n for each in sources for n in build.number(TAKE, rank, each, group)])
+        taken = [n for each in sources for n in build.number(TAKE, rank, each, group)]
+        build.add(ADD, rank, rank, group, [*build.number(ATTEND, rank, rank, group), *taken])
 
 
 def exchanging_heads(size: int, holds: Callable[[int], bool]) -> tuple[Step, ...]:
@@ -152,7 +155,8 @@ class Issue(NamedTuple):
 class Program(NamedTuple):
     """The steps of all ranks in one order, in which a single thread issues them to the lanes of ranks.
 
-    A rank has two lanes, which run their steps in order: one for computations, and one for the rows that it receives.
+    A rank has two lanes, which run their steps in order: one for computations and copies of its own rows, and one for
+    the rows that it receives.
 
     Attributes
     ----------
@@ -175,7 +179,7 @@ def program(steps: Sequence[Step], size: int, order: Sequence[int] | None = None
 
     >>> issued = program([Step(COPY, 0, 1, 0), Step(COPY, 0, 0, 0), Step(ATTEND, 0, 0, 0, (0, 1))], 2)
     >>> [(each.starts, each.waits, each.is_awaited) for each in issued.issues], issued.ends
-    ([((0, 1), (), True), ((), (), True), ((), (1,), False)], ((), (0,)))
+    ([((0, 1), (), True), ((), (), False), ((), (0,), False)], ((), (0,)))
     """
     order = range(len(steps)) if order is None else order
     place = {number: n for n, number in enumerate(order)}
@@ -184,7 +188,7 @@ def program(steps: Sequence[Step], size: int, order: Sequence[int] | None = None
     for number in order:
         step = steps[number]
         lane, starts, waits = _lane(step), list[int](), list[int]()
-        if step.kind in (COPY, TAKE):
+        if receives(step):
             for rank in dict.fromkeys((step.rank, step.source if step.kind == COPY else step.rank)):
                 if known.setdefault((lane, rank), number) == number:
                     starts.append(rank)
@@ -205,9 +209,14 @@ def program(steps: Sequence[Step], size: int, order: Sequence[int] | None = None
     return Program(tuple(issues), last)
 
 
+def receives(step: Step) -> bool:
+    """True if a step moves rows from another rank; a rank's own rows are copied among its computations."""
+    return step.rank != step.source
+
+
 def _lane(step: Step) -> tuple[int, bool]:
     """Return the lane that runs a step: its rank, and whether it receives rows."""
-    return step.rank, step.kind in (COPY, TAKE)
+    return step.rank, receives(step)
 
 
 def drawn_order(steps: Sequence[Step], choose: Callable[[list[int]], int]) -> list[int]:

@@ -36,7 +36,7 @@ class _Visit:
     rank : int
         The rank whose step runs.
     is_over : bool
-        All ranks may go on.
+        The ranks may return.
     failures : dict of exceptions by rank
         What steps of ranks raised.
     """
@@ -119,7 +119,7 @@ class _Meeting:
     def _wait(self, visit: _Visit) -> None:
         """Wait, with the lock held, until a visit is over; close the group if nothing proceeds within the timeout."""
         number, deadline = -1, 0.0
-        while not visit.is_over:
+        while not (visit.is_over or visit.failures):
             if visit.number != number:
                 number, deadline = visit.number, time.monotonic() + self.timeout
             left = deadline - time.monotonic()
@@ -129,7 +129,7 @@ class _Meeting:
             self.changed.wait(left)
 
     def work(self, visit: _Visit) -> None:
-        """Issue the steps of all ranks to their lanes, unless the call is refused."""
+        """Queue the steps of all ranks on their lanes, unless the call is refused."""
         values = [visit.values[rank] for rank in range(len(self.lanes))]
         if refusal([offer for _, (*offer, _), _ in values]):
             return
@@ -152,8 +152,9 @@ class _Meeting:
             for rank, ends in enumerate(issued.ends):
                 self.lanes[rank].finish([events[number] for number in ends])
         except BaseException as error:  # also of the rank whose thread this is not
-            visit.failures[visit.rank] = error
-            self.close(f"rank {visit.rank} raised {type(error).__name__}: {error}")
+            with self.changed:
+                visit.failures[visit.rank] = error
+                self.close(f"rank {visit.rank} raised {type(error).__name__}: {error}")
 
     def issue(self, issue: Issue, waits: list[Event], works: Sequence[Work]) -> Event:
         """Run a step after these events, and return the event of its end."""

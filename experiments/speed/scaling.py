@@ -183,7 +183,8 @@ def timed(config: Config, mask: str, seqlen: int, heads: int, kv_heads: int, dev
         )
         call: Callable[..., Any] = cp.attention_vjp
         if group.size == 1:
-            call = lambda *arrays: cuflash.attention_vjp(*arrays, **options)  # noqa: E731
+            own = options | {name: each.to(cupy.asarray) for name, each in options.items() if name == "mask"}
+            call = lambda *arrays: cuflash.attention_vjp(*arrays, **own)  # noqa: E731
         times = {name: list[tuple[float, float, float]]() for name in names}
         with cupy.cuda.Stream(non_blocking=True) as stream:
             for turn in range(config.repeats + 2):

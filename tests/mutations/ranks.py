@@ -390,7 +390,7 @@ FAULTS = {
         "keys are copied over those in use": Edit(
             STEPS, "gathering", "is_free = build.number(ATTEND, rank, rank, before)", "is_free = []"
         ),
-        "gradients are written over those in use": Edit(STEPS, "gathering", "if returns else [", "if False else ["),
+        "gradients are written over those in use": Edit(STEPS, "gathering", "ranks if returns else ()", "()"),
         "a group is computed before its keys are there": Edit(STEPS, "gathering", "[*copied, *is_free", "[*is_free"),
         "gradients are taken before they are there": Edit(
             STEPS, "_return", "[*build.number(ATTEND, source, source, group), *is_free]", "is_free"
@@ -398,8 +398,8 @@ FAULTS = {
     },
     bits_do_not_depend_on_the_order_of_arrival: {
         "gradients are added in the order of arrival": Edit(
-            PASSES, "_Backward._add", "for source in range(posed.size))",
-            "for source in np.random.default_rng().permutation(posed.size))",
+            PASSES, "_Backward._add", "for source in range(posed.size):",
+            "for source in np.random.default_rng().permutation(posed.size):",
         ),
     },
     streams_wait_for_events: {
@@ -476,7 +476,8 @@ FAULTS = {
             "distributed/_agreement.py", "refusal", "if not any(of_ranks):", "if True:"
         ),
         "a closed group hides what all ranks refuse": Edit(
-            THREADS, "_Meeting._wait", "while not visit.is_over:", "while self.error or not visit.is_over:"
+            THREADS, "_Meeting._wait", "while not (visit.is_over or visit.failures):",
+            "while self.error or not (visit.is_over or visit.failures):"
         ),
         "the rank whose step raises does not see why": Edit(
             THREADS, "_Meeting.meet", "visit.failures.get(rank) or PeerLost(self.error)", "PeerLost(self.error)"

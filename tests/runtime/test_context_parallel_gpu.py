@@ -166,7 +166,7 @@ class _Runtime:
     def copy(self, target, to_pitch, source, pitch, width, height, kind, stream):
         import ctypes
 
-        assert to_pitch >= width and pitch >= width and stream
+        assert to_pitch >= width and pitch >= width
         for row in range(height):
             ctypes.memmove(target + row * to_pitch, source + row * pitch, width)
         self.log.append((width, height))

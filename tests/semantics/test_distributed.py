@@ -326,7 +326,7 @@ def test_a_program_waits_for_all_steps_that_must_be_finished(steps, seed):
     issued, ends = program(steps, size, order)
     lanes, finished, awaited = {}, {}, set()
     for number, step, starts, waits, is_awaited in issued:
-        lane = step.rank, step.kind in (COPY, TAKE)
+        lane = step.rank, step.rank != step.source
         known = lanes.setdefault(lane, set())
         known.update(("start", rank) for rank in starts)
         for other in waits:
@@ -357,9 +357,9 @@ def test_buffers_are_reused_after_they_were_read():
         if kind == COPY:
             assert numbers[ATTEND, rank, rank, before] in after
         if kind == ATTEND:
-            assert {numbers[TAKE, owner, rank, before] for owner in range(2)} <= {*after}
+            assert {numbers[TAKE, 1 - rank, rank, before], numbers[ADD, rank, rank, before]} <= {*after}
         if kind == ADD:
-            assert {numbers[TAKE, rank, each, group] for each in range(2)} <= {*after}
+            assert {numbers[ATTEND, rank, rank, group], numbers[TAKE, rank, 1 - rank, group]} <= {*after}
 
 
 # What moves
@@ -698,6 +698,33 @@ def test_arrays_of_other_dtypes_are_refused_on_every_rank():
         cp.attention(*(x.astype(np.float64 if group.rank == 2 else np.float32) for x in arrays))
 
     assert refused(rank)[0].startswith("ranks must ask for the same call: rank 0 has q=float32")
+
+
+def test_ranks_meet_once_in_a_pass_and_one_of_them_runs_the_steps(monkeypatch, many_groups):
+    meets, issuers = [], []
+    do_meet, do_issue = Meeting.meet, Meeting.issue
+
+    def meeting(self, rank, what, *others):
+        meets.append((rank, what))
+        return do_meet(self, rank, what, *others)
+
+    def issuing(self, issue, *others):
+        issuers.append((threading.get_ident(), issue.number))
+        return do_issue(self, issue, *others)
+
+    monkeypatch.setattr(Meeting, "meet", meeting)
+    monkeypatch.setattr(Meeting, "issue", issuing)
+
+    def rank(group):
+        cp, (q, k, v) = sharded(group)
+        o, vjp = cp.attention_vjp(q, k, v)
+        vjp(o)
+        return [len(each) for each in cp._posed.steps.values()]
+
+    steps = run(rank, size=3)[0]
+    assert sorted(meets) == [(rank, what) for rank in range(3) for what in ("ContextParallel", "attention", "vjp")]
+    assert [number for _, number in issuers] == [*range(steps[0]), *range(steps[1])]
+    assert len({*issuers[: steps[0]]}) == steps[0] and len({thread for thread, _ in issuers[: steps[0]]}) == 1
 
 
 def test_a_group_goes_on_after_a_refusal():

@@ -51,7 +51,7 @@ class LazyLanes:
         return self.last[False]
 
     def run(self, issue: Any, events: Sequence[Any], do: Callable[[], None]) -> Node | None:
-        is_copy = issue.step.kind in ("copy", "take")
+        is_copy = issue.step.rank != issue.step.source
         node = self.last[is_copy] = Node(do, [self.last[is_copy], *events])
         if is_copy and self.has_early_copies:
             node.force()
