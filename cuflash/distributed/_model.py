@@ -34,10 +34,6 @@ class Machine(NamedTuple):
     launch: float = 15e-6
     processors: int = 132
 
-    def idle_share(self, tiles: float) -> float:
-        """Return the time that a device is idle at the end of a group, as a share of the time of a number of tiles."""
-        return self.processors / max(4 * tiles, 4.0)
-
 
 TYPICAL = Machine()  # its rates decide on the method and the groups of heads
 
@@ -66,6 +62,11 @@ class CallSize(NamedTuple):
     itemsize: int
     scores: float
     imbalance: float = 1.0
+
+
+def idle_share(machine: Machine, tiles: float) -> float:
+    """Return the time that a device is idle at the end of a group, as a share of the time of a number of tiles."""
+    return machine.processors / max(4 * tiles, 4.0)
 
 
 class Estimate(NamedTuple):

@@ -293,7 +293,8 @@ class _Backward:
         for name, gradient in (("dk", self.dk), ("dv", self.dv)):
             own, terms = gradient[..., part.kv_heads, :, :], dict[int, Array]()
             for source in range(posed.size):
-                terms[source] = self._taken.get((name, source, turn), self.results[name, turn])[..., heads, :, :]
+                term = self.results[name, turn] if source == rank else self._taken[name, source, turn]
+                terms[source] = term[..., heads, :, :]
             if not posed.returns_all(rank):
                 self._add_runs(own, terms)
                 continue

@@ -22,7 +22,7 @@ from ..plans import Plan
 from ..scores import Score
 from ._lanes import Move, joint_runs
 from ._layout import Costs, Rows, block_reasons, dealt
-from ._model import METHODS, TILE, TYPICAL, CallSize, Machine, estimate
+from ._model import METHODS, TILE, TYPICAL, CallSize, Machine, estimate, idle_share
 from ._schedule import (
     ADD, ATTEND, COPY, NUM_BUFFERS, TAKE, Program, Step, exchanging_heads, finished, gathering, head_groups, program,
 )  # fmt: skip
@@ -322,7 +322,7 @@ class Posed:
                 part = (stop - first) / self.num_kv_heads if self.method == "gather" else 1.0
                 seconds = self.step_bytes(name, step, (head_dim, head_dim), dtype) / machine.link
                 if step.kind == ATTEND:
-                    seconds = whole * (part * float(shares[step.rank]) + machine.idle_share(tiles))
+                    seconds = whole * (part * float(shares[step.rank]) + idle_share(machine, tiles))
                 costs[key] = seconds, self._num_issued(name, number)
             return costs[key]
 
