@@ -14,10 +14,11 @@ time until a call has returned, with its work queued. `one_mb` and `ranks_mb` ar
 of a rank, with all arguments and results, and `formula_mb` is `workspace_bytes`. Rows of the kind "torch" are PyTorch's
 context_parallel on as many processes over NCCL, without multicast, by the fastest of its backends.
 
-Expect: the model's 0.95 and more of linear speed at 64k tokens on 2 GPUs, less on 8, least for short windows.
-Found:  by the model, 0.99 of linear speed at 64k causal with 32 / 8 heads on 2 GPUs and 0.97 on 8 in either pass. On
-two H200, 0.84 forward and 0.88 for both passes at 64k, but 0.29 and 0.27 at 16k, where the host takes longer than the
-kernels.
+Expect: 0.95 and more of linear speed at 64k tokens on 2 GPUs, less on 8, least for short windows.
+Found:  on two H200, causal, 32 / 8 heads: 0.95 of linear speed for both passes at 64k tokens, 0.89 forward; 16 / 16
+heads: 0.90 and 0.85. At 16k, 0.47 and 0.36: the host takes 1.4 ms to queue the forward pass of both ranks in four
+groups. By the model, one thread that queues the copies of 8 ranks limits them to 0.65 forward at 64k. A rank's peak is
+half of one GPU's and what the formula says.
 
 Cost: The model: ten seconds of a core. With --gpu: a minute of the GPUs.
 """
