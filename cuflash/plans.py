@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -390,6 +390,12 @@ class Plan:  # numpydoc ignore=PR01
         """
         plan = self._plan if self._lists is None else self._lists.shared
         return BoundPlan(plan, self.executor, name, arrays, outs, wants_lse, pins, axes, machine)
+
+    def _is_launches_alone(self, name: str, outs: Collection[str]) -> bool:
+        """True if a pass whose results are written to `outs` does nothing but launch kernels on a GPU."""
+        plan = self._plan
+        is_plain = self.executor == "gpu" and self._lists is None and plan.is_kernels_alone and not checks.is_on()
+        return is_plain and {*outs} == {*plan.results(name)} and plan.results(name) == plan.kernel_results(name)
 
     def _without_arrays(self) -> Plan:
         """Return the plan without the arrays of its mask and score function, which its bound calls do not read."""
