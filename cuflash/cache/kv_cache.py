@@ -12,7 +12,7 @@ from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
 from ..masks import ChosenBlocks
 from ..planning.options import ScoreLike
-from ..plans import as_arrays
+from ..plans.conversion import as_arrays
 from ._doors import checked_queries, checked_rows
 from ._state import CacheState
 from .arguments import (

@@ -20,7 +20,7 @@ from ..planning._call_cache import CALLS
 from ..planning.chosen_pages import TABLES
 from ..planning.launches import Pass
 from ..planning.options import Window
-from ..plans import as_arrays
+from ..plans.conversion import as_arrays
 from ..scores import Score
 
 _ALIGNMENT = 256  # alignment in bytes of arrays that share memory

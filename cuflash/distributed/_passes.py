@@ -11,7 +11,7 @@ import numpy as np
 from ..arrays import Array, accumulator_dtype, describe, namespace
 from ..errors import refuse
 from ..keywords import explains_keywords
-from ..plans import Gradients
+from ..plans.plan import Gradients
 from ._agreement import disagreement
 from ._group import Group
 from ._lanes import Move

@@ -22,7 +22,7 @@ from ..planning.dropout_launches import SEED, numbers_of
 from ..planning.lookup import Lookup, lookup
 from ..planning.options import Options
 from ..planning.tangents import tangents_among
-from ..plans import Plan, with_numbers
+from ..plans.plan import Plan, with_numbers
 from ..scores import Score
 
 MASK = "mask."  # prefix of the names of a mask's arrays

@@ -21,7 +21,7 @@ from ..masks.one_array import at_each_call
 from ..planning.dropout_launches import SEED
 from ..planning.list_kernels import AT_CALL, WorkAtCall
 from ..planning.options import DOT
-from ..plans import Plan
+from ..plans.plan import Plan
 from ._call import MASK, JaxCall
 
 _ENVIRONMENT_BYTES = 64  # at least the size of C's fenv_t

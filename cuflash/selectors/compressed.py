@@ -9,7 +9,7 @@ from ..blocks.index import BlockIndex
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from ..masks import ChosenBlocks
-from ..plans import as_arrays
+from ..plans.conversion import as_arrays
 from ..study._masses import block_mass, require_served
 from . import bound, masked
 from .budget import Budget, Forced
