@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from numpy.typing import DTypeLike
+
 from ..arrays import Array, describe
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..plans.conversion import as_arrays
@@ -24,7 +26,7 @@ def new_state(
     num_kv_heads: int,
     head_dim: int,
     capacity: int,
-    dtype: Any,
+    dtype: DTypeLike,
     value_dim: int,
     page_size: int | None,
     num_pages: int | None,

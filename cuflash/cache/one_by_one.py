@@ -58,7 +58,7 @@ class OwnRowsStep(AttendStep):
     """
 
     def __init__(
-        self, cache: CacheState, arrays: Mapping[str, Any], options: DecodeOptions, score: Score | None,
+        self, cache: CacheState, arrays: Mapping[str, Array], options: DecodeOptions, score: Score | None,
         captured: Sequence[str],
     ) -> None:  # fmt: skip
         super().__init__(arrays, captured)

@@ -338,7 +338,7 @@ class UnionSource(SourceOfResults):
     intervals: IntervalSource | None
     blocks: tuple[int, ...]
     itemsize: int
-    counts: tuple[tuple[int, ...], np.dtype[Any]] | None = None
+    counts: tuple[tuple[int, ...], np.dtype[np.generic]] | None = None
 
     @cached_property
     def results(self) -> Mapping[str, Workspace]:

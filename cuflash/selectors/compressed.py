@@ -145,7 +145,7 @@ def means_of_runs(k: Array, length: int, stride: int) -> Array:
 
 
 def _optional_arrays(
-    grid: Grid, compression: tuple[int, int], compressed_k: Any, lse: Any
+    grid: Grid, compression: tuple[int, int], compressed_k: Array, lse: Array
 ) -> tuple[Array | None, Array | None]:
     """Return the checked compressed keys and their lse.
 

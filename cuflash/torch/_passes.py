@@ -171,7 +171,7 @@ class _WithContents(NamedTuple):
 Call: TypeAlias = _OnGpu | _ByArrays | _WithContents
 
 
-def looked_up_call(tensors: dict[str, Any], outs: Outs, options: Options, wants_lse: bool) -> Call:
+def looked_up_call(tensors: dict[str, Tensor], outs: Outs, options: Options, wants_lse: bool) -> Call:
     """Return the object that runs a call; only the first of identical calls checks the arguments."""
     looked_up = lookup(options, _mask_layout)
     contents, key = looked_up.contents, _key(tensors, outs, looked_up, wants_lse)
@@ -187,7 +187,7 @@ def looked_up_call(tensors: dict[str, Any], outs: Outs, options: Options, wants_
 
 
 def ran(
-    tensors: dict[str, Any], outs: Outs, options: Options, wants_lse: bool, record: Callable[..., Any] | None = None
+    tensors: dict[str, Tensor], outs: Outs, options: Options, wants_lse: bool, record: Callable[..., Any] | None = None
 ) -> Any:
     """Run a call, and return it with o and lse; `record` runs the call if PyTorch differentiates it."""
     if torch_gpu.is_elsewhere(tensors["q"]):
@@ -239,7 +239,7 @@ def _key(arrays: dict[str, Any], outs: Outs, looked_up: Lookup, wants_lse: bool)
 def _first(
     looked_up: Lookup,
     key: Hashable,
-    tensors: dict[str, Any],
+    tensors: dict[str, Tensor],
     outs: Outs,
     options: Options,
     lists_at_call: bool,
