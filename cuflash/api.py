@@ -26,7 +26,8 @@ from .planning.options import (
     Tangents, VjpOptions, Window,
 )  # fmt: skip
 from .planning.tangents import gathered
-from .plans import Gradients, Plan, as_arrays
+from .plans.conversion import as_arrays
+from .plans.plan import Gradients, Plan
 
 _Operand: TypeAlias = AnyArray | Quantized
 

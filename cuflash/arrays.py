@@ -152,7 +152,7 @@ def times_power_of_two(array: Array, exponent: int) -> Array:
         return namespace(array).ldexp(wide, exponent).astype(array.dtype, copy=False)
 
 
-def summed_to(gradient: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+def summed_to(gradient: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     """Sum a gradient over the axes along which its array was broadcast, and round it once."""
     if gradient.shape == shape:  # avoids the copy of a sum over no axes
         return gradient.astype(dtype, copy=False)
@@ -232,7 +232,7 @@ def whole_number(name: str, value: Any, least: int | None = None, meaning: str =
     raise UnsupportedProblem([f"{rule}; got {describe(value)}{fix and f': {fix}'}"])
 
 
-def as_dtype(name: str, dtype: Any) -> np.dtype[np.generic]:
+def as_dtype(name: str, dtype: DTypeLike | None) -> np.dtype[np.generic]:
     """Convert a value to a NumPy dtype; None, which NumPy would convert to float64, is refused.
 
     Raises
@@ -252,7 +252,7 @@ def as_dtype(name: str, dtype: Any) -> np.dtype[np.generic]:
     raise UnsupportedProblem([f'{name} must be a NumPy dtype or its name; got None: write {name}="float32"'])
 
 
-def of_list(name: str, value: Any, dtype: Any = None) -> Any:
+def of_list(name: str, value: Any, dtype: DTypeLike | None = None) -> Any:
     """Convert a list or tuple of numbers, nested or not, to a NumPy array; return any other value unchanged.
 
     Parameters
@@ -322,7 +322,7 @@ def _is_of_another_library(value: object) -> bool:
     return hasattr(value, "__dlpack_device__") and not isinstance(value, (np.ndarray, np.generic))
 
 
-def fix_of_numbers(name: str, value: object, dtype: Any) -> str:
+def fix_of_numbers(name: str, value: object, dtype: DTypeLike) -> str:
     """Return advice for a user who passed an array or list of numbers instead of booleans."""
     written = f"np.array({name})" if isinstance(value, (list, tuple)) else name
     additive = "pass additive numbers as bias=, and " if name == "mask" and np.dtype(dtype).kind == "f" else ""
@@ -348,7 +348,7 @@ def _unequal_lengths(name: str, parts: Any) -> str:
     return f"{name} must be one array; got a list of sequences of unequal lengths: {fix}"
 
 
-def is_integer_dtype(dtype: Any) -> bool:
+def is_integer_dtype(dtype: DTypeLike) -> bool:
     return np.dtype(dtype).kind in "iu"
 
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from .arrays import DTYPES, Array, accumulator_dtype, is_array, is_shape, namespace
 from .errors import UnsupportedProblem, refuse
@@ -194,7 +195,7 @@ def _of_tensor(tensor: Any, cupy: Any) -> Array:
 
 
 @lru_cache(maxsize=64)
-def _numpy_dtype(dtype: Any) -> np.dtype[np.generic]:
+def _numpy_dtype(dtype: DTypeLike) -> np.dtype[np.generic]:
     """Return the NumPy dtype for a PyTorch dtype.
 
     Raises

@@ -17,7 +17,8 @@ from .keywords import explains_keywords
 from .layouts import layout_reasons
 from .planning._call_cache import CALLS
 from .planning._result_kernels import MOST_PARTS
-from .plans import as_arrays, device_reasons
+from .plans.conversion import as_arrays
+from .plans.fit import device_reasons
 
 
 @explains_keywords

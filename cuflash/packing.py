@@ -13,7 +13,7 @@ from .arrays import (
 )  # fmt: skip
 from .errors import UnsupportedProblem, refuse
 from .keywords import explains_keywords
-from .plans import as_arrays
+from .plans.conversion import as_arrays
 from .scores.offsets import end_reasons, offset_reasons
 
 _LAYOUTS = "axis=-2 packs (heads, length, dim), axis=-3 (length, heads, dim), axis=-1 (heads, length)"

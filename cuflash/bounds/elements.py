@@ -19,7 +19,8 @@ from ..masks.places import Places
 from ..planning.dropout_launches import SEED
 from ..planning.options import Causality, MaskLike, Options, ScoreLike
 from ..planning.staged_array import gradient_in_parts
-from ..plans import Plan
+from ..plans.fit import as_planned
+from ..plans.plan import Plan
 from ..reference import allowed_of, expand_heads, with_heads
 from ..scores.values import Operands as ProgramOperands
 from .captured import Captured
@@ -235,7 +236,7 @@ def _bounds_of_plan(
     if fp8.are_quantized(*qkv):
         raise UnsupportedProblem([*reasons, "plan must be None for Quantized q, k and v: plans are for plain arrays"])
     arrays = dict(zip("qkv", qkv)) | {"do": do, "dlse": dlse, "sink": sink}
-    q, k, v, do, dlse, sink = host_arrays(plan._as_planned(arrays))
+    q, k, v, do, dlse, sink = host_arrays(as_planned(plan._plan.problem, arrays))
     problem = plan._plan.problem
     reasons += _planned_reasons(plan, {"q": q, "k": k, "v": v, "sink": sink})
     reasons += cotangent_reasons("do", do, problem.o_shape())

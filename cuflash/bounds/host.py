@@ -13,7 +13,7 @@ from ..layouts import kind_of
 from ..planning.options import Directions
 from ..planning.problem import Problem
 from ..planning.tangents import shown, tangent_reasons
-from ..plans import as_arrays
+from ..plans.conversion import as_arrays
 
 
 def host_arrays(arguments: dict[str, Array]) -> list[Array]:

@@ -12,7 +12,7 @@ from ..calls._call import Call
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..planning.options import Options
 from ..planning.score_launches import array_name
-from ..plans import as_arrays
+from ..plans.conversion import as_arrays
 from ..scores import Score
 from ._passes import DecodeOptions, SimulatedStep, pass_of
 from ._state import CacheState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -75,7 +75,7 @@ class SimulatedStep(AttendStep):
         The names of the score function's arrays.
     """
 
-    def __init__(self, kernels: Pass, arrays: Mapping[str, Any], captured: Sequence[str]) -> None:
+    def __init__(self, kernels: Pass, arrays: Mapping[str, Array], captured: Sequence[str]) -> None:
         super().__init__(arrays, captured)
         self._kernels = kernels
 

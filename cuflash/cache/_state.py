@@ -10,7 +10,7 @@ from ..arrays import Array, namespace, to_host
 from ..errors import UnsupportedProblem, refuse
 from ..executors import checks
 from ..planning.decoding import CacheLayout
-from ..plans import as_arrays
+from ..plans.conversion import as_arrays
 from .arguments import capacity_reason, excess_reasons, numbers, require_appended, shortage_reason
 from .on_device import OnDevice, device_reasons, is_capturing, is_on_device
 from .paged_rows import PagedRows

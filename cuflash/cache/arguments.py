@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ..arrays import (
     DTYPES, SCALED_DTYPES, Array, as_dtype, describe, flag_reasons, is_array, is_int, is_integer_dtype, namespace,
@@ -50,7 +51,7 @@ def page_reasons(page_size: Any, num_pages: Any) -> list[str]:
     return reasons + size_reasons(num_pages=num_pages)
 
 
-def bound_reasons(keeps_page_bounds: Any, is_paged: bool, dtype: Any) -> list[str]:
+def bound_reasons(keeps_page_bounds: Any, is_paged: bool, dtype: DTypeLike) -> list[str]:
     """Return why a cache of a dtype cannot keep the least and the greatest keys of its pages."""
     reasons = flag_reasons("keeps_page_bounds", keeps_page_bounds)
     if reasons or not keeps_page_bounds:
@@ -75,7 +76,7 @@ def part_reasons(part_keys: Any, capacity: Any) -> list[str]:
     ]
 
 
-def dtype_of(dtype: Any, *, has_scales: bool = True) -> np.dtype[np.generic]:
+def dtype_of(dtype: DTypeLike, *, has_scales: bool = True) -> np.dtype[np.generic]:
     """Return the dtype of a cache; it may need scales only if the cache allocates its own arrays.
 
     Raises

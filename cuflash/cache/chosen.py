@@ -72,7 +72,7 @@ class ChosenRowsStep(AttendStep):
     """
 
     def __init__(
-        self, cache: CacheState, arrays: Mapping[str, Any], options: DecodeOptions, captured: Sequence[str]
+        self, cache: CacheState, arrays: Mapping[str, Array], options: DecodeOptions, captured: Sequence[str]
     ) -> None:
         super().__init__(arrays, captured)
         self._options, self._dtype = options, cache.rows.gathered_dtype(arrays["q"].dtype)

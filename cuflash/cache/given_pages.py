@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import describe, is_array, is_integer_dtype, to_host
 from ..errors import collecting, refuse
-from ..plans import as_arrays
+from ..plans.conversion import as_arrays
 from .arguments import dtype_of, numbers, overlap_reasons, page_reasons, row_reasons, size_reasons
 from .paged_rows import PagedRows
 

@@ -7,22 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, describe, flag_reasons
-from ..errors import UnsupportedProblem, collecting, refuse
+from ..arrays import Array, flag_reasons
+from ..errors import collecting
 from ..keywords import explains_keywords
 from ..masks import ChosenBlocks
 from ..planning.options import ScoreLike
-from ..plans import as_arrays
+from ._changes import fork, new_state, reserve, reset, rows_of, state_over, truncate
 from ._doors import checked_queries, checked_rows
 from ._state import CacheState
-from .arguments import (
-    PAGE_SIZE, bound_reasons, dtype_of, growth_reasons, listed_ints, numbers, page_reasons, part_reasons,
-    sequence_reasons, shown_numbers, size_reasons,
-)  # fmt: skip
-from .given_pages import checked_pages
-from .on_device import capture_reasons
-from .paged_rows import PagedRows
-from .pages import OwnPages, PagePool, growths, length_faults
+from .arguments import shown_numbers
+from .pages import growths
 from .scoring import score_of
 from .steps import RequestedOptions, DecodeStep
 
@@ -133,30 +127,11 @@ class KVCache:
         keeps_page_bounds: bool = False,
         xp: Any = np,
     ) -> None:
-        value_dim = head_dim if value_dim is None else value_dim
-        sizes = {"batch": batch, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
-        reasons = size_reasons(**sizes, capacity=capacity) + part_reasons(part_keys, capacity)
-        with collecting(reasons):
-            dtype = dtype_of(dtype)
-        is_paged = page_size is not None or num_pages is not None
-        if is_paged:
-            page_size = PAGE_SIZE if page_size is None else page_size
-            reasons += page_reasons(page_size, num_pages)
-        reasons += bound_reasons(keeps_page_bounds, is_paged, dtype)
-        if getattr(xp, "__name__", None) not in ("numpy", "cupy"):
-            reasons.append(f"xp must be the module numpy or cupy; got {describe(xp)}")
-        refuse(dict.fromkeys(reasons))
-        num_own, num_positions = (batch, capacity) if num_pages is None or page_size is None else (num_pages, page_size)
-        shape = int(num_own), int(num_kv_heads), int(num_positions)
-        # Arrays are allocated before page tables: too large arrays raise MemoryError, but too long lists may not.
-        arrays = PagedRows.empty(xp, shape, (int(head_dim), int(value_dim)), dtype)
-        if keeps_page_bounds:
-            arrays.keep_bounds()
-        pages: OwnPages | PagePool = OwnPages(int(batch), int(capacity))
-        if page_size is not None and num_pages is not None:
-            pages = PagePool(int(page_size), int(num_pages), [[] for _ in range(batch)])
-        own_part_keys = None if part_keys is None else int(part_keys)
-        self._state = CacheState(arrays, pages, [0] * int(batch), int(capacity), own_part_keys)
+        self._state = new_state(
+            batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, capacity=capacity, dtype=dtype,
+            value_dim=head_dim if value_dim is None else value_dim, page_size=page_size, num_pages=num_pages,
+            part_keys=part_keys, keeps_page_bounds=keeps_page_bounds, xp=xp,
+        )  # fmt: skip
 
     _state: CacheState
 
@@ -207,13 +182,8 @@ class KVCache:
         >>> pages[[7, 4], 0, [4, 5], 0], cache.lengths
         (array([1., 1.], dtype=float32), array([21,  6], dtype=int32))
         """
-        arrays, tables, positions, max_pages = checked_pages(k_pages, v_pages, block_table, lengths)
-        page_size, num_pages = int(arrays.k.shape[2]), int(arrays.k.shape[0])
-        refuse(part_reasons(part_keys, max_pages * page_size))
         cache = cls.__new__(cls)
-        pages = PagePool(page_size, num_pages, tables, owns_rest=False)
-        own_part_keys = None if part_keys is None else int(part_keys)
-        cache._state = CacheState(arrays, pages, positions, max_pages * page_size, own_part_keys)
+        cache._state = state_over(k_pages, v_pages, block_table, lengths, part_keys)
         return cache
 
     # The content
@@ -359,12 +329,7 @@ class KVCache:
         >>> cache.rows(1)[0].shape
         (1, 2, 4)
         """
-        state = self._state
-        refuse(sequence_reasons("sequence", sequence, len(state.lengths)))
-        length, table = state.lengths_now()[sequence], state.pages.tables[sequence]
-        if faults := length_faults(state.pages, sequence, length, state.capacity):
-            raise RuntimeError("the cache contradicts itself: " + "; ".join(faults))
-        return state.rows.gather(table, 0, length)
+        return rows_of(self._state, sequence)
 
     @property
     def capacity(self) -> int:
@@ -533,15 +498,7 @@ class KVCache:
         >>> cache.lengths
         array([2, 5], dtype=int32)
         """
-        state = self._state
-        new_lengths = state.numbers("lengths", lengths)
-        if state.is_counted_on_device:
-            state.on_device().truncate(new_lengths)
-            return
-        refuse(growth_reasons(new_lengths, state.lengths))
-        for sequence, length in enumerate(new_lengths):
-            state.pages.shrink(sequence, length)
-        state.lengths = new_lengths
+        truncate(self._state, lengths)
 
     def reset(self, rows: Any = None) -> None:
         """Empty some sequences, or all of them, and free their pages, including reserved ones.
@@ -568,21 +525,7 @@ class KVCache:
         >>> cache.lengths
         array([0, 5], dtype=int32)
         """
-        state = self._state
-        batch = len(state.lengths)
-        listed = listed_ints(range(batch) if rows is None else as_arrays({"rows": rows})["rows"])
-        if listed is None:
-            raise UnsupportedProblem([f"rows must be a list of sequences, or None for all; got {describe(rows)}"])
-        reasons = [reason for row in listed for reason in sequence_reasons("rows", row, batch)]
-        reasons += capture_reasons("reset", state.pages) if state.is_counted_on_device else []
-        refuse(reasons)
-        for row in listed:
-            state.pages.shrink(row, 0)
-            state.lengths[row] = 0
-            if state.device is not None and state.is_counted_on_device:
-                state.device.lengths[row] = 0
-        if state.is_counted_on_device:
-            state.on_device()  # copy now, since a replayed graph copies nothing from the host
+        reset(self._state, rows)
 
     def fork(self, source: int, target: int) -> None:
         """Replace the contents of a sequence by those of another one.
@@ -611,22 +554,7 @@ class KVCache:
         >>> cache.lengths, cache.num_free_pages
         (array([20, 20], dtype=int32), 3)
         """
-        state = self._state
-        if state.is_counted_on_device:
-            raise UnsupportedProblem(
-                ["fork must have lengths on the host; got a cache that is counted on the device: fill another cache"]
-            )
-        batch = len(state.lengths)
-        reasons = sequence_reasons("source", source, batch) + sequence_reasons("target", target, batch)
-        if not reasons and source == target:
-            reasons.append(f"target must differ from source; got {target}")
-        if not reasons and not state.lengths[source]:
-            fix = "use reset to empty the target"
-            reasons.append(f"source must hold rows; got sequence {source}, which is empty: {fix}")
-        refuse(reasons)
-        for copy in state.pages.fork(source, target, state.lengths[source]):
-            state.rows.copy(copy)
-        state.lengths[target] = state.lengths[source]
+        fork(self._state, source, target)
 
     def reserve(self, lengths: Any) -> None:
         """Allocate pages now, so that appending up to these lengths cannot fail. Has no effect on a contiguous cache.
@@ -652,13 +580,7 @@ class KVCache:
         >>> cache.num_free_pages
         1
         """
-        state = self._state
-        stops = numbers("lengths", as_arrays({"lengths": lengths})["lengths"], len(state.lengths))
-        if state.is_counted_on_device and (reasons := capture_reasons("reserve", state.pages)):
-            raise UnsupportedProblem(reasons)
-        state.make_room("lengths", stops)
-        if state.is_counted_on_device:
-            state.on_device()  # copy now, since a replayed graph copies nothing from the host
+        reserve(self._state, lengths)
 
     def check(self) -> None:
         """Check that lengths, page tables and page counts agree, and that no rows were dropped; waits for the device.

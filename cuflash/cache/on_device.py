@@ -68,7 +68,7 @@ class OnDevice:
             self._send(self.table, pages.table(self.layout.max_pages))
             self._known_version = pages.version
 
-    def _send(self, to: Array, array: Any) -> None:
+    def _send(self, to: Array, array: Array) -> None:
         if is_capturing():
             raise RuntimeError(
                 "a cache's lengths and page table must be on the device before a stream capture: call count_on_device()"
@@ -152,7 +152,7 @@ class OnDevice:
         captured = () if score is None else score.arrays.values()
         self._after(step, stream, q, o, lse, counts, sink, memory, *captured, chosen)
 
-    def _after(self, step: AppendStep | DecodeStep, stream: Any, *arrays: Any) -> None:
+    def _after(self, step: AppendStep | DecodeStep, stream: Any, *arrays: Array) -> None:
         """Keep a captured call's arrays as long as the cache, since replays use them; wait if the step is checked."""
         if stream.is_capturing():
             self._captured.extend(arrays)

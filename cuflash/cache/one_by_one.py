@@ -18,6 +18,7 @@ from ..masks.base import Band
 from ..planning._call_cache import CALLS
 from ..planning.decoding import MOST_ROWS
 from ..planning.options import Options
+from ..plans.fit import require_fit
 from ..scores.places import in_cache, names_in_cache
 from ..scores.score import Score
 from ._passes import DecodeOptions
@@ -57,7 +58,7 @@ class OwnRowsStep(AttendStep):
     """
 
     def __init__(
-        self, cache: CacheState, arrays: Mapping[str, Any], options: DecodeOptions, score: Score | None,
+        self, cache: CacheState, arrays: Mapping[str, Array], options: DecodeOptions, score: Score | None,
         captured: Sequence[str],
     ) -> None:  # fmt: skip
         super().__init__(arrays, captured)
@@ -133,7 +134,7 @@ class OwnRowsStep(AttendStep):
         """Return a plan for these numbers of rows, bound to the layouts of arrays."""
         problem = replace(self._call.problem, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
         plan = replace(self._call, problem=problem, mask=band).plan()
-        plan._require("forward", arrays, {})
+        require_fit(plan._plan, plan.executor, "forward", arrays, {})
         return plan._bind("forward", arrays, pins=True)
 
     def _parts(self, length: int, new: int) -> Iterator[_Part]:

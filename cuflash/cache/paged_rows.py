@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ..arrays import BFLOAT16, E4M3, Array, Namespace, namespace
 from ..fp8.rows import dequantized_rows, quantized_rows
@@ -58,7 +58,7 @@ class PagedRows:
         stored: np.dtype[np.generic] = E4M3 if self.is_quantized else np.dtype(self.k.dtype)
         return stored
 
-    def gathered_dtype(self, dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
+    def gathered_dtype(self, dtype: DTypeLike) -> np.dtype[np.generic]:
         """Return the dtype of gathered rows for queries of a dtype."""
         if not self.is_quantized:
             return self.dtype
@@ -114,7 +114,7 @@ class PagedRows:
                 with np.errstate(invalid="ignore"):  # NaN in keys of bfloat16
                     bounds[:, side] = of.reduce(xp.concatenate([known, keys], axis=1), axis=1)
 
-    def gather(self, table: Sequence[int], start: int, stop: int, dtype: Any = np.float32) -> tuple[Array, Array]:
+    def gather(self, table: Sequence[int], start: int, stop: int, dtype: DTypeLike = np.float32) -> tuple[Array, Array]:
         """Return the keys and values at positions start <= j < stop of a sequence, contiguous.
 
         Plain rows are a view if they are contiguous in one page, otherwise a copy; attention returns the same bits for

@@ -12,7 +12,7 @@ from ..masks.shape import MaskShape
 from ..planning.problem import Problem
 from ..planning.score_launches import array_name
 from ..planning.score_operands import captured_operands
-from ..plans import as_arrays
+from ..plans.conversion import as_arrays
 from ..scores import Score
 from ..scores.composition import composition
 from ..scores.program import Program

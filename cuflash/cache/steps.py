@@ -20,7 +20,7 @@ from ..planning._call_cache import CALLS
 from ..planning.chosen_pages import TABLES
 from ..planning.launches import Pass
 from ..planning.options import Window
-from ..plans import as_arrays
+from ..plans.conversion import as_arrays
 from ..scores import Score
 
 _ALIGNMENT = 256  # alignment in bytes of arrays that share memory
@@ -59,7 +59,7 @@ class Step:
         Names in `looked_at` of arrays that must overlap neither the cache nor the arrays that are not in `apart`.
     """
 
-    def __init__(self, arrays: Mapping[str, Any], looked_at: Sequence[str], apart: Sequence[str]) -> None:
+    def __init__(self, arrays: Mapping[str, Array], looked_at: Sequence[str], apart: Sequence[str]) -> None:
         self.is_checked = checks.is_on()
         self._spans = [(*reach(arrays[name]), arrays[name].dtype.itemsize - 1, name in apart) for name in looked_at]
 
@@ -113,7 +113,7 @@ class AttendStep(Step):
         The names of the score function's arrays.
     """
 
-    def __init__(self, arrays: Mapping[str, Any], captured: Sequence[str] = ()) -> None:
+    def __init__(self, arrays: Mapping[str, Array], captured: Sequence[str] = ()) -> None:
         o, lse = arrays["o"], arrays["lse"]
         xp = namespace(o)
         self.make_o, self.make_lse = partial(xp.empty, o.shape, o.dtype), partial(xp.empty, lse.shape, lse.dtype)
@@ -142,7 +142,7 @@ class DecodeStep(AttendStep):
     """
 
     def __init__(
-        self, kernels: Pass, arrays: Mapping[str, Any], target: LaunchTarget, captured: Sequence[str] = ()
+        self, kernels: Pass, arrays: Mapping[str, Array], target: LaunchTarget, captured: Sequence[str] = ()
     ) -> None:
         super().__init__(arrays, captured)
         shared = {name: each for name, each in kernels.workspaces.items() if name not in arrays}
@@ -188,7 +188,7 @@ class Steps:
     def __reduce__(self) -> tuple[type[Steps], tuple[Array, Array]]:
         return Steps, (self.k, self.v)
 
-    def append(self, k: Any, v: Any) -> tuple[StepCall | None, Any, Any]:
+    def append(self, k: Array, v: Array) -> tuple[StepCall | None, Any, Any]:
         """Return a checked append for rows of this layout, or None, and k and v as arrays.
 
         If these are tensors, later tensors of the same layout use the same step.
@@ -200,7 +200,7 @@ class Steps:
         return step_call, k, v
 
     def decode(
-        self, q: Any, out: Any, sink: Any, options: RequestedOptions, score: Score | None = None,
+        self, q: Array, out: Any, sink: Any, options: RequestedOptions, score: Score | None = None,
         chosen: ChosenBlocks | None = None,
     ) -> tuple[StepCall | None, Any, Any]:  # fmt: skip
         """Return a checked and bound call for these layouts and options, or None, and q and the sink as arrays."""
@@ -212,7 +212,9 @@ class Steps:
             step_call = self._step_call(own_key, _inputs(q, sink, score, chosen), key, out)
         return step_call, q, sink
 
-    def _step_call(self, key: Hashable, arrays: list[Any], other: Hashable = None, out: Any = None) -> StepCall | None:
+    def _step_call(
+        self, key: Hashable, arrays: list[Array], other: Hashable = None, out: Any = None
+    ) -> StepCall | None:
         """Return the step of a key if it accepts the arrays without a check; also cache it under the key `other`."""
         step = CALLS.get(key)
         if step is None or type(out) is np.ndarray and not out.flags.writeable:
@@ -228,7 +230,7 @@ class Steps:
         return self._kept(append_key(self, k, v), [k, v], step)
 
     def keep_decode(
-        self, arrays: Mapping[str, Any], out: Any, options: RequestedOptions, score: Score | None,
+        self, arrays: Mapping[str, Array], out: Any, options: RequestedOptions, score: Score | None,
         chosen: ChosenBlocks | None, step: AttendStep,
     ) -> StepCall:  # fmt: skip
         """Cache the step for a call that has been checked; `out` is None if each call allocates its result."""
@@ -236,7 +238,7 @@ class Steps:
         key = decode_key(self, q, out, sink, options, score, chosen)
         return self._kept(key, _inputs(q, sink, score, chosen), step, out)
 
-    def _kept(self, key: Hashable, arrays: list[Any], step: Step, out: Any = None) -> StepCall:
+    def _kept(self, key: Hashable, arrays: list[Array], step: Step, out: Any = None) -> StepCall:
         addresses = list(map(_address, arrays))
         if key is not None and step.takes(addresses if out is None else [*addresses, _address(out)], self._own):
             CALLS.put(key, step, self)
@@ -250,26 +252,26 @@ class Steps:
         return self._memory[-1]
 
 
-def _address(array: Any) -> int:
+def _address(array: Array) -> int:
     """Return the address of an array or a tensor."""
     of_tensor: Callable[[], int] | None = getattr(array, "data_ptr", None)
     return address(array) if of_tensor is None else of_tensor()
 
 
-def _layout(*arrays: Any) -> Hashable:
+def _layout(*arrays: Array) -> Hashable:
     """Return the key of the layout of CuPy arrays, or of tensors convertible to them; None for anything else."""
     of_arrays = layout_key(*arrays)
     of_tensors = tensors_layout(*arrays) if of_arrays is None else None
     return of_arrays if of_tensors is None else (nvrtc.current_number(), of_tensors)
 
 
-def append_key(steps: Steps, k: Any, v: Any) -> Hashable:
+def append_key(steps: Steps, k: Array, v: Array) -> Hashable:
     """Return the key of the layout of a cache's new rows; None for non-plain arguments, and under CUFLASH_CHECK."""
     layout = None if checks.is_on() else _layout(k, v)
     return None if layout is None else ("append", id(steps), layout)
 
 
-def _inputs(q: Any, sink: Any, score: Score | None, chosen: ChosenBlocks | None) -> list[Any]:
+def _inputs(q: Array, sink: Any, score: Score | None, chosen: ChosenBlocks | None) -> list[Any]:
     """Return the arrays whose addresses a call's kernels take first: q, the sink, captured arrays and lists."""
     arrays = () if score is None else score.arrays.values()
     lists = () if chosen is None else _lists(chosen)
@@ -290,7 +292,7 @@ def lists_of(chosen: ChosenBlocks | None) -> dict[str, Any]:
 
 
 def decode_key(
-    steps: Steps, q: Any, out: Any, sink: Any, options: RequestedOptions, score: Score | None = None,
+    steps: Steps, q: Array, out: Any, sink: Any, options: RequestedOptions, score: Score | None = None,
     chosen: ChosenBlocks | None = None,
 ) -> Hashable:  # fmt: skip
     """Return the key of a call of `KVCache.attention`, without data and counts; None for non-plain arguments.

@@ -29,7 +29,8 @@ from ..planning.routing import EIGHT_BITS, FAMILIES, named, routed
 from ..planning.scales import RowsPerScale
 from ..planning.score_operands import alignment_reasons
 from ..planning.tangents import names_of_tangents, tangent_reasons
-from ..plans import Plan, as_arrays, as_mask_of_arrays
+from ..plans.conversion import as_arrays, as_mask_of_arrays
+from ..plans.plan import Plan
 from ..scores import Score
 from ..scores.composition import composition
 from ._call_text import call_digest, call_text, parsed_call
@@ -163,7 +164,8 @@ def planned(
     """Return the plan of a call with the arrays of its score function; the arguments are those of `Call.of`."""
     plan = Call.of(q, k, v, options, device, rows, reasons).plan(device)
     captured = {name: each for name, each in _captured(options, q).items() if not isinstance(each, ShapeDtype)}
-    return replace(plan, _captured=captured, _numbers=numbers_of(options.dropout))
+    numbers = () if options.dropout is None else numbers_of(options.dropout)
+    return replace(plan, _captured=captured, _numbers=numbers)
 
 
 def composed_score(options: Options, q: Any = None) -> Score | None:
@@ -183,7 +185,9 @@ def _as_bias(q: Any, bias: Any) -> Any:
 def _captured(options: Options, q: Any) -> dict[str, Any]:
     """Return the arrays of the score function, and the seed of dropout if it is an array, by name."""
     composed = composed_score(options, q)
-    arrays = seed_array(options.dropout) | ({} if composed is None else dict(composed.arrays))
+    arrays = {} if options.dropout is None else seed_array(options.dropout)
+    if composed is not None:
+        arrays |= composed.arrays
     return as_arrays(arrays) if arrays else {}
 
 
@@ -283,7 +287,8 @@ def _posed(
                     chosen.require_numbers(whole.seqlen_kv)
             resolved = requested_mask(mask, options.causal, options.window, whole, where)
             resolved = resolved if problem.places is None else placed(resolved, problem.places)
-        reasons += alignment_reasons(composed, mask, options.causal, whole)
+        if composed is not None:
+            reasons += alignment_reasons(composed, mask, options.causal, whole)
     return problem, resolved, reasons
 
 

@@ -21,7 +21,9 @@ from ..planning.list_kernels import AT_CALL, WorkAtCall
 from ..planning.lookup import lookup
 from ..planning.options import Directions, Options
 from ..planning.scales import RowsPerScale
-from ..plans import Plan, as_arrays, as_mask_of_arrays, named_outputs, outputs_as_arrays, with_numbers
+from ..plans.conversion import as_arrays, as_mask_of_arrays, named_outputs, outputs_as_arrays
+from ..plans.fit import require_fit, require_ready
+from ..plans.plan import Plan, with_numbers
 from ..scores import Score
 from .directions import arrays_of, known_directions
 from ._call import Call, composed_score, planned
@@ -120,7 +122,7 @@ def run(
         if contents is not None and call.lists_of is not None:
             arrays[AT_CALL] = call.lists_of(*contents.arrays)
         if outs and call.forward.may_overlap(arrays, outs):
-            call.plan._require("forward", arrays, outs)
+            require_fit(call.plan._plan, call.plan.executor, "forward", arrays, outs)
     plan, numbers = call.plan, () if options.dropout is None else numbers_of(options.dropout)
     o, *lse = call.forward.run(arrays, outs, numbers)
     if has_gradient and numbers:
@@ -146,11 +148,11 @@ def _planned(
         with collecting(reasons):
             outs = outputs_as_arrays(outs)
         plan = planned(arrays["q"], arrays["k"], arrays["v"], options, reasons=reasons)
-        plan._require("forward", arrays, outs)
+        require_fit(plan._plan, plan.executor, "forward", arrays, outs)
     else:
         refuse(kernel_calls.location_reasons(arrays))
         plan = planned(*kernel_calls.shapes(q, k, v), options, rows=rows, reasons=reasons)
-        plan._require_ready()
+        require_ready(plan._plan, plan.executor)
     return plan
 
 

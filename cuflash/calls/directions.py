@@ -6,7 +6,7 @@ from typing import Any
 
 from ..planning.options import Directions
 from ..planning.tangents import shown
-from ..plans import as_arrays
+from ..plans.conversion import as_arrays
 
 
 def arrays_of(tangents: Any) -> list[Any]:

@@ -22,7 +22,7 @@ from ..planning.list_kernels import AT_CALL, ListedAtCall, WorkAtCall
 from ..planning.lookup import lookup
 from ..planning.options import Options
 from ..planning.plan import KernelPlan
-from ..plans import ListsOfPlan, Plan
+from ..plans.plan import ListsOfPlan, Plan
 from ._forward import with_known_arrays, with_one_score
 from ._call import planned
 

@@ -12,7 +12,8 @@ from ..executors._bound_plan import BoundPlan
 from ..executors._layout_key import layout_key
 from ..keywords import explains_keywords
 from ..planning._call_cache import CALLS
-from ..plans import Gradients, Plan, named_gradients
+from ..plans.fit import as_planned, require_fit
+from ..plans.plan import Gradients, Plan, named_gradients
 from .unchanged import Held, checksums, held, require_unchanged
 
 
@@ -80,18 +81,18 @@ class Pullback:
             require_unchanged(self._read(), self._sums)
         ready, problem = self.ready, self.ready._plan.problem
         arrays = {"do": do, "q": self.q, "k": self.k, "v": self.v, "o": self.o, "lse": self.lse}
-        cotangents = ("do",) if dlse is None else ("do", "dlse")
         if dlse is not None:
             arrays["dlse"] = dlse
-        arrays |= ready._read_by("backward", self.operands)
+        arrays = ready._with_operands("backward", arrays, self.operands)
+        cotangents = ("do",) if dlse is None else ("do", "dlse")
         layout = layout_key(*map(arrays.__getitem__, cotangents))
         if layout is None:
-            arrays = ready._as_planned(arrays)
+            arrays = as_planned(problem, arrays)
             layout = layout_key(*map(arrays.__getitem__, cotangents))
         key = None if layout is None or checks.is_on() else ("vjp", id(ready._owner), layout)
         bound: BoundPlan | None = CALLS.get(key)
         if bound is None:
-            ready._require("backward", arrays, {})
+            require_fit(ready._plan, ready.executor, "backward", arrays, {})
             bound = ready._bind("backward", arrays, pins=True)
             if key is not None:
                 CALLS.put(key, bound, ready._owner)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..arrays import Array, namespace
 from ..planning.options import DOT, Directions, Options
-from ..plans import Gradients, Plan, named_gradients
+from ..plans.plan import Gradients, named_gradients
 from ._forward import Forward, run
 
 
@@ -46,7 +46,7 @@ def push(
     tangents = {name: array for name, array in dots.items() if name.endswith(DOT)}
     moving = {name: array for name, array in tangents.items() if name not in (f"do{DOT}", f"dlse{DOT}")}
     if moving:
-        o_dot, lse_dot = plan._run("jvp", {**_made(forward), **_operands(plan, "jvp", forward.arrays), **moving}, {})
+        o_dot, lse_dot = plan._run("jvp", {**_with_results(forward, "jvp"), **moving}, {})
     else:  # only the cotangents have tangents
         o_dot, lse_dot = map(namespace(forward.o).zeros_like, (forward.o, forward.lse))
     return Pushed(forward, dots, o_dot, lse_dot)
@@ -59,7 +59,7 @@ def pull(
     cotangents = {"do": do} | ({} if dlse is None else {"dlse": dlse})
     pushed = push(q, k, v, Directions("attention_hvp", dict(tangents), cotangents), options, None, return_lse)
     forward, plan = pushed.forward, pushed.forward.plan
-    arrays = {**cotangents, **_made(forward), **_operands(plan, "backward", forward.arrays)}
+    arrays = {**cotangents, **_with_results(forward, "backward")}
     gradients = named_gradients(plan._plan.problem, plan._run("backward", arrays, {}))
     arrays |= pushed.dots | {f"o{DOT}": pushed.o_dot, f"lse{DOT}": pushed.lse_dot}
     return Pulled(
@@ -67,11 +67,8 @@ def pull(
     )
 
 
-def _made(forward: Forward) -> dict[str, Array]:
-    """Return q, k, v, o and lse of a call by name."""
-    return {name: forward.arrays[name] for name in ("q", "k", "v")} | {"o": forward.o, "lse": forward.lse}
-
-
-def _operands(plan: Plan, name: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the arrays of a call that a pass reads, except q, k and v."""
-    return plan._read_by(name, {each: array for each, array in arrays.items() if each not in ("q", "k", "v")})
+def _with_results(forward: Forward, name: str) -> dict[str, Array]:
+    """Return the arrays of a call that another pass reads by name, with o and lse, which the call computed."""
+    of_call = {each: forward.arrays[each] for each in ("q", "k", "v")} | {"o": forward.o, "lse": forward.lse}
+    operands = {each: array for each, array in forward.arrays.items() if each not in of_call}
+    return forward.plan._with_operands(name, of_call, operands)

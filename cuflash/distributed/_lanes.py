@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..executors import gpu
-from ..plans import Plan
+from ..plans.plan import Plan
 from ._schedule import Issue, receives
 
 Launcher = Callable[[Sequence[Array]], None]

@@ -12,7 +12,8 @@ from ..arrays import Array, accumulator_dtype, describe, namespace
 from ..executors import gpu
 from ..executors._bound_plan import BoundPlan
 from ..keywords import explains_keywords
-from ..plans import Gradients, Plan, named_gradients
+from ..plans.fit import require_fit
+from ..plans.plan import Gradients, Plan, named_gradients
 from ._group import Group
 from ._lanes import Lanes, Launcher, Move
 from ._posed import Part, Posed
@@ -58,7 +59,7 @@ class Prepared:
         read, written = ({each: whole[index] for each, (whole, index) in some.items()} for some in (arrays, outs))
         bound = self._bound.get(key)
         if bound is None:
-            plan._require(name, read, {})
+            require_fit(plan._plan, plan.executor, name, read, {})
             bound = self._bound[key] = plan._bind(name, read, written)
             wholes = [whole for whole, _ in (*arrays.values(), *outs.values())]
             if (launch := lanes.launcher(plan, name, read, written, wholes)) is not None:
@@ -267,7 +268,7 @@ class _Backward:
             arrays |= {"o": (call.queries("o"), index), "lse": (call.queries("lse"), of_lse)}
             if "dlse" in call.inputs:
                 arrays["dlse"] = call.queries("dlse"), of_lse
-            arrays |= _wholes(plan._read_by(self.name, part.operands))
+            arrays |= _wholes(plan._with_operands(self.name, {}, part.operands))
             outs = {"dq": (dq, index)} | ({} if n else {"dk": (dk, of_keys), "dv": (dv, of_keys)})
             results = call.prepared.run(call.group._lanes, self.name, (*self.key, group, n), plan, arrays, outs)
             if not results:

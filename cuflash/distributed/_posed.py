@@ -18,7 +18,7 @@ from ..masks.places import Places
 from ..masks.shape import MaskShape, count_reasons
 from ..planning.options import Options
 from ..planning.plan_cache import plan_for
-from ..plans import Plan
+from ..plans.plan import Plan
 from ..scores import Score
 from ._lanes import Move, joint_runs
 from ._layout import Costs, Rows, block_reasons, dealt

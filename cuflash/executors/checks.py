@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ..arrays import Array, Namespace, to_host
 from ..blocks.classify import BlockKind
@@ -59,7 +60,7 @@ class Check:
         self._margins: list[_Margins] = []
         self._is_finite = all(bool(xp.isfinite(array).all()) for array in inputs.values())
 
-    def empty(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+    def empty(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         """Return a new array with margins on both sides."""
         dtype = np.dtype(dtype)
         nbytes = prod(shape) * dtype.itemsize

@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ..arrays import Array, ShapeDtype, summed_to
 from ..blocks.work_list import WorkList
@@ -153,7 +154,7 @@ class Gpu:
         stream: Callable[[], Any] = namespace().cuda.get_current_stream
         return stream
 
-    def maker(self, shape: tuple[int, ...], dtype: Any, axes: Sequence[int] | None = None) -> Callable[[], Array]:
+    def maker(self, shape: tuple[int, ...], dtype: DTypeLike, axes: Sequence[int] | None = None) -> Callable[[], Array]:
         """Return a function that allocates an array on the device that is current now.
 
         `axes` is the order of the array's axes in memory, outermost first; default: C order.
@@ -165,7 +166,7 @@ class Gpu:
             return lambda: cupy.ndarray(in_memory, dtype).transpose(back)
         return partial(cupy.ndarray, shape, dtype)  # cupy.empty calls this function, and takes 0.6 µs more
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+    def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         """Return a new array of zeros on the current device."""
         return namespace().zeros(shape, dtype)
 

@@ -7,6 +7,8 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from numpy.typing import DTypeLike
+
 from ..arrays import Array
 from ..blocks.work_list import WorkList
 from ..planning.launches import Launch, Pass, Workspace
@@ -58,7 +60,7 @@ class LaunchTarget(Protocol):
     def workspaces(self, needs: Mapping[str, Workspace]) -> SeparateWorkspaces | Workspaces:
         """Return the memory of the workspaces of a pass."""
 
-    def maker(self, shape: tuple[int, ...], dtype: Any, axes: Sequence[int] | None = None) -> Callable[[], Array]:
+    def maker(self, shape: tuple[int, ...], dtype: DTypeLike, axes: Sequence[int] | None = None) -> Callable[[], Array]:
         """Return a function that allocates an array; `axes` is the order of its axes in memory, outermost first."""
 
     def lists(self, work: WorkList) -> Lists:

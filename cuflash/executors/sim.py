@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from .. import sim
 from ..arrays import Array, ShapeDtype
@@ -73,7 +74,7 @@ class Simulator:
     def prepare(self, kernels: Pass) -> None:
         """Skip compilation: a kernel is compiled when it is launched."""
 
-    def maker(self, shape: tuple[int, ...], dtype: Any, axes: Sequence[int] | None = None) -> Callable[[], Array]:
+    def maker(self, shape: tuple[int, ...], dtype: DTypeLike, axes: Sequence[int] | None = None) -> Callable[[], Array]:
         """Return a function that allocates an array."""
         assert axes is None, "results of the simulator are in C order"
         return partial(_workspace, Workspace(shape, np.dtype(dtype)))

@@ -8,6 +8,7 @@ from operator import methodcaller
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import DTypeLike
 import torch
 
 from ..arrays import DTYPES, Array, Namespace
@@ -116,7 +117,7 @@ class TorchGpu(gpu.Gpu):
     def current_stream(self) -> Callable[[], Any]:
         return self.stream
 
-    def maker(self, shape: tuple[int, ...], dtype: Any, axes: Sequence[int] | None = None) -> Callable[[], Array]:
+    def maker(self, shape: tuple[int, ...], dtype: DTypeLike, axes: Sequence[int] | None = None) -> Callable[[], Array]:
         """Return a function that allocates a tensor on the current device, or its bytes if PyTorch lacks the dtype."""
         shape, kind = _as_tensor_of(shape, dtype)
         strides = dense_strides(shape, axes)
@@ -124,7 +125,7 @@ class TorchGpu(gpu.Gpu):
         # torch.empty takes 2 µs more.
         return partial(torch.empty_strided, shape, strides, dtype=kind, device=device)
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+    def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         """Return a new tensor of zeros on the current device."""
         return self.maker(shape, dtype)().zero_()
 
@@ -175,7 +176,7 @@ class TorchGpu(gpu.Gpu):
             gpu.hold(plan)
 
 
-def _as_tensor_of(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:
+def _as_tensor_of(shape: tuple[int, ...], dtype: DTypeLike) -> tuple[tuple[int, ...], Any]:
     dtype = np.dtype(dtype)
     if dtype in TORCH_DTYPES:
         return shape, TORCH_DTYPES[dtype]

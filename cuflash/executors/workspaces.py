@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ..arrays import Array
 from ..planning.launches import Workspace
@@ -27,10 +28,10 @@ class Piece(NamedTuple):
 class Memory(Protocol):
     """Allocator of the current device, with the memory that its streams keep."""
 
-    def maker(self, shape: tuple[int, ...], dtype: Any, axes: Sequence[int] | None = None) -> Callable[[], Array]:
+    def maker(self, shape: tuple[int, ...], dtype: DTypeLike, axes: Sequence[int] | None = None) -> Callable[[], Array]:
         """Return a function that allocates an array."""
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+    def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         """Return a new array of zeros on the current device, for one call."""
 
     def lasting(self, nbytes: int) -> Piece:

@@ -226,7 +226,7 @@ def as_cupy(buffer: Any, view: View, device: int) -> Array:
     return cupy.ndarray(view.shape, view.dtype, cupy.cuda.MemoryPointer(memory, 0), view.strides)
 
 
-def without_data(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+def without_data(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
     """Return a CuPy array with the layout of a dense array of this shape, for plans; nothing may read its elements."""
     cupy = gpu.namespace()
     strides = tuple(step * dtype.itemsize for step in dense_strides(shape))

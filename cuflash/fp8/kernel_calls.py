@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays import Array, ShapeDtype, namespace
 from ..layouts import address, kind_of
 from ..planning.scales import RowsPerScale
-from ..plans import device_reasons
+from ..plans.fit import device_reasons
 from .quantize import BLOCK, Quantized
 
 _ONE_SCALE = 1 << 30  # rows per scale if a head has one scale: more than any sequence has, and a multiple of all blocks

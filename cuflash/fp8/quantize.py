@@ -11,7 +11,7 @@ from ..arrays import E4M3, UP_TO_FLOAT32, Array, as_dtype, describe, is_int, is_
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
 from ..planning.problem import MAX_HEAD_DIM
-from ..plans import as_arrays
+from ..plans.conversion import as_arrays
 from . import e4m3, on_device
 from .rotation import Rotation, large_units
 from .transposed import transposed_values

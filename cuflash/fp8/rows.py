@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ..arrays import Array, namespace
 from . import e4m3
@@ -56,7 +55,7 @@ def quantized_rows(x: Array) -> tuple[Array, Array]:
     return e4m3.from_float32(xp.clip(wide * inverse[..., None], -most, most)), scale
 
 
-def dequantized_rows(data: Array, scale: Array, dtype: Any) -> Array:
+def dequantized_rows(data: Array, scale: Array, dtype: DTypeLike) -> Array:
     """Multiply FP8 rows by their scales.
 
     Parameters

@@ -24,7 +24,9 @@ _OF_LSE = ("lse", "dlse")
 _OF_RESULTS = ("o", "lse", "do", "dlse")
 
 
-def _batched(arrays: Sequence[Any], axes: Sequence[int | None], **parameters: Any) -> tuple[list[Any], list[int]]:
+def _batched(
+    arrays: Sequence[jax.Array], axes: Sequence[int | None], **parameters: Any
+) -> tuple[list[jax.Array], list[int]]:
     one = Pass(**parameters)
     mapped = {name for name, axis in zip(one.names, axes) if axis is not None}
     moved = [
@@ -37,14 +39,14 @@ def _batched(arrays: Sequence[Any], axes: Sequence[int | None], **parameters: An
     return results, [0] * len(results)
 
 
-def _in_turn(one: Pass, arrays: Sequence[Any], mapped: set[str]) -> list[Any]:
+def _in_turn(one: Pass, arrays: Sequence[jax.Array], mapped: set[str]) -> list[jax.Array]:
     """Run a pass for each entry of the mapped axis."""
 
-    def of_entry(entry: dict[str, Any]) -> list[Any]:
+    def of_entry(entry: dict[str, jax.Array]) -> list[jax.Array]:
         return bind_pass(one, *({**dict(zip(one.names, arrays)), **entry}[name] for name in one.names))
 
     entries = {name: array for name, array in zip(one.names, arrays) if name in mapped}
-    results: list[Any] = jax.lax.map(of_entry, entries)
+    results: list[jax.Array] = jax.lax.map(of_entry, entries)
     return results
 
 
@@ -73,7 +75,7 @@ def _takes_an_axis(one: Pass, mapped: set[str]) -> bool:
     return not any(name.startswith(MASK) for name in mapped) or len(with_arrays) == 1
 
 
-def _at_once(one: Pass, arrays: Sequence[Any], mapped: set[str]) -> list[Any]:
+def _at_once(one: Pass, arrays: Sequence[jax.Array], mapped: set[str]) -> list[jax.Array]:
     """Run a pass on arrays with one more batch axis."""
     of, has_heads = one.of, len(one.of["q"]) > 2
     (size,) = {array.shape[0] for name, array in zip(one.names, arrays) if name in mapped}

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..arrays import Namespace, ShapeDtype
+from ..arrays import Array, Namespace, ShapeDtype
 from ..calls._call import planned
 from ..calls._forward import with_one_score
 from ..dropout import Dropout, is_key, seed_of
@@ -22,8 +22,9 @@ from ..planning.dropout_launches import SEED, numbers_of
 from ..planning.lookup import Lookup, lookup
 from ..planning.options import Options
 from ..planning.tangents import tangents_among
-from ..plans import Plan, with_numbers
+from ..plans.plan import Plan, with_numbers
 from ..scores import Score
+from ..scores.program import ArrayType
 
 MASK = "mask."  # prefix of the names of a mask's arrays
 _SEED = ShapeDtype((), np.dtype(np.uint64))
@@ -32,7 +33,7 @@ _SEED = ShapeDtype((), np.dtype(np.uint64))
 class Slot:
     """A placeholder for one of a mask's arrays, in a mask without arrays."""
 
-    def __init__(self, number: int, array: Any) -> None:
+    def __init__(self, number: int, array: jax.Array) -> None:
         self.number, self.shape, self.dtype = number, tuple(array.shape), np.dtype(array.dtype)
         self.ndim = len(self.shape)
 
@@ -63,7 +64,9 @@ class JaxCall:
     _own: dict[Hashable, Any] = field(default_factory=dict)  # used instead of the cache by calls without a key
 
     @classmethod
-    def of(cls, q: Any, k: Any, v: Any, options: Options) -> tuple[JaxCall, dict[str, Any], Options]:
+    def of(
+        cls, q: jax.Array, k: jax.Array, v: jax.Array, options: Options
+    ) -> tuple[JaxCall, dict[str, jax.Array], Options]:
         """Return the call, its arrays by name, and its options with one score."""
         seed = {}
         if isinstance(options.dropout, Dropout) and options.dropout._draws.threshold:
@@ -73,7 +76,7 @@ class JaxCall:
             options = options._replace(mask=Dense(options.mask))
         options, operands = with_one_score(options)
         operands.pop(SEED, None)
-        score, mask, slots = options.score, options.mask, dict[str, Any]()
+        score, mask, slots = options.score, options.mask, dict[str, jax.Array]()
         if isinstance(score, Score):
             score = score._over({name: _shape_of(array) for name, array in score.arrays.items()})
         if isinstance(mask, Mask) and any(isinstance(each, jax.Array) for each in held_arrays(mask)):
@@ -137,13 +140,13 @@ class JaxCall:
         ready = planned(of["q"], of["k"], of["v"], options)._without_arrays()
         return with_numbers(ready, numbers_of(self.options.dropout))
 
-    def mask_over(self, arrays: Mapping[str, Any]) -> Any:
+    def mask_over(self, arrays: Mapping[str, Array]) -> Any:
         """Return the mask with arrays in its slots; `arrays` has them by the names of operands."""
         mask: Any = self.options.mask
         return mask.to(lambda each: arrays[f"{MASK}{each.number}"] if isinstance(each, Slot) else each)
 
 
-def _slot_of(array: Any, slots: dict[str, Any]) -> Any:
+def _slot_of(array: Array, slots: dict[str, jax.Array]) -> Array | Slot:
     """Return the slot of a mask's array, after adding it to `slots`; return an array of another library unchanged."""
     if not isinstance(array, jax.Array):
         return array
@@ -152,17 +155,17 @@ def _slot_of(array: Any, slots: dict[str, Any]) -> Any:
     return slot
 
 
-def _layout_of(*arrays: Any) -> Hashable:
+def _layout_of(*arrays: Array | Slot) -> Hashable:
     if all(isinstance(array, Slot) for array in arrays):
         return tuple((array.shape, array.dtype) for array in arrays)
     return layout_key(*arrays)
 
 
-def _shape_of(array: Any) -> ShapeDtype:
+def _shape_of(array: Array) -> ShapeDtype:
     return ShapeDtype(tuple(array.shape), array.dtype)
 
 
-def _seed_words(seed: Any) -> Any:
+def _seed_words(seed: Array | int) -> jax.Array:
     """Return a seed as two 32-bit words, the lower one first; a 64-bit array is returned unchanged."""
     if isinstance(seed, jax.Array):
         return jax.random.key_data(seed) if is_key(seed) else seed
@@ -179,7 +182,7 @@ def _with_leading_axes(score: Score, shapes: Mapping[str, ShapeDtype]) -> Score:
     return over
 
 
-def _with_rank(kind: Any, shape: tuple[int, ...]) -> Any:
+def _with_rank(kind: ArrayType, shape: tuple[int, ...]) -> ArrayType:
     missing = len(shape) - kind.rank
     is_single = (*(extent == 1 for extent in shape[:missing]), *kind.is_single)
     return kind._replace(rank=len(shape), is_single=is_single) if missing else kind

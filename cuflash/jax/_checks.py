@@ -47,7 +47,7 @@ def traced_reasons(options: Options) -> list[str]:
     return reasons
 
 
-def array_reasons(arrays: Mapping[str, Any]) -> list[str]:
+def array_reasons(arrays: Mapping[str, jax.Array]) -> list[str]:
     """Return why arrays that have data are not on one device.
 
     Raises
@@ -69,7 +69,7 @@ def array_reasons(arrays: Mapping[str, Any]) -> list[str]:
     return reasons
 
 
-def require(arrays: Mapping[str, Any], options: Options) -> None:
+def require(arrays: Mapping[str, jax.Array], options: Options) -> None:
     """Refuse a call that no platform supports, before JAX traces it; lowering refuses other calls.
 
     Raises

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax._src import dispatch  # no public module tells XLA's partitioner of a primitive
@@ -26,9 +26,9 @@ THIRD = (
 
 
 def bind(
-    call: JaxCall, name: str, arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
-    wrt: tuple[str, ...] = (),
-) -> list[Any]:  # fmt: skip
+    call: JaxCall, name: str, arrays: Mapping[str, jax.Array],
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}), wrt: tuple[str, ...] = (),
+) -> list[jax.Array]:  # fmt: skip
     """Run a pass on arrays by name.
 
     Parameters
@@ -40,21 +40,21 @@ def bind(
 
 
 def pass_of(
-    call: JaxCall, name: str, arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
-    wrt: tuple[str, ...] = (),
+    call: JaxCall, name: str, arrays: Mapping[str, jax.Array],
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}), wrt: tuple[str, ...] = (),
 ) -> Pass:  # fmt: skip
     """Return a pass on arrays by name; parameters as for `bind`."""
     own = [shapes.get(each, array.shape) for each, array in arrays.items()]
     return Pass(call, name, tuple(arrays), tuple(own), wrt)
 
 
-def bind_pass(one: Pass, *arrays: Any) -> list[Any]:
+def bind_pass(one: Pass, *arrays: jax.Array) -> list[jax.Array]:
     """Run a pass on its arrays in order."""
-    results: list[Any] = PRIMITIVES[one.name].bind(*arrays, **one._asdict())
+    results: list[jax.Array] = PRIMITIVES[one.name].bind(*arrays, **one._asdict())
     return results
 
 
-def varying_alike(values: Iterable[Any]) -> list[Any]:
+def varying_alike(values: Iterable[jax.Array]) -> list[jax.Array]:
     """Make all arrays vary over the mesh axes of `jax.shard_map` over which any of them varies."""
     arrays = list(values)
     kinds = [jax.typeof(each) for each in arrays if isinstance(each, jax.core.Tracer)]
@@ -64,13 +64,13 @@ def varying_alike(values: Iterable[Any]) -> list[Any]:
     return [jax.lax.pcast(each, tuple(axes - _varying_axes(jax.typeof(each))), to="varying") for each in arrays]
 
 
-def _varying_axes(kind: Any) -> frozenset[str]:
+def _varying_axes(kind: jax.core.ShapedArray) -> frozenset[str]:
     """Return the mesh axes over which values of a type vary."""
     axes = kind.vma if hasattr(kind, "vma") else kind.mat.varying if hasattr(kind, "mat") else ()  # until JAX 0.9
     return frozenset(axes)
 
 
-def _types(*kinds: Any, **parameters: Any) -> list[Any]:
+def _types(*kinds: jax.core.ShapedArray, **parameters: Any) -> list[jax.core.ShapedArray]:
     """Return the types of the results of a pass; within `jax.shard_map` they vary like the arrays."""
     like, results = kinds[0], Pass(**parameters).results
     if not _varying_axes(like):
@@ -85,19 +85,19 @@ def _types(*kinds: Any, **parameters: Any) -> list[Any]:
 
 
 def _lowered(platform: str) -> Callable[..., Any]:
-    def run(*arrays: Any, **parameters: Any) -> list[Any]:
+    def run(*arrays: jax.Array, **parameters: Any) -> list[jax.Array]:
         return prepared(Pass(**parameters), platform, [array.shape for array in arrays])(*arrays)
 
     on_one_device = mlir.lower_fun(run, multiple_results=True)
 
-    def lowered(context: Any, *values: Any, **parameters: Any) -> Any:
+    def lowered(context: mlir.LoweringRuleContext, *values: Any, **parameters: Any) -> Any:
         module = context.module_context
         if not _is_for_several_devices(module.axis_context):
             return on_one_device(context, *values, **parameters)
         late = _LateCallback(len(module.host_callbacks))
         module.add_host_callback(late)
 
-        def on_shards(*arrays: Any) -> list[Any]:
+        def on_shards(*arrays: jax.Array) -> list[jax.Array]:
             return partitioned(partial(_bind_on_shard, late), Pass(**parameters), arrays)
 
         return mlir.lower_fun(on_shards, multiple_results=True)(context, *values)
@@ -125,16 +125,16 @@ class _LateCallback:
         return self.function(*arguments)
 
 
-def _bind_on_shard(late: _LateCallback, one: Pass, *arrays: Any) -> list[Any]:
-    results: list[Any] = ON_SHARD[one.name].bind(*arrays, late=late, **one._asdict())
+def _bind_on_shard(late: _LateCallback, one: Pass, *arrays: jax.Array) -> list[jax.Array]:
+    results: list[jax.Array] = ON_SHARD[one.name].bind(*arrays, late=late, **one._asdict())
     return results
 
 
 def _lowered_on_shard(platform: str) -> Callable[..., Any]:
     """Return how a pass on one shard is lowered: its module is part of another, whose callback it sets."""
 
-    def lowered(context: Any, *values: Any, late: _LateCallback, **parameters: Any) -> Any:
-        def run(*arrays: Any) -> list[Any]:
+    def lowered(context: mlir.LoweringRuleContext, *values: Any, late: _LateCallback, **parameters: Any) -> Any:
+        def run(*arrays: jax.Array) -> list[jax.Array]:
             return prepared(Pass(**parameters), platform, [array.shape for array in arrays])(*arrays)
 
         module = context.module_context
@@ -147,12 +147,12 @@ def _lowered_on_shard(platform: str) -> Callable[..., Any]:
     return lowered
 
 
-def _executed(*arrays: Any, **parameters: Any) -> list[Any]:
+def _executed(*arrays: jax.Array, **parameters: Any) -> list[jax.Array]:
     """Run a pass on arrays with data, by a jitted function that the cache of calls holds."""
     return executed(Pass(**parameters), arrays)
 
 
-def executed(one: Pass, arrays: Sequence[Any]) -> list[Any]:
+def executed(one: Pass, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Run a pass on arrays with data, like the primitive's implementation in JAX."""
     first = arrays[0] if hasattr(arrays[0], "devices") else jax.numpy.asarray(arrays[0])
     device, *others = first.devices()
@@ -164,7 +164,7 @@ def executed(one: Pass, arrays: Sequence[Any]) -> list[Any]:
         return jax.jit(partial(bind_pass, one) if others else prepared(one, device.platform, in_memory))
 
     place = device.platform, bool(others)
-    results: list[Any] = call.cached("jax", make, *place, name, names, shapes, in_memory, wrt)(*arrays)
+    results: list[jax.Array] = call.cached("jax", make, *place, name, names, shapes, in_memory, wrt)(*arrays)
     return results
 
 
@@ -194,7 +194,7 @@ PRIMITIVES = {name: _primitive(name) for name in _PASSES}
 ON_SHARD = {name: _on_shard_primitive(name) for name in _PASSES}
 
 
-def _refused(*arrays: Any, **parameters: Any) -> Any:
+def _refused(*arrays: jax.Array, **parameters: Any) -> NoReturn:
     raise NotImplementedError(THIRD)
 
 

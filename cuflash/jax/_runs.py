@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental.buffer_callback import buffer_callback
+from jax.experimental.buffer_callback import Buffer, ExecutionContext, buffer_callback
 
 from ..arrays import Array, ShapeDtype, accumulator_dtype
 from ..errors import UnsupportedProblem
@@ -21,7 +21,7 @@ from ..masks.one_array import at_each_call
 from ..planning.dropout_launches import SEED
 from ..planning.list_kernels import AT_CALL, WorkAtCall
 from ..planning.options import DOT
-from ..plans import Plan
+from ..plans.plan import Plan
 from ._call import MASK, JaxCall
 
 _ENVIRONMENT_BYTES = 64  # at least the size of C's fenv_t
@@ -65,7 +65,7 @@ class Pass(NamedTuple):
         lse = (*np.broadcast_shapes(q[:-3], k[:-3], v[:-3]), *q[-3:-1])
         return [ShapeDtype((*lse, v[-1]), self.dtype("o")), ShapeDtype(lse, self.dtype("lse"))]
 
-    def dtype(self, name: str) -> np.dtype[Any]:
+    def dtype(self, name: str) -> np.dtype[np.generic]:
         """Return the dtype that an array has in plans."""
         name = name.removesuffix(DOT)
         dtypes = self.call.dtypes
@@ -73,17 +73,17 @@ class Pass(NamedTuple):
             return np.dtype(np.uint64)
         if name in _LIKE_LSE:
             return accumulator_dtype(np.dtype(dtypes["q"]))
-        dtype: np.dtype[Any] = np.dtype(dtypes["q" if name in ("o", "do") else name])
+        dtype: np.dtype[np.generic] = np.dtype(dtypes["q" if name in ("o", "do") else name])
         return dtype
 
 
-def prepared(one: Pass, platform: str, shapes: Sequence[tuple[int, ...]]) -> Callable[..., list[Any]]:
+def prepared(one: Pass, platform: str, shapes: Sequence[tuple[int, ...]]) -> Callable[..., list[jax.Array]]:
     """Return the function that runs a pass on JAX arrays on a platform; `shapes` are the shapes of its arrays."""
     runner: OnHost | OnGpu = RUNNERS[platform](one, shapes)
     number = len(one.results)
     results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (*one.results, *runner.scratch)]
 
-    def run(*arrays: Any) -> list[Any]:
+    def run(*arrays: jax.Array) -> list[jax.Array]:
         return list(buffer_callback(runner, results)(*arrays))[:number]
 
     return run
@@ -146,12 +146,12 @@ class OnHost:
             self._plan_of = partial(_same, plan)
         self._read = _names_of_arrays(one, plan)
 
-    def __call__(self, context: Any, results: Sequence[Any], *buffers: Any) -> None:
+    def __call__(self, context: ExecutionContext, results: Sequence[Buffer], *buffers: Buffer) -> None:
         with _subnormal_numbers():
             self._run(results, buffers)
 
-    def _run(self, results: Sequence[Any], buffers: Sequence[Any]) -> None:
-        arrays = dict[str, Any]()
+    def _run(self, results: Sequence[Buffer], buffers: Sequence[Buffer]) -> None:
+        arrays = dict[str, Array]()
         for name, shape, buffer in zip(self._names, self._shapes, buffers):
             array = np.asarray(buffer)
             if name == SEED:
@@ -207,12 +207,12 @@ class OnGpu:
         elif isinstance(work, WorkAtCall):
             self._lists_of = gpu.lists_of_calls(plan, work)
 
-    def __call__(self, context: Any, results: Sequence[Any], *buffers: Any) -> None:
+    def __call__(self, context: ExecutionContext, results: Sequence[Buffer], *buffers: Buffer) -> None:
         device = buffers[0].__dlpack_device__()[1]
         run = self._with_cupy if self._xla_pass is None else self._launch
         xla_gpu.within(device, lambda: run(device, context.stream, results, buffers))
 
-    def _launch(self, device: int, stream: int, results: Sequence[Any], buffers: Sequence[Any]) -> None:
+    def _launch(self, device: int, stream: int, results: Sequence[Buffer], buffers: Sequence[Buffer]) -> None:
         """Launch the kernels of the pass on the buffers."""
         assert self._xla_pass is not None
         addresses = list(map(xla_gpu.address, buffers))
@@ -222,7 +222,7 @@ class OnGpu:
         arrays = [addresses[place] for place in self._places]
         self._xla_pass.launch(device, stream, arrays, of_mask, written, scratch, self._numbers)
 
-    def _with_cupy(self, device: int, stream: int, results: Sequence[Any], buffers: Sequence[Any]) -> None:
+    def _with_cupy(self, device: int, stream: int, results: Sequence[Buffer], buffers: Sequence[Buffer]) -> None:
         """Run the pass on CuPy arrays in the buffers' memory, if it is checked or does more than launch kernels."""
         with xla_gpu.as_cupy_stream(stream):
             views = zip(self._views.items(), buffers)
@@ -259,7 +259,7 @@ def _gpu_plan(one: Pass) -> Plan:
     return ready
 
 
-def _view(dtype: np.dtype[Any], shape: tuple[int, ...], in_memory: tuple[int, ...]) -> View:
+def _view(dtype: np.dtype[np.generic], shape: tuple[int, ...], in_memory: tuple[int, ...]) -> View:
     """Return the layout of a dense array that is broadcast to a shape."""
     if dtype == np.uint64 and in_memory == (2,):  # a seed in two words
         return View("", dtype, (), ())

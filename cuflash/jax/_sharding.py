@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -34,6 +34,7 @@ _GROUP = "g"  # query heads per key head
 _OF_HEADS = {"q": 3, "k": 3, "v": 3, "o": 3, "do": 3, "lse": 2, "dlse": 2, "sink": 1}  # axes from that of heads on
 
 GATHERED_BYTES = 64 << 20  # of a smaller array nothing is said
+BindLocal: TypeAlias = Callable[..., list["jax.Array"]]
 Labels = tuple[str | None, ...]  # the name of each axis of an array that may be sharded
 
 
@@ -196,7 +197,9 @@ def _results(one: Pass) -> list[tuple[str, tuple[int, ...]]]:
     return [(name, each.shape) for name, each in zip(names, one.results, strict=True)]
 
 
-def parts(one: Pass, mesh: Mesh, arrays: Sequence[Any], results: Sequence[Any]) -> dict[str, tuple[str, ...]]:
+def parts(
+    one: Pass, mesh: Mesh, arrays: Sequence[jax.ShapeDtypeStruct], results: Sequence[jax.ShapeDtypeStruct]
+) -> dict[str, tuple[str, ...]]:
     """Return the axes of a mesh along which each axis of a pass is split, by the shardings of arrays and results."""
     axes, chosen, taken = Axes(one), dict[str, tuple[str, ...]](), set[str]()
     named = [*zip(one.names, arrays), *((name, each) for (name, _), each in zip(_results(one), results))]
@@ -210,7 +213,7 @@ def parts(one: Pass, mesh: Mesh, arrays: Sequence[Any], results: Sequence[Any]) 
     return chosen
 
 
-def _split(array: Any, mesh: Mesh) -> list[tuple[str, ...]]:
+def _split(array: jax.ShapeDtypeStruct, mesh: Mesh) -> list[tuple[str, ...]]:
     """Return the axes of a mesh along which each axis of an array is split; none for a split that they do not name."""
     if array.sharding is None or mesh.empty:
         return [()] * len(array.shape)
@@ -230,7 +233,7 @@ def _split(array: Any, mesh: Mesh) -> list[tuple[str, ...]]:
     return split
 
 
-def _warn_of_gathered(one: Pass, mesh: Mesh, arrays: Sequence[Any]) -> None:
+def _warn_of_gathered(one: Pass, mesh: Mesh, arrays: Sequence[jax.ShapeDtypeStruct]) -> None:
     """Warn of a large array that each device needs as a whole along an axis that is split."""
     axes = Axes(one)
     for name, array in zip(one.names, arrays):
@@ -254,11 +257,11 @@ def _spec(labels: Labels, chosen: Mapping[str, tuple[str, ...]]) -> PartitionSpe
     return PartitionSpec(*(None if label is None else chosen.get(label) for label in labels))
 
 
-def partitioned(bind_local: Callable[..., list[Any]], one: Pass, arrays: Sequence[Any]) -> list[Any]:
+def partitioned(bind_local: BindLocal, one: Pass, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Run a pass on arrays that XLA may shard; `bind_local` runs a pass on the arrays of one device."""
     axes = Axes(one)
 
-    def shardings(mesh: Mesh, shapes: Sequence[Any], results: Sequence[Any]) -> Any:
+    def shardings(mesh: Mesh, shapes: Sequence[jax.ShapeDtypeStruct], results: Sequence[jax.ShapeDtypeStruct]) -> Any:
         chosen = parts(one, mesh, shapes, results)
         if mesh.empty:  # arrays of several meshes; each device computes everything
             devices = next(each.sharding.device_set for each in shapes if each.sharding is not None)
@@ -268,7 +271,7 @@ def partitioned(bind_local: Callable[..., list[Any]], one: Pass, arrays: Sequenc
         placed = [[NamedSharding(mesh, _spec(each, chosen)) for each in labels] for labels in (of_arrays, of_results)]
         return mesh, chosen, *placed
 
-    def partition(mesh: Mesh, shapes: Sequence[Any], results: Sequence[Any]) -> Any:
+    def partition(mesh: Mesh, shapes: Sequence[jax.ShapeDtypeStruct], results: Sequence[jax.ShapeDtypeStruct]) -> Any:
         _warn_of_gathered(one, mesh, shapes)
         mesh, chosen, of_arrays, of_results = shardings(mesh, shapes, results)
         counts = {label: _count(mesh, names) for label, names in chosen.items()}
@@ -282,7 +285,7 @@ def partitioned(bind_local: Callable[..., list[Any]], one: Pass, arrays: Sequenc
         ]
         return mesh, partial(_on_shard, bind_local, one._replace(shapes=own), sums), of_results, tuple(of_arrays)
 
-    def inferred(mesh: Mesh, shapes: Sequence[Any], results: Sequence[Any]) -> Any:
+    def inferred(mesh: Mesh, shapes: Sequence[jax.ShapeDtypeStruct], results: Sequence[jax.ShapeDtypeStruct]) -> Any:
         *_, of_results = shardings(mesh, shapes, ())
         return of_results
 
@@ -291,19 +294,19 @@ def partitioned(bind_local: Callable[..., list[Any]], one: Pass, arrays: Sequenc
     pass_on.def_partition(
         partition, infer_sharding_from_operands=inferred, sharding_rule=rule, decode_shardings=False
     )
-    results: list[Any] = pass_on(*arrays)
+    results: list[jax.Array] = pass_on(*arrays)
     return results
 
 
 def _on_shard(
-    bind_local: Callable[..., list[Any]], one: Pass, sums: Sequence[tuple[str, ...]], *arrays: Any
-) -> list[Any]:
+    bind_local: BindLocal, one: Pass, sums: Sequence[tuple[str, ...]], *arrays: jax.Array
+) -> list[jax.Array]:
     """Run a pass on the arrays of one device, and add up gradients over the devices that share an array."""
     results = bind_local(one, *arrays)
     return [_added(result, names) if names else result for result, names in zip(results, sums)]
 
 
-def _added(gradient: Any, names: tuple[str, ...]) -> Any:
+def _added(gradient: jax.Array, names: tuple[str, ...]) -> jax.Array:
     """Return the sum of gradients over axes of a mesh, rounded once."""
     wide = jax.numpy.promote_types(gradient.dtype, np.float32)
     return jax.lax.psum(gradient.astype(wide), names).astype(gradient.dtype)

@@ -41,8 +41,6 @@ def dropout_of(dropout: Any) -> tuple[Draws | None, tuple[Operand, ...]]:
     UnsupportedProblem
         The value is not a `Dropout`, or its seed is an array that is not 0-d or has another dtype.
     """
-    if dropout is None:
-        return None, ()
     if not isinstance(dropout, Dropout):
         raise UnsupportedProblem([_no_dropout(dropout)])
     if not dropout._draws.threshold:

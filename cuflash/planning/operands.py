@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import DTYPES, ShapeDtype, describe, is_array, is_number
+from ..arrays import DTYPES, Array, ShapeDtype, describe, is_array, is_number
 from ..errors import UnsupportedProblem, refuse
 from ..masks.shape import broadcasts_to
 
@@ -30,7 +30,7 @@ class Operand(NamedTuple):
         return f"score.{self.name}" if self.is_captured else self.name
 
 
-def operands_of(arrays: Mapping[str, Any], heads_shape: tuple[int, ...]) -> tuple[Operand, ...]:
+def operands_of(arrays: Mapping[str, Array], heads_shape: tuple[int, ...]) -> tuple[Operand, ...]:
     """Return the operands of a problem from the arrays, or `ShapeDtype`, of a call.
 
     Parameters
@@ -64,7 +64,7 @@ def _no_operand(name: str, value: Any, heads_shape: tuple[int, ...]) -> str:
     return f"{name} must be an array of shape (num_heads,) = ({heads_shape[-1]},); got {describe(value)}{fix}"
 
 
-def _sink_reasons(name: str, array: Any, heads_shape: tuple[int, ...]) -> list[str]:
+def _sink_reasons(name: str, array: Array, heads_shape: tuple[int, ...]) -> list[str]:
     reasons, shape = [], tuple(array.shape)
     if not broadcasts_to(shape, heads_shape):
         leading = f" or one that broadcasts to (*batch, num_heads) = {heads_shape}" if len(heads_shape) > 1 else ""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from ..arrays import accumulator_dtype
+from ..arrays import Array, accumulator_dtype
 from .decoding import CacheLayout
 from .launches import Feature, Launch, Pass, Workspace
 from .list_kernels import AT_CALL
@@ -32,7 +31,7 @@ _SEARCH_BYTES = 24  # bytes of a warp's numbers in the search for the last chose
 
 
 def page_choosing(
-    q: Any, key_bounds: Any, layout: CacheLayout, rule: ChoiceRule, *, heads_of_list: int, is_bottom_right: bool,
+    q: Array, key_bounds: Array, layout: CacheLayout, rule: ChoiceRule, *, heads_of_list: int, is_bottom_right: bool,
     scale: float = 1.0, room: int = 48 << 10,
 ) -> Pass:  # fmt: skip
     """Return the launches that choose pages; they take the arrays q, key_bounds, table, lengths and lists.

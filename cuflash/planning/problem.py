@@ -281,8 +281,9 @@ def with_operands(
         with collecting(reasons):
             numbers = numbers_of(score, problem.whole_shape, problem.accumulator)
     draws, seeds = None, tuple[Operand, ...]()
-    with collecting(reasons):
-        draws, seeds = dropout_of(dropout)
+    if dropout is not None:
+        with collecting(reasons):
+            draws, seeds = dropout_of(dropout)
     names = [name for name, array in arrays.items() if array is not None]
     captured = () if score is None else score.program.arrays
     integers = [array.name for array in captured if array.kind != "real"]

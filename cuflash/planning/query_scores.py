@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import accumulator_dtype
+from ..arrays import Array, accumulator_dtype
 from .device import DeviceSpec
 from .launches import BATCH_AXES, Pass
 from .list_kernels import AT_CALL
@@ -66,7 +66,7 @@ class QueryChoice:
     sums_weights: bool
     has_shares: bool
 
-    def kernels(self, q: Any, k: Any, lse: Any, batch: tuple[int, ...], room: int) -> Pass:
+    def kernels(self, q: Array, k: Array, lse: Array, batch: tuple[int, ...], room: int) -> Pass:
         """Return the launch; it takes the arrays q, k, lse and the lists, under the name `AT_CALL`.
 
         Parameters
@@ -101,7 +101,7 @@ class QueryChoice:
             names=names, row_bytes=self._shared_bytes(spec, k.shape[-2], of_tile),
         )  # fmt: skip
 
-    def is_served(self, q: Any, num_keys: int, device: DeviceSpec) -> bool:
+    def is_served(self, q: Array, num_keys: int, device: DeviceSpec) -> bool:
         """True if the kernel supports the dtype, the widths, and rows of `num_keys` keys on a device."""
         if q.dtype.itemsize != 2 or not 1 <= q.shape[-1] <= _WIDTHS[-1] or self.heads_of_list > _ROWS:
             return False
@@ -142,7 +142,7 @@ def _reuses_keys(spec: KernelSpec, num_blocks: int) -> bool:
     return 4 * _WARPS * _place_columns(num_blocks) <= 2 * _KEYS * spec.head_dim * spec.dtype.itemsize
 
 
-def _layout_of_lse(lse: Any, batch: tuple[int, ...]) -> dict[str, Any]:
+def _layout_of_lse(lse: Array, batch: tuple[int, ...]) -> dict[str, Any]:
     """Return the strides of an array [..., heads, queries] as the layout of rows with one column."""
     steps = tuple(step // lse.dtype.itemsize for step in lse.strides)
     head = steps[-2] if lse.ndim > 1 else 0

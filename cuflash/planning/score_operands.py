@@ -100,12 +100,12 @@ def numbers_of(score: Score, shape: MaskShape, accumulator: np.dtype[np.generic]
     return (*score.numbers[:slot], float(shift), *score.numbers[slot + 1 :])
 
 
-def alignment_reasons(score: Score | None, mask: Any, causal: Any, shape: MaskShape) -> list[str]:
+def alignment_reasons(score: Score, mask: Any, causal: Any, shape: MaskShape) -> list[str]:
     """Return why a score function of j - i needs an alignment: the mask aligns the last query with the last key.
 
     `mask` and `causal` are the unresolved arguments of the call, which may be invalid.
     """
-    if score is None or UNALIGNED not in score.facts:
+    if UNALIGNED not in score.facts:
         return []
     is_unequal = shape.seqlen_q != shape.seqlen_kv
     parts = held_masks(mask) if isinstance(mask, Mask) else ()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import accumulator_dtype
+from ..arrays import Array, accumulator_dtype
 from .launches import BATCH_AXES, Pass
 from .spec import SIMT, Entry, KernelSpec
 
@@ -299,7 +299,7 @@ class Rows(NamedTuple):
         return len(self.shape)
 
 
-def runs_of_rows(array: Any, length: int, stride: int) -> Rows:
+def runs_of_rows(array: Array, length: int, stride: int) -> Rows:
     """Return the layout [..., runs, length, columns] of the runs that start at every `stride`-th row of an array."""
     *over, num_rows, num_columns = array.shape
     *steps, row_step, column_step = array.strides
@@ -338,8 +338,9 @@ def spreading(
 
 
 def key_scoring(
-    q: Any, k: Any, batch: tuple[int, ...], scale: float, first_diagonal_key: int | None, first_row: int = 0
-) -> Pass:
+    q: Array | Rows, k: Array | Rows, batch: tuple[int, ...], scale: float, first_diagonal_key: int | None,
+    first_row: int = 0,
+) -> Pass:  # fmt: skip
     """Return the launch that scores single keys; it takes the arrays q, k, scores and runs.
 
     Parameters
@@ -424,7 +425,7 @@ def crossing(rule: ChoiceRule, shape: tuple[int, ...]) -> Pass:
     return _pass_of_threads("crossings", dtype, CROSSINGS, numbers, prod(shape), reads=("chosen",), writes=("kept",))
 
 
-def page_bounding(q: Any, k: Any, batch: tuple[int, ...], page_size: int) -> Pass:
+def page_bounding(q: Array | Rows, k: Array | Rows, batch: tuple[int, ...], page_size: int) -> Pass:
     """Return the launch that computes upper bounds of pages' scores; it takes the arrays q, k and bounds.
 
     Parameters
@@ -452,7 +453,7 @@ def page_bounding(q: Any, k: Any, batch: tuple[int, ...], page_size: int) -> Pas
 _OF_ROWS = {"q.data": "q", "k.data": "k"}
 
 
-def layout_of_rows(q: Any, k: Any, batch: tuple[int, ...]) -> tuple[int, dict[str, Any]]:
+def layout_of_rows(q: Array | Rows, k: Array | Rows, batch: tuple[int, ...]) -> tuple[int, dict[str, Any]]:
     """Return the number of (batch, head) pairs, and the fields of a record that describe the layouts of q and k."""
     sizes = (1,) * (BATCH_AXES - len(batch)) + batch
     num_heads, kv_heads = (array.shape[-3] if array.ndim > 2 else 1 for array in (q, k))

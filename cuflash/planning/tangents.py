@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import describe, is_array, namespace, no_array
+from ..arrays import Array, describe, is_array, namespace, no_array
 from ..errors import UnsupportedProblem
 from ..layouts import COPIES, kind_of, layout_reasons
 from .options import DOT, Directions
@@ -89,7 +89,7 @@ def tangent_reasons(tangents: Any, problem: Problem | None, executor: str) -> li
     return reasons
 
 
-def arrays_with_tangents(problem: Problem) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+def arrays_with_tangents(problem: Problem) -> dict[str, tuple[tuple[int, ...], np.dtype[np.generic]]]:
     """Return the shape and dtype of each array that may have a tangent, by name."""
     return {
         **{name: (shape, problem.dtype) for name, shape in problem.argument_shapes().items()},
@@ -115,7 +115,7 @@ def with_dots(tangents: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{name}{DOT}": tangent for name, tangent in tangents.items()}
 
 
-def tangents_among(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def tangents_among(arrays: Mapping[str, Array]) -> dict[str, Any]:
     """Return the tangents among the arrays of a pass, by the names of their arrays, except tangents of results."""
     names = {name: name.removesuffix(DOT) for name in arrays if name.endswith(DOT)}
     return {of: arrays[name] for name, of in names.items() if of not in _OF_PASSES}
@@ -136,7 +136,7 @@ def _name_reasons(name: str, known: list[str], problem: Problem) -> list[str]:
 
 
 def _array_reasons(
-    name: str, label: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any], executor: str
+    name: str, label: str, array: Array, shape: tuple[int, ...], dtype: np.dtype[np.generic], executor: str
 ) -> list[str]:
     """Return why an array cannot be the tangent of array `name`, or the gradient of a result; `label` is its name."""
     if not is_array(array):

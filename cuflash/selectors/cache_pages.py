@@ -34,7 +34,7 @@ class PageOptions(NamedTuple):
     scale: float | None
     share: str
 
-    def key(self, q: Any, pages: BoundedPages) -> Hashable:
+    def key(self, q: Array, pages: BoundedPages) -> Hashable:
         """Return the key of the choice for queries of this layout; None for other than plain arguments.
 
         Types are checked, since 1 == True.
@@ -50,7 +50,7 @@ class PageOptions(NamedTuple):
         return isinstance(self.causal, str) and self.causal == "bottom_right"
 
 
-def chosen_again(q: Any, pages: BoundedPages, options: PageOptions) -> ChosenBlocks | None:
+def chosen_again(q: Array, pages: BoundedPages, options: PageOptions) -> ChosenBlocks | None:
     """Choose as an earlier call did for queries of this layout, with launches alone; return None if there was none."""
     selection: Selection | None = CALLS.get(options.key(q, pages))
     if selection is None or q.data.ptr % q.dtype.itemsize:

@@ -9,7 +9,7 @@ from ..blocks.index import BlockIndex
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from ..masks import ChosenBlocks
-from ..plans import as_arrays
+from ..plans.conversion import as_arrays
 from ..study._masses import block_mass, require_served
 from . import bound, masked
 from .budget import Budget, Forced
@@ -145,7 +145,7 @@ def means_of_runs(k: Array, length: int, stride: int) -> Array:
 
 
 def _optional_arrays(
-    grid: Grid, compression: tuple[int, int], compressed_k: Any, lse: Any
+    grid: Grid, compression: tuple[int, int], compressed_k: Array, lse: Array
 ) -> tuple[Array | None, Array | None]:
     """Return the checked compressed keys and their lse.
 

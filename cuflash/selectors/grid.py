@@ -24,7 +24,7 @@ from ..planning._call_cache import CALLS
 from ..planning.options import Options
 from ..planning.problem import reasons_without_v
 from ..planning.selection_kernels import ChoiceRule
-from ..plans import as_arrays
+from ..plans.conversion import as_arrays
 from .budget import Budget, Diagonal, Forced, choose
 
 

@@ -14,7 +14,7 @@ from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from ..masks import ChosenBlocks
 from ..masks.shape import block_pair
-from ..plans import as_arrays
+from ..plans.conversion import as_arrays
 from . import bound, masked
 from .budget import Budget, Forced
 from .by_query import Estimate, selected, share_reasons

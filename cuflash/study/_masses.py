@@ -21,7 +21,9 @@ from ..planning._call_cache import CALLS
 from ..planning.block_mass import mass_kernels, mass_shape, takes_turned_columns
 from ..planning.options import Causality, MaskLike, Options, ScoreLike
 from ..planning.problem import reasons_without_v
-from ..plans import Plan, as_arrays
+from ..plans.conversion import as_arrays
+from ..plans.fit import require_fit
+from ..plans.plan import Plan
 
 MAX_DIM = 4096  # largest head_dim; kernels sum scores over chunks of it
 
@@ -198,7 +200,8 @@ def _planned(
         of_dim = 1 / math.sqrt(dim) if scale is None and has_dims else scale
         options = Options(mask, causal, scale=of_dim, score=score, executor=executor)
         ready = planned(*arguments, options)
-        ready._require("forward", dict(zip("qkv", arguments)) | dict(ready._captured), {})
+        arrays = dict(zip("qkv", arguments)) | dict(ready._captured)
+        require_fit(ready._plan, ready.executor, "forward", arrays, {})
     reasons += reasons_without_v(more_reasons, q, k, arguments)
     if ready is not None:
         reasons += _lse_reasons(ready, q, lse) + _scale_reasons(ready)

@@ -21,7 +21,7 @@ from ..planning.options import Causality
 from ..planning.peaks import Peaks
 from ..planning.plan import KernelPlan
 from ..planning.routing import FAMILIES
-from ..plans import Plan
+from ..plans.plan import Plan
 from ..scores._primitives import PRIMITIVES
 from ..scores.program import Program, depends
 

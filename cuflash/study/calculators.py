@@ -17,7 +17,7 @@ from ..errors import UnsupportedProblem, collecting, refuse
 from ..fp8.rows import SCALE_BYTES
 from ..keywords import explains_keywords
 from ..planning.plan import KernelPlan
-from ..plans import Plan
+from ..plans.plan import Plan
 
 _SIZE_BITS = 100  # sizes of caches must be less than 2^100 bytes
 

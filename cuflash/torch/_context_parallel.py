@@ -207,6 +207,6 @@ def _as_array(group: Group, name: str, value: Any) -> Array:
     return taken(name, value.detach(), group._lanes.namespace)
 
 
-def _stream_of(tensor: Any) -> Any:
+def _stream_of(tensor: Tensor) -> Any:
     """Return a context in which CuPy's current stream is PyTorch's, if a tensor is on a GPU."""
     return torch_gpu.stream() if is_tensor(tensor) and tensor.is_cuda else nullcontext()

@@ -88,7 +88,7 @@ def _with_passes(kind: Any) -> Any:
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
 
-    def vmap(info: Any, in_dims: Any, call: AnyCall, wrt: Sequence[str], *tensors: Any) -> Any:
+    def vmap(info: Any, in_dims: Any, call: AnyCall, wrt: Sequence[str], *tensors: Tensor) -> Any:
         if not isinstance(call, Transformed):
             fix = "make the call inside torch.vmap, or differentiate it with torch.func.vjp"
             raise UnsupportedProblem([f"gradients of a call outside of torch.vmap must not be batched: {fix}"])
@@ -166,7 +166,7 @@ class _Gradients(Function):
     runs, saves_results = "backward", False
 
     @staticmethod
-    def forward(call: AnyCall, wrt: Sequence[str], *tensors: Any) -> Any:
+    def forward(call: AnyCall, wrt: Sequence[str], *tensors: Tensor) -> Any:
         return tuple(_gradients(call, wrt, *tensors))
 
     @staticmethod

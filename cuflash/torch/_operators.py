@@ -121,7 +121,7 @@ def _are_traced(tensors: Sequence[Tensor | None]) -> bool:
 
 def compiled(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Compute o and lse within `torch.compile`, which traces this function."""
-    tensors: dict[str, Any] = dict(zip(("q", "k", "v"), in_autocast(q, k, v)))
+    tensors: dict[str, Tensor] = dict(zip(("q", "k", "v"), in_autocast(q, k, v)))
     mask, causal, window, scale, score, softcap, bias, sink, dropout, _, *words = options[:14]
     draws = (dropout.p, dropout.seed, dropout.offset) if isinstance(dropout, Dropout) else dropout
     if isinstance(mask, torch.Tensor):

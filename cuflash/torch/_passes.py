@@ -25,7 +25,8 @@ from ..planning.list_kernels import AT_CALL, WorkAtCall
 from ..planning.lookup import Lookup, lookup
 from ..planning.options import Options
 from ..planning.problem import Problem
-from ..plans import Plan
+from ..plans.fit import require_fit, require_ready
+from ..plans.plan import Plan
 from ..scores import Score
 from ._tensors import PLAIN, Outs, Tensor, argument_reasons, as_tensor, executor_reasons, returned
 
@@ -132,7 +133,7 @@ class OnGpu:
         plan, arrays = self._ready._plan, ("o", "lse") if name == "jvp" else ("q", "k", "v")
         wanted, results = plan.results(name), plan.kernel_results(name)
         with torch_gpu.stream():
-            self._ready._require_ready(torch_gpu.MACHINE)
+            require_ready(plan, self._ready.executor, torch_gpu.MACHINE)
             in_memory = dict(zip(wanted, (torch_gpu.axes_in_memory(layouts[each]) for each in arrays)))
             axes = {each: order for each, order in in_memory.items() if order and wanted[each] == results[each]}
             return self._ready._bind(name, layouts | self._lists, pins=True, axes=axes, machine=torch_gpu.MACHINE)
@@ -170,7 +171,7 @@ class _WithContents(NamedTuple):
 Call: TypeAlias = OnGpu | _ByArrays | _WithContents
 
 
-def looked_up_call(tensors: dict[str, Any], outs: Outs, options: Options, wants_lse: bool) -> Call:
+def looked_up_call(tensors: dict[str, Tensor], outs: Outs, options: Options, wants_lse: bool) -> Call:
     """Return the object that runs a call; only the first of identical calls checks the arguments."""
     looked_up = lookup(options, _mask_layout)
     contents, key = looked_up.contents, _key(tensors, outs, looked_up, wants_lse)
@@ -186,7 +187,7 @@ def looked_up_call(tensors: dict[str, Any], outs: Outs, options: Options, wants_
 
 
 def ran(
-    tensors: dict[str, Any], outs: Outs, options: Options, wants_lse: bool, record: Callable[..., Any] | None = None
+    tensors: dict[str, Tensor], outs: Outs, options: Options, wants_lse: bool, record: Callable[..., Any] | None = None
 ) -> Any:
     """Run a call, and return it with o and lse; `record` runs the call if PyTorch differentiates it."""
     if torch_gpu.is_elsewhere(tensors["q"]):
@@ -238,7 +239,7 @@ def _key(arrays: dict[str, Any], outs: Outs, looked_up: Lookup, wants_lse: bool)
 def _first(
     looked_up: Lookup,
     key: Hashable,
-    tensors: dict[str, Any],
+    tensors: dict[str, Tensor],
     outs: Outs,
     options: Options,
     lists_at_call: bool,
@@ -254,7 +255,7 @@ def _first(
         layouts: dict[str, Any] = {name: Layout.of(tensor) for name, tensor in tensors.items()}
         ready = _planned(layouts, options, lists_at_call)
         written = {name: Layout.of(each) for name, each in zip(("o", "lse"), outs) if each is not None}
-        ready._require("forward", layouts, written, torch_gpu.MACHINE)
+        require_fit(ready._plan, ready.executor, "forward", layouts, written, torch_gpu.MACHINE)
         if not ready._plan.is_kernels_alone:
             return _ByArrays(tensors, options, is_on_gpu)
         work, lists_of = ready._plan.work, None

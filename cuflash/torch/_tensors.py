@@ -48,7 +48,7 @@ def executor_reasons(device: Any, executor: Any) -> list[str]:
     return [f"executor={executor!r} takes tensors on {wanted!r}; got q on {str(device)!r}: {fix}"]
 
 
-def argument_reasons(tensors: dict[str, Any], outs: Outs) -> list[str]:
+def argument_reasons(tensors: dict[str, Tensor], outs: Outs) -> list[str]:
     """Return why q, k, v, operands and outputs are not tensors that a kernel can read and write.
 
     Raises

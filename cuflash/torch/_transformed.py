@@ -207,7 +207,7 @@ def _is_uniform(mask: Any) -> bool:
     return are_own and not any(isinstance(part, FromFunction) for part in parts)
 
 
-def _layout(tensors: Any) -> Hashable:
+def _layout(tensors: Tensor) -> Hashable:
     return tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors)
 
 
@@ -216,12 +216,12 @@ def _without_data(array: Any) -> Any:
     return ShapeDtype(tuple(array.shape), dtype_of(array)) if is_tensor(array) else array
 
 
-def _entry(tensor: Any, axis: int | None, number: int) -> Any:
+def _entry(tensor: Tensor, axis: int | None, number: int) -> Any:
     """Return one entry of a mapped tensor; other values unchanged."""
     return tensor if axis is None else tensor.select(axis, number)
 
 
-def _at_front(tensor: Any, axis: int | None, size: int) -> Any:
+def _at_front(tensor: Tensor, axis: int | None, size: int) -> Any:
     """Return a tensor whose leading axis is the mapped one; a tensor that all calls share is not copied."""
     if tensor is None:
         return None

@@ -142,8 +142,8 @@ FAULTS = {
     },
     refuses(lambda library: a_pullback(library, False)(None), "do must be an array; got None"): {
         "do may be left out": Edit(
-            "calls/pullback.py", "Pullback.__call__", "arrays |= ready._read_by(",
-            "arrays = {n: x for n, x in arrays.items() if x is not None} | ready._read_by(",
+            "calls/pullback.py", "Pullback.__call__", 'ready._with_operands("backward", arrays, self.operands)',
+            'ready._with_operands("backward", {n: x for n, x in arrays.items() if x is not None}, self.operands)',
         ),
     },
     refuses(attends(scale=True), "scale must be a finite number or None; got True"): {
@@ -178,7 +178,7 @@ FAULTS = {
     },
     takes(lambda library: (library.attention(Q, Q.tolist(), Q.tolist()) == library.attention(Q, Q, Q)).all()): {
         "lists are refused as arrays": Edit(
-            "plans.py", "as_arrays", "arrays[name] = of_list(name, value, known[name])", "pass"
+            "plans/conversion.py", "as_arrays", "arrays[name] = of_list(name, value, known[name])", "pass"
         ),
         "a list next to float32 has float64": Edit(
             "layouts.py", "dtypes_of_lists",

@@ -168,7 +168,7 @@ def forked_without_room(library: ModuleType) -> None:
     cache.append(K, K, counts=[0, 1])
 
 
-FILE, PAGES, ROWS = "cache/kv_cache.py", "cache/pages.py", "cache/paged_rows.py"
+CHANGES, PAGES, ROWS = "cache/_changes.py", "cache/pages.py", "cache/paged_rows.py"
 GIVEN, ONE, ARGUMENTS = "cache/given_pages.py", "cache/one_by_one.py", "cache/arguments.py"
 DOORS, STATE = "cache/_doors.py", "cache/_state.py"
 ODD_SINK = np.zeros((3, 1), np.float32)
@@ -213,7 +213,7 @@ FAULTS = {
         ),
         "each sequence counts all free pages as its own": Edit(PAGES, "PagePool.shortages", "free -= wanted", "pass"),
         "a cache over pages takes those of others": Edit(
-            FILE, "KVCache.over", "tables, owns_rest=False", "tables"
+            CHANGES, "state_over", "tables, owns_rest=False", "tables"
         ),
     },
     refuses(
@@ -236,7 +236,7 @@ FAULTS = {
         "layouts that are unknown are one": Edit(ONE, "OwnRowsStep._run", "or sizes is None else", "else"),
     },
     pages_are_used_sparingly: {
-        "resetting keeps pages": Edit(FILE, "KVCache.reset", "state.pages.shrink(row, 0)", "pass"),
+        "resetting keeps pages": Edit(CHANGES, "reset", "state.pages.shrink(row, 0)", "pass"),
         "a page that one sequence writes to alone is counted as shared": Edit(
             PAGES, "PagePool.shortages", "dropped.get(page, 0) + 1", "0"
         ),
@@ -247,11 +247,11 @@ FAULTS = {
             STATE, "CacheState.lengths_now", "if self.is_counted_on_device", "if False"
         ),
         "a device keeps lengths that are truncated": Edit(
-            FILE, "KVCache.truncate", "state.on_device().truncate(new_lengths)", "pass"
+            CHANGES, "truncate", "state.on_device().truncate(new_lengths)", "pass"
         ),
-        "a device has pages that a reset has freed": Edit(FILE, "KVCache.reset", "state.on_device()", "pass"),
+        "a device has pages that a reset has freed": Edit(CHANGES, "reset", "state.on_device()", "pass"),
         "a reset is captured": Edit(
-            FILE, "KVCache.reset", 'capture_reasons("reset", state.pages)', "[]"
+            CHANGES, "reset", 'capture_reasons("reset", state.pages)', "[]"
         ),
     },
     refuses(forked_without_room, "got 1 rows for sequence 1, which need 1 more page, but of 1 pages 0 are free"): {
@@ -266,7 +266,7 @@ FAULTS = {
     },
     takes(lambda library: filled(library).reset(Foreign(np.array([0]))) is None): {
         "rows of another library are refused": Edit(
-            FILE, "KVCache.reset", 'as_arrays({"rows": rows})["rows"]', "rows"
+            CHANGES, "reset", 'as_arrays({"rows": rows})["rows"]', "rows"
         ),
     },
     refuses(lambda library: filled(library).truncate([4, 0]), "which has 3"): {
@@ -282,7 +282,7 @@ FAULTS = {
     },
     refuses(lambda library: a_cache(library, page_size=40, num_pages=3), "page_size must be a multiple of 16"): {
         "pages are of any size": Edit(
-            FILE, "KVCache.__init__", "reasons += page_reasons(page_size, num_pages)", "pass"
+            CHANGES, "new_state", "reasons += page_reasons(page_size, num_pages)", "pass"
         ),
     },
     refuses(lambda library: (lambda q: filled(library).attention(q, out=q))(K.copy()), "out must not overlap q"): {
@@ -292,7 +292,7 @@ FAULTS = {
     },
     takes(lambda library: copy.copy(cache := filled(library)).k is not cache.k): {
         "a copy writes over the rows of its original": Edit(
-            FILE, "KVCache.__copy__", "return deepcopy(self)", "return self"
+            "cache/kv_cache.py", "KVCache.__copy__", "return deepcopy(self)", "return self"
         ),
     },
     refuses(lambda library: a_cache(library).attention(K), "q has 3 rows and sequence 0 has 0 tokens"): {
@@ -302,12 +302,12 @@ FAULTS = {
     },
     refuses(lambda library: filled(library).fork(1, 1), "target must be another sequence"): {
         "a sequence is forked to itself": Edit(
-            FILE, "KVCache.fork", "if not reasons and source == target:", "if False:"
+            CHANGES, "fork", "if not reasons and source == target:", "if False:"
         ),
     },
     refuses(lambda library: a_cache(library).fork(0, 1), "source must hold rows"): {
         "an empty sequence is forked": Edit(
-            FILE, "KVCache.fork", "if not reasons and not state.lengths[source]:", "if False:"
+            CHANGES, "fork", "if not reasons and not state.lengths[source]:", "if False:"
         ),
     },
     refuses(lambda library: filled(library).append(K, K[:, :, :2]), "v must have k's 3 rows"): {

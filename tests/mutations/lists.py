@@ -202,7 +202,7 @@ FAULTS = {
             "blocks/index.py", "BlockIndex._kept", "IndexMask(replace(self))", "IndexMask(self)"
         ),
         "a cached call holds its plan": Edit(
-            "plans.py", "Plan._bind", "return BoundPlan(",
+            "plans/plan.py", "Plan._bind", "return BoundPlan(",
             "return (lambda *of: vars(bound := BoundPlan(*of)).update(plan=self) or bound)(",
         ),
     },

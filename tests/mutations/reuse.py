@@ -97,7 +97,7 @@ def threads_send_lists_at_once(library: ModuleType) -> None:
 
 
 WORKSPACES, ARGUMENTS, CACHE = "executors/workspaces.py", "executors/arguments.py", "planning/_call_cache.py"
-PLANS, BOUND = "plans.py", "executors/_bound_plan.py"
+PLANS, BOUND = "plans/plan.py", "executors/_bound_plan.py"
 FAULTS = {
     cached_calls_are_the_latest: {
         "the use of a call does not count": Edit(

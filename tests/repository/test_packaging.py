@@ -170,7 +170,7 @@ def test_mypy_sees_the_types_of_what_is_installed(project: Path, tmp_path: Path,
     run = subprocess.run(
         [sys.executable, *command], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=600
     )
-    assert 'client.py:5: note: Revealed type is "cuflash.plans.Plan"' in run.stdout, run.stdout + run.stderr
+    assert 'client.py:5: note: Revealed type is "cuflash.plans.plan.Plan"' in run.stdout, run.stdout + run.stderr
     assert re.search(r"client\.py:6: error: .*\[call-overload\]", run.stdout), run.stdout
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash import BlockIndex, DeviceSpec, ShapeDtype, layouts, masks, scores
 from cuflash.executors import gpu, sim as simulated
-from cuflash import plans as launch
+from cuflash.plans.conversion import as_mask_of_arrays
 from cuflash.compiler import nvrtc as compiling
 from cuflash.planning._params import PARAMS
 from cuflash.planning import plan_cache
@@ -372,7 +372,7 @@ def test_foreign_arrays_of_masks_are_taken_without_a_copy(make):
 
 
 def test_foreign_arrays_of_masks_on_a_device_are_taken_where_they_lie(cupy):
-    mask = launch.as_mask_of_arrays(Foreign(TRI, (2, 0)), "gpu")
+    mask = as_mask_of_arrays(Foreign(TRI, (2, 0)), "gpu")
     assert type(mask) is cupy.ndarray and (mask.get() == TRI).all()
     (reason,) = reasons_of(cuflash.attention, Q, K, V, mask=Foreign(TRI, (2, 0)))
     assert "mask's arrays must be on q's device" in reason and "Foreign on a CUDA device with q on the host" in reason

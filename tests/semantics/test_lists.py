@@ -16,7 +16,7 @@ import cuflash
 from cuflash import BlockIndex, masks, reference, scores, selectors
 from cuflash.scores import Score
 from cuflash.arrays import of_list
-from cuflash.plans import as_arrays, as_mask_of_arrays
+from cuflash.plans.conversion import as_arrays, as_mask_of_arrays
 
 RNG = np.random.default_rng(0)
 Q, K, V, DO = RNG.standard_normal((4, 2, 3, 4))

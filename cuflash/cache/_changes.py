@@ -1,0 +1,138 @@
+"""New caches, and changes of a cache other than new rows: each checks its arguments, and then changes the state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy.typing import DTypeLike
+
+from ..arrays import Array, describe
+from ..errors import UnsupportedProblem, collecting, refuse
+from ..plans.conversion import as_arrays
+from ._state import CacheState
+from .arguments import (
+    PAGE_SIZE, bound_reasons, dtype_of, growth_reasons, listed_ints, numbers, page_reasons, part_reasons,
+    sequence_reasons, size_reasons,
+)  # fmt: skip
+from .given_pages import checked_pages
+from .on_device import capture_reasons
+from .paged_rows import PagedRows
+from .pages import OwnPages, PagePool, length_faults
+
+
+def new_state(
+    *,
+    batch: int,
+    num_kv_heads: int,
+    head_dim: int,
+    capacity: int,
+    dtype: DTypeLike,
+    value_dim: int,
+    page_size: int | None,
+    num_pages: int | None,
+    part_keys: int | None,
+    keeps_page_bounds: bool,
+    xp: Any,
+) -> CacheState:
+    """Return the state of a new, empty cache; parameters and errors are those of `KVCache`."""
+    sizes = {"batch": batch, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+    reasons = size_reasons(**sizes, capacity=capacity) + part_reasons(part_keys, capacity)
+    with collecting(reasons):
+        dtype = dtype_of(dtype)
+    is_paged = page_size is not None or num_pages is not None
+    if is_paged:
+        page_size = PAGE_SIZE if page_size is None else page_size
+        reasons += page_reasons(page_size, num_pages)
+    reasons += bound_reasons(keeps_page_bounds, is_paged, dtype)
+    if getattr(xp, "__name__", None) not in ("numpy", "cupy"):
+        reasons.append(f"xp must be the module numpy or cupy; got {describe(xp)}")
+    refuse(dict.fromkeys(reasons))
+    num_own, num_positions = (batch, capacity) if num_pages is None or page_size is None else (num_pages, page_size)
+    shape = int(num_own), int(num_kv_heads), int(num_positions)
+    # Arrays are allocated before page tables: too large arrays raise MemoryError, but too long lists may not.
+    arrays = PagedRows.empty(xp, shape, (int(head_dim), int(value_dim)), dtype)
+    if keeps_page_bounds:
+        arrays.keep_bounds()
+    pages: OwnPages | PagePool = OwnPages(int(batch), int(capacity))
+    if page_size is not None and num_pages is not None:
+        pages = PagePool(int(page_size), int(num_pages), [[] for _ in range(batch)])
+    own_part_keys = None if part_keys is None else int(part_keys)
+    return CacheState(arrays, pages, [0] * int(batch), int(capacity), own_part_keys)
+
+
+def state_over(k_pages: Array, v_pages: Array, block_table: Array, lengths: Any, part_keys: int | None) -> CacheState:
+    """Return the state of a cache over existing pages; parameters and errors are those of `KVCache.over`."""
+    arrays, tables, positions, max_pages = checked_pages(k_pages, v_pages, block_table, lengths)
+    page_size, num_pages = int(arrays.k.shape[2]), int(arrays.k.shape[0])
+    refuse(part_reasons(part_keys, max_pages * page_size))
+    pages = PagePool(page_size, num_pages, tables, owns_rest=False)
+    own_part_keys = None if part_keys is None else int(part_keys)
+    return CacheState(arrays, pages, positions, max_pages * page_size, own_part_keys)
+
+
+def rows_of(state: CacheState, sequence: int) -> tuple[Array, Array]:
+    """Return the keys and values of a sequence, as `KVCache.rows` does."""
+    refuse(sequence_reasons("sequence", sequence, len(state.lengths)))
+    length, table = state.lengths_now()[sequence], state.pages.tables[sequence]
+    if faults := length_faults(state.pages, sequence, length, state.capacity):
+        raise RuntimeError("the cache contradicts itself: " + "; ".join(faults))
+    return state.rows.gather(table, 0, length)
+
+
+def truncate(state: CacheState, lengths: Any) -> None:
+    """Shorten sequences, as `KVCache.truncate` does."""
+    new_lengths = state.numbers("lengths", lengths)
+    if state.is_counted_on_device:
+        state.on_device().truncate(new_lengths)
+        return
+    refuse(growth_reasons(new_lengths, state.lengths))
+    for sequence, length in enumerate(new_lengths):
+        state.pages.shrink(sequence, length)
+    state.lengths = new_lengths
+
+
+def reset(state: CacheState, rows: Any) -> None:
+    """Empty sequences, or all of them if `rows` is None, as `KVCache.reset` does."""
+    batch = len(state.lengths)
+    listed = listed_ints(range(batch) if rows is None else as_arrays({"rows": rows})["rows"])
+    if listed is None:
+        raise UnsupportedProblem([f"rows must be a list of sequences, or None for all; got {describe(rows)}"])
+    reasons = [reason for row in listed for reason in sequence_reasons("rows", row, batch)]
+    reasons += capture_reasons("reset", state.pages) if state.is_counted_on_device else []
+    refuse(reasons)
+    for row in listed:
+        state.pages.shrink(row, 0)
+        state.lengths[row] = 0
+        if state.device is not None and state.is_counted_on_device:
+            state.device.lengths[row] = 0
+    if state.is_counted_on_device:
+        state.on_device()  # copy now, since a replayed graph copies nothing from the host
+
+
+def fork(state: CacheState, source: int, target: int) -> None:
+    """Replace the contents of a sequence by those of another one, as `KVCache.fork` does."""
+    if state.is_counted_on_device:
+        raise UnsupportedProblem(
+            ["fork must have lengths on the host; got a cache that is counted on the device: fill another cache"]
+        )
+    batch = len(state.lengths)
+    reasons = sequence_reasons("source", source, batch) + sequence_reasons("target", target, batch)
+    if not reasons and source == target:
+        reasons.append(f"target must differ from source; got {target}")
+    if not reasons and not state.lengths[source]:
+        fix = "use reset to empty the target"
+        reasons.append(f"source must hold rows; got sequence {source}, which is empty: {fix}")
+    refuse(reasons)
+    for copy in state.pages.fork(source, target, state.lengths[source]):
+        state.rows.copy(copy)
+    state.lengths[target] = state.lengths[source]
+
+
+def reserve(state: CacheState, lengths: Any) -> None:
+    """Allocate pages for sequences of these lengths, as `KVCache.reserve` does."""
+    stops = numbers("lengths", as_arrays({"lengths": lengths})["lengths"], len(state.lengths))
+    if state.is_counted_on_device and (reasons := capture_reasons("reserve", state.pages)):
+        raise UnsupportedProblem(reasons)
+    state.make_room("lengths", stops)
+    if state.is_counted_on_device:
+        state.on_device()  # copy now, since a replayed graph copies nothing from the host
