@@ -15,7 +15,9 @@ from cuflash.executors.launch import run_alone
 from cuflash.executors.sim import Simulator
 from cuflash.fp8 import kernel_calls
 from cuflash.fp8.transposed import transposed_values
-from cuflash.planning.quantizing import quantize_spec, quantizing, transpose_spec, transposing
+from cuflash.planning.quantizing import (
+    PLACES, Rounding, quantize_spec, quantizing, transpose_spec, transposing,
+)  # fmt: skip
 from executors import CPU, GPU, SIM, Run, hostile_schedules, in_turn, needs_compiler
 from test_sm90 import FewBlocks
 
@@ -364,12 +366,19 @@ def require_bits(
     """Require that the kernel on the simulator computes the host's numbers and scales."""
     spec = quantize_spec(x.dtype, x.shape[-1], block)
     assert spec is not None
-    data, scale = np.full(x.shape, 0xA5, np.uint8), np.full(right.scale.shape, -1, np.float32)
-    signs = None if rotation is None else rotation.signs
-    kernels = quantizing(spec, x.shape, scale.shape[-1], largest)
-    run_alone(kernels, {"x": x, "data": data, "scale": scale, "signs": signs}, target)
-    np.testing.assert_array_equal(scale, right.scale)
-    np.testing.assert_array_equal(data, right.data.view(np.uint8))
+    roundings = [Rounding(x.shape, is_transposed) for is_transposed in (False, True)]
+    arrays: dict[str, Any] = {}
+    for place in PLACES[:2]:
+        data, scale = np.full(x.shape, 0xA5, np.uint8), np.full(right.scale.shape, -1, np.float32)
+        arrays |= {f"{place}.x": x, f"{place}.data": data, f"{place}.scale": scale}
+        arrays[f"{place}.signs"] = None if rotation is None else rotation.signs
+    transposed = transposed_values(right.data)
+    arrays["second.transposed"] = np.full(transposed.shape, 0xA5, np.uint8)
+    run_alone(quantizing(spec, roundings, largest), arrays, target)
+    for place in PLACES[:2]:
+        np.testing.assert_array_equal(arrays[f"{place}.scale"], right.scale)
+        np.testing.assert_array_equal(arrays[f"{place}.data"], right.data.view(np.uint8))
+    np.testing.assert_array_equal(arrays["second.transposed"], transposed)
 
 
 def beside_ties(exponent: int) -> Any:
