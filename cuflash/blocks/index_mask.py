@@ -56,6 +56,42 @@ class IndexMask(Mask):
         table[xp.where(entry < index.indptr[-1], cell, num_cells)] = entry  # the last element of the table is dropped
         return LeadingArray(table[:-1].reshape(self.grid), (index.batch,), 3)
 
+    @cached_property
+    def row_intervals(self) -> tuple[Array, Array] | None:
+        """The interval of keys of each row, lo and hi; None if a row may attend something else, or on a device.
+
+        Kernels need no lists for such an index. Its blocks must be those that the intervals of its rows touch, and its
+        full blocks must lie inside all of them.
+        """
+        index = self.index
+        if not index.is_on_host or index.lo is None or not len(index.indices) or (index.kinds == BlockKind.BITS).any():
+            return None
+        lo, hi, (block_q, block_kv) = index.lo, index.hi, index.block
+        if (lo[..., 1:] < lo[..., :-1]).any() or (hi[..., 1:] < hi[..., :-1]).any():
+            return None
+        tops, is_empty = np.arange(0, index.seqlen_q, block_q), lo >= hi
+
+        def of_blocks(reduce: np.ufunc, sides: Array) -> Array:
+            blocks = np.broadcast_to(reduce.reduceat(sides, tops, axis=-1), self.grid[:3])
+            return blocks.reshape(-1)
+
+        first = of_blocks(np.minimum, np.where(is_empty, index.seqlen_kv, lo)) // block_kv
+        end = -(-of_blocks(np.maximum, np.where(is_empty, 0, hi)) // block_kv)
+        starts, counts = index.indptr[:-1], np.diff(index.indptr)
+        listed = counts > 0
+        if (counts != np.maximum(end - first, 0)).any():
+            return None
+        if (index.indices[starts[listed]] != first[listed]).any():
+            return None
+        if (index.indices[starts[listed] + counts[listed] - 1] != end[listed] - 1).any():
+            return None
+        is_full = index.kinds == BlockKind.FULL
+        rows, columns = index._block_rows[is_full], index.indices[is_full].astype(np.int64)
+        last = of_blocks(np.maximum, np.where(is_empty, index.seqlen_kv, lo))[rows]
+        least = of_blocks(np.minimum, np.where(is_empty, 0, hi))[rows]
+        is_inside = (last <= columns * block_kv) & (least >= np.minimum((columns + 1) * block_kv, index.seqlen_kv))
+        return (lo, hi) if is_inside.all() else None
+
     @property
     def _natural_block(self) -> tuple[int, int]:
         block_q, block_kv = self.index.block
