@@ -71,26 +71,20 @@ class IndexMask(Mask):
             return None
         tops, is_empty = np.arange(0, index.seqlen_q, block_q), lo >= hi
 
-        def of_blocks(reduce: np.ufunc, sides: Array) -> Array:
-            blocks = np.broadcast_to(reduce.reduceat(sides, tops, axis=-1), self.grid[:3])
-            return blocks.reshape(-1)
+        def of_blocks(function: np.ufunc, sides: Array, of_empty: int) -> Array:
+            sides = function.reduceat(np.where(is_empty, of_empty, sides), tops, axis=-1)
+            return np.broadcast_to(sides, self.grid[:3]).reshape(-1)
 
-        first = of_blocks(np.minimum, np.where(is_empty, index.seqlen_kv, lo)) // block_kv
-        end = -(-of_blocks(np.maximum, np.where(is_empty, 0, hi)) // block_kv)
-        starts, counts = index.indptr[:-1], np.diff(index.indptr)
-        listed = counts > 0
-        if (counts != np.maximum(end - first, 0)).any():
+        first, end = of_blocks(np.minimum, lo, index.seqlen_kv), of_blocks(np.maximum, hi, 0)
+        first, end = first // block_kv, -(-end // block_kv)
+        rows, columns = index._block_rows, index.indices.astype(np.int64)
+        is_touched = (first[rows] <= columns) & (columns < end[rows])
+        if (np.diff(index.indptr) != np.maximum(end - first, 0)).any() or not is_touched.all():
             return None
-        if (index.indices[starts[listed]] != first[listed]).any():
-            return None
-        if (index.indices[starts[listed] + counts[listed] - 1] != end[listed] - 1).any():
-            return None
-        is_full = index.kinds == BlockKind.FULL
-        rows, columns = index._block_rows[is_full], index.indices[is_full].astype(np.int64)
-        last = of_blocks(np.maximum, np.where(is_empty, index.seqlen_kv, lo))[rows]
-        least = of_blocks(np.minimum, np.where(is_empty, 0, hi))[rows]
-        is_inside = (last <= columns * block_kv) & (least >= np.minimum((columns + 1) * block_kv, index.seqlen_kv))
-        return (lo, hi) if is_inside.all() else None
+        last, least = of_blocks(np.maximum, lo, index.seqlen_kv), of_blocks(np.minimum, hi, 0)
+        ends = np.minimum((columns + 1) * block_kv, index.seqlen_kv)
+        is_inside = (last[rows] <= columns * block_kv) & (ends <= least[rows])
+        return (lo, hi) if (is_inside | (index.kinds == BlockKind.INTERVAL)).all() else None
 
     @property
     def _natural_block(self) -> tuple[int, int]:

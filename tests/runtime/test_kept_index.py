@@ -19,6 +19,7 @@ from cuflash import BlockIndex, masks
 from cuflash.blocks import index as indices
 from cuflash.executors import gpu
 from cuflash.testing import Example, assert_within_bounds
+from executors import on_every_executor
 from library_parts import part
 
 import cuflash
@@ -138,6 +139,20 @@ def test_each_index_and_each_set_of_options_has_calls_of_its_own(cupy, executor)
     for _ in range(2):
         for options, named in ways:
             assert_within_bounds(Example(q=Q, k=K, v=V, **named), o=call(**options))
+
+
+@on_every_executor
+@pytest.mark.parametrize("changes", [False, True])
+def test_an_index_of_packed_sequences_is_their_mask(run, changes):
+    """With or without a block that the sequences attend, so that kernels need a list or none."""
+    mask = masks.Sequences([0, 13, 14, 40], causal=True)
+    if changes:
+        mask &= masks.BlockPattern(np.arange(25).reshape(5, 5) != 16, 8)  # without block (3, 1)
+    index = an_index(mask)
+    assert (index.as_mask().row_intervals is None) == changes
+    (o, lse), vjp = cuflash.attention_vjp(*map(run.put, (Q, K, V)), mask=index, return_lse=True, **run.options)
+    results = dict(zip(("o", "lse", "dq", "dk", "dv"), map(run.get, (o, lse, *vjp(run.put(DO))))))
+    assert_within_bounds(Example(q=Q, k=K, v=V, do=DO, mask=mask), **results)
 
 
 def test_a_caller_s_own_arrays_stay_as_they_are():
