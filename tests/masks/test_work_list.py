@@ -87,20 +87,18 @@ def test_lengths_prefixes_and_sorted_documents_hold_two_integers_a_row():
         assert isinstance(work, IntervalWork) and work.nbytes <= 2 * 2 * 4 * 1000
 
 
-CHANGES = ["", "drops", "fills", "moves", "swaps"]
+CHANGES = ["", "drops", "fills", "moves", "turns"]
 
 
 def with_a_change(index, number, change):
-    """Return an index with a change of one entry, or with the intervals of two rows of a block row swapped.
+    """Return an index with a change of one entry, or with the intervals of a block row in reverse order.
 
     The entry is dropped, becomes a full block if it has no bits or, if it is the last of its row, moves by a block.
     """
     num_entries, block_rows = len(index.indices), index._block_rows
-    if change == "swaps" and index.lo is not None:
-        rows = np.arange(index.seqlen_q)
-        row = number % max(index.seqlen_q - 1, 1)
-        if (row + 1) % index.block[0] and row + 1 < index.seqlen_q:
-            rows[row : row + 2] = row + 1, row
+    if change == "turns" and index.lo is not None:
+        rows, top = np.arange(index.seqlen_q), number % index.num_q_blocks * index.block[0]
+        rows[top : top + index.block[0]] = rows[top : top + index.block[0]][::-1].copy()
         return replace(index, lo=index.lo[..., rows], hi=index.hi[..., rows])
     number %= max(num_entries, 1)
     is_changed = np.arange(num_entries) == number

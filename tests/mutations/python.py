@@ -91,7 +91,8 @@ FAULTS = {
             "if (is_inside | (index.kinds == BlockKind.INTERVAL)).all() else None", "",
         ),
         "runs of keys may go back": Edit(
-            "blocks/index_mask.py", "IndexMask.row_intervals", "if (lo[..., 1:] < lo[..., :-1]).any() or", "if"
+            "blocks/index_mask.py", "IndexMask.row_intervals",
+            "if (lo[..., 1:] < lo[..., :-1]).any() or (hi[..., 1:] < hi[..., :-1]).any():", "if False:",
         ),
     },
     indices_are_right: {

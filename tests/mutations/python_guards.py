@@ -141,7 +141,7 @@ def changed_indices(library):
     shape = part(library, "masks.shape").MaskShape((), 2, 60, 60)
     mask = library.masks.Sequences([0, 25, 27, 60], causal=True)
     for change, number in itertools.product(CHANGES, range(0, 20)):
-        yield (shape, mask), (8, 8), number, change
+        yield (shape, mask), (16, 8), number, change
 
 
 def work_of_an_index_is_right(library):
