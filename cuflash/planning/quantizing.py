@@ -75,7 +75,8 @@ def quantize_spec(dtype: np.dtype[np.generic], columns: int, block: int) -> Kern
         return None
     rows = max(1, _LANE_NUMBERS * _LANES_OF_ROW // columns)  # of a lane
     num_warps = block * _LANES_OF_ROW // (32 * rows)
-    resident = _MOST_WARPS * (2 if columns // _LANES_OF_ROW <= _LANE_NUMBERS else 1)
+    has_few_registers = columns // _LANES_OF_ROW <= _LANE_NUMBERS and dtype.itemsize == 2
+    resident = _MOST_WARPS * (2 if has_few_registers else 1)
     return KernelSpec(
         entry=_QUANTIZE, dtype=dtype, head_dim=columns, value_dim=columns, block_q=block, block_kv=16,
         num_warps=num_warps, min_blocks=resident // num_warps,

@@ -31,7 +31,7 @@ using Values = KeyRows<Config::kBlockQ, Config::kHeadDim>;
 // Types that a lane loads or stores at once: a Packet has the elements of a chunk, Signs those of four columns, and
 // Words the bytes of a chunk.
 struct alignas(sizeof(Element) * kChunk) Packet {
-  Element at[kChunk];
+  uint32_t words[sizeof(Element) * kChunk / 4];
 };
 struct alignas(16) Signs {
   float at[4];
@@ -39,6 +39,13 @@ struct alignas(16) Signs {
 struct alignas(kChunk) Words {
   uint32_t at[kChunk / 4];
 };
+
+// Return number e of a packet.
+template <class T>
+CUFLASH_DEVICE float number_of(const Packet& packet, int e) {
+  if constexpr (sizeof(T) == 4) return __uint_as_float(packet.words[e]);
+  else return ptx::to_float(T{static_cast<unsigned short>(packet.words[e / 2] >> 16 * (e % 2))});
+}
 
 // Return column j of a lane, whose first column is `first`.
 CUFLASH_DEVICE constexpr int column_of(int first, int j) { return first + j / kChunk * kChunkStride + j % kChunk; }
@@ -75,11 +82,9 @@ CUFLASH_DEVICE void hadamard(float (&x)[kColumns]) {
   }
 }
 
-// Apply the signs, the Hadamard matrix and its normalizer to the rows of a lane, divided by `units`. The first stage
-// takes its sums and differences as it applies the signs, whose products are exact.
-CUFLASH_DEVICE void rotate(float (&x)[kRows][kColumns], const float* signs, int column, float units,
-                           float normalizer) {
-  const float factor = 1 / units;
+// Apply the signs, the Hadamard matrix and its normalizer to the rows of a lane. The first stage takes its sums and
+// differences as it applies the signs, whose products are exact.
+CUFLASH_DEVICE void rotate(float (&x)[kRows][kColumns], const float* signs, int column, float normalizer) {
 #pragma unroll
   for (int j = 0; j < kColumns; j += 4) {
     const Signs four = *reinterpret_cast<const Signs*>(signs + column_of(column, j));
@@ -87,8 +92,7 @@ CUFLASH_DEVICE void rotate(float (&x)[kRows][kColumns], const float* signs, int 
     for (int e = 0; e < 4; e += 2)
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        const float lower = x[i][j + e] * (four.at[e] * factor), sign = four.at[e + 1] * factor;
-        const float upper = x[i][j + e + 1];
+        const float lower = x[i][j + e] * four.at[e], upper = x[i][j + e + 1], sign = four.at[e + 1];
         x[i][j + e] = ptx::fma(upper, sign, lower);
         x[i][j + e + 1] = ptx::fma(upper, -sign, lower);
       }
@@ -99,6 +103,14 @@ CUFLASH_DEVICE void rotate(float (&x)[kRows][kColumns], const float* signs, int 
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) x[i][j] *= normalizer;
   }
+}
+
+// Divide the rows of a lane by the large units.
+CUFLASH_DEVICE void to_large_units(float (&x)[kRows][kColumns]) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i)
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) x[i][j] *= 1 / kLargeUnits;
 }
 
 // Return the largest magnitude in a warp. Magnitudes are compared by their bits, according to which NaN is larger than
@@ -161,7 +173,7 @@ struct LaneRows {
         const Element* const from = static_cast<const Element*>(array.x) + offset(i) + column_of(0, j);
         if (in_bounds(i)) packet = *reinterpret_cast<const Packet*>(from);
 #pragma unroll
-        for (int e = 0; e < kChunk; ++e) x[i][j + e] = ptx::to_float(packet.at[e]);
+        for (int e = 0; e < kChunk; ++e) x[i][j + e] = number_of<Element>(packet, e);
       }
   }
 
@@ -211,7 +223,8 @@ fp8_quantize(const __grid_constant__ cuflash::attention::Quantize params) {
   uint32_t largest;
   while (true) {
     rows.load(x);
-    if (array.signs != nullptr) rotate(x, array.signs, column, units, params.normalizer);
+    if (units > 1) to_large_units(x);
+    if (array.signs != nullptr) rotate(x, array.signs, column, params.normalizer);
     largest = block_maximum(x, of_warps);
     if (array.signs == nullptr || largest < kInfinity || units > 1) break;
     units = kLargeUnits;
