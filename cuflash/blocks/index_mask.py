@@ -58,13 +58,15 @@ class IndexMask(Mask):
 
     @cached_property
     def row_intervals(self) -> tuple[Array, Array] | None:
-        """The interval of keys of each row, lo and hi; None if a row may attend something else, or on a device.
+        """The interval of keys of each row, lo and hi; None if a row may attend something else.
 
         Kernels need no lists for such an index. Its blocks must be those that the intervals of its rows touch, and its
-        full blocks must lie inside all of them.
+        full blocks must lie inside all of them. On a device, this is known of indices that were built so.
         """
         index = self.index
-        if not index.is_on_host or index.lo is None or not len(index.indices) or (index.kinds == BlockKind.BITS).any():
+        if not index.is_on_host:
+            return (index.lo, index.hi) if index._is_of_rows else None
+        if index.lo is None or not len(index.indices) or (index.kinds == BlockKind.BITS).any():
             return None
         lo, hi, (block_q, block_kv) = index.lo, index.hi, index.block
         if (lo[..., 1:] < lo[..., :-1]).any() or (hi[..., 1:] < hi[..., :-1]).any():

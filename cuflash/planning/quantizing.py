@@ -21,7 +21,8 @@ QUANTIZED_ARRAY = np.dtype(
 )
 PLACES = ("first", "second", "third")  # the arrays of one launch: q, k and v
 QUANTIZE = np.dtype(
-    [*((name, QUANTIZED_ARRAY) for name in PLACES), *((name, np.float32) for name in ("largest", "normalizer"))], align=True
+    [*((name, QUANTIZED_ARRAY) for name in PLACES), *((name, np.float32) for name in ("largest", "normalizer"))],
+    align=True,
 )
 TRANSPOSE = np.dtype(
     [
