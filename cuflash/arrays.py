@@ -109,7 +109,7 @@ def namespace(*arrays: Any) -> Namespace:
     for array in arrays:
         if hasattr(array, "__array_namespace__") and not isinstance(array, type):
             return array.__array_namespace__()
-        if _is_cupy(array):
+        if is_cupy(array):
             return sys.modules["cupy"]
     return np
 
@@ -119,11 +119,11 @@ def is_array(value: object) -> bool:
 
     False for masked arrays, for NumPy's matrices and scalars, and for the array classes themselves.
     """
-    names_itself = hasattr(value, "__array_namespace__") or _is_cupy(value)
+    names_itself = hasattr(value, "__array_namespace__") or is_cupy(value)
     return names_itself and not isinstance(value, (np.ma.MaskedArray, np.matrix, np.generic, type))
 
 
-def _is_cupy(value: object) -> bool:
+def is_cupy(value: object) -> bool:
     """True if a value is a CuPy array; CuPy 14 has no `__array_namespace__`."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(value, cupy.ndarray)

@@ -142,7 +142,7 @@ def bigbird(
     )
     if num_window % 2 == 0:
         raise UnsupportedProblem(
-            [f"num_window_blocks must be odd: the diagonal, and as many blocks on either side; got {num_window}"]
+            [f"num_window_blocks must be odd, so that the window is centered on the diagonal; got {num_window}"]
         )
     (num_heads,) = _counts_of_blocks(num_heads=whole_number("num_heads", num_heads, 1))
     row, col = np.ogrid[: grid[0], : grid[1]]

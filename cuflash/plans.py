@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -197,7 +197,8 @@ class Plan:  # numpydoc ignore=PR01
         >>> round(float(dv.sum()), 2)              # each of 2 x 16 queries distributes 8 gradients of 1 over its keys
         256.0
         """
-        arrays = self._arrays_of_backward({"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse}, dlse, operands)
+        arrays = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
+        arrays |= self._operands_of("backward", operands)
         return named_gradients(self._plan.problem, self._run("backward", arrays, {}))
 
     def jvp(
@@ -331,32 +332,10 @@ class Plan:  # numpydoc ignore=PR01
 
     def _read_by(self, name: str, operands: Mapping[str, Array]) -> dict[str, Array]:
         """Return the arrays that a pass other than "forward" reads, except q, k, v and results, by name."""
-        captured = {**self._captured, **operands}
-        if name == "jvp":
+        captured, problem = {**self._captured, **operands}, self._plan.problem
+        if name == "jvp" or not problem.operands:
             return captured
-        return {each: array for each, array in captured.items() if not self._plan.problem.is_of_forward(each)}
-
-    def _arrays_of_backward(
-        self, arrays: dict[str, Array], dlse: Array | None, operands: Mapping[str, Array]
-    ) -> dict[str, Array]:
-        """Return the arrays that a backward pass reads, by name and in order.
-
-        Parameters
-        ----------
-        arrays : dict by name
-            do, q, k, v, o and lse.
-        dlse : array, optional
-        operands : dict of arrays by name
-            Arrays that a call passes instead of captured ones.
-        """
-        if dlse is not None:
-            arrays["dlse"] = dlse
-        if operands:
-            require_own_names("Plan.backward", operands, (each.name for each in self._plan.problem.operands))
-        for name, array in {**self._captured, **operands}.items():
-            if not self._plan.problem.is_of_forward(name):
-                arrays[name] = array
-        return arrays
+        return {each: array for each, array in captured.items() if not problem.is_of_forward(each)}
 
     def _run(self, name: str, arrays: dict[str, Array], outs: Mapping[str, Array]) -> Sequence[Array]:
         """Run a pass on arrays by name; results that are not in `outs` are allocated."""
@@ -411,6 +390,12 @@ class Plan:  # numpydoc ignore=PR01
         """
         plan = self._plan if self._lists is None else self._lists.shared
         return BoundPlan(plan, self.executor, name, arrays, outs, wants_lse, pins, axes, machine)
+
+    def _is_launches_alone(self, name: str, outs: Collection[str]) -> bool:
+        """True if a pass whose results are written to `outs` does nothing but launch kernels on a GPU."""
+        plan = self._plan
+        is_plain = self.executor == "gpu" and self._lists is None and plan.is_kernels_alone and not checks.is_on()
+        return is_plain and {*outs} == {*plan.results(name)} and plan.results(name) == plan.kernel_results(name)
 
     def _without_arrays(self) -> Plan:
         """Return the plan without the arrays of its mask and score function, which its bound calls do not read."""

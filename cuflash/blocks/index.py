@@ -75,8 +75,9 @@ class BlockIndex:
 
     An index of device arrays stays on the device and is built without waiting for it, so the host does not know the
     number of entries. Its lists have space for the whole grid, with zeros after the last entry, and each block has its
-    own bit tile. Methods that show the index or count its entries (`num_entries`, `row_counts`, `report`, `picture`,
-    `to_scipy`) wait for the device and copy to the host; no other method does.
+    own bit tile, unless all blocks are known to be full or cut by row intervals; kernels can then join the lists of
+    blocks of one query. Methods that show the index or count its entries (`num_entries`, `row_counts`, `report`,
+    `picture`, `to_scipy`) wait for the device and copy to the host; no other method does.
 
     Examples
     --------
@@ -455,7 +456,10 @@ class BlockIndex:
 
     @cached_property
     def _carried(self) -> CarriedLists | None:
-        """The block lists that were built with an index on a device; None if calls build them.
+        """The block lists of an index on a device that calls read, built with the index; None if calls build them.
+
+        If the arrays were not built on the device, but the index evidently has no partial blocks, its lists are built
+        on first use.
 
         Examples
         --------
@@ -463,7 +467,10 @@ class BlockIndex:
         >>> BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)._carried is None
         True
         """
-        return None
+        if self.is_on_host or len(self.bits) or self.lo is not None or not len(self.indices):
+            return None
+        is_listed, _ = self.as_mask().entries()
+        return self._like(BlockPattern(is_listed, self.block), self.batch, self.num_heads)._carried
 
     @cached_property
     def _is_of_rows(self) -> bool:

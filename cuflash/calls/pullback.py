@@ -80,8 +80,10 @@ class Pullback:
             require_unchanged(self._read(), self._sums)
         ready, problem = self.ready, self.ready._plan.problem
         arrays = {"do": do, "q": self.q, "k": self.k, "v": self.v, "o": self.o, "lse": self.lse}
-        arrays = ready._arrays_of_backward(arrays, dlse, self.operands)
         cotangents = ("do",) if dlse is None else ("do", "dlse")
+        if dlse is not None:
+            arrays["dlse"] = dlse
+        arrays |= ready._read_by("backward", self.operands)
         layout = layout_key(*map(arrays.__getitem__, cotangents))
         if layout is None:
             arrays = ready._as_planned(arrays)

@@ -38,6 +38,19 @@ def fingerprint(value: Any) -> str:
     return repr(value)
 
 
+def refusal(offers: Sequence[tuple[Sequence[str], Mapping[str, Any]]]) -> list[str]:
+    """Return why a call is refused, from each rank's own reasons and the texts of its arguments by name.
+
+    These are the reasons of all ranks, or the first difference of their texts.
+    """
+    of_ranks = [list(reasons) for reasons, _ in offers]
+    if not any(of_ranks):
+        return disagreement([texts for _, texts in offers])
+    if all(each == of_ranks[0] for each in of_ranks):
+        return of_ranks[0]
+    return [f"rank {n}: {reason}" for n, reasons in enumerate(of_ranks) for reason in reasons]
+
+
 def disagreement(calls: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return why ranks do not ask for the same call, from the texts of their arguments by name."""
     for rank, call in enumerate(calls):

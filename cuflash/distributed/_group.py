@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays import Array, describe, is_number
 from ..keywords import explains_keywords
 from ._lanes import HostLanes, Lanes, Move
-from ._schedule import Step
+from ._schedule import Program, Step
 
 __all__ = ["Group", "PeerLost"]
 
@@ -41,11 +41,19 @@ class Work(Protocol):
     @property
     def steps(self) -> Sequence[Step]: ...
 
-    def moves(self, step: Step) -> Sequence[Move]:
+    @property
+    def program(self) -> Program:
+        """The steps in their order, with the events that they wait for."""
+
+    @property
+    def bound(self) -> dict[int, Any]:
+        """The results of `Lanes.bound` for the moves of this rank's steps, by the number of the step."""
+
+    def moves(self, number: int) -> Sequence[Move]:
         """Return the rows that a step moves, on any rank."""
 
     def source(self, step: Step, move: Move) -> Array:
-        """Return the array that a step of this rank reads."""
+        """Return the array of this rank that a step of any rank reads."""
 
     def target(self, step: Step, move: Move) -> Array:
         """Return the array that a step of this rank writes to."""
@@ -74,8 +82,6 @@ class Group:  # numpydoc ignore=PR01
     >>> distributed.run(lambda group: group.rank * 10 + group.size, size=3)
     [3, 13, 23]
     """
-
-    _shares_memory = False  # whether ranks can read each other's arrays
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -114,16 +120,30 @@ class Group:  # numpydoc ignore=PR01
         >>> distributed.run(lambda group: sum(group.exchange("a sum", group.rank)), size=4)
         [6, 6, 6, 6]
         """
-        return self._exchanged(what, value)[1]
-
-    def _exchanged(self, what: str, value: Any) -> tuple[int, list[Any]]:
-        """Return the number of this exchange among those of the group, and the value of each rank."""
         raise NotImplementedError
 
-    def _perform(self, what: str, number: int, work: Work) -> None:
-        """Run the steps of this rank when they are ready, and wait until no rank reads the arrays of this rank.
+    def _perform(self, what: str, texts: Mapping[str, str], reasons: Sequence[str], work: Work | None = None) -> None:
+        """Run this rank's steps of a pass if all ranks make the same call, and wait until none reads its arrays.
 
-        All ranks start together, after the exchange with this number.
+        On GPUs, the steps are queued when this returns, and work that is queued later waits for them.
+
+        Parameters
+        ----------
+        what : str
+            A description of the call.
+        texts : dict of str by name
+            The arguments that must be equal on all ranks.
+        reasons : sequence of str
+            Why this rank refuses the call.
+        work : Work, optional
+            Without it, ranks only compare their texts and reasons.
+
+        Raises
+        ------
+        UnsupportedProblem
+            The reasons of all ranks, or the first difference of their texts; every rank raises it.
+        PeerLost
+            Another rank is lost.
         """
         raise NotImplementedError
 

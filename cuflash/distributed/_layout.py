@@ -17,7 +17,8 @@ from ..masks.shape import MaskShape
 from ._lanes import joint_runs
 
 LAYOUTS = ("auto", "contiguous", "zigzag")
-_CHUNKS_OF_RANK = 8  # chunks per rank; few, since every run of rows needs its own copy
+_CHUNKS_OF_RANK = 1, 2, 4, 8  # chunks per rank; as few as possible, since every run of rows needs its own copy
+_NEARLY_EQUAL = 1.01  # most work of a rank, divided by the mean, with which few chunks suffice
 _COSTLY = 4  # blocks that cost more than this multiple of the mean are assigned one by one
 _MOST_EXCHANGES = 64
 
@@ -132,13 +133,30 @@ def dealt(layout: Any, work: Array, seqlen: int, block: int, size: int) -> Rows:
 
 
 def _by_cost(work: Array, size: int) -> Array:
+    """Return the rank of each block, in as few chunks as make the work of ranks nearly equal.
+
+    No rank gets more blocks than an equal share plus one of the smallest chunks.
+    """
+    most = -(-len(work) // size) + -(-len(work) // (_CHUNKS_OF_RANK[-1] * size)) - 1
+    best, least = np.zeros(len(work), np.int64), np.inf
+    for chunks in _CHUNKS_OF_RANK:
+        owners = _dealt_chunks(work, size, -(-len(work) // (chunks * size)), most)
+        loads, counts = np.bincount(owners, work, size), np.bincount(owners, minlength=size)
+        is_last = chunks == _CHUNKS_OF_RANK[-1]
+        if loads.max() < least and (is_last or counts.max() <= most):
+            best, least = owners, loads.max()
+        if least <= _NEARLY_EQUAL * loads.mean():
+            break
+    return best
+
+
+def _dealt_chunks(work: Array, size: int, chunk: int, most: int) -> Array:
     """Assign chunks of blocks, the costliest first, to the rank with the least work; return the rank of each block.
 
-    No rank gets more blocks than an equal share plus one chunk. Positions break ties, so that all ranks agree.
+    Positions break ties, so that all ranks agree.
     """
-    pieces = _pieces(work, size)
+    pieces = _pieces(work, chunk)
     owners, loads, counts = np.zeros(len(work), np.int64), np.zeros(size, np.int64), np.zeros(size, np.int64)
-    most = -(-len(work) // size) + max((stop - first for first, stop in pieces), default=0) - 1
     costs = [int(work[first:stop].sum()) for first, stop in pieces]
     piece_owners = [0] * len(pieces)
     for number in sorted(range(len(pieces)), key=lambda n: (-costs[n], n)):
@@ -154,11 +172,10 @@ def _by_cost(work: Array, size: int) -> Array:
     return owners
 
 
-def _pieces(work: Array, size: int) -> list[tuple[int, int]]:
+def _pieces(work: Array, chunk: int) -> list[tuple[int, int]]:
     """Return ranges of blocks that stay together: chunks without costly blocks, and single costly blocks."""
     if not len(work):
         return []
-    chunk = -(-len(work) // (_CHUNKS_OF_RANK * size))
     is_costly = work > _COSTLY * work.mean()
     is_first = np.arange(len(work)) % chunk == 0
     is_first[1:] |= is_costly[1:] | is_costly[:-1]

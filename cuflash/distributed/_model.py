@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 METHODS = ("gather", "heads")
+TILE = 128  # number of queries that a multiprocessor computes at a time
 
 
 class Machine(NamedTuple):
@@ -16,6 +17,10 @@ class Machine(NamedTuple):
         FLOP/s of the passes.
     link : float
         Bytes per second that a device receives.
+    launch : float
+        Seconds in which the host queues a copy. One thread queues the steps of all ranks.
+    processors : int
+        Number of multiprocessors. At the end of each group of heads, they are idle for a quarter of a tile's time.
 
     Examples
     --------
@@ -26,6 +31,11 @@ class Machine(NamedTuple):
     forward_rate: float = 720e12
     backward_rate: float = 560e12
     link: float = 280e9
+    launch: float = 15e-6
+    processors: int = 132
+
+
+TYPICAL = Machine()  # its rates decide on the method and the groups of heads
 
 
 class CallSize(NamedTuple):
@@ -52,6 +62,11 @@ class CallSize(NamedTuple):
     itemsize: int
     scores: float
     imbalance: float = 1.0
+
+
+def idle_share(machine: Machine, tiles: float) -> float:
+    """Return the time that a device is idle at the end of a group, as a share of the time of a number of tiles."""
+    return machine.processors / max(4 * tiles, 4.0)
 
 
 class Estimate(NamedTuple):

@@ -7,13 +7,14 @@ from typing import Any, Unpack
 
 from ..arrays import Array, as_dtype, describe, is_array, namespace
 from ..errors import UnsupportedProblem, collecting
+from ..executors import checks
 from ..keywords import explains_keywords, require_own_names
 from ..planning.options import Options, VjpOptions
 from ._agreement import fingerprint
 from ._group import Group
 from ._model import Machine
-from ._passes import Gather, Pullback, RankCall, agreed
-from ._posed import Part, Posed, argument_reasons
+from ._passes import Gather, Prepared, Pullback, RankCall
+from ._posed import Posed, argument_reasons
 
 __all__ = ["ContextParallel"]
 
@@ -63,7 +64,7 @@ class ContextParallel:
     -----
     With "gather", results of a row agree with those of one device within their error bounds, and gradients of keys are
     added in the order of ranks, so that results are bitwise reproducible for equal layouts. Key/value heads are
-    computed in groups of 1, 1, 2, 2, ... heads, and the keys of the next group move while a group is computed.
+    computed in groups, which the cost model chooses; the keys of the next group move while a group is computed.
 
     Examples
     --------
@@ -112,8 +113,8 @@ class ContextParallel:
             with collecting(reasons):
                 self._posed = Posed.of(arguments, Options(**options), group.size)
         texts = {name: fingerprint(value) for name, value in (arguments | options).items()}
-        agreed(group, "ContextParallel", texts, reasons)
-        self._group, self._parts = group, dict[Any, list[Part]]()
+        group._perform("ContextParallel", texts, reasons)
+        self._group, self._known = group, dict[Any, Prepared]()
 
     # The layout.
 
@@ -238,18 +239,15 @@ class ContextParallel:
         >>> run(rank, size=2)
         [[0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 3.0]]
         """
-        group, reasons, whole = self._group, list[str](), None
+        group, reasons, gather = self._group, list[str](), None
         if not is_array(x) or x.ndim < 2 or x.shape[-2] != len(self.rows):
             reasons.append(f"x must have the {len(self.rows)} rows of this rank (axis -2); got {describe(x)}")
         else:
-            xp, heads = namespace(x), math.prod(x.shape[:-2])
-            own = xp.ascontiguousarray(x).reshape(heads, x.shape[-2], x.shape[-1])
-            whole = Gather(group, {"x": own}, self._posed.queries.places)
-        if whole is None:
-            agreed(group, "unshard", {}, reasons)
-            raise AssertionError
-        rows = whole.run(group, "unshard", {"x": _like(x)}, [])["x"]
-        return rows.reshape(*x.shape[:-2], self._posed.shape.seqlen_q, x.shape[-1])
+            own = namespace(x).ascontiguousarray(x).reshape(math.prod(x.shape[:-2]), x.shape[-2], x.shape[-1])
+            gather = Gather(group, {"x": own}, self._posed.queries.places)
+        group._perform("unshard", {} if gather is None else {"x": _like(x)}, reasons, gather)
+        assert gather is not None
+        return gather.whole["x"].reshape(*x.shape[:-2], self._posed.shape.seqlen_q, x.shape[-1])
 
     # Attention.
 
@@ -329,15 +327,20 @@ class ContextParallel:
         >>> distributed.run(rank, size=2)
         [(1, 4, 4), (1, 4, 4)]
         """
-        arrays, parts = {"q": q, "k": k, "v": v}, list[Part]()
-        reasons = [reason for name, array in arrays.items() for reason in self._array_reasons(name, array)]
-        if not reasons:
-            with collecting(reasons):
-                parts = self._planned(q, k, v)
-        if reasons:
-            agreed(self._group, "attention", {}, reasons)
-        call = RankCall(self._group, self._posed, parts, arrays)
-        call.forward("attention", {name: _like(array) for name, array in arrays.items()})
+        arrays, reasons = {"q": q, "k": k, "v": v}, list[str]()
+        layout = checks.is_on(), *((type(x), getattr(x, "shape", ()), getattr(x, "dtype", None)) for x in (q, k, v))
+        prepared = self._known.get(layout)
+        if prepared is None:
+            reasons += (reason for name, array in arrays.items() for reason in self._array_reasons(name, array))
+            if not reasons:
+                with collecting(reasons):
+                    prepared = self._prepared(q, k, v)
+                    self._known[layout] = prepared
+        if prepared is None:
+            self._group._perform("attention", {}, reasons)
+        assert prepared is not None
+        call = RankCall(self._group, self._posed, prepared, arrays)
+        self._group._perform("attention", prepared.texts, [], call)
         return ((call.o, call.lse) if return_lse else call.o), Pullback(call)
 
     def _array_reasons(self, name: str, array: Any) -> list[str]:
@@ -356,13 +359,11 @@ class ContextParallel:
             return [f"{name} must have shape ({wanted}) on this rank; got {array.shape}"]
         return []
 
-    def _planned(self, q: Array, k: Array, v: Array) -> list[Part]:
-        """Return this rank's groups of heads with their plans, which later calls on arrays of equal layout reuse."""
-        key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype
-        if key not in self._parts:
-            rank = self._group.rank
-            self._parts[key] = [self._posed.part(rank, heads, q, k, v) for heads in self._posed.kv_groups(rank)]
-        return self._parts[key]
+    def _prepared(self, q: Array, k: Array, v: Array) -> Prepared:
+        """Return this rank's groups of heads with their plans, for calls on arrays with these layouts."""
+        rank, posed = self._group.rank, self._posed
+        parts = [posed.part(rank, heads, q, k, v) for heads in posed.kv_groups(rank)]
+        return Prepared(parts, {name: _like(x) for name, x in (("q", q), ("k", k), ("v", v))})
 
     # Bytes that ranks exchange
 
@@ -408,8 +409,9 @@ class ContextParallel:
         Returns
         -------
         int
-            With "gather", two buffers for keys and values of the largest group of heads, for their gradients, and for
-            the gradients that other ranks return. With "heads", all rows of the rank's own heads.
+            With "gather", a buffer for keys and values of the largest group of heads, for their gradients, and for the
+            gradients that other ranks return; two if there are several groups. With "heads", all rows of the rank's own
+            heads.
 
         Examples
         --------
@@ -417,7 +419,7 @@ class ContextParallel:
         >>> def rank(group):
         ...     return ContextParallel(group, seqlen=8, num_heads=1, method="gather").workspace_bytes(16)
         >>> run(rank, size=1)
-        [6144]
+        [2048]
         """
         return self._posed.workspace_bytes(head_dim, as_dtype("dtype", dtype))
 
@@ -444,7 +446,7 @@ class ContextParallel:
         >>> def rank(group):
         ...     return ContextParallel(group, seqlen=8192, num_heads=32, num_kv_heads=8, causal=True).explain()
         >>> print(run(rank, size=8)[0])  # doctest: +ELLIPSIS
-        ranks      8, method gather: key/value heads in groups of 1, 1, 2, 2, 2
+        ranks      8, method gather: key/value heads in groups of ...
         rows       1024 to 1024 queries in ...
         """
         return self._posed.explain(head_dim, as_dtype("dtype", dtype), machine or Machine())

@@ -9,57 +9,67 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, accumulator_dtype, describe, namespace
-from ..errors import refuse
+from ..executors import gpu
+from ..executors._bound_plan import BoundPlan
 from ..keywords import explains_keywords
-from ..plans import Gradients
-from ._agreement import disagreement
+from ..plans import Gradients, Plan, named_gradients
 from ._group import Group
-from ._lanes import Move
+from ._lanes import Lanes, Launcher, Move
 from ._posed import Part, Posed
-from ._schedule import ADD, COPY, NUM_BUFFERS, Step
+from ._schedule import ADD, COPY, NUM_BUFFERS, Step, program
+
+
+Region = tuple[Array, tuple[Any, ...]]  # an array, and the index of a part of it
 
 
 @dataclass(eq=False)
-class Shared:
-    """The arrays of a rank that other ranks read.
+class Prepared:
+    """The plans and bound launches of a rank's calls on arrays of one layout, filled by the first call.
 
     Attributes
     ----------
-    inputs : dict of arrays by name
-        This rank's rows of q, k, v, do and dlse.
-    results : dict of arrays by name and turn
-        Results of this rank for groups of heads, which the ranks that own the rows read.
+    parts : list of Part
+        The groups of heads with their plans.
+    texts : dict of str by name
+        The arguments that must be equal on all ranks.
     """
 
-    inputs: dict[str, Array]
-    results: dict[tuple[str, int], Array] = field(default_factory=dict)
+    parts: list[Part]
+    texts: dict[str, str]
+    _bound: dict[Any, BoundPlan] = field(default_factory=dict)
+    _launches: dict[Any, Launcher] = field(default_factory=dict)
+    _copies: dict[Any, dict[int, Any]] = field(default_factory=dict)
 
+    def copies(self, key: Any) -> dict[int, Any]:
+        """Return what is known of the moves of a pass, by the number of the step."""
+        return self._copies.setdefault(key, {})
 
-def agreed(
-    group: Group, what: str, texts: Mapping[str, str], reasons: list[str], own: Shared | None = None
-) -> tuple[int, list[Shared]]:
-    """Return the number of the exchange and the arrays of all ranks, if no rank has reasons to refuse the call.
+    def run(
+        self, lanes: Lanes, name: str, key: Any, plan: Plan, arrays: Mapping[str, Region], outs: Mapping[str, Region]
+    ) -> Sequence[Array]:  # fmt: skip
+        """Run a pass of a plan, which is bound once for each key.
 
-    A rank whose arrays this rank cannot read has an empty `Shared`.
-
-    Raises
-    ------
-    UnsupportedProblem
-        The reasons of all ranks, or the first difference of their texts; every rank raises it.
-    PeerLost
-        Another rank is lost.
-    """
-    shared = own if group._shares_memory else None
-    number, answers = group._exchanged(what, (tuple(reasons), dict(texts), shared))
-    of_ranks = [each for each, _, _ in answers]
-    if any(of_ranks):
-        is_common = all(each == of_ranks[0] for each in of_ranks)
-        refuse(of_ranks[0] if is_common else [f"rank {n}: {each}" for n, some in enumerate(of_ranks) for each in some])
-    refuse(disagreement([each for _, each, _ in answers]))
-    ranks = [each or Shared({}) for _, _, each in answers]
-    if own is not None:
-        ranks[group.rank] = own
-    return number, ranks
+        Return all results in the plan's order; none if kernels alone have written them.
+        """
+        launch = self._launches.get(key)
+        if launch is not None:
+            launch([whole for whole, _ in arrays.values()] + [whole for whole, _ in outs.values()])
+            return ()
+        read, written = ({each: whole[index] for each, (whole, index) in some.items()} for some in (arrays, outs))
+        bound = self._bound.get(key)
+        if bound is None:
+            plan._require(name, read, {})
+            bound = self._bound[key] = plan._bind(name, read, written)
+            wholes = [whole for whole, _ in (*arrays.values(), *outs.values())]
+            if (launch := lanes.launcher(plan, name, read, written, wholes)) is not None:
+                self._launches[key] = launch
+        if plan._lists is not None:
+            plan._lists.guard.use(gpu.current_target().stream())
+        results = bound.run(read, written, plan._numbers)
+        for out, result in zip(written.values(), results):
+            if out is not result:  # which was scaled or summed after the kernels
+                out[...] = result
+        return results
 
 
 class Gather:
@@ -72,25 +82,20 @@ class Gather:
     """
 
     def __init__(self, group: Group, arrays: Mapping[str, Array], places: Sequence[tuple[tuple[int, int, int], ...]]):
-        self._rank, self._places, self.own = group.rank, places, Shared(dict(arrays))
+        self._places, self._own, self.bound = places, arrays, dict[int, Any]()
         self.steps = tuple(Step(COPY, rank, source, 0) for rank in range(group.size) for source in range(group.size))
+        self.program = program(self.steps, group.size)
         rows = sum(count for runs in places for _, _, count in runs)
         self.whole = {
             name: namespace(x).empty((x.shape[0], rows, x.shape[2]), x.dtype) for name, x in arrays.items()
         }  # fmt: skip
-        self._ranks: list[Shared] = []
 
-    def run(self, group: Group, what: str, texts: Mapping[str, str], reasons: list[str]) -> dict[str, Array]:
-        """Return the rows of all ranks, in order."""
-        number, self._ranks = agreed(group, what, texts, reasons, self.own)
-        group._perform(what, number, self)
-        return self.whole
-
-    def moves(self, step: Step) -> list[Move]:
-        return [Move(name, slice(0, None), slice(0, None), self._places[step.source]) for name in self.whole]
+    def moves(self, number: int) -> list[Move]:
+        source = self.steps[number].source
+        return [Move(name, slice(0, None), slice(0, None), self._places[source]) for name in self.whole]
 
     def source(self, step: Step, move: Move) -> Array:
-        return self._ranks[step.source].inputs[move.name]
+        return self._own[move.name]
 
     def target(self, step: Step, move: Move) -> Array:
         return self.whole[move.name]
@@ -104,34 +109,38 @@ class RankCall:
 
     Attributes
     ----------
+    inputs : dict of arrays by name
+        This rank's rows of q, k, v, do and dlse, which other ranks read.
     o, lse : array
         Results of this rank's rows.
+    buffers : dict of arrays by name and turn
+        Rows that this rank gathers.
+    results : dict of arrays by name
+        With the method "heads": o and lse of this rank's own heads, whose rows other ranks read.
     """
 
     name = "forward"
 
-    def __init__(self, group: Group, posed: Posed, parts: list[Part], arrays: Mapping[str, Array]) -> None:
-        self.group, self.posed, self.parts = group, posed, parts
-        self.own = Shared({name: namespace(x).ascontiguousarray(x) for name, x in arrays.items()})
-        self.ranks: list[Shared] = []
-        q, k, v = self.own.inputs.values()
-        xp = self.xp = namespace(q)
+    def __init__(self, group: Group, posed: Posed, prepared: Prepared, arrays: Mapping[str, Array]) -> None:
+        self.group, self.posed, self.prepared, self.parts = group, posed, prepared, prepared.parts
+        self.steps, self.program = posed.steps[self.name], posed.programs[self.name]
+        self.bound = prepared.copies(self.name)
+        xp = self.xp = group._lanes.namespace
+        self.inputs = {name: xp.ascontiguousarray(x) for name, x in arrays.items()}
+        q, k, v = self.inputs.values()
         self.o = xp.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
         self.lse = xp.empty(q.shape[:-1], accumulator_dtype(q.dtype))
-        self.buffers = dict[tuple[str, int], Array]()
+        self.buffers, self.results = dict[tuple[str, int], Array](), dict[str, Array]()
         if posed.method == "gather":
-            heads = max((part.kv_heads.stop - part.kv_heads.start for part in parts), default=0)
-            is_whole = all(
-                len(posed.moved(group.rank, source)) == len(rows) for source, rows in enumerate(posed.keys.of_rank)
-            )  # fmt: skip
-            make = xp.empty if is_whole else xp.zeros  # keys without queries on this rank must be finite
-            for turn in range(NUM_BUFFERS):
+            make = xp.empty if posed.gathers_all(group.rank) else xp.zeros  # keys that nothing writes must be finite
+            for turn in range(posed.num_buffers):
                 for name, x in (("k", k), ("v", v)):
-                    shape = *x.shape[:-3], heads, posed.shape.seqlen_kv, x.shape[-1]
-                    self.buffers[name, turn] = make(shape, x.dtype)
+                    self.buffers[name, turn] = make(posed.keys_shape(x), x.dtype)
         else:
             for name, x in (("q", q), ("k", k), ("v", v)):
                 self.buffers[name, 0] = self.rows_of_heads(name in ("k", "v"), x)
+            for name, x in (("o", self.o), ("lse", self.lse[..., None])):
+                self.results[name] = self.rows_of_heads(False, x)
 
     def rows_of_heads(self, is_key: bool, like: Array) -> Array:
         """Return new memory for all rows of this rank's own heads."""
@@ -139,49 +148,49 @@ class RankCall:
         heads, rows = (part.kv_heads, whole.seqlen_kv) if is_key else (part.heads, whole.seqlen_q)
         return self.xp.empty((*like.shape[:-3], heads.stop - heads.start, rows, like.shape[-1]), like.dtype)
 
-    def forward(self, what: str, texts: Mapping[str, str]) -> None:
-        """Compute o and lse, if all ranks make the same call."""
-        number, self.ranks = agreed(self.group, what, texts, [], self.own)
-        self.group._perform("the forward pass", number, self)
-
-    @property
-    def steps(self) -> Sequence[Step]:
-        return self.posed.steps[self.name]
-
-    def moves(self, step: Step) -> Sequence[Move]:
-        return self.posed.moves(self.name, step)
+    def moves(self, number: int) -> Sequence[Move]:
+        return self.posed.moves(self.name, number)
 
     def source(self, step: Step, move: Move) -> Array:
-        shared = self.ranks[step.source]
-        return shared.inputs[move.name] if step.kind == COPY else shared.results[move.name, 0]
+        return (self.inputs if step.kind == COPY else self.results)[move.name]
 
     def target(self, step: Step, move: Move) -> Array:
         if step.kind == COPY:
-            return self.buffers[move.name, self.turn(step)]
+            return self.buffers[move.name, step.group % NUM_BUFFERS]
         return self.o if move.name == "o" else self.lse[..., None]
 
-    def turn(self, step: Step) -> int:
-        """Return the number of the buffer that a step uses."""
-        return step.group % NUM_BUFFERS if self.posed.method == "gather" else 0
-
-    def keys(self, name: str, group: int) -> Array:
+    def keys(self, name: str, group: int) -> Region:
         """Return the gathered keys, or values, of a group of heads."""
-        heads = self.parts[group].kv_heads
-        return self.buffers[name, group % NUM_BUFFERS][..., : heads.stop - heads.start, :, :]
+        return self.buffers[name, group % NUM_BUFFERS], (..., _first_heads(self.parts[group]), slice(None), slice(None))
+
+    def queries(self, name: str) -> Array:
+        """Return the rows of queries that this rank computes, such as q, o [..., rows, dim] or lse [..., rows, 1]."""
+        if self.posed.method == "heads":
+            return self.results[name] if name in ("o", "lse") else self.buffers[name, 0]
+        return {"o": self.o, "lse": self.lse[..., None]}.get(name, self.inputs.get(name))
+
+    def index(self, group: int, rows: slice) -> tuple[Any, ...]:
+        """Return the index of a group of heads and of some rows in arrays of queries."""
+        return ..., self.parts[group].heads if self.posed.method == "gather" else slice(None), rows, slice(None)
 
     def act(self, step: Step) -> None:
         """Compute attention for a group of heads."""
-        if self.posed.method == "heads":
-            part = self.parts[0]
-            ((_, plan),) = part.plans
-            o, lse = plan.forward(*(self.buffers[name, 0] for name in ("q", "k", "v")), **part.operands)
-            self.own.results |= {("o", 0): o, ("lse", 0): lse[..., None]}
-            return
-        part = self.parts[step.group]
-        q, k, v = self.own.inputs["q"][..., part.heads, :, :], self.keys("k", step.group), self.keys("v", step.group)
-        for rows, plan in part.plans:
-            out = self.o[..., part.heads, rows, :], self.lse[..., part.heads, rows]
-            plan.forward(q[..., rows, :], k, v, out=out, **part.operands)
+        group, part = step.group, self.parts[step.group]
+        k, v, q, o, lse = self.keys("k", group), self.keys("v", group), *map(self.queries, ("q", "o", "lse"))
+        for n, (rows, plan) in enumerate(part.plans):
+            index = self.index(group, rows)
+            arrays = {"q": (q, index), "k": k, "v": v, **_wholes(plan._captured), **_wholes(part.operands)}
+            outs = {"o": (o, index), "lse": (lse, (*index[:-1], 0))}
+            self.prepared.run(self.group._lanes, self.name, (self.name, group, n), plan, arrays, outs)
+
+
+def _first_heads(part: Part) -> slice:
+    """Return the place of a group of heads in memory for the largest group."""
+    return slice(0, part.kv_heads.stop - part.kv_heads.start)
+
+
+def _wholes(arrays: Mapping[str, Array]) -> dict[str, Region]:
+    return {name: (array, (...,)) for name, array in arrays.items()}
 
 
 class _Backward:
@@ -198,40 +207,43 @@ class _Backward:
     name = "backward"
 
     def __init__(self, call: RankCall) -> None:
-        self.call, inputs, xp = call, call.own.inputs, call.xp
+        self.call, posed, inputs, xp = call, call.posed, call.inputs, call.xp
+        self.steps, self.program = posed.steps[self.name], posed.programs[self.name]
+        self.key = self.name, "dlse" in inputs
+        self.bound = call.prepared.copies(self.key)
         self.dq, self.dk, self.dv = (xp.empty_like(inputs[name]) for name in ("q", "k", "v"))
         self.others = dict[str, Array]()
-        self._taken = dict[tuple[str, int, int], Array]()
-        if call.posed.method == "heads":
+        self.results, self._taken = dict[tuple[str, int], Array](), dict[tuple[str, int, int], Array]()
+        if posed.method == "heads":
             for name in ("do", "dlse"):
                 if name in inputs:
                     call.buffers[name, 0] = call.rows_of_heads(False, inputs[name])
+            for name, x in (("dq", self.dq), ("dk", self.dk), ("dv", self.dv)):
+                self.results[name, 0] = call.rows_of_heads(name != "dq", x)
             return
-        for source in range(call.posed.size):
-            rows = len(call.posed.moved(source, call.group.rank))
-            for turn in range(NUM_BUFFERS):
-                for name, key in (("dk", "k"), ("dv", "v")):
-                    memory = call.buffers[key, turn]
-                    shape = *memory.shape[:-2], rows, memory.shape[-1]
-                    self._taken[name, source, turn] = xp.empty(shape, accumulator_dtype(memory.dtype))
+        wide = accumulator_dtype(self.dk.dtype)
+        for turn in range(posed.num_buffers):
+            for name, x in (("dk", self.dk), ("dv", self.dv)):
+                shape = posed.keys_shape(x)
+                self.results[name, turn] = xp.empty(shape, wide)
+                for source in posed.others(call.group.rank):
+                    rows = len(posed.moved(source, call.group.rank))
+                    self._taken[name, source, turn] = xp.empty((*shape[:-2], rows, shape[-1]), wide)
 
-    @property
-    def steps(self) -> Sequence[Step]:
-        return self.call.posed.steps[self.name]
-
-    def moves(self, step: Step) -> Sequence[Move]:
-        moves = self.call.posed.moves(self.name, step)
-        return moves if "dlse" in self.call.own.inputs else [each for each in moves if each.name != "dlse"]
+    def moves(self, number: int) -> Sequence[Move]:
+        moves = self.call.posed.moves(self.name, number)
+        return moves if self.key[1] else [each for each in moves if each.name != "dlse"]
 
     def source(self, step: Step, move: Move) -> Array:
-        shared = self.call.ranks[step.source]
-        return shared.inputs[move.name] if step.kind == COPY else shared.results[move.name, self.call.turn(step)]
+        if step.kind == COPY:
+            return self.call.inputs[move.name]
+        return self.results[move.name, step.group % NUM_BUFFERS]
 
     def target(self, step: Step, move: Move) -> Array:
         if step.kind == COPY:
-            return self.call.buffers[move.name, self.call.turn(step)]
+            return self.call.buffers[move.name, step.group % NUM_BUFFERS]
         if self.call.posed.method == "gather":
-            return self._taken[move.name, step.source, self.call.turn(step)]
+            return self._taken[move.name, step.source, step.group % NUM_BUFFERS]
         gradient: Array = getattr(self, move.name)
         return gradient
 
@@ -239,55 +251,72 @@ class _Backward:
         """Compute the gradients of a group of heads, or sum the gradients of this rank's keys."""
         if step.kind == ADD:
             self._add(step.group)
-        elif self.call.posed.method == "gather":
-            self._attend(step.group)
         else:
-            self._attend_with_own_heads()
+            self._attend(step.group)
 
     def _attend(self, group: int) -> None:
         call, part = self.call, self.call.parts[group]
-        do, q, o = (x[..., part.heads, :, :] for x in (call.own.inputs["do"], call.own.inputs["q"], call.o))
-        arrays = do, q, call.keys("k", group), call.keys("v", group), o, call.lse[..., part.heads, :]
-        dlse = call.own.inputs.get("dlse")
-        results = self._gradients(part, arrays, None if dlse is None else dlse[..., part.heads, :, 0])
-        self.dq[..., part.heads, :, :] = results[0]
-        for name, each in zip(("dk", "dv"), results[1:]):
-            call.own.results[name, group % NUM_BUFFERS] = call.xp.ascontiguousarray(each)
+        dk, dv = (self.results[name, group % NUM_BUFFERS] for name in ("dk", "dv"))
+        dq = self.dq if call.posed.method == "gather" else self.results["dq", 0]
+        of_keys = ..., _first_heads(part), slice(None), slice(None)
+        for n, (rows, plan) in enumerate(part.plans):
+            index = call.index(group, rows)
+            of_lse = *index[:-1], 0
+            arrays = {name: (call.queries(name), index) for name in ("do", "q")}
+            arrays |= {name: call.keys(name, group) for name in ("k", "v")}
+            arrays |= {"o": (call.queries("o"), index), "lse": (call.queries("lse"), of_lse)}
+            if "dlse" in call.inputs:
+                arrays["dlse"] = call.queries("dlse"), of_lse
+            arrays |= _wholes(plan._read_by(self.name, part.operands))
+            outs = {"dq": (dq, index)} | ({} if n else {"dk": (dk, of_keys), "dv": (dv, of_keys)})
+            results = call.prepared.run(call.group._lanes, self.name, (*self.key, group, n), plan, arrays, outs)
+            if not results:
+                continue
+            gradients = named_gradients(plan._plan.problem, results)
+            if n:
+                dk[of_keys] += gradients.dk
+                dv[of_keys] += gradients.dv
+            self._keep_others(part, gradients)
+
+    def _keep_others(self, part: Part, gradients: Gradients) -> None:
+        """Add the gradients of other arrays to this rank's."""
+        for name, each in gradients.others.items():
+            whole = self._of_all_heads(part, each) if name == "sink" else each
+            total = self.others.get(name, 0)
+            self.others[name] = total + whole.astype(accumulator_dtype(whole.dtype))
 
     def _add(self, group: int) -> None:
         """Add the gradients of this rank's keys that all ranks computed, in the order of ranks, and round the sums."""
-        posed, rank, heads = self.call.posed, self.call.group.rank, self.call.parts[group].kv_heads
+        call, posed, rank = self.call, self.call.posed, self.call.group.rank
+        part, turn = call.parts[group], group % NUM_BUFFERS
+        heads = _first_heads(part)
         for name, gradient in (("dk", self.dk), ("dv", self.dv)):
-            own = gradient[..., heads, :, :]
-            total = self.call.xp.zeros(own.shape, accumulator_dtype(own.dtype))
+            own, terms = gradient[..., part.kv_heads, :, :], dict[int, Array]()
             for source in range(posed.size):
-                terms = self._taken[name, source, group % NUM_BUFFERS]
-                for first, to, rows in posed.added(source, rank):
-                    total[..., to : to + rows, :] += terms[..., : own.shape[-3], first : first + rows, :]
-            own[...] = total
+                term = self.results[name, turn] if source == rank else self._taken[name, source, turn]
+                terms[source] = term[..., heads, :, :]
+            if not posed.returns_all(rank):
+                self._add_runs(own, terms)
+                continue
+            for to, start, rows in posed.runs("copied", rank, rank):
+                first, *others = (
+                    term[..., start : start + rows, :] if source == rank else term[..., to : to + rows, :]
+                    for source, term in terms.items()
+                )
+                for term in others[:-1]:
+                    first += term
+                call.xp.add(first, others[-1] if others else 0, out=own[..., to : to + rows, :])
 
-    def _attend_with_own_heads(self) -> None:
-        call, part = self.call, self.call.parts[0]
-        results, buffers = call.own.results, call.buffers
-        arrays = *(buffers[name, 0] for name in ("do", "q", "k", "v")), results["o", 0], results["lse", 0][..., 0]
-        dlse = buffers["dlse", 0][..., 0] if "dlse" in call.own.inputs else None
-        for name, each in zip(("dq", "dk", "dv"), self._gradients(part, arrays, dlse)):
-            results[name, 0] = call.xp.ascontiguousarray(each)
-
-    def _gradients(self, part: Part, arrays: tuple[Array, ...], dlse: Array | None) -> tuple[Array, Array, Array]:
-        """Return dq, dk and dv of a group of heads, and add the gradients of other arrays to this rank's."""
-        do, q, k, v, o, lse = arrays
-        dqs, dk, dv = list[Array](), None, None
-        for rows, plan in part.plans:
-            of_rows = do[..., rows, :], q[..., rows, :], k, v, o[..., rows, :], lse[..., rows]
-            gradients = plan.backward(*of_rows, None if dlse is None else dlse[..., rows], **part.operands)
-            dqs.append(gradients.dq)
-            dk, dv = (gradients.dk, gradients.dv) if dk is None else (dk + gradients.dk, dv + gradients.dv)
-            for name, each in gradients.others.items():
-                whole = self._of_all_heads(part, each) if name == "sink" else each
-                total = self.others.get(name, 0)
-                self.others[name] = total + whole.astype(accumulator_dtype(whole.dtype))
-        return dqs[0] if len(dqs) == 1 else self.call.xp.concatenate(dqs, axis=-2), dk, dv
+    def _add_runs(self, own: Array, terms: Mapping[int, Array]) -> None:
+        """Add terms of which ranks return only the rows that they attend to."""
+        posed, rank = self.call.posed, self.call.group.rank
+        total = self.call.xp.zeros(own.shape, terms[rank].dtype)
+        for source, term in terms.items():
+            runs = posed.runs("copied", rank, rank) if source == rank else posed.runs("added", source, rank)
+            for one, other, rows in runs:
+                start, to = (other, one) if source == rank else (one, other)
+                total[..., to : to + rows, :] += term[..., start : start + rows, :]
+        own[...] = total
 
     def _of_all_heads(self, part: Part, dsink: Array) -> Array:
         sink: Any = self.call.posed.options.sink
@@ -306,13 +335,14 @@ class _Backward:
             return {}
         group, dtypes = call.group, {each.name: each.dtype for each in operands.operands}
         arrays = {name: call.xp.ascontiguousarray(each).reshape(1, 1, -1) for name, each in self.others.items()}
-        places = [((0, source, 1),) for source in range(group.size)]
-        parts = Gather(group, arrays, places).run(group, "the gradients of other arrays", {}, [])
+        gather = Gather(group, arrays, [((0, source, 1),) for source in range(group.size)])
+        group._perform("the gradients of other arrays", {}, [], gather)
         sums = dict[str, Array]()
         for name, own in self.others.items():
-            total = parts[name][0, 0].copy()
+            parts = gather.whole[name][0]
+            total = parts[0].copy()
             for source in range(1, group.size):
-                total += parts[name][0, source]
+                total += parts[source]
             sums[name] = total.reshape(own.shape).astype(dtypes[name])
         return sums
 
@@ -349,7 +379,7 @@ class Pullback:
         PeerLost
             Another rank is lost.
         """
-        call, inputs = self._call, self._call.own.inputs
+        call, inputs = self._call, self._call.inputs
         reasons = _reasons("do", do, call.o) + ([] if dlse is None else _reasons("dlse", dlse, call.lse))
         inputs.pop("dlse", None)
         if not reasons:
@@ -357,9 +387,8 @@ class Pullback:
             if dlse is not None:
                 inputs["dlse"] = call.xp.ascontiguousarray(dlse)[..., None]
         backward = None if reasons else _Backward(call)
-        number, _ = agreed(call.group, "vjp", {"dlse": "None" if dlse is None else "an array"}, reasons)
+        call.group._perform("vjp", {"dlse": "None" if dlse is None else "an array"}, reasons, backward)
         assert backward is not None
-        call.group._perform("the backward pass", number, backward)
         return Gradients(backward.dq, backward.dk, backward.dv, backward.other_gradients())
 
 

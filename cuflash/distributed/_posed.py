@@ -22,8 +22,13 @@ from ..plans import Plan
 from ..scores import Score
 from ._lanes import Move, joint_runs
 from ._layout import Costs, Rows, block_reasons, dealt
-from ._model import METHODS, CallSize, Machine, estimate
-from ._schedule import ADD, ATTEND, COPY, NUM_BUFFERS, Step, exchanging_heads, finished, gathering, head_groups
+from ._model import METHODS, TILE, TYPICAL, CallSize, Machine, estimate, idle_share
+from ._schedule import (
+    ADD, ATTEND, COPY, NUM_BUFFERS, TAKE, Program, Step, exchanging_heads, finished, gathering, head_groups, program,
+)  # fmt: skip
+
+
+Runs = tuple[tuple[int, int, int], ...]  # of rows: first row, its place elsewhere, and number of rows
 
 
 class Part(NamedTuple):
@@ -62,6 +67,8 @@ class Posed:
     costs : Costs
     queries, keys : Rows
         The layouts of queries and of keys.
+    groups : tuple of (int, int)
+        The groups of key/value heads that the method "gather" moves and computes, as pairs (first, stop).
     """
 
     size: int
@@ -73,8 +80,10 @@ class Posed:
     costs: Costs
     queries: Rows
     keys: Rows
-    _moved: dict[tuple[int, int], Array] = field(default_factory=dict, init=False)
-    _moves: dict[tuple[str, Step], tuple[Move, ...]] = field(default_factory=dict, init=False)
+    groups: tuple[tuple[int, int], ...]
+    _moved: dict[tuple[int, int], Array] = field(default_factory=dict)  # also of calls with other groups
+    _runs: dict[tuple[str, int, int], Runs] = field(default_factory=dict)
+    _moves: dict[tuple[str, int], tuple[Move, ...]] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], options: Options, size: int) -> Posed:
@@ -94,17 +103,26 @@ class Posed:
         queries = keys = dealt(arguments["layout"], costs.work, shape.seqlen_q, block, size)
         if seqlen_kv is not None:
             keys = dealt("contiguous", costs.needs.any(axis=0), shape.seqlen_kv, block, size)
-        call = cls(size, shape, kv_heads, block, "gather", options, costs, queries, keys)
-        if method == "auto":
-            known = [each for each in METHODS if each == "gather" or kv_heads % size == 0]
-            method = min(known, key=lambda each: replace(call, method=each).model_seconds())
-        return replace(call, method=method)
+        heads = cls(size, shape, kv_heads, block, "heads", options, costs, queries, keys, ((0, kv_heads),))
+        gather = replace(heads, method="gather")._in_fast_groups() if method != "heads" else heads
+        if method != "auto" or kv_heads % size:
+            return heads if method == "heads" else gather
+        return min(gather, heads, key=Posed.model_seconds)
+
+    def _in_fast_groups(self) -> Posed:
+        """Return this call with the groups of heads that the cost model expects to be fastest.
+
+        Among those within 0.5% of the fastest, this takes the groups that need the least memory.
+        """
+        if self.size == 1:
+            return self
+        ways = [replace(self, groups=groups) for groups in head_groups(self.num_kv_heads)]
+        seconds = [way.model_seconds() for way in ways]
+        return next(way for way, each in zip(ways, seconds) if each <= 1.005 * min(seconds))
 
     def kv_groups(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Return the groups of key/value heads that a rank computes, as pairs (first, stop)."""
-        if self.method == "gather" and self.size > 1:
-            return head_groups(self.num_kv_heads)
-        return (self.own_heads(rank)[1],)  # all heads if there is one rank
+        return self.groups if self.method == "gather" else (self.own_heads(rank)[1],)
 
     def own_heads(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return a rank's query heads and key/value heads with the method "heads", as pairs (first, stop)."""
@@ -119,27 +137,37 @@ class Posed:
             rows = self._moved[rank, source] = held[needed[held]]
         return rows
 
-    def moves(self, name: str, step: Step) -> tuple[Move, ...]:
+    def moves(self, name: str, number: int) -> tuple[Move, ...]:
         """Return the rows that a step of a pass moves."""
-        moves = self._moves.get((name, step))
+        moves = self._moves.get((name, number))
         if moves is None:
             of_method = self._gathered if self.method == "gather" else self._exchanged
-            moves = self._moves[name, step] = tuple(of_method(name, step))
+            moves = self._moves[name, number] = tuple(of_method(name, self.steps[name][number]))
         return moves
 
     def _gathered(self, name: str, step: Step) -> Iterator[Move]:
         first, stop = self.kv_groups(0)[step.group]
         heads = slice(0, stop - first)
         if step.kind == COPY:
-            rows = self.moved(step.rank, step.source)
-            runs = joint_runs(self.keys.local(step.source, rows), rows)
             for each in ("k", "v"):
-                yield Move(each, slice(first, stop), heads, runs)
+                yield Move(each, slice(first, stop), heads, self.runs("copied", step.rank, step.source))
         else:
-            rows = self.moved(step.source, step.rank)
-            runs = joint_runs(rows, np.arange(len(rows)))
             for each in ("dk", "dv"):
-                yield Move(each, heads, heads, runs)
+                yield Move(each, heads, heads, self.runs("returned", step.source, step.rank))
+
+    def runs(self, kind: str, rank: int, source: int) -> Runs:
+        """Return the runs of the keys that a rank gathers from a source: first row of each run, its place, its length.
+
+        `kind` is "copied" for the place among all keys, "returned" for the runs of all keys and their place among the
+        returned ones, or "added" for the runs of these and their place among the rows of the source.
+        """
+        key = kind, rank, source
+        if key not in self._runs:
+            rows = self.moved(rank, source)
+            local, compact = self.keys.local(source, rows), np.arange(len(rows))
+            pair = {"copied": (local, rows), "returned": (rows, compact), "added": (compact, local)}[kind]
+            self._runs[key] = joint_runs(*pair)
+        return self._runs[key]
 
     def _exchanged(self, name: str, step: Step) -> Iterator[Move]:
         is_copy, is_forward = step.kind == COPY, name == "forward"
@@ -156,10 +184,27 @@ class Posed:
             else:
                 yield Move(each, compact, own, joint_runs(rows, local))
 
-    def added(self, source: int, rank: int) -> tuple[tuple[int, int, int], ...]:
-        """Return the runs of gradients that a rank adds: first row in a source's results, first own row, and count."""
-        rows = self.moved(source, rank)
-        return joint_runs(np.arange(len(rows)), self.keys.local(rank, rows))
+    def others(self, rank: int) -> list[int]:
+        """Return all other ranks."""
+        return [other for other in range(self.size) if other != rank]
+
+    def gathers_all(self, rank: int) -> bool:
+        """True if a rank gathers all keys."""
+        return all(len(self.moved(rank, source)) == len(rows) for source, rows in enumerate(self.keys.of_rank))
+
+    def returns_all(self, rank: int) -> bool:
+        """True if all ranks gather all keys of a rank, so that each of them returns gradients of all of its rows."""
+        return all(len(self.moved(other, rank)) == len(self.keys.of_rank[rank]) for other in range(self.size))
+
+    @property
+    def num_buffers(self) -> int:
+        """Number of groups of heads that a rank has memory for at a time."""
+        return min(NUM_BUFFERS, len(self.groups))
+
+    def keys_shape(self, like: Array) -> tuple[int, ...]:
+        """Return the shape of all keys, or values, of the largest group of heads."""
+        heads = max(stop - first for first, stop in self.groups)
+        return *like.shape[:-3], heads, self.shape.seqlen_kv, like.shape[-1]
 
     @cached_property
     def steps(self) -> dict[str, tuple[Step, ...]]:
@@ -174,6 +219,11 @@ class Posed:
             name: gathering(self.size, groups, lambda rank, source: needs[rank][source], returns=name == "backward")
             for name in ("forward", "backward")
         }
+
+    @cached_property
+    def programs(self) -> dict[str, Program]:
+        """The steps of the passes with the events that they wait for."""
+        return {name: program(steps, self.size) for name, steps in self.steps.items()}
 
     def part(self, rank: int, kv_heads: tuple[int, int], q: Array, k: Array, v: Array) -> Part:
         """Return a group of heads of a rank's call on arrays like these."""
@@ -262,14 +312,30 @@ class Posed:
         whole = estimate(shape._replace(imbalance=1.0), self.method, machine, backward=name == "backward").compute
         shares = loads / loads.mean() if loads.any() and self.method == "gather" else np.ones(self.size)
 
-        def of_step(step: Step) -> float:
-            if step.kind != ATTEND:
-                return self.step_bytes(name, step, (head_dim, head_dim), dtype) / machine.link
-            first, stop = self.kv_groups(step.rank)[step.group if self.method == "gather" else 0]
-            part = (stop - first) / self.num_kv_heads if self.method == "gather" else 1.0
-            return whole * part * float(shares[step.rank])
+        tiles = self.shape.num_batch * self.shape.num_heads * self.shape.seqlen_q / TILE / self.size
+        costs = dict[tuple[Any, ...], tuple[float, int]]()  # of steps that differ in the group alone
 
-        return finished(self.steps[name], of_step)
+        def cost(number: int, step: Step) -> tuple[float, int]:
+            first, stop = self.kv_groups(step.rank)[step.group]
+            key = step.kind, step.rank, step.source, stop - first
+            if key not in costs:
+                part = (stop - first) / self.num_kv_heads if self.method == "gather" else 1.0
+                seconds = self.step_bytes(name, step, (head_dim, head_dim), dtype) / machine.link
+                if step.kind == ATTEND:
+                    seconds = whole * (part * float(shares[step.rank]) + idle_share(machine, tiles))
+                costs[key] = seconds, self._num_issued(name, number)
+            return costs[key]
+
+        steps = self.steps[name]
+        every = [cost(number, step) for number, step in enumerate(steps)]
+        return finished(steps, [each for each, _ in every], [machine.launch * count for _, count in every])
+
+    def _num_issued(self, name: str, number: int) -> int:
+        """Return the number of copies and kernels that the host queues for a step."""
+        kind = self.steps[name][number].kind
+        if kind in (COPY, TAKE):
+            return self.shape.num_batch * sum(len(move.runs) for move in self.moves(name, number))
+        return 3 if kind == ATTEND and name == "forward" else 5
 
     def workspace_bytes(self, head_dim: int, dtype: np.dtype[np.generic]) -> int:
         """Return the bytes of memory that a rank needs in addition to its rows and results."""
@@ -278,9 +344,9 @@ class Posed:
         keys = shape.num_batch * heads * shape.seqlen_kv * 2 * head_dim
         if self.method == "gather":
             ranks = range(self.size)
-            returned = max(sum(len(self.moved(source, rank)) for source in ranks) for rank in ranks)
+            returned = max(sum(len(self.moved(source, rank)) for source in self.others(rank)) for rank in ranks)
             num_exchanged = shape.num_batch * heads * returned * 2 * head_dim
-            return NUM_BUFFERS * (keys * (dtype.itemsize + wide) + num_exchanged * wide)
+            return self.num_buffers * (keys * (dtype.itemsize + wide) + num_exchanged * wide)
         queries = shape.num_batch * (shape.num_heads // self.size) * shape.seqlen_q * head_dim
         return (2 * keys + 4 * queries) * dtype.itemsize
 
@@ -295,8 +361,8 @@ class Posed:
         )  # fmt: skip
 
     def model_seconds(self) -> float:
-        """Return the modeled seconds of both passes on the default machine, for typical arrays."""
-        return sum(self.seconds(name, 128, np.dtype(np.float16), Machine()) for name in self.steps)
+        """Return the modeled seconds of both passes on a typical machine, for typical arrays."""
+        return sum(self.seconds(name, 128, np.dtype(np.float16), TYPICAL) for name in self.steps)
 
     def explain(self, head_dim: int, dtype: np.dtype[np.generic], machine: Machine) -> str:
         """Return a text about the layout, the traffic, and the cost model's estimates for both methods."""

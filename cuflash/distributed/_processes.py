@@ -6,7 +6,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..arrays import Array
 from ..errors import UnsupportedProblem, refuse
 from ..executors import gpu
 from ..keywords import explains_keywords
+from ._agreement import refusal
 from ._group import Group, PeerLost, Work, call_reasons, listed, timeout_reasons
 from ._lanes import HostLanes
 from ._schedule import ATTEND, COPY, TAKE, Step, rounds
@@ -110,7 +111,7 @@ class ProcessGroup(Group):
 
     # Values that ranks exchange
 
-    def _exchanged(self, what: str, value: Any) -> tuple[int, list[Any]]:
+    def exchange(self, what: str, value: Any) -> list[Any]:
         number, self._number = self._number, self._number + 1
         keys = [f"{number}/{rank}" for rank in range(self.size)]
         self._require_open(what)
@@ -121,7 +122,7 @@ class ProcessGroup(Group):
             with suppress(Exception):
                 self._store.delete_key(f"{number - 2}/{self.rank}")
         refuse(call_reasons([name for name, _ in answers]))
-        return number, [each for _, each in answers]
+        return [each for _, each in answers]
 
     def _late(self, keys: list[str]) -> list[int]:
         """Return the ranks whose keys are missing."""
@@ -215,19 +216,24 @@ class ProcessGroup(Group):
 
     # Movement of arrays
 
-    def _perform(self, what: str, number: int, work: Work) -> None:
+    def _perform(self, what: str, texts: Mapping[str, str], reasons: Sequence[str], work: Work | None = None) -> None:
+        refuse(refusal(self.exchange(what, (reasons, texts))))
+        if work is not None:
+            self._run(what, work)
+
+    def _run(self, what: str, work: Work) -> None:
         """Run the steps in rounds, which all ranks start in the same order; an error of a rank closes the group."""
         started = dict[tuple[str, int], _Transfer]()
         try:
             for kind, group in rounds(work.steps):
-                steps = [step for step in work.steps if step[0] == kind and step.group == group]
+                steps = {n: step for n, step in enumerate(work.steps) if step.kind == kind and step.group == group}
                 if kind in (COPY, TAKE):
                     started[kind, group] = _Transfer(self, what, steps, work)
                     continue
                 needed = started.pop((COPY if kind == ATTEND else TAKE, group), None)
                 if needed is not None:
                     needed.finish()
-                for step in steps:
+                for step in steps.values():
                     if step.rank == self.rank:
                         work.act(step)
             for transfer in started.values():
@@ -291,18 +297,19 @@ class _GpuLanes(HostLanes):
 class _Transfer:
     """The transfer of the rows that all ranks send each other in a round."""
 
-    def __init__(self, group: ProcessGroup, what: str, steps: Sequence[Step], work: Work) -> None:
+    def __init__(self, group: ProcessGroup, what: str, steps: Mapping[int, Step], work: Work) -> None:
         self._group, self._what = group, what
         xp, rank = group._lanes.namespace, group.rank
         sent, received = ([list[Array]() for _ in range(group.size)] for _ in range(2))
-        for step in steps:
-            if step.rank == step.source == rank:
-                for move in work.moves(step):
-                    group._lanes.copy(work.target(step, move), work.source(step, move), move)
-            elif step.source == rank:
-                sent[step.rank] += [x for move in work.moves(step) for x in move.read(work.source(step, move))]
-            elif step.rank == rank:
-                received[step.source] += [x for move in work.moves(step) for x in move.written(work.target(step, move))]
+        for number, step in steps.items():
+            for move in work.moves(number) if rank in (step.rank, step.source) else ():
+                if step.rank == step.source:
+                    target, source = work.target(step, move), work.source(step, move)
+                    group._lanes.copy(target, source, group._lanes.bound(target, source, move))
+                elif step.source == rank:
+                    sent[step.rank] += move.read(work.source(step, move))
+                else:
+                    received[step.source] += move.written(work.target(step, move))
         of_sent, of_received = ([sum(map(_padded, each)) for each in arrays] for arrays in (sent, received))
         self._sent, self._received = xp.empty(sum(of_sent), np.uint8), xp.empty(sum(of_received), np.uint8)
         for part, array in _parts(self._sent, sent):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 COPY, ATTEND, TAKE, ADD = "copy", "attend", "take", "add"
 NUM_BUFFERS = 2  # a rank copies the next group while it computes one
+_MOST_GROUPS = 8  # maximum number of groups of heads of equal size
 
 
 class Step(NamedTuple):
@@ -16,7 +18,7 @@ class Step(NamedTuple):
     ----------
     kind : str
         "copy" moves the inputs of a group to a rank, "attend" computes the group, "take" moves results of a group from
-        the rank that computed them, and "add" sums these results in the order of ranks.
+        the rank that computed them, and "add" sums these and its own in the order of ranks.
     rank, source : int
         The rank that runs the step, and the rank whose arrays it reads.
     group : int
@@ -68,7 +70,9 @@ def gathering(size: int, num_groups: int, needs: Callable[[int, int], bool], *, 
             for source in sources:
                 build.add(COPY, rank, source, group, is_free)
             copied = [n for source in sources for n in build.number(COPY, rank, source, group)]
-            returned = [n for owner in ranks for n in build.number(TAKE, owner, rank, before)] if returns else []
+            owners = ranks if returns else ()
+            returned = [n for owner in owners for n in build.number(TAKE, owner, rank, before)]
+            returned += build.number(ADD, rank, rank, before)
             build.add(ATTEND, rank, rank, group, [*copied, *is_free, *returned])
         if returns and group > 0:  # after the copies for this group, which need not wait for gradients
             _return(build, size, group - 1, needs)
@@ -80,11 +84,12 @@ def gathering(size: int, num_groups: int, needs: Callable[[int, int], bool], *, 
 def _return(build: _Builder, size: int, group: int, needs: Callable[[int, int], bool]) -> None:
     """Append the steps in which the owners of keys collect the gradients of a group, and add them."""
     for rank in range(size):
-        sources = [source for source in range(size) if needs(source, rank)]
+        sources = [source for source in range(size) if source != rank and needs(source, rank)]
         is_free = build.number(ADD, rank, rank, group - NUM_BUFFERS)
         for source in sources:
             build.add(TAKE, rank, source, group, [*build.number(ATTEND, source, source, group), *is_free])
-        build.add(ADD, rank, rank, group, [n for each in sources for n in build.number(TAKE, rank, each, group)])
+        taken = [n for each in sources for n in build.number(TAKE, rank, each, group)]
+        build.add(ADD, rank, rank, group, [*build.number(ATTEND, rank, rank, group), *taken])
 
 
 def exchanging_heads(size: int, holds: Callable[[int], bool]) -> tuple[Step, ...]:
@@ -124,30 +129,139 @@ def rounds(steps: Sequence[Step]) -> tuple[tuple[str, int], ...]:
     return tuple(order)
 
 
-def finished(steps: Sequence[Step], seconds: Callable[[Step], float]) -> float:
+class Issue(NamedTuple):
+    """A step as its rank's lane gets it.
+
+    Attributes
+    ----------
+    number : int
+        The number of the step.
+    step : Step
+    starts : tuple of int
+        Ranks whose arrays must be ready first.
+    waits : tuple of int
+        Numbers of the steps of other lanes for whose events the lane waits first.
+    is_awaited : bool
+        True if another lane waits for the event of the step.
+    """
+
+    number: int
+    step: Step
+    starts: tuple[int, ...]
+    waits: tuple[int, ...]
+    is_awaited: bool
+
+
+class Program(NamedTuple):
+    """The steps of all ranks in one order, in which a single thread issues them to the lanes of ranks.
+
+    A rank has two lanes, which run their steps in order: one for computations and copies of its own rows, and one for
+    the rows that it receives.
+
+    Attributes
+    ----------
+    issues : tuple of Issue
+    ends : tuple of tuples of int
+        For each rank, the steps for whose events it waits at the end, because they use its arrays on other lanes.
+    """
+
+    issues: tuple[Issue, ...]
+    ends: tuple[tuple[int, ...], ...]
+
+
+def program(steps: Sequence[Step], size: int, order: Sequence[int] | None = None) -> Program:
+    """Return the steps in an order, each with the events that its lane waits for, without those that are implied.
+
+    Parameters
+    ----------
+    order : sequence of int, optional
+        Numbers of all steps, each after the steps that it waits for. Default: 0, 1, 2, ...
+
+    >>> issued = program([Step(COPY, 0, 1, 0), Step(COPY, 0, 0, 0), Step(ATTEND, 0, 0, 0, (0, 1))], 2)
+    >>> [(each.starts, each.waits, each.is_awaited) for each in issued.issues], issued.ends
+    ([((0, 1), (), True), ((), (), False), ((), (0,), False)], ((), (0,)))
+    """
+    order = range(len(steps)) if order is None else order
+    place = {number: n for n, number in enumerate(order)}
+    known, awaited = dict[tuple[Any, Any], int](), set[int]()
+    drafts, ends = list[tuple[int, list[int], list[int]]](), [dict[int, int]() for _ in range(size)]
+    for number in order:
+        step = steps[number]
+        lane, starts, waits = _lane(step), list[int](), list[int]()
+        if receives(step):
+            for rank in dict.fromkeys((step.rank, step.source if step.kind == COPY else step.rank)):
+                if known.setdefault((lane, rank), number) == number:
+                    starts.append(rank)
+            ends[step.rank][step.rank] = ends[step.source][step.rank] = number
+        for other in sorted(step.after, key=place.__getitem__, reverse=True):
+            of_other = _lane(steps[other])
+            if of_other != lane and known.get((lane, of_other), -1) < place[other]:
+                known[lane, of_other] = place[other]
+                waits.append(other)
+        awaited.update(waits)
+        drafts.append((number, starts, waits))
+    for rank, of_lanes in enumerate(ends):
+        if rank in of_lanes and known.get(((rank, False), (rank, True)), -1) >= place[of_lanes[rank]]:
+            del of_lanes[rank]  # computations have waited for all rows that the rank receives
+    last = tuple(tuple(sorted(each.values())) for each in ends)
+    awaited.update(number for each in last for number in each)
+    issues = [Issue(n, steps[n], tuple(starts), tuple(waits), n in awaited) for n, starts, waits in drafts]
+    return Program(tuple(issues), last)
+
+
+def receives(step: Step) -> bool:
+    """True if a step moves rows from another rank; a rank's own rows are copied among its computations."""
+    return step.rank != step.source
+
+
+def _lane(step: Step) -> tuple[int, bool]:
+    """Return the lane that runs a step: its rank, and whether it receives rows."""
+    return step.rank, receives(step)
+
+
+def drawn_order(steps: Sequence[Step], choose: Callable[[list[int]], int]) -> list[int]:
+    """Return the numbers of all steps in an order in which each is chosen from those that are ready."""
+    order, left = list[int](), dict.fromkeys(range(len(steps)))
+    while left:
+        order.append(choose([number for number in left if left.keys().isdisjoint(steps[number].after)]))
+        del left[order[-1]]
+    return order
+
+
+def finished(steps: Sequence[Step], seconds: Sequence[float], issue: Sequence[float]) -> float:
     """Return the seconds until the last step ends, if each rank computes and receives concurrently, in order.
 
-    >>> finished([Step(COPY, 0, 1, 0), Step(ATTEND, 0, 0, 0, (0,)), Step(COPY, 0, 1, 1)], lambda step: 2.0)
+    `seconds` has the time of each step, and `issue` that of the host to queue it, which it does one after the other.
+
+    >>> finished([Step(COPY, 0, 1, 0), Step(ATTEND, 0, 0, 0, (0,)), Step(COPY, 0, 1, 1)], [2.0] * 3, [0.0] * 3)
     4.0
+    >>> finished([Step(COPY, 0, 1, 0), Step(ATTEND, 0, 0, 0, (0,))], [2.0, 2.0], [3.0, 3.0])
+    8.0
     """
-    ends, is_free = list[float](), dict[tuple[bool, int], float]()
-    for step in steps:
-        engine = step.kind == ATTEND, step.rank
-        start = max([is_free.get(engine, 0.0), *(ends[number] for number in step.after)])
-        is_free[engine] = start + seconds(step)
-        ends.append(is_free[engine])
+    ends, is_free, queued = list[float](), dict[tuple[int, bool], float](), 0.0
+    for step, spent, of_host in zip(steps, seconds, issue):
+        lane, queued = _lane(step), queued + of_host
+        start = max([is_free.get(lane, 0.0), queued, *(ends[number] for number in step.after)])
+        is_free[lane] = start + spent
+        ends.append(is_free[lane])
     return max(ends, default=0.0)
 
 
-def head_groups(num_kv_heads: int) -> tuple[tuple[int, int], ...]:
-    """Return the groups of key/value heads: 1, 1, 2, 2, ... heads, the first ones small to shorten the first copy.
+def head_groups(num_kv_heads: int) -> list[tuple[tuple[int, int], ...]]:
+    """Return ways to divide key/value heads into groups, those with small groups first.
 
-    >>> head_groups(8)
-    ((0, 1), (1, 2), (2, 4), (4, 6), (6, 8))
+    The first and the last group may be smaller than those between, since no computation hides the first copy and the
+    last return of gradients.
+
+    >>> [[stop - first for first, stop in groups] for groups in head_groups(4)]
+    [[1, 1, 1, 1], [1, 2, 1], [2, 2], [4]]
     """
-    groups, first = list[tuple[int, int]](), 0
-    while first < num_kv_heads:
-        stop = min(first + (1 if first < 2 else 2), num_kv_heads)
-        groups.append((first, stop))
-        first = stop
-    return tuple(groups)
+    ways = dict[tuple[int, ...], None]()
+    for most in (1 << n for n in range(num_kv_heads.bit_length()) if _MOST_GROUPS << n >= num_kv_heads):
+        for end in dict.fromkeys((max(1, most // 4), max(1, most // 2), most)):
+            if (between := num_kv_heads - 2 * end) >= 0:
+                full, rest = divmod(between, most)
+                ways[tuple(filter(None, (end, *[most] * full, rest, end)))] = None
+    ways[(num_kv_heads,)] = None
+    ordered = sorted(ways, key=lambda way: (max(way), -len(way)))
+    return [tuple(pairwise(accumulate(way, initial=0))) for way in ordered]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,27 +13,59 @@ import numpy as np
 from ..arrays import describe, is_int, require_callable
 from ..errors import refuse
 from ..keywords import explains_keywords
+from ._agreement import refusal
 from ._group import Group, PeerLost, Work, call_reasons, listed, timeout_reasons
 from ._lanes import DeviceLanes, Event, HostLanes, Lanes, device_count
-from ._schedule import ADD, ATTEND, Step
+from ._schedule import ADD, ATTEND, Issue, drawn_order, program
 
 __all__ = ["run"]
 
 _Result = TypeVar("_Result")
 
 
-@dataclass
-class _Meeting:
-    """The state that the ranks of a group share; `changed` guards all of it."""
+@dataclass(eq=False)
+class _Visit:
+    """One meeting of all ranks: what they bring, and how far the last to arrive is with the work of all.
 
-    size: int
+    Attributes
+    ----------
+    values : dict by rank
+        The call of each rank that has arrived, its value, and its start event.
+    number : int
+        How many steps have been started.
+    rank : int
+        The rank whose step runs.
+    is_over : bool
+        The ranks may return.
+    failures : dict of exceptions by rank
+        What steps of ranks raised.
+    """
+
+    values: dict[int, tuple[str, Any, Event]] = field(default_factory=dict)
+    number: int = 0
+    rank: int = 0
+    is_over: bool = False
+    failures: dict[int, BaseException] = field(default_factory=dict)
+
+    def late(self, size: int) -> str:
+        """Return what the ranks wait for."""
+        what = next(iter(self.values.values()))[0]
+        missing = [rank for rank in range(size) if rank not in self.values]
+        if missing:
+            return f"{listed(missing)} did not arrive at {what}, where {listed(sorted(self.values))} waited,"
+        return f"rank {self.rank} did not finish {what}"
+
+
+@dataclass(eq=False)
+class _Meeting:
+    """The state that the ranks of a group share; `changed` guards all of it except progress within a visit."""
+
+    lanes: Sequence[Lanes]
     timeout: float
+    order: Any = None  # a random generator if steps run in a drawn order
     changed: threading.Condition = field(default_factory=threading.Condition)
     error: str = ""  # why the group is closed
-    number: int = 0  # number of the current exchange
-    values: dict[int, tuple[str, Any, Event]] = field(default_factory=dict)  # call, value and start event by rank
-    results: tuple[tuple[str, Any, Event], ...] = ()
-    done: dict[int, dict[int, Event]] = field(default_factory=dict)  # events of finished steps, by number of exchange
+    visit: _Visit = field(default_factory=_Visit)  # the one that ranks arrive at next
     returned: set[int] = field(default_factory=set)
 
     def close(self, error: str) -> None:
@@ -42,115 +74,125 @@ class _Meeting:
             self.error = self.error or error
             self.changed.notify_all()
 
-    def wait(self, is_over: Callable[[], bool], what: Callable[[], str], seconds: float) -> None:
-        """Wait, with the lock held, until a condition holds; close the group if it does not hold within the timeout.
-
-        Raises
-        ------
-        PeerLost
-            The group is closed.
-        """
-        deadline = time.monotonic() + seconds
-        while not is_over():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                self.close(f"{what()} within {seconds:g} s")
-            self.require_open()
-            self.changed.wait(left)
-
     def require_open(self) -> None:
         """Raise `PeerLost` if the group is closed."""
         if self.error:
             raise PeerLost(self.error)
 
+    def meet(self, rank: int, what: str, value: Any, act: Callable[[_Visit], None] | None = None) -> list[Any]:
+        """Wait for all ranks, and return their values; the last to arrive first does the work of all.
 
-class ThreadGroup(Group):
-    """The group of a rank that is a thread, whose arrays all ranks can read."""
+        Raises
+        ------
+        UnsupportedProblem
+            Ranks make different calls.
+        PeerLost
+            The group is closed.
+        """
+        start, size = self.lanes[rank].start(), len(self.lanes)
+        with self.changed:
+            if self.returned and not self.error:
+                ranks = listed(sorted(self.returned))
+                self.close(f"{ranks} returned before {what}, where rank {rank} waited")
+            self.require_open()
+            visit = self.visit
+            visit.values[rank] = what, value, start
+            is_last = len(visit.values) == size
+            if is_last:
+                self.visit = _Visit()
+            else:
+                self._wait(visit)
+        reasons = call_reasons([visit.values[each][0] for each in range(size)])
+        if is_last:
+            try:
+                if act is not None and not reasons:
+                    act(visit)
+            finally:
+                with self.changed:
+                    visit.is_over = True
+                    self.changed.notify_all()
+        if visit.failures:
+            raise visit.failures.get(rank) or PeerLost(self.error)
+        refuse(reasons)
+        return [visit.values[each][1] for each in range(size)]
 
-    _shares_memory = True
+    def _wait(self, visit: _Visit) -> None:
+        """Wait, with the lock held, until a visit is over; close the group if nothing proceeds within the timeout."""
+        number, deadline = -1, 0.0
+        while not (visit.is_over or visit.failures):
+            if visit.number != number:
+                number, deadline = visit.number, time.monotonic() + self.timeout
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self.close(f"{visit.late(len(self.lanes))} within {self.timeout:g} s")
+            self.require_open()
+            self.changed.wait(left)
 
-    def __init__(self, rank: int, meeting: _Meeting, lanes: Lanes, order: Any = None) -> None:
-        super().__init__(rank, meeting.size)
-        self._meeting, self._lanes, self._order = meeting, lanes, order
-        self._starts = list[Event]()  # start events of the ranks in the last exchange
+    def work(self, visit: _Visit) -> None:
+        """Queue the steps of all ranks on their lanes, unless the call is refused."""
+        values = [visit.values[rank] for rank in range(len(self.lanes))]
+        if refusal([offer for _, (*offer, _), _ in values]):
+            return
+        works, starts = [work for _, (_, _, work), _ in values], [start for _, _, start in values]
+        if works[0] is None:
+            return
+        issued = works[0].program
+        if self.order is not None:
+            steps = works[0].steps
+            issued = program(steps, len(works), drawn_order(steps, lambda ready: int(self.order.choice(ready))))
+        events = dict[int, Event]()
+        try:
+            for issue in issued.issues:
+                visit.number, visit.rank = visit.number + 1, issue.step.rank
+                self.require_open()
+                waits = [*(starts[rank] for rank in issue.starts), *(events[number] for number in issue.waits)]
+                event = self.issue(issue, waits, works)
+                if issue.is_awaited:
+                    events[issue.number] = event
+            for rank, ends in enumerate(issued.ends):
+                self.lanes[rank].finish([events[number] for number in ends])
+        except BaseException as error:  # also of the rank whose thread this is not
+            with self.changed:
+                visit.failures[visit.rank] = error
+                self.close(f"rank {visit.rank} raised {type(error).__name__}: {error}")
 
-    def _exchanged(self, what: str, value: Any) -> tuple[int, list[Any]]:
-        meeting, start = self._meeting, self._lanes.start()
-        with meeting.changed:
-            self._require_peers(what)
-            number = meeting.number
-            meeting.values[self.rank] = what, value, start
-            if len(meeting.values) == self.size:
-                meeting.results = tuple(meeting.values[rank] for rank in range(self.size))
-                meeting.number, meeting.values = number + 1, {}
-                meeting.changed.notify_all()
-            meeting.wait(lambda: meeting.number > number, lambda: self._missing(what), meeting.timeout)
-            results = meeting.results
-        names, values, starts = (list(each) for each in zip(*results))
-        self._starts = starts
-        refuse(call_reasons(names))
-        return number, values
-
-    def _require_peers(self, what: str) -> None:
-        meeting = self._meeting
-        if meeting.returned and not meeting.error:
-            ranks = listed(sorted(meeting.returned))
-            meeting.close(f"{ranks} returned before {what}, where rank {self.rank} waited")
-        meeting.require_open()
-
-    def _missing(self, what: str) -> str:
-        values = self._meeting.values
-        missing = [rank for rank in range(self.size) if rank not in values]
-        return f"{listed(missing)} did not arrive at {what}, where {listed(sorted(values))} waited,"
-
-    def _perform(self, what: str, number: int, work: Work) -> None:
-        """Run the steps of this rank in their order; with a seed, those that are ready in an order drawn from it."""
-        meeting, steps = self._meeting, work.steps
-        with meeting.changed:  # all ranks have finished the steps of earlier calls
-            meeting.done = {number: meeting.done.get(number, {})}
-            done = meeting.done[number]
-        own = [number for number, step in enumerate(steps) if step.rank == self.rank]
-        used = {number for number, step in enumerate(steps) if self.rank in (step.rank, step.source)}
-
-        def ready() -> list[int]:
-            candidates = own[:1] if self._order is None else own
-            return [number for number in candidates if all(each in done for each in steps[number].after)]
-
-        while own:
-            with meeting.changed:
-                meeting.wait(lambda: bool(ready()), lambda: self._waits(what, steps, own[0], done), meeting.timeout)
-                choices = ready()
-            number = choices[0] if len(choices) == 1 else int(self._order.choice(choices))
-            event = self._step(steps[number], [done[each] for each in steps[number].after], work)
-            own.remove(number)
-            with meeting.changed:
-                done[number] = event
-                meeting.changed.notify_all()
-        with meeting.changed:
-            meeting.wait(lambda: done.keys() >= used, lambda: self._reads(what, steps, used - {*done}), meeting.timeout)
-        self._lanes.finish([done[number] for number in sorted(used)])
-
-    def _step(self, step: Step, events: list[Event], work: Work) -> Event:
+    def issue(self, issue: Issue, waits: list[Event], works: Sequence[Work]) -> Event:
         """Run a step after these events, and return the event of its end."""
+        step, lanes = issue.step, self.lanes[issue.step.rank]
+        work, source = works[step.rank], works[step.source]
         if step.kind in (ATTEND, ADD):
-            return self._lanes.run(step, events, lambda: work.act(step))
+            return lanes.run(issue, waits, lambda: work.act(step))
 
         def copy() -> None:
-            for move in work.moves(step):
-                self._lanes.copy(work.target(step, move), work.source(step, move), move)
+            moves, bound = work.moves(issue.number), work.bound.get(issue.number)
+            if bound is None:
+                bound = work.bound[issue.number] = [
+                    lanes.bound(work.target(step, move), source.source(step, move), move) for move in moves
+                ]
+            for move, each in zip(moves, bound):
+                lanes.copy(work.target(step, move), source.source(step, move), each)
 
-        return self._lanes.run(step, [self._starts[self.rank], self._starts[step.source], *events], copy)
+        return lanes.run(issue, waits, copy)
 
-    @staticmethod
-    def _waits(what: str, steps: Sequence[Step], number: int, done: dict[int, Event]) -> str:
-        late = sorted({steps[other].rank for other in steps[number].after if other not in done})
-        step = steps[number]
-        needed = f"what rank {step.rank} needs to {step.kind} in {what} (group {step.group})"
-        return f"{listed(late)} did not finish {needed}"
 
-    @staticmethod
-    def _reads(what: str, steps: Sequence[Step], late: set[int]) -> str:
-        return f"{listed(sorted({steps[number].rank for number in late}))} did not finish {what}"
+class ThreadGroup(Group):
+    """The group of a rank that is a thread, whose arrays all ranks can read.
+
+    In each call the ranks meet once. The last to arrive issues the steps of all ranks, in an order that is the same in
+    every call: on GPUs it queues all copies and kernels, and streams wait for events of other streams. So no rank waits
+    for another between two steps, and no event is waited for before it is recorded.
+    """
+
+    def __init__(self, rank: int, meeting: _Meeting) -> None:
+        super().__init__(rank, len(meeting.lanes))
+        self._meeting, self._lanes = meeting, meeting.lanes[rank]
+
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        return self._meeting.meet(self.rank, what, value)
+
+    def _perform(self, what: str, texts: Mapping[str, str], reasons: Sequence[str], work: Work | None = None) -> None:
+        offers = self._meeting.meet(self.rank, what, (reasons, texts, work), self._meeting.work)
+        refuse(refusal([offer for *offer, _ in offers]))
 
 
 @explains_keywords
@@ -175,7 +217,7 @@ def run(
     timeout : float
         Seconds that a rank waits for the others before it raises `PeerLost`.
     seed : int, optional
-        For tests: each rank runs its ready steps in a random order, drawn from this seed.
+        For tests: steps run in a random order, each drawn from those that are ready.
 
     Returns
     -------
@@ -208,23 +250,22 @@ def run(
     if devices is not None:
         lanes = [DeviceLanes(device, devices) for device in devices]
     size = len(lanes)
-    meeting = _Meeting(size, float(timeout))
+    meeting = _Meeting(lanes, float(timeout), None if seed is None else np.random.default_rng(seed))
     results: list[Any] = [None] * size
     errors: list[tuple[int, BaseException]] = []
 
     def work(rank: int) -> None:
-        order = None if seed is None else np.random.default_rng((seed, rank))
         try:
             with lanes[rank].current():
-                results[rank] = function(ThreadGroup(rank, meeting, lanes[rank], order))
+                results[rank] = function(ThreadGroup(rank, meeting))
         except BaseException as error:  # even SystemExit must end the other ranks
             errors.append((rank, error))
             meeting.close(f"rank {rank} raised {type(error).__name__}: {error}")
         with meeting.changed:
             meeting.returned.add(rank)
-            if meeting.values and not meeting.error:
-                what = next(iter(meeting.values.values()))[0]
-                meeting.close(f"rank {rank} returned before {what}, where {listed(sorted(meeting.values))} waited")
+            if (arrived := meeting.visit.values) and not meeting.error:
+                what = next(iter(arrived.values()))[0]
+                meeting.close(f"rank {rank} returned before {what}, where {listed(sorted(arrived))} waited")
             meeting.changed.notify_all()
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]

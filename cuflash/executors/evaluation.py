@@ -12,6 +12,7 @@ import numpy as np
 
 from ..arrays import Array, Namespace
 from ..blocks.classify import extents, row_intervals
+from ..masks._chosen import ResolvedChosen
 from ..masks.base import And, Mask
 from ..masks.block_set import BlockGrid
 from ..masks.content import mask_namespace
@@ -62,7 +63,7 @@ def evaluated_source(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> tu
 
 def _has_whole(block: tuple[int, int], mask: Mask) -> bool:
     """True if a mask consists of whole blocks, and each block of this size is within one of them."""
-    own = mask._natural_block if isinstance(mask, BlockGrid) else None
+    own = mask._natural_block if isinstance(mask, (BlockGrid, ResolvedChosen)) else None
     return own is not None and not any(length % side for length, side in zip(own, block))
 
 

@@ -525,7 +525,7 @@ def lists_of_calls(plan: KernelPlan, work: WorkAtCall, machine: Gpu | None = Non
         The stream is captured, and the kernels that build lists are not compiled yet.
     """
     machine = machine or _GPU
-    current_stream, address, keep_captured = machine.stream, machine.mask_address, machine.keep_captured
+    current_stream, address, keep_captured = machine.current_stream, machine.mask_address, machine.keep_captured
     make: ListMaker | None = None
     if work.carried is not work.source:
         compile_kernels(work.source.kernels.specs.values(), machine)

@@ -183,13 +183,14 @@ def index_of_mask(mask: Mask, shape: MaskShape, block: tuple[int, int], target: 
         return empty.to(lambda array: xp.zeros(array.shape, dtype=array.dtype))
     source, arrays = evaluated_source(mask, shape, block)
     key = "list", target, target.device, *_LAYOUT(source)
-    make = CALLS.get(key)
-    if make is None:
-        make = ListMaker(source, target)
-        CALLS.put(key, make)
-    lists = make([target.mask_address(array) for array in arrays], target.stream())
-    lo, hi = arrays[1:] if source.is_whole and source.given_rows else (None, None)
-    return _of_arrays(source, lists, lo, hi)
+    maker: IndexMaker | None = CALLS.get(key)
+    if maker is None:
+        maker = IndexMaker(source, target)
+        CALLS.put(key, maker)
+    lists = maker.lists([target.mask_address(array) for array in arrays], target.stream())
+    if source.given_rows is None:
+        return maker.index_of(lists)
+    return _of_arrays(source, lists, *(arrays[1:] if source.is_whole else (None, None)))
 
 
 def _whole(chosen: Array, mask: Mask, block: tuple[int, int]) -> Mask:

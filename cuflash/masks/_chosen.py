@@ -87,7 +87,7 @@ class ChosenBlocks(Mask):
         take_arrays(self, {"blocks": "blocks", "counts": "counts"})
         for name in ("blocks", "counts"):
             value = getattr(self, name)
-            if not is_array(value) and (value is not None or name == "blocks"):
+            if (value is not None or name == "blocks") and not is_array(value):
                 raise TypeError(no_array(name, value))
         reasons = []
         if self.blocks.dtype not in _DTYPES or self.blocks.ndim < 2:
@@ -98,8 +98,9 @@ class ChosenBlocks(Mask):
             )
         if self.counts is not None and not is_integer_dtype(self.counts.dtype):
             reasons.append(f"counts must be an int array (..., heads, seqlen_q); got {describe(self.counts)}")
-        with collecting(reasons):
-            object.__setattr__(self, "block", _size(self.block))
+        if type(self.block) is not int or not 0 < self.block <= MAX_SEQLEN:
+            with collecting(reasons):
+                object.__setattr__(self, "block", _size(self.block))
         refuse(reasons)
 
     @property

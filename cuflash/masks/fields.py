@@ -7,7 +7,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..arrays import Array, describe, is_array, is_int, is_integer_dtype, of_list, whole_number
+from ..arrays import Array, describe, is_array, is_cupy, is_int, is_integer_dtype, of_list, whole_number
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..layouts import is_differentiated, is_foreign, is_on_cuda, taken, taken_on_cuda
 from .base import Mask
@@ -25,6 +25,8 @@ def take_arrays(mask: Mask, names: dict[str, str], dtype: DTypeLike = np.int64) 
     reasons: list[str] = []
     for field, name in names.items():
         value = getattr(mask, field)
+        if value is None or is_cupy(value):
+            continue
         with collecting(reasons):
             array = taken_array(name, value, dtype)
             if array is not value:

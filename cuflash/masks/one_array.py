@@ -31,7 +31,8 @@ def mask_contents(mask: Mask | Array, layout_of: Callable[..., Hashable]) -> Mas
     the layout of arrays. Masks that differ only in the contents of their arrays have equal keys.
     """
     keys: list[Hashable] = []
-    forms: list[DeviceForm] = []
+    arrays: tuple[Array, ...] = ()
+    num_forms = num_lists = 0
     parts: tuple[Mask | Array, ...] = mask.operands if type(mask) is And else (mask,)
     for part in parts:
         form = _own_form(part) if isinstance(part, Mask) else DeviceForm((part,))
@@ -41,14 +42,17 @@ def mask_contents(mask: Mask | Array, layout_of: Callable[..., Hashable]) -> Mas
             except TypeError:  # the mask holds values whose contents are not hashed
                 return None
             continue
-        layout = None if any(isinstance(array, np.ndarray) for array in form.arrays) else layout_of(*form.arrays)
+        layout = None if np.ndarray in map(type, form.arrays) else layout_of(*form.arrays)
         if layout is None:
             return None
         keys.append((type(part), *form.facts, layout))
-        forms.insert(0 if type(part) is ChosenBlocks else len(forms), form)
-    if len(forms) != 1 and (len(forms), sum(type(part) is ChosenBlocks for part in parts)) != (2, 1):
-        return None
-    return MaskContents(tuple(keys), tuple(array for form in forms for array in form.arrays))
+        num_forms += 1
+        if type(part) is ChosenBlocks:
+            num_lists += 1
+            arrays = *form.arrays, *arrays
+        else:
+            arrays += form.arrays
+    return MaskContents(tuple(keys), arrays) if num_forms == 1 or (num_forms, num_lists) == (2, 1) else None
 
 
 def _own_form(mask: Mask) -> DeviceForm | None:

@@ -7,7 +7,7 @@ of these kernels.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,11 +17,11 @@ import numpy as np
 from ..arrays import Array, namespace, to_host
 from ..blocks._chosen_work import Unions, chosen_work
 from ..blocks.classify import BlockKind, extents, row_intervals
+from ..blocks.index_mask import IndexMask
 from ..blocks.work_list import IntervalWork, Segment
 from ..masks._chosen import ResolvedChosen
 from ..masks.base import And, Band, Mask, intersection
 from ..masks.content import held_arrays
-from ..masks.coordinates import LeadingArray
 from ..masks.one_array import without_at_each_call
 from ..masks.shape import MaskShape
 from ._params import UNLIMITED
@@ -30,6 +30,7 @@ from .interval_kernels import (
 )  # fmt: skip
 from .launches import BATCH_AXES, Feature, Launch, Pass, Workspace
 from .problem import Problem
+from .query_lists import QueryLists
 from .spec import SIMT, Entry, KernelSpec
 
 ROWS = 64  # rows of a tile: neighboring queries, each with all heads that share its list and its keys
@@ -45,9 +46,9 @@ QUERIES_PER_PART = 512  # minimum queries per part of a key block; each part has
 _PARTS_IN_ALL = 1024  # approximate total number of parts: a few per thread block that a GPU holds at once
 NAME = "chosen"  # the feature's name
 NOT_JOINED = (
-    "; block lists per query are not joined: only the sm80 kernels join the lists of neighbouring queries, for 16-bit "
-    "elements, blocks of 16, 32 or a multiple of 64 keys and row intervals, without dropout and without gradients of "
-    "a score function's arrays, and of an index on a device those of index.chosen()"
+    "; block lists per query are not joined: only sm80 and sm90 kernels join the lists of neighbouring queries, for "
+    "16-bit elements, blocks of 16, 32 or a multiple of 64 keys and row intervals, without dropout and without "
+    "gradients of a score function's arrays, and of an index on a device only if it has no partial blocks"
 )
 # This record mirrors `kernels_cu/attention/chosen_lists.cuh`.
 CHOSEN_LISTS = np.dtype(
@@ -76,7 +77,7 @@ CHOSEN_PARAMS = np.dtype(
         *((name, np.int32) for name in ("num_heads", "seqlen_q", "seqlen_kv", "num_chosen", "block", "num_blocks")),
         *((name, np.int32) for name in ("blocks_itemsize", "counts_itemsize", "is_counts_signed")),
         *((name, np.int32) for name in ("queries_per_tile", "num_tiles", "words_per_entry", "max_entries")),
-        *((name, np.int32) for name in ("blocks_at_once", "padding")),
+        *((name, np.int32) for name in ("blocks_at_once", "has_starts")),
     ],
     align=True,
 )
@@ -321,24 +322,17 @@ class UnionSource(SourceOfResults):
     Attributes
     ----------
     tiling : UnionTiling
+    lists : QueryLists
     rows : IntervalWork or None
         Row intervals of the host. Blocks in which a query attends no key are dropped from its list.
     intervals : IntervalSource or None
         The source of row intervals that a kernel computes from arrays of each call; it has `rows`.
-    blocks : tuple of int
-        Strides of the lists in bytes, along batch axes, heads, rows and entries; 0 along broadcast axes.
-    itemsize : int
-        Bytes of an entry.
-    counts : (tuple of int, numpy.dtype) or None
-        Strides of the lists' counts in bytes, along batch axes, heads and rows, and their dtype.
     """
 
     tiling: UnionTiling
+    lists: QueryLists
     rows: IntervalWork | None
     intervals: IntervalSource | None
-    blocks: tuple[int, ...]
-    itemsize: int
-    counts: tuple[tuple[int, ...], np.dtype[Any]] | None = None
 
     @cached_property
     def results(self) -> Mapping[str, Workspace]:
@@ -363,15 +357,16 @@ class UnionSource(SourceOfResults):
     @property
     def array_names(self) -> tuple[str, ...]:
         """Fields of the records for the arrays that each call passes."""
-        names = ("blocks",) if self.counts is None else ("blocks", "counts")
+        names = self.lists.array_names
         return names if self.intervals is None else (*names, *self.intervals.array_names)
 
     @cached_property
     def kernels(self) -> Pass:
         """The launches; they take the arrays of `array_names`, and the array of bytes that holds all results."""
+        starts = self.lists.starts
         feature = Feature(
-            "lists", CHOSEN_PARAMS, self._numbers(), ("blocks", "counts", *_INTERVALS, AT_CALL), starts=self.offsets,
-            names=dict.fromkeys(self.offsets, AT_CALL),
+            "lists", CHOSEN_PARAMS, self._numbers(), ("blocks", "counts", *_INTERVALS, AT_CALL),
+            starts=self.offsets | starts, names=dict.fromkeys(starts, "blocks") | dict.fromkeys(self.offsets, AT_CALL),
         )  # fmt: skip
         tiling = self.tiling
         launch = list_launch(UNIONS, tiling.num_list_heads * tiling.num_tiles, self.array_names)
@@ -388,24 +383,14 @@ class UnionSource(SourceOfResults):
         tiling, shape = self.tiling, self.tiling.shape
         band = None if self.rows is None else self.rows.band
         lower, upper = (None, None) if band is None else (band.lower, band.upper)
-        *of_batch, head, row, entry = self.blocks
         batch = [1] * (BATCH_AXES - len(shape.batch)) + list(shape.batch) if tiling.batch > 1 else [1] * BATCH_AXES
-        numbers = {
-            "blocks_batch_strides": _padded(of_batch), "blocks_head_stride": head, "blocks_row_stride": row,
-            "blocks_stride": entry, "blocks_itemsize": self.itemsize, "batch": batch, "num_heads": tiling.num_lists,
+        return self.lists.numbers | {
+            "batch": batch, "seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv,
             "lower": -UNLIMITED if lower is None else lower, "upper": UNLIMITED if upper is None else upper,
             "rows_batch_stride": 0 if self.intervals is None else leading_strides(self.attended.lo)[0],
-            "seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv, "num_chosen": tiling.num_chosen,
-            "block": tiling.block, "num_blocks": tiling.num_blocks, "queries_per_tile": tiling.queries_per_tile,
+            "num_blocks": tiling.num_blocks, "queries_per_tile": tiling.queries_per_tile,
             "num_tiles": tiling.num_tiles, "words_per_entry": tiling.words_per_entry,
             "max_entries": tiling.max_entries, "blocks_at_once": tiling.blocks_at_once(tiling.words_per_entry),
-        }  # fmt: skip
-        if self.counts is None:
-            return numbers
-        (*of_batch, head, row), dtype = self.counts
-        return numbers | {
-            "counts_batch_strides": _padded(of_batch), "counts_head_stride": head, "counts_row_stride": row,
-            "counts_itemsize": dtype.itemsize, "is_counts_signed": dtype.kind == "i",
         }  # fmt: skip
 
 
@@ -415,11 +400,15 @@ class UnionsAtCall(UnionWork):
 
     source: UnionSource
     memory: Array | None = None
-    carried = None
 
     @classmethod
     def of(cls, source: UnionSource) -> UnionsAtCall:
         return cls(**_rows(source.tiling, source.attended), tiling=source.tiling, source=source)
+
+    @property
+    def carried(self) -> Any:
+        """The source of the lists of a block index, which calls pass instead of arrays of a mask; otherwise None."""
+        return self.source.lists.carried
 
     @property
     def lists(self) -> dict[str, Array]:
@@ -478,33 +467,24 @@ def _is_served(block: int) -> bool:
 
 def _work_at_call(mask: Mask, problem: Problem) -> UnionsAtCall | None:
     factors, shape = mask.operands if type(mask) is And else (mask,), problem.mask_shape
-    lists = [factor.source for factor in factors if isinstance(factor, ResolvedChosen)]
-    others = tuple(factor for factor in factors if not isinstance(factor, ResolvedChosen))
-    if len(lists) != 1 or not _is_served(lists[0].block) or not all(each._has_intervals for each in others):
+    listed = [factor for factor in factors if isinstance(factor, (ResolvedChosen, IndexMask))]
+    others = tuple(factor for factor in factors if not isinstance(factor, (ResolvedChosen, IndexMask)))
+    lists = QueryLists.of(listed[0], shape) if len(listed) == 1 else None
+    if lists is None or not _is_served(lists.block) or not all(each._has_intervals for each in others):
         return None
-    chosen, batch, intervals = lists[0], 1, None
+    batch, intervals = shape.num_batch if lists.varies else 1, None
     if any(True for each in others for _ in held_arrays(each)):
         intervals = IntervalSource.of(intersection(others), shape, None)
         if intervals is None or intervals.num_heads > 1:
             return None
-        batch, rows = intervals.batch, intervals.rows
-    elif (rows := _closed_rows(others, shape)) is None:
+        batch, rows = max(batch, intervals.batch), intervals.rows
+    elif (rows := _closed_rows(others, shape, lists)) is None:
         return None
-    counts = None if chosen.counts is None else LeadingArray.of(chosen.counts, shape.batch, 2).array
-    blocks = LeadingArray.of(chosen.blocks, shape.batch, 3).array
-    varying = [*blocks.shape[:-3], *(() if counts is None else counts.shape[:-2])]
-    if any(extent > 1 for extent in varying):
-        batch = shape.num_batch
     tiling = UnionTiling(
-        shape=shape, batch=batch, num_lists=chosen.num_lists, num_chosen=int(blocks.shape[-1]), block=chosen.block,
+        shape=shape, batch=batch, num_lists=lists.num_lists, num_chosen=lists.num_chosen, block=lists.block,
         group_size=problem.group_size,
     )  # fmt: skip
-    return UnionsAtCall.of(
-        UnionSource(
-            tiling=tiling, rows=rows, intervals=intervals, blocks=_strides(blocks), itemsize=blocks.dtype.itemsize,
-            counts=None if counts is None else (_strides(counts), np.dtype(counts.dtype)),
-        )
-    )  # fmt: skip
+    return UnionsAtCall.of(UnionSource(tiling=tiling, lists=lists, rows=rows, intervals=intervals))
 
 
 def _work_on_host(mask: Mask, problem: Problem) -> UnionWork | None:
@@ -529,8 +509,14 @@ def _work_on_host(mask: Mask, problem: Problem) -> UnionWork | None:
     return UnionWork(**_rows(tiling, rows), tiling=tiling, unions=unions)
 
 
-def _closed_rows(closed: tuple[Mask, ...], shape: MaskShape) -> IntervalWork | None:
-    """Return the intersection of row intervals without arrays, or None if it varies with the batch entry or head."""
+def _closed_rows(closed: tuple[Mask, ...], shape: MaskShape, lists: QueryLists) -> IntervalWork | None:
+    """Return the intersection of row intervals without arrays, or None if it varies with the batch entry or head.
+
+    It includes the row intervals of a block index.
+    """
+    if lists.carried is not None and lists.carried.rows is not None:
+        own: IntervalWork = lists.carried.rows_within(closed)
+        return own if own.lo is not None and own.lo.shape[:2] == (1, 1) else None
     joined, over = intersection(closed), extents(And(closed), shape) if closed else (1, 1)
     work = IntervalWork(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=1, block_kv=1)
     if type(joined) is Band:
@@ -539,13 +525,3 @@ def _closed_rows(closed: tuple[Mask, ...], shape: MaskShape) -> IntervalWork | N
         return None
     lo, hi = row_intervals(And(closed), shape.seqlen_q, shape.seqlen_kv, *over)
     return replace(work, lo=lo, hi=hi)
-
-
-def _strides(array: Array) -> tuple[int, ...]:
-    """Return the strides of an array in bytes; 0 along axes of length 1."""
-    return tuple(step if extent != 1 else 0 for step, extent in zip(array.strides, array.shape))
-
-
-def _padded(strides: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of the batch axes, padded with zeros to `BATCH_AXES`."""
-    return (*[0] * (BATCH_AXES - len(strides)), *strides)

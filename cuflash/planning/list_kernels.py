@@ -155,12 +155,14 @@ class ListSource(SourceOfResults):
             strides=tuple(prod(axes[axis + 1 :]) for axis in range(len(axes))),
             element=self.block,
             is_whole=all(side % listed == 0 for side, listed in zip(self.block, block)),
-            rows=self._rows_within(closed) if closed else self.rows,
+            rows=self.rows_within(closed),
             block=block,
         )
 
-    def _rows_within(self, closed: tuple[Mask, ...]) -> IntervalWork:
-        """Return the intersection of this source's row intervals and those of the masks `closed`."""
+    def rows_within(self, closed: tuple[Mask, ...]) -> IntervalWork | None:
+        """Return the intersection of this source's row intervals and those of the masks `closed`, if there are any."""
+        if not closed:
+            return self.rows
         (block_q, block_kv), (_, _, seqlen_q, seqlen_kv) = self.block, self.shape
         lo, hi = row_intervals(And(closed), seqlen_q, seqlen_kv, 1, 1)
         if self.rows is not None:
@@ -325,7 +327,10 @@ def work_of_kernels(
 
 
 def _work_of_carried(mask: Mask, tile: tuple[int, int]) -> ListedAtCall | None:
-    """Return the work of a block index with device lists, possibly intersected with row intervals; otherwise None."""
+    """Return the work of a block index with device lists, possibly intersected with row intervals; otherwise None.
+
+    Kernels neither join nor cut the bit tiles of an index.
+    """
     parts = kept_and_closed(mask, _has_no_intervals)
     if parts is None:
         return None
@@ -333,5 +338,8 @@ def _work_of_carried(mask: Mask, tile: tuple[int, int]) -> ListedAtCall | None:
     if not isinstance(grid, IndexMask) or grid.index._carried is None:
         return None
     carried, block = grid.index._carried.source, listed_block(mask, tile)
-    listed = carried if not closed and block == grid.index.block else carried.in_blocks(block, closed)
+    is_ready = not closed and block == grid.index.block
+    if not (is_ready or carried.is_whole):
+        return None
+    listed = carried if is_ready else carried.in_blocks(block, closed)
     return ListedAtCall.of(listed, carried=carried) if listed.can_be_numbered else None

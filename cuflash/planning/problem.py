@@ -209,7 +209,10 @@ class Problem:
 
     def operand(self, name: str) -> Operand | None:
         """Return the operand with this name, or None if the problem has no such operand."""
-        return next((operand for operand in self.operands if operand.name == name), None)
+        for operand in self.operands:
+            if operand.name == name:
+                return operand
+        return None
 
     def keyed(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """Return the arrays of a call, and their tangents, under the names that executors use."""

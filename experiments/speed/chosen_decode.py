@@ -26,10 +26,8 @@ called.
 Cost: A minute of a GPU.
 """
 
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +36,8 @@ import ml_dtypes
 import numpy as np
 from cuflash.masks import ChosenBlocks
 from cuflash.selectors import Budget, quest
-from graph_times import captured_by_cupy
-from harness import Record, gpu_versions, machine, main, why_no_gpu
+from graph_times import Call, captured_by_cupy, times_of
+from harness import Record, gpu_versions, machine, main, tabulated, why_no_gpu
 from rich.table import Table
 
 DIM = 128
@@ -69,9 +67,6 @@ class Config:
             raise ValueError("page must be a multiple of 16, and kv_heads must divide heads")
         if not set(self.lists) <= set(SHARES):
             raise ValueError(f"lists are {' and '.join(SHARES)}")
-
-
-Call = Callable[[], Any]
 
 
 class Case:
@@ -150,29 +145,11 @@ class Case:
 
 def timed(calls: list[Call], replays: int, host: bool) -> tuple[float | None, float]:
     """Return the microseconds of a call in a graph, None on the host, and as called."""
-
-    def wait() -> None:
-        if not host:
-            import cupy
-
-            cupy.cuda.runtime.deviceSynchronize()
-
-    listed, in_graph = (calls if host else [calls[i % len(calls)] for i in range(_CALLS)]), None
     for call in calls:
         call()
-    if not host:
-        replay = captured_by_cupy(listed)
-        replay()
-        in_graph = statistics.median(replay() for _ in range(replays)) / len(listed)
-    spent = []
-    for _ in range(replays):
-        wait()
-        begin = time.perf_counter()
-        for call in listed:
-            call()
-        wait()
-        spent.append(time.perf_counter() - begin)
-    return in_graph, statistics.median(spent) / len(listed) * 1e6
+    if host:
+        return times_of(calls, replays, None)
+    return times_of([calls[i % len(calls)] for i in range(_CALLS)], replays, captured_by_cupy)
 
 
 def run(config: Config) -> Iterator[Record]:
@@ -212,14 +189,8 @@ def rows_of(case: Case, part: int, share: str) -> Iterator[Record]:
 
 def table(records: list[Record]) -> Table:
     """Tabulate the times of this run."""
-    times, columns = Table(title="Decoding from chosen pages"), (
-        "batch", "keys", "part", "lists", "way", "us", "called_us", "of_all", "called_of_all",
-    )  # fmt: skip
-    for column in columns:
-        times.add_column(column)
-    for record in records:
-        times.add_row(*(f"{x:.4g}" if isinstance(x := record[column], float) else str(x) for column in columns))
-    return times
+    columns = "batch", "keys", "part", "lists", "way", "us", "called_us", "of_all", "called_of_all"
+    return tabulated("Decoding from chosen pages", columns, records)
 
 
 # Columns that distinguish the rows of the result.

@@ -42,7 +42,7 @@ import ml_dtypes
 import numpy as np
 from cuflash import masks
 from cuflash.testing import Structure, assert_within_bounds
-from harness import Record, gpu_versions, main, time_on_device, why_no_gpu
+from harness import Record, gpu_versions, main, tabulated, time_on_device, why_no_gpu
 from matplotlib.figure import Figure
 from peers import Unavailable
 from rich.table import Table
@@ -258,7 +258,7 @@ def calls_of_nsa_triton(arrays: tuple[Any, ...], lists: Any) -> Calls:
 
 
 def calls_of_flash_moba(arrays: tuple[Any, ...], lists: Any) -> Calls:
-    """Yield the passes of FlashMoBA, which chooses as many blocks for each query head itself."""
+    """Yield the passes of FlashMoBA, which itself chooses the same number of blocks for each query head."""
     from flash_moba import flash_moba_varlen_func
 
     *tensors, do, _ = _tensors(arrays, lists)
@@ -360,15 +360,10 @@ def run(config: Config) -> Iterator[Record]:
 
 def table(records: list[Record]) -> Table:
     """Tabulate the times of this run."""
-    times, columns = Table(title="Blocks that each query chooses"), (
-        "seqlen", "group", "chosen", "regime", "pass", "way", "ms", "of_dense", "of_fla", "distinct", "host_us", "note"
+    columns = (
+        "seqlen", "group", "chosen", "regime", "pass", "way", "ms", "of_dense", "of_fla", "distinct", "host_us", "note",
     )  # fmt: skip
-    for column in columns:
-        times.add_column(column)
-    for record in records:
-        cells = (record.get(column, "") for column in columns)
-        times.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in cells))
-    return times
+    return tabulated("Blocks that each query chooses", columns, records)
 
 
 def plot(records: list[Record]) -> Figure:

@@ -18,6 +18,11 @@ level-2 cache, the level-1 cache with shared memory, and tensor cores; `issue_pc
 scheduler issues an instruction; `warps_pct` is the share of a multiprocessor's warps that are active. `stall` is the
 commonest reason for which a warp waits, with its share of the waiting.
 
+Expect: kernels that read caches are limited by memory, and attention by tensor cores.
+Found:  on an H200, Quest's choice reads 4 MB in 17 us and ranks the pages in 12 us on 8 multiprocessors, far from any
+peak: launches and latencies are what it takes. MoBA's kernel issues instructions in half of all cycles, and waits most
+for instructions to arrive. Plain attention keeps tensor cores busy for 90 % of the time forward and 76 % backward.
+
 Cost: Two minutes of a GPU.
 """
 
@@ -71,7 +76,7 @@ def of_selection(name: str) -> Callable[[], Any]:
 
 
 def group4() -> Callable[[], Any]:
-    """Differentiate attention to 16 random blocks of each query, of 64 heads in 16 groups."""
+    """Compute gradients of attention to 16 random blocks of each query, of 64 heads in 16 groups."""
     lists = chosen_speed.lists_of(16384, 16, 16, "random")
     arrays = tuple(selection_speed.normal(heads, 16384, 128) for heads in (64, 16, 16, 64))
     return dict(chosen_speed.calls_of(arrays, lists))["backward chosen"]

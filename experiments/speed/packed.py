@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import cuflash
 import numpy as np
 from cuflash import masks
-from harness import Record, Timing, check_names, gpu_versions, main, time_on_device, why_no_gpu
+from harness import Record, Timing, check_names, gpu_versions, main, tabulated, time_on_device, why_no_gpu
 from matplotlib.figure import Figure
 from peers import Unavailable, versions
 from rich.table import Table
@@ -420,14 +420,8 @@ def run(config: Config) -> Iterator[Record]:
 
 def table(records: list[Record]) -> Table:
     """Tabulate times and rates of this run."""
-    result = Table(title="Packed sequences")
-    columns = ("case", "pass", "library", "ms", "tflops", "ratio", "host_us", "error")
-    for column in columns:
-        result.add_column(column)
-    for record in records:
-        values = (record.get(column) for column in columns)
-        result.add_row(*("" if x is None else f"{x:.4g}" if isinstance(x, float) else str(x) for x in values))
-    return result
+    columns = "case", "pass", "library", "ms", "tflops", "ratio", "host_us", "error"
+    return tabulated("Packed sequences", columns, records)
 
 
 def plot(records: list[Record]) -> Figure:

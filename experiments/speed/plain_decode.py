@@ -21,9 +21,7 @@ merge.
 Cost: A minute of a GPU.
 """
 
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +29,8 @@ from typing import Any
 import cuflash
 import ml_dtypes
 import numpy as np
-from graph_times import captured_by_cupy, captured_by_torch, sizes_of
-from harness import Record, gpu_versions, main, why_no_gpu
+from graph_times import Call, captured_by_cupy, captured_by_torch, sizes_of, times_of
+from harness import Record, gpu_versions, main, tabulated, why_no_gpu
 from rich.table import Table
 
 DIM = 128
@@ -63,7 +61,7 @@ class Config:
             raise ValueError("kv_heads must divide heads")
 
 
-Way = tuple[Callable[[], Callable[[], Any]], Callable[[list[Callable[[], Any]]], Callable[[], float]]]
+Way = tuple[Callable[[], Call], Callable[[list[Call]], Callable[[], float]]]
 
 
 def ways_of_cuflash(batch: int, keys: int, queries: int, config: Config) -> dict[str, Way]:
@@ -76,11 +74,11 @@ def ways_of_cuflash(batch: int, keys: int, queries: int, config: Config) -> dict
 
     q = normal(config.heads, queries)
 
-    def attends(**options: Any) -> Callable[[], Any]:
+    def attends(**options: Any) -> Call:
         k, v = normal(config.kv_heads, keys), normal(config.kv_heads, keys)
         return lambda: cuflash.attention(q, k, v, causal="bottom_right", **options)
 
-    def of_cache() -> Callable[[], Any]:
+    def of_cache() -> Call:
         sizes: dict[str, Any] = {"batch": batch, "num_kv_heads": config.kv_heads, "head_dim": DIM, "capacity": keys}
         cache = cuflash.KVCache(**sizes, dtype=ml_dtypes.bfloat16, xp=cupy)
         cache.append(normal(config.kv_heads, keys), normal(config.kv_heads, keys))
@@ -101,7 +99,7 @@ def ways_of_torch(batch: int, keys: int, queries: int, config: Config) -> dict[s
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     q = torch.randn(batch, config.heads, queries, DIM, **options)
 
-    def attends(backend: Any) -> Callable[[], Any]:
+    def attends(backend: Any) -> Call:
         k, v = (torch.randn(batch, config.kv_heads, keys, DIM, **options) for _ in range(2))
 
         def call() -> Any:
@@ -116,26 +114,12 @@ def ways_of_torch(batch: int, keys: int, queries: int, config: Config) -> dict[s
     }  # fmt: skip
 
 
-def timed(way: Way, nbytes: int, replays: int) -> tuple[float, float]:
+def timed(way: Way, nbytes: int, replays: int) -> tuple[float | None, float]:
     """Return the microseconds of a call in a graph, and outside one."""
-    import cupy
-
     prepare, capture = way
     calls = [prepare() for _ in range(max(2, min(_CALLS, -(-_ROTATED_BYTES // nbytes))))]
     num_calls = _CALLS if nbytes < _MOST_BYTES else _FEW_CALLS
-    listed = [calls[number % len(calls)] for number in range(num_calls)]
-    replay = capture(listed)
-    replay()
-    in_graph = statistics.median(replay() for _ in range(replays)) / num_calls
-    spent = []
-    for _ in range(replays):
-        cupy.cuda.runtime.deviceSynchronize()
-        begin = time.perf_counter()
-        for call in listed:
-            call()
-        cupy.cuda.runtime.deviceSynchronize()
-        spent.append(time.perf_counter() - begin)
-    return in_graph, statistics.median(spent) / num_calls * 1e6
+    return times_of([calls[number % len(calls)] for number in range(num_calls)], replays, capture)
 
 
 def run(config: Config) -> Iterator[Record]:
@@ -172,14 +156,10 @@ def run(config: Config) -> Iterator[Record]:
 
 def table(records: list[Record]) -> Table:
     """Tabulate the times of this run."""
-    times, columns = Table(title="Attention of a few queries"), (
+    columns = (
         "batch", "keys", "queries", "heads", "kv_heads", "way", "us", "called_us", "gb_per_s", "of_flash",
     )  # fmt: skip
-    for column in columns:
-        times.add_column(column)
-    for record in records:
-        times.add_row(*(f"{x:.4g}" if isinstance(x := record[column], float) else str(x) for column in columns))
-    return times
+    return tabulated("Attention of a few queries", columns, records)
 
 
 if __name__ == "__main__":

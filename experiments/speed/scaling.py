@@ -8,24 +8,33 @@ Layouts, steps and bytes are those that calls use; the model adds the rates of a
 copies overlap where steps allow it. `linear` is the share of linear speed, 1 / (ranks * share of one GPU's time). With
 --gpu both passes of one call on one GPU and on all ranks are timed in the same process, alternately, each batch from a
 common start until the last device has finished. `gpus` says how many GPUs the ranks have: with one, a row measures what
-the exchange and the host cost, and its `linear` is at most 1 / ranks.
+the exchange and the host cost, and its `linear` is at most 1 / ranks. Rows of the kind "weak" compare with one GPU on
+1 / ranks of the sequence: `linear` is the work of the ranks in the time of one, divided by the ranks. `host_us` is the
+time until a call has returned, with its work queued. `one_mb` and `ranks_mb` are the peak of the memory of one GPU and
+of a rank, with all arguments and results, and `formula_mb` is `workspace_bytes`. Rows of the kind "torch" are PyTorch's
+context_parallel on as many processes over NCCL, without multicast, by the fastest of its backends.
 
-Expect: the model's 0.95 and more of linear speed at 64k tokens on 2 GPUs, less on 8, least for short windows.
-Found:  by the model, 0.99 of linear speed at 64k causal with 32 / 8 heads on 2 GPUs and 0.97 on 8 in either pass. On
-two H200, 0.84 forward and 0.88 for both passes at 64k, but 0.29 and 0.27 at 16k, where the host takes longer than the
-kernels.
+Expect: 0.95 and more of linear speed at 64k tokens on 2 GPUs, less on 8, least for short windows.
+Found:  on two H200, causal, 32 / 8 heads: 0.95 of linear speed for both passes at 64k tokens, 0.89 forward; 16 / 16
+heads: 0.90 and 0.85. At 16k, 0.47 and 0.36: the host takes 1.4 ms to queue the forward pass of both ranks in four
+groups. By the model, one thread that queues the copies of 8 ranks limits them to 0.65 forward at 64k. A rank's peak is
+half of one GPU's and what the formula says.
 
 Cost: The model: ten seconds of a core. With --gpu: a minute of the GPUs.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from cuflash import masks
@@ -41,6 +50,7 @@ import cuflash
 
 MASKS = ("full", "causal", "window", "documents", "lists")
 PASSES = ("forward", "backward")
+KINDS = ("measured", "weak", "torch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +67,16 @@ class Config:
     gpu: bool = False
     gpu_masks: tuple[str, ...] = ("causal", "documents", "lists")
     gpu_seqlens: tuple[int, ...] = (16384, 65536)
-    gpu_num_heads: int = 16
-    gpu_num_kv_heads: tuple[int, ...] = (16,)
+    gpu_heads: tuple[str, ...] = ("32/8", "16/16")
     gpu_ranks: int = 2
-    repeats: int = 7
+    gpu_kinds: tuple[str, ...] = KINDS
+    repeats: int = 5
 
     def __post_init__(self) -> None:
-        check_names(self, {"masks": MASKS, "gpu_masks": MASKS})
-        numbers = *self.seqlens, *self.ranks, *self.num_kv_heads, *self.gpu_seqlens, *self.gpu_num_kv_heads
-        others = self.num_heads, self.head_dim, self.block, self.gpu_num_heads, self.gpu_ranks, self.repeats
+        check_names(self, {"masks": MASKS, "gpu_masks": MASKS, "gpu_kinds": KINDS})
+        heads = [int(each) for pair in self.gpu_heads for each in pair.split("/")]
+        numbers = *self.seqlens, *self.ranks, *self.num_kv_heads, *self.gpu_seqlens, *heads
+        others = self.num_heads, self.head_dim, self.block, self.gpu_ranks, self.repeats
         if min(*numbers, *others) < 1:
             raise ValueError("all numbers must be positive")
 
@@ -121,67 +132,117 @@ def measured(config: Config) -> Iterator[Record]:
 
     count = cupy.cuda.runtime.getDeviceCount()
     devices = [rank % count for rank in range(config.gpu_ranks)]
+    masks_of = {"measured": config.gpu_masks, "weak": ("causal",), "torch": ()}
     cases = [
-        (mask, seqlen, kv_heads)
-        for mask in config.gpu_masks for seqlen in config.gpu_seqlens for kv_heads in config.gpu_num_kv_heads
+        (kind, mask, seqlen, heads)
+        for kind in config.gpu_kinds for seqlen in config.gpu_seqlens for heads in config.gpu_heads
+        for mask in masks_of[kind]
     ]  # fmt: skip
-    for mask, seqlen, kv_heads in track(cases, "calls"):
-        seconds = {name: timed(config, mask, seqlen, kv_heads, each) for name, each in (("one", [0]), ("all", devices))}
-        posed = posed_of(config, mask, seqlen, config.gpu_num_heads, kv_heads, config.gpu_ranks)
-        traffic = posed.traffic((config.head_dim,) * 2, np.dtype(np.float16))
-        loads = posed.costs.loads(posed.queries)
-        for number, name in enumerate(("forward", "both")):
-            alone, together = seconds["one"][number], seconds["all"][number]
+    for kind, mask, seqlen, pair in track(cases, "calls"):
+        heads, kv_heads = map(int, pair.split("/"))
+        alone = timed(config, mask, seqlen // (config.gpu_ranks if kind == "weak" else 1), heads, kv_heads, [0])
+        together = timed(config, mask, seqlen, heads, kv_heads, devices)
+        posed = posed_of(config, mask, seqlen, heads, kv_heads, config.gpu_ranks)
+        share = 1.0
+        if kind == "weak":
+            part = posed_of(config, mask, seqlen // config.gpu_ranks, heads, kv_heads, 1)
+            share = posed.costs.work.sum() / part.costs.work.sum()
+        traffic, loads = posed.traffic((config.head_dim,) * 2, np.dtype(np.float16)), posed.costs.loads(posed.queries)
+        for name in ("forward", "both"):
             nbytes = traffic["forward"] + (traffic["backward"] if name == "both" else 0)
+            one, ranks = alone.seconds[name], together.seconds[name]
             yield {
-                "kind": "measured", "mask": mask, "seqlen": seqlen, "num_heads": config.gpu_num_heads,
-                "num_kv_heads": kv_heads, "head_dim": config.head_dim, "ranks": config.gpu_ranks,
-                "gpus": len({*devices}), "pass": name, "method": posed.method,
+                "kind": kind, "mask": mask, "seqlen": seqlen, "num_heads": heads, "num_kv_heads": kv_heads,
+                "head_dim": config.head_dim, "ranks": config.gpu_ranks, "gpus": len({*devices}), "pass": name,
+                "method": posed.method, "groups": " ".join(str(stop - first) for first, stop in posed.groups),
                 "imbalance": float(loads.max() / loads.mean()), "received_mb": int(nbytes.sum(axis=1).max()) / 1e6,
-                "one_ms": 1e3 * alone, "ranks_ms": 1e3 * together, "linear": alone / together / config.gpu_ranks,
+                "one_ms": 1e3 * one, "ranks_ms": 1e3 * ranks, "linear": one * share / ranks / config.gpu_ranks,
+                "host_us": 1e6 * together.host[name], "one_mb": alone.nbytes / 1e6, "ranks_mb": together.nbytes / 1e6,
+                "formula_mb": posed.workspace_bytes(config.head_dim, np.dtype(np.float16)) / 1e6,
                 **machine_record(), **gpu_versions(),
             }  # fmt: skip
 
 
-def timed(config: Config, mask: str, seqlen: int, kv_heads: int, devices: list[int]) -> tuple[float, float]:
-    """Return the median seconds of the forward pass and of both passes on ranks; one rank is one plain call."""
+class Times(NamedTuple):
+    """Median seconds of a pass until the last rank's GPU has finished and until a call returns, and peak bytes."""
+
+    seconds: dict[str, float]
+    host: dict[str, float]
+    nbytes: int
+
+
+def timed(config: Config, mask: str, seqlen: int, heads: int, kv_heads: int, devices: list[int]) -> Times:
+    """Time the forward pass and both passes on ranks; one rank is one plain call."""
     import cupy
 
-    options = options_of(mask, seqlen, config.block)
+    options, names = options_of(mask, seqlen, config.block), ("forward", "both")
+    pool = cupy.cuda.MemoryPool()  # one for all ranks, since one thread may allocate what the kernels of another need
 
-    def rank(group: Any) -> list[list[tuple[float, float]]]:
+    def rank(group: Any) -> tuple[dict[str, list[tuple[float, float, float]]], int]:
         cp = ContextParallel(
-            group, seqlen=seqlen, num_heads=config.gpu_num_heads, num_kv_heads=kv_heads, block=config.block, **options
+            group, seqlen=seqlen, num_heads=heads, num_kv_heads=kv_heads, block=config.block, **options
         )
+        call: Callable[..., Any] = cp.attention_vjp
+        if group.size == 1:
+            own = options | {name: each.to(cupy.asarray) for name, each in options.items() if name == "mask"}
+            call = lambda *arrays: cuflash.attention_vjp(*arrays, **own)  # noqa: E731
+        times = {name: list[tuple[float, float, float]]() for name in names}
         with cupy.cuda.Stream(non_blocking=True) as stream:
-            rng = cupy.random.default_rng(group.rank)
-            q, k, v = (
-                rng.standard_normal((heads, len(cp.rows), config.head_dim), dtype=np.float32).astype(np.float16)
-                for heads in (config.gpu_num_heads, kv_heads, kv_heads)
-            )
-            call: Callable[..., Any] = cp.attention_vjp
-            if group.size == 1:
-                call = lambda *arrays: cuflash.attention_vjp(*arrays, **options)  # noqa: E731
-            times = [], []  # type: tuple[list[tuple[float, float]], list[tuple[float, float]]]
             for turn in range(config.repeats + 2):
-                for number in range(2):
+                if turn < 2:  # the first call compiles and binds; the pool of the second has the size of its peak
+                    with cupy.cuda.using_allocator(pool.malloc) if turn else nullcontext():
+                        q, k, v = arrays_of(cupy, group.rank, len(cp.rows), config.head_dim, heads, kv_heads)
+                        pool.free_all_blocks()
+                        o, vjp = call(q, k, v)
+                        vjp(o)
+                    continue
+                for name in names:
                     stream.synchronize()
                     group.exchange("a start", None)
                     start = time.perf_counter()
                     o, vjp = call(q, k, v)
-                    if number:
+                    if name == "both":
                         vjp(o)
+                    queued = time.perf_counter()
                     stream.synchronize()
-                    if turn > 1:  # the first calls compile and bind
-                        times[number].append((start, time.perf_counter()))
-        return list(times)
+                    times[name].append((start, queued, time.perf_counter()))
+        return times, pool.total_bytes()
 
     ranks = run_ranks(rank, devices=devices, timeout=120)
-    results = []
-    for number in range(2):
-        batches = zip(*(each[number] for each in ranks))
-        results.append(median(max(end for _, end in batch) - min(start for start, _ in batch) for batch in batches))
-    return results[0], results[1]
+    batches = {name: list(zip(*(times[name] for times, _ in ranks))) for name in names}
+    seconds, host = dict[str, float](), dict[str, float]()
+    for name, each in batches.items():
+        seconds[name] = median(max(end for *_, end in batch) - min(start for start, *_ in batch) for batch in each)
+        host[name] = median(queued - start for batch in each for start, queued, _ in batch)
+    return Times(seconds, host, max(nbytes for _, nbytes in ranks))
+
+
+def arrays_of(cupy: Any, seed: int, rows: int, head_dim: int, heads: int, kv_heads: int) -> list[Any]:
+    """Return q, k and v of a rank."""
+    rng, arrays = cupy.random.default_rng(seed), []
+    for count in (heads, kv_heads, kv_heads):
+        x = cupy.empty((count, rows, head_dim), np.float16)
+        for of_head in x:
+            of_head[...] = rng.standard_normal(of_head.shape, dtype=np.float32)
+        arrays.append(x)
+    return arrays
+
+
+def peers(config: Config) -> Iterator[Record]:
+    """Yield rows of PyTorch's context_parallel, 16 heads, for which processes with a GPU each are started."""
+    script = Path(__file__).parents[1] / "support" / "context_parallel_peer.py"
+    seqlens = ",".join(map(str, config.gpu_seqlens))
+    command = [sys.executable, str(script), str(config.gpu_ranks), seqlens, str(config.head_dim), str(config.repeats)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):
+            yield {
+                "kind": "torch", "mask": "causal", "num_heads": 16, "num_kv_heads": 16, "head_dim": config.head_dim,
+                "ranks": config.gpu_ranks, "gpus": config.gpu_ranks, **json.loads(line), **machine_record(),
+                **gpu_versions(),
+            }  # fmt: skip
+    if done.returncode:
+        print(f"the peers ended with {done.returncode}: {done.stderr[-2000:]}", file=sys.stderr)
 
 
 def run(config: Config) -> Iterator[Record]:
@@ -191,18 +252,23 @@ def run(config: Config) -> Iterator[Record]:
     yield from modelled(config)
     if config.gpu:
         yield from measured(config)
+        yield from peers(config) if "torch" in config.gpu_kinds else ()
 
 
 def table(records: list[Record]) -> Table:
     """Return a table with a row for each record."""
-    columns = ("kind", "mask", "seqlen", "num_heads", "num_kv_heads", "ranks", "gpus", "pass", "method")
-    numbers = {"imbalance": ".3f", "received_mb": ".1f", "one_ms": ".2f", "ranks_ms": ".2f", "linear": ".3f"}
+    columns = ("kind", "mask", "seqlen", "heads", "ranks", "gpus", "pass", "method")
+    numbers = {"imbalance": ".3f", "one_ms": ".2f", "ranks_ms": ".2f", "linear": ".3f", "host_us": ".0f"}
     shown = Table(*columns, *numbers)
     for record in records:
-        row = [str(record[name]) for name in columns]
-        shown.add_row(*row, *(format(record[name], form) for name, form in numbers.items()))
+        named = record | {"heads": f"{record['num_heads']}/{record['num_kv_heads']}"}
+        row = [str(named[name]) for name in columns]
+        shown.add_row(*row, *(format(record[name], form) if name in record else "" for name, form in numbers.items()))
     return shown
 
 
 if __name__ == "__main__":
-    main(Config, run, table, name=lambda config: "scaling_gpu" if config.gpu else "scaling")
+    main(
+        Config, run, table, name=lambda config: "scaling_gpu" if config.gpu else "scaling",
+        replacing=("kind", "mask", "seqlen", "num_heads", "num_kv_heads", "ranks", "gpus", "pass"),
+    )  # fmt: skip

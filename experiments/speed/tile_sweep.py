@@ -17,9 +17,8 @@ together with the other kernels of its pass, whose tiles stay the same. TFLOP/s 
 the choice of `cuflash.plan`, and `note` the reason why a tile was not timed. Rows of the result that a run does not
 measure are left unchanged.
 
-Expect: tall tiles are fastest, with as many keys as stream well through the cache; threads gain in proportion to
-softmax's share of the work. On a GPU, the tiles with the most products per loaded element, as long as registers
-suffice.
+Expect: tall tiles are fastest, with the most keys that still stream well through the cache; threads gain in proportion
+to softmax's share of the work. On a GPU, the tiles with the most products per loaded element, if registers suffice.
 Found:  threads are 1.2 to 1.4 times faster; the forward time hardly depends on the tile from 256 queries on, and the
 backward pass slows down by a third once its two tiles of scores exceed the level-2 cache. 512 x 512 is best in both.
 exp2 takes half the time of exp.
@@ -68,7 +67,7 @@ class Tried(NamedTuple):
 
 
 def filled_forward(spec: KernelSpec) -> float:
-    """Return the fraction of a warpgroup's registers that S, P (half as many registers) and O need."""
+    """Return the fraction of a warpgroup's registers that S, P (half the registers of S) and O need."""
     registers = {1: 200 if spec.min_blocks > 1 else 255, 2: 224, 3: 160}[spec.block_q // ROWS]
     return (spec.block_kv * 3 / 4 + spec.value_dim / 2) / registers
 
@@ -339,7 +338,7 @@ def plans_of(config: Config, family: str, head_dim: int, **options: Any) -> dict
 
 
 def compiled(specs: Sequence[KernelSpec], architecture: str) -> dict[KernelSpec, nvrtc.Compiled | CompileError]:
-    """Compile kernels on as many threads as there are cores, and return the compiler's reports."""
+    """Compile kernels on one thread per core, and return the compiler's reports."""
 
     def tried(spec: KernelSpec) -> nvrtc.Compiled | CompileError:
         try:

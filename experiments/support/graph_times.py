@@ -1,7 +1,11 @@
-"""Calls captured into CUDA graphs by CuPy and by PyTorch, with timed replays; sizes of decode steps."""
+"""Calls captured into CUDA graphs by CuPy and by PyTorch, timed in replays and as called; sizes of decode steps."""
 
+import statistics
+import time
 from collections.abc import Callable
 from typing import Any
+
+Call = Callable[[], Any]
 
 
 def captured_by_cupy(calls: list[Callable[[], Any]]) -> Callable[[], float]:
@@ -49,6 +53,32 @@ def captured_by_torch(calls: list[Callable[[], Any]]) -> Callable[[], float]:
         return float(begin.elapsed_time(end)) * 1e3
 
     return replay
+
+
+def times_of(
+    calls: list[Call], replays: int, capture: Callable[[list[Call]], Callable[[], float]] | None
+) -> tuple[float | None, float]:
+    """Return the median microseconds of a call in a graph, None without `capture`, and in a row of calls."""
+
+    def wait() -> None:
+        if capture is not None:
+            import cupy
+
+            cupy.cuda.runtime.deviceSynchronize()
+
+    in_graph, seconds = None, []
+    if capture is not None:
+        replay = capture(calls)
+        replay()
+        in_graph = statistics.median(replay() for _ in range(replays)) / len(calls)
+    for _ in range(replays):
+        wait()
+        begin = time.perf_counter()
+        for call in calls:
+            call()
+        wait()
+        seconds.append(time.perf_counter() - begin)
+    return in_graph, statistics.median(seconds) / len(calls) * 1e6
 
 
 def sizes_of(text: str) -> tuple[tuple[int, int], ...]:

@@ -37,6 +37,7 @@ try:
     import matplotlib
     from rich.console import Console
     from rich.progress import track as rich_track
+    from rich.table import Table
 except ImportError as error:
     raise ImportError("the experiments need matplotlib and rich: pip install -e '.[experiments]'") from error
 
@@ -324,6 +325,15 @@ def _list_of(kind: type) -> Callable[[str], tuple[Any, ...]]:
             raise argparse.ArgumentTypeError(f"expected {kind.__name__}s with commas between; got {text!r}") from None
 
     return parse
+
+
+def tabulated(title: str, columns: Sequence[str], records: list[Record]) -> Table:
+    """Return a table of columns of records; numbers have four digits."""
+    result = Table(*columns, title=title)
+    for record in records:
+        values = (record.get(column) for column in columns)
+        result.add_row(*("" if x is None else f"{x:.4g}" if isinstance(x, float) else str(x) for x in values))
+    return result
 
 
 def main(

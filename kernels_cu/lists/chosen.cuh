@@ -13,7 +13,8 @@ using attention::kBatchAxes;
 struct ChosenParams {
   // Integers [*batch, list heads, seqlen_q, num_chosen]: block indices; numbers that are out of range are ignored
   const void* blocks;
-  // Integers [*batch, list heads, seqlen_q]: number of valid entries of each list; null if all are valid
+  // Integers [*batch, list heads, seqlen_q]: number of valid entries of each list; null if all are valid. If has_starts,
+  // [*batch, list heads, seqlen_q + 1]: number of each list's first entry, where the list before it ends
   const void* counts;
   int64_t blocks_batch_strides[kBatchAxes];  // in bytes; 0 for a broadcast axis; so are all other strides
   int64_t counts_batch_strides[kBatchAxes];
@@ -33,7 +34,7 @@ struct ChosenParams {
   // max_entries: distance between the first entries of consecutive tiles
   int32_t queries_per_tile, num_tiles, words_per_entry, max_entries;
   int32_t blocks_at_once;  // number of blocks for which shared memory has words
-  int32_t padding;
+  int32_t has_starts;
 };
 
 // The list of a query, and the keys that it may attend.
@@ -50,11 +51,18 @@ class ChosenList {
                                 head * params.counts_head_stride,
                             params.counts_row_stride, params.counts_itemsize, params.is_counts_signed != 0};
       count_ = counts.at(query);
+      if (params.has_starts) {
+        const int64_t start = count_;
+        count_ = counts.at(query + 1) - start;
+        blocks_.data += start * params.blocks_stride;
+      }
     }
     const int64_t row = batch_entry * params.rows_batch_stride + query;
     lo_ = params.lo == nullptr ? query + params.lower : params.lo[row];
     hi_ = params.hi == nullptr ? query + params.upper + 1 : params.hi[row];
   }
+
+  CUFLASH_DEVICE int64_t count() const { return count_; }
 
   // Return the block of an entry, or -1 if the entry is out of range or the query attends no key of its block.
   CUFLASH_DEVICE int at(int place) const {
@@ -70,5 +78,17 @@ class ChosenList {
   Integers blocks_;
   int64_t count_, lo_, hi_;
 };
+
+// Return a number of entries that no list of a tile's queries exceeds. Called by a warp.
+CUFLASH_DEVICE int longest_list(const ChosenParams& params, int batch_entry, int head, int first_query,
+                                int num_queries) {
+  if (!params.has_starts) return params.num_chosen;
+  int longest = 0;
+  for (int row = ptx::lane(); row < num_queries; row += 32)
+    longest = max(longest, static_cast<int>(ChosenList(params, batch_entry, head, first_query + row).count()));
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) longest = max(longest, __shfl_xor_sync(0xffffffffu, longest, offset));
+  return longest;
+}
 
 }  // namespace cuflash::lists

@@ -1,7 +1,7 @@
 // Computes upper bounds of the scores of each query and page of keys, one warp per pair: the sum over columns of the
 // greater of the query's products with the page's least and greatest key. NaN stays NaN. cuflash/selectors/pages.py is
 // the specification.
-#include <lists/order.cuh>
+#include <attention/score_math.cuh>
 #include <lists/selection.cuh>
 #include <tile/element.cuh>
 
@@ -33,12 +33,12 @@ lists_page_bounds(const __grid_constant__ cuflash::lists::PageBounds bounds) {
     Accumulator least = tile::to_accumulator(keys[first * bounds.k.row_stride]), greatest = least;
     for (int64_t key = first + 1; key < last; ++key) {
       const Accumulator x = tile::to_accumulator(keys[key * bounds.k.row_stride]);
-      least = lesser(least, x);
-      greatest = greater(greatest, x);
+      least = score::minimum(least, x);
+      greatest = score::maximum(greatest, x);
     }
     const Accumulator x =
         tile::to_accumulator(static_cast<const Element*>(bounds.q.data)[of_q + column * bounds.q.column_stride]);
-    sum += greater(x * least, x * greatest);
+    sum += score::maximum(x * least, x * greatest);
   }
   for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
   if (ptx::lane() == 0) static_cast<Accumulator*>(bounds.bounds)[number] = sum;

@@ -2,7 +2,7 @@
 // cache keeps: the sum over columns of the greater of the query's products with both. A warp has a page of a key/value
 // head and all queries of the heads that share it; the bound of a list is the greatest of its heads. NaN stays NaN.
 // cuflash/selectors/cache_pages.py is the specification.
-#include <lists/order.cuh>
+#include <attention/score_math.cuh>
 #include <lists/page_choice.cuh>
 #include <tile/element.cuh>
 
@@ -37,7 +37,7 @@ lists_page_scores(const __grid_constant__ cuflash::lists::PageChoice params) {
     Accumulator sum = 0;
     const auto add = [&](int column, Accumulator least_key, Accumulator greatest_key) {
       const Accumulator x = tile::to_accumulator(q[column * params.q.column_stride]) * scale;
-      sum += greater(x * least_key, x * greatest_key);
+      sum += score::maximum(x * least_key, x * greatest_key);
     };
 #pragma unroll
     for (int i = 0; i < kWidth; ++i)
@@ -50,7 +50,8 @@ lists_page_scores(const __grid_constant__ cuflash::lists::PageChoice params) {
   for (int head = kv_head * group_size; head < (kv_head + 1) * group_size; head += params.heads_of_list)
     for (int query = 0; query < params.num_queries; ++query) {
       Accumulator most = ptx::negative_infinity<Accumulator>();
-      for (int other = 0; other < params.heads_of_list; ++other) most = greater(most, bound(head + other, query));
+      for (int other = 0; other < params.heads_of_list; ++other)
+        most = score::maximum(most, bound(head + other, query));
       if (!has_page) most = ptx::negative_infinity<Accumulator>();
       if (ptx::lane() != 0) continue;
       const int64_t list = static_cast<int64_t>(sequence) * params.num_lists() + head / params.heads_of_list;

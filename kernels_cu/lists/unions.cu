@@ -10,17 +10,18 @@ extern "C" __global__ void __launch_bounds__(32) lists_unions(const __grid_const
   uint32_t* const words = ptx::dynamic_shared<uint32_t>();  // [blocks_at_once, words_per_entry]
   const int tile = blockIdx.x, lane = ptx::lane(), num_words = params.words_per_entry;
   const int batch_head = tile / params.num_tiles, first_query = tile % params.num_tiles * params.queries_per_tile;
+  const int batch_entry = batch_head / params.num_heads, head = batch_head % params.num_heads;
   const int num_queries = min(params.queries_per_tile, params.seqlen_q - first_query);
+  const int longest = longest_list(params, batch_entry, head, first_query, num_queries);
   int entry = tile * params.max_entries;  // int32 suffices to number all entries
   if (lane == 0) params.ranges[2 * tile] = entry;
   for (int base = 0; base < params.num_blocks; base += params.blocks_at_once) {
     const int num_blocks = min(params.blocks_at_once, params.num_blocks - base);
     for (int x = lane; x < num_blocks * num_words; x += 32) words[x] = 0;
     __syncwarp();  // all words are 0
-    for (int x = lane; x < num_queries * params.num_chosen; x += 32) {
-      const int row = x / params.num_chosen;
-      const ChosenList list(params, batch_head / params.num_heads, batch_head % params.num_heads, first_query + row);
-      const int block = list.at(x % params.num_chosen) - base;
+    for (int x = lane; x < num_queries * longest; x += 32) {
+      const int row = x / longest;
+      const int block = ChosenList(params, batch_entry, head, first_query + row).at(x % longest) - base;
       if (block >= 0 && block < num_blocks) atomicOr(&words[block * num_words + row / 32], 1u << row % 32);
     }
     __syncwarp();  // all bits are set

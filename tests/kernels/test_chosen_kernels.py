@@ -13,9 +13,10 @@ from typing import Any
 import device_double
 import numpy as np
 import pytest
-from cuflash import DeviceSpec, ShapeDtype, masks, testing
+from cuflash import BlockIndex, DeviceSpec, ShapeDtype, masks, testing
 from cuflash.calls._call import Call
 from cuflash.executors import gpu
+from cuflash.executors.index_maker import index_of
 from cuflash.executors.launch import run as run_pass
 from cuflash.executors.list_maker import ListMaker
 from cuflash.executors.sim import Simulator
@@ -178,6 +179,63 @@ def test_the_kernel_joins_lists_as_numpy_does(executor: str) -> None:
         work, _, arrays = source_of(cuflash, case, to_device)
         buffer = ListMaker(work.source, gpu.Gpu())([array.data.ptr for array in arrays], cupy.cuda.get_current_stream())
         require_unions(case, work, {name: cupy.asnumpy(each) for name, each in work.source.views(buffer).items()})
+
+    check()
+
+
+@st.composite
+def cases_of_indices(draw: st.DrawFn) -> tuple[Any, Any, Any, Any, int]:
+    """Draw a shape, the blocks of an index, masks of row intervals of the index and of a call, and key/value heads."""
+    group, num_kv_heads = draw(st.sampled_from([1, 2, 3, 5, 8, 16])), draw(st.integers(1, 2))
+    batch, block = draw(st.sampled_from([(), (1,), (2,), (2, 3)])), draw(st.sampled_from([16, 32, 64, 128]))
+    shape = MaskShape(batch, group * num_kv_heads, draw(st.integers(1, 100)), draw(st.integers(1, 300)))
+    leading = draw(st.sampled_from([batch, (1,) * len(batch)])), draw(st.sampled_from([shape.num_heads, 1]))
+    rng, density = np.random.default_rng(draw(st.integers(0, 2**32 - 1))), draw(st.sampled_from([0.1, 0.5, 1.0]))
+    cells = rng.random((*leading[0], leading[1], shape.seqlen_q, -(-shape.seqlen_kv // block))) < density
+    return shape, masks.BlockPattern(cells, (1, block)), draw(st.sampled_from(CLOSED)), draw(st.sampled_from(CLOSED)), (
+        num_kv_heads
+    )  # fmt: skip
+
+
+def check_unions_of_index(library: Any, case: Any, machine: Any = None) -> None:
+    """Assert that the kernel joins the lists of a block index, which other kernels have made, as NumPy does."""
+    machine = machine or Simulator()
+    shape, pattern, own, closed, num_kv_heads = case
+    room, kernels = part(library, "executors.list_maker"), part(library, "planning.list_kernels")
+    cells = device_double.to_device(pattern.blocks)
+    of_index = library.masks.BlockPattern(cells, pattern.block)
+    of_index = of_index if own is None else of_index & of_library(library, own)
+    source, cells = kernels.ListSource.of(of_index.resolve(shape), shape, pattern.block)
+    lists = room.ListMaker(source, machine)([cells._host.ctypes.data], None)
+    index = library.BlockIndex._of_lists(
+        part(library, "blocks.carried").CarriedLists(device_double.DeviceArray(lists), source), seqlen_q=shape.seqlen_q,
+        seqlen_kv=shape.seqlen_kv, block=pattern.block, batch=source.batch, num_heads=source.num_heads, lo=None,
+        hi=None,
+    )  # fmt: skip
+    mask = index.as_mask() if closed is None else index.as_mask() & of_library(library, closed)
+    at_call = part(library, "masks.one_array").AtEachCall(mask).resolve(shape)
+    work = part(library, "planning.chosen_lists").union_work(at_call, problem_of(library, shape, num_kv_heads))
+    assert work.carried is source and work.source is not source
+    assert (work.tiling.batch, work.tiling.num_lists) == (source.batch, source.num_heads)
+    lo, hi = (side[:, None] for side in work.bounds(0, 0, 0, shape.seqlen_q))
+    j, rows = np.arange(shape.seqlen_kv), [each for each in (own, closed) if each is not None]
+    seen = reduce(and_, rows, masks.Band()).toarray(shape.seqlen_q, shape.seqlen_kv)
+    np.testing.assert_array_equal((lo <= j) & (j < hi), seen)
+    views = work.source.views(room.ListMaker(work.source, machine)([lists.ctypes.data], None))
+    table = np.broadcast_to(reduce(and_, rows, pattern).toarray(**shape._asdict()), (*shape.batch, *shape[1:]))
+    num_blocks, side = -(-shape.seqlen_kv // pattern.block[1]), pattern.block[1]
+    table = np.pad(table, [(0, 0)] * (table.ndim - 1) + [(0, num_blocks * side - shape.seqlen_kv)])
+    members = table.reshape(shape.num_batch, shape.num_heads, shape.seqlen_q, num_blocks, side).any(-1)
+    members = members[: work.tiling.batch, : work.tiling.num_lists]
+    assert made_unions(work.source, views) == unions_as_arrays(work.tiling, members)
+
+
+@needs_compiler
+def test_the_kernel_joins_the_lists_of_an_index_as_numpy_does() -> None:
+    @settings(max_examples=min(60, settings.default.max_examples))
+    @given(cases_of_indices())
+    def check(case: Any) -> None:
+        check_unions_of_index(cuflash, case)
 
     check()
 
@@ -607,15 +665,125 @@ def test_a_block_index_of_one_query_a_block_takes_the_kernels(cupy: Any) -> None
     assert 0 < require_bounds(lists, **dict(zip(("o", "lse", "dq", "dk", "dv"), got, strict=True))) < 1
 
 
+CELLS = RNG.random((3, 2, 8, 40, 3)) < 0.5
+CAUSAL = masks.Causal("bottom_right")
+
+
+def index_of_cells(take: Any, turn: int, heads: int = 8, closed: Any = None) -> BlockIndex:
+    """Return an index with blocks of one query, from booleans that `take` converts."""
+    pattern = masks.BlockPattern(take(CELLS[turn, :, :heads]), (1, 64))
+    mask = pattern if closed is None else pattern & closed
+    return BlockIndex.from_mask(mask, 40, 130, (1, 64), batch=(2,), num_heads=heads)
+
+
+# Indices with blocks of one query: functions of `take` and of a number, and options of their calls.
+INDICES = {
+    "blocks": (lambda take, turn: BlockIndex.from_blocks(take(CELLS[turn]), 40, 130, (1, 64)), {}),
+    "shared blocks": (lambda take, turn: BlockIndex.from_blocks(take(CELLS[turn, 0, :1]), 40, 130, (1, 64)), {}),
+    "a pattern": (index_of_cells, {"window": (50, 20), "causal": "bottom_right"}),
+    "lists": (lambda take, turn: ChosenBlocks(take(LISTS[turn]), 64).index(130, num_heads=8), {}),
+    "a copy": (
+        lambda take, turn: ChosenBlocks(LISTS[turn, :1, :1], 64).index(130, num_heads=1).to(take),
+        {"causal": "bottom_right"},
+    ),
+    "filled": (lambda take, turn: index_of_cells(take, turn, 1, CAUSAL).filled(), {"causal": "bottom_right"}),
+    "all blocks": (lambda take, turn: BlockIndex.from_blocks(take(CELLS[turn] | True), 40, 130, (1, 64)), {}),
+    "no blocks": (lambda take, turn: BlockIndex.from_blocks(take(CELLS[turn] & False), 40, 130, (1, 64)), {}),
+}  # fmt: skip
+
+
+def require_bounds_of_index(index: BlockIndex, options: Any, *results: Any) -> float:
+    """Require that o, lse and gradients are within their bounds; the index is on the host."""
+    mask: Any = index.as_mask()
+    for name in options:
+        mask &= {"causal": CAUSAL, "window": masks.SlidingWindow(*options.get("window", (0, 0)), "bottom_right")}[name]
+    return require_bounds(mask, **dict(zip(("o", "lse", "dq", "dk", "dv"), results, strict=True)))
+
+
 @needs_compiler
-def test_an_index_on_a_device_says_which_lists_are_joined(cupy: Any) -> None:
+@pytest.mark.parametrize("name", INDICES)
+def test_an_index_on_a_device_takes_the_kernels(cupy: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Calls with new indices of one layout share their launches, and list no block again."""
+    (make, options), arrays, do = INDICES[name], [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(DO)
+    indices = [make(cupy.asarray, turn) for turn in range(3)]
+    assert all(index._carried is not None and not index.is_on_host for index in indices)
+    with monkeypatch.context() as patched:
+        for turn, index in enumerate(indices):
+            cupy.log.clear()
+            results = passes(index, arrays, do, **options)
+            assert cupy.launched == [
+                "unions", "forward", "columns_count", "columns_scan", "columns_fill", "backward_statistics",
+                "backward", "convert_dq",
+            ]  # fmt: skip
+            share = require_bounds_of_index(make(np.asarray, turn), options, *results)
+            assert 0 < share < 1 or name == "no blocks"
+            plans_nothing(patched)
+
+
+@needs_compiler
+def test_plans_of_an_index_on_a_device_tell_what_they_visit(cupy: Any) -> None:
     arrays = [cupy.asarray(each) for each in (Q, K, V)]
-    index = ChosenBlocks(LISTS[0, :1, :1], 64).index(130, num_heads=1).to(cupy.asarray)
-    assert "of an index on a device those of index.chosen()" in cuflash.plan(*arrays, mask=index).explain()
-    plan = cuflash.plan(*arrays, mask=index.chosen())
-    assert "not joined" not in plan.explain()
-    o, lse = plan.forward(*arrays)
-    assert 0 < require_bounds(ChosenBlocks(LISTS[0, :1, :1], 64), o=o.get(), lse=lse.get()) < 1
+    for turn in range(2):
+        plan = cuflash.plan(*arrays, mask=index_of_cells(cupy.asarray, turn))
+        o, lse = plan.forward(*arrays)
+        assert 0 < require_bounds(index_of_cells(np.asarray, turn).as_mask(), o=o.get(), lse=lse.get()) < 1
+        on_host = cuflash.plan(Q, K, V, mask=index_of_cells(np.asarray, turn), executor="sim")._plan
+        assert plan._plan.visited_scores == on_host.visited_scores
+        assert "up to 3 blocks of 64 keys" in plan.explain() and "not joined" not in plan.explain()
+
+
+@needs_compiler
+def test_an_index_on_a_device_with_partial_blocks_takes_lists_of_16_queries(cupy: Any) -> None:
+    arrays, do = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(DO)
+    elements = RNG.random((40, 130)) < 0.5
+    index = BlockIndex.from_mask(cupy.asarray(elements), 40, 130, (1, 64))
+    cupy.log.clear()
+    results = passes(index, arrays, do)
+    assert "unions" not in cupy.launched and 0 < require_bounds_of_index(
+        BlockIndex.from_mask(elements, 40, 130, (1, 64)), {}, *results
+    ) < 1
+    assert "an index on a device only if it has no partial blocks" in cuflash.plan(*arrays, mask=index).explain()
+
+
+@needs_compiler
+def test_an_index_on_a_device_within_row_intervals_is_joined(cupy: Any) -> None:
+    """Row intervals that an index was made with hide keys of its blocks, also in addition to those of a call."""
+    arrays, do = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(DO)
+    for options in ({}, {"window": (50, 9), "causal": "top_left"}):
+        index = index_of(
+            cupy.asarray(CELLS[0]), CAUSAL.resolve(MaskShape((2,), 8, 40, 130)), MaskShape((2,), 8, 40, 130), (1, 64)
+        )
+        cupy.log.clear()
+        results = passes(index, arrays, do, **options)
+        assert "unions" in cupy.launched and "classify" not in cupy.launched
+        mask: Any = index_of_cells(np.asarray, 0, 8, CAUSAL).as_mask()
+        if options:
+            mask &= masks.SlidingWindow(50, 9, "top_left") & masks.Causal("top_left")
+        assert 0 < require_bounds(mask, **dict(zip(("o", "lse", "dq", "dk", "dv"), results, strict=True))) < 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", INDICES)
+def test_an_index_waits_for_nothing_and_can_be_captured(name: str) -> None:
+    import cupy
+
+    (make, options), (q, k, v, do) = INDICES[name], map(cupy.asarray, (Q, K, V, DO))
+    index, stream = make(cupy.asarray, 0), cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cuflash.attention_vjp(q, k, v, mask=index, **options)[1](do)
+        stream.synchronize()
+        stream.begin_capture()
+        (o, lse), vjp = cuflash.attention_vjp(q, k, v, mask=index, return_lse=True, **options)
+        gradients = tuple(vjp(do))
+        graph = stream.end_capture()
+        for turn in (1, 0):
+            index._carried.lists[...] = make(cupy.asarray, turn)._carried.lists
+            graph.launch(stream)
+            stream.synchronize()
+            share = require_bounds_of_index(
+                make(np.asarray, turn), options, *(each.get() for each in (o, lse, *gradients))
+            )
+            assert 0 < share < 1 or name == "no blocks"
 
 
 @pytest.mark.gpu

@@ -344,14 +344,14 @@ def chosen(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]
     """
     if is_long():
         return targets
-    kept = published()
+    always = published()
 
     def gain(number: int) -> float:
         spec, _ = targets[number]
         return len(covers(targets[number]) - covered) / effort(spec) ** 0.5
 
     # The gain of a target never grows: the top of the heap is the best if its gain has not fallen.
-    selected, covered = [], set[tuple[str, ...]]().union(*map(covers, kept))
+    selected, covered = [], set[tuple[str, ...]]().union(*map(covers, always))
     heap = [(-gain(number), number) for number in range(len(targets))]
     heapq.heapify(heap)
     while heap:
@@ -361,7 +361,7 @@ def chosen(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]
             covered |= covers(targets[number])
         elif gain(number) > 0:
             heapq.heappush(heap, (-gain(number), number))
-    return sorted({*needed([*kept, *selected]), *kept}, key=str)
+    return sorted({*needed([*always, *selected]), *always}, key=str)
 
 
 def effort(spec: KernelSpec) -> float:

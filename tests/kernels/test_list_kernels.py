@@ -180,7 +180,7 @@ def require_bounds(results, *, q=Q, k=K, **operands):
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_a_call_makes_its_lists_by_kernels_and_reads_the_mask_anew(cupy, monkeypatch, name):
+def test_kernels_list_the_mask_at_each_call(cupy, monkeypatch, name):
     make, contents = MASKS[name]
     arrays, array, do = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(contents), cupy.asarray(DO)
     for number in range(3):
@@ -242,7 +242,7 @@ def test_gradients_over_broadcast_axes_and_checks_take_masks_that_kernels_list(c
 
 
 @pytest.mark.parametrize("name", ["elements", "blocks and causal"])
-def test_a_call_that_is_given_its_results_makes_lists_too(cupy, name):
+def test_a_call_with_out_makes_lists_too(cupy, name):
     make, contents = MASKS[name]
     arrays, array = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(contents)
     for _ in range(2):
@@ -255,7 +255,7 @@ def test_a_call_that_is_given_its_results_makes_lists_too(cupy, name):
 # Calls that write to the caller's arrays, under any mask.
 
 
-def test_a_repeated_call_writes_to_given_arrays_and_asks_nothing_again(cupy, monkeypatch):
+def test_a_repeated_call_writes_to_its_out_and_plans_nothing(cupy, monkeypatch):
     arrays = [cupy.asarray(each) for each in (Q, K, V)]
     example = Example(q=Q, k=K, v=V, mask=masks.Causal())
     for number in range(3):
@@ -336,7 +336,7 @@ def test_a_first_call_inside_a_capture_is_refused(cupy):
         stream.end_capture()
 
 
-def test_lists_of_a_capture_are_made_anew_by_each_replay(cupy):
+def test_each_replay_lists_the_mask_again(cupy):
     arrays, array, stream = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(KEPT), cupy.cuda.Stream()
     with stream:
         cuflash.attention(*arrays, mask=masks.Dense(array) & masks.Causal())
@@ -350,7 +350,7 @@ def test_lists_of_a_capture_are_made_anew_by_each_replay(cupy):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_masks_are_listed_anew_whatever_makes_their_lists(executor, request):
+def test_each_call_lists_a_changed_mask_on_every_path(executor, request):
     cupy = request.getfixturevalue("cupy") if executor == "sim" else pytest.importorskip("cupy")
     arrays, do = [cupy.asarray(each) for each in (Q, K, V)], cupy.asarray(DO)
     array, blocks = cupy.asarray(KEPT), cupy.asarray(BLOCKS)

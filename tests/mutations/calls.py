@@ -142,8 +142,8 @@ FAULTS = {
     },
     refuses(lambda library: a_pullback(library, False)(None), "do must be an array; got None"): {
         "do may be left out": Edit(
-            "calls/pullback.py", "Pullback.__call__", "ready._arrays_of_backward(arrays, dlse, self.operands)",
-            "ready._arrays_of_backward({n: x for n, x in arrays.items() if x is not None}, dlse, self.operands)",
+            "calls/pullback.py", "Pullback.__call__", "arrays |= ready._read_by(",
+            "arrays = {n: x for n, x in arrays.items() if x is not None} | ready._read_by(",
         ),
     },
     refuses(attends(scale=True), "scale must be a finite number or None; got True"): {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 from cuflash import masks, sim
@@ -13,7 +14,7 @@ from library_parts import part
 from mutations.planting import Edit
 from test_chosen_kernels import (
     SIM80, SIM90, case_of_many_blocks, check_bits_of_large_groups, check_columns, check_far_columns, check_group,
-    check_parts, check_scores, check_unions,
+    check_parts, check_scores, check_unions, check_unions_of_index,
 )  # fmt: skip
 
 import cuflash
@@ -45,6 +46,30 @@ def lists_are_joined() -> None:
     for number, case in enumerate(_cases()):
         schedule = sim.Schedule(seed=number, order=("random", "priorities")[number % 2], shuffle_lanes=True)
         check_unions(cuflash, case, Simulator(schedule))
+
+
+def _cases_of_indices() -> list[tuple[Any, ...]]:
+    """Return blocks of indices, of heads, batch entries and row intervals of all kinds, as `cases_of_indices` does."""
+    rng, shape = np.random.default_rng(0), MaskShape((2, 3), 4, 70, 300)
+
+    def pattern(*leading: int) -> masks.BlockPattern:
+        return masks.BlockPattern(rng.random((*leading, 70, 5)) < 0.4, (1, 64))
+
+    return [
+        (shape, pattern(2, 3, 4), None, CAUSAL, 2), (shape, pattern(1, 1, 1), masks.Lengths(kv=200), CAUSAL, 2),
+        (shape, pattern(1, 1, 4), None, None, 4),
+    ]  # fmt: skip
+
+
+def lists_of_an_index_are_joined(library: ModuleType = cuflash) -> None:
+    """Check that the kernel joins the lists of a block index as NumPy does, in any order of threads."""
+    for number, case in enumerate(_cases_of_indices()):
+        schedule = sim.Schedule(seed=number, order=("random", "priorities")[number % 2], shuffle_lanes=True)
+        check_unions_of_index(library, case, Simulator(schedule))
+
+
+def indices_are_read(library: ModuleType) -> None:
+    lists_of_an_index_are_joined(library)
 
 
 def queries_are_listed() -> None:
@@ -123,6 +148,7 @@ UNIONS, LIST, COLUMNS = "lists/unions.cu", "lists/chosen.cuh", "lists/columns.cu
 COUNT, SCAN, FILL = "lists/columns_count.cu", "lists/columns_scan.cu", "lists/columns_fill.cu"
 KEYS, GATHERED, COPY_WARPS = "sm90/kv_producer.cuh", "sm90/gathered_queries.cuh", "sm90/q_copy_warps.cuh"
 MEMBERS, COPY, PLAN = "attention/members.cuh", "tile/copy_async.cuh", "planning/chosen_lists.py"
+QUERY_LISTS = "planning/query_lists.py"
 FAULTS = {
     lists_are_joined: {
         "-1 is block 0": Edit(
@@ -140,7 +166,7 @@ FAULTS = {
         "entries start where the last lane is": Edit(
             UNIONS, "lists_unions", "__popc(chosen & ((1u << lane) - 1))", "lane"
         ),
-        "list heads share lists": Edit(UNIONS, "lists_unions", "batch_head % params.num_heads,", "0,"),
+        "list heads share lists": Edit(UNIONS, "lists_unions", "head = batch_head % params.num_heads;", "head = 0;"),
         "batch entries share lists": Edit(UNIONS, "lists_unions", "batch_head / params.num_heads,", "0,"),
         "queries that see no key of a block choose it": Edit(
             LIST, "ChosenList.at", "return is_seen ? static_cast<int>(block) : -1;", "return static_cast<int>(block);"
@@ -149,6 +175,22 @@ FAULTS = {
             LIST, "ChosenList.ChosenList", "batch_entry * params.rows_batch_stride + query", "query"
         ),
         "a block ends before its last key": Edit(LIST, "ChosenList.at", "first + params_.block;", "first + 1;"),
+    },
+    lists_of_an_index_are_joined: {
+        "a list starts where the one before it does": Edit(
+            LIST, "ChosenList.ChosenList", "blocks_.data += start * params.blocks_stride;",
+            "blocks_.data += counts.at(max(query - 1, 0)) * params.blocks_stride;",
+        ),
+        "a list has the entries of all before it": Edit(
+            LIST, "ChosenList.ChosenList", "count_ = counts.at(query + 1) - start;", "count_ = counts.at(query + 1);"
+        ),
+        "a tile's lists are as long as its first": Edit(
+            LIST, "longest_list", "longest = max(longest, __shfl_xor_sync(0xffffffffu, longest, offset));",
+            "longest = __shfl_sync(0xffffffffu, longest, 0);",
+        ),
+        "a tile's lists have no entry beyond the last lane's": Edit(
+            LIST, "longest_list", "offset > 0", "offset > 8"
+        ),
     },
     queries_are_listed: {
         "a query counts once for each tile": Edit(
@@ -377,20 +419,39 @@ FAULTS = {
         ),
         "one list is that of each head": Edit(PLAN, "UnionTiling.values", "int(self.num_lists > 1)", "0"),
     },
+    indices_are_read: {
+        "batch entries share the lists of an index": Edit(
+            QUERY_LISTS, "QueryLists._of_index", "varies = np.dtype(np.int32), index.batch > 1",
+            "varies = np.dtype(np.int32), False",
+        ),
+        "heads share the lists of an index": Edit(
+            QUERY_LISTS, "QueryLists._of_index", "num_lists=index.num_heads", "num_lists=1"
+        ),
+        "lists of an index end where the next but one starts": Edit(
+            QUERY_LISTS, "QueryLists._of_index", "index.num_heads, shape.seqlen_q))",
+            "index.num_heads, shape.seqlen_q + 1))",
+        ),
+        "numbers of entries are read as blocks": Edit(
+            QUERY_LISTS, "QueryLists.starts", 'offsets["kv_blocks"]', 'offsets["q_blocks"]'
+        ),
+        "the row intervals of an index are not read": Edit(
+            PLAN, "_closed_rows", "lists.carried is not None and lists.carried.rows is not None", "False"
+        ),
+    },
     sources_are_right: {
-        "strides of axes of one entry count": Edit(PLAN, "_strides", "step if extent != 1 else 0", "step"),
+        "strides of axes of one entry count": Edit(QUERY_LISTS, "_strides", "step if extent != 1 else 0", "step"),
         "leading axes come first": Edit(
-            PLAN, "_padded", "(*[0] * (BATCH_AXES - len(strides)), *strides)",
+            QUERY_LISTS, "_padded", "(*[0] * (BATCH_AXES - len(strides)), *strides)",
             "(*strides, *[0] * (BATCH_AXES - len(strides)))",
         ),
         "batch entries have the lengths of the first": Edit(
             PLAN, "UnionSource._numbers", "leading_strides(self.attended.lo)[0]", "0"
         ),
         "lists that a batch shares are joined once": Edit(
-            PLAN, "_work_at_call", "batch, rows = intervals.batch, intervals.rows", "rows = intervals.rows"
+            PLAN, "_work_at_call", "batch, rows = max(batch, intervals.batch), intervals.rows", "rows = intervals.rows"
         ),
         "arrays have the order of the masks": Edit(
-            "masks/one_array.py", "mask_contents", "0 if type(part) is ChosenBlocks else len(forms)", "len(forms)"
+            "masks/one_array.py", "mask_contents", "arrays = *form.arrays, *arrays", "arrays = *arrays, *form.arrays"
         ),
         "bands hide nothing": Edit(
             PLAN, "UnionSource._numbers", "(None, None) if band is None else (band.lower, band.upper)", "(None, None)"

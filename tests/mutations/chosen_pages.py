@@ -1,29 +1,73 @@
-"""Planted faults in attention to chosen blocks of a cache: the kernel, the rules of lists, and bounds of pages."""
+"""Planted faults in the choice of a cache's pages and attention to them: kernels, rules of lists, bounds of pages."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
+import test_chosen_pages
+import test_page_choice
 from cuflash import sim
 from executors import SIM
+from library_parts import part
 from mutations.planting import Edit
-from test_chosen_pages import KINDS, check_all_chosen, check_eight_bits, check_refusals, check_results, check_scores
+from test_chosen_pages import KINDS, check_all_chosen, check_eight_bits, check_results, check_scores
 from test_page_bounds import check_bounds, check_kernel
+from test_page_choice import CASES, check_cache, check_kernels
 
 # Exceptions with which a guard reports a fault.
-SIGNS = (AssertionError, sim.SimulationError, pytest.fail.Exception, AttributeError)
+SIGNS = (
+    AssertionError, sim.SimulationError, pytest.fail.Exception, AttributeError, ValueError, IndexError,
+)  # fmt: skip
+
+
+def _check_each(check: Callable[..., None], cases: dict[str, Any], *names: str, **options: Any) -> None:
+    """Check cases by name on the simulator."""
+    for name in names:
+        check(SIM, cases[name], **options)
+
+
+def bounds_are_right() -> None:
+    """Assert lists of single heads and of groups, of several tokens, and of rows longer than registers."""
+    names = "a list of each group", "several tokens", "longer rows than registers", "a negative scale"
+    _check_each(check_kernels, CASES, *names)
+
+
+def lists_are_right() -> None:
+    """Assert lists for budgets of all kinds, without a causal mask, and with more queries than tokens."""
+    names = "several tokens", "a share of the pages", "a limit", "no causal mask", "more queries than tokens"
+    _check_each(check_kernels, CASES, *names)
+
+
+def many_pages_are_listed() -> None:
+    _check_each(check_kernels, CASES, "many pages")
+
+
+def records_are_right(library: ModuleType) -> None:
+    names = "a list of each group", "a negative scale", "no causal mask"
+    _check_each(check_kernels, CASES, *names, planning=part(library, "planning.page_choice"))
+
+
+def formulas_are_right(library: ModuleType) -> None:
+    for case in CASES.values():
+        check_cache(case, library=library)
+
+
+def choices_are_checked(library: ModuleType) -> None:
+    test_page_choice.check_refusals(library)
 
 
 def results_are_right() -> None:
     """Check bounds, bits and reads for lists of all kinds of heads, all counts, and blocks smaller than a page."""
-    for name in ("a list of each key/value head", "a list of each query head", "a quarter of a page"):
-        check_results(SIM, KINDS[name])
+    names = "a list of each key/value head", "a list of each query head", "a quarter of a page"
+    _check_each(check_results, KINDS, *names)
 
 
 def windows_are_right() -> None:
     """Check the same for blocks that span several steps and are cut by a window, without pages."""
-    check_results(SIM, KINDS["blocks of two steps"])
+    _check_each(check_results, KINDS, "blocks of two steps")
 
 
 def all_blocks_are_all_keys() -> None:
@@ -39,7 +83,7 @@ def scores_are_right() -> None:
 
 
 def lists_are_checked(library: ModuleType) -> None:
-    check_refusals(library)
+    test_chosen_pages.check_refusals(library)
 
 
 def bounds_are_kept(library: ModuleType) -> None:
@@ -54,7 +98,109 @@ LIST, SET, COPY, BODY = (
     "attention/chosen_pages.cuh", "tile/bit_set.cuh", "sm80/cache_copy.cuh", "sm80/decode.cuh"
 )  # fmt: skip
 RULES, ROWS, BOUNDS = "cache/chosen.py", "cache/paged_rows.py", "cache/key_bounds.cu"
+BOUND, CHOICE, RECORD, SEARCH = (
+    "lists/page_scores.cu", "lists/page_choice.cu", "lists/page_choice.cuh", "lists/searched_row.cuh"
+)  # fmt: skip
+FORMULA, DOOR, PLAN = "selectors/cache_pages.py", "selectors/pages.py", "planning/page_choice.py"
 FAULTS = {
+    bounds_are_right: {
+        "a logical page is a physical one": Edit(
+            BOUND, "lists_page_scores", "params.table[static_cast<int64_t>(sequence) * params.max_pages + place]",
+            "place",
+        ),
+        "greatest keys are least ones": Edit(BOUND, "lists_page_scores", "least + params.num_columns", "least"),
+        "key/value heads have the bounds of the first": Edit(
+            BOUND, "lists_page_scores", "params.num_kv_heads + kv_head) * 2", "params.num_kv_heads) * 2"
+        ),
+        "columns after those in registers are left out": Edit(
+            BOUND, "lists_page_scores", "column = 32 * kWidth + ptx::lane()", "column = params.num_columns"
+        ),
+        "bounds are not scaled": Edit(BOUND, "lists_page_scores", ") * scale;", ");"),
+        "a list has the bound of its first head": Edit(
+            BOUND, "lists_page_scores", "other < params.heads_of_list", "other == 0"
+        ),
+        "a group has the sum of its bounds": Edit(
+            BOUND, "lists_page_scores", "most = score::maximum(most, bound(head + other, query))",
+            "most = (other == 0 ? 0 : most) + bound(head + other, query)",
+        ),
+        "queries have the bounds of the first": Edit(
+            BOUND, "lists_page_scores", "+ query * params.q.row_stride", ""
+        ),
+        "sequences have the queries of the first": Edit(
+            BOUND, "lists_page_scores", "+ sequence * params.q.batch_strides[2]", ""
+        ),
+        "rows of q have no gaps": Edit(BOUND, "lists_page_scores", "column * params.q.column_stride", "column"),
+    },
+    lists_are_right: {
+        "sequences have as many pages as the longest": Edit(
+            CHOICE, "choice_of", "choice.num_kv_blocks = params.num_pages_of(sequence);", ""
+        ),
+        "queries are at the end of the longest sequence": Edit(
+            CHOICE, "choice_of", "params.length_of(sequence) - params.num_queries", "choice.offset"
+        ),
+        "queries are where those of a causal mask are": Edit(
+            CHOICE, "choice_of", "params.is_bottom_right ?", "true ?"
+        ),
+        "lists have the scores of the first": Edit(
+            CHOICE, "lists_page_choice", "static_cast<int64_t>(number) * params.max_pages}", "0 * params.max_pages}"
+        ),
+        "empty sequences keep what their lists held": Edit(CHOICE, "lists_page_choice", "list[at] = -1;", ";"),
+        "a share is a number": Edit(CHOICE, "lists_page_choice", "choice.mass == 0 &&", ""),
+        "the last page must be full": Edit(
+            RECORD, "PageChoice.num_pages_of", "length_of(sequence) + page_size - 1", "length_of(sequence)"
+        ),
+        "lengths may exceed the capacity": Edit(
+            RECORD, "PageChoice.length_of", "min(lengths[sequence], capacity)", "lengths[sequence]"
+        ),
+    },
+    many_pages_are_listed: {
+        "warps write over one another": Edit(SEARCH, "write_runs", "length += before;", ""),
+        "ties of warps before do not count": Edit(SEARCH, "write_runs", "ties_before += ties;", ""),
+        "every warp takes all ties": Edit(SEARCH, "write_runs", "chosen.missing -= ties_before;", ""),
+        "ties of columns before do not count": Edit(
+            SEARCH, "write_runs", "chosen.missing -= min(chosen.missing, __popc(ties));", ""
+        ),
+        "no equal bound is taken": Edit(
+            SEARCH, "search_places", "max(0, count - places.count_before(least))", "0"
+        ),
+        "blocks before the last place are not counted": Edit(
+            SEARCH, "search_places", "count - places.count_before(least))", "count)"
+        ),
+        "runs of warps overlap": Edit(SEARCH, "write_runs", "first = min(warp * of_warp, num_columns)", "first = 0"),
+        "the first warp fills the rest": Edit(SEARCH, "write_runs", "warp == kRowWarps - 1", "warp == 0"),
+        "numbers of warps are read before they are stored": Edit(SEARCH, "exchange", "__syncthreads();", ""),
+        "places lie over the numbers of warps": Edit(
+            SEARCH, "list_by_block", "room + kSearchWords", "room + kStepWords"
+        ),
+    },
+    records_are_right: {
+        "lists are those of heads": Edit(
+            PLAN, "page_choosing", '"heads_of_list": heads_of_list', '"heads_of_list": 1'
+        ),
+        "bounds have a factor of 1": Edit(PLAN, "page_choosing", '"scale": scale', '"scale": 1.0'),
+        "there are as many thread blocks as lists": Edit(
+            PLAN, "page_choosing", "tiles=batch * num_lists * num_queries", "tiles=batch"
+        ),
+    },
+    formulas_are_right: {
+        "bounds are of the least keys": Edit(
+            FORMULA, "_of_sequence", "q * greatest[..., None, :, :]", "q * least[..., None, :, :]"
+        ),
+        "pages are logical ones": Edit(
+            FORMULA, "chosen_pages", "bounds[own[: -(-count // layout.page_size)]]",
+            "bounds[: -(-count // layout.page_size)]",
+        ),
+        "queries are the first ones": Edit(
+            FORMULA, "_of_sequence", "num_keys - num_queries if options.is_bottom_right else 0", "0"
+        ),
+        "groups have the sum of their bounds": Edit(FORMULA, "_of_sequence", '"max"', '"sum"'),
+        "the scale is that of scores": Edit(FORMULA, "chosen_pages", "scale=1.0", "scale=-grid.scale"),
+    },
+    choices_are_checked: {
+        "masses are bounds": Edit(DOOR, "mass_reasons", "budget.mass is None", "True"),
+        "any share is one of queries": Edit(DOOR, "_of_cache", "share_reasons(of_pages.share) +", "[] +"),
+        "other reasons are dropped": Edit(FORMULA, "chosen_pages", "options.scale, reasons", "options.scale, []"),
+    },
     results_are_right: {
         "a repeated entry counts twice": Edit(SET, "BitSet.insert", "atomicOr(", "atomicXor("),
         "words start where the lane is": Edit(SET, "BitSet.list", "count + before - own", "count + before"),

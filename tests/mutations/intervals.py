@@ -80,7 +80,7 @@ def backward_tiles_end_with_sequences(library: ModuleType) -> None:
     check_order(library)
 
 
-def calls_read_offsets_anew(library: ModuleType) -> None:
+def each_call_reads_offsets(library: ModuleType) -> None:
     """Check that the key of a call excludes offsets, and includes everything that decides how kernels read them."""
     contents_of = part(library, "masks.one_array").mask_contents
 
@@ -267,7 +267,7 @@ FAULTS = {
             '- np.searchsorted(of_hi, starts[:-1], side="right")', "",
         ),
     },
-    calls_read_offsets_anew: {
+    each_call_reads_offsets: {
         "windows do not count": Edit(
             "masks/sequences.py", "Sequences._device_form", "(self.causal, self.window)", "(self.causal,)"
         ),

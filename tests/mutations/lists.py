@@ -126,7 +126,7 @@ def indices_of_masks_are_bound(library: ModuleType) -> None:
             check_masks(machine, library, name)
 
 
-def calls_read_masks_anew(library: ModuleType) -> None:
+def each_call_reads_its_mask(library: ModuleType) -> None:
     """Check that the key of a call excludes the contents of a mask, and includes all else that decides its lists."""
     contents_of = part(library, "masks.one_array").mask_contents
 
@@ -240,7 +240,7 @@ FAULTS = {
         "batch entries are one": Edit(INDEX, "IndexMaker.__init__", '"batch": source.batch', '"batch": 1'),
         "one index serves all masks": Edit(INDEX, "index_key", "content(mask), shape", "shape"),
     },
-    calls_read_masks_anew: {
+    each_call_reads_its_mask: {
         "blocks of any size are alike": Edit(
             "masks/block_pattern.py", "BlockPattern._device_form", ", (self.block,))", ")"
         ),
@@ -249,7 +249,7 @@ FAULTS = {
             CONTENTS, "mask_contents", "(type(part), *form.facts, layout)", "(type(part), *form.facts)"
         ),
         "a second array is left out": Edit(
-            CONTENTS, "mask_contents", "if len(forms) != 1 and", "if not forms and"
+            CONTENTS, "mask_contents", "if num_forms == 1 or", "if num_forms or"
         ),
         "a subclass has the elements of its parent": Edit(
             CONTENTS, "_own_form", 'if "_device_form" in vars(type(mask)) else None', ""

@@ -252,7 +252,7 @@ FAULTS = {
         "distances before 0 are read": Edit(CROSSINGS, "has_any", "start > 0 ? start : 0", "start"),
         "bounds are of the greatest key alone": Edit(BOUNDS, "lists_page_bounds", "x * least", "x * greatest"),
         "NaN of a key is lost": Edit(
-            "lists/order.cuh", "greater", "x >= y || x != x ? x : y", "x >= y ? x : y"
+            "attention/score_math.cuh", "maximum", "x >= y || x != x ? x : y", "x >= y ? x : y"
         ),
         "a short page continues": Edit(
             BOUNDS, "lists_page_bounds", "end < bounds.num_keys ? end : bounds.num_keys", "end"
@@ -286,11 +286,11 @@ FAULTS = {
     },
     selector_guards.an_index_hands_its_lists_over: {
         "lists of small blocks are walked as they are": Edit(
-            AT_CALL, "_work_of_carried", "not closed and block == grid.index.block", "not closed"
+            AT_CALL, "_work_of_carried", "is_ready = not closed and block == grid.index.block", "is_ready = not closed"
         ),
         "lists are made of the index's array": Edit(AT_CALL, "_work_of_carried", ", carried=carried", ""),
         "an intersection has the closed form's keys": Edit(
-            AT_CALL, "_rows_within", "if self.rows is not None:", "if False:"
+            AT_CALL, "ListSource.rows_within", "if self.rows is not None:", "if False:"
         ),
         "the array of an index has the axes of another": Edit(AT_CALL, "in_blocks", "axes[axis + 1 :]", "axes[axis:]"),
         "elements are taken for blocks": Edit(AT_CALL, "in_blocks", "element=self.block", "element=(1, 1)"),

@@ -26,7 +26,7 @@ import cuflash
 from mutations import (
     attention, blocks, cache_e4m3, cache_scores, cache_steps, calls, chosen, chosen_kernels, chosen_pages, decode,
     dq_in_order, dropout, fa1, faults_on_purpose, few_queries, fp8, fp8_kernels, host, interop, intervals,
-    kernel_guards, kit, kv_cache, lists, mask_algebra, mask_inputs, mass_guards, non_finite, page_choice, planting,
+    kernel_guards, kit, kv_cache, lists, mask_algebra, mask_inputs, mass_guards, non_finite, planting,
     prefill, pullbacks, python, python_guards, query_selectors, ranks, results, reuse, score_kernels,
     score_products, scores, selector_guards, selectors, sequences, simt, sinks, sm80, sm90_backward,
     sm90_backward_rows, sm90_backward_wide, sm90_forward, sm90_guards, staged_arrays, study, tangent_kernels,
@@ -42,7 +42,6 @@ OF_INPUTS = (
 OF_BOTH = (
     lists, intervals, non_finite, cache_scores, score_kernels, score_products, selectors, sinks, dropout, fa1,
     staged_arrays, dq_in_order, results, chosen_kernels, chosen_pages, few_queries, tangent_kernels, query_selectors,
-    page_choice,
 )  # fmt: skip
 OF_KERNELS = (
     simt, attention, tile, sm80, decode, cache_e4m3, prefill, sm90_forward, sm90_backward, sm90_backward_rows,

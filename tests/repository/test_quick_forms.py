@@ -87,6 +87,7 @@ ON_A_GPU: list[tuple[str, dict[str, Any]]] = [
     }),
     ("scaling", {
         "gpu": True, "masks": ("causal",), "seqlens": (2048,), "ranks": (2,), "gpu_seqlens": (2048,), "repeats": 2,
+        "gpu_kinds": ("measured", "weak"),
     }),
     ("selector_shootout", {
         "gpu": True, "data": ("minilm", "slashes"), "gpu_top_ks": (4,), "top_ks": (4,), "gpu_seqlen": 512,

@@ -160,11 +160,29 @@ def test_a_plan_has_lists_of_its_own_in_blocks_that_kernels_walk(cupy: Any, opti
         assert "blocks of (16, 16)" in ready.explain()
 
 
-def test_copies_of_an_index_carry_nothing(cupy: Any) -> None:
+def test_copies_of_an_index_carry_lists_of_their_own(cupy: Any) -> None:
+    """Kernels list a copy on a device once, unless it has row intervals or room for partial blocks."""
     index = index_on(cupy, blocks(0), False)
     assert index._carried is not None
     assert index._on_host._carried is None and pickle.loads(pickle.dumps(index._on_host))._carried is None
-    assert index.to(lambda array: array)._carried is None
+    copied = index.to(lambda array: array)
+    assert copied._carried is copied._carried is not None and copied._carried.lists is not index._carried.lists
+    for name, array in index._carried.arrays.items():
+        number = index.num_entries if name in ("kv_blocks", "q_blocks", "kinds", "column_entries") else None
+        assert (array.get()[:number] == copied._carried.arrays[name].get()[:number]).all(), name
+    assert index_on(cupy, blocks(0), True).to(lambda array: array)._carried is None
+    dense = cupy.asarray(np.tri(*LENGTHS, dtype=bool))
+    of_elements = BlockIndex.from_mask(masks.Dense(dense), *LENGTHS, BLOCK)
+    assert of_elements._carried is not None and of_elements.to(lambda array: array)._carried is None
+
+
+@pytest.mark.parametrize("block, options", [(BLOCK, {}), (BLOCK, WITHIN[0]), ((1, 16), {}), ((1, 16), WITHIN[1])])
+def test_partial_blocks_of_an_index_are_attended(cupy: Any, block: tuple[int, int], options: dict[str, Any]) -> None:
+    """Also if the call has other blocks or hides keys, for which kernels cannot read bit tiles of an index."""
+    arrays, elements = [cupy.asarray(array) for array in (Q, K, V, DO)], RNG.random(LENGTHS) < 0.5
+    index = BlockIndex.from_mask(cupy.asarray(elements), *LENGTHS, block)
+    assert index._carried is not None
+    assert_right(results(cuflash, arrays, index, **options), elements, **options)
 
 
 @pytest.mark.gpu

@@ -3,9 +3,9 @@
 import cupy_machine
 import numpy as np
 import pytest
-from cuflash.distributed import ContextParallel, PeerLost, _lanes, run
+from cuflash.distributed import ContextParallel, Machine, PeerLost, _lanes, _posed, run
 from cuflash.distributed._lanes import DeviceLanes, Move
-from cuflash.distributed._schedule import ATTEND, COPY, Step
+from cuflash.distributed._schedule import ATTEND, COPY, Step, program
 from cuflash.testing import assert_within
 from executors import needs_compiler
 
@@ -166,7 +166,7 @@ class _Runtime:
     def copy(self, target, to_pitch, source, pitch, width, height, kind, stream):
         import ctypes
 
-        assert to_pitch >= width and pitch >= width and stream
+        assert to_pitch >= width and pitch >= width
         for row in range(height):
             ctypes.memmove(target + row * to_pitch, source + row * pitch, width)
         self.log.append((width, height))
@@ -191,7 +191,8 @@ def test_copies_move_rows_of_heads(machine):
     expected = target.copy()
     _lanes.HostLanes().copy(expected, source, move)
     array = machine.zeros(target.shape, target.dtype)
-    DeviceLanes(0, [0, 1]).copy(array, machine.asarray(source), move)
+    lanes, sent = DeviceLanes(0, [0, 1]), machine.asarray(source)
+    lanes.copy(array, sent, lanes.bound(array, sent, move))
     assert np.array_equal(array.get(), expected)
     assert len(machine.copies) == 6  # of two batch entries and three runs, for both heads at once
     assert ("access", 0, 1) in machine.log
@@ -199,39 +200,87 @@ def test_copies_move_rows_of_heads(machine):
 
 @needs_compiler
 @pytest.mark.parametrize("method", ["gather", "heads"])
-def test_ranks_of_a_stand_in_agree_with_one_call(machine, method):
-    """Kernels run in the simulator, and copies are done at once."""
+@pytest.mark.parametrize("wrt", [(), "sink"])
+def test_ranks_of_a_stand_in_agree_with_one_call(machine, monkeypatch, method, wrt):
+    """Kernels run in the simulator, and copies are done at once; the second call launches what the first one bound."""
+    monkeypatch.setattr(_posed, "TYPICAL", Machine(launch=0.0))
     rng = np.random.default_rng(0)
     q, k, v, do = rng.standard_normal((4, 2, 40, 16), dtype=np.float32)
     sink = np.linspace(-1, 1, 2, dtype=np.float32)
 
     def rank(group):
-        options = {"causal": True, "sink": sink, "wrt": "sink", "kernel": "simt"}
+        options = {"causal": True, "sink": sink, "wrt": wrt, "kernel": "simt"}
         cp = ContextParallel(group, seqlen=40, num_heads=2, block=8, method=method, **options)
         assert machine.device == group.rank
         q_, k_, v_, do_ = (machine.asarray(cp.shard(x)) for x in (q, k, v, do))
-        o, vjp = cp.attention_vjp(q_, k_, v_)
-        gradients = vjp(do_)
-        return [cp.unshard(x).get() for x in (o, gradients.dq, gradients.dk, gradients.dv)], gradients["sink"].get()
+        for _ in range(2):
+            o, vjp = cp.attention_vjp(q_.copy(), k_.copy(), v_.copy())
+            gradients = vjp(do_)
+        whole = [cp.unshard(x).get() for x in (o, gradients.dq, gradients.dk, gradients.dv)]
+        (prepared,) = cp._known.values()
+        names = {key[0] for key in prepared._launches}
+        assert names == ({"forward"} if wrt else {"forward", "backward"}), "kernels alone run these passes"
+        return whole + [gradients[name].get() for name in gradients.others]
 
-    o, vjp = cuflash.attention_vjp(q, k, v, causal=True, sink=sink, wrt="sink")
-    dq, dk, dv = gradients = vjp(do)
-    for results, dsink in run(rank, devices=[0, 1], timeout=60):
-        for mine, exact in zip((*results, dsink), (o, dq, dk, dv, gradients["sink"])):
-            np.testing.assert_allclose(mine, exact, atol=2e-5)
+    o, vjp = cuflash.attention_vjp(q, k, v, causal=True, sink=sink, wrt=wrt)
+    gradients = vjp(do)
+    exact = o, *gradients, *gradients.others.values()
+    for results in run(rank, devices=[0, 1], timeout=60):
+        assert len(results) == len(exact)
+        for mine, wanted in zip(results, exact):
+            np.testing.assert_allclose(mine, wanted, atol=2e-5)
+
+
+@pytest.mark.parametrize(("method", "launch"), [("gather", 0.0), ("gather", 5e-6), ("heads", 0.0)])
+def test_a_rank_needs_half_of_the_arrays_of_one_gpu_and_what_the_formula_says(machine, monkeypatch, method, launch):
+    """The formula is that of the rank that needs the most; kernels need their own workspaces besides."""
+    monkeypatch.setattr(_posed, "TYPICAL", Machine(launch=launch))
+    machine.runs_kernels = False
+    heads, kv_heads, rows, dim = 8, 4, 2048, 64
+    formulas, kernels, before = [], [], machine.live_bytes
+
+    def rank(group):
+        cp = ContextParallel(
+            group, seqlen=rows, num_heads=heads, num_kv_heads=kv_heads, causal=True, block=64, method=method
+        )
+        own = {"q": heads, "k": kv_heads, "v": kv_heads, "do": heads}
+        q, k, v, do = (machine.empty((count, len(cp.rows), dim), np.float16) for count in own.values())
+        for _ in range(2):
+            o, vjp = cp.attention_vjp(q, k, v)
+            gradients = vjp(do)
+        formulas.append(cp.workspace_bytes(dim, "float16"))
+        (prepared,) = cp._known.values()
+        kernels.append(max(plan.workspace_bytes for part in prepared.parts for _, plan in part.plans))
+        return gradients
+
+    run(rank, devices=[0, 1], timeout=60)
+    row = 2 * dim * 2
+    arrays = rows * heads * (2 * row + 4) + rows * kv_heads * 2 * row  # q, do, o, dq and lse, and k, v, dk and dv
+    peak = machine.most_bytes - before
+    assert arrays + 0.85 * sum(formulas) <= peak <= arrays + sum(formulas) + 2 * sum(kernels)
 
 
 def test_steps_wait_for_events_on_their_stream(machine):
-    lanes = DeviceLanes(0, [0, 0])
-    start = lanes.start()
-    copied = lanes.run(Step(COPY, 0, 1, 0), [start], lambda: None)
-    attended = lanes.run(Step(ATTEND, 0, 0, 0), [copied], lambda: None)
-    lanes.finish([attended, copied])
-    waits = [(kind, stream, number) for kind, stream, number in machine.log if kind == "wait"]
-    copies = lanes._copies.ptr
-    assert waits == [
-        ("wait", copies, start.number), ("wait", 0, copied.number), ("wait", 0, attended.number),
-        ("wait", 0, copied.number),
+    """Only events that another stream waits for are recorded, and each pass records the same ones once more."""
+    lanes, copy = DeviceLanes(0, [0, 0]), Step(COPY, 0, 1, 0)
+    attend, later = Step(ATTEND, 0, 0, 0, (0,)), Step(COPY, 0, 1, 1, (1,))
+    issued, ((last,), _) = program([copy, attend, later], 2)
+    logs = []
+    for _ in range(2):
+        machine.log.clear()
+        start, events = lanes.start(), {}
+        for issue in issued:
+            waits = [*(start for _ in issue.starts), *(events[number] for number in issue.waits)]
+            events[issue.number] = lanes.run(issue, waits, lambda: None)
+        lanes.finish([events[last]])
+        logs.append(list(machine.log))
+    copies, first, second, third = lanes._copies.ptr, *(lanes._event(number).number for number in range(3))
+    assert logs[0] == logs[1] == [
+        ("record", 0, start.number),
+        ("wait", copies, start.number), ("wait", copies, start.number), ("record", copies, first),
+        ("wait", 0, first), ("record", 0, second),
+        ("wait", copies, second), ("record", copies, third),
+        ("wait", 0, third),
     ]  # fmt: skip
 
 

@@ -365,7 +365,7 @@ KEPT = torch.rand((2, 4, 20, 20), generator=torch.Generator().manual_seed(3)) < 
 
 @pytest.mark.parametrize("has_out", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_lists_of_a_mask_are_made_anew_at_each_call_and_in_replays(machines, monkeypatch, has_out, causal):
+def test_a_mask_is_listed_at_each_call_and_in_replays(machines, monkeypatch, has_out, causal):
     cupy, pytorch = machines
     arrays, allowed, do = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)], on_device(KEPT), on_device(DO)
     out, stream = on_device(torch.empty(Q.shape)) if has_out else None, cupy.cuda.Stream()

@@ -3,18 +3,20 @@
 import threading
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from cuflash.distributed import ContextParallel, Machine, PeerLost, run
 from cuflash.distributed import _model as model
+from cuflash.distributed import _posed as posed_calls
 from cuflash.distributed import _processes as processes
 from cuflash.distributed._layout import Costs, dealt
 from cuflash.distributed import _threads as threads
 from cuflash.distributed._schedule import (
-    ADD, ATTEND, COPY, NUM_BUFFERS, TAKE, Step, exchanging_heads, gathering, rounds,
+    ADD, ATTEND, COPY, NUM_BUFFERS, TAKE, drawn_order, exchanging_heads, gathering, head_groups, program, rounds,
 )  # fmt: skip
-from cuflash.distributed._threads import ThreadGroup
+from cuflash.distributed._threads import _Meeting as Meeting
 from cuflash.masks.shape import MaskShape
 from cuflash.testing import assert_within
 from executors import needs_compiler
@@ -38,6 +40,12 @@ OPTIONS = {
     "a sink": lambda n, heads: {"sink": np.linspace(-1, 1, heads, dtype=np.float32), "wrt": "sink"},
     "dropout": lambda n, heads: {"dropout": Dropout(0.25, seed=3), "causal": True},
 }
+
+
+@pytest.fixture
+def many_groups(monkeypatch):
+    """Make the cost model expect that groups of heads cost nothing, so that short calls have many, too."""
+    monkeypatch.setattr(posed_calls, "TYPICAL", Machine(launch=0.0))
 
 
 def arrays_of(shape, num_kv_heads, seqlen_kv=None, dtype="float32", seed=0):
@@ -113,16 +121,18 @@ def test_drawn_problems_agree_with_one_call(size):
     """Each number of ranks, 1 to 8, gets an eighth of the profile's examples."""
 
     @settings(settings.default, max_examples=settings.default.max_examples // 8)
-    @given(problems(size))
-    def agree(problem):
+    @given(problems(size), st.sampled_from([0.0, Machine().launch]))
+    def agree(problem, launch):
         arrays, options, how = problem
-        check(size, arrays, options, **how)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(posed_calls, "TYPICAL", Machine(launch=launch))
+            check(size, arrays, options, **how)
 
     agree()
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_ranks_agree_with_one_call(name):
+def test_ranks_agree_with_one_call(name, many_groups):
     arrays = arrays_of((2, 4, 75, 16), 2)
     check(3, arrays, OPTIONS[name](75, 4), block=8, seed=1)
 
@@ -144,7 +154,7 @@ def test_other_dtypes_and_gradients_of_lse(dtype, method):
     check(4, arrays, {"causal": True}, dlse, method=method, block=4, seed=2, repeat=2)
 
 
-def test_any_order_of_ready_steps_gives_equal_bits():
+def test_any_order_of_ready_steps_gives_equal_bits(many_groups):
     arrays, options = arrays_of((6, 61, 8), 6), {"causal": True}
     first, *others = (on_ranks(4, arrays, options, seed=seed, block=4, method="gather")[0] for seed in (None, 1, 2, 3))
     for each in others:
@@ -153,8 +163,8 @@ def test_any_order_of_ready_steps_gives_equal_bits():
 
 @pytest.mark.parametrize("has_early_copies", [False, True])
 @pytest.mark.parametrize("method", ["gather", "heads"])
-def test_events_order_the_steps_of_streams(method, has_early_copies, monkeypatch):
-    """Ranks queue their steps, which run as late or as early as the events that they wait for allow."""
+def test_events_order_the_steps_of_streams(method, has_early_copies, monkeypatch, many_groups):
+    """Steps are queued, and run as late or as early as the events that they wait for allow."""
     monkeypatch.setattr(threads, "DeviceLanes", LazyLanes)
     monkeypatch.setattr(threads, "device_count", lambda: 1)
     monkeypatch.setattr(LazyLanes, "has_early_copies", has_early_copies)
@@ -165,19 +175,31 @@ def test_events_order_the_steps_of_streams(method, has_early_copies, monkeypatch
 
     def rank(group):
         cp = ContextParallel(group, seqlen=45, num_heads=6, causal=True, block=4, method=method)
-        own = [np.full_like(cp.shard(x), np.nan) for x in (q, k, v)]
+        own = [np.full_like(cp.shard(x), np.nan) for x in (q, k, v, do)]
 
         def fill():  # as a kernel that is queued before the call
-            for mine, whole in zip(own, (q, k, v)):
+            for mine, whole in zip(own, (q, k, v, do)):
                 mine[...] = cp.shard(whole)
 
-        group._lanes.run(Step(ATTEND, group.rank, group.rank, 0), [], fill)
-        for _ in range(2):
-            o, vjp = cp.attention_vjp(*own)
-            gradients = vjp(cp.shard(do))
-        return [cp.unshard(x) for x in (o, gradients.dq, gradients.dk, gradients.dv)]
+        def spoil():  # as a kernel that is queued after it
+            for mine in own:
+                mine[...] = np.nan
 
-    for seed in range(3):
+        for _ in range(2):
+            group._lanes.queue(fill)
+            o = cp.attention(*own[:3])
+            group._lanes.queue(spoil)
+            group._lanes.synchronize()
+            np.testing.assert_allclose(o, cp.shard(exact[0]), atol=3e-5)
+            group._lanes.queue(fill)
+            o, vjp = cp.attention_vjp(*own[:3])
+            gradients = vjp(own[3])
+            group._lanes.queue(spoil)
+        whole = [cp.unshard(x) for x in (o, gradients.dq, gradients.dk, gradients.dv)]
+        group._lanes.synchronize()
+        return whole
+
+    for seed in (None, 1, 2, 3):
         for results in run(rank, devices=[0] * 3, timeout=30, seed=seed):
             for mine, wanted in zip(results, exact):
                 np.testing.assert_allclose(mine, wanted, atol=3e-5)
@@ -185,7 +207,7 @@ def test_events_order_the_steps_of_streams(method, has_early_copies, monkeypatch
 
 @pytest.mark.parametrize("method", ["gather", "heads"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_code_of_processes_agrees_with_one_call(size, method):
+def test_the_code_of_processes_agrees_with_one_call(size, method, many_groups):
     """Threads stand in for processes: PyTorch's store and its exchange of bytes are doubles."""
     q, k, v, do = arrays_of((2, 8, 45, 8), 4).values()
     o, vjp = cuflash.attention_vjp(q, k, v, **OPTIONS["a sink"](45, 8))
@@ -291,6 +313,40 @@ def test_rounds_are_in_an_order_that_steps_allow(steps):
     assert all(copied < place for copied, place in zip(copies[1:], computed)), "the next group moves meanwhile"
 
 
+@pytest.mark.parametrize("steps", [
+    gathering(3, 5, lambda rank, source: (rank + source) % 2 == 0, returns=True),
+    gathering(2, 3, lambda rank, source: True, returns=True),
+    exchanging_heads(4, lambda rank: rank != 2),
+])  # fmt: skip
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_a_program_waits_for_all_steps_that_must_be_finished(steps, seed):
+    """What a lane has waited for, directly or through others, includes all that its step needs; few events suffice."""
+    rng, size = np.random.default_rng(seed), 1 + max(step.rank for step in steps)
+    order = None if seed is None else drawn_order(steps, lambda ready: int(rng.choice(ready)))
+    issued, ends = program(steps, size, order)
+    lanes, finished, awaited = {}, {}, set()
+    for number, step, starts, waits, is_awaited in issued:
+        lane = step.rank, step.rank != step.source
+        known = lanes.setdefault(lane, set())
+        known.update(("start", rank) for rank in starts)
+        for other in waits:
+            assert other in awaited, "an event is waited for before it is recorded"
+            known |= finished[other]
+        assert known >= {*step.after}
+        if lane[1]:
+            assert known >= {("start", step.rank)}
+            assert step.kind == TAKE or ("start", step.source) in known
+        known.add(number)
+        finished[number] = set(known)
+        if is_awaited:
+            awaited.add(number)
+    for rank, of_rank in enumerate(ends):
+        known = set().union(*(finished[number] for number in of_rank), lanes.get((rank, False), set()))
+        assert known >= {n for n, step in enumerate(steps) if rank in (step.rank, step.source)}
+        assert awaited >= {*of_rank}
+    assert sum(len(each.waits) for each in issued) <= sum(len(step.after) for step in steps)
+
+
 def test_buffers_are_reused_after_they_were_read():
     steps = gathering(2, 4, lambda rank, source: True, returns=True)
     numbers = {step[:4]: number for number, step in enumerate(steps)}
@@ -301,9 +357,9 @@ def test_buffers_are_reused_after_they_were_read():
         if kind == COPY:
             assert numbers[ATTEND, rank, rank, before] in after
         if kind == ATTEND:
-            assert {numbers[TAKE, owner, rank, before] for owner in range(2)} <= {*after}
+            assert {numbers[TAKE, 1 - rank, rank, before], numbers[ADD, rank, rank, before]} <= {*after}
         if kind == ADD:
-            assert {numbers[TAKE, rank, each, group] for each in range(2)} <= {*after}
+            assert {numbers[ATTEND, rank, rank, group], numbers[TAKE, rank, 1 - rank, group]} <= {*after}
 
 
 # What moves
@@ -312,15 +368,16 @@ def test_buffers_are_reused_after_they_were_read():
 def test_traffic_counts_what_moves(monkeypatch):
     """Bytes counted from the copies of a call equal those of `traffic`."""
     arrays, counted = arrays_of((4, 64, 8), 2), {"forward": 0}
-    do_step = ThreadGroup._step
+    do_issue = Meeting.issue
 
-    def counting(group, step, events, work):
+    def counting(meeting, issue, waits, works):
+        step = issue.step
         if step.kind == COPY and step.rank != step.source:
-            for move in work.moves(step):
-                counted["forward"] += sum(x.nbytes for x in move.read(work.source(step, move)))
-        return do_step(group, step, events, work)
+            for move in works[step.rank].moves(issue.number):
+                counted["forward"] += sum(x.nbytes for x in move.read(works[step.source].source(step, move)))
+        return do_issue(meeting, issue, waits, works)
 
-    monkeypatch.setattr(ThreadGroup, "_step", counting)
+    monkeypatch.setattr(Meeting, "issue", counting)
     q, k, v, _ = arrays.values()
 
     def rank(group):
@@ -352,8 +409,8 @@ def test_the_model_counts_the_bytes_of_the_steps(method, kv_heads):
         assert counted == pytest.approx(expected, rel=0.02)
 
 
-def test_the_method_that_the_model_expects_to_be_faster_is_chosen():
-    """Many small copies are hidden less than the fewer bytes of heads; products of long sequences hide all of them."""
+def test_the_method_that_the_model_expects_to_be_faster_is_chosen(monkeypatch):
+    """Heads move fewer bytes, and gather fewer arrays; products of long sequences hide all of them."""
 
     def methods(size, heads, kv_heads, seqlen=64, **options):
         def rank(group):
@@ -366,10 +423,33 @@ def test_the_method_that_the_model_expects_to_be_faster_is_chosen():
 
         return set(run(rank, size=size))
 
+    assert methods(2, 4, 4) == methods(4, 16, 4) == {"gather"}
+    monkeypatch.setattr(posed_calls, "TYPICAL", Machine(launch=0.0, processors=0))
     assert methods(2, 4, 4) == methods(4, 16, 4) == {"heads"}
     assert methods(3, 4, 4) == {"gather"}
     assert methods(2, 32, 2) == {"gather"}
     assert methods(2, 32, 32, seqlen=16384, causal=True) == {"gather"}
+
+
+def test_short_calls_have_few_groups_of_heads():
+    """The host queues fewer copies; long calls have more groups, whose exchange is hidden and whose memory is less."""
+
+    def rank(group, seqlen):
+        cp = ContextParallel(
+            group, seqlen=seqlen, num_heads=32, num_kv_heads=8, causal=True, block=seqlen // 64, method="gather"
+        )
+        return cp._posed.groups, cp.workspace_bytes(128, "float16") // seqlen, cp._posed
+
+    sizes = []
+    for seqlen in (1024, 16384, 65536):
+        (groups, nbytes, posed), _ = run(lambda group: rank(group, seqlen), size=2)
+        assert groups[0][0] == 0 and groups[-1][1] == 8
+        assert all(one[1] == other[0] for one, other in pairwise(groups))
+        seconds = posed.model_seconds()
+        assert all(seconds <= 1.01 * replace(posed, groups=each).model_seconds() for each in head_groups(8))
+        sizes.append((len(groups), nbytes))
+    assert [count for count, _ in sizes] == sorted(count for count, _ in sizes)
+    assert sizes[0][0] == 1 and sizes[-1][0] >= 4 and sizes[-1][1] < sizes[0][1]
 
 
 @pytest.mark.parametrize("method", model.METHODS)
@@ -380,7 +460,7 @@ def test_the_model_hides_the_exchange_behind_products(method):
         )
         return cp._posed
 
-    posed, machine = run(rank, size=4)[0], Machine()
+    posed, machine = run(rank, size=4)[0], Machine(launch=0.0, processors=0)
     half = np.dtype(np.float16)
     for name in ("forward", "backward"):
         shape = posed.model_shape(128, 2)
@@ -395,9 +475,9 @@ def test_the_model_hides_the_exchange_behind_products(method):
 
 @needs_compiler
 @pytest.mark.parametrize("name", ["causal", "lists", "alibi", "dropout"])
-def test_ranks_may_run_kernels(name):
+def test_ranks_may_run_kernels(name, many_groups):
     """With a score function or dropout, each run of queries is a call of its own."""
-    arrays = arrays_of((2, 70, 16), 2)
+    arrays = arrays_of((*((2,) if name == "causal" else ()), 2, 70, 16), 2)
     check(2, arrays, OPTIONS[name](70, 2) | {"executor": "sim"}, block=16, method="gather")
 
 
@@ -420,19 +500,20 @@ def sharded(group, **options):
     return cp, [cp.shard(x) for _ in range(3)]
 
 
+@pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("step", range(9))
-def test_a_rank_that_raises_at_any_step_ends_the_others(step, monkeypatch):
+def test_a_rank_that_raises_at_any_step_ends_the_others(step, seed, monkeypatch, many_groups):
     ended, done = [], []
-    do_step = ThreadGroup._step
+    do_issue = Meeting.issue
 
-    def failing(group, each, events, work):
-        if group.rank == 1:
-            done.append(each)
+    def failing(meeting, issue, waits, works):
+        if issue.step.rank == 1:
+            done.append(issue)
             if len(done) == step + 1:
                 raise OSError("a disk is full")
-        return do_step(group, each, events, work)
+        return do_issue(meeting, issue, waits, works)
 
-    monkeypatch.setattr(ThreadGroup, "_step", failing)
+    monkeypatch.setattr(Meeting, "issue", failing)
 
     def rank(group):
         try:
@@ -440,14 +521,16 @@ def test_a_rank_that_raises_at_any_step_ends_the_others(step, monkeypatch):
             o, vjp = cp.attention_vjp(q, k, v)
             vjp(o)
         except PeerLost as error:
-            ended.append(str(error))
+            ended.append((group.rank, str(error)))
             raise
 
     start = time.monotonic()
-    with pytest.raises(OSError, match="a disk is full"):
-        run(rank, size=3, timeout=20, seed=step)
+    with pytest.raises(OSError, match="a disk is full") as raised:
+        run(rank, size=3, timeout=20, seed=seed)
+    assert raised.value.__notes__ == ["Raised by rank 1 of 3."]
     assert time.monotonic() - start < 10
-    assert ended == ["rank 1 raised OSError: a disk is full. This group is closed: start the ranks again"] * 2
+    sentence = "rank 1 raised OSError: a disk is full. This group is closed: start the ranks again"
+    assert sorted(ended) == [(0, sentence), (2, sentence)]
 
 
 def test_a_rank_that_exits_ends_the_others():
@@ -490,24 +573,41 @@ def test_a_rank_that_does_not_answer_ends_the_others_in_time():
 
 
 def test_a_rank_that_stops_in_a_pass_ends_the_others_in_time(monkeypatch):
-    do_step, released = ThreadGroup._step, threading.Event()
+    do_issue, released = Meeting.issue, threading.Event()
 
-    def stopping(group, step, events, work):
-        if group.rank == 1 and step.kind == COPY:
+    def stopping(meeting, issue, *others):
+        if issue.step.rank == 1 and issue.step.kind == COPY:
             released.wait(20)
-        return do_step(group, step, events, work)
+        return do_issue(meeting, issue, *others)
 
-    monkeypatch.setattr(ThreadGroup, "_step", stopping)
+    monkeypatch.setattr(Meeting, "issue", stopping)
 
     def rank(group):
         cp, arrays = sharded(group)
         cp.attention(*arrays)
 
     try:
-        with pytest.raises(PeerLost, match="rank 1 did not finish the forward pass within 0.5 s"):
+        with pytest.raises(PeerLost, match="rank 1 did not finish attention within 0.5 s"):
             run(rank, size=2, timeout=0.5)
     finally:
         released.set()
+
+
+def test_ranks_wait_for_each_other_while_steps_proceed(monkeypatch):
+    """The timeout is for each step, not for the call."""
+    do_issue = Meeting.issue
+
+    def slow(meeting, issue, *others):
+        time.sleep(0.1)
+        return do_issue(meeting, issue, *others)
+
+    monkeypatch.setattr(Meeting, "issue", slow)
+
+    def rank(group):
+        cp, arrays = sharded(group)
+        return cp.attention(*arrays).shape
+
+    assert run(rank, size=2, timeout=0.4) == [(2, 32, 8)] * 2
 
 
 def refused(rank, size=3):
@@ -598,6 +698,33 @@ def test_arrays_of_other_dtypes_are_refused_on_every_rank():
         cp.attention(*(x.astype(np.float64 if group.rank == 2 else np.float32) for x in arrays))
 
     assert refused(rank)[0].startswith("ranks must ask for the same call: rank 0 has q=float32")
+
+
+def test_ranks_meet_once_in_a_pass_and_one_of_them_runs_the_steps(monkeypatch, many_groups):
+    meets, issuers = [], []
+    do_meet, do_issue = Meeting.meet, Meeting.issue
+
+    def meeting(self, rank, what, *others):
+        meets.append((rank, what))
+        return do_meet(self, rank, what, *others)
+
+    def issuing(self, issue, *others):
+        issuers.append((threading.get_ident(), issue.number))
+        return do_issue(self, issue, *others)
+
+    monkeypatch.setattr(Meeting, "meet", meeting)
+    monkeypatch.setattr(Meeting, "issue", issuing)
+
+    def rank(group):
+        cp, (q, k, v) = sharded(group)
+        o, vjp = cp.attention_vjp(q, k, v)
+        vjp(o)
+        return [len(each) for each in cp._posed.steps.values()]
+
+    steps = run(rank, size=3)[0]
+    assert sorted(meets) == [(rank, what) for rank in range(3) for what in ("ContextParallel", "attention", "vjp")]
+    assert [number for _, number in issuers] == [*range(steps[0]), *range(steps[1])]
+    assert len({*issuers[: steps[0]]}) == steps[0] and len({thread for thread, _ in issuers[: steps[0]]}) == 1
 
 
 def test_a_group_goes_on_after_a_refusal():

@@ -213,7 +213,7 @@ def test_a_seed_in_an_array_is_read_by_each_call(run) -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_that_is_replayed_draws_anew() -> None:
+def test_each_replay_of_a_graph_draws_again() -> None:
     import cupy
 
     q, seed = cupy.asarray(Q), cupy.array(1)

@@ -378,7 +378,7 @@ def test_every_result_is_compared(name):
         assert_within_bounds(example, **{name: exact + 2 * getattr(example.bounds, name)})
 
 
-def test_changed_operands_are_judged_anew():
+def test_changed_operands_are_judged_again():
     example = Structure(seqlen_q=2, seqlen_kv=3).example()
     assert not np.array_equal(example.exact.o, example.but(v=2 * example.v).exact.o)
 

@@ -216,6 +216,8 @@ class Cupy(cupy_double.Double):
         Arrays made so far.
     live_bytes : int
         Bytes of those that are not freed.
+    most_bytes : int
+        The most that `live_bytes` has been.
     room : int
         Bytes that one array may have.
     allocations_left : int
@@ -233,7 +235,7 @@ class Cupy(cupy_double.Double):
         self.specs: dict[str, KernelSpec] = {}
         self.launchable: list[Function] = []
         self.log: list[tuple[Any, ...]] = []
-        self.allocated, self.live_bytes, self.room, self.fault = 0, 0, 1 << 30, ""
+        self.allocated, self.live_bytes, self.most_bytes, self.room, self.fault = 0, 0, 0, 1 << 30, ""
         self.allocations_left, self.launches_left, self.has_failed = 1 << 62, 1 << 62, False
         self.runs_kernels = self.events_are_reached = True
         self._number = 0
@@ -302,6 +304,7 @@ class Cupy(cupy_double.Double):
             raise OutOfMemoryError(f"Out of memory allocating {host.nbytes} bytes")
         self.allocated += 1
         self.live_bytes += host.nbytes
+        self.most_bytes = max(self.most_bytes, self.live_bytes)
         weakref.finalize(host, self._freed, host.nbytes).atexit = False
         host.reshape(-1).view(np.uint8)[...] = 0xFF  # NaN in every dtype
         return Ndarray(host, self.device)

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+_LOCK = threading.RLock()  # ranks are threads, and each of them may run the steps of all
+
 
 class Node:
     """A step in a queue, which is run once, after the one before it and after the events that it waits for."""
@@ -17,13 +19,14 @@ class Node:
         self.do, self.events, self.is_done = do, list(events), False
 
     def force(self) -> None:
-        if self.is_done:
-            return
-        self.is_done = True
-        for each in self.events:
-            if each is not None:
-                each.force()
-        self.do()
+        with _LOCK:
+            if self.is_done:
+                return
+            self.is_done = True
+            for each in self.events:
+                if each is not None:
+                    each.force()
+            self.do()
 
 
 class LazyLanes:
@@ -32,12 +35,11 @@ class LazyLanes:
     Attributes
     ----------
     has_early_copies : bool
-        Copies run when they are queued, after what they wait for; else all steps run when the pass is over.
+        Copies run when they are queued, after what they wait for; else all steps run when `synchronize` is called.
     """
 
     has_early_copies = False
     namespace: Any = np
-    _lock = threading.RLock()
 
     def __init__(self, device: int, devices: Sequence[int]) -> None:
         self.last: dict[bool, Any] = {True: None, False: None}
@@ -48,19 +50,31 @@ class LazyLanes:
     def start(self) -> Any:
         return self.last[False]
 
-    def run(self, step: Any, events: Sequence[Any], do: Callable[[], None]) -> Node:
-        is_copy = step.kind in ("copy", "take")
-        with self._lock:
-            node = self.last[is_copy] = Node(do, [self.last[is_copy], *events])
-            if is_copy and self.has_early_copies:
-                node.force()
-        return node
+    def run(self, issue: Any, events: Sequence[Any], do: Callable[[], None]) -> Node | None:
+        is_copy = issue.step.rank != issue.step.source
+        node = self.last[is_copy] = Node(do, [self.last[is_copy], *events])
+        if is_copy and self.has_early_copies:
+            node.force()
+        return node if issue.is_awaited else None
 
-    def copy(self, target: Any, source: Any, move: Any) -> None:
-        for own, other in move.parts(target, source):
+    def bound(self, target: Any, source: Any, move: Any) -> Any:
+        return move
+
+    def copy(self, target: Any, source: Any, bound: Any) -> None:
+        for own, other in bound.parts(target, source):
             own[...] = other
 
+    def launcher(self, *arguments: Any) -> None:
+        """Bind nothing: passes of the host run as they are."""
+
+    def queue(self, do: Callable[[], None], events: Sequence[Any] = ()) -> None:
+        """Queue a function as a kernel of the rank."""
+        self.last[False] = Node(do, [self.last[False], *events])
+
     def finish(self, events: Sequence[Any]) -> None:
-        with self._lock:
-            for each in events:
-                each.force()
+        self.queue(lambda: None, events)
+
+    def synchronize(self) -> None:
+        """Run what the rank has queued, and what this waits for."""
+        if self.last[False] is not None:
+            self.last[False].force()

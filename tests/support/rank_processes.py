@@ -1,4 +1,4 @@
-"""Ranks as processes of PyTorch's gloo, for tests: what each of them returns or raises, and when."""
+"""Ranks as processes of PyTorch, over gloo or NCCL, for tests: what each of them returns or raises, and when."""
 
 from __future__ import annotations
 
@@ -20,16 +20,23 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-def _rank(number: int, size: int, port: int, timeout: float, function: Any, arguments: Any, outcomes: Any) -> None:
+def _rank(
+    number: int, size: int, port: int, backend: str, timeout: float, function: Any, arguments: Any, outcomes: Any
+) -> None:  # fmt: skip
     import torch
     from cuflash.distributed import _processes, group_of
     from torch import distributed as dist
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}
     torch.set_num_threads(1)
+    if backend == "nccl":
+        import cupy
+
+        torch.cuda.set_device(number)
+        cupy.cuda.Device(number).use()
     _processes.BEAT, _processes.SILENCE = BEAT, SILENCE
     store = dist.TCPStore("127.0.0.1", port, None, False)
-    dist.init_process_group("gloo", store=store, rank=number, world_size=size)
+    dist.init_process_group(backend, store=store, rank=number, world_size=size)
     dist.barrier()
     start, value, error = time.monotonic(), None, ""
     try:
@@ -42,8 +49,13 @@ def _rank(number: int, size: int, port: int, timeout: float, function: Any, argu
     os._exit(0)  # peers that are lost leave connections that PyTorch would wait for
 
 
-def run(function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 30.0) -> list[Outcome | None]:
-    """Return the outcome of each rank of a function of a group and of arguments; None for a rank that died."""
+def run(
+    function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 30.0, backend: str = "gloo"
+) -> list[Outcome | None]:
+    """Return the outcome of each rank of a function of a group and of arguments; None for a rank that died.
+
+    With the backend "nccl", each rank has the GPU of its number.
+    """
     from torch import distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -51,9 +63,11 @@ def run(function: Callable[..., Any], size: int, *arguments: Any, timeout: float
     context.set_forkserver_preload(["torch.distributed", "cuflash.torch", "cuflash.distributed._processes"])
     outcomes: Any = context.Queue()
     processes = [
-        context.Process(target=_rank, args=(n, size, store.port, timeout, function, arguments, outcomes), daemon=True)
+        context.Process(
+            target=_rank, args=(n, size, store.port, backend, timeout, function, arguments, outcomes), daemon=True
+        )
         for n in range(size)
-    ]
+    ]  # fmt: skip
     for process in processes:
         process.start()
     results: list[Outcome | None] = [None] * size
