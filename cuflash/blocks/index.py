@@ -473,18 +473,6 @@ class BlockIndex:
         return self._like(BlockPattern(is_listed, self.block), self.batch, self.num_heads)._carried
 
     @cached_property
-    def _is_of_rows(self) -> bool:
-        """True if kernels built an index on a device from nothing but its row intervals.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> BlockIndex.from_blocks(np.eye(2, dtype=bool), 4, 4, block=2)._is_of_rows
-        False
-        """
-        return False
-
-    @cached_property
     def _block_rows(self) -> Array:
         """The block row of each entry, numbered consecutively over batch and heads.
 

@@ -61,11 +61,11 @@ class IndexMask(Mask):
         """The interval of keys of each row, lo and hi; None if a row may attend something else.
 
         Kernels need no lists for such an index. Its blocks must be those that the intervals of its rows touch, and its
-        full blocks must lie inside all of them. On a device, this is known of indices that were built so.
+        full blocks must lie inside all of them. On a device, the kernels' maker marks them by `is_of_rows`.
         """
         index = self.index
         if not index.is_on_host:
-            return (index.lo, index.hi) if index._is_of_rows else None
+            return (index.lo, index.hi) if "is_of_rows" in vars(index) else None
         if index.lo is None or not len(index.indices) or (index.kinds == BlockKind.BITS).any():
             return None
         lo, hi, (block_q, block_kv) = index.lo, index.hi, index.block

@@ -88,7 +88,7 @@ class IntervalIndexMaker:
         mask = self._address(self._true.arrays["mask"])
         lists = self._list((mask, start + offsets["lo"], start + offsets["hi"]), stream)
         index = _of_arrays(self._blocks, lists, **self._intervals.views(intervals))
-        vars(index)["_is_of_rows"] = True
+        vars(index)["is_of_rows"] = True  # `IndexMask.row_intervals` reads it
         return index
 
 
