@@ -56,6 +56,38 @@ class IndexMask(Mask):
         table[xp.where(entry < index.indptr[-1], cell, num_cells)] = entry  # the last element of the table is dropped
         return LeadingArray(table[:-1].reshape(self.grid), (index.batch,), 3)
 
+    @cached_property
+    def row_intervals(self) -> tuple[Array, Array] | None:
+        """The interval of keys of each row, lo and hi; None if a row may attend something else.
+
+        Kernels need no lists for such an index. Its blocks must be those that the intervals of its rows touch, and its
+        full blocks must lie inside all of them. On a device, the kernels' maker marks them by `is_of_rows`.
+        """
+        index = self.index
+        if not index.is_on_host:
+            return (index.lo, index.hi) if "is_of_rows" in vars(index) else None
+        if index.lo is None or not len(index.indices) or (index.kinds == BlockKind.BITS).any():
+            return None
+        lo, hi, (block_q, block_kv) = index.lo, index.hi, index.block
+        if (lo[..., 1:] < lo[..., :-1]).any() or (hi[..., 1:] < hi[..., :-1]).any():
+            return None
+        tops, is_empty = np.arange(0, index.seqlen_q, block_q), lo >= hi
+
+        def of_blocks(function: np.ufunc, sides: Array, of_empty: int) -> Array:
+            sides = function.reduceat(np.where(is_empty, of_empty, sides), tops, axis=-1)
+            return np.broadcast_to(sides, self.grid[:3]).reshape(-1)
+
+        first, end = of_blocks(np.minimum, lo, index.seqlen_kv), of_blocks(np.maximum, hi, 0)
+        first, end = first // block_kv, -(-end // block_kv)
+        rows, columns = index._block_rows, index.indices.astype(np.int64)
+        is_touched = (first[rows] <= columns) & (columns < end[rows])
+        if (np.diff(index.indptr) != np.maximum(end - first, 0)).any() or not is_touched.all():
+            return None
+        last, least = of_blocks(np.maximum, lo, index.seqlen_kv), of_blocks(np.minimum, hi, 0)
+        ends = np.minimum((columns + 1) * block_kv, index.seqlen_kv)
+        is_inside = (last[rows] <= columns * block_kv) & (ends <= least[rows])
+        return (lo, hi) if (is_inside | (index.kinds == BlockKind.INTERVAL)).all() else None
+
     @property
     def _natural_block(self) -> tuple[int, int]:
         block_q, block_kv = self.index.block

@@ -435,6 +435,9 @@ def work_list(mask: Mask, shape: MaskShape, tile: tuple[int, int], *, is_ordered
             return intervals(lo=lo, hi=hi, is_ordered=is_ordered)
     block = listed_block(mask, tile)
     if isinstance(mask, IndexMask):
+        rows = mask.row_intervals
+        if rows is not None and (xp is not np or _widest_gap(*rows) < min(tile[1], LISTED_BLOCK)):
+            return intervals(lo=rows[0], hi=rows[1], is_ordered=is_ordered)
         return _work_of_index(mask, block)
     return ListedWork(index=BlockIndex._of_mask(mask, shape, block))
 

@@ -25,6 +25,7 @@ from ..planning.launches import MATRICES, TENSOR_MAP_PARAM
 from ..planning.interval_kernels import INTERVAL_PARAMS
 from ..planning.list_kernels import LIST_PARAMS
 from ..planning.page_choice import PAGE_CHOICE
+from ..planning.quantizing import QUANTIZED_ARRAY, TRANSPOSE
 from ..planning.query_scores import QUERY_SCORES
 from ..planning.prefill import PAGES, QUERY_INTERVALS
 from ..planning.scales import SCALES
@@ -63,6 +64,7 @@ _RECORDS = {
     "attention/captured_sums.cuh": {"CapturedSums": CAPTURED_SUMS},
     "attention/page_table.cuh": {"Pages": PAGES},
     "attention/query_intervals.cuh": {"QueryIntervals": QUERY_INTERVALS},
+    "attention/quantize_params.cuh": {"QuantizedArray": QUANTIZED_ARRAY, "Transpose": TRANSPOSE},
     "fa1/running.cuh": {"Running": RUNNING},
     "naive/score_matrices.cuh": {"ScoreMatrices": SCORE_MATRICES},
     "sm80/parts.cuh": {"Parts": PARTS},

@@ -87,7 +87,9 @@ class IntervalIndexMaker:
         start, offsets = self._address(intervals), self._intervals.offsets
         mask = self._address(self._true.arrays["mask"])
         lists = self._list((mask, start + offsets["lo"], start + offsets["hi"]), stream)
-        return _of_arrays(self._blocks, lists, **self._intervals.views(intervals))
+        index = _of_arrays(self._blocks, lists, **self._intervals.views(intervals))
+        vars(index)["is_of_rows"] = True  # `IndexMask.row_intervals` reads it
+        return index
 
 
 def _of_arrays(source: ListSource, lists: Array, lo: Array | None, hi: Array | None) -> BlockIndex:

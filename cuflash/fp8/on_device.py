@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,26 +14,56 @@ from ..executors.launch import BoundPass
 from ..layouts import address, device_number
 from ..planning._call_cache import CALLS
 from ..planning.launches import Pass
-from ..planning.quantizing import CAPABILITY, KEYS, quantize_spec, quantizing, transpose_spec, transposing
+from ..planning.quantizing import (
+    CAPABILITY, KEYS, PLACES, Rounding, quantize_spec, quantizing, transpose_spec, transposing,
+)  # fmt: skip
 from .rotation import Rotation
 
 
-def quantized_blocks(x: Array, rotation: Rotation | None, block: int, largest: Any) -> tuple[Array, Array] | None:
-    """Return the bytes and the scales of blocks of rows, or None if no kernel supports the array."""
-    spec = quantize_spec(np.dtype(x.dtype), x.shape[-1], block) if _is_on_hopper(x) and x.size else None
-    if spec is None:
+class Blocks(NamedTuple):
+    """The bytes and the scales of blocks of rows, and the transposed bytes if they were requested."""
+
+    data: Array
+    scale: Array
+    transposed: Array | None
+
+
+def quantized_blocks(
+    arrays: Sequence[Array], rotations: Sequence[Rotation | None], transposes: Sequence[bool], block: int, largest: Any
+) -> list[Blocks] | None:
+    """Quantize up to three arrays of one dtype and width by one launch; None if no kernel supports them.
+
+    Parameters
+    ----------
+    arrays : sequence of arrays
+    rotations : sequence of Rotation or None
+        The rotation of the rows of each array.
+    transposes : sequence of bool
+        Whether the bytes of each array are also transposed.
+    block, largest
+        As in `quantize`.
+    """
+    first = arrays[0]
+    if any(not _is_on_hopper(x) or not x.size or x.dtype != first.dtype for x in arrays):
         return None
-    xp = namespace(x)
-    x = xp.ascontiguousarray(x)
-    if address(x) % 32:  # each lane loads its columns with one aligned instruction
-        x = x.copy()
-    data = xp.empty(x.shape, np.uint8)
-    scale = xp.empty((*x.shape[:-2], -(-x.shape[-2] // block)), np.float32)
-    signs = None if rotation is None else _signs(rotation, device_number(x))
-    key = "quantize", x.dtype, x.shape, block, largest
-    arrays = {"x": x, "signs": signs, "data": data, "scale": scale}
-    _launch(key, partial(quantizing, spec, x.shape, scale.shape[-1], largest), arrays)
-    return data, scale
+    spec = quantize_spec(np.dtype(first.dtype), first.shape[-1], block)
+    if spec is None or any(x.shape[-1] != first.shape[-1] for x in arrays):
+        return None
+    xp, roundings = namespace(first), [Rounding(x.shape, is_value) for x, is_value in zip(arrays, transposes)]
+    results, by_name = list[Blocks](), dict[str, Array | None]()
+    for place, x, rotation, rounding in zip(PLACES, arrays, rotations, roundings):
+        x = xp.ascontiguousarray(x)
+        if address(x) % 32:  # each lane loads its columns with one aligned instruction
+            x = x.copy()
+        transposed = xp.empty((*x.shape[:-2], x.shape[-1], rounding.padded_rows), np.uint8) if rounding[1] else None
+        scale = xp.empty((*x.shape[:-2], rounding.num_scales(block)), np.float32)
+        results.append(Blocks(xp.empty(x.shape, np.uint8), scale, transposed))
+        by_name |= {f"{place}.{name}": array for name, array in results[-1]._asdict().items() if array is not None}
+        by_name[f"{place}.x"] = x
+        by_name[f"{place}.signs"] = None if rotation is None else _signs(rotation, device_number(x))
+    key = "quantize", first.dtype, *roundings, block, largest
+    _launch(key, partial(quantizing, spec, roundings, largest), by_name)
+    return results
 
 
 def transposed_bytes(data: Array) -> Array | None:
@@ -43,7 +73,7 @@ def transposed_bytes(data: Array) -> Array | None:
         return None
     xp = namespace(data)
     data = xp.ascontiguousarray(data)
-    if address(data) % 4:
+    if address(data) % 8:  # a thread loads two words of a row with one instruction
         data = data.copy()
     *leading, rows, columns = data.shape
     transposed = xp.empty((*leading, columns, rows + -rows % KEYS), np.uint8)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -176,7 +177,7 @@ class Quantized:
         # Rotated numbers may exceed float32's range, and so may an element after rounding. Dividing by 2^16 is exact.
         xp = namespace(self.scale)
         units = xp.where(self.scale >= np.float32(2.0**100), np.float32(2.0**16), np.float32(1))
-        rows = _unchecked(**{**self._fields(), "scale": self.scale / units}).scaled()
+        rows = _unchecked(**{**self._fields(), "scale": self.scale / units, "_transposed": []}).scaled()
         most = np.finfo(np.float32).max / self._of_rows(units)
         return xp.clip(self.rotation.undo(rows), -most, most) * self._of_rows(units)
 
@@ -223,22 +224,39 @@ class Quantized:
         return []
 
 
+@overload
+def quantize(
+    x: Array, *, dtype: Any = ..., per: str = ..., block: int = ..., rotate: Rotation | None = ..., largest: float = ...
+) -> Quantized: ...
+
+
+@overload
+def quantize(
+    x: Array, k: Array, v: Array, *, dtype: Any = ..., per: str = ..., block: int = ..., rotate: Rotation | None = ...,
+    largest: float = ...,
+) -> tuple[Quantized, Quantized, Quantized]: ...  # fmt: skip
+
+
 @explains_keywords
 def quantize(
     x: Array,
+    k: Array | None = None,
+    v: Array | None = None,
     *,
     dtype: Any = "float8_e4m3fn",
     per: str = "block",
     block: int = BLOCK,
     rotate: Rotation | None = None,
     largest: float = e4m3.LARGEST,
-) -> Quantized:
-    """Quantize an array to FP8, with a scale for each block of rows, for each head, or for the whole array.
+) -> Quantized | tuple[Quantized, Quantized, Quantized]:
+    """Quantize an array, or q, k and v of a call, to FP8, with a scale for each block of rows, head, or whole array.
 
     Parameters
     ----------
     x : array [..., num_heads, seqlen, head_dim] or [seqlen, head_dim]
-        An array of float16, bfloat16 or float32 from NumPy, CuPy, or any library with DLPack.
+        An array of float16, bfloat16 or float32 from NumPy, CuPy, or any library with DLPack; q if k and v are passed.
+    k, v : array [..., num_kv_heads, seqlen_kv, head_dim], optional
+        The keys and values of the call. On a GPU, a single kernel then rotates, rounds and transposes all three.
     dtype : dtype
         The FP8 format. Only float8_e4m3fn is supported: 4 significant bits, at most 448.
     per : {"block", "head", "tensor"}
@@ -246,20 +264,21 @@ def quantize(
     block : int
         Number of rows in a block, a multiple of 16.
     rotate : Rotation, optional
-        The rotation of the rows before rounding. Queries and keys of a call need the same rotation, and values none.
+        The rotation of the rows of x and k before rounding; v is never rotated. Queries and keys of a call need the
+        same rotation, and values none.
     largest : float
         The largest magnitude of each part after scaling, from 2^-9, the smallest positive e4m3 number, to 448. It is
         larger if the scale would exceed float32's range.
 
     Returns
     -------
-    Quantized
+    Quantized, or a tuple of three Quantized
         The FP8 numbers and their scales, on the device of x.
 
     Raises
     ------
     TypeError
-        x is not an array.
+        x, k or v is not an array, or only one of k and v is passed.
     UnsupportedProblem
         An argument is invalid. The error lists every reason.
 
@@ -275,46 +294,65 @@ def quantize(
     >>> import numpy as np, cuflash
     >>> rng = np.random.default_rng(0)
     >>> q, k, v = rng.standard_normal((3, 4, 256, 64), dtype=np.float32)
-    >>> rotation = cuflash.Rotation(64)
-    >>> q8, k8 = (cuflash.quantize(x, rotate=rotation) for x in (q, k))
-    >>> o = cuflash.attention(q8, k8, cuflash.quantize(v), causal=True)
+    >>> q8, k8, v8 = cuflash.quantize(q, k, v, rotate=cuflash.Rotation(64))
+    >>> o = cuflash.attention(q8, k8, v8, causal=True)
     >>> bool(abs(o - cuflash.attention(q, k, v, causal=True)).max() < 0.2)
     True
     """
-    x = as_arrays({"x": x}, {"x": np.float32})["x"]
-    require_arrays({"x": x})
-    reasons = _option_reasons(per, block, rotate, x)
+    is_one = k is None and v is None
+    arrays = as_arrays({"x": x} if is_one else {"x": x, "k": k, "v": v}, dict.fromkeys("xkv", np.float32))
+    require_arrays(arrays)
+    reasons = _array_reasons(arrays) + _option_reasons(per, block, None, arrays["x"])
     with collecting(reasons):
         if as_dtype("dtype", dtype) != E4M3:
             reasons.append(f"dtype must be float8_e4m3fn, the only supported one; got {as_dtype('dtype', dtype)}")
-    if x.dtype not in UP_TO_FLOAT32:
-        reasons.append(f"x must have dtype float16, bfloat16 or float32; got {x.dtype}: cast it")
-    if x.ndim < 2:
-        reasons.append(f"x must have shape (..., rows, columns); got {tuple(x.shape)}")
     if not is_number(largest) or not _LEAST <= largest <= e4m3.LARGEST:
         rule = f"largest must be a number from 2**-9 to {e4m3.LARGEST:g}"
         reasons.append(f"{rule}; got {describe(largest)}: leave it out for {e4m3.LARGEST:g}")
-    refuse(reasons)
-    source = np.dtype(x.dtype)
-    if per == "block" and (blocks := on_device.quantized_blocks(x, rotate, int(block), largest)) is not None:
-        return Quantized(
-            data=blocks[0], scale=blocks[1], per=per, block=int(block), rotation=rotate, source_dtype=source
+    for name in ("x", "k"):
+        reasons += _rotation_reasons(rotate, arrays[name]) if name in arrays else []
+    refuse(list(dict.fromkeys(reasons)))
+    rotations = [None if name == "v" else rotate for name in arrays]
+    results = _of_blocks(arrays, rotations, int(block), largest) if per == "block" else None
+    if results is None:
+        results = [_of_parts(x, per, int(block), largest, rotate) for x, rotate in zip(arrays.values(), rotations)]
+    return results[0] if is_one else (results[0], results[1], results[2])
+
+
+def _of_blocks(
+    arrays: Mapping[str, Array], rotations: Sequence[Rotation | None], block: int, largest: float
+) -> list[Quantized] | None:
+    """Quantize blocks of rows on a GPU, with values also transposed; None if no kernel supports the arrays."""
+    are_values = [name == "v" for name in arrays]
+    blocks = on_device.quantized_blocks(list(arrays.values()), rotations, are_values, block, largest)
+    if blocks is None:
+        return None
+    return [
+        _unchecked(
+            data=data, scale=scale, per="block", block=block, rotation=rotation, source_dtype=np.dtype(x.dtype),
+            _transposed=[] if transposed is None else [transposed],
         )
-    parts, scale, units = _parts_and_scale(x.astype(np.float32), per, int(block), np.float32(largest), rotate)
+        for x, rotation, (data, scale, transposed) in zip(arrays.values(), rotations, blocks)
+    ]  # fmt: skip
+
+
+def _of_parts(x: Array, per: str, block: int, largest: float, rotation: Rotation | None) -> Quantized:
+    """Quantize an array by operations of its library."""
+    parts, scale, units = _parts_and_scale(x.astype(np.float32), per, block, np.float32(largest), rotation)
     with np.errstate(invalid="ignore"):
         data = e4m3.from_float32(parts / scale[..., None, None])
     data = data.reshape(*x.shape[:-2], parts.shape[-3] * parts.shape[-2], x.shape[-1])[..., : x.shape[-2], :]
-    shape = scale_shape(tuple(x.shape), per, int(block))
+    shape = scale_shape(tuple(x.shape), per, block)
     return _unchecked(
-        data=namespace(x).ascontiguousarray(data), scale=(scale * units).reshape(shape), per=per, block=int(block),
-        rotation=rotate, source_dtype=source,
+        data=namespace(x).ascontiguousarray(data), scale=(scale * units).reshape(shape), per=per, block=block,
+        rotation=rotation, source_dtype=np.dtype(x.dtype), _transposed=[],
     )  # fmt: skip
 
 
 def _unchecked(**fields: Any) -> Quantized:
     """Create a Quantized without checks, since the scale of a part that contains NaN or infinity is not finite."""
     quantized = object.__new__(Quantized)
-    for name, value in {**fields, "_transposed": []}.items():
+    for name, value in fields.items():
         object.__setattr__(quantized, name, value)
     return quantized
 
@@ -358,6 +396,16 @@ def _parts_and_scale(
     return parts, xp.where(is_too_large, _LARGEST_SCALE / units, scale), units
 
 
+def _array_reasons(arrays: Mapping[str, Array]) -> list[str]:
+    reasons = []
+    for name, x in arrays.items():
+        if x.dtype not in UP_TO_FLOAT32:
+            reasons.append(f"{name} must have dtype float16, bfloat16 or float32; got {x.dtype}: cast it")
+        if x.ndim < 2:
+            reasons.append(f"{name} must have shape (..., rows, columns); got {tuple(x.shape)}")
+    return reasons
+
+
 def _option_reasons(per: Any, block: Any, rotation: Any, x: Array) -> list[str]:
     reasons = []
     if not isinstance(per, str) or per not in PARTS:
@@ -365,11 +413,15 @@ def _option_reasons(per: Any, block: Any, rotation: Any, x: Array) -> list[str]:
     if not is_int(block) or not 16 <= block < 2**31 or block % 16:
         rule = "block must be a multiple of 16, at least 16, below 2**31"
         reasons.append(f"{rule}; got {describe(block)}: use 128, for example")
+    return reasons + _rotation_reasons(rotation, x)
+
+
+def _rotation_reasons(rotation: Any, x: Array) -> list[str]:
     if rotation is not None and not isinstance(rotation, Rotation):
-        reasons.append(f"rotate must be a Rotation or None; got {describe(rotation)}: use Rotation(head_dim)")
-    elif rotation is not None and x.ndim and x.shape[-1] != rotation.head_dim:
-        columns = x.shape[-1]
-        fits = 0 < columns <= MAX_HEAD_DIM and not columns & (columns - 1)
-        fix = f"use Rotation({columns})" if fits else "no rotation has this length, so use rotate=None"
-        reasons.append(f"rotate must have the length of the rows, {columns}; got {rotation}: {fix}")
-    return reasons
+        return [f"rotate must be a Rotation or None; got {describe(rotation)}: use Rotation(head_dim)"]
+    if rotation is None or not x.ndim or x.shape[-1] == rotation.head_dim:
+        return []
+    columns = x.shape[-1]
+    fits = 0 < columns <= MAX_HEAD_DIM and not columns & (columns - 1)
+    fix = f"use Rotation({columns})" if fits else "no rotation has this length, so use rotate=None"
+    return [f"rotate must have the length of the rows, {columns}; got {rotation}: {fix}"]

@@ -10,7 +10,7 @@ timed, the last 128 rows of a head are compared with float64 attention of the de
 error divided by its bound. The methods alternate, and each call is timed between CUDA events, with the level-2 cache
 flushed before it: medians, and the width of the middle half. `of_cudnn` and `of_bfloat16` are the times of cuDNN and of
 our bfloat16 kernel divided by ours. `ratio` is the time of `peer` divided by ours: cuDNN in FP8 if it runs, otherwise
-our own bfloat16 kernel. `prepare_ms` is the time of `quantize` for q, k and v and of the transposition of v, and
+our own bfloat16 kernel. `prepare_ms` is the time of `quantize` for q, k and v, which also transposes v, and
 `prepare_share` is this time divided by our time. TFLOP/s count two products of the scores that the mask allows.
 
 Found:  on an H100, full and causal FP8 calls take 0.86 to 0.96 times as long as our own bfloat16 calls at head_dim 128,
@@ -61,13 +61,6 @@ def mask_of(name: str, num_heads: int, seqlen: int) -> masks.Mask | None:
     if blocks is None:
         return masks.Causal() if name == "causal" else None
     return masks.BlockPattern(random_blocks(num_heads, seqlen, *blocks), blocks[0])
-
-
-def quantized(x: Any, rotation: cuflash.Rotation) -> tuple[cuflash.Quantized, ...]:
-    """Quantize the operands to FP8, v in the order in which kernels read it."""
-    q8, k8, v8 = (cuflash.quantize(each, rotate=rotate) for each, rotate in zip(x, (rotation, rotation, None)))
-    v8.transposed()
-    return q8, k8, v8
 
 
 def on_host(x8: cuflash.Quantized, rows: int | None = None) -> cuflash.Quantized:
@@ -155,7 +148,7 @@ def measured(config: Config, head_dim: int, mask: str, seqlen: int) -> Record:
     drawn = (rng.standard_normal((batch, num_heads, seqlen, head_dim), np.float32) for _ in range(3))
     x = [cupy.asarray(each.astype(ml_dtypes.bfloat16)) for each in drawn]
     rotation = cuflash.Rotation(head_dim)
-    x8, requested_mask = quantized(x, rotation), mask_of(mask, num_heads, seqlen)
+    x8, requested_mask = cuflash.quantize(*x, rotate=rotation), mask_of(mask, num_heads, seqlen)
     index: Any = requested_mask  # block lists are built once, as for all layers of a model
     if requested_mask is not None and (blocks := named_blocks(mask)) is not None:
         sizes = {"batch": (batch,), "num_heads": num_heads}
@@ -166,7 +159,7 @@ def measured(config: Config, head_dim: int, mask: str, seqlen: int) -> Record:
     calls: dict[str, Callable[[], object]] = {
         "ours": lambda: cuflash.attention(*x8, mask=index),
         "bfloat16": lambda: cuflash.attention(*x, mask=index),
-        "prepare": lambda: quantized(x, rotation),
+        "prepare": lambda: cuflash.quantize(*x, rotate=rotation),
     }
     note = ""
     try:

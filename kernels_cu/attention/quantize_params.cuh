@@ -4,13 +4,23 @@
 // The parameters of the kernels that round arrays to FP8. cuflash/planning/quantizing.py has the same records.
 namespace cuflash::attention {
 
-// Dense arrays [matrices, rows, kHeadDim]; a thread block rounds a block of rows.
-struct Quantize {
+// A dense array [matrices, rows, kHeadDim], of which a thread block rounds a block of rows.
+struct QuantizedArray {
   const void* x;
   uint8_t* data;
-  float* scale;  // [matrices, blocks]
+  float* scale;  // [matrices, scales]
   const float* signs;  // [columns] signs applied before the Hadamard matrix; null if rows are not rotated
-  int32_t num_rows, num_blocks;
+  uint8_t* transposed;  // [matrices, kHeadDim, padded_rows]; null if the array is not transposed
+  int32_t num_rows, num_scales;
+  int32_t num_blocks;  // blocks of a matrix: the scales' and, if the array is transposed, those after the last row
+  int32_t end_block;  // thread blocks of this array and of those before it
+};
+
+constexpr int kMostArrays = 3;  // q, k and v
+
+// The arrays of one launch.
+struct Quantize {
+  QuantizedArray arrays[kMostArrays];
   float largest;  // largest magnitude of a block after division by its scale
   float normalizer;  // factor of the Hadamard matrix
 };

@@ -75,6 +75,14 @@ CUFLASH_DEVICE float min_or_nan(float x, float y) {
   return z;
 }
 
+// Return the larger of x and the magnitude of y, or NaN if either is NaN; subnormal numbers are not flushed. Requires
+// sm_80 or higher.
+CUFLASH_DEVICE float larger_magnitude(float x, float y) {
+  float z;
+  asm("{\n.reg .f32 magnitude;\nabs.f32 magnitude, %2;\nmax.NaN.f32 %0, %1, magnitude;\n}" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
 // Return a word with bit `first` and all higher bits set: all bits if `first` is negative, none if it is 32 or more.
 CUFLASH_DEVICE uint32_t bits_at_or_above(int first) {
   uint32_t bits;

@@ -15,7 +15,9 @@ from cuflash.executors.launch import run_alone
 from cuflash.executors.sim import Simulator
 from cuflash.fp8 import kernel_calls
 from cuflash.fp8.transposed import transposed_values
-from cuflash.planning.quantizing import quantize_spec, quantizing, transpose_spec, transposing
+from cuflash.planning.quantizing import (
+    PLACES, Rounding, quantize_spec, quantizing, transpose_spec, transposing,
+)  # fmt: skip
 from executors import CPU, GPU, SIM, Run, hostile_schedules, in_turn, needs_compiler
 from test_sm90 import FewBlocks
 
@@ -52,6 +54,12 @@ def operands(seqlen_q: int, seqlen_kv: int, dims: tuple[int, int], heads: tuple[
     rng = np.random.default_rng([seqlen_q, seqlen_kv, *dims])
     shapes = (heads[0], seqlen_q, dims[0]), (heads[1], seqlen_kv, dims[0]), (heads[1], seqlen_kv, dims[1])
     return [rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in shapes]
+
+
+def without_one_block(seqlen: int, block: int) -> masks.Mask:
+    """Return a mask of all blocks but one, whose indices need lists."""
+    count = -(-seqlen // block)
+    return masks.BlockPattern(np.arange(count * count).reshape(count, count) != 2 * count + 1, block)
 
 
 def require_bounds(results: tuple[Any, Any], x8: Any, **named: Any) -> float:
@@ -119,8 +127,9 @@ def test_any_length(run: Run, seqlen_q: int, seqlen_kv: int) -> None:
 @pytest.mark.parametrize("block", [64, 128])
 def test_a_list_is_the_mask_that_it_stands_for(run: Run, block: int) -> None:
     x8 = [cuflash.quantize(x, block=block) for x in operands(300, 300, (64, 64), (2, 1), "bfloat16")]
-    mask = masks.Documents(np.repeat(np.arange(3), 100)) & masks.Causal()
+    mask = masks.Documents(np.repeat(np.arange(3), 100)) & masks.Causal() & without_one_block(300, block)
     index = cuflash.BlockIndex.from_mask(mask, block=block, batch=(), num_heads=2, seqlen_q=300, seqlen_kv=300)
+    assert index.as_mask().row_intervals is None
     results = attention(run, x8, mask=index)
     assert require_bounds(results, x8, mask=mask) < 1
 
@@ -238,8 +247,8 @@ SCHEDULED: dict[str, dict[str, Any]] = {
     "causal": {"causal": True, "sink": np.float32([0.5, -1.0, 30.0, -np.inf])},
     "window": {"window": (150, 3)},
     "list": {"mask": cuflash.BlockIndex.from_mask(
-        masks.Documents(np.repeat(np.arange(3), 200)) & masks.Causal(), block=64, batch=(), num_heads=4, seqlen_q=600,
-        seqlen_kv=600,
+        masks.Documents(np.repeat(np.arange(3), 200)) & masks.Causal() & without_one_block(600, 64),
+        block=64, batch=(), num_heads=4, seqlen_q=600, seqlen_kv=600,
     )},
 }  # fmt: skip
 
@@ -294,9 +303,7 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
     "lists of small blocks": (
         lambda: cuflash.attention(
             X8, X8, X8, executor="sim",
-            mask=cuflash.BlockIndex.from_mask(
-                masks.Causal(), block=16, batch=(), num_heads=2, seqlen_q=40, seqlen_kv=40
-            ),
+            mask=cuflash.BlockIndex.from_blocks(np.eye(3, dtype=bool), 40, 40, 16),
         ),
         ["mask's blocks must be multiples of 64 queries and 64 keys"],
     ),
@@ -364,12 +371,19 @@ def require_bits(
     """Require that the kernel on the simulator computes the host's numbers and scales."""
     spec = quantize_spec(x.dtype, x.shape[-1], block)
     assert spec is not None
-    data, scale = np.full(x.shape, 0xA5, np.uint8), np.full(right.scale.shape, -1, np.float32)
-    signs = None if rotation is None else rotation.signs
-    kernels = quantizing(spec, x.shape, scale.shape[-1], largest)
-    run_alone(kernels, {"x": x, "data": data, "scale": scale, "signs": signs}, target)
-    np.testing.assert_array_equal(scale, right.scale)
-    np.testing.assert_array_equal(data, right.data.view(np.uint8))
+    roundings = [Rounding(x.shape, is_transposed) for is_transposed in (False, True)]
+    arrays: dict[str, Any] = {}
+    for place in PLACES[:2]:
+        data, scale = np.full(x.shape, 0xA5, np.uint8), np.full(right.scale.shape, -1, np.float32)
+        arrays |= {f"{place}.x": x, f"{place}.data": data, f"{place}.scale": scale}
+        arrays[f"{place}.signs"] = None if rotation is None else rotation.signs
+    transposed = transposed_values(right.data)
+    arrays["second.transposed"] = np.full(transposed.shape, 0xA5, np.uint8)
+    run_alone(quantizing(spec, roundings, largest), arrays, target)
+    for place in PLACES[:2]:
+        np.testing.assert_array_equal(arrays[f"{place}.scale"], right.scale)
+        np.testing.assert_array_equal(arrays[f"{place}.data"], right.data.view(np.uint8))
+    np.testing.assert_array_equal(arrays["second.transposed"], transposed)
 
 
 def beside_ties(exponent: int) -> Any:

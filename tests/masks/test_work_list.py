@@ -1,6 +1,7 @@
 """Work lists visit what the mask allows, from either side, and nothing that is absent."""
 
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from test_masks import SHAPES_AND_MASKS
 
 from cuflash import BlockIndex, DeviceSpec, ShapeDtype, masks, patterns, plan
-from cuflash.blocks.classify import BlockKind
+from cuflash.blocks.classify import BlockKind, row_intervals
 from cuflash.masks import MaskShape
 from cuflash.blocks.work_list import IntervalWork, ListedWork, requested_mask, work_list
 
@@ -84,6 +85,54 @@ def test_lengths_prefixes_and_sorted_documents_hold_two_integers_a_row():
     for mask in (masks.Lengths(kv=np.array([3, 900])), masks.PrefixLM(7), masks.Documents(ids) & masks.Causal()):
         work = listed_work(mask, shape, (128, 128))
         assert isinstance(work, IntervalWork) and work.nbytes <= 2 * 2 * 4 * 1000
+
+
+CHANGES = ["", "drops", "fills", "moves", "turns"]
+
+
+def with_a_change(index, number, change):
+    """Return an index with a change of one entry, or with the intervals of a block row in reverse order.
+
+    The entry is dropped, becomes a full block if it has no bits or, if it is the last of its row, moves by a block.
+    """
+    num_entries, block_rows = len(index.indices), index._block_rows
+    if change == "turns" and index.lo is not None:
+        rows, top = np.arange(index.seqlen_q), number % index.num_q_blocks * index.block[0]
+        rows[top : top + index.block[0]] = rows[top : top + index.block[0]][::-1].copy()
+        return replace(index, lo=index.lo[..., rows], hi=index.hi[..., rows])
+    number %= max(num_entries, 1)
+    is_changed = np.arange(num_entries) == number
+    if change == "fills":
+        return replace(index, kinds=np.where(is_changed & (index.tiles < 0), BlockKind.FULL, index.kinds))
+    if change == "drops" and num_entries:
+        fields = {name: getattr(index, name)[~is_changed] for name in ("indices", "kinds", "tiles")}
+        return replace(index, indptr=index.indptr - (index.indptr > number).astype(np.int32), **fields)
+    if change == "moves" and num_entries:
+        is_last = number + 1 == index.indptr[block_rows[number] + 1]
+        step = is_last and index.indices[number] + 1 < index.num_kv_blocks
+        return replace(index, indices=index.indices + (is_changed * step).astype(np.int32))
+    return index
+
+
+@given(SHAPES_AND_MASKS, TILES, TILES, st.integers(0, 99), st.sampled_from(CHANGES))
+def test_the_work_of_an_index_is_its_elements(shape_and_mask, block, tile, number, change):
+    shape, mask = shape_and_mask
+    index = with_a_change(BlockIndex.from_mask(mask, block=block, **shape._asdict()), number, change)
+    work = listed_work(index, shape, tile)
+    for transposed in (False, True):
+        allowed, _ = rebuilt(work, shape, transposed)
+        assert (allowed == index.as_mask().toarray(**shape._asdict()).reshape(allowed.shape)).all()
+
+
+def test_an_index_of_packed_sequences_needs_no_list():
+    offsets, shape = [0, 70, 75, 260], MaskShape((), 2, 260, 260)
+    for mask in (masks.Sequences(offsets, causal=True), masks.Causal(), masks.SlidingWindow(70, 3)):
+        index = BlockIndex.from_mask(mask, 260, 260, 32)
+        work = listed_work(index, shape, (128, 128))
+        assert isinstance(work, IntervalWork)
+        for side, of_mask in zip((work.lo, work.hi), row_intervals(mask.resolve(shape), 260, 260, 1, 1)):
+            assert (side == of_mask).all()
+        assert isinstance(listed_work(with_a_change(index, 3, "drops"), shape, (128, 128)), ListedWork)
 
 
 def test_a_block_index_is_walked_as_it_came():

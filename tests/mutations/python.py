@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutations.planting import Edit
 from mutations.python_guards import (
     attention_is_right, indices_are_right, lists_on_a_device_are_right, rows_without_a_score_are_right, work_is_right,
+    work_of_an_index_is_right,
 )  # fmt: skip
 
 FAULTS = {
@@ -76,6 +77,23 @@ FAULTS = {
             "blocks/work_list.py", "_segments", "start + int(used[1][tile])", "start + int(used[1][tile]) - 1"
         ),
         "one list serves all heads": Edit("blocks/work_list.py", "_owner", "(h if extents[1] > 1 else 0)", "0"),
+    },
+    work_of_an_index_is_right: {
+        "blocks may be absent from a run of keys": Edit(
+            "blocks/index_mask.py", "IndexMask.row_intervals",
+            "(np.diff(index.indptr) != np.maximum(end - first, 0)).any() or not", "not",
+        ),
+        "blocks may be listed outside of a run of keys": Edit(
+            "blocks/index_mask.py", "IndexMask.row_intervals", "or not is_touched.all()", ""
+        ),
+        "full blocks may be outside of a run of keys": Edit(
+            "blocks/index_mask.py", "IndexMask.row_intervals",
+            "if (is_inside | (index.kinds == BlockKind.INTERVAL)).all() else None", "",
+        ),
+        "runs of keys may go back": Edit(
+            "blocks/index_mask.py", "IndexMask.row_intervals",
+            "if (lo[..., 1:] < lo[..., :-1]).any() or (hi[..., 1:] < hi[..., :-1]).any():", "if False:",
+        ),
     },
     indices_are_right: {
         "equal hashes for unequal tiles": Edit(

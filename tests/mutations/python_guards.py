@@ -3,6 +3,7 @@
 Each guard takes a library: the installed one, or a copy with a fault under another name.
 """
 
+import itertools
 
 import device_double
 import device_lists
@@ -11,7 +12,7 @@ from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 from test_block_index import blocks_of
 from test_device_masks import changed, in_order, packed, sent
-from test_work_list import assert_longest_first, rebuilt
+from test_work_list import CHANGES, assert_longest_first, rebuilt, with_a_change
 from library_parts import part
 
 SIGNS = (AssertionError, ValueError)  # exceptions with which a guard reports a fault; shapes may not match
@@ -133,6 +134,29 @@ def work_is_right(library):
             assert (allowed == mask.toarray(**shape._asdict()).reshape(allowed.shape)).all()
         if isinstance(work, work_list.ListedWork):
             assert_longest_first(work.lists, work.index.batch * work.index.num_heads)
+
+
+def changed_indices(library):
+    """Yield packed sequences, a block, and each change of some entries."""
+    shape = part(library, "masks.shape").MaskShape((), 2, 60, 60)
+    mask = library.masks.Sequences([0, 25, 27, 60], causal=True)
+    for change, number in itertools.product(CHANGES, range(0, 20)):
+        yield (shape, mask), (16, 8), number, change
+
+
+def work_of_an_index_is_right(library):
+    """Check that the work of an index, also of one that is changed, is its elements."""
+    work_list, index_of = part(library, "blocks.work_list"), part(library, "blocks.index").BlockIndex.from_mask
+    sizes, changes = st.tuples(st.integers(1, 12), st.integers(1, 12)), st.sampled_from(CHANGES)
+
+    @hunt(shapes_and_masks(library), sizes, st.integers(0, 99), changes, first=changed_indices(library), most=40)
+    def check(shape_and_mask, block, number, change):
+        shape, mask = shape_and_mask
+        index = with_a_change(index_of(mask, block=block, **shape._asdict()), number, change)
+        work = work_list.work_list(work_list.requested_mask(index, False, None, shape), shape, (8, 8))
+        for transposed in (False, True):
+            allowed, _ = rebuilt(work, shape, transposed)
+            assert (allowed == index.as_mask().toarray(**shape._asdict()).reshape(allowed.shape)).all()
 
 
 def lists_on_a_device_are_right(library):

@@ -19,6 +19,7 @@ from cuflash import BlockIndex, masks
 from cuflash.blocks import index as indices
 from cuflash.executors import gpu
 from cuflash.testing import Example, assert_within_bounds
+from executors import needs_compiler, on_every_executor
 from library_parts import part
 
 import cuflash
@@ -138,6 +139,33 @@ def test_each_index_and_each_set_of_options_has_calls_of_its_own(cupy, executor)
     for _ in range(2):
         for options, named in ways:
             assert_within_bounds(Example(q=Q, k=K, v=V, **named), o=call(**options))
+
+
+@on_every_executor
+@pytest.mark.parametrize("changes", [False, True])
+def test_an_index_of_packed_sequences_is_their_mask(run, changes):
+    """With or without a block that the sequences attend, so that kernels need a list or none."""
+    mask = masks.Sequences([0, 13, 14, 40], causal=True)
+    if changes:
+        mask &= masks.BlockPattern(np.arange(25).reshape(5, 5) != 16, 8)  # without block (3, 1)
+    arrays = [*map(run.put, (Q, K, V))]
+    for index in (an_index(mask), *([an_index(mask.to(run.put))] if run.is_on_device else [])):
+        assert (index.as_mask().row_intervals is None) == changes
+        (o, lse), vjp = cuflash.attention_vjp(*arrays, mask=index, return_lse=True, **run.options)
+        results = dict(zip(("o", "lse", "dq", "dk", "dv"), map(run.get, (o, lse, *vjp(run.put(DO))))))
+        assert_within_bounds(Example(q=Q, k=K, v=V, do=DO, mask=mask), **results)
+
+
+@needs_compiler
+def test_an_index_of_sequences_on_a_device_needs_no_list(cupy):
+    mask = masks.Sequences([0, 13, 14, 40], causal=True)
+    index = an_index(mask.to(cupy.asarray))
+    assert index.as_mask().row_intervals is not None
+    before = len(cupy.launched)
+    o, vjp = cuflash.attention_vjp(*on_device(cupy, Q, K, V), mask=index)
+    results = dict(zip(("o", "dq", "dk", "dv"), [x.get() for x in (o, *vjp(cupy.asarray(DO)))]))
+    assert_within_bounds(Example(q=Q, k=K, v=V, do=DO, mask=mask), **results)
+    assert not {"classify", "entries"} & {*cupy.launched[before:]}
 
 
 def test_a_caller_s_own_arrays_stay_as_they_are():

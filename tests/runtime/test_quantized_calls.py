@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cupy_machine
+import ml_dtypes  # noqa: F401 (registers the name bfloat16)
 import numpy as np
 from cached_calls import cached
 import pytest
@@ -89,3 +90,55 @@ def test_a_gpu_reads_each_mask(name: str) -> None:
     x8 = [on_device(cupy, x) for x in X8]
     for seed in range(3):
         assert is_right(cuflash.attention(*x8, mask=on_its_device(seed, cupy.asarray)).get(), on_host(seed))
+
+
+def operands(columns: int, dtype: str) -> list[Any]:
+    """Return q, k and v with fewer heads and other lengths of k and v; one block has NaN, and one only zeros."""
+    rng = np.random.default_rng(columns)
+    q, k, v = (rng.standard_normal((2, *shape, columns)).astype(dtype) for shape in ((4, 77), (2, 150), (2, 150)))
+    v[0, 1, 140, 3], k[1, 0] = np.nan, 0
+    return [q, k, v]
+
+
+def require_bits(together: Any, alone: Any) -> None:
+    for name, x8, right in zip("qkv", together, alone):
+        np.testing.assert_array_equal(x8.scale.get(), right.scale, name)
+        np.testing.assert_array_equal(x8.data.get(), right.data.view(np.uint8), name)
+        assert (x8.rotation, x8.block, x8.source_dtype) == (right.rotation, right.block, right.source_dtype)
+    np.testing.assert_array_equal(together[2].transposed().get(), alone[2].transposed())
+
+
+CASES = [
+    (64, "float16", 32, True), (128, "bfloat16", 128, True), (64, "float32", 64, False), (48, "float16", 32, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("columns, dtype, block, rotates", CASES)
+def test_operands_are_quantised_together_or_alone(columns: int, dtype: str, block: int, rotates: bool) -> None:
+    x, rotation = operands(columns, dtype), cuflash.Rotation(columns) if rotates else None
+    together = cuflash.quantize(*x, block=block, rotate=rotation)
+    for x8, right in zip(together, [cuflash.quantize(each, block=block, rotate=rotation) for each in x[:2]]):
+        np.testing.assert_array_equal(x8.data.view(np.uint8), right.data.view(np.uint8))
+    assert together[2].rotation is None
+    np.testing.assert_array_equal(together[2].scale, cuflash.quantize(x[2], block=block).scale)
+
+
+@needs_compiler
+@pytest.mark.parametrize("columns, dtype, block, rotates", CASES[:1])
+def test_one_kernel_prepares_a_call(cupy: Any, columns: int, dtype: str, block: int, rotates: bool) -> None:
+    x, options = operands(columns, dtype), {"block": block, "rotate": cuflash.Rotation(columns) if rotates else None}
+    together = cuflash.quantize(*map(cupy.asarray, x), **options)
+    require_bits(together, cuflash.quantize(*x, **options))
+    assert cupy.launched == ["quantize"]
+    v8 = cuflash.quantize(cupy.asarray(x[2]), block=block)
+    np.testing.assert_array_equal(v8.transposed().get(), together[2].transposed().get())
+    assert cupy.launched == ["quantize", "quantize", "transpose"]
+
+
+@pytest.mark.gpu(9, 0)
+@pytest.mark.parametrize("columns, dtype, block, rotates", CASES)
+def test_a_gpu_prepares_a_call_with_the_bits_of_the_host(columns: int, dtype: str, block: int, rotates: bool) -> None:
+    import cupy
+
+    x, options = operands(columns, dtype), {"block": block, "rotate": cuflash.Rotation(columns) if rotates else None}
+    require_bits(cuflash.quantize(*map(cupy.asarray, x), **options), cuflash.quantize(*x, **options))

@@ -257,6 +257,10 @@ REFUSED = {
         ["precision must be 'ieee', 'tf32', 'tf32x3'; got 'fp8': pass cuflash.quantize(q), and likewise for k and v",
          "window must"],
     ),
+    "operands of other lengths and dtypes": (
+        lambda: cuflash.quantize(X, X[..., :32], X.astype(np.float64), rotate=Rotation(64)),
+        ["v must have dtype float16, bfloat16 or float32; got float64", "rotate must have the length of the rows, 32"],
+    ),
     "a rotation of another length": (
         lambda: cuflash.quantize(X, rotate=Rotation(32), largest=0, per="row", block=20),
         ["rotate must have the length of the rows, 64; got Rotation(head_dim=32, seed=0): use Rotation(64)",
@@ -345,6 +349,7 @@ def test_all_that_is_wrong_is_said_at_once(name: str) -> None:
     "call",
     [
         lambda: cuflash.quantize([["1.0"]]),
+        lambda: cuflash.quantize(X, X),
         lambda: Rotation(2).apply([1.0, None]),
         lambda: replace(X8, scale=1.0),
         lambda: cuflash.study.quantization_bound(None, X, X, X8, X8, X8),

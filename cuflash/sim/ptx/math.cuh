@@ -59,6 +59,11 @@ CUFLASH_DEVICE float min_or_nan(float x, float y) {
   return x != x || y != y ? __uint_as_float(kCanonicalNan) : x < y ? x : y;
 }
 
+CUFLASH_DEVICE float larger_magnitude(float x, float y) {
+  const float magnitude = ::fabsf(y);
+  return x != x || y != y ? __uint_as_float(kCanonicalNan) : x < magnitude ? magnitude : x;
+}
+
 CUFLASH_DEVICE uint32_t bits_at_or_above(int first) { return first > 31 ? 0 : ~0u << (first < 0 ? 0 : first); }
 
 CUFLASH_DEVICE uint32_t permute_bytes(uint32_t x, uint32_t y, uint32_t selector) {
