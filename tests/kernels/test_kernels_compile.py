@@ -35,6 +35,7 @@ from cuflash.planning.prefill import intervals_spec, prefill_spec
 from cuflash.planning.problem import PRECISIONS, Problem
 from cuflash.planning.spec import KernelSpec
 from cuflash.planning.families import sm80
+from cuflash.planning.families._passes import second_statistics_spec
 from cuflash.planning.families.sm90 import SHORT_SEQUENCES, in_small_tiles
 from cuflash.planning.families.sm90_fp8 import Sm90Fp8
 from cuflash.planning.families.family import DIMS, Family
@@ -175,7 +176,8 @@ def of_tangents(family: Family, problem: Problem, device: DeviceSpec, limit: Lim
     specs = {family.jvp_spec(replace(problem, tangents=names), device, limit) for names in TANGENTS}
     for names in SECOND_TANGENTS:
         with suppress(UnsupportedProblem):  # no tile fits
-            specs |= set(family.backward_jvp_specs(replace(problem, tangents=names), device, limit))
+            rows, columns = family.backward_jvp_specs(replace(problem, tangents=names), device, limit)
+            specs |= {second_statistics_spec(rows), rows, columns}
     return specs
 
 
@@ -199,7 +201,8 @@ def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
         specs = {gradient_spec(spec.dtype, spec)}
     else:
         specs = {gradient_spec(spec.dtype), sums_spec(spec.accumulator)} if spec.name == "simt_forward" else set()
-    takes_it = spec.entry.name in ("forward", "combine", "softmax", "jvp", "backward_jvp_rows") and not spec.is_split
+    names = ("forward", "combine", "softmax", "jvp", "backward_jvp_statistics")
+    takes_it = spec.entry.name in names and not spec.is_split
     takes_it &= spec.family != "fa1"
     return specs | ({replace(spec, has_sink=True)} if takes_it else set())
 
@@ -434,7 +437,7 @@ def test_float64_is_multiplied_on_tensor_cores_where_a_chip_has_them() -> None:
     rows = {"T4": 0, "H100": 16} | dict.fromkeys(("A100", "RTX 3090", "L4", "B200", "RTX 5090"), 8)
     for chip, specs in by_chip.items():
         # Statistics have no products, and block masses are multiplied and summed without tensor cores.
-        products = {spec for spec in specs if spec.entry.name not in ("backward_statistics", "block_mass")}
+        products = {spec for spec in specs if not spec.entry.name.endswith(("statistics", "block_mass"))}
         assert {spec.mma_rows for spec in products if spec.dtype == np.float64} == {rows[chip]}
         assert {spec.mma_rows for spec in specs if spec.dtype != np.float64} == {0}
     in_short_blocks = every_spec("H100", [(64, 64)], ((16, 16), (24, 24)))
