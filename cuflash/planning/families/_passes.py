@@ -68,8 +68,8 @@ def backward_jvp_pass(
     deltas, counters = (DELTA, f"delta{DOT}"), tile_counters(rows)
     inputs = ("q", "k", "v", "do", "lse", f"lse{DOT}", *dots, *deltas)
     statistics = second_statistics_spec(rows)
-    of_queries = ("do", "lse", f"lse{DOT}", "o", f"o{DOT}", "dlse", f"dlse{DOT}")
-    of_queries += (f"do{DOT}",) * ("do" in rows.tangents)
+    do_dot = (f"do{DOT}",) * ("do" in rows.tangents)
+    of_queries = ("do", *do_dot, "o", f"o{DOT}", "lse", f"lse{DOT}", "dlse", f"dlse{DOT}")
 
     def launch(spec: KernelSpec, reads: tuple[str, ...], writes: tuple[str, ...]) -> Launch:
         return launch_of(spec, device, num_tiles(spec, problem, work), reads, writes)
