@@ -126,7 +126,7 @@ class Gpu:
         self._device_lists: WeakKeyDictionary[WorkList, dict[int, _DeviceLists]] = WeakKeyDictionary()
         self._sending: WeakKeyDictionary[WorkList, threading.Lock] = WeakKeyDictionary()
         self._to_release: deque[_DeviceLists] = deque()
-        self._zeroed: dict[tuple[int, int, int], dict[int, Array]] = {}
+        self._zeroed: dict[tuple[int, int, int], dict[int, Piece]] = {}
         self._pieces: dict[int, dict[int, list[Piece]]] = {}
         self._lock = threading.Lock()
 
@@ -191,8 +191,13 @@ class Gpu:
         if pins:
             hold(plan)
 
-    def kept_zeros(self, number: int, nbytes: int) -> dict[int, Array]:
-        """Return, by stream, the current device's arrays of a size that stay zero between calls, one of several."""
+    def lasting(self, nbytes: int) -> Piece:
+        """Return a new piece of zeros on the current device, in CuPy's memory, which may outlive the call."""
+        array = namespace().zeros((nbytes,), np.uint8)
+        return Piece(nbytes, array, array.data.ptr)
+
+    def kept_zeros(self, number: int, nbytes: int) -> dict[int, Piece]:
+        """Return, by stream, the current device's pieces of a size that stay zero between calls, one of several."""
         return self._zeroed.setdefault((nvrtc.current_device()[1], number, nbytes), {})
 
     def kept_pieces(self) -> dict[int, list[Piece]]:

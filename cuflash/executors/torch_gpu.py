@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from operator import methodcaller
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from ..blocks.work_list import WorkList
 from ..layouts import dense_strides, dtype_of
 from ..planning.plan import KernelPlan
 from . import gpu
+from .workspaces import Piece
+
+_Result = TypeVar("_Result")
 
 TORCH_DTYPES = {dtype: getattr(torch, dtype.name) for dtype in DTYPES}
 NUMPY_DTYPES = {theirs: ours for ours, theirs in TORCH_DTYPES.items()}
@@ -125,12 +128,29 @@ class TorchGpu(gpu.Gpu):
         """Return a new tensor of zeros on the current device."""
         return self.maker(shape, dtype)().zero_()
 
+    def lasting(self, nbytes: int) -> Piece:
+        """Return a new piece of zeros; see `_outside_of_pools`."""
+        return self._outside_of_pools(partial(super().lasting, nbytes))
+
     def sent(self, array: Array) -> Array:
         """Return the bytes of an array of a work list, copied to the current device."""
         if isinstance(array, np.ndarray):
-            device = torch.device("cuda", torch.cuda.current_device())
-            return torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy()).to(device)
+            array = self._outside_of_pools(partial(super().sent, np.ascontiguousarray(array)))
         return torch.from_dlpack(array.reshape(-1).view(np.uint8))
+
+    def _outside_of_pools(self, make: Callable[[], _Result]) -> _Result:
+        """Allocate CuPy's memory on PyTorch's current stream, for arrays that outlive a call.
+
+        PyTorch directs the allocations of its own tensors to a graph's pool, not only while it captures: also in the
+        call before. That pool reuses memory of tensors that are no results of the graph.
+        """
+        cupy = gpu.namespace()
+        with self.stream():
+            try:
+                return make()
+            except cupy.cuda.memory.OutOfMemoryError:
+                torch.cuda.empty_cache()  # PyTorch's cache of free memory may be all that is left
+                return make()
 
     def device_lists(self, work: WorkList) -> Any:
         """Return lists on the device after waiting for their copy, since a PyTorch capture must not query an event."""

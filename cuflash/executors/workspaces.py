@@ -31,10 +31,13 @@ class Memory(Protocol):
         """Return a function that allocates an array."""
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return a new array of zeros."""
+        """Return a new array of zeros on the current device, for one call."""
 
-    def kept_zeros(self, number: int, nbytes: int) -> dict[int, Array]:
-        """Return, by stream, the arrays that stay zero between calls, for one of several of a size that a call has."""
+    def lasting(self, nbytes: int) -> Piece:
+        """Return a new piece of zeros on the current device, in memory that may outlive the call."""
+
+    def kept_zeros(self, number: int, nbytes: int) -> dict[int, Piece]:
+        """Return, by stream, the pieces that stay zero between calls, for one of several of a size that a call has."""
 
     def kept_pieces(self) -> dict[int, list[Piece]]:
         """Return, by stream, the pieces that no call is using at present to launch kernels."""
@@ -89,7 +92,8 @@ class Workspaces:
     again after the kernels, so a stream keeps an array for each of them. This saves a memset of 6 µs per call.
 
     A call under capture allocates its own memory, since replays may overlap with other calls of the stream. So does a
-    call on cudaStreamPerThread, and one that needs a large piece.
+    call on cudaStreamPerThread, and one that needs a large piece. Memory that a stream keeps never belongs to a call's
+    allocator: the first call may be the last one before a capture, whose allocator reuses what that call allocated.
 
     Parameters
     ----------
@@ -121,20 +125,25 @@ class Workspaces:
             except (KeyError, IndexError):  # no piece is free, or another thread has just taken the last
                 piece = None
             if piece is None or piece.nbytes < self._nbytes:
-                array = self._make()
-                piece = Piece(self._nbytes, array, self._address(array))
+                piece = self._memory.lasting(self._nbytes) if is_kept else self._own()
             base = piece.address
         addresses = [base + start for start in self._starts]
         arrays = [] if piece is None else [piece.array]
         for place, nbytes, by_stream in self._zeros:
-            zeros = None if is_apart else by_stream.get(number)
-            if zeros is None:
+            if is_apart:
                 zeros = self._memory.zeros((nbytes,), np.dtype(np.uint8))
-            if not is_apart:
-                zeros = by_stream.setdefault(number, zeros)
-            arrays.append(zeros)
-            addresses[place] = self._address(zeros)
+                addresses[place] = self._address(zeros)
+                arrays.append(zeros)
+                continue
+            kept = by_stream.get(number)
+            if kept is None:
+                kept = by_stream.setdefault(number, self._memory.lasting(nbytes))
+            addresses[place] = kept.address
         return Taken(addresses, arrays, piece if is_kept else None)
+
+    def _own(self) -> Piece:
+        array = self._make()
+        return Piece(self._nbytes, array, self._address(array))
 
     def give_back(self, stream: Any, taken: Taken) -> None:
         """Make the memory of a call that has launched its kernels available to later calls on the stream."""

@@ -62,6 +62,7 @@ class _Workspaces:
     def __init__(self, needs: Mapping[str, Workspace], machine: XlaGpu) -> None:
         sizes = [0 if need.is_zeroed else -(-need.nbytes // _ALIGNMENT) * _ALIGNMENT for need in needs.values()]
         *self._starts, self.nbytes = accumulate(sizes, initial=0)
+        self._machine = machine
         zeroed = [(place, kept_bytes(need)) for place, need in enumerate(needs.values()) if need.is_zeroed]
         self._zeros = [
             (place, nbytes, machine.kept_zeros(number, nbytes)) for number, (place, nbytes) in enumerate(zeroed)
@@ -74,8 +75,8 @@ class _Workspaces:
             zeros = by_stream.get(stream.ptr)
             if zeros is None:
                 with as_cupy_stream(stream.ptr):
-                    zeros = by_stream.setdefault(stream.ptr, gpu.namespace().zeros(nbytes, np.uint8))
-            addresses[place] = zeros.data.ptr
+                    zeros = by_stream.setdefault(stream.ptr, self._machine.lasting(nbytes))
+            addresses[place] = zeros.address
         return Taken(addresses, [])
 
     def give_back(self, stream: XlaStream, taken: Taken) -> None:

@@ -31,9 +31,11 @@ from ._tensors import Tensor, in_autocast
 from ._transformed import Transformed, names_of, results_of, run_pass
 
 _TAGS = (torch.Tag.needs_exact_strides,)
-_LIBRARY = torch.library.Library("cuflash", "DEF")
+_NAMESPACE = __name__.partition(".")[0]  # so that another copy of the library has operators of its own
+_LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
 _LIBRARY.define("forward(Tensor[] tensors, str call) -> (Tensor, Tensor)", tags=_TAGS)
 _LIBRARY.define("derivative(str name, Tensor?[] tensors, str[] wrt, str call) -> Tensor[]", tags=_TAGS)
+_OPERATORS = getattr(torch.ops, _NAMESPACE)
 
 _numbers = count()
 _calls: WeakValueDictionary[str, Transformed] = WeakValueDictionary()
@@ -46,6 +48,7 @@ def name_of(call: Transformed, is_traced: bool) -> str:
         call.name = str(next(_numbers))
         _calls[call.name] = call
     if is_traced:
+        call.is_traced = True
         _traced.append(call)
     return call.name
 
@@ -55,7 +58,7 @@ def forward(call: Transformed, tensors: Sequence[Tensor]) -> tuple[Tensor, Tenso
     if not _are_traced(tensors):
         return call.forward(*(tensor.detach() for tensor in tensors))
     with torch.enable_grad(), _below_autograd():  # transformations below this one still differentiate
-        o, lse = torch.ops.cuflash.forward(list(tensors), name_of(call, _has_proxies()))
+        o, lse = _OPERATORS.forward(list(tensors), name_of(call, _has_proxies()))
     return o, lse
 
 
@@ -68,7 +71,7 @@ def derivative(
         return run_pass(call, name, wrt, {each: tensor for each, tensor in named if tensor is not None})
     text = name_of(call, _has_proxies())
     with torch.enable_grad(), _below_autograd():
-        results: Sequence[Tensor] = torch.ops.cuflash.derivative(name, list(tensors), list(wrt), text)
+        results: Sequence[Tensor] = _OPERATORS.derivative(name, list(tensors), list(wrt), text)
     return results
 
 
@@ -132,7 +135,7 @@ def compiled(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor,
             if isinstance(array, torch.Tensor):
                 tensors[name] = array
     name = _named(tuple(tensors), mask, causal, window, scale, score, softcap, draws, *words)
-    o, lse = torch.ops.cuflash.forward(list(tensors.values()), name)
+    o, lse = _OPERATORS.forward(list(tensors.values()), name)
     return o, lse
 
 
@@ -213,7 +216,7 @@ def _fake_derivative(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[
 
 def _batched_forward(info: Any, in_dims: Any, tensors: Sequence[Tensor], call: str) -> Any:
     def apply(*each: Tensor) -> Sequence[Tensor]:
-        results: Sequence[Tensor] = torch.ops.cuflash.forward(list(each), call)
+        results: Sequence[Tensor] = _OPERATORS.forward(list(each), call)
         return results
 
     return _calls[call].batched("forward", info.batch_size, tensors, in_dims[0], (), apply), (0, 0)
@@ -223,7 +226,7 @@ def _batched_derivative(
     info: Any, in_dims: Any, name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str
 ) -> Any:
     def apply(*each: Tensor) -> Sequence[Tensor]:
-        results: Sequence[Tensor] = torch.ops.cuflash.derivative(name, list(each), wrt, call)
+        results: Sequence[Tensor] = _OPERATORS.derivative(name, list(each), wrt, call)
         return results
 
     results = _calls[call].batched(name, info.batch_size, tensors, in_dims[1], wrt, apply)
@@ -232,7 +235,7 @@ def _batched_derivative(
 
 _LIBRARY.impl("forward", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("derivative", _derivative, "CompositeExplicitAutograd")
-torch.library.register_fake("cuflash::forward", _fake_forward, lib=_LIBRARY)
-torch.library.register_fake("cuflash::derivative", _fake_derivative, lib=_LIBRARY)
-torch.library.register_vmap("cuflash::forward", _batched_forward, lib=_LIBRARY)
-torch.library.register_vmap("cuflash::derivative", _batched_derivative, lib=_LIBRARY)
+torch.library.register_fake(f"{_NAMESPACE}::forward", _fake_forward, lib=_LIBRARY)
+torch.library.register_fake(f"{_NAMESPACE}::derivative", _fake_derivative, lib=_LIBRARY)
+torch.library.register_vmap(f"{_NAMESPACE}::forward", _batched_forward, lib=_LIBRARY)
+torch.library.register_vmap(f"{_NAMESPACE}::derivative", _batched_derivative, lib=_LIBRARY)

@@ -74,7 +74,7 @@ class _ByArrays:
             return tuple(map(as_tensor, self._ready._run(name, arrays, {})))
 
 
-class _OnGpu:
+class OnGpu:
     """A call on GPU tensors of one layout: a plan whose passes are bound once, and then run repeatedly.
 
     Attributes
@@ -148,7 +148,7 @@ def _read_by(name: str, arrays: Mapping[str, Any], problem: Problem) -> dict[str
 class _WithContents(NamedTuple):
     """A GPU call with the other inputs of all passes: the lists of its mask, and dropout's seed and offset."""
 
-    call: _OnGpu
+    call: OnGpu
     lists: tuple[Tensor, ...]
     numbers: tuple[int, ...]
 
@@ -167,7 +167,7 @@ class _WithContents(NamedTuple):
         return self.call.run(name, tensors, lists=self.lists, numbers=self.numbers)
 
 
-Call: TypeAlias = _OnGpu | _ByArrays | _WithContents
+Call: TypeAlias = OnGpu | _ByArrays | _WithContents
 
 
 def looked_up_call(tensors: dict[str, Any], outs: Outs, options: Options, wants_lse: bool) -> Call:
@@ -178,7 +178,7 @@ def looked_up_call(tensors: dict[str, Any], outs: Outs, options: Options, wants_
     if call is None:
         lists_at_call = key is not None and contents is not None
         call = _first(looked_up, key, tensors, outs, options, lists_at_call, wants_lse)
-    if isinstance(call, _OnGpu) and (contents is not None or options.dropout is not None):
+    if isinstance(call, OnGpu) and (contents is not None or options.dropout is not None):
         lists_of = call.lists_of
         lists = () if contents is None or lists_of is None else (lists_of(*contents.arrays),)
         call = _WithContents(call, lists, numbers_of(options.dropout))
@@ -243,7 +243,7 @@ def _first(
     options: Options,
     lists_at_call: bool,
     wants_lse: bool,
-) -> _OnGpu | _ByArrays:
+) -> OnGpu | _ByArrays:
     """Check the arguments of a call with a new layout or new options, and return the object that runs it."""
     refuse(argument_reasons(tensors, outs) or executor_reasons(tensors["q"].device, options.executor))
     snapshot = looked_up.snapshot()
@@ -260,7 +260,7 @@ def _first(
         work, lists_of = ready._plan.work, None
         if isinstance(work, WorkAtCall):
             lists_of = gpu.lists_of_calls(ready._plan, work, torch_gpu.MACHINE)
-        call = _OnGpu(ready._without_arrays(), layouts, written, lists_of, wants_lse)
+        call = OnGpu(ready._without_arrays(), layouts, written, lists_of, wants_lse)
     if key is not None and (lists_of is not None or not lists_at_call):
         looked_up.keep(key, call, snapshot)
     return call

@@ -19,7 +19,7 @@ from ..masks.base import Mask
 from ..masks.content import held_masks
 from ..planning.options import DOT, Options
 from ..scores import Score
-from ._passes import Call, looked_up_call, ran
+from ._passes import Call, OnGpu, looked_up_call, ran
 from ._tensors import Tensor, own_integers
 
 _MASKS = Mask.__module__.rpartition(".")[0]
@@ -35,11 +35,14 @@ class Transformed:
         The names of the tensors: q, k, v, operands and, within compiled code, a mask.
     name : str, optional
         The name by which operators find the call.
+    is_traced : bool
+        True if a recorded graph runs the call repeatedly, so that nothing of one run is that of the next.
     """
 
     def __init__(self, names: tuple[str, ...], options: Options) -> None:
         self.names, self._options = names, options
         self.name: str | None = None
+        self.is_traced = False
         self._calls: dict[Hashable, Call] = {}
 
     @classmethod
@@ -74,16 +77,23 @@ class Transformed:
         """Compute o and lse of tensors with data."""
         named, options = self._with_one_score(dict(zip(self.names, tensors)), ())
         call, o, lse = ran(named, (None, None), options, True)
-        self._calls[_layout(tensors), ()] = call
+        self._keep((_layout(tensors), ()), call)
         return o, lse
 
     def on(self, tensors: dict[str, Tensor], wrt: Sequence[str]) -> Call:
         """Return the call on tensors with data, with gradients of the operands that `wrt` names."""
         key = _layout(tensors.values()), tuple(wrt)
-        if key not in self._calls:
+        call = self._calls.get(key)
+        if call is None:
             named, options = self._with_one_score(tensors, wrt)
-            self._calls[key] = looked_up_call(named, (None, None), options, True)
-        return self._calls[key]
+            call = looked_up_call(named, (None, None), options, True)
+            self._keep(key, call)
+        return call
+
+    def _keep(self, key: Hashable, call: Call) -> None:
+        """Keep a call for later passes, unless it contains values of a mask that the next run of a graph replaces."""
+        if not self.is_traced or isinstance(call, OnGpu):
+            self._calls[key] = call
 
     def _with_one_score(self, tensors: dict[str, Tensor], wrt: Sequence[str]) -> tuple[dict[str, Any], Options]:
         """Return the tensors and options of a call whose softcap, bias and score are one Score over tensors."""

@@ -61,6 +61,11 @@ FAULTS = {
             "scores/library.py", "_beside", 'dtype=sys.modules["torch"].int32, ', ""
         ),
     },
+    interop_guards.recorded_calls_use_their_own_mask: {
+        "a graph's gradients use the mask of its last run": Edit(
+            "torch/_transformed.py", "Transformed._keep", "not self.is_traced or isinstance(call, OnGpu)", "True"
+        ),
+    },
     interop_guards.scores_of_jax_are_right: {
         "all operands have a gradient": Edit(
             "jax/_derivatives.py", "_wrt", "return tuple(name for name in names if",
@@ -225,7 +230,7 @@ FAULTS = {
     },
     interop_guards.passes_of_jax_on_a_device_are_right: {
         "counters are not set to zero": Edit(
-            "executors/xla_gpu.py", "_Workspaces.take", ".zeros(nbytes", ".empty(nbytes"
+            "executors/gpu.py", "Gpu.lasting", ".zeros((nbytes", ".empty((nbytes"
         ),
         "results that kernels add to are not set to zero": Edit(
             "executors/xla_gpu.py", "XlaPass.launch", "for place, nbytes in bound.launches.record.zeroed:",

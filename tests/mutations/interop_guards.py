@@ -20,6 +20,7 @@ SIGNS = (
 )  # fmt: skip
 Q, K, V, DO = (np.random.default_rng(0).standard_normal((heads, 6, 4)) for heads in (4, 2, 2, 4))
 SINK = np.array([0.5, -1.0, 2.0, 0.0])
+UPPER = np.triu(np.ones((6, 6), bool), 1)
 
 
 def expected(library: ModuleType) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -288,6 +289,21 @@ def own_integers_are_taken(library: ModuleType) -> None:
         module.attention(q, k, v, score=scores.alibi(slopes))
     with pytest.raises(TypeError, match="sink must be a torch.Tensor; got an array"):
         module.attention(q, k, v, sink=np.arange(4))
+
+
+def recorded_calls_use_their_own_mask(library: ModuleType) -> None:
+    """Check gradients of a call that a graph runs twice, with two masks, before the first gradient."""
+    torch, module = pytest.importorskip("torch"), part(library, "torch._transformed")
+    options = part(library, "planning.options").Options()
+    call = module.Transformed(("q", "k", "v", "mask"), options)
+    call.is_traced = True
+    q, k, v, do = map(torch.from_numpy, (Q, K, V, DO))
+    outputs = [call.forward(q, k, v, torch.from_numpy(mask)) for mask in (UPPER, ~UPPER)]
+    for (o, lse), mask in zip(outputs, (UPPER, ~UPPER)):
+        arrays = {"do": do, "o": o, "lse": lse, "q": q, "k": k, "v": v, "mask": torch.from_numpy(mask)}
+        gradients = module.run_pass(call, "backward", (), arrays)
+        _, vjp = library.attention_vjp(Q, K, V, mask=mask)
+        assert all((ours.numpy() == theirs).all() for ours, theirs in zip(gradients, vjp(DO), strict=True))
 
 
 def models_are_served(library: ModuleType) -> None:

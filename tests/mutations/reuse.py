@@ -28,6 +28,7 @@ def workspaces_serve_one_call_at_a_time(library: ModuleType) -> None:
     a, zeros, b = first.addresses
     assert (b - a) % 256 == 0 and b - a >= 300 and zeros == where.allocated[1].ctypes.data
     assert where.allocated[0].ctypes.data == a and b + 1000 <= a + where.allocated[0].nbytes
+    assert {a, zeros} == {*where.outlives}
     for other in (stream(8), stream(2), stream(7, True)):
         taken = workspaces.take(other)
         workspaces.give_back(other, taken)
@@ -162,6 +163,10 @@ FAULTS = {
         ),
         "cudaStreamPerThread is taken for one stream": Edit(
             WORKSPACES, "Workspaces.take", "number == _PER_THREAD or", ""
+        ),
+        "a stream keeps memory of a call's allocator": Edit(
+            WORKSPACES, "Workspaces.take", "self._memory.lasting(self._nbytes) if is_kept else self._own()",
+            "self._own()"
         ),
         "a small piece serves a large call": Edit(
             WORKSPACES, "Workspaces.take", "or piece.nbytes < self._nbytes", ""

@@ -77,6 +77,22 @@ def test_a_compiled_call_follows_its_arguments():
         assert torch.equal(compiled(mask), attention(Q, K, V, mask=mask))
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_gradients_of_a_compiled_call_use_its_own_mask(backend):
+    """A function is called with two masks before the first gradient."""
+    torch._dynamo.reset()
+
+    def gradients(function):
+        inputs = [[each.clone().requires_grad_() for each in (Q, K, V)] for _ in range(2)]
+        outputs = [function(*each, mask) for each, mask in zip(inputs, (ALLOWED, ~ALLOWED), strict=True)]
+        return [x for o, each in zip(outputs, inputs) for x in torch.autograd.grad(o.square().sum(), each)]
+
+    def call(q, k, v, mask):
+        return attention(q, k, v, mask=mask)
+
+    require_equal(gradients(torch.compile(call, backend=backend, fullgraph=True)), gradients(call))
+
+
 def test_dynamic_lengths_have_the_same_bits():
     torch._dynamo.reset()
     compiled = torch.compile(

@@ -275,28 +275,33 @@ def test_tensors_on_another_device_have_the_same_bits():
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # which PyTorch captures first
-def test_compiled_steps_in_graphs_of_cuda_have_the_bits_of_eager_ones():
+@pytest.mark.parametrize("kind", ["causal", "index", "mask of a tensor", "argument", "dropout"])
+def test_compiled_steps_in_graphs_of_cuda_have_the_bits_of_eager_ones(kind):
     """`mode="reduce-overhead"` captures both passes; replays read new data, and allocate nothing."""
     pytest.importorskip("triton", reason="Inductor needs Triton")
     torch._dynamo.reset()
 
-    def call(q, k, v):
-        return attention(q, k, v, causal="bottom_right", return_lse=True)
+    options = {"causal": {"causal": "bottom_right"}, "dropout": {"dropout": cuflash.Dropout(0.3, seed=4)}}
+    options |= {kind: {"mask": MASKS[kind]()}} if kind in MASKS else {}
+    fixed = options.get(kind, {})
 
-    def step(function, tensors):
+    def call(q, k, v, kept):
+        return attention(q, k, v, **({"mask": kept} if kind == "argument" else fixed), return_lse=True)
+
+    def step(function, tensors, kept):
         inputs = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
-        o, lse = function(*inputs)
+        o, lse = function(*inputs, kept)
         gradients = torch.autograd.grad([o, lse], inputs, [tensors[3], torch.ones_like(lse)])
         return [each.clone() for each in (o, lse, *gradients)]
 
     compiled, allocated = torch.compile(call, mode="reduce-overhead", fullgraph=True), []
     for seed in range(6):
         torch.compiler.cudagraph_mark_step_begin()
-        tensors = drawn(seed=seed)
-        actual = step(compiled, tensors)
-        for ours, theirs in zip(actual, step(call, tensors), strict=True):
+        tensors, kept = drawn(seed=seed), torch.from_numpy(KEPT).cuda().roll(seed, 1)
+        actual = step(compiled, tensors, kept)
+        for ours, theirs in zip(actual, step(call, tensors, kept), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-        del actual, ours, theirs, tensors
+        del actual, ours, theirs, tensors, kept
         torch.cuda.synchronize()
         allocated.append(torch.cuda.memory_allocated())
     assert len({*allocated[3:]}) == 1

@@ -5,6 +5,7 @@ Kernels run on the simulator as soon as they are launched, on PyTorch's current 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,13 +53,13 @@ class Torch(ModuleType):
         The last one is PyTorch's current stream.
     pool : list of tensors
         Allocations of captures, which a PyTorch graph owns.
-    allocated : int
-        Number of tensors allocated so far.
+    allocated : list of weak references
+        To all tensors allocated so far.
     """
 
     def __init__(self, cupy: cupy_machine.Cupy) -> None:
         super().__init__("torch")
-        self.streams, self.pool, self.allocated = [cupy.null], [], 0
+        self.streams, self.pool, self.allocated = [cupy.null], [], list[weakref.ref[Any]]()
         self._C = SimpleNamespace(
             _cuda_getDevice=lambda: self.cuda.current_device(),
             _cuda_getCurrentRawStream=lambda device: self.streams[-1].ptr,
@@ -77,12 +78,17 @@ class Torch(ModuleType):
     def device(self, kind: str, number: int) -> torch.device:
         return torch.device("cpu")
 
+    def from_dlpack(self, array: Any) -> Any:
+        if not isinstance(array, cupy_machine.Ndarray):
+            return torch.from_dlpack(array)
+        return torch.from_numpy(array.host).as_subclass(DeviceTensor)
+
     def tensor(self, array: Any, *, device: torch.device) -> Any:
         return on_device(array) if device.type == "cuda" else torch.tensor(array)
 
     def empty_strided(self, shape: Any, strides: Any, *, dtype: Any, device: Any) -> Any:
-        self.allocated += 1
         tensor = torch.empty_strided(shape, strides, dtype=dtype)
+        self.allocated.append(weakref.ref(tensor))
         if self.streams[-1].is_capturing():
             self.pool.append(tensor)
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(255)

@@ -6,10 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from cuflash.executors.workspaces import Piece
 
 
 def memory() -> SimpleNamespace:
-    """Return memory that records in `allocated` what it allocated, and in `kept` the zeros that it keeps."""
+    """Return memory that records what it allocated, and in `kept` the zeros that it keeps.
+
+    `allocated` has the arrays, and `outlives` the addresses of those that may outlive the call.
+    """
     allocated: list[Any] = []
     zeros: dict[Any, dict[int, Any]] = {}
     pieces: dict[int, list[Any]] = {}
@@ -17,8 +21,15 @@ def memory() -> SimpleNamespace:
     def maker(shape: tuple[int, ...], dtype: Any) -> Any:
         return lambda: allocated.append(np.zeros(shape, dtype)) or allocated[-1]  # type: ignore[func-returns-value]
 
+    outlives: list[int] = []
+
+    def lasting(nbytes: int) -> Piece:
+        array = maker((nbytes,), np.uint8)()
+        outlives.append(array.ctypes.data)
+        return Piece(nbytes, array, array.ctypes.data)
+
     return SimpleNamespace(
-        allocated=allocated, maker=maker, zeros=lambda shape, dtype: maker(shape, dtype)(),
+        allocated=allocated, maker=maker, zeros=lambda shape, dtype: maker(shape, dtype)(), lasting=lasting, outlives=outlives,
         address=lambda array: int(array.ctypes.data), kept_pieces=lambda: pieces, kept=zeros,
         kept_zeros=lambda number, nbytes: zeros.setdefault((number, nbytes), {}),
     )  # fmt: skip
