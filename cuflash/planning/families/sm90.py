@@ -130,7 +130,9 @@ class Sm90(Family):
             rows, entry=sm90_storage.BACKWARD_JVP_COLUMNS, num_warps=4 * (1 + block_kv // ROWS), block_kv=block_kv,
             block_q=ROWS if max(rows.head_dim, rows.value_dim) <= 64 else ROWS // 2, num_stages=_STAGES,
         )  # fmt: skip
-        return rows, columns
+        # Loading a step includes reading its statistics, which takes nearly as long as multiplying one.
+        deeper = [replace(columns, num_stages=stages) for stages in (4, 3)]
+        return rows, first_fitting(deeper, device) or columns
 
     def with_sequence_tiles(self, work: WorkList) -> WorkList:
         if not isinstance(work, IntervalWork) or not work.is_ordered:
