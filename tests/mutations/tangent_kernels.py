@@ -128,7 +128,7 @@ def plans_are_right(library: ModuleType) -> None:
 WEIGHTS, GRADIENTS = "attention/tangent_weights.cuh", "attention/gradient_tangents.cuh"
 JVP, MMA, PRODUCTS = "simt/jvp.cu", "sm80/jvp.cu", "sm80/tangent_tiles.cuh"
 WGMMA, PRODUCER, PIPELINE = "sm90/jvp.cu", "sm90/kv_producer.cuh", "sm90/tangent_pipeline.cuh"
-HOPPER_PRODUCTS, STATISTICS = "sm90/tangent_products.cuh", "simt/backward_jvp_statistics.cu"
+HOPPER_PRODUCTS = "sm90/tangent_products.cuh"
 HOPPER_ROWS, HOPPER_COLUMNS = "sm90/backward_jvp_rows.cu", "sm90/backward_jvp_columns.cu"
 ROWS, COLUMNS = "simt/backward_jvp_rows.cu", "simt/backward_jvp_columns.cu"
 FAULTS = {
@@ -385,9 +385,6 @@ FAULTS = {
         "scores of keys are not masked": Edit(
             HOPPER_COLUMNS, "process_step", "attention::mask_scores_of_keys(s, params, work, message.block);", ""
         ),
-        "keys have the mask of their first head": Edit(
-            HOPPER_COLUMNS, "process_step", "work.batch_head.head = message.head;", ""
-        ),
         "a step's slot is released before it is read": Edit(
             HOPPER_COLUMNS, "process_step", "Weights p, p_dot, ds, ds_dot;",
             "tile::arrive(shared().queries[stage].empty); Weights p, p_dot, ds, ds_dot;"
@@ -404,9 +401,6 @@ FAULTS = {
         ),
         "do of queries without a key is read": Edit(
             HOPPER_COLUMNS, "load_step", "__any_sync(0xffffffffu, has_empty_rows) || is_cut", "is_cut"
-        ),
-        "tiles are counted on from the last call": Edit(
-            STATISTICS, "simt_backward_jvp_statistics", "reset_tile_counter(params);", ""
         ),
     },
     scores_have_second_derivatives: {
