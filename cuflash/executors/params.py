@@ -45,7 +45,7 @@ def attention_record(
     every = *views, *(View.of_new(name, workspace) for name, workspace in workspaces.items())
     templates = templates_of(plan, kernels, every, tensor_map)
     launches = {
-        role: replace(launch, features=("params", *_maps_of(launch), *launch.features))
+        role: replace(launch, features=("params", *_maps_of(launch, kernels), *launch.features))
         for role, launch in kernels.launches.items()
     }
     named, num_batch = {view.name: view for view in views}, plan.problem.mask_shape.num_batch // len(templates)
@@ -56,7 +56,7 @@ def attention_record(
 def templates_of(
     plan: KernelPlan, kernels: Pass, views: Sequence[View], tensor_map: Callable[[BoxedArray], Template]
 ) -> list[dict[str, Argument]]:
-    """Return the records of a pass by name: "params", "maps", "dot_maps" for tangents, and those of its features.
+    """Return the records of a pass by name: "params", those of `_maps_of`, and those of its features.
 
     If the leading axes cannot be merged into `BATCH_AXES` axes, there are several sets of records, and each kernel is
     launched once for each set.
@@ -73,7 +73,9 @@ def templates_of(
     first_batch, templates = 0, []
     for outer_index in np.ndindex(*(extent for extent, _ in outer)):
         arguments = {feature.name: Argument.of(feature, of_tables, tensor_map) for feature in features}
-        arguments |= {each: Argument.of(Feature(each, TENSOR_MAPS), {}, tensor_map) for each in ("maps", "dot_maps")}
+        for launch in kernels.launches.values():
+            for each in _maps_of(launch, kernels):
+                arguments[each] = Argument.of(Feature(each, TENSOR_MAPS), {}, tensor_map)
         shape = arguments["params"].record["shape"]
         shape["batch"], shape["first_batch"] = [1] * padding + [extent for extent, _ in inner], first_batch
         _put_dq_numbers(shape, plan, prod(extent for extent, _ in inner) * problem.num_kv_heads)
@@ -83,10 +85,12 @@ def templates_of(
             start = sum(number * by[index] for number, (_, by) in zip(outer_index, outer)) * view.dtype.itemsize
             steps_of_batch = [0] * padding + [by[index] for _, by in inner]
             matrices[view.name] = (start, steps_of_batch, *steps, view.dtype == problem.accumulator)
-            if view.name in kernels.boxes:
+            for number, boxes in enumerate(kernels.boxes):
+                if view.name not in boxes:
+                    continue
                 batch = [(1, 0)] * (_MAP_BATCH_AXES - len(inner)) + [(extent, by[index]) for extent, by in inner]
-                boxed = _boxed(view, plan, batch, steps, kernels.boxes[view.name])
-                record = arguments["dot_maps" if view.name.endswith(DOT) else "maps"]
+                boxed = _boxed(view, plan, batch, steps, boxes[view.name])
+                record = arguments[_map_names(number)[view.name.endswith(DOT)]]
                 record.put_map(view.name.removesuffix(DOT), view.name, boxed, tensor_map, start)
         for feature in features:
             for name, kind, offset in feature.addresses():
@@ -97,9 +101,16 @@ def templates_of(
     return templates
 
 
-def _maps_of(launch: Launch) -> tuple[str, ...]:
-    """Return the names of the records of tensor maps that a kernel takes: of arrays, and of their tangents."""
-    return ("maps", "dot_maps")[: bool(launch.boxes) * (1 + bool(launch.spec.tangents))]
+def _map_names(number: int) -> tuple[str, str]:
+    """Return the names of the records of tensor maps with the pass's boxes `number`: of arrays, and of tangents."""
+    return f"maps {number}", f"dot_maps {number}"
+
+
+def _maps_of(launch: Launch, kernels: Pass) -> tuple[str, ...]:
+    """Return the names of the records of tensor maps that a kernel of a pass takes."""
+    if not launch.boxes:
+        return ()
+    return _map_names(kernels.boxes.index(launch.boxes))[: 1 + bool(launch.spec.tangents)]
 
 
 def _params(plan: KernelPlan) -> Feature:

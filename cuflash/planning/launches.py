@@ -218,9 +218,10 @@ class Pass:
         return sum(workspace.nbytes for workspace in self.workspaces.values())
 
     @property
-    def boxes(self) -> Mapping[str, tuple[int, ...]]:
-        """Boxes of the tensor maps that the pass's kernels share."""
-        return next((launch.boxes for launch in self.launches.values() if launch.boxes), MappingProxyType({}))
+    def boxes(self) -> tuple[Mapping[str, tuple[int, ...]], ...]:
+        """The boxes of the kernels' tensor maps; kernels with equal boxes share their maps."""
+        every = [launch.boxes for launch in self.launches.values() if launch.boxes]
+        return tuple(boxes for number, boxes in enumerate(every) if boxes not in every[:number])
 
 
 class DqSemaphoreOrder(NamedTuple):

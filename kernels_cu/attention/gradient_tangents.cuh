@@ -31,14 +31,13 @@ CUFLASH_DEVICE QueryTangents<T> query_tangents(const Params& params, const Tange
           at(tangents.delta), at(tangents.delta_dot)};
 }
 
-// Compute the statistics of a row of a tile, and store D and D_dot. The threads that share the row call this function
-// together, each for every `stride`-th column from `first_column` on; `row_sum` adds up their values. If the sink has a
-// gradient, (sink_dot - lse_dot) D + D_dot is stored too, since the tangent of that gradient is a sum of such terms. In
+// Store D and D_dot of a row of a tile. The threads that share the row call this function together, each for every
+// `stride`-th column from `first_column` on; `row_sum` adds up their values. If the sink has a gradient, (sink_dot - lse_dot) D + D_dot is stored too, since the tangent of that gradient is a sum of such terms. In
 // a row without a key, o is 0 and lse is the sink, so only dlse_dot contributes.
 template <class T, class SinkRecord, class RowSum>
-CUFLASH_DEVICE QueryTangents<T> store_query_tangents(const Params& params, const Tangents& tangents,
-                                                     const SinkRecord& sink, const WorkTile& work, int row,
-                                                     int first_column, int stride, RowSum row_sum) {
+CUFLASH_DEVICE void store_query_tangents(const Params& params, const Tangents& tangents, const SinkRecord& sink,
+                                         const WorkTile& work, int row, int first_column, int stride,
+                                         RowSum row_sum) {
   using Element = Config::Element;
   const BatchHead& batch_head = work.batch_head;
   const int head = batch_head.head, length = params.shape.seqlen_q, query = work.first + row;
@@ -51,7 +50,6 @@ CUFLASH_DEVICE QueryTangents<T> store_query_tangents(const Params& params, const
   const auto d_o = rows_of(Element{}, params.do_, params.shape.value_dim);
   const auto do_dot = rows_of(Element{}, tangents.do_dot, params.shape.value_dim);
   const T lse = in_bounds ? rows_of(T(), params.lse, 1).at(query, 0) : ptx::negative_infinity<T>();
-  const T lse_dot = in_bounds ? rows_of(T(), tangents.lse_dot, 1).at(query, 0) : T(0);
   const bool is_empty = lse == ptx::negative_infinity<T>();
   T delta = 0, delta_dot = 0, has_o = 0;
   for (int column = first_column; !is_empty && column < o.num_columns; column += stride) {
@@ -74,12 +72,12 @@ CUFLASH_DEVICE QueryTangents<T> store_query_tangents(const Params& params, const
     if constexpr (Config::kHasSink) {
       const T logit = sink_logit<T>(sink, batch_head, head);
       const T logit_dot = Config::kHasSinkDot ? of_head<T>(tangents.sink_dot, sink.dtype, batch_head, head) : T(0);
+      const T lse_dot = rows_of(T(), tangents.lse_dot, 1).at(query, 0);
       const bool is_alone = lse == logit && has_o == 0;
       rows_of(T(), params.delta, 1).at(query, 0) =
           is_alone ? -dlse_dot : (logit_dot - lse_dot) * delta + delta_dot;
     }
   }
-  return {in_bounds ? lse_in_base_2(lse) : -ptx::negative_infinity<T>(), lse_dot, delta, delta_dot};
 }
 
 // Replace q k^T by P, the tangents of q k^T by P_dot, dP by dS and dP_dot by dS_dot, in a tile of one head whose rows

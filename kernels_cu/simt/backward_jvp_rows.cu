@@ -1,5 +1,5 @@
-// The tangent of dQ of one tile of queries, and the statistics of its rows, which the kernel for columns reads. V, its
-// tangent, K and its tangent take turns in one tile of shared memory. Results are bitwise reproducible.
+// The tangent of dQ of one tile of queries. V, its tangent, K and its tangent take turns in one tile of shared memory.
+// Results are bitwise reproducible.
 #include <attention/config_simt.cuh>
 #include <attention/gradient_tangents.cuh>
 #include <ptx/shared.cuh>
@@ -64,8 +64,8 @@ simt_backward_jvp_rows(const __grid_constant__ cuflash::attention::Params params
   QueryTangents<Accumulator> row[dq.kRows];
 #pragma unroll
   for (int i = 0; i < dq.kRows; ++i)
-    row[i] = store_query_tangents<Accumulator>(params, tangents, sink, work, dq.row(i), tile::column_lane(),
-                                               tile::kColumnLanes, [](Accumulator x) { return tile::row_sum(x); });
+    row[i] = query_tangents<Accumulator>(params, tangents, batch_head, work.first + dq.row(i),
+                                         work.first + dq.row(i) < work.last);
   dq.fill(0);
   const VisitRange visit_range = visit_range_of_queries(params, work);
   BlockIterator<kBlockKv, OverKvBlocks> blocks(params, visit_range);

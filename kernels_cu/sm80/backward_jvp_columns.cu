@@ -5,6 +5,7 @@
 #include <attention/score_gradient_mma.cuh>
 #include <attention/empty_rows.cuh>
 #include <attention/gradient_tangents.cuh>
+#include <attention/mask_keys_mma.cuh>
 #include <ptx/cp_async.cuh>
 #include <sm80/tangent_tiles.cuh>
 
@@ -26,18 +27,6 @@ constexpr OTile do_dot_smem{q_dot_smem.start + QTile::kBytes * Config::kHasQDot}
 constexpr int kStatisticsOffset = do_dot_smem.start + OTile::kBytes * Config::kHasDoDot;
 constexpr int kSharedBytes = kStatisticsOffset + kBlockQ * static_cast<int>(sizeof(Statistics));
 
-// Set the scores that a step masks to the mark of masked scores.
-CUFLASH_DEVICE void mask_step(Scores& s, const attention::Params& params, const attention::WorkTile& work,
-                              const attention::KvBlock& block) {
-  using namespace attention;
-  const auto mask = score_mask<Scores::kColumns, Scores::kRows>(
-      params, work.batch_head, block, [&](int j) { return block.start + column_of(s, j); }, block.stop,
-      [&](int i) { return work.first + row_of(s, i); }, work.last);
-  for_each_score<Scores>([&](int i, int j) {
-    if (!mask.allows(j, i)) s.at(i, j) = masked_score();
-  });
-}
-
 // Replace products by P, P_dot, dS and dS_dot, as `gradient_tangents` does.
 CUFLASH_DEVICE void differentiate(Scores& s, Scores& s_dot, Scores& dp, Scores& dp_dot, const Statistics* statistics,
                                   const score::Function& score_function, attention::DropoutArgument<Config> dropout,
@@ -52,7 +41,7 @@ CUFLASH_DEVICE void differentiate(Scores& s, Scores& s_dot, Scores& dp, Scores& 
     drop_gradients(dp_dot, kept, dropout.single_factor);
   }
   const bool is_masked = !is_unmasked<kBlockQ>(block) || work.last - work.first != kBlockKv;
-  if (is_masked) mask_step(s, params, work, block);
+  if (is_masked) mask_scores_of_keys(s, params, work, block);
   gradient_tangents<attention::Rows::kKeys>(
       s, s_dot, dp, dp_dot, score_function, params, work, block,
       [&](int i, int j) { return !is_masked || !is_masked_score(s.at(i, j)); },

@@ -1,5 +1,5 @@
-// The tangent of dQ of one tile of queries on the tensor cores of Ampere, and the statistics of its rows, which the
-// kernel for columns reads. Each warp keeps its rows of scores in registers. Results are bitwise reproducible.
+// The tangent of dQ of one tile of queries on the tensor cores of Ampere. Each warp keeps its rows of scores in
+// registers. Results are bitwise reproducible.
 // score_gradient_mma.cuh is included first, since the `probability` with the approximate exponential must be declared
 // before it is used.
 #include <attention/score_gradient_mma.cuh>
@@ -47,11 +47,9 @@ sm80_backward_jvp_rows(const __grid_constant__ cuflash::attention::Params params
     tile::load_async<kThreads>(do_dot_smem, of_queries(tangents.do_dot, shape.value_dim));
   ptx::cp_async_commit();
   auto* const statistics = reinterpret_cast<Statistics*>(ptx::dynamic_shared<unsigned char>() + kStatisticsOffset);
-  for (int row = threadIdx.x / 32; row < kBlockQ; row += kNumWarps) {
-    const auto of_row = store_query_tangents<float>(params, tangents, sink, work, row, ptx::lane(), 32,
-                                                    [](float x) { return tile::warp_sum(x); });
-    if (ptx::lane() == 0) statistics[row] = of_row;
-  }
+  for (int row = threadIdx.x; row < kBlockQ; row += kThreads)
+    statistics[row] =
+        query_tangents<float>(params, tangents, batch_head, work.first + row, work.first + row < work.last);
   const auto load = [&](auto to, const Matrices& x, int columns, const KvBlock& block) {
     Element* const data = matrix<Element>(x, batch_head, kv_head, 0, 0).data;
     load_rows(to, data, x, columns, block, has_full_rows<decltype(to)>(data, x, columns));

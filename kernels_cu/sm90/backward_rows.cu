@@ -27,11 +27,7 @@ struct BackwardRows : KvPipeline<Config> {
     // Write dq = 0 for queries that see no key. Called by a warp.
     static CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const attention::WorkTile& work,
                                                 SinkArgument, attention::NoChosenLists) {
-      using namespace attention;
-      const int head = work.batch_head.head, num_columns = params.shape.head_dim;
-      if (params.dq.is_accumulator)
-        tile::clear(matrix<float>(params.dq, work.batch_head, head, 0, num_columns).rows(work.first, work.last));
-      else tile::clear(matrix<Element>(params.dq, work.batch_head, head, 0, num_columns).rows(work.first, work.last));
+      QueryTiles::clear_rows(params.dq, work, work.batch_head.head, params.shape.head_dim);
     }
     static CUFLASH_DEVICE void write_empty_rows(const attention::Params& params, const attention::WorkTile& work,
                                                 SinkArgument, const attention::ChosenLists& chosen) {

@@ -19,9 +19,9 @@ struct Constants {
   static constexpr int kHeadDim = Config::kHeadDim, kValueDim = Config::kValueDim;
   static constexpr int kNumStages = Config::kNumStages, kMinBlocks = Config::kMinBlocks;
   static constexpr int kThreads = 32 * Config::kNumWarps;
-  // The kernel computes tangents: tiles of those of Q, K and V, if they exist, follow these.
+  // The kernel computes tangents: tiles of those of Q, K, V and dO, if they exist, follow these.
   static constexpr bool kHasTangents =
-      Config::kHasQDot || Config::kHasKDot || Config::kHasVDot || Config::kHasSinkDot;
+      Config::kHasQDot || Config::kHasKDot || Config::kHasVDot || Config::kHasSinkDot || Config::kHasDoDot;
 
   using Listed = attention::StaticListed<Config::kIsListed, Config::kIsOrdered>;
 

@@ -25,6 +25,15 @@ struct GradientEpilogue : Constants<Config> {
     const auto all = attention::matrix<Element>(to, work.batch_head, head, work.last, num_columns);
     tile::store(all.rows(work.first, work.last), gradient);
   }
+
+  // Set the rows of a gradient to 0. Called by a warp.
+  static CUFLASH_DEVICE void clear_rows(const attention::Matrices& to, const attention::WorkTile& work, int head,
+                                        int num_columns) {
+    using namespace attention;
+    if (to.is_accumulator)
+      tile::clear(matrix<float>(to, work.batch_head, head, 0, num_columns).rows(work.first, work.last));
+    else tile::clear(matrix<Element>(to, work.batch_head, head, 0, num_columns).rows(work.first, work.last));
+  }
 };
 
 }  // namespace cuflash::sm90

@@ -6,18 +6,11 @@
 // before it is used.
 #include <attention/score_gradient_mma.cuh>
 #include <attention/tangent_weights.cuh>
-#include <sm90/kv_pipeline.cuh>
+#include <sm90/tangent_pipeline.cuh>
 
 namespace cuflash::sm90 {
 
-struct Jvp : KvPipeline<Config> {
-  // Registers per thread of each role, if two consumer warpgroups share those of a multiprocessor.
-  static constexpr int kProducerRegisters = Config::kIsListed ? 40 : 24;  // to walk a list
-  static constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 2;
-  static_assert(kNumConsumers <= 2 && kThreads == kWarpgroupThreads * (1 + kNumConsumers), "a warpgroup has 64 rows");
-  static_assert(!kPacksQueries && !kHasScore && !Config::kHasDropout, "other kernels serve these calls");
-
-  using Scores = tile::WarpTile<1, kBlockKv / 8, 4 * kNumConsumers>;
+struct Jvp : TangentPipeline<Config> {
   using Output = tile::WarpTile<1, kValueDim / 8, 4 * kNumConsumers>;
   using Weights = tile::PackedOperand<Element, Scores>;
   using Rows = attention::RowTangents<float, Scores::kRows>;
@@ -54,19 +47,6 @@ struct Jvp : KvPipeline<Config> {
     }
   };
 
-  // Start the products of a step's scores and of their tangents, once K has arrived.
-  static CUFLASH_DEVICE void start_scores(Scores& s, Scores& s_dot, int group, int stage) {
-    using Q = tile::KMajor<SmemQ>;
-    using K = tile::KMajor<SmemK>;
-    const int first_row = 64 * (group % kNumConsumers);  // as in WarpTile
-    const Q q(q_smem(0), first_row);
-    const K k(k_smem(stage));
-    tile::start_gemm_nt(s, q, k);
-    if constexpr (Config::kHasQDot) tile::start_gemm_nt(s_dot, Q(q_dot_smem(0), first_row), k);
-    if constexpr (Config::kHasQDot && Config::kHasKDot) tile::start_gemm_add_nt(s_dot, q, K(k_dot_smem(stage)));
-    else if constexpr (Config::kHasKDot) tile::start_gemm_nt(s_dot, q, K(k_dot_smem(stage)));
-  }
-
   // Turn the scores of a step into weights, and their tangents into those of weights.
   static CUFLASH_DEVICE void update(const attention::Params& params, Scores& s, Scores& s_dot, Rows& rows, int flags,
                                     const WorkTileInfo& tile_info, const StepMessage& message, ChosenArgument chosen) {
@@ -83,10 +63,9 @@ struct Jvp : KvPipeline<Config> {
   }
 
   // Add the products of a step's weights with V and its tangent, once these have arrived.
-  static CUFLASH_DEVICE void add_values(Output& o_dot, const Weights& w, const Weights& p, unsigned num_blocks) {
+  static CUFLASH_DEVICE void add_values(Output& o_dot, const Weights& w, const Weights& p, int stage, int phase) {
     using V = tile::MnMajor<SmemV>;
-    const int stage = stage_of(num_blocks);
-    tile::wait_full(shared().v[stage], phase_of(num_blocks));
+    tile::wait_full(shared().v[stage], phase);
     if constexpr (attention::kMovesScores) tile::start_gemm_add_nn(o_dot, w, V(v_smem(stage)));
     if constexpr (Config::kHasVDot) tile::start_gemm_add_nn(o_dot, p, V(v_dot_smem(stage)));
     tile::wait_wgmma<0>(o_dot);
@@ -97,30 +76,19 @@ struct Jvp : KvPipeline<Config> {
   static CUFLASH_DEVICE void process_tile(const attention::Params& params, int group, Rows& rows, Output& o_dot,
                                           const WorkTileInfo& tile_info, unsigned& num_blocks, ChosenArgument chosen) {
     SharedStorage& smem = shared();
-    for (bool is_done = false, is_end = false; !is_end; ++num_blocks) {
-      const int stage = stage_of(num_blocks);
-      tile::wait_full(smem.k[stage], phase_of(num_blocks));
-      const int flags = flags_of_warpgroup(group, num_blocks);
-      is_end = flags & StepMessage::kLastOfTile;
-      if (is_done) {  // the warpgroup's queries see no key of this step
-        tile::arrive(smem.k[stage].empty);
-        tile::wait_full(smem.v[stage], phase_of(num_blocks));
-        tile::arrive(smem.v[stage].empty);
-        continue;
-      }
+    visit_steps(group, num_blocks, [&](int stage, int phase, int flags) {
       Scores s, s_dot;
       start_scores(s, s_dot, group, stage);
       tile::wait_wgmma<0>(s);
       if constexpr (attention::kMovesScores) ptx::fence_registers(tile::accumulators(s_dot));
-      is_done = flags & StepMessage::kLastForWarpgroup;
-      if (is_done) tile::arrive(smem.q[0].empty);
+      if (flags & StepMessage::kLastForWarpgroup) tile::arrive(smem.q[0].empty);
       update(params, s, s_dot, rows, flags, tile_info, smem.messages[stage], chosen);
       tile::arrive(smem.k[stage].empty);
       Weights w, p;
       if constexpr (attention::kMovesScores) w = s_dot;
       if constexpr (Config::kHasVDot) p = s;
-      add_values(o_dot, w, p, num_blocks);
-    }
+      add_values(o_dot, w, p, stage, phase);
+    });
   }
 
   // Write lse_dot and O_dot of a warpgroup's queries.
@@ -167,28 +135,6 @@ struct Jvp : KvPipeline<Config> {
       write_results(params, tangents, sink, work, rows, o_dot);
     }
   }
-
-  // Run a thread block.
-  static CUFLASH_DEVICE void run(const attention::Params& params, const TensorMaps& maps, const TensorMaps& dot_maps,
-                                 const attention::Tangents& tangents, SinkArgument sink, PagesArgument pages,
-                                 ScalesArgument scales, const score::Function& score_function,
-                                 StagedMapArgument staged_map, ChosenArgument chosen) {
-    // uniform in the warp, so that branches do not diverge
-    const int group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
-    if (threadIdx.x == 0) {
-      init_barriers();
-      shared().softmax_scale_log2 = params.shape.softmax_scale * attention::kLog2E;
-    }
-    __syncthreads();
-    if (group == 0) {
-      if constexpr (kNumConsumers == 2) ptx::setmaxnreg_dec<kProducerRegisters>();
-      produce<JvpHooks>(params, maps, sink, pages, scales, score_function, staged_map, chosen,
-                        TangentOperands{tangents, dot_maps});
-    } else {
-      if constexpr (kNumConsumers == 2) ptx::setmaxnreg_inc<kConsumerRegisters>();
-      consume(params, tangents, group, sink, chosen);
-    }
-  }
 };
 
 constexpr int kSharedBytes = Jvp::kArraysEnd;
@@ -201,5 +147,6 @@ sm90_jvp(const __grid_constant__ cuflash::attention::Params params,
          const __grid_constant__ cuflash::sm90::TensorMaps dot_maps CUFLASH_FEATURES) {
   using namespace cuflash;
   using namespace cuflash::sm90;
-  Jvp::run(params, maps, dot_maps, tangents, sink, pages, scales, score_function, staged_map, chosen);
+  Jvp::run_roles<Jvp::JvpHooks>(params, maps, dot_maps, tangents, sink, pages, scales, score_function, staged_map, chosen,
+                                [&](int group) { Jvp::consume(params, tangents, group, sink, chosen); });
 }

@@ -14,7 +14,7 @@ struct KvProducer : KvTileScheduler<Config> {
   using typename Base::ChosenArgument, typename Base::Element, typename Base::Listed, typename Base::OperandElement,
       typename Base::PagesArgument, typename Base::SmemArray, typename Base::StepMessage,
       typename Base::TangentsArgument, typename Base::Walk, typename Base::WorkTileInfo;
-  using Base::array_slot, Base::array_smem, Base::do_smem, Base::kBlockKv, Base::kBlockQ, Base::kFetchesTileEarly,
+  using Base::array_slot, Base::array_smem, Base::do_dot_smem, Base::do_smem, Base::kBlockKv, Base::kBlockQ, Base::kFetchesTileEarly,
       Base::kLoadsDo, Base::kLoadsV, Base::kMarksMasked, Base::kNumConsumers, Base::kNumFlags, Base::kPacksQueries,
       Base::kQOperands, Base::k_dot_smem, Base::k_smem, Base::phase_of, Base::q_dot_smem, Base::q_phase_of,
       Base::q_smem, Base::q_stage_of, Base::shared, Base::stage_of, Base::tile_info_index, Base::v_dot_smem, Base::v_smem,
@@ -66,7 +66,7 @@ struct KvProducer : KvTileScheduler<Config> {
                         last, zero_fills);
   }
 
-  // Start to copy rows of the tangent of Q, K or V into the slot of that operand, if there is one. Called by a warp.
+  // Start to copy rows of the tangent of an operand into the slot of that operand, if there is one. Called by a warp.
   template <Operand kOperand>
   static CUFLASH_DEVICE void load_dot(const attention::Params&, NoTangentOperands, const tile::PipelineSlot&, int,
                                       const WorkTileInfo&, int, int, bool) {}
@@ -74,17 +74,22 @@ struct KvProducer : KvTileScheduler<Config> {
   static CUFLASH_DEVICE void load_dot(const attention::Params& params, const TangentOperands& dots,
                                       const tile::PipelineSlot& slot, int stage, const WorkTileInfo& tile_info,
                                       int first, int last, bool zero_fills) {
-    constexpr bool kExists = kOperand == kQ ? Config::kHasQDot : kOperand == kK ? Config::kHasKDot : Config::kHasVDot;
+    constexpr bool kExists = kOperand == kQ   ? Config::kHasQDot
+                             : kOperand == kK ? Config::kHasKDot
+                             : kOperand == kV ? Config::kHasVDot
+                                              : Config::kHasDoDot;
     if constexpr (kExists) {
-      const attention::Matrices& matrices = (&dots.arrays.q_dot)[kOperand];
+      const attention::Matrices& matrices = kOperand == kDo ? dots.arrays.do_dot : (&dots.arrays.q_dot)[kOperand];
       const auto boxes = [&] {
         return kOperand == kQ   ? tile::TmaBoxes(q_dot_smem(stage))
                : kOperand == kK ? tile::TmaBoxes(k_dot_smem(stage))
-                                : tile::TmaBoxes(v_dot_smem(stage));
+               : kOperand == kV ? tile::TmaBoxes(v_dot_smem(stage))
+                                : tile::TmaBoxes(do_dot_smem(stage));
       };
       const attention::BatchHead& batch_head = tile_info.work.batch_head;
       const auto coords = [&] {
-        return tma_coords(matrices, batch_head, kOperand == kQ ? batch_head.head : tile_info.kv_head);
+        const bool is_of_queries = kOperand == kQ || kOperand == kDo;
+        return tma_coords(matrices, batch_head, is_of_queries ? batch_head.head : tile_info.kv_head);
       };
       load_rows<kOperand>(params, boxes, (&dots.maps.q)[kOperand], matrices, coords, slot, tile_info, first, last,
                           zero_fills);
@@ -255,9 +260,9 @@ struct KvProducer : KvTileScheduler<Config> {
           if constexpr (kPacksQueries) message.members = members;
         }
         __syncwarp();
-        load_step<kK>(params, maps, pages, k, stage, tile_info, block,
-                      kLoadsDo && ends_inside_block(block, params.shape.seqlen_kv));
-        load_dot<kK>(params, dots, k, stage, tile_info, block.start, block.stop, false);
+        const bool zero_fills = kLoadsDo && ends_inside_block(block, params.shape.seqlen_kv);
+        load_step<kK>(params, maps, pages, k, stage, tile_info, block, zero_fills);
+        load_dot<kK>(params, dots, k, stage, tile_info, block.start, block.stop, zero_fills);
         ++num_k_blocks;
         if (!is_first) continue;
         wait_slot_empty(q, q_phase_of(num_tiles_done));
@@ -265,6 +270,7 @@ struct KvProducer : KvTileScheduler<Config> {
                          Config::kIsPaged && ends_before_unused_queries(params, tile_info.work));
         if constexpr (kLoadsDo) load_queries<kDo>(params, maps, chosen, q, q_stage, tile_info, false);
         load_dot<kQ>(params, dots, q, q_stage, tile_info, tile_info.work.first, tile_info.work.last, false);
+        load_dot<kDo>(params, dots, q, q_stage, tile_info, tile_info.work.first, tile_info.work.last, false);
       }
       ++num_tiles_done;
     }

@@ -52,13 +52,14 @@ struct KvStorage : Constants<Config> {
   static_assert(!kPacksQueries || (kNumConsumers == 1 && Config::kIsListed && !kHasScore && !Config::kHasDropout),
                 "flags of a warp assume that its rows need only masks");
   static constexpr bool kLoadsDo = Config::kIsBackward;  // dO is loaded with Q
-  // Without tangents of scores, weights are multiplied by the tangent of V alone.
-  static constexpr bool kLoadsV = !kHasTangents || Config::kHasQDot || Config::kHasKDot || !Config::kHasVDot;
+  // Without tangents of scores, the weights of a forward pass are multiplied by the tangent of V alone.
+  static constexpr bool kLoadsV =
+      kLoadsDo || !kHasTangents || Config::kHasQDot || Config::kHasKDot || !Config::kHasVDot;
   // Lse is final: masked scores are marked, and the exponent of P includes the sign of the scale.
   static constexpr bool kMarksMasked = kLoadsDo || kHasTangents;
   // Operands that share a slot with Q, K or V, each copied with a separate arrival.
-  static constexpr int kQOperands = 1 + kLoadsDo + Config::kHasQDot, kKOperands = 1 + Config::kHasKDot,
-                       kVOperands = kLoadsV + Config::kHasVDot;
+  static constexpr int kQOperands = 1 + kLoadsDo + Config::kHasQDot + Config::kHasDoDot,
+                       kKOperands = 1 + Config::kHasKDot, kVOperands = kLoadsV + Config::kHasVDot;
   // Several thread blocks with such tiles share a multiprocessor.
   static constexpr bool kIsSmallTile = Config::kIsListed && kNumConsumers == 1 && !Config::kIsQuantized;
   static constexpr int kQStages =
@@ -83,14 +84,18 @@ struct KvStorage : Constants<Config> {
   static CUFLASH_DEVICE SmemDo do_smem(int slot) { return {kDoOffset + slot * SmemDo::kBytes}; }
   static constexpr int kDotsOffset = kDoOffset + (kLoadsDo ? kQStages * SmemDo::kBytes : 0);
   static CUFLASH_DEVICE SmemQ q_dot_smem(int slot) { return {kDotsOffset + slot * SmemQ::kBytes}; }
+  static CUFLASH_DEVICE SmemDo do_dot_smem(int slot) {
+    return {q_dot_smem(Config::kHasQDot * kQStages).start + slot * SmemDo::kBytes};
+  }
   static CUFLASH_DEVICE SmemK k_dot_smem(int stage) {
-    return {q_dot_smem(Config::kHasQDot * kQStages).start + stage * SmemK::kBytes};
+    return {do_dot_smem(Config::kHasDoDot * kQStages).start + stage * SmemK::kBytes};
   }
   static CUFLASH_DEVICE SmemV v_dot_smem(int stage) {
     return {k_dot_smem(Config::kHasKDot * kNumStages).start + stage * SmemV::kBytes};
   }
-  static constexpr int kStorageOffset = kDotsOffset + Config::kHasQDot * kQStages * SmemQ::kBytes +
-                                        kNumStages * (Config::kHasKDot * SmemK::kBytes + Config::kHasVDot * SmemV::kBytes);
+  static constexpr int kStorageOffset =
+      kDotsOffset + kQStages * (Config::kHasQDot * SmemQ::kBytes + Config::kHasDoDot * SmemDo::kBytes) +
+      kNumStages * (Config::kHasKDot * SmemK::kBytes + Config::kHasVDot * SmemV::kBytes);
   // Message of the scheduler warp about a tile.
   struct WorkTileInfo {
     EpilogueTarget epilogue_target;

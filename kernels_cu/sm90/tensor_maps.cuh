@@ -17,7 +17,7 @@ struct TensorMaps {
   TensorMapParam q, k, v, do_, o;
 };
 
-// Tangents of Q, K and V, for kernels that load them: the arrays, and their tensor maps under the names of the arrays.
+// Tangents of Q, K, V and dO, for kernels that load them: the arrays, and their tensor maps under the arrays' names.
 struct TangentOperands {
   const Tangents& arrays;
   const TensorMaps& maps;

@@ -144,9 +144,9 @@ def prefill() -> None:
     assert faults == 0 and np.isfinite(o[0]).any()
 
 
-def hopper_tangents() -> None:
+def hopper_tangents(check: Callable[..., object]) -> None:
     moving = test_tangent_kernels.moved_along(test_tangent_kernels.HOPPER.example(), test_tangent_kernels.EVERY)
-    test_tangent_kernels.check(replace(SIM, kernel="sm90"), moving)
+    check(replace(SIM, kernel="sm90"), moving)
 
 
 HALF = {"dtype": "float16"}
@@ -175,7 +175,8 @@ CASES: dict[str, Callable[[], None]] = {
     "sm90_block_mass": lambda: masses("H100"),
     "sm90_forward": lambda: all_results("sm90", **HALF, mask=masks.Causal("bottom_right")),
     "sm90_forward_fp8": fp8,
-    "sm90_jvp": hopper_tangents,
+    "sm90_backward_jvp_rows": lambda: hopper_tangents(test_tangent_kernels.check_gradients),
+    "sm90_jvp": lambda: hopper_tangents(test_tangent_kernels.check),
 }
 
 

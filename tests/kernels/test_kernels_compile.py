@@ -35,6 +35,7 @@ from cuflash.planning.prefill import intervals_spec, prefill_spec
 from cuflash.planning.problem import PRECISIONS, Problem
 from cuflash.planning.spec import KernelSpec
 from cuflash.planning.families import sm80
+from cuflash.planning.families._passes import second_statistics_spec
 from cuflash.planning.families.sm90 import SHORT_SEQUENCES, in_small_tiles
 from cuflash.planning.families.sm90_fp8 import Sm90Fp8
 from cuflash.planning.families.family import DIMS, Family
@@ -110,6 +111,10 @@ SPILLS = {
     ("sm80_backward_jvp_rows dropped", BFLOAT16, 64): 72,  # on sm_80
     **{("sm80_backward_jvp_rows", dtype, 128): 8 for dtype in _HALVES},  # on sm_90
     **{("sm80_backward_jvp_columns", dtype, 128): 164 for dtype in _HALVES},  # on sm_120
+    # With a list, for which a producer thread has 40 registers; 32 without the tangent of dO.
+    **{("sm90_backward_jvp_rows", dtype, 128): 48 for dtype in _HALVES},
+    # With the tangent of dO and a list, at 64 columns; 212 to 440 without a list, and 0 without the tangent as well.
+    **{("sm90_backward_jvp_columns", dtype, dim): 576 for dtype, dim in product(_HALVES, (32, 64, 96, 128))},
     # Calls with a sink use the tiles of plain attention; neither kernel was timed with a sink.
     **{("sm90_forward with a sink", dtype, 64): 20 for dtype in _HALVES},  # tiles of 256 queries
     **{("sm80_decode_e4m3 with a sink", dtype, 128): 24 for dtype in _HALVES},  # on sm_120; 16 on sm_90
@@ -175,7 +180,8 @@ def of_tangents(family: Family, problem: Problem, device: DeviceSpec, limit: Lim
     specs = {family.jvp_spec(replace(problem, tangents=names), device, limit) for names in TANGENTS}
     for names in SECOND_TANGENTS:
         with suppress(UnsupportedProblem):  # no tile fits
-            specs |= set(family.backward_jvp_specs(replace(problem, tangents=names), device, limit))
+            rows, columns = family.backward_jvp_specs(replace(problem, tangents=names), device, limit)
+            specs |= {second_statistics_spec(rows), rows, columns}
     return specs
 
 
@@ -199,7 +205,8 @@ def with_sinks(spec: KernelSpec) -> set[KernelSpec]:
         specs = {gradient_spec(spec.dtype, spec)}
     else:
         specs = {gradient_spec(spec.dtype), sums_spec(spec.accumulator)} if spec.name == "simt_forward" else set()
-    takes_it = spec.entry.name in ("forward", "combine", "softmax", "jvp", "backward_jvp_rows") and not spec.is_split
+    names = ("forward", "combine", "softmax", "jvp", "backward_jvp_statistics")
+    takes_it = spec.entry.name in names and not spec.is_split
     takes_it &= spec.family != "fa1"
     return specs | ({replace(spec, has_sink=True)} if takes_it else set())
 
@@ -445,7 +452,7 @@ def test_float64_is_multiplied_on_tensor_cores_where_a_chip_has_them() -> None:
     rows = {"T4": 0, "H100": 16} | dict.fromkeys(("A100", "RTX 3090", "L4", "B200", "RTX 5090"), 8)
     for chip, specs in by_chip.items():
         # Statistics have no products, and block masses are multiplied and summed without tensor cores.
-        products = {spec for spec in specs if spec.entry.name not in ("backward_statistics", "block_mass")}
+        products = {spec for spec in specs if not spec.entry.name.endswith(("statistics", "block_mass"))}
         assert {spec.mma_rows for spec in products if spec.dtype == np.float64} == {rows[chip]}
         assert {spec.mma_rows for spec in specs if spec.dtype != np.float64} == {0}
     in_short_blocks = every_spec("H100", [(64, 64)], ((16, 16), (24, 24)))

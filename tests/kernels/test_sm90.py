@@ -542,7 +542,7 @@ def test_arrays_that_hardware_can_walk_have_a_map(layout: str, mapped: set[str])
     views = tuple(View.of(name, getattr(example, name)) for name in ("q", "k", "v"))
     assert plan.kernels is not None
     (tensor_map,) = templates_of(plan, plan.kernels.forward, views, Simulator().tensor_map)
-    maps = tensor_map["maps"]
+    maps = tensor_map["maps 0"]
     assert {name for _, name in maps.addresses} == mapped == {x for x in ("q", "k", "v") if maps.record[x]["is_valid"]}
 
 

@@ -402,7 +402,7 @@ def test_bits_of_sm90_tangents_do_not_depend_on_the_schedule(monkeypatch: pytest
 
 
 def test_sm90_leaves_other_calls_to_sm80() -> None:
-    device, entries = DeviceSpec.gpu("H100"), {}
+    device, entries, seconds = DeviceSpec.gpu("H100"), {}, {}
     wide = ShapeDtype((8, 1000, 136), np.dtype(np.float16))
     lists = {size: masks.BlockPattern(np.ones((2, 2), bool), size) for size in (32, 512)}
     for name, (x, options) in {
@@ -410,9 +410,11 @@ def test_sm90_leaves_other_calls_to_sm80() -> None:
         "dropped": (HALF, {"dropout": cuflash.Dropout(0.1, seed=1)}), "listed": (HALF, {"mask": lists[512]}),
     }.items():  # fmt: skip
         plan = cuflash.plan(x, x, x, device=device, kernel="sm90", tangents=("q", "k", "v"), **options)
-        entries[name] = plan._plan.specs["jvp"].name
-    sm80 = dict.fromkeys(("wide", "scored", "dropped"), "sm80_jvp")
-    assert entries == {"plain": "sm90_jvp", "listed": "sm90_jvp"} | sm80
+        kernels = ("jvp", "backward_jvp_rows", "backward_jvp_columns")
+        entries[name], *seconds[name] = (plan._plan.specs[entry].name.partition("_")[0] for entry in kernels)
+    families = {"plain": "sm90", "listed": "sm90", "wide": "sm80", "scored": "sm80", "dropped": "sm80"}
+    assert entries == families
+    assert seconds == {name: [family] * 2 for name, family in (families | {"wide": "simt"}).items()}
 
 
 # Tangents of gradients
@@ -532,6 +534,78 @@ def test_bits_of_second_derivatives_do_not_depend_on_the_schedule(monkeypatch: p
     for schedule in hostile_schedules("tangents of gradients", 3):
         monkeypatch.setattr(simulated, "_SIMULATOR", Simulator(schedule))
         same(pull(SIM, moving), expected)
+
+
+@on_hopper
+@pytest.mark.parametrize("mask", HOPPER_MASKS.values(), ids=HOPPER_MASKS)
+def test_sm90_tangents_of_gradients_are_within_their_bounds(run: Run, mask: Any) -> None:
+    """Both widths of tiles, without and with the tangent of do; tangents whose strides differ from those of arrays."""
+    for dtype, dims, layout in (("float16", (128, 128), "contiguous"), ("bfloat16", (40, 64), "padded")):
+        sizes = {"head_dim": dims[0], "value_dim": dims[1], "dtype": dtype, "sink": None, "mask": mask}
+        kinds = QKV if dims[0] == 128 else QKV | {"do": "normal", "dlse": "normal"}
+        check_gradients(run, moved_along(replace(HOPPER, **sizes).example(), kinds, layout=layout))
+
+
+@on_hopper
+def test_sm90_tangents_of_gradients_along_some_arrays_are_those_with_zeros(run: Run) -> None:
+    every = moved_along(HOPPER.example(), EVERY | {"do": "normal", "dlse": "normal"})
+    check_gradients(run, every)
+    for names in (("v", "dlse"), ("k", "sink"), ("q", "do")):
+        own = {name: every.tangents[name] for name in names}
+        full = {name: own.get(name, np.zeros_like(x)) for name, x in every.tangents.items()}
+        same(pull(run, Moving(every.example, own)), pull(run, Moving(every.example, full)))
+
+
+@on_hopper
+def test_sm90_pulls_tangents_back_in_packed_sequences_and_few_queries(run: Run) -> None:
+    packed = masks.Sequences(np.array([0, 30, 31, 200]), causal=True)
+    for lengths, mask in (((50, 270), None), ((200, 200), packed)):
+        sizes = {"seqlen_q": lengths[0], "seqlen_kv": lengths[1], "sink": None, "mask": mask}
+        check_gradients(run, moved_along(replace(HOPPER, **sizes).example(), QKV | {"do": "normal"}))
+
+
+@on_hopper
+def test_sm90_pulls_tangents_back_along_axes_that_do_not_fold(run: Run) -> None:
+    example = Structure(
+        q_batch=(2, 2, 2), k_batch=(2, 1, 2), v_batch=(1, 2, 1), num_heads=2, seqlen_q=70, seqlen_kv=90, head_dim=64,
+        value_dim=64, dtype="float16",
+    ).example()  # fmt: skip
+    moving = moved_along(example, QKV | {"do": "normal"})
+    repeated = {name: np.broadcast_to(moving.tangents[name][:1, :1, :1], example.q.shape) for name in ("q", "do")}
+    check_gradients(run, Moving(example, moving.tangents | repeated))
+
+
+@on_hopper
+def test_sm90_pulls_back_no_tangents_of_absent_keys(run: Run) -> None:
+    """Of a sequence that is shorter than a step, and of one that is longer."""
+    for length in (30, 150):
+        structure = replace(HOPPER, value_dim=96, sink=None, mask=masks.Lengths(kv=length))  # rows that TMA can copy
+        moving = moved_along(structure.example(), QKV)
+        poisoned = {name: x.copy() for name, x in moving.tangents.items()}
+        for name in "kv":
+            poisoned[name][..., length:, :] = np.nan
+        same(pull(run, moving), pull(run, Moving(moving.example, poisoned)))
+
+
+@on_hopper
+def test_sm90_rows_without_a_key_have_no_second_derivative(run: Run) -> None:
+    mask = masks.Dense(np.arange(200)[:, None] % 3 > 0)
+    example = replace(HOPPER, value_dim=96, sink=None, mask=mask).example()  # rows that TMA can copy
+    moving = moved_along(example, QKV | {"do": "normal"})
+    wanted = pull(run, moving)
+    assert not wanted["dq_dot"][..., ::3, :].any()
+    do, do_dot = example.do.copy(), moving.tangents["do"].copy()
+    do[..., ::3, :] = do_dot[..., ::3, :] = np.nan
+    same(pull(run, Moving(example.but(do=do), {**moving.tangents, "do": do_dot})), wanted)
+
+
+@needs_compiler
+def test_bits_of_sm90_second_derivatives_do_not_depend_on_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, moving = replace(SIM, kernel="sm90"), moved_along(HOPPER.example(), EVERY | {"do": "normal"})
+    expected = pull(run, moving)
+    for schedule in hostile_schedules("sm90 tangents of gradients", 3):
+        monkeypatch.setattr(simulated, "_SIMULATOR", Simulator(schedule))
+        same(pull(run, moving), expected)
 
 
 # Plans

@@ -74,9 +74,9 @@ FAULTS = {
             "sm90/backward_rows.cu", "consume", "Dq dq; dq.fill(0);", "static thread_local Dq dq;"
         ),
         "dQ of queries without a key is anything": Edit(
-            "sm90/backward_rows.cu", "write_empty_rows",
-            "else tile::clear(matrix<Element>(params.dq, work.batch_head, head, 0, num_columns)",
-            "else tile::clear(matrix<Element>(params.dq, work.batch_head, head, 0, 0)",
+            "sm90/epilogue_gradient.cuh", "clear_rows",
+            "else tile::clear(matrix<Element>(to, work.batch_head, head, 0, num_columns)",
+            "else tile::clear(matrix<Element>(to, work.batch_head, head, 0, 0)",
         ),
         "hidden keys are marked no more": Edit("sm90/backward_rows.cu", "make_p", "? p : s.at(i, j);", "? p : 0.0f;"),
     },

@@ -78,6 +78,21 @@ def second_derivatives_are_right() -> None:
     checks.test_rows_without_a_key_have_no_second_derivative(SIMT)
 
 
+def sm90_has_second_derivatives() -> None:
+    """Check under schedules in which copies land late."""
+    every = checks.moved_along(checks.HOPPER.example(), checks.EVERY | {"do": "normal"})
+    masked = replace(checks.HOPPER, sink=None)
+    few, listed = (replace(masked, mask=checks.HOPPER_MASKS[name]).example() for name in ("few keys", "list"))
+    for schedule in (sim.Schedule(copies="late"), sim.Schedule(seed=1, order="random", copies="random")):
+        with patch.object(simulated, "_SIMULATOR", Simulator(schedule)):
+            checks.check_gradients(SM90, every)
+            for example in (few, listed):
+                checks.check_gradients(SM90, checks.moved_along(example, checks.QKV))
+    checks.test_sm90_pulls_tangents_back_along_axes_that_do_not_fold(SM90)
+    checks.test_sm90_pulls_back_no_tangents_of_absent_keys(SM90)
+    checks.test_sm90_rows_without_a_key_have_no_second_derivative(SM90)
+
+
 def scores_have_second_derivatives() -> None:
     checks.test_tangents_of_gradients_have_every_feature(SIMT, "float64")
 
@@ -105,11 +120,16 @@ def plans_are_right(library: ModuleType) -> None:
     assert len({(spec.block_q, spec.block_kv) for spec in specs}) == 1
     assert [spec.tangents for spec in specs] == [("v",), ("q", "k", "v"), ("score",)]
     assert [len(spec.score.arrays) for spec in specs] == [1, 1, 2]
+    half = library.ShapeDtype((8, 1000, 64), np.dtype(np.float16))
+    kernels = library.plan(half, half, half, device=device, kernel="sm90")._plan.pass_of("backward_jvp", ["k.dot"])
+    assert kernels.boxes == tuple(launch.boxes for launch in kernels.launches.values() if launch.boxes)
 
 
 WEIGHTS, GRADIENTS = "attention/tangent_weights.cuh", "attention/gradient_tangents.cuh"
 JVP, MMA, PRODUCTS = "simt/jvp.cu", "sm80/jvp.cu", "sm80/tangent_tiles.cuh"
-WGMMA, PRODUCER = "sm90/jvp.cu", "sm90/kv_producer.cuh"
+WGMMA, PRODUCER, PIPELINE = "sm90/jvp.cu", "sm90/kv_producer.cuh", "sm90/tangent_pipeline.cuh"
+HOPPER_PRODUCTS = "sm90/tangent_products.cuh"
+HOPPER_ROWS, HOPPER_COLUMNS = "sm90/backward_jvp_rows.cu", "sm90/backward_jvp_columns.cu"
 ROWS, COLUMNS = "simt/backward_jvp_rows.cu", "simt/backward_jvp_columns.cu"
 FAULTS = {
     simt_is_right: {
@@ -225,31 +245,34 @@ FAULTS = {
     },
     sm90_is_right: {
         "k's tangent moves no score": Edit(
-            WGMMA, "start_scores", "tile::start_gemm_add_nt(s_dot, q, K(k_dot_smem(stage)));", ";"
+            HOPPER_PRODUCTS, "start_with_tangents", "tile::start_gemm_add_nt(c_dot, left, Right(b_dot));", ";"
         ),
-        "q's tangent is q": Edit(WGMMA, "start_scores", "Q(q_dot_smem(0), first_row), k", "q, k"),
+        "q's tangent is q": Edit(
+            HOPPER_PRODUCTS, "start_with_tangents", "Left(a_dot, first_row), right", "left, right"
+        ),
         "both warpgroups have the same queries' tangents": Edit(
-            WGMMA, "start_scores", "Q(q_dot_smem(0), first_row)", "Q(q_dot_smem(0))"
+            HOPPER_PRODUCTS, "start_with_tangents", "Left(a_dot, first_row)", "Left(a_dot)"
         ),
         "values do not move": Edit(
             WGMMA, "add_values", "if constexpr (Config::kHasVDot) tile", "if constexpr (false) tile"
         ),
         "v's tangent is v": Edit(WGMMA, "add_values", "V(v_dot_smem(stage))", "V(v_smem(stage))"),
         "V is read before it is there": Edit(
-            WGMMA, "add_values", "tile::wait_full(shared().v[stage], phase_of(num_blocks));", ""
+            WGMMA, "add_values", "tile::wait_full(shared().v[stage], phase);", ""
         ),
         "K is released before it is read": Edit(
             WGMMA, "process_tile", "start_scores(s, s_dot, group, stage);",
             "tile::arrive(smem.k[stage].empty); start_scores(s, s_dot, group, stage);"
         ),
         "Q is released after the first step": Edit(
-            WGMMA, "process_tile", "if (is_done) tile::arrive(smem.q[0].empty);", "tile::arrive(smem.q[0].empty);"
+            WGMMA, "process_tile", "if (flags & StepMessage::kLastForWarpgroup) tile::arrive(smem.q[0].empty);",
+            "tile::arrive(smem.q[0].empty);"
         ),
         "scores are not masked": Edit(
             WGMMA, "update", "mask_block(params, s, tile_info, message, chosen);", ""
         ),
         "a warpgroup sees keys past its last": Edit(
-            WGMMA, "process_tile", "is_done = flags & StepMessage::kLastForWarpgroup;",
+            PIPELINE, "visit_steps", "is_done = flags & StepMessage::kLastForWarpgroup;",
             "is_done = flags & (StepMessage::kLastForWarpgroup | StepMessage::kUnmasked);"
         ),
         "lse_dot of the last row is lost": Edit(
@@ -262,7 +285,7 @@ FAULTS = {
             PRODUCER, "load_dot", "tma_coords(matrices, batch_head,", "tma_coords(params.k, batch_head,"
         ),
         "k's tangent has the head of the query": Edit(
-            PRODUCER, "load_dot", "kOperand == kQ ? batch_head.head : tile_info.kv_head", "batch_head.head"
+            PRODUCER, "load_dot", "is_of_queries ? batch_head.head : tile_info.kv_head", "batch_head.head"
         ),
         "rows of v's tangent past a step are left": Edit(
             PRODUCER, "load_values", "block.start, block.stop, zero_fills);", "block.start, block.stop, false);"
@@ -316,6 +339,70 @@ FAULTS = {
             COLUMNS, "simt_backward_jvp_columns", "head < first_head + shape.group_size", "head < first_head + 1"
         ),
     },
+    sm90_has_second_derivatives: {
+        "dP does not move with do": Edit(
+            HOPPER_ROWS, "process_step", "do_dot_smem(0), v_smem(stage)", "do_smem(0), v_smem(stage)"
+        ),
+        "dQ leaves k's tangent out": Edit(
+            HOPPER_ROWS, "process_step", "start_gemm_add_nn(dq, ds, tile::MnMajor<SmemK>(k_dot_smem(stage)));",
+            "start_gemm_add_nn(dq, ds, tile::MnMajor<SmemK>(k_smem(stage)));"
+        ),
+        "dQ has dS in place of its tangent": Edit(HOPPER_ROWS, "process_step", "ds_dot = dp_dot;", "ds_dot = dp;"),
+        "V is read before it arrives": Edit(
+            HOPPER_ROWS, "process_step", "tile::wait_full(smem.v[stage], phase);", ""
+        ),
+        "K is released before the last product": Edit(
+            HOPPER_ROWS, "process_step", "Weights ds_dot, ds;", "tile::arrive(smem.k[stage].empty); Weights ds_dot, ds;"
+        ),
+        "dO is released after the first step": Edit(
+            HOPPER_ROWS, "process_step", "if (flags & StepMessage::kLastForWarpgroup) tile::arrive(smem.q[0].empty);",
+            "tile::arrive(smem.q[0].empty);"
+        ),
+        "scores are not masked": Edit(
+            HOPPER_ROWS, "process_step", "mask_block(params, s, tile_info, message, chosen);", ""
+        ),
+        "all rows have the first one's statistics": Edit(HOPPER_ROWS, "differentiate", "rows[i]", "rows[0]"),
+        "dq is not scaled": Edit(HOPPER_ROWS, "consume", "dq.scale(params.shape.softmax_scale);", ""),
+        "queries without a key are not written": Edit(
+            HOPPER_ROWS, "write_empty_rows",
+            "GradientEpilogue<Config>::clear_rows(params.dq, work, work.batch_head.head, params.shape.head_dim);", ""
+        ),
+        "do's tangent has the head of the keys": Edit(
+            PRODUCER, "load_dot", "kOperand == kQ || kOperand == kDo;", "kOperand == kQ;"
+        ),
+        "do's tangent is copied as do lies": Edit(
+            PRODUCER, "load_dot", "kOperand == kDo ? dots.arrays.do_dot", "kOperand == kDo ? params.do_"
+        ),
+        "rows of k's tangent past a step are left": Edit(
+            PRODUCER, "load_keys", "block.start, block.stop, zero_fills);", "block.start, block.stop, false);"
+        ),
+        "dK leaves q's tangent out": Edit(
+            HOPPER_COLUMNS, "process_step", "Q(q_dot_smem(stage))", "Q(q_smem(stage))"
+        ),
+        "dV leaves do's tangent out": Edit(
+            HOPPER_COLUMNS, "process_step", "Do(do_dot_smem(stage))", "Do(do_smem(stage))"
+        ),
+        "scores of keys are not masked": Edit(
+            HOPPER_COLUMNS, "process_step", "attention::mask_scores_of_keys(s, params, work, message.block);", ""
+        ),
+        "a step's slot is released before it is read": Edit(
+            HOPPER_COLUMNS, "process_step", "Weights p, p_dot, ds, ds_dot;",
+            "tile::arrive(shared().queries[stage].empty); Weights p, p_dot, ds, ds_dot;"
+        ),
+        "keys are read before they arrive": Edit(
+            HOPPER_COLUMNS, "consume", "tile::wait_full(shared().keys, 0);", ""
+        ),
+        "both warpgroups have the same keys": Edit(
+            HOPPER_COLUMNS, "consume", "first_row = 64 * (group % kNumConsumers);", "first_row = 0;"
+        ),
+        "dk is not scaled": Edit(HOPPER_COLUMNS, "consume", "dk.scale(params.shape.softmax_scale);", ""),
+        "one head of a group gives dk and dv": Edit(
+            HOPPER_COLUMNS, "produce", "head < first_head + params.shape.group_size", "head < first_head + 1"
+        ),
+        "do of queries without a key is read": Edit(
+            HOPPER_COLUMNS, "load_step", "__any_sync(0xffffffffu, has_empty_rows) || is_cut", "is_cut"
+        ),
+    },
     scores_have_second_derivatives: {
         "slopes do not move": Edit(
             GRADIENTS, "gradient_tangents", "ptx::fma(df_dot, slope, df * slope_dot)", "df_dot * slope"
@@ -334,6 +421,9 @@ FAULTS = {
         ),
         "a plan's own tangents are taken for those of the call": Edit(
             "planning/plan.py", "KernelPlan.pass_of", "is_planned = tangents == problem.tangents and", "is_planned ="
+        ),
+        "kernels with other boxes have no tensor maps": Edit(
+            "planning/launches.py", "Pass.boxes", "if boxes not in every[:number])", "if number == 0)"
         ),
         "arrays of results are tangents": Edit(
             "planning/plan.py", "KernelPlan.pass_of", "keys.items() if key in arrays)", "keys.items())"

@@ -64,7 +64,8 @@ OF_LONG_RUNS = (
     non_finite.kept_scores_follow_the_rule, cache_scores.sm90_prefill_is_scored,
     score_kernels.warps_that_share_elements_are_exact, score_kernels.nothing_past_the_end_matters,
     fp8_kernels.fp8_is_scheduled_right, chosen_kernels.large_groups_and_single_heads_are_right,
-    tangent_kernels.sm80_is_right, tangent_kernels.sm90_is_right, tangent_kernels.scores_have_second_derivatives,
+    tangent_kernels.sm80_is_right, tangent_kernels.sm90_is_right, tangent_kernels.sm90_has_second_derivatives,
+    tangent_kernels.scores_have_second_derivatives,
 )  # fmt: skip
 # In a short run, other tests show that these guards pass: they make the same checks, or use structures of the same
 # kinds.
@@ -82,6 +83,7 @@ RUN_IN_LONG = (
     chosen_kernels.parts_are_added, chosen_kernels.scores_are_right, chosen_kernels.plans_are_right,
     chosen_kernels.sources_are_right, tangent_kernels.simt_is_right, tangent_kernels.every_feature_is_right,
     tangent_kernels.sm80_is_right, tangent_kernels.sm90_is_right, tangent_kernels.second_derivatives_are_right,
+    tangent_kernels.sm90_has_second_derivatives,
     tangent_kernels.scores_have_second_derivatives, ranks.ranks_agree, ranks.buffers_are_used_in_turn,
     ranks.faults_end_all_ranks, ranks.bits_do_not_depend_on_the_order_of_arrival, ranks.parts_are_rows_of_the_whole,
     ranks.kernels_see_places, ranks.kernels_draw_at_places, ranks.streams_wait_for_events, ranks.processes_agree,

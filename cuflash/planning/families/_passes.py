@@ -14,7 +14,7 @@ from ..launches import MATRICES, DqSemaphoreOrder, Feature, Launch, Pass, Worksp
 from ..options import DOT
 from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
-from ..spec import KernelSpec
+from ..spec import SIMT, Entry, KernelSpec
 from ..tangent_launches import DELTA
 from .family import (
     BACKWARD_INPUTS, FORWARD_INPUTS, STATISTICS_INPUTS, key_tiles, launch_of, num_tiles, query_tiles,
@@ -23,6 +23,8 @@ from .family import (
 # Statistics of queries and semaphores of dQ that sm90 kernels share; mirrors kernels_cu/sm90/query_state.cuh.
 QUERY_STATE = np.dtype([("query_stats", MATRICES), ("dq_semaphores", np.uint64)], align=True)
 _COUNTS = 2  # counters in the semaphore of a head
+_SECOND_STATISTICS = Entry(family=SIMT, name="backward_jvp_statistics", loads_do=True)
+_STATISTICS_ROWS = 16  # rows of a block of that kernel, whose threads share no other rows
 
 
 def tile_counters(spec: KernelSpec, *, is_zeroed: bool = False) -> dict[str, Workspace]:
@@ -50,27 +52,39 @@ def jvp_pass(problem: Problem, device: DeviceSpec, work: WorkList, spec: KernelS
     return sink_forward(kernels, problem, "jvp") if moves_means else kernels
 
 
+def second_statistics_spec(rows: KernelSpec) -> KernelSpec:
+    """Return the kernel that computes delta and its tangent for the kernel `rows` of any family."""
+    return KernelSpec(
+        entry=_SECOND_STATISTICS, dtype=rows.dtype, head_dim=rows.head_dim, value_dim=rows.value_dim,
+        block_q=_STATISTICS_ROWS, block_kv=_STATISTICS_ROWS, tangents=rows.tangents,
+    )  # fmt: skip
+
+
 def backward_jvp_pass(
     problem: Problem, device: DeviceSpec, work: WorkList, rows: KernelSpec, columns: KernelSpec
 ) -> Pass:
-    """Return a pass of two kernels that computes the tangents of gradients; `rows` also computes delta."""
+    """Return a pass that computes the tangents of gradients; its first kernel computes delta and its tangent."""
     dots = [f"{name}{DOT}" for name in rows.tangents if name not in ("score", "sink")]
-    deltas = DELTA, f"delta{DOT}"
-    inputs = ("q", "k", "v", "do", "lse", f"lse{DOT}", *dots)
-    of_rows = (*inputs, "o", f"o{DOT}", "dlse", f"dlse{DOT}")
+    deltas, counters = (DELTA, f"delta{DOT}"), tile_counters(rows)
+    inputs = ("q", "k", "v", "do", "lse", f"lse{DOT}", *dots, *deltas)
+    statistics = second_statistics_spec(rows)
+    do_dot = (f"do{DOT}",) * ("do" in rows.tangents)
+    of_queries = ("do", *do_dot, "o", f"o{DOT}", "lse", f"lse{DOT}", "dlse", f"dlse{DOT}")
+
+    def launch(spec: KernelSpec, reads: tuple[str, ...], writes: tuple[str, ...]) -> Launch:
+        return launch_of(spec, device, num_tiles(spec, problem, work), reads, writes)
+
+    first = launch(statistics, of_queries, (*deltas, *counters))
     launches = {
-        rows.entry.name: launch_of(rows, device, num_tiles(rows, problem, work), of_rows, ("dq", *deltas)),
-        columns.entry.name: launch_of(
-            columns, device, num_tiles(columns, problem, work), (*inputs, *deltas), ("dk", "dv")
-        ),
-    }
+        statistics.entry.name: first, rows.entry.name: launch(rows, (*inputs, *counters), ("dq", *counters)),
+        columns.entry.name: launch(columns, inputs, ("dk", "dv")),
+    }  # fmt: skip
     workspace = Workspace(problem.lse_shape(), problem.accumulator)
-    kernels = Pass(launches, dict.fromkeys(deltas, workspace))
+    kernels = Pass(launches, dict.fromkeys(deltas, workspace) | counters)
     if "sink" not in problem.wrt:
         return kernels
-    first = launches[rows.entry.name]
-    launches[rows.entry.name] = replace(
-        first, spec=replace(rows, has_sink=True), writes=(*first.writes, "delta"), features=("sink",),
+    launches[statistics.entry.name] = replace(
+        first, spec=replace(statistics, has_sink=True), writes=(*first.writes, "delta"), features=("sink",),
         reads=(*first.reads, "sink", *(f"sink{DOT}",) * ("sink" in rows.tangents)),
     )  # fmt: skip
     kernels = sink_backward(replace(kernels, workspaces={**kernels.workspaces, "delta": workspace}), problem)

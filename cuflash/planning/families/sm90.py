@@ -20,7 +20,7 @@ from ..device import DeviceSpec
 from ..launches import Kernels, TileOrder
 from ..problem import Problem
 from ..score_bins import num_bins
-from ..spec import SM90, KernelSpec
+from ..spec import SM90, Entry, KernelSpec
 from ..staged_array import can_stage, can_store_gradient, staged_load
 from ..tangent_launches import tangents_of_kernels
 from ..tile_order import forward_order, heads_per_wave
@@ -64,7 +64,8 @@ _STAGED_KEYS = 128  # keys of a step if elements of a captured array are staged
 _LISTED_SMALL = {64: (3, _STAGES), 128: (2, _STAGES + 1)}
 
 
-_JVP_KEYS = {64: 112, 128: 80}  # keys of a step of the kernel for tangents, by the larger dimension
+# Keys of a step of the kernels for tangents, and for tangents of gradients, by the larger dimension.
+_JVP_KEYS, _BACKWARD_JVP_KEYS = {64: 112, 128: 80}, {64: 80, 128: 64}
 
 _MOST_GATHERED = 8  # queries of a step of gathered queries, as kMaxGathered of sm90/q_storage.cuh
 _SAMPLED_QUERIES = 256  # number of queries sampled for the mean number of attended keys
@@ -109,22 +110,29 @@ class Sm90(Family):
         self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
     ) -> KernelSpec:
         """Return the kernel; sm80's for wide rows, score functions, dropout and small blocks of a list."""
-        dims, (rows, keys) = rounded_dims(problem), largest or (2 * ROWS, ROWS)
-        changes_weights = problem.score is not None or problem.dropout is not None
-        if changes_weights or max(dims) > max(_JVP_KEYS) or rows % ROWS or keys % ROWS:
+        tile = _tangent_tile(problem, largest, _JVP_KEYS)
+        if tile is None:
             return _SM80.jvp_spec(problem, device, largest)
-        block_q = 2 * ROWS if rows % (2 * ROWS) == 0 and problem.seqlen_q > ROWS else ROWS
-        width = next(width for width in _JVP_KEYS if width >= max(dims))
-        return KernelSpec(
-            entry=sm90_storage.JVP, dtype=problem.dtype, head_dim=dims[0], value_dim=dims[1], block_q=block_q,
-            block_kv=_JVP_KEYS[width] if largest is None else ROWS, num_warps=4 * (1 + block_q // ROWS), min_blocks=1,
-            is_listed=largest is not None, num_stages=_STAGES, tangents=tangents_of_kernels(problem),
-        )  # fmt: skip
+        return _tangent_spec(sm90_storage.JVP, problem, largest, tile, _STAGES)
 
     def backward_jvp_specs(
         self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
     ) -> tuple[KernelSpec, KernelSpec]:
-        return Sm80().backward_jvp_specs(problem, device, largest)
+        """Return the kernels; sm80's for the calls that `jvp_spec` also leaves to sm80."""
+        tile = _tangent_tile(problem, largest, _BACKWARD_JVP_KEYS)
+        if tile is None:
+            return _SM80.backward_jvp_specs(problem, device, largest)
+        rows = _tangent_spec(sm90_storage.BACKWARD_JVP_ROWS, problem, largest, tile, _STAGES)
+        if rows.shared_bytes > device.tile_memory_bytes:  # with the tangent of dO
+            rows = replace(rows, num_stages=1)
+        block_kv = 2 * ROWS if problem.seqlen_kv > ROWS and (largest is None or largest[1] % (2 * ROWS) == 0) else ROWS
+        columns = replace(
+            rows, entry=sm90_storage.BACKWARD_JVP_COLUMNS, num_warps=4 * (1 + block_kv // ROWS), block_kv=block_kv,
+            block_q=ROWS if max(rows.head_dim, rows.value_dim) <= 64 else ROWS // 2, num_stages=_STAGES,
+        )  # fmt: skip
+        # Loading a step includes reading its statistics, which takes nearly as long as multiplying one.
+        deeper = [replace(columns, num_stages=stages) for stages in (4, 3)]
+        return rows, first_fitting(deeper, device) or columns
 
     def with_sequence_tiles(self, work: WorkList) -> WorkList:
         if not isinstance(work, IntervalWork) or not work.is_ordered:
@@ -262,6 +270,28 @@ class Sm90(Family):
 
 
 _SM80 = Sm80()
+
+
+def _tangent_tile(problem: Problem, largest: tuple[int, int] | None, keys_of_step: dict[int, int]) -> _Tile | None:
+    """Return the tile of a kernel that differentiates along tangents; None if other kernels serve the problem."""
+    widest, (rows, keys) = max(rounded_dims(problem)), largest or (2 * ROWS, ROWS)
+    changes_weights = problem.score is not None or problem.dropout is not None
+    if changes_weights or widest > max(keys_of_step) or rows % ROWS or keys % ROWS:
+        return None
+    block_q = 2 * ROWS if rows % (2 * ROWS) == 0 and problem.seqlen_q > ROWS else ROWS
+    width = next(width for width in keys_of_step if width >= widest)
+    return _Tile(block_q, keys_of_step[width] if largest is None else ROWS)
+
+
+def _tangent_spec(
+    entry: Entry, problem: Problem, largest: tuple[int, int] | None, tile: _Tile, num_stages: int
+) -> KernelSpec:
+    head_dim, value_dim = rounded_dims(problem)
+    return KernelSpec(
+        entry=entry, dtype=problem.dtype, head_dim=head_dim, value_dim=value_dim, block_q=tile.block_q,
+        block_kv=tile.block_kv, num_warps=4 * (1 + tile.block_q // ROWS), min_blocks=1, is_listed=largest is not None,
+        num_stages=num_stages, tangents=tangents_of_kernels(problem),
+    )  # fmt: skip
 
 
 def _with_bins(backward: KernelSpec, bins: int, device: DeviceSpec) -> KernelSpec:

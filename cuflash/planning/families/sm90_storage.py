@@ -19,6 +19,7 @@ _COUNT = 4  # words of a counter of key tiles
 _QUERY_PARTS = 24  # additional bytes for the range of queries if backward tiles are aligned to sequences
 _GATHERED, _PART, _LAST_PART = 32, 24, 4  # additional bytes if queries are gathered
 _BACKWARD_MESSAGE, _BACKWARD_WORK, _BACKWARD_OTHER = 88, 104, 48
+_SECOND_STATISTICS, _SECOND_MESSAGE = 4, 24  # numbers of a query, and bytes, in sm90/backward_jvp_columns.cu
 _MAX_SHARED_BYTES, _STORAGE_BYTES = 227 << 10, 5 << 10  # equal to those in sm90/q_tiles.cuh
 _MASS_MESSAGE, _MASS_TILE = 24, 56  # equal to those in sm90/block_mass.cu; the tile is without its queries
 
@@ -65,17 +66,27 @@ def _backward_wide_bytes(spec: KernelSpec) -> int:
 
 
 def _walk_of_keys_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of queries, of dO in the backward pass, of keys and values of all stages, and of tangents."""
+    """Return the bytes of queries, of dO in a backward pass, of keys and values of all stages, and of tangents."""
     loads_do = spec.entry.loads_do
     is_small = spec.is_listed and spec.block_q == ROWS
     is_narrow = max(spec.head_dim, spec.value_dim) <= 128
     has_two = is_narrow and not is_small and not loads_do and not spec.score_is_staged and not spec.tangents
     q_stages, named = 1 + has_two, spec.tangents
-    query_dims = spec.head_dim * (1 + ("q" in named)) + spec.value_dim * loads_do
+    query_dims = spec.head_dim * (1 + ("q" in named)) + spec.value_dim * (loads_do + ("do" in named))
     key_dims = spec.head_dim * (1 + ("k" in named)) + spec.value_dim * (1 + ("v" in named))
     elements = q_stages * spec.block_q * query_dims + spec.num_stages * spec.block_kv * key_dims
     storage = storage_bytes(spec, q_stages)
     return spec.dtype.itemsize * elements + storage + _staged_bytes(spec, storage, _SLOT * (spec.block_q // ROWS))
+
+
+def _second_columns_bytes(spec: KernelSpec) -> int:
+    """Return the bytes of keys and values, of queries and dO of all stages, of tangents, statistics and messages."""
+    named, stages = spec.tangents, spec.num_stages
+    key_dims = spec.head_dim * (1 + ("k" in named)) + spec.value_dim * (1 + ("v" in named))
+    query_dims = spec.head_dim * (1 + ("q" in named)) + spec.value_dim * (1 + ("do" in named))
+    elements = spec.block_kv * key_dims + stages * spec.block_q * query_dims
+    storage = stages * (4 * _SECOND_STATISTICS * spec.block_q + _SLOT + _SECOND_MESSAGE) + _SLOT
+    return spec.dtype.itemsize * elements + storage
 
 
 def _staged_bytes(spec: KernelSpec, storage: int, slot: int = 0) -> int:
@@ -132,9 +143,16 @@ def _backward_wide_boxes(spec: KernelSpec) -> Boxes:
     return _backward_boxes(spec) | halves
 
 
+def _with_tangents(boxes: Boxes, spec: KernelSpec) -> Boxes:
+    return {**boxes, **{f"{name}{DOT}": box for name, box in boxes.items() if name in spec.tangents}}
+
+
 def _jvp_boxes(spec: KernelSpec) -> Boxes:
-    boxes = _mass_boxes(spec) | {"v": (spec.block_kv, _panels(spec)[1])}
-    return boxes | {f"{name}{DOT}": boxes[name] for name in ("q", "k", "v") if name in spec.tangents}
+    return _with_tangents(_mass_boxes(spec) | {"v": (spec.block_kv, _panels(spec)[1])}, spec)
+
+
+def _backward_jvp_boxes(spec: KernelSpec) -> Boxes:
+    return _with_tangents(_backward_boxes(spec), spec)
 
 
 FORWARD = Entry(
@@ -144,6 +162,14 @@ FORWARD = Entry(
 JVP = Entry(
     family=SM90, name="jvp", shared_bytes=_walk_of_keys_bytes, boxes=_jvp_boxes, is_persistent=True,
     has_exponentials=True, products=(3, 2),
+)  # fmt: skip
+BACKWARD_JVP_ROWS = Entry(
+    family=SM90, name="backward_jvp_rows", shared_bytes=_walk_of_keys_bytes, boxes=_backward_jvp_boxes, loads_do=True,
+    is_persistent=True, has_exponentials=True, products=(5, 3),
+)  # fmt: skip
+BACKWARD_JVP_COLUMNS = Entry(
+    family=SM90, name="backward_jvp_columns", shared_bytes=_second_columns_bytes, boxes=_backward_jvp_boxes,
+    loads_do=True, holds_keys=True, has_exponentials=True, products=(5, 5),
 )  # fmt: skip
 BACKWARD = Entry(
     family=SM90, name="backward", shared_bytes=_backward_bytes, boxes=_backward_boxes, loads_do=True,
