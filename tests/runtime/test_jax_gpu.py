@@ -13,6 +13,7 @@ jax = pytest.importorskip("jax", reason="JAX is not installed")
 
 import cuflash.jax  # noqa: E402
 import cupy_machine  # noqa: E402
+from cuflash.jax import _runs as runs  # noqa: E402
 from library_parts import part  # noqa: E402
 from cuflash import masks  # noqa: E402
 from test_jax import on_a_machine  # noqa: E402
@@ -25,7 +26,7 @@ LISTS = np.random.default_rng(2).integers(-1, 3, (1, 40, 2)).astype(np.int32)
 ALLOWED = (RNG.random((40, 40)) < 0.6) | np.eye(40, dtype=bool)
 
 
-@pytest.fixture(params=["machine", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["machine", "native", pytest.param("gpu", marks=pytest.mark.gpu)])
 def place(request, monkeypatch, tmp_path):
     """Yield CuPy and the device of JAX that shares its memory; `share` makes an array of CuPy."""
     if request.param == "gpu":
@@ -39,7 +40,7 @@ def place(request, monkeypatch, tmp_path):
             yield SimpleNamespace(share=cupy.asarray, launched=None)
         return
     with cupy_machine.installed(monkeypatch, tmp_path) as machine, jax.default_device(jax.devices("cpu")[0]):
-        on_a_machine(monkeypatch, machine, cuflash)
+        on_a_machine(monkeypatch, machine, cuflash, request.param == "native")
         yield SimpleNamespace(share=machine.asarray, launched=machine.launched)
 
 
@@ -226,3 +227,20 @@ def test_masks_that_no_kernel_lists_are_refused(place):
         jax.jit(lambda x: attention(q, k, v, mask=~masks.Dense(x)))(jnp.asarray(ALLOWED))
     with pytest.raises(cuflash.UnsupportedProblem, match="executor='cpu' takes arrays on 'cpu'; got q on 'gpu': move"):
         jax.jit(lambda q: attention(q, k, v, executor="cpu"))(q)
+
+
+def test_xla_launches_kernels_without_python(place, monkeypatch):
+    """Compiled programs contain one custom call per pass, and Python runs for none; other calls are refused by name."""
+    q, k, v = map(jnp.asarray, (Q, K, V))
+    step = jax.jit(lambda q: jax.vjp(lambda q: attention(q, k, v, causal=True), q)[1](q))
+    text = step.lower(q).compile().as_text()
+    if runs.handler() is None:
+        assert "cuflash_pass" not in text
+        return
+    assert text.count('custom_call_target="cuflash_pass"') == 2
+    monkeypatch.setattr(runs.OnGpu, "__call__", lambda *args: pytest.fail("XLA called Python"))
+    assert jnp.isfinite(step(q)[0]).all()
+    unknown = jax.jit(lambda q: jax.ffi.ffi_call("cuflash_pass", jax.typeof(q))(q, call=np.int64(7)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no launches 0000000000000007 on device 0"):
+        unknown(q).block_until_ready()
+
