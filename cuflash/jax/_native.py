@@ -18,7 +18,7 @@ import numpy as np
 from ..executors.xla_gpu import Flat
 from ..sim.compiler import BuildError, host_library
 
-TARGET = "cuflash_pass"
+TARGET = f"{__name__.partition('.')[0]}_pass"  # so that another copy of the library has a target of its own
 _SOURCE = Path(__file__).with_name("handler.cpp")
 
 

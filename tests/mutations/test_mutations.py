@@ -20,7 +20,7 @@ from types import ModuleType
 
 import pytest
 from executors import is_long, needs_compiler
-from lexing import Language, language_of
+from lexing import Language
 
 import cuflash
 from mutations import (
@@ -96,8 +96,13 @@ def faults(*tables: ModuleType, language: Language | None = None) -> list[tuple[
         for table in tables
         for guard, edits in table.FAULTS.items()
         for name, edit in edits.items()
-        if language in (None, language_of(edit.file))
+        if language in (None, _planted_as(edit))
     ]
+
+
+def _planted_as(edit: Edit) -> Language:
+    """Return "python" for a fault of the package, which also has files in C++, and "cuda" for one of the kernels."""
+    return "python" if (planting.LIBRARY / edit.file).is_file() else "cuda"
 
 
 def sampled(planned: list[tuple[str, Guard, Edit]], step: int) -> list[tuple[str, Guard, Edit]]:
