@@ -67,7 +67,8 @@ class _Workspaces:
 
     def __init__(self, needs: Mapping[str, Workspace]) -> None:
         order = sorted(needs, key=lambda name: not needs[name].is_zeroed)
-        *starts, self.nbytes = accumulate((-(-needs[name].nbytes // _ALIGNMENT) * _ALIGNMENT for name in order), initial=0)
+        sizes = (-(-needs[name].nbytes // _ALIGNMENT) * _ALIGNMENT for name in order)
+        *starts, self.nbytes = accumulate(sizes, initial=0)
         self.starts = [starts[order.index(name)] for name in needs]
         is_zeroed = [needs[name].is_zeroed for name in order]
         self.zero_bytes = (*starts, self.nbytes)[sum(is_zeroed)]
@@ -115,27 +116,23 @@ class _OnDevice(NamedTuple):
         """The launches of the maker, if there is one, and of the pass, and where the workspaces of each start."""
         parts = [(self.launches, 0)]
         if self.maker is not None:
-            parts.insert(0, (self.maker.launches, _num_bytes(self.launches)))
+            parts.insert(0, (self.maker.launches, _workspaces(self.launches).nbytes))
         return parts
 
     @property
     def zeros(self) -> list[tuple[int, int]]:
         """The parts of the scratch buffer that each call sets to zero, as (start, bytes)."""
-        return [(start, each._workspaces.zero_bytes) for each, start in self.parts if _num_zeros(each)]
+        zeros = [(start, _workspaces(each).zero_bytes) for each, start in self.parts]
+        return [(start, nbytes) for start, nbytes in zeros if nbytes]
 
 
-def _num_bytes(bound: BoundPass) -> int:
+def _workspaces(bound: BoundPass) -> _Workspaces:
     workspaces: Any = bound._workspaces
-    return 0 if workspaces is None else workspaces.nbytes
-
-
-def _num_zeros(bound: BoundPass) -> int:
-    workspaces: Any = bound._workspaces
-    return 0 if workspaces is None else workspaces.zero_bytes
+    return _Workspaces({}) if workspaces is None else workspaces
 
 
 class Source(NamedTuple):
-    """Where a word of a kernel's arguments comes from: the address of a buffer of XLA plus an offset, or a number."""
+    """A value of a call: the address of a buffer of XLA plus an offset or, without a buffer, a number."""
 
     buffer: int | None
     offset: int
@@ -192,7 +189,7 @@ class XlaPass:
         self._on_devices: dict[int, _OnDevice] = {}
         self._lock = threading.Lock()
         bound = self._on_device(nvrtc.current_number())
-        self._lists_start = sum(_num_bytes(each) for each, _ in bound.parts)
+        self._lists_start = sum(_workspaces(each).nbytes for each, _ in bound.parts)
         self.scratch_bytes = self._lists_start + (0 if bound.maker is None else self._source.nbytes)
 
     @property
@@ -238,39 +235,40 @@ class XlaPass:
         num_arguments : int
             Buffers before those of results.
         """
-        held = list[_OnDevice]()
-        within(device, lambda: held.append(self._on_device(device)))
-        (bound,) = held
+        on_device = list[_OnDevice]()
+        within(device, lambda: on_device.append(self._on_device(device)))
+        (bound,) = on_device
         num_results = len(self._plan.kernel_results(self._name))
         results, scratch = [Source(num_arguments + n, 0) for n in range(num_results)], num_arguments + num_results
         lists = [of_mask[0] if bound.maker is None else Source(scratch, self._lists_start)] if self._has_lists else []
         values = [[*arrays, *lists, *results, *(Source(None, number) for number in numbers)]]
         if bound.maker is not None:
             values.insert(0, [*of_mask, *lists])
-        flat = Flat([], [], [], [(scratch, *zeros) for zeros in bound.zeros], scratch + bool(self.scratch_bytes), "")
-        (record, own), first = (bound.launches.record, values[-1]), 0
-        flat.zeros.extend((own[place].buffer or 0, own[place].offset, nbytes) for place, nbytes in record.zeroed)
-        texts = list[object]()
+        places, kernels = list[tuple[int, int, int]](), list[tuple[int, int, int, int, list[int]]]()
+        zeros = [(scratch, *each) for each in bound.zeros]
+        # Results that are set to zero come after the arrays and the lists, which the record counts, too.
+        before, first = len(arrays) + len(lists) - num_arguments, 0
+        zeros += ((place - before, 0, nbytes) for place, nbytes in bound.launches.record.zeroed)
+        every, texts = list[Any](), list[object]()
         for (each, start), sources in zip(bound.parts, values):
-            record, workspaces = each.record, each._workspaces
-            words = record.words.copy()
-            if workspaces is not None:
-                sources = [*sources, *(Source(scratch, start + own) for own in workspaces.starts)]
+            record, words = each.record, each.record.words.copy()
+            sources = [*sources, *(Source(scratch, start + more) for more in _workspaces(each).starts)]
             for word, offset, number in record.places:
                 buffer, more = sources[number]
                 if buffer is None:
                     words[word] = (offset + more) % (1 << 64)
                 else:
-                    flat.places.append((first + word, buffer, (offset + more) % (1 << 64)))
+                    places.append((first + word, buffer, (offset + more) % (1 << 64)))
             for launch, grid, parts in record.kernels:
                 function = gpu._function(launch.spec, launch.shared_bytes).ptr
                 starts = [first + part.start for part in parts]
-                flat.kernels.append((function, grid, launch.spec.num_threads, launch.shared_bytes, starts))
+                kernels.append((function, grid, launch.spec.num_threads, launch.shared_bytes, starts))
                 texts.append((launch.spec, grid, launch.shared_bytes, starts))
-            flat.words.extend(words)
+            every.append(words)
             first += len(words)
-        texts += flat.words, flat.places, flat.zeros
-        return flat._replace(words=np.array(flat.words, np.uint64), text=repr(texts))
+        all_words = np.concatenate(every)
+        text = repr((texts, all_words.tolist(), places, zeros))
+        return Flat(all_words, places, kernels, zeros, scratch + bool(self.scratch_bytes), text)
 
     def launch(
         self, device: int, stream: int, arrays: Sequence[int], of_mask: Sequence[int], results: Sequence[int],
@@ -298,7 +296,7 @@ class XlaPass:
         if self._has_lists:
             lists = [of_mask[0] if bound.maker is None else scratch + self._lists_start]
         if bound.maker is not None:
-            own = XlaStream(stream, scratch + _num_bytes(bound.launches))
+            own = XlaStream(stream, scratch + _workspaces(bound.launches).nbytes)
             bound.maker.launches.launch((*of_mask, *lists), own)
         addresses = [*arrays, *lists, *results]
         for place, nbytes in bound.launches.record.zeroed:

@@ -118,17 +118,17 @@ class Handler:
             return None
         number = int.from_bytes(hashlib.sha256(first.text.encode()).digest()[:8], "little") >> 1
         with self._lock:
-            found = self._passes.get(number)
-            if found is None:
-                found = self._passes[number] = NativePass(number, flat, held, self._set)
-            return found if found.bind(device) else None
+            native = self._passes.get(number)
+            if native is None:
+                native = self._passes[number] = NativePass(number, flat, held, self._set)
+            return native if native.bind(device) else None
 
     def _bound(self, number: int, device: int) -> int:
         """Bind a pass to a device that runs it for the first time; return 0 if that fails."""
         with self._lock:
-            found = self._passes.get(number)
+            native = self._passes.get(number)
         try:
-            return 0 if found is None else found.bind(device)
+            return 0 if native is None else native.bind(device)
         except Exception as error:  # XLA's thread cannot receive it
             warnings.warn(f"a pass cannot be bound to device {device}: {error}", RuntimeWarning, stacklevel=2)
             return 0

@@ -114,7 +114,7 @@ def differentiate(of_forward: Any, functions: dict[str, Any]) -> None:
 
 
 def _is_differentiated() -> bool:
-    """False if nothing records operators, as in passes of compiled functions; a function's overhead is then saved."""
+    """True if something may differentiate an operator; passes of compiled functions save an autograd function."""
     return torch.is_grad_enabled() or has_dual_level() or is_transforming()
 
 

@@ -237,4 +237,3 @@ def test_xla_launches_kernels_without_python(place, monkeypatch):
     unknown = jax.jit(lambda q: jax.ffi.ffi_call("cuflash_pass", jax.typeof(q))(q, call=np.int64(7)))
     with pytest.raises(jax.errors.JaxRuntimeError, match="no launches 0000000000000007 on device 0"):
         unknown(q).block_until_ready()
-

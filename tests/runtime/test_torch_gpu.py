@@ -285,23 +285,23 @@ def test_compiled_steps_in_graphs_of_cuda_have_the_bits_of_eager_ones(kind):
     options |= {kind: {"mask": MASKS[kind]()}} if kind in MASKS else {}
     fixed = options.get(kind, {})
 
-    def call(q, k, v, kept):
-        return attention(q, k, v, **({"mask": kept} if kind == "argument" else fixed), return_lse=True)
+    def call(q, k, v, allowed):
+        return attention(q, k, v, **({"mask": allowed} if kind == "argument" else fixed), return_lse=True)
 
-    def step(function, tensors, kept):
+    def step(function, tensors, allowed):
         inputs = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
-        o, lse = function(*inputs, kept)
+        o, lse = function(*inputs, allowed)
         gradients = torch.autograd.grad([o, lse], inputs, [tensors[3], torch.ones_like(lse)])
         return [each.clone() for each in (o, lse, *gradients)]
 
     compiled, allocated = torch.compile(call, mode="reduce-overhead", fullgraph=True), []
     for seed in range(6):
         torch.compiler.cudagraph_mark_step_begin()
-        tensors, kept = drawn(seed=seed), torch.from_numpy(KEPT).cuda().roll(seed, 1)
-        actual = step(compiled, tensors, kept)
-        for ours, theirs in zip(actual, step(call, tensors, kept), strict=True):
+        tensors, allowed = drawn(seed=seed), torch.from_numpy(KEPT).cuda().roll(seed, 1)
+        actual = step(compiled, tensors, allowed)
+        for ours, theirs in zip(actual, step(call, tensors, allowed), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-        del actual, ours, theirs, tensors, kept
+        del actual, ours, theirs, tensors, allowed
         torch.cuda.synchronize()
         allocated.append(torch.cuda.memory_allocated())
     assert len({*allocated[3:]}) == 1

@@ -29,8 +29,8 @@ def memory() -> SimpleNamespace:
         return Piece(nbytes, array, array.ctypes.data)
 
     return SimpleNamespace(
-        allocated=allocated, maker=maker, zeros=lambda shape, dtype: maker(shape, dtype)(), lasting=lasting, outlives=outlives,
-        address=lambda array: int(array.ctypes.data), kept_pieces=lambda: pieces, kept=zeros,
+        allocated=allocated, maker=maker, zeros=lambda shape, dtype: maker(shape, dtype)(), lasting=lasting,
+        outlives=outlives, address=lambda array: int(array.ctypes.data), kept_pieces=lambda: pieces, kept=zeros,
         kept_zeros=lambda number, nbytes: zeros.setdefault((number, nbytes), {}),
     )  # fmt: skip
 
