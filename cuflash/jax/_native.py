@@ -88,10 +88,7 @@ class Handler:
     """
 
     def __init__(self, platform: str, functions: Functions, flags: Sequence[str] = ()) -> None:
-        header = Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h"
-        self._library = host_library(
-            "handler", _SOURCE, (f"-I{jax.ffi.include_dir()}", *flags), header.read_text("utf-8")
-        )
+        self._library = host_library("handler", _SOURCE, tuple(flags))
         self._fits, self._set = self._library.cuflash_fits, self._library.cuflash_set
         self._set.argtypes = ctypes.c_int64, ctypes.c_int, ctypes.c_void_p
         self._passes: WeakValueDictionary[int, NativePass] = WeakValueDictionary()

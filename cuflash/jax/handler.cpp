@@ -5,10 +5,100 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "xla/ffi/api/c_api.h"
+// The parts of version 0.1 of XLA's binary interface for custom calls that this file uses. Later versions of XLA accept
+// it; their headers rename some of these types, so that none of them is included.
+struct Error;
+struct Context;
+
+struct Extension {
+  size_t nbytes;
+  int kind;
+  Extension* next;
+};
+
+struct Version {
+  size_t nbytes;
+  Extension* extensions;
+  int major, minor;
+};
+
+struct Metadata {
+  size_t nbytes;
+  Version version;
+  uint32_t traits;
+};
+
+struct MetadataExtension {
+  Extension base;
+  Metadata* metadata;
+};
+
+struct NewError {
+  size_t nbytes;
+  Extension* extensions;
+  const char* message;
+  int code;
+};
+
+struct StreamOf {
+  size_t nbytes;
+  Extension* extensions;
+  Context* context;
+  void* stream;
+};
+
+struct Interface {
+  size_t nbytes;
+  Extension* extensions;
+  Version version;
+  const void* internal;
+  Error* (*create_error)(NewError*);
+  void (*others[3])();
+  Error* (*stream_of)(StreamOf*);
+};
+
+struct Buffer {
+  size_t nbytes;
+  Extension* extensions;
+  int dtype;
+  void* data;
+};
+
+struct Buffers {
+  size_t nbytes;
+  Extension* extensions;
+  int64_t size;
+  int* kinds;
+  Buffer** buffers;
+};
+
+struct Scalar {
+  int dtype;
+  int64_t* value;
+};
+
+struct Attributes {
+  size_t nbytes;
+  Extension* extensions;
+  int64_t size;
+  int* kinds;
+  void** names;
+  Scalar** values;
+};
+
+struct Frame {
+  size_t nbytes;
+  Extension* extensions;
+  const Interface* interface;
+  Context* context;
+  int stage;
+  Buffers arguments, results;
+  Attributes attributes;
+};
 
 namespace {
 
+constexpr int kMetadata = 1, kFailedPrecondition = 9, kInternal = 13;  // XLA's numbers of an extension, and of errors
 constexpr int kMostDevices = 64, kMostBuffers = 256, kMostWords = 4096, kMostArguments = 64, kNumPasses = 1 << 14;
 
 struct Kernel {
@@ -66,27 +156,23 @@ Entry* find(int64_t call) {
   return nullptr;
 }
 
-XLA_FFI_Error* failed(const XLA_FFI_CallFrame* frame, XLA_FFI_Error_Code code, const char* text, int64_t call,
-                      int detail) {
+Error* failed(const Frame* frame, int code, const char* text, int64_t call, int detail) {
   char message[256];
   snprintf(message, sizeof message, text, (unsigned long long)call, detail);
-  XLA_FFI_Error_Create_Args arguments = {};
-  arguments.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
-  arguments.message = message;
-  arguments.errc = code;
-  return frame->api->XLA_FFI_Error_Create(&arguments);
+  NewError error = {sizeof error, nullptr, message, code};
+  return frame->interface->create_error(&error);
 }
 
-XLA_FFI_Error* launched(const XLA_FFI_CallFrame* frame, const Pass* pass, void* stream, int64_t call) {
+Error* launched(const Frame* frame, const Pass* pass, void* stream, int64_t call) {
   uint64_t buffers[kMostBuffers], words[kMostWords];
-  int64_t num_arguments = frame->args.size;
-  if (num_arguments + frame->rets.size != pass->num_buffers)
-    return failed(frame, XLA_FFI_Error_Code_INTERNAL, "cuflash: call %016llx got a wrong number of buffers (%d)", call,
-                  int(num_arguments + frame->rets.size));
+  int64_t num_arguments = frame->arguments.size;
+  if (num_arguments + frame->results.size != pass->num_buffers)
+    return failed(frame, kInternal, "cuflash: call %016llx got a wrong number of buffers (%d)", call,
+                  int(num_arguments + frame->results.size));
   for (int64_t i = 0; i < num_arguments; ++i)
-    buffers[i] = uint64_t(static_cast<XLA_FFI_Buffer*>(frame->args.args[i])->data);
-  for (int64_t i = 0; i < frame->rets.size; ++i)
-    buffers[num_arguments + i] = uint64_t(static_cast<XLA_FFI_Buffer*>(frame->rets.rets[i])->data);
+    buffers[i] = uint64_t(frame->arguments.buffers[i]->data);
+  for (int64_t i = 0; i < frame->results.size; ++i)
+    buffers[num_arguments + i] = uint64_t(frame->results.buffers[i]->data);
   int status = 0;
   for (uint32_t i = 0; i < pass->num_zeros && status == 0; ++i) {
     const Zeros& zeros = pass->zeros[i];
@@ -103,7 +189,7 @@ XLA_FFI_Error* launched(const XLA_FFI_CallFrame* frame, const Pass* pass, void* 
                            arguments, nullptr);
   }
   if (status != 0)
-    return failed(frame, XLA_FFI_Error_Code_INTERNAL, "cuflash: call %016llx did not start: error %d of the CUDA driver",
+    return failed(frame, kInternal, "cuflash: call %016llx did not start: error %d of the CUDA driver",
                   call, status);
   return nullptr;
 }
@@ -138,37 +224,32 @@ int cuflash_set(int64_t call, int device, const Pass* pass) {
   return 1;
 }
 
-XLA_FFI_Error* cuflash_pass(XLA_FFI_CallFrame* frame) {
-  for (XLA_FFI_Extension_Base* each = frame->extension_start; each != nullptr; each = each->next) {
-    if (each->type != XLA_FFI_Extension_Metadata) continue;
-    XLA_FFI_Metadata* metadata = reinterpret_cast<XLA_FFI_Metadata_Extension*>(each)->metadata;
-    metadata->api_version.struct_size = XLA_FFI_Api_Version_STRUCT_SIZE;
-    metadata->api_version.major_version = 0;
-    metadata->api_version.minor_version = 1;  // the first version with all that this file uses
+Error* cuflash_pass(Frame* frame) {
+  for (Extension* each = frame->extensions; each != nullptr; each = each->next) {
+    if (each->kind != kMetadata) continue;
+    Metadata* metadata = reinterpret_cast<MetadataExtension*>(each)->metadata;
+    metadata->version = {sizeof(Version), nullptr, 0, 1};
     metadata->traits = 0;
     return nullptr;
   }
-  const XLA_FFI_Scalar* attribute = static_cast<XLA_FFI_Scalar*>(frame->attrs.attrs[0]);  // "call", the only one
-  int64_t call = *static_cast<int64_t*>(attribute->value);
+  int64_t call = *frame->attributes.values[0]->value;  // "call", the only attribute
   int device = 0;
   if (driver.device == nullptr || driver.device(&device) != 0 || device < 0 || device >= kMostDevices)
-    return failed(frame, XLA_FFI_Error_Code_FAILED_PRECONDITION, "cuflash: call %016llx has no CUDA device (%d)", call,
+    return failed(frame, kFailedPrecondition, "cuflash: call %016llx has no CUDA device (%d)", call,
                   device);
   const Entry* entry = find(call);
   const Pass* pass = entry == nullptr ? nullptr : __atomic_load_n(&entry->passes[device], __ATOMIC_ACQUIRE);
   if (pass == nullptr) pass = driver.bind(call, device);
   if (pass == nullptr)
-    return failed(frame, XLA_FFI_Error_Code_FAILED_PRECONDITION,
+    return failed(frame, kFailedPrecondition,
                   "cuflash: no launches %016llx on device %d in this process: import cuflash.jax and trace the "
                   "function here; a stored program does not hold kernels",
                   call, device);
   void* stream = nullptr;
 #ifndef CUFLASH_WITHOUT_STREAM  // tests run the kernels on a platform that has none
-  XLA_FFI_Stream_Get_Args arguments = {};
-  arguments.struct_size = XLA_FFI_Stream_Get_Args_STRUCT_SIZE;
-  arguments.ctx = frame->ctx;
-  if (XLA_FFI_Error* error = frame->api->XLA_FFI_Stream_Get(&arguments)) return error;
-  stream = arguments.stream;
+  StreamOf request = {sizeof request, nullptr, frame->context, nullptr};
+  if (Error* error = frame->interface->stream_of(&request)) return error;
+  stream = request.stream;
 #endif
   return launched(frame, pass, stream, call);
 }

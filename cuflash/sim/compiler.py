@@ -130,7 +130,7 @@ def _loaded(library: Path, runtime: Path, entry: str) -> Kernel:
         ) from error
 
 
-def host_library(kind: str, source: Path, flags: tuple[str, ...], *parts: str) -> ctypes.CDLL:
+def host_library(kind: str, source: Path, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     """Compile a source file of the package for the host, or take it from the cache, and load it.
 
     Parameters
@@ -140,8 +140,6 @@ def host_library(kind: str, source: Path, flags: tuple[str, ...], *parts: str) -
     source : pathlib.Path
     flags : tuple of str
         Flags of the compiler.
-    *parts : str
-        Everything else that the library depends on.
 
     Raises
     ------
@@ -150,7 +148,7 @@ def host_library(kind: str, source: Path, flags: tuple[str, ...], *parts: str) -
     """
     compiler = _compiler()
     flags = ("-std=c++17", "-O2", "-fPIC", "-shared", *flags)
-    target = _target(kind, _identity(compiler), source.read_text("utf-8"), *flags, *parts)
+    target = _target(kind, _identity(compiler), source.read_text("utf-8"), *flags)
 
     def publish() -> IO[bytes]:
         return _publish([[compiler, *flags, str(source), "-o", target.name]], target, str(source))
