@@ -22,10 +22,6 @@ the passes of sm90 0.95 to 1.13. The former grow with the square of the length, 
 Cost: A second on one core; --gpu half a minute of a GPU under its profiler.
 """
 
-import csv
-import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,14 +31,14 @@ import cuflash
 import matplotlib.pyplot as plt
 import numpy as np
 from cuflash.executors import gpu
-from harness import FOLDERS, Record, check_names, gpu_versions, main, track, why_no_gpu
+from harness import Record, check_names, gpu_versions, main, track, why_no_gpu
+from profiler import Launch, profiled
 from rich.table import Table
 from traffic_model import WAYS, modelled
 
 KERNELS = ("naive", "fa1", "sm80", "sm90")
 MOST_OF_MEMORY = 0.6  # fraction of a GPU's memory for a workspace, because the pool retains that of the forward pass
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-CALL = "import sys; sys.path[:0] = {folders!r}; import memory_traffic; memory_traffic.call({calls!r})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,42 +90,13 @@ def counted(calls: Sequence[tuple[tuple[int, ...], Sequence[str]]]) -> list[dict
     RuntimeError
         ncu is missing, may not read counters, or prints an unexpected message.
     """
-    if shutil.which("ncu") is None:
-        raise RuntimeError("ncu is not on the PATH: install NVIDIA Nsight Compute")
-    command = [
-        "ncu", "--csv", "--print-units", "base", "--metrics", ",".join(METRICS), "-k", "regex:^(naive|fa1|sm80|sm90)_",
-        sys.executable, "-c", CALL.format(folders=FOLDERS, calls=calls),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
-    if done.returncode:
-        complaints = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("==ERROR==")]
-        raise RuntimeError("; ".join(complaints) or f"ncu ended with {done.returncode}: {done.stderr[-300:]}")
-    return by_shape(parsed(done.stdout), len(calls))
+    launches = profiled("memory_traffic", f"call({calls!r})", METRICS, "^(naive|fa1|sm80|sm90)_")
+    return by_shape(totals(launches), len(calls))
 
 
-def parsed(printed: str) -> list[tuple[str, int]]:
-    """Parse the names of kernels in launch order, and the bytes that each read and wrote.
-
-    ncu prints messages, followed by a table of comma-separated values.
-
-    Raises
-    ------
-    RuntimeError
-        The counters have no values.
-    """
-    lines = printed.splitlines()
-    start = next((at for at, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
-    kernel_bytes: dict[int, tuple[str, int]] = {}
-    for row in csv.DictReader(lines[start:]):
-        value, name = row["Metric Value"].replace(",", ""), row["Kernel Name"]
-        if row["Metric Name"] not in METRICS:
-            continue
-        if not value.replace(".", "", 1).isdigit():
-            raise RuntimeError(f"ncu has no number for {row['Metric Name']} of {name}: {value}")
-        kernel_bytes[int(row["ID"])] = name, kernel_bytes.get(int(row["ID"]), (name, 0))[1] + round(float(value))
-    if not kernel_bytes:
-        raise RuntimeError(f"ncu saw no kernel: {printed[-300:]}")
-    return [kernel_bytes[number] for number in sorted(kernel_bytes)]
+def totals(launches: list[Launch]) -> list[tuple[str, int]]:
+    """Return each launch's kernel and the bytes that it reads and writes."""
+    return [(kernel, round(sum(counters.values()))) for kernel, counters in launches]
 
 
 def by_shape(launches: list[tuple[str, int]], count: int) -> list[dict[str, int]]:

@@ -22,7 +22,8 @@ is the time of the host for a call with a new mask, of 512 tokens, whose launche
 
 Found:  on an H200 with random blocks and groups of 16 heads, the forward pass takes 0.44, 0.57 and 0.59 times the time
 of flash-linear-attention with 4096, 16384 and 32768 tokens; the backward pass takes 0.32, 0.43 and 0.46 times. If
-neighbors share blocks with probability 0.8, it is 0.34, 0.33 and 0.31, and 0.29, 0.32 and 0.32 times.
+neighbors share blocks with probability 0.8, it is 0.34, 0.33 and 0.31, and 0.29, 0.32 and 0.32 times. The backward pass
+of groups of 4 takes 0.51 times that of dense attention with 16384 tokens, and 0.22 with 32768.
 
 Cost: 150 seconds of a GPU, 80 of them for compiling.
 """
@@ -152,6 +153,7 @@ def check(groups: tuple[int, ...]) -> None:
         q, k, v, do = map(cupy.asarray, (example.q, example.k, example.v, example.do))
         for kernel in kernels:
             options: dict[str, Any] = {"mask": mask.to(cupy.asarray), "return_lse": True, "kernel": kernel}
+            options["deterministic"] = group < 8  # larger groups repeat by default
             (o, lse), vjp = cuflash.attention_vjp(q, k, v, **options)
             results = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *vjp(do))))
             again = dict(zip(("dq", "dk", "dv"), vjp(do)))

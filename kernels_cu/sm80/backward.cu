@@ -257,12 +257,19 @@ CUFLASH_DEVICE void make_scores_of_full_step(WarpDv& dv, Scores& s, Scores& dp, 
 }
 
 // Add the product of dS and K to the sums of dQ.
-CUFLASH_DEVICE void add_dq(const attention::Params& params, const BlockState& state, int first_query) {
+CUFLASH_DEVICE void add_dq(const attention::Params& params, attention::NoChosenLists, const BlockState& state,
+                           const attention::KvBlock& block) {
   using namespace attention;
   WarpDq dq;
   tile::gemm_nn(dq, ds_smem, k_smem);
-  DqSumLayout(state.dq_sum + query_tile_number(params, first_query, kBlockQ) * params.dq_sum.row_stride)
+  DqSumLayout(state.dq_sum + query_tile_number(params, block.start, kBlockQ) * params.dq_sum.row_stride)
       .atomic_add(dq);
+}
+CUFLASH_DEVICE void add_dq(const attention::Params& params, const attention::ChosenLists& chosen,
+                           const BlockState& state, const attention::KvBlock& block) {
+  WarpDq dq;
+  tile::gemm_nn(dq, ds_smem, k_smem);
+  DqSumRows::atomic_add(attention::gathered_rows(chosen, block, state.dq_sum, dq_sum_rows(params), kHeadDim), dq);
 }
 
 // Replace q k^T of a step by P, and dP by dS, in kernels with a score function or dropout.
@@ -385,7 +392,7 @@ sm80_backward(const __grid_constant__ cuflash::attention::Params params CUFLASH_
       if (!kStoresScoresEarly) store_scores(s, dp);
       __syncthreads();  // all of P and dS is stored
       if (!kOverlapsDs) tile::gemm_add_tn(dv, p_smem, do_smem);
-      if (Config::kDqAtomicWidth > 0) add_dq(params, state, block.start);
+      if (Config::kDqAtomicWidth > 0) add_dq(params, chosen, state, block);
       tile::gemm_add_tn(dk, ds_smem, q_smem);
       if (kNumStages == 1) {
         __syncthreads();  // all warps have read Q and dO

@@ -94,4 +94,52 @@ struct AccumulatorLayout {
   }
 };
 
+// A matrix of sums in global memory, row after row, to which parts add whose rows lie anywhere in it. Within 16 columns of
+// a row, a thread's four registers are adjacent.
+template <class Tile, int Run>
+struct RowLayout {
+  static_assert(Run == 1 || Run == 4, "one instruction adds to one sum, or to four");
+  static_assert(Tile::kColumnTiles % 2 == 0, "a thread's four registers of a row are in two groups of eight columns");
+
+  // Call visit(address, registers) for each four adjacent sums of the thread; `address` is null past the last row.
+  template <class Rows, class Part, class Visit>
+  static CUFLASH_DEVICE void for_each_run(const Rows& rows, Part& part, Visit visit) {
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i) {
+      const int row = part.first_row() + part.row(i);
+      float* const data =
+          row < rows.num_rows ? rows.row(row) + part.warp_column() + ptx::lane() % 4 * 4 : nullptr;
+#pragma unroll
+      for (int j = 0; j < Tile::kColumnTiles; j += 2)
+        visit(data == nullptr ? nullptr : data + 8 * j, part.tiles[i / 2][j] + i % 2 * 2,
+              part.tiles[i / 2][j + 1] + i % 2 * 2);
+    }
+  }
+
+  // Add a part to its rows atomically.
+  template <class Rows>
+  static CUFLASH_DEVICE void atomic_add(const Rows& rows, const Tile& part) {
+    for_each_run(rows, part, [](float* sums, const float* first, const float* second) {
+      if (sums == nullptr) return;
+      const float run[4] = {first[0], first[1], second[0], second[1]};
+      if (Run == 4) {
+        ptx::red_add_4(sums, run);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) ptx::red_add(sums + e, run[e]);
+      }
+    });
+  }
+
+  // Load a part; rows past the last one become 0.
+  template <class Rows>
+  static CUFLASH_DEVICE void load(const Rows& rows, Tile& part) {
+    struct alignas(16) Sums { float at[4]; };
+    for_each_run(rows, part, [](const float* data, float* first, float* second) {
+      const Sums sums = data == nullptr ? Sums{} : *reinterpret_cast<const Sums*>(data);
+      first[0] = sums.at[0], first[1] = sums.at[1], second[0] = sums.at[2], second[1] = sums.at[3];
+    });
+  }
+};
+
 }  // namespace cuflash::tile

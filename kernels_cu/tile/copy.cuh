@@ -29,7 +29,7 @@ struct Matrix {
 
 // Return the matrix that contains the rows.
 template <class T>
-CUFLASH_DEVICE const Matrix<T>& first_of(const Matrix<T>& rows) {
+CUFLASH_DEVICE Matrix<T> first_of(const Matrix<T>& rows) {
   return rows;
 }
 

@@ -132,7 +132,7 @@ struct StackedRows {
 
 // Return the first of the matrices that contain the rows.
 template <class T>
-CUFLASH_DEVICE const Matrix<T>& first_of(const StackedRows<T>& rows) {
+CUFLASH_DEVICE Matrix<T> first_of(const StackedRows<T>& rows) {
   return rows.first;
 }
 template <class T>

@@ -320,6 +320,9 @@ def test_groups_of_any_size_share_their_keys(run: Run, group: int, closed: Any) 
     results = run.everything(example)
     assert set(results) == {"o", "lse", "dq", "dk", "dv"}
     assert_within_bounds(run.rounded(example), **results)
+    if group < 8:  # dQ has a kernel of its own then, as in larger groups
+        repeatable = replace(run, deterministic=True)
+        assert_within_bounds(run.rounded(example), **repeatable.everything(example))
 
 
 def check_far_columns(library: Any, kernel: str = "sm80", group: int = 2) -> None:
@@ -450,7 +453,10 @@ def test_gradients_have_the_same_bits_under_every_schedule(run: Run, check: Any)
 @pytest.mark.parametrize("group, seqlen", [(1, 18000), (8, 2300), (12, 1400), (80, 300)])
 @on_kernels
 def test_results_repeat_on_a_gpu(kernel: str, group: int, seqlen: int) -> None:
-    """Thread blocks have several tiles each, most queries choose few blocks, and some choose none."""
+    """Thread blocks have several tiles each, most queries choose few blocks, and some choose none.
+
+    Groups of fewer than 8 heads repeat only if they are asked to.
+    """
     import cupy
 
     rng = np.random.default_rng(group)
@@ -460,7 +466,9 @@ def test_results_repeat_on_a_gpu(kernel: str, group: int, seqlen: int) -> None:
     mask = ChosenBlocks(blocks, 64) & masks.Lengths(kv=seqlen - 40)
     first = None
     for _ in range(20):
-        (o, lse), vjp = cuflash.attention_vjp(q, k, v, mask=mask, return_lse=True, kernel=kernel)
+        (o, lse), vjp = cuflash.attention_vjp(
+            q, k, v, mask=mask, return_lse=True, kernel=kernel, deterministic=group < 8
+        )
         results = {"o": o, "lse": lse, **dict(zip(("dq", "dk", "dv"), vjp(do), strict=True))}
         host = {name: each.get() for name, each in results.items()}
         first = first or host
@@ -518,7 +526,7 @@ def test_calls_with_new_lists_share_their_launches(cupy: Any, monkeypatch: pytes
             intervals = ["intervals"] if name in ("within lengths", "within sequences") else []
             assert cupy.launched == [
                 *intervals, "unions", "forward", "columns_count", "columns_scan", "columns_fill", "backward_statistics",
-                "backward", "backward_rows",
+                "backward", "convert_dq",
             ]  # fmt: skip
             if turn == 0:
                 plans_nothing(patched)
@@ -675,6 +683,17 @@ def test_tiles_of_neighbours_are_taken_where_kernels_serve_the_call() -> None:
     assert "block lists per query are not joined" in others[0].explain()
     assert "block lists per query" not in planned(None).explain()
     assert "not joined" not in planned(lists(64).index(200, num_heads=8)).explain()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_few_heads_add_to_dq_unless_gradients_must_repeat(kernel: str) -> None:
+    mask = ChosenBlocks(np.zeros((2, 100, 1), int), 64)
+    for group in (1, 7, 8, 16):
+        for deterministic in (False, True):
+            kernels = planned(mask, group=group, kernel=kernel, deterministic=deterministic)._plan.kernels
+            is_summed = group < 8 and not deterministic
+            assert ("convert_dq" in kernels.backward.launches) is is_summed is not kernels.is_repeatable
+            assert ("backward_rows" in kernels.backward.launches) is not is_summed
 
 
 @pytest.mark.parametrize(

@@ -164,8 +164,8 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
                         split = sm80.split_spec(family_specs["forward"], problem, device, group_size)
                         specs |= {split, sm80.combine_spec(split)}
                 if family in ("sm80", "sm90") and limit is None and dtype in _HALVES:
-                    group = Problem.of(ShapeDtype((16, length, head_dim), dtype), k, v)
-                    for block in (16, 32, 64):
+                    for heads, block in product((4, 16), (16, 32, 64)):  # few heads add to dQ atomically
+                        group = Problem.of(ShapeDtype((heads, length, head_dim), dtype), k, v)
                         specs |= set(FAMILIES[family].union_specs(group, device, block, group.group_size).values())
     return specs
 
@@ -327,20 +327,31 @@ def every_target() -> list[tuple[KernelSpec, str]]:
     return targets
 
 
+def published() -> list[tuple[KernelSpec, str]]:
+    """Return the Hopper kernels of plain attention, whose speed the pages publish."""
+    device, targets = DeviceSpec.gpu("H100"), []
+    for dim in (64, 128):
+        x = ShapeDtype((32, 8192, dim), BFLOAT16)
+        specs = cuflash.plan(x, x, x, executor="gpu", device=device)._plan.specs
+        targets += [(specs[name], room.architecture(specs[name], (9, 0))) for name in ("forward", "backward")]
+    return targets
+
+
 def chosen(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]]:
-    """Return all targets in the long profile, otherwise few targets that together cover as much.
+    """Return all targets in the long profile, otherwise the published ones and few others that together cover as much.
 
     The next target is always the one that adds the most coverage per compile time.
     """
     if is_long():
         return targets
+    kept = published()
 
     def gain(number: int) -> float:
         spec, _ = targets[number]
         return len(covers(targets[number]) - covered) / effort(spec) ** 0.5
 
     # The gain of a target never grows: the top of the heap is the best if its gain has not fallen.
-    selected, covered = [], set[tuple[str, ...]]()
+    selected, covered = [], set[tuple[str, ...]]().union(*map(covers, kept))
     heap = [(-gain(number), number) for number in range(len(targets))]
     heapq.heapify(heap)
     while heap:
@@ -350,7 +361,7 @@ def chosen(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]
             covered |= covers(targets[number])
         elif gain(number) > 0:
             heapq.heappush(heap, (-gain(number), number))
-    return sorted(needed(selected), key=str)
+    return sorted({*needed([*kept, *selected]), *kept}, key=str)
 
 
 def effort(spec: KernelSpec) -> float:

@@ -67,6 +67,12 @@ def tiles_are_right() -> None:
     check_group(cuflash, 3, 64)
 
 
+def sums_of_few_heads_are_right() -> None:
+    """Check dQ of groups whose backward kernel adds to it, a row at a time."""
+    check_group(cuflash, 6, 64, CAUSAL)
+    check_far_columns(cuflash)
+
+
 def large_groups_and_single_heads_are_right() -> None:
     check_group(cuflash, 80, 64, CAUSAL)
     check_far_columns(cuflash)
@@ -224,6 +230,28 @@ FAULTS = {
         ),
         "columns of the block before": Edit(
             MEMBERS, "Column.Column", "+ block.quotient;", "+ max(block.quotient - 1, 0);"
+        ),
+    },
+    sums_of_few_heads_are_right: {
+        "a row's sums are those of a tile": Edit(
+            "attention/epilogue_mma.cuh", "dq_sum_rows", "rows.row_stride = kHeadDim;", ""
+        ),
+        "a run has its first columns twice": Edit(
+            "tile/accumulator_layout.cuh", "RowLayout.atomic_add", "second[0], second[1]", "first[0], first[1]"
+        ),
+        "a row has the sums of the one before": Edit(
+            "tile/accumulator_layout.cuh", "RowLayout.for_each_run", "rows.row(row) +", "rows.row(max(row - 1, 0)) +"
+        ),
+        "sums of rows past the last query are added": Edit(
+            "tile/accumulator_layout.cuh", "RowLayout.for_each_run", "row < rows.num_rows ?", "true ?"
+        ),
+        "sums are those of the first head of a group": Edit(
+            "sm80/backward.cu", "save_head_state", "matrix<float>(params.dq_sum, batch_head, batch_head.head, 0, 0)",
+            "matrix<float>(params.dq_sum, batch_head, 0, 0, 0)",
+        ),
+        "tiles of the head before are converted": Edit(
+            "sm80/convert_dq.cu", "tile_to_convert", "tile_of_block<Listed>(params, chosen, kBlockQ)",
+            "query_tile_reversed<Listed>(params, kBlockQ)",
         ),
     },
     scores_are_right: {

@@ -70,7 +70,7 @@ FAULTS = {
     "errors are squares": Fault(SHOOTOUT, "distance", ") ** 0.5", ")", GRADIENT_ERROR),
     "as good is better": Fault("support/experiment_tables.py", "unbeaten", "own <= share", "own < share", UNBEATEN),
     "only writes are counted": Fault(
-        TRAFFIC, "parsed", 'kernel_bytes.get(int(row["ID"]), (name, 0))[1] + round', "round", COUNTERS
+        TRAFFIC, "totals", "sum(counters.values())", "[*counters.values()][-1]", COUNTERS
     ),
     "the last launch counts": Fault(TRAFFIC, "by_shape", "shapes[-1].get(name, 0) + moved", "moved", COUNTERS),
     "one end alone tells": Fault(

@@ -56,8 +56,8 @@ PRINTED = """==PROF== Connected to process 1503 (/usr/bin/python3)
 
 
 def test_counters_are_read_from_what_ncu_prints(load) -> None:
-    traffic = load("memory_traffic")
-    launches = traffic.parsed(PRINTED)
+    traffic, profiler = load("memory_traffic"), load("profiler")
+    launches = traffic.totals(profiler.parsed(PRINTED, traffic.METRICS))
     assert launches == [("fa1_forward", 5970816768), ("fa1_backward", 13738378240)]
     assert traffic.by_shape(launches, 1) == [dict(launches)]
     longer = [(name, 4 * moved) for name, moved in launches]
@@ -67,9 +67,20 @@ def test_counters_are_read_from_what_ncu_prints(load) -> None:
     with pytest.raises(RuntimeError, match="ncu saw fa1_forward 1 times at 2 shapes"):
         traffic.by_shape(launches, 2)
     with pytest.raises(RuntimeError, match="ncu saw no kernel: ==ERROR== ERR_NVGPUCTRPERM"):
-        traffic.parsed("==ERROR== ERR_NVGPUCTRPERM")
+        profiler.parsed("==ERROR== ERR_NVGPUCTRPERM", traffic.METRICS)
     with pytest.raises(RuntimeError, match="no number for dram__bytes_read.sum of fa1_forward: n/a"):
-        traffic.parsed(PRINTED.replace("3,560,369,152", "n/a"))
+        profiler.parsed(PRINTED.replace("3,560,369,152", "n/a"), traffic.METRICS)
+
+
+def test_a_profile_names_the_commonest_wait(load) -> None:
+    profile, profiler = load("kernel_profile"), load("profiler")
+    counters = dict.fromkeys(profile.METRICS, 0.0) | {
+        "gpu__time_duration.sum": 12_340.0, profile.STALLS["barrier"]: 1.0, profile.STALLS["long_scoreboard"]: 3.0,
+    }  # fmt: skip
+    row = profile.record_of("quest", 1, profiler.Launch("page_choice", counters))
+    assert (row["kernel"], row["us"]) == ("page_choice", 12.34)
+    assert (row["stall"], row["stall_share"]) == ("long_scoreboard", 0.75)
+    assert len(profile.table([row]).rows) == 1
 
 
 def test_rows_compare_the_counters_of_a_pass_with_the_model(load) -> None:
@@ -79,7 +90,8 @@ def test_rows_compare_the_counters_of_a_pass_with_the_model(load) -> None:
     assert [(row["kernel"], row["pass"]) for row in rows] == list(itertools.product(("fa1", "naive"), traffic.WAYS))
     assert all(row["measured_mb"] is None for row in rows)
     moved = {(way, f"fa1_{way}"): 10**9 for way in traffic.WAYS}
-    forward, backward = traffic.rows_of(config, "fa1", 4096, moved, dict(traffic.parsed(PRINTED)))
+    counters = dict(traffic.totals(load("profiler").parsed(PRINTED, traffic.METRICS)))
+    forward, backward = traffic.rows_of(config, "fa1", 4096, moved, counters)
     assert (forward["measured_over_model"], backward["measured_over_model"]) == (5.970816768, 13.73837824)
     assert len(traffic.table([forward, backward]).rows) == 2 and len(traffic.plot([forward, backward]).axes) == 2
 

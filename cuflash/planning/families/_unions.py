@@ -23,7 +23,7 @@ def union_kernels(
     Parameters
     ----------
     specs : dict of KernelSpec by role
-        "forward", "backward_statistics", "backward" and "backward_rows".
+        "forward", "backward_statistics", "backward", and "backward_rows" or "convert_dq".
     """
     tiling, feature = work.tiling, work.feature
     tiles = problem.num_heads // tiling.heads_per_tile * tiling.num_tiles
@@ -37,10 +37,11 @@ def union_kernels(
         by_keys, tiles=by_keys.tiles * tiling.num_parts, reads=(*by_keys.reads, *tiling.columns, *parts),
         writes=(*by_keys.writes, *parts), features=(NAME,),
     )  # fmt: skip
-    rows = replace(launches["backward_rows"], tiles=tiles, features=(NAME,))
-    launches |= {"backward": _with_boxes(by_keys, tiling), "backward_rows": _with_boxes(rows, tiling)}
+    by_queries = "backward_rows" if "backward_rows" in specs else "convert_dq"
+    rows = replace(launches[by_queries], tiles=tiles, features=(NAME,))
+    launches |= {"backward": _with_boxes(by_keys, tiling), by_queries: _with_boxes(rows, tiling)}
     counters: dict[str, Workspace] = {}
-    for role in ("backward", "backward_rows"):
+    for role in ("backward", by_queries):
         counters |= tile_counters(specs[role], is_zeroed=True)
     return Kernels(
         forward=sink_forward(Pass({"forward": launch}, counted, (feature,)), problem, "forward"),
@@ -48,6 +49,7 @@ def union_kernels(
             backward, launches=launches, workspaces={**backward.workspaces, **tiling.columns, **parts, **counters},
             features=(*backward.features, Feature("query_state", QUERY_STATE), feature),
         ),
+        is_repeatable="backward_rows" in specs,
     )  # fmt: skip
 
 

@@ -224,7 +224,9 @@ class Family(ABC):
         """
         raise UnsupportedProblem(self.tangent_reasons(problem))
 
-    def union_specs(self, problem: Problem, device: DeviceSpec, block: int, heads: int) -> dict[str, KernelSpec]:
+    def union_specs(
+        self, problem: Problem, device: DeviceSpec, block: int, heads: int, *, deterministic: bool = False
+    ) -> dict[str, KernelSpec]:
         """Return the kernels for block lists per query, by role; {} if there are none.
 
         Parameters
@@ -233,6 +235,8 @@ class Family(ABC):
             Keys per block.
         heads : int
             Query heads per tile.
+        deterministic : bool
+            Gradients must be bitwise reproducible.
 
         Raises
         ------

@@ -117,6 +117,7 @@ _UNION_BACKWARD: _Tiles = {
     128: (_Tile(64, 64, 4), _Tile(64, 32, 4)),
     256: (_Tile(64, 64, 8), _Tile(64, 32, 8)),
 }
+_LEAST_HEADS_OF_ROWS = 8  # of a tile of neighbouring queries whose dQ has a kernel of its own
 _UNION_DIMS = (32, 64, 128, 256)  # dimensions of these kernels, both head_dim and value_dim
 _MMA_SIDE = 16  # rows and columns of a warp's products are multiples of this
 PARTS = np.dtype([("o_parts", MATRICES), ("lse_parts", MATRICES)], align=True)
@@ -181,6 +182,11 @@ DECODING = Entry(family=SM80, name="decode", shared_bytes=sm80_storage.decode_by
 DECODING_E4M3 = Entry(family=SM80, name="decode_e4m3", shared_bytes=sm80_storage.decode_e4m3_bytes, applies_score=True)
 
 
+def _dq_atomic_width(device: DeviceSpec) -> int:
+    """Return how many sums of dQ an atomic instruction adds to."""
+    return 4 if (device.compute_capability or (0, 0)) >= (9, 0) else 1
+
+
 class Sm80(Family):
     """Kernels with cp.async copies and mma.sync, for compute capability 8.0 or higher."""
 
@@ -220,7 +226,7 @@ class Sm80(Family):
         def fitting(entry: _TiledEntry) -> KernelSpec:
             return _fitting(entry, problem, rounded_dims(problem), device, largest, problem.seqlen_q)
 
-        dq_atomic_width = 0 if deterministic else 4 if (device.compute_capability or (0, 0)) >= (9, 0) else 1
+        dq_atomic_width = 0 if deterministic else _dq_atomic_width(device)
         forward, backward = fitting(_FORWARD), replace(fitting(_BACKWARD), dq_atomic_width=dq_atomic_width)
         # dQ is summed in the layout of the backward kernel's warps, so the kernels before and after it use its tiles.
         statistics = replace(backward, entry=_BACKWARD_STATISTICS, dq_atomic_width=0, precision="ieee")
@@ -240,7 +246,10 @@ class Sm80(Family):
     ) -> Kernels:
         """Return the launches. `num_splits` thread blocks divide each tile's keys; by default, the fastest number."""
         if isinstance(work, UnionWork):
-            specs = self.union_specs(problem, device, work.tiling.block, work.tiling.heads_per_tile)
+            tiling = work.tiling
+            specs = self.union_specs(
+                problem, device, tiling.block, tiling.heads_per_tile, deterministic=deterministic
+            )
             return union_kernels(problem, device, work, specs)
         chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic)
         forward, num_splits = self._forward(problem, device, work, chosen["forward"], num_splits)
@@ -279,7 +288,14 @@ class Sm80(Family):
         columns = replace(columns, num_warps=num_warps, min_blocks=max(1, 8 // num_warps))
         return replace(rows, tangents=named), replace(columns, tangents=named)
 
-    def union_specs(self, problem: Problem, device: DeviceSpec, block: int, heads: int) -> dict[str, KernelSpec]:
+    def union_specs(
+        self, problem: Problem, device: DeviceSpec, block: int, heads: int, *, deterministic: bool = False
+    ) -> dict[str, KernelSpec]:
+        """Return the kernels; "backward" adds to dQ if that is faster than a kernel of its own, "backward_rows".
+
+        A tile of neighbouring queries has 64 / `heads` of them, whose lists have few blocks in common: from few heads
+        on, "backward_rows" would compute most products for queries that did not choose the block.
+        """
         widest = next(dim for dim in _UNION_DIMS if dim >= max(rounded_dims(problem)))
         dims, most = (widest, widest), dict.fromkeys(_OF_UNIONS, ROWS)
         if problem.score is not None and widest > 64:
@@ -290,7 +306,13 @@ class Sm80(Family):
             )
             for role, entry in _OF_UNIONS.items()
         }  # fmt: skip
-        return chosen | {"backward_statistics": self.specs(problem, device)["backward_statistics"]}
+        if deterministic or heads >= _LEAST_HEADS_OF_ROWS:
+            return chosen | {"backward_statistics": self.specs(problem, device)["backward_statistics"]}
+        del chosen["backward_rows"]
+        backward = replace(chosen["backward"], dq_atomic_width=_dq_atomic_width(device))
+        statistics = replace(backward, entry=_BACKWARD_STATISTICS, dq_atomic_width=0, packs_queries=False)
+        convert = replace(backward, entry=_CONVERT_DQ)
+        return chosen | {"backward": backward, "backward_statistics": statistics, "convert_dq": convert}
 
     def _forward(
         self, problem: Problem, device: DeviceSpec, work: WorkList, unsplit: KernelSpec, num_splits: int | None

@@ -169,7 +169,10 @@ class Sm90(Family):
         deterministic: bool = False,
     ) -> Kernels:
         if isinstance(work, UnionWork):
-            specs = self.union_specs(problem, device, work.tiling.block, work.tiling.heads_per_tile)
+            tiling = work.tiling
+            specs = self.union_specs(
+                problem, device, tiling.block, tiling.heads_per_tile, deterministic=deterministic
+            )
             return union_kernels(problem, device, work, specs)
         largest = list_block_of(work)
         num_keys = None if largest is not None else _mean_visible_keys(work, problem)
@@ -185,7 +188,9 @@ class Sm90(Family):
             is_repeatable="backward_rows" in chosen or backward.adds_dq_in_order,
         )  # fmt: skip
 
-    def union_specs(self, problem: Problem, device: DeviceSpec, block: int, heads: int) -> dict[str, KernelSpec]:
+    def union_specs(
+        self, problem: Problem, device: DeviceSpec, block: int, heads: int, *, deterministic: bool = False
+    ) -> dict[str, KernelSpec]:
         widest = max(rounded_dims(problem))
         if problem.score is not None or widest > max(_LISTED_SMALL):
             return {}
@@ -198,8 +203,9 @@ class Sm90(Family):
         )  # fmt: skip
         stages = _NARROW_STAGES if width <= 64 else _STAGES
         rows = replace(forward, entry=sm90_storage.BACKWARD_ROWS, min_blocks=2, num_stages=stages)
-        specs = _SM80.union_specs(problem, device, block, heads) | {"forward": forward}
-        if heads != problem.group_size:  # on a GPU, the backward kernels are tested only for whole groups
+        specs = _SM80.union_specs(problem, device, block, heads, deterministic=deterministic) | {"forward": forward}
+        # on a GPU, the backward kernels are tested only for whole groups
+        if heads != problem.group_size or "backward_rows" not in specs:
             return specs
         specs["backward_rows"] = rows
         if ROWS // heads > _MOST_GATHERED or block % ROWS:
