@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-from jax._src import dispatch  # no public module tells XLA's partitioner of a primitive
+from jax._src import dispatch  # JAX has no public way to say that a lowering needs the devices of the call
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
