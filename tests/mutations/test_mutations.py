@@ -96,13 +96,8 @@ def faults(*tables: ModuleType, language: Language | None = None) -> list[tuple[
         for table in tables
         for guard, edits in table.FAULTS.items()
         for name, edit in edits.items()
-        if language in (None, _planted_as(edit))
+        if language in (None, "python" if edit.is_of_library else "cuda")
     ]
-
-
-def _planted_as(edit: Edit) -> Language:
-    """Return "python" for a fault of the package, which also has files in C++, and "cuda" for one of the kernels."""
-    return "python" if (planting.LIBRARY / edit.file).is_file() else "cuda"
 
 
 def sampled(planned: list[tuple[str, Guard, Edit]], step: int) -> list[tuple[str, Guard, Edit]]:
