@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,6 +28,15 @@ Integer: TypeAlias = int | np.integer
 INTEGER_TYPES = (
     np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64
 )  # fmt: skip
+
+
+@lru_cache(1 << 12)
+def shared(build: Callable[..., st.SearchStrategy[Any]], *arguments: Hashable) -> st.SearchStrategy[Any]:
+    """Return the strategy that `build` returns for arguments, which later draws with equal arguments share.
+
+    Hypothesis examines each new strategy when it is first drawn from, which takes longer than a draw.
+    """
+    return build(*arguments)
 
 
 @dataclass(frozen=True)
@@ -68,22 +79,23 @@ def masks(draw: st.DrawFn, shape: MaskShape, max_leaves: int = 3) -> Mask:
     """
     max_leaves = whole_number("max_leaves", max_leaves, 1)
     mask = _leaf(draw, shape)
-    for _ in range(draw(st.integers(0, max_leaves - 1))):
-        combine = draw(st.sampled_from((operator.and_, operator.or_, operator.xor, operator.sub)))
+    for _ in range(draw(shared(st.integers, 0, max_leaves - 1))):
+        combine = draw(shared(st.sampled_from, (operator.and_, operator.or_, operator.xor, operator.sub)))
         mask = combine(mask, _leaf(draw, shape))
         mask = ~mask if draw(st.booleans()) else mask
     return mask
 
 
 def _leaf(draw: st.DrawFn, shape: MaskShape) -> Mask:
-    kind = draw(st.sampled_from(_LEAVES))
+    kind: Callable[[st.DrawFn, MaskShape], Mask] = draw(shared(st.sampled_from, _LEAVES))
     mask = kind(draw, shape)
-    return ~mask if draw(st.sampled_from((False, False, False, True))) else mask
+    return ~mask if draw(shared(st.sampled_from, (False, False, False, True))) else mask
 
 
 def _align(draw: st.DrawFn, shape: MaskShape) -> str | None:
     is_square = shape.seqlen_q == shape.seqlen_kv
-    return draw(st.sampled_from([None] * is_square + ["bottom_right", "top_left"]))
+    align: str | None = draw(shared(st.sampled_from, (*[None] * is_square, "bottom_right", "top_left")))
+    return align
 
 
 INTEGER_KINDS = st.sampled_from((int, *INTEGER_TYPES))
@@ -102,25 +114,31 @@ def _numbers(least: int, most: int) -> st.SearchStrategy[Any]:
 
 def _sides(draw: st.DrawFn, shape: MaskShape) -> tuple[int | None, int | None]:
     """Draw the two sides of a window, some of which exceed the number of keys."""
-    side = st.none() | _numbers(0, shape.seqlen_kv + 1) | st.sampled_from((2**31, 2**63 - 1, 2**70))
+    side = shared(_side, shape.seqlen_kv)
     return draw(side), draw(side)
+
+
+def _side(seqlen_kv: int) -> st.SearchStrategy[int | None]:
+    return st.none() | _numbers(0, seqlen_kv + 1) | st.sampled_from((2**31, 2**63 - 1, 2**70))
 
 
 def _count(draw: st.DrawFn, shape: MaskShape, most: int) -> Array:
     """Draw one count, or an array with a count for each batch entry."""
     size = math.prod(shape.batch)
     if not shape.batch or not size or draw(st.booleans()):
-        return draw(_numbers(0, most))
-    counts = [draw(st.integers(0, most)) for _ in range(size)]
+        return draw(shared(_numbers, 0, most))
+    counts = [draw(shared(st.integers, 0, most)) for _ in range(size)]
     return np.array(counts, _integers_that_hold(draw, most)).reshape(shape.batch)
 
 
 def _integers_that_hold(draw: st.DrawFn, most: int) -> type[np.integer]:
-    return draw(st.sampled_from([np.int64, *(kind for kind in INTEGER_TYPES if most <= np.iinfo(kind).max)]))
+    kinds = (np.int64, *(kind for kind in INTEGER_TYPES if most <= np.iinfo(kind).max))
+    kind: type[np.integer] = draw(shared(st.sampled_from, kinds))
+    return kind
 
 
 def _generator(draw: st.DrawFn) -> np.random.Generator:
-    return np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    return np.random.default_rng(draw(shared(st.integers, 0, 2**32 - 1)))
 
 
 def _causal(draw: st.DrawFn, shape: MaskShape) -> Mask:
@@ -132,7 +150,7 @@ def _sliding_window(draw: st.DrawFn, shape: MaskShape) -> Mask:
 
 
 def _lengths(draw: st.DrawFn, shape: MaskShape) -> Mask:
-    names = draw(st.sampled_from((("q",), ("kv",), ("q", "kv"))))
+    names = draw(shared(st.sampled_from, (("q",), ("kv",), ("q", "kv"))))
     mosts = {"q": shape.seqlen_q, "kv": shape.seqlen_kv}
     return Lengths(**{name: _count(draw, shape, mosts[name]) for name in names})
 
@@ -142,11 +160,11 @@ def _prefix_lm(draw: st.DrawFn, shape: MaskShape) -> Mask:
 
 
 def _dilated(draw: st.DrawFn, shape: MaskShape) -> Mask:
-    return Dilated(draw(_numbers(1, 5)), *_sides(draw, shape), _align(draw, shape))
+    return Dilated(draw(shared(_numbers, 1, 5)), *_sides(draw, shape), _align(draw, shape))
 
 
 def _documents(draw: st.DrawFn, shape: MaskShape) -> Mask:
-    rng, count = _generator(draw), draw(st.integers(1, 5))
+    rng, count = _generator(draw), draw(shared(st.integers, 1, 5))
     leading = shape.batch if draw(st.booleans()) else ()
     q_ids = rng.integers(0, count, (*leading, shape.seqlen_q), _integers_that_hold(draw, count))
     kv_ids = rng.integers(0, count + 1, (*leading, shape.seqlen_kv), _integers_that_hold(draw, count))
@@ -157,7 +175,7 @@ def _documents(draw: st.DrawFn, shape: MaskShape) -> Mask:
 
 
 def _sequences(draw: st.DrawFn, shape: MaskShape) -> Mask:
-    rng, count = _generator(draw), draw(st.integers(0, 5))
+    rng, count = _generator(draw), draw(shared(st.integers, 0, 5))
     leading = shape.batch if draw(st.booleans()) else ()
     left, right = _sides(draw, shape) if draw(st.booleans()) else (None, None)
     q_offsets, kv_offsets = (
@@ -171,23 +189,24 @@ def _sequences(draw: st.DrawFn, shape: MaskShape) -> Mask:
     fits_keys = (q_offsets <= shape.seqlen_kv).all() if has_gaps else shape.seqlen_q == shape.seqlen_kv
     if draw(st.booleans()) and fits_keys:
         return Sequences(q_offsets, causal=draw(st.booleans()), window=(left, right), allow_gaps=has_gaps)
-    causal: Any = draw(st.sampled_from(("bottom_right", "top_left", False)))
+    causal: Any = draw(shared(st.sampled_from, ("bottom_right", "top_left", False)))
     window = (left, right) if causal else None
     return Sequences(q_offsets, kv_offsets, causal=causal, window=window, allow_gaps=has_gaps)
 
 
 def _block_pattern(draw: st.DrawFn, shape: MaskShape) -> Mask:
-    sizes = st.sampled_from((1, 2, 3, 16, 17, 64, 100))
+    sizes = shared(st.sampled_from, (1, 2, 3, 16, 17, 64, 100))
     block = draw(sizes), draw(sizes)
     grid = -(-shape.seqlen_q // block[0]), -(-shape.seqlen_kv // block[1])
     return BlockPattern(_random_bools(draw, shape, grid), block)
 
 
 def _on_blocks(draw: st.DrawFn, shape: MaskShape) -> Mask:
-    sizes = st.sampled_from((1, 2, 3, 16, 17))
+    sizes = shared(st.sampled_from, (1, 2, 3, 16, 17))
     block = draw(sizes), draw(sizes)
     grid = -(-shape.seqlen_q // block[0]), -(-shape.seqlen_kv // block[1])
-    pattern = draw(st.sampled_from((_causal, _dilated, _dense)))(draw, MaskShape(shape.batch, shape.num_heads, *grid))
+    kind: Callable[[st.DrawFn, MaskShape], Mask] = draw(shared(st.sampled_from, (_causal, _dilated, _dense)))
+    pattern = kind(draw, MaskShape(shape.batch, shape.num_heads, *grid))
     return pattern.on_blocks(block, mirrored=grid[0] == grid[1] and draw(st.booleans()))
 
 
@@ -220,20 +239,21 @@ def chosen_blocks(draw: st.DrawFn, shape: MaskShape, num_kv_heads: int = 1) -> C
     ...     assert mask.num_lists in (1, 2, 4)
     >>> test()
     """
-    block = draw(st.sampled_from((1, 8, 16, 24, 32, 64, 128)))
+    block = draw(shared(st.sampled_from, (1, 8, 16, 24, 32, 64, 128)))
     num_blocks = -(-shape.seqlen_kv // block)
-    num_entries = draw(st.integers(0, min(num_blocks, 8) + 3))
-    heads = draw(st.sampled_from((1, num_kv_heads, shape.num_heads)))
+    num_entries = draw(shared(st.integers, 0, min(num_blocks, 8) + 3))
+    heads = draw(shared(st.sampled_from, (1, num_kv_heads, shape.num_heads)))
     stretched = (*shape.batch[:-1], 1) if shape.batch else ()
-    leading = draw(st.sampled_from(((), stretched, shape.batch[1:], shape.batch)))
+    leading = draw(shared(st.sampled_from, ((), stretched, shape.batch[1:], shape.batch)))
     rng, axes = _generator(draw), (*leading, heads, shape.seqlen_q, num_entries)
-    blocks = _choice(rng, draw(st.sampled_from(CHOICES)), axes, num_blocks)
+    blocks = _choice(rng, draw(shared(st.sampled_from, CHOICES)), axes, num_blocks)
     counts = rng.integers(0, num_entries, axes[:-1], endpoint=True) if draw(st.booleans()) else None
     if counts is not None:
-        blocks[np.arange(num_entries) >= counts[..., None]] = draw(st.sampled_from((-1, -7, num_blocks, 2**31 - 1)))
+        unused = shared(st.sampled_from, (-1, -7, num_blocks, 2**31 - 1))
+        blocks[np.arange(num_entries) >= counts[..., None]] = draw(unused)
     if draw(st.booleans()):
         blocks[..., _some_rows(draw, shape), :] = -1
-    blocks = blocks.astype(draw(st.sampled_from((np.int32, np.int64))))
+    blocks = blocks.astype(draw(shared(st.sampled_from, (np.int32, np.int64))))
     if draw(st.booleans()):  # the strides of an array stored as (batch, length, heads, entries)
         blocks = np.ascontiguousarray(blocks.swapaxes(-3, -2)).swapaxes(-3, -2)
     is_flat = heads == 1 and not leading and draw(st.booleans())
@@ -264,7 +284,7 @@ def _chosen_blocks(draw: st.DrawFn, shape: MaskShape) -> Mask:
 
 
 def _compressed(draw: st.DrawFn, shape: MaskShape) -> Mask:
-    return Compressed(draw(_numbers(1, 40)), draw(_numbers(1, 20)))
+    return Compressed(draw(shared(_numbers, 1, 40)), draw(shared(_numbers, 1, 20)))
 
 
 def _dense(draw: st.DrawFn, shape: MaskShape) -> Mask:
@@ -274,7 +294,7 @@ def _dense(draw: st.DrawFn, shape: MaskShape) -> Mask:
 def _single_cell(draw: st.DrawFn, shape: MaskShape) -> Mask:
     allowed = np.zeros(shape[2:], bool)
     if allowed.size:
-        allowed.flat[draw(st.integers(0, allowed.size - 1))] = True
+        allowed.flat[draw(shared(st.integers, 0, allowed.size - 1))] = True
     return Dense(allowed)
 
 
@@ -294,12 +314,12 @@ def _without_rows(draw: st.DrawFn, shape: MaskShape) -> Mask:
 def _without_first_keys(draw: st.DrawFn, shape: MaskShape) -> Mask:
     """Draw a mask that allows everything except the first keys in some rows."""
     allowed = np.ones(shape[2:], bool)
-    allowed[_some_rows(draw, shape), : draw(st.integers(0, shape.seqlen_kv))] = False
+    allowed[_some_rows(draw, shape), : draw(shared(st.integers, 0, shape.seqlen_kv))] = False
     return Dense(allowed)
 
 
 def _checkered(draw: st.DrawFn, shape: MaskShape) -> Mask:
-    return FromFunction(Checkered(draw(st.integers(2, 7)), draw(st.booleans())))
+    return FromFunction(Checkered(draw(shared(st.integers, 2, 7)), draw(st.booleans())))
 
 
 _LEAVES = (
@@ -323,9 +343,10 @@ _LEAVES = (
 
 
 def _random_bools(draw: st.DrawFn, shape: MaskShape, last: tuple[int, ...]) -> np.ndarray:
-    leading = _leading(shape, draw(st.integers(0, 3)))
-    density = draw(st.sampled_from((0.5, 0.05, 0.95, 0.0, 1.0)))
-    return _generator(draw).random((*leading, *last)) < density
+    leading = _leading(shape, draw(shared(st.integers, 0, 3)))
+    density: float = draw(shared(st.sampled_from, (0.5, 0.05, 0.95, 0.0, 1.0)))
+    bools: np.ndarray = _generator(draw).random((*leading, *last)) < density
+    return bools
 
 
 def _leading(shape: MaskShape, axes: int) -> tuple[int, ...]:

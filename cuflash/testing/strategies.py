@@ -32,7 +32,7 @@ from ..scores import Score
 from .assertions import Example, on_lattice
 from .formulas import Formula, formulas
 from . import mask_strategies
-from .mask_strategies import INTEGER_KINDS, INTEGER_TYPES, as_kind, masks
+from .mask_strategies import INTEGER_KINDS, INTEGER_TYPES, as_kind, masks, shared
 from .memory_layouts import LAYOUTS, laid_out
 from .source_text import source_text
 
@@ -454,15 +454,15 @@ def _layout_reasons(layouts: Any) -> list[str]:
 
 @st.composite
 def _structures(draw: st.DrawFn, limits: _Limits) -> Structure:
-    longest = min(limits.longest, draw(st.sampled_from((limits.longest, limits.longest, SHORT))))
-    seqlen_q, seqlen_kv = draw(st.tuples(*[lengths(limits.tile, longest)] * 2))
+    longest = min(limits.longest, draw(shared(st.sampled_from, (limits.longest, limits.longest, SHORT))))
+    seqlen_q, seqlen_kv = draw(shared(st.tuples, *[shared(lengths, limits.tile, longest)] * 2))
     seqlen_kv = seqlen_q if draw(st.booleans()) else seqlen_kv
     seqlen_kv = seqlen_kv if limits.empty_rows else max(1, seqlen_kv)
     room = min(limits.most_scores // max(1, seqlen_q * seqlen_kv), limits.most_rows // max(1, seqlen_q))
     has_heads, num_heads, num_kv_heads, batches = draw(_axes(limits, room))
     shape = MaskShape(np.broadcast_shapes(*batches), num_heads, seqlen_q, seqlen_kv)
     widest = min(limits.widest, 256 if seqlen_q * num_heads <= 512 else 64)
-    dtype = draw(st.sampled_from(tuple(limits.dtypes)))
+    dtype = draw(shared(st.sampled_from, tuple(limits.dtypes)))
     sink, sink_dtype = None, "float32"
     if limits.has_sink:
         sink, sink_dtype = draw(sinks(shape, dtype, limits.sink_dtypes, limits.broadcast_sinks))
@@ -475,21 +475,21 @@ def _structures(draw: st.DrawFn, limits: _Limits) -> Structure:
         has_heads=has_heads,
         seqlen_q=seqlen_q,
         seqlen_kv=seqlen_kv,
-        head_dim=draw(head_dims(widest)),
-        value_dim=draw(head_dims(widest)),
+        head_dim=draw(shared(head_dims, widest)),
+        value_dim=draw(shared(head_dims, widest)),
         dtype=dtype,
         mask=draw(_masks(limits, shape)),
-        scale=draw(scales()),
-        layouts=draw(_layouts(limits.layouts)),
-        values=draw(st.sampled_from(VALUES)),
+        scale=draw(shared(scales)),
+        layouts=draw(shared(_layouts, tuple(limits.layouts))),
+        values=draw(shared(st.sampled_from, VALUES)),
         has_dlse=draw(st.booleans()),
-        seed=draw(st.integers(0, 2**32 - 1)),
+        seed=draw(shared(st.integers, 0, 2**32 - 1)),
         sink=sink,
         sink_dtype=sink_dtype,
-        non_finite=draw(_non_finite()) if limits.has_non_finite else (),
-        score=draw(formulas()) if limits.has_score else None,
-        dropout=draw(dropouts()) if limits.has_dropout else None,
-        has_low_rows=draw(st.sampled_from((False, False, True))),
+        non_finite=draw(shared(_non_finite)) if limits.has_non_finite else (),
+        score=draw(shared(formulas)) if limits.has_score else None,
+        dropout=draw(shared(dropouts)) if limits.has_dropout else None,
+        has_low_rows=draw(shared(st.sampled_from, (False, False, True))),
     )
 
 
@@ -500,18 +500,18 @@ def _axes(draw: st.DrawFn, limits: _Limits, room: int) -> tuple[bool, int, int, 
     if limits.batch is not None:
         fitting = [axes for axes in limits.batch if math.prod(axes) <= room] or [min(limits.batch, key=math.prod)]
         axes = draw(st.sampled_from(fitting))
-        return True, *draw(heads(room // max(1, math.prod(axes)), groups)), (axes,) * 3
-    if not draw(st.sampled_from((True, True, True, False))):
+        return True, *draw(shared(heads, room // max(1, math.prod(axes)), groups)), (axes,) * 3
+    if not draw(shared(st.sampled_from, (True, True, True, False))):
         return False, 1, 1, ((), (), ())
-    num_heads, num_kv_heads = draw(heads(room, groups))
-    return True, num_heads, num_kv_heads, draw(_leading_axes(room // num_heads))
+    num_heads, num_kv_heads = draw(shared(heads, room, groups))
+    return True, num_heads, num_kv_heads, draw(shared(_leading_axes, min(room // num_heads, 4)))
 
 
 @st.composite
 def _masks(draw: st.DrawFn, limits: _Limits, shape: MaskShape) -> Mask | None:
     """Draw a mask within the limits; if empty rows are not allowed, such rows attend all keys instead."""
     if limits.masks is None:
-        is_masked = draw(st.sampled_from((False, True, True, True)))
+        is_masked = draw(shared(st.sampled_from, (False, True, True, True)))
         mask = draw(mask_strategies.masks(shape, limits.max_leaves)) if is_masked else None
     else:
         mask = draw(limits.masks if isinstance(limits.masks, st.SearchStrategy) else limits.masks(shape))
@@ -543,12 +543,12 @@ def sinks(
 ) -> tuple[tuple[int, ...], str]:
     """Draw shape and dtype of a sink for q with a dtype: one logit per head, per head and batch entry, or shared."""
     full = (*shape.batch, shape.num_heads)
-    num_axes = draw(st.integers(0, len(full)))
-    stretched = draw(st.tuples(*[st.booleans()] * num_axes))
+    num_axes = draw(shared(st.integers, 0, len(full)))
+    stretched = draw(shared(st.tuples, *[st.booleans()] * num_axes))
     sink = tuple(1 if is_one else extent for extent, is_one in zip(full[len(full) - num_axes :], stretched))
     names = (DTYPE_NAMES if dtype == "float64" else DTYPE_NAMES[:-1]) if dtypes is None else tuple(dtypes)
     of_heads = st.just(full[-1:])
-    return draw(of_heads | st.just(sink) if broadcasts else of_heads), draw(st.sampled_from(names))
+    return draw(of_heads | st.just(sink) if broadcasts else of_heads), draw(shared(st.sampled_from, names))
 
 
 def _non_finite() -> st.SearchStrategy[tuple[tuple[str, int, str], ...]]:

@@ -96,12 +96,12 @@ def mask_compile(rows: list[Row]) -> str:
 
 def soak(rows: list[Row]) -> str:
     """Tabulate the largest ratio of an error to its bound, by executor, dtype and kernel family."""
-    names = ("executor", "dtype", "family", "examples", "outside")
+    names = ("executor", "dtype", "family", "examples", "outside", "specifications", "rare")
     outputs = ("o", "lse", "dq", "dk", "dv", "captured", "dsink")
     return markdown(
         [*names, *outputs],
         (
-            [*(row[name] for name in names), *(number(row, name, ".3f") for name in outputs)]
+            [*(row.get(name, "") for name in names), *(number(row, name, ".3f") for name in outputs)]
             for row in rows if row["feature"] == "any"
         ),
     )  # fmt: skip

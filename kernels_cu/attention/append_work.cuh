@@ -32,7 +32,7 @@ CUFLASH_DEVICE void set_length(const Append& params, int sequence, const NewRows
     __threadfence();
     if (ptx::fetch_add(params.arrivals + sequence, 1) != params.blocks_per_sequence - 1) return;
     __threadfence();
-    params.arrivals[sequence] = 0;  // reset for the next launch: all blocks of this one have arrived
+    tile::reset(params.arrivals + sequence);
   }
   params.cache.lengths[sequence] = rows.length + rows.num_rows;
 }

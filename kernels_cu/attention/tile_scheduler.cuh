@@ -321,7 +321,7 @@ CUFLASH_DEVICE int first_tile_number() { return blockIdx.x; }
 CUFLASH_DEVICE int next_tile_number(const Params& params, int num_tiles) {
   int32_t* const next = params.tile_counter;
   const int fetched = tile::fetch_increment(next);
-  if (fetched == num_tiles - 1) *next = 0;
+  if (fetched == num_tiles - 1) tile::reset(next);
   return gridDim.x + fetched;
 }
 // Return the next tile from the counter. Here, the counter also supplies a block's first tile, so that tiles are taken
@@ -329,7 +329,7 @@ CUFLASH_DEVICE int next_tile_number(const Params& params, int num_tiles) {
 CUFLASH_DEVICE int next_tile_number_in_order(const Params& params, int num_tiles) {
   int32_t* const next = params.tile_counter;
   const int fetched = tile::fetch_increment(next);
-  if (fetched + 1 - num_tiles == static_cast<int>(gridDim.x)) *next = 0;
+  if (fetched + 1 - num_tiles == static_cast<int>(gridDim.x)) tile::reset(next);
   return fetched;
 }
 // Reset the counter. Called by an earlier kernel.

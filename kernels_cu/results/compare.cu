@@ -3,6 +3,7 @@
 // of some elements, and the block that ends last adds the sums of all blocks in order, so that the error is bitwise
 // reproducible. cuflash/study/recall.py is the specification.
 #include <ptx/arrival.cuh>
+#include <ptx/atomic_store.cuh>
 #include <ptx/shared.cuh>
 #include <results/params.cuh>
 #include <tile/element.cuh>
@@ -81,5 +82,5 @@ results_compare(const __grid_constant__ cuflash::results::Comparison of) {
   const double infinite = -ptx::negative_infinity<double>();
   of.error[0] = sums.whole != 0 ? ptx::sqrt_accurate(sums.change) / ptx::sqrt_accurate(sums.whole)
                                 : sums.change != 0 ? infinite : 0;
-  *of.num_arrived = 0;  // reset for the next launch
+  ptx::store_relaxed(of.num_arrived, 0);  // reset for the next launch
 }

@@ -159,7 +159,7 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
   int* const arrivals = params.arrivals + work.number;
   if (!arrives_last(arrivals, part.num_parts)) return;
   merge_parts(params, heads, first_row, part.num_parts, softmax_scale_log2, sink);
-  if (threadIdx.x == 0) *arrivals = 0;  // reset for the next launch: all parts of this launch have arrived
+  if (threadIdx.x == 0) tile::reset(arrivals);
 }
 
 // The body of a decode kernel whose keys and values are in a cache.

@@ -7,9 +7,9 @@
 // the merged results, which the block that ends last computes.
 namespace cuflash::sm80 {
 
-// Write lse of a row, and return the factor by which its o must be multiplied.
+// Write lse of a row in one of the threads that call this, and return the factor by which its o must be multiplied.
 CUFLASH_DEVICE float finish_row(const Decode& params, const attention::BatchHead& heads, int row, float max, float sum,
-                                float softmax_scale_log2, attention::SinkArgument<Config> sink) {
+                                float softmax_scale_log2, attention::SinkArgument<Config> sink, bool writes_lse) {
   using namespace attention;
   const int head = heads.head + row / params.num_queries;
   const bool is_empty = max == ptx::negative_infinity<float>() && sum == 0;
@@ -19,7 +19,7 @@ CUFLASH_DEVICE float finish_row(const Decode& params, const attention::BatchHead
     factor = 1 / sum;
   }
   if constexpr (Config::kHasSink) factor *= merge_sink(lse, sink_logit<float>(sink, heads, head));
-  matrix<float>(params.lse, heads, head, params.num_queries, 1).at(row % params.num_queries, 0) = lse;
+  if (writes_lse) matrix<float>(params.lse, heads, head, params.num_queries, 1).at(row % params.num_queries, 0) = lse;
   return factor;
 }
 CUFLASH_DEVICE Element& o_at(const Decode& params, const attention::BatchHead& heads, int row, int column) {
@@ -36,7 +36,8 @@ CUFLASH_DEVICE void write_results(const Decode& params, const attention::BatchHe
   for (int i = 0; i < Output::kRows; ++i) {
     const int row = o.first_row() + o.row(i);
     if (row >= num_rows) continue;
-    const float factor = finish_row(params, heads, row, stats.max[i], stats.sum[i], softmax_scale_log2, sink);
+    const bool is_first = o.first_column() == 0;
+    const float factor = finish_row(params, heads, row, stats.max[i], stats.sum[i], softmax_scale_log2, sink, is_first);
     o.scale_row(i, factor);
 #pragma unroll
     for (int j = 0; j < Output::kColumns; ++j) {
@@ -105,7 +106,7 @@ CUFLASH_DEVICE void merge_parts(const Decode& params, const attention::BatchHead
       weights[part * num_rows + row] = weight;
       sum += sums[part * num_rows + row] * weight;
     }
-    factors[row] = finish_row(params, heads, row, highest, sum, softmax_scale_log2, sink);
+    factors[row] = finish_row(params, heads, row, highest, sum, softmax_scale_log2, sink, true);
   }
   __syncthreads();  // weights are stored
   for (int at = own; at < num_vectors; at += kThreads) {

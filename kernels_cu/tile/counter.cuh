@@ -1,12 +1,17 @@
 #pragma once
 #include <ptx/arrival.cuh>
 #include <ptx/atomic.cuh>
+#include <ptx/atomic_store.cuh>
 #include <ptx/count.cuh>
 #include <ptx/thread.cuh>
 #include <ptx/tma.cuh>
 
 // Counters in global memory: blocks take tile numbers from them, or signal completed work with them.
 namespace cuflash::tile {
+
+// Set a counter to 0 for the next launch, after the last of all additions to it. Called by one thread. The store is
+// atomic: PTX orders it after the additions without a fence, but other memory models do not.
+CUFLASH_DEVICE void reset(int* counter) { ptx::store_relaxed(counter, 0); }
 
 // Take the next number. Called by one thread.
 CUFLASH_DEVICE int fetch_increment(int* counter) { return ptx::fetch_add(counter, 1); }
@@ -15,7 +20,7 @@ CUFLASH_DEVICE int fetch_increment(int* counter) { return ptx::fetch_add(counter
 // counter. Called by one thread.
 CUFLASH_DEVICE bool arrives_last(int* arrivals, int total) {
   const bool is_last = ptx::fetch_add_acq_rel(arrivals, 1) == total - 1;
-  if (is_last) *arrivals = 0;
+  if (is_last) reset(arrivals);
   return is_last;
 }
 

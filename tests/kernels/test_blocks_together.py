@@ -6,6 +6,8 @@ The kernels are found in their sources: those that reach an atomic operation, a 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -178,12 +180,12 @@ CASES: dict[str, Callable[[], None]] = {
 
 
 @contextmanager
-def together(schedule: sim.Schedule) -> Iterator[set[str]]:
+def together(schedule: sim.Schedule, sanitize: sim.Sanitizer = "blocks") -> Iterator[set[str]]:
     """Run kernels of the simulator in blocks that run together; yield the names of those with several blocks."""
     ran, launch = set[str](), Simulator.launch
 
     def launched(self: Simulator, spec: Any, grid: int, nbytes: int, arguments: tuple[Any, ...]) -> None:
-        launch(replace(self, schedule=schedule, sanitize="blocks"), spec, grid, nbytes, arguments)
+        launch(replace(self, schedule=schedule, sanitize=sanitize), spec, grid, nbytes, arguments)
         if grid > 1:
             ran.add(spec.name)
 
@@ -203,3 +205,30 @@ def test_blocks_that_run_together_race_for_nothing(kernel: str) -> None:
     with together(replace(schedule, resident_blocks=3)) as ran:
         CASES[kernel]()
     assert kernel in ran
+
+
+# Kernels in which one block resets a counter for the next launch.
+RESETTING = ("cache_append", "results_compare", "sm80_few_queries", "sm90_forward")
+CHILD = """
+import sys
+folders, *names = sys.argv[1:]
+sys.path[:0] = folders.split(":")
+import test_blocks_together as blocks
+from cuflash import sim
+for name in names:
+    with blocks.together(sim.Schedule(order="random", resident_blocks=3), "thread") as ran:
+        blocks.CASES[name]()
+    print("ran" if name in ran else "did not run", name)
+"""
+
+
+@pytest.mark.slow
+def test_the_reset_of_a_counter_is_no_race_for_thread_sanitizer() -> None:
+    """ThreadSanitizer lacks PTX's rule that atomic operations order later accesses to their word: resets are atomic."""
+    tests = Path(__file__).parents[1]
+    folders = [folder for folder in sys.path if Path(folder).is_relative_to(tests.parent)]
+    command = ["env", *(f"{name}={value}" for name, value in sim.preload_environment("thread").items())]
+    command += [sys.executable, "-c", CHILD, ":".join([str(tests.parent), *folders]), *RESETTING]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0 and "WARNING" not in run.stderr, run.stderr
+    assert run.stdout.split("\n")[:-1] == [f"ran {name}" for name in RESETTING]

@@ -265,7 +265,7 @@ FAULTS = {
     },
     sm90_guards.gradients_are_right: {
         "a second launch finds the count of the first": Edit(
-            "attention/tile_scheduler.cuh", "next_tile_number", "if (fetched == num_tiles - 1) *next = 0;", ""
+            "attention/tile_scheduler.cuh", "next_tile_number", "if (fetched == num_tiles - 1) tile::reset(next);", ""
         ),
         "wide gradients lose a row": Edit(
             "attention/score_gradient_mma.cuh", "write_accumulators", "row(i) >= work.last)", "row(i) >= work.last - 1)"

@@ -67,7 +67,7 @@ FAULTS = {
             "sm80/decode_epilogue.cuh", "arrives_last", "(arrivals, 1) == num_parts - 1", "(arrivals, 1) == num_parts"
         ),
         "the next launch finds parts that have arrived": Edit(
-            "sm80/decode.cuh", "decode", "if (threadIdx.x == 0) *arrivals = 0;", ""
+            "sm80/decode.cuh", "decode", "if (threadIdx.x == 0) tile::reset(arrivals);", ""
         ),
         "a step starts before its keys and values are there": Edit(
             "sm80/decode.cuh", "decode", "ptx::cp_async_wait<kNumStages - 2>()", "ptx::cp_async_wait<kNumStages - 1>()"
@@ -142,7 +142,7 @@ FAULTS = {
     },
     append_is_right: {
         "the next append finds blocks that have arrived": Edit(
-            "attention/append_work.cuh", "set_length", "params.arrivals[sequence] = 0;", ""
+            "attention/append_work.cuh", "set_length", "tile::reset(params.arrivals + sequence);", ""
         ),
         "the first block to read a length sets the next one": Edit(
             "attention/append_work.cuh", "set_length", ", 1) != params.blocks_per_sequence - 1", ", 1) != 0"

@@ -79,7 +79,9 @@ FAULTS = {
         "no thread block is the last": Edit(
             COMPARE, "results_compare", "static_cast<int>(gridDim.x) - 1;", "static_cast<int>(gridDim.x);"
         ),
-        "the next launch has no last block": Edit(COMPARE, "results_compare", "*of.num_arrived = 0;", ""),
+        "the next launch has no last block": Edit(
+            COMPARE, "results_compare", "ptx::store_relaxed(of.num_arrived, 0);", ""
+        ),
         "warps but the first are left out": Edit(
             COMPARE, "sum_over_block", "sums.change += of_warps[warp].change;", ""
         ),

@@ -56,7 +56,7 @@ FAULTS = {
             "sm80/backward.cu", "sm80_backward", "head < shape.group_size", "head < 1"
         ),
         "sums of dQ go to the first tile": Edit(
-            "sm80/backward.cu", "add_dq", "query_tile_number(params, first_query, kBlockQ)", "0"
+            "sm80/backward.cu", "add_dq", "query_tile_number(params, block.start, kBlockQ)", "0"
         ),
         "K is kept where no query sees it": Edit("sm80/backward.cu", "load_k", "min(work.last, last)", "work.last"),
         "a step of few queries is copied as a whole one": Edit(
@@ -90,7 +90,7 @@ FAULTS = {
             "sm80/backward.cu", "write_gradients", "__syncthreads(); write_staged_gradient(", "write_staged_gradient("
         ),
         "blocks of a list end where tiles do": Edit(
-            "sm80/backward.cu", "add_dq", "query_tile_number(params, first_query, kBlockQ)", "(first_query / kBlockQ)"
+            "sm80/backward.cu", "add_dq", "query_tile_number(params, block.start, kBlockQ)", "(block.start / kBlockQ)"
         ),
         "whole steps start with the first query": Edit(
             "sm80/backward.cu", "load_full_block", "state.q + first * params.q.row_stride", "state.q"

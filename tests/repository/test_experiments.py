@@ -247,16 +247,15 @@ def test_what_a_tool_says_becomes_a_row(load, tmp_path: Path) -> None:
 def test_soak_adds_up_over_runs_and_draws_other_examples(load, tmp_path: Path) -> None:
     soak, path = load("soak"), tmp_path / "soak.csv"
     for number in range(2):
-        batch, rows, outside = soak.draw(soak.Batch("cpu", "float32", number, 6))
+        drawn = soak.draw(soak.Batch("cpu", "float32", number, 6))
+        rows, outside = drawn.rows, drawn.outside
         every = next(row for row in rows if row["feature"] == soak.EVERY)
         assert not outside and every["examples"] >= 6 and 0 < every["dq"] <= 1
         assert every["worst"].startswith("Structure(")
         assert {"mask none", "values normal"} & {row["feature"] for row in rows}
         assert all(row["examples"] <= every["examples"] for row in rows)
-        ledger = soak.ledger_of(path)
-        totals = [soak.added(ledger, row, batch) for row in rows]
-        load("harness").write_csv(path, totals, soak.KEY)
-    ledger = soak.ledger_of(path)
+        soak.Ledger(path).add(drawn)
+    ledger = soak.Ledger(path).rows
     total = ledger["cpu", "host", "float32", "auto", soak.EVERY]
     assert int(total["examples"]) >= 12 and total["outside"] == "0" and total["batches"] == "2"
     assert next(soak.batches(soak.Config(dtypes=("float32",)), ledger)).number == 2
@@ -271,7 +270,7 @@ def test_soak_reports_an_example_outside_its_bounds(load, monkeypatch: pytest.Mo
         return (o, lse + 1), vjp
 
     monkeypatch.setattr(soak.cuflash, "attention_vjp", wrong)
-    _, rows, outside = soak.draw(soak.Batch("cpu", "float32", 0, 4))
+    _, rows, outside, _ = soak.draw(soak.Batch("cpu", "float32", 0, 4))
     assert outside and all(text.startswith("cpu, auto: Structure(") for text in outside)
     assert next(row for row in rows if row["feature"] == soak.EVERY)["outside"] == len(outside)
 
