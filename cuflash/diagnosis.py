@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -138,7 +139,7 @@ def _depending_on(subject: str, detail: str, *needed: Finding) -> Finding:
 
 def _compiler(subject: str) -> Finding:
     path = shutil.which("g++")
-    advice = "only the sim executor compiles C++: apt install g++"
+    advice = "only the sim executor and JAX on a GPU use it: apt install g++"
     if path is None:
         return Finding(subject=subject, status="missing", detail="no g++ on PATH", advice=advice)
     run = _run([path, "--version"], 10)
@@ -146,6 +147,17 @@ def _compiler(subject: str) -> Finding:
         detail = f"{path} --version ends with status {run.returncode}"
         return Finding(subject=subject, status="missing", detail=detail, advice=advice)
     return Finding(subject=subject, detail=f"{path}, {run.stdout.partition(chr(10))[0]}")
+
+
+def _jax(subject: str) -> Finding:
+    """Report how kernels are launched for JAX, without importing it."""
+    if find_spec("jax") is None:
+        return Finding(subject=subject, detail="not installed; only cuflash.jax needs it")
+    version = metadata.version("jax")
+    if _compiler("C++ compiler").status != "ok":
+        advice = "XLA launches kernels without Python, which takes less time, if there is a compiler: apt install g++"
+        return Finding(subject=subject, detail=f"{version}; on a GPU, XLA calls Python for each pass", advice=advice)
+    return Finding(subject=subject, detail=f"{version}; on a GPU, XLA launches kernels without Python")
 
 
 def _run(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
@@ -268,6 +280,7 @@ _CHECKS = {
     "GPUs": _gpus,
     "NVRTC": _nvrtc,
     "CuPy": _cupy,
+    "JAX": _jax,
     "kernel cache": _kernel_cache,
     "simulator cache": _simulator_cache,
 }

@@ -18,7 +18,7 @@ from ..keywords import explains_keywords
 
 MOST_BYTES = 1 << 30  # size limit of the cache; above it, the least recently used files are removed
 # Names of the files and folders that `sim.compiler` stores. Folders of a running compiler have other names.
-_STORED_NAME = re.compile(r"(kernel|runtime|prelude)-[0-9a-f]{32}(\.so|\.cpp)?")
+_STORED_NAME = re.compile(r"(kernel|runtime|prelude|handler)-[0-9a-f]{32}(\.so|\.cpp)?")
 BUILDING = "building-"  # start of the names of the folders in which compilers run
 _ABANDONED_SECONDS = 86400  # an older folder of a compiler was left by a process that was killed
 _ADVICE = "set CUFLASH_CACHE_DIR to a folder of your own"

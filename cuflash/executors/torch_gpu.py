@@ -143,7 +143,7 @@ class TorchGpu(gpu.Gpu):
         """Allocate CuPy's memory on PyTorch's current stream, for arrays that outlive a call.
 
         PyTorch directs the allocations of its own tensors to a graph's pool, not only while it captures: also in the
-        call before. That pool reuses memory of tensors that are no results of the graph.
+        call before. That pool reuses the memory of tensors that the graph does not return.
         """
         cupy = gpu.namespace()
         with self.stream():

@@ -136,10 +136,10 @@ class Workspaces:
                 addresses[place] = self._address(zeros)
                 arrays.append(zeros)
                 continue
-            kept = by_stream.get(number)
-            if kept is None:
-                kept = by_stream.setdefault(number, self._memory.lasting(nbytes))
-            addresses[place] = kept.address
+            of_stream = by_stream.get(number)
+            if of_stream is None:
+                of_stream = by_stream.setdefault(number, self._memory.lasting(nbytes))
+            addresses[place] = of_stream.address
         return Taken(addresses, arrays, piece if is_kept else None)
 
     def _own(self) -> Piece:

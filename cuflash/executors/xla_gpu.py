@@ -20,7 +20,7 @@ from . import gpu
 from ._records import View
 from .launch import BoundPass
 from .list_maker import ListMaker
-from .workspaces import Taken, kept_bytes
+from .workspaces import Taken
 
 _ALIGNMENT = 256  # alignment in bytes of each part of a scratch buffer
 
@@ -54,30 +54,28 @@ class XlaStream(NamedTuple):
 
 
 class _Workspaces:
-    """Workspaces in one piece of memory that comes with the stream, except those that must be zero.
+    """Workspaces in one piece of memory that comes with the stream; those that must be zero come first.
 
-    Workspaces that must be zero are zero again after the kernels, so each stream keeps an array for each of them.
+    Attributes
+    ----------
+    starts : list of int
+        Where each workspace starts, in bytes.
+    zero_bytes : int
+        Bytes at the start that each call sets to zero.
+    nbytes : int
     """
 
-    def __init__(self, needs: Mapping[str, Workspace], machine: XlaGpu) -> None:
-        sizes = [0 if need.is_zeroed else -(-need.nbytes // _ALIGNMENT) * _ALIGNMENT for need in needs.values()]
-        *self._starts, self.nbytes = accumulate(sizes, initial=0)
-        self._machine = machine
-        zeroed = [(place, kept_bytes(need)) for place, need in enumerate(needs.values()) if need.is_zeroed]
-        self._zeros = [
-            (place, nbytes, machine.kept_zeros(number, nbytes)) for number, (place, nbytes) in enumerate(zeroed)
-        ]
+    def __init__(self, needs: Mapping[str, Workspace]) -> None:
+        order = sorted(needs, key=lambda name: not needs[name].is_zeroed)
+        sizes = (-(-needs[name].nbytes // _ALIGNMENT) * _ALIGNMENT for name in order)
+        *starts, self.nbytes = accumulate(sizes, initial=0)
+        self.starts = [starts[order.index(name)] for name in needs]
+        is_zeroed = [needs[name].is_zeroed for name in order]
+        self.zero_bytes = (*starts, self.nbytes)[sum(is_zeroed)]
 
     def take(self, stream: XlaStream) -> Taken:
         """Return the addresses of the workspaces of a call on a stream."""
-        addresses = [stream.workspace + start for start in self._starts]
-        for place, nbytes, by_stream in self._zeros:
-            zeros = by_stream.get(stream.ptr)
-            if zeros is None:
-                with as_cupy_stream(stream.ptr):
-                    zeros = by_stream.setdefault(stream.ptr, self._machine.lasting(nbytes))
-            addresses[place] = zeros.address
-        return Taken(addresses, [])
+        return Taken([stream.workspace + start for start in self.starts], [])
 
     def give_back(self, stream: XlaStream, taken: Taken) -> None:
         """Return immediately: the memory belongs to XLA."""
@@ -91,7 +89,7 @@ class XlaGpu(gpu.Gpu):
     """The current CUDA device, which runs kernels on buffers and streams of XLA."""
 
     def workspaces(self, needs: Mapping[str, Workspace]) -> Any:
-        return _Workspaces(needs, self)
+        return _Workspaces(needs)
 
     def device_lists(self, work: WorkList) -> Any:
         """Return lists on the device after waiting, once, for their copy."""
@@ -105,11 +103,66 @@ MACHINE = XlaGpu()
 
 
 class _OnDevice(NamedTuple):
-    """The launches of a pass on one device, and those that list the mask before them."""
+    """The launches of a pass on one device, and those that list the mask before them.
+
+    Workspaces of the pass lie at the start of the scratch buffer, then those of the maker, then the lists.
+    """
 
     launches: BoundPass
     maker: ListMaker | None
-    workspace_bytes: int
+
+    @property
+    def parts(self) -> list[tuple[BoundPass, int]]:
+        """The launches of the maker, if there is one, and of the pass, and where the workspaces of each start."""
+        parts = [(self.launches, 0)]
+        if self.maker is not None:
+            parts.insert(0, (self.maker.launches, _workspaces(self.launches).nbytes))
+        return parts
+
+    @property
+    def zeros(self) -> list[tuple[int, int]]:
+        """The parts of the scratch buffer that each call sets to zero, as (start, bytes)."""
+        zeros = [(start, _workspaces(each).zero_bytes) for each, start in self.parts]
+        return [(start, nbytes) for start, nbytes in zeros if nbytes]
+
+
+def _workspaces(bound: BoundPass) -> _Workspaces:
+    workspaces: Any = bound._workspaces
+    return _Workspaces({}) if workspaces is None else workspaces
+
+
+class Source(NamedTuple):
+    """A value of a call: the address of a buffer of XLA plus an offset or, without a buffer, a number."""
+
+    buffer: int | None
+    offset: int
+
+
+class Flat(NamedTuple):
+    """The launches of a pass on one device as numbers.
+
+    Attributes
+    ----------
+    words : array of uint64
+        The arguments of all kernels, with numbers that are the same in each call.
+    places : list of (int, int, int)
+        (word, buffer, offset): words that a call sets to the address of a buffer plus an offset.
+    kernels : list of (int, int, int, int, list of int)
+        Function, grid, threads, bytes of shared memory, and the first word of each argument.
+    zeros : list of (int, int, int)
+        (buffer, offset, bytes): memory that is set to zero before the first kernel.
+    num_buffers : int
+        Arguments, then results, of which the last one is the scratch buffer, if there is one.
+    text : str
+        What the launches are in any process.
+    """
+
+    words: Any
+    places: list[tuple[int, int, int]]
+    kernels: list[tuple[int, int, int, int, list[int]]]
+    zeros: list[tuple[int, int, int]]
+    num_buffers: int
+    text: str
 
 
 class XlaPass:
@@ -136,8 +189,8 @@ class XlaPass:
         self._on_devices: dict[int, _OnDevice] = {}
         self._lock = threading.Lock()
         bound = self._on_device(nvrtc.current_number())
-        self._lists_start = bound.workspace_bytes
-        self.scratch_bytes = bound.workspace_bytes + (0 if bound.maker is None else self._source.nbytes)
+        self._lists_start = sum(_workspaces(each).nbytes for each, _ in bound.parts)
+        self.scratch_bytes = self._lists_start + (0 if bound.maker is None else self._source.nbytes)
 
     @property
     def _source(self) -> Any:
@@ -160,9 +213,62 @@ class XlaPass:
                 gpu.compile_kernels(source.kernels.specs.values(), MACHINE)
                 maker = ListMaker(source, MACHINE)
         results = self._plan.kernel_results(self._name)
-        launches = gpu.bound_pass(self._plan, self._name, inputs, results, machine=MACHINE)
-        workspaces: Any = launches._workspaces
-        return _OnDevice(launches, maker, 0 if workspaces is None else workspaces.nbytes)
+        return _OnDevice(gpu.bound_pass(self._plan, self._name, inputs, results, machine=MACHINE), maker)
+
+    @property
+    def has_own_lists(self) -> bool:
+        """True if kernels read lists in memory of the plan, which must not be freed before all streams have read it."""
+        return any(each.lists for on_device in self._on_devices.values() for each, _ in on_device.parts)
+
+    def flat(
+        self, arrays: Sequence[Source], of_mask: Sequence[Source], numbers: Sequence[int], num_arguments: int,
+        device: int,
+    ) -> Flat:  # fmt: skip
+        """Return the launches on a device as numbers.
+
+        Parameters
+        ----------
+        arrays, of_mask : sequences of Source
+            The inputs, and the mask's arrays.
+        numbers : sequence of int
+            Seed and offset of dropout.
+        num_arguments : int
+            Buffers before those of results.
+        """
+        on_device = list[_OnDevice]()
+        within(device, lambda: on_device.append(self._on_device(device)))
+        (bound,) = on_device
+        num_results = len(self._plan.kernel_results(self._name))
+        results, scratch = [Source(num_arguments + n, 0) for n in range(num_results)], num_arguments + num_results
+        lists = [of_mask[0] if bound.maker is None else Source(scratch, self._lists_start)] if self._has_lists else []
+        values = [[*arrays, *lists, *results, *(Source(None, number) for number in numbers)]]
+        if bound.maker is not None:
+            values.insert(0, [*of_mask, *lists])
+        places, kernels = list[tuple[int, int, int]](), list[tuple[int, int, int, int, list[int]]]()
+        zeros = [(scratch, *each) for each in bound.zeros]
+        # Results that are set to zero come after the arrays and the lists, which the record counts, too.
+        before, first = len(arrays) + len(lists) - num_arguments, 0
+        zeros += ((place - before, 0, nbytes) for place, nbytes in bound.launches.record.zeroed)
+        every, texts = list[Any](), list[object]()
+        for (each, start), sources in zip(bound.parts, values):
+            record, words = each.record, each.record.words.copy()
+            sources = [*sources, *(Source(scratch, start + more) for more in _workspaces(each).starts)]
+            for word, offset, number in record.places:
+                buffer, more = sources[number]
+                if buffer is None:
+                    words[word] = (offset + more) % (1 << 64)
+                else:
+                    places.append((first + word, buffer, (offset + more) % (1 << 64)))
+            for launch, grid, parts in record.kernels:
+                function = gpu._function(launch.spec, launch.shared_bytes).ptr
+                starts = [first + part.start for part in parts]
+                kernels.append((function, grid, launch.spec.num_threads, launch.shared_bytes, starts))
+                texts.append((launch.spec, grid, launch.shared_bytes, starts))
+            every.append(words)
+            first += len(words)
+        all_words = np.concatenate(every)
+        text = repr((texts, all_words.tolist(), places, zeros))
+        return Flat(all_words, places, kernels, zeros, scratch + bool(self.scratch_bytes), text)
 
     def launch(
         self, device: int, stream: int, arrays: Sequence[int], of_mask: Sequence[int], results: Sequence[int],
@@ -184,15 +290,18 @@ class XlaPass:
             Seed and offset of dropout.
         """
         bound = self._on_devices.get(device) or self._on_device(device)
-        on_stream, lists = XlaStream(stream, scratch), list[int]()
+        lists = list[int]()
+        for start, nbytes in bound.zeros:
+            _set_zero(scratch + start, nbytes, stream)
         if self._has_lists:
             lists = [of_mask[0] if bound.maker is None else scratch + self._lists_start]
         if bound.maker is not None:
-            bound.maker.launches.launch((*of_mask, *lists), on_stream)
+            own = XlaStream(stream, scratch + _workspaces(bound.launches).nbytes)
+            bound.maker.launches.launch((*of_mask, *lists), own)
         addresses = [*arrays, *lists, *results]
         for place, nbytes in bound.launches.record.zeroed:
             _set_zero(addresses[place], nbytes, stream)
-        bound.launches.launch([*addresses, *numbers], on_stream)
+        bound.launches.launch([*addresses, *numbers], XlaStream(stream, scratch))
 
 
 def within(device: int, work: Callable[[], None]) -> None:

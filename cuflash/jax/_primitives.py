@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jax
-from jax._src import dispatch  # no public module tells XLA's partitioner of a primitive
+from jax._src import dispatch  # JAX has no public way to say that a lowering needs the devices of the call
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -85,15 +85,15 @@ def _types(*kinds: jax.core.ShapedArray, **parameters: Any) -> list[jax.core.Sha
 
 
 def _lowered(platform: str) -> Callable[..., Any]:
-    def run(*arrays: jax.Array, **parameters: Any) -> list[jax.Array]:
-        return prepared(Pass(**parameters), platform, [array.shape for array in arrays])(*arrays)
-
-    on_one_device = mlir.lower_fun(run, multiple_results=True)
-
-    def lowered(context: mlir.LoweringRuleContext, *values: Any, **parameters: Any) -> Any:
+    def lowered(context: Any, *values: Any, **parameters: Any) -> Any:
         module = context.module_context
+
+        def on_one_device(*arrays: Any) -> list[Any]:
+            shapes = [array.shape for array in arrays]
+            return prepared(Pass(**parameters), platform, shapes, module.add_keepalive)(*arrays)
+
         if not _is_for_several_devices(module.axis_context):
-            return on_one_device(context, *values, **parameters)
+            return mlir.lower_fun(on_one_device, multiple_results=True)(context, *values)
         late = _LateCallback(len(module.host_callbacks))
         module.add_host_callback(late)
 
@@ -154,17 +154,14 @@ def _executed(*arrays: jax.Array, **parameters: Any) -> list[jax.Array]:
 
 def executed(one: Pass, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Run a pass on arrays with data, like the primitive's implementation in JAX."""
-    first = arrays[0] if hasattr(arrays[0], "devices") else jax.numpy.asarray(arrays[0])
-    device, *others = first.devices()
     call, name, names, shapes, wrt = one
     in_memory = tuple([array.shape for array in arrays])
 
     def make() -> Any:
         refuse(array_reasons(dict(zip(names, arrays))))
-        return jax.jit(partial(bind_pass, one) if others else prepared(one, device.platform, in_memory))
+        return jax.jit(partial(bind_pass, one))
 
-    place = device.platform, bool(others)
-    results: list[jax.Array] = call.cached("jax", make, *place, name, names, shapes, in_memory, wrt)(*arrays)
+    results: list[Any] = call.cached("jax", make, name, names, shapes, in_memory, wrt)(*arrays)
     return results
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental.buffer_callback import Buffer, ExecutionContext, buffer_callback
 
 from ..arrays import Array, ShapeDtype, accumulator_dtype
+from ..compiler import nvrtc
 from ..errors import UnsupportedProblem
 from ..executors import checks, gpu, xla_gpu
 from ..executors._records import View
@@ -23,6 +24,7 @@ from ..planning.list_kernels import AT_CALL, WorkAtCall
 from ..planning.options import DOT
 from ..plans.plan import Plan
 from ._call import MASK, JaxCall
+from ._native import TARGET, NativePass, handler
 
 _ENVIRONMENT_BYTES = 64  # at least the size of C's fenv_t
 _LIKE_LSE = ("lse", "dlse")
@@ -77,14 +79,29 @@ class Pass(NamedTuple):
         return dtype
 
 
-def prepared(one: Pass, platform: str, shapes: Sequence[tuple[int, ...]]) -> Callable[..., list[jax.Array]]:
-    """Return the function that runs a pass on JAX arrays on a platform; `shapes` are the shapes of its arrays."""
+def prepared(
+    one: Pass, platform: str, shapes: Sequence[tuple[int, ...]], keep: Callable[[Any], None] | None = None
+) -> Callable[..., list[Any]]:
+    """Return the function that runs a pass on JAX arrays on a platform.
+
+    Parameters
+    ----------
+    shapes : sequence of tuple of int
+        The shapes of the arrays.
+    keep : callable, optional
+        Keeps an object as long as the compiled program. Without it, XLA calls Python.
+    """
     runner: OnHost | OnGpu = RUNNERS[platform](one, shapes)
     number = len(one.results)
     results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (*one.results, *runner.scratch)]
+    native = runner.native(len(shapes)) if keep is not None else None
+    if native is not None and keep is not None:
+        keep(native)
 
-    def run(*arrays: jax.Array) -> list[jax.Array]:
-        return list(buffer_callback(runner, results)(*arrays))[:number]
+    def run(*arrays: Any) -> list[Any]:
+        if native is None:
+            return list(buffer_callback(runner, results)(*arrays))[:number]
+        return list(jax.ffi.ffi_call(TARGET, results)(*arrays, call=np.int64(native.number)))[:number]
 
     return run
 
@@ -146,7 +163,10 @@ class OnHost:
             self._plan_of = partial(_same, plan)
         self._read = _names_of_arrays(one, plan)
 
-    def __call__(self, context: ExecutionContext, results: Sequence[Buffer], *buffers: Buffer) -> None:
+    def native(self, num_arguments: int) -> None:
+        """Return None: XLA calls Python."""
+
+    def __call__(self, context: Any, results: Sequence[Any], *buffers: Any) -> None:
         with _subnormal_numbers():
             self._run(results, buffers)
 
@@ -207,7 +227,18 @@ class OnGpu:
         elif isinstance(work, WorkAtCall):
             self._lists_of = gpu.lists_of_calls(plan, work)
 
-    def __call__(self, context: ExecutionContext, results: Sequence[Buffer], *buffers: Buffer) -> None:
+    def native(self, num_arguments: int) -> NativePass | None:
+        """Return the pass that XLA launches without Python; None if Python has to prepare each call."""
+        launches = self._xla_pass
+        if launches is None or launches.has_own_lists or (of_device := handler()) is None:
+            return None
+        arrays = [xla_gpu.Source(place, 0) for place in self._places]
+        of_mask = [xla_gpu.Source(place, 0) for place in self._of_mask]
+        of_mask += [xla_gpu.Source(None, array.data.ptr) for array in self._held]
+        flat = partial(launches.flat, arrays, of_mask, self._numbers, num_arguments)
+        return of_device(flat, nvrtc.current_number(), self._held)
+
+    def __call__(self, context: Any, results: Sequence[Any], *buffers: Any) -> None:
         device = buffers[0].__dlpack_device__()[1]
         run = self._with_cupy if self._xla_pass is None else self._launch
         xla_gpu.within(device, lambda: run(device, context.stream, results, buffers))

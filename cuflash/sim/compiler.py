@@ -130,6 +130,36 @@ def _loaded(library: Path, runtime: Path, entry: str) -> Kernel:
         ) from error
 
 
+def host_library(kind: str, source: Path, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """Compile a source file of the package for the host, or take it from the cache, and load it.
+
+    Parameters
+    ----------
+    kind : str
+        The start of the library's name in the cache.
+    source : pathlib.Path
+    flags : tuple of str
+        Flags of the compiler.
+
+    Raises
+    ------
+    BuildError
+        g++ is missing, or the library cannot be compiled, stored or loaded.
+    """
+    compiler = _compiler()
+    flags = ("-std=c++17", "-O2", "-fPIC", "-shared", *flags)
+    target = _target(kind, _identity(compiler), source.read_text("utf-8"), *flags)
+
+    def publish() -> IO[bytes]:
+        return _publish([[compiler, *flags, str(source), "-o", target.name]], target, str(source))
+
+    with _cached_file(target, publish) as file:
+        try:
+            return ctypes.CDLL(file.name)
+        except OSError as error:
+            raise _StorageError(f"{source} must be loaded from {target.parent}, which fails ({error})") from error
+
+
 def preload_environment(sanitize: Sanitizer) -> dict[str, str]:
     """Return the environment variables that a child process needs for ``build(..., sanitize=...)``.
 

@@ -9,20 +9,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import lru_cache
 from itertools import count
 from types import new_class
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch._C import _AutoDispatchBelowAutograd as _below_autograd, _len_torch_dispatch_stack as num_modes
+from torch._C import (
+    _are_functorch_transforms_active as is_transforming, _AutoDispatchBelowAutograd as _below_autograd,
+    _len_torch_dispatch_stack as num_modes,
+)  # fmt: skip
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 
 from ..dropout import Dropout
 from ..errors import refuse
-from ..layouts import dense_strides
+from ..layouts import dense_strides, has_dual_level
 from ..masks.base import Mask
 from ..planning.dropout_launches import require_number
 from ..planning.options import Options
@@ -75,28 +79,43 @@ def derivative(
     return results
 
 
-def differentiate(forward: Any, functions: dict[str, Any]) -> None:
+def differentiate(of_forward: Any, functions: dict[str, Any]) -> None:
     """Register autograd functions as the derivatives of the operators.
 
     Parameters
     ----------
-    forward : class
+    of_forward : class
         The autograd function of the pass "forward".
     functions : dict of classes
         The autograd functions of other passes, by name.
     """
 
-    single = {name: _of_one_level(function) for name, function in (functions | {"forward": forward}).items()}
+    single = {name: _of_one_level(function) for name, function in (functions | {"forward": of_forward}).items()}
 
     def recorded(name: str, call: str, wrt: Sequence[str], tensors: Sequence[Tensor | None]) -> Any:
         with enable_single_level_autograd_function():
             return single[name].apply(_calls[call], tuple(wrt), *tensors)
 
-    def derivative(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str) -> list[Tensor]:
-        return [*recorded(name, call, wrt, tensors)]
+    def forward(tensors: Sequence[Tensor], call: str) -> Any:
+        if _is_differentiated():
+            return recorded("forward", call, (), tensors)
+        with _below_autograd():
+            return _OPERATORS.forward(tensors, call)
 
-    _LIBRARY.impl("forward", lambda tensors, call: recorded("forward", call, (), tensors), "Autograd")
+    def derivative(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str) -> list[Tensor]:
+        if _is_differentiated():
+            return [*recorded(name, call, wrt, tensors)]
+        with _below_autograd():
+            results: list[Tensor] = _OPERATORS.derivative(name, tensors, wrt, call)
+        return results
+
+    _LIBRARY.impl("forward", forward, "Autograd")
     _LIBRARY.impl("derivative", derivative, "Autograd")
+
+
+def _is_differentiated() -> bool:
+    """True if something may differentiate an operator; passes of compiled functions save an autograd function."""
+    return torch.is_grad_enabled() or has_dual_level() or is_transforming()
 
 
 def _of_one_level(function: Any) -> Any:
@@ -160,7 +179,7 @@ for _constant in (_named, *(getattr(Mask, name) for name in _OPERATIONS)):
 
 def _forward(tensors: Sequence[Tensor], call: str) -> tuple[Tensor, Tensor]:
     o, lse = _calls[call].forward(*tensors)
-    strides, of_lse = _strides(*tensors[:3])
+    strides, of_lse = _known_strides(*_layouts(*tensors[:3]))
     return _with_strides(o, strides), _with_strides(lse, of_lse)
 
 
@@ -168,7 +187,8 @@ def _derivative(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str],
     transformed = _calls[call]
     arrays = {each: x for each, x in zip(names_of(name, transformed), tensors) if x is not None}
     results = run_pass(transformed, name, wrt, arrays)
-    return [_with_strides(x, _dense(arrays[of])) for x, of in zip(results, results_of(name, wrt))]
+    likes = [arrays[of] for of in results_of(name, wrt)]
+    return [_with_strides(x, _known_dense(of.is_cuda, of.shape, of.stride())) for x, of in zip(results, likes)]
 
 
 def _with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
@@ -178,40 +198,58 @@ def _with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    batch = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
-    lse = (*batch, *q.shape[-3:-1])
-    return (*lse, v.shape[-1]), lse
-
-
-def _strides(q: Tensor, k: Tensor, v: Tensor) -> tuple[Sequence[int], Sequence[int]]:
+def _strides(is_on_gpu: bool, q: Any, q_strides: Any, k: Any, v: Any) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the strides of o and lse from shapes, and the strides of q."""
     o, lse = _shapes(q, k, v)
-    return _dense(q, o), dense_strides(lse)
+    return _dense(is_on_gpu, q, q_strides, o), dense_strides(lse)
 
 
-def _dense(like: Tensor, shape: Sequence[Any] = ()) -> Sequence[int]:
-    """Return the strides of a result with the memory order of `like` if that is dense and on a GPU, else C order."""
-    shape = shape or tuple(like.shape)
-    last = like.ndim - 1
-    if not like.is_cuda or len(shape) != like.ndim:
-        return dense_strides(shape)
-    axes = (*sorted(range(last), key=lambda axis: (-like.stride(axis), axis)), last)
-    lies_so = zip(like.shape, like.stride(), dense_strides(tuple(like.shape), axes))
+def _shapes(q: Any, k: Any, v: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    lse = (*torch.broadcast_shapes(q[:-3], k[:-3], v[:-3]), *q[-3:-1])
+    return (*lse, v[-1]), lse
+
+
+def _dense(is_on_gpu: bool, shape: Any, strides: Any, of: Sequence[Any] = ()) -> Sequence[int]:
+    """Return strides of a result of a shape (default: the same) in the order of dense strides on a GPU, or in C order.
+
+    Parameters
+    ----------
+    is_on_gpu : bool
+    shape, strides : sequences of int
+        Those of the tensor whose order in memory the result has.
+    of : sequence of int
+        The shape of the result.
+    """
+    of, last = tuple(of or shape), len(shape) - 1
+    if not is_on_gpu or len(of) != len(shape):
+        return dense_strides(of)
+    axes = (*sorted(range(last), key=lambda axis: (-strides[axis], axis)), last)
+    lies_so = zip(shape, strides, dense_strides(tuple(shape), axes))
     is_dense = all(extent == 1 or step == dense for extent, step, dense in lies_so)
-    return dense_strides(shape, axes if is_dense else None)
+    return dense_strides(of, axes if is_dense else None)
+
+
+_known_strides, _known_dense = lru_cache(maxsize=256)(_strides), lru_cache(maxsize=256)(_dense)
 
 
 def _fake_forward(tensors: Sequence[Tensor], call: str) -> tuple[Tensor, Tensor]:
     q, k, v = tensors[:3]
-    (o, lse), (strides, of_lse) = _shapes(q, k, v), _strides(q, k, v)
+    (o, lse), (strides, of_lse) = _shapes(q.shape, k.shape, v.shape), _strides(*_layouts(q, k, v))
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty_strided(o, strides), q.new_empty_strided(lse, of_lse, dtype=wide)
+
+
+def _layouts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    return q.is_cuda, q.shape, q.stride(), k.shape, v.shape
 
 
 def _fake_derivative(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str) -> list[Tensor]:
     arrays = dict(zip(names_of(name, _calls[call]), tensors))
     likes = (arrays[of] for of in results_of(name, wrt))
-    return [like.new_empty_strided(like.shape, _dense(like)) for like in likes if like is not None]
+    return [
+        like.new_empty_strided(like.shape, _dense(like.is_cuda, like.shape, like.stride()))
+        for like in likes if like is not None
+    ]  # fmt: skip
 
 
 def _batched_forward(info: Any, in_dims: Any, tensors: Sequence[Tensor], call: str) -> Any:

@@ -12,7 +12,7 @@ from ..arrays import ShapeDtype, describe, is_array
 from ..calls._call import composed_score
 from ..calls._forward import with_one_score
 from ..errors import refuse
-from ..executors import torch_gpu
+from ..executors import checks, torch_gpu
 from ..layouts import dtype_of, is_tensor, tensor_reasons
 from ..masks.arrays import FromFunction
 from ..masks.base import Mask
@@ -75,9 +75,17 @@ class Transformed:
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Compute o and lse of tensors with data."""
-        named, options = self._with_one_score(dict(zip(self.names, tensors)), ())
+        if torch_gpu.is_elsewhere(tensors[0]):
+            with torch_gpu.within(tensors[0]):
+                return self.forward(*tensors)
+        arrays, key = dict(zip(self.names, tensors)), (_layout(tensors), ())
+        call = self._calls.get(key)
+        if isinstance(call, OnGpu) and arrays.keys() >= {*call.names} and not checks.is_on():
+            o, lse = call.forward((None, None), *(arrays[name] for name in call.names))
+            return o, lse
+        named, options = self._with_one_score(arrays, ())
         call, o, lse = ran(named, (None, None), options, True)
-        self._keep((_layout(tensors), ()), call)
+        self._keep(key, call)
         return o, lse
 
     def on(self, tensors: dict[str, Tensor], wrt: Sequence[str]) -> Call:
@@ -207,8 +215,8 @@ def _is_uniform(mask: Any) -> bool:
     return are_own and not any(isinstance(part, FromFunction) for part in parts)
 
 
-def _layout(tensors: Tensor) -> Hashable:
-    return tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors)
+def _layout(tensors: Any) -> Hashable:
+    return tuple([(each.shape, each.stride(), each.dtype, each.device, each.is_neg()) for each in tensors])
 
 
 def _without_data(array: Any) -> Any:

@@ -49,7 +49,7 @@ class Config:
     others: tuple[str, ...] = OTHERS
     dtype: str = "bfloat16"
     calls: int = 20
-    long_calls: int = 4  # calls of a batch with `long_tokens`
+    few_calls: int = 4  # calls of a batch with `long_tokens`, and of an eager one
     repeats: int = 15
 
     def __post_init__(self) -> None:
@@ -171,7 +171,7 @@ def batch_of(library: str, call: Call, count: int) -> Call:
 def timed(config: Config, way: str, name: str, tokens: int) -> Iterator[Record]:
     """Yield the rows of one case."""
     arrays, calls = drawn(config, tokens), dict[str, Call]()
-    count = config.long_calls if tokens == config.long_tokens else config.calls
+    count = config.few_calls if tokens == config.long_tokens or way == "eager" else config.calls
     for library in ("cuflash", *config.others):
         try:
             call = call_of(library, way, name, arrays)
@@ -209,7 +209,10 @@ def run(config: Config) -> Iterator[Record]:
     if platform == "gpu":
         versions |= gpu_versions()
     lengths = dict.fromkeys((config.tokens, config.long_tokens))
-    cases = [(way, name, tokens) for tokens in lengths for way in config.ways for name in config.passes]
+    cases = [
+        (way, name, tokens) for tokens in lengths for way in config.ways for name in config.passes
+        if way == "jit" or tokens == config.tokens
+    ]  # fmt: skip
     for case in track(cases, "cases"):
         for row in timed(config, *case):
             yield row | versions

@@ -230,11 +230,24 @@ FAULTS = {
     },
     interop_guards.passes_of_jax_on_a_device_are_right: {
         "counters are not set to zero": Edit(
-            "executors/gpu.py", "Gpu.lasting", ".zeros((nbytes", ".empty((nbytes"
+            "executors/xla_gpu.py", "_Workspaces.__init__", "[sum(is_zeroed)]", "[0]"
         ),
         "results that kernels add to are not set to zero": Edit(
             "executors/xla_gpu.py", "XlaPass.launch", "for place, nbytes in bound.launches.record.zeroed:",
             "for place, nbytes in ():",
+        ),
+    },
+    interop_guards.launches_of_xla_are_right: {
+        "every kernel has one block": Edit("jax/handler.cpp", "launched", "kernel.grid, 1, 1", "1, 1, 1"),
+        "addresses are not raised by offsets": Edit(
+            "jax/handler.cpp", "launched", "buffers[pass->places[i].buffer] + pass->places[i].offset",
+            "buffers[pass->places[i].buffer]"
+        ),
+        "seeds and offsets of dropout are left out": Edit(
+            "executors/xla_gpu.py", "XlaPass.flat", "words[word] = (offset + more) % (1 << 64)", "words[word] = offset"
+        ),
+        "lists lie where workspaces lie": Edit(
+            "executors/xla_gpu.py", "XlaPass.flat", "Source(scratch, self._lists_start)", "Source(scratch, 0)"
         ),
     },
     interop_guards.traced_options_are_named: {

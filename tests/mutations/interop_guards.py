@@ -390,10 +390,23 @@ def passes_of_jax_on_a_device_are_right(library: ModuleType) -> None:
 
     with a_machine_for(library) as machine, pytest.MonkeyPatch.context() as patch:
         on_a_machine(patch, machine, library)
-        check_workspaces(library, machine)
+        check_workspaces(library)
         with jax.default_device(jax.devices("cpu")[0]):
             check_case(library, machine.asarray, "sm90")
             check_atomic_sums(library)
+
+
+def launches_of_xla_are_right(library: ModuleType) -> None:
+    """Compare passes that XLA launches without Python with those on CuPy arrays, on a simulated GPU."""
+    jax = pytest.importorskip("jax")
+    from test_jax import on_a_machine
+    from test_jax_gpu import check_case
+
+    with a_machine_for(library) as machine, pytest.MonkeyPatch.context() as patch:
+        on_a_machine(patch, machine, library, is_native=True)
+        with jax.default_device(jax.devices("cpu")[0]):
+            for case in ("causal", "lengths", "dropout"):
+                check_case(library, machine.asarray, case)
 
 
 def arrays_of_jax_are_right(library: ModuleType) -> None:

@@ -24,15 +24,20 @@ LIBRARY = Path(cuflash.__file__).parent
 
 
 class Edit(NamedTuple):
-    """A fault in a file of kernels_cu/ if the file is CUDA, or of cuflash/ if it is Python."""
+    """A fault in a file of cuflash/, which also has files in C++, or of kernels_cu/."""
 
     file: str
     function: str | None  # or a class, or "Class.method"; None if no function contains the anchor
     anchor: str
     replacement: str
 
+    @property
+    def is_of_library(self) -> bool:
+        """True if the file is in cuflash/."""
+        return (LIBRARY / self.file).is_file()
+
     def path(self) -> Path:
-        return (LIBRARY if language_of(self.file) == "python" else sources.KERNELS) / self.file
+        return (LIBRARY if self.is_of_library else sources.KERNELS) / self.file
 
     def planted_in(self, text: str) -> str:
         """Return a file's text with the fault."""

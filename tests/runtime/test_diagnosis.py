@@ -120,6 +120,24 @@ def test_a_compiler_is_quoted_in_any_encoding_or_its_end_is_told(
     assert (finding.status, words in finding.detail) == (status, True)
 
 
+@pytest.mark.parametrize(
+    ("is_installed", "has_compiler", "detail"),
+    [
+        (False, True, "not installed; only cuflash.jax needs it"),
+        (True, True, "9.9; on a GPU, XLA launches kernels without Python"),
+        (True, False, "9.9; on a GPU, XLA calls Python for each pass"),
+    ],
+)
+def test_launches_for_jax_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_installed: bool, has_compiler: bool, detail: str
+) -> None:
+    monkeypatch.setenv("PATH", _program(tmp_path, "g++" if has_compiler else "other", "echo 12"))
+    monkeypatch.setattr(room, "find_spec", lambda name: name if is_installed else None)
+    monkeypatch.setattr(room.metadata, "version", lambda name: "9.9")
+    finding = room.doctor()["JAX"]
+    assert (finding.status, finding.detail) == ("ok", detail) and ("g++" in finding.advice) == (not has_compiler)
+
+
 def _program(folder: Path, name: str, script: str) -> str:
     program = folder / name
     program.write_text(f"#!/bin/sh\n{script}\n")

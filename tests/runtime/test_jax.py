@@ -21,6 +21,7 @@ import cupy_machine  # noqa: E402
 from executors import GPU  # noqa: E402
 from library_parts import part  # noqa: E402
 from refusals import reasons_of  # noqa: E402
+import xla_handler  # noqa: E402
 
 jnp = jax.numpy
 attention = cuflash.jax.attention
@@ -158,6 +159,7 @@ class _OnMachine:
 
     def __init__(self, runner, runs):
         self._runner, self.scratch, self._runs = runner, runner.scratch, runs
+        self.native = runner.native
 
     def __call__(self, context, results, *buffers):
         for buffer in results:  # memory of a device holds anything
@@ -166,8 +168,8 @@ class _OnMachine:
             self._runner(SimpleNamespace(stream=0), results, *buffers)
 
 
-def on_a_machine(monkeypatch, machine, library):
-    """Let JAX's CPU be the stand-in for a GPU."""
+def on_a_machine(monkeypatch, machine, library, is_native=False):
+    """Let JAX's CPU be the stand-in for a GPU; with `is_native`, XLA launches kernels without Python."""
     runs, xla_gpu = part(library, "jax._runs"), part(library, "executors.xla_gpu")
 
     def as_cupy(buffer, view, device):
@@ -178,6 +180,7 @@ def on_a_machine(monkeypatch, machine, library):
     monkeypatch.setattr(xla_gpu, "as_cupy", as_cupy)
     monkeypatch.setattr(xla_gpu, "as_cupy_stream", lambda ptr: machine.streams[ptr])
     monkeypatch.setattr(xla_gpu, "MACHINE", xla_gpu.XlaGpu())
+    monkeypatch.setattr(runs, "handler", lambda: xla_handler.on_cpu(library) if is_native else None)
     monkeypatch.setattr(part(library, "masks.fields"), "is_on_cuda", lambda name, value: isinstance(value, jax.Array))
     monkeypatch.setitem(runs.RUNNERS, "cpu", lambda *arguments: _OnMachine(runs.OnGpu(*arguments), runs))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,6 +12,7 @@ jax = pytest.importorskip("jax", reason="JAX is not installed")
 
 import cuflash.jax  # noqa: E402
 import cupy_machine  # noqa: E402
+from cuflash.jax import _runs as runs  # noqa: E402
 from library_parts import part  # noqa: E402
 from cuflash import masks  # noqa: E402
 from test_jax import on_a_machine  # noqa: E402
@@ -25,7 +25,7 @@ LISTS = np.random.default_rng(2).integers(-1, 3, (1, 40, 2)).astype(np.int32)
 ALLOWED = (RNG.random((40, 40)) < 0.6) | np.eye(40, dtype=bool)
 
 
-@pytest.fixture(params=["machine", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["machine", "native", pytest.param("gpu", marks=pytest.mark.gpu)])
 def place(request, monkeypatch, tmp_path):
     """Yield CuPy and the device of JAX that shares its memory; `share` makes an array of CuPy."""
     if request.param == "gpu":
@@ -39,7 +39,7 @@ def place(request, monkeypatch, tmp_path):
             yield SimpleNamespace(share=cupy.asarray, launched=None)
         return
     with cupy_machine.installed(monkeypatch, tmp_path) as machine, jax.default_device(jax.devices("cpu")[0]):
-        on_a_machine(monkeypatch, machine, cuflash)
+        on_a_machine(monkeypatch, machine, cuflash, request.param == "native")
         yield SimpleNamespace(share=machine.asarray, launched=machine.launched)
 
 
@@ -126,26 +126,21 @@ def check_atomic_sums(library):
         np.testing.assert_allclose(jax.grad(loss)(table, False), expected, rtol=1e-3, atol=1e-3)
 
 
-def check_workspaces(library, machine):
-    """Check that workspaces are apart, and that those that must be zero are, once for each stream."""
+def check_workspaces(library):
+    """Check that workspaces are apart, and that those that must be zero come first."""
     xla_gpu, launches = part(library, "executors.xla_gpu"), part(library, "planning.launches")
     needs = {
         "sums": launches.Workspace((3,), np.dtype(np.float64)),
         "counter": launches.Workspace((5,), np.dtype(np.int32), is_zeroed=True),
         "parts": launches.Workspace((7,), np.dtype(np.float32)),
     }
-    workspaces = xla_gpu._Workspaces(needs, xla_gpu.XlaGpu())
-    stream = xla_gpu.XlaStream(machine.stream.ptr, 4096)
-    sums, counter, parts = workspaces.take(stream).addresses
-    assert (sums, parts, workspaces.nbytes) == (4096, 4096 + 256, 512)
-    assert not np.frombuffer(ctypes.string_at(counter, 20), np.uint8).any()
-    assert workspaces.take(stream).addresses == [sums, counter, parts]
+    workspaces = xla_gpu._Workspaces(needs)
+    assert workspaces.take(xla_gpu.XlaStream(0, 4096)).addresses == [4096 + 256, 4096, 4096 + 512]
+    assert (workspaces.zero_bytes, workspaces.nbytes) == (256, 768)
 
 
-def test_workspaces_are_apart_and_counters_zero(monkeypatch, tmp_path):
-    with cupy_machine.installed(monkeypatch, tmp_path) as machine:
-        on_a_machine(monkeypatch, machine, cuflash)
-        check_workspaces(cuflash, machine)
+def test_workspaces_are_apart_and_counters_first():
+    check_workspaces(cuflash)
 
 
 def test_gradients_that_kernels_add_up_start_at_zero(place):
@@ -226,3 +221,19 @@ def test_masks_that_no_kernel_lists_are_refused(place):
         jax.jit(lambda x: attention(q, k, v, mask=~masks.Dense(x)))(jnp.asarray(ALLOWED))
     with pytest.raises(cuflash.UnsupportedProblem, match="executor='cpu' takes arrays on 'cpu'; got q on 'gpu': move"):
         jax.jit(lambda q: attention(q, k, v, executor="cpu"))(q)
+
+
+def test_xla_launches_kernels_without_python(place, monkeypatch):
+    """Compiled programs contain one custom call per pass, and Python runs for none; other calls are refused by name."""
+    q, k, v = map(jnp.asarray, (Q, K, V))
+    step = jax.jit(lambda q: jax.vjp(lambda q: attention(q, k, v, causal=True), q)[1](q))
+    text = step.lower(q).compile().as_text()
+    if runs.handler() is None:
+        assert "cuflash_pass" not in text
+        return
+    assert text.count('custom_call_target="cuflash_pass"') == 2
+    monkeypatch.setattr(runs.OnGpu, "__call__", lambda *args: pytest.fail("XLA called Python"))
+    assert jnp.isfinite(step(q)[0]).all()
+    unknown = jax.jit(lambda q: jax.ffi.ffi_call("cuflash_pass", jax.typeof(q))(q, call=np.int64(7)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no launches 0000000000000007 on device 0"):
+        unknown(q).block_until_ready()

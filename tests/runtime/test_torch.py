@@ -317,7 +317,7 @@ def test_calls_on_a_gpu_are_within_their_bounds_and_keep_no_tensor(machines, cas
     dlse = attention(*tensors.values(), **options, return_lse=True)[1]
     examples = [example_of(**tensors, dlse=each, mask=mask) for each in (None, as_numpy(dlse))]
     on_gpu = [on_device(tensor).requires_grad_() for tensor in tensors.values()]
-    kept = []
+    allocated = []
     for tensors_used in (leaves(*tensors.values()), on_gpu, on_gpu):
         o, lse = attention(*tensors_used, **options, return_lse=True)
         assert o.requires_grad and lse.requires_grad
@@ -328,8 +328,8 @@ def test_calls_on_a_gpu_are_within_their_bounds_and_keep_no_tensor(machines, cas
         del o, lse, slopes, results
         gc.collect()
         assert not any(tensor() is not None for tensor in pytorch.allocated)
-        kept.append(cupy.allocated)
-    assert pytorch.allocated and kept[1] == kept[2]
+        allocated.append(cupy.allocated)
+    assert pytorch.allocated and allocated[1] == allocated[2]
 
 
 def test_calls_with_an_index_share_its_copy_and_it_goes_with_the_index(machines):
