@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental.buffer_callback import Buffer, ExecutionContext, buffer_callback
+from jax.experimental.buffer_callback import Buffer, buffer_callback
 
 from ..arrays import Array, ShapeDtype, accumulator_dtype
 from ..compiler import nvrtc
