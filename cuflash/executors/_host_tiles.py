@@ -41,9 +41,14 @@ class Step(NamedTuple):
     num_rows: int
     partial: list[PartialSegment]
 
+    @property
+    def stop(self) -> int:
+        """The number after the last row."""
+        return self.rows.stop if isinstance(self.rows, slice) else int(self.rows[-1]) + 1
+
 
 class VisitedRows(NamedTuple):
-    """All rows of one matrix that a tile visits, in steps that fit into a tile of scores."""
+    """All rows of one matrix that a tile visits, ascending, in steps that fit into a tile of scores."""
 
     steps: list[Step]
     num_rows: int
@@ -82,11 +87,13 @@ class KeptTiles:
     ----------
     plan : KernelPlan
         A plan of the cpu executor.
+    step_tiles : int
+        Number of tiles of scores that the scores of a step may fill.
     """
 
-    def __init__(self, plan: KernelPlan) -> None:
+    def __init__(self, plan: KernelPlan, step_tiles: int = 1) -> None:
         assert plan.tiling is not None
-        self.plan, self.tiling = plan, plan.tiling
+        self.plan, self.tiling, self._step_tiles = plan, plan.tiling, step_tiles
         self._kept: dict[str, list[list[Tile]]] = {}
 
     def of_rows(self) -> Iterator[list[Tile]]:
@@ -127,7 +134,7 @@ class KeptTiles:
         """Return the rows that a tile of a head visits, computed once for all heads that share them."""
         shared = self.plan.work.owner(*batch_head)
         if shared not in visits_of:
-            width = self.tiling.step_width(rows.stop - rows.start)
+            width = self.tiling.step_width(rows.stop - rows.start, self._step_tiles)
             visits_of[shared] = VisitedRows.of(visited(*shared, rows.start, rows.stop), width)
         return visits_of[shared]
 
@@ -226,6 +233,12 @@ def masked_elements(
         return ~tile.T
     if part.bounds is None:
         part.bounds = work.bounds(*batch_head, rows.start, rows.stop)
-    lo, hi = part.bounds
-    j = np.arange(keys.start, keys.stop)
-    return (j[:, None] < lo) | (j[:, None] >= hi)
+    # Narrow integers are compared several at a time, and under most masks only one end of the intervals matters.
+    count = keys.stop - keys.start
+    narrow = np.int16 if count < 2**15 else np.int64
+    lo, hi = (np.maximum(np.minimum(end - keys.start, count), 0).astype(narrow) for end in part.bounds)
+    j = np.arange(count, dtype=narrow)[:, None]
+    masked: Array = j >= hi
+    if lo.any():
+        masked |= j < lo
+    return masked
