@@ -35,16 +35,12 @@ class PartialSegment:
 
 
 class Step(NamedTuple):
-    """Keys that a tile visits at once: an index of rows, the number of rows, and the segments that need a mask."""
+    """Rows that a tile visits at once: index, number, segments that need a mask, and the number after the last row."""
 
     rows: slice | Array
     num_rows: int
     partial: list[PartialSegment]
-
-    @property
-    def stop(self) -> int:
-        """The number after the last row."""
-        return self.rows.stop if isinstance(self.rows, slice) else int(self.rows[-1]) + 1
+    stop: int
 
 
 class VisitedRows(NamedTuple):
@@ -152,15 +148,15 @@ def _step(segments: list[Segment]) -> Step:
             partial.append(PartialSegment(segment, slice(first, count)))
     start, stop = segments[0].start, segments[-1].stop
     if stop - start == count:  # the segments are contiguous
-        return Step(slice(start, stop), count, partial)
+        return Step(slice(start, stop), count, partial, stop)
     rows = np.concatenate([np.arange(segment.start, segment.stop) for segment in segments])
-    return Step(rows, count, partial)
+    return Step(rows, count, partial, stop)
 
 
 def _gathered_step(part: GatheredRows) -> Step:
     start, stop, count = int(part.rows[0]), int(part.rows[-1]) + 1, part.num_rows
     rows = slice(start, stop) if stop - start == count else part.rows
-    return Step(rows, count, [PartialSegment(part, slice(0, count))] if part.is_partial else [])
+    return Step(rows, count, [PartialSegment(part, slice(0, count))] if part.is_partial else [], stop)
 
 
 def row_numbers(rows: slice | Array) -> Array:
@@ -236,7 +232,7 @@ def masked_elements(
     # Narrow integers are compared several at a time, and under most masks only one end of the intervals matters.
     count = keys.stop - keys.start
     narrow = np.int16 if count < 2**15 else np.int64
-    lo, hi = (np.maximum(np.minimum(end - keys.start, count), 0).astype(narrow) for end in part.bounds)
+    lo, hi = np.maximum(np.minimum(np.subtract(part.bounds, keys.start), count), 0).astype(narrow)
     j = np.arange(count, dtype=narrow)[:, None]
     masked: Array = j >= hi
     if lo.any():

@@ -8,9 +8,11 @@ that no sum depends on the order in which threads finish.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -22,7 +24,7 @@ from ..planning.dropout_launches import SEED
 from ..planning.plan import KernelPlan
 from ._host_tiles import BatchHead, KeptTiles, Step, Tile, masked_elements, row_numbers, steps_side_by_side
 from .checks import Check
-from .host_threads import run, Turn, Turns
+from .host_threads import Turn, in_turn, run
 from .launch import BoundCall
 from .tile_dropout import TileDropout
 from .tile_scores import TileScores, coordinates
@@ -99,15 +101,15 @@ def _backward(call: HostCall, results: Mapping[str, Array], read: Mapping[str, A
 
     If they are among the arrays, also compute dsink [*batch, heads] and the gradients of a score function's arrays.
     """
-    dq, turns = call.arrays["dq"], Turns()
+    dq, stop = call.arrays["dq"], threading.Event()
     call.arrays["delta"] = np.empty_like(call.arrays["shift"])
     call.arrays["dq_sum"] = dq_sum = dq if dq.dtype == call.wide else np.empty(dq.shape, call.wide)
     dq_sum[...] = 0
     # If tiles add to gradients of captured arrays, they run in order, because many of them add to one array.
     in_order = call.score is not None and call.score.adds_gradients
     run(call.tiles.tiling, (call.backward_deltas, call.tiles.of_rows()), in_order=in_order)
-    columns = call.backward_columns, turns.of(call.tiles.of_columns())
-    run(call.tiles.tiling, columns, in_order=in_order, stop=turns.stop)
+    columns = call.backward_columns, in_turn(call.tiles.of_columns(), stop)
+    run(call.tiles.tiling, columns, in_order=in_order, stop=stop)
     with np.errstate(all="ignore"):  # values that overflow a narrower dtype become infinite
         dq[...] = np.multiply(dq_sum, call.wide(call.plan.problem.scaling.scale), out=dq_sum)
     if "dsink" in results:
@@ -288,9 +290,19 @@ class HostCall:
                     seen = np.ones(ds.shape, bool)
                     self._mask_queries(tiles, batch_heads, steps, seen.view(np.uint8))
                     dq = _by_attended_keys(ds, k, seen, is_finite)
-                if not self._add_to_dq(turn, head, batch_heads, steps, rows, dq):
+                stops = list(map(attrgetter("stop"), steps))
+                if turn.earlier and not turn.wait(head, max(stops)):
                     return
-            turn.end(head)
+                dq_sum = self.arrays["dq_sum"]
+                if len(set(batch_heads)) == len(batch_heads):
+                    dq_sum[rows] += dq
+                else:
+                    for (b, h), step, part in zip(batch_heads, steps, dq):
+                        dq_sum[(*self.batch_indices[b], h, step.rows)] += part
+                turn.advance(head, min(stops))
+            if turn.earlier and not turn.wait(head, math.inf):
+                return
+            turn.advance(head, math.inf)
         # q includes scale / (natural * score_factor); dK needs the scale.
         self.write("dk", keys, 0 if dk is None else dk * self.wide(self.natural * self.score_factor))
         of_kept = 1.0 if self.dropout is None else self.dropout.draws.factor
@@ -310,42 +322,18 @@ class HostCall:
         if dropped is not None:
             dropped.apply_to_gradients(dp)
         if self.score is None:
-            p, ds = self._score_gradient(shift, delta, s, dp)
+            s -= shift[..., None, :]
+            p = self.power(s, out=s)
+            np.minimum(p, 1, out=p)  # at logits of 1e6 and more, the rounding of lse alone could make P exceed 1
+            dp -= delta[..., None, :]
+            ds = np.multiply(dp, p, out=dp)
         else:
             mask = partial(self._mask_queries, tiles, batch_heads, steps) if self.score.adds_gradients else None
             p, ds = self.score.gradients(s, dp, shift, delta, at, mask)
-        self._mask_queries(tiles, batch_heads, steps, p, ds)
+        self._mask_queries(tiles, batch_heads, steps, p, ds)  # if lse is NaN, P is NaN even at masked scores
         if dropped is not None:
             dropped.apply(p)
         return p, ds
-
-    def _add_to_dq(
-        self, turn: Turn, head: int, batch_heads: list[BatchHead], steps: tuple[Step, ...], rows: _RowIndex, dq: Array
-    ) -> bool:
-        """Add to the dQ of the visited queries, after all earlier batches; return False if the call has failed."""
-        stops = [step.stop for step in steps]
-        if not turn.wait(head, max(stops)):
-            return False
-        dq_sum = self.arrays["dq_sum"]
-        if len(set(batch_heads)) == len(batch_heads):
-            dq_sum[rows] += dq
-        else:
-            for (b, h), step, part in zip(batch_heads, steps, dq):
-                dq_sum[(*self.batch_indices[b], h, step.rows)] += part
-        turn.advance(head, min(stops))
-        return True
-
-    def _score_gradient(self, shift: Array, delta: Array, s: Array, dp: Array) -> tuple[Array, Array]:
-        """Return P and dS / softmax_scale from scores and dP, in the memory of both.
-
-        Both are masked afterwards: if lse is NaN, P is NaN even at masked scores.
-        """
-        s -= shift[..., None, :]
-        p = self.power(s, out=s)
-        np.minimum(p, 1, out=p)  # at logits of 1e6 and more, the rounding of lse alone could make P exceed 1
-        dp -= delta[..., None, :]
-        dp *= p
-        return p, dp
 
     def _rows_of(self, tiles: list[Tile]) -> tuple[_RowIndex, list[BatchHead]]:
         """Return the rows of query tiles, and the key/value heads that they read."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -38,65 +39,53 @@ def _scratch(tiling: HostTiling, num_tiles: int) -> Iterator[Array]:
         _free_scratch.append(memory)
 
 
-class Turns:
-    """The order in which batches of key tiles add to the sums of queries, whichever threads compute them.
-
-    A batch adds to a row after all batches of the same key/value heads that were drawn before it.
+@dataclass(eq=False, slots=True)
+class Turn:
+    """The turn of a batch of key tiles to add to sums of queries, after the batches before it.
 
     Attributes
     ----------
+    earlier : set of Turn
+        The last batches before it with the same key/value heads.
+    num_finished : list of float
+        By query head within a group: how many rows this batch and all before it have finished.
+    changed : threading.Condition
+        Notified if a number changes.
     stop : threading.Event
-        Set if the call fails; then nothing waits for a turn.
+        Set if the call fails; then nothing waits.
     """
 
-    def __init__(self) -> None:
-        self.stop, self._changed = threading.Event(), threading.Condition()
-        self._last: dict[BatchHead, Turn] = {}
-
-    def of(self, batches: Iterator[list[Tile]]) -> Iterator[tuple[list[Tile], Turn]]:
-        """Yield batches and their turns, in the order in which they add."""
-        for tiles in batches:
-            heads = {(tile.b, tile.h) for tile in tiles}
-            earlier = {self._last[head] for head in heads if head in self._last}
-            turn = Turn(self, tuple(earlier), len(tiles[0].visits))
-            self._last.update(dict.fromkeys(heads, turn))
-            yield tiles, turn
-
-
-class Turn:
-    """The turn of a batch: how many rows of its matrices it and all earlier batches have finished.
-
-    The methods take the query head within the group that shares a key/value head.
-    """
-
-    __slots__ = ("_earlier", "_num_finished", "_turns")
-
-    def __init__(self, turns: Turns, earlier: tuple[Turn, ...], group_size: int) -> None:
-        self._turns, self._earlier = turns, earlier
-        self._num_finished: list[float] = [0] * group_size
+    earlier: set[Turn]
+    num_finished: list[float]
+    changed: threading.Condition
+    stop: threading.Event
 
     def wait(self, head: int, stop: float) -> bool:
         """Wait until the earlier batches have finished the rows before `stop`; return False if the call has failed."""
-        turns, earlier = self._turns, self._earlier
-        with turns._changed:
-            while any(each._num_finished[head] < stop for each in earlier):
-                if turns.stop.is_set():
-                    return False
-                turns._changed.wait(0.1)  # an interrupt sets `stop` without a notification
+        with self.changed:
+            for each in self.earlier:
+                while each.num_finished[head] < stop:
+                    if self.stop.is_set():
+                        return False
+                    self.changed.wait(0.1)  # an interrupt sets `stop` without a notification
         return True
 
     def advance(self, head: int, stop: float) -> None:
         """Record that the rows before `stop` are finished."""
-        with self._turns._changed:
-            self._num_finished[head] = stop
-            self._turns._changed.notify_all()
+        with self.changed:
+            self.num_finished[head] = stop
+            self.changed.notify_all()
 
-    def end(self, head: int) -> None:
-        """Record that all rows are finished, after the earlier batches have finished them."""
-        if self.wait(head, math.inf):
-            self.advance(head, math.inf)
-            if head == len(self._num_finished) - 1:
-                self._earlier = ()
+
+def in_turn(batches: Iterator[list[Tile]], stop: threading.Event) -> Iterator[tuple[list[Tile], Turn]]:
+    """Yield batches of key tiles and their turns, in the order in which they add to the sums of their heads."""
+    last: dict[BatchHead, Turn] = {}
+    changed = threading.Condition()
+    for tiles in batches:
+        heads = set(map(itemgetter(0, 1), tiles))
+        turn = Turn(set(filter(None, map(last.get, heads))), [0] * len(tiles[0].visits), changed, stop)
+        last.update(dict.fromkeys(heads, turn))
+        yield tiles, turn
 
 
 def run(

@@ -31,7 +31,7 @@ def host_tile(problem: Problem, device: DeviceSpec) -> tuple[int, int]:
 
 def in_flat_tiles(work: WorkList) -> WorkList:
     """Return the work with flatter tiles if tall tiles visit several times their number of keys; else unchanged."""
-    if isinstance(work, IntervalWork):
+    if isinstance(work, IntervalWork) and work.seqlen_q > _FLAT_TILES[0][0]:
         visited = work.visited_keys(work.block_q)
         for height, factor in _FLAT_TILES:
             if work.seqlen_q > height and visited > factor * work.visited_keys(height):

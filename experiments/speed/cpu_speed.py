@@ -11,8 +11,8 @@ Expect: the forward pass takes a small multiple of its two matrix products, bloc
 density, and memory is O(seqlen).
 Found:  on Zen 3, the forward pass takes 1.3 to 1.4 times its two matrix products from 512 tokens on, and 2.0 times at
 256. It is as fast as plain NumPy at 256 tokens, and faster from 512 tokens on. Its speed is 0.59 to 0.63 of PyTorch's
-from 512 tokens on, and that of the backward pass 0.78 to 0.85, because exp takes longer in NumPy. Time divided by density
-is 1.15, 1.19, 1.19 and 1.24 at densities of 0.5, 0.25, 0.125 and 0.1, and 1.17, 1.15, 1.48 and 1.40 for the backward
+from 512 tokens on, and that of the backward pass 0.78 to 0.85, because exp takes longer in NumPy. Time over density is
+1.15, 1.19, 1.19 and 1.24 at densities of 0.5, 0.25, 0.125 and 0.1, and 1.17, 1.15, 1.48 and 1.40 for the backward
 pass, because products of short tiles are slower, queries and results are moved once for any density, and threads wait
 for Python's interpreter lock. Published with --seconds 2 --pairs 6, at real-time priority on a shared machine.
 
