@@ -153,7 +153,7 @@ FAULTS = {
         "no tile waits": Edit("executors/host_threads.py", "Turn.wait", "while each", "while False and each"),
         "rows are finished too early": Edit(
             "executors/host_threads.py", "Turn.advance", "self.num_finished[head] = stop",
-            "self.num_finished[head] = 1e9"
+            "self.num_finished[head] = float('inf')"
         ),
         "a tile forgets the earlier ones": Edit(
             "executors/cpu.py", "HostCall.backward_columns", "if turn.earlier and not turn.wait(head, math.inf):",
