@@ -35,15 +35,16 @@ class PartialSegment:
 
 
 class Step(NamedTuple):
-    """Keys that a tile visits at once: an index of rows, the number of rows, and the segments that need a mask."""
+    """Rows that a tile visits at once: index, number, segments that need a mask, and the number after the last row."""
 
     rows: slice | Array
     num_rows: int
     partial: list[PartialSegment]
+    stop: int
 
 
 class VisitedRows(NamedTuple):
-    """All rows of one matrix that a tile visits, in steps that fit into a tile of scores."""
+    """All rows of one matrix that a tile visits, ascending, in steps that fit into a tile of scores."""
 
     steps: list[Step]
     num_rows: int
@@ -82,11 +83,13 @@ class KeptTiles:
     ----------
     plan : KernelPlan
         A plan of the cpu executor.
+    step_tiles : int
+        Number of tiles of scores that the scores of a step may fill.
     """
 
-    def __init__(self, plan: KernelPlan) -> None:
+    def __init__(self, plan: KernelPlan, step_tiles: int = 1) -> None:
         assert plan.tiling is not None
-        self.plan, self.tiling = plan, plan.tiling
+        self.plan, self.tiling, self._step_tiles = plan, plan.tiling, step_tiles
         self._kept: dict[str, list[list[Tile]]] = {}
 
     def of_rows(self) -> Iterator[list[Tile]]:
@@ -127,7 +130,7 @@ class KeptTiles:
         """Return the rows that a tile of a head visits, computed once for all heads that share them."""
         shared = self.plan.work.owner(*batch_head)
         if shared not in visits_of:
-            width = self.tiling.step_width(rows.stop - rows.start)
+            width = self.tiling.step_width(rows.stop - rows.start, self._step_tiles)
             visits_of[shared] = VisitedRows.of(visited(*shared, rows.start, rows.stop), width)
         return visits_of[shared]
 
@@ -145,15 +148,15 @@ def _step(segments: list[Segment]) -> Step:
             partial.append(PartialSegment(segment, slice(first, count)))
     start, stop = segments[0].start, segments[-1].stop
     if stop - start == count:  # the segments are contiguous
-        return Step(slice(start, stop), count, partial)
+        return Step(slice(start, stop), count, partial, stop)
     rows = np.concatenate([np.arange(segment.start, segment.stop) for segment in segments])
-    return Step(rows, count, partial)
+    return Step(rows, count, partial, stop)
 
 
 def _gathered_step(part: GatheredRows) -> Step:
     start, stop, count = int(part.rows[0]), int(part.rows[-1]) + 1, part.num_rows
     rows = slice(start, stop) if stop - start == count else part.rows
-    return Step(rows, count, [PartialSegment(part, slice(0, count))] if part.is_partial else [])
+    return Step(rows, count, [PartialSegment(part, slice(0, count))] if part.is_partial else [], stop)
 
 
 def row_numbers(rows: slice | Array) -> Array:
@@ -226,6 +229,12 @@ def masked_elements(
         return ~tile.T
     if part.bounds is None:
         part.bounds = work.bounds(*batch_head, rows.start, rows.stop)
-    lo, hi = part.bounds
-    j = np.arange(keys.start, keys.stop)
-    return (j[:, None] < lo) | (j[:, None] >= hi)
+    # Narrow integers are compared several at a time, and under most masks only one end of the intervals matters.
+    count = keys.stop - keys.start
+    narrow = np.int16 if count < 2**15 else np.int64
+    lo, hi = np.maximum(np.minimum(np.subtract(part.bounds, keys.start), count), 0).astype(narrow)
+    j = np.arange(count, dtype=narrow)[:, None]
+    masked: Array = j >= hi
+    if lo.any():
+        masked |= j < lo
+    return masked

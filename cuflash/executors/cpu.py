@@ -1,16 +1,18 @@
 """The `cpu` executor: FlashAttention's tiled algorithm in NumPy and BLAS over a plan's work list.
 
 A tile of queries visits its keys with a running row maximum and row sum (FlashAttention-2, arXiv 2307.08691,
-algorithm 1); the backward pass recomputes P tile by tile, once by rows for dQ and once by columns for dK and dV
-(algorithm 2 split in two), so that no sum depends on the order in which threads finish.
+algorithm 1). In the backward pass, a tile of keys visits its queries (algorithm 2), and adds to their dQ in turn, so
+that no sum depends on the order in which threads finish.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -22,7 +24,7 @@ from ..planning.dropout_launches import SEED
 from ..planning.plan import KernelPlan
 from ._host_tiles import BatchHead, KeptTiles, Step, Tile, masked_elements, row_numbers, steps_side_by_side
 from .checks import Check
-from .host_threads import run
+from .host_threads import Turn, in_turn, run
 from .launch import BoundCall
 from .tile_dropout import TileDropout
 from .tile_scores import TileScores, coordinates
@@ -30,8 +32,17 @@ from .tile_scores import TileScores, coordinates
 # A pass of a call, which takes its results by name and the arrays by name that it reads.
 _Pass: TypeAlias = Callable[["HostCall", Mapping[str, Array], Mapping[str, Array]], None]
 
-LOG2_E = math.log2(math.e)
-LN_2 = math.log(2.0)
+_LOG2_E = math.log2(math.e)
+_LN_2 = math.log(2.0)
+
+
+def _is_exp2_vectorized() -> bool:
+    """True if NumPy has vector code for float32 exp2 on this processor: AVX-512. Its exp needs only AVX2."""
+    targets = np.lib.introspect.opt_func_info("^exp2$", "float32").get("exp2", {})
+    return any(not each["current"].startswith("baseline") for each in targets.values())
+
+
+WEIGHTS_USE_EXP2 = _is_exp2_vectorized()  # whether scores are in base 2
 
 
 def bind(
@@ -49,7 +60,8 @@ def bind(
     Only the names of `inputs` matter. Of the options of `gpu.bind`, only `unwanted` has an effect. `passes` maps names
     to passes; by default, it contains the passes without tangents.
     """
-    names, run_pass, bound_tiles = tuple(inputs), (passes or _PASSES)[name], KeptTiles(plan)
+    names, run_pass = tuple(inputs), (passes or _PASSES)[name]
+    bound_tiles = KeptTiles(plan, step_tiles=2 if name == "forward" else 1)  # the forward pass holds no dP
 
     def call(
         *arrays: Array, numbers: Sequence[int] = (), check: Check | None = None, tiles: KeptTiles = bound_tiles
@@ -63,7 +75,7 @@ def bind(
             empty = lse == -np.inf
             # Scores of an empty row are all -inf; with +inf as its lse, exp(score - lse) is 0 instead of NaN.
             with np.errstate(all="ignore"):
-                in_unit = lse * LOG2_E if host_call.score is None else lse
+                in_unit = lse / host_call.natural
                 host_call.arrays["shift"] = np.where(empty, np.inf, in_unit).astype(accumulator, copy=False)
             if empty.any():
                 host_call.arrays["empty"] = empty
@@ -89,14 +101,17 @@ def _backward(call: HostCall, results: Mapping[str, Array], read: Mapping[str, A
 
     If they are among the arrays, also compute dsink [*batch, heads] and the gradients of a score function's arrays.
     """
+    dq, stop = call.arrays["dq"], threading.Event()
     call.arrays["delta"] = np.empty_like(call.arrays["shift"])
-    rows, columns = (call.backward_rows, call.tiles.of_rows()), (call.backward_columns, call.tiles.of_columns())
-    if call.score is not None and call.score.adds_gradients:
-        # Tiles run in order, because many of them add to one array, and the sum must not depend on the order.
-        run(call.tiles.tiling, rows, in_order=True)
-        run(call.tiles.tiling, columns)
-    else:
-        run(call.tiles.tiling, rows, columns)
+    call.arrays["dq_sum"] = dq_sum = dq if dq.dtype == call.wide else np.empty(dq.shape, call.wide)
+    dq_sum[...] = 0
+    # If tiles add to gradients of captured arrays, they run in order, because many of them add to one array.
+    in_order = call.score is not None and call.score.adds_gradients
+    run(call.tiles.tiling, (call.backward_deltas, call.tiles.of_rows()), in_order=in_order)
+    columns = call.backward_columns, in_turn(call.tiles.of_columns(), stop)
+    run(call.tiles.tiling, columns, in_order=in_order, stop=stop)
+    with np.errstate(all="ignore"):  # values that overflow a narrower dtype become infinite
+        dq[...] = np.multiply(dq_sum, call.wide(call.plan.problem.scaling.scale), out=dq_sum)
     if "dsink" in results:
         results["dsink"][...] = call.sink_gradient()
 
@@ -117,7 +132,7 @@ class HostCall:
     All tiles of a batch visit the same number of rows, so their arrays are stacked along a first axis. The number of
     NumPy calls matters as much as the number of bytes, since each call may wait for the interpreter lock.
     Scores are transposed, [tiles, keys, queries], so that values per query are added along whole rows of memory.
-    They are in base 2, since NumPy may compute exp2 faster, or in natural units with a score function.
+    They are in base 2 if `power` is exp2, else in natural units; `natural` times a score is in natural units.
     """
 
     plan: KernelPlan
@@ -127,7 +142,9 @@ class HostCall:
     wide: Any  # the accumulator's scalar type
     group_size: int
     q_factor: float
-    score_factor: float  # power of two >= 1; q_factor * score_factor = scale log2(e), or scale with a score function
+    score_factor: float  # power of two >= 1; q_factor * score_factor = scale / natural
+    power: Any  # the exponential function that converts scores to weights
+    natural: float
     score: TileScores | None = None
     dropout: TileDropout | None = None
 
@@ -147,24 +164,17 @@ class HostCall:
                 view = array if array.shape == full else np.broadcast_to(array, full)
                 broadcast[name] = view if problem.has_heads else view[None]
         wide = problem.accumulator.type
-        unit = LOG2_E if score is None else 1.0
+        # exp2 of -inf takes 20 times as long as of a finite number; most scores of tiles with chosen blocks are masked.
+        uses_exp2 = WEIGHTS_USE_EXP2 and score is None and not isinstance(plan.work, ChosenWork)
+        power, natural, unit = (np.exp2, _LN_2, _LOG2_E) if uses_exp2 else (np.exp, 1.0, 1.0)
         mantissa, exponent = math.frexp(wide(problem.scaling.scale * unit))
         lift = max(exponent, 0)
         factors = math.ldexp(mantissa, exponent - lift), 2.0**lift
         dropout = None if problem.dropout is None else TileDropout.of(problem, numbers, arrays.get(SEED))
-        return cls(plan, tiles, broadcast, tuple(np.ndindex(batch)), wide, problem.group_size, *factors, score, dropout)
-
-    @property
-    def power(self) -> Any:
-        """The exponential function that converts scores to weights."""
-        if self.score is not None:
-            return np.exp
-        return _exp2_of_many_hidden if isinstance(self.plan.work, ChosenWork) else np.exp2
-
-    @property
-    def natural(self) -> float:
-        """The factor that converts scores to natural units."""
-        return LN_2 if self.score is None else 1.0
+        indices = tuple(np.ndindex(batch))
+        return cls(
+            plan, tiles, broadcast, indices, wide, problem.group_size, *factors, power, natural, score, dropout
+        )
 
     def row_index(self, batch_heads: list[BatchHead], rows: Sequence[slice | Array]) -> _RowIndex:
         """Return an index of the rows of each (batch entry, head); for adjacent heads, it selects a view."""
@@ -185,11 +195,11 @@ class HostCall:
         self.arrays[name][row_index] = values
 
     def read_queries(self, row_index: _RowIndex) -> Array:
-        """Return queries times a factor <= 1, so that none overflows; `scores` applies the rest of scale log2(e)."""
+        """Return queries times a factor <= 1, so that none overflows; `scores` applies the rest of the scale."""
         return self.read("q", row_index) * self.wide(self.q_factor)
 
     def scores(self, k: Array, q: Array, scratch: Array) -> Array:
-        """Return scores before the score function, transposed; in base 2 if there is no score function."""
+        """Return scores before the score function, transposed."""
         s = _product(k, q, scratch)
         return s if self.score_factor == 1 else np.multiply(s, self.wide(self.score_factor), out=s)
 
@@ -205,7 +215,7 @@ class HostCall:
         row_max, row_sum, o_acc = self.wide(-np.inf), self.wide(0), None
         for steps in steps_side_by_side(tiles):
             keys = self.row_index(kv_batch_heads, [step.rows for step in steps])
-            s = self.scores(self.read("k", keys), q, scratch[0])
+            s = self.scores(self.read("k", keys), q, scratch.reshape(-1))
             if self.score is not None:
                 self.score.apply(s, self._row_places(tiles, steps))
             self._mask_keys(tiles, steps, s, -np.inf)
@@ -237,30 +247,13 @@ class HostCall:
         self.write("o", rows, o)
         self.write("lse", rows, lse)
 
-    def backward_rows(self, tiles: list[Tile], scratch: Array) -> None:
-        """Compute delta = rowsum(dO * O) - dlse of query tiles, and their dQ."""
-        rows, kv_batch_heads = self._rows_of(tiles)
-        do, shift = self.read_gradients(rows), self.read("shift", rows)
-        delta = np.vecdot(do, self.read("o", rows))
+    def backward_deltas(self, tiles: list[Tile], scratch: Array) -> None:
+        """Compute delta = rowsum(dO * O) - dlse of query tiles."""
+        rows, _ = self._rows_of(tiles)
+        delta = np.vecdot(self.read_gradients(rows), self.read("o", rows))
         if "dlse" in self.arrays:
-            delta -= np.where(shift == np.inf, 0, self.read("dlse", rows))
+            delta -= np.where(self.read("shift", rows) == np.inf, 0, self.read("dlse", rows))
         self.write("delta", rows, delta)
-        q = self.read_queries(rows)
-        dq: Array | None = None
-        for steps in steps_side_by_side(tiles):
-            keys = self.row_index(kv_batch_heads, [step.rows for step in steps])
-            k = self.read("k", keys)
-            s, dp = self.scores(k, q, scratch[0]), _product(self.read("v", keys), do, scratch[1])
-            if self.dropout is not None:
-                self.dropout.dropped(self._row_places(tiles, steps)).apply_to_gradients(dp)
-            if self.score is None:
-                _, ds = _score_gradient(shift, delta, s, dp)
-            else:
-                mask = partial(self._mask_keys, tiles, steps, value=0)
-                _, ds = self.score.gradients(s, dp, shift, delta, self._row_places(tiles, steps), mask)
-            self._mask_keys(tiles, steps, ds, 0)
-            dq = added(dq, ds.swapaxes(-1, -2) @ k)
-        self.write("dq", rows, 0 if dq is None else dq * self.wide(self.plan.problem.scaling.scale))
 
     def sink_gradient(self) -> Array:
         """Return dsink [*batch, heads]: minus the sum over queries of the sink's weight times delta."""
@@ -275,10 +268,12 @@ class HostCall:
             terms = np.exp(sink - lse) * delta
             return -np.where(sink == -np.inf, self.wide(0), terms).sum(axis=-1)
 
-    def backward_columns(self, tiles: list[Tile], scratch: Array) -> None:
-        """Compute dK and dV of key tiles, summed over the query heads that share them."""
+    def backward_columns(self, drawn: tuple[list[Tile], Turn], scratch: Array) -> None:
+        """Compute dK and dV of key tiles, summed over the query heads that share them, and add to dQ in turn."""
+        tiles, turn = drawn
         keys = self.row_index([(tile.b, tile.h) for tile in tiles], [tile.rows for tile in tiles])
         k, v = self.read("k", keys), self.read("v", keys)
+        is_finite = np.isfinite(k).all(axis=-1)
         dk: Array | None = None
         dv: Array | None = None
         for head in range(self.group_size):
@@ -286,27 +281,59 @@ class HostCall:
             for steps in steps_side_by_side(tiles, head):
                 rows = self.row_index(batch_heads, [step.rows for step in steps])
                 q, do = self.read_queries(rows), self.read_gradients(rows)
-                shift, delta = self.read("shift", rows), self.read("delta", rows)
                 s, dp = self.scores(k, q, scratch[0]), _product(v, do, scratch[1])
-                at: tuple[Array, ...] = ()
-                if self.score is not None or self.dropout is not None:
-                    queries, own = [step.rows for step in steps], [tile.rows for tile in tiles]
-                    at = coordinates(self.plan.problem.places, batch_heads, queries, own)
-                dropped = None if self.dropout is None else self.dropout.dropped(at)
-                if dropped is not None:
-                    dropped.apply_to_gradients(dp)
-                if self.score is None:
-                    p, ds = _score_gradient(shift, delta, s, dp)
-                else:
-                    p, ds = self.score.gradients(s, dp, shift, delta, at)
-                self._mask_queries(tiles, batch_heads, steps, p, ds)
-                if dropped is not None:
-                    dropped.apply(p)
+                p, ds = self._weights_and_gradients(tiles, batch_heads, steps, rows, s, dp)
                 dv, dk = added(dv, p @ do), added(dk, ds @ q)
-        # q includes scale log2(e) / score_factor, or scale / score_factor with a score function; dK needs the scale.
+                if is_finite.all():
+                    dq = ds.swapaxes(-1, -2) @ k
+                else:
+                    seen = np.ones(ds.shape, bool)
+                    self._mask_queries(tiles, batch_heads, steps, seen.view(np.uint8))
+                    dq = _by_attended_keys(ds, k, seen, is_finite)
+                stops = list(map(attrgetter("stop"), steps))
+                if turn.earlier and not turn.wait(head, max(stops)):
+                    return
+                dq_sum = self.arrays["dq_sum"]
+                if len(set(batch_heads)) == len(batch_heads):
+                    dq_sum[rows] += dq
+                else:
+                    for (b, h), step, part in zip(batch_heads, steps, dq):
+                        dq_sum[(*self.batch_indices[b], h, step.rows)] += part
+                turn.advance(head, min(stops))
+            if turn.earlier and not turn.wait(head, math.inf):
+                return
+            turn.advance(head, math.inf)
+        # q includes scale / (natural * score_factor); dK needs the scale.
         self.write("dk", keys, 0 if dk is None else dk * self.wide(self.natural * self.score_factor))
         of_kept = 1.0 if self.dropout is None else self.dropout.draws.factor
         self.write("dv", keys, 0 if dv is None else dv if of_kept == 1 else dv * self.wide(of_kept))
+
+    def _weights_and_gradients(
+        self, tiles: list[Tile], batch_heads: list[BatchHead], steps: tuple[Step, ...], rows: _RowIndex, s: Array,
+        dp: Array,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """Return P after dropout and dS / softmax_scale of key tiles, in the memory of the scores and of dP."""
+        shift, delta = self.read("shift", rows), self.read("delta", rows)
+        at: tuple[Array, ...] = ()
+        if self.score is not None or self.dropout is not None:
+            queries, own = [step.rows for step in steps], [tile.rows for tile in tiles]
+            at = coordinates(self.plan.problem.places, batch_heads, queries, own)
+        dropped = None if self.dropout is None else self.dropout.dropped(at)
+        if dropped is not None:
+            dropped.apply_to_gradients(dp)
+        if self.score is None:
+            s -= shift[..., None, :]
+            p = self.power(s, out=s)
+            np.minimum(p, 1, out=p)  # at logits of 1e6 and more, the rounding of lse alone could make P exceed 1
+            dp -= delta[..., None, :]
+            ds = np.multiply(dp, p, out=dp)
+        else:
+            mask = partial(self._mask_queries, tiles, batch_heads, steps) if self.score.adds_gradients else None
+            p, ds = self.score.gradients(s, dp, shift, delta, at, mask)
+        self._mask_queries(tiles, batch_heads, steps, p, ds)  # if lse is NaN, P is NaN even at masked scores
+        if dropped is not None:
+            dropped.apply(p)
+        return p, ds
 
     def _rows_of(self, tiles: list[Tile]) -> tuple[_RowIndex, list[BatchHead]]:
         """Return the rows of query tiles, and the key/value heads that they read."""
@@ -320,20 +347,20 @@ class HostCall:
 
     def _mask_keys(self, tiles: list[Tile], steps: tuple[Step, ...], x: Array, value: float) -> None:
         """Set scores, or dS, of masked keys to a value."""
-        for number, (tile, step) in enumerate(zip(tiles, steps)):
+        for numbers, (tile, step) in _unlike(tiles, steps):
             for each in step.partial:
                 masked = masked_elements(self.plan.work, (tile.b, tile.h), each, tile.rows, None)
-                np.copyto(x[number, each.rows], value, where=masked)
+                np.copyto(x[numbers, each.rows], value, where=masked)
 
     def _mask_queries(
         self, tiles: list[Tile], batch_heads: list[BatchHead], steps: tuple[Step, ...], *weights: Array
     ) -> None:
         """Set P, or P and dS, of masked queries to 0."""
-        for number, (tile, batch_head, step) in enumerate(zip(tiles, batch_heads, steps)):
+        for numbers, (tile, step) in _unlike(tiles, steps):
             for each in step.partial:
-                masked = masked_elements(self.plan.work, batch_head, each, None, tile.rows)
+                masked = masked_elements(self.plan.work, batch_heads[numbers.start], each, None, tile.rows)
                 for x in weights:
-                    np.copyto(x[number, :, each.rows], 0, where=masked)
+                    np.copyto(x[numbers, :, each.rows], 0, where=masked)
 
 
 @dataclass(frozen=True, eq=False)
@@ -352,6 +379,16 @@ class QueryTiles:
         """Return an array of the call, over the broadcast leading axes and the heads."""
         return self._call.arrays[name]
 
+    @property
+    def power(self) -> Any:
+        """The exponential function that converts scores to weights."""
+        return self._call.power
+
+    @property
+    def natural(self) -> Any:
+        """The factor that converts scores to natural units, in the accumulator's dtype."""
+        return self._call.wide(self._call.natural)
+
     def read(self, name: str) -> Array:
         """Return rows of all tiles, [tiles, queries, ...], in the accumulator's dtype."""
         return self._call.read(name, self._call._rows_of(self._tiles)[0])
@@ -360,7 +397,7 @@ class QueryTiles:
         self._call.write(name, self._call._rows_of(self._tiles)[0], values)
 
     def scores(self) -> Iterator[tuple[list[Array], Array]]:
-        """Yield for each step the key numbers of each tile, and scores in base 2 [tiles, keys, queries].
+        """Yield for each step the key numbers of each tile, and scores in the call's unit [tiles, keys, queries].
 
         Masked scores are -inf. Each step overwrites the scores of the previous one.
         """
@@ -372,7 +409,6 @@ class QueryTiles:
             s = call.scores(call.read("k", keys), q, self._scratch[0])
             if call.score is not None:
                 call.score.apply(s, call._row_places(tiles, steps))
-                s *= call.wide(LOG2_E)
             call._mask_keys(tiles, steps, s, -np.inf)
             yield [row_numbers(step.rows) for step in steps], s
 
@@ -389,16 +425,28 @@ def over_queries(
     run(call.tiles.tiling, (step, call.tiles.of_rows()), in_order=in_order)
 
 
+def _unlike(tiles: list[Tile], steps: tuple[Step, ...]) -> Iterator[tuple[slice, tuple[Tile, Step]]]:
+    """Yield tiles and their steps, adjacent ones with the same rows once, with the slice of their numbers."""
+    first = 0
+    for stop in range(1, len(tiles) + 1):
+        if stop == len(tiles) or steps[stop] is not steps[first] or tiles[stop].rows is not tiles[first].rows:
+            yield slice(first, stop), (tiles[first], steps[first])
+            first = stop
+
+
 def _product(keys: Array, queries: Array, scratch: Array) -> Array:
     """Return keys @ queries^T in reused memory: touching new pages would take longer than the product."""
     shape = *keys.shape[:-1], queries.shape[-2]
     return np.matmul(keys, queries.swapaxes(-1, -2), out=scratch[: math.prod(shape)].reshape(shape))
 
 
-def _exp2_of_many_hidden(x: Array, out: Array | None = None) -> Array:
-    """Return powers of 2; fast for -inf, too, for which `numpy.exp2` takes 20 times as long as for a finite number."""
-    x = np.multiply(x, x.dtype.type(LN_2), out=out)
-    return np.exp(x, out=out)
+def _by_attended_keys(ds: Array, k: Array, seen: Array, is_finite: Array) -> Array:
+    """Return dQ of a step if some keys are not finite: these affect only the queries that attend them."""
+    dq: Array = ds.swapaxes(-1, -2) @ np.where(is_finite[..., None], k, 0)
+    for tile, key in np.argwhere(~is_finite):
+        queries = seen[tile, key]
+        dq[tile, queries] += ds[tile, key, queries, None] * k[tile, key]
+    return dq
 
 
 def added(total: Array | None, term: Array) -> Array:
@@ -414,16 +462,3 @@ def _with_sink(lse: Array, sink: Array) -> tuple[Array, Array]:
     is_sink = sink != -np.inf
     factor = np.where(is_sink, weight / total, 1).astype(lse.dtype, copy=False)
     return factor, np.where(is_sink, shift + np.log(total), lse)
-
-
-def _score_gradient(lse_2: Array, delta: Array, s: Array, dp: Array) -> tuple[Array, Array]:
-    """Return P and dS / softmax_scale from scores (base 2) and dP, in the memory of both.
-
-    Both are masked afterwards: if lse is NaN, P is NaN even at masked scores.
-    """
-    s -= lse_2[..., None, :]
-    p = np.exp2(s, out=s)
-    np.minimum(p, 1, out=p)  # at logits of 1e6 and more, the rounding of lse alone could make P exceed 1
-    dp -= delta[..., None, :]
-    dp *= p
-    return p, dp

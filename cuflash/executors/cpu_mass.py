@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..planning.plan import KernelPlan
-from .cpu import LN_2, LOG2_E, QueryTiles, over_queries
+from .cpu import QueryTiles, over_queries
 
 
 def block_mass(plan: KernelPlan, arrays: Mapping[str, Array], block: tuple[int, int], *, has_lse: bool) -> None:
@@ -21,7 +21,7 @@ def block_mass(plan: KernelPlan, arrays: Mapping[str, Array], block: tuple[int, 
         shift, factor = _from_lse(tiles) if has_lse else _from_scores(tiles)
         for keys, s in tiles.scores():
             s -= shift[..., None, :]
-            p = np.exp2(s, out=s)
+            p = tiles.power(s, out=s)
             p *= factor[..., None, :]
             for (matrix, rows), numbers, weights in zip(tiles, keys, p):
                 _add_to_grid(tiles.array("mass")[matrix], np.arange(rows.start, rows.stop), numbers, weights, block)
@@ -30,10 +30,10 @@ def block_mass(plan: KernelPlan, arrays: Mapping[str, Array], block: tuple[int, 
 
 
 def _from_lse(tiles: QueryTiles) -> tuple[Array, Array]:
-    """Return the terms to subtract from scores in base 2, and the factors of the weights, [tiles, queries]."""
+    """Return the terms to subtract from scores, and the factors of the weights, [tiles, queries]."""
     lse = tiles.read("lse")
     has_key = lse != -np.inf
-    return np.where(has_key, lse * lse.dtype.type(LOG2_E), 0), has_key.astype(lse.dtype)
+    return np.where(has_key, lse / tiles.natural, 0), has_key.astype(lse.dtype)
 
 
 def _from_scores(tiles: QueryTiles) -> tuple[Array, Array]:
@@ -45,10 +45,10 @@ def _from_scores(tiles: QueryTiles) -> tuple[Array, Array]:
         new_max = np.maximum(row_max, s.max(axis=-2))
         shift = np.where(new_max == -np.inf, wide(0), new_max)
         s -= shift[..., None, :]
-        row_sum = row_sum * np.exp2(row_max - shift) + np.exp2(s, out=s).sum(axis=-2)
+        row_sum = row_sum * tiles.power(row_max - shift) + tiles.power(s, out=s).sum(axis=-2)
         row_max = new_max
     has_key = row_max != -np.inf
-    tiles.write("lse", np.where(has_key, row_max * wide(LN_2) + np.log(row_sum), -np.inf))
+    tiles.write("lse", np.where(has_key, row_max * tiles.natural + np.log(row_sum), -np.inf))
     return np.where(has_key, row_max, wide(0)), np.where(has_key, 1 / row_sum, wide(0))
 
 

@@ -232,7 +232,7 @@ class HostTangents:
                 dk, dv = added(dk, ds_dot @ q.x), added(dv, p_dot @ do.x)
                 dk = dk if q.dot is None else added(dk, ds @ q.dot)
                 dv = dv if do.dot is None else added(dv, p @ do.dot)
-        # q includes scale log2(e) / score_factor, or scale / score_factor with a score function, as in `HostCall`.
+        # q includes scale / (natural * score_factor), as in `HostCall`.
         call.write("dk", keys, 0 if dk is None else dk * call.wide(call.natural * call.score_factor))
         of_kept = 1.0 if call.dropout is None else call.dropout.draws.factor
         call.write("dv", keys, 0 if dv is None else dv if of_kept == 1 else dv * call.wide(of_kept))
@@ -275,7 +275,7 @@ class HostTangents:
         )
 
     def _finals(self, k: _Side, q: _Side, at: tuple[Array, ...], scratch: Array) -> tuple[Array, Array | None]:
-        """Return final scores, in base 2 if there is no score function, and their tangents in natural units."""
+        """Return final scores, in the call's unit, and their tangents in natural units."""
         s, s_dot = self._raw(k, q, scratch)
         if self.score is None:
             return s, s_dot
@@ -298,7 +298,7 @@ class HostTangents:
     def _weights(self, s: Array, shift: Array) -> Array:
         """Return P from final scores and lse, in place."""
         s -= shift[..., None, :]
-        p = (np.exp2 if self.score is None else np.exp)(s, out=s)
+        p = self.call.power(s, out=s)
         return np.minimum(p, 1, out=p)
 
     def _tile(

@@ -3,26 +3,32 @@
     python -m experiments cpu_speed        # pip install torch adds the PyTorch rows
 
 Times are medians of alternating calls in one process, float32, head_dim 64; the table names the denominators of ratios.
+PyTorch runs in a process of its own, in pairs of short runs that alternate with cuflash's: times are those of the
+fastest call, and the ratio is the lower quartile over the pairs of PyTorch's fastest time divided by cuflash's.
 Memory is the increase of the peak resident set during the call, minus the results, in a separate process.
 
 Expect: the forward pass takes a small multiple of its two matrix products, block-sparse time is proportional to the
 density, and memory is O(seqlen).
-Found:  at 4096 tokens, the forward pass takes 1.2 times its two matrix products (whose times vary by a twelfth in this
-run). It is as fast as plain NumPy at 512 tokens, and faster from 1024 tokens on. Time divided by density is 1.13, 1.17,
-1.30 and 1.41 at densities of 0.5, 0.25, 0.125 and 0.1, and 1.06, 1.08, 1.21 and 1.24 for the backward pass, because
-products of short tiles are slower, queries and results are moved once for any density, and threads wait for Python's
-interpreter lock. 64k tokens take 5 MiB in addition to inputs and results. PyTorch's forward pass takes 0.81 times our
-time. Published with --seconds 3.
+Found:  on Zen 3, the forward pass takes 1.3 to 1.4 times its two matrix products from 512 tokens on, and 2.0 times at
+256. It is as fast as plain NumPy at 256 tokens, and faster from 512 tokens on. Its speed is 0.59 to 0.63 of PyTorch's
+from 512 tokens on, and that of the backward pass 0.78 to 0.85, because exp takes longer in NumPy. Time over density is
+1.15, 1.19, 1.19 and 1.24 at densities of 0.5, 0.25, 0.125 and 0.1, and 1.17, 1.15, 1.48 and 1.40 for the backward
+pass, because products of short tiles are slower, queries and results are moved once for any density, and threads wait
+for Python's interpreter lock. Published with --seconds 2 --pairs 6, at real-time priority on a shared machine.
 
 Cost: Minutes on two cores.
 """
 
 import concurrent.futures
+import functools
 import importlib.util
 import multiprocessing
 import re
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +45,7 @@ Arrays = tuple[np.ndarray, ...]
 class Config:
     """Shapes of the published run."""
 
-    num_heads: int = 4
+    num_heads: int = 8
     seqlen: int = 4096
     head_dim: int = 64
     densities: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125, 0.1)
@@ -48,6 +54,7 @@ class Config:
     memory_seqlen: int = 65536
     window: int = 1023
     seconds: float = 6.0  # seconds for each group of alternating calls
+    pairs: int = 12  # pairs of runs of cuflash and PyTorch
 
     def __post_init__(self) -> None:
         if min(self.num_heads, self.seqlen, self.head_dim, self.block, self.memory_seqlen, *self.short_seqlens) < 1:
@@ -93,21 +100,16 @@ def record(measure: str, timing: Timing, over: Timing | None = None, ratio_of: s
 
 
 def run_dense(config: Config) -> list[Record]:
-    """Time dense calls, the two matrix products that they need, and plain NumPy with all BLAS threads; then PyTorch.
-
-    PyTorch runs last, because its threads keep spinning for a while after a call.
-    """
+    """Time dense calls, the two matrix products that they need, and plain NumPy with all BLAS threads."""
     records = []
-    lengths = sorted({*config.short_seqlens, config.seqlen})
-    for with_torch, seqlen in track([(is_last, seqlen) for is_last in (False, True) for seqlen in lengths], "dense"):
+    for seqlen in track(sorted({*config.short_seqlens, config.seqlen}), "dense"):
         arrays = draw(config.num_heads, seqlen, config.head_dim)
-        ours = cuflash_calls(*arrays)
-        others = torch_calls(*arrays) if with_torch else numpy_calls(*arrays)
-        if not others:
-            continue
-        times = time_alternately(ours | others, repeats=200, budget_s=config.seconds)
+        # Not all of them alternate: OpenBLAS's threads spin for a while after the products that NumPy distributes.
+        groups = cuflash_calls(*arrays), numpy_calls(*arrays)
+        ours, others = (time_alternately(each, repeats=200, budget_s=config.seconds) for each in groups)
+        times = ours | others
         shape = {"seqlen": seqlen, "num_heads": config.num_heads, "head_dim": config.head_dim, "density": 1.0}
-        for name in others if with_torch else times:
+        for name in times:
             base = {"forward": "two matmuls", "backward": "forward"}.get(name, name.split()[-1])
             over = times.get(base)
             records.append(record(name, times[name], over, f"over {base}", **shape))
@@ -120,6 +122,67 @@ def cuflash_calls(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray) -
     return {"forward": lambda: cuflash.attention(q, k, v), "backward": backward(q, k, v, do)}
 
 
+Case = tuple[str, int, int, int, bool]  # the pass, number of heads, seqlen, head_dim, and whether the mask is causal
+
+
+@functools.cache
+def peer_call(library: str, case: Case) -> Callable[[], object]:
+    """Return a call of cuflash or PyTorch, which has run twice."""
+    name, num_heads, seqlen, head_dim, causal = case
+    q, k, v, do = (x[None] for x in draw(num_heads, seqlen, head_dim))
+    if library == "PyTorch":
+        call = torch_call(q, k, v, do, causal, name)
+    elif name == "forward":
+        call = functools.partial(cuflash.attention, q, k, v, causal=causal)
+    else:
+        call = backward(q, k, v, do, cuflash.masks.Causal() if causal else None)
+    for _ in range(2):
+        call()
+    return call
+
+
+def fastest(library: str, case: Case, calls: int) -> float:
+    """Return the seconds of the fastest of some calls."""
+    call, seconds = peer_call(library, case), []
+    for _ in range(calls):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def run_peers(config: Config) -> list[Record]:
+    """Time calls of cuflash and PyTorch in pairs, each library in a process of its own; empty without PyTorch."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    lengths = sorted({*config.short_seqlens, config.seqlen})
+    cases = [(name, config.num_heads, n, config.head_dim, causal)
+             for name in ("forward", "backward") for causal in (False, True) for n in lengths]  # fmt: skip
+    records, context = [], multiprocessing.get_context("spawn")
+    with (concurrent.futures.ProcessPoolExecutor(1, context) as ours,
+          concurrent.futures.ProcessPoolExecutor(1, context) as others):  # fmt: skip
+        for case in track(cases, "PyTorch"):
+            name, num_heads, seqlen, head_dim, causal = case
+            calls = max(2, min(20, (2 << 20) // seqlen**2))
+            pairs = []
+            for _ in range(config.pairs):
+                pair = []
+                for pool, library in ((others, "PyTorch"), (ours, "cuflash")):
+                    time.sleep(0.02)  # the threads of the other library stop spinning
+                    pair.append(pool.submit(fastest, library, case, calls).result())
+                pairs.append(pair)
+            speeds = [torch / own for torch, own in pairs]
+            speed = statistics.quantiles(speeds, n=4)[0] if len(speeds) > 1 else speeds[0]
+            shape = {"seqlen": seqlen, "num_heads": num_heads, "head_dim": head_dim}
+            shape["density"] = (seqlen + 1) / (2 * seqlen) if causal else 1.0
+            torch_ms, own_ms = (min(times) * 1e3 for times in zip(*pairs))
+            pass_name = f"{name}{', causal' if causal else ''}"
+            records.append({"measure": f"PyTorch {version('torch')} {pass_name}", **shape, "ms": torch_ms})
+            ratio = {"ratio": speed, "ratio_of": "PyTorch's time over this, lower quartile of pairs"}
+            records.append({"measure": f"{pass_name}, paired", **shape, "ms": own_ms, **ratio})
+    return records
+
+
 def numpy_calls(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray) -> dict[str, Callable[[], object]]:
     """Return calls of the forward pass's two matrix products, into existing memory, and of attention in plain NumPy."""
     s = np.empty((*q.shape[:2], k.shape[1]), np.float32)
@@ -129,26 +192,24 @@ def numpy_calls(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray) -> 
     }
 
 
-def torch_calls(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray) -> dict[str, Callable[[], object]]:
-    """Return PyTorch's scaled_dot_product_attention on the same data; empty if PyTorch is not installed."""
-    if importlib.util.find_spec("torch") is None:
-        return {}
+def torch_call(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray, causal: bool, name: str
+) -> Callable[[], object]:
+    """Return a call of PyTorch's scaled_dot_product_attention, or of its gradients, on the same data."""
     import torch  # imported on demand, since it takes two seconds and 200 MB
 
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    tensors = [torch.from_numpy(x)[None].requires_grad_() for x in (q, k, v)]
-    cotangent = torch.from_numpy(do)[None]
+    tensors = [torch.from_numpy(x).requires_grad_() for x in (q, k, v)]
+    cotangent = torch.from_numpy(do)
 
     def forward() -> object:
         with torch.no_grad():
-            return sdpa(*tensors)
+            return sdpa(*tensors, is_causal=causal)
 
-    o = sdpa(*tensors)
-    name = f"PyTorch {torch.__version__}"
-    return {
-        f"{name} forward": forward,
-        f"{name} backward": lambda: torch.autograd.grad(o, tensors, cotangent, retain_graph=True),
-    }
+    if name == "forward":
+        return forward
+    o = sdpa(*tensors, is_causal=causal)
+    return lambda: torch.autograd.grad(o, tensors, cotangent, retain_graph=True)
 
 
 def run_density(config: Config) -> list[Record]:
@@ -217,7 +278,7 @@ def _status_kib(name: str) -> int:
 
 def run(config: Config) -> list[Record]:
     """Return the records of all measurements."""
-    return run_dense(config) + run_density(config) + run_memory(config)
+    return run_dense(config) + run_peers(config) + run_density(config) + run_memory(config)
 
 
 def table(records: list[Record]) -> Table:

@@ -85,6 +85,17 @@ def cpu_speed(rows: list[Row]) -> str:
     )
 
 
+def cpu_against_torch(rows: list[Row]) -> str:
+    """Tabulate the cpu executor's speed relative to PyTorch's, by length and pass."""
+    passes = "forward", "forward, causal", "backward", "backward, causal"
+    paired = [row for row in rows if row["measure"].endswith(", paired")]
+    speed = {(row["measure"], row["seqlen"]): number(row, "ratio") for row in paired}
+    lengths = list(dict.fromkeys(seqlen for _, seqlen in speed))
+    return markdown(
+        ["seqlen", *passes], ([seqlen, *(speed[f"{name}, paired", seqlen] for name in passes)] for seqlen in lengths)
+    )
+
+
 def mask_compile(rows: list[Row]) -> str:
     """Tabulate the compilation of masks on the host."""
     numbers = ("ms", "peak_mib", "kept_mib")
@@ -312,6 +323,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "recall": ("block_sparsity", recall),
     "sparse-speed": ("block_sparsity", sparse_speed),
     "cpu-speed": ("cpu_speed", cpu_speed),
+    "cpu-against-torch": ("cpu_speed", cpu_against_torch),
     "mask-compile": ("mask_compile", mask_compile),
     "simt-speed": ("simt_speed", simt_speed),
     "sparse-gpu": ("block_sparsity_gpu", sparse_gpu),

@@ -220,7 +220,6 @@ FAULTS = {
         "bits are read from the last": Edit(
             "blocks/_gathered_rows.py", "GatheredRows.unvisited", 'bitorder="little"', 'bitorder="big"'
         ),
-        "weights are powers of e": Edit("executors/cpu.py", "_exp2_of_many_hidden", "type(LN_2)", "type(1)"),
     },
     narrow_steps_are_right: {
         "each step has the words of the first": Edit(

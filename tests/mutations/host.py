@@ -12,7 +12,7 @@ from cuflash.testing import strategies
 from hypothesis import strategies as st
 from mutations.planting import Edit
 from mutations.python_guards import hunt, part
-from test_blas import assert_limits_are_kept, assert_threads_are_right
+from test_blas import assert_limits_are_kept, assert_threads_are_right, assert_turns_are_kept
 from test_magnitudes import (
     BROADCAST, assert_no_lse_is_too_large, assert_nothing_is_raised, assert_operands_may_be_huge,
     assert_powers_cancel, changed, powers, tame,
@@ -76,6 +76,11 @@ def blas_limits_are_kept(library):
 def threads_are_right(library):
     """Check that calls with threads have equal bits, use one BLAS thread each, and raise their own errors."""
     assert_threads_are_right(library)
+
+
+def turns_are_kept(library):
+    """Check that threads add to dQ in the same order, whichever is slow or fails."""
+    assert_turns_are_kept(library)
 
 
 FAULTS = {
@@ -142,6 +147,20 @@ FAULTS = {
         "a call ends before its threads": Edit("executors/host_threads.py", "_share", "thread.join()", "pass"),
         "BLAS keeps its threads on the calling thread": Edit(
             "executors/host_threads.py", "run", "on_one_thread(share_all)", "share_all()"
+        ),
+    },
+    turns_are_kept: {
+        "no tile waits": Edit("executors/host_threads.py", "Turn.wait", "while each", "while False and each"),
+        "rows are finished too early": Edit(
+            "executors/host_threads.py", "Turn.advance", "self.num_finished[head] = stop",
+            "self.num_finished[head] = float('inf')"
+        ),
+        "a tile forgets the earlier ones": Edit(
+            "executors/cpu.py", "HostCall.backward_columns", "if turn.earlier and not turn.wait(head, math.inf):",
+            "if False:"
+        ),
+        "tiles of a head have no order": Edit(
+            "executors/host_threads.py", "in_turn", "last.update(dict.fromkeys(heads, turn))", "pass"
         ),
     },
 }  # fmt: skip

@@ -15,7 +15,8 @@ from cuflash.testing import assert_non_finite
 from mutations.planting import Edit
 from mutations.python_guards import part
 from test_non_finite import (
-    KINDS, MERGED, WORK, a_fault_a_head, assert_follows_the_rule, assert_merges, assert_parts_follow_the_rule, faulty,
+    KINDS, MERGED, WORK, a_fault_a_head, assert_follows_the_rule, assert_keys_reach_their_queries_only, assert_merges,
+    assert_parts_follow_the_rule, faulty,
 )  # fmt: skip
 from test_sm90 import with_fewest_tiles
 
@@ -42,6 +43,7 @@ def non_finite_values_go_where_they_should(library: ModuleType) -> None:
     """Check the rule on the cpu executor for each element of a small problem that is not finite."""
     for fields in WORK.values():
         assert_follows_the_rule(Passes(library), a_fault_a_head(**fields))
+    assert_keys_reach_their_queries_only(library)
 
 
 def merges_are_right(library: ModuleType) -> None:
@@ -117,11 +119,20 @@ FAULTS = {
     non_finite_values_go_where_they_should: {
         "P of a NaN row is NaN where it is masked": Edit(
             "executors/cpu.py", "HostCall._mask_queries", "], 0",
-            "], 0 * x[number, :, each.rows] if x is weights[0] else 0",
+            "], 0 * x[numbers, :, each.rows] if x is weights[0] and len(weights) == 2 else 0",
         ),
-        "dS is NaN where it is masked, for its query": Edit(
-            "executors/cpu.py", "HostCall._mask_keys", "each.rows], value,",
-            "each.rows], value or 0 * x[number, each.rows],"
+        "keys past a length reach dq": Edit(
+            "executors/cpu.py", "HostCall.backward_columns", "if is_finite.all():", "if True:"
+        ),
+        "infinite keys reach all queries of their tile": Edit(
+            "executors/cpu.py", "_by_attended_keys", "queries = seen[tile, key]", "queries = slice(None)"
+        ),
+        "infinite keys reach no query": Edit(
+            "executors/cpu.py", "_by_attended_keys", "for tile, key in np.argwhere(~is_finite):", "for tile, key in ():"
+        ),
+        "dS of a NaN row is NaN where it is masked": Edit(
+            "executors/cpu.py", "HostCall._mask_queries", "for x in weights:",
+            "for x in weights[:1]:",
         ),
     },
     merges_are_right: {

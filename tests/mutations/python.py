@@ -34,10 +34,10 @@ FAULTS = {
             "executors/cpu.py", "HostCall.backward_columns", "for head in range(self.group_size", "for head in range(1"
         ),
         "dlse has the wrong sign": Edit(
-            "executors/cpu.py", "HostCall.backward_rows", "delta -= np.where(shift", "delta += np.where(shift"
+            "executors/cpu.py", "HostCall.backward_deltas", "delta -= np.where(", "delta += np.where("
         ),
         "dq lacks the scale": Edit(
-            "executors/cpu.py", "HostCall.backward_rows", "dq * self.wide(self.plan.problem.scaling.scale)", "dq"
+            "executors/cpu.py", "_backward", "call.wide(call.plan.problem.scaling.scale)", "1"
         ),
         "dk keeps log2(e)": Edit(
             "executors/cpu.py", "HostCall.backward_columns", "self.wide(self.natural * self.", "self.wide(self."

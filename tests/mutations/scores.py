@@ -272,7 +272,7 @@ FAULTS = {
         "the function is left out": Edit(
             TILES, "TileScores.apply", "np.copyto(s[block.tiles, block.keys], block.values[f])", "pass"
         ),
-        "weights are powers of two": Edit(CPU, "HostCall.power", "return np.exp", "return np.exp2"),
+        "weights are powers of two": Edit(CPU, "HostCall.of", "else (np.exp, 1.0", "else (np.exp2, 1.0"),
         "P is made in place of scores that are read later": Edit(
             TILES, "TileScores.gradients", 'instructions[n].op == "s" for n', 'instructions[n].op == "b" for n'
         ),
@@ -306,7 +306,7 @@ FAULTS = {
             CPU, "HostCall._row_places", "[(tile.b, tile.h) for tile", "[(tile.b, tile.h // self.group_size) for tile"
         ),
         "scores are in base 2 for the function": Edit(
-            CPU, "HostCall.of", "unit = LOG2_E if score is None else 1.0", "unit = LOG2_E"
+            CPU, "HostCall.of", "(np.exp, 1.0, 1.0)", "(np.exp, 1.0, _LOG2_E)"
         ),
         "f's own error is left out of the bound": Edit(
             "bounds/forward.py", "_scores", "score, e_score = (np.where(allowed, x, 0) for x in final[:2])",
@@ -350,7 +350,7 @@ FAULTS = {
             "planning/problem.py", "with_operands", "if array.name not in integers", "if True"
         ),
         "sums are added as threads finish": Edit(
-            CPU, "_backward", "run(call.tiles.tiling, rows, in_order=True)", "run(call.tiles.tiling, rows)"
+            CPU, "_backward", "columns, in_order=in_order, stop", "columns, stop"
         ),
     },
 }

@@ -10,7 +10,7 @@ import device_double
 import device_lists
 import numpy as np
 from executors import CPU, SIM, Run
-from mutations.python_guards import part
+from mutations.python_guards import in_base_2, part
 from test_block_mass import summed
 from test_masked_selectors import (
     KINDS, NAMES, REFERENCES, estimates_are_right, hidden_rows_choose_nothing, last_queries_choose, problem_of,
@@ -38,6 +38,7 @@ EVERY_BUDGET = [
 ]  # fmt: skip
 
 
+@in_base_2
 def the_host_sums_masses(library: ModuleType) -> None:
     """Check tiles that share a block, and keys that take several steps."""
     check_masses(library, CPU)

@@ -38,8 +38,8 @@ FAULTS = {
     },
     selector_guards.the_host_sums_masses: {
         "masses overwrite each other": Edit(MASS, "_add_to_grid", "+= sums.T", "= sums.T"),
-        "sums are not rescaled": Edit(MASS, "_from_scores", "row_sum * np.exp2(row_max - shift)", "row_sum"),
-        "lse is in base 2 already": Edit(MASS, "_from_lse", "lse * lse.dtype.type(LOG2_E)", "lse"),
+        "sums are not rescaled": Edit(MASS, "_from_scores", "row_sum * tiles.power(row_max - shift)", "row_sum"),
+        "lse is in base 2 already": Edit(MASS, "_from_lse", "lse / tiles.natural", "lse"),
         "means are over all queries": Edit("study/_masses.py", "_mean", "lse != -np.inf", "lse == lse"),
         "a row without a key divides by 0": Edit("study/_masses.py", "_mean", "xp.maximum(counts, 1)", "counts"),
     },

@@ -27,7 +27,7 @@ ON_THE_HOST: dict[str, dict[str, Any]] = {
     "cpu_score_functions": {"tokens": 32, "heads": 2, "head_dim": 8, "repeats": 1},
     "cpu_speed": {
         "num_heads": 1, "seqlen": 256, "densities": (1.0, 0.25), "block": 32, "short_seqlens": (64,),
-        "memory_seqlen": 512, "window": 31, "seconds": 0.0,
+        "memory_seqlen": 512, "window": 31, "seconds": 0.0, "pairs": 2,
     },
     "crossover": {"seqlens": (128, 256), "blocks": (32, 64), "densities": (0.5, 1.0), "head_dim": 16, "repeats": 1},
     "flashattention1_tables": {"seqlens": (256, 128), "num_heads": 1, "head_dim": 16, "budget_s": 0.05},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import subprocess
 import sys
@@ -383,6 +384,51 @@ def assert_threads_are_right(library: ModuleType) -> None:
 
 def test_calls_on_several_threads_are_right_whatever_fails() -> None:
     assert_threads_are_right(cuflash)
+
+
+def assert_turns_are_kept(library: ModuleType) -> None:
+    """Assert that tiles add to dQ in one order, whichever steps take long, and that all threads end if one fails."""
+    cpu, host = (importlib.import_module(f"{library.__name__}.{name}") for name in ("executors.cpu", "planning.host"))
+    q, do = np.random.default_rng(1).standard_normal((2, 1, 1500, 8)).astype(np.float32)
+    every_other = np.ones((15, 15), bool)
+    every_other[1:, ::2] = False  # these keys are visited by few queries, and their tiles end before earlier ones
+    weigh = cpu.HostCall._weights_and_gradients
+    with pytest.MonkeyPatch.context() as patch, limited(1):
+        patch.setattr(host.HostTiling, "is_small", False)
+        patch.setattr(f"{library.__name__}.planning.plan.host_tile", lambda problem, device: (100, 200))
+        every_mask = library.masks.Causal(), library.masks.BlockPattern(every_other, 100)
+        for mask, slow in itertools.product(every_mask, range(5)):
+            patch.setattr(host.HostTiling, "num_workers", 1)
+            patch.setattr(cpu.HostCall, "_weights_and_gradients", weigh)
+            plan = library.plan(q, q, q, mask=mask, scale=0.1)
+            o, lse = plan.forward(q, q, q)
+            expected = plan.backward(do, q, q, q, o, lse)
+            patch.setattr(host.HostTiling, "num_workers", 3)
+            number, has_failed = itertools.count(), threading.Event()
+
+            def weighed(self: Any, *arguments: Any) -> Any:
+                time.sleep(0.005 * (next(number) % 5 == slow))
+                return weigh(self, *arguments)
+
+            patch.setattr(cpu.HostCall, "_weights_and_gradients", weighed)
+            gradients = plan.backward(do, q, q, q, o, lse)
+            assert all(a.tobytes() == b.tobytes() for a, b in zip(gradients, expected)), "bits depend on threads"
+
+            def fail(self: Any, *arguments: Any) -> Any:
+                if not has_failed.is_set():
+                    has_failed.set()
+                    time.sleep(0.02)  # the other threads wait for the turn of this batch
+                    raise MemoryError("no room for a tile")
+                return weigh(self, *arguments)
+
+            patch.setattr(cpu.HostCall, "_weights_and_gradients", fail)
+            with pytest.raises(MemoryError, match="no room for a tile"):
+                plan.backward(do, q, q, q, o, lse)
+        assert not [thread for thread in threading.enumerate() if thread.name == "cuflash"]
+
+
+def test_tiles_add_to_dq_in_turn() -> None:
+    assert_turns_are_kept(cuflash)
 
 
 def test_an_interrupt_at_any_moment_leaves_nothing_behind() -> None:

@@ -360,3 +360,25 @@ def test_a_wrong_element_is_noticed() -> None:
             changed[tuple(np.argwhere(places)[3])] = wrong
             with pytest.raises(AssertionError, match=rf"{name}\["):
                 assert_non_finite(example, **{name: changed})
+
+
+def assert_keys_reach_their_queries_only(library: Any) -> None:
+    """Assert that NaN and infinite keys on the host change dq of the queries that attend them, and of no other."""
+    rng, rows = np.random.default_rng(0), np.arange(40)
+    q, k, v, do = rng.standard_normal((4, 2, 40, 8)).astype(np.float32)
+    for mask in (library.masks.Lengths(kv=30), library.masks.SlidingWindow(5, 0), library.masks.Causal()):
+        _, vjp = library.attention_vjp(q, k, v, mask=mask)
+        expected, seen = vjp(do).dq, mask.toarray(seqlen_q=40, seqlen_kv=40)
+        for key, value in ((33, np.nan), (12, np.inf), (25, -np.inf)):
+            changed = k.copy()
+            changed[0, key, 3] = value
+            _, vjp = library.attention_vjp(q, changed, v, mask=mask)
+            dq = vjp(do).dq
+            attends = seen.reshape(-1, 40, 40)[0, :, key]
+            np.testing.assert_array_equal(dq[1], expected[1])
+            np.testing.assert_allclose(dq[0, ~attends], expected[0, ~attends], rtol=1e-4, atol=1e-6)
+            assert not np.isfinite(dq[0, rows[attends], 3]).any()
+
+
+def test_keys_that_are_not_finite_reach_their_queries_only() -> None:
+    assert_keys_reach_their_queries_only(cuflash)

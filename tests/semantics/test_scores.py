@@ -266,7 +266,7 @@ def test_sums_of_gradients_do_not_depend_on_threads(monkeypatch) -> None:
 
     plain = example_of(CPU, replace(STRUCTURES[0], seqlen_q=1100, seqlen_kv=90, num_heads=2, mask=None))
     example = plain.but(score=scores.temperature(array_of(plain, "h")), wrt=("per_head",))
-    monkeypatch.setattr(host, "_SHARED_SCORES", 0)
+    monkeypatch.setattr(host, "_SCORES_PER_WORKER", 1)
     runs = []
     for processors in (2, 3, 2):
         device = replace(cuflash.DeviceSpec.host(), num_processors=processors)
