@@ -14,7 +14,7 @@ import numpy as np
 from ..arrays import Array, flag_reasons, is_array, is_sparse, namespace, require_callable, to_host, whole_number
 from ..errors import UnsupportedProblem, collecting, refuse, without_other_operators
 from ..keywords import explains_keywords
-from ..layouts import is_differentiated
+from ..layouts import device_number, is_differentiated
 from ..masks._chosen import ChosenBlocks
 from ..masks.arrays import COMBINED, Sparse, as_mask, without_padding
 from ..masks.base import Band, Mask
@@ -461,6 +461,11 @@ class BlockIndex:
         If the arrays were not built on the device, but the index evidently has no partial blocks, its lists are built
         on first use.
 
+        Raises
+        ------
+        ValueError
+            The arrays are not on the current device.
+
         Examples
         --------
         >>> import numpy as np
@@ -469,6 +474,9 @@ class BlockIndex:
         """
         if self.is_on_host or len(self.bits) or self.lo is not None or not len(self.indices):
             return None
+        current, number = namespace(self.indices).cuda.runtime.getDevice(), device_number(self.indices)
+        if number != current:
+            refuse([f"mask's arrays must be on the current device, {current}; got device {number}"])
         is_listed, _ = self.as_mask().entries()
         return self._like(BlockPattern(is_listed, self.block), self.batch, self.num_heads)._carried
 
