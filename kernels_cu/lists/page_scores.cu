@@ -35,15 +35,15 @@ lists_page_scores(const __grid_constant__ cuflash::lists::PageChoice params) {
     const Element* const q = static_cast<const Element*>(params.q.data) + sequence * params.q.batch_strides[2] +
                              head * params.q.head_stride + query * params.q.row_stride;
     Accumulator sum = 0;
-    const auto add = [&](int column, Accumulator least_key, Accumulator greatest_key) {
+    const auto add_column = [&](int column, Accumulator least_key, Accumulator greatest_key) {
       const Accumulator x = tile::to_accumulator(q[column * params.q.column_stride]) * scale;
       sum += score::maximum(x * least_key, x * greatest_key);
     };
 #pragma unroll
     for (int i = 0; i < kWidth; ++i)
-      if (const int column = 32 * i + ptx::lane(); column < params.num_columns) add(column, low[i], high[i]);
+      if (const int column = 32 * i + ptx::lane(); column < params.num_columns) add_column(column, low[i], high[i]);
     for (int column = 32 * kWidth + ptx::lane(); column < params.num_columns; column += 32)
-      add(column, tile::to_accumulator(least[column]), tile::to_accumulator(greatest[column]));
+      add_column(column, tile::to_accumulator(least[column]), tile::to_accumulator(greatest[column]));
     for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
     return sum;
   };

@@ -511,6 +511,12 @@ def test_a_stream_s_calls_count_tiles_in_one_array_and_a_graph_in_its_own(cupy, 
     allocated, zeros = [], cupy.zeros
     operands = {name: x.get() for name, x in zip("qkv", (q, k, v))} | {"do": None, "product_dtype": q.dtype}
     cupy.zeros = lambda shape, dtype: allocated.append(zeros(shape, dtype)) or allocated[-1]
+
+    def counters():
+        """Return the arrays in which kernels count tiles. A stream's workspace is larger, and is kept, too."""
+        least = min(each.nbytes for each in allocated)
+        return [each for each in allocated if each.nbytes == least]
+
     ready = cuflash.plan(q, k, v, kernel="sm90")
     one, other, of_thread = cupy.cuda.Stream(), cupy.cuda.Stream(), cupy.cuda.Stream()
     of_thread.ptr, cupy.streams[2] = 2, of_thread  # cudaStreamPerThread, which stands for another stream in each thread
@@ -518,17 +524,17 @@ def test_a_stream_s_calls_count_tiles_in_one_array_and_a_graph_in_its_own(cupy, 
         with stream:
             o = ready.forward(q, k, v)[0] if number % 2 else cuflash.attention(q, k, v, kernel="sm90")
             require_bounds({"o": o}, **operands)
-    assert len(allocated) == 4
+    assert len(counters()) == 4
     with one:
         one.begin_capture()
         o, _ = ready.forward(q, k, v)
         graph = one.end_capture()
-    assert len(allocated) == 5
+    assert len(counters()) == 5
     for _ in range(2):
         o[...] = 0
         graph.launch()
         require_bounds({"o": o}, **operands)
-    assert all((count.get() == 0).all() for count in allocated)
+    assert all((count.get() == 0).all() for count in counters())
 
 
 # Captures.

@@ -245,6 +245,7 @@ def test_what_a_refused_call_was_to_write_is_left_as_it_was():
 def test_out_of_memory_raises_memory_error_and_leaves_the_process_usable():
     few = np.zeros((1, 1), np.float32)
     huge = np.broadcast_to(few, (1 << 40, 1, 1 << 20, 1))  # the output would need 4 EiB
+    before = cuflash.attention(Q, Q, Q)
     with pytest.raises(MemoryError):
         cuflash.attention(huge, few[None, None], few[None, None])
-    assert (cuflash.attention(Q, Q, Q) == 1).all()
+    np.testing.assert_array_equal(cuflash.attention(Q, Q, Q), before)
