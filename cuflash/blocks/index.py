@@ -474,9 +474,10 @@ class BlockIndex:
         """
         if self.is_on_host or len(self.bits) or self.lo is not None or not len(self.indices):
             return None
-        current, number = namespace(self.indices).cuda.runtime.getDevice(), device_number(self.indices)
-        if number != current:
-            refuse([f"mask's arrays must be on the current device, {current}; got device {number}"])
+        if (cuda := getattr(namespace(self.indices), "cuda", None)) is not None:
+            current, number = cuda.runtime.getDevice(), device_number(self.indices)
+            if number != current:
+                refuse([f"mask's arrays must be on the current device, {current}; got device {number}"])
         is_listed, _ = self.as_mask().entries()
         return self._like(BlockPattern(is_listed, self.block), self.batch, self.num_heads)._carried
 

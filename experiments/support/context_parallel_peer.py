@@ -3,6 +3,8 @@
     python experiments/support/context_parallel_peer.py RANKS SEQLENS HEAD_DIM REPEATS
 
 Causal attention of 16 heads in float16, on one GPU and on all, by each backend that runs; the fastest is printed.
+
+Cost: Half a minute of the GPUs.
 """
 
 from __future__ import annotations

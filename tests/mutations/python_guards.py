@@ -94,7 +94,7 @@ def rows_without_a_score_are_right(library):
     x, q = np.ones((2, 3), np.float32), np.array([[-np.inf, 1, 1], [1, 1, 1]], np.float32)
     (o, lse), vjp = library.attention_vjp(q, x, x, return_lse=True)
     assert (o == [[0], [1]]).all() and np.isneginf(lse[0])
-    assert (vjp(x).dv == 0.5).all()
+    assert np.allclose(vjp(x).dv, 0.5)
 
 
 def shapes_and_masks(library):

@@ -418,7 +418,7 @@ def sums_have_one_order(library):
     structure = part(library, "testing.strategies").Structure(num_heads=4, num_kv_heads=4, seqlen_q=2100, seqlen_kv=64)
     example = structure.example()
     host = part(library, "planning.host")
-    before, host._SHARED_SCORES = host._SHARED_SCORES, 0
+    before, host._SCORES_PER_WORKER = host._SCORES_PER_WORKER, 1
     try:
         score = library.scores.Score(lambda s, b, h, i, j, t: s * t, t=np.ones((), np.float32))
         device = replace(library.DeviceSpec.host(), num_processors=3)
@@ -429,7 +429,7 @@ def sums_have_one_order(library):
         }
         assert len(results) == 1
     finally:
-        host._SHARED_SCORES = before
+        host._SCORES_PER_WORKER = before
 
 
 def aligned_scores_are_right(library):

@@ -342,9 +342,6 @@ FAULTS = {
         ),
         "integers move": Edit(RULES, "real_operands", 'kinds.get(each.name) == "real"', "True"),
         "any name is known": Edit(RULES, "_name_reasons", "if name in known:", "if True:"),
-        "kernels are said to have tangents": Edit(
-            "planning/families/family.py", "Family.reasons", "if problem.tangents:", "if False:"
-        ),
         "q may be named twice": Edit(RULES, "gathered", "if twice:", "if False:"),
     },
 }  # fmt: skip

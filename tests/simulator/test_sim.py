@@ -730,6 +730,6 @@ def names(file: Path) -> set[str]:
 def test_both_rooms_of_instructions_have_the_same_names() -> None:
     device = Path(__file__).parents[2] / "kernels_cu" / "ptx"
     files = sorted(path.name for path in device.iterdir())
-    assert files == sorted(path.name for path in sim_probes.PTX.iterdir()) and len(files) == 18
+    assert files == sorted(path.name for path in sim_probes.PTX.iterdir()) and len(files) == 19
     for file in files:
         assert names(device / file) == names(sim_probes.PTX / file) != set()

@@ -92,8 +92,6 @@ class Family(ABC):
             if not operand.is_captured and operand.name not in self.operands
         ]
         reasons += _place_reasons(problem)
-        if problem.tangents:
-            reasons += self.tangent_reasons(problem)
         return reasons if device is None or reasons else self._device_reasons(problem, device)
 
     def tangent_reasons(self, problem: Problem) -> list[str]:
