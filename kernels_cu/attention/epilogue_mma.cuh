@@ -13,7 +13,7 @@ static_assert(DqPartition::kNumOwnerWarps == kNumWarps, "a part that two warps h
 // Layout of a query tile's sums of dQ, shared by the kernels that add to them and the kernel that rounds them.
 using DqSumLayout = tile::AccumulatorLayout<WarpDq, Config::kDqAtomicWidth == 4 ? 4 : 1>;
 
-// The same if steps have rows of any queries: the sums of a head are then a matrix of its queries.
+// Layout of the sums of dQ in kernels whose steps have rows of any queries: the sums of a head are a matrix of queries.
 using DqSumRows = tile::RowLayout<WarpDq, Config::kDqAtomicWidth == 4 ? 4 : 1>;
 CUFLASH_DEVICE attention::Matrices dq_sum_rows(const attention::Params& params) {
   attention::Matrices rows = params.dq_sum;

@@ -32,8 +32,9 @@ CUFLASH_DEVICE QueryTangents<T> query_tangents(const Params& params, const Tange
 }
 
 // Store D and D_dot of a row of a tile. The threads that share the row call this function together, each for every
-// `stride`-th column from `first_column` on; `row_sum` adds up their values. If the sink has a gradient, (sink_dot - lse_dot) D + D_dot is stored too, since the tangent of that gradient is a sum of such terms. In
-// a row without a key, o is 0 and lse is the sink, so only dlse_dot contributes.
+// `stride`-th column from `first_column` on; `row_sum` adds up their values. If the sink has a gradient,
+// (sink_dot - lse_dot) D + D_dot is stored too, since the tangent of that gradient is a sum of such terms. In a row
+// without a key, o is 0 and lse is the sink, so only dlse_dot contributes.
 template <class T, class SinkRecord, class RowSum>
 CUFLASH_DEVICE void store_query_tangents(const Params& params, const Tangents& tangents, const SinkRecord& sink,
                                          const WorkTile& work, int row, int first_column, int stride,
