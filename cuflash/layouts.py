@@ -30,6 +30,15 @@ def device_number(array: Array) -> int | None:
     return None if isinstance(array, np.ndarray) else int(array.data.device_id)
 
 
+def other_device_reasons(array: Array) -> list[str]:
+    """Return why kernels on the current device cannot read an array of a mask: it is on another device."""
+    cuda = getattr(namespace(array), "cuda", None)
+    if cuda is None or cuda.runtime.getDevice() == device_number(array):
+        return []
+    rule = f"mask's arrays must be on the current device, {cuda.runtime.getDevice()}"
+    return [f"{rule}; got device {device_number(array)}"]
+
+
 def dense_strides(shape: Sequence[int], axes: Sequence[int] | None = None) -> tuple[int, ...]:
     """Return the strides, in elements, of a dense array in C order or in the order `axes`, outermost first."""
     strides, step = [0] * len(shape), 1

@@ -14,7 +14,7 @@ import numpy as np
 from ..arrays import Array, flag_reasons, is_array, is_sparse, namespace, require_callable, to_host, whole_number
 from ..errors import UnsupportedProblem, collecting, refuse, without_other_operators
 from ..keywords import explains_keywords
-from ..layouts import device_number, is_differentiated
+from ..layouts import is_differentiated, other_device_reasons
 from ..masks._chosen import ChosenBlocks
 from ..masks.arrays import COMBINED, Sparse, as_mask, without_padding
 from ..masks.base import Band, Mask
@@ -474,12 +474,8 @@ class BlockIndex:
         """
         if self.is_on_host or len(self.bits) or self.lo is not None or not len(self.indices):
             return None
-        if (cuda := getattr(namespace(self.indices), "cuda", None)) is not None:
-            current, number = cuda.runtime.getDevice(), device_number(self.indices)
-            if number != current:
-                refuse([f"mask's arrays must be on the current device, {current}; got device {number}"])
-        is_listed, _ = self.as_mask().entries()
-        return self._like(BlockPattern(is_listed, self.block), self.batch, self.num_heads)._carried
+        refuse(other_device_reasons(self.indices))
+        return self._like(BlockPattern(self.as_mask().entries()[0], self.block), self.batch, self.num_heads)._carried
 
     @cached_property
     def _block_rows(self) -> Array:
