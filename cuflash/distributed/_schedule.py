@@ -88,8 +88,8 @@ def _return(build: _Builder, size: int, group: int, needs: Callable[[int, int], 
         is_free = build.number(ADD, rank, rank, group - NUM_BUFFERS)
         for source in sources:
             build.add(TAKE, rank, source, group, [*build.number(ATTEND, source, source, group), *is_free])
-        taken = [n for each in sources for n in build.number(TAKE, rank, each, group)]
-        build.add(ADD, rank, rank, group, [*build.number(ATTEND, rank, rank, group), *taken])
+        take_numbers = [n for each in sources for n in build.number(TAKE, rank, each, group)]
+        build.add(ADD, rank, rank, group, [*build.number(ATTEND, rank, rank, group), *take_numbers])
 
 
 def exchanging_heads(size: int, holds: Callable[[int], bool]) -> tuple[Step, ...]:

@@ -4,7 +4,7 @@
 // The parameters of the kernels that round arrays to FP8. cuflash/planning/quantizing.py has the same records.
 namespace cuflash::attention {
 
-// A dense array [matrices, rows, kHeadDim], of which a thread block rounds a block of rows.
+// An array that a launch quantizes: dense, [matrices, rows, kHeadDim]. Each thread block rounds one block of its rows.
 struct QuantizedArray {
   const void* x;
   uint8_t* data;

@@ -17,7 +17,7 @@ class KeyRows {
 
   explicit CUFLASH_DEVICE KeyRows(uint32_t* words) : words_(words) {}
 
-  // Return the address of two neighboring words of a key, the first of which has an even number.
+  // Return the address of the words `word` and `word + 1` of a key; `word` must be even.
   CUFLASH_DEVICE uint32_t* pair(int key, int word) const { return &words_[index(key, word)]; }
 
   // Store the transposed block to rows of `stride` bytes, one for each column. Called by all threads of the block.

@@ -310,7 +310,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("is_broadcast", [False, True])
 def test_calls_on_a_gpu_are_within_their_bounds_and_keep_no_tensor(machines, case, is_broadcast):
-    """What calls keep is CuPy's memory, which the first one allocates: PyTorch gives a graph's pool to tensors."""
+    """The first call allocates, from CuPy's pool, the memory that calls keep; PyTorch's pools may belong to a graph."""
     cupy, pytorch = machines
     tensors = {"q": Q, "k": K[:1] if is_broadcast else K, "v": V[0] if is_broadcast else V}
     options, mask = CASES[case], masks.Causal() if case == "causal" else CASES[case].get("mask")

@@ -320,7 +320,7 @@ def test_rounds_are_in_an_order_that_steps_allow(steps):
 ])  # fmt: skip
 @pytest.mark.parametrize("seed", [None, 0, 1])
 def test_a_program_waits_for_all_steps_that_must_be_finished(steps, seed):
-    """What a lane has waited for, directly or through others, includes all that its step needs; few events suffice."""
+    """Before each step, its lane has waited, directly or through others, for all steps that it needs."""
     rng, size = np.random.default_rng(seed), 1 + max(step.rank for step in steps)
     order = None if seed is None else drawn_order(steps, lambda ready: int(rng.choice(ready)))
     issued, ends = program(steps, size, order)
