@@ -13,15 +13,12 @@ MAX_CALLS = 1024
 
 
 class _Entry:
-    """A cached call: the callable or plan that runs it, all keys of its owner, and the number of its last use.
+    """A cached call: the callable or plan that runs it, all keys of its owner, and the number of its last use."""
 
-    `place` is the number of the use with which the entry is queued; it may be lower than `last_use`.
-    """
-
-    __slots__ = ("call", "keys", "last_use", "place")
+    __slots__ = ("call", "keys", "last_use")
 
     def __init__(self, call: Any, keys: set[Hashable] | None, use: int) -> None:
-        self.call, self.keys, self.last_use, self.place = call, keys, use, use
+        self.call, self.keys, self.last_use = call, keys, use
 
 
 class CallCache:
@@ -40,7 +37,7 @@ class CallCache:
         self._size = size
         self._calls: dict[Hashable, _Entry] = {}
         self._uses = count()
-        self._queue: list[tuple[int, Hashable]] = []  # a heap of (place, key); some calls were removed
+        self._queue: list[tuple[int, Hashable]] = []  # a heap of (use, key); some were used later, or were removed
         self._owned: dict[int, set[Hashable]] = {}  # keys by the id of their owner
         self._last: tuple[Hashable, Any] = (object(), None)
         self._lock = threading.RLock()  # a finalizer may run in the thread that holds the lock
@@ -78,25 +75,24 @@ class CallCache:
                 keys.add(key)
             entry = self._calls[key] = _Entry(call, keys, next(self._uses))
             self._last = key, call
-            heappush(self._queue, (entry.place, key))
+            heappush(self._queue, (entry.last_use, key))
             if len(self._calls) > self._size:
                 left.append(self._without_owner(self._least_recently_used()))
             if len(self._queue) > 2 * self._size:
-                self._queue = [(each.place, key) for key, each in self._calls.items()]
+                self._queue = [(each.last_use, key) for key, each in self._calls.items()]
                 heapify(self._queue)
         del left
 
     def _least_recently_used(self) -> Hashable:
         """Remove the least recently used call from the queue and return its key; requeue calls that were used since."""
         while True:
-            place, key = heappop(self._queue)
+            use, key = heappop(self._queue)
             entry = self._calls.get(key)
-            if entry is None or entry.place != place:  # the call was removed, or cached again
+            if entry is None:  # the call was removed
                 continue
             last_use = entry.last_use
-            if last_use == place:
+            if last_use == use:
                 return key
-            entry.place = last_use
             heappush(self._queue, (last_use, key))
 
     def _without_owner(self, key: Hashable) -> _Entry | None:

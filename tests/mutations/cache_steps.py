@@ -140,7 +140,9 @@ class Tensor:
 def tensors_that_must_be_taken_have_no_layout(library: ModuleType) -> None:
     """Check that only tensors that kernels on CuPy's stream can read in place have a layout."""
     layouts, of_tensor, stream = part(library, "layouts"), {"torch": 0}, SimpleNamespace(ptr=0)
-    c_part = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: of_tensor["torch"])
+    c_part = SimpleNamespace(
+        _cuda_getCurrentRawStream=lambda device: of_tensor["torch"], _is_fwd_grad_enabled=lambda: True
+    )
     cuda = SimpleNamespace(get_current_stream=lambda: stream)
     forward_ad = SimpleNamespace(_current_level=-1)
     torch = SimpleNamespace(

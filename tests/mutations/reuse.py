@@ -111,10 +111,7 @@ FAULTS = {
         ),
         "the cache grows without end": Edit(CACHE, "CallCache.put", "> self._size", "> 100 * self._size"),
         "a call that was used leaves": Edit(
-            CACHE, "CallCache._least_recently_used", "if last_use == place:", "if True:"
-        ),
-        "a call that has left leaves again": Edit(
-            CACHE, "CallCache._least_recently_used", "entry is None or entry.place != place", "entry is None"
+            CACHE, "CallCache._least_recently_used", "if last_use == use:", "if True:"
         ),
         "calls stay without their owner": Edit(CACHE, "CallCache.put", "keys.add(key)", "pass"),
         "the last call stays": Edit(CACHE, "CallCache._drop", "self._last = object(), None", "pass"),

@@ -337,7 +337,7 @@ FAULTS = {
             "planning/options.py", "Options.key", "score.program, score.numbers", "score.program"
         ),
         "arrays of a plan cannot be replaced": Edit(
-            "plans/plan.py", "Plan._with_operands", "{**self._captured, **operands}", "{**operands, **self.captured}"
+            "plans/plan.py", "Plan._with_operands", "{**self._captured, **operands}", "{**operands, **self._captured}"
         ),
         "a cap that float32 rounds to infinity is taken": Edit(OPERANDS, "_number_reasons", "<= most", "< math.inf"),
         "float64 holds no more than float32": Edit(

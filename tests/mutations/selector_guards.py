@@ -9,6 +9,7 @@ from unittest.mock import patch
 import device_double
 import device_lists
 import numpy as np
+import workspace_memory
 from executors import CPU, SIM, Run
 from mutations.python_guards import in_base_2, part
 from test_block_mass import summed
@@ -197,13 +198,10 @@ def _target_of(workspaces: Any) -> tuple[Any, Any, list[Any]]:
     """Return a target that records the first argument of each launch, its stream, and the records."""
     stream, launched = SimpleNamespace(ptr=3, is_capturing=lambda: False), list[Any]()
 
-    def maker(shape: Any, dtype: Any, axes: Any = None) -> Any:
-        return lambda: np.empty(shape, dtype)
-
     def launcher(*launch: Any) -> Any:
         return lambda arguments, stream: launched.append(arguments.records[0][0].tobytes())
 
-    memory = SimpleNamespace(maker=maker, address=lambda x: x.ctypes.data, kept_pieces=dict)
+    memory = workspace_memory.memory()
     target = SimpleNamespace(
         workspaces=lambda needs: workspaces(needs, memory), current_stream=lambda: stream, address=memory.address,
         tensor_map=None, lists=None, launcher=launcher,
@@ -327,5 +325,5 @@ def densities_are_counted(library: ModuleType) -> None:
     of = library.selectors
     q = np.random.default_rng(0).standard_normal((100, 4)) * 3
     for density, count in ((0.55, 55), (0.551, 56)):
-        few = {"block": 1, "budget": of.Budget(density=density), "forced": of.Forced(diagonal=False)}
-        assert of.random(q[:1], q, **few).nnz == of.pooled(q[:1], q, **few).nnz == count
+        few = {"block": (2, 1), "budget": of.Budget(density=density), "forced": of.Forced(diagonal=False)}
+        assert of.random(q[:2], q, **few).num_entries == of.pooled(q[:2], q, **few).num_entries == count

@@ -67,6 +67,8 @@ def check_workspaces_share_memory(library: Any) -> None:
         taken = workspaces.take(stream())
         starts = sorted(taken.addresses)
         assert all(later - start >= 4 * rows for start, later in zip(starts, starts[1:]))
+        sizes = {each.address: each.nbytes for by_stream in where.kept.values() for each in by_stream.values()}
+        assert all(sizes[address] >= 4 * rows for address in taken.addresses[:2])
         workspaces.give_back(stream(), taken)
     zeros = [each for by_stream in where.kept.values() for each in by_stream.values()]
     assert sum(each.nbytes for each in zeros) <= 2 * 2 * 4096 and len(where.kept_pieces()[7]) == 1
