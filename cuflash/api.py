@@ -303,7 +303,7 @@ def attention_vjp(
         deterministic, q_start, kv_start,
     )  # fmt: skip
     with writeable(out):
-        plan, arrays, o, lse = run(q, k, v, options, out, return_lse)
+        plan, arrays, o, lse = run(q, k, v, options, out, return_lse, later=("backward",))
     operands = {name: array for name, array in arrays.items() if name not in ("q", "k", "v")}
     return ((o, lse) if return_lse else o), Pullback(plan, arrays["q"], arrays["k"], arrays["v"], o, lse, operands)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -65,11 +65,13 @@ class Forward(NamedTuple):
 
 
 def run(
-    q: Any, k: Any, v: Any, options: Options, out: Any, return_lse: bool = True, *, has_gradient: bool = True
-) -> Forward:
+    q: Any, k: Any, v: Any, options: Options, out: Any, return_lse: bool = True, *, has_gradient: bool = True,
+    later: Sequence[str] = (),
+) -> Forward:  # fmt: skip
     """Run the forward pass of a call with the arguments of the user; only the first of identical calls checks them.
 
-    With `has_gradient`, the result has lse whatever `return_lse` is, and a plan with the dropout seed.
+    With `has_gradient`, the result has lse whatever `return_lse` is, and a plan with the dropout seed. `later` are the
+    passes of the plan that the caller runs next, as in `Plan._bind`.
     """
     options, operands = with_one_score(options, q)
     if isinstance(options.causal, np.bool):
@@ -115,7 +117,8 @@ def run(
         elif contents is not None:
             key = None
         plan = plan._without_arrays()
-        call = RepeatedCall(plan, plan._bind("forward", arrays, outs, wants_lse=wants_lse, pins=True), lists_of)
+        bound = plan._bind("forward", arrays, outs, wants_lse=wants_lse, pins=True, later=later)
+        call = RepeatedCall(plan, bound, lists_of)
         if key is not None:
             looked_up.keep(key, call, snapshot)
     else:

@@ -212,7 +212,7 @@ def compiled(spec: KernelSpec, compute_capability: tuple[int, int]) -> Compiled 
 
 
 def precompile(specs: Iterable[KernelSpec], target: tuple[int, int] | str) -> tuple[Compiled, ...]:
-    """Compile many kernels in parallel, with one thread per core.
+    """Compile many kernels in parallel, with one thread per core, the longest texts first.
 
     Parameters
     ----------
@@ -224,15 +224,19 @@ def precompile(specs: Iterable[KernelSpec], target: tuple[int, int] | str) -> tu
     Raises
     ------
     CompileError, RuntimeError
-        The error of the first kernel that fails.
+        The error of a kernel that fails.
     """
+    specs = tuple(specs)
+    # NVRTC parses one text at a time, so that the kernel whose text takes longest to compile must not wait for others.
+    longest_first = sorted(specs, key=lambda spec: len(source(spec)), reverse=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         if isinstance(target, str):
-            return tuple(pool.map(lambda spec: cubin(spec, target), specs))
-        keys = [(spec, architecture(spec, target)) for spec in specs]
+            by_spec = dict(zip(longest_first, pool.map(lambda spec: cubin(spec, target), longest_first)))
+            return tuple(map(by_spec.__getitem__, specs))
+        name_of = {spec: architecture(spec, target) for spec in longest_first}
         cupy, device = current_device()
-        list(pool.map(lambda key: _kernel(cupy, device, key[0], key[1], 0), keys))
-        return tuple(_compiled[spec, name, device] for spec, name in keys)
+        list(pool.map(lambda spec: _kernel(cupy, device, spec, name_of[spec], 0), name_of))
+        return tuple(_compiled[spec, name_of[spec], device] for spec in specs)
 
 
 @explains_keywords

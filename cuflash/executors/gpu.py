@@ -205,17 +205,21 @@ class Gpu:
         """Return, by stream, the pieces of memory for workspaces of calls on the current device."""
         return self._pieces.setdefault(nvrtc.current_device()[1], {})
 
-    def prepare(self, kernels: Pass) -> None:
+    def prepare(self, kernels: Pass, later: Iterable[Pass] = ()) -> None:
         """Compile the kernels of a pass in parallel, so that a first call waits only for the slowest.
+
+        If there are any to compile, those of the passes that follow, `later`, are compiled at the same time.
 
         Raises
         ------
         RuntimeError
-            The stream is captured, and a kernel is not compiled.
+            The stream is captured, and a kernel of the first pass is not compiled.
         """
         not_compiled = _not_compiled(kernels.launches.values())
         if not_compiled and self.stream().is_capturing():
             _refuse_to_compile(not_compiled, _COMPILE_FIRST)
+        if not_compiled:
+            not_compiled += _not_compiled(launch for each in later for launch in each.launches.values())
         if len(not_compiled) > 1:
             nvrtc.precompile(not_compiled, _capability())
 
