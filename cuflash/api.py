@@ -201,7 +201,7 @@ def attention(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
         deterministic, q_start, kv_start,
     )  # fmt: skip
-    _, _, o, lse = run(q, k, v, options, out, return_lse, has_gradient=False)
+    _, _, o, lse = run(q, k, v, options, out, return_lse, later=())
     return (o, lse) if return_lse else o
 
 
@@ -303,7 +303,7 @@ def attention_vjp(
         deterministic, q_start, kv_start,
     )  # fmt: skip
     with writeable(out):
-        plan, arrays, o, lse = run(q, k, v, options, out, return_lse, later=("backward",))
+        plan, arrays, o, lse = run(q, k, v, options, out, return_lse)
     operands = {name: array for name, array in arrays.items() if name not in ("q", "k", "v")}
     return ((o, lse) if return_lse else o), Pullback(plan, arrays["q"], arrays["k"], arrays["v"], o, lse, operands)
 

@@ -42,7 +42,7 @@ def push(
     later: Sequence[str] = ("jvp",),
 ) -> Pushed:  # fmt: skip
     """Run the passes "forward" and "jvp" on a user's arguments; only the first of identical calls checks them."""
-    forward = run(q, k, v, options._replace(tangents=directions), out, return_lse, later=later)
+    forward = run(q, k, v, options._replace(tangents=directions), out, return_lse, later)
     plan, dots = forward.plan, directions.arrays()
     tangents = {name: array for name, array in dots.items() if name.endswith(DOT)}
     moving = {name: array for name, array in tangents.items() if name not in (f"do{DOT}", f"dlse{DOT}")}

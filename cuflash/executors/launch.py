@@ -91,7 +91,7 @@ class Machine(LaunchTarget, Protocol):
     def address(self) -> Callable[[Array], int]:
         """A function that returns the address of an array's first element."""
 
-    def prepare(self, kernels: Pass, later: Iterable[Pass] = ()) -> None:
+    def prepare(self, kernels: Pass, *later: Pass) -> None:
         """Compile the kernels of a pass, and with them those of passes that follow, if that saves time."""
 
     def layout(self, array: Array) -> Array:

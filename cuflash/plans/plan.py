@@ -386,8 +386,8 @@ class Plan:  # numpydoc ignore=PR01
         """
         plan = self._plan if self._lists is None else self._lists.shared
         if later and self.executor == "gpu" and not plan.is_empty:
-            passes = [plan.passes[each] for each in (name, *later) if each in plan.passes]
-            (machine or gpu.current_target()).prepare(passes[0], passes[1:])
+            passes = (plan.passes[each] for each in (name, *later) if each in plan.passes)
+            (machine or gpu.current_target()).prepare(*passes)
         return BoundPlan(plan, self.executor, name, arrays, outs, wants_lse, pins, axes, machine)
 
     def _is_launches_alone(self, name: str, outs: Collection[str]) -> bool:

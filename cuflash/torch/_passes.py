@@ -91,14 +91,9 @@ class OnGpu:
     """
 
     def __init__(
-        self,
-        ready: Plan,
-        layouts: dict[str, Layout],
-        outs: dict[str, Layout],
-        lists_of: Callable[[Any], Tensor] | None,
-        wants_lse: bool,
-        later: Sequence[str],
-    ) -> None:
+        self, ready: Plan, layouts: dict[str, Layout], outs: dict[str, Layout],
+        lists_of: Callable[[Any], Tensor] | None, wants_lse: bool, later: Sequence[str],
+    ) -> None:  # fmt: skip
         work, problem = ready._plan.work, ready._plan.problem
         self._ready, self._outs, self.lists_of = ready, tuple(outs), lists_of
         self.names, self.wrt = tuple(layouts), problem.wrt
@@ -243,15 +238,9 @@ def _key(arrays: dict[str, Any], outs: Outs, looked_up: Lookup, wants_lse: bool)
 
 
 def _first(
-    looked_up: Lookup,
-    key: Hashable,
-    tensors: dict[str, Tensor],
-    outs: Outs,
-    options: Options,
-    lists_at_call: bool,
-    wants_lse: bool,
-    later: Sequence[str],
-) -> OnGpu | _ByArrays:
+    looked_up: Lookup, key: Hashable, tensors: dict[str, Tensor], outs: Outs, options: Options, lists_at_call: bool,
+    wants_lse: bool, later: Sequence[str],
+) -> OnGpu | _ByArrays:  # fmt: skip
     """Check the arguments of a call with a new layout or new options, and return the object that runs it."""
     refuse(argument_reasons(tensors, outs) or executor_reasons(tensors["q"].device, options.executor))
     snapshot = looked_up.snapshot()

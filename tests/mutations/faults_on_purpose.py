@@ -132,7 +132,7 @@ FAULTS = {
     },
     passes_are_compiled_together: {
         "gradients are compiled after the forward pass": Edit(
-            "api.py", "attention_vjp", 'later=("backward",)', "later=()"
+            "plans/plan.py", "Plan._bind", "(name, *later) if", "(name, *later[:-1]) if"
         ),
         "products with a Hessian are compiled one pass after the other": Edit(
             "calls/tangents.py", "pull", '("jvp", "backward", "backward_jvp")', '("jvp",)'
@@ -140,8 +140,11 @@ FAULTS = {
         "calls without gradients compile the backward pass": Edit(
             "plans/plan.py", "Plan._bind", "(name, *later) if", '(name, *later, "backward") if',
         ),
+        "the longest text is compiled last": Edit(
+            NVRTC, "precompile", "len(source(spec)), reverse=True", "len(source(spec))"
+        ),
         "kernels of later passes are not compiled": Edit(
-            GPU, "Gpu.prepare", "if not_compiled: not_compiled +=", "if not not_compiled: not_compiled +=",
+            GPU, "Gpu.prepare", "for each in later for launch", "for each in () for launch",
         ),
     },
     memory_may_run_out: {
