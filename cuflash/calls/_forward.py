@@ -79,8 +79,7 @@ def run(
     rows: RowsPerScale | None = None
     facts: tuple[Any, ...] = ()
     if type(q) is Quantized or type(k) is Quantized or type(v) is Quantized:
-        if later:
-            refuse(fp8.gradient_reasons(q, k, v))
+        refuse(fp8.gradient_reasons(q, k, v) if later else [])
         options = options._replace(executor=fp8.executor_of(q, k, v, options.executor))
         _refuse_quantized(q, k, v, options, fp8.call_reasons(q, k, v, options.executor, out))
         if options.executor == "cpu":

@@ -668,7 +668,7 @@ def test_the_kernels_of_a_pass_are_compiled_at_once(cupy, options):
 
 
 def check_passes_are_compiled_together(library, machine, name):
-    """Check that a call compiles the kernels of all its passes, longest first, and no others, before the first launch."""
+    """Check that a call compiles the kernels of its passes before the first launch, longest first, and no others."""
     machine.runs_kernels = False
     q, k, v = (machine.asarray(array) for array in (Q, K, V))
     run, number = {
